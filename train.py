@@ -1,0 +1,578 @@
+"""train.py: train a Llama-style model from text, on one process or under torchrun.
+
+    python train.py                              the standard library's source -> runs/stdlib
+    python train.py --data FILE.jsonl --model small --steps 2000 --out runs/mine
+    torchrun --nproc-per-node 2 train.py ...     the same steps, each rank a share of every batch
+
+A run, in order: read the documents; train a tokenizer on them; write them as token files; then per step
+take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and save. OUT
+is a Hugging Face folder (config.json, model.safetensors in bf16, tokenizer.model) that generate.py and
+transformers open, beside train_state.safetensors (fp32 weights, Adam moments, step) and metrics.jsonl.
+
+Three things hold, and test_all.py proves them:
+
+- The batch is a pure function of (seed, step, sample index). No loader has a state, so a run resumed
+  with --resume prints the losses of an uninterrupted one to the last digit (on CPU).
+- The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the count of
+  the whole step, on all ranks, so micro-batch size and rank count change nothing but rounding.
+- A checkpoint appears whole or not at all. SIGTERM and Ctrl-C save and leave; kill -9 at any moment
+  leaves the previous one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from model import (CONFIGS, ModelConfig, Transformer, load_checkpoint, read_config, save_checkpoint,
+                   write_atomically)
+
+VOCAB_SIZE = 4096
+BOS, EOS = 1, 2  # one of each around every document
+IGNORE = -100  # a target that is not counted
+
+# Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here gets no
+# MFU: a wrong one is worse than none.
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12,
+}
+
+# --------------------------------------------------------------------------------------------------
+# Text
+# --------------------------------------------------------------------------------------------------
+
+Document = tuple[str, str]  # (name, text); the name decides whether it is held out
+
+
+def read_documents(data: str | None) -> list[Document]:
+    """The documents of --data: a text file, a folder of them, a JSONL with "text"; or, without it, the
+    source of Python's standard library, tests left out. In a fixed order. ValueError if there is no text.
+    """
+    path = Path(data or sysconfig.get_paths()["stdlib"])
+    if not path.exists():
+        raise ValueError(f"--data {path}: no such file or folder")
+    if path.is_dir():
+        docs = list(_folder(path, "*.py" if data is None else "*"))
+    elif path.suffix in (".jsonl", ".ndjson"):
+        docs = list(_jsonl(path))
+    else:
+        text = _text(path)
+        pieces = range(0, len(text or ""), 8192)  # so that some of a single file can be held out
+        docs = [(f"{i}", text[i : i + 8192]) for i in pieces]
+    docs = [(name, text) for name, text in docs if text.strip()]
+    if not docs:
+        raise ValueError(f"--data {path}: holds no text (UTF-8 files, or JSONL lines with a \"text\" field)")
+    return docs
+
+
+def _text(path: Path) -> str | None:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except (UnicodeDecodeError, OSError):
+        return None
+    return None if "\0" in text else text
+
+
+def _folder(root: Path, pattern: str) -> Iterator[Document]:
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    for path in sorted(root.rglob(pattern)):
+        inside = path.relative_to(root)
+        if not path.is_file() or any(p.startswith(".") for p in inside.parts):
+            continue
+        if pattern == "*.py" and skip & set(inside.parts):
+            continue
+        if (text := _text(path)) is not None:
+            yield inside.as_posix(), text
+
+
+def _jsonl(path: Path) -> Iterator[Document]:
+    for n, line in enumerate((_text(path) or "").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(f'{path}: line {n} is not a JSON object with a "text" field') from None
+        if not isinstance(text, str):
+            raise ValueError(f'{path}: line {n}: "text" must be a string, not {type(text).__name__}')
+        yield f"{n}", text
+
+
+def held_out(name: str) -> bool:
+    """Whether a document is for validation: one in 16, by a hash of its name, the same on every machine."""
+    return hashlib.sha256(name.encode()).digest()[0] < 16
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokens
+# --------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> bytes:
+    """A sentencepiece BPE model that gives every text back unchanged.
+
+    Whitespace is kept as it is, and runs of it are pieces: sixteen spaces of indentation, or ":" with its
+    newline, cost one token. Unknown characters fall back to bytes.
+    """
+    pieces = (text[i : i + 4000] for text in texts for i in range(0, len(text), 4000))
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=pieces, model_writer=model, model_type="bpe", vocab_size=vocab_size,
+            byte_fallback=True, character_coverage=0.9999, split_digits=True,
+            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True, max_sentence_length=20000, hard_vocab_limit=False,
+            unk_id=0, bos_id=BOS, eos_id=EOS, pad_id=-1, minloglevel=2,
+        )
+    except RuntimeError as e:
+        raise ValueError(f"--data: too little text for a tokenizer of {vocab_size} pieces ({e})") from None
+    return model.getvalue()
+
+
+def write_tokens(path: Path, encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> None:
+    """One flat file of uint32: BOS document EOS, BOS document EOS, ..."""
+    def write(tmp: Path) -> None:
+        with open(tmp, "wb") as f:
+            for i in range(0, len(texts), 64):
+                for ids in encode(texts[i : i + 64]):
+                    f.write(torch.tensor([BOS, *ids, EOS], dtype=torch.int32).view(torch.uint8).numpy())
+    write_atomically(path, write)
+
+
+def read_tokens(path: Path) -> Tensor:
+    """The file of write_tokens, memory-mapped, (n,) int32."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32)
+
+
+def batch_of(tokens: Tensor, seed: int, step: int, indices: range, batch_size: int, seq_len: int) -> Tensor:
+    """Samples `indices` of the batch of `step`: (len(indices), seq_len + 1), inputs and targets overlapping.
+
+    A pure function of its arguments. Sample g = step * batch_size + index is the g-th window of an endless
+    row of epochs; each epoch cuts the tokens at a phase of its own and shuffles the windows, so that all
+    are seen once before any is seen twice.
+    """
+    n = (len(tokens) - 1) // seq_len - 1  # windows an epoch, leaving room for the phase
+    rows, shuffled = [], {}
+    for g in (step * batch_size + i for i in indices):
+        epoch, place = divmod(g, max(n, 1))
+        if epoch not in shuffled:
+            rng = torch.Generator().manual_seed((seed << 32) + epoch)
+            phase = int(torch.randint(seq_len, (), generator=rng)) if n > 0 else 0
+            shuffled[epoch] = phase, torch.randperm(max(n, 1), generator=rng)
+        phase, order = shuffled[epoch]
+        start = phase + int(order[place]) * seq_len
+        rows.append(tokens[start : start + seq_len + 1])
+    return torch.stack(rows).long()
+
+
+# --------------------------------------------------------------------------------------------------
+# One step
+# --------------------------------------------------------------------------------------------------
+
+
+def loss_sum(model: torch.nn.Module, batch: Tensor) -> Tensor:
+    """Summed next-token cross-entropy of batch (B, T + 1), in nats."""
+    logits = model(batch[:, :-1].clamp(min=0))
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), ignore_index=IGNORE,
+                           reduction="sum")
+
+
+def accumulate(model: torch.nn.Module, batch: Tensor, micro_batch_size: int,
+               autocast: Callable[[], Any] = contextlib.nullcontext) -> float:
+    """Leave in .grad the gradient of the mean loss over all the step's tokens; return that loss.
+
+    The divisor is the token count of the whole step (all micro-batches, all ranks), known before the first
+    backward. A mean of micro-batch means would weigh a token by how few stand beside it.
+    """
+    count = _all_reduce((batch[:, 1:] != IGNORE).sum())
+    total = torch.zeros((), device=batch.device)
+    for micro in batch.split(micro_batch_size):
+        with autocast():
+            loss = loss_sum(model, micro) / count
+        loss.backward()
+        total += loss.detach()
+    if dist.is_initialized():
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+    return _all_reduce(total).item()
+
+
+def _all_reduce(x: Tensor) -> Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101), decay on matrices and embeddings, none on norms and biases."""
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
+              {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first 5% (at most 500 steps), then a cosine down to a tenth of the peak."""
+    warmup = min(500, max(1, steps // 20))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+@torch.no_grad()
+def validate(model: torch.nn.Module, tokens: Tensor, seq_len: int, micro_batch_size: int, device: torch.device,
+             autocast: Callable[[], Any] = contextlib.nullcontext, max_tokens: int = 65536) -> float:
+    """Mean loss over windows spread evenly over the held-out tokens, the same ones every time."""
+    n = (len(tokens) - 1) // seq_len
+    picked = min(n, max(1, max_tokens // seq_len))
+    starts = [i * n // picked * seq_len for i in range(picked)]
+    total = 0.0
+    for i in range(0, picked, micro_batch_size):
+        batch = torch.stack([tokens[s : s + seq_len + 1] for s in starts[i : i + micro_batch_size]])
+        with autocast():
+            total += loss_sum(model, batch.long().to(device)).item()
+    return total / (picked * seq_len)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+STATE = "train_state.safetensors"
+# What the numbers of a run depend on. --resume takes them from the checkpoint.
+RUN_DEFINING = ("seed", "steps", "batch_size", "seq_len", "lr", "data", "dtype")
+
+
+def save_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int, args: argparse.Namespace) -> None:
+    """Write OUT: first all that --resume needs, in one file; then the Hugging Face folder in bf16."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        tensors[f"weight.{name}"] = p.detach().cpu()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if p in optimizer.state:
+                tensors[f"{moment}.{name}"] = optimizer.state[p][moment].cpu()
+    about = {"step": str(step), "run": json.dumps({k: getattr(args, k) for k in RUN_DEFINING})}
+    write_atomically(out / STATE, lambda tmp: save_file(tensors, tmp, about))
+    save_checkpoint(copy.deepcopy(model).to(torch.bfloat16), out)
+
+
+def read_run(out: Path) -> tuple[int, dict[str, Any]]:
+    """(steps done, run-defining settings) of the checkpoint in OUT."""
+    path = out / STATE
+    if not path.exists():
+        raise ValueError(f"--resume: {path} is not there; nothing was saved yet, start without --resume")
+    try:
+        with safe_open(path, framework="pt") as f:
+            about = f.metadata()
+        return int(about["step"]), json.loads(about["run"])
+    except Exception as e:  # whatever is wrong with the file, the mend is the same
+        raise ValueError(f"{path}: cannot be read ({e}); restore the file, or start anew in another --out") from None
+
+
+def load_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Put the checkpoint's weights and moments into model and optimizer, bit for bit."""
+    with safe_open(out / STATE, framework="pt") as f, torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(f.get_tensor(f"weight.{name}"))
+            if step > 0:
+                moments = {m: f.get_tensor(f"{m}.{name}").to(p.device) for m in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines past `step`: steps made after the last save are about to be made again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        keep = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_atomically(path, lambda tmp: tmp.write_text("".join(keep)))
+
+
+def plot(out: Path) -> Path:
+    """Loss and learning rate of OUT/metrics.jsonl as OUT/metrics.png."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib, which is optional: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"--plot: {path} is not there; train first, or name the run with --out")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
+    top.plot([r["step"] for r in rows], [r["loss"] for r in rows], lw=0.8, label="training loss")
+    validated = [r for r in rows if "val_loss" in r]
+    top.plot([r["step"] for r in validated], [r["val_loss"] for r in validated], "o-", label="validation loss")
+    top.set(ylabel="loss (nats per token)")
+    top.legend()
+    bottom.plot([r["step"] for r in rows], [r["lr"] for r in rows])
+    bottom.set(xlabel="step", ylabel="learning rate")
+    figure.tight_layout()
+    figure.savefig(out / "metrics.png", dpi=120)
+    return out / "metrics.png"
+
+
+# --------------------------------------------------------------------------------------------------
+# The run
+# --------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("--out", type=Path, default=Path("runs/stdlib"), help="folder of the run")
+    p.add_argument("--data", help="text file, folder, or JSONL with \"text\" (default: the standard library)")
+    p.add_argument("--model", default="small", metavar="CONFIG", help=f"a config.json, or {', '.join(CONFIGS)}")
+    p.add_argument("--init", type=Path, metavar="DIR", help="start from this checkpoint and its tokenizer")
+    p.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    p.add_argument("--steps", type=int, default=500)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--batch-size", type=int, default=8, help="sequences in one step, over all ranks")
+    p.add_argument("--micro-batch-size", type=int, default=2, help="sequences in one forward, per rank")
+    p.add_argument("--seq-len", type=int, default=512)
+    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    p.add_argument("--save-every", type=int, default=100)
+    p.add_argument("--eval-every", type=int, default=100)
+    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    p.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the matmuls "
+                   "(autocast). auto: bf16 where the hardware multiplies it, else fp32")
+    p.add_argument("--compile", action="store_true", help="torch.compile the model")
+    p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
+    args = p.parse_args(argv)
+    for name in ("steps", "batch_size", "micro_batch_size", "seq_len", "save_every", "eval_every", "lr"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
+    args.given = {a.split("=")[0][2:].replace("-", "_") for a in argv if a.startswith("--")}
+    return args
+
+
+def settle_args(args: argparse.Namespace) -> int:
+    """Fill args from the checkpoint under --resume; refuse what would spoil a run. Returns the first step."""
+    if not args.resume:
+        if (args.out / STATE).exists():
+            done, _ = read_run(args.out)
+            raise ValueError(f"--out {args.out}: holds a run of {done} steps; go on with --resume, or name another --out")
+        return 0
+    done, run = read_run(args.out)
+    for name in RUN_DEFINING:
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if name in args.given and value != run[name] and name != "steps":  # more steps are welcome
+            raise ValueError(f"{flag} {value} differs from the run's {run[name]}; leave it out, or start anew in another --out")
+        if name not in args.given:
+            setattr(args, name, run[name])
+    return done
+
+
+def setup_device(args: argparse.Namespace) -> tuple[torch.device, Callable[[], Any], int, int]:
+    """(device, autocast factory, rank, world size). Under torchrun, joins the other ranks."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if world > 1:
+        dist.init_process_group("nccl" if name.startswith("cuda") else "gloo")
+        if name == "cuda":
+            name = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if args.dtype == "auto":
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+        args.dtype = "bf16" if fast else "fp32"
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
+    return device, autocast, rank, world
+
+
+def prepare_tokens(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Tokenizer and token files in OUT, made once; (training tokens, held-out tokens)."""
+    train, val, tokenizer = (args.out / n for n in ("train.tokens", "val.tokens", "tokenizer.model"))
+    if not (train.exists() and val.exists()):
+        docs = read_documents(args.data)
+        kept = [text for name, text in docs if not held_out(name)]
+        held = [text for name, text in docs if held_out(name)]
+        if not kept or not held:  # too few documents for a hash to split
+            kept, held = [text for _, text in docs[1:]] or [docs[0][1]], [docs[0][1]]
+        if args.init is None:
+            model = train_tokenizer(kept)
+            write_atomically(tokenizer, lambda tmp: tmp.write_bytes(model))
+        elif (args.init / "tokenizer.model").exists():
+            write_atomically(tokenizer, lambda tmp: shutil.copyfile(args.init / "tokenizer.model", tmp))
+        else:
+            raise ValueError(f"--init {args.init}: has no tokenizer.model")
+        encode = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).encode
+        write_tokens(val, encode, held)
+        write_tokens(train, encode, kept)
+    tokens = read_tokens(train), read_tokens(val)
+    for split, part in zip(("training", "held-out"), tokens):
+        if len(part) < args.seq_len + 1:
+            raise ValueError(f"--data: {len(part)} {split} tokens are fewer than --seq-len + 1 = {args.seq_len + 1}")
+    return tokens
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> Transformer:
+    """The model to train, in fp32: of --init, of OUT under --resume, or new, drawn from --seed."""
+    if args.init is not None and not args.resume:
+        return load_checkpoint(args.init, device, torch.float32).train()
+    if args.resume:
+        config = read_config(args.out / "config.json")
+    elif args.model in CONFIGS:
+        config = CONFIGS[args.model]
+    elif Path(args.model).exists():
+        config = read_config(args.model)
+    else:
+        raise ValueError(f"--model {args.model}: neither a config.json nor one of {', '.join(CONFIGS)}")
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**{**vars(config), "bos_id": BOS, "eos_ids": (EOS,)}))
+    model = model.to_empty(device="cpu")
+    model.tie()
+    model.init_weights(torch.Generator().manual_seed(args.seed))  # on the CPU: one seed, one model
+    return model.to(device)
+
+
+def flops_per_token(model: Transformer, seq_len: int) -> float:
+    """Forward and backward: 6 per weight that multiplies, and 12 * L * Hq * D * S/2 of causal attention."""
+    c = model.config
+    weights = sum(p.numel() for p in model.parameters()) - (0 if c.tie_embeddings else model.embed.weight.numel())
+    return 6 * weights + 6 * c.n_layers * c.n_heads * c.head_dim * seq_len
+
+
+def train(args: argparse.Namespace) -> None:
+    """The whole run; every stage is one call."""
+    first = settle_args(args)
+    device, autocast, rank, world = setup_device(args)
+    if args.batch_size % world:
+        raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the {world} ranks")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        train_tokens, val_tokens = prepare_tokens(args)
+    if world > 1:
+        dist.barrier()
+        train_tokens, val_tokens = prepare_tokens(args)
+    model = build_model(args, device)
+    optimizer = build_optimizer(model)
+    if args.resume:
+        load_run(args.out, model, optimizer, first)
+    run_steps(args, model, optimizer, train_tokens, val_tokens, first, device, autocast, rank, world)
+
+
+def run_steps(args: argparse.Namespace, model: Transformer, optimizer: torch.optim.Optimizer, train_tokens: Tensor,
+              val_tokens: Tensor, first: int, device: torch.device, autocast: Callable[[], Any], rank: int,
+              world: int) -> None:
+    """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
+    step_model = torch.compile(model) if args.compile else model
+    mine = range(rank, args.batch_size, world)
+    flops = flops_per_token(model, args.seq_len)
+    peak = PEAK_FLOPS.get(torch.cuda.get_device_name(device), 0) if device.type == "cuda" else 0
+    stop = stop_on_signals()
+    metrics = open_metrics(args, first) if rank == 0 else io.StringIO()
+    describe(args, model, train_tokens, first, device, rank)
+    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, disable=rank > 0,
+               mininterval=0.5 if sys.stderr.isatty() else 15, dynamic_ncols=True)
+    for step in bar:
+        start = time.perf_counter()
+        batch = batch_of(train_tokens, args.seed, step, mine, args.batch_size, args.seq_len).to(device)
+        loss = accumulate(step_model, batch, args.micro_batch_size, autocast)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        lr = learning_rate(step, args.steps, args.lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        speed = args.batch_size * args.seq_len / (time.perf_counter() - start)
+        row = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_second": round(speed, 1)}
+        leaving = any_rank(stop, device)
+        last = step + 1 == args.steps or leaving
+        if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
+            row["val_loss"] = validate(step_model, val_tokens, args.seq_len, args.micro_batch_size, device, autocast)
+            bar.write(f"step {step + 1}: loss {loss:.4f}, validation {row['val_loss']:.4f}", file=sys.stderr)
+        metrics.write(json.dumps(row) + "\n")
+        metrics.flush()
+        mfu = f", MFU {speed * flops / peak / world:.1%}" if peak else ""
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tok/s{mfu}", refresh=False)
+        if rank == 0 and ((step + 1) % args.save_every == 0 or last):
+            save_run(args.out, model, optimizer, step + 1, args)
+        if leaving:
+            bar.write(f"stopped after step {step + 1}, saved to {args.out}; go on with --resume", file=sys.stderr)
+            break
+
+
+def stop_on_signals() -> list[int]:
+    """A list that the first SIGTERM or Ctrl-C puts a number into; the second acts at once."""
+    caught: list[int] = []
+    def note(number: int, frame: Any) -> None:
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return caught
+
+
+def any_rank(caught: list[int], device: torch.device) -> bool:
+    """Whether any rank was told to stop: all must leave at the same step."""
+    return bool(_all_reduce(torch.tensor(len(caught), device=device)).item()) if dist.is_initialized() else bool(caught)
+
+
+def open_metrics(args: argparse.Namespace, first: int) -> io.TextIOBase:
+    path = args.out / "metrics.jsonl"
+    cut_metrics(path, first)
+    return open(path, "a", encoding="utf-8")
+
+
+def describe(args: argparse.Namespace, model: Transformer, tokens: Tensor, first: int, device: torch.device,
+             rank: int) -> None:
+    if rank == 0:
+        size = sum(p.numel() for p in model.parameters())
+        step_tokens = args.batch_size * args.seq_len
+        print(f"{size / 1e6:.2f}M parameters, {len(tokens) / 1e6:.2f}M training tokens, {step_tokens} tokens a step "
+              f"({args.steps * step_tokens / len(tokens):.1f} epochs in {args.steps} steps), {args.dtype} on {device}"
+              + (f", from step {first}" if first else ""), file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        if args.plot:
+            print(plot(args.out))
+        else:
+            train(args)
+    except (ValueError, OSError) as e:
+        print(f"train.py: error: {e}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
