@@ -1,0 +1,526 @@
+"""generate.py: text from a checkpoint, and the speed at which it came.
+
+    python generate.py                                       the shipped model writes Python
+    python generate.py "def quicksort(" --temperature 0      greedy
+    git log -1 | python generate.py --checkpoint DIR --json  any Llama-type Hugging Face folder
+    python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
+
+Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through the
+model in chunks: large matrix products, limited by arithmetic. `decode` runs one token: every weight is
+read to be used once, so a step lasts as long as reading the weights and the KV cache takes, and no
+program is faster than bytes / bandwidth. After each run one line on stderr says how near it came: the
+bytes really read per second, and their share of a read bandwidth measured on the spot.
+
+--compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA graph
+(the static cache and compiled step of gpt-fast). On a CPU the step is also written differently, see
+`CPULinear`. Needs: model.py, sentencepiece or tokenizers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+START = time.perf_counter()  # the imports below are part of what a user waits for
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import CONFIGS, KVCache, ModelConfig, Transformer, load_checkpoint, read_config
+
+SHIPPED = Path(__file__).resolve().parent / "checkpoints" / "small"
+DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
+PREFILL_CHUNK = 512  # tokens; bounds the memory of a long prompt's mask and activations
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers
+# --------------------------------------------------------------------------------------------------
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. encode adds the model's begin-of-sequence token."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class SentencePieceTokenizer:
+    """A `tokenizer.model`."""
+
+    def __init__(self, path: Path):
+        import sentencepiece
+
+        self.sp = sentencepiece.SentencePieceProcessor()
+        self.sp.load(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        return self.sp.encode(text, add_bos=self.sp.bos_id() >= 0)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.sp.decode(ids)
+
+
+class JSONTokenizer:
+    """A `tokenizer.json` of the tokenizers library."""
+
+    def __init__(self, path: Path):
+        import tokenizers
+
+        self.tk = tokenizers.Tokenizer.from_file(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        return self.tk.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tk.decode(ids, skip_special_tokens=True)
+
+
+class NoTokenizer:
+    """For random weights: text in as bytes, ids out as numbers."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return [b % self.vocab_size for b in text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(f"<{i}>" for i in ids)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer beside the weights, decided by which file is there."""
+    for name, kind in (("tokenizer.model", SentencePieceTokenizer), ("tokenizer.json", JSONTokenizer)):
+        path = folder / name
+        if path.exists():
+            try:
+                return kind(path)
+            except Exception as e:  # each library has errors of its own
+                raise ValueError(f"{path}: not a tokenizer of this kind ({str(e).splitlines()[0]})") from None
+    raise ValueError(f"{folder}: holds neither tokenizer.model nor tokenizer.json; copy it from the model's source")
+
+
+class TextStream:
+    """Ids in, printable text out: a character whose bytes are still arriving is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
+        self.tokenizer = tokenizer
+        self.ids = prompt[-8:]  # some context: a piece may read differently at the start of a text
+        self.shown = tokenizer.decode(self.ids)
+
+    def push(self, token: int) -> str:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new = text[len(self.shown) :]
+        self.ids = self.ids[-8:]
+        self.shown = self.tokenizer.decode(self.ids)
+        return new
+
+    def finish(self) -> str:
+        """What was held back and will never be completed."""
+        return self.tokenizer.decode(self.ids)[len(self.shown) :]
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def probabilities(logits: Tensor, how: Sampling) -> Tensor:
+    """(..., V) logits -> the distribution to draw from: temperature, then top-k, then top-p, renormalised.
+
+    top-p keeps the smallest set of likeliest tokens whose probability reaches top_p (arXiv:1904.09751).
+    """
+    logits = logits.float() / how.temperature
+    if 0 < how.top_k < logits.shape[-1]:
+        kth = logits.topk(how.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probs = logits.softmax(-1)
+    if how.top_p < 1:
+        ordered, ids = probs.sort(descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # the likeliest has nothing before it: it always stays
+        probs = torch.zeros_like(probs).scatter(-1, ids, ordered.masked_fill(before >= how.top_p, 0.0))
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def sample(logits: Tensor, how: Sampling, noise: Tensor | None) -> Tensor:
+    """(..., V) logits -> (...) token ids.
+
+    `noise` is Exp(1), of the logits' shape: argmax(p / noise) is a draw from p (the exponential race),
+    and needs neither a host round trip nor a random generator inside a compiled graph.
+    """
+    if how.temperature == 0:
+        return logits.argmax(-1)
+    return (probabilities(logits, how) / noise).argmax(-1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Prefill and decode
+# --------------------------------------------------------------------------------------------------
+
+
+def prefill(model: Transformer, tokens: Tensor, cache: KVCache) -> Tensor:
+    """Run tokens (B, T) from position 0 into the cache; logits (B, V) after the last one."""
+    T = tokens.shape[1]
+    for start in range(0, T, PREFILL_CHUNK):
+        end = min(T, start + PREFILL_CHUNK)
+        positions = torch.arange(start, end, device=tokens.device)
+        attend = partial(cache.attend, limit=end)
+        hidden = model(tokens[:, start:end], positions, attend, return_hidden=True)
+    return model.head(hidden[:, -1])  # one row: the other T - 1 rows of logits are never looked at
+
+
+def decode(model: Transformer, token: Tensor, position: Tensor, attend: Callable, how: Sampling,
+           noise: Tensor | None) -> Tensor:
+    """One step: token (B, 1) at position (1,) -> the next token (B, 1)."""
+    logits = model(token, position, attend)[:, -1]
+    return sample(logits, how, noise)[:, None]
+
+
+class Decoder:
+    """One sequence at a time: its cache, its random numbers, its decode step.
+
+    Eager, a step reads just the used part of the cache. Compiled, it reads all of it, so that no shape
+    ever changes: one compilation, and on CUDA one captured graph, replayed over the same input tensors.
+    """
+
+    def __init__(self, model: Transformer, max_len: int, how: Sampling, compiled: bool = False):
+        device, dtype = model.embed.weight.device, model.embed.weight.dtype
+        self.model, self.how, self.compiled = model, how, compiled
+        self.cache = KVCache(model.config, 1, max_len, dtype, device)
+        self.generator = torch.Generator(device)
+        self.token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.noise = torch.ones(1, model.config.vocab_size, device=device) if how.temperature > 0 else None
+        self.run = self._compile() if compiled else self._step
+
+    def start(self, prompt: Tensor, seed: int) -> int:
+        """Prefill prompt (1, T); the first new token."""
+        self.generator.manual_seed(seed)
+        logits = prefill(self.model, prompt, self.cache)
+        self._draw_noise()
+        self.token.copy_(sample(logits, self.how, self.noise)[:, None])
+        self.position.fill_(prompt.shape[1])
+        self.used = prompt.shape[1]
+        return int(self.token)
+
+    def next(self) -> int:
+        """Append the last token to the sequence; the one after it."""
+        self._draw_noise()
+        self.used += 1
+        self.run(*() if self.compiled else (self.used,))
+        return int(self.token)
+
+    def _step(self, limit: int | None = None) -> None:
+        attend = partial(self.cache.attend, limit=limit)
+        self.token.copy_(decode(self.model, self.token, self.position, attend, self.how, self.noise))
+        self.position.add_(1)
+
+    def _compile(self) -> Callable[[], None]:
+        step = torch.compile(self._step, fullgraph=True, dynamic=False)
+        for _ in range(2):
+            step()  # compiles; the slots it writes are overwritten by the first prompt
+        if self.token.device.type != "cuda":
+            return step
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+
+    def _draw_noise(self) -> None:
+        if self.noise is not None:
+            self.noise.exponential_(generator=self.generator)
+
+    def bytes_per_token(self) -> int:
+        """What a step reads: every weight that multiplies, one row of the embedding, the cache."""
+        embed, head = self.model.embed.weight, self.model.head.weight
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        if head is not embed:
+            weights -= (embed.numel() - embed.shape[1]) * embed.element_size()
+        return weights + self.cache.bytes_read(None if self.compiled else self.used)
+
+
+def generate_tokens(decoder: Decoder, prompt: Tensor, seed: int, max_new: int, eos_ids: tuple[int, ...] = ()) -> Iterator[int]:
+    """At most max_new tokens after prompt (1, T), each as soon as it is known; an EOS is the last."""
+    for i in range(max_new):
+        token = decoder.start(prompt, seed) if i == 0 else decoder.next()
+        yield token
+        if token in eos_ids:
+            return
+
+
+class CPULinear(nn.Linear):
+    """nn.Linear as a CPU likes it; the numbers differ from nn.Linear's only in rounding.
+
+    - One row, compiled: four row blocks of the weight are read side by side. A core that streams from one
+      address at a time leaves a third of the memory bandwidth unused.
+    - Many rows of bf16 on a CPU that cannot multiply bf16 (before AVX-512): the weight is widened to fp32
+      first. That costs a pass over it, and makes the product about five times faster.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if rows == 1 and torch.compiler.is_compiling() and self.out_features % 4 == 0:
+            blocks = self.weight.view(4, -1, self.in_features)
+            y = torch.stack([(block * x.view(-1)).sum(-1) for block in blocks]).view(*x.shape[:-1], -1)
+            return y if self.bias is None else y + self.bias
+        if rows >= 8 and x.dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+        return super().forward(x)
+
+    @classmethod
+    def swap_into(cls, model: nn.Module) -> None:
+        """Replace every nn.Linear of the model by one of these over the same parameters."""
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if type(child) is nn.Linear:
+                    with torch.device("meta"):
+                        linear = cls(child.in_features, child.out_features, child.bias is not None)
+                    linear.weight, linear.bias = child.weight, child.bias
+                    setattr(module, name, linear)
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+# --------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("prompt", nargs="?", help="text to continue; - or a pipe reads it from stdin")
+    p.add_argument("--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help="Hugging Face folder")
+    p.add_argument("--max-new-tokens", type=int, default=200)
+    p.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+    p.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
+    p.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that reach this probability")
+    p.add_argument("--seed", type=int, default=0, help="same seed, same text")
+    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    p.add_argument("--dtype", choices=DTYPES, help="default: as stored (bf16 for --dummy)")
+    p.add_argument("--compile", action="store_true", help="compile the decode step (CUDA graph on CUDA)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    p.add_argument("--bench", nargs="?", type=int, const=5, metavar="N", help="N runs (5), no EOS stop, print medians")
+    p.add_argument("--dummy", metavar="CONFIG", help=f"random weights of a config.json, or of {', '.join(CONFIGS)}")
+    p.add_argument("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
+    args = p.parse_args(argv)
+    checks = {"--max-new-tokens": args.max_new_tokens >= 1, "--temperature": args.temperature >= 0,
+              "--top-k": args.top_k >= 0, "--top-p": 0 < args.top_p <= 1, "--bench": args.bench is None or args.bench >= 1,
+              "--prompt-tokens": args.prompt_tokens is None or args.prompt_tokens >= 1}
+    wants = {"--max-new-tokens": "at least 1", "--temperature": "0 (greedy) or more", "--top-k": "0 (all) or more",
+             "--top-p": "more than 0 and at most 1", "--bench": "at least 1", "--prompt-tokens": "at least 1"}
+    for flag, good in checks.items():
+        if not good:
+            value = getattr(args, flag[2:].replace("-", "_"))
+            raise ValueError(f"{flag} must be {wants[flag]}, not {value}")
+    return args
+
+
+def pick_device(name: str | None) -> torch.device:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
+    return device
+
+
+def dummy_model(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """Random weights in the shape of a named config or a config.json."""
+    if name not in CONFIGS and not Path(name).exists():
+        raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
+    config = CONFIGS[name] if name in CONFIGS else read_config(name)
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype).eval()
+    model = model.to_empty(device=device)
+    model.tie()
+    model.init_weights(torch.Generator(device).manual_seed(0))
+    return model
+
+
+def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer]:
+    if args.dummy is not None:
+        model = dummy_model(args.dummy, device, DTYPES[args.dtype or "bf16"])
+        return model, NoTokenizer(model.config.vocab_size)
+    model = load_checkpoint(args.checkpoint, device, DTYPES[args.dtype] if args.dtype else None)
+    return model, load_tokenizer(args.checkpoint)
+
+
+def eos_ids(args: argparse.Namespace, config: ModelConfig) -> tuple[int, ...]:
+    """Every id that ends a text: config.json's, and generation_config.json's where there is one."""
+    path = args.checkpoint / "generation_config.json"
+    if args.bench or args.dummy:
+        return ()
+    if not path.exists():
+        return config.eos_ids
+    try:
+        more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or []
+    except (ValueError, AttributeError) as e:
+        raise ValueError(f"{path}: not a JSON object ({e}); copy it again") from None
+    return config.eos_ids + tuple(more if isinstance(more, list) else [more])
+
+
+def read_prompt(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
+    """Prompt ids from the argument, stdin or --prompt-tokens; refused if empty or longer than the context."""
+    if args.prompt_tokens is not None:
+        rng = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (args.prompt_tokens,), generator=rng).tolist()
+    else:
+        text = args.prompt
+        if text == "-" or text is None and stdin_is_piped():
+            text = sys.stdin.read() or (text and "")
+        ids = tokenizer.encode(DEFAULT_PROMPT if text is None else text) if text != "" else []
+    if not ids:
+        raise ValueError("the prompt is empty; give some text, as an argument or on stdin")
+    if len(ids) >= config.max_seq_len:
+        raise ValueError(f"the prompt has {len(ids)} tokens, and the model's context (max_position_embeddings in "
+                         f"config.json) is {config.max_seq_len}; shorten it to leave room for new ones")
+    return ids
+
+
+def stdin_is_piped() -> bool:
+    import os
+    import stat
+
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # no stdin at all
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which this machine reads memory: the best of some sums over 512 MB."""
+    x = torch.ones(2**27, device=device)
+    best = float("inf")
+    for _ in range(5):
+        synchronize(device)
+        start = time.perf_counter()
+        x.sum()
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return x.numel() * x.element_size() / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Run:
+    """One run's tokens and times, seconds."""
+
+    tokens: list[int]
+    first: float  # prompt in, first token out
+    rest: float  # all the tokens after the first
+    read: int  # bytes those steps read
+
+
+def run_once(decoder: Decoder, prompt: Tensor, args: argparse.Namespace, stops: tuple[int, ...],
+             show: Callable[[int], Any]) -> Run:
+    start = time.perf_counter()
+    tokens, first, read = [], 0.0, 0
+    for token in generate_tokens(decoder, prompt, args.seed, args.max_new_tokens, stops):
+        if not tokens:
+            first = time.perf_counter() - start
+        else:
+            read += decoder.bytes_per_token()
+        tokens.append(token)
+        show(token)
+    return Run(tokens, first, time.perf_counter() - start - first, read)
+
+
+def facts_of(runs: list[Run], prompt_tokens: int, load_seconds: float, bandwidth: float) -> dict[str, Any]:
+    """The medians over the runs, under the names that --json prints."""
+    med = lambda f: statistics.median(f(r) for r in runs)
+    facts = {"prompt_tokens": prompt_tokens, "new_tokens": len(runs[-1].tokens), "load_seconds": load_seconds,
+             "first_token_seconds": med(lambda r: r.first), "prefill_tokens_per_second": prompt_tokens / med(lambda r: r.first)}
+    if len(runs[-1].tokens) > 1:
+        speed = med(lambda r: r.read / r.rest / 1e9)
+        facts |= {"tokens_per_second": med(lambda r: (len(r.tokens) - 1) / r.rest), "gigabytes_per_second": speed,
+                  "measured_gigabytes_per_second": bandwidth / 1e9, "bandwidth_share": speed * 1e9 / bandwidth}
+    return {k: round(v, 4) for k, v in facts.items()}
+
+
+def facts_line(f: dict[str, Any], where: str) -> str:
+    line = (f"[{where}] loaded in {f['load_seconds']:.2f} s, first token after {f['first_token_seconds']:.3f} s "
+            f"({f['prompt_tokens']} in, {f['prefill_tokens_per_second']:.0f} tok/s)")
+    if "tokens_per_second" in f:
+        line += (f", then {f['tokens_per_second']:.1f} tok/s reading {f['gigabytes_per_second']:.2f} GB/s, "
+                 f"{f['bandwidth_share']:.0%} of the {f['measured_gigabytes_per_second']:.1f} GB/s measured here")
+    return line
+
+
+@torch.inference_mode()
+def generate(args: argparse.Namespace) -> None:
+    device = pick_device(args.device)
+    model, tokenizer = load(args, device)
+    if device.type == "cpu":
+        CPULinear.swap_into(model)
+    ids = read_prompt(args, tokenizer, model.config)
+    room = model.config.max_seq_len - len(ids)
+    if args.max_new_tokens > room:
+        print(f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {room}, the rest of the context", file=sys.stderr)
+        args.max_new_tokens = room
+    decoder = Decoder(model, len(ids) + args.max_new_tokens, Sampling(args.temperature, args.top_k, args.top_p), args.compile)
+    load_seconds = time.perf_counter() - START
+
+    prompt = torch.tensor([ids], device=device)
+    stops = eos_ids(args, model.config)
+    stream = TextStream(tokenizer, ids)
+    quiet = args.json or args.bench
+    def show(token: int) -> None:
+        if not quiet:
+            print(stream.push(token), end="", flush=True)
+    if not quiet and args.prompt_tokens is None:
+        print(tokenizer.decode(ids), end="", flush=True)
+    if args.bench:
+        run_once(decoder, prompt, args, stops, show)  # warm-up, not counted
+    runs = [run_once(decoder, prompt, args, stops, show) for _ in range(args.bench or 1)]
+    if not quiet:
+        print(stream.finish())
+
+    facts = facts_of(runs, len(ids), load_seconds, measured_bandwidth(device))
+    if args.json:
+        print(json.dumps({"text": tokenizer.decode(runs[-1].tokens), "tokens": runs[-1].tokens, **facts}))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} threads"
+    print(facts_line(facts, where), file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        generate(parse_args(sys.argv[1:] if argv is None else argv))
+    except (ValueError, OSError) as e:
+        print(f"generate.py: error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
