@@ -67,7 +67,8 @@ class SentencePieceTokenizer:
         return self.sp.encode(text, add_bos=self.sp.bos_id() >= 0)
 
     def decode(self, ids: list[int]) -> str:
-        return self.sp.decode(ids)
+        size = self.sp.vocab_size()  # the model's vocabulary may be padded beyond it
+        return self.sp.decode([i for i in ids if i < size])
 
 
 class JSONTokenizer:

@@ -22,6 +22,7 @@ Three things hold, and test_all.py proves them:
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import copy
 import hashlib
@@ -35,6 +36,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,6 @@ from tqdm import tqdm
 from model import (CONFIGS, ModelConfig, Transformer, load_checkpoint, read_config, save_checkpoint,
                    write_atomically)
 
-VOCAB_SIZE = 4096
 BOS, EOS = 1, 2  # one of each around every document
 IGNORE = -100  # a target that is not counted
 
@@ -133,7 +134,7 @@ def held_out(name: str) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> bytes:
+def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     """A sentencepiece BPE model that gives every text back unchanged.
 
     Whitespace is kept as it is, and runs of it are pieces: sixteen spaces of indentation, or ":" with its
@@ -155,12 +156,12 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> bytes:
 
 
 def write_tokens(path: Path, encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> None:
-    """One flat file of uint32: BOS document EOS, BOS document EOS, ..."""
+    """One flat file of int32: BOS document EOS, BOS document EOS, ..."""
     def write(tmp: Path) -> None:
         with open(tmp, "wb") as f:
             for i in range(0, len(texts), 64):
                 for ids in encode(texts[i : i + 64]):
-                    f.write(torch.tensor([BOS, *ids, EOS], dtype=torch.int32).view(torch.uint8).numpy())
+                    array.array("i", [BOS, *ids, EOS]).tofile(f)
     write_atomically(path, write)
 
 
@@ -181,7 +182,7 @@ def batch_of(tokens: Tensor, seed: int, step: int, indices: range, batch_size: i
     for g in (step * batch_size + i for i in indices):
         epoch, place = divmod(g, max(n, 1))
         if epoch not in shuffled:
-            rng = torch.Generator().manual_seed((seed << 32) + epoch)
+            rng = torch.Generator().manual_seed(seed * 1_000_003 + epoch)  # it hears only the low 32 bits
             phase = int(torch.randint(seq_len, (), generator=rng)) if n > 0 else 0
             shuffled[epoch] = phase, torch.randperm(max(n, 1), generator=rng)
         phase, order = shuffled[epoch]
@@ -277,20 +278,21 @@ def save_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, st
         for moment in ("exp_avg", "exp_avg_sq"):
             if p in optimizer.state:
                 tensors[f"{moment}.{name}"] = optimizer.state[p][moment].cpu()
-    about = {"step": str(step), "run": json.dumps({k: getattr(args, k) for k in RUN_DEFINING})}
+    about = {"step": str(step), "run": json.dumps({k: getattr(args, k) for k in RUN_DEFINING}),
+             "config": json.dumps(model.config.to_hf())}
     write_atomically(out / STATE, lambda tmp: save_file(tensors, tmp, about))
     save_checkpoint(copy.deepcopy(model).to(torch.bfloat16), out)
 
 
-def read_run(out: Path) -> tuple[int, dict[str, Any]]:
-    """(steps done, run-defining settings) of the checkpoint in OUT."""
+def read_run(out: Path) -> tuple[int, dict[str, Any], ModelConfig]:
+    """(steps done, run-defining settings, the model's config) of the checkpoint in OUT."""
     path = out / STATE
     if not path.exists():
         raise ValueError(f"--resume: {path} is not there; nothing was saved yet, start without --resume")
     try:
         with safe_open(path, framework="pt") as f:
             about = f.metadata()
-        return int(about["step"]), json.loads(about["run"])
+        return int(about["step"]), json.loads(about["run"]), ModelConfig.from_hf(json.loads(about["config"]))
     except Exception as e:  # whatever is wrong with the file, the mend is the same
         raise ValueError(f"{path}: cannot be read ({e}); restore the file, or start anew in another --out") from None
 
@@ -376,10 +378,10 @@ def settle_args(args: argparse.Namespace) -> int:
     """Fill args from the checkpoint under --resume; refuse what would spoil a run. Returns the first step."""
     if not args.resume:
         if (args.out / STATE).exists():
-            done, _ = read_run(args.out)
+            done = read_run(args.out)[0]
             raise ValueError(f"--out {args.out}: holds a run of {done} steps; go on with --resume, or name another --out")
         return 0
-    done, run = read_run(args.out)
+    done, run, _ = read_run(args.out)
     for name in RUN_DEFINING:
         flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
         if name in args.given and value != run[name] and name != "steps":  # more steps are welcome
@@ -412,7 +414,7 @@ def setup_device(args: argparse.Namespace) -> tuple[torch.device, Callable[[], A
     return device, autocast, rank, world
 
 
-def prepare_tokens(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+def prepare_tokens(args: argparse.Namespace, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Tokenizer and token files in OUT, made once; (training tokens, held-out tokens)."""
     train, val, tokenizer = (args.out / n for n in ("train.tokens", "val.tokens", "tokenizer.model"))
     if not (train.exists() and val.exists()):
@@ -422,15 +424,17 @@ def prepare_tokens(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
         if not kept or not held:  # too few documents for a hash to split
             kept, held = [text for _, text in docs[1:]] or [docs[0][1]], [docs[0][1]]
         if args.init is None:
-            model = train_tokenizer(kept)
+            model = train_tokenizer(kept, vocab_size)
             write_atomically(tokenizer, lambda tmp: tmp.write_bytes(model))
         elif (args.init / "tokenizer.model").exists():
             write_atomically(tokenizer, lambda tmp: shutil.copyfile(args.init / "tokenizer.model", tmp))
         else:
             raise ValueError(f"--init {args.init}: has no tokenizer.model")
-        encode = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).encode
-        write_tokens(val, encode, held)
-        write_tokens(train, encode, kept)
+        sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+        if sp.vocab_size() > vocab_size:
+            raise ValueError(f"{tokenizer}: has {sp.vocab_size()} pieces, but vocab_size in config.json is {vocab_size}")
+        write_tokens(val, sp.encode, held)
+        write_tokens(train, sp.encode, kept)
     tokens = read_tokens(train), read_tokens(val)
     for split, part in zip(("training", "held-out"), tokens):
         if len(part) < args.seq_len + 1:
@@ -438,30 +442,38 @@ def prepare_tokens(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     return tokens
 
 
-def build_model(args: argparse.Namespace, device: torch.device) -> Transformer:
-    """The model to train, in fp32: of --init, of OUT under --resume, or new, drawn from --seed."""
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    """The shape to train: of OUT under --resume, of --init, or what --model says."""
+    if args.resume:
+        return read_run(args.out)[2]
+    if args.init is not None:
+        return read_config(args.init / "config.json")
+    if args.model in CONFIGS:
+        return replace(CONFIGS[args.model], bos_id=BOS, eos_ids=(EOS,))
+    if Path(args.model).exists():
+        return replace(read_config(args.model), bos_id=BOS, eos_ids=(EOS,))
+    raise ValueError(f"--model {args.model}: neither a config.json nor one of {', '.join(CONFIGS)}")
+
+
+def build_model(args: argparse.Namespace, config: ModelConfig, device: torch.device) -> Transformer:
+    """The model to train, in fp32: that of --init, or new, drawn from --seed."""
     if args.init is not None and not args.resume:
         return load_checkpoint(args.init, device, torch.float32).train()
-    if args.resume:
-        config = read_config(args.out / "config.json")
-    elif args.model in CONFIGS:
-        config = CONFIGS[args.model]
-    elif Path(args.model).exists():
-        config = read_config(args.model)
-    else:
-        raise ValueError(f"--model {args.model}: neither a config.json nor one of {', '.join(CONFIGS)}")
     with torch.device("meta"):
-        model = Transformer(ModelConfig(**{**vars(config), "bos_id": BOS, "eos_ids": (EOS,)}))
+        model = Transformer(config)
     model = model.to_empty(device="cpu")
     model.tie()
     model.init_weights(torch.Generator().manual_seed(args.seed))  # on the CPU: one seed, one model
     return model.to(device)
 
 
-def flops_per_token(model: Transformer, seq_len: int) -> float:
-    """Forward and backward: 6 per weight that multiplies, and 12 * L * Hq * D * S/2 of causal attention."""
+def flops_per_token(model: Transformer, seq_len: int) -> int:
+    """Forward and backward: 6 per weight that multiplies, and 6 * L * Hq * D * seq_len of causal attention
+    (its two products, at half the keys on average). The denominator-free half of MFU (arXiv:2204.02311, B)."""
     c = model.config
-    weights = sum(p.numel() for p in model.parameters()) - (0 if c.tie_embeddings else model.embed.weight.numel())
+    weights = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    if not c.tie_embeddings:
+        weights -= model.embed.weight.numel()  # looked up, not multiplied
     return 6 * weights + 6 * c.n_layers * c.n_heads * c.head_dim * seq_len
 
 
@@ -471,16 +483,19 @@ def train(args: argparse.Namespace) -> None:
     device, autocast, rank, world = setup_device(args)
     if args.batch_size % world:
         raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the {world} ranks")
+    config = model_config(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        train_tokens, val_tokens = prepare_tokens(args)
-    if world > 1:
-        dist.barrier()
-        train_tokens, val_tokens = prepare_tokens(args)
-    model = build_model(args, device)
+    for turn in (True, False):  # rank 0 makes the files, then the others find them
+        if turn == (rank == 0):
+            train_tokens, val_tokens = prepare_tokens(args, config.vocab_size)
+        if world > 1:
+            dist.barrier()
+    model = build_model(args, config, device)
     optimizer = build_optimizer(model)
     if args.resume:
         load_run(args.out, model, optimizer, first)
+        if first >= args.steps:
+            print(f"{args.out}: all {first} steps are done; --steps makes a run longer", file=sys.stderr)
     run_steps(args, model, optimizer, train_tokens, val_tokens, first, device, autocast, rank, world)
 
 

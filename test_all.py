@@ -1,0 +1,913 @@
+"""A proof per technique: what is claimed equal is compared, what must fail is made to fail.
+
+    pytest test_all.py                 no GPU, no network, under four minutes on two cores
+    pytest test_all.py -m slow         the long fault tests
+    pytest test_all.py -k cache        one technique
+
+Each test says in its first line what it proves. Programs are run as a user runs them, in processes of
+their own. The tests use no model but tiny random ones and the shipped checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import generate as G
+import model as M
+import train as T
+
+REPO = Path(__file__).resolve().parent
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
+SMALL, DRAFT = REPO / "checkpoints" / "small", REPO / "checkpoints" / "draft"
+
+
+def tiny(**changes) -> M.ModelConfig:
+    base = dict(vocab_size=97, dim=48, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=80, max_seq_len=128,
+                bos_id=1, eos_ids=(2,))
+    return M.ModelConfig(**base | changes)
+
+
+def random_model(config: M.ModelConfig, seed: int = 0, std: float = 0.15) -> M.Transformer:
+    """Weights large enough that attention is far from uniform: a wrong mask must show."""
+    model, rng = M.Transformer(config).eval(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1.0 if p.dim() == 1 else 0.0, std, generator=rng)
+    return model.requires_grad_(False)
+
+
+def random_tokens(config: M.ModelConfig, *shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def run(*argv, cwd=REPO, stdin="", env=None, timeout=240, **more) -> subprocess.CompletedProcess:
+    """A program of the repo, as a user starts it."""
+    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, input=stdin, text=True, capture_output=True,
+                          timeout=timeout, env=ENV | (env or {}), **more)
+
+
+def refused(done: subprocess.CompletedProcess, *words: str) -> None:
+    """Exit code 2 and one line on stderr that holds the words: the file, the field, the mend."""
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr, (word, done.stderr)
+
+
+# --------------------------------------------------------------------------------------------------
+# model.py
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [[40], [1] * 40, [7, 1, 20, 12], [39, 1]], ids=["whole", "one-by-one", "ragged", "last"])
+@pytest.mark.parametrize("per_row", [False, True], ids=["positions-T", "positions-BT"])
+def test_cache_equals_no_cache_however_the_prompt_is_cut(cuts, per_row):
+    """Decoding and chunked prefill through KVCache == the full forward."""
+    config = tiny()
+    model, tokens = random_model(config), random_tokens(config, 2, 40)
+    full = model(tokens)
+    cache, start, parts = M.KVCache(config, 2, 64), 0, []
+    for n in cuts:
+        positions = torch.arange(start, start + n)
+        positions = positions.expand(2, n) if per_row else positions
+        parts.append(model(tokens[:, start : start + n], positions, cache.attend))
+        start += n
+        assert cache.length == start
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-5, atol=1e-5)
+
+
+def test_cache_rows_may_stand_at_different_positions():
+    """Two sequences of different length decode in one batch as they do alone."""
+    config = tiny()
+    model, tokens = random_model(config), random_tokens(config, 2, 30)
+    cache = M.KVCache(config, 2, 64)
+    model(tokens[:, :20], torch.arange(20), cache.attend)
+    positions = torch.tensor([[20], [12]])  # row 1 goes back to position 12: later slots must not be seen
+    new = torch.stack([tokens[0, 20:21], tokens[1, 12:13]])
+    got = model(new, positions, cache.attend)
+    torch.testing.assert_close(got[0, -1], model(tokens[:1, :21])[0, -1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1, -1], model(tokens[1:, :13])[0, -1], rtol=1e-5, atol=1e-5)
+
+
+def test_truncate_forgets_and_limit_reads_less():
+    """After truncate the cache goes on as if the tokens had never been; a limit changes no number."""
+    config = tiny()
+    model, tokens = random_model(config), random_tokens(config, 1, 30)
+    cache = M.KVCache(config, 1, 64)
+    model(tokens[:, :25], torch.arange(25), cache.attend)
+    cache.truncate(10)
+    assert cache.length == 10
+    rest = model(tokens[:, 10:30].flip(1), torch.arange(10, 30), lambda *a: cache.attend(*a, limit=30))
+    whole = model(torch.cat([tokens[:, :10], tokens[:, 10:30].flip(1)], 1))
+    torch.testing.assert_close(rest, whole[:, 10:], rtol=1e-5, atol=1e-5)
+    assert cache.length == 30
+
+
+def test_cache_allocates_nothing_after_construction():
+    """Static shapes: the tensors written to are the ones made first, whatever is decoded."""
+    config = tiny()
+    model, cache = random_model(config), M.KVCache(config, 1, 32)
+    before = [t.data_ptr() for t in (*cache.k, *cache.v, cache.end)]
+    for i in range(32):
+        model(random_tokens(config, 1, 1, seed=i), torch.tensor([i]), cache.attend)
+    assert before == [t.data_ptr() for t in (*cache.k, *cache.v, cache.end)]
+    with pytest.raises(IndexError):
+        model(random_tokens(config, 1, 1), torch.tensor([32]), cache.attend)
+
+
+def test_causality():
+    """Changing a later token changes no earlier logit, and does change its own."""
+    config = tiny()
+    model, tokens = random_model(config), random_tokens(config, 1, 20)
+    changed = tokens.clone()
+    changed[0, 12] = (tokens[0, 12] + 1) % config.vocab_size
+    a, b = model(tokens), model(changed)
+    assert torch.equal(a[:, :12], b[:, :12])
+    assert (a[:, 12:] - b[:, 12:]).abs().amax(-1).min() > 1e-4
+
+
+def test_gqa_equals_mha_with_repeated_heads():
+    """Grouped-query attention is multi-head attention whose key-value heads are copies."""
+    config = tiny(n_heads=6, n_kv_heads=2)
+    grouped, tokens = random_model(config), random_tokens(config, 2, 17)
+    full = random_model(tiny(n_heads=6, n_kv_heads=6))
+    state = grouped.state_dict()
+    for name in list(state):
+        if "k_proj" in name or "v_proj" in name:
+            heads = state[name].view(2, config.head_dim, -1)
+            state[name] = heads.repeat_interleave(3, 0).reshape(-1, heads.shape[-1])
+    full.load_state_dict(state)
+    torch.testing.assert_close(grouped(tokens), full(tokens), rtol=1e-5, atol=1e-5)
+    assert sum(t.numel() for t in M.KVCache(config, 1, 8).k) * 3 == sum(t.numel() for t in M.KVCache(full.config, 1, 8).k)
+
+
+def test_rope_depends_on_distance_alone():
+    """Shifting all positions by any offset changes no logit; shifting some does."""
+    config = tiny()
+    model, tokens = random_model(config), random_tokens(config, 1, 24)
+    base, t = model(tokens), torch.arange(24)
+    torch.testing.assert_close(model(tokens, t + 57), base, rtol=1e-4, atol=1e-5)
+    assert (model(tokens, torch.where(t < 12, t, t + 5)) - base).abs().max() > 1e-3
+
+
+def test_rope_is_complex_multiplication():
+    """apply_rope == multiplying x_i + j x_{i+D/2} by exp(j * position * theta ** (-2i/D))."""
+    config = tiny(rope_theta=500.0)
+    x, positions = torch.randn(2, 9, 3, 16, dtype=torch.float64), torch.arange(9)
+    angle = positions[:, None] * 500.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    z = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    got = M.apply_rope(x.float(), *M.rope_cos_sin(config, positions))
+    torch.testing.assert_close(got, torch.cat((z.real, z.imag), -1).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_stages_with_none_ends_equal_the_whole():
+    """A pipeline stage is the model with layers dropped and embed, norm or head None."""
+    config = tiny()
+    whole, tokens = random_model(config), random_tokens(config, 2, 11)
+    first, last = random_model(config), random_model(config)
+    first.layers, first.norm, first.head = first.layers[:2], None, None
+    last.layers, last.embed = last.layers[2:], None
+    assert torch.equal(last(first(tokens)), whole(tokens))
+    hidden = whole(tokens, return_hidden=True)
+    assert hidden.shape == (2, 11, config.dim) and torch.equal(whole.head(hidden), whole(tokens))
+
+
+def test_attend_hook_sees_new_rotated_tokens():
+    """attend(spec, q, k, v, positions) gets this step's tokens in (B, T, H, D), once per layer, in order."""
+    config, seen = tiny(), []
+    def attend(spec, q, k, v, positions):
+        seen.append((spec.index, tuple(q.shape), tuple(k.shape), tuple(v.shape), positions.tolist()))
+        return M.causal_attention(spec, q, k, v, positions)
+    model, tokens = random_model(config), random_tokens(config, 2, 5)
+    assert torch.equal(model(tokens, torch.arange(5), attend), model(tokens))
+    assert seen == [(i, (2, 5, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16), [0, 1, 2, 3, 4]) for i in range(3)]
+
+
+VARIANTS = {
+    "plain": {},
+    "mha": dict(num_key_value_heads=4),
+    "biases-wide-heads": dict(attention_bias=True, mlp_bias=True, head_dim=24),
+    "tied": dict(tie_word_embeddings=True),
+    "linear-rope": dict(rope_parameters=dict(rope_type="linear", factor=2.5, rope_theta=1e4)),
+    "llama3-rope": dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e3, factor=8.0, low_freq_factor=1.0,
+                                             high_freq_factor=4.0, original_max_position_embeddings=32)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_hugging_face_round_trip(name, tmp_path):
+    """transformers -> folder -> ours -> folder -> transformers: equal logits at both ends, equal weights."""
+    transformers = pytest.importorskip("transformers", reason="the reference; pip install transformers==5.23.0")
+    config = transformers.LlamaConfig(**dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+                                             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+                                             eos_token_id=[2, 5]) | VARIANTS[name])
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.15)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = M.load_checkpoint(tmp_path / "theirs")
+    assert ours.config.eos_ids == (2, 5)
+    tokens = torch.randint(3, 97, (2, 100))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert relative(ours(tokens), expected) <= 1e-4
+        M.save_checkpoint(ours, tmp_path / "ours")
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+        assert relative(back(tokens).logits, expected) <= 1e-6
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(value, back.state_dict()[key]), key
+    assert M.load_checkpoint(tmp_path / "ours").config == ours.config
+
+
+def test_sharded_folder_and_stored_dtype(tmp_path):
+    """Several files with an index load as one; the dtype is the stored one unless asked otherwise."""
+    model = random_model(tiny()).to(torch.bfloat16)
+    M.save_checkpoint(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, keys in parts.items():
+        save_file({k: tensors[k] for k in keys}, tmp_path / file)
+    index = {"weight_map": {k: file for file, keys in parts.items() for k in keys}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for dtype, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        loaded = M.load_checkpoint(tmp_path, dtype=dtype)
+        assert all(p.dtype == expected and torch.equal(p, q.to(expected))
+                   for p, q in zip(loaded.parameters(), model.parameters()))
+
+
+def test_loaded_weights_are_not_views_of_the_file(tmp_path):
+    """Overwriting the file in place changes no weight of a model already loaded."""
+    model = random_model(tiny())
+    M.save_checkpoint(model, tmp_path)
+    loaded, path = M.load_checkpoint(tmp_path), tmp_path / "model.safetensors"
+    with open(path, "r+b") as f:
+        f.write(b"\0" * path.stat().st_size)
+    assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters()))
+
+
+def spoil(folder: Path, how: str) -> None:
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    hf, tensors = json.loads(config.read_text()), load_file(weights)
+    index = folder / "model.safetensors.index.json"
+    q = "model.layers.1.self_attn.q_proj.weight"
+    match how:
+        case "no folder": shutil.rmtree(folder)
+        case "no config": config.unlink()
+        case "half a config": config.write_text(config.read_text()[:60])
+        case "no weights": weights.unlink()
+        case "truncated": weights.write_bytes(weights.read_bytes()[:-100])
+        case "cut in the header": weights.write_bytes(weights.read_bytes()[:30])
+        case "empty weights": weights.write_bytes(b"")
+        case "missing tensor": save_file({k: v for k, v in tensors.items() if k != q}, weights)
+        case "unexpected tensor": save_file(tensors | {"model.layers.0.surprise": torch.ones(2)}, weights)
+        case "wrong shape": save_file(tensors | {q: torch.ones(3, 5)}, weights)
+        case "wrong type": config.write_text(json.dumps(hf | {"hidden_size": "48"}))
+        case "bool for int": config.write_text(json.dumps(hf | {"num_hidden_layers": True}))
+        case "missing field": config.write_text(json.dumps({k: v for k, v in hf.items() if k != "vocab_size"}))
+        case "heads do not divide": config.write_text(json.dumps(hf | {"num_key_value_heads": 3}))
+        case "unknown type": config.write_text(json.dumps(hf | {"model_type": "mamba"}))
+        case "unknown field": config.write_text(json.dumps(hf | {"sliding_window": 4096}))
+        case "unknown rope": config.write_text(json.dumps(hf | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}))
+        case "bad eos": config.write_text(json.dumps(hf | {"eos_token_id": "</s>"}))
+        case "not an object": config.write_text("[1, 2]")
+        case "index outside":
+            weights.rename(folder.parent / "secret.safetensors")
+            index.write_text(json.dumps({"weight_map": {q: "../secret.safetensors"}}))
+        case "index absolute":
+            weights.rename(folder / "x.safetensors")
+            index.write_text(json.dumps({"weight_map": {q: str(folder / "x.safetensors")}}))
+        case "index names nothing":
+            weights.unlink()
+            index.write_text(json.dumps({"weight_map": {q: "gone.safetensors"}}))
+        case "index broken":
+            weights.unlink()
+            index.write_text('{"weight_map": ')
+
+
+BAD_FOLDERS = {
+    "no folder": ["ckpt", "folder"], "no config": ["config.json"], "half a config": ["config.json", "JSON"],
+    "no weights": ["model.safetensors"], "truncated": ["model.safetensors", "truncated"],
+    "cut in the header": ["model.safetensors", "truncated"], "empty weights": ["model.safetensors"],
+    "missing tensor": ["missing", "model.layers.1.self_attn.q_proj.weight"],
+    "unexpected tensor": ["unexpected", "model.layers.0.surprise"], "wrong shape": ["q_proj", "[3, 5]"],
+    "wrong type": ["config.json", "hidden_size", "int"], "bool for int": ["num_hidden_layers", "int"],
+    "missing field": ["config.json", "vocab_size"], "heads do not divide": ["num_key_value_heads"],
+    "unknown type": ["model_type", "mamba", "llama"], "unknown field": ["sliding_window"],
+    "unknown rope": ["rope_type", "yarn"], "bad eos": ["eos_token_id"], "not an object": ["config.json"],
+    "index outside": ["index.json", "../secret.safetensors"], "index absolute": ["index.json", "outside"],
+    "index names nothing": ["gone.safetensors"], "index broken": ["index.json"],
+}
+
+
+@pytest.mark.parametrize("how", BAD_FOLDERS)
+def test_bad_checkpoint_folders_are_refused(how, tmp_path, capsys):
+    """One line that names the file and the field, exit code 2, through the program itself."""
+    folder = tmp_path / "ckpt"
+    M.save_checkpoint(random_model(tiny()), folder)
+    spoil(folder, how)
+    assert G.main(["hi", "--checkpoint", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(tmp_path) in error, error
+    assert all(word in error for word in BAD_FOLDERS[how]), error
+
+
+SAVE_AND_DIE = """
+import os, sys, torch, model as M
+config = M.ModelConfig(97, 48, 3, 4, 2, 16, 80)
+def save(value, folder):
+    m = M.Transformer(config)
+    for p in m.parameters(): torch.nn.init.constant_(p, value)
+    M.save_checkpoint(m, folder)
+def deadly(real):
+    def call(*a, **k):
+        calls.append(real)
+        if len(calls) == die_at: os.kill(os.getpid(), 9)
+        return real(*a, **k)
+    return call
+for die_at in range(1, 20):
+    folder, calls = f"{sys.argv[1]}/{die_at}", []
+    save(1.0, folder)
+    pid = os.fork()
+    if pid == 0:
+        for where, name in ((M, "save_file"), (os, "chmod"), (os, "fsync"), (os, "replace")):
+            setattr(where, name, deadly(getattr(where, name)))
+        save(2.0, folder)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(die_at, status)
+    if status == 0: break
+"""
+
+
+def test_kill_in_the_middle_of_a_save_leaves_a_loadable_checkpoint(tmp_path):
+    """kill -9 before each system call of a save: the folder loads, all old weights or all new, never a mixture."""
+    done, outcomes = run("-c", SAVE_AND_DIE, tmp_path), []
+    for line in done.stdout.splitlines():
+        die_at, status = line.split()
+        values = {p.unique().item() for p in M.load_checkpoint(tmp_path / die_at).parameters()}
+        assert len(values) == 1, values
+        outcomes.append((int(status), values.pop()))
+    assert (-9, 1.0) in outcomes and (-9, 2.0) in outcomes and outcomes[-1] == (0, 2.0), (outcomes, done.stderr)
+
+
+def test_model_alone_in_an_empty_folder(tmp_path):
+    """The copy contract: model.py alone imports, builds, runs, saves and loads."""
+    shutil.copy(REPO / "model.py", tmp_path)
+    code = ("import torch, model as M; m = M.Transformer(M.CONFIGS['draft']).eval(); M.save_checkpoint(m, 'x'); "
+            "t = torch.randint(0, 4096, (1, 9)); n = M.load_checkpoint('x'); "
+            "assert torch.equal(m(t), n(t)); print('ran', sorted(m for m in ('generate', 'train') if m in __import__('sys').modules))")
+    done = run("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0 and done.stdout.strip() == "ran []", done.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# generate.py
+# --------------------------------------------------------------------------------------------------
+
+
+def test_probabilities_are_what_the_flags_say():
+    """Temperature divides, top-k keeps k, top-p keeps the smallest set that reaches p."""
+    logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
+    close = lambda a, b: torch.testing.assert_close(a, torch.tensor(b), rtol=1e-5, atol=1e-6)
+    close(G.probabilities(logits, G.Sampling(1.0)), [0.5, 0.25, 0.15, 0.1])
+    close(G.probabilities(logits, G.Sampling(1.0, top_k=2)), [2 / 3, 1 / 3, 0.0, 0.0])
+    close(G.probabilities(logits, G.Sampling(1.0, top_p=0.5)), [1.0, 0.0, 0.0, 0.0])
+    close(G.probabilities(logits, G.Sampling(1.0, top_p=0.6)), [2 / 3, 1 / 3, 0.0, 0.0])
+    squares = [p * p for p in (0.5, 0.25, 0.15, 0.1)]
+    close(G.probabilities(logits, G.Sampling(0.5)), [s / sum(squares) for s in squares])
+
+
+@pytest.mark.parametrize("how", [G.Sampling(1.0), G.Sampling(0.7, top_k=5), G.Sampling(1.3, top_p=0.8)])
+def test_samples_follow_the_distribution(how):
+    """Chi-square of 200,000 draws by the exponential race against the specified probabilities."""
+    rng = torch.Generator().manual_seed(3)
+    logits = torch.randn(12, generator=rng).expand(200_000, 12)
+    noise = torch.empty(200_000, 12).exponential_(generator=rng)
+    p = G.probabilities(logits[0], how)
+    seen = G.sample(logits, how, noise).bincount(minlength=12)
+    assert (seen[p == 0] == 0).all()
+    expected = p[p > 0] * 200_000
+    chi2 = ((seen[p > 0] - expected) ** 2 / expected).sum().item()
+    assert chi2 < 40, chi2  # 11 degrees of freedom: the 99.99th percentile is 38
+
+
+def test_greedy_is_argmax():
+    """Temperature 0 takes the likeliest token, exactly, noise or not."""
+    logits = torch.randn(50, 97)
+    assert torch.equal(G.sample(logits, G.Sampling(0.0), None), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("length", [5, 40])
+def test_decoder_equals_the_plain_model(length, monkeypatch):
+    """Greedy tokens through prefill, cache and decode == argmax of the full forward, chunked or not."""
+    config = tiny()
+    model, prompt = random_model(config), random_tokens(config, 1, length)
+    monkeypatch.setattr(G, "PREFILL_CHUNK", 16)
+    got = list(G.generate_tokens(G.Decoder(model, length + 30, G.Sampling(0.0)), prompt, 0, 30))
+    tokens = prompt
+    for _ in range(30):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+    assert got == tokens[0, length:].tolist()
+
+
+def test_generation_stops_at_any_eos():
+    """The first id of eos_ids ends the text and is its last token."""
+    config = tiny()
+    model, prompt = random_model(config), random_tokens(config, 1, 5)
+    decoder = G.Decoder(model, 64, G.Sampling(0.0))
+    free = list(G.generate_tokens(decoder, prompt, 0, 30))
+    stop = free[7]
+    assert list(G.generate_tokens(decoder, prompt, 0, 30, (1000, stop))) == free[: free.index(stop) + 1]
+
+
+def test_same_seed_same_tokens():
+    """A seed decides the text; another seed gives another; what ran before does not matter."""
+    model, prompt = random_model(tiny(), std=0.05), random_tokens(tiny(), 1, 5)
+    decoder = G.Decoder(model, 64, G.Sampling(1.0))
+    a, b, c = (list(G.generate_tokens(decoder, prompt, seed, 40)) for seed in (7, 8, 7))
+    assert a == c != b
+
+
+def has_compiler() -> bool:
+    return any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "clang++"))
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler, and there is none")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_compiled_decode_equals_eager(temperature):
+    """The compiled step (static cache, CPULinear's streamed sums) gives the eager tokens, compiled once."""
+    torch._dynamo.reset()
+    config = tiny()
+    model, how = random_model(config), G.Sampling(temperature, top_k=20)
+    prompts = random_tokens(config, 1, 5), random_tokens(config, 1, 23, seed=2)
+    eager = G.Decoder(model, 64, how)
+    expected = [list(G.generate_tokens(eager, p, 5, 30)) for p in prompts]
+    G.CPULinear.swap_into(model)
+    compiled = G.Decoder(model, 64, how, compiled=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got = [list(G.generate_tokens(compiled, p, 5, 30)) for p in prompts]
+    assert got == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_cpu_linear_equals_linear(dtype, rows, bias):
+    """CPULinear == nn.Linear to rounding, over the very same parameters."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=bias)).to(dtype)
+    x, expected = torch.randn(1, rows, 64, dtype=dtype), None
+    expected, weight = plain(x), plain[0].weight
+    G.CPULinear.swap_into(plain)
+    assert type(plain[0]) is G.CPULinear and plain[0].weight is weight
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(plain(x), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_text_stream_never_prints_half_a_character(tmp_path):
+    """Streamed pieces join to the whole text; no piece holds a replacement character."""
+    text = "naïve — 日本語 🦙 \t  x = 1\n        return 'ß'\n"
+    tokenizer = G.load_tokenizer(SMALL)
+    ids = tokenizer.encode(text)
+    stream, pieces = G.TextStream(tokenizer, []), []
+    for i in ids[1:]:
+        pieces.append(stream.push(i))
+    assert "".join(pieces) + stream.finish() == text == tokenizer.decode(ids)
+    assert not any("\N{REPLACEMENT CHARACTER}" in p for p in pieces)
+    assert "" in pieces  # bytes of the llama were held back
+
+
+def test_bytes_per_token_counts_what_is_read():
+    """Weights that multiply + one embedding row + the used cache; a tied embedding is read as the head."""
+    config = tiny()
+    model = random_model(config)
+    decoder = G.Decoder(model, 64, G.Sampling(0.0))
+    decoder.start(random_tokens(config, 1, 10), 0)
+    weights = sum(p.numel() for p in model.parameters()) - (config.vocab_size - 1) * config.dim
+    cache = 2 * config.n_layers * config.n_kv_heads * config.head_dim * 10
+    assert decoder.bytes_per_token() == 4 * (weights + cache)
+    tied = G.Decoder(random_model(tiny(tie_embeddings=True)), 64, G.Sampling(0.0))
+    tied.used = 0
+    assert tied.bytes_per_token() - tied.cache.bytes_read(0) == 4 * sum(p.numel() for p in tied.model.parameters())
+
+
+GOLDEN_PROMPT = "class Stack:\n    def __init__(self):\n"
+GOLDEN_TEXT = ""
+
+
+def test_golden_greedy_text():
+    """The shipped checkpoint, greedily, writes exactly this: model, loader, tokenizer and decode in one line."""
+    done = run("generate.py", GOLDEN_PROMPT, "--temperature", "0", "--max-new-tokens", "64", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == GOLDEN_PROMPT + GOLDEN_TEXT + "\n"
+
+
+def test_shipped_model_writes_recognisable_python():
+    """Twenty samples: keywords abound, indentation is in fours, and known names are called."""
+    model, tokenizer = M.load_checkpoint(SMALL), G.load_tokenizer(SMALL)
+    prompt = torch.tensor([tokenizer.encode(G.DEFAULT_PROMPT)])
+    decoder = G.Decoder(model, 256, G.Sampling(0.8))
+    with torch.inference_mode():
+        text = "".join(tokenizer.decode(list(G.generate_tokens(decoder, prompt, s, 120, (2,)))) + "\n" for s in range(8))
+    words = re.findall(r"[A-Za-z_]+", text)
+    keywords = sum(w in {"def", "return", "if", "self", "for", "in", "not", "None", "raise", "else", "class", "is", "try", "import"} for w in words)
+    indents = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.strip()]
+    assert keywords / len(words) > 0.12, keywords / len(words)
+    assert sum(i % 4 == 0 for i in indents) / len(indents) > 0.8
+
+
+def test_two_shipped_checkpoints_share_a_tokenizer():
+    """main ~5M and draft ~1M parameters, one tokenizer, bf16, together at most 16 MB."""
+    sizes = [sum(p.numel() for p in M.load_checkpoint(d).parameters()) for d in (SMALL, DRAFT)]
+    assert 4e6 < sizes[0] < 6e6 and 0.8e6 < sizes[1] < 1.5e6
+    assert (SMALL / "tokenizer.model").read_bytes() == (DRAFT / "tokenizer.model").read_bytes()
+    assert sum(f.stat().st_size for f in (REPO / "checkpoints").rglob("*") if f.is_file()) <= 16e6
+    assert all(p.dtype == torch.bfloat16 for d in (SMALL, DRAFT) for p in M.load_checkpoint(d).parameters())
+
+
+def test_generate_as_a_user_runs_it():
+    """Prompt by argument and by pipe, text on stdout, one line of facts on stderr; the first text within 5 s."""
+    start = time.perf_counter()
+    p = subprocess.Popen([sys.executable, REPO / "generate.py", "--max-new-tokens", "30"], stdin=subprocess.DEVNULL,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPO)
+    p.stdout.read(len(G.DEFAULT_PROMPT) + 1)
+    waited = time.perf_counter() - start
+    out, err = p.communicate(timeout=60)
+    assert p.returncode == 0 and waited < 5, (waited, err)
+    facts = err.decode().strip().splitlines()
+    assert len(facts) == 1 and re.search(r"loaded in .* first token after .* tok/s .* GB/s, \d+% of", facts[0]), facts
+    by_argument = run("generate.py", "def f(", "--max-new-tokens", "12", "--seed", "3")
+    by_pipe = run("generate.py", "--max-new-tokens", "12", "--seed", "3", stdin="def f(")
+    assert by_argument.stdout == by_pipe.stdout and by_argument.stdout.startswith("def f(")
+
+
+def test_generate_json_and_bench():
+    """--json prints one object: text, ids, facts; --bench repeats and ignores EOS; --dummy needs no files."""
+    done = run("generate.py", "import os", "--json", "--max-new-tokens", "9", "--temperature", "0")
+    answer = json.loads(done.stdout)
+    assert len(answer["tokens"]) == answer["new_tokens"] <= 9 and G.load_tokenizer(SMALL).decode(answer["tokens"]) == answer["text"]
+    for fact in ("load_seconds", "first_token_seconds", "tokens_per_second", "gigabytes_per_second", "bandwidth_share"):
+        assert answer[fact] > 0, fact
+    done = run("generate.py", "--dummy", "draft", "--prompt-tokens", "16", "--bench", "2", "--json", "--max-new-tokens", "5", "--dtype", "fp32")
+    assert json.loads(done.stdout)["new_tokens"] == 5 and json.loads(done.stdout)["prompt_tokens"] == 16
+
+
+BAD_GENERATE = [
+    (["", ], "", ["prompt is empty"]),
+    (["-"], "", ["prompt is empty"]),
+    (["x", "--temperature", "-1"], "", ["--temperature", "-1"]),
+    (["x", "--top-p", "0"], "", ["--top-p"]),
+    (["x", "--max-new-tokens", "0"], "", ["--max-new-tokens"]),
+    (["x", "--device", "cuda:9"], "", ["--device", "cuda:9"]),
+    (["x", "--device", "warp"], "", ["--device", "warp"]),
+    (["x = 1\n" * 2000], "", ["context", "512", "max_position_embeddings"]),
+    (["x", "--dummy", "nothing"], "", ["--dummy", "nothing"]),
+]
+
+
+@pytest.mark.parametrize("argv, stdin, words", BAD_GENERATE, ids=lambda v: " ".join(map(str, v))[:30] if isinstance(v, list) else "")
+def test_bad_input_to_generate(argv, stdin, words, capsys, monkeypatch):
+    """One clear line, exit code 2."""
+    import io
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    assert G.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(w in error for w in words), error
+
+
+def test_errors_leave_no_traceback():
+    """The same through a real process, where nothing catches what main does not."""
+    refused(run("generate.py", "x", "--checkpoint", "/nowhere"), "/nowhere", "config.json")
+    refused(run("train.py", "--data", "/nowhere"), "--data", "/nowhere")
+    refused(run("train.py", "--steps", "-3"), "--steps", "-3")
+
+
+# --------------------------------------------------------------------------------------------------
+# train.py
+# --------------------------------------------------------------------------------------------------
+
+
+def test_tokenizer_on_the_standard_library():
+    """>= 3.2 characters per token on held-out source at 4096 pieces; lossless; indentation is one token."""
+    docs = T.read_documents(None)
+    kept, held = [t for n, t in docs if not T.held_out(n)], [t for n, t in docs if T.held_out(n)]
+    assert 0.02 < len(held) / len(docs) < 0.15 and not any("test" in n.split("/") or "site-packages" in n for n, _ in docs)
+    import sentencepiece
+    sp = sentencepiece.SentencePieceProcessor(model_proto=T.train_tokenizer(kept, 4096))
+    ids = sp.encode(held)
+    assert sp.vocab_size() == 4096
+    assert sum(map(len, held)) / sum(map(len, ids)) >= 3.2
+    assert sp.decode(ids) == held
+    strange = "a  b\t\tc\r\n    ünï 🦙\n\n  "
+    assert sp.decode(sp.encode(strange)) == strange
+    for spaces in (4, 8, 12, 16):
+        assert len(sp.encode(" " * spaces)) == 1
+    assert (sp.bos_id(), sp.eos_id()) == (T.BOS, T.EOS)
+
+
+def test_batches_are_a_pure_function_that_sees_every_window_once():
+    """Same (seed, step, index), same sample, alone or in a batch; an epoch repeats no window and skips none."""
+    tokens, B, S = torch.arange(1000, dtype=torch.int32), 4, 10
+    n = (1000 - 1) // S - 1
+    whole = torch.cat([T.batch_of(tokens, 5, step, range(B), B, S) for step in range(n // B + 1)])
+    assert torch.equal(T.batch_of(tokens, 5, 7, range(2, 3), B, S)[0], whole[7 * B + 2])
+    starts = whole[:n, 0]
+    assert len(starts.unique()) == n and (starts % S).unique().numel() == 1
+    assert torch.equal(whole[:, 1:], whole[:, :1] + torch.arange(1, S + 1))
+    assert not torch.equal(T.batch_of(tokens, 6, 0, range(B), B, S), whole[:B])
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_accumulation_is_token_weighted(micro):
+    """Micro-batches with unequal token counts leave the gradient of one big batch; a mean of means does not."""
+    config = tiny()
+    model = random_model(config).requires_grad_(True).double()
+    batch = random_tokens(config, 6, 21)
+    for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
+        batch[row, valid + 1 :] = T.IGNORE
+    targets = batch[:, 1:]
+
+    def gradients(f):
+        model.zero_grad(set_to_none=True)
+        value = f()
+        return value, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def big():
+        loss = F.cross_entropy(model(batch[:, :-1].clamp(min=0)).flatten(0, 1), targets.flatten(), ignore_index=T.IGNORE)
+        loss.backward()
+        return loss.item()
+
+    def mean_of_means():
+        for part in batch.split(micro):
+            logits = model(part[:, :-1].clamp(min=0)).flatten(0, 1)
+            (F.cross_entropy(logits, part[:, 1:].flatten(), ignore_index=T.IGNORE) * micro / 6).backward()
+
+    loss, expected = gradients(big)
+    got_loss, got = gradients(lambda: T.accumulate(model, batch, micro))
+    assert math.isclose(loss, got_loss, rel_tol=1e-6) and relative(got, expected) < 1e-6
+    assert relative(gradients(mean_of_means)[1], expected) > 1e-2
+
+
+def test_learning_rate_warms_up_and_falls():
+    """Linear to the peak over 5% of the steps, cosine to a tenth at the end."""
+    rates = [T.learning_rate(s, 1000, 1.0) for s in range(1000)]
+    assert rates[0] == 1 / 50 and rates[49] == 1.0 and max(rates) == 1.0
+    assert all(a > b for a, b in zip(rates[50:], rates[51:])) and abs(rates[-1] - 0.1) < 1e-4
+    assert abs(rates[525] - 0.55) < 1e-2
+
+
+def test_decay_groups():
+    """Matrices decay, norms do not, and no parameter is left out or taken twice."""
+    model = M.Transformer(tiny(tie_embeddings=True, attention_bias=True))
+    decay, plain = T.build_optimizer(model).param_groups
+    assert decay["weight_decay"] > 0 == plain["weight_decay"]
+    assert all(p.dim() == 2 for p in decay["params"]) and all(p.dim() == 1 for p in plain["params"])
+    ids = [id(p) for g in (decay, plain) for p in g["params"]]
+    assert len(ids) == len(set(ids)) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_per_token_is_what_torch_counts(tied):
+    """The formula behind MFU == torch's own count of forward + backward, but for causal attention's unused half."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = tiny(tie_embeddings=tied)
+    model, tokens = M.Transformer(config), random_tokens(config, 2, 33)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        T.loss_sum(model, tokens).backward()
+    unused_half = 6 * config.n_layers * config.n_heads * config.head_dim * 32
+    assert counter.get_total_flops() == 2 * 32 * (T.flops_per_token(model, 32) + unused_half)
+
+
+WORDS = "the cat sat on a mat and saw the dog run to a log in the fog".split()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A JSONL of made-up sentences, the same every time."""
+    rng, path = torch.Generator().manual_seed(0), tmp_path_factory.mktemp("data") / "corpus.jsonl"
+    with open(path, "w") as f:
+        for _ in range(300):
+            picks = torch.randint(len(WORDS), (60,), generator=rng).tolist()
+            f.write(json.dumps({"text": " ".join(WORDS[i] for i in picks) + ".\n"}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny_config(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps(tiny(vocab_size=4096, dim=32, n_layers=2, n_heads=2, n_kv_heads=1).to_hf()))
+    return path
+
+
+def train_argv(corpus, tiny_config, out, *more) -> list:
+    return ["train.py", "--data", corpus, "--model", tiny_config, "--out", out, "--batch-size", 4, "--micro-batch-size", 2,
+            "--seq-len", 32, "--steps", 12, "--save-every", 4, "--eval-every", 6, "--device", "cpu", "--dtype", "fp32", *more]
+
+
+def metrics(out: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in rows]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / T.STATE)
+
+
+def same_run(a: Path, b: Path) -> None:
+    assert metrics(a) == metrics(b)
+    assert all(torch.equal(x, weights(b)[name]) for name, x in weights(a).items())
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tiny_config, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    done = run(*train_argv(corpus, tiny_config, out))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_training_learns_and_its_folder_generates(finished, corpus):
+    """Loss falls below the uniform one; metrics.jsonl has a row a step; generate.py opens the folder."""
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == list(range(1, 13)) and rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert all({"step", "loss", "grad_norm", "lr", "tokens_per_second"} <= set(r) for r in rows)
+    assert [r["step"] for r in rows if "val_loss" in r] == [6, 12]
+    done = run("generate.py", "the cat", "--checkpoint", finished, "--max-new-tokens", "5")
+    assert done.returncode == 0 and done.stdout.startswith("the cat"), done.stderr
+
+
+def test_resume_equals_uninterrupted_after_a_signal(finished, corpus, tiny_config, tmp_path):
+    """SIGTERM mid-run saves and exits 0; --resume continues to the same losses and weights, to the last bit."""
+    out = tmp_path / "cut"
+    argv = [sys.executable, *map(str, train_argv(corpus, tiny_config, out))]
+    p = subprocess.Popen(argv, cwd=REPO, env=ENV, stderr=subprocess.PIPE, text=True)
+    while not (out / "metrics.jsonl").exists() or (out / "metrics.jsonl").read_text().count("\n") < 2:
+        time.sleep(0.005)
+        assert p.poll() is None, p.stderr.read()
+    p.send_signal(signal.SIGTERM)
+    _, err = p.communicate(timeout=60)
+    steps = len(metrics(out))
+    assert p.returncode == 0 and steps < 12 and "--resume" in err, (steps, err)
+    done = run("train.py", "--out", out, "--resume", "--device", "cpu", "--micro-batch-size", 2, "--eval-every", 6)
+    assert done.returncode == 0, done.stderr
+    same_run(out, finished)
+
+
+def test_resume_equals_uninterrupted_after_a_crash(finished, corpus, tiny_config, tmp_path):
+    """kill -9 past a save: the steps since then are made again, identically, and are in metrics.jsonl once."""
+    out = tmp_path / "killed"
+    argv = [sys.executable, *map(str, train_argv(corpus, tiny_config, out))]
+    p = subprocess.Popen(argv, cwd=REPO, env=ENV, stderr=subprocess.DEVNULL)
+    while not (out / T.STATE).exists():
+        time.sleep(0.005)
+        assert p.poll() is None
+    p.kill()
+    p.wait()
+    with open(out / "metrics.jsonl", "a") as f:
+        f.write('{"step": 9, "lo')  # a line cut in half
+    done = run("train.py", "--out", out, "--resume", "--device", "cpu", "--micro-batch-size", 2, "--eval-every", 6)
+    assert done.returncode == 0, done.stderr
+    same_run(out, finished)
+
+
+def test_ranks_equal_one_process(finished, corpus, tiny_config, tmp_path):
+    """torchrun with 2 ranks: the losses and weights of one process, up to the order of a sum."""
+    out = tmp_path / "ranks"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29511]
+    done = run(*launcher, *train_argv(corpus, tiny_config, out))
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(metrics(out), metrics(finished), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    # Adam divides by sqrt(v): rounding in a near-zero gradient is amplified, hence the looser bound
+    assert all(relative(x, weights(finished)[n]) < 1e-2 for n, x in weights(out).items() if n.startswith("weight."))
+
+
+def test_full_disk_while_saving_loses_nothing(finished, corpus, tiny_config, tmp_path):
+    """A file that cannot grow any more: one line, exit 2, and the checkpoint saved before still resumes."""
+    import resource
+
+    out = tmp_path / "full"
+    shutil.copytree(finished, out)
+    before = (out / T.STATE).read_bytes(), (out / "model.safetensors").read_bytes()
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    done = run("train.py", "--out", out, "--resume", "--steps", 16, "--device", "cpu", preexec_fn=small)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "train.py: error:" in done.stderr and T.STATE in done.stderr, done.stderr
+    assert before == ((out / T.STATE).read_bytes(), (out / "model.safetensors").read_bytes())
+    assert not list(out.glob("*.tmp")) and not list(out.glob(".*.tmp"))
+    done = run("train.py", "--out", out, "--resume", "--steps", 16, "--device", "cpu")
+    assert done.returncode == 0 and metrics(out)[-1]["step"] == 16, done.stderr
+
+
+def test_bad_input_to_train(finished, corpus, tiny_config, tmp_path, capsys):
+    """Each mistake is one line that names the flag or the file, exit code 2; a finished run is not overwritten."""
+    empty, binary, bad = tmp_path / "empty.txt", tmp_path / "binary", tmp_path / "bad.jsonl"
+    empty.write_text(" \n")
+    binary.mkdir()
+    (binary / "x.bin").write_bytes(bytes(range(256)))
+    bad.write_text('{"text": "fine"}\n{"txt": "not"}\n')
+    short = tmp_path / "short.txt"
+    short.write_text("just a few words " * 3)
+    new = ["--out", str(tmp_path / "new"), "--device", "cpu"]
+    cases = [
+        ([*new, "--data", str(empty)], ["empty.txt", "no text"]),
+        ([*new, "--data", str(binary)], ["binary", "no text"]),
+        ([*new, "--data", str(bad)], ["bad.jsonl", "line 2", "text"]),
+        ([*new, "--data", str(short)], ["--data"]),
+        ([*new, "--model", "huge"], ["--model", "huge", "small"]),
+        ([*new, "--device", "cuda:7"], ["--device", "cuda:7"]),
+        ([*new, "--resume"], ["--resume", T.STATE]),
+        ([*new, "--init", str(tmp_path / "none")], ["none"]),
+        (["--out", str(finished)], ["whole", "12 steps", "--resume"]),
+        (["--out", str(finished), "--resume", "--lr", "0.5"], ["--lr", "0.5"]),
+        (["--out", str(tmp_path), "--plot"], ["metrics.jsonl"]),
+    ]
+    for argv, words in cases:
+        assert T.main(argv) == 2, argv
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(w in error for w in words), (argv, error)
+
+
+def test_init_continues_from_a_checkpoint(finished, corpus, tmp_path):
+    """--init starts from the folder's weights and tokenizer: the first loss is the trained one, not ln V."""
+    out = tmp_path / "tuned"
+    done = run("train.py", "--init", finished, "--data", corpus, "--out", out, "--steps", 2, "--seq-len", 32, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert metrics(out)[0]["loss"] < metrics(finished)[0]["loss"] - 0.5
+    assert (out / "tokenizer.model").read_bytes() == (finished / "tokenizer.model").read_bytes()
+
+
+def test_plot_draws_or_says_what_is_missing(finished):
+    """--plot writes a PNG, or without matplotlib one line that says how to get it."""
+    done = run("train.py", "--out", finished, "--plot")
+    if importlib.util.find_spec("matplotlib"):
+        assert (finished / "metrics.png").read_bytes().startswith(b"\x89PNG"), done.stderr
+    else:
+        refused(done, "pip install matplotlib")
+
+
+def test_folder_and_text_file_as_data(tmp_path):
+    """--data takes a folder (hidden and binary files skipped, order fixed) and a single text file."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.txt").write_text("second")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
+    assert T.read_documents(str(tmp_path)) == [("a.md", "first"), ("b/two.txt", "second")]
+    (tmp_path / "one.txt").write_text("word " * 5000)
+    pieces = T.read_documents(str(tmp_path / "one.txt"))
+    assert len(pieces) > 2 and "".join(t for _, t in pieces) == "word " * 5000
+
+
+@pytest.mark.slow
+def test_fifty_kills_lose_nothing(finished, corpus, tiny_config, tmp_path):
+    """SIGKILL at random moments, --resume each time: in the end the run is the uninterrupted one, bit for bit."""
+    import random
+
+    rng, out, resumed = random.Random(0), tmp_path / "fault", []
+    argv = [sys.executable, *map(str, train_argv(corpus, tiny_config, out, "--save-every", 1))]
+    for _ in range(50):
+        more = ["--resume"] if (out / T.STATE).exists() else []
+        p = subprocess.Popen(argv + more, cwd=REPO, env=ENV, stderr=subprocess.PIPE, text=True)
+        time.sleep(rng.uniform(2.0, 6.0))
+        p.kill()
+        _, err = p.communicate()
+        assert "error" not in err, err
+        resumed += more
+        if (out / "metrics.jsonl").exists() and len(metrics_or_none(out)) == 12:
+            break
+    done = run(*argv[1:], "--resume")
+    assert done.returncode == 0 and len(resumed) >= 2, done.stderr
+    same_run(out, finished)
+
+
+def metrics_or_none(out: Path) -> list:
+    return [line for line in (out / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
