@@ -5,21 +5,24 @@
     git log -1 | python generate.py --checkpoint DIR --json  any Llama-type Hugging Face folder
     python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
 
-Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through the
-model in chunks: large matrix products, limited by arithmetic. `decode` runs one token: every weight is
-read to be used once, so a step lasts as long as reading the weights and the KV cache takes, and no
-program is faster than bytes / bandwidth. After each run one line on stderr says how near it came: the
-bytes really read per second, and their share of a read bandwidth measured on the spot.
+Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through
+the model in chunks: large matrix products, limited by arithmetic. `decode` runs one token: every
+weight is read to be used once, so a step lasts as long as reading the weights and the KV cache
+takes, and no program is faster than bytes / bandwidth. After each run one line on stderr says how
+near it came: the bytes really read per second, and their share of a read bandwidth measured on the
+spot.
 
---compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA graph
-(the static cache and compiled step of gpt-fast). On a CPU the step is also written differently, see
-`CPULinear`. Needs: model.py, sentencepiece or tokenizers.
+--compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
+graph (the static cache and compiled step of gpt-fast). On a CPU the step is also written
+differently, see `CPULinear`. Needs: model.py, sentencepiece or tokenizers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import stat
 import statistics
 import sys
 import time
@@ -101,14 +104,22 @@ class NoTokenizer:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer beside the weights, decided by which file is there."""
-    for name, kind in (("tokenizer.model", SentencePieceTokenizer), ("tokenizer.json", JSONTokenizer)):
+    for name, kind in (
+        ("tokenizer.model", SentencePieceTokenizer),
+        ("tokenizer.json", JSONTokenizer),
+    ):
         path = folder / name
         if path.exists():
             try:
                 return kind(path)
             except Exception as e:  # each library has errors of its own
-                raise ValueError(f"{path}: not a tokenizer of this kind ({str(e).splitlines()[0]})") from None
-    raise ValueError(f"{folder}: holds neither tokenizer.model nor tokenizer.json; copy it from the model's source")
+                raise ValueError(
+                    f"{path}: not a tokenizer of this kind ({str(e).splitlines()[0]})"
+                ) from None
+    raise ValueError(
+        f"{folder}: holds neither tokenizer.model nor tokenizer.json; copy one from where the "
+        "model came from"
+    )
 
 
 class TextStream:
@@ -141,7 +152,8 @@ class TextStream:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary."""
+    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep the whole
+    vocabulary."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -149,9 +161,11 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, how: Sampling) -> Tensor:
-    """(..., V) logits -> the distribution to draw from: temperature, then top-k, then top-p, renormalised.
+    """(..., V) logits -> the distribution to draw from: temperature, then top-k, then top-p,
+    renormalised.
 
-    top-p keeps the smallest set of likeliest tokens whose probability reaches top_p (arXiv:1904.09751).
+    top-p keeps the smallest set of likeliest tokens whose probability reaches top_p
+    (arXiv:1904.09751).
     """
     logits = logits.float() / how.temperature
     if 0 < how.top_k < logits.shape[-1]:
@@ -160,8 +174,12 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
     probs = logits.softmax(-1)
     if how.top_p < 1:
         ordered, ids = probs.sort(descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # the likeliest has nothing before it: it always stays
-        probs = torch.zeros_like(probs).scatter(-1, ids, ordered.masked_fill(before >= how.top_p, 0.0))
+        before = (
+            ordered.cumsum(-1) - ordered
+        )  # the likeliest has nothing before it: it always stays
+        probs = torch.zeros_like(probs).scatter(
+            -1, ids, ordered.masked_fill(before >= how.top_p, 0.0)
+        )
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
 
@@ -169,8 +187,8 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
 def sample(logits: Tensor, how: Sampling, noise: Tensor | None) -> Tensor:
     """(..., V) logits -> (...) token ids.
 
-    `noise` is Exp(1), of the logits' shape: argmax(p / noise) is a draw from p (the exponential race),
-    and needs neither a host round trip nor a random generator inside a compiled graph.
+    `noise` is Exp(1), of the logits' shape: argmax(p / noise) is a draw from p (the exponential
+    race), and needs neither a host round trip nor a random generator inside a compiled graph.
     """
     if how.temperature == 0:
         return logits.argmax(-1)
@@ -193,8 +211,14 @@ def prefill(model: Transformer, tokens: Tensor, cache: KVCache) -> Tensor:
     return model.head(hidden[:, -1])  # one row: the other T - 1 rows of logits are never looked at
 
 
-def decode(model: Transformer, token: Tensor, position: Tensor, attend: Callable, how: Sampling,
-           noise: Tensor | None) -> Tensor:
+def decode(
+    model: Transformer,
+    token: Tensor,
+    position: Tensor,
+    attend: Callable,
+    how: Sampling,
+    noise: Tensor | None,
+) -> Tensor:
     """One step: token (B, 1) at position (1,) -> the next token (B, 1)."""
     logits = model(token, position, attend)[:, -1]
     return sample(logits, how, noise)[:, None]
@@ -203,8 +227,9 @@ def decode(model: Transformer, token: Tensor, position: Tensor, attend: Callable
 class Decoder:
     """One sequence at a time: its cache, its random numbers, its decode step.
 
-    Eager, a step reads just the used part of the cache. Compiled, it reads all of it, so that no shape
-    ever changes: one compilation, and on CUDA one captured graph, replayed over the same input tensors.
+    Eager, a step reads just the used part of the cache. Compiled, it reads all of it, so that no
+    shape ever changes: one compilation, and on CUDA one captured graph, replayed over the same
+    input tensors.
     """
 
     def __init__(self, model: Transformer, max_len: int, how: Sampling, compiled: bool = False):
@@ -214,7 +239,9 @@ class Decoder:
         self.generator = torch.Generator(device)
         self.token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.noise = torch.ones(1, model.config.vocab_size, device=device) if how.temperature > 0 else None
+        self.noise = (
+            torch.ones(1, model.config.vocab_size, device=device) if how.temperature > 0 else None
+        )
         self.run = self._compile() if compiled else self._step
 
     def start(self, prompt: Tensor, seed: int) -> int:
@@ -236,11 +263,16 @@ class Decoder:
 
     def _step(self, limit: int | None = None) -> None:
         attend = partial(self.cache.attend, limit=limit)
-        self.token.copy_(decode(self.model, self.token, self.position, attend, self.how, self.noise))
+        self.token.copy_(
+            decode(self.model, self.token, self.position, attend, self.how, self.noise)
+        )
         self.position.add_(1)
 
     def _compile(self) -> Callable[[], None]:
-        step = torch.compile(self._step, fullgraph=True, dynamic=False)
+        # on CUDA this option lets the compiler write one-row products as reductions, fused with
+        # their neighbours
+        options = {"coordinate_descent_tuning": True} if self.token.device.type == "cuda" else {}
+        step = torch.compile(self._step, fullgraph=True, dynamic=False, options=options)
         for _ in range(2):
             step()  # compiles; the slots it writes are overwritten by the first prompt
         if self.token.device.type != "cuda":
@@ -264,8 +296,11 @@ class Decoder:
         return weights + self.cache.bytes_read(None if self.compiled else self.used)
 
 
-def generate_tokens(decoder: Decoder, prompt: Tensor, seed: int, max_new: int, eos_ids: tuple[int, ...] = ()) -> Iterator[int]:
-    """At most max_new tokens after prompt (1, T), each as soon as it is known; an EOS is the last."""
+def generate_tokens(
+    decoder: Decoder, prompt: Tensor, seed: int, max_new: int, eos_ids: tuple[int, ...] = ()
+) -> Iterator[int]:
+    """At most max_new tokens after prompt (1, T), each as soon as it is known; an EOS is the
+    last."""
     for i in range(max_new):
         token = decoder.start(prompt, seed) if i == 0 else decoder.next()
         yield token
@@ -276,19 +311,21 @@ def generate_tokens(decoder: Decoder, prompt: Tensor, seed: int, max_new: int, e
 class CPULinear(nn.Linear):
     """nn.Linear as a CPU likes it; the numbers differ from nn.Linear's only in rounding.
 
-    - One row, compiled: four row blocks of the weight are read side by side. A core that streams from one
-      address at a time leaves a third of the memory bandwidth unused.
-    - Many rows of bf16 on a CPU that cannot multiply bf16 (before AVX-512): the weight is widened to fp32
-      first. That costs a pass over it, and makes the product about five times faster.
+    - One row, compiled: four row blocks of the weight are read side by side. A core that streams
+      from one address at a time leaves a third of the memory bandwidth unused.
+    - Many rows of bf16 on a CPU that cannot multiply bf16 (before AVX-512): the weight is widened
+      to fp32 first. That costs a pass over it, and makes the product about five times faster.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
         if rows == 1 and torch.compiler.is_compiling() and self.out_features % 4 == 0:
             blocks = self.weight.view(4, -1, self.in_features)
-            y = torch.stack([(block * x.view(-1)).sum(-1) for block in blocks]).view(*x.shape[:-1], -1)
+            y = torch.stack([(block * x.view(-1)).sum(-1) for block in blocks])
+            y = y.view(*x.shape[:-1], -1)
             return y if self.bias is None else y + self.bias
-        if rows >= 8 and x.dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        before_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+        if rows >= 8 and x.dtype == torch.bfloat16 and before_avx512:
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
         return super().forward(x)
@@ -313,33 +350,58 @@ class CPULinear(nn.Linear):
 def parse_args(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     p.add_argument("prompt", nargs="?", help="text to continue; - or a pipe reads it from stdin")
-    p.add_argument("--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help="Hugging Face folder")
+    p.add_argument(
+        "--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help="Hugging Face folder"
+    )
     p.add_argument("--max-new-tokens", type=int, default=200)
     p.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    p.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
-    p.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that reach this probability")
+    p.add_argument(
+        "--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all"
+    )
+    p.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the likeliest that reach this probability",
+    )
     p.add_argument("--seed", type=int, default=0, help="same seed, same text")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
     p.add_argument("--dtype", choices=DTYPES, help="default: as stored (bf16 for --dummy)")
-    p.add_argument("--compile", action="store_true", help="compile the decode step (CUDA graph on CUDA)")
+    p.add_argument(
+        "--compile", action="store_true", help="compile the decode step (CUDA graph on CUDA)"
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    p.add_argument("--bench", nargs="?", type=int, const=5, metavar="N", help="N runs (5), no EOS stop, print medians")
-    p.add_argument("--dummy", metavar="CONFIG", help=f"random weights of a config.json, or of {', '.join(CONFIGS)}")
+    p.add_argument(
+        "--bench",
+        nargs="?",
+        type=int,
+        const=5,
+        metavar="N",
+        help="N runs (5), no EOS stop, print medians",
+    )
+    p.add_argument(
+        "--dummy",
+        metavar="CONFIG",
+        help=f"random weights of a config.json, or of {', '.join(CONFIGS)}",
+    )
     p.add_argument("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
     args = p.parse_args(argv)
-    checks = {"--max-new-tokens": args.max_new_tokens >= 1, "--temperature": args.temperature >= 0,
-              "--top-k": args.top_k >= 0, "--top-p": 0 < args.top_p <= 1, "--bench": args.bench is None or args.bench >= 1,
-              "--prompt-tokens": args.prompt_tokens is None or args.prompt_tokens >= 1}
-    wants = {"--max-new-tokens": "at least 1", "--temperature": "0 (greedy) or more", "--top-k": "0 (all) or more",
-             "--top-p": "more than 0 and at most 1", "--bench": "at least 1", "--prompt-tokens": "at least 1"}
-    for flag, good in checks.items():
+    for flag, good, wanted in (
+        ("--max-new-tokens", args.max_new_tokens >= 1, "at least 1"),
+        ("--temperature", 0 <= args.temperature < float("inf"), "0 (greedy) or more"),
+        ("--top-k", args.top_k >= 0, "0 (all) or more"),
+        ("--top-p", 0 < args.top_p <= 1, "more than 0 and at most 1"),
+        ("--bench", args.bench is None or args.bench >= 1, "at least 1"),
+        ("--prompt-tokens", args.prompt_tokens is None or args.prompt_tokens >= 1, "at least 1"),
+    ):
         if not good:
             value = getattr(args, flag[2:].replace("-", "_"))
-            raise ValueError(f"{flag} must be {wants[flag]}, not {value}")
+            raise ValueError(f"{flag} must be {wanted}, not {value}")
     return args
 
 
 def pick_device(name: str | None) -> torch.device:
+    """The device of that name, tried out; by default CUDA where there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -363,6 +425,7 @@ def dummy_model(name: str, device: torch.device, dtype: torch.dtype) -> Transfor
 
 
 def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer]:
+    """Model and tokenizer of --checkpoint, or of --dummy."""
     if args.dummy is not None:
         model = dummy_model(args.dummy, device, DTYPES[args.dtype or "bf16"])
         return model, NoTokenizer(model.config.vocab_size)
@@ -385,27 +448,31 @@ def eos_ids(args: argparse.Namespace, config: ModelConfig) -> tuple[int, ...]:
 
 
 def read_prompt(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
-    """Prompt ids from the argument, stdin or --prompt-tokens; refused if empty or longer than the context."""
+    """Prompt ids from the argument, stdin or --prompt-tokens; refused if empty or longer than the
+    context."""
     if args.prompt_tokens is not None:
         rng = torch.Generator().manual_seed(0)
         ids = torch.randint(config.vocab_size, (args.prompt_tokens,), generator=rng).tolist()
     else:
         text = args.prompt
-        if text == "-" or text is None and stdin_is_piped():
-            text = sys.stdin.read() or (text and "")
-        ids = tokenizer.encode(DEFAULT_PROMPT if text is None else text) if text != "" else []
+        if text == "-":
+            text = sys.stdin.read()
+        elif text is None:
+            # an empty pipe is no prompt: schedulers and test runners start programs with one
+            text = (sys.stdin.read() if stdin_is_piped() else "") or DEFAULT_PROMPT
+        ids = tokenizer.encode(text) if text else []
     if not ids:
         raise ValueError("the prompt is empty; give some text, as an argument or on stdin")
     if len(ids) >= config.max_seq_len:
-        raise ValueError(f"the prompt has {len(ids)} tokens, and the model's context (max_position_embeddings in "
-                         f"config.json) is {config.max_seq_len}; shorten it to leave room for new ones")
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, and the model's context (max_position_embeddings "
+            f"in config.json) is {config.max_seq_len}; shorten it to leave room for new ones"
+        )
     return ids
 
 
 def stdin_is_piped() -> bool:
-    import os
-    import stat
-
+    """Whether stdin is a pipe or a file: not a terminal, not /dev/null, not closed."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # no stdin at all
@@ -414,8 +481,9 @@ def stdin_is_piped() -> bool:
 
 
 def measured_bandwidth(device: torch.device) -> float:
-    """Bytes per second at which this machine reads memory: the best of some sums over 512 MB."""
-    x = torch.ones(2**27, device=device)
+    """Bytes per second at which the device reads memory: the best of five sums over 512 MB
+    (on CUDA 1 GB)."""
+    x = torch.ones(2**28 if device.type == "cuda" else 2**27, device=device)
     best = float("inf")
     for _ in range(5):
         synchronize(device)
@@ -441,75 +509,115 @@ class Run:
     read: int  # bytes those steps read
 
 
-def run_once(decoder: Decoder, prompt: Tensor, args: argparse.Namespace, stops: tuple[int, ...],
-             show: Callable[[int], Any]) -> Run:
+def run_once(tokens: Iterator[int], decoder: Decoder, show: Callable[[int], Any]) -> Run:
+    """Draw all the tokens, showing each, on the clock."""
     start = time.perf_counter()
-    tokens, first, read = [], 0.0, 0
-    for token in generate_tokens(decoder, prompt, args.seed, args.max_new_tokens, stops):
-        if not tokens:
+    seen, first, read = [], 0.0, 0
+    for token in tokens:
+        if not seen:
             first = time.perf_counter() - start
         else:
             read += decoder.bytes_per_token()
-        tokens.append(token)
+        seen.append(token)
         show(token)
-    return Run(tokens, first, time.perf_counter() - start - first, read)
+    return Run(seen, first, time.perf_counter() - start - first, read)
 
 
-def facts_of(runs: list[Run], prompt_tokens: int, load_seconds: float, bandwidth: float) -> dict[str, Any]:
+def facts_of(
+    runs: list[Run], prompt_tokens: int, load_seconds: float, bandwidth: float
+) -> dict[str, Any]:
     """The medians over the runs, under the names that --json prints."""
     med = lambda f: statistics.median(f(r) for r in runs)
-    facts = {"prompt_tokens": prompt_tokens, "new_tokens": len(runs[-1].tokens), "load_seconds": load_seconds,
-             "first_token_seconds": med(lambda r: r.first), "prefill_tokens_per_second": prompt_tokens / med(lambda r: r.first)}
+    facts = {
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(runs[-1].tokens),
+        "load_seconds": load_seconds,
+        "first_token_seconds": med(lambda r: r.first),
+        "prefill_tokens_per_second": prompt_tokens / med(lambda r: r.first),
+    }
     if len(runs[-1].tokens) > 1:
         speed = med(lambda r: r.read / r.rest / 1e9)
-        facts |= {"tokens_per_second": med(lambda r: (len(r.tokens) - 1) / r.rest), "gigabytes_per_second": speed,
-                  "measured_gigabytes_per_second": bandwidth / 1e9, "bandwidth_share": speed * 1e9 / bandwidth}
+        facts |= {
+            "tokens_per_second": med(lambda r: (len(r.tokens) - 1) / r.rest),
+            "gigabytes_per_second": speed,
+            "measured_gigabytes_per_second": bandwidth / 1e9,
+            "bandwidth_share": speed * 1e9 / bandwidth,
+        }
     return {k: round(v, 4) for k, v in facts.items()}
 
 
 def facts_line(f: dict[str, Any], where: str) -> str:
-    line = (f"[{where}] loaded in {f['load_seconds']:.2f} s, first token after {f['first_token_seconds']:.3f} s "
-            f"({f['prompt_tokens']} in, {f['prefill_tokens_per_second']:.0f} tok/s)")
+    line = (
+        f"[{where}] loaded in {f['load_seconds']:.2f} s, first token after "
+        f"{f['first_token_seconds']:.3f} s ({f['prompt_tokens']} in, "
+        f"{f['prefill_tokens_per_second']:.0f} tok/s)"
+    )
     if "tokens_per_second" in f:
-        line += (f", then {f['tokens_per_second']:.1f} tok/s reading {f['gigabytes_per_second']:.2f} GB/s, "
-                 f"{f['bandwidth_share']:.0%} of the {f['measured_gigabytes_per_second']:.1f} GB/s measured here")
+        line += (
+            f", then {f['tokens_per_second']:.1f} tok/s reading {f['gigabytes_per_second']:.2f} "
+            f"GB/s, {f['bandwidth_share']:.0%} of the "
+            f"{f['measured_gigabytes_per_second']:.1f} GB/s measured here"
+        )
     return line
+
+
+def build_decoder(
+    args: argparse.Namespace, model: Transformer, prompt_tokens: int
+) -> tuple[Decoder, int]:
+    """A decoder with a cache as long as the run; how many new tokens the context has room for."""
+    max_new = min(args.max_new_tokens, model.config.max_seq_len - prompt_tokens)
+    if max_new < args.max_new_tokens:
+        print(
+            f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {max_new}, the end of "
+            f"the model's context of {model.config.max_seq_len}",
+            file=sys.stderr,
+        )
+    if model.embed.weight.device.type == "cpu":
+        CPULinear.swap_into(model)
+    how = Sampling(args.temperature, args.top_k, args.top_p)
+    return Decoder(model, prompt_tokens + max_new, how, args.compile), max_new
 
 
 @torch.inference_mode()
 def generate(args: argparse.Namespace) -> None:
+    """Load, run, and report: what the command line asks for, in order."""
     device = pick_device(args.device)
     model, tokenizer = load(args, device)
-    if device.type == "cpu":
-        CPULinear.swap_into(model)
     ids = read_prompt(args, tokenizer, model.config)
-    room = model.config.max_seq_len - len(ids)
-    if args.max_new_tokens > room:
-        print(f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {room}, the rest of the context", file=sys.stderr)
-        args.max_new_tokens = room
-    decoder = Decoder(model, len(ids) + args.max_new_tokens, Sampling(args.temperature, args.top_k, args.top_p), args.compile)
+    decoder, max_new = build_decoder(args, model, len(ids))
+    stops = eos_ids(args, model.config)
+    prompt = torch.tensor([ids], device=device)
     load_seconds = time.perf_counter() - START
 
-    prompt = torch.tensor([ids], device=device)
-    stops = eos_ids(args, model.config)
-    stream = TextStream(tokenizer, ids)
     quiet = args.json or args.bench
+    stream = TextStream(tokenizer, ids)
+
+    def once() -> Run:
+        return run_once(generate_tokens(decoder, prompt, args.seed, max_new, stops), decoder, show)
+
     def show(token: int) -> None:
         if not quiet:
             print(stream.push(token), end="", flush=True)
-    if not quiet and args.prompt_tokens is None:
+
+    if not quiet:
         print(tokenizer.decode(ids), end="", flush=True)
     if args.bench:
-        run_once(decoder, prompt, args, stops, show)  # warm-up, not counted
-    runs = [run_once(decoder, prompt, args, stops, show) for _ in range(args.bench or 1)]
+        once()  # warm-up, not counted
+    runs = [once() for _ in range(args.bench or 1)]
     if not quiet:
         print(stream.finish())
 
     facts = facts_of(runs, len(ids), load_seconds, measured_bandwidth(device))
     if args.json:
-        print(json.dumps({"text": tokenizer.decode(runs[-1].tokens), "tokens": runs[-1].tokens, **facts}))
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} threads"
-    print(facts_line(facts, where), file=sys.stderr)
+        tokens = runs[-1].tokens
+        print(json.dumps({"text": tokenizer.decode(tokens), "tokens": tokens, **facts}))
+    print(facts_line(facts, device_name(device)), file=sys.stderr)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,21 +1,25 @@
 """The model: a Llama-style transformer in plain PyTorch, and the Hugging Face folder it lives in.
 
-This file is the ground truth of the repo. Each sibling makes one thing here faster, smaller or larger
-and proves that it computes the same; so this file says what "the same" is, in the fewest lines.
+This file is the ground truth of the repo. Each sibling makes one thing here faster, smaller or
+larger and proves that it computes the same; so this file says what "the same" is, in the fewest
+lines.
 
     tokens -> embed -> [x + attention(norm(x)), x + mlp(norm(x))] * L -> norm -> head -> logits
 
 Architecture (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783): RMSNorm before each half of a
-block, rotary positions (RoFormer, arXiv:2104.09864), grouped-query attention (arXiv:2305.13245) with a
-head_dim of its own, SwiGLU (arXiv:2002.05202), optional biases, optionally tied embeddings.
+block, rotary positions (RoFormer, arXiv:2104.09864), grouped-query attention (arXiv:2305.13245)
+with a head_dim of its own, SwiGLU (arXiv:2002.05202), optional biases, optionally tied embeddings.
 
 Three arguments of `Transformer.forward` are the hooks everything else attaches to:
 
-    attend(spec, q, k, v, positions) -> o    owns the cache, the mask and the kernel. The model hands over
-                                             this step's new, rotated tokens and asks no more.
-    positions                                where the tokens stand. Never counted inside the model, so
-                                             chunks, packed sequences and trees need no change here.
-    return_hidden                            the final hidden states instead of logits.
+    attend(spec, q, k, v, positions) -> o
+        owns the cache, the mask and the kernel. The model hands over this step's new, rotated
+        tokens and asks no more.
+    positions
+        where the tokens stand. Never counted inside the model, so that chunks, packed sequences and
+        trees need no change here.
+    return_hidden
+        the final hidden states instead of logits.
 
 A pipeline stage is this model with some layers dropped and `embed`, `norm` or `head` set to None.
 Weights are read and written only as safetensors. Needs: torch, safetensors.
@@ -64,7 +68,14 @@ HF_FIELDS: dict[str, tuple[str, type, Any]] = {
 }
 
 # Read elsewhere in from_hf, and those that are known to change nothing we compute.
-HF_OTHER = {"model_type", "hidden_act", "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id"}
+HF_OTHER = {
+    "model_type",
+    "hidden_act",
+    "rope_scaling",
+    "rope_parameters",
+    "bos_token_id",
+    "eos_token_id",
+}
 HF_IGNORED = set(
     "architectures _name_or_path transformers_version dtype torch_dtype use_cache pretraining_tp "
     "initializer_range attention_dropout pad_token_id output_attentions output_hidden_states "
@@ -101,13 +112,24 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()  # generation stops at any of them
 
     def __post_init__(self):
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim",
-                     "max_seq_len", "rope_theta"):
+        for name in (
+            "vocab_size",
+            "dim",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "ffn_dim",
+            "max_seq_len",
+            "rope_theta",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{_both_names(name)} must be positive, not {getattr(self, name)}")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"{_both_names('n_kv_heads')} ({self.n_kv_heads}) must divide "
-                             f"{_both_names('n_heads')} ({self.n_heads})")
+            raise ValueError(
+                f"{_both_names('n_kv_heads')} ({self.n_kv_heads}) must divide "
+                f"{_both_names('n_heads')} ({self.n_heads})"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (RoPE rotates pairs), not {self.head_dim}")
 
@@ -118,31 +140,44 @@ class ModelConfig:
             raise ValueError(f"model_type is {hf.get('model_type')!r}; known: 'llama'")
         unknown = sorted(set(hf) - {f for f, _, _ in HF_FIELDS.values()} - HF_OTHER - HF_IGNORED)
         if unknown:
-            raise ValueError(f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}: it may change "
-                             "what the model computes; remove it if it does not")
+            raise ValueError(
+                f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}: it may change "
+                "what the model computes; remove it if it does not"
+            )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(f"hidden_act is {hf['hidden_act']!r}; known: 'silu'")
 
         theta, scaling = _read_rope(hf)
-        given = {name: _typed(hf, key, kind, default) for name, (key, kind, default) in HF_FIELDS.items()}
+        given = {
+            name: _typed(hf, key, kind, default) for name, (key, kind, default) in HF_FIELDS.items()
+        }
         given["rope_theta"] = theta
         given["n_kv_heads"] = given["n_kv_heads"] or given["n_heads"]
         given["head_dim"] = given["head_dim"] or given["dim"] // max(1, given["n_heads"])
         eos = hf.get("eos_token_id")
         eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
         if not all(type(i) is int for i in eos):
-            raise ValueError(f"eos_token_id must be an int or a list of ints, not {hf['eos_token_id']!r}")
+            raise ValueError(
+                f"eos_token_id must be an int or a list of ints, not {hf['eos_token_id']!r}"
+            )
         bos = _typed(hf, "bos_token_id", int, None)
         return cls(**given, rope_scaling=scaling, bos_id=bos, eos_ids=tuple(eos))
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that says the same. Readable by transformers 4 and 5."""
-        hf: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+        hf: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+        }
         hf |= {key: getattr(self, name) for name, (key, _, _) in HF_FIELDS.items()}
         if self.rope_scaling is not None:
             hf["rope_scaling"] = dict(self.rope_scaling)
         eos = list(self.eos_ids)
-        return hf | {"bos_token_id": self.bos_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
+        return hf | {
+            "bos_token_id": self.bos_id,
+            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        }
 
 
 def _both_names(name: str) -> str:
@@ -186,12 +221,21 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return theta, {"rope_type": kind, **values}
 
 
-def _llama(vocab: int, dim: int, layers: int, heads: int, kv: int, ffn: int, **more: Any) -> ModelConfig:
-    return ModelConfig(vocab, dim, layers, heads, kv, more.pop("head_dim", dim // heads), ffn, **more)
+def _llama(
+    vocab: int, dim: int, layers: int, heads: int, kv: int, ffn: int, **more: Any
+) -> ModelConfig:
+    return ModelConfig(
+        vocab, dim, layers, heads, kv, more.pop("head_dim", dim // heads), ffn, **more
+    )
 
 
-_LLAMA31_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                 "original_max_position_embeddings": 8192}
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 # Shapes known by name, for `train.py --model` and `generate.py --dummy`.
 CONFIGS: dict[str, ModelConfig] = {
@@ -200,12 +244,43 @@ CONFIGS: dict[str, ModelConfig] = {
     "base": _llama(4096, 288, 6, 6, 6, 768, max_seq_len=256),  # 8.3M, the training benchmark
     "tinyllama-1.1b": _llama(32000, 2048, 22, 32, 4, 5632, norm_eps=1e-5),
     "llama2-7b": _llama(32000, 4096, 32, 32, 32, 11008, max_seq_len=4096, norm_eps=1e-5),
-    "llama3.2-1b": _llama(128256, 2048, 16, 32, 8, 8192, max_seq_len=131072, norm_eps=1e-5, rope_theta=5e5,
-                          rope_scaling=_LLAMA31_ROPE | {"factor": 32.0}, tie_embeddings=True),
-    "llama3.1-8b": _llama(128256, 4096, 32, 32, 8, 14336, max_seq_len=131072, norm_eps=1e-5, rope_theta=5e5,
-                          rope_scaling=_LLAMA31_ROPE),
-    "llama3.1-70b": _llama(128256, 8192, 80, 64, 8, 28672, max_seq_len=131072, norm_eps=1e-5, rope_theta=5e5,
-                           rope_scaling=_LLAMA31_ROPE),
+    "llama3.2-1b": _llama(
+        128256,
+        2048,
+        16,
+        32,
+        8,
+        8192,
+        max_seq_len=131072,
+        norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=_LLAMA31_ROPE | {"factor": 32.0},
+        tie_embeddings=True,
+    ),
+    "llama3.1-8b": _llama(
+        128256,
+        4096,
+        32,
+        32,
+        8,
+        14336,
+        max_seq_len=131072,
+        norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=_LLAMA31_ROPE,
+    ),
+    "llama3.1-70b": _llama(
+        128256,
+        8192,
+        80,
+        64,
+        8,
+        28672,
+        max_seq_len=131072,
+        norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=_LLAMA31_ROPE,
+    ),
 }
 
 
@@ -214,9 +289,13 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
     try:
         hf = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
-        raise ValueError(f"{path}: {e.strerror or e}; expected a Hugging Face config.json") from None
+        raise ValueError(
+            f"{path}: {e.strerror or e}; expected a Hugging Face config.json"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path}: not valid JSON ({e}); it may be half-written, copy it again") from None
+        raise ValueError(
+            f"{path}: not valid JSON ({e}); it may be half-written, copy it again"
+        ) from None
     if not isinstance(hf, dict):
         raise ValueError(f"{path}: must hold one JSON object, not a {type(hf).__name__}")
     try:
@@ -233,8 +312,9 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
 def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
     """Angle per position of each rotated pair, (D/2,) fp32: theta ** (-2i / D), then scaled.
 
-    linear: divided by `factor` (position interpolation, arXiv:2306.15595). llama3: wavelengths longer
-    than the trained context are divided by `factor`, short ones kept, those between blended.
+    linear: divided by `factor` (position interpolation, arXiv:2306.15595). llama3: wavelengths
+    longer than the trained context are divided by `factor`, short ones kept, those between
+    blended.
     """
     D = config.head_dim
     freq = config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
@@ -244,7 +324,9 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
     if scaling["rope_type"] == "linear":
         return freq / scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # in the trained context
+    turns = (
+        scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
+    )  # in the trained context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * freq + (1 - keep) * freq / scaling["factor"]
 
@@ -252,10 +334,12 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
 def rope_cos_sin(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of every angle, (B or 1, T, 1, D/2) fp32.
 
-    Recomputed in each forward: a few small operations, and no table that a cast to bf16 could spoil, a
-    meta device could lose or a long context could outgrow.
+    Recomputed in each forward: a few small operations, and no table that a cast to bf16 could
+    spoil, a meta device could lose or a long context could outgrow.
     """
-    angles = positions[..., None].float() * rope_frequencies(config, positions.device)  # (B?, T, D/2)
+    angles = positions[..., None].float() * rope_frequencies(
+        config, positions.device
+    )  # (B?, T, D/2)
     angles = angles.view(-1, *angles.shape[-2:])[:, :, None]
     return angles.cos(), angles.sin()
 
@@ -287,7 +371,9 @@ class AttentionSpec:
 Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def causal_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+def causal_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
+) -> Tensor:
     """Causal attention over the new tokens alone: what forward does without a cache.
 
     q (B, T, Hq, D), k and v (B, T, Hkv, D) -> (B, T, Hq, D). Order in the sequence is the mask;
@@ -305,22 +391,31 @@ class KVCache:
         model(prompt, torch.arange(T), cache.attend)          # prefill, whole or in chunks
         model(token, torch.tensor([T]), cache.attend)         # decode
 
-    New tokens are written at their positions, and a query at position i sees the slots j <= i. That is
-    the whole bookkeeping: a slot written by a forgotten branch is overwritten before it can be seen, so
-    `truncate` moves a number and touches no memory. Nothing depends on a Python counter and no shape
-    changes between steps, so a step compiles once and replays as a CUDA graph.
+    New tokens are written at their positions, and a query at position i sees the slots j <= i.
+    That is the whole bookkeeping: a slot written by a forgotten branch is overwritten before it
+    can be seen, so `truncate` moves a number and touches no memory. Nothing depends on a Python
+    counter and no shape changes between steps, so a step compiles once and replays as a CUDA
+    graph.
 
     Memory: 2 * L * B * Hkv * max_len * D elements. attend reads all max_len slots unless it is told
     how many can matter: `functools.partial(cache.attend, limit=n)`, n > every position.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, max_len: int,
-                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        max_len: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
         shape = (batch_size, config.n_kv_heads, max_len, config.head_dim)
         self.max_len = max_len
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
-        self.end = torch.zeros((), dtype=torch.long, device=device)  # on the device: no sync per step
+        self.end = torch.zeros(
+            (), dtype=torch.long, device=device
+        )  # on the device: no sync per step
 
     @property
     def length(self) -> int:
@@ -336,8 +431,15 @@ class KVCache:
         per_slot = sum(t[:, :, :1].numel() * t.element_size() for t in (*self.k, *self.v))
         return per_slot * min(limit or self.max_len, self.max_len)
 
-    def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor,
-               limit: int | None = None) -> Tensor:
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        limit: int | None = None,
+    ) -> Tensor:
         """The attend hook: q (B, T, Hq, D), k and v (B, T, Hkv, D), positions (T,) or (B, T)."""
         keys, values = self.k[spec.index], self.v[spec.index]  # (B, Hkv, S, D)
         _write(keys, positions, k)
@@ -348,12 +450,16 @@ class KVCache:
         seen = seen.view(-1, 1, *seen.shape[-2:])
 
         B, T, Hq, D = q.shape
-        if T == 1:  # the queries that share a key head become rows of one query: no key is read twice
+        if (
+            T == 1
+        ):  # the queries that share a key head become rows of one query: no key is read twice
             q = q.view(B, keys.shape[1], -1, D)
             o = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=spec.scale)
             return o.view(B, 1, Hq, D)
         q = q.transpose(1, 2)
-        o = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=spec.scale, enable_gqa=True)
+        o = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=seen, scale=spec.scale, enable_gqa=True
+        )
         return o.transpose(1, 2)
 
 
@@ -387,8 +493,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention around the attend hook. Head counts are read off the projections' width,
-    so that a tensor-parallel shard of them needs no other change."""
+    """Grouped-query attention around the attend hook. Head counts are read off the projections'
+    width, so that a tensor-parallel shard of them needs no other change."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -400,7 +506,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias)
         self.o_proj = nn.Linear(config.n_heads * D, C, bias)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
+    ) -> Tensor:
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, -1, self.head_dim)
         k = self.k_proj(x).view(B, T, -1, self.head_dim)
@@ -432,7 +540,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, positions, attend)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -451,13 +561,15 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def tie(self) -> None:
-        """Make the head share the embedding's weight, where the config says so. For use after loading."""
+        """Make the head share the embedding's weight, where the config says so. For use after
+        loading."""
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """N(0, 0.02) matrices, those that write to the residual stream divided by sqrt(2L) (GPT-2, 2.3)."""
+        """N(0, 0.02) matrices, those that write to the residual stream divided by sqrt(2L) (GPT-2,
+        2.3)."""
         for name, p in self.named_parameters():
             if p.dim() == 1:
                 nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
@@ -466,8 +578,13 @@ class Transformer(nn.Module):
                 std = 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
                 nn.init.normal_(p, 0.0, std, generator)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, attend: Attend = causal_attention,
-                return_hidden: bool = False) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attend: Attend = causal_attention,
+        return_hidden: bool = False,
+    ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V), or the hidden states before the head (B, T, C).
 
         positions: (T,) or (B, T), default 0..T-1. Where `embed` is None, tokens are hidden states
@@ -521,19 +638,27 @@ def _shards(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     if not index.exists():
-        raise ValueError(f"{folder}: holds neither model.safetensors nor model.safetensors.index.json; "
-                         "weights are read only as safetensors, convert other formats first")
+        raise ValueError(
+            f"{folder}: holds neither model.safetensors nor model.safetensors.index.json; "
+            "weights are read only as safetensors, convert other formats first"
+        )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [n for n in names if Path(n).name != n or n in ("", ".", "..") or "\\" in n]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{index}: not a safetensors index ({type(e).__name__}: {e}); copy it again") from None
+        raise ValueError(
+            f"{index}: not a safetensors index ({type(e).__name__}: {e}); copy it again"
+        ) from None
     if outside:
-        raise ValueError(f"{index}: weight_map points outside the folder ({outside[0]!r}); entries must be "
-                         "plain file names beside the index")
+        raise ValueError(
+            f"{index}: weight_map points outside the folder ({outside[0]!r}); entries must be "
+            "plain file names beside the index"
+        )
     missing = [n for n in names if not (folder / n).exists()]
     if missing:
-        raise ValueError(f"{index}: names files that are not there: {_some(missing)}; download them again")
+        raise ValueError(
+            f"{index}: names files that are not there: {_some(missing)}; download them again"
+        )
     return [folder / n for n in names]
 
 
@@ -542,67 +667,92 @@ def _some(names: list[str]) -> str:
 
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """(name, slice) of every stored tensor; a slice knows shape and dtype, and reads only when indexed."""
+    """(name, slice) of every stored tensor; a slice knows shape and dtype, and reads only when
+    indexed."""
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as f:
                 for name in f.keys():
                     yield name, f.get_slice(name)
         except (SafetensorError, OSError) as e:
-            raise ValueError(f"{path}: cannot be read ({e}); it may be truncated, copy it again") from None
+            raise ValueError(
+                f"{path}: cannot be read ({e}); it may be truncated, copy it again"
+            ) from None
 
 
-def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu",
-                    dtype: torch.dtype | None = None) -> Transformer:
-    """The model of a Hugging Face folder, in eval mode, on `device` in `dtype` (default: as stored).
+def load_checkpoint(
+    path: str | os.PathLike, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Transformer:
+    """The model of a Hugging Face folder, in eval mode, on `device` in `dtype` (default: as
+    stored).
 
-    Tensors go one by one from the file to the device, so that the peak is the model and its largest
-    tensor. ValueError, with file, field and mend, for a folder that is missing, incomplete or wrong.
+    Tensors go one by one from the file to the device, so that the peak is the model and its
+    largest tensor. ValueError, with file, field and mend, for a folder that is missing, incomplete
+    or wrong.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; a checkpoint is a folder with config.json and safetensors")
+        raise ValueError(
+            f"{folder}: no such folder; a checkpoint is a folder with config.json and safetensors"
+        )
     config = read_config(folder / "config.json")
     with torch.device("meta"):
         model = Transformer(config).eval()
-    wanted = {hf_name(name): p for name, p in model.named_parameters()}  # a tied head is not among them
+    wanted = {
+        hf_name(name): p for name, p in model.named_parameters()
+    }  # a tied head is not among them
     ours = {hf_name(name): name for name, _ in model.named_parameters()}
 
     loaded, unexpected = {}, []
     for name, stored in _stored_tensors(folder):
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
+        if name.endswith("rotary_emb.inv_freq") or (
+            name == "lm_head.weight" and config.tie_embeddings
+        ):
             continue  # derived from the config; written by old exporters
         if name not in wanted:
             unexpected.append(name)
         elif list(stored.get_shape()) != list(wanted[name].shape):
-            raise ValueError(f"{folder}: {name} has shape {list(stored.get_shape())}, but config.json makes it "
-                             f"{list(wanted[name].shape)}; the two are not of one model")
+            raise ValueError(
+                f"{folder}: {name} has shape {list(stored.get_shape())}, but config.json makes it "
+                f"{list(wanted[name].shape)}; the two are not of one model"
+            )
         else:
             value = stored[:]
             target = torch.empty(value.shape, dtype=dtype or value.dtype, device=device)
             loaded[ours[name]] = target.copy_(value)  # not a view of the file, which may yet change
     missing = [name for name in wanted if ours[name] not in loaded]
     if missing or unexpected:
-        parts = [f"{what} tensors: {_some(names)}" for what, names in
-                 (("missing", missing), ("unexpected", unexpected)) if names]
-        raise ValueError(f"{folder}: {'; '.join(parts)}; weights and config.json are not of one model")
+        parts = [
+            f"{what} tensors: {_some(names)}"
+            for what, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
+        raise ValueError(
+            f"{folder}: {'; '.join(parts)}; weights and config.json are not of one model"
+        )
     model.load_state_dict(loaded, assign=True, strict=False)  # a tied head has no tensor of its own
     model.tie()
     return model
 
 
 def save_checkpoint(model: Transformer, path: str | os.PathLike) -> None:
-    """Write the model as a Hugging Face folder: config.json and model.safetensors, in its own dtype.
+    """Write the model as a Hugging Face folder: config.json and model.safetensors, in its own
+    dtype.
 
-    Each file appears whole or not at all: it is written beside its place, flushed to disk and renamed,
-    so that a crash or a full disk at any moment leaves the old one. OSError where the disk refuses.
+    Each file appears whole or not at all: it is written beside its place, flushed to disk and
+    renamed, so that a crash or a full disk at any moment leaves the old one. OSError where the
+    disk refuses.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {hf_name(name): p.detach().cpu().contiguous() for name, p in model.named_parameters()}
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    config = json.dumps(model.config.to_hf() | {"dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n"
-    write_atomically(folder / "model.safetensors", lambda tmp: save_file(tensors, tmp, {"format": "pt"}))
+    config = (
+        json.dumps(model.config.to_hf() | {"dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n"
+    )
+    write_atomically(
+        folder / "model.safetensors", lambda tmp: save_file(tensors, tmp, {"format": "pt"})
+    )
     write_atomically(folder / "config.json", lambda tmp: tmp.write_text(config, encoding="utf-8"))
 
 

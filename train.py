@@ -4,17 +4,18 @@
     python train.py --data FILE.jsonl --model small --steps 2000 --out runs/mine
     torchrun --nproc-per-node 2 train.py ...     the same steps, each rank a share of every batch
 
-A run, in order: read the documents; train a tokenizer on them; write them as token files; then per step
-take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and save. OUT
-is a Hugging Face folder (config.json, model.safetensors in bf16, tokenizer.model) that generate.py and
-transformers open, beside train_state.safetensors (fp32 weights, Adam moments, step) and metrics.jsonl.
+A run, in order: read the documents; train a tokenizer on them; write them as token files; then per
+step take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and
+save. OUT is a Hugging Face folder (config.json, model.safetensors in bf16, tokenizer.model) that
+generate.py and transformers open, beside train_state.safetensors (fp32 weights, Adam moments,
+step) and metrics.jsonl.
 
 Three things hold, and test_all.py proves them:
 
-- The batch is a pure function of (seed, step, sample index). No loader has a state, so a run resumed
-  with --resume prints the losses of an uninterrupted one to the last digit (on CPU).
-- The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the count of
-  the whole step, on all ranks, so micro-batch size and rank count change nothing but rounding.
+- The batch is a pure function of (seed, step, sample index). No loader has a state, so a run
+  resumed with --resume prints the losses of an uninterrupted one to the last digit (on CPU).
+- The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the count
+  of the whole step, on all ranks, so micro-batch size and rank count change nothing but rounding.
 - A checkpoint appears whole or not at all. SIGTERM and Ctrl-C save and leave; kill -9 at any moment
   leaves the previous one.
 """
@@ -30,13 +31,12 @@ import io
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,31 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from model import (CONFIGS, ModelConfig, Transformer, load_checkpoint, read_config, save_checkpoint,
-                   write_atomically)
+from model import (
+    CONFIGS,
+    ModelConfig,
+    Transformer,
+    load_checkpoint,
+    read_config,
+    save_checkpoint,
+    write_atomically,
+)
 
 BOS, EOS = 1, 2  # one of each around every document
 IGNORE = -100  # a target that is not counted
 
-# Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here gets no
-# MFU: a wrong one is worse than none.
+# Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here
+# gets no MFU: a wrong one is worse than none.
 PEAK_FLOPS = {
-    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
 }
 
 # --------------------------------------------------------------------------------------------------
@@ -71,8 +84,9 @@ Document = tuple[str, str]  # (name, text); the name decides whether it is held 
 
 
 def read_documents(data: str | None) -> list[Document]:
-    """The documents of --data: a text file, a folder of them, a JSONL with "text"; or, without it, the
-    source of Python's standard library, tests left out. In a fixed order. ValueError if there is no text.
+    """The documents of --data: a text file, a folder of them, a JSONL with "text"; or, without it,
+    the source of Python's standard library, tests left out. In a fixed order. ValueError if there
+    is no text.
     """
     path = Path(data or sysconfig.get_paths()["stdlib"])
     if not path.exists():
@@ -87,7 +101,9 @@ def read_documents(data: str | None) -> list[Document]:
         docs = [(f"{i}", text[i : i + 8192]) for i in pieces]
     docs = [(name, text) for name, text in docs if text.strip()]
     if not docs:
-        raise ValueError(f"--data {path}: holds no text (UTF-8 files, or JSONL lines with a \"text\" field)")
+        raise ValueError(
+            f'--data {path}: holds no text (UTF-8 files, or JSONL lines with a "text" field)'
+        )
     return docs
 
 
@@ -120,13 +136,29 @@ def _jsonl(path: Path) -> Iterator[Document]:
         except (json.JSONDecodeError, KeyError, TypeError):
             raise ValueError(f'{path}: line {n} is not a JSON object with a "text" field') from None
         if not isinstance(text, str):
-            raise ValueError(f'{path}: line {n}: "text" must be a string, not {type(text).__name__}')
+            raise ValueError(
+                f'{path}: line {n}: "text" must be a string, not {type(text).__name__}'
+            )
         yield f"{n}", text
 
 
 def held_out(name: str) -> bool:
-    """Whether a document is for validation: one in 16, by a hash of its name, the same on every machine."""
+    """Whether a document is for validation: one in 16, by a hash of its name, the same on every
+    machine."""
     return hashlib.sha256(name.encode()).digest()[0] < 16
+
+
+def split(docs: list[Document]) -> tuple[list[str], list[str]]:
+    """(training texts, held-out texts): by held_out; the last sixteenth if that leaves none."""
+    kept = [text for name, text in docs if not held_out(name)]
+    held = [text for name, text in docs if held_out(name)]
+    if kept and held:
+        return kept, held
+    texts = [text for _, text in docs]
+    if len(texts) == 1:
+        texts = [texts[0][: -len(texts[0]) // 16], texts[0][-len(texts[0]) // 16 :]]
+    n = max(1, len(texts) // 16)
+    return texts[:-n], texts[-n:]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -137,52 +169,110 @@ def held_out(name: str) -> bool:
 def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     """A sentencepiece BPE model that gives every text back unchanged.
 
-    Whitespace is kept as it is, and runs of it are pieces: sixteen spaces of indentation, or ":" with its
-    newline, cost one token. Unknown characters fall back to bytes.
+    Whitespace is kept as it is, and runs of it are pieces: sixteen spaces of indentation, or ":"
+    with its newline, cost one token. Unknown characters fall back to bytes.
     """
     pieces = (text[i : i + 4000] for text in texts for i in range(0, len(text), 4000))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=pieces, model_writer=model, model_type="bpe", vocab_size=vocab_size,
-            byte_fallback=True, character_coverage=0.9999, split_digits=True,
-            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True, max_sentence_length=20000, hard_vocab_limit=False,
-            unk_id=0, bos_id=BOS, eos_id=EOS, pad_id=-1, minloglevel=2,
+            sentence_iterator=pieces,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9999,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=20000,
+            hard_vocab_limit=False,
+            unk_id=0,
+            bos_id=BOS,
+            eos_id=EOS,
+            pad_id=-1,
+            minloglevel=2,
         )
     except RuntimeError as e:
-        raise ValueError(f"--data: too little text for a tokenizer of {vocab_size} pieces ({e})") from None
+        raise ValueError(
+            f"--data: too little text for a tokenizer of {vocab_size} pieces ({e})"
+        ) from None
     return model.getvalue()
 
 
-def write_tokens(path: Path, encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> None:
+def write_tokens(
+    path: Path, encode: Callable[[list[str]], list[list[int]]], texts: list[str]
+) -> None:
     """One flat file of int32: BOS document EOS, BOS document EOS, ..."""
+
     def write(tmp: Path) -> None:
         with open(tmp, "wb") as f:
             for i in range(0, len(texts), 64):
                 for ids in encode(texts[i : i + 64]):
                     array.array("i", [BOS, *ids, EOS]).tofile(f)
+
     write_atomically(path, write)
 
 
 def read_tokens(path: Path) -> Tensor:
     """The file of write_tokens, memory-mapped, (n,) int32."""
-    return torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32)
+    return torch.from_file(
+        str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32
+    )
 
 
-def batch_of(tokens: Tensor, seed: int, step: int, indices: range, batch_size: int, seq_len: int) -> Tensor:
-    """Samples `indices` of the batch of `step`: (len(indices), seq_len + 1), inputs and targets overlapping.
+def prepare_tokens(args: argparse.Namespace, vocab_size: int) -> None:
+    """Write OUT/tokenizer.model and both token files from --data."""
+    kept, held = split(read_documents(args.data))
+    path = args.out / "tokenizer.model"
+    if args.init is None:
+        model = train_tokenizer(kept, vocab_size)
+    elif (args.init / "tokenizer.model").exists():
+        model = (args.init / "tokenizer.model").read_bytes()
+    else:
+        raise ValueError(f"--init {args.init}: has no tokenizer.model to tokenize --data with")
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    if sp.vocab_size() > vocab_size:
+        raise ValueError(
+            f"{path}: {sp.vocab_size()} pieces do not fit vocab_size {vocab_size} of config.json"
+        )
+    write_atomically(path, lambda tmp: tmp.write_bytes(model))
+    write_tokens(args.out / "val.tokens", sp.encode, held)
+    write_tokens(args.out / "train.tokens", sp.encode, kept)
 
-    A pure function of its arguments. Sample g = step * batch_size + index is the g-th window of an endless
-    row of epochs; each epoch cuts the tokens at a phase of its own and shuffles the windows, so that all
-    are seen once before any is seen twice.
+
+def open_tokens(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """(training tokens, held-out tokens)."""
+    train, held = (read_tokens(args.out / f"{split}.tokens") for split in ("train", "val"))
+    for name, tokens in (("training", train), ("held-out", held)):
+        if len(tokens) < args.seq_len + 1:
+            raise ValueError(
+                f"--data: {len(tokens)} {name} tokens are too few for --seq-len {args.seq_len}; "
+                "give more text, or shorter sequences"
+            )
+    return train, held
+
+
+def batch_of(
+    tokens: Tensor, seed: int, step: int, indices: range, batch_size: int, seq_len: int
+) -> Tensor:
+    """Samples `indices` of the batch of `step`: (len(indices), seq_len + 1), inputs and targets
+    overlapping.
+
+    A pure function of its arguments. Sample g = step * batch_size + index is the g-th window of an
+    endless row of epochs; each epoch cuts the tokens at a phase of its own and shuffles the
+    windows, so that all are seen once before any is seen twice.
     """
     n = (len(tokens) - 1) // seq_len - 1  # windows an epoch, leaving room for the phase
     rows, shuffled = [], {}
     for g in (step * batch_size + i for i in indices):
         epoch, place = divmod(g, max(n, 1))
         if epoch not in shuffled:
-            rng = torch.Generator().manual_seed(seed * 1_000_003 + epoch)  # it hears only the low 32 bits
+            rng = torch.Generator().manual_seed(
+                seed * 1_000_003 + epoch
+            )  # it hears only the low 32 bits
             phase = int(torch.randint(seq_len, (), generator=rng)) if n > 0 else 0
             shuffled[epoch] = phase, torch.randperm(max(n, 1), generator=rng)
         phase, order = shuffled[epoch]
@@ -196,19 +286,38 @@ def batch_of(tokens: Tensor, seed: int, step: int, indices: range, batch_size: i
 # --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where this process computes: its device, the dtype of its matmuls, and which rank of how
+    many it is."""
+
+    device: torch.device
+    dtype: str
+    rank: int
+    world: int
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
+
+
 def loss_sum(model: torch.nn.Module, batch: Tensor) -> Tensor:
     """Summed next-token cross-entropy of batch (B, T + 1), in nats."""
     logits = model(batch[:, :-1].clamp(min=0))
-    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), ignore_index=IGNORE,
-                           reduction="sum")
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), batch[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"
+    )
 
 
-def accumulate(model: torch.nn.Module, batch: Tensor, micro_batch_size: int,
-               autocast: Callable[[], Any] = contextlib.nullcontext) -> float:
+def accumulate(
+    model: torch.nn.Module,
+    batch: Tensor,
+    micro_batch_size: int,
+    autocast: Callable[[], Any] = contextlib.nullcontext,
+) -> float:
     """Leave in .grad the gradient of the mean loss over all the step's tokens; return that loss.
 
-    The divisor is the token count of the whole step (all micro-batches, all ranks), known before the first
-    backward. A mean of micro-batch means would weigh a token by how few stand beside it.
+    The divisor is the token count of the whole step (all micro-batches, all ranks), known before
+    the first backward. A mean of micro-batch means would weigh a token by how few stand beside it.
     """
     count = _all_reduce((batch[:, 1:] != IGNORE).sum())
     total = torch.zeros((), device=batch.device)
@@ -232,13 +341,27 @@ def _all_reduce(x: Tensor) -> Tensor:
 def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
     """AdamW (arXiv:1711.05101), decay on matrices and embeddings, none on norms and biases."""
     params = list(model.parameters())
-    groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
-              {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> float:
+    """Clip the gradient to norm 1, take the optimizer's step, clear the gradient; the norm before
+    clipping."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm.item()
+
+
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first 5% (at most 500 steps), then a cosine down to a tenth of the peak."""
+    """Linear warm-up over the first 5% (at most 500 steps), then a cosine down to a tenth of the
+    peak."""
     warmup = min(500, max(1, steps // 20))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -247,17 +370,18 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 @torch.no_grad()
-def validate(model: torch.nn.Module, tokens: Tensor, seq_len: int, micro_batch_size: int, device: torch.device,
-             autocast: Callable[[], Any] = contextlib.nullcontext, max_tokens: int = 65536) -> float:
-    """Mean loss over windows spread evenly over the held-out tokens, the same ones every time."""
+def validate(
+    model: torch.nn.Module, tokens: Tensor, seq_len: int, micro_batch_size: int, place: Place
+) -> float:
+    """Mean loss over up to 65,536 held-out tokens: windows spread evenly, always the same ones."""
     n = (len(tokens) - 1) // seq_len
-    picked = min(n, max(1, max_tokens // seq_len))
+    picked = min(n, max(1, 65536 // seq_len))
     starts = [i * n // picked * seq_len for i in range(picked)]
     total = 0.0
     for i in range(0, picked, micro_batch_size):
-        batch = torch.stack([tokens[s : s + seq_len + 1] for s in starts[i : i + micro_batch_size]])
-        with autocast():
-            total += loss_sum(model, batch.long().to(device)).item()
+        rows = [tokens[s : s + seq_len + 1] for s in starts[i : i + micro_batch_size]]
+        with place.autocast():
+            total += loss_sum(model, torch.stack(rows).long().to(place.device)).item()
     return total / (picked * seq_len)
 
 
@@ -270,16 +394,26 @@ STATE = "train_state.safetensors"
 RUN_DEFINING = ("seed", "steps", "batch_size", "seq_len", "lr", "data", "dtype")
 
 
-def save_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int, args: argparse.Namespace) -> None:
-    """Write OUT: first all that --resume needs, in one file; then the Hugging Face folder in bf16."""
+def save_run(
+    out: Path,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    args: argparse.Namespace,
+) -> None:
+    """Write OUT: first all that --resume needs, in one file; then the Hugging Face folder in
+    bf16."""
     tensors = {}
     for name, p in model.named_parameters():
         tensors[f"weight.{name}"] = p.detach().cpu()
         for moment in ("exp_avg", "exp_avg_sq"):
             if p in optimizer.state:
                 tensors[f"{moment}.{name}"] = optimizer.state[p][moment].cpu()
-    about = {"step": str(step), "run": json.dumps({k: getattr(args, k) for k in RUN_DEFINING}),
-             "config": json.dumps(model.config.to_hf())}
+    about = {
+        "step": str(step),
+        "run": json.dumps({k: getattr(args, k) for k in RUN_DEFINING}),
+        "config": json.dumps(model.config.to_hf()),
+    }
     write_atomically(out / STATE, lambda tmp: save_file(tensors, tmp, about))
     save_checkpoint(copy.deepcopy(model).to(torch.bfloat16), out)
 
@@ -288,13 +422,21 @@ def read_run(out: Path) -> tuple[int, dict[str, Any], ModelConfig]:
     """(steps done, run-defining settings, the model's config) of the checkpoint in OUT."""
     path = out / STATE
     if not path.exists():
-        raise ValueError(f"--resume: {path} is not there; nothing was saved yet, start without --resume")
+        raise ValueError(
+            f"--resume: {path} is not there; nothing was saved yet, start without --resume"
+        )
     try:
         with safe_open(path, framework="pt") as f:
             about = f.metadata()
-        return int(about["step"]), json.loads(about["run"]), ModelConfig.from_hf(json.loads(about["config"]))
+        return (
+            int(about["step"]),
+            json.loads(about["run"]),
+            ModelConfig.from_hf(json.loads(about["config"])),
+        )
     except Exception as e:  # whatever is wrong with the file, the mend is the same
-        raise ValueError(f"{path}: cannot be read ({e}); restore the file, or start anew in another --out") from None
+        raise ValueError(
+            f"{path}: cannot be read ({e}); restore the file, or start anew in another --out"
+        ) from None
 
 
 def load_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -303,7 +445,9 @@ def load_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, st
         for name, p in model.named_parameters():
             p.copy_(f.get_tensor(f"weight.{name}"))
             if step > 0:
-                moments = {m: f.get_tensor(f"{m}.{name}").to(p.device) for m in ("exp_avg", "exp_avg_sq")}
+                moments = {
+                    m: f.get_tensor(f"{m}.{name}").to(p.device) for m in ("exp_avg", "exp_avg_sq")
+                }
                 optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
 
 
@@ -320,7 +464,9 @@ def plot(out: Path) -> Path:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--plot needs matplotlib, which is optional: pip install matplotlib") from None
+        raise ValueError(
+            "--plot needs matplotlib, which is optional: pip install matplotlib"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -331,7 +477,12 @@ def plot(out: Path) -> Path:
     figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     top.plot([r["step"] for r in rows], [r["loss"] for r in rows], lw=0.8, label="training loss")
     validated = [r for r in rows if "val_loss" in r]
-    top.plot([r["step"] for r in validated], [r["val_loss"] for r in validated], "o-", label="validation loss")
+    top.plot(
+        [r["step"] for r in validated],
+        [r["val_loss"] for r in validated],
+        "o-",
+        label="validation loss",
+    )
     top.set(ylabel="loss (nats per token)")
     top.legend()
     bottom.plot([r["step"] for r in rows], [r["lr"] for r in rows])
@@ -349,56 +500,81 @@ def plot(out: Path) -> Path:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     p.add_argument("--out", type=Path, default=Path("runs/stdlib"), help="folder of the run")
-    p.add_argument("--data", help="text file, folder, or JSONL with \"text\" (default: the standard library)")
-    p.add_argument("--model", default="small", metavar="CONFIG", help=f"a config.json, or {', '.join(CONFIGS)}")
-    p.add_argument("--init", type=Path, metavar="DIR", help="start from this checkpoint and its tokenizer")
+    p.add_argument(
+        "--data", help='text file, folder, or JSONL with "text" (default: the standard library)'
+    )
+    p.add_argument(
+        "--model", default="small", metavar="CONFIG", help=f"a config.json, or {', '.join(CONFIGS)}"
+    )
+    p.add_argument(
+        "--init", type=Path, metavar="DIR", help="start from this checkpoint and its tokenizer"
+    )
     p.add_argument("--resume", action="store_true", help="go on with the run in --out")
     p.add_argument("--steps", type=int, default=500)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--batch-size", type=int, default=8, help="sequences in one step, over all ranks")
-    p.add_argument("--micro-batch-size", type=int, default=2, help="sequences in one forward, per rank")
+    p.add_argument(
+        "--batch-size", type=int, default=8, help="sequences in one step, over all ranks"
+    )
+    p.add_argument(
+        "--micro-batch-size", type=int, default=2, help="sequences in one forward, per rank"
+    )
     p.add_argument("--seq-len", type=int, default=512)
     p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     p.add_argument("--save-every", type=int, default=100)
     p.add_argument("--eval-every", type=int, default=100)
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
-    p.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the matmuls "
-                   "(autocast). auto: bf16 where the hardware multiplies it, else fp32")
+    p.add_argument(
+        "--dtype",
+        choices=("auto", "bf16", "fp32"),
+        default="auto",
+        help="of the matmuls (autocast). auto: bf16 where the hardware multiplies it, else fp32",
+    )
     p.add_argument("--compile", action="store_true", help="torch.compile the model")
     p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
     args = p.parse_args(argv)
-    for name in ("steps", "batch_size", "micro_batch_size", "seq_len", "save_every", "eval_every", "lr"):
+    for name in "steps batch_size micro_batch_size seq_len save_every eval_every lr".split():
         if getattr(args, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
-    args.given = {a.split("=")[0][2:].replace("-", "_") for a in argv if a.startswith("--")}
+            raise ValueError(f"{_flag(name)} must be positive, not {getattr(args, name)}")
+    args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
     return args
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def settle_args(args: argparse.Namespace) -> int:
-    """Fill args from the checkpoint under --resume; refuse what would spoil a run. Returns the first step."""
+    """Fill args from the checkpoint under --resume; refuse what would spoil a run. Returns the
+    first step."""
     if not args.resume:
         if (args.out / STATE).exists():
             done = read_run(args.out)[0]
-            raise ValueError(f"--out {args.out}: holds a run of {done} steps; go on with --resume, or name another --out")
+            raise ValueError(
+                f"--out {args.out}: holds a run of {done} steps; go on with --resume, or name "
+                "another folder"
+            )
         return 0
     done, run, _ = read_run(args.out)
     for name in RUN_DEFINING:
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        if name in args.given and value != run[name] and name != "steps":  # more steps are welcome
-            raise ValueError(f"{flag} {value} differs from the run's {run[name]}; leave it out, or start anew in another --out")
-        if name not in args.given:
+        flag, value = _flag(name), getattr(args, name)
+        if flag not in args.given:
             setattr(args, name, run[name])
+        elif value != run[name] and name != "steps":  # a run may be made longer
+            raise ValueError(
+                f"{flag} {value} differs from the run's {run[name]}; leave it out, or start anew "
+                "in another --out"
+            )
     return done
 
 
-def setup_device(args: argparse.Namespace) -> tuple[torch.device, Callable[[], Any], int, int]:
-    """(device, autocast factory, rank, world size). Under torchrun, joins the other ranks."""
+def find_place(args: argparse.Namespace) -> Place:
+    """Pick device and dtype; under torchrun, join the other ranks."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size % world:
+        raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the {world} ranks")
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if world > 1:
-        dist.init_process_group("nccl" if name.startswith("cuda") else "gloo")
-        if name == "cuda":
-            name = f"cuda:{os.environ['LOCAL_RANK']}"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -406,40 +582,18 @@ def setup_device(args: argparse.Namespace) -> tuple[torch.device, Callable[[], A
         raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if args.dtype == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
-        args.dtype = "bf16" if fast else "fp32"
-    def autocast():
-        return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
-    return device, autocast, rank, world
+        args.dtype = "bf16" if multiplies_bf16(device) else "fp32"
+    return Place(device, args.dtype, rank, world)
 
 
-def prepare_tokens(args: argparse.Namespace, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Tokenizer and token files in OUT, made once; (training tokens, held-out tokens)."""
-    train, val, tokenizer = (args.out / n for n in ("train.tokens", "val.tokens", "tokenizer.model"))
-    if not (train.exists() and val.exists()):
-        docs = read_documents(args.data)
-        kept = [text for name, text in docs if not held_out(name)]
-        held = [text for name, text in docs if held_out(name)]
-        if not kept or not held:  # too few documents for a hash to split
-            kept, held = [text for _, text in docs[1:]] or [docs[0][1]], [docs[0][1]]
-        if args.init is None:
-            model = train_tokenizer(kept, vocab_size)
-            write_atomically(tokenizer, lambda tmp: tmp.write_bytes(model))
-        elif (args.init / "tokenizer.model").exists():
-            write_atomically(tokenizer, lambda tmp: shutil.copyfile(args.init / "tokenizer.model", tmp))
-        else:
-            raise ValueError(f"--init {args.init}: has no tokenizer.model")
-        sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-        if sp.vocab_size() > vocab_size:
-            raise ValueError(f"{tokenizer}: has {sp.vocab_size()} pieces, but vocab_size in config.json is {vocab_size}")
-        write_tokens(val, sp.encode, held)
-        write_tokens(train, sp.encode, kept)
-    tokens = read_tokens(train), read_tokens(val)
-    for split, part in zip(("training", "held-out"), tokens):
-        if len(part) < args.seq_len + 1:
-            raise ValueError(f"--data: {len(part)} {split} tokens are fewer than --seq-len + 1 = {args.seq_len + 1}")
-    return tokens
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether bf16 products are faster than fp32's; on a CPU before AVX-512 they are far slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT", "NO AVX")
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
@@ -468,8 +622,9 @@ def build_model(args: argparse.Namespace, config: ModelConfig, device: torch.dev
 
 
 def flops_per_token(model: Transformer, seq_len: int) -> int:
-    """Forward and backward: 6 per weight that multiplies, and 6 * L * Hq * D * seq_len of causal attention
-    (its two products, at half the keys on average). The denominator-free half of MFU (arXiv:2204.02311, B)."""
+    """Forward and backward: 6 per weight that multiplies, and 6 * L * Hq * D * seq_len of causal
+    attention (two products, half the keys on average). MFU counts these and no recomputation (PaLM,
+    arXiv:2204.02311, appendix B)."""
     c = model.config
     weights = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
     if not c.tie_embeddings:
@@ -480,73 +635,91 @@ def flops_per_token(model: Transformer, seq_len: int) -> int:
 def train(args: argparse.Namespace) -> None:
     """The whole run; every stage is one call."""
     first = settle_args(args)
-    device, autocast, rank, world = setup_device(args)
-    if args.batch_size % world:
-        raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the {world} ranks")
+    place = find_place(args)
     config = model_config(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    for turn in (True, False):  # rank 0 makes the files, then the others find them
-        if turn == (rank == 0):
-            train_tokens, val_tokens = prepare_tokens(args, config.vocab_size)
-        if world > 1:
-            dist.barrier()
-    model = build_model(args, config, device)
+    if place.rank == 0 and not (args.resume and (args.out / "train.tokens").exists()):
+        prepare_tokens(args, config.vocab_size)
+    if place.world > 1:
+        dist.barrier()  # the other ranks read what rank 0 wrote
+    train_tokens, val_tokens = open_tokens(args)
+    model = build_model(args, config, place.device)
     optimizer = build_optimizer(model)
     if args.resume:
         load_run(args.out, model, optimizer, first)
-        if first >= args.steps:
-            print(f"{args.out}: all {first} steps are done; --steps makes a run longer", file=sys.stderr)
-    run_steps(args, model, optimizer, train_tokens, val_tokens, first, device, autocast, rank, world)
+    if place.rank == 0:
+        print(summary(args, model, len(train_tokens), first, place), file=sys.stderr)
+    run_steps(args, model, optimizer, train_tokens, val_tokens, first, place)
 
 
-def run_steps(args: argparse.Namespace, model: Transformer, optimizer: torch.optim.Optimizer, train_tokens: Tensor,
-              val_tokens: Tensor, first: int, device: torch.device, autocast: Callable[[], Any], rank: int,
-              world: int) -> None:
+def run_steps(
+    args: argparse.Namespace,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    train_tokens: Tensor,
+    val_tokens: Tensor,
+    first: int,
+    place: Place,
+) -> None:
     """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
+    B, T, micro = args.batch_size, args.seq_len, args.micro_batch_size
     step_model = torch.compile(model) if args.compile else model
-    mine = range(rank, args.batch_size, world)
-    flops = flops_per_token(model, args.seq_len)
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name(device), 0) if device.type == "cuda" else 0
+    mine = range(place.rank, B, place.world)
+    flops, peak = flops_per_token(model, T), peak_flops(place)
     stop = stop_on_signals()
-    metrics = open_metrics(args, first) if rank == 0 else io.StringIO()
-    describe(args, model, train_tokens, first, device, rank)
-    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, disable=rank > 0,
-               mininterval=0.5 if sys.stderr.isatty() else 15, dynamic_ncols=True)
+    metrics = open_metrics(args.out, first) if place.rank == 0 else io.StringIO()
+    bar = tqdm(
+        range(first, args.steps),
+        initial=first,
+        total=args.steps,
+        disable=place.rank > 0,
+        mininterval=0.5 if sys.stderr.isatty() else 15,
+        dynamic_ncols=True,
+    )
     for step in bar:
         start = time.perf_counter()
-        batch = batch_of(train_tokens, args.seed, step, mine, args.batch_size, args.seq_len).to(device)
-        loss = accumulate(step_model, batch, args.micro_batch_size, autocast)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        batch = batch_of(train_tokens, args.seed, step, mine, B, T).to(place.device)
         lr = learning_rate(step, args.steps, args.lr)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        row = {"step": step + 1, "loss": accumulate(step_model, batch, micro, place.autocast)}
+        row |= {"grad_norm": update(model, optimizer, lr), "lr": lr}
+        speed = B * T / (time.perf_counter() - start)
+        row["tokens_per_second"] = round(speed, 1)
 
-        speed = args.batch_size * args.seq_len / (time.perf_counter() - start)
-        row = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_second": round(speed, 1)}
-        leaving = any_rank(stop, device)
-        last = step + 1 == args.steps or leaving
-        if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
-            row["val_loss"] = validate(step_model, val_tokens, args.seq_len, args.micro_batch_size, device, autocast)
-            bar.write(f"step {step + 1}: loss {loss:.4f}, validation {row['val_loss']:.4f}", file=sys.stderr)
+        leaving, done = any_rank(stop, place.device), step + 1 == args.steps
+        if (step + 1) % args.eval_every == 0 or done:
+            row["val_loss"] = validate(step_model, val_tokens, T, micro, place)
+            say(bar, f"step {step + 1}: loss {row['loss']:.4f}, validation {row['val_loss']:.4f}")
         metrics.write(json.dumps(row) + "\n")
         metrics.flush()
-        mfu = f", MFU {speed * flops / peak / world:.1%}" if peak else ""
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tok/s{mfu}", refresh=False)
-        if rank == 0 and ((step + 1) % args.save_every == 0 or last):
+        mfu = f", MFU {speed * flops / peak:.1%}" if peak else ""
+        bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed:,.0f} tok/s{mfu}", refresh=False)
+        if place.rank == 0 and ((step + 1) % args.save_every == 0 or leaving or done):
             save_run(args.out, model, optimizer, step + 1, args)
         if leaving:
-            bar.write(f"stopped after step {step + 1}, saved to {args.out}; go on with --resume", file=sys.stderr)
+            say(bar, f"stopped after step {step + 1}, saved in {args.out}; go on with --resume")
             break
+
+
+def say(bar: tqdm, line: str) -> None:
+    if not bar.disable:
+        bar.write(line, file=sys.stderr)
+
+
+def peak_flops(place: Place) -> float:
+    """Of all ranks together, FLOP/s; 0 where it is not known."""
+    if place.device.type != "cuda" or place.dtype != "bf16":
+        return 0.0
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(place.device), 0.0) * place.world
 
 
 def stop_on_signals() -> list[int]:
     """A list that the first SIGTERM or Ctrl-C puts a number into; the second acts at once."""
     caught: list[int] = []
+
     def note(number: int, frame: Any) -> None:
         caught.append(number)
         signal.signal(number, signal.SIG_DFL)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
     return caught
@@ -554,23 +727,26 @@ def stop_on_signals() -> list[int]:
 
 def any_rank(caught: list[int], device: torch.device) -> bool:
     """Whether any rank was told to stop: all must leave at the same step."""
-    return bool(_all_reduce(torch.tensor(len(caught), device=device)).item()) if dist.is_initialized() else bool(caught)
+    return bool(_all_reduce(torch.tensor(len(caught), device=device)).item())
 
 
-def open_metrics(args: argparse.Namespace, first: int) -> io.TextIOBase:
-    path = args.out / "metrics.jsonl"
-    cut_metrics(path, first)
-    return open(path, "a", encoding="utf-8")
+def open_metrics(out: Path, first: int) -> io.TextIOBase:
+    cut_metrics(out / "metrics.jsonl", first)
+    return open(out / "metrics.jsonl", "a", encoding="utf-8")
 
 
-def describe(args: argparse.Namespace, model: Transformer, tokens: Tensor, first: int, device: torch.device,
-             rank: int) -> None:
-    if rank == 0:
-        size = sum(p.numel() for p in model.parameters())
-        step_tokens = args.batch_size * args.seq_len
-        print(f"{size / 1e6:.2f}M parameters, {len(tokens) / 1e6:.2f}M training tokens, {step_tokens} tokens a step "
-              f"({args.steps * step_tokens / len(tokens):.1f} epochs in {args.steps} steps), {args.dtype} on {device}"
-              + (f", from step {first}" if first else ""), file=sys.stderr)
+def summary(
+    args: argparse.Namespace, model: Transformer, n_tokens: int, first: int, place: Place
+) -> str:
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    step_tokens = args.batch_size * args.seq_len
+    if first >= args.steps:
+        return f"{args.out}: all {first} steps are done; --steps makes a run longer"
+    epochs = args.steps * step_tokens / n_tokens
+    return (
+        f"{size:.2f}M parameters on {n_tokens / 1e6:.2f}M tokens, {args.steps} steps of "
+        f"{step_tokens} ({epochs:.1f} epochs) from step {first}, {args.dtype} on {place.device}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
