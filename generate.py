@@ -13,8 +13,9 @@ near it came: the bytes really read per second, and their share of a read bandwi
 spot.
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
-graph (the static cache and compiled step of gpt-fast). On a CPU the step is also written
-differently, see `CPULinear`. Needs: model.py, sentencepiece or tokenizers.
+graph (the static cache and compiled step of gpt-fast). On a CPU it loses: there the linear layers
+are cpu.py's, which read memory faster than compiled ones. Needs: model.py, cpu.py, and
+sentencepiece or tokenizers.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from typing import Any, Protocol
 START = time.perf_counter()  # the imports below are part of what a user waits for
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+import cpu
 from model import CONFIGS, KVCache, ModelConfig, Transformer, load_checkpoint, read_config
 
 SHIPPED = Path(__file__).resolve().parent / "checkpoints" / "small"
@@ -308,40 +309,6 @@ def generate_tokens(
             return
 
 
-class CPULinear(nn.Linear):
-    """nn.Linear as a CPU likes it; the numbers differ from nn.Linear's only in rounding.
-
-    - One row, compiled: four row blocks of the weight are read side by side. A core that streams
-      from one address at a time leaves a third of the memory bandwidth unused.
-    - Many rows of bf16 on a CPU that cannot multiply bf16 (before AVX-512): the weight is widened
-      to fp32 first. That costs a pass over it, and makes the product about five times faster.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if rows == 1 and torch.compiler.is_compiling() and self.out_features % 4 == 0:
-            blocks = self.weight.view(4, -1, self.in_features)
-            y = torch.stack([(block * x.view(-1)).sum(-1) for block in blocks])
-            y = y.view(*x.shape[:-1], -1)
-            return y if self.bias is None else y + self.bias
-        before_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-        if rows >= 8 and x.dtype == torch.bfloat16 and before_avx512:
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
-        return super().forward(x)
-
-    @classmethod
-    def swap_into(cls, model: nn.Module) -> None:
-        """Replace every nn.Linear of the model by one of these over the same parameters."""
-        for module in list(model.modules()):
-            for name, child in module.named_children():
-                if type(child) is nn.Linear:
-                    with torch.device("meta"):
-                        linear = cls(child.in_features, child.out_features, child.bias is not None)
-                    linear.weight, linear.bias = child.weight, child.bias
-                    setattr(module, name, linear)
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 # --------------------------------------------------------------------------------------------------
@@ -573,7 +540,7 @@ def build_decoder(
             file=sys.stderr,
         )
     if model.embed.weight.device.type == "cpu":
-        CPULinear.swap_into(model)
+        cpu.swap_linear_(model)
     how = Sampling(args.temperature, args.top_k, args.top_p)
     return Decoder(model, prompt_tokens + max_new, how, args.compile), max_new
 

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+import cpu
 import generate as G
 import model as M
 import train as T
@@ -490,6 +491,68 @@ print("ran", {"generate", "train", "triton"} & set(sys.modules) or "alone")
 
 
 # --------------------------------------------------------------------------------------------------
+# cpu.py
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(64, 96), (257, 1000), (1030, 33), (3, 5)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4, 19])
+@torch.no_grad()
+def test_cpu_linear_is_nearer_to_exact_than_linear(rows, shape, bias):
+    """CPULinear against float64, over the very same parameters: within bf16's one final rounding."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(shape[1], shape[0], bias=bias).bfloat16().requires_grad_(False)
+    x = torch.randn(2 if rows > 1 else 1, rows, shape[1]).bfloat16()
+    exact = F.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
+    swapped = cpu.swap_linear_(torch.nn.Sequential(plain))
+    assert type(swapped[0]) is cpu.CPULinear and swapped[0].weight is plain.weight
+    got = swapped(x).double()
+    assert got.shape == exact.shape
+    assert relative(got, exact) <= max(2**-8, 1.01 * relative(plain(x).double(), exact))
+
+
+def test_cpu_linear_leaves_other_dtypes_and_gradients_alone():
+    """fp32, and anything under grad mode, goes through F.linear bit for bit, backward included."""
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, x = torch.nn.Linear(40, 24).to(dtype), torch.randn(1, 40, dtype=dtype)
+        plain(x).sum().backward()
+        expected, plain.weight.grad = plain.weight.grad, None
+        swapped = cpu.swap_linear_(torch.nn.Sequential(plain))
+        assert torch.equal(swapped(x), plain(x))
+        swapped(x).sum().backward()
+        assert torch.equal(swapped[0].weight.grad, expected)
+
+
+def test_gemv_kernel_is_built_here():
+    """With a C compiler there is a kernel, and it multiplies rightly."""
+    if not shutil.which(os.environ.get("CC", "cc")):
+        pytest.skip("no C compiler on this machine: F.linear serves")
+    weight, x = torch.randn(97, 64).bfloat16(), torch.randn(1, 64).bfloat16()
+    exact = x.double() @ weight.double().t()
+    assert cpu.compiled() is not None and relative(cpu.gemv(weight, x).double(), exact) < 2**-8
+
+
+@torch.no_grad()
+def test_no_compiler_no_kernel(monkeypatch):
+    """A machine without a compiler generates all the same."""
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    assert cpu.compiled.__wrapped__() is None
+    monkeypatch.setattr(cpu, "compiled", lambda: None)
+    linear = torch.nn.Linear(64, 32, bias=False).bfloat16().requires_grad_(False)
+    x = torch.randn(1, 64).bfloat16()
+    assert torch.equal(cpu.swap_linear_(torch.nn.Sequential(linear))(x), linear(x))
+
+
+@pytest.mark.parametrize("sheet", ["cpu"])
+def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
+    """The copy contract: the file alone runs as a program, checks itself and prints its table."""
+    shutil.copy(REPO / f"{sheet}.py", tmp_path)
+    done = run(f"{sheet}.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0 and len(done.stdout.splitlines()) > 4, done.stderr
+
+
+# --------------------------------------------------------------------------------------------------
 # generate.py
 # --------------------------------------------------------------------------------------------------
 
@@ -580,26 +643,10 @@ def test_compiled_decode_equals_eager(temperature):
     prompts = random_tokens(config, 1, 5), random_tokens(config, 1, 23, seed=2)
     eager = G.Decoder(model, 64, how)
     expected = [list(G.generate_tokens(eager, p, 5, 30)) for p in prompts]
-    G.CPULinear.swap_into(model)
     compiled = G.Decoder(model, 64, how, compiled=True)
     with torch.compiler.set_stance("fail_on_recompile"):
         got = [list(G.generate_tokens(compiled, p, 5, 30)) for p in prompts]
     assert got == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 4, 32])
-@pytest.mark.parametrize("bias", [False, True])
-def test_cpu_linear_equals_linear(dtype, rows, bias):
-    """CPULinear == nn.Linear to rounding, over the very same parameters."""
-    torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=bias)).to(dtype)
-    x, expected = torch.randn(1, rows, 64, dtype=dtype), None
-    expected, weight = plain(x), plain[0].weight
-    G.CPULinear.swap_into(plain)
-    assert type(plain[0]) is G.CPULinear and plain[0].weight is weight
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(plain(x), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_text_stream_never_prints_half_a_character(tmp_path):

@@ -1,0 +1,226 @@
+"""cpu.py: linear layers at the speed of a CPU's memory.
+
+Decoding one token multiplies every weight matrix by one vector. Each weight is read once and used
+once, so the step cannot be faster than reading the weights; on a CPU, torch's bf16 product is well
+short of that. Two things hold it back, and this file mends them:
+
+1. One row after another is one stream of addresses per core, and a core's prefetcher fetches ahead
+   on several at once. `gemv` cuts the matrix into four row blocks and walks all four side by side,
+   with the sums in fp32: thirty lines of C, compiled on first use by the system's compiler (a
+   second), kept in the user's cache folder. Without a compiler F.linear serves as before.
+2. With several rows (prefill), a CPU before AVX-512 has no bf16 product, and torch's stand-in runs
+   at a seventh of its fp32 rate. `widened` turns 256 rows of the weight at a time into fp32, few
+   enough to stay in the cache, and multiplies those.
+
+When it loses: a CPU with AVX-512 has better bf16 products than rule 2, which is therefore off
+there; for matrices of a few kilobytes the cost of a call is all there is to see. Gradients do not
+flow through either: with grad mode on, and inside torch.compile, a layer is plain F.linear.
+
+Hook: the Linear swap, `swap_linear_(model)`. Equivalence: the same numbers as nn.Linear up to
+rounding, and nearer to exact (test_all.py holds both against float64). Needs: torch.
+`python cpu.py` checks itself and prints the bandwidth reached beside F.linear's and a plain read's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SOURCE = r"""
+#include <stdint.h>
+#include <string.h>
+
+static inline float widen(uint16_t bf16) {
+    uint32_t bits = (uint32_t)bf16 << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* y[n] = sum over c of w[n][c] * x[c]: rows n, n + N/4, n + N/2 and n + 3N/4 together. */
+void gemv_bf16(const uint16_t *w, const float *x, float *y, int64_t N, int64_t C) {
+    int64_t Q = N / 4;
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < Q; n++) {
+        const uint16_t *w0 = w + n * C, *w1 = w0 + Q * C, *w2 = w1 + Q * C, *w3 = w2 + Q * C;
+        float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+        #pragma omp simd reduction(+ : s0, s1, s2, s3)
+        for (int64_t c = 0; c < C; c++) {
+            s0 += widen(w0[c]) * x[c];
+            s1 += widen(w1[c]) * x[c];
+            s2 += widen(w2[c]) * x[c];
+            s3 += widen(w3[c]) * x[c];
+        }
+        y[n] = s0, y[n + Q] = s1, y[n + 2 * Q] = s2, y[n + 3 * Q] = s3;
+    }
+    for (int64_t n = 4 * Q; n < N; n++) {
+        y[n] = 0;
+        for (int64_t c = 0; c < C; c++) y[n] += widen(w[n * C + c]) * x[c];
+    }
+}
+"""
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """The C above as a library; None where there is no compiler that can build it."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return None
+    # OpenMP calls are left unresolved: at load they bind to the runtime torch has already loaded.
+    # A second runtime would mean a second pool of threads spinning on the same cores.
+    flags = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp", "-c"]
+    recipe = hashlib.sha256(" ".join([SOURCE, compiler, *flags, _cpu_model()]).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sheaf"
+    library = cache / f"gemv-{recipe[:16]}.so"
+    try:
+        if not library.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            tmp = library.with_suffix(f".{os.getpid()}")
+            source, built = tmp.with_suffix(".c"), tmp.with_suffix(".o")
+            source.write_text(SOURCE)
+            for command in ([*flags, source, "-o", built], ["-shared", built, "-o", tmp]):
+                subprocess.run([compiler, *command], check=True, capture_output=True, timeout=60)
+            os.replace(tmp, library)
+            source.unlink(), built.unlink()
+        lib = ctypes.CDLL(str(library))
+        lib.gemv_bf16.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
+        lib.gemv_bf16.restype = None
+        return lib
+    except (OSError, AttributeError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_model() -> str:
+    """What -march=native depends on: a cache folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return "".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}))
+
+
+def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """weight (N, C) bf16, x one row (..., C), bias (N,) -> (..., N) of x's dtype, rounded once."""
+    N, C = weight.shape
+    assert weight.dtype == torch.bfloat16 and weight.is_contiguous() and x.numel() == C
+    wide = x.float().contiguous()
+    y = torch.empty(*x.shape[:-1], N)
+    compiled().gemv_bf16(weight.data_ptr(), wide.data_ptr(), y.data_ptr(), N, C)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def widened(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """weight (N, C) bf16, x (..., C), bias (N,) -> (..., N) of x's dtype, through fp32 products."""
+    N, C = weight.shape
+    columns = x.float().reshape(-1, C).t()  # y^T = W x^T: a block of W gives whole rows of y^T
+    y = torch.empty(N, columns.shape[1])
+    block = torch.empty(min(N, 256), C)
+    for start in range(0, N, 256):
+        part = weight[start : start + 256]
+        torch.mm(block[: len(part)].copy_(part), columns, out=y[start : start + 256])
+    y = y.t() if bias is None else y.t() + bias
+    return y.to(x.dtype).reshape(*x.shape[:-1], N)
+
+
+class CPULinear(nn.Linear):
+    """nn.Linear as a CPU likes it, for inference; see the essay above."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self.in_features
+        ours = x.dtype == self.weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+        if ours and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if rows == 1 and compiled() is not None:
+                return gemv(self.weight, x, self.bias)
+            if rows >= 4 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+                return widened(self.weight, x, self.bias)
+        return super().forward(x)
+
+
+def swap_linear_(model: nn.Module) -> nn.Module:
+    """Replace, in place, every nn.Linear by a CPULinear over the same parameters."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                with torch.device("meta"):
+                    linear = CPULinear(
+                        child.in_features, child.out_features, child.bias is not None
+                    )
+                linear.weight, linear.bias = child.weight, child.bias
+                setattr(module, name, linear.train(child.training))
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+def check() -> None:
+    """gemv and the widened product against float64."""
+    rng = torch.Generator().manual_seed(0)
+    for N, C, rows in ((64, 96, 1), (257, 1000, 1), (3, 5, 1), (64, 96, 32), (301, 96, 7)):
+        linear = nn.Linear(C, N, bias=N % 2 == 1).bfloat16().requires_grad_(False)
+        x = torch.randn(1, rows, C, generator=rng).bfloat16()
+        bias = None if linear.bias is None else linear.bias.double()
+        exact = F.linear(x.double(), linear.weight.double(), bias)
+        got = swap_linear_(nn.Sequential(linear))(x)
+        error = ((got.double() - exact).norm() / exact.norm()).item()
+        assert error < 4e-3, (N, C, rows, error)  # half a unit in bf16's last place is 2e-3
+
+
+def seconds(f: Callable[[], object], repeats: int = 15) -> float:
+    """Median time of a call."""
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        f()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def benchmark() -> None:
+    """GB/s of weight read, TinyLlama's shapes; each row of the table cycles through 250 MB."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    print(f"{torch.get_num_threads()} threads, {capability}, torch {torch.__version__}")
+    big = torch.ones(2**27)
+    print(f"plain read of memory: {big.numel() * 4 / seconds(big.sum) / 1e9:.1f} GB/s")
+    print(f"{'weight':>14} {'F.linear':>9} {'gemv':>9}   GB/s, bf16, one row")
+    for N, C in ((2048, 2048), (256, 2048), (5632, 2048), (2048, 5632), (32000, 2048)):
+        weights = [torch.randn(N, C).bfloat16() for _ in range(max(2, 125_000_000 // (N * C)))]
+        x = torch.randn(1, C).bfloat16()
+        size = 2 * N * C * len(weights) / 1e9
+        plain = size / seconds(lambda: [F.linear(x, w) for w in weights])
+        ours = size / seconds(lambda: [gemv(w, x) for w in weights])
+        print(f"{N:>6} x {C:<5} {plain:>9.1f} {ours:>9.1f}")
+    print(f"{'rows':>14} {'F.linear':>9} {'CPULinear':>9}   GFLOP/s, bf16, weight 5632 x 2048")
+    linear = nn.Linear(2048, 5632, bias=False).bfloat16().requires_grad_(False)
+    swapped = swap_linear_(nn.Sequential(linear))
+    for rows in (2, 4, 8, 32, 128, 512):
+        x = torch.randn(rows, 2048).bfloat16()
+        flops = 2 * rows * 2048 * 5632 / 1e9
+        print(
+            f"{rows:>14} {flops / seconds(lambda: linear(x), 5):>9.0f} "
+            f"{flops / seconds(lambda: swapped(x), 5):>9.0f}"
+        )
+
+
+if __name__ == "__main__":
+    if compiled() is None:
+        sys.exit("cpu.py: no C compiler builds the kernel here; install gcc or clang, or set CC")
+    with torch.inference_mode():
+        check()
+        benchmark()
