@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import stat
 import statistics
 import sys
@@ -40,6 +41,8 @@ from torch import Tensor
 
 import cpu
 from model import CONFIGS, KVCache, ModelConfig, Transformer, load_checkpoint, read_config
+
+IMPORT_SECONDS = time.perf_counter() - START
 
 SHIPPED = Path(__file__).resolve().parent / "checkpoints" / "small"
 DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
@@ -243,7 +246,8 @@ class Decoder:
         self.noise = (
             torch.ones(1, model.config.vocab_size, device=device) if how.temperature > 0 else None
         )
-        self.run = self._compile() if compiled else self._step
+        self.run = self._compile() if compiled else lambda: self._step(self.used)
+        self.weight_bytes = weight_bytes(model)
 
     def start(self, prompt: Tensor, seed: int) -> int:
         """Prefill prompt (1, T); the first new token."""
@@ -259,7 +263,7 @@ class Decoder:
         """Append the last token to the sequence; the one after it."""
         self._draw_noise()
         self.used += 1
-        self.run(*() if self.compiled else (self.used,))
+        self.run()
         return int(self.token)
 
     def _step(self, limit: int | None = None) -> None:
@@ -289,12 +293,16 @@ class Decoder:
             self.noise.exponential_(generator=self.generator)
 
     def bytes_per_token(self) -> int:
-        """What a step reads: every weight that multiplies, one row of the embedding, the cache."""
-        embed, head = self.model.embed.weight, self.model.head.weight
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        if head is not embed:
-            weights -= (embed.numel() - embed.shape[1]) * embed.element_size()
-        return weights + self.cache.bytes_read(None if self.compiled else self.used)
+        """What the last step read: weights and the part of the cache it looked at."""
+        return self.weight_bytes + self.cache.bytes_read(None if self.compiled else self.used)
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Bytes of weights a decode step reads: all that multiply, and one row of the embedding."""
+    embed = model.embed.weight
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    looked_up = 0 if model.head.weight is embed else (len(embed) - 1) * embed[0].numel()
+    return total - looked_up * embed.element_size()
 
 
 def generate_tokens(
@@ -315,6 +323,7 @@ def generate_tokens(
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
+    """The command line; ValueError names a flag that is out of range."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     p.add_argument("prompt", nargs="?", help="text to continue; - or a pipe reads it from stdin")
     p.add_argument(
@@ -358,6 +367,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         ("--temperature", 0 <= args.temperature < float("inf"), "0 (greedy) or more"),
         ("--top-k", args.top_k >= 0, "0 (all) or more"),
         ("--top-p", 0 < args.top_p <= 1, "more than 0 and at most 1"),
+        ("--seed", 0 <= args.seed < 2**63, "from 0 to 2**63 - 1"),
         ("--bench", args.bench is None or args.bench >= 1, "at least 1"),
         ("--prompt-tokens", args.prompt_tokens is None or args.prompt_tokens >= 1, "at least 1"),
     ):
@@ -372,9 +382,11 @@ def pick_device(name: str | None) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # graphs are captured on the current device
     return device
 
 
@@ -408,60 +420,81 @@ def eos_ids(args: argparse.Namespace, config: ModelConfig) -> tuple[int, ...]:
     if not path.exists():
         return config.eos_ids
     try:
-        more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or []
+        more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as e:
         raise ValueError(f"{path}: not a JSON object ({e}); copy it again") from None
-    return config.eos_ids + tuple(more if isinstance(more, list) else [more])
+    more = [] if more is None else more if isinstance(more, list) else [more]
+    if not all(type(i) is int for i in more):
+        raise ValueError(f"{path}: eos_token_id must be an int or a list of ints, not {more!r}")
+    return config.eos_ids + tuple(more)
 
 
-def read_prompt(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
-    """Prompt ids from the argument, stdin or --prompt-tokens; refused if empty or longer than the
-    context."""
+def prompt_text(args: argparse.Namespace) -> str:
+    """The prompt: the argument, stdin, or the default; ValueError if it is empty."""
+    text = args.prompt
+    if text == "-" or (text is None and stdin_is(stat.S_ISREG)):
+        text = sys.stdin.read()
+    elif text is None:
+        # An empty pipe is no prompt: schedulers and test runners start programs with one.
+        text = (sys.stdin.read() if stdin_is(stat.S_ISFIFO) else "") or DEFAULT_PROMPT
+    if not text:
+        raise ValueError("the prompt is empty; give some text, as an argument or on stdin")
+    return text
+
+
+def prompt_ids(
+    args: argparse.Namespace, text: str, tokenizer: Tokenizer, config: ModelConfig
+) -> list[int]:
+    """The prompt's token ids; ValueError if they do not fit the model."""
+    if args.prompt_tokens is None:
+        ids = tokenizer.encode(text)
+        n = len(ids)
+    else:
+        n = args.prompt_tokens
+    if n >= config.max_seq_len:
+        raise ValueError(
+            f"the prompt has {n} tokens, and the model's context (max_position_embeddings in "
+            f"config.json) is {config.max_seq_len}; shorten it to leave room for new ones"
+        )
     if args.prompt_tokens is not None:
         rng = torch.Generator().manual_seed(0)
-        ids = torch.randint(config.vocab_size, (args.prompt_tokens,), generator=rng).tolist()
-    else:
-        text = args.prompt
-        if text == "-":
-            text = sys.stdin.read()
-        elif text is None:
-            # an empty pipe is no prompt: schedulers and test runners start programs with one
-            text = (sys.stdin.read() if stdin_is_piped() else "") or DEFAULT_PROMPT
-        ids = tokenizer.encode(text) if text else []
-    if not ids:
-        raise ValueError("the prompt is empty; give some text, as an argument or on stdin")
-    if len(ids) >= config.max_seq_len:
+        ids = torch.randint(config.vocab_size, (n,), generator=rng).tolist()
+    if max(ids) >= config.vocab_size:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens, and the model's context (max_position_embeddings "
-            f"in config.json) is {config.max_seq_len}; shorten it to leave room for new ones"
+            f"{args.checkpoint}: the tokenizer gives id {max(ids)}, but vocab_size in config.json "
+            f"is {config.vocab_size}; the two are not of one model"
         )
     return ids
 
 
-def stdin_is_piped() -> bool:
-    """Whether stdin is a pipe or a file: not a terminal, not /dev/null, not closed."""
+def stdin_is(kind: Callable[[int], bool]) -> bool:
+    """Whether stdin is of that kind of file, by its mode."""
     try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
+        return kind(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError, AttributeError):  # no stdin at all
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def measured_bandwidth(device: torch.device) -> float:
-    """Bytes per second at which the device reads memory: the best of five sums over 512 MB
-    (on CUDA 1 GB)."""
-    x = torch.ones(2**28 if device.type == "cuda" else 2**27, device=device)
-    best = float("inf")
+    """Bytes per second the device's memory moves: the best of reading 512 MB (on CUDA 1 GB) and, on
+    CUDA, of copying it, each ten times between two looks at the clock."""
+    on_cuda = device.type == "cuda"
+    x = torch.ones(2**28 if on_cuda else 2**27, device=device)
+    y = torch.empty_like(x) if on_cuda else None
+    size, repeats, best = x.numel() * x.element_size(), 10 if on_cuda else 1, 0.0
     for _ in range(5):
-        synchronize(device)
-        start = time.perf_counter()
-        x.sum()
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return x.numel() * x.element_size() / best
+        for moved, work in ((size, x.sum), (2 * size, lambda: y.copy_(x)))[: 1 + on_cuda]:
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            synchronize(device)
+            best = max(best, moved * repeats / (time.perf_counter() - start))
+    return best
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for the device to finish what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -514,6 +547,7 @@ def facts_of(
 
 
 def facts_line(f: dict[str, Any], where: str) -> str:
+    """The facts in one line for a person."""
     line = (
         f"[{where}] loaded in {f['load_seconds']:.2f} s, first token after "
         f"{f['first_token_seconds']:.3f} s ({f['prompt_tokens']} in, "
@@ -540,6 +574,9 @@ def build_decoder(
             file=sys.stderr,
         )
     if model.embed.weight.device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        if args.compile and not shutil.which(compiler):
+            raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
         cpu.swap_linear_(model)
     how = Sampling(args.temperature, args.top_k, args.top_p)
     return Decoder(model, prompt_tokens + max_new, how, args.compile), max_new
@@ -548,40 +585,48 @@ def build_decoder(
 @torch.inference_mode()
 def generate(args: argparse.Namespace) -> None:
     """Load, run, and report: what the command line asks for, in order."""
+    text = prompt_text(args)
+    begin = time.perf_counter()
     device = pick_device(args.device)
     model, tokenizer = load(args, device)
-    ids = read_prompt(args, tokenizer, model.config)
+    ids = prompt_ids(args, text, tokenizer, model.config)
     decoder, max_new = build_decoder(args, model, len(ids))
     stops = eos_ids(args, model.config)
     prompt = torch.tensor([ids], device=device)
-    load_seconds = time.perf_counter() - START
+    load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
 
+    pieces: list[str] = []
     quiet = args.json or args.bench
-    stream = TextStream(tokenizer, ids)
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if not quiet:
+            print(piece, end="", flush=True)
 
     def once() -> Run:
-        return run_once(generate_tokens(decoder, prompt, args.seed, max_new, stops), decoder, show)
+        pieces.clear()
+        stream = TextStream(tokenizer, ids)
+        tokens = generate_tokens(decoder, prompt, args.seed, max_new, stops)
+        run = run_once(tokens, decoder, lambda token: show(stream.push(token)))
+        show(stream.finish())
+        return run
 
-    def show(token: int) -> None:
-        if not quiet:
-            print(stream.push(token), end="", flush=True)
-
-    if not quiet:
-        print(tokenizer.decode(ids), end="", flush=True)
+    if not quiet and args.prompt_tokens is None:
+        print(text, end="", flush=True)
     if args.bench:
         once()  # warm-up, not counted
     runs = [once() for _ in range(args.bench or 1)]
     if not quiet:
-        print(stream.finish())
+        print()
 
     facts = facts_of(runs, len(ids), load_seconds, measured_bandwidth(device))
     if args.json:
-        tokens = runs[-1].tokens
-        print(json.dumps({"text": tokenizer.decode(tokens), "tokens": tokens, **facts}))
+        print(json.dumps({"text": "".join(pieces), "tokens": runs[-1].tokens, **facts}))
     print(facts_line(facts, device_name(device)), file=sys.stderr)
 
 
 def device_name(device: torch.device) -> str:
+    """What the facts are about."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
@@ -590,8 +635,15 @@ def device_name(device: torch.device) -> str:
 def main(argv: list[str] | None = None) -> int:
     try:
         generate(parse_args(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as e:
         print(f"generate.py: error: {e}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as e:
+        if "memory" not in str(e):
+            raise
+        print(f"generate.py: error: out of memory ({str(e).splitlines()[0]})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -79,7 +79,8 @@ HF_OTHER = {
 HF_IGNORED = set(
     "architectures _name_or_path transformers_version dtype torch_dtype use_cache pretraining_tp "
     "initializer_range attention_dropout pad_token_id output_attentions output_hidden_states "
-    "return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type".split()
+    "return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
+    "_attn_implementation_autoset is_llama_config".split()
 )
 
 # rope type -> the fields it reads (all numbers, all required)
@@ -152,8 +153,10 @@ class ModelConfig:
             name: _typed(hf, key, kind, default) for name, (key, kind, default) in HF_FIELDS.items()
         }
         given["rope_theta"] = theta
-        given["n_kv_heads"] = given["n_kv_heads"] or given["n_heads"]
-        given["head_dim"] = given["head_dim"] or given["dim"] // max(1, given["n_heads"])
+        if given["n_kv_heads"] is None:
+            given["n_kv_heads"] = given["n_heads"]
+        if given["head_dim"] is None:
+            given["head_dim"] = given["dim"] // max(1, given["n_heads"])
         eos = hf.get("eos_token_id")
         eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
         if not all(type(i) is int for i in eos):
@@ -206,7 +209,7 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if not isinstance(rope, Mapping):
         raise ValueError(f"{key} must be an object, not {rope!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ValueError(f"{key}.rope_type is {kind!r}; known: {', '.join(ROPE_TYPES)}")
     unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta", *ROPE_TYPES[kind]})
     if unknown:
@@ -224,9 +227,7 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 def _llama(
     vocab: int, dim: int, layers: int, heads: int, kv: int, ffn: int, **more: Any
 ) -> ModelConfig:
-    return ModelConfig(
-        vocab, dim, layers, heads, kv, more.pop("head_dim", dim // heads), ffn, **more
-    )
+    return ModelConfig(vocab, dim, layers, heads, kv, dim // heads, ffn, **more)
 
 
 _LLAMA31_ROPE = {
@@ -379,15 +380,21 @@ def causal_attention(
     q (B, T, Hq, D), k and v (B, T, Hkv, D) -> (B, T, Hq, D). Order in the sequence is the mask;
     positions have done their work in RoPE.
     """
+    _check_plain(spec)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
     return o.transpose(1, 2)
 
 
+def _check_plain(spec: AttentionSpec) -> None:
+    extras = (spec.window, spec.softcap, spec.alibi_slopes, spec.sinks, spec.latent_dim)
+    assert all(x is None for x in extras), "this attend knows scale alone; hand forward another"
+
+
 class KVCache:
     """Keys and values of B sequences in two static tensors per layer, slot number = position.
 
-        cache = KVCache(config, 1, 512)
+        cache = KVCache(config, 1, 512, dtype, device)
         model(prompt, torch.arange(T), cache.attend)          # prefill, whole or in chunks
         model(token, torch.tensor([T]), cache.attend)         # decode
 
@@ -413,9 +420,7 @@ class KVCache:
         self.max_len = max_len
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
-        self.end = torch.zeros(
-            (), dtype=torch.long, device=device
-        )  # on the device: no sync per step
+        self.end = torch.zeros((), dtype=torch.long, device=device)  # a tensor: no sync per step
 
     @property
     def length(self) -> int:
@@ -429,7 +434,7 @@ class KVCache:
     def bytes_read(self, limit: int | None = None) -> int:
         """Bytes one decode step reads from the cache."""
         per_slot = sum(t[:, :, :1].numel() * t.element_size() for t in (*self.k, *self.v))
-        return per_slot * min(limit or self.max_len, self.max_len)
+        return per_slot * (self.max_len if limit is None else min(limit, self.max_len))
 
     def attend(
         self,
@@ -441,21 +446,21 @@ class KVCache:
         limit: int | None = None,
     ) -> Tensor:
         """The attend hook: q (B, T, Hq, D), k and v (B, T, Hkv, D), positions (T,) or (B, T)."""
+        _check_plain(spec)
         keys, values = self.k[spec.index], self.v[spec.index]  # (B, Hkv, S, D)
         _write(keys, positions, k)
         _write(values, positions, v)
         self.end.copy_(positions.max() + 1)
-        keys, values = keys[:, :, :limit], values[:, :, :limit]
+        keys, values = keys[:, :, :limit].to(q.dtype), values[:, :, :limit].to(q.dtype)
         seen = torch.arange(keys.shape[2], device=q.device) <= positions[..., None]  # (B?, T, S)
         seen = seen.view(-1, 1, *seen.shape[-2:])
 
         B, T, Hq, D = q.shape
-        if (
-            T == 1
-        ):  # the queries that share a key head become rows of one query: no key is read twice
+        if T == 1:
+            # Queries that share a key head become rows of one query: no key is read twice.
             q = q.view(B, keys.shape[1], -1, D)
             o = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=spec.scale)
-            return o.view(B, 1, Hq, D)
+            return o.reshape(B, 1, Hq, D)
         q = q.transpose(1, 2)
         o = F.scaled_dot_product_attention(
             q, keys, values, attn_mask=seen, scale=spec.scale, enable_gqa=True
@@ -698,17 +703,14 @@ def load_checkpoint(
     config = read_config(folder / "config.json")
     with torch.device("meta"):
         model = Transformer(config).eval()
-    wanted = {
-        hf_name(name): p for name, p in model.named_parameters()
-    }  # a tied head is not among them
+    wanted = {hf_name(name): p for name, p in model.named_parameters()}  # without a tied head
     ours = {hf_name(name): name for name, _ in model.named_parameters()}
 
     loaded, unexpected = {}, []
     for name, stored in _stored_tensors(folder):
-        if name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and config.tie_embeddings
-        ):
-            continue  # derived from the config; written by old exporters
+        tied_head = name == "lm_head.weight" and config.tie_embeddings
+        if tied_head or name.endswith("rotary_emb.inv_freq"):
+            continue  # follows from the rest; some exporters write it all the same
         if name not in wanted:
             unexpected.append(name)
         elif list(stored.get_shape()) != list(wanted[name].shape):
@@ -718,6 +720,10 @@ def load_checkpoint(
             )
         else:
             value = stored[:]
+            if not value.is_floating_point():
+                raise ValueError(
+                    f"{folder}: {name} holds {value.dtype}, not floating-point weights"
+                )
             target = torch.empty(value.shape, dtype=dtype or value.dtype, device=device)
             loaded[ours[name]] = target.copy_(value)  # not a view of the file, which may yet change
     missing = [name for name in wanted if ours[name] not in loaded]
@@ -732,7 +738,7 @@ def load_checkpoint(
         )
     model.load_state_dict(loaded, assign=True, strict=False)  # a tied head has no tensor of its own
     model.tie()
-    return model
+    return model.to(dtype or model.embed.weight.dtype)  # some folders keep their norms in fp32
 
 
 def save_checkpoint(model: Transformer, path: str | os.PathLike) -> None:
@@ -740,8 +746,9 @@ def save_checkpoint(model: Transformer, path: str | os.PathLike) -> None:
     dtype.
 
     Each file appears whole or not at all: it is written beside its place, flushed to disk and
-    renamed, so that a crash or a full disk at any moment leaves the old one. OSError where the
-    disk refuses.
+    renamed, so that a crash or a full disk at any moment leaves the old one. (Saving over a model
+    of another shape and dying between the two files leaves a folder that is refused, not wrong.)
+    OSError where the disk refuses.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -756,16 +763,22 @@ def save_checkpoint(model: Transformer, path: str | os.PathLike) -> None:
     write_atomically(folder / "config.json", lambda tmp: tmp.write_text(config, encoding="utf-8"))
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """write(temporary) then fsync and rename to `path`; on any failure `path` is as it was."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(tmp)
-        os.chmod(tmp, 0o644)  # safetensors makes its files private
+        os.chmod(tmp, 0o666 & ~_umask())  # safetensors makes its files private
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(tmp, path)
-    except SafetensorError as e:  # the writer's way of saying that the disk is full
+    except (OSError, SafetensorError) as e:  # a full disk comes as either
         raise OSError(f"{path}: cannot be written ({e}); the previous file is untouched") from None
     finally:
         tmp.unlink(missing_ok=True)

@@ -128,17 +128,18 @@ def _folder(root: Path, pattern: str) -> Iterator[Document]:
 
 
 def _jsonl(path: Path) -> Iterator[Document]:
-    for n, line in enumerate((_text(path) or "").splitlines(), 1):
+    for n, line in enumerate((_text(path) or "").split("\n"), 1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(f'{path}: line {n} is not a JSON object with a "text" field') from None
-        if not isinstance(text, str):
+            text.encode()  # half a surrogate pair is no text
+        except AttributeError:
             raise ValueError(
                 f'{path}: line {n}: "text" must be a string, not {type(text).__name__}'
-            )
+            ) from None
+        except (json.JSONDecodeError, UnicodeEncodeError, KeyError, TypeError):
+            raise ValueError(f'{path}: line {n} is not a JSON object with a "text" field') from None
         yield f"{n}", text
 
 
@@ -167,7 +168,7 @@ def split(docs: list[Document]) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
-    """A sentencepiece BPE model that gives every text back unchanged.
+    """A sentencepiece BPE model that gives text back unchanged (but U+2581, its mark for a space).
 
     Whitespace is kept as it is, and runs of it are pieces: sixteen spaces of indentation, or ":"
     with its newline, cost one token. Unknown characters fall back to bytes.
@@ -227,13 +228,18 @@ def prepare_tokens(args: argparse.Namespace, vocab_size: int) -> None:
     """Write OUT/tokenizer.model and both token files from --data."""
     kept, held = split(read_documents(args.data))
     path = args.out / "tokenizer.model"
-    if args.init is None:
+    if args.resume and path.exists():
+        model = path.read_bytes()
+    elif args.init is None:
         model = train_tokenizer(kept, vocab_size)
     elif (args.init / "tokenizer.model").exists():
         model = (args.init / "tokenizer.model").read_bytes()
     else:
         raise ValueError(f"--init {args.init}: has no tokenizer.model to tokenize --data with")
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    try:
+        sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError as e:
+        raise ValueError(f"{args.init}/tokenizer.model: not a sentencepiece model ({e})") from None
     if sp.vocab_size() > vocab_size:
         raise ValueError(
             f"{path}: {sp.vocab_size()} pieces do not fit vocab_size {vocab_size} of config.json"
@@ -390,8 +396,10 @@ def validate(
 # --------------------------------------------------------------------------------------------------
 
 STATE = "train_state.safetensors"
-# What the numbers of a run depend on. --resume takes them from the checkpoint.
-RUN_DEFINING = ("seed", "steps", "batch_size", "seq_len", "lr", "data", "dtype")
+# --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; the others
+# may be given anew (another micro-batch size sums in another order: equal but for rounding).
+FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype")
+SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile")
 
 
 def save_run(
@@ -411,15 +419,20 @@ def save_run(
                 tensors[f"{moment}.{name}"] = optimizer.state[p][moment].cpu()
     about = {
         "step": str(step),
-        "run": json.dumps({k: getattr(args, k) for k in RUN_DEFINING}),
+        "run": json.dumps({k: getattr(args, k) for k in SAVED}),
         "config": json.dumps(model.config.to_hf()),
     }
     write_atomically(out / STATE, lambda tmp: save_file(tensors, tmp, about))
+    export(out, model)
+
+
+def export(out: Path, model: Transformer) -> None:
+    """The Hugging Face folder that generate.py and transformers open: the model in bf16."""
     save_checkpoint(copy.deepcopy(model).to(torch.bfloat16), out)
 
 
 def read_run(out: Path) -> tuple[int, dict[str, Any], ModelConfig]:
-    """(steps done, run-defining settings, the model's config) of the checkpoint in OUT."""
+    """(steps done, SAVED settings, the model's config) of the checkpoint in OUT."""
     path = out / STATE
     if not path.exists():
         raise ValueError(
@@ -454,9 +467,17 @@ def load_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, st
 def cut_metrics(path: Path, step: int) -> None:
     """Drop the lines past `step`: steps made after the last save are about to be made again."""
     if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        keep = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        keep = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
         write_atomically(path, lambda tmp: tmp.write_text("".join(keep)))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a line that a crash left unfinished is not one."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def plot(out: Path) -> Path:
@@ -473,7 +494,7 @@ def plot(out: Path) -> Path:
     path = out / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"--plot: {path} is not there; train first, or name the run with --out")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_metrics(path)
     figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     top.plot([r["step"] for r in rows], [r["loss"] for r in rows], lw=0.8, label="training loss")
     validated = [r for r in rows if "val_loss" in r]
@@ -533,8 +554,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
     args = p.parse_args(argv)
     for name in "steps batch_size micro_batch_size seq_len save_every eval_every lr".split():
-        if getattr(args, name) <= 0:
+        if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"{_flag(name)} must be positive, not {getattr(args, name)}")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {args.seed}")
     args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
     return args
 
@@ -553,13 +576,17 @@ def settle_args(args: argparse.Namespace) -> int:
                 f"--out {args.out}: holds a run of {done} steps; go on with --resume, or name "
                 "another folder"
             )
+        if (args.out / "model.safetensors").exists():
+            raise ValueError(
+                f"--out {args.out}: holds a model that no run here made; name another folder"
+            )
         return 0
     done, run, _ = read_run(args.out)
-    for name in RUN_DEFINING:
+    for name in SAVED:
         flag, value = _flag(name), getattr(args, name)
         if flag not in args.given:
             setattr(args, name, run[name])
-        elif value != run[name] and name != "steps":  # a run may be made longer
+        elif value != run[name] and name in FIXED:
             raise ValueError(
                 f"{flag} {value} differs from the run's {run[name]}; leave it out, or start anew "
                 "in another --out"
@@ -577,7 +604,7 @@ def find_place(args: argparse.Namespace) -> Place:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
     if device.type == "cuda":
@@ -602,10 +629,10 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         return read_run(args.out)[2]
     if args.init is not None:
         return read_config(args.init / "config.json")
-    if args.model in CONFIGS:
-        return replace(CONFIGS[args.model], bos_id=BOS, eos_ids=(EOS,))
-    if Path(args.model).exists():
-        return replace(read_config(args.model), bos_id=BOS, eos_ids=(EOS,))
+    if args.model in CONFIGS or Path(args.model).exists():
+        shape = CONFIGS[args.model] if args.model in CONFIGS else read_config(args.model)
+        context = max(shape.max_seq_len, args.seq_len)
+        return replace(shape, max_seq_len=context, bos_id=BOS, eos_ids=(EOS,))
     raise ValueError(f"--model {args.model}: neither a config.json nor one of {', '.join(CONFIGS)}")
 
 
@@ -638,6 +665,8 @@ def train(args: argparse.Namespace) -> None:
     place = find_place(args)
     config = model_config(args)
     args.out.mkdir(parents=True, exist_ok=True)
+    for leftover in args.out.glob(".*.tmp") if place.rank == 0 else ():
+        leftover.unlink()  # of a save that was killed
     if place.rank == 0 and not (args.resume and (args.out / "train.tokens").exists()):
         prepare_tokens(args, config.vocab_size)
     if place.world > 1:
@@ -647,6 +676,8 @@ def train(args: argparse.Namespace) -> None:
     optimizer = build_optimizer(model)
     if args.resume:
         load_run(args.out, model, optimizer, first)
+        if place.rank == 0:
+            export(args.out, model)  # a crash may have come between the two files of the last save
     if place.rank == 0:
         print(summary(args, model, len(train_tokens), first, place), file=sys.stderr)
     run_steps(args, model, optimizer, train_tokens, val_tokens, first, place)
@@ -682,6 +713,7 @@ def run_steps(
         lr = learning_rate(step, args.steps, args.lr)
         row = {"step": step + 1, "loss": accumulate(step_model, batch, micro, place.autocast)}
         row |= {"grad_norm": update(model, optimizer, lr), "lr": lr}
+        refuse_nan(row, args)
         speed = B * T / (time.perf_counter() - start)
         row["tokens_per_second"] = round(speed, 1)
 
@@ -698,6 +730,15 @@ def run_steps(
         if leaving:
             say(bar, f"stopped after step {step + 1}, saved in {args.out}; go on with --resume")
             break
+
+
+def refuse_nan(row: dict[str, Any], args: argparse.Namespace) -> None:
+    """Stop before a run that diverged is saved over its last good checkpoint."""
+    if not math.isfinite(row["loss"] + row["grad_norm"]):
+        raise ValueError(
+            f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}; the last "
+            f"checkpoint in {args.out} is as it was. Try a lower --lr in another --out"
+        )
 
 
 def say(bar: tqdm, line: str) -> None:
@@ -759,6 +800,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the first step; later ones save first
+        return 130
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
