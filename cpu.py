@@ -222,9 +222,7 @@ def benchmark() -> None:
 
 if __name__ == "__main__":
     if kernel() is None:
-        print(
-            "no C compiler builds the kernel here (install gcc, or set CC): F.linear serves"
-        )
+        print("no C compiler builds the kernel here (install gcc, or set CC): F.linear serves")
     with torch.inference_mode():
         check()
         benchmark()

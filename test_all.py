@@ -694,8 +694,20 @@ def test_bytes_per_token_counts_what_is_read():
     assert G.weight_bytes(tied) == 4 * sum(p.numel() for p in tied.parameters())
 
 
-GOLDEN_PROMPT = "class Stack:\n    def __init__(self):\n"
-GOLDEN_TEXT = ""
+GOLDEN_PROMPT = "def open(self, name, mode='r'):\n"
+GOLDEN_TEXT = (
+    '    """Print a file-like object.\n'
+    "\n"
+    "    The file is a file object, and the file is a file object.\n"
+    '    """\n'
+    "    if mode is None:\n"
+    "        return mode\n"
+    "\n"
+    "    def open(self, mode=None):\n"
+    '        """Close the file to open a file.\n'
+    "\n"
+    "        If mode is"
+)
 
 
 def test_golden_greedy_text():
@@ -861,9 +873,9 @@ def test_bad_input_to_generate(argv, stdin, words, capsys, monkeypatch):
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
-def test_compile_on_the_command_line():
+def test_compile_on_the_command_line(tiny_config):
     """--compile in the program, inference mode and cpu.py's layers included, writes the same."""
-    argv = ["generate.py", "--device", "cpu", "--temperature", "0", "--max-new-tokens", "12"]
+    argv = ["generate.py", "hello", "--dummy", tiny_config, "--device", "cpu", "--temperature", "0"]
     eager, compiled = run(*argv, "--dtype", "fp32"), run(*argv, "--dtype", "fp32", "--compile")
     assert compiled.returncode == 0 and compiled.stdout == eager.stdout, compiled.stderr
 
@@ -1187,7 +1199,7 @@ def test_full_disk_while_saving_loses_nothing(finished, corpus, tiny_config, tmp
     out = tmp_path / "full"
     shutil.copytree(finished, out)
     before = (out / T.STATE).read_bytes(), (out / "model.safetensors").read_bytes()
-    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
     done = run(
         "train.py", "--out", out, "--resume", "--steps", 16, "--device", "cpu", preexec_fn=small
     )
