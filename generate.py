@@ -178,12 +178,9 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
     probs = logits.softmax(-1)
     if how.top_p < 1:
         ordered, ids = probs.sort(descending=True, stable=True)
-        before = (
-            ordered.cumsum(-1) - ordered
-        )  # the likeliest has nothing before it: it always stays
-        probs = torch.zeros_like(probs).scatter(
-            -1, ids, ordered.masked_fill(before >= how.top_p, 0.0)
-        )
+        before = ordered.cumsum(-1) - ordered  # 0 for the likeliest, which therefore always stays
+        kept = ordered.masked_fill(before >= how.top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter(-1, ids, kept)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
 
@@ -196,7 +193,8 @@ def sample(logits: Tensor, how: Sampling, noise: Tensor | None) -> Tensor:
     """
     if how.temperature == 0:
         return logits.argmax(-1)
-    return (probabilities(logits, how) / noise).argmax(-1)
+    # noise may round to 0, and 0 / 0 would win: a token that top-k or top-p has ruled out
+    return (probabilities(logits, how) / noise.clamp(min=1e-30)).argmax(-1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ def validate(
 # --------------------------------------------------------------------------------------------------
 
 STATE = "train_state.safetensors"
-# --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; the others
+# --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
 # may be given anew (another micro-batch size sums in another order: equal but for rounding).
 FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype")
 SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile")
