@@ -482,6 +482,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def plot(out: Path) -> Path:
     """Loss and learning rate of OUT/metrics.jsonl as OUT/metrics.png."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"--plot: {path} is not there; train first, or name the run with --out")
     try:
         import matplotlib
     except ImportError:
@@ -491,9 +494,6 @@ def plot(out: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    path = out / "metrics.jsonl"
-    if not path.exists():
-        raise ValueError(f"--plot: {path} is not there; train first, or name the run with --out")
     rows = read_metrics(path)
     figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     top.plot([r["step"] for r in rows], [r["loss"] for r in rows], lw=0.8, label="training loss")
