@@ -1175,7 +1175,7 @@ def test_resume_equals_uninterrupted_after_a_crash(finished, corpus, tiny_config
     p.kill()
     p.wait()
     with open(out / "metrics.jsonl", "a") as f:
-        f.write('{"step": 9, "lo')  # a line cut in half
+        f.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')  # past the save, and cut in half
     done = run("train.py", "--out", out, "--resume", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     same_run(out, finished)
