@@ -519,6 +519,7 @@ def plot(out: Path) -> Path:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
+    """The command line, and in .given which flags were on it; ValueError names one out of range."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     p.add_argument("--out", type=Path, default=Path("runs/stdlib"), help="folder of the run")
     p.add_argument(
@@ -742,6 +743,7 @@ def refuse_nan(row: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def say(bar: tqdm, line: str) -> None:
+    """Print a line above the progress bar, on rank 0."""
     if not bar.disable:
         bar.write(line, file=sys.stderr)
 
@@ -772,6 +774,7 @@ def any_rank(caught: list[int], device: torch.device) -> bool:
 
 
 def open_metrics(out: Path, first: int) -> io.TextIOBase:
+    """metrics.jsonl, ready to take the row of step first + 1."""
     cut_metrics(out / "metrics.jsonl", first)
     return open(out / "metrics.jsonl", "a", encoding="utf-8")
 
@@ -779,6 +782,7 @@ def open_metrics(out: Path, first: int) -> io.TextIOBase:
 def summary(
     args: argparse.Namespace, model: Transformer, n_tokens: int, first: int, place: Place
 ) -> str:
+    """What is about to be trained, in one line."""
     size = sum(p.numel() for p in model.parameters()) / 1e6
     step_tokens = args.batch_size * args.seq_len
     if first >= args.steps:
