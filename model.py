@@ -1,4 +1,5 @@
-"""The model: a Llama-style transformer in plain PyTorch, and the Hugging Face folder it lives in.
+"""The model: Llama- and DeepSeek-style transformers in plain PyTorch, and the Hugging Face folders
+they live in.
 
 This file is the ground truth of the repo. Each sibling makes one thing here faster, smaller or
 larger and proves that it computes the same; so this file says what "the same" is, in the fewest
@@ -6,11 +7,21 @@ lines.
 
     tokens -> embed -> [x + attention(norm(x)), x + mlp(norm(x))] * L -> norm -> head -> logits
 
-Architecture (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783): RMSNorm before each half of a
-block, rotary positions (RoFormer, arXiv:2104.09864), grouped-query attention (arXiv:2305.13245)
-with a head_dim of its own, SwiGLU (arXiv:2002.05202), optional biases, optionally tied embeddings.
+Every family is that line with other constants, and all constants are fields of ModelConfig:
 
-Three arguments of `Transformer.forward` are the hooks everything else attaches to:
+    Llama 1-3.3   RMSNorm, rotary positions (RoFormer, arXiv:2104.09864), grouped-query attention
+                  (arXiv:2305.13245), SwiGLU (arXiv:2002.05202)
+    Mistral       + a sliding window (arXiv:2310.06825)
+    Qwen2, 2.5    + biases on q, k, v; windows on some layers       Qwen3   + norms on q and k
+    Mixtral, Qwen3-MoE     an expert mixture in place of the MLP, in all layers or some
+    DeepSeek-V2, V3, R1    + latent attention (MLA, arXiv:2405.04434), shared experts, group-limited
+                  routing, YaRN (arXiv:2309.00071), multi-token prediction (arXiv:2412.19437)
+
+So there are two kinds of attention (`Attention`, `LatentAttention`) and two of feed-forward (`MLP`,
+`MoE`), and nothing else branches. The family itself decides only how config.json and the tensors
+are spelt.
+
+The hooks everything else attaches to, all visible at the call site:
 
     attend(spec, q, k, v, positions) -> o
         owns the cache, the mask and the kernel. The model hands over this step's new, rotated
@@ -20,12 +31,15 @@ Three arguments of `Transformer.forward` are the hooks everything else attaches 
         trees need no change here.
     return_hidden
         the final hidden states instead of logits.
+    MoE.experts
+        the callable that runs tokens through their experts; here the plain loop.
 
 A pipeline stage is this model with some layers dropped and `embed`, `norm` or `head` set to None.
 Weights are read and written only as safetensors. Needs: torch, safetensors.
 
-Shapes: B batch, T new tokens, S keys (cached + new), Hq / Hkv query / key-value heads, D head dim,
-C model width, F feed-forward width, V vocabulary, L layers. Attention tensors are (B, T, H, D).
+Shapes: B batch, T new tokens, S keys (cached + new), Hq / Hkv query / key-value heads, D / Dv head
+dims, C model width, F feed-forward width, V vocabulary, E experts, K experts per token, N = B * T,
+L layers. Attention tensors are (B, T, H, D).
 """
 
 from __future__ import annotations
@@ -33,8 +47,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -45,50 +62,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 # --------------------------------------------------------------------------------------------------
-# Configuration: ours <-> config.json
+# Configuration
 # --------------------------------------------------------------------------------------------------
-
-# ModelConfig field -> config.json field, the type it must have, and the value if it is absent
-# (REQUIRED: there is none; None: derived from the others in from_hf).
-REQUIRED = object()
-HF_FIELDS: dict[str, tuple[str, type, Any]] = {
-    "vocab_size": ("vocab_size", int, REQUIRED),
-    "dim": ("hidden_size", int, REQUIRED),
-    "n_layers": ("num_hidden_layers", int, REQUIRED),
-    "n_heads": ("num_attention_heads", int, REQUIRED),
-    "n_kv_heads": ("num_key_value_heads", int, None),
-    "head_dim": ("head_dim", int, None),
-    "ffn_dim": ("intermediate_size", int, REQUIRED),
-    "max_seq_len": ("max_position_embeddings", int, 2048),
-    "norm_eps": ("rms_norm_eps", float, 1e-6),
-    "rope_theta": ("rope_theta", float, 10000.0),
-    "attention_bias": ("attention_bias", bool, False),
-    "mlp_bias": ("mlp_bias", bool, False),
-    "tie_embeddings": ("tie_word_embeddings", bool, False),
-}
-
-# Read elsewhere in from_hf, and those that are known to change nothing we compute.
-HF_OTHER = {
-    "model_type",
-    "hidden_act",
-    "rope_scaling",
-    "rope_parameters",
-    "bos_token_id",
-    "eos_token_id",
-}
-HF_IGNORED = set(
-    "architectures _name_or_path transformers_version dtype torch_dtype use_cache pretraining_tp "
-    "initializer_range attention_dropout pad_token_id output_attentions output_hidden_states "
-    "return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
-    "_attn_implementation_autoset is_llama_config".split()
-)
-
-# rope type -> the fields it reads (all numbers, all required)
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
 
 @dataclass(frozen=True)
@@ -104,91 +79,869 @@ class ModelConfig:
     ffn_dim: int  # F
     max_seq_len: int = 2048  # the context the weights were trained for
     norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None  # {"rope_type": ..., its ROPE_TYPES fields}
-    attention_bias: bool = False  # on q, k, v and o
-    mlp_bias: bool = False
     tie_embeddings: bool = False  # head.weight is embed.weight
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # generation stops at any of them
+    family: str = "llama"  # a key of FAMILIES: how config.json and the tensors are spelt
+
+    # positions
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None  # {"rope_type": ..., its ROPE_TYPES fields}
+    rotary_dim: int | None = None  # rotate the first so many of the D (None: all)
+    rope_interleaved: bool = False  # rotate pairs (0, 1), (2, 3), ... not (i, i + D/2)
+    alibi: bool = False  # no rotation; a bias linear in the distance (arXiv:2108.12409)
+
+    # attention and feed-forward
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over D on q and k, before they are rotated
+    windows: tuple[int | None, ...] = ()  # per layer: keys a query sees, None all; (): all, always
+
+    # latent attention, where kv_lora_rank > 0; then D = qk_nope_head_dim + qk_rope_head_dim
+    kv_lora_rank: int = 0
+    q_lora_rank: int | None = None  # None: queries straight from x
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    # expert mixtures
+    moe_layers: tuple[int, ...] = ()  # the layers whose MLP is a mixture
+    n_experts: int = 0  # E
+    n_experts_per_token: int = 0  # K
+    expert_ffn_dim: int = 0
+    n_shared_experts: int = 0  # as one MLP, so many times wider than an expert
+    scoring: str = "softmax"  # of the router's logits; or "sigmoid"
+    correction_bias: bool = False  # added to the scores when choosing, not when weighing
+    n_groups: int = 1  # choose from topk_groups of these only
+    topk_groups: int = 1
+    group_score_topk: int = 1  # a group's score: the sum of its so many best
+    norm_topk: bool = False  # the K weights sum to 1
+    routed_scaling: float = 1.0  # times this
+    n_mtp_layers: int = 0
 
     def __post_init__(self):
-        for name in (
-            "vocab_size",
-            "dim",
-            "n_layers",
-            "n_heads",
-            "n_kv_heads",
-            "head_dim",
-            "ffn_dim",
-            "max_seq_len",
-            "rope_theta",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{_both_names(name)} must be positive, not {getattr(self, name)}")
+        positive = "vocab_size dim n_layers n_heads n_kv_heads head_dim ffn_dim max_seq_len"
+        for name in (*positive.split(), "rope_theta", *self._also_positive()):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{self._spelt(name)} must be positive, not {getattr(self, name)}")
+        if self.kv_lora_rank and self.n_kv_heads != self.n_heads:
+            raise ValueError(
+                f"{self._spelt('n_kv_heads')} ({self.n_kv_heads}) must be {self._spelt('n_heads')} "
+                f"({self.n_heads}): latent attention has no groups"
+            )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"{_both_names('n_kv_heads')} ({self.n_kv_heads}) must divide "
-                f"{_both_names('n_heads')} ({self.n_heads})"
+                f"{self._spelt('n_kv_heads')} ({self.n_kv_heads}) must divide "
+                f"{self._spelt('n_heads')} ({self.n_heads})"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even (RoPE rotates pairs), not {self.head_dim}")
+        if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
+            parts = {self.qk_rope_head_dim: "qk_rope_head_dim", self.head_dim: "head_dim"}
+            what = parts.get(self.rope_dim, "the rotated part of head_dim")
+            raise ValueError(
+                f"{what} must be even (RoPE rotates pairs) and from 2 to {self.head_dim}, "
+                f"not {self.rope_dim}"
+            )
+        if self.windows and (
+            len(self.windows) != self.n_layers or any(w is not None and w < 1 for w in self.windows)
+        ):
+            raise ValueError("sliding windows must be 1 or more, and one (or null) per layer")
+        self._check_experts()
+
+    def _also_positive(self) -> Iterator[str]:
+        if self.kv_lora_rank:
+            yield from ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            yield from ("q_lora_rank",) if self.q_lora_rank is not None else ()
+        if self.moe_layers:
+            yield from ("n_experts", "n_experts_per_token", "expert_ffn_dim")
+
+    def _check_experts(self) -> None:
+        E, K, G = self.n_experts, self.n_experts_per_token, self.n_groups
+        if not self.moe_layers:
+            return
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring is {self.scoring!r}; known: 'softmax', 'sigmoid'")
+        if not all(0 <= i < self.n_layers for i in self.moe_layers):
+            raise ValueError(f"the expert layers must be from 0 to {self.n_layers - 1}")
+        if G < 1 or E % G or not 1 <= self.topk_groups <= G:
+            raise ValueError(
+                f"{self._spelt('n_groups')} ({G}) must divide {self._spelt('n_experts')} ({E}), "
+                f"and {self._spelt('topk_groups')} ({self.topk_groups}) be from 1 to {G}"
+            )
+        if K > E // G * self.topk_groups:
+            raise ValueError(
+                f"{self._spelt('n_experts_per_token')} ({K}) is more than the "
+                f"{E // G * self.topk_groups} experts it may choose from"
+            )
+        if self.group_score_topk > E // G:
+            raise ValueError(f"groups of {E // G} experts have no {self.group_score_topk} best")
+
+    def _spelt(self, name: str) -> str:
+        """The field under its name in config.json as well, for error messages."""
+        keys = [key for ours, key, _ in FAMILIES[self.family].fields if ours == name]
+        return name if keys in ([], [name]) else f"{name} ({keys[0]} in config.json)"
+
+    @property
+    def rope_dim(self) -> int:
+        """How many dims of a head are rotated."""
+        return self.qk_rope_head_dim or self.rotary_dim or self.head_dim
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may hold: max_seq_len, or what dynamic NTK or YaRN stretch it
+        to."""
+        rope = self.rope_scaling or {}
+        start = {
+            "dynamic": self.max_seq_len,
+            "yarn": rope.get("original_max_position_embeddings", 0),
+        }.get(rope.get("rope_type"), 0)
+        return max(self.max_seq_len, int(start * rope.get("factor", 1)))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """The config of a Hugging Face config.json, already parsed. ValueError names the field."""
-        if hf.get("model_type") != "llama":
-            raise ValueError(f"model_type is {hf.get('model_type')!r}; known: 'llama'")
-        unknown = sorted(set(hf) - {f for f, _, _ in HF_FIELDS.values()} - HF_OTHER - HF_IGNORED)
-        if unknown:
-            raise ValueError(
-                f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}: it may change "
-                "what the model computes; remove it if it does not"
-            )
-        if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ValueError(f"hidden_act is {hf['hidden_act']!r}; known: 'silu'")
-
-        theta, scaling = _read_rope(hf)
-        given = {
-            name: _typed(hf, key, kind, default) for name, (key, kind, default) in HF_FIELDS.items()
-        }
-        given["rope_theta"] = theta
-        if given["n_kv_heads"] is None:
-            given["n_kv_heads"] = given["n_heads"]
-        if given["head_dim"] is None:
-            given["head_dim"] = given["dim"] // max(1, given["n_heads"])
-        eos = hf.get("eos_token_id")
-        eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        if not all(type(i) is int for i in eos):
-            raise ValueError(
-                f"eos_token_id must be an int or a list of ints, not {hf['eos_token_id']!r}"
-            )
-        bos = _typed(hf, "bos_token_id", int, None)
-        return cls(**given, rope_scaling=scaling, bos_id=bos, eos_ids=tuple(eos))
+        kind = hf.get("model_type")
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise ValueError(f"model_type is {kind!r}; known: {', '.join(FAMILIES)}")
+        family = FAMILIES[kind]
+        _refuse_unknown(hf, family)
+        given: dict[str, Any] = {"family": kind, **family.fixed}
+        for name, key, type_ in family.fields:
+            given[name] = _typed(hf, key, type_, family.defaults.get(key, REQUIRED))
+        for part in family.parts:
+            given |= part.read(hf, given)
+        try:
+            return cls(**given)
+        except TypeError as e:
+            raise ValueError(f"a field of the wrong type ({e})") from None
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that says the same. Readable by transformers 4 and 5."""
-        hf: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-        }
-        hf |= {key: getattr(self, name) for name, (key, _, _) in HF_FIELDS.items()}
-        if self.rope_scaling is not None:
-            hf["rope_scaling"] = dict(self.rope_scaling)
-        eos = list(self.eos_ids)
-        return hf | {
-            "bos_token_id": self.bos_id,
-            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        }
+        """The config.json that says the same. Readable by transformers 4 and 5. ValueError where
+        the family has no words for it."""
+        family = FAMILIES[self.family]
+        hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": self.family}
+        hf |= dict(family.says) | {key: getattr(self, name) for name, key, _ in family.fields}
+        for part in family.parts:
+            hf |= part.write(self)
+        back = ModelConfig.from_hf(hf)
+        lost = [n for n in self.__dataclass_fields__ if getattr(back, n) != getattr(self, n)]
+        if lost:
+            raise ValueError(
+                f"a {self.family} config.json cannot say {', '.join(lost)} as it is here; "
+                "family='sheaf' can say everything"
+            )
+        return hf
 
 
-def _both_names(name: str) -> str:
-    key = HF_FIELDS[name][0]
-    return name if key == name else f"{name} ({key} in config.json)"
+# --------------------------------------------------------------------------------------------------
+# Positions
+# --------------------------------------------------------------------------------------------------
 
 
-def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+def rope_frequencies(config: ModelConfig, length: Tensor | None = None) -> Tensor:
+    """Angle per position of each rotated pair, (rope_dim / 2,) fp32: theta ** (-2i / D), scaled.
+
+    linear: divided by `factor` (position interpolation, arXiv:2306.15595). dynamic: theta grows
+    with the `length` of the sequence, once that is past max_seq_len (NTK-aware). llama3:
+    wavelengths longer than the trained context are divided by `factor`, short ones kept, those
+    between blended. yarn: the same with a ramp over dimensions ("NTK by parts", arXiv:2309.00071,
+    3.2).
+    """
+    D, rope = config.rope_dim, config.rope_scaling
+    device = None if length is None else length.device
+    theta, kind = config.rope_theta, rope and rope["rope_type"]
+    if kind == "dynamic" and length is not None:
+        stretch = length.clamp(min=config.max_seq_len).float() / config.max_seq_len
+        theta = theta * (rope["factor"] * stretch - (rope["factor"] - 1)) ** (D / (D - 2))
+    freq = theta ** (-torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
+    if kind in (None, "dynamic"):
+        return freq
+    if kind == "linear":
+        return freq / rope["factor"]
+    original = rope["original_max_position_embeddings"]
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = original * freq / (2 * math.pi)  # in the trained context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+    else:
+        low, high = (  # the dimensions that turn so often in the trained context
+            D * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+            for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
+        )
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, D - 1)
+        ramp = torch.arange(D // 2, dtype=torch.float32, device=device) - low
+        keep = 1 - (ramp / (high - low if high != low else 0.001)).clamp(0, 1)
+    return keep * freq + (1 - keep) * freq / rope["factor"]
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's correction of the softmax temperature (arXiv:2309.00071, 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def rope_magnitude(config: ModelConfig) -> float:
+    """What multiplies cos and sin: 1 but for YaRN."""
+    rope = config.rope_scaling or {}
+    if rope.get("rope_type") != "yarn" or "attention_factor" in rope:
+        return rope.get("attention_factor", 1.0)
+    if "mscale" in rope and "mscale_all_dim" in rope:
+        over, under = (yarn_mscale(rope["factor"], rope[m]) for m in ("mscale", "mscale_all_dim"))
+        return over / under
+    return yarn_mscale(rope["factor"])
+
+
+def rope_cos_sin(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every angle, (B or 1, T, 1, rope_dim / 2) fp32.
+
+    Recomputed in each forward: a few small operations, and no table that a cast to bf16 could
+    spoil, a meta device could lose or a long context could outgrow.
+    """
+    freq = rope_frequencies(config, positions.max() + 1)
+    angles = positions[..., None].float() * freq  # (B?, T, rope_dim / 2)
+    angles = angles.view(-1, *angles.shape[-2:])[:, :, None]
+    size = rope_magnitude(config)
+    return angles.cos() * size, angles.sin() * size
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate pairs of the first 2n dims of x (B, T, H, D) by their n angles, in fp32: (x_i,
+    x_{i+n}), or interleaved (x_2i, x_2i+1)."""
+    n = cos.shape[-1]
+    rotated, rest = x[..., : 2 * n].float(), x[..., 2 * n :]
+    if interleaved:
+        a, b = rotated.unflatten(-1, (n, 2)).unbind(-1)
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    rotated = rotated.type_as(x)
+    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
+
+
+def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
+    """(Hq,) fp32: 2 ** (-8h / H), h = 1..H, for a power of two H; past the largest one, the odd
+    steps of the series for 2H (arXiv:2108.12409, 3, and its code)."""
+    h = torch.arange(n_heads, dtype=torch.float32, device=device)
+    power = 2 ** math.floor(math.log2(n_heads))
+    steps = torch.where(h < power, 2 * (h + 1), 2 * (h - power) + 1)
+    return 2 ** (-4 * steps / power)
+
+
+# --------------------------------------------------------------------------------------------------
+# The attend hook, and the attention used when none is given
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """A layer's constants, as its `attend` callable sees them.
+
+    Latent attention calls in one of two forms, and both are plain attention over the q, k, v given.
+    Absorbed: k is the latent, one head of latent_dim + rope dims, and v a view of its first
+    latent_dim columns; a cache stores k alone. Expanded: k and v have all heads, but a cache stores
+    `latent` (B, T, 1, R), and turns what it had stored before into k, v = expand(latent).
+    """
+
+    index: int  # which layer
+    scale: float  # multiplies q . k
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    latent_dim: int | None = None
+    latent: Tensor | None = None
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+
+
+Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
+) -> Tensor:
+    """Causal attention over the new tokens alone: what forward does without a cache.
+
+    q (B, T, Hq, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv) -> (B, T, Hq, Dv). Order in the sequence
+    is the mask; positions have done their work in RoPE.
+    """
+    order = torch.arange(q.shape[1], device=q.device)
+    return dense_attention(spec, q, k.transpose(1, 2), v.transpose(1, 2), order, order)
+
+
+def dense_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor
+) -> Tensor:
+    """Attention of queries at positions i (T,) or (B, T) to keys at positions j (S,).
+
+    q (B, T, Hq, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) -> (B, T, Hq, Dv). A query sees the keys
+    with 0 <= i - j < window; ALiBi subtracts slope * (i - j) from the score.
+    """
+    assert spec.softcap is None and spec.sinks is None, "no family here has softcap or sinks"
+    B, T, Hq, D = q.shape
+    Hkv = k.shape[1]
+    if i is j and spec.window is None and spec.alibi_slopes is None:
+        q = q.transpose(1, 2)
+        o = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=Hq != Hkv
+        )
+        return o.transpose(1, 2)
+    distance = (i[..., None] - j).view(-1, 1, T, len(j))  # (B?, 1, T, S)
+    mask = distance >= 0
+    if spec.window is not None:
+        mask = mask & (distance < spec.window)
+    if spec.alibi_slopes is not None:
+        bias = -spec.alibi_slopes[:, None, None] * distance
+        mask = bias.masked_fill(~mask, -math.inf).to(q.dtype)  # (B?, Hq, T, S)
+    if T == 1:
+        # Queries that share a key head become rows of one query: no key is read twice.
+        if mask.shape[1] > 1:
+            mask = mask.reshape(-1, Hkv, Hq // Hkv, len(j))
+        q = q.reshape(B, Hkv, Hq // Hkv, D)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+        return o.reshape(B, 1, Hq, -1)
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, scale=spec.scale, enable_gqa=Hq != Hkv
+    )
+    return o.transpose(1, 2)
+
+
+class KVCache:
+    """Keys and values of B sequences in static tensors, slot number = position.
+
+        cache = KVCache(config, 1, 512, dtype, device)
+        model(prompt, torch.arange(T), cache.attend)          # prefill, whole or in chunks
+        model(token, torch.tensor([T]), cache.attend)         # decode
+
+    New tokens are written at their positions, and a query at position i sees the slots j <= i.
+    That is the whole bookkeeping: a slot written by a forgotten branch is overwritten before it
+    can be seen, so `truncate` moves a number and touches no memory. Nothing depends on a Python
+    counter and no shape changes between steps, so a step compiles once and replays as a CUDA
+    graph.
+
+    Memory: 2 * L * B * Hkv * max_len * D elements; with latent attention L * B * max_len *
+    (kv_lora_rank + qk_rope_head_dim) and no values. attend reads all max_len slots unless it is
+    told how many can matter: `functools.partial(cache.attend, limit=n)`, n > every position.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        max_len: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        layers = config.n_layers + config.n_mtp_layers
+        heads, dim = config.n_kv_heads, config.head_dim
+        if config.kv_lora_rank:
+            heads, dim = 1, config.kv_lora_rank + config.qk_rope_head_dim
+        shape = (batch_size, heads, max_len, dim)
+        self.max_len = max_len
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.v = [] if config.kv_lora_rank else [torch.zeros_like(k) for k in self.k]
+        self.n_layers = config.n_layers  # those past it are of multi-token prediction
+        self.end = torch.zeros((), dtype=torch.long, device=device)  # a tensor: no sync per step
+
+    @property
+    def length(self) -> int:
+        """Slots in use: one more than the last position written."""
+        return int(self.end)
+
+    def truncate(self, n: int) -> None:
+        """Forget the tokens at positions >= n."""
+        self.end.clamp_(max=n)
+
+    def bytes_read(self, limit: int | None = None) -> int:
+        """Bytes one decode step reads from the cache."""
+        used = (*self.k[: self.n_layers], *self.v[: self.n_layers])
+        per_slot = sum(t[:, :, :1].numel() * t.element_size() for t in used)
+        return per_slot * (self.max_len if limit is None else min(limit, self.max_len))
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        limit: int | None = None,
+    ) -> Tensor:
+        """The attend hook: q (B, T, Hq, D), k and v (B, T, Hkv, D), positions (T,) or (B, T)."""
+        slots = self.k[spec.index]  # (B, Hkv, S, D)
+        _write(slots, positions, k if spec.latent is None else spec.latent)
+        self.end.copy_(positions.max() + 1)
+        keys = slots[:, :, :limit].to(q.dtype)
+        if spec.latent_dim is not None:
+            values = keys[..., : spec.latent_dim]
+        elif spec.expand is not None:
+            keys, values = (t.transpose(1, 2) for t in spec.expand(keys.transpose(1, 2)))
+        else:
+            _write(self.v[spec.index], positions, v)
+            values = self.v[spec.index][:, :, :limit].to(q.dtype)
+        return dense_attention(
+            spec, q, keys, values, positions, torch.arange(keys.shape[2], device=q.device)
+        )
+
+
+def _write(slots: Tensor, positions: Tensor, new: Tensor) -> None:
+    """slots (B, Hkv, S, D) at positions (T,) or (B, T) = new (B, T, Hkv, D)."""
+    new = new.to(slots.dtype)
+    if positions.dim() == 1:
+        slots[:, :, positions] = new.transpose(1, 2)
+    else:
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        slots[rows, :, positions] = new
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention
+# --------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (arXiv:1910.07467), the mean of squares in fp32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.type_as(x)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention around the attend hook. Head counts are read off the projections'
+    width, so that a tensor-parallel shard of them needs no other change."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        C, D, bias = config.dim, config.head_dim, config.qkv_bias
+        window = config.windows[index] if index < len(config.windows) else None
+        self.spec = AttentionSpec(index, D**-0.5, window)
+        self.head_dim, self.interleaved = D, config.rope_interleaved
+        self.alibi_heads = config.n_heads if config.alibi else 0
+        self.q_proj = nn.Linear(C, config.n_heads * D, bias)
+        self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias)
+        self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias)
+        self.o_proj = nn.Linear(config.n_heads * D, C, config.o_bias)
+        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
+    ) -> Tensor:
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, -1, self.head_dim)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        spec = self.spec
+        if self.alibi_heads:
+            spec = replace(spec, alibi_slopes=alibi_slopes(self.alibi_heads, x.device))
+        else:
+            q, k = (apply_rope(t, *rope, self.interleaved) for t in (q, k))
+        o = attend(spec, q, k, v, positions)
+        return self.o_proj(o.reshape(B, T, -1))
+
+
+class LatentAttention(nn.Module):
+    """MLA (DeepSeek-V2, arXiv:2405.04434, 2.1): keys and values of all heads are linear in one
+    latent of kv_lora_rank dims, plus rope dims that all heads share; only these are cached.
+
+    Expanded, k = [W_k latent, rope] and v = W_v latent per head: few dims per score, so prefill
+    and training use it. Absorbed, W_k moves into the query and W_v behind the attention:
+
+        q . W_k c = (W_k^T q) . c          sum_j p_j W_v c_j = W_v (sum_j p_j c_j)
+
+    so that one step reads the cached latents and expands nothing: decode uses it. With T queries
+    over a long past it does fewer operations while T < R (Dk + Dv) / (2R - Dk - Dv), 170 in
+    DeepSeek-V3; `absorb_up_to` sets T, 1 unless a caller raises it.
+    """
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        C, H, R = config.dim, config.n_heads, config.kv_lora_rank
+        self.nope, self.rope, self.v_dim = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
+        self.rank, self.interleaved, self.absorb_up_to = R, config.rope_interleaved, 1
+        rope = config.rope_scaling or {}
+        all_dim = rope.get("mscale_all_dim")
+        mscale = yarn_mscale(rope["factor"], all_dim) if all_dim else 1.0
+        window = config.windows[index] if index < len(config.windows) else None
+        self.spec = AttentionSpec(index, config.head_dim**-0.5 * mscale**2, window)
+        bias, eps = config.qkv_bias, 1e-6  # of these norms DeepSeek's code fixes eps
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(C, H * config.head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(C, config.q_lora_rank, bias)
+            self.q_a_norm = RMSNorm(config.q_lora_rank, eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, H * config.head_dim, bias=False)
+        self.kv_a_proj = nn.Linear(C, R + self.rope, bias)
+        self.kv_a_norm = RMSNorm(R, eps)
+        self.kv_b_proj = nn.Linear(R, H * (self.nope + self.v_dim), bias=False)
+        self.o_proj = nn.Linear(H * self.v_dim, C, config.o_bias)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
+    ) -> Tensor:
+        B, T, _ = x.shape
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        q = q.view(B, T, -1, self.nope + self.rope)
+        q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
+        q_rope = apply_rope(q_rope, *rope, self.interleaved)
+        latent, k_rope = self.kv_a_proj(x)[:, :, None].split((self.rank, self.rope), dim=-1)
+        k_rope = apply_rope(k_rope, *rope, self.interleaved)
+        latent = torch.cat((self.kv_a_norm(latent), k_rope), dim=-1)  # (B, T, 1, R + rope)
+        if T <= self.absorb_up_to:
+            o = self._absorbed(q_nope, q_rope, latent, positions, attend)
+        else:
+            spec = replace(self.spec, latent=latent, expand=self.expand)
+            q = torch.cat((q_nope, q_rope), dim=-1)
+            o = attend(spec, q, *self.expand(latent), positions)
+        return self.o_proj(o.reshape(B, T, -1))
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """latent (B, S, 1, R + rope) -> k (B, S, Hq, D), v (B, S, Hq, Dv)."""
+        B, S, _, _ = latent.shape
+        kv = self.kv_b_proj(latent[:, :, 0, : self.rank]).view(B, S, -1, self.nope + self.v_dim)
+        k_nope, v = kv.split((self.nope, self.v_dim), dim=-1)
+        k_rope = latent[..., self.rank :].expand(-1, -1, kv.shape[2], -1)
+        return torch.cat((k_nope, k_rope), dim=-1), v
+
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        weight = self.kv_b_proj.weight.view(-1, self.nope + self.v_dim, self.rank)
+        w_k, w_v = weight.split((self.nope, self.v_dim), dim=1)  # (Hq, Dk, R), (Hq, Dv, R)
+        q = torch.cat((torch.einsum("bthd,hdr->bthr", q_nope, w_k), q_rope), dim=-1)
+        spec = replace(self.spec, latent_dim=self.rank)
+        o = attend(spec, q, latent, latent[..., : self.rank], positions)  # (B, T, Hq, R)
+        return torch.einsum("bthr,hdr->bthd", o, w_v)
+
+
+# --------------------------------------------------------------------------------------------------
+# Feed-forward
+# --------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, ffn_dim: int, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, ffn_dim, bias)
+        self.up_proj = nn.Linear(dim, ffn_dim, bias)
+        self.down_proj = nn.Linear(ffn_dim, dim, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def loop_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
+) -> Tensor:
+    """The experts hook, plainly: each expert runs the tokens that chose it.
+
+    x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first, w_down (E, C, F)
+    -> (N, C): sum over k of weights[:, k] * expert[ids[:, k]](x).
+    """
+    out = torch.zeros_like(x)
+    for e in ids.unique().tolist():
+        token, k = (ids == e).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], w_gate_up[e]).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, w_down[e]) * weights[token, k, None].type_as(x)
+        out = out.index_add(0, token, y.type_as(out))
+    return out
+
+
+class MoE(nn.Module):
+    """A mixture of experts in place of the MLP: shared(x) + sum over the K chosen of weight *
+    expert(x).
+
+    Routing, in fp32 (Mixtral, arXiv:2401.04088; DeepSeek-V2 2.1.2; DeepSeek-V3 2.1.2): scores are
+    a softmax or sigmoid of the router's logits; the K best are chosen among the experts of the
+    best groups, by the scores plus a correction that only this choice sees; the weights are the
+    chosen scores, normalised or not, times a constant.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        C, E, width = config.dim, config.n_experts, config.expert_ffn_dim
+        self.config = config
+        self.router = nn.Parameter(torch.empty(E, C))  # no Linear: routing is never quantized
+        if config.correction_bias:
+            self.register_buffer("correction", torch.zeros(E))
+        self.w_gate_up = nn.Parameter(torch.empty(E, 2 * width, C))
+        self.w_down = nn.Parameter(torch.empty(E, C, width))
+        shared = config.n_shared_experts * width
+        self.shared = MLP(C, shared) if shared else None
+        self.experts: Experts = loop_experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, ids = self.route(flat)
+        o = self.experts(flat, weights, ids, self.w_gate_up, self.w_down).view_as(x)
+        return o if self.shared is None else o + self.shared(x)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (N, C) -> weights (N, K) fp32 and expert ids (N, K)."""
+        c = self.config
+        logits = F.linear(x.float(), self.router.float())
+        scores = logits.softmax(-1) if c.scoring == "softmax" else logits.sigmoid()
+        choice = scores.detach()
+        if c.correction_bias:
+            choice = choice + self.correction
+        if c.n_groups > 1:
+            grouped = choice.view(len(x), c.n_groups, -1)
+            best = grouped.topk(c.group_score_topk, dim=-1).values.sum(-1)
+            best = best.topk(c.topk_groups, dim=-1).indices
+            lost = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+            choice = grouped.masked_fill(lost[..., None], -math.inf).flatten(1)
+        ids = choice.topk(c.n_experts_per_token, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if c.norm_topk:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * c.routed_scaling, ids
+
+
+# --------------------------------------------------------------------------------------------------
+# The transformer
+# --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). `like`: the layer whose kind of MLP it has."""
+
+    def __init__(self, config: ModelConfig, index: int, like: int | None = None):
+        super().__init__()
+        latent, sparse = config.kv_lora_rank, (index if like is None else like) in config.moe_layers
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = LatentAttention(config, index) if latent else Attention(config, index)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MoE(config) if sparse else MLP(config.dim, config.ffn_dim, config.mlp_bias)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, positions, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class MTP(nn.Module):
+    """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, 2.2): from the final
+    hidden state at a position and the token after it, the hidden state that predicts one further.
+    Embedding and head are the model's; see Transformer.predict_further."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        C, eps = config.dim, config.norm_eps
+        self.embed_norm = RMSNorm(C, eps)
+        self.hidden_norm = RMSNorm(C, eps)
+        self.proj = nn.Linear(2 * C, C, bias=False)
+        self.block = Block(config, index, like=config.n_layers - 1)
+        self.norm = RMSNorm(C, eps)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        rope: tuple[Tensor, Tensor],
+        positions: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        x = torch.cat((self.embed_norm(embedded), self.hidden_norm(hidden)), dim=-1)
+        return self.norm(self.block(self.proj(x), rope, positions, attend))
+
+
+class Transformer(nn.Module):
+    """The model. Built under `torch.device("meta")` it allocates nothing."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        L = config.n_layers
+        table = torch.empty(config.vocab_size, config.dim)  # nn.Embedding itself draws, and on the
+        self.embed = nn.Embedding.from_pretrained(table, freeze=False)  # meta device takes seconds
+        self.layers = nn.ModuleList(Block(config, i) for i in range(L))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.mtp = nn.ModuleList(MTP(config, L + i) for i in range(config.n_mtp_layers))
+        self.tie()
+        if not table.is_meta:
+            self.init_weights()
+
+    def tie(self) -> None:
+        """Make the head share the embedding's weight, where the config says so. For use after
+        loading."""
+        if self.config.tie_embeddings and self.head is not None and self.embed is not None:
+            self.head.weight = self.embed.weight
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """N(0, 0.02) matrices, those that write to the residual stream divided by sqrt(2L) (GPT-2,
+        2.3)."""
+        for name, p in self.named_parameters():
+            if p.dim() == 1:
+                nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
+            else:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight", "w_down"))
+                std = 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
+                nn.init.normal_(p, 0.0, std, generator)
+        for b in self.buffers():
+            b.zero_()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attend: Attend = causal_attention,
+        return_hidden: bool = False,
+    ) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V), or the hidden states before the head (B, T, C).
+
+        positions: (T,) or (B, T), default 0..T-1. Where `embed` is None, tokens are hidden states
+        (B, T, C) from the stage before; where `head` is None, hidden states come out.
+        """
+        x = tokens if self.embed is None else self.embed(tokens)
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        rope = rope_cos_sin(self.config, positions)
+        for layer in self.layers:
+            x = layer(x, rope, positions, attend)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if return_hidden or self.head is None else self.head(x)
+
+    def predict_further(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attend: Attend = causal_attention,
+        depth: int = 0,
+    ) -> Tensor:
+        """Multi-token prediction: hidden (B, T, C), what forward(return_hidden=True) or the depth
+        before gave, and tokens (B, T), each the one after what `hidden` has seen -> hidden states
+        (B, T, C) whose logits, self.head of them, predict the token after that."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = rope_cos_sin(self.config, positions)
+        return self.mtp[depth](hidden, self.embed(tokens), rope, positions, attend)
+
+
+# --------------------------------------------------------------------------------------------------
+# Families: ours <-> config.json
+# --------------------------------------------------------------------------------------------------
+
+REQUIRED = object()
+FP8_BLOCK = 128  # DeepSeek's FP8 weights have one scale per block of so many rows and columns
+
+
+@dataclass(frozen=True)
+class Part:
+    """Several config.json fields that together say one thing of ours."""
+
+    keys: tuple[str, ...]
+    read: Callable[
+        [Mapping[str, Any], dict[str, Any]], dict[str, Any]
+    ]  # (config.json, ours so far)
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one model_type spells its config.json and its tensors."""
+
+    architecture: str
+    fields: tuple[tuple[str, str, type], ...]  # ours, config.json's, its type
+    parts: tuple[Part, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # ours, which config.json leaves unsaid
+    says: Mapping[str, Any] = field(default_factory=dict)  # config.json's, never anything else
+    defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    names: Mapping[str, Any] = field(default_factory=dict)  # over HF_NAMES
+
+
+# config.json's value where the field is absent or null; a field that is not here must be there
+DEFAULTS = {
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "num_key_value_heads": None,  # num_attention_heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "num_nextn_predict_layers": 0,
+    "rope_interleave": True,
+}
+LLAMA_1 = DEFAULTS | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
+
+# Fields that are known to change nothing we compute.
+HF_IGNORED = set(
+    "architectures _name_or_path transformers_version dtype torch_dtype use_cache pretraining_tp "
+    "initializer_range attention_dropout pad_token_id output_attentions output_hidden_states "
+    "return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
+    "_attn_implementation_autoset is_llama_config auto_map unsloth_version unsloth_fixed "
+    "tokenizer_class task_specific_params max_sequence_length max_window_layers head_dim "
+    "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size qk_head_dim".split()
+)
+# Fields of which only these values are known: any other changes the result in a way we lack.
+HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "sliding_window": (None,),
+    "use_sliding_window": (None, False),
+    "layer_types": (None,),
+    "router_jitter_noise": (None, 0.0),
+    "moe_layer_freq": (None, 1),
+    "mlp_bias": (None, False),
+    "add_cross_attention": (None, False),
+    "tie_encoder_decoder": (None, False),
+    "is_decoder": (None, False, True),
+    "pruned_heads": (None, {}),
+}
+
+
+def _refuse_unknown(hf: Mapping[str, Any], family: Family) -> None:
+    known = {key for _, key, _ in family.fields} | {key for p in family.parts for key in p.keys}
+    rest = set(hf) - known - HF_IGNORED - {"model_type"}
+    allowed = HF_NEUTRAL | {key: (None, value) for key, value in family.says.items()}
+    quantized = hf.get("quantization_config")
+    if isinstance(quantized, dict) and quantized.get("quant_method") == "fp8":
+        fp8 = {"fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+        allowed["quantization_config"] = (quantized | fp8,)
+    else:
+        allowed["quantization_config"] = (None,)
+    unknown = sorted(rest - set(allowed))
+    if unknown:
+        raise ValueError(
+            f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}: it may change "
+            "what the model computes; remove it if it does not"
+        )
+    for key in sorted(rest):
+        if hf[key] not in allowed[key]:
+            raise ValueError(f"{key} is {hf[key]!r}; known: {allowed[key][-1]!r}")
+
+
+def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any = REQUIRED) -> Any:
     """hf[key] as `kind`, strictly: "32", 32.0 and True are no ints."""
     value = hf.get(key)
     if value is None:
@@ -202,8 +955,116 @@ def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     return value
 
 
-def _read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from transformers 4's rope_theta + rope_scaling or 5's rope_parameters."""
+def _ints(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """hf[key]: an int, a list of them, or nothing."""
+    value = hf.get(key)
+    value = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in value):
+        raise ValueError(f"{key} must be an int or a list of ints, not {hf[key]!r}")
+    return tuple(value)
+
+
+def _read_heads(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    n = given["n_heads"]
+    head_dim = given.get("head_dim")
+    if "kv_lora_rank" in given:
+        head_dim = given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
+    return {
+        "n_kv_heads": n if given["n_kv_heads"] is None else given["n_kv_heads"],
+        "head_dim": given["dim"] // max(1, n) if head_dim is None else head_dim,
+        "eos_ids": _ints(hf, "eos_token_id"),
+    }
+
+
+def _write_heads(config: ModelConfig) -> dict[str, Any]:
+    eos = list(config.eos_ids)
+    return {"eos_token_id": eos[0] if len(eos) == 1 else eos or None, "hidden_act": "silu"}
+
+
+def _read_window(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """One window for all layers; in Qwen3-MoE behind a switch."""
+    if "sliding_window" not in hf:
+        raise ValueError("sliding_window is missing (null: no window)")
+    on = _typed(hf, "use_sliding_window", bool, given["family"] != "qwen3_moe")
+    window = _typed(hf, "sliding_window", int, None) if on else None
+    return {"windows": () if window is None else (window,) * given["n_layers"]}
+
+
+def _write_window(config: ModelConfig) -> dict[str, Any]:
+    switch = {"use_sliding_window": bool(config.windows)} if config.family == "qwen3_moe" else {}
+    return {"sliding_window": config.windows[0] if config.windows else None} | switch
+
+
+def _read_layer_windows(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A window for the layers that layer_types names, else for those from max_window_layers on."""
+    L, types, window = given["n_layers"], hf.get("layer_types"), None
+    if _typed(hf, "use_sliding_window", bool, False):
+        window = _typed(hf, "sliding_window", int)
+    if types is None:
+        first = L if window is None else _typed(hf, "max_window_layers", int)
+        types = ["full_attention" if i < first else "sliding_attention" for i in range(L)]
+    meaning = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != L or not all(t in meaning for t in types):
+        raise ValueError(f"layer_types must be {L} of {', '.join(meaning)}, not {types!r}")
+    if window is None and "sliding_attention" in types:
+        raise ValueError("layer_types has 'sliding_attention', but use_sliding_window is off")
+    windows = tuple(meaning[t] for t in types)
+    return {"windows": () if window is None or "sliding_attention" not in types else windows}
+
+
+def _write_layer_windows(config: ModelConfig) -> dict[str, Any]:
+    windows = config.windows or (None,) * config.n_layers
+    return {
+        "use_sliding_window": any(windows),
+        "sliding_window": max((w for w in windows if w is not None), default=None),
+        "max_window_layers": config.n_layers,  # layer_types says it better
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
+    }
+
+
+def _read_sparse_step(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Every decoder_sparse_step-th layer has experts, but for mlp_only_layers."""
+    step, dense = _typed(hf, "decoder_sparse_step", int, 1), _ints(hf, "mlp_only_layers")
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step must be 1 or more, not {step}")
+    layers = range(given["n_layers"])
+    return {"moe_layers": tuple(i for i in layers if (i + 1) % step == 0 and i not in dense)}
+
+
+def _write_sparse_step(config: ModelConfig) -> dict[str, Any]:
+    dense = [i for i in range(config.n_layers) if i not in config.moe_layers]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _read_v2_groups(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    method = _typed(hf, "topk_method", str, "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method is {method!r}; known: 'greedy', 'group_limited_greedy'")
+    return {"n_groups": 1, "topk_groups": 1} if method == "greedy" else {}
+
+
+def _write_v2_groups(config: ModelConfig) -> dict[str, Any]:
+    return {"topk_method": "greedy" if config.n_groups == 1 else "group_limited_greedy"}
+
+
+# rope type -> the fields it needs and the fields it may have; all but truncate are numbers
+ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    ),
+}
+
+
+def _read_rope(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """transformers 4's rope_theta + rope_scaling, or 5's rope_parameters."""
     key = "rope_parameters" if hf.get("rope_parameters") is not None else "rope_scaling"
     rope = hf.get(key) or {}
     if not isinstance(rope, Mapping):
@@ -211,17 +1072,230 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ValueError(f"{key}.rope_type is {kind!r}; known: {', '.join(ROPE_TYPES)}")
-    unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta", *ROPE_TYPES[kind]})
+    needed, optional = ROPE_TYPES[kind]
+    both = {"rope_theta", "partial_rotary_factor"}
+    unknown = sorted(set(rope) - {"rope_type", "type", "finetuned", *both, *needed, *optional})
     if unknown:
         raise ValueError(f"unknown field {key}.{unknown[0]} for rope_type {kind!r}")
-    theta = _typed(rope if "rope_theta" in rope else hf, "rope_theta", float, 10000.0)
+    theta, part = (
+        _typed(rope if rope.get(name) is not None else hf, name, float, default)
+        for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0))
+    )
+    given = given | {"rope_theta": theta}
+    if part != 1:
+        given["rotary_dim"] = int(given["head_dim"] * part)
     if kind == "default":
-        return theta, None
-    values = {name: rope.get(name) for name in ROPE_TYPES[kind]}
+        return given
+    absent = {"original_max_position_embeddings": given["max_seq_len"]}
+    values = {name: rope.get(name, absent.get(name)) for name in (*needed, *optional)}
+    values = {n: v for n, v in values.items() if v is not None or n in needed}
     for name, value in values.items():
-        if type(value) not in (int, float) or not value > 0:
-            raise ValueError(f"{key}.{name} must be a positive number, not {value!r}")
-    return theta, {"rope_type": kind, **values}
+        wanted = (bool,) if name == "truncate" else (int, float)
+        if type(value) not in wanted or (name != "truncate" and not 0 < value < math.inf):
+            kind_of = "true or false" if name == "truncate" else "a positive number"
+            raise ValueError(f"{key}.{name} must be {kind_of}, not {value!r}")
+    return given | {"rope_scaling": {"rope_type": kind, **values}}
+
+
+def _write_rope(config: ModelConfig) -> dict[str, Any]:
+    hf: dict[str, Any] = {"rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        hf["rope_scaling"] = dict(config.rope_scaling)
+    if config.rotary_dim is not None:
+        hf["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    return hf
+
+
+def _read_sheaf(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    ours = hf.get("config")
+    if not isinstance(ours, dict) or not set(ours) <= set(ModelConfig.__dataclass_fields__):
+        raise ValueError("config must be an object of ModelConfig's fields")
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in ours.items()}
+
+
+COMMON = (
+    ("vocab_size", "vocab_size", int),
+    ("dim", "hidden_size", int),
+    ("n_layers", "num_hidden_layers", int),
+    ("n_heads", "num_attention_heads", int),
+    ("n_kv_heads", "num_key_value_heads", int),
+    ("ffn_dim", "intermediate_size", int),
+    ("max_seq_len", "max_position_embeddings", int),
+    ("norm_eps", "rms_norm_eps", float),
+    ("tie_embeddings", "tie_word_embeddings", bool),
+    ("bos_id", "bos_token_id", int),
+)
+DENSE = (*COMMON, ("head_dim", "head_dim", int))
+BIASES = (("qkv_bias", "attention_bias", bool), ("o_bias", "attention_bias", bool))
+EXPERTS = (
+    ("n_experts_per_token", "num_experts_per_tok", int),
+    ("expert_ffn_dim", "moe_intermediate_size", int),
+)
+DEEPSEEK = (
+    *COMMON,
+    *BIASES,
+    *EXPERTS,
+    ("q_lora_rank", "q_lora_rank", int),
+    ("kv_lora_rank", "kv_lora_rank", int),
+    ("qk_nope_head_dim", "qk_nope_head_dim", int),
+    ("qk_rope_head_dim", "qk_rope_head_dim", int),
+    ("v_head_dim", "v_head_dim", int),
+    ("n_experts", "n_routed_experts", int),
+    ("n_shared_experts", "n_shared_experts", int),
+    ("n_groups", "n_group", int),
+    ("topk_groups", "topk_group", int),
+    ("routed_scaling", "routed_scaling_factor", float),
+)
+
+HEADS = Part(("eos_token_id",), _read_heads, _write_heads)
+ROPE = Part(
+    ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    _read_rope,
+    _write_rope,
+)
+WINDOW = Part(("sliding_window",), _read_window, _write_window)
+SWITCHED_WINDOW = Part(("sliding_window", "use_sliding_window"), _read_window, _write_window)
+LAYER_WINDOWS = Part(
+    ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    _read_layer_windows,
+    _write_layer_windows,
+)
+ALL_SPARSE = Part(
+    (),
+    lambda hf, given: {
+        "moe_layers": tuple(range(given["n_layers"])),
+        "expert_ffn_dim": given["ffn_dim"],
+    },
+    lambda config: {},
+)
+SPARSE_STEP = Part(
+    ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_step, _write_sparse_step
+)
+FIRST_DENSE = Part(
+    ("first_k_dense_replace",),
+    lambda hf, given: {
+        "moe_layers": tuple(range(_typed(hf, "first_k_dense_replace", int), given["n_layers"]))
+    },
+    lambda config: {"first_k_dense_replace": config.n_layers - len(config.moe_layers)},
+)
+N_EXPERTS = Part(  # transformers 5 writes the second
+    ("num_experts", "num_local_experts"),
+    lambda hf, given: {
+        "n_experts": _typed(hf, "num_experts" if "num_experts" in hf else "num_local_experts", int)
+    },
+    lambda config: {"num_experts": config.n_experts},
+)
+V2_GROUPS = Part(("topk_method",), _read_v2_groups, _write_v2_groups)
+SHEAF = Part(("config",), _read_sheaf, lambda config: {"config": asdict(config)})
+
+
+# Our parameter -> its name in a checkpoint; below a module, ".weight" and ".bias" are the same. {}
+# is the layer. Experts are stored one by one, gate and up apart: a second {} is the expert, and
+# several names are the row blocks of one tensor here.
+HF_NAMES: dict[str, str | tuple[str, ...]] = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "layers.{}.attention.q_proj": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.k_proj": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.v_proj": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.o_proj": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    "layers.{}.attention.q_a_proj": "model.layers.{}.self_attn.q_a_proj",
+    "layers.{}.attention.q_a_norm": "model.layers.{}.self_attn.q_a_layernorm",
+    "layers.{}.attention.q_b_proj": "model.layers.{}.self_attn.q_b_proj",
+    "layers.{}.attention.kv_a_proj": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+    "layers.{}.attention.kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm",
+    "layers.{}.attention.kv_b_proj": "model.layers.{}.self_attn.kv_b_proj",
+    "layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "layers.{}.mlp.gate_proj": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.mlp.up_proj": "model.layers.{}.mlp.up_proj",
+    "layers.{}.mlp.down_proj": "model.layers.{}.mlp.down_proj",
+    "layers.{}.mlp.router": "model.layers.{}.mlp.gate.weight",
+    "layers.{}.mlp.correction": "model.layers.{}.mlp.gate.e_score_correction_bias",
+    "layers.{}.mlp.w_gate_up": (
+        "model.layers.{}.mlp.experts.{}.gate_proj.weight",
+        "model.layers.{}.mlp.experts.{}.up_proj.weight",
+    ),
+    "layers.{}.mlp.w_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight",),
+    "layers.{}.mlp.shared.gate_proj": "model.layers.{}.mlp.shared_experts.gate_proj",
+    "layers.{}.mlp.shared.up_proj": "model.layers.{}.mlp.shared_experts.up_proj",
+    "layers.{}.mlp.shared.down_proj": "model.layers.{}.mlp.shared_experts.down_proj",
+    "mtp.{}.embed_norm": "model.layers.{}.enorm",  # here {} counts on from the last layer
+    "mtp.{}.hidden_norm": "model.layers.{}.hnorm",
+    "mtp.{}.proj": "model.layers.{}.eh_proj",
+    "mtp.{}.norm": "model.layers.{}.shared_head.norm",
+}
+MIXTRAL_NAMES = {
+    "layers.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate.weight",
+    "layers.{}.mlp.w_gate_up": (
+        "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
+        "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
+    ),
+    "layers.{}.mlp.w_down": ("model.layers.{}.block_sparse_moe.experts.{}.w2.weight",),
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        fields=(*DENSE, *BIASES, ("mlp_bias", "mlp_bias", bool)),
+        parts=(HEADS, ROPE),
+        defaults=LLAMA_1,
+    ),
+    "mistral": Family("MistralForCausalLM", fields=DENSE, parts=(HEADS, ROPE, WINDOW)),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        fields=DENSE,
+        parts=(HEADS, ROPE, LAYER_WINDOWS),
+        fixed={"qkv_bias": True},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        fields=(*DENSE, *BIASES),
+        parts=(HEADS, ROPE, LAYER_WINDOWS),
+        fixed={"qk_norm": True},
+        defaults=DEFAULTS | {"head_dim": 128},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        fields=(*DENSE, EXPERTS[0], ("n_experts", "num_local_experts", int)),
+        parts=(HEADS, ROPE, WINDOW, ALL_SPARSE),
+        fixed={"norm_topk": True},
+        names=MIXTRAL_NAMES,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        fields=(*DENSE, *BIASES, *EXPERTS, ("norm_topk", "norm_topk_prob", bool)),
+        parts=(HEADS, ROPE, SWITCHED_WINDOW, SPARSE_STEP, N_EXPERTS),
+        fixed={"qk_norm": True},
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        fields=DEEPSEEK,
+        parts=(HEADS, ROPE, FIRST_DENSE, V2_GROUPS),
+        fixed={"rope_interleaved": True},
+        # with norm_topk_prob DeepSeek's code normalises and does not scale, transformers' the
+        # reverse; no published model has it
+        says={"scoring_func": "softmax", "norm_topk_prob": False},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        fields=(
+            *DEEPSEEK,
+            ("norm_topk", "norm_topk_prob", bool),
+            ("rope_interleaved", "rope_interleave", bool),
+            ("n_mtp_layers", "num_nextn_predict_layers", int),
+        ),
+        parts=(HEADS, ROPE, FIRST_DENSE),
+        fixed={"scoring": "sigmoid", "correction_bias": True, "group_score_topk": 2},
+        says={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+    # What no published family can say: ALiBi, interleaved pairs, any mixture of the rest. Every
+    # field under its own name; transformers refuses it, where it would have misread it.
+    "sheaf": Family("Transformer", fields=(), parts=(SHEAF,)),
+}
 
 
 def _llama(
@@ -243,6 +1317,36 @@ CONFIGS: dict[str, ModelConfig] = {
     "draft": _llama(4096, 128, 4, 2, 1, 352, max_seq_len=512, tie_embeddings=True),  # 1.3M
     "small": _llama(4096, 256, 6, 4, 2, 704, max_seq_len=512, tie_embeddings=True),  # 5.5M
     "base": _llama(4096, 288, 6, 6, 6, 768, max_seq_len=256),  # 8.3M, the training benchmark
+    "small-moe": ModelConfig(  # 3.8M, the shape of DeepSeek-V3
+        vocab_size=4096,
+        dim=192,
+        n_layers=5,
+        n_heads=6,
+        n_kv_heads=6,
+        head_dim=48,
+        ffn_dim=512,
+        max_seq_len=512,
+        tie_embeddings=True,
+        family="deepseek_v3",
+        rope_interleaved=True,
+        kv_lora_rank=64,
+        q_lora_rank=96,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        moe_layers=(1, 2, 3, 4),
+        n_experts=8,
+        n_experts_per_token=2,
+        expert_ffn_dim=72,
+        n_shared_experts=1,
+        scoring="sigmoid",
+        correction_bias=True,
+        n_groups=4,
+        topk_groups=2,
+        group_score_topk=2,
+        norm_topk=True,
+        n_mtp_layers=1,
+    ),
     "tinyllama-1.1b": _llama(32000, 2048, 22, 32, 4, 5632, norm_eps=1e-5),
     "llama2-7b": _llama(32000, 4096, 32, 32, 32, 11008, max_seq_len=4096, norm_eps=1e-5),
     "llama3.2-1b": _llama(
@@ -306,350 +1410,49 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rotary positions
-# --------------------------------------------------------------------------------------------------
-
-
-def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Angle per position of each rotated pair, (D/2,) fp32: theta ** (-2i / D), then scaled.
-
-    linear: divided by `factor` (position interpolation, arXiv:2306.15595). llama3: wavelengths
-    longer than the trained context are divided by `factor`, short ones kept, those between
-    blended.
-    """
-    D = config.head_dim
-    freq = config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return freq
-    if scaling["rope_type"] == "linear":
-        return freq / scaling["factor"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = (
-        scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
-    )  # in the trained context
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * freq + (1 - keep) * freq / scaling["factor"]
-
-
-def rope_cos_sin(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle, (B or 1, T, 1, D/2) fp32.
-
-    Recomputed in each forward: a few small operations, and no table that a cast to bf16 could
-    spoil, a meta device could lose or a long context could outgrow.
-    """
-    angles = positions[..., None].float() * rope_frequencies(
-        config, positions.device
-    )  # (B?, T, D/2)
-    angles = angles.view(-1, *angles.shape[-2:])[:, :, None]
-    return angles.cos(), angles.sin()
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i+D/2}) of x (B, T, H, D) by their angles, in fp32."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
-
-
-# --------------------------------------------------------------------------------------------------
-# The attend hook, and the attention used when none is given
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """A layer's constants, as its `attend` callable sees them. Llama sets only the first two."""
-
-    index: int  # which layer
-    scale: float  # multiplies q . k
-    window: int | None = None
-    softcap: float | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    latent_dim: int | None = None
-
-
-Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def causal_attention(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
-) -> Tensor:
-    """Causal attention over the new tokens alone: what forward does without a cache.
-
-    q (B, T, Hq, D), k and v (B, T, Hkv, D) -> (B, T, Hq, D). Order in the sequence is the mask;
-    positions have done their work in RoPE.
-    """
-    _check_plain(spec)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
-    return o.transpose(1, 2)
-
-
-def _check_plain(spec: AttentionSpec) -> None:
-    extras = (spec.window, spec.softcap, spec.alibi_slopes, spec.sinks, spec.latent_dim)
-    assert all(x is None for x in extras), "this attend knows scale alone; hand forward another"
-
-
-class KVCache:
-    """Keys and values of B sequences in two static tensors per layer, slot number = position.
-
-        cache = KVCache(config, 1, 512, dtype, device)
-        model(prompt, torch.arange(T), cache.attend)          # prefill, whole or in chunks
-        model(token, torch.tensor([T]), cache.attend)         # decode
-
-    New tokens are written at their positions, and a query at position i sees the slots j <= i.
-    That is the whole bookkeeping: a slot written by a forgotten branch is overwritten before it
-    can be seen, so `truncate` moves a number and touches no memory. Nothing depends on a Python
-    counter and no shape changes between steps, so a step compiles once and replays as a CUDA
-    graph.
-
-    Memory: 2 * L * B * Hkv * max_len * D elements. attend reads all max_len slots unless it is told
-    how many can matter: `functools.partial(cache.attend, limit=n)`, n > every position.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        max_len: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ):
-        shape = (batch_size, config.n_kv_heads, max_len, config.head_dim)
-        self.max_len = max_len
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
-        self.end = torch.zeros((), dtype=torch.long, device=device)  # a tensor: no sync per step
-
-    @property
-    def length(self) -> int:
-        """Slots in use: one more than the last position written."""
-        return int(self.end)
-
-    def truncate(self, n: int) -> None:
-        """Forget the tokens at positions >= n."""
-        self.end.clamp_(max=n)
-
-    def bytes_read(self, limit: int | None = None) -> int:
-        """Bytes one decode step reads from the cache."""
-        per_slot = sum(t[:, :, :1].numel() * t.element_size() for t in (*self.k, *self.v))
-        return per_slot * (self.max_len if limit is None else min(limit, self.max_len))
-
-    def attend(
-        self,
-        spec: AttentionSpec,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
-        limit: int | None = None,
-    ) -> Tensor:
-        """The attend hook: q (B, T, Hq, D), k and v (B, T, Hkv, D), positions (T,) or (B, T)."""
-        _check_plain(spec)
-        keys, values = self.k[spec.index], self.v[spec.index]  # (B, Hkv, S, D)
-        _write(keys, positions, k)
-        _write(values, positions, v)
-        self.end.copy_(positions.max() + 1)
-        keys, values = keys[:, :, :limit].to(q.dtype), values[:, :, :limit].to(q.dtype)
-        seen = torch.arange(keys.shape[2], device=q.device) <= positions[..., None]  # (B?, T, S)
-        seen = seen.view(-1, 1, *seen.shape[-2:])
-
-        B, T, Hq, D = q.shape
-        if T == 1:
-            # Queries that share a key head become rows of one query: no key is read twice.
-            q = q.view(B, keys.shape[1], -1, D)
-            o = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=spec.scale)
-            return o.reshape(B, 1, Hq, D)
-        q = q.transpose(1, 2)
-        o = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=seen, scale=spec.scale, enable_gqa=True
-        )
-        return o.transpose(1, 2)
-
-
-def _write(slots: Tensor, positions: Tensor, new: Tensor) -> None:
-    """slots (B, Hkv, S, D) at positions (T,) or (B, T) = new (B, T, Hkv, D)."""
-    new = new.to(slots.dtype)
-    if positions.dim() == 1:
-        slots[:, :, positions] = new.transpose(1, 2)
-    else:
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        slots[rows, :, positions] = new
-
-
-# --------------------------------------------------------------------------------------------------
-# The transformer
-# --------------------------------------------------------------------------------------------------
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight (arXiv:1910.07467), the mean of squares in fp32."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.type_as(x)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention around the attend hook. Head counts are read off the projections'
-    width, so that a tensor-parallel shard of them needs no other change."""
-
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__()
-        C, D, bias = config.dim, config.head_dim, config.attention_bias
-        self.spec = AttentionSpec(index, D**-0.5)
-        self.head_dim = D
-        self.q_proj = nn.Linear(C, config.n_heads * D, bias)
-        self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias)
-        self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias)
-        self.o_proj = nn.Linear(config.n_heads * D, C, bias)
-
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
-    ) -> Tensor:
-        B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, -1, self.head_dim)
-        k = self.k_proj(x).view(B, T, -1, self.head_dim)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim)
-        o = attend(self.spec, apply_rope(q, *rope), apply_rope(k, *rope), v, positions)
-        return self.o_proj(o.reshape(B, T, -1))
-
-
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, config.mlp_bias)
-        self.up_proj = nn.Linear(config.dim, config.ffn_dim, config.mlp_bias)
-        self.down_proj = nn.Linear(config.ffn_dim, config.dim, config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, index)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, positions, attend)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Transformer(nn.Module):
-    """The model. Built under `torch.device("meta")` it allocates nothing."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.tie()
-        self.init_weights()
-
-    def tie(self) -> None:
-        """Make the head share the embedding's weight, where the config says so. For use after
-        loading."""
-        if self.config.tie_embeddings and self.head is not None and self.embed is not None:
-            self.head.weight = self.embed.weight
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """N(0, 0.02) matrices, those that write to the residual stream divided by sqrt(2L) (GPT-2,
-        2.3)."""
-        for name, p in self.named_parameters():
-            if p.dim() == 1:
-                nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
-            else:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
-                nn.init.normal_(p, 0.0, std, generator)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        attend: Attend = causal_attention,
-        return_hidden: bool = False,
-    ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V), or the hidden states before the head (B, T, C).
-
-        positions: (T,) or (B, T), default 0..T-1. Where `embed` is None, tokens are hidden states
-        (B, T, C) from the stage before; where `head` is None, hidden states come out.
-        """
-        x = tokens if self.embed is None else self.embed(tokens)
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
-        rope = rope_cos_sin(self.config, positions)
-        for layer in self.layers:
-            x = layer(x, rope, positions, attend)
-        if self.norm is not None:
-            x = self.norm(x)
-        return x if return_hidden or self.head is None else self.head(x)
-
-
-# --------------------------------------------------------------------------------------------------
 # Hugging Face folders: config.json + safetensors
 # --------------------------------------------------------------------------------------------------
 
-# Our module -> its name in a Llama checkpoint. Below modules, ".weight" and ".bias" are the same.
-HF_NAMES = {
-    "embed": "model.embed_tokens",
-    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
-    "layers.{}.attention.q_proj": "model.layers.{}.self_attn.q_proj",
-    "layers.{}.attention.k_proj": "model.layers.{}.self_attn.k_proj",
-    "layers.{}.attention.v_proj": "model.layers.{}.self_attn.v_proj",
-    "layers.{}.attention.o_proj": "model.layers.{}.self_attn.o_proj",
-    "layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
-    "layers.{}.mlp.gate_proj": "model.layers.{}.mlp.gate_proj",
-    "layers.{}.mlp.up_proj": "model.layers.{}.mlp.up_proj",
-    "layers.{}.mlp.down_proj": "model.layers.{}.mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
+
+def hf_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Every name in this model's checkpoint -> the tensor here that it is: a parameter, a buffer,
+    or of stacked experts a view of one. Loading copies into them, saving reads from them."""
+    config, tensors = model.config, {}
+    names = {**HF_NAMES, **FAMILIES[config.family].names}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        kind, number, block, rest = re.fullmatch(
+            r"(?:(layers|mtp)\.(\d+)\.)?(block\.)?(.+)", name
+        ).groups()
+        if kind is not None:
+            rest = f"{'layers' if block else kind}.{{}}.{rest}"
+            number = int(number) + (config.n_layers if kind == "mtp" else 0)
+        module, _, leaf = rest.rpartition(".")
+        theirs = names.get(rest) or f"{names[module]}.{leaf}"
+        if isinstance(theirs, str):
+            tensors[theirs.format(number)] = tensor
+        else:
+            for e, expert in enumerate(tensor):
+                for their, rows in zip(theirs, expert.chunk(len(theirs)), strict=True):
+                    tensors[their.format(number, e)] = rows
+    return tensors
 
 
-def hf_name(name: str) -> str:
-    """Our parameter name -> its name in a Hugging Face checkpoint (see HF_NAMES)."""
-    module, _, kind = name.rpartition(".")
-    parts = module.split(".")
-    if parts[0] == "layers":
-        key = ".".join(["layers", "{}", *parts[2:]])
-        return f"{HF_NAMES[key].format(parts[1])}.{kind}"
-    return f"{HF_NAMES[module]}.{kind}"
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The folder's safetensors files: the single one, or those that the index names."""
+def _shards(folder: Path) -> dict[Path, set[str] | None]:
+    """The folder's safetensors files: the single one, or those that the index names, each with the
+    tensors that it should hold."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
-        return [single]
+        return {single: None}
     if not index.exists():
         raise ValueError(
             f"{folder}: holds neither model.safetensors nor model.safetensors.index.json; "
             "weights are read only as safetensors, convert other formats first"
         )
+    shards: dict[str, set[str]] = {}
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [n for n in names if Path(n).name != n or n in ("", ".", "..") or "\\" in n]
+        for tensor, name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            shards.setdefault(name, set()).add(tensor)
+        outside = [n for n in shards if Path(n).name != n or n in ("", ".", "..") or "\\" in n]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(
             f"{index}: not a safetensors index ({type(e).__name__}: {e}); copy it again"
@@ -659,41 +1462,84 @@ def _shards(folder: Path) -> list[Path]:
             f"{index}: weight_map points outside the folder ({outside[0]!r}); entries must be "
             "plain file names beside the index"
         )
-    missing = [n for n in names if not (folder / n).exists()]
+    missing = [n for n in sorted(shards) if not (folder / n).exists()]
     if missing:
         raise ValueError(
             f"{index}: names files that are not there: {_some(missing)}; download them again"
         )
-    return [folder / n for n in names]
+    return {folder / n: shards[n] for n in sorted(shards)}
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """(name, slice) of every stored tensor; a slice knows shape and dtype, and reads only when
-    indexed."""
-    for path in _shards(folder):
-        try:
-            with safe_open(path, framework="pt") as f:
-                for name in f.keys():
-                    yield name, f.get_slice(name)
-        except (SafetensorError, OSError) as e:
+# What may be stored, and what it becomes unless the caller says otherwise
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, as the file's header describes it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it: F32, BF16, F8_E4M3, ...
+
+    def read(self) -> Tensor:
+        """A view of the file. Opened anew for each: a mapping that lives on keeps in memory every
+        page it has read."""
+        with _opened(self.path) as f:
+            return f.get_tensor(self.name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as f:
+            yield f
+    except (SafetensorError, OSError) as e:
+        raise ValueError(
+            f"{path}: cannot be read ({e}); it may be truncated, copy it again"
+        ) from None
+
+
+def _stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the folder, from the headers alone. ValueError if the files do not hold what
+    the index says."""
+    stored: dict[str, Stored] = {}
+    for path, expected in _shards(folder).items():
+        with _opened(path) as f:
+            for name in f.keys():
+                part = f.get_slice(name)
+                stored[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+            found = set(f.keys())
+        if expected is not None and found != expected:
+            odd = _some(sorted(found ^ expected))
             raise ValueError(
-                f"{path}: cannot be read ({e}); it may be truncated, copy it again"
-            ) from None
+                f"{path}: does not hold the tensors that model.safetensors.index.json says "
+                f"({odd}); the shards are mixed up, download them again"
+            )
+    return stored
 
 
 def load_checkpoint(
     path: str | os.PathLike, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Transformer:
-    """The model of a Hugging Face folder, in eval mode, on `device` in `dtype` (default: as
-    stored).
+    """The model of a Hugging Face folder, in eval mode, on `device` in `dtype` (default: that of
+    the stored embedding).
 
-    Tensors go one by one from the file to the device, so that the peak is the model and its
-    largest tensor. ValueError, with file, field and mend, for a folder that is missing, incomplete
-    or wrong.
+    Headers are checked first; then tensors go one by one from the file to their place, so that the
+    peak is the model and its largest tensor. FP8 weights with block scales (DeepSeek-V3) are
+    dequantized on the way. ValueError, with file, field and mend, for a folder that is missing,
+    incomplete or wrong.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -701,32 +1547,40 @@ def load_checkpoint(
             f"{folder}: no such folder; a checkpoint is a folder with config.json and safetensors"
         )
     config = read_config(folder / "config.json")
+    stored = _stored_tensors(folder)
+    L = config.n_layers
+    if not any(name.startswith(f"model.layers.{L}.") for name in stored):
+        config = replace(config, n_mtp_layers=0)  # transformers leaves these layers out
     with torch.device("meta"):
         model = Transformer(config).eval()
-    wanted = {hf_name(name): p for name, p in model.named_parameters()}  # without a tied head
-    ours = {hf_name(name): name for name, _ in model.named_parameters()}
+    plan = _match(folder, stored, hf_tensors(model), config)
+    _allocate(model, device, dtype or STORED_DTYPES[plan["model.embed_tokens.weight"].dtype])
+    with torch.no_grad():
+        for name, target in hf_tensors(model).items():
+            scale = stored.get(f"{name}_scale_inv")
+            if scale is None:
+                target.copy_(plan[name].read())
+            else:
+                _dequantize(plan[name].read(), scale.read(), target)
+    _check_copies(folder, stored, model)
+    return model
 
-    loaded, unexpected = {}, []
-    for name, stored in _stored_tensors(folder):
-        tied_head = name == "lm_head.weight" and config.tie_embeddings
-        if tied_head or name.endswith("rotary_emb.inv_freq"):
-            continue  # follows from the rest; some exporters write it all the same
-        if name not in wanted:
-            unexpected.append(name)
-        elif list(stored.get_shape()) != list(wanted[name].shape):
-            raise ValueError(
-                f"{folder}: {name} has shape {list(stored.get_shape())}, but config.json makes it "
-                f"{list(wanted[name].shape)}; the two are not of one model"
-            )
-        else:
-            value = stored[:]
-            if not value.is_floating_point():
-                raise ValueError(
-                    f"{folder}: {name} holds {value.dtype}, not floating-point weights"
-                )
-            target = torch.empty(value.shape, dtype=dtype or value.dtype, device=device)
-            loaded[ours[name]] = target.copy_(value)  # not a view of the file, which may yet change
-    missing = [name for name in wanted if ours[name] not in loaded]
+
+def _match(
+    folder: Path, stored: dict[str, Stored], wanted: dict[str, Tensor], config: ModelConfig
+) -> dict[str, Stored]:
+    """The stored tensor of each wanted one. ValueError unless the two are the same set, of the same
+    shapes, in dtypes that can be read."""
+    plan = {name: stored[name] for name in wanted if name in stored}
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    if config.tie_embeddings and embed not in stored and head in stored:
+        plan[embed] = stored[head]  # some exporters keep the other of the two
+    follow = {f"{name}_scale_inv" for name, s in plan.items() if s.dtype == "F8_E4M3"}
+    follow |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
+    follow |= set(_copies(config))
+    missing = [name for name in wanted if name not in plan]
+    missing += [name for name in follow if name.endswith("_scale_inv") and name not in stored]
+    unexpected = [name for name in stored if name not in plan and name not in follow]
     if missing or unexpected:
         parts = [
             f"{what} tensors: {_some(names)}"
@@ -736,31 +1590,131 @@ def load_checkpoint(
         raise ValueError(
             f"{folder}: {'; '.join(parts)}; weights and config.json are not of one model"
         )
-    model.load_state_dict(loaded, assign=True, strict=False)  # a tied head has no tensor of its own
+    for name, s in plan.items():
+        if s.shape != tuple(wanted[name].shape):
+            raise ValueError(
+                f"{s.path}: {name} has shape {list(s.shape)}, but config.json makes it "
+                f"{list(wanted[name].shape)}; the two are not of one model"
+            )
+        if s.dtype not in STORED_DTYPES:
+            raise ValueError(f"{s.path}: {name} holds {s.dtype}; known: {', '.join(STORED_DTYPES)}")
+        blocks = tuple(-(-n // FP8_BLOCK) for n in s.shape)
+        if s.dtype == "F8_E4M3" and stored[f"{name}_scale_inv"].shape != blocks:
+            raise ValueError(f"{s.path}: {name}_scale_inv must have shape {list(blocks)}")
+    return plan
+
+
+def _copies(config: ModelConfig) -> dict[str, str]:
+    """Tensors that some exporters write though they follow from others: copy -> original."""
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    copies = {head: embed} if config.tie_embeddings else {}
+    for i in range(config.n_layers, config.n_layers + config.n_mtp_layers):
+        copies[f"model.layers.{i}.embed_tokens.weight"] = embed
+        copies[f"model.layers.{i}.shared_head.head.weight"] = copies.get(head, head)
+    return copies
+
+
+def _check_copies(folder: Path, stored: dict[str, Stored], model: Transformer) -> None:
+    """ValueError if a stored copy is none: this model could not be what the file holds."""
+    ours = hf_tensors(model)
+    for copy, original in _copies(model.config).items():
+        if copy in stored and original in stored:
+            if not torch.equal(stored[copy].read().to(ours[original]), ours[original]):
+                raise ValueError(
+                    f"{folder}: {copy} differs from {original}, of which it must be a copy; if the "
+                    "two are meant to differ, set tie_word_embeddings to false in config.json"
+                )
+
+
+def _allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Memory for a model on the meta device: parameters in `dtype`, buffers (routing corrections)
+    in fp32 as they are."""
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(p.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(empty))
+        for name, b in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(b.shape, dtype=b.dtype, device=device))
     model.tie()
-    return model.to(dtype or model.embed.weight.dtype)  # some folders keep their norms in fp32
 
 
-def save_checkpoint(model: Transformer, path: str | os.PathLike) -> None:
-    """Write the model as a Hugging Face folder: config.json and model.safetensors, in its own
-    dtype.
+def _dequantize(weight: Tensor, scale: Tensor, target: Tensor) -> None:
+    """target = weight (rows, columns) in FP8, times its block's scale; one strip of blocks at a
+    time (DeepSeek-V3, arXiv:2412.19437, 3.3.2)."""
+    for row in range(0, len(weight), FP8_BLOCK):
+        factor = scale[row // FP8_BLOCK].float().repeat_interleave(FP8_BLOCK)[: weight.shape[1]]
+        strip = slice(row, row + FP8_BLOCK)
+        target[strip].copy_(weight[strip].float() * factor)
+
+
+def save_checkpoint(
+    model: Transformer, path: str | os.PathLike, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Write the model as a Hugging Face folder: config.json and safetensors in its own dtype, in
+    one file, or from max_shard_bytes on in several with an index.
 
     Each file appears whole or not at all: it is written beside its place, flushed to disk and
-    renamed, so that a crash or a full disk at any moment leaves the old one. (Saving over a model
-    of another shape and dying between the two files leaves a folder that is refused, not wrong.)
-    OSError where the disk refuses.
+    renamed; several become the checkpoint when their index does. So a crash or a full disk at any
+    moment leaves the old one. (Saving over a model of another shape and dying before config.json
+    is written leaves a folder that is refused, not wrong.) OSError where the disk refuses.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {hf_name(name): p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+    config = model.config.to_hf()
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    config = (
-        json.dumps(model.config.to_hf() | {"dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n"
+    config |= {"dtype": dtype, "torch_dtype": dtype}
+    old = set(folder.glob("model*.safetensors"))
+    shards = _cut(hf_tensors(model), max_shard_bytes)
+    if len(shards) == 1:
+        _write_tensors(folder / "model.safetensors", shards[0])
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+        new = {folder / "model.safetensors"}
+    else:
+        new = _write_shards(folder, shards)
+    for path in old - new:
+        path.unlink()
+    text = json.dumps(config, indent=2) + "\n"
+    write_atomically(folder / "config.json", lambda tmp: tmp.write_text(text, encoding="utf-8"))
+
+
+def _cut(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    """The tensors in order, in as few runs as fit max_bytes each (a larger tensor alone)."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    write_atomically(path, lambda tmp: save_file(on_cpu, tmp, {"format": "pt"}))
+
+
+def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> set[Path]:
+    """Shards under names that no file has yet, then the index that makes them the checkpoint."""
+    total = sum(t.nbytes for shard in shards for t in shard.values())
+    prefix = next(
+        p
+        for p in chain(["model"], (f"model-v{i}" for i in count(2)))
+        if not any(folder.glob(f"{p}-[0-9]*-of-*.safetensors"))
     )
+    weight_map, new = {}, set()
+    for i, shard in enumerate(shards, 1):
+        path = folder / f"{prefix}-{i:05}-of-{len(shards):05}.safetensors"
+        _write_tensors(path, shard)
+        weight_map |= dict.fromkeys(shard, path.name)
+        new.add(path)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_atomically(
-        folder / "model.safetensors", lambda tmp: save_file(tensors, tmp, {"format": "pt"})
+        folder / "model.safetensors.index.json",
+        lambda tmp: tmp.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8"),
     )
-    write_atomically(folder / "config.json", lambda tmp: tmp.write_text(config, encoding="utf-8"))
+    return new
 
 
 def _umask() -> int:

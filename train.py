@@ -1,4 +1,4 @@
-"""train.py: train a Llama-style model from text, on one process or under torchrun.
+"""train.py: train a Llama- or DeepSeek-style model from text, on one process or under torchrun.
 
     python train.py                              the standard library's source -> runs/stdlib
     python train.py --data FILE.jsonl --model small --steps 2000 --out runs/mine
@@ -52,6 +52,7 @@ from tqdm import tqdm
 from model import (
     CONFIGS,
     ModelConfig,
+    MoE,
     Transformer,
     load_checkpoint,
     read_config,
@@ -61,6 +62,7 @@ from model import (
 
 BOS, EOS = 1, 2  # one of each around every document
 IGNORE = -100  # a target that is not counted
+MTP_WEIGHT = 0.3  # of the loss of predicting further (DeepSeek-V3, arXiv:2412.19437, 4.2)
 
 # Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here
 # gets no MFU: a wrong one is worse than none.
@@ -306,11 +308,22 @@ class Place:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
 
 
-def loss_sum(model: torch.nn.Module, batch: Tensor) -> Tensor:
-    """Summed next-token cross-entropy of batch (B, T + 1), in nats."""
-    logits = model(batch[:, :-1].clamp(min=0))
+def loss_sums(model: Transformer, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropies of batch (B, T + 1), in nats: of the next token, and of those further
+    ahead, the mean over the model's multi-token prediction depths (0 without any)."""
+    tokens = batch.clamp(min=0)
+    hidden = model(tokens[:, :-1], return_hidden=True)
+    ahead = hidden.new_zeros((), dtype=torch.float32)
+    main = _cross_entropy(model.head(hidden), batch[:, 1:])
+    for depth in range(len(model.mtp)):
+        hidden = model.predict_further(hidden[:, :-1], tokens[:, 1 + depth : -1], depth=depth)
+        ahead = ahead + _cross_entropy(model.head(hidden), batch[:, 2 + depth :])
+    return main, ahead / max(1, len(model.mtp))
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
-        logits.float().flatten(0, 1), batch[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )
 
 
@@ -319,23 +332,58 @@ def accumulate(
     batch: Tensor,
     micro_batch_size: int,
     autocast: Callable[[], Any] = contextlib.nullcontext,
-) -> float:
-    """Leave in .grad the gradient of the mean loss over all the step's tokens; return that loss.
+) -> dict[str, float]:
+    """Leave in .grad the gradient of the mean loss over all the step's tokens (and MTP_WEIGHT times
+    that of predicting further); return those losses.
 
     The divisor is the token count of the whole step (all micro-batches, all ranks), known before
     the first backward. A mean of micro-batch means would weigh a token by how few stand beside it.
     """
     count = _all_reduce((batch[:, 1:] != IGNORE).sum())
-    total = torch.zeros((), device=batch.device)
+    totals = torch.zeros(2, device=batch.device)
     for micro in batch.split(micro_batch_size):
         with autocast():
-            loss = loss_sum(model, micro) / count
-        loss.backward()
-        total += loss.detach()
+            main, ahead = (loss / count for loss in loss_sums(model, micro))
+        (main + MTP_WEIGHT * ahead).backward()
+        totals += torch.stack((main, ahead)).detach()
     if dist.is_initialized():
         for p in model.parameters():
             dist.all_reduce(p.grad)
-    return _all_reduce(total).item()
+    main, ahead = _all_reduce(totals).tolist()
+    return {"loss": main} | ({"mtp_loss": ahead} if len(model.mtp) else {})
+
+
+class Balance:
+    """Load balancing without an auxiliary loss (arXiv:2408.15664): after each step every expert's
+    routing correction moves by `speed`, up if the expert got fewer tokens than the mean, else
+    down. Counts through the experts hook; mixtures without a correction are left alone."""
+
+    def __init__(self, model: Transformer, speed: float = 2e-3):
+        self.speed = speed
+        mixtures = (m for m in model.modules() if isinstance(m, MoE))
+        self.mixtures = [m for m in mixtures if m.config.correction_bias]
+        self.loads = [torch.zeros_like(m.correction) for m in self.mixtures]
+        for moe, load in zip(self.mixtures, self.loads):
+            moe.experts = self._counting(moe.experts, load)
+
+    def _counting(self, experts: Callable[..., Tensor], load: Tensor) -> Callable[..., Tensor]:
+        def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Tensor) -> Tensor:
+            if torch.is_grad_enabled():  # not in validation
+                load.add_(torch.bincount(ids.flatten(), minlength=len(load)))
+            return experts(x, weights, ids, *matrices)
+
+        return run
+
+    def update(self) -> float | None:
+        """Move the corrections; the busiest expert's load over the mean, the worst of all layers
+        (1 is perfect)."""
+        worst = None
+        for moe, load in zip(self.mixtures, self.loads):
+            mean = _all_reduce(load).mean()
+            moe.correction += self.speed * (mean - load).sign()
+            worst = max(worst or 0.0, (load.max() / mean).item())
+            load.zero_()
+        return worst
 
 
 def _all_reduce(x: Tensor) -> Tensor:
@@ -387,7 +435,7 @@ def validate(
     for i in range(0, picked, micro_batch_size):
         rows = [tokens[s : s + seq_len + 1] for s in starts[i : i + micro_batch_size]]
         with place.autocast():
-            total += loss_sum(model, torch.stack(rows).long().to(place.device)).item()
+            total += loss_sums(model, torch.stack(rows).long().to(place.device))[0].item()
     return total / (picked * seq_len)
 
 
@@ -412,6 +460,8 @@ def save_run(
     """Write OUT: first all that --resume needs, in one file; then the Hugging Face folder in
     bf16."""
     tensors = {}
+    for name, buffer in model.named_buffers():
+        tensors[f"weight.{name}"] = buffer.cpu()
     for name, p in model.named_parameters():
         tensors[f"weight.{name}"] = p.detach().cpu()
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -428,7 +478,10 @@ def save_run(
 
 def export(out: Path, model: Transformer) -> None:
     """The Hugging Face folder that generate.py and transformers open: the model in bf16."""
-    save_checkpoint(copy.deepcopy(model).to(torch.bfloat16), out)
+    half = copy.deepcopy(model)
+    for p in half.parameters():
+        p.data = p.data.to(torch.bfloat16)  # the buffers, routing corrections, stay as they are
+    save_checkpoint(half, out)
 
 
 def read_run(out: Path) -> tuple[int, dict[str, Any], ModelConfig]:
@@ -455,6 +508,8 @@ def read_run(out: Path) -> tuple[int, dict[str, Any], ModelConfig]:
 def load_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Put the checkpoint's weights and moments into model and optimizer, bit for bit."""
     with safe_open(out / STATE, framework="pt") as f, torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(f.get_tensor(f"weight.{name}"))
         for name, p in model.named_parameters():
             p.copy_(f.get_tensor(f"weight.{name}"))
             if step > 0:
@@ -650,14 +705,21 @@ def build_model(args: argparse.Namespace, config: ModelConfig, device: torch.dev
 
 
 def flops_per_token(model: Transformer, seq_len: int) -> int:
-    """Forward and backward: 6 per weight that multiplies, and 6 * L * Hq * D * seq_len of causal
-    attention (two products, half the keys on average). MFU counts these and no recomputation (PaLM,
-    arXiv:2204.02311, appendix B)."""
+    """Forward and backward: 6 per weight that multiplies (of experts, the K of E that a token
+    meets), and 6 * Hq * (D + Dv) per key that a query sees, half the sequence on average, in every
+    layer. MFU counts these and no recomputation (PaLM, arXiv:2204.02311, appendix B)."""
     c = model.config
-    weights = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    weights = 0.0
+    for p in model.parameters():
+        if p.dim() >= 2:
+            weights += p.numel() * (c.n_experts_per_token / c.n_experts if p.dim() == 3 else 1)
     if not c.tie_embeddings:
         weights -= model.embed.weight.numel()  # looked up, not multiplied
-    return 6 * weights + 6 * c.n_layers * c.n_heads * c.head_dim * seq_len
+    weights += c.n_mtp_layers * model.head.weight.numel()  # which multiplies once more
+    windows = (c.windows or (None,) * c.n_layers) + (None,) * c.n_mtp_layers
+    short = [min(w or seq_len, seq_len) for w in windows]
+    keys = sum(w - w * w / (2 * seq_len) for w in short)
+    return round(6 * weights + 6 * c.n_heads * (c.head_dim + (c.v_head_dim or c.head_dim)) * keys)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -697,6 +759,7 @@ def run_steps(
     B, T, micro = args.batch_size, args.seq_len, args.micro_batch_size
     step_model = torch.compile(model) if args.compile else model
     mine = range(place.rank, B, place.world)
+    balance = Balance(model)
     flops, peak = flops_per_token(model, T), peak_flops(place)
     stop = stop_on_signals()
     metrics = open_metrics(args.out, first) if place.rank == 0 else io.StringIO()
@@ -712,9 +775,11 @@ def run_steps(
         start = time.perf_counter()
         batch = batch_of(train_tokens, args.seed, step, mine, B, T).to(place.device)
         lr = learning_rate(step, args.steps, args.lr)
-        row = {"step": step + 1, "loss": accumulate(step_model, batch, micro, place.autocast)}
+        row = {"step": step + 1, **accumulate(step_model, batch, micro, place.autocast)}
         row |= {"grad_norm": update(model, optimizer, lr), "lr": lr}
         refuse_nan(row, args)
+        if (worst := balance.update()) is not None:
+            row["worst_load"] = round(worst, 3)
         speed = B * T / (time.perf_counter() - start)
         row["tokens_per_second"] = round(speed, 1)
 
