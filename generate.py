@@ -1,277 +1,194 @@
-"""generate.py: text from a checkpoint, and the speed at which it came.
+"""generate.py: text from a checkpoint, in every mode, and the speed at which it came.
 
     python generate.py                                       the shipped model writes Python
     python generate.py "def quicksort(" --temperature 0      greedy
-    git log -1 | python generate.py --checkpoint DIR --json  any Llama-type Hugging Face folder
+    git log -1 | python generate.py --checkpoint DIR --json  any folder of a family known here
+    python generate.py --checkpoint DIR --interactive        a conversation
+    python generate.py --score FILE                          perplexity of a text
     python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
 
 Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through
-the model in chunks: large matrix products, limited by arithmetic. `decode` runs one token: every
-weight is read to be used once, so a step lasts as long as reading the weights and the KV cache
-takes, and no program is faster than bytes / bandwidth. After each run one line on stderr says how
-near it came: the bytes really read per second, and their share of a read bandwidth measured on the
-spot.
+the model in chunks: large matrix products, limited by arithmetic. A decode step runs one token:
+every weight is read to be used once, so a step lasts as long as reading the weights and the KV
+cache takes, and no program is faster than bytes / bandwidth. After each run one line on stderr says
+how near it came: the bytes really read per second, and their share of a read bandwidth measured on
+the spot.
+
+How a token is drawn is sampling.py's contract, in every mode: its fields are flags here. --n draws
+several continuations of one prompt in lockstep, reading the weights once for all; sample b is what
+seed + b gives alone. --interactive keeps the KV cache across turns and prefills only what is new.
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU it loses: there the linear layers
-are cpu.py's, which read memory faster than compiled ones. Needs: model.py, cpu.py, and
-sentencepiece or tokenizers.
+are cpu.py's, which read memory faster than compiled ones. Needs: model.py, tokenizer.py,
+sampling.py, cpu.py, and sentencepiece or tokenizers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import stat
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 START = time.perf_counter()  # the imports below are part of what a user waits for
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import cpu
-from model import CONFIGS, KVCache, ModelConfig, Transformer, load_checkpoint, read_config
+from model import (
+    CONFIGS,
+    KVCache,
+    ModelConfig,
+    MoE,
+    Transformer,
+    load_checkpoint,
+    loop_experts,
+    read_config,
+)
+from sampling import Sampler, Sampling, logprobs_of
+from tokenizer import (
+    ChatTemplate,
+    NoTokenizer,
+    StopStrings,
+    TextStream,
+    Tokenizer,
+    eos_ids,
+    load_chat_template,
+    load_tokenizer,
+)
 
 IMPORT_SECONDS = time.perf_counter() - START
 
 SHIPPED = Path(__file__).resolve().parent / "checkpoints" / "small"
 DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a long prompt's mask and activations
+CHAT_CONTEXT = 8192  # tokens the cache of a conversation holds, unless --context says otherwise
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-# --------------------------------------------------------------------------------------------------
-# Tokenizers
-# --------------------------------------------------------------------------------------------------
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back. encode adds the model's begin-of-sequence token."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
-
-
-class SentencePieceTokenizer:
-    """A `tokenizer.model`."""
-
-    def __init__(self, path: Path):
-        import sentencepiece
-
-        self.sp = sentencepiece.SentencePieceProcessor()
-        self.sp.load(str(path))
-
-    def encode(self, text: str) -> list[int]:
-        return self.sp.encode(text, add_bos=self.sp.bos_id() >= 0)
-
-    def decode(self, ids: list[int]) -> str:
-        size = self.sp.vocab_size()  # the model's vocabulary may be padded beyond it
-        return self.sp.decode([i for i in ids if i < size])
-
-
-class JSONTokenizer:
-    """A `tokenizer.json` of the tokenizers library."""
-
-    def __init__(self, path: Path):
-        import tokenizers
-
-        self.tk = tokenizers.Tokenizer.from_file(str(path))
-
-    def encode(self, text: str) -> list[int]:
-        return self.tk.encode(text).ids
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tk.decode(ids, skip_special_tokens=True)
-
-
-class NoTokenizer:
-    """For random weights: text in as bytes, ids out as numbers."""
-
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        return [b % self.vocab_size for b in text.encode()]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(f"<{i}>" for i in ids)
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer beside the weights, decided by which file is there."""
-    for name, kind in (
-        ("tokenizer.model", SentencePieceTokenizer),
-        ("tokenizer.json", JSONTokenizer),
-    ):
-        path = folder / name
-        if path.exists():
-            try:
-                return kind(path)
-            except Exception as e:  # each library has errors of its own
-                raise ValueError(
-                    f"{path}: not a tokenizer of this kind ({str(e).splitlines()[0]})"
-                ) from None
-    raise ValueError(
-        f"{folder}: holds neither tokenizer.model nor tokenizer.json; copy one from where the "
-        "model came from"
-    )
-
-
-class TextStream:
-    """Ids in, printable text out: a character whose bytes are still arriving is held back."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
-        self.tokenizer = tokenizer
-        self.ids = prompt[-8:]  # some context: a piece may read differently at the start of a text
-        self.shown = tokenizer.decode(self.ids)
-
-    def push(self, token: int) -> str:
-        self.ids.append(token)
-        text = self.tokenizer.decode(self.ids)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        new = text[len(self.shown) :]
-        self.ids = self.ids[-8:]
-        self.shown = self.tokenizer.decode(self.ids)
-        return new
-
-    def finish(self) -> str:
-        """What was held back and will never be completed."""
-        return self.tokenizer.decode(self.ids)[len(self.shown) :]
-
-
-# --------------------------------------------------------------------------------------------------
-# Sampling
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep the whole
-    vocabulary."""
-
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-def probabilities(logits: Tensor, how: Sampling) -> Tensor:
-    """(..., V) logits -> the distribution to draw from: temperature, then top-k, then top-p,
-    renormalised.
-
-    top-p keeps the smallest set of likeliest tokens whose probability reaches top_p
-    (arXiv:1904.09751).
-    """
-    logits = logits.float() / how.temperature
-    if 0 < how.top_k < logits.shape[-1]:
-        kth = logits.topk(how.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    probs = logits.softmax(-1)
-    if how.top_p < 1:
-        ordered, ids = probs.sort(descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # 0 for the likeliest, which therefore always stays
-        kept = ordered.masked_fill(before >= how.top_p, 0.0)
-        probs = torch.zeros_like(probs).scatter(-1, ids, kept)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs
-
-
-def sample(logits: Tensor, how: Sampling, noise: Tensor | None) -> Tensor:
-    """(..., V) logits -> (...) token ids.
-
-    `noise` is Exp(1), of the logits' shape: argmax(p / noise) is a draw from p (the exponential
-    race), and needs neither a host round trip nor a random generator inside a compiled graph.
-    """
-    if how.temperature == 0:
-        return logits.argmax(-1)
-    # noise may round to 0, and 0 / 0 would win: a token that top-k or top-p has ruled out
-    return (probabilities(logits, how) / noise.clamp(min=1e-30)).argmax(-1)
-
 
 # --------------------------------------------------------------------------------------------------
 # Prefill and decode
 # --------------------------------------------------------------------------------------------------
 
 
-def prefill(model: Transformer, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Run tokens (B, T) from position 0 into the cache; logits (B, V) after the last one."""
+def hidden_chunks(
+    model: Transformer, tokens: Tensor, cache: KVCache, start: int = 0
+) -> Iterator[tuple[int, Tensor]]:
+    """Run tokens (1, T) from position `start` on into the cache, a chunk at a time: (where the
+    chunk begins in tokens, its hidden states (1, t, C))."""
     T = tokens.shape[1]
-    for start in range(0, T, PREFILL_CHUNK):
-        end = min(T, start + PREFILL_CHUNK)
-        positions = torch.arange(start, end, device=tokens.device)
-        attend = partial(cache.attend, limit=end)
-        hidden = model(tokens[:, start:end], positions, attend, return_hidden=True)
-    return model.head(hidden[:, -1])  # one row: the other T - 1 rows of logits are never looked at
+    scaling = model.config.rope_scaling or {}
+    # dynamic NTK turns by the length of the call: a prompt in pieces would be another prompt
+    chunk = T if scaling.get("rope_type") == "dynamic" else PREFILL_CHUNK
+    for first in range(0, T, chunk):
+        last = min(T, first + chunk)
+        positions = torch.arange(start + first, start + last, device=tokens.device)
+        attend = partial(cache.attend, limit=start + last)
+        yield first, model(tokens[:, first:last], positions, attend, return_hidden=True)
 
 
-def decode(
-    model: Transformer,
-    token: Tensor,
-    position: Tensor,
-    attend: Callable,
-    how: Sampling,
-    noise: Tensor | None,
+def prefill(model: Transformer, tokens: Tensor, cache: KVCache, start: int = 0) -> Tensor:
+    """Run tokens (1, T) from position `start` on into the cache; logits (1, V) after the last."""
+    for _, hidden in hidden_chunks(model, tokens, cache, start):
+        last = hidden[:, -1]  # the other rows of logits are never looked at
+    return model.head(last)
+
+
+def few_rows_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """One step: token (B, 1) at position (1,) -> the next token (B, 1)."""
-    logits = model(token, position, attend)[:, -1]
-    return sample(logits, how, noise)[:, None]
+    """The experts hook of a compiled step: for a few tokens (N, C) gather the K experts of each,
+    so that no shape depends on the routing; prefill keeps the loop."""
+    if len(x) > 8:
+        return loop_experts(x, weights, ids, w_gate_up, w_down)
+    gate, up = torch.einsum("nc,nkfc->nkf", x, w_gate_up[ids]).chunk(2, dim=-1)
+    y = torch.einsum("nkf,nkcf->nkc", F.silu(gate) * up, w_down[ids])
+    return (y * weights[..., None].type_as(x)).sum(1)
 
 
 class Decoder:
-    """One sequence at a time: its cache, its random numbers, its decode step.
+    """B continuations of one prompt in lockstep: their cache, their sampler, their decode step.
 
     Eager, a step reads just the used part of the cache. Compiled, it reads all of it, so that no
     shape ever changes: one compilation, and on CUDA one captured graph, replayed over the same
     input tensors.
     """
 
-    def __init__(self, model: Transformer, max_len: int, how: Sampling, compiled: bool = False):
+    def __init__(
+        self,
+        model: Transformer,
+        max_len: int,
+        how: Sampling,
+        batch: int = 1,
+        eos: Sequence[int] = (),
+        compiled: bool = False,
+        keep_logits: bool = False,
+    ):
         device, dtype = model.embed.weight.device, model.embed.weight.dtype
-        self.model, self.how, self.compiled = model, how, compiled
-        self.cache = KVCache(model.config, 1, max_len, dtype, device)
-        self.generator = torch.Generator(device)
-        self.token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        V = model.config.vocab_size
+        self.model, self.batch, self.compiled, self.used = model, batch, compiled, 0
+        self.cache = KVCache(model.config, batch, max_len, dtype, device)
+        self.sampler = Sampler(how, batch, V, device, [e for e in eos if e < V])
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.noise = (
-            torch.ones(1, model.config.vocab_size, device=device) if how.temperature > 0 else None
-        )
+        self.logits = torch.zeros(batch, V, dtype=dtype, device=device) if keep_logits else None
         self.run = self._compile() if compiled else lambda: self._step(self.used)
-        self.weight_bytes = weight_bytes(model)
+        self.weight_bytes = weight_bytes(model, batch)
 
-    def start(self, prompt: Tensor, seed: int) -> int:
-        """Prefill prompt (1, T); the first new token."""
-        self.generator.manual_seed(seed)
-        logits = prefill(self.model, prompt, self.cache)
-        self._draw_noise()
-        self.token.copy_(sample(logits, self.how, self.noise)[:, None])
-        self.position.fill_(prompt.shape[1])
-        self.used = prompt.shape[1]
-        return int(self.token)
+    def start(self, ids: Sequence[int], cached: int = 0) -> list[int]:
+        """Prefill the prompt `ids`, the first `cached` of which the cache holds already; the first
+        new token of every row."""
+        self.used = cached
+        self.cache.truncate(cached)
+        prompt = torch.tensor([ids[cached:]], device=self.token.device)
+        logits = prefill(self.model, prompt, self.cache, cached)
+        self.used = len(ids)
+        self.sampler.start([ids] * self.batch)
+        self.position.fill_(len(ids))
+        self._draw(logits.expand(self.batch, -1))
+        return self._tokens()
 
-    def next(self) -> int:
-        """Append the last token to the sequence; the one after it."""
-        self._draw_noise()
+    def next(self) -> list[int]:
+        """Append the last tokens to their rows; the ones after them."""
         self.used += 1
         self.run()
-        return int(self.token)
+        return self._tokens()
+
+    def _tokens(self) -> list[int]:
+        tokens = self.token[:, 0].tolist()
+        if min(tokens) < 0:
+            raise ValueError(
+                f"the logits after {self.used} tokens are not finite; the weights are damaged, or "
+                "--dtype is too narrow for them"
+            )
+        return tokens
+
+    def _draw(self, logits: Tensor) -> None:
+        if self.logits is not None:
+            self.logits.copy_(logits)
+        self.token.copy_(self.sampler(logits)[:, None])
 
     def _step(self, limit: int | None = None) -> None:
         attend = partial(self.cache.attend, limit=limit)
-        self.token.copy_(
-            decode(self.model, self.token, self.position, attend, self.how, self.noise)
-        )
+        self._draw(self.model(self.token, self.position, attend)[:, -1])
         self.position.add_(1)
 
     def _compile(self) -> Callable[[], None]:
+        for module in self.model.modules():
+            if isinstance(module, MoE):
+                module.experts = few_rows_experts
         # on CUDA this option lets the compiler write one-row products as reductions, fused with
         # their neighbours
         options = {"coordinate_descent_tuning": True} if self.token.device.type == "cuda" else {}
@@ -286,93 +203,331 @@ class Decoder:
             step()
         return graph.replay
 
-    def _draw_noise(self) -> None:
-        if self.noise is not None:
-            self.noise.exponential_(generator=self.generator)
-
-    def bytes_per_token(self) -> int:
+    def bytes_per_step(self) -> int:
         """What the last step read: weights and the part of the cache it looked at."""
         return self.weight_bytes + self.cache.bytes_read(None if self.compiled else self.used)
 
 
-def weight_bytes(model: Transformer) -> int:
-    """Bytes of weights a decode step reads: all that multiply, and one row of the embedding."""
-    embed = model.embed.weight
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    looked_up = 0 if model.head.weight is embed else (len(embed) - 1) * embed[0].numel()
-    return total - looked_up * embed.element_size()
+def weight_bytes(model: Transformer, batch: int = 1) -> int:
+    """Bytes of weights a decode step reads: all that multiply (of experts at most K per row), and
+    a row of the embedding for each; multi-token prediction takes no part."""
+    c, embed, total = model.config, model.embed.weight, 0.0
+    for name, p in model.named_parameters():
+        if name.startswith("mtp."):
+            continue
+        if p is embed and model.head.weight is not embed:
+            total += batch * p[0].nbytes
+        elif p.dim() == 3:
+            total += p.nbytes * min(1.0, batch * c.n_experts_per_token / c.n_experts)
+        else:
+            total += p.nbytes
+    return round(total)
 
 
-def generate_tokens(
-    decoder: Decoder, prompt: Tensor, seed: int, max_new: int, eos_ids: tuple[int, ...] = ()
-) -> Iterator[int]:
-    """At most max_new tokens after prompt (1, T), each as soon as it is known; an EOS is the
-    last."""
+# --------------------------------------------------------------------------------------------------
+# Continuations
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Continuation:
+    """One row of a run: what came, as tokens and as text, and why it ended."""
+
+    tokenizer: Tokenizer
+    stream: TextStream
+    stop: StopStrings
+    eos: Sequence[int]
+    show: Callable[[str], Any]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None  # "eos", "stop" or "length"
+
+    def push(self, token: int) -> None:
+        """Take the next token. An EOS ends the text and is no part of it; so does a stop string."""
+        self.tokens.append(token)
+        text, found = self.stop.push(self.stream.push(token))
+        self._say(text)
+        if token in self.eos:
+            self.end("eos")
+        elif found:
+            self.end("stop")
+
+    def end(self, why: str) -> None:
+        """No token follows: bring out what the streams held back."""
+        if self.finish is None:
+            self.finish = why
+            text, found = self.stop.push(self.stream.finish())
+            self._say(text + self.stop.finish())
+
+    def _say(self, text: str) -> None:
+        self.text += text
+        if text:
+            self.show(text)
+
+
+def run_rows(
+    decoder: Decoder,
+    ids: Sequence[int],
+    rows: list[Continuation],
+    max_new: int,
+    top: int | None = None,
+    cached: int = 0,
+) -> Iterator[list[int]]:
+    """At most max_new tokens for every row after the prompt, each as soon as it is known; a row
+    that ended is no longer heard. With `top`, log-probabilities are kept beside the tokens."""
     for i in range(max_new):
-        token = decoder.start(prompt, seed) if i == 0 else decoder.next()
-        yield token
-        if token in eos_ids:
+        tokens = decoder.start(ids, cached) if i == 0 else decoder.next()
+        if top is not None:
+            found = logprobs_of(decoder.logits, decoder.token[:, 0], top)
+        for b, (row, token) in enumerate(zip(rows, tokens)):
+            if row.finish is None:
+                if top is not None:
+                    row.logprobs.append(logprob_entry(row.tokenizer, token, *(x[b] for x in found)))
+                row.push(token)
+        yield tokens
+        if all(row.finish for row in rows):
             return
+    for row in rows:
+        row.end("length")
+
+
+def logprob_entry(
+    tokenizer: Tokenizer, token: int, chosen: Tensor, best: Tensor, ids: Tensor
+) -> dict[str, Any]:
+    """A token, its log-probability under the model's own distribution, and the likeliest ones."""
+    named = lambda i, lp: {"token": i, "text": tokenizer.piece(i), "logprob": round(lp, 5)}
+    top = [named(i, lp) for i, lp in zip(ids.tolist(), best.tolist())]
+    return named(token, float(chosen)) | {"top": top}
+
+
+def score(
+    model: Transformer, ids: Sequence[int], window: int, top: int = 0
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Log-probabilities of ids[1:], each given what stands before it: logprobs_of, chunk by chunk.
+
+    A text longer than `window` goes in windows that overlap by half, and of each only the new half
+    counts: every token has at least half a window before it.
+    """
+    half = max(1, window // 2)
+    device, dtype = model.embed.weight.device, model.embed.weight.dtype
+    cache = KVCache(model.config, 1, min(window, len(ids)), dtype, device)
+    done = 1  # tokens that have their logprob, or need none
+    while done < len(ids):
+        begin = 0 if done == 1 else done - half
+        tokens = torch.tensor([ids[begin : begin + window]], device=device)
+        for first, hidden in hidden_chunks(model, tokens, cache):
+            known = tokens[0, first + 1 : first + 1 + hidden.shape[1]]
+            skip = max(0, done - begin - first - 1)
+            if skip < len(known):
+                logits = model.head(hidden[0, skip : len(known)])
+                yield logprobs_of(logits, known[skip:], top)
+        done = begin + tokens.shape[1]
 
 
 # --------------------------------------------------------------------------------------------------
-# The program
+# Conversation
 # --------------------------------------------------------------------------------------------------
+
+
+class Chat:
+    """A conversation over one cache: each turn prefills only what the cache does not hold.
+
+    With a chat template every turn is the whole conversation, rendered; without one, all the text
+    so far and the new line. The cache keeps the ids that were really generated, though the same
+    text might be tokenized otherwise: where the new text continues the old, only the rest of it is
+    tokenized (in its context). Where it does not (templates that rewrite earlier turns), the cache
+    is cut back to the longest common beginning.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        system: str | None = None,
+    ):
+        self.decoder, self.tokenizer, self.template, self.system = (
+            decoder,
+            tokenizer,
+            template,
+            system,
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.ids: list[int] = []  # prompt and reply of the last turn
+        self.text = ""  # what they say
+        self.turn = 0
+
+    def ids_for(self, line: str) -> tuple[str, list[int]]:
+        """The conversation with this line of the user's, as text and ids."""
+        if self.template is None:
+            text = self.text + line
+        else:
+            text = self.template.render([*self.messages, {"role": "user", "content": line}])
+        encode = partial(self.tokenizer.encode, bos=self.template is None)
+        whole = encode(text)
+        if self.text and text.startswith(self.text):
+            before = encode(self.text)
+            if whole[: len(before)] == before:
+                return text, self.ids + whole[len(before) :]
+        return text, whole
+
+    def ask(
+        self, line: str, how: Sampling, max_new: int, row: Continuation, limit: int
+    ) -> Iterator[int]:
+        """Generate the reply into `row`; yields at every token, and may be abandoned at any. First
+        yields how many ids the cache already held. ValueError if the conversation is too long."""
+        text, ids = self.ids_for(line)
+        if len(ids) >= limit:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens, and the cache holds {limit}; /reset "
+                "starts a new one, --context makes the cache larger"
+            )
+        held = min(self.decoder.used, len(self.ids), len(ids) - 1)  # one must run, for its logits
+        same = next((i for i in range(held) if ids[i] != self.ids[i]), held)
+        yield same
+        self.ids, self.text, self.turn = ids, text, self.turn + 1
+        self.decoder.sampler.admit(0, replace(how, seed=how.seed + self.turn - 1), ())
+        try:
+            for tokens in run_rows(
+                self.decoder, ids, [row], min(max_new, limit - len(ids)), cached=same
+            ):
+                yield tokens[0]
+        finally:  # also when Ctrl-C ended it
+            row.end("interrupted")
+            self._remember(line, row)
+
+    def _remember(self, line: str, row: Continuation) -> None:
+        self.messages += [
+            {"role": "user", "content": line},
+            {"role": "assistant", "content": row.text},
+        ]
+        ended = row.finish == "eos"
+        if self.template is None:  # an EOS would end more than this turn
+            self.ids, self.text = (
+                self.ids + row.tokens[: -1 if ended else None],
+                self.text + row.text,
+            )
+        else:  # a template writes it, by name
+            name = self.tokenizer.piece(row.tokens[-1]) if ended else ""
+            self.ids, self.text = self.ids + row.tokens, self.text + row.text + name
+        if row.finish == "stop":
+            self.text = ""  # the ids say more than the text: tokenize the next turn anew
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+# --------------------------------------------------------------------------------------------------
+
+SAMPLING_FLAGS = {
+    "temperature": (float, "0 is greedy"),
+    "top_k": (int, "draw from the k likeliest tokens; 0: from all"),
+    "top_p": (float, "draw from the likeliest that reach this probability"),
+    "min_p": (float, "draw from tokens with this share of the likeliest's probability"),
+    "repetition_penalty": (float, "divide the logits of tokens seen, in prompt or text; 1: off"),
+    "presence_penalty": (float, "subtract from the logits of tokens in the text"),
+    "frequency_penalty": (float, "subtract, times how often they are in the text"),
+    "min_new_tokens": (int, "no end of text before"),
+    "seed": (int, "same seed, same text"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = p.add_argument
+    add("prompt", nargs="?", help="text to continue; - or a pipe reads it from stdin")
+    add("--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help="Hugging Face folder")
+    add("--max-new-tokens", type=int, default=200)
+    defaults = {f.name: f.default for f in fields(Sampling)} | {"temperature": 0.8}
+    for name, (kind, text) in SAMPLING_FLAGS.items():
+        add(_flag(name), type=kind, default=defaults[name], help=text)
+    add("--logit-bias", metavar="ID:BIAS,...", default="", help="add to logits; -inf forbids")
+    add("--ignore-eos", action="store_true", help="an end of text ends nothing")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat")
+    add("--n", type=int, default=1, help="so many continuations; number i draws with seed + i")
+    add("--logprobs", type=int, metavar="K", help="with --json: log-probabilities, the K best too")
+    add("--chat", action="store_true", help="the prompt is a message, put into the chat template")
+    add("--interactive", action="store_true", help="a conversation; /reset and /quit")
+    add("--system", metavar="TEXT", help="with --chat or --interactive: the system message")
+    add("--context", type=int, help=f"with --interactive: tokens it may hold ({CHAT_CONTEXT})")
+    add("--score", type=Path, metavar="FILE", help="perplexity of this text, and nothing else")
+    add("--device", help="default: cuda if there is one, else cpu")
+    add("--dtype", choices=DTYPES, help="default: as stored (bf16 for --dummy)")
+    add("--compile", action="store_true", help="compile the decode step (CUDA graph on CUDA)")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    text = "N runs (5), no EOS stop, print medians"
+    add("--bench", nargs="?", type=int, const=5, metavar="N", help=text)
+    text = f"random weights of a config.json, or of {', '.join(CONFIGS)}"
+    add("--dummy", metavar="CONFIG", help=text)
+    add("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
+    return p
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """The command line; ValueError names a flag that is out of range."""
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    p.add_argument("prompt", nargs="?", help="text to continue; - or a pipe reads it from stdin")
-    p.add_argument(
-        "--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help="Hugging Face folder"
-    )
-    p.add_argument("--max-new-tokens", type=int, default=200)
-    p.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    p.add_argument(
-        "--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all"
-    )
-    p.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="draw from the likeliest that reach this probability",
-    )
-    p.add_argument("--seed", type=int, default=0, help="same seed, same text")
-    p.add_argument("--device", help="default: cuda if there is one, else cpu")
-    p.add_argument("--dtype", choices=DTYPES, help="default: as stored (bf16 for --dummy)")
-    p.add_argument(
-        "--compile", action="store_true", help="compile the decode step (CUDA graph on CUDA)"
-    )
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    p.add_argument(
-        "--bench",
-        nargs="?",
-        type=int,
-        const=5,
-        metavar="N",
-        help="N runs (5), no EOS stop, print medians",
-    )
-    p.add_argument(
-        "--dummy",
-        metavar="CONFIG",
-        help=f"random weights of a config.json, or of {', '.join(CONFIGS)}",
-    )
-    p.add_argument("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
-    args = p.parse_args(argv)
-    for flag, good, wanted in (
-        ("--max-new-tokens", args.max_new_tokens >= 1, "at least 1"),
-        ("--temperature", 0 <= args.temperature < float("inf"), "0 (greedy) or more"),
-        ("--top-k", args.top_k >= 0, "0 (all) or more"),
-        ("--top-p", 0 < args.top_p <= 1, "more than 0 and at most 1"),
-        ("--seed", 0 <= args.seed < 2**63, "from 0 to 2**63 - 1"),
-        ("--bench", args.bench is None or args.bench >= 1, "at least 1"),
-        ("--prompt-tokens", args.prompt_tokens is None or args.prompt_tokens >= 1, "at least 1"),
+    """The command line, with .how, its Sampling; ValueError names a flag that is out of range or
+    would be ignored."""
+    args = build_parser().parse_args(argv)
+    for name, good, wanted in (
+        ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
+        ("n", args.n >= 1, "at least 1"),
+        ("bench", args.bench is None or args.bench >= 1, "at least 1"),
+        ("prompt_tokens", args.prompt_tokens is None or args.prompt_tokens >= 1, "at least 1"),
+        ("context", args.context is None or args.context >= 2, "at least 2"),
+        ("logprobs", args.logprobs is None or args.logprobs >= 0, "0 or more"),
     ):
         if not good:
-            value = getattr(args, flag[2:].replace("-", "_"))
-            raise ValueError(f"{flag} must be {wanted}, not {value}")
+            raise ValueError(f"{_flag(name)} must be {wanted}, not {getattr(args, name)}")
+    if args.min_new_tokens > args.max_new_tokens:
+        raise ValueError(
+            f"--min-new-tokens {args.min_new_tokens} is more than --max-new-tokens "
+            f"{args.max_new_tokens}"
+        )
+    for name, good, needs in (
+        ("logprobs", args.json, "--json, which prints them"),
+        ("system", args.chat or args.interactive, "--chat or --interactive"),
+        ("context", args.interactive, "--interactive"),
+    ):
+        if getattr(args, name) is not None and not good:
+            raise ValueError(f"{_flag(name)} needs {needs}")
+    for mode, others in (
+        ("interactive", "prompt json bench prompt_tokens chat score logprobs dummy"),
+        ("score", "prompt bench prompt_tokens chat dummy stop compile"),
+        ("prompt_tokens", "prompt chat"),
+        ("bench", "stop logprobs"),
+    ):
+        clash = [o for o in others.split() if getattr(args, o) not in (None, False, [])]
+        if getattr(args, mode) not in (None, False) and clash:
+            other = "a prompt" if clash[0] == "prompt" else _flag(clash[0])
+            raise ValueError(f"{_flag(mode)} does not go together with {other}")
+    if args.interactive and args.n > 1:
+        raise ValueError("--interactive does not go together with --n")
+    args.how = read_sampling(args)
+    StopStrings(args.stop)
     return args
+
+
+def read_sampling(args: argparse.Namespace) -> Sampling:
+    """The Sampling that the flags say; ValueError names the flag."""
+    bias = {}
+    for entry in filter(None, args.logit_bias.split(",")):
+        try:
+            token, value = entry.split(":")
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise ValueError(f"--logit-bias must be ID:BIAS,..., not {entry!r}") from None
+    try:
+        return Sampling(**{name: getattr(args, name) for name in SAMPLING_FLAGS}, logit_bias=bias)
+    except ValueError as e:
+        name, _, rest = str(e).partition(" ")
+        raise ValueError(f"{_flag(name)} {rest}") from None
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -402,29 +557,22 @@ def dummy_model(name: str, device: torch.device, dtype: torch.dtype) -> Transfor
 
 
 def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer]:
-    """Model and tokenizer of --checkpoint, or of --dummy."""
+    """Model and tokenizer of --checkpoint, or of --dummy. ValueError if they do not fit."""
     if args.dummy is not None:
         model = dummy_model(args.dummy, device, DTYPES[args.dtype or "bf16"])
         return model, NoTokenizer(model.config.vocab_size)
     model = load_checkpoint(args.checkpoint, device, DTYPES[args.dtype] if args.dtype else None)
-    return model, load_tokenizer(args.checkpoint)
-
-
-def eos_ids(args: argparse.Namespace, config: ModelConfig) -> tuple[int, ...]:
-    """Every id that ends a text: config.json's, and generation_config.json's where there is one."""
-    path = args.checkpoint / "generation_config.json"
-    if args.bench or args.dummy:
-        return ()
-    if not path.exists():
-        return config.eos_ids
-    try:
-        more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as e:
-        raise ValueError(f"{path}: not a JSON object ({e}); copy it again") from None
-    more = [] if more is None else more if isinstance(more, list) else [more]
-    if not all(type(i) is int for i in more):
-        raise ValueError(f"{path}: eos_token_id must be an int or a list of ints, not {more!r}")
-    return config.eos_ids + tuple(more)
+    tokenizer, size = load_tokenizer(args.checkpoint), model.config.vocab_size
+    if tokenizer.vocab_size > size:
+        raise ValueError(
+            f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size "
+            f"in config.json is {size}; the two are not of one model"
+        )
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        if args.compile and not shutil.which(compiler):
+            raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
+    return model, tokenizer
 
 
 def prompt_text(args: argparse.Namespace) -> str:
@@ -440,37 +588,47 @@ def prompt_text(args: argparse.Namespace) -> str:
     return text
 
 
-def prompt_ids(
-    args: argparse.Namespace, text: str, tokenizer: Tokenizer, config: ModelConfig
-) -> list[int]:
-    """The prompt's token ids; ValueError if they do not fit the model."""
-    if args.prompt_tokens is None:
-        ids = tokenizer.encode(text)
-        n = len(ids)
-    else:
-        n = args.prompt_tokens
-    if n >= config.max_seq_len:
-        raise ValueError(
-            f"the prompt has {n} tokens, and the model's context (max_position_embeddings in "
-            f"config.json) is {config.max_seq_len}; shorten it to leave room for new ones"
-        )
-    if args.prompt_tokens is not None:
-        rng = torch.Generator().manual_seed(0)
-        ids = torch.randint(config.vocab_size, (n,), generator=rng).tolist()
-    if max(ids) >= config.vocab_size:
-        raise ValueError(
-            f"{args.checkpoint}: the tokenizer gives id {max(ids)}, but vocab_size in config.json "
-            f"is {config.vocab_size}; the two are not of one model"
-        )
-    return ids
-
-
 def stdin_is(kind: Callable[[int], bool]) -> bool:
     """Whether stdin is of that kind of file, by its mode."""
     try:
         return kind(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError, AttributeError):  # no stdin at all
         return False
+
+
+def prompt_ids(
+    args: argparse.Namespace, text: str, tokenizer: Tokenizer, config: ModelConfig
+) -> list[int]:
+    """The prompt's token ids; ValueError if they do not fit the model."""
+    if args.prompt_tokens is not None:
+        n = args.prompt_tokens
+    elif args.chat:
+        template = load_chat_template(args.checkpoint)
+        if template is None:
+            raise ValueError(f"--chat: {args.checkpoint} has no chat template; leave --chat out")
+        messages = [{"role": "system", "content": args.system}] if args.system else []
+        messages.append({"role": "user", "content": text})
+        ids = tokenizer.encode(template.render(messages), bos=False)
+        n = len(ids)
+    else:
+        ids = tokenizer.encode(text)
+        n = len(ids)
+    if n == 0:
+        raise ValueError("the prompt has no tokens; give some text")
+    if n >= config.context:
+        raise ValueError(
+            f"the prompt has {n} tokens, and the model's context (max_position_embeddings in "
+            f"config.json) is {config.context}; shorten it to leave room for new ones"
+        )
+    if args.prompt_tokens is not None:
+        rng = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (n,), generator=rng).tolist()
+    return ids
+
+
+# --------------------------------------------------------------------------------------------------
+# Speed
+# --------------------------------------------------------------------------------------------------
 
 
 def measured_bandwidth(device: torch.device) -> float:
@@ -499,26 +657,27 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass
 class Run:
-    """One run's tokens and times, seconds."""
+    """One run's times, seconds."""
 
-    tokens: list[int]
+    steps: int  # tokens of the longest row
     first: float  # prompt in, first token out
     rest: float  # all the tokens after the first
+    later: int  # tokens of all rows after the first step
     read: int  # bytes those steps read
 
 
-def run_once(tokens: Iterator[int], decoder: Decoder, show: Callable[[int], Any]) -> Run:
-    """Draw all the tokens, showing each, on the clock."""
+def clocked(steps: Iterable[list[int]], decoder: Decoder, rows: list[Continuation]) -> Run:
+    """Go through all the steps, on the clock."""
     start = time.perf_counter()
-    seen, first, read = [], 0.0, 0
-    for token in tokens:
-        if not seen:
+    n, first, read = 0, 0.0, 0
+    for _ in steps:
+        if n == 0:
             first = time.perf_counter() - start
         else:
-            read += decoder.bytes_per_token()
-        seen.append(token)
-        show(token)
-    return Run(seen, first, time.perf_counter() - start - first, read)
+            read += decoder.bytes_per_step()
+        n += 1
+    rest = time.perf_counter() - start - first
+    return Run(n, first, rest, sum(len(row.tokens) - 1 for row in rows), read)
 
 
 def facts_of(
@@ -528,15 +687,15 @@ def facts_of(
     med = lambda f: statistics.median(f(r) for r in runs)
     facts = {
         "prompt_tokens": prompt_tokens,
-        "new_tokens": len(runs[-1].tokens),
+        "new_tokens": runs[-1].steps,
         "load_seconds": load_seconds,
         "first_token_seconds": med(lambda r: r.first),
         "prefill_tokens_per_second": prompt_tokens / med(lambda r: r.first),
     }
-    if len(runs[-1].tokens) > 1:
+    if runs[-1].steps > 1:
         speed = med(lambda r: r.read / r.rest / 1e9)
         facts |= {
-            "tokens_per_second": med(lambda r: (len(r.tokens) - 1) / r.rest),
+            "tokens_per_second": med(lambda r: r.later / r.rest),
             "gigabytes_per_second": speed,
             "measured_gigabytes_per_second": bandwidth / 1e9,
             "bandwidth_share": speed * 1e9 / bandwidth,
@@ -560,69 +719,6 @@ def facts_line(f: dict[str, Any], where: str) -> str:
     return line
 
 
-def build_decoder(
-    args: argparse.Namespace, model: Transformer, prompt_tokens: int
-) -> tuple[Decoder, int]:
-    """A decoder with a cache as long as the run; how many new tokens the context has room for."""
-    max_new = min(args.max_new_tokens, model.config.max_seq_len - prompt_tokens)
-    if max_new < args.max_new_tokens:
-        print(
-            f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {max_new}, the end of "
-            f"the model's context of {model.config.max_seq_len}",
-            file=sys.stderr,
-        )
-    if model.embed.weight.device.type == "cpu":
-        compiler = os.environ.get("CXX", "g++")
-        if args.compile and not shutil.which(compiler):
-            raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
-        cpu.swap_linear_(model)
-    how = Sampling(args.temperature, args.top_k, args.top_p)
-    return Decoder(model, prompt_tokens + max_new, how, args.compile), max_new
-
-
-@torch.inference_mode()
-def generate(args: argparse.Namespace) -> None:
-    """Load, run, and report: what the command line asks for, in order."""
-    text = prompt_text(args)
-    begin = time.perf_counter()
-    device = pick_device(args.device)
-    model, tokenizer = load(args, device)
-    ids = prompt_ids(args, text, tokenizer, model.config)
-    decoder, max_new = build_decoder(args, model, len(ids))
-    stops = eos_ids(args, model.config)
-    prompt = torch.tensor([ids], device=device)
-    load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
-
-    pieces: list[str] = []
-    quiet = args.json or args.bench
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        if not quiet:
-            print(piece, end="", flush=True)
-
-    def once() -> Run:
-        pieces.clear()
-        stream = TextStream(tokenizer, ids)
-        tokens = generate_tokens(decoder, prompt, args.seed, max_new, stops)
-        run = run_once(tokens, decoder, lambda token: show(stream.push(token)))
-        show(stream.finish())
-        return run
-
-    if not quiet and args.prompt_tokens is None:
-        print(text, end="", flush=True)
-    if args.bench:
-        once()  # warm-up, not counted
-    runs = [once() for _ in range(args.bench or 1)]
-    if not quiet:
-        print()
-
-    facts = facts_of(runs, len(ids), load_seconds, measured_bandwidth(device))
-    if args.json:
-        print(json.dumps({"text": "".join(pieces), "tokens": runs[-1].tokens, **facts}))
-    print(facts_line(facts, device_name(device)), file=sys.stderr)
-
-
 def device_name(device: torch.device) -> str:
     """What the facts are about."""
     if device.type == "cuda":
@@ -630,9 +726,194 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
+# --------------------------------------------------------------------------------------------------
+# The modes
+# --------------------------------------------------------------------------------------------------
+
+
+def build_decoder(
+    args: argparse.Namespace, model: Transformer, max_len: int, eos: Sequence[int]
+) -> Decoder:
+    """A decoder with a cache of max_len tokens per row. ValueError names the flag."""
+    if model.embed.weight.device.type == "cpu":
+        cpu.swap_linear_(model)
+    top, V = args.logprobs, model.config.vocab_size
+    if top is not None and top > V:
+        raise ValueError(f"--logprobs must be at most the vocabulary's {V}, not {top}")
+    try:
+        return Decoder(model, max_len, args.how, args.n, eos, args.compile, top is not None)
+    except ValueError as e:
+        if not str(e).startswith("logit_bias"):
+            raise
+        raise ValueError(f"--logit-bias {str(e).partition(' ')[2]}") from None
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Continue a prompt, and report."""
+    text = "" if args.prompt_tokens is not None else prompt_text(args)
+    begin = time.perf_counter()
+    device = pick_device(args.device)
+    model, tokenizer = load(args, device)
+    ids = prompt_ids(args, text, tokenizer, model.config)
+    room = model.config.context - len(ids)
+    max_new = min(args.max_new_tokens, room)
+    if max_new < args.max_new_tokens:
+        print(
+            f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {max_new}, the end of "
+            f"the model's context of {model.config.context}",
+            file=sys.stderr,
+        )
+    free = args.ignore_eos or args.bench or args.dummy
+    eos = () if free else eos_ids(args.checkpoint, model.config.eos_ids)
+    decoder = build_decoder(args, model, len(ids) + max_new, eos)
+    load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
+
+    quiet = args.json or args.bench
+    # several texts at once cannot be shown as they come
+    show = partial(print, end="", flush=True) if not quiet and args.n == 1 else lambda text: None
+    continues = args.prompt_tokens is None and not args.chat  # a chat reply is a text of its own
+
+    def new_rows() -> list[Continuation]:
+        stream = lambda: TextStream(tokenizer, ids if continues else ())
+        return [
+            Continuation(tokenizer, stream(), StopStrings(args.stop), eos, show)
+            for _ in range(args.n)
+        ]
+
+    if continues and not quiet and args.n == 1:
+        print(text, end="", flush=True)
+    runs = []
+    for _ in range(args.bench + 1 if args.bench else 1):
+        rows = new_rows()
+        steps = run_rows(decoder, ids, rows, max_new, args.logprobs)
+        runs.append(clocked(steps, decoder, rows))
+    if args.bench:
+        del runs[0]  # the warm-up
+    facts = facts_of(runs, len(ids), load_seconds, measured_bandwidth(device))
+    report(args, text if continues else "", rows, facts)
+    print(facts_line(facts, device_name(device)), file=sys.stderr)
+
+
+def report(
+    args: argparse.Namespace, text: str, rows: list[Continuation], facts: dict[str, Any]
+) -> None:
+    """What is printed when all has come."""
+    samples = []
+    for row in rows:
+        samples.append({"text": row.text, "tokens": row.tokens, "finish_reason": row.finish})
+        if args.logprobs is not None:
+            samples[-1]["logprobs"] = row.logprobs
+    if args.json:
+        more = {"samples": samples} if args.n > 1 else {}
+        print(json.dumps(samples[0] | more | facts))
+    elif args.n > 1 and not args.bench:
+        for b, row in enumerate(rows):
+            print(f"{'=' * 20} {b + 1} of {args.n} {'=' * 20}\n{text}{row.text}")
+    elif not args.bench:
+        print()
+
+
+def score_file(args: argparse.Namespace) -> None:
+    """--score: how well the model predicts a text."""
+    try:
+        text = args.score.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"--score {args.score}: not UTF-8 text ({e.reason})") from None
+    device = pick_device(args.device)
+    model, tokenizer = load(args, device)
+    ids = tokenizer.encode(text)
+    if len(ids) < 2:
+        raise ValueError(f"--score {args.score}: too short to predict anything ({len(ids)} tokens)")
+    if device.type == "cpu":
+        cpu.swap_linear_(model)
+    total, entries, top = 0.0, [], args.logprobs
+    for chosen, best, best_ids in score(model, ids, model.config.context, top or 0):
+        total += chosen.double().sum().item()
+        for row in zip(chosen, best, best_ids) if top is not None else ():
+            token = ids[1 + len(entries)]
+            entries.append(logprob_entry(tokenizer, token, *row))
+    facts = {
+        "tokens": len(ids) - 1,
+        "nats_per_token": -total / (len(ids) - 1),
+        "perplexity": math.exp(min(700.0, -total / (len(ids) - 1))),
+        "bits_per_byte": -total / math.log(2) / len(text.encode()),
+    }
+    if args.json:
+        print(json.dumps(facts | ({"logprobs": entries} if top is not None else {})))
+    else:
+        print("\n".join(f"{name.replace('_', ' ')}: {value:.6g}" for name, value in facts.items()))
+
+
+def converse(args: argparse.Namespace) -> None:
+    """--interactive: a line in, a reply out. Ctrl-C stops the reply and not the program."""
+    device = pick_device(args.device)
+    model, tokenizer = load(args, device)
+    template = load_chat_template(args.checkpoint)
+    if template is None and args.system:
+        raise ValueError(f"--system: {args.checkpoint} has no chat template to put it into")
+    limit = min(args.context or CHAT_CONTEXT, model.config.context)
+    eos = () if args.ignore_eos else eos_ids(args.checkpoint, model.config.eos_ids)
+    decoder = build_decoder(args, model, limit, eos)
+    chat = Chat(decoder, tokenizer, template, args.system)
+    if template is None:
+        print("This checkpoint has no chat template: it continues your text.", file=sys.stderr)
+    print(f"{limit} tokens of context. /reset forgets, /quit leaves.", file=sys.stderr)
+    while (line := next_line()) is not None and line.strip() != "/quit":
+        if line.strip() == "/reset":
+            chat.reset()
+            print("forgotten", file=sys.stderr)
+        elif line:
+            try:
+                one_turn(args, chat, line, eos, limit)
+            except ValueError as e:
+                print(f"generate.py: {e}", file=sys.stderr)
+
+
+def next_line() -> str | None:
+    """A line of the user's; None at the end of input."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print("\n/quit leaves", file=sys.stderr)
+
+
+def one_turn(
+    args: argparse.Namespace, chat: Chat, line: str, eos: Sequence[int], limit: int
+) -> None:
+    """One reply, as it comes, then how much of its prompt the cache held already."""
+    show = partial(print, end="", flush=True)
+    start, held = time.perf_counter(), 0
+    prompt = () if chat.template is not None else chat.ids_for(line)[1]
+    stream = TextStream(chat.tokenizer, prompt)
+    row = Continuation(chat.tokenizer, stream, StopStrings(args.stop), eos, show)
+    steps = chat.ask(line, args.how, args.max_new_tokens, row, limit)
+    try:
+        held = next(steps)
+        for _ in steps:
+            pass
+    except KeyboardInterrupt:
+        steps.close()
+    print()
+    print(
+        f"[{len(chat.ids)} tokens, {held} of them from the cache, {len(row.tokens)} new in "
+        f"{time.perf_counter() - start:.2f} s{', interrupted' * (row.finish == 'interrupted')}]",
+        file=sys.stderr,
+    )
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace) -> None:
+    """The mode that the command line asks for."""
+    mode = converse if args.interactive else score_file if args.score is not None else generate
+    mode(args)
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
-        generate(parse_args(sys.argv[1:] if argv is None else argv))
+        run(parse_args(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as e:

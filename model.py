@@ -468,18 +468,19 @@ class KVCache:
         positions: Tensor,
         limit: int | None = None,
     ) -> Tensor:
-        """The attend hook: q (B, T, Hq, D), k and v (B, T, Hkv, D), positions (T,) or (B, T)."""
+        """The attend hook: q (B, T, Hq, D), k and v (B, T, Hkv, D), positions (T,) or (B, T). One
+        row of them is written to all rows of the cache: a prompt that they share."""
         slots = self.k[spec.index]  # (B, Hkv, S, D)
         _write(slots, positions, k if spec.latent is None else spec.latent)
         self.end.copy_(positions.max() + 1)
-        keys = slots[:, :, :limit].to(q.dtype)
+        keys = slots[: len(q), :, :limit].to(q.dtype)
         if spec.latent_dim is not None:
             values = keys[..., : spec.latent_dim]
         elif spec.expand is not None:
             keys, values = (t.transpose(1, 2) for t in spec.expand(keys.transpose(1, 2)))
         else:
             _write(self.v[spec.index], positions, v)
-            values = self.v[spec.index][:, :, :limit].to(q.dtype)
+            values = self.v[spec.index][: len(q), :, :limit].to(q.dtype)
         return dense_attention(
             spec, q, keys, values, positions, torch.arange(keys.shape[2], device=q.device)
         )

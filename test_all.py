@@ -11,9 +11,11 @@ of their own. The tests use no model but tiny random ones and the shipped checkp
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -31,11 +33,13 @@ from safetensors.torch import load_file, save_file
 import cpu
 import generate as G
 import model as M
+import sampling as S
+import tokenizer as K
 import train as T
 
 REPO = Path(__file__).resolve().parent
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
-SMALL, DRAFT = REPO / "checkpoints" / "small", REPO / "checkpoints" / "draft"
+SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))
 
 
 def tiny(**changes) -> M.ModelConfig:
@@ -98,6 +102,11 @@ def random_tokens(config: M.ModelConfig, *shape: int, seed: int = 1) -> torch.Te
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
+
+
+def transformers():
+    """The reference of families, tokenizers and templates."""
+    return pytest.importorskip("transformers", reason="pip install transformers==5.23.0")
 
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -383,13 +392,10 @@ FAMILIES = {
 def transformers_model(name: str):
     """A transformers model of the family: fp32, random weights large enough for mistakes to show,
     routing corrections that change choices."""
-    transformers = pytest.importorskip(
-        "transformers", reason="the reference; pip install transformers==5.23.0"
-    )
     kind, changes = FAMILIES[name]
-    config = getattr(transformers, f"{kind}Config")(**SHAPE | changes)
+    config = getattr(transformers(), f"{kind}Config")(**SHAPE | changes)
     torch.manual_seed(0)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    theirs = getattr(transformers(), f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for p in theirs.parameters():
             p.normal_(1.0 if p.dim() == 1 else 0.0, 0.15)
@@ -498,13 +504,13 @@ def test_attend_hook_of_latent_attention_is_plain_attention():
 def test_multi_token_prediction_equals_transformers(tmp_path):
     """The MTP layer is loaded, ignored by plain generation, and as a module gives the hidden states
     of transformers' own MTP model; two depths chain."""
-    transformers = pytest.importorskip("transformers", reason="the reference")
+    transformers()
     from transformers.modeling_layers import MtpModel
 
     ours = random_model(latent(n_mtp_layers=2))
     M.save_checkpoint(ours, tmp_path)
     assert M.load_checkpoint(tmp_path).config == ours.config
-    main = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    main = transformers().AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*", r"model\.layers\.4.*"]
     mtp = MtpModel.from_pretrained(main).eval()  # by those keys: it knows the 61-layer model alone
     tokens = random_tokens(ours.config, 1, 30)
@@ -548,14 +554,13 @@ def test_transformers_drops_the_mtp_layer_and_the_folder_still_loads(tmp_path):
 @pytest.mark.parametrize("kind", ["Glm", "Phi3"])
 def test_partial_rotary_in_both_layouts_equals_transformers(kind):
     """Half of each head rotated: interleaved pairs (GLM), and the half layout (Phi-3)."""
-    transformers = pytest.importorskip("transformers", reason="the reference")
-    config = getattr(transformers, f"{kind}Config")(
+    config = getattr(transformers(), f"{kind}Config")(
         **SHAPE | dict(pad_token_id=0),
         partial_rotary_factor=0.5,
         **{"Glm": dict(head_dim=16, attention_bias=True)}.get(kind, {}),
     )
     torch.manual_seed(0)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    theirs = getattr(transformers(), f"{kind}ForCausalLM")(config).eval()
     glm = kind == "Glm"
     ours = M.Transformer(
         tiny(dim=64, ffn_dim=80, rotary_dim=8, rope_interleaved=glm, qkv_bias=glm,
@@ -582,17 +587,21 @@ def test_partial_rotary_in_both_layouts_equals_transformers(kind):
 def test_alibi_equals_transformers_with_its_bias_as_a_mask(heads):
     """ALiBi == transformers' Llama with every position 0 (so nothing rotates) and the bias of
     BLOOM's own formula as an additive mask; cached decode equals the whole forward."""
-    transformers = pytest.importorskip("transformers", reason="the reference")
+    transformers()
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     ours = random_model(
         tiny(dim=96, n_heads=heads, n_kv_heads=2, alibi=True, norm_eps=1e-6, family="sheaf")
     )
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **SHAPE | dict(hidden_size=96, num_attention_heads=heads, head_dim=16)
+    theirs = (
+        transformers()
+        .LlamaForCausalLM(
+            transformers().LlamaConfig(
+                **SHAPE | dict(hidden_size=96, num_attention_heads=heads, head_dim=16)
+            )
         )
-    ).eval()
+        .eval()
+    )
     with torch.no_grad():
         names = {k: v for k, v in M.hf_tensors(ours).items()}
         theirs.load_state_dict(names)
@@ -679,9 +688,8 @@ def test_no_field_of_config_json_is_ignored_silently(field, tmp_path):
 )
 def test_family_fields_are_strict(family, field, value):
     """A value that a family's code here does not have is refused, and the field named."""
-    transformers = pytest.importorskip("transformers", reason="the reference")
     changes = next(c for k, c in FAMILIES.values() if k == family)
-    hf = getattr(transformers, f"{family}Config")(**SHAPE | changes).to_dict()
+    hf = getattr(transformers(), f"{family}Config")(**SHAPE | changes).to_dict()
     assert M.ModelConfig.from_hf(hf).to_hf()
     with pytest.raises(ValueError, match=field.replace("sliding_window", "sliding.window")):
         M.ModelConfig.from_hf(hf | {field: value})
@@ -1097,50 +1105,907 @@ def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# tokenizer.py
+# --------------------------------------------------------------------------------------------------
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+HOSTILE = {
+    "empty": "",
+    "space": " ",
+    "lone spaces": " x ",
+    "two leading spaces": "  def f(x):\n        return 'ß'  ",
+    "long runs": "a" + " " * 300 + "b" + "\n" * 40 + "\t" * 33 + " " * 17,
+    "code": "class A:\n\tdef f(self, x=1_000):\r\n\t\treturn {**x, 'y': x @ 2} != None\r\n\r\n",
+    "scripts": "naïve Ünïcode, Привет мир, 日本語テキスト, שלום, مرحبا, हिन्दी, ไทย, 한국어",
+    "combining": "e\u0301 a\u0308\u0304 Z\u0351\u036b q\u0307\u0323 \u1e9b\u0323 e\u0301! \xe9!",
+    "emoji": "🦙🏽 👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪🇯🇵 1️⃣ ☕️",
+    "odd characters": "\0 a\0b \u200b\u200d\ufeff\u2028\u00a0\u3000 \U0010fffd \x7f\x85",
+    "marks": f"\u2581 a\u2581\u2581b Ġ Ċ Ã {UNKNOWN} {UNKNOWN}{UNKNOWN}",
+    "spelled bytes": "<0x41><0xE2> <0x0A>",
+    "special": "<s>hi</s> there<s><s> </s>x <unk> <|begin|>a<|end|><|end|> b <|begin",
+    "added": "<tool>x</tool> [PAD] <tool> y <mask>  z <mask>z <think>\n</think> <｜tool end｜> y",
+    "ligatures": "ﬁne ﬀ ① ｆｕｌｌ ² Ⅷ",
+    "numbers": "3.14159 1000000 0x7fff 1e-9 ١٢٣",
+    "contractions": "I'm you're WE'LL don't 'tis o'clock",
+}
+
+
+def hostile_corpus() -> list[str]:
+    """Code and hostile texts: some of the characters have pieces, some fall back to bytes."""
+    return [(REPO / name).read_text(encoding="utf-8") for name in ("cpu.py", "train.py")] + [
+        text for name, text in HOSTILE.items() if name not in ("emoji", "special", "added", "marks")
+    ]
+
+
+def write_json(folder: Path, **files) -> Path:
+    """A folder of JSON files, by their names without .json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    return folder
+
+
+# ---- Folders as they are found in the world ----
+
+
+def sentencepiece_model(**changes) -> bytes:
+    """As Llama 2's: BPE, byte fallback, no normalization, a space before the first word."""
+    import sentencepiece
+
+    options = dict(
+        model_type="bpe",
+        vocab_size=900,
+        byte_fallback=True,
+        character_coverage=0.995,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    out = io.BytesIO()
+    lines = (t[i : i + 4000] for t in hostile_corpus() for i in range(0, len(t), 4000))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=out, **options | changes
+    )
+    return out.getvalue()
+
+
+def llama2_json(model: bytes):
+    """The tokenizer.json Llama 2 comes with, made of the pieces of its tokenizer.model."""
+    import sentencepiece
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+    merges = [
+        (vocab[piece], len(piece[:i]), piece[:i], piece[i:])
+        for piece in vocab
+        for i in range(1, len(piece))
+        if piece[:i] in vocab and piece[i:] in vocab
+    ]
+    tk = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[(left, right) for _, _, left, right in sorted(merges)],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tk.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tk.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tk.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    tk.add_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
+    return tk
+
+
+def byte_level_json(bos: str | None = None, **model):
+    """As Llama 3's and Qwen's: byte-level BPE behind a regular expression."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers import pre_tokenizers, processors, trainers
+
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tk = Tokenizer(models.BPE(**model))
+    if bos is None:
+        tk.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tk.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(words), "isolated"), byte_level]
+    )
+    tk.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    tk.train_from_iterator(hostile_corpus(), trainer)
+    tk.add_special_tokens(["<|begin|>", "<|end|>", "<|pad|>"])
+    plain = ["<think>", "<｜tool end｜>"]  # the second in characters that stand for no byte
+    tk.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    if bos is not None:
+        template = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, tk.token_to_id(bos))],
+        )
+        tk.post_processor = processors.Sequence([processors.ByteLevel(), template])
+    return tk
+
+
+def saved(tk, folder: Path, **files) -> Path:
+    write_json(folder, **files)
+    tk.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+LLAMA = {"model_type": "llama"}
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+LLAMA2 = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False, **NAMES}
+QWEN = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|end|>"}
+
+
+def declared(content: str, **flags) -> dict:
+    """A token of tokenizer_config.json's added_tokens_decoder."""
+    off = dict.fromkeys(("special", "normalized", "lstrip", "rstrip", "single_word"), False)
+    return {"content": content} | off | flags
+
+
+ADDED = {
+    "0": declared("<unk>", special=True),
+    "1": declared("<s>", special=True),
+    "2": declared("</s>", special=True),
+    "N": declared("[PAD]"),  # special all the same, for it is the pad_token
+    "N+1": declared("<tool>"),
+    "N+2": declared("</tool>", rstrip=True),
+    "N+3": declared("<mask>", lstrip=True, special=True),
+    "N+4": declared("<think>", single_word=True),
+    "N+5": declared("<tool>x"),
+}
+
+
+@pytest.fixture(scope="module")
+def text_folders(tmp_path_factory) -> dict[str, Path]:
+    """Hugging Face folders with a tokenizer.json, in the shapes that models are published in."""
+    root = tmp_path_factory.mktemp("text")
+    model = sentencepiece_model()
+    llama2, llama3 = llama2_json(model), byte_level_json("<|begin|>", ignore_merges=True)
+    size = llama2.get_vocab_size()
+    added = {(str(size + int(k[1:] or 0)) if "N" in k else k): v for k, v in ADDED.items()}
+    llama3_config = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    saved(
+        llama3,
+        root / "llama3",
+        config=LLAMA,
+        tokenizer_config=llama3_config | {"tokenizer_class": "PreTrainedTokenizerFast"},
+    )
+    qwen = byte_level_json()
+    changed = {str(qwen.token_to_id("<think>")): declared("<think>", special=True, rstrip=True)}
+    qwen_config = QWEN | {"added_tokens_decoder": changed}
+    saved(qwen, root / "qwen", config=LLAMA, tokenizer_config=qwen_config)
+    deepseek = llama3_config | {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
+    saved(byte_level_json(), root / "deepseek", config=LLAMA, tokenizer_config=deepseek)
+    saved(
+        qwen,
+        root / "older files",
+        added_tokens={"e\u0301!": qwen.get_vocab_size()},  # to be found in normalized text
+        tokenizer_config={"extra_special_tokens": ["[PAD]", "<tool>"]},
+        special_tokens_map={
+            "eos_token": declared("<|end|>"),
+            "pad_token": "<mask>",
+            "additional_special_tokens": ["</tool>"],
+        },
+    )
+    saved(llama3, root / "no config")
+    for name, changes, config in (
+        ("llama2", {}, LLAMA),
+        ("llama2 without config.json", {}, {}),
+        ("llama2 legacy", {"legacy": True}, LLAMA),
+        ("llama2 no prefix", {"add_prefix_space": False}, LLAMA),
+        ("llama2 added", {"added_tokens_decoder": added, "pad_token": "[PAD]"}, LLAMA),
+        ("llama2 older", {"legacy": None, "unk_token": None}, LLAMA),
+        ("mistral", {"legacy": True}, {"model_type": "mistral"}),
+        ("llama2 other class", {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA),
+    ):
+        files = {"tokenizer_config": LLAMA2 | changes} | ({"config": config} if config else {})
+        if name == "llama2 older":
+            files["added_tokens"] = {"</tool>": size + 1, "<tool>": size, "[PAD]": size + 2}
+            files["special_tokens_map"] = {"pad_token": declared("[PAD]"), "unk_token": "<unk>"}
+        saved(llama2, root / name, **files)
+        write_json(root / name / "sentencepiece", **files)
+        (root / name / "sentencepiece" / "tokenizer.model").write_bytes(model)
+    return {path.name: path for path in root.iterdir()}
+
+
+JSON_FOLDERS = ["llama3", "qwen", "deepseek", "older files", "no config", "llama2"]
+JSON_FOLDERS += ["llama2 without config.json", "llama2 legacy", "llama2 no prefix", "llama2 added"]
+JSON_FOLDERS += ["llama2 older", "mistral", "llama2 other class"]
+PIECE_FOLDERS = ["llama2", "llama2 without config.json", "llama2 legacy", "llama2 no prefix"]
+PIECE_FOLDERS += ["llama2 added", "llama2 older"]
+
+
+def same_as(theirs, ours: K.Tokenizer) -> None:
+    """Ids, with and without what goes around a text, and the text back, for every hostile text."""
+    assert ours.vocab_size == len(theirs)
+    for name, text in HOSTILE.items():
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), name
+        assert ours.encode(text, bos=False) == theirs.encode(text, add_special_tokens=False), name
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), name
+
+
+@pytest.mark.parametrize("name", JSON_FOLDERS)
+def test_tokenizer_json_equals_transformers(text_folders, name):
+    """tokenizer.json: ids and text of AutoTokenizer, special and added tokens in the text too."""
+    theirs = transformers().AutoTokenizer.from_pretrained(text_folders[name])
+    same_as(theirs, K.load_tokenizer(text_folders[name]))
+
+
+@pytest.mark.parametrize("name", PIECE_FOLDERS)
+def test_tokenizer_model_equals_transformers(text_folders, name):
+    """tokenizer.model alone: the ids of AutoTokenizer on the tokenizer.json of the same pieces."""
+    theirs = transformers().AutoTokenizer.from_pretrained(text_folders[name])
+    same_as(theirs, K.load_tokenizer(text_folders[name] / "sentencepiece"))
+
+
+@pytest.mark.parametrize("name", PIECE_FOLDERS)
+def test_tokenizer_model_equals_transformers_on_the_same_folder(text_folders, name):
+    """The same with transformers reading tokenizer.model itself, for which it needs protobuf."""
+    pytest.importorskip("google.protobuf", reason="transformers reads tokenizer.model with it")
+    folder = text_folders[name] / "sentencepiece"
+    theirs = transformers().AutoTokenizer.from_pretrained(folder)
+    same_as(theirs, K.load_tokenizer(folder))
+
+
+def test_random_ids_decode_as_in_transformers(text_folders):
+    """Byte-level ids in any order, broken characters included, give transformers' text."""
+    rng = random.Random(0)
+    for name in ("llama3", "qwen"):
+        theirs = transformers().AutoTokenizer.from_pretrained(text_folders[name])
+        ours = K.load_tokenizer(text_folders[name])
+        for _ in range(50):
+            ids = [rng.randrange(ours.vocab_size) for _ in range(60)]
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_the_shipped_tokenizer_is_sentencepiece_itself(tmp_path):
+    """BOS, then the pieces; without tokenizer_config.json the model's own rules hold, the space
+    before the first word and the removal of others included."""
+    import sentencepiece
+
+    for model in (
+        (SMALL / "tokenizer.model").read_bytes(),
+        sentencepiece_model(),
+        sentencepiece_model(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True),
+    ):
+        (tmp_path / "tokenizer.model").write_bytes(model)
+        sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+        ours = K.load_tokenizer(tmp_path)
+        for name in HOSTILE.keys() - {"special", "added"}:
+            assert ours.encode(HOSTILE[name]) == [1] + sp.encode(HOSTILE[name]), name
+            assert ours.encode(HOSTILE[name], bos=False) == sp.encode(HOSTILE[name]), name
+            ids = sp.encode(HOSTILE[name])
+            assert ours.decode(ids) == sp.decode(ids), name
+        assert (
+            ours.encode("a</s> b", bos=False)
+            == sp.encode("a") + [2] + ours.encode("<s> b", bos=False)[1:]
+        )
+
+
+def test_bos_and_eos_rules_of_tokenizer_model(tmp_path):
+    """tokenizer_config.json's add_bos_token and add_eos_token, else the model's own BOS."""
+    (tmp_path / "tokenizer.model").write_bytes((SMALL / "tokenizer.model").read_bytes())
+    for config, around in (
+        ({}, ([1], [])),
+        ({"add_bos_token": False}, ([], [])),
+        ({"add_bos_token": True, "add_eos_token": True}, ([1], [2])),
+        ({"add_eos_token": True, "eos_token": "<s>"}, ([1], [1])),
+        ({"add_bos_token": True, "bos_token": "<new>"}, ([4096], [])),
+    ):
+        write_json(tmp_path, tokenizer_config=config)
+        tokenizer = K.load_tokenizer(tmp_path)
+        inner = tokenizer.encode("def f", bos=False)
+        assert tokenizer.encode("def f") == [*around[0], *inner, *around[1]], config
+        assert tokenizer.vocab_size == 4096 + (around[0] == [4096])
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(bos_id=-1))
+    (tmp_path / "tokenizer_config.json").unlink()
+    tokenizer = K.load_tokenizer(tmp_path)
+    assert tokenizer.encode("a") == tokenizer.encode("a", bos=False)
+
+
+def test_ids_past_the_vocabulary_and_special_ones_are_no_text(text_folders, tmp_path):
+    """A padded embedding has ids that no token has, a declared id may leave a gap: skipped."""
+    gap = tmp_path / "gap"
+    write_json(gap, tokenizer_config={"added_tokens_decoder": {"5000": declared("<new>")}})
+    shutil.copy(SMALL / "tokenizer.model", gap)
+    tokenizer = K.load_tokenizer(gap)
+    assert tokenizer.vocab_size == 5001 and tokenizer.encode("<new>") == [1, 5000]
+    assert tokenizer.decode([4500, 5000, 4999]) == "<new>" and tokenizer.piece(4500) == "<4500>"
+    for folder in (
+        text_folders["llama3"],
+        text_folders["llama2 added"] / "sentencepiece",
+        SMALL,
+        gap,
+    ):
+        tokenizer = K.load_tokenizer(folder)
+        ids = tokenizer.encode("hi there")
+        past = [tokenizer.vocab_size, tokenizer.vocab_size + 7, 10**9]
+        assert tokenizer.decode([*past, *ids, *past]) == "hi there"
+        assert tokenizer.piece(past[0]) == f"<{past[0]}>"
+
+
+def test_pieces_for_display(text_folders):
+    """A piece is the text it stands for; special tokens show their names, half characters bytes."""
+    for folder in (
+        text_folders["llama3"],
+        text_folders["llama2"],
+        text_folders["llama2"] / "sentencepiece",
+    ):
+        tokenizer = K.load_tokenizer(folder)
+        ids = tokenizer.encode(" def f():\n  return '🦙'")
+        pieces = [tokenizer.piece(i) for i in ids]
+        assert pieces[0] in ("<|begin|>", "<s>")
+        assert "".join(pieces[1:]).replace("<0xF0><0x9F><0xA6><0x99>", "🦙") in (
+            " def f():\n  return '🦙'"
+        )
+
+
+def test_no_tokenizer_shows_numbers():
+    """Random weights: bytes in, ids out."""
+    tokenizer = K.NoTokenizer(100)
+    assert tokenizer.encode("aé") == [97, 0xC3 % 100, 0xA9 % 100]
+    assert tokenizer.decode([5, 7]) == "<5><7>" and tokenizer.piece(5) == "<5>"
+
+
+# ---- Streams ----
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen", "llama2", "llama2 no prefix", "mistral", "sentencepiece", "shipped"]
+)
+def test_text_stream_equals_decode_of_the_whole(text_folders, name):
+    """Token by token, every prefix of every hostile text is shown as far as its characters are
+    whole, and U+FFFD is only shown where the text has one."""
+    inside = {"sentencepiece": text_folders["llama2"] / "sentencepiece", "shipped": SMALL}
+    tokenizer = K.load_tokenizer(inside[name] if name in inside else text_folders[name])
+    for text in HOSTILE.values():
+        ids = tokenizer.encode(text)
+        whole = tokenizer.decode(ids)
+        stream, shown = K.TextStream(tokenizer), ""
+        for token in ids:
+            shown += stream.push(token)
+            assert whole.startswith(shown)
+        assert shown == whole and stream.finish() == ""
+        for cut in range(len(ids)):  # a prompt, and its reply
+            stream = K.TextStream(tokenizer, ids[:cut])
+            reply = "".join(map(stream.push, ids[cut:])) + stream.finish()
+            assert whole.endswith(reply)
+            if not tokenizer.decode(ids[:cut]).endswith(UNKNOWN):
+                assert tokenizer.decode(ids[:cut]) + reply == whole
+
+
+def test_a_character_is_shown_with_its_last_byte(text_folders):
+    """Four bytes of an emoji in four tokens: nothing, nothing, nothing, the emoji; then at once."""
+    for folder in (text_folders["llama2"], text_folders["llama2"] / "sentencepiece"):
+        tokenizer = K.load_tokenizer(folder)
+        byte = [tokenizer.encode("🦙", bos=False)[-4:], tokenizer.encode("a", bos=False)[-1:]]
+        stream = K.TextStream(tokenizer, tokenizer.encode("x"))
+        assert [stream.push(i) for i in byte[0] + byte[0]] == ["", "", "", "🦙"] * 2
+        assert [stream.push(i) for i in byte[0][:2]] == ["", ""]  # cut off by a word
+        assert stream.push(byte[1][0]).startswith(UNKNOWN) and stream.finish() == ""
+        stream.push(byte[0][0])
+        assert stream.finish() == UNKNOWN
+
+
+def test_a_reply_keeps_its_leading_space_only_after_a_prompt(text_folders):
+    """Sentencepiece writes the space before a word into the word's piece."""
+    for folder in (text_folders["llama2"], text_folders["llama2"] / "sentencepiece"):
+        tokenizer = K.load_tokenizer(folder)
+        bos, *reply = tokenizer.encode("return x")
+        for prompt, text in (([], "return x"), ([bos], "return x"), ([bos, *reply], " return x")):
+            stream = K.TextStream(tokenizer, prompt)
+            assert "".join(map(stream.push, reply)) + stream.finish() == text
+
+
+def first_stop(text: str, stop: list[str]) -> int | None:
+    """Where the text is to be cut: brute force."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(s) for s in stop if text[:end].endswith(s)]
+        if starts:
+            return min(starts)
+    return None
+
+
+def test_stop_strings_equal_brute_force_however_the_text_is_cut():
+    """What is shown after each push is all the text but what could still become a stop string."""
+    rng = random.Random(0)
+    for _ in range(3000):
+        stop = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 3))]
+        text = "".join(rng.choices("abc", k=rng.randint(0, 20)))
+        stops, shown, seen, found = K.StopStrings(stop), "", "", False
+        while len(seen) < len(text) and not found:
+            part = text[len(seen) : len(seen) + rng.randint(0, 6)]
+            new, found = stops.push(part)
+            seen, shown = seen + part, shown + new
+            cut = first_stop(seen, stop)
+            assert found == (cut is not None)
+            held = [n for n in range(len(seen) + 1) if any(s.startswith(seen[n:]) for s in stop)]
+            assert shown == seen[: min(held, default=len(seen)) if cut is None else cut]
+        shown += stops.finish()
+        assert shown == text[: first_stop(text, stop) if found else len(text)]
+        if found:
+            assert stops.push("more") == ("", True) and stops.finish() == ""
+
+
+def test_stop_strings_refuse_an_empty_one():
+    """An empty stop string would stop before the first character; a bare string is a mistake."""
+    for stop in ([""], ["a", ""], "abc", [1]):
+        with pytest.raises(ValueError, match="stop must be"):
+            K.StopStrings(stop)
+
+
+# ---- Chat templates ----
+
+CHATML_CHAT = """\
+{%- if messages[0]['role'] != 'system' %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- if tools %}
+    {{- '# Tools\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- tools | tojson(indent=2) }}
+{%- endif %}
+{%- set ns = namespace(last=messages|length - 1, seen='') %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if message.role == "user" and message.content is string %}
+        {%- set ns.last = index %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "tool" and loop.previtem is undefined %}{%- continue %}{%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.reasoning_content is defined %}
+        {{- '<think>' + message.reasoning_content + message.thinking + '</think>' }}
+    {%- endif %}
+    {%- if message.role == 'assistant' and '</think>' in message.content %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {{- content if loop.index0 < ns.last else message.content }}
+    {%- else %}
+        {{- message.content | trim }}
+    {%- endif %}
+    {{- '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+LLAMA2_CHAT = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+LLAMA3_CHAT = """\
+{{- bos_token }}
+{%- if custom_tools is defined %}
+    {%- set tools = custom_tools %}
+{%- endif %}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {{- '{"name": "' + message.tool_calls[0].name + '"}' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL_CHAT = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {%- generation %}{{- " " + message["content"]|trim + eos_token}}{%- endgeneration %}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported, not " + message.role) }}
+    {%- endif %}
+{%- endfor %}
+{{- user_messages | length }} {{ unk_token }}{{ sep_token }}
+"""
+DEEPSEEK_CHAT = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
+    "{% endif %}"
+    "{% set ns = namespace(is_first=false, is_tool=false, system_prompt='', self=1) %}"
+    "{%- for message in messages %}{%- if message['role'] == 'system' %}"
+    "{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}"
+    "{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}"
+    "{%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}"
+    "{{'<｜User｜>' + message['content']}}{%- endif %}"
+    "{%- if message['role'] == 'assistant' and message['content'] is not none %}"
+    "{% set content = message['content'] %}{% if '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>'}}{%- endif %}{%- endfor -%}"
+    "{% set extra = dict(a=1, b=[1, 'ü<']) %}{{ extra | tojson }}{{ dict.fromkeys(['k']) }}"
+    "{% if add_generation_prompt and not ns.is_tool %}{{'<｜Assistant｜><think>\\n'}}{% endif %}"
+)
+PLAIN = """\
+{% for message in messages %}
+    {% if message.role != "tool" %}
+  {{ message.role }}: {{ message.content }}
+    {% endif %}
+  {# a comment #}
+{% endfor %}
+"""
+TEMPLATES = {
+    "plain": PLAIN,
+    "chatml": CHATML_CHAT,
+    "llama2": LLAMA2_CHAT,
+    "llama3": LLAMA3_CHAT,
+    "mistral": MISTRAL_CHAT,
+    "deepseek": DEEPSEEK_CHAT,
+    "list": [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "tools: {{ tools | tojson }}{{ messages[0].content }}"},
+        {"name": "rag", "template": "{% if %}"},
+    ],
+}
+
+
+def message(role: str, content: str | None) -> dict:
+    return {"role": role, "content": content}
+
+
+CHATS = [
+    [message("user", "  hi 🦙 <b>&'\"\n")],
+    [message("system", "Be brief."), message("user", "1 < 2?")],
+    [
+        message("user", "a"),
+        message("assistant", "<think>\nhm\n</think>\n\nb "),
+        message("user", "<s>{{ c }}{% d %}"),
+    ],
+    [message("user", "a"), message("assistant", "b") | {"tool_calls": None, "reasoning": "c"}],
+    [
+        message("user", "a"),
+        message("assistant", None) | {"tool_calls": [{"name": "f"}]},
+        message("tool", "3"),
+    ],
+]
+TOOLS = [{"type": "function", "function": {"name": "fü", "parameters": {"a": "<b>"}}}]
+
+
+def template_folder(folder: Path, template, **more) -> Path:
+    """A folder with no tokenizer to speak of, for it is not the text's business."""
+    from tokenizers import Tokenizer, models
+
+    config = NAMES | {"sep_token": declared("<sep>") | {"__type": "AddedToken"}}
+    tk = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    return saved(tk, folder, tokenizer_config=config | {"chat_template": template} | more)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_equal_transformers(tmp_path, name):
+    """Every template on every conversation: the same text, or refused by both."""
+    import jinja2
+
+    folder = template_folder(tmp_path, TEMPLATES[name])
+    theirs = transformers().AutoTokenizer.from_pretrained(folder)
+    ours = K.load_chat_template(folder)
+    rendered = 0
+    for messages in CHATS:
+        for prompt in (True, False):
+            for more in ({}, {"tools": TOOLS}, {"enable_thinking": False, "eos_token": "!"}):
+                arguments = dict(add_generation_prompt=prompt, **more)
+                try:
+                    expected = theirs.apply_chat_template(messages, tokenize=False, **arguments)
+                except jinja2.TemplateError:
+                    with pytest.raises(ValueError, match="chat template"):
+                        ours.render(messages, **arguments)
+                    continue
+                assert ours.render(messages, **arguments) == expected
+                rendered += 1
+    assert rendered >= 12
+
+
+def test_where_a_chat_template_stands(tmp_path):
+    """chat_template.jinja before tokenizer_config.json; a folder without one has none."""
+    folder = template_folder(tmp_path, "old {{ messages[0].content }}")
+    assert K.load_chat_template(folder).render(CHATS[0]) == "old " + CHATS[0][0]["content"]
+    (folder / "chat_template.jinja").write_text("new{{ bos_token }}\n")
+    theirs = transformers().AutoTokenizer.from_pretrained(folder)
+    assert K.load_chat_template(folder).render(CHATS[0]) == "new<s>"
+    assert theirs.apply_chat_template(CHATS[0], tokenize=False) == "new<s>"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].type }}")
+    assert K.load_chat_template(folder).render(CHATS[0], tools=TOOLS) == "function"
+    assert K.load_chat_template(write_json(tmp_path / "none", tokenizer_config=NAMES)) is None
+
+
+def test_special_tokens_of_the_older_file(tmp_path):
+    """special_tokens_map.json gives a template its bos_token and its like too."""
+    folder = write_json(
+        tmp_path,
+        tokenizer_config={"chat_template": "{{ bos_token }}{{ eos_token }}{{ image_token }}"},
+        special_tokens_map={"bos_token": declared("<b>"), "eos_token": "<e>", "image_token": "<i>"},
+    )
+    assert K.load_chat_template(folder).render(CHATS[0]) == "<b><e><i>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='system') }}",
+        "{{ dict.update(messages[0], role='system') }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages | attr('__class__') }}",
+        "{{ messages | map(attribute='__class__') | list }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ namespace(__class__=1) }}",
+        "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
+        "{{ namespace.__init__ }}",
+        "{% generation %}{{ self.__init__ }}{% endgeneration %}",
+        "{{ messages['__class__'] }}",
+    ],
+)
+def test_the_sandbox_holds(tmp_path, template):
+    """A template that reaches for Python's internals, or would change the messages, is refused."""
+    ours = K.load_chat_template(template_folder(tmp_path, template))
+    messages = [message("user", "a")]
+    with pytest.raises(ValueError, match="sandbox") as e:
+        ours.render(messages)
+    assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
+    assert messages == [message("user", "a")]
+
+
+# ---- Bad input ----
+
+
+def error_of(f, *args, **kwargs) -> str:
+    """The one line of the ValueError."""
+    with pytest.raises(ValueError) as e:
+        f(*args, **kwargs)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{% if %}", ["line 1", "does not compile", "mend"]),
+        ("a\n{{ x | no_such_filter }}", ["line 2", "no_such_filter"]),
+        ("{{ " + "(" * 5000, ["does not compile"]),
+        ("{{ raise_exception('no\nsystem role') }}", ["refuses", "no system role"]),
+        ("{{ 1 + 'a' }}", ["TypeError"]),
+        ("{{ messages[0].content.nothing.more }}", ["UndefinedError", "nothing"]),
+        ("{{ range(10 ** 9) | list }}", ["OverflowError"]),
+        ([{"name": "rag", "template": ""}], ["default", "rag"]),
+        ([{"name": "default"}], ["chat_template must be"]),
+        (7, ["chat_template must be"]),
+    ],
+)
+def test_bad_chat_templates(tmp_path, template, words):
+    """Each is one line with the file and what is wrong."""
+    folder = template_folder(tmp_path, template)
+    error = error_of(lambda: K.load_chat_template(folder).render(CHATS[0]))
+    for word in [str(folder / "tokenizer_config.json"), *words]:
+        assert word in error
+
+
+def test_bad_messages_and_template_files(tmp_path):
+    """No messages, messages that are no objects, a template that is not text."""
+    ours = K.load_chat_template(template_folder(tmp_path, "x"))
+    for messages in ([], ["hi"], [None]):
+        assert "messages must be" in error_of(ours.render, messages)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    error = error_of(K.load_chat_template, tmp_path)
+    assert "chat_template.jinja" in error and "UTF-8" in error
+
+
+PIECES = (SMALL / "tokenizer.model").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "file, data, words",
+    [
+        ("tokenizer.model", b'{"version": "1.0"}', ["JSON", "tokenizer.json"]),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\nIw== 2\n", ["tiktoken", "Meta", "tokenizer.json"]),
+        ("tokenizer.model", PIECES[:30000], ["cut short", "copy it again"]),
+        ("tokenizer.model", PIECES[:-1], ["cut short"]),
+        ("tokenizer.model", b"", ["empty"]),
+        (
+            "tokenizer.model",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+            ["git lfs pull"],
+        ),
+        ("tokenizer.json", b'{"model_type": "llama"}', ["JSON of another kind"]),
+        ("tokenizer.json", b"[]", ["JSON of another kind"]),
+        ("tokenizer.json", b'{"version": "1.0", "mod', ["cut short"]),
+        ("tokenizer.json", PIECES[:1000], ["copy it again"]),
+        ("tokenizer.json", b"", ["empty"]),
+    ],
+)
+def test_a_file_that_is_not_a_tokenizer(tmp_path, file, data, words):
+    """The error names the file, what it is and the mend."""
+    (tmp_path / file).write_bytes(data)
+    error = error_of(K.load_tokenizer, tmp_path)
+    for word in [str(tmp_path / file), *words]:
+        assert word in error
+
+
+BAD_FIELDS = [
+    ("tokenizer_config", b"{", ["cut short"]),
+    ("tokenizer_config", b"[1]", ["not a JSON object"]),
+    ("tokenizer_config", b"\xff", ["copy it again"]),
+    ("tokenizer_config", b"[" * 100_000, ["tokenizer_config.json"]),
+    ("tokenizer_config", {"add_bos_token": "yes"}, ["add_bos_token", "true or false"]),
+    ("tokenizer_config", {"bos_token": 3}, ["bos_token", "string"]),
+    ("tokenizer_config", {"bos_token": {"text": "<s>"}}, ["bos_token", "content"]),
+    ("tokenizer_config", {"added_tokens_decoder": ["<s>"]}, ["added_tokens_decoder"]),
+    ("tokenizer_config", {"added_tokens_decoder": {"a": "<s>"}}, ["added_tokens_decoder", "ids"]),
+    ("tokenizer_config", {"added_tokens_decoder": {"3": 4}}, ["added_tokens_decoder: 3"]),
+    ("tokenizer_config", {"additional_special_tokens": "<s>"}, ["additional_special_tokens"]),
+    ("tokenizer_config", {"extra_special_tokens": [1]}, ["extra_special_tokens"]),
+    ("tokenizer_config", {"extra_special_tokens": {"a_token": 1}}, ["a_token"]),
+    ("special_tokens_map", b"", ["empty"]),
+    ("special_tokens_map", {"eos_token": []}, ["eos_token"]),
+    ("special_tokens_map", {"eos_token": 5}, ["special_tokens_map.json", "eos_token"]),
+    ("added_tokens", {"<a>": "4"}, ["added_tokens.json", "whole number"]),
+    ("added_tokens", {"<a>": -4}, ["added_tokens.json", "whole number"]),
+    ("added_tokens", b"null", ["not a JSON object"]),
+]
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("name, content, words", BAD_FIELDS)
+def test_bad_fields_beside_the_tokenizer(text_folders, tmp_path, kind, name, content, words):
+    """The error names the file and the field, whichever tokenizer stands beside it."""
+    source = SMALL if kind == "tokenizer.model" else text_folders["qwen"]
+    shutil.copy(source / kind, tmp_path)
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (tmp_path / f"{name}.json").write_bytes(data)
+    error = error_of(K.load_tokenizer, tmp_path)
+    for word in [str(tmp_path), f"{name}.json", *words]:
+        assert word in error
+
+
+def test_bos_that_is_not_there(text_folders, tmp_path):
+    """add_bos_token without a BOS token, for both kinds of tokenizer."""
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(bos_id=-1))
+    write_json(tmp_path, tokenizer_config={"add_bos_token": True})
+    assert "add_bos_token" in error_of(K.load_tokenizer, tmp_path)
+    shutil.copy(text_folders["qwen"] / "tokenizer.json", tmp_path)
+    error = error_of(K.load_tokenizer, tmp_path)
+    assert "tokenizer_config.json" in error and "set bos_token" in error
+    shutil.copy(text_folders["llama3"] / "tokenizer.json", tmp_path)  # adds one by itself
+    assert K.load_tokenizer(tmp_path).piece(K.load_tokenizer(tmp_path).encode("")[0]) == "<|begin|>"
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    """The error names both files."""
+    error = error_of(K.load_tokenizer, tmp_path)
+    assert "tokenizer.json" in error and "tokenizer.model" in error and str(tmp_path) in error
+
+
+def test_half_a_surrogate_pair_is_refused(text_folders):
+    """What is not Unicode text, as from a command line with broken bytes, is a ValueError."""
+    for folder in (SMALL, text_folders["llama3"]):
+        assert "surrogate" in error_of(K.load_tokenizer(folder).encode, "a\udcff")
+
+
+def test_eos_ids(tmp_path):
+    """config.json's, then generation_config.json's, int or list, none twice; else refused."""
+    assert K.eos_ids(tmp_path, (2,)) == (2,)
+    for value, ids in ((5, (2, 5)), ([5, 2, 7, 5], (2, 5, 7)), (None, (2,)), ([], (2,))):
+        write_json(tmp_path, generation_config={"eos_token_id": value})
+        assert K.eos_ids(tmp_path, (2,)) == ids
+    write_json(tmp_path, generation_config={})
+    assert K.eos_ids(tmp_path, ()) == ()
+    for value in ("2", [1, None], 1.5, True, {"a": 1}):
+        write_json(tmp_path, generation_config={"eos_token_id": value})
+        error = error_of(K.eos_ids, tmp_path, ())
+        assert "generation_config.json" in error and "eos_token_id" in error
+    for data in (b"{", b"[2]", b""):
+        (tmp_path / "generation_config.json").write_bytes(data)
+        assert "generation_config.json" in error_of(K.eos_ids, tmp_path, ())
+
+
+def test_tokenizer_py_stands_alone(tmp_path):
+    """In an empty folder it imports without any of its libraries, and checks itself."""
+    shutil.copy(REPO / "tokenizer.py", tmp_path)
+    heavy = "{'torch', 'transformers', 'sentencepiece', 'tokenizers', 'jinja2'}"
+    code = f"import sys, tokenizer; assert not {heavy} & set(sys.modules)"
+    for argv in (["-c", code], ["tokenizer.py"]):
+        done = subprocess.run(
+            [sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+    assert "us per token" in done.stdout
+
+
+# --------------------------------------------------------------------------------------------------
 # generate.py
 # --------------------------------------------------------------------------------------------------
 
 
-def test_probabilities_are_what_the_flags_say():
-    """Temperature divides, top-k keeps k, top-p keeps the smallest set that reaches p."""
-    logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
-    close = lambda a, b: torch.testing.assert_close(a, torch.tensor(b), rtol=1e-5, atol=1e-6)
-    close(G.probabilities(logits, G.Sampling(1.0)), [0.5, 0.25, 0.15, 0.1])
-    close(G.probabilities(logits, G.Sampling(1.0, top_k=2)), [2 / 3, 1 / 3, 0.0, 0.0])
-    close(G.probabilities(logits, G.Sampling(1.0, top_p=0.5)), [1.0, 0.0, 0.0, 0.0])
-    close(G.probabilities(logits, G.Sampling(1.0, top_p=0.6)), [2 / 3, 1 / 3, 0.0, 0.0])
-    squares = [p * p for p in (0.5, 0.25, 0.15, 0.1)]
-    close(G.probabilities(logits, G.Sampling(0.5)), [s / sum(squares) for s in squares])
+GREEDY = S.Sampling(temperature=0)
 
 
-@pytest.mark.parametrize(
-    "how", [G.Sampling(1.0), G.Sampling(0.7, top_k=5), G.Sampling(1.3, top_p=0.8)]
-)
-def test_samples_follow_the_distribution(how):
-    """Chi-square of 200,000 draws by the exponential race against the specified probabilities."""
-    rng = torch.Generator().manual_seed(3)
-    logits = torch.randn(12, generator=rng).expand(200_000, 12)
-    noise = torch.empty(200_000, 12).exponential_(generator=rng)
-    p = G.probabilities(logits[0], how)
-    seen = G.sample(logits, how, noise).bincount(minlength=12)
-    assert (seen[p == 0] == 0).all()
-    expected = p[p > 0] * 200_000
-    chi2 = ((seen[p > 0] - expected) ** 2 / expected).sum().item()
-    assert chi2 < 40, chi2  # 11 degrees of freedom: the 99.99th percentile is 38
+def new_tokens(decoder: G.Decoder, prompt: list[int], n: int, eos=(), cached=0) -> list[list[int]]:
+    """n steps of the program's own loop: a list of tokens per row."""
+    rows = [silent_row(eos) for _ in range(decoder.batch)]
+    for _ in G.run_rows(decoder, prompt, rows, n, cached=cached):
+        pass
+    return [row.tokens for row in rows]
 
 
-def test_a_token_that_is_ruled_out_is_never_drawn():
-    """Noise that rounds to zero picks among the tokens left, not among those at probability 0."""
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    noise = torch.tensor([[1.0, 1.0, 0.0, 0.0]])
-    assert G.sample(logits, G.Sampling(1.0, top_k=2), noise).item() == 0
-    assert G.sample(logits, G.Sampling(1.0), noise).item() in (2, 3)
-
-
-def test_greedy_is_argmax():
-    """Temperature 0 takes the likeliest token, exactly, noise or not."""
-    logits = torch.randn(50, 97)
-    assert torch.equal(G.sample(logits, G.Sampling(0.0), None), logits.argmax(-1))
+def silent_row(eos=(), stop=()) -> G.Continuation:
+    tokenizer = K.NoTokenizer(1000)
+    stream, stops = K.TextStream(tokenizer), K.StopStrings(stop)
+    return G.Continuation(tokenizer, stream, stops, eos, lambda text: None)
 
 
 @pytest.mark.parametrize("length", [5, 40])
@@ -1150,32 +2015,54 @@ def test_decoder_equals_the_plain_model(length, monkeypatch):
     config = tiny()
     model, prompt = random_model(config), random_tokens(config, 1, length)
     monkeypatch.setattr(G, "PREFILL_CHUNK", 16)
-    got = list(G.generate_tokens(G.Decoder(model, length + 30, G.Sampling(0.0)), prompt, 0, 30))
+    [got] = new_tokens(G.Decoder(model, length + 30, GREEDY), prompt[0].tolist(), 30)
     tokens = prompt
     for _ in range(30):
         tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
     assert got == tokens[0, length:].tolist()
 
 
+def test_dynamic_rope_prefills_a_prompt_as_one(monkeypatch):
+    """With dynamic NTK the angles follow the length of the call: the prompt is not cut."""
+    config = tiny(max_seq_len=16, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    model, prompt = random_model(config), random_tokens(config, 1, 30)
+    monkeypatch.setattr(G, "PREFILL_CHUNK", 8)
+    logits = G.prefill(model, prompt, M.KVCache(config, 1, 32))
+    assert relative(logits, model(prompt)[:, -1]) < 1e-5 and config.context == 32
+
+
 def test_generation_stops_at_any_eos():
-    """The first id of eos_ids ends the text and is its last token."""
+    """The first id of eos_ids ends the text and is its last token; ignored, it is one of many."""
     config = tiny()
-    model, prompt = random_model(config), random_tokens(config, 1, 5)
-    decoder = G.Decoder(model, 64, G.Sampling(0.0))
-    free = list(G.generate_tokens(decoder, prompt, 0, 30))
+    model, prompt = random_model(config), random_tokens(config, 1, 5)[0].tolist()
+    decoder = G.Decoder(model, 64, GREEDY)
+    [free] = new_tokens(decoder, prompt, 30)
     stop = free[7]
-    assert (
-        list(G.generate_tokens(decoder, prompt, 0, 30, (1000, stop)))
-        == free[: free.index(stop) + 1]
-    )
+    assert new_tokens(decoder, prompt, 30, (1000, stop)) == [free[: free.index(stop) + 1]]
 
 
 def test_same_seed_same_tokens():
     """A seed decides the text; another seed gives another; what ran before does not matter."""
-    model, prompt = random_model(tiny(), std=0.05), random_tokens(tiny(), 1, 5)
-    decoder = G.Decoder(model, 64, G.Sampling(1.0))
-    a, b, c = (list(G.generate_tokens(decoder, prompt, seed, 40)) for seed in (7, 8, 7))
-    assert a == c != b
+    model, prompt = random_model(tiny(), std=0.05), random_tokens(tiny(), 1, 5)[0].tolist()
+    first, other, again = (
+        new_tokens(G.Decoder(model, 64, S.Sampling(seed=seed)), prompt, 40) for seed in (7, 8, 7)
+    )
+    assert first == again != other
+
+
+def test_n_samples_equal_n_runs_alone():
+    """n continuations in lockstep over one prefilled prompt == n runs with seed, seed + 1, ...;
+    penalties and EOS are each row's own."""
+    model, prompt = random_model(tiny(), std=0.05), random_tokens(tiny(), 1, 9)[0].tolist()
+    how = S.Sampling(0.9, top_p=0.95, frequency_penalty=0.5, repetition_penalty=1.2, seed=3)
+    together = G.Decoder(model, 64, how, batch=4)
+    for eos in ((), tuple(range(20, 30))):
+        alone = [
+            new_tokens(G.Decoder(model, 64, replace(how, seed=3 + b)), prompt, 40, eos)[0]
+            for b in range(4)
+        ]
+        assert new_tokens(together, prompt, 40, eos) == alone
+    assert len({len(tokens) for tokens in alone}) > 1  # rows ended at different steps
 
 
 def has_compiler() -> bool:
@@ -1185,50 +2072,222 @@ def has_compiler() -> bool:
 @pytest.mark.skipif(
     not has_compiler(), reason="torch.compile on CPU needs a C++ compiler, and there is none"
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_compiled_decode_equals_eager(temperature):
-    """The compiled step (static cache, CPULinear's streamed sums) gives the eager tokens, compiled
-    once."""
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "latent-experts"])
+def test_compiled_decode_equals_eager(kind):
+    """The compiled step (static cache, sampler, absorbed MLA, gathered experts) gives the eager
+    tokens, compiled once."""
     torch._dynamo.reset()
-    config = tiny()
-    model, how = random_model(config), G.Sampling(temperature, top_k=20)
-    prompts = random_tokens(config, 1, 5), random_tokens(config, 1, 23, seed=2)
+    config = latent() if kind == "latent-experts" else tiny()
+    how = S.Sampling(0.9, top_k=20, presence_penalty=0.3, seed=5) if kind == "sampled" else GREEDY
+    model = random_model(config)
+    prompts = [random_tokens(config, n, seed=n).tolist() for n in (5, 23)]
     eager = G.Decoder(model, 64, how)
-    expected = [list(G.generate_tokens(eager, p, 5, 30)) for p in prompts]
+    expected = [new_tokens(eager, p, 30) for p in prompts]
     compiled = G.Decoder(model, 64, how, compiled=True)
     with torch.compiler.set_stance("fail_on_recompile"):
-        got = [list(G.generate_tokens(compiled, p, 5, 30)) for p in prompts]
-    assert got == expected
+        assert [new_tokens(compiled, p, 30) for p in prompts] == expected
 
 
-def test_text_stream_never_prints_half_a_character(tmp_path):
-    """Streamed pieces join to the whole text; no piece holds a replacement character."""
-    text = "naïve — 日本語 🦙 \t  x = 1\n        return 'ß'\n"
-    tokenizer = G.load_tokenizer(SMALL)
-    ids = tokenizer.encode(text)
-    stream, pieces = G.TextStream(tokenizer, []), []
-    for i in ids[1:]:
-        pieces.append(stream.push(i))
-    assert "".join(pieces) + stream.finish() == text == tokenizer.decode(ids)
-    assert not any("\N{REPLACEMENT CHARACTER}" in p for p in pieces)
-    assert "" in pieces  # bytes of the llama were held back
-
-
-def test_bytes_per_token_counts_what_is_read():
+def test_bytes_per_step_counts_what_is_read():
     """Weights that multiply + one embedding row + the used cache; a tied embedding is read as the
-    head."""
+    head; of experts those that a token meets; multi-token prediction not."""
     config = tiny()
     model = random_model(config)
-    decoder = G.Decoder(model, 64, G.Sampling(0.0))
-    decoder.start(random_tokens(config, 1, 10), 0)
+    decoder = G.Decoder(model, 64, GREEDY)
+    decoder.start(random_tokens(config, 10).tolist())
     weights = sum(p.numel() for p in model.parameters()) - (config.vocab_size - 1) * config.dim
     cache = 2 * config.n_layers * config.n_kv_heads * config.head_dim
-    assert decoder.bytes_per_token() == 4 * (weights + cache * 10)
+    assert decoder.bytes_per_step() == 4 * (weights + cache * 10)
     decoder.next()
-    assert decoder.bytes_per_token() == 4 * (weights + cache * 11)
+    assert decoder.bytes_per_step() == 4 * (weights + cache * 11)
     assert decoder.cache.bytes_read() == 4 * cache * 64
     tied = random_model(tiny(tie_embeddings=True))
     assert G.weight_bytes(tied) == 4 * sum(p.numel() for p in tied.parameters())
+    moe = random_model(latent(tie_embeddings=True))
+    met = sum(
+        p.numel() * (3 / 8 if p.dim() == 3 else 1)
+        for name, p in moe.named_parameters()
+        if not name.startswith("mtp")
+    )
+    assert G.weight_bytes(moe) == 4 * met
+    one_latent = moe.config.n_layers * (24 + 8)
+    assert M.KVCache(moe.config, 1, 64).bytes_read(10) == 4 * 10 * one_latent
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    """NaN weights end in one clear line, not in token 0."""
+    model = random_model(tiny())
+    model.norm.weight[3] = math.nan
+    for how in (GREEDY, S.Sampling()):
+        with pytest.raises(ValueError, match="not finite"):
+            G.Decoder(model, 32, how).start([5, 6])
+
+
+@pytest.mark.parametrize("window", [100, 64, 17])
+def test_score_is_the_log_probability_of_every_token(window, monkeypatch):
+    """--score's numbers == log_softmax of the plain forward; past the window each token has at
+    least half a window before it."""
+    model = random_model(tiny())
+    ids = random_tokens(tiny(), 64).tolist()
+    monkeypatch.setattr(G, "PREFILL_CHUNK", 10)
+    chosen, best, best_ids = map(torch.cat, zip(*G.score(model, ids, window, top=3)))
+    assert chosen.shape == (63,) and best.shape == best_ids.shape == (63, 3)
+    done, half = 1, max(1, window // 2)
+    while done < 64:
+        begin = 0 if done == 1 else done - half
+        for i in range(done, min(64, begin + window)):
+            logp = model(torch.tensor([ids[begin:i]]))[0, -1].log_softmax(-1)
+            assert abs(logp[ids[i]] - chosen[i - 1]) < 1e-4 and i - begin >= min(i, half)
+            assert torch.equal(logp.topk(3).indices, best_ids[i - 1])
+        done = begin + window
+
+
+# ---- conversations ----
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chat_folder(tmp_path: Path, template: str | None = CHATML) -> Path:
+    shutil.copytree(SMALL, tmp_path / "chat")
+    if template is not None:
+        (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    return tmp_path / "chat"
+
+
+def a_chat(folder: Path, how: S.Sampling = GREEDY, system: str | None = None) -> G.Chat:
+    model, tokenizer = M.load_checkpoint(folder, dtype=torch.float32), K.load_tokenizer(folder)
+    decoder = G.Decoder(model, 400, how, 1, (2,))
+    return G.Chat(decoder, tokenizer, K.load_chat_template(folder), system)
+
+
+def ask(chat: G.Chat, line: str, n: int = 12, stop=(), how=GREEDY) -> tuple[int, int, str]:
+    """(ids in the prompt, of which the cache held, the reply)."""
+    row = G.Continuation(
+        chat.tokenizer, K.TextStream(chat.tokenizer), K.StopStrings(stop), (2,), lambda text: None
+    )
+    steps = chat.ask(line, how, n, row, 400)
+    held = next(steps)
+    prompt = len(chat.ids_for(line)[1])
+    for _ in steps:
+        pass
+    return prompt, held, row.text
+
+
+@pytest.mark.parametrize("with_template", [True, False])
+def test_chat_prefills_only_what_is_new(with_template, tmp_path):
+    """Over four turns the cache keeps all that was said (but its last token, which never ran), and
+    each reply is what a fresh cache gives for the same ids."""
+    chat = a_chat(chat_folder(tmp_path, CHATML if with_template else None))
+    told = 0
+    for line in ("class Stack:\n", "def push(self, x):\n", "import os\n", "x = 1\n"):
+        _, ids = chat.ids_for(line)
+        prompt, held, reply = ask(chat, line)
+        assert held == max(0, told - 1) and prompt > held
+        fresh = G.Decoder(chat.decoder.model, 400, GREEDY, 1, (2,))
+        [expected] = new_tokens(fresh, ids, 12, (2,))
+        assert chat.ids == ids + expected
+        told = len(chat.ids)
+    if with_template:
+        roles = [m["role"] for m in chat.messages]
+        assert roles == ["user", "assistant"] * 4 and chat.messages[-1]["content"] == reply
+    chat.reset()
+    assert ask(chat, "class Stack:\n")[1] <= 1  # a common BOS at most
+
+
+def test_chat_whose_template_rewrites_history_stays_right(tmp_path):
+    """A template that drops earlier replies: the cache is cut back to what still holds."""
+    template = CHATML.replace("{% for", "{% for m in messages if 0 %}{% endfor %}{% for").replace(
+        "{{ m.content }}", "{{ m.content if m.role == 'user' else '...' }}"
+    )
+    chat = a_chat(chat_folder(tmp_path, template), system="be brief")
+    for line in ("class Stack:\n", "def push(self, x):\n", "import os\n"):
+        _, ids = chat.ids_for(line)
+        _, held, _ = ask(chat, line)
+        [expected] = new_tokens(G.Decoder(chat.decoder.model, 400, GREEDY), ids, 12)
+        assert chat.ids == ids + expected
+    assert held > 10  # the first turn's beginning was kept
+
+
+def test_chat_after_a_stop_string_or_an_interruption_stays_right(tmp_path):
+    """What is in the cache and what was said differ after a stop string: the next turn is
+    tokenized anew. An abandoned reply is remembered as far as it came."""
+    chat = a_chat(chat_folder(tmp_path))
+    _, _, reply = ask(chat, "class Stack:\n", 40)
+    chat.reset()
+    stop = reply[10:14]
+    assert ask(chat, "class Stack:\n", 40, [stop])[2] == reply[: reply.index(stop)]
+    text, ids = chat.ids_for("more\n")
+    assert ids == chat.tokenizer.encode(text, bos=False) and stop not in text
+
+    row = G.Continuation(
+        chat.tokenizer, K.TextStream(chat.tokenizer), K.StopStrings(()), (2,), lambda text: None
+    )
+    steps = chat.ask("more\n", GREEDY, 100, row, 400)
+    for _ in range(6):
+        next(steps)
+    steps.close()  # as Ctrl-C does
+    assert row.finish == "interrupted" and len(row.tokens) == 5
+    assert chat.messages[-1]["content"] == row.text
+    _, ids = chat.ids_for("and more\n")
+    ask(chat, "and more\n")
+    [expected] = new_tokens(G.Decoder(chat.decoder.model, 400, GREEDY), ids, 12)
+    assert chat.ids == ids + expected
+
+
+def test_interactive_as_a_user_runs_it(tmp_path):
+    """Lines in, replies out; Ctrl-C stops a reply, the next line is answered; /reset, /quit; a
+    full cache is a message, not an end."""
+    argv = [sys.executable, REPO / "generate.py", "--interactive", "--max-new-tokens", "100000"]
+    argv += ["--checkpoint", chat_folder(tmp_path), "--ignore-eos", "--context", "120"]
+    p = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV
+    )
+
+    def say(line: str) -> None:
+        p.stdin.write(line.encode() + b"\n")
+        p.stdin.flush()
+
+    say("class A:")
+    first = p.stdout.read(10)  # it has begun
+    p.send_signal(signal.SIGINT)
+    notes = [p.stderr.readline().decode() for _ in range(2)]
+    say("x " * 100)
+    notes.append(p.stderr.readline().decode())
+    say("/reset")
+    say("def f():")
+    notes += [p.stderr.readline().decode() for _ in range(2)]
+    say("/quit")
+    out, err = p.communicate(timeout=60)
+    assert p.returncode == 0 and len(first) == 10 and len(out) > 20, err
+    assert "120 tokens of context" in notes[0] and "new in" in notes[1]
+    assert "/reset" in notes[2] and "forgotten" in notes[3] and " 0 of them" in notes[4]
+
+
+def test_chat_flag_and_bad_templates(tmp_path, capsys):
+    """--chat wraps the prompt; a template that reaches for Python, or refuses: one clear line."""
+    folder = chat_folder(tmp_path)
+    argv = ["hi", "--chat", "--system", "s", "--checkpoint", str(folder), "--max-new-tokens", "3"]
+    assert G.main([*argv, "--json"]) == 0
+    wrapped = json.loads(capsys.readouterr().out)["prompt_tokens"]
+    text = "<system>s</system>\n<user>hi</user>\n<assistant>"
+    assert wrapped == len(K.load_tokenizer(SMALL).encode(text, bos=False))
+    for template, words in (
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ["chat_template.jinja", "sandbox"]),
+        ("{{ raise_exception('no system here') }}", ["no system here"]),
+        ("{% if %}", ["chat_template.jinja", "compile"]),
+    ):
+        (folder / "chat_template.jinja").write_text(template)
+        assert G.main(argv) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(w in error for w in words), error
+    (folder / "chat_template.jinja").unlink()
+    assert G.main(argv) == 2 and "no chat template" in capsys.readouterr().err
+
+
+# ---- the program ----
 
 
 GOLDEN_PROMPT = "def open(self, name, mode='r'):\n"
@@ -1250,65 +2309,76 @@ GOLDEN_TEXT = (
 def test_golden_greedy_text():
     """The shipped checkpoint, greedily, writes exactly this: model, loader, tokenizer and decode
     in one line."""
-    done = run(
-        "generate.py",
-        GOLDEN_PROMPT,
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "64",
-        "--dtype",
-        "fp32",
-    )
+    argv = [GOLDEN_PROMPT, "--temperature", "0", "--max-new-tokens", "64", "--dtype", "fp32"]
+    done = run("generate.py", *argv)
     assert done.returncode == 0, done.stderr
     assert done.stdout == GOLDEN_PROMPT + GOLDEN_TEXT + "\n"
 
 
-def test_shipped_model_writes_recognisable_python():
+KEYWORDS = set("def return if self for in not None raise else class is try import".split())
+
+
+@pytest.mark.parametrize("folder", [SMALL, MOE], ids=["small", "moe"])
+def test_shipped_model_writes_recognisable_python(folder):
     """Eight samples: keywords abound and nearly every line is indented by a multiple of four."""
-    model, tokenizer = M.load_checkpoint(SMALL), G.load_tokenizer(SMALL)
-    prompt = torch.tensor([tokenizer.encode(G.DEFAULT_PROMPT)])
-    decoder = G.Decoder(model, 256, G.Sampling(0.8))
+    model, tokenizer = M.load_checkpoint(folder), K.load_tokenizer(folder)
+    decoder = G.Decoder(model, 256, S.Sampling(0.8), batch=8, eos=(2,))
     with torch.inference_mode():
-        text = "".join(
-            tokenizer.decode(list(G.generate_tokens(decoder, prompt, s, 120, (2,)))) + "\n"
-            for s in range(8)
-        )
+        rows = new_tokens(decoder, tokenizer.encode(G.DEFAULT_PROMPT), 120, (2,))
+    text = "\n".join(map(tokenizer.decode, rows))
     words = re.findall(r"[A-Za-z_]+", text)
-    keywords = sum(
-        w
-        in {
-            "def",
-            "return",
-            "if",
-            "self",
-            "for",
-            "in",
-            "not",
-            "None",
-            "raise",
-            "else",
-            "class",
-            "is",
-            "try",
-            "import",
-        }
-        for w in words
-    )
+    keywords = sum(w in KEYWORDS for w in words)
     indents = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.strip()]
     assert keywords / len(words) > 0.12, keywords / len(words)
     assert sum(i % 4 == 0 for i in indents) / len(indents) > 0.8
 
 
-def test_two_shipped_checkpoints_share_a_tokenizer():
-    """main ~5M and draft ~1M parameters, one tokenizer, bf16, together at most 16 MB."""
-    sizes = [sum(p.numel() for p in M.load_checkpoint(d).parameters()) for d in (SMALL, DRAFT)]
-    assert 4e6 < sizes[0] < 6e6 and 0.8e6 < sizes[1] < 1.5e6
-    assert (SMALL / "tokenizer.model").read_bytes() == (DRAFT / "tokenizer.model").read_bytes()
-    assert sum(f.stat().st_size for f in (REPO / "checkpoints").rglob("*") if f.is_file()) <= 16e6
-    assert all(
-        p.dtype == torch.bfloat16 for d in (SMALL, DRAFT) for p in M.load_checkpoint(d).parameters()
-    )
+def test_shipped_checkpoints_share_a_tokenizer():
+    """main ~5M, draft ~1M and DeepSeek-form ~4M parameters, one tokenizer, bf16 (but the routing
+    corrections), the first two together at most 16 MB, the third at most 8 MB."""
+    models = {d: M.load_checkpoint(d) for d in (SMALL, DRAFT, MOE)}
+    sizes = {d: sum(p.numel() for p in m.parameters()) for d, m in models.items()}
+    assert 4e6 < sizes[SMALL] < 6e6 and 0.8e6 < sizes[DRAFT] < 1.5e6 and 3e6 < sizes[MOE] < 4e6
+    assert len({(d / "tokenizer.model").read_bytes() for d in models}) == 1
+    disk = {d: sum(f.stat().st_size for f in d.rglob("*") if f.is_file()) for d in models}
+    assert disk[SMALL] + disk[DRAFT] <= 16e6 and disk[MOE] <= 8e6
+    for model in models.values():
+        assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+        assert all(b.dtype == torch.float32 for b in model.buffers())
+
+
+def counting(experts, counts: torch.Tensor):
+    """The experts hook, counting what goes through it."""
+
+    def run(x, weights, ids, *matrices):
+        counts.add_(ids.flatten().bincount(minlength=len(counts)))
+        return experts(x, weights, ids, *matrices)
+
+    return run
+
+
+def test_shipped_deepseek_form_uses_all_its_parts():
+    """On held-out kind of text (this file): experts are all in use, the MTP layer predicts the
+    second token ahead far better than chance, absorbed == expanded on trained weights."""
+    model, tokenizer = M.load_checkpoint(MOE, dtype=torch.float32), K.load_tokenizer(MOE)
+    assert model.config.family == "deepseek_v3" and len(model.mtp) == 1
+    ids = tokenizer.encode(Path(__file__).read_text())[:512]
+    tokens, loads = torch.tensor([ids]), []
+    for layer in model.layers:
+        if isinstance(layer.mlp, M.MoE):
+            loads.append(torch.zeros(model.config.n_experts))
+            layer.mlp.experts = counting(layer.mlp.experts, loads[-1])
+    with torch.inference_mode():
+        hidden = model(tokens, return_hidden=True)
+        ahead = model.predict_further(hidden[:, :-1], tokens[:, 1:])
+        loss = F.cross_entropy(model.head(hidden[0, :-1]), tokens[0, 1:]).item()
+        further = F.cross_entropy(model.head(ahead[0, :-1]), tokens[0, 2:]).item()
+        assert loss < further < 0.8 * math.log(4096), (loss, further)
+        assert all((c > 0).all() and c.max() < 4 * c.mean() for c in loads), loads
+        cache, parts = M.KVCache(model.config, 1, 64), []
+        for i in range(64):
+            parts.append(model(tokens[:, i : i + 1], torch.tensor([i]), cache.attend))
+        assert relative(torch.cat(parts, 1), model(tokens[:, :64])) <= 1e-5
 
 
 def test_generate_as_a_user_runs_it():
@@ -1340,36 +2410,82 @@ def test_generate_json_and_bench():
     no files."""
     done = run("generate.py", "import os", "--json", "--max-new-tokens", "9", "--temperature", "0")
     answer = json.loads(done.stdout)
-    assert (
-        len(answer["tokens"]) == answer["new_tokens"] <= 9
-        and G.load_tokenizer(SMALL).decode(answer["tokens"]) == answer["text"]
-    )
-    for fact in (
-        "load_seconds",
-        "first_token_seconds",
-        "tokens_per_second",
-        "gigabytes_per_second",
-        "bandwidth_share",
-    ):
+    assert len(answer["tokens"]) == answer["new_tokens"] <= 9
+    assert K.load_tokenizer(SMALL).decode(answer["tokens"]) == answer["text"]
+    facts = "load_seconds first_token_seconds tokens_per_second gigabytes_per_second"
+    for fact in (*facts.split(), "bandwidth_share"):
         assert answer[fact] > 0, fact
-    done = run(
-        "generate.py",
-        "--dummy",
-        "draft",
-        "--prompt-tokens",
-        "16",
-        "--bench",
-        "2",
-        "--json",
-        "--max-new-tokens",
-        "5",
-        "--dtype",
-        "fp32",
-    )
-    assert (
-        json.loads(done.stdout)["new_tokens"] == 5
-        and json.loads(done.stdout)["prompt_tokens"] == 16
-    )
+    argv = ["--dummy", "draft", "--prompt-tokens", "16", "--bench", "2", "--json"]
+    done = run("generate.py", *argv, "--max-new-tokens", "5", "--dtype", "fp32")
+    answer = json.loads(done.stdout)
+    assert answer["new_tokens"] == 5 and answer["prompt_tokens"] == 16
+
+
+def through_main(capsys, *argv: str) -> dict:
+    """The JSON answer of the program, in this process, in fp32."""
+    assert G.main([*argv, "--json", "--device", "cpu", "--dtype", "fp32"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_sampling_flag_reaches_the_sampler(capsys):
+    """Each flag changes what it should in the program's answer, and nothing is ignored."""
+    base = ["class Stack:\n", "--max-new-tokens", "40"]
+    greedy = through_main(capsys, *base, "--temperature", "0")
+    first, text = greedy["tokens"][0], greedy["text"]
+
+    banned = through_main(capsys, *base, "--temperature", "0", "--logit-bias", f"{first}:-inf")
+    assert first not in banned["tokens"]
+    forced = through_main(capsys, *base, "--logit-bias", "2:1000000,5:-3", "--min-new-tokens", "7")
+    assert len(forced["tokens"]) == 8 and forced["tokens"][-1] == 2
+    assert forced["finish_reason"] == "eos" and 2 not in forced["tokens"][:-1]
+    ignored = through_main(capsys, *base, "--logit-bias", "2:1000000", "--ignore-eos")
+    assert ignored["tokens"] == [2] * 40 and ignored["finish_reason"] == "length"
+
+    stop = text[20:25]
+    stopped = through_main(capsys, *base, "--temperature", "0", "--stop", "\0", "--stop", stop)
+    assert stopped["text"] == text[: text.index(stop)] and stopped["finish_reason"] == "stop"
+
+    for flags in (["--top-k", "1"], ["--top-p", "1e-9"], ["--min-p", "1"]):
+        assert through_main(capsys, *base, *flags)["tokens"] == greedy["tokens"], flags
+    for flag, value in (
+        ("--repetition-penalty", "50"),
+        ("--presence-penalty", "1000"),
+        ("--frequency-penalty", "1000"),
+    ):
+        tokens = through_main(capsys, *base, "--temperature", "0", flag, value)["tokens"]
+        assert len(set(tokens)) == len(tokens) < 1 + len(set(greedy["tokens"])) + 40, flag
+        assert tokens != greedy["tokens"]
+    hot = [through_main(capsys, *base, "--temperature", "5", "--seed", s)["tokens"] for s in "12"]
+    assert hot[0] != hot[1] and len(set(hot[0])) > 30
+
+    three = through_main(capsys, *base, "--n", "3", "--seed", "4")
+    alone = [through_main(capsys, *base, "--seed", s)["tokens"] for s in "456"]
+    assert [s["tokens"] for s in three["samples"]] == alone and three["tokens"] == alone[0]
+
+
+def test_logprobs_and_score_agree(capsys, tmp_path):
+    """--logprobs of generated tokens == --score's of the same text; the top ones are sorted."""
+    argv = ["class Stack:\n", "--max-new-tokens", "30", "--seed", "2", "--ignore-eos"]
+    answer = through_main(capsys, *argv, "--logprobs", "3")
+    said = answer["logprobs"]
+    assert [e["token"] for e in said] == answer["tokens"]
+    assert all(len(e["top"]) == 3 and e["logprob"] <= e["top"][0]["logprob"] for e in said)
+    ids = [*K.load_tokenizer(SMALL).encode("class Stack:\n"), *answer["tokens"]]
+    model = M.load_checkpoint(SMALL, dtype=torch.float32)
+    [(chosen, _, _)] = G.score(model, ids, 512)
+    for entry, logprob in zip(said, chosen[-30:].tolist()):
+        assert abs(entry["logprob"] - logprob) < 1e-3
+
+    text = "import os\nimport sys\n\n\ndef main():\n    pass\n" * 60
+    (tmp_path / "text").write_text(text)
+    facts = through_main(capsys, "--score", str(tmp_path / "text"), "--logprobs", "0")
+    ids = K.load_tokenizer(SMALL).encode(text)
+    assert facts["tokens"] == len(ids) - 1 == len(facts["logprobs"]) > 512
+    mean = -sum(e["logprob"] for e in facts["logprobs"]) / facts["tokens"]
+    assert math.isclose(mean, facts["nats_per_token"], rel_tol=1e-3)
+    assert math.isclose(math.exp(mean), facts["perplexity"], rel_tol=1e-2)
+    bits = mean * facts["tokens"] / math.log(2) / len(text)
+    assert math.isclose(bits, facts["bits_per_byte"], rel_tol=1e-3)
 
 
 BAD_GENERATE = [
@@ -1377,12 +2493,32 @@ BAD_GENERATE = [
     (["-"], "", ["prompt is empty"]),
     (["x", "--temperature", "-1"], "", ["--temperature", "-1"]),
     (["x", "--top-p", "0"], "", ["--top-p"]),
+    (["x", "--min-p", "1.5"], "", ["--min-p", "1.5"]),
+    (["x", "--repetition-penalty", "0"], "", ["--repetition-penalty"]),
+    (["x", "--logit-bias", "70000:1"], "", ["--logit-bias", "70000", "4095"]),
+    (["x", "--logit-bias=-1:1"], "", ["--logit-bias", "-1"]),
+    (["x", "--logit-bias", "5=1"], "", ["--logit-bias", "ID:BIAS", "5=1"]),
+    (["x", "--logit-bias", "5:nan"], "", ["--logit-bias", "nan"]),
     (["x", "--max-new-tokens", "0"], "", ["--max-new-tokens"]),
+    (["x", "--min-new-tokens", "300"], "", ["--min-new-tokens", "300", "200"]),
+    (["x", "--n", "0"], "", ["--n"]),
+    (["x", "--stop", ""], "", ["stop", "empty"]),
+    (["x", "--logprobs", "2"], "", ["--logprobs", "--json"]),
+    (["x", "--logprobs", "5000", "--json"], "", ["--logprobs", "4096", "5000"]),
+    (["x", "--system", "s"], "", ["--system", "--chat"]),
+    (["x", "--context", "9"], "", ["--context", "--interactive"]),
+    (["x", "--interactive"], "", ["--interactive", "prompt"]),
+    (["--interactive", "--n", "2"], "", ["--interactive", "--n"]),
+    (["--interactive", "--json"], "", ["--interactive", "--json"]),
+    (["--interactive", "--system", "s"], "", ["--system", "no chat template"]),
+    (["--score", "/nowhere"], "", ["/nowhere"]),
+    (["x", "--score", "/nowhere"], "", ["--score", "prompt"]),
     (["x", "--device", "cuda:9"], "", ["--device", "cuda:9"]),
     (["x", "--device", "warp"], "", ["--device", "warp"]),
     (["x", "--device", "meta"], "", ["--device", "meta"]),
     (["x", "--seed", "-1"], "", ["--seed"]),
-    (["x", "--prompt-tokens", "1000000000000"], "", ["context", "512"]),
+    (["x", "--prompt-tokens", "8"], "", ["--prompt-tokens", "prompt"]),
+    (["--prompt-tokens", "1000000000000"], "", ["context", "512"]),
     (["x = 1\n" * 2000], "", ["context", "512", "max_position_embeddings"]),
     (["x", "--dummy", "nothing"], "", ["--dummy", "nothing"]),
 ]
@@ -1395,12 +2531,19 @@ BAD_GENERATE = [
 )
 def test_bad_input_to_generate(argv, stdin, words, capsys, monkeypatch):
     """One clear line, exit code 2."""
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     assert G.main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1:]
+    assert len(error) == 1 and all(w in error[0] for w in words), error
+
+
+def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path, capsys):
+    """A tokenizer with ids that the embedding lacks is of another model."""
+    M.save_checkpoint(random_model(tiny()), tmp_path)
+    shutil.copy(SMALL / "tokenizer.model", tmp_path)
+    assert G.main(["x", "--checkpoint", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and all(w in error for w in words), error
+    assert all(w in error for w in (str(tmp_path), "4096", "97", "vocab_size")), error
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
@@ -1421,15 +2564,13 @@ def test_tokenizer_json_and_generation_config(tmp_path, capsys):
     tk = Tokenizer(models.WordLevel(letters, unk_token="a"))
     tk.pre_tokenizer, tk.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
     tk.save(str(tmp_path / "tokenizer.json"))
-    argv = ["b c d", "--checkpoint", str(tmp_path), "--temperature", "0", "--json"]
-    argv += ["--max-new-tokens", "20", "--device", "cpu"]
-    assert G.main(argv) == 0
-    free = json.loads(capsys.readouterr().out)["tokens"]
+    argv = ["b c d", "--checkpoint", str(tmp_path), "--temperature", "0"]
+    argv += ["--max-new-tokens", "20"]
+    free = through_main(capsys, *argv)["tokens"]
     assert len(free) == 20
     stop = free[5]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1000, stop]}))
-    assert G.main(argv) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == free[: free.index(stop) + 1]
+    assert through_main(capsys, *argv)["tokens"] == free[: free.index(stop) + 1]
 
 
 def test_a_closed_pipe_is_no_error():

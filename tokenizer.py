@@ -1,0 +1,829 @@
+"""tokenizer.py: text <-> ids, and chat templates: everything a Hugging Face folder says about text.
+
+A model sees ids. Which ids a text becomes is settled by up to six files beside the weights, written
+over the years by three libraries; a reply is only right if every one of them is read as it was when
+the model was trained. This file reads them:
+
+- `tokenizer.json` (byte-level BPE as in GPT-2 and Llama 3, or BPE over sentencepiece's pieces), run
+  by the tokenizers library; else `tokenizer.model`, run by sentencepiece. Special tokens written in
+  the text become their ids; a character no piece covers falls back to its UTF-8 bytes.
+- `tokenizer_config.json`, or the older `special_tokens_map.json` and `added_tokens.json`: the
+  special tokens, whether a text begins with BOS, the chat template (`chat_template.jinja` wins).
+- `generation_config.json`: further ids that end a text.
+
+Streaming: a token adds bytes, not characters. Each tokenizer says which bytes (`token_bytes`, given
+the token before), and one incremental UTF-8 decoder joins them. So a character is shown when its
+last byte is there, a real U+FFFD is told from half a character, a token costs O(1), and decoding
+a whole text is by definition the same as streaming it.
+
+A chat template is a program from the internet. It runs in Jinja's immutable sandbox, and one that
+reaches for Python's internals is refused (in transformers some such reads give an empty text); one
+that never ends is not found out.
+
+Equivalence (test_all.py): the ids and the rendered chats of transformers 5 (AutoTokenizer). Where
+this file differs on purpose ("there" is transformers):
+- A tokenizer.model is taken at its word. If tokenizer_config.json has no add_bos_token, a text
+  begins with BOS if the model has one (there: never). Unless its tokenizer_class is LlamaTokenizer,
+  white space is treated as the model was trained (there: no space before the first word). An added
+  token keeps its declared id (there: the next free one).
+- Bytes that are not UTF-8 give one U+FFFD for each broken sequence (there, with byte fallback, one
+  for each byte of the run, whole characters included: a stream would have to take text back).
+- A tokenizer.json is taken at its word, but for LlamaTokenizer's rule for spaces (there, some other
+  classes replace its rules by their own, which in the folders they are made for are the same).
+- `split_special_tokens`, special tokens that only a tokenizer_class names, and folders that have
+  just vocab.json and merges.txt are not supported.
+
+Hook: none; generate.py calls it. Needs: tokenizers, sentencepiece or jinja2 (which comes with
+torch), each only by what uses it. `python tokenizer.py` checks itself and times a stream.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import importlib.metadata
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jinja2
+
+SPACE = "\u2581"  # what sentencepiece writes for a space
+
+
+# --------------------------------------------------------------------------------------------------
+# The interface, and streams
+# --------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Text to ids and back. A kind of tokenizer gives vocab_size, encode, name and token_bytes."""
+
+    vocab_size: int  # ids run from 0 to vocab_size - 1, added tokens included
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Special tokens written in the text become their ids. bos=False leaves out what the
+        tokenizer puts around a text, BOS as a rule: a chat template has written that itself."""
+        raise NotImplementedError
+
+    def name(self, id: int) -> str:
+        """The token as the vocabulary spells it; <id> where it has none."""
+        raise NotImplementedError
+
+    def token_bytes(self, id: int, before: int | None) -> bytes | None:
+        """What the token adds to a text that ends with token `before` (None: to an empty text).
+        None: it is no text, but a special token or an id past the vocabulary."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens and ids past the vocabulary (of a padded embedding) are skipped."""
+        stream = TextStream(self)
+        return "".join(map(stream.push, ids)) + stream.finish()
+
+    def piece(self, id: int) -> str:
+        """One token for display: its text, a special token's name, or bytes as <0xE2><0x96>."""
+        data = self.token_bytes(id, before=id)
+        if data is None:
+            return self.name(id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in data)
+
+
+class TextStream:
+    """Ids in, printable text out: a character whose bytes are still arriving is held back.
+
+    After a prompt, a reply continues its text: the space before a first word is kept, and bytes
+    complete the character the prompt ended in. Without one, the text begins here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self.tokenizer = tokenizer
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.before: int | None = None
+        for token in prompt:
+            self.push(token)
+
+    def push(self, token: int) -> str:
+        data = self.tokenizer.token_bytes(token, self.before)
+        if data is None:
+            return ""
+        self.before = token
+        return self.utf8.decode(data)
+
+    def finish(self) -> str:
+        """U+FFFD if the text ends inside a character, else nothing."""
+        return self.utf8.decode(b"", final=True)
+
+
+class StopStrings:
+    """Text in, the same text out up to the first stop string, wherever tokens cut it.
+
+    The first is the one complete first; of two that end together, the longer.
+    """
+
+    def __init__(self, stop: Sequence[str]):
+        if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(f"stop must be a list of strings that are not empty, not {stop!r}")
+        self.stop = tuple(stop)
+        self.held = ""
+        self.found = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(What may be shown now, whether a stop string was found). Held back is only what could
+        still become one; the stop string and all that follows it are never shown."""
+        if self.found:
+            return "", True
+        text = self.held + text
+        hits = [(start + len(s), start) for s in self.stop if (start := text.find(s)) >= 0]
+        if hits:
+            self.held, self.found = "", True
+            return text[: min(hits)[1]], True
+        cut = max(0, len(text) + 1 - max(map(len, self.stop), default=1))
+        while cut < len(text) and not any(s.startswith(text[cut:]) for s in self.stop):
+            cut += 1
+        self.held = text[cut:]
+        return text[:cut], False
+
+    def finish(self) -> str:
+        """What was held back and did not become a stop string."""
+        held, self.held = self.held, ""
+        return held
+
+
+# --------------------------------------------------------------------------------------------------
+# The files beside the tokenizer
+# --------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is no file."""
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}: {what_is_wrong(data)} ({one_line(e)})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a {type(value).__name__}, not a JSON object; copy it again")
+    return value
+
+
+def what_is_wrong(data: bytes) -> str:
+    """The likeliest reason why a file is not what its name says, and the mend."""
+    if not data:
+        return "it is empty; copy it again"
+    if data.startswith(b"version https://git-lfs"):
+        return "it is a git-lfs pointer; `git lfs pull` fetches the file itself"
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data):
+        return (
+            "it is a tiktoken file (a base64 token and its rank on each line), as Meta ships; take "
+            "tokenizer.json from the model's Hugging Face folder"
+        )
+    return "it is damaged or cut short; copy it again from where the model came from"
+
+
+def one_line(e: object) -> str:
+    """A message fit for the end of an error."""
+    return " ".join(str(e).split())
+
+
+NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is cut out of the text before the tokenizer looks at the rest."""
+
+    content: str
+    id: int | None = None  # None: where the vocabulary has it, else the next free one
+    special: bool = True  # not shown in decoded text
+    normalized: bool = False  # looked for in the normalized text
+    lstrip: bool = False  # takes the white space on its left with it
+    rstrip: bool = False
+    single_word: bool = False
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {flag: getattr(self, flag) for flag in FLAGS}
+
+
+def added_token(value: Any, where: str, special: bool = True) -> AddedToken:
+    """From JSON: a string, or an object with a content. `where` is the file and the field."""
+    fields = {"content": value} if isinstance(value, str) else value
+    if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
+        raise ValueError(f"{where} must be a string or an object with a content, not {value!r}")
+    flags = {"special": special, "normalized": not special} | fields
+    return AddedToken(fields["content"], **{f: bool(flags[f]) for f in FLAGS if f in flags})
+
+
+class TextConfig:
+    """tokenizer_config.json. If it has no added_tokens_decoder, it is from before there was one,
+    and special_tokens_map.json and added_tokens.json are read too, as in transformers."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "tokenizer_config.json"
+        self.model = read_json(folder / "config.json")
+        self.values = read_json(self.path)
+        self.sources = dict.fromkeys(self.values, self.path)
+        older = "added_tokens_decoder" not in self.values
+        if older:
+            path = folder / "special_tokens_map.json"
+            self.values |= read_json(path)
+            self.sources |= dict.fromkeys(read_json(path), path)
+        named, extra = self._named(), self._extra()
+        self.named = {key: token.content for key, token in named.items()}  # bos_token: "<s>", ...
+        listed = [*named.values(), *extra]
+        if older:
+            declared = _older_tokens(folder / "added_tokens.json", {t.content for t in listed})
+        else:
+            declared = self._declared()
+        first: dict[str, AddedToken] = {}
+        for token in (*declared, *listed):  # a token's own declaration goes before a mere mention
+            first.setdefault(token.content, token)
+        first.pop("", None)
+        specials = set(self.named.values())
+        self.added = [
+            replace(t, special=t.special or t.content in specials) for t in first.values()
+        ]
+
+    def _where(self, key: str) -> str:
+        return f"{self.sources[key]}: {key}"
+
+    def _named(self) -> dict[str, AddedToken]:
+        """bos_token and its like, then what a model has of its own (image_token, ...)."""
+        tokens = {key: self.values[key] for key in NAMED if self.values.get(key) is not None}
+        for key, value in self.values.items():
+            if key.endswith("_token") and isinstance(value, (str, dict)):
+                tokens.setdefault(key, value)
+        named = {key: added_token(value, self._where(key)) for key, value in tokens.items()}
+        more = self.values.get("extra_special_tokens")
+        if isinstance(more, dict):
+            where = self._where("extra_special_tokens")
+            named |= {key: added_token(value, f"{where}: {key}") for key, value in more.items()}
+        return named
+
+    def _extra(self) -> list[AddedToken]:
+        """The special tokens without a name, under the key's new name or the old one."""
+        new, old = "extra_special_tokens", "additional_special_tokens"
+        key = new if self.values.get(new) else old
+        tokens = self.values.get(key) or []
+        if isinstance(tokens, dict):  # these have names
+            return []
+        if not isinstance(tokens, list):
+            raise ValueError(f"{self._where(key)} must be a list of tokens, not {tokens!r}")
+        return [added_token(token, self._where(key)) for token in tokens]
+
+    def _declared(self) -> list[AddedToken]:
+        """added_tokens_decoder, in the order of its ids."""
+        tokens, where = self.values["added_tokens_decoder"], f"{self.path}: added_tokens_decoder"
+        if not isinstance(tokens, dict) or not all(re.fullmatch("[0-9]+", id) for id in tokens):
+            raise ValueError(f"{where} must be an object with ids for keys; copy the file again")
+        ids = sorted(tokens, key=int)
+        return [
+            replace(added_token(tokens[id], f"{where}: {id}", special=False), id=int(id))
+            for id in ids
+        ]
+
+    def flag(self, key: str) -> bool | None:
+        """A true / false field, None where it is missing."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{self.path}: {key} must be true or false, not {value!r}")
+        return value
+
+    def no_such_token(self, flag: str, name: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: {flag} is true, but neither {name} nor the tokenizer names such a "
+            f"token; set {name}, or {flag} to false"
+        )
+
+    @property
+    def llama_spaces(self) -> str | None:
+        """Where transformers' LlamaTokenizer puts a space before a word: "first" in the text,
+        "always" (after every special token too) or "never". None: not of that class.
+
+        The class ignores what tokenizer.model and tokenizer.json say about this. It is not used for
+        other model types, Mistral's for one, even where tokenizer_config.json asks for it.
+        """
+        name = self.values.get("tokenizer_class") or self.model.get("tokenizer_class")
+        llama = name in ("LlamaTokenizer", "LlamaTokenizerFast")
+        if not llama or self.model.get("model_type") not in ("llama", None):
+            return None
+        if self.flag("add_prefix_space") is False:
+            return "never"
+        return "always" if self.flag("legacy") else "first"
+
+
+def _older_tokens(path: Path, special: set[str]) -> list[AddedToken]:
+    """added_tokens.json: text to id, nothing else."""
+    ids = read_json(path)
+    if not all(type(id) is int and id >= 0 for id in ids.values()):
+        raise ValueError(f"{path}: must give each token its id, a whole number; copy it again")
+    return [
+        replace(added_token(text, str(path), text in special), id=id)
+        for text, id in sorted(ids.items(), key=lambda item: item[1])
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers
+# --------------------------------------------------------------------------------------------------
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A `tokenizer.model`, with the added tokens of the files beside it."""
+
+    def __init__(self, path: Path, config: TextConfig):
+        model = path.read_bytes()
+        self.spaces = config.llama_spaces
+        try:
+            # The file is a protobuf message, and to append to one is to set fields anew. Field 3
+            # says how text is normalized: in it 2 is a table of replacements, 3 the space before
+            # the first word, 4 the removal of double spaces. LlamaTokenizer has none of the three.
+            no_prefix, nothing = b"\x1a\x02\x18\x00", b"\x1a\x06\x12\x00\x18\x00\x20\x00"
+            self.inner = _sentencepiece(model + (nothing if self.spaces else no_prefix))
+            self.start = self.inner if self.spaces else _sentencepiece(model)
+        except RuntimeError as e:
+            why = what_is_wrong(model)
+            if model.lstrip().startswith(b"{"):
+                why = "it is JSON; a tokenizer in JSON is named tokenizer.json"
+            raise ValueError(f"{path}: not a sentencepiece model: {why} ({one_line(e)})") from None
+        has_prefix = self.start.normalize("a").startswith(SPACE)
+        self.strip_first = has_prefix if self.spaces is None else self.spaces != "never"
+        self._add_tokens(config.added)
+        self.before, self.after = self._around(config)
+
+    def _add_tokens(self, added: list[AddedToken]) -> None:
+        sp = self.start
+        self.vocab_size = sp.vocab_size()
+        control = [i for i in range(self.vocab_size) if sp.is_control(i) or sp.is_unknown(i)]
+        self.special = set(control)
+        self.added = {i: sp.id_to_piece(i) for i in control}
+        for token in added:
+            known = sp.piece_to_id(token.content)
+            if token.id is not None:
+                id = token.id
+            elif sp.id_to_piece(known) == token.content:
+                id = known
+            else:
+                id = self.vocab_size
+            self.added[id] = token.content
+            self.vocab_size = max(self.vocab_size, id + 1)
+            if token.special:
+                self.special.add(id)
+        declared = {token.content: token for token in added}
+        longest_first = sorted(self.added.items(), key=lambda item: -len(item[1]))
+        self.added_ids = [id for id, _ in longest_first]
+        alternatives = (_pattern(declared.get(s) or AddedToken(s)) for _, s in longest_first)
+        self.pattern = re.compile("|".join(alternatives) or "(?!)")
+
+    def _around(self, config: TextConfig) -> tuple[list[int], list[int]]:
+        """The ids before and after a text: tokenizer_config.json's rule, else the model's BOS."""
+        ids = {text: id for id, text in self.added.items()}
+        sides = []
+        for name, own in (("bos", self.start.bos_id()), ("eos", self.start.eos_id())):
+            id = ids.get(config.named.get(f"{name}_token"), own)
+            wanted = config.flag(f"add_{name}_token")
+            if wanted and id < 0:
+                raise config.no_such_token(f"add_{name}_token", f"{name}_token")
+            if wanted is None:
+                wanted = name == "bos" and id >= 0
+            sides.append([id] if wanted else [])
+        return sides[0], sides[1]
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        text.encode()  # refuses half a surrogate pair, which has no UTF-8, by its position
+        ids: list[int] = []
+        end = 0
+        for match in self.pattern.finditer(text):
+            ids += self._encode_part(text[end : match.start()], end == 0)
+            ids.append(self.added_ids[match.lastindex - 1])
+            end = match.end()
+        ids += self._encode_part(text[end:], end == 0)
+        return [*self.before, *ids, *self.after] if bos else ids
+
+    def _encode_part(self, text: str, at_start: bool) -> list[int]:
+        """Text between added tokens."""
+        if not text:
+            return []
+        if self.spaces is None:
+            return (self.start if at_start else self.inner).encode(text)
+        prefix = self.spaces == "always" or (self.spaces == "first" and at_start)
+        if prefix and not text.startswith((" ", SPACE)):
+            text = " " + text
+        return self.inner.encode(text)
+
+    def name(self, id: int) -> str:
+        if id in self.added:
+            return self.added[id]
+        return self.start.id_to_piece(id) if 0 <= id < self.start.vocab_size() else f"<{id}>"
+
+    def token_bytes(self, id: int, before: int | None) -> bytes | None:
+        known = id in self.added or 0 <= id < self.start.vocab_size()
+        if id in self.special or not known:
+            return None
+        name = self.name(id)
+        data = _byte(name) or name.replace(SPACE, " ").encode()
+        return data.removeprefix(b" ") if before is None and self.strip_first else data
+
+
+def _byte(name: str) -> bytes | None:
+    """The byte that sentencepiece calls <0x0A>."""
+    return bytes([int(name[3:5], 16)]) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name) else None
+
+
+def _sentencepiece(model: bytes) -> Any:
+    import sentencepiece
+
+    sp = sentencepiece.SentencePieceProcessor()
+    sp.LoadFromSerializedProto(model)
+    return sp
+
+
+def _pattern(token: AddedToken) -> str:
+    """A regular expression with one group: the token."""
+    word = r"(?<!\w)", r"(?!\w)"
+    left = (r"\s*" if token.lstrip else "") + (word[0] if token.single_word else "")
+    right = (word[1] if token.single_word else "") + (r"\s*" if token.rstrip else "")
+    return f"{left}({re.escape(token.content)}){right}"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte: itself, or from U+0100 on where it has no ink."""
+    ink = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = (b for b in range(256) if b not in ink)
+    return {chr(b): b for b in ink} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+class JSONTokenizer(Tokenizer):
+    """A `tokenizer.json` of the tokenizers library.
+
+    What goes around a text is in the file itself: as in transformers 5, the add_bos_token of
+    tokenizer_config.json does not change it.
+    """
+
+    def __init__(self, path: Path, config: TextConfig):
+        import tokenizers
+
+        data = path.read_bytes()
+        try:
+            self.tk = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as e:  # the library raises what its Rust says
+            why = what_is_wrong(data)
+            if _is_json(data):
+                why = "it is JSON of another kind, or too new; copy it, or upgrade tokenizers"
+            raise ValueError(
+                f"{path}: not a tokenizer of the tokenizers library: {why} ({one_line(e)})"
+            ) from None
+        self.tk.no_truncation()
+        self.tk.no_padding()
+        if config.llama_spaces and b'"ByteLevel"' not in data:
+            self._use_llama_spaces(config.llama_spaces)
+        self._add_tokens(config.added)
+        adds_nothing = not self.tk.encode("").ids
+        if config.flag("add_bos_token") and "bos_token" not in config.named and adds_nothing:
+            raise config.no_such_token("add_bos_token", "bos_token")
+        decoder = self.tk.decoder.__getstate__() if self.tk.decoder else b""
+        self.byte_level = b'"ByteLevel"' in decoder
+        self.byte_fallback = b'"ByteFallback"' in decoder
+        self.strip_first = b'"Strip"' in decoder
+
+    def _use_llama_spaces(self, scheme: str) -> None:
+        from tokenizers import decoders, pre_tokenizers
+
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if scheme != "never":
+            steps.append(decoders.Strip(" ", 1, 0))
+        self.tk.normalizer = None
+        self.tk.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
+        self.tk.decoder = decoders.Sequence(steps)
+
+    def _add_tokens(self, added: list[AddedToken]) -> None:
+        from tokenizers import AddedToken as Added
+
+        known = {token.content for token in self.tk.get_added_tokens_decoder().values()}
+        new = [token for token in added if token.content not in known or token.id is not None]
+        self.tk.add_tokens([Added(token.content, **token.flags) for token in new])
+        self.special = {i for i, t in self.tk.get_added_tokens_decoder().items() if t.special}
+        self.vocab_size = max(self.tk.get_vocab().values(), default=-1) + 1
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        text.encode()  # refuses half a surrogate pair, which has no UTF-8, by its position
+        return self.tk.encode(text, add_special_tokens=bos).ids
+
+    def _name(self, id: int) -> str | None:
+        return self.tk.id_to_token(id) if 0 <= id < self.vocab_size else None
+
+    def name(self, id: int) -> str:
+        return self._name(id) or f"<{id}>"
+
+    def token_bytes(self, id: int, before: int | None) -> bytes | None:
+        name = self._name(id)
+        if id in self.special or name is None:
+            return None
+        if self.byte_level:
+            try:
+                return bytes(BYTE_OF[c] for c in name)
+            except KeyError:  # an added token, spelled as it reads
+                return name.encode()
+        if self.byte_fallback and (data := _byte(name)):
+            return data.removeprefix(b" ") if before is None and self.strip_first else data
+        if before is None:
+            return self.tk.decode([id]).encode()
+        return self.tk.decode([before, id])[len(self.tk.decode([before])) :].encode()
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+class NoTokenizer(Tokenizer):
+    """For random weights: text in as bytes, ids out as numbers."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        return [byte % self.vocab_size for byte in text.encode()]
+
+    def name(self, id: int) -> str:
+        return f"<{id}>"
+
+    def token_bytes(self, id: int, before: int | None) -> bytes | None:
+        return self.name(id).encode()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer beside the weights: tokenizer.json, which has the added tokens, goes first."""
+    kinds = {"tokenizer.json": JSONTokenizer, "tokenizer.model": SentencePieceTokenizer}
+    for name, kind in kinds.items():
+        if (folder / name).exists():
+            return kind(folder / name, TextConfig(folder))
+    raise ValueError(
+        f"{folder}: holds neither {' nor '.join(kinds)}; copy one from where the model came from"
+    )
+
+
+def eos_ids(folder: Path, config_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Every id that ends a text: config.json's, then generation_config.json's."""
+    path = folder / "generation_config.json"
+    more = read_json(path).get("eos_token_id")
+    more = [] if more is None else more if isinstance(more, list) else [more]
+    if not all(type(id) is int for id in more):
+        raise ValueError(f"{path}: eos_token_id must be an int or a list of ints, not {more!r}")
+    return tuple(dict.fromkeys((*config_ids, *more)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat templates
+# --------------------------------------------------------------------------------------------------
+
+
+class ChatTemplate:
+    """The program that writes a conversation as the text the model was trained on.
+
+    `templates` are by name: "default", and "tool_use" for a conversation with tools. `source` is
+    the file to name in errors, `variables` what templates may use: bos_token, eos_token, ...
+    """
+
+    def __init__(self, source: Path, templates: dict[str, str], variables: dict[str, str]):
+        if "default" not in templates:
+            raise ValueError(
+                f"{source}: none of its chat templates ({', '.join(sorted(templates))}) is named "
+                "default; name one so"
+            )
+        self.source, self.variables = source, variables
+        used = (name for name in ("default", "tool_use") if name in templates)
+        self.templates = {name: self._compile(name, templates[name]) for name in used}
+
+    def _compile(self, name: str, text: str) -> jinja2.Template:
+        environment = template_environment()
+        try:
+            return environment.from_string(text)
+        except Exception as e:  # a program fails in any way it likes
+            line = f" line {e.lineno}," if getattr(e, "lineno", None) else ""
+            raise ValueError(
+                f"{self.source}: chat template {name!r},{line} does not compile ({one_line(e)}); "
+                "copy it again, or mend it there"
+            ) from None
+
+    def render(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The conversation as text, to be encoded with bos=False.
+
+        messages are {"role": ..., "content": ...}. add_generation_prompt ends the text where the
+        assistant's next turn begins. Further variables (tools, enable_thinking, ...) are the
+        template's own. ValueError: the template refuses the messages, or fails.
+        """
+        from jinja2 import TemplateError
+        from jinja2.sandbox import SecurityError
+
+        if not messages or not all(isinstance(m, dict) for m in messages):
+            raise ValueError(f"messages must be a list of one or more objects, not {messages!r}")
+        messages = [_for_template(message) for message in messages]
+        known = {**self.variables, "tools": None, "documents": None, **variables}
+        with_tools = known["tools"] is not None and "tool_use" in self.templates
+        template = self.templates["tool_use" if with_tools else "default"]
+        try:
+            return template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **known
+            )
+        except SecurityError as e:
+            why = f"reaches out of its sandbox ({one_line(e)}); use one from a source you trust"
+        except Exception as e:  # a program fails in any way it likes
+            why = f"refuses these messages: {one_line(e)}"
+            if type(e) is not TemplateError:  # which is what raise_exception raises
+                why = f"fails on these messages ({type(e).__name__}: {one_line(e)}); change either"
+        raise ValueError(f"{self.source}: the chat template {why}")
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """chat_template.jinja (and additional_chat_templates/*.jinja), else the chat_template of
+    tokenizer_config.json; None if the folder has neither."""
+    config = TextConfig(folder)
+    path = folder / "chat_template.jinja"
+    files = {"default": path} if path.exists() else {}
+    files |= {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if files:
+        return ChatTemplate(path, {n: _read_text(p) for n, p in files.items()}, config.named)
+    found = config.values.get("chat_template")
+    if found is None:
+        return None
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    try:
+        templates = {str(entry["name"]): entry["template"] for entry in entries}
+    except (TypeError, KeyError):
+        templates = {"": None}
+    if not all(isinstance(template, str) for template in templates.values()):
+        raise ValueError(
+            f"{config.path}: chat_template must be a string, or a list of objects with a name and "
+            "a template; copy the file again"
+        )
+    return ChatTemplate(config.path, templates, config.named)
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """As templates expect it: a key without a value is not there, and what the model thought has
+    the names that different models' templates know."""
+    message = {key: value for key, value in message.items() if value is not None}
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        if key in message:
+            return {"thinking": message[key]} | message | {"reasoning_content": message[key]}
+    return message
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text ({e}); copy it again") from None
+
+
+@functools.cache
+def template_environment() -> jinja2.Environment:
+    """Jinja as chat templates expect it, and as strict as transformers has it."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+    version = importlib.metadata.version("jinja2")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 1, 6):
+        raise ValueError(f"jinja2 {version} has holes in its sandbox; pip install -U jinja2")
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+            # Jinja's own would be an empty text until something is done with it
+            raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    generation, namespace = _jinja_classes()
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": _strftime_now,
+        "namespace": namespace,
+        "dict": _Dict(),
+    }
+    return environment
+
+
+def _jinja_classes() -> tuple[type, type]:
+    """The {% generation %} tag, which marks what the assistant wrote, and namespace()."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import SecurityError
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class PublicNamespace(Namespace):
+        def __init__(*args: Any, **values: Any) -> None:  # a value may be called self
+            for name in dict(*args[1:], **values):
+                check(name)
+            Namespace.__init__(*args, **values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check(name)
+            Namespace.__setitem__(self, name, value)
+
+    def check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"namespace attribute {name!r}")
+
+    return Generation, PublicNamespace
+
+
+class _Dict:
+    """dict() for templates. The type itself would let dict.update(message, ...) change one."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict:
+        return dict.fromkeys(*args)
+
+
+def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Plain JSON; Jinja's own filter writes < and > in a way that is safe in HTML."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+class _Bytes(Tokenizer):
+    """The plainest tokenizer: a token is a byte."""
+
+    vocab_size = 256
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, id: int, before: int | None) -> bytes | None:
+        return bytes([id])
+
+
+def check() -> None:
+    """Streams against what Python says of the whole text."""
+    text = "naïve 日本語 🦙 \N{REPLACEMENT CHARACTER} e\u0301"
+    tokenizer = _Bytes()
+    stream = TextStream(tokenizer)
+    shown = [stream.push(byte) for byte in tokenizer.encode(text)]
+    assert "".join(shown) + stream.finish() == text == tokenizer.decode(tokenizer.encode(text))
+    assert [s for s in shown if s] == list(text)
+    stop = StopStrings(["</s>", "<|end|>"])
+    assert [stop.push(c)[0] for c in "a<|s</s>b"] == ["a", "", "", "<|s", "", "", "", "", ""]
+    assert stop.found
+
+
+def benchmark(tokens: int = 200_000) -> None:
+    """Microseconds a token costs between the model and the screen."""
+    tokenizer = _Bytes()
+    ids = tokenizer.encode("def quicksort(items): ...\n" * (tokens // 26))
+    for name, stop in (("TextStream", []), ("and two StopStrings", ["</s>", "\nclass "])):
+        stream, stops = TextStream(tokenizer), StopStrings(stop)
+        start = time.perf_counter()
+        for id in ids:
+            stops.push(stream.push(id))
+        print(f"{name:>20}: {(time.perf_counter() - start) / len(ids) * 1e6:.2f} us per token")
+
+
+if __name__ == "__main__":
+    check()
+    benchmark()
