@@ -634,6 +634,386 @@ def test_what_no_family_can_say_goes_as_sheaf(tmp_path):
     assert M.load_checkpoint(tmp_path).config == changed.config
 
 
+# Config.json files as published, and the number of parameters their models are published with.
+PUBLISHED_BY_ALL = dict(
+    attention_dropout=0.0,
+    hidden_act="silu",
+    initializer_range=0.02,
+    torch_dtype="bfloat16",
+    transformers_version="4.43.0",
+    use_cache=True,
+)
+DEEPSEEK = dict(
+    PUBLISHED_BY_ALL,
+    attention_bias=False,
+    auto_map={"AutoConfig": "x"},
+    aux_loss_alpha=0.001,
+    bos_token_id=100000,
+    eos_token_id=100001,
+    ep_size=1,
+    kv_lora_rank=512,
+    moe_layer_freq=1,
+    pretraining_tp=1,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    rms_norm_eps=1e-6,
+    rope_theta=10000,
+    seq_aux=True,
+    tie_word_embeddings=False,
+    v_head_dim=128,
+)
+PUBLISHED = {
+    "llama-1-7b": (
+        dict(
+            architectures=["LLaMAForCausalLM"],
+            bos_token_id=0,
+            eos_token_id=1,
+            hidden_act="silu",
+            hidden_size=4096,
+            intermediate_size=11008,
+            initializer_range=0.02,
+            max_sequence_length=2048,
+            model_type="llama",
+            num_attention_heads=32,
+            num_hidden_layers=32,
+            pad_token_id=-1,
+            rms_norm_eps=1e-6,
+            torch_dtype="float16",
+            transformers_version="4.27.0.dev0",
+            use_cache=True,
+            vocab_size=32000,
+        ),
+        6738415616,
+    ),
+    "llama-3.1-8b": (
+        dict(
+            PUBLISHED_BY_ALL,
+            architectures=["LlamaForCausalLM"],
+            attention_bias=False,
+            bos_token_id=128000,
+            eos_token_id=[128001, 128008, 128009],
+            hidden_size=4096,
+            intermediate_size=14336,
+            max_position_embeddings=131072,
+            mlp_bias=False,
+            model_type="llama",
+            num_attention_heads=32,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            pretraining_tp=1,
+            rms_norm_eps=1e-5,
+            rope_scaling=dict(
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=8192,
+                rope_type="llama3",
+            ),
+            rope_theta=500000.0,
+            tie_word_embeddings=False,
+            vocab_size=128256,
+        ),
+        8030261248,
+    ),
+    "llama-3.2-1b": (
+        dict(
+            PUBLISHED_BY_ALL,
+            architectures=["LlamaForCausalLM"],
+            attention_bias=False,
+            bos_token_id=128000,
+            eos_token_id=128001,
+            head_dim=64,
+            hidden_size=2048,
+            intermediate_size=8192,
+            max_position_embeddings=131072,
+            mlp_bias=False,
+            model_type="llama",
+            num_attention_heads=32,
+            num_hidden_layers=16,
+            num_key_value_heads=8,
+            pretraining_tp=1,
+            rms_norm_eps=1e-5,
+            rope_scaling=dict(
+                factor=32.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=8192,
+                rope_type="llama3",
+            ),
+            rope_theta=500000.0,
+            tie_word_embeddings=True,
+            vocab_size=128256,
+        ),
+        1235814400,
+    ),
+    "mistral-7b-v0.1": (
+        dict(
+            architectures=["MistralForCausalLM"],
+            bos_token_id=1,
+            eos_token_id=2,
+            hidden_act="silu",
+            hidden_size=4096,
+            initializer_range=0.02,
+            intermediate_size=14336,
+            max_position_embeddings=32768,
+            model_type="mistral",
+            num_attention_heads=32,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            sliding_window=4096,
+            tie_word_embeddings=False,
+            torch_dtype="bfloat16",
+            transformers_version="4.34.0.dev0",
+            use_cache=True,
+            vocab_size=32000,
+        ),
+        7241732096,
+    ),
+    "qwen2.5-7b": (
+        dict(
+            PUBLISHED_BY_ALL,
+            architectures=["Qwen2ForCausalLM"],
+            bos_token_id=151643,
+            eos_token_id=151645,
+            hidden_size=3584,
+            intermediate_size=18944,
+            max_position_embeddings=32768,
+            max_window_layers=28,
+            model_type="qwen2",
+            num_attention_heads=28,
+            num_hidden_layers=28,
+            num_key_value_heads=4,
+            rms_norm_eps=1e-6,
+            rope_theta=1000000.0,
+            sliding_window=131072,
+            tie_word_embeddings=False,
+            use_sliding_window=False,
+            vocab_size=152064,
+        ),
+        7615616512,
+    ),
+    "qwen3-8b": (
+        dict(
+            PUBLISHED_BY_ALL,
+            architectures=["Qwen3ForCausalLM"],
+            attention_bias=False,
+            bos_token_id=151643,
+            eos_token_id=151645,
+            head_dim=128,
+            hidden_size=4096,
+            intermediate_size=12288,
+            max_position_embeddings=40960,
+            max_window_layers=36,
+            model_type="qwen3",
+            num_attention_heads=32,
+            num_hidden_layers=36,
+            num_key_value_heads=8,
+            rms_norm_eps=1e-6,
+            rope_scaling=None,
+            rope_theta=1000000,
+            sliding_window=None,
+            tie_word_embeddings=False,
+            use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        8190735360,
+    ),
+    "mixtral-8x7b": (
+        dict(
+            PUBLISHED_BY_ALL,
+            architectures=["MixtralForCausalLM"],
+            bos_token_id=1,
+            eos_token_id=2,
+            hidden_size=4096,
+            intermediate_size=14336,
+            max_position_embeddings=32768,
+            model_type="mixtral",
+            num_attention_heads=32,
+            num_experts_per_tok=2,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            output_router_logits=False,
+            rms_norm_eps=1e-5,
+            rope_theta=1000000.0,
+            router_aux_loss_coef=0.02,
+            sliding_window=None,
+            tie_word_embeddings=False,
+            vocab_size=32000,
+        ),
+        46702792704,
+    ),
+    "qwen3-30b-a3b": (
+        dict(
+            PUBLISHED_BY_ALL,
+            architectures=["Qwen3MoeForCausalLM"],
+            attention_bias=False,
+            bos_token_id=151643,
+            decoder_sparse_step=1,
+            eos_token_id=151645,
+            head_dim=128,
+            hidden_size=2048,
+            intermediate_size=6144,
+            max_position_embeddings=40960,
+            max_window_layers=48,
+            mlp_only_layers=[],
+            model_type="qwen3_moe",
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+            num_attention_heads=32,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            output_router_logits=False,
+            rms_norm_eps=1e-6,
+            rope_scaling=None,
+            rope_theta=1000000.0,
+            router_aux_loss_coef=0.001,
+            sliding_window=None,
+            tie_word_embeddings=False,
+            use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        30532122624,
+    ),
+    "deepseek-v2-lite": (
+        dict(
+            DEEPSEEK,
+            architectures=["DeepseekV2ForCausalLM"],
+            first_k_dense_replace=1,
+            hidden_size=2048,
+            intermediate_size=10944,
+            max_position_embeddings=163840,
+            model_type="deepseek_v2",
+            moe_intermediate_size=1408,
+            n_group=1,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            num_attention_heads=16,
+            num_experts_per_tok=6,
+            num_hidden_layers=27,
+            num_key_value_heads=16,
+            q_lora_rank=None,
+            rope_scaling=dict(
+                beta_fast=32,
+                beta_slow=1,
+                factor=40,
+                mscale=0.707,
+                mscale_all_dim=0.707,
+                original_max_position_embeddings=4096,
+                type="yarn",
+            ),
+            routed_scaling_factor=1.0,
+            scoring_func="softmax",
+            topk_group=1,
+            topk_method="greedy",
+            vocab_size=102400,
+        ),
+        15706484224,
+    ),
+    "deepseek-v2": (
+        dict(
+            DEEPSEEK,
+            architectures=["DeepseekV2ForCausalLM"],
+            first_k_dense_replace=1,
+            hidden_size=5120,
+            intermediate_size=12288,
+            max_position_embeddings=163840,
+            model_type="deepseek_v2",
+            moe_intermediate_size=1536,
+            n_group=8,
+            n_routed_experts=160,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            num_attention_heads=128,
+            num_experts_per_tok=6,
+            num_hidden_layers=60,
+            num_key_value_heads=128,
+            q_lora_rank=1536,
+            rope_scaling=dict(
+                beta_fast=32,
+                beta_slow=1,
+                factor=40,
+                mscale=0.707,
+                mscale_all_dim=0.707,
+                original_max_position_embeddings=4096,
+                type="yarn",
+            ),
+            routed_scaling_factor=16.0,
+            scoring_func="softmax",
+            topk_group=3,
+            topk_method="group_limited_greedy",
+            vocab_size=102400,
+        ),
+        235741434880,
+    ),
+    "deepseek-v3": (
+        dict(
+            DEEPSEEK,
+            architectures=["DeepseekV3ForCausalLM"],
+            bos_token_id=0,
+            eos_token_id=1,
+            first_k_dense_replace=3,
+            hidden_size=7168,
+            intermediate_size=18432,
+            max_position_embeddings=163840,
+            model_type="deepseek_v3",
+            moe_intermediate_size=2048,
+            n_group=8,
+            n_routed_experts=256,
+            n_shared_experts=1,
+            norm_topk_prob=True,
+            num_attention_heads=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=61,
+            num_key_value_heads=128,
+            num_nextn_predict_layers=1,
+            q_lora_rank=1536,
+            quantization_config=dict(
+                activation_scheme="dynamic",
+                fmt="e4m3",
+                quant_method="fp8",
+                weight_block_size=[128, 128],
+            ),
+            rope_scaling=dict(
+                beta_fast=32,
+                beta_slow=1,
+                factor=40,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                original_max_position_embeddings=4096,
+                type="yarn",
+            ),
+            routed_scaling_factor=2.5,
+            scoring_func="sigmoid",
+            topk_group=4,
+            topk_method="noaux_tc",
+            vocab_size=129280,
+        ),
+        671026419200,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_have_the_published_size(name):
+    """The real config.json of each family is read, and makes a model of exactly the published
+    number of parameters (of DeepSeek-V3, without its MTP layer)."""
+    hf, expected = PUBLISHED[name]
+    config = M.ModelConfig.from_hf(hf)
+    with torch.device("meta"):
+        model = M.Transformer(config)
+    tensors = M.hf_tensors(model)
+    mtp = f"model.layers.{config.n_layers}."
+    assert sum(t.numel() for n, t in tensors.items() if not n.startswith(mtp)) == expected
+    assert any(n.startswith(mtp) for n in tensors) == (name == "deepseek-v3")
+    assert M.ModelConfig.from_hf(config.to_hf()) == config
+
+
 CONFIG_CHANGES = {
     "hidden_act": "gelu",
     "final_logit_softcapping": 30.0,
@@ -2998,6 +3378,54 @@ def test_jsonl_lines_end_at_newlines_alone(tmp_path):
     path.write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
     with pytest.raises(ValueError, match="line 2"):
         T.read_documents(str(path))
+
+
+def test_deepseek_form_trains_and_resumes_equal(corpus, tmp_path):
+    """MLA, experts and MTP under train.py: the losses of both fall, experts stay in balance, and a
+    run cut in two gives the losses and tensors of one, routing corrections included."""
+    (tmp_path / "config.json").write_text(json.dumps(latent(vocab_size=320).to_hf()))
+    argv = ["--data", corpus, "--model", tmp_path / "config.json", "--seq-len", 32, "--lr", 5e-3]
+    argv += ["--batch-size", 8, "--micro-batch-size", 4, "--eval-every", 1000, "--device", "cpu"]
+    argv += ["--dtype", "fp32", "--save-every", 20, "--out"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert T.main([*map(str, [*argv, whole, "--steps", 40])]) == 0
+    real = T.save_run
+
+    class Stop(Exception):
+        pass
+
+    def save_and_stop(*args):
+        real(*args)
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(T, "save_run", save_and_stop)
+        T.main([*map(str, [*argv, parts, "--steps", 40])])
+    assert T.main(["--out", str(parts), "--resume"]) == 0
+    rows = T.read_metrics(whole / "metrics.jsonl")
+    same = ("step", "loss", "mtp_loss", "worst_load")
+    assert [[r[k] for k in same] for r in rows] == [
+        [r[k] for k in same] for r in T.read_metrics(parts / "metrics.jsonl")
+    ]
+    a, b = load_file(whole / "model.safetensors"), load_file(parts / "model.safetensors")
+    assert all(torch.equal(a[k], b[k]) for k in a) and len(a) == len(b)
+    corrections = [v for k, v in a.items() if "correction" in k]
+    assert len(corrections) == 3 and all(c.dtype == torch.float32 and c.any() for c in corrections)
+    for loss in ("loss", "mtp_loss"):
+        assert rows[-1][loss] < 0.9 * rows[0][loss]
+    assert M.load_checkpoint(whole).config.n_mtp_layers == 1
+
+
+def test_balance_evens_out_the_experts():
+    """The correction moves against the load: a router that favours some experts ends near even."""
+    config = latent(n_groups=1, topk_groups=1, group_score_topk=1, n_mtp_layers=0)
+    model = random_model(config, std=0.3)
+    balance, tokens = T.Balance(model, speed=0.02), random_tokens(config, 4, 64)
+    worst = []
+    for _ in range(60):
+        model(tokens)
+        worst.append(balance.update())
+    assert worst[0] > 1.4 and max(worst[-10:]) < 1.25, worst
 
 
 @pytest.mark.slow
