@@ -176,7 +176,7 @@ def probabilities(
         best = x.argmax(-1, keepdim=True)
         return torch.zeros_like(x).scatter(-1, best, 1.0)
     if isinstance(top_k, Tensor) or 0 < top_k < x.shape[-1]:
-        # before the temperature, which keeps the order: dividing might round two logits into one
+        # the next two lines keep the order, but might round two logits into one
         x = torch.where(x < _kth(x, top_k, max_k), -INF, x)
     x = x - x.amax(-1, keepdim=True)  # the largest is 0 from here on: no overflow in the next line
     if isinstance(temperature, Tensor) or temperature != 1:
