@@ -16,9 +16,10 @@ When it loses: a CPU with AVX-512 has better bf16 products than rule 2, which is
 there; for matrices of a few kilobytes the cost of a call is all there is to see. Gradients do not
 flow through either: with grad mode on, and inside torch.compile, a layer is plain F.linear.
 
-Hook: the Linear swap, `swap_linear_(model)`. Equivalence: the same numbers as nn.Linear up to
-rounding, and nearer to exact (test_all.py holds both against float64). Needs: torch.
-`python cpu.py` checks itself and prints the bandwidth reached beside F.linear's and a plain read's.
+Hooks: the Linear swap, `swap_linear_(model)`; the experts of a mixture, `experts`. Equivalence: the
+same numbers as nn.Linear up to rounding, and nearer to exact (test_all.py holds both against
+float64). Needs: torch. `python cpu.py` checks itself and prints the bandwidth reached beside
+F.linear's and a plain read's.
 """
 
 from __future__ import annotations
@@ -136,18 +137,35 @@ def widened(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.to(x.dtype).reshape(*x.shape[:-1], N)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear as a CPU likes it, for inference: x (..., C), weight (N, C) -> (..., N)."""
+    rows = x.numel() // weight.shape[1]
+    ours = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+    if ours and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if rows == 1 and kernel() is not None:
+            return gemv(weight, x, bias)
+        if rows >= 4 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+            return widened(weight, x, bias)
+    return F.linear(x, weight, bias)
+
+
 class CPULinear(nn.Linear):
-    """nn.Linear as a CPU likes it, for inference; see the essay above."""
+    """nn.Linear through `linear`; see the essay above."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // self.in_features
-        ours = x.dtype == self.weight.dtype == torch.bfloat16 and x.device.type == "cpu"
-        if ours and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if rows == 1 and kernel() is not None:
-                return gemv(self.weight, x, self.bias)
-            if rows >= 4 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-                return widened(self.weight, x, self.bias)
-        return super().forward(x)
+        return linear(x, self.weight, self.bias)
+
+
+def experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """SwiGLU experts, a loop over `linear`: x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C)
+    gate rows first, w_down (E, C, F) -> (N, C)."""
+    out = torch.zeros_like(x)
+    for e in ids.unique().tolist():
+        token, k = (ids == e).nonzero(as_tuple=True)
+        gate, up = linear(x[token], w_gate_up[e]).chunk(2, dim=-1)
+        y = linear(F.silu(gate) * up, w_down[e]) * weights[token, k, None].type_as(x)
+        out.index_add_(0, token, y)
+    return out
 
 
 def swap_linear_(model: nn.Module) -> nn.Module:

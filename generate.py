@@ -731,12 +731,20 @@ def device_name(device: torch.device) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
+def for_cpu_(model: Transformer) -> None:
+    """cpu.py's products in place of torch's, in linear layers and experts."""
+    cpu.swap_linear_(model)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.experts = cpu.experts
+
+
 def build_decoder(
     args: argparse.Namespace, model: Transformer, max_len: int, eos: Sequence[int]
 ) -> Decoder:
     """A decoder with a cache of max_len tokens per row. ValueError names the flag."""
     if model.embed.weight.device.type == "cpu":
-        cpu.swap_linear_(model)
+        for_cpu_(model)
     top, V = args.logprobs, model.config.vocab_size
     if top is not None and top > V:
         raise ValueError(f"--logprobs must be at most the vocabulary's {V}, not {top}")
@@ -825,7 +833,7 @@ def score_file(args: argparse.Namespace) -> None:
     if len(ids) < 2:
         raise ValueError(f"--score {args.score}: too short to predict anything ({len(ids)} tokens)")
     if device.type == "cpu":
-        cpu.swap_linear_(model)
+        for_cpu_(model)
     total, entries, top = 0.0, [], args.logprobs
     for chosen, best, best_ids in score(model, ids, model.config.context, top or 0):
         total += chosen.double().sum().item()

@@ -210,7 +210,7 @@ def _beyond(x: Tensor, top_p: Tensor | float) -> Tensor:
     p = torch.where(p < (1 - top_p) / p.shape[-1], 0.0, p)
     p, ids = p.sort(dim=-1, descending=True, stable=True)
     before = p.cumsum(-1) - p  # 0 for the likeliest, which therefore always stays
-    out = (before >= top_p) | (p == 0)
+    out = (before >= top_p) | (p == 0)  # the zeroed stay out should a rounded sum fall short
     return torch.empty_like(out).scatter_(-1, ids, out)
 
 

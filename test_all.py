@@ -1434,6 +1434,21 @@ def test_cpu_linear_is_nearer_to_exact_than_linear(rows, shape, bias):
     assert relative(got, exact) <= max(2**-8, 1.01 * relative(plain(x).double(), exact))
 
 
+def test_cpu_experts_equal_the_plain_loop():
+    """cpu.py's experts == model.py's loop, for one row and many; in bf16 no further from exact."""
+    model = random_model(latent())
+    moe, x = model.layers[1].mlp, torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    for rows in (1, 9):
+        weights, ids = moe.route(x[:rows])
+        args = (x[:rows], weights, ids, moe.w_gate_up, moe.w_down)
+        exact = M.loop_experts(*args)
+        assert relative(cpu.experts(*args), exact) < 1e-6
+        half = [t.bfloat16() if t.is_floating_point() else t for t in args]
+        plain = relative(M.loop_experts(*half).float(), exact)
+        with torch.inference_mode():
+            assert relative(cpu.experts(*half).float(), exact) < max(1.1 * plain, 5e-3)
+
+
 def test_cpu_linear_leaves_other_dtypes_and_gradients_alone():
     """fp32, and anything under grad mode, goes through F.linear bit for bit, backward included."""
     for dtype in (torch.float32, torch.bfloat16):
