@@ -151,7 +151,6 @@ class Decoder:
         """Prefill the prompt `ids`, the first `cached` of which the cache holds already; the first
         new token of every row."""
         self.used = cached
-        self.cache.truncate(cached)
         prompt = torch.tensor([ids[cached:]], device=self.token.device)
         logits = prefill(self.model, prompt, self.cache, cached)
         self.used = len(ids)
@@ -437,6 +436,7 @@ SAMPLING_FLAGS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Every flag there is, with its default."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("prompt", nargs="?", help="text to continue; - or a pipe reads it from stdin")

@@ -262,11 +262,12 @@ def splitmix(state: Tensor, steps: Tensor) -> Tensor:
     A bijection of the state for any n, so that different states never give the same output.
     """
     z = state + steps
-    z ^= z >> 30 & 2**34 - 1  # a mask makes torch's shift of signed numbers logical
-    z *= MIX_1
-    z ^= z >> 27 & 2**37 - 1
-    z *= MIX_2
-    z ^= z >> 31 & 2**33 - 1
+    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, None)):
+        high = z >> shift
+        high &= 2 ** (64 - shift) - 1  # the shift of a signed number, made logical
+        z ^= high  # in place: eager on a CPU, memory is what this costs
+        if factor is not None:
+            z *= factor
     return z
 
 
@@ -276,10 +277,10 @@ def exponential(seed: Tensor, position: Tensor, steps: Tensor) -> Tensor:
     Output `position` of one generator, started by seed, starts another: output v is of token v.
     """
     state = splitmix(seed, (position + 1) * GOLDEN)
-    u = (splitmix(state, steps) & 2**63 - 1).float() * 2.0**-63
+    u = splitmix(state, steps).bitwise_and_(2**63 - 1).float().mul_(2.0**-63)
     # The race is decided at small noise, so u is fine near 0. Neither end may be reached: noise 0
     # beats everything, and infinite noise makes a token as hopeless as one of probability 0.
-    return -torch.log1p(-u.clamp(2.0**-64, 1 - 2.0**-24))
+    return u.clamp_(2.0**-64, 1 - 2.0**-24).neg_().log1p_().neg_()  # -log(1 - u)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -546,26 +547,28 @@ def peer(how: Sampling, prompt: Tensor) -> Callable[[Tensor], Tensor] | None:
     return lambda logits: torch.multinomial(steps(prompt, logits).softmax(-1), 1)
 
 
-def seconds(f: Callable[[], object], repeats: int = 9) -> float:
-    """Median time of a call."""
-    times = []
+def seconds(*calls: Callable[[], object], repeats: int = 11) -> list[float]:
+    """Median time of each call, taken in turns: what else the machine does slows all alike."""
+    times = [[] for _ in calls]
     for _ in range(repeats + 2):
-        start = time.perf_counter()
-        f()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+        for call, taken in zip(calls, times):
+            start = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken[2:]) for taken in times]
 
 
 def benchmark(device: str) -> None:
     """Milliseconds per token of one row, step by step (eager), normal logits of deviation 3."""
     V, rng = 128_256, torch.Generator().manual_seed(0)
+    torch.ones(7_000_000)  # from here on malloc keeps what is freed, as in a process with a model
     logits = torch.randn(1, V, generator=rng).mul(3).to(device)
     prompt = torch.randint(V, (1, 512), generator=rng)
     has_peer = importlib.util.find_spec("transformers") is not None
     print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, one row of {V}")
-    print(f"{'':34} {'ours':>7} {'transformers':>13}   ms per token, median")
+    print(f"{'':37} {'ours':>7} {'transformers':>13}   ms per token, median")
     for how in (
         dict(temperature=0),
         dict(temperature=0, repetition_penalty=1.1),
@@ -584,10 +587,10 @@ def benchmark(device: str) -> None:
         name = ", ".join(f"{k} {v}" for k, v in how.items()) or "the defaults"
         sampler = Sampler(Sampling(**how), 1, V, device, eos_ids=[2])
         sampler.start(prompt.tolist())
-        ours = 1e3 * seconds(lambda: sampler(logits))
         step = peer(Sampling(**how), prompt.to(device)) if has_peer else None
-        theirs = f"{1e3 * seconds(lambda: step(logits)):13.2f}" if step else f"{'-':>13}"
-        print(f"{name:34} {ours:7.2f} {theirs}")
+        calls = [lambda: sampler(logits)] + [lambda: step(logits)] * (step is not None)
+        ours, *theirs = (f"{1e3 * s:.2f}" for s in seconds(*calls))
+        print(f"{name:37} {ours:>7} {(theirs or ['-'])[0]:>13}")
     if not has_peer:
         print("transformers is not installed here: its column is empty")
 

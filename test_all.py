@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ import tokenizer as K
 import train as T
 
 REPO = Path(__file__).resolve().parent
+INF = math.inf
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
 SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))
 
@@ -91,8 +93,8 @@ def random_model(config: M.ModelConfig, seed: int = 0, std: float = 0.15) -> M.T
     """Weights large enough that attention is far from uniform: a wrong mask must show."""
     model, rng = M.Transformer(config).eval(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(1.0 if p.dim() == 1 else 0.0, std, generator=rng)
+        for name, p in model.named_parameters():
+            p.normal_(1.0 if "norm" in name else 0.0, std, generator=rng)
     return model.requires_grad_(False)
 
 
@@ -107,6 +109,10 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def transformers():
     """The reference of families, tokenizers and templates."""
     return pytest.importorskip("transformers", reason="pip install transformers==5.23.0")
+
+
+def has_compiler() -> bool:
+    return any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "clang++"))
 
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -397,8 +403,8 @@ def transformers_model(name: str):
     torch.manual_seed(0)
     theirs = getattr(transformers(), f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for p in theirs.parameters():
-            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.15)
+        for key, p in theirs.named_parameters():
+            p.normal_(1.0 if "norm" in key else 0.0, 0.15)
         for key, buffer in theirs.named_buffers():
             if "correction" in key:
                 buffer.normal_(0.0, 0.3)
@@ -1491,12 +1497,587 @@ def test_cache_and_model_may_differ_in_dtype():
     assert torch.equal(wide, narrow) and relative(wide.float(), model(tokens).float()) < 0.02
 
 
-@pytest.mark.parametrize("sheet", ["cpu"])
+@pytest.mark.parametrize("sheet", ["cpu", "sampling"])
 def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
     """The copy contract: the file alone runs as a program, checks itself and prints its table."""
     shutil.copy(REPO / f"{sheet}.py", tmp_path)
     done = run(f"{sheet}.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0 and len(done.stdout.splitlines()) > 4, done.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# sampling.py
+# --------------------------------------------------------------------------------------------------
+
+
+def specified(logits, how, prompt=(), output=(), eos_ids=()) -> torch.Tensor:
+    """The contract read aloud, in float64 and plain Python: one row's distribution."""
+    x = [float(v) for v in logits]
+    for i in set(prompt) | set(output):
+        x[i] = x[i] / how.repetition_penalty if x[i] > 0 else x[i] * how.repetition_penalty
+    for i, n in Counter(output).items():
+        x[i] -= how.presence_penalty + how.frequency_penalty * n
+    for i, b in how.logit_bias:
+        x[i] += b
+    if len(output) < how.min_new_tokens:
+        for i in eos_ids:
+            x[i] = -INF
+    p = [0.0] * len(x)
+    if how.temperature == 0:
+        p[x.index(max(x))] = 1.0
+        return torch.tensor(p, dtype=torch.float64)
+    weight = [math.exp((v - max(x)) / how.temperature) for v in x]
+    left = sorted((i for i in range(len(x)) if weight[i] > 0), key=lambda i: (-x[i], i))
+    if 0 < how.top_k < len(left):
+        last = x[left[how.top_k - 1]]
+        left = [i for i in left if x[i] >= last]
+    if how.top_p < 1:
+        total = sum(weight[i] for i in left)
+        for n in range(1, len(left) + 1):  # the smallest number that reaches it
+            if sum(weight[i] for i in left[:n]) >= how.top_p * total:
+                left = left[:n]
+                break
+    left = [i for i in left if weight[i] >= how.min_p * weight[left[0]]]
+    for i in left:
+        p[i] = weight[i] / sum(weight[j] for j in left)
+    return torch.tensor(p, dtype=torch.float64)
+
+
+def p_value(seen: torch.Tensor, p: torch.Tensor) -> float:
+    """Of Pearson's chi-square; cells that expect less than 5 are one, an impossible draw is 0."""
+    seen, expected = seen.double(), p.double() * seen.sum()
+    if seen[p == 0].any():
+        return 0.0
+    small = (expected < 5) & (p > 0)
+    cells = [seen[expected >= 5], seen[small].sum()[None]]
+    wanted = [expected[expected >= 5], expected[small].sum()[None]]
+    seen, expected = (torch.cat(c[: 1 + int(small.any())]) for c in (cells, wanted))
+    chi2 = ((seen - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(max(len(seen) - 1, 1), dtype=torch.float64)
+    return torch.special.gammaincc(freedom / 2, chi2 / 2).item()
+
+
+def off_by_5_percent(p: torch.Tensor) -> torch.Tensor:
+    """A wrong distribution: the second likeliest token is given 5% too much, of its own."""
+    wrong = p.clone()
+    wrong[p.topk(2).indices[1]] *= 1.05
+    return wrong / wrong.sum()
+
+
+def frequencies(how, logits, prompt=(), output=(), eos_ids=()) -> torch.Tensor:
+    """400,000 draws by a Sampler, every one in the same state but for seed and position."""
+    V, rows = len(logits), 1000
+    sampler = S.Sampler(how, rows, V, eos_ids=eos_ids)
+    for row, h in enumerate(list(sampler.how)):
+        sampler.admit(row, h, prompt, output)
+    seen, logits = torch.zeros(V, dtype=torch.long), torch.tensor(logits).expand(rows, V)
+    for _ in range(400):
+        ids = sampler(logits)
+        sampler.record(ids, times=-1)
+        sampler.position += 1
+        seen += ids.bincount(minlength=V)
+    return seen
+
+
+SIXTEEN_LOGITS = torch.randn(16, generator=torch.Generator().manual_seed(11)).mul(0.7).tolist()
+SAMPLING_SETTINGS = [
+    dict(),
+    dict(temperature=0.5),
+    dict(temperature=2.0, seed=2**63 - 500),
+    dict(top_k=5),
+    dict(top_p=0.7),
+    dict(min_p=0.2),
+    dict(repetition_penalty=1.4),
+    dict(presence_penalty=0.8),
+    dict(frequency_penalty=0.4),
+    dict(logit_bias={0: 1.5, 3: -INF, 9: -2.0}),
+    dict(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05),
+    dict(repetition_penalty=0.7, presence_penalty=-0.5, frequency_penalty=0.3, temperature=1.3),
+    dict(repetition_penalty=1.2, logit_bias={2: 1.0}, top_p=0.85, top_k=12, min_new_tokens=9),
+]
+
+
+@pytest.mark.parametrize("asked", SAMPLING_SETTINGS, ids=lambda a: ",".join(a) or "defaults")
+def test_draws_follow_the_specified_distribution(asked):
+    """Chi-square of 400,000 draws; the same test rejects a distribution with a 5% error."""
+    state = dict(prompt=[1, 4, 4], output=[4, 7, 7, 2], eos_ids=[5])
+    if not set(asked) & {"min_new_tokens", *S.PENALTIES}:
+        state = {}
+    how = S.Sampling(**asked)
+    p = specified(SIXTEEN_LOGITS, how, **state)
+    seen = frequencies(how, SIXTEEN_LOGITS, **state)
+    assert p_value(seen, p) > 1e-3, (seen, p * seen.sum())
+    assert p_value(seen, off_by_5_percent(p)) < 1e-6
+
+
+def test_draws_are_independent_of_steps_rows_and_tokens():
+    """Pairs of consecutive draws, of neighbouring rows and seeds, are uniform over all pairs; the
+    noise of one token is Exp(1) over positions, over seeds and over the vocabulary."""
+    sampler = S.Sampler(S.Sampling(), 512, 8)
+    ids = torch.stack([sampler(torch.zeros(512, 8)) for _ in range(400)])
+    even = torch.full((64,), 1 / 64)
+    for a, b in ((ids[1:], ids[:-1]), (ids[:, 1:], ids[:, :-1]), (ids[2:, 2:], ids[:-2, :-2])):
+        assert p_value((a * 8 + b).flatten().bincount(minlength=64), even) > 1e-3
+    n = torch.arange(100_000)[:, None]
+    zero, edges = torch.zeros_like(n), -torch.log1p(-torch.arange(1, 100) / 100)
+    for seed, position, tokens in (
+        (zero, n, [1]),
+        (n, zero, [1]),
+        (n << 40, zero, [3]),  # only bits that torch's own CPU generator does not hear
+        (zero[:1], zero[:1], range(1, 100_001)),
+    ):
+        noise = S.exponential(seed, position, torch.tensor(tokens) * S.GOLDEN)
+        cells = torch.bucketize(noise.flatten(), edges).bincount(minlength=100)
+        assert p_value(cells, torch.full((100,), 0.01)) > 1e-3
+
+
+def test_noise_is_splitmix_and_stays_within_bounds(monkeypatch):
+    """The generator's published outputs; the extremes of 63 bits give neither 0 nor infinity."""
+    steps = torch.arange(1, 6) * S.GOLDEN
+    got = [i % 2**64 for i in S.splitmix(torch.tensor([1234567]), steps).tolist()]
+    assert got == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    seeds = torch.tensor([[0], [1], [2**32], [2**62], [2**63 - 1]])
+    noise = S.exponential(seeds, torch.zeros(5, 1, dtype=torch.long), torch.arange(1, 9) * S.GOLDEN)
+    assert len(set(noise.flatten().tolist())) == 40
+    for bits, low, high in ((0, 0, 1e-18), (2**63 - 1, 16, 17)):
+        monkeypatch.setattr(S, "splitmix", lambda state, steps: torch.full_like(steps, bits))
+        noise = S.exponential(seeds, seeds, steps)
+        assert ((low < noise) & (noise < high)).all()
+
+
+def test_probabilities_equal_their_definition():
+    """Number or column, ties, -inf and vocabularies of one: the set of tokens exactly, the values
+    to rounding."""
+    rng = torch.Generator().manual_seed(5)
+    uniform = lambda a, b: a + (b - a) * torch.rand((), generator=rng).item()
+    for case in range(300):
+        V = int(uniform(1, 30)) if case % 3 else int(uniform(1, 4))
+        logits = torch.randn(3, V, generator=rng) * 2
+        if case % 2:
+            logits = (logits * 2).round() / 2  # many ties
+        if case % 5 == 0 and V > 1:
+            logits[:, V // 2] = -INF
+        rows = [
+            S.Sampling(
+                temperature=uniform(0.2, 2) if case % 7 else 0.0,
+                top_k=int(uniform(0, 1.2 * V)),
+                top_p=uniform(0.05, 1) if case % 4 else 1.0,
+                min_p=uniform(0, 0.5) if case % 6 else 0.0,
+            )
+            for _ in range(3)
+        ]
+        got = S.Sampler(rows, 3, V).probabilities(logits)
+        for row, how in enumerate(rows):
+            p = specified(logits[row], how)
+            one = S.probabilities(logits[row], how.temperature, how.top_k, how.top_p, how.min_p)
+            for q in (got[row], one):
+                assert torch.equal(q > 0, p > 0), (how, logits[row])
+                torch.testing.assert_close(q.double(), p, rtol=1e-5, atol=1e-7)
+
+
+def test_sets_at_their_edges():
+    """top-p stops as soon as it is reached and takes lower ids first; top-k and min-p keep ties;
+    a top-p that all tokens just reach, or a rounded sum exceeds, keeps them."""
+    kept = lambda logits, **how: S.probabilities(logits, **how).nonzero()[:, -1].tolist()
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log2() * math.log(2)
+    assert kept(logits, top_p=0.5) == [0] and kept(logits, top_p=0.51) == [0, 1]
+    assert kept(logits, top_p=0.8) == [0, 1, 2] and kept(logits, top_k=3) == [0, 1, 2, 3]
+    assert kept(logits, min_p=0.49) == [0, 1] and kept(logits, min_p=1.0) == [0]
+    assert kept(torch.zeros(4), top_p=0.5) == [0, 1] and kept(torch.zeros(4), min_p=1.0) == [
+        *range(4)
+    ]
+    assert kept(logits, top_p=1e-320) == [0]
+    assert kept(logits, top_k=99) == [*range(4)] and kept(torch.zeros(1), top_p=0.1, top_k=1) == [0]
+    far = torch.tensor([0.0, -21.0, -22.0])  # in fp32 the first alone is 1
+    p = S.Sampler([S.Sampling(), S.Sampling(top_p=0.5)], 2, 3).probabilities(far.expand(2, -1))
+    assert torch.equal(p[0], far.softmax(-1)) and (p[0] > 0).all() and p[1].tolist() == [1, 0, 0]
+    close = torch.tensor([20.0, 1.0, 1.0 + 1.2e-7])  # distinct, but not after 20 is taken off
+    assert kept(close, top_k=2, temperature=0.5) == [0, 2]
+
+
+def test_rounding_lets_no_crowd_into_the_nucleus():
+    """Twelve tokens reach top_p by less than fp32 can tell: the 50,000 others, each far below
+    rounding but a thousandth together, stay out."""
+    rng, top_p, V = torch.Generator().manual_seed(0), torch.tensor(0.999).item(), 50_000
+    for case in range(30):
+        each = (1 - top_p) / V * (1 - 3e-5 * torch.rand((), generator=rng).item())
+        p = torch.full((V,), each, dtype=torch.float64)
+        heavy = torch.rand(12, generator=rng, dtype=torch.float64) + 0.1
+        p[100:112] = heavy / heavy.sum() * (1 - each * (V - 12))
+        assert (S.probabilities(p.log(), top_p=top_p) > 0).sum() <= 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equal_to_the_processors_of_transformers(dtype):
+    """Temperature, top-k, top-p, min-p, repetition, bias and min_new_tokens, one by one and all."""
+    P = pytest.importorskip("transformers.generation.logits_process")
+    rng = torch.Generator().manual_seed(2)
+    B, V = 4, 3000
+    prompt = torch.randint(V, (B, 40), generator=rng)
+    logits = (torch.randn(B, V, generator=rng) * 3).to(dtype)
+    whole = {
+        "repetition_penalty": (1.3, lambda v: P.RepetitionPenaltyLogitsProcessor(v)),
+        "logit_bias": (
+            {7: 4.0, 8: -INF},
+            lambda v: P.SequenceBiasLogitsProcessor({(i,): b for i, b in v.items()}),
+        ),
+        "min_new_tokens": (3, lambda v: P.MinNewTokensLengthLogitsProcessor(40, v, [5, 6])),
+        "temperature": (0.6, lambda v: P.TemperatureLogitsWarper(v)),
+        "top_k": (40, lambda v: P.TopKLogitsWarper(v)),
+        "top_p": (0.9, lambda v: P.TopPLogitsWarper(v)),
+        "min_p": (0.03, lambda v: P.MinPLogitsWarper(v)),
+    }
+    for names in (*([name] for name in whole), list(whole)):
+        if "top_p" in names and dtype != torch.float32:
+            continue  # of tokens that tie at its edge, transformers' sort keeps any
+        theirs = logits.float()
+        for name in names:
+            value, make = whole[name]
+            theirs = make(value)(prompt, theirs)
+        how = S.Sampling(**{name: whole[name][0] for name in names})
+        sampler = S.Sampler(how, B, V, eos_ids=[5, 6])
+        sampler.start(prompt.tolist())
+        ours, theirs = sampler.probabilities(logits), theirs.softmax(-1)
+        assert torch.equal(ours > 0, theirs > 0), names
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-9)
+
+
+def test_penalties_count_what_they_should():
+    """Repetition looks at prompt and output, presence and frequency at the output alone; what is
+    drawn counts from then on, and record(times=-1) undoes it."""
+    V = 12
+    rows = [S.Sampling(temperature=0, **{name: 2.0}) for name in S.PENALTIES]
+    sampler = S.Sampler(rows, 3, V)
+    sampler.start([[1, 1, 2]] * 3)
+    logits = torch.linspace(-3, 3, V).expand(3, V)
+    output = [[], [], []]
+    for _ in range(25):
+        for row, how in enumerate(rows):
+            p = specified(logits[row], replace(how, temperature=1), [1, 1, 2], output[row])
+            q = S.probabilities(sampler.process(logits)[row])
+            torch.testing.assert_close(q.double(), p, rtol=1e-5, atol=1e-7)
+        before = sampler.process(logits)
+        for row, i in enumerate(sampler(logits).tolist()):
+            assert i == specified(logits[row], rows[row], [1, 1, 2], output[row]).argmax()
+            output[row].append(i)
+        ids = torch.tensor([3, 4, 5])
+        after = sampler.process(logits)
+        assert not torch.equal(after, before)
+        sampler.record(ids)
+        assert not torch.equal(sampler.process(logits), after)
+        sampler.record(ids, times=-1)
+        assert (
+            torch.equal(sampler.process(logits), after)
+            and (sampler.position == len(output[0])).all()
+        )
+
+
+def test_greedy_is_exact_and_costs_nothing():
+    """argmax, of ties the first, in any dtype and beside rows that draw; without penalties the step
+    has no feature but that, with them it is the argmax of what is specified."""
+    rng = torch.Generator().manual_seed(1)
+    logits = torch.randn(64, 500, generator=rng).bfloat16()  # 500 values of 8 bits: ties at the top
+    assert (logits == logits.amax(-1, keepdim=True)).sum() > 64
+    alone = S.Sampler(S.Sampling(temperature=0, top_k=3, top_p=0.5, min_p=0.1), 64, 500)
+    assert alone.features == {"temperature", "greedy"} and alone.process(logits) is logits
+    assert torch.equal(alone(logits), logits.float().argmax(-1))
+    assert torch.equal(alone.probabilities(logits).argmax(-1), alone(logits))
+    mixed = S.Sampler([S.Sampling(temperature=t % 2, top_p=0.9) for t in range(64)], 64, 500)
+    for _ in range(5):
+        got = mixed(logits)
+        assert torch.equal(got[::2], logits[::2].float().argmax(-1))
+    assert (got[1::2] != logits[1::2].argmax(-1)).any()
+    assert (S.probabilities(logits, 0).max(-1).values == 1).all()
+
+
+def table_of_logits(V: int, seed: int = 0) -> torch.Tensor:
+    """A model: the logits after a token are its row."""
+    return torch.randn(V, V, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def run_sampler(
+    sampler: S.Sampler, table: torch.Tensor, first: list[int], steps: int
+) -> list[list[int]]:
+    """What a Sampler writes with the table_of_logits model, per row."""
+    ids, out = torch.tensor(first), []
+    for _ in range(steps):
+        ids = sampler(table[ids])
+        out.append(ids)
+    return torch.stack(out, 1).tolist()
+
+
+MIXED_SAMPLINGS = [
+    S.Sampling(seed=5),
+    S.Sampling(temperature=0),
+    S.Sampling(temperature=0.7, top_k=6, seed=2**40),
+    S.Sampling(top_p=0.8, frequency_penalty=0.2, seed=5),
+    S.Sampling(min_p=0.05, repetition_penalty=1.3, logit_bias={3: 2.0, 4: -INF}),
+    S.Sampling(temperature=0, presence_penalty=1.5, min_new_tokens=12),
+    S.Sampling(temperature=1.5, top_k=3, top_p=0.99, min_p=0.01, seed=2**63 - 1),
+]
+
+
+def test_a_row_is_the_same_alone_and_among_others():
+    """Seven different requests in one batch, in another order, and each alone: the same tokens."""
+    V, table = 30, table_of_logits(30)
+    prompts = [[b, b + 1, 2 * b] for b in range(7)]
+    first = [p[-1] for p in prompts]
+    alone = []
+    for how, prompt in zip(MIXED_SAMPLINGS, prompts):
+        one = S.Sampler(how, 1, V, eos_ids=[2])
+        one.start([prompt])
+        alone += run_sampler(one, table, prompt[-1:], 40)
+    for order in (range(7), [6, 2, 0, 5, 1, 4, 3]):
+        every = S.Sampler([MIXED_SAMPLINGS[b] for b in order], 7, V, eos_ids=[2])
+        every.start([prompts[b] for b in order])
+        got = run_sampler(every, table, [first[b] for b in order], 40)
+        assert got == [alone[b] for b in order]
+    assert alone[0] != alone[3] and 4 not in alone[4] and 2 not in alone[5][:12]
+
+
+def test_seeds_and_samples():
+    """Same seed, same tokens; n rows are n single runs with seed, seed + 1, ...; seeds that differ
+    only above bit 32 write differently, and so does the last seed's successor."""
+    V, table = 50, table_of_logits(50)
+    run = lambda how, n=1: run_sampler(S.Sampler(how, n, V), table, [7] * n, 30)
+    for seed in (0, 41, 2**63 - 2):
+        rows = run(S.Sampling(seed=seed), 4)
+        assert rows == [run(S.Sampling(seed=(seed + b) % 2**63))[0] for b in range(4)]
+        assert len(set(map(tuple, rows))) == 4
+    seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1]
+    assert len({tuple(run(S.Sampling(seed=s))[0]) for s in seeds}) == len(seeds)
+    sampler = S.Sampler(S.Sampling(repetition_penalty=1.2), 2, V)
+    again = []
+    for _ in range(2):
+        sampler.start([[1, 2], [3]])
+        again.append(run_sampler(sampler, table, [2, 3], 20))
+    assert again[0] == again[1]
+
+
+def test_rows_come_and_go():
+    """admit: a new sequence in a row writes what it would alone, its neighbour goes on undisturbed,
+    and an interrupted one goes on in another row as if it had never stopped."""
+    V, table = 30, table_of_logits(30)
+    alone, others = [], [*MIXED_SAMPLINGS, S.Sampling(logit_bias={5: 3.0})]
+    for how in others:
+        one = S.Sampler(how, 1, V, eos_ids=[2])
+        one.start([[8, 9]])
+        alone += run_sampler(one, table, [9], 30)
+    sampler = S.Sampler(S.Sampling(temperature=0), 2, V, eos_ids=[2])
+    kept = S.Sampling(seed=77, presence_penalty=0.3)
+    neighbour = S.Sampler(kept, 1, V)
+    expected = run_sampler(neighbour, table, [1], 30 * len(others))[0]
+    sampler.admit(1, kept, [])
+    first = [9, 1]
+    for number, how in enumerate(others):
+        row = number % 2  # the neighbour moves as well
+        done = 30 * number
+        sampler.admit(1 - row, kept, [], expected[:done])
+        sampler.admit(row, how, [8, 9])
+        first[1 - row] = expected[done - 1] if done else 1
+        first[row] = 9
+        got = run_sampler(sampler, table, first, 11)
+        sampler.admit(row, how, [8, 9], got[row])  # interrupted
+        rest = run_sampler(sampler, table, [got[0][-1], got[1][-1]], 19)
+        assert got[row] + rest[row] == alone[number], how
+        assert got[1 - row] + rest[1 - row] == expected[done : done + 30], how
+    key = sampler.step_key
+    sampler.admit(0, S.Sampling(top_p=0.5), [])
+    assert sampler.step_key != key
+
+
+def test_no_end_of_sequence_before_min_new_tokens():
+    """Neither of two ends before the fifth token, both likely; then they come. Alone, without ids
+    that end a sequence, it asks for nothing."""
+    logits = torch.zeros(300, 4)
+    logits[:, :2] = 5.0
+    for temperature in (0, 1):
+        how = S.Sampling(temperature=temperature, min_new_tokens=5)
+        sampler = S.Sampler(how, 300, 4, eos_ids=(0, 1))
+        steps = [sampler(logits) for _ in range(7)]
+        assert all((ids >= 2).all() for ids in steps[:5])
+        assert all((ids < 2).sum() > 280 for ids in steps[5:])
+    assert "min_new_tokens" not in S.Sampler(S.Sampling(min_new_tokens=5), 1, 4).features
+
+
+def test_features_that_no_row_uses_are_not_in_the_step():
+    """Each field brings what it needs into the step, and nothing else; settings at their defaults
+    bring nothing."""
+    features = lambda **how: S.Sampler(S.Sampling(**how), 2, 9, eos_ids=[0]).features
+    assert features() == {"noise"} == features(top_k=9, top_p=1, seed=3)
+    for name in ("temperature", "top_p", "min_p"):
+        assert features(**{name: 0.5}) == {"noise", name}
+    assert features(top_k=2) == {"noise", "top_k"} and features(logit_bias={1: 1}) == {
+        "noise",
+        "bias",
+    }
+    assert features(presence_penalty=1) == {"noise", "presence_penalty", "output"}
+    assert features(min_new_tokens=1) == {"noise", "min_new_tokens"}
+    assert features(temperature=0, top_p=0.5) == {"temperature", "greedy"}
+    names = {"noise", "repetition_penalty", "prompt", "output"}
+    assert features(repetition_penalty=2) == names
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_row_with_nothing_to_draw_is_minus_one(temperature):
+    """All -inf, a NaN, an infinity: -1, in that row alone, also where penalties count tokens."""
+    logits = torch.zeros(5, 6)
+    logits[0], logits[1, 3], logits[2, 2], logits[3, 1:] = -INF, math.nan, INF, -INF
+    for more in ({}, dict(top_k=2, top_p=0.9, min_p=0.1), dict(repetition_penalty=1.1)):
+        sampler = S.Sampler(S.Sampling(temperature=temperature, **more), 5, 6)
+        for _ in range(3):
+            ids = sampler(logits).tolist()
+            assert ids[:4] == [-1, -1, -1, 0] and 0 <= ids[4] < 6
+    bad = S.Sampling(temperature=temperature, logit_bias={i: -INF for i in range(1, 6)})
+    assert S.Sampler(bad, 5, 6)(logits).tolist() == [-1, -1, -1, 0, 0]
+
+
+def test_noise_that_is_zero_draws_no_token_that_is_ruled_out():
+    """0 / 0 must not win, nor must a row of zeros be a token."""
+    probs = torch.tensor([[0.6, 0.4, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    noise = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 1.0]])
+    assert S.draw(probs, noise).tolist() == [0, -1]
+
+
+def test_extremes_of_temperature_and_dtype():
+    """Temperatures from 1e-9 to 1e9, logits of 1e4 and of half precision: finite, and as
+    specified. torch's default dtype has no say."""
+    big = torch.tensor([1e4, 9999.5, -1e4, -INF])
+    for temperature, p in (
+        (1e-9, [1, 0, 0, 0]),
+        (1e-4, [1, 0, 0, 0]),
+        (1e9, [1 / 3, 1 / 3, 1 / 3, 0]),
+    ):
+        got = S.probabilities(big, temperature)
+        torch.testing.assert_close(got, torch.tensor(p, dtype=torch.float32), rtol=1e-4, atol=0)
+        assert S.Sampler(S.Sampling(temperature=temperature), 1, 4)(big[None]).item() in (0, 1, 2)
+    half = torch.tensor([3.0, 2.998, 1.0], dtype=torch.float16)
+    before = torch.get_default_dtype()
+    for cut in (dict(top_p=0.999), dict(min_p=0.001272, logit_bias={0: 1.001})):
+        how = S.Sampling(temperature=0.3, **cut)  # in bf16: 1, 0.001274 and 1
+        try:
+            torch.set_default_dtype(torch.bfloat16)
+            one = S.probabilities(half, how.temperature, how.top_k, how.top_p, how.min_p)
+            row = S.Sampler(how, 1, 3).probabilities(half[None])[0]
+        finally:
+            torch.set_default_dtype(before)
+        assert one.dtype == row.dtype == torch.float32
+        for got, spec in ((one, replace(how, logit_bias=())), (row, how)):
+            torch.testing.assert_close(got.double(), specified(half, spec), rtol=1e-5, atol=0)
+    assert S.Sampler(S.Sampling(top_k=7, top_p=0.1), 1, 1)(torch.tensor([[4.0]])).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logprobs_are_the_models_own(dtype):
+    """fp32 log-softmax of the raw logits; the chosen id's, and the largest in order."""
+    logits = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(3)).to(dtype)
+    ids = logits.argmin(-1)
+    chosen, best, where = S.logprobs_of(logits, ids, 40)
+    logp = logits.double().log_softmax(-1)
+    assert chosen.dtype == best.dtype == torch.float32
+    torch.testing.assert_close(chosen.double(), logp.gather(-1, ids[..., None])[..., 0])
+    torch.testing.assert_close(best.double().exp().sum(-1), torch.ones(2, 5, dtype=torch.float64))
+    torch.testing.assert_close(best.double(), logp.sort(descending=True).values)
+    torch.testing.assert_close(best.double(), logp.gather(-1, where))
+    some = S.logprobs_of(logits, ids, 3)
+    assert torch.equal(some[0], chosen) and torch.equal(some[1], best[..., :3])
+    assert S.logprobs_of(logits, ids)[1].shape == (2, 5, 0)
+    with pytest.raises(ValueError, match="top must be from 0 to the vocabulary's 40, not 41"):
+        S.logprobs_of(logits, ids, 41)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        *[("temperature", v) for v in (-0.1, 1e-10, math.nan, INF, "1", None, True)],
+        *[("top_k", v) for v in (-1, 2.0, 2**63, True, None)],
+        *[("top_p", v) for v in (0, -0.5, 1.01, math.nan, "0.9")],
+        *[("min_p", v) for v in (-0.01, 1.5, math.nan, None)],
+        *[("repetition_penalty", v) for v in (0, -1.0, INF, math.nan)],
+        *[
+            (f"{name}_penalty", v)
+            for v in (INF, -INF, math.nan, "2")
+            for name in ("presence", "frequency")
+        ],
+        *[("min_new_tokens", v) for v in (-1, 1.5, math.nan)],
+        *[("seed", v) for v in (-1, 2**63, 0.5, None)],
+        *[
+            ("logit_bias", v)
+            for v in (None, 5, {-1: 1.0}, {"5": 1.0}, {1.5: 1.0}, {5: INF}, {5: math.nan})
+        ],
+        *[
+            ("logit_bias", v)
+            for v in ({5: None}, {5: True}, {True: 1.0}, [(5, 1.0), (5, 2.0)], [5], "ab")
+        ],
+    ],
+)
+def test_bad_values_are_refused_by_name(field, value):
+    """Every field: a ValueError with its name, the value and what would be right."""
+    with pytest.raises(ValueError, match=f"^{field} .*must ") as e:
+        S.Sampling(**{field: value})
+    shown = next(iter(value.items())) if isinstance(value, dict) else (value,)
+    assert any(repr(v) in str(e.value) for v in shown)
+
+
+def test_what_only_the_vocabulary_can_tell_is_refused_there():
+    """Ids beyond it, rows that forbid all of it, and a wrong number of rows or prompts."""
+    refused = lambda message: pytest.raises(ValueError, match=message)
+    with refused("logit_bias has token id 70000, but the vocabulary ends at 4095"):
+        S.Sampler(S.Sampling(logit_bias={70000: 1.0}), 1, 4096)
+    with refused("eos_ids has token id 9, but the vocabulary ends at 8"):
+        S.Sampler(S.Sampling(), 1, 9, eos_ids=[2, 9])
+    nothing = {i: -INF for i in range(8)}
+    with refused("leave no token to draw"):
+        S.Sampler(S.Sampling(logit_bias=nothing, min_new_tokens=1), 1, 9, eos_ids=[8])
+    with refused("leave no token to draw"):
+        S.Sampler(S.Sampling(logit_bias=nothing | {8: -INF}), 1, 9)
+    ends = S.Sampler(S.Sampling(logit_bias=nothing), 1, 9, eos_ids=[8])
+    assert ends(torch.zeros(1, 9)).item() == 8
+    with refused("leave no token to draw"):
+        ends.admit(0, S.Sampling(logit_bias=nothing, min_new_tokens=1), [])
+    with refused("how must be one Sampling or 3 of them, not 2"):
+        S.Sampler([S.Sampling()] * 2, 3, 9)
+    sampler = S.Sampler(S.Sampling(repetition_penalty=1.1), 2, 9)
+    with refused("prompts must be 2, one per row, not 1"):
+        sampler.start([[1]])
+    for bad in (-1, 9):
+        with refused(f"prompt has token id {bad}, but the vocabulary ends at 8"):
+            sampler.start([[1], [2, bad]])
+
+
+def test_sampling_is_a_value():
+    """Frozen, hashable, equal however the bias was written, and replaceable."""
+    a = S.Sampling(logit_bias={5: 1.0, 2: -INF})
+    assert a == S.Sampling(logit_bias=((2, -INF), (5, 1.0))) == replace(a)
+    assert len({a, replace(a, seed=0), replace(a, seed=1)}) == 2
+    with pytest.raises(AttributeError):
+        a.seed = 1
+
+
+@pytest.mark.skipif(
+    not has_compiler(), reason="torch.compile on CPU needs a C++ compiler, and there is none"
+)
+def test_compiled_sampler_equals_eager():
+    """20 steps of seven different rows, all features on, in one graph without recompiling."""
+    V, table = 61, table_of_logits(61)
+    first = list(range(7))
+    torch._dynamo.reset()
+    texts = []
+    for compiled in (False, True):
+        sampler = S.Sampler(MIXED_SAMPLINGS, 7, V, eos_ids=[2])
+        step = torch.compile(sampler, fullgraph=True, dynamic=False) if compiled else sampler
+        step(table[torch.tensor(first)])  # on CUDA one warms up too, and then starts
+        with torch.compiler.set_stance("fail_on_recompile"):
+            sampler.start([[b] for b in first])
+            texts.append(run_sampler(step, table, first, 20))
+    assert texts[0] == texts[1]
+    assert set(S.COLUMNS) | set(S.TABLES) | {"greedy", "noise"} == sampler.features
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2460,10 +3041,6 @@ def test_n_samples_equal_n_runs_alone():
     assert len({len(tokens) for tokens in alone}) > 1  # rows ended at different steps
 
 
-def has_compiler() -> bool:
-    return any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "clang++"))
-
-
 @pytest.mark.skipif(
     not has_compiler(), reason="torch.compile on CPU needs a C++ compiler, and there is none"
 )
@@ -2585,6 +3162,7 @@ def test_chat_prefills_only_what_is_new(with_template, tmp_path):
         [expected] = new_tokens(fresh, ids, 12, (2,))
         assert chat.ids == ids + expected
         told = len(chat.ids)
+        assert chat.decoder.cache.length == chat.decoder.used == told - 1
     if with_template:
         roles = [m["role"] for m in chat.messages]
         assert roles == ["user", "assistant"] * 4 and chat.messages[-1]["content"] == reply
@@ -3429,6 +4007,26 @@ def test_deepseek_form_trains_and_resumes_equal(corpus, tmp_path):
     for loss in ("loss", "mtp_loss"):
         assert rows[-1][loss] < 0.9 * rows[0][loss]
     assert M.load_checkpoint(whole).config.n_mtp_layers == 1
+
+
+def test_losses_are_of_the_next_token_and_of_those_after_it():
+    """loss_sums == cross-entropies written out: the main one of the next token, each MTP depth of
+    one token further, their mean."""
+    model, batch = random_model(latent(n_mtp_layers=2)), random_tokens(latent(), 3, 20)
+    batch[1, 15:] = T.IGNORE
+    tokens = batch.clamp(min=0)
+    hidden = model(tokens[:, :19], return_hidden=True)
+    expected = [F.cross_entropy(model.head(hidden).transpose(1, 2), batch[:, 1:], reduction="sum")]
+    for depth in range(2):
+        hidden = hidden[:, :-1]
+        seen = torch.stack([tokens[:, i + 1 + depth] for i in range(hidden.shape[1])], 1)
+        hidden = model.predict_further(hidden, seen, depth=depth)
+        logits = model.head(hidden).transpose(1, 2)
+        target = torch.stack([batch[:, i + 2 + depth] for i in range(hidden.shape[1])], 1)
+        expected.append(F.cross_entropy(logits, target, reduction="sum"))
+    main, ahead = T.loss_sums(model, batch)
+    torch.testing.assert_close(main, expected[0])
+    torch.testing.assert_close(ahead, (expected[1] + expected[2]) / 2)
 
 
 def test_balance_evens_out_the_experts():
