@@ -248,20 +248,20 @@ class ModelConfig:
 # --------------------------------------------------------------------------------------------------
 
 
-def rope_frequencies(config: ModelConfig, length: Tensor | None = None) -> Tensor:
+def rope_frequencies(config: ModelConfig, positions: Tensor) -> Tensor:
     """Angle per position of each rotated pair, (rope_dim / 2,) fp32: theta ** (-2i / D), scaled.
 
     linear: divided by `factor` (position interpolation, arXiv:2306.15595). dynamic: theta grows
-    with the `length` of the sequence, once that is past max_seq_len (NTK-aware). llama3:
+    with the largest of the positions, once that is past max_seq_len (NTK-aware). llama3:
     wavelengths longer than the trained context are divided by `factor`, short ones kept, those
     between blended. yarn: the same with a ramp over dimensions ("NTK by parts", arXiv:2309.00071,
     3.2).
     """
     D, rope = config.rope_dim, config.rope_scaling
-    device = None if length is None else length.device
-    theta, kind = config.rope_theta, rope and rope["rope_type"]
-    if kind == "dynamic" and length is not None:
-        stretch = length.clamp(min=config.max_seq_len).float() / config.max_seq_len
+    theta, kind, device = config.rope_theta, rope and rope["rope_type"], positions.device
+    if kind == "dynamic":
+        length = (positions.max() + 1).clamp(min=config.max_seq_len)
+        stretch = length.float() / config.max_seq_len
         theta = theta * (rope["factor"] * stretch - (rope["factor"] - 1)) ** (D / (D - 2))
     freq = theta ** (-torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
     if kind in (None, "dynamic"):
@@ -308,9 +308,8 @@ def rope_cos_sin(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor
     Recomputed in each forward: a few small operations, and no table that a cast to bf16 could
     spoil, a meta device could lose or a long context could outgrow.
     """
-    freq = rope_frequencies(config, positions.max() + 1)
-    angles = positions[..., None].float() * freq  # (B?, T, rope_dim / 2)
-    angles = angles.view(-1, *angles.shape[-2:])[:, :, None]
+    angles = positions[..., None].float() * rope_frequencies(config, positions)
+    angles = angles.view(-1, *angles.shape[-2:])[:, :, None]  # (B or 1, T, 1, rope_dim / 2)
     size = rope_magnitude(config)
     return angles.cos() * size, angles.sin() * size
 
