@@ -48,16 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpu
-from model import (
-    CONFIGS,
-    KVCache,
-    ModelConfig,
-    MoE,
-    Transformer,
-    load_checkpoint,
-    loop_experts,
-    read_config,
-)
+from model import CONFIGS, KVCache, ModelConfig, MoE, Transformer, load_checkpoint, read_config
 from sampling import Sampler, Sampling, logprobs_of
 from tokenizer import (
     ChatTemplate,
@@ -76,6 +67,10 @@ SHIPPED = Path(__file__).resolve().parent / "checkpoints" / "small"
 DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a long prompt's mask and activations
 CHAT_CONTEXT = 8192  # tokens the cache of a conversation holds, unless --context says otherwise
+NOT_FINITE = (
+    "the logits after {} tokens are not finite; the weights are damaged, or --dtype is too narrow "
+    "for them"
+)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # --------------------------------------------------------------------------------------------------
@@ -106,16 +101,18 @@ def prefill(model: Transformer, tokens: Tensor, cache: KVCache, start: int = 0) 
     return model.head(last)
 
 
-def few_rows_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
-) -> Tensor:
-    """The experts hook of a compiled step: for a few tokens (N, C) gather the K experts of each,
-    so that no shape depends on the routing; prefill keeps the loop."""
-    if len(x) > 8:
-        return loop_experts(x, weights, ids, w_gate_up, w_down)
-    gate, up = torch.einsum("nc,nkfc->nkf", x, w_gate_up[ids]).chunk(2, dim=-1)
-    y = torch.einsum("nkf,nkcf->nkc", F.silu(gate) * up, w_down[ids])
-    return (y * weights[..., None].type_as(x)).sum(1)
+def gathered_if_compiled(experts: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The experts hook of a compiled step: gather the K experts of each token, so that no shape
+    depends on the routing. Outside of it, in prefill, the `experts` given."""
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return experts(x, weights, ids, w_gate_up, w_down)
+        gate, up = torch.einsum("nc,nkfc->nkf", x, w_gate_up[ids]).chunk(2, dim=-1)
+        y = torch.einsum("nkf,nkcf->nkc", F.silu(gate) * up, w_down[ids])
+        return (y * weights[..., None].type_as(x)).sum(1)
+
+    return run
 
 
 class Decoder:
@@ -144,7 +141,7 @@ class Decoder:
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.logits = torch.zeros(batch, V, dtype=dtype, device=device) if keep_logits else None
-        self.run = self._compile() if compiled else lambda: self._step(self.used)
+        self.run = self._compile() if compiled else lambda: self._step(self.used + 1)
         self.weight_bytes = weight_bytes(model, batch)
 
     def start(self, ids: Sequence[int], cached: int = 0) -> list[int]:
@@ -161,17 +158,14 @@ class Decoder:
 
     def next(self) -> list[int]:
         """Append the last tokens to their rows; the ones after them."""
-        self.used += 1
         self.run()
+        self.used += 1  # now that the whole step is done: Ctrl-C may end it anywhere
         return self._tokens()
 
     def _tokens(self) -> list[int]:
         tokens = self.token[:, 0].tolist()
         if min(tokens) < 0:
-            raise ValueError(
-                f"the logits after {self.used} tokens are not finite; the weights are damaged, or "
-                "--dtype is too narrow for them"
-            )
+            raise ValueError(NOT_FINITE.format(self.used))
         return tokens
 
     def _draw(self, logits: Tensor) -> None:
@@ -187,7 +181,7 @@ class Decoder:
     def _compile(self) -> Callable[[], None]:
         for module in self.model.modules():
             if isinstance(module, MoE):
-                module.experts = few_rows_experts
+                module.experts = gathered_if_compiled(module.experts)
         # on CUDA this option lets the compiler write one-row products as reductions, fused with
         # their neighbours
         options = {"coordinate_descent_tuning": True} if self.token.device.type == "cuda" else {}
@@ -208,8 +202,9 @@ class Decoder:
 
 
 def weight_bytes(model: Transformer, batch: int = 1) -> int:
-    """Bytes of weights a decode step reads: all that multiply (of experts at most K per row), and
-    a row of the embedding for each; multi-token prediction takes no part."""
+    """Bytes of weights a decode step reads: all that multiply (of E experts the K of each row, as
+    if these were drawn evenly), and a row of the embedding for each; not those of multi-token
+    prediction."""
     c, embed, total = model.config, model.embed.weight, 0.0
     for name, p in model.named_parameters():
         if name.startswith("mtp."):
@@ -217,7 +212,7 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
         if p is embed and model.head.weight is not embed:
             total += batch * p[0].nbytes
         elif p.dim() == 3:
-            total += p.nbytes * min(1.0, batch * c.n_experts_per_token / c.n_experts)
+            total += p.nbytes * (1 - (1 - c.n_experts_per_token / c.n_experts) ** batch)
         else:
             total += p.nbytes
     return round(total)
@@ -245,11 +240,11 @@ class Continuation:
     def push(self, token: int) -> None:
         """Take the next token. An EOS ends the text and is no part of it; so does a stop string."""
         self.tokens.append(token)
+        if token in self.eos:
+            return self.end("eos")
         text, found = self.stop.push(self.stream.push(token))
         self._say(text)
-        if token in self.eos:
-            self.end("eos")
-        elif found:
+        if found:
             self.end("stop")
 
     def end(self, why: str) -> None:
@@ -356,9 +351,10 @@ class Chat:
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.ids: list[int] = []  # prompt and reply of the last turn
         self.text = ""  # what they say
+        self.exact = False  # whether that is all they say
         self.turn = 0
 
     def ids_for(self, line: str) -> tuple[str, list[int]]:
@@ -369,7 +365,7 @@ class Chat:
             text = self.template.render([*self.messages, {"role": "user", "content": line}])
         encode = partial(self.tokenizer.encode, bos=self.template is None)
         whole = encode(text)
-        if self.text and text.startswith(self.text):
+        if self.exact and text.startswith(self.text):
             before = encode(self.text)
             if whole[: len(before)] == before:
                 return text, self.ids + whole[len(before) :]
@@ -381,6 +377,8 @@ class Chat:
         """Generate the reply into `row`; yields at every token, and may be abandoned at any. First
         yields how many ids the cache already held. ValueError if the conversation is too long."""
         text, ids = self.ids_for(line)
+        if not ids:
+            raise ValueError("the prompt has no tokens; say something")
         if len(ids) >= limit:
             raise ValueError(
                 f"the conversation has {len(ids)} tokens, and the cache holds {limit}; /reset "
@@ -388,6 +386,8 @@ class Chat:
             )
         held = min(self.decoder.used, len(self.ids), len(ids) - 1)  # one must run, for its logits
         same = next((i for i in range(held) if ids[i] != self.ids[i]), held)
+        if self.template is None:  # a reply is a text of its own, a continuation is not
+            row.stream = TextStream(self.tokenizer, ids)
         yield same
         self.ids, self.text, self.turn = ids, text, self.turn + 1
         self.decoder.sampler.admit(0, replace(how, seed=how.seed + self.turn - 1), ())
@@ -414,8 +414,7 @@ class Chat:
         else:  # a template writes it, by name
             name = self.tokenizer.piece(row.tokens[-1]) if ended else ""
             self.ids, self.text = self.ids + row.tokens, self.text + row.text + name
-        if row.finish == "stop":
-            self.text = ""  # the ids say more than the text: tokenize the next turn anew
+        self.exact = row.finish != "stop"  # those ids say the stop string too
 
 
 # --------------------------------------------------------------------------------------------------
@@ -430,7 +429,7 @@ SAMPLING_FLAGS = {
     "repetition_penalty": (float, "divide the logits of tokens seen, in prompt or text; 1: off"),
     "presence_penalty": (float, "subtract from the logits of tokens in the text"),
     "frequency_penalty": (float, "subtract, times how often they are in the text"),
-    "min_new_tokens": (int, "no end of text before"),
+    "min_new_tokens": (int, "no end-of-sequence token before"),
     "seed": (int, "same seed, same text"),
 }
 
@@ -474,7 +473,8 @@ def _flag(name: str) -> str:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """The command line, with .how, its Sampling; ValueError names a flag that is out of range or
     would be ignored."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
     for name, good, wanted in (
         ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
         ("n", args.n >= 1, "at least 1"),
@@ -497,18 +497,19 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     ):
         if getattr(args, name) is not None and not good:
             raise ValueError(f"{_flag(name)} needs {needs}")
+    given = {name for name in vars(args) if getattr(args, name) != parser.get_default(name)}
+    drawing = f"{' '.join(SAMPLING_FLAGS)} n max_new_tokens logit_bias ignore_eos stop compile"
     for mode, others in (
-        ("interactive", "prompt json bench prompt_tokens chat score logprobs dummy"),
-        ("score", "prompt bench prompt_tokens chat dummy stop compile"),
+        ("interactive", "prompt json bench prompt_tokens chat score logprobs dummy n"),
+        ("score", f"prompt bench prompt_tokens chat dummy {drawing}"),
         ("prompt_tokens", "prompt chat"),
-        ("bench", "stop logprobs"),
+        ("dummy", "checkpoint chat"),
+        ("bench", "stop logprobs ignore_eos"),
     ):
-        clash = [o for o in others.split() if getattr(args, o) not in (None, False, [])]
-        if getattr(args, mode) not in (None, False) and clash:
+        clash = [other for other in others.split() if other in given]
+        if mode in given and clash:
             other = "a prompt" if clash[0] == "prompt" else _flag(clash[0])
             raise ValueError(f"{_flag(mode)} does not go together with {other}")
-    if args.interactive and args.n > 1:
-        raise ValueError("--interactive does not go together with --n")
     args.how = read_sampling(args)
     StopStrings(args.stop)
     return args
@@ -516,15 +517,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def read_sampling(args: argparse.Namespace) -> Sampling:
     """The Sampling that the flags say; ValueError names the flag."""
-    bias = {}
+    bias = []
     for entry in filter(None, args.logit_bias.split(",")):
         try:
             token, value = entry.split(":")
-            bias[int(token)] = float(value)
+            bias.append((int(token), float(value)))
         except ValueError:
             raise ValueError(f"--logit-bias must be ID:BIAS,..., not {entry!r}") from None
     try:
-        return Sampling(**{name: getattr(args, name) for name in SAMPLING_FLAGS}, logit_bias=bias)
+        return Sampling(
+            **{name: getattr(args, name) for name in SAMPLING_FLAGS}, logit_bias=tuple(bias)
+        )
     except ValueError as e:
         name, _, rest = str(e).partition(" ")
         raise ValueError(f"{_flag(name)} {rest}") from None
@@ -558,6 +561,10 @@ def dummy_model(name: str, device: torch.device, dtype: torch.dtype) -> Transfor
 
 def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer of --checkpoint, or of --dummy. ValueError if they do not fit."""
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        if args.compile and not shutil.which(compiler):
+            raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
     if args.dummy is not None:
         model = dummy_model(args.dummy, device, DTYPES[args.dtype or "bf16"])
         return model, NoTokenizer(model.config.vocab_size)
@@ -568,10 +575,6 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
             f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size "
             f"in config.json is {size}; the two are not of one model"
         )
-    if device.type == "cpu":
-        compiler = os.environ.get("CXX", "g++")
-        if args.compile and not shutil.which(compiler):
-            raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
     return model, tokenizer
 
 
@@ -606,7 +609,7 @@ def prompt_ids(
         template = load_chat_template(args.checkpoint)
         if template is None:
             raise ValueError(f"--chat: {args.checkpoint} has no chat template; leave --chat out")
-        messages = [{"role": "system", "content": args.system}] if args.system else []
+        messages = [] if args.system is None else [{"role": "system", "content": args.system}]
         messages.append({"role": "user", "content": text})
         ids = tokenizer.encode(template.render(messages), bos=False)
         n = len(ids)
@@ -824,13 +827,13 @@ def report(
 def score_file(args: argparse.Namespace) -> None:
     """--score: how well the model predicts a text."""
     try:
-        text = args.score.read_text(encoding="utf-8")
+        text = args.score.read_bytes().decode("utf-8")  # line ends as they are
     except UnicodeDecodeError as e:
         raise ValueError(f"--score {args.score}: not UTF-8 text ({e.reason})") from None
     device = pick_device(args.device)
     model, tokenizer = load(args, device)
     ids = tokenizer.encode(text)
-    if len(ids) < 2:
+    if not text or len(ids) < 2:
         raise ValueError(f"--score {args.score}: too short to predict anything ({len(ids)} tokens)")
     if device.type == "cpu":
         for_cpu_(model)
@@ -840,10 +843,12 @@ def score_file(args: argparse.Namespace) -> None:
         for row in zip(chosen, best, best_ids) if top is not None else ():
             token = ids[1 + len(entries)]
             entries.append(logprob_entry(tokenizer, token, *row))
+    if not math.isfinite(total):
+        raise ValueError(NOT_FINITE.format(len(ids)))
     facts = {
         "tokens": len(ids) - 1,
         "nats_per_token": -total / (len(ids) - 1),
-        "perplexity": math.exp(min(700.0, -total / (len(ids) - 1))),
+        "perplexity": math.exp(-total / (len(ids) - 1)),
         "bits_per_byte": -total / math.log(2) / len(text.encode()),
     }
     if args.json:
@@ -857,7 +862,7 @@ def converse(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     model, tokenizer = load(args, device)
     template = load_chat_template(args.checkpoint)
-    if template is None and args.system:
+    if template is None and args.system is not None:
         raise ValueError(f"--system: {args.checkpoint} has no chat template to put it into")
     limit = min(args.context or CHAT_CONTEXT, model.config.context)
     eos = () if args.ignore_eos else eos_ids(args.checkpoint, model.config.eos_ids)
@@ -894,9 +899,9 @@ def one_turn(
     """One reply, as it comes, then how much of its prompt the cache held already."""
     show = partial(print, end="", flush=True)
     start, held = time.perf_counter(), 0
-    prompt = () if chat.template is not None else chat.ids_for(line)[1]
-    stream = TextStream(chat.tokenizer, prompt)
-    row = Continuation(chat.tokenizer, stream, StopStrings(args.stop), eos, show)
+    row = Continuation(
+        chat.tokenizer, TextStream(chat.tokenizer), StopStrings(args.stop), eos, show
+    )
     steps = chat.ask(line, args.how, args.max_new_tokens, row, limit)
     try:
         held = next(steps)
@@ -928,9 +933,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"generate.py: error: {e}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as e:
-        if "memory" not in str(e):
+        if isinstance(e, RuntimeError) and "memory" not in str(e):
             raise
-        print(f"generate.py: error: out of memory ({str(e).splitlines()[0]})", file=sys.stderr)
+        why = (str(e) or "no more to be had").splitlines()[0]
+        print(f"generate.py: error: out of memory ({why})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -150,7 +150,20 @@ class ModelConfig:
             len(self.windows) != self.n_layers or any(w is not None and w < 1 for w in self.windows)
         ):
             raise ValueError("sliding windows must be 1 or more, and one (or null) per layer")
+        self._check_rope()
         self._check_experts()
+
+    def _check_rope(self) -> None:
+        rope, D = self.rope_scaling, self.rope_dim
+        if rope is None:
+            return
+        kind = rope.get("rope_type")
+        if kind not in ROPE_TYPES or set(ROPE_TYPES[kind][0]) - set(rope):
+            raise ValueError(f"rope_scaling is {dict(rope)}; known: a rope_type and its fields")
+        if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            raise ValueError("low_freq_factor must be less than high_freq_factor")
+        if (kind == "dynamic" and D < 4) or (kind == "yarn" and self.rope_theta <= 1):
+            raise ValueError(f"rope_type {kind!r} needs rope_theta > 1 and 4 or more rotated dims")
 
     def _also_positive(self) -> Iterator[str]:
         if self.kv_lora_rank:
@@ -430,7 +443,8 @@ class KVCache:
     graph.
 
     Memory: 2 * L * B * Hkv * max_len * D elements; with latent attention L * B * max_len *
-    (kv_lora_rank + qk_rope_head_dim) and no values. attend reads all max_len slots unless it is
+    (kv_lora_rank + qk_rope_head_dim) and no values. L counts the MTP layers, which write slots of
+    their own and leave `length` alone. attend reads all max_len slots unless it is
     told how many can matter: `functools.partial(cache.attend, limit=n)`, n > every position.
     """
 
@@ -481,7 +495,8 @@ class KVCache:
         row of them is written to all rows of the cache: a prompt that they share."""
         slots = self.k[spec.index]  # (B, Hkv, S, D)
         _write(slots, positions, k if spec.latent is None else spec.latent)
-        self.end.copy_(positions.max() + 1)
+        if spec.index < self.n_layers:
+            self.end.copy_(positions.max() + 1)
         keys = slots[: len(q), :, :limit].to(q.dtype)
         if spec.latent_dim is not None:
             values = keys[..., : spec.latent_dim]
@@ -711,7 +726,8 @@ class MoE(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C) -> weights (N, K) fp32 and expert ids (N, K)."""
         c = self.config
-        logits = F.linear(x.float(), self.router.float())
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.router.float())
         scores = logits.softmax(-1) if c.scoring == "softmax" else logits.sigmoid()
         choice = scores.detach()
         if c.correction_bias:
@@ -906,7 +922,14 @@ HF_IGNORED = set(
     "return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
     "_attn_implementation_autoset is_llama_config auto_map unsloth_version unsloth_fixed "
     "tokenizer_class task_specific_params max_sequence_length max_window_layers head_dim "
-    "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size qk_head_dim".split()
+    "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size qk_head_dim "
+    "transformers.js_config "  # and of transformers 4, how to generate, which is no part of a model
+    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens prefix sep_token_id decoder_start_token_id".split()
 )
 # Fields of which only these values are known: any other changes the result in a way we lack.
 HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -918,11 +941,30 @@ HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "layer_types": (None,),
     "router_jitter_noise": (None, 0.0),
     "moe_layer_freq": (None, 1),
+    "attention_bias": (None, False),
     "mlp_bias": (None, False),
+    "qkv_bias": (None, False),
+    "use_mrope": (None, False),
+    "rope_interleaved": (None, False),
+    "shared_expert_intermediate_size": (None, 0),
+    "torchscript": (None, False),
+    "use_bfloat16": (None, False),
+    "tf_legacy_loss": (None, False),
+    "cross_attention_hidden_size": (None,),
+    "finetuning_task": (None,),
     "add_cross_attention": (None, False),
     "tie_encoder_decoder": (None, False),
     "is_decoder": (None, False, True),
     "pruned_heads": (None, {}),
+}
+# The same of quantization_config, which says how the stored tensors are to be read.
+HF_FP8: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "fmt": (None, "e4m3"),
+    "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
+    "activation_scheme": (None, "dynamic"),
+    "scale_fmt": (None, "float", "ue8m0"),
+    "dequantize": (None, False),
 }
 
 
@@ -930,21 +972,30 @@ def _refuse_unknown(hf: Mapping[str, Any], family: Family) -> None:
     known = {key for _, key, _ in family.fields} | {key for p in family.parts for key in p.keys}
     rest = set(hf) - known - HF_IGNORED - {"model_type"}
     allowed = HF_NEUTRAL | {key: (None, value) for key, value in family.says.items()}
-    quantized = hf.get("quantization_config")
-    if isinstance(quantized, dict) and quantized.get("quant_method") == "fp8":
-        fp8 = {"fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
-        allowed["quantization_config"] = (quantized | fp8,)
-    else:
-        allowed["quantization_config"] = (None,)
-    unknown = sorted(rest - set(allowed))
+    unknown = sorted(rest - set(allowed) - {"quantization_config"})
     if unknown:
         raise ValueError(
             f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}: it may change "
             "what the model computes; remove it if it does not"
         )
-    for key in sorted(rest):
+    _refuse_other_values(hf, rest, allowed)
+    quantized = hf.get("quantization_config")
+    if quantized is not None:
+        if not isinstance(quantized, dict) or quantized.get("quant_method") != "fp8":
+            raise ValueError(f"quantization_config is {quantized!r}; known: quant_method 'fp8'")
+        odd = sorted(set(quantized) - set(HF_FP8) - {"modules_to_not_convert"})
+        if odd:
+            raise ValueError(f"unknown field quantization_config.{odd[0]}")
+        _refuse_other_values(quantized, set(quantized), HF_FP8, "quantization_config.")
+
+
+def _refuse_other_values(
+    hf: Mapping[str, Any], keys: set[str], allowed: Mapping[str, tuple[Any, ...]], where: str = ""
+) -> None:
+    for key in sorted(keys & set(allowed)):
         if hf[key] not in allowed[key]:
-            raise ValueError(f"{key} is {hf[key]!r}; known: {allowed[key][-1]!r}")
+            known = ", ".join(repr(v) for v in allowed[key] if v is not None) or "null"
+            raise ValueError(f"{where}{key} is {hf[key]!r}; known: {known}")
 
 
 def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any = REQUIRED) -> Any:
@@ -958,6 +1009,8 @@ def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any = REQUIRED)
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise ValueError(f"{key} must be {kind.__name__}, not {value!r}")
+    if kind is int and abs(value) >= 2**31:
+        raise ValueError(f"{key} must be less than 2**31, not {value}")
     return value
 
 
@@ -989,7 +1042,7 @@ def _write_heads(config: ModelConfig) -> dict[str, Any]:
 
 def _read_window(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """One window for all layers; in Qwen3-MoE behind a switch."""
-    if "sliding_window" not in hf:
+    if given["family"] == "mistral" and "sliding_window" not in hf:
         raise ValueError("sliding_window is missing (null: no window)")
     on = _typed(hf, "use_sliding_window", bool, given["family"] != "qwen3_moe")
     window = _typed(hf, "sliding_window", int, None) if on else None
@@ -1071,7 +1124,7 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 def _read_rope(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """transformers 4's rope_theta + rope_scaling, or 5's rope_parameters."""
-    key = "rope_parameters" if hf.get("rope_parameters") is not None else "rope_scaling"
+    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = hf.get(key) or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"{key} must be an object, not {rope!r}")
@@ -1092,7 +1145,10 @@ def _read_rope(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     )
     given = given | {"rope_theta": theta}
     if part != 1:
-        given["rotary_dim"] = int(given["head_dim"] * part)
+        raise ValueError(
+            f"partial_rotary_factor is {part}; known: 1.0 (transformers' {given['family']} has no "
+            "other either; model_type 'sheaf' does)"
+        )
     if kind == "default":
         return given
     absent = {"original_max_position_embeddings": given["max_seq_len"]}
@@ -1110,8 +1166,6 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     hf: dict[str, Any] = {"rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         hf["rope_scaling"] = dict(config.rope_scaling)
-    if config.rotary_dim is not None:
-        hf["partial_rotary_factor"] = config.rotary_dim / config.head_dim
     return hf
 
 
@@ -1265,6 +1319,7 @@ FAMILIES: dict[str, Family] = {
         fields=(*DENSE, *BIASES),
         parts=(HEADS, ROPE, LAYER_WINDOWS),
         fixed={"qk_norm": True},
+        says={"use_qk_norm": True},
         defaults=DEFAULTS | {"head_dim": 128},
     ),
     "mixtral": Family(
@@ -1280,6 +1335,7 @@ FAMILIES: dict[str, Family] = {
         fields=(*DENSE, *BIASES, *EXPERTS, ("norm_topk", "norm_topk_prob", bool)),
         parts=(HEADS, ROPE, SWITCHED_WINDOW, SPARSE_STEP, N_EXPERTS),
         fixed={"qk_norm": True},
+        says={"use_qk_norm": True},
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -1383,7 +1439,7 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
         raise ValueError(
             f"{path}: {e.strerror or e}; expected a Hugging Face config.json"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(
             f"{path}: not valid JSON ({e}); it may be half-written, copy it again"
         ) from None
@@ -1439,7 +1495,7 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
         for tensor, name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             shards.setdefault(name, set()).add(tensor)
         outside = [n for n in shards if Path(n).name != n or n in ("", ".", "..") or "\\" in n]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(
             f"{index}: not a safetensors index ({type(e).__name__}: {e}); copy it again"
         ) from None
@@ -1642,26 +1698,34 @@ def save_checkpoint(
 
     Each file appears whole or not at all: it is written beside its place, flushed to disk and
     renamed; several become the checkpoint when their index does. So a crash or a full disk at any
-    moment leaves the old one. (Saving over a model of another shape and dying before config.json
-    is written leaves a folder that is refused, not wrong.) OSError where the disk refuses.
+    moment leaves the old one. But where the folder held a model of another config, its config.json
+    goes first, and what a crash leaves in between is refused. OSError where the disk refuses.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config.to_hf()
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config |= {"dtype": dtype, "torch_dtype": dtype}
-    old = set(folder.glob("model*.safetensors"))
+    text, target = json.dumps(config, indent=2) + "\n", folder / "config.json"
+    if target.exists() and target.read_bytes() != text.encode():
+        target.unlink()
+    index, old = folder / "model.safetensors.index.json", _own_files(folder)
     shards = _cut(hf_tensors(model), max_shard_bytes)
     if len(shards) == 1:
-        _write_tensors(folder / "model.safetensors", shards[0])
-        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
         new = {folder / "model.safetensors"}
+        _write_tensors(folder / "model.safetensors", shards[0])
+        index.unlink(missing_ok=True)
     else:
         new = _write_shards(folder, shards)
     for path in old - new:
-        path.unlink()
-    text = json.dumps(config, indent=2) + "\n"
-    write_atomically(folder / "config.json", lambda tmp: tmp.write_text(text, encoding="utf-8"))
+        path.unlink(missing_ok=True)
+    write_atomically(target, lambda tmp: tmp.write_text(text, encoding="utf-8"))
+
+
+def _own_files(folder: Path) -> set[Path]:
+    """The weight files of the checkpoint in the folder, by their names; others are not touched."""
+    shard = re.compile(r"model(-v\d+)?-\d{5}-of-\d{5}\.safetensors|model\.safetensors")
+    return {path for path in folder.glob("*.safetensors") if shard.fullmatch(path.name)}
 
 
 def _cut(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:

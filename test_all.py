@@ -1005,6 +1005,28 @@ PUBLISHED = {
 }
 
 
+# What fine-tunes, exporters and older libraries add to such files, and changes nothing.
+HARMLESS = {
+    "llama-3.1-8b": dict(unsloth_version="2024.9", pad_token_id=128004, sliding_window=None),
+    "llama-3.2-1b": {"rope_interleaved": False, "transformers.js_config": {}, "temperature": 0.6},
+    "mistral-7b-v0.1": dict(attention_bias=False, max_length=20, do_sample=False, pruned_heads={}),
+    "qwen2.5-7b": dict(use_mrope=False, layer_types=["full_attention"] * 28),
+    "qwen3-30b-a3b": dict(use_qk_norm=True, qkv_bias=False, shared_expert_intermediate_size=0),
+    "deepseek-v3": dict(
+        quantization_config=dict(
+            quant_method="fp8", weight_block_size=[128, 128], scale_fmt="ue8m0", dequantize=False
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_additions_change_nothing(name):
+    """The same model as from the plain file."""
+    hf, _ = PUBLISHED[name]
+    assert M.ModelConfig.from_hf(hf | HARMLESS[name]) == M.ModelConfig.from_hf(hf)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_have_the_published_size(name):
     """The real config.json of each family is read, and makes a model of exactly the published
@@ -1031,6 +1053,13 @@ CONFIG_CHANGES = {
     "quantization_config": {"quant_method": "gptq", "bits": 4},
     "rope_scaling": {"rope_type": "su", "factor": 2.0},
     "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "short_mscale": 1.0},
+    "low_freq_factor": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0}
+    | {"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "partial_rotary_factor": 0.5,
+    "vocab_size": 10**30,
+    "use_mrope": True,
+    "activation_scheme": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    | {"activation_scheme": "static"},
     "max_position_embeddings": 4096.0,
     "rope_theta": "10000",
     "eos_token_id": [1, None],
@@ -1041,7 +1070,8 @@ CONFIG_CHANGES = {
 @pytest.mark.parametrize("field", CONFIG_CHANGES)
 def test_no_field_of_config_json_is_ignored_silently(field, tmp_path):
     """Every field is used, listed as harmless, or refused by name."""
-    hf = tiny().to_hf() | {field: CONFIG_CHANGES[field]}
+    key = {"low_freq_factor": "rope_scaling", "activation_scheme": "quantization_config"}
+    hf = tiny().to_hf() | {key.get(field, field): CONFIG_CHANGES[field]}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(hf))
     with pytest.raises(ValueError) as e:
@@ -1154,6 +1184,18 @@ print((status("VmHWM") - before) * 1024)
     assert size <= int(done.stdout) <= 1.05 * size + largest
 
 
+def test_two_spellings_of_rope_agree_or_are_refused():
+    """rope_scaling beside rope_parameters: an empty one is none, equal ones are one, others are a
+    question that the file must settle."""
+    hf, linear = tiny().to_hf(), {"rope_type": "linear", "factor": 2.0}
+    expected = M.ModelConfig.from_hf(hf | {"rope_scaling": linear}).rope_scaling
+    for parameters in ({}, None, linear):
+        both = hf | {"rope_scaling": linear, "rope_parameters": parameters}
+        assert M.ModelConfig.from_hf(both).rope_scaling == expected == linear
+    with pytest.raises(ValueError, match="rope_parameters and rope_scaling"):
+        M.ModelConfig.from_hf(both | {"rope_parameters": linear | {"factor": 4.0}})
+
+
 SHARD_FAULTS = {
     "swapped": ["mixed up"],
     "index lists what is not there": ["mixed up", "surprise"],
@@ -1196,6 +1238,48 @@ def test_mixed_up_shards_are_refused(how, tmp_path):
         M.load_checkpoint(tmp_path)
     for word in (str(tmp_path), *SHARD_FAULTS[how]):
         assert word in str(e.value), e.value
+
+
+def test_a_save_cut_anywhere_is_old_or_new_or_refused(tmp_path):
+    """A model with another rope_theta saved over one of the same shapes, and cut at each write and
+    each removal: the folder is the old checkpoint, the new one, or refused; never a mixture.
+    Somebody else's files stay."""
+    old, new = random_model(tiny(), 0), random_model(tiny(rope_theta=77.0), 1)
+    tokens = random_tokens(tiny(), 1, 9)
+    seen, cut = set(), 0
+    while "whole" not in seen:
+        folder = tmp_path / str(cut)
+        M.save_checkpoint(old, folder, 60_000 if cut % 2 else 10**9)
+        (folder / "model_ema.safetensors").write_text("mine")
+        steps = 0
+
+        def counted(f):
+            def run(*args, **kwargs):
+                nonlocal steps
+                steps += 1
+                if steps > cut // 2:
+                    raise InterruptedError
+                return f(*args, **kwargs)
+
+            return run
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(M, "write_atomically", counted(M.write_atomically))
+            patch.setattr(Path, "unlink", counted(Path.unlink))
+            try:
+                M.save_checkpoint(new, folder, 60_000)
+                seen.add("whole")
+            except InterruptedError:
+                pass
+        try:
+            logits = M.load_checkpoint(folder)(tokens)
+            assert torch.equal(logits, old(tokens)) or torch.equal(logits, new(tokens))
+            seen.add("old" if torch.equal(logits, old(tokens)) else "new")
+        except ValueError:
+            seen.add("refused")
+        assert (folder / "model_ema.safetensors").read_text() == "mine"
+        cut += 1
+    assert seen == {"whole", "old", "new", "refused"} and cut > 10
 
 
 def test_saving_over_a_checkpoint_leaves_no_stale_shard(tmp_path):
@@ -3051,11 +3135,11 @@ def test_compiled_decode_equals_eager(kind):
     torch._dynamo.reset()
     config = latent() if kind == "latent-experts" else tiny()
     how = S.Sampling(0.9, top_k=20, presence_penalty=0.3, seed=5) if kind == "sampled" else GREEDY
-    model = random_model(config)
+    model, batch = random_model(config), 9 if kind == "latent-experts" else 1
     prompts = [random_tokens(config, n, seed=n).tolist() for n in (5, 23)]
-    eager = G.Decoder(model, 64, how)
+    eager = G.Decoder(model, 64, how, batch)
     expected = [new_tokens(eager, p, 30) for p in prompts]
-    compiled = G.Decoder(model, 64, how, compiled=True)
+    compiled = G.Decoder(model, 64, how, batch, compiled=True)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert [new_tokens(compiled, p, 30) for p in prompts] == expected
 
@@ -3086,13 +3170,27 @@ def test_bytes_per_step_counts_what_is_read():
     assert M.KVCache(moe.config, 1, 64).bytes_read(10) == 4 * 10 * one_latent
 
 
-def test_logits_that_are_not_finite_are_an_error():
+def byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer.json that knows the letters."""
+    from tokenizers import Tokenizer, models
+
+    path = folder / "letters.json"
+    Tokenizer(models.BPE({chr(97 + i): i for i in range(26)}, [])).save(str(path))
+    return path
+
+
+def test_logits_that_are_not_finite_are_an_error(tmp_path, capsys):
     """NaN weights end in one clear line, not in token 0."""
     model = random_model(tiny())
     model.norm.weight[3] = math.nan
     for how in (GREEDY, S.Sampling()):
         with pytest.raises(ValueError, match="not finite"):
             G.Decoder(model, 32, how).start([5, 6])
+    M.save_checkpoint(model, tmp_path)
+    shutil.copy(byte_tokenizer(tmp_path), tmp_path / "tokenizer.json")
+    (tmp_path / "text").write_text("abc")
+    argv = ["--score", str(tmp_path / "text"), "--checkpoint", str(tmp_path)]
+    assert G.main(argv) == 2 and "not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("window", [100, 64, 17])
@@ -3208,6 +3306,60 @@ def test_chat_after_a_stop_string_or_an_interruption_stays_right(tmp_path):
     ask(chat, "and more\n")
     [expected] = new_tokens(G.Decoder(chat.decoder.model, 400, GREEDY), ids, 12)
     assert chat.ids == ids + expected
+
+
+@pytest.mark.parametrize("with_template", [True, False])
+def test_chat_interrupted_inside_a_layer_stays_right(with_template, tmp_path):
+    """Ctrl-C falls into the middle of a step as a rule, some layers' slots written and some not:
+    nothing of that step counts as cached. Neither does a prefill that was cut off."""
+    chat = a_chat(chat_folder(tmp_path, CHATML if with_template else None))
+    layers, calls = chat.decoder.model.layers, []
+
+    def interrupt(*args):
+        calls.append(1)
+        if len(calls) in (1, 8, 17):
+            raise KeyboardInterrupt
+
+    layers[3].register_forward_pre_hook(interrupt)
+    for line in ("class Stack:\n", "def push(self, x):\n", "import os\n", "x = 1\n"):
+        _, ids = chat.ids_for(line)
+        row = G.Continuation(
+            chat.tokenizer, K.TextStream(chat.tokenizer), K.StopStrings(()), (2,), lambda text: None
+        )
+        steps = chat.ask(line, GREEDY, 12, row, 400)
+        try:
+            for _ in steps:
+                pass
+        except KeyboardInterrupt:
+            pass
+        n = len(row.tokens)
+        fresh = G.Decoder(M.load_checkpoint(SMALL, dtype=torch.float32), 400, GREEDY, 1, (2,))
+        assert n == 0 or new_tokens(fresh, ids, n, (2,)) == [row.tokens]
+    assert len(calls) == 29 and len(row.tokens) == 12
+
+
+def test_plain_chat_remembers_after_a_stop_string(tmp_path):
+    """Without a template, too, a stop string ends a reply and not the conversation."""
+    chat = a_chat(chat_folder(tmp_path, None))
+    _, _, whole = ask(chat, "class Stack:\n", 30)
+    chat.reset()
+    stop = whole[10:14]
+    _, _, reply = ask(chat, "class Stack:\n", 30, [stop])
+    text, ids = chat.ids_for("more\n")
+    assert text == "class Stack:\n" + reply + "more\n" and ids == chat.tokenizer.encode(text)
+
+
+def test_chat_edge_cases(tmp_path):
+    """An empty system message is one; a prompt without a token is a message, not a crash; an EOS
+    that is an ordinary token is no part of the text."""
+    folder = chat_folder(tmp_path)
+    assert a_chat(folder, system="").messages == [{"role": "system", "content": ""}]
+    (folder / "chat_template.jinja").write_text("{{ '' }}")
+    with pytest.raises(ValueError, match="no tokens"):
+        ask(a_chat(folder), "hello")
+    row = silent_row(eos=(7,))
+    row.push(5), row.push(7)
+    assert row.text == "<5>" and row.finish == "eos" and row.tokens == [5, 7]
 
 
 def test_interactive_as_a_user_runs_it(tmp_path):
@@ -3472,6 +3624,12 @@ BAD_GENERATE = [
     (["x", "--logit-bias=-1:1"], "", ["--logit-bias", "-1"]),
     (["x", "--logit-bias", "5=1"], "", ["--logit-bias", "ID:BIAS", "5=1"]),
     (["x", "--logit-bias", "5:nan"], "", ["--logit-bias", "nan"]),
+    (["x", "--logit-bias", "5:1,5:2"], "", ["--logit-bias", "once"]),
+    (["--score", "/nowhere", "--temperature", "0"], "", ["--score", "--temperature"]),
+    (["--score", "/nowhere", "--n", "2"], "", ["--score", "--n"]),
+    (["--score", "/dev/null"], "", ["--score", "too short"]),
+    (["--dummy", "draft", "--checkpoint", "x"], "", ["--dummy", "--checkpoint"]),
+    (["x", "--dummy", "draft", "--chat"], "", ["--dummy", "--chat"]),
     (["x", "--max-new-tokens", "0"], "", ["--max-new-tokens"]),
     (["x", "--min-new-tokens", "300"], "", ["--min-new-tokens", "300", "200"]),
     (["x", "--n", "0"], "", ["--n"]),
@@ -4007,6 +4165,15 @@ def test_deepseek_form_trains_and_resumes_equal(corpus, tmp_path):
     for loss in ("loss", "mtp_loss"):
         assert rows[-1][loss] < 0.9 * rows[0][loss]
     assert M.load_checkpoint(whole).config.n_mtp_layers == 1
+
+
+def test_training_spares_a_folder_that_is_somebody_elses(corpus, tmp_path, capsys):
+    """--out over a sharded checkpoint is refused before anything is written."""
+    M.save_checkpoint(random_model(tiny()), tmp_path, 60_000)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert T.main(["--out", str(tmp_path), "--data", str(corpus)]) == 2
+    assert "no run here made" in capsys.readouterr().err
+    assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
 
 def test_losses_are_of_the_next_token_and_of_those_after_it():

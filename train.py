@@ -632,7 +632,7 @@ def settle_args(args: argparse.Namespace) -> int:
                 f"--out {args.out}: holds a run of {done} steps; go on with --resume, or name "
                 "another folder"
             )
-        if (args.out / "model.safetensors").exists():
+        if any(args.out.glob("*.safetensors")):
             raise ValueError(
                 f"--out {args.out}: holds a model that no run here made; name another folder"
             )
@@ -734,6 +734,10 @@ def train(args: argparse.Namespace) -> None:
         prepare_tokens(args, config.vocab_size)
     if place.world > 1:
         dist.barrier()  # the other ranks read what rank 0 wrote
+    if args.seq_len <= config.n_mtp_layers:
+        raise ValueError(
+            f"--seq-len must be more than the model's {config.n_mtp_layers} MTP layers"
+        )
     train_tokens, val_tokens = open_tokens(args)
     model = build_model(args, config, place.device)
     optimizer = build_optimizer(model)
