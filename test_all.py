@@ -545,6 +545,29 @@ def mtp_layer(mtp, depth: int, hidden: torch.Tensor, tokens: torch.Tensor) -> to
     )
 
 
+def test_mtp_over_a_cache_equals_without_and_leaves_its_length():
+    """A draft step over the cache writes slots of its own: same hidden states, length as it was."""
+    model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
+    cache = M.KVCache(model.config, 1, 16)
+    hidden = model(tokens, attend=cache.attend, return_hidden=True)[:, :-1]
+    expected = model.predict_further(hidden, tokens[:, 1:])
+    got = [model.predict_further(hidden[:, :7], tokens[:, 1:8], torch.arange(7), cache.attend)]
+    for i in range(7, 11):
+        step = (hidden[:, i : i + 1], tokens[:, i + 1 : i + 2], torch.tensor([i]), cache.attend)
+        got.append(model.predict_further(*step))
+    assert relative(torch.cat(got, 1), expected) < 1e-5 and cache.length == 12
+
+
+def test_routing_is_fp32_under_autocast():
+    """Mixed-precision training chooses and weighs experts as fp32 does."""
+    moe = random_model(latent()).layers[1].mlp
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    weights, ids = moe.route(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        again, same = moe.route(x)
+    assert again.dtype == torch.float32 and torch.equal(weights, again) and torch.equal(ids, same)
+
+
 def test_transformers_drops_the_mtp_layer_and_the_folder_still_loads(tmp_path):
     """A DeepSeek-V3 folder rewritten without its MTP tensors loads as what it still holds."""
     model = random_model(latent())
@@ -3314,6 +3337,7 @@ def test_chat_interrupted_inside_a_layer_stays_right(with_template, tmp_path):
     nothing of that step counts as cached. Neither does a prefill that was cut off."""
     chat = a_chat(chat_folder(tmp_path, CHATML if with_template else None))
     layers, calls = chat.decoder.model.layers, []
+    model = M.load_checkpoint(SMALL, dtype=torch.float32)
 
     def interrupt(*args):
         calls.append(1)
@@ -3322,7 +3346,6 @@ def test_chat_interrupted_inside_a_layer_stays_right(with_template, tmp_path):
 
     layers[3].register_forward_pre_hook(interrupt)
     for line in ("class Stack:\n", "def push(self, x):\n", "import os\n", "x = 1\n"):
-        _, ids = chat.ids_for(line)
         row = G.Continuation(
             chat.tokenizer, K.TextStream(chat.tokenizer), K.StopStrings(()), (2,), lambda text: None
         )
@@ -3332,9 +3355,11 @@ def test_chat_interrupted_inside_a_layer_stays_right(with_template, tmp_path):
                 pass
         except KeyboardInterrupt:
             pass
-        n = len(row.tokens)
-        fresh = G.Decoder(M.load_checkpoint(SMALL, dtype=torch.float32), 400, GREEDY, 1, (2,))
-        assert n == 0 or new_tokens(fresh, ids, n, (2,)) == [row.tokens]
+        used, cache = chat.decoder.used, M.KVCache(model.config, 1, 400)
+        if used:
+            model(torch.tensor([chat.ids[:used]]), attend=cache.attend)
+        for ours, fresh in zip((*chat.decoder.cache.k, *chat.decoder.cache.v), cache.k + cache.v):
+            torch.testing.assert_close(ours[:, :, :used], fresh[:, :, :used], atol=1e-4, rtol=1e-4)
     assert len(calls) == 29 and len(row.tokens) == 12
 
 
