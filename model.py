@@ -500,6 +500,9 @@ class KVCache:
         keys = slots[: len(q), :, :limit].to(q.dtype)
         if spec.latent_dim is not None:
             values = keys[..., : spec.latent_dim]
+        elif spec.expand is not None and limit == q.shape[1] and positions.dim() == 1:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)  # nothing was there before these
+            return dense_attention(spec, q, k, v, positions, positions)
         elif spec.expand is not None:
             keys, values = (t.transpose(1, 2) for t in spec.expand(keys.transpose(1, 2)))
         else:

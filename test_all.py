@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -465,7 +466,7 @@ def test_absorbed_equals_expanded_and_caches_the_latent_alone(name, tmp_path):
     model = M.load_checkpoint(tmp_path)
     tokens = random_tokens(model.config, 2, 60)
 
-    def logits(absorb_up_to: int, cuts: list[int]) -> torch.Tensor:
+    def logits(absorb_up_to: int, cuts: list[int], limited: bool) -> torch.Tensor:
         for module in model.modules():
             if isinstance(module, M.LatentAttention):
                 module.absorb_up_to = absorb_up_to
@@ -473,8 +474,9 @@ def test_absorbed_equals_expanded_and_caches_the_latent_alone(name, tmp_path):
         assert cache.v == [] and all(k.shape == (2, 1, 64, 24 + 8) for k in cache.k)
         parts, start = [], 0
         for n in cuts:
+            attend = partial(cache.attend, limit=start + n) if limited else cache.attend
             positions = torch.arange(start, start + n)
-            parts.append(model(tokens[:, start : start + n], positions, cache.attend))
+            parts.append(model(tokens[:, start : start + n], positions, attend))
             start += n
         return torch.cat(parts, 1)
 
@@ -482,7 +484,8 @@ def test_absorbed_equals_expanded_and_caches_the_latent_alone(name, tmp_path):
         whole = model(tokens)
         for absorb_up_to in (0, 1, 7, 1000):
             for cuts in ([60], [25, 7, 1, 1, 20, 6], [1] * 60):
-                assert relative(logits(absorb_up_to, cuts), whole) <= 1e-5
+                for limited in (False, True):
+                    assert relative(logits(absorb_up_to, cuts, limited), whole) <= 1e-5
 
 
 def test_attend_hook_of_latent_attention_is_plain_attention():
