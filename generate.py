@@ -341,12 +341,8 @@ class Chat:
         template: ChatTemplate | None,
         system: str | None = None,
     ):
-        self.decoder, self.tokenizer, self.template, self.system = (
-            decoder,
-            tokenizer,
-            template,
-            system,
-        )
+        self.decoder, self.tokenizer = decoder, tokenizer
+        self.template, self.system = template, system
         self.reset()
 
     def reset(self) -> None:
@@ -390,7 +386,8 @@ class Chat:
             row.stream = TextStream(self.tokenizer, ids)
         yield same
         self.ids, self.text, self.turn = ids, text, self.turn + 1
-        self.decoder.sampler.admit(0, replace(how, seed=how.seed + self.turn - 1), ())
+        seed = (how.seed + self.turn - 1) % 2**63  # each turn draws anew
+        self.decoder.sampler.admit(0, replace(how, seed=seed), ())
         try:
             for tokens in run_rows(
                 self.decoder, ids, [row], min(max_new, limit - len(ids)), cached=same
@@ -405,15 +402,12 @@ class Chat:
             {"role": "user", "content": line},
             {"role": "assistant", "content": row.text},
         ]
-        ended = row.finish == "eos"
-        if self.template is None:  # an EOS would end more than this turn
-            self.ids, self.text = (
-                self.ids + row.tokens[: -1 if ended else None],
-                self.text + row.text,
-            )
-        else:  # a template writes it, by name
-            name = self.tokenizer.piece(row.tokens[-1]) if ended else ""
-            self.ids, self.text = self.ids + row.tokens, self.text + row.text + name
+        tokens, text = row.tokens, row.text
+        if row.finish == "eos" and self.template is None:
+            tokens = tokens[:-1]  # it would end more than this turn
+        elif row.finish == "eos":
+            text += self.tokenizer.piece(tokens[-1])  # as the template writes it
+        self.ids, self.text = self.ids + tokens, self.text + text
         self.exact = row.finish != "stop"  # those ids say the stop string too
 
 
