@@ -3511,8 +3511,9 @@ def counting(experts, counts: torch.Tensor):
 
 
 def test_shipped_deepseek_form_uses_all_its_parts():
-    """On held-out kind of text (this file): experts are all in use, the MTP layer predicts the
-    second token ahead far better than chance, absorbed == expanded on trained weights."""
+    """On Python it has not seen (this file): the experts are all in use; the MTP layer, told the
+    next token, predicts the one after it about as well as the model the next; absorbed ==
+    expanded on trained weights."""
     model, tokenizer = M.load_checkpoint(MOE, dtype=torch.float32), K.load_tokenizer(MOE)
     assert model.config.family == "deepseek_v3" and len(model.mtp) == 1
     ids = tokenizer.encode(Path(__file__).read_text())[:512]
@@ -3526,7 +3527,7 @@ def test_shipped_deepseek_form_uses_all_its_parts():
         ahead = model.predict_further(hidden[:, :-1], tokens[:, 1:])
         loss = F.cross_entropy(model.head(hidden[0, :-1]), tokens[0, 1:]).item()
         further = F.cross_entropy(model.head(ahead[0, :-1]), tokens[0, 2:]).item()
-        assert loss < further < 0.8 * math.log(4096), (loss, further)
+        assert loss < 0.7 * math.log(4096) and further < 1.1 * loss, (loss, further)
         assert all((c > 0).all() and c.max() < 4 * c.mean() for c in loads), loads
         cache, parts = M.KVCache(model.config, 1, 64), []
         for i in range(64):
