@@ -72,6 +72,7 @@ NOT_FINITE = (
     "for them"
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 # --------------------------------------------------------------------------------------------------
 # Prefill and decode
@@ -433,11 +434,12 @@ def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("prompt", nargs="?", help="text to continue; - or a pipe reads it from stdin")
-    add("--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help="Hugging Face folder")
-    add("--max-new-tokens", type=int, default=200)
+    text = "Hugging Face folder (the shipped checkpoints/small)"
+    add("--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help=text)
+    add("--max-new-tokens", type=int, default=200, help="end after so many (%(default)s)")
     defaults = {f.name: f.default for f in fields(Sampling)} | {"temperature": 0.8}
     for name, (kind, text) in SAMPLING_FLAGS.items():
-        add(_flag(name), type=kind, default=defaults[name], help=text)
+        add(_flag(name), type=kind, default=defaults[name], help=f"{text} (%(default)s)")
     add("--logit-bias", metavar="ID:BIAS,...", default="", help="add to logits; -inf forbids")
     add("--ignore-eos", action="store_true", help="an end of text ends nothing")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat")
@@ -505,7 +507,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             other = "a prompt" if clash[0] == "prompt" else _flag(clash[0])
             raise ValueError(f"{_flag(mode)} does not go together with {other}")
     args.how = read_sampling(args)
-    StopStrings(args.stop)
+    if "" in args.stop:
+        raise ValueError("--stop must not be empty")
     return args
 
 
@@ -824,6 +827,8 @@ def score_file(args: argparse.Namespace) -> None:
         text = args.score.read_bytes().decode("utf-8")  # line ends as they are
     except UnicodeDecodeError as e:
         raise ValueError(f"--score {args.score}: not UTF-8 text ({e.reason})") from None
+    except OSError as e:
+        raise ValueError(f"--score {args.score}: {e.strerror}; give a text file") from None
     device = pick_device(args.device)
     model, tokenizer = load(args, device)
     ids = tokenizer.encode(text)

@@ -1588,8 +1588,9 @@ def load_checkpoint(
     """
     folder = Path(path)
     if not folder.is_dir():
+        what = "a file; give its folder" if folder.exists() else "no such folder; download it first"
         raise ValueError(
-            f"{folder}: no such folder; a checkpoint is a folder with config.json and safetensors"
+            f"{folder}: {what} (a checkpoint is a folder with config.json and safetensors)"
         )
     config = read_config(folder / "config.json")
     stored = _stored_tensors(folder)

@@ -587,16 +587,22 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--init", type=Path, metavar="DIR", help="start from this checkpoint and its tokenizer"
     )
     p.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    p.add_argument("--steps", type=int, default=500)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--steps", type=int, default=500, help="in all (%(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     p.add_argument(
-        "--batch-size", type=int, default=8, help="sequences in one step, over all ranks"
+        "--batch-size",
+        type=int,
+        default=8,
+        help="sequences in one step, over all ranks (%(default)s)",
     )
     p.add_argument(
-        "--micro-batch-size", type=int, default=2, help="sequences in one forward, per rank"
+        "--micro-batch-size",
+        type=int,
+        default=2,
+        help="sequences in one forward, per rank (%(default)s)",
     )
-    p.add_argument("--seq-len", type=int, default=512)
-    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    p.add_argument("--seq-len", type=int, default=512, help="tokens (%(default)s)")
+    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (%(default)s)")
     p.add_argument("--save-every", type=int, default=100)
     p.add_argument("--eval-every", type=int, default=100)
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
@@ -684,6 +690,8 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     if args.resume:
         return read_run(args.out)[2]
     if args.init is not None:
+        if not args.init.is_dir():
+            raise ValueError(f"--init {args.init}: no such folder")
         return read_config(args.init / "config.json")
     if args.model in CONFIGS or Path(args.model).exists():
         shape = CONFIGS[args.model] if args.model in CONFIGS else read_config(args.model)
