@@ -50,7 +50,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -1176,6 +1176,12 @@ def _read_sheaf(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     ours = hf.get("config")
     if not isinstance(ours, dict) or not set(ours) <= set(ModelConfig.__dataclass_fields__):
         raise ValueError("config must be an object of ModelConfig's fields")
+    kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+    for f in fields(ModelConfig):
+        value = ours.get(f.name, None if f.default is MISSING else f.default)
+        kind, *optional = str(f.type).split(" | ")
+        if kind in kinds and type(value) not in kinds[kind] and not (optional and value is None):
+            raise ValueError(f"config.{f.name} must be {kind}, not {value!r}")
     return {name: tuple(v) if isinstance(v, list) else v for name, v in ours.items()}
 
 

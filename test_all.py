@@ -664,6 +664,12 @@ def test_what_no_family_can_say_goes_as_sheaf(tmp_path):
     )
     M.save_checkpoint(changed, tmp_path)
     assert M.load_checkpoint(tmp_path).config == changed.config
+    hf = changed.config.to_hf()
+    for field, value in (("dim", "48"), ("alibi", 1), ("rotary_dim", 2.0), ("vocab_size", None)):
+        with pytest.raises(ValueError, match=field):
+            M.ModelConfig.from_hf(hf | {"config": hf["config"] | {field: value}})
+    with pytest.raises(ValueError, match="vocab_size must be int, not None"):
+        M.ModelConfig.from_hf(hf | {"config": {"dim": 48, "n_layers": 3, "n_heads": 4}})
 
 
 # Config.json files as published, and the number of parameters their models are published with.
