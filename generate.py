@@ -48,7 +48,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpu
-from model import CONFIGS, KVCache, ModelConfig, MoE, Transformer, load_checkpoint, read_config
+from model import (
+    CONFIGS,
+    KVCache,
+    ModelConfig,
+    MoE,
+    Transformer,
+    allocate,
+    load_checkpoint,
+    read_config,
+)
 from sampling import Sampler, Sampling, logprobs_of
 from tokenizer import (
     ChatTemplate,
@@ -549,9 +558,8 @@ def dummy_model(name: str, device: torch.device, dtype: torch.dtype) -> Transfor
         raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
     config = CONFIGS[name] if name in CONFIGS else read_config(name)
     with torch.device("meta"):
-        model = Transformer(config).to(dtype).eval()
-    model = model.to_empty(device=device)
-    model.tie()
+        model = Transformer(config).eval()
+    allocate(model, device, dtype)
     model.init_weights(torch.Generator(device).manual_seed(0))
     return model
 

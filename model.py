@@ -1606,7 +1606,7 @@ def load_checkpoint(
     with torch.device("meta"):
         model = Transformer(config).eval()
     plan = _match(folder, stored, hf_tensors(model), config)
-    _allocate(model, device, dtype or STORED_DTYPES[plan["model.embed_tokens.weight"].dtype])
+    allocate(model, device, dtype or STORED_DTYPES[plan["model.embed_tokens.weight"].dtype])
     with torch.no_grad():
         for name, target in hf_tensors(model).items():
             scale = stored.get(f"{name}_scale_inv")
@@ -1679,16 +1679,18 @@ def _check_copies(folder: Path, stored: dict[str, Stored], model: Transformer) -
                 )
 
 
-def _allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Memory for a model on the meta device: parameters in `dtype`, buffers (routing corrections)
-    in fp32 as they are."""
+def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype) -> Transformer:
+    """Memory for a model built on the meta device, its values still to come: parameters in `dtype`,
+    buffers (routing corrections) as they are, in fp32. What was shared stays shared."""
+    made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
-            empty = torch.empty(p.shape, dtype=dtype, device=device)
-            setattr(module, name, nn.Parameter(empty))
+            if p not in made:
+                made[p] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device))
+            setattr(module, name, made[p])
         for name, b in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty(b.shape, dtype=b.dtype, device=device))
-    model.tie()
+    return model
 
 
 def _dequantize(weight: Tensor, scale: Tensor, target: Tensor) -> None:

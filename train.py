@@ -54,6 +54,7 @@ from model import (
     ModelConfig,
     MoE,
     Transformer,
+    allocate,
     load_checkpoint,
     read_config,
     save_checkpoint,
@@ -706,8 +707,7 @@ def build_model(args: argparse.Namespace, config: ModelConfig, device: torch.dev
         return load_checkpoint(args.init, device, torch.float32).train()
     with torch.device("meta"):
         model = Transformer(config)
-    model = model.to_empty(device="cpu")
-    model.tie()
+    allocate(model, "cpu", torch.float32)
     model.init_weights(torch.Generator().manual_seed(args.seed))  # on the CPU: one seed, one model
     return model.to(device)
 
