@@ -700,6 +700,29 @@ DEEPSEEK = dict(
     tie_word_embeddings=False,
     v_head_dim=128,
 )
+LLAMA3_SCALING = dict(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+    rope_type="llama3",
+)
+LLAMA_3 = dict(
+    PUBLISHED_BY_ALL,
+    architectures=["LlamaForCausalLM"],
+    attention_bias=False,
+    bos_token_id=128000,
+    max_position_embeddings=131072,
+    mlp_bias=False,
+    model_type="llama",
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    pretraining_tp=1,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+    vocab_size=128256,
+)
 PUBLISHED = {
     "llama-1-7b": (
         dict(
@@ -724,64 +747,16 @@ PUBLISHED = {
         6738415616,
     ),
     "llama-3.1-8b": (
-        dict(
-            PUBLISHED_BY_ALL,
-            architectures=["LlamaForCausalLM"],
-            attention_bias=False,
-            bos_token_id=128000,
-            eos_token_id=[128001, 128008, 128009],
-            hidden_size=4096,
-            intermediate_size=14336,
-            max_position_embeddings=131072,
-            mlp_bias=False,
-            model_type="llama",
-            num_attention_heads=32,
-            num_hidden_layers=32,
-            num_key_value_heads=8,
-            pretraining_tp=1,
-            rms_norm_eps=1e-5,
-            rope_scaling=dict(
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=8192,
-                rope_type="llama3",
-            ),
-            rope_theta=500000.0,
-            tie_word_embeddings=False,
-            vocab_size=128256,
-        ),
+        LLAMA_3
+        | dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+        | dict(eos_token_id=[128001, 128008, 128009], rope_scaling=LLAMA3_SCALING),
         8030261248,
     ),
     "llama-3.2-1b": (
-        dict(
-            PUBLISHED_BY_ALL,
-            architectures=["LlamaForCausalLM"],
-            attention_bias=False,
-            bos_token_id=128000,
-            eos_token_id=128001,
-            head_dim=64,
-            hidden_size=2048,
-            intermediate_size=8192,
-            max_position_embeddings=131072,
-            mlp_bias=False,
-            model_type="llama",
-            num_attention_heads=32,
-            num_hidden_layers=16,
-            num_key_value_heads=8,
-            pretraining_tp=1,
-            rms_norm_eps=1e-5,
-            rope_scaling=dict(
-                factor=32.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=8192,
-                rope_type="llama3",
-            ),
-            rope_theta=500000.0,
-            tie_word_embeddings=True,
-            vocab_size=128256,
-        ),
+        LLAMA_3
+        | dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64)
+        | dict(eos_token_id=128001, tie_word_embeddings=True)
+        | dict(rope_scaling=LLAMA3_SCALING | dict(factor=32.0)),
         1235814400,
     ),
     "mistral-7b-v0.1": (
