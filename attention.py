@@ -43,7 +43,8 @@ Packed: q (N, Hq, D) and so on, lse (Hq, N); sequence n is rows cu_seqlens[n] to
 from __future__ import annotations
 
 import math
-import sys
+import time
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -82,10 +83,10 @@ def sparse_blocks(
 ) -> Tensor:
     """Blocks of the usual sparse patterns (Sparse Transformers, arXiv:1904.10509; BigBird,
     arXiv:2007.14062), to be united with | : fewer than `local` blocks away; the first `global_`
-    blocks, as keys and as queries; every `stride`-th block back. bool (n_q, n_k)."""
-    a = torch.arange(n_q)[:, None] + n_k - n_q
-    b = torch.arange(n_k)
-    visit = ((a - b).abs() < local) | (b < global_) | (torch.arange(n_q)[:, None] < global_)
+    blocks, as keys and as queries; every `stride`-th block. The last query block stands at the last
+    key block. bool (n_q, n_k)."""
+    a, b = torch.arange(n_k - n_q, n_k)[:, None], torch.arange(n_k)
+    visit = ((a - b).abs() < local) | (b < global_) | (a < global_)
     return visit | ((a - b) % stride == 0) if stride else visit
 
 
@@ -106,6 +107,10 @@ class _Flags(NamedTuple):
     visit: Tensor | None  # (H or 1, query blocks, key blocks) bool
     block: int
 
+    def cap(self) -> int:
+        """A tile may not be larger than a block of the block mask."""
+        return 1024 if self.visit is None else self.block
+
 
 FLAGS = (
     "bool causal, float scale, int? window, float? softcap, Tensor? slopes, Tensor? sinks, "
@@ -120,23 +125,12 @@ def _check(condition: bool, message: str) -> None:
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    prefix: Tensor | None = None,
-    block_mask: BlockMask | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, _Flags]:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None,
+    window: int | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, bias: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, prefix: Tensor | None = None,
+    block_mask: BlockMask | None = None, lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, _Flags]:  # fmt: skip
     """q, k, v in four dims (packed ones as a batch of one) and the flags. ValueError names the
     argument that is wrong."""
     packed = cu_seqlens_q is not None
@@ -151,9 +145,7 @@ def _prepare(
         q, k, v = q[None], k[None], v[None]
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_k)):
             ok = cu.dim() == 1 and len(cu) > 1 and cu.dtype == torch.int32
-            _check(
-                ok, f"{name} must be int32 of one dim, 0 first, not {cu.dtype} {tuple(cu.shape)}"
-            )
+            _check(ok, f"{name} must be (sequences + 1,) int32, not {cu.dtype} {tuple(cu.shape)}")
         _check(len(cu_k) == len(cu_seqlens_q), "cu_seqlens_q and cu_seqlens_k differ in length")
         _check(block_mask is None, "block_mask is not for packed sequences (cu_seqlens_q)")
     B, T, Hq, D = q.shape
@@ -178,14 +170,14 @@ def _prepare(
         _check(ok, f"{name} must be int32 ({n},), one for each sequence")
     size, visit = (128, None) if block_mask is None else (block_mask.block, block_mask.visit)
     if visit is not None:
-        _check(size >= 16 and size & (size - 1) == 0, f"block_mask: block {size} is no 16, 32, ...")
+        _check(size > 0, f"block_mask: block must be positive, not {size}")
         ok = visit.dtype == torch.bool and visit.shape[-2:] == (-(-T // size), -(-S // size))
         ok = ok and visit.dim() in (2, 3) and (visit.dim() == 2 or len(visit) in (1, Hq))
-        _check(
-            ok, f"block_mask: visit must be bool ({-(-T // size)}, {-(-S // size)}), or per head"
-        )
+        _check(ok, f"block_mask: visit must be bool {(-(-T // size), -(-S // size))}, or per head")
         visit = visit.to(q.device).reshape(-1, *visit.shape[-2:])
-    slopes = None if alibi_slopes is None else alibi_slopes.float()
+    slopes = alibi_slopes
+    if slopes is not None:
+        slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
     flags = _Flags(
         bool(causal), scale, window, softcap, slopes, sinks, bias,
         cu_seqlens_q, cu_k, prefix, lengths, visit, size,
@@ -216,11 +208,14 @@ def _scores(q: Tensor, k: Tensor, f: _Flags, rows: slice, cols: slice) -> Tensor
     i, j = i[:, None, :, None], j[None, None, None]  # (B or 1, 1, rows, 1), (1, 1, 1, cols)
     if f.slopes is not None:
         s = s - f.slopes.to(dtype)[:, None, None] * (i - j)
+    whole = f.lengths is None and f.visit is None
+    whole = whole and (not f.causal or cols.stop <= rows.start + S - T + 1)
+    if whole and (f.window is None or rows.stop + S - T - cols.start <= f.window):
+        return s
     seen = j < ends.view(-1, 1, 1, 1)
     if f.causal:
-        seen = seen & (
-            (j <= i) if f.prefix is None else (j <= i) | (j < f.prefix.view(-1, 1, 1, 1))
-        )
+        before = j <= i
+        seen = seen & (before if f.prefix is None else before | (j < f.prefix.view(-1, 1, 1, 1)))
     if f.window is not None:
         seen = seen & (i - j < f.window)
     if f.visit is not None:
@@ -239,23 +234,14 @@ def _values(p: Tensor, v: Tensor) -> Tensor:
 def _naive(q: Tensor, k: Tensor, v: Tensor, f: _Flags) -> tuple[Tensor, Tensor]:
     """softmax(scores) v, as it is written: o (B, Hq, T, Dv), lse (B, Hq, T)."""
     s = _scores(q, k, f, slice(0, q.shape[1]), slice(0, k.shape[1]))
-    top = (
-        s.detach().amax(-1, keepdim=True)
-        if k.shape[1]
-        else s.new_full((*s.shape[:3], 1), -math.inf)
-    )
     if f.sinks is not None:
-        sinks = f.sinks.to(s.dtype).view(1, -1, 1, 1)
-        top = torch.maximum(top, sinks.detach())
-    top = top.clamp(min=torch.finfo(s.dtype).min)  # so that -inf - top is -inf, not NaN
-    p = torch.exp(s - top)
-    total = p.sum(-1, keepdim=True)
-    if f.sinks is not None:
-        total = total + torch.exp(sinks - top)
-    empty = total == 0
-    total = total.masked_fill(empty, 1)
-    lse = (top + total.log()).masked_fill(empty, -math.inf)
-    return _values(p / total, v), lse[..., 0]
+        sinks = f.sinks.to(s.dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
+        s = torch.cat((s, sinks), -1)
+    empty = (s == -math.inf).all(-1, keepdim=True)
+    s = s.masked_fill(empty, 0.0)  # torch's softmax of nothing is NaN
+    lse = s.logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
+    p = s.softmax(-1).masked_fill(empty, 0.0)
+    return _values(p[..., : k.shape[1]], v), lse
 
 
 State = tuple[Tensor, Tensor, Tensor]  # sum of p v (B, Hq, T, Dv), m and l (B, Hq, T)
@@ -282,16 +268,22 @@ def _online(
         last = max(0, min(S, rows.stop + S - T))
     if f.lengths is None and f.window is not None:
         first = max(0, rows.start + S - T - f.window + 1)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    m = q.new_full((B, Hq, t), -math.inf, dtype=dtype)
-    l, acc = torch.zeros_like(m), q.new_zeros(B, Hq, t, v.shape[3], dtype=dtype)
+    none = _scores(q, k, f, rows, slice(0, 0))
+    acc, dtype = _values(none, v[:, :0]), none.dtype  # zeros, which autograd can follow
+    m = none.new_full((B, Hq, t), -math.inf)
+    l = torch.zeros_like(m)
     if f.sinks is not None:  # a score that was taken already, whose value is 0
         m, l = f.sinks.detach().to(dtype)[:, None].expand_as(m), l + 1
         l = l * torch.exp(f.sinks.to(dtype)[:, None] - m)
     for start in range(first // chunk * chunk, last, chunk):
         cols = slice(start, min(start + chunk, last))
         if f.visit is None or _visited(f, rows, cols):
-            acc, m, l = _absorb((acc, m, l), _scores(q, k, f, rows, cols), v[:, cols])
+            values = v[:, cols]
+            if f.lengths is not None:  # 0 * what an unused slot holds may be NaN
+                j = torch.arange(cols.start, cols.stop, device=q.device)
+                unused = j >= f.lengths[:, None]
+                values = values.masked_fill(unused[:, :, None, None], 0.0)
+            acc, m, l = _absorb((acc, m, l), _scores(q, k, f, rows, cols), values)
     empty = l == 0
     l = l.masked_fill(empty, 1)
     lse = (m.clamp(min=torch.finfo(dtype).min) + l.log()).masked_fill(empty, -math.inf)
@@ -305,6 +297,9 @@ def _visited(f: _Flags, rows: slice, cols: slice) -> bool:
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, f: _Flags, chunk: int = 512) -> tuple[Tensor, Tensor]:
     """_online for one block of queries after another; the backward pass runs each again."""
+    dtype = torch.promote_types(q.dtype, torch.float32)  # in which gradients of blocks are summed
+    sinks, bias = (x if x is None else x.to(dtype) for x in (f.sinks, f.bias))
+    f = f._replace(sinks=sinks, bias=bias)
     parts = []
     for start in range(0, q.shape[1], chunk):
         args = q, k, v, f, slice(start, min(start + chunk, q.shape[1])), chunk
@@ -396,60 +391,52 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
 
 
 # --------------------------------------------------------------------------------------------------
-# Kernels: what forward and backward share
+# What the kernels share
 # --------------------------------------------------------------------------------------------------
 
-# exp2 is the instruction a GPU has, so logits are kept in base 2: multiplied by log2(e)
-if triton is not None:
-    jit = triton.jit
-    LOG2E = tl.constexpr(math.log2(math.e))
-else:
-    jit = lambda fn=None, **_: fn or (lambda fn: fn)
+# A GPU has an instruction for exp2, so logits are kept in base 2: multiplied by log2(e)
+LOG2E = tl.constexpr(math.log2(math.e)) if triton else None
+jit = triton.jit if triton else (lambda fn=None, **_: fn or (lambda fn: fn))
 
 
-class _Rules(NamedTuple):
-    """What makes a logit of q.k, as kernels take it. A feature that is None compiles to nothing."""
-
-    scale: Any
-    softcap: Any
-    window: Any
-    bias_ptr: Any  # (B, Hq, T, S)
-    bias_strides: Any
-    slopes_ptr: Any  # (Hq,) fp32
-    prefix_ptr: Any  # (sequences,) int32
-
-
-class _Lists(NamedTuple):
-    """BlockMask.lists: for each block of one axis the blocks of the other. strides: head, block."""
-
-    list_ptr: Any
-    count_ptr: Any
-    stride_h: Any
-    stride_a: Any
+# How q.k becomes a logit: bias (B, Hq, T, S) and its strides, ALiBi slopes (Hq,) fp32, prefixes
+# (sequences,) int32. A feature that is None compiles to nothing.
+_Rules = namedtuple(
+    "_Rules", "scale softcap window bias_ptr bias_b bias_h bias_t bias_s slopes_ptr prefix_ptr"
+)
+# Of each block of one axis the blocks of the other that are visited, (H, blocks, n), and how many,
+# (H, blocks); blocks is 0 where all heads share one mask
+_Lists = namedtuple("_Lists", "list_ptr count_ptr blocks n")
+# Constants of the backward kernels; GROUP = Hq / Hkv, SPARSE = block of the block mask or 0
+_Sizes = namedtuple("_Sizes", "HQ GROUP D DV BLOCK_D BLOCK_DV CAUSAL SPARSE")
 
 
 @jit
-def _locate(pid, cu_a, cu_b, n_seqs, len_a, len_b, BLOCK: tl.constexpr):
-    """The tile of axis a that program pid owns: sequence, tile in it, start and length of a and b.
-    Packed, sequence n owns the tiles from cu[n] // BLOCK + n on: enough for all of its rows, and
-    known without asking the device for its lengths; a tile past the end has no rows."""
-    seq, tile, start_a, start_b = 0, pid, 0, 0
-    if cu_a is not None:
+def _locate(pid, axes, BY_KEY: tl.constexpr, BLOCK: tl.constexpr):
+    """The tile of queries (of keys) that program pid owns: its sequence, its first row there, and
+    where the sequence's queries and keys begin and how many there are.
+
+    Packed, sequence n owns tiles cu[n] // BLOCK + n and on: room for all of its rows, found without
+    asking the device how long it is. A tile past the end has no rows."""
+    T, S, n_seqs, cu_q_ptr, cu_k_ptr = axes
+    seq, tile, q_start, k_start = 0, pid, 0, 0
+    if cu_q_ptr is not None:
+        cu_ptr = cu_k_ptr if BY_KEY else cu_q_ptr
         end = n_seqs
         while end - seq > 1:
             middle = (seq + end) // 2
-            before = tl.load(cu_a + middle) // BLOCK + middle <= pid
+            before = tl.load(cu_ptr + middle) // BLOCK + middle <= pid
             seq, end = tl.where(before, middle, seq), tl.where(before, end, middle)
-        start_a, start_b = tl.load(cu_a + seq), tl.load(cu_b + seq)
-        len_a, len_b = tl.load(cu_a + seq + 1) - start_a, tl.load(cu_b + seq + 1) - start_b
-        tile = pid - start_a // BLOCK - seq
-    return seq, tile, start_a, len_a, start_b, len_b
+        tile = pid - tl.load(cu_ptr + seq) // BLOCK - seq
+        q_start, k_start = tl.load(cu_q_ptr + seq), tl.load(cu_k_ptr + seq)
+        T, S = tl.load(cu_q_ptr + seq + 1) - q_start, tl.load(cu_k_ptr + seq + 1) - k_start
+    return seq, tile * BLOCK, q_start, T, k_start, S
 
 
 @jit
 def _key_tiles(i_first, i_last, k_len, prefix, window, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
-    """Tiles of keys that queries i_first..i_last see: [first, inner) in part, for the window ends
-    there; [inner, outer) whole; [outer, last) in part, for the diagonal or the end is there."""
+    """The tiles of keys that queries i_first..i_last see: [first, inner) in part, the window ends
+    there; [inner, outer) whole; [outer, last) in part, the diagonal or the end is there."""
     first, inner, end, whole = 0, 0, k_len, k_len
     if CAUSAL:
         end = tl.minimum(k_len, tl.maximum(i_last + 1, prefix))
@@ -459,16 +446,14 @@ def _key_tiles(i_first, i_last, k_len, prefix, window, CAUSAL: tl.constexpr, BLO
         inner = tl.cdiv(tl.maximum(i_last - window + 1, 0), BLOCK)
     last = tl.cdiv(tl.maximum(end, 0), BLOCK)
     inner = tl.minimum(inner, last)
-    outer = tl.maximum(inner, tl.maximum(whole, 0) // BLOCK)
-    return first, inner, outer, last
+    return first, inner, tl.maximum(inner, tl.maximum(whole, 0) // BLOCK), last
 
 
 @jit
 def _query_tiles(
-    j_first, j_last, q_len, k_len, prefix, window, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+    j_first, j_last, q_len, offset, prefix, window, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The same for keys: tiles of queries that see j_first..j_last in part, whole, in part."""
-    offset = k_len - q_len
+    """The tiles of queries that see keys j_first..j_last: in part, whole, in part."""
     begin, whole, end, whole_end = 0, 0, q_len, q_len
     if CAUSAL:
         begin = tl.maximum(tl.where(j_first < prefix, 0, j_first - offset), 0)
@@ -476,10 +461,37 @@ def _query_tiles(
     if window is not None:
         end = tl.minimum(q_len, j_last + window - offset)
         whole_end = tl.minimum(q_len, j_first + window - offset)
-    first, last = begin // BLOCK, tl.cdiv(tl.maximum(end, 0), BLOCK)
+    last = tl.cdiv(tl.maximum(end, 0), BLOCK)
     inner = tl.minimum(tl.cdiv(whole, BLOCK), last)
-    outer = tl.maximum(inner, tl.maximum(whole_end, 0) // BLOCK)
-    return first, inner, outer, last
+    return begin // BLOCK, inner, tl.maximum(inner, tl.maximum(whole_end, 0) // BLOCK), last
+
+
+@jit
+def _part(PHASE: tl.constexpr, first, inner, outer, last):
+    """The tiles of phase 0, 1 or 2; those of 1 need no mask."""
+    if PHASE == 0:
+        return first, inner
+    elif PHASE == 1:
+        return inner, outer
+    else:
+        return outer, last
+
+
+@jit
+def _listed(lists, head, row, SPARSE: tl.constexpr, BLOCK: tl.constexpr):
+    """A block mask's list for a row of one axis, and its length in tiles of the other."""
+    at = head * lists.blocks + row // SPARSE
+    return lists.list_ptr + at * lists.n, tl.load(lists.count_ptr + at) * (SPARSE // BLOCK)
+
+
+@jit
+def _start(n, list_ptr, SPARSE: tl.constexpr, BLOCK: tl.constexpr):
+    """First row of the n-th tile that is visited."""
+    if SPARSE:
+        PER_BLOCK: tl.constexpr = SPARSE // BLOCK
+        return tl.load(list_ptr + n // PER_BLOCK) * SPARSE + n % PER_BLOCK * BLOCK
+    else:
+        return n * BLOCK
 
 
 @jit
@@ -487,7 +499,7 @@ def _load(
     ptr, stride, n_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
     CHECK: tl.constexpr = True, stride_c=1,
 ):  # fmt: skip
-    """A tile (ROWS, COLS) from ptr on, zero past WIDTH columns and (CHECK) past n_rows rows."""
+    """A tile (ROWS, COLS) from ptr on; zero past WIDTH columns and, with CHECK, past n_rows."""
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     ptrs = ptr + r * stride + c * stride_c
     if CHECK and WIDTH < COLS:
@@ -501,9 +513,30 @@ def _load(
 
 
 @jit
+def _store(ptr, x, stride, n_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr):
+    r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    mask = (r < n_rows) & (c < WIDTH)
+    tl.store(ptr + r * stride + c, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _terms(rules, b, seq, head, q_start, k_start, q_len, k_len):
+    """What the logits of a head need beside rules: (offset, keys, prefix, slope, its bias)."""
+    prefix, slope, bias_ptr = 0, 0.0, 0
+    if rules.prefix_ptr is not None:
+        prefix = tl.load(rules.prefix_ptr + b + seq)
+    if rules.slopes_ptr is not None:
+        slope = tl.load(rules.slopes_ptr + head)
+    if rules.bias_ptr is not None:
+        bias_ptr = rules.bias_ptr + b * rules.bias_b + head * rules.bias_h
+        bias_ptr += q_start * tl.cast(rules.bias_t, tl.int64) + k_start * rules.bias_s
+    return k_len - q_len, k_len, prefix, slope, bias_ptr
+
+
+@jit
 def _unit(rules):
-    """What _logits leaves to be multiplied: with no feature in the way, scaling is part of exp2's
-    own multiply-add."""
+    """What _logits leaves to be multiplied: without features between, scaling is part of the
+    multiply-add that exp2(logit - m) needs anyway."""
     if rules.softcap is None and rules.bias_ptr is None and rules.slopes_ptr is None:
         return rules.scale * LOG2E
     else:
@@ -511,12 +544,10 @@ def _unit(rules):
 
 
 @jit
-def _logits(
-    s, i, j, offset, k_len, prefix, slope, bias_ptr, rules,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """q.k at positions i and j (of any two shapes that broadcast) -> logits / _unit, and the tanh
-    of softcap."""
+def _logits(s, i, j, terms, rules, CAUSAL: tl.constexpr, MASKED: tl.constexpr):
+    """s = q.k at positions i and j, in any two shapes that broadcast -> logits / _unit, and the
+    tanh of softcap."""
+    offset, k_len, prefix, slope, bias_ptr = terms
     tanh = s
     if rules.softcap is not None:
         x = s * (rules.scale / rules.softcap)
@@ -526,9 +557,9 @@ def _logits(
     elif rules.bias_ptr is not None or rules.slopes_ptr is not None:
         s = s * (rules.scale * LOG2E)
     if rules.bias_ptr is not None:
-        t = i - offset
-        ptrs = bias_ptr + t.to(tl.int64) * rules.bias_strides[2] + j * rules.bias_strides[3]
-        bias = tl.load(ptrs, mask=(t < k_len - offset) & (j < k_len), other=0.0)
+        t = (i - offset).to(tl.int64)
+        ptrs = bias_ptr + t * rules.bias_t + j * rules.bias_s
+        bias = tl.load(ptrs, mask=(i < k_len) & (j < k_len), other=0.0)
         s += bias.to(tl.float32) * LOG2E
     if rules.slopes_ptr is not None:
         s -= slope * LOG2E * (i - j)
@@ -544,14 +575,6 @@ def _logits(
     return s, tanh
 
 
-@jit
-def _prefix_of(rules, sequence):
-    if rules.prefix_ptr is not None:
-        return tl.load(rules.prefix_ptr + sequence)
-    else:
-        return 0
-
-
 # --------------------------------------------------------------------------------------------------
 # Forward, which is also decode
 # --------------------------------------------------------------------------------------------------
@@ -560,50 +583,45 @@ def _prefix_of(rules, sequence):
 @jit(do_not_specialize=["T", "S", "n_seqs"])
 def _forward_kernel(
     q_ptr,  # (B, T, Hq, D)
-    k_ptr,  # (B, S, Hkv, D), or a tensor descriptor of it
-    v_ptr,  # (B, S, Hkv, Dv), or a tensor descriptor; None: the first BLOCK_D columns of k
-    o_ptr,  # (SPLITS, B, T, Hq, DV)
-    lse_ptr,  # (SPLITS, B, Hq, T) fp32
-    rules, lists, scales,  # scales: of FP8 q, k, v, (B, H, blocks) fp32 each
-    sinks_ptr,  # (Hq,)
-    cu_q_ptr, cu_k_ptr,  # (n_seqs + 1,) int32
-    lengths_ptr,  # (B,) int32
-    q_strides, k_strides, v_strides,  # of B, T, H; v's also of D
-    T, S, n_seqs,
+    k_ptr,  # (B, S, Hkv, D), or a tensor descriptor
+    v_ptr,  # (B, S, Hkv, DV), or a tensor descriptor; None: the first BLOCK_D columns of k
+    o_ptr, lse_ptr,  # (SPLITS, B, T, Hq, DV), (SPLITS, B, Hq, T) fp32
+    rules, lists, scales,  # scales of FP8 q, k, v: (B, H, blocks) fp32 each
+    sinks_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr,  # (Hq,), (B,) int32, (n_seqs + 1,) int32
+    q_strides, k_strides, v_strides, T, S, n_seqs,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     SPLITS: tl.constexpr, CAUSAL: tl.constexpr, SPARSE: tl.constexpr, TMA: tl.constexpr,
-    ROUND_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROUND_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(logits(q k^T)) v, lse = log sum exp. Grid (query tiles * SPLITS, heads, B).
 
-    PACK: a tile's rows are the queries of all GROUP heads of one key head, so that decode reads
-    every key once and fills the matrix unit. SPLITS: programs that share a row of tiles, each over
-    a part of the keys. D = BLOCK_D + BLOCK_R where it is the sum of two powers of two.
+    PACK: the rows of a tile are the queries of all GROUP heads of one key head, so that decode
+    reads a key once and fills the matrix unit with it. SPLITS: so many programs share a tile's
+    keys. D is BLOCK_D + BLOCK_R where it is the sum of two powers of two (192, 576).
     """
-    # the last queries have the most keys to see: begin with them
+    PER_ROW: tl.constexpr = GROUP if PACK else 1
+    n_heads = tl.num_programs(1) * PER_ROW
+    b = tl.program_id(2).to(tl.int64)
+    # causally, the last queries have the most to do: begin with them
     pid = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
     split = tl.program_id(0) % SPLITS
-    b = tl.program_id(2).to(tl.int64)
-    seq, tile, q_start, q_len, k_start, k_len = _locate(
-        pid, cu_q_ptr, cu_k_ptr, n_seqs, T, S, BLOCK_M
-    )
-    PER_ROW: tl.constexpr = GROUP if PACK else 1
+    axes = (T, S, n_seqs, cu_q_ptr, cu_k_ptr)
+    seq, first_row, q_start, q_len, k_start, k_len = _locate(pid, axes, False, BLOCK_M)
     n_rows = q_len * PER_ROW
-    if tile * BLOCK_M >= n_rows:
+    if first_row >= n_rows:
         return
     if lengths_ptr is not None:
         k_len = tl.load(lengths_ptr + b)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = first_row + tl.arange(0, BLOCK_M)
+    valid = (row < n_rows)[:, None]
     t = row // PER_ROW
     head = tl.program_id(1) * PER_ROW + row % PER_ROW
-    n_heads = tl.num_programs(1) * PER_ROW
-    kv_head = tl.program_id(1) if PACK else tl.program_id(1) // GROUP
-    offset = k_len - q_len
+    kv_head = tl.program_id(1) // (GROUP // PER_ROW)
+    terms = _terms(rules, b, seq, head[:, None], q_start, k_start, q_len, k_len)
+    offset, _, prefix, _, _ = terms
     i = (t + offset)[:, None]
-    prefix = _prefix_of(rules, b + seq)
 
-    valid = (row < n_rows)[:, None]
     q_ptrs = q_ptr + b * q_strides[0] + (q_start + t).to(tl.int64) * q_strides[1]
     q_ptrs = (q_ptrs + head * q_strides[2])[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
@@ -612,35 +630,25 @@ def _forward_kernel(
         q_rest = tl.load(q_ptrs + BLOCK_D + tl.arange(0, BLOCK_R)[None, :], mask=valid, other=0.0)
     stride_kt, stride_vt = tl.cast(k_strides[1], tl.int64), tl.cast(v_strides[1], tl.int64)
     if not TMA:
-        k_base = k_ptr + b * k_strides[0] + k_start * stride_kt + kv_head * k_strides[2]
+        k_ptr += b * k_strides[0] + k_start * stride_kt + kv_head * k_strides[2]
         if v_ptr is not None:
-            v_base = v_ptr + b * v_strides[0] + k_start * stride_vt + kv_head * v_strides[2]
-    slope, bias_ptr = 0.0, rules.bias_ptr
-    if rules.slopes_ptr is not None:
-        slope = tl.load(rules.slopes_ptr + head, mask=row < n_rows, other=0.0)[:, None]
-    if rules.bias_ptr is not None:
-        bias_ptr += (b * rules.bias_strides[0] + head * rules.bias_strides[1])[:, None]
-        bias_ptr += q_start.to(tl.int64) * rules.bias_strides[2] if cu_q_ptr is not None else 0
-        bias_ptr += k_start * rules.bias_strides[3]
+            v_ptr += b * v_strides[0] + k_start * stride_vt + kv_head * v_strides[2]
 
-    unit = _unit(rules)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    if sinks_ptr is not None:  # a key already seen, once
-        sink = tl.load(sinks_ptr + head, mask=row < n_rows, other=0.0).to(tl.float32) * LOG2E
-        m_i = tl.where(split == 0, sink, m_i)
-        l_i = tl.where(split == 0, 1.0, l_i)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-
-    i_last = tl.minimum(n_rows - 1, tile * BLOCK_M + BLOCK_M - 1) // PER_ROW + offset
+    if sinks_ptr is not None and split == 0:  # a logit already seen, once
+        m_i = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        l_i += 1.0
+    unit, list_ptr = _unit(rules), 0
+    i_last = tl.minimum(n_rows, first_row + BLOCK_M) - 1
     first, inner, outer, last = _key_tiles(
-        tile * BLOCK_M // PER_ROW + offset, i_last, k_len, prefix, rules.window, CAUSAL, BLOCK_N
-    )
+        first_row // PER_ROW + offset, i_last // PER_ROW + offset, k_len, prefix, rules.window,
+        CAUSAL, BLOCK_N,
+    )  # fmt: skip
     if SPARSE:
-        at = (tl.program_id(1) * lists.stride_h + tile * BLOCK_M // SPARSE) * 1
         first, inner, outer = 0, 0, 0
-        last = tl.load(lists.count_ptr + at) * (SPARSE // BLOCK_N)
-        list_ptr = lists.list_ptr + at * lists.stride_a
+        list_ptr, last = _listed(lists, tl.program_id(1), first_row, SPARSE, BLOCK_N)
     if SPLITS > 1:
         share = tl.cdiv(tl.maximum(last - first, 0), SPLITS)
         first += split * share
@@ -648,63 +656,54 @@ def _forward_kernel(
         inner = tl.minimum(tl.maximum(inner, first), last)
         outer = tl.minimum(tl.maximum(outer, inner), last)
     for phase in tl.static_range(3):  # the window's edge, the inside, the diagonal
-        MASKED: tl.constexpr = phase != 1
         if phase == 2 or (not SPARSE and (phase == 1 or rules.window is not None)):
-            if phase == 0:
-                begin, end = first, inner
-            elif phase == 1:
-                begin, end = inner, outer
-            else:
-                begin, end = outer, last
+            begin, end = _part(phase, first, inner, outer, last)
             for n in range(begin, end):
-                start = n * BLOCK_N
-                if SPARSE:
-                    R: tl.constexpr = SPARSE // BLOCK_N
-                    start = tl.load(list_ptr + n // R) * SPARSE + n % R * BLOCK_N
+                start = _start(n, list_ptr, SPARSE, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)[None, :]
+                left = k_len - start
                 if TMA:
-                    at_key = [b.to(tl.int32), k_start + start, kv_head, 0]
-                    k = k_ptr.load(at_key).reshape([BLOCK_N, BLOCK_D])
+                    k = k_ptr.load([b.to(tl.int32), k_start + start, kv_head, 0])
+                    k = k.reshape([BLOCK_N, BLOCK_D])
                 else:
-                    k_tile = k_base + start * stride_kt
-                    k = _load(k_tile, k_strides[1], k_len - start, BLOCK_N, D, BLOCK_D, MASKED)
+                    k_tile = k_ptr + start * stride_kt
+                    k = _load(k_tile, k_strides[1], left, BLOCK_N, D, BLOCK_D, phase != 1)
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if BLOCK_R:
-                    k_tile += BLOCK_D
                     k_rest = _load(
-                        k_tile, k_strides[1], k_len - start, BLOCK_N, BLOCK_R, BLOCK_R, MASKED
+                        k_tile + BLOCK_D, k_strides[1], left, BLOCK_N, BLOCK_R, BLOCK_R, phase != 1
                     )
                     s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
                 if scales is not None:
-                    s *= _block_scale(scales[0], b * n_heads + head, T, tile * BLOCK_M)[:, None]
                     kv_row = b * (n_heads // GROUP) + kv_head
-                    s *= _block_scale(scales[1], kv_row, S, start)
-                s, _ = _logits(
-                    s, i, j, offset, k_len, prefix, slope, bias_ptr, rules, CAUSAL, MASKED
-                )
+                    q_scale = _block_scale(scales[0], b * n_heads + tl.program_id(1), T, first_row)
+                    s *= q_scale * _block_scale(scales[1], kv_row, S, start)
+                s, tanh = _logits(s, i, j, terms, rules, CAUSAL, phase != 1)
+
                 m_new = tl.maximum(m_i, tl.max(s, 1) * unit)
                 base = m_new
-                if MASKED or rules.bias_ptr is not None:  # a row may have seen nothing so far
+                if phase != 1 or rules.bias_ptr is not None:  # a row may have seen nothing so far
                     base = tl.where(m_new == float("-inf"), 0.0, m_new)
                 p = tl.exp2(s * unit - base[:, None])
                 alpha = tl.exp2(m_i - base)
                 acc *= alpha[:, None]
+
                 if v_ptr is None:
                     v = k
                 elif TMA:
                     v = v_ptr.load([b.to(tl.int32), k_start + start, kv_head, 0])
                     v = v.reshape([BLOCK_N, BLOCK_DV])
-                    if MASKED:  # the next sequence's, perhaps not finite
+                    if phase != 1:  # rows of the next sequence, and they may be infinite
                         v = tl.where(tl.trans(j) < k_len, v, 0.0)
                 else:
+                    v_tile, stride_vd = v_ptr + start * stride_vt, v_strides[3]
                     v = _load(
-                        v_base + start * stride_vt, v_strides[1], k_len - start,
-                        BLOCK_N, DV, BLOCK_DV, MASKED, v_strides[3],
-                    )  # fmt: skip
-                if scales is not None:  # p * 256: out of e4m3's subnormal range
+                        v_tile, v_strides[1], left, BLOCK_N, DV, BLOCK_DV, phase != 1, stride_vd
+                    )
+                if scales is not None:  # p * 256, for e4m3 is coarse near zero
                     v_scale = _block_scale(scales[2], kv_row, S, start) / 256
-                    p8, v = p * 256, v if ROUND_P else v.to(tl.float32)
-                    acc += tl.dot(p8.to(v.dtype), v, input_precision="ieee") * v_scale
+                    v = v if ROUND_P else v.to(tl.float32)
+                    acc += tl.dot((p * 256).to(v.dtype), v, input_precision="ieee") * v_scale
                 else:
                     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
                 l_i = l_i * alpha + tl.sum(p, 1)
@@ -727,31 +726,28 @@ def _block_scale(scale_ptr, row, length, start):
 
 @jit
 def _combine_kernel(
-    o_parts_ptr,  # (SPLITS, B, T, Hq, DV) fp32
-    lse_parts_ptr,  # (SPLITS, B, Hq, T) fp32
-    o_ptr, lse_ptr,  # the same without SPLITS
-    T, DV: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    o_parts_ptr, lse_parts_ptr,  # (SPLITS, B, T, Hq, DV) fp32, (SPLITS, B, Hq, T) fp32
+    o_ptr, lse_ptr, DV: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """merge_attention of all splits. Grid (T, Hq, B)."""
     t, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n_heads, rows = tl.num_programs(1), tl.num_programs(2) * tl.num_programs(1) * T
+    T, n_heads = tl.num_programs(0), tl.num_programs(1)
+    rows = tl.num_programs(2) * n_heads * T
     at, at_lse = (b * T + t) * n_heads + head, (b * n_heads + head) * T + t
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
     lse = tl.load(lse_parts_ptr + s * rows + at_lse, mask=s < SPLITS, other=float("-inf"))
     top = tl.max(lse, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((lse - top) * LOG2E), 0)
-    total_or_1 = tl.where(total == 0, 1.0, total)
     acc = tl.zeros((BLOCK_DV,), tl.float32)
     for n in range(SPLITS):
         w = tl.exp2((tl.load(lse_parts_ptr + n * rows + at_lse) - top) * LOG2E)
         part_ptr = o_parts_ptr + (n * rows + at).to(tl.int64) * DV
         acc += w * tl.load(part_ptr + d, mask=d < DV, other=0.0)
-    o = (acc / total_or_1).to(o_ptr.dtype.element_ty)
+    o = (acc / tl.where(total == 0, 1.0, total)).to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + at.to(tl.int64) * DV + d, o, mask=d < DV)
-    tl.store(
-        lse_ptr + at_lse, tl.where(total == 0, float("-inf"), top + tl.log2(total_or_1) / LOG2E)
-    )
+    tl.store(lse_ptr + at_lse, top + tl.log2(total) / LOG2E)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -762,51 +758,64 @@ def _combine_kernel(
 #
 #     dv = p^T do      d logit = p * (dp - delta)      dq = scale * ds k      dk = scale * ds^T q
 #
-# where ds is d logit through softcap's tanh. Tensors here are contiguous, so their strides are
-# their shapes.
+# where ds is d logit through the tanh of softcap. Tensors here are contiguous: x is (q, k, v, do,
+# lse, delta), the last two (B, Hq, T) fp32, lse in base 2. A row that sees nothing has lse = inf
+# here, so that p = exp(-inf) = 0 and not NaN.
 
 
 @jit
 def _delta_kernel(
-    o_ptr, do_ptr, dlse_ptr, delta_ptr, T, DV: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    o_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, lse2_ptr, T, DV: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, Hq, T) = sum over Dv of o * do (B, T, Hq, Dv), less dlse. Grid (T tiles, Hq, B)."""
-    start, head, n_heads = tl.program_id(0) * BLOCK, tl.program_id(1), tl.num_programs(1)
+    """delta and lse in base 2, (B, Hq, T), of o and do (B, T, Hq, DV). Grid (T tiles, Hq, B)."""
+    start, head, n_heads = tl.program_id(0) * ROWS, tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
     at = ((b * T + start) * n_heads + head) * DV
-    o = _load(o_ptr + at, n_heads * DV, T - start, BLOCK, DV, BLOCK_DV).to(tl.float32)
-    do = _load(do_ptr + at, n_heads * DV, T - start, BLOCK, DV, BLOCK_DV).to(tl.float32)
-    t = start + tl.arange(0, BLOCK)
+    o = _load(o_ptr + at, n_heads * DV, T - start, ROWS, DV, BLOCK_DV).to(tl.float32)
+    do = _load(do_ptr + at, n_heads * DV, T - start, ROWS, DV, BLOCK_DV).to(tl.float32)
+    t = start + tl.arange(0, ROWS)
     row = (b * n_heads + head) * T + t
     dlse = tl.load(dlse_ptr + row, mask=t < T, other=0.0)
     tl.store(delta_ptr + row, tl.sum(o * do, 1) - dlse, mask=t < T)
+    lse = tl.load(lse_ptr + row, mask=t < T, other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    tl.store(lse2_ptr + row, lse, mask=t < T)
 
 
 @jit
 def _query_side(
-    x, b, head, T, begin, left, HQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """q, do, lse (base 2) and delta of ROWS queries from row `begin` on, of which `left` exist. One
-    that does not, or sees nothing, gets lse = inf, and so p = 0."""
+    x, b, head, T, begin, left, ROWS: tl.constexpr, Z: tl.constexpr, CHECK: tl.constexpr
+):
+    """q, do, lse and delta of ROWS queries from row `begin` on, of which `left` exist."""
+    HQ: tl.constexpr = Z.HQ
+    D: tl.constexpr = Z.D
+    DV: tl.constexpr = Z.DV
+    BLOCK_D: tl.constexpr = Z.BLOCK_D
+    BLOCK_DV: tl.constexpr = Z.BLOCK_DV
     q_ptr, _, _, do_ptr, lse_ptr, delta_ptr = x
     at = (b * T + begin) * HQ + head
-    q = _load(q_ptr + at * D, HQ * D, left, ROWS, D, BLOCK_D)
-    do = _load(do_ptr + at * DV, HQ * DV, left, ROWS, DV, BLOCK_DV)
-    r = tl.arange(0, ROWS)
-    row = (b * HQ + head) * T + begin + r
-    lse = tl.load(lse_ptr + row, mask=r < left, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    return q, do, lse, tl.load(delta_ptr + row, mask=r < left, other=0.0)
+    q = _load(q_ptr + at * D, HQ * D, left, ROWS, D, BLOCK_D, CHECK)
+    do = _load(do_ptr + at * DV, HQ * DV, left, ROWS, DV, BLOCK_DV, CHECK)
+    r, row = tl.arange(0, ROWS), (b * HQ + head) * T + begin
+    if CHECK:
+        lse = tl.load(lse_ptr + row + r, mask=r < left, other=float("inf"))
+        delta = tl.load(delta_ptr + row + r, mask=r < left, other=0.0)
+    else:
+        lse, delta = tl.load(lse_ptr + row + r), tl.load(delta_ptr + row + r)
+    return q, do, lse, delta
 
 
 @jit
 def _key_side(
-    x, b, kv_head, S, begin, left, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
+    x, b, kv_head, S, begin, left, ROWS: tl.constexpr, Z: tl.constexpr, CHECK: tl.constexpr
+):
     """k and v of ROWS keys from row `begin` on, of which `left` exist."""
+    HKV: tl.constexpr = Z.HQ // Z.GROUP
+    D: tl.constexpr = Z.D
+    DV: tl.constexpr = Z.DV
+    BLOCK_D: tl.constexpr = Z.BLOCK_D
+    BLOCK_DV: tl.constexpr = Z.BLOCK_DV
     _, k_ptr, v_ptr, _, _, _ = x
     at = (b * S + begin) * HKV + kv_head
     k = _load(k_ptr + at * D, HKV * D, left, ROWS, D, BLOCK_D, CHECK)
@@ -815,8 +824,8 @@ def _key_side(
 
 @jit
 def _tile_gradient(
-    q, k, v, do, lse, delta, i, j, offset, k_len, prefix, slope, bias_ptr, rules,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, BY_KEY: tl.constexpr,
+    q, k, v, do, lse, delta, i, j, terms, rules, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """p, d logit and ds of one tile: (queries, keys), or (keys, queries) BY_KEY."""
     if BY_KEY:
@@ -825,7 +834,7 @@ def _tile_gradient(
     else:
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-    s, tanh = _logits(s, i, j, offset, k_len, prefix, slope, bias_ptr, rules, CAUSAL, MASKED)
+    s, tanh = _logits(s, i, j, terms, rules, CAUSAL, MASKED)
     p = tl.exp2(s * _unit(rules) - lse)
     dlogit = p * (dp - delta)
     ds = dlogit
@@ -835,216 +844,154 @@ def _tile_gradient(
 
 
 @jit
-def _head_rules(rules, b, head, q_start, k_start):
-    """ALiBi slope of a head, and where its bias begins."""
-    slope, bias_ptr = 0.0, rules.bias_ptr
-    if rules.slopes_ptr is not None:
-        slope = tl.load(rules.slopes_ptr + head)
-    if rules.bias_ptr is not None:
-        strides = rules.bias_strides
-        bias_ptr += b * strides[0] + head * strides[1]
-        bias_ptr += q_start * tl.cast(strides[2], tl.int64) + k_start * strides[3]
-    return slope, bias_ptr
-
-
-@jit
-def _key_value_gradient(
-    pid, kv_head, b, x, dk_ptr, dv_ptr, rules, lists, cu_q_ptr, cu_k_ptr, T, S, n_seqs,
-    HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr, SPARSE: tl.constexpr,
+def _key_gradient(
+    pid, kv_head, b, axes, x, dk_ptr, dv_ptr, rules, lists, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys: sums over the queries of all heads in its group."""
-    seq, tile, k_start, k_len, q_start, q_len = _locate(
-        pid, cu_k_ptr, cu_q_ptr, n_seqs, S, T, BLOCK_N
-    )
-    HKV: tl.constexpr = HQ // GROUP
-    key = tile * BLOCK_N
+    """dk and dv of one tile of keys: sums over the queries of all heads of its group."""
+    GROUP: tl.constexpr = Z.GROUP
+    CAUSAL: tl.constexpr = Z.CAUSAL
+    SPARSE: tl.constexpr = Z.SPARSE
+    seq, key, q_start, q_len, k_start, k_len = _locate(pid, axes, True, BLOCK_N)
     left = tl.maximum(k_len - key, 0)
-    offset, prefix = k_len - q_len, _prefix_of(rules, b + seq)
     j = key + tl.arange(0, BLOCK_N)[:, None]
-    k, v = _key_side(
-        x, b, kv_head, S, k_start + key, left, HKV, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True
-    )
-    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    first, inner, outer, last = _query_tiles(
-        key, tl.minimum(key + BLOCK_N, k_len) - 1, q_len, k_len, prefix, rules.window, CAUSAL,
-        BLOCK_M,
-    )  # fmt: skip
-    last = tl.where(left > 0, last, 0)
+    k, v = _key_side(x, b, kv_head, axes[1], k_start + key, left, BLOCK_N, Z, True)
+    dk, dv = tl.zeros_like(k).to(tl.float32), tl.zeros_like(v).to(tl.float32)
     for g in range(GROUP):
         head = kv_head * GROUP + g
-        slope, bias_ptr = _head_rules(rules, b, head, q_start, k_start)
+        terms = _terms(rules, b, seq, head, q_start, k_start, q_len, k_len)
+        offset, _, prefix, _, _ = terms
+        j_last, list_ptr = tl.minimum(key + BLOCK_N, k_len) - 1, 0
+        first, inner, outer, last = _query_tiles(
+            key, j_last, q_len, offset, prefix, rules.window, CAUSAL, BLOCK_M
+        )
         if SPARSE:
-            at = head * lists.stride_h + key // SPARSE
             first, inner, outer = 0, 0, 0
-            last = tl.load(lists.count_ptr + at) * (SPARSE // BLOCK_M)
-            list_ptr = lists.list_ptr + at * lists.stride_a
+            list_ptr, last = _listed(lists, head, key, SPARSE, BLOCK_M)
+        last = tl.where(left > 0, last, 0)
         for phase in tl.static_range(3):  # the diagonal, the inside, the window's edge or the end
-            MASKED: tl.constexpr = phase != 1
             if phase == 2 or (not SPARSE and (phase == 1 or CAUSAL)):
-                if phase == 0:
-                    begin, end = first, tl.minimum(inner, last)
-                elif phase == 1:
-                    begin, end = inner, tl.minimum(outer, last)
-                else:
-                    begin, end = outer, last
-                for n in range(begin, end):
-                    start = n * BLOCK_M
-                    if SPARSE:
-                        R: tl.constexpr = SPARSE // BLOCK_M
-                        start = tl.load(list_ptr + n // R) * SPARSE + n % R * BLOCK_M
+                begin, end = _part(phase, first, inner, outer, last)
+                for n in range(begin, tl.minimum(end, last)):
+                    start = _start(n, list_ptr, SPARSE, BLOCK_M)
                     q, do, lse, delta = _query_side(
-                        x, b, head, T, q_start + start, q_len - start, HQ, D, DV, BLOCK_M,
-                        BLOCK_D, BLOCK_DV,
-                    )  # fmt: skip
+                        x, b, head, axes[0], q_start + start, q_len - start, BLOCK_M, Z, phase != 1
+                    )
                     i = (start + offset + tl.arange(0, BLOCK_M))[None, :]
-                    p, _, ds = _tile_gradient(
-                        q, k, v, do, lse[None, :], delta[None, :], i, j, offset, k_len, prefix,
-                        slope, bias_ptr, rules, CAUSAL, MASKED, True,
-                    )  # fmt: skip
+                    lse, delta = lse[None, :], delta[None, :]
+                    p, dlogit, ds = _tile_gradient(
+                        q, k, v, do, lse, delta, i, j, terms, rules, CAUSAL, phase != 1, True
+                    )
                     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    at = (b * S + k_start + key) * HKV + kv_head
-    _store(dk_ptr + at * D, dk * rules.scale, HKV * D, left, BLOCK_N, D, BLOCK_D)
-    _store(dv_ptr + at * DV, dv, HKV * DV, left, BLOCK_N, DV, BLOCK_DV)
+    HKV: tl.constexpr = Z.HQ // GROUP
+    D: tl.constexpr = Z.D
+    DV: tl.constexpr = Z.DV
+    at = (b * axes[1] + k_start + key) * HKV + kv_head
+    _store(dk_ptr + at * D, dk * rules.scale, HKV * D, left, BLOCK_N, D, dk.shape[1])
+    _store(dv_ptr + at * DV, dv, HKV * DV, left, BLOCK_N, DV, dv.shape[1])
 
 
 @jit
 def _query_gradient(
-    pid, head, b, x, dq_ptr, rules, lists, cu_q_ptr, cu_k_ptr, T, S, n_seqs,
-    HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr, SPARSE: tl.constexpr,
+    pid, head, b, axes, x, dq_ptr, rules, lists, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Z: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries: a sum over the keys that they see."""
-    seq, tile, q_start, q_len, k_start, k_len = _locate(
-        pid, cu_q_ptr, cu_k_ptr, n_seqs, T, S, BLOCK_M
-    )
-    query = tile * BLOCK_M
+    CAUSAL: tl.constexpr = Z.CAUSAL
+    SPARSE: tl.constexpr = Z.SPARSE
+    seq, query, q_start, q_len, k_start, k_len = _locate(pid, axes, False, BLOCK_M)
     left = tl.maximum(q_len - query, 0)
-    offset, prefix = k_len - q_len, _prefix_of(rules, b + seq)
+    terms = _terms(rules, b, seq, head, q_start, k_start, q_len, k_len)
+    offset, _, prefix, _, _ = terms
     i = (query + offset + tl.arange(0, BLOCK_M))[:, None]
-    slope, bias_ptr = _head_rules(rules, b, head, q_start, k_start)
-    q, do, lse, delta = _query_side(
-        x, b, head, T, q_start + query, left, HQ, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV
-    )
-    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    q, do, lse, delta = _query_side(x, b, head, axes[0], q_start + query, left, BLOCK_M, Z, True)
+    lse, delta = lse[:, None], delta[:, None]
+    dq, list_ptr = tl.zeros_like(q).to(tl.float32), 0
+    i_last = tl.minimum(query + BLOCK_M, q_len) - 1 + offset
     first, inner, outer, last = _key_tiles(
-        query + offset, tl.minimum(query + BLOCK_M, q_len) - 1 + offset, k_len, prefix,
-        rules.window, CAUSAL, BLOCK_N,
-    )  # fmt: skip
+        query + offset, i_last, k_len, prefix, rules.window, CAUSAL, BLOCK_N
+    )
     if SPARSE:
-        at = head * lists.stride_h + query // SPARSE
         first, inner, outer = 0, 0, 0
-        last = tl.load(lists.count_ptr + at) * (SPARSE // BLOCK_N)
-        list_ptr = lists.list_ptr + at * lists.stride_a
+        list_ptr, last = _listed(lists, head, query, SPARSE, BLOCK_N)
     last = tl.where(left > 0, last, 0)
     for phase in tl.static_range(3):
-        MASKED: tl.constexpr = phase != 1
         if phase == 2 or (not SPARSE and (phase == 1 or rules.window is not None)):
-            if phase == 0:
-                begin, end = first, tl.minimum(inner, last)
-            elif phase == 1:
-                begin, end = inner, tl.minimum(outer, last)
-            else:
-                begin, end = outer, last
-            for n in range(begin, end):
-                start = n * BLOCK_N
-                if SPARSE:
-                    R: tl.constexpr = SPARSE // BLOCK_N
-                    start = tl.load(list_ptr + n // R) * SPARSE + n % R * BLOCK_N
+            begin, end = _part(phase, first, inner, outer, last)
+            for n in range(begin, tl.minimum(end, last)):
+                start = _start(n, list_ptr, SPARSE, BLOCK_N)
                 k, v = _key_side(
-                    x, b, head // GROUP, S, k_start + start, k_len - start, HQ // GROUP, D, DV,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, MASKED,
+                    x, b, head // Z.GROUP, axes[1], k_start + start, k_len - start, BLOCK_N, Z,
+                    phase != 1,
                 )  # fmt: skip
                 j = start + tl.arange(0, BLOCK_N)[None, :]
-                _, _, ds = _tile_gradient(
-                    q, k, v, do, lse[:, None], delta[:, None], i, j, offset, k_len, prefix,
-                    slope, bias_ptr, rules, CAUSAL, MASKED, False,
-                )  # fmt: skip
+                p, dlogit, ds = _tile_gradient(
+                    q, k, v, do, lse, delta, i, j, terms, rules, CAUSAL, phase != 1, False
+                )
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    at = (b * T + q_start + query) * HQ + head
-    _store(dq_ptr + at * D, dq * rules.scale, HQ * D, left, BLOCK_M, D, BLOCK_D)
-
-
-@jit
-def _store(ptr, x, stride, n_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr):
-    r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
-    x = x.to(ptr.dtype.element_ty)
-    tl.store(ptr + r * stride + c, x, mask=(r < n_rows) & (c < WIDTH))
+    HQ: tl.constexpr = Z.HQ
+    D: tl.constexpr = Z.D
+    at = (b * axes[0] + q_start + query) * HQ + head
+    _store(dq_ptr + at * D, dq * rules.scale, HQ * D, left, BLOCK_M, D, dq.shape[1])
 
 
 @jit(do_not_specialize=["T", "S", "n_seqs", "n_key_tiles", "n_query_tiles"])
 def _backward_kernel(
-    x,  # q, k, v, do (B, T, Hq, Dv), lse and delta (B, Hq, T)
-    dq_ptr, dk_ptr, dv_ptr,  # like q, k, v
-    rules, by_query, by_key, cu_q_ptr, cu_k_ptr, T, S, n_seqs, n_key_tiles, n_query_tiles,
-    HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M1: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_M2: tl.constexpr,
-    BLOCK_N2: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr, SPARSE: tl.constexpr,
+    x, dq_ptr, dk_ptr, dv_ptr, rules, by_query, by_key, cu_q_ptr, cu_k_ptr, T, S, n_seqs,
+    n_key_tiles, n_query_tiles, BLOCK_M1: tl.constexpr, BLOCK_N1: tl.constexpr,
+    BLOCK_M2: tl.constexpr, BLOCK_N2: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
     """All gradients but the bias's. Grid (key tiles + GROUP * query tiles, Hkv, B): the first
-    programs, which have the most to do, write a tile of dk and dv each, the others one of dq."""
+    programs, which have the most to do, each write a tile of dk and dv, the others one of dq."""
     pid, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    axes = (T, S, n_seqs, cu_q_ptr, cu_k_ptr)
     if pid < n_key_tiles:
-        _key_value_gradient(
-            pid, kv_head, b, x, dk_ptr, dv_ptr, rules, by_key, cu_q_ptr, cu_k_ptr, T, S, n_seqs,
-            HQ, GROUP, D, DV, BLOCK_M1, BLOCK_N1, BLOCK_D, BLOCK_DV, CAUSAL, SPARSE,
-        )  # fmt: skip
+        _key_gradient(
+            pid, kv_head, b, axes, x, dk_ptr, dv_ptr, rules, by_key, BLOCK_M1, BLOCK_N1, Z
+        )
     else:
         pid -= n_key_tiles
-        head = kv_head * GROUP + pid // n_query_tiles
-        _query_gradient(
-            pid % n_query_tiles, head, b, x, dq_ptr, rules, by_query, cu_q_ptr, cu_k_ptr, T, S,
-            n_seqs, HQ, GROUP, D, DV, BLOCK_M2, BLOCK_N2, BLOCK_D, BLOCK_DV, CAUSAL, SPARSE,
-        )  # fmt: skip
+        head = kv_head * Z.GROUP + pid // n_query_tiles
+        pid = pid % n_query_tiles
+        _query_gradient(pid, head, b, axes, x, dq_ptr, rules, by_query, BLOCK_M2, BLOCK_N2, Z)
 
 
-@jit(do_not_specialize=["T", "S", "n_seqs", "B"])
+@jit(do_not_specialize=["T", "S", "n_seqs"])
 def _bias_kernel(
     x, dbias_ptr,  # (B or 1, Hq or 1, T, S) fp32, zeros
-    rules, visit_ptr, visit_strides, cu_q_ptr, cu_k_ptr, T, S, n_seqs, B,
-    HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr, SPARSE: tl.constexpr,
+    rules, visit_ptr, visit_strides, cu_q_ptr, cu_k_ptr, T, S, n_seqs, heads, batch,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
-    """The bias's gradient: d logit, summed in a loop over the batch rows and heads that share it.
-    Grid (query tiles, Hq or 1, B or 1)."""
-    seq, tile, q_start, q_len, k_start, k_len = _locate(
-        tl.program_id(0), cu_q_ptr, cu_k_ptr, n_seqs, T, S, BLOCK_M
-    )
-    query, offset = tile * BLOCK_M, k_len - q_len
-    n_heads, n_batch = HQ // tl.num_programs(1), B // tl.num_programs(2)
+    """The bias's gradient: d logit, summed over the `heads` and `batch` rows that share it. Grid
+    (query tiles, Hq / heads, B / batch)."""
+    CAUSAL: tl.constexpr = Z.CAUSAL
+    axes = (T, S, n_seqs, cu_q_ptr, cu_k_ptr)
+    seq, query, q_start, q_len, k_start, k_len = _locate(tl.program_id(0), axes, False, BLOCK_M)
     t = query + tl.arange(0, BLOCK_M)[:, None]
     out = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     out_ptrs = dbias_ptr + (out * T + q_start + t) * S + k_start
-    last = tl.where(query < q_len, tl.cdiv(k_len, BLOCK_N), 0)
-    for n in range(0, last):
+    for n in range(0, tl.where(query < q_len, tl.cdiv(k_len, BLOCK_N), 0)):
         start = n * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for shared in range(0, n_heads * n_batch):
-            b = (tl.program_id(2) * n_batch + shared // n_heads).to(tl.int64)
-            head = tl.program_id(1) * n_heads + shared % n_heads
-            slope, bias_ptr = _head_rules(rules, b, head, q_start, k_start)
+        for shared in range(0, heads * batch):
+            b = (tl.program_id(2) * batch + shared // heads).to(tl.int64)
+            head = tl.program_id(1) * heads + shared % heads
+            terms = _terms(rules, b, seq, head, q_start, k_start, q_len, k_len)
             q, do, lse, delta = _query_side(
-                x, b, head, T, q_start + query, q_len - query, HQ, D, DV, BLOCK_M, BLOCK_D,
-                BLOCK_DV,
-            )  # fmt: skip
+                x, b, head, T, q_start + query, q_len - query, BLOCK_M, Z, True
+            )
             k, v = _key_side(
-                x, b, head // GROUP, S, k_start + start, k_len - start, HQ // GROUP, D, DV,
-                BLOCK_N, BLOCK_D, BLOCK_DV, True,
-            )  # fmt: skip
-            _, dlogit, _ = _tile_gradient(
-                q, k, v, do, lse[:, None], delta[:, None], t + offset, j, offset, k_len,
-                _prefix_of(rules, b + seq), slope, bias_ptr, rules, CAUSAL, True, False,
-            )  # fmt: skip
-            if SPARSE:
-                at = head * visit_strides[0] + query // SPARSE * visit_strides[1] + start // SPARSE
-                dlogit = tl.where(tl.load(visit_ptr + at) != 0, dlogit, 0.0)
+                x, b, head // Z.GROUP, S, k_start + start, k_len - start, BLOCK_N, Z, True
+            )
+            i, lse, delta = t + k_len - q_len, lse[:, None], delta[:, None]
+            p, dlogit, ds = _tile_gradient(
+                q, k, v, do, lse, delta, i, j, terms, rules, CAUSAL, True, False
+            )
+            if visit_ptr is not None:
+                at = head * visit_strides[0] + query // Z.SPARSE * visit_strides[1]
+                dlogit *= tl.load(visit_ptr + at + start // Z.SPARSE)
             total += dlogit
         tl.store(out_ptrs + j, total, mask=(t < q_len) & (j < k_len))
 
@@ -1053,20 +1000,25 @@ def _bias_kernel(
 # Launchers
 # --------------------------------------------------------------------------------------------------
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages, TMA) for head dims up to the key. "decode": BLOCK_M is
-# an upper bound there. "backward": tiles of (queries, keys) for dk and dv, then for dq.
+# By head dim, up to the key. forward: BLOCK_M, BLOCK_N, num_warps, num_stages, and whether to load
+# through tensor descriptors (Hopper's TMA). decode: the same, BLOCK_M at most. backward: queries
+# and keys of a tile for dk and dv, then of one for dq, num_warps, num_stages.
 CONFIGS: dict[str, dict[int, tuple]] = {
-    "forward": {64: (128, 128, 4, 3, True), 128: (128, 64, 8, 3, True), 256: (64, 64, 8, 2, False)},
-    "decode": {64: (64, 128, 4, 3, False), 128: (64, 64, 4, 3, False), 512: (16, 32, 8, 2, False)},
+    "forward": {
+        64: (128, 128, 4, 3, True),
+        128: (128, 128, 8, 2, True),
+        256: (128, 64, 8, 2, True),
+    },
+    "decode": {64: (64, 128, 4, 3, False), 128: (64, 64, 4, 3, False), 512: (64, 32, 8, 2, False)},
     "backward": {
-        64: (64, 128, 128, 64, 8, 3),
+        64: (32, 128, 128, 64, 8, 3),
         128: (64, 128, 128, 64, 8, 3),
-        256: (32, 64, 64, 32, 8, 1),
+        256: (16, 64, 64, 32, 8, 2),
     },
 }
 
 
-def _config(kind: str, dim: int, *caps: int) -> tuple:
+def _config(kind: str, dim: int) -> tuple:
     table = CONFIGS[kind]
     return table[min((d for d in table if d >= dim), default=max(table))]
 
@@ -1085,19 +1037,17 @@ def _split_dim(D: int) -> tuple[int, int]:
 
 @lru_cache
 def _device(index: int | None) -> tuple[int, int, int]:
-    """Processors, bytes of shared memory a program may have, and major compute capability."""
+    """Processors, bytes of shared memory for one program, major compute capability."""
     if index is None:  # the interpreter: some device
         return 132, 232448, 9
     p = torch.cuda.get_device_properties(index)
     return p.multi_processor_count, p.shared_memory_per_block_optin, p.major
 
 
-def _rules(f: _Flags, q: Tensor, k: Tensor) -> _Rules:
-    strides = None
-    if f.bias is not None:
-        full = f.bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        strides = full.stride()
-    return _Rules(f.scale, f.softcap, f.window, f.bias, strides, f.slopes, f.prefix)
+def _rules(f: _Flags, q: Tensor, S: int) -> _Rules:
+    B, T, Hq, _ = q.shape
+    strides = (None,) * 4 if f.bias is None else f.bias.expand(B, Hq, T, S).stride()
+    return _Rules(f.scale, f.softcap, f.window, f.bias, *strides, f.slopes, f.prefix)
 
 
 def _lists(f: _Flags, by_key: bool = False) -> _Lists | None:
@@ -1110,73 +1060,72 @@ def _lists(f: _Flags, by_key: bool = False) -> _Lists | None:
     return _Lists(order, count, count.shape[1] if len(count) > 1 else 0, order.shape[2])
 
 
-def _tiles(length: int, cu: Tensor | None, block: int) -> int:
-    """Programs for `length` rows; packed, as many as there could be."""
+def _n_tiles(length: int, cu: Tensor | None, block: int) -> int:
+    """Tiles for `length` rows; packed, as many as there could be."""
     return -(-length // block) if cu is None else length // block + len(cu) - 1
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """What TMA reads tiles of `rows` from; None where it cannot: it wants 16-byte strides."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    size = x.element_size()
+    if any(n * size % 16 for n in x.stride()[:3]) or x.stride(3) != 1 or x.data_ptr() % 16:
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, x.shape[3]])
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor | None, f: _Flags, *, pack: bool = False, splits: int = 1,
-    latent_dim: int = 0, scales: tuple[Tensor, Tensor, Tensor] | None = None, dtype=None,
+    latent_dim: int = 0, scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the forward kernel: o (B, T, Hq, Dv) and lse (B, Hq, T)."""
+    """Launch the forward kernel: o (B, T, Hq, Dv), lse (B, Hq, T)."""
     (B, T, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
-    DV = latent_dim or v.shape[3]
-    BLOCK_D, BLOCK_R = _split_dim(D)
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    DV, (BLOCK_D, BLOCK_R) = latent_dim or v.shape[3], _split_dim(D)
     BLOCK_DV = BLOCK_D if v is None else _power(DV)
-    M, N, warps, stages, tma = _config("decode" if pack else "forward", max(BLOCK_D, BLOCK_DV))
-    processors, shared, major = _device(q.device.index)
     rows = T * Hq // Hkv if pack else T
-    M = min(M, _power(rows))
-    if f.visit is not None:
-        M, N = min(M, f.block), min(N, f.block)
-    while stages * N * (BLOCK_D + BLOCK_R + BLOCK_DV) * q.element_size() > shared - (16 << 10):
+    kind = "decode" if pack and (rows < 128 or BLOCK_DV > 256) else "forward"
+    M, N, warps, stages, tma = _config(kind, max(BLOCK_D, BLOCK_DV))
+    size = q.element_size()
+    M, N = min(M if size < 4 else M // 2, _power(rows), f.cap()), min(N, f.cap())
+    _, shared, major = _device(q.device.index)
+    width = BLOCK_D + BLOCK_R
+    bias = 0 if f.bias is None else M * f.bias.element_size()
+    while (M * width + stages * N * (width + BLOCK_DV)) * size + stages * N * bias > shared - 2048:
         stages, N = (stages - 1, N) if stages > 2 else (stages, N // 2)
-    q = q if q.stride(3) == 1 else q.contiguous()
-    k = k if k.stride(3) == 1 else k.contiguous()
-    tma = tma and major >= 9 and not BLOCK_R and (D, DV) == (BLOCK_D, BLOCK_DV) and v is not None
-    tma = tma and scales is None and all(_tma_ready(x) for x in (k, v))
-    shape = (B, T, Hq, DV)
-    empty = torch.empty if f.cu_q is None else torch.zeros  # rows of no sequence stay 0, -inf
-    dtype = dtype or q.dtype
-    o = empty(shape, dtype=dtype, device=q.device)
-    lse = torch.full((B, Hq, T), -math.inf, device=q.device)
+    o = torch.empty(B, T, Hq, DV, dtype=dtype or q.dtype, device=q.device)
+    lse = torch.empty(B, Hq, T, device=q.device)
+    if f.cu_q is not None:  # for rows of no sequence
+        o, lse = o.zero_(), lse.fill_(-math.inf)
     if o.numel() == 0:
         return o, lse
     o_parts, lse_parts = o, lse
     if splits > 1:
-        o_parts = torch.empty((splits, *shape), dtype=torch.float32, device=q.device)
+        o_parts = torch.empty((splits, *o.shape), device=q.device)
         lse_parts = lse.new_empty((splits, B, Hq, T))
     k_strides, v_strides = k.stride(), (k if v is None else v).stride()
-    if tma:
-        k, v = _descriptor(k, N), _descriptor(v, N)
-    grid = (_tiles(rows, f.cu_q, M) * splits, Hkv if pack else Hq, B)
-    _forward_kernel[grid](
-        q, k, v, o_parts, lse_parts, _rules(f, q, q.new_empty(1, S)), _lists(f),
-        scales, f.sinks, f.cu_q, f.cu_k, f.lengths, q.stride()[:3], k_strides[:3], v_strides,
-        T, S, 0 if f.cu_q is None else len(f.cu_q) - 1, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack,
-        SPLITS=splits, CAUSAL=f.causal, SPARSE=f.block if f.visit is not None else 0, TMA=tma,
+    if tma and S and major >= 9 and (D, DV) == (BLOCK_D, BLOCK_DV) and v is not None and not scales:
+        described = _descriptor(k, N), _descriptor(v, N)
+        tma = None not in described
+        k, v = described if tma else (k, v)
+    else:
+        tma = False
+    _forward_kernel[_n_tiles(rows, f.cu_q, M) * splits, Hkv if pack else Hq, B](
+        q, k, v, o_parts, lse_parts, _rules(f, q, S), _lists(f), scales, f.sinks, f.lengths,
+        f.cu_q, f.cu_k, q.stride(), k_strides, v_strides, T, S,
+        0 if f.cu_q is None else len(f.cu_q) - 1, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack,
+        SPLITS=splits, CAUSAL=f.causal, SPARSE=0 if f.visit is None else f.block, TMA=tma,
         ROUND_P=not INTERPRET, BLOCK_M=M, BLOCK_N=N, BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R,
-        BLOCK_DV=BLOCK_DV, num_warps=warps, num_stages=stages,
+        BLOCK_DV=BLOCK_DV, num_warps=8 if scales else warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[T, Hq, B](
-            o_parts, lse_parts, o, lse, T, DV=DV, SPLITS=splits, BLOCK_DV=_power(DV),
-            BLOCK_S=_power(splits), num_warps=4,
+            o_parts, lse_parts, o, lse, DV=DV, SPLITS=splits, BLOCK_DV=_power(DV),
+            BLOCK_S=_power(splits),
         )  # fmt: skip
     return o, lse
-
-
-def _tma_ready(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator can read x: 16-byte rows, the last dim together."""
-    size = x.element_size()
-    return x.stride(3) == 1 and all(s * size % 16 == 0 for s in x.stride()[:3] + (x.data_ptr(),))
-
-
-def _descriptor(x: Tensor, rows: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, x.shape[3]])
 
 
 def _backward(
@@ -1184,50 +1133,45 @@ def _backward(
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernels: dq, dk, dv, dbias and dsinks (empty where there is none)."""
-    q, k, v, do = (x.contiguous() for x in (q, k, v, do))
+    q, k, v, do, dlse = (x.contiguous() for x in (q, k, v, do, dlse))
     (B, T, Hq, D), (S, Hkv), DV = q.shape, k.shape[1:3], v.shape[3]
-    BLOCK_D, BLOCK_DV = _power(D), _power(DV)
-    M1, N1, M2, N2, warps, stages = _config("backward", max(BLOCK_D, BLOCK_DV))
-    if q.element_size() == 4:
-        M1, N1, M2, N2 = (max(16, x // 2) for x in (M1, N1, M2, N2))
-    if f.visit is not None:
-        M1, N1, M2, N2 = (min(x, f.block) for x in (M1, N1, M2, N2))
-    delta = torch.empty_like(lse)
-    dq, dk, dv = (
-        torch.zeros_like(x) if f.cu_q is not None else torch.empty_like(x) for x in (q, k, v)
-    )
-    none = q.new_empty(0)
-    if q.numel() == 0 or k.numel() == 0:
-        zero = [torch.zeros_like(x) if x is not None else none for x in (f.bias, f.sinks)]
-        return dq.zero_(), dk.zero_(), dv.zero_(), *zero
-    _delta_kernel[-(-T // 64), Hq, B](
-        o, do, dlse.contiguous(), delta, T, DV=DV, BLOCK=64, BLOCK_DV=BLOCK_DV, num_warps=4
-    )
-    x, rules = (q, k, v, do, lse, delta), _rules(f, q, k)
-    n_seqs = 0 if f.cu_q is None else len(f.cu_q) - 1
-    key_tiles, query_tiles = _tiles(S, f.cu_k, N1), _tiles(T, f.cu_q, M2)
-    sizes = dict(HQ=Hq, GROUP=Hq // Hkv, D=D, DV=DV, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV)
-    sizes |= dict(CAUSAL=f.causal, SPARSE=f.block if f.visit is not None else 0)
-    sizes |= dict(num_warps=warps, num_stages=stages)
-    _backward_kernel[key_tiles + Hq // Hkv * query_tiles, Hkv, B](
-        x, dq, dk, dv, rules, _lists(f), _lists(f, True), f.cu_q, f.cu_k,
-        T, S, n_seqs, key_tiles, query_tiles, BLOCK_M1=M1, BLOCK_N1=N1, BLOCK_M2=M2,
-        BLOCK_N2=N2, **sizes,
-    )  # fmt: skip
-    dbias = dsinks = none
+    empty = torch.empty_like if f.cu_q is None and S and T else torch.zeros_like
+    dq, dk, dv, delta, lse2 = empty(q), empty(k), empty(v), empty(lse), empty(lse)
+    dbias, dsinks = q.new_empty(0), q.new_empty(0)
     if bias_grad:
-        heads, batch = f.bias.shape[1], f.bias.shape[0]
-        dbias = torch.zeros(batch, heads, T, S, device=q.device)
-        visit = None if f.visit is None else f.visit.expand(Hq, -1, -1).to(torch.int8)
-        strides = None if visit is None else visit.stride()[:2]
-        _bias_kernel[query_tiles, heads, batch](
-            x, dbias, rules, visit, strides, f.cu_q, f.cu_k, T, S, n_seqs, B, BLOCK_M=M2,
-            BLOCK_N=N2, **sizes,
+        dbias = torch.zeros(*f.bias.shape[:2], T, S, device=q.device)
+    if T:
+        BLOCK_D, BLOCK_DV = _power(D), _power(DV)
+        _delta_kernel[-(-T // 64), Hq, B](
+            o, lse, do, dlse, delta, lse2, T, DV=DV, ROWS=64, BLOCK_DV=BLOCK_DV
+        )
+    if T and S:
+        *tiles, warps, stages = _config("backward", max(BLOCK_D, BLOCK_DV))
+        # fp32 tiles are twice as large, and a bias brings a tile of its own
+        less = q.element_size() // 2 * (1 if f.bias is None else 2)
+        M1, N1, M2, N2 = (max(16, min(n // less, f.cap())) for n in tiles)
+        SPARSE = 0 if f.visit is None else f.block
+        Z = _Sizes(Hq, Hq // Hkv, D, DV, BLOCK_D, BLOCK_DV, f.causal, SPARSE)
+        x, rules, how = (q, k, v, do, lse2, delta), _rules(f, q, S), dict(Z=Z, num_warps=warps)
+        axes = f.cu_q, f.cu_k, T, S, 0 if f.cu_q is None else len(f.cu_q) - 1
+        n_k, n_q = _n_tiles(S, f.cu_k, N1), _n_tiles(T, f.cu_q, M2)
+        _backward_kernel[n_k + Hq // Hkv * n_q, Hkv, B](
+            x, dq, dk, dv, rules, _lists(f), _lists(f, True), *axes, n_k, n_q, BLOCK_M1=M1,
+            BLOCK_N1=N1, BLOCK_M2=M2, BLOCK_N2=N2, num_stages=stages, **how,
         )  # fmt: skip
+        if bias_grad:
+            visit = None if f.visit is None else f.visit.expand(Hq, -1, -1).to(torch.int8)
+            strides = None if visit is None else visit.stride()
+            batch, heads = dbias.shape[:2]
+            _bias_kernel[n_q, heads, batch](
+                x, dbias, rules, visit, strides, *axes, Hq // heads, B // batch, BLOCK_M=M2,
+                BLOCK_N=N2, num_stages=1, **how,
+            )  # fmt: skip
+    if bias_grad:
         dbias = dbias.sum_to_size(f.bias.shape).to(f.bias.dtype)
     if f.sinks is not None:
-        p = torch.exp(f.sinks.float()[:, None] - lse)
-        dsinks = -(p * delta).masked_fill(lse == -math.inf, 0).sum((0, 2)).to(f.sinks.dtype)
+        p = torch.exp(f.sinks.float()[:, None] - lse).masked_fill(lse == -math.inf, 0)
+        dsinks = -(p * delta).sum((0, 2)).to(f.sinks.dtype)
     return dq, dk, dv, dbias, dsinks
 
 
@@ -1242,7 +1186,8 @@ def _backward(
     schema=f"(Tensor q, Tensor k, Tensor v, {FLAGS}) -> (Tensor, Tensor)",
 )
 def _forward_op(q, k, v, *flags):
-    return _forward(q, k, v, _Flags(*flags))
+    with torch.cuda.device_of(q):
+        return _forward(q, k, v, _Flags(*flags))
 
 
 @_forward_op.register_fake
@@ -1258,15 +1203,15 @@ def _(q, k, v, *flags):
     f"bool bias_grad, {FLAGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_op(q, k, v, o, lse, do, dlse, bias_grad, *flags):
-    return _backward(q, k, v, o, lse, do, dlse, _Flags(*flags), bias_grad)
+    with torch.cuda.device_of(q):
+        return _backward(q, k, v, o, lse, do, dlse, _Flags(*flags), bias_grad)
 
 
 @_backward_op.register_fake
 def _(q, k, v, o, lse, do, dlse, bias_grad, *flags):
     f, like = _Flags(*flags), lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
-    none = q.new_empty(0)
-    bias = like(f.bias) if bias_grad else none
-    return like(q), like(k), like(v), bias, none if f.sinks is None else like(f.sinks)
+    bias = like(f.bias) if bias_grad else q.new_empty(0)
+    return like(q), like(k), like(v), bias, q.new_empty(0) if f.sinks is None else like(f.sinks)
 
 
 def _save(ctx, inputs, output):
@@ -1295,8 +1240,9 @@ _forward_op.register_autograd(_derivative, setup_context=_save)
     "-> (Tensor, Tensor)",
 )
 def _decode_op(q, k, v, latent_dim, splits, *flags):
-    f = _Flags(*flags)
-    return _forward(q, k, v, f, pack=True, splits=splits, latent_dim=latent_dim)
+    how = dict(pack=True, splits=splits or _n_splits(q, k), latent_dim=latent_dim)
+    with torch.cuda.device_of(q):
+        return _forward(q, k, v, _Flags(*flags), **how)
 
 
 @_decode_op.register_fake
@@ -1311,30 +1257,21 @@ def _(q, k, v, latent_dim, splits, *flags):
 # --------------------------------------------------------------------------------------------------
 
 
-def _kernels(q: Tensor, dim: int = 256) -> bool:
-    """Whether a Triton kernel can take q."""
-    runs = triton is not None and (q.is_cuda or INTERPRET)
-    return runs and q.dtype != torch.float64 and q.shape[-1] <= dim
+def _kernels(q: Tensor, v: Tensor, block: int = 128, limit: int = 256) -> bool:
+    """Whether a Triton kernel can take this."""
+    runs = triton is not None and (q.is_cuda or INTERPRET) and q.dtype != torch.float64
+    return (
+        runs and max(q.shape[-1], v.shape[-1]) <= limit and block >= 16 and block & (block - 1) == 0
+    )
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    prefix: Tensor | None = None,
-    block_mask: BlockMask | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None,
+    window: int | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, bias: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, prefix: Tensor | None = None,
+    block_mask: BlockMask | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(mask(logits(q k^T))) v, exactly: o (B, T, Hq, Dv), and with return_lse (B, Hq, T).
 
     q (B, T, Hq, D), k (B, S, Hkv, D), v (B, S, Hkv, Dv) of one dtype; head h reads key head
@@ -1352,7 +1289,7 @@ def flash_attention(
         alibi_slopes=alibi_slopes, sinks=sinks, bias=bias, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, prefix=prefix, block_mask=block_mask,
     )  # fmt: skip
-    if not _kernels(q) or v.shape[3] > 256:
+    if not _kernels(q, v, f.block):
         return _answer(*_plain(_chunked, q, k, v, f), f, return_lse)
     dtype = q.dtype
     if INTERPRET and dtype == torch.bfloat16:  # which the interpreter gets wrong
@@ -1362,16 +1299,10 @@ def flash_attention(
 
 
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    lengths: Tensor | None = None,
-    *,
-    latent_dim: int | None = None,
-    n_splits: int | None = None,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor | None, lengths: Tensor | None = None, *,
+    latent_dim: int | None = None, n_splits: int | None = None, return_lse: bool = False,
     **flags: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of a few new queries to a cache: o (B, T, Hq, Dv). Not differentiable.
 
     k (B, S, Hkv, D), v (B, S, Hkv, Dv): a dense cache of any strides, of which row b uses
@@ -1383,16 +1314,20 @@ def decode_attention(
     GPU. With n_splits given, a row's bits do not depend on the batch that it is in.
     """
     _check((v is None) == (latent_dim is not None), "decode needs v, or latent_dim instead of it")
+    ok = latent_dim is None or 0 < latent_dim <= k.shape[-1]
+    _check(ok, f"latent_dim must be from 1 to k's {k.shape[-1]}, not {latent_dim}")
+    _check(n_splits is None or n_splits > 0, f"n_splits must be positive, not {n_splits}")
     values = k[..., :latent_dim] if v is None else v
     q, k, values, f = _prepare(q, k, values, lengths=lengths, **flags)
-    if not _kernels(q, 1024):
+    if not _kernels(q, values, limit=1024):
         return _answer(*_plain(_chunked, q, k, values, f), f, return_lse)
     dtype = q.dtype
     if INTERPRET and dtype == torch.bfloat16:
         q, k, values = q.float(), k.float(), values.float()
     shared = v is None and _split_dim(q.shape[3])[0] == latent_dim
-    splits = n_splits or _n_splits(q, k)
-    o, lse = _decode_op(q, k, None if shared else values, latent_dim if shared else 0, splits, *f)
+    o, lse = _decode_op(
+        q, k, None if shared else values, latent_dim if shared else 0, n_splits or 0, *f
+    )
     return _answer(o.to(dtype), lse, f, return_lse)
 
 
@@ -1427,6 +1362,9 @@ def as_attend(
     """
 
     def attend(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         flags = dict(
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             alibi_slopes=spec.alibi_slopes, sinks=spec.sinks,
@@ -1485,11 +1423,12 @@ def flash_attention_fp8(
         h = hadamard_matrix(q.shape[3]).to(q.device)
         q, k = q.float() @ h, k.float() @ h
     (q, qs), (k, ks), (v, vs) = quantize_blocks(q), quantize_blocks(k), quantize_blocks(v)
-    if not _kernels(q):
+    if not _kernels(q, v):
         return _fp8_reference(q, k, v, f, (qs, ks, vs)).to(dtype)
     # the second product wants the keys' axis together, as the tensor cores read it
     v = v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    return _forward(q, k, v, f, scales=(qs, ks, vs), dtype=dtype)[0]
+    with torch.cuda.device_of(q):
+        return _forward(q, k, v, f, scales=(qs, ks, vs), dtype=dtype)[0]
 
 
 def _fp8_reference(
@@ -1504,3 +1443,132 @@ def _fp8_reference(
     p = torch.exp(s - s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min))
     p8 = (p * 256).to(torch.float8_e4m3fn).float() / 256
     return (_values(p8, v) / p.sum(-1, keepdim=True).clamp(min=1e-30)).transpose(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# python attention.py: a check of itself, then a benchmark of this device
+# --------------------------------------------------------------------------------------------------
+
+
+def _self_check(device: str) -> None:
+    """The largest error of each step of the ladder against the definition in fp64, all flags on."""
+    rng = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=rng).to(device).requires_grad_()
+    q, k, v = make(2, 37, 4, 32), make(2, 53, 2, 32), make(2, 53, 2, 48)
+    visit = sparse_blocks(3, 4, local=2, stride=3).to(device)
+    learnt = dict(sinks=make(4), bias=make(4, 37, 53))
+    flags = dict(
+        window=30, softcap=5.0, alibi_slopes=torch.rand(4, generator=rng).to(device),
+        prefix=torch.tensor([20, 3], dtype=torch.int32, device=device),
+        block_mask=BlockMask(visit, 16),
+    )  # fmt: skip
+
+    def outcome(attend: Callable, dtype: torch.dtype) -> list[Tensor]:
+        x, y = [t.to(dtype) for t in (q, k, v)], {n: t.to(dtype) for n, t in learnt.items()}
+        o, lse = attend(*x, **flags, **y, return_lse=True)
+        loss = o.sin().sum() + lse.sin().sum()
+        return [o, lse, *torch.autograd.grad(loss, (q, k, v, *learnt.values()))]
+
+    want = outcome(attention_reference, torch.float64)
+    for attend in (online_attention, chunked_attention, flash_attention):
+        got = outcome(attend, torch.float32)
+        error = max((a - b).abs().max().item() for a, b in zip(got, want))
+        what = "Triton" if attend is flash_attention and _kernels(q, v) else "plain torch"
+        print(f"{attend.__name__:18s} {what:12s} error {error:.1e}, gradients included")
+        assert error < 1e-4, f"{attend.__name__} is wrong here"
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return o.transpose(1, 2)
+
+
+def _peak_mib(run: Callable[[], Any]) -> float:
+    """How far `run` raises the memory this process holds (Linux; elsewhere NaN)."""
+    try:
+        with open("/proc/self/clear_refs", "w") as f:
+            f.write("5")  # forget the old high-water mark
+        read = lambda: {w[0]: int(w[1]) for w in map(str.split, open("/proc/self/status"))
+                        if w[0] in ("VmRSS:", "VmHWM:")}  # fmt: skip
+        before = read()["VmRSS:"]
+        run()
+        return (read()["VmHWM:"] - before) / 1024
+    except OSError:
+        run()
+        return math.nan
+
+
+def _cpu_table() -> None:
+    print(
+        "\ncausal, fp32, B 1, H 8, D 64, best of 2       forward                 forward + backward"
+    )
+    for T in (512, 2048):
+        q, k, v = (torch.randn(1, T, 8, 64, requires_grad=True) for _ in range(3))
+        for name, attend in (
+            ("naive", attention_reference), ("chunked", chunked_attention), ("SDPA (CPU)", _sdpa)
+        ):  # fmt: skip
+            both = lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))
+            line = f"T {T:5d}  {name:34s}"
+            for run in (torch.no_grad()(lambda: attend(q, k, v)), both):
+                mib, times = _peak_mib(run), []
+                for _ in range(2):
+                    start = time.perf_counter()
+                    run()
+                    times.append(time.perf_counter() - start)
+                line += f"{1e3 * min(times):8.1f} ms {mib:6.0f} MiB "
+            print(line)
+
+
+def _gpu_tables() -> None:
+    """TFLOP/s (causal operations halved) beside torch's backends by name, then decode in GB/s."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from triton.testing import do_bench
+
+    ms = partial(do_bench, return_mode="median")  # empties L2 between runs
+    make = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+    print("\nbf16, 16k tokens, H * D = 2048: TFLOP/s forward / backward")
+    for D, causal, T in [(d, c, t) for d in (64, 128) for c in (False, True) for t in (2048, 8192)]:
+        q, k, v, do = (make(16384 // T, T, 2048 // D, D).requires_grad_() for _ in range(4))
+        work = 4 * 16384 * T * 2048 / (1 + causal) / 1e9
+        line = f"D {D:3d} {'causal' if causal else 'full':6s} T {T:5d}"
+        for name in ("ours", "FLASH_ATTENTION", "CUDNN_ATTENTION"):
+            backend = SDPBackend.MATH if name == "ours" else getattr(SDPBackend, name)
+            attend = partial(flash_attention if name == "ours" else _sdpa, q, k, v, causal=causal)
+            try:
+                with sdpa_kernel(backend):
+                    forward, o = ms(lambda: attend()), attend()
+                    back = lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+                    line += f"   {name} {work / forward:4.0f} / {2.5 * work / ms(back):4.0f}"
+            except RuntimeError as e:
+                line += f"   {name} - ({str(e).splitlines()[0][:40]})"
+        print(line)
+    x, y = make(2**29), make(2**29)
+    copy = 2 * x.nbytes / ms(lambda: y.copy_(x)) / 1e6
+    print(f"\ndecode, one token each, bf16: GB/s of cache read; a copy reaches {copy:.0f}")
+    for B, S, Hq, Hkv, D, latent in (
+        (16, 8192, 32, 8, 128, None), (64, 4096, 32, 8, 128, None), (1, 32768, 32, 8, 128, None),
+        (64, 4096, 128, 1, 576, 512),
+    ):  # fmt: skip
+        q, k, v = make(B, 1, Hq, D), make(B, S, Hkv, D), None if latent else make(B, S, Hkv, D)
+        run = lambda: decode_attention(q, k, v, latent_dim=latent)
+        rate = (k.nbytes + (0 if latent else v.nbytes)) / ms(run) / 1e6
+        print(f"B {B:3d} S {S:6d} heads {Hq} / {Hkv} D {D}: {rate:5.0f}, {rate / copy:.0%}")
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available() and not INTERPRET
+    device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, triton {getattr(triton, '__version__', None)}, {device}")
+    _self_check("cuda" if cuda else "cpu")
+    if cuda:
+        _gpu_tables()
+    elif not INTERPRET:
+        print("kernels not run: no GPU here; TRITON_INTERPRET=1 python attention.py checks them")
+        _cpu_table()
+
+
+if __name__ == "__main__":
+    main()

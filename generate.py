@@ -21,7 +21,7 @@ seed + b gives alone. --interactive keeps the KV cache across turns and prefills
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU it loses: there the linear layers
 are cpu.py's, which read memory faster than compiled ones. Needs: model.py, tokenizer.py,
-sampling.py, cpu.py, and sentencepiece or tokenizers.
+sampling.py, cpu.py, sentencepiece or tokenizers, and for --attention flash attention.py.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from torch import Tensor
 import cpu
 from model import (
     CONFIGS,
+    Attend,
     KVCache,
     ModelConfig,
     MoE,
@@ -88,8 +89,16 @@ DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 # --------------------------------------------------------------------------------------------------
 
 
+AttendOver = Callable[[KVCache, int | None], Attend]  # of a cache and how many slots can matter
+
+
+def sdpa(cache: KVCache, limit: int | None) -> Attend:
+    """The model's attend argument: torch's own attention over the first `limit` slots."""
+    return partial(cache.attend, limit=limit)
+
+
 def hidden_chunks(
-    model: Transformer, tokens: Tensor, cache: KVCache, start: int = 0
+    model: Transformer, tokens: Tensor, cache: KVCache, start: int = 0, attention: AttendOver = sdpa
 ) -> Iterator[tuple[int, Tensor]]:
     """Run tokens (1, T) from position `start` on into the cache, a chunk at a time: (where the
     chunk begins in tokens, its hidden states (1, t, C))."""
@@ -100,13 +109,15 @@ def hidden_chunks(
     for first in range(0, T, chunk):
         last = min(T, first + chunk)
         positions = torch.arange(start + first, start + last, device=tokens.device)
-        attend = partial(cache.attend, limit=start + last)
+        attend = attention(cache, start + last)
         yield first, model(tokens[:, first:last], positions, attend, return_hidden=True)
 
 
-def prefill(model: Transformer, tokens: Tensor, cache: KVCache, start: int = 0) -> Tensor:
+def prefill(
+    model: Transformer, tokens: Tensor, cache: KVCache, start: int = 0, attention: AttendOver = sdpa
+) -> Tensor:
     """Run tokens (1, T) from position `start` on into the cache; logits (1, V) after the last."""
-    for _, hidden in hidden_chunks(model, tokens, cache, start):
+    for _, hidden in hidden_chunks(model, tokens, cache, start, attention):
         last = hidden[:, -1]  # the other rows of logits are never looked at
     return model.head(last)
 
@@ -128,9 +139,9 @@ def gathered_if_compiled(experts: Callable[..., Tensor]) -> Callable[..., Tensor
 class Decoder:
     """B continuations of one prompt in lockstep: their cache, their sampler, their decode step.
 
-    Eager, a step reads just the used part of the cache. Compiled, it reads all of it, so that no
+    Eager, a step reads just the used part of the cache. Compiled, it is given all of it, so that no
     shape ever changes: one compilation, and on CUDA one captured graph, replayed over the same
-    input tensors.
+    input tensors. sdpa then reads all of it, a kernel that is told the length does not.
     """
 
     def __init__(
@@ -142,10 +153,12 @@ class Decoder:
         eos: Sequence[int] = (),
         compiled: bool = False,
         keep_logits: bool = False,
+        attention: AttendOver = sdpa,
     ):
         device, dtype = model.embed.weight.device, model.embed.weight.dtype
         V = model.config.vocab_size
         self.model, self.batch, self.compiled, self.used = model, batch, compiled, 0
+        self.attention = attention
         self.cache = KVCache(model.config, batch, max_len, dtype, device)
         self.sampler = Sampler(how, batch, V, device, [e for e in eos if e < V])
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
@@ -159,7 +172,7 @@ class Decoder:
         new token of every row."""
         self.used = cached
         prompt = torch.tensor([ids[cached:]], device=self.token.device)
-        logits = prefill(self.model, prompt, self.cache, cached)
+        logits = prefill(self.model, prompt, self.cache, cached, self.attention)
         self.used = len(ids)
         self.sampler.start([ids] * self.batch)
         self.position.fill_(len(ids))
@@ -184,7 +197,7 @@ class Decoder:
         self.token.copy_(self.sampler(logits)[:, None])
 
     def _step(self, limit: int | None = None) -> None:
-        attend = partial(self.cache.attend, limit=limit)
+        attend = self.attention(self.cache, limit)
         self._draw(self.model(self.token, self.position, attend)[:, -1])
         self.position.add_(1)
 
@@ -208,7 +221,8 @@ class Decoder:
 
     def bytes_per_step(self) -> int:
         """What the last step read: weights and the part of the cache it looked at."""
-        return self.weight_bytes + self.cache.bytes_read(None if self.compiled else self.used)
+        whole = self.compiled and self.attention is sdpa
+        return self.weight_bytes + self.cache.bytes_read(None if whole else self.used)
 
 
 def weight_bytes(model: Transformer, batch: int = 1) -> int:
@@ -306,7 +320,7 @@ def logprob_entry(
 
 
 def score(
-    model: Transformer, ids: Sequence[int], window: int, top: int = 0
+    model: Transformer, ids: Sequence[int], window: int, top: int = 0, attention: AttendOver = sdpa
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Log-probabilities of ids[1:], each given what stands before it: logprobs_of, chunk by chunk.
 
@@ -320,7 +334,7 @@ def score(
     while done < len(ids):
         begin = 0 if done == 1 else done - half
         tokens = torch.tensor([ids[begin : begin + window]], device=device)
-        for first, hidden in hidden_chunks(model, tokens, cache):
+        for first, hidden in hidden_chunks(model, tokens, cache, attention=attention):
             known = tokens[0, first + 1 : first + 1 + hidden.shape[1]]
             skip = max(0, done - begin - first - 1)
             if skip < len(known):
@@ -461,6 +475,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--score", type=Path, metavar="FILE", help="perplexity of this text, and nothing else")
     add("--device", help="default: cuda if there is one, else cpu")
     add("--dtype", choices=DTYPES, help="default: as stored (bf16 for --dummy)")
+    text = "flash: attention.py's kernels; on a CPU its plain torch, slower (%(default)s)"
+    add("--attention", choices=("sdpa", "flash"), default="sdpa", help=text)
     add("--compile", action="store_true", help="compile the decode step (CUDA graph on CUDA)")
     add("--json", action="store_true", help="print one JSON object instead of text")
     text = "N runs (5), no EOS stop, print medians"
@@ -550,6 +566,15 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # graphs are captured on the current device
     return device
+
+
+def pick_attention(name: str) -> AttendOver:
+    """sdpa, or flash: attention.py's kernels over the same slots."""
+    if name == "sdpa":
+        return sdpa
+    from attention import as_attend  # only here: it imports Triton, which takes 0.2 s
+
+    return lambda cache, limit: as_attend(cache, limit=limit)
 
 
 def dummy_model(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -756,8 +781,9 @@ def build_decoder(
     top, V = args.logprobs, model.config.vocab_size
     if top is not None and top > V:
         raise ValueError(f"--logprobs must be at most the vocabulary's {V}, not {top}")
+    keep, attention = top is not None, pick_attention(args.attention)
     try:
-        return Decoder(model, max_len, args.how, args.n, eos, args.compile, top is not None)
+        return Decoder(model, max_len, args.how, args.n, eos, args.compile, keep, attention)
     except ValueError as e:
         if not str(e).startswith("logit_bias"):
             raise
@@ -845,7 +871,8 @@ def score_file(args: argparse.Namespace) -> None:
     if device.type == "cpu":
         for_cpu_(model)
     total, entries, top = 0.0, [], args.logprobs
-    for chosen, best, best_ids in score(model, ids, model.config.context, top or 0):
+    attention = pick_attention(args.attention)
+    for chosen, best, best_ids in score(model, ids, model.config.context, top or 0, attention):
         total += chosen.double().sum().item()
         for row in zip(chosen, best, best_ids) if top is not None else ():
             token = ids[1 + len(entries)]

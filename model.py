@@ -482,6 +482,31 @@ class KVCache:
         per_slot = sum(t[:, :, :1].numel() * t.element_size() for t in used)
         return per_slot * (self.max_len if limit is None else min(limit, self.max_len))
 
+    def update(
+        self, spec: AttentionSpec, k: Tensor, v: Tensor, positions: Tensor, limit: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new k and v (B, T, Hkv, D), at positions (T,) or (B, T); all keys and values up
+        to `limit`, (B, S, Hkv, D) in k's dtype, slot number = position. One row of new tokens is
+        written to all rows of the cache: a prompt that they share.
+
+        Expanded latents that fill the whole `limit` come back as they were given, in their order:
+        nothing was there before these, and nothing is expanded twice.
+        """
+        slots = self.k[spec.index]  # (B, Hkv, S, D)
+        _write(slots, positions, k if spec.latent is None else spec.latent)
+        if spec.index < self.n_layers:
+            self.end.copy_(positions.max() + 1)
+        if spec.expand is not None and limit == k.shape[1] and positions.dim() == 1:
+            return k, v
+        keys = slots[: len(k), :, :limit].to(k.dtype).transpose(1, 2)
+        if spec.latent_dim is not None:
+            return keys, keys[..., : spec.latent_dim]
+        if spec.expand is not None:
+            return spec.expand(keys)
+        slots = self.v[spec.index]
+        _write(slots, positions, v)
+        return keys, slots[: len(k), :, :limit].to(k.dtype).transpose(1, 2)
+
     def attend(
         self,
         spec: AttentionSpec,
@@ -491,26 +516,11 @@ class KVCache:
         positions: Tensor,
         limit: int | None = None,
     ) -> Tensor:
-        """The attend hook: q (B, T, Hq, D), k and v (B, T, Hkv, D), positions (T,) or (B, T). One
-        row of them is written to all rows of the cache: a prompt that they share."""
-        slots = self.k[spec.index]  # (B, Hkv, S, D)
-        _write(slots, positions, k if spec.latent is None else spec.latent)
-        if spec.index < self.n_layers:
-            self.end.copy_(positions.max() + 1)
-        keys = slots[: len(q), :, :limit].to(q.dtype)
-        if spec.latent_dim is not None:
-            values = keys[..., : spec.latent_dim]
-        elif spec.expand is not None and limit == q.shape[1] and positions.dim() == 1:
-            k, v = k.transpose(1, 2), v.transpose(1, 2)  # nothing was there before these
-            return dense_attention(spec, q, k, v, positions, positions)
-        elif spec.expand is not None:
-            keys, values = (t.transpose(1, 2) for t in spec.expand(keys.transpose(1, 2)))
-        else:
-            _write(self.v[spec.index], positions, v)
-            values = self.v[spec.index][: len(q), :, :limit].to(q.dtype)
-        return dense_attention(
-            spec, q, keys, values, positions, torch.arange(keys.shape[2], device=q.device)
-        )
+        """The attend hook: q (B, T, Hq, D) over all that `update` gives."""
+        keys, values = self.update(spec, k, v, positions, limit)
+        # new tokens that come back as they were stand at their positions, not at 0, 1, 2
+        j = positions if keys is k else torch.arange(keys.shape[1], device=q.device)
+        return dense_attention(spec, q, keys.transpose(1, 2), values.transpose(1, 2), positions, j)
 
 
 def _write(slots: Tensor, positions: Tensor, new: Tensor) -> None:

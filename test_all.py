@@ -24,13 +24,25 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from itertools import accumulate, combinations, islice, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
+
+CUDA = torch.cuda.is_available()
+if not CUDA:  # Triton's kernels run on the CPU, in this process, and not in those it starts
+    os.environ["TRITON_INTERPRET"] = "1"
+import attention as A
+
+if A.INTERPRET:
+    import triton.experimental.gluon  # noqa: F401, a launch would, when the variable is gone
+os.environ.pop("TRITON_INTERPRET", None)
 
 import cpu
 import generate as G
@@ -4251,3 +4263,1467 @@ def test_kills_at_random_moments_lose_nothing(corpus, tiny_config, tmp_path):
     done = run(*argv(out), "--resume")
     assert done.returncode == 0 and kills >= 2, (kills, done.stderr)
     same_run(out, whole)
+
+
+# --------------------------------------------------------------------------------------------------
+# attention.py: a call, drawn at random or given, its outcome, and what it is compared with
+# --------------------------------------------------------------------------------------------------
+
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = (torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
+FLOAT = DTYPES[0]
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+FUZZ, COST = 200, 6  # combinations; the most 32 x 32 tiles of scores that one may have
+HEADS = ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (6, 2))
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles of 16 or 32, so that shapes the interpreter can bear have several."""
+    if A.INTERPRET:
+        from triton.runtime import interpreter
+
+        tiles = dict(forward=(32, 16, 4, 2, True), decode=(16, 32, 4, 2, False))
+        tiles["backward"] = (32, 32, 16, 32, 4, 1)
+        monkeypatch.setattr(A, "CONFIGS", {kind: {512: row} for kind, row in tiles.items()})
+        patch_once_per_launch(interpreter, monkeypatch)
+
+
+def patch_once_per_launch(interpreter, monkeypatch) -> None:
+    """Triton's interpreter patches its language at each call of a helper; once for each module of
+    helpers and launch is enough, and takes half the time."""
+    patched, launch = set(), interpreter.GridExecutor.__call__
+
+    def launch_anew(kernel, *args, **more):
+        patched.clear()
+        return launch(kernel, *args, **more)
+
+    def call(helper, *args, **more):
+        if helper.fn.__module__ not in patched:
+            interpreter._patch_lang(helper.fn)
+            patched.add(helper.fn.__module__)
+        return helper.rewrite()(*args, **more)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+
+
+# --------------------------------------------------------------------------------------------------
+# A combination of flags: drawn, built, run, compared
+# --------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> dict:
+    """Everything that can differ between two calls, by independent coins, in a printable form."""
+    r = random.Random(seed)
+
+    def coin(odds=0.5):
+        return r.random() < odds
+
+    packed, own_k, square = coin(0.4), coin(0.7), coin(0.4)
+    if packed:
+        queries, keys, count = (0, 1, 5, 21, 37), (0, 1, 13, 21, 37), r.randint(1, 4)
+        sizes = [(r.choice(queries), r.choice(keys)) for _ in range(count)]
+    else:
+        queries, keys, count = (1, 16, 37, 53, 53, 100), (16, 37, 53, 53, 100), r.choice((1, 1, 2))
+        sizes = [(r.choice(queries), r.choice(keys))] * count
+    if square or packed and not own_k:
+        sizes = [(S, S) for _, S in sizes]
+    tiles = sum(-(-T // 32) * -(-S // 32) for T, S in sizes)
+    heads, kv_heads = r.choice([h for h in HEADS if h[0] * tiles <= COST] or HEADS[:1])
+    dims = (16,) * 6 + (24,) * 2 + (32,) * 4 + (48,) * 2 + (64, 96)
+    D, causal, pad = r.choice(dims), coin(0.6), r.choice((0, 0, 3, 17))
+    dtype = DTYPES[coin(0.3)]
+    return dict(
+        seed=seed,
+        dtype=dtype,
+        extras=dtype if coin() else torch.float32,  # of sinks and bias
+        heads=heads,
+        kv_heads=kv_heads,
+        D=D,
+        Dv=D if coin(0.7) else r.choice(dims),
+        packed=packed,
+        sizes=sizes,
+        own_k=own_k,
+        pad=pad,
+        strided=coin(0.3),
+        causal=causal,
+        scale=r.choice((None, None, 0.3)),
+        window=r.choice((1, 3, 8, 20, 30)) if coin(0.4) else None,
+        softcap=r.choice((0.7, 3.0, 20.0)) if coin(0.4) else None,
+        alibi=coin(0.4),
+        sinks=coin(0.4),
+        bias=[coin(0.6) for _ in range(r.randint(1, 3 + (not packed)))] if coin(0.45) else None,
+        bias_front=coin(0.3),
+        bias_grad=coin(0.7),
+        prefix=[r.randint(0, S) for _, S in sizes] if causal and coin(0.45) else None,
+        block=None if packed or coin(0.4) else r.choice((16, 32)),
+        block_per_head=coin(),
+    )
+
+
+def case(**changes) -> dict:
+    """A combination with everything off, but for the changes."""
+    base = dict(seed=0, dtype=FLOAT, extras=torch.float32, heads=2, kv_heads=1, D=16, Dv=16)
+    base |= dict(packed=False, sizes=[(37, 37)], own_k=True, pad=0, strided=False, causal=True)
+    base |= dict(scale=None, window=None, softcap=None, alibi=False, sinks=False, bias=None)
+    base |= dict(bias_front=False, bias_grad=True, prefix=None, block=None, block_per_head=False)
+    return base | changes
+
+
+BUSY = dict(window=20, softcap=3.0, alibi=True, sinks=True, prefix=[9], scale=0.3)
+
+
+def normal(*shape, dtype=None, rng=None) -> torch.Tensor:
+    rng = rng or torch.Generator().manual_seed(len(shape) + sum(shape))
+    x = torch.randn(shape, generator=rng, dtype=torch.float64)
+    return x.to(DEVICE, dtype or FLOAT)
+
+
+def qkv(T, S, *lead, heads=4, kv_heads=2, D=16, Dv=None, dtype=None, seed=0):
+    make = partial(normal, *lead, dtype=dtype, rng=torch.Generator().manual_seed(seed))
+    return make(T, heads, D), make(S, kv_heads, D), make(S, kv_heads, Dv or D)
+
+
+def int32(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def build(p: dict) -> tuple[dict, dict, tuple]:
+    """What a combination differentiates, its other arguments, and the weights of the loss."""
+    rng = torch.Generator().manual_seed(p["seed"])
+    make, packed = partial(normal, rng=rng), p["packed"]
+    lead = [] if packed else [len(p["sizes"])]
+    T, S = (sum(n) + p["pad"] if packed else n[0] for n in zip(*p["sizes"]))
+    heads, kv_heads, full = p["heads"], p["kv_heads"], (*lead, p["heads"], T, S)
+
+    def rows(n, heads, D):
+        if p["strided"]:
+            return make(*lead, heads, n, D, dtype=p["dtype"]).transpose(-2, -3)
+        return make(*lead, n, heads, D, dtype=p["dtype"])
+
+    leaves = dict(
+        q=1.5 * rows(T, heads, p["D"]), k=rows(S, kv_heads, p["D"]), v=rows(S, kv_heads, p["Dv"])
+    )
+    flags = {name: p[name] for name in ("causal", "scale", "window", "softcap")}
+    if packed:
+        cu_q, cu_k = (int32(0, *accumulate(n)) for n in zip(*p["sizes"]))
+        flags |= dict(cu_seqlens_q=cu_q) | (dict(cu_seqlens_k=cu_k) if p["own_k"] else {})
+    if p["prefix"]:
+        flags["prefix"] = int32(*p["prefix"])
+    if p["alibi"]:
+        flags["alibi_slopes"] = torch.rand(heads, generator=rng).to(DEVICE) / 4
+    if p["block"]:
+        tiles = [-(-n // p["block"]) for n in (T, S)]
+        visit = torch.rand([heads] * p["block_per_head"] + tiles, generator=rng) < 0.6
+        flags["block_mask"] = A.BlockMask(visit.to(DEVICE), p["block"])
+    if p["sinks"]:
+        leaves["sinks"] = make(heads, dtype=p["extras"])
+    if p["bias"]:
+        shape = [n if kept else 1 for n, kept in zip(full[-len(p["bias"]) :], p["bias"])]
+        bias = make(*shape, dtype=p["extras"])
+        bias[torch.rand(shape, generator=rng).to(DEVICE) < 0.1] = -INF
+        bias[..., : bias.shape[-1] // 2 * p["bias_front"]] = -INF
+        (leaves if p["bias_grad"] else flags)["bias"] = bias
+    weights = make(*lead, T, heads, p["Dv"], dtype=p["dtype"]), make(*full[:-1])
+    return leaves, flags, weights
+
+
+def doubled(arguments: dict) -> dict:
+    return {
+        name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
+
+
+def without(arguments: dict, *names: str) -> dict:
+    return {name: x for name, x in arguments.items() if name not in names}
+
+
+def outcome(attend, leaves: dict, flags: dict, weights: tuple, use_lse=True) -> dict:
+    """o, lse and the gradient to each leaf of a random sum of both."""
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
+    more = dict(return_lse=True) if use_lse else {}
+    found = attend(**leaves, **flags, **more)
+    o, lse = found if use_lse else (found, None)
+    loss = (o.double() * weights[0].double()).sum()
+    if use_lse:
+        loss = loss + (lse.double().masked_fill(lse == -INF, 0) * weights[1].double()).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    values = dict(o=o.detach(), lse=lse.detach()) if use_lse else dict(o=o.detach())
+    return values | {f"d{name}": g for name, g in zip(leaves, gradients)}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, in units of the largest true value or of 1; an infinity that is not
+    where it should be is infinitely wrong."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    got, want = got.double().flatten(), want.double().flatten()
+    off = torch.where(got == want, 0.0, got - want).abs()
+    size = want.masked_fill(want == -INF, 0).abs()
+    return (F.pad(off, (0, 1)).max() / F.pad(size, (0, 1), value=1.0).max()).item()
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) -> None:
+    assert error(got, want) <= (TOLERANCE[FLOAT] if tolerance is None else tolerance)
+
+
+def all_close(got: dict, want: dict, tolerance: float | None = None) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        close(got[name], want[name], tolerance)
+
+
+def allowed(p: dict, leaves: dict, flags: dict, weights: tuple) -> dict:
+    """The error granted to o, to lse and to gradients. With CUDA from SDPA's own on these tensors,
+    without the flags of which its mask, in half precision, would lose digits."""
+    tolerance = TOLERANCE[p["dtype"]]
+    if not CUDA or p["dtype"] == torch.float64:
+        half = p["dtype"] == torch.float16  # as in any fused kernel, o is rounded before backward
+        return {"o": tolerance, "lse": tolerance, "gradient": tolerance * (1 + half)}
+    leaves = {name: x.to(p["dtype"]) for name, x in leaves.items()}
+    flags = without(flags, "softcap", "alibi_slopes")
+    half = outcome(by_sdpa, leaves, flags, weights, use_lse=False)
+    true = outcome(by_sdpa, doubled(leaves), doubled(flags), weights, use_lse=False)
+    off = {name: error(half[name], true[name]) for name in true}
+    eps = torch.finfo(p["dtype"]).eps  # shapes this small may be exact by luck
+    o, gradient = max(off.pop("o"), eps), max(*off.values(), 4 * eps)
+    return {"o": 1.5 * o, "lse": 1e-3, "gradient": 1.5 * gradient}
+
+
+def check(attend, p: dict, truth=None, use_lse=True) -> None:
+    """attend and the reference in float64 agree on the output, lse and every gradient."""
+    leaves, flags, weights = build(p)
+    got = outcome(attend, leaves, flags, weights, use_lse)
+    truth = truth or A.attention_reference
+    want = outcome(truth, doubled(leaves), doubled(flags), weights, use_lse)
+    assert got["o"].dtype == leaves["q"].dtype
+    bound = allowed(p, leaves, flags, weights)
+    off = {name: error(got[name], want[name]) for name in want}
+    wrong = {n: e for n, e in off.items() if not e <= bound.get(n, bound["gradient"])}
+    assert not wrong, f"\n{wrong}\n{p}"
+
+
+# --------------------------------------------------------------------------------------------------
+# The reference, against what others wrote
+# --------------------------------------------------------------------------------------------------
+
+
+def place(n: int, cu: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequence that each of n packed rows is in, one too many past the end, and where in it."""
+    rows = torch.arange(n, device=cu.device)
+    sequence = torch.bucketize(rows, cu[1:], right=True)
+    return sequence, rows - cu[sequence]
+
+
+def by_sdpa(
+    q, k, v, *, causal=True, scale=None, window=None, softcap=None, alibi_slopes=None, sinks=None,
+    bias=None, cu_seqlens_q=None, cu_seqlens_k=None, prefix=None, block_mask=None,
+):  # fmt: skip
+    """Every flag as one dense additive mask for torch's SDPA. The sink, or all that an empty row
+    sees, is one more key whose value is zero."""
+    packed, dtype = cu_seqlens_q is not None, q.dtype
+    q, k, v = (x[None] if packed else x for x in (q, k, v))
+    (_, T, heads, D), (S, kv_heads) = q.shape, k.shape[1:3]
+    cu_q = (cu_seqlens_q if packed else int32(0, T)).long()
+    cu_k = (int32(0, S) if not packed else cu_q if cu_seqlens_k is None else cu_seqlens_k).long()
+    (doc_q, i), (doc_k, j) = place(T, cu_q), place(S, cu_k)
+    distance = (i + F.pad(cu_k.diff() - cu_q.diff(), (0, 1))[doc_q])[:, None] - j
+    see = ((doc_q[:, None] == doc_k) & (doc_q[:, None] < len(cu_q) - 1))[None, None]
+    if causal:
+        prefix = torch.zeros_like(cu_q[1:]) if prefix is None else prefix
+        start = F.pad(prefix, (0, 1))[doc_k] if packed else prefix[:, None, None, None]
+        see = see & ((distance >= 0) | (j < start))
+    if window is not None:
+        see = see & (distance < window)
+    if block_mask is not None:
+        b, visit = block_mask.block, block_mask.visit
+        see = see & visit.repeat_interleave(b, -1).repeat_interleave(b, -2)[..., :T, :S]
+    scale, mask = D**-0.5 if scale is None else scale, q.new_zeros(len(q), heads, T, S)
+    if softcap is not None:
+        dots = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(heads // kv_heads, 2))
+        q, mask = q * 0, softcap * torch.tanh(dots * scale / softcap)
+    if bias is not None:
+        mask = mask + bias
+    if alibi_slopes is not None:
+        mask = mask - alibi_slopes[:, None, None] * distance
+    mask = mask.masked_fill(~see, -INF)
+    empty = (mask == -INF).all(-1, keepdim=True)
+    last = torch.where(empty, 0.0, -INF) if sinks is None else sinks[:, None, None].expand_as(empty)
+    k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)).transpose(1, 2) for x in (k, v))
+    mask = torch.cat((mask, last), -1).to(dtype)
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+    return o[0] if packed else o
+
+
+def by_plain_sdpa(q, k, v, causal):
+    states = (x.transpose(1, 2) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(*states, is_causal=causal, enable_gqa=True)
+    return o.transpose(1, 2)
+
+
+def by_hand(
+    q, k, v, *, causal, scale, window, softcap, alibi_slopes, sinks, bias, prefix, block_mask
+):
+    """The definition, one score at a time."""
+    (B, T, heads, _), (S, kv_heads) = q.shape, k.shape[1:3]
+    o, lse = q.new_zeros(B, T, heads, v.shape[-1]), q.new_full((B, heads, T), -INF)
+    for b, h, t in product(range(B), range(heads), range(T)):
+        i, g = t + S - T, h // (heads // kv_heads)
+        seen = [(sinks[h].item(), 0.0)] if sinks is not None else []
+        for j in range(S):
+            s = softcap * math.tanh((q[b, t, h] @ k[b, j, g]).item() * scale / softcap)
+            s += bias[b, h, t, j].item() - alibi_slopes[h].item() * (i - j)
+            visited = block_mask.visit[h, t // block_mask.block, j // block_mask.block]
+            if visited and i - j < window and (not causal or j <= i or j < prefix[b]):
+                seen += [(s, v[b, j, g])] if s > -INF else []
+        if total := sum(math.exp(s) for s, _ in seen):
+            o[b, t, h] = sum(math.exp(s) * x for s, x in seen) / total
+            lse[b, h, t] = math.log(total)
+    return o, lse
+
+
+@pytest.mark.parametrize("T, S", [(7, 7), (5, 9), (9, 5)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_reference_is_the_definition(T, S, causal, with_sinks):
+    """All flags at once == the definition in Python loops."""
+    q, k, v = qkv(T, S, 2, D=4, Dv=3, dtype=torch.float64)
+    bias = normal(2, 4, T, S, dtype=torch.float64)
+    bias[bias > 1] = -INF
+    flags = dict(causal=causal, scale=0.7, window=4, softcap=1.5, bias=bias)
+    flags |= dict(prefix=int32(3, 0), alibi_slopes=normal(4, dtype=torch.float64).abs())
+    flags["sinks"] = normal(4, dtype=torch.float64) if with_sinks else None
+    visit = normal(4, -(-T // 2), -(-S // 2)) > -0.7
+    flags["block_mask"] = A.BlockMask(visit, 2)
+    got = A.attention_reference(q, k, v, **flags, return_lse=True)
+    for a, b in zip(got, by_hand(q, k, v, **flags)):
+        close(a, b, TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+def test_reference_is_sdpa(causal, kv_heads):
+    """Plain, causal and grouped attention == torch's with its own flags."""
+    q, k, v = qkv(13, 13, 2, heads=6, kv_heads=kv_heads, Dv=24, dtype=torch.float64)
+    got = A.attention_reference(q, k, v, causal=causal)
+    close(got, by_plain_sdpa(q, k, v, causal), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("seed", range(0, FUZZ, 4))
+def test_reference_is_sdpa_with_a_mask(seed):
+    """Any combination == torch's SDPA given all flags as one dense mask, gradients too."""
+    double = dict(dtype=torch.float64, extras=torch.float64)
+    check(A.attention_reference, draw(seed) | double, by_sdpa, use_lse=False)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_reference_is_transformers(family):
+    """Sinks == gpt-oss's eager attention, the softcap == Gemma-2's."""
+    name = f"transformers.models.{family}.modeling_{family}"
+    eager = pytest.importorskip(name).eager_attention_forward
+    q, k, v = qkv(9, 9, 2, dtype=torch.float64)
+    sinks, mask = normal(4, dtype=torch.float64), torch.full((9, 9), -INF, device=DEVICE).triu(1)
+    module = SimpleNamespace(sinks=sinks, num_key_value_groups=2, head_dim=16, training=False)
+    ours, theirs = {
+        "gpt_oss": (dict(sinks=sinks), {}),
+        "gemma2": (dict(softcap=1.5), dict(softcap=1.5)),
+    }[family]
+    states = (x.transpose(1, 2) for x in (q, k, v))
+    want, _ = eager(module, *states, mask.double(), scaling=0.3, **theirs)
+    close(A.attention_reference(q, k, v, scale=0.3, **ours), want, 1e-6)  # Gemma's softmax is fp32
+
+
+def test_reference_alibi_is_a_bias():
+    """Slopes == the bias -slope * (i - j), causal or not, of either sign of i - j."""
+    q, k, v = qkv(5, 9, 2, dtype=torch.float64)
+    slopes = normal(4, dtype=torch.float64).abs()
+    i, j = torch.arange(5, device=DEVICE)[:, None] + 4, torch.arange(9, device=DEVICE)
+    bias = -slopes[:, None, None] * (i - j)
+    for causal in (True, False):
+        a = A.attention_reference(q, k, v, causal=causal, alibi_slopes=slopes)
+        close(a, A.attention_reference(q, k, v, causal=causal, bias=bias), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_reference_keeps_the_dtype(dtype):
+    """The reference takes any float and gives o in it, near what float64 gives."""
+    q, k, v = qkv(9, 9, 2, dtype=dtype)
+    o = A.attention_reference(q, k, v)
+    assert o.dtype == dtype
+    close(o, A.attention_reference(q.double(), k.double(), v.double()), TOLERANCE[dtype])
+
+
+# --------------------------------------------------------------------------------------------------
+# The ladder: online, chunked, fused
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T, S", [(23, 23), (5, 23), (23, 5), (1, 1)])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_online_is_the_reference(T, S, chunk):
+    """Keys taken a few at a time give the softmax over all, whatever the chunk."""
+    q, k, v = qkv(T, S, 2, Dv=24, dtype=torch.float64)
+    for flags in (dict(), dict(causal=False), dict(scale=0.7)):
+        a = A.online_attention(q, k, v, chunk=chunk, **flags)
+        close(a, A.attention_reference(q, k, v, **flags), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("seed", range(1, FUZZ, 3))
+def test_chunked_fuzz(seed):
+    """Chunked attention == the reference for any combination, gradients too."""
+    check(partial(A.chunked_attention, chunk=(7, 16, 64)[seed % 3 - 1]), draw(seed))
+
+
+def peak_bytes(run) -> int:
+    """The most memory held at once above what was held before, by the allocator's own record."""
+    run()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(profile_memory=True) as record:
+        run()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def test_chunked_memory():
+    """Forward and backward of twice the tokens peak at about twice the memory; the reference, with
+    its matrix of scores, at four times."""
+    growth, busy = {}, case(window=300, softcap=3.0, alibi=True, sinks=True)
+    rungs = dict(chunked=partial(A.chunked_attention, chunk=32), reference=A.attention_reference)
+    for name, attend in (rungs | (dict(flash=A.flash_attention) if CUDA else {})).items():
+        calls = [partial(outcome, attend, *build(busy | dict(sizes=[(n, n)]))) for n in (384, 768)]
+        small, large = (peak_bytes(call) for call in calls)
+        growth[name] = large / small
+    assert growth.pop("reference") > 3.4 and max(growth.values()) < 2.6, growth
+
+
+@pytest.mark.parametrize("seed", range(FUZZ))
+def test_flash_fuzz(seed):
+    """The kernels == the reference for any combination: output, lse and every gradient."""
+    check(A.flash_attention, draw(seed))
+
+
+@pytest.mark.skipif(not CUDA, reason="SDPA's kernels need a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("D", [64, 128])
+def test_flash_is_as_exact_as_sdpa(dtype, causal, D):
+    """At real sizes the error against float64 is at most 1.5 times that of torch's SDPA."""
+    leaves = dict(zip("qkv", qkv(512, 512, 2, heads=8, kv_heads=2, D=D, dtype=dtype)))
+    runs = dict(
+        leaves=leaves, flags=dict(causal=causal), weights=[normal(2, 512, 8, D, dtype=dtype)]
+    )
+    ours, theirs = (outcome(f, **runs, use_lse=False) for f in (A.flash_attention, by_plain_sdpa))
+    true = outcome(by_plain_sdpa, **runs | dict(leaves=doubled(leaves)), use_lse=False)
+    for name in true:
+        assert error(ours[name], true[name]) <= 1.5 * error(theirs[name], true[name]), name
+
+
+CORNERS = dict(
+    plain=dict(),
+    head_dim_128=dict(D=128, Dv=128),
+    head_dim_96_to_16=dict(D=96),
+    value_dim_96=dict(Dv=96),
+    two_groups_of_three=dict(heads=6, kv_heads=2, sizes=[(20, 20)]),
+    softcap_saturated=dict(scale=10.0, softcap=3.0),
+    decode=dict(sizes=[(1, 53)] * 2),
+    chunk_after_cache=dict(sizes=[(20, 53)]),
+    empty_rows_first=dict(sizes=[(53, 20)]),
+    empty_rows_first_with_sinks=dict(sizes=[(53, 20)], sinks=True),
+    one_by_one=dict(sizes=[(1, 1)]),
+    no_keys=dict(sizes=[(20, 0)]),
+    no_keys_but_sinks=dict(sizes=[(20, 0)], sinks=True),
+    no_queries=dict(sizes=[(0, 20)]),
+    window_reaches_the_future=dict(sizes=[(20, 37)], causal=False, window=5),
+    window_of_one=dict(window=1),
+    window_past_everything=dict(window=1000),
+    prefix_beyond_the_window=dict(prefix=[30], window=3),
+    prefix_of_all=dict(sizes=[(20, 37)], prefix=[37]),
+    prefix_sees_ahead_in_alibi=dict(prefix=[30], alibi=True),
+    bias_hides_the_first_tiles=dict(bias=[True, True], bias_front=True, causal=False),
+    bias_per_key=dict(sizes=[(37, 37)] * 2, bias=[True, False, False, True]),
+    bias_of_one_number=dict(bias=[False], seed=3),
+    tiles_per_head=dict(block=16, block_per_head=True, causal=False),
+    everything=dict(BUSY, bias=[True, True, True], block=16),
+    packed_everything=dict(BUSY, bias=[True, True, True], packed=True, pad=5),
+    packed_all_empty=dict(packed=True, sizes=[(0, 0), (0, 0)]),
+    packed_empty_but_padded=dict(packed=True, sizes=[(0, 0)], pad=3, sinks=True),
+    packed_no_keys=dict(packed=True, sizes=[(7, 0), (5, 0)], sinks=True),
+    packed_of_ones=dict(packed=True, sizes=[(1, 1)] * 20),
+)
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_flash_corners(corner):
+    """Edges that a random draw seldom meets."""
+    check(A.flash_attention, case(**CORNERS[corner]))
+
+
+def test_draw_covers_every_pair():
+    """Each flag is drawn often with and without each other."""
+    names = "causal window softcap alibi sinks bias prefix packed block strided".split()
+    drawn = [{n: bool(p[n]) for n in names} for p in map(draw, range(FUZZ))]
+    for a, b in combinations(names, 2):
+        for pair in product((False, True), repeat=2):
+            count = sum((p[a], p[b]) == pair for p in drawn)
+            never = (a, b, *pair) in {
+                ("causal", "prefix", False, True),
+                ("packed", "block", True, True),
+            }
+            assert count == 0 if never else count >= 8, (a, b, pair, count)
+
+
+MISTAKES = dict(
+    window=lambda p, a: a | {"window": a["window"] + 1} if p["window"] else None,
+    softcap=lambda p, a: a | {"softcap": a["softcap"] * 1.01} if p["softcap"] else None,
+    alibi=lambda p, a: a | {"alibi_slopes": -a["alibi_slopes"]} if p["alibi"] else None,
+    sinks_twice=lambda p, a: a | {"sinks": a["sinks"] + math.log(2)} if p["sinks"] else None,
+    prefix=lambda p, a: a | {"prefix": a["prefix"] + 1} if p["prefix"] else None,
+    bias=lambda p, a: a | {"bias": a["bias"].roll(1, -1)} if p["bias"] and p["bias"][-1] else None,
+    scale=lambda p, a: a | {"scale": (a["scale"] or p["D"] ** -0.5) * 1.01},
+    heads=lambda p, a: a | {n: a[n].roll(1, -2) for n in "kv"} if p["kv_heads"] > 1 else None,
+    tiles=lambda p, a: (
+        a | {"block_mask": A.BlockMask(a["block_mask"].visit.roll(1, -1), p["block"])}
+        if p["block"] and p["sizes"][0][1] > p["block"]
+        else None
+    ),
+    top_left=lambda p, a: (
+        a | {"bias": a.get("bias", 0) + torch.full(p["sizes"][0], -INF, device=DEVICE).triu(1)}
+        if p["causal"] and not p["packed"] and p["sizes"][0][0] < p["sizes"][0][1]
+        else None
+    ),
+)
+
+
+def noticed(p: dict, spoil) -> bool:
+    """Whether the comparison fails when the truth is given spoilt arguments."""
+    try:
+        check(A.attention_reference, p, lambda **a: A.attention_reference(**spoil(a)))
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_fuzz_finds(mistake):
+    """A mistake on one side fails the comparison in most draws that it concerns."""
+    spoils = ((p, partial(MISTAKES[mistake], p)) for p in map(draw, range(FUZZ)))
+    concerned = ((p, spoil) for p, spoil in spoils if spoil(build(p)[0] | build(p)[1]))
+    found = [noticed(p, spoil) for p, spoil in islice(concerned, 40)]
+    assert len(found) >= 10 and sum(found) >= len(found) / 2, found
+
+
+# --------------------------------------------------------------------------------------------------
+# Properties
+# --------------------------------------------------------------------------------------------------
+
+
+def test_one_output_unless_lse_is_asked_for():
+    """o alone or (o, lse): float32 of shape (B, Hq, T), and the same o."""
+    q, k, v = qkv(5, 9, 2)
+    for attend in (A.flash_attention, A.chunked_attention, A.attention_reference):
+        o, lse = attend(q, k, v, return_lse=True)
+        assert torch.equal(attend(q, k, v), o) and o.shape == q.shape
+        assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+def test_rows_that_see_nothing(sinks):
+    """Zero output, lse of -inf or the sink, and gradients of exactly zero through them, in rows cut
+    off by position, by bias and by tiles alike."""
+    q, k, v = (x.requires_grad_() for x in qkv(40, 33, 1))
+    bias = torch.zeros(40, 33, device=DEVICE)
+    bias[20] = -INF
+    visit = torch.ones(3, 3, dtype=torch.bool, device=DEVICE)
+    visit[2], visit[:, 1] = False, False
+    flags = dict(bias=bias, block_mask=A.BlockMask(visit, 16))
+    if sinks:
+        flags["sinks"] = normal(4, dtype=torch.float32)
+    o, lse = A.flash_attention(q, k, v, **flags, return_lse=True)
+    empty = torch.zeros(40, dtype=torch.bool)
+    empty[:7] = empty[20] = empty[32:] = True
+    assert not o[:, empty].any() and o[:, ~empty].abs().amin() > 0
+    want = flags["sinks"][:, None] if sinks else torch.tensor(-INF)
+    close(lse[0][:, empty], want.expand(4, int(empty.sum())).to(lse))
+    dq, dk, dv = torch.autograd.grad((o + lse.masked_fill(lse == -INF, 0).sum()).sum(), (q, k, v))
+    assert not dq[:, empty].any() and not dk[:, 16:32].any() and not dv[:, 16:32].any()
+    assert all(g.isfinite().all() and g.any() for g in (dq, dk, dv))
+
+
+def test_sink_of_minus_infinity_is_none():
+    """A sink of -inf takes nothing, in empty rows either, and gets no gradient."""
+    leaves, flags, weights = build(case(sizes=[(37, 20)], sinks=True))
+    leaves["sinks"] = torch.full_like(leaves["sinks"], -INF)
+    got = outcome(A.flash_attention, leaves, flags, weights)
+    assert not got.pop("dsinks").any()
+    leaves.pop("sinks")
+    all_close(got, outcome(A.flash_attention, leaves, flags, weights))
+
+
+def test_a_mask_of_the_lowest_number_is_a_mask():
+    """finfo.min, which transformers adds where keys are hidden, hides them as -inf does."""
+    q, k, v = qkv(20, 37, 1)
+    hidden = torch.rand(20, 37, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.5
+    low, never = (torch.where(hidden, x, 0.0) for x in (torch.finfo(torch.float32).min, -INF))
+    a, b = (A.flash_attention(q, k, v, causal=False, bias=x, return_lse=True) for x in (low, never))
+    for got, want in zip(a, b):
+        close(got, want)
+
+
+def test_huge_scores():
+    """Scores of thousands neither overflow nor vanish."""
+    p = case(sizes=[(37, 37)], scale=60.0)
+    leaves, flags, weights = build(p)
+    got = outcome(A.flash_attention, leaves, flags, weights)
+    want = outcome(A.attention_reference, doubled(leaves), doubled(flags), weights)
+    assert want["lse"].max() > 1000
+    for name in want:
+        close(got[name], want[name], 1e-2 if FLOAT == torch.float32 else 5e-2)
+
+
+SEPARATE = [(20, 20), (0, 5), (13, 37), (4, 0), (1, 1), (21, 9)]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_packed_is_separate(busy):
+    """Packed sequences give what each gives alone, gradients too."""
+    changes = BUSY | dict(prefix=[9, 2, 30, 0, 1, 3]) if busy else {}
+    leaves, flags, weights = build(case(packed=True, sizes=SEPARATE, **changes))
+    packed = outcome(A.flash_attention, leaves, flags, weights)
+    cu_q, cu_k = flags.pop("cu_seqlens_q").tolist(), flags.pop("cu_seqlens_k").tolist()
+    prefix, dsinks = flags.pop("prefix", None), 0
+    for n, (a, b, c, d) in enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:])):
+        if a == b or c == d:
+            assert not packed["o"][a:b].any() and not packed["dk"][c:d].any()
+            dsinks = dsinks + weights[1][:, a:b].sum(-1)
+            continue
+        alone = leaves | dict(q=leaves["q"][None, a:b]) | {x: leaves[x][None, c:d] for x in "kv"}
+        more = dict(prefix=prefix[n : n + 1]) if busy else {}
+        mine = weights[0][None, a:b], weights[1][None, :, a:b]
+        got = outcome(A.flash_attention, alone, flags | more, mine)
+        dsinks = dsinks + got.pop("dsinks", 0)
+        close(packed["lse"][:, a:b], got.pop("lse")[0])
+        for name, x in got.items():
+            rows = slice(a, b) if name in ("o", "dq") else slice(c, d)
+            close(packed[name][rows], x[0])
+    if busy:
+        close(packed["dsinks"], dsinks)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cuts", [(1,), (20,), (52,), (7, 30)], ids=str)
+def test_merged_parts_are_the_whole(cuts, packed):
+    """Attention to parts of the keys, merged, is attention to all, with its lse and gradients; some
+    rows see nothing of one part, or of any."""
+    T, S, lead = 32, 53, () if packed else (2,)
+    leaves = dict(zip("qkv", qkv(T, S, *lead, heads=2, kv_heads=1)))
+    i, j = torch.arange(T, device=DEVICE)[:, None] + S - T, torch.arange(S, device=DEVICE)
+    hidden = (j > i) | (i - j >= 12) | (i == 30)
+    bias = torch.zeros(T, S, device=DEVICE).masked_fill(hidden, -INF)
+    weights = normal(*lead, T, 2, 16), normal(*lead, 2, T, dtype=torch.float32)
+
+    def part(q, k, v, a=0, b=S, **more):
+        ends = dict(cu_seqlens_q=int32(0, T), cu_seqlens_k=int32(0, b - a)) if packed else {}
+        k, v = k[..., a:b, :, :], v[..., a:b, :, :]
+        return A.flash_attention(q, k, v, causal=False, bias=bias[:, a:b], **ends, return_lse=True)
+
+    def merged(q, k, v, **more):
+        parts = [part(q, k, v, a, b) for a, b in zip((0, *cuts), (*cuts, S))]
+        return reduce(lambda x, y: A.merge_attention(*x, *y), parts)
+
+    all_close(outcome(merged, leaves, {}, weights), outcome(part, leaves, {}, weights))
+
+
+def test_merge_of_nothing():
+    """Two empty sets make an empty one, with finite gradients; an empty set adds nothing, on either
+    side."""
+    o, lse = normal(2, 5, 4, 16), normal(2, 4, 5, dtype=torch.float32)
+    zero, never = torch.zeros_like(o), torch.full_like(lse, -INF)
+    for a, b in (((o, lse), (zero, never)), ((zero, never), (o, lse))):
+        got = A.merge_attention(*a, *b)
+        close(got[0], o, 1e-6)
+        close(got[1], lse, 1e-6)
+    leaves = [x.clone().requires_grad_() for x in (zero, never, zero, never)]
+    got, total = A.merge_attention(*leaves)
+    assert not got.any() and (total == -INF).all()
+    for g in torch.autograd.grad(got.sum() + total.masked_fill(total == -INF, 0).sum(), leaves):
+        assert g.isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_same_bits_every_time(packed):
+    """Forward and backward, run twice, give the same bits to every gradient."""
+    sizes = [(37, 37)] if packed else [(20, 37)] * 2
+    p = case(sizes=sizes, packed=packed, heads=3, sinks=True, bias=[False, False, True])
+    once, again = (outcome(A.flash_attention, *build(p)) for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+@pytest.mark.parametrize("where", ["between", "padding"])
+def test_poison_stays_where_it_is(where):
+    """NaN in one packed sequence, or past the last, changes no bit of another's output and
+    gradients."""
+    ends, n = (int32(0, 20, 33, 54), 54) if where == "between" else (int32(0, 20, 33), 54)
+    bad = slice(20, 33) if where == "between" else slice(33, 54)
+    leaves, (w, u) = dict(zip("qkv", qkv(n, n))), (normal(n, 4, 16), normal(4, n))
+    w[bad], u[:, bad] = 0, 0
+    clean = outcome(A.flash_attention, leaves, dict(cu_seqlens_q=ends), (w, u))
+    poisoned = {name: x.clone() for name, x in leaves.items()}
+    for x in poisoned.values():
+        x[bad] = math.nan
+    got = outcome(A.flash_attention, poisoned, dict(cu_seqlens_q=ends), (w, u))
+    good = torch.ones(n, dtype=torch.bool)
+    good[bad] = False
+    assert torch.equal(got.pop("lse")[:, good], clean.pop("lse")[:, good])
+    for name in got:
+        assert torch.equal(got[name][good], clean[name][good]), name
+
+
+def test_padding_rows():
+    """Rows past the last sequence give 0, lse of -inf even with sinks, and no gradient."""
+    leaves, flags, weights = build(case(packed=True, sizes=[(9, 9), (12, 12)], pad=19, sinks=True))
+    got = outcome(A.flash_attention, leaves, flags, weights)
+    assert (got["lse"][:, 21:] == -INF).all()
+    for name in ("o", "dq", "dk", "dv"):
+        assert not got[name][21:].any() and got[name][:21].any(), name
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks", "bias", "q v", "k bias"])
+def test_gradients_asked_for_one_by_one(wanted):
+    """A tensor's gradient is the same whichever others are asked for."""
+    leaves, flags, weights = build(case(**BUSY, bias=[True, True, True]))
+    full = outcome(A.flash_attention, leaves, flags, weights)
+    kept = {name: leaves.pop(name) for name in wanted.split()}
+    got = outcome(A.flash_attention, kept, flags | leaves, weights)
+    all_close(got, {name: full[name] for name in got}, 1e-6)
+
+
+LAYOUTS = dict(
+    fused=lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    head_first=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    channel_first=lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    every_other=lambda x: torch.stack((x, x), -1)[..., 0],
+    one_row_for_all=lambda x: x[:1, :1].expand_as(x),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_do_not_matter(layout):
+    """Views of any strides, inputs and gradients that come in alike, count as their copies."""
+    view = LAYOUTS[layout]
+    tensors = (*qkv(21, 21, 2, heads=2, kv_heads=1), normal(2, 21, 2, 16))
+
+    def run(copy):
+        q, k, v, w = (copy(view(x)) for x in tensors)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        o = A.flash_attention(q, k, v)
+        return (o.detach(), *torch.autograd.grad(o, (q, k, v), w))
+
+    for got, want in zip(run(lambda x: x), run(torch.Tensor.contiguous)):
+        close(got, want, 1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# Decode
+# --------------------------------------------------------------------------------------------------
+
+
+def check_decode(q, k, v, lengths, n_splits, **flags):
+    """decode_attention == the reference row by row, on caches full of NaN past their lengths."""
+    used = [k.shape[1]] * len(q) if lengths is None else lengths
+    k, v = k.clone(), None if v is None else v.clone()
+    for b, n in enumerate(used):
+        for cache in (k,) if v is None else (k, v):
+            cache[b, n:] = math.nan
+    ends = None if lengths is None else int32(*lengths)
+    got = A.decode_attention(q, k, v, ends, n_splits=n_splits, return_lse=True, **flags)
+    v = k[..., : flags.pop("latent_dim")] if v is None else v
+    attend = partial(A.attention_reference, return_lse=True, **doubled(flags))
+    rows = [
+        attend(*(x[b : b + 1].double() for x in (q, k[:, :n], v[:, :n])))
+        for b, n in enumerate(used)
+    ]
+    assert got[0].dtype == q.dtype
+    for x, want in zip(got, zip(*rows)):
+        close(x, torch.cat(want), TOLERANCE[q.dtype])
+
+
+def draw_decode(seed: int) -> dict:
+    r = random.Random(seed)
+
+    def coin(odds=0.5):
+        return r.random() < odds
+
+    heads, kv_heads = r.choice(HEADS)
+    B, S = r.choice((1, 2, 3)), r.choice((5, 37, 64, 100))
+    lengths = [r.choice((0, 1, 2, S // 2, r.randint(0, S), S)) for _ in range(B)]
+    return dict(
+        seed=seed,
+        dtype=DTYPES[coin(0.3)],
+        B=B,
+        T=r.choice((1, 1, 3)),
+        S=S,
+        heads=heads,
+        kv_heads=kv_heads,
+        D=r.choice((16, 32, 48)),
+        Dv=r.choice((None, None, 24)),
+        lengths=lengths if coin(0.8) else None,
+        n_splits=r.choice((None, 1, 2, 5, 8)),
+        heads_first=coin(),
+        causal=coin(0.8),
+        window=r.choice((1, 3, 20)) if coin() else None,
+        softcap=3.0 if coin(0.3) else None,
+        scale=0.3 if coin(0.3) else None,
+        alibi=coin(0.4),
+        sinks=coin(),
+    )
+
+
+def check_drawn_decode(p: dict) -> None:
+    names = ("heads", "kv_heads", "D", "Dv", "dtype", "seed")
+    q, k, v = qkv(p["T"], p["S"], p["B"], **{name: p[name] for name in names})
+    if p["heads_first"]:
+        k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    flags = {name: p[name] for name in ("causal", "window", "softcap", "scale")}
+    if p["alibi"]:
+        flags["alibi_slopes"] = torch.arange(1.0, p["heads"] + 1, device=DEVICE) / 20
+    if p["sinks"]:
+        flags["sinks"] = normal(p["heads"], dtype=torch.float32)
+    try:
+        check_decode(q, k, v, p["lengths"], p["n_splits"], **flags)
+    except AssertionError as failed:
+        raise AssertionError(p) from failed
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_decode_fuzz(seed):
+    """Split decoding over ragged caches == the reference for any combination; a sink counts once
+    whatever the splits."""
+    check_drawn_decode(draw_decode(seed))
+
+
+@pytest.mark.parametrize("D, rank", [(48, 32), (80, 64)])
+@pytest.mark.parametrize("T, n_splits", [(1, 1), (1, 5), (3, 2), (1, None)])
+def test_decode_latent(D, rank, T, n_splits):
+    """Absorbed MLA: the values are the first columns of the keys, read from one cache."""
+    q, k, _ = qkv(T, 53, 2, heads=6, kv_heads=1, D=D)
+    check_decode(q, k, None, [53, 17], n_splits, latent_dim=rank, scale=0.2)
+
+
+def test_decode_in_a_longer_cache():
+    """A slice of a larger buffer is a cache too: the slots behind it are not touched or read."""
+    q, k, v = qkv(1, 64, 2)
+    view = [torch.full((2, 2, 128, 16), math.nan, device=DEVICE, dtype=FLOAT) for _ in "kv"]
+    for whole, x in zip(view, (k, v)):
+        whole[:, :, 32:96] = x.transpose(1, 2)
+    k_view, v_view = (x[:, :, 32:96].transpose(1, 2) for x in view)
+    lengths = int32(64, 40)
+    for n in (1, 3):
+        got = A.decode_attention(q, k_view, v_view, lengths, n_splits=n)
+        assert torch.equal(got, A.decode_attention(q, k, v, lengths, n_splits=n))
+
+
+@pytest.mark.parametrize("n_splits", [1, 2, 5, 8])
+@pytest.mark.parametrize("T", [1, 3])
+def test_decode_does_not_see_its_batch(T, n_splits):
+    """A row's bits are the same alone, among others, and among others in another order."""
+    q, k, v = qkv(T, 53, 3, heads=2, kv_heads=1)
+    lengths, attend = int32(53, 7, 30), partial(A.decode_attention, n_splits=n_splits, window=25)
+    o, lse = attend(q, k, v, lengths, return_lse=True)
+    back = attend(q.flip(0), k.flip(0), v.flip(0), lengths.flip(0), return_lse=True)
+    assert torch.equal(back[0].flip(0), o) and torch.equal(back[1].flip(0), lse)
+    for b in range(3):
+        row = slice(b, b + 1)
+        alone = attend(q[row], k[row], v[row], lengths[row], return_lse=True)
+        assert torch.equal(alone[0], o[row]) and torch.equal(alone[1], lse[row])
+
+
+# --------------------------------------------------------------------------------------------------
+# Patterns and packing
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_q, n_k", [(6, 6), (3, 7), (7, 3)])
+@pytest.mark.parametrize(
+    "local, global_, stride", [(0, 0, 0), (2, 0, 0), (0, 2, 0), (0, 0, 3), (1, 1, 2)]
+)
+def test_sparse_blocks(n_q, n_k, local, global_, stride):
+    """The pattern is its definition, block by block, blocks aligned at the end."""
+    got = A.sparse_blocks(n_q, n_k, local=local, global_=global_, stride=stride)
+    assert got.dtype == torch.bool and got.shape == (n_q, n_k)
+    for row, kb in product(range(n_q), range(n_k)):
+        qb = row + n_k - n_q
+        want = abs(qb - kb) < local or kb < global_ or qb < global_
+        want = want or stride > 0 and (qb - kb) % stride == 0
+        assert got[row, kb].item() == want, (row, kb)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("T, S", [(53, 53), (37, 80)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_block_mask_is_a_dense_mask(block, T, S, causal):
+    """Visiting a pattern's tiles == masking all other scores, under a window too."""
+    visit = A.sparse_blocks(-(-T // block), -(-S // block), local=1, stride=3).to(DEVICE)
+    dense = visit.repeat_interleave(block, 0).repeat_interleave(block, 1)[:T, :S]
+    bias = torch.zeros(T, S, device=DEVICE).masked_fill(~dense, -INF)
+    q, k, v = qkv(T, S, 1, heads=2, kv_heads=1)
+    attend = partial(A.flash_attention, q, k, v, causal=causal, window=40, return_lse=True)
+    for got, want in zip(attend(block_mask=A.BlockMask(visit, block)), attend(bias=bias)):
+        close(got, want)
+
+
+def test_prefix_joins_causal_and_full():
+    """A prefix of nothing is causal, of everything full, and in between the prefix sees itself."""
+    q, k, v = qkv(37, 37, 2, heads=2)
+    attend = partial(A.flash_attention, q, k, v)
+    close(attend(prefix=int32(0, 0)), attend())
+    close(attend(prefix=int32(37, 37)), attend(causal=False))
+    part, full = attend(prefix=int32(20, 5)), partial(A.flash_attention, causal=False)
+    for b, n in enumerate((20, 5)):
+        close(part[b, :n], full(*(x[b : b + 1, :n] for x in (q, k, v)))[0])
+        close(part[b, n:], attend()[b, n:])
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 4), (5,), (2, 0, 3)], ids=str)
+def test_pack(lengths):
+    """Sequences laid end to end, with positions that start again and the ends between them."""
+    sequences = [list(range(10 * n, 10 * n + n)) for n in lengths]
+    tokens, positions, ends = A.pack([torch.tensor(s, dtype=torch.long) for s in sequences])
+    assert tokens.tolist() == [sum(sequences, [])]
+    assert positions.tolist() == [i for n in lengths for i in range(n)]
+    assert ends.tolist() == [0, *accumulate(lengths)] and ends.dtype == torch.int32
+
+
+# --------------------------------------------------------------------------------------------------
+# fp8
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("D", [1, 2, 16, 128])
+def test_hadamard_matrix(D):
+    """Its entries are all of one size and its rows orthonormal."""
+    h = A.hadamard_matrix(D).double().cpu()
+    close(h @ h.T, torch.eye(D).double(), 1e-6)
+    close(h.abs(), torch.full((D, D), D**-0.5).double(), 1e-6)
+
+
+needs_fp8 = pytest.mark.skipif(
+    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="a GPU without e4m3"
+)
+
+
+def fp8_error(outlier: float, **flags) -> float:
+    """The relative error on Gaussian data, two of whose channels in q and k are outliers."""
+    q, k, v = qkv(160, 160, 1, heads=2, kv_heads=1, D=64, dtype=torch.float16)
+    for x in (q, k):
+        x[..., [3, 17]] *= outlier
+    got = A.flash_attention_fp8(q, k, v, **flags)
+    assert got.dtype == torch.float16
+    want = by_sdpa(q.double(), k.double(), v.double(), causal=flags.get("causal", True))
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@needs_fp8
+@pytest.mark.parametrize("causal", [True, False])
+def test_fp8_error(causal):
+    """Plain data cost what e4m3 must: some 5%, and not so little that nothing was rounded."""
+    assert 0.02 < fp8_error(1.0, causal=causal) < 0.065
+
+
+@needs_fp8
+def test_hadamard_spreads_outliers():
+    """On data with a few outlier channels the rotation at least halves the error."""
+    assert fp8_error(8.0) < 0.5 * fp8_error(8.0, hadamard=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# As part of a program
+# --------------------------------------------------------------------------------------------------
+
+GRAPHS = dict(
+    plain=dict(),
+    busy=dict(BUSY, bias=[True, True, True], block=16),
+    packed=dict(packed=True, sizes=[(20, 20), (17, 17)], sinks=True),
+)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_compiled_is_the_same(graph):
+    """One whole graph, forward and backward, and again for another length."""
+    torch.compiler.reset()
+    compiled = torch.compile(A.flash_attention, fullgraph=True, backend="aot_eager")
+    for sizes in (None, [(21, 21)])[: 2 if graph == "plain" else 1]:
+        p = case(**GRAPHS[graph]) | (dict(sizes=sizes) if sizes else {})
+        got = outcome(compiled, *build(p))
+        all_close(got, outcome(A.flash_attention, *build(p)), 1e-6)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_checkpointed_is_the_same(graph):
+    """Recomputed in backward, attention has the same bits everywhere."""
+    leaves, flags, weights = build(case(**GRAPHS[graph]))
+    again = partial(checkpoint, A.flash_attention, use_reentrant=False)
+    got, want = (outcome(f, leaves, flags, weights) for f in (again, A.flash_attention))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_attention_on_a_cpu_is_plain_torch(monkeypatch):
+    """Where no kernel can run the same calls give the same, with every flag."""
+    monkeypatch.setattr(A, "_kernels", lambda *_, **__: False)
+    for seed in range(24):
+        check(A.flash_attention, draw(seed))
+        check_drawn_decode(draw_decode(seed))
+
+
+@pytest.mark.parametrize("triton", ["missing", "installed", "interpreted"])
+def test_attention_alone_in_a_folder(triton, tmp_path):
+    """The one file, copied away, checks itself: without Triton, with it, and on its kernels."""
+    shutil.copy(REPO / "attention.py", tmp_path)
+    code = (
+        "import sys; sys.modules['triton'] = None; import attention; attention._self_check('cpu')"
+    )
+    argv = ["-c", code] if triton == "missing" else ["attention.py"]
+    env = os.environ | (dict(TRITON_INTERPRET="1") if triton == "interpreted" else {})
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    kind = "Triton" if triton == "interpreted" or CUDA and triton == "installed" else "plain torch"
+    assert re.search(rf"flash_attention +{kind} +error", done.stdout), done.stdout
+    assert CUDA or triton != "installed" or "SDPA (CPU)" in done.stdout
+
+
+@pytest.mark.parametrize("op", ["forward", "backward", "decode"])
+def test_opcheck(op):
+    """The op's schema, fake implementation and autograd registration are what it does."""
+    leaves, flags, _ = build(case(**GRAPHS["busy"]))
+    q, k, v, f = A._prepare(**leaves, **flags)
+    arguments = (q, k, v, *f)
+    if op == "backward":
+        o, lse = A._forward_op(*arguments)
+        arguments = (q, k, v, o, lse, torch.ones_like(o), torch.ones_like(lse), True, *f)
+    elif op == "decode":
+        q, k, v, f = A._prepare(*qkv(1, 37, 2), lengths=int32(37, 20), window=9)
+        arguments = (q, k, v, 0, 2, *f)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(getattr(A, f"_{op}_op"), arguments, test_utils=checks)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
+
+DENSE = dict(zip("qkv", qkv(7, 9, 2)))
+PACKED = dict(zip("qkv", qkv(7, 9)), cu_seqlens_q=int32(0, 3, 7), cu_seqlens_k=int32(0, 4, 9))
+CACHE = dict(DENSE, lengths=int32(9, 5))
+VISIT = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
+REFUSED = [
+    ("heads?|q|k", DENSE, dict(q=normal(2, 7, 3, 16))),
+    ("heads?|q|k", PACKED, dict(q=normal(7, 3, 16))),
+    ("v", DENSE, dict(v=normal(2, 9, 1, 16))),
+    ("v", DENSE, dict(v=normal(2, 8, 2, 16))),
+    ("k", DENSE, dict(k=normal(2, 9, 2, 24))),
+    ("k", DENSE, dict(k=normal(1, 9, 2, 16), v=normal(1, 9, 2, 16))),
+    ("k", DENSE, dict(k=normal(2, 9, 2, 16, dtype=DTYPES[1]))),
+    ("v", DENSE, dict(v=normal(2, 9, 2, 16, dtype=DTYPES[1]))),
+    ("q", DENSE, dict(q=normal(2, 7, 4, 16).long())),
+    ("q", DENSE, {x: DENSE[x].long() for x in "qkv"}),
+    ("q|cu_seqlens_q", DENSE, {x: PACKED[x] for x in "qkv"}),
+    ("q|cu_seqlens_q", DENSE, dict(cu_seqlens_q=int32(0, 7))),
+    ("window", DENSE, dict(window=0)),
+    ("window", DENSE, dict(window=-3)),
+    ("scale", DENSE, dict(scale=0.0)),
+    ("scale", DENSE, dict(scale=-1.0)),
+    ("scale", DENSE, dict(scale=math.nan)),
+    ("softcap", DENSE, dict(softcap=0.0)),
+    ("softcap", DENSE, dict(softcap=-5.0)),
+    ("sinks", DENSE, dict(sinks=normal(2))),
+    ("sinks", DENSE, dict(sinks=normal(2, 4))),
+    ("alibi_slopes", DENSE, dict(alibi_slopes=normal(2))),
+    ("bias", DENSE, dict(bias=normal(7, 8))),
+    ("bias", DENSE, dict(bias=normal(3, 1, 1, 9))),
+    ("bias", DENSE, dict(bias=normal(1, 2, 4, 7, 9))),
+    ("bias", PACKED, dict(bias=normal(2, 4, 7, 9))),
+    ("prefix", DENSE, dict(prefix=int32(3))),
+    ("prefix", DENSE, dict(prefix=int32(3, 3).float())),
+    ("prefix", PACKED, dict(prefix=int32(3, 3, 3))),
+    ("cu_seqlens_q", PACKED, dict(cu_seqlens_q=PACKED["cu_seqlens_q"].long())),
+    ("cu_seqlens_k", PACKED, dict(cu_seqlens_k=PACKED["cu_seqlens_k"].long())),
+    ("cu_seqlens_q", PACKED, dict(cu_seqlens_q=PACKED["cu_seqlens_q"][None])),
+    ("cu_seqlens_[qk]", PACKED, dict(cu_seqlens_k=int32(0, 9))),
+    ("cu_seqlens_[qk]", DENSE, dict(cu_seqlens_k=int32(0, 9))),
+    ("block_mask", PACKED, dict(block_mask=A.BlockMask(VISIT, 16))),
+    ("block_mask|visit", DENSE, dict(block_mask=A.BlockMask(VISIT.expand(2, 1), 16))),
+    ("block_mask|visit", DENSE, dict(block_mask=A.BlockMask(VISIT.expand(3, 1, 1), 16))),
+    ("block_mask|visit", DENSE, dict(block_mask=A.BlockMask(VISIT.float(), 16))),
+]
+REFUSED_DECODE = [
+    ("heads?|q|k", dict(q=normal(2, 1, 3, 16))),
+    ("k", dict(k=normal(2, 9, 2, 24))),
+    ("v", dict(v=normal(2, 8, 2, 16))),
+    ("v|latent_dim", dict(v=None)),
+    ("latent_dim", dict(v=None, latent_dim=17)),
+    ("latent_dim", dict(v=None, latent_dim=0)),
+    ("lengths", dict(lengths=int32(9))),
+    ("lengths", dict(lengths=int32(9, 5).long())),
+    ("window", dict(window=0)),
+    ("scale", dict(scale=-1.0)),
+    ("softcap", dict(softcap=0.0)),
+    ("sinks", dict(sinks=normal(2))),
+    ("alibi_slopes", dict(alibi_slopes=normal(5))),
+    ("n_splits", dict(n_splits=0)),
+]
+
+
+def refuses(name: str, attend, arguments: dict) -> None:
+    with pytest.raises(ValueError, match=rf"\b({name})\b"):
+        attend(**arguments)
+
+
+@pytest.mark.parametrize("n", range(len(REFUSED)))
+def test_mistakes_are_refused(n):
+    """A call that cannot be meant is refused, by name, by each of the three."""
+    name, base, changes = REFUSED[n]
+    for attend in (A.flash_attention, A.chunked_attention, A.attention_reference):
+        refuses(name, attend, base | changes)
+
+
+@pytest.mark.parametrize("n", range(len(REFUSED_DECODE)))
+def test_decode_mistakes_are_refused(n):
+    """Decoding refuses what cannot be meant."""
+    name, changes = REFUSED_DECODE[n]
+    refuses(name, A.decode_attention, CACHE | changes)
+
+
+@pytest.mark.parametrize("D", [0, 24, -8])
+def test_hadamard_needs_a_power_of_two(D):
+    """There is no such matrix of another size."""
+    with pytest.raises(ValueError):
+        A.hadamard_matrix(D)
+
+
+# --------------------------------------------------------------------------------------------------
+# attention.py in the model and the programs
+# --------------------------------------------------------------------------------------------------
+
+
+def plain(monkeypatch) -> None:
+    """What is proved of the kernels is proved above; here it is the wiring, in plain torch."""
+    if not CUDA:
+        monkeypatch.setattr(A, "INTERPRET", False)
+
+
+HOOKED = {
+    "gqa": tiny(),
+    "windows": tiny(windows=(4, None, 7)),
+    "alibi": tiny(alibi=True),
+    "alibi and windows": tiny(alibi=True, windows=(5, None, 3)),
+    "q norm": tiny(qk_norm=True, n_kv_heads=1),
+    "latent": latent(),
+}
+hooked = pytest.mark.parametrize("config", HOOKED.values(), ids=HOOKED)
+absorbing = pytest.mark.parametrize(
+    "config, absorb_up_to",
+    [(c, n) for c in HOOKED.values() for n in ((0, 1, 9) if c.kv_lora_rank else (1,))],
+    ids=[f"{k}-{n}" for k, c in HOOKED.items() for n in ((0, 1, 9) if c.kv_lora_rank else (1,))],
+)
+
+
+def absorb(model: M.Transformer, up_to: int) -> M.Transformer:
+    """The model, its latent attention in absorbed form for so many tokens at once."""
+    for module in model.modules():
+        if isinstance(module, M.LatentAttention):
+            module.absorb_up_to = up_to
+    return model
+
+
+@absorbing
+def test_flash_attention_in_the_model_equals_its_own(config, absorb_up_to, monkeypatch):
+    """Logits, the hidden states of multi-token prediction, and every gradient."""
+    plain(monkeypatch)
+    model = absorb(random_model(config), absorb_up_to).requires_grad_(True)
+    for n in (1, 9, 33):
+        tokens = random_tokens(config, 2, n)
+        answers = []
+        for attend in (M.causal_attention, A.as_attend()):
+            hidden = model(tokens, attend=attend, return_hidden=True)
+            out = [model.head(hidden)]
+            if len(model.mtp):
+                out.append(model.predict_further(hidden, tokens, attend=attend))
+            model.zero_grad()
+            sum(x.square().mean() for x in out).backward()
+            grads = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+            answers.append((out, grads))
+        (theirs, their_grads), (ours, our_grads) = answers
+        assert all(relative(a, b) <= 1e-5 for a, b in zip(ours, theirs))
+        assert our_grads.keys() == their_grads.keys()
+        size = max(g.norm() for g in their_grads.values())
+        for name, g in their_grads.items():  # one token alone has no gradient to its query: noise
+            assert (our_grads[name] - g).norm() <= 1e-5 * max(g.norm(), 0.01 * size), name
+
+
+@absorbing
+@pytest.mark.parametrize("limited", [True, False])
+def test_flash_attention_over_a_cache_equals_the_caches_own(
+    config, absorb_up_to, limited, monkeypatch
+):
+    """Prefill in chunks, then decode, step by step; the two caches end up holding the same."""
+    plain(monkeypatch)
+    model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 24)
+    ours, theirs = (M.KVCache(config, 2, 32) for _ in range(2))
+    start = 0
+    for n in (9, 6, 1, 5, 1, 1, 1):
+        step = tokens[:, start : start + n], torch.arange(start, start + n)
+        start += n
+        limit = start if limited else None
+        a = model(*step, A.as_attend(ours, limit=limit))
+        b = model(*step, partial(theirs.attend, limit=limit))
+        assert relative(a, b) <= 1e-5, start
+    assert ours.length == theirs.length == start
+    assert all(
+        (a - b).norm() <= 1e-5 * b.norm() for a, b in zip(ours.k + ours.v, theirs.k + theirs.v)
+    )
+
+
+@absorbing
+def test_flash_attention_over_a_ragged_cache_equals_the_caches_own(
+    config, absorb_up_to, monkeypatch
+):
+    """Two rows at positions of their own, several new tokens at once and then one; and a shared
+    prompt, one row of tokens that goes into both rows of the cache."""
+    plain(monkeypatch)
+    model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 30)
+    ours, theirs = (M.KVCache(config, 2, 32) for _ in range(2))
+    steps = [(tokens[:1, :11], torch.arange(11))]
+    for n, a, b in ((4, 11, 3), (1, 15, 7), (1, 16, 8), (6, 17, 9), (1, 23, 15)):
+        positions = torch.stack([torch.arange(first, first + n) for first in (a, b)])
+        steps.append((tokens.gather(1, positions), positions))
+    for new, positions in steps:
+        for limit in (None, int(positions.max()) + 1):  # the second writes the same again
+            a = model(new, positions, A.as_attend(ours, limit=limit))
+            b = model(new, positions, partial(theirs.attend, limit=limit))
+            assert relative(a, b) <= 1e-5, positions
+
+
+@pytest.mark.parametrize("config", [tiny(alibi=True, windows=(5, None, 3)), latent()])
+def test_kernels_in_the_model(config):
+    """Prefill, absorbed and expanded decode, and gradients through Triton itself."""
+    model, tokens = random_model(config).to(DEVICE), random_tokens(config, 1, 9).to(DEVICE)
+    cache, want = M.KVCache(config, 1, 12, device=DEVICE), model(tokens)
+    got = []
+    for cut in (slice(0, 6), slice(6, 8), slice(8, 9)):
+        positions = torch.arange(cut.start, cut.stop, device=DEVICE)
+        got.append(model(tokens[:, cut], positions, A.as_attend(cache)))
+    assert relative(torch.cat(got, 1), want) <= 1e-5
+    model.requires_grad_(True)
+    grads = []
+    for attend in (M.causal_attention, A.as_attend()):
+        loss = model(tokens, attend=attend).square().mean()
+        grads.append(torch.autograd.grad(loss, model.embed.weight)[0])
+    assert relative(*grads) <= 1e-5
+
+
+@hooked
+def test_packed_prompts_give_the_logits_of_each_alone(config, monkeypatch):
+    """Three prompts in one row, which cu_seqlens keep apart."""
+    plain(monkeypatch)
+    model = random_model(config)
+    prompts = [random_tokens(config, n, seed=n) for n in (7, 1, 20)]
+    tokens, positions, cu_seqlens = A.pack(prompts)
+    got = model(tokens, positions, A.as_attend(cu_seqlens=cu_seqlens))[0]
+    for prompt, part in zip(prompts, got.split([len(p) for p in prompts])):
+        assert relative(part, model(prompt[None])[0]) <= 1e-5
+
+
+@absorbing
+def test_update_answers_with_slots_in_order(config, absorb_up_to):
+    """KVCache.update stores, and gives keys and values (B, S, Hkv, D) whose slot is the position:
+    views where nothing is expanded or converted."""
+    model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 8)
+    cache, seen = M.KVCache(config, 2, 16), []
+
+    def attend(spec, q, k, v, positions):
+        keys, values = cache.update(spec, k, v, positions, 12)
+        seen.append((spec, k, v, keys, values))
+        return M.dense_attention(
+            spec, q, keys.transpose(1, 2), values.transpose(1, 2), positions, torch.arange(12)
+        )
+
+    assert relative(model(tokens, torch.arange(8), attend), model(tokens)) <= 1e-5
+    for spec, k, v, keys, values in seen:
+        assert keys.shape == (*k.shape[:1], 12, *k.shape[2:]) and values.shape[1] == 12
+        assert relative(keys[:, :8], k) <= 1e-6 and relative(values[:, :8], v) <= 1e-6
+        if spec.expand is None:
+            assert keys.data_ptr() == cache.k[spec.index].data_ptr()
+    assert cache.length == 8
+
+
+def test_attend_of_a_first_chunk_does_not_expand_twice_and_takes_any_order():
+    """A prefill of all `limit` slots calls expand nowhere in the cache, also with its positions
+    shuffled, and gives what it gives without a limit."""
+    config = latent()
+    model, tokens, calls = random_model(config), random_tokens(config, 1, 9), []
+    for layer in model.layers:
+        expand = layer.attention.expand
+        layer.attention.expand = lambda x, f=expand: (calls.append(len(calls)), f(x))[1]
+    for positions in (
+        torch.arange(9),
+        torch.randperm(9, generator=torch.Generator().manual_seed(0)),
+    ):
+        caches = [M.KVCache(config, 1, 16) for _ in range(2)]
+        calls.clear()
+        got = model(tokens, positions, partial(caches[0].attend, limit=9))
+        assert len(calls) == config.n_layers
+        assert relative(got, model(tokens, positions, caches[1].attend)) <= 1e-5
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("config", [tiny(alibi=True, windows=(4, None, 7)), latent(moe_layers=())])
+def test_compiled_step_over_flash_attention_equals_eager(config, monkeypatch):
+    """A decode step is one graph, compiled once, also through as_attend."""
+    plain(monkeypatch)
+    model, tokens = random_model(config), random_tokens(config, 1, 12)
+    torch._dynamo.reset()
+    attends = [A.as_attend(M.KVCache(config, 1, 32)) for _ in range(2)]
+    step = torch.compile(model, fullgraph=True, dynamic=False)
+    with torch.inference_mode(), torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(12):
+            new = tokens[:, i : i + 1], torch.tensor([i])
+            assert relative(step(*new, attends[0]), model(*new, attends[1])) <= 1e-5
+
+
+GREEDY = ["--temperature", "0", "--max-new-tokens", "20"]
+
+
+@pytest.mark.parametrize("checkpoint", [SMALL, MOE], ids=lambda path: path.name)
+def test_generate_writes_the_same_with_flash_attention(checkpoint, tmp_path, capsys, monkeypatch):
+    """Greedy text of several rows, and a score."""
+    text = tmp_path / "text.py"
+    text.write_text((REPO / "pytest.ini").read_text() * 2)
+    plain(monkeypatch)
+    answers = []
+    for attention in ("sdpa", "flash"):
+        for more in (["--score", str(text), "--json", "--dtype", "fp32"], [*GREEDY, "--n", "2"]):
+            argv = ["--checkpoint", str(checkpoint), "--attention", attention, *more]
+            assert G.main(argv) == 0
+            answers.append(capsys.readouterr().out)
+    score, texts, flash_score, flash_texts = answers
+    assert texts == flash_texts and len(texts) > 40
+    assert json.loads(score) == pytest.approx(json.loads(flash_score), rel=1e-5)
+
+
+def test_predicting_further_over_a_cache_with_flash_attention(monkeypatch):
+    """Multi-token prediction reads and writes slots of its own through as_attend too."""
+    plain(monkeypatch)
+    model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
+    attend = A.as_attend(M.KVCache(model.config, 1, 16))
+    hidden = model(tokens, attend=attend, return_hidden=True)[:, :-1]
+    expected, got = model.predict_further(hidden, tokens[:, 1:]), []
+    for cut in (slice(0, 7), *(slice(i, i + 1) for i in range(7, 11))):
+        positions = torch.arange(cut.start, cut.stop)
+        got.append(model.predict_further(hidden[:, cut], tokens[:, 1:][:, cut], positions, attend))
+    assert relative(torch.cat(got, 1), expected) <= 1e-5
+
+
+def test_generate_runs_the_attention_asked_for(monkeypatch, capsys):
+    """Equal text might come of a flag that nobody heard: flash goes through as_attend, in prefill,
+    in every step and in a score, sdpa never; a compiled step of sdpa alone reads unused slots."""
+    limits = []
+
+    def as_attend(cache, *, limit):
+        limits.append(limit)
+        return partial(cache.attend, limit=limit)
+
+    monkeypatch.setattr(A, "as_attend", as_attend)
+    draw = ["x = 1", "--max-new-tokens", "3", "--ignore-eos"]
+    for argv in (draw, ["--score", str(REPO / "pytest.ini")]):
+        for attention in ("sdpa", "flash"):
+            assert G.main([*argv, "--attention", attention]) == 0
+            if attention == "sdpa":
+                assert limits == []
+        if argv is draw:
+            assert limits[1:] == [limits[0] + 1, limits[0] + 2]
+        else:
+            assert limits
+        limits.clear()
+    read = []
+    for attention in ("sdpa", "flash"):
+        decoder = G.Decoder(
+            random_model(tiny()), 64, G.Sampling(), attention=G.pick_attention(attention)
+        )
+        decoder.start([5, 6, 7])
+        decoder.compiled = True
+        read.append(decoder.bytes_per_step() - decoder.weight_bytes)
+    assert read == [decoder.cache.bytes_read(), decoder.cache.bytes_read(3)]
+
+
+def test_training_hands_attend_to_every_layer():
+    """The loss, its validation and every depth of multi-token prediction attend with the argument,
+    and flash is attention.py's."""
+    config, layers = latent(n_mtp_layers=2), []
+    model, batch = random_model(config).requires_grad_(True), random_tokens(config, 2, 12)
+
+    def attend(spec, *qkv_positions):
+        layers.append(spec.index)
+        return M.causal_attention(spec, *qkv_positions)
+
+    place = T.Place(torch.device("cpu"), "fp32", 0, 1)
+    T.accumulate(model, batch, 2, attend=attend)
+    assert layers == [0, 1, 2, 3, 4]
+    layers.clear()
+    T.validate(model, batch.flatten(), 23, 1, place, attend)
+    assert layers == [0, 1, 2, 3, 4]
+    assert T.attend_of("sdpa") is M.causal_attention
+    assert T.attend_of("flash").__module__ == "attention"
+
+
+def test_generate_refuses_an_unknown_attention():
+    """The choices are named."""
+    done = run("generate.py", "--attention", "fast")
+    assert done.returncode == 2 and "'sdpa', 'flash'" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def latent_config(tmp_path_factory) -> Path:
+    config = latent(vocab_size=4096, dim=32, n_layers=2, moe_layers=(1,), n_mtp_layers=1)
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps(config.to_hf()))
+    return path
+
+
+def losses(rows: list[dict]) -> list[float]:
+    return [row[k] for row in rows for k in ("loss", "mtp_loss", "val_loss") if k in row]
+
+
+def test_training_with_flash_attention_takes_the_same_course(latent_config, corpus, tmp_path):
+    """Training, validation and multi-token prediction; and a resumed run may change over."""
+    rows = {}
+    for attention in ("sdpa", "flash"):
+        out = tmp_path / attention
+        argv = train_argv(corpus, latent_config, out, "--steps", 3, "--attention", attention)
+        done = run(*argv)
+        assert done.returncode == 0, done.stderr
+        rows[attention] = metrics(out)
+    assert len(rows["sdpa"]) == 3
+    assert losses(rows["flash"]) == pytest.approx(losses(rows["sdpa"]), rel=1e-5)
+    more = ("--resume", "--steps", 4, "--device", "cpu", "--attention", "flash")
+    done = run("train.py", "--out", tmp_path / "sdpa", *more)
+    assert done.returncode == 0, done.stderr
+    assert T.read_run(tmp_path / "sdpa")[1]["attention"] == "flash"
+
+
+def test_training_in_bf16_with_flash_attention(latent_config, corpus, tmp_path):
+    """Under autocast q, k and v may differ in dtype; the losses are near those of fp32."""
+    ends = []
+    for more in (("--dtype", "bf16", "--attention", "flash"), ("--attention", "sdpa")):
+        out = tmp_path / more[-1]
+        done = run(*train_argv(corpus, latent_config, out, "--steps", 2, *more))
+        assert done.returncode == 0, done.stderr
+        ends.append(losses(metrics(out)))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-2)

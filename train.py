@@ -49,12 +49,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from attention import as_attend
 from model import (
     CONFIGS,
+    Attend,
     ModelConfig,
     MoE,
     Transformer,
     allocate,
+    causal_attention,
     load_checkpoint,
     read_config,
     save_checkpoint,
@@ -309,15 +312,23 @@ class Place:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
 
 
-def loss_sums(model: Transformer, batch: Tensor) -> tuple[Tensor, Tensor]:
+def attend_of(attention: str) -> Attend:
+    """The model's attend argument for that kind of attention."""
+    return as_attend() if attention == "flash" else causal_attention
+
+
+def loss_sums(
+    model: Transformer, batch: Tensor, attend: Attend = causal_attention
+) -> tuple[Tensor, Tensor]:
     """Summed cross-entropies of batch (B, T + 1), in nats: of the next token, and of those further
     ahead, the mean over the model's multi-token prediction depths (0 without any)."""
     tokens = batch.clamp(min=0)
-    hidden = model(tokens[:, :-1], return_hidden=True)
+    hidden = model(tokens[:, :-1], attend=attend, return_hidden=True)
     ahead = hidden.new_zeros((), dtype=torch.float32)
     main = _cross_entropy(model.head(hidden), batch[:, 1:])
     for depth in range(len(model.mtp)):
-        hidden = model.predict_further(hidden[:, :-1], tokens[:, 1 + depth : -1], depth=depth)
+        following = tokens[:, 1 + depth : -1]
+        hidden = model.predict_further(hidden[:, :-1], following, None, attend, depth)
         ahead = ahead + _cross_entropy(model.head(hidden), batch[:, 2 + depth :])
     return main, ahead / max(1, len(model.mtp))
 
@@ -333,6 +344,7 @@ def accumulate(
     batch: Tensor,
     micro_batch_size: int,
     autocast: Callable[[], Any] = contextlib.nullcontext,
+    attend: Attend = causal_attention,
 ) -> dict[str, float]:
     """Leave in .grad the gradient of the mean loss over all the step's tokens (and MTP_WEIGHT times
     that of predicting further); return those losses.
@@ -344,7 +356,7 @@ def accumulate(
     totals = torch.zeros(2, device=batch.device)
     for micro in batch.split(micro_batch_size):
         with autocast():
-            main, ahead = (loss / count for loss in loss_sums(model, micro))
+            main, ahead = (loss / count for loss in loss_sums(model, micro, attend))
         (main + MTP_WEIGHT * ahead).backward()
         totals += torch.stack((main, ahead)).detach()
     if dist.is_initialized():
@@ -426,7 +438,12 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @torch.no_grad()
 def validate(
-    model: torch.nn.Module, tokens: Tensor, seq_len: int, micro_batch_size: int, place: Place
+    model: torch.nn.Module,
+    tokens: Tensor,
+    seq_len: int,
+    micro_batch_size: int,
+    place: Place,
+    attend: Attend = causal_attention,
 ) -> float:
     """Mean loss over up to 65,536 held-out tokens: windows spread evenly, always the same ones."""
     n = (len(tokens) - 1) // seq_len
@@ -436,7 +453,8 @@ def validate(
     for i in range(0, picked, micro_batch_size):
         rows = [tokens[s : s + seq_len + 1] for s in starts[i : i + micro_batch_size]]
         with place.autocast():
-            total += loss_sums(model, torch.stack(rows).long().to(place.device))[0].item()
+            batch = torch.stack(rows).long().to(place.device)
+            total += loss_sums(model, batch, attend)[0].item()
     return total / (picked * seq_len)
 
 
@@ -448,7 +466,7 @@ STATE = "train_state.safetensors"
 # --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
 # may be given anew (another micro-batch size sums in another order: equal but for rounding).
 FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype")
-SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile")
+SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile", "attention")
 
 
 def save_run(
@@ -613,6 +631,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         default="auto",
         help="of the matmuls (autocast). auto: bf16 where the hardware multiplies it, else fp32",
     )
+    p.add_argument(
+        "--attention",
+        choices=("sdpa", "flash"),
+        default="sdpa",
+        help="flash: attention.py's kernels; on a CPU its plain torch, slower (%(default)s)",
+    )
     p.add_argument("--compile", action="store_true", help="torch.compile the model")
     p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
     args = p.parse_args(argv)
@@ -648,8 +672,8 @@ def settle_args(args: argparse.Namespace) -> int:
     for name in SAVED:
         flag, value = _flag(name), getattr(args, name)
         if flag not in args.given:
-            setattr(args, name, run[name])
-        elif value != run[name] and name in FIXED:
+            setattr(args, name, run.get(name, value))  # a run may be older than a flag
+        elif name in FIXED and value != run[name]:
             raise ValueError(
                 f"{flag} {value} differs from the run's {run[name]}; leave it out, or start anew "
                 "in another --out"
@@ -770,6 +794,7 @@ def run_steps(
     """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
     B, T, micro = args.batch_size, args.seq_len, args.micro_batch_size
     step_model = torch.compile(model) if args.compile else model
+    attend = attend_of(args.attention)
     mine = range(place.rank, B, place.world)
     balance = Balance(model)
     flops, peak = flops_per_token(model, T), peak_flops(place)
@@ -787,7 +812,7 @@ def run_steps(
         start = time.perf_counter()
         batch = batch_of(train_tokens, args.seed, step, mine, B, T).to(place.device)
         lr = learning_rate(step, args.steps, args.lr)
-        row = {"step": step + 1, **accumulate(step_model, batch, micro, place.autocast)}
+        row = {"step": step + 1, **accumulate(step_model, batch, micro, place.autocast, attend)}
         row |= {"grad_norm": update(model, optimizer, lr), "lr": lr}
         refuse_nan(row, args)
         if (worst := balance.update()) is not None:
@@ -797,7 +822,7 @@ def run_steps(
 
         leaving, done = any_rank(stop, place.device), step + 1 == args.steps
         if (step + 1) % args.eval_every == 0 or done:
-            row["val_loss"] = validate(step_model, val_tokens, T, micro, place)
+            row["val_loss"] = validate(step_model, val_tokens, T, micro, place, attend)
             say(bar, f"step {step + 1}: loss {row['loss']:.4f}, validation {row['val_loss']:.4f}")
         metrics.write(json.dumps(row) + "\n")
         metrics.flush()
