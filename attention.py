@@ -1089,7 +1089,7 @@ def _forward(
     kind = "decode" if pack and (rows < 128 or BLOCK_DV > 256) else "forward"
     M, N, warps, stages, tma = _config(kind, max(BLOCK_D, BLOCK_DV))
     size = q.element_size()
-    M, N = min(M if size < 4 else M // 2, _power(rows), f.cap()), min(N, f.cap())
+    M, N = min(M if size < 4 else max(16, M // 2), _power(rows), f.cap()), min(N, f.cap())
     _, shared, major = _device(q.device.index)
     width = BLOCK_D + BLOCK_R
     bias = 0 if f.bias is None else M * f.bias.element_size()

@@ -5253,6 +5253,49 @@ GRAPHS = dict(
 )
 
 
+def tiles_visited(monkeypatch, run) -> int:
+    """Tiles of scores that run() computes, counted where every kernel makes them into logits."""
+    count, logits = [], A._logits
+
+    def counted(*args, **more):
+        count.append(1)
+        return logits(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(A, "_logits", counted)
+        run()
+    return len(count)
+
+
+@pytest.mark.skipif(not A.INTERPRET, reason="counts Python calls, which a GPU does not make")
+def test_only_tiles_that_are_seen_are_computed(monkeypatch):
+    """A window costs O(T W) tiles, forward and backward: twice the length, twice the tiles; causal
+    attention a little over half of all, a packed row the sum of its sequences, a block mask what it
+    lists."""
+    monkeypatch.setattr(A, "CONFIGS", {n: {512: (16, 16, 4, 1, False)} for n in ("forward",)})
+    A.CONFIGS["backward"] = {512: (16, 16, 16, 16, 4, 1)}
+
+    def count(T, grad=False, packed=False, **flags):
+        q, k, v = qkv(T, T, *[1][packed:], heads=1, kv_heads=1)
+        q.requires_grad_(grad)
+        attend = partial(A.flash_attention, q, k, v, **flags)
+        if not grad:
+            return tiles_visited(monkeypatch, attend)
+        o = attend()
+        return tiles_visited(monkeypatch, o.sum().backward)
+
+    assert count(128, causal=False) == 64 and count(128) == 8 * 9 // 2
+    for n in (8, 16):  # tiles of queries; a window of 17 reaches back into one tile of keys more
+        assert count(16 * n, window=17) == 2 * n - 1
+        assert count(16 * n, window=17, grad=True) == 2 * (2 * n - 1)
+    ends = dict(cu_seqlens_q=int32(0, 32, 80, 128), packed=True)
+    assert count(128, **ends) == 3 + 6 + 6
+    visit = A.sparse_blocks(4, 4, local=1, global_=1).tril().to(DEVICE)
+    visited = int(visit.sum())  # blocks of 32 x 32: four tiles each
+    assert count(128, block_mask=A.BlockMask(visit, 32)) == 4 * visited
+    assert count(128, block_mask=A.BlockMask(visit, 32), grad=True) == 8 * visited
+
+
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_compiled_is_the_same(graph):
     """One whole graph, forward and backward, and again for another length."""
@@ -5279,6 +5322,87 @@ def test_attention_on_a_cpu_is_plain_torch(monkeypatch):
     for seed in range(24):
         check(A.flash_attention, draw(seed))
         check_drawn_decode(draw_decode(seed))
+
+
+COMPILE = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+import attention as A
+
+arch, cases = int(sys.argv[1]), sys.argv[2:]
+SHARED, built = {80: 166912, 90: 232448, 100: 232448}[arch], []
+
+class Device:
+    # what Triton asks a driver for on its way to a launch, of a GPU that is not there
+    launcher_cls = lambda self, *_: lambda *args, **more: None
+    utils = property(lambda self: self)
+    get_current_device = get_current_stream = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", arch, 32)
+    is_active = lambda self: True
+    get_device_properties = lambda self, _: {"max_shared_mem": SHARED}
+
+    def load_binary(self, name, binary, shared, device):
+        built.append(name)
+        assert shared <= SHARED
+        return 0, 0, 0, 0, 1024
+
+triton.runtime.driver.set_active(Device())
+A._kernels, A._device = lambda *_, **__: True, lambda _: (132, SHARED, arch // 10)
+make = lambda *shape, dtype=torch.bfloat16: torch.randn(*shape, dtype=dtype).requires_grad_()
+int32 = lambda *x: torch.tensor(x, dtype=torch.int32)
+
+def flash(D=128, Dv=None, dtype=torch.bfloat16, packed=False, **flags):
+    q, k, v = (make(1, 300, h, d, dtype=dtype) for h, d in ((4, D), (2, D), (2, Dv or D)))
+    q, k, v = (x[0] if packed else x for x in (q, k, v))
+    A.flash_attention(q, k, v, **flags).sum().backward()
+
+def decode(D=128, T=1, Hq=8, Hkv=2, **flags):
+    q, k, v = make(2, T, Hq, D), make(2, 300, Hkv, D), make(2, 300, Hkv, D)
+    A.decode_attention(q, k, None if "latent_dim" in flags else v, int32(9, 300), **flags)
+
+busy = dict(window=33, softcap=5.0, alibi_slopes=torch.rand(4), sinks=make(4))
+busy |= dict(bias=make(4, 300, 300), prefix=int32(7))
+for case in cases:
+    eval(case)
+print(sorted(set(built)))
+"""
+COMPILED = ["flash()", "decode(n_splits=8)"]
+ALL_COMPILED = [
+    *COMPILED,
+    "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
+    *(f"flash({D})" for D in ("16", "64", "96", "192, 128", "256")),
+    *(f"flash(64, dtype=torch.{dtype})" for dtype in ("float16", "float32")),
+    "flash(causal=False)",
+    "flash(block_mask=A.BlockMask(torch.ones(3, 3).bool(), 128), **busy)",
+    *(f"decode({D}, T={T})" for D in (64, 256) for T in (1, 128)),
+    "decode(576, Hq=128, Hkv=1, latent_dim=512)",
+]
+
+
+@pytest.mark.skipif(not A.INTERPRET, reason="where there is a GPU, or no Triton, nothing to learn")
+@pytest.mark.parametrize(
+    "arch, cases",
+    [
+        (90, COMPILED),
+        *(pytest.param(a, ALL_COMPILED, marks=pytest.mark.slow) for a in (80, 90, 100)),
+    ],
+    ids=["90", "80-all", "90-all", "100-all"],
+)
+def test_kernels_compile_for_gpus(arch, cases, tmp_path):
+    """What the interpreter forgives a GPU does not: all kernels compile to machine code for Ampere,
+    Hopper and Blackwell, with no GPU at hand, and fit into their shared memory."""
+    if arch >= 89 and len(cases) > 2:
+        cases = [
+            *cases,
+            "A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))",
+        ]
+    env = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(REPO))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(arch), *cases], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = ["_backward", *["_bias"] * (len(cases) > 2), "_combine", "_delta", "_forward"]
+    assert done.stdout.strip() == str([name + "_kernel" for name in names])
 
 
 @pytest.mark.parametrize("triton", ["missing", "installed", "interpreted"])
