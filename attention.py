@@ -295,7 +295,7 @@ def _visited(f: _Flags, rows: slice, cols: slice) -> bool:
     return bool(f.visit[:, a, b].any())
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, f: _Flags, chunk: int = 512) -> tuple[Tensor, Tensor]:
+def _chunked(q: Tensor, k: Tensor, v: Tensor, f: _Flags, chunk: int = 256) -> tuple[Tensor, Tensor]:
     """_online for one block of queries after another; the backward pass runs each again."""
     dtype = torch.promote_types(q.dtype, torch.float32)  # in which gradients of blocks are summed
     sinks, bias = (x if x is None else x.to(dtype) for x in (f.sinks, f.bias))
@@ -356,7 +356,7 @@ def attention_reference(
 
 
 def online_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, chunk: int = 512, return_lse: bool = False, **flags: Any
+    q: Tensor, k: Tensor, v: Tensor, *, chunk: int = 256, return_lse: bool = False, **flags: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Step 2: one pass over the keys, `chunk` of them at a time; all queries at once."""
     q, k, v, f = _prepare(q, k, v, **flags)
@@ -365,7 +365,7 @@ def online_attention(
 
 
 def chunked_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, chunk: int = 512, return_lse: bool = False, **flags: Any
+    q: Tensor, k: Tensor, v: Tensor, *, chunk: int = 256, return_lse: bool = False, **flags: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Step 3: blocks of queries and of keys, each block of queries recomputed in the backward pass.
     Memory beyond inputs and outputs: B * Hq * chunk * S scores there, chunk * chunk forward."""

@@ -5722,7 +5722,7 @@ def test_compiled_step_over_flash_attention_equals_eager(config, monkeypatch):
             assert relative(step(*new, attends[0]), model(*new, attends[1])) <= 1e-5
 
 
-GREEDY = ["--temperature", "0", "--max-new-tokens", "20"]
+SHORT = ["--temperature", "0", "--max-new-tokens", "20"]
 
 
 @pytest.mark.parametrize("checkpoint", [SMALL, MOE], ids=lambda path: path.name)
@@ -5733,7 +5733,7 @@ def test_generate_writes_the_same_with_flash_attention(checkpoint, tmp_path, cap
     plain(monkeypatch)
     answers = []
     for attention in ("sdpa", "flash"):
-        for more in (["--score", str(text), "--json", "--dtype", "fp32"], [*GREEDY, "--n", "2"]):
+        for more in (["--score", str(text), "--json", "--dtype", "fp32"], [*SHORT, "--n", "2"]):
             argv = ["--checkpoint", str(checkpoint), "--attention", attention, *more]
             assert G.main(argv) == 0
             answers.append(capsys.readouterr().out)
