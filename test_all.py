@@ -4765,6 +4765,40 @@ def test_flash_corners(corner):
     check(A.flash_attention, case(**CORNERS[corner]))
 
 
+@pytest.mark.parametrize("n", range(17))
+def test_every_alignment(n):
+    """The diagonal, the window's edge and the prefix's end at every place within a tile."""
+    one = dict(heads=1, kv_heads=1)
+    check(A.flash_attention, case(sizes=[(33, 33 + n)], **one))
+    check(A.flash_attention, case(sizes=[(33, 33)], window=1 + n, prefix=[n], **one))
+
+
+def test_strides_of_vectors_and_masks_do_not_matter():
+    """Expanded and strided sinks, slopes, lengths and block masks are what they say."""
+    q, k, v = qkv(20, 37, 2)
+    spread = lambda x: torch.stack((x, torch.full_like(x, 7)), -1)[..., 0]
+    visit = (normal(3, 2) > -0.7).T  # not row-major
+    flags = dict(sinks=torch.zeros(1, device=DEVICE).expand(4), block_mask=A.BlockMask(visit, 16))
+    flags["alibi_slopes"] = spread(torch.arange(4.0, device=DEVICE) / 8)
+    flags["bias"] = normal(4, 20, 37, dtype=torch.float32)
+    all_close(*(outcome(f, dict(q=q, k=k, v=v, bias=flags["bias"]), without(flags, "bias"),
+                        (normal(2, 20, 4, 16), normal(2, 4, 20)))
+                for f in (A.flash_attention, A.attention_reference)))  # fmt: skip
+    for lengths in (spread(int32(20, 9)), int32(30).expand(2)):
+        got = A.decode_attention(q[:, :1], k, v, lengths, n_splits=2)
+        close(got, A.decode_attention(q[:, :1], k, v, lengths.clone(), n_splits=2))
+        assert not torch.equal(got[0], got[1])
+
+
+def test_plain_attention_is_fp32_under_autocast(monkeypatch):
+    """Autocast would run its products in bf16."""
+    q, k, v = qkv(20, 37, 1, dtype=torch.float32)
+    for attend in (A.attention_reference, A.chunked_attention):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            got = attend(q, k, v)
+        assert torch.equal(got, attend(q, k, v))
+
+
 def test_draw_covers_every_pair():
     """Each flag is drawn often with and without each other."""
     names = "causal window softcap alibi sinks bias prefix packed block strided".split()
@@ -5462,11 +5496,13 @@ REFUSED = [
     ("q|cu_seqlens_q", DENSE, dict(cu_seqlens_q=int32(0, 7))),
     ("window", DENSE, dict(window=0)),
     ("window", DENSE, dict(window=-3)),
+    ("window", DENSE, dict(window=5.0)),
     ("scale", DENSE, dict(scale=0.0)),
     ("scale", DENSE, dict(scale=-1.0)),
     ("scale", DENSE, dict(scale=math.nan)),
     ("softcap", DENSE, dict(softcap=0.0)),
     ("softcap", DENSE, dict(softcap=-5.0)),
+    ("softcap", DENSE, dict(softcap=INF)),
     ("sinks", DENSE, dict(sinks=normal(2))),
     ("sinks", DENSE, dict(sinks=normal(2, 4))),
     ("alibi_slopes", DENSE, dict(alibi_slopes=normal(2))),
@@ -5502,6 +5538,7 @@ REFUSED_DECODE = [
     ("sinks", dict(sinks=normal(2))),
     ("alibi_slopes", dict(alibi_slopes=normal(5))),
     ("n_splits", dict(n_splits=0)),
+    ("block_mask", dict(block_mask=A.BlockMask(VISIT, 16))),
 ]
 
 
