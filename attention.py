@@ -22,10 +22,10 @@ the last key; it sees keys j <= i (causal) or j < prefix, with i - j < window. A
 logit in the softmax of its head, without a value. A row that sees nothing is 0, its lse -inf.
 
 Grouped-query attention, packed sequences (cu_seqlens), windows, softcap, ALiBi, sinks, bias, prefix
-and block-sparse masks compose freely, forward and backward, with gradients to sinks, bias and
-through lse; any T and S, head dims to 256, of q and v apart (192 / 128). A feature that is not
-asked for is not in the compiled kernel. The backward pass writes every gradient from one program,
-without atomics: the same bits on every run.
+and block-sparse masks compose freely (but block masks are not for packed sequences), forward and
+backward, with gradients to sinks, bias and through lse; any T and S, head dims to 256, of q and v
+apart (192 / 128). A feature that is not asked for is not in the compiled kernel. The backward pass
+writes every gradient from one program, without atomics: the same bits on every run.
 
 Costs and losses. The backward computes scores twice (7 matrix products where 5 would do): the price
 of determinism. A learned bias costs a third pass. Without Triton or a GPU every call here runs
@@ -126,6 +126,26 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _broadcasting(bias: Tensor, full: tuple[int, ...]) -> Tensor:
+    """bias with all four dims, each 1 or that of (B, Hq, T, S)."""
+    _check(bias.dim() <= 4, f"bias has {bias.dim()} dims, at most 4 are (B, Hq, T, S)")
+    bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
+    ok = all(n in (1, whole) for n, whole in zip(bias.shape, full))
+    _check(ok, f"bias {tuple(bias.shape)} does not broadcast to {full}")
+    return bias
+
+
+def _visit(mask: BlockMask, sizes: tuple[int, int, int]) -> Tensor:
+    """The tiles of a block mask, (Hq or 1, query blocks, key blocks)."""
+    (Hq, T, S), n, visit = sizes, mask.block, mask.visit
+    _check(n > 0, f"block_mask: block must be positive, not {n}")
+    want = (-(-T // n), -(-S // n))
+    ok = visit.dtype == torch.bool and visit.dim() in (2, 3) and visit.shape[-2:] == want
+    ok = ok and (visit.dim() == 2 or len(visit) in (1, Hq))
+    _check(ok, f"block_mask: visit must be bool {want}, or that for each query head")
+    return visit.reshape(-1, *want).contiguous()
+
+
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None,
     window: int | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
@@ -163,22 +183,13 @@ def _prepare(
     _check(ok, f"softcap must be positive, not {softcap}")
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         _check(x is None or x.shape == (Hq,), f"{name} must be ({Hq},), one for each head of q")
-    if bias is not None:
-        _check(bias.dim() <= 4, f"bias has {bias.dim()} dims, at most 4 are (B, Hq, T, S)")
-        bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-        ok = all(n in (1, full) for n, full in zip(bias.shape, (B, Hq, T, S)))
-        _check(ok, f"bias {tuple(bias.shape)} does not broadcast to {(B, Hq, T, S)}")
     n = len(cu_k) - 1 if packed else B
     for name, x in (("prefix", prefix), ("lengths", lengths)):
         ok = x is None or (x.shape == (n,) and x.dtype == torch.int32)
         _check(ok, f"{name} must be int32 ({n},), one for each sequence")
-    size, visit = (128, None) if block_mask is None else (block_mask.block, block_mask.visit)
-    if visit is not None:
-        _check(size > 0, f"block_mask: block must be positive, not {size}")
-        ok = visit.dtype == torch.bool and visit.shape[-2:] == (-(-T // size), -(-S // size))
-        ok = ok and visit.dim() in (2, 3) and (visit.dim() == 2 or len(visit) in (1, Hq))
-        _check(ok, f"block_mask: visit must be bool {(-(-T // size), -(-S // size))}, or per head")
-        visit = visit.to(q.device).reshape(-1, *visit.shape[-2:]).contiguous()
+    bias = None if bias is None else _broadcasting(bias, (B, Hq, T, S))
+    visit = None if block_mask is None else _visit(block_mask, (Hq, T, S)).to(q.device)
+    size = 128 if block_mask is None else block_mask.block
     slopes = alibi_slopes
     if slopes is not None:
         slopes = slopes.detach().to(torch.promote_types(q.dtype, torch.float32))
@@ -1101,11 +1112,13 @@ def _forward(
     _, shared, major = _device(q.device.index)
     key, per_key = BLOCK_D + BLOCK_R, 0 if f.bias is None else M * f.bias.element_size()
     per_key += (key + (0 if v is None else BLOCK_DV)) * size
-    while M * key * size + stages * N * per_key > shared - 2048 and M > 16:
+    while M * key * size + stages * N * per_key > shared - 2048 and M * N * stages > 16 * 16:
         if stages > 2:
             stages -= 1
+        elif N > 16:
+            N //= 2
         else:
-            M, N = (M, N // 2) if N > 16 else (M // 2, N)
+            M, stages = max(16, M // 2), 1
     o = torch.empty(B, T, Hq, DV, dtype=dtype or q.dtype, device=q.device)
     lse = torch.empty(B, Hq, T, device=q.device)
     if f.cu_q is not None:  # for rows of no sequence
@@ -1160,7 +1173,10 @@ def _backward(
         *tiles, warps, stages = _config("backward", max(BLOCK_D, BLOCK_DV))
         less = 1 if f.bias is None else 2  # a bias brings tiles of its own
         M1, N1, M2, N2 = (max(16, min(n // less, f.cap())) for n in tiles)
-        shared, width = _device(q.device.index)[1], (BLOCK_D + BLOCK_DV) * _tile_bytes(q)
+        _, shared, major = _device(q.device.index)
+        if major >= 10 and max(BLOCK_D, BLOCK_DV) > 128:  # tensor memory holds 512 columns, no more
+            N1, M2 = min(N1, 32), min(M2, 32)
+        width = (BLOCK_D + BLOCK_DV) * _tile_bytes(q)
         fits = lambda: max(N1 + stages * M1, M2 + stages * N2) * width < shared - 4096
         while not fits() and max(N1, M2) > 16:
             if stages > 1:

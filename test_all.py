@@ -1,6 +1,6 @@
 """A proof per technique: what is claimed equal is compared, what must fail is made to fail.
 
-    pytest test_all.py                 no GPU, no network, about five minutes on two cores
+    pytest test_all.py                 no GPU, no network, about seven minutes on two cores
     pytest test_all.py -m slow         the long fault tests
     pytest test_all.py -k cache        one technique
 
