@@ -5271,6 +5271,18 @@ def test_fp8_error(causal):
 
 
 @needs_fp8
+def test_fp8_blocks_have_scales_of_their_own(monkeypatch):
+    """Where blocks of 128 rows differ in size, the kernel == its roundings in plain torch, but for
+    the running maximum that p is rounded against."""
+    states = qkv(160, 160, 1, heads=2, kv_heads=1, D=32, dtype=torch.float32)
+    for x, factor in zip(states, (2, 3, 8)):
+        x[:, 128:] *= factor
+    got = A.flash_attention_fp8(*states, causal=False)
+    monkeypatch.setattr(A, "_kernels", lambda *_, **__: False)
+    assert relative(got, A.flash_attention_fp8(*states, causal=False)) < 0.03
+
+
+@needs_fp8
 def test_hadamard_spreads_outliers():
     """On data with a few outlier channels the rotation at least halves the error."""
     assert fp8_error(8.0) < 0.5 * fp8_error(8.0, hadamard=False)
