@@ -536,7 +536,7 @@ def _store(ptr, x, stride, n_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLS
 @jit
 def _terms(rules, b, seq, head, q_start, k_start, q_len, k_len):
     """What the logits of a head need beside rules: (offset, keys, prefix, slope, its bias)."""
-    head = head.to(tl.int64)
+    head = head.to(tl.int64)  # head times stride may pass 2^31
     prefix, slope, bias_ptr = 0, 0.0, 0
     if rules.prefix_ptr is not None:
         prefix = tl.load(rules.prefix_ptr + b + seq)
@@ -643,10 +643,10 @@ def _forward_kernel(
         q_rest = tl.load(q_ptrs + BLOCK_D + tl.arange(0, BLOCK_R)[None, :], mask=valid, other=0.0)
     stride_kt, stride_vt = tl.cast(k_strides[1], tl.int64), tl.cast(v_strides[1], tl.int64)
     if not TMA:
-        wide = kv_head.to(tl.int64)
-        k_ptr += b * k_strides[0] + k_start * stride_kt + wide * k_strides[2]
+        kv_head = kv_head.to(tl.int64)  # descriptors want int32, offsets may pass 2^31
+        k_ptr += b * k_strides[0] + k_start * stride_kt + kv_head * k_strides[2]
         if v_ptr is not None:
-            v_ptr += b * v_strides[0] + k_start * stride_vt + wide * v_strides[2]
+            v_ptr += b * v_strides[0] + k_start * stride_vt + kv_head * v_strides[2]
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -802,7 +802,7 @@ def _query_side(
     x, b, head, T, begin, left, ROWS: tl.constexpr, Z: tl.constexpr, CHECK: tl.constexpr
 ):
     """q, do, lse and delta of ROWS queries from row `begin` on, of which `left` exist."""
-    HQ: tl.constexpr = Z.HQ
+    HQ: tl.constexpr = Z.HQ  # named anew: Triton 3.6 forgets that an attribute is constexpr
     D: tl.constexpr = Z.D
     DV: tl.constexpr = Z.DV
     BLOCK_D: tl.constexpr = Z.BLOCK_D

@@ -5451,6 +5451,25 @@ def test_kernels_compile_for_gpus(arch, cases, tmp_path):
     assert done.stdout.strip() == str([name + "_kernel" for name in names])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not A.INTERPRET, reason="where there is a GPU, or no Triton, nothing to learn")
+def test_packed_lengths_do_not_recompile(tmp_path):
+    """Packed rows of other lengths, and of more sequences, run the kernels that are compiled."""
+    packs = """
+for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
+    q, k, v = (make(ends[-1], heads, 64) for heads in (4, 2, 2))
+    A.flash_attention(q, k, v, cu_seqlens_q=int32(*ends)).sum().backward()
+    print(built.count("_forward_kernel"), built.count("_backward_kernel"))
+"""
+    env = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(REPO))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE + packs, "90"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = [[int(n) for n in line.split()] for line in done.stdout.splitlines()[1:]]
+    assert counts == [[1, 1]] * 3, counts
+
+
 @pytest.mark.parametrize("triton", ["missing", "installed", "interpreted"])
 def test_attention_alone_in_a_folder(triton, tmp_path):
     """The one file, copied away, checks itself: without Triton, with it, and on its kernels."""
