@@ -2,19 +2,23 @@
 
 Decoding one token multiplies every weight matrix by one vector. Each weight is read once and used
 once, so the step cannot be faster than reading the weights; on a CPU, torch's bf16 product is well
-short of that. Two things hold it back, and this file mends them:
+short of that. Three things hold it back, and this file mends them:
 
 1. One row after another is one stream of addresses per core, and a core's prefetcher fetches ahead
    on several at once. `gemv` cuts the matrix into four row blocks and walks all four side by side,
-   with the sums in fp32: thirty lines of C, compiled on first use by the system's compiler (a
-   second), kept in the user's cache folder. Without a compiler F.linear serves as before.
-2. With several rows (prefill), a CPU before AVX-512 has no bf16 product, and torch's stand-in runs
+   with the sums in fp32: C, compiled on first use by the system's compiler (a second), kept in the
+   user's cache folder. Without a compiler F.linear serves as before.
+2. A few rows (a batch that decodes) need no more memory traffic than one, yet torch takes twice the
+   time for two rows and three times for sixteen. `gemm` keeps six rows of the weight in the
+   nearest cache for all rows of x, and fetches the next six while it multiplies, with pairs of bf16
+   where the CPU has the instruction for it.
+3. With many rows (prefill), a CPU before AVX-512 has no bf16 product, and torch's stand-in runs
    at a seventh of its fp32 rate. `widened` turns 256 rows of the weight at a time into fp32, few
    enough to stay in the cache, and multiplies those.
 
-When it loses: a CPU with AVX-512 has better bf16 products than rule 2, which is therefore off
+When it loses: a CPU with AVX-512 has better bf16 products than rule 3, which is therefore off
 there; for matrices of a few kilobytes the cost of a call is all there is to see. Gradients do not
-flow through either: with grad mode on, and inside torch.compile, a layer is plain F.linear.
+flow through any: with grad mode on, and inside torch.compile, a layer is plain F.linear.
 
 Hooks: the Linear swap, `swap_linear_(model)`; the experts of a mixture, `experts`. Equivalence: the
 same numbers as nn.Linear up to rounding, and nearer to exact (test_all.py holds both against
@@ -72,6 +76,83 @@ void gemv_bf16(const uint16_t *w, const float *x, float *y, int64_t N, int64_t C
         for (int64_t c = 0; c < C; c++) y[n] += widen(w[n * C + c]) * x[c];
     }
 }
+
+/* A few rows of x. What is summed at a time: pairs of bf16 where there is an instruction for it,
+   else fp32. The tile of sums, 6 rows of w times XR of x, fills the registers. */
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+typedef uint16_t real;
+typedef __m512 vec;
+enum { XR = 4, STEP = 32, REAL_IS_BF16 = 1 };
+static inline vec mac(vec sum, const uint16_t *w, const real *x) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_loadu_si512(x));
+}
+static inline float value(real x) { return widen(x); }
+#else
+typedef float real;
+typedef float vec __attribute__((vector_size(32)));
+enum { XR = 2, STEP = 8, REAL_IS_BF16 = 0 };
+static inline vec mac(vec sum, const uint16_t *w, const real *x) {
+    typedef uint16_t bf16s __attribute__((vector_size(16), aligned(2)));
+    typedef uint32_t words __attribute__((vector_size(32)));
+    typedef float floats __attribute__((vector_size(32), aligned(4)));
+    words wide = __builtin_convertvector(*(const bf16s *)w, words) << 16;
+    return sum + (vec)wide * *(const floats *)x;
+}
+static inline float value(real x) { return x; }
+#endif
+
+int real_is_bf16(void) { return REAL_IS_BF16; }
+
+/* y[r][k] = sum over c of w[k][c] * x[r][c] for W rows of w and R of x; meanwhile P of the next W
+   rows of w are fetched, the p-th and on. */
+static inline __attribute__((always_inline)) void tile(
+    const uint16_t *w, const real *x, float *y, int64_t N, int64_t C, const int W, const int R,
+    int p, const int P
+) {
+    vec sum[6][XR];
+    for (int k = 0; k < W; k++) for (int r = 0; r < R; r++) sum[k][r] = (vec){0};
+    const uint16_t *ahead[6];
+    for (int i = 0; i < P; i++) ahead[i] = w + (6 + (p + i) % 6) * C;
+    int64_t c = 0;
+    for (; c + STEP <= C; c += STEP) {
+        for (int i = 0; i < P; i++) __builtin_prefetch(ahead[i] + c, 0, 2);
+        for (int k = 0; k < W; k++)
+            for (int r = 0; r < R; r++) sum[k][r] = mac(sum[k][r], w + k * C + c, x + r * C + c);
+    }
+    for (int k = 0; k < W; k++)
+        for (int r = 0; r < R; r++) {
+            float total = 0;
+            for (int i = 0; i < (int)(sizeof(vec) / 4); i++) total += sum[k][r][i];
+            for (int64_t d = c; d < C; d++) total += widen(w[k * C + d]) * value(x[r * C + d]);
+            y[r * N + k] = total;
+        }
+}
+
+/* W rows of w times all of x, XR rows after XR: from memory comes w for the first of them, and
+   before that it was fetched by the W rows before, so many of its rows by each. */
+static inline __attribute__((always_inline)) void strip(
+    const uint16_t *w, const real *x, float *y, int64_t N, int64_t C, int64_t R, const int W,
+    const int P
+) {
+    int64_t r = 0;
+    for (; r + XR <= R; r += XR) tile(w, x + r * C, y + r * N, N, C, W, XR, r / XR * P, P);
+    for (; r < R; r++) tile(w, x + r * C, y + r * N, N, C, W, 1, r / XR * P, P);
+}
+
+/* y[r][n] = sum over c of w[n][c] * x[r][c] */
+void gemm_bf16(const uint16_t *w, const real *x, float *y, int64_t N, int64_t C, int64_t R) {
+    int64_t Q = N / 6;
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < 6 * Q; n += 6) {
+        const uint16_t *rows = w + n * C;
+        if (R <= XR) strip(rows, x, y + n, N, C, R, 6, 6);
+        else if (R <= 2 * XR) strip(rows, x, y + n, N, C, R, 6, 3);
+        else if (R <= 3 * XR) strip(rows, x, y + n, N, C, R, 6, 2);
+        else strip(rows, x, y + n, N, C, R, 6, 1);
+    }
+    for (int64_t n = 6 * Q; n < N; n++) strip(w + n * C, x, y + n, N, C, R, 1, 0);
+}
 """
 
 
@@ -99,7 +180,8 @@ def kernel() -> ctypes.CDLL | None:
             source.unlink(), built.unlink()
         lib = ctypes.CDLL(str(library))
         lib.gemv_bf16.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
-        lib.gemv_bf16.restype = None
+        lib.gemm_bf16.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3
+        lib.gemv_bf16.restype = lib.gemm_bf16.restype = None
         return lib
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
@@ -124,6 +206,23 @@ def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+@functools.cache
+def few() -> int:
+    """Rows up to which `gemm` is ahead of the products for many."""
+    return 0 if kernel() is None else 64 if kernel().real_is_bf16() else 16
+
+
+def gemm(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """weight (N, C) bf16, x a few rows (..., C) bf16, bias (N,) -> (..., N), rounded once."""
+    N, C = weight.shape
+    assert weight.dtype == x.dtype == torch.bfloat16 and weight.is_contiguous()
+    x = x.contiguous()
+    rows = x if kernel().real_is_bf16() else x.float()
+    y = torch.empty(*x.shape[:-1], N)
+    kernel().gemm_bf16(weight.data_ptr(), rows.data_ptr(), y.data_ptr(), N, C, x.numel() // C)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
 def widened(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """weight (N, C) bf16, x (..., C), bias (N,) -> (..., N) of x's dtype, through fp32 products."""
     N, C = weight.shape
@@ -144,6 +243,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if ours and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         if rows == 1 and kernel() is not None:
             return gemv(weight, x, bias)
+        if 1 < rows <= few():
+            return gemm(weight, x, bias)
         if rows >= 4 and torch.backends.cpu.get_cpu_capability() == "AVX2":
             return widened(weight, x, bias)
     return F.linear(x, weight, bias)
@@ -191,7 +292,8 @@ def swap_linear_(model: nn.Module) -> nn.Module:
 def check() -> None:
     """gemv and the widened product against float64."""
     rng = torch.Generator().manual_seed(0)
-    for N, C, rows in ((64, 96, 1), (257, 1000, 1), (3, 5, 1), (64, 96, 32), (301, 96, 7)):
+    shapes = ((64, 96, 1), (257, 1000, 1), (3, 5, 1), (64, 96, 32), (301, 95, 7), (7, 40, 80))
+    for N, C, rows in shapes:
         linear = nn.Linear(C, N, bias=N % 2 == 1).bfloat16().requires_grad_(False)
         linear.weight.normal_(generator=rng)
         x = torch.randn(1, rows, C, generator=rng).bfloat16()
@@ -213,7 +315,7 @@ def seconds(f: Callable[[], object], repeats: int = 15) -> float:
 
 
 def benchmark() -> None:
-    """GB/s of weight read, TinyLlama's shapes; each row of the table cycles through 250 MB."""
+    """GB/s of weight read, TinyLlama's shapes; each line of the tables cycles through 250 MB."""
     capability = torch.backends.cpu.get_cpu_capability()
     print(f"{torch.get_num_threads()} threads, {capability}, torch {torch.__version__}")
     big = torch.ones(2**27)
@@ -227,15 +329,13 @@ def benchmark() -> None:
         ours = size / seconds(lambda: [gemv(w, x) for w in weights]) if kernel() else math.nan
         print(f"{N:>6} x {C:<5} {plain:>9.1f} {ours:>9.1f}")
     print(f"{'rows':>14} {'F.linear':>9} {'CPULinear':>9}   GFLOP/s, bf16, weight 5632 x 2048")
-    linear = nn.Linear(2048, 5632, bias=False).bfloat16().requires_grad_(False)
-    swapped = swap_linear_(nn.Sequential(linear))
-    for rows in (2, 4, 8, 32, 128, 512):
+    weights = [torch.randn(5632, 2048).bfloat16() for _ in range(11)]
+    for rows in (2, 4, 8, 16, 32, 64, 128, 512):
         x = torch.randn(rows, 2048).bfloat16()
-        flops = 2 * rows * 2048 * 5632 / 1e9
-        print(
-            f"{rows:>14} {flops / seconds(lambda: linear(x), 5):>9.0f} "
-            f"{flops / seconds(lambda: swapped(x), 5):>9.0f}"
-        )
+        flops = 2 * rows * 2048 * 5632 / 1e9 * len(weights)
+        plain = flops / seconds(lambda: [F.linear(x, w) for w in weights], 3)
+        ours = flops / seconds(lambda: [linear(x, w) for w in weights], 3)
+        print(f"{rows:>14} {plain:>9.0f} {ours:>9.0f}")
 
 
 if __name__ == "__main__":

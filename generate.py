@@ -6,6 +6,8 @@
     python generate.py --checkpoint DIR --interactive        a conversation
     python generate.py --score FILE                          perplexity of a text
     python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
+    python generate.py --batch requests.jsonl                many requests, results as they finish
+    python generate.py --bench-serving 200 --rate 10         throughput and latencies under load
 
 Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through
 the model in chunks: large matrix products, limited by arithmetic. A decode step runs one token:
@@ -21,7 +23,8 @@ seed + b gives alone. --interactive keeps the KV cache across turns and prefills
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU it loses: there the linear layers
 are cpu.py's, which read memory faster than compiled ones. Needs: model.py, tokenizer.py,
-sampling.py, cpu.py, sentencepiece or tokenizers, and for --attention flash attention.py.
+sampling.py, cpu.py, sentencepiece or tokenizers; for --attention flash attention.py; for --batch
+and --bench-serving, which are serving.py's, that and paged_kv.py.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,7 @@ from model import (
 from sampling import Sampler, Sampling, logprobs_of
 from tokenizer import (
     ChatTemplate,
+    Continuation,
     NoTokenizer,
     StopStrings,
     TextStream,
@@ -69,12 +73,14 @@ from tokenizer import (
     eos_ids,
     load_chat_template,
     load_tokenizer,
+    logprob_entry,
 )
 
 IMPORT_SECONDS = time.perf_counter() - START
 
 SHIPPED = Path(__file__).resolve().parent / "checkpoints" / "small"
 DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
+TEMPERATURE = 0.8
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a long prompt's mask and activations
 CHAT_CONTEXT = 8192  # tokens the cache of a conversation holds, unless --context says otherwise
 NOT_FINITE = (
@@ -247,43 +253,6 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Continuation:
-    """One row of a run: what came, as tokens and as text, and why it ended."""
-
-    tokenizer: Tokenizer
-    stream: TextStream
-    stop: StopStrings
-    eos: Sequence[int]
-    show: Callable[[str], Any]
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    finish: str | None = None  # "eos", "stop" or "length"
-
-    def push(self, token: int) -> None:
-        """Take the next token. An EOS ends the text and is no part of it; so does a stop string."""
-        self.tokens.append(token)
-        if token in self.eos:
-            return self.end("eos")
-        text, found = self.stop.push(self.stream.push(token))
-        self._say(text)
-        if found:
-            self.end("stop")
-
-    def end(self, why: str) -> None:
-        """No token follows: bring out what the streams held back."""
-        if self.finish is None:
-            self.finish = why
-            text, found = self.stop.push(self.stream.finish())
-            self._say(text + self.stop.finish())
-
-    def _say(self, text: str) -> None:
-        self.text += text
-        if text:
-            self.show(text)
-
-
 def run_rows(
     decoder: Decoder,
     ids: Sequence[int],
@@ -301,22 +270,14 @@ def run_rows(
         for b, (row, token) in enumerate(zip(rows, tokens)):
             if row.finish is None:
                 if top is not None:
-                    row.logprobs.append(logprob_entry(row.tokenizer, token, *(x[b] for x in found)))
+                    chosen, *best = (x[b].tolist() for x in found)
+                    row.logprobs.append(logprob_entry(row.tokenizer, token, chosen, *best))
                 row.push(token)
         yield tokens
         if all(row.finish for row in rows):
             return
     for row in rows:
         row.end("length")
-
-
-def logprob_entry(
-    tokenizer: Tokenizer, token: int, chosen: Tensor, best: Tensor, ids: Tensor
-) -> dict[str, Any]:
-    """A token, its log-probability under the model's own distribution, and the likeliest ones."""
-    named = lambda i, lp: {"token": i, "text": tokenizer.piece(i), "logprob": round(lp, 5)}
-    top = [named(i, lp) for i, lp in zip(ids.tolist(), best.tolist())]
-    return named(token, float(chosen)) | {"top": top}
 
 
 def score(
@@ -460,9 +421,12 @@ def build_parser() -> argparse.ArgumentParser:
     text = "Hugging Face folder (the shipped checkpoints/small)"
     add("--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help=text)
     add("--max-new-tokens", type=int, default=200, help="end after so many (%(default)s)")
-    defaults = {f.name: f.default for f in fields(Sampling)} | {"temperature": 0.8}
+    defaults = {f.name: f.default for f in fields(Sampling)}
     for name, (kind, text) in SAMPLING_FLAGS.items():
-        add(_flag(name), type=kind, default=defaults[name], help=f"{text} (%(default)s)")
+        text, default = f"{text} (%(default)s)", defaults[name]
+        if name == "temperature":  # by mode
+            text, default = f"0 is greedy ({TEMPERATURE})", None
+        add(_flag(name), type=kind, default=default, help=text)
     add("--logit-bias", metavar="ID:BIAS,...", default="", help="add to logits; -inf forbids")
     add("--ignore-eos", action="store_true", help="an end of text ends nothing")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat")
@@ -484,11 +448,46 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"random weights of a config.json, or of {', '.join(CONFIGS)}"
     add("--dummy", metavar="CONFIG", help=text)
     add("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
+    add_serving_flags(add)
     return p
+
+
+def add_serving_flags(add: Callable[..., Any]) -> None:
+    """Those of --batch and --bench-serving."""
+    text = (
+        "answer a JSONL file: on each line prompt, messages or prompt_ids, and optionally id, "
+        "priority and the names of the flags above, which are its defaults"
+    )
+    add("--batch", type=Path, metavar="FILE", help=text)
+    text = "with --batch: the results (FILE's name and .results.jsonl); what is there stays"
+    add("--out", type=Path, metavar="FILE", help=text)
+    text = "N random requests (64), greedy unless asked otherwise: throughput and latencies"
+    add("--bench-serving", nargs="?", type=int, const=64, metavar="N", help=text)
+    add("--rate", type=float, default=math.inf, help="arrivals per second (all at once)")
+    text = "coefficient of variation of the time between arrivals (%(default)s, Poisson)"
+    add("--burstiness", type=float, default=1.0, metavar="CV", help=text)
+    text = "length of a random {}, uniform (%(default)s)"
+    add("--input-tokens", default="16:128", metavar="A:B", help=text.format("prompt"))
+    add("--output-tokens", default="16:64", metavar="A:B", help=text.format("output"))
+    text = "tokens before each random prompt, the same for all (%(default)s)"
+    add("--shared-prefix", type=int, default=0, metavar="N", help=text)
+    text = "size of the KV cache (what --max-running needs, within 80%% of free GPU memory or 1 GB)"
+    add("--kv-blocks", type=int, metavar="N", help=text)
+    add("--block-size", type=int, default=16, help="tokens in a block (%(default)s)")
+    text = "tokens in a step, prompts included (%(default)s)"
+    add("--max-batch-tokens", type=int, default=512, help=text)
+    add("--max-running", type=int, default=64, help="sequences that run at once (%(default)s)")
+    add("--kv-dtype", choices=("int8", "fp8"), help="quantize the KV cache")
+    add("--no-prefix-cache", action="store_true", help="compute equal prompts anew")
+    add("--swap", action="store_true", help="keep the KV of who must wait in host memory")
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+WORKLOAD_FLAGS = "rate burstiness input_tokens output_tokens shared_prefix"
+ENGINE_FLAGS = "kv_blocks block_size max_batch_tokens max_running kv_dtype no_prefix_cache swap"
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -496,31 +495,65 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     would be ignored."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    for name, good, wanted in (
-        ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
-        ("n", args.n >= 1, "at least 1"),
-        ("bench", args.bench is None or args.bench >= 1, "at least 1"),
-        ("prompt_tokens", args.prompt_tokens is None or args.prompt_tokens >= 1, "at least 1"),
-        ("context", args.context is None or args.context >= 2, "at least 2"),
-        ("logprobs", args.logprobs is None or args.logprobs >= 0, "0 or more"),
-    ):
-        if not good:
-            raise ValueError(f"{_flag(name)} must be {wanted}, not {getattr(args, name)}")
-    if args.min_new_tokens > args.max_new_tokens:
-        raise ValueError(
-            f"--min-new-tokens {args.min_new_tokens} is more than --max-new-tokens "
-            f"{args.max_new_tokens}"
-        )
-    for name, good, needs in (
-        ("logprobs", args.json, "--json, which prints them"),
-        ("system", args.chat or args.interactive, "--chat or --interactive"),
-        ("context", args.interactive, "--interactive"),
-    ):
-        if getattr(args, name) is not None and not good:
-            raise ValueError(f"{_flag(name)} needs {needs}")
     given = {name for name in vars(args) if getattr(args, name) != parser.get_default(name)}
+    if args.temperature is None:
+        draws = {"top_k", "top_p", "min_p"} & given or args.bench_serving is None
+        args.temperature = TEMPERATURE if draws else 0.0
+    check_ranges(args)
+    check_modes(args, given)
+    args.how = read_sampling(args)
+    if "" in args.stop:
+        raise ValueError("--stop must not be empty")
+    return args
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """ValueError names a flag that is out of range; those of Sampling are checked there."""
+    for names, good, wanted in (
+        ("max_new_tokens n bench prompt_tokens", lambda v: v >= 1, "at least 1"),
+        ("bench_serving kv_blocks block_size", lambda v: v >= 1, "at least 1"),
+        ("max_batch_tokens max_running", lambda v: v >= 1, "at least 1"),
+        ("context", lambda v: v >= 2, "at least 2"),
+        ("logprobs shared_prefix", lambda v: v >= 0, "0 or more"),
+        ("burstiness", lambda v: v == 0 or 0.01 <= v <= 100, "0, or from 0.01 to 100"),
+        ("rate", lambda v: v >= 1e-6, "at least 1e-6"),
+    ):
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not good(value):
+                raise ValueError(f"{_flag(name)} must be {wanted}, not {value}")
+    for name in ("input_tokens", "output_tokens"):
+        text = getattr(args, name)
+        low, _, high = text.partition(":")
+        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+            raise ValueError(f"{_flag(name)} must be A:B, two numbers from 1 on, not {text!r}")
+        setattr(args, name, (int(low), int(high)))
+    for low, high in (("min_new_tokens", "max_new_tokens"), ("max_running", "max_batch_tokens")):
+        if getattr(args, low) > getattr(args, high):
+            raise ValueError(
+                f"{_flag(low)} {getattr(args, low)} is more than {_flag(high)} "
+                f"{getattr(args, high)}"
+            )
+
+
+def check_modes(args: argparse.Namespace, given: set[str]) -> None:
+    """ValueError names a flag, of those given, that would be ignored."""
+    for names, good, needs in (
+        ("logprobs", args.json or args.batch, "--json, which prints them"),
+        ("system", args.chat or args.interactive or args.batch, "--chat or --interactive"),
+        ("context", args.interactive, "--interactive"),
+        ("out", args.batch, "--batch"),
+        (ENGINE_FLAGS, args.batch or args.bench_serving, "--batch or --bench-serving"),
+        (WORKLOAD_FLAGS, args.bench_serving, "--bench-serving"),
+    ):
+        for name in names.split():
+            if name in given and not good:
+                raise ValueError(f"{_flag(name)} needs {needs}")
     drawing = f"{' '.join(SAMPLING_FLAGS)} n max_new_tokens logit_bias ignore_eos stop compile"
+    serving = "prompt prompt_tokens interactive chat score bench attention"
     for mode, others in (
+        ("batch", f"{serving} json bench_serving"),
+        ("bench_serving", f"{serving} stop n logprobs max_new_tokens min_new_tokens ignore_eos"),
         ("interactive", "prompt json bench prompt_tokens chat score logprobs dummy n"),
         ("score", f"prompt bench prompt_tokens chat dummy {drawing}"),
         ("prompt_tokens", "prompt chat"),
@@ -531,10 +564,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         if mode in given and clash:
             other = "a prompt" if clash[0] == "prompt" else _flag(clash[0])
             raise ValueError(f"{_flag(mode)} does not go together with {other}")
-    args.how = read_sampling(args)
-    if "" in args.stop:
-        raise ValueError("--stop must not be empty")
-    return args
 
 
 def read_sampling(args: argparse.Namespace) -> Sampling:
@@ -876,7 +905,7 @@ def score_file(args: argparse.Namespace) -> None:
         total += chosen.double().sum().item()
         for row in zip(chosen, best, best_ids) if top is not None else ():
             token = ids[1 + len(entries)]
-            entries.append(logprob_entry(tokenizer, token, *row))
+            entries.append(logprob_entry(tokenizer, token, *(x.tolist() for x in row)))
     if not math.isfinite(total):
         raise ValueError(NOT_FINITE.format(len(ids)))
     facts = {
@@ -951,11 +980,91 @@ def one_turn(
     )
 
 
+def engine_options(args: argparse.Namespace, model: Transformer) -> dict[str, Any]:
+    """The Engine's arguments that the flags say, on a CPU the model prepared for it."""
+    from serving import blocks_that_fit
+
+    if model.embed.weight.device.type == "cpu":
+        for_cpu_(model)
+    names = "block_size max_batch_tokens max_running kv_dtype swap compile"
+    options = {name: getattr(args, name) for name in names.split()}
+    options["prefix_cache"] = not args.no_prefix_cache
+    if any(isinstance(module, MoE) for module in model.modules()):
+        if args.compile:
+            raise ValueError("--compile: what experts compute has no static shape; leave it out")
+        options["static"] = False  # nor can such a step be captured
+    fit = blocks_that_fit(model, args.block_size, args.max_running, args.kv_dtype)
+    return options | {"num_blocks": args.kv_blocks or fit}
+
+
+def batch(args: argparse.Namespace) -> None:
+    """--batch: a file of requests into a file of results."""
+    import serving  # only here: it imports Triton, which takes 0.2 s
+
+    if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
+        raise ValueError(f"--batch {args.batch}: cannot be read; give a JSONL file")
+    out = args.out or args.batch.with_suffix(".results.jsonl")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    if out.exists() and out.samefile(args.batch):
+        raise ValueError(f"--out {out} is the file of requests; give another")
+    answered = serving.read_results(out)
+    device = pick_device(args.device)
+    model, tokenizer = load(args, device)
+    template = None if args.dummy else load_chat_template(args.checkpoint)
+    eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
+    names = [f.name for f in fields(serving.SamplingParams)]
+    given = {name: getattr(args, name) for name in names} | {"logit_bias": args.how.logit_bias}
+    defaults = serving.SamplingParams(**given)
+    service = serving.Service(model, tokenizer, eos, **engine_options(args, model))
+    requests = serving.RequestFile(
+        args.batch, answered, tokenizer, template, args.system, defaults, service.engine.capacity
+    )
+    try:
+        line = serving.run_batch(service, requests, out)
+    except KeyboardInterrupt:
+        print(f"stopped; {out} has what is finished, the same command goes on", file=sys.stderr)
+        raise
+    print(f"[{device_name(device)}] {line}", file=sys.stderr)
+
+
+def bench_serving(args: argparse.Namespace) -> None:
+    """--bench-serving: random requests on the real clock, after a warm-up by others as long."""
+    import serving
+
+    lengths = {name: getattr(args, name) for name in WORKLOAD_FLAGS.split()}
+    workload = serving.Workload(args.bench_serving, seed=args.how.seed, **lengths)
+    device = pick_device(args.device)
+    model, _ = load(args, device)
+    engine = serving.build_engine(model, **engine_options(args, model))
+    longest = args.shared_prefix + args.input_tokens[1] + args.output_tokens[1]
+    if longest > engine.capacity:
+        raise ValueError(
+            f"--shared-prefix, --input-tokens and --output-tokens make up to {longest} tokens, "
+            f"and the context or the cache (--kv-blocks) holds {engine.capacity}"
+        )
+    how = {f.name: getattr(args.how, f.name) for f in fields(Sampling)}
+    params = serving.SamplingParams(**how, ignore_eos=True)
+    trace = workload.trace(model.config.vocab_size)
+    shifted = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
+    warm_up = [replace(a, due=0.0, ids=shifted(a.ids)) for a in trace[: 2 * args.max_running]]
+    serving.replay(engine, warm_up, params)  # compiles and captures what steps of this form need
+    facts = serving.replay(engine, trace, params)
+    print(json.dumps(facts) if args.json else serving.facts_table(facts))
+
+
 @torch.inference_mode()
 def run(args: argparse.Namespace) -> None:
     """The mode that the command line asks for."""
-    mode = converse if args.interactive else score_file if args.score is not None else generate
-    mode(args)
+    for flag, mode in (
+        (args.interactive, converse),
+        (args.score, score_file),
+        (args.batch, batch),
+        (args.bench_serving, bench_serving),
+        (True, generate),
+    ):
+        if flag:
+            return mode(args)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -39,6 +39,7 @@ transformers, batched == alone, compiled == eager. Needs: torch.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import statistics
@@ -359,6 +360,23 @@ class Sampler:
         self.record(ids)
         return ids
 
+    def draw_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """(R, V) logits of R different rows alone -> (R,) ids, recorded; the others stand still.
+
+        A step of a copy of their state: what only the others ask for is not in it. Not for a
+        compiled step.
+        """
+        part, index = copy.copy(self), torch.tensor(rows, device=self.seed.device)
+        part.how, part.uses = [self.how[r] for r in rows], [self.uses[r] for r in rows]
+        part._choose()
+        part.tensors = {n: t[index] for n, t in self.tensors.items() if n in part.features}
+        part.seed, part.position = self.seed[index], self.position[index]
+        ids = part(logits)
+        self.position[index] = part.position
+        if "output" in part.features:
+            self.tensors["output"][index] = part.tensors["output"]
+        return ids
+
     def process(self, logits: Tensor) -> Tensor:
         """process_logits by the rows' settings and counts; the very logits if there are none."""
         assert logits.shape == self.seed.shape[:1] + self.steps.shape, logits.shape
@@ -423,7 +441,7 @@ class Sampler:
     def _set(self, row: int, how: Sampling) -> None:
         """Write a row's settings; a tensor appears when the first row needs it, neutral for the
         others."""
-        self._check(how)
+        self.check(how)
         if how.top_k >= self.vocab_size:
             how = replace(how, top_k=0)
         self.how[row], self.uses[row] = how, features_of(how)
@@ -449,7 +467,8 @@ class Sampler:
         # a power of two: few different steps, where rows come and go
         self.max_k = min(self.vocab_size, 1 << (k - 1).bit_length()) if k else 0
 
-    def _check(self, how: Sampling) -> None:
+    def check(self, how: Sampling) -> None:
+        """ValueError: an id is not in the vocabulary, or there is no token that is allowed."""
         self._check_ids("logit_bias", [i for i, _ in how.logit_bias])
         banned = {i for i, b in how.logit_bias if b == -INF}
         if how.min_new_tokens:

@@ -45,8 +45,8 @@ import importlib.metadata
 import json
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,6 +156,51 @@ class StopStrings:
         """What was held back and did not become a stop string."""
         held, self.held = self.held, ""
         return held
+
+
+@dataclass
+class Continuation:
+    """What a sequence's tokens became: text, as it comes, and why it ended."""
+
+    tokenizer: Tokenizer
+    stream: TextStream
+    stop: StopStrings
+    eos: Sequence[int]
+    show: Callable[[str], Any]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None  # "eos", "stop" or "length"
+
+    def push(self, token: int) -> None:
+        """Take the next token. An EOS ends the text and is no part of it; so does a stop string."""
+        self.tokens.append(token)
+        if token in self.eos:
+            return self.end("eos")
+        text, found = self.stop.push(self.stream.push(token))
+        self._say(text)
+        if found:
+            self.end("stop")
+
+    def end(self, why: str) -> None:
+        """No token follows: bring out what the streams held back."""
+        if self.finish is None:
+            self.finish = why
+            text, found = self.stop.push(self.stream.finish())
+            self._say(text + self.stop.finish())
+
+    def _say(self, text: str) -> None:
+        self.text += text
+        if text:
+            self.show(text)
+
+
+def logprob_entry(
+    tokenizer: Tokenizer, token: int, logprob: float, best: Sequence[float], ids: Sequence[int]
+) -> dict[str, Any]:
+    """A token, its log-probability under the model's own distribution, and the likeliest ones."""
+    named = lambda i, lp: {"token": i, "text": tokenizer.piece(i), "logprob": round(lp, 5)}
+    return named(token, logprob) | {"top": [named(i, lp) for i, lp in zip(ids, best)]}
 
 
 # --------------------------------------------------------------------------------------------------
