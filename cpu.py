@@ -137,7 +137,9 @@ static inline __attribute__((always_inline)) void strip(
 ) {
     int64_t r = 0;
     for (; r + XR <= R; r += XR) tile(w, x + r * C, y + r * N, N, C, W, XR, r / XR * P, P);
-    for (; r < R; r++) tile(w, x + r * C, y + r * N, N, C, W, 1, r / XR * P, P);
+    if (R - r == 1) tile(w, x + r * C, y + r * N, N, C, W, 1, r / XR * P, P);
+    if (XR > 2 && R - r == 2) tile(w, x + r * C, y + r * N, N, C, W, XR / 2, r / XR * P, P);
+    if (XR > 2 && R - r == 3) tile(w, x + r * C, y + r * N, N, C, W, XR * 3 / 4, r / XR * P, P);
 }
 
 /* y[r][n] = sum over c of w[n][c] * x[r][c] */
@@ -148,7 +150,7 @@ void gemm_bf16(const uint16_t *w, const real *x, float *y, int64_t N, int64_t C,
         const uint16_t *rows = w + n * C;
         if (R <= XR) strip(rows, x, y + n, N, C, R, 6, 6);
         else if (R <= 2 * XR) strip(rows, x, y + n, N, C, R, 6, 3);
-        else if (R <= 3 * XR) strip(rows, x, y + n, N, C, R, 6, 2);
+        else if (R <= 5 * XR) strip(rows, x, y + n, N, C, R, 6, 2);
         else strip(rows, x, y + n, N, C, R, 6, 1);
     }
     for (int64_t n = 6 * Q; n < N; n++) strip(w + n * C, x, y + n, N, C, R, 1, 0);

@@ -45,6 +45,7 @@ import math
 import queue
 import threading
 import time
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -638,17 +639,19 @@ class PagedKVCache:
             width = max(width, -(-end // bs))
         n, r, w = shape or (len(tokens), len(chunks), width)
         assert n >= len(tokens) and r >= len(chunks) and w >= width, (n, r, w)
-        empty = [0] * (n - len(tokens))
-        rows, table = range(r - len(chunks)), torch.zeros(r, w, dtype=torch.int32)
-        for row, c in zip(table, chunks):
-            # past the end its own first block, not another's: nothing of another's can get in
-            used = c.table[:w]
-            row.fill_(used[0])[: len(used)] = torch.tensor(used, dtype=torch.int32)
-        lengths = [c.start + len(c.tokens) for c in chunks] + [0 for _ in rows]
-        cu += [cu[-1] for _ in rows]
+        # past the end of a table its own first block, not another's: nothing of another's gets in
+        table = array("i")
+        for c in chunks:
+            table.extend(c.table[:w])
+            table.extend(array("i", c.table[:1]) * (w - len(c.table)))
+        table.extend(array("i", [0]) * (w * (r - len(chunks))))
+        table = torch.frombuffer(table, dtype=torch.int32).view(r, w)
+        lengths = [c.start + len(c.tokens) for c in chunks] + [0] * (r - len(chunks))
+        cu += [cu[-1]] * (r - len(chunks))
+        empty = n - len(tokens)
         i32, i64 = partial(torch.tensor, dtype=torch.int32), partial(torch.tensor, dtype=torch.long)
-        ids = i64(tokens + empty), i64(positions + empty), i64(slots + [spare for _ in empty])
-        return Step(*(t.to(self.device) for t in (*ids, table, i32(cu), i32(lengths))))
+        rows = i64(tokens + [0] * empty), i64(positions + [0] * empty), i64(slots + [spare] * empty)
+        return Step(*(t.to(self.device) for t in (*rows, table, i32(cu), i32(lengths))))
 
     def attend(
         self, spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, step: Step
