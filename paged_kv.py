@@ -224,8 +224,9 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16, prefix_cache: bool = True):
-        _check(num_blocks > 0, f"num_blocks must be positive, not {num_blocks}")
-        _check(block_size > 0, f"block_size must be positive, not {block_size}")
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            ok = _is_whole(value) and value > 0
+            _check(ok, f"{name} must be a whole number, 1 or more, not {value!r}")
         self.block_size, self.prefix_cache = block_size, prefix_cache
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks))[::-1]
@@ -366,14 +367,18 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step. Its caller runs it, then says commit or undo."""
         plan = Plan(self.max_batch_tokens)
-        order, queue = sorted(self.running, key=self.key), sorted(self.waiting, key=self.key)
-        self._make_way(queue, order, plan)
+        ranked = sorted(self.running + self.waiting, key=self.key)  # all that may fail comes first
+        rank = {seq: n for n, seq in enumerate(ranked)}
+        order = [seq for seq in ranked if seq.running]
+        queue = [seq for seq in ranked if not seq.running]
+        self._make_way(queue, [seq for seq in order if queue and rank[seq] > rank[queue[0]]], plan)
+        order = [seq for seq in order if seq.running]
         for seq in list(order):  # nobody's next token waits for another's prompt
             if seq.running and seq.remaining == 1 and self._own_next_slot(seq, order, plan):
                 self._run(seq, plan)
         prompts = [seq for seq in order if seq.remaining > 1]
         admitting = True
-        for seq in sorted(prompts + queue, key=self.key):
+        for seq in sorted(prompts + queue, key=rank.get):
             if plan.budget and not seq.running:
                 # one that does not fit holds back those behind it, or it might never fit
                 admitting = admitting and self._admit(seq, plan)
@@ -417,14 +422,12 @@ class Scheduler:
 
     # ---- the parts of a step ----
 
-    def _make_way(self, queue: list[Sequence], order: list[Sequence], plan: Plan) -> None:
-        """Should the first that waits come before some that run, these give way, if it helps."""
-        later = [seq for seq in order if queue and self.key(seq) > self.key(queue[0])]
+    def _make_way(self, queue: list[Sequence], later: list[Sequence], plan: Plan) -> None:
+        """Should some run that come later than the first that waits, they give way, if it helps."""
         blocks = [b for seq in later for b in seq.table if self.allocator.refs[b] == 1]
         if later and self._fits(queue[0], len(blocks), len(later)):
             while later and not self._fits(queue[0]):
                 self._preempt(later.pop(), plan)
-                order.pop()
 
     def _own_next_slot(self, seq: Sequence, order: list[Sequence], plan: Plan) -> bool:
         """A block to write its next token to, which no other reads: the last in order give way for
@@ -1336,7 +1339,7 @@ class Engine:
         num_blocks: int,
         block_size: int = 16,
         max_batch_tokens: int = 512,
-        max_running: int = 64,
+        max_running: int | None = None,
         policy: Callable[[Sequence], Any] = first_come,
         swap: bool = False,
         prefix_cache: bool = True,
@@ -1349,8 +1352,8 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ):
         """max_batch_tokens: the budget of a step, and so the longest a next token may wait.
-        max_running: samples that run at once. policy: see Scheduler. swap: who gives way has its KV
-        kept on the host. kv_dtype: see PagedKVCache.
+        max_running: samples that run at once, 64 if the budget allows. policy: see Scheduler.
+        swap: who gives way has its KV kept on the host. kv_dtype: see PagedKVCache.
 
         sampler: has check(params), which raises ValueError, and __call__(logits (R, V), sequences)
         -> ids (R,), -1 where there is none to draw. listen: gives for a sequence an object with
@@ -1365,10 +1368,11 @@ class Engine:
             "be batched; give config.json another rope_type",
         )
         self.model, self.clock, self.listen = model, clock, listen
+        self.allocator = BlockAllocator(num_blocks, block_size, prefix_cache)
         self.cache = PagedKVCache(
             model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype
         )
-        self.allocator = BlockAllocator(num_blocks, block_size, prefix_cache)
+        max_running = min(64, max_batch_tokens) if max_running is None else max_running
         self.scheduler = Scheduler(self.allocator, max_batch_tokens, max_running, policy, swap)
         self.capacity = min(num_blocks * block_size, getattr(model.config, "context", math.inf))
         self.sampler = Sampler() if sampler is None else sampler
@@ -1397,7 +1401,11 @@ class Engine:
         priority: int = 0,
     ) -> Any:
         """Let a request wait for its turn; its id. ValueError says why it cannot be served."""
+        ok = isinstance(prompt_ids, Iterable)
+        _check(ok, f"the prompt must be a list of token ids, not {prompt_ids!r}")
         prompt = list(prompt_ids)
+        ok = isinstance(params, SamplingParams)
+        _check(ok, f"params must be SamplingParams, not {params!r}")
         self._check_request(prompt, params)
         _check(_is_whole(priority), f"priority must be a whole number, not {priority!r}")
         _check(isinstance(id, Hashable), f"id must be one that a dict can hold, not {id!r}")
@@ -1463,8 +1471,8 @@ class Engine:
     ) -> list[Output]:
         """All prompts to their ends, in their order, with params for all or for each. One that
         cannot be served has an error."""
-        prompts = [list(prompt) for prompt in prompts]
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        prompts = list(prompts)
+        each = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
         _check(len(each) == len(prompts), f"{len(each)} params for {len(prompts)} prompts")
         outputs = []
         for prompt, p in zip(prompts, each):
