@@ -41,12 +41,13 @@ in a table. A cache is (blocks, block_size, Hkv, D).
 
 from __future__ import annotations
 
+import heapq
 import math
 import queue
 import threading
 import time
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -280,13 +281,14 @@ class BlockAllocator:
         self.below[node, tokens] = block
         return self.n_nodes
 
-    def forget(self, block: int) -> None:
-        """What this block holds, and so what is below it, is not to be found again."""
-        if block in self.place:
-            node = self.node(block)
-            self._unlink(block)
-            for below in [b for b, (above, _, _) in self.place.items() if above == node]:
-                self.forget(below)
+    def forget(self, blocks: Iterable[int]) -> None:
+        """What these hold, and so what is below them, is not to be found again."""
+        gone = {self.node(block) for block in blocks if block in self.place}
+        if gone:
+            for block, (above, _, own) in list(self.place.items()):  # those above come first
+                if above in gone or own in gone:
+                    gone.add(own)
+                    self._unlink(block)
 
     def _unlink(self, block: int) -> None:
         above, tokens, _ = self.place.pop(block)
@@ -330,9 +332,9 @@ def first_come(seq: Sequence) -> Any:
 class Plan:
     """One step: what to run, and what to copy before, in the order of these fields."""
 
-    budget: int
+    budget: int = 0  # tokens that may yet be run
     swap_out: list[tuple[Sequence, list[int], int]] = field(default_factory=list)  # blocks, tokens
-    copies: list[tuple[int, int]] = field(default_factory=list)  # block to block
+    copies: dict[int, int] = field(default_factory=dict)  # to a block, from another
     swap_in: list[tuple[Sequence, int]] = field(default_factory=list)  # from which token on
     run: list[tuple[Sequence, int]] = field(default_factory=list)  # so many of its tokens
     fresh: list[int] = field(default_factory=list)  # blocks that can be found from this step on
@@ -364,14 +366,19 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.n_preempted = self.n_admitted_tokens = self.n_hit_tokens = 0
 
-    def schedule(self) -> Plan:
-        """The next step. Its caller runs it, then says commit or undo."""
-        plan = Plan(self.max_batch_tokens)
-        ranked = sorted(self.running + self.waiting, key=self.key)  # all that may fail comes first
+    def schedule(self, plan: Plan | None = None) -> Plan:
+        """The next step. Its caller runs it, then says commit, or undo, also if this was
+        interrupted and only the plan handed in is there."""
+        plan = Plan() if plan is None else plan
+        plan.budget = self.max_batch_tokens
+        for seq in self.running:  # one that was run to its end, but then could not draw, is again
+            seq.computed = min(seq.computed, len(seq.tokens) - 1)
+        queue = heapq.nsmallest(self.max_running, self.waiting, key=self.key)
+        ranked = sorted(self.running + queue, key=self.key)
         rank = {seq: n for n, seq in enumerate(ranked)}
         order = [seq for seq in ranked if seq.running]
-        queue = [seq for seq in ranked if not seq.running]
-        self._make_way(queue, [seq for seq in order if queue and rank[seq] > rank[queue[0]]], plan)
+        if queue:
+            self._make_way(queue[0], [seq for seq in order if rank[seq] > rank[queue[0]]], plan)
         order = [seq for seq in order if seq.running]
         for seq in list(order):  # nobody's next token waits for another's prompt
             if seq.running and seq.remaining == 1 and self._own_next_slot(seq, order, plan):
@@ -393,10 +400,10 @@ class Scheduler:
             seq.cached = max(seq.cached, seq.computed)
 
     def undo(self, plan: Plan) -> None:
-        """The plan was not run to its end: what it was to compute is not there."""
-        for block in plan.fresh:
-            self.allocator.forget(block)
-        for seq, _ in plan.run:
+        """The plan was not made or not run to its end: all that run begin again, with what is left
+        of theirs in the prefix tree."""
+        self.allocator.forget(plan.fresh)
+        for seq in list(self.running):
             self._release(seq)
             self.waiting.append(seq)
 
@@ -410,23 +417,22 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
 
-    def fork(self, seq: Sequence, child: Sequence | None = None) -> Sequence:
-        """Another sequence with the same tokens in the same blocks."""
-        child = child or replace(seq, index=seq.index + 1)
-        child.tokens, child.table = list(seq.tokens), [*map(self.allocator.share, seq.table)]
-        child.computed, child.cached, child.known = seq.computed, seq.cached, seq.known
-        child.node, child.running = seq.node, True
-        child.width, seq.width = 1, max(1, seq.width - 1)
+    def fork(self, seq: Sequence) -> Sequence:
+        """The next sample of its request: another sequence with the same tokens in the same
+        blocks."""
+        child = replace(seq, index=max(seq.index + 1, seq.params.n - seq.width + 1), width=1)
+        child.tokens, child.listener = list(seq.tokens), None
+        child.table = [*map(self.allocator.share, seq.table)]
+        seq.width = max(1, seq.width - 1)
         self.running.append(child)
         return child
 
     # ---- the parts of a step ----
 
-    def _make_way(self, queue: list[Sequence], later: list[Sequence], plan: Plan) -> None:
-        """Should some run that come later than the first that waits, they give way, if it helps."""
-        blocks = [b for seq in later for b in seq.table if self.allocator.refs[b] == 1]
-        if later and self._fits(queue[0], len(blocks), len(later)):
-            while later and not self._fits(queue[0]):
+    def _make_way(self, seq: Sequence, later: list[Sequence], plan: Plan) -> None:
+        """Those that run, though later in order than one which waits, give way, if it helps."""
+        if later and self._fits(seq, later):
+            while later and not self._fits(seq):
                 self._preempt(later.pop(), plan)
 
     def _own_next_slot(self, seq: Sequence, order: list[Sequence], plan: Plan) -> bool:
@@ -445,26 +451,27 @@ class Scheduler:
                 return False
         block = self.allocator.allocate()
         if shared:
-            plan.copies.append((seq.table[at], block))
+            plan.copies[block] = seq.table[at]  # should it be given away again, the last one counts
             self.allocator.release([seq.table.pop()])
         seq.table.append(block)
         return True
 
-    def _fits(self, seq: Sequence, more: int = 0, fewer: int = 0) -> bool:
+    def _fits(self, seq: Sequence, without: Iterable[Sequence] = ()) -> bool:
         """Whether there is room to admit it: blocks for all its tokens, one to spare for each that
-        runs. With `more` blocks free, and `fewer` running."""
-        hits, node = [], 0
+        runs. As if those in `without` did not run."""
+        hits, node, refs = set(), 0, self.allocator.refs
         for at in range(0, len(seq.tokens), self.block_size):
             block = self.allocator.find(node, tuple(seq.tokens[at : at + self.block_size]))
             if block is None:
                 break
-            hits.append(block)
+            hits.add(block)
             node = self.allocator.node(block)
-        running = len(self.running) - fewer
-        need = self._blocks(len(seq.tokens)) - len(hits) + running
-        have = self.allocator.n_free - sum(self.allocator.refs[b] == 0 for b in hits) + more
-        width = sum(s.width for s in self.running) - fewer + seq.width
-        return need <= have and width <= self.max_running
+        used = Counter(block for s in without for block in s.table)
+        given_back = sum(refs[block] == n for block, n in used.items() if block not in hits)
+        running = set(self.running).difference(without)
+        have = self.allocator.n_free - sum(refs[block] == 0 for block in hits) + given_back
+        need = self._blocks(len(seq.tokens)) - len(hits) + len(running)
+        return need <= have and sum(s.width for s in running) + seq.width <= self.max_running
 
     def _admit(self, seq: Sequence, plan: Plan) -> bool:
         """Give it its blocks: those that are known, and for the rest of its tokens new ones."""
@@ -482,6 +489,8 @@ class Scheduler:
             plan.swap_in.append((seq, seq.cached))
             seq.computed = seq.cached = seq.host.n
             self._register(seq, plan)
+        else:
+            seq.host = None
         return True
 
     def _run(self, seq: Sequence, plan: Plan) -> None:
@@ -612,6 +621,9 @@ class PagedKVCache:
             known = ", ".join(KV_DTYPES)
             _check(kv_dtype in KV_DTYPES, f"kv_dtype must be one of {known}, not {kv_dtype!r}")
             dtype, self.largest = KV_DTYPES[kv_dtype]
+            device = torch.device(device)
+            old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+            _check(kv_dtype != "fp8" or not old, "kv_dtype fp8 needs a newer GPU; take int8")
         parts, heads, dim = 2, config.n_kv_heads, config.head_dim
         if getattr(config, "kv_lora_rank", None):
             parts, heads, dim = 1, 1, config.kv_lora_rank + config.qk_rope_head_dim
@@ -624,8 +636,8 @@ class PagedKVCache:
         whole = [*self.pages, *self.scales]
         self.bytes_per_token = sum(t.nbytes for t in whole) // (num_blocks + 1) // block_size
 
-    def step(self, chunks: list[Chunk], shape: tuple[int, int, int] | None = None) -> Step:
-        """The tensors of a step; with a shape (N, R, W) padded to it, by tokens of no sequence and
+    def step(self, chunks: list[Chunk], shape: tuple[int, int] | None = None) -> Step:
+        """The tensors of a step; with a shape (N, R) padded to it, by tokens of no sequence and
         sequences of no tokens."""
         bs, spare = self.block_size, self.num_blocks * self.block_size
         tokens, positions, slots, cu, width = [], [], [], [0], 1
@@ -640,8 +652,8 @@ class PagedKVCache:
             ]
             cu.append(len(tokens))
             width = max(width, -(-end // bs))
-        n, r, w = shape or (len(tokens), len(chunks), width)
-        assert n >= len(tokens) and r >= len(chunks) and w >= width, (n, r, w)
+        (n, r), w = shape or (len(tokens), len(chunks)), width
+        assert n >= len(tokens) and r >= len(chunks), (n, r)
         # past the end of a table its own first block, not another's: nothing of another's gets in
         table = array("i")
         for c in chunks:
@@ -719,7 +731,7 @@ class PagedKVCache:
     def read(self, table: list[int], n: int) -> HostKV:
         """The first n tokens of a sequence, on the host."""
         used = torch.tensor(table[: -(-n // self.block_size)], device=self.device)
-        take = lambda ts: torch.stack([t[:, :, used].flatten(2, 3)[:, :, :n] for t in ts]).cpu()
+        take = lambda ts: torch.stack([t[:, :, used].cpu().flatten(2, 3)[:, :, :n] for t in ts])
         return HostKV(n, take(self.pages), take(self.scales) if self.scales else None)
 
     def write(self, table: list[int], first: int, host: HostKV) -> None:
@@ -852,6 +864,8 @@ def _together(q: Tensor, ends: Tensor, tables: Tensor, S: int, p: _Pages, rules:
     if rules.alibi_slopes is not None:
         bias = -rules.alibi_slopes[:, None, None] * (i - j)
         mask = bias.masked_fill(~mask, -math.inf).to(q.dtype)  # (B, Hq, T, keys)
+    if rules.softcap is not None or rules.sinks is not None:
+        return _unfused(q, k, v, mask, rules)[..., : p.latent_dim]
     if T == 1:  # heads that share keys become rows of one head
         mask = mask.reshape(B, -1, Hq // Hkv, mask.shape[-1]) if mask.shape[1] > 1 else mask
         q = q.view(B, Hkv, -1, D)
@@ -860,6 +874,24 @@ def _together(q: Tensor, ends: Tensor, tables: Tensor, S: int, p: _Pages, rules:
     o = F.scaled_dot_product_attention(q, k, v, mask, scale=rules.scale, enable_gqa=T > 1)
     o = o.view(B, 1, Hq, -1) if T == 1 else o.transpose(1, 2)
     return o if p.v is not None else o[..., : p.latent_dim]
+
+
+def _unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: _Rules) -> Tensor:
+    """With softcap or sinks, which torch's fused kernel does not have. mask (B, 1 or Hq, T, keys):
+    bool, or with ALiBi in it what to add."""
+    (B, T, _, _), Hkv, dtype = q.shape, k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    by_head = lambda x: x.unflatten(1, (Hkv, -1)) if x.shape[1] > 1 else x[:, None]
+    s = by_head(q.transpose(1, 2).to(dtype)).flatten(2, 3)  # (B, Hkv, heads * T, D)
+    s = (s @ k.to(dtype).transpose(-1, -2) * rules.scale).unflatten(2, (-1, T))
+    if rules.softcap is not None:
+        s = (s / rules.softcap).tanh_() * rules.softcap
+    mask = by_head(mask)
+    s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    if rules.sinks is not None:
+        sinks = rules.sinks.to(dtype).view(1, Hkv, -1, 1, 1).expand(B, -1, -1, T, -1)
+        s = torch.cat((s, sinks), dim=-1)
+    p = s.softmax(-1)[..., : k.shape[2]].flatten(2, 3)
+    return (p @ v.to(dtype)).unflatten(2, (-1, T)).flatten(1, 2).transpose(1, 2).to(q.dtype)
 
 
 def _gather(x: Tensor, scale: Tensor | None, table: Tensor, B: int, dtype: torch.dtype) -> Tensor:
@@ -1119,7 +1151,7 @@ def _launch(q: Tensor, p: _Pages, rules: _Rules, n_splits: int) -> tuple[Tensor,
     BLOCK_DV = BLOCK_D if v is None else _power(DV)
     widest = max(BLOCK_D + BLOCK_R, BLOCK_DV)
     BLOCK_N, stages, few, many = CONFIGS[min(d for d in CONFIGS if d >= widest)]
-    rows, warps = few if N <= R else many
+    rows, warps = few if N <= R and Hq // Hkv <= few[0] else many
     if q.element_size() == 4:
         rows, stages = min(rows, 32), 1
     BLOCK_H = min(1 << (Hq // Hkv - 1).bit_length(), rows)
@@ -1177,8 +1209,8 @@ def _(q, k, v, *args):
 
 
 def _torch(q: Tensor, p: _Pages, rules: _Rules, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """Without the kernel; torch's fused one knows neither softcap nor sinks, and keeps its lse."""
-    if return_lse or rules.softcap is not None or rules.sinks is not None:
+    """Without the kernel; torch's own keeps its lse to itself."""
+    if return_lse:
         return _reference(q, p, rules)
     return _plain(q, p, rules), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -1213,7 +1245,7 @@ def paged_attention(
     to fill the GPU. On CUDA nothing is read on the host, and launches follow from shapes alone.
     ValueError names what does not fit.
     """
-    p, rules = _checked(
+    q, p, rules = _checked(
         q, k, v, block_table, cu_seqlens, lengths, k_scale, v_scale, latent_dim, scale, window,
         softcap, alibi_slopes, sinks,
     )  # fmt: skip
@@ -1234,14 +1266,14 @@ def paged_attention_reference(
     names = ("scale", "window", "softcap", "alibi_slopes", "sinks")
     given = (k_scale, v_scale, latent_dim, *(rules.pop(name, None) for name in names))
     _check(not rules or {*rules} == {"n_splits"}, f"no such argument: {', '.join(rules)}")
-    o, lse = _reference(q, *_checked(q, k, v, block_table, cu_seqlens, lengths, *given))
+    o, lse = _reference(*_checked(q, k, v, block_table, cu_seqlens, lengths, *given))
     return (o, lse) if return_lse else o
 
 
 def _checked(
     q, k, v, block_table, cu_seqlens, lengths, k_scale, v_scale, latent_dim, scale, window, softcap,
     slopes, sinks,
-) -> tuple[_Pages, _Rules]:  # fmt: skip
+) -> tuple[Tensor, _Pages, _Rules]:  # fmt: skip
     """The arguments of a call, or a ValueError that names the one which does not fit."""
     shape = lambda x: None if x is None else tuple(x.shape)
     ok = q.dim() == 3 and k.dim() == 4
@@ -1264,11 +1296,15 @@ def _checked(
     _check((k_scale is None) == (v_scale is None) or v is None, "k_scale and v_scale go together")
     for name, x in (("window", window), ("softcap", softcap)):
         _check(x is None or x > 0, f"{name} must be positive, not {x}")
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    v = v if v is None or v.stride(-1) == 1 else v.contiguous()
+    if v_scale is not None and v_scale.stride() != k_scale.stride():
+        k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     integers = (x.to(torch.int32).contiguous() for x in (block_table, cu_seqlens, lengths))
     slopes, sinks = (None if x is None else x.float().contiguous() for x in (slopes, sinks))
     scale, softcap = D**-0.5 if scale is None else float(scale), softcap and float(softcap)
     pages = _Pages(k, v, k_scale, v_scale, *integers, latent_dim)
-    return pages, _Rules(scale, window, softcap, slopes, sinks)
+    return q, pages, _Rules(scale, window, softcap, slopes, sinks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1379,14 +1415,17 @@ class Engine:
         self.eos = set(model.config.eos_ids if eos_ids is None else eos_ids)
         modules = list(model.modules())
         if static is None:  # a loop over experts asks the host how many tokens each has
-            static = compile or (weight.is_cuda and not any(hasattr(m, "experts") for m in modules))
-        self.shapes = Shapes(self._hidden, compile) if static else None
+            static = weight.is_cuda and _kernel(weight)
+            static = compile or (static and not any(hasattr(m, "experts") for m in modules))
+        width = -(-self.capacity // self.allocator.block_size)
+        self.shapes = Shapes(self._hidden, width, compile) if static else None
         for module in modules:  # a step mixes decoding with prompts: latents stay latents
             if hasattr(module, "absorb_up_to"):
                 module.absorb_up_to = math.inf
         self.outputs: dict[Any, Output] = {}  # of unfinished requests
         self.sequences: dict[Any, list[Sequence]] = {}
         self.untold: deque[tuple[Sequence, int]] = deque()  # new tokens, on their way to listeners
+        self.grown: dict[Any, Output] = {}  # outputs, on their way to the caller of step
         self.n_arrivals = 0
         self.record = Record()
 
@@ -1480,8 +1519,9 @@ class Engine:
                 outputs.append(self.outputs[self.add(prompt, p)])
             except ValueError as e:
                 outputs.append(Output(None, prompt, error=str(e)))
-        while not all(output.finished for output in outputs):
-            self.step()
+        for output in outputs:
+            while not output.finished:
+                self.step()
         return outputs
 
     def stream(self, id: Any) -> Iterator[int]:
@@ -1499,94 +1539,105 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Run the model once; the outputs that grew or ended. Whatever is raised in between, by the
-        model or from the keyboard, nothing is lost: the next step goes on."""
+        """Run the model once; the outputs that grew or ended since the last step. Whatever model,
+        sampler or policy raise, or a key pressed while the model runs, nothing is lost: the next
+        step goes on."""
         self._deliver()
-        if not self.outputs:
-            return []
-        plan = self.scheduler.schedule()
-        assert plan.run, "nothing can run: a bug in the policy or the scheduler"
-        start = self.clock()
+        if self.outputs:
+            self._step()
+        grown, self.grown = self.grown, {}
+        return list(grown.values())
+
+    def _step(self) -> None:
+        plan, start = Plan(), self.clock()
         try:
-            logits, heads = self._logits(plan)
-            logprobs = self._logprobs(logits, heads)  # before a sampler may write on the logits
-            ids = self.sampler(logits, heads).tolist() if heads else []
+            self.scheduler.schedule(plan)
+            assert plan.run, "nothing can run: a bug in the policy or the scheduler"
+            hidden = self._run(plan)
         except BaseException:
             self.scheduler.undo(plan)
             raise
         self.scheduler.commit(plan)
-        now = self.clock()
-        for seq, _ in plan.run:
+        heads, rows, row = [], [], -1
+        for seq, n in plan.run:
+            row += n
             seq.request.times = seq.request.times or [start]
-        for seq in heads:
-            if not seq.running:  # a sample that begins here
-                self.sequences[seq.request.id].append(seq)
-                self.scheduler.fork(self.sequences[seq.request.id][0], seq)
+            if seq.computed == len(seq.tokens):
+                samples = [seq, *self._forks(seq)]
+                heads, rows = heads + samples, rows + [row] * len(samples)
+        last = torch.tensor(rows, dtype=torch.long, device=hidden.device)
+        logits = self.model.head(hidden[last])
+        logprobs = self._logprobs(logits, heads)  # before a sampler may write on the logits
+        ids = self.sampler(logits, heads).tolist() if heads else []
+        now = self.clock()
         for seq, id, logp in zip(heads, ids, logprobs):
             self._append(seq, id, logp, now)
         self._deliver()
-        self.record.step(start, now, sum(n for _, n in plan.run), len(heads), self._used())
-        return list({id: seq.request for seq in heads for id in (seq.request.id,)}.values())
+        self.record.step(start, now, row + 1, len(heads), self._used())
 
-    def _logits(self, plan: Plan) -> tuple[Tensor, list[Sequence]]:
-        """The copies of a plan, then the model: logits (R, V) of the sequences that have come to
-        their last token, of all samples that begin there."""
+    def _run(self, plan: Plan) -> Tensor:
+        """The copies of a plan, then the model: hidden states (N, C)."""
         for seq, table, n in plan.swap_out:
             seq.host = self.cache.read(table, n)
-        self.cache.copy(plan.copies)
+        self.cache.copy([(source, to) for to, source in plan.copies.items()])
         for seq, first in plan.swap_in:
             self.cache.write(seq.table, first, seq.host)
             seq.host = None
-        chunks, heads, rows, row = [], [], [], -1
+        chunks = []
         for seq, n in plan.run:
-            start, end = seq.computed, seq.computed + n
-            chunks.append(Chunk(seq.tokens[start:end], start, seq.table, seq.cached))
-            row += n
-            if end == len(seq.tokens):
-                new = range(1, seq.width)
-                more = [replace(seq, index=i, width=1, running=False, table=[]) for i in new]
-                for child in more:
-                    child.tokens = list(seq.tokens)
-                    child.listener = self.listen(child) if self.listen else None
-                heads += [seq, *more]
-                rows += [row] * seq.width
+            tokens = seq.tokens[seq.computed : seq.computed + n]
+            chunks.append(Chunk(tokens, seq.computed, seq.table, seq.cached))
         if self.shapes is None:
-            hidden = self._hidden(self.cache.step(chunks))
-        else:
-            hidden = self.shapes(self.cache.step(chunks, self._shape(chunks)))
-        last = torch.tensor(rows, dtype=torch.long, device=hidden.device)
-        return self.model.head(hidden[last]), heads
+            return self._hidden(self.cache.step(chunks))
+        return self.shapes(self.cache.step(chunks, self._shape(chunks)))
+
+    def _forks(self, seq: Sequence) -> list[Sequence]:
+        """The samples that begin where a prompt ends."""
+        forks = []
+        while seq.width > 1:
+            child = self.scheduler.fork(seq)
+            self.sequences[seq.request.id].append(child)
+            try:
+                child.listener = self.listen(child) if self.listen else None
+                forks.append(child)
+            except Exception as e:
+                seq.request.error = f"its listener failed: {type(e).__name__}: {e}"
+                self._end(child, "error")
+        return forks
 
     def _hidden(self, step: Step) -> Tensor:
         """(N, C)"""
         attend = partial(self.cache.attend, step=step)
         return self.model(step.tokens[None], step.positions[None], attend, return_hidden=True)[0]
 
-    def _shape(self, chunks: list[Chunk]) -> tuple[int, int, int]:
-        """(N, R, W), one of few: all decode, or some prompt is among them. Powers of two, for
-        kernels to like."""
+    def _shape(self, chunks: list[Chunk]) -> tuple[int, int]:
+        """(N, R), one of few: N == R if all decode, else N > R. Powers of two, as kernels like."""
         n, r = sum(len(c.tokens) for c in chunks), len(chunks)
         power = lambda x: 1 << (x - 1).bit_length()
-        width = -(-self.capacity // self.allocator.block_size)
         if n == r:
-            return power(n), power(n), width
-        return max(64, power(n)), power(self.scheduler.max_running), width
+            return power(n), power(n)
+        most = power(self.scheduler.max_running)
+        return max(64, power(n), 2 * most), most
 
     def _logprobs(self, logits: Tensor, heads: list[Sequence]) -> list[Tensor | None]:
         """(V,) of each sequence that asks for them, on the host."""
-        asks = [seq.params.logprobs is not None for seq in heads]
-        return [x.float().log_softmax(-1).cpu() if a else None for x, a in zip(logits, asks)]
+        found: list[Tensor | None] = [None] * len(heads)
+        for row, seq in enumerate(heads):
+            if seq.params.logprobs is not None:
+                found[row] = logits[row].float().log_softmax(-1).cpu()
+        return found
 
     def _append(self, seq: Sequence, token: int, logp: Tensor | None, now: float) -> None:
         sample = seq.request.samples[seq.index]
         if token >= 0:
-            seq.tokens.append(token)
             sample.token_ids.append(token)
+            seq.tokens.append(token)
             seq.request.times += [now] if seq.index == 0 else []
         if token >= 0 and logp is not None:
             best = logp.topk(seq.params.logprobs)
             found = float(logp[token]), best.indices.tolist(), best.values.tolist()
             sample.logprobs.append(found)
+        self.grown[seq.request.id] = seq.request
         self.untold.append((seq, token))
 
     def _deliver(self) -> None:
@@ -1610,9 +1661,7 @@ class Engine:
             seq.request.error = (
                 f"the logits after {len(seq.tokens)} tokens are not finite, or all are ruled out"
             )
-            for block in seq.table:
-                if self.allocator.refs[block] == 1:
-                    self.allocator.forget(block)
+            self.allocator.forget(b for b in seq.table if self.allocator.refs[b] == 1)
             return "error"
         if seq.listener is not None and seq.listener.finish:
             return seq.listener.finish
@@ -1623,6 +1672,7 @@ class Engine:
     def _end(self, seq: Sequence, reason: str) -> None:
         """A sample is complete; with the last of its samples, its request."""
         output = seq.request
+        self.grown[output.id] = output
         self.scheduler.finish(seq)
         output.samples[seq.index].finish_reason = reason
         self.sequences[output.id].remove(seq)
@@ -1653,14 +1703,19 @@ class Engine:
         return Parcel(output, sequences)
 
     def give(self, parcel: Parcel) -> None:
-        """Go on with what another engine, of the same model, took."""
-        self.outputs[parcel.output.id] = parcel.output
-        self.sequences[parcel.output.id] = parcel.sequences
+        """Go on with what another engine, of the same model, took. ValueError as by add."""
+        output = parcel.output
+        for seq in parcel.sequences:
+            self._check_request(seq.tokens[: seq.n_prompt], seq.params)
+        _check(output.id not in self.outputs, f"id {output.id!r} is in use")
+        self.outputs[output.id], self.sequences[output.id] = output, list(parcel.sequences)
         for seq in parcel.sequences:
             seq.arrival, seq.listener = self.n_arrivals, self.listen(seq) if self.listen else None
             self.scheduler.add(seq)
-            for token in seq.output:
-                self._tell(seq, "push", token)
+            told = all([self._tell(seq, "push", token) for token in seq.output])
+            reason = self._reason(seq, seq.tokens[-1]) if told else "error"
+            if reason:
+                self._end(seq, reason)
         self.n_arrivals += 1
 
     # ---- what it did ----
@@ -1681,33 +1736,39 @@ class Engine:
 
 class Shapes:
     """A step of the model for each shape that comes: compiled if asked for; on CUDA captured, once,
-    as a graph over tensors of its own."""
+    as a graph over tensors of its own. Block tables are `width` wide in all of them."""
 
-    def __init__(self, run: Callable[[Step], Tensor], compile: bool):
+    def __init__(self, run: Callable[[Step], Tensor], width: int, compile: bool):
         self.run = torch.compile(run, fullgraph=True, dynamic=False) if compile else run
-        self.captured: dict[tuple, tuple[Step, Any, Tensor]] = {}
+        self.width, self.pool = width, None
+        self.captured: dict[tuple[int, int], tuple[Step, Any, Tensor]] = {}
 
     def __call__(self, step: Step) -> Tensor:
         # each shape is a compilation of the same function; there are about a dozen
         with torch._dynamo.config.patch(recompile_limit=64):
             if not step.tokens.is_cuda:
-                return self.run(step)
-            key = (*step.tokens.shape, *step.block_table.shape)
+                return self.run(self._widened(step))
+            key = len(step.tokens), len(step.lengths)
             if key not in self.captured:
-                self.captured[key] = self._capture(step)
+                self.captured[key] = self._capture(self._widened(step))
         static, graph, out = self.captured[key]
-        for mine, new in zip(static, step):
-            mine.copy_(new)
+        for mine, new in zip(static, step):  # what a table has beyond is not looked at
+            mine[..., : new.shape[-1]].copy_(new)
         graph.replay()
         return out
+
+    def _widened(self, step: Step) -> Step:
+        more = self.width - step.block_table.shape[1]
+        return step._replace(block_table=F.pad(step.block_table, (0, more)))
 
     def _capture(self, step: Step) -> tuple[Step, Any, Tensor]:
         static = Step(*(t.clone() for t in step))
         for _ in range(2):
             self.run(static)  # compiles, and stores the same keys in the same slots
         torch.cuda.synchronize()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()  # one step is over, then another
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self.pool):
             out = self.run(static)
         return static, graph, out
 
@@ -1781,19 +1842,24 @@ def prefill_worker(
 
 def decode_worker(engine: Engine, source: int) -> list[Output]:
     """Decode what rank `source` sends, to the end; the outputs in the order of its requests."""
-    inbox: queue.Queue[Parcel | None] = queue.Queue()
+    inbox: queue.Queue[Parcel | BaseException | None] = queue.Queue(maxsize=64)
 
     def receive() -> None:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, source)
-        while inbox.put(box[0]) or box[0] is not None:
-            dist.recv_object_list(box, source)
+        box: list[Any] = [...]
+        while box[0] is not None:
+            try:
+                dist.recv_object_list(box, source)
+            except BaseException as e:  # the other worker is gone
+                return inbox.put(e)
+            inbox.put(box[0])
 
     threading.Thread(target=receive, daemon=True).start()
     outputs, more = {}, True
     while more or engine.unfinished:
         while more and (not engine.unfinished or not inbox.empty()):
             parcel = inbox.get()  # waits only while there is nothing to decode
+            if isinstance(parcel, BaseException):
+                raise parcel
             more = parcel is not None
             if more:
                 outputs[parcel.output.id] = parcel.output

@@ -8,7 +8,7 @@ generate.py puts them around it:
     run_batch     --batch: a JSONL file of requests into a JSONL file of results
     replay        --bench-serving: requests that arrive as a Workload says, on the real clock
 
-A file of requests may be long, wrong in places, and the machine may die in the middle of it. So it
+A file of requests may be long, wrong in places, and the process may die in the middle of it. So it
 is read as the engine makes room; a line that is wrong is answered with an error that names the line
 and the field, and the others as if it were not there; a result is written, a line in one piece, as
 soon as there is one. The results on disk are the state of the run, all of it: started again, a run
@@ -273,6 +273,7 @@ class RequestFile:
                     answer = self._request(values, id, line)
                 except ValueError as e:
                     answer = self.refusal(id, line, e)
+                    first.setdefault(id, line)  # a line that cannot be read has its number for id
                 if (id, line) not in self.answered:
                     yield answer
 
