@@ -175,7 +175,7 @@ class Sequence:
 
     and of its blocks the first `known` are full ones in the prefix tree, down to `node`. After a
     hit on the whole prompt the last token is run again, for its logits; its keys are there already:
-    what stands before `cached` is not written."""
+    what stands before `stored` is not written."""
 
     tokens: list[int]  # prompt and output
     n_prompt: int
@@ -187,7 +187,7 @@ class Sequence:
     width: int = 1  # samples that will fork off it at the end of the prompt, itself included
     table: list[int] = field(default_factory=list)  # its blocks
     computed: int = 0
-    cached: int = 0
+    stored: int = 0
     known: int = 0
     node: int = 0
     running: bool = False
@@ -397,7 +397,7 @@ class Scheduler:
         """The plan was run."""
         for seq, n in plan.run:
             seq.computed += n
-            seq.cached = max(seq.cached, seq.computed)
+            seq.stored = max(seq.stored, seq.computed)
 
     def undo(self, plan: Plan) -> None:
         """The plan was not made or not run to its end: all that run begin again, with what is left
@@ -442,7 +442,7 @@ class Scheduler:
         while True:
             new = at == len(seq.table)
             shared = not new and self.allocator.refs[seq.table[at]] > 1
-            if not new and (not shared or seq.cached > seq.computed):
+            if not new and (not shared or seq.stored > seq.computed):
                 return True
             if self.allocator.n_free:
                 break
@@ -486,8 +486,8 @@ class Scheduler:
         while len(seq.table) < self._blocks(len(seq.tokens)):
             seq.table.append(self.allocator.allocate())
         if seq.host is not None and seq.host.n > seq.computed:
-            plan.swap_in.append((seq, seq.cached))
-            seq.computed = seq.cached = seq.host.n
+            plan.swap_in.append((seq, seq.stored))
+            seq.computed = seq.stored = seq.host.n
             self._register(seq, plan)
         else:
             seq.host = None
@@ -514,7 +514,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.allocator.release(seq.table)
         self.running.remove(seq)
-        seq.table, seq.computed, seq.cached, seq.known, seq.node = [], 0, 0, 0, 0
+        seq.table, seq.computed, seq.stored, seq.known, seq.node = [], 0, 0, 0, 0
         seq.running = False
 
     def _blocks(self, n: int) -> int:
@@ -530,7 +530,7 @@ class Scheduler:
             if block is None:
                 return
             self._place(seq, block)
-            seq.computed = min(seq.cached, len(seq.tokens) - 1)
+            seq.computed = min(seq.stored, len(seq.tokens) - 1)
 
     def _register(self, seq: Sequence, plan: Plan, n: int = 0) -> None:
         """Let its full blocks be found, as they will be when n more of its tokens are run. Where
@@ -560,7 +560,7 @@ class Scheduler:
         else:
             seq.table.append(block)
         seq.node, seq.known = self.allocator.node(block), seq.known + 1
-        seq.cached = max(seq.cached, seq.known * self.block_size)
+        seq.stored = max(seq.stored, seq.known * self.block_size)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -574,7 +574,7 @@ class Chunk(NamedTuple):
     tokens: list[int]
     start: int
     table: list[int]  # blocks for all up to the last of them
-    cached: int = 0  # keys of tokens before this position are in the cache already
+    stored: int = 0  # keys of tokens before this position are in the cache already
 
 
 class Step(NamedTuple):
@@ -647,7 +647,7 @@ class PagedKVCache:
             tokens += c.tokens
             positions += range(c.start, end)
             slots += [
-                c.table[p // bs] * bs + p % bs if p >= c.cached else spare
+                c.table[p // bs] * bs + p % bs if p >= c.stored else spare
                 for p in range(c.start, end)
             ]
             cu.append(len(tokens))
@@ -698,11 +698,8 @@ class PagedKVCache:
                 scale = x.float().abs().amax(-1).clamp(min=1e-12) / self.largest
                 self.scales[layer][part].flatten(1, 2).index_copy_(1, slots, scale)
                 x = x.float() / scale[..., None]
-                if pages.dtype == torch.int8:
-                    x = x.round()
-                else:  # no copy by index for this type everywhere: its bytes will do
-                    x, pages = x.to(pages.dtype).view(torch.uint8), pages.view(torch.uint8)
-            pages.index_copy_(1, slots, x.to(pages.dtype))
+                x = x.round() if pages.dtype == torch.int8 else x
+            _raw(pages).index_copy_(1, slots, _raw(x.to(pages.dtype)))
 
     def _expanded(self, spec: Any, q: Tensor, step: Step, rules: dict[str, Any]) -> Tensor:
         """Latent attention as the model calls it unabsorbed: all latents of a sequence into heads,
@@ -724,14 +721,14 @@ class PagedKVCache:
         """Copy whole blocks, source to destination, all at once."""
         if pairs:
             source, target = torch.tensor(pairs, device=self.device).t()
-            for t in (*self.pages, *self.scales):
-                t = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+            for t in map(_raw, (*self.pages, *self.scales)):
                 t.index_copy_(2, target, t.index_select(2, source))
 
     def read(self, table: list[int], n: int) -> HostKV:
         """The first n tokens of a sequence, on the host."""
         used = torch.tensor(table[: -(-n // self.block_size)], device=self.device)
-        take = lambda ts: torch.stack([t[:, :, used].cpu().flatten(2, 3)[:, :, :n] for t in ts])
+        one = lambda t: _raw(t).index_select(2, used).cpu().flatten(2, 3)[:, :, :n]
+        take = lambda tensors: torch.stack([one(t) for t in tensors])
         return HostKV(n, take(self.pages), take(self.scales) if self.scales else None)
 
     def write(self, table: list[int], first: int, host: HostKV) -> None:
@@ -741,9 +738,12 @@ class PagedKVCache:
         slots = slots.to(self.device)
         for to, source in ((self.pages, host.kv), (self.scales, host.scales)):
             for t, x in zip(to, source if source is not None else ()):
-                t.view(*t.shape[:2], -1, *t.shape[4:])[:, :, slots] = x[:, :, first:].to(
-                    self.device
-                )
+                _raw(t).flatten(2, 3).index_copy_(2, slots, x[:, :, first:].to(self.device))
+
+
+def _raw(x: Tensor) -> Tensor:
+    """fp8 as its bytes: not every operation that moves numbers knows it."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 # --------------------------------------------------------------------------------------------------
@@ -897,11 +897,7 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: _Rules) -> Te
 def _gather(x: Tensor, scale: Tensor | None, table: Tensor, B: int, dtype: torch.dtype) -> Tensor:
     """x (blocks, block_size, Hkv, D) at B times as many blocks -> (B, Hkv, keys, D)"""
     by_head = lambda x: x.movedim(2, 0).index_select(1, table)  # (Hkv, B * n, block_size, ...)
-    if x.dtype == torch.float8_e4m3fn:  # one that not every operation knows: its bytes will do
-        found = by_head(x.view(torch.uint8)).view(x.dtype)
-    else:
-        found = by_head(x)
-    found = found.to(dtype)
+    found = by_head(_raw(x)).view(x.dtype).to(dtype)
     if scale is not None:
         found = found * by_head(scale)[..., None].to(dtype)
     return found.view(len(found), B, -1, x.shape[3]).transpose(0, 1)
@@ -1361,11 +1357,14 @@ class Sampler:
 class Engine:
     """Many requests on one model, batched anew at every step.
 
-    engine = Engine(model, num_blocks=1024)
-    id = engine.add(prompt_ids, SamplingParams(temperature=0))
-    while engine.unfinished:
-        for output in engine.step():
-            ...
+        engine = Engine(model, num_blocks=1024)
+        id = engine.add(prompt_ids, SamplingParams(temperature=0))
+        while engine.unfinished:
+            for output in engine.step():
+                ...
+
+    What it asks of a model stands at the head of this file. It changes one thing in it: latent
+    attention stays absorbed, however many tokens a call has.
     """
 
     def __init__(
@@ -1419,7 +1418,7 @@ class Engine:
             static = compile or (static and not any(hasattr(m, "experts") for m in modules))
         width = -(-self.capacity // self.allocator.block_size)
         self.shapes = Shapes(self._hidden, width, compile) if static else None
-        for module in modules:  # a step mixes decoding with prompts: latents stay latents
+        for module in modules:  # since a step mixes prompts with decoding
             if hasattr(module, "absorb_up_to"):
                 module.absorb_up_to = math.inf
         self.outputs: dict[Any, Output] = {}  # of unfinished requests
@@ -1586,7 +1585,7 @@ class Engine:
         chunks = []
         for seq, n in plan.run:
             tokens = seq.tokens[seq.computed : seq.computed + n]
-            chunks.append(Chunk(tokens, seq.computed, seq.table, seq.cached))
+            chunks.append(Chunk(tokens, seq.computed, seq.table, seq.stored))
         if self.shapes is None:
             return self._hidden(self.cache.step(chunks))
         return self.shapes(self.cache.step(chunks, self._shape(chunks)))
