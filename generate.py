@@ -794,7 +794,8 @@ def device_name(device: torch.device) -> str:
 
 
 def for_cpu_(model: Transformer) -> None:
-    """cpu.py's products in place of torch's, in linear layers and experts."""
+    """cpu.py's products in place of torch's, in linear layers and experts, and its memory."""
+    cpu.keep_freed_memory()
     cpu.swap_linear_(model)
     for module in model.modules():
         if isinstance(module, MoE):

@@ -8280,8 +8280,10 @@ def test_paged_absurd_but_legal_params():
     paged_idle(engine, 40)
 
 
-@pytest.mark.parametrize("name", ["gqa", "absorbed"])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, compiled",
+    [("gqa", False), ("absorbed", False), pytest.param("gqa", True, marks=pytest.mark.slow)],
+)
 def test_paged_static_shapes_change_no_token(name, compiled):
     """Steps padded to few shapes, eager or compiled: the same tokens, in a dozen shapes at most."""
     model, (prompts, counts) = paged_model(name), paged_requests(9)
