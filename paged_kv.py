@@ -1470,11 +1470,11 @@ class Engine:
         for t in prompt:
             ok = _is_whole(t) and 0 <= t < V
             _check(ok, f"the prompt has token id {t!r}, but the vocabulary ends at {V - 1}")
-        cache = len(self.allocator.refs) * self.allocator.block_size
         asked = f"the prompt's {len(prompt)} tokens and max_new_tokens {params.max_new_tokens}"
+        context = getattr(self.model.config, "context", math.inf)
+        _check(whole <= context, f"{asked} pass the model's context of {context}; ask for less")
+        cache = len(self.allocator.refs) * self.allocator.block_size
         _check(whole <= cache, f"{asked} are more than the whole cache of {cache}; ask for less")
-        mend = f"the model's context of {self.capacity}; ask for less"
-        _check(whole <= self.capacity, f"{asked} pass {mend}")
         most = self.scheduler.max_running
         _check(params.n <= most, f"n must be at most max_running ({most}), not {params.n}")
         _check((params.logprobs or 0) <= V, f"logprobs must be at most {V}, not {params.logprobs}")
