@@ -23,8 +23,8 @@ waits for its slowest. Five ideas, each a part of this file, fill it:
                   arXiv:2401.09670): the same copy that preemption keeps on the host.
 
 What it costs: an attention that looks up where each key is, and a scheduler in Python, microseconds
-per sequence and step (`python paged_kv.py` prints how many); swapping copies KV while all wait. When
-it loses: with a single sequence, for which a contiguous cache does as well; with latent attention,
+per sequence and step (`python paged_kv.py` prints how many); swapping copies KV while all wait.
+When it loses: with a single sequence, for which a contiguous cache does as well; with latent attention,
 which here is absorbed at any number of tokens, and slower so for a long prompt; a CPU gains nothing
 from static shapes or compiling.
 

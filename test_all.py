@@ -7007,6 +7007,16 @@ def test_paged_step_reports_whom_a_listener_ends():
     assert {o.id for o in engine.step()} == {"a", "b"} and engine.unfinished == 1
 
 
+def test_paged_what_is_stored_is_not_written_again():
+    """A token whose keys others already share, and a padding one, write to nobody's block."""
+    cache = P.PagedKVCache(tiny(), num_blocks=6, block_size=4)
+    chunks = [P.Chunk([5], 7, [2, 4], 8), P.Chunk([6, 7, 8], 3, [3, 1], 4)]
+    step = cache.step(chunks, (6, 4))
+    assert [slot // 4 for slot in step.slots.tolist()] == [6, 6, 1, 1, 6, 6]
+    assert step.slots[2:4].tolist() == [4, 5]
+    assert step.cu_seqlens.tolist() == [0, 1, 4, 4, 4] and step.lengths.tolist() == [8, 6, 0, 0]
+
+
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
 def test_paged_any_strides(kernel, monkeypatch):
     """q, keys, values and scales of any layout give what contiguous ones give."""
