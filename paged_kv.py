@@ -24,9 +24,9 @@ waits for its slowest. Five ideas, each a part of this file, fill it:
 
 What it costs: an attention that looks up where each key is, and a scheduler in Python, microseconds
 per sequence and step (`python paged_kv.py` prints how many); swapping copies KV while all wait.
-When it loses: with a single sequence, for which a contiguous cache does as well; with latent attention,
-which here is absorbed at any number of tokens, and slower so for a long prompt; a CPU gains nothing
-from static shapes or compiling.
+When it loses: with a single sequence, for which a contiguous cache does as well; with latent
+attention, which here is absorbed at any number of tokens, and so slower for a long prompt; a CPU
+gains nothing from static shapes or compiling.
 
 Hook: `PagedKVCache.attend` is the model's attend callable; the model does not change. The Engine
 calls model(tokens (1, N), positions (1, N), attend, return_hidden=True) and model.head, and reads
