@@ -496,9 +496,7 @@ class Scheduler:
 
     def _run(self, seq: Sequence, plan: Plan) -> None:
         """As much of it as the budget allows."""
-        before = seq.computed
         self._skip(seq)  # another may have computed its next blocks meanwhile, or will in this step
-        self.n_hit_tokens += seq.computed - before
         n = min(seq.remaining, plan.budget)
         self._register(seq, plan, n)
         plan.run.append((seq, n))

@@ -6861,7 +6861,9 @@ def test_paged_nobody_slips_past_the_first_that_waits():
     world = PagedWorld(10, 2, budget=16, max_running=8)
     world.add([1, 2], 12)
     world.step()
-    large, small = world.add([7] * 12, 4), world.add([3, 4], 12)
+    large, small = world.add([7] * 16, 4), world.add([3, 4], 12)
+    world.step()
+    assert large in world.scheduler.waiting
     while large in world.scheduler.waiting:
         assert small in world.scheduler.waiting
         world.step()
@@ -7015,6 +7017,22 @@ def test_paged_what_is_stored_is_not_written_again():
     assert [slot // 4 for slot in step.slots.tolist()] == [6, 6, 1, 1, 6, 6]
     assert step.slots[2:4].tolist() == [4, 5]
     assert step.cu_seqlens.tolist() == [0, 1, 4, 4, 4] and step.lengths.tolist() == [8, 6, 0, 0]
+
+
+def test_paged_a_mixed_step_is_never_taken_for_decoding():
+    """Padded, a step is of as many tokens as sequences only if all decode."""
+    engine = paged_engine(paged_model(), num_blocks=99, max_running=64, max_batch_tokens=128)
+    chunk = lambda n: P.Chunk([5] * n, 0, [0])
+    assert engine._shape([chunk(1)] * 60) == (64, 64)
+    n, r = engine._shape([chunk(1)] * 60 + [chunk(2)])
+    assert n > r == 64
+
+
+def test_paged_hits_in_flight_are_counted():
+    """Two equal prompts in one step: all but the last token of one is a hit; three of four."""
+    engine = paged_engine(paged_model(), num_blocks=30, block_size=4, max_batch_tokens=64)
+    engine.generate([[7] * 16] * 2, greedy(1))
+    assert engine.stats()["hit_rate"] == 15 / 32 and engine.stats()["tokens_run"] == 17
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
@@ -8607,6 +8625,15 @@ def test_serving_answers_what_is_wrong_and_finishes_the_rest(tmp_path, capsys):
             "tokens"
         ]
     )
+
+
+def test_serving_takes_a_line_s_number_for_its_id(tmp_path):
+    """A line without an id, and one that cannot be read, has its number: no other may take it."""
+    lines = ["{", {"id": 1, "prompt": "x"}, {"prompt": "x"}, {"id": 3, "prompt": "y"}]
+    got = serving_batch(serving_file(tmp_path / "in.jsonl", lines), "--max-new-tokens", 2)
+    assert [r["id"] for r in got.values()].count(3) == 2 and len(got[3]["tokens"]) == 2
+    assert "not JSON" in got[1]["error"]
+    assert "line 1's" in got[2]["error"] and "line 3's" in got[4]["error"]
 
 
 def test_serving_lowers_its_default_length_and_refuses_a_request_s_own(tmp_path):
