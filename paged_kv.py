@@ -1599,7 +1599,7 @@ class Engine:
                 child.listener = self.listen(child) if self.listen else None
                 forks.append(child)
             except Exception as e:
-                seq.request.error = f"its listener failed: {type(e).__name__}: {e}"
+                self._listener_failed(child, e)
                 self._end(child, "error")
         return forks
 
@@ -1680,14 +1680,18 @@ class Engine:
         self._tell(seq, "end", reason)
 
     def _tell(self, seq: Sequence, what: str, value: Any) -> bool:
-        """Call the listener. Should it fail, that is its own request's error and nobody else's."""
+        """Call the listener; whether it took it."""
         try:
             if seq.listener is not None:
                 getattr(seq.listener, what)(value)
         except Exception as e:
-            seq.request.error = f"its listener failed: {type(e).__name__}: {e}"
-            return False
+            return self._listener_failed(seq, e)
         return True
+
+    def _listener_failed(self, seq: Sequence, e: Exception) -> bool:
+        """That is its own request's error and nobody else's: whatever it raised goes no further."""
+        seq.request.error = f"its listener failed: {type(e).__name__}: {e}"
+        return False
 
     # ---- a request on its way to another engine ----
 

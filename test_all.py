@@ -5415,6 +5415,17 @@ for case in cases:
     eval(case)
 print(sorted(set(built)))
 """
+
+
+def compile_kernels(code: str, folder: Path, *argv) -> str:
+    """What such a program prints, in a process and with a Triton cache of its own."""
+    env = os.environ | dict(TRITON_CACHE_DIR=str(folder), PYTHONPATH=str(REPO))
+    argv = [sys.executable, "-c", code, *map(str, argv)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 COMPILED = ["flash()", "decode(n_splits=8)"]
 ALL_COMPILED = [
     *COMPILED,
@@ -5445,13 +5456,9 @@ def test_kernels_compile_for_gpus(arch, cases, tmp_path):
             *cases,
             "A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))",
         ]
-    env = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(REPO))
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(arch), *cases], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
     names = ["_backward", *["_bias"] * (len(cases) > 2), "_combine", "_delta", "_forward"]
-    assert done.stdout.strip() == str([name + "_kernel" for name in names])
+    printed = compile_kernels(COMPILE, tmp_path, arch, *cases)
+    assert printed.strip() == str([name + "_kernel" for name in names])
 
 
 @pytest.mark.slow
@@ -5464,12 +5471,8 @@ for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
     A.flash_attention(q, k, v, cu_seqlens_q=int32(*ends)).sum().backward()
     print(built.count("_forward_kernel"), built.count("_backward_kernel"))
 """
-    env = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(REPO))
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE + packs, "90"], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    counts = [[int(n) for n in line.split()] for line in done.stdout.splitlines()[1:]]
+    printed = compile_kernels(COMPILE + packs, tmp_path, 90)
+    counts = [[int(n) for n in line.split()] for line in printed.splitlines()[1:]]
     assert counts == [[1, 1]] * 3, counts
 
 
@@ -8459,15 +8462,8 @@ def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     code = code.replace("busy = dict", PAGED_COMPILE + "\nunused = dict", 1)
     code = code.replace("busy |= dict(bias", "unused |= dict(bias")
     code = code.replace("    eval(case)", "    exec(case)")
-    env = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(REPO))
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(arch), *cases, *again],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(["_combine_kernel", "_paged_kernel"])
+    printed = compile_kernels(code, tmp_path, arch, *cases, *again)
+    assert printed.strip() == str(["_combine_kernel", "_paged_kernel"])
 
 
 # --------------------------------------------------------------------------------------------------
