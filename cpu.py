@@ -42,6 +42,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ from torch import Tensor, nn
 
 SOURCE = r"""
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 static inline float widen(uint16_t bf16) {
@@ -159,6 +161,281 @@ void gemm_bf16(const uint16_t *w, const real *x, float *y, int64_t N, int64_t C,
     }
     for (int64_t n = 6 * Q; n < N; n++) strip(w + n * C, x, y + n, N, C, R, 1, 0);
 }
+
+/* Quantized weights. int8: C codes a row and its scale, fp32; zeros is NULL. int4: C / 2 bytes of
+   two codes, the even column's in the low half, and for each of G groups a scale, bf16, and a zero:
+   (code - zero) * scale. Vectors x and y are bf16. */
+static inline uint16_t narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+void gemv_int8(
+    const int8_t *w, const float *scales, const uint16_t *x, uint16_t *y, int64_t N, int64_t C
+) {
+    int64_t Q = N / 4;
+    float *wide = malloc(4 * C);
+    for (int64_t c = 0; c < C; c++) wide[c] = widen(x[c]);
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < Q; n++) {
+        const int8_t *w0 = w + n * C, *w1 = w0 + Q * C, *w2 = w1 + Q * C, *w3 = w2 + Q * C;
+        float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+        #pragma omp simd reduction(+ : s0, s1, s2, s3)
+        for (int64_t c = 0; c < C; c++) {
+            s0 += w0[c] * wide[c];
+            s1 += w1[c] * wide[c];
+            s2 += w2[c] * wide[c];
+            s3 += w3[c] * wide[c];
+        }
+        float sums[4] = {s0, s1, s2, s3};
+        for (int64_t i = 0, k = n; i < 4; i++, k += Q) y[k] = narrow(sums[i] * scales[k]);
+    }
+    for (int64_t n = 4 * Q; n < N; n++) {
+        float sum = 0;
+        for (int64_t c = 0; c < C; c++) sum += w[n * C + c] * wide[c];
+        y[n] = narrow(sum * scales[n]);
+    }
+    free(wide);
+}
+
+/* int4 is unpacked by shifts alone: of S columns (S / 4 words of 16 bits) nibble i of word l is
+   column 4l + i, so the words shifted right by 4i meet x[i], x being put in the order (4, S / 4).
+   A lane of the sums holds 8 columns, all of one group, whose scale comes in once for all four. */
+#ifdef __AVX512BF16__
+enum { S = 128 };
+typedef __m512i lanes;
+static inline vec dot_int4(
+    vec sum, const uint8_t *w, const uint16_t *scales, const uint16_t *x, const float *steps,
+    const int per, lanes at
+) {
+    static const uint16_t bf16_of[32] = {  /* a code, whatever the bit above it */
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    };
+    const __m512i table = _mm512_loadu_si512(bf16_of), words = _mm512_loadu_si512(w);
+    vec part = {0};
+    for (int i = 0; i < 4; i++) {
+        __m512i codes = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), table);
+        part = _mm512_dpbf16_ps(part, (__m512bh)codes, (__m512bh)_mm512_loadu_si512(x + 32 * i));
+    }
+    int64_t four = 0;
+    memcpy(&four, scales, 2 * per);
+    __m512i high = _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, at, _mm512_set1_epi64(four));
+    return sum + part * (vec)high;
+}
+static inline lanes lanes_of(int per) {  /* the group of each lane, among `per` */
+    uint16_t group[32];
+    for (int i = 0; i < 32; i++) group[i] = i * per / 32;
+    return _mm512_loadu_si512(group);
+}
+static void put_in_order(const uint16_t *x, int64_t C, uint16_t *order, float *steps) {
+    for (int64_t b = 0; b < C; b += 4)
+        for (int i = 0; i < 4; i++) order[b / S * S + i * (S / 4) + b % S / 4] = x[b + i];
+}
+#elif defined(__AVX2__)
+/* No products of bf16 here: x is cut into integers of 16 bits, the largest of 32 columns 2^15 - 1
+   steps, and the sums of products are exact. */
+#include <immintrin.h>
+enum { S = 64 };
+typedef int lanes;
+static inline vec dot_int4(
+    vec sum, const uint8_t *w, const uint16_t *scales, const uint16_t *x, const float *steps,
+    const int per, lanes at
+) {
+    const __m256i words = _mm256_loadu_si256((const void *)w), low = _mm256_set1_epi16(15);
+    __m256i part = {0};
+    for (int i = 0; i < 4; i++) {
+        __m256i codes = _mm256_and_si256(_mm256_srli_epi16(words, 4 * i), low);
+        __m256i some = _mm256_loadu_si256((const void *)(x + 16 * i));
+        part = _mm256_add_epi32(part, _mm256_madd_epi16(codes, some));
+    }
+    float first = widen(scales[0]) * steps[0], second = widen(scales[per - 1]) * steps[1];
+    vec scale = _mm256_set_m128(_mm_set1_ps(second), _mm_set1_ps(first));
+    return sum + _mm256_cvtepi32_ps(part) * scale;
+}
+static inline lanes lanes_of(int per) { return 0; }
+static void put_in_order(const uint16_t *x, int64_t C, uint16_t *order, float *steps) {
+    for (int64_t b = 0; b < C; b += 32) {
+        float most = 0;
+        for (int64_t c = b; c < b + 32; c++) {
+            float size = widen(x[c] & 0x7fff);
+            most = most > size ? most : size;
+        }
+        steps[b / 32] = most / 32767;
+        float inverse = most > 0 ? 32767 / most : 0;
+        for (int64_t c = b; c < b + 32; c++)
+            order[c / S * S + c % 4 * (S / 4) + c % S / 4] =
+                (int16_t)__builtin_rintf(widen(x[c]) * inverse);
+    }
+}
+#endif
+
+#if defined(__AVX512BF16__) || defined(__AVX2__)
+/* Two rows at a time, fetched well ahead: a row has so few bytes that the CPU fetches too late. */
+static inline __attribute__((always_inline)) void rows_int4(
+    const uint8_t *const w[2], const uint16_t *const scales[2], const uint16_t *x,
+    const float *steps, int64_t C, int64_t size, const int per, float total[2]
+) {
+    enum { AHEAD = 1024 };
+    const lanes at = lanes_of(per);
+    vec sum[2] = {{0}, {0}};
+    int64_t c = 0;
+    for (; c + S <= C; c += S)
+        for (int r = 0; r < 2; r++) {
+            const uint16_t *s = scales[r] + c / size;
+            __builtin_prefetch(w[r] + c / 2 + AHEAD);
+            sum[r] = dot_int4(sum[r], w[r] + c / 2, s, x + c, steps + c / 32, per, at);
+        }
+    for (int r = 0; r < 2; r++) {
+        if (c < C) {  /* the rest, beyond which x is 0 */
+            uint8_t rest[S / 2] = {0};
+            uint16_t some[4] = {0};
+            memcpy(rest, w[r] + c / 2, (C - c) / 2);
+            memcpy(some, scales[r] + c / size, 2 * (C / size - c / size));
+            sum[r] = dot_int4(sum[r], rest, some, x + c, steps + c / 32, per, at);
+        }
+        total[r] = 0;
+        for (int i = 0; i < (int)(sizeof(vec) / 4); i++) total[r] += sum[r][i];
+    }
+}
+
+void gemv_int4(
+    const uint8_t *w, const uint16_t *scales, const uint8_t *zeros, const uint16_t *x, uint16_t *y,
+    int64_t N, int64_t C, int64_t G
+) {
+    int64_t half = (N + 1) / 2, size = C / G;
+    uint16_t *order = calloc(C + S, 2);
+    float *steps = calloc((C + S) / 32, 4), *sums = calloc(G, 4);
+    put_in_order(x, C, order, steps);
+    for (int64_t g = 0; g < G; g++)
+        for (int64_t c = g * size; c < (g + 1) * size; c++) sums[g] += widen(x[c]);
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < half; n++) {
+        int64_t row[2] = {n, n + half < N ? n + half : n};
+        const uint8_t *const rows[2] = {w + row[0] * C / 2, w + row[1] * C / 2};
+        const uint16_t *const s[2] = {scales + row[0] * G, scales + row[1] * G};
+        float total[2];
+        if (size * 4 == S) rows_int4(rows, s, order, steps, C, size, 4, total);
+        else if (size * 2 == S) rows_int4(rows, s, order, steps, C, size, 2, total);
+        else rows_int4(rows, s, order, steps, C, size, 1, total);
+        for (int r = 0; r < 2; r++) {
+            const uint8_t *z = zeros + row[r] * G;
+            float shift = 0;
+            for (int64_t g = 0; g < G; g++) shift += widen(s[r][g]) * z[g] * sums[g];
+            y[row[r]] = narrow(total[r] - shift);
+        }
+    }
+    free(order), free(steps), free(sums);
+}
+#else
+void gemv_int4(
+    const uint8_t *w, const uint16_t *scales, const uint8_t *zeros, const uint16_t *x, uint16_t *y,
+    int64_t N, int64_t C, int64_t G
+) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        float sum = 0;
+        for (int64_t g = 0; g < G; g++) {
+            float part = 0;
+            const uint8_t *row = w + (n * C + g * C / G) / 2, zero = zeros[n * G + g];
+            const uint16_t *some = x + g * C / G;
+            for (int64_t j = 0; j < C / G / 2; j++) {
+                part += ((row[j] & 15) - zero) * widen(some[2 * j]);
+                part += ((row[j] >> 4) - zero) * widen(some[2 * j + 1]);
+            }
+            sum += part * widen(scales[n * G + g]);
+        }
+        y[n] = narrow(sum);
+    }
+}
+#endif
+
+/* What 32 codes of a row stand for, in bf16. */
+#ifdef __AVX512BF16__
+static inline void unpack_int8(const int8_t *w, float scale, uint16_t *out) {
+    vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)w)));
+    vec high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(w + 16))));
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high * scale, low * scale));
+}
+static inline void unpack_int4(const uint8_t *w, float scale, float zero, uint16_t *out) {
+    /* the 16 values there are, and the codes as 16-bit words in the order of their columns */
+    const vec codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vec values = (codes - zero) * scale;
+    __m512i table = (__m512i)_mm512_cvtne2ps_pbh(values, values);
+    __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)w));
+    __m256i pairs = _mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(pairs), table));
+}
+#else
+static inline void unpack_int8(const int8_t *w, float scale, uint16_t *out) {
+    for (int i = 0; i < 32; i++) out[i] = narrow(w[i] * scale);
+}
+static inline void unpack_int4(const uint8_t *w, float scale, float zero, uint16_t *out) {
+    for (int j = 0; j < 16; j++) {
+        out[2 * j] = narrow(((w[j] & 15) - zero) * scale);
+        out[2 * j + 1] = narrow(((w[j] >> 4) - zero) * scale);
+    }
+}
+#endif
+
+/* Row n, while row n + 6 is fetched; of int8 the codes alone if scales is NULL. */
+static inline void unpack_row(
+    const void *w, const void *scales, const uint8_t *zeros, uint16_t *out, int64_t n, int64_t C,
+    int64_t G
+) {
+    if (zeros == NULL) {
+        const int8_t *row = (const int8_t *)w + n * C;
+        float scale = scales == NULL ? 1 : ((const float *)scales)[n];
+        int64_t c = 0;
+        for (; c + 32 <= C; c += 32) {
+            __builtin_prefetch(row + c + 6 * C);
+            unpack_int8(row + c, scale, out + c);
+        }
+        for (; c < C; c++) out[c] = narrow(row[c] * scale);
+        return;
+    }
+    const uint8_t *row = (const uint8_t *)w + n * C / 2;
+    for (int64_t g = n * G; g < (n + 1) * G; g++) {
+        float scale = widen(((const uint16_t *)scales)[g]), zero = zeros[g];
+        for (int64_t c = 0; c < C / G; c += 32, row += 16, out += 32) {
+            __builtin_prefetch(row + 3 * C);
+            unpack_int4(row, scale, zero, out);
+        }
+    }
+}
+
+void unpack(
+    const void *w, const void *scales, const uint8_t *zeros, uint16_t *out, int64_t N, int64_t C,
+    int64_t G
+) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) unpack_row(w, scales, zeros, out + n * C, n, C, G);
+}
+
+/* gemm_bf16 over rows unpacked six by six. */
+void gemm_packed(
+    const void *w, const void *scales, const uint8_t *zeros, const real *x, float *y, int64_t N,
+    int64_t C, int64_t G, int64_t R
+) {
+    #pragma omp parallel
+    {
+        uint16_t *rows = malloc(6 * C * 2);
+        #pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n += 6) {
+            int64_t W = N - n < 6 ? N - n : 6;
+            for (int64_t k = 0; k < W; k++)
+                unpack_row(w, zeros == NULL ? NULL : scales, zeros, rows + k * C, n + k, C, G);
+            if (W == 6) strip(rows, x, y + n, N, C, R, 6, 0);
+            else for (int64_t k = 0; k < W; k++) strip(rows + k * C, x, y + n + k, N, C, R, 1, 0);
+            for (int64_t r = 0; r < R && zeros == NULL; r++)
+                for (int64_t k = 0; k < W; k++) y[r * N + n + k] *= ((const float *)scales)[n + k];
+        }
+        free(rows);
+    }
+}
 """
 
 
@@ -185,9 +462,17 @@ def kernel() -> ctypes.CDLL | None:
             os.replace(tmp, library)
             source.unlink(), built.unlink()
         lib = ctypes.CDLL(str(library))
-        lib.gemv_bf16.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
-        lib.gemm_bf16.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3
-        lib.gemv_bf16.restype = lib.gemm_bf16.restype = None
+        for name, pointers, sizes in (
+            ("gemv_bf16", 3, 2),
+            ("gemm_bf16", 3, 3),
+            ("gemv_int8", 4, 2),
+            ("gemv_int4", 5, 3),
+            ("unpack", 4, 3),
+            ("gemm_packed", 5, 4),
+        ):
+            function = getattr(lib, name)
+            function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * sizes
+            function.restype = None
         return lib
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
@@ -246,7 +531,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear as a CPU likes it, for inference: x (..., C), weight (N, C) -> (..., N)."""
     rows = x.numel() // weight.shape[1]
     ours = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
-    if ours and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if ours and not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return torch.ops.sheaf.cpu_linear(x, weight, bias)
         if rows == 1 and kernel() is not None:
             return gemv(weight, x, bias)
         if 1 < rows <= few():
@@ -254,6 +541,64 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if rows >= 4 and torch.backends.cpu.get_cpu_capability() == "AVX2":
             return widened(weight, x, bias)
     return F.linear(x, weight, bias)
+
+
+def packed_linear(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    otherwise: Callable[..., Tensor],
+) -> Tensor:
+    """x (..., C) times a quantized weight, bias (N,) -> (..., N): int8 codes (N, C) with scales
+    (N, 1) fp32 and no zeros, or int4 in bytes (N, C / 2), the even column in the low half, with
+    scales (N, G) bf16 and zeros (N, G) uint8. `otherwise`, of the same arguments, serves where this
+    file does not: x that is not bf16, groups under 32, gradients. Needs kernel()."""
+    C, N, G = x.shape[-1], len(qweight), scales.shape[-1]
+    rows = x.numel() // C
+    fits = x.dtype == torch.bfloat16 and rows > 0 and (zeros is None or C // G >= 32)
+    if torch.is_grad_enabled() or not fits:
+        return otherwise(x, qweight, scales, zeros, bias)
+    if torch.compiler.is_compiling():
+        return torch.ops.sheaf.cpu_packed_linear(x, qweight, scales, zeros, bias)
+    x, where = x.contiguous(), None if zeros is None else zeros.data_ptr()
+    codes = (qweight.data_ptr(), scales.data_ptr(), where)
+    if rows <= (1 if kernel().real_is_bf16() else 4):
+        y = torch.empty(*x.shape[:-1], N, dtype=torch.bfloat16)
+        for r in range(rows):
+            vectors = (x.data_ptr() + 2 * r * C, y.data_ptr() + 2 * r * N)
+            if zeros is None:
+                kernel().gemv_int8(*codes[:2], *vectors, N, C)
+            else:
+                kernel().gemv_int4(*codes, *vectors, N, C, G)
+    elif rows <= few():
+        some = x if kernel().real_is_bf16() else x.float()
+        y = torch.empty(*x.shape[:-1], N)
+        kernel().gemm_packed(*codes, some.data_ptr(), y.data_ptr(), N, C, G, rows)
+    else:
+        weight = torch.empty(N, C, dtype=torch.bfloat16)
+        kernel().unpack(*codes, weight.data_ptr(), N, C, G)
+        return linear(x, weight, bias)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+# A compiled graph calls both as they are and fuses what stands between. (Not custom_op, whose call
+# costs as much as a small product.)
+OPS = torch.library.Library("sheaf", "FRAGMENT")
+OPS.define("cpu_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+OPS.define(
+    "cpu_packed_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias)"
+    " -> Tensor"
+)
+OPS.impl("cpu_linear", linear, "CPU")
+OPS.impl("cpu_packed_linear", partial(packed_linear, otherwise=None), "CPU")
+
+
+@torch.library.register_fake("sheaf::cpu_linear", lib=OPS)
+@torch.library.register_fake("sheaf::cpu_packed_linear", lib=OPS)
+def _like_product(x: Tensor, weight: Tensor, *more: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 class CPULinear(nn.Linear):

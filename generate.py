@@ -6,6 +6,7 @@
     python generate.py --checkpoint DIR --interactive        a conversation
     python generate.py --score FILE                          perplexity of a text
     python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
+    python generate.py --quantize int4                       fewer bits a weight, as it loads
     python generate.py --batch requests.jsonl                many requests, results as they finish
     python generate.py --bench-serving 200 --rate 10         throughput and latencies under load
 
@@ -41,6 +42,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +238,7 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
     if these were drawn evenly), and a row of the embedding for each; not those of multi-token
     prediction."""
     c, embed, total = model.config, model.embed.weight, 0.0
-    for name, p in model.named_parameters():
+    for name, p in chain(model.named_parameters(), model.named_buffers()):
         if name.startswith("mtp."):
             continue
         if p is embed and model.head.weight is not embed:
@@ -448,8 +450,27 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"random weights of a config.json, or of {', '.join(CONFIGS)}"
     add("--dummy", metavar="CONFIG", help=text)
     add("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
+    add_quantize_flags(add)
     add_serving_flags(add)
     return p
+
+
+def add_quantize_flags(add: Callable[..., Any]) -> None:
+    """Those of compress.py."""
+    text = "hold the weights in fewer bits: int8, int4, int8-dynamic, llm.int8, fp8, ..."
+    add("--quantize", metavar="SCHEME", help=text)
+    text = "weights that share a scale, of int4, int3 and int2 (32)"
+    add("--group-size", type=int, metavar="G", help=text)
+    text = "leave these in 16 bit: names of layers or parts of them"
+    add("--quantize-skip", metavar="NAME,...", default="", help=text)
+    text = "let a text decide how to round: gptq, awq, smoothquant, tacq"
+    add("--calibrate", choices=("gptq", "awq", "smoothquant", "tacq"), help=text)
+    text = "with --calibrate or --quantize-report: the text (the standard library's source)"
+    add("--calibration-text", type=Path, metavar="FILE", help=text)
+    add("--save", type=Path, metavar="OUT", help="write the quantized checkpoint, and nothing else")
+    text = "bytes, loss and speed of every scheme on this checkpoint, and nothing else"
+    add("--quantize-report", action="store_true", help=text)
+    add("--plot", type=Path, metavar="FILE", help="with --quantize-report: draw loss against bytes")
 
 
 def add_serving_flags(add: Callable[..., Any]) -> None:
@@ -624,10 +645,20 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
         compiler = os.environ.get("CXX", "g++")
         if args.compile and not shutil.which(compiler):
             raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
+    dtype = DTYPES[args.dtype] if args.dtype else None
     if args.dummy is not None:
-        model = dummy_model(args.dummy, device, DTYPES[args.dtype or "bf16"])
+        model = dummy_model(args.dummy, device, dtype or torch.bfloat16)
+        if args.quantize is not None:
+            import compress  # only here: it imports Triton, which takes 0.2 s
+
+            compress.quantize_asked_(args, model)
         return model, NoTokenizer(model.config.vocab_size)
-    model = load_checkpoint(args.checkpoint, device, DTYPES[args.dtype] if args.dtype else None)
+    if args.quantize is not None or is_quantized(args.checkpoint):
+        import compress
+
+        model = compress.load(args, device, dtype)
+    else:
+        model = load_checkpoint(args.checkpoint, device, dtype)
     tokenizer, size = load_tokenizer(args.checkpoint), model.config.vocab_size
     if tokenizer.vocab_size > size:
         raise ValueError(
@@ -635,6 +666,15 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
             f"in config.json is {size}; the two are not of one model"
         )
     return model, tokenizer
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether --save wrote the folder. What is wrong with a config.json, load_checkpoint says."""
+    try:
+        hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return hf["quantization_config"]["quant_method"] == "sheaf"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def prompt_text(args: argparse.Namespace) -> str:
@@ -798,7 +838,7 @@ def for_cpu_(model: Transformer) -> None:
     cpu.keep_freed_memory()
     cpu.swap_linear_(model)
     for module in model.modules():
-        if isinstance(module, MoE):
+        if isinstance(module, MoE) and isinstance(module.w_down, Tensor):  # else quantized
             module.experts = cpu.experts
 
 

@@ -993,6 +993,8 @@ def _refuse_unknown(hf: Mapping[str, Any], family: Family) -> None:
         )
     _refuse_other_values(hf, rest, allowed)
     quantized = hf.get("quantization_config")
+    if isinstance(quantized, dict) and quantized.get("quant_method") == "sheaf":
+        return  # for whoever gives load_checkpoint a `prepare`
     if quantized is not None:
         if not isinstance(quantized, dict) or quantized.get("quant_method") != "fp8":
             raise ValueError(f"quantization_config is {quantized!r}; known: quant_method 'fp8'")
@@ -1478,24 +1480,32 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
 def hf_tensors(model: Transformer) -> dict[str, Tensor]:
     """Every name in this model's checkpoint -> the tensor here that it is: a parameter, a buffer,
     or of stacked experts a view of one. Loading copies into them, saving reads from them."""
-    config, tensors = model.config, {}
-    names = {**HF_NAMES, **FAMILIES[config.family].names}
+    tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        kind, number, block, rest = re.fullmatch(
-            r"(?:(layers|mtp)\.(\d+)\.)?(block\.)?(.+)", name
-        ).groups()
-        if kind is not None:
-            rest = f"{'layers' if block else kind}.{{}}.{rest}"
-            number = int(number) + (config.n_layers if kind == "mtp" else 0)
-        module, _, leaf = rest.rpartition(".")
-        theirs = names.get(rest) or f"{names[module]}.{leaf}"
-        if isinstance(theirs, str):
-            tensors[theirs.format(number)] = tensor
-        else:
-            for e, expert in enumerate(tensor):
-                for their, rows in zip(theirs, expert.chunk(len(theirs)), strict=True):
-                    tensors[their.format(number, e)] = rows
+        tensors |= _stored_as(model.config, name, tensor)
     return tensors
+
+
+def _stored_as(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The names under which a checkpoint holds this tensor of the model, each with its part."""
+    names = {**HF_NAMES, **FAMILIES[config.family].names}
+    kind, number, block, rest = re.fullmatch(
+        r"(?:(layers|mtp)\.(\d+)\.)?(block\.)?(.+)", name
+    ).groups()
+    if kind is not None:
+        rest = f"{'layers' if block else kind}.{{}}.{rest}"
+        number = int(number) + (config.n_layers if kind == "mtp" else 0)
+    module, _, leaf = rest.rpartition(".")
+    theirs = names.get(rest) or names[module]
+    if rest not in names:  # below a module, or of a stack of experts that was made one
+        theirs = f"{theirs if isinstance(theirs, str) else 'model.' + module}.{leaf}"
+    if isinstance(theirs, str):
+        return {theirs.format(number): tensor}
+    return {
+        their.format(number, e): rows
+        for e, expert in enumerate(tensor)
+        for their, rows in zip(theirs, expert.chunk(len(theirs)), strict=True)
+    }
 
 
 def _shards(folder: Path) -> dict[Path, set[str] | None]:
@@ -1542,6 +1552,13 @@ STORED_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.bfloat16,
+}
+# What is stored bit by bit, where a swapped module holds tensors of these dtypes
+EXACT_DTYPES = {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 
 
@@ -1592,7 +1609,12 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def load_checkpoint(
-    path: str | os.PathLike, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: str | os.PathLike,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    prepare: Callable[[Transformer], Any] | None = None,
+    each: Callable[[str, nn.Module], nn.Module] | None = None,
 ) -> Transformer:
     """The model of a Hugging Face folder, in eval mode, on `device` in `dtype` (default: that of
     the stored embedding).
@@ -1601,6 +1623,11 @@ def load_checkpoint(
     peak is the model and its largest tensor. FP8 weights with block scales (DeepSeek-V3) are
     dequantized on the way. ValueError, with file, field and mend, for a folder that is missing,
     incomplete or wrong.
+
+    prepare(model) may swap modules of the model while it is on the meta device: the folder holds
+    the tensors of those. each(name, module) gives what takes a module's place as soon as its own
+    tensors are there, before the next are read: a model that is quantized so is never whole in
+    `dtype`. A module that shares a parameter with an earlier one is not offered.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -1615,17 +1642,48 @@ def load_checkpoint(
         config = replace(config, n_mtp_layers=0)  # transformers leaves these layers out
     with torch.device("meta"):
         model = Transformer(config).eval()
+    if prepare is not None:
+        for p in model.parameters():
+            p.data = p.data.to(dtype or _stored_dtype(stored))
+        prepare(model)
     plan = _match(folder, stored, hf_tensors(model), config)
-    allocate(model, device, dtype or STORED_DTYPES[plan["model.embed_tokens.weight"].dtype])
-    with torch.no_grad():
-        for name, target in hf_tensors(model).items():
-            scale = stored.get(f"{name}_scale_inv")
-            if scale is None:
-                target.copy_(plan[name].read())
-            else:
-                _dequantize(plan[name].read(), scale.read(), target)
+    _fill(model, plan, stored, device, dtype or _stored_dtype(stored), each)
     _check_copies(folder, stored, model)
     return model
+
+
+def _stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
+    embed = stored.get("model.embed_tokens.weight") or stored.get("lm_head.weight")
+    return STORED_DTYPES.get(embed and embed.dtype, torch.float32)
+
+
+@torch.no_grad()
+def _fill(
+    model: Transformer,
+    plan: dict[str, Stored],
+    stored: dict[str, Stored],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    each: Callable[[str, nn.Module], nn.Module] | None,
+) -> None:
+    """Module after module: its memory, its tensors, what takes its place."""
+    made: dict[Tensor, nn.Parameter] = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        shares = any(p in made for p in module.parameters(recurse=False))
+        _allocate_own(module, device, dtype, made)
+        own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for leaf, tensor in () if shares else own:
+            for stored_name, target in _stored_as(model.config, f"{name}.{leaf}", tensor).items():
+                scale = stored.get(f"{stored_name}_scale_inv")
+                if scale is None:
+                    target.copy_(plan[stored_name].read())
+                else:
+                    _dequantize(plan[stored_name].read(), scale.read(), target)
+        if each is not None and not shares and (new := each(name, module)) is not module:
+            parent, _, leaf = name.rpartition(".")
+            setattr(modules[parent], leaf, new)
+            modules[name] = new
 
 
 def _match(
@@ -1637,7 +1695,8 @@ def _match(
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     if config.tie_embeddings and embed not in stored and head in stored:
         plan[embed] = stored[head]  # some exporters keep the other of the two
-    follow = {f"{name}_scale_inv" for name, s in plan.items() if s.dtype == "F8_E4M3"}
+    scaled = [n for n, s in plan.items() if s.dtype == "F8_E4M3" and n.endswith(".weight")]
+    follow = {f"{name}_scale_inv" for name in scaled}
     follow |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
     follow |= set(_copies(config))
     missing = [name for name in wanted if name not in plan]
@@ -1649,19 +1708,22 @@ def _match(
             for what, names in (("missing", missing), ("unexpected", unexpected))
             if names
         ]
-        raise ValueError(
-            f"{folder}: {'; '.join(parts)}; weights and config.json are not of one model"
-        )
+        why = "weights and config.json are not of one model"
+        if any(name.endswith(".qweight") for name in stored):
+            why = "these weights are quantized as config.json must say; generate.py opens them"
+        raise ValueError(f"{folder}: {'; '.join(parts)}; {why}")
     for name, s in plan.items():
         if s.shape != tuple(wanted[name].shape):
             raise ValueError(
                 f"{s.path}: {name} has shape {list(s.shape)}, but config.json makes it "
                 f"{list(wanted[name].shape)}; the two are not of one model"
             )
-        if s.dtype not in STORED_DTYPES:
-            raise ValueError(f"{s.path}: {name} holds {s.dtype}; known: {', '.join(STORED_DTYPES)}")
+        exact = wanted[name].dtype in EXACT_DTYPES.values()
+        known = [d for d, t in EXACT_DTYPES.items() if t == wanted[name].dtype]
+        if s.dtype not in (known := known if exact else STORED_DTYPES):
+            raise ValueError(f"{s.path}: {name} holds {s.dtype}; known: {', '.join(known)}")
         blocks = tuple(-(-n // FP8_BLOCK) for n in s.shape)
-        if s.dtype == "F8_E4M3" and stored[f"{name}_scale_inv"].shape != blocks:
+        if name in scaled and stored[f"{name}_scale_inv"].shape != blocks:
             raise ValueError(f"{s.path}: {name}_scale_inv must have shape {list(blocks)}")
     return plan
 
@@ -1680,7 +1742,7 @@ def _check_copies(folder: Path, stored: dict[str, Stored], model: Transformer) -
     """ValueError if a stored copy is none: this model could not be what the file holds."""
     ours = hf_tensors(model)
     for copy, original in _copies(model.config).items():
-        if copy in stored and original in stored:
+        if copy in stored and original in stored and original in ours:
             rows = zip(stored[copy].read().split(1024), ours[original].split(1024))
             if not all(torch.equal(a.to(b), b) for a, b in rows):
                 raise ValueError(
@@ -1694,13 +1756,23 @@ def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype)
     buffers (routing corrections) as they are, in fp32. What was shared stays shared."""
     made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            if p not in made:
-                made[p] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device))
-            setattr(module, name, made[p])
-        for name, b in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(b.shape, dtype=b.dtype, device=device))
+        _allocate_own(module, device, dtype, made)
     return model
+
+
+def _allocate_own(
+    module: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    made: dict[Tensor, nn.Parameter],
+) -> None:
+    """allocate for one module's own tensors; `made` holds what other modules were given."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        if p not in made:
+            made[p] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device))
+        setattr(module, name, made[p])
+    for name, b in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty(b.shape, dtype=b.dtype, device=device))
 
 
 def _dequantize(weight: Tensor, scale: Tensor, target: Tensor) -> None:
@@ -1713,10 +1785,14 @@ def _dequantize(weight: Tensor, scale: Tensor, target: Tensor) -> None:
 
 
 def save_checkpoint(
-    model: Transformer, path: str | os.PathLike, max_shard_bytes: int = 5_000_000_000
+    model: Transformer,
+    path: str | os.PathLike,
+    max_shard_bytes: int = 5_000_000_000,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder: config.json and safetensors in its own dtype, in
-    one file, or from max_shard_bytes on in several with an index.
+    one file, or from max_shard_bytes on in several with an index. `quantization` becomes
+    config.json's quantization_config: what whoever swapped modules needs to swap them again.
 
     Each file appears whole or not at all: it is written beside its place, flushed to disk and
     renamed; several become the checkpoint when their index does. So a crash or a full disk at any
@@ -1728,6 +1804,8 @@ def save_checkpoint(
     config = model.config.to_hf()
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config |= {"dtype": dtype, "torch_dtype": dtype}
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
     text, target = json.dumps(config, indent=2) + "\n", folder / "config.json"
     if target.exists() and target.read_bytes() != text.encode():
         target.unlink()

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial, reduce
-from itertools import accumulate, combinations, islice, product
+from itertools import accumulate, combinations, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +34,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 CUDA = torch.cuda.is_available()
@@ -41,11 +42,14 @@ if not CUDA:  # Triton's kernels run on the CPU, in this process, and not in tho
     os.environ["TRITON_INTERPRET"] = "1"
 import attention as A
 import paged_kv as P
+import quantize as Q
+import sparse as Z
 
 if A.INTERPRET:
     import triton.experimental.gluon  # noqa: F401, a launch would, when the variable is gone
 os.environ.pop("TRITON_INTERPRET", None)
 
+import calibrate as C
 import cpu
 import generate as G
 import model as M
@@ -1603,7 +1607,7 @@ def test_cache_and_model_may_differ_in_dtype():
     assert torch.equal(wide, narrow) and relative(wide.float(), model(tokens).float()) < 0.02
 
 
-@pytest.mark.parametrize("sheet", ["cpu", "sampling"])
+@pytest.mark.parametrize("sheet", ["cpu", "sampling", "calibrate", "sparse"])
 def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
     """The copy contract: the file alone runs as a program, checks itself and prints its table."""
     shutil.copy(REPO / f"{sheet}.py", tmp_path)
@@ -5925,6 +5929,1186 @@ def test_training_in_bf16_with_flash_attention(latent_config, corpus, tmp_path):
         assert done.returncode == 0, done.stderr
         ends.append(losses(metrics(out)))
     assert ends[0] == pytest.approx(ends[1], rel=1e-2)
+
+
+# --------------------------------------------------------------------------------------------------
+# calibrate.py
+# --------------------------------------------------------------------------------------------------
+
+
+def calibrate_rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class WholeGrid(C.MinMax):
+    """A symmetric grid without zeros, one scale for a row (None) or for all (0)."""
+
+    def __init__(self, bits, group_size=None):
+        self.top, self.group_size = 2 ** (bits - 1) - 1, group_size
+
+    def find(self, w, ranges="minmax"):
+        most = w.abs().amax() if self.group_size == 0 else w.abs().amax(1)
+        return (most / self.top).clamp(min=1e-8).view(-1, 1), None
+
+    def encode(self, w, scales, zeros):
+        return (w / scales).round().clamp(-self.top, self.top).to(torch.int8)
+
+    def decode(self, codes, scales, zeros):
+        return codes * scales
+
+
+CALIBRATE_GRIDS = [C.MinMax(2, 32), C.MinMax(3, 64), C.MinMax(4, 32), WholeGrid(3), WholeGrid(4, 0)]
+
+
+def calibrate_layer(seed, N=24, K=192, kind="correlated"):
+    """A weight and inputs of a kind that layers have, or that break things."""
+    g = calibrate_rng(seed)
+    W = torch.randn(N, K, generator=g) * torch.rand(N, 1, generator=g)
+    rows = {"rank-deficient": K // 4, "one-row": 1}.get(kind, 3 * K)
+    x = torch.randn(rows, K, generator=g)
+    if kind != "white":
+        x = x @ torch.randn(K, K, generator=g) / K**0.5 + 2 * torch.randn(rows, 1, generator=g)
+        x *= torch.randn(K, generator=g).exp()
+    if kind == "dead":
+        x[:, torch.rand(K, generator=g) < 0.3] = 0
+    if kind == "silent":
+        x.zero_()
+    return W, x
+
+
+def calibrate_error(W, Q, x):
+    """Squared output error from the inputs themselves, float64."""
+    return ((W - Q).double() @ x.double().t()).pow(2).sum(1)
+
+
+# ---- statistics ----
+
+
+def test_calibrate_observed_statistics_are_those_of_all_inputs():
+    """Two calls, one 3-D, equal the formulas over the rows together; what was not asked is None."""
+    lin = nn.Linear(5, 3)
+    a, b = (
+        torch.randn(2, 4, 5, generator=calibrate_rng()),
+        torch.randn(7, 5, generator=calibrate_rng(1)).bfloat16(),
+    )
+    with C.observe({"x": lin}, *C.STATISTICS) as stats, C.observe({"x": lin}, "absmax") as less:
+        lin(a), lin(b.float())
+    lin(a)  # after the block nothing is counted
+    x, s = torch.cat((a.flatten(0, 1), b.float())), stats["x"]
+    assert s.count == 15 and not lin._forward_pre_hooks
+    for got, want in (
+        (s.hessian, x.t() @ x),
+        (s.absmax, x.abs().amax(0)),
+        (s.mean_abs, x.abs().mean(0)),
+        (s.mean, x.mean(0)),
+        (less["x"].absmax, s.absmax),
+    ):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want)
+    assert less["x"].hessian is None and less["x"].mean is None and less["x"].mean_abs is None
+    s = C.Stats("hessian", "mean")
+    s.update(b)
+    s.update(b[:0])  # an expert nobody chose
+    torch.testing.assert_close(s.hessian, b.float().t() @ b.float())
+    assert s.count == 7 and C.Stats("mean").mean is None
+    with pytest.raises(RuntimeError), C.observe({"x": lin}, "mean"):
+        raise RuntimeError  # hooks go all the same
+    assert not lin._forward_pre_hooks
+
+
+def test_calibrate_layer_by_layer_feeds_each_layer_from_the_quantized_ones():
+    """Inputs of layer i are the outputs of layers < i as the caller left them; one replay per call;
+    the caller's tensors and grad mode are left alone; only one layer's statistics live."""
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    batches = [torch.randn(2, 4, generator=calibrate_rng(i)) for i in range(3)]
+    before = [b.clone() for b in batches]
+    calls = []
+
+    def forward(module, x):
+        calls.append(module)
+        return torch.tanh(module(x))
+
+    expect = [b.clone() for b in batches]
+    for i, module, replay in C.layer_by_layer(layers, batches, forward):
+        assert module is layers[i] and torch.is_grad_enabled()
+        calls.clear()
+        with C.observe({"l": module}, "hessian") as stats:
+            replay()
+        assert calls == [module] * 3
+        x = torch.cat(expect)
+        torch.testing.assert_close(stats["l"].hessian, x.t() @ x)
+        layers[i] = nn.Linear(4, 4)  # replaced, not only changed
+        with torch.no_grad():
+            expect = [torch.tanh(layers[i](x)) for x in expect]
+    assert i == 2 and all(torch.equal(a, b) for a, b in zip(batches, before))
+    with pytest.raises(ValueError, match="inputs has no batches"):
+        next(C.layer_by_layer(layers, [], forward))
+
+
+# ---- GPTQ ----
+
+
+@pytest.mark.parametrize("block_size", [1, 32, 40, 128, 1000])
+@pytest.mark.parametrize("K, grid", [(96, C.MinMax(3, 32)), (192, C.MinMax(2, 64))])
+def test_calibrate_gptq_is_the_surgeon(K, grid, block_size):
+    """Codes equal those of the update re-solved in float64 column by column, for blocks that do and
+    do not divide K or hold a group; rows that fell back to rounding are rounded."""
+    W, x = calibrate_layer(5, N=40, K=K)
+    H = x.t() @ x
+    codes, scales, zeros = C.gptq(W, H, grid, block_size=block_size)
+    near = grid.find(W)
+    fell = (codes == grid.encode(W, *near)).all(1)
+    assert fell.float().mean() < 0.5
+    same = (codes == C.surgeon(W, H, grid))[~fell].float().mean()
+    assert same > 0.985, same  # a tie that falls the other way changes what follows in its row
+    assert torch.equal(scales[fell], near[0][fell]) and torch.equal(zeros[fell], near[1][fell])
+
+
+def test_calibrate_the_surgeon_is_what_the_paper_solves():
+    """Of all changes to the columns left, the update gives the least output error: compared with
+    least squares on the first column."""
+    W, x = calibrate_layer(1, N=3, K=32, kind="white")
+    grid, H = C.MinMax(2, 32), (x.t() @ x).double()
+    params = grid.find(W)
+    q = grid.decode(grid.encode(W, *params), *params)[:, :1].double()
+    rest = W[:, 1:].double() + (W[:, :1] - q) @ H[:1, 1:] @ H[1:, 1:].inverse()
+    U = C.inverse_factor(H.float(), 0.0)
+    ours = W[:, 1:] - (W[:, :1] - q.float()) / U[0, 0] * U[0, 1:]
+    torch.testing.assert_close(ours.double(), rest, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "seeds", [[0], pytest.param([1, 2, 3, 4], marks=pytest.mark.slow)], ids=["0", "1-4"]
+)
+@pytest.mark.parametrize("grid", CALIBRATE_GRIDS, ids=lambda g: f"{type(g).__name__}{g.group_size}")
+@pytest.mark.parametrize(
+    "kind", ["white", "correlated", "rank-deficient", "one-row", "dead", "silent"]
+)
+def test_calibrate_gptq_is_never_worse_than_rounding(kind, grid, seeds):
+    """On every row of every layer, in either order; and on ordinary layers it is much better."""
+    for seed in seeds:
+        W, x = calibrate_layer(seed, kind=kind)
+        H = x.t() @ x
+        plain = calibrate_error(W, C.nearest(grid, W), x)
+        for act_order in (False, True):
+            for damp in (0.01, 0.0):
+                q = C.gptq(W, H, grid, act_order=act_order, damp=damp, block_size=128)
+                ours = calibrate_error(W, grid.decode(*q), x)
+                noise = 1e-6 * H.diagonal().sum()  # of fp32 sums, where the error is none at all
+                assert (ours <= plain * (1 + 1e-4) + noise).all()
+                if kind == "correlated" and damp:
+                    assert ours.sum() < 0.8 * plain.sum()
+        assert torch.isclose(C.output_error(W, C.nearest(grid, W), H), plain.sum(), rtol=1e-3)
+
+
+def test_calibrate_rows_that_the_sweep_makes_worse_are_rounded(monkeypatch):
+    """With a sweep that is broken on purpose every row comes back rounded to nearest."""
+    W, x = calibrate_layer(0)
+    grid, sweep = C.MinMax(3, 32), C._sweep
+    monkeypatch.setattr(C, "_sweep", lambda *a: sweep(*a) ^ 7)
+    codes, scales, zeros = C.gptq(W, x.t() @ x, grid)
+    near = grid.find(W)
+    assert torch.equal(codes, grid.encode(W, *near))
+    assert torch.equal(scales, near[0]) and torch.equal(zeros, near[1])
+
+
+@pytest.mark.parametrize("grid", [C.MinMax(3, 32), WholeGrid(3)])
+def test_calibrate_act_order_is_undone(grid):
+    """Codes stand at their own columns, on the scales of the original weight: equal to GPTQ without
+    act_order of the permuted layer, whole rows; groups keep the scales found up front."""
+    W, x = calibrate_layer(2)
+    H = x.t() @ x
+    codes, scales, _ = C.gptq(W, H, grid, act_order=True)
+    assert torch.equal(scales, grid.find(W)[0])
+    assert C.output_error(W, grid.decode(*C.gptq(W, H, grid, act_order=True)), H) < C.output_error(
+        W, C.nearest(grid, W), H
+    )
+    if grid.group_size is None:
+        order = H.diagonal().argsort(descending=True, stable=True)
+        permuted = C.gptq(W[:, order], H[order][:, order], grid)[0]
+        assert torch.equal(codes[:, order], permuted)
+
+
+def test_calibrate_dead_columns_are_rounded_and_move_nothing():
+    """A column without inputs gets its nearest code, and the others the codes they have alone."""
+    W, x = calibrate_layer(3, kind="dead")
+    grid, H = WholeGrid(4), x.t() @ x
+    dead = H.diagonal() == 0
+    scales = grid.find(W)[0]
+    for act_order in (False, True):
+        codes = C.gptq(W, H, grid, act_order=act_order)[0]
+        assert torch.equal(codes[:, dead], grid.encode(W, scales, None)[:, dead])
+    least = C.inverse_factor(H, 0.01)
+    off = least - least.diagonal().diag()
+    assert (off[dead] == 0).all() and (off[:, dead] == 0).all()
+
+
+def test_calibrate_kept_weights_have_no_error_and_no_part_in_the_scales():
+    """keep: planted outliers that stretch the grid; kept, the rest is on a fine grid, and the error
+    with them put back is at most that of rounding with them kept."""
+    W, x = calibrate_layer(4)
+    H, grid = x.t() @ x, C.MinMax(2, 32)
+    keep = torch.rand(W.shape, generator=calibrate_rng()) < 0.02
+    W[keep] *= 50
+    codes, scales, zeros = C.gptq(W, H, grid, keep=keep)
+    found = C.find_without(grid, W, keep)
+    plain = torch.where(keep, W, grid.decode(grid.encode(W, *found), *found))
+    ours = torch.where(keep, W, grid.decode(codes, scales, zeros))
+    assert found[0].amax() < 0.5 * grid.find(W)[0].amax()
+    assert (calibrate_error(W, ours, x) <= calibrate_error(W, plain, x) * (1 + 1e-4)).all()
+    without = C.output_error(W, grid.decode(*C.gptq(W, H, grid)), H)
+    assert C.output_error(W, ours, H) < 0.2 * without
+    one = torch.tensor([[1.0, 100.0, 3.0, 8.0]])
+    low = C.find_without(C.MinMax(2, 2), one, torch.tensor([[False, True, True, True]]))[0]
+    torch.testing.assert_close(low, torch.tensor([[1 / 3, 1e-8]]))
+
+
+@pytest.mark.parametrize("N", [1, 24])
+def test_calibrate_one_row_and_odd_dtypes(N):
+    """A single row keeps the scales found on the way; bf16 weights are taken as they are."""
+    W, x = calibrate_layer(6, N=N)
+    H, grid = x.t() @ x, C.MinMax(3, 32)
+    a, b = C.gptq(W.bfloat16(), H, grid), C.gptq(W.bfloat16().float(), H, grid)
+    assert all(torch.equal(p, q) for p, q in zip(a, b))
+    W = W.bfloat16().float()
+    assert C.output_error(W, grid.decode(*b), H) <= C.output_error(W, C.nearest(grid, W), H)
+
+
+def test_calibrate_gptq_refuses_what_it_cannot_use():
+    """ValueError names the field and the mend."""
+    W, x = calibrate_layer(0)
+    H, grid = x.t() @ x, C.MinMax(3, 32)
+    bad = H.clone()
+    bad[3, 3] = float("nan")
+    for args, kw, words in (
+        ((W, bad, grid), {}, "hessian holds NaN or inf; look for"),
+        ((W / 0, H, grid), {}, "weight holds NaN"),
+        ((W, H[:-1], grid), {}, r"hessian must have shape \[192, 192\]"),
+        ((W, -H, grid), {}, "hessian must be positive semi-definite"),
+        ((W, H, grid), {"damp": -1.0}, "damp"),
+        ((W, H, grid), {"block_size": 0}, "block_size"),
+        ((W, H, grid), {"keep": torch.ones(2, 2, dtype=torch.bool)}, "keep must be bool"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            C.gptq(*args, **kw)
+    with pytest.raises(ValueError, match="quantized must have shape"):
+        C.output_error(W, W[:1], H)
+
+
+# ---- folds ----
+
+
+class CalibrateNorm(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(dim, generator=calibrate_rng(9)) + 0.5)
+
+    def forward(self, x):
+        return self.weight * x * x.pow(2).mean(-1, keepdim=True).rsqrt()
+
+
+@pytest.mark.parametrize("kind", [CalibrateNorm, nn.LayerNorm])
+def test_calibrate_fold_leaves_the_output_alone(kind):
+    """A norm before q, k, v, a router and stacked experts: all outputs within 1e-5."""
+    torch.manual_seed(0)
+    norm = kind(16)
+    if kind is nn.LayerNorm:
+        nn.init.normal_(norm.bias, generator=calibrate_rng())
+    g = calibrate_rng(1)
+    q, k = nn.Linear(16, 8), nn.Linear(16, 4, bias=False)
+    router = nn.Parameter(torch.randn(6, 16, generator=g))
+    stack = nn.Parameter(torch.randn(6, 10, 16, generator=g))
+    x, s = torch.randn(32, 16, generator=g), torch.randn(16, generator=g).exp()
+
+    def outputs():
+        h = norm(x)
+        return [q(h), k(h), h @ router.t(), torch.einsum("nk,efk->nef", h, stack)]
+
+    before, weight = [o.detach() for o in outputs()], norm.weight.detach().clone()
+    C.fold_(norm, [q, k, router, stack], s)
+    for a, b in zip(outputs(), before):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+    torch.testing.assert_close(norm.weight.detach(), weight / s)
+
+
+def test_calibrate_fold_into_a_linear():
+    """Rows and bias of the producer; in bf16 powers of two change no bit of the product."""
+    torch.manual_seed(0)
+    g = calibrate_rng()
+    up, down = nn.Linear(8, 12), nn.Linear(12, 8)
+    x = torch.randn(20, 8, generator=g)
+    s = torch.randn(12, generator=g).exp()
+    before = down(up(x)).detach()
+    C.fold_(up, [down], s)
+    assert (down(up(x)) - before).abs().max() <= 1e-5 * before.abs().max()
+    up, down, x = up.bfloat16(), down.bfloat16(), x.bfloat16()
+    before = down(up(x)).detach()
+    C.fold_(up, [down], s.log2().round().exp2())
+    assert torch.equal(down(up(x)), before)
+
+
+def test_calibrate_fold_refuses_what_it_cannot_use():
+    norm, linear = nn.LayerNorm(4), nn.Linear(4, 2)
+    for s in (torch.tensor([1.0, 0, 1, 1]), torch.tensor([1.0, float("nan"), 1, 1])):
+        with pytest.raises(ValueError, match="s must be finite and more than 0"):
+            C.fold_(norm, [linear], s)
+    with pytest.raises(ValueError, match="s has 3 channels"):
+        C.fold_(norm, [linear], torch.ones(3))
+    with pytest.raises(ValueError, match="producer has no weight"):
+        C.fold_(nn.LayerNorm(4, elementwise_affine=False), [linear], torch.ones(4))
+    assert torch.equal(norm.weight, torch.ones(4))  # refused before anything is written
+
+
+def test_calibrate_awq_finds_the_best_alpha():
+    """The least output error of 21 alphas, by the inputs themselves; never above rounding's, and
+    well below where a few channels are large. One s for all linears that share the input."""
+    grid, K = C.MinMax(3, 64), 128
+    Ws = [torch.randn(n, K, generator=calibrate_rng(n)) for n in (16, 24)]
+    x = torch.randn(500, K, generator=calibrate_rng())
+    x[:, :4] *= 30
+    stats = C.Stats("hessian", "mean_abs")
+    stats.update(x)
+
+    def error(s):
+        return sum(calibrate_error(W, C.nearest(grid, W * s) / s, x).sum() for W in Ws)
+
+    s = C.awq_scales(Ws, stats.mean_abs, stats.hessian, grid)
+    every = [stats.mean_abs.pow(i / 20) for i in range(21)]
+    every = [t / (t.max() * t.min()).sqrt() for t in every]
+    assert error(s) <= min(error(t) for t in every) * (1 + 1e-4)
+    assert error(s) < 0.6 * error(torch.ones(K)) and s.min() * s.max() == pytest.approx(1, rel=1e-4)
+    x[:, 7:9] = 0  # dead channels, and nothing but dead channels
+    for x in (x, x * 0):
+        stats = C.Stats("hessian", "mean_abs")
+        stats.update(x)
+        s = C.awq_scales(Ws, stats.mean_abs, stats.hessian, grid)
+        assert s.isfinite().all() and (s > 0).all()
+    with pytest.raises(ValueError, match="mean_abs must be 128 values"):
+        C.awq_scales(Ws, stats.mean_abs[:3], stats.hessian, grid)
+    with pytest.raises(ValueError, match="weights"):
+        C.awq_scales([], stats.mean_abs, stats.hessian, grid)
+
+
+def calibrate_int8(t):
+    """Each row of t rounded to int8 and back."""
+    scale = t.abs().amax(-1, keepdim=True) / 127
+    return (t / scale).round() * scale
+
+
+def test_calibrate_smoothquant():
+    """The formula of the paper; W8A8 with planted outlier channels errs less after the fold."""
+    torch.manual_seed(0)
+    norm = CalibrateNorm(64)
+    Ws = [nn.Linear(64, n, bias=False) for n in (16, 8)]
+    with torch.no_grad():
+        norm.weight[[3, 40]] *= 60
+    x = torch.randn(200, 64, generator=calibrate_rng())
+    h = norm(x).detach()
+    s = C.smooth_scales(h.abs().amax(0), [w.weight for w in Ws], 0.5)
+    top = torch.cat([w.weight for w in Ws]).abs().amax(0)
+    torch.testing.assert_close(s, (h.abs().amax(0) ** 0.5 / top**0.5).detach())
+    s7 = C.smooth_scales(h.abs().amax(0), [w.weight for w in Ws], 0.7)
+    torch.testing.assert_close(s7, (h.abs().amax(0) ** 0.7 / top**0.3).detach())
+    exact = h @ Ws[0].weight.t()
+    before = (calibrate_int8(h) @ calibrate_int8(Ws[0].weight).t() - exact).norm()
+    C.fold_(norm, Ws, s)
+    after = (calibrate_int8(norm(x)) @ calibrate_int8(Ws[0].weight).t() - exact).norm()
+    assert after < 0.3 * before
+    absmax = torch.ones(64)
+    absmax[0] = 0
+    weight = torch.ones(3, 5, 64)  # stacked
+    weight[..., 1] = 0
+    for alpha in (0.0, 0.5, 1.0):
+        assert torch.equal(C.smooth_scales(absmax, [weight], alpha), torch.ones(64))
+    with pytest.raises(ValueError, match="alpha"):
+        C.smooth_scales(absmax, [weight], 1.5)
+    with pytest.raises(ValueError, match="absmax holds NaN"):
+        C.smooth_scales(absmax / 0 * 0, [weight])
+
+
+def test_calibrate_equalization_keeps_swiglu_and_evens_the_ranges():
+    """Output of the MLP as before; each channel's range is the same on both sides, sqrt(r1 r2); a
+    channel that is all zero is left alone; per-tensor rounding gets better."""
+    torch.manual_seed(0)
+    g = calibrate_rng()
+    gate, up, down = nn.Linear(8, 20), nn.Linear(8, 20), nn.Linear(20, 8)
+    with torch.no_grad():
+        up.weight *= torch.randn(20, 1, generator=g).mul(2).exp()
+        up.weight[5] = 0
+        down.weight[:, 6] = 0
+    x = torch.randn(30, 8, generator=g)
+
+    def mlp():
+        return down(F.silu(gate(x)) * up(x)).detach()
+
+    def rounded():
+        """Mean relative error of up's rows, of which small ones suffer most."""
+        change = (up.weight - C.nearest(WholeGrid(6, 0), up.weight)).norm(dim=1)
+        return (change / up.weight.norm(dim=1).clamp(min=1e-9)).mean().item()
+
+    before, coarse = mlp(), rounded()
+    r1, r2 = up.weight.abs().amax(1), down.weight.abs().amax(0)
+    s = C.equalize_(up, down)
+    assert (mlp() - before).abs().max() <= 1e-5 * before.abs().max()
+    assert s[5] == s[6] == 1
+    rest = [i for i in range(20) if i not in (5, 6)]
+    for got in (up.weight.abs().amax(1), down.weight.abs().amax(0)):
+        torch.testing.assert_close(got[rest], (r1 * r2).sqrt()[rest])
+    assert rounded() < 0.8 * coarse
+    with pytest.raises(ValueError, match="first makes 8 channels"):
+        C.equalize_(down, down)
+
+
+def test_calibrate_bias_correction_restores_the_mean():
+    """Inputs with a mean: the mean output error goes to ~0, and was not."""
+    W = torch.randn(12, 32, generator=calibrate_rng())
+    x = torch.randn(400, 32, generator=calibrate_rng(1)) + 2 * torch.randn(
+        32, generator=calibrate_rng(2)
+    )
+    Q = C.nearest(C.MinMax(2, 32), W)
+    stats = C.Stats("mean")
+    stats.update(x)
+    error = (x @ W.t() - x @ Q.t()).mean(0)
+    bias = C.bias_correction(W, Q, stats.mean)
+    assert bias.shape == (12,) and error.abs().max() > 0.5
+    assert (error - bias).abs().max() < 1e-4
+
+
+# ---- TaCQ ----
+
+
+def calibrate_2bit(w):
+    return C.nearest(C.MinMax(2, 16), w)
+
+
+class CalibrateModel(nn.Module):
+    """Next-token prediction of a fixed random chain, by an MLP over two tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.up, self.mid, self.head = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, batch):
+        h = F.gelu(self.up(self.embed(batch[:, :2]).flatten(1)))
+        return F.cross_entropy(self.head(F.gelu(self.mid(h))), batch[:, 2])
+
+
+def calibrate_trained(seed=0):
+    torch.manual_seed(seed)
+    table = torch.randint(32, (32, 32), generator=calibrate_rng(seed))
+    pairs = torch.cartesian_prod(torch.arange(32), torch.arange(8))  # half seldom, half often
+    data = torch.cat((pairs, table[pairs[:, 0], pairs[:, 1]][:, None]), 1)
+    model = CalibrateModel()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        model(data).backward()
+        optimizer.step()
+    for p in model.parameters():
+        p.grad = None
+    return model, data
+
+
+def test_calibrate_tacq_keeps_what_matters():
+    """2 bits, 5% kept: the loss is below that of random and magnitude picks, on average of models
+    and on each against random."""
+    totals = dict.fromkeys(("tacq", "magnitude", "random", "none"), 0.0)
+    for seed in range(3):
+        model, data = calibrate_trained(seed)
+        mats = {n: getattr(model, n).weight for n in ("up", "mid", "head")}
+        original = {n: w.detach().clone() for n, w in mats.items()}
+        scores = {
+            "tacq": C.accumulate_saliency(model, mats, model, data.split(16), calibrate_2bit),
+            "magnitude": {n: w.abs() for n, w in original.items()},
+            "random": {
+                n: torch.rand(w.shape, generator=calibrate_rng(seed)) for n, w in original.items()
+            },
+            "none": None,
+        }
+        losses = {}
+        for name, score in scores.items():
+            picks = C.circuit(score, 0.05) if score else {n: [] for n in mats}
+            for n, w in mats.items():
+                new = calibrate_2bit(original[n]).flatten()
+                new[picks[n]] = original[n].flatten()[picks[n]]
+                w.data = new.view_as(w)
+            with torch.no_grad():
+                losses[name] = model(data).item()
+            totals[name] += losses[name]
+        assert losses["tacq"] < losses["random"], losses
+    assert totals["tacq"] < min(v for k, v in totals.items() if k != "tacq"), totals
+
+
+def test_calibrate_saliency_is_the_formula_and_frees_gradients():
+    """|Q - W| |W| sum of |grad| per batch, not |sum|; nothing is left in .grad, of any parameter,
+    requires_grad is as it was, and during the pass only one matrix's gradient is alive."""
+    model, data = calibrate_trained()
+    model.embed.weight.requires_grad_(False)
+    mats = {n: getattr(model, n).weight for n in ("up", "mid", "head")}
+    batches = list(data.split(64))
+    alive = []
+
+    def loss(batch):
+        value = model(batch)
+        for p in mats.values():
+            p.register_hook(lambda g: alive.append(sum(q.grad is not None for q in mats.values())))
+        return value
+
+    mats["up"].grad = torch.ones_like(mats["up"])  # left over from training: not to be counted
+    got = C.accumulate_saliency(model, mats, loss, batches, calibrate_2bit)
+    assert max(alive) <= 1 and all(p.grad is None for p in model.parameters())
+    assert not model.embed.weight.requires_grad and model.mid.bias.requires_grad
+    assert not any(p._post_accumulate_grad_hooks for p in mats.values())
+    want = {n: 0 for n in mats}
+    for batch in batches:
+        for n, g in zip(mats, torch.autograd.grad(model(batch), list(mats.values()))):
+            want[n] = want[n] + g.abs()
+    for n, w in mats.items():
+        w = w.detach()
+        torch.testing.assert_close(got[n], want[n] * (calibrate_2bit(w) - w).abs() * w.abs())
+    frozen = {"mid": nn.Parameter(model.mid.weight.detach(), requires_grad=False)}
+    model.mid.weight = frozen["mid"]  # a model loaded for inference
+    with torch.no_grad():
+        again = C.accumulate_saliency(model, frozen, model, batches, calibrate_2bit)
+    torch.testing.assert_close(again["mid"], got["mid"])
+    assert not frozen["mid"].requires_grad
+
+
+def test_calibrate_saliency_refuses_what_it_cannot_use():
+    model, data = calibrate_trained()
+    mats = {"mid": model.mid.weight}
+    with pytest.raises(ValueError, match="batches is empty; give one"):
+        C.accumulate_saliency(model, mats, model, [], calibrate_2bit)
+    with pytest.raises(ValueError, match="loss of batch 1 is nan"):
+        C.accumulate_saliency(
+            model, mats, lambda b: model(b) * float("nan"), [data], calibrate_2bit
+        )
+    assert model.mid.weight.grad is None and not mats["mid"]._post_accumulate_grad_hooks
+
+
+def test_calibrate_circuit_is_the_global_top_fraction():
+    """Equal to sorting all saliencies together; among equals exactly as many as asked."""
+    parts = {
+        "a": torch.rand(30, 20, generator=calibrate_rng()),
+        "b": 3 * torch.rand(7, 9, generator=calibrate_rng(1)),
+        "c": torch.rand(2, 5, 11, generator=calibrate_rng(2)).bfloat16(),
+    }
+    flat = torch.cat([p.flatten().float() for p in parts.values()])
+    for fraction in (0.0, 0.001, 0.01, 0.3, 1.0):
+        picks = C.circuit(parts, fraction)
+        got = torch.cat([parts[n].flatten()[i].float() for n, i in picks.items()])
+        want = flat.sort(descending=True).values[: int(fraction * len(flat))]
+        assert torch.equal(got.sort(descending=True).values, want)
+        assert all(torch.equal(i, i.unique()) and i.dtype == torch.long for i in picks.values())
+    equal = C.circuit({"a": torch.ones(10), "b": torch.ones(10)}, 0.6)
+    assert equal["a"].tolist() == list(range(10)) and equal["b"].tolist() == [0, 1]
+    for fraction in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="fraction must be from 0 to 1"):
+            C.circuit(parts, fraction)
+    with pytest.raises(ValueError, match=r"saliencies\['a'\] holds NaN"):
+        C.circuit({"a": torch.full((3,), float("nan"))}, 0.5)
+
+
+# ---- the sheet ----
+
+
+def test_calibrate_statistics_must_be_known():
+    with pytest.raises(ValueError, match="ask for some of hessian"):
+        C.Stats("median")
+    with pytest.raises(ValueError, match="ask for some"), C.observe({"a": nn.Linear(2, 2)}):
+        pass
+
+
+# --------------------------------------------------------------------------------------------------
+# sparse.py
+# --------------------------------------------------------------------------------------------------
+
+SPARSE_PATTERNS = [(1, 4), (2, 4), (4, 8), (2, 8), (3, 8), (1, 2), (4, 32), (31, 32), (5, 256)]
+
+
+def sparse_same(a, b) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def sparse_normal(*shape, seed=0, dtype=torch.float32) -> torch.Tensor:
+    return normal(*shape, dtype=dtype, rng=torch.Generator().manual_seed(seed))
+
+
+def sparse_alike(N, K, seed=0, run=4):
+    """Channels whose neighbours are as large as they are: where permutation has most to win."""
+    return sparse_normal(N, K, seed=seed) * sparse_normal(
+        K // run, seed=seed + 1
+    ).exp().repeat_interleave(run)
+
+
+def sparse_swiglu(dtype=torch.float32, dim=24, hidden=64, bias=True):
+    class MLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj = nn.Linear(dim, hidden, bias)
+            self.up_proj = nn.Linear(dim, hidden, bias)
+            self.down_proj = nn.Linear(hidden, dim, bias)
+
+        def forward(self, x):
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    torch.manual_seed(0)
+    return MLP().to(dtype).requires_grad_(False)
+
+
+class SparseModel(nn.Module):
+    """Two layers, an embedding that the head shares, and a subclass of Linear."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.embed = nn.Embedding(32, dim)
+        self.layers = nn.ModuleList(sparse_swiglu(dim=dim, hidden=2 * dim) for _ in range(2))
+        self.special = type("Special", (nn.Linear,), {})(dim, dim)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(self.special(x)))
+
+
+def sparse_model(**to):
+    torch.manual_seed(1)
+    return SparseModel().to(DEVICE, **to).eval().requires_grad_(False)
+
+
+# ---- pruning ----
+
+
+@pytest.mark.parametrize("n, m", SPARSE_PATTERNS)
+def test_sparse_prune_keeps_the_largest(n, m):
+    """By its definition in plain Python, ties and zeros included: of equals, the first."""
+    w = sparse_normal(9, 2 * m).mul(2).round()
+    w[3] = 0
+    mask = Z.prune(w, n, m)
+    for row, kept in zip(w.tolist(), mask.tolist()):
+        for g in range(0, 2 * m, m):
+            order = sorted(range(g, g + m), key=lambda i: -abs(row[i]))
+            assert [i for i in range(g, g + m) if kept[i]] == sorted(order[:n])
+    assert Z.is_pruned(mask, n, m) and Z.is_pruned(w * mask, n, m)
+    assert mask.sum() == w.numel() // m * n
+    if n + 1 < m:
+        assert not Z.is_pruned(Z.prune(w, n + 1, m), n, m)
+
+
+def test_sparse_importance_takes_the_place_of_magnitude():
+    """Wanda: |w| * ||x|| keeps small weights of large inputs; the error of the output is less."""
+    w, scale = sparse_normal(32, 64), sparse_normal(64, seed=1).exp()
+    x = sparse_normal(200, 64, seed=2) * scale
+    norms = x.norm(dim=0)
+    error = lambda mask: (F.linear(x, w * mask) - F.linear(x, w)).norm()
+    wanda = Z.prune(w, 2, 4, importance=w.abs() * norms)
+    sparse_same(wanda, Z.prune(w * norms, 2, 4))
+    assert error(wanda) < 0.8 * error(Z.prune(w, 2, 4))
+    layer = nn.Sequential(nn.Linear(64, 32).to(DEVICE))
+    layer[0].weight.data = w
+    asked = []
+    Z.sparsify_(layer, importance=lambda name, w: asked.append(name) or w.abs() * norms)
+    sparse_same(layer[0].weight, w * wanda)
+    assert asked == ["0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("n, m", SPARSE_PATTERNS)
+def test_sparse_pack_round_trip(n, m, dtype):
+    """Unpacked is the masked weight to the bit, indices ascend, sizes are n / m."""
+    w = sparse_normal(7, 3 * m, dtype=dtype)
+    mask = Z.prune(w, n, m)
+    values, indices = Z.pack(w, n, m)
+    assert values.shape == indices.shape == (7, 3 * n) and values.dtype == dtype
+    assert indices.dtype == torch.uint8 and indices.int().max() < m
+    assert (indices.view(7, 3, n).int().diff(dim=-1) > 0).all()
+    sparse_same(Z.unpack(values, indices, n, m), w * mask)
+    fewer = mask & (sparse_normal(7, 3 * m, seed=5) > 0)  # a mask need not fill its groups
+    values, indices = Z.pack(w, n, m, fewer)
+    sparse_same(Z.unpack(values, indices, n, m), w * fewer)
+
+
+# ---- V:N:M ----
+
+
+@pytest.mark.parametrize("v, n, m", [(1, 2, 8), (4, 2, 5), (16, 2, 16), (8, 1, 8), (2, 3, 40)])
+def test_sparse_venom(v, n, m):
+    """Pack, unpack, product and audit against the masked dense weight."""
+    w = sparse_normal(16, 3 * m)
+    mask = Z.venom_mask(w, v, n, m)
+    assert Z.is_venom(mask, v, n, m) and Z.is_pruned(mask, n, m)
+    assert mask.sum() == 16 * 3 * n
+    packed = Z.pack_venom(w, v, n, m)
+    assert packed.values.shape == packed.indices.shape == (16, 3 * n)
+    assert packed.columns.shape == (16 // v, 3, 4) and packed.columns.max() < m
+    assert packed.indices.max() < 4 and packed.indices.dtype == torch.uint8
+    assert (packed.columns.int().diff(dim=-1) > 0).all()
+    sparse_same(Z.unpack_venom(packed), w * mask)
+    for x in (sparse_normal(3 * m), sparse_normal(2, 5, 3 * m)):
+        torch.testing.assert_close(Z.venom_matmul(x, packed), F.linear(x, w * mask))
+
+
+def test_sparse_venom_chooses_the_columns_of_most_energy():
+    """By its definition, block by block; then the largest in a row; importance decides instead."""
+    w = sparse_normal(12, 16).mul(3).round()
+    mask = Z.venom_mask(w, 6, 2, 8)
+    for block in range(2):
+        for g in range(2):
+            part = w[6 * block :][:6, 8 * g :][:, :8].abs()
+            best = sorted(range(8), key=lambda c: -part[:, c].sum().item())[:4]
+            for r, row in enumerate(part.tolist()):
+                kept = sorted(sorted(best), key=lambda c: -row[c])[:2]
+                assert mask[6 * block + r, 8 * g :][:8].nonzero().flatten().tolist() == sorted(kept)
+    scores = sparse_normal(12, 16, seed=3).abs()
+    sparse_same(Z.venom_mask(w, 6, 2, 8, importance=scores), Z.venom_mask(scores, 6, 2, 8))
+
+
+def test_sparse_venom_audit_finds_what_is_not():
+    """A fifth column in a block, a third weight in a row: each alone is found."""
+    mask = Z.venom_mask(sparse_normal(8, 16), 4, 2, 8)
+    mask[:4, :8] = False
+    mask[0, 0] = mask[1, 1] = mask[2, 2] = mask[3, 3] = True
+    assert Z.is_venom(mask, 4, 2, 8)
+    fifth, third = mask.clone(), mask.clone()
+    fifth[0, 4] = True
+    third[0, 1] = third[0, 2] = True
+    assert Z.is_pruned(fifth, 2, 8) and not Z.is_venom(fifth, 4, 2, 8)
+    assert not Z.is_venom(third, 4, 2, 8)
+    assert not Z.is_venom(Z.prune(sparse_normal(8, 16), 2, 8), 8, 2, 8)
+    sparse_same(
+        Z.unpack_venom(Z.pack_venom(sparse_normal(8, 16), 4, 2, 8, mask)),
+        sparse_normal(8, 16) * mask,
+    )
+    with pytest.raises(ValueError, match="4:2:8"):
+        Z.pack_venom(sparse_normal(8, 16), 4, 2, 8, fifth)
+
+
+# ---- permutation ----
+
+
+def sparse_kept_by(w, order, n, m):
+    w = w.double()
+    return Z.retained(w[:, order], Z.prune(w[:, order], n, m))
+
+
+@pytest.mark.parametrize("n, m", [(1, 2), (2, 4), (1, 4), (3, 4), (4, 8), (2, 8), (4, 32)])
+def test_sparse_swaps_never_keep_less(n, m):
+    """Round after round what stays only grows, on random and on structured weights; and where
+    neighbours are alike it grows much."""
+    K = 8 * max(m, 8)
+    for seed in range(3):
+        for w, much in (
+            (sparse_normal(12, K, seed=seed), False),
+            (sparse_alike(12, K, seed, run=m), True),
+        ):
+            last = sparse_kept_by(w, torch.arange(K), n, m)
+            first = last
+            for rounds in (1, 2, 5, 200):
+                order = Z.permute_channels(w, n, m, rounds=rounds)
+                assert order.sort().values.tolist() == list(range(K))
+                now = sparse_kept_by(w, order, n, m)
+                assert now >= last - 1e-12
+                last = now
+            assert last > first + (0.02 if much else 0)
+    sparse_same(order, Z.permute_channels(w, n, m))
+
+
+def test_sparse_swaps_end_where_no_swap_helps():
+    """The table of gains against pruning anew: after the search all swaps are tried by hand."""
+    for n, m in ((1, 3), (2, 4)):
+        w = sparse_normal(5, 12, seed=n)
+        order = Z.permute_channels(w, n, m)
+        best = sparse_kept_by(w, order, n, m)
+        for i, j in permutations(range(12), 2):
+            swapped = order.clone()
+            swapped[[i, j]] = order[[j, i]]
+            assert sparse_kept_by(w, swapped, n, m) <= best + 1e-12
+
+
+def test_sparse_swaps_find_the_best_there_is():
+    """Large channels in one group, none in the next: nothing of them needs to go."""
+    w = torch.ones(6, 16, device=DEVICE)
+    w[:, 4:8], w[:, 12:] = 0, 0
+    assert sparse_kept_by(w, torch.arange(16), 2, 4) == 0.5
+    assert sparse_kept_by(w, Z.permute_channels(w), 2, 4) == 1
+    importance = w.roll(2, 0)
+    sparse_same(
+        Z.permute_channels(sparse_normal(6, 16), importance=importance), Z.permute_channels(w)
+    )
+    sparse_same(Z.permute_channels(w[:, :4]).cpu(), torch.arange(4))  # one group: nothing to swap
+    sparse_same(Z.permute_channels(torch.zeros_like(w)).cpu(), torch.arange(16))
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_sparse_swaps_at_any_scale(scale):
+    """No threshold is absolute."""
+    w = sparse_alike(12, 32).double()
+    sparse_same(Z.permute_channels(w * scale), Z.permute_channels(w))
+
+
+def test_sparse_folding_changes_nothing():
+    """SwiGLU with biases, permuted for its down projection: the same function, and pruned a better
+    one. With whole numbers, whose sums round nowhere, and ReLU: the same to the bit."""
+    mlp, x = sparse_swiglu(torch.float64).to(DEVICE), sparse_normal(7, 24, dtype=torch.float64)
+    mlp.down_proj.weight.mul_(sparse_normal(16, seed=4).exp().repeat_interleave(4))
+    before, w = mlp(x), mlp.down_proj.weight.clone()
+    order = Z.permute_channels(w)
+    Z.fold_permutation_(order, mlp.down_proj, [mlp.gate_proj, mlp.up_proj])
+    sparse_same(mlp.down_proj.weight, w[:, order])
+    torch.testing.assert_close(mlp(x), before, rtol=1e-13, atol=1e-13)
+    pruned = F.linear(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x), w[:, order]) - before
+    assert pruned.isfinite().all()
+
+    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5)).to(DEVICE)
+    with torch.no_grad():
+        for i, p in enumerate(net.parameters()):
+            p.copy_(sparse_normal(*p.shape, seed=i).mul(4).round())
+        x = sparse_normal(6, 8).mul(3).round()
+        before = net(x)
+        Z.fold_permutation_(torch.randperm(32), net[2], net[0])
+        sparse_same(net(x), before)
+
+
+def test_sparse_folding_several_readers_and_a_norm():
+    """Two consumers of one permutation, a norm between: its weight and bias are permuted too."""
+    torch.manual_seed(0)
+    make, norm, a, b = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3), nn.Linear(16, 4)
+    parts = nn.ModuleList([make, norm, a, b]).double().to(DEVICE)
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    x = sparse_normal(5, 6, dtype=torch.float64)
+    f = lambda: [reader(norm(make(x))) for reader in (a, b)]
+    before = f()
+    order = Z.permute_channels(torch.cat([a.weight, b.weight]))
+    Z.fold_permutation_(order, (a, b), (make, norm))
+    assert parts[0] is make
+    torch.testing.assert_close(f(), before, rtol=1e-12, atol=1e-12)
+
+
+# ---- the kernel ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("n, m", [(1, 4), (2, 4), (2, 8), (4, 32), (3, 8), (2, 3)])
+def test_sparse_gather_gemv(n, m, dtype):
+    """Kernel == reference == masked dense in fp32, for one to nine rows and odd N and K."""
+    tol = dict(rtol=1e-3, atol=1e-3) if dtype == torch.float16 else dict(rtol=1e-5, atol=1e-5)
+    for M in (1, 3, 8, 9):
+        N, K = (37, 5 * m) if M % 2 else (5, 17 * m)
+        w, x = sparse_normal(N, K, dtype=dtype), sparse_normal(M, K, seed=M, dtype=dtype) / K**0.5
+        bias = sparse_normal(N, seed=2, dtype=dtype) if M % 3 else None
+        args = (*Z.pack(w, n, m), n, m, bias)
+        wide = None if bias is None else bias.float()
+        wanted = F.linear(x.float(), (w * Z.prune(w, n, m)).float(), wide).to(dtype)
+        torch.testing.assert_close(Z.gather_gemv(x, *args), wanted, **tol)
+        torch.testing.assert_close(Z.gather_gemv_reference(x, *args), wanted, **tol)
+
+
+def test_sparse_gather_gemv_over_several_tiles():
+    """K beyond one tile of 512 values, x of any strides and dimensions, pruned inputs not read."""
+    w = sparse_normal(6, 2 * 700)
+    packed = Z.pack(w, 2, 4)
+    x = sparse_normal(2 * 700, 3, seed=1).t() / 30
+    wanted = F.linear(x, w * Z.prune(w, 2, 4))
+    torch.testing.assert_close(Z.gather_gemv(x, *packed, 2, 4), wanted, rtol=1e-4, atol=1e-5)
+    one = Z.gather_gemv(x[0], *packed, 2, 4)
+    torch.testing.assert_close(one, wanted[0], rtol=1e-4, atol=1e-5)
+    assert Z.gather_gemv(x.reshape(3, 1, -1), *packed, 2, 4).shape == (3, 1, 6)
+    unread = sparse_normal(1, 8)
+    mask = Z.prune(unread, 2, 4)
+    x = torch.where(mask, 1.0, torch.nan)
+    assert Z.gather_gemv(x, *Z.pack(unread, 2, 4), 2, 4).isfinite().all()
+
+
+@pytest.mark.skipif(CUDA, reason="of the CPU alone")
+def test_sparse_gather_gemv_where_no_kernel_can_run(monkeypatch):
+    """bf16, which the interpreter gets wrong, and fp64: plain torch serves."""
+    for dtype, tol in ((torch.bfloat16, 1e-2), (torch.float64, 1e-12)):
+        w, x = sparse_normal(5, 24, dtype=dtype), sparse_normal(3, 24, seed=1, dtype=dtype)
+        monkeypatch.setattr(Z, "_gather_kernel", None)
+        wanted = F.linear(x.double(), (w * Z.prune(w, 2, 8)).double()).to(dtype)
+        got = Z.gather_gemv(x, *Z.pack(w, 2, 8), 2, 8)
+        torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+
+
+def test_sparse_gather_gemv_operator():
+    """The operator that a compiled step calls: its schema and its fake are what it does."""
+    w, x = sparse_normal(5, 24), sparse_normal(3, 24)
+    arguments = (x, *Z.pack(w, 2, 8), 2, 8, None)
+    torch.library.opcheck(Z._gather_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+# ---- 2:4 on GPUs ----
+
+
+def test_sparse_semi_structured():
+    """On a GPU that has it the product of the masked weight; elsewhere ValueError, or dense."""
+    w = sparse_normal(64, 128, dtype=torch.float16)
+    w *= Z.prune(w, 2, 4)
+    with pytest.raises(ValueError, match="not 2:4: multiply it by prune"):
+        Z.semi_structured(w + 1)
+    if CUDA and torch.cuda.get_device_capability() >= (8, 0):
+        x = sparse_normal(16, 128, seed=1, dtype=torch.float16)
+        got = F.linear(x, Z.semi_structured(w))
+        torch.testing.assert_close(got, F.linear(x, w), rtol=1e-2, atol=1e-2)
+        with pytest.raises(ValueError, match="float16 or bfloat16, N a multiple of 32"):
+            Z.semi_structured(w[:, :64][:24])
+    else:
+        with pytest.raises(ValueError, match="sm_80 or newer; the weight is .* on cpu"):
+            Z.semi_structured(w)
+    assert Z.semi_structured(w.double(), fallback=True).dtype == torch.float64
+
+
+# ---- the swap ----
+
+
+def test_sparse_sparsify():
+    """Every Linear and nothing else; == the same model with masked dense weights."""
+    dense, sparse = sparse_model(), Z.sparsify_(sparse_model(), 2, 8)
+    swapped = [name for name, x in sparse.named_modules() if type(x) is Z.SparseLinear]
+    names = ("gate_proj", "up_proj", "down_proj")
+    assert swapped == [f"layers.{i}.{name}" for i in range(2) for name in names]
+    for name in swapped:
+        layer, linear = sparse.get_submodule(name), dense.get_submodule(name)
+        assert (layer.in_features, layer.out_features) == (linear.in_features, linear.out_features)
+        assert not layer.training and not list(layer.parameters())
+        linear.weight *= Z.prune(linear.weight, 2, 8)
+        sparse_same(layer.weight, linear.weight)
+    assert "2:8" in repr(sparse)
+    for shape in ((1, 1), (2, 9)):  # by the kernel, and by the dense product
+        tokens = torch.arange(shape[0] * shape[1], device=DEVICE).view(shape)
+        torch.testing.assert_close(sparse(tokens), dense(tokens), rtol=1e-4, atol=1e-5)
+    assert sparse.layers[0](torch.empty(0, 16, device=DEVICE)).shape == (0, 16)
+
+
+def test_sparse_linear_uses_the_kernel_for_few_rows(monkeypatch):
+    """Up to 8 rows, without a gradient, of the weight's dtype; else the dense product."""
+    layer, calls = Z.SparseLinear(nn.Linear(16, 8).to(DEVICE), 2, 4), []
+    real = Z.gather_gemv
+    monkeypatch.setattr(Z, "gather_gemv", lambda *a: calls.append(1) or real(*a))
+    for x, runs in (
+        (sparse_normal(8, 16), 1),
+        (sparse_normal(9, 16), 0),
+        (sparse_normal(2, 4, 16), 1),
+    ):
+        calls.clear()
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+        assert len(calls) == runs
+    x = sparse_normal(2, 16).requires_grad_()
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, -1))
+    assert len(calls) == 1
+    with pytest.raises(RuntimeError):
+        layer(sparse_normal(2, 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "skip, n_swapped",
+    [((), 6), (["layers.0"], 3), (["down_proj"], 4), (["layers.1.up_proj"], 5), ("layers", 0)]
+    + [(["proj"], 6), (["layer"], 6), (["0.up_proj", "norm"], 5)],
+)
+def test_sparse_sparsify_skips(skip, n_swapped):
+    """A name, or a dotted part of one, and not a part of a word."""
+    swapped = Z.sparsify_(sparse_model(), skip=skip).modules()
+    assert sum(type(x) is Z.SparseLinear for x in swapped) == n_swapped
+
+
+def test_sparse_sparsify_leaves_what_is_shared():
+    """A tied head, one Linear in two places, and two that share a parameter stay dense."""
+    a, b, c = (nn.Linear(8, 8) for _ in range(3))
+    b.weight = c.weight
+    net = Z.sparsify_(nn.Sequential(a, nn.Sequential(a), b, c, nn.Linear(8, 8)))
+    assert [type(x) is Z.SparseLinear for x in net] == [False, False, False, False, True]
+    tied = Z.sparsify_(sparse_model())
+    assert tied.head.weight is tied.embed.weight and type(tied.head) is nn.Linear
+
+
+def test_sparse_sparsify_on_meta_and_state_dict():
+    """A skeleton on the meta device has the buffers of the real one, and loads what it saved."""
+    real = Z.sparsify_(sparse_model(dtype=torch.bfloat16), 4, 8)
+    with torch.device("meta"):
+        skeleton = Z.sparsify_(SparseModel().to(torch.bfloat16), 4, 8)
+    saved = real.state_dict()
+    shapes = lambda state: {name: (x.shape, x.dtype) for name, x in state.items()}
+    assert shapes(skeleton.state_dict()) == shapes(saved)
+    assert {"layers.0.up_proj." + x for x in ("values", "indices", "bias")} <= saved.keys()
+    assert not any("proj.weight" in name for name in saved)
+    skeleton.load_state_dict(saved, assign=True)
+    skeleton.head.weight = skeleton.embed.weight
+    tokens = torch.arange(20, device=DEVICE)[None]
+    sparse_same(skeleton.eval()(tokens), real(tokens))
+    copied = Z.sparsify_(sparse_model(dtype=torch.bfloat16).apply(sparse_scramble), 4, 8)
+    copied.load_state_dict(saved)
+    sparse_same(copied(tokens), real(tokens))
+
+
+def sparse_scramble(module):
+    for p in module.parameters(recurse=False):
+        p.data.normal_()
+
+
+def test_sparse_sparser_is_worse():
+    """The denser pattern is nearer to the dense model."""
+    tokens = torch.arange(20, device=DEVICE)[None]
+    wanted = sparse_model()(tokens)
+    error = lambda n, m: (Z.sparsify_(sparse_model(), n, m)(tokens) - wanted).norm()
+    assert error(7, 8) < error(2, 4) < error(1, 4)
+
+
+# ---- bad input ----
+
+SPARSE_CALLS = SimpleNamespace(
+    nan=lambda: Z.prune(torch.full((2, 4), torch.nan), 2, 4),
+    infinite=lambda: Z.prune(torch.full((2, 4), torch.inf), 2, 4),
+    dense=lambda: Z.prune(sparse_normal(2, 4), 4, 4),
+    none=lambda: Z.prune(sparse_normal(2, 4), 0, 4),
+    floats=lambda: Z.prune(sparse_normal(2, 4), 2.0, 4),
+    wide=lambda: Z.prune(sparse_normal(2, 512), 2, 512),
+    uneven=lambda: Z.prune(sparse_normal(2, 6), 2, 4),
+    three=lambda: Z.prune(sparse_normal(2, 4, 4), 2, 4),
+    scores=lambda: Z.prune(sparse_normal(2, 8), 2, 4, sparse_normal(2, 4)),
+    bad_scores=lambda: Z.prune(sparse_normal(2, 4), 2, 4, torch.full((2, 4), torch.nan)),
+    mask=lambda: Z.pack(sparse_normal(2, 4), 2, 4, torch.ones(2, 4)),
+    mask_shape=lambda: Z.pack(sparse_normal(2, 8), 2, 4, torch.zeros(2, 4)),
+    blocks=lambda: Z.venom_mask(sparse_normal(6, 8), 4),
+    narrow=lambda: Z.venom_mask(sparse_normal(4, 8), 4, 2, 4),
+    venom_x=lambda: Z.venom_matmul(sparse_normal(2, 9), Z.pack_venom(sparse_normal(4, 8), 4)),
+    permute=lambda: Z.permute_channels(sparse_normal(4, 6)),
+    permute_nan=lambda: Z.permute_channels(torch.full((2, 4), torch.nan)),
+    fold_twice=lambda: Z.fold_permutation_(torch.tensor([0, 0]), [], []),
+    fold_size=lambda: Z.fold_permutation_(torch.arange(3), nn.Linear(4, 4), []),
+    fold_rows=lambda: Z.fold_permutation_(torch.arange(3), [], nn.Linear(3, 4)),
+    fold_packed=lambda: Z.fold_permutation_(
+        torch.arange(4), Z.SparseLinear(nn.Linear(4, 4), 2, 4), []
+    ),
+    fold_tied=lambda: Z.fold_permutation_(torch.arange(4), [SPARSE_LINEAR], [SPARSE_LINEAR]),
+    x=lambda: Z.gather_gemv(sparse_normal(2, 9), *Z.pack(sparse_normal(4, 8), 2, 4), 2, 4),
+    x_dtype=lambda: Z.gather_gemv(
+        sparse_normal(2, 8).half(), *Z.pack(sparse_normal(4, 8), 2, 4), 2, 4
+    ),
+    empty=lambda: Z.gather_gemv(sparse_normal(0, 8), *Z.pack(sparse_normal(4, 8), 2, 4), 2, 4),
+    indices=lambda: Z.gather_gemv(
+        sparse_normal(2, 8), sparse_normal(4, 4), torch.zeros(4, 4, dtype=torch.long), 2, 4
+    ),
+    bias=lambda: Z.gather_gemv(
+        sparse_normal(2, 8), *Z.pack(sparse_normal(4, 8), 2, 4), 2, 4, sparse_normal(3)
+    ),
+    root=lambda: Z.sparsify_(nn.Linear(4, 4)),
+    layer=lambda: Z.sparsify_(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))),
+)
+SPARSE_LINEAR = nn.Linear(4, 4)
+SPARSE_MESSAGES = dict(
+    nan="NaN or an infinity: mend it before pruning",
+    infinite="NaN or an infinity",
+    dense="1 <= n < m <= 256, as bytes index, not 4:4",
+    none="not 0:4",
+    floats="not 2.0:4",
+    wide="m <= 256, as bytes index, not 2:512",
+    uneven=r"m=4 does not divide the weight's 6 columns \(m that do: 2, 3, 6\)",
+    three=r"must be \(N, K\), not \(2, 4, 4\)",
+    scores=r"importance \(2, 4\) does not fit the weight \(2, 8\)",
+    bad_scores="its importance has a NaN",
+    mask="keep n=2 of m=4, as prune",
+    mask_shape="mask must be as the weight",
+    blocks="4:2:8 must have n < 4 < m, and v must divide the weight's 6 rows",
+    narrow="4:2:4 must have n < 4 < m",
+    venom_x=r"x \(2, 9\) must have 8 columns",
+    permute="m=4 does not divide",
+    permute_nan="NaN",
+    fold_twice="permutation must have each of 0 .. 1 once",
+    fold_size=r"consumers\[0\] has weight \(4, 4\), the permutation 3 channels",
+    fold_rows=r"producers\[0\] has weight \(4, 3\), the permutation 3 channels",
+    fold_packed=r"consumers\[0\] is packed: permute, then sparsify_",
+    fold_tied=r"consumers\[0\] has a parameter that is another's too",
+    x=r"x must be torch.float32 rows of 8, for 4 values a row of 2:4, not torch.float32 \(2, 9\)",
+    x_dtype="not torch.float16",
+    empty="x must be",
+    indices=r"indices must be uint8 \(4, 4\), as pack makes them",
+    bias=r"bias must be \(4,\)",
+    root="wrap it in nn.Sequential",
+    layer=r'1: m=4 does not divide the weight\'s 6 columns .*; or leave it dense: skip=\["1"\]',
+)
+
+
+@pytest.mark.skipif(CUDA, reason="arguments on the CPU")
+@pytest.mark.parametrize("case", SPARSE_MESSAGES)
+def test_sparse_bad_input(case):
+    """Each names what does not fit, and the mend."""
+    assert vars(SPARSE_CALLS).keys() == SPARSE_MESSAGES.keys()
+    with pytest.raises(ValueError, match=SPARSE_MESSAGES[case]):
+        getattr(SPARSE_CALLS, case)()
+
+
+def test_sparse_a_failed_call_changes_nothing():
+    """sparsify_ and fold_permutation_ check everything before the first change."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(DEVICE)
+    net[1].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="^1: the weight .* NaN"):
+        Z.sparsify_(net)
+    assert type(net[0]) is nn.Linear
+    before = net[0].weight.clone()
+    with pytest.raises(ValueError, match="producers"):
+        Z.fold_permutation_(torch.arange(8).flip(0), net[0], [nn.Linear(3, 4)])
+    sparse_same(net[0].weight, before)
+
+
+# ---- alone, and for GPUs ----
+
+
+@pytest.mark.parametrize("triton", ["missing", "interpreted"])
+def test_sparse_alone_in_a_folder(triton, tmp_path):
+    """The one file, copied away, checks itself without Triton, and on its kernel."""
+    shutil.copy(REPO / "sparse.py", tmp_path)
+    hide = "import sys; sys.modules['triton'] = None; " if triton == "missing" else ""
+    env = dict(PYTHONPATH=str(tmp_path)) | dict(TRITON_INTERPRET="1") * (triton != "missing")
+    done = run("-c", hide + "import sparse; sparse.check('cpu')", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+SPARSE_COMPILE = """
+Z._kernel = lambda _: True
+
+def gemv(n=2, m=4, M=1, N=64, K=4096, dtype=torch.bfloat16, bias=None):
+    values = torch.zeros(N, K // m * n, dtype=dtype)
+    x = torch.zeros(M, K, dtype=dtype)
+    Z.gather_gemv(x, values, values.byte(), n, m, bias)
+    kernels = Z._gather_kernel.device_caches[0][0].values()
+    ptx = [k.asm["ptx"] for k in kernels][-1]
+    loads = "ld.global" in ptx and ("v4.b32" in ptx or "v4.u32" in ptx)
+    print(n, m, M, str(dtype)[6:], "16-byte loads" if loads else "narrow loads")
+"""
+SPARSE_COMPILED = ["gemv(2, 4)", "gemv(4, 32)", "gemv(M=8)"]
+SPARSE_ALL = [
+    *(f"gemv({n}, {m})" for n, m in ((1, 4), (2, 4), (2, 8), (4, 32))),
+    *(f"gemv(M={M})" for M in (2, 3, 8, 20)),
+    "gemv(dtype=torch.float16, bias=torch.zeros(64, dtype=torch.float16))",
+    "gemv(dtype=torch.float32)",
+]
+
+
+@pytest.mark.skipif(not Z.INTERPRET, reason="where there is a GPU, or no Triton, nothing to learn")
+@pytest.mark.parametrize(
+    "arch, cases",
+    [
+        (90, SPARSE_COMPILED),
+        *(pytest.param(a, SPARSE_ALL, marks=pytest.mark.slow) for a in (80, 90, 100)),
+    ],
+    ids=["90", "80-all", "90-all", "100-all"],
+)
+def test_sparse_kernel_compiles_for_gpus(arch, cases, tmp_path):
+    """To machine code for Ampere, Hopper and Blackwell; values come in loads of 16 bytes; odd sizes
+    compile too, and other sizes of the same kind compile nothing anew."""
+    again = ["n = len(built)", "gemv(N=128, K=8192)", "assert len(built) == n"]
+    odd = "gemv(3, 8, N=37, K=5 * 8)"
+    code = COMPILE.replace("import attention as A\n", "import attention as A, sparse as Z\n")
+    code = code.replace("busy = dict", SPARSE_COMPILE + "\nbusy = dict", 1)
+    code = code.replace("    eval(case)", "    exec(case)")
+    lines = compile_kernels(code, tmp_path, arch, *cases, *again, odd).splitlines()
+    assert len(lines) == len(cases) + 3 and lines[-1] == str(["_gather_kernel"])
+    assert all("16-byte" in line for line in lines[: len(cases)]), lines
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ A run, in order: read the documents; train a tokenizer on them; write them as to
 step take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and
 save. OUT is a Hugging Face folder (config.json, model.safetensors in bf16, tokenizer.model) that
 generate.py and transformers open, beside train_state.safetensors (fp32 weights, Adam moments,
-step) and metrics.jsonl.
+step) and metrics.jsonl. --fp8 and --qat change what a step multiplies, not what is saved.
 
 Three things hold, and test_all.py proves them:
 
@@ -63,13 +63,15 @@ from model import (
     save_checkpoint,
     write_atomically,
 )
+from quantize import RECIPES, SCHEMES, fp8_training_, qat_
 
 BOS, EOS = 1, 2  # one of each around every document
 IGNORE = -100  # a target that is not counted
 MTP_WEIGHT = 0.3  # of the loss of predicting further (DeepSeek-V3, arXiv:2412.19437, 4.2)
 
 # Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here
-# gets no MFU: a wrong one is worse than none.
+# gets no MFU: a wrong one is worse than none. FP8 has twice these; --fp8 is measured against them
+# too, so that its MFU is bf16's times the speed-up.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -81,6 +83,9 @@ PEAK_FLOPS = {
     "NVIDIA L4": 121e12,
     "NVIDIA GeForce RTX 4090": 165e12,
 }
+
+# What --qat rounds to: the grids of generate.py's --quantize
+QAT_GRIDS = {name: SCHEMES[name].grid for name in ("int8", "int4")}
 
 # --------------------------------------------------------------------------------------------------
 # Text
@@ -465,7 +470,7 @@ def validate(
 STATE = "train_state.safetensors"
 # --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
 # may be given anew (another micro-batch size sums in another order: equal but for rounding).
-FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype")
+FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat")
 SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile", "attention")
 
 
@@ -637,6 +642,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         default="sdpa",
         help="flash: attention.py's kernels; on a CPU its plain torch, slower (%(default)s)",
     )
+    p.add_argument(
+        "--fp8",
+        choices=tuple(RECIPES),
+        help="linear layers multiply in FP8, with scales per tensor, row or block; without FP8 "
+        "tensor cores the same numbers, slower",
+    )
+    p.add_argument(
+        "--qat",
+        choices=tuple(QAT_GRIDS),
+        help="train for generate.py --quantize int8 or int4: every forward rounds the weights so",
+    )
     p.add_argument("--compile", action="store_true", help="torch.compile the model")
     p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
     args = p.parse_args(argv)
@@ -645,6 +661,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"{_flag(name)} must be positive, not {getattr(args, name)}")
     if not 0 <= args.seed < 2**32:
         raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {args.seed}")
+    if args.fp8 and args.qat:
+        raise ValueError("--fp8 and --qat exclude each other; choose one")
     args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
     return args
 
@@ -673,10 +691,10 @@ def settle_args(args: argparse.Namespace) -> int:
         flag, value = _flag(name), getattr(args, name)
         if flag not in args.given:
             setattr(args, name, run.get(name, value))  # a run may be older than a flag
-        elif name in FIXED and value != run[name]:
+        elif name in FIXED and value != run.get(name):
             raise ValueError(
-                f"{flag} {value} differs from the run's {run[name]}; leave it out, or start anew "
-                "in another --out"
+                f"{flag} {value} differs from the run's {run.get(name)}; leave it out, or start "
+                "anew in another --out"
             )
     return done
 
@@ -736,6 +754,18 @@ def build_model(args: argparse.Namespace, config: ModelConfig, device: torch.dev
     return model.to(device)
 
 
+def change_products(model: Transformer, args: argparse.Namespace) -> None:
+    """--fp8 and --qat: have the model's layers multiply what the flag says, over the parameters
+    that they have."""
+    if args.fp8:
+        fp8_training_(model, args.fp8)
+    if args.qat:
+        try:
+            qat_(model, QAT_GRIDS[args.qat])
+        except ValueError as e:
+            raise ValueError(f"--qat {args.qat}: {e}") from None
+
+
 def flops_per_token(model: Transformer, seq_len: int) -> int:
     """Forward and backward: 6 per weight that multiplies (of experts, the K of E that a token
     meets), and 6 * Hq * (D + Dv) per key that a query sees, half the sequence on average, in every
@@ -772,6 +802,7 @@ def train(args: argparse.Namespace) -> None:
         )
     train_tokens, val_tokens = open_tokens(args)
     model = build_model(args, config, place.device)
+    change_products(model, args)
     optimizer = build_optimizer(model)
     if args.resume:
         load_run(args.out, model, optimizer, first)
@@ -890,9 +921,11 @@ def summary(
     if first >= args.steps:
         return f"{args.out}: all {first} steps are done; --steps makes a run longer"
     epochs = args.steps * step_tokens / n_tokens
+    products = f", FP8 {args.fp8}" if args.fp8 else f", QAT {args.qat}" if args.qat else ""
     return (
         f"{size:.2f}M parameters on {n_tokens / 1e6:.2f}M tokens, {args.steps} steps of "
-        f"{step_tokens} ({epochs:.1f} epochs) from step {first}, {args.dtype} on {place.device}"
+        f"{step_tokens} ({epochs:.1f} epochs) from step {first}, {args.dtype}{products} on "
+        f"{place.device}"
     )
 
 

@@ -1,0 +1,643 @@
+"""calibrate.py: low-bit weights that have seen data.
+
+Rounding each weight to the nearest code is best for the weights and not for what the layer is for,
+its output. On the inputs x of a calibration text the output is off by
+
+    sum over x of |W x - W' x|^2  =  tr((W - W') H (W - W')^T),    H = sum over x of x x^T
+
+and H, one (K, K) matrix per linear, is all that has to be kept of the text. Weights on inputs that
+move together can make up for each other's error, and weights on large inputs matter more. Each
+method here uses that in its own way, and the last looks past the layer, at the loss:
+
+    gptq             columns are rounded in turn, and those that follow are changed to cancel the
+                     error (arXiv:2210.17323). Best per layer; minutes per billion weights
+    awq_scales       input channels with large inputs get finer steps: multiply their columns by s,
+                     divide what makes them by s (arXiv:2306.00978). Little to overfit
+    smooth_scales    the same fold the other way, for int8 activations: outlier channels shrink and
+                     their columns grow (SmoothQuant, arXiv:2211.10438)
+    equalize_        the fold without data: a channel's range the same on both sides, and
+    bias_correction  the mean of the output error, moved into the bias (both arXiv:2106.08295, 4)
+    circuit          Task-Circuit Quantization (arXiv:2504.07389): the few weights whose rounding,
+                     by the gradient, the loss would feel most, to be kept in 16 bits
+
+`observe` collects the statistics, `layer_by_layer` carries the calibration text through a model,
+each layer fed by the quantized ones before it, with the statistics of one layer in memory:
+
+    for index, layer, replay in layer_by_layer(model.layers, hidden_states, run):
+        with observe(linears_of(layer), "hessian") as stats:
+            replay()
+        quantize_(layer, "int4", rounding=lambda name, w: gptq(w, stats[name].hessian, grid))
+
+When it loses: at 4 bits in groups of 32 rounding costs the shipped checkpoint 0.005 nats, and no
+more than that can be won back. A text unlike what the model will see can make gptq worse than
+rounding, though never on that text. A fold needs a producer that is linear in its scale: q_proj,
+k_proj, gate_proj, up_proj and a router have the norm before them, down_proj has up_proj; o_proj has
+v_proj, only without grouped queries. Kept weights cost whoever runs them a sparse product more.
+
+A `grid` is any object with group_size (columns that share a scale; None: a row; 0: all), find(w,
+ranges) -> (scales, zeros), encode(w, scales, zeros) -> codes and decode(codes, scales, zeros) -> w;
+zeros may be None. Shapes: weight (N, K) as in nn.Linear, scales and zeros (N, G), inputs (..., K).
+
+Hook: the Linear swap, through its `rounding`. Equivalence (test_all.py): gptq against the surgeon's
+update written out in float64; its output error <= that of rounding, on every row; folds change the
+output in fp32 by less than 1e-5. Needs: torch. `python calibrate.py` checks itself and prints each
+method's output error and time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# --------------------------------------------------------------------------------------------------
+# Statistics
+# --------------------------------------------------------------------------------------------------
+
+STATISTICS = ("hessian", "absmax", "mean_abs", "mean")
+
+
+class Stats:
+    """Statistics of the inputs x (..., K) of a linear, fp32; those not asked for are None.
+
+    count    rows seen
+    hessian  (K, K), the sum of x x^T; 800 MB where K is 14336
+    absmax   (K,), the largest |x|;  mean_abs, mean  (K,), of |x| and of x
+    """
+
+    def __init__(self, *wanted: str):
+        """ValueError for a name that is not in STATISTICS."""
+        if not wanted or set(wanted) - set(STATISTICS):
+            raise ValueError(f"statistics are {wanted}; ask for some of {', '.join(STATISTICS)}")
+        self.count, self.sums = 0, dict.fromkeys(wanted, 0)
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        """Take in x (..., K). For inputs that no hook sees: those of an expert in a stack."""
+        x = x.detach().reshape(-1, x.shape[-1]).float()
+        if len(x) == 0:  # an expert that nobody chose
+            return
+        for name, total in self.sums.items():
+            if name == "hessian":
+                self.sums[name] = total.addmm_(x.t(), x) if self.count else x.t() @ x
+            elif name == "absmax":
+                self.sums[name] = x.abs().amax(0).clamp(min=total)
+            else:
+                self.sums[name] = total + (x.abs() if name == "mean_abs" else x).sum(0)
+        self.count += len(x)
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        if name not in STATISTICS:
+            raise AttributeError(name)
+        total = self.sums.get(name) if self.count else None
+        return total / self.count if total is not None and name.startswith("mean") else total
+
+
+@contextmanager
+def observe(modules: Mapping[str, nn.Module], *wanted: str) -> Iterator[dict[str, Stats]]:
+    """with observe({"q_proj": layer.q_proj}, "hessian", "absmax") as stats: every call of a module
+    in the block counts its first argument into stats[its name].
+
+    Linears that share an input share its statistics: observe one of them.
+    """
+    stats = {name: Stats(*wanted) for name in modules}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, s=stats[name]: s.update(args[0]))
+        for name, module in modules.items()
+    ]
+    try:
+        yield stats
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def layer_by_layer(
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    run: Callable[[nn.Module, Tensor], Tensor],
+) -> Iterator[tuple[int, nn.Module, Callable[[], None]]]:
+    """For each layer in turn (index, layer, replay): replay() runs all batches through the layer as
+    it then is, for the sake of whoever observes it. What the next layer gets is the output of the
+    layer as the caller leaves it, quantized or replaced in `layers` (as in GPTQ, section 4).
+
+    inputs: the hidden states of each batch before the first layer; run(layer, states) -> states.
+    replay may be called again: with q, k and v quantized before the input of o_proj is observed.
+    """
+    states = list(inputs)
+    if not states:
+        raise ValueError("inputs has no batches; give the hidden states of one at least")
+
+    @torch.no_grad()  # and not around the yield: grad mode in the loop's body is the caller's
+    def replay(keep: bool = False) -> None:
+        for i, x in enumerate(states):
+            out = run(layers[index], x)
+            if keep:
+                states[i] = out
+
+    for index in range(len(layers)):
+        yield index, layers[index], replay
+        replay(keep=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# GPTQ
+# --------------------------------------------------------------------------------------------------
+
+
+def output_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
+    """tr((W - W') H (W - W')^T), a float64 scalar: the squared output error over the calibration
+    inputs. weight, quantized (N, K), hessian (K, K)."""
+    _check_problem(weight, hessian, quantized)
+    return _row_errors(weight, quantized, hessian).sum()
+
+
+def nearest(grid: Any, weight: Tensor, ranges: str = "minmax") -> Tensor:
+    """The weight (N, K) as it comes back from the grid, rounded to nearest."""
+    params = grid.find(weight, ranges)
+    return grid.decode(grid.encode(weight, *params), *params)
+
+
+def _row_errors(weight: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
+    delta = weight.float() - quantized.float()
+    return (delta @ hessian.float()).mul_(delta).sum(1, dtype=torch.float64)
+
+
+@torch.no_grad()
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    grid: Any,
+    *,
+    act_order: bool = False,
+    damp: float = 0.01,
+    block_size: int = 128,
+    ranges: str = "minmax",
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """weight (N, K), hessian (K, K) -> (codes, scales, zeros) on `grid` (arXiv:2210.17323).
+
+    Columns are rounded one after another. The error of a column, divided by U_jj, is taken from
+    those that follow, U_jk of it, where H^-1 = U^T U: the optimal brain surgeon's update. Without
+    act_order the scales of a group are found when its first column comes, from the weights as
+    changed by then. With it the columns come by falling H_jj, and the scales are found up front
+    ("static groups"), so that groups stay in place and no index has to be stored.
+
+    damp: times the mean of H's diagonal, added to it; more where that is not enough to factorise H.
+    keep: (N, K) bool, weights that stay as they are (see `circuit`) and do not count for scales.
+
+    The sweep is greedy, it sees the damped H, and scales found in changed weights may be coarser:
+    now and then a row ends worse than rounded to nearest. Such a row is rounded to nearest.
+    """
+    _check_problem(weight, hessian)
+    if not damp >= 0 or block_size < 1:
+        raise ValueError(f"damp ({damp}) must be 0 or more, block_size ({block_size}) 1 or more")
+    if keep is not None and (keep.shape != weight.shape or keep.dtype != torch.bool):
+        raise ValueError(f"keep must be bool and of weight's shape {list(weight.shape)}")
+    W, H = weight.detach().float(), hessian.float()
+    near = find_without(grid, W, keep, ranges)
+    near_codes = grid.encode(W, *near)
+    params = [None if p is None else p.clone() for p in near]
+    if act_order:
+        order = H.diagonal().argsort(descending=True, stable=True)
+        factor, order = inverse_factor(H[order][:, order], damp), order.tolist()
+    else:
+        factor, order = inverse_factor(H, damp), list(range(len(H)))
+
+    def renew(j: int, w: Tensor) -> None:
+        """The params of the group that starts at column j, whose weights by now are w."""
+        n = w.shape[1]
+        kept = None if keep is None else keep[:, j : j + n]
+        for p, found in zip(params, find_without(grid, w, kept, ranges)):
+            if p is not None:
+                p[:, j // n, None] = found
+
+    codes = _sweep(W, keep, factor, grid, params, block_size, order, None if act_order else renew)
+    both = grid.decode(codes, *params), grid.decode(near_codes, *near)
+    both = both if keep is None else [torch.where(keep, W, w) for w in both]
+    better = torch.lt(*(_row_errors(W, w, H) for w in both))[:, None]
+    codes = torch.where(better, codes, near_codes)
+    return codes, *(
+        # a scale that all rows share has not changed
+        q if p is None or len(p) != len(W) else torch.where(better, p, q)
+        for p, q in zip(params, near)
+    )
+
+
+def _sweep(
+    W: Tensor,
+    keep: Tensor | None,
+    factor: Tensor,
+    grid: Any,
+    params: list[Tensor | None],
+    block_size: int,
+    order: list[int],
+    renew: Callable[[int, Tensor], None] | None,
+) -> Tensor:
+    """Codes (N, K) of W's columns, rounded in `order`. renew is called as a group begins, but for
+    the first, before which nothing has changed."""
+    K = W.shape[1]
+    group = grid.group_size or K
+    left = W.t()[order].contiguous()  # (K, N): a column is a row of memory
+    codes = [None] * K
+    for start, stop in _blocks(K, group, block_size):
+        errors = left.new_empty(stop - start, len(W))
+        for j in range(start, stop):
+            c, g = order[j], order[j] // group
+            if renew is not None and j % group == 0 and j > 0:
+                renew(j, left[j : j + group].t())
+            of_group = [None if p is None else p[:, g, None] for p in params]
+            codes[c] = grid.encode(left[j, :, None], *of_group)
+            rounded = grid.decode(codes[c], *of_group)[:, 0]
+            if keep is not None:
+                rounded = torch.where(keep[:, c], W[:, c], rounded)
+            error = torch.sub(left[j], rounded, out=errors[j - start]).div_(factor[j, j])
+            left[j + 1 : stop].addr_(factor[j, j + 1 : stop], error, alpha=-1)
+        left[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)  # those after, at once
+    return torch.cat(codes, dim=1)
+
+
+def _blocks(K: int, group: int, size: int) -> Iterator[tuple[int, int]]:
+    """Blocks of up to `size` columns. None has the start of a group inside but its end outside:
+    the weights that scales are found from would lack the block's own updates."""
+    span = max(group, size // group * group)
+    for start in range(0, K, span):
+        end = min(start + span, K)
+        yield from ((i, min(i + size, end)) for i in range(start, end, size))
+
+
+def find_without(
+    grid: Any, weight: Tensor, keep: Tensor | None, ranges: str = "minmax"
+) -> tuple[Tensor, Tensor | None]:
+    """grid.find(weight (N, K)) with each weight of keep (N, K) replaced by the mean of its group's
+    others: what is not rounded is not to stretch the grid."""
+    if keep is None:
+        return grid.find(weight, ranges)
+    w = weight.float().unflatten(1, (-1, grid.group_size or weight.shape[1]))
+    kept = keep.view_as(w)
+    mean = w.masked_fill(kept, 0).sum(-1, keepdim=True)
+    mean /= (~kept).sum(-1, keepdim=True).clamp(min=1)
+    return grid.find(torch.where(kept, mean, w).flatten(1), ranges)
+
+
+def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
+    """U (K, K), upper triangular, with (H + damp * mean(diag H) * I)^-1 = U^T U.
+
+    From H = R R^T with R upper triangular (a Cholesky factor of H with its order reversed), U is
+    R^-1: the inverse of H, whose condition is R's squared, is never formed, and fp32 is enough. A
+    column that never had an input gets a one on the diagonal: it is rounded, and changes nothing.
+    """
+    H = hessian.flip(0, 1)  # a copy
+    diagonal = H.diagonal()
+    mean = diagonal.mean()
+    diagonal += (diagonal == 0) * mean.clamp(min=1e-30) + damp * mean
+    while True:
+        L, failed = torch.linalg.cholesky_ex(H)
+        if not failed:
+            break
+        more = max(9 * damp, 1e-6)
+        damp += more
+        if damp > 1:
+            raise ValueError("hessian must be positive semi-definite: give it a sum of x x^T")
+        diagonal += more * mean
+    eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
+    return torch.linalg.solve_triangular(L.flip(0, 1), eye, upper=True)
+
+
+def _check_problem(weight: Tensor, hessian: Tensor, quantized: Tensor | None = None) -> None:
+    K = weight.shape[-1]
+    for name, t, shape in (
+        ("weight", weight, (len(weight), K)),
+        ("hessian", hessian, (K, K)),
+        ("quantized", weight if quantized is None else quantized, (len(weight), K)),
+    ):
+        if t.shape != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, not {list(t.shape)}")
+        _check_finite(name, t)
+
+
+def _check_finite(name: str, t: Tensor) -> None:
+    if not t.isfinite().all():
+        raise ValueError(
+            f"{name} holds NaN or inf; look for the weight, or the calibration input, it came from"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Folds: what one layer divides, the next multiplies
+# --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def awq_scales(
+    weights: Sequence[Tensor],
+    mean_abs: Tensor,
+    hessian: Tensor,
+    grid: Any,
+    *,
+    steps: int = 20,
+    ranges: str = "minmax",
+) -> Tensor:
+    """s (K,) to fold into the linears that share an input, weights each (N, K): AWQ
+    (arXiv:2306.00978, 3.2).
+
+    s = mean_abs^alpha, its largest times its smallest 1, where alpha in 0, 1/steps, .. 1 gives
+    round(W s) / s the least output error. Each alpha's error is exact over all calibration inputs,
+    for the Hessian says it; a sample would do the same work per row of it. alpha = 0 is plain
+    rounding, so by that measure the result is never worse.
+    """
+    for w in weights:
+        _check_problem(w, hessian)
+    _check_channels("mean_abs", mean_abs, hessian.shape[0])
+    if steps < 1 or not weights:
+        raise ValueError(f"steps ({steps}) must be 1 or more, weights ({len(weights)}) at least 1")
+    best, least = None, float("inf")
+    sizes = (mean_abs.float() / mean_abs.max().clamp(min=1e-30)).clamp(min=1e-4)
+    for i in range(steps + 1):
+        s = sizes.pow(i / steps)
+        s /= (s.max() * s.min()).sqrt()
+        error = 0.0
+        for w in weights:
+            rounded = nearest(grid, w.float() * s, ranges) / s
+            error += _row_errors(w, rounded, hessian).sum().item()
+        if error < least:
+            best, least = s, error
+    return best
+
+
+def smooth_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float = 0.5) -> Tensor:
+    """s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), to fold: SmoothQuant (arXiv:2211.10438, eq. 4).
+
+    absmax (K,) of the inputs, weights (..., K) each of the linears that share them. The larger
+    alpha, the more of the difficulty moves from the activations to the weights. 1 for a channel
+    that is all zero on either side.
+    """
+    if not 0 <= alpha <= 1 or not weights:
+        raise ValueError(
+            f"alpha ({alpha}) must be from 0 to 1, weights ({len(weights)}) at least 1"
+        )
+    _check_channels("absmax", absmax, weights[0].shape[-1])
+    of_weights = torch.stack([_ranges(w, -1) for w in weights]).amax(0)
+    return _ratio(absmax.float().pow(alpha), of_weights.pow(1 - alpha), absmax * of_weights)
+
+
+@torch.no_grad()
+def fold_(producer: nn.Module, consumers: Iterable[nn.Module | Tensor], s: Tensor) -> None:
+    """Divide the producer's output channels by s (K,), multiply the consumers' input channels.
+
+    producer: a norm (its weight, and bias), or a linear (rows of its weight, and bias). consumers,
+    all that read its output: linears, or parameters (..., K): a router (E, C), stacked experts
+    (E, 2F, C). In bf16 both sides are rounded once more, but not where s is a power of two:
+    s.log2().round().exp2().
+    """
+    made = [p for p in (producer.weight, getattr(producer, "bias", None)) if p is not None]
+    read = [c.weight if isinstance(c, nn.Module) else c for c in consumers]
+    K = s.numel()
+    if not made:
+        raise ValueError("producer has no weight to fold into; give the norm one of ones first")
+    if not (s.isfinite() & (s > 0)).all():
+        raise ValueError("s must be finite and more than 0; channels to leave alone have a 1")
+    if any(p.shape[0] != K for p in made) or any(c.shape[-1] != K for c in read):
+        raise ValueError(
+            f"s has {K} channels; the producer makes {made[0].shape[0]}, and the consumers read "
+            f"{[c.shape[-1] for c in read]}"
+        )
+    for p in made:
+        p.copy_(p / s.float().view(-1, *[1] * (p.dim() - 1)))
+    for c in read:
+        c.copy_(c * s.float())
+
+
+def equalize_(first: nn.Linear, second: nn.Linear) -> Tensor:
+    """Give each channel between two linears the same range in both: s_i = sqrt(r1_i r2_i) / r2_i
+    with r1 the largest |weight| in a row of first and r2 in a column of second, folded, returned.
+
+    Cross-layer equalization (arXiv:2106.08295, 4.1), for scales that rows or columns share. What is
+    between must be linear, channel by channel: in SwiGLU first = up_proj, second = down_proj.
+    """
+    r1, r2 = _ranges(first.weight, 0), _ranges(second.weight, -1)
+    if len(r1) != len(r2):
+        raise ValueError(f"first makes {len(r1)} channels, second reads {len(r2)}")
+    s = _ratio(r1.sqrt(), r2.sqrt(), r1 * r2)
+    fold_(first, [second], s)
+    return s
+
+
+def bias_correction(weight: Tensor, quantized: Tensor, mean: Tensor) -> Tensor:
+    """(W - W') E[x] (N,), to add to the bias: the outputs' mean is then as it was
+    (arXiv:2106.08295, 4.2). weight, quantized (N, K), mean (K,) of the inputs."""
+    return (weight.float() - quantized.float()) @ mean.float()
+
+
+def _ranges(w: Tensor, channel: int) -> Tensor:
+    """max |w| of each channel, which is a dim of w."""
+    return w.detach().float().abs().movedim(channel, 0).flatten(1).amax(1)
+
+
+def _ratio(a: Tensor, b: Tensor, defined: Tensor) -> Tensor:
+    return torch.where(defined > 0, a / b, 1.0)
+
+
+def _check_channels(name: str, t: Tensor, K: int) -> None:
+    _check_finite(name, t)
+    if t.shape != (K,) or (t < 0).any():
+        raise ValueError(f"{name} must be {K} values of 0 or more, as the weights have columns")
+
+
+# --------------------------------------------------------------------------------------------------
+# Task-circuit quantization
+# --------------------------------------------------------------------------------------------------
+
+
+def accumulate_saliency(
+    model: nn.Module,
+    matrices: Mapping[str, nn.Parameter],
+    loss: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    quantized: Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """|Q(W) - W| * |W| * sum over batches of |dL/dW|, fp32, for each matrix of the model: by how
+    much, to first order, the loss would feel it (TaCQ, arXiv:2504.07389, 3).
+
+    loss(batch) -> scalar; quantized(weight) -> weight as it would be. As in the paper's code |.| is
+    taken batch by batch, before the sum: what two batches want of a weight is not to cancel. Its
+    batches are single sequences.
+
+    Each gradient is consumed and freed as it is made: beside the sums there are never more than one
+    layer's. Whatever lay in a matrix's .grad is dropped.
+    """
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in matrices.items()}
+    asked = {p: p.requires_grad for p in (*model.parameters(), *matrices.values())}
+    hooks, seen = [], 0
+
+    def consume(total: Tensor, p: nn.Parameter) -> None:
+        total.add_(p.grad.float().abs_())
+        p.grad = None
+
+    try:
+        for p in asked:
+            p.requires_grad_(False)
+        for name, p in matrices.items():
+            p.requires_grad_(True).grad = None
+            hooks.append(p.register_post_accumulate_grad_hook(partial(consume, sums[name])))
+        for batch in batches:
+            seen += 1
+            with torch.enable_grad():
+                value = loss(batch)
+            if not value.isfinite():
+                raise ValueError(f"loss of batch {seen} is {value.item()}; leave the batch out")
+            value.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for p, was in asked.items():
+            p.requires_grad_(was)
+    if not seen:
+        raise ValueError("batches is empty; give one batch at least")
+    with torch.no_grad():
+        for name, p in matrices.items():
+            sums[name].mul_(quantized(p.detach()).sub(p).abs_().mul_(p.abs()))
+    return sums
+
+
+def circuit(saliencies: Mapping[str, Tensor], fraction: float) -> dict[str, Tensor]:
+    """The `fraction` of all weights that are most salient: name -> flat indices, ascending.
+
+    One threshold for all matrices, so that a layer that matters keeps more. It is found from the
+    best of each matrix in turn: memory for twice the picks. Exact, also among equals: the first.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction must be from 0 to 1, not {fraction}")
+    for name, s in saliencies.items():
+        _check_finite(f"saliencies[{name!r}]", s)
+    left = int(fraction * sum(s.numel() for s in saliencies.values()))
+    if left == 0:
+        return {name: torch.empty(0, dtype=torch.long) for name in saliencies}
+    best = torch.empty(0)
+    for s in saliencies.values():
+        best = torch.cat((best, s.flatten().topk(min(left, s.numel())).values.cpu()))
+        best = best.topk(min(left, len(best))).values
+    ties = left - int((best > best[-1]).sum())  # of those that equal the threshold, so many
+    picks = {}
+    for name, s in saliencies.items():
+        flat = s.flatten()
+        equal = (flat == best[-1]).nonzero()[:ties, 0]
+        ties -= len(equal)
+        picks[name] = torch.cat(((flat > best[-1]).nonzero()[:, 0], equal)).sort().values
+    return picks
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+class MinMax:
+    """A grid, for the check below: affine codes, a scale and a zero for each group of columns."""
+
+    def __init__(self, bits: int, group_size: int):
+        self.top, self.group_size = 2**bits - 1, group_size
+
+    def find(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor]:
+        low, high = w.unflatten(1, (-1, self.group_size)).aminmax(dim=-1)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scales = ((high - low) / self.top).clamp(min=1e-8)
+        return scales, (-low / scales).round()
+
+    def encode(self, w: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        n = w.shape[1] // scales.shape[1]
+        q = w / scales.repeat_interleave(n, 1) + zeros.repeat_interleave(n, 1)
+        return q.round().clamp(0, self.top).to(torch.uint8)
+
+    def decode(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        n = codes.shape[1] // scales.shape[1]
+        return (codes - zeros.repeat_interleave(n, 1)) * scales.repeat_interleave(n, 1)
+
+
+def surgeon(W: Tensor, H: Tensor, grid: Any, damp: float = 0.01) -> Tensor:
+    """Codes of `gptq` by the optimal brain surgeon, word for word, in float64: round a column,
+    change those after by the update that is optimal for it, take the column out of H^-1."""
+    W, H = W.double().clone(), H.double().clone()
+    H.diagonal().add_(damp * H.diagonal().mean())
+    inverse, codes, n = H.inverse(), [], grid.group_size
+    for j in range(W.shape[1]):
+        if j % n == 0:
+            scales, zeros = grid.find(W[:, j : j + n].float())
+        codes.append(grid.encode(W[:, j, None].float(), scales, zeros))
+        error = W[:, j] - grid.decode(codes[-1], scales, zeros)[:, 0].double()
+        W -= error[:, None] * inverse[j] / inverse[j, j]
+        inverse = inverse - inverse[:, j, None] * inverse[j] / inverse[j, j]
+    return torch.cat(codes, 1)
+
+
+def problem(N: int, K: int, device: str) -> tuple[Tensor, Tensor]:
+    """A weight (N, K), and inputs (4K, K) that move together and of which some are large."""
+    rng, R = torch.Generator().manual_seed(0), K // 4
+    x = torch.randn(4 * K, R, generator=rng) @ torch.randn(R, K, generator=rng) / R**0.5
+    x = (x + 0.3 * torch.randn(4 * K, K, generator=rng)) * torch.randn(K, generator=rng).exp()
+    return torch.randn(N, K, generator=rng).to(device), x.to(device)
+
+
+def methods(grid: Any, W: Tensor, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """name -> the weight as it comes back from the grid, the method's way."""
+    stats = Stats("hessian", "mean_abs")
+    stats.update(x)
+
+    def awq() -> Tensor:
+        s = awq_scales([W], stats.mean_abs, stats.hessian, grid)
+        return nearest(grid, W * s) / s
+
+    return {
+        "nearest": lambda: nearest(grid, W),
+        "AWQ": awq,
+        "GPTQ": lambda: grid.decode(*gptq(W, stats.hessian, grid)),
+        "act-order": lambda: grid.decode(*gptq(W, stats.hessian, grid, act_order=True)),
+    }
+
+
+def check(device: str) -> None:
+    """gptq against the surgeon; no method worse than rounding; a fold; the circuit."""
+    W, x = problem(32, 96, device)
+    H, grid = x.t() @ x, MinMax(3, 32)
+    codes, near = gptq(W, H, grid, block_size=64)[0], grid.encode(W, *grid.find(W))
+    rows = (codes != near).any(1)  # the others it found worse than rounding, and rounded
+    same = (codes == surgeon(W, H, grid))[rows].float().mean().item()
+    assert rows.sum() > 16 and same > 0.99, same  # but for ties
+    errors = [output_error(W, f(), H).item() for f in methods(grid, W, x).values()]
+    assert max(errors) == errors[0], errors
+    norm, linear = nn.LayerNorm(96, device=device), nn.Linear(96, 32, device=device)
+    before = linear(norm(x))
+    fold_(norm, [linear], smooth_scales(x.abs().amax(0), [linear.weight]))
+    assert (linear(norm(x)) - before).norm() <= 1e-5 * before.norm()
+    picked = circuit({"W": W.abs()}, 0.1)["W"]
+    assert W.abs().flatten()[picked].min() >= W.abs().flatten().quantile(0.9)
+
+
+def benchmark(device: str, N: int = 512, K: int = 1024) -> None:
+    """Output error of each method as a share of the output, and the seconds it takes."""
+    W, x = problem(N, K, device)
+    H = x.t() @ x
+    size = output_error(W, torch.zeros_like(W), H)
+    print(
+        f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}; weight {N} x {K}"
+    )
+    print("output error, % of the output's norm (seconds); groups of 32")
+    for bits in (4, 3, 2):
+        cells = []
+        for name, method in methods(MinMax(bits, 32), W, x).items():
+            start = time.perf_counter()
+            error = (output_error(W, method(), H) / size).sqrt().item()
+            cells.append(f"{name} {100 * error:.2f} ({time.perf_counter() - start:.2f})")
+        print(f"{bits} bits   " + "   ".join(cells))
+
+
+if __name__ == "__main__":
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.no_grad():
+        check(where)
+        benchmark(where)

@@ -1,0 +1,877 @@
+"""quantize.py: int8, int4, FP8 and how accurate they are.
+
+(essay)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# --------------------------------------------------------------------------------------------------
+# Codes: numbers on a grid
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The real numbers that codes of `bits` stand for (Nagel et al., arXiv:2106.08295, 2.2):
+
+        w' = (code - zero) * scale,    code = clamp(round(w / scale) + zero, low, high)
+
+    Symmetric: no zero, codes from -(2^(bits-1) - 1) on; else affine, a zero among the codes, so
+    that 0.0 is always exact. `group_size` columns share a scale: None, a whole row (an output
+    channel); 0, the whole tensor. Weights are w (N, K), codes of the same shape, scales and zeros
+    (N, G); for the whole tensor (1, 1).
+    """
+
+    bits: int = 8
+    group_size: int | None = None
+    symmetric: bool = True
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The smallest and the largest code."""
+        high = 2 ** (self.bits - 1) - 1
+        return (-high, high) if self.symmetric else (0, 2**self.bits - 1)
+
+    def check(self, w: Tensor) -> None:
+        """ValueError unless w can be put on this grid."""
+        K, size = w.shape[-1], self.group_size
+        if size and K % size:
+            fits = ", ".join(str(s) for s in (8, 16, 32, 64, 128) if K % s == 0) or "none"
+            raise ValueError(
+                f"group_size {size} does not divide its {K} columns; give one that does ({fits}), "
+                "or skip this layer"
+            )
+        if not w.is_meta and not torch.isfinite(w).all():
+            raise ValueError("holds NaN or infinity, which no scale can stand for")
+
+    def find(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor | None]:
+        """Scales (N, G) fp32 and zeros (N, G) uint8, None if symmetric. ranges: "minmax" clips
+        nothing, "mse" clips what lowers the squared error of the group (2.3.1 there). The scales of
+        groups are bf16 numbers, for that is how they are stored; a group of zeros has scale 1."""
+        self.check(w)
+        if ranges not in ("minmax", "mse"):
+            raise ValueError(f"ranges must be 'minmax' or 'mse', not {ranges!r}")
+        w = w.float()
+        w = w.reshape(1, -1) if self.group_size == 0 else w
+        groups = w.unflatten(1, (-1, self.group_size or w.shape[1]))
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales, zeros = self._over(low, high)
+        if ranges == "minmax":
+            return scales, zeros
+        least = torch.full_like(low, math.inf)
+        for share in torch.linspace(1, 0.4, 25).tolist():
+            s, z = self._over(share * low, share * high)
+            error = (self.decode(self.encode(w, s, z), s, z) - w).view_as(groups).square().sum(-1)
+            better = error < least
+            least, scales = torch.where(better, error, least), torch.where(better, s, scales)
+            zeros = None if z is None else torch.where(better, z, zeros)
+        return scales, zeros
+
+    def _over(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scales and zeros that just cover low..high and 0."""
+        bottom, top = self.limits
+        if self.symmetric:
+            scales = torch.maximum(-low, high) / top
+        else:
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            scales = (high - low) / (top - bottom)
+        if self.group_size:
+            scales = (scales * (1 + 2**-8)).bfloat16().float()  # rounded up: nothing is clipped
+        scales = torch.where(scales > 0, scales, 1.0)
+        zeros = None if self.symmetric else (-low / scales).round().clamp(bottom, top).byte()
+        return scales, zeros
+
+    def encode(self, w: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """The nearest codes, ties to even: w (N, K) -> (N, K) int8, uint8 if affine."""
+        spread = partial(_spread, K=w.shape[1])
+        codes = (w.float() / spread(scales)).round()
+        codes = codes if zeros is None else codes + spread(zeros)
+        return codes.clamp(*self.limits).to(torch.int8 if self.symmetric else torch.uint8)
+
+    def decode(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """What the codes stand for: (N, K) -> (N, K) fp32."""
+        return decode(codes, scales, zeros)
+
+
+def decode(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """(codes - zeros) * scales in fp32: codes (..., N, K), scales and zeros (..., N, G)."""
+    spread = partial(_spread, K=codes.shape[-1])
+    wide = codes.float() if zeros is None else codes.float() - spread(zeros)
+    return wide * spread(scales)
+
+
+def _spread(per_group: Tensor, K: int) -> Tensor:
+    """(..., N, G) -> (..., N, K) fp32, or what broadcasts to it."""
+    G = per_group.shape[-1]
+    return per_group.float() if G == 1 else per_group.float().repeat_interleave(K // G, -1)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes (..., K) -> bytes (..., K * bits / 8). 4 bits: byte j holds column 2j in its low
+    half and 2j + 1 in its high; 2 and 3: plane after plane, bit b of 8 columns a byte."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        return codes[..., ::2] | codes[..., 1::2] << 4
+    eights = codes.unflatten(-1, (-1, 8))
+    place = torch.arange(8, device=codes.device, dtype=torch.uint8)
+    planes = [((eights >> b & 1) << place).sum(-1, dtype=torch.uint8) for b in range(bits)]
+    return torch.cat(planes, dim=-1)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """pack's inverse: bytes (..., K * bits / 8) -> uint8 codes (..., K)."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    place = torch.arange(8, device=packed.device, dtype=torch.uint8)
+    planes = packed.unflatten(-1, (bits, -1))[..., None] >> place & 1  # (..., bits, K / 8, 8)
+    weight = torch.arange(bits, device=packed.device, dtype=torch.uint8)
+    return (planes << weight[:, None, None]).sum(-3, dtype=torch.uint8).flatten(-2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Products: (x (..., K), qweight, scales, zeros, bias) -> (..., N)
+# --------------------------------------------------------------------------------------------------
+
+
+def dequantized(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int
+) -> Tensor:
+    """The reference of weight_only: the weight as it was, then F.linear."""
+    return F.linear(x, decode(unpack(qweight, bits), scales, zeros).to(x.dtype), bias)
+
+
+def weight_only(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Few bits a weight, 16 an activation: int8 by row (qweight (N, K) int8), or int4 by group
+    (qweight (N, K / 2) uint8). A step that decodes is as fast as its weights are read, which takes
+    a kernel that unpacks in registers: torch has one for int8 on a CPU, and for int4 after
+    `pack_for_torch_cpu_`; others come in by `use_product_`."""
+    bits, rows = 8 if zeros is None else 4, x.numel() // x.shape[-1]
+    fits = x.shape[-1] % 32 == 0 == len(qweight) % 16  # else torch's op reads what is not its own
+    if x.is_cuda or bits == 4 or x.requires_grad or not 0 < rows <= 8 or not fits:
+        return dequantized(x, qweight, scales, zeros, bias, bits)
+    flat = x.reshape(rows, -1)
+    y = torch._weight_int8pack_mm(flat, qweight, torch.ones_like(scales[:, 0], dtype=x.dtype))
+    y = y.float() * scales[:, 0]
+    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (M, K) -> int8 codes and scales (M, 1) fp32: vector-wise, absmax (LLM.int8(),
+    arXiv:2208.07339, 3.1)."""
+    scales = x.float().abs().amax(-1, keepdim=True) / 127
+    scales = torch.where(scales > 0, scales, 1.0)
+    return (x.float() / scales).round().to(torch.int8), scales
+
+
+def int8_dynamic(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: None, bias: Tensor | None
+) -> Tensor:
+    """int8 times int8, summed in int32: activations quantized by row as they come, weights by
+    output channel."""
+    codes, rows = quantize_rows(x.reshape(-1, x.shape[-1]))
+    y = int8_matmul(codes, qweight) * rows * scales.t()
+    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, K), b (N, K) int8 -> a @ b^T (M, N) int32. torch's CUDA product wants more than 16 rows
+    and multiples of 8."""
+    if not a.is_cuda:
+        return torch._int_mm(a, b.t())
+    M, N = len(a), len(b)
+    a = F.pad(a, (0, -a.shape[1] % 8, 0, max(17 - M, 0)))
+    b = F.pad(b, (0, -b.shape[1] % 8, 0, -N % 8))
+    return torch._int_mm(a, b.t())[:M, :N]
+
+
+OUTLIER = 6.0  # |x| from which a feature is one (arXiv:2208.07339, 3.2)
+
+
+def llm_int8(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: None, bias: Tensor | None
+) -> Tensor:
+    """LLM.int8() (arXiv:2208.07339, 3.2): columns of x with an outlier are multiplied in x's dtype,
+    the rest in int8, where they no longer stretch the scales of their rows."""
+    flat = x.reshape(-1, x.shape[-1])
+    outlier = (flat.abs() >= OUTLIER).any(0)
+    y = int8_dynamic(flat.masked_fill(outlier, 0), qweight, scales, None, None)
+    if torch.compiler.is_compiling():  # no shape may depend on the data
+        y = y + F.linear(flat * outlier, decode(qweight, scales, None).to(x.dtype))
+    else:
+        columns = outlier.nonzero()[:, 0]
+        y = y + F.linear(flat[:, columns], decode(qweight[:, columns], scales, None).to(x.dtype))
+    return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+
+
+# --------------------------------------------------------------------------------------------------
+# FP8
+# --------------------------------------------------------------------------------------------------
+
+TILE = 128
+# Rows and columns that share a scale; None: all of them. The columns are those a product sums over.
+GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
+    "tensorwise": (None, None),
+    "rowwise": (1, None),
+    "1x128": (1, TILE),
+    "128x128": (TILE, TILE),
+}
+Scaled = tuple[Tensor, Tensor]  # codes (M, K), and the scale of each tile
+
+
+def round_fp8(
+    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, saturate: bool = False
+) -> Tensor:
+    """x -> fp32 with the values of x.to(dtype), to the bit, by fp32 arithmetic alone: for a device
+    without that cast, and to say what it does (arXiv:2209.05433, table 1).
+
+    The nearest multiple of a step, ties to the even one. The step halves with each power of two
+    down to the smallest normal number, and no further: what lies below is subnormal. Past the
+    largest number e5m2 has infinity; e4m3fn has none and gives NaN past 448, or with `saturate`,
+    as torch does from 2.13 on, 448.
+    """
+    limits = torch.finfo(dtype)
+    x = x.float()
+    exponent = torch.frexp(x.abs().clamp(min=limits.smallest_normal)).exponent - 1
+    step = torch.ldexp(torch.full_like(x, limits.eps), exponent)
+    y = (x / step).round() * step
+    past = limits.max if saturate else math.nan if dtype == torch.float8_e4m3fn else math.inf
+    return torch.where(y.abs() > limits.max, torch.full_like(y, past).copysign(y), y)
+
+
+def fp8_scale(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """x (M, K) -> the fp32 scale of each of its tiles, its largest |x| / the largest number of
+    `dtype`: (1, 1) tensorwise, (M, 1) rowwise, (M, ceil(K / 128)) or (ceil(M / 128),
+    ceil(K / 128)) in tiles. A tile of zeros has scale 1; one with NaN or infinity has no finite
+    one, so that its product shows it."""
+    if granularity not in GRANULARITIES:
+        raise ValueError(
+            f"granularity {granularity!r} is not known; choose from {', '.join(GRANULARITIES)}"
+        )
+    (M, K), (rows, columns) = x.shape, GRANULARITIES[granularity]
+    rows, columns = rows or max(M, 1), columns or max(K, 1)  # there may be no tokens
+    x = F.pad(x.abs(), (0, -K % columns, 0, -M % rows))
+    tiles = x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    amax = tiles.amax((1, 3)).float()
+    scale = (amax / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def to_fp8(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Scaled:
+    """x (M, K) -> codes (M, K) of `dtype`, and their scales: x is about codes * scale. Saturating:
+    what rounding lifts over the largest number becomes that."""
+    scale, largest = fp8_scale(x, granularity, dtype), torch.finfo(dtype).max
+    codes = (x.float() / _over_tiles(scale, x.shape)).clamp(-largest, largest).to(dtype)
+    return codes.contiguous(), scale  # of a transposed x too: tensor cores read along K
+
+
+def from_fp8(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes (M, K) and the scales of their tiles -> codes * scale (M, K) fp32."""
+    return codes.float() * _over_tiles(scale, codes.shape)
+
+
+def _over_tiles(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Scales as they broadcast to (M, K): one along a dimension stays one."""
+    for dim, size in enumerate(shape):
+        if scale.shape[dim] not in (1, size):
+            # True division: torch.compile on a CPU (2.13) cuts off the rest of size // TILE.
+            tile = (torch.arange(size, device=scale.device) / TILE).long()
+            scale = scale.index_select(dim, tile)
+    return scale
+
+
+def fp8_matmul(
+    a: Scaled, b: Scaled, dtype: torch.dtype = torch.float32, fast: bool = False
+) -> Tensor:
+    """a (M, K), b (N, K), codes and scales of `to_fp8` -> a @ b^T (M, N) in `dtype`, summed in
+    fp32. On FP8 tensor cores where there are some and they take the shape, else the same number
+    from the dequantized operands. fast: let Hopper's tensor cores sum in about 14 bits, as they do
+    unless told (DeepSeek-V3, arXiv:2412.19437, 3.5.2)."""
+    (codes, _), (N, K) = a, b[0].shape
+    cuda = codes.is_cuda and torch.version.cuda is not None
+    if cuda and K % 16 == N % 16 == 0 and torch.cuda.get_device_capability(codes.device) >= (8, 9):
+        return scaled_products(a, b, dtype, fast)
+    with torch.autocast(codes.device.type, enabled=False):
+        return (from_fp8(*a) @ from_fp8(*b).t()).to(dtype)
+
+
+def scaled_products(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """fp8_matmul by torch._scaled_mm, which takes one scale per tensor or per row. Scales that
+    change along K: a product per 128 columns, and its sum promoted, that is scaled and added up in
+    fp32 (DeepSeek-V3, 3.3.2)."""
+    (a, scale_a), (b, scale_b) = a, b
+    (M, K), N = a.shape, len(b)
+    if scale_a.numel() == scale_b.numel() == 1:
+        scales = scale_a.reshape(()), scale_b.reshape(())
+        return torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+    scale_a, scale_b = (_over_tiles(s, (n, s.shape[1])) for s, n in ((scale_a, M), (scale_b, N)))
+    if scale_a.shape[1] == scale_b.shape[1] == 1:
+        scales = scale_a.expand(M, 1).contiguous(), scale_b.expand(N, 1).contiguous().t()
+        y = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return y.to(dtype)  # on Hopper the kernel with a scale per row writes bf16 alone
+    y, one = a.new_zeros(M, N, dtype=torch.float32), scale_a.new_ones(())
+    for g, k in enumerate(range(0, K, TILE)):
+        columns = slice(k, k + TILE)
+        part = torch._scaled_mm(a[:, columns], b[:, columns].t(), one, one, out_dtype=torch.float32)
+        y.addcmul_(part, scale_a[:, g, None] * scale_b[:, g])
+    return y.to(dtype)
+
+
+def fp8_linear(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: None, bias: Tensor | None
+) -> Tensor:
+    """qweight (N, K) FP8 with the scales of its tiles. x is rounded to e4m3 as it comes: by rows
+    where a row of the weight has one scale, in tiles of 1 x 128 where it has 128 x 128 blocks."""
+    granularity = "rowwise" if scales.shape[1] == 1 else "1x128"
+    rows = to_fp8(x.reshape(-1, x.shape[-1]), granularity)
+    y = fp8_matmul(rows, (qweight, scales), x.dtype, fast=True)
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.view(*x.shape[:-1], len(qweight))
+
+
+# --------------------------------------------------------------------------------------------------
+# Schemes and layers
+# --------------------------------------------------------------------------------------------------
+
+Codes = tuple[Tensor, Tensor, Tensor | None]  # qweight, scales, zeros
+Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are stored, on a grid or as FP8 in tiles, and how x is multiplied by them."""
+
+    name: str
+    product: Product
+    grid: Grid | None = None
+    tile: str = "rowwise"  # of FP8
+
+    def check(self, weight: Tensor) -> None:
+        """ValueError unless weight (..., N, K) can be stored so."""
+        (self.grid or Grid()).check(weight)
+
+    def encode(self, weight: Tensor, ranges: str = "minmax") -> Codes:
+        """weight (N, K) -> its codes as they are stored."""
+        if self.grid is None:
+            return *to_fp8(weight, self.tile), None
+        scales, zeros = self.grid.find(weight, ranges)
+        return self.stored(self.grid.encode(weight, scales, zeros), scales, zeros)
+
+    def stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
+        """Codes on the grid -> as they are stored: packed, scales of groups in bf16."""
+        codes = codes if self.grid.symmetric else pack(codes, self.grid.bits)
+        return codes, scales.bfloat16() if self.grid.group_size else scales, zeros
+
+    def decode(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """The weight that the codes stand for, (..., N, K) fp32."""
+        if self.grid is None:
+            return from_fp8(qweight, scales)
+        codes = qweight if self.grid.symmetric else unpack(qweight, self.grid.bits)
+        return decode(codes, scales, zeros)
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int8", weight_only, Grid(8)),
+        Scheme("int4", weight_only, Grid(4, 32, symmetric=False)),
+        Scheme("int3", partial(dequantized, bits=3), Grid(3, 32, symmetric=False)),
+        Scheme("int2", partial(dequantized, bits=2), Grid(2, 32, symmetric=False)),
+        Scheme("int8-dynamic", int8_dynamic, Grid(8)),
+        Scheme("llm.int8", llm_int8, Grid(8)),
+        Scheme("fp8", fp8_linear, tile="rowwise"),
+        Scheme("fp8-block", fp8_linear, tile="128x128"),
+    )
+}
+
+
+def scheme_of(name: str, group_size: int | None = None) -> Scheme:
+    """The scheme of that name, with another group_size if one is given."""
+    if name not in SCHEMES:
+        raise ValueError(f"scheme {name!r} is unknown; known: {', '.join(SCHEMES)}")
+    scheme = SCHEMES[name]
+    if group_size is None:
+        return scheme
+    if scheme.grid is None or not scheme.grid.group_size:
+        grouped = ", ".join(n for n, s in SCHEMES.items() if s.grid and s.grid.group_size)
+        raise ValueError(f"group_size is for {grouped}; leave it out with {name}")
+    if group_size < 8 or group_size & (group_size - 1):
+        raise ValueError(f"group_size must be 32, 64, 128 or another power of 2, not {group_size}")
+    return replace(scheme, grid=replace(scheme.grid, group_size=group_size))
+
+
+class Quantized(nn.Module):
+    """A weight (..., N, K) as codes. Its device changes as any module's, its dtype does not: a
+    model that is cast keeps its codes and scales. `product` may be another of the same form."""
+
+    qweight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    def __init__(self, weight: Tensor, scheme: Scheme, codes: Codes):
+        super().__init__()
+        self.scheme, self.product = scheme, scheme.product
+        self.shape, self.dtype = weight.shape, weight.dtype
+        for name, tensor in zip(("qweight", "scales", "zeros"), codes):
+            self.register_buffer(name, tensor)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantized:
+        held = {name: self._buffers[name] for name in ("qweight", "scales", "zeros")}
+        super()._apply(fn, recurse)
+        for name, tensor in held.items():
+            if tensor is not None and self._buffers[name].dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(self._buffers[name].device)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+    def extra_repr(self) -> str:
+        group = self.scheme.grid and self.scheme.grid.group_size
+        return f"{tuple(self.shape)}, {self.scheme.name}" + (f", group_size={group}" * bool(group))
+
+
+class QuantizedLinear(Quantized):
+    """nn.Linear with its weight as codes, and perhaps a few of its numbers kept in 16 bit
+    (kept_index into the flat weight, kept_weight)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, codes: Codes):
+        super().__init__(weight, scheme, codes)
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_buffer("kept_index", None)
+        self.register_buffer("kept_weight", None)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (N, K) that the codes stand for, in the model's dtype."""
+        weight = self.scheme.decode(self.qweight, self.scales, self.zeros).to(self.dtype)
+        if self.kept_index is not None:
+            weight.view(-1)[self.kept_index.long()] = self.kept_weight
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept_index is not None:
+            return F.linear(x, self.weight.to(x.dtype), self.bias)
+        return self.product(x, self.qweight, self.scales, self.zeros, self.bias)
+
+    @torch.no_grad()
+    def keep(self, index: Tensor, weight: Tensor) -> None:
+        """Hold these numbers of the flat weight in the model's dtype beside the codes."""
+        self.kept_index, self.kept_weight = index.int(), weight.to(self.dtype)
+
+
+class QuantizedStack(Quantized):
+    """The weights of E experts (E, N, K) as codes. Indexed, by a number or a tensor of them, it
+    gives what they stand for; so the experts hook takes it for the tensor that it replaces."""
+
+    def __getitem__(self, ids: Any) -> Tensor:
+        return self.scheme.decode(*self._of(ids)).to(self.dtype)
+
+    def _of(self, ids: Any) -> Codes:
+        return self.qweight[ids], self.scales[ids], None if self.zeros is None else self.zeros[ids]
+
+    def linear(self, x: Tensor, e: int) -> Tensor:
+        """x (n, K) -> (n, N), by expert e."""
+        return self.product(x, *self._of(e), None)
+
+
+def experts_by(
+    linear: Callable[[Tensor, Any, int], Tensor],
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w_gate_up: Any,
+    w_down: Any,
+) -> Tensor:
+    """The experts hook by linear(x, stack, e): SwiGLU experts, each for the tokens that chose it.
+    x (N, C), weights and ids (N, K), stacks of (2F, C), gate rows first, and (C, F) -> (N, C)."""
+    out = torch.zeros_like(x)
+    for e in ids.unique().tolist():
+        token, k = (ids == e).nonzero(as_tuple=True)
+        gate, up = linear(x[token], w_gate_up, e).chunk(2, dim=-1)
+        y = linear(F.silu(gate) * up, w_down, e) * weights[token, k, None].type_as(x)
+        out = out.index_add(0, token, y.type_as(out))
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# The swap
+# --------------------------------------------------------------------------------------------------
+
+STACKS = ("w_gate_up", "w_down")
+Rounding = Callable[[str, Tensor], Codes]  # (name, weight (N, K)) -> codes, scales, zeros on a grid
+
+
+def weights_of(name: str, module: nn.Module, skip: Sequence[str] = ()) -> dict[str, Tensor]:
+    """The weights of this very module that quantize_ would replace, by full name: an nn.Linear's,
+    or the two stacks of a mixture of experts."""
+    found = {}
+    if type(module) is nn.Linear:
+        found = {name: module.weight}
+    elif hasattr(module, "experts"):
+        stacks = {leaf: module._parameters.get(leaf) for leaf in STACKS}
+        found = {f"{name}.{leaf}": w for leaf, w in stacks.items() if w is not None}
+    return {full: w for full, w in found.items() if not any(_within(full, s) for s in skip)}
+
+
+def _within(name: str, part: str) -> bool:
+    return f".{part}." in f".{name}."
+
+
+def replaceable(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """The modules below `model` that have weights to replace, by name: none whose weight another
+    module uses too, such as a head tied to the embedding."""
+    modules = dict(model.named_modules())
+    owners = Counter(p for m in modules.values() for p in m._parameters.values() if p is not None)
+    found = {}
+    for name, module in modules.items():
+        weights = weights_of(name, module, skip)
+        root = module is model and type(module) is nn.Linear  # which has no place to be put in
+        if weights and not root and all(owners[w] == 1 for w in weights.values()):
+            found[name] = module
+    return found
+
+
+def check_all(
+    modules: Mapping[str, nn.Module], check: Callable[[Tensor], None], skip: Sequence[str]
+) -> None:
+    """check(weight) of all of them; its ValueError names the layer."""
+    for name, module in modules.items():
+        for full, weight in weights_of(name, module, skip).items():
+            try:
+                check(weight)
+            except ValueError as e:
+                raise ValueError(f"{full}: {e}") from None
+
+
+def swap_class_(model: nn.Module, name: str, kind: type[nn.Linear], **attributes: Any) -> None:
+    """Put a `kind` with these attributes over the same parameters in place of model's linear."""
+    parent, _, attribute = name.rpartition(".")
+    old = model.get_submodule(name)
+    with torch.device("meta"):
+        new = kind(old.in_features, old.out_features, old.bias is not None)
+    new.weight, new.bias = old.weight, old.bias
+    vars(new).update(attributes)
+    setattr(model.get_submodule(parent), attribute, new.train(old.training))
+
+
+@torch.no_grad()
+def quantize_module(
+    name: str,
+    module: nn.Module,
+    scheme: Scheme,
+    *,
+    skip: Sequence[str] = (),
+    rounding: Rounding | None = None,
+    ranges: str = "minmax",
+) -> nn.Module:
+    """What takes this module's place: for an nn.Linear a QuantizedLinear, for others themselves,
+    those with stacked experts with these quantized. `name` is what skip and rounding go by."""
+    for full, weight in weights_of(name, module, skip).items():
+        try:
+            codes = _codes(full, weight, scheme, rounding, ranges)
+        except ValueError as e:
+            raise ValueError(f"{full}: {e}") from None
+        if type(module) is nn.Linear:
+            return QuantizedLinear(weight, module.bias, scheme, codes).train(module.training)
+        leaf = full.rpartition(".")[2]
+        delattr(module, leaf)
+        setattr(module, leaf, QuantizedStack(weight, scheme, codes))
+        module.experts = partial(experts_by, lambda x, stack, e: stack.linear(x, e))
+    return module
+
+
+def _codes(
+    name: str, weight: Tensor, scheme: Scheme, rounding: Rounding | None, ranges: str
+) -> Codes:
+    """The codes of a weight (N, K), or of a stack of them, one after the other."""
+    if weight.dim() == 3:
+        some = weight[:1] if weight.is_meta else weight
+        each = [_codes(f"{name}.{e}", w, scheme, rounding, ranges) for e, w in enumerate(some)]
+        stacked = (None if part[0] is None else torch.stack(part) for part in zip(*each))
+        if weight.is_meta:
+            stacked = (p if p is None else p.expand(len(weight), *p.shape[1:]) for p in stacked)
+        return tuple(stacked)
+    scheme.check(weight)
+    if rounding is not None and scheme.grid is not None and not weight.is_meta:
+        return scheme.stored(*rounding(name, weight))
+    return scheme.encode(weight, ranges)
+
+
+def quantize_(
+    model: nn.Module,
+    scheme: str,
+    *,
+    skip: str | Sequence[str] = (),
+    group_size: int | None = None,
+    rounding: Rounding | None = None,
+    ranges: str = "minmax",
+) -> nn.Module:
+    """Replace, in place, the weights of `model` by codes: of every nn.Linear below it (exactly that
+    type) and of stacked experts (parameters w_gate_up (E, 2F, C) and w_down (E, C, F) beside an
+    `experts` hook). Returns the model; on the meta device too, where it gives shapes alone.
+
+    What stays: norms, embeddings, routers, a Linear whose weight another module shares (a tied
+    head), and `skip`: names, or dotted parts of names ("head", "layers.0", "kv_b_proj"). scheme is
+    one of SCHEMES, group_size that of int4, int3 and int2. `rounding` finds the codes in place of
+    rounding to nearest (calibrate.gptq); `ranges` is Grid.find's. ValueError, before anything is
+    changed, names the layer: unknown scheme, a group_size that does not divide, NaN, a skip that
+    matches nothing.
+    """
+    chosen = scheme_of(scheme, group_size)
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    names = [n for name, m in model.named_modules() for n in (name, *weights_of(name, m))]
+    for part in skip:
+        if not any(_within(name, part) for name in names):
+            raise ValueError(f"skip: nothing in the model is named {part!r}")
+    todo = replaceable(model, skip)
+    if not todo:
+        raise ValueError("there is no nn.Linear below this module whose weight is its own")
+    check_all(todo, chosen.check, skip)
+    for name in list(todo):
+        module = todo.pop(name)  # nothing here holds the old weight any longer
+        new = quantize_module(name, module, chosen, skip=skip, rounding=rounding, ranges=ranges)
+        if new is not module:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, new)
+    return model
+
+
+def use_product_(model: nn.Module, product: Product) -> nn.Module:
+    """Have every layer of int8 and int4 weights multiply by `product`, such as
+    gemm.weight_only_matmul, where it was weight_only. Returns the model."""
+    for module in model.modules():
+        if isinstance(module, Quantized) and module.scheme.product is weight_only:
+            module.product = product
+    return model
+
+
+def pack_for_torch_cpu_(model: nn.Module) -> nn.Module:
+    """Have int4 layers multiply by torch's own CPU kernel: its layout depends on this CPU and is
+    kept beside the codes, so that the model still saves. bf16, groups of 32, 64, 128 or 256."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear) and module.scheme.name == "int4":
+            codes, zeros = unpack(module.qweight, 4).int(), module.zeros.float()
+            packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+            shift = (8 - zeros) * module.scales.float()  # torch's codes are from -8 on
+            both = torch.stack((module.scales.float(), shift), -1).transpose(0, 1)
+            args = packed, module.in_features // zeros.shape[1], both.bfloat16().contiguous()
+            module.product = partial(_torch_int4, args)
+    return model
+
+
+def _torch_int4(args: tuple, x: Tensor, *codes_and_bias: Tensor | None) -> Tensor:
+    y = torch._weight_int4pack_mm_for_cpu(x.reshape(-1, x.shape[-1]), *args)
+    y, bias = y.view(*x.shape[:-1], -1), codes_and_bias[-1]
+    return y if bias is None else y + bias
+
+
+# --------------------------------------------------------------------------------------------------
+# config.json
+# --------------------------------------------------------------------------------------------------
+
+VERSION = 1  # of what quantization_config says; raised when an older reader would misread it
+
+
+def to_config(model: nn.Module, scheme: str, group_size: int | None, skip: Sequence[str]) -> dict:
+    """quantization_config for config.json: what from_config needs to make the same modules."""
+    kept = {
+        name: len(m.kept_index)
+        for name, m in model.named_modules()
+        if isinstance(m, QuantizedLinear) and m.kept_index is not None
+    }
+    chosen = scheme_of(scheme, group_size)
+    size = chosen.grid and chosen.grid.group_size
+    config = {"quant_method": "sheaf", "version": VERSION, "scheme": scheme, "group_size": size}
+    return config | {"skip": list(skip)} | ({"kept": kept} if kept else {})
+
+
+def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """quantize_ as quantization_config says, on a model on the meta device: its codes are to be
+    loaded. ValueError names the field."""
+    known = {"quant_method", "version", "scheme", "group_size", "skip", "kept"}
+    if config.get("version") != VERSION or set(config) - known:
+        odd = ", ".join(sorted(set(config) - known)) or f"version {config.get('version')!r}"
+        raise ValueError(
+            f"quantization_config: {odd} is unknown here (version {VERSION}); the folder was "
+            "written by another quantize.py, open it with that or quantize the model anew"
+        )
+    try:
+        quantize_(
+            model, config["scheme"], skip=config["skip"], group_size=config["group_size"] or None
+        )
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"quantization_config: {e}") from None
+    for name, n in config.get("kept", {}).items():
+        layer = model.get_submodule(name)
+        layer.keep(torch.empty(n, device="meta"), torch.empty(n, device="meta"))
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# Training: FP8 products
+# --------------------------------------------------------------------------------------------------
+
+# Recipe -> granularity of activations and gradients, and that of weights.
+RECIPES = {
+    "tensorwise": ("tensorwise", "tensorwise"),
+    "rowwise": ("rowwise", "rowwise"),
+    "blockwise": ("1x128", "128x128"),
+}
+
+
+class Float8Product(torch.autograd.Function):
+    """y = x W^T, and backward dx = g W and dW = g^T x: three products of FP8 operands. Each operand
+    is rounded from what it was in full precision, with scales along the dimension that this
+    product sums over: that of x is K in the first product, and M, the tokens, in the last."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: str, grad_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.granularities, ctx.grad_dtype = RECIPES[recipe], grad_dtype
+        of_x, of_weight = ctx.granularities
+        return fp8_matmul(to_fp8(x, of_x), to_fp8(weight, of_weight), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        (of_x, of_weight), dtype = ctx.granularities, ctx.grad_dtype
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = fp8_matmul(to_fp8(g, of_x, dtype), to_fp8(weight.t(), of_weight), x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = fp8_matmul(to_fp8(g.t(), of_x, dtype), to_fp8(x.t(), of_x), weight.dtype)
+        return dx, dw, None, None
+
+
+def float8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: str = "rowwise",
+    grad_dtype: torch.dtype = torch.float8_e5m2,
+) -> Tensor:
+    """F.linear for training: x (..., K), weight (N, K) in any dtype, bias (N,) -> (..., N) of x's
+    dtype, or autocast's where that is on."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    y = Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe, grad_dtype)
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.view(*x.shape[:-1], len(weight))
+
+
+class Float8Linear(nn.Linear):
+    """nn.Linear through `float8_linear`. Its weight is the master weight and stays as it was, fp32;
+    FP8 exists within a step alone."""
+
+    recipe: str
+    grad_dtype: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = dict(recipe=self.recipe, grad_dtype=self.grad_dtype)
+        return float8_linear(x, self.weight, self.bias, **options)
+
+
+def fp8_training_(
+    model: nn.Module,
+    recipe: str,
+    *,
+    skip: Sequence[str] = ("head", "lm_head"),
+    grad_dtype: torch.dtype = torch.float8_e5m2,
+) -> nn.Module:
+    """Have every nn.Linear below `model`, and the experts of its mixtures, multiply in FP8: in
+    place, over the same parameters, so that optimizer, checkpoints and names do not change.
+
+    recipe: tensorwise, one scale per operand, the fastest; rowwise, one per row; blockwise,
+    DeepSeek-V3's tiles of 1 x 128 and blocks of 128 x 128, the most accurate. grad_dtype: of the
+    gradients, e5m2 for their range, or e4m3fn for a bit more of mantissa (DeepSeek-V3). Embedding,
+    norms, router and head stay: few of the products and much of the accuracy. Slower than bf16
+    without FP8 tensor cores, and with them in layers narrower than about 4096.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"FP8 recipe {recipe!r} is not known; choose from {', '.join(RECIPES)}")
+    if grad_dtype not in (torch.float8_e5m2, torch.float8_e4m3fn):
+        raise ValueError(f"grad_dtype must be float8_e5m2 or float8_e4m3fn, not {grad_dtype}")
+    options = dict(recipe=recipe, grad_dtype=grad_dtype)
+    by_expert = lambda x, stack, e: float8_linear(x, stack[e], **options)
+    for name, module in replaceable(model, skip).items():
+        if type(module) is nn.Linear:
+            swap_class_(model, name, Float8Linear, **options)
+        else:
+            module.experts = partial(experts_by, by_expert)
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# Training: with the rounding in it
+# --------------------------------------------------------------------------------------------------
+
+
+def fake_quantize(weight: Tensor, grid: Grid) -> Tensor:
+    """weight (..., K) -> what `grid` keeps of it: its codes, decoded, in weight's dtype.
+
+    Rounding has no slope, so the gradient goes straight through it to the weight, where the weight
+    lies within the grid's range; what was clamped gets none (arXiv:2106.08295, 4.1). Ranges are
+    found anew from the weight, with no gradient of their own.
+    """
+    with torch.no_grad():
+        w = weight.flatten(0, -2).float()
+        scales, zeros = grid.find(w)
+        q = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+        step = scales.float().repeat_interleave(w.shape[1] // scales.shape[1], 1)
+        inside = ((q - w).abs() <= step).view_as(weight)  # rounding alone moves by half a step
+    return q.view_as(weight).to(weight.dtype) + (weight - weight.detach()) * inside  # q + 0
+
+
+class FakeQuantLinear(nn.Linear):
+    """nn.Linear whose weight is rounded in every forward; the weight itself stays as it was, for
+    the optimizer to move."""
+
+    grid: Grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, fake_quantize(self.weight, self.grid), self.bias)
+
+
+def qat_(model: nn.Module, grid: Grid, *, skip: Sequence[str] = ()) -> nn.Module:
+    """Quantization-aware training: have every nn.Linear that quantize_ would replace, and the
+    experts of mixtures, multiply by their rounded weights, in place over the same parameters. What
+    is trained loses nothing more when quantize_ rounds it to the same grid. Inputs are not rounded.
+    ValueError, naming the layer, where the grid does not fit."""
+    todo = replaceable(model, skip)
+    check_all(todo, grid.check, skip)
+    for name, module in todo.items():
+        if type(module) is nn.Linear:
+            swap_class_(model, name, FakeQuantLinear, grid=grid)
+        else:
+            module.experts = partial(_rounded_stacks, module.experts, grid)
+    return model
+
+
+def _rounded_stacks(
+    experts: Callable[..., Tensor],
+    grid: Grid,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *stacks: Tensor,
+) -> Tensor:
+    return experts(x, weights, ids, *(fake_quantize(w, grid) for w in stacks))
