@@ -1,50 +1,89 @@
 """compress.py: a model in fewer bits, as generate.py's flags ask for it.
 
-    python generate.py --quantize int8 "def quicksort("          quantized while it loads
+    python generate.py --quantize int8                           quantized while it loads
     python generate.py --quantize int4 --calibrate gptq --save DIR
-    python generate.py --checkpoint DIR --quantize-report        what each scheme costs and gains
+    python generate.py --quantize-report                         what each scheme costs and gains
 
-Composition only: the schemes are quantize.py's, what needs data is calibrate.py's, and this file
-knows the model: which linears share an input, what a block is, where the text comes from.
+Composition only: the schemes are quantize.py's, what needs data calibrate.py's, the products that
+run them cpu.py's and gemm.py's. What this file adds is the model: which linears read the same
+input, what a block is, where the text comes from.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import cpu
-from model import ModelConfig, Transformer, load_checkpoint, save_checkpoint
+from calibrate import (
+    Stats,
+    accumulate_saliency,
+    awq_scales,
+    circuit,
+    fold_,
+    gptq,
+    layer_by_layer,
+    nearest,
+    observe,
+    smooth_scales,
+)
+from model import (
+    LatentAttention,
+    MoE,
+    Transformer,
+    causal_attention,
+    load_checkpoint,
+    read_config,
+    rope_cos_sin,
+    save_checkpoint,
+)
 from quantize import (
-    Quantized,
+    Codes,
     Scheme,
     from_config,
     quantize_,
     quantize_module,
+    replaceable,
     scheme_of,
     to_config,
+    use_product_,
     weight_only,
 )
+from sparse import sparsify_
+from tokenizer import Tokenizer
+from train import read_documents, split
+
+SEQUENCES, LENGTH = 32, 512  # of calibration text, and tokens in each
+KEPT = 0.0035  # of all weights, that tacq leaves in 16 bit (arXiv:2504.07389, 4)
 
 # --------------------------------------------------------------------------------------------------
 # Loading and saving
 # --------------------------------------------------------------------------------------------------
 
 
-def load(args: argparse.Namespace, device: torch.device, dtype: torch.dtype | None) -> Transformer:
+def load(
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    tokenizer: Callable[[], Tokenizer],
+) -> Transformer:
     """The model of --checkpoint, quantized as its folder says, or as --quantize."""
     path = args.checkpoint / "config.json"
     stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
     if stored.get("quant_method") != "sheaf":
-        each = partial(quantize_module, scheme=asked_scheme(args), skip=skipped(args))
-        return prepared_(load_checkpoint(args.checkpoint, device, dtype, each=each))
+        return fast_(load_and_quantize(args, device, dtype, tokenizer))
     if args.quantize is not None:
         raise ValueError(
             f"--quantize: {args.checkpoint} is quantized already ({stored.get('scheme')}); leave "
@@ -52,26 +91,46 @@ def load(args: argparse.Namespace, device: torch.device, dtype: torch.dtype | No
         )
     prepare = partial(from_config, config=stored)
     try:
-        return prepared_(load_checkpoint(args.checkpoint, device, dtype, prepare=prepare))
+        return fast_(load_checkpoint(args.checkpoint, device, dtype, prepare=prepare))
     except ValueError as e:
         if not str(e).startswith("quantization_config"):
             raise
         raise ValueError(f"{path}: {e}") from None
 
 
-def quantize_asked_(args: argparse.Namespace, model: Transformer) -> None:
-    """--quantize on a model that is there."""
+def load_and_quantize(
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    tokenizer: Callable[[], Tokenizer],
+) -> Transformer:
+    """The model of --checkpoint, each layer quantized as it comes, or all calibrated once there."""
+    scheme, skip = asked_scheme(args), skipped(args)
+    if args.calibrate is None:
+        each = partial(quantize_module, scheme=scheme, skip=skip)
+        return load_checkpoint(args.checkpoint, device, dtype, each=each)
+    check_calibration(args, scheme)
+    model = load_checkpoint(args.checkpoint, device, dtype)
+    with torch.inference_mode(False):  # tacq needs gradients
+        calibrate_(model, args.calibrate, scheme, skip, calibration_text(args, model, tokenizer()))
+    return model
+
+
+def quantize_dummy_(args: argparse.Namespace, model: Transformer) -> None:
+    """--quantize of random weights."""
     asked_scheme(args)
     quantize_(model, args.quantize, skip=skipped(args), group_size=args.group_size)
-    prepared_(model)
+    fast_(model)
 
 
-def prepared_(model: Transformer) -> Transformer:
-    """On a CPU cpu.py's products in place of quantize.py's, where it has them."""
-    ours = model.embed.weight.device.type == "cpu" and cpu.kernel() is not None
-    for module in model.modules() if ours else ():
-        if isinstance(module, Quantized) and module.scheme.product is weight_only:
-            module.product = partial(cpu.packed_linear, otherwise=weight_only)
+def fast_(model: Transformer) -> Transformer:
+    """The product for this device in place of quantize.py's plain one."""
+    if model.embed.weight.is_cuda:
+        from gemm import weight_only_matmul
+
+        use_product_(model, weight_only_matmul)
+    elif cpu.kernel() is not None:
+        use_product_(model, partial(cpu.packed_linear, otherwise=weight_only))
     return model
 
 
@@ -85,5 +144,368 @@ def asked_scheme(args: argparse.Namespace) -> Scheme:
 
 
 def skipped(args: argparse.Namespace) -> tuple[str, ...]:
-    """What stays in 16 bit: --quantize-skip says."""
-    return tuple(filter(None, args.quantize_skip.split(",")))
+    """What stays in 16 bit: --quantize-skip says, and latent attention's kv_b_proj, which decoding
+    reads as a matrix and would have to dequantize at every step."""
+    asked = tuple(filter(None, args.quantize_skip.split(",")))
+    config = None if args.dummy else read_config(args.checkpoint / "config.json")
+    latent = config is not None and config.kv_lora_rank > 0
+    return asked + ("kv_b_proj",) * (latent and "kv_b_proj" not in asked)
+
+
+def save(args: argparse.Namespace, model: Transformer) -> str:
+    """--save: a folder that generate.py opens; what was written, in a line."""
+    out, source = args.save, args.checkpoint
+    if out.exists() and (not out.is_dir() or any(out.glob("*.safetensors"))):
+        raise ValueError(f"--save {out}: holds a checkpoint or is no folder; name another")
+    config = to_config(model, args.quantize, args.group_size, skipped(args))
+    if args.calibrate is not None:
+        config["calibrated"] = args.calibrate
+    save_checkpoint(model, out, quantization=config)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix != ".safetensors" and not (out / path.name).exists():
+            if path.name != "model.safetensors.index.json":
+                shutil.copyfile(path, out / path.name)
+    before, after = (
+        sum(p.stat().st_size for p in folder.glob("*.safetensors")) for folder in (source, out)
+    )
+    return f"{out}: {args.quantize}, {after / 1e6:.1f} MB where {source} has {before / 1e6:.1f}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Calibration
+# --------------------------------------------------------------------------------------------------
+
+
+def check_calibration(args: argparse.Namespace, scheme: Scheme) -> None:
+    """ValueError where --calibrate has nothing to decide about --quantize."""
+    rounds = scheme.grid is not None
+    fits = {
+        "gptq": rounds,
+        "awq": rounds and bool(scheme.grid.group_size),
+        "tacq": rounds and bool(scheme.grid.group_size),
+        "smoothquant": not scheme.rounds_weights_alone,
+    }
+    if not fits[args.calibrate]:
+        good = {"gptq": "int8 to int2", "awq": "int4 to int2", "tacq": "int4 to int2"}
+        good = good.get(args.calibrate, "int8-dynamic, llm.int8 and fp8")
+        raise ValueError(f"--calibrate {args.calibrate} is for {good}, not {args.quantize}")
+
+
+def calibration_text(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, held: bool = False
+) -> list[Tensor]:
+    """Sequences (1, T) of --calibration-text or, without it, of the standard library's source:
+    its training part, or what train.py holds out of it."""
+    path, T = args.calibration_text, min(LENGTH, model.config.context)
+    flag = "--calibration-text" if path is not None else "the standard library"
+    if path is not None and not path.is_file():
+        raise ValueError(f"--calibration-text {path}: no such file")
+    texts = split(read_documents(None if path is None else str(path)))[held]
+    step = max(1, len(texts) // (4 * SEQUENCES))  # from all over it
+    ids: list[int] = []
+    for text in (text for first in range(step) for text in texts[first::step]):
+        ids += tokenizer.encode(text)
+        if len(ids) > SEQUENCES * T:
+            break
+    n = min(SEQUENCES, len(ids) // T)
+    if n == 0:
+        raise ValueError(
+            f"{flag} {path or ''}: {len(ids)} tokens, fewer than one sequence of {T}; give more"
+        )
+    device = model.embed.weight.device
+    return list(torch.tensor(ids[: n * T], device=device).view(n, 1, T))
+
+
+def calibrate_(
+    model: Transformer, method: str, scheme: Scheme, skip: Sequence[str], batches: Sequence[Tensor]
+) -> None:
+    """Quantize the model in place as the method finds best on the batches, (1, T) tokens each:
+    block after block, each on what the quantized ones before it give. Head and multi-token
+    prediction are rounded to nearest."""
+    kept = picks(model, scheme, skip, batches) if method == "tacq" else {}
+    positions = torch.arange(batches[0].shape[1], device=batches[0].device)
+    with torch.no_grad():
+        rope = rope_cos_sin(model.config, positions)
+        run = lambda block, x: block(x, rope, positions, causal_attention)
+        states = [model.embed(tokens) for tokens in batches]
+        for i, block, replay in layer_by_layer(model.layers, states, run):
+            if method in ("awq", "smoothquant"):
+                fold_inputs_(block, method, scheme, replay)
+                continue  # it computes what it did; rounded below
+            modules = {f"layers.{i}.{name}": m for name, m in replaceable(block).items()}
+            with observed(modules) as stats:
+                replay()
+            swap_(model, modules, scheme, skip, partial(by_gptq, scheme, stats, kept))
+        swap_(model, replaceable(model, skip), scheme, skip, None)
+        for name, (index, values) in kept.items():
+            model.get_submodule(name).keep(index, values)
+
+
+def swap_(
+    model: Transformer,
+    modules: dict[str, nn.Module],
+    scheme: Scheme,
+    skip: Sequence[str],
+    rounding: Callable[[str, Tensor], Codes] | None,
+) -> None:
+    """Put quantized ones in place of these modules of the model, by their full names."""
+    for name, module in modules.items():
+        new = quantize_module(name, module, scheme, skip=skip, rounding=rounding)
+        if new is not module:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, new)
+
+
+@contextmanager
+def observed(modules: dict[str, nn.Module]) -> Iterator[dict[str, Stats]]:
+    """Hessians of the inputs of these linears and, of mixtures, of each expert's two."""
+    mixtures = {name: m for name, m in modules.items() if isinstance(m, MoE)}
+    linears = {name: m for name, m in modules.items() if name not in mixtures}
+    with observe(linears, "hessian") as stats:
+        hooks = {name: m.experts for name, m in mixtures.items()}
+        for name, m in mixtures.items():
+            m.experts = partial(_watch_experts, name, stats, m.experts)
+        try:
+            yield stats
+        finally:
+            for name, m in mixtures.items():
+                m.experts = hooks[name]
+
+
+def _watch_experts(
+    name: str,
+    stats: dict[str, Stats],
+    experts: Callable[..., Tensor],
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+) -> Tensor:
+    for e in ids.unique().tolist():
+        mine = x[(ids == e).any(-1)]
+        gate, up = F.linear(mine, w_gate_up[e]).chunk(2, dim=-1)
+        for leaf, seen in (("w_gate_up", mine), ("w_down", F.silu(gate) * up)):
+            stats.setdefault(f"{name}.{leaf}.{e}", Stats("hessian")).update(seen)
+    return experts(x, weights, ids, w_gate_up, w_down)
+
+
+def by_gptq(
+    scheme: Scheme,
+    stats: dict[str, Stats],
+    kept: dict[str, tuple[Tensor, Tensor]],
+    name: str,
+    weight: Tensor,
+) -> Codes:
+    """The codes of one weight; of an expert that no token of the text chose, the nearest."""
+    if name not in stats or stats[name].count == 0:
+        scales, zeros = scheme.grid.find(weight)
+        return scheme.grid.encode(weight, scales, zeros), scales, zeros
+    keep = None
+    if name in kept:
+        keep = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
+        keep[kept[name][0]] = True
+        keep = keep.view_as(weight)
+    return gptq(weight, stats[name].hessian, scheme.grid, keep=keep)
+
+
+def inputs_of(block: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], list[Tensor]]]:
+    """What a block's scales can be folded into: (producer, the linears that read its output, the
+    bare parameters that do)."""
+    attention, mlp = block.attention, block.mlp
+    if isinstance(attention, LatentAttention):
+        first = attention.q_proj if attention.q_proj is not None else attention.q_a_proj
+        yield block.attention_norm, [first, attention.kv_a_proj], []
+        if attention.q_proj is None:
+            yield attention.q_a_norm, [attention.q_b_proj], []
+    else:
+        yield block.attention_norm, [attention.q_proj, attention.k_proj, attention.v_proj], []
+    if isinstance(mlp, MoE):
+        shared = [] if mlp.shared is None else [mlp.shared.gate_proj, mlp.shared.up_proj]
+        if shared:  # through which the input is seen
+            yield block.mlp_norm, shared, [mlp.router, mlp.w_gate_up]
+        mlp = mlp.shared
+    else:
+        yield block.mlp_norm, [mlp.gate_proj, mlp.up_proj], []
+    if mlp is not None:
+        yield mlp.up_proj, [mlp.down_proj], []
+
+
+def fold_inputs_(block: nn.Module, method: str, scheme: Scheme, replay: Callable[[], None]) -> None:
+    """AWQ's or SmoothQuant's scales, for every input of the block that has a producer."""
+    places = list(inputs_of(block))
+    first = {str(i): linears[0] for i, (_, linears, _) in enumerate(places)}
+    wanted = ("absmax",) if method == "smoothquant" else ("mean_abs", "hessian")
+    with observe(first, *wanted) as stats:
+        replay()
+    for i, (producer, linears, parameters) in enumerate(places):
+        seen, weights = stats[str(i)], [m.weight for m in linears]
+        if method == "smoothquant":
+            s = smooth_scales(seen.absmax, weights)
+        else:
+            s = awq_scales(weights, seen.mean_abs, seen.hessian, scheme.grid)
+        fold_(producer, [*linears, *parameters], s)
+
+
+def picks(
+    model: Transformer, scheme: Scheme, skip: Sequence[str], batches: Sequence[Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """TaCQ: of each linear the flat indices of the weights to keep, and these weights."""
+    matrices = {n: m.weight for n, m in replaceable(model, skip).items() if type(m) is nn.Linear}
+
+    def loss(tokens: Tensor) -> Tensor:
+        logits = model(tokens[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    quantized = partial(nearest, scheme.grid)
+    saliency = accumulate_saliency(model, matrices, loss, batches, quantized)
+    chosen = circuit(saliency, KEPT)
+    return {n: (i, matrices[n].detach().view(-1)[i]) for n, i in chosen.items() if len(i)}
+
+
+# --------------------------------------------------------------------------------------------------
+# The report
+# --------------------------------------------------------------------------------------------------
+
+# (label, scheme, calibration); the first is what the others are measured against
+SCHEMES_REPORTED: tuple[tuple[str, str | None, str | None], ...] = (
+    ("16 bit", None, None),
+    ("int8", "int8", None),
+    ("int4", "int4", None),
+    ("int4 gptq", "int4", "gptq"),
+    ("int4 awq", "int4", "awq"),
+    ("int3 gptq", "int3", "gptq"),
+    ("int2 gptq", "int2", "gptq"),
+    ("int2 tacq", "int2", "tacq"),
+    ("int8-dynamic", "int8-dynamic", None),
+    ("int8-dynamic smoothquant", "int8-dynamic", "smoothquant"),
+    ("llm.int8", "llm.int8", None),
+    ("fp8", "fp8", None),
+    ("fp8-block", "fp8-block", None),
+    ("2:4 sparse", "2:4", None),
+)
+BATCHES = (1, 8, 32)
+
+
+@dataclass
+class Row:
+    """One scheme: its size, what it loses against 16 bit on held-out text, how fast it decodes."""
+
+    scheme: str
+    megabytes: float
+    loss: float  # nats per token
+    perplexity: float
+    loss_percent: float  # above 16 bit's
+    kl: float  # of the next token's distribution from 16 bit's, nats
+    agreement: float  # share of positions with the same likeliest token
+    tokens_per_second: dict[int, float]  # by batch
+    slower: list[int]  # batches at which 16 bit is faster
+
+
+def report(
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    tokenizer: Tokenizer,
+    speed: Callable[[Transformer, int], float],
+) -> list[Row]:
+    """A Row for each scheme. speed(model, batch) -> tokens per second of decoding, which it may
+    prepare the model for."""
+    plain = load_checkpoint(args.checkpoint, device, dtype)
+    texts = calibration_text(args, plain, tokenizer)
+    held = calibration_text(args, plain, tokenizer, held=True)
+    rows: list[Row] = []
+    for label, scheme, method in SCHEMES_REPORTED:
+        model = load_checkpoint(args.checkpoint, device, dtype)
+        if not quantized_so(args, model, scheme, method, texts):
+            print(f"generate.py: {label} does not fit this model: left out", file=sys.stderr)
+            continue
+        size = sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
+        loss, kl, agreement = against(plain, model, held)
+        speeds = {b: speed(model, b) for b in BATCHES}
+        base = rows[0] if rows else None
+        slower = [b for b in BATCHES if base and speeds[b] < base.tokens_per_second[b]]
+        more = 100 * (loss / base.loss - 1) if base else 0.0
+        rows.append(
+            Row(label, size / 1e6, loss, math.exp(loss), more, kl, agreement, speeds, slower)
+        )
+    return rows
+
+
+def quantized_so(
+    args: argparse.Namespace,
+    model: Transformer,
+    scheme: str | None,
+    method: str | None,
+    texts: Sequence[Tensor],
+) -> bool:
+    """Quantize the model in place; False if its shapes do not allow it."""
+    skip = [part for part in skipped(args) if part]
+    grouped = scheme in ("int4", "int3", "int2")
+    group_size = args.group_size if grouped else None
+    try:
+        if scheme == "2:4":
+            sparsify_(model, 2, 4, skip)
+        elif method is not None:
+            with torch.inference_mode(False):
+                calibrate_(model, method, scheme_of(scheme, group_size), skip, texts)
+        elif scheme is not None:
+            quantize_(model, scheme, skip=skip, group_size=group_size)
+    except ValueError as e:
+        if "divide" not in str(e):
+            raise
+        return False
+    fast_(model)
+    return True
+
+
+@torch.inference_mode()
+def against(
+    plain: Transformer, model: Transformer, texts: Sequence[Tensor]
+) -> tuple[float, float, float]:
+    """(loss in nats per token, KL of the next token from plain's, share of equal greedy tokens)."""
+    loss, kl, same, count = 0.0, 0.0, 0, 0
+    for tokens in texts:
+        wanted = plain(tokens[:, :-1])[0].float().log_softmax(-1)
+        found = model(tokens[:, :-1])[0].float().log_softmax(-1)
+        loss += F.nll_loss(found, tokens[0, 1:], reduction="sum").item()
+        kl += (wanted.exp() * (wanted - found)).sum().item()
+        same += (wanted.argmax(-1) == found.argmax(-1)).sum().item()
+        count += len(wanted)
+    return loss / count, kl / count, same / count
+
+
+def report_table(rows: Sequence[Row]) -> str:
+    """The rows for a person; a star where 16 bit decodes faster."""
+    lines = [
+        f"{'scheme':<25}{'MB':>9}{'loss':>9}{'more':>9}{'ppl':>9}{'KL':>9}{'same':>7}"
+        + "".join(f"{f'tok/s x{b}':>12}" for b in BATCHES)
+    ]
+    for r in rows:
+        speeds = (f"{v:.1f}{'*' if b in r.slower else ' '}" for b, v in r.tokens_per_second.items())
+        lines.append(
+            f"{r.scheme:<25}{r.megabytes:>9.2f}{r.loss:>9.4f}{r.loss_percent:>8.2f}%"
+            f"{r.perplexity:>9.3f}{r.kl:>9.5f}{r.agreement:>7.1%}"
+            + "".join(f"{text:>12}" for text in speeds)
+        )
+    return "\n".join([*lines, "* slower than 16 bit"])
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Loss against bytes, a point for each scheme."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError(
+            "--plot needs matplotlib, which is optional: pip install matplotlib"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    axes.scatter([r.megabytes for r in rows], [r.loss for r in rows])
+    for r in rows:
+        axes.annotate(r.scheme, (r.megabytes, r.loss), (4, 4), textcoords="offset points")
+    axes.set(xlabel="MB of weights", ylabel="loss on held-out text (nats per token)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

@@ -564,12 +564,18 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ("system", args.chat or args.interactive or args.batch, "--chat or --interactive"),
         ("context", args.interactive, "--interactive"),
         ("out", args.batch, "--batch"),
+        ("group_size", args.quantize or args.quantize_report, "--quantize"),
+        ("quantize_skip", args.quantize or args.quantize_report, "--quantize"),
+        ("calibrate save", args.quantize, "--quantize"),
+        ("calibration_text", args.calibrate or args.quantize_report, "--calibrate"),
+        ("plot", args.quantize_report, "--quantize-report"),
         (ENGINE_FLAGS, args.batch or args.bench_serving, "--batch or --bench-serving"),
         (WORKLOAD_FLAGS, args.bench_serving, "--bench-serving"),
     ):
         for name in names.split():
             if name in given and not good:
                 raise ValueError(f"{_flag(name)} needs {needs}")
+    reported = "n max_new_tokens logit_bias ignore_eos stop"
     drawing = f"{' '.join(SAMPLING_FLAGS)} n max_new_tokens logit_bias ignore_eos stop compile"
     serving = "prompt prompt_tokens interactive chat score bench attention"
     for mode, others in (
@@ -577,6 +583,9 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ("bench_serving", f"{serving} stop n logprobs max_new_tokens min_new_tokens ignore_eos"),
         ("interactive", "prompt json bench prompt_tokens chat score logprobs dummy n"),
         ("score", f"prompt bench prompt_tokens chat dummy {drawing}"),
+        ("save", f"{serving} json batch bench_serving dummy {drawing}"),
+        ("quantize_report", f"{serving} batch bench_serving dummy quantize save {reported}"),
+        ("calibrate", "dummy"),
         ("prompt_tokens", "prompt chat"),
         ("dummy", "checkpoint chat"),
         ("bench", "stop logprobs ignore_eos"),
@@ -651,12 +660,12 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
         if args.quantize is not None:
             import compress  # only here: it imports Triton, which takes 0.2 s
 
-            compress.quantize_asked_(args, model)
+            compress.quantize_dummy_(args, model)
         return model, NoTokenizer(model.config.vocab_size)
     if args.quantize is not None or is_quantized(args.checkpoint):
         import compress
 
-        model = compress.load(args, device, dtype)
+        model = compress.load(args, device, dtype, partial(load_tokenizer, args.checkpoint))
     else:
         model = load_checkpoint(args.checkpoint, device, dtype)
     tokenizer, size = load_tokenizer(args.checkpoint), model.config.vocab_size
@@ -1094,12 +1103,47 @@ def bench_serving(args: argparse.Namespace) -> None:
     print(json.dumps(facts) if args.json else serving.facts_table(facts))
 
 
+def save_quantized(args: argparse.Namespace) -> None:
+    """--save: the quantized checkpoint."""
+    import compress
+
+    model, _ = load(args, pick_device(args.device))
+    print(compress.save(args, model))
+
+
+def quantize_report(args: argparse.Namespace) -> None:
+    """--quantize-report: what every scheme costs and gains on this checkpoint."""
+    import compress
+
+    device = pick_device(args.device)
+    dtype = DTYPES[args.dtype] if args.dtype else None
+
+    def speed(model: Transformer, batch: int) -> float:
+        if device.type == "cpu":
+            for_cpu_(model)
+        decoder = Decoder(model, 128, Sampling(temperature=0.0), batch, (), args.compile)
+        decoder.start(list(range(1, 65)))
+        runs = []
+        for _ in range(32):
+            start = time.perf_counter()
+            decoder.next()
+            runs.append(time.perf_counter() - start)
+        return batch / statistics.median(runs)
+
+    rows = compress.report(args, device, dtype, load_tokenizer(args.checkpoint), speed)
+    if args.plot is not None:
+        compress.plot(rows, args.plot)
+    print(json.dumps([vars(r) for r in rows]) if args.json else compress.report_table(rows))
+
+
 @torch.inference_mode()
 def run(args: argparse.Namespace) -> None:
     """The mode that the command line asks for."""
     for flag, mode in (
         (args.interactive, converse),
         (args.score, score_file),
+        (args.save, save_quantized),
+        (args.quantize_report, quantize_report),
         (args.batch, batch),
         (args.bench_serving, bench_serving),
         (True, generate),

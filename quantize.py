@@ -1,11 +1,47 @@
-"""quantize.py: int8, int4, FP8 and how accurate they are.
+"""quantize.py: linear layers in 8, 4 or fewer bits, and what that does to their numbers.
 
-(essay)
+A model that generates one token reads every weight once, so its speed is the size of its weights;
+a model that trains or reads a prompt multiplies matrices, and hardware multiplies 8-bit numbers
+twice as fast as 16-bit ones. Both gain by writing numbers as small codes times shared scales:
+
+    w' = (code - zero) * scale          a Grid: how many bits, and which weights share a scale
+
+    scheme         weights                          activations
+    int8           8 bits, a scale per row          16 bits    half the bytes, loss as good as none
+    int4           4 bits, a scale and a zero       16 bits    0.3 of the bytes; calibrate.gptq
+                   per group of 32, 64 or 128                  halves what it costs
+    int3, int2     the same                         16 bits    for research: no fast product
+    int8-dynamic   8 bits, a scale per row          8 bits, a scale per token (W8A8)
+    llm.int8       the same                         the same, but outlier columns in 16 bits
+                                                    (LLM.int8(), arXiv:2208.07339)
+    fp8            e4m3, a scale per row            e4m3, a scale per token
+    fp8-block      e4m3, blocks of 128 x 128        e4m3, tiles of 1 x 128 (DeepSeek-V3)
+
+`quantize_(model, scheme)` swaps every nn.Linear and the stacked experts of mixtures; what has to be
+read as one weight at a time is what it holds in memory (`quantize_module`, while loading). Codes do
+not depend on the device: what is packed on a CPU is right on a GPU. To train, the same grids round
+in the forward pass (`qat_`), and FP8 multiplies in all three products of a layer, over fp32 master
+weights (`fp8_training_`).
+
+When it loses: few bits of weight gain nothing where arithmetic is the limit, with many rows of x:
+the weight is dequantized first. int8-dynamic, llm.int8 and fp8 gain nothing where there is no
+matrix unit for 8 bits, on most CPUs; llm.int8 is slow everywhere. The products here are plain
+torch; memory-speed ones are cpu.py's and gemm.py's, put in by `use_product_`.
+
+Hooks: the Linear swap; the experts hook, where an expert's weight is had by indexing; and `product`
+of every layer. Equivalence (test_all.py): dequantized weights to the bit as the formula says; each
+product against fp64 of the dequantized weights; quantizing while loading == after; FP8 training
+within 1 % of bf16's loss. Needs: torch. `python quantize.py` checks itself and prints bytes, error
+and time of each scheme.
+
+Letters: M rows of x, N output and K input features, G groups of a row.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -273,10 +309,10 @@ def fp8_scale(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m
 
 
 def to_fp8(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Scaled:
-    """x (M, K) -> codes (M, K) of `dtype`, and their scales: x is about codes * scale. Saturating:
-    what rounding lifts over the largest number becomes that."""
-    scale, largest = fp8_scale(x, granularity, dtype), torch.finfo(dtype).max
-    codes = (x.float() / _over_tiles(scale, x.shape)).clamp(-largest, largest).to(dtype)
+    """x (M, K) -> codes (M, K) of `dtype`, and their scales: x is about codes * scale. Nothing
+    overflows: a tile's largest value becomes the largest code."""
+    scale = fp8_scale(x, granularity, dtype)
+    codes = (x.float() / _over_tiles(scale, x.shape)).to(dtype)
     return codes.contiguous(), scale  # of a transposed x too: tensor cores read along K
 
 
@@ -360,6 +396,11 @@ class Scheme:
     product: Product
     grid: Grid | None = None
     tile: str = "rowwise"  # of FP8
+
+    @property
+    def rounds_weights_alone(self) -> bool:
+        """Whether activations stay in 16 bit."""
+        return self.grid is not None and self.product not in (int8_dynamic, llm_int8)
 
     def check(self, weight: Tensor) -> None:
         """ValueError unless weight (..., N, K) can be stored so."""
@@ -703,7 +744,7 @@ def to_config(model: nn.Module, scheme: str, group_size: int | None, skip: Seque
 def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """quantize_ as quantization_config says, on a model on the meta device: its codes are to be
     loaded. ValueError names the field."""
-    known = {"quant_method", "version", "scheme", "group_size", "skip", "kept"}
+    known = {"quant_method", "version", "scheme", "group_size", "skip", "kept", "calibrated"}
     if config.get("version") != VERSION or set(config) - known:
         odd = ", ".join(sorted(set(config) - known)) or f"version {config.get('version')!r}"
         raise ValueError(
@@ -875,3 +916,79 @@ def _rounded_stacks(
     *stacks: Tensor,
 ) -> Tensor:
     return experts(x, weights, ids, *(fake_quantize(w, grid) for w in stacks))
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+def check(device: str) -> None:
+    """Every scheme's product against the weight that it stands for, and the casts against torch."""
+    rng = torch.Generator().manual_seed(0)
+    for name in SCHEMES:
+        for N, K, rows in ((48, 64, 1), (64, 256, 5), (7, 96, 130)):
+            linear = nn.Linear(K, N, bias=N % 2 == 1).to(device, torch.bfloat16)
+            linear.requires_grad_(False)
+            x = torch.randn(1, rows, K, generator=rng).to(device, torch.bfloat16)
+            (layer,) = quantize_(nn.Sequential(linear), name)
+            bias = None if layer.bias is None else layer.bias.double()
+            exact = F.linear(x.double(), layer.weight.double(), bias)
+            error = ((layer(x).double() - exact).norm() / exact.norm()).item()
+            limit = 5e-3 if SCHEMES[name].rounds_weights_alone else 5e-2
+            assert error < limit, (name, N, K, rows, error)
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    numbers = numbers[numbers.abs() <= 448].float()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert torch.equal(round_fp8(numbers, dtype), numbers.to(dtype).float())
+
+
+def seconds(f: Callable[[], object], repeats: int = 9) -> float:
+    """Median time of a call."""
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        f()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def benchmark(device: str, N: int = 2048, K: int = 2048) -> None:
+    """Bytes, error against the unquantized layer and milliseconds, in turn on 100 MB of weights."""
+    rng = torch.Generator().manual_seed(0)
+    print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {N} x {K} bf16")
+    print(f"{'scheme':<14}{'bytes':>7}{'error':>9}{'x1':>9}{'x8':>9}{'x128':>9}   ms by rows of x")
+    count = max(1, 50_000_000 // (N * K))
+    weights = [torch.randn(N, K, generator=rng).mul(0.02) for _ in range(count)]
+    inputs = [
+        torch.randn(rows, K, generator=rng).to(device, torch.bfloat16) for rows in (1, 8, 128)
+    ]
+    exact = None
+    for name in ("bf16", *SCHEMES, "int4, torch's"):
+        layers = nn.Sequential(*(nn.Linear(K, N, bias=False) for _ in weights)).to(torch.bfloat16)
+        for layer, w in zip(layers.requires_grad_(False), weights):
+            layer.weight.copy_(w)
+        layers = layers.to(device)
+        if name != "bf16":
+            quantize_(layers, name.split(",")[0])
+        if name.endswith("torch's"):
+            if device != "cpu":
+                continue
+            pack_for_torch_cpu_(layers)
+        size = sum(t.nbytes for t in (*layers.parameters(), *layers.buffers())) / count
+        y = layers[0](inputs[2]).float()
+        exact = y if exact is None else exact
+        times = [1e3 * seconds(lambda: [f(x) for f in layers]) / count for x in inputs]
+        print(
+            f"{name:<14}{size / (2 * N * K):>7.2f}{(y - exact).norm() / exact.norm():>9.2%}"
+            + "".join(f"{t:>9.3f}" for t in times)
+        )
+
+
+if __name__ == "__main__":
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.inference_mode():
+        check(where)
+        benchmark(where)

@@ -42,7 +42,7 @@ if not CUDA:  # Triton's kernels run on the CPU, in this process, and not in tho
     os.environ["TRITON_INTERPRET"] = "1"
 import attention as A
 import paged_kv as P
-import quantize as Q
+import quantize as Q  # noqa: F401
 import sparse as Z
 
 if A.INTERPRET:
@@ -5936,7 +5936,7 @@ def test_training_in_bf16_with_flash_attention(latent_config, corpus, tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-def calibrate_rng(seed: int = 0) -> torch.Generator:
+def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
@@ -5962,7 +5962,7 @@ CALIBRATE_GRIDS = [C.MinMax(2, 32), C.MinMax(3, 64), C.MinMax(4, 32), WholeGrid(
 
 def calibrate_layer(seed, N=24, K=192, kind="correlated"):
     """A weight and inputs of a kind that layers have, or that break things."""
-    g = calibrate_rng(seed)
+    g = seeded(seed)
     W = torch.randn(N, K, generator=g) * torch.rand(N, 1, generator=g)
     rows = {"rank-deficient": K // 4, "one-row": 1}.get(kind, 3 * K)
     x = torch.randn(rows, K, generator=g)
@@ -5976,9 +5976,9 @@ def calibrate_layer(seed, N=24, K=192, kind="correlated"):
     return W, x
 
 
-def calibrate_error(W, Q, x):
+def calibrate_error(W, got, x):
     """Squared output error from the inputs themselves, float64."""
-    return ((W - Q).double() @ x.double().t()).pow(2).sum(1)
+    return ((W - got).double() @ x.double().t()).pow(2).sum(1)
 
 
 # ---- statistics ----
@@ -5988,8 +5988,8 @@ def test_calibrate_observed_statistics_are_those_of_all_inputs():
     """Two calls, one 3-D, equal the formulas over the rows together; what was not asked is None."""
     lin = nn.Linear(5, 3)
     a, b = (
-        torch.randn(2, 4, 5, generator=calibrate_rng()),
-        torch.randn(7, 5, generator=calibrate_rng(1)).bfloat16(),
+        torch.randn(2, 4, 5, generator=seeded()),
+        torch.randn(7, 5, generator=seeded(1)).bfloat16(),
     )
     with C.observe({"x": lin}, *C.STATISTICS) as stats, C.observe({"x": lin}, "absmax") as less:
         lin(a), lin(b.float())
@@ -6020,7 +6020,7 @@ def test_calibrate_layer_by_layer_feeds_each_layer_from_the_quantized_ones():
     """Inputs of layer i are the outputs of layers < i as the caller left them; one replay per call;
     the caller's tensors and grad mode are left alone; only one layer's statistics live."""
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    batches = [torch.randn(2, 4, generator=calibrate_rng(i)) for i in range(3)]
+    batches = [torch.randn(2, 4, generator=seeded(i)) for i in range(3)]
     before = [b.clone() for b in batches]
     calls = []
 
@@ -6148,7 +6148,7 @@ def test_calibrate_kept_weights_have_no_error_and_no_part_in_the_scales():
     with them put back is at most that of rounding with them kept."""
     W, x = calibrate_layer(4)
     H, grid = x.t() @ x, C.MinMax(2, 32)
-    keep = torch.rand(W.shape, generator=calibrate_rng()) < 0.02
+    keep = torch.rand(W.shape, generator=seeded()) < 0.02
     W[keep] *= 50
     codes, scales, zeros = C.gptq(W, H, grid, keep=keep)
     found = C.find_without(grid, W, keep)
@@ -6201,7 +6201,7 @@ def test_calibrate_gptq_refuses_what_it_cannot_use():
 class CalibrateNorm(nn.Module):
     def __init__(self, dim):
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(dim, generator=calibrate_rng(9)) + 0.5)
+        self.weight = nn.Parameter(torch.rand(dim, generator=seeded(9)) + 0.5)
 
     def forward(self, x):
         return self.weight * x * x.pow(2).mean(-1, keepdim=True).rsqrt()
@@ -6213,8 +6213,8 @@ def test_calibrate_fold_leaves_the_output_alone(kind):
     torch.manual_seed(0)
     norm = kind(16)
     if kind is nn.LayerNorm:
-        nn.init.normal_(norm.bias, generator=calibrate_rng())
-    g = calibrate_rng(1)
+        nn.init.normal_(norm.bias, generator=seeded())
+    g = seeded(1)
     q, k = nn.Linear(16, 8), nn.Linear(16, 4, bias=False)
     router = nn.Parameter(torch.randn(6, 16, generator=g))
     stack = nn.Parameter(torch.randn(6, 10, 16, generator=g))
@@ -6234,7 +6234,7 @@ def test_calibrate_fold_leaves_the_output_alone(kind):
 def test_calibrate_fold_into_a_linear():
     """Rows and bias of the producer; in bf16 powers of two change no bit of the product."""
     torch.manual_seed(0)
-    g = calibrate_rng()
+    g = seeded()
     up, down = nn.Linear(8, 12), nn.Linear(12, 8)
     x = torch.randn(20, 8, generator=g)
     s = torch.randn(12, generator=g).exp()
@@ -6248,6 +6248,7 @@ def test_calibrate_fold_into_a_linear():
 
 
 def test_calibrate_fold_refuses_what_it_cannot_use():
+    """ValueError names the field, and nothing is written."""
     norm, linear = nn.LayerNorm(4), nn.Linear(4, 2)
     for s in (torch.tensor([1.0, 0, 1, 1]), torch.tensor([1.0, float("nan"), 1, 1])):
         with pytest.raises(ValueError, match="s must be finite and more than 0"):
@@ -6263,8 +6264,8 @@ def test_calibrate_awq_finds_the_best_alpha():
     """The least output error of 21 alphas, by the inputs themselves; never above rounding's, and
     well below where a few channels are large. One s for all linears that share the input."""
     grid, K = C.MinMax(3, 64), 128
-    Ws = [torch.randn(n, K, generator=calibrate_rng(n)) for n in (16, 24)]
-    x = torch.randn(500, K, generator=calibrate_rng())
+    Ws = [torch.randn(n, K, generator=seeded(n)) for n in (16, 24)]
+    x = torch.randn(500, K, generator=seeded())
     x[:, :4] *= 30
     stats = C.Stats("hessian", "mean_abs")
     stats.update(x)
@@ -6302,7 +6303,7 @@ def test_calibrate_smoothquant():
     Ws = [nn.Linear(64, n, bias=False) for n in (16, 8)]
     with torch.no_grad():
         norm.weight[[3, 40]] *= 60
-    x = torch.randn(200, 64, generator=calibrate_rng())
+    x = torch.randn(200, 64, generator=seeded())
     h = norm(x).detach()
     s = C.smooth_scales(h.abs().amax(0), [w.weight for w in Ws], 0.5)
     top = torch.cat([w.weight for w in Ws]).abs().amax(0)
@@ -6330,7 +6331,7 @@ def test_calibrate_equalization_keeps_swiglu_and_evens_the_ranges():
     """Output of the MLP as before; each channel's range is the same on both sides, sqrt(r1 r2); a
     channel that is all zero is left alone; per-tensor rounding gets better."""
     torch.manual_seed(0)
-    g = calibrate_rng()
+    g = seeded()
     gate, up, down = nn.Linear(8, 20), nn.Linear(8, 20), nn.Linear(20, 8)
     with torch.no_grad():
         up.weight *= torch.randn(20, 1, generator=g).mul(2).exp()
@@ -6361,15 +6362,13 @@ def test_calibrate_equalization_keeps_swiglu_and_evens_the_ranges():
 
 def test_calibrate_bias_correction_restores_the_mean():
     """Inputs with a mean: the mean output error goes to ~0, and was not."""
-    W = torch.randn(12, 32, generator=calibrate_rng())
-    x = torch.randn(400, 32, generator=calibrate_rng(1)) + 2 * torch.randn(
-        32, generator=calibrate_rng(2)
-    )
-    Q = C.nearest(C.MinMax(2, 32), W)
+    W = torch.randn(12, 32, generator=seeded())
+    x = torch.randn(400, 32, generator=seeded(1)) + 2 * torch.randn(32, generator=seeded(2))
+    near = C.nearest(C.MinMax(2, 32), W)
     stats = C.Stats("mean")
     stats.update(x)
-    error = (x @ W.t() - x @ Q.t()).mean(0)
-    bias = C.bias_correction(W, Q, stats.mean)
+    error = (x @ W.t() - x @ near.t()).mean(0)
+    bias = C.bias_correction(W, near, stats.mean)
     assert bias.shape == (12,) and error.abs().max() > 0.5
     assert (error - bias).abs().max() < 1e-4
 
@@ -6396,7 +6395,7 @@ class CalibrateModel(nn.Module):
 
 def calibrate_trained(seed=0):
     torch.manual_seed(seed)
-    table = torch.randint(32, (32, 32), generator=calibrate_rng(seed))
+    table = torch.randint(32, (32, 32), generator=seeded(seed))
     pairs = torch.cartesian_prod(torch.arange(32), torch.arange(8))  # half seldom, half often
     data = torch.cat((pairs, table[pairs[:, 0], pairs[:, 1]][:, None]), 1)
     model = CalibrateModel()
@@ -6421,9 +6420,7 @@ def test_calibrate_tacq_keeps_what_matters():
         scores = {
             "tacq": C.accumulate_saliency(model, mats, model, data.split(16), calibrate_2bit),
             "magnitude": {n: w.abs() for n, w in original.items()},
-            "random": {
-                n: torch.rand(w.shape, generator=calibrate_rng(seed)) for n, w in original.items()
-            },
+            "random": {n: torch.rand(w.shape, generator=seeded(seed)) for n, w in original.items()},
             "none": None,
         }
         losses = {}
@@ -6476,6 +6473,7 @@ def test_calibrate_saliency_is_the_formula_and_frees_gradients():
 
 
 def test_calibrate_saliency_refuses_what_it_cannot_use():
+    """No batches, a loss of NaN: ValueError, no gradient or hook left."""
     model, data = calibrate_trained()
     mats = {"mid": model.mid.weight}
     with pytest.raises(ValueError, match="batches is empty; give one"):
@@ -6490,9 +6488,9 @@ def test_calibrate_saliency_refuses_what_it_cannot_use():
 def test_calibrate_circuit_is_the_global_top_fraction():
     """Equal to sorting all saliencies together; among equals exactly as many as asked."""
     parts = {
-        "a": torch.rand(30, 20, generator=calibrate_rng()),
-        "b": 3 * torch.rand(7, 9, generator=calibrate_rng(1)),
-        "c": torch.rand(2, 5, 11, generator=calibrate_rng(2)).bfloat16(),
+        "a": torch.rand(30, 20, generator=seeded()),
+        "b": 3 * torch.rand(7, 9, generator=seeded(1)),
+        "c": torch.rand(2, 5, 11, generator=seeded(2)).bfloat16(),
     }
     flat = torch.cat([p.flatten().float() for p in parts.values()])
     for fraction in (0.0, 0.001, 0.01, 0.3, 1.0):
@@ -6514,6 +6512,7 @@ def test_calibrate_circuit_is_the_global_top_fraction():
 
 
 def test_calibrate_statistics_must_be_known():
+    """An unknown statistic, or none: ValueError lists those there are."""
     with pytest.raises(ValueError, match="ask for some of hessian"):
         C.Stats("median")
     with pytest.raises(ValueError, match="ask for some"), C.observe({"a": nn.Linear(2, 2)}):
@@ -6532,7 +6531,7 @@ def sparse_same(a, b) -> None:
 
 
 def sparse_normal(*shape, seed=0, dtype=torch.float32) -> torch.Tensor:
-    return normal(*shape, dtype=dtype, rng=torch.Generator().manual_seed(seed))
+    return normal(*shape, dtype=dtype, rng=seeded(seed))
 
 
 def sparse_alike(N, K, seed=0, run=4):
@@ -6796,10 +6795,11 @@ def test_sparse_folding_several_readers_and_a_norm():
 def test_sparse_gather_gemv(n, m, dtype):
     """Kernel == reference == masked dense in fp32, for one to nine rows and odd N and K."""
     tol = dict(rtol=1e-3, atol=1e-3) if dtype == torch.float16 else dict(rtol=1e-5, atol=1e-5)
-    for M in (1, 3, 8, 9):
-        N, K = (37, 5 * m) if M % 2 else (5, 17 * m)
-        w, x = sparse_normal(N, K, dtype=dtype), sparse_normal(M, K, seed=M, dtype=dtype) / K**0.5
-        bias = sparse_normal(N, seed=2, dtype=dtype) if M % 3 else None
+    for rows in (1, 3, 8, 9):
+        N, K = (37, 5 * m) if rows % 2 else (5, 17 * m)
+        w = sparse_normal(N, K, dtype=dtype)
+        x = sparse_normal(rows, K, seed=rows, dtype=dtype) / K**0.5
+        bias = sparse_normal(N, seed=2, dtype=dtype) if rows % 3 else None
         args = (*Z.pack(w, n, m), n, m, bias)
         wide = None if bias is None else bias.float()
         wanted = F.linear(x.float(), (w * Z.prune(w, n, m)).float(), wide).to(dtype)
@@ -7063,7 +7063,7 @@ def test_sparse_alone_in_a_folder(triton, tmp_path):
     """The one file, copied away, checks itself without Triton, and on its kernel."""
     shutil.copy(REPO / "sparse.py", tmp_path)
     hide = "import sys; sys.modules['triton'] = None; " if triton == "missing" else ""
-    env = dict(PYTHONPATH=str(tmp_path)) | dict(TRITON_INTERPRET="1") * (triton != "missing")
+    env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET=str(int(triton == "interpreted")))
     done = run("-c", hide + "import sparse; sparse.check('cpu')", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
 
