@@ -52,6 +52,7 @@ from model import (
 from quantize import (
     Codes,
     Scheme,
+    check_skip,
     from_config,
     quantize_,
     quantize_module,
@@ -106,12 +107,18 @@ def load_and_quantize(
 ) -> Transformer:
     """The model of --checkpoint, each layer quantized as it comes, or all calibrated once there."""
     scheme, skip = asked_scheme(args), skipped(args)
+    try:
+        with torch.device("meta"):
+            check_skip(Transformer(read_config(args.checkpoint / "config.json")), skip)
+    except ValueError as e:
+        raise ValueError(str(e).replace("skip:", "--quantize-skip:")) from None
     if args.calibrate is None:
+        cpu.keep_freed_memory(False)  # or layers would seem to stay, once they are small
         each = partial(quantize_module, scheme=scheme, skip=skip)
         return load_checkpoint(args.checkpoint, device, dtype, each=each)
     check_calibration(args, scheme)
-    model = load_checkpoint(args.checkpoint, device, dtype)
     with torch.inference_mode(False):  # tacq needs gradients
+        model = load_checkpoint(args.checkpoint, device, dtype)
         calibrate_(model, args.calibrate, scheme, skip, calibration_text(args, model, tokenizer()))
     return model
 
@@ -416,7 +423,8 @@ def report(
     held = calibration_text(args, plain, tokenizer, held=True)
     rows: list[Row] = []
     for label, scheme, method in SCHEMES_REPORTED:
-        model = load_checkpoint(args.checkpoint, device, dtype)
+        with torch.inference_mode(False):  # tacq needs gradients
+            model = load_checkpoint(args.checkpoint, device, dtype)
         if not quantized_so(args, model, scheme, method, texts):
             print(f"generate.py: {label} does not fit this model: left out", file=sys.stderr)
             continue

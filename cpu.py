@@ -620,15 +620,17 @@ def experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: 
     return out
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(keep: bool = True) -> bool:
     """Tensors that are freed stay with the process, for those that come next (mallopt(3)); False
-    where the C library is not glibc. The process's size is then that of its largest moment."""
+    where the C library is not glibc. The process's size is then that of its largest moment. With
+    keep=False, what is freed from 128 KB on goes back at once, also where glibc would keep it."""
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, 2**30) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    mapped, trimmed = (2**30, 2**31 - 1) if keep else (2**17, 2**17)
+    return bool(mallopt(M_MMAP_THRESHOLD, mapped) and mallopt(M_TRIM_THRESHOLD, trimmed))
 
 
 def swap_linear_(model: nn.Module) -> nn.Module:

@@ -48,6 +48,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -1669,6 +1670,7 @@ def _fill(
     """Module after module: its memory, its tensors, what takes its place."""
     made: dict[Tensor, nn.Parameter] = {}
     modules = dict(model.named_modules())
+    users = Counter(p for m in modules.values() for p in m.parameters(recurse=False))
     for name, module in modules.items():
         shares = any(p in made for p in module.parameters(recurse=False))
         _allocate_own(module, device, dtype, made)
@@ -1684,6 +1686,8 @@ def _fill(
             parent, _, leaf = name.rpartition(".")
             setattr(modules[parent], leaf, new)
             modules[name] = new
+        # what only this module has may go now; what another shares, it finds here
+        made = {p: new for p, new in made.items() if users[p] > 1}
 
 
 def _match(

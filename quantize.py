@@ -73,6 +73,10 @@ class Grid:
     group_size: int | None = None
     symmetric: bool = True
 
+    def __post_init__(self):
+        if self.bits not in range(2, 9):
+            raise ValueError(f"bits must be from 2 to 8, not {self.bits}")
+
     @property
     def limits(self) -> tuple[int, int]:
         """The smallest and the largest code."""
@@ -121,7 +125,7 @@ class Grid:
             scales = torch.maximum(-low, high) / top
         else:
             low, high = low.clamp(max=0), high.clamp(min=0)
-            scales = (high - low) / (top - bottom)
+            scales = high / (top - bottom) - low / (top - bottom)  # their difference may overflow
         if self.group_size:
             scales = (scales * (1 + 2**-8)).bfloat16().float()  # rounded up: nothing is clipped
         scales = torch.where(scales > 0, scales, 1.0)
@@ -199,9 +203,10 @@ def weight_only(
     `pack_for_torch_cpu_`; others come in by `use_product_`."""
     bits, rows = 8 if zeros is None else 4, x.numel() // x.shape[-1]
     fits = x.shape[-1] % 32 == 0 == len(qweight) % 16  # else torch's op reads what is not its own
-    if x.is_cuda or bits == 4 or x.requires_grad or not 0 < rows <= 8 or not fits:
+    apart = x.is_cuda or x.requires_grad or torch.compiler.is_compiling()
+    if apart or bits == 4 or not 0 < rows <= 8 or not fits:
         return dequantized(x, qweight, scales, zeros, bias, bits)
-    flat = x.reshape(rows, -1)
+    flat = x.reshape(rows, -1).contiguous()
     y = torch._weight_int8pack_mm(flat, qweight, torch.ones_like(scales[:, 0], dtype=x.dtype))
     y = y.float() * scales[:, 0]
     return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
@@ -211,8 +216,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (M, K) -> int8 codes and scales (M, 1) fp32: vector-wise, absmax (LLM.int8(),
     arXiv:2208.07339, 3.1)."""
     scales = x.float().abs().amax(-1, keepdim=True) / 127
-    scales = torch.where(scales > 0, scales, 1.0)
-    return (x.float() / scales).round().to(torch.int8), scales
+    scales = torch.where(scales == 0, 1.0, scales)
+    return (x.float() / scales).round().to(torch.int8), scales  # NaN stays one, as a scale
 
 
 def int8_dynamic(
@@ -222,7 +227,7 @@ def int8_dynamic(
     output channel."""
     codes, rows = quantize_rows(x.reshape(-1, x.shape[-1]))
     y = int8_matmul(codes, qweight) * rows * scales.t()
-    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
+    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], len(qweight))
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -252,7 +257,7 @@ def llm_int8(
     else:
         columns = outlier.nonzero()[:, 0]
         y = y + F.linear(flat[:, columns], decode(qweight[:, columns], scales, None).to(x.dtype))
-    return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+    return (y if bias is None else y + bias).view(*x.shape[:-1], len(qweight))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -443,7 +448,7 @@ SCHEMES = {
 
 def scheme_of(name: str, group_size: int | None = None) -> Scheme:
     """The scheme of that name, with another group_size if one is given."""
-    if name not in SCHEMES:
+    if not isinstance(name, str) or name not in SCHEMES:
         raise ValueError(f"scheme {name!r} is unknown; known: {', '.join(SCHEMES)}")
     scheme = SCHEMES[name]
     if group_size is None:
@@ -451,8 +456,10 @@ def scheme_of(name: str, group_size: int | None = None) -> Scheme:
     if scheme.grid is None or not scheme.grid.group_size:
         grouped = ", ".join(n for n, s in SCHEMES.items() if s.grid and s.grid.group_size)
         raise ValueError(f"group_size is for {grouped}; leave it out with {name}")
-    if group_size < 8 or group_size & (group_size - 1):
-        raise ValueError(f"group_size must be 32, 64, 128 or another power of 2, not {group_size}")
+    if type(group_size) is not int or group_size < 8 or group_size & (group_size - 1):
+        raise ValueError(
+            f"group_size must be 32, 64, 128 or another power of 2, not {group_size!r}"
+        )
     return replace(scheme, grid=replace(scheme.grid, group_size=group_size))
 
 
@@ -530,6 +537,11 @@ class QuantizedStack(Quantized):
         return self.product(x, *self._of(e), None)
 
 
+def expert_linear(x: Tensor, stack: Tensor | QuantizedStack, e: int) -> Tensor:
+    """x (n, K) -> (n, N), by expert e of a stack, quantized or not."""
+    return stack.linear(x, e) if isinstance(stack, QuantizedStack) else F.linear(x, stack[e])
+
+
 def experts_by(
     linear: Callable[[Tensor, Any, int], Tensor],
     x: Tensor,
@@ -570,7 +582,7 @@ def weights_of(name: str, module: nn.Module, skip: Sequence[str] = ()) -> dict[s
 
 
 def _within(name: str, part: str) -> bool:
-    return f".{part}." in f".{name}."
+    return bool(part) and f".{part}." in f".{name}."
 
 
 def replaceable(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -585,6 +597,14 @@ def replaceable(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Modu
         if weights and not root and all(owners[w] == 1 for w in weights.values()):
             found[name] = module
     return found
+
+
+def check_skip(model: nn.Module, skip: Sequence[str]) -> None:
+    """ValueError for a part of `skip` that names nothing."""
+    names = [n for name, m in model.named_modules() for n in (name, *weights_of(name, m))]
+    for part in skip:
+        if not any(_within(name, part) for name in names):
+            raise ValueError(f"skip: nothing in the model is named {part!r}")
 
 
 def check_all(
@@ -631,8 +651,8 @@ def quantize_module(
             return QuantizedLinear(weight, module.bias, scheme, codes).train(module.training)
         leaf = full.rpartition(".")[2]
         delattr(module, leaf)
-        setattr(module, leaf, QuantizedStack(weight, scheme, codes))
-        module.experts = partial(experts_by, lambda x, stack, e: stack.linear(x, e))
+        setattr(module, leaf, QuantizedStack(weight, scheme, codes).train(module.training))
+        module.experts = partial(experts_by, expert_linear)
     return module
 
 
@@ -649,7 +669,7 @@ def _codes(
         return tuple(stacked)
     scheme.check(weight)
     if rounding is not None and scheme.grid is not None and not weight.is_meta:
-        return scheme.stored(*rounding(name, weight))
+        return scheme.stored(*rounding(name, weight.float()))
     return scheme.encode(weight, ranges)
 
 
@@ -671,14 +691,11 @@ def quantize_(
     one of SCHEMES, group_size that of int4, int3 and int2. `rounding` finds the codes in place of
     rounding to nearest (calibrate.gptq); `ranges` is Grid.find's. ValueError, before anything is
     changed, names the layer: unknown scheme, a group_size that does not divide, NaN, a skip that
-    matches nothing.
+    matches nothing. (What `rounding` raises comes through when earlier layers are replaced.)
     """
     chosen = scheme_of(scheme, group_size)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
-    names = [n for name, m in model.named_modules() for n in (name, *weights_of(name, m))]
-    for part in skip:
-        if not any(_within(name, part) for name in names):
-            raise ValueError(f"skip: nothing in the model is named {part!r}")
+    check_skip(model, skip)
     todo = replaceable(model, skip)
     if not todo:
         raise ValueError("there is no nn.Linear below this module whose weight is its own")
@@ -751,15 +768,20 @@ def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
             f"quantization_config: {odd} is unknown here (version {VERSION}); the folder was "
             "written by another quantize.py, open it with that or quantize the model anew"
         )
+    skip, kept = config.get("skip"), config.get("kept", {})
+    if not isinstance(skip, list) or not all(isinstance(part, str) for part in skip):
+        raise ValueError(f"quantization_config: skip must be a list of names, not {skip!r}")
     try:
-        quantize_(
-            model, config["scheme"], skip=config["skip"], group_size=config["group_size"] or None
-        )
-    except (ValueError, KeyError, TypeError) as e:
+        scheme, group_size = config.get("scheme"), config.get("group_size")
+        quantize_(model, scheme, skip=skip, group_size=group_size)
+    except ValueError as e:
         raise ValueError(f"quantization_config: {e}") from None
-    for name, n in config.get("kept", {}).items():
-        layer = model.get_submodule(name)
-        layer.keep(torch.empty(n, device="meta"), torch.empty(n, device="meta"))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    counts = kept.items() if isinstance(kept, dict) else [(str(kept), 0)]
+    for name, n in counts:
+        if name not in layers or type(n) is not int or not 0 < n <= math.prod(layers[name].shape):
+            raise ValueError(f"quantization_config: kept has {name!r}: {n!r}, no number of weights")
+        layers[name].keep(torch.empty(n, device="meta"), torch.empty(n, device="meta"))
     return model
 
 
