@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +118,7 @@ def load_and_quantize(
         each = partial(quantize_module, scheme=scheme, skip=skip)
         return load_checkpoint(args.checkpoint, device, dtype, each=each)
     check_calibration(args, scheme)
-    with torch.inference_mode(False):  # tacq needs gradients
+    with torch.inference_mode(False), torch.no_grad():  # tacq takes gradients, of its own accord
         model = load_checkpoint(args.checkpoint, device, dtype)
         calibrate_(model, args.calibrate, scheme, skip, calibration_text(args, model, tokenizer()))
     return model
@@ -223,6 +224,7 @@ def calibration_text(
     return list(torch.tensor(ids[: n * T], device=device).view(n, 1, T))
 
 
+@torch.no_grad()
 def calibrate_(
     model: Transformer, method: str, scheme: Scheme, skip: Sequence[str], batches: Sequence[Tensor]
 ) -> None:
@@ -231,21 +233,20 @@ def calibrate_(
     prediction are rounded to nearest."""
     kept = picks(model, scheme, skip, batches) if method == "tacq" else {}
     positions = torch.arange(batches[0].shape[1], device=batches[0].device)
-    with torch.no_grad():
-        rope = rope_cos_sin(model.config, positions)
-        run = lambda block, x: block(x, rope, positions, causal_attention)
-        states = [model.embed(tokens) for tokens in batches]
-        for i, block, replay in layer_by_layer(model.layers, states, run):
-            if method in ("awq", "smoothquant"):
-                fold_inputs_(block, method, scheme, replay)
-                continue  # it computes what it did; rounded below
-            modules = {f"layers.{i}.{name}": m for name, m in replaceable(block).items()}
-            with observed(modules) as stats:
-                replay()
-            swap_(model, modules, scheme, skip, partial(by_gptq, scheme, stats, kept))
-        swap_(model, replaceable(model, skip), scheme, skip, None)
-        for name, (index, values) in kept.items():
-            model.get_submodule(name).keep(index, values)
+    rope = rope_cos_sin(model.config, positions)
+    run = lambda block, x: block(x, rope, positions, causal_attention)
+    states = [model.embed(tokens) for tokens in batches]
+    for i, block, replay in layer_by_layer(model.layers, states, run):
+        if method in ("awq", "smoothquant"):
+            fold_inputs_(block, method, scheme, replay)
+            continue  # it computes what it did; rounded below
+        modules = {f"layers.{i}.{name}": m for name, m in replaceable(block).items()}
+        with observed(modules) as stats:
+            replay()
+        swap_(model, modules, scheme, skip, partial(by_gptq, scheme, stats, kept))
+    swap_(model, replaceable(model, skip), scheme, skip, None)
+    for name, (index, values) in kept.items():
+        model.get_submodule(name).keep(index, values)
 
 
 def swap_(
@@ -409,35 +410,34 @@ class Row:
     slower: list[int]  # batches at which 16 bit is faster
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def report(
     args: argparse.Namespace,
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Tokenizer,
     speed: Callable[[Transformer, int], float],
-) -> list[Row]:
-    """A Row for each scheme. speed(model, batch) -> tokens per second of decoding, which it may
-    prepare the model for."""
+) -> Iterator[Row]:
+    """A Row for each scheme, the first of 16 bit. speed(model, batch) -> tokens per second of
+    decoding; it may prepare the model for that."""
     plain = load_checkpoint(args.checkpoint, device, dtype)
     texts = calibration_text(args, plain, tokenizer)
     held = calibration_text(args, plain, tokenizer, held=True)
-    rows: list[Row] = []
+    base = None
     for label, scheme, method in SCHEMES_REPORTED:
-        with torch.inference_mode(False):  # tacq needs gradients
-            model = load_checkpoint(args.checkpoint, device, dtype)
+        model = load_checkpoint(args.checkpoint, device, dtype)
         if not quantized_so(args, model, scheme, method, texts):
             print(f"generate.py: {label} does not fit this model: left out", file=sys.stderr)
             continue
         size = sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
         loss, kl, agreement = against(plain, model, held)
         speeds = {b: speed(model, b) for b in BATCHES}
-        base = rows[0] if rows else None
         slower = [b for b in BATCHES if base and speeds[b] < base.tokens_per_second[b]]
         more = 100 * (loss / base.loss - 1) if base else 0.0
-        rows.append(
-            Row(label, size / 1e6, loss, math.exp(loss), more, kl, agreement, speeds, slower)
-        )
-    return rows
+        row = Row(label, size / 1e6, loss, math.exp(loss), more, kl, agreement, speeds, slower)
+        base = base or row
+        yield row
 
 
 def quantized_so(
@@ -455,8 +455,7 @@ def quantized_so(
         if scheme == "2:4":
             sparsify_(model, 2, 4, skip)
         elif method is not None:
-            with torch.inference_mode(False):
-                calibrate_(model, method, scheme_of(scheme, group_size), skip, texts)
+            calibrate_(model, method, scheme_of(scheme, group_size), skip, texts)
         elif scheme is not None:
             quantize_(model, scheme, skip=skip, group_size=group_size)
     except ValueError as e:
@@ -467,7 +466,6 @@ def quantized_so(
     return True
 
 
-@torch.inference_mode()
 def against(
     plain: Transformer, model: Transformer, texts: Sequence[Tensor]
 ) -> tuple[float, float, float]:
@@ -483,24 +481,22 @@ def against(
     return loss / count, kl / count, same / count
 
 
-def report_table(rows: Sequence[Row]) -> str:
-    """The rows for a person; a star where 16 bit decodes faster."""
-    lines = [
-        f"{'scheme':<25}{'MB':>9}{'loss':>9}{'more':>9}{'ppl':>9}{'KL':>9}{'same':>7}"
-        + "".join(f"{f'tok/s x{b}':>12}" for b in BATCHES)
-    ]
-    for r in rows:
-        speeds = (f"{v:.1f}{'*' if b in r.slower else ' '}" for b, v in r.tokens_per_second.items())
-        lines.append(
-            f"{r.scheme:<25}{r.megabytes:>9.2f}{r.loss:>9.4f}{r.loss_percent:>8.2f}%"
-            f"{r.perplexity:>9.3f}{r.kl:>9.5f}{r.agreement:>7.1%}"
-            + "".join(f"{text:>12}" for text in speeds)
-        )
-    return "\n".join([*lines, "* slower than 16 bit"])
+def report_line(r: Row) -> str:
+    """One row for a person; a star where 16 bit decodes faster."""
+    speeds = (f"{v:.1f}{'*' if b in r.slower else ' '}" for b, v in r.tokens_per_second.items())
+    return (
+        f"{r.scheme:<25}{r.megabytes:>9.2f}{r.loss:>9.4f}{r.loss_percent:>8.2f}%"
+        f"{r.perplexity:>9.3f}{r.kl:>9.5f}{r.agreement:>7.1%}"
+        + "".join(f"{text:>12}" for text in speeds)
+    )
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Loss against bytes, a point for each scheme."""
+REPORT_HEAD = f"{'scheme':<25}{'MB':>9}{'loss':>9}{'more':>9}{'ppl':>9}{'KL':>9}{'same':>7}"
+REPORT_HEAD += "".join(f"{f'tok/s x{b}':>12}" for b in BATCHES)
+
+
+def pyplot() -> Any:
+    """matplotlib's, drawing into files. ValueError where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -510,7 +506,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    return pyplot
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Loss against bytes, a point for each scheme."""
+    figure, axes = pyplot().subplots(figsize=(8, 5))
     axes.scatter([r.megabytes for r in rows], [r.loss for r in rows])
     for r in rows:
         axes.annotate(r.scheme, (r.megabytes, r.loss), (4, 4), textcoords="offset points")

@@ -22,10 +22,11 @@ several continuations of one prompt in lockstep, reading the weights once for al
 seed + b gives alone. --interactive keeps the KV cache across turns and prefills only what is new.
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
-graph (the static cache and compiled step of gpt-fast). On a CPU it loses: there the linear layers
-are cpu.py's, which read memory faster than compiled ones. Needs: model.py, tokenizer.py,
-sampling.py, cpu.py, sentencepiece or tokenizers; for --attention flash attention.py; for --batch
-and --bench-serving, which are serving.py's, that and paged_kv.py.
+graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls cpu.py's products,
+which read memory faster than compiled ones, and it pays where these are quantized. Needs: model.py,
+tokenizer.py, sampling.py, cpu.py, sentencepiece or tokenizers; for --attention flash attention.py;
+for --batch and --bench-serving, which are serving.py's, that and paged_kv.py; for --quantize
+compress.py, and with it quantize.py, calibrate.py, sparse.py, gemm.py and train.py.
 """
 
 from __future__ import annotations
@@ -1118,6 +1119,7 @@ def quantize_report(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     dtype = DTYPES[args.dtype] if args.dtype else None
 
+    @torch.inference_mode()
     def speed(model: Transformer, batch: int) -> float:
         if device.type == "cpu":
             for_cpu_(model)
@@ -1130,10 +1132,19 @@ def quantize_report(args: argparse.Namespace) -> None:
             runs.append(time.perf_counter() - start)
         return batch / statistics.median(runs)
 
-    rows = compress.report(args, device, dtype, load_tokenizer(args.checkpoint), speed)
+    if args.plot is not None:
+        compress.pyplot()  # now, not after minutes of work
+    rows = []
+    say = (lambda line: None) if args.json else partial(print, flush=True)
+    say(compress.REPORT_HEAD)
+    for row in compress.report(args, device, dtype, load_tokenizer(args.checkpoint), speed):
+        say(compress.report_line(row))
+        rows.append(row)
+    say("* slower than 16 bit")
+    if args.json:
+        print(json.dumps([vars(row) for row in rows]))
     if args.plot is not None:
         compress.plot(rows, args.plot)
-    print(json.dumps([vars(r) for r in rows]) if args.json else compress.report_table(rows))
 
 
 @torch.inference_mode()
