@@ -42,6 +42,7 @@ from calibrate import (
 )
 from model import (
     LatentAttention,
+    ModelConfig,
     MoE,
     Transformer,
     causal_attention,
@@ -107,12 +108,10 @@ def load_and_quantize(
     tokenizer: Callable[[], Tokenizer],
 ) -> Transformer:
     """The model of --checkpoint, each layer quantized as it comes, or all calibrated once there."""
-    scheme, skip = asked_scheme(args), skipped(args)
-    try:
-        with torch.device("meta"):
-            check_skip(Transformer(read_config(args.checkpoint / "config.json")), skip)
-    except ValueError as e:
-        raise ValueError(str(e).replace("skip:", "--quantize-skip:")) from None
+    config = read_config(args.checkpoint / "config.json")
+    scheme, skip = asked_scheme(args), skipped(args, config)
+    with torch.device("meta"):
+        checked_skip(Transformer(config), skip)
     if args.calibrate is None:
         cpu.keep_freed_memory(False)  # or layers would seem to stay, once they are small
         each = partial(quantize_module, scheme=scheme, skip=skip)
@@ -127,7 +126,8 @@ def load_and_quantize(
 def quantize_dummy_(args: argparse.Namespace, model: Transformer) -> None:
     """--quantize of random weights."""
     asked_scheme(args)
-    quantize_(model, args.quantize, skip=skipped(args), group_size=args.group_size)
+    skip = checked_skip(model, skipped(args, model.config))
+    quantize_(model, args.quantize, skip=skip, group_size=args.group_size)
     fast_(model)
 
 
@@ -151,13 +151,20 @@ def asked_scheme(args: argparse.Namespace) -> Scheme:
         raise ValueError(f"{flag}: {e}") from None
 
 
-def skipped(args: argparse.Namespace) -> tuple[str, ...]:
+def skipped(args: argparse.Namespace, config: ModelConfig) -> tuple[str, ...]:
     """What stays in 16 bit: --quantize-skip says, and latent attention's kv_b_proj, which decoding
     reads as a matrix and would have to dequantize at every step."""
     asked = tuple(filter(None, args.quantize_skip.split(",")))
-    config = None if args.dummy else read_config(args.checkpoint / "config.json")
-    latent = config is not None and config.kv_lora_rank > 0
-    return asked + ("kv_b_proj",) * (latent and "kv_b_proj" not in asked)
+    return asked + ("kv_b_proj",) * (config.kv_lora_rank > 0 and "kv_b_proj" not in asked)
+
+
+def checked_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
+    """skip, if it names what the model has; ValueError names the flag."""
+    try:
+        check_skip(model, skip)
+    except ValueError as e:
+        raise ValueError(f"--quantize-{e}") from None
+    return skip
 
 
 def save(args: argparse.Namespace, model: Transformer) -> str:
@@ -165,7 +172,7 @@ def save(args: argparse.Namespace, model: Transformer) -> str:
     out, source = args.save, args.checkpoint
     if out.exists() and (not out.is_dir() or any(out.glob("*.safetensors"))):
         raise ValueError(f"--save {out}: holds a checkpoint or is no folder; name another")
-    config = to_config(model, args.quantize, args.group_size, skipped(args))
+    config = to_config(model, args.quantize, args.group_size, skipped(args, model.config))
     if args.calibrate is not None:
         config["calibrated"] = args.calibrate
     save_checkpoint(model, out, quantization=config)
@@ -448,7 +455,7 @@ def quantized_so(
     texts: Sequence[Tensor],
 ) -> bool:
     """Quantize the model in place; False if its shapes do not allow it."""
-    skip = [part for part in skipped(args) if part]
+    skip = skipped(args, model.config)
     grouped = scheme in ("int4", "int3", "int2")
     group_size = args.group_size if grouped else None
     try:

@@ -1,6 +1,6 @@
 """A proof per technique: what is claimed equal is compared, what must fail is made to fail.
 
-    pytest -n 2 test_all.py            no GPU, no network, four to five minutes on two cores
+    pytest -n 2 test_all.py            no GPU, no network, five to six minutes on two cores
     pytest -n 2 test_all.py -m slow    the long fault tests
     pytest test_all.py -k cache        one technique (without pytest-xdist leave -n 2 out)
 
@@ -10,6 +10,7 @@ of their own. The tests use no model but tiny random ones and the shipped checkp
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
 import json
@@ -24,15 +25,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import accumulate, combinations, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -41,15 +45,18 @@ CUDA = torch.cuda.is_available()
 if not CUDA:  # Triton's kernels run on the CPU, in this process, and not in those it starts
     os.environ["TRITON_INTERPRET"] = "1"
 import attention as A
+import gemm as X
 import paged_kv as P
-import quantize as Q  # noqa: F401
+import quantize as Q
 import sparse as Z
 
 if A.INTERPRET:
     import triton.experimental.gluon  # noqa: F401, a launch would, when the variable is gone
+    from triton.runtime.interpreter import InterpretedFunction
 os.environ.pop("TRITON_INTERPRET", None)
 
 import calibrate as C
+import compress as W
 import cpu
 import generate as G
 import model as M
@@ -1607,7 +1614,17 @@ def test_cache_and_model_may_differ_in_dtype():
     assert torch.equal(wide, narrow) and relative(wide.float(), model(tokens).float()) < 0.02
 
 
-@pytest.mark.parametrize("sheet", ["cpu", "sampling", "calibrate", "sparse"])
+@pytest.mark.parametrize(
+    "sheet",
+    [
+        "cpu",
+        "sampling",
+        "calibrate",
+        "sparse",
+        "gemm",
+        pytest.param("quantize", marks=pytest.mark.slow),
+    ],
+)
 def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
     """The copy contract: the file alone runs as a program, checks itself and prints its table."""
     shutil.copy(REPO / f"{sheet}.py", tmp_path)
@@ -7109,6 +7126,2960 @@ def test_sparse_kernel_compiles_for_gpus(arch, cases, tmp_path):
     lines = compile_kernels(code, tmp_path, arch, *cases, *again, odd).splitlines()
     assert len(lines) == len(cases) + 3 and lines[-1] == str(["_gather_kernel"])
     assert all("16-byte" in line for line in lines[: len(cases)]), lines
+
+
+# --------------------------------------------------------------------------------------------------
+# gemm.py
+# --------------------------------------------------------------------------------------------------
+
+GEMM_LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+tl = X.triton and X.triton.language  # which a kernel's module must have
+# The environment said to interpret while the file was imported, and says so no longer
+gemm_jit = InterpretedFunction if X.INTERPRET else X.jit
+
+
+def gemm_normal(*shape, seed=0):
+    return normal(*shape, dtype=torch.float32, rng=seeded(seed + sum(shape)))
+
+
+def gemm_integers(low, high, *shape, dtype=torch.uint8):
+    return torch.randint(low, high, shape, generator=seeded(sum(shape))).to(DEVICE, dtype)
+
+
+def gemm_stored(N, K, group):
+    """qweight, scales, zeros of a random weight: int8 by row, or int4 in groups."""
+    if group is None:
+        codes = gemm_integers(-128, 128, N, K, dtype=torch.int8)
+        return codes, gemm_normal(N, 1).abs() + 0.01, None
+    scales = (gemm_normal(N, K // group).abs() + 0.01).bfloat16()
+    return gemm_integers(0, 256, N, K // 2), scales, gemm_integers(0, 16, N, K // group)
+
+
+def gemm_dequantized(q, scales, zeros):
+    """Column by column, as the format is written down."""
+    if zeros is None:
+        return q.float() * scales
+    w = torch.empty(len(q), 2 * q.shape[1], device=q.device)
+    for j in range(w.shape[1]):
+        g = j * zeros.shape[1] // w.shape[1]
+        code = q[:, j // 2] // 16 if j % 2 else q[:, j // 2] % 16
+        w[:, j] = (code.float() - zeros[:, g].float()) * scales[:, g].float()
+    return w
+
+
+def gemm_near(got, want, limit):
+    assert got.isfinite().all() and got.shape == want.shape
+    assert relative(got.double(), want.double()) <= limit
+
+
+@pytest.fixture
+def one_processor(monkeypatch):
+    """A small GPU, whose tiles have several rows."""
+    monkeypatch.setattr(X, "_processors", lambda _: 1)
+
+
+GEMM_SHAPES = [  # M, N, K, group: ends of tiles, steps and chunks, whole and not
+    (1, 50, 96, None), (1, 9, 2064, None), (1, 9, 4096, None), (1, 50, 50, None), (2, 29, 97, None),
+    (7, 50, 352, None), (16, 33, 704, None), (33, 50, 256, None), (64, 50, 100, None),
+    (70, 17, 128, None), (1, 50, 96, 32), (1, 57, 704, 64), (1, 9, 4224, 128), (1, 17, 4096, 32),
+    (1, 9, 6144, 64), (2, 50, 96, 32), (7, 129, 704, 32), (16, 50, 704, 64), (33, 50, 352, 32),
+    (64, 33, 384, 128), (70, 17, 256, 64), (17, 50, 256, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("M, N, K, group", GEMM_SHAPES)
+def test_gemm_weight_only(M, N, K, group, one_processor):
+    """The kernels for one row of x, few and many, in fp16 and fp32, against the weight written out
+    column by column; so too the plain torch beside them."""
+    for dtype in (torch.float16, torch.float32):
+        x, weight = gemm_normal(M, K).to(dtype), gemm_stored(N, K, group)
+        want = x.float() @ gemm_dequantized(*weight).T
+        gemm_near(X.weight_only_matmul(x, *weight), want, GEMM_LIMITS[dtype])
+        gemm_near(X.weight_only_reference(x, *weight), want, GEMM_LIMITS[dtype])
+
+
+@pytest.mark.parametrize("n_splits", [1, 2, 3, 4])
+@pytest.mark.parametrize("M, group", [(1, None), (1, 32), (7, None), (7, 32), (3, 128)])
+def test_gemm_weight_only_in_splits(M, group, n_splits, one_processor):
+    """The columns over several programs, some with nothing to do: a bias is added once, and the
+    bits are the same again."""
+    K = 8448 if M == 1 else 768
+    x, weight, bias = gemm_normal(M, K), gemm_stored(3, K, group), 100 * gemm_normal(3)
+    want = x @ gemm_dequantized(*weight).T + bias
+    got = X.weight_only_matmul(x, *weight, bias, n_splits=n_splits)
+    gemm_near(got, want, 1e-5)
+    assert torch.equal(got, X.weight_only_matmul(x, *weight, bias, n_splits=n_splits))
+
+
+def test_gemm_weight_only_of_any_strides_and_bf16(one_processor):
+    """Transposed x, more dimensions, strided codes, bf16, and no row at all."""
+    weight = gemm_stored(50, 96, 32)
+    x = gemm_normal(96, 6).T
+    want = x @ gemm_dequantized(*weight).T
+    gemm_near(X.weight_only_matmul(x, *weight), want, 1e-5)
+    gemm_near(X.weight_only_matmul(x.view(2, 3, 96), *weight), want.view(2, 3, 50), 1e-5)
+    loose = tuple(t.T.contiguous().T for t in weight)
+    gemm_near(X.weight_only_matmul(x[1], *loose), want[1], 1e-5)
+    for x in (x[:1].bfloat16(), x.bfloat16()):
+        got = X.weight_only_matmul(x, *weight)
+        assert got.dtype == torch.bfloat16
+        gemm_near(got, x.float() @ gemm_dequantized(*weight).T, 1e-2)
+    assert X.weight_only_matmul(x[:0], *weight).shape == (0, 50)
+
+
+def test_gemm_weight_only_zeros_stay_zeros(one_processor):
+    """A group of one value, q == zero, is exactly 0 whatever x."""
+    q, scales, zeros = gemm_stored(8, 64, 32)
+    q, zeros = torch.full_like(q, 0x77), torch.full_like(zeros, 7)
+    for rows in (1, 2):
+        x = torch.full((rows, 64), 6e4, device=DEVICE).half()
+        assert X.weight_only_matmul(x, q, scales, zeros).eq(0).all()
+
+
+@pytest.mark.parametrize("M, group", [(1, None), (5, 32)])
+def test_gemm_weight_only_compiles_to_one_graph(M, group, one_processor):
+    """torch.compile sees one operator, whose schema and fake are what it does."""
+    weight, x = gemm_stored(8, 64, group), gemm_normal(M, 64)
+    step = lambda x: 2 * X.weight_only_matmul(2 * x, *weight)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(got, step(x))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(X._weight_only_op, (x, *weight, None, 0), test_utils=checks)
+
+
+def test_gemm_weight_only_of_one_number(one_processor):
+    """One output: its row is the last of its tile as well as the first."""
+    q, scales, _ = gemm_stored(1, 256, None)
+    x = gemm_normal(1, 256)
+    gemm_near(X.weight_only_matmul(x, q, scales, n_splits=2), x @ (q * scales).T, 1e-5)
+
+
+def test_gemm_splits_follow_from_the_shape():
+    """No more than two tiles for a processor, four steps at least for a program."""
+    assert X._n_splits(64, 32, 132) == 4 and X._n_splits(64, 8, 132) == 2
+    assert X._n_splits(1000, 99, 132) == 1 and X._n_splits(1, 1, 132) == 1
+
+
+@pytest.mark.parametrize("broken", ["qweight", "scales", "zeros", "bias", "n_splits", "x"])
+def test_gemm_weight_only_refuses(broken):
+    """What does not fit is a ValueError with a name, before anything is read."""
+    names = ("qweight", "scales", "zeros")
+    given = dict(zip(names, gemm_stored(8, 64, 32)), x=gemm_normal(3, 64), bias=gemm_normal(8))
+    given[broken] = 0 if broken == "n_splits" else given[broken][..., 1:]
+    with pytest.raises(ValueError, match="qweight|bias|n_splits"):
+        X.weight_only_matmul(**given)
+
+
+@pytest.mark.parametrize("scheme, size", [("int8", None), ("int4", 32), ("int4", 16)])
+def test_gemm_is_the_product_of_a_models_layers(scheme, size, one_processor):
+    """use_product_ puts weight_only_matmul into linears and stacks of experts of a quantized model:
+    the logits of quantize.py's own product; of groups it has no kernel for, it says so."""
+    widths = dict(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16, ffn_dim=96, expert_ffn_dim=32)
+    widths |= dict(n_layers=2, moe_layers=(1,), n_experts_per_token=2)
+    model = random_model(latent(**widths)).to(DEVICE)
+    Q.quantize_(model, scheme, group_size=size)
+    tokens = random_tokens(model.config, 1, 2).to(DEVICE)
+    with torch.inference_mode():
+        want = model(tokens)
+        Q.use_product_(model, X.weight_only_matmul)
+        if size == 16:
+            with pytest.raises(ValueError, match="groups of 32, 64 or 128"):
+                model(tokens)
+        else:
+            gemm_near(model(tokens), want, 1e-5)
+
+
+# ---- one product, any epilogue ----
+
+
+def gemm_operands(M, N, K, dtype):
+    a, b = gemm_normal(M, K), gemm_normal(N, K, seed=1)
+    scale = 40 if dtype == torch.int8 else 1
+    return ((x * scale).clamp(-127, 127).to(dtype) for x in (a, b))
+
+
+@X.node(lambda x, y: torch.where(x > y, x - y, 0))
+@gemm_jit
+def gemm_shrink(x, y):
+    return tl.where(x > y, x - y, 0.0)
+
+
+@X.node(lambda x, y, z: x * y + z)
+@gemm_jit
+def gemm_fma(x, y, z):
+    return x * y + z
+
+
+def gemm_trees(M, N):
+    """The tree, and the same without it, of the product p."""
+    sa, sb, bias = gemm_normal(M).abs() / 9, gemm_normal(N).abs(), gemm_normal(N, seed=2)
+    r, acc, row, col, matrix = gemm_normal(M, N), X.acc, X.row, X.col, X.matrix
+    shared = acc * row(sa)
+    return {
+        "nothing": (acc, lambda p: p),
+        "all": (
+            X.silu(acc * row(sa) * col(sb) + col(bias)) + matrix(r),
+            lambda p: F.silu(p * sa[:, None] * sb + bias) + r,
+        ),
+        "numbers": (2 + 0.25 * X.relu(acc + -0.5) * 3, lambda p: 2 + F.relu(p - 0.5) * 0.75),
+        "gelu, twice": (
+            X.gelu(shared) * shared * matrix(r.half()),
+            lambda p: F.gelu(p * sa[:, None]) * p * sa[:, None] * r.half().float(),
+        ),
+        "rounded": (
+            X.to_fp16(acc * X.scalar(0.1)) + matrix(r),
+            lambda p: (p * 0.1).half().float() + r,
+        ),
+        "user's": (
+            gemm_shrink(gemm_fma(acc, row(sa[:, None]), 0.25), col(sb[None])),
+            lambda p: F.relu(p * sa[:, None] + 0.25 - sb),
+        ),
+    }
+
+
+@pytest.mark.parametrize("tree", gemm_trees(1, 1))
+@pytest.mark.parametrize("M, N, K", [(37, 150, 70), (130, 65, 128)])
+def test_gemm_trees(tree, M, N, K):
+    """Epilogues of every kind of node, one's own too, against plain torch after the product."""
+    a, b = gemm_operands(M, N, K, torch.float32)
+    rounds = tree == "rounded"
+    tree, plain_torch = gemm_trees(M, N)[tree]
+    want = plain_torch((a.double() @ b.double().T).float())
+    gemm_near(X.gemm(a, b, tree), want, 1e-3 if rounds else 1e-5)
+    gemm_near(X.gemm_reference(a, b, tree), want, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # in silu, rightly
+@pytest.mark.parametrize("dtype", [*GEMM_LIMITS, torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("M, N, K", [(3, 5, 7), (70, 131, 300), (129, 40, 256)])
+def test_gemm_dtypes(dtype, M, N, K):
+    """Each type of operand, with edges and without, against fp64."""
+    a, b = gemm_operands(M, N, K, dtype)
+    tree, plain_torch = gemm_trees(M, N)["all"]
+    want = plain_torch((a.float().double() @ b.float().double().T).float())
+    gemm_near(X.gemm(a, b, tree, dtype=torch.float32), want, 1e-5)
+    got = X.gemm(a, b, tree)
+    assert got.dtype == (dtype if dtype in GEMM_LIMITS else torch.bfloat16)
+    gemm_near(got, want, GEMM_LIMITS[got.dtype])
+
+
+def test_gemm_int8_is_exact():
+    """A sum that passes 2^24 on its way to a small number."""
+    a, b = (gemm_integers(64, 128, 2, 4096, dtype=torch.int8) for _ in range(2))
+    a, b = torch.cat((a, a), 1), torch.cat((b, -b), 1)
+    a[:, -1] -= 1
+    want = (a.double() @ b.double().T).float()
+    assert torch.equal(X.gemm(a, b, dtype=torch.float32).diag(), want.diag())
+
+
+def test_gemm_of_many_tiles():
+    """More rows of tiles than a group of them has."""
+    a, b = gemm_operands(700, 150, 16, torch.float32)
+    gemm_near(X.gemm(a, b), a @ b.T, 1e-5)
+
+
+def test_gemm_reads_nothing_past_a_row():
+    """A NaN in the next row's first column spoils no product of this one."""
+    a, b = gemm_normal(2, 20), gemm_normal(2, 20)
+    a[1, 0] = b[1, 0] = math.nan
+    assert X.gemm(a, b).isnan().tolist() == [[False, True], [True, True]]
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # in silu, rightly
+@pytest.mark.parametrize("dtype", [E4M3, torch.int8], ids=str)
+@pytest.mark.parametrize("M, N, K", [(3, 130, 128), (70, 257, 300), (129, 40, 520)])
+def test_gemm_block_scales(dtype, M, N, K):
+    """1 x 128 and 128 x 128, the last block of columns and of rows cut short."""
+    a, b = gemm_operands(M, N, K, dtype)
+    shapes = dict(a_scale=(M, -(-K // 128)), b_scale=(-(-N // 128), -(-K // 128)))
+    scales = {name: gemm_normal(*shape) for name, shape in shapes.items()}
+    wide = [x.float().double() for x in (a, b)]
+    for j in range(K):
+        wide[0][:, j] *= scales["a_scale"][:, j // 128]
+        wide[1][:, j] *= scales["b_scale"][torch.arange(N) // 128, j // 128]
+    tree, plain_torch = gemm_trees(M, N)["all"]
+    want = plain_torch((wide[0] @ wide[1].T).float())
+    gemm_near(X.gemm(a, b, tree, dtype=torch.float32, **scales), want, 1e-5)
+    gemm_near(X.gemm_reference(a, b, tree, **scales), want, 1e-6)
+
+
+def test_gemm_multiplies_what_to_fp8_rounds():
+    """quantize.py's tiles of 1 x 128 and 128 x 128 are the blocks that gemm takes."""
+    x, w = gemm_normal(5, 300), gemm_normal(140, 300)
+    (a, sa), (b, sb) = Q.to_fp8(x, "1x128"), Q.to_fp8(w, "128x128")
+    got = X.gemm(a, b, a_scale=sa, b_scale=sb, dtype=torch.float32)
+    gemm_near(got, Q.from_fp8(a, sa) @ Q.from_fp8(b, sb).T, 1e-5)
+
+
+def test_gemm_of_any_strides():
+    """Operands and residuals that are slices and transposes."""
+    a, b = gemm_normal(40, 9).T, gemm_normal(22, 80)[::2, 1::2]
+    r = gemm_normal(11, 9).T
+    gemm_near(X.gemm(a, b, X.acc + X.matrix(r)), a @ b.T + r, 1e-5)
+
+
+def test_gemm_refuses():
+    """Operands, scales and leaves that do not fit: ValueError, with the name."""
+    a, b = gemm_normal(4, 8), gemm_normal(6, 8)
+    ones = dict(a_scale=torch.ones(4, 1), b_scale=torch.ones(1, 1))
+    two = ones | dict(b_scale=torch.ones(2, 1))
+    for call, word in (
+        (lambda: X.gemm(a, b.half()), "the same"),
+        (lambda: X.gemm(a, b[:, 1:]), "K"),
+        (lambda: X.gemm(a.double(), b.double()), "float8_e4m3fn"),
+        (lambda: X.gemm(a, b, X.acc + X.row(gemm_normal(6))), "row"),
+        (lambda: X.gemm(a, b, X.acc + X.matrix(gemm_normal(6, 4))), "matrix"),
+        (lambda: X.gemm(a, b, X.acc + gemm_normal(4)), "wrap"),
+        (lambda: X.gemm(a, b, **ones), "8 bits"),
+        (lambda: X.gemm(a.to(E4M3), b.to(E4M3), a_scale=torch.ones(4, 1)), "together"),
+        (lambda: X.gemm(a.to(E4M3), b.to(E4M3), **two), "b_scale"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            call()
+
+
+@pytest.mark.parametrize("triton", ["missing", pytest.param("interpreted", marks=pytest.mark.slow)])
+def test_gemm_alone_in_a_folder(triton, tmp_path):
+    """The one file, copied away, checks itself without Triton, and on its kernels."""
+    shutil.copy(REPO / "gemm.py", tmp_path)
+    hide = "import sys; sys.modules['triton'] = None; " if triton == "missing" else ""
+    env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET=str(int(triton == "interpreted")))
+    done = run("-c", hide + "import gemm; gemm.check('cpu')", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+GEMM_COMPILE = """
+X._kernel, X._processors = lambda _: True, lambda _: 132
+h, bf, f32, f8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+def wo(bits, M, group=None, dtype=bf, N=4096, K=4096, bias=None, n_splits=None):
+    codes = torch.zeros(N, K, dtype=torch.int8), torch.ones(N, 1), None
+    if bits == 4:
+        zeros = torch.zeros(N, K // group, dtype=torch.uint8)
+        codes = torch.zeros(N, K // 2, dtype=torch.uint8), zeros.bfloat16(), zeros
+    X.weight_only_matmul(torch.zeros(M, K, dtype=dtype), *codes, bias, n_splits=n_splits)
+
+def mm(dtype, scales=False, M=256, N=512, K=1024, half=0.5, tree=None):
+    a, b, blocks = torch.zeros(M, K).to(dtype), torch.zeros(N, K).to(dtype), -(-K // 128)
+    sizes = dict(a_scale=(M, blocks), b_scale=(-(-N // 128), blocks)) if scales else {}
+    scales = {name: torch.zeros(size) for name, size in sizes.items()}
+    bias, residual = torch.ones(N, dtype=bf), torch.ones(M, N, dtype=bf)
+    most = X.silu(X.acc * X.row(torch.ones(M)) + X.col(bias)) * half + X.matrix(residual)
+    X.gemm(a, b, most if tree is None else tree, **scales)
+"""
+GEMM_COMPILED = ["wo(4, 1, 32)", "wo(4, 17, 32, n_splits=2)", "mm(bf)"]
+GEMM_ALL = [
+    *GEMM_COMPILED,
+    *("wo(8, 1)", "wo(8, 1, dtype=h)", "wo(8, 1, K=4112)", "wo(8, 1, dtype=f32)", "wo(4, 1, 128)"),
+    *("wo(4, 1, 64, K=11008)", "wo(4, 1, 32, N=1024, n_splits=2, bias=torch.zeros(1024))"),
+    *(
+        f"wo({b}, {M}, {g}, dtype={d})"
+        for b, g in ((8, None), (4, 32), (4, 64), (4, 128))
+        for M in (2, 32, 64)
+        for d in ("bf", "h")
+    ),
+    *("wo(8, 16, dtype=f32)", "wo(4, 16, 32, dtype=f32)", "wo(4, 64, 128, dtype=f32)"),
+    *("wo(8, 16, K=4100)", "wo(4, 16, 32, K=4128)"),
+    *(f"mm({d}, M={M})" for d in ("bf", "h", "f32", "torch.int8") for M in (64, 256)),
+    *("mm(torch.int8, True)", "mm(bf, K=1000)", "mm(bf, tree=X.acc)"),
+]
+GEMM_FP8 = ["mm(f8, True)", "mm(f8)", "mm(f8, M=64)", "mm(f8, True, M=64)", "mm(f8, True, K=1040)"]
+
+
+@pytest.mark.skipif(not X.INTERPRET, reason="where there is a GPU, or no Triton, nothing to learn")
+@pytest.mark.parametrize(
+    "arch, cases",
+    [
+        (90, [*GEMM_COMPILED, *GEMM_FP8[:1]]),
+        pytest.param(80, GEMM_ALL, marks=pytest.mark.slow),
+        *(pytest.param(a, GEMM_ALL + GEMM_FP8, marks=pytest.mark.slow) for a in (90, 100)),
+    ],
+    ids=["90", "80-all", "90-all", "100-all"],
+)
+def test_gemm_kernels_compile_for_gpus(arch, cases, tmp_path):
+    """To machine code for Ampere, Hopper and Blackwell within their shared memory; other sizes of
+    the same kind, and other numbers in an epilogue, compile nothing anew."""
+    again = ["n = len(built)", "wo(4, 24, 32, N=8192, K=8192, n_splits=2)"]
+    again += ["mm(bf, M=512, K=2048, half=0.25)", "assert len(built) == n, built[n:]"]
+    code = COMPILE.replace("import attention as A\n", "import attention as A, gemm as X\n")
+    code = code.replace("busy = dict", GEMM_COMPILE + "\nbusy = dict", 1)
+    code = code.replace("    eval(case)", "    exec(case)")
+    printed = compile_kernels(code, tmp_path, arch, *cases, *again)
+    kernels = ("add_splits", "few_rows", "gemm", "gemv")
+    assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
+
+
+# --------------------------------------------------------------------------------------------------
+# quantize.py
+# --------------------------------------------------------------------------------------------------
+
+QUANTIZE_GROUPED = ("int4", "int3", "int2")
+QUANTIZE_SCHEMES = ("int8", *QUANTIZE_GROUPED, "int8-dynamic", "llm.int8", "fp8", "fp8-block")
+QUANTIZE_WEIGHT_ONLY = ("int8", *QUANTIZE_GROUPED)
+QUANTIZE_ROWWISE = ("int8-dynamic", "fp8", "fp8-block")  # one row of x has nothing of another
+QUANTIZE_GRIDS = [  # bits, symmetric, group_size: each of them with each of the others
+    *((2, True, None), (2, False, 32), (3, True, 0), (3, False, 32), (4, True, 32), (4, False, 0)),
+    *((4, False, 32), (8, True, None), (8, True, 0), (8, False, 32), (8, False, None)),
+]
+QUANTIZE_PAIRS = [  # every form and every scheme by default, all of them together when asked
+    *(("llama", "int4"), ("tied", "int8"), ("qwen2", "fp8"), ("latent", "int3")),
+    *(("mixtral", "int2"), ("llama", "llm.int8"), ("latent", "fp8-block")),
+    ("mixtral", "int8-dynamic"),
+]
+
+
+def quantize_group(scheme: str, size: int = 8) -> int | None:
+    """The group size, where the scheme has one."""
+    return size if scheme in QUANTIZE_GROUPED else None
+
+
+def quantize_normal(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantize_layer(
+    scheme: str,
+    n: int = 48,
+    k: int = 128,
+    *,
+    dtype=torch.float32,
+    bias: bool = False,
+    size: int = 32,
+    seed: int = 0,
+    weight: torch.Tensor | None = None,
+) -> Q.QuantizedLinear:
+    """One linear layer, quantized."""
+    layer = nn.Linear(k, n, bias)
+    with torch.no_grad():
+        layer.weight.copy_(quantize_normal(n, k, seed=seed) if weight is None else weight)
+        if bias:
+            layer.bias.copy_(quantize_normal(n, seed=seed + 1))
+    model = nn.Sequential(layer).to(dtype).requires_grad_(False)
+    return Q.quantize_(model, scheme, group_size=quantize_group(scheme, size))[0]
+
+
+def quantize_tiny(**changes) -> M.ModelConfig:
+    """A Llama whose widths hold groups of 16."""
+    return tiny(**dict(dim=64, ffn_dim=96) | changes)
+
+
+def quantize_config(name: str) -> M.ModelConfig:
+    """The forms of model that are loaded and saved; all widths hold groups of 8."""
+    return {
+        "llama": lambda: tiny(),
+        "tied": lambda: tiny(tie_embeddings=True),
+        "qwen2": lambda: tiny(family="qwen2", qkv_bias=True, tie_embeddings=True),
+        "latent": lambda: latent(q_lora_rank=24),
+        "mixtral": lambda: tiny(
+            family="mixtral",
+            moe_layers=(0, 1, 2),
+            n_experts=4,
+            n_experts_per_token=2,
+            expert_ffn_dim=80,
+            norm_topk=True,
+        ),
+    }[name]()
+
+
+QUANTIZE_FORMS = ("llama", "tied", "qwen2", "latent", "mixtral")
+
+
+def quantize_some(names: str, some, *every):
+    """The combinations `some`, and slow: all others."""
+    some = [(c,) if isinstance(c, str) else c for c in some]
+    rest = [pytest.param(*c, marks=pytest.mark.slow) for c in product(*every) if c not in some]
+    return pytest.mark.parametrize(names, [*(pytest.param(*c) for c in some), *rest])
+
+
+quantize_pairs = quantize_some("form,scheme", QUANTIZE_PAIRS, QUANTIZE_FORMS, QUANTIZE_SCHEMES)
+
+
+def quantize_model(name: str, scheme: str, dtype=torch.float32, **how) -> M.Transformer:
+    model = random_model(quantize_config(name))
+    for p in model.parameters():  # not the routing corrections: loading keeps them in fp32
+        p.data = p.data.to(dtype)
+    return Q.quantize_(model, scheme, group_size=quantize_group(scheme), **how)
+
+
+def quantize_linears(model: nn.Module) -> dict[str, Q.QuantizedLinear]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, Q.QuantizedLinear)}
+
+
+def quantize_stacks(model: nn.Module) -> dict[str, Q.QuantizedStack]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, Q.QuantizedStack)}
+
+
+def quantize_same_state(a: nn.Module, b: nn.Module) -> None:
+    """Bit for bit, dtypes too."""
+    x, y = a.state_dict(), b.state_dict()
+    assert list(x) == list(y)
+    for name in x:
+        same = x[name].dtype == y[name].dtype and x[name].shape == y[name].shape
+        assert same, (name, x[name].dtype, y[name].dtype, x[name].shape, y[name].shape)
+        raw = [t[name].contiguous().view(-1).view(torch.uint8) for t in (x, y)]
+        assert torch.equal(*raw), name
+
+
+def quantize_types(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+def quantize_undone(model: M.Transformer) -> M.Transformer:
+    """A plain model that holds the dequantized weights."""
+    plain = random_model(model.config).to(model.embed.weight.dtype)
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, p in (*plain.named_parameters(), *plain.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        if name in own:
+            p.data.copy_(own[name])
+        elif leaf in ("w_gate_up", "w_down"):
+            stack = model.get_submodule(name)
+            p.data.copy_(torch.stack([stack[e] for e in range(len(p))]))
+        else:
+            p.data.copy_(getattr(model.get_submodule(owner), leaf))
+    return plain
+
+
+def quantize_bf16(x) -> np.ndarray:
+    """numpy fp32, rounded to bf16 half to even, by its bits."""
+    bits = np.atleast_1d(np.asarray(x, np.float32)).view(np.uint32)
+    bits = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def quantize_by_loops(w: torch.Tensor, bits: int, size: int | None, symmetric: bool) -> np.ndarray:
+    """w (N, K) -> dequantized, number by number in numpy's fp32: the min-max grid of the white
+    paper, 2.2 (symmetric without the lowest code; affine with zero in the range). Scales of groups
+    are bf16 numbers, rounded up."""
+    w = w.float().numpy()
+    out, (n, k) = np.empty_like(w), w.shape
+    step = size or k
+    f = np.float32
+    for i in range(n):
+        for j in range(0, k, step):
+            part = w[i, j : j + step]
+            if symmetric:
+                low, high, zero = -(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1, 0
+                scale = f(max(abs(part))) / f(high)
+            else:
+                low, high = 0, 2**bits - 1
+                scale = (max(part.max(), f(0)) - min(part.min(), f(0))) / f(high)
+            scale = quantize_bf16(scale * f(1 + 2**-8))[0] if size else f(scale)
+            scale = scale if scale > 0 else f(1)
+            if not symmetric:
+                zero = min(max(int(np.rint(-min(part.min(), f(0)) / scale)), low), high)
+            for c in range(step):
+                q = int(np.rint(part[c] / scale)) + zero
+                out[i, j + c] = f(min(max(q, low), high) - zero) * scale
+    return out
+
+
+def quantize_ends(grid, scales, zeros, shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and largest real number of each column's grid."""
+    top = 2 ** (grid.bits - 1) - 1 if grid.symmetric else 2**grid.bits - 1
+    low, high = (-top, top) if grid.symmetric else (0, top)
+    dtype = torch.int8 if grid.symmetric else torch.uint8
+    return tuple(
+        grid.decode(torch.full(shape, code, dtype=dtype), scales, zeros) for code in (low, high)
+    )
+
+
+def quantize_wide(scales: torch.Tensor, shape) -> torch.Tensor:
+    """scales, one for each number of w."""
+    return torch.broadcast_to(
+        scales.float().repeat_interleave(shape[1] // scales.shape[-1], -1), shape
+    )
+
+
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
+def test_quantize_grid_round_trip_is_within_half_a_step(bits, symmetric, size):
+    """A number in the grid's range comes back within scale / 2; one beyond it becomes its end."""
+    grid = Q.Grid(bits, size, symmetric)
+    w = quantize_normal(24, 96) * torch.logspace(-3, 3, 24)[:, None] + 0.1
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        scales, zeros = grid.find(w.to(dtype))
+        codes = grid.encode(w, scales, zeros)
+        back = grid.decode(codes, scales, zeros)
+        assert codes.dtype == (torch.int8 if symmetric else torch.uint8)
+        assert back.dtype == torch.float32 and back.shape == codes.shape == w.shape
+        assert scales.dtype == torch.float32 and (zeros is None) == symmetric
+        assert zeros is None or zeros.dtype == torch.uint8 and zeros.shape == scales.shape
+        low, high = quantize_ends(grid, scales, zeros, w.shape)
+        half = quantize_wide(scales, w.shape) * (0.5 + 1e-5)
+        inside = (w >= low) & (w <= high)
+        assert inside.float().mean() > 0.9  # or nothing is tested
+        assert ((back - w).abs() <= half)[inside].all()
+        nearest = torch.where(w < low, low, high)
+        assert torch.equal(back[~inside], nearest[~inside])
+        # what is out of range is out by little: rounding the scale and the zero moves the ends
+        room = quantize_wide(scales, w.shape) * (0.51 + 2**bits * 2**-8)
+        assert ((w - back).abs() <= room).all()
+
+
+@pytest.mark.parametrize("bits,symmetric", [(4, True), (4, False), (8, True), (8, False)])
+def test_quantize_finer_grids_err_less(bits, symmetric):
+    """Per tensor > per channel > per group in squared error, where rows and columns differ."""
+    w = quantize_normal(32, 128) * torch.logspace(-1, 1, 32)[:, None]
+    w = w * torch.logspace(-1, 1, 128)
+    errors = []
+    for size in (0, None, 32, 8):
+        grid = Q.Grid(bits, size, symmetric)
+        scales, zeros = grid.find(w)
+        back = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+        errors.append((back - w).square().sum().item())
+    assert all(a > 1.4 * b for a, b in zip(errors, errors[1:])), errors
+
+
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
+def test_quantize_zero_is_exactly_zero(bits, symmetric, size):
+    """Padding and pruned weights stay 0, also in rows that have one sign."""
+    w = quantize_normal(12, 64)
+    w[:4], w[4:8] = w[:4].abs() + 3, -w[4:8].abs() - 3
+    w[:, ::5] = 0
+    grid = Q.Grid(bits, size, symmetric)
+    for ranges in ("minmax", "mse"):
+        scales, zeros = grid.find(w, ranges)
+        back = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+        assert (back[:, ::5] == 0).all()
+        assert relative(back, w) < 1 and back.abs().max() > 3  # and not everything is
+
+
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
+def test_quantize_mse_ranges_are_never_worse(bits, symmetric, size):
+    """The searched range has a squared error <= min-max's in every group, and at few bits a
+    smaller sum."""
+    w = quantize_normal(16, 64).pow(3)  # heavy tails
+    w[3], w[4], w[5] = 0, 0.7, -1e-20
+    grid, errors = Q.Grid(bits, size, symmetric), []
+    for ranges in ("minmax", "mse"):
+        scales, zeros = grid.find(w, ranges)
+        back = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+        parts = (back - w).double().square()
+        parts = parts.sum()[None] if size == 0 else parts.view(16, -1, size or 64).sum(-1)
+        errors.append(parts)
+    assert (errors[1] <= errors[0] * (1 + 1e-6)).all()
+    assert bits > 4 or errors[1].sum() < 0.995 * errors[0].sum()
+
+
+def test_quantize_min_max_scales_are_the_papers():
+    """Symmetric scale = max |w| / (2^(b-1) - 1); affine (max - min) / (2^b - 1), with 0 within."""
+    w = quantize_normal(8, 64)
+    scales, _ = Q.Grid(8).find(w)
+    torch.testing.assert_close(scales, w.abs().amax(1, keepdim=True) / 127, rtol=1e-6, atol=0)
+    scales, _ = Q.Grid(8, 0).find(w)
+    torch.testing.assert_close(scales.view(()), w.abs().max() / 127, rtol=1e-6, atol=0)
+    scales, zeros = Q.Grid(4, 16, False).find(w)
+    part = w.view(8, 4, 16)
+    span = part.amax(-1).clamp(min=0) - part.amin(-1).clamp(max=0)
+    assert ((span / 15 <= scales) & (scales <= span / 15 * (1 + 2**-7))).all()  # rounded up
+    assert torch.equal(scales, scales.bfloat16().float())  # kept in bf16: already such numbers
+    assert scales.shape == zeros.shape == (8, 4)
+
+
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
+def test_quantize_all_zero_group_has_scale_1(bits, symmetric, size):
+    """An all-zero channel, group or tensor: scale 1, zeros back, never NaN."""
+    grid, w = Q.Grid(bits, size, symmetric), torch.zeros(4, 64)
+    for ranges in ("minmax", "mse"):
+        scales, zeros = grid.find(w, ranges)
+        assert (scales == 1).all()
+        back = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+        assert torch.equal(back, torch.zeros(4, 64))
+        if size != 0:
+            mixed = w.clone()
+            mixed[2] = quantize_normal(64)
+            scales, _ = grid.find(mixed, ranges)
+            assert (scales[[0, 1, 3]] == 1).all() and (scales[2] != 1).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_quantize_grid_refuses_what_is_not_finite(bad):
+    """NaN or infinity in a weight is a ValueError for every range setting."""
+    w = quantize_normal(4, 32)
+    w[2, 17] = bad
+    for ranges, symmetric, size in product(("minmax", "mse"), (True, False), (0, None, 16)):
+        with pytest.raises(ValueError, match="(?i)nan|inf|finite"):
+            Q.Grid(4, size, symmetric).find(w, ranges)
+
+
+def test_quantize_grid_refuses_what_it_cannot_do():
+    """Bits outside 2..8, unknown ranges, a group size that does not divide (the message names
+    sizes that do)."""
+    w = quantize_normal(4, 48)
+    for bits in (0, 1, 9, -4):
+        with pytest.raises(ValueError, match="bits"):
+            Q.Grid(bits).find(w)
+    with pytest.raises(ValueError, match="(?s)minmax.*mse"):
+        Q.Grid(8).find(w, "percentile")
+    for size in (32, 64, 128):
+        with pytest.raises(ValueError) as e:
+            Q.Grid(4, size, False).find(w)
+        assert str(size) in str(e.value) and "48" in str(e.value)
+        assert re.search(r"\b16\b", str(e.value)) and re.search(r"\b8\b", str(e.value))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantize_one_column(bits, symmetric):
+    """K = 1: each number is its own channel and comes back to rounding."""
+    w = torch.tensor([[3.7], [-0.2], [0.0], [1e-20]])
+    grid = Q.Grid(bits, None, symmetric)
+    scales, zeros = grid.find(w)
+    back = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+    torch.testing.assert_close(back, w, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS[3:])
+def test_quantize_huge_and_tiny_weights(bits, symmetric, size):
+    """The relative error does not depend on the magnitude, to the ends of fp32; bf16 weights are
+    the numbers they are."""
+    grid, base = Q.Grid(bits, size, symmetric), quantize_normal(8, 64).clamp(-3, 3)
+    for magnitude in (1e-30, 1e-34, 1e30, 7e37):
+        errors = []
+        for w in (base, base * magnitude, (base * magnitude).bfloat16()):
+            scales, zeros = grid.find(w)
+            back = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+            assert torch.isfinite(back).all() and torch.isfinite(scales).all()
+            errors.append(relative(back.double(), w.double()))
+        assert abs(errors[1] / errors[0] - 1) < 0.02 + 0.05 * (size == 32 and bits == 8)
+        assert abs(errors[2] / errors[0] - 1) < 0.15
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("value", [1e-44, 3.3e38, 1e-39])
+def test_quantize_the_ends_of_fp32_give_no_nan(value, symmetric):
+    """Subnormal weights, and those whose max - min overflows: finite numbers or a ValueError,
+    never NaN or infinity."""
+    w = torch.full((2, 32), value)
+    w[:, ::2] *= -1
+    for ranges, size in product(("minmax", "mse"), (0, None, 32)):
+        grid = Q.Grid(8, size, symmetric)
+        try:
+            scales, zeros = grid.find(w, ranges)
+        except ValueError:
+            continue
+        assert (scales > 0).all() and torch.isfinite(scales).all()
+        back = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+        assert torch.isfinite(back).all()
+        assert (back - w).abs().max() <= w.abs().max()
+
+
+@pytest.mark.parametrize("value", [5.0, -5.0])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantize_constant_rows(value, bits):
+    """A row of one value comes back as that value (to the scale's bf16, where there are groups)."""
+    w = torch.full((3, 64), value)
+    for symmetric in (True, False):
+        for size, tolerance in ((0, 1e-6), (None, 1e-6), (32, 2**-7)):
+            grid = Q.Grid(bits, size, symmetric)
+            scales, zeros = grid.find(w)
+            back = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+            torch.testing.assert_close(back, w, rtol=tolerance, atol=0)
+
+
+def test_quantize_ties_go_to_even_before_the_zero_is_added():
+    """round(w / scale) + zero, half to even: an odd zero does not turn the ties around."""
+    w = torch.tensor([[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, 127.0]])
+    grid = Q.Grid(8)
+    scales, zeros = grid.find(w)
+    assert scales.item() == 1 and zeros is None
+    assert grid.encode(w, scales, None).tolist() == [[-2, -2, 0, 0, 2, 2, 4, 127]]
+    grid, one = Q.Grid(4, 8, False), torch.ones(1, 1)
+    for zero in (6, 7):
+        zeros = torch.tensor([[zero]], dtype=torch.uint8)
+        want = [zero + i for i in (-2, -2, 0, 0, 2, 2, 4)] + [15]
+        codes = grid.encode(w, one, zeros)
+        assert codes.tolist() == [want]
+        assert grid.decode(codes, one, zeros).tolist() == [[c - zero for c in want]]
+
+
+def test_quantize_affine_zero_stays_in_its_range():
+    """Rows of one sign put the zero at an end of 0..15, and all 16 codes are used."""
+    ramp = torch.linspace(0, 15, 16)
+    w = torch.stack([-ramp, ramp, ramp - 7, ramp + 100, -ramp - 100])
+    grid = Q.Grid(4, 16, False)
+    scales, zeros = grid.find(w)
+    assert zeros.flatten().tolist() == [15, 0, 7, 0, 15]
+    codes = grid.encode(w, scales, zeros)
+    assert codes[0].tolist() == list(range(15, -1, -1)) and codes[1].tolist() == list(range(16))
+    assert torch.equal(grid.decode(codes, scales, zeros)[:3], w[:3])
+    huge = grid.encode(torch.full((1, 16), 1e30), scales[:1], zeros[:1])
+    assert (huge == 15).all()
+    assert (grid.encode(torch.full((1, 16), -1e30), scales[:1], zeros[:1]) == 0).all()
+    assert (
+        Q.Grid(8).encode(torch.tensor([[-1e9, 1e9]]), torch.ones(1, 1), None).abs() == 127
+    ).all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_quantize_a_slice_of_one_group_is_coded_as_in_the_whole(symmetric):
+    """GPTQ codes column by column: a group's columns with scales[:, g:g+1] give the same."""
+    w, grid = quantize_normal(6, 96), Q.Grid(4, 32, symmetric)
+    scales, zeros = grid.find(w)
+    codes = grid.encode(w, scales, zeros)
+    back = grid.decode(codes, scales, zeros)
+    for g in range(3):
+        s, z = scales[:, g : g + 1], None if zeros is None else zeros[:, g : g + 1]
+        for columns in (slice(32 * g, 32 * g + 32), slice(32 * g + 5, 32 * g + 6)):
+            part = grid.encode(w[:, columns], s, z)
+            assert torch.equal(part, codes[:, columns])
+            assert torch.equal(grid.decode(part, s, z), back[:, columns])
+
+
+def test_quantize_grid_reads_any_layout():
+    """A transposed or strided weight gives what its copy gives, and is not written to."""
+    w = quantize_normal(64, 32)
+    for odd in (w.t(), w[:, ::2], w.t()[::2], w.expand(2, 64, 32)[1]):
+        for grid in (Q.Grid(8), Q.Grid(4, 16, False), Q.Grid(4, 0, False)):
+            before = odd.clone()
+            scales, zeros = grid.find(odd)
+            again, zero = grid.find(before)
+            assert torch.equal(scales, again) and (zeros is None or torch.equal(zeros, zero))
+            assert torch.equal(grid.encode(odd, scales, zeros), grid.encode(before, again, zero))
+            assert torch.equal(odd, before)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_quantize_pack_and_unpack_are_inverse(bits):
+    """Any codes, with any leading dims, in exactly K * bits / 8 bytes a row."""
+    rng = torch.Generator().manual_seed(bits)
+    for lead in ((1,), (5,), (3, 7), (2, 3, 4)):
+        for k in (8, 16, 24, 72, 256):
+            codes = torch.randint(2**bits, (*lead, k), generator=rng).to(torch.uint8)
+            packed = Q.pack(codes, bits)
+            assert packed.dtype == torch.uint8 and packed.shape == (*lead, k * bits // 8)
+            back = Q.unpack(packed, bits)
+            assert back.dtype == torch.uint8 and torch.equal(back, codes)
+            strided = torch.stack([codes, codes], -1)[..., 0]
+            assert torch.equal(Q.pack(strided, bits), packed)
+    for code in range(2**bits):
+        codes = torch.full((1, 16), code, dtype=torch.uint8)
+        assert torch.equal(Q.unpack(Q.pack(codes, bits), bits), codes)
+
+
+def test_quantize_pack_writes_these_bytes():
+    """int4: byte j holds column 2j in its low half and 2j + 1 in its high one."""
+    codes = torch.tensor([[1, 2, 15, 0, 0, 15, 9, 9]], dtype=torch.uint8)
+    assert Q.pack(codes, 4).tolist() == [[0x21, 0x0F, 0xF0, 0x99]]
+    assert Q.unpack(torch.tensor([[0x21, 0xF0]], dtype=torch.uint8), 4).tolist() == [[1, 2, 0, 15]]
+
+
+@pytest.mark.parametrize("bits,k", [(4, 7), (2, 6), (3, 12)])
+def test_quantize_pack_loses_no_column(bits, k):
+    """Columns that do not fill whole bytes are refused or come back, never dropped."""
+    codes = torch.full((2, k), 1, dtype=torch.uint8)
+    try:
+        packed = Q.pack(codes, bits)
+    except (ValueError, RuntimeError, AssertionError):
+        return
+    assert torch.equal(Q.unpack(packed, bits)[..., :k], codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "scheme,bits,size,symmetric",
+    [
+        ("int8", 8, None, True),
+        ("int8-dynamic", 8, None, True),
+        ("llm.int8", 8, None, True),
+        ("int4", 4, 32, False),
+        ("int4", 4, 8, False),
+        ("int3", 3, 16, False),
+        ("int2", 2, 8, False),
+    ],
+)
+def test_quantize_weights_equal_the_loops_to_the_bit(scheme, bits, size, symmetric, dtype):
+    """The dequantized weight == the white paper's formula, number by number in numpy."""
+    w = quantize_normal(10, 64, seed=bits) * torch.logspace(-4, 2, 10)[:, None]
+    w[3], w[4], w[5], w[6, :32] = 0, w[4].abs(), -w[5].abs(), 0
+    layer = quantize_layer(scheme, 10, 64, dtype=dtype, size=size or 0, weight=w)
+    want = torch.from_numpy(quantize_by_loops(w.to(dtype), bits, size, symmetric))
+    assert layer.weight.dtype == dtype and layer.weight.shape == (10, 64)
+    assert torch.equal(layer.weight, want.to(dtype))
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
+def test_quantize_fp8_weights_are_near(scheme):
+    """e4m3 with a scale per row, or per 128x128 block: within 2^-4 of each number that is not
+    small in its block; the largest does not overflow; scales and codes have their shapes."""
+    w = quantize_normal(200, 300)
+    w[:128, :128] *= 1e4
+    w[128:, 128:256] *= 1e-4
+    w[7] = 0
+    layer = quantize_layer(scheme, 200, 300, weight=w)
+    assert layer.qweight.dtype == torch.float8_e4m3fn and layer.qweight.shape == (200, 300)
+    assert layer.scales.shape == ((2, 3) if scheme == "fp8-block" else (200, 1))
+    assert layer.scales.dtype == torch.float32
+    back = layer.weight
+    assert torch.isfinite(back).all() and (back[7] == 0).all()
+    largest = torch.empty_like(w)
+    step = (
+        (slice(0, 128), slice(128, 200))
+        if scheme == "fp8-block"
+        else [slice(i, i + 1) for i in range(200)]
+    )
+    wide = (
+        (slice(0, 128), slice(128, 256), slice(256, 300))
+        if scheme == "fp8-block"
+        else [slice(0, 300)]
+    )
+    for r in step:
+        for c in wide:
+            largest[r, c] = w[r, c].abs().max()
+    normal = w.abs() > largest * 2**-14  # e4m3's normal numbers are 448 down to 2^-6
+    assert normal.float().mean() > 0.5
+    assert ((back - w).abs() <= w.abs() * (2**-4 + 1e-6))[normal].all()
+    assert ((back - w).abs() <= largest * 2**-17)[~normal].all()
+
+
+def test_quantize_schemes_are_listed():
+    """One table of names; an unknown one is a ValueError that lists them all."""
+    assert set(QUANTIZE_SCHEMES) <= set(Q.SCHEMES)
+    for scheme in ("int5", "", "INT8", None, "int8 "):
+        for call in (
+            lambda: Q.scheme_of(scheme),
+            lambda: Q.quantize_(nn.Sequential(nn.Linear(8, 8)), scheme),
+        ):
+            with pytest.raises(ValueError) as e:
+                call()
+            assert all(name in str(e.value) for name in Q.SCHEMES)
+    for name, scheme in Q.SCHEMES.items():
+        assert scheme.name == name and Q.scheme_of(name).name == name
+
+
+def test_quantize_group_sizes_are_checked():
+    """A power of two from 8 on that divides every width; the message names the size."""
+    assert Q.scheme_of("int4").grid.group_size == 32
+    assert Q.scheme_of("int4", 128).grid.group_size == 128
+    for size in (0, 1, 4, 24, -32, 48, 33):
+        with pytest.raises(ValueError, match=re.escape(str(size))):
+            Q.scheme_of("int4", size)
+    with pytest.raises(ValueError, match=r"\b16\b") as e:
+        Q.quantize_(nn.Sequential(nn.Linear(48, 8)), "int4", group_size=32)
+    assert "48" in str(e.value) and "32" in str(e.value)
+
+
+@quantize_pairs
+def test_quantize_model_equals_one_with_dequantized_weights(form, scheme):
+    """Every Linear and every stack of experts is swapped, nothing else; the logits are those of a
+    plain model that holds the dequantized weights (weight-only: to rounding)."""
+    plain = random_model(quantize_config(form))
+    model = copy.deepcopy(plain)
+    tied = plain.config.tie_embeddings
+    linears = {n for n, m in plain.named_modules() if type(m) is nn.Linear} - (
+        {"head"} if tied else set()
+    )
+    assert Q.quantize_(model, scheme, group_size=quantize_group(scheme)) is model
+    assert set(quantize_linears(model)) == linears
+    moe = [n for n, m in plain.named_modules() if hasattr(m, "experts")]
+    assert set(quantize_stacks(model)) == {f"{n}.{w}" for n in moe for w in ("w_gate_up", "w_down")}
+    if tied:
+        assert type(model.head) is nn.Linear and model.head.weight is model.embed.weight
+    before, after = plain.state_dict(), model.state_dict()
+    for name in before:
+        stays = "norm" in name or "embed" in name or "router" in name or "correction" in name
+        stays |= name.endswith("bias") or (tied and name == "head.weight")
+        assert (name in after) == stays, name
+        assert not stays or torch.equal(before[name], after[name]), name
+    undone, tokens = quantize_undone(model), random_tokens(plain.config, 2, 9)
+    assert (
+        relative(undone.layers[1].attention.o_proj.weight, plain.layers[1].attention.o_proj.weight)
+        < 0.4
+    )
+    with torch.no_grad():
+        got, want = model(tokens), undone(tokens)
+    if scheme in QUANTIZE_WEIGHT_ONLY:
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    else:
+        assert 1e-5 < relative(got, want) < 0.35  # activations are rounded, routing may flip
+        assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
+def test_quantize_experts_are_read_by_id(scheme):
+    """stack[e] == the expert quantized alone; stack[ids] == these stacked; a plain loop, cpu.py's
+    and the gathered form give one answer."""
+    plain = random_model(quantize_config("latent"))
+    layer, experts = copy.deepcopy(plain.layers[1].mlp), plain.layers[1].mlp
+    Q.quantize_(layer, scheme, group_size=quantize_group(scheme))
+    for name in ("w_gate_up", "w_down"):
+        stack, w = getattr(layer, name), getattr(experts, name)
+        assert isinstance(stack, Q.QuantizedStack)
+        for e in (0, 3, -1):
+            alone = quantize_layer(scheme, *w.shape[1:], weight=w[e], size=8)
+            assert stack[e].dtype == w.dtype and torch.equal(stack[e], alone.weight)
+        ids = torch.tensor([[1, 7], [3, 1]])
+        assert torch.equal(
+            stack[ids], torch.stack([stack[int(e)] for e in ids.flatten()]).view(2, 2, *w.shape[1:])
+        )
+        assert torch.equal(stack[torch.tensor(5)], stack[5])
+    x = quantize_normal(6, 64)
+    with torch.no_grad():
+        want = layer(x)
+        layer.experts = cpu.experts
+        assert relative(layer(x), want) < (1e-5 if scheme in QUANTIZE_WEIGHT_ONLY else 0.1)
+        assert relative(want, experts(x)) < (0.9 if scheme == "int2" else 0.4)
+
+
+def test_quantize_skip_is_by_dotted_parts():
+    """skip names a module or consecutive parts of one: "head" is not "heads", "layers.1" is not
+    "layers.10"."""
+
+    def model():
+        tree = nn.ModuleDict({n: nn.Linear(8, 8) for n in ("head", "heads", "ahead", "q_proj")})
+        tree["layers"] = nn.ModuleList(
+            nn.ModuleDict({"q_proj": nn.Linear(8, 8), "k": nn.Linear(8, 8)}) for _ in range(12)
+        )
+        tree["nest"] = nn.ModuleDict(
+            {"head": nn.Linear(8, 8), "x": nn.ModuleDict({"layers": nn.Linear(8, 8)})}
+        )
+        return tree
+
+    every = {n for n, m in model().named_modules() if type(m) is nn.Linear}
+    for skip, stays in (
+        (("head",), {"head", "nest.head"}),
+        (("layers.1",), {"layers.1.q_proj", "layers.1.k"}),
+        (("q_proj", "heads"), {"heads", "q_proj", *(f"layers.{i}.q_proj" for i in range(12))}),
+        (("layers.1.k",), {"layers.1.k"}),
+        (["nest"], {"nest.head", "nest.x.layers"}),
+        ((), set()),
+    ):
+        got = Q.quantize_(model(), "int8", skip=skip)
+        assert {n for n, m in got.named_modules() if type(m) is nn.Linear} == stays, skip
+        assert set(quantize_linears(got)) == every - stays
+    for skip in (
+        ("q_pro",),
+        ("proj",),
+        ("ayers",),
+        ("layers.1.",),
+        ("",),
+        ("layers.12",),
+        ("head", "nope"),
+    ):
+        tree = model()
+        with pytest.raises(ValueError) as e:
+            Q.quantize_(tree, "int8", skip=skip)
+        assert repr(skip[-1]) in str(e.value) or skip[-1] in str(e.value)
+        assert not quantize_linears(tree)
+    one = model()  # a bare string is one name, or refused; never its letters
+    try:
+        Q.quantize_(one, "int8", skip="head")
+    except ValueError:
+        return
+    assert {n for n, m in one.named_modules() if type(m) is nn.Linear} == {"head", "nest.head"}
+
+
+def test_quantize_skip_reaches_experts_and_layers():
+    """Skipping a layer keeps its experts; skipping kv_b_proj keeps that alone."""
+    model = quantize_model("latent", "int8", skip=("layers.1", "kv_b_proj"))
+    plain = random_model(quantize_config("latent"))
+    for name, p in plain.layers[1].named_parameters():
+        assert torch.equal(dict(model.layers[1].named_parameters())[name], p)
+    for layer in (model.layers[0], model.layers[2]):
+        assert type(layer.attention.kv_b_proj) is nn.Linear
+        assert isinstance(layer.attention.o_proj, Q.QuantizedLinear)
+    assert isinstance(model.layers[2].mlp.w_down, Q.QuantizedStack)
+
+
+@pytest.mark.parametrize("one,other", [("w_down", "w_gate_up"), ("w_gate_up", "w_down")])
+def test_quantize_one_of_the_two_stacks_may_be_skipped(one, other):
+    """Experts with one stack as codes and the other plain give what dequantized weights give."""
+    model = quantize_model("mixtral", "int8", skip=(one,))
+    layer = model.layers[0].mlp
+    assert isinstance(getattr(layer, other), Q.QuantizedStack)
+    assert isinstance(getattr(layer, one), nn.Parameter)
+    undone, tokens = quantize_undone(model), random_tokens(model.config, 1, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), undone(tokens), rtol=2e-4, atol=2e-4)
+
+
+def test_quantize_swaps_exactly_linear_layers():
+    """Subclasses of nn.Linear are somebody's own; cpu.py's swap leaves quantized layers alone, and
+    the two together change no product."""
+
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(
+        nn.Linear(16, 16), Own(16, 16), cpu.CPULinear(16, 16), nn.Embedding(4, 16)
+    )
+    before = [copy.deepcopy(m.state_dict()) for m in model[1:]]
+    Q.quantize_(model, "int8")
+    types = [Q.QuantizedLinear, Own, cpu.CPULinear, nn.Embedding]
+    assert [type(m) for m in model] == types
+    for m, state in zip(model[1:], before):
+        assert all(torch.equal(v, state[k]) for k, v in m.state_dict().items())
+    cpu.swap_linear_(model)
+    assert [type(m) for m in model] == types
+
+    whole = quantize_model("qwen2", "int8", torch.bfloat16, skip=("o_proj",))
+    tokens = random_tokens(whole.config, 1, 7)
+    with torch.no_grad():
+        want = whole(tokens)
+        G.for_cpu_(whole)
+        assert type(whole.layers[0].attention.o_proj) is cpu.CPULinear
+        assert isinstance(whole.layers[0].mlp.up_proj, Q.QuantizedLinear)
+        assert relative(whole(tokens).float(), want.float()) < 0.02
+    with pytest.raises(ValueError):  # nothing is left to quantize
+        Q.quantize_(cpu.swap_linear_(nn.Sequential(nn.Linear(8, 8))), "int8")
+
+
+@quantize_some("form,scheme", QUANTIZE_PAIRS[2:4], ["qwen2", "latent"], QUANTIZE_SCHEMES)
+def test_quantize_on_meta_has_the_same_tensors(form, scheme):
+    """Names, shapes and dtypes on the meta device are those of the real thing, and nothing is
+    allocated."""
+    for dtype in (torch.float32, torch.bfloat16):
+        real = quantize_model(form, scheme, dtype).state_dict()
+        with torch.device("meta"):
+            model = M.Transformer(quantize_config(form))
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
+        Q.quantize_(model, scheme, group_size=quantize_group(scheme))
+        meta = model.state_dict()
+        assert list(meta) == list(real)
+        for name, t in meta.items():
+            assert t.is_meta, name
+            assert (t.shape, t.dtype) == (real[name].shape, real[name].dtype), name
+
+
+@pytest.mark.parametrize("form", ["llama", "latent"])
+@pytest.mark.parametrize("what", ["nan", "group", "scheme", "skip", "ranges", "expert-nan"])
+def test_quantize_failure_leaves_the_model_as_it_was(what, form):
+    """A ValueError from the last layer, after others could have been swapped: every tensor and
+    every module is the one it was; the message names the layer."""
+    config = quantize_config(form)
+    if what == "group":
+        config = tiny(ffn_dim=72)  # of all widths only down_proj's has no groups of 16
+    if what == "expert-nan" and form == "llama":
+        config = quantize_config("mixtral")
+    model = random_model(config)
+    last = model.layers[-1].mlp
+    if what == "nan":
+        model.head.weight[3, 5] = math.nan
+    if what == "expert-nan":
+        last.w_down[-1, 2, 2] = math.nan
+    how = {
+        "nan": dict(scheme="int8"),
+        "expert-nan": dict(scheme="int8"),
+        "group": dict(scheme="int4", group_size=16),
+        "scheme": dict(scheme="int9"),
+        "skip": dict(scheme="int8", skip=("head", "no_such")),
+        "ranges": dict(scheme="int8", ranges="no_such"),
+    }[what]
+    modules, before = dict(model.named_modules()), copy.deepcopy(model)
+    tensors = {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
+    with pytest.raises(ValueError) as e:
+        Q.quantize_(model, **how)
+    assert dict(model.named_modules()) == modules
+    assert {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())} == tensors
+    quantize_same_state(model, before)
+    named = {
+        "nan": "head",
+        "expert-nan": "w_down",
+        "group": "down_proj",
+        "skip": "no_such",
+        "ranges": "no_such",
+    }
+    assert named.get(what, "int9") in str(e.value)
+
+
+@pytest.mark.parametrize("form", ["llama", "tied", "latent"])
+def test_quantize_twice_is_refused(form):
+    """A quantized model has nothing left to quantize: ValueError, and it is as it was; so too for
+    a bare Linear and for a module without any."""
+    model = quantize_model(form, "int8")
+    before = copy.deepcopy(model)
+    for scheme in ("int8", "int4"):
+        with pytest.raises(ValueError):
+            Q.quantize_(model, scheme, group_size=quantize_group(scheme))
+    quantize_same_state(model, before)
+    for nothing in (nn.Linear(8, 8), nn.Sequential(nn.ReLU()), nn.Embedding(4, 8)):
+        with pytest.raises(ValueError):
+            Q.quantize_(nothing, "int8")
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
+def test_quantize_layer_keeps_what_a_linear_has(scheme):
+    """in_features, out_features, bias, train or eval, the dtype of .weight; and no codes among the
+    parameters, nothing that asks for a gradient."""
+    layer = nn.Linear(64, 24).bfloat16()
+    bias = layer.bias.detach().clone()
+    model = nn.Sequential(layer, nn.Linear(24, 8, bias=False).bfloat16()).train()
+    model[1].eval()
+    Q.quantize_(model, scheme, group_size=quantize_group(scheme))
+    a, b = model
+    assert (a.in_features, a.out_features, b.in_features, b.out_features) == (64, 24, 24, 8)
+    assert a.training and not b.training
+    assert b.bias is None and torch.equal(a.bias.detach(), bias) and a.bias.dtype == torch.bfloat16
+    assert a.weight.shape == (24, 64) and a.weight.dtype == torch.bfloat16
+    assert Q.SCHEMES[scheme].name in (a.scheme, getattr(a.scheme, "name", None))
+    assert not a.weight.requires_grad
+    codes = {"qweight", "scales", "zeros"}
+    assert not codes & {n.split(".")[-1] for n, _ in model.named_parameters()}
+    assert codes - {"zeros"} <= {n for n, _ in a.named_buffers()}
+    assert (a.zeros is not None) == (scheme in QUANTIZE_GROUPED)
+    assert all(p.is_floating_point() for p in model.parameters())
+    assert "QuantizedLinear" in repr(a) and "24" in repr(a) and "64" in repr(a)
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
+def test_quantize_buffers_have_the_layout_that_is_stored(scheme):
+    """qweight, scales and zeros: the dtypes and shapes of the file format."""
+    layer = quantize_layer(scheme, 24, 128, size=16, dtype=torch.bfloat16)
+    bits = {"int4": 4, "int3": 3, "int2": 2}.get(scheme)
+    if bits:
+        assert (layer.qweight.dtype, layer.qweight.shape) == (torch.uint8, (24, 128 * bits // 8))
+        assert (layer.scales.dtype, layer.scales.shape) == (torch.bfloat16, (24, 8))
+        assert (layer.zeros.dtype, layer.zeros.shape) == (torch.uint8, (24, 8))
+        codes = Q.unpack(layer.qweight, bits)
+        assert codes.max() == 2**bits - 1 and codes.min() == 0
+    else:
+        fp8 = scheme.startswith("fp8")
+        assert layer.qweight.dtype == (torch.float8_e4m3fn if fp8 else torch.int8)
+        assert layer.qweight.shape == (24, 128) and layer.zeros is None
+        assert layer.scales.dtype == torch.float32
+        assert layer.scales.shape == ((1, 1) if scheme == "fp8-block" else (24, 1))
+    size = sum(t.nbytes for t in layer.state_dict().values())
+    assert size == 24 * (128 * (bits or 8) // 8 + (8 * 3 if bits else 4)) - (
+        23 * 4 if scheme == "fp8-block" else 0
+    )
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantize_copies_give_the_same_answer(scheme, dtype):
+    """deepcopy, torch.save of the layer and of its state_dict, before and after a product."""
+    layer = quantize_layer(scheme, dtype=dtype, bias=True)
+    x = quantize_normal(3, 128, dtype=dtype)
+    for used in (False, True):
+        if used:
+            with torch.inference_mode():
+                layer(x), layer(x[:1])
+        file = io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        fresh = quantize_layer(scheme, dtype=dtype, bias=True, seed=7)
+        if used:
+            with torch.no_grad():
+                fresh(x), fresh(x[:1])  # whatever it prepared for its old codes is of no use
+        assert fresh.load_state_dict(torch.load(io.BytesIO(file.getvalue()))).missing_keys == []
+        whole = io.BytesIO()
+        torch.save(layer, whole)
+        whole.seek(0)
+        for copied in (copy.deepcopy(layer), torch.load(whole, weights_only=False), fresh):
+            quantize_same_state(copied, layer)
+            assert torch.equal(copied.weight, layer.weight)
+            with torch.no_grad():
+                assert torch.equal(copied(x), layer(x))
+                assert torch.equal(copied(x[:1]), layer(x[:1]))
+        assert list(layer.state_dict()) == list(copied.state_dict())
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
+def test_quantize_codes_written_later_are_used(scheme):
+    """Nothing is remembered of the old codes: writing to the buffers in place changes products."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer, x = quantize_layer(scheme, dtype=dtype), quantize_normal(2, 128, dtype=dtype)
+        other = quantize_layer(scheme, dtype=dtype, seed=3)
+        with torch.no_grad():
+            layer(x), layer(x[:1])
+            layer.qweight.view(torch.uint8).copy_(other.qweight.view(torch.uint8))
+            layer.scales.copy_(other.scales)
+            if other.zeros is not None:
+                layer.zeros.copy_(other.zeros)
+            assert torch.equal(layer.weight, other.weight)
+            assert torch.equal(layer(x), other(x))
+            assert torch.equal(layer(x[:1]), other(x[:1]))
+
+
+@quantize_some(
+    "form,scheme",
+    [("qwen2", "fp8"), ("qwen2", "int4"), ("mixtral", "int2"), ("mixtral", "int8-dynamic")],
+    ["qwen2", "mixtral"],
+    QUANTIZE_SCHEMES,
+)
+def test_quantize_casts_keep_the_codes(form, scheme):
+    """.to(bf16), .half(), .float(), .double(): codes, scales and zeros stay bit for bit, embedding
+    and norms are cast, and coming back the weights are what they were."""
+    model = quantize_model(form, scheme)
+    kept = {
+        n: t.clone()
+        for n, t in model.state_dict().items()
+        if n.endswith(("qweight", "scales", "zeros"))
+    }
+    assert kept
+    w = model.layers[0].attention.q_proj.weight.clone()
+    tokens = random_tokens(model.config, 1, 5)
+    with torch.no_grad():
+        before = model(tokens)
+        for cast, dtype in (
+            (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+            (lambda m: m.half(), torch.float16),
+            (lambda m: m.to(device="cpu", dtype=torch.bfloat16), torch.bfloat16),
+            (lambda m: m.float(), torch.float32),
+        ):
+            model = cast(model)
+            state = model.state_dict()
+            for name, t in kept.items():
+                assert state[name].dtype == t.dtype, (name, dtype)
+                assert torch.equal(state[name].view(torch.uint8), t.view(torch.uint8)), name
+            q = model.layers[0].attention.q_proj
+            assert model.embed.weight.dtype == q.weight.dtype == dtype
+            assert q.bias is None or q.bias.dtype == dtype
+            assert torch.equal(q.weight, w.to(dtype))
+            for stack in quantize_stacks(model).values():
+                assert stack[0].dtype == dtype
+            if dtype != torch.float16 or scheme not in ("fp8", "fp8-block"):
+                logits = model(tokens)
+                assert logits.dtype == dtype and torch.isfinite(logits).all()
+        got = model(tokens)
+    assert relative(got, before) < (
+        0.2 if "fp8" in scheme else 0.05
+    )  # embedding, norms and biases went through bf16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", QUANTIZE_WEIGHT_ONLY)
+def test_quantize_gradients_reach_the_input(scheme, dtype):
+    """dL/dx == dL/dy @ W with W dequantized, also when the layer was first used in inference
+    mode."""
+    layer = quantize_layer(scheme, dtype=dtype, bias=True)
+    x = quantize_normal(3, 128, dtype=dtype)
+    with torch.inference_mode():
+        layer(x), layer(x[:1])
+    for rows in (1, 3):
+        leaf, g = x[:rows].clone().requires_grad_(), quantize_normal(rows, 48, seed=5, dtype=dtype)
+        layer(leaf).backward(g)
+        want = g.float() @ layer.weight.float()
+        assert relative(leaf.grad.float(), want) < (1e-5 if dtype == torch.float32 else 8e-3)
+
+
+def test_quantize_rounding_by_a_callable():
+    """rounding(name, weight fp32) takes the place of find and encode: it is given every layer by
+    its name, and its codes are those that are kept."""
+    grid = Q.scheme_of("int4", 16).grid
+    plain, seen = random_model(quantize_tiny()).bfloat16(), {}
+
+    def nearest(name, w):
+        assert w.dtype == torch.float32 and w.dim() == 2
+        seen[name] = w.clone()
+        scales, zeros = grid.find(w)
+        return grid.encode(w, scales, zeros), scales, zeros
+
+    model = Q.quantize_(copy.deepcopy(plain), "int4", group_size=16, rounding=nearest)
+    weights = {n: m.weight for n, m in plain.named_modules() if type(m) is nn.Linear}
+    assert set(seen) == set(weights)
+    assert all(torch.equal(seen[n], w.float()) for n, w in weights.items())
+    quantize_same_state(model, Q.quantize_(copy.deepcopy(plain), "int4", group_size=16))
+
+    def zero(name, w):
+        codes, scales, zeros = nearest(name, w)
+        return zeros.repeat_interleave(16, 1), scales, zeros
+
+    silent = Q.quantize_(copy.deepcopy(plain), "int4", group_size=16, rounding=zero)
+    assert all((m.weight == 0).all() for m in quantize_linears(silent).values())
+
+
+def test_quantize_mse_ranges_reach_the_layers():
+    """ranges="mse" gives weights nearer to the original than the default, which is min-max."""
+    w = quantize_normal(32, 128).pow(3)
+    errors = []
+    for how in ({}, {"ranges": "minmax"}, {"ranges": "mse"}):
+        model = nn.Sequential(nn.Linear(128, 32))
+        model[0].weight.data.copy_(w)
+        errors.append(relative(Q.quantize_(model, "int4", **how)[0].weight, w))
+    assert errors[0] == errors[1] > 1.005 * errors[2]
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE_WEIGHT_ONLY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantize_kept_weights_are_exact(scheme, dtype):
+    """keep(index, weights): these numbers stand in 16 bit beside the codes; .weight and products
+    have them, whatever was used before."""
+    w = quantize_normal(48, 128, dtype=torch.bfloat16)
+    layer = quantize_layer(scheme, dtype=dtype, weight=w.float(), size=16)
+    x, old = quantize_normal(3, 128, dtype=dtype), layer.weight.clone()
+    with torch.no_grad():
+        layer(x), layer(x[:1])
+    index = torch.randperm(w.numel(), generator=torch.Generator().manual_seed(0))[:200]
+    layer.keep(index, w.flatten()[index])
+    new = layer.weight
+    assert torch.equal(new.flatten()[index], w.flatten()[index].to(dtype))
+    others = torch.ones(w.numel(), dtype=torch.bool).index_fill(0, index, False)
+    assert torch.equal(new.flatten()[others], old.flatten()[others])
+    assert not torch.equal(new, old)
+    for rows in (1, 3):
+        with torch.no_grad():
+            y = layer(x[:rows])
+        want = F.linear(x[:rows].float(), new.float())
+        assert relative(y.float(), want) < (1e-5 if dtype == torch.float32 else 8e-3)
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied.weight, new)
+    assert any("qweight" not in n and t.numel() == 200 for n, t in layer.state_dict().items())
+
+
+# ---- what comes out ----
+
+
+@pytest.mark.parametrize(
+    "dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)]
+)
+@pytest.mark.parametrize("scheme", QUANTIZE_WEIGHT_ONLY)
+def test_quantize_weight_only_product_is_that_of_the_weights(scheme, dtype, tolerance):
+    """y == x @ weight^T + bias for any number of rows and any layout of x, with and without
+    gradients recorded."""
+    for n, k, size in ((48, 128, 32), (33, 96, 16), (64, 512, 128), (16, 24, 8), (1, 64, 64)):
+        layer = quantize_layer(scheme, n, k, dtype=dtype, bias=True, size=size)
+        w, b = layer.weight.float(), layer.bias.detach().float()
+        wide = quantize_normal(7, 2 * k, dtype=dtype)
+        for x in (
+            wide[:1, :k],
+            wide[:5, :k].contiguous(),
+            wide[:, ::2],
+            quantize_normal(k, 4, dtype=dtype).t(),
+            quantize_normal(2, 3, k, dtype=dtype),
+            quantize_normal(2, 3, k, dtype=dtype).transpose(0, 1),
+            wide[0, :k],
+            quantize_normal(70, k, dtype=dtype),
+        ):
+            with torch.no_grad():
+                y = layer(x)
+            want = F.linear(x.float(), w, b)
+            assert y.dtype == dtype and y.shape == want.shape
+            assert relative(y.float(), want) < tolerance, (n, k, tuple(x.shape))
+            assert relative(layer(x).float().detach(), want) < tolerance
+    for rows in ((0,), (2, 0)):
+        empty = torch.zeros(*rows, 64, dtype=dtype)
+        assert layer(empty).shape == (*rows, 1) and layer(empty).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "llm.int8", "fp8", "fp8-block"])
+def test_quantize_activations_cost_so_much(scheme, dtype):
+    """Products with rounded activations: off by what 8 bits cost and no more, for any rows."""
+    low, high = (2e-3, 1.2e-2) if "int8" in scheme else (1e-2, 4e-2)
+    for n, k in ((48, 128), (40, 384), (130, 256)):
+        layer = quantize_layer(scheme, n, k, dtype=dtype, bias=True)
+        w, b = layer.weight.float(), layer.bias.detach().float()
+        for x in (
+            quantize_normal(1, k, dtype=dtype),
+            quantize_normal(5, k, dtype=dtype),
+            quantize_normal(2, 9, k, dtype=dtype).transpose(0, 1),
+            quantize_normal(20, 2 * k, dtype=dtype)[:, ::2],
+            quantize_normal(k, dtype=dtype),
+        ):
+            with torch.no_grad():
+                y = layer(x)
+            want = F.linear(x.float(), w, b)
+            assert y.dtype == dtype and y.shape == want.shape
+            assert relative(y.float() - b, want - b) < high, (n, k, tuple(x.shape))
+        assert relative(y.float() - b, want - b) > low / 4  # they are rounded
+        empty = torch.zeros(0, k, dtype=dtype)
+        assert layer(empty).shape == (0, n) and layer(empty).dtype == dtype
+        zero = torch.zeros(3, k, dtype=dtype)
+        with torch.no_grad():
+            assert torch.equal(layer(zero), layer.bias.expand(3, n))
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE_ROWWISE)
+def test_quantize_every_row_has_its_own_scale(scheme):
+    """Rows of very different size are rounded alike: doubling a row doubles its answer, to the
+    last bit; a NaN stays in its row."""
+    layer, x = quantize_layer(scheme), quantize_normal(6, 128)
+    powers = torch.tensor([-20.0, -7, 0, 3, 11, 20]).exp2()[:, None]
+    with torch.no_grad():
+        want = layer(x)
+        torch.testing.assert_close(layer(x * powers), want * powers, rtol=1e-5, atol=0)
+        for i in range(6):
+            torch.testing.assert_close(layer(x[i : i + 1])[0], want[i], rtol=1e-5, atol=1e-5)
+        sick = x.clone()
+        sick[2, 5] = math.nan
+        got = layer(sick)
+        assert got[2].isnan().all()
+        assert torch.equal(got[[0, 1, 3, 4, 5]].isnan(), torch.zeros(5, 48, dtype=torch.bool))
+        torch.testing.assert_close(
+            got[[0, 1, 3, 4, 5]], want[[0, 1, 3, 4, 5]], rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "llm.int8"])
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_quantize_int8_product_is_exact_in_the_integers(scheme, rows):
+    """With scales of 1 the answer is the integer product of the codes, though its parts pass 2^24,
+    where fp32 sums round."""
+    rng, k, n = torch.Generator().manual_seed(0), 4096, 40
+    qx = torch.randint(120, 128, (rows, k), generator=rng)
+    qw = torch.randint(120, 128, (n, k), generator=rng) * 1
+    qw[:, k // 2 :] *= -1
+    qx[:, 0] = qw[:, 0] = 127
+    layer = quantize_layer(scheme, n, k, weight=qw.float())
+    assert (layer.scales == 1).all() and torch.equal(layer.qweight.long(), qw)
+    want = qx @ qw.t()
+    assert want.abs().max() < 2**24 and (want % 2).any()
+    step = 2**-5 if scheme == "llm.int8" else 1.0  # 127 steps stay under its outliers' 6
+    with torch.no_grad():
+        got = layer(qx.float() * step)
+    assert torch.equal((got / step).long(), want)
+
+
+def test_quantize_int8_dynamic_equals_its_formula():
+    """y == (round(x / sx) @ q^T) * sx * sw, sx = max |x| / 127 of the row, the product in int64."""
+    layer, x = quantize_layer("int8-dynamic", 64, 512, bias=True), quantize_normal(9, 512)
+    x[3] *= 1e-6
+    sx = x.abs().amax(1, keepdim=True) / 127
+    qx = (x / sx).round().clamp(-127, 127).long()
+    acc = (qx @ layer.qweight.long().t()).double()
+    want = acc * sx.double() * layer.scales.view(1, -1).double() + layer.bias.detach().double()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x).double(), want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("k,count,size", [(2048, 6, 60.0), (4096, 4, 100.0), (4096, 1, 80.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantize_llm_int8_survives_outliers(k, count, size, dtype):
+    """A few columns of size 60 to 100, as in large models: at least 10 times less error than
+    int8-dynamic, against the same weights; against the original ones less too."""
+    w = quantize_normal(64, k) * 0.02
+    x = quantize_normal(8, k, seed=4)
+    columns = torch.randperm(k, generator=torch.Generator().manual_seed(1))[:count]
+    x[:, columns] = size * x[:, columns].sign()
+    x, errors, real = x.to(dtype), [], []
+    for scheme in ("llm.int8", "int8-dynamic"):
+        layer = quantize_layer(scheme, 64, k, weight=w)  # fp32: no rounding of y hides the gain
+        with torch.no_grad():
+            y = layer(x.float())
+            errors.append(relative(y, F.linear(x.float(), layer.weight)))
+            real.append(relative(y, F.linear(x.float(), w)))
+    assert errors[0] * 10 <= errors[1], errors
+    assert real[0] * 2 < real[1], real
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantize_llm_int8_without_outliers_is_int8_dynamic(dtype):
+    """No |x| reaches 6: the same numbers to the bit. One that does is enough to change them."""
+    w, x = quantize_normal(40, 256), quantize_normal(5, 256).clamp(-5.9, 5.9).to(dtype)
+    a, b = (quantize_layer(s, 40, 256, weight=w, dtype=dtype) for s in ("llm.int8", "int8-dynamic"))
+    with torch.no_grad():
+        assert torch.equal(a(x), b(x))
+        x[1, 17] = 40
+        assert not torch.equal(a(x), b(x))
+        every = torch.full((2, 256), 50.0, dtype=dtype)  # nothing but outliers
+        want = F.linear(every.float(), a.weight.float())
+        assert relative(a(every).float(), want) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+def test_quantize_weight_only_function():
+    """weight_only on plain tensors == x @ dequantized^T + bias."""
+    w, x = quantize_normal(24, 64), quantize_normal(3, 64)
+    bias = quantize_normal(24, seed=2)
+    for scheme in ("int8", "int4"):
+        q = quantize_layer(scheme, 24, 64, weight=w, size=16)
+        for b in (None, bias):
+            got = Q.weight_only(x, q.qweight, q.scales, q.zeros, b)
+            torch.testing.assert_close(got, F.linear(x, q.weight, b), rtol=1e-4, atol=1e-4)
+
+
+# ---- folders ----
+
+
+def quantize_saved(folder: Path, name: str, dtype=torch.bfloat16, **how) -> M.ModelConfig:
+    """A plain checkpoint of random weights."""
+    model = random_model(quantize_config(name)).to(dtype)
+    M.save_checkpoint(model, folder, **how)
+    return model.config
+
+
+def quantize_on_load(folder: Path, scheme: str, skip=(), **how) -> M.Transformer:
+    spec = Q.scheme_of(scheme, quantize_group(scheme))
+    each = lambda name, module: Q.quantize_module(name, module, spec, skip=skip)
+    return M.load_checkpoint(folder, each=each, **how)
+
+
+def quantize_written(model, folder: Path, scheme: str, skip=(), **how) -> dict:
+    quantization = Q.to_config(model, scheme, quantize_group(scheme), list(skip))
+    M.save_checkpoint(model, folder, quantization=quantization, **how)
+    return quantization
+
+
+def quantize_opened(folder: Path, **how) -> M.Transformer:
+    quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return M.load_checkpoint(folder, prepare=lambda m: Q.from_config(m, quantization), **how)
+
+
+@quantize_pairs
+def test_quantize_on_load_equals_after_load(form, scheme, tmp_path):
+    """Bit for bit, from one file and from many, with a skip, in the stored dtype and in another."""
+    quantize_saved(tmp_path / "one", form)
+    quantize_saved(tmp_path / "many", form, max_shard_bytes=20_000)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    for folder, skip, dtype in (
+        ("one", (), None),
+        ("many", ("layers.0",), None),
+        ("many", ("q_proj",) if form != "latent" else ("kv_b_proj",), torch.float32),
+    ):
+        got = quantize_on_load(tmp_path / folder, scheme, skip, dtype=dtype)
+        want = M.load_checkpoint(tmp_path / folder, dtype=dtype)
+        Q.quantize_(want, scheme, skip=skip, group_size=quantize_group(scheme))
+        assert quantize_types(got) == quantize_types(want)
+        quantize_same_state(got, want)
+        assert not got.training and not any(m.training for m in got.modules())
+        assert {n for n, _ in got.named_parameters()} == {n for n, _ in want.named_parameters()}
+        if want.config.tie_embeddings:
+            assert got.head.weight is got.embed.weight
+        tokens = random_tokens(want.config, 1, 6)
+        with torch.no_grad():
+            assert torch.equal(got(tokens), want(tokens))
+
+
+def test_quantize_on_load_refuses_a_nan_by_its_name(tmp_path):
+    """A NaN in the file is a ValueError that names the layer."""
+    quantize_saved(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.mlp.up_proj.weight"][4, 4] = math.nan
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="up_proj"):
+        quantize_on_load(tmp_path, "int8")
+
+
+QUANTIZE_PEAK = """
+import json, resource, sys, torch
+import cpu, model as M, quantize as Q
+torch.set_num_threads(1)
+cpu.keep_freed_memory(False)  # as generate.py --quantize does
+def field(name):
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(name)) * 1024
+spec = Q.scheme_of("int4", 32)
+Q.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64)), "int4")  # whatever is imported late
+before = max(field("VmHWM"), field("VmRSS"))
+model = M.load_checkpoint(sys.argv[1], each=lambda n, m: Q.quantize_module(n, m, spec))
+peak = field("VmHWM")
+held = sum(t.nbytes for t in model.state_dict().values())
+print(json.dumps({"peak": peak - before, "held": held}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_quantize_on_load_is_never_whole_in_bf16(tmp_path):
+    """A folder of 200 MB becomes int4 within less than three quarters of that."""
+    config = tiny(dim=1024, ffn_dim=4096, n_layers=6, n_heads=16, n_kv_heads=16, head_dim=64)
+    with torch.device("meta"):
+        model = M.Transformer(config)
+    M.allocate(model, "cpu", torch.bfloat16)
+    rng = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape[-1], generator=rng).expand(p.shape))
+    M.save_checkpoint(model, tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    del model
+    assert size > 190e6
+    done = run("-c", QUANTIZE_PEAK, tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["held"] < 0.32 * size
+    assert facts["peak"] < 0.75 * size, facts
+
+
+@quantize_pairs
+def test_quantize_save_and_open_is_bit_equal(form, scheme, tmp_path):
+    """Every tensor, the modules, the logits; in one file and in many; a second save writes the
+    same bytes."""
+    skip = () if form != "latent" else ("kv_b_proj", "layers.0.mlp")
+    model = quantize_model(form, scheme, torch.bfloat16, skip=skip)
+    written = quantize_written(model, tmp_path / "one", scheme, skip)
+    assert json.loads(json.dumps(written)) == written
+    assert written["quant_method"] == "sheaf" and written["version"] == 1
+    assert written["scheme"] == scheme and sorted(written["skip"]) == sorted(skip)
+    if scheme in QUANTIZE_GROUPED:
+        assert written["group_size"] == 8
+    quantize_written(model, tmp_path / "many", scheme, skip, max_shard_bytes=9_000)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    tokens = random_tokens(model.config, 2, 6)
+    for name in ("one", "many"):
+        again = quantize_opened(tmp_path / name)
+        assert again.config == model.config and not again.training
+        assert quantize_types(again) == quantize_types(model)
+        quantize_same_state(again, model)
+        assert not any(t.is_meta for t in again.state_dict().values())
+        with torch.no_grad():
+            assert torch.equal(again(tokens), model(tokens))
+        M.save_checkpoint(again, tmp_path / "again", quantization=written)
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block"])
+def test_quantize_open_in_another_dtype(scheme, tmp_path):
+    """dtype= casts embedding and norms; codes and scales are those of the file."""
+    model = quantize_model("qwen2", scheme, torch.bfloat16)
+    quantize_written(model, tmp_path, scheme)
+    for dtype in (torch.float32, torch.float16):
+        again, want = quantize_opened(tmp_path, dtype=dtype), copy.deepcopy(model).to(dtype)
+        quantize_same_state(again, want)
+        for a, b in zip(quantize_linears(again).values(), quantize_linears(want).values()):
+            assert a.weight.dtype == dtype and torch.equal(a.weight, b.weight)
+
+
+def test_quantize_kept_weights_are_saved(tmp_path):
+    """What TaCQ keeps in 16 bit goes to the folder and comes back, layer by layer as many."""
+    model = quantize_model("llama", "int3", torch.bfloat16)
+    plain = random_model(quantize_config("llama")).bfloat16()
+    kept = {}
+    for i, (name, layer) in enumerate(quantize_linears(model).items()):
+        if i % 3:
+            w = plain.get_submodule(name).weight.flatten()
+            kept[name] = index = torch.arange(i, w.numel(), 97)
+            layer.keep(index, w[index])
+    for how in ({}, {"max_shard_bytes": 9_000}):
+        folder = tmp_path / str(len(how))
+        quantize_written(model, folder, "int3", **how)
+        again = quantize_opened(folder)
+        quantize_same_state(again, model)
+        for name, layer in quantize_linears(again).items():
+            assert torch.equal(layer.weight, model.get_submodule(name).weight)
+            if name in kept:
+                w = plain.get_submodule(name).weight.flatten()
+                assert torch.equal(layer.weight.flatten()[kept[name]], w[kept[name]])
+        tokens = random_tokens(model.config, 1, 6)
+        with torch.no_grad():
+            assert torch.equal(again(tokens), model(tokens))
+
+
+def test_quantize_folder_opened_plainly_says_how(tmp_path):
+    """load_checkpoint without prepare: ValueError with the folder and the mend, never a model."""
+    for form in ("llama", "mixtral"):
+        model = quantize_model(form, "int8", torch.bfloat16)
+        quantize_written(model, tmp_path / form, "int8")
+        with pytest.raises(ValueError) as e:
+            M.load_checkpoint(tmp_path / form)
+        assert "quantiz" in str(e.value) and form in str(e.value)
+        assert len(str(e.value)) < 1200
+
+
+QUANTIZE_CONFIGS = [
+    (dict(scheme="int5"), ("int5", "int8", "int4", "llm.int8")),
+    (dict(version=2), ("version", "2")),
+    (dict(version=None), ("version",)),
+    (dict(version="1"), ("version",)),
+    (dict(scheme=...), ("scheme",)),
+    (dict(scheme=["int4"]), ("scheme",)),
+    (dict(group_size=...), ("group_size",)),
+    (dict(skip=...), ("skip",)),
+    (dict(version=...), ("version",)),
+    (dict(group_size=16), ("shape", "scales")),
+    (dict(group_size="8"), ("group_size",)),
+    (dict(group_size=7), ("group_size", "7")),
+    (dict(skip="head"), ("head",)),
+    (dict(skip=[3]), ("skip",)),
+    (dict(skip=["nowhere"]), ("nowhere",)),
+    (dict(mystery=1), ("mystery",)),
+    (dict(scheme="int3"), ("shape", "qweight")),
+    (dict(scheme="int8"), ("int",)),
+    (dict(skip=["head"]), ("lm_head",)),
+    (dict(kept={"nowhere": 3}), ("kept", "nowhere")),
+    (dict(kept={"norm": 3}), ("kept", "norm")),
+    (dict(kept={"head": -1}), ("kept", "head")),
+    (dict(kept={"head": "x"}), ("kept", "head")),
+    (dict(kept=[1]), ("kept",)),
+]
+
+
+def test_quantize_config_of_another_table_is_refused(tmp_path):
+    """quantization_config changed: ValueError that names the field, the file or the tensor."""
+    model = quantize_model("llama", "int4", torch.bfloat16)
+    quantize_written(model, tmp_path, "int4")
+    path = tmp_path / "config.json"
+    hf = json.loads(path.read_text())
+    for change, words in QUANTIZE_CONFIGS:
+        changed = hf["quantization_config"] | change
+        changed = {k: v for k, v in changed.items() if v is not ...}
+        path.write_text(json.dumps(hf | {"quantization_config": changed}))
+        with pytest.raises(ValueError) as e:
+            quantize_opened(tmp_path)
+        for word in words:
+            assert word in str(e.value), (change, word, str(e.value))
+
+
+@pytest.mark.parametrize("how", ["short", "header", "missing", "dtype", "surprise"])
+def test_quantize_folder_that_is_spoilt_is_refused(how, tmp_path):
+    """A truncated file, a tensor too few or too many, codes of another dtype: ValueError with the
+    name."""
+    quantize_written(quantize_model("llama", "int4", torch.bfloat16), tmp_path, "int4")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.q_proj.zeros"
+    word = name
+    if how in ("short", "header"):
+        path.write_bytes(path.read_bytes()[: -100 if how == "short" else 30])
+        word = "model.safetensors"
+    elif how == "missing":
+        del tensors[name]
+    elif how == "surprise":
+        word = "model.layers.1.self_attn.q_proj.mystery"
+        tensors[word] = torch.ones(2)
+    else:
+        tensors[name] = tensors[name].float()
+    if how not in ("short", "header"):
+        save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError) as e:
+        quantize_opened(tmp_path)
+    assert word in str(e.value), str(e.value)
+
+
+def test_quantize_alone_in_a_folder(tmp_path):
+    """The one file, copied away, checks itself."""
+    shutil.copy(REPO / "quantize.py", tmp_path)
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = run("-c", "import quantize; quantize.check('cpu')", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- composition ----
+
+
+@pytest.fixture(scope="module")
+def quantize_text() -> list[int]:
+    """Some two thousand tokens of the standard library."""
+    import argparse
+    import fractions
+
+    text = "".join(Path(m.__file__).read_text()[2000:6500] for m in (argparse, fractions))
+    return K.load_tokenizer(SMALL).encode(text)
+
+
+def quantize_loss(model: M.Transformer, ids: list[int], length: int = 256) -> float:
+    rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    with torch.no_grad():
+        logits = model(rows).float()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+
+
+@pytest.fixture(scope="module")
+def quantize_bf16_loss(quantize_text) -> Callable[[Path], float]:
+    return lru_cache(lambda folder: quantize_loss(M.load_checkpoint(folder), quantize_text))
+
+
+QUANTIZE_8_BITS = ("int8", "int8-dynamic", "llm.int8", "fp8", "fp8-block")
+
+
+@quantize_some(
+    "name,scheme",
+    [*(("small", scheme) for scheme in QUANTIZE_8_BITS), ("small", "int4"), ("moe", "int4")],
+    ("small", "moe"),
+    QUANTIZE_8_BITS,
+)
+def test_quantize_loss_of_the_shipped_models(name, scheme, quantize_text, quantize_bf16_loss):
+    """The trained models lose within half a percent with 8 bits, a few with 4 rounded to
+    nearest."""
+    assert len(quantize_text) > 2000
+    folder, tolerance = REPO / "checkpoints" / name, 0.06 if scheme == "int4" else 0.005
+    model = M.load_checkpoint(folder)
+    Q.quantize_(model, scheme, group_size=quantize_group(scheme, 32 if folder == SMALL else 8))
+    want, got = quantize_bf16_loss(folder), quantize_loss(model, quantize_text)
+    assert 0.5 < want < 5 and got != want
+    assert abs(got / want - 1) < tolerance, (got, want)
+
+
+@pytest.mark.parametrize("folder, scheme", [(SMALL, "int4"), (MOE, "int8")], ids=["small", "moe"])
+def test_quantize_engine_equals_greedy_decoding(folder, scheme, quantize_text):
+    """The paged engine on a quantized model gives, batched, the tokens that model gives alone."""
+    model = M.load_checkpoint(folder, dtype=torch.float32)
+    Q.quantize_(model, scheme, group_size=quantize_group(scheme, 32 if folder == SMALL else 8))
+    cuts = ((0, 9), (50, 81), (200, 217), (300, 301), (400, 440))
+    prompts = [quantize_text[a:b] for a, b in cuts]
+    with torch.no_grad():
+        want = [greedy_tokens(model, torch.tensor([p]), 10) for p in prompts]
+    engine = P.Engine(model, num_blocks=64, block_size=16, max_batch_tokens=64)
+    got = engine.generate(prompts, greedy(10))
+    assert [o.token_ids for o in got] == want
+    assert len({tuple(w) for w in want}) > 1
+
+
+@pytest.mark.parametrize(
+    "scheme, skip",
+    [*((scheme, ()) for scheme in QUANTIZE_SCHEMES), ("int8-dynamic", ("kv_b_proj",))],
+    ids=[*QUANTIZE_SCHEMES, "but kv_b_proj"],
+)
+def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
+    """MLA reads kv_b_proj's weight when absorbed and calls it when expanded: the same answers,
+    token by token over a cache too."""
+    model = quantize_model("latent", scheme, skip=skip)
+    assert (type(model.layers[0].attention.kv_b_proj) is nn.Linear) == bool(skip)
+    tokens = random_tokens(model.config, 1, 8)
+    exact = bool(skip) or scheme in QUANTIZE_WEIGHT_ONLY
+    with torch.no_grad():
+        wide, hidden = absorb(model, 0)(tokens), model(tokens, return_hidden=True)
+        narrow = absorb(model, 10**6)(tokens)
+        absorb(model, 1)
+        cache, parts = M.KVCache(model.config, 1, 16), []
+        for i in range(8):
+            parts.append(model(tokens[:, i : i + 1], torch.tensor([i]), cache.attend))
+    # llm.int8 looks for its outliers in all rows of a call: a call of one row may see others
+    tolerance = 2e-4 if exact else 0.35 if "fp8" in scheme else 0.1
+    assert relative(narrow, wide) < tolerance
+    assert relative(torch.cat(parts, 1), wide) < (tolerance if scheme != "llm.int8" else 0.1)
+    assert torch.isfinite(hidden).all()
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
+def test_quantize_cache_equals_no_cache(scheme):
+    """One token at a time through the cache == the whole forward: a row's answer does not depend
+    on how many rows there are."""
+    model = quantize_model("qwen2", scheme)
+    tokens = random_tokens(model.config, 2, 7)
+    with torch.no_grad():
+        full = model(tokens)
+        cache = M.KVCache(model.config, 2, 8)
+        parts = [model(tokens[:, i : i + 1], torch.tensor([i]), cache.attend) for i in range(7)]
+    tolerance = 2e-4 if scheme in QUANTIZE_WEIGHT_ONLY else 0.05
+    assert relative(torch.cat(parts, 1), full) < tolerance
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
+@pytest.mark.parametrize(
+    "scheme,dtype",
+    [("int4", torch.float32), pytest.param("int8", torch.bfloat16, marks=pytest.mark.slow)],
+)
+def test_quantize_compiles_whole(scheme, dtype):
+    """torch.compile(fullgraph=True, dynamic=False) of a quantized model == eager, for one token
+    and for several."""
+    torch.compiler.reset()
+    model = random_model(quantize_tiny(n_layers=1)).to(dtype)
+    Q.quantize_(model, scheme, group_size=quantize_group(scheme, 16))
+    step = torch.compile(model, fullgraph=True, dynamic=False)
+    with torch.inference_mode():
+        for n in (1, 5):
+            tokens = random_tokens(model.config, 1, n)
+            got, want = step(tokens), model(tokens)
+            assert relative(got.float(), want.float()) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@quantize_some("scheme", ["int4", "llm.int8", "fp8-block"], QUANTIZE_SCHEMES)
+def test_quantize_traces_without_a_break(scheme):
+    """Every scheme is one graph, experts gathered as a compiled step does too."""
+    torch.compiler.reset()
+    layer = quantize_model("latent", scheme).layers[1].mlp
+    layer.experts = G.gathered_if_compiled(layer.experts)
+    step = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
+    x = quantize_normal(1, 3, 64) * 3
+    with torch.inference_mode():
+        assert relative(step(x), layer(x)) < (1e-4 if scheme in QUANTIZE_WEIGHT_ONLY else 0.1)
+
+
+def test_quantize_multi_token_prediction():
+    """The MTP layer is quantized too and predicts as one with the dequantized weights."""
+    model = quantize_model("latent", "int8")
+    assert any(n.startswith("mtp.0.") for n in quantize_linears(model))
+    assert any(n.startswith("mtp.0.") for n in quantize_stacks(model))
+    undone, tokens = quantize_undone(model), random_tokens(model.config, 2, 7)
+    with torch.no_grad():
+        answers = [
+            m.predict_further(m(tokens, return_hidden=True), tokens) for m in (model, undone)
+        ]
+    torch.testing.assert_close(*answers, rtol=2e-4, atol=2e-4)
+
+
+def test_quantize_saves_memory():
+    """int8 is about half of bf16, int4 in groups of 32 about 0.3: of what is quantized."""
+    sizes = {}
+    for scheme in (None, "int8", "int4", "int2"):
+        model = random_model(quantize_tiny(n_layers=2, dim=256, ffn_dim=512)).bfloat16()
+        if scheme:
+            Q.quantize_(model, scheme)
+        linear = [
+            t.nbytes for n, t in model.state_dict().items() if "embed" not in n and "norm" not in n
+        ]
+        sizes[scheme] = sum(linear)
+    assert 0.5 < sizes["int8"] / sizes[None] < 0.52
+    assert 0.29 < sizes["int4"] / sizes[None] < 0.30  # 4 + 24 / 32 bits of 16
+    assert 0.165 < sizes["int2"] / sizes[None] < 0.18
+
+
+# ---- generate.py's flags ----
+
+quantize_shipped = lambda *some: quantize_some(
+    "name,scheme", some, ("small", "moe"), QUANTIZE_SCHEMES
+)
+
+
+def quantize_main(capsys, *argv) -> str:
+    """What the program prints, in this process."""
+    code = G.main([str(a) for a in (*argv, "--device", "cpu")])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+def quantize_refused(capsys, *argv) -> str:
+    """Exit code 2 and one line on stderr, which is returned."""
+    assert G.main([str(a) for a in (*argv, "--device", "cpu")]) == 2
+    out, err = capsys.readouterr()
+    assert len(err.strip().splitlines()) == 1 and "Traceback" not in err, err
+    return err
+
+
+@pytest.fixture(scope="module")
+def quantize_file(tmp_path_factory) -> Path:
+    import textwrap
+
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_text(Path(textwrap.__file__).read_text()[:3000])
+    return path
+
+
+@quantize_shipped(("small", "llm.int8"), ("moe", "int4"))
+def test_quantize_flag_scores_a_text(name, scheme, quantize_file, capsys):
+    """--quantize SCHEME --score: near the unquantized score, and not equal to it."""
+    folder = REPO / "checkpoints" / name
+    base = ["--score", quantize_file, "--checkpoint", folder, "--json"]
+    size = ["--group-size", "8"] if scheme in QUANTIZE_GROUPED else []
+    want = json.loads(quantize_main(capsys, *base))["nats_per_token"]
+    got = json.loads(quantize_main(capsys, *base, "--quantize", scheme, *size))["nats_per_token"]
+    bound = {"int4": 0.06, "int3": 0.3, "int2": 5.0}.get(scheme, 0.01)
+    assert got != want and abs(got / want - 1) < bound, (got, want)
+
+
+def test_quantize_flag_refuses(quantize_file, tmp_path, capsys):
+    """Unknown scheme (the known are listed), a group size that is none or does not divide, a skip
+    of nothing, --save or --group-size without --quantize: one line, exit code 2."""
+    score = ["--score", quantize_file]
+    err = quantize_refused(capsys, *score, "--quantize", "int5")
+    assert all(name in err for name in QUANTIZE_SCHEMES)
+    assert "7" in quantize_refused(capsys, *score, "--quantize", "int4", "--group-size", "7")
+    err = quantize_refused(capsys, *score, "--quantize", "int4", "--checkpoint", MOE)
+    assert "72" in err and "8" in err
+    err = quantize_refused(capsys, *score, "--quantize", "int8", "--quantize-skip", "nope")
+    assert "nope" in err
+    out = tmp_path / "out"
+    assert "--quantize" in quantize_refused(capsys, "--save", out)
+    assert "--quantize" in quantize_refused(capsys, *score, "--group-size", "32")
+    assert "--quantize" in quantize_refused(capsys, *score, "--quantize-skip", "head")
+    assert not out.exists()
+
+
+def test_quantize_flag_in_a_process():
+    """As a user starts it: the program's own exit code and line."""
+    refused(run("generate.py", "--quantize", "int5"), "int5", "llm.int8")
+
+
+@quantize_shipped(("small", "int4"), ("moe", "fp8-block"))
+def test_quantize_saved_folder_generates_the_same(name, scheme, tmp_path, capsys):
+    """--save OUT, then OUT as the checkpoint: the greedy text of quantizing on load; quantizing
+    it again is refused."""
+    size = ["--group-size", "8"] if scheme in QUANTIZE_GROUPED else []
+    folder = REPO / "checkpoints" / name
+    how = ["--checkpoint", folder, "--quantize", scheme, *size]
+    ask = ["def main(", "--max-new-tokens", "12", "--temperature", "0", "--json"]
+    want = json.loads(quantize_main(capsys, *how, *ask))
+    out = tmp_path / "out"
+    quantize_main(capsys, *how, "--save", out)
+    got = json.loads(quantize_main(capsys, "--checkpoint", out, *ask))
+    assert (got["tokens"], got["text"]) == (want["tokens"], want["text"])
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["scheme"] == scheme and config["quant_method"] == "sheaf"
+    stored = (folder / "model.safetensors").stat().st_size
+    assert (out / "model.safetensors").stat().st_size < 0.9 * stored
+    err = quantize_refused(capsys, "--checkpoint", out, "--quantize", scheme, *ask)
+    assert "already" in err or "quantized" in err
+    assert (out / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+
+
+def test_quantize_save_spares_another_checkpoint(tmp_path, capsys):
+    """--save into a folder that holds a checkpoint is refused and changes no byte of it."""
+    shutil.copytree(MOE, tmp_path / "moe")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "moe").iterdir()}
+    err = quantize_refused(capsys, "--quantize", "int8", "--save", tmp_path / "moe")
+    assert str(tmp_path / "moe") in err
+    own = ["--checkpoint", tmp_path / "moe", "--quantize", "int8", "--save", tmp_path / "moe"]
+    quantize_refused(capsys, *own)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "moe").iterdir()} == before
+    (tmp_path / "file").write_text("x")
+    quantize_refused(capsys, "--quantize", "int8", "--save", tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "saved", [pytest.param(False, marks=pytest.mark.slow), True], ids=["loading", "saved"]
+)
+def test_quantize_goes_with_every_mode(saved, tmp_path, quantize_file, capsys, monkeypatch):
+    """--n, --batch, --bench-serving, --kv-dtype, --attention flash, --interactive, --bench, with
+    --quantize and with a saved folder."""
+    how = ["--quantize", "int4"]
+    if saved:
+        quantize_main(capsys, "--quantize", "int4", "--save", tmp_path / "out")
+        how = ["--checkpoint", tmp_path / "out"]
+    ask = ["class Stack:", "--max-new-tokens", "6", "--temperature", "0", "--json"]
+    one = json.loads(quantize_main(capsys, *how, *ask))
+    flash = json.loads(quantize_main(capsys, *how, *ask, "--attention", "flash", "--dtype", "fp32"))
+    plain = json.loads(quantize_main(capsys, *how, *ask, "--dtype", "fp32"))
+    assert flash["tokens"] == plain["tokens"] and len(one["tokens"]) == 6
+    assert quantize_main(capsys, *how, *ask[:-1], "--n", "2").strip()
+    requests = tmp_path / "in.jsonl"
+    requests.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("def f(", "class A:")))
+    for i, more in enumerate(([], ["--kv-dtype", "int8"])):
+        out = tmp_path / f"{i}.jsonl"
+        batch = ["--batch", requests, "--out", out, "--max-new-tokens", "5", "--temperature", "0"]
+        quantize_main(capsys, *how, *batch, *more)
+        assert len(out.read_text().splitlines()) == 2 and "error" not in out.read_text()
+    serving = ["--bench-serving", "3", "--input-tokens", "4:6", "--output-tokens", "3:4"]
+    assert quantize_main(capsys, *how, *serving).strip()
+    quantize_main(capsys, *how, "x = 1", "--bench", "1", "--max-new-tokens", "4")
+    score = json.loads(quantize_main(capsys, *how, "--score", quantize_file, "--json"))
+    assert math.isfinite(score["perplexity"])
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_quantize_goes_with_compile(scheme, capsys):
+    """--compile --quantize: the tokens of the eager run, in fp32."""
+    torch.compiler.reset()
+    ask = ["import os", "--max-new-tokens", "6", "--temperature", "0", "--json", "--dtype", "fp32"]
+    how = ["--quantize", scheme]
+    want = json.loads(quantize_main(capsys, *how, *ask))["tokens"]
+    got = json.loads(quantize_main(capsys, *how, *ask, "--compile"))["tokens"]
+    assert got == want
+
+
+def test_quantize_skip_flag_keeps_layers(tmp_path, capsys):
+    """--quantize-skip NAME,NAME: the saved folder holds those layers in bf16 and opens."""
+    out = tmp_path / "out"
+    quantize_main(capsys, "--quantize", "int8", "--quantize-skip", "layers.0,o_proj", "--save", out)
+    tensors = load_file(out / "model.safetensors")
+    assert "model.layers.0.mlp.up_proj.weight" in tensors
+    assert tensors["model.layers.3.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert tensors["model.layers.3.self_attn.q_proj.qweight"].dtype == torch.int8
+    assert quantize_main(capsys, "--checkpoint", out, "def", "--max-new-tokens", "3").strip()
+
+
+# --------------------------------------------------------------------------------------------------
+# quantize.py: FP8 and training
+# --------------------------------------------------------------------------------------------------
+
+fp8_formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+each_recipe = pytest.mark.parametrize("recipe", Q.RECIPES)
+
+
+def fp8_tiny(**changes) -> M.ModelConfig:
+    return tiny(**dict(n_layers=2, ffn_dim=96) | changes)
+
+
+def fp8_latent(**changes) -> M.ModelConfig:
+    moe = dict(moe_layers=(1,), n_experts_per_token=2, expert_ffn_dim=32, n_layers=2, ffn_dim=96)
+    return latent(**moe | changes)
+
+
+def fp8_made(config: M.ModelConfig, seed: int = 0) -> M.Transformer:
+    with torch.device("meta"):
+        model = M.Transformer(config)
+    M.allocate(model, "cpu", torch.float32)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def fp8_apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return relative(a.double(), b.double())
+
+
+def fp8_exact(x: torch.Tensor, granularity: str, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    """What is left of x, in fp64, written out tile by tile."""
+    rows, columns = {"tensorwise": (10**9,) * 2, "rowwise": (1, 10**9)}.get(
+        granularity, (1, 128) if granularity == "1x128" else (128, 128)
+    )
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            tile = x[i : i + rows, j : j + columns].float()
+            scale = tile.abs().max() / torch.finfo(dtype).max
+            scale = scale if scale > 0 else torch.tensor(1.0)
+            q = Q.round_fp8(tile / scale, dtype, saturate=True)
+            out[i : i + rows, j : j + columns] = q.double() * scale.double()
+    return out
+
+
+# ---- FP8 ----
+
+
+def fp8_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    nan = ours.isnan()
+    numbers = torch.equal(ours[~nan], theirs[~nan])
+    signs = torch.equal(ours[~nan].signbit(), theirs[~nan].signbit())
+    return torch.equal(nan, theirs.isnan()) and numbers and signs
+
+
+@fp8_formats
+def test_fp8_rounding_is_torchs_cast_to_the_bit(dtype):
+    """All fp16 values, random fp32 of every magnitude, every number of the format, every tie
+    between two of them and its neighbours: the values and signs of torch's cast. Past the range
+    torch before 2.13 gives NaN for e4m3, later ones 448: the flag follows."""
+    saturate = dtype == E4M3 and bool(torch.tensor(1e4).to(dtype).float().isfinite())
+    half = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    bits = torch.randint(
+        -(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(0)
+    )
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    grid = codes[codes.isfinite()].unique()
+    ties = (grid[1:] + grid[:-1]) / 2
+    for x in (
+        half,
+        half.bfloat16(),
+        bits.to(torch.int32).view(torch.float32),
+        quantize_normal(100_000) * 300,
+        torch.cat((codes, ties, ties.nextafter(grid[1:]), ties.nextafter(grid[:-1]))),
+    ):
+        assert fp8_same_bits(Q.round_fp8(x, dtype, saturate), x.to(dtype).float())
+
+
+def test_fp8_rounding_past_the_range():
+    """The paper's rules: past 464, the tie above 448, e4m3 has NaN, past 61440 e5m2 infinity;
+    saturated, both have their largest number; NaN stays."""
+    x = torch.tensor([464.0, 464.1, -1e9, math.inf, math.nan])
+    assert str(Q.round_fp8(x, E4M3).tolist()) == "[448.0, nan, nan, nan, nan]"
+    assert str(Q.round_fp8(x, E4M3, True).tolist()) == "[448.0, 448.0, -448.0, 448.0, nan]"
+    y = torch.tensor([61439.0, 61440.0, -math.inf, math.nan])
+    assert str(Q.round_fp8(y, E5M2).tolist()) == "[57344.0, inf, -inf, nan]"
+    assert str(Q.round_fp8(y, E5M2, True).tolist()) == "[57344.0, 57344.0, -57344.0, nan]"
+
+
+@fp8_formats
+@pytest.mark.parametrize("granularity", Q.GRANULARITIES)
+def test_fp8_scales(granularity, dtype):
+    """A tile's largest value takes the format's largest code; edges are tiles of their own; codes
+    times scales are the tile-by-tile reference, also of a transpose; no value moves by more than
+    half a step; zeros have scale 1."""
+    x = quantize_normal(150, 200) * quantize_normal(150, 1, seed=1).exp()
+    x[3], x[128:, :128] = 0, 0
+    for x in (x, x.t(), x.bfloat16()):
+        codes, scale = Q.to_fp8(x, granularity, dtype)
+        M_, K = x.shape
+        rows, columns = -(-M_ // 128), -(-K // 128)
+        shapes = dict(tensorwise=(1, 1), rowwise=(M_, 1))
+        shapes |= {"1x128": (M_, columns), "128x128": (rows, columns)}
+        assert scale.shape == shapes[granularity] and scale.dtype == torch.float32
+        assert codes.shape == x.shape and codes.dtype == dtype and codes.is_contiguous()
+        back = Q.from_fp8(codes, scale)
+        assert torch.allclose(back.double(), fp8_exact(x, granularity, dtype), rtol=1e-6, atol=0)
+        assert back.abs().max() == pytest.approx(x.abs().max().item(), rel=1e-6)
+        spread = Q._over_tiles(scale, x.shape).expand(x.shape)
+        limits = torch.finfo(dtype)
+        half = (x.float().abs() * limits.eps / 2).maximum(
+            spread * limits.smallest_normal * limits.eps / 2
+        )
+        assert ((back - x.float()).abs() <= half * 1.0001).all()
+    assert (Q.fp8_scale(torch.zeros(3, 5), granularity) == 1).all()
+    assert not Q.from_fp8(*Q.to_fp8(torch.full((2, 3), 1e-44), granularity)).isnan().any()
+    for bad in (math.nan, math.inf):
+        assert not Q.from_fp8(*Q.to_fp8(torch.tensor([[1.0, bad]]), granularity)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 16), (5, 48, 32), (3, 130, 129), (64, 200, 300)], ids=str
+)
+@pytest.mark.parametrize("scheme", [("rowwise",) * 2, ("1x128", "128x128"), ("tensorwise",) * 2])
+def test_fp8_linear_is_the_product_of_its_operands(shape, scheme):
+    """fp8_linear == fp64's product of the dequantized operands, and so is what tensor cores are
+    asked for, scaled_products (here torch's own CPU version of that product)."""
+    rows, N, K = shape
+    x, weight, bias = (
+        quantize_normal(2, rows, K),
+        quantize_normal(N, K, seed=1),
+        quantize_normal(N, seed=2),
+    )
+    qweight, scale = Q.to_fp8(weight, scheme[1])
+    of_x = "rowwise" if scheme[0] == "tensorwise" else scheme[0]
+    truth = fp8_exact(x.flatten(0, 1), of_x) @ fp8_exact(weight, scheme[1]).t() + bias
+    y = Q.fp8_linear(x, qweight, scale, None, bias)
+    assert y.shape == (2, rows, N) and fp8_apart(y.flatten(0, 1), truth) < 1e-6
+    half = Q.fp8_linear(x.bfloat16(), qweight, scale, None, None)
+    assert half.dtype == torch.bfloat16 and fp8_apart(half, y - bias) < 6e-2
+    a, scale_a = Q.to_fp8(x.flatten(0, 1), scheme[0])
+    cores = Q.scaled_products((a, scale_a), (qweight, scale), torch.float32)
+    in_rows = scheme[0] == "rowwise" or scheme[0] == "1x128" and K <= 128
+    tolerance = 4e-3 if in_rows else 1e-6  # with a scale per row it comes out in bf16
+    assert fp8_apart(cores, Q.from_fp8(a, scale_a) @ Q.from_fp8(qweight, scale).t()) < tolerance
+
+
+def test_fp8_smaller_tiles_stand_outliers_better():
+    """One column of outliers costs a tensor's scale most, a row's less, a tile's least, in the
+    values below it; DeepSeek-V3's claim, on the product too."""
+    x, w = quantize_normal(256, 1024), quantize_normal(256, 1024, seed=1) / 32
+    x[::64, 7] = 3e5  # with one scale per tensor the rest is subnormal
+    inliers = torch.ones_like(x, dtype=torch.bool).index_fill_(1, torch.tensor([7]), False)
+    errors = {
+        g: fp8_apart(Q.from_fp8(*Q.to_fp8(x, g))[inliers], x[inliers])
+        for g in ("tensorwise", "rowwise", "1x128")
+    }
+    assert 1.5 * errors["1x128"] < errors["rowwise"] < errors["tensorwise"] / 5, errors
+    ours = {r: Q.float8_linear(x, w, recipe=r) for r in Q.RECIPES}
+    clean = [i for i in range(256) if i % 64]
+    truth = x.double() @ w.double().t()
+    products = {r: fp8_apart(y[clean], truth[clean]) for r, y in ours.items()}
+    assert products["rowwise"] < 0.05 < products["tensorwise"], products
+    assert products["blockwise"] < 0.05
+
+
+@each_recipe
+@pytest.mark.parametrize("tokens", [(3, 50), (1,), (), (128,), (2, 3, 7), (0,)], ids=str)
+def test_fp8_training_product_and_its_gradients(recipe, tokens):
+    """Output and every gradient == fp64 of the operands rounded along the dimension each product
+    sums over; any leading shape, dW in fp32."""
+    layer = nn.Sequential(nn.Linear(200, 72))
+    plain = copy.deepcopy(layer)
+    Q.fp8_training_(layer, recipe)
+    x, g = quantize_normal(*tokens, 200).requires_grad_(), quantize_normal(*tokens, 72, seed=3)
+    y = layer(x)
+    y.backward(g)
+    W, of_x, of_w = plain[0].weight.detach(), *Q.RECIPES[recipe]
+    flat, gs = x.detach().reshape(-1, 200), g.reshape(-1, 72)
+    truth = fp8_exact(flat, of_x) @ fp8_exact(W, of_w).t() + plain[0].bias.double()
+    dx = fp8_exact(gs, of_x, E5M2) @ fp8_exact(W.t(), of_w).t()
+    dw = fp8_exact(gs.t(), of_x, E5M2) @ fp8_exact(flat.t(), of_x).t()
+    assert y.shape == (*tokens, 72) and layer[0].weight.grad.dtype == torch.float32
+    if flat.numel():
+        assert fp8_apart(y.reshape(-1, 72), truth) < 1e-6
+        assert fp8_apart(x.grad.reshape(-1, 200), dx) < 1e-6
+        assert fp8_apart(layer[0].weight.grad, dw) < 1e-6
+        assert fp8_apart(layer[0].bias.grad, gs.sum(0)) < 1e-5
+        wanted = torch.autograd.grad(plain(x), [x, *plain.parameters()], g)
+        got = [x.grad, *(p.grad for p in layer.parameters())]
+        assert all(fp8_apart(a, b) < 0.1 for a, b in zip(got, wanted))
+        assert fp8_apart(got[0], wanted[0]) > 1e-3  # it did round
+
+
+def fp8_layer(recipe: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = Q.fp8_training_(nn.Sequential(nn.Linear(200, 72)), recipe)
+    x = quantize_normal(3, 50, 200).requires_grad_()
+    return layer, x, quantize_normal(3, 50, 72, seed=3)
+
+
+@each_recipe
+def test_fp8_training_product_under_autocast(recipe):
+    """The input is bf16 and so is the output, the product's sums are not. e4m3 gradients are nearer
+    than e5m2's."""
+    layer, x, g = fp8_layer(recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    of_x, of_w = Q.RECIPES[recipe]
+    weight, bias = (p.detach() for p in layer.parameters())
+    rows = x.detach().bfloat16().flatten(0, 1)
+    truth = fp8_exact(rows, of_x) @ fp8_exact(weight, of_w).t() + bias
+    assert fp8_apart(y.flatten(0, 1), truth) < 4e-3
+    wrt = [x, *layer.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        grads = torch.autograd.grad(y, wrt, g.bfloat16())
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    columns = g.bfloat16().flatten(0, 1).t()
+    dw = fp8_exact(columns, of_x, E5M2) @ fp8_exact(rows.t(), of_x).t()
+    assert fp8_apart(grads[1], dw) < 1e-6
+    coarse = torch.autograd.grad(layer(x), wrt, g)
+    layer[0].grad_dtype = E4M3
+    exact = torch.autograd.grad(F.linear(x, *layer.parameters()), wrt, g)
+    for a, b, c in zip(torch.autograd.grad(layer(x), wrt, g)[:2], coarse, exact):
+        assert fp8_apart(a, c) < fp8_apart(b, c)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
+@quantize_some("recipe", ["blockwise"], Q.RECIPES)
+def test_fp8_training_product_compiled(recipe):
+    """Compiled without a graph break it gives the same numbers, forward and backward."""
+    layer, x, g = fp8_layer(recipe)
+    wrt = [x, *layer.parameters()]
+    eager = [layer(x), *torch.autograd.grad(layer(x), wrt, g)]
+    z = torch.compile(layer, fullgraph=True)(x)
+    for a, b in zip([z, *torch.autograd.grad(z, wrt, g)], eager):
+        assert fp8_apart(a, b) < 1e-4
+
+
+def test_fp8_and_qat_swap_and_what_stays():
+    """Linear layers and experts change class over the very same parameters; head, embedding, norms,
+    router and what skip names stay; a tied head stays in any case; unknown recipes are named."""
+    for swap in (
+        lambda m, **k: Q.fp8_training_(m, "rowwise", **k),
+        lambda m, **k: Q.qat_(m, G8, **k),
+    ):
+        G8 = Q.Grid(8)
+        model = fp8_made(fp8_latent())
+        before = dict(model.named_parameters())
+        swap(model, skip=("head", "layers.0", "kv_b_proj"))
+        after = dict(model.named_parameters())
+        assert list(before) == list(after) and all(before[n] is after[n] for n in before)
+        kinds = {n: type(m) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        stays = [n for n, kind in kinds.items() if kind is nn.Linear]
+        assert {n for n in kinds if "layers.0" in n or "kv_b" in n or n == "head"} == set(stays)
+        assert all(m.experts is not M.loop_experts for m in model.modules() if isinstance(m, M.MoE))
+        assert not copy.deepcopy(model).training ^ model.training
+        untouched = swap(fp8_made(fp8_tiny()), skip=("proj", "layer", "0.mlp.down"))
+        assert not [n for n, m in untouched.layers.named_modules() if type(m) is nn.Linear]
+        tied = swap(fp8_made(fp8_tiny(tie_embeddings=True)), skip=())
+        assert type(tied.head) is nn.Linear and type(tied.layers[0].mlp.up_proj) is not nn.Linear
+        assert type(swap(fp8_made(fp8_tiny()), skip=()).head) is not nn.Linear
+    assert type(Q.fp8_training_(fp8_made(fp8_tiny()), "rowwise").head) is nn.Linear
+    with pytest.raises(ValueError, match="recipe 'colwise'.*tensorwise, rowwise, blockwise"):
+        Q.fp8_training_(fp8_made(fp8_tiny()), "colwise")
+    with pytest.raises(ValueError, match="grad_dtype"):
+        Q.fp8_training_(fp8_made(fp8_tiny()), "rowwise", grad_dtype=torch.float16)
+    with pytest.raises(ValueError, match="granularity '1x64'.*1x128"):
+        Q.to_fp8(quantize_normal(2, 3), "1x64")
+
+
+@each_recipe
+def test_fp8_experts(recipe):
+    """A mixture's experts multiply in FP8: nearly the plain output and gradients, not quite."""
+    model = fp8_made(fp8_latent())
+    moe = next(m for m in model.modules() if isinstance(m, M.MoE))
+    x = quantize_normal(2, 40, 64)
+    wanted = moe(x)
+    wanted.sum().backward()
+    grads = [moe.w_gate_up.grad, moe.w_down.grad, moe.router.grad]
+    moe.zero_grad()
+    Q.fp8_training_(model, recipe)
+    moe.shared = moe.shared and None
+    got = moe.experts(x.flatten(0, 1), *moe.route(x.flatten(0, 1)), moe.w_gate_up, moe.w_down)
+    plain = M.loop_experts(x.flatten(0, 1), *moe.route(x.flatten(0, 1)), moe.w_gate_up, moe.w_down)
+    assert 1e-3 < fp8_apart(got, plain) < 0.1
+    moe.zero_grad()
+    got.sum().backward()
+    for p, g in zip((moe.w_gate_up, moe.w_down, moe.router), grads):
+        assert p.grad.shape == p.shape and fp8_apart(p.grad, g) < 0.6
+
+
+# ---- training ----
+
+
+@pytest.fixture(scope="module")
+def fp8_text() -> torch.Tensor:
+    """Bytes of the standard library, one token each."""
+    names = ("argparse.py", "ast.py", "typing.py", "inspect.py", "tarfile.py")
+    kept = "".join(text for name, text in T.read_documents(None) if name in names)
+    return torch.tensor(list(kept.encode("ascii", "ignore")), dtype=torch.int32)
+
+
+FP8_BYTES = fp8_tiny(
+    vocab_size=128, dim=144, n_layers=1, n_heads=3, n_kv_heads=3, head_dim=48, ffn_dim=288
+)
+
+
+def fp8_trained(text, steps: int, change=lambda model: model) -> tuple[float, float]:
+    """Mean loss of the last 20 steps, and validation loss, after train.py's own steps."""
+    model = fp8_made(FP8_BYTES)
+    change(model)
+    optimizer, place = T.build_optimizer(model), T.Place(torch.device("cpu"), "bf16", 0, 1)
+    losses = []
+    for step in range(steps):
+        batch = T.batch_of(text[:-10_000], 0, step, range(4), 4, 64)
+        losses.append(T.accumulate(model, batch, 4, place.autocast)["loss"])
+        T.update(model, optimizer, T.learning_rate(step, steps, 1e-3))
+    return sum(losses[-20:]) / 20, T.validate(model, text[-4097:], 64, 16, place)
+
+
+@pytest.fixture(scope="module")
+def fp8_in_bf16(fp8_text) -> Callable[[int], tuple[float, float]]:
+    return lru_cache(lambda steps: fp8_trained(fp8_text, steps))
+
+
+@quantize_some("recipe,steps", [("rowwise", 60)], Q.RECIPES, [200])
+def test_fp8_training_follows_bf16(recipe, steps, fp8_text, fp8_in_bf16):
+    """Steps with every linear layer in FP8, of widths that no tile divides: training and validation
+    loss within 1% of bf16's, and not the same."""
+    loss, val = fp8_trained(fp8_text, steps, lambda model: Q.fp8_training_(model, recipe))
+    want, want_val = fp8_in_bf16(steps)
+    assert want < (2.6 if steps == 200 else 3.3) and loss != want
+    assert abs(loss / want - 1) < 0.01 and abs(val / want_val - 1) < 0.01
+
+
+QAT_GRIDS = {
+    "int8": Q.Grid(8),
+    "int4": Q.Grid(4, 32, False),
+    "tensor": Q.Grid(4, 0),
+    "row": Q.Grid(3),
+}
+
+
+@pytest.mark.parametrize("grid", QAT_GRIDS.values(), ids=QAT_GRIDS)
+def test_qat_rounding_goes_straight_through(grid):
+    """The forward has exactly the grid's values, the gradient passes as if there were no rounding,
+    but for what the range clamps; stacks of experts row by row alike."""
+    w = quantize_normal(24, 64).requires_grad_()
+    q = Q.fake_quantize(w, grid)
+    scales, zeros = grid.find(w.detach())
+    assert torch.equal(q, grid.decode(grid.encode(w.detach(), scales, zeros), scales, zeros))
+    g = quantize_normal(24, 64, seed=1)
+    assert torch.equal(torch.autograd.grad(q, w, g)[0], g)
+    assert torch.equal(Q.fake_quantize(w.view(2, 12, 64), grid).view(24, 64), q)
+    assert Q.fake_quantize(w.bfloat16(), grid).dtype == torch.bfloat16
+
+    class Narrow(Q.Grid):  # clamps whatever is beyond half the range
+        def find(self, w, ranges="minmax"):
+            scales, zeros = super().find(w)
+            return scales / 2, zeros
+
+    narrow = Narrow(grid.bits, grid.group_size, grid.symmetric)
+    got = torch.autograd.grad(Q.fake_quantize(w, narrow), w, g)[0]
+    scales, zeros = narrow.find(w.detach())
+    codes = w.detach() / quantize_wide(scales, w.shape)
+    codes += 0 if zeros is None else quantize_wide(zeros, w.shape)
+    low, high = (-(2 ** (grid.bits - 1)) + 1, 2 ** (grid.bits - 1) - 1)
+    low, high = (low, high) if grid.symmetric else (0, 2**grid.bits - 1)
+    inside = (codes > low - 0.99) & (codes < high + 0.99)
+    outside = (codes < low - 1.01) | (codes > high + 1.01)
+    assert outside.any() and torch.equal(got[inside], g[inside]) and (got[outside] == 0).all()
+
+
+def qat_rounded(model: M.Transformer, grid: Q.Grid) -> M.Transformer:
+    """Post-training rounding of what qat_ would round."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, module in Q.replaceable(model).items():
+            for w in Q.weights_of(name, module).values():
+                w.copy_(Q.fake_quantize(w, grid))
+    return model
+
+
+def qat_trained(change=lambda model: model) -> tuple[M.Transformer, Callable]:
+    """The shipped draft model after 25 steps on the text it was made from, and how to score one."""
+    import sentencepiece
+
+    folder = DRAFT
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    docs = T.read_documents(None)
+    kept, held = ([d for d in docs if T.held_out(d[0]) is out] for out in (False, True))
+    tokens, val = (
+        torch.tensor([i for _, text in some for i in sp.encode(text)], dtype=torch.int32)
+        for some in (kept[:60], held[:6])
+    )
+    model = M.load_checkpoint(folder, dtype=torch.float32).train()
+    change(model)
+    optimizer, place = T.build_optimizer(model), T.Place(torch.device("cpu"), "fp32", 0, 1)
+    for step in range(25):
+        T.accumulate(model, T.batch_of(tokens, 0, step, range(4), 4, 64), 4)
+        T.update(model, optimizer, 3e-4 * (1 - step / 25) * min(1, (step + 1) / 5))
+    return model, lambda model: T.validate(model, val[:2049], 64, 16, place)
+
+
+@pytest.fixture(scope="module")
+def qat_plain() -> tuple[M.Transformer, Callable]:
+    return qat_trained()
+
+
+@pytest.mark.parametrize("bits", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_qat_beats_rounding_afterwards(bits, qat_plain):
+    """25 steps more on the shipped draft model: the run that rounds its weights in the forward
+    loses less by quantization, and what it validates with is what quantization gives."""
+    grid, (model, score) = Q.Grid(bits, 32, symmetric=False), qat_plain
+    aware, _ = qat_trained(lambda model: Q.qat_(model, grid))
+    whole, after, seen = score(model), score(qat_rounded(model, grid)), score(aware)
+    assert score(qat_rounded(qat_unswapped(aware), grid)) == seen < whole + 0.8 * (after - whole)
+
+
+def qat_unswapped(model: M.Transformer) -> M.Transformer:
+    plain = fp8_made(model.config)
+    plain.load_state_dict(model.state_dict())
+    plain.tie()
+    return plain
+
+
+def test_qat_of_experts_and_bad_groups():
+    """The stacks of a mixture are rounded in the forward and get gradients; a group that does not
+    divide names the layer."""
+    grid, model = (
+        Q.Grid(4, 16, False),
+        fp8_made(fp8_latent(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16)),
+    )
+    tokens = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+    wanted = qat_rounded(model, grid)(tokens)
+    Q.qat_(model, grid)
+    got = model(tokens)
+    assert torch.equal(got, wanted)
+    got.square().sum().backward()
+    moe = next(m for m in model.modules() if isinstance(m, M.MoE))
+    assert moe.w_gate_up.grad.abs().sum() > 0 and moe.w_down.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj: group_size 32 .* 80"):
+        Q.qat_(fp8_made(fp8_tiny(dim=64, ffn_dim=80)), Q.Grid(4, 32, False))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.w_down: group_size 32 .* 40"):
+        Q.qat_(
+            fp8_made(fp8_latent(expert_ffn_dim=40, n_shared_experts=0, **FP8_WIDE)),
+            Q.Grid(4, 32, False),
+        )
+
+
+FP8_WIDE = dict(ffn_dim=96, q_lora_rank=32, kv_lora_rank=32, v_head_dim=16)
+
+
+# ---- train.py --fp8, --qat ----
+
+
+@pytest.fixture(scope="module")
+def fp8_folder(corpus, tmp_path_factory) -> Path:
+    """A corpus and three configurations."""
+    path = tmp_path_factory.mktemp("training")
+    shutil.copy(corpus, path / "corpus.jsonl")
+    small = dict(vocab_size=4096, dim=32, n_heads=2, n_kv_heads=1)
+    (path / "dense.json").write_text(json.dumps(fp8_tiny(**small).to_hf()))
+    (path / "odd.json").write_text(json.dumps(fp8_tiny(**small, ffn_dim=80).to_hf()))
+    (path / "moe.json").write_text(json.dumps(fp8_latent(vocab_size=4096, **FP8_WIDE).to_hf()))
+    return path
+
+
+def fp8_go(fp8_folder: Path, out: Path, config: str, *more) -> int:
+    argv = [
+        "--data",
+        fp8_folder / "corpus.jsonl",
+        "--model",
+        fp8_folder / f"{config}.json",
+        "--out",
+        out,
+    ]
+    argv += ["--batch-size", 4, "--seq-len", 24, "--steps", 6, "--save-every", 2, "--eval-every", 3]
+    return T.main([str(a) for a in (*argv, "--device", "cpu", "--dtype", "bf16", *more)])
+
+
+FP8_FLAGS = [("--fp8", "rowwise"), ("--fp8", "blockwise"), ("--qat", "int4")]
+
+
+@quantize_some("config,flags", list(product(["dense"], FP8_FLAGS[1:])), ["dense", "moe"], FP8_FLAGS)
+def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys, monkeypatch):
+    """--fp8 and --qat are named in the summary and kept by --resume, whose losses and weights equal
+    an uninterrupted run's to the last bit; the folder is the ordinary one, in bf16."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert fp8_go(fp8_folder, whole, config, *flags) == 0
+    said = capsys.readouterr().err
+    assert f"bf16, {flags[0][2:].upper()} {flags[1]} on cpu" in said
+    monkeypatch.setattr(T, "any_rank", lambda caught, device: len(metrics(cut)) == 2)
+    assert fp8_go(fp8_folder, cut, config, *flags) == 0 and len(metrics(cut)) == 3
+    monkeypatch.undo()
+    assert T.main(["--out", str(cut), "--resume", "--device", "cpu"]) == 0
+    assert metrics(cut) == metrics(whole)
+    a, b = (load_file(out / T.STATE) for out in (cut, whole))
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    model = M.load_checkpoint(whole)
+    assert model.embed.weight.dtype == torch.bfloat16
+    for name, p in model.named_parameters():
+        assert torch.equal(p, b[f"weight.{name}"].bfloat16())
+    plain = tmp_path / "plain"
+    assert fp8_go(fp8_folder, plain, config) == 0
+    assert metrics(plain)[-1]["loss"] != metrics(whole)[-1]["loss"]
+    assert (
+        load_file(plain / "model.safetensors").keys()
+        == load_file(whole / "model.safetensors").keys()
+    )
+
+
+def test_fp8_flags_that_contradict(fp8_folder, tmp_path, capsys):
+    """Both flags, another recipe under --resume (also of a run older than the flag), a group that
+    does not divide: exit 2, and the flag named."""
+    said = lambda words: words in capsys.readouterr().err
+    out = tmp_path / "run"
+    assert fp8_go(fp8_folder, out, "dense", "--fp8", "rowwise", "--qat", "int8") == 2
+    assert said("--fp8 and --qat")
+    assert fp8_go(fp8_folder, out, "odd", "--qat", "int4") == 2
+    assert said("--qat int4: layers.0.mlp.down_proj: group_size 32")
+    assert fp8_go(fp8_folder, out, "dense", "--qat", "int8") == 0
+    capsys.readouterr()
+    assert T.main(["--out", str(out), "--resume", "--fp8", "rowwise"]) == 2
+    assert said("--fp8 rowwise differs from the run's None")
+    with safe_open(out / T.STATE, framework="pt") as f:
+        about = f.metadata()
+    run = {k: v for k, v in json.loads(about["run"]).items() if k not in ("fp8", "qat")}
+    save_file(load_file(out / T.STATE), out / T.STATE, about | {"run": json.dumps(run)})
+    assert T.main(["--out", str(out), "--resume", "--qat", "int4"]) == 2
+    assert said("--qat int4 differs from the run's None")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--fp8", "blockwise"), ("--qat", "int4")])
+def test_fp8_compiled_runs(flags, fp8_folder, tmp_path):
+    """--compile with either gives the losses of the run without it."""
+    for out, more in (("eager", ()), ("compiled", ("--compile",))):
+        argv = [fp8_folder, tmp_path / out, "dense", *flags, "--dtype", "fp32", *more]
+        assert fp8_go(*argv) == 0
+    for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled")):
+        assert b["loss"] == pytest.approx(a["loss"], rel=2e-3)
+
+
+# --------------------------------------------------------------------------------------------------
+# compress.py: calibration of whole models, --save, --quantize-report; cpu.py's quantized products
+# --------------------------------------------------------------------------------------------------
+
+
+def compress_args(*argv):
+    return G.parse_args([*map(str, argv)])
+
+
+def compress_draws(sequences, length):
+    """Calibration and held-out sequences of the standard library, (1, length) tokens each."""
+    model, tokenizer = M.load_checkpoint(DRAFT), K.load_tokenizer(DRAFT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(W, "SEQUENCES", sequences)
+        patch.setattr(W, "LENGTH", length)
+        args = compress_args("--quantize-report")
+        return [W.calibration_text(args, model, tokenizer, held) for held in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def compress_texts():
+    return compress_draws(8, 256)
+
+
+def compress_loss(model, texts):
+    with torch.no_grad():
+        return W.against(model, model, texts)[0]
+
+
+def test_compress_losses_on_the_shipped_model(compress_texts):
+    """int8 and fp8 within 0.5 % of bf16's loss, int4 by GPTQ within 3 % and better than rounded."""
+    texts, held = compress_texts
+    plain = compress_loss(M.load_checkpoint(SMALL), held)
+    losses = {}
+    for scheme, method in (("int8", None), ("fp8", None), ("int4", None), ("int4", "gptq")):
+        model = M.load_checkpoint(SMALL)
+        if method is None:
+            Q.quantize_(model, scheme)
+        else:
+            W.calibrate_(model, method, Q.scheme_of(scheme), (), texts)
+        losses[scheme, method] = compress_loss(model, held) / plain - 1
+    assert abs(losses["int8", None]) < 0.005 and abs(losses["fp8", None]) < 0.005, losses
+    assert losses["int4", "gptq"] < 0.03 and losses["int4", "gptq"] < losses["int4", None], losses
+
+
+def test_compress_gptq_is_never_worse_than_rounding_on_a_layer(compress_texts, monkeypatch):
+    """Output error of every linear and every expert of a mixture, on what it really gets as input:
+    GPTQ's at most rounding's, and lower on most."""
+    seen = {}
+
+    def by_gptq(scheme, stats, kept, name, weight):
+        found = plain(scheme, stats, kept, name, weight)
+        if name in stats and stats[name].count:
+            grid, H = scheme.grid, stats[name].hessian
+            error = lambda w: C.output_error(weight, w, H).item()
+            seen[name] = error(grid.decode(*found)), error(C.nearest(grid, weight))
+        return found
+
+    plain = W.by_gptq
+    monkeypatch.setattr(W, "by_gptq", by_gptq)
+    model = M.load_checkpoint(MOE)
+    W.calibrate_(model, "gptq", Q.scheme_of("int4", 8), ("kv_b_proj",), compress_texts[0][:4])
+    assert all(ours <= rounded for ours, rounded in seen.values())
+    assert sum(ours < 0.9 * rounded for ours, rounded in seen.values()) > 0.6 * len(seen)
+    assert any(".w_down." in name for name in seen) and any("shared" in name for name in seen)
+    assert not any("kv_b_proj" in name for name in seen)
+
+
+@pytest.mark.parametrize(
+    "bits, folder, draws",
+    [
+        (2, DRAFT, (8, 256)),
+        pytest.param(2, SMALL, (32, 512), marks=pytest.mark.slow),
+        pytest.param(3, SMALL, (32, 512), marks=pytest.mark.slow),
+    ],
+)
+def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
+    """At 2 and 3 bits and an equal budget of 1 %, the loss with TaCQ's picks is the lowest."""
+    texts, held = compress_draws(*draws)
+    scheme = Q.SCHEMES[f"int{bits}"]
+    model = M.load_checkpoint(folder).float()
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(W, "KEPT", 0.01)
+        tacq = {n: i for n, (i, _) in W.picks(model, scheme, (), texts).items()}
+    weights = {n: m.weight.detach() for n, m in Q.replaceable(model).items()}
+    rng = torch.Generator().manual_seed(0)
+    noise = {n: torch.rand(w.shape, generator=rng) for n, w in weights.items()}
+    losses = {}
+    for name, chosen in (
+        ("tacq", tacq),
+        ("magnitude", C.circuit({n: w.abs() for n, w in weights.items()}, 0.01)),
+        ("random", C.circuit(noise, 0.01)),
+    ):
+        quantized = Q.quantize_(M.load_checkpoint(folder).float(), scheme.name)
+        for n, index in chosen.items():
+            quantized.get_submodule(n).keep(index, weights[n].view(-1)[index])
+        losses[name] = compress_loss(quantized, held)
+    assert losses["tacq"] < min(losses["magnitude"], losses["random"]), losses
+
+
+@pytest.mark.parametrize("folder", [SMALL, MOE], ids=["llama", "deepseek"])
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+def test_compress_folds_leave_the_model_as_it_was(folder, method, compress_texts):
+    """AWQ's and SmoothQuant's scales, folded into norms, routers, experts and linears in fp32, move
+    the logits by no more than 1e-5 of them."""
+    model, tokens = M.load_checkpoint(folder, dtype=torch.float32), compress_texts[0][:2]
+    positions = torch.arange(tokens[0].shape[1])
+    scheme = Q.scheme_of("int8-dynamic") if method == "smoothquant" else Q.scheme_of("int4", 8)
+    with torch.no_grad():
+        before, norms = model(tokens[0]), [p.clone() for p in model.parameters() if p.dim() == 1]
+        rope = M.rope_cos_sin(model.config, positions)
+        run = lambda block, x: block(x, rope, positions, M.causal_attention)
+        states = [model.embed(t) for t in tokens]
+        for _, block, replay in C.layer_by_layer(model.layers, states, run):
+            W.fold_inputs_(block, method, scheme, replay)
+        assert relative(model(tokens[0]), before) < 1e-5
+    after = [p for p in model.parameters() if p.dim() == 1]
+    assert sum(not torch.equal(a, b) for a, b in zip(norms, after)) > len(norms) // 2
+
+
+def test_compress_smoothquant_helps_where_activations_have_outliers(compress_texts):
+    """Outlier channels planted behind the norms: W8A8 loses less with SmoothQuant than without."""
+    texts, held = compress_texts
+
+    def planted():
+        model = M.load_checkpoint(DRAFT, dtype=torch.float32)
+        rng = torch.Generator().manual_seed(0)
+        for block in model.layers:
+            for norm, linears, _ in list(W.inputs_of(block))[:2]:
+                s = torch.ones(len(norm.weight))
+                s[torch.randperm(len(s), generator=rng)[:4]] = 1 / 60
+                C.fold_(norm, linears, s)
+        return model
+
+    plain, scheme = planted(), Q.scheme_of("int8-dynamic")
+    rounded, smooth = Q.quantize_(planted(), "int8-dynamic"), planted()
+    W.calibrate_(smooth, "smoothquant", scheme, (), texts)
+    with torch.no_grad():
+        kl = [W.against(plain, model, held[:4])[1] for model in (rounded, smooth)]
+    assert kl[1] < kl[0] / 3, kl
+
+
+@pytest.mark.parametrize("scheme, method", [("int4", "gptq"), ("int2", "tacq"), ("int8", None)])
+def test_compress_saved_folder_is_the_model_that_was_saved(scheme, method, tmp_path, monkeypatch):
+    """--save, with and without calibration: the folder opens with the same logits, to the bit, and
+    holds the tokenizer; saving into it again is refused."""
+    monkeypatch.setattr(W, "SEQUENCES", 2)
+    saved, out = {}, tmp_path / "out"
+    plain = W.save
+    monkeypatch.setattr(W, "save", lambda args, model: saved.update(m=model) or plain(args, model))
+    calibrated = [] if method is None else ["--calibrate", method]
+    argv = ["--checkpoint", str(DRAFT), "--quantize", scheme, *calibrated, "--save", str(out)]
+    assert G.main(argv) == 0
+    tokens = random_tokens(M.read_config(DRAFT / "config.json"), 1, 20)
+    args = compress_args("--checkpoint", out)
+    opened, _ = G.load(args, torch.device("cpu"))
+    with torch.inference_mode():
+        assert torch.equal(opened(tokens), saved["m"](tokens))
+    assert (out / "tokenizer.model").read_bytes() == (DRAFT / "tokenizer.model").read_bytes()
+    kept = [m for m in opened.modules() if getattr(m, "kept_index", None) is not None]
+    assert bool(kept) == (method == "tacq")
+    assert G.main(argv) == 2
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--quantize int4 --calibrate gptq --calibration-text FILE", "fewer than one sequence"),
+        ("--quantize int4 --calibrate smoothquant", "int8-dynamic"),
+        ("--quantize fp8 --calibrate gptq", "int8 to int2"),
+        ("--quantize int8 --calibrate tacq", "int4 to int2"),
+        ("--quantize int4 --calibrate gptq --calibration-text nowhere.txt", "no such file"),
+        ("--calibrate gptq", "--quantize"),
+        ("--calibration-text FILE", "--calibrate"),
+        ("--save FILE --quantize int8", "--save"),
+        ("--quantize int4 --group-size 7", "--group-size"),
+        ("--quantize int8 --group-size 64", "--group-size"),
+        ("--quantize int5", "int8-dynamic"),
+        ("--quantize int8 --quantize-skip nope", "nope"),
+        ("--plot x.png", "--quantize-report"),
+        ("--quantize-report --quantize int8", "--quantize"),
+    ],
+)
+def test_compress_says_what_is_wrong(argv, words, tmp_path, capsys):
+    """A user's mistake ends in one line that names the flag and the mend."""
+    (tmp_path / "FILE").write_text("def f():\n    return 1\n" * 3)
+    argv = argv.replace("FILE", str(tmp_path / "FILE")).split()
+    assert G.main(["--checkpoint", str(DRAFT), *argv]) == 2
+    line = capsys.readouterr().err.strip().splitlines()
+    assert len(line) == 1 and words in line[0], line
+
+
+def test_compress_report(monkeypatch, capsys):
+    """A row for each scheme: bytes fall, the loss against bf16 is that of the text, stars stand where
+    bf16 was faster; what does not fit the shapes is left out and said."""
+    some = [r for r in W.SCHEMES_REPORTED if r[0] in ("16 bit", "int8", "int4", "int4 gptq")]
+    monkeypatch.setattr(W, "SCHEMES_REPORTED", tuple(some))
+    monkeypatch.setattr(W, "SEQUENCES", 2)
+    monkeypatch.setattr(W, "BATCHES", (1, 2))
+    assert G.main(["--checkpoint", str(DRAFT), "--quantize-report", "--json"]) == 0
+    rows = {r["scheme"]: r for r in json.loads(capsys.readouterr().out)}
+    assert list(rows) == [r[0] for r in some]
+    base = rows["16 bit"]
+    assert base["kl"] == 0 and base["agreement"] == 1 and base["slower"] == []
+    assert base["megabytes"] > rows["int8"]["megabytes"] > rows["int4"]["megabytes"]
+    assert rows["int4"]["kl"] > rows["int4 gptq"]["kl"] > rows["int8"]["kl"] > 0
+    for row in rows.values():
+        assert math.isclose(row["perplexity"], math.exp(row["loss"]))
+        for batch, speed in row["tokens_per_second"].items():
+            slower = speed < base["tokens_per_second"][batch]
+            assert slower == (int(batch) in row["slower"])
+    assert G.main(["--checkpoint", str(MOE), "--quantize-report"]) == 0
+    shown = capsys.readouterr()
+    assert "int4 does not fit this model" in shown.err and "int8" in shown.out
+    assert "* slower than 16 bit" in shown.out
+
+
+@pytest.mark.parametrize("scheme, group_size", [("int8", None), ("int4", 32), ("int4", 256)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 9, 64, 65, 130])
+def test_cpu_packed_linear_against_float64(scheme, group_size, rows):
+    """Every path (one row, a few, many), rows of the weight that fill no tile, columns that fill no
+    block, with bias: against float64 of the dequantized weights."""
+    if cpu.kernel() is None:
+        pytest.skip("no C compiler builds the kernel here")
+    rng = torch.Generator().manual_seed(rows)
+    for N, K in ((64, 256), (7, 96), (13, 704), (50, 1024), (1, 32)):
+        if K % (group_size or 1):
+            continue
+        codes = Q.scheme_of(scheme, group_size).encode(torch.randn(N, K, generator=rng) * 0.02)
+        weight = Q.scheme_of(scheme, group_size).decode(*codes).double()
+        x = torch.randn(rows, K, generator=rng).bfloat16()
+        for bias in (None, torch.randn(N, generator=rng).bfloat16()):
+            with torch.inference_mode():
+                y = cpu.packed_linear(x, *codes, bias, otherwise=None)
+            exact = F.linear(x.double(), weight, None if bias is None else bias.double())
+            assert y.dtype == torch.bfloat16 and relative(y.double(), exact) < 4e-3, (N, K)
+
+
+def test_cpu_packed_linear_with_outliers_in_x():
+    """A column 1000 times the others costs these no accuracy: x is not cut to one scale."""
+    if cpu.kernel() is None:
+        pytest.skip("no C compiler builds the kernel here")
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 256, generator=rng)
+    x[0, 40] = 1000
+    for scheme in ("int8", "int4"):
+        codes = Q.SCHEMES[scheme].encode(torch.randn(64, 256, generator=rng))
+        codes[0][:, 40 if scheme == "int8" else 20] = 0  # of int4 two columns a byte
+        with torch.inference_mode():
+            y = cpu.packed_linear(x.bfloat16(), *codes, None, otherwise=None).double()
+        weight = Q.SCHEMES[scheme].decode(*codes)
+        exact = x.bfloat16().double() @ weight.double().t()
+        assert relative(y, exact) < 4e-3
+
+
+def test_cpu_packed_linear_leaves_the_rest_to_its_stand_in():
+    """Other dtypes, gradients and small groups go to `otherwise`, with all arguments."""
+    codes, small = Q.SCHEMES["int4"].encode(torch.ones(8, 64)), Q.scheme_of("int4", 8)
+    calls = []
+    otherwise = lambda *args: calls.append(len(args))
+    with torch.inference_mode():
+        cpu.packed_linear(torch.ones(1, 64), *codes, None, otherwise)
+        cpu.packed_linear(
+            torch.ones(1, 64).bfloat16(), *small.encode(torch.ones(8, 64)), None, otherwise
+        )
+        cpu.packed_linear(torch.ones(0, 64).bfloat16(), *codes, None, otherwise)
+    cpu.packed_linear(torch.ones(1, 64).bfloat16(), *codes, None, otherwise)  # grad mode is on
+    assert calls == [5] * 4
+
+
+def test_cpu_products_within_a_compiled_graph():
+    """torch.compile calls both as they are: a graph of one bf16 and one int4 layer equals eager."""
+    if cpu.kernel() is None:
+        pytest.skip("no C compiler builds the kernel here")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.SiLU(), torch.nn.Linear(32, 8))
+    Q.quantize_(model.bfloat16().requires_grad_(False), "int4", skip="2")
+    Q.use_product_(model, partial(cpu.packed_linear, otherwise=None))
+    cpu.swap_linear_(model)
+    assert isinstance(model[2], cpu.CPULinear) and isinstance(model[0], Q.QuantizedLinear)
+    x = torch.randn(1, 64).bfloat16()
+    with torch.inference_mode():
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        assert torch.equal(compiled(x), model(x))
 
 
 # --------------------------------------------------------------------------------------------------
