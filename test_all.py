@@ -9989,7 +9989,7 @@ def test_compress_says_what_is_wrong(argv, words, tmp_path, capsys):
 
 
 def test_compress_report(monkeypatch, capsys):
-    """A row for each scheme: bytes fall, the loss against bf16 is that of the text, stars stand where
+    """A row for each scheme: bytes fall, perplexity is of the loss, stars stand where
     bf16 was faster; what does not fit the shapes is left out and said."""
     some = [r for r in W.SCHEMES_REPORTED if r[0] in ("16 bit", "int8", "int4", "int4 gptq")]
     monkeypatch.setattr(W, "SCHEMES_REPORTED", tuple(some))
@@ -10021,17 +10021,19 @@ def test_cpu_packed_linear_against_float64(scheme, group_size, rows):
     if cpu.kernel() is None:
         pytest.skip("no C compiler builds the kernel here")
     rng = torch.Generator().manual_seed(rows)
-    for N, K in ((64, 256), (7, 96), (13, 704), (50, 1024), (1, 32)):
-        if K % (group_size or 1):
+    for N, columns in ((64, 256), (7, 96), (13, 704), (50, 1024), (1, 32)):
+        if columns % (group_size or 1):
             continue
-        codes = Q.scheme_of(scheme, group_size).encode(torch.randn(N, K, generator=rng) * 0.02)
+        codes = Q.scheme_of(scheme, group_size).encode(
+            torch.randn(N, columns, generator=rng) * 0.02
+        )
         weight = Q.scheme_of(scheme, group_size).decode(*codes).double()
-        x = torch.randn(rows, K, generator=rng).bfloat16()
+        x = torch.randn(rows, columns, generator=rng).bfloat16()
         for bias in (None, torch.randn(N, generator=rng).bfloat16()):
             with torch.inference_mode():
                 y = cpu.packed_linear(x, *codes, bias, otherwise=None)
             exact = F.linear(x.double(), weight, None if bias is None else bias.double())
-            assert y.dtype == torch.bfloat16 and relative(y.double(), exact) < 4e-3, (N, K)
+            assert y.dtype == torch.bfloat16 and relative(y.double(), exact) < 4e-3, (N, columns)
 
 
 def test_cpu_packed_linear_with_outliers_in_x():
