@@ -54,6 +54,7 @@ from model import (
 from quantize import (
     Codes,
     Scheme,
+    check_all,
     check_skip,
     from_config,
     quantize_,
@@ -69,6 +70,10 @@ from tokenizer import Tokenizer
 from train import read_documents, split
 
 SEQUENCES, LENGTH = 32, 512  # of calibration text, and tokens in each
+TEXT_FILES = (  # what a folder says about text, which --save takes along
+    "tokenizer", "special_tokens_map", "added_tokens", "generation_config", "chat_template",
+    "vocab", "merges",
+)  # fmt: skip
 KEPT = 0.0035  # of all weights, that tacq leaves in 16 bit (arXiv:2504.07389, 4)
 
 # --------------------------------------------------------------------------------------------------
@@ -84,6 +89,7 @@ def load(
 ) -> Transformer:
     """The model of --checkpoint, quantized as its folder says, or as --quantize."""
     path = args.checkpoint / "config.json"
+    read_config(path)  # says what is wrong with it
     stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
     if stored.get("quant_method") != "sheaf":
         return fast_(load_and_quantize(args, device, dtype, tokenizer))
@@ -110,8 +116,14 @@ def load_and_quantize(
     """The model of --checkpoint, each layer quantized as it comes, or all calibrated once there."""
     config = read_config(args.checkpoint / "config.json")
     scheme, skip = asked_scheme(args), skipped(args, config)
+    if args.save is not None and args.save.exists():
+        if not args.save.is_dir() or any(args.save.iterdir()):
+            raise ValueError(f"--save {args.save}: is there, and no empty folder; name another")
     with torch.device("meta"):
-        checked_skip(Transformer(config), skip)
+        shapes = Transformer(config)
+        quantize_(
+            shapes, args.quantize, skip=checked_skip(shapes, skip), group_size=args.group_size
+        )
     if args.calibrate is None:
         cpu.keep_freed_memory(False)  # or layers would seem to stay, once they are small
         each = partial(quantize_module, scheme=scheme, skip=skip)
@@ -136,7 +148,12 @@ def fast_(model: Transformer) -> Transformer:
     if model.embed.weight.is_cuda:
         from gemm import weight_only_matmul
 
-        use_product_(model, weight_only_matmul)
+        def product(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Any, bias: Any) -> Tensor:
+            few, group = x.numel() <= 64 * x.shape[-1], x.shape[-1] // scales.shape[1]
+            fits = few and (zeros is None or group in (32, 64, 128))
+            return (weight_only_matmul if fits else weight_only)(x, qweight, scales, zeros, bias)
+
+        use_product_(model, product)
     elif cpu.kernel() is not None:
         use_product_(model, partial(cpu.packed_linear, otherwise=weight_only))
     return model
@@ -170,20 +187,15 @@ def checked_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
 def save(args: argparse.Namespace, model: Transformer) -> str:
     """--save: a folder that generate.py opens; what was written, in a line."""
     out, source = args.save, args.checkpoint
-    if out.exists() and (not out.is_dir() or any(out.glob("*.safetensors"))):
-        raise ValueError(f"--save {out}: holds a checkpoint or is no folder; name another")
     config = to_config(model, args.quantize, args.group_size, skipped(args, model.config))
     if args.calibrate is not None:
         config["calibrated"] = args.calibrate
     save_checkpoint(model, out, quantization=config)
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors" and not (out / path.name).exists():
-            if path.name != "model.safetensors.index.json":
-                shutil.copyfile(path, out / path.name)
-    before, after = (
-        sum(p.stat().st_size for p in folder.glob("*.safetensors")) for folder in (source, out)
-    )
-    return f"{out}: {args.quantize}, {after / 1e6:.1f} MB where {source} has {before / 1e6:.1f}"
+        if path.is_file() and path.name.startswith(TEXT_FILES):
+            shutil.copyfile(path, out / path.name)
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    return f"{out}: {args.quantize}, {size / 1e6:.1f} MB of weights"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -212,10 +224,13 @@ def calibration_text(
     """Sequences (1, T) of --calibration-text or, without it, of the standard library's source:
     its training part, or what train.py holds out of it."""
     path, T = args.calibration_text, min(LENGTH, model.config.context)
-    flag = "--calibration-text" if path is not None else "the standard library"
+    where = "the standard library" if path is None else f"--calibration-text {path}"
     if path is not None and not path.is_file():
-        raise ValueError(f"--calibration-text {path}: no such file")
-    texts = split(read_documents(None if path is None else str(path)))[held]
+        raise ValueError(f"{where}: no such file")
+    try:
+        texts = split(read_documents(None if path is None else str(path)))[held]
+    except ValueError as e:
+        raise ValueError(str(e).replace("--data", "--calibration-text")) from None
     step = max(1, len(texts) // (4 * SEQUENCES))  # from all over it
     ids: list[int] = []
     for text in (text for first in range(step) for text in texts[first::step]):
@@ -224,9 +239,7 @@ def calibration_text(
             break
     n = min(SEQUENCES, len(ids) // T)
     if n == 0:
-        raise ValueError(
-            f"{flag} {path or ''}: {len(ids)} tokens, fewer than one sequence of {T}; give more"
-        )
+        raise ValueError(f"{where}: {len(ids)} tokens, fewer than one sequence of {T}; give more")
     device = model.embed.weight.device
     return list(torch.tensor(ids[: n * T], device=device).view(n, 1, T))
 
@@ -417,6 +430,16 @@ class Row:
     slower: list[int]  # batches at which 16 bit is faster
 
 
+def check_report(args: argparse.Namespace) -> None:
+    """ValueError for flags of --quantize-report, before minutes of work."""
+    if args.group_size is not None:
+        asked_scheme(argparse.Namespace(quantize="int4", group_size=args.group_size))
+    if args.plot is not None:
+        if not args.plot.parent.is_dir():
+            raise ValueError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
+        pyplot()
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def report(
@@ -429,6 +452,7 @@ def report(
     """A Row for each scheme, the first of 16 bit. speed(model, batch) -> tokens per second of
     decoding; it may prepare the model for that."""
     plain = load_checkpoint(args.checkpoint, device, dtype)
+    checked_skip(plain, skipped(args, plain.config))
     texts = calibration_text(args, plain, tokenizer)
     held = calibration_text(args, plain, tokenizer, held=True)
     base = None
@@ -459,9 +483,12 @@ def quantized_so(
     grouped = scheme in ("int4", "int3", "int2")
     group_size = args.group_size if grouped else None
     try:
+        if scheme == "2:4" and any(isinstance(m, MoE) for m in model.modules()):
+            return False  # sparse.py does not prune stacks of experts
         if scheme == "2:4":
             sparsify_(model, 2, 4, skip)
         elif method is not None:
+            check_all(replaceable(model, skip), scheme_of(scheme, group_size).check, skip)
             calibrate_(model, method, scheme_of(scheme, group_size), skip, texts)
         elif scheme is not None:
             quantize_(model, scheme, skip=skip, group_size=group_size)

@@ -556,9 +556,12 @@ def packed_linear(
     scales (N, G) bf16 and zeros (N, G) uint8. `otherwise`, of the same arguments, serves where this
     file does not: x that is not bf16, groups under 32, gradients. Needs kernel()."""
     C, N, G = x.shape[-1], len(qweight), scales.shape[-1]
-    rows = x.numel() // C
+    rows, width = x.numel() // C, qweight.shape[1] * (1 if zeros is None else 2)
+    if C != width:
+        raise ValueError(f"x has {C} columns, the weight {width}")
+    on_cpu = x.device.type == qweight.device.type == "cpu" and qweight.is_contiguous()
     fits = x.dtype == torch.bfloat16 and rows > 0 and (zeros is None or C // G >= 32)
-    if torch.is_grad_enabled() or not fits:
+    if torch.is_grad_enabled() or not fits or not on_cpu:
         return otherwise(x, qweight, scales, zeros, bias)
     if torch.compiler.is_compiling():
         return torch.ops.sheaf.cpu_packed_linear(x, qweight, scales, zeros, bias)
@@ -585,20 +588,27 @@ def packed_linear(
 
 # A compiled graph calls both as they are and fuses what stands between. (Not custom_op, whose call
 # costs as much as a small product.)
+# The first copy of this file in a process defines them for all.
 OPS = torch.library.Library("sheaf", "FRAGMENT")
-OPS.define("cpu_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-OPS.define(
-    "cpu_packed_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias)"
-    " -> Tensor"
-)
-OPS.impl("cpu_linear", linear, "CPU")
-OPS.impl("cpu_packed_linear", partial(packed_linear, otherwise=None), "CPU")
 
 
-@torch.library.register_fake("sheaf::cpu_linear", lib=OPS)
-@torch.library.register_fake("sheaf::cpu_packed_linear", lib=OPS)
 def _like_product(x: Tensor, weight: Tensor, *more: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _define_op(name: str, function: Callable[..., Tensor], arguments: str) -> None:
+    if not hasattr(torch.ops.sheaf, name):
+        OPS.define(f"{name}({arguments}) -> Tensor")
+        OPS.impl(name, function, "CPU")
+        torch.library.register_fake(f"sheaf::{name}", _like_product, lib=OPS)
+
+
+_define_op("cpu_linear", linear, "Tensor x, Tensor weight, Tensor? bias")
+_define_op(
+    "cpu_packed_linear",
+    partial(packed_linear, otherwise=None),
+    "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias",
+)
 
 
 class CPULinear(nn.Linear):

@@ -240,7 +240,7 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
     prediction."""
     c, embed, total = model.config, model.embed.weight, 0.0
     for name, p in chain(model.named_parameters(), model.named_buffers()):
-        if name.startswith("mtp."):
+        if name.startswith("mtp.") or name.endswith(".correction"):
             continue
         if p is embed and model.head.weight is not embed:
             total += batch * p[0].nbytes
@@ -576,7 +576,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         for name in names.split():
             if name in given and not good:
                 raise ValueError(f"{_flag(name)} needs {needs}")
-    reported = "n max_new_tokens logit_bias ignore_eos stop"
+    reported = f"{' '.join(SAMPLING_FLAGS)} n max_new_tokens logit_bias ignore_eos stop"
     drawing = f"{' '.join(SAMPLING_FLAGS)} n max_new_tokens logit_bias ignore_eos stop compile"
     serving = "prompt prompt_tokens interactive chat score bench attention"
     for mode, others in (
@@ -1116,8 +1116,12 @@ def quantize_report(args: argparse.Namespace) -> None:
     """--quantize-report: what every scheme costs and gains on this checkpoint."""
     import compress
 
+    if is_quantized(args.checkpoint):
+        raise ValueError(f"--quantize-report: {args.checkpoint} is quantized already")
+    compress.check_report(args)
     device = pick_device(args.device)
     dtype = DTYPES[args.dtype] if args.dtype else None
+    tokenizer = load_tokenizer(args.checkpoint)
 
     @torch.inference_mode()
     def speed(model: Transformer, batch: int) -> float:
@@ -1132,12 +1136,10 @@ def quantize_report(args: argparse.Namespace) -> None:
             runs.append(time.perf_counter() - start)
         return batch / statistics.median(runs)
 
-    if args.plot is not None:
-        compress.pyplot()  # now, not after minutes of work
     rows = []
     say = (lambda line: None) if args.json else partial(print, flush=True)
     say(compress.REPORT_HEAD)
-    for row in compress.report(args, device, dtype, load_tokenizer(args.checkpoint), speed):
+    for row in compress.report(args, device, dtype, tokenizer, speed):
         say(compress.report_line(row))
         rows.append(row)
     say("* slower than 16 bit")

@@ -25,8 +25,9 @@ weights (`fp8_training_`).
 
 When it loses: few bits of weight gain nothing where arithmetic is the limit, with many rows of x:
 the weight is dequantized first. int8-dynamic, llm.int8 and fp8 gain nothing where there is no
-matrix unit for 8 bits, on most CPUs; llm.int8 is slow everywhere. The products here are plain
-torch; memory-speed ones are cpu.py's and gemm.py's, put in by `use_product_`.
+matrix unit for 8 bits, on most CPUs. llm.int8 is slow everywhere, and looks for outliers in all
+rows of a call: a row in a batch is not to the bit the row alone. The products here are plain torch;
+memory-speed ones are cpu.py's and gemm.py's, put in by `use_product_`.
 
 Hooks: the Linear swap; the experts hook, where an expert's weight is had by indexing; and `product`
 of every layer. Equivalence (test_all.py): dequantized weights to the bit as the formula says; each
@@ -202,7 +203,8 @@ def weight_only(
     a kernel that unpacks in registers: torch has one for int8 on a CPU, and for int4 after
     `pack_for_torch_cpu_`; others come in by `use_product_`."""
     bits, rows = 8 if zeros is None else 4, x.numel() // x.shape[-1]
-    fits = x.shape[-1] % 32 == 0 == len(qweight) % 16  # else torch's op reads what is not its own
+    fits = x.shape[-1] % 32 == 0 == len(qweight) % 16  # else torch's op reads what is not its own,
+    fits = fits and x.dtype != torch.float16  # whose range its sums would leave
     apart = x.is_cuda or x.requires_grad or torch.compiler.is_compiling()
     if apart or bits == 4 or not 0 < rows <= 8 or not fits:
         return dequantized(x, qweight, scales, zeros, bias, bits)
@@ -475,8 +477,8 @@ class Quantized(nn.Module):
         super().__init__()
         self.scheme, self.product = scheme, scheme.product
         self.shape, self.dtype = weight.shape, weight.dtype
-        for name, tensor in zip(("qweight", "scales", "zeros"), codes):
-            self.register_buffer(name, tensor)
+        for name, tensor in zip(("qweight", "scales", "zeros"), codes):  # kernels read row by row
+            self.register_buffer(name, None if tensor is None else tensor.contiguous())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantized:
         held = {name: self._buffers[name] for name in ("qweight", "scales", "zeros")}
@@ -698,7 +700,9 @@ def quantize_(
     check_skip(model, skip)
     todo = replaceable(model, skip)
     if not todo:
-        raise ValueError("there is no nn.Linear below this module whose weight is its own")
+        done = any(isinstance(m, Quantized) for m in model.modules())
+        why = "it is quantized already" if done else "or skip leaves none"
+        raise ValueError(f"there is no nn.Linear below this module with a weight of its own: {why}")
     check_all(todo, chosen.check, skip)
     for name in list(todo):
         module = todo.pop(name)  # nothing here holds the old weight any longer
@@ -720,7 +724,8 @@ def use_product_(model: nn.Module, product: Product) -> nn.Module:
 
 def pack_for_torch_cpu_(model: nn.Module) -> nn.Module:
     """Have int4 layers multiply by torch's own CPU kernel: its layout depends on this CPU and is
-    kept beside the codes, so that the model still saves. bf16, groups of 32, 64, 128 or 256."""
+    kept beside the codes, so that the model still saves. bf16, groups of 32, 64, 128 or 256, output
+    features a multiple of 16."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and module.scheme.name == "int4":
             codes, zeros = unpack(module.qweight, 4).int(), module.zeros.float()
