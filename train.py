@@ -763,7 +763,9 @@ def change_products(model: Transformer, args: argparse.Namespace) -> None:
         try:
             qat_(model, QAT_GRIDS[args.qat])
         except ValueError as e:
-            raise ValueError(f"--qat {args.qat}: {e}") from None
+            raise ValueError(
+                f"--qat {args.qat}, in groups of 32: {e}; or train --qat int8"
+            ) from None
 
 
 def flops_per_token(model: Transformer, seq_len: int) -> int:
