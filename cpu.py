@@ -454,7 +454,7 @@ def kernel() -> ctypes.CDLL | None:
         library = cache / f"gemv-{recipe[:16]}.so"
         if not library.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            tmp = library.with_suffix(f".{os.getpid()}")
+            tmp = library.with_name(f"{library.stem}-{os.getpid()}.tmp")
             source, built = tmp.with_suffix(".c"), tmp.with_suffix(".o")
             source.write_text(SOURCE)
             for command in ([*flags, source, "-o", built], ["-shared", built, "-o", tmp]):
