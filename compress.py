@@ -67,7 +67,7 @@ from quantize import (
 )
 from sparse import sparsify_
 from tokenizer import Tokenizer
-from train import read_documents, split
+from train import pyplot, read_documents, split
 
 SEQUENCES, LENGTH = 32, 512  # of calibration text, and tokens in each
 TEXT_FILES = (  # what a folder says about text, which --save takes along
@@ -527,20 +527,6 @@ def report_line(r: Row) -> str:
 
 REPORT_HEAD = f"{'scheme':<25}{'MB':>9}{'loss':>9}{'more':>9}{'ppl':>9}{'KL':>9}{'same':>7}"
 REPORT_HEAD += "".join(f"{f'tok/s x{b}':>12}" for b in BATCHES)
-
-
-def pyplot() -> Any:
-    """matplotlib's, drawing into files. ValueError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(
-            "--plot needs matplotlib, which is optional: pip install matplotlib"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -559,11 +559,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(out: Path) -> Path:
-    """Loss and learning rate of OUT/metrics.jsonl as OUT/metrics.png."""
-    path = out / "metrics.jsonl"
-    if not path.exists():
-        raise ValueError(f"--plot: {path} is not there; train first, or name the run with --out")
+def pyplot() -> Any:
+    """matplotlib's, drawing into files. ValueError where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -573,8 +570,17 @@ def plot(out: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(out: Path) -> Path:
+    """Loss and learning rate of OUT/metrics.jsonl as OUT/metrics.png."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"--plot: {path} is not there; train first, or name the run with --out")
+    draw = pyplot()
     rows = read_metrics(path)
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
+    figure, (top, bottom) = draw.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     top.plot([r["step"] for r in rows], [r["loss"] for r in rows], lw=0.8, label="training loss")
     validated = [r for r in rows if "val_loss" in r]
     top.plot(
@@ -642,17 +648,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         default="sdpa",
         help="flash: attention.py's kernels; on a CPU its plain torch, slower (%(default)s)",
     )
-    p.add_argument(
-        "--fp8",
-        choices=tuple(RECIPES),
-        help="linear layers multiply in FP8, with scales per tensor, row or block; without FP8 "
-        "tensor cores the same numbers, slower",
-    )
-    p.add_argument(
-        "--qat",
-        choices=tuple(QAT_GRIDS),
-        help="train for generate.py --quantize int8 or int4: every forward rounds the weights so",
-    )
+    add_product_flags(p)
     p.add_argument("--compile", action="store_true", help="torch.compile the model")
     p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
     args = p.parse_args(argv)
@@ -665,6 +661,21 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise ValueError("--fp8 and --qat exclude each other; choose one")
     args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
     return args
+
+
+def add_product_flags(p: argparse.ArgumentParser) -> None:
+    """Those of quantize.py's training."""
+    p.add_argument(
+        "--fp8",
+        choices=tuple(RECIPES),
+        help="linear layers multiply in FP8, with scales per tensor, row or block; without FP8 "
+        "tensor cores the same numbers, slower",
+    )
+    p.add_argument(
+        "--qat",
+        choices=tuple(QAT_GRIDS),
+        help="train for generate.py --quantize int8 or int4: every forward rounds the weights so",
+    )
 
 
 def _flag(name: str) -> str:
