@@ -9772,7 +9772,7 @@ def test_fp8_flags_that_contradict(fp8_folder, tmp_path, capsys):
     assert fp8_go(fp8_folder, out, "dense", "--fp8", "rowwise", "--qat", "int8") == 2
     assert said("--fp8 and --qat")
     assert fp8_go(fp8_folder, out, "odd", "--qat", "int4") == 2
-    assert said("--qat int4: layers.0.mlp.down_proj: group_size 32")
+    assert said("--qat int4, in groups of 32: layers.0.mlp.down_proj: group_size 32")
     assert fp8_go(fp8_folder, out, "dense", "--qat", "int8") == 0
     capsys.readouterr()
     assert T.main(["--out", str(out), "--resume", "--fp8", "rowwise"]) == 2
