@@ -7,6 +7,7 @@
     python generate.py --score FILE                          perplexity of a text
     python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
     python generate.py --quantize int4                       fewer bits a weight, as it loads
+    python generate.py --speculate ngram                     several tokens for one reading of them
     python generate.py --batch requests.jsonl                many requests, results as they finish
     python generate.py --bench-serving 200 --rate 10         throughput and latencies under load
 
@@ -21,17 +22,22 @@ How a token is drawn is sampling.py's contract, in every mode: its fields are fl
 several continuations of one prompt in lockstep, reading the weights once for all; sample b is what
 seed + b gives alone. --interactive keeps the KV cache across turns and prefills only what is new.
 
+--speculate lets something cheap propose the next tokens, and a step verifies them all: the same
+distribution, greedy the same text (speculative.py). The facts then say how many were kept.
+
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls cpu.py's products,
 which read memory faster than compiled ones, and it pays where these are quantized. Needs: model.py,
 tokenizer.py, sampling.py, cpu.py, sentencepiece or tokenizers; for --attention flash attention.py;
 for --batch and --bench-serving, which are serving.py's, that and paged_kv.py; for --quantize
-compress.py, and with it quantize.py, calibrate.py, sparse.py, gemm.py and train.py.
+compress.py, and with it quantize.py, calibrate.py, sparse.py, gemm.py and train.py; for --speculate
+drafting.py and speculative.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -123,10 +129,17 @@ def hidden_chunks(
 
 
 def prefill(
-    model: Transformer, tokens: Tensor, cache: KVCache, start: int = 0, attention: AttendOver = sdpa
+    model: Transformer,
+    tokens: Tensor,
+    cache: KVCache,
+    start: int = 0,
+    attention: AttendOver = sdpa,
+    observe: Callable[[int, Tensor], None] = lambda start, hidden: None,
 ) -> Tensor:
-    """Run tokens (1, T) from position `start` on into the cache; logits (1, V) after the last."""
-    for _, hidden in hidden_chunks(model, tokens, cache, start, attention):
+    """Run tokens (1, T) from position `start` on into the cache; logits (1, V) after the last.
+    observe: sees the hidden states (1, t, C) of every chunk and where it starts."""
+    for first, hidden in hidden_chunks(model, tokens, cache, start, attention):
+        observe(start + first, hidden)
         last = hidden[:, -1]  # the other rows of logits are never looked at
     return model.head(last)
 
@@ -164,6 +177,7 @@ class Decoder:
         keep_logits: bool = False,
         attention: AttendOver = sdpa,
     ):
+        """A cache of max_len tokens per row. keep_logits: `shown` has them after every step."""
         device, dtype = model.embed.weight.device, model.embed.weight.dtype
         V = model.config.vocab_size
         self.model, self.batch, self.compiled, self.used = model, batch, compiled, 0
@@ -173,32 +187,49 @@ class Decoder:
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.logits = torch.zeros(batch, V, dtype=dtype, device=device) if keep_logits else None
+        self.shown: tuple[Tensor, Tensor] | None = None  # logits (B, T, V), the tokens drawn (B, T)
         self.run = self._compile() if compiled else lambda: self._step(self.used + 1)
         self.weight_bytes = weight_bytes(model, batch)
+        self.speculator: Any = None  # a drafting.Speculator, which then does the steps
 
-    def start(self, ids: Sequence[int], cached: int = 0) -> list[int]:
+    def start(self, ids: Sequence[int], cached: int = 0) -> list[list[int]]:
         """Prefill the prompt `ids`, the first `cached` of which the cache holds already; the first
         new token of every row."""
         self.used = cached
         prompt = torch.tensor([ids[cached:]], device=self.token.device)
-        logits = prefill(self.model, prompt, self.cache, cached, self.attention)
+        more = {} if self.speculator is None else {"observe": self.speculator.observe}
+        logits = prefill(self.model, prompt, self.cache, cached, self.attention, **more)
         self.used = len(ids)
         self.sampler.start([ids] * self.batch)
         self.position.fill_(len(ids))
         self._draw(logits.expand(self.batch, -1))
-        return self._tokens()
+        runs = self._runs(self._tokens())
+        if self.speculator is not None:
+            self.speculator.start(ids, [run[0] for run in runs])
+        return runs
 
-    def next(self) -> list[int]:
-        """Append the last tokens to their rows; the ones after them."""
+    def next(self) -> list[list[int]]:
+        """The next tokens of every row: one, or with a speculator one or more."""
+        if self.speculator is not None:
+            return self._runs(self.speculator.next())
         self.run()
         self.used += 1  # now that the whole step is done: Ctrl-C may end it anywhere
-        return self._tokens()
+        return self._runs(self._tokens())
 
-    def _tokens(self) -> list[int]:
-        tokens = self.token[:, 0].tolist()
-        if min(tokens) < 0:
+    def keep(self, logits: Tensor, drawn: Tensor) -> None:
+        """Show logits (B, T, V) and the tokens (B, T) drawn from them to who asked for logits."""
+        if self.logits is not None:
+            self.shown = logits, drawn.clamp(min=0)
+
+    def _tokens(self) -> list[list[int]]:
+        if self.logits is not None:
+            self.keep(self.logits[:, None], self.token)
+        return self.token.tolist()
+
+    def _runs(self, runs: list[list[int]]) -> list[list[int]]:
+        if min(map(min, runs)) < 0:
             raise ValueError(NOT_FINITE.format(self.used))
-        return tokens
+        return runs
 
     def _draw(self, logits: Tensor) -> None:
         if self.logits is not None:
@@ -210,14 +241,15 @@ class Decoder:
         self._draw(self.model(self.token, self.position, attend)[:, -1])
         self.position.add_(1)
 
+    def replayed(self, step: Callable[..., Any]) -> Replayed:
+        """A part of the model's work with static shapes, for a speculator."""
+        return Replayed(step, self.token.device)
+
     def _compile(self) -> Callable[[], None]:
         for module in self.model.modules():
             if isinstance(module, MoE):
                 module.experts = gathered_if_compiled(module.experts)
-        # on CUDA this option lets the compiler write one-row products as reductions, fused with
-        # their neighbours
-        options = {"coordinate_descent_tuning": True} if self.token.device.type == "cuda" else {}
-        step = torch.compile(self._step, fullgraph=True, dynamic=False, options=options)
+        step = compiled(self._step, self.token.device)
         for _ in range(2):
             step()  # compiles; the slots it writes are overwritten by the first prompt
         if self.token.device.type != "cuda":
@@ -232,6 +264,47 @@ class Decoder:
         """What the last step read: weights and the part of the cache it looked at."""
         whole = self.compiled and self.attention is sdpa
         return self.weight_bytes + self.cache.bytes_read(None if whole else self.used)
+
+
+def compiled(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """One graph of static shapes. On CUDA this option lets the compiler write one-row products as
+    reductions, fused with their neighbours."""
+    options = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
+    return torch.compile(step, fullgraph=True, dynamic=False, options=options)
+
+
+class Replayed:
+    """A function of tensors (or None), compiled for every shape that comes; on CUDA captured as a
+    graph over inputs of its own. What it writes elsewhere, a cache, may be written twice."""
+
+    def __init__(self, step: Callable[..., Any], device: torch.device):
+        self.step, self.cuda = compiled(step, device), device.type == "cuda"
+        self.captured: dict[Any, tuple[list[Tensor | None], Any, Any]] = {}
+
+    def __call__(self, *inputs: Tensor | None) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=64):
+            if not self.cuda:
+                return self.step(*inputs)
+            key = tuple(None if x is None else x.shape for x in inputs)
+            if key not in self.captured:
+                self.captured[key] = self._capture(
+                    [None if x is None else x.clone() for x in inputs]
+                )
+        mine, graph, out = self.captured[key]
+        for old, new in zip(mine, inputs):
+            if old is not None:
+                old.copy_(new)
+        graph.replay()
+        return out
+
+    def _capture(self, mine: list[Tensor | None]) -> tuple[list[Tensor | None], Any, Any]:
+        for _ in range(2):
+            self.step(*mine)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self.step(*mine)
+        return mine, graph, out
 
 
 def weight_bytes(model: Transformer, batch: int = 1) -> int:
@@ -264,23 +337,27 @@ def run_rows(
     top: int | None = None,
     cached: int = 0,
 ) -> Iterator[list[int]]:
-    """At most max_new tokens for every row after the prompt, each as soon as it is known; a row
-    that ended is no longer heard. With `top`, log-probabilities are kept beside the tokens."""
-    for i in range(max_new):
-        tokens = decoder.start(ids, cached) if i == 0 else decoder.next()
+    """At most max_new tokens for every row after the prompt, each as soon as it is known, several
+    at once where a draft was right; a row that ended is no longer heard. With `top`,
+    log-probabilities are kept beside the tokens."""
+    runs = decoder.start(ids, cached)
+    while True:
         if top is not None:
-            found = logprobs_of(decoder.logits, decoder.token[:, 0], top)
-        for b, (row, token) in enumerate(zip(rows, tokens)):
-            if row.finish is None:
+            found = logprobs_of(*decoder.shown, top)
+        for b, (row, run) in enumerate(zip(rows, runs)):
+            for i, token in enumerate(run):
+                if row.finish is not None:
+                    break
                 if top is not None:
-                    chosen, *best = (x[b].tolist() for x in found)
+                    chosen, *best = (x[b, i].tolist() for x in found)
                     row.logprobs.append(logprob_entry(row.tokenizer, token, chosen, *best))
                 row.push(token)
-        yield tokens
+                if len(row.tokens) == max_new:
+                    row.end("length")
+        yield runs
         if all(row.finish for row in rows):
             return
-    for row in rows:
-        row.end("length")
+        runs = decoder.next()
 
 
 def score(
@@ -358,7 +435,7 @@ class Chat:
     def ask(
         self, line: str, how: Sampling, max_new: int, row: Continuation, limit: int
     ) -> Iterator[int]:
-        """Generate the reply into `row`; yields at every token, and may be abandoned at any. First
+        """Generate the reply into `row`; yields at every step, and may be abandoned at any. First
         yields how many ids the cache already held. ValueError if the conversation is too long."""
         text, ids = self.ids_for(line)
         if not ids:
@@ -380,7 +457,7 @@ class Chat:
             for tokens in run_rows(
                 self.decoder, ids, [row], min(max_new, limit - len(ids)), cached=same
             ):
-                yield tokens[0]
+                yield len(tokens[0])
         finally:  # also when Ctrl-C ended it
             row.end("interrupted")
             self._remember(line, row)
@@ -452,6 +529,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dummy", metavar="CONFIG", help=text)
     add("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
     add_quantize_flags(add)
+    add_speculation_flags(add)
     add_serving_flags(add)
     return p
 
@@ -472,6 +550,31 @@ def add_quantize_flags(add: Callable[..., Any]) -> None:
     text = "bytes, loss and speed of every scheme on this checkpoint, and nothing else"
     add("--quantize-report", action="store_true", help=text)
     add("--plot", type=Path, metavar="FILE", help="with --quantize-report: draw loss against bytes")
+
+
+def add_speculation_flags(add: Callable[..., Any]) -> None:
+    """Those of drafting.py."""
+    text = (
+        "draft the next tokens, and verify them in one step: ngram copies from what stands before, "
+        "draft is a smaller model, staged that with ngram inside, tree a tree of its choices, exit "
+        "the first layers, mtp the model's own multi-token prediction, head one that train.py "
+        "--train-draft-head made"
+    )
+    names = ("ngram", "draft", "staged", "tree", "exit", "mtp", "head")
+    add("--speculate", choices=names, help=text)
+    text = "folder of the draft model or head (for the shipped model the shipped ones)"
+    add("--draft", metavar="DIR", help=text)
+    text = "drafts in a step (nodes of a tree); auto: what pays, up to 8 (%(default)s)"
+    add("--speculate-k", default="auto", metavar="N|auto", help=text)
+    text = "with --speculate exit: so many layers (half)"
+    add("--exit-layers", type=int, metavar="N", help=text)
+    text = (
+        "draw drafts with the target's own noise: sampled text is then what --seed gives without "
+        "drafts, and fewer of them are kept"
+    )
+    add("--draft-certain", action="store_true", help=text)
+    text = "with --bench: keep drafts with this probability, whatever they are; only speed is real"
+    add("--draft-acceptance", type=float, metavar="A", help=text)
 
 
 def add_serving_flags(add: Callable[..., Any]) -> None:
@@ -536,6 +639,8 @@ def check_ranges(args: argparse.Namespace) -> None:
         ("bench_serving kv_blocks block_size", lambda v: v >= 1, "at least 1"),
         ("max_batch_tokens max_running", lambda v: v >= 1, "at least 1"),
         ("context", lambda v: v >= 2, "at least 2"),
+        ("exit_layers", lambda v: v >= 1, "at least 1"),
+        ("draft_acceptance", lambda v: 0 <= v <= 1, "from 0 to 1"),
         ("logprobs shared_prefix", lambda v: v >= 0, "0 or more"),
         ("burstiness", lambda v: v == 0 or 0.01 <= v <= 100, "0, or from 0.01 to 100"),
         ("rate", lambda v: v >= 1e-6, "at least 1e-6"),
@@ -550,6 +655,10 @@ def check_ranges(args: argparse.Namespace) -> None:
         if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
             raise ValueError(f"{_flag(name)} must be A:B, two numbers from 1 on, not {text!r}")
         setattr(args, name, (int(low), int(high)))
+    if args.speculate_k != "auto":
+        ok = args.speculate_k.isdecimal() and 1 <= int(args.speculate_k) <= 64
+        if not ok:
+            raise ValueError(f"--speculate-k must be from 1 to 64 or auto, not {args.speculate_k}")
     for low, high in (("min_new_tokens", "max_new_tokens"), ("max_running", "max_batch_tokens")):
         if getattr(args, low) > getattr(args, high):
             raise ValueError(
@@ -570,6 +679,14 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ("calibrate save", args.quantize, "--quantize"),
         ("calibration_text", args.calibrate or args.quantize_report, "--calibrate"),
         ("plot", args.quantize_report, "--quantize-report"),
+        ("draft", args.speculate in ("draft", "staged", "tree", "head"), "--speculate draft or so"),
+        ("speculate_k draft_certain", args.speculate, "--speculate"),
+        ("exit_layers", args.speculate == "exit", "--speculate exit"),
+        (
+            "draft_acceptance",
+            args.speculate and (args.bench or args.bench_serving),
+            "--speculate and --bench or --bench-serving",
+        ),
         (ENGINE_FLAGS, args.batch or args.bench_serving, "--batch or --bench-serving"),
         (WORKLOAD_FLAGS, args.bench_serving, "--bench-serving"),
     ):
@@ -578,6 +695,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
                 raise ValueError(f"{_flag(name)} needs {needs}")
     reported = f"{' '.join(SAMPLING_FLAGS)} n max_new_tokens logit_bias ignore_eos stop"
     drawing = f"{' '.join(SAMPLING_FLAGS)} n max_new_tokens logit_bias ignore_eos stop compile"
+    drawing += " speculate"
     serving = "prompt prompt_tokens interactive chat score bench attention"
     for mode, others in (
         ("batch", f"{serving} json bench_serving"),
@@ -585,7 +703,10 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ("interactive", "prompt json bench prompt_tokens chat score logprobs dummy n"),
         ("score", f"prompt bench prompt_tokens chat dummy {drawing}"),
         ("save", f"{serving} json batch bench_serving dummy {drawing}"),
-        ("quantize_report", f"{serving} batch bench_serving dummy quantize save {reported}"),
+        (
+            "quantize_report",
+            f"{serving} batch bench_serving dummy quantize save speculate {reported}",
+        ),
         ("calibrate", "dummy"),
         ("prompt_tokens", "prompt chat"),
         ("dummy", "checkpoint chat"),
@@ -771,11 +892,11 @@ def synchronize(device: torch.device) -> None:
 class Run:
     """One run's times, seconds."""
 
-    steps: int  # tokens of the longest row
+    tokens: int  # of the longest row
     first: float  # prompt in, first token out
     rest: float  # all the tokens after the first
     later: int  # tokens of all rows after the first step
-    read: int  # bytes those steps read
+    read: int  # bytes those steps read, drafters' not counted
 
 
 def clocked(steps: Iterable[list[int]], decoder: Decoder, rows: list[Continuation]) -> Run:
@@ -789,7 +910,8 @@ def clocked(steps: Iterable[list[int]], decoder: Decoder, rows: list[Continuatio
             read += decoder.bytes_per_step()
         n += 1
     rest = time.perf_counter() - start - first
-    return Run(n, first, rest, sum(len(row.tokens) - 1 for row in rows), read)
+    tokens = [len(row.tokens) for row in rows]
+    return Run(max(tokens), first, rest, sum(tokens) - len(tokens), read)
 
 
 def facts_of(
@@ -799,12 +921,12 @@ def facts_of(
     med = lambda f: statistics.median(f(r) for r in runs)
     facts = {
         "prompt_tokens": prompt_tokens,
-        "new_tokens": runs[-1].steps,
+        "new_tokens": runs[-1].tokens,
         "load_seconds": load_seconds,
         "first_token_seconds": med(lambda r: r.first),
         "prefill_tokens_per_second": prompt_tokens / med(lambda r: r.first),
     }
-    if runs[-1].steps > 1:
+    if runs[-1].tokens > 1:
         speed = med(lambda r: r.read / r.rest / 1e9)
         facts |= {
             "tokens_per_second": med(lambda r: r.later / r.rest),
@@ -813,6 +935,17 @@ def facts_of(
             "bandwidth_share": speed * 1e9 / bandwidth,
         }
     return {k: round(v, 4) for k, v in facts.items()}
+
+
+def speed_up(runs: list[Run], plain: list[Run]) -> dict[str, Any]:
+    """Over the same runs without drafts, where these were made."""
+    if not plain or runs[-1].tokens < 2:
+        return {}
+    med = lambda runs: statistics.median(r.later / r.rest for r in runs)
+    return {
+        "plain_tokens_per_second": round(med(plain), 4),
+        "speed_up": round(med(runs) / med(plain), 4),
+    }
 
 
 def facts_line(f: dict[str, Any], where: str) -> str:
@@ -828,6 +961,13 @@ def facts_line(f: dict[str, Any], where: str) -> str:
             f"GB/s, {f['bandwidth_share']:.0%} of the "
             f"{f['measured_gigabytes_per_second']:.1f} GB/s measured here"
         )
+    if f.get("verifications"):
+        kept = " ".join(f"{share:.0%}" for share in f["acceptance"])
+        line += f"; {f['tokens_per_verification']:.2f} tokens per verification, drafts kept {kept}"
+    elif "verifications" in f:
+        line += "; nothing was drafted"
+    if "speed_up" in f:
+        line += f"; {f['speed_up']:.2f}x of {f['plain_tokens_per_second']:.1f} tok/s without drafts"
     return line
 
 
@@ -853,7 +993,11 @@ def for_cpu_(model: Transformer) -> None:
 
 
 def build_decoder(
-    args: argparse.Namespace, model: Transformer, max_len: int, eos: Sequence[int]
+    args: argparse.Namespace,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    max_len: int,
+    eos: Sequence[int],
 ) -> Decoder:
     """A decoder with a cache of max_len tokens per row. ValueError names the flag."""
     if model.embed.weight.device.type == "cpu":
@@ -862,12 +1006,36 @@ def build_decoder(
     if top is not None and top > V:
         raise ValueError(f"--logprobs must be at most the vocabulary's {V}, not {top}")
     keep, attention = top is not None, pick_attention(args.attention)
+    if args.speculate:
+        import drafting
+
+        max_len += drafting.spare(args)
     try:
-        return Decoder(model, max_len, args.how, args.n, eos, args.compile, keep, attention)
+        decoder = Decoder(model, max_len, args.how, args.n, eos, args.compile, keep, attention)
     except ValueError as e:
         if not str(e).startswith("logit_bias"):
             raise
         raise ValueError(f"--logit-bias {str(e).partition(' ')[2]}") from None
+    if args.speculate:
+        draft = partial(load_draft, args, model.embed.weight.device)
+        decoder.speculator = drafting.speculator(args, decoder, tokenizer, draft)
+    return decoder
+
+
+def load_draft(
+    args: argparse.Namespace, device: torch.device, name: str
+) -> tuple[Transformer, Tokenizer]:
+    """The model of --draft, as --checkpoint's or --dummy's would be loaded."""
+    other = copy.copy(args)
+    other.quantize, other.checkpoint = None, Path(name)
+    other.dummy = name if args.dummy is not None else None
+    try:
+        model, tokenizer = load(other, device)
+    except ValueError as e:
+        raise ValueError(f"--draft {name}: {str(e).removeprefix('--dummy ')}") from None
+    if device.type == "cpu":
+        for_cpu_(model)
+    return model, tokenizer
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -887,7 +1055,7 @@ def generate(args: argparse.Namespace) -> None:
         )
     free = args.ignore_eos or args.bench or args.dummy
     eos = () if free else eos_ids(args.checkpoint, model.config.eos_ids)
-    decoder = build_decoder(args, model, len(ids) + max_new, eos)
+    decoder = build_decoder(args, model, tokenizer, len(ids) + max_new, eos)
     load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
 
     quiet = args.json or args.bench
@@ -904,14 +1072,25 @@ def generate(args: argparse.Namespace) -> None:
 
     if continues and not quiet and args.n == 1:
         print(text, end="", flush=True)
-    runs = []
-    for _ in range(args.bench + 1 if args.bench else 1):
+
+    def run() -> Run:
+        nonlocal rows
         rows = new_rows()
-        steps = run_rows(decoder, ids, rows, max_new, args.logprobs)
-        runs.append(clocked(steps, decoder, rows))
+        return clocked(run_rows(decoder, ids, rows, max_new, args.logprobs), decoder, rows)
+
+    rows, runs, plain, speculator = [], [], [], decoder.speculator
+    for _ in range(args.bench + 1 if args.bench else 1):
+        if speculator is not None and args.bench:  # in turns: what else runs slows both
+            decoder.speculator = None
+            plain.append(run())
+            decoder.speculator = speculator
+            speculator.renew()
+        runs.append(run())
     if args.bench:
-        del runs[0]  # the warm-up
+        runs, plain = runs[1:], plain[1:]  # the first was the warm-up
     facts = facts_of(runs, len(ids), load_seconds, measured_bandwidth(device))
+    if speculator is not None:
+        facts |= speculator.tally.facts() | speed_up(runs, plain)
     report(args, text if continues else "", rows, facts)
     print(facts_line(facts, device_name(device)), file=sys.stderr)
 
@@ -980,7 +1159,7 @@ def converse(args: argparse.Namespace) -> None:
         raise ValueError(f"--system: {args.checkpoint} has no chat template to put it into")
     limit = min(args.context or CHAT_CONTEXT, model.config.context)
     eos = () if args.ignore_eos else eos_ids(args.checkpoint, model.config.eos_ids)
-    decoder = build_decoder(args, model, limit, eos)
+    decoder = build_decoder(args, model, tokenizer, limit, eos)
     chat = Chat(decoder, tokenizer, template, args.system)
     if template is None:
         print("This checkpoint has no chat template: it continues your text.", file=sys.stderr)
@@ -1068,6 +1247,8 @@ def batch(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in names} | {"logit_bias": args.how.logit_bias}
     defaults = serving.SamplingParams(**given)
     service = serving.Service(model, tokenizer, eos, **engine_options(args, model))
+    if args.speculate:
+        serving.equip(args, service.engine, tokenizer, partial(load_draft, args, device))
     requests = serving.RequestFile(
         args.batch, answered, tokenizer, template, args.system, defaults, service.engine.capacity
     )
@@ -1086,8 +1267,10 @@ def bench_serving(args: argparse.Namespace) -> None:
     lengths = {name: getattr(args, name) for name in WORKLOAD_FLAGS.split()}
     workload = serving.Workload(args.bench_serving, seed=args.how.seed, **lengths)
     device = pick_device(args.device)
-    model, _ = load(args, device)
+    model, tokenizer = load(args, device)
     engine = serving.build_engine(model, **engine_options(args, model))
+    if args.speculate:
+        serving.equip(args, engine, tokenizer, partial(load_draft, args, device))
     longest = args.shared_prefix + args.input_tokens[1] + args.output_tokens[1]
     if longest > engine.capacity:
         raise ValueError(

@@ -477,6 +477,12 @@ class KVCache:
         """Forget the tokens at positions >= n."""
         self.end.clamp_(max=n)
 
+    def move(self, slots: Tensor, positions: Tensor) -> None:
+        """Put what stands in slots (B, n) at positions (B, n), of a path through a tree of drafts."""
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        for t in (*self.k, *self.v):
+            t[rows, :, positions] = t[rows, :, slots]
+
     def bytes_read(self, limit: int | None = None) -> int:
         """Bytes one decode step reads from the cache."""
         used = (*self.k[: self.n_layers], *self.v[: self.n_layers])

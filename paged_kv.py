@@ -3,7 +3,7 @@
 Generating text reads all weights for every token. A batch reads them once for all its sequences, so
 throughput is a matter of keeping the batch full, and what empties it is memory: a contiguous cache
 reserves the longest possible length for each sequence, and a batch that starts and ends together
-waits for its slowest. Five ideas, each a part of this file, fill it:
+waits for its slowest. Six ideas, each a part of this file, fill it:
 
     paging        KV in blocks of a few tokens and a block table per sequence: less than one block
                   of a sequence is wasted (PagedAttention, arXiv:2309.06180). Blocks are counted by
@@ -16,6 +16,9 @@ waits for its slowest. Five ideas, each a part of this file, fill it:
                   (Sarathi-Serve, arXiv:2403.02310): no prompt, however long, delays a next token by
                   more than one such step. When no block is free, the last in order gives back its
                   own, to be computed again later, or kept meanwhile in the host's memory.
+    speculation   while few decode, a step has tokens to spare: those that a drafter proposes are
+                  verified in it, as many as prompts and memory leave room for, fewer the fuller
+                  the batch is (SmartSpec, arXiv:2406.14066). Nobody waits or gives way for them.
     one kernel    prompts in chunks, decoding, and both at once are one attention over a flat axis
                   of tokens, reading keys through the block tables; split over the keys where few
                   queries read many (flash-decoding).
@@ -30,8 +33,9 @@ gains nothing from static shapes or compiling.
 
 Hook: `PagedKVCache.attend` is the model's attend callable; the model does not change. The Engine
 calls model(tokens (1, N), positions (1, N), attend, return_hidden=True) and model.head, and reads
-model.config. Sampler and listener are handed to it. Equivalence (test_all.py): paged == contiguous,
-batched == alone, chunked == whole, hit == cold, preempted == undisturbed, forked == separate.
+model.config. Sampler, drafter, verifier and listener are handed to it. Equivalence (test_all.py):
+paged == contiguous, batched == alone, chunked == whole, hit == cold, preempted == undisturbed,
+forked == separate, drafted == plain.
 Copied alone, this file needs torch, and triton for the kernel; `python paged_kv.py` checks itself
 and prints a benchmark.
 
@@ -52,6 +56,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import accumulate, count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -191,6 +196,8 @@ class Sequence:
     stored: int = 0
     known: int = 0
     node: int = 0
+    wants: int = 0  # drafted tokens, to be verified in the next step
+    lent: int = 0  # blocks for them, the last of its table
     running: bool = False
     host: HostKV | None = None
     listener: Any = None
@@ -338,6 +345,7 @@ class Plan:
     copies: dict[int, int] = field(default_factory=dict)  # to a block, from another
     swap_in: list[tuple[Sequence, int]] = field(default_factory=list)  # from which token on
     run: list[tuple[Sequence, int]] = field(default_factory=list)  # so many of its tokens
+    drafts: dict[Sequence, int] = field(default_factory=dict)  # after them, so many drafted ones
     fresh: list[int] = field(default_factory=list)  # blocks that can be found from this step on
 
 
@@ -374,6 +382,9 @@ class Scheduler:
         plan.budget = self.max_batch_tokens
         for seq in self.running:  # one that was run to its end, but then could not draw, is again
             seq.computed = min(seq.computed, len(seq.tokens) - 1)
+            seq.stored = min(seq.stored, len(seq.tokens))
+            if seq.lent:
+                self._take_back(seq)
         queue = heapq.nsmallest(self.max_running, self.waiting, key=self.key)
         ranked = sorted(self.running + queue, key=self.key)
         rank = {seq: n for n, seq in enumerate(ranked)}
@@ -392,13 +403,21 @@ class Scheduler:
                 admitting = admitting and self._admit(seq, plan)
             if plan.budget and seq.running:
                 self._run(seq, plan)
+        for seq, _ in plan.run:  # last, so that guesses take from nobody
+            if seq.wants and seq.remaining == 1:
+                self._grant(seq, plan)
         return plan
 
     def commit(self, plan: Plan) -> None:
-        """The plan was run."""
+        """The plan was run; which drafted tokens were right, accept says."""
         for seq, n in plan.run:
             seq.computed += n
             seq.stored = max(seq.stored, seq.computed)
+
+    def accept(self, seq: Sequence, n: int) -> None:
+        """Its first n drafted tokens are to be its next: their keys are there already."""
+        seq.computed += n
+        seq.stored = max(seq.stored, seq.computed)
 
     def undo(self, plan: Plan) -> None:
         """The plan was not made or not run to its end: all that run begin again, with what is left
@@ -457,6 +476,30 @@ class Scheduler:
         seq.table.append(block)
         return True
 
+    def _grant(self, seq: Sequence, plan: Plan) -> None:
+        """Slots for as many drafted tokens as it wants, within what this step leaves: of the
+        budget, of blocks, and of the tokens it may yet have, the one that comes anyway aside."""
+        at, refs = len(seq.tokens), self.allocator.refs
+        if any(refs[block] > 1 for block in seq.table[at // self.block_size :]):
+            return  # shared with a fork, until both could draw
+        room = (len(seq.table) + self.allocator.n_free) * self.block_size - at
+        n = min(seq.wants, plan.budget, room, seq.n_prompt + seq.params.max_new_tokens - at - 1)
+        if n > 0:
+            while len(seq.table) < self._blocks(at + n):
+                seq.table.append(self.allocator.allocate())
+                seq.lent += 1
+            plan.drafts[seq] = n
+            plan.budget -= n
+
+    def _take_back(self, seq: Sequence) -> None:
+        """The blocks it was lent for drafted tokens, but for those which hold tokens now."""
+        own = max(len(seq.table) - seq.lent, self._blocks(seq.stored))
+        refs, place = self.allocator.refs, self.allocator.place
+        assert all(refs[block] == 1 and block not in place for block in seq.table[own:])
+        self.allocator.release(seq.table[own:])
+        del seq.table[own:]
+        seq.lent = 0
+
     def _fits(self, seq: Sequence, without: Iterable[Sequence] = ()) -> bool:
         """Whether there is room to admit it: blocks for all its tokens, one to spare for each that
         runs. As if those in `without` did not run."""
@@ -514,7 +557,7 @@ class Scheduler:
         self.allocator.release(seq.table)
         self.running.remove(seq)
         seq.table, seq.computed, seq.stored, seq.known, seq.node = [], 0, 0, 0, 0
-        seq.running = False
+        seq.running, seq.wants, seq.lent = False, 0, 0
 
     def _blocks(self, n: int) -> int:
         return -(-n // self.block_size)
@@ -1353,6 +1396,10 @@ class Sampler:
         return ids[(p / noise.clamp(min=1e-30)).argmax()]
 
 
+Draft = tuple[list[int], Tensor | None]  # tokens, the (k, V) probabilities they were drawn with
+NO_DRAFT: Draft = [], None
+
+
 class Engine:
     """Many requests on one model, batched anew at every step.
 
@@ -1379,6 +1426,9 @@ class Engine:
         prefix_cache: bool = True,
         kv_dtype: str | None = None,
         sampler: Any = None,
+        drafter: Any = None,
+        verifier: Callable[[Tensor, list[Sequence], list[Draft]], list[list[int]]] | None = None,
+        speculate_k: Any = 4,
         listen: Callable[[Sequence], Any] | None = None,
         eos_ids: Iterable[int] | None = None,
         compile: bool = False,
@@ -1393,7 +1443,17 @@ class Engine:
         -> ids (R,), -1 where there is none to draw. listen: gives for a sequence an object with
         push(token), end(reason), and finish, a reason once its text is complete. eos_ids: None for
         those of model.config. static: pad steps to a few shapes, and on CUDA replay them as graphs
-        (the default there); with `compile` they are compiled too."""
+        (the default there); with `compile` they are compiled too.
+
+        drafter: drafter(tokens, k) -> (up to k ids that may come next, the (k, V) probabilities
+        they were drawn with; None: they are certain). It may have many(sequences, contexts, ks) ->
+        those of each; observe(seq, start, hidden (t, C)), told of all tokens that are run and kept,
+        from position start on: a view, to be copied if it is to last; forget(seq) at the end. What
+        the prefix cache has is not run; what is preempted may be again. speculate_k: tokens to
+        draft, or an object: choose(sequences) -> k of each that decodes, observe(sequences,
+        proposed, accepted, tokens, seconds, draft_seconds) what came of it, of all in the step.
+        verifier(logits (M, V), sequences, drafts): has for each with d drafted tokens d + 1 rows,
+        and gives its new ones: those accepted and one more, -1 where there is none to draw."""
         weight = next(model.parameters())
         rope = getattr(model.config, "rope_scaling", None) or {}
         _check(
@@ -1410,6 +1470,12 @@ class Engine:
         self.scheduler = Scheduler(self.allocator, max_batch_tokens, max_running, policy, swap)
         self.capacity = min(num_blocks * block_size, getattr(model.config, "context", math.inf))
         self.sampler = Sampler() if sampler is None else sampler
+        self.drafter, self.verifier = drafter, self._verify if verifier is None else verifier
+        if _is_whole(speculate_k) and speculate_k >= 0:
+            fixed = lambda sequences, k=speculate_k: [k] * len(sequences)
+            speculate_k = SimpleNamespace(choose=fixed, observe=lambda *_: None)
+        self.speculate_k, ok = speculate_k, hasattr(speculate_k, "choose")
+        _check(ok, f"speculate_k must be 0 or more, or an object that chooses, not {speculate_k!r}")
         self.eos = set(model.config.eos_ids if eos_ids is None else eos_ids)
         modules = list(model.modules())
         if static is None:  # a loop over experts asks the host how many tokens each has
@@ -1422,7 +1488,8 @@ class Engine:
                 module.absorb_up_to = math.inf
         self.outputs: dict[Any, Output] = {}  # of unfinished requests
         self.sequences: dict[Any, list[Sequence]] = {}
-        self.untold: deque[tuple[Sequence, int]] = deque()  # new tokens, on their way to listeners
+        # new tokens on their way to sequence and listener: where in it, log-probabilities, when
+        self.untold: deque[tuple[Sequence, int, int, Tensor | None, float]] = deque()
         self.grown: dict[Any, Output] = {}  # outputs, on their way to the caller of step
         self.n_arrivals = 0
         self.record = Record()
@@ -1538,8 +1605,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Run the model once; the outputs that grew or ended since the last step. Whatever model,
-        sampler or policy raise, or a key pressed while the model runs, nothing is lost: the next
-        step goes on."""
+        sampler, drafter or policy raise, or a key pressed while the model runs, nothing is lost:
+        the next step goes on."""
         self._deliver()
         if self.outputs:
             self._step()
@@ -1548,32 +1615,119 @@ class Engine:
 
     def _step(self) -> None:
         plan, start = Plan(), self.clock()
+        decoding = self._ask()
         try:
             self.scheduler.schedule(plan)
             assert plan.run, "nothing can run: a bug in the policy or the scheduler"
-            hidden = self._run(plan)
+            drafts, draft_seconds = self._draft(plan)
+            hidden = self._run(plan, drafts)
         except BaseException:
             self.scheduler.undo(plan)
             raise
         self.scheduler.commit(plan)
-        heads, rows, row = [], [], -1
+        given: dict[Sequence, Draft] = {}  # who draws, and what was drafted
+        rows, row = [], 0  # from which hidden states, and whose each is
         for seq, n in plan.run:
-            row += n
+            draft = drafts.get(seq, NO_DRAFT)
+            row += n + len(draft[0])
             seq.request.times = seq.request.times or [start]
             if seq.computed == len(seq.tokens):
-                samples = [seq, *self._forks(seq)]
-                heads, rows = heads + samples, rows + [row] * len(samples)
-        last = torch.tensor(rows, dtype=torch.long, device=hidden.device)
+                for sample in (seq, *self._forks(seq)):
+                    given[sample] = draft
+                    rows += [(i, sample) for i in range(row - 1 - len(draft[0]), row)]
+        last = torch.tensor([i for i, _ in rows], dtype=torch.long, device=hidden.device)
         logits = self.model.head(hidden[last])
-        logprobs = self._logprobs(logits, heads)  # before a sampler may write on the logits
-        ids = self.sampler(logits, heads).tolist() if heads else []
+        logprobs = self._logprobs(logits, [seq for _, seq in rows])  # a sampler may write on them
+        runs, first = self._new_tokens(logits, given), 0
         now = self.clock()
-        for seq, id, logp in zip(heads, ids, logprobs):
-            self._append(seq, id, logp, now)
+        for (seq, draft), run in zip(given.items(), runs):
+            self.scheduler.accept(seq, len(run) - 1)
+            new = zip(count(len(seq.tokens)), run, logprobs[first : first + len(run)])
+            self.untold.extend((seq, *x, now) for x in new)
+            first += len(draft[0]) + 1
+        counts = {s: (len(d[0]), len(run) - 1) for (s, d), run in zip(given.items(), runs)}
+        if self.drafter is not None:
+            self._observe(plan, hidden, counts)
+        ran = [seq for seq in decoding if seq in counts]
+        if ran:
+            results = map(list, zip(*(counts[seq] for seq in ran)))
+            self.speculate_k.observe(ran, *results, row, now - start, draft_seconds)
         self._deliver()
-        self.record.step(start, now, row + 1, len(heads), self._used())
+        self.record.step(now - start, row, counts.values(), self._used())
 
-    def _run(self, plan: Plan) -> Tensor:
+    # ---- tokens drafted and verified ----
+
+    def _ask(self) -> list[Sequence]:
+        """Who decodes; each knows now how many tokens it would have drafted."""
+        running = self.scheduler.running if self.drafter is not None else []
+        decoding = [seq for seq in running if seq.remaining <= 1 and seq.width == 1]
+        if decoding:
+            for seq, k in zip(decoding, self.speculate_k.choose(decoding), strict=True):
+                seq.wants = k
+        return decoding
+
+    def _draft(self, plan: Plan) -> tuple[dict[Sequence, Draft], float]:
+        """What is proposed to those that were granted it, and the seconds that took."""
+        if not plan.drafts:
+            return {}, 0.0
+        ks, start = list(plan.drafts.values()), self.clock()
+        one_by_one = lambda _, contexts, ks: [*map(self.drafter, contexts, ks)]
+        propose = getattr(self.drafter, "many", one_by_one)
+        drafts = propose(list(plan.drafts), [seq.tokens for seq in plan.drafts], ks)
+        seconds, V = self.clock() - start, self.model.config.vocab_size
+        _check(len(drafts) == len(ks), f"drafter: {len(drafts)} drafts for {len(ks)} sequences")
+        for (tokens, _), k in zip(drafts, ks):
+            ok = len(tokens) <= k and all(_is_whole(t) and 0 <= t < V for t in tokens)
+            _check(ok, f"drafter: asked for up to {k} token ids below {V}, it gave {tokens!r}")
+        return {seq: draft for seq, draft in zip(plan.drafts, drafts) if draft[0]}, seconds
+
+    def _new_tokens(self, logits: Tensor, given: dict[Sequence, Draft]) -> list[list[int]]:
+        """What comes next in each: of its draft what is right, and one more."""
+        heads, drafts = list(given), list(given.values())
+        if not any(tokens for tokens, _ in drafts):
+            return [[id] for id in self.sampler(logits, heads).tolist()] if heads else []
+        runs = self.verifier(logits, heads, drafts)
+        _check(len(runs) == len(heads), f"verifier: {len(runs)} answers for {len(heads)} sequences")
+        for run, (tokens, _) in zip(runs, drafts):
+            n = len(run) - 1
+            ok = 0 <= n <= len(tokens) and run[:n] == tokens[:n]
+            _check(ok, f"verifier: asked about {tokens!r} and one token more, it gave {run!r}")
+        return runs
+
+    def _verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[Draft]) -> list[list[int]]:
+        """Draw as without a draft, and go on for as long as what is drawn was drafted: no token is
+        another than it would have been. A sampler looks at what a sequence has, so it grows
+        meanwhile."""
+        first = [0, *accumulate(len(tokens) + 1 for tokens, _ in drafts)]
+        runs, lengths = [[] for _ in seqs], [len(seq.tokens) for seq in seqs]
+        todo = list(range(len(seqs)))
+        try:
+            while todo:
+                at = [first[i] + len(runs[i]) for i in todo]
+                ids = self.sampler(logits[at], [seqs[i] for i in todo]).tolist()
+                for i, id in zip(todo, ids):
+                    runs[i].append(id)
+                todo = [i for i in todo if runs[i] == drafts[i][0][: len(runs[i])]]
+                for i in todo:
+                    seqs[i].tokens.append(runs[i][-1])
+        finally:
+            for seq, length in zip(seqs, lengths):
+                del seq.tokens[length:]
+        return runs
+
+    def _observe(self, plan: Plan, hidden: Tensor, counts: dict[Sequence, tuple[int, int]]) -> None:
+        """Show the drafter the hidden states of all tokens that were run and stay."""
+        observe, row = getattr(self.drafter, "observe", lambda *_: None), 0
+        for seq, n in plan.run:
+            proposed, accepted = counts.get(seq, (0, 0))
+            if seq.running:  # and was not aborted meanwhile
+                start = seq.computed - accepted - n
+                observe(seq, start, hidden[row : row + n + accepted])
+            row += n + proposed
+
+    # ---- its parts ----
+
+    def _run(self, plan: Plan, drafts: dict[Sequence, Draft]) -> Tensor:
         """The copies of a plan, then the model: hidden states (N, C)."""
         for seq, table, n in plan.swap_out:
             seq.host = self.cache.read(table, n)
@@ -1584,10 +1738,11 @@ class Engine:
         chunks = []
         for seq, n in plan.run:
             tokens = seq.tokens[seq.computed : seq.computed + n]
+            tokens += drafts.get(seq, NO_DRAFT)[0]
             chunks.append(Chunk(tokens, seq.computed, seq.table, seq.stored))
         if self.shapes is None:
             return self._hidden(self.cache.step(chunks))
-        return self.shapes(self.cache.step(chunks, self._shape(chunks)))
+        return self.shapes(self.cache.step(chunks, self._shape(chunks, bool(drafts))))
 
     def _forks(self, seq: Sequence) -> list[Sequence]:
         """The samples that begin where a prompt ends."""
@@ -1608,17 +1763,19 @@ class Engine:
         attend = partial(self.cache.attend, step=step)
         return self.model(step.tokens[None], step.positions[None], attend, return_hidden=True)[0]
 
-    def _shape(self, chunks: list[Chunk]) -> tuple[int, int]:
-        """(N, R), one of few: N == R if all decode, else N > R. Powers of two, as kernels like."""
+    def _shape(self, chunks: list[Chunk], drafted: bool = False) -> tuple[int, int]:
+        """(N, R), one of few: N == R if all decode, N == 2 R if there are drafts and few prompts,
+        else N > R. Powers of two, as kernels like."""
         n, r = sum(len(c.tokens) for c in chunks), len(chunks)
         power = lambda x: 1 << (x - 1).bit_length()
         if n == r:
             return power(n), power(n)
         most = power(self.scheduler.max_running)
-        return max(64, power(n), 2 * most), most
+        whole, few = max(64, power(n), 2 * most), power(max(n, 2 * r))
+        return (few, few // 2) if drafted and few < whole else (whole, most)
 
     def _logprobs(self, logits: Tensor, heads: list[Sequence]) -> list[Tensor | None]:
-        """(V,) of each sequence that asks for them, on the host."""
+        """(V,) of each row whose sequence asks for them, on the host."""
         found: list[Tensor | None] = [None] * len(heads)
         for row, seq in enumerate(heads):
             if seq.params.logprobs is not None:
@@ -1629,6 +1786,7 @@ class Engine:
         sample = seq.request.samples[seq.index]
         if token >= 0:
             sample.token_ids.append(token)
+            self.record.tokens_new += 1
             seq.tokens.append(token)
             seq.request.times += [now] if seq.index == 0 else []
         if token >= 0 and logp is not None:
@@ -1636,15 +1794,16 @@ class Engine:
             found = float(logp[token]), best.indices.tolist(), best.values.tolist()
             sample.logprobs.append(found)
         self.grown[seq.request.id] = seq.request
-        self.untold.append((seq, token))
 
     def _deliver(self) -> None:
-        """Tell the listeners, and end what is complete. A listener may abort requests, its own too,
-        and the keyboard may interrupt it: the rest is told at the next step."""
+        """Append what is new, tell the listeners, and end what is complete: then the rest of its
+        new tokens is dropped. A listener may abort requests, its own too, and the keyboard may
+        interrupt it: the rest is told at the next step."""
         while self.untold:
-            seq, token = self.untold.popleft()
-            if not seq.running:
+            seq, at, token, logp, now = self.untold.popleft()
+            if not seq.running or at != len(seq.tokens):
                 continue
+            self._append(seq, token, logp, now)
             told = True
             try:
                 told = token < 0 or self._tell(seq, "push", token)
@@ -1678,6 +1837,7 @@ class Engine:
             del self.outputs[output.id], self.sequences[output.id]
             self.record.request(output)
         self._tell(seq, "end", reason)
+        getattr(self.drafter, "forget", lambda _: None)(seq)
 
     def _tell(self, seq: Sequence, what: str, value: Any) -> bool:
         """Call the listener; whether it took it."""
@@ -1697,11 +1857,13 @@ class Engine:
 
     def take(self, id: Any) -> Parcel:
         """Remove a request that has come to its first token, with the keys of all it has."""
+        self._deliver()
         sequences, output = self.sequences.pop(id), self.outputs.pop(id)
         for seq in sequences:
             assert seq.running and seq.remaining == 1, "take what has its first token"
             seq.host, seq.listener = self.cache.read(seq.table, seq.computed), None
             self.scheduler.finish(seq)
+            getattr(self.drafter, "forget", lambda _: None)(seq)
         return Parcel(output, sequences)
 
     def give(self, parcel: Parcel) -> None:
@@ -1781,11 +1943,14 @@ class Record:
     def __init__(self):
         self.queue, self.ttft, self.gaps = (deque(maxlen=100_000) for _ in range(3))
         self.requests = self.steps = self.tokens_run = self.tokens_new = 0
+        self.proposed = self.accepted = 0
         self.seconds = self.most_used = 0.0
 
-    def step(self, start: float, end: float, run: int, new: int, used: float) -> None:
-        self.steps, self.seconds = self.steps + 1, self.seconds + end - start
-        self.tokens_run, self.tokens_new = self.tokens_run + run, self.tokens_new + new
+    def step(self, seconds: float, run: int, drafts: Iterable[Any], used: float) -> None:
+        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+        self.tokens_run += run
+        for proposed, accepted in drafts:
+            self.proposed, self.accepted = self.proposed + proposed, self.accepted + accepted
         self.most_used = max(self.most_used, used)
 
     def request(self, output: Output) -> None:
@@ -1803,6 +1968,8 @@ class Record:
             "steps": self.steps,
             "tokens_run": self.tokens_run,
             "tokens_new": self.tokens_new,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
             "tokens_per_second": self.tokens_new / self.seconds if self.seconds else 0.0,
             "cache_used_most": self.most_used,
         }

@@ -284,6 +284,13 @@ def exponential(seed: Tensor, position: Tensor, steps: Tensor) -> Tensor:
     return u.clamp_(2.0**-64, 1 - 2.0**-24).neg_().log1p_().neg_()  # -log(1 - u)
 
 
+def uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
+    """seed, position and step (...) -> [0, 1), (...): one output of what `exponential` draws from,
+    by a step that it does not take."""
+    state = splitmix(splitmix(seed, (position + 1) * GOLDEN), step)
+    return state.bitwise_and_(2**63 - 1).float().mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
+
+
 # --------------------------------------------------------------------------------------------------
 # Rows
 # --------------------------------------------------------------------------------------------------
@@ -401,11 +408,55 @@ class Sampler:
         return exponential(self.seed, self.position, self.steps)
 
     def record(self, ids: Tensor, times: int = 1) -> None:
-        """Append ids (B,) to the rows' outputs; times=-1 takes them off again: rejected drafts."""
+        """Append ids (B,) to the rows' outputs; times=-1 takes them off again."""
         if "output" in self.features:
             counts = self.tensors["output"]  # a row that got -1 has failed, whatever is counted
             counts.scatter_add_(1, ids.clamp(min=0)[:, None], torch.full_like(counts[:, :1], times))
         self.position.add_(times)
+
+    # ---- a step with drafts ----
+
+    def draft_noise(self) -> Tensor:
+        """(B, V) as noise, and independent of it: what drafts are drawn with."""
+        return exponential(self.seed, self.position, self.steps + (self.steps[-1] + GOLDEN))
+
+    def uniform(self, which: Tensor) -> Tensor:
+        """(B,) in [0, 1), independent of both kinds of noise and for each `which` (B,), 0 or more:
+        what decides about drafts."""
+        step = 2 * (self.steps[-1] + GOLDEN) + which * GOLDEN
+        return uniform(self.seed[:, 0], self.position[:, 0], step)
+
+    def ahead(self, tokens: Tensor, seen: Tensor, rows: Sequence[int] | None = None) -> Sampler:
+        """A copy whose rows stand where drafts would have them: of R rows (all, or those given) and
+        N drafted tokens (R, N) each, R * (N + 1) rows: as they are, and after every draft and those
+        before it. seen (N + 1, N + 1) bool: [i, j] where draft j - 1 is i - 1 or before it, of a
+        run the lower triangle, of a tree its ancestors; column 0 is of what is there already."""
+        (R, N), part, device = tokens.shape, copy.copy(self), self.seed.device
+        index = torch.arange(R, device=device)
+        if rows is not None:
+            part.how, part.uses = [self.how[r] for r in rows], [self.uses[r] for r in rows]
+            part._choose()
+            index = torch.tensor(rows, device=device)
+        index = index.repeat_interleave(N + 1)
+        part.tensors = {n: t[index] for n, t in self.tensors.items() if n in part.features}
+        part.seed = self.seed[index]
+        part.position = self.position[index] + (seen.sum(1) - 1).repeat(R)[:, None]
+        if "output" in part.features:
+            counts = part.tensors["output"].view(R, N + 1, -1)
+            for i in range(N):
+                ids = tokens[:, i].clamp(min=0).view(R, 1, 1).expand(R, N + 1, 1)
+                counts.scatter_add_(2, ids, seen[:, i + 1].to(counts).view(1, -1, 1).expand_as(ids))
+        return part
+
+    def record_run(self, ids: Tensor, n: Tensor, rows: Sequence[int] | None = None) -> None:
+        """Append the first n (R,) of ids (R, T) to the outputs of all rows, or of those given."""
+        index = torch.arange(len(ids)) if rows is None else torch.tensor(rows)
+        index = index.to(ids.device)
+        if "output" in self.features:
+            counts = self.tensors["output"]
+            taken = (torch.arange(ids.shape[1], device=ids.device) < n[:, None]).to(counts)
+            counts.index_put_((index[:, None], ids.clamp(min=0)), taken, accumulate=True)
+        self.position.index_add_(0, index, n[:, None])
 
     # ---- between steps ----
 

@@ -4,6 +4,7 @@ The Engine of paged_kv.py moves tokens and blocks, and knows neither text nor fi
 generate.py puts them around it:
 
     RowSampler    sampling.py's whole contract, for each sequence by itself, as the Engine's sampler
+    equip         drafters and their verification, as --speculate says
     Service       requests in, results out: text as it comes, stop strings, EOS, log-probabilities
     run_batch     --batch: a JSONL file of requests into a JSONL file of results
     replay        --bench-serving: requests that arrive as a Workload says, on the real clock
@@ -21,11 +22,12 @@ Equivalence (test_all.py): a request in a batch == the same alone through genera
 anywhere and resumed == an undisturbed one. That is up to the rounding of products of other shapes:
 in bf16, where tokens are nearly as likely as each other, texts may part.
 
-Needs: paged_kv.py, sampling.py, tokenizer.py, tqdm.
+Needs: paged_kv.py, sampling.py, tokenizer.py, drafting.py and what that needs, tqdm.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import math
@@ -38,14 +40,19 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from paged_kv import Engine, Output, PagedKVCache, SamplingParams, Sequence
+from drafting import Drawing, build_drafter, check_target, longest_run, padded
+from model import Transformer
+from paged_kv import Chunk, Engine, Output, PagedKVCache, SamplingParams, Sequence, Step
 from sampling import Sampler, Sampling
+from speculative import Fixed, Goodput, Proposal, Runner, common
 from tokenizer import (
     ChatTemplate,
     Continuation,
@@ -92,7 +99,7 @@ class RowSampler:
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         """(R, V) logits -> (R,) ids, recorded; -1 where there is nothing to draw from."""
-        rows, groups = self._rows_of(sequences), {}
+        rows, groups = self.rows_of(sequences), {}
         for i, row in enumerate(rows):
             groups.setdefault(frozenset(self.sampler.uses[row]), []).append(i)
             self.drawn[row] += 1  # before it is true: a step that is interrupted is done again
@@ -105,7 +112,7 @@ class RowSampler:
                 ids[where] = self.sampler.draw_rows(logits[where], [rows[i] for i in part])
         return ids
 
-    def _rows_of(self, sequences: list[Sequence]) -> list[int]:
+    def rows_of(self, sequences: list[Sequence]) -> list[int]:
         for seq in sorted(sequences, key=lambda seq: seq not in self.rows):  # who has one keeps it
             if seq in self.rows:
                 row = self.rows.pop(seq)
@@ -145,6 +152,127 @@ def build_engine(
     """An Engine that draws by sampling.py's contract; `options` are further arguments of it."""
     sampler = RowSampler(model.config.vocab_size, max_running, model.embed.weight.device, eos)
     return Engine(model, max_running=max_running, sampler=sampler, eos_ids=eos, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Drafts
+# --------------------------------------------------------------------------------------------------
+
+
+class Paged(Runner):
+    """A drafter's model over blocks: rows are the Engine's sequences, and their tables, which have
+    room for the drafts that are asked for, serve this cache too. Its blocks hold what was written
+    when the sequence had them: after a preemption, or where a prefix was found, less than the
+    target's do. Drafts are then worse, and the text is the same."""
+
+    def __init__(self, forward: Callable[..., Tensor], cache: PagedKVCache, first: int = 0):
+        """first: the index of the model's layer that is the cache's layer 0."""
+        super().__init__(forward, cache, cache.device)
+        self.first = first
+        self.tables: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()
+
+    def run(
+        self,
+        rows: list[Sequence],
+        starts: list[int],
+        tokens: list[list[int]],
+        hidden: list[Tensor] | None,
+    ) -> list[Tensor]:
+        chunks = [Chunk(t, s, row.table) for row, s, t in zip(rows, starts, tokens) if t]
+        step = self.cache.step(chunks)
+        before = None if hidden is None else torch.cat(hidden)[None]
+        h = self._forward(step, step.tokens[None], before)
+        for row in rows:
+            self.tables[row] = list(row.table)
+        return list(h.split([len(t) for t in tokens]))
+
+    def step(
+        self, rows: list[Sequence], ids: Tensor, at: list[int], hidden: Tensor | None = None
+    ) -> Tensor:
+        """One token more of each row, as Contiguous.step. A row that asks for fewer drafts than
+        others has no slot for more: what it does there is not looked at."""
+        size = self.cache.block_size
+        room = [min(p, len(row.table) * size - 1) for row, p in zip(rows, at)]
+        step = self.cache.step([Chunk([0], p, row.table) for row, p in zip(rows, room)])
+        return self._forward(step, ids[None], None if hidden is None else hidden[None])
+
+    def kept(self, row: Any, n: int) -> int:
+        return min(n, common(self.tables.get(row, []), row.table) * self.cache.block_size)
+
+    def _forward(self, step: Step, tokens: Tensor, hidden: Tensor | None) -> Tensor:
+        def attend(spec: Any, *given: Tensor) -> Tensor:
+            own = replace(spec, index=spec.index - self.first) if self.first else spec
+            return self.cache.attend(own, *given, step=step)
+
+        return self.forward(tokens, step.positions[None], attend, hidden)[0]
+
+
+class RowVerifier:
+    """Drawing for an Engine: its verifier, and what its drafters draw with, by the rows that its
+    RowSampler keeps. Rows that ask for the same features go together, as there."""
+
+    def __init__(self, rows: RowSampler, certain: bool = False, forced: float | None = None):
+        self.rows, self.drawing = rows, Drawing(rows.sampler, certain, forced)
+
+    def draft(self, logits: Tensor, sequences: list[Sequence], i: int) -> Any:
+        return self.drawing.draft(logits, self.rows.rows_of(sequences), i)
+
+    def __call__(
+        self, logits: Tensor, sequences: list[Sequence], drafts: list[Proposal]
+    ) -> list[list[int]]:
+        """logits (M, V): of each sequence one row more than it has drafts -> its new tokens."""
+        rows, groups = self.rows.rows_of(sequences), {}
+        first = [0, *accumulate(len(tokens) + 1 for tokens, _ in drafts)]
+        for i, row in enumerate(rows):
+            groups.setdefault(frozenset(self.rows.sampler.uses[row]), []).append(i)
+            self.rows.drawn[row] = -1  # until it is done: a step that is interrupted is done again
+        runs: list[list[int]] = [[] for _ in rows]
+        for group in groups.values():
+            K = max(len(drafts[i][0]) for i in group)
+            size = max(1, self.rows.part // (K + 1))
+            for part in (group[j : j + size] for j in range(0, len(group), size)):
+                tokens, lengths, probs = padded([drafts[i] for i in part], K, logits.device)
+                begin = torch.tensor([first[i] for i in part], device=logits.device)[:, None]
+                at = torch.arange(K + 1, device=logits.device).expand(len(part), -1)
+                chosen = logits[begin + torch.minimum(at, lengths[:, None])]
+                numbers = [rows[i] for i in part]
+                out, n = self.drawing.verify(chosen, tokens, probs, lengths, numbers)
+                for i, run, kept in zip(part, out.tolist(), n.tolist()):
+                    runs[i] = run[: kept + 1]
+        for seq, row, run in zip(sequences, rows, runs):
+            self.rows.drawn[row] = len(seq.tokens) - seq.n_prompt + len(run)
+        return runs
+
+
+def equip(
+    args: argparse.Namespace,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    load: Callable[[str], tuple[Transformer, Tokenizer]],
+) -> None:
+    """--speculate for an Engine that draws by a RowSampler. ValueError names the flag."""
+    model, blocks = engine.model, engine.allocator
+    if args.speculate in ("tree", "staged"):
+        raise ValueError(f"--speculate {args.speculate} is for one prompt; in a batch take draft")
+    verifier = RowVerifier(engine.sampler, args.draft_certain, args.draft_acceptance)
+
+    def new_cache(config: Any) -> PagedKVCache:
+        weight = model.embed.weight
+        return PagedKVCache(
+            config, len(blocks.refs), blocks.block_size, weight.dtype, weight.device, args.kv_dtype
+        )
+
+    cache, runner = engine.cache, Paged
+    if args.speculate == "mtp":
+        cache = new_cache(SimpleNamespace(**vars(model.config) | {"n_layers": 1}))
+        runner = partial(Paged, first=model.config.n_layers)
+    check_target(model)
+    engine.drafter = build_drafter(
+        args, model, tokenizer, load, verifier.draft, runner, cache, new_cache
+    )
+    engine.verifier = verifier
+    longest = longest_run(args)
+    engine.speculate_k = Goodput(longest) if args.speculate_k == "auto" else Fixed(longest)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from functools import lru_cache, partial, reduce
 from itertools import accumulate, combinations, islice, permutations, product
 from pathlib import Path
@@ -36,7 +36,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -58,10 +58,12 @@ os.environ.pop("TRITON_INTERPRET", None)
 import calibrate as C
 import compress as W
 import cpu
+import drafting as D
 import generate as G
 import model as M
 import sampling as S
 import serving as V
+import speculative as E
 import tokenizer as K
 import train as T
 
@@ -1622,6 +1624,7 @@ def test_cache_and_model_may_differ_in_dtype():
         "calibrate",
         "sparse",
         "gemm",
+        "speculative",
         pytest.param("quantize", marks=pytest.mark.slow),
     ],
 )
@@ -10363,8 +10366,8 @@ def paged_build(p: dict) -> tuple[tuple, dict]:
     q = q if p["strided"] else q.contiguous()
     flags = {name: p[name] for name in ("scale", "window", "softcap")}
     stored = {}
-    for name, D in (("k", p["D"]), ("v", p["Dv"] or p["D"])):
-        x, scales = make(blocks, bs, p["kv_heads"], D), None
+    for name, dim in (("k", p["D"]), ("v", p["Dv"] or p["D"])):
+        x, scales = make(blocks, bs, p["kv_heads"], dim), None
         if p["kv"] is not None:
             top, dtype = {"int8": (127, torch.int8), "fp8": (448, torch.float8_e4m3fn)}[p["kv"]]
             scales = x.abs().amax(-1) / top
@@ -13128,3 +13131,3486 @@ def test_bad_flags_of_serving(argv, words, capsys):
     assert G.main(argv) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and all(word in error[0] for word in words), error
+
+
+# --------------------------------------------------------------------------------------------------
+# speculative.py: the rule, trees, copies, how many
+# --------------------------------------------------------------------------------------------------
+
+
+# A right rule stays above SPEC_RIGHT but for once in a million seeds, and the seeds are fixed;
+# a wrong one must fall below SPEC_WRONG, so that no verdict hangs on luck.
+SPEC_RIGHT, SPEC_WRONG = 1e-6, 1e-12
+
+
+def _spec_generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _spec_chi(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """The p-value of Pearson's chi-square; 0.0 where something impossible happened."""
+    counts, probs = counts.double().flatten(), probs.double().flatten()
+    assert counts.shape == probs.shape and abs(probs.sum().item() - 1) < 1e-6
+    if counts[probs == 0].any():
+        return 0.0
+    expected, order = counts.sum() * probs, probs.argsort(descending=True)
+    counts, expected = counts[order], expected[order]
+    # Cells that expect fewer than 5 go together with the smallest of the others.
+    cells = int((expected >= 5).sum())
+    assert cells > 0
+    counts = torch.cat([counts[: cells - 1], counts[cells - 1 :].sum()[None]])
+    expected = torch.cat([expected[: cells - 1], expected[cells - 1 :].sum()[None]])
+    if cells == 1:
+        return 1.0
+    chi = ((counts - expected) ** 2 / expected).sum()
+    half = torch.tensor((cells - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(half, chi / 2).item()
+
+
+def _spec_draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """(B, V) -> (B,), by the inverse of the sum in float64: a token of weight 0 never comes out."""
+    total = probs.double().cumsum(-1)
+    point = torch.rand(len(probs), 1, generator=generator, dtype=torch.float64) * total[:, -1:]
+    return (point >= total).sum(-1).clamp(max=probs.shape[-1] - 1)
+
+
+def _spec_tables(
+    v: int, depth: int, seed: int, keep: int | None = None, sharp: float = 1.2
+) -> list[torch.Tensor]:
+    """p(next | prefix) for every prefix of 0..depth tokens: (v ** t, v) each; keep: top-k."""
+    g, tables = _spec_generator(seed), []
+    for t in range(depth + 1):
+        logits = torch.randn(v**t, v, generator=g, dtype=torch.float64) * sharp
+        if keep is not None:
+            low = logits.topk(keep, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < low, -math.inf)
+        tables.append(logits.softmax(-1))
+    return tables
+
+
+def _spec_joint(p: list[torch.Tensor], length: int) -> torch.Tensor:
+    """The exact probability of every sequence of that length, in the order of its code."""
+    joint = p[0].flatten()
+    for t in range(1, length):
+        joint = (joint[:, None] * p[t]).flatten()
+    return joint
+
+
+def _spec_code(tokens: torch.Tensor, v: int) -> torch.Tensor:
+    code = torch.zeros(len(tokens), dtype=torch.long)
+    for i in range(tokens.shape[1]):
+        code = code * v + tokens[:, i]
+    return code
+
+
+def _spec_valid(rest: torch.Tensor, tol: float = 1e-5) -> None:
+    assert rest.isfinite().all() and (rest >= 0).all()
+    assert (rest.double().sum(-1) - 1).abs().max() < tol
+
+
+def _spec_sequences_fit(rule, p, q, k: int, count: int, seed: int) -> float:
+    """Sequences of 3 tokens (or K + 1) made by repeated calls of a rule: their joint's p-value.
+
+    rule(target (B,K+1,V), draft (B,K,V), tokens (B,K), uniform (B,K)) -> n (B,), rest (B,V).
+    """
+    g, v, length = _spec_generator(seed), p[0].shape[-1], max(3, k + 1)
+    sequences = torch.zeros(count, length + k + 1, dtype=torch.long)
+    made = torch.zeros(count, dtype=torch.long)
+    for start in range(length):  # rows are at different lengths: each length is one batch
+        rows = (made == start).nonzero()[:, 0]
+        if not len(rows):
+            continue
+        code = _spec_code(sequences[rows, :start], v)
+        target, draft, tokens = [p[start][code]], [], []
+        for i in range(k):
+            draft.append(q[start + i][code])
+            tokens.append(_spec_draw(draft[-1], g))
+            code = code * v + tokens[-1]
+            target.append(p[start + i + 1][code])
+        tokens = torch.stack(tokens, 1)
+        uniform = torch.rand(len(rows), k, generator=g)
+        target, draft = torch.stack(target, 1).float(), torch.stack(draft, 1).float()
+        n, rest = rule(target, draft, tokens, uniform)
+        assert n.shape == (len(rows),) and (n >= 0).all() and (n <= k).all()
+        out = torch.cat([tokens, tokens[:, :1]], 1)
+        out.scatter_(1, n.long()[:, None], _spec_draw(rest, g)[:, None])
+        sequences[rows, start : start + k + 1] = out
+        made[rows] = start + n + 1
+    assert (made >= length).all()
+    counts = torch.bincount(_spec_code(sequences[:, :length], v), minlength=v**length)
+    return _spec_chi(counts, _spec_joint(p, length))
+
+
+def _spec_rule(target, draft, tokens, uniform, wrong: str = ""):
+    """Leviathan's rule in the test's own words, and what people write instead of it."""
+    k, rows = tokens.shape[1], torch.arange(len(tokens))
+    shift = 1 if wrong == "shifted" else 0
+    p = target[:, shift : k + shift].gather(-1, tokens[..., None])[..., 0]
+    q = draft.gather(-1, tokens[..., None])[..., 0]
+    ratio = {"inverse": q / p, "target alone": p}.get(wrong, p / q)
+    n = (uniform < ratio).long().cumprod(1).sum(1)
+    at = n.clamp(max=k - 1) if wrong == "bonus from the row before" else n
+    p_n = target[rows, at]
+    q_n = torch.cat([draft, torch.zeros_like(draft[:, :1])], 1)[rows, at]
+    if wrong == "from p":
+        return n, p_n
+    rest = (p_n - q_n).abs() if wrong == "absolute" else (p_n - q_n).clamp(min=0)
+    empty = rest.sum(-1, keepdim=True) == 0
+    rest = torch.where(empty, p_n, rest)
+    return n, rest / rest.sum(-1, keepdim=True)
+
+
+def _spec_accept(target, draft, tokens, uniform):
+    n, rest = E.accept(target, draft, tokens, uniform)
+    _spec_valid(rest)
+    return n, rest
+
+
+def _spec_one_by_one(generator):
+    """speculative_sample as a rule: its last token is a certain draw."""
+
+    def rule(target, draft, tokens, uniform):
+        n, last = [], []
+        for p, q, d in zip(target, draft, tokens, strict=True):
+            out = E.speculative_sample(p, q, d, generator=generator)
+            assert out.dtype == torch.long and out.ndim == 1 and 1 <= len(out) <= len(d) + 1
+            assert torch.equal(out[:-1], d[: len(out) - 1])
+            n.append(len(out) - 1)
+            last.append(out[-1])
+        rest = torch.nn.functional.one_hot(torch.stack(last), target.shape[-1]).float()
+        return torch.tensor(n), rest
+
+    return rule
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("keep_p, keep_q", [(None, None), (3, 2), (2, 3), (1, 4), (4, 1)])
+def test_spec_accept_leaves_the_distribution_as_it_is(k, keep_p, keep_q):
+    """Sequences of three tokens follow the target exactly, whatever is zero in p and in q."""
+    p, q = _spec_tables(4, 3 + k, 1, keep_p), _spec_tables(4, 3 + k, 2, keep_q)
+    assert _spec_sequences_fit(_spec_accept, p, q, k, 40_000, 3) > SPEC_RIGHT
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_spec_accept_many_samples(k):
+    """The same with 100,000 sequences over five tokens and a sharp drafter."""
+    p, q = _spec_tables(5, 3 + k, 11), _spec_tables(5, 3 + k, 12, sharp=2.0)
+    assert _spec_sequences_fit(_spec_accept, p, q, k, 100_000, 13) > SPEC_RIGHT
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("keep", [None, 2])
+def test_spec_sample_leaves_the_distribution_as_it_is(k, keep):
+    """speculative_sample, called again and again, makes sequences of the target's distribution."""
+    p, q = _spec_tables(4, 3 + k, 21, keep), _spec_tables(4, 3 + k, 22)
+    rule = _spec_one_by_one(_spec_generator(23))
+    assert _spec_sequences_fit(rule, p, q, k, 3_500, 24) > SPEC_RIGHT
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_spec_wrong_rules_are_noticed(k):
+    """The check passes the rule itself and none of the six that look like it."""
+    p, q = _spec_tables(4, 3 + k, 1), _spec_tables(4, 3 + k, 2)
+    assert _spec_sequences_fit(_spec_rule, p, q, k, 40_000, 3) > SPEC_RIGHT
+    wrongs = ["from p", "inverse", "target alone", "absolute", "bonus from the row before"]
+    for wrong in [*wrongs, "shifted"]:
+
+        def rule(*args, wrong=wrong):
+            return _spec_rule(*args, wrong=wrong)
+
+        assert _spec_sequences_fit(rule, p, q, k, 40_000, 3) < SPEC_WRONG, wrong
+
+
+def _spec_random_probs(*shape, seed, sharp=1.5, dtype=torch.float32):
+    logits = torch.randn(*shape, generator=_spec_generator(seed), dtype=torch.float64) * sharp
+    return logits.softmax(-1).to(dtype)
+
+
+def _spec_problem(b, k, v, seed, dtype=torch.float32):
+    g = _spec_generator(seed)
+    target = _spec_random_probs(b, k + 1, v, seed=seed + 1, dtype=dtype)
+    # A drafter near the target, so that long prefixes are accepted and short ones too.
+    other = _spec_random_probs(b, k, v, seed=seed + 2, dtype=dtype)
+    draft = (0.7 * target[:, :k] + 0.3 * other).to(dtype)
+    flat = draft.reshape(-1, v)
+    tokens = _spec_draw(flat, g).view(b, k) if k else torch.zeros(b, 0, dtype=torch.long)
+    return target, draft, tokens, torch.rand(b, k, generator=g)
+
+
+def _spec_slow_accept(target, draft, tokens, uniform, length):
+    """One row, in Python floats: (n, rest)."""
+    target = target.double().tolist()
+    draft = None if draft is None else draft.double().tolist()
+    for i in range(length):
+        d, p = int(tokens[i]), target[i]
+        q = [float(j == d) for j in range(len(p))] if draft is None else draft[i]
+        if p[d] > 0 and (q[d] == 0 or float(uniform[i]) < p[d] / q[d]):
+            continue
+        rest = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+        return i, [x / sum(rest) for x in rest]
+    return length, [x / sum(target[length]) for x in target[length]]
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_spec_accept_equals_a_loop(certain, dtype):
+    """accept against the rule in Python, row by row, with and without the drafter's q."""
+    seen = Counter()
+    for seed, (k, v) in enumerate([(1, 2), (2, 5), (4, 7), (5, 3), (8, 40)]):
+        target, draft, tokens, uniform = _spec_problem(60, k, v, 100 * seed, dtype)
+        lengths = torch.randint(0, k + 1, (60,), generator=_spec_generator(seed))
+        draft = None if certain else draft
+        n, rest = E.accept(target, draft, tokens, uniform, lengths)
+        assert n.shape == (60,) and rest.shape == (60, v) and not n.dtype.is_floating_point
+        _spec_valid(rest)
+        for r in range(60):
+            q = None if certain else draft[r]
+            slow = _spec_slow_accept(target[r], q, tokens[r], uniform[r], int(lengths[r]))
+            assert n[r] == slow[0]
+            expected = torch.tensor(slow[1], dtype=torch.float64)
+            torch.testing.assert_close(rest[r].double(), expected, atol=2e-5, rtol=1e-4)
+            seen[("all" if slow[0] == lengths[r] else "some") if slow[0] else "none"] += 1
+    assert min(seen[x] for x in ("all", "some", "none")) > 10
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_spec_what_is_beyond_a_length_counts_for_nothing(certain):
+    """A row of a batch equals the row alone, cut to its length, with NaN in all that is beyond."""
+    b, k, v = 48, 5, 6
+    target, draft, tokens, uniform = _spec_problem(b, k, v, 7)
+    lengths = torch.arange(b) % (k + 1)
+    dirty = [x.clone() for x in (target, draft, tokens, uniform)]
+    for r, cut in enumerate(lengths.tolist()):
+        dirty[0][r, cut + 1 :] = math.nan
+        dirty[1][r, cut:] = math.nan
+        dirty[2][r, cut:] = (v - 1) * (r % 2)
+        dirty[3][r, cut:] = math.nan if r % 3 else 0.0
+    q = None if certain else dirty[1]
+    n, rest = E.accept(dirty[0], q, dirty[2], dirty[3], lengths)
+    _spec_valid(rest)
+    full = 0
+    for r, cut in enumerate(lengths.tolist()):
+        q = None if certain else draft[r : r + 1, :cut]
+        row = slice(r, r + 1)
+        one = E.accept(target[row, : cut + 1], q, tokens[row, :cut], uniform[row, :cut])
+        assert n[r] == one[0][0]
+        torch.testing.assert_close(rest[r], one[1][0], atol=1e-6, rtol=1e-5)
+        full += int(n[r] == cut)
+        if n[r] == cut:
+            torch.testing.assert_close(rest[r], target[r, cut], atol=1e-6, rtol=1e-5)
+    assert 8 < full < b
+    whole = torch.full((b,), k)
+    q = None if certain else draft
+    a, c = E.accept(target, q, tokens, uniform), E.accept(target, q, tokens, uniform, whole)
+    assert torch.equal(a[0], c[0]) and torch.equal(a[1], c[1])
+
+
+def test_spec_a_length_of_zero_gives_the_first_row():
+    """lengths 0 is plain decoding: nothing accepted though u = 0, rest is p_0 itself."""
+    target, draft, tokens, uniform = _spec_problem(9, 3, 5, 3)
+    lengths = torch.zeros(9, dtype=torch.long)
+    for q in (draft, None, torch.full_like(draft, math.nan)):
+        n, rest = E.accept(target, q, tokens, uniform * 0, lengths)
+        assert not n.any()
+        torch.testing.assert_close(rest, target[:, 0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("a", [0.0, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_spec_mean_number_accepted(a, k):
+    """With acceptance a = sum(min(p, q)) a step makes (1 - a^(k+1)) / (1 - a) tokens."""
+    b, g = 30_000, _spec_generator(31)
+    # p and q share the mass a on tokens 0 and 1 and stand apart in the rest.
+    p = torch.tensor([0.4 * a, 0.6 * a, 1 - a, 0.0])
+    q = torch.tensor([0.4 * a, 0.6 * a, 0.0, 1 - a])
+    draft = q.expand(b, k, 4)
+    tokens = _spec_draw(draft.reshape(-1, 4), g).view(b, k)
+    n, rest = E.accept(p.expand(b, k + 1, 4), draft, tokens, torch.rand(b, k, generator=g))
+    _spec_valid(rest)
+    expected = k if a == 1 else (1 - a ** (k + 1)) / (1 - a) - 1
+    n = n.double()
+    error = (n.std() / math.sqrt(b)).item()
+    assert abs(n.mean().item() - expected) <= 4 * error + 1e-12
+    assert (error > 0) == (0 < a < 1)
+    assert (n.mean() < k) == (a < 1) and (n.mean() > 0) == (a > 0)
+
+
+def test_spec_overlap_is_the_acceptance():
+    """Any p and q: the mean accepted of one token is sum(min(p, q)); from p alone it is not."""
+    b, g = 50_000, _spec_generator(41)
+    for seed in range(4):
+        p, q = _spec_random_probs(2, 9, seed=seed, sharp=1.5)
+        tokens = _spec_draw(q.expand(b, 9), g)[:, None]
+        n, _ = E.accept(p.expand(b, 2, 9), q.expand(b, 1, 9), tokens, torch.rand(b, 1, generator=g))
+        a = torch.minimum(p, q).sum().item()
+        assert 0.1 < a < 0.9
+        assert abs(n.double().mean().item() - a) < 4 * math.sqrt(a * (1 - a) / b)
+        n, _ = E.accept(p.expand(b, 2, 9), None, tokens, torch.rand(b, 1, generator=g))
+        a = (p.double() * q.double()).sum().item()
+        assert abs(n.double().mean().item() - a) < 4 * math.sqrt(a * (1 - a) / b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_spec_equal_distributions_are_all_accepted(dtype):
+    """p == q: every token is accepted even at the largest u below 1, and rest is the next p."""
+    for v in (1, 2, 7, 1000):
+        target = _spec_random_probs(16, 5, v, seed=v, dtype=dtype)
+        draft = target[:, :4].clone()
+        tokens = _spec_draw(draft.reshape(-1, v), _spec_generator(v)).view(16, 4)
+        uniform = torch.full((16, 4), 1 - 2.0**-24)
+        n, rest = E.accept(target, draft, tokens, uniform)
+        assert (n == 4).all()
+        _spec_valid(rest, 1e-5 if dtype != torch.bfloat16 else 2e-2)
+        for r in range(16):
+            generator = _spec_generator(r)
+            out = E.speculative_sample(target[r], draft[r], tokens[r], generator=generator)
+            assert torch.equal(out[:4], tokens[r]) and out.shape == (5,) and 0 <= out[4] < v
+
+
+def test_spec_an_empty_residual_still_gives_a_distribution():
+    """p a hair below q everywhere (rounding) and rejected: rest is finite, sums to 1, is p's."""
+    q = _spec_random_probs(32, 1, 6, seed=5)
+    q[:, :, 4] = 0
+    p = torch.cat([q * (1 - 1e-4), q], 1)
+    tokens = q[:, 0].argmax(-1, keepdim=True)
+    n, rest = E.accept(p, q, tokens, torch.full((32, 1), 1 - 2.0**-24))
+    assert not n.any()  # else the residual was never asked for
+    _spec_valid(rest)
+    assert not rest[:, 4].any()
+    for r in range(32):
+        for seed in range(4):
+            out = E.speculative_sample(p[r], q[r], tokens[r], generator=_spec_generator(seed))
+            assert len(out) in (1, 2) and ((out >= 0) & (out < 6) & (out != 4)).all()
+
+
+def test_spec_probabilities_too_small_for_products():
+    """Ratios of tiny numbers are ratios: 1e-44 / 1e-44 is 1, and nothing is flushed to zero."""
+    for tiny, most in [(1e-30, 1 - 2.0**-24), (1e-37, 1 - 2.0**-24), (1e-44, 0.6)]:
+        p = torch.tensor([[1.0, 0.0, tiny], [0.25, 0.5, 0.25]]).expand(3, 2, 3)
+        q = torch.tensor([[0.0, 1.0, tiny]]).expand(3, 1, 3)
+        tokens = torch.full((3, 1), 2)
+        uniform = torch.tensor([[0.0], [0.5], [most]])
+        n, rest = E.accept(p, q, tokens, uniform)
+        assert (n == 1).all(), tiny
+        torch.testing.assert_close(rest, p[:, 1])
+    # A long row of tiny ones: the product of all ratios would underflow, each alone does not.
+    k, p = 40, torch.tensor([1e-20, 1 - 1e-20])
+    target, draft = p.expand(1, k + 1, 2), torch.tensor([1e-20, 1.0]).expand(1, k, 2)
+    n, rest = E.accept(target, draft, torch.zeros(1, k, dtype=torch.long), torch.full((1, k), 0.99))
+    assert n.item() == k
+    _spec_valid(rest)
+    # A half is a half also at 1e-40.
+    p = torch.tensor([[0.0, 1.0, 1e-40], [1.0, 0.0, 0.0]]).expand(2, 2, 3)
+    q = torch.tensor([[1.0, 0.0, 2e-40]]).expand(2, 1, 3)
+    n, rest = E.accept(p, q, torch.full((2, 1), 2), torch.tensor([[0.49], [0.51]]))
+    assert n.tolist() == [1, 0]
+    assert rest.tolist() == [[1, 0, 0], [0, 1, 0]]
+
+
+def test_spec_a_token_without_probability_never_comes_out():
+    """p(d) = 0 is rejected even at u = 0 and q(d) = 0; q(d) = 0 < p(d) is accepted."""
+    p = torch.tensor([[0.0, 0.5, 0.5, 0.0]] * 2).expand(4, 2, 4)
+    q = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).expand(4, 1, 4)
+    n, rest = E.accept(p, q, torch.tensor([[0], [1], [2], [3]]), torch.zeros(4, 1))
+    assert n.tolist() == [0, 1, 1, 0]
+    _spec_valid(rest)
+    assert rest[0].tolist() == [0, 0, 1, 0]
+    assert not rest[:, 0].any() and not rest[:, 3].any()
+    n, rest = E.accept(p, None, torch.tensor([[0], [1], [2], [3]]), torch.zeros(4, 1))
+    assert n.tolist() == [0, 1, 1, 0]
+    assert not rest[:, 0].any() and not rest[:, 3].any()
+    n, rest = E.accept(p, None, torch.tensor([[0], [1], [2], [3]]), torch.full((4, 1), 0.75))
+    assert not n.any()
+    assert rest.tolist() == [[0, 0.5, 0.5, 0], [0, 0, 1, 0], [0, 1, 0, 0], [0, 0.5, 0.5, 0]]
+    for seed in range(200):
+        g = _spec_generator(seed)
+        tokens = torch.tensor([seed % 2])
+        out = E.speculative_sample(p[0], q[0], tokens, generator=g)
+        assert ((out == 1) | (out == 2)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_spec_greedy_is_one_hot(dtype):
+    """One-hot p: accepted iff it is the argmax, for every u, and rest is the argmax."""
+    b, k, v, g = 64, 4, 3, _spec_generator(6)
+    best = torch.randint(v, (b, k + 1), generator=g)
+    target = torch.nn.functional.one_hot(best, v).to(dtype)
+    tokens = torch.where(torch.rand(b, k, generator=g) < 0.7, best[:, :k], (best[:, :k] + 1) % v)
+    expected = [next((i for i in range(k) if tokens[r, i] != best[r, i]), k) for r in range(b)]
+    assert set(expected) == set(range(k + 1))
+    for draft in (None, _spec_random_probs(b, k, v, seed=8, dtype=dtype)):
+        for u in (0.0, 0.5, 1 - 2.0**-24):
+            n, rest = E.accept(target, draft, tokens, torch.full((b, k), u))
+            assert n.tolist() == expected
+            assert torch.equal(rest.argmax(-1), best[torch.arange(b), n])
+            assert ((rest == 0) | (rest == 1)).all()
+    for r in range(b):
+        q = _spec_random_probs(k, v, seed=r, dtype=dtype)
+        out = E.speculative_sample(target[r], q, tokens[r], generator=_spec_generator(r))
+        assert out.tolist() == best[r, : expected[r] + 1].tolist()
+
+
+def test_spec_nothing_drafted():
+    """K = 0: accept gives p_0, and speculative_sample draws one token from it, by chi-square."""
+    p = _spec_random_probs(1, 5, seed=3)
+    none = torch.zeros(0, dtype=torch.long)
+    for q in (None, torch.zeros(1, 0, 5)):
+        n, rest = E.accept(p[None], q, none[None], torch.zeros(1, 0))
+        assert n.tolist() == [0]
+        torch.testing.assert_close(rest, p)
+        n, rest = E.accept(p[None], q, none[None], torch.zeros(1, 0), torch.tensor([0]))
+        torch.testing.assert_close(rest, p)
+    g, counts = _spec_generator(4), torch.zeros(5)
+    for _ in range(4000):
+        out = E.speculative_sample(p, torch.zeros(0, 5), none, generator=g)
+        assert out.shape == (1,)
+        counts[out] += 1
+    assert _spec_chi(counts, p[0].double() / p[0].double().sum()) > SPEC_RIGHT
+    uniform = torch.full((5,), 0.2)
+    assert _spec_chi(counts, uniform) < SPEC_WRONG  # the p above is far from it
+    out = E.speculative_sample(torch.ones(1, 1), torch.zeros(0, 1), none)
+    assert out.tolist() == [0]
+
+
+def test_spec_vocabulary_of_one():
+    """V = 1: all is accepted and the one token is all there is."""
+    zeros = torch.zeros(3, 4, dtype=torch.long)
+    for q in (torch.ones(3, 4, 1), None):
+        n, rest = E.accept(torch.ones(3, 5, 1), q, zeros, torch.full((3, 4), 0.999))
+        assert n.tolist() == [4] * 3 and rest.tolist() == [[1.0]] * 3
+    out = E.speculative_sample(torch.ones(5, 1), torch.ones(4, 1), zeros[0])
+    assert out.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_spec_other_dtypes_keep_the_distribution(dtype):
+    """Probabilities that every dtype holds exactly give the same verdicts as float32's."""
+    b, g = 20_000, _spec_generator(9)
+    p = torch.tensor([[16, 8, 40, 0, 0], [8, 8, 16, 16, 16], [1, 60, 1, 1, 1]]) / 64
+    q = torch.tensor([[32, 8, 8, 8, 8], [16, 16, 16, 8, 8]]) / 64
+    target, draft = p.expand(b, 3, 5), q.expand(b, 2, 5)
+    tokens = _spec_draw(draft.reshape(-1, 5), g).view(b, 2)
+    uniform = torch.rand(b, 2, generator=g)
+    n, rest = E.accept(target, draft, tokens, uniform)
+    m, other = E.accept(target.to(dtype), draft.to(dtype), tokens, uniform)
+    # u < p / q in the half's own precision may differ at its edge, and nowhere else.
+    assert (n != m).double().mean() < 5e-3
+    same = n == m
+    torch.testing.assert_close(other[same].float(), rest[same], atol=5e-3, rtol=1e-2)
+    first = torch.where(m > 0, tokens[:, 0], _spec_draw(other, g))
+    assert _spec_chi(torch.bincount(first, minlength=5), p[0]) > SPEC_RIGHT
+    counts = torch.zeros(5)
+    for r in range(1500):
+        out = E.speculative_sample(p.to(dtype), q.to(dtype), tokens[r], generator=g)
+        counts[out[0]] += 1
+    assert _spec_chi(counts, p[0]) > SPEC_RIGHT
+    assert _spec_chi(counts, q[0]) < SPEC_WRONG
+
+
+@pytest.mark.parametrize("bad", [math.nan, 0.0])
+@pytest.mark.parametrize("certain", [False, True])
+def test_spec_a_row_with_nothing_to_draw(bad, certain):
+    """n stops before a NaN or zero row, rest says so there; other rows do not notice."""
+    b, k, v = 40, 4, 5
+    target, draft, tokens, uniform = _spec_problem(b, k, v, 17)
+    q = None if certain else draft
+    if certain:
+        uniform = uniform * 0.3
+    n, rest = E.accept(target, q, tokens, uniform)
+    broken, stops = target.clone(), 0
+    for r in range(0, b, 2):
+        broken[r, r // 2 % (k + 1)] = bad
+    m, other = E.accept(broken, q, tokens, uniform)
+    for r in range(b):
+        at = r // 2 % (k + 1) if r % 2 == 0 else k + 1
+        if n[r] < at:  # it ended before the broken row, which so counts for nothing
+            assert m[r] == n[r]
+            torch.testing.assert_close(other[r], rest[r])
+        else:
+            assert m[r] == at
+            assert not other[r].nan_to_num(0.0).any()
+            stops += 1
+    assert stops > 8
+
+
+@pytest.mark.parametrize("bad", [math.nan, 0.0])
+def test_spec_sample_never_draws_from_nothing(bad):
+    """Before a row of NaN or zeros the tokens stand; from it no token is made up."""
+    p = torch.eye(3)[[0, 1, 2]].clone()
+    q, tokens = torch.eye(3)[[0, 1]], torch.tensor([0, 1])
+    p[2] = bad
+    try:
+        out = E.speculative_sample(p, q, tokens, generator=_spec_generator(0)).tolist()
+    except (ValueError, RuntimeError):
+        out = [0, 1]
+    assert out in ([0, 1], [0, 1, -1])
+    p[0], p[1] = torch.tensor([0.0, 0.0, 1.0]), bad  # the first is rejected: the others are beyond
+    out = E.speculative_sample(p, q, tokens, generator=_spec_generator(0))
+    assert out.tolist() == [2]
+
+
+def test_spec_generator_decides_alone():
+    """Same seed, same tokens; another seed, others; the global RNGs are left alone."""
+    target, draft, tokens, uniform = _spec_problem(30, 4, 50, 19)
+
+    def run(seed):
+        g = _spec_generator(seed)
+        rows = zip(target, draft, tokens, strict=True)
+        return [E.speculative_sample(*row, generator=g).tolist() for row in rows]
+
+    before, python = torch.get_rng_state(), random.getstate()
+    first = run(1)
+    assert run(1) == first
+    assert len({str(run(seed)) for seed in range(1, 6)}) == 5
+    E.accept(target, draft, tokens, uniform)
+    E.matching(tokens[:, [0, 1, 2, 3, 0]], tokens)
+    tree = E.Tree.chain(4)
+    E.accept_tree(target, None, tokens, uniform, tree)
+    E.NGram()([1, 2, 1, 2], 3)
+    assert torch.equal(torch.get_rng_state(), before) and random.getstate() == python
+    g = _spec_generator(1)
+    again = [
+        E.speculative_sample(target[0], draft[0], tokens[0], generator=g).tolist()
+        for _ in range(20)
+    ]
+    assert len({str(x) for x in again}) > 1  # the generator moves on
+    torch.manual_seed(5)
+    one = [E.speculative_sample(target[0], draft[0], tokens[0]).tolist() for _ in range(9)]
+    torch.manual_seed(5)
+    assert one == [E.speculative_sample(target[0], draft[0], tokens[0]).tolist() for _ in range(9)]
+
+
+def test_spec_inputs_stay_as_they_were():
+    """Nothing is written into the inputs, also strided and under inference_mode and no_grad."""
+    target, draft, tokens, uniform = _spec_problem(6, 3, 5, 23)
+    lengths = torch.tensor([3, 2, 1, 0, 3, 3])
+    tree = E.Tree((-1, -1, 0))
+    nodes, drawn = tokens, torch.cat([tokens, tokens[:, :1]], 1)
+    every = [target, draft, tokens, uniform, lengths, drawn]
+    copies = [x.clone() for x in every]
+    plain = E.accept(target, draft, tokens, uniform, lengths)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            inside = E.accept(target, draft, tokens, uniform, lengths)
+            assert torch.equal(inside[0], plain[0]) and torch.equal(inside[1], plain[1])
+            E.accept(target, None, tokens, uniform)
+            E.matching(drawn, tokens, lengths)
+            for q in (None, target):
+                E.accept_tree(target, q, nodes, uniform, tree)
+            E.follow_tree(drawn, nodes, tree)
+            g = _spec_generator(2)
+            out = E.speculative_sample(target[0], draft[0], tokens[0], generator=g)
+            assert 1 <= len(out) <= 4
+            made = _spec_problem(2, 3, 5, 29)  # tensors born in the mode
+            E.speculative_sample(made[0][0], made[1][0], made[2][0], generator=g)
+    for x, before in zip(every, copies, strict=True):
+        assert torch.equal(x, before)
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in every[:4]]
+    assert not strided[0].is_contiguous()
+    other = E.accept(*strided, lengths)
+    assert torch.equal(other[0], plain[0])
+    torch.testing.assert_close(other[1], plain[1])
+
+
+def test_spec_shapes_that_do_not_fit_are_named():
+    """speculative_sample says what does not fit; the batched rules do not broadcast in silence."""
+    p, q, d = torch.full((4, 5), 0.2), torch.full((3, 5), 0.2), torch.tensor([0, 1, 2])
+    assert 1 <= len(E.speculative_sample(p, q, d)) <= 4
+    wrong = [
+        (p[:3], q, d),  # no row for the token after the last
+        (torch.full((5, 5), 0.2), q, d),
+        (p, q[:2], d),
+        (p, q[:1], d),  # would broadcast
+        (p, q, d[:2]),
+        (p, q, d[:1]),
+        (p, torch.full((3, 4), 0.25), d),
+        (p, torch.full((3, 1), 1.0), d),
+        (p[:, :1], q, d),
+        (p[0], q, d),
+        (p[None], q[None], d[None]),
+        (p, q, d[:, None]),
+        (p, q[0], d),
+    ]
+    for case in wrong:
+        with pytest.raises(ValueError, match="(?i)target|draft|token") as error:
+            E.speculative_sample(*case)
+        assert len(str(error.value)) > 15
+    b = [x[None].expand(2, *x.shape) for x in (p, q, d)]
+    u = torch.rand(2, 3, generator=_spec_generator(0))
+    E.accept(*b, u)
+    batched = [
+        (b[0][:, :3], b[1], b[2], u),
+        (b[0], b[1][:, :1], b[2], u),
+        (b[0], b[1][..., :4], b[2], u),
+        (b[0], b[1], b[2][:, :2], u),
+        (b[0], b[1], b[2], u[:, :2]),
+        (b[0][:1], b[1], b[2], u),
+    ]
+    for case in batched:
+        with pytest.raises((ValueError, RuntimeError, IndexError)):
+            E.accept(*case)
+
+
+@pytest.mark.parametrize("v", [2, 5])
+def test_spec_matching_equals_a_loop(v):
+    """The number of leading tokens that are the draft's, also with lengths and K = 0."""
+    g, seen = _spec_generator(v), Counter()
+    for k in (1, 2, 4, 7):
+        for _ in range(4):
+            drawn = torch.randint(v, (40, k + 1), generator=g)
+            tokens = torch.randint(v, (40, k), generator=g)
+            tokens = torch.where(torch.rand(40, k, generator=g) < 0.6, drawn[:, :k], tokens)
+            drawn[torch.rand(40, k + 1, generator=g) < 0.05] = -1  # nothing to draw
+            lengths = torch.randint(k + 1, (40,), generator=g)
+            for cut in (None, lengths):
+                n = E.matching(drawn, tokens) if cut is None else E.matching(drawn, tokens, cut)
+                assert n.shape == (40,) and not n.dtype.is_floating_point
+                for r in range(40):
+                    most = k if cut is None else int(cut[r])
+                    slow = 0
+                    while slow < most and drawn[r, slow] == tokens[r, slow]:
+                        slow += 1
+                    assert n[r] == slow
+                    seen["end" if slow == most else "middle" if slow else "none"] += 1
+    assert min(seen[x] for x in ("end", "middle", "none")) > 50
+    none = torch.zeros(3, 0, dtype=torch.long)
+    assert E.matching(torch.zeros(3, 1, dtype=torch.long), none).tolist() == [0] * 3
+
+
+def test_spec_matching_leaves_the_distribution_as_it_is():
+    """Tokens are drawn as without a draft: the draft decides only how far a step goes."""
+    p, v = _spec_tables(4, 4, 51), 4
+    g, b = _spec_generator(52), 40_000
+    code = torch.zeros(b, dtype=torch.long)
+    drafts, drawn = [], []
+    for t in range(3):
+        drawn.append(_spec_draw(p[t][code], g))
+        drafts.append(p[t][code].argmax(-1))
+        code = code * v + drafts[-1]  # the target saw the drafts, not what it drew
+    tokens, drawn = torch.stack(drafts[:2], 1), torch.stack(drawn, 1)
+    n = E.matching(drawn, tokens)
+    assert set(n.tolist()) == {0, 1, 2}
+    pairs = drawn[n >= 1]  # the first two tokens of the rows that got as far
+    first = int(p[0].argmax())
+    assert (pairs[:, 0] == first).all()
+    counts = torch.bincount(pairs[:, 1], minlength=v)
+    assert _spec_chi(counts, p[1][first]) > SPEC_RIGHT
+    share = (n >= 1).double().mean().item()
+    a = p[0].max().item()
+    assert abs(share - a) < 4 * math.sqrt(a * (1 - a) / b)
+
+
+def _spec_tree(rng: random.Random, nodes: int, fanout: int = 3, depth: int = 9) -> tuple[int, ...]:
+    """Parents of a random tree, breadth first: no parent comes before an earlier node's."""
+    parents: list[int] = []
+    depths = {-1: 0}
+    for i in range(nodes):
+        low = parents[-1] if parents else -1
+        fits = [p for p in range(low, i) if parents.count(p) < fanout and depths[p] < depth]
+        if not fits:
+            break
+        # The nearest parents are likelier, so that the levels fill.
+        parents.append(fits[min(int(rng.expovariate(0.8)), len(fits) - 1)])
+        depths[i] = depths[parents[-1]] + 1
+    return tuple(parents)
+
+
+def _spec_ancestors(parents, i: int) -> list[int]:
+    """Node i (-1 the root), its parent and so on up to the root."""
+    out = [i]
+    while out[-1] >= 0:
+        out.append(parents[out[-1]])
+    return out
+
+
+def _spec_mask(tree) -> torch.Tensor:
+    return tree.mask() if callable(tree.mask) else tree.mask
+
+
+def test_spec_tree_properties():
+    """depths, ranks and mask of random trees against their definitions."""
+    rng, shapes = random.Random(1), set()
+    for _ in range(300):
+        parents = _spec_tree(rng, rng.randint(1, 14), rng.randint(1, 4), rng.randint(1, 6))
+        tree = E.Tree(parents)
+        shapes.add(parents)
+        n = len(parents)
+        assert tree.parents == parents
+        assert tuple(tree.depths) == tuple(len(_spec_ancestors(parents, i)) - 1 for i in range(n))
+        assert tuple(tree.ranks) == tuple(parents[:i].count(parents[i]) for i in range(n))
+        mask = _spec_mask(tree)
+        assert mask.shape == (n + 1, n + 1) and mask.dtype == torch.bool
+        slow = [
+            [j - 1 in _spec_ancestors(parents, i - 1) for j in range(n + 1)] for i in range(n + 1)
+        ]
+        assert mask.tolist() == slow
+    assert len(shapes) > 100
+    assert max(len(x) for x in shapes) > 10
+
+
+def test_spec_tree_is_checked():
+    """A parent that is not there yet, below -1 or out of level order is a ValueError."""
+    assert E.Tree((-1, -1, 0, 0, 1, 2)).depths == (1, 1, 2, 2, 2, 3)
+    wrong = [
+        (0,),  # its own parent
+        (-2,),
+        (-1, 1),
+        (-1, 2, 0),
+        (-1, -2),
+        (5, -1),
+        (-1, 0, -1),  # the root's second child after a grandchild
+        (-1, -1, 0, 2, 1),
+        (-1, 0, 1, 0),
+        (1, -1),
+    ]
+    for parents in wrong:
+        with pytest.raises(ValueError) as error:
+            E.Tree(parents)
+        assert len(str(error.value)) > 15, parents
+    with pytest.raises(FrozenInstanceError):
+        E.Tree((-1, 0)).parents = (-1,)
+    assert E.Tree((-1, 0, 0)) == E.Tree((-1, 0, 0)) != E.Tree((-1, 0, 1))
+    assert len({E.Tree((-1, 0)), E.Tree((-1, 0)), E.Tree((-1, -1))}) == 2
+
+
+def test_spec_tree_order_within_a_level():
+    """Levels in order but their parents not: refused, or else right in ranks and mask."""
+    parents = (-1, -1, 1, 0, 1)
+    try:
+        tree = E.Tree(parents)
+    except ValueError:
+        return
+    assert tuple(tree.depths) == (1, 1, 2, 2, 2) and tuple(tree.ranks) == (0, 1, 0, 0, 1)
+    drawn = torch.tensor([[7, 1, 4, 0, 9, 0]])
+    path, n = E.follow_tree(drawn, torch.tensor([[3, 7, 2, 6, 4]]), tree)
+    assert n.tolist() == [2] and path.tolist() == [[1, 4]]
+    mask = _spec_mask(tree)
+    assert mask[5].tolist() == [True, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 9])
+def test_spec_chain_is_a_draft(k):
+    """Tree.chain(k): one node a level, and its mask is the causal one."""
+    tree = E.Tree.chain(k)
+    assert tree.parents == tuple(range(-1, k - 1))
+    assert tuple(tree.depths) == tuple(range(1, k + 1)) and tuple(tree.ranks) == (0,) * k
+    assert torch.equal(_spec_mask(tree), torch.ones(k + 1, k + 1).tril().bool())
+
+
+def _spec_all_trees(nodes: int, ranks: int, depth: int) -> set[frozenset]:
+    """Every prefix-closed, rank-closed set of `nodes` rank paths."""
+    sets = {frozenset()}
+    for _ in range(nodes):
+        grown = set()
+        for tree in sets:
+            for path in [(), *tree]:
+                rank = sum(1 for x in tree if len(x) == len(path) + 1 and x[:-1] == path)
+                if rank < ranks and len(path) < depth:
+                    grown.add(tree | {(*path, rank)})
+        sets = grown
+    return sets
+
+
+def _spec_worth(tree, acceptance) -> float:
+    worth = {-1: 1.0}
+    for i, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+        worth[i] = worth[parent] * acceptance[rank]
+    return sum(worth.values()) - 1
+
+
+@pytest.mark.parametrize(
+    "acceptance",
+    [(0.9,), (0.6, 0.3), (0.5, 0.45), (0.7, 0.2, 0.05), (0.34, 0.33, 0.32), (0.9, 0.0)],
+)
+def test_spec_best_tree_equals_brute_force(acceptance):
+    """No prefix-closed tree of as many nodes is worth more; depth is kept."""
+    tried = 0
+    for nodes in range(1, 7):
+        for depth in (None, 1, 2, 3, 4):
+            every = _spec_all_trees(nodes, len(acceptance), depth or nodes)
+            if not every:
+                continue  # no tree has so many nodes in so few levels
+            best = max(sum(math.prod(acceptance[r] for r in path) for path in t) for t in every)
+            tree = (
+                E.best_tree(acceptance, nodes, depth) if depth else E.best_tree(acceptance, nodes)
+            )
+            assert len(tree.parents) == nodes
+            assert max(tree.depths) <= (depth or nodes) and max(tree.ranks) < len(acceptance)
+            assert abs(_spec_worth(tree, acceptance) - best) < 1e-9
+            tried += 1
+    assert tried >= 15
+
+
+def test_spec_best_tree_when_later_ranks_are_better():
+    """Acceptance that rises with the rank: still the best rank-closed tree, or a ValueError."""
+    for acceptance in [(0.1, 0.8), (0.2, 0.1, 0.9)]:
+        for nodes in range(1, 6):
+            every = _spec_all_trees(nodes, len(acceptance), nodes)
+            best = max(sum(math.prod(acceptance[r] for r in path) for path in t) for t in every)
+            try:
+                tree = E.best_tree(acceptance, nodes)
+            except ValueError:
+                continue
+            assert len(tree.parents) == nodes
+            assert abs(_spec_worth(tree, acceptance) - best) < 1e-9
+
+
+def test_spec_best_tree_of_many_nodes():
+    """64 nodes: the sum of the 64 largest products; limits below that are kept."""
+    acceptance = [0.62, 0.17, 0.08, 0.04]
+
+    def products(depth, least, weight=1.0):
+        if depth == 0:
+            return []
+        out = []
+        for a in acceptance:
+            if weight * a > least:
+                out += [weight * a, *products(depth - 1, least, weight * a)]
+        return out
+
+    for depth, limit in [(None, 40), (3, 3), (5, 5)]:
+        best = sum(sorted(products(limit, 1e-4), reverse=True)[:64])
+        tree = E.best_tree(acceptance, 64, depth)
+        assert len(tree.parents) == 64 and max(tree.depths) <= limit
+        assert abs(_spec_worth(tree, acceptance) - best) < 1e-9
+    a = E.best_tree((0.8,), 5)
+    assert a.parents == E.Tree.chain(5).parents
+    assert E.best_tree((0.5, 0.3, 0.2), 3, 1).parents == (-1, -1, -1)
+
+
+def test_spec_best_tree_without_room_ends():
+    """More nodes than depth and ranks allow: as many as there are, or a ValueError; no hang."""
+    for acceptance, nodes, depth, most in [((0.5,), 5, 2, 2), ((0.5, 0.2), 99, 2, 6)]:
+        try:
+            tree = E.best_tree(acceptance, nodes, depth)
+        except ValueError:
+            continue
+        assert len(tree.parents) == most and max(tree.depths) == depth
+
+
+def _spec_tree_rule(target, draft, tokens, uniform, tree, wrong: str = ""):
+    """SpecInfer's multi-step rule, node by node in level order, and what is wrong about others."""
+    b, v = len(tokens), target.shape[-1]
+    p, at = target[:, 0].double(), torch.full((b,), -1)
+    q = torch.zeros_like(p) if draft is None else draft[:, 0].double()
+    path, n = torch.full((b, max(tree.depths)), -1), torch.zeros(b, dtype=torch.long)
+    for i, parent in enumerate(tree.parents):
+        child = torch.nn.functional.one_hot(tokens[:, i], v).double()
+        proposal = child if draft is None else q
+        here = at == parent
+        p_c, q_c = (p * child).sum(-1), (proposal * child).sum(-1)
+        yes = here & (uniform[:, i] < p_c / q_c)
+        no = here & ~yes
+        left = (p - proposal).clamp(min=0)
+        if wrong != "p not normalised":
+            left = left / left.sum(-1, keepdim=True)
+        if wrong != "same p":
+            p = torch.where(no[:, None], left, p)
+        fewer = q if wrong == "with replacement" else q * (1 - child)
+        if wrong not in ("q not normalised", "with replacement"):
+            fewer = fewer / fewer.sum(-1, keepdim=True).clamp(min=1e-300)
+        q = torch.where(no[:, None], fewer, q)
+        p = torch.where(yes[:, None], target[:, i + 1].double(), p)
+        if draft is not None:
+            q = torch.where(yes[:, None], draft[:, i + 1].double(), q)
+        path[yes, n[yes]] = i
+        n, at = n + yes, torch.where(yes, i, at)
+    return path, n, p / p.sum(-1, keepdim=True)
+
+
+def _spec_tree_rows(tree, p, q, b, g, certain):
+    """Rows for a tree: children drawn from q without replacement, or its likeliest ones."""
+    v, nodes = p[0].shape[-1], len(tree.parents)
+    code = torch.zeros(b, nodes + 1, dtype=torch.long)
+    tokens = torch.zeros(b, nodes, dtype=torch.long)
+    target, draft = torch.zeros(b, nodes + 1, v), torch.zeros(b, nodes + 1, v)
+    for i in range(-1, nodes):
+        depth = 0 if i < 0 else tree.depths[i]
+        target[:, i + 1] = p[depth][code[:, i + 1]].float()
+        weights = q[depth][code[:, i + 1]]
+        draft[:, i + 1] = weights.float()
+        children = [c for c in range(nodes) if tree.parents[c] == i]
+        if not children:
+            continue
+        score = weights.log()
+        if not certain:  # the order of Gumbel-perturbed logs is drawing without replacement
+            score = score - torch.empty_like(score).exponential_(generator=g).log()
+        picks = score.topk(len(children), -1).indices
+        for c, pick in zip(children, picks.T, strict=True):
+            tokens[:, c] = pick
+            code[:, c + 1] = code[:, i + 1] * v + pick
+    return target, None if certain else draft, tokens, torch.rand(b, nodes, generator=g)
+
+
+def _spec_tree_fit(rule, tree, p, q, b, seed, certain) -> float:
+    """The least p-value of the first one, two and three tokens that a step and those after emit."""
+    g, v = _spec_generator(seed), p[0].shape[-1]
+    target, draft, tokens, uniform = _spec_tree_rows(tree, p, q, b, g, certain)
+    path, n, rest = rule(target, draft, tokens, uniform, tree)
+    last = _spec_draw(rest.nan_to_num(0.0), g)
+    code, fits = torch.zeros(b, dtype=torch.long), []
+    for t in range(3):
+        token = _spec_draw(p[t][code], g)  # after the step: plain decoding
+        token = torch.where(n == t, last, token)
+        if t < path.shape[1]:
+            accepted = tokens.gather(1, path[:, t : t + 1].clamp(min=0))[:, 0]
+            token = torch.where(t < n, accepted, token)
+        code = code * v + token
+        fits.append(_spec_chi(torch.bincount(code, minlength=v ** (t + 1)), _spec_joint(p, t + 1)))
+    return min(fits)
+
+
+SPEC_TREES = [(-1, -1, 0, 0, 1, 2), (-1, -1, -1, 0, 0, 1, 3), (-1, 0, 0, 0, 1), (-1, -1, -1, -1)]
+
+
+def _spec_accept_tree(target, draft, tokens, uniform, tree):
+    path, n, rest = E.accept_tree(target, draft, tokens, uniform, tree)
+    assert path.shape == (len(tokens), max(tree.depths)) and path.dtype == torch.long
+    assert n.shape == (len(tokens),) and rest.shape == target[:, 0].shape
+    steps = torch.arange(path.shape[1])
+    assert ((path >= 0) == (steps < n[:, None])).all() and (path[path < 0] == -1).all()
+    parents = torch.tensor(tree.parents)
+    before = torch.cat([torch.full_like(path[:, :1], -1), path[:, :-1]], 1)
+    assert (parents[path.clamp(min=0)] == before)[path >= 0].all()
+    _spec_valid(rest, 1e-4)
+    return path, n, rest
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("parents", SPEC_TREES)
+@pytest.mark.parametrize("keep_p, keep_q", [(None, None), (3, 4)])
+def test_spec_tree_leaves_the_distribution_as_it_is(parents, certain, keep_p, keep_q):
+    """First token, first two and first three follow the target exactly, 60,000 rows a tree."""
+    p, q = _spec_tables(5, 4, 61, keep_p), _spec_tables(5, 4, 62, keep_q)
+    tree = E.Tree(parents)
+    assert _spec_tree_fit(_spec_accept_tree, tree, p, q, 60_000, 63, certain) > SPEC_RIGHT
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("parents", SPEC_TREES[:3])
+def test_spec_wrong_tree_rules_are_noticed(parents, certain):
+    """The check passes SpecInfer's rule and none that forgets to update p or q between siblings."""
+    p, q, tree = _spec_tables(5, 4, 61), _spec_tables(5, 4, 62), E.Tree(parents)
+    assert _spec_tree_fit(_spec_tree_rule, tree, p, q, 60_000, 63, certain) > SPEC_RIGHT
+    wrongs = ["same p", "p not normalised"]
+    wrongs += [] if certain else ["q not normalised", "with replacement"]
+    for wrong in wrongs:
+
+        def rule(*args, wrong=wrong):
+            return _spec_tree_rule(*args, wrong=wrong)
+
+        assert _spec_tree_fit(rule, tree, p, q, 60_000, 63, certain) < SPEC_WRONG, wrong
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_spec_accept_tree_equals_node_by_node(certain):
+    """Random trees, every row its own p and q: the same path and rest as the slow rule."""
+    rng, lengths, kinds = random.Random(7), Counter(), 0
+    for seed in range(40):
+        parents = _spec_tree(rng, rng.randint(1, 9), 4, 4)
+        tree = E.Tree(parents)
+        p, q = _spec_tables(6, 4, seed, sharp=2.0), _spec_tables(6, 4, seed)
+        rows = _spec_tree_rows(tree, p, q, 100, _spec_generator(seed), certain)
+        path, n, rest = _spec_accept_tree(*rows, tree)
+        slow = _spec_tree_rule(*rows, tree)
+        assert torch.equal(path, slow[0]) and torch.equal(n, slow[1])
+        torch.testing.assert_close(rest.double(), slow[2], atol=1e-4, rtol=1e-3)
+        lengths.update(n.tolist())
+        kinds += max(tree.ranks) > 0 and max(tree.depths) > 1
+    assert kinds > 15 and min(lengths[i] for i in range(4)) > 50
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_spec_a_chain_tree_is_a_plain_draft(certain):
+    """accept_tree over Tree.chain(k) gives accept's n and rest, and the path 0, 1, 2, ..."""
+    for k in (1, 3, 6):
+        target, draft, tokens, uniform = _spec_problem(200, k, 6, 70 + k)
+        n, rest = E.accept(target, None if certain else draft, tokens, uniform)
+        # What q stands in the leaf's row is nobody's: it has no children.
+        q = None if certain else torch.cat([draft, torch.full_like(draft[:, :1], math.nan)], 1)
+        path, m, other = _spec_accept_tree(target, q, tokens, uniform, E.Tree.chain(k))
+        assert torch.equal(n, m) and len(set(n.tolist())) > 1
+        torch.testing.assert_close(rest, other, atol=1e-5, rtol=1e-4)
+        steps = torch.arange(k).expand(200, k)
+        assert torch.equal(path, torch.where(steps < n[:, None], steps, -1))
+
+
+def _spec_slow_follow(drawn, tokens, parents) -> list[int]:
+    path, at = [], -1
+    while True:
+        fits = [c for c, p in enumerate(parents) if p == at and tokens[c] == drawn[at + 1]]
+        if not fits:
+            return path
+        at = fits[0]
+        path.append(at)
+
+
+def test_spec_follow_tree_equals_a_loop():
+    """The child that equals what was drawn, down to where none does."""
+    rng, lengths = random.Random(3), Counter()
+    for seed in range(60):
+        parents = _spec_tree(rng, rng.randint(1, 12), 3, 5)
+        tree, n = E.Tree(parents), len(parents)
+        depth = max(tree.depths)
+        tokens = torch.zeros(30, n, dtype=torch.long)
+        for r in range(30):  # siblings differ
+            for p in {*parents}:
+                children = [c for c in range(n) if parents[c] == p]
+                for c, token in zip(children, rng.sample(range(4), len(children)), strict=True):
+                    tokens[r, c] = token
+        drawn = torch.randint(-1, 4, (30, n + 1), generator=_spec_generator(seed))
+        path, m = E.follow_tree(drawn, tokens, tree)
+        assert path.shape == (30, depth) and path.dtype == torch.long and m.shape == (30,)
+        for r in range(30):
+            slow = _spec_slow_follow(drawn[r].tolist(), tokens[r].tolist(), parents)
+            assert path[r].tolist() == slow + [-1] * (depth - len(slow)) and m[r] == len(slow)
+            lengths[len(slow)] += 1
+    assert min(lengths[i] for i in range(4)) > 15
+    chain = E.Tree.chain(4)
+    drawn, tokens = torch.randint(2, (90, 5), generator=_spec_generator(1)), None
+    tokens = torch.randint(2, (90, 4), generator=_spec_generator(2))
+    n = E.follow_tree(drawn, tokens, chain)[1]
+    assert torch.equal(n, E.matching(drawn, tokens)) and set(n.tolist()) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_spec_greedy_follows_the_argmaxes_down_the_tree(certain):
+    """One-hot p in the tree: the path of the argmaxes, whatever u and q, and rest the next one."""
+    rng, lengths = random.Random(5), Counter()
+    for seed in range(25):
+        tree = E.Tree(_spec_tree(rng, rng.randint(2, 9), 3, 4))
+        p, q = _spec_tables(4, 4, seed, sharp=2.0), _spec_tables(4, 4, seed + 100)
+        p = [torch.nn.functional.one_hot(x.argmax(-1), 4).double() for x in p]
+        rows = _spec_tree_rows(tree, p, q, 60, _spec_generator(seed), certain)
+        drawn = rows[0].argmax(-1)
+        path, n = E.follow_tree(drawn, rows[2], tree)
+        for u in (torch.zeros_like(rows[3]), rows[3], torch.full_like(rows[3], 1 - 2.0**-24)):
+            got, m, rest = _spec_accept_tree(*rows[:3], u, tree)
+            assert torch.equal(got, path) and torch.equal(m, n)
+            last = torch.where(n > 0, path.gather(1, (n - 1).clamp(min=0)[:, None])[:, 0], -1)
+            best = drawn.gather(1, last[:, None] + 1)[:, 0]
+            assert torch.equal(rest.argmax(-1), best)
+            torch.testing.assert_close(rest.max(-1).values, torch.ones(60))
+        lengths.update(n.tolist())
+    assert min(lengths[i] for i in range(3)) > 20
+
+
+def test_spec_a_full_house_of_siblings_accepts_one():
+    """All V tokens as children: p's mass is covered, so one is always accepted."""
+    p, q, tree = _spec_tables(4, 2, 81), _spec_tables(4, 2, 82), E.Tree((-1,) * 4)
+    for certain in (False, True):
+        rows = _spec_tree_rows(tree, p, q, 20_000, _spec_generator(1), certain)
+        path, n, rest = _spec_accept_tree(*rows, tree)
+        assert (n == 1).all() and set(path[:, 0].tolist()) == {0, 1, 2, 3}
+        first = rows[2].gather(1, path)[:, 0]
+        assert _spec_chi(torch.bincount(first, minlength=4), p[0][0]) > SPEC_RIGHT
+
+
+def test_spec_tree_with_almost_all_of_q_removed():
+    """A sibling that had nearly all of q is gone: what is left is divided by its own sum."""
+    target = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(3, 3, 4)
+    draft = torch.tensor([1.0, 1e-9, 3e-9, 0.0]).expand(3, 3, 4)
+    tokens = torch.tensor([[0, 1]] * 3)
+    uniform = torch.tensor([[0.05, 0.9], [0.5, 0.85], [0.5, 0.92]])
+    path, n, rest = _spec_accept_tree(target, draft, tokens, uniform, E.Tree((-1, -1)))
+    assert path.tolist() == [[0], [1], [-1]] and n.tolist() == [1, 1, 0]
+    torch.testing.assert_close(rest[:2], target[:2, 0])
+    torch.testing.assert_close(rest[2], torch.tensor([0.0, 0.0, 0.12, 0.88]), atol=0.13, rtol=0)
+    # p' = (0, 2, 3, 4) / 9 and q' = (0, 1, 3, 0) / 4: only token 3 is left of max(p' - q', 0).
+    torch.testing.assert_close(rest[2], torch.tensor([0.0, 0.0, 0.0, 1.0]), atol=1e-4, rtol=0)
+
+
+def test_spec_tree_when_q_runs_out():
+    """A sibling that q could not give (all of q was removed) brings no NaN."""
+    target = _spec_random_probs(50, 4, 4, seed=91)
+    draft = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(50, 4, 4)
+    tokens = torch.tensor([[0, 1, 2]] * 50)
+    uniform = torch.rand(50, 3, generator=_spec_generator(92))
+    uniform[:, 0] = 1 - 2.0**-24
+    path, n, rest = _spec_accept_tree(target, draft, tokens, uniform, E.Tree((-1, -1, -1)))
+    assert (path[:, 0] != 0).all()
+    assert not rest[n == 0][:, 0].any()  # rejected: p(0) < q(0) took all of it
+
+
+def test_spec_tree_shapes_that_do_not_fit():
+    """accept_tree does not broadcast a target, draft or tokens of another tree in silence."""
+    tree = E.Tree((-1, -1, 0))
+    p, d, u = torch.full((2, 4, 5), 0.2), torch.tensor([[0, 1, 2]] * 2), torch.rand(2, 3)
+    E.accept_tree(p, p, d, u, tree)
+    for case in [(p[:, :3], None, d, u), (p, p[:, :2], d, u), (p, p, d[:, :2], u)]:
+        with pytest.raises((ValueError, RuntimeError, IndexError)):
+            E.accept_tree(*case, tree)
+
+
+def _spec_slow_ngram(context, k, longest, shortest, references=()):
+    """All that the definition allows: the context's latest occurrence, a reference's any."""
+    n = len(context)
+    for size in range(min(longest, n), shortest - 1, -1):
+        suffix, allowed = context[n - size :], []
+        for start in range(n - size - 1, -1, -1):
+            if context[start : start + size] == suffix:
+                copy = list(context)
+                for i in range(k):
+                    copy.append(copy[start + size + i])
+                allowed.append(copy[n:])
+                break
+        for reference in references:
+            for start in range(len(reference) - size):  # something must follow it
+                if reference[start : start + size] == suffix:
+                    allowed.append(reference[start + size : start + size + k])
+        if allowed:
+            return allowed
+    return [[]]
+
+
+def test_spec_ngram_equals_the_definition():
+    """Small alphabets: the longest suffix, its latest occurrence, k tokens from there."""
+    rng, seen = random.Random(11), Counter()
+    drafters = {
+        (longest, shortest): E.NGram(longest, shortest)
+        for longest in range(1, 6)
+        for shortest in range(1, longest + 1)
+    }
+    for _ in range(4000):
+        (longest, shortest), drafter = rng.choice(list(drafters.items()))
+        letters = rng.choice([1, 2, 3, 6])
+        context = [rng.randrange(letters) for _ in range(rng.choice([0, 1, 2, 5, 12, 40]))]
+        k, before = rng.randint(0, 9), list(context)
+        tokens, probs = drafter(context, k)
+        assert context == before and probs is None and isinstance(tokens, list)
+        assert [tokens] == _spec_slow_ngram(context, k, longest, shortest)
+        assert all(type(x) is int for x in tokens)
+        seen["none" if not tokens else "some"] += 1
+        if tokens and context and k > 4:
+            seen["own"] += tokens[: k // 2] == tokens[k // 2 : k // 2 * 2]
+    assert seen["none"] > 500 and seen["some"] > 1000 and seen["own"] > 200
+
+
+def test_spec_ngram_by_hand():
+    """a b a b runs on for ever; four to one by default; the latest of two; nothing, nothing."""
+    drafter = E.NGram()
+    assert drafter([1, 2, 1, 2], 5) == ([1, 2, 1, 2, 1], None)
+    assert drafter([7], 3) == ([], None) and drafter([], 3) == ([], None)
+    assert drafter([1, 1], 4) == ([1, 1, 1, 1], None)
+    assert drafter([1, 2, 3, 4], 2) == ([], None)
+    assert drafter([1, 2, 1, 2], 0) == ([], None)
+    assert drafter([5, 8, 5, 9, 5], 1) == ([9], None)  # the latest occurrence
+    assert drafter([2, 5, 8, 9, 5, 7, 2, 5], 1) == ([8], None)  # a longer one goes before
+    # Five in common here, but only four count: the later of the two is meant.
+    context = [9, 1, 2, 3, 4, 6, 8, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4]
+    assert drafter(context, 1) == ([7], None)
+    assert E.NGram(5)(context, 1) == ([6], None)
+    assert E.NGram(longest=3, shortest=2)([5, 1, 5], 2) == ([], None)
+    assert E.NGram(longest=3, shortest=2)([5, 1, 6, 5, 1], 2) == ([6, 5], None)
+    assert drafter([-1, 3, -1], 2) == ([3, -1], None)
+
+
+def test_spec_ngram_ids_are_numbers_not_bytes():
+    """Large ids are found; ids whose bytes, shifted, would look like another's are not."""
+    drafter, big = E.NGram(), 2**31 - 1
+    assert drafter([big, 0, 255, 256, big], 3) == ([0, 255, 256], None)
+    for other in (1 << (31 - 1), 1 << 24, 1 << 16, 256):
+        assert drafter([other, 9, 0, 1], 2) == ([], None)
+        assert drafter([0, other, 9, 1], 2) == ([], None)
+        assert drafter([other, other >> 8, 0, 5], 2) == ([], None)
+    # Of ids in four bytes each, two bytes later: 0x00010000 after 0x00020000 holds a 1.
+    assert drafter([0x00010000, 0x00020000, 9, 1], 2) == ([], None)
+    assert drafter([0x01000000, 0x02000000, 9, 0x00010000, 0x00020000], 2) == ([], None)
+    # The bytes of (a, b) stand across (x, y, z) here, and after them, in line, once more.
+    context = [0x00050000, 0x00060000, 0x00070000, 3, 5, 6]
+    assert drafter(context, 2) == ([], None)
+    assert drafter([5, 6, 8, *context], 2) == ([8, 0x00050000], None)
+
+
+def test_spec_ngram_one_drafter_for_many():
+    """Contexts in turn, and one list that grows, shrinks and changes: no memory of the last."""
+    rng, drafter = random.Random(12), E.NGram(3, 1)
+    contexts = [[rng.randrange(3) for _ in range(20)] for _ in range(6)]
+    shared: list[int] = []
+    for step in range(1500):
+        context = rng.choice(contexts)
+        context.append(rng.randrange(3))
+        assert [drafter(context, 4)[0]] == _spec_slow_ngram(context, 4, 3, 1)
+        what = rng.random()
+        if what < 0.7 or len(shared) < 6:
+            shared.append(rng.randrange(4))
+        elif what < 0.8:
+            del shared[-rng.randint(1, 5) :]
+        else:
+            shared[rng.randrange(len(shared))] = rng.randrange(4)
+        assert [drafter(shared, 4)[0]] == _spec_slow_ngram(shared, 4, 3, 1)
+    assert step == 1499 and len(shared) > 50
+
+
+def test_spec_ngram_references():
+    """A reference is searched too; the longest match wins, wherever it is."""
+    drafter = E.NGram(references=[[1, 2, 3, 4, 5], [8, 9, 7]])
+    assert drafter([0, 1, 2, 3], 2) == ([4, 5], None)
+    assert drafter([9, 1, 8], 2)[0][:2] == [9, 7]
+    assert drafter([6, 3, 0, 2, 3], 1) == ([4], None)  # two ids in the reference before one here
+    assert drafter([2, 3, 6, 0, 2, 3], 0) == ([], None)
+    assert drafter([3, 6, 2, 3, 9, 6, 2, 3], 1) == ([9], None)  # three here before two there
+    assert E.NGram(references=[[1, 2]])([5, 6], 2) == ([], None)
+    rng, found = random.Random(13), 0
+    for _ in range(1500):
+        references = [
+            [rng.randrange(4) for _ in range(rng.randint(0, 12))] for _ in range(rng.randint(0, 3))
+        ]
+        copies = [list(x) for x in references]
+        longest = rng.randint(1, 4)
+        shortest = rng.randint(1, longest)
+        context, k = [rng.randrange(4) for _ in range(rng.randint(0, 10))], rng.randint(1, 6)
+        tokens, probs = E.NGram(longest, shortest, references)(context, k)
+        allowed = _spec_slow_ngram(context, k, longest, shortest, references)
+        assert probs is None and references == copies and len(tokens) <= k
+        # What a reference's end leaves open (stop, or go on) stays open here.
+        assert any(tokens[: len(x)] == x and bool(x) == bool(tokens) for x in allowed)
+        found += allowed not in (_spec_slow_ngram(context, k, longest, shortest), [[]])
+    assert found > 300
+
+
+@pytest.mark.parametrize("kind", ["random", "letters", "nearly", "found first", "one letter"])
+def test_spec_ngram_is_quick(kind):
+    """32,768 ids: a proposal takes under 5 ms, also where nothing or nearly all matches."""
+    rng, n = random.Random(14), 32_768
+    context = {
+        "random": lambda: [rng.randrange(50_000) for _ in range(n - 1)] + [50_000],
+        "letters": lambda: [rng.randrange(4) for _ in range(n)],
+        "nearly": lambda: [0, 0, 0, 1] * (n // 4 - 1) + [0, 0, 2, 1],
+        "found first": lambda: [5, 6, 7, 8, 9] + [8] * (n - 9) + [5, 6, 7, 8],
+        "one letter": lambda: [3] * n,
+    }[kind]()
+    drafter, seconds = E.NGram(), []
+    for _ in range(15):
+        start = time.thread_time()
+        tokens, _ = drafter(context, 8)
+        seconds.append(time.thread_time() - start)
+    expected = {
+        "random": [],
+        "nearly": [0, 0, 2, 1] * 2,
+        "found first": [9] + [8] * 7,
+        "one letter": [3] * 8,
+    }
+    if kind in expected:
+        assert tokens == expected[kind]
+    assert len(tokens) == 8 or kind == "random"
+    # The least of many, of this thread alone: others may share the machine.
+    assert min(seconds) < 5e-3, f"{min(seconds) * 1e3:.1f} ms"
+
+
+class _SpecRow:
+    """A sequence that is served: its acceptance, and how often its drafter has something."""
+
+    def __init__(self, acceptance: float, drafts: float = 1.0):
+        self.acceptance, self.drafts = acceptance, drafts
+
+
+def _spec_expected(a: float, k: int) -> float:
+    return float(k + 1) if a == 1 else (1 - a ** (k + 1)) / (1 - a)
+
+
+def _spec_serve(policy, rows, costs, steps: int, seed: int = 0, prompt: int = 0):
+    """Serve the rows for some steps; yields (ks, expected tokens, seconds) of each step.
+
+    costs: seconds of a step, of each token it runs, of each token drafted. What is counted is
+    the expected number of tokens, so that luck in the draws says nothing about the policy.
+    """
+    base, each, draft = costs
+    rng = random.Random(seed)
+    for _ in range(steps):
+        ks = policy.choose(rows)
+        assert len(ks) == len(rows) and all(isinstance(k, int) and k >= 0 for k in ks)
+        proposed = [k if rng.random() < row.drafts else 0 for k, row in zip(ks, rows, strict=True)]
+        accepted = []
+        for k, row in zip(proposed, rows, strict=True):
+            n = 0
+            while n < k and rng.random() < row.acceptance:
+                n += 1
+            accepted.append(n)
+        tokens = sum(proposed) + len(rows) + (rng.randrange(prompt) if prompt else 0)
+        draft_seconds = draft * sum(proposed)
+        seconds = base + each * tokens + draft_seconds  # the whole step, as the Engine counts it
+        policy.observe(rows, proposed, accepted, tokens, seconds, draft_seconds)
+        pairs = zip(proposed, rows, strict=True)
+        gain = sum(_spec_expected(row.acceptance, k) for k, row in pairs)
+        yield ks, gain, seconds
+
+
+def _spec_rate(served, skip: int = 0) -> float:
+    served = list(served)[skip:]
+    return sum(x[1] for x in served) / sum(x[2] for x in served)
+
+
+def _spec_best_rate(rows, costs, longest: int = 5) -> tuple[float, int]:
+    base, each, draft = costs
+    b = len(rows)
+    return max(
+        (
+            sum(_spec_expected(row.acceptance, k) for row in rows)
+            / (base + each * b * (k + 1) + draft * b * k),
+            k,
+        )
+        for k in range(longest + 1)
+    )
+
+
+SPEC_FREE, SPEC_COSTLY = (20e-3, 0.5e-3, 1e-7), (20e-3, 0.5e-3, 2e-3)
+
+
+def test_spec_fixed_is_fixed():
+    """Fixed(k): k for every row, whatever it is told."""
+    rows = [_SpecRow(0.0) for _ in range(3)]
+    for k in (0, 1, 7):
+        policy = E.Fixed(k)
+        assert policy.choose(rows) == [k] * 3 and policy.choose(rows[:1]) == [k]
+        assert policy.choose([]) == []
+        policy.observe(rows, [k] * 3, [0] * 3, 3 * k + 3, 0.1, 0.1)
+        assert policy.choose(rows) == [k] * 3
+        served = list(_spec_serve(policy, rows, SPEC_COSTLY, 5))
+        assert len(served) == 5 and all(ks == [k] * 3 for ks, _, _ in served)
+    # The simulation itself: fixed policies give the rates that the formula says.
+    rows = [_SpecRow(0.7) for _ in range(4)]
+    rates = [_spec_rate(_spec_serve(E.Fixed(k), rows, SPEC_COSTLY, 3)) for k in range(6)]
+    best = _spec_best_rate(rows, SPEC_COSTLY)
+    assert math.isclose(max(rates), best[0]) and rates.index(max(rates)) == best[1] == 1
+
+
+@pytest.mark.parametrize("costs", [SPEC_FREE, SPEC_COSTLY], ids=["free", "costly"])
+@pytest.mark.parametrize("b", [1, 4, 16, 64])
+def test_spec_goodput_is_near_the_best_fixed(b, costs):
+    """Tokens per second within 5% of the best fixed k of 0..5, at every load and acceptance."""
+    best_ks = []
+    for a in (0.0, 0.2, 0.5, 0.8, 0.95):
+        rows = [_SpecRow(a) for _ in range(b)]
+        best, k = _spec_best_rate(rows, costs)
+        best_ks.append(k)
+        served = list(_spec_serve(E.Goodput(5), rows, costs, 500, seed=b))
+        assert all(max(ks) <= 5 for ks, _, _ in served)
+        rate = _spec_rate(served, skip=100)
+        last = sum(sum(ks) / b for ks, _, _ in served[-100:]) / 100
+        assert rate > 0.95 * best, f"a {a}, {b} rows: {rate / best:.3f} of k = {k}; k {last:.2f}"
+    # No one k is right for all; or, dear drafts and many rows, none is ever worth it.
+    assert len(set(best_ks)) >= 3 or best_ks == [0] * 5
+
+
+def test_spec_goodput_beats_every_one_fixed_k():
+    """Over loads and acceptances together no fixed k comes near the adaptive one."""
+    cases = [(b, a, c) for b in (1, 64) for a in (0.0, 0.95) for c in (SPEC_FREE, SPEC_COSTLY)]
+
+    def worst(policy):
+        ratios = []
+        for b, a, costs in cases:
+            rows = [_SpecRow(a) for _ in range(b)]
+            rate = _spec_rate(_spec_serve(policy(), rows, costs, 200), skip=100)
+            ratios.append(rate / _spec_best_rate(rows, costs)[0])
+        return min(ratios)
+
+    assert worst(lambda: E.Goodput(5)) > 0.9
+    for k in range(6):
+        assert worst(lambda k=k: E.Fixed(k)) < 0.9
+
+
+@pytest.mark.parametrize("b", [1, 16])
+def test_spec_goodput_goes_to_zero_and_comes_back(b):
+    """Drafts that never fit are given up; when they begin to fit they are taken up again."""
+    costs, policy, rows = (20e-3, 0.5e-3, 0.5e-3), E.Goodput(5), [_SpecRow(0.0) for _ in range(b)]
+    served = list(_spec_serve(policy, rows, costs, 300))
+    drafted = sum(sum(ks) for ks, _, _ in served[-100:]) / (100 * b)
+    assert drafted < 0.2  # a probe now and then is what lets it come back
+    for row in rows:
+        row.acceptance = 0.97
+    served = list(_spec_serve(policy, rows, costs, 400, seed=1))
+    assert sum(sum(ks) for ks, _, _ in served[-50:]) / (50 * b) > 2
+    assert _spec_best_rate(rows, costs)[1] == 5
+    for row in rows:
+        row.acceptance = 0.0
+    served = list(_spec_serve(policy, rows, costs, 400, seed=2))
+    assert sum(sum(ks) for ks, _, _ in served[-100:]) / (100 * b) < 0.2
+
+
+@pytest.mark.parametrize("costs", [SPEC_FREE, SPEC_COSTLY], ids=["free", "costly"])
+def test_spec_goodput_follows_the_load(costs):
+    """The same acceptance: k falls where tokens make a step dear and rises where not."""
+    costs = (costs[0], 2e-3, costs[2])
+    few = [_SpecRow(0.6)]
+    many = few + [_SpecRow(0.6) for _ in range(63)]
+    best = [_spec_best_rate(rows, costs)[1] for rows in (few, many)]
+    assert best[0] > best[1] == 0
+    policy, seen = E.Goodput(5), []
+    for rows in (few, many, few):
+        served = list(_spec_serve(policy, rows, costs, 300))
+        seen.append(sum(sum(ks) for ks, _, _ in served[-100:]) / (100 * len(rows)))
+        assert _spec_rate(served, skip=100) > 0.93 * _spec_best_rate(rows, costs)[0]
+    assert seen[0] > seen[1] + 0.7 and seen[2] > seen[1] + 0.7 and seen[1] < 0.3
+
+
+def test_spec_goodput_rows_differ():
+    """Rows that accept and rows that do not, in one batch: each gets its own k."""
+    good, bad = [_SpecRow(0.95) for _ in range(8)], [_SpecRow(0.05) for _ in range(8)]
+    rows = [row for pair in zip(good, bad, strict=True) for row in pair]
+    costs = (20e-3, 1e-3, 0.5e-3)
+    served = list(_spec_serve(E.Goodput(5), rows, costs, 400))
+    mean = [sum(sum(ks[i::2]) for ks, _, _ in served[-100:]) / 800 for i in (0, 1)]
+    assert mean[0] > 3 and mean[1] < 1 and mean[0] > mean[1] + 2.5
+    own = 8 * (_spec_expected(0.95, 5) + 1) / (20e-3 + 1e-3 * 56 + 0.5e-3 * 40)
+    assert own > 1.05 * _spec_best_rate(rows, costs)[0]  # a k for each is worth having
+    assert _spec_rate(served, skip=100) > _spec_best_rate(rows, costs)[0]
+    # The same rows in another order, and some of them, keep what is known of them.
+    policy = E.Goodput(5)
+    list(_spec_serve(policy, rows, costs, 300))
+    assert sum(policy.choose(good + bad)[:8]) > 8 + sum(policy.choose(bad + good)[:8])
+    assert min(policy.choose(good[:2])) > 1
+
+
+def test_spec_goodput_rows_come_and_go():
+    """Sequences of some sixty tokens, 0 to 24 at once, prompts between: still near the best."""
+    rng, policy = random.Random(21), E.Goodput(5)
+    costs, gain, seconds, fixed, sizes = (20e-3, 0.5e-3, 0.2e-3), 0.0, 0.0, [0.0] * 6, Counter()
+    paid, rows = [0.0] * 6, [_SpecRow(0.8)]
+    for step in range(700):
+        rows = [row for row in rows if rng.random() > 0.05]
+        if rng.random() < 0.6:
+            rows += [_SpecRow(0.8) for _ in range(min(rng.randint(1, 3), 24 - len(rows)))]
+        sizes[len(rows)] += 1
+        if not rows:
+            continue
+        [(ks, tokens, spent)] = _spec_serve(policy, rows, costs, 1, seed=step, prompt=30)
+        assert max(ks) <= 5
+        if step < 100:
+            continue
+        gain, seconds = gain + tokens, seconds + spent
+        for k in range(6):
+            fixed[k] += len(rows) * _spec_expected(0.8, k)
+            paid[k] += costs[0] + costs[1] * (len(rows) * (k + 1) + 15) + costs[2] * len(rows) * k
+    best = max(a / b for a, b in zip(fixed, paid, strict=True))
+    assert len(sizes) > 12 and best > 1.3 * fixed[0] / paid[0]
+    assert gain / seconds > 0.94 * best
+
+
+def test_spec_goodput_a_drafter_with_nothing_to_say():
+    """Nothing proposed though it was asked for: no error, and it goes on when there is."""
+    policy, rows = E.Goodput(4), [_SpecRow(0.9, drafts=0.0) for _ in range(5)]
+    served = list(_spec_serve(policy, rows, SPEC_FREE, 50))
+    assert len(served) == 50 and all(0 <= min(ks) <= max(ks) <= 4 for ks, _, _ in served)
+    for row in rows:
+        row.drafts = 1.0
+    served = list(_spec_serve(policy, rows, (20e-3, 0.1e-3, 1e-7), 300))
+    assert sum(sum(ks) for ks, _, _ in served[-50:]) / 250 > 2.5
+    # Half the time nothing found, as with n-grams: what is found still fits.
+    rows = [_SpecRow(0.9, drafts=0.5) for _ in range(5)]
+    served = list(_spec_serve(E.Goodput(4), rows, (20e-3, 0.1e-3, 1e-7), 300))
+    assert sum(sum(ks) for ks, _, _ in served[-50:]) / 250 > 2.5
+
+
+@pytest.mark.parametrize("costs", [(0, 0, 0), (20e-3, 0, 0), (0, 1e-3, 0), (0, 0, 1e-3)])
+def test_spec_goodput_takes_times_of_zero(costs):
+    """A clock that stands still, in all or in part, is no error, then or when it goes on."""
+    for drafts in (0.0, 1.0):
+        policy, rows = E.Goodput(4), [_SpecRow(0.9, drafts=drafts) for _ in range(2)]
+        served = list(_spec_serve(policy, rows, costs, 60))
+        served += _spec_serve(policy, rows, SPEC_FREE, 60)
+        assert len(served) == 120 and all(0 <= min(ks) <= max(ks) <= 4 for ks, _, _ in served)
+
+
+@pytest.mark.parametrize("longest", [0, 1, 3, 8])
+def test_spec_goodput_longest_is_kept(longest):
+    """longest bounds k, 0 included, however well it goes; a first choice needs no memory."""
+    policy, rows = E.Goodput(longest), [_SpecRow(1.0) for _ in range(2)]
+    first = policy.choose(rows)
+    assert len(first) == 2 and all(0 <= k <= longest for k in first)
+    served = list(_spec_serve(policy, rows, (20e-3, 1e-5, 1e-7), 300))
+    assert all(0 <= min(ks) <= max(ks) <= longest for ks, _, _ in served)
+    assert sum(sum(ks) for ks, _, _ in served[-50:]) / 100 >= 0.85 * longest
+
+
+# --------------------------------------------------------------------------------------------------
+# paged_kv.py: drafts in the steps of the Engine
+# --------------------------------------------------------------------------------------------------
+
+
+class SpecDrafter:
+    """Proposes what is known to follow, each token wrong with probability `lie`; where nothing is
+    known, anything. ragged: fewer than asked for, at random, also none."""
+
+    def __init__(self, texts, lie=0.0, ragged=False, seed=0, vocab=97):
+        self.texts, self.lie, self.ragged, self.vocab = list(texts), lie, ragged, vocab
+        self.r, self.asked = random.Random(seed), []
+
+    def __call__(self, tokens, k):
+        self.asked.append(k)
+        n, at = self.r.randint(0, k) if self.ragged else k, len(tokens)
+        known = [text[at : at + n] for text in self.texts if text[:at] == tokens]
+        draft = max(known, key=len, default=[])
+        draft += [self.r.randrange(self.vocab) for _ in range(n - len(draft))]
+        wrong = [self.r.random() < self.lie for _ in draft]
+        return [(t + w) % self.vocab for t, w in zip(draft, wrong)], None
+
+
+class SpecBatch(SpecDrafter):
+    """The same for many at once, and it hears all that there is to hear."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.seen, self.over = {}, []
+
+    def __call__(self, tokens, k):
+        raise AssertionError("it has many")
+
+    def many(self, sequences, contexts, ks):
+        assert len(sequences) == len(set(sequences)) == len(ks) and min(ks) > 0
+        assert all(seq.tokens == tokens for seq, tokens in zip(sequences, contexts))
+        assert not set(sequences) & set(self.over)
+        return [super(SpecBatch, self).__call__(*asked) for asked in zip(contexts, ks)]
+
+    def observe(self, seq, start, hidden):
+        assert seq not in self.over and start >= 0 and len(hidden)
+        self.seen.setdefault(seq, []).append((start, hidden.clone()))
+
+    def forget(self, seq):
+        assert seq not in self.over, "forgotten twice"
+        self.over.append(seq)
+
+
+def spec_texts(prompts, outputs) -> list[list[int]]:
+    return [p + s.token_ids for p, o in zip(prompts, outputs) for s in o.samples]
+
+
+def spec_check(engine, k=5) -> None:
+    """Every invariant between steps; no blocks but for a sequence's tokens and k drafted ones."""
+    paged_check(engine)
+    for seq in engine.scheduler.running:
+        assert len(seq.table) <= -(-(len(seq.tokens) + k) // engine.allocator.block_size)
+        assert seq.remaining > 0 and seq.stored <= len(seq.tokens)
+
+
+def spec_generate(engine, prompts, params, priorities=None, check=spec_check) -> list:
+    for i, (prompt, how) in enumerate(zip(prompts, params)):
+        engine.add(prompt, how, id=i, priority=priorities[i] if priorities else 0)
+    outputs = dict(engine.outputs)
+    paged_run(engine, check)
+    return [outputs[i] for i in range(len(prompts))]
+
+
+def spec_same(got, want, close=1e-4) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.error == b.error and len(a.times) == len(a.token_ids) + 1
+        for x, y in zip(a.samples, b.samples, strict=True):
+            assert x.token_ids == y.token_ids and x.finish_reason == y.finish_reason
+            for (p, ids, ps), (q, _, qs) in zip(x.logprobs, y.logprobs, strict=True):
+                assert abs(p - q) < close and len(ids) == len(ps) == len(qs)
+                assert all(abs(s - t) < close for s, t in zip(ps, qs))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_engine_spec_oracle_saves_steps(many):
+    """Where all that is drafted is right, n tokens take one step for the prompt and one for every
+    k + 1 more; all are counted, each has its time."""
+    model, prompt = paged_model(), paged_prompt(6, 1)
+    (want,) = paged_greedy(model, [prompt], [30])
+    kind = SpecBatch if many else SpecDrafter
+    for k in (0, 1, 3, 40):
+        for new in (1, 2, 4, 5, 6, 30):
+            drafter = kind([prompt + want])
+            engine = paged_engine(model, num_blocks=20, drafter=drafter, speculate_k=k)
+            (output,) = engine.generate([prompt], greedy(new))
+            assert output.token_ids == want[:new] and output.finish_reason == "length"
+            stats = engine.stats()
+            steps = 1 + math.ceil((new - 1) / (k + 1))
+            assert stats["steps"] == steps and stats["tokens_new"] == new
+            assert stats["proposed"] == stats["accepted"] == new - steps
+            assert stats["tokens_run"] == len(prompt) + new - 1
+            assert len(output.times) == new + 1 and output.times == sorted(output.times)
+            paged_idle(engine, 20)
+
+
+def test_engine_spec_liar_costs_no_step():
+    """Where all is wrong, there are as many steps as without, each token is the same, and prompts
+    come in at the same steps; without a cache of prefixes also under pressure."""
+    model, (prompts, counts) = paged_model(), paged_requests(9)
+    for swap in (False, True):
+        how = dict(num_blocks=9, max_batch_tokens=12, swap=swap, prefix_cache=False)
+        plain = paged_engine(model, **how)
+        want = spec_generate(plain, prompts, [*map(greedy, counts)])
+        engine = paged_engine(model, **how, drafter=SpecBatch(spec_texts(prompts, want), lie=1))
+        got = spec_generate(engine, prompts, [*map(greedy, counts)])
+        spec_same(got, want)
+        a, b = plain.stats(), engine.stats()
+        assert b["accepted"] == 0 < b["proposed"]
+        for name in ("steps", "tokens_new", "preemptions", "hit_rate"):
+            assert a[name] == b[name], name
+        assert b["tokens_run"] == a["tokens_run"] + b["proposed"] and a["preemptions"] > 2
+
+
+SPEC_HOWS = {
+    "roomy": dict(num_blocks=200, max_batch_tokens=200),
+    "recompute": dict(num_blocks=9, max_batch_tokens=16),
+    "swap": dict(num_blocks=9, max_batch_tokens=16, swap=True),
+    "no-prefix": dict(num_blocks=9, max_batch_tokens=16, prefix_cache=False, swap=True),
+    "chunks": dict(num_blocks=12, max_batch_tokens=5),
+    "blocks-of-1": dict(num_blocks=33, block_size=1, max_batch_tokens=16),
+    "blocks-of-3": dict(num_blocks=11, block_size=3, max_batch_tokens=16, swap=True),
+    "blocks-of-16": dict(num_blocks=3, block_size=16, max_batch_tokens=16),
+    "static": dict(num_blocks=12, max_batch_tokens=16, static=True),
+    "int8": dict(num_blocks=9, max_batch_tokens=16, kv_dtype="int8", swap=True),
+}
+
+
+@pytest.mark.parametrize("how", SPEC_HOWS)
+def test_engine_spec_equals_plain(how):
+    """Prompts that share prefixes, priorities, two samples of some: with drafts of random length,
+    right, wrong and half right, all tokens, ends and log-probabilities are as without, nothing
+    leaks and no step is over its budget."""
+    model, (prompts, _) = paged_model(), paged_requests(8, seed=5)
+    r, options = random.Random(0), SPEC_HOWS[how]
+    params = [
+        greedy(r.choice((1, 2, 9, 16)), n=1 + (i % 3 == 0), logprobs=i % 2 * 2 if i % 4 else None)
+        for i in range(len(prompts))
+    ]
+    priorities = [r.choice((0, 0, -1, 2)) for _ in prompts]
+    calm = dict(num_blocks=200, kv_dtype=options.get("kv_dtype"), prefix_cache=False)
+    want = spec_generate(paged_engine(model, **calm), prompts, params)
+    for lie in (0, 0.3, 1):
+        model.calls, k = [], 3 + (lie == 0)
+        drafter = SpecBatch(spec_texts(prompts, want), lie, ragged=lie > 0)
+        engine = paged_engine(model, **options, drafter=drafter, speculate_k=k)
+        got = spec_generate(engine, prompts, params, priorities)
+        spec_same(got, want)
+        assert max(model.calls) <= (64 if how == "static" else options["max_batch_tokens"])
+        paged_idle(engine, options["num_blocks"])
+        stats = engine.stats()
+        assert stats["preemptions"] > 0 or how in ("roomy", "chunks", "static")
+        assert stats["proposed"] > 0 and (stats["accepted"] > 0) == (lie < 1)
+        assert len(drafter.over) == sum(len(o.samples) for o in got)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGED_CONFIGS if name != "gqa"])
+def test_engine_spec_of_every_form(name):
+    """Windows, ALiBi, latent attention."""
+    model, (prompts, counts) = paged_model(name), paged_requests(6)
+    want = paged_greedy(model, prompts, counts)
+    drafter = SpecDrafter([p + w for p, w in zip(prompts, want)], 0.3, ragged=True)
+    engine = paged_engine(model, num_blocks=9, max_batch_tokens=16, swap=True, drafter=drafter)
+    got = spec_generate(engine, prompts, [*map(greedy, counts)])
+    assert [o.token_ids for o in got] == want
+    stats = engine.stats()
+    assert 0 < stats["accepted"] < stats["proposed"]
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["Sampler", "RowSampler"])
+def test_engine_spec_sampled_text_is_the_same(rows):
+    """Drawn with seeds, from the Engine's own sampler and from sampling.py's with penalties, bias
+    and a least length: the text with drafts is the text without, token for token."""
+    model, (prompts, _) = paged_model(), paged_requests(6)
+    more = [dict(top_k=20), dict(top_p=0.7), dict(n=3), dict(temperature=0), {}, dict(seed=7)]
+    if rows:
+        more = [
+            dict(repetition_penalty=1.4),
+            dict(presence_penalty=0.5, frequency_penalty=0.3, n=2),
+            dict(min_new_tokens=9, logit_bias={5: 1.0}, ignore_eos=False),
+            dict(temperature=0, frequency_penalty=0.8),
+            dict(min_p=0.02, top_k=30, seed=5),
+            {},
+        ]
+    same = dict(temperature=0.3, max_new_tokens=14, ignore_eos=True, logprobs=0)
+    params = [P.SamplingParams(**same | m) for m in more]
+
+    def build(**how):
+        sampler = V.RowSampler(97, 8, "cpu", [2]) if rows else None
+        return paged_engine(model, max_running=8, sampler=sampler, eos_ids=(2,), **how)
+
+    want = spec_generate(build(num_blocks=200), prompts, params)
+    texts = spec_texts(prompts, want)
+    for lie, swap in ((0, False), (0.3, True), (1, False)):
+        drafter = SpecDrafter(texts, lie, ragged=lie > 0)
+        engine = build(num_blocks=10, max_batch_tokens=20, swap=swap, drafter=drafter)
+        spec_same(spec_generate(engine, prompts, params), want)
+        assert engine.stats()["preemptions"] > 0
+        assert (engine.stats()["accepted"] > 20) == (lie < 1)
+        paged_idle(engine, 10)
+
+
+def test_engine_spec_shipped_checkpoints():
+    """The draft checkpoint drafts for the small one, in fp32: its greedy text, in fewer steps."""
+    small, draft = (M.load_checkpoint(x, dtype=torch.float32) for x in (SMALL, DRAFT))
+    prompts = [paged_prompt(n, n, 5, 500) for n in (3, 9, 14)]
+
+    def propose(tokens, k):
+        tokens = list(tokens)
+        with torch.no_grad():
+            for _ in range(k):
+                tokens.append(int(draft(torch.tensor([tokens]))[0, -1].argmax()))
+        return tokens[-k:], None
+
+    plain = P.Engine(small, num_blocks=40)
+    want = plain.generate(prompts, greedy(24))
+    engine = P.Engine(small, num_blocks=40, drafter=propose, speculate_k=3)
+    spec_same(engine.generate(prompts, greedy(24)), want)
+    stats = engine.stats()
+    assert stats["accepted"] > 10 and stats["steps"] < plain.stats()["steps"]
+
+
+# ---- ends ----
+
+
+def test_engine_spec_ends_inside_an_accepted_run():
+    """EOS, a text to stop at and a listener that fails, at each place of a run of accepted tokens:
+    the output ends there, the listener has heard just that, nothing is counted beyond."""
+    model, prompt = paged_model(), [2, 5, 2, 7]
+    (free,) = paged_greedy(model, [prompt], [14])
+    for at in range(1, 12):
+        eos = free[at]
+        end, log = free.index(eos) + 1, []
+        engine = paged_engine(
+            model, num_blocks=9, eos_ids=(eos,), drafter=SpecBatch([prompt + free], seed=at),
+            listen=lambda seq: PagedListener(seq, log),
+        )  # fmt: skip
+        (output,) = engine.generate([prompt], greedy(14, ignore_eos=False, logprobs=1))
+        assert output.token_ids == free[:end] == log[0].tokens and output.finish_reason == "eos"
+        assert log[0].ends == ["eos"] and len(output.logprobs) == end == len(output.times) - 1
+        assert engine.stats()["tokens_new"] == end
+        paged_idle(engine, 9)
+        (output,) = engine.generate([prompt], greedy(at))
+        assert output.token_ids == free[:at] == log[1].tokens and output.finish_reason == "length"
+
+        class Fails(PagedListener):
+            def push(self, token):
+                super().push(token)
+                if len(self.tokens) == at:
+                    raise RuntimeError("no one listens")
+
+        for listen, reason in (
+            (lambda seq: PagedListener(seq, log, at), "stop"),
+            (lambda seq: Fails(seq, log), "error"),
+        ):
+            drafter = SpecBatch([prompt + free])
+            engine = paged_engine(model, num_blocks=9, drafter=drafter, listen=listen)
+            (output,) = engine.generate([prompt], greedy(14))
+            assert output.token_ids == free[:at] == log[-1].tokens
+            assert output.finish_reason == reason and drafter.over == [log[-1].sequence]
+            paged_idle(engine, 9)
+
+
+def test_engine_spec_nothing_to_draw_inside_a_run():
+    """-1 after some accepted tokens: these stay, and the sample ends with an error."""
+    model, (prompts, _) = paged_model(), paged_requests(3)
+    want = paged_greedy(model, prompts, [9] * 3)
+    texts = [p + w for p, w in zip(prompts, want)]
+    for at in range(9):
+        sampler = PagedSampler()
+        sampler.never = {(1, 0, at)}
+        engine = paged_engine(model, num_blocks=20, sampler=sampler, drafter=SpecBatch(texts))
+        outputs = spec_generate(engine, prompts, [greedy(9)] * 3)
+        assert [o.token_ids for o in outputs] == [want[0], want[1][:at], want[2]]
+        assert outputs[1].finish_reason == "error" and outputs[1].error and not outputs[0].error
+        flat = [x for call in sampler.seen for x in call]
+        assert len(flat) == len(set(flat)), "a token was drawn twice"
+        paged_idle(engine, 20)
+
+
+def test_engine_spec_nan_is_not_kept():
+    """A call of the model that gives NaN, drafts and all: who was in it ends with an error or with
+    the right tokens, and nobody finds what it wrote."""
+    model, (prompts, counts) = paged_model(), paged_requests(5)
+    want = paged_greedy(model, prompts, counts)
+    texts, table = [p + w for p, w in zip(prompts, want)], model.embed.weight.data
+    for k in range(1, 14):
+        how = dict(num_blocks=9, max_batch_tokens=14, drafter=SpecBatch(texts, 0.2, ragged=True))
+        engine = paged_engine(model, **how, swap=k % 2 == 0)
+        for i, (prompt, n) in enumerate(zip(prompts, counts)):
+            engine.add(prompt, greedy(n), id=i)
+        live, step = dict(engine.outputs), 0
+        while engine.unfinished:
+            step += 1
+            model.embed.weight.data = torch.full_like(table, math.nan) if step == k else table
+            engine.step()
+        model.embed.weight.data = table
+        for i, tokens in enumerate(want):
+            assert live[i].finish_reason == "error" or live[i].token_ids == tokens
+        outputs = engine.generate(prompts, [*map(greedy, counts)])
+        assert [o.token_ids for o in outputs] == want, k
+        paged_idle(engine, 9)
+
+
+# ---- what drafter, verifier and speculate_k are told, and what is asked of them ----
+
+
+def test_engine_spec_drafter_observes_what_is_kept():
+    """The hidden states it is shown are, at their positions, those of the text that came out, of
+    no token that was dropped; each sequence's from its first run on without a gap, but for what
+    the prefix cache had; it is told of each end once and nothing after."""
+    model, (prompts, counts) = paged_model(), paged_requests(6)
+    want = paged_greedy(model, prompts, counts)
+    texts = [p + w for p, w in zip(prompts, want)]
+    for prefix, n in ((False, 1), (True, 2)):
+        drafter = SpecBatch(texts, 0.3, ragged=True)
+        engine = paged_engine(
+            model, num_blocks=40, max_batch_tokens=14, prefix_cache=prefix, drafter=drafter
+        )
+        outputs = spec_generate(engine, prompts, [greedy(c, n=n) for c in counts])
+        assert [o.token_ids for o in outputs] == want
+        seqs = {(seq.request.id, seq.index): seq for seq in drafter.over}
+        assert len(seqs) == len(drafter.over) == n * len(prompts)
+        for seq, parts in drafter.seen.items():
+            with torch.no_grad():
+                text = torch.tensor([prompts[seq.request.id] + want[seq.request.id]])
+                whole = M.Transformer.forward(model, text, return_hidden=True)[0]
+            assert prefix or parts[0][0] == 0
+            assert not seq.index or parts[0][0] == seq.n_prompt
+            at = parts[0][0]
+            for start, hidden in parts:
+                assert start == at and relative(hidden, whole[start : start + len(hidden)]) < 1e-4
+                at += len(hidden)
+            # the last token's is not needed; a run that ends the text may have been accepted whole
+            assert len(seq.tokens) - 1 <= at <= len(seq.tokens)
+
+
+def test_engine_spec_verifier_sees_its_rows():
+    """For each sequence the logits after its last token and after each drafted one, whatever else
+    is in the step; the drafts as they were proposed; it is not called where nothing is."""
+    model, (prompts, counts) = paged_model(), paged_requests(6)
+    want = paged_greedy(model, prompts, counts)
+    texts, probs, mixed, called = [p + w for p, w in zip(prompts, want)], {}, 0, []
+
+    class Certain(SpecDrafter):
+        def __call__(self, tokens, k):
+            draft, _ = super().__call__(tokens, k)
+            probs[tuple(tokens)] = torch.full((len(draft), 97), 1 / 97)
+            return draft, probs[tuple(tokens)]
+
+    def verify(logits, heads, drafts):
+        nonlocal mixed
+        assert len(heads) == len(drafts) and any(tokens for tokens, _ in drafts)
+        mixed += any(p is None for _, p in drafts)
+        row, runs = 0, []
+        for seq, (tokens, p) in zip(heads, drafts):
+            assert (p is None and tokens == []) or p is probs[tuple(seq.tokens)]
+            expected = paged_plain_forward(model, seq.tokens + tokens)[len(seq.tokens) - 1 :]
+            mine, row = logits[row : row + len(expected)], row + len(expected)
+            assert relative(mine, expected) < 1e-4
+            ids = mine.argmax(-1).tolist()
+            n = next((i for i, t in enumerate(tokens) if ids[i] != t), len(tokens))
+            runs.append(ids[: n + 1])
+        assert row == len(logits)
+        called.append(sum(len(tokens) for tokens, _ in drafts))
+        return runs
+
+    engine = paged_engine(
+        model, num_blocks=12, max_batch_tokens=12, drafter=Certain(texts, 0.2, ragged=True),
+        verifier=verify,
+    )  # fmt: skip
+    outputs = spec_generate(engine, prompts, [*map(greedy, counts)])
+    assert [o.token_ids for o in outputs] == want and mixed
+    assert engine.stats()["steps"] > len(called) and sum(called) == engine.stats()["proposed"]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [([1, 2, 3, 4], None)],
+        [([97], None)],
+        [([-1], None)],
+        [([1.0], None)],
+        [([True], None)],
+        [],
+        [([1], None)] * 2,
+    ],
+)
+def test_engine_spec_bad_drafts_are_refused(found):
+    """More than asked for, what is no token id, more or fewer drafts than sequences: ValueError
+    that names the drafter; with a better one the request goes on."""
+    model, prompt = paged_model(), paged_prompt(6, 1)
+    (want,) = paged_greedy(model, [prompt], [9])
+    drafter = SpecBatch([])
+    drafter.many = lambda *_: found
+    engine = paged_engine(model, num_blocks=9, drafter=drafter, speculate_k=3)
+    engine.add(prompt, greedy(9))
+    (output,) = engine.step()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="drafter"):
+            for _ in range(2):  # a step that failed is begun again: its prompt, without drafts
+                engine.step()
+        paged_check(engine)
+    drafter.many = lambda sequences, *_: [([], None)] * len(sequences)
+    paged_run(engine)
+    assert output.token_ids == want
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda d: [], lambda d: [[]], lambda d: [[*d, 1, 1]], lambda d: [[d[0] + 1, 1]]]
+)
+def test_engine_spec_bad_verdicts_are_refused(answer):
+    """No answer, no token, more than drafted and one, others than drafted before the last."""
+    model, prompt = paged_model(), paged_prompt(6, 1)
+    (want,) = paged_greedy(model, [prompt], [9])
+    engine = paged_engine(
+        model, num_blocks=9, drafter=SpecDrafter([prompt + want]), speculate_k=3,
+        verifier=lambda logits, heads, drafts: answer(drafts[0][0]),
+    )  # fmt: skip
+    engine.add(prompt, greedy(9))
+    (output,) = engine.step()
+    with pytest.raises(ValueError, match="verifier"):
+        engine.step()
+    engine.verifier = lambda logits, heads, drafts: [[int(logits[0].argmax())]]
+    paged_run(engine)
+    assert output.token_ids == want
+
+
+@pytest.mark.parametrize("k", [-1, 1.5, True, None, "4"])
+def test_engine_spec_speculate_k_is_checked(k):
+    with pytest.raises(ValueError, match="speculate_k"):
+        paged_engine(paged_model(), num_blocks=9, drafter=SpecDrafter([]), speculate_k=k)
+
+
+class SpecChooser:
+    def __init__(self, k):
+        self.k, self.rows, self.seen = k, [], []
+
+    def choose(self, sequences):
+        assert sequences
+        self.rows.append(list(sequences))
+        return [self.k(seq) for seq in sequences]
+
+    def observe(self, sequences, proposed, accepted, tokens, seconds, draft_seconds):
+        self.seen.append((sequences, proposed, accepted, tokens, seconds, draft_seconds))
+
+
+def test_engine_spec_chooser_is_asked_and_told():
+    """Of each sequence that decodes it says how many; what came of it it hears after every step
+    that ran one: tokens of the whole step, seconds of the whole step and of the drafter in it."""
+    now = [0.0]
+    model, (prompts, counts) = paged_model(), paged_requests(6)
+    want = paged_greedy(model, prompts, counts)
+    drafter = SpecDrafter([p + w for p, w in zip(prompts, want)], 0.3)
+
+    def propose(tokens, k):
+        now[0] += 0.25
+        return drafter(tokens, k)
+
+    forward = P.Engine._hidden
+
+    class Slow(P.Engine):
+        def _hidden(self, step):
+            now[0] += 1
+            return forward(self, step)
+
+    chooser = SpecChooser(lambda seq: seq.request.id % 4)
+    engine = Slow(
+        model, num_blocks=30, block_size=4, max_batch_tokens=24, max_running=5, drafter=propose,
+        speculate_k=chooser, clock=lambda: now[0],
+    )  # fmt: skip
+    outputs = spec_generate(engine, prompts, [*map(greedy, counts)])
+    assert [o.token_ids for o in outputs] == want
+    stats = engine.stats()
+    assert sum(sum(x[1]) for x in chooser.seen) == stats["proposed"] == sum(drafter.asked)
+    assert sum(sum(x[2]) for x in chooser.seen) == stats["accepted"]
+    assert len(chooser.rows) == len(chooser.seen) < stats["steps"]
+    assert any(not sum(x[1]) for x in chooser.seen)
+    for rows, (seqs, proposed, accepted, tokens, seconds, draft) in zip(chooser.rows, chooser.seen):
+        assert rows == seqs and len(proposed) == len(accepted) == len(seqs)
+        assert all(a <= p <= s.request.id % 4 for s, p, a in zip(seqs, proposed, accepted))
+        assert draft == 0.25 * sum(p > 0 for p in proposed) and seconds == 1 + draft
+        assert len(seqs) + sum(proposed) <= tokens <= 24
+
+
+def test_engine_spec_without_drafts_nothing_changes():
+    """No drafter: no clock, no draft, one call of the sampler a step as ever. A drafter that has
+    nothing to say, and one that is asked for nothing, change no call of model or sampler."""
+    model, (prompts, counts) = paged_model(), paged_requests(6)
+    seen = []
+    silent = lambda tokens, k: ([], None)
+    refuse = lambda *_: pytest.fail("there is nothing to verify")
+    for how in ({}, dict(drafter=silent), dict(drafter=refuse, speculate_k=0)):
+        model.calls, sampler, ticks = [], PagedSampler(), []
+        engine = paged_engine(
+            model, num_blocks=9, max_batch_tokens=12, sampler=sampler, swap=True, **how
+        )
+        engine.verifier = refuse
+        engine.clock = lambda: ticks.append(0) or float(len(ticks))
+        outputs = spec_generate(engine, prompts, [greedy(n, n=2) for n in counts])
+        tokens = [[s.token_ids for s in o.samples] for o in outputs]
+        seen.append((model.calls, sampler.seen, tokens))
+        if not how:
+            assert len(ticks) == len(prompts) + 2 * engine.stats()["steps"]
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_engine_spec_shapes_are_few():
+    """A step with drafts is padded to twice its sequences or its tokens, and not to the mixed
+    shape while it is smaller; there are no more such shapes than powers of two."""
+    engine = paged_engine(paged_model(), num_blocks=99, max_running=32, max_batch_tokens=256)
+    chunk, shapes = lambda n: P.Chunk([5] * n, 0, [0]), set()
+    for r in range(1, 33):
+        for k in (1, 2, 5, 7):
+            chunks = [chunk(1 + k)] + [chunk(1 + (k if r % 2 else 0))] * (r - 1)
+            n = sum(len(c.tokens) for c in chunks)
+            N, R = engine._shape(chunks, True)
+            assert N >= n and R >= r and N > R and (N < 4 * max(n, r) or N <= 64)
+            shapes.add((N, R))
+    assert engine._shape([chunk(5)], True) == (8, 4) and len(shapes) <= 8
+    assert engine._shape([chunk(200)] + [chunk(3)] * 3, True) == (256, 32)
+    assert engine._shape([chunk(5)]) == (64, 32)
+
+
+def test_engine_spec_static_shapes_are_used():
+    model, (prompts, counts) = paged_model(), paged_requests(4)
+    want = paged_greedy(model, prompts, counts)
+    drafter = SpecDrafter([p + w for p, w in zip(prompts, want)], 0.3, ragged=True)
+    engine = paged_engine(model, num_blocks=40, static=True, drafter=drafter, max_running=16)
+    outputs = spec_generate(engine, prompts, [*map(greedy, counts)])
+    assert [o.token_ids for o in outputs] == want and len({*model.calls} - {64}) >= 3
+    assert all(n & (n - 1) == 0 for n in model.calls)
+
+
+def test_engine_spec_two_workers():
+    """One engine takes what has its first token or more, another goes on with it: both draft."""
+    model, (prompts, _) = paged_model(), paged_requests(6)
+    want = paged_greedy(model, prompts, [16] * 6)
+    texts = [p + w for p, w in zip(prompts, want)]
+    for bs in (1, 3, 4):
+        first, second = SpecBatch(texts), SpecBatch(texts, 0.3, ragged=True)
+        a = paged_engine(model, num_blocks=99, block_size=bs, drafter=first)
+        b = paged_engine(model, num_blocks=-(-36 // bs), block_size=bs, swap=True, drafter=second)
+        for i, prompt in enumerate(prompts):
+            a.add(prompt, greedy(16, n=1 + i % 2), id=i)
+        live = {}
+        for turn in range(2):
+            a.step()
+            for i in range(3 * turn, 3 * turn + 3):
+                b.give(a.take(i))
+                spec_check(a), spec_check(b)
+            live |= {o.id: o for o in b.step()}
+        paged_idle(a, 99)
+        live |= {o.id: o for o in paged_run(b, spec_check)}
+        for i, tokens in enumerate(want):
+            assert [s.token_ids for s in live[i].samples] == [tokens] * (1 + i % 2)
+        assert len(first.over) == len(second.over) == 9 and a.stats()["accepted"] > 0
+
+
+# ---- what goes wrong ----
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(
+    "where",
+    ["drafter", "verifier", "observe", "forget", "choose", "told", "model", "sampler", "push",
+     "clock", "policy"],
+)  # fmt: skip
+def test_engine_spec_interrupted_anywhere(where, swap):
+    """A key pressed at any call of whatever the Engine calls: the next steps go on, every sample
+    has the tokens it would have had, each of them once, and the listener has heard them once."""
+    model, (prompts, counts) = paged_model(seed=3), paged_requests(4, seed=1)
+    params = [greedy(n, n=1 + i % 3) for i, n in enumerate(counts)]
+    want = paged_greedy(model, prompts, counts)
+    texts = [p + w for p, w in zip(prompts, want)]
+    few = where in ("policy", "clock")
+    for at in range(1, 400, 9 if few else 2):
+        calls, log = [0], []
+
+        def bomb(*_):
+            calls[0] += 1
+            if calls[0] == at:
+                raise KeyboardInterrupt
+            return 0.0
+
+        def around(call):
+            return lambda *args: bomb() or call(*args)
+
+        class Hears(PagedListener):
+            def push(self, token):
+                super().push(token)
+                bomb() if where == "push" else None
+
+        drafter, chooser = SpecBatch(texts, 0.2, ragged=True, seed=at), SpecChooser(lambda seq: 4)
+        how = dict(policy=lambda s: bomb() or P.first_come(s)) if where == "policy" else {}
+        engine = paged_engine(
+            model, num_blocks=9, max_batch_tokens=14, swap=swap, drafter=drafter,
+            speculate_k=chooser, listen=lambda s: Hears(s, log), **how,
+        )  # fmt: skip
+        for i, (prompt, p) in enumerate(zip(prompts, params)):
+            engine.add(prompt, p, id=i)
+        outputs = dict(engine.outputs)
+        for name, owner, attribute in (
+            ("drafter", drafter, "many"),
+            ("verifier", engine, "verifier"),
+            ("observe", drafter, "observe"),
+            ("forget", drafter, "forget"),
+            ("choose", chooser, "choose"),
+            ("told", chooser, "observe"),
+            ("model", engine, "_hidden"),
+            ("sampler", engine, "sampler"),
+            ("clock", engine, "clock"),
+        ):
+            if name == where:
+                setattr(owner, attribute, around(getattr(owner, attribute)))
+        limit = 300
+        while engine.unfinished:
+            limit -= 1
+            assert limit, "it does not come to an end"
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                paged_check(engine)
+        for i, output in outputs.items():
+            assert [s.token_ids for s in output.samples] == [want[i]] * params[i].n, (where, at, i)
+        for heard in log:
+            assert heard.tokens == want[heard.sequence.request.id], (where, at)
+        paged_idle(engine, 9)
+        if calls[0] < at:
+            break
+    assert at > 3 and calls[0] < at or few
+
+
+def test_engine_spec_interrupted_between_two_tokens():
+    """Even a key pressed just where a token has left the queue and is not yet told."""
+    model, prompt = paged_model(), paged_prompt(6, 1)
+    (want,) = paged_greedy(model, [prompt], [14])
+    for at in range(1, 15):
+        engine = paged_engine(model, num_blocks=9, drafter=SpecDrafter([prompt + want]))
+        engine.add(prompt, greedy(14), id=0)
+        output, append, calls = engine.outputs[0], engine._append, []
+
+        def fails(*args):
+            calls.append(0)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            append(*args)
+
+        engine._append = fails
+        while engine.unfinished:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                paged_check(engine)
+        assert output.token_ids == want
+        paged_idle(engine, 9)
+
+
+def test_engine_spec_abort_at_any_step():
+    """Abort any request after any step, or from inside a listener in the middle of a run: it keeps
+    the right tokens that were told; the others' are the same."""
+    model, (prompts, _) = paged_model(seed=2), paged_requests(5)
+    want = paged_greedy(model, prompts, [12] * 5)
+    texts = [p + w for p, w in zip(prompts, want)]
+    for at in range(24):
+        victim, log = at % 5, []
+
+        class Aborts(PagedListener):
+            def push(self, token):
+                super().push(token)
+                total = sum(len(x.tokens) for x in log)
+                if at % 2 and total >= 2 * at and victim in engine.outputs:
+                    engine.abort(victim)
+
+        drafter = SpecBatch(texts, 0.2, ragged=True, seed=at)
+        engine = paged_engine(
+            model, num_blocks=10, max_batch_tokens=14, swap=at % 3 == 0, drafter=drafter,
+            listen=lambda seq: Aborts(seq, log),
+        )  # fmt: skip
+        for i, prompt in enumerate(prompts):
+            engine.add(prompt, greedy(12, n=1 + (i == 3)), id=i)
+        outputs = dict(engine.outputs)
+        for _ in range(at // 2):
+            engine.step()
+        if victim in engine.outputs and at % 2 == 0:
+            engine.abort(victim)
+            spec_check(engine)
+        paged_run(engine, spec_check)
+        for i, output in outputs.items():
+            for sample in output.samples:
+                whole = 12 if sample.finish_reason != "abort" else len(sample.token_ids)
+                assert sample.token_ids == want[i][:whole]
+                assert i == victim or sample.finish_reason == "length"
+        for heard in log:
+            sample = outputs[heard.sequence.request.id].samples[heard.sequence.index]
+            assert heard.tokens == sample.token_ids and heard.ends == [sample.finish_reason]
+        assert {*drafter.seen} <= {*drafter.over}
+        paged_idle(engine, 10)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_engine_spec_fuzz(seed):
+    """Random requests, samples, priorities, aborts, failures, in any block size, budget and mode,
+    with drafts of any length and worth: every token is greedy's, nothing leaks."""
+    model, r = paged_model(), random.Random(seed)
+    pool, _ = paged_requests(10, seed=11)
+    pool += [p[:4] for p in pool[:3]] + [p[:8] for p in pool[:3]]
+    want = paged_greedy(model, pool, [20] * len(pool))
+    texts = [p + w for p, w in zip(pool, want)]
+    bs, budget = r.choice((1, 2, 3, 4, 5, 16)), r.choice((2, 3, 5, 9, 16, 64))
+    num_blocks = -(-r.randint(34, 50) // bs)
+    drafter = SpecBatch(texts, r.choice((0, 0.2, 0.6)), ragged=True, seed=seed)
+    engine = paged_engine(
+        model, num_blocks=num_blocks, block_size=bs, max_batch_tokens=budget,
+        max_running=r.randint(1, min(8, budget)), swap=r.random() < 0.5,
+        prefix_cache=r.random() < 0.8, drafter=drafter,
+        speculate_k=SpecChooser(lambda seq: r.randint(0, 6)),
+    )  # fmt: skip
+    most, which, live, turn = engine.scheduler.max_running, {}, {}, 0
+    while turn < 50 or engine.unfinished:
+        kind, turn, model.fail_at = r.random(), turn + 1, None
+        if kind < 0.5 and turn < 50:
+            i, p, n = len(which), r.randrange(len(pool)), r.choice((1, 2, 5, 9, 20))
+            which[i] = p, n
+            params = greedy(n, n=min(most, r.choice((1, 1, 1, 2, 3))))
+            engine.add(pool[p], params, id=i, priority=r.choice((0, 0, 0, -1, 2)))
+        elif kind < 0.57 and engine.unfinished:
+            i = r.choice([*engine.outputs])
+            live[i] = engine.abort(i)
+        elif kind < 0.65:
+            model.fail_at, model.fail_in = len(model.calls) + 1, r.randint(-1, 3)
+        try:
+            live |= {o.id: o for o in engine.step()}
+            spec_check(engine, 6)
+        except RuntimeError:
+            paged_check(engine)
+        assert turn < 2000, "the engine does not come to an end"
+    for i, (p, n) in which.items():
+        for sample in live[i].samples:
+            whole = n if sample.finish_reason == "length" else len(sample.token_ids)
+            assert sample.token_ids == want[p][:whole]
+            assert sample.finish_reason in ("abort", "length")
+    paged_idle(engine, num_blocks)
+    assert max(model.calls) <= budget and {*drafter.seen} <= {*drafter.over}
+
+
+# ---- the scheduler alone ----
+
+
+class SpecWorld(PagedWorld):
+    """PagedWorld with drafts: slots for them are written with the marks of what is drafted, and a
+    random number of them, at most `right` in each, is accepted."""
+
+    def __init__(self, *args, right=None, wants=4, **more):
+        super().__init__(*args, **more)
+        self.right, self.wants, self.granted, self.drafted = right, wants, 0, {}
+        self.coins = random.Random(1)  # apart, so that a twin without drafts draws the same
+
+    def plan(self):
+        s = self.scheduler
+        for seq in s.running:
+            seq.wants = self.coins.randint(0, self.wants) if seq.width == 1 else 0
+        waiting = {seq: seq.wants for seq in s.waiting}
+        assert not any(waiting.values()), "who does not run wants nothing"
+        wanted = {seq: seq.wants for seq in s.running}
+        plan = super().plan()
+        self.allocator.check(paged_tables(s))
+        lengths = dict(plan.run)
+        assert sum(lengths.values()) + sum(plan.drafts.values()) == self.budget - plan.budget
+        assert plan.budget >= 0
+        for seq, n in plan.drafts.items():
+            assert 0 < n <= wanted[seq] and lengths[seq] == 1 and seq.remaining == 1
+            assert len(seq.output) + 1 + n <= seq.params.max_new_tokens
+            writes = range(len(seq.tokens) // self.bs, -(-(len(seq.tokens) + n) // self.bs))
+            for at in writes:
+                block = seq.table[at]
+                assert self.allocator.refs[block] == 1 and block not in self.allocator.place
+        for seq in s.running:
+            need = len(seq.tokens) + plan.drafts.get(seq, 0)
+            assert 0 <= len(seq.table) * self.bs - need < self.bs, "a block wasted"
+        if self.allocator.n_free and plan.budget:  # nobody is refused without a reason
+            for seq, n in lengths.items():
+                left = seq.params.max_new_tokens - len(seq.output) - 1
+                if seq.remaining == 1 and wanted.get(seq):
+                    shared = [b for b in seq.table[len(seq.tokens) // self.bs :]
+                              if self.allocator.refs[b] > 1]  # fmt: skip
+                    want = 0 if shared else min(wanted[seq], left)
+                    assert plan.drafts.get(seq, 0) == want
+        self.granted += sum(plan.drafts.values())
+        return plan
+
+    def execute(self, plan):
+        super().execute(plan)
+        self.drafted = {}
+        for seq, n in plan.drafts.items():
+            drafted = [self.coins.randint(0, 1) for _ in range(n)]
+            for p, mark in enumerate(self.marks(seq.tokens + drafted)):
+                if p >= len(seq.tokens):
+                    self.slots[self.slot(seq, p)] = mark
+            self.drafted[seq] = drafted
+
+    def check(self):
+        s = self.scheduler
+        self.allocator.check(paged_tables(s))
+        assert {id(x) for x in (*s.running, *s.waiting)} == {id(x) for x in self.alive}
+
+    def step(self, forks=0.0, failures=0.0, pick=None, lost=0.0):
+        """lost: the tokens of a sequence do not come: it is interrupted after the model ran."""
+        plan = self.plan()
+        self.steps, self.last = self.steps + 1, list(plan.run)
+        if self.r.random() < failures:
+            self.fail(plan)
+            self.check()
+            return
+        self.execute(plan)
+        self.scheduler.commit(plan)
+        self.ran += sum(n for _, n in plan.run)
+        for seq, _ in plan.run:
+            if seq.computed < len(seq.tokens):
+                continue
+            row = [seq]
+            while (
+                self.r.random() < forks
+                and len(self.scheduler.running) < self.max_running
+                and seq not in plan.drafts
+            ):
+                row.append(self.scheduler.fork(seq))
+                self.alive.append(row[-1])
+            if lost and self.coins.random() < lost:
+                continue
+            draft = self.drafted.get(seq, [])
+            n = self.coins.randint(
+                0, len(draft) if self.right is None else min(self.right, len(draft))
+            )
+            if n:
+                self.scheduler.accept(seq, n)
+                come = self.coins.randint(0, n) if lost else n
+                seq.tokens += draft[:come]
+                if come < n:
+                    continue  # interrupted in the middle of the run
+            for x in row:
+                x.tokens.append(pick(x) if pick else self.r.randint(0, 1))
+                if len(x.output) >= x.params.max_new_tokens:
+                    self.end(x)
+        self.check()
+
+
+SPEC_WORLDS = [
+    (12, 1, 4, 3, True),
+    (8, 3, 7, 64, True),
+    (8, 3, 7, 64, False),
+    (6, 4, 64, 8, True),
+    (24, 1, 7, 64, True),
+    (3, 16, 16, 1, True),
+    (40, 2, 13, 6, True),
+]
+
+
+def spec_arrivals(world, seed, turns=60):
+    """What happens to a world: (turn, tokens, new, priority), the same for the same seed."""
+    r, room, found = random.Random(seed), world.n * world.bs, []
+    family = [[r.randint(0, 1) for _ in range(room)] for _ in range(2)]
+    for turn in range(turns):
+        if r.random() < 0.4:
+            new = r.randint(1, max(1, room // 3))
+            length = r.choice((1, world.bs, world.bs + 1, 2 * world.bs, r.randint(1, room)))
+            length = max(1, min(length, room - new))
+            found.append((turn, r.choice(family)[:length], new, r.choice((0, 0, 0, 1, -1))))
+    return found
+
+
+@pytest.mark.parametrize("num_blocks, bs, budget, max_running, prefix", SPEC_WORLDS)
+def test_engine_spec_scheduler_fuzz(num_blocks, bs, budget, max_running, prefix):
+    """Random arrivals, forks, aborts, failures, interruptions, and drafts of which a random part is
+    accepted: each token is computed from just what stands before it; blocks for tokens and drafts
+    and none besides; drafts write to nobody else's blocks; budgets hold, all end, nothing leaks."""
+    granted = 0
+    for seed in range(6):
+        world = SpecWorld(num_blocks, bs, budget, max_running, prefix, seed, swap=seed % 2 == 1)
+        arrivals = spec_arrivals(world, seed)
+        for turn in range(60):
+            for _, tokens, new, priority in (a for a in arrivals if a[0] == turn):
+                world.add(tokens, new, priority)
+            if world.alive and world.r.random() < 0.05:
+                world.end(world.r.choice(world.alive))
+            world.step(forks=0.1, failures=0.05, lost=0.1 if seed > 2 else 0)
+        world.drain(forks=0.1, failures=0.03, lost=0.1 if seed > 2 else 0)
+        granted += world.granted
+    assert granted > 30
+
+
+@pytest.mark.parametrize("num_blocks, bs, budget, max_running, prefix", SPEC_WORLDS)
+def test_engine_spec_scheduler_takes_from_nobody(num_blocks, bs, budget, max_running, prefix):
+    """Where nothing drafted is right, each step runs and preempts just what it would without, and
+    admits the same: drafts cost others nothing. (But for cached prefixes that they push out.)"""
+    granted = preempted = 0
+    for seed in range(4):
+        twins = [
+            SpecWorld(num_blocks, bs, budget, max_running, False, seed, right=0, wants=wants)
+            for wants in (0, 4)
+        ]
+        for world in twins:
+            world.scheduler.swap = seed % 2 == 1
+        arrivals = spec_arrivals(twins[0], seed)
+        for turn in range(2000):
+            runs = []
+            for world in twins:
+                for _, tokens, new, priority in (a for a in arrivals if a[0] == turn):
+                    world.add(tokens, new, priority)
+                if world.alive:
+                    world.step()
+                runs.append([(s.arrival, s.index, n) for s, n in world.last])
+            assert runs[0] == runs[1]
+            if turn > 60 and not twins[0].alive:
+                break
+        assert not twins[1].alive
+        assert twins[0].scheduler.n_preempted == twins[1].scheduler.n_preempted
+        granted, preempted = granted + twins[1].granted, preempted + twins[1].scheduler.n_preempted
+        assert not twins[0].granted
+    assert granted > 30 and (preempted or max_running < 4)
+
+
+def test_engine_spec_accepted_tokens_are_found():
+    """Blocks that accepted tokens filled are in the prefix tree: the next turn of a talk hits them
+    all, whatever part of it was drafted."""
+    model, prompt = paged_model(), paged_prompt(9, 7)
+    (want,) = paged_greedy(model, [prompt], [16])
+    for lie in (0, 0.4, 1):
+        drafter = SpecDrafter([prompt + want], lie, seed=3)
+        engine = paged_engine(model, num_blocks=30, drafter=drafter)
+        engine.generate([prompt], greedy(16))
+        turn = prompt + want + [5]
+        before = engine.stats()["tokens_run"] - engine.stats()["proposed"]
+        (answer,) = engine.generate([turn], greedy(1))
+        # of 25 tokens 24 were run and make 6 blocks; what the last run had accepted is not found
+        again = engine.stats()["tokens_run"] - engine.stats()["proposed"] - before
+        assert again == len(turn) - (24 if lie == 1 else 20)
+        assert answer.token_ids == paged_greedy(model, [turn], [1])[0]
+
+
+def test_engine_spec_taken_after_an_interruption():
+    """A key pressed while accepted tokens are told, and the request taken before the next step:
+    what had come goes along, and the other engine goes on after it."""
+    model, prompt = paged_model(), paged_prompt(6, 1)
+    (want,) = paged_greedy(model, [prompt], [14])
+    for at in range(1, 10):
+
+        class Interrupts(PagedListener):
+            def push(self, token):
+                super().push(token)
+                if len(self.tokens) == at:
+                    raise KeyboardInterrupt
+
+        drafter = SpecDrafter([prompt + want])
+        a = paged_engine(
+            model, num_blocks=9, drafter=drafter, listen=lambda s: Interrupts(s, []), speculate_k=3
+        )
+        b = paged_engine(model, num_blocks=9, drafter=drafter)
+        a.add(prompt, greedy(14), id=0)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(14):
+                a.step()
+        parcel = a.take(0)
+        assert parcel.output.token_ids == want[: 1 + 4 * -(-(at - 1) // 4)]
+        b.give(parcel)
+        (output,) = {o.id: o for o in paged_run(b, spec_check)}.values()
+        assert output.token_ids == want
+        paged_idle(a, 9)
+
+
+def test_engine_spec_aborted_while_others_fork():
+    """A request aborted by the listener of another's sample, in the middle of a step in which it
+    has a draft: nothing of it is observed any more."""
+    model, (prompts, _) = paged_model(), paged_requests(2)
+    (want, other) = paged_greedy(model, prompts, [14] * 2)
+
+    def listen(seq):
+        if seq.index == 1 and "a" in engine.outputs:
+            engine.abort("a")
+        return PagedListener(seq, [])
+
+    drafter = SpecBatch([prompts[0] + want, prompts[1] + other])
+    engine = paged_engine(model, num_blocks=30, drafter=drafter, listen=listen)
+    engine.add(prompts[0], greedy(14), id="a")
+    output = engine.outputs["a"]
+    engine.step()
+    engine.add(prompts[1], greedy(14, n=2), id="b")
+    done = {o.id: o for o in paged_run(engine, spec_check)}
+    assert output.token_ids == want[:1] and output.finish_reason == "abort"
+    assert [s.token_ids for s in done["b"].samples] == [other] * 2
+    paged_idle(engine, 30)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_engine_spec_none_where_samples_fork(block_size):
+    """A prompt whose last token is run by itself, before its samples fork: nothing is drafted until
+    they have, and then for each."""
+    model, prompt = paged_model(), paged_prompt(8, 4)
+    (want,) = paged_greedy(model, [prompt], [12])
+    drafter = SpecBatch([prompt + want])
+    engine = paged_engine(
+        model, num_blocks=60, block_size=block_size, max_batch_tokens=7, drafter=drafter
+    )
+    engine.add(prompt, greedy(12, n=2), id=0)
+    engine.step()
+    assert engine.scheduler.running[0].remaining == 1
+    engine.step()
+    assert not drafter.asked
+    (output,) = paged_run(engine, spec_check)
+    assert [s.token_ids for s in output.samples] == [want] * 2 and engine.stats()["accepted"] > 4
+    paged_idle(engine, 60)
+
+
+# --------------------------------------------------------------------------------------------------
+# train.py --train-draft-head
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def draft_head_targets(corpus, tmp_path_factory) -> Path:
+    """Three frozen models: dense, trained for a moment so that there is something to foretell,
+    with a tied head; dense with a head of its own, in bf16; MLA with experts and MTP."""
+    path = tmp_path_factory.mktemp("targets")
+    small = dict(vocab_size=320, dim=32, n_layers=2, n_heads=2, n_kv_heads=1)
+    (path / "shape.json").write_text(json.dumps(tiny(**small, tie_embeddings=True).to_hf()))
+    argv = ["--data", corpus, "--model", path / "shape.json", "--out", path / "dense"]
+    argv += ["--seq-len", 32, "--steps", 80, "--lr", 2e-2, "--device", "cpu", "--dtype", "fp32"]
+    assert T.main([str(a) for a in argv]) == 0
+    for name, config, dtype in (
+        ("untied", tiny(**small), torch.bfloat16),
+        ("moe", latent(vocab_size=320, tie_embeddings=True), torch.float32),
+    ):
+        M.save_checkpoint(random_model(config).to(dtype), path / name)
+        shutil.copy(path / "dense" / "tokenizer.model", path / name)
+    return path
+
+
+def draft_head_argv(corpus, init: Path, out: Path, *more) -> list[str]:
+    argv = ["--train-draft-head", "--init", init, "--out", out, "--data", corpus, "--steps", 6]
+    argv += ["--seq-len", 32, "--batch-size", 4, "--lr", 1e-2, "--eval-every", 3, "--dtype", "fp32"]
+    return [str(a) for a in (*argv, "--device", "cpu", *more)]
+
+
+def draft_head_made(config: M.ModelConfig, seed: int = 0) -> E.DraftHead:
+    """One that is no identity."""
+    head = T.new_draft_head(config.dim, seed)
+    with torch.no_grad():
+        head.down.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
+        for norm in (head.hidden_norm, head.embed_norm):
+            norm.weight.normal_(1, 0.2, generator=torch.Generator().manual_seed(seed + 1))
+    return head
+
+
+def draft_head_loaded(out: Path) -> tuple[E.DraftHead, dict]:
+    """The file as whoever reads it has to: the shape from its metadata, then the tensors."""
+    with safe_open(out / T.DRAFT_HEAD, framework="pt") as f:
+        about = {key: json.loads(value) for key, value in f.metadata().items()}
+    head = E.DraftHead(about["dim"], about["ffn_dim"])
+    head.load_state_dict(load_file(out / T.DRAFT_HEAD))
+    return head, about
+
+
+@pytest.fixture(scope="module")
+def draft_head_run(corpus, draft_head_targets, tmp_path_factory) -> Path:
+    """A whole run for the dense model, 40 steps."""
+    out = tmp_path_factory.mktemp("heads") / "whole"
+    more = ("--steps", 40, "--eval-every", 20)
+    assert T.main(draft_head_argv(corpus, draft_head_targets / "dense", out, *more)) == 0
+    return out
+
+
+@pytest.mark.parametrize("config", [tiny(), tiny(tie_embeddings=True), latent()])
+def test_draft_head_begins_as_the_identity(config):
+    """Before the first step each draft's logits are the target's own at the position it began at,
+    to the bit; so the loss is the cross-entropy of the target there with the target further on."""
+    model, tokens = random_model(config), random_tokens(config, 2, 14)
+    target, drafts = T.draft_logits(T.new_draft_head(config.dim, 0), model, tokens)
+    torch.testing.assert_close(target, model(tokens), rtol=0, atol=0)
+    assert len(drafts) == T.DRAFTED == 4
+    for i, draft in enumerate(drafts, 1):
+        assert draft.shape == (2, 14 - i, config.vocab_size)
+        torch.testing.assert_close(draft, model.head(model(tokens, return_hidden=True)[:, :-i]))
+
+
+def draft_head_plainly(head, model, tokens) -> torch.Tensor:
+    """The loss, position by position and step by step, as its definition says it."""
+    terms = {1: [], 2: [], 3: [], 4: []}
+    for row in tokens:
+        hidden = model(row[None], return_hidden=True)[0]
+        for t in range(len(row)):
+            g = hidden[t]
+            for i in range(1, 5):
+                if t + i < len(row):
+                    g = head(g, model.embed.weight[row[t + i]])
+                    p = model.head(hidden[t + i]).softmax(-1)
+                    terms[i].append(-(p * model.head(g).log_softmax(-1)).sum())
+    means = [torch.stack(terms[i]).mean() for i in (1, 2, 3, 4)]
+    return (8 * means[0] + 4 * means[1] + 2 * means[2] + means[3]) / 15
+
+
+@pytest.mark.parametrize("config", [tiny(), latent(tie_embeddings=True)])
+def test_draft_head_gradient_is_a_plain_loops(config):
+    """Loss and gradient == those of a loop over rows, positions and steps, in float64; the model
+    gets no gradient."""
+    model, tokens = random_model(config).double(), random_tokens(config, 3, 9)
+    head = draft_head_made(config).double()
+    expected = draft_head_plainly(head, model, tokens)
+    wanted = torch.autograd.grad(expected, list(head.parameters()))
+    with pytest.MonkeyPatch.context() as patch:  # the programs compute these in fp32
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        loss = T.draft_loss(*T.draft_logits(head, model, tokens))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for p, grad in zip(head.parameters(), wanted, strict=True):
+        assert grad.abs().max() > 1e-4
+        torch.testing.assert_close(p.grad, grad)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_draft_head_micro_batches_are_one_batch(corpus, draft_head_targets, tmp_path):
+    """Losses and gradient norms of a step do not depend on --micro-batch-size, uneven ones
+    included, nor does what validation says."""
+    rows = []
+    for micro in (1, 3, 4):
+        out = tmp_path / str(micro)
+        more = ("--steps", 3, "--micro-batch-size", micro)
+        assert T.main(draft_head_argv(corpus, draft_head_targets / "dense", out, *more)) == 0
+        rows.append(metrics(out))
+    for others in rows[:2]:
+        for a, b in zip(others, rows[2], strict=True):
+            for key in b:
+                assert a[key] == pytest.approx(b[key], rel=1e-4), key
+
+
+def test_draft_head_counts_what_decoding_would_take():
+    """draft_counts == chains walked one by one on the text: tried where the text's next token is
+    the target's choice; step i+1 only if draft, choice and text agreed at i."""
+    config = tiny(vocab_size=3)
+    model, head = random_model(config, std=0.4), draft_head_made(config)
+    tokens = torch.randint(3, (8, 60), generator=torch.Generator().manual_seed(0))
+    target, drafts = T.draft_logits(head, model, tokens)
+    expected = torch.zeros(2, 4)
+    for b, t in product(range(8), range(60 - 1 - 4)):
+        live = target[b, t].argmax() == tokens[b, t + 1]
+        for i in range(1, 5):
+            if live:
+                taken = drafts[i - 1][b, t].argmax() == target[b, t + i].argmax()
+                expected[0, i - 1] += 1
+                expected[1, i - 1] += taken
+                live = taken and target[b, t + i].argmax() == tokens[b, t + i + 1]
+    counts = T.draft_counts(target, drafts, tokens)
+    assert counts.tolist() == expected.tolist() and counts[1, 1] > counts[0, 3] > 0
+
+
+def test_draft_head_counts_are_greedy_decodings():
+    """On a text that the target itself wrote, a chain is tried at every position of it, and the
+    counts are those of drafting for real: the head fed with its own tokens, the target run on
+    them."""
+    config = tiny(vocab_size=7)
+    model, head = random_model(config, std=0.4), draft_head_made(config)
+    head.down.weight.data *= 3
+    tokens = torch.tensor([[1]])
+    while tokens.shape[1] < 60:
+        choice = model(tokens)[:, -1:].argmax(-1)
+        tokens = torch.cat((tokens, choice), 1)
+    expected = torch.zeros(2, 4)
+    hidden = model(tokens, return_hidden=True)[0]
+    for t in range(60 - 1 - 4):
+        g, context = hidden[t], tokens[:, : t + 2]
+        for i in range(4):
+            g = head(g, model.embed(context[0, -1]))
+            drafted, expected[0, i] = model.head(g).argmax(), expected[0, i] + 1
+            if drafted != model(context)[0, -1].argmax():
+                break
+            expected[1, i] += 1
+            context = torch.cat((context, drafted.view(1, 1)), 1)
+    counts = T.draft_counts(*T.draft_logits(head, model, tokens), tokens)
+    assert counts.tolist() == expected.tolist() and 0 < counts[1, 3] < counts[1, 0] < counts[0, 0]
+
+
+def test_draft_head_learns(draft_head_run, capsys):
+    """The loss falls, on held-out text too, and more drafts are taken; a row a step, validated
+    when it is due; the file says what was measured last. No model and no state in OUT."""
+    rows = metrics(draft_head_run)
+    assert [r["step"] for r in rows] == list(range(1, 41))
+    assert all(set(r) >= {"step", "loss", "grad_norm", "lr"} for r in rows)
+    validated = [r for r in rows if "val_loss" in r]
+    assert [r["step"] for r in validated] == [20, 40]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
+    assert validated[-1]["val_loss"] == pytest.approx(rows[-1]["loss"], rel=0.1)
+    assert all(len(r["acceptance"]) == 4 and 0 <= min(r["acceptance"]) for r in validated)
+    assert validated[-1]["acceptance"][0] > 0.2  # 1 / 320 by chance
+    about = draft_head_loaded(draft_head_run)[1]
+    assert about == {"dim": 32, "ffn_dim": 64, "steps": 40, "acceptance": rows[-1]["acceptance"]}
+    assert {p.name for p in draft_head_run.iterdir()} == {
+        *(T.DRAFT_HEAD, "metrics.jsonl", "tokenizer.model", "train.tokens", "val.tokens")
+    }
+
+
+def test_draft_head_file_is_the_head(corpus, draft_head_targets, tmp_path, monkeypatch):
+    """What is saved is the trained head rounded to bf16, and opens as one that says the same."""
+    heads, new = [], T.new_draft_head
+    monkeypatch.setattr(T, "new_draft_head", lambda *a: heads.append(new(*a)) or heads[-1])
+    assert T.main(draft_head_argv(corpus, draft_head_targets / "dense", tmp_path / "run")) == 0
+    head = heads[0].bfloat16()
+    loaded = draft_head_loaded(tmp_path / "run")[0]
+    stored = load_file(tmp_path / "run" / T.DRAFT_HEAD)
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16} and head.down.weight.any()
+    x, e = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(loaded.bfloat16()(x, e), head(x, e))
+
+
+@pytest.mark.parametrize("name", ["dense", "untied", "moe"])
+def test_draft_head_leaves_the_model_as_it_is(
+    name, corpus, draft_head_targets, tmp_path, monkeypatch
+):
+    """Every family trains; the model that was loaded has the checkpoint's parameters and buffers
+    to the bit at the end, and its folder its bytes."""
+    init, models, load = draft_head_targets / name, [], T.load_checkpoint
+    before = {p.name: p.read_bytes() for p in init.iterdir()}
+    monkeypatch.setattr(T, "load_checkpoint", lambda *a: models.append(load(*a)) or models[-1])
+    assert T.main(draft_head_argv(corpus, init, tmp_path / "run")) == 0
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert before == {p.name: p.read_bytes() for p in init.iterdir()}
+    fresh = load(init, "cpu", torch.float32).state_dict()
+    for key, tensor in models[0].state_dict().items():
+        assert torch.equal(tensor, fresh[key]), key
+
+
+def test_draft_head_is_a_function_of_the_seed(draft_head_targets, corpus, tmp_path):
+    """One seed, one head, to the bit, whatever the global generator has drawn; another, another."""
+    files: list[dict] = []
+    for i, seed in enumerate((0, 0, 1)):
+        torch.manual_seed(i)
+        argv = draft_head_argv(corpus, draft_head_targets / "dense", tmp_path / str(i))
+        assert T.main([*argv, "--seed", str(seed)]) == 0
+        files.append(load_file(tmp_path / str(i) / T.DRAFT_HEAD))
+    assert metrics(tmp_path / "0") == metrics(tmp_path / "1")
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
+    assert not torch.equal(files[0]["up.weight"], files[2]["up.weight"])
+
+
+def test_draft_head_in_bf16(corpus, draft_head_targets, tmp_path, monkeypatch):
+    """--dtype bf16 loads the target in bf16, keeps the head in fp32, and takes nearly the course
+    of fp32, not the same."""
+    rows, dtypes, step = [], set(), T.draft_logits
+
+    def spy(head, model, *more):
+        dtypes.update((p.dtype, q.dtype) for p in head.parameters() for q in model.parameters())
+        return step(head, model, *more)
+
+    monkeypatch.setattr(T, "draft_logits", spy)
+    for dtype in ("bf16", "fp32"):
+        argv = draft_head_argv(corpus, draft_head_targets / "moe", tmp_path / dtype)
+        assert T.main([*argv, "--dtype", dtype]) == 0
+        rows.append(losses(metrics(tmp_path / dtype)))
+    assert dtypes == {(torch.float32, torch.bfloat16), (torch.float32, torch.float32)}
+    assert rows[0] == pytest.approx(rows[1], rel=2e-2) and rows[0] != rows[1]
+
+
+def test_draft_head_attends_as_told(corpus, draft_head_targets, tmp_path, monkeypatch):
+    """--attention flash reaches every layer of the target, in training and in validation; they
+    unroll as many steps as they say."""
+    layers, steps, step = [], [], T.draft_logits
+
+    def spy(*args):
+        logits = step(*args)
+        steps.append(len(logits[1]))
+        return logits
+
+    def attend(spec, *more):
+        layers.append(spec.index)
+        return M.causal_attention(spec, *more)
+
+    monkeypatch.setattr(T, "draft_logits", spy)
+    monkeypatch.setattr(T, "as_attend", lambda: attend)
+    monkeypatch.setattr(T, "held_out_batches", lambda *a: [torch.ones(2, 33, dtype=torch.long)])
+    more = ("--attention", "flash", "--steps", 2, "--micro-batch-size", 4, "--eval-every", 2)
+    assert T.main(draft_head_argv(corpus, draft_head_targets / "moe", tmp_path, *more)) == 0
+    assert layers == [0, 1, 2] * 3 and steps == [T.UNROLLED, T.UNROLLED, T.DRAFTED]
+
+
+def test_draft_head_flags_that_contradict(
+    draft_head_targets, draft_head_run, corpus, tmp_path, capsys, monkeypatch
+):
+    """Each is one line that names the flag and the mend, exit 2, before a file is written."""
+    init, out = str(draft_head_targets / "dense"), tmp_path / "new"
+    head = ["--train-draft-head", "--out", str(out), "--data", str(corpus)]
+    ours = [*head, "--init", init]
+    bare = tmp_path / "bare"
+    shutil.copytree(init, bare, ignore=shutil.ignore_patterns("tokenizer.model", T.STATE))
+    again = draft_head_argv(corpus, Path(init), draft_head_run)
+    cases = [
+        (head, ["--train-draft-head", "--init"]),
+        ([*ours, "--model", "small"], ["--train-draft-head", "--model"]),
+        ([*ours, "--model=small"], ["--train-draft-head", "--model"]),
+        ([*ours, "--fp8", "rowwise"], ["--train-draft-head", "--fp8"]),
+        ([*ours, "--qat", "int8"], ["--train-draft-head", "--qat"]),
+        ([*ours, "--resume"], ["--resume", "minutes", "another --out"]),
+        ([*ours, "--seq-len", "5"], ["--seq-len", "6"]),
+        ([*head, "--init", str(tmp_path / "none")], ["--init", "none"]),
+        ([*head, "--init", str(bare)], ["tokenizer.model"]),
+        ([*ours, "--out", str(bare)], ["bare", "no run here made"]),
+        ([*ours, "--out", init], ["dense", "80 steps"]),
+        (again, ["whole", "draft head", "another folder"]),
+        (["--out", str(draft_head_run), "--data", str(corpus)], ["whole", "draft head"]),
+    ]
+    kept = (draft_head_run / T.DRAFT_HEAD).read_bytes()
+    for argv, words in cases:
+        assert T.main(argv) == 2, argv
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(w in error for w in words), (argv, error)
+        assert not out.exists() or not list(out.iterdir()), argv
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert T.main(ours) == 2
+    assert "without torchrun" in capsys.readouterr().err and not (out / "train.tokens").exists()
+    assert kept == (draft_head_run / T.DRAFT_HEAD).read_bytes()
+
+
+def test_draft_head_is_saved_on_sigterm(corpus, draft_head_targets, tmp_path):
+    """SIGTERM mid-run: exit 0, the file holds the steps made so far and opens."""
+    out = tmp_path / "cut"
+    more = ("--steps", 100_000, "--eval-every", 100_000, "--save-every", 100_000)
+    argv = ["train.py", *draft_head_argv(corpus, draft_head_targets / "dense", out, *more)]
+    p = subprocess.Popen(
+        [sys.executable, *argv], cwd=REPO, env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
+        time.sleep(0.005)
+        assert p.poll() is None, p.stderr.read()
+    p.send_signal(signal.SIGTERM)
+    _, err = p.communicate(timeout=60)
+    steps = len(metrics(out))
+    assert p.returncode == 0 and f"stopped after step {steps}" in err, err
+    assert draft_head_loaded(out)[1] == {
+        **{"dim": 32, "ffn_dim": 64, "steps": steps, "acceptance": None}
+    }
+
+
+def test_draft_head_killed_while_saving(corpus, draft_head_targets, tmp_path, capsys, monkeypatch):
+    """A save that is cut short, the first or a later one, leaves nothing or the file before; what
+    lay half-written is swept away by the next run, and a full disk is one line."""
+    out, saves, real = tmp_path / "cut", [], T.save_file
+    argv = draft_head_argv(corpus, draft_head_targets / "dense", out, "--save-every", "2")
+
+    def killed(tensors, path, about):
+        saves.append(about["steps"])
+        Path(path).write_bytes(b"half a head")
+        if len(saves) == dies:
+            raise SystemExit  # nothing that anybody catches, as a kill
+        real(tensors, path, about)
+
+    monkeypatch.setattr(T, "save_file", killed)
+    dies = 1
+    with pytest.raises(SystemExit):
+        T.main(argv)
+    assert not (out / T.DRAFT_HEAD).exists()
+    (out / ".draft_head.safetensors.1.tmp").write_bytes(b"of a real kill")
+    saves, dies = [], 2
+    with pytest.raises(SystemExit):
+        T.main(argv)
+    assert saves == ["2", "4"] and draft_head_loaded(out)[1]["steps"] == 2
+    assert not list(out.glob(".*.tmp")) and len(metrics(out)) == 4
+    full = lambda *a: (_ for _ in ()).throw(SafetensorError("No space left on device"))
+    monkeypatch.setattr(T, "save_file", full)
+    capsys.readouterr()
+    argv[argv.index("--out") + 1] = str(tmp_path / "full")
+    assert T.main(argv) == 2
+    assert (
+        "untouched" in capsys.readouterr().err and not (tmp_path / "full" / T.DRAFT_HEAD).exists()
+    )
+
+
+def test_draft_head_that_diverges_is_not_saved(corpus, draft_head_targets, tmp_path, capsys):
+    """A loss that is no number: one line, and the file is of the last good step."""
+    out = tmp_path / "wild"
+    more = ("--lr", "1e30", "--save-every", "1")
+    assert T.main(draft_head_argv(corpus, draft_head_targets / "dense", out, *more)) == 2
+    assert "--lr" in capsys.readouterr().err
+    assert all(p.isfinite().all() for p in draft_head_loaded(out)[0].parameters())
+
+
+def test_draft_head_has_a_learning_rate_of_its_own():
+    """Where --lr is not given, and there alone."""
+    rate = lambda *argv: T.parse_args([*argv]).lr
+    ours = ("--train-draft-head", "--init", "x")
+    assert rate(*ours) == T.DRAFT_LR != rate() and rate(*ours, "--lr", "0.5") == 0.5
+
+
+def test_draft_head_is_in_the_help(capsys):
+    """--help and the module's own text say that it is there."""
+    with pytest.raises(SystemExit):
+        T.parse_args(["--help"])
+    assert "--train-draft-head" in capsys.readouterr().out and "--train-draft-head" in T.__doc__
+
+
+@pytest.mark.slow
+def test_draft_head_compiled(corpus, draft_head_targets, tmp_path):
+    """--compile takes the same course."""
+    for out, more in (("eager", ()), ("compiled", ("--compile",))):
+        argv = draft_head_argv(corpus, draft_head_targets / "dense", tmp_path / out, *more)
+        assert T.main(argv) == 0
+    a, b = (losses(metrics(tmp_path / out)) for out in ("eager", "compiled"))
+    assert b == pytest.approx(a, rel=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------
+# drafting.py, and speculation in the programs
+# --------------------------------------------------------------------------------------------------
+
+
+KINDS = ("ngram", "draft", "staged", "tree", "exit", "mtp", "head")
+SPEC_TEXTS = [
+    "def quicksort(a):",
+    "import os\n\ndef walk(pa",
+    "class Stack:\n    def __init__(self):\n        self",
+    "for i in range(10):\n    pri",
+    "try:\n    x = 1\nexcept Val",
+    "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1, 2",
+    "    return self._na",
+    "#",
+    "raise TypeError('expec",
+    "@property\ndef name(self) -> st",
+]
+
+
+def spec_prompts(n: int) -> list[list[int]]:
+    """Prompts of other lengths, most of which end in the middle of a word."""
+    tokenizer, rng = K.load_tokenizer(SMALL), random.Random(5)
+    source = Path(random.__file__).read_text()
+    texts = list(SPEC_TEXTS)
+    while len(texts) < n:
+        at = rng.randrange(len(source) - 300)
+        texts.append(source[at : at + rng.randrange(5, 250)])
+    return [tokenizer.encode(text) for text in texts[:n]]
+
+
+def spec_decoder(model, kind, how, max_len, *flags, n=1, draft=None, head=None, keep=False):
+    """A Decoder with --speculate kind, and `flags`."""
+    argv = ["x", "--speculate", kind, "--n", str(n), *flags]
+    if kind in ("draft", "staged", "tree"):
+        argv += ["--draft", "given"]
+    if kind == "head":
+        argv += ["--draft", str(head)]
+    args = G.parse_args(argv)
+    decoder = G.Decoder(model, max_len + D.spare(args), how, n, (), args.compile, keep)
+    tokenizer = K.NoTokenizer(model.config.vocab_size)
+    load = lambda name: (draft, tokenizer)
+    decoder.speculator = D.speculator(args, decoder, tokenizer, load)
+    return decoder
+
+
+@torch.inference_mode()
+def spec_run(decoder, ids, new: int) -> list[list[int]]:
+    """So many tokens of each row."""
+    rows = decoder.start(ids)
+    while min(map(len, rows)) < new:
+        rows = [row + more for row, more in zip(rows, decoder.next())]
+    return [row[:new] for row in rows]
+
+
+def random_head(folder: Path, dim: int, seed: int = 0) -> Path:
+    head = E.DraftHead(dim, 2 * dim)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.1, generator=seeded(seed))
+    folder.mkdir(exist_ok=True)
+    save_file(head.state_dict(), folder / "draft_head.safetensors")
+    return folder
+
+
+@lru_cache
+def spec_target(form: str) -> M.Transformer:
+    """A trained model in fp32: dense, its weights in int8, with a window, or MLA with experts."""
+    model = M.load_checkpoint(MOE if form == "moe" else SMALL, dtype=torch.float32)
+    if form == "window":
+        config = replace(model.config, windows=(12,) * model.config.n_layers, family="mistral")
+        narrow = M.Transformer(config)
+        narrow.load_state_dict(model.state_dict())
+        model = narrow.eval()
+    if form == "int8":
+        model = Q.quantize_(model, "int8", skip=("head",))
+    return model.requires_grad_(False)
+
+
+@lru_cache
+def plain_texts(form: str, n: int, new: int) -> list[list[list[int]]]:
+    prompts = spec_prompts(n)
+    decoder = G.Decoder(spec_target(form), max(map(len, prompts)) + new, GREEDY)
+    return [spec_run(decoder, ids, new) for ids in prompts]
+
+
+def same_text_with_drafts(kind, form, n, new, tmp_path):
+    """Greedy text of n prompts equals that without drafts, and drafts were kept and refused."""
+    prompts = spec_prompts(n)
+    model, draft = spec_target(form), M.load_checkpoint(DRAFT, dtype=torch.float32)
+    head = random_head(tmp_path / "head", model.config.dim)
+    shipped = SMALL / "draft_head.safetensors"
+    if kind == "head" and form != "moe" and shipped.exists():
+        head = SMALL
+    room, tried, kept = max(map(len, prompts)) + new, 0, 0
+    for k in ("4", "auto"):
+        decoder = spec_decoder(
+            model, kind, GREEDY, room, "--speculate-k", k, draft=draft, head=head
+        )
+        for ids, expected in zip(prompts, plain_texts(form, n, new)):
+            assert spec_run(decoder, ids, new) == expected, ids
+        tally = decoder.speculator.tally
+        tried, kept = tried + sum(tally.tried), kept + sum(tally.kept)
+    assert tried > kept and (kept > 0 or kind == "head")
+
+
+SPEC_CASES = [
+    (kind, form)
+    for kind in KINDS
+    for form in ("dense", "int8", "window", "moe")
+    if kind != "mtp" or form == "moe"
+]
+
+
+@pytest.mark.parametrize(
+    "kind, form",
+    [*product(KINDS[:5] + KINDS[6:], ["dense"]), ("ngram", "int8"), ("tree", "int8")]
+    + [("draft", "window"), ("tree", "window"), ("mtp", "moe"), ("exit", "moe"), ("tree", "moe")],
+)
+def test_spec_greedy_is_plain_greedy(kind, form, tmp_path):
+    same_text_with_drafts(kind, form, 4, 16, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, form", SPEC_CASES)
+def test_spec_greedy_is_plain_greedy_100(kind, form, tmp_path):
+    same_text_with_drafts(kind, form, 100, 24, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spec_certain_draws_are_the_seeds(kind, tmp_path):
+    """--draft-certain: text drawn with penalties, top-p, a bias and a floor on length, three rows
+    that part ways, equals that of the same seeds without drafts; log-probabilities too."""
+    config = latent(vocab_size=41, n_mtp_layers=1) if kind == "mtp" else tiny(vocab_size=41)
+    model = random_model(config)
+    draft = random_model(tiny(vocab_size=41, n_layers=1), 5)
+    head = random_head(tmp_path / "head", config.dim)
+    how = S.Sampling(
+        temperature=0.9, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, seed=7,
+        logit_bias=((5, 1.0),), min_new_tokens=9,
+    )  # fmt: skip
+    ids, n = [3, 9, 4, 3, 9], 1 if kind == "staged" else 3
+    plain = G.Decoder(model, 64, how, n, keep_logits=True)
+    expected = spec_run(plain, ids, 30)
+    assert n == 1 or len({tuple(row) for row in expected}) == 3
+    decoder = spec_decoder(
+        model, kind, how, 64, "--draft-certain", "--speculate-k", "4",
+        n=n, draft=draft, head=head, keep=True,
+    )  # fmt: skip
+    assert spec_run(decoder, ids, 30) == expected
+    assert sum(decoder.speculator.tally.tried) > 20
+    for row in range(n):  # each token's logits stand where it was drawn
+        text = [*ids, *expected[row]]
+        with torch.inference_mode():
+            runs, at = decoder.start(ids), len(ids)
+            while at < len(ids) + 20:
+                logits, tokens = decoder.shown
+                run = runs[row]
+                assert tokens[row, : len(run)].tolist() == run == text[at : at + len(run)]
+                known = model(torch.tensor([text[: at + len(run) - 1]]))[0, at - 1 :]
+                assert torch.allclose(logits[row, : len(run)], known, atol=1e-4)
+                runs, at = decoder.next(), at + len(run)
+
+
+def exact_triples(model, how, prompt) -> torch.Tensor:
+    """(V ** 3,) probabilities of the next three tokens, from the definition of sampling."""
+    V = model.config.vocab_size
+    p = {(): 1.0}
+    for _ in range(3):
+        prefixes = list(p)
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes]))[:, -1]
+        step = {}
+        for prefix, row in zip(prefixes, logits):
+            each = specified(row, how, prompt, list(prefix))
+            step |= {(*prefix, t): p[prefix] * each[t].item() for t in range(V)}
+        p = step
+    return torch.tensor([p[t] for t in product(range(V), repeat=3)])
+
+
+def chi_square_of(triples: torch.Tensor, exact: torch.Tensor) -> float:
+    """In standard deviations from what it should be; cells that are too rare go together."""
+    seen = triples.bincount(minlength=len(exact)).double()
+    expected = exact * len(triples)
+    assert seen[exact == 0].sum() == 0, "a token came that has no probability"
+    rare = expected < 8
+    seen = torch.cat((seen[~rare], seen[rare].sum()[None]))
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    chi2 = ((seen - expected) ** 2 / expected).sum().item()
+    return (chi2 - len(seen) + 1) / math.sqrt(2 * (len(seen) - 1))
+
+
+def drawn_triples(kind, samples, tmp_path, *flags, how=None, sabotage=None) -> float:
+    """The chi-square of so many samples of three tokens, by the rounds of a Decoder."""
+    V, form = 5, dict(vocab_size=5, dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8)
+    small = dict(ffn_dim=24, eos_ids=())
+    model = random_model(tiny(**form, **small), 3, 0.5)
+    if kind == "mtp":
+        mla = dict(kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8)
+        mla |= dict(v_head_dim=8, head_dim=16, n_kv_heads=2, moe_layers=(), n_experts=0)
+        plain = dict(n_experts_per_token=0, expert_ffn_dim=0, n_shared_experts=0, n_groups=1)
+        plain |= dict(topk_groups=1, correction_bias=False, scoring="softmax", norm_topk=False)
+        model = random_model(latent(**form | small | mla | plain), 3, 0.5)
+    draft = random_model(tiny(**form | dict(n_layers=1), **small), 4, 0.5)
+    head = random_head(tmp_path / "head", 16)
+    how = how or S.Sampling(temperature=1.1, top_k=4, frequency_penalty=0.5)
+    prompt, rows = [1, 4, 0, 4, 1, 4], 1 if kind == "staged" else 4000
+    exact, triples = exact_triples(model, how, prompt), []
+    for first in range(0, samples, rows):
+        decoder = spec_decoder(
+            model, kind, replace(how, seed=1 + first), 16, *flags, n=rows, draft=draft, head=head
+        )
+        if sabotage is not None:
+            sabotage(decoder)
+        rows_found = torch.tensor(spec_run(decoder, prompt, 3))
+        triples.append((rows_found * torch.tensor([V * V, V, 1])).sum(1))
+    assert sum(decoder.speculator.tally.tried) > 0
+    return chi_square_of(torch.cat(triples), exact)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "staged"])
+def test_spec_drawn_text_has_the_targets_distribution(kind, tmp_path):
+    assert drawn_triples(kind, 12_000, tmp_path, "--speculate-k", "3") < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_spec_drawn_text_has_the_targets_distribution_200k(kind, tmp_path):
+    """As asked: 200,000 samples (staged, a row at a time, 20,000), with and without a policy."""
+    samples = 20_000 if kind == "staged" else 200_000
+    assert drawn_triples(kind, samples, tmp_path, "--speculate-k", "4") < 5
+    assert drawn_triples(kind, samples // 5, tmp_path, "--speculate-k", "2", "--draft-certain") < 5
+
+
+def wrong_residual(p, q, tokens, uniform, lengths):
+    n, _ = E.accept(p, q, tokens, uniform, lengths)
+    return n, p[torch.arange(len(n)), n]
+
+
+def wrong_ratio(p, q, tokens, uniform, lengths):
+    return E.accept(p, torch.ones_like(q), tokens, uniform, lengths)
+
+
+@pytest.mark.parametrize("wrong", [wrong_residual, wrong_ratio])
+def test_spec_drawn_wrongly_is_noticed(wrong, tmp_path, monkeypatch):
+    """The same test is red for a residual of p itself, and for a ratio without q."""
+    monkeypatch.setattr(D, "accept", wrong)
+    assert drawn_triples("draft", 12_000, tmp_path, "--speculate-k", "3") > 8
+
+
+def test_spec_trees_drawn_wrongly_are_noticed(tmp_path, monkeypatch):
+    """Nor may siblings be decided by one number, or p stay whole after a refusal."""
+
+    def one_number(self, view, tree, R):
+        return uniform(self, view, tree, R)[:, :1].expand(-1, len(tree.parents))
+
+    uniform = D.Drawing._uniform
+    monkeypatch.setattr(D.Drawing, "_uniform", one_number)
+    assert drawn_triples("tree", 12_000, tmp_path, "--speculate-k", "4") > 8
+    monkeypatch.undo()
+    monkeypatch.setattr(E, "_left", lambda p, q: p)
+    assert drawn_triples("tree", 12_000, tmp_path, "--speculate-k", "4") > 8
+
+
+def test_spec_noise_of_drafts_is_their_own(tmp_path, monkeypatch):
+    """Drafts drawn with the noise of the target's own tokens, and then verified as if they were
+    not, would have another distribution: it is noticed."""
+    monkeypatch.setattr(S.Sampler, "draft_noise", S.Sampler.noise)
+    assert drawn_triples("draft", 24_000, tmp_path, "--speculate-k", "3") > 8
+
+
+# ---- in the Engine ----
+
+
+def spec_engine(model, kind, *flags, draft=None, head=None, **options):
+    """An Engine with --speculate kind."""
+    options = dict(num_blocks=256, block_size=8, max_running=8) | options
+    engine = V.build_engine(model, **options)
+    argv = ["--batch", "x", "--speculate", kind, *flags]
+    if kind in ("draft", "head"):
+        argv += ["--draft", str(head or "given")]
+    tokenizer = K.NoTokenizer(model.config.vocab_size)
+    V.equip(G.parse_args(argv), engine, tokenizer, lambda name: (draft, tokenizer))
+    return engine
+
+
+def tokens_of(engine, prompts, params) -> list[list[list[int]]]:
+    outputs = engine.generate(prompts, params)
+    assert all(output.error is None for output in outputs)
+    return [[sample.token_ids for sample in output.samples] for output in outputs]
+
+
+PAGED_CASES = [
+    (kind, form)
+    for kind in ("ngram", "draft", "exit", "mtp", "head")
+    for form in ("dense", "int8", "window", "moe")
+    if kind != "mtp" or form == "moe"
+]
+
+
+@lru_cache
+def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
+    """Prompts, what is asked of each, and the tokens that the Engine gives without drafts."""
+    prompts, rng = spec_prompts(n), random.Random(1)
+    params = [
+        P.SamplingParams(
+            temperature=(0.0, 0.8)[i % 2], top_p=0.9, frequency_penalty=0.2, seed=i,
+            max_new_tokens=rng.randrange(4, 32), n=1 + (i % 5 == 4),
+        )
+        for i in range(n)
+    ]  # fmt: skip
+    engine = V.build_engine(spec_target(form), num_blocks=400, max_running=16)
+    return prompts, params, tokens_of(engine, prompts, params)
+
+
+def same_tokens_in_batches(kind, form, n, tmp_path):
+    """Prompts of other lengths, greedy and drawn, in mixed steps under too few blocks, with k fixed
+    and chosen: tokens equal to those of the Engine without drafts, blocks all given back."""
+    model, draft = spec_target(form), M.load_checkpoint(DRAFT, dtype=torch.float32)
+    head = random_head(tmp_path / "head", model.config.dim) if kind == "head" else None
+    prompts, params, expected = batch_of_prompts(form, n)
+    for k, options in (("3", dict(num_blocks=90)), ("auto", dict(num_blocks=90, swap=True))):
+        flags = ("--draft-certain", "--speculate-k", k)
+        engine = spec_engine(model, kind, *flags, draft=draft, head=head, **options)
+        assert tokens_of(engine, prompts, params) == expected
+        stats = engine.stats()
+        assert stats["proposed"] > stats["accepted"] and (stats["accepted"] > 0 or kind == "head")
+        assert engine.allocator.n_free == 90
+        engine.allocator.check([])
+
+
+@pytest.mark.parametrize(
+    "kind, form",
+    [*product(["ngram", "draft", "exit", "head"], ["dense"]), ("mtp", "moe"), ("exit", "moe")]
+    + [("ngram", "window"), ("ngram", "int8")],
+)
+def test_spec_in_batches_is_without(kind, form, tmp_path):
+    same_tokens_in_batches(kind, form, 7, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, form", PAGED_CASES)
+def test_spec_in_batches_is_without_100(kind, form, tmp_path):
+    same_tokens_in_batches(kind, form, 100, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, samples", [("draft", 6000), pytest.param("draft", 40_000, marks=pytest.mark.slow)]
+)
+def test_spec_drawn_in_batches_has_the_targets_distribution(kind, samples):
+    """Rows of other features beside each other, by the rule: chi-square over three tokens."""
+    form = dict(vocab_size=5, dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24)
+    model = random_model(tiny(**form, eos_ids=()), 3, 0.5)
+    draft = random_model(tiny(**form | dict(n_layers=1), eos_ids=()), 4, 0.5)
+    engine = spec_engine(model, "draft", "--speculate-k", "3", draft=draft, max_running=64)
+    prompt, triples = [1, 4, 0, 4, 1, 4], {0: [], 1: []}
+    hows = [S.Sampling(temperature=1.1, frequency_penalty=0.5), S.Sampling(top_k=4)]
+    params = [
+        P.SamplingParams(
+            temperature=how.temperature, frequency_penalty=how.frequency_penalty, top_k=how.top_k,
+            seed=64 * i, max_new_tokens=3, n=32,
+        )
+        for i, how in enumerate(hows * (samples // 64))
+    ]  # fmt: skip
+    for i, row in enumerate(tokens_of(engine, [prompt] * len(params), params)):
+        triples[i % 2] += [a * 25 + b * 5 + c for a, b, c in row]
+    for i, how in enumerate(hows):
+        assert chi_square_of(torch.tensor(triples[i]), exact_triples(model, how, prompt)) < 5
+    assert 0 < engine.stats()["accepted"] < engine.stats()["proposed"]
+
+
+# ---- logits, ends, flags ----
+
+
+@pytest.mark.parametrize("form", ["dense", "window", "moe"])
+def test_spec_tree_logits_are_each_paths(form):
+    """The logits after every node of a tree, all run at once behind a prompt, equal those of the
+    prompt and the node's path run as a text, in rows of other lengths; and when a path was moved to
+    its place, those of what comes after it."""
+    model, rng = spec_target(form), random.Random(3)
+    tree = E.Tree((-1, -1, -1, 0, 0, 1, 3, 3, 5, 6))
+    prompts = spec_prompts(3)[:2]
+    cache = M.KVCache(model.config, 2, 64)
+    for module in model.modules():
+        if hasattr(module, "absorb_up_to"):
+            module.absorb_up_to = 16
+    for row, ids in enumerate(prompts):  # each row by itself: the cache of the other is not touched
+        alone = M.KVCache(model.config, 1, 64)
+        model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1), alone.attend)
+        for whole, one in zip((*cache.k, *cache.v), (*alone.k, *alone.v)):
+            whole[row] = one[0]
+    N = len(tree.parents)
+    nodes = torch.tensor([[rng.randrange(3, 4096) for _ in range(N)] for _ in prompts])
+    base = torch.tensor([len(ids) - 1 for ids in prompts])
+    depths = torch.tensor((0, *tree.depths))
+    tokens = torch.cat((torch.tensor([[ids[-1]] for ids in prompts]), nodes), 1)
+    attend = E.tree_attend(cache, tree, base, torch.arange(N + 1), int(base.max()) + N + 1)
+    logits = model(tokens, base[:, None] + depths, attend)
+    for row, ids in enumerate(prompts):
+        for node in range(N):
+            path = [i for i in range(N) if tree.mask[node + 1, i + 1]]
+            text = torch.tensor([ids + nodes[row, path].tolist()])
+            close(logits[row, node + 1], model(text)[0, -1], 1e-4)
+    path = [1, 5, 8]
+    slots = base[:, None] + 1 + torch.tensor(path)
+    cache.move(slots, base[:, None] + 1 + torch.arange(3))
+    last = torch.tensor([[7], [9]])
+    after = model(last, base[:, None] + 4, partial(cache.attend, limit=int(base.max()) + 5))
+    for row, ids in enumerate(prompts):
+        text = torch.tensor([[*ids, *nodes[row, path].tolist(), int(last[row, 0])]])
+        close(after[row, 0], model(text)[0, -1], 1e-4)
+
+
+def spec_said(argv, capsys) -> tuple[int, str, str]:
+    code = G.main([str(a) for a in argv])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_spec_facts_and_ends(capsys):
+    """Through the command line: text and tokens as without drafts, ended at a stop string, an EOS
+    and a length that lie inside of what was kept; facts as they are; with --bench a speed-up."""
+    base = [
+        "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [",
+        "--temperature",
+        "0",
+        "--dtype",
+        "fp32",
+        "--json",
+    ]
+    base += ["--max-new-tokens", "41"]
+    plain = json.loads(spec_said(base, capsys)[1])
+    drafts = ["--speculate", "ngram", "--speculate-k", "7"]
+    code, out, err = spec_said([*base, *drafts], capsys)
+    found = json.loads(out)
+    assert code == 0 and found["tokens"] == plain["tokens"] and len(found["tokens"]) == 41
+    assert found["text"] == plain["text"] and found["finish_reason"] == "length"
+    assert found["tokens_per_verification"] > 1.5 and "tokens per verification, drafts kept" in err
+    assert len(found["acceptance"]) == 7 and 0 < found["acceptance"][0] <= 1
+    kept = found["verifications"] * (found["tokens_per_verification"] - 1)
+    assert kept == pytest.approx(sum(found["acceptance"]) * found["verifications"], rel=0.2)
+    for at in (6, 13, 24):
+        stop = plain["text"][at : at + 4]
+        asked = [*base, "--stop", stop]
+        a, b = (json.loads(spec_said(argv, capsys)[1]) for argv in (asked, asked + drafts))
+        same = ("text", "tokens", "finish_reason")
+        assert [a[name] for name in same] == [b[name] for name in same], stop
+        assert (
+            a["finish_reason"] == "stop" and a["text"] == plain["text"][: plain["text"].find(stop)]
+        )
+    code, out, err = spec_said([*base[:-1], "9", "--bench", "2", *drafts], capsys)
+    facts = json.loads(out)
+    assert (
+        facts["speed_up"] > 0 and facts["plain_tokens_per_second"] > 0 and "without drafts" in err
+    )
+
+
+def test_spec_eos_inside_of_a_run():
+    """Of a run that was kept whole, nothing behind an end-of-sequence token is heard."""
+    model = spec_target("dense")
+    tokenizer, ids = K.load_tokenizer(SMALL), spec_prompts(6)[5]
+    plain = spec_run(G.Decoder(model, 80, GREEDY), ids, 40)[0]
+    ended = 0
+    for eos in sorted(set(plain)):
+        decoder = spec_decoder(model, "ngram", GREEDY, 80, "--speculate-k", "8")
+        row = K.Continuation(
+            tokenizer, K.TextStream(tokenizer, ids), K.StopStrings([]), [eos], lambda text: None
+        )
+        with torch.inference_mode():
+            steps = list(G.run_rows(decoder, ids, [row], 40))
+        assert row.finish == "eos" and row.tokens == plain[: plain.index(eos) + 1]
+        ended += len(steps[-1][0]) > 1 and steps[-1][0][-1] != eos
+    assert ended > 0, "no run went on behind the end"
+
+
+def test_spec_rows_that_part_ways_end_each_at_its_length():
+    """Rows of one prompt, of which some run ahead to the end of the cache, equal plain rows."""
+    model, ids = random_model(tiny(vocab_size=41)), [3, 9, 4, 3, 9]
+    how = S.Sampling(temperature=0.7, seed=5)
+    room = len(ids) + 40
+    for kind in ("ngram", "draft", "exit"):
+        decoder = spec_decoder(
+            model, kind, how, room, "--draft-certain", "--speculate-k", "8",
+            n=6, draft=random_model(tiny(vocab_size=41), 0, 0.14),
+        )  # fmt: skip
+        assert spec_run(decoder, ids, 40) == spec_run(G.Decoder(model, room, how, 6), ids, 40)
+        assert len({len(c) for c in decoder.speculator.contexts}) == 1  # at their ends
+        steps = sum(decoder.speculator.tally.tried[:1])
+        assert steps < 6 * 40
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--speculate", "draft", "--checkpoint", MOE], "needs --draft DIR"),
+        (["--speculate", "mtp"], "has no multi-token prediction"),
+        (["--speculate", "head", "--draft", "."], "there is no draft_head.safetensors"),
+        (["--speculate", "head", "--checkpoint", MOE, "--draft", SMALL], "this model is 192 wide"),
+        (["--speculate", "exit", "--exit-layers", "6"], "--exit-layers must be from 1 to 5, not 6"),
+        (["--speculate", "ngram", "--speculate-k", "0"], "--speculate-k must be from 1 to 64"),
+        (["--speculate", "ngram", "--speculate-k", "many"], "--speculate-k must be from 1 to 64"),
+        (["--speculate-k", "3"], "--speculate-k needs --speculate"),
+        (["--draft", "x"], "--draft needs --speculate"),
+        (["--speculate", "ngram", "--draft", "x"], "--draft needs --speculate draft"),
+        (["--speculate", "ngram", "--exit-layers", "2"], "--exit-layers needs --speculate exit"),
+        (["--speculate", "ngram", "--draft-acceptance", "0.5"], "needs --speculate and --bench"),
+        (["--speculate", "staged", "--n", "2"], "--speculate staged"),
+        (["--speculate", "ngram", "--score", "README.md"], "does not go together"),
+        (["--speculate", "draft", "--draft", "nowhere"], "nowhere"),
+    ],
+)
+def test_spec_mistakes_are_named(argv, words, capsys):
+    prompt = [] if "--score" in argv else ["x"]
+    code, out, err = spec_said([*prompt, *argv], capsys)
+    assert code == 2 and words in err and err.count("\n") == 1, err
+
+
+def test_spec_vocabularies_must_be_one(tmp_path, capsys):
+    """Another size, and another token of the same number, are told apart before anything runs."""
+    config = replace(M.read_config(DRAFT / "config.json"), vocab_size=4100)
+    M.save_checkpoint(random_model(config).bfloat16(), tmp_path / "size")
+    shutil.copy(DRAFT / "tokenizer.model", tmp_path / "size")
+    code, _, err = spec_said(["x", "--speculate", "draft", "--draft", tmp_path / "size"], capsys)
+    assert code == 2 and "its vocabulary has 4100 tokens and the target's 4096" in err
+    shutil.copytree(DRAFT, tmp_path / "token")
+    texts = [f"spam {i} eggs {i * i} ham" for i in range(9000)]
+    (tmp_path / "token" / "tokenizer.model").write_bytes(T.train_tokenizer(texts, 400))
+    code, _, err = spec_said(["x", "--speculate", "draft", "--draft", tmp_path / "token"], capsys)
+    assert code == 2 and "and the target's" in err and "same" not in err
+
+
+def test_spec_dynamic_ntk_is_refused():
+    """A model whose keys depend on the length of a call would answer otherwise with drafts."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    model = random_model(tiny(rope_scaling=scaling))
+    with pytest.raises(ValueError, match="rope_scaling 'dynamic'"):
+        spec_decoder(model, "ngram", GREEDY, 32)
+
+
+def test_spec_chat_keeps_its_cache(capsys):
+    """Turns of a conversation with drafts equal those without, cached ids and all."""
+    model, tokenizer = spec_target("dense"), K.load_tokenizer(SMALL)
+    replies = []
+    for decoder in (
+        G.Decoder(model, 200, GREEDY),
+        spec_decoder(model, "ngram", GREEDY, 200, "--speculate-k", "5"),
+        spec_decoder(model, "exit", GREEDY, 200),
+    ):
+        chat, said = G.Chat(decoder, tokenizer, None), []
+        for line in ("x = [1, 2, 3]\ny = [1, 2", "\nfor i in x:\n", "\ndef f(x"):
+            row = K.Continuation(
+                tokenizer, K.TextStream(tokenizer), K.StopStrings([]), (), lambda text: None
+            )
+            with torch.inference_mode():
+                held, *_ = chat.ask(line, GREEDY, 24, row, 200)
+            said.append((held, row.tokens))
+        replies.append(said)
+    assert replies[0][1][0] > 20
+    assert [tokens for _, tokens in replies[1]] == [tokens for _, tokens in replies[0]]
+    assert replies[2] == replies[1] or [t for _, t in replies[2]] == [t for _, t in replies[0]]
+    assert all(abs(a[0] - b[0]) <= 1 for a, b in zip(replies[1], replies[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ngram", "draft", "exit", "mtp", "head"])
+def test_spec_compiled_is_eager(kind, tmp_path):
+    """--compile: steps that verify, and the drafters' own, in static shapes, give the same text and
+    compile nothing anew in a second run."""
+    form = "moe" if kind == "mtp" else "dense"
+    model, draft = copy.deepcopy(spec_target(form)), M.load_checkpoint(DRAFT, dtype=torch.float32)
+    ids, head = spec_prompts(6)[5], random_head(tmp_path / "head", model.config.dim)
+    expected = spec_run(G.Decoder(model, 90, GREEDY), ids, 50)
+    decoder = spec_decoder(
+        model, kind, GREEDY, 90, "--speculate-k", "3", "--compile", draft=draft, head=head
+    )
+    assert spec_run(decoder, ids, 50) == expected
+    torch._dynamo.utils.counters.clear()
+    assert spec_run(decoder, ids, 50) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0

@@ -3,12 +3,16 @@
     python train.py                              the standard library's source -> runs/stdlib
     python train.py --data FILE.jsonl --model small --steps 2000 --out runs/mine
     torchrun --nproc-per-node 2 train.py ...     the same steps, each rank a share of every batch
+    python train.py --train-draft-head --init checkpoints/small --out runs/head
+                                                 a draft head for speculative decoding with it
 
 A run, in order: read the documents; train a tokenizer on them; write them as token files; then per
 step take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and
 save. OUT is a Hugging Face folder (config.json, model.safetensors in bf16, tokenizer.model) that
 generate.py and transformers open, beside train_state.safetensors (fp32 weights, Adam moments,
 step) and metrics.jsonl. --fp8 and --qat change what a step multiplies, not what is saved.
+--train-draft-head leaves the model as it is and trains what foretells it: OUT then holds no model
+but draft_head.safetensors.
 
 Three things hold, and test_all.py proves them:
 
@@ -64,6 +68,7 @@ from model import (
     write_atomically,
 )
 from quantize import RECIPES, SCHEMES, fp8_training_, qat_
+from speculative import DraftHead
 
 BOS, EOS = 1, 2  # one of each around every document
 IGNORE = -100  # a target that is not counted
@@ -450,17 +455,121 @@ def validate(
     place: Place,
     attend: Attend = causal_attention,
 ) -> float:
-    """Mean loss over up to 65,536 held-out tokens: windows spread evenly, always the same ones."""
+    """Mean loss over the held_out_batches."""
+    total, count = 0.0, 0
+    for batch in held_out_batches(tokens, seq_len, micro_batch_size, place.device):
+        with place.autocast():
+            total += loss_sums(model, batch, attend)[0].item()
+        count += batch[:, 1:].numel()
+    return total / count
+
+
+def held_out_batches(
+    tokens: Tensor, seq_len: int, micro_batch_size: int, device: torch.device
+) -> Iterator[Tensor]:
+    """Up to 65,536 held-out tokens as (micro_batch_size or fewer, seq_len + 1): windows spread
+    evenly, always the same ones."""
     n = (len(tokens) - 1) // seq_len
     picked = min(n, max(1, 65536 // seq_len))
     starts = [i * n // picked * seq_len for i in range(picked)]
-    total = 0.0
     for i in range(0, picked, micro_batch_size):
         rows = [tokens[s : s + seq_len + 1] for s in starts[i : i + micro_batch_size]]
+        yield torch.stack(rows).long().to(device)
+
+
+# --------------------------------------------------------------------------------------------------
+# A draft head
+# --------------------------------------------------------------------------------------------------
+
+DRAFT_HEAD = "draft_head.safetensors"
+DRAFTED = 4  # tokens in a row that validation drafts
+UNROLLED = 2  # of them in training: twice the steps in the time that all four take teach more
+FADE = 0.5  # what a step weighs in the loss, beside the step before it
+DRAFT_LR = 1e-2  # where --lr is not given
+
+
+def new_draft_head(dim: int, seed: int) -> DraftHead:
+    """Drawn from the seed; it begins as the identity, for `down` is zero."""
+    head, rng = DraftHead(dim, 2 * dim), torch.Generator().manual_seed(seed)
+    torch.nn.init.normal_(head.up.weight, 0.0, (2 * dim) ** -0.5, rng)
+    torch.nn.init.zeros_(head.down.weight)
+    return head
+
+
+def draft_logits(
+    head: DraftHead,
+    model: Transformer,
+    tokens: Tensor,
+    attend: Attend = causal_attention,
+    steps: int = DRAFTED,
+) -> tuple[Tensor, list[Tensor]]:
+    """The target's logits (B, T, V) of tokens (B, T), and for i = 1..steps what the head makes of
+    those from position i on (B, T - i, V): begun i positions earlier at the target's hidden state,
+    fed with the text's i tokens since (teacher forcing)."""
+    with torch.no_grad():
+        hidden = model(tokens, attend=attend, return_hidden=True)
+        target, embedded = model.head(hidden), model.embed(tokens).float()
+    drafted, drafts = hidden.float(), []
+    for i in range(1, steps + 1):
+        drafted = head(drafted[:, :-1], embedded[:, i:])
+        drafts.append(model.head(drafted))
+    return target, drafts
+
+
+def draft_loss(target: Tensor, drafts: list[Tensor]) -> Tensor:
+    """Cross-entropy, in nats, against the target's own distribution: what is accepted is what the
+    target would say, not what the text says. The mean over each step's positions, and over steps
+    weighted by FADE, for a later draft counts only if those before it were taken."""
+    p, loss, weights = target.float().softmax(-1), 0.0, 0.0
+    for i, draft in enumerate(drafts, 1):
+        weight = FADE**i
+        draft, weights = draft.float().flatten(0, 1), weights + weight
+        loss = loss + weight * F.cross_entropy(draft, p[:, i:].flatten(0, 1))
+    return loss / weights
+
+
+def draft_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> Tensor:
+    """(2, DRAFTED): how many chains of greedy drafts came to an i-th token, and how often the
+    target took it.
+
+    A chain begins wherever the text's next token is the target's own choice, and goes on while
+    draft, choice and text are one token. So each count is of what decoding at temperature 0 does,
+    its drafts fed with their own tokens, as long as it writes what the text says.
+    """
+    n = tokens.shape[1] - 1 - DRAFTED
+    choice = target.argmax(-1)
+    followed = choice[:, :-1] == tokens[:, 1:]
+    chains, counts = followed[:, :n], []
+    for i, draft in enumerate(drafts, 1):
+        taken = chains & (draft.argmax(-1)[:, :n] == choice[:, i : i + n])
+        counts.append(torch.stack((chains.sum(), taken.sum())))
+        chains = taken & followed[:, i : i + n]
+    return torch.stack(counts, 1)
+
+
+@torch.no_grad()
+def validate_draft_head(
+    head: DraftHead, model: Transformer, tokens: Tensor, args: argparse.Namespace, place: Place
+) -> dict[str, Any]:
+    """Over the held_out_batches: mean loss, and of the i-th tokens drafted the share that is taken,
+    all before them being so (draft_counts; 0 where there was none)."""
+    losses, counts = [], torch.zeros(2, DRAFTED, device=place.device)
+    for batch in held_out_batches(tokens, args.seq_len, args.micro_batch_size, place.device):
         with place.autocast():
-            batch = torch.stack(rows).long().to(place.device)
-            total += loss_sums(model, batch, attend)[0].item()
-    return total / (picked * seq_len)
+            logits = draft_logits(head, model, batch[:, :-1], attend_of(args.attention))
+        losses += [draft_loss(logits[0], logits[1][:UNROLLED]).item()] * len(batch)
+        counts += draft_counts(*logits, batch[:, :-1])
+    shares = (counts[1] / counts[0].clamp(min=1)).tolist()
+    return {"val_loss": sum(losses) / len(losses), "acceptance": [round(s, 4) for s in shares]}
+
+
+def save_draft_head(out: Path, head: DraftHead, step: int, acceptance: list[float] | None) -> None:
+    """OUT/draft_head.safetensors in bf16, with its shape and what it was last seen to be good for
+    (null before the first validation) as metadata."""
+    tensors = {name: p.detach().to("cpu", torch.bfloat16) for name, p in head.named_parameters()}
+    (dim, ffn_dim), text = head.down.weight.shape, json.dumps(acceptance)
+    about = {"dim": str(dim), "ffn_dim": str(ffn_dim), "steps": str(step), "acceptance": text}
+    write_atomically(out / DRAFT_HEAD, lambda tmp: save_file(tensors, tmp, about))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -632,7 +741,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="sequences in one forward, per rank (%(default)s)",
     )
     p.add_argument("--seq-len", type=int, default=512, help="tokens (%(default)s)")
-    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (%(default)s)")
+    p.add_argument("--lr", type=float, default=2e-3, help=f"peak (%(default)s, heads {DRAFT_LR})")
     p.add_argument("--save-every", type=int, default=100)
     p.add_argument("--eval-every", type=int, default=100)
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
@@ -660,11 +769,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.fp8 and args.qat:
         raise ValueError("--fp8 and --qat exclude each other; choose one")
     args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
+    settle_draft_head_flags(args)
     return args
 
 
 def add_product_flags(p: argparse.ArgumentParser) -> None:
-    """Those of quantize.py's training."""
+    """Those of quantize.py's training, and of speculative.py's."""
     p.add_argument(
         "--fp8",
         choices=tuple(RECIPES),
@@ -676,6 +786,31 @@ def add_product_flags(p: argparse.ArgumentParser) -> None:
         choices=tuple(QAT_GRIDS),
         help="train for generate.py --quantize int8 or int4: every forward rounds the weights so",
     )
+    p.add_argument(
+        "--train-draft-head",
+        action="store_true",
+        help="train no model but a head that drafts for that of --init in speculative decoding: "
+        f"OUT/{DRAFT_HEAD}",
+    )
+
+
+def settle_draft_head_flags(args: argparse.Namespace) -> None:
+    """ValueError for what --train-draft-head cannot go with; its own default for --lr."""
+    if not args.train_draft_head:
+        return
+    if args.init is None:
+        raise ValueError("--train-draft-head needs --init, the model that the head is to draft for")
+    for flag in ("--model", "--fp8", "--qat"):
+        if flag in args.given:
+            raise ValueError(f"--train-draft-head trains no model; leave {flag} out")
+    if args.resume:
+        raise ValueError("--resume: a draft head trains in minutes; start anew in another --out")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--train-draft-head runs in one process; start it without torchrun")
+    if args.seq_len < DRAFTED + 2:
+        raise ValueError(f"--seq-len must be at least {DRAFTED + 2} with --train-draft-head")
+    if "--lr" not in args.given:
+        args.lr = DRAFT_LR
 
 
 def _flag(name: str) -> str:
@@ -692,7 +827,10 @@ def settle_args(args: argparse.Namespace) -> int:
                 f"--out {args.out}: holds a run of {done} steps; go on with --resume, or name "
                 "another folder"
             )
-        if any(args.out.glob("*.safetensors")):
+        held = {path.name for path in args.out.glob("*.safetensors")}
+        if held == {DRAFT_HEAD}:
+            raise ValueError(f"--out {args.out}: holds a draft head; name another folder")
+        if held:
             raise ValueError(
                 f"--out {args.out}: holds a model that no run here made; name another folder"
             )
@@ -814,6 +952,9 @@ def train(args: argparse.Namespace) -> None:
             f"--seq-len must be more than the model's {config.n_mtp_layers} MTP layers"
         )
     train_tokens, val_tokens = open_tokens(args)
+    if args.train_draft_head:
+        train_draft_head(args, train_tokens, val_tokens, place)
+        return
     model = build_model(args, config, place.device)
     change_products(model, args)
     optimizer = build_optimizer(model)
@@ -844,14 +985,7 @@ def run_steps(
     flops, peak = flops_per_token(model, T), peak_flops(place)
     stop = stop_on_signals()
     metrics = open_metrics(args.out, first) if place.rank == 0 else io.StringIO()
-    bar = tqdm(
-        range(first, args.steps),
-        initial=first,
-        total=args.steps,
-        disable=place.rank > 0,
-        mininterval=0.5 if sys.stderr.isatty() else 15,
-        dynamic_ncols=True,
-    )
+    bar = progress(first, args.steps, place)
     for step in bar:
         start = time.perf_counter()
         batch = batch_of(train_tokens, args.seed, step, mine, B, T).to(place.device)
@@ -877,6 +1011,62 @@ def run_steps(
         if leaving:
             say(bar, f"stopped after step {step + 1}, saved in {args.out}; go on with --resume")
             break
+
+
+def train_draft_head(
+    args: argparse.Namespace, train_tokens: Tensor, val_tokens: Tensor, place: Place
+) -> None:
+    """All of --train-draft-head, from tokens to file. The model is that of --init in the dtype of
+    the matmuls, and gets no gradient."""
+    B, T, attend = args.batch_size, args.seq_len, attend_of(args.attention)
+    dtype = torch.bfloat16 if place.dtype == "bf16" else torch.float32
+    model = load_checkpoint(args.init, place.device, dtype).requires_grad_(False)
+    head = new_draft_head(model.config.dim, args.seed).to(place.device)
+    print(summary(args, head, len(train_tokens), 0, place), file=sys.stderr)
+    model = torch.compile(model) if args.compile else model
+    optimizer, stop, acceptance = build_optimizer(head), stop_on_signals(), None
+    metrics, bar = open_metrics(args.out, 0), progress(0, args.steps, place)
+    for step in bar:
+        start, loss = time.perf_counter(), torch.zeros((), device=place.device)
+        batch = batch_of(train_tokens, args.seed, step, range(B), B, T)[:, :-1].to(place.device)
+        for micro in batch.split(args.micro_batch_size):
+            with place.autocast():
+                logits = draft_logits(head, model, micro, attend, UNROLLED)
+            share = draft_loss(*logits) * len(micro) / B
+            share.backward()
+            loss += share.detach()
+        lr = learning_rate(step, args.steps, args.lr)
+        row = {"step": step + 1, "loss": loss.item()}
+        row |= {"grad_norm": update(head, optimizer, lr), "lr": lr}
+        refuse_nan(row, args)
+        row["tokens_per_second"] = round(B * T / (time.perf_counter() - start), 1)
+
+        leaving, done = bool(stop), step + 1 == args.steps
+        if (step + 1) % args.eval_every == 0 or done:
+            row |= validate_draft_head(head, model, val_tokens, args, place)
+            acceptance = row["acceptance"]
+            shares = ", ".join(f"{share:.0%}" for share in acceptance)
+            say(bar, f"step {step + 1}: validation {row['val_loss']:.4f}, accepted {shares}")
+        metrics.write(json.dumps(row) + "\n")
+        metrics.flush()
+        bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
+        if (step + 1) % args.save_every == 0 or leaving or done:
+            save_draft_head(args.out, head, step + 1, acceptance)
+        if leaving:
+            say(bar, f"stopped after step {step + 1}, saved {args.out / DRAFT_HEAD}")
+            break
+
+
+def progress(first: int, steps: int, place: Place) -> tqdm:
+    """The bar over steps first..steps, on rank 0."""
+    return tqdm(
+        range(first, steps),
+        initial=first,
+        total=steps,
+        disable=place.rank > 0,
+        mininterval=0.5 if sys.stderr.isatty() else 15,
+        dynamic_ncols=True,
+    )
 
 
 def refuse_nan(row: dict[str, Any], args: argparse.Namespace) -> None:
