@@ -305,20 +305,25 @@ class Speculator:
 
     def _verify(self, proposals: list[Proposal]) -> tuple[list[list[int]], list[int]]:
         """-> drawn tokens of each row, and how many of its drafts were kept."""
-        d = self.decoder
+        d, device = self.decoder, self.decoder.token.device
         K = max(len(tokens) for tokens, _ in proposals)
         if d.compiled and K:
             K = 1 << (K - 1).bit_length()  # few shapes
-        tokens, lengths, probs = padded(proposals, K, d.token.device)
-        last = torch.tensor([[c[-1]] for c in self.contexts], device=d.token.device)
-        positions = torch.tensor([len(c) - 1 for c in self.contexts], device=d.token.device)
-        positions = positions[:, None] + torch.arange(K + 1, device=d.token.device)
-        hidden, logits = self.forward(torch.cat((last, tokens), 1), positions)
-        out, n = self.drawing.verify(logits, tokens, probs, lengths)
+        last = torch.tensor([[c[-1]] for c in self.contexts], device=device)
+        positions = torch.tensor([[len(c) - 1] for c in self.contexts], device=device)
+        if K == 0:
+            hidden, logits = self.forward(last, positions)
+            out = self.drawing.sampler(logits[:, 0])[:, None]
+            n = [0] * len(self.rows)
+        else:
+            tokens, lengths, probs = padded(proposals, K, device)
+            positions = positions + torch.arange(K + 1, device=device)
+            hidden, logits = self.forward(torch.cat((last, tokens), 1), positions)
+            out, n = self.drawing.verify(logits, tokens, probs, lengths)
+            n = n.tolist()
         d.keep(logits, out)
-        out, n = out.tolist(), n.tolist()
         self._observe(hidden, n)
-        return out, n
+        return out.tolist(), n
 
     def _observe(self, hidden: Tensor, n: list[int]) -> None:
         """Hand the drafter the hidden states (B, K + 1, C) of what was kept; forget the rest."""

@@ -771,30 +771,29 @@ class Fixed:
 
 
 class Times:
-    """Seconds by size: the last few measured of sizes that are near, others on a line between."""
+    """Seconds by size: of near sizes what the last few lasted, of others on a line between."""
 
     def __init__(self):
         self.bins: dict[int, deque[tuple[int, float]]] = {}  # to one part in eight
+        self.points: dict[int, tuple[float, float]] = {}  # of each, where it is on the line
 
     def __bool__(self) -> bool:
         return bool(self.bins)
 
     def add(self, size: int, seconds: float) -> None:
         width = 1 << max(0, size.bit_length() - 4)
-        self.bins.setdefault(size // width * width, deque(maxlen=9)).append((size, seconds))
+        bin = size // width * width
+        steps = self.bins.setdefault(bin, deque(maxlen=9))
+        steps.append((size, seconds))
+        # the median, of two the lower: what disturbs a measurement makes it longer
+        typical = sorted(s for _, s in steps)[(len(steps) - 1) // 2]
+        self.points[bin] = sum(n for n, _ in steps) / len(steps), typical
 
     def of(self, sizes: Sequence[int]) -> list[float]:
         """Zeros as long as nothing is known; of one size alone, as if others lasted the same."""
-        if not self.bins:
-            return [0.0] * len(sizes)
-        known = []
-        for steps in self.bins.values():
-            size = statistics.fmean(n for n, _ in steps)
-            # the median, of two the lower: what disturbs a measurement makes it longer
-            known.append((size, sorted(s for _, s in steps)[(len(steps) - 1) // 2]))
-        at, last = zip(*sorted(known))
-        if len(known) == 1:
-            return list(last) * len(sizes)
+        if len(self.points) < 2:
+            return [last for _, last in self.points.values() or [(0, 0.0)]] * len(sizes)
+        at, last = zip(*sorted(self.points.values()))
         found = []
         for n in sizes:
             b = min(max(bisect_left(at, n), 1), len(at) - 1)
@@ -824,7 +823,7 @@ class Goodput:
     def __init__(self, longest: int):
         self.longest = longest
         self.kept: dict[Row, tuple[float, float, bool]] = {}  # tokens kept, tried; all of the last
-        self.all = (3.2, 4.0)  # kept, tried of all rows; to begin with, hope
+        self.all = (1.2, 2.0)  # kept, tried of all rows; to begin with, hope
         self.times = Times()  # of steps, by the tokens they run
         self.drafts = Times()  # of drafting one position, by the rows that draft
         self.tried: dict[Row, int] = {}  # when a row that does not draft last did
@@ -837,6 +836,8 @@ class Goodput:
         if not rows or not self.longest or not self.times:
             return none  # so that there is something to compare with
         ks = self._best(rows)
+        if not self.drafts:  # nor is it known what drafting costs
+            ks = [min(k, 1) for k in ks]
         if not any(ks):
             self.last_plain = self.steps
         elif self.steps - self.last_plain > self.PLAIN:
