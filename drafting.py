@@ -250,6 +250,18 @@ class Speculator:
         self.forward = self._forward if fast is None else fast(self._forward)
         self.renew()
 
+    def warm_up(self, longest: int) -> None:
+        """Compile, or capture, all shapes that will come: who measures steps must not measure
+        that. What is written to the caches is overwritten by the first prompt."""
+        decoder, B = self.decoder, len(self.rows)
+        run = getattr(self.drafter, "run", None)
+        for K in (0, *(1 << i for i in range((longest - 1).bit_length() + 1))):
+            tokens = torch.zeros(B, K + 1, dtype=torch.long, device=decoder.token.device)
+            positions = torch.arange(K + 1, device=tokens.device).expand(B, -1).contiguous()
+            hidden, _ = self.forward(tokens, positions)
+            if K < 2 and getattr(run, "fast", None) is not None:
+                run.fast(tokens, positions, hidden.clone() if run.reads_hidden else None)
+
     # ---- what the Decoder calls ----
 
     def renew(self) -> None:
@@ -276,13 +288,12 @@ class Speculator:
         lengths = [len(tokens) for tokens, _ in proposals]
         drafted = time.perf_counter() - begin
         out, n = self._verify(proposals if k else nothing)
+        runs, tokens = self._append(out, n), len(self.rows)
         if k:
-            tokens = len(self.rows) * (1 + max(lengths))
+            tokens *= 1 + max(lengths)
             for proposed, kept in zip(lengths, n):
                 self.tally.count(proposed, kept)
-            runs = self._append(out, n)
         else:
-            tokens, runs = len(self.rows), self._append(out, n)
             n = [int(guess[:1] == run) for (guess, _), run in zip(proposals, runs)]
         seconds = time.perf_counter() - begin
         self.policy.observe(self.rows, lengths, n, tokens, seconds, drafted)
@@ -428,6 +439,14 @@ def longest_run(args: argparse.Namespace) -> int:
     return NODES if args.speculate == "tree" else LONGEST
 
 
+def prepare_(args: argparse.Namespace, model: Transformer) -> None:
+    """Before a Decoder is built: a step that verifies decodes, so latent attention is absorbed in
+    it."""
+    for module in model.modules():
+        if hasattr(module, "absorb_up_to"):
+            module.absorb_up_to = max(module.absorb_up_to, spare(args))
+
+
 def speculator(
     args: argparse.Namespace,
     decoder: Any,
@@ -439,11 +458,10 @@ def speculator(
     check_target(model)
     if args.speculate == "staged" and decoder.batch > 1:
         raise ValueError("--speculate staged is for one row; with --n take draft")
-    for module in model.modules():
-        if hasattr(module, "absorb_up_to"):  # a step that verifies decodes, too
-            module.absorb_up_to = max(module.absorb_up_to, longest + 1)
     drawing = Drawing(decoder.sampler, args.draft_certain, args.draft_acceptance)
-    draw = lambda logits, rows, i: drawing.draft(logits, None, i)
+
+    def draw(logits: Tensor, rows: Sequence[int], i: int) -> tuple[Tensor, Tensor | None]:
+        return drawing.draft(logits, None if len(rows) == decoder.batch else rows, i)
 
     def runner(forward: Callable[..., Tensor], cache: KVCache) -> Contiguous:
         fast = None
@@ -465,7 +483,10 @@ def speculator(
         trees = TreeDrafts(drafter, drawing.children)
         return TreeSpeculator(decoder, trees, policy, drawing, spare(args))
     policy = partial(Goodput, longest) if args.speculate_k == "auto" else partial(Fixed, longest)
-    return Speculator(decoder, drafter, policy, drawing, spare(args), fast)
+    found = Speculator(decoder, drafter, policy, drawing, spare(args), fast)
+    if decoder.compiled:
+        found.warm_up(longest)
+    return found
 
 
 def check_target(model: Transformer) -> None:
@@ -500,17 +521,20 @@ def build_drafter(
             )
         return MTP(runner(_further(model), cache), model.head, draw)
     if kind == "exit":
+        most = model.config.n_layers - 1
+        if most < 1:
+            raise ValueError("--speculate exit: the model has one layer, and needs two or more")
         layers = args.exit_layers or model.config.n_layers // 2
-        if not 1 <= layers < model.config.n_layers:
-            raise ValueError(
-                f"--exit-layers must be from 1 to {model.config.n_layers - 1}, not {layers}"
-            )
+        if layers > most:
+            raise ValueError(f"--exit-layers must be from 1 to {most}, not {layers}")
         early = first_layers(model, layers)
         return DraftModel(runner(_plain(early), cache), early.head, draw, shared=True)
     if kind == "head":
+        if args.draft is None and args.dummy is not None:
+            raise ValueError("--speculate head: random weights have none; give --draft DIR")
         head = load_head(args.draft or str(args.checkpoint), model)
         return Heads(head, model.embed, model.head, draw)
-    name = args.draft or _shipped(args.checkpoint)
+    name = args.draft or (_shipped(args.checkpoint) if args.dummy is None else None)
     if name is None:
         raise ValueError(
             f"--speculate {kind} needs --draft DIR, a smaller model of that vocabulary"
@@ -587,5 +611,8 @@ def load_head(folder: str, model: Transformer) -> DraftHead:
         found = "no draft head" if up is None else f"of a model {up.shape[1] // 2} wide"
         raise ValueError(f"{path}: {found}, and this model is {C} wide; train one for it")
     head = DraftHead(C, up.shape[0])
+    wanted = {name: p.shape for name, p in head.state_dict().items()}
+    if wanted != {name: t.shape for name, t in tensors.items()}:
+        raise ValueError(f"{path}: other tensors than {', '.join(wanted)}, or of other shapes")
     head.load_state_dict(tensors)
     return head.to(weight.device, weight.dtype).eval()

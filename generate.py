@@ -558,7 +558,7 @@ def add_speculation_flags(add: Callable[..., Any]) -> None:
         "draft the next tokens, and verify them in one step: ngram copies from what stands before, "
         "draft is a smaller model, staged that with ngram inside, tree a tree of its choices, exit "
         "the first layers, mtp the model's own multi-token prediction, head one that train.py "
-        "--train-draft-head made"
+        "--train-draft-head made (tree is never compiled)"
     )
     names = ("ngram", "draft", "staged", "tree", "exit", "mtp", "head")
     add("--speculate", choices=names, help=text)
@@ -682,6 +682,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ("draft", args.speculate in ("draft", "staged", "tree", "head"), "--speculate draft or so"),
         ("speculate_k draft_certain", args.speculate, "--speculate"),
         ("exit_layers", args.speculate == "exit", "--speculate exit"),
+        ("draft_acceptance", args.speculate != "tree", "another --speculate than tree"),
         (
             "draft_acceptance",
             args.speculate and (args.bench or args.bench_serving),
@@ -962,7 +963,10 @@ def facts_line(f: dict[str, Any], where: str) -> str:
             f"{f['measured_gigabytes_per_second']:.1f} GB/s measured here"
         )
     if f.get("verifications"):
-        kept = " ".join(f"{share:.0%}" for share in f["acceptance"])
+        shares = f["acceptance"]
+        while len(shares) > 1 and shares[-1] == 0 == shares[-2]:
+            shares = shares[:-1]
+        kept = " ".join(f"{share:.0%}" for share in shares)
         line += f"; {f['tokens_per_verification']:.2f} tokens per verification, drafts kept {kept}"
     elif "verifications" in f:
         line += "; nothing was drafted"
@@ -1010,6 +1014,7 @@ def build_decoder(
         import drafting
 
         max_len += drafting.spare(args)
+        drafting.prepare_(args, model)
     try:
         decoder = Decoder(model, max_len, args.how, args.n, eos, args.compile, keep, attention)
     except ValueError as e:
@@ -1223,8 +1228,26 @@ def engine_options(args: argparse.Namespace, model: Transformer) -> dict[str, An
         if args.compile:
             raise ValueError("--compile: what experts compute has no static shape; leave it out")
         options["static"] = False  # nor can such a step be captured
-    fit = blocks_that_fit(model, args.block_size, args.max_running, args.kv_dtype)
+    more = draft_layers(args, model.config)
+    fit = blocks_that_fit(model, args.block_size, args.max_running, args.kv_dtype, more)
     return options | {"num_blocks": args.kv_blocks or fit}
+
+
+def draft_layers(args: argparse.Namespace, config: ModelConfig) -> float:
+    """What a drafter caches beside the model, in layers of the model's."""
+    if args.speculate == "mtp":
+        return 1.0
+    if args.speculate != "draft" or args.draft is None:
+        return 0.0
+    path = Path(args.draft)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists() and args.draft not in CONFIGS:
+        raise ValueError(f"--draft {args.draft}: no such folder")
+    c = CONFIGS[args.draft] if args.draft in CONFIGS else read_config(path)
+    width = lambda c: (
+        c.kv_lora_rank + c.qk_rope_head_dim if c.kv_lora_rank else 2 * c.n_kv_heads * c.head_dim
+    )
+    return c.n_layers * width(c) / width(config)
 
 
 def batch(args: argparse.Namespace) -> None:

@@ -403,7 +403,7 @@ class Scheduler:
                 admitting = admitting and self._admit(seq, plan)
             if plan.budget and seq.running:
                 self._run(seq, plan)
-        for seq, _ in plan.run:  # last, so that guesses take from nobody
+        for seq, _ in plan.run:  # last, so that guesses take from nobody that runs
             if seq.wants and seq.remaining == 1:
                 self._grant(seq, plan)
         return plan
@@ -1451,7 +1451,8 @@ class Engine:
         from position start on: a view, to be copied if it is to last; forget(seq) at the end. What
         the prefix cache has is not run; what is preempted may be again. speculate_k: tokens to
         draft, or an object: choose(sequences) -> k of each that decodes, observe(sequences,
-        proposed, accepted, tokens, seconds, draft_seconds) what came of it, of all in the step.
+        proposed, accepted, tokens, seconds, draft_seconds) what came of it, of all in the step,
+        and perhaps forget.
         verifier(logits (M, V), sequences, drafts): has for each with d drafted tokens d + 1 rows,
         and gives its new ones: those accepted and one more, -1 where there is none to draw."""
         weight = next(model.parameters())
@@ -1619,6 +1620,7 @@ class Engine:
         try:
             self.scheduler.schedule(plan)
             assert plan.run, "nothing can run: a bug in the policy or the scheduler"
+            self._move(plan)  # first: a drafter may write into the blocks that the plan gives
             drafts, draft_seconds = self._draft(plan)
             hidden = self._run(plan, drafts)
         except BaseException:
@@ -1727,14 +1729,17 @@ class Engine:
 
     # ---- its parts ----
 
-    def _run(self, plan: Plan, drafts: dict[Sequence, Draft]) -> Tensor:
-        """The copies of a plan, then the model: hidden states (N, C)."""
+    def _move(self, plan: Plan) -> None:
+        """The copies of a plan."""
         for seq, table, n in plan.swap_out:
             seq.host = self.cache.read(table, n)
         self.cache.copy([(source, to) for to, source in plan.copies.items()])
         for seq, first in plan.swap_in:
             self.cache.write(seq.table, first, seq.host)
             seq.host = None
+
+    def _run(self, plan: Plan, drafts: dict[Sequence, Draft]) -> Tensor:
+        """The model: hidden states (N, C)."""
         chunks = []
         for seq, n in plan.run:
             tokens = seq.tokens[seq.computed : seq.computed + n]
@@ -1837,7 +1842,13 @@ class Engine:
             del self.outputs[output.id], self.sequences[output.id]
             self.record.request(output)
         self._tell(seq, "end", reason)
-        getattr(self.drafter, "forget", lambda _: None)(seq)
+        self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        """Tell those who may keep something of a sequence that it is over."""
+        for who in (self.drafter, self.speculate_k):
+            if hasattr(who, "forget"):
+                who.forget(seq)
 
     def _tell(self, seq: Sequence, what: str, value: Any) -> bool:
         """Call the listener; whether it took it."""
@@ -1858,12 +1869,13 @@ class Engine:
     def take(self, id: Any) -> Parcel:
         """Remove a request that has come to its first token, with the keys of all it has."""
         self._deliver()
+        _check(id in self.outputs, f"id {id!r} is of no unfinished request")
         sequences, output = self.sequences.pop(id), self.outputs.pop(id)
         for seq in sequences:
             assert seq.running and seq.remaining == 1, "take what has its first token"
             seq.host, seq.listener = self.cache.read(seq.table, seq.computed), None
             self.scheduler.finish(seq)
-            getattr(self.drafter, "forget", lambda _: None)(seq)
+            self._forget(seq)
         return Parcel(output, sequences)
 
     def give(self, parcel: Parcel) -> None:

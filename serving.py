@@ -134,16 +134,19 @@ def _sampling(params: SamplingParams, seed: int) -> Sampling:
     return Sampling(**how | ({"min_new_tokens": 0} if params.ignore_eos else {}))
 
 
-def blocks_that_fit(model: nn.Module, block_size: int, max_running: int, kv_dtype: Any) -> int:
+def blocks_that_fit(
+    model: nn.Module, block_size: int, max_running: int, kv_dtype: Any, more_layers: float = 0.0
+) -> int:
     """Blocks for max_running sequences of the whole context, or as many as memory allows: 80% of
-    what is free on CUDA, 1 GB elsewhere."""
+    what is free on CUDA, 1 GB elsewhere. more_layers: of another's cache in the same blocks."""
     config, weight = model.config, model.embed.weight
     one = PagedKVCache(config, 1, block_size, weight.dtype, weight.device, kv_dtype)
     allowed = CPU_CACHE_BYTES
     if weight.is_cuda:
         allowed = int(CUDA_CACHE_SHARE * torch.cuda.mem_get_info(weight.device)[0])
     wanted = max_running * math.ceil(config.context / block_size)
-    return max(1, min(wanted, allowed // (one.bytes_per_token * block_size)))
+    per_block = one.bytes_per_token * block_size * (1 + more_layers / config.n_layers)
+    return max(1, min(wanted, int(allowed / per_block)))
 
 
 def build_engine(

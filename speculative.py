@@ -363,7 +363,7 @@ Row = Hashable  # which sequence it is
 # Draw the i-th draft: logits (R, V), rows, i -> ids (R,), q (R, V) or None
 Draw = Callable[[Tensor, Sequence[Row], int], tuple[Tensor, Tensor | None]]
 CHUNK = 512  # tokens in one forward of a drafter that has a prompt to read
-UNREAD = 4096  # hidden states kept of a row for whom nothing is drafted; only acceptance suffers
+UNREAD = 2048  # hidden states kept of a row for whom nothing is drafted: MTP then lacks older ones
 
 
 def argmax(logits: Tensor, rows: Sequence[Row], i: int) -> tuple[Tensor, None]:
@@ -420,6 +420,7 @@ class Contiguous(Runner):
     ):
         super().__init__(forward, cache, device)
         self.batch, self.fast = batch, fast
+        self.reads_hidden = False  # as MTP does
 
     def run(
         self,
@@ -616,14 +617,17 @@ class MTP(Drafter):
 
     def __init__(self, run: Any, head: Callable, draw: Draw = argmax):
         self.run, self.head, self.draw = run, head, draw
-        self.unread: dict[Row, tuple[int, Tensor]] = {}  # (start, hidden (t, C))
+        run.reads_hidden = True
+        self.unread: dict[Row, tuple[int, list[Tensor]]] = {}  # start, hidden (t, C) in pieces
 
     def observe(self, row: Row, start: int, hidden: Tensor) -> None:
-        begin, before = self.unread.get(row, (start, hidden[:0]))
-        if begin <= start <= begin + len(before):
-            hidden, start = torch.cat((before[: start - begin], hidden)), begin
-        gone = max(0, len(hidden) - UNREAD)
-        self.unread[row] = start + gone, hidden[gone:].clone()  # a graph writes there again
+        begin, pieces = self.unread.get(row, (start, []))
+        if start != begin + sum(map(len, pieces)):
+            begin, pieces = start, []  # the sequence begins again, or its prefix was found
+        pieces.append(hidden.clone())  # a graph writes there again
+        while sum(map(len, pieces)) - len(pieces[0]) >= UNREAD:
+            begin += len(pieces.pop(0))
+        self.unread[row] = begin, pieces
 
     def forget(self, row: Row) -> None:
         self.unread.pop(row, None)
@@ -631,13 +635,10 @@ class MTP(Drafter):
     def many(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
-        starts, hidden = zip(
-            *(self.unread.get(row, (len(c), None)) for row, c in zip(rows, contexts))
-        )
-        # one that follows the context to its last token but one
+        starts, pieces = zip(*(self.unread.get(row, (0, [])) for row in rows))
+        # those that follow the context to its last token but one
         ready = [
-            h is not None and s + len(h) == len(c) - 1 > s
-            for s, h, c in zip(starts, hidden, contexts)
+            p and s + sum(map(len, p)) == len(c) - 1 for s, p, c in zip(starts, pieces, contexts)
         ]
         found: list[Proposal] = [([], None)] * len(rows)
         some = [i for i, ok in enumerate(ready) if ok and ks[i]]
@@ -645,9 +646,10 @@ class MTP(Drafter):
             return found
         rows, contexts, ks = ([x[i] for i in some] for x in (rows, contexts, ks))
         tokens = [c[starts[i] + 1 :] for i, c in zip(some, contexts)]
-        h = self.run.feed(rows, [starts[i] for i in some], tokens, [hidden[i] for i in some])
+        hidden = [torch.cat(pieces[i]) for i in some]
+        h = self.run.feed(rows, [starts[i] for i in some], tokens, hidden)
         for row, context in zip(rows, contexts):
-            self.unread[row] = len(context) - 1, h[0][:0]
+            self.unread[row] = len(context) - 1, []
 
         def follow(h: Tensor, ids: Tensor, i: int) -> Tensor:
             return self.run.step(rows, ids, [len(c) - 1 + i for c in contexts], h)
@@ -746,9 +748,8 @@ class TreeDrafts:
                 m.forwards += 1
                 logits = m.head(m.run.nodes(tokens[:, level], tree, base, nodes, limit))
         for row, context in zip(rows, contexts):
-            m.held[row] = list(
-                context
-            )  # of the drafts it read none stands where it would in a text
+            # where the drafts that it read stand in the cache, no text would have them
+            m.held[row] = list(context)
         return tokens, probs
 
 
@@ -767,6 +768,9 @@ class Fixed:
         return [self.k] * len(rows)
 
     def observe(self, *what: Any) -> None:
+        pass
+
+    def forget(self, row: Row) -> None:
         pass
 
 
@@ -875,14 +879,15 @@ class Goodput:
                 self.kept[row] = kept * fade + n, before * fade + tried, n == k
                 fade **= 1 / 8
                 self.all = self.all[0] * fade + n, self.all[1] * fade + tried
-        while len(self.kept) > 4096:  # rows that are gone
-            gone = next(iter(self.kept))
-            self.kept.pop(gone)
-            self.tried.pop(gone, None)
         if any(proposed):
             longest = max(proposed)
             self.drafts.add(math.ceil(sum(proposed) / longest), draft_seconds / longest)
         self.times.add(tokens, seconds - draft_seconds)
+
+    def forget(self, row: Row) -> None:
+        """That sequence is over."""
+        self.kept.pop(row, None)
+        self.tried.pop(row, None)
 
     def rate(self, row: Row) -> float:
         """How likely the next draft of a row is kept, as far as is known."""
@@ -986,9 +991,9 @@ class TreeGoodput(Goodput):
 
     def _worth(self, tree: Tree) -> float:
         """Tokens it adds on average."""
-        worth = []
+        worth, acceptance = [], self.acceptance
         for parent, rank in zip(tree.parents, tree.ranks):
-            worth.append(self.acceptance[rank] * (worth[parent] if parent >= 0 else 1.0))
+            worth.append(acceptance[rank] * (worth[parent] if parent >= 0 else 1.0))
         return sum(worth)
 
 
