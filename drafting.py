@@ -434,6 +434,7 @@ def spare(args: argparse.Namespace) -> int:
 
 
 def longest_run(args: argparse.Namespace) -> int:
+    """Drafts in a row, or nodes of a tree, that --speculate-k allows."""
     if args.speculate_k != "auto":
         return int(args.speculate_k)
     return NODES if args.speculate == "tree" else LONGEST
