@@ -33,6 +33,10 @@ The hooks everything else attaches to, all visible at the call site:
         the final hidden states instead of logits.
     MoE.experts
         the callable that runs tokens through their experts; here the plain loop.
+    MoE.observe
+        sees the router's logits and what was chosen; for whoever balances the load.
+    MoE.held
+        the experts whose weights this process has, where several processes share them out.
 
 A pipeline stage is this model with some layers dropped and `embed`, `norm` or `head` set to None.
 Weights are read and written only as safetensors. Needs: torch, safetensors.
@@ -49,7 +53,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import chain, count
@@ -695,6 +699,7 @@ class MLP(nn.Module):
 
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Observe = Callable[[Tensor, Tensor], None]
 
 
 def loop_experts(
@@ -703,10 +708,10 @@ def loop_experts(
     """The experts hook, plainly: each expert runs the tokens that chose it.
 
     x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first, w_down (E, C, F)
-    -> (N, C): sum over k of weights[:, k] * expert[ids[:, k]](x).
+    -> (N, C): sum over k of weights[:, k] * expert[ids[:, k]](x). An id of -1 is nobody's.
     """
     out = torch.zeros_like(x)
-    for e in ids.unique().tolist():
+    for e in ids[ids >= 0].unique().tolist():
         token, k = (ids == e).nonzero(as_tuple=True)
         gate, up = F.linear(x[token], w_gate_up[e]).chunk(2, dim=-1)
         y = F.linear(F.silu(gate) * up, w_down[e]) * weights[token, k, None].type_as(x)
@@ -736,24 +741,36 @@ class MoE(nn.Module):
         shared = config.n_shared_experts * width
         self.shared = MLP(C, shared) if shared else None
         self.experts: Experts = loop_experts
+        self.observe: Observe | None = None  # is told logits (B, T, E) and ids (B, T, K)
+        self.held: Sequence[int] | None = None  # the experts that the stacks are of; None: all
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        weights, ids = self.route(flat)
+        logits = self.router_logits(flat)
+        weights, ids = self.choose(logits)
+        if self.observe is not None:
+            self.observe(*(t.view(*x.shape[:-1], -1) for t in (logits, ids)))
         o = self.experts(flat, weights, ids, self.w_gate_up, self.w_down).view_as(x)
         return o if self.shared is None else o + self.shared(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C) -> weights (N, K) fp32 and expert ids (N, K)."""
-        c = self.config
+        return self.choose(self.router_logits(x))
+
+    def router_logits(self, x: Tensor) -> Tensor:
+        """x (N, C) -> (N, E) fp32."""
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.router.float())
+            return F.linear(x.float(), self.router.float())
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits (N, E) -> weights (N, K) fp32 and expert ids (N, K)."""
+        c = self.config
         scores = logits.softmax(-1) if c.scoring == "softmax" else logits.sigmoid()
         choice = scores.detach()
         if c.correction_bias:
             choice = choice + self.correction
         if c.n_groups > 1:
-            grouped = choice.view(len(x), c.n_groups, -1)
+            grouped = choice.view(len(logits), c.n_groups, -1)
             best = grouped.topk(c.group_score_topk, dim=-1).values.sum(-1)
             best = best.topk(c.topk_groups, dim=-1).indices
             lost = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
@@ -1489,12 +1506,32 @@ def hf_tensors(model: Transformer) -> dict[str, Tensor]:
     or of stacked experts a view of one. Loading copies into them, saving reads from them."""
     tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        tensors |= _stored_as(model.config, name, tensor)
+        tensors |= dict(_stored_as(model.config, name, tensor, _held(model, name)))
     return tensors
 
 
-def _stored_as(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The names under which a checkpoint holds this tensor of the model, each with its part."""
+def _of_whole(model: Transformer) -> dict[str, Tensor]:
+    """hf_tensors, with meta tensors for those of all experts where this process holds some."""
+    tensors = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if _held(model, name) is not None:
+            shape = (model.config.n_experts, *tensor.shape[1:])
+            tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        tensors |= dict(_stored_as(model.config, name, tensor))
+    return tensors
+
+
+def _held(model: Transformer, name: str) -> Sequence[int] | None:
+    """The experts that the tensor of this name is a stack of, if they are not all."""
+    stack = re.fullmatch(r"(.+)\.w_(?:gate_up|down)(?:\.\w+)?", name)
+    return None if stack is None else model.get_submodule(stack[1]).held
+
+
+def _stored_as(
+    config: ModelConfig, name: str, tensor: Tensor, held: Sequence[int] | None = None
+) -> list[tuple[str, Tensor]]:
+    """The names under which a checkpoint holds this tensor of the model, each with its part. A
+    stack that holds an expert twice has two parts of one name."""
     names = {**HF_NAMES, **FAMILIES[config.family].names}
     kind, number, block, rest = re.fullmatch(
         r"(?:(layers|mtp)\.(\d+)\.)?(block\.)?(.+)", name
@@ -1507,12 +1544,13 @@ def _stored_as(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tens
     if rest not in names:  # below a module, or of a stack of experts that was made one
         theirs = f"{theirs if isinstance(theirs, str) else 'model.' + module}.{leaf}"
     if isinstance(theirs, str):
-        return {theirs.format(number): tensor}
-    return {
-        their.format(number, e): rows
-        for e, expert in enumerate(tensor)
+        return [(theirs.format(number), tensor)]
+    held = range(len(tensor)) if held is None else held
+    return [
+        (their.format(number, e), rows)
+        for e, expert in zip(held, tensor, strict=True)
         for their, rows in zip(theirs, expert.chunk(len(theirs)), strict=True)
-    }
+    ]
 
 
 def _shards(folder: Path) -> dict[Path, set[str] | None]:
@@ -1578,11 +1616,14 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it: F32, BF16, F8_E4M3, ...
 
-    def read(self) -> Tensor:
-        """A view of the file. Opened anew for each: a mapping that lives on keeps in memory every
-        page it has read."""
+    def read(self, rows: Sequence[int] | None = None) -> Tensor:
+        """A view of the file, or a copy of these rows. Opened anew for each: a mapping that lives
+        on keeps in memory every page it has read."""
         with _opened(self.path) as f:
-            return f.get_tensor(self.name)
+            if rows is None:
+                return f.get_tensor(self.name)
+            part = f.get_slice(self.name)
+            return torch.cat([part[i : i + 1] for i in rows])
 
 
 @contextmanager
@@ -1632,9 +1673,12 @@ def load_checkpoint(
     incomplete or wrong.
 
     prepare(model) may swap modules of the model while it is on the meta device: the folder holds
-    the tensors of those. each(name, module) gives what takes a module's place as soon as its own
-    tensors are there, before the next are read: a model that is quantized so is never whole in
-    `dtype`. A module that shares a parameter with an earlier one is not offered.
+    the tensors of those. It may also cut a mixture's stacks to the experts that this process is to
+    hold and say in MoE.held which these are: of the others nothing is read but the headers, which
+    are checked all the same, so that every process refuses a folder that lacks an expert.
+    each(name, module) gives what takes a module's place as soon as its own tensors are there,
+    before the next are read: a model that is quantized so is never whole in `dtype`. A module that
+    shares a parameter with an earlier one is not offered.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -1653,7 +1697,7 @@ def load_checkpoint(
         for p in model.parameters():
             p.data = p.data.to(dtype or _stored_dtype(stored))
         prepare(model)
-    plan = _match(folder, stored, hf_tensors(model), config)
+    plan = _match(folder, stored, _of_whole(model), config)
     _fill(model, plan, stored, device, dtype or _stored_dtype(stored), each)
     _check_copies(folder, stored, model)
     return model
@@ -1682,10 +1726,12 @@ def _fill(
         _allocate_own(module, device, dtype, made)
         own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for leaf, tensor in () if shares else own:
-            for stored_name, target in _stored_as(model.config, f"{name}.{leaf}", tensor).items():
+            held = _held(model, f"{name}.{leaf}")
+            for stored_name, target in _stored_as(model.config, f"{name}.{leaf}", tensor, held):
                 scale = stored.get(f"{stored_name}_scale_inv")
-                if scale is None:
-                    target.copy_(plan[stored_name].read())
+                if scale is None:  # a stack that is stored whole is cut to its rows
+                    rows = held if target is tensor else None
+                    target.copy_(plan[stored_name].read(rows))
                 else:
                     _dequantize(plan[stored_name].read(), scale.read(), target)
         if each is not None and not shares and (new := each(name, module)) is not module:

@@ -1,0 +1,1159 @@
+"""moe.py: mixtures of experts: routing, balance, and dropless experts at speed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS, Windows: plain torch serves every call
+    triton = None
+
+INTERPRET = triton is not None and triton.knobs.runtime.interpret
+# Of fp32 inputs alone: three products of tf32 are as exact as fp32 needs, on the matrix units
+PRECISION = tl.constexpr("ieee" if INTERPRET else "tf32x3") if triton else None
+jit = triton.jit if triton else (lambda fn=None, **_: fn or (lambda fn: fn))
+
+Experts = Callable[..., Tensor]  # (x, weights, ids, w_gate_up, w_down) -> (N, C), the hook's form
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# Routing
+# --------------------------------------------------------------------------------------------------
+
+
+def router_logits(x: Tensor, w: Tensor) -> Tensor:
+    """x (..., C), w (E, C) -> (..., E) in fp32, also under autocast: a logit that is off by bf16's
+    rounding is another choice of experts (Switch, arXiv:2101.03961, 2.4)."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.float(), w.float())
+
+
+def _scores(logits: Tensor, scoring: str) -> Tensor:
+    _check(scoring in ("softmax", "sigmoid"), f"scoring must be softmax or sigmoid, not {scoring}")
+    return logits.float().softmax(-1) if scoring == "softmax" else logits.float().sigmoid()
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    bias: Tensor | None = None,
+    n_groups: int = 1,
+    topk_groups: int = 1,
+    group_score_topk: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts: logits (N, E) -> weights (N, K) fp32, ids (N, K).
+
+    s = softmax or sigmoid of the logits; ids = the top_k largest s + bias among the allowed groups;
+    weights = s[ids], divided by their sum with `renormalize`, times `scale`. `bias` (E,) steers the
+    choice alone (DeepSeek-V3, arXiv:2412.19437, 2.1.2). Groups are n_groups runs of neighbours, the
+    experts of a device or node: a token may choose from the topk_groups whose group_score_topk
+    best experts sum highest (1: device-limited, arXiv:2405.04434, 2.1.2; 2: node-limited, V3).
+    Mixtral, Qwen3-MoE: softmax and renormalize; Switch: top_k 1. ValueError names what cannot be;
+    on a GPU logits that are not finite are not looked for, and their weights are not finite either.
+    """
+    _check_route(logits, top_k, bias, n_groups, topk_groups, group_score_topk)
+    scores = _scores(logits, scoring)
+    choice = scores.detach() if bias is None else scores.detach() + bias
+    if topk_groups < n_groups:
+        groups = choice.unflatten(1, (n_groups, -1))
+        worth = groups.topk(group_score_topk, dim=-1).values.sum(-1)
+        best = worth.topk(topk_groups, dim=-1).indices
+        lost = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)
+        choice = groups.masked_fill(lost[..., None], -math.inf).flatten(1)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, ids
+
+
+def _check_route(
+    logits: Tensor, top_k: int, bias: Tensor | None, n_groups: int, topk_groups: int, best: int
+) -> None:
+    _check(logits.dim() == 2, f"logits must be (N, E), not {tuple(logits.shape)}")
+    E = logits.shape[1]
+    ok = n_groups >= 1 and E % n_groups == 0
+    _check(ok, f"n_groups {n_groups} does not divide the {E} experts")
+    ok = 1 <= topk_groups <= n_groups
+    _check(ok, f"topk_groups must be from 1 to n_groups ({n_groups}), not {topk_groups}")
+    allowed, size = E // n_groups * topk_groups, E // n_groups
+    ok = 1 <= top_k <= allowed
+    _check(ok, f"top_k must be from 1 to the {allowed} experts to choose from, not {top_k}")
+    ok = 1 <= best <= size
+    _check(ok, f"group_score_topk must be from 1 to the {size} experts of a group, not {best}")
+    ok = bias is None or bias.shape == (E,)
+    _check(ok, f"bias must be ({E},), not {None if ok else tuple(bias.shape)}")
+    if logits.device.type == "cpu":
+        finite = logits.detach().isfinite().all(-1)
+        ok = bool(finite.all())
+        first = 0 if ok else int(finite.int().argmin())
+        _check(ok, f"logits of token {first} are not finite: the model's weights or x are damaged")
+
+
+def capacity_of(n_tokens: int, top_k: int, n_experts: int, factor: float) -> int:
+    """Slots of an expert at that capacity factor (GShard, arXiv:2006.16668): 1.0 is room for all
+    if the load is even."""
+    _check(factor > 0, f"factor must be positive, not {factor}")
+    return max(1, math.ceil(factor * n_tokens * top_k / n_experts))
+
+
+def limit_capacity(
+    weights: Tensor, ids: Tensor, n_experts: int, capacity: int, *, by: str = "order"
+) -> tuple[Tensor, Tensor]:
+    """What is left of weights and ids (N, K) if every expert takes `capacity` slots: its first
+    (Switch) or, by="weight", those that weigh most (V-MoE, arXiv:2106.05974). The others are
+    dropped: id -1, weight 0."""
+    _check(capacity >= 1, f"capacity must be at least 1, not {capacity}")
+    _check(by in ("order", "weight"), f"by must be order or weight, not {by!r}")
+    flat = ids.flatten()
+    first = torch.arange(len(flat), device=ids.device)
+    if by == "weight":
+        first = weights.detach().flatten().argsort(descending=True, stable=True)
+    order, bounds = sort_slots(flat[first], n_experts)
+    place = _places(order, bounds, flat[first])
+    place = torch.empty_like(place).scatter_(0, first, place).view_as(ids)
+    keep = (place < capacity) & (ids >= 0)
+    return weights.masked_fill(~keep, 0.0), ids.masked_fill(~keep, -1)
+
+
+def expert_choice(
+    logits: Tensor, capacity: int, *, scoring: str = "softmax"
+) -> tuple[Tensor, Tensor]:
+    """Each expert's `capacity` best tokens (Zhou et al., arXiv:2202.09368): logits (N, E) ->
+    weights, ids (N, E); where expert e takes token n, slot (n, e) is e, else -1. Even by
+    construction, but a token's experts depend on the tokens after it: not for decoding."""
+    N, E = logits.shape
+    _check(1 <= capacity <= N, f"capacity must be from 1 to the {N} tokens, not {capacity}")
+    scores = _scores(logits, scoring)
+    tokens = scores.detach().topk(capacity, dim=0).indices
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter(0, tokens, True)
+    ids = torch.arange(E, device=logits.device).expand(N, E)
+    return scores.masked_fill(~taken, 0.0), ids.masked_fill(~taken, -1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Balance
+# --------------------------------------------------------------------------------------------------
+
+
+def router_probs(logits: Tensor, scoring: str = "softmax") -> Tensor:
+    """Scores that sum to 1, for balance_loss: of sigmoids their shares (DeepSeek-V3, eq. 19)."""
+    scores = _scores(logits, scoring)
+    return scores if scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def count_experts(ids: Tensor, n_experts: int) -> Tensor:
+    """Slots of each expert, (E,) int64; no host synchronisation."""
+    return _counts(ids.reshape(1, -1), n_experts)[0]
+
+
+def _counts(ids: Tensor, n_experts: int) -> Tensor:
+    """ids (..., n) -> (..., E)."""
+    place = ids.masked_fill(ids < 0, n_experts)
+    zeros = torch.zeros(*ids.shape[:-1], n_experts + 1, dtype=torch.int64, device=ids.device)
+    return zeros.scatter_add_(-1, place, torch.ones_like(place))[..., :n_experts]
+
+
+def balance_loss(probs: Tensor, ids: Tensor, counts: Tensor | None = None) -> Tensor:
+    """sum_e f_e P_e, with f_e the slots of expert e over their mean, P_e the mean of its
+    probability: 1 if even, up to E if not. f has no gradient; P pulls the router away from what is
+    chosen often.
+
+    probs (..., N, E), ids (..., N, K); leading dims are averaged over. (N, E) is the loss of GShard
+    and Switch (arXiv:2101.03961, eq. 4), (B, T, E) DeepSeek's sequence-wise one (arXiv:2412.19437,
+    eq. 17). counts (..., E): slots to use for f, of all ranks or of the whole batch, in place of
+    those of `ids`: experts may then specialise within a micro-batch (arXiv:2501.11873).
+    """
+    E = probs.shape[-1]
+    counts = _counts(ids.flatten(-2), E) if counts is None else counts
+    f = counts.float() * E / counts.sum(-1, keepdim=True).clamp(min=1)
+    return (f * probs.float().mean(-2)).sum(-1).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """mean of (log sum_e exp logits)^2, which keeps the router's logits small, where fp32 is exact
+    (ST-MoE, arXiv:2202.08906, eq. 5)."""
+    return logits.float().logsumexp(-1).square().mean()
+
+
+@torch.no_grad()
+def update_bias_(bias: Tensor, counts: Tensor, speed: float) -> None:
+    """After a step, move route's bias (E,) by `speed`: up where the expert got fewer slots than the
+    mean, down where more (arXiv:2408.15664, algorithm 1). counts (E,): of the step, all ranks."""
+    bias += speed * (counts.float().mean() - counts).sign()
+
+
+def load_statistics(counts: Tensor) -> dict[str, float]:
+    """Of counts (E,) or (L, E): max_over_mean and entropy (over log E, 1 is even) of the worst
+    layer, and `dead`, the experts of all layers that got nothing."""
+    counts = counts.reshape(-1, counts.shape[-1]).double()
+    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    E = counts.shape[-1]
+    entropy = -torch.xlogy(shares, shares).sum(-1) / math.log(E) if E > 1 else shares.sum(-1)
+    return {
+        "max_over_mean": (shares.amax(-1) * E).max().item(),
+        "entropy": entropy.min().item(),
+        "dead": float((counts == 0).sum().item()),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Experts: the problem, and plain torch
+# --------------------------------------------------------------------------------------------------
+
+
+def sort_slots(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """The slots of ids (N, K), n * K + k, in the order of their experts (and of tokens within one),
+    those of nobody last; and where each expert's begin, (E + 1,): the last bound ends all."""
+    flat = ids.flatten()
+    keys, order = flat.masked_fill(flat < 0, n_experts).sort(stable=True)
+    experts = torch.arange(n_experts + 1, device=ids.device)
+    return order, torch.searchsorted(keys, experts, out_int32=True)
+
+
+def _places(order: Tensor, bounds: Tensor, flat: Tensor) -> Tensor:
+    """The place of every slot among those of its expert."""
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place - bounds[flat]  # nobody's slots, id -1, come after the last bound
+
+
+def padded_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor, capacity: int
+) -> Tensor:
+    """What came before dropless experts, to compare with: every expert has a buffer of `capacity`
+    rows, short ones are padded, slots that find theirs full are dropped (GShard, Switch). Shapes as
+    grouped_experts; equal to it after limit_capacity."""
+    E, C, K = len(w_down), x.shape[1], ids.shape[1]
+    weights, ids = limit_capacity(weights, ids, E, capacity)
+    flat = ids.flatten()
+    place = _places(*sort_slots(ids, E), flat) + flat * capacity
+    row = place.masked_fill(flat < 0, E * capacity)  # the last row is a bin
+    token = torch.arange(len(flat), device=x.device) // K
+    buffers = x.new_zeros(E * capacity + 1, C).index_put((row,), x[token])
+    gate, up = torch.bmm(buffers[:-1].view(E, capacity, C), w_gate_up.mT).chunk(2, dim=-1)
+    y = F.pad(torch.bmm(F.silu(gate) * up, w_down.mT).flatten(0, 1), (0, 0, 0, 1))
+    return (y[row].view(-1, K, C) * weights[..., None].type_as(x)).sum(1)
+
+
+def expert_linear(rows: Tensor, stack: Any, e: int) -> Tensor:
+    """rows (n, in) -> (n, out), by expert e of a stack: (E, out, in), a sequence of (out, in), or
+    what has a `linear` of its own, as quantized stacks do."""
+    return stack.linear(rows, e) if hasattr(stack, "linear") else F.linear(rows, stack[e])
+
+
+def sorted_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w_gate_up: Any,
+    w_down: Any,
+    linear: Callable[[Tensor, Any, int], Tensor] = expert_linear,
+) -> Tensor:
+    """grouped_experts in plain torch: slots sorted once, two products per expert in use, and each
+    token gathers what is its own."""
+    E, (N, K) = len(w_down), ids.shape
+    order, bounds = sort_slots(ids, E)
+    ends = bounds.tolist()
+    rows = x[order[: ends[E]] // K]
+    # one node for all experts' gradients: that of stack[e] is as large as the whole stack
+    w_gate_up, w_down = (
+        w.unbind() if isinstance(w, Tensor) and w.requires_grad else w for w in (w_gate_up, w_down)
+    )
+    used = [e for e in range(E) if ends[e] < ends[e + 1]] or [0]
+    outputs = []
+    for e in used:
+        gate, up = linear(rows[ends[e] : ends[e + 1]], w_gate_up, e).chunk(2, dim=-1)
+        outputs.append(linear(F.silu(gate) * up, w_down, e).type_as(x))
+    y = torch.cat(outputs)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=x.device)
+    if ends[E] < len(order):  # nobody's slots find a row of zeros
+        y = F.pad(y, (0, 0, 0, 1))
+        place = place.clamp(max=ends[E])
+    return torch.bmm(weights[:, None].type_as(x), y[place].view(N, K, -1))[:, 0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Experts: kernels
+# --------------------------------------------------------------------------------------------------
+
+# A product of all experts at once is a matrix product whose rows are the slots sorted by expert, in
+# tiles of BLOCK_M that end where an expert's slots end. How many tiles that is, only the GPU knows;
+# there can be no more than M / BLOCK_M + E. So that many programs start, and those past the last
+# tile end at once: no host synchronisation, and the launch can be captured. Nothing is padded, and
+# no row is copied into the order of experts: rows are gathered as tiles are read, and written where
+# their token looks for them. Sums over a token's K slots are taken in one order: no atomics.
+
+
+@jit
+def _tiles_kernel(bounds_ptr, tiles_ptr, E, T, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """tiles (2, T): the expert of every tile and its first row; -1 past the last tile.
+    Grid (E + 1,): a program per expert, and one for what is left of T."""
+    e, i = tl.program_id(0), tl.arange(0, BLOCK_E)
+    begin = tl.load(bounds_ptr + i, mask=i < E, other=0)
+    n_tiles = (tl.load(bounds_ptr + i + 1, mask=i < E, other=0) - begin + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(i < e, n_tiles, 0), 0)
+    mine = tl.where(e == E, T - first, tl.sum(tl.where(i == e, n_tiles, 0), 0))
+    start = tl.load(bounds_ptr + e)
+    for j in range(0, mine, BLOCK_E):
+        tile = j + i
+        tl.store(tiles_ptr + first + tile, tl.where(e == E, -1, e) + tile * 0, mask=tile < mine)
+        tl.store(tiles_ptr + T + first + tile, start + tile * BLOCK_M, mask=tile < mine)
+
+
+@jit
+def _tile(tiles_ptr, bounds_ptr, T, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """This program's expert (-1: none), its rows, which of them exist, its tile of columns. GROUP_M
+    tiles of rows go together, column by column: those of one expert read the same piece of its
+    weight at the same time."""
+    pid = tl.program_id(0)
+    first = pid // (GROUP_M * tiles_n) * GROUP_M
+    size = tl.minimum(T - first, GROUP_M)
+    tile = first + pid % (GROUP_M * tiles_n) % size
+    e = tl.load(tiles_ptr + tile)
+    end = tl.load(bounds_ptr + tl.maximum(e, 0) + 1)
+    row = tl.load(tiles_ptr + T + tile) + tl.arange(0, BLOCK_M)
+    return e, tl.minimum(row, end - 1), row < end, pid % (GROUP_M * tiles_n) // size
+
+
+@jit
+def _load_weight(
+    w_ptr, scales_ptr, zeros_ptr, e, n, start, N, K, stride_n, stride_k, dtype: tl.constexpr,
+    BITS: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Expert e's weight (N, K), columns from `start`, as a tile (BLOCK_K, BLOCK_N) of `dtype`; from
+    codes, each times the scale of its SCALE_N rows and SCALE_K columns, if BITS is 8 or 4."""
+    k = start + tl.arange(0, BLOCK_K)
+    if BITS == 16:
+        w_ptrs = w_ptr + e.to(tl.int64) * N * K + n[None, :] * stride_n + k[:, None] * stride_k
+        return tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=(k < K)[:, None], other=0.0)
+    else:
+        row_bytes = K * BITS // 8
+        j = start * BITS // 8 + tl.arange(0, BLOCK_K * BITS // 8)
+        q_ptrs = w_ptr + e.to(tl.int64) * N * row_bytes + n[:, None] * row_bytes + j[None, :]
+        q = tl.load(q_ptrs, mask=(j < row_bytes)[None, :], other=0)
+        if BITS == 4:
+            q = tl.interleave(q & 0xF, q >> 4)
+        GROUP: tl.constexpr = SCALE_K if SCALE_K < BLOCK_K else BLOCK_K
+        G = tl.cdiv(K, SCALE_K)
+        g = (start // SCALE_K + tl.arange(0, BLOCK_K // GROUP))[None, :]
+        at = (e * tl.cdiv(N, SCALE_N) + n // SCALE_N)[:, None] * G + g
+        w = tl.reshape(q.to(tl.float32), (BLOCK_N, BLOCK_K // GROUP, GROUP))
+        if zeros_ptr is not None:
+            w -= tl.load(zeros_ptr + at, mask=g < G, other=0).to(tl.float32)[:, :, None]
+        w *= tl.load(scales_ptr + at, mask=g < G, other=0.0).to(tl.float32)[:, :, None]
+        return tl.trans(tl.reshape(w, (BLOCK_N, BLOCK_K))).to(dtype)
+
+
+@jit
+def _load_rows(ptrs, start, K, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns from `start` of rows that ptrs (BLOCK_M, 1) point to."""
+    k = start + tl.arange(0, BLOCK_K)[None, :]
+    return tl.load(ptrs + k) if EVEN else tl.load(ptrs + k, mask=k < K, other=0.0)
+
+
+@jit
+def _gate_up_kernel(
+    x_ptr, order_ptr, w_ptr, scales_ptr, zeros_ptr,  # (N, C), (M,), (E, 2F, C), (E, ..) both
+    h_ptr, gate_up_ptr,  # (M, F), (M, 2F) or None, in the order of experts
+    tiles_ptr, bounds_ptr, T, F, C,
+    TOP_K: tl.constexpr, BITS: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """h = silu(x Wg^T) * (x Wu^T) for the row of x of every slot. Grid (T * tiles of F,)."""
+    e, row, held, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(F, BLOCK_N), BLOCK_M, GROUP_M)
+    if e < 0:
+        return
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate_n = tl.minimum(n, F - 1)
+    x_ptrs = x_ptr + (tl.load(order_ptr + row) // TOP_K)[:, None] * C
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    precision: tl.constexpr = PRECISION if dtype == tl.float32 else None
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, C, BLOCK_K):
+        x = _load_rows(x_ptrs, start, C, EVEN, BLOCK_K)
+        w = _load_weight(
+            w_ptr, scales_ptr, zeros_ptr, e, gate_n, start, 2 * F, C, C, 1, dtype, BITS, SCALE_N,
+            SCALE_K, EVEN, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        gate = tl.dot(x, w, gate, input_precision=precision)
+        w = _load_weight(
+            w_ptr, scales_ptr, zeros_ptr, e, gate_n + F, start, 2 * F, C, C, 1, dtype, BITS,
+            SCALE_N, SCALE_K, EVEN, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        up = tl.dot(x, w, up, input_precision=precision)
+    mask, at = held[:, None] & (n < F)[None, :], row.to(tl.int64)[:, None] * F + n[None, :]
+    tl.store(h_ptr + at, (gate * tl.sigmoid(gate) * up).to(dtype), mask=mask)
+    if gate_up_ptr is not None:
+        at += row.to(tl.int64)[:, None] * F
+        tl.store(gate_up_ptr + at, gate.to(dtype), mask=mask)
+        tl.store(gate_up_ptr + at + F, up.to(dtype), mask=mask)
+
+
+@jit
+def _down_kernel(
+    a_ptr, order_ptr, weights_ptr,  # (M, K) in the order of experts, (M,), (M,) by slot or None
+    w_ptr, scales_ptr, zeros_ptr,  # (E, N, K), (E, ..) both
+    y_ptr,  # (M, N) by slot
+    tiles_ptr, bounds_ptr, T, N, K, stride_n, stride_k,
+    BITS: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """y[slot] = weight[slot] * a W^T. Grid (T * tiles of N,)."""
+    e, row, held, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(N, BLOCK_N), BLOCK_M, GROUP_M)
+    if e < 0:
+        return
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    a_ptrs = a_ptr + row.to(tl.int64)[:, None] * K
+    dtype: tl.constexpr = a_ptr.dtype.element_ty
+    precision: tl.constexpr = PRECISION if dtype == tl.float32 else None
+    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        a = _load_rows(a_ptrs, start, K, EVEN, BLOCK_K)
+        w = _load_weight(
+            w_ptr, scales_ptr, zeros_ptr, e, tl.minimum(n, N - 1), start, N, K, stride_n, stride_k,
+            dtype, BITS, SCALE_N, SCALE_K, EVEN, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        y = tl.dot(a, w, y, input_precision=precision)
+    slot = tl.load(order_ptr + row)
+    if weights_ptr is not None:
+        y *= tl.load(weights_ptr + slot).to(tl.float32)[:, None]
+    y_ptrs = y_ptr + slot[:, None] * N + n[None, :]
+    tl.store(y_ptrs, y.to(dtype), mask=held[:, None] & (n < N)[None, :])
+
+
+@jit
+def _add_slots_kernel(y_ptr, ids_ptr, out_ptr, C, TOP_K: tl.constexpr, BLOCK_C: tl.constexpr):
+    """out[n] = sum over k of y[n * K + k], without nobody's. Grid (N, blocks of C)."""
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        slot = n * TOP_K + k
+        mask = c < tl.where(tl.load(ids_ptr + slot) < 0, 0, C)
+        total += tl.load(y_ptr + slot * C + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
+
+
+@jit
+def _down_backward_kernel(
+    dy_ptr, order_ptr, weights_ptr, w_ptr,  # (N, C), (M,), (M,) by slot, (E, C, F)
+    gate_up_ptr, d_gate_up_ptr, h_ptr, dweights_ptr,  # (M, 2F) both, (M, F), (tiles of F, M)
+    tiles_ptr, bounds_ptr, T, F, C, M,
+    TOP_K: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """With g = dy Wd and the weight p of a slot: d h = p g, from there through SwiGLU to d gate and
+    d up; p h, whose product with dy is Wd's gradient; and this tile's part of d p = h . g, for
+    which the slot's output need not be kept. Grid (T * tiles of F,)."""
+    e, row, held, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(F, BLOCK_N), BLOCK_M, GROUP_M)
+    if e < 0:
+        return
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.load(order_ptr + row)
+    dy_ptrs = dy_ptr + (slot // TOP_K)[:, None] * C
+    dtype: tl.constexpr = dy_ptr.dtype.element_ty
+    precision: tl.constexpr = PRECISION if dtype == tl.float32 else None
+    g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, C, BLOCK_K):
+        dy = _load_rows(dy_ptrs, start, C, EVEN, BLOCK_K)
+        w = _load_weight(
+            w_ptr, None, None, e, tl.minimum(n, F - 1), start, F, C, 1, F, dtype, 16, 1, 1, EVEN,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        g = tl.dot(dy, w, g, input_precision=precision)
+    mask, at = held[:, None] & (n < F)[None, :], row.to(tl.int64)[:, None] * (2 * F) + n[None, :]
+    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + at + F, mask=mask, other=0.0).to(tl.float32)
+    p = tl.load(weights_ptr + slot).to(tl.float32)[:, None]
+    s = tl.sigmoid(gate)
+    h, dh = gate * s * up, g * p
+    tl.store(d_gate_up_ptr + at, (dh * up * s * (1 + gate * (1 - s))).to(dtype), mask=mask)
+    tl.store(d_gate_up_ptr + at + F, (dh * gate * s).to(dtype), mask=mask)
+    at -= row.to(tl.int64)[:, None] * F
+    tl.store(h_ptr + at, (h * p).to(dtype), mask=mask)
+    tl.store(dweights_ptr + tile_n * M + row, tl.sum(tl.where(mask, h * g, 0.0), 1), mask=held)
+
+
+@jit
+def _weight_grad_kernel(
+    a_ptr, b_ptr, order_ptr, bounds_ptr, dw_ptr,  # (M or N, P), (N or M, Q), (M,), (E, P, Q)
+    P, Q, TOP_K: tl.constexpr, A_BY_TOKEN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dW[e] = the sum over e's rows of a^T b, of which one is by token, the other in the order of
+    experts. One program takes all rows: no atomics. Grid (tiles of (P, Q), E)."""
+    e, tiles_q = tl.program_id(1), tl.cdiv(Q, BLOCK_Q)
+    p = tl.program_id(0) // tiles_q * BLOCK_P + tl.arange(0, BLOCK_P)
+    q = tl.program_id(0) % tiles_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    precision: tl.constexpr = PRECISION if a_ptr.dtype.element_ty == tl.float32 else None
+    end = tl.load(bounds_ptr + e + 1)
+    acc = tl.zeros((BLOCK_P, BLOCK_Q), tl.float32)
+    for start in range(tl.load(bounds_ptr + e), end, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP_K
+        row_a = token if A_BY_TOKEN else row.to(tl.int64)
+        row_b = row.to(tl.int64) if A_BY_TOKEN else token
+        mask_a, mask_b = (
+            (p < P)[:, None] & (row < end)[None, :],
+            (row < end)[:, None] & (q < Q)[None, :],
+        )
+        a = tl.load(a_ptr + row_a[None, :] * P + p[:, None], mask=mask_a, other=0.0)
+        b = tl.load(b_ptr + row_b[:, None] * Q + q[None, :], mask=mask_b, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=precision)
+    at = e.to(tl.int64) * P * Q + p.to(tl.int64)[:, None] * Q + q[None, :]
+    mask = (p < P)[:, None] & (q < Q)[None, :]
+    tl.store(dw_ptr + at, acc.to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+# By rows that an expert has on average, up to the key: BLOCK_M, BLOCK_N, BLOCK_K, num_warps,
+# num_stages. gate_up has two sums and two tiles of weights. Not yet tuned on a GPU.
+CONFIGS: dict[str, dict[float, tuple[int, int, int, int, int]]] = {
+    "gate_up": {16: (16, 64, 128, 4, 3), 64: (64, 64, 64, 4, 4), math.inf: (128, 128, 64, 8, 3)},
+    "down": {16: (16, 64, 128, 4, 4), 64: (64, 128, 64, 4, 4), math.inf: (128, 256, 64, 8, 3)},
+    "down_backward": {64: (64, 64, 64, 4, 4), math.inf: (128, 128, 64, 8, 4)},
+    "weight_grad": {math.inf: (64, 128, 128, 8, 3)},  # BLOCK_M, BLOCK_P, BLOCK_Q
+}
+
+
+def _config(kernel: str, rows: float, n: int, k: int, element_size: int) -> tuple[int, ...]:
+    """CONFIGS' line, its tiles no wider than what there is, and in fp32 half as wide."""
+    *blocks, warps, stages = next(c for most, c in CONFIGS[kernel].items() if rows <= most)
+    if element_size == 4:
+        blocks, stages = [min(b, 64, most) for b, most in zip(blocks, (64, 64, 32))], 2
+    sizes = blocks[:1] + [min(b, max(16, _power(size))) for b, size in zip(blocks[1:], (n, k))]
+    return *sizes, warps, stages
+
+
+def _power(n: int) -> int:
+    """The power of two from n on."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _tiles(bounds: Tensor, M: int, BLOCK_M: int) -> Tensor:
+    E = len(bounds) - 1
+    T = min(M, -(-M // BLOCK_M) + E)
+    tiles = torch.empty((2, T), dtype=torch.int32, device=bounds.device)
+    _tiles_kernel[(E + 1,)](bounds, tiles, E, T, BLOCK_M=BLOCK_M, BLOCK_E=_power(E))
+    return tiles
+
+
+def _code_flags(w: Tensor, scales: Tensor | None, zeros: Tensor | None, K: int) -> dict[str, int]:
+    """How _load_weight finds the numbers of a stack (E, N, K): rows and columns of a scale follow
+    from how many scales there are."""
+    if scales is None:
+        return dict(BITS=16, SCALE_N=1, SCALE_K=1)
+    rows, columns = scales.shape[1:]
+    by_row = rows == w.shape[1]
+    every = K if by_row else 128 * columns  # columns that all scales of a row span
+    scale_k = 1 << 30 if columns == 1 else every // columns
+    return dict(BITS=8 if zeros is None else 4, SCALE_N=1 if by_row else 128, SCALE_K=scale_k)
+
+
+def _forward(
+    x: Tensor, weights: Tensor, ids: Tensor,
+    w_gate_up: Tensor, scales_1: Tensor | None, zeros_1: Tensor | None,
+    w_down: Tensor, scales_2: Tensor | None, zeros_2: Tensor | None, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the forward kernels: y (N, C), gate and up (M, 2F) if they are to be saved, and the
+    slots in the order of experts with its bounds. All follows from shapes: it can be captured."""
+    (N, C), K, E, F2 = x.shape, ids.shape[1], *w_gate_up.shape[:2]
+    M, F_ = N * K, F2 // 2
+    order, bounds = sort_slots(ids, E)
+    saved, y = x.new_empty(M if save else 0, F2), torch.zeros_like(x)
+    if M == 0:
+        return y, saved, order, bounds
+    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
+    h, parts = x.new_empty(M, F_), x.new_empty(M, C)
+    flags = _code_flags(w_gate_up, scales_1, zeros_1, C)
+    BM, BN, BK, warps, stages = _config("gate_up", M / E, F_, C, x.element_size())
+    tiles = _tiles(bounds, M, BM)
+    _gate_up_kernel[(tiles.shape[1] * -(-F_ // BN),)](
+        x, order, w_gate_up, scales_1, zeros_1, h, saved if save else None, tiles, bounds,
+        tiles.shape[1], F_, C, TOP_K=K, **flags, EVEN=C % BK == 0, BLOCK_M=BM, BLOCK_N=BN,
+        BLOCK_K=BK, GROUP_M=8, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    codes = w_down, scales_2, zeros_2
+    _down(h, order, bounds, weights, codes, parts, (F_, 1), _code_flags(*codes, F_))
+    _add_slots(parts, ids, y)
+    return y, saved, order, bounds
+
+
+def _down(
+    a: Tensor, order: Tensor, bounds: Tensor, weights: Tensor | None,
+    codes: tuple[Tensor, Tensor | None, Tensor | None], y: Tensor, strides: tuple[int, int],
+    flags: dict[str, int],
+) -> None:  # fmt: skip
+    (M, K), N, E = a.shape, y.shape[1], len(bounds) - 1
+    BM, BN, BK, warps, stages = _config("down", M / E, N, K, a.element_size())
+    tiles = _tiles(bounds, M, BM)
+    _down_kernel[(tiles.shape[1] * -(-N // BN),)](
+        a, order, weights, *codes, y, tiles, bounds, tiles.shape[1], N, K, *strides, **flags,
+        EVEN=K % BK == 0, BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK, GROUP_M=8, num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+
+
+def _add_slots(parts: Tensor, ids: Tensor, out: Tensor) -> None:
+    (N, C), K = out.shape, ids.shape[1]
+    BLOCK_C = min(1024, _power(C))
+    _add_slots_kernel[N, -(-C // BLOCK_C)](parts, ids, out, C, TOP_K=K, BLOCK_C=BLOCK_C)
+
+
+def _backward(
+    dy: Tensor, x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor,
+    gate_up: Tensor, order: Tensor, bounds: Tensor, need_x: bool, need_w: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the backward kernels: gradients of x, weights and both stacks (empty if not asked)."""
+    (N, C), K, (E, _, F_) = x.shape, ids.shape[1], w_down.shape
+    M, size = N * K, x.element_size()
+    dx, dw = torch.zeros_like(x) if need_x else x.new_empty(0), [x.new_empty(0)] * 2
+    if need_w:
+        dw = [torch.zeros_like(w_gate_up), torch.zeros_like(w_down)][: 2 * (M == 0)] or [
+            torch.empty_like(w_gate_up), torch.empty_like(w_down)
+        ]  # fmt: skip
+    if M == 0:
+        return dx, torch.zeros_like(weights), *dw
+    dy, x, weights, ids = (t.contiguous() for t in (dy, x, weights, ids))
+    d_gate_up, h = torch.empty_like(gate_up), x.new_empty(M, F_)
+    BM, BN, BK, warps, stages = _config("down_backward", M / E, F_, C, size)
+    tiles, tiles_n = _tiles(bounds, M, BM), -(-F_ // BN)
+    dweights = torch.zeros(tiles_n, M, device=x.device)
+    _down_backward_kernel[(tiles.shape[1] * tiles_n,)](
+        dy, order, weights, w_down, gate_up, d_gate_up, h, dweights, tiles, bounds,
+        tiles.shape[1], F_, C, M, TOP_K=K, EVEN=C % BK == 0, BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK,
+        GROUP_M=8, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    by_slot = torch.empty_like(dweights[0]).scatter_(0, order, dweights.sum(0))
+    if need_x:
+        parts, plain = x.new_empty(M, C), dict(BITS=16, SCALE_N=1, SCALE_K=1)
+        _down(d_gate_up, order, bounds, None, (w_gate_up, None, None), parts, (1, C), plain)
+        _add_slots(parts, ids, dx)
+    for a, b, out in ((d_gate_up, x, dw[0]), (dy, h, dw[1])) if need_w else ():
+        P, Q = out.shape[1:]
+        BM, BP, BQ, warps, stages = _config("weight_grad", M / E, P, Q, size)
+        _weight_grad_kernel[-(-P // BP) * -(-Q // BQ), E](
+            a, b, order, bounds, out, P, Q, TOP_K=K, A_BY_TOKEN=a is dy, BLOCK_P=BP, BLOCK_Q=BQ,
+            BLOCK_M=BM, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return dx, by_slot.view_as(weights).to(weights.dtype), *dw
+
+
+@torch.library.custom_op(
+    "sheaf::experts_forward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weights, Tensor ids, Tensor w_gate_up, Tensor? scales_1, "
+    "Tensor? zeros_1, Tensor w_down, Tensor? scales_2, Tensor? zeros_2, bool save) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward_op(x, *arguments):
+    with torch.cuda.device_of(x):
+        return _forward(x, *arguments)
+
+
+@_forward_op.register_fake
+def _(x, weights, ids, w_gate_up, scales_1, zeros_1, w_down, scales_2, zeros_2, save):
+    E, F2 = w_gate_up.shape[:2]
+    order = ids.new_empty(ids.numel())
+    bounds = ids.new_empty(E + 1, dtype=torch.int32)
+    return torch.empty_like(x), x.new_empty(ids.numel() if save else 0, F2), order, bounds
+
+
+@torch.library.custom_op(
+    "sheaf::experts_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor weights, Tensor ids, Tensor w_gate_up, Tensor w_down, "
+    "Tensor gate_up, Tensor order, Tensor bounds, bool need_x, bool need_w) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_op(dy, *arguments):
+    with torch.cuda.device_of(dy):
+        return _backward(dy, *arguments)
+
+
+@_backward_op.register_fake
+def _(dy, x, weights, ids, w_gate_up, w_down, gate_up, order, bounds, need_x, need_w):
+    stacks = (w_gate_up, w_down) if need_w else (x.new_empty(0), x.new_empty(0))
+    dx = torch.empty_like(x) if need_x else x.new_empty(0)
+    return dx, torch.empty_like(weights), *(torch.empty_like(w) for w in stacks)
+
+
+def _save(ctx, inputs, output):
+    x, weights, ids, w_gate_up, _, _, w_down, *_ = inputs
+    ctx.save_for_backward(x, weights, ids, w_gate_up, w_down, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _derivative(ctx, dy, *_):
+    need_x, need_weights, _, need_1, _, _, need_2, *_ = ctx.needs_input_grad
+    needs = need_x, need_1 or need_2
+    dx, dweights, *dw = _backward_op(dy, *ctx.saved_tensors, *needs)
+    given = dx if need_x else None, dweights if need_weights else None
+    dw = [d if need else None for d, need in zip(dw, (need_1, need_2))]
+    return *given, None, dw[0], None, None, dw[1], None, None, None
+
+
+_forward_op.register_autograd(_derivative, setup_context=_save)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is called
+# --------------------------------------------------------------------------------------------------
+
+
+def _codes(stack: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """qweight, scales and zeros of a quantized stack that the kernels read: int8, int4 with zeros,
+    FP8 (as weights: x stays as it is); None for others."""
+    q, alone = stack.qweight, getattr(stack.scheme, "rounds_weights_alone", True)
+    four = q.dtype == torch.uint8 and 2 * q.shape[-1] == stack.shape[-1]
+    known = q.dtype == torch.float8_e4m3fn or alone and (q.dtype == torch.int8 or four)
+    return (q, stack.scales, stack.zeros) if known else None
+
+
+def _kernels(x: Tensor, stacks: Sequence[Any]) -> bool:
+    """Whether the Triton kernels take these."""
+    runs = triton is not None and (x.is_cuda or INTERPRET)
+    runs = runs and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    for stack in stacks:
+        if isinstance(stack, Tensor):
+            runs = runs and stack.device == x.device
+            continue
+        codes = _codes(stack)
+        fp8 = codes is not None and codes[0].dtype == torch.float8_e4m3fn
+        old = fp8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
+        runs = runs and codes is not None and not old
+        runs = runs and not (torch.is_grad_enabled() and x.requires_grad)
+    return runs
+
+
+def _triton_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any) -> Tensor:
+    dtype, stacks = x.dtype, (w_gate_up, w_down)
+    narrow = INTERPRET and dtype == torch.bfloat16  # which the interpreter gets wrong
+    x = x.float() if narrow else x
+    held = []
+    for w in stacks:
+        if isinstance(w, Tensor):
+            held += [w.float() if narrow else w, None, None]
+        else:
+            held += _codes(w)
+    grad = any(t.requires_grad for t in (x, weights, *held) if t is not None)
+    return _forward_op(x, weights, ids, *held, grad and torch.is_grad_enabled())[0].to(dtype)
+
+
+def _grouped_mm_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
+) -> Tensor:
+    """By torch's own grouped product, which takes sorted rows and where each expert's end; gather,
+    SwiGLU and sum are apart."""
+    (N, K), E = ids.shape, len(w_down)
+    order, bounds = sort_slots(ids, E)
+    ends, rows = bounds[1:].clone(), x[order // K]
+    ends[-1] = len(order)  # nobody's rows run too; without a product they have no gradient either
+    gate, up = torch._grouped_mm(rows, w_gate_up.mT, offs=ends).chunk(2, dim=-1)
+    y = torch._grouped_mm(F.silu(gate) * up, w_down.mT, offs=ends)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    y = y[place].view(N, K, -1).masked_fill((ids < 0)[..., None], 0.0)
+    return (y * weights[..., None].type_as(x)).sum(1)
+
+
+BACKENDS = ("auto", "triton", "torch", "grouped_mm")
+
+
+def grouped_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w_gate_up: Any,
+    w_down: Any,
+    *,
+    backend: str = "auto",
+    linear: Callable[[Tensor, Any, int], Tensor] | None = None,
+) -> Tensor:
+    """y[n] = sum_k weights[n, k] * Wd_e (silu(Wg_e x[n]) * Wu_e x[n]), e = ids[n, k]: the experts
+    hook, all experts at once, no slot dropped, none padded (MegaBlocks, arXiv:2211.15841).
+
+    x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first, w_down (E, C, F) ->
+    (N, C) in x's dtype. An id of -1 adds nothing. Gradients to x, weights and both stacks; the same
+    bits every time. Stacks may be quantized (qweight, scales and zeros, as quantize.py's are).
+    backend: "triton" (CUDA or Triton's interpreter), "torch" (a product per expert in use, by
+    linear(rows, stack, e)), "grouped_mm" (torch's), or "auto", the first that runs. ValueError
+    names what does not fit. Under autocast everything is cast as F.linear would.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        w_gate_up, w_down = (
+            w.to(dtype) if isinstance(w, Tensor) else w for w in (w_gate_up, w_down)
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            return grouped_experts(
+                x.to(dtype), weights, ids, w_gate_up, w_down, backend=backend, linear=linear
+            )
+    _check_experts(x, weights, ids, w_gate_up, w_down)
+    _check(backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    runs = backend in ("auto", "triton") and _kernels(x, (w_gate_up, w_down))
+    if runs and linear is None:
+        return _triton_experts(x, weights, ids, w_gate_up, w_down)
+    _check(backend != "triton", "backend triton needs a GPU (or TRITON_INTERPRET=1), fp16, bf16 or "
+           "fp32, codes that it reads, and no gradient through these; take torch")  # fmt: skip
+    if backend == "grouped_mm":
+        return _grouped_mm_experts(x, weights, ids, w_gate_up, w_down)
+    return sorted_experts(x, weights, ids, w_gate_up, w_down, linear or expert_linear)
+
+
+def _check_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any) -> None:
+    sizes = {name: tuple(t.shape) for name, t in (("x", x), ("ids", ids), ("weights", weights))}
+    _check(len(sizes["x"]) == 2, f"x must be (N, C), not {sizes['x']}")
+    N, C = sizes["x"]
+    ok = len(sizes["ids"]) == 2 and sizes["ids"][0] == N and sizes["ids"][1] > 0
+    _check(ok, f"ids must be ({N}, K), not {sizes['ids']}")
+    _check(sizes["weights"] == sizes["ids"], f"weights {sizes['weights']} and ids {sizes['ids']} "
+           "must have one shape")  # fmt: skip
+    one, two = tuple(w_gate_up.shape), tuple(w_down.shape)
+    ok = len(one) == 3 and one[1] % 2 == 0 and one[2] == C
+    _check(ok, f"w_gate_up must be (E, 2F, {C}), not {one}")
+    wanted = (one[0], C, one[1] // 2)
+    _check(two == wanted, f"w_down must be {wanted}, not {two}")
+    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        ok = not isinstance(w, Tensor) or w.dtype == x.dtype
+        _check(ok, f"{name} is {w.dtype}, x {x.dtype}: cast one to the other")
+    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+        low, high = (int(v) for v in ids.aminmax())
+        _check(low >= -1 and high < one[0], f"ids go from {low} to {high}, but w_gate_up has "
+               f"{one[0]} experts")  # fmt: skip
+
+
+def use_grouped_experts(model: nn.Module, **options: Any) -> nn.Module:
+    """Have every mixture below `model` (a module with stacks w_gate_up and w_down beside its
+    `experts`) run through grouped_experts; options are its keyword arguments. Returns the model."""
+    names = ("experts", "w_gate_up", "w_down")
+    mixtures = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
+    _check(bool(mixtures), "the model has no mixture of experts: nothing to group")
+    for module in mixtures:
+        module.experts = partial(grouped_experts, **options)
+    return model
+
+
+def upcycled(gate: Tensor, up: Tensor, down: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """A dense MLP, gate and up (F, C), down (C, F), as n_experts equal ones (sparse upcycling,
+    arXiv:2212.05055): while weights of a token sum to 1, the same function."""
+    return torch.cat((gate, up)).repeat(n_experts, 1, 1), down.repeat(n_experts, 1, 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Experts across ranks
+# --------------------------------------------------------------------------------------------------
+
+# Each function takes a callable of the hook's form and gives one, so that they nest:
+#   all-to-all      placed(exchanged(grouped_experts, P.width), P)
+#   by nodes first  placed(exchanged(exchanged(grouped_experts, P.width, mine), P.width * M, others), P)
+#   sliced along F  placed(exchanged(summed(grouped_experts, tp), P.width, ep), P)
+#   same tokens     placed(summed(local(grouped_experts, rank * P.width, P.width)), P)
+# (P a Placement; rank = node * M + number; mine: the ranks of this node; others: of this number.)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which experts each rank holds, in the order of its stacks; an expert may have copies. Slot
+    ids number all places: rank * width + place."""
+
+    slots: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.slots)
+
+    @property
+    def width(self) -> int:
+        """Places of a rank, where the fullest has no empty one."""
+        return max(map(len, self.slots))
+
+    @property
+    def n_experts(self) -> int:
+        return 1 + max(e for held in self.slots for e in held)
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        held = [e for of_rank in self.slots for e in of_rank]
+        return tuple(held.count(e) for e in range(self.n_experts))
+
+    @staticmethod
+    def even(n_experts: int, ranks: int) -> Placement:
+        """Neighbours together, as many on each rank."""
+        ok = ranks >= 1 and n_experts % ranks == 0
+        _check(ok, f"{n_experts} experts cannot be shared evenly by {ranks} ranks: take a divisor, "
+               "or Placement.by_load, where ranks may hold one more")  # fmt: skip
+        own = n_experts // ranks
+        return Placement(tuple(tuple(range(r * own, (r + 1) * own)) for r in range(ranks)))
+
+    @staticmethod
+    def by_load(loads: Sequence[float], ranks: int, redundant: int = 0) -> Placement:
+        """Ranks of nearly the same load (DeepSeek-V3, 3.4.1): `redundant` more copies, each for the
+        expert with most load per copy, then every copy, hot ones first, on the least loaded rank
+        that has room and does not hold its expert. Ranks hold the same number, or one more."""
+        loads = [float(load) for load in loads]
+        copies, total = [1] * len(loads), len(loads) + redundant
+        ok = redundant >= 0 and ranks >= 1 and ranks <= total <= len(loads) * ranks
+        _check(ok, f"{len(loads)} experts and {redundant} redundant copies do not fit {ranks} "
+               "ranks: each needs one at least and no expert twice")  # fmt: skip
+        for _ in range(redundant):
+            open_ = [e for e in range(len(loads)) if copies[e] < ranks]
+            copies[max(open_, key=lambda e: loads[e] / copies[e])] += 1
+        held: list[list[int]] = [[] for _ in range(ranks)]
+        share = [load / n for load, n in zip(loads, copies)]
+        carried = lambda r: sum(share[e] for e in held[r])
+        queue = sorted(range(len(loads)), key=lambda e: (-share[e], -copies[e]))
+        for e in (e for e in queue for _ in range(copies[e])):
+            most = total // ranks  # and one more where total % ranks ranks have it not yet
+            fuller = sum(len(h) > most for h in held) < total % ranks
+            room = [r for r in range(ranks) if len(held[r]) < most + fuller]
+            apart = [r for r in room if e not in held[r]]
+            r = min(apart or room, key=carried)
+            if not apart:  # another rank takes e and gives what r may hold
+                trades = [(q, f) for q in range(ranks) for f in held[q]
+                          if e not in held[q] and f not in held[r]]  # fmt: skip
+                if trades:
+                    q, f = min(trades, key=lambda trade: abs(share[trade[1]] - share[e]))
+                    held[q][held[q].index(f)], e = e, f
+            held[r].append(e)
+        return Placement(tuple(map(tuple, held)))
+
+    def physical(self, ids: Tensor, offset: int = 0) -> Tensor:
+        """Expert ids (N, K) -> slot ids. Tokens take the copies of an expert in turn, the first
+        token copy `offset`."""
+        table, copies = _slot_table(self, ids.device)
+        turn = torch.arange(offset, offset + len(ids), device=ids.device)[:, None]
+        known = ids.clamp(min=0)
+        return table[known, turn % copies[known]].masked_fill(ids < 0, -1)
+
+
+@lru_cache(64)
+def _slot_table(placement: Placement, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(E, most copies) the slots of every expert, and (E,) how many they are."""
+    copies, width = placement.copies, placement.width
+    of = [[r * width + held.index(e) for r, held in enumerate(placement.slots) if e in held]
+          for e in range(placement.n_experts)]  # fmt: skip
+    table = [slots + [-1] * (max(copies) - len(slots)) for slots in of]
+    return torch.tensor(table, device=device), torch.tensor(copies, device=device)
+
+
+def placed(experts: Experts, placement: Placement, offset: int = 0) -> Experts:
+    """From ids of experts to ids of slots."""
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
+        return experts(x, weights, placement.physical(ids, offset), *matrices)
+
+    return run
+
+
+def local(experts: Experts, first: int, width: int) -> Experts:
+    """`experts` for slots first .. first + width - 1, as 0 .. width - 1; others are nobody's."""
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
+        mine = (ids >= first) & (ids < first + width)
+        return experts(x, weights, torch.where(mine, ids - first, -1), *matrices)
+
+    return run
+
+
+def held(stack: Tensor, placement: Placement, rank: int) -> Tensor:
+    """A rank's part of a stack (E, ...)."""
+    return stack[list(placement.slots[rank])]
+
+
+def add_copies_(
+    grads: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Where experts have copies, give each the gradient of all, so that they stay copies. grads
+    (slots, ...): of this rank's stack."""
+    several = [e for e, n in enumerate(placement.copies) if n > 1]
+    if not several:
+        return
+    total = grads.new_zeros(len(several), *grads.shape[1:])
+    mine = [
+        (place, several.index(e)) for place, e in enumerate(placement.slots[rank]) if e in several
+    ]
+    for place, i in mine:
+        total[i] += grads[place]
+    dist.all_reduce(total, group=group)
+    for place, i in mine:
+        grads[place] = total[i]
+
+
+class _SumOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def summed(experts: Experts, group: dist.ProcessGroup | None = None) -> Experts:
+    """All ranks of `group` have the same tokens, and each computes a share of the output: of the
+    experts, or of every expert's columns (Megatron, arXiv:1909.08053)."""
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
+        x, weights = _SumGradients.apply(x, group), _SumGradients.apply(weights, group)
+        return _SumOutputs.apply(experts(x, weights, ids, *matrices), group)
+
+    return run
+
+
+class _Transfer:
+    """One all-to-all of rows, begun by `start` and awaited by `finish`; its gradient is the
+    reverse one, begun by the backward pass of `finish` and awaited by that of `start`."""
+
+    def __init__(self, sends: list[int], receives: list[int], group: dist.ProcessGroup | None):
+        self.sends, self.receives, self.group = sends, receives, group
+
+    def launch(self, x: Tensor, sends: list[int], receives: list[int]) -> None:
+        self.x = x.contiguous()
+        self.buffer = x.new_empty(sum(receives), *x.shape[1:])
+        self.work = dist.all_to_all_single(
+            self.buffer, self.x, receives, sends, group=self.group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        buffer, self.x, self.buffer, self.work = self.buffer, None, None, None
+        return buffer
+
+    def start(self, x: Tensor) -> _Transfer:
+        self.begun = _Start.apply(x, self)
+        return self
+
+    def finish(self) -> Tensor:
+        return _Finish.apply(self.begun, self)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.launch(x, transfer.sends, transfer.receives)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.wait()
+        return grad, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.launch(grad, ctx.transfer.receives, ctx.transfer.sends)
+        return ctx.transfer.buffer, None  # filled by the time _Start hands it on
+
+
+def exchanged(
+    experts: Experts, width: int, group: dist.ProcessGroup | None = None, chunks: int = 1
+) -> Experts:
+    """Every rank of `group` has tokens of its own and holds `width` slots: a token goes once to
+    each rank that holds any of its slots, with its ids and weights; `experts` runs there, ids
+    counted from the rank's first slot; the rows that come back are added up in the order of ranks.
+
+    Tokens go in `chunks` pieces, so that one is on its way while the experts run another (Tutel,
+    arXiv:2206.03382, and in the backward pass too). One host synchronisation, for the sizes.
+    ValueError, on a CPU, for an id that no rank holds.
+    """
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ok = ids.device.type != "cpu" or ids.numel() == 0 or int(ids.max()) < ranks * width
+        _check(
+            ok,
+            f"ids go up to {ids.numel() and int(ids.max())}, past {ranks} ranks of {width} slots",
+        )
+        inner = local(experts, rank * width, width)
+        split = zip(*(t.tensor_split(chunks) for t in (x, weights, ids)))
+        pieces = [_Piece(*parts, width, ranks) for parts in split]
+        sends = torch.stack([piece.wanted.sum(0) for piece in pieces], 1)  # (ranks, chunks)
+        receives = torch.empty_like(sends)
+        dist.all_to_all_single(receives, sends, group=group)
+        for piece, *sizes in zip(pieces, sends.T.tolist(), receives.T.tolist()):
+            piece.send(*sizes, group)
+        for piece in pieces:
+            piece.compute(inner, matrices)
+        return torch.cat([piece.receive() for piece in pieces])
+
+    return run
+
+
+class _Piece:
+    """Some of the tokens of an exchange, on their way."""
+
+    def __init__(self, x: Tensor, weights: Tensor, ids: Tensor, width: int, ranks: int):
+        self.x, self.weights, self.ids = x, weights, ids
+        rank = torch.where(ids < 0, ranks, ids // width)
+        wanted = torch.zeros(len(ids), ranks + 1, dtype=torch.bool, device=ids.device)
+        self.wanted = wanted.scatter_(1, rank, True)[:, :ranks]  # by a token, of a rank
+
+    def send(self, sends: list[int], receives: list[int], group: dist.ProcessGroup | None) -> None:
+        self.sizes = receives, sends, group
+        token = self.wanted.t().nonzero()[:, 1]  # rank by rank
+        rows = (self.x[token], self.weights[token], self.ids[token])
+        self.transfers = [_Transfer(sends, receives, group).start(t) for t in rows]
+
+    def compute(self, experts: Experts, matrices: Sequence[Any]) -> None:
+        x, weights, ids = (transfer.finish() for transfer in self.transfers)
+        y = experts(x, weights, ids, *matrices)
+        if x.requires_grad and not y.requires_grad:  # every rank has its part in the way back
+            y = y + x[:0].sum()
+        self.back = _Transfer(*self.sizes).start(y)
+
+    def receive(self) -> Tensor:
+        rows = F.pad(self.back.finish(), (0, 0, 0, 1))  # and one of zeros
+        before = self.wanted.sum(0).cumsum(0) - self.wanted.sum(0)
+        place = self.wanted.cumsum(0) - 1 + before
+        place = place.masked_fill(~self.wanted, len(rows) - 1)
+        most = min(place.shape[1], self.ids.shape[1])  # ranks that a token goes to
+        place = place.topk(most, dim=1, largest=False).values.sort(dim=1).values
+        return rows[place].sum(1)
