@@ -86,21 +86,28 @@ def load(
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Callable[[], Tokenizer],
+    prepare: Callable[[Transformer], Any] | None = None,
 ) -> Transformer:
-    """The model of --checkpoint, quantized as its folder says, or as --quantize."""
+    """The model of --checkpoint, quantized as its folder says, or as --quantize; before that
+    prepare(model) sees it on the meta device."""
     path = args.checkpoint / "config.json"
     read_config(path)  # says what is wrong with it
     stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
     if stored.get("quant_method") != "sheaf":
-        return fast_(load_and_quantize(args, device, dtype, tokenizer))
+        return fast_(load_and_quantize(args, device, dtype, tokenizer, prepare))
     if args.quantize is not None:
         raise ValueError(
             f"--quantize: {args.checkpoint} is quantized already ({stored.get('scheme')}); leave "
             "the flag out, or start from the checkpoint that it was made of"
         )
-    prepare = partial(from_config, config=stored)
+
+    def swapped(model: Transformer) -> None:
+        if prepare is not None:
+            prepare(model)
+        from_config(model, stored)
+
     try:
-        return fast_(load_checkpoint(args.checkpoint, device, dtype, prepare=prepare))
+        return fast_(load_checkpoint(args.checkpoint, device, dtype, prepare=swapped))
     except ValueError as e:
         if not str(e).startswith("quantization_config"):
             raise
@@ -112,6 +119,7 @@ def load_and_quantize(
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Callable[[], Tokenizer],
+    prepare: Callable[[Transformer], Any] | None = None,
 ) -> Transformer:
     """The model of --checkpoint, each layer quantized as it comes, or all calibrated once there."""
     config = read_config(args.checkpoint / "config.json")
@@ -127,7 +135,7 @@ def load_and_quantize(
     if args.calibrate is None:
         cpu.keep_freed_memory(False)  # or layers would seem to stay, once they are small
         each = partial(quantize_module, scheme=scheme, skip=skip)
-        return load_checkpoint(args.checkpoint, device, dtype, each=each)
+        return load_checkpoint(args.checkpoint, device, dtype, prepare=prepare, each=each)
     check_calibration(args, scheme)
     with torch.inference_mode(False), torch.no_grad():  # tacq takes gradients, of its own accord
         model = load_checkpoint(args.checkpoint, device, dtype)

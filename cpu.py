@@ -24,10 +24,10 @@ When it loses: a CPU with AVX-512 has better bf16 products than rule 3, which is
 there; for matrices of a few kilobytes the cost of a call is all there is to see. Gradients do not
 flow through any: with grad mode on, and inside torch.compile, a layer is plain F.linear.
 
-Hooks: the Linear swap, `swap_linear_(model)`; the experts of a mixture, `experts`. Equivalence: the
-same numbers as nn.Linear up to rounding, and nearer to exact (test_all.py holds both against
-float64). Needs: torch. `python cpu.py` checks itself and prints the bandwidth reached beside
-F.linear's and a plain read's.
+Hooks: the Linear swap, `swap_linear_(model)`; the product of one expert of a mixture,
+`expert_linear`. Equivalence: the same numbers as nn.Linear up to rounding, and nearer to exact
+(test_all.py holds both against float64). Needs: torch. `python cpu.py` checks itself and prints the
+bandwidth reached beside F.linear's and a plain read's.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -618,16 +619,10 @@ class CPULinear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """SwiGLU experts, a loop over `linear`: x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C)
-    gate rows first, w_down (E, C, F) -> (N, C)."""
-    out = torch.zeros_like(x)
-    for e in ids.unique().tolist():
-        token, k = (ids == e).nonzero(as_tuple=True)
-        gate, up = linear(x[token], w_gate_up[e]).chunk(2, dim=-1)
-        y = linear(F.silu(gate) * up, w_down[e]) * weights[token, k, None].type_as(x)
-        out.index_add_(0, token, y)
-    return out
+def expert_linear(x: Tensor, stack: Any, e: int) -> Tensor:
+    """`linear` by expert e of a stack (E, N, C), or what a stack has of its own, as one of codes
+    does: x (n, C) -> (n, N)."""
+    return stack.linear(x, e) if hasattr(stack, "linear") else linear(x, stack[e])
 
 
 def keep_freed_memory(keep: bool = True) -> bool:

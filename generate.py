@@ -10,6 +10,7 @@
     python generate.py --speculate ngram                     several tokens for one reading of them
     python generate.py --batch requests.jsonl                many requests, results as they finish
     python generate.py --bench-serving 200 --rate 10         throughput and latencies under load
+    torchrun --nproc-per-node 4 generate.py --ep ...         a mixture's experts over four processes
 
 Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through
 the model in chunks: large matrix products, limited by arithmetic. A decode step runs one token:
@@ -25,13 +26,17 @@ seed + b gives alone. --interactive keeps the KV cache across turns and prefills
 --speculate lets something cheap propose the next tokens, and a step verifies them all: the same
 distribution, greedy the same text (speculative.py). The facts then say how many were kept.
 
+Mixtures of experts run by moe.py's grouped experts. With --ep every rank runs the same tokens and
+has a part of the experts, the only ones it reads from the files; their outputs are added up. So a
+model whose experts are too many for one device decodes on several, each reading its own.
+
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls cpu.py's products,
 which read memory faster than compiled ones, and it pays where these are quantized. Needs: model.py,
-tokenizer.py, sampling.py, cpu.py, sentencepiece or tokenizers; for --attention flash attention.py;
-for --batch and --bench-serving, which are serving.py's, that and paged_kv.py; for --quantize
-compress.py, and with it quantize.py, calibrate.py, sparse.py, gemm.py and train.py; for --speculate
-drafting.py and speculative.py.
+tokenizer.py, sampling.py, cpu.py, sentencepiece or tokenizers; for mixtures of experts moe.py, and
+for --ep expert_parallel.py; for --attention flash attention.py; for --batch and --bench-serving,
+which are serving.py's, that and paged_kv.py; for --quantize compress.py, and with it quantize.py,
+calibrate.py, sparse.py, gemm.py and train.py; for --speculate drafting.py and speculative.py.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -56,8 +62,9 @@ from typing import Any
 START = time.perf_counter()  # the imports below are part of what a user waits for
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import cpu
 from model import (
@@ -145,8 +152,8 @@ def prefill(
 
 
 def gathered_if_compiled(experts: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The experts hook of a compiled step: gather the K experts of each token, so that no shape
-    depends on the routing. Outside of it, in prefill, the `experts` given."""
+    """The experts hook of a compiled step that has no kernel: gather the K experts of each token,
+    so that no shape depends on the routing. Outside of it, in prefill, the `experts` given."""
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -246,8 +253,10 @@ class Decoder:
         return Replayed(step, self.token.device)
 
     def _compile(self) -> Callable[[], None]:
-        for module in self.model.modules():
-            if isinstance(module, MoE):
+        for module in mixtures(self.model):
+            from moe import has_static_shapes
+
+            if not has_static_shapes(module):
                 module.experts = gathered_if_compiled(module.experts)
         step = compiled(self._step, self.token.device)
         for _ in range(2):
@@ -528,10 +537,26 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"random weights of a config.json, or of {', '.join(CONFIGS)}"
     add("--dummy", metavar="CONFIG", help=text)
     add("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
+    add_expert_flags(add)
     add_quantize_flags(add)
     add_speculation_flags(add)
     add_serving_flags(add)
     return p
+
+
+def add_expert_flags(add: Callable[..., Any]) -> None:
+    """Those of mixtures of experts."""
+    text = (
+        "grouped: moe.py's, as few products as there are experts in use; loop: model.py's plain one"
+    )
+    add("--experts", choices=("grouped", "loop"), default="grouped", help=f"{text} (%(default)s)")
+    add("--ep", action="store_true", help="under torchrun: experts shared out over its processes")
+    text = (
+        "with --ep: place experts by what train.py counted (metrics.jsonl, or a list per mixture)"
+    )
+    add("--expert-load", type=Path, metavar="FILE", help=text)
+    text = "with --ep: so many copies more, of the experts with the most load (%(default)s)"
+    add("--redundant-experts", type=int, default=0, metavar="N", help=text)
 
 
 def add_quantize_flags(add: Callable[..., Any]) -> None:
@@ -641,7 +666,7 @@ def check_ranges(args: argparse.Namespace) -> None:
         ("context", lambda v: v >= 2, "at least 2"),
         ("exit_layers", lambda v: v >= 1, "at least 1"),
         ("draft_acceptance", lambda v: 0 <= v <= 1, "from 0 to 1"),
-        ("logprobs shared_prefix", lambda v: v >= 0, "0 or more"),
+        ("logprobs shared_prefix redundant_experts", lambda v: v >= 0, "0 or more"),
         ("burstiness", lambda v: v == 0 or 0.01 <= v <= 100, "0, or from 0.01 to 100"),
         ("rate", lambda v: v >= 1e-6, "at least 1e-6"),
     ):
@@ -690,6 +715,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ),
         (ENGINE_FLAGS, args.batch or args.bench_serving, "--batch or --bench-serving"),
         (WORKLOAD_FLAGS, args.bench_serving, "--bench-serving"),
+        ("expert_load redundant_experts", args.ep, "--ep"),
     ):
         for name in names.split():
             if name in given and not good:
@@ -709,6 +735,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
             f"{serving} batch bench_serving dummy quantize save speculate {reported}",
         ),
         ("calibrate", "dummy"),
+        ("ep", "batch bench_serving interactive speculate compile calibrate save quantize_report"),
         ("prompt_tokens", "prompt chat"),
         ("dummy", "checkpoint chat"),
         ("bench", "stop logprobs ignore_eos"),
@@ -738,8 +765,13 @@ def read_sampling(args: argparse.Namespace) -> Sampling:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name, tried out; by default CUDA where there is one."""
+    """The device of that name, tried out; by default CUDA where there is one, for each rank its
+    own."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dist.is_initialized() and name.startswith("cuda:"):
+        raise ValueError(f"--device {name}: with --ep every rank has a GPU of its own; give cuda")
+    if dist.is_initialized() and name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
@@ -757,6 +789,134 @@ def pick_attention(name: str) -> AttendOver:
     from attention import as_attend  # only here: it imports Triton, which takes 0.2 s
 
     return lambda cache, limit: as_attend(cache, limit=limit)
+
+
+# --------------------------------------------------------------------------------------------------
+# Mixtures of experts, over one process or several
+# --------------------------------------------------------------------------------------------------
+
+
+def mixtures(model: Transformer) -> list[MoE]:
+    """In the order of the layers, those of multi-token prediction last."""
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+class Shares:
+    """--ep: the experts of every mixture shared out over the ranks. `cut_` a model before its
+    weights come; `join_` it when all else that sets experts is done."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, alone = args, not dist.is_initialized()
+        self.rank, self.ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.placements: list[Any] = []
+
+    def cut_(self, model: Transformer) -> None:
+        """Leave of all stacks the experts of this rank. ValueError names the flag."""
+        if not mixtures(model):
+            raise ValueError("--ep: the model has no mixture of experts to share out; leave it out")
+        self.placements = self._place(model.config, len(mixtures(model)))
+        for module, placement in zip(mixtures(model), self.placements):
+            module.held = placement.slots[self.rank] if self.ranks > 1 else None
+            for name in ("w_gate_up", "w_down") if self.ranks > 1 else ():
+                stack = getattr(module, name).data
+                setattr(module, name, nn.Parameter(stack[list(module.held)], requires_grad=False))
+
+    def join_(self, model: Transformer) -> None:
+        """Have all ranks' experts run the same tokens, and add up what they give."""
+        from expert_parallel import local, placed, summed
+
+        for module, placement in zip(mixtures(model), self.placements if self.ranks > 1 else ()):
+            mine = local(module.experts, self.rank * placement.width, placement.width)
+            module.experts = placed(summed(mine), placement)
+
+    def _place(self, config: ModelConfig, n: int) -> list[Any]:
+        from expert_parallel import Placement
+
+        path, copies, E = self.args.expert_load, self.args.redundant_experts, config.n_experts
+        try:
+            if path is None and not copies:
+                return [Placement.even(E, self.ranks)] * n
+            loads = [[1.0] * E] * n if path is None else read_loads(path, config, n)
+            return [Placement.by_load(load, self.ranks, copies) for load in loads]
+        except ValueError as e:
+            flag = "--redundant-experts" if copies else "--ep"
+            why = str(e).replace("Placement.by_load", "give --expert-load")
+            raise ValueError(why if why.startswith("--") else f"{flag}: {why}") from None
+
+
+def read_loads(path: Path, config: ModelConfig, n: int) -> list[list[float]]:
+    """How often each expert of the n mixtures was chosen: the last "expert_load" in train.py's
+    metrics.jsonl, or a JSON file of such a list. It may leave out multi-token prediction."""
+
+    def parsed(text: str) -> Any:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):  # of a line: a crash tore it
+            return None
+        return value.get("expert_load") if isinstance(value, dict) else value
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(
+            f"--expert-load {path}: cannot be read ({e}); give metrics.jsonl"
+        ) from None
+    loads, E = parsed(text), config.n_experts
+    if loads is None:
+        loads = next(filter(None, map(parsed, reversed(text.splitlines()))), None)
+    ok = isinstance(loads, list) and len(loads) in (n, len(config.moe_layers))
+    for load in loads if ok else ():
+        ok = ok and isinstance(load, list) and len(load) == E
+        ok = ok and all(type(x) in (int, float) and 0 <= x < math.inf for x in load)
+    if not ok:
+        raise ValueError(
+            f"--expert-load {path}: has no list of {E} counts for each of {n} mixtures "
+            "(expert_load in metrics.jsonl); give one of this model"
+        )
+    return loads + [[1.0] * E] * (n - len(loads))
+
+
+@contextmanager
+def process_group(args: argparse.Namespace) -> Iterator[None]:
+    """With --ep under torchrun: the group of its processes."""
+    if not args.ep or "WORLD_SIZE" not in os.environ:
+        yield
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def agreed(work: Callable[[], Any]) -> Any:
+    """work() on every rank. What one of them refuses all refuse, so that none waits for it."""
+    if not dist.is_initialized():
+        return work()
+    result, errors = None, [None] * dist.get_world_size()
+    try:
+        result, error = work(), None
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as e:
+        error = str(e) or "out of memory"
+    dist.all_gather_object(errors, error)
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise ValueError(error if rank == 0 else f"rank {rank}: {error}")
+    return result
+
+
+def from_first(work: Callable[[], Any]) -> Any:
+    """work() of rank 0, for all: stdin, say, can be read but once."""
+    if not dist.is_initialized():
+        return work()
+    box = [agreed(lambda: work() if dist.get_rank() == 0 else None)]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Model and prompt
+# --------------------------------------------------------------------------------------------------
 
 
 def dummy_model(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -778,26 +938,54 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
         if args.compile and not shutil.which(compiler):
             raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
     dtype = DTYPES[args.dtype] if args.dtype else None
+    shares = Shares(args) if args.ep else None
+    prepare = None if shares is None else shares.cut_
     if args.dummy is not None:
         model = dummy_model(args.dummy, device, dtype or torch.bfloat16)
+        if prepare is not None:
+            prepare(model)
         if args.quantize is not None:
             import compress  # only here: it imports Triton, which takes 0.2 s
 
             compress.quantize_dummy_(args, model)
-        return model, NoTokenizer(model.config.vocab_size)
+        return fast_(args, model, shares), NoTokenizer(model.config.vocab_size)
     if args.quantize is not None or is_quantized(args.checkpoint):
         import compress
 
-        model = compress.load(args, device, dtype, partial(load_tokenizer, args.checkpoint))
+        tokenizer = partial(load_tokenizer, args.checkpoint)
+        model = compress.load(args, device, dtype, tokenizer, prepare)
     else:
-        model = load_checkpoint(args.checkpoint, device, dtype)
+        model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare)
     tokenizer, size = load_tokenizer(args.checkpoint), model.config.vocab_size
     if tokenizer.vocab_size > size:
         raise ValueError(
             f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size "
             f"in config.json is {size}; the two are not of one model"
         )
-    return model, tokenizer
+    return fast_(args, model, shares), tokenizer
+
+
+def fast_(
+    args: argparse.Namespace, model: Transformer, shares: Shares | None = None
+) -> Transformer:
+    """What runs the model faster than model.py does: on a CPU cpu.py's products, in mixtures the
+    experts that --experts says, their shares of --ep joined. Returns the model."""
+    on_cpu = model.embed.weight.device.type == "cpu"
+    if on_cpu:
+        for_cpu_(model)
+    if args.experts == "grouped" and mixtures(model):
+        from moe import use_grouped_experts  # only here: it imports Triton, which takes 0.2 s
+
+        use_grouped_experts(model, **({"linear": cpu.expert_linear} if on_cpu else {}))
+    if shares is not None:
+        shares.join_(model)
+    return model
+
+
+def for_cpu_(model: Transformer) -> None:
+    """cpu.py's products in place of torch's in linear layers, and its memory."""
+    cpu.keep_freed_memory()
+    cpu.swap_linear_(model)
 
 
 def is_quantized(folder: Path) -> bool:
@@ -987,15 +1175,6 @@ def device_name(device: torch.device) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def for_cpu_(model: Transformer) -> None:
-    """cpu.py's products in place of torch's, in linear layers and experts, and its memory."""
-    cpu.keep_freed_memory()
-    cpu.swap_linear_(model)
-    for module in model.modules():
-        if isinstance(module, MoE) and isinstance(module.w_down, Tensor):  # else quantized
-            module.experts = cpu.experts
-
-
 def build_decoder(
     args: argparse.Namespace,
     model: Transformer,
@@ -1004,8 +1183,6 @@ def build_decoder(
     eos: Sequence[int],
 ) -> Decoder:
     """A decoder with a cache of max_len tokens per row. ValueError names the flag."""
-    if model.embed.weight.device.type == "cpu":
-        for_cpu_(model)
     top, V = args.logprobs, model.config.vocab_size
     if top is not None and top > V:
         raise ValueError(f"--logprobs must be at most the vocabulary's {V}, not {top}")
@@ -1035,20 +1212,17 @@ def load_draft(
     other.quantize, other.checkpoint = None, Path(name)
     other.dummy = name if args.dummy is not None else None
     try:
-        model, tokenizer = load(other, device)
+        return load(other, device)
     except ValueError as e:
         raise ValueError(f"--draft {name}: {str(e).removeprefix('--dummy ')}") from None
-    if device.type == "cpu":
-        for_cpu_(model)
-    return model, tokenizer
 
 
 def generate(args: argparse.Namespace) -> None:
     """Continue a prompt, and report."""
-    text = "" if args.prompt_tokens is not None else prompt_text(args)
+    text = "" if args.prompt_tokens is not None else from_first(partial(prompt_text, args))
     begin = time.perf_counter()
-    device = pick_device(args.device)
-    model, tokenizer = load(args, device)
+    device = agreed(partial(pick_device, args.device))
+    model, tokenizer = agreed(partial(load, args, device))
     ids = prompt_ids(args, text, tokenizer, model.config)
     room = model.config.context - len(ids)
     max_new = min(args.max_new_tokens, room)
@@ -1127,13 +1301,11 @@ def score_file(args: argparse.Namespace) -> None:
         raise ValueError(f"--score {args.score}: not UTF-8 text ({e.reason})") from None
     except OSError as e:
         raise ValueError(f"--score {args.score}: {e.strerror}; give a text file") from None
-    device = pick_device(args.device)
-    model, tokenizer = load(args, device)
+    device = agreed(partial(pick_device, args.device))
+    model, tokenizer = agreed(partial(load, args, device))
     ids = tokenizer.encode(text)
     if not text or len(ids) < 2:
         raise ValueError(f"--score {args.score}: too short to predict anything ({len(ids)} tokens)")
-    if device.type == "cpu":
-        for_cpu_(model)
     total, entries, top = 0.0, [], args.logprobs
     attention = pick_attention(args.attention)
     for chosen, best, best_ids in score(model, ids, model.config.context, top or 0, attention):
@@ -1216,18 +1388,18 @@ def one_turn(
 
 
 def engine_options(args: argparse.Namespace, model: Transformer) -> dict[str, Any]:
-    """The Engine's arguments that the flags say, on a CPU the model prepared for it."""
+    """The Engine's arguments that the flags say."""
     from serving import blocks_that_fit
 
-    if model.embed.weight.device.type == "cpu":
-        for_cpu_(model)
     names = "block_size max_batch_tokens max_running kv_dtype swap compile"
     options = {name: getattr(args, name) for name in names.split()}
     options["prefix_cache"] = not args.no_prefix_cache
-    if any(isinstance(module, MoE) for module in model.modules()):
-        if args.compile:
+    if mixtures(model):  # without static shapes a step cannot be captured either
+        from moe import has_static_shapes
+
+        options["static"] = all(map(has_static_shapes, mixtures(model)))
+        if args.compile and not options["static"]:
             raise ValueError("--compile: what experts compute has no static shape; leave it out")
-        options["static"] = False  # nor can such a step be captured
     more = draft_layers(args, model.config)
     fit = blocks_that_fit(model, args.block_size, args.max_running, args.kv_dtype, more)
     return options | {"num_blocks": args.kv_blocks or fit}
@@ -1331,8 +1503,7 @@ def quantize_report(args: argparse.Namespace) -> None:
 
     @torch.inference_mode()
     def speed(model: Transformer, batch: int) -> float:
-        if device.type == "cpu":
-            for_cpu_(model)
+        fast_(args, model)
         decoder = Decoder(model, 128, Sampling(temperature=0.0), batch, (), args.compile)
         decoder.start(list(range(1, 65)))
         runs = []
@@ -1358,7 +1529,7 @@ def quantize_report(args: argparse.Namespace) -> None:
 @torch.inference_mode()
 def run(args: argparse.Namespace) -> None:
     """The mode that the command line asks for."""
-    for flag, mode in (
+    modes = (
         (args.interactive, converse),
         (args.score, score_file),
         (args.save, save_quantized),
@@ -1366,14 +1537,26 @@ def run(args: argparse.Namespace) -> None:
         (args.batch, batch),
         (args.bench_serving, bench_serving),
         (True, generate),
-    ):
-        if flag:
-            return mode(args)
+    )
+    with process_group(args):
+        next(mode for flag, mode in modes if flag)(args)
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--ep" not in argv or "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
+        return outcome(argv)
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        code = outcome(argv)  # rank 0 says the same
+        if code:
+            time.sleep(1)  # torchrun ends all as soon as one fails, and rank 0 is to be heard
+        return code
+
+
+def outcome(argv: list[str]) -> int:
+    """The exit code; an error is one line on stderr."""
     try:
-        run(parse_args(sys.argv[1:] if argv is None else argv))
+        run(parse_args(argv))
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as e:

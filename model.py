@@ -482,7 +482,7 @@ class KVCache:
         self.end.clamp_(max=n)
 
     def move(self, slots: Tensor, positions: Tensor) -> None:
-        """Put what stands in slots (B, n) at positions (B, n), of a path through a tree of drafts."""
+        """Put what stands in slots (B, n) at positions (B, n): a path through a tree of drafts."""
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         for t in (*self.k, *self.v):
             t[rows, :, positions] = t[rows, :, slots]

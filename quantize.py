@@ -553,9 +553,10 @@ def experts_by(
     w_down: Any,
 ) -> Tensor:
     """The experts hook by linear(x, stack, e): SwiGLU experts, each for the tokens that chose it.
-    x (N, C), weights and ids (N, K), stacks of (2F, C), gate rows first, and (C, F) -> (N, C)."""
+    x (N, C), weights and ids (N, K), stacks of (2F, C), gate rows first, and (C, F) -> (N, C). An
+    id of -1 is nobody's."""
     out = torch.zeros_like(x)
-    for e in ids.unique().tolist():
+    for e in ids[ids >= 0].unique().tolist():
         token, k = (ids == e).nonzero(as_tuple=True)
         gate, up = linear(x[token], w_gate_up, e).chunk(2, dim=-1)
         y = linear(F.silu(gate) * up, w_down, e) * weights[token, k, None].type_as(x)

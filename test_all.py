@@ -10,23 +10,31 @@ of their own. The tests use no model but tiny random ones and the shipped checkp
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
 import importlib.util
 import io
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, replace
+from dataclasses import field as dataclass_field
+from datetime import timedelta
 from functools import lru_cache, partial, reduce
 from itertools import accumulate, combinations, islice, permutations, product
 from pathlib import Path
@@ -35,6 +43,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -46,6 +55,7 @@ if not CUDA:  # Triton's kernels run on the CPU, in this process, and not in tho
     os.environ["TRITON_INTERPRET"] = "1"
 import attention as A
 import gemm as X
+import moe as O
 import paged_kv as P
 import quantize as Q
 import sparse as Z
@@ -59,6 +69,7 @@ import calibrate as C
 import compress as W
 import cpu
 import drafting as D
+import expert_parallel as Y
 import generate as G
 import model as M
 import sampling as S
@@ -1557,21 +1568,6 @@ def test_cpu_linear_is_nearer_to_exact_than_linear(rows, shape, bias):
     got = swapped(x).double()
     assert got.shape == exact.shape
     assert relative(got, exact) <= max(2**-8, 1.01 * relative(plain(x).double(), exact))
-
-
-def test_cpu_experts_equal_the_plain_loop():
-    """cpu.py's experts == model.py's loop, for one row and many; in bf16 no further from exact."""
-    model = random_model(latent())
-    moe, x = model.layers[1].mlp, torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
-    for rows in (1, 9):
-        weights, ids = moe.route(x[:rows])
-        args = (x[:rows], weights, ids, moe.w_gate_up, moe.w_down)
-        exact = M.loop_experts(*args)
-        assert relative(cpu.experts(*args), exact) < 1e-6
-        half = [t.bfloat16() if t.is_floating_point() else t for t in args]
-        plain = relative(M.loop_experts(*half).float(), exact)
-        with torch.inference_mode():
-            assert relative(cpu.experts(*half).float(), exact) < max(1.1 * plain, 5e-3)
 
 
 def test_cpu_linear_leaves_other_dtypes_and_gradients_alone():
@@ -5499,7 +5495,8 @@ for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
 
 
 @pytest.mark.parametrize(
-    "triton", ["missing", "interpreted", pytest.param("installed", marks=pytest.mark.slow)]
+    "triton",
+    ["missing", *(pytest.param(t, marks=pytest.mark.slow) for t in ("interpreted", "installed"))],
 )
 def test_attention_alone_in_a_folder(triton, tmp_path):
     """The one file, copied away, checks itself: without Triton, with it, and on its kernels."""
@@ -5940,6 +5937,7 @@ def test_training_with_flash_attention_takes_the_same_course(latent_config, corp
     assert T.read_run(tmp_path / "sdpa")[1]["attention"] == "flash"
 
 
+@pytest.mark.slow
 def test_training_in_bf16_with_flash_attention(latent_config, corpus, tmp_path):
     """Under autocast q, k and v may differ in dtype; the losses are near those of fp32."""
     ends = []
@@ -8120,7 +8118,7 @@ def test_quantize_experts_are_read_by_id(scheme):
     x = quantize_normal(6, 64)
     with torch.no_grad():
         want = layer(x)
-        layer.experts = cpu.experts
+        layer.experts = partial(O.grouped_experts, linear=cpu.expert_linear)
         assert relative(layer(x), want) < (1e-5 if scheme in QUANTIZE_WEIGHT_ONLY else 0.1)
         assert relative(want, experts(x)) < (0.9 if scheme == "int2" else 0.4)
 
@@ -9991,6 +9989,7 @@ def test_compress_says_what_is_wrong(argv, words, tmp_path, capsys):
     assert len(line) == 1 and words in line[0], line
 
 
+@pytest.mark.slow
 def test_compress_report(monkeypatch, capsys):
     """A row for each scheme: bytes fall, perplexity is of the loss, stars stand where
     bf16 was faster; what does not fit the shapes is left out and said."""
@@ -16648,3 +16647,3688 @@ def test_spec_keeps_nothing_of_what_is_over():
             tokens_of(engine, [[first, first + 1, first], [first + 2]], params)
         policy = engine.speculate_k
         assert not policy.kept and not policy.tried and not getattr(engine.drafter, "held", {})
+
+
+# --------------------------------------------------------------------------------------------------
+# moe.py: routing, balance, experts
+# --------------------------------------------------------------------------------------------------
+
+BACKENDS = ("torch", "triton", "grouped_mm")
+MOE_ARGUMENTS = ("x", "weights", "w_gate_up", "w_down")
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=rng(seed))
+
+
+def says(call, *words: str) -> str:
+    """The call is refused by a ValueError of one line that holds the words, as words."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    line = str(caught.value)
+    assert line.strip() and "\n" not in line, line
+    for word in words:
+        assert re.search(rf"(?<![A-Za-z0-9_]){re.escape(word)}(?![A-Za-z0-9_])", line), (word, line)
+    return line
+
+
+# --------------------------------------------------------------------------------------------------
+# Routing
+# --------------------------------------------------------------------------------------------------
+
+
+def slow_scores(row: list[float], scoring: str) -> list[float]:
+    if scoring == "sigmoid":
+        return [1 / (1 + math.exp(-v)) for v in row]
+    powers = [math.exp(v - max(row)) for v in row]
+    return [p / sum(powers) for p in powers]
+
+
+def slow_route(row, top_k, scoring, renormalize, bias, n_groups, topk_groups, best, scale) -> dict:
+    """The contract read aloud in plain Python for one token: {expert: weight}."""
+    scores = slow_scores(row, scoring)
+    choice = [s + b for s, b in zip(scores, bias or [0.0] * len(row))]
+    size = len(row) // n_groups
+    groups = [choice[g * size : (g + 1) * size] for g in range(n_groups)]
+    worth = [sum(sorted(group, reverse=True)[:best]) for group in groups]
+    open_groups = sorted(range(n_groups), key=lambda g: -worth[g])[:topk_groups]
+    allowed = [i for i in range(len(row)) if i // size in open_groups]
+    chosen = sorted(allowed, key=lambda i: -choice[i])[:top_k]
+    total = sum(scores[i] for i in chosen) + 1e-20 if renormalize else 1.0
+    return {i: scores[i] / total * scale for i in chosen}
+
+
+def as_maps(weights: torch.Tensor, ids: torch.Tensor) -> list[dict]:
+    return [dict(zip(i, w)) for i, w in zip(ids.tolist(), weights.tolist())]
+
+
+def same_maps(got, expected, atol: float = 1e-6) -> None:
+    """Per token the same experts with the same weights, in whatever order."""
+    order, other = got[1].sort(-1), expected[1].sort(-1)
+    assert torch.equal(order.values, other.values), (
+        (order.values != other.values).any(-1).nonzero().flatten()[:5]
+    )
+    a, b = got[0].gather(1, order.indices).float(), expected[0].gather(1, other.indices).float()
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=atol)
+
+
+def random_routing(r: random.Random) -> tuple[torch.Tensor, dict]:
+    n_groups, size = r.choice([1, 1, 2, 3, 4, 8]), r.randint(1, 8)
+    topk_groups, n = r.randint(1, n_groups), r.randint(1, 6)
+    n_experts, g = n_groups * size, rng(r.randrange(10**6))
+    dtype = r.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    if dtype in (torch.bfloat16, torch.float16):  # distinct numbers that it can hold: no ties
+        logits = torch.stack([torch.randperm(n_experts, generator=g) for _ in range(n)])
+        logits = (logits.float() - n_experts / 2) / 8
+    else:
+        logits = torch.randn(n, n_experts, generator=g) * r.choice([0.3, 1.0, 3.0])
+    bias = None
+    if r.random() < 0.5:
+        bias = torch.randn(n_experts, generator=g) * r.choice([0.05, 1.0, 10.0])
+    return logits.to(dtype), dict(
+        top_k=r.randint(1, size * topk_groups),
+        scoring=r.choice(["softmax", "sigmoid"]),
+        renormalize=r.random() < 0.5,
+        bias=bias,
+        n_groups=n_groups,
+        topk_groups=topk_groups,
+        group_score_topk=r.randint(1, size),
+        scale=r.choice([1.0, 2.5, 16.0]),
+    )
+
+
+def test_route_equals_the_contract_in_plain_python():
+    """All options crossed at random, token by token; no token touches more groups than it may."""
+    r = random.Random(0)
+    for _ in range(300):
+        logits, how = random_routing(r)
+        top_k = how["top_k"]
+        weights, ids = O.route(logits, top_k, **{k: v for k, v in how.items() if k != "top_k"})
+        assert weights.shape == ids.shape == (len(logits), top_k)
+        assert weights.dtype == torch.float32 and ids.dtype == torch.int64
+        size = logits.shape[1] // how["n_groups"]
+        bias = None if how["bias"] is None else how["bias"].tolist()
+        rows = logits.double().tolist()
+        for got, row, row_ids in zip(as_maps(weights, ids), rows, ids.tolist()):
+            expected = slow_route(
+                row, top_k, how["scoring"], how["renormalize"], bias, how["n_groups"],
+                how["topk_groups"], how["group_score_topk"], how["scale"],
+            )  # fmt: skip
+            assert len(set(row_ids)) == top_k and got.keys() == expected.keys(), how
+            assert len({i // size for i in row_ids}) <= how["topk_groups"]
+            for i, w in expected.items():
+                assert got[i] == pytest.approx(w, rel=3e-6, abs=1e-9), how
+
+
+def test_route_changes_nothing_it_is_given_and_takes_no_tokens():
+    logits, bias = randn(0, 5, 8), randn(1, 8)
+    kept = logits.clone(), bias.clone()
+    O.route(logits, 2, bias=bias, n_groups=4, topk_groups=2, group_score_topk=2, renormalize=True)
+    assert torch.equal(logits, kept[0]) and torch.equal(bias, kept[1])
+    weights, ids = O.route(logits[:0], 2, bias=bias, n_groups=4, topk_groups=2)
+    assert weights.shape == ids.shape == (0, 2) and ids.dtype == torch.int64
+    strided = randn(2, 8, 5).t()
+    same_maps(O.route(strided, 3), O.route(strided.contiguous(), 3), 0)
+
+
+def test_route_has_gradients_through_weights_alone():
+    """To the logits as autograd finds for the gathered scores; to the bias none."""
+    for scoring in ("softmax", "sigmoid"):
+        for renormalize in (False, True):
+            logits, bias = randn(3, 9, 12).requires_grad_(), randn(4, 12).requires_grad_()
+            weights, ids = O.route(
+                logits, 4, scoring=scoring, renormalize=renormalize, bias=bias, n_groups=3,
+                topk_groups=2, group_score_topk=2, scale=2.5,
+            )  # fmt: skip
+            pull = randn(5, 9, 4)
+            (weights * pull).sum().backward()
+            again = logits.detach().clone().requires_grad_()
+            scores = again.softmax(-1) if scoring == "softmax" else again.sigmoid()
+            plain = scores.gather(1, ids)
+            plain = plain / plain.sum(-1, keepdim=True) if renormalize else plain
+            (2.5 * plain * pull).sum().backward()
+            assert bias.grad is None and not ids.requires_grad
+            torch.testing.assert_close(logits.grad, again.grad, rtol=1e-5, atol=1e-7)
+
+
+def tied_logits(kind: str, n: int, n_experts: int) -> torch.Tensor:
+    g = rng(n_experts)
+    normal = torch.randn(n, n_experts, generator=g)
+    if kind == "grid":
+        return torch.randint(0, 3, (n, n_experts), generator=g) * 0.5
+    if kind == "equal":
+        return torch.randint(-2, 3, (n, 1), generator=g).float().expand(n, n_experts).clone()
+    if kind == "one-high":
+        return torch.zeros(n, n_experts).scatter(1, normal.argmax(1, keepdim=True), 1.0)
+    if kind == "rounded":
+        return (normal * 4).round() / 4
+    return normal
+
+
+HF_SIZES = [  # n_experts, n_groups, topk_groups, top_k: on both sides of torch.topk's k * 64 <= n
+    (8, 4, 2, 3), (16, 4, 2, 5), (64, 8, 4, 6), (160, 8, 3, 6), (256, 8, 4, 8), (512, 8, 4, 8),
+]  # fmt: skip
+MOE_KINDS = ["normal", "rounded", "grid", "one-high", "equal"]
+
+
+def hf_router(family: str, cls: str, n_experts: int, bias=None, **how) -> nn.Module:
+    """A router of transformers whose logits are its hidden states."""
+    package = f"transformers.models.{family}.modeling_{family}"
+    transformers()
+    module = __import__(package, fromlist=[cls])
+    sizes = dict(num_experts=n_experts, num_local_experts=n_experts, hidden_size=n_experts)
+    router = getattr(module, cls)(SimpleNamespace(**sizes, **how))
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(n_experts))
+        if bias is not None:
+            router.e_score_correction_bias.copy_(bias)
+    return router
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", MOE_KINDS)
+@pytest.mark.parametrize("sizes", HF_SIZES, ids=str)
+def test_route_equals_deepseek_of_transformers(sizes, kind):
+    """V2 greedy and group-limited, V3 with and without a correction; ties fall the same way."""
+    n_experts, n_groups, topk_groups, top_k = sizes
+    logits = tied_logits(kind, 60, n_experts)
+    base = dict(num_experts_per_tok=top_k, n_group=n_groups, topk_group=topk_groups)
+    for method in ("greedy", "group_limited_greedy"):
+        more = dict(topk_method=method, routed_scaling_factor=16.0)
+        router = hf_router("deepseek_v2", "DeepseekV2TopkRouter", n_experts, **base, **more)
+        theirs = router(logits)
+        groups = dict(n_groups=n_groups, topk_groups=topk_groups) if method != "greedy" else {}
+        same_maps(O.route(logits, top_k, scale=16.0, **groups), theirs[1:])
+    steps = torch.randint(-2, 3, (n_experts,), generator=rng(1)) * 0.25
+    for bias in (torch.zeros(n_experts), randn(7, n_experts) * 0.1, steps):
+        for norm in (True, False):
+            more = dict(norm_topk_prob=norm, routed_scaling_factor=2.5)
+            router = hf_router(
+                "deepseek_v3", "DeepseekV3TopkRouter", n_experts, bias, **base, **more
+            )
+            ours = O.route(
+                logits, top_k, scoring="sigmoid", renormalize=norm, bias=bias, n_groups=n_groups,
+                topk_groups=topk_groups, group_score_topk=2, scale=2.5,
+            )  # fmt: skip
+            same_maps(ours, router(logits)[1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", MOE_KINDS)
+@pytest.mark.parametrize("n_experts, top_k", [(8, 2), (8, 8), (60, 4), (128, 8), (512, 8)])
+def test_route_equals_mixtral_and_qwen3_of_transformers(n_experts, top_k, kind):
+    logits = tied_logits(kind, 60, n_experts)
+    router = hf_router("mixtral", "MixtralTopKRouter", n_experts, num_experts_per_tok=top_k)
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = router.to(dtype)(logits.to(dtype))
+        same_maps(O.route(logits.to(dtype), top_k, renormalize=True), theirs[1:])
+    for norm in (True, False):
+        router = hf_router(
+            "qwen3_moe", "Qwen3MoeTopKRouter", n_experts, num_experts_per_tok=top_k,
+            norm_topk_prob=norm,
+        )  # fmt: skip
+        same_maps(O.route(logits, top_k, renormalize=norm), router(logits)[1:])
+
+
+ROUTED = {
+    "v3": dict(),
+    "v3-bare": dict(correction_bias=False, norm_topk=False, routed_scaling=1.0),
+    "v2": dict(scoring="softmax", group_score_topk=1, correction_bias=False, norm_topk=False),
+    "plain": dict(scoring="softmax", group_score_topk=1, correction_bias=False, n_groups=1,
+                  topk_groups=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", ROUTED.values(), ids=ROUTED)
+def test_route_equals_the_model(changes):
+    """model.py's own routing of random tokens; router_logits is the product before it."""
+    config = latent(**dict(routed_scaling=2.5) | changes)
+    moe = random_model(config).layers[1].mlp
+    if config.correction_bias:
+        moe.correction.copy_(randn(3, config.n_experts) * 0.2)
+    x = randn(0, 150, config.dim)
+    logits = O.router_logits(x, moe.router)
+    torch.testing.assert_close(logits, F.linear(x, moe.router))
+    ours = O.route(
+        logits, config.n_experts_per_token, scoring=config.scoring, renormalize=config.norm_topk,
+        bias=moe.correction if config.correction_bias else None, n_groups=config.n_groups,
+        topk_groups=config.topk_groups, group_score_topk=config.group_score_topk,
+        scale=config.routed_scaling,
+    )  # fmt: skip
+    same_maps(ours, moe.route(x))
+
+
+def test_router_logits_are_fp32_also_under_autocast():
+    x, w = randn(0, 3, 5, 16), randn(1, 8, 16)
+    exact = (x.double() @ w.double().t()).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        under = O.router_logits(x, w)
+    for got in (under, O.router_logits(x, w)):
+        assert got.dtype == torch.float32 and got.shape == (3, 5, 8) and relative(got, exact) < 1e-6
+    half = O.router_logits(x.bfloat16(), w.bfloat16())
+    exact = x.bfloat16().double() @ w.bfloat16().double().t()
+    assert half.dtype == torch.float32 and relative(half, exact.float()) < 1e-6
+    x.requires_grad_(), w.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        O.router_logits(x, w).square().sum().backward()
+    assert x.grad.dtype == torch.float32 and w.grad.shape == w.shape
+
+
+GRID = torch.zeros(6, 8)
+ROUTE_ERRORS = {
+    "no-k": (dict(top_k=0), "top_k"),
+    "negative-k": (dict(top_k=-1), "top_k"),
+    "k-over-all": (dict(top_k=9), "top_k"),
+    "k-over-groups": (dict(top_k=5, n_groups=4, topk_groups=2), "top_k"),
+    "groups-do-not-divide": (dict(n_groups=3), "n_groups"),
+    "no-groups": (dict(n_groups=0), "n_groups"),
+    "no-topk-groups": (dict(n_groups=4, topk_groups=0), "topk_groups"),
+    "topk-groups-over": (dict(n_groups=4, topk_groups=5), "topk_groups"),
+    "topk-groups-of-one": (dict(topk_groups=2), "topk_groups"),
+    "group-score-over": (dict(n_groups=4, topk_groups=2, group_score_topk=3), "group_score_topk"),
+    "group-score-over-one-group": (dict(group_score_topk=9), "group_score_topk"),
+    "scoring": (dict(scoring="relu"), "scoring"),
+    "bias-short": (dict(bias=torch.zeros(7)), "bias"),
+    "bias-2d": (dict(bias=torch.zeros(6, 8)), "bias"),
+    "bias-scalar": (dict(bias=torch.zeros(())), "bias"),
+    "bias-one": (dict(bias=torch.zeros(1)), "bias"),
+    "logits-1d": (dict(logits=torch.zeros(8)), "logits"),
+    "logits-3d": (dict(logits=torch.zeros(2, 3, 8)), "logits"),
+}
+
+
+@pytest.mark.parametrize("changes, word", ROUTE_ERRORS.values(), ids=ROUTE_ERRORS)
+def test_route_refuses(changes, word):
+    how = dict(logits=GRID, top_k=2) | changes
+    says(lambda: O.route(**how), word)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_route_names_the_first_token_that_is_not_finite(value, dtype):
+    logits = torch.zeros(40, 8, dtype=dtype)
+    logits[37, 2], logits[23, 7] = value, value
+    line = says(lambda: O.route(logits, 2), "logits", "23")
+    assert "37" not in line
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ((8, 2, 4, 1.0), 4), ((8, 2, 4, 1.25), 5), ((9, 2, 4, 1.0), 5), ((9, 1, 4, 1.0), 3),
+        ((1, 1, 64, 1.0), 1), ((1, 1, 64, 0.001), 1), ((0, 2, 4, 1.0), 1), ((8, 2, 4, 0.5), 2),
+        ((4096, 8, 256, 2), 256), ((7, 3, 5, 1.5), 7), ((8, 2, 4, 100.0), 400),
+    ],
+)  # fmt: skip
+def test_capacity_of(sizes, expected):
+    got = O.capacity_of(*sizes)
+    assert got == expected and type(got) is int
+
+
+@pytest.mark.parametrize("factor", [0, 0.0, -1.0])
+def test_capacity_of_refuses(factor):
+    says(lambda: O.capacity_of(8, 2, 4, factor), "factor")
+
+
+def random_slots(seed: int, n: int, k: int, n_experts: int, nobody=0.2, doubles=False):
+    """Weights from a grid of few (ties), ids some of which are nobody, perhaps twice in a row."""
+    g = rng(seed)
+    weights = torch.randint(0, 4, (n, k), generator=g) / 4
+    if doubles or k > n_experts:
+        ids = torch.randint(0, n_experts, (n, k), generator=g)
+    else:
+        ids = torch.rand(n, n_experts, generator=g).argsort(1)[:, :k]
+    return weights, ids.masked_fill(torch.rand(n, k, generator=g) < nobody, -1)
+
+
+def slow_limit(weights, ids, n_experts, capacity, by):
+    """{(token, k)} of the slots that stay."""
+    kept = set()
+    for e in range(n_experts):
+        slots = [tuple(s) for s in (ids == e).nonzero().tolist()]
+        if by == "weight":
+            slots.sort(key=lambda s: (-weights[s].item(), s))
+        kept |= set(slots[:capacity])
+    return kept
+
+
+@pytest.mark.parametrize("by", ["order", "weight"])
+def test_limit_capacity_drops_what_it_says(by):
+    """Against a plain reference with many ties; what stays is untouched; nothing where all fits."""
+    r = random.Random(1)
+    for seed in range(60):
+        n, k, n_experts = r.randint(1, 12), r.randint(1, 4), r.randint(1, 7)
+        weights, ids = random_slots(seed, n, k, n_experts, doubles=seed % 3 == 0)
+        given, capacity = (weights.clone(), ids.clone()), r.randint(1, 5)
+        w, i = O.limit_capacity(weights, ids, n_experts, capacity, by=by)
+        assert torch.equal(weights, given[0]) and torch.equal(ids, given[1])  # not in place
+        assert w.shape == i.shape == ids.shape and w.dtype == weights.dtype and i.dtype == ids.dtype
+        kept = slow_limit(weights, ids, n_experts, capacity, by)
+        for s in ((a, b) for a in range(n) for b in range(k)):
+            if s in kept:
+                assert (w[s], i[s]) == (weights[s], ids[s]), (seed, s)
+            elif ids[s] >= 0:
+                assert w[s] == 0 and i[s] == -1, (seed, s)
+            else:
+                assert i[s] == -1
+        w, i = O.limit_capacity(weights, ids, n_experts, n * k, by=by)
+        assert torch.equal(i, ids) and torch.equal(w[ids >= 0], weights[ids >= 0])
+
+
+@pytest.mark.parametrize("by", ["order", "weight"])
+def test_limit_capacity_default_empty_and_gradients(by):
+    """By order if not told; no tokens, all nobody's; gradients pass where a slot stays."""
+    weights, ids = random_slots(0, 20, 3, 4)
+    plain = O.limit_capacity(weights, ids, 4, 3)
+    ordered = O.limit_capacity(weights, ids, 4, 3, by="order")
+    assert torch.equal(plain[0], ordered[0]) and torch.equal(plain[1], ordered[1])
+    w, i = O.limit_capacity(weights[:0], ids[:0], 4, 3, by=by)
+    assert w.shape == i.shape == (0, 3)
+    w, i = O.limit_capacity(weights, torch.full_like(ids, -1), 4, 1, by=by)
+    assert (i == -1).all()
+    weights = (weights + 1).requires_grad_()
+    w, i = O.limit_capacity(weights, ids, 4, 3, by=by)
+    w.sum().backward()
+    live = (i >= 0).float()
+    assert torch.equal(weights.grad[ids >= 0], live[ids >= 0]) and live.sum() == 12
+
+
+@pytest.mark.parametrize("scoring", [None, "softmax", "sigmoid"])
+def test_expert_choice_equals_plain_python(scoring):
+    """Each expert takes exactly its capacity, the best tokens by score; scores are the weights."""
+    how = {} if scoring is None else dict(scoring=scoring)
+    for seed, (n, n_experts) in enumerate([(1, 1), (9, 4), (17, 6), (5, 16)]):
+        logits = randn(seed, n, n_experts) * 2
+        scores = [slow_scores(row, scoring or "softmax") for row in logits.double().tolist()]
+        for capacity in {1, max(1, n // 2), n}:
+            weights, ids = O.expert_choice(logits, capacity, **how)
+            assert weights.dtype == torch.float32 and ids.dtype == torch.int64
+            assert weights.shape == ids.shape == (n, n_experts)
+            for e in range(n_experts):
+                best = sorted(range(n), key=lambda t: -scores[t][e])[:capacity]
+                for t in range(n):
+                    taken = t in best
+                    assert ids[t, e] == (e if taken else -1)
+                    assert weights[t, e].item() == pytest.approx(
+                        scores[t][e] if taken else 0, rel=1e-5
+                    )
+            assert O.count_experts(ids, n_experts).tolist() == [capacity] * n_experts
+    for capacity in (0, -1, n + 1):
+        says(lambda: O.expert_choice(logits, capacity, **how), "capacity")
+
+
+def test_expert_choice_runs_and_trains():
+    """Its slots go through the experts; gradients reach the logits as through the plain loop."""
+    x, _, _, *stacks = arguments(0, 11, 16, 8, 4, 2)
+    found = []
+    for experts in (O.grouped_experts, M.loop_experts):
+        logits = randn(2, 11, 4).requires_grad_()
+        o = experts(x, *O.expert_choice(logits, 5), *stacks)
+        o.square().sum().backward()
+        found.append((o.detach(), logits.grad))
+    assert all(relative(a, b) < 1e-5 for a, b in zip(*found)) and found[0][1].norm() > 0
+    bf16, fp32 = (O.expert_choice(logits.detach().to(d), 5) for d in (torch.bfloat16, torch.float))
+    assert bf16[0].dtype == torch.float32 and fp32[0].dtype == torch.float32
+
+
+# --------------------------------------------------------------------------------------------------
+# Balancing
+# --------------------------------------------------------------------------------------------------
+
+
+def test_router_probs():
+    logits = randn(0, 3, 5, 8) * 3
+    sigmoid = logits.double().sigmoid()
+    expected = {"softmax": logits.double().softmax(-1)}
+    expected["sigmoid"] = sigmoid / sigmoid.sum(-1, keepdim=True)
+    torch.testing.assert_close(O.router_probs(logits), O.router_probs(logits, "softmax"))
+    for scoring, want in expected.items():
+        got = O.router_probs(logits, scoring)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-8)
+    half = logits.bfloat16()
+    torch.testing.assert_close(
+        O.router_probs(half).double(), half.double().softmax(-1), rtol=1e-5, atol=1e-8
+    )
+
+
+def test_router_probs_of_very_low_scores_are_finite():
+    """A sigmoid that underflows everywhere leaves neither NaN nor a NaN gradient."""
+    logits = torch.full((2, 4), -200.0, requires_grad=True)
+    probs = O.router_probs(logits, "sigmoid")
+    probs.sum().backward()
+    assert probs.isfinite().all() and logits.grad.isfinite().all()
+
+
+def test_count_experts():
+    for shape in ((20, 3), (0, 3), (60,), (4, 5, 3)):
+        ids = torch.randint(-1, 6, shape, generator=rng(0))
+        got = O.count_experts(ids, 9)
+        assert got.dtype == torch.int64 and got.shape == (9,)
+        assert got.tolist() == [(ids == e).sum().item() for e in range(9)]
+    assert O.count_experts(torch.full((4, 2), -1), 3).tolist() == [0, 0, 0]
+
+
+def slow_balance(probs: torch.Tensor, ids: torch.Tensor) -> float:
+    """probs (N, E), ids (N, K): sum_e f_e P_e by its formula."""
+    n, n_experts = probs.shape
+    total = 0.0
+    for e in range(n_experts):
+        f = n_experts / ids.numel() * (ids == e).sum().item()
+        total += f * sum(probs[:, e].double().tolist()) / n
+    return total
+
+
+def test_balance_loss_by_hand():
+    """The formula; its mean over sequences; 1 when even; E when all goes to one."""
+    for seed, (n, n_experts, k) in enumerate([(1, 1, 1), (7, 4, 2), (33, 16, 4), (5, 40, 3)]):
+        logits = randn(seed, 3, 2, n, n_experts)
+        probs, ids = O.router_probs(logits), logits.topk(k).indices
+        one = O.balance_loss(probs[0, 0], ids[0, 0])
+        assert one.dim() == 0 and one.dtype == torch.float32
+        assert one.item() == pytest.approx(slow_balance(probs[0, 0], ids[0, 0]), rel=1e-5)
+        each = [slow_balance(probs[b, c], ids[b, c]) for b in range(3) for c in range(2)]
+        whole = O.balance_loss(probs, ids).item()
+        assert whole == pytest.approx(sum(each) / 6, rel=1e-5)
+    even = torch.arange(8).view(8, 1) % 4
+    skewed = randn(9, 8, 4).softmax(-1)
+    assert O.balance_loss(torch.full((8, 4), 0.25), even).item() == pytest.approx(1)
+    assert O.balance_loss(skewed, even).item() == pytest.approx(1)  # f is 1 for all
+    alone = F.one_hot(torch.zeros(8, dtype=torch.long), 4).float()
+    assert O.balance_loss(alone, torch.zeros(8, 1, dtype=torch.long)).item() == pytest.approx(4)
+
+
+def test_balance_loss_sequence_wise_differs_from_batch_wise():
+    """Two sequences, each skewed, together even: 1 over the batch, 2 by sequence."""
+    ids = torch.tensor([[[0], [0]], [[1], [1]]])
+    probs = F.one_hot(ids[..., 0], 2).float()
+    assert O.balance_loss(probs, ids).item() == pytest.approx(2)
+    assert O.balance_loss(probs.flatten(0, 1), ids.flatten(0, 1)).item() == pytest.approx(1)
+
+
+def test_balance_loss_takes_counts():
+    """Counts of all ranks in place of the ids' own; per sequence too; nobody is not counted."""
+    logits = randn(0, 2, 9, 6)
+    probs, ids = O.router_probs(logits), logits.topk(2).indices
+    counts = torch.stack([O.count_experts(i, 6) for i in ids])
+    plain = O.balance_loss(probs, ids)
+    torch.testing.assert_close(O.balance_loss(probs, ids, counts), plain)
+    torch.testing.assert_close(O.balance_loss(probs, ids, counts=counts * 7), plain)
+    other = torch.tensor([[5, 0, 0, 1, 0, 0], [0, 3, 3, 0, 0, 0]])
+    want = sum(
+        6 * (other[b] / other[b].sum() * probs[b].double().mean(0)).sum().item() for b in (0, 1)
+    )
+    assert O.balance_loss(probs, ids, counts=other).item() == pytest.approx(want / 2, rel=1e-5)
+    assert O.balance_loss(probs, ids, counts=other.float()).item() == pytest.approx(want / 2)
+    holes = ids.masked_fill(torch.rand(ids.shape, generator=rng(1)) < 0.3, -1)
+    counted = torch.stack([O.count_experts(i, 6) for i in holes])
+    torch.testing.assert_close(
+        O.balance_loss(probs, holes), O.balance_loss(probs, holes, counts=counted)
+    )
+    assert O.balance_loss(probs, torch.full_like(ids, -1)).isfinite()
+
+
+def test_balance_loss_gradient_is_that_of_the_formula():
+    """f_e / N on every probability; nothing else has one. It evens a router out."""
+    probs = randn(0, 3, 8, 5).softmax(-1).requires_grad_()
+    ids = probs.detach().topk(2).indices
+    O.balance_loss(probs, ids).backward()
+    f = torch.stack([O.count_experts(i, 5) for i in ids]) * 5 / 16
+    torch.testing.assert_close(probs.grad, (f / 8 / 3)[:, None].expand(3, 8, 5), rtol=1e-5, atol=0)
+    half = probs.detach().bfloat16().requires_grad_()
+    loss = O.balance_loss(half, ids)
+    loss.backward()
+    assert loss.dtype == torch.float32 and half.grad.isfinite().all()
+    offsets = torch.linspace(-2, 2, 8).requires_grad_()
+    noise = randn(1, 512, 8)
+    for _ in range(60):
+        logits = noise + offsets
+        loss = O.balance_loss(O.router_probs(logits), O.route(logits, 2)[1])
+        (grad,) = torch.autograd.grad(loss, offsets)
+        with torch.no_grad():
+            offsets -= 2.0 * grad
+    assert offsets.max() - offsets.min() < 1.0 and loss.item() < 1.05
+
+
+def test_z_loss():
+    logits = randn(0, 4, 7, 9) * 5
+    want = logits.double().logsumexp(-1).square().mean().item()
+    assert O.z_loss(logits).item() == pytest.approx(want, rel=1e-5) and O.z_loss(logits).dim() == 0
+    half = logits.bfloat16()
+    want = half.double().logsumexp(-1).square().mean().item()
+    assert O.z_loss(half).item() == pytest.approx(want, rel=1e-5)
+    large = torch.full((2, 4), 1e4, requires_grad=True)
+    O.z_loss(large).backward()
+    assert large.grad.isfinite().all() and large.grad.norm() > 0
+
+
+def test_update_bias_moves_against_the_load_by_its_speed():
+    bias = torch.tensor([0.5, -0.25, 0.0, 1.0])
+    where = bias.data_ptr()
+    assert O.update_bias_(bias, torch.tensor([9, 1, 5, 5]), 0.125) is None
+    assert bias.tolist() == [0.375, -0.125, 0.0, 1.0] and bias.data_ptr() == where
+    O.update_bias_(bias, torch.tensor([1.5, 2.5, 2.0, 2.0]), 0.125)
+    assert bias.tolist() == [0.5, -0.25, 0.0, 1.0]
+    O.update_bias_(bias, torch.zeros(4, dtype=torch.int64), 0.125)
+    assert bias.tolist() == [0.5, -0.25, 0.0, 1.0]
+    weight = nn.Parameter(torch.zeros(2))  # a leaf that takes gradients is updated all the same
+    with torch.no_grad():
+        O.update_bias_(weight, torch.tensor([1, 0]), 1.0)
+    assert weight.tolist() == [-1, 1]
+
+
+def test_update_bias_sees_small_differences_of_large_counts():
+    """A billion tokens, one apart: fp32 would call that even."""
+    bias = torch.zeros(2)
+    O.update_bias_(bias, torch.tensor([2**30 + 1, 2**30 - 1]), 1.0)
+    assert bias.tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize("speed, steps", [(0.02, 250)])
+def test_the_correction_balances_a_skewed_router(speed, steps):
+    """Aux-loss-free balancing (arXiv:2408.15664): fixed offsets, fresh noise every step. Before,
+    the worst expert has several times the mean; after, under 1.2 times; weights never see it."""
+    n_experts, top_k, g = 16, 2, rng(0)
+    offsets, bias = torch.randn(n_experts, generator=g), torch.zeros(n_experts)
+
+    def batch(n: int) -> torch.Tensor:
+        return offsets + torch.randn(n, n_experts, generator=g)
+
+    def load(logits: torch.Tensor) -> float:
+        _, ids = O.route(logits, top_k, scoring="sigmoid", renormalize=True, bias=bias)
+        return O.load_statistics(O.count_experts(ids, n_experts))["max_over_mean"]
+
+    assert load(batch(4096)) > 2
+    for step in range(steps):
+        _, ids = O.route(batch(256), top_k, scoring="sigmoid", renormalize=True, bias=bias)
+        O.update_bias_(bias, O.count_experts(ids, n_experts), speed / (1 + 8 * step / steps))
+    logits = batch(4096)
+    assert load(logits) < 1.2 and bias.abs().max() > 0.1
+    weights, ids = O.route(logits, top_k, scoring="sigmoid", renormalize=True, bias=bias)
+    scores = logits.sigmoid().gather(1, ids)
+    torch.testing.assert_close(weights, scores / scores.sum(-1, keepdim=True), rtol=1e-5, atol=1e-7)
+
+
+def test_load_statistics():
+    def entropy(counts: list[float]) -> float:
+        share = [c / sum(counts) for c in counts if c]
+        return -sum(p * math.log(p) for p in share) / math.log(len(counts))
+
+    got = O.load_statistics(torch.tensor([4, 4, 4, 4]))
+    assert got == pytest.approx(dict(max_over_mean=1.0, entropy=1.0, dead=0.0))
+    assert all(type(v) is float for v in got.values())
+    got = O.load_statistics(torch.tensor([8, 0, 0, 0]))
+    assert got == pytest.approx(dict(max_over_mean=4.0, entropy=0.0, dead=3.0), abs=1e-6)
+    layers = [[5, 3, 1, 7], [2, 2, 2, 2], [0, 9, 8, 0]]
+    got = O.load_statistics(torch.tensor(layers))
+    worst = dict(max_over_mean=9 / 4.25, entropy=min(map(entropy, layers)), dead=2.0)
+    assert got == pytest.approx(worst, abs=1e-6)
+    for shape in ((6,), (3, 6)):
+        got = O.load_statistics(torch.zeros(shape, dtype=torch.int64))
+        assert got == dict(max_over_mean=0.0, entropy=0.0, dead=float(math.prod(shape)))
+    got = O.load_statistics(torch.tensor([[0, 0], [3, 1]]))  # a layer that saw nothing
+    assert got["dead"] == 2 and all(map(math.isfinite, got.values()))
+    got = O.load_statistics(torch.tensor([7]))  # one expert is even
+    assert got == pytest.approx(dict(max_over_mean=1.0, entropy=1.0, dead=0.0))
+    got = O.load_statistics(torch.tensor([2.5, 1.5]))  # averaged over ranks
+    assert got["max_over_mean"] == pytest.approx(1.25)
+
+
+def test_balancing_by_what_the_model_shows():
+    """MoE.observe's logits (B, T, E) and ids (B, T, K) go into the sequence-wise loss as they are;
+    its gradient reaches the router."""
+    config = latent(n_mtp_layers=0)
+    model = random_model(config).requires_grad_(True)
+    seen = []
+    for layer in model.layers[1:]:
+        layer.mlp.observe = lambda logits, ids: seen.append((logits, ids))
+    model(random_tokens(config, 2, 11))
+    assert [(a.shape, b.shape) for a, b in seen] == [((2, 11, 8), (2, 11, 3))] * 2
+    sum(O.balance_loss(O.router_probs(a, "sigmoid"), b) for a, b in seen).backward()
+    assert all(layer.mlp.router.grad.norm() > 0 for layer in model.layers[1:])
+
+
+# --------------------------------------------------------------------------------------------------
+# Experts
+# --------------------------------------------------------------------------------------------------
+
+
+def some_ids(pattern: str, n: int, k: int, e: int, g: torch.Generator) -> torch.Tensor:
+    if pattern == "one":
+        return torch.full((n, k), e // 2)
+    if pattern == "last":
+        return torch.full((n, k), e - 1)
+    if pattern == "none":
+        return torch.full((n, k), -1)
+    if pattern == "twice":  # every slot of a row is the same expert
+        return torch.randint(0, e, (n, 1), generator=g).expand(n, k).clone()
+    if pattern == "ends":  # most experts are empty
+        return torch.randint(0, 2, (n, k), generator=g) * (e - 1)
+    if pattern == "skew":  # nearly all on one, one token each on others
+        ids = torch.zeros(n, k, dtype=torch.long)
+        ids[: min(n, e), 0] = torch.arange(min(n, e))
+        return ids
+    ids = torch.rand(n, e, generator=g).argsort(1)[:, :k]
+    ids = ids if k <= e else torch.randint(0, e, (n, k), generator=g)
+    if pattern == "holes":
+        ids = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.4, -1)
+    return ids
+
+
+def arguments(seed: int, n: int, c: int, f: int, e: int, k: int, pattern="random", dtype=None):
+    """x, weights (fp32), ids, w_gate_up, w_down; outputs of the size of the inputs."""
+    g = rng(seed)
+    x = torch.randn(n, c, generator=g)
+    weights = torch.rand(n, k, generator=g) + 0.1
+    ids = some_ids(pattern, n, k, e, g)
+    gate_up = torch.randn(e, 2 * f, c, generator=g) * 2 / c**0.5
+    down = torch.randn(e, c, f, generator=g) * 2 / f**0.5
+    return [t.to(dtype or t.dtype) if i in (0, 3, 4) else t for i, t in
+            enumerate((x, weights, ids, gate_up, down))]  # fmt: skip
+
+
+def experts_outcome(experts, args, wanted=MOE_ARGUMENTS, pull=None) -> dict:
+    """The output and the gradients of a fixed random combination of it."""
+    leaves = dict(zip(("x", "weights", "ids", "w_gate_up", "w_down"), args))
+    leaves = {k: v.detach().clone() if v.is_contiguous() else v.detach() for k, v in leaves.items()}
+    for name in wanted:
+        leaves[name].requires_grad_()
+    o = experts(*leaves.values())
+    assert o.shape == args[0].shape and o.dtype == args[0].dtype
+    pull = randn(99, *o.shape).to(o.dtype) if pull is None else pull(o)
+    if o.requires_grad:
+        o.backward(pull)
+    grads = {n: leaves[n].grad for n in wanted}  # None: as good as zeros
+    grads = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in grads.items()}
+    return {"o": o.detach()} | grads
+
+
+def loop_in_fp64(args, wanted=MOE_ARGUMENTS) -> dict:
+    """The plain loop in fp64."""
+    return experts_outcome(
+        M.loop_experts, [t.double() if t.is_floating_point() else t for t in args], wanted
+    )
+
+
+def experts_agree(got: dict, want: dict, limit: float = 1e-5) -> None:
+    assert got.keys() == want.keys()
+    for name, b in want.items():
+        a = got[name]
+        assert a.shape == b.shape, name
+        if not b.numel():
+            continue
+        if b.norm() == 0:
+            assert (a == 0).all(), name
+        else:
+            assert relative(a.double(), b.double()) <= limit, (
+                name, relative(a.double(), b.double())
+            )  # fmt: skip
+
+
+def grouped_by(backend: str, **more):
+    return partial(O.grouped_experts, backend=backend, **more)
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Memory that torch.empty gives out holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SHAPES = {  # n, c, f, e, k
+    "one": (1, 16, 8, 1, 1),
+    "two": (2, 40, 24, 3, 2),
+    "ragged": (37, 40, 24, 5, 3),
+    "wide": (130, 80, 72, 2, 1),
+    "many-experts": (5, 16, 8, 40, 4),
+    "dense": (9, 32, 40, 4, 4),
+    "one-expert": (21, 16, 24, 1, 1),
+    "one-token": (1, 48, 56, 6, 4),
+    "narrow": (12, 72, 8, 3, 1),
+}
+ODD_WIDTHS = {"odd": (37, 18, 10, 3, 2), "prime": (13, 17, 9, 5, 3), "tiny": (3, 1, 1, 2, 2)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_equal_the_loop(backend, shape):
+    """Output and all four gradients, in fp32, with memory poisoned."""
+    args = arguments(0, *shape)
+    with poisoned():
+        got = experts_outcome(grouped_by(backend), args)
+    experts_agree(got, loop_in_fp64(args))
+
+
+@pytest.mark.parametrize("shape", ODD_WIDTHS.values(), ids=ODD_WIDTHS)
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+def test_experts_of_odd_widths_equal_the_loop(backend, shape):
+    args = arguments(1, *shape)
+    with poisoned():
+        got = experts_outcome(grouped_by(backend), args)
+    experts_agree(got, loop_in_fp64(args))
+
+
+@pytest.mark.parametrize("shape", ODD_WIDTHS.values(), ids=ODD_WIDTHS)
+def test_grouped_mm_of_odd_widths_is_right_or_refused(shape):
+    """torch._grouped_mm wants rows of multiples of 16 bytes: then right, or a ValueError."""
+    args = arguments(1, *shape)
+    try:
+        got = experts_outcome(grouped_by("grouped_mm"), args)
+    except ValueError as e:
+        assert "\n" not in str(e)
+    else:
+        experts_agree(got, loop_in_fp64(args))
+
+
+@pytest.mark.parametrize("pattern", ["one", "last", "none", "twice", "ends", "skew", "holes"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_of_any_load_equal_the_loop(backend, pattern):
+    """All tokens on one expert, most experts empty, nobody's slots, one expert for all slots of a
+    row. Gradients of experts that no token met are exact zeros; nobody's weights get none."""
+    args = arguments(2, 45, 24, 16, 6, 3, pattern)
+    with poisoned():
+        got = experts_outcome(grouped_by(backend), args)
+    experts_agree(got, loop_in_fp64(args))
+    unmet = [e for e in range(6) if not (args[2] == e).any()]
+    assert all((got[name][unmet] == 0).all() for name in ("w_gate_up", "w_down"))
+    assert (got["weights"][args[2] < 0] == 0).all()
+    assert (got["o"][(args[2] < 0).all(1)] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_without_tokens(backend):
+    """N = 0: an empty output, zero gradients."""
+    args = arguments(0, 0, 16, 8, 3, 2)
+    with poisoned():
+        got = experts_outcome(grouped_by(backend), args)
+    assert got["o"].shape == (0, 16) and got["x"].shape == (0, 16)
+    assert all((got[name] == 0).all() for name in ("w_gate_up", "w_down"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_graph_is_whole_where_nobody_comes(backend):
+    """No tokens, or none that an expert takes: backward runs all the same, as on the ranks that
+    wait for this one."""
+    for args in (arguments(0, 0, 16, 8, 3, 2), arguments(0, 5, 16, 8, 3, 2, "none")):
+        leaves = [t.requires_grad_() if t.is_floating_point() else t for t in args]
+        o = grouped_by(backend)(*leaves)
+        assert o.requires_grad
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nobodys_slot_adds_nothing_whatever_its_weight(backend):
+    """NaN or infinite weights there, NaN in a row of x that no expert takes."""
+    args = arguments(3, 20, 16, 8, 4, 2, "holes")
+    args[2][5] = -1
+    want = loop_in_fp64(args)
+    nobody = args[2] < 0
+    assert nobody[5].all() and not nobody.all()
+    args[1] = args[1].masked_fill(nobody, math.nan)
+    args[1][nobody.nonzero()[0, 0], nobody.nonzero()[0, 1]] = math.inf
+    args[0][5] = math.nan
+    got = experts_outcome(grouped_by(backend), args)
+    experts_agree(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_stays_in_its_row(backend):
+    """x of one token NaN, the weight of another infinite: all other rows are as they were."""
+    args = arguments(4, 33, 16, 24, 3, 2)
+    want = grouped_by(backend)(*args)
+    args[0][7, 3], args[1][11, 1] = math.nan, math.inf
+    got = grouped_by(backend)(*args)
+    rest = [i for i in range(33) if i not in (7, 11)]
+    assert got[7].isnan().all() and not got[11].isfinite().any()
+    torch.testing.assert_close(got[rest], want[rest], rtol=1e-6, atol=1e-6)
+
+
+def holed(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers, each row in memory followed by others."""
+    wide = torch.full((*t.shape[:-1], t.shape[-1] + 3), 7).to(t)
+    wide[..., : t.shape[-1]] = t
+    return wide[..., : t.shape[-1]]
+
+
+def turned(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers, last two dimensions swapped in memory."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@pytest.mark.parametrize("layout", [holed, turned])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_take_any_strides(backend, layout):
+    """Views with gaps, transposed stacks; an output gradient expanded (stride 0) or transposed."""
+    plain = arguments(5, 19, 24, 16, 3, 2)
+    args = [layout(t) for t in plain]
+    assert not any(t.is_contiguous() for t in args)
+    want = loop_in_fp64(plain)
+    experts_agree(experts_outcome(grouped_by(backend), args), want)
+    experts_agree(
+        experts_outcome(grouped_by(backend), args, pull=lambda o: turned(randn(99, *o.shape))), want
+    )
+    ones = experts_outcome(grouped_by(backend), args, pull=lambda o: torch.ones(()).expand(o.shape))
+    double = [t.double() if t.is_floating_point() else t for t in plain]
+    experts_agree(ones, experts_outcome(M.loop_experts, double, pull=torch.ones_like))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_expanded_weights_and_ids(backend):
+    """One weight for all slots, one row of ids for all tokens: strides of 0."""
+    args = arguments(6, 15, 16, 8, 4, 2)
+    args[1] = torch.tensor(0.5).expand(15, 2)
+    args[2] = torch.tensor([[2, 0]]).expand(15, 2)
+    args[0] = args[0][:1].expand(15, 16)
+    plain = [t.contiguous() for t in args]
+    o = grouped_by(backend)(*args)
+    assert relative(o.double(), loop_in_fp64(plain, ())["o"]) < 1e-5
+
+
+HALF = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
+HALVES = [("triton", torch.float16), ("auto", torch.float16), ("auto", torch.bfloat16)]
+HALVES += [(b, d) for b in ("torch", "grouped_mm") for d in HALF]
+
+
+@pytest.mark.parametrize("routing", ["fp32", "half"])
+@pytest.mark.parametrize("backend, dtype", HALVES, ids=lambda v: str(v).removeprefix("torch."))
+def test_experts_in_half_precision(backend, dtype, routing):
+    """Out comes x's dtype; close to the exact result, near as close as the plain loop; gradients
+    in the dtypes of what they belong to."""
+    args = arguments(7, 37, 40, 24, 5, 3, dtype=dtype)
+    args[1] = args[1].to(dtype) if routing == "half" else args[1]
+    want = loop_in_fp64(args)
+    got, loop = experts_outcome(grouped_by(backend), args), experts_outcome(M.loop_experts, args)
+    leaves = dict(zip(("x", "weights", "ids", "w_gate_up", "w_down"), args))
+    assert got["o"].dtype == dtype and all(got[n].dtype == leaves[n].dtype for n in MOE_ARGUMENTS)
+    for name, b in want.items():
+        error = relative(got[name].double(), b)
+        assert error < max(HALF[dtype], 1.5 * relative(loop[name].double(), b)), (name, error)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_experts_in_fp64(backend):
+    """auto takes what its kernels do not."""
+    args = [t.double() if t.is_floating_point() else t for t in arguments(8, 12, 16, 8, 3, 2)]
+    experts_agree(experts_outcome(grouped_by(backend), args), loop_in_fp64(args), 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["torch", "grouped_mm", "auto"])
+def test_experts_under_autocast(backend):
+    """Master weights in fp32 under bf16 autocast, as in train.py: x's dtype out, gradients in
+    the dtypes of the parameters, no further from exact than bf16 is."""
+    for x_dtype in (torch.float32, torch.bfloat16):
+        args = arguments(9, 30, 32, 16, 4, 2)
+        args[0] = args[0].to(x_dtype)
+
+        def under(*given):
+            with torch.autocast("cpu", torch.bfloat16):
+                return grouped_by(backend)(*given)
+
+        got, want = experts_outcome(under, args), loop_in_fp64(args)
+        assert got["w_gate_up"].dtype == torch.float32
+        for name, b in want.items():
+            assert relative(got[name].double(), b) < 2e-2, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_token_is_dropped(backend):
+    """Experts that give 1 to every token: the output counts the slots, however skewed the load."""
+    n, c, f, e, k = 90 if backend == "triton" else 300, 16, 8, 5, 3
+    x = torch.full((n, c), 1 / c)
+    gate_up = torch.cat((torch.ones(e, f, c), torch.full((e, f, c), 1 / F.silu(torch.ones(())))), 1)
+    down = torch.full((e, c, f), 1 / f)
+    for pattern in ("one", "skew", "holes"):
+        ids = some_ids(pattern, n, k, e, rng(0))
+        o = grouped_by(backend)(x, torch.ones(n, k), ids, gate_up, down)
+        slots = (ids >= 0).sum(1, keepdim=True).float().expand(n, c)
+        torch.testing.assert_close(o, slots, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_are_deterministic(backend):
+    """The same bits twice, forward and backward, with an allocator in another state."""
+    args = arguments(10, 61, 24, 16, 3, 2, "holes")
+    first = experts_outcome(grouped_by(backend), args)
+    held = [torch.full((i * 37 + 5,), 3.0) for i in range(20)]
+    second = experts_outcome(grouped_by(backend), args)
+    assert len(held) == 20 and all(torch.equal(a, second[name]) for name, a in first.items())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_in_another_order_give_rows_in_that_order(backend):
+    """A row does not depend on its neighbours, nor on the order of its slots."""
+    args = arguments(11, 61, 24, 16, 3, 3, "holes")
+    order = torch.randperm(61, generator=rng(0))
+    o = grouped_by(backend)(*args)
+    moved = grouped_by(backend)(*(t[order] for t in args[:3]), *args[3:])
+    torch.testing.assert_close(moved, o[order], rtol=1e-6, atol=1e-6)
+    if backend == "triton":
+        assert torch.equal(moved, o[order])
+    flipped = grouped_by(backend)(args[0], args[1].flip(1), args[2].flip(1), *args[3:])
+    torch.testing.assert_close(flipped, o, rtol=1e-5, atol=1e-6)
+    some = grouped_by(backend)(*(t[17:40] for t in args[:3]), *args[3:])
+    torch.testing.assert_close(some, o[17:40], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pattern", ["random", "holes", "twice"])
+def test_gradcheck(pattern):
+    args = arguments(12, 5, 4, 3, 3, 2, pattern)
+    args = [t.double() if t.is_floating_point() else t for t in args]
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in args]
+    assert torch.autograd.gradcheck(grouped_by("torch"), leaves)
+
+
+def test_experts_under_torch_func():
+    """torch.func.grad of the plain backend gives autograd's gradients."""
+    x, weights, ids, *stacks = arguments(13, 9, 16, 8, 3, 2)
+
+    def loss(x, weights, gate_up, down):
+        return grouped_by("torch")(x, weights, ids, gate_up, down).square().sum()
+
+    got = torch.func.grad(loss, argnums=(0, 1, 2, 3))(x, weights, *stacks)
+    leaves = [t.clone().requires_grad_() for t in (x, weights, *stacks)]
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    assert all(relative(a, b) < 1e-6 for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_without_gradients(backend):
+    """no_grad, inference_mode, tensors made in it, and nothing that asks for gradients."""
+    args = arguments(14, 13, 16, 8, 3, 2)
+    want = loop_in_fp64(args, ())["o"]
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in args]
+    with torch.no_grad():
+        o = grouped_by(backend)(*leaves)
+    assert not o.requires_grad and relative(o.double(), want) < 1e-5
+    with torch.inference_mode():
+        o = grouped_by(backend)(*leaves)
+        made = grouped_by(backend)(*(t.clone() for t in args))
+    assert not o.requires_grad and torch.equal(o, made) and relative(o.double(), want) < 1e-5
+    assert not grouped_by(backend)(*args).requires_grad
+    assert grouped_by(backend)(*leaves).requires_grad
+
+
+SUBSETS = [s for n in range(5) for s in combinations(MOE_ARGUMENTS, n)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_some_inputs_alone(backend):
+    """Frozen stacks, x from frozen layers, and so on: those asked for are right, others None."""
+    args = arguments(15, 18, 16, 24, 4, 2, "holes")
+    want = loop_in_fp64(args)
+    few = [("x",), ("weights",), ("x", "weights"), ("w_gate_up",), ("w_down",)]
+    for wanted in few if backend == "triton" else SUBSETS:
+        got = experts_outcome(grouped_by(backend), args, wanted)
+        experts_agree(got, {name: want[name] for name in ("o", *wanted)})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_under_checkpoint(backend, reentrant):
+    args = arguments(16, 18, 16, 24, 4, 2)
+    got = experts_outcome(
+        lambda *a: checkpoint(grouped_by(backend), *a, use_reentrant=reentrant), args
+    )
+    experts_agree(got, loop_in_fp64(args))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_calls_in_one_graph(backend):
+    """Stacks shared by two layers accumulate; backward through retained graphs gives the same."""
+    x, weights, ids, *stacks = arguments(17, 11, 16, 8, 3, 2)
+
+    def loss(experts, cast):
+        leaves = [cast(t).requires_grad_() for t in (x, weights, *stacks)]
+        y = experts(leaves[0], leaves[1], ids, *leaves[2:])
+        total = experts(y, leaves[1], ids.flip(0), *leaves[2:]).square().sum()
+        first = torch.autograd.grad(total, leaves, retain_graph=True)
+        return first, torch.autograd.grad(total, leaves)
+
+    first, second = loss(grouped_by(backend), torch.clone)
+    want, _ = loss(M.loop_experts, torch.Tensor.double)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert all(relative(a.double(), b) < 1e-5 for a, b in zip(first, want))
+
+
+def test_linear_is_how_experts_multiply():
+    """`linear` is called once for each stack of each expert in use, for the rows of its slots."""
+    args = arguments(18, 25, 16, 8, 6, 2, "holes")
+    args[2][args[2] == 3] = -1
+    calls = []
+
+    def linear(rows, stack, e):
+        calls.append((int(e), len(rows), stack is args[3]))
+        return 2 * F.linear(rows, stack[e])
+
+    got = grouped_by("torch", linear=linear)(*args)
+    want = M.loop_experts(*args[:3], 2 * args[3], 2 * args[4])
+    assert relative(got, want) < 1e-5
+    used = sorted(set(args[2][args[2] >= 0].tolist()))
+    assert (
+        sorted(e for e, _, up in calls if up) == used == sorted(e for e, _, up in calls if not up)
+    )
+    assert sum(n for _, n, up in calls if up) == (args[2] >= 0).sum()
+    calls.clear()
+    try:
+        got = grouped_by("auto", linear=linear)(*args)
+    except ValueError:
+        return
+    assert calls and relative(got, want) < 1e-5  # not passed over in silence
+
+
+def broken(**changes) -> list[torch.Tensor]:
+    args = dict(zip(("x", "weights", "ids", "w_gate_up", "w_down"), arguments(0, 6, 16, 8, 3, 2)))
+    return list((args | changes).values())
+
+
+def ids_of(*special: int) -> torch.Tensor:
+    ids = torch.zeros(6, 2, dtype=torch.long)
+    for i, v in enumerate(special):
+        ids[i + 2, 1] = v
+    return ids
+
+
+SHAPE_ERRORS = {
+    "x-1d": (dict(x=torch.zeros(16)), "x"),
+    "x-3d": (dict(x=torch.zeros(2, 3, 16)), "x"),
+    "x-width": (dict(x=torch.zeros(6, 15)), "x|w_gate_up"),
+    "x-rows": (dict(x=torch.zeros(7, 16)), "x|weights|ids"),
+    "weights-k": (dict(weights=torch.zeros(6, 1)), "weights|ids"),
+    "weights-n": (dict(weights=torch.zeros(1, 2)), "weights"),
+    "weights-1d": (dict(weights=torch.zeros(6)), "weights"),
+    "ids-n": (dict(ids=torch.zeros(5, 2, dtype=torch.long)), "ids|weights"),
+    "ids-1d": (dict(ids=torch.zeros(6, dtype=torch.long)), "ids|weights"),
+    "both-n": (
+        dict(ids=torch.zeros(5, 2, dtype=torch.long), weights=torch.zeros(5, 2)), "ids|weights|x",
+    ),
+    "odd-gate-up": (dict(w_gate_up=torch.zeros(3, 15, 16)), "w_gate_up"),
+    "gate-up-width": (dict(w_gate_up=torch.zeros(3, 16, 15)), "w_gate_up|x"),
+    "gate-up-2d": (dict(w_gate_up=torch.zeros(16, 16)), "w_gate_up"),
+    "down-width": (dict(w_down=torch.zeros(3, 15, 8)), "w_down"),
+    "down-inner": (dict(w_down=torch.zeros(3, 16, 7)), "w_down|w_gate_up"),
+    "down-experts": (dict(w_down=torch.zeros(4, 16, 8)), "w_down|w_gate_up"),
+    "down-2d": (dict(w_down=torch.zeros(16, 8)), "w_down"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", (*BACKENDS, "auto"))
+@pytest.mark.parametrize("changes, names", SHAPE_ERRORS.values(), ids=SHAPE_ERRORS)
+def test_experts_refuse_shapes(changes, names, backend):
+    line = says(lambda: grouped_by(backend)(*broken(**changes)))
+    assert re.search(rf"\b({names})\b", line), line
+
+
+@pytest.mark.parametrize("backend", (*BACKENDS, "auto"))
+def test_experts_refuse_ids_and_backends(backend):
+    for bad in (3, -2, 1000, -(2**40)):
+        says(lambda: grouped_by(backend)(*broken(ids=ids_of(bad))), "ids")
+    says(lambda: grouped_by("cuda")(*broken()), "backend")
+    says(lambda: grouped_by("")(*broken()), "backend")
+
+
+NO_TRITON = """
+import sys
+if {hidden}: sys.modules["triton"] = None
+import torch, moe as O
+args = [torch.randn(4, 16), torch.rand(4, 2), torch.tensor([[0, 1]] * 4),
+        torch.randn(2, 16, 16), torch.randn(2, 16, 8)]
+try:
+    O.grouped_experts(*args, backend="triton")
+except ValueError as e:
+    assert "backend" in str(e) or "triton" in str(e), e
+    assert "\\n" not in str(e), e
+else:
+    raise SystemExit("not refused")
+auto, plain = (O.grouped_experts(*args, backend=b) for b in ("auto", "torch"))
+assert torch.equal(auto, plain)
+O.route(torch.randn(4, 8), 2)
+print("fine")
+"""
+
+
+@pytest.mark.skipif(CUDA, reason="Triton runs there")
+@pytest.mark.parametrize("hidden", [False, True], ids=["no-gpu", "missing"])
+def test_triton_is_refused_where_it_cannot_run(hidden, tmp_path):
+    """And auto takes plain torch."""
+    shutil.copy(REPO / "moe.py", tmp_path)
+    env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
+    done = run("-c", NO_TRITON.format(hidden=hidden), cwd=tmp_path, env=env)
+    assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 7, 60])
+def test_padded_experts_equal_grouped_ones_after_the_limit(capacity):
+    """The capacity form, value and gradients, slots dropped by order; also without tokens."""
+    for pattern in ("random", "holes", "twice", "one", "none"):
+        args = arguments(19, 20, 16, 8, 4, 3, pattern)
+
+        def limited(x, weights, ids, *stacks):
+            return grouped_by("torch")(x, *O.limit_capacity(weights, ids, 4, capacity), *stacks)
+
+        with poisoned():
+            got = experts_outcome(lambda *a: O.padded_experts(*a, capacity), args)
+        experts_agree(got, experts_outcome(limited, args))
+        if capacity == 60:
+            experts_agree(got, loop_in_fp64(args))
+    none = arguments(19, 0, 16, 8, 4, 3)
+    assert O.padded_experts(*none, capacity).shape == (0, 16)
+
+
+# ---- quantized stacks ----
+
+
+class DenseLayer(nn.Module):
+    """What quantize_ takes for a mixture of experts."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor):
+        super().__init__()
+        self.experts = M.loop_experts
+        self.w_gate_up, self.w_down = nn.Parameter(gate_up), nn.Parameter(down)
+
+
+def quantized(scheme: str, args, **how) -> DenseLayer:
+    net = nn.ModuleList([DenseLayer(*args[3:])])
+    return Q.quantize_(net, scheme, **how)[0]
+
+
+def decoded(stack) -> torch.Tensor:
+    return torch.stack([stack[e] for e in range(stack.shape[0])]).detach()
+
+
+CODES = {  # scheme, options, (n, c, f, e, k)
+    "int8": ("int8", {}, (37, 40, 24, 4, 2)),
+    "int8-odd": ("int8", {}, (11, 18, 10, 3, 2)),
+    "int8-few": ("int8", {}, (3, 64, 32, 4, 2)),
+    "int4": ("int4", {}, (21, 64, 96, 4, 2)),
+    "int4-groups-of-8": ("int4", dict(group_size=8), (21, 40, 24, 4, 2)),
+    "int4-groups-of-128": ("int4", dict(group_size=128), (5, 128, 128, 2, 1)),
+    "fp8": ("fp8", {}, (21, 40, 24, 4, 2)),
+    "fp8-odd": ("fp8", {}, (9, 48, 18, 3, 2)),
+    "fp8-block": ("fp8-block", {}, (13, 40, 24, 3, 2)),
+    "fp8-block-ragged": ("fp8-block", {}, (6, 192, 136, 2, 1)),  # gate ends inside a block
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
+@pytest.mark.parametrize("scheme, how, shape", CODES.values(), ids=CODES)
+def test_quantized_experts_equal_the_loop_on_what_codes_stand_for(scheme, how, shape, backend):
+    """int8, int4 and FP8, ragged sizes, nobody's slots. (An FP8 stack's own product rounds x, so
+    there the plain backend is told to multiply by the decoded weight.)"""
+    args = arguments(20, *shape, "holes")
+    layer = quantized(scheme, args, **how)
+    stacks = layer.w_gate_up, layer.w_down
+    want = loop_in_fp64([*args[:3], *map(decoded, stacks)], ())["o"]
+    assert relative(want, loop_in_fp64(args, ())["o"]) > 1e-4  # codes do differ from the weights
+    more = {}
+    if scheme.startswith("fp8") and backend == "torch":
+        more = dict(linear=lambda rows, stack, e: F.linear(rows, stack[e]))
+    got = grouped_by(backend, **more)(*args[:3], *stacks)
+    assert got.dtype == torch.float32
+    limit = 0.1 if scheme.startswith("fp8") and backend == "auto" else 1e-5
+    assert relative(got.double(), want) < limit
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "fp8-block", "int8-dynamic", "llm.int8"])
+def test_quantized_experts_multiply_as_their_stack_does(scheme):
+    """The plain backend == quantize.py's own loop over stack.linear, whatever the scheme."""
+    args = arguments(21, 25, 64, 32, 4, 2)
+    layer = quantized(scheme, args)
+    stacks = layer.w_gate_up, layer.w_down
+    want = Q.experts_by(Q.expert_linear, *args[:3], *stacks)
+    assert relative(grouped_by("torch")(*args[:3], *stacks), want) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("scheme", ["int3", "int2", "int8-dynamic", "llm.int8"])
+def test_other_codes_are_refused_or_right(scheme, backend):
+    """No codes are read for what they are not."""
+    args = arguments(22, 12, 64, 32, 4, 2)
+    layer = quantized(scheme, args)
+    want = loop_in_fp64([*args[:3], decoded(layer.w_gate_up), decoded(layer.w_down)], ())["o"]
+    try:
+        got = grouped_by(backend)(*args[:3], layer.w_gate_up, layer.w_down)
+    except ValueError as e:
+        assert backend == "triton" and "\n" not in str(e)
+        return
+    assert relative(got.double(), want) < 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block"])
+@pytest.mark.parametrize("skip", ["w_gate_up", "w_down"])
+def test_one_stack_quantized_the_other_not(scheme, skip, backend):
+    args = arguments(23, 12, 64, 32, 4, 2)
+    layer = quantized(scheme, args, skip=f"0.{skip}")
+    stacks = {name: getattr(layer, name) for name in ("w_gate_up", "w_down")}
+    plain = [s if n == skip else decoded(s) for n, s in stacks.items()]
+    want = loop_in_fp64([*args[:3], *plain], ())["o"]
+    limit = 0.1 if scheme == "fp8-block" and backend != "triton" else 1e-5
+    assert relative(grouped_by(backend)(*args[:3], *stacks.values()).double(), want) < limit
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_quantized_experts_without_tokens_or_takers(scheme, backend):
+    args = arguments(24, 4, 64, 32, 4, 2, "none")
+    layer = quantized(scheme, args)
+    stacks = layer.w_gate_up, layer.w_down
+    assert (grouped_by(backend)(*args[:3], *stacks) == 0).all()
+    assert grouped_by(backend)(*(t[:0] for t in args[:3]), *stacks).shape == (0, 64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_quantized_experts_in_half_precision(scheme, dtype):
+    """A model in 16 bit: x's dtype out, as close as 16 bit allows."""
+    args = arguments(25, 12, 64, 32, 4, 2)
+    layer = quantized(scheme, args).to(dtype)
+    x = args[0].to(dtype)
+    stacks = layer.w_gate_up, layer.w_down
+    want = loop_in_fp64([x, *args[1:3], *map(decoded, stacks)], ())["o"]
+    for backend in ("torch", "auto", *(["triton"] if dtype == torch.float16 else [])):
+        got = grouped_by(backend)(x, *args[1:3], *stacks)
+        limit = 0.1 if scheme == "fp8" and backend != "triton" else 1.5 * HALF[dtype]
+        assert got.dtype == dtype and relative(got.double(), want) < limit, backend
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_gradients_pass_quantized_experts_on_torch(scheme):
+    """To x and the routing weights (adapters below a quantized mixture); to the codes none."""
+    args = arguments(26, 19, 64, 32, 4, 2)
+    layer = quantized(scheme, args)
+    stacks = layer.w_gate_up, layer.w_down
+    got = experts_outcome(
+        lambda x, weights, ids, *_: grouped_by("torch")(x, weights, ids, *stacks),
+        args,
+        MOE_ARGUMENTS[:2],
+    )
+    experts_agree(got, loop_in_fp64([*args[:3], *map(decoded, stacks)], MOE_ARGUMENTS[:2]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "fp8-block"])
+def test_quantized_model_runs_on_grouped_experts(scheme):
+    """A whole model: its own loop over codes against the grouped experts."""
+    widths = dict(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16, ffn_dim=96, expert_ffn_dim=32)
+    model = Q.quantize_(random_model(latent(**widths)), scheme)
+    tokens = random_tokens(model.config, 2, 9)
+    want = model(tokens)
+    stacks = {id(m.w_gate_up) for m in model.modules() if isinstance(m, M.MoE)}
+    assert relative(O.use_grouped_experts(model, backend="torch")(tokens), want) < 1e-4
+    got = O.use_grouped_experts(model, backend="triton")(tokens)
+    assert relative(got, want) < (0.2 if scheme.startswith("fp8") else 1e-4)
+    assert stacks == {id(m.w_gate_up) for m in model.modules() if isinstance(m, M.MoE)}
+
+
+# ---- the hook ----
+
+MOE_MODELS = {
+    "latent": latent(),
+    "mixtral": tiny(family="mixtral", moe_layers=(0, 1, 2), n_experts=6, n_experts_per_token=2,
+                    expert_ffn_dim=40, norm_topk=True),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, *(dict(backend=b) for b in BACKENDS[::2])], ids=str)
+@pytest.mark.parametrize("config", MOE_MODELS.values(), ids=MOE_MODELS)
+def test_a_model_on_grouped_experts_gives_the_same_logits(config, options):
+    """In every mixture, the MTP layer's too; nothing else of the model changes."""
+    model, tokens = random_model(config), random_tokens(config, 2, 13)
+    want, keys = model(tokens), list(model.state_dict())
+    parts = [m for m in model.modules() if isinstance(m, M.MoE)]
+    assert O.use_grouped_experts(model, **options) is model
+    assert all(m.experts is not M.loop_experts for m in parts) and len(parts) == 3
+    assert list(model.state_dict()) == keys and relative(model(tokens), want) < 1e-5
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("config", MOE_MODELS.values(), ids=MOE_MODELS)
+def test_a_model_on_grouped_experts_trains_the_same(config, backend):
+    """Gradients of every parameter, against the loop's."""
+    found = []
+    for swap in (False, True):
+        model, tokens = (
+            random_model(config).requires_grad_(True).train(),
+            random_tokens(config, 1, 10),
+        )
+        if swap:
+            O.use_grouped_experts(model, backend=backend)
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and any("router" in name for name in found[0])
+    for name, grad in found[0].items():
+        assert relative(found[1][name], grad) < 1e-4, name
+
+
+def test_a_mixture_itself_and_a_dense_model():
+    """A lone MoE is a model too; one without experts is refused, and left as it was."""
+    moe = random_model(latent()).layers[1].mlp
+    x = randn(0, 2, 5, 64)
+    want = moe(x)
+    assert O.use_grouped_experts(moe) is moe and relative(moe(x), want) < 1e-5
+    assert moe.experts is not M.loop_experts
+    says(lambda: O.use_grouped_experts(random_model(tiny())), "experts")
+    says(lambda: O.use_grouped_experts(nn.Linear(2, 2)), "experts")
+
+
+def test_upcycled_experts_are_copies_that_give_the_dense_layer():
+    """Shapes, equality for any weights that sum to 1, and memory of their own."""
+    c, f, e = 24, 16, 5
+    gate, up, down = randn(0, f, c) / 4, randn(1, f, c) / 4, randn(2, c, f) / 4
+    stacks = O.upcycled(gate, up, down, e)
+    assert [s.shape for s in stacks] == [(e, 2 * f, c), (e, c, f)]
+    assert all(s.dtype == torch.float32 and s.is_contiguous() for s in stacks)
+    x = randn(3, 30, c)
+    want = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+    for seed, k in ((0, 1), (1, 2), (2, 5)):
+        weights, ids = O.route(randn(seed, 30, e) * 3, k, renormalize=True)
+        assert relative(O.grouped_experts(x, weights, ids, *stacks), want) < 1e-5
+        assert relative(M.loop_experts(x, weights, ids, *stacks), want) < 1e-5
+    before = gate.clone()
+    for stack in stacks:
+        one = stack[1].clone()
+        stack[0] += 1
+        assert torch.equal(stack[1], one)
+    assert torch.equal(gate, before)
+    assert all(
+        s.dtype == torch.bfloat16 for s in O.upcycled(*(t.bfloat16() for t in (gate, up, down)), 2)
+    )
+
+
+# ---- alone ----
+
+
+def test_moe_imports_torch_triton_and_the_standard_library():
+    names = set()
+    for node in ast.walk(ast.parse((REPO / "moe.py").read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names.add(node.module.partition(".")[0])
+    assert names - {"torch", "triton"} <= set(sys.stdlib_module_names), names
+
+
+@pytest.mark.parametrize(
+    "how", ["interpreted", *(pytest.param(h, marks=pytest.mark.slow) for h in ("missing", "plain"))]
+)
+def test_moe_alone_in_a_folder(how, tmp_path):
+    """The copy contract: the one file runs as a program, checks itself, prints its table."""
+    shutil.copy(REPO / "moe.py", tmp_path)
+    hide = "import sys; sys.modules['triton'] = None; " if how == "missing" else ""
+    env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET=str(int(how == "interpreted")))
+    program = hide + "import runpy; runpy.run_path('moe.py', run_name='__main__')"
+    done = run("-c", program, cwd=tmp_path, env=env)
+    lines = len(done.stdout.splitlines())
+    assert done.returncode == 0 and (lines == 1 if how == "interpreted" else lines > 4), done.stderr
+    assert [p.name for p in tmp_path.iterdir() if p.name != "__pycache__"] == ["moe.py"]
+
+
+# ---- fuzz ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_fuzz(backend, seed):
+    """Random sizes, loads, layouts and needs of gradients."""
+    r = random.Random(seed)
+    step = 8 if backend == "grouped_mm" else 1
+    c, f = (r.randint(1, 96 // step) * step for _ in range(2))
+    n, e = r.choice([0, 1, 2, r.randint(3, 60), r.randint(60, 200)]), r.choice([1, 2, 5, 17, 40])
+    k = r.randint(1, min(e, 6))
+    pattern = r.choice(["random", "holes", "one", "last", "none", "twice", "ends", "skew"])
+    args = arguments(seed, n, c, f, e, k, pattern)
+    given = [r.choice([lambda t: t, holed, turned])(t) for t in args]
+    wanted = tuple(name for name in MOE_ARGUMENTS if r.random() < 0.7)
+    with poisoned():
+        got = experts_outcome(grouped_by(backend), given, wanted)
+    want, loop = loop_in_fp64(args, wanted), experts_outcome(M.loop_experts, args, wanted)
+    for name, b in want.items():  # few numbers may cancel: then as close as the loop in fp32
+        limit = 4 * relative(loop[name].double(), b) if b.norm() > 0 else 0
+        experts_agree({name: got[name]}, {name: b}, max(1e-5, limit))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(30))
+def test_quantized_experts_fuzz(seed):
+    """Random sizes, schemes and group sizes on the kernels, in fp32 and fp16."""
+    r = random.Random(seed)
+    scheme = r.choice(["int8", "int4", "fp8", "fp8-block"])
+    size = r.choice([8, 16, 32, 64]) if scheme == "int4" else r.choice([1, 2, 8])
+    c, f = (r.randint(1, 200 // size) * size for _ in range(2))
+    n, e = r.choice([1, 2, 9, 70]), r.choice([1, 3, 8])
+    args = arguments(seed, n, c, f, e, r.randint(1, e), r.choice(["random", "holes", "one"]))
+    how = dict(group_size=size) if scheme == "int4" else {}
+    layer = quantized(scheme, args, **how)
+    stacks = layer.w_gate_up, layer.w_down
+    want = loop_in_fp64([*args[:3], *map(decoded, stacks)], ())["o"]
+    got = grouped_by("triton")(*args[:3], *stacks)
+    assert relative(got.double(), want) < 1e-5 or want.norm() == got.norm() == 0
+    layer.half()
+    got = grouped_by("triton")(args[0].half(), *args[1:3], *stacks)
+    assert relative(got.double(), want) < 5e-3 or want.norm() == got.norm() == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# expert_parallel.py: four gloo processes run all cases below, one process group per case, and save
+# what they got; the tests compare it with model.py's loop in this process
+# --------------------------------------------------------------------------------------------------
+
+WORLD, HANG = 4, 12  # processes; seconds until a collective that nobody joins is an error
+RANK_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+RANK_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}
+
+
+class Wire:
+    """What the collectives carry: wraps them before moe.py is imported, and notes each call."""
+
+    def __init__(self):
+        self.reset()
+        for name in ("all_to_all_single", "all_to_all", "all_reduce"):
+            wrapped = partial(getattr(self, name), getattr(dist, name))
+            setattr(dist, name, wrapped)
+            setattr(dist.distributed_c10d, name, wrapped)
+
+    def reset(self):
+        self.events, self.phase, self.sabotage, self.wide = [], "forward", None, 0
+
+    def note(self, kind, **more):
+        self.events.append(dict(kind=kind, phase=self.phase, **more))
+        return len(self.events) - 1
+
+    def all_to_all_single(
+        self, call, output, input, output_split_sizes=None, input_split_sizes=None, group=None,
+        async_op=False,
+    ):  # fmt: skip
+        peers = dist.get_process_group_ranks(group or dist.group.WORLD)
+        row = input.element_size()
+        for n in input.shape[1:]:
+            row *= n
+        splits = input_split_sizes or [input.shape[0] // len(peers)] * len(peers)
+        to = {p: n * row for p, n in zip(peers, splits, strict=True)}
+        wide = self.wide > 0 and row >= self.wide
+        number = self.note("send", to=to, row=row, wide=wide, later=bool(async_op))
+        work = call(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        mine = wide and sum(e.get("wide", False) for e in self.events) == self.sabotage
+        if not async_op:
+            if mine:
+                output.zero_()
+            return work
+        return Later(work, lambda: self._arrived(number, output if mine else None))
+
+    def _arrived(self, number, output):
+        self.note("wait", of=number)
+        if output is not None:
+            output.zero_()
+
+    def all_to_all(self, call, outputs, inputs, group=None, async_op=False):
+        peers = dist.get_process_group_ranks(group or dist.group.WORLD)
+        to = {p: t.numel() * t.element_size() for p, t in zip(peers, inputs, strict=True)}
+        self.note("send", to=to, row=0, wide=False, later=bool(async_op))
+        return call(outputs, inputs, group, async_op)
+
+    def all_reduce(self, call, tensor, *args, **kwargs):
+        self.note("reduce", bytes=tensor.numel() * tensor.element_size())
+        return call(tensor, *args, **kwargs)
+
+
+class Later:
+    def __init__(self, work, arrived):
+        self.work, self.arrived = work, arrived
+
+    def wait(self, *args):
+        ranks_done = self.work.wait(*args)
+        self.arrived()
+        return ranks_done
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
+
+
+class Mark(torch.autograd.Function):
+    """The identity that notes when its backward runs."""
+
+    @staticmethod
+    def forward(ctx, y, wire):
+        ctx.wire = wire
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.wire.note("experts backward")
+        return g, None
+
+
+WIRE: Wire | None = None  # of a rank_child
+
+EXPERTS = partial(O.grouped_experts, backend="torch")
+
+
+# --------------------------------------------------------------------------------------------------
+# The problem: tokens of each rank, one router, one pair of stacks
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    experts: int = 8
+    top_k: int = 3
+    dim: int = 16
+    ffn: int = 12
+    counts: tuple = (5, 9, 7, 4)  # tokens of each rank
+    choice: str = "router"
+    dtype: str = "fp64"
+    seed: int = 0
+    ones: bool = False  # the loss is the plain sum of the output
+
+
+def rank_normal(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def stacks_of(spec):
+    """w_gate_up (E, 2F, C), w_down (E, C, F)"""
+    up = rank_normal(1000 + spec.seed, spec.experts, 2 * spec.ffn, spec.dim) * spec.dim**-0.5
+    down = rank_normal(2000 + spec.seed, spec.experts, spec.dim, spec.ffn) * spec.ffn**-0.5
+    return up.to(RANK_DTYPES[spec.dtype]), down.to(RANK_DTYPES[spec.dtype])
+
+
+def share_of(spec, d):
+    """x and coefficients of the loss (n, C) of rank d, the router (E, C)"""
+    dtype, n = RANK_DTYPES[spec.dtype], spec.counts[d]
+    router = rank_normal(3000 + spec.seed, spec.experts, spec.dim).to(dtype)
+    x = rank_normal(10_000 + 7 * spec.seed + d, n, spec.dim).to(dtype)
+    coef = rank_normal(20_000 + 7 * spec.seed + d, n, spec.dim).to(dtype)
+    return x, torch.ones_like(coef) if spec.ones else coef, router
+
+
+def routed(spec, x, router, d):
+    """weights and ids (n, K): differentiable in x and router"""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(wide) @ router.to(wide).T
+    scores, choice = logits.softmax(-1), logits.detach().clone()
+    per = spec.experts // WORLD
+    if spec.choice == "unloved":  # rank 1 has nothing to do
+        choice[:, per : 2 * per] = -torch.inf
+    if spec.choice == "zipf":
+        choice += 6 / torch.arange(1, spec.experts + 1)
+    if spec.choice == "own":  # no token leaves its rank
+        choice[:, torch.arange(spec.experts) // per != d] = -torch.inf
+    ids = choice.topk(spec.top_k).indices
+    if spec.choice == "one":
+        ids = torch.full_like(ids, -1)
+        ids[:, -1] = 5
+    if spec.choice == "twice":
+        ids[:, -1] = ids[:, 0]
+    if spec.choice == "holes":
+        ids[rank_normal(30_000 + d, *ids.shape) < -0.2] = -1
+        ids[len(ids) // 2 :][:2] = -1
+    if spec.choice == "nobody":
+        ids = torch.full_like(ids, -1)
+    return scores.gather(1, ids.clamp(min=0)), ids
+
+
+def reference(spec):
+    """One process, model.py's loop: out, x and router gradients per rank, stacks' gradients"""
+    shares = [share_of(spec, d) for d in range(len(spec.counts))]
+    xs = [x.clone().requires_grad_() for x, _, _ in shares]
+    routers = [r.clone().requires_grad_() for _, _, r in shares]
+    up, down = (t.requires_grad_() for t in stacks_of(spec))
+    chosen = [routed(spec, x, r, d) for d, (x, r) in enumerate(zip(xs, routers, strict=True))]
+    weights, ids = (torch.cat(t) for t in zip(*chosen, strict=True))
+    out = M.loop_experts(torch.cat(xs), weights, ids, up, down)
+    outs = out.split(list(spec.counts))
+    terms = [o * c for o, (_, c, _) in zip(outs, shares, strict=True)]
+    loss = sum(t.sum() for t in terms)
+    if loss.requires_grad:
+        loss.backward()
+    grad = lambda t: torch.zeros_like(t) if t.grad is None else t.grad
+    return SimpleNamespace(
+        out=[o.detach() for o in outs],
+        ids=[i for _, i in chosen],
+        loss=loss.item(),
+        size=sum(t.abs().sum().item() for t in terms),
+        x=[grad(x) for x in xs],
+        router=[grad(r) for r in routers],
+        up=grad(up),
+        down=grad(down),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Ways to spread the experts: each returns what f, placement, which tokens, and which slices
+# --------------------------------------------------------------------------------------------------
+
+
+def my_group(rank, members):
+    """My process group of the lists `members`, all of which every rank must create, and my place"""
+    if members == [list(range(WORLD))]:
+        return None, rank  # the default group
+    groups = [dist.new_group(m) for m in members]
+    for m, g in zip(members, groups, strict=True):
+        if rank in m:
+            return g, m.index(rank)
+    return None, None
+
+
+def placement_of(spec, ranks, redundant):
+    if redundant is None:
+        return Y.Placement.even(spec.experts, ranks)
+    loads = torch.zeros(spec.experts, dtype=torch.int64)
+    for d in range(len(spec.counts)):
+        x, _, router = share_of(spec, d)
+        ids = routed(spec, x, router, d)[1]
+        loads += torch.bincount(ids[ids >= 0], minlength=spec.experts)
+    return Y.Placement.by_load(loads, ranks, redundant=redundant)
+
+
+def inner_of(name):
+    def logged(x, weights, ids, up, down):
+        WIRE.note("experts", rows=len(x))
+        return Mark.apply(EXPERTS(x, weights, ids, up, down), WIRE)
+
+    return {"plain": EXPERTS, "loop": M.loop_experts, "logged": logged}[name]
+
+
+def flat(rank, spec, members=((0, 1, 2, 3),), chunks=1, redundant=None, turn=False, inner="plain"):
+    members = [list(m) for m in members]
+    group, me = my_group(rank, members)
+    if me is None:
+        return None
+    placement = placement_of(spec, len(members[0]), redundant)
+    f = Y.exchanged(inner_of(inner), placement.width, group, chunks=chunks)
+    f = Y.placed(f, placement, offset=me if turn else 0)
+    return f, placement, me, me, (0, 1), group
+
+
+def node(rank, spec, chunks=(1, 1), redundant=None, inner="plain"):
+    intra, _ = my_group(rank, [[0, 1], [2, 3]])
+    inter, _ = my_group(rank, [[0, 2], [1, 3]])
+    placement = placement_of(spec, 4, redundant)
+    f = Y.exchanged(inner_of(inner), placement.width, intra, chunks=chunks[0])
+    f = Y.exchanged(f, placement.width * 2, inter, chunks=chunks[1])
+    return Y.placed(f, placement), placement, rank, rank, (0, 1), None
+
+
+def tensor(rank, spec, chunks=1):
+    """2 x 2: ranks 0, 1 have the same tokens and halves of the same experts; so have 2, 3"""
+    tp, half = my_group(rank, [[0, 1], [2, 3]])
+    ep, place = my_group(rank, [[0, 2], [1, 3]])
+    placement = placement_of(spec, 2, None)
+    f = Y.exchanged(Y.summed(EXPERTS, tp), placement.width, ep, chunks=chunks)
+    return Y.placed(f, placement), placement, place, place, (half, 2), ep
+
+
+def same(rank, spec, members=((0, 1, 2, 3),), redundant=None):
+    members = [list(m) for m in members]
+    group, me = my_group(rank, members)
+    if me is None:
+        return None
+    placement = placement_of(spec, len(members[0]), redundant)
+    f = Y.local(EXPERTS, me * placement.width, placement.width)
+    return Y.placed(Y.summed(f, group), placement), placement, me, 0, (0, 1), group
+
+
+FORMS = dict(flat=flat, node=node, tensor=tensor, same=same)
+
+
+def cut(spec, placement, place, half):
+    """This rank's own stacks, sliced by hand"""
+    (t, n), slots = half, list(placement.slots[place])
+    up, down = stacks_of(spec)
+    width = spec.ffn // n
+    rows = torch.arange(t * width, (t + 1) * width)
+    up = up[slots][:, torch.cat((rows, rows + spec.ffn))]
+    return up.contiguous(), down[slots][:, :, rows].contiguous()
+
+
+@dataclass(frozen=True)
+class Case:
+    form: str
+    spec: Spec
+    options: dict = dataclass_field(default_factory=dict)
+    need: tuple = ("x", "router", "stacks")  # what is differentiated
+    how: str = ""  # checkpoint, strided, twice (the layer), inference
+    sabotage: dict = dataclass_field(
+        default_factory=dict
+    )  # rank -> which wide transfer arrives as zeros
+
+
+def solve(rank, case):
+    """One case on this rank -> what the parent compares"""
+    spec = case.spec
+    made = FORMS[case.form](rank, spec, **case.options)
+    if made is None:
+        return None
+    f, placement, place, d, half, group = made
+    up, down = cut(spec, placement, place, half)
+    x, coef, router = share_of(spec, d)
+    x, router = (t.requires_grad_(n in case.need) for t, n in ((x, "x"), (router, "router")))
+    up, down = (t.requires_grad_("stacks" in case.need) for t in (up, down))
+    weights, ids = routed(spec, x, router, d)
+    WIRE.reset()
+    WIRE.sabotage, WIRE.wide = case.sabotage.get(rank), spec.dim * x.element_size()
+    if case.how == "inference":
+        with torch.inference_mode():
+            out = f(x, weights, ids, up, down)
+    elif case.how == "checkpoint":
+        from torch.utils.checkpoint import checkpoint
+
+        out = checkpoint(f, x, weights, ids, up, down, use_reentrant=False)
+    elif case.how == "strided":
+        out = f(
+            x.t().contiguous().t(), weights.t().contiguous().t(), ids.t().contiguous().t(), up, down
+        )
+    else:
+        out = f(x, weights, ids, up, down)
+    got = dict(
+        out=out.detach().clone(), loss=(out * coef).sum().item(), d=d, half=half, place=place
+    )
+    got |= dict(slots=[list(s) for s in placement.slots], ids=ids, width=placement.width)
+    if case.need:
+        WIRE.phase = "backward"
+        (out.sum() if spec.ones else (out * coef).sum()).backward()
+        WIRE.phase = "after"
+        if case.options.get("redundant") is not None and "stacks" in case.need:
+            got |= dict(raw=up.grad.clone())
+            for g in (up.grad, down.grad):
+                Y.add_copies_(g, placement, place, group)
+    got |= dict(x=x.grad, router=router.grad, up=up.grad, down=down.grad, held=len(up))
+    return got | dict(events=WIRE.events)
+
+
+# --------------------------------------------------------------------------------------------------
+# The cases
+# --------------------------------------------------------------------------------------------------
+
+BASE = Spec()
+PAIRS, THREE, ALONE = ((0, 2), (1, 3)), ((0, 2, 3),), ((0,), (1,), (2,), (3,))
+FOUR_32 = replace(BASE, dtype="fp32")
+UNEVEN = replace(BASE, counts=(0, 23, 1, 6), seed=1)
+HOT = replace(BASE, counts=(31, 8, 19, 0), choice="zipf", top_k=2, seed=2)
+RANK_ODD = replace(BASE, experts=7, counts=(6, 0, 9, 5), top_k=2, seed=3)
+
+EQUAL = {
+    "flat fp32": Case("flat", FOUR_32),
+    "flat fp64": Case("flat", BASE),
+    "flat bf16": Case("flat", replace(BASE, dtype="bf16", counts=(25, 9, 17, 4))),
+    "one rank": Case("flat", replace(BASE, counts=(5,)), dict(members=ALONE, chunks=2)),
+    "pairs fp64": Case("flat", replace(BASE, counts=(6, 11)), dict(members=PAIRS)),
+    "pairs fp32": Case("flat", replace(FOUR_32, counts=(6, 11)), dict(members=PAIRS, chunks=2)),
+    "three": Case("flat", replace(BASE, experts=9, counts=(6, 11, 2)), dict(members=THREE)),
+    "uneven": Case("flat", UNEVEN),
+    "uneven fp32": Case("flat", replace(UNEVEN, dtype="fp32")),
+    "empty pair": Case("flat", replace(BASE, counts=(0, 9)), dict(members=PAIRS, chunks=2)),
+    "no tokens": Case("flat", replace(BASE, counts=(0, 0, 0, 0))),
+    "unloved": Case("flat", replace(BASE, choice="unloved")),
+    "unloved loop": Case("flat", replace(BASE, choice="unloved"), dict(inner="loop")),
+    "one expert": Case("flat", replace(UNEVEN, choice="one")),
+    "one expert K=1": Case("flat", replace(UNEVEN, choice="one", top_k=1)),
+    "K=1": Case("flat", replace(BASE, top_k=1)),
+    "K=E": Case("flat", replace(BASE, top_k=8)),
+    "twice the same": Case("flat", replace(BASE, choice="twice")),
+    "holes": Case("flat", replace(BASE, choice="holes")),
+    "holes fp32": Case("flat", replace(FOUR_32, choice="holes"), dict(chunks=3)),
+    "nobody": Case("flat", replace(BASE, choice="nobody")),
+    "own": Case("flat", replace(BASE, choice="own", top_k=2)),
+    "one slot a rank": Case("flat", replace(BASE, experts=4, top_k=2)),
+    "only stacks": Case("flat", UNEVEN, need=("stacks",)),
+    "only stacks unloved": Case("flat", replace(BASE, choice="unloved"), need=("stacks",)),
+    "only x": Case("flat", UNEVEN, need=("x",)),
+    "only router": Case("flat", UNEVEN, need=("router",)),
+    "inference": Case("flat", UNEVEN, need=(), how="inference"),
+    "strided": Case("flat", replace(BASE, ones=True), dict(chunks=2), how="strided"),
+    "chunks 2": Case("flat", BASE, dict(chunks=2)),
+    "chunks 3": Case("flat", BASE, dict(chunks=3)),
+    "chunks 5": Case("flat", replace(UNEVEN, choice="holes"), dict(chunks=5)),
+    "chunks 40": Case("flat", UNEVEN, dict(chunks=40)),
+    "chunks frozen x": Case("flat", UNEVEN, dict(chunks=3), need=("stacks",)),
+    "node": Case("node", BASE),
+    "node fp32": Case("node", FOUR_32),
+    "node uneven": Case("node", replace(UNEVEN, choice="holes")),
+    "node one": Case("node", replace(UNEVEN, choice="one")),
+    "node unloved": Case("node", replace(BASE, choice="unloved"), need=("stacks",)),
+    "node chunks": Case("node", BASE, dict(chunks=(2, 3))),
+    "node copies": Case("node", RANK_ODD, dict(redundant=3)),
+    "tp": Case("tensor", replace(BASE, counts=(5, 9))),
+    "tp fp32": Case("tensor", replace(FOUR_32, counts=(0, 9)), dict(chunks=2)),
+    "tp one": Case("tensor", replace(BASE, counts=(5, 9), choice="one")),
+    "same": Case("same", replace(BASE, counts=(9,))),
+    "same fp32": Case("same", replace(FOUR_32, counts=(9,), choice="holes")),
+    "same unloved": Case("same", replace(BASE, counts=(9,), choice="unloved")),
+    "same pairs": Case("same", replace(BASE, counts=(1,)), dict(members=PAIRS)),
+    "same only stacks": Case("same", replace(BASE, counts=(9,), choice="one"), need=("stacks",)),
+    "same only x": Case("same", replace(BASE, counts=(9,), choice="one"), need=("x",)),
+    "same copies": Case("same", replace(HOT, counts=(9,)), dict(redundant=3)),
+    "same inference": Case("same", replace(BASE, counts=(9,)), need=(), how="inference"),
+    "copies 0": Case("flat", RANK_ODD, dict(redundant=0)),
+    "copies of 4": Case("flat", HOT, dict(redundant=4)),
+    "copies of 4 chunks": Case("flat", HOT, dict(redundant=4, chunks=2, turn=True)),
+    "copies uneven": Case("flat", RANK_ODD, dict(redundant=2, turn=True)),
+    "copies everywhere": Case("flat", replace(HOT, experts=3), dict(redundant=9)),
+    "copies of 2": Case("flat", replace(HOT, counts=(9, 4)), dict(redundant=1, members=PAIRS)),
+    "copies of 3": Case(
+        "flat", replace(RANK_ODD, counts=(9, 0, 4)), dict(redundant=5, members=THREE)
+    ),
+    "copies fp32": Case("flat", replace(HOT, dtype="fp32"), dict(redundant=4)),
+}  # fmt: skip
+
+
+def fuzz(seed):
+    rng = random.Random(seed)
+    form = rng.choice(["flat", "flat", "flat", "node", "tensor", "same"])
+    ranks = {"tensor": 2, "same": 1}.get(form, 4)
+    counts = tuple(rng.choice([0, 1, 2, 5, 13, 40]) for _ in range(ranks))
+    choice = rng.choice(["router", "holes", "zipf", "one", "unloved", "twice"])
+    experts = rng.choice([8, 12, 16])
+    spec = Spec(
+        experts, rng.randint(1, min(6, experts // 2)), rng.choice([1, 8, 16]), rng.choice([2, 6]),
+        counts, choice, rng.choice(["fp32", "fp64", "fp64"]), seed,
+    )  # fmt: skip
+    options = {}
+    if form in ("flat", "tensor"):
+        options["chunks"] = rng.choice([1, 1, 2, 3, 7])
+    if form == "node":
+        options["chunks"] = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
+    if form != "tensor" and rng.random() < 0.5:
+        options["redundant"] = rng.randint(0, 2 * experts)
+    need = rng.choice([("x", "router", "stacks"), ("x", "router", "stacks"), ("stacks",), ("x",)])
+    return Case(form, spec, options, need)
+
+
+RANK_FUZZ = {f"fuzz {n}": fuzz(n) for n in range(6)}
+FUZZ_SLOW = {f"fuzz {n}": fuzz(n) for n in range(6, 120)}
+FUZZ_SLOW["checkpoint"] = Case("flat", UNEVEN, dict(chunks=2), how="checkpoint")  # slow to import
+
+WIDE = Spec(16, 6, 256, 4, (40, 13, 0, 27), dtype="fp32", seed=4)
+WIRED = {
+    "wire flat": Case("flat", WIDE),
+    "wire flat chunks": Case("flat", WIDE, dict(chunks=3)),
+    "wire node": Case("node", WIDE),
+    "wire node chunks": Case("node", WIDE, dict(chunks=(1, 3))),
+    "wire holes": Case("node", replace(WIDE, choice="holes")),
+    "wire own": Case("flat", replace(WIDE, choice="own", top_k=3)),
+}
+ORDER = {f"order {n}": Case("flat", WIDE, dict(chunks=n, inner="logged")) for n in (2, 3)}
+ORDER |= {"order tp": Case("tensor", replace(WIDE, counts=(9, 14)), dict(chunks=2))}
+BROKEN = {
+    f"broken {n}": Case("flat", BASE, sabotage={0: n}) for n in (1, 2, 3, 4)
+}  # dispatch, return, and backward
+SOLVED = EQUAL | RANK_FUZZ | WIRED | ORDER | BROKEN
+
+
+# The model ---------------------------------------------------------------------------------------
+
+
+def step(model, tokens, count):
+    """logits, and the gradients in the parameters, of the loss summed over tokens / count"""
+    logits = model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / count
+    loss.backward()
+    return logits.detach(), loss.item()
+
+
+def is_expert(name):
+    return name.endswith(("w_gate_up", "w_down"))
+
+
+def whole_model(rank, folder, members, steps=1, chunks=1):
+    """Data-parallel over 4 ranks, the experts over each list of members"""
+    config, state, tokens = torch.load(folder / "model.pt")
+    model = M.Transformer(M.ModelConfig(**config))
+    model.load_state_dict(state)
+    ep, place = my_group(rank, [list(m) for m in members])
+    replicas, _ = my_group(rank, [list(r) for r in zip(*members, strict=True)])
+    placement = Y.Placement.even(config["n_experts"], len(members[0]))
+    for m in model.modules():
+        if isinstance(m, M.MoE):
+            for name in ("w_gate_up", "w_down"):
+                own = Y.held(getattr(m, name).data, placement, place)
+                setattr(m, name, nn.Parameter(own.clone()))
+            f = Y.exchanged(EXPERTS, placement.width, ep, chunks=chunks)
+            m.experts = Y.placed(f, placement)
+    mine, count = tokens[2 * rank : 2 * rank + 2], tokens[:, 1:].numel()
+    losses, grads = [], {}
+    for _ in range(steps):
+        model.zero_grad()
+        logits, loss = step(model, mine, count)
+        losses.append(loss)
+        for name, p in model.named_parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if not is_expert(name):
+                dist.all_reduce(p.grad)
+            elif len(members) > 1:
+                dist.all_reduce(p.grad, group=replicas)
+            grads[name] = p.grad.clone()
+            p.data -= 0.05 * p.grad
+    slots = list(placement.slots[place])
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    return dict(losses=losses, logits=logits, grads=grads, weights=weights, slots=slots)
+
+
+ALL, NODES = ((0, 1, 2, 3),), ((0, 1), (2, 3))
+RANK_MODELS = {
+    "model ep4": dict(members=ALL),
+    "model ep2 dp2": dict(members=NODES, chunks=2),
+    "model 3 steps": dict(members=ALL, steps=3),
+}
+
+
+# Others ------------------------------------------------------------------------------------------
+
+
+def attempt(call):
+    try:
+        call()
+    except Exception as e:  # noqa: BLE001, its type is the result
+        return [type(e).__name__, str(e)]
+    return ["", ""]
+
+
+def wrong(rank, what):
+    """What this mistake raises, and after how long"""
+    spec = replace(BASE, counts=(6, 6, 6, 6))
+    members = NODES if what == "small group" else ALL
+    group, _ = my_group(rank, [list(m) for m in members])
+    placement = Y.Placement.even(8, 4)
+    f = Y.exchanged(EXPERTS, placement.width, group)
+    if what == "same":
+        f = Y.summed(Y.local(EXPERTS, rank * 2, 2), group)
+    up, down = cut(spec, placement, rank, (0, 1))
+    x, _, router = share_of(spec, rank)
+    weights, ids = routed(spec, x, router, rank)
+    if what in ("id E", "same") or what == "one rank" and rank == 2:
+        ids[3, 1] = 8
+    if what == "id -2":
+        ids[0, 0] = -2
+    if what == "slot":
+        ids[0, 0] = 8
+    if what == "slot -2":
+        ids[0, 0] = -2
+    if what == "ids shape":
+        ids = ids[:-1]
+    f = f if what.startswith("slot") else Y.placed(f, placement)
+    start = time.monotonic()
+    kind, words = attempt(lambda: f(x, weights, ids, up, down))
+    return dict(kind=kind, words=words, seconds=time.monotonic() - start)
+
+
+WRONG = ("id E", "id -2", "one rank", "same", "slot", "slot -2", "small group", "ids shape")
+
+
+def weights_of_nobody(rank):
+    """NaN and inf as the weight of nobody"""
+    spec = replace(BASE, choice="holes")
+    placement = Y.Placement.even(8, 4)
+    f = Y.placed(Y.exchanged(EXPERTS, 2), placement)
+    up, down = cut(spec, placement, rank, (0, 1))
+    x, _, router = share_of(spec, rank)
+    weights, ids = routed(spec, x, router, rank)
+    clean = f(x, weights, ids, up, down)
+    weights = weights.clone()
+    weights[ids < 0] = torch.nan if rank % 2 else torch.inf
+    weights.requires_grad_()
+    out = f(x, weights, ids, up, down)
+    out.sum().backward()
+    return dict(clean=clean, out=out.detach(), grad=weights.grad, ids=ids)
+
+
+def autocast(rank):
+    """fp32 x and stacks under bf16 autocast"""
+    spec = replace(FOUR_32, counts=(25, 9, 17, 4))
+    placement = Y.Placement.even(8, 4)
+    f = Y.placed(Y.exchanged(EXPERTS, 2, chunks=2), placement)
+    up, down = (t.requires_grad_() for t in cut(spec, placement, rank, (0, 1)))
+    x, coef, router = share_of(spec, rank)
+    x.requires_grad_()
+    weights, ids = routed(spec, x, router, rank)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = f(x, weights, ids, up, down)
+    (out * coef).sum().backward()
+    return dict(out=out.detach(), x=x.grad, up=up.grad, down=down.grad)
+
+
+def again(rank):
+    """Twice the same call: the same bits; the inputs untouched"""
+    placement = Y.Placement.even(8, 4)
+    f = Y.placed(Y.exchanged(EXPERTS, 2, chunks=2), placement)
+    both = []
+    for _ in range(2):
+        up, down = (t.requires_grad_() for t in cut(BASE, placement, rank, (0, 1)))
+        x, coef, router = share_of(BASE, rank)
+        x.requires_grad_()
+        weights, ids = routed(BASE, x, router, rank)
+        before = [t.detach().clone() for t in (x, weights, ids, up, down)]
+        out = f(x, weights, ids, up, down)
+        (out * coef).sum().backward()
+        kept = all(torch.equal(a, b) for a, b in zip(before, (x, weights, ids, up, down)))
+        both.append([out.detach(), x.grad, up.grad, down.grad])
+    return dict(first=both[0], second=both[1], kept=kept)
+
+
+def two_layers(rank):
+    """The same f in two layers on top of each other, and one more backward (retained graph)"""
+    placement = Y.Placement.even(8, 4)
+    f = Y.placed(Y.exchanged(EXPERTS, 2, chunks=2), placement)
+    up, down = (t.requires_grad_() for t in cut(UNEVEN, placement, rank, (0, 1)))
+    x, coef, router = share_of(UNEVEN, rank)
+    x.requires_grad_()
+    h = x + f(x, *routed(UNEVEN, x, router, rank), up, down)
+    out = h + f(h, *routed(UNEVEN, h, router, rank), up, down)
+    (out * coef).sum().backward(retain_graph=True)
+    once = [t.grad.clone() for t in (x, up, down)]
+    (out * coef).sum().backward()
+    return dict(out=out.detach(), grads=once, doubled=[t.grad for t in (x, up, down)])
+
+
+OTHERS = dict(nan=weights_of_nobody, autocast=autocast, again=again, layers=two_layers)
+DEFAULT = [*SOLVED, *RANK_MODELS, *(f"wrong {w}" for w in WRONG), *OTHERS]
+SLOW = [*FUZZ_SLOW]
+
+
+# --------------------------------------------------------------------------------------------------
+# The processes
+# --------------------------------------------------------------------------------------------------
+
+
+def run_case(rank, name, folder):
+    if name in SOLVED or name in FUZZ_SLOW:
+        return solve(rank, SOLVED[name] if name in SOLVED else FUZZ_SLOW[name])
+    if name in RANK_MODELS:
+        return whole_model(rank, folder, **RANK_MODELS[name])
+    if name in OTHERS:
+        return OTHERS[name](rank)
+    return wrong(rank, name.removeprefix("wrong "))
+
+
+def rank_child(rank, port, folder, names):
+    """Every case in a process group of its own: what goes wrong in one leaves the next alone"""
+    global WIRE
+    WIRE = Wire()
+    store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0, timeout=timedelta(seconds=300))
+    for number, name in enumerate(names):
+        store.set(f"at{number}.{rank}", "")
+        store.wait([f"at{number}.{r}" for r in range(WORLD)])
+        start = time.monotonic()
+        try:
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(f"case{number}", store), rank=rank, world_size=WORLD,
+                timeout=timedelta(seconds=HANG),
+            )  # fmt: skip
+            WIRE.reset()
+            got = run_case(rank, name, folder)
+        except Exception:  # noqa: BLE001, the parent shows it
+            lines = traceback.format_exc().splitlines()
+            places = [n.strip().partition("/")[2] for n in lines if "/expert_parallel.py" in n]
+            got = dict(error=" < ".join([lines[-1], *places[::-1]]))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        seconds = time.monotonic() - start
+        torch.save((got, seconds), folder / f"{number}.{rank}.tmp")
+        (folder / f"{number}.{rank}.tmp").rename(folder / f"{number}.{rank}")
+    store.set(f"end{rank}", "")
+    if rank == 0:
+        store.wait([f"end{r}" for r in range(WORLD)])
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def in_rank_child(rank, port, folder, names):
+    """A forked process: it has all modules, and what it says is kept."""
+    with open(folder / f"log{rank}", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        rank_child(rank, port, folder, names)
+
+
+def ranks(folder, names, limit):
+    """Runs the cases on WORLD processes -> {name: [result of each rank]}, {name: seconds}"""
+    names, start, port = list(names), time.monotonic(), free_port()
+    fork = multiprocessing.get_context("fork").Process
+    started = [
+        fork(target=in_rank_child, args=(r, port, folder, names), daemon=True) for r in range(WORLD)
+    ]
+    for p in started:
+        p.start()
+    for p in started:
+        p.join(max(1, start + limit - time.monotonic()))
+        p.kill()
+    logs = [open(folder / f"log{r}") for r in range(WORLD)]
+    tails = []
+    for f in logs:
+        tails.append(f.read()[-1500:])
+        f.close()
+    results, seconds = {}, {}
+    for number, name in enumerate(names):
+        files = [folder / f"{number}.{r}" for r in range(WORLD)]
+        loaded = [torch.load(f) if f.exists() else (dict(error=f"no result\n{t}"), 0.0)
+                  for f, t in zip(files, tails)]  # fmt: skip
+        results[name], seconds[name] = [g for g, _ in loaded], max(s for _, s in loaded)
+    seconds["all"] = time.monotonic() - start
+    return results, seconds
+
+
+def small_model():
+    """test_all.py's latent() and random_model(): here, so that this file stands alone"""
+    config = M.ModelConfig(
+        vocab_size=97, dim=64, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=80,
+        max_seq_len=128, family="deepseek_v3", rope_interleaved=True, kv_lora_rank=24,
+        q_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, moe_layers=(1, 2),
+        n_experts=8, n_experts_per_token=3, expert_ffn_dim=24, n_shared_experts=1,
+        scoring="sigmoid", correction_bias=True, n_groups=4, topk_groups=2, group_score_topk=2,
+        norm_topk=True,
+    )  # fmt: skip
+    model, rng = M.Transformer(config), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(1.0 if "norm" in name else 0.0, 0.15, generator=rng)
+        for m in model.modules():
+            if isinstance(m, M.MoE):
+                m.correction.copy_(rank_normal(8, config.n_experts) * 0.1)
+    tokens = torch.randint(3, 97, (8, 12), generator=torch.Generator().manual_seed(6))
+    return config, model, tokens
+
+
+def once(tmp_path_factory, name, work):
+    """work(folder), done by one of pytest-xdist's workers and read by all."""
+    folder = tmp_path_factory.getbasetemp().parent / name
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        while not (folder / "result").exists():
+            time.sleep(0.2)
+        return torch.load(folder / "result")
+    result = work(folder)
+    torch.save(result, folder / "unfinished")
+    (folder / "unfinished").rename(folder / "result")
+    return result
+
+
+@pytest.fixture(scope="module")
+def ranks_done(tmp_path_factory):
+    def work(folder):
+        config, model, tokens = small_model()
+        torch.save((asdict(config), model.state_dict(), tokens), folder / "model.pt")
+        return ranks(folder, DEFAULT, 240)[0]
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return once(tmp_path_factory, "ranks", work)
+    return work(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def ranks_done_slow(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("ranks"), SLOW, 500)[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# The tests
+# --------------------------------------------------------------------------------------------------
+
+
+def ranks_close(got, want, tolerance, what):
+    assert got is not None, f"{what}: no value"
+    assert got.dtype == want.dtype and got.shape == want.shape, f"{what}: {got.dtype} {got.shape}"
+    if want.numel():
+        error, size = (got - want).abs().max().item(), want.abs().max().item()
+        assert error <= tolerance * size, f"{what}: off by {error:.3g} of {size:.3g}"
+
+
+def present(results):
+    errors = {r: g["error"] for r, g in enumerate(results) if g is not None and "error" in g}
+    assert not errors, "\n".join(f"rank {r}: {e}" for r, e in errors.items())
+    return [(r, g) for r, g in enumerate(results) if g is not None]
+
+
+def equal(case, results):
+    """Every rank's rows and gradients are those of one process"""
+    spec, want = case.spec, reference(case.spec)
+    tolerance = RANK_TOLERANCE[RANK_DTYPES[spec.dtype]]
+    loss = {}
+    for r, got in present(results):
+        d, slots = got["d"], got["slots"][got["place"]]
+        t, n = got["half"]
+        width = spec.ffn // n
+        rows = torch.arange(t * width, (t + 1) * width)
+        both = torch.cat((rows, rows + spec.ffn))
+        assert torch.equal(got["ids"], want.ids[d])
+        assert got["held"] == len(slots)
+        ranks_close(got["out"], want.out[d], tolerance, f"rank {r} out")
+        if "x" in case.need:
+            ranks_close(got["x"], want.x[d], tolerance, f"rank {r} x")
+        if "router" in case.need:
+            ranks_close(got["router"], want.router[d], tolerance, f"rank {r} router")
+        if case.options.get("inner") == "loop":  # which leaves None where nobody came
+            for key, full in (("up", want.up), ("down", want.down)):
+                got[key] = torch.zeros_like(full[slots]) if got[key] is None else got[key]
+        if "stacks" in case.need:
+            ranks_close(got["up"], want.up[slots][:, both], tolerance, f"rank {r} w_gate_up")
+            ranks_close(got["down"], want.down[slots][:, :, rows], tolerance, f"rank {r} w_down")
+        loss[d] = got["loss"]
+    if len(loss) == len(spec.counts):
+        assert abs(sum(loss.values()) - want.loss) <= tolerance * max(want.size, 1e-30)
+
+
+@pytest.mark.parametrize("name", [*EQUAL, *RANK_FUZZ, *WIRED, *ORDER])
+def test_experts_over_ranks_equal_one_process(name, ranks_done):
+    """Output, loss, and the gradients of tokens, router and stacks"""
+    equal(SOLVED[name], ranks_done[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUZZ_SLOW)
+def test_ranks_equal_one_process_fuzzed(name, ranks_done_slow):
+    equal(FUZZ_SLOW[name], ranks_done_slow[name])
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_something_was_sent(name, ranks_done):
+    """Not vacuous: collectives ran, forward and backward, and a rank holds a part of the experts"""
+    case = EQUAL[name]
+    for _, got in present(ranks_done[name]):
+        slots = got["slots"][got["place"]]
+        alone = len(got["slots"]) == 1
+        assert alone or len(slots) < case.spec.experts or "everywhere" in name
+        kinds = {"same": {"reduce"}, "tensor": {"send", "reduce"}}.get(case.form, {"send"})
+        phases = {"forward", "backward"} if "x" in case.need else {"forward"}
+        seen = {(e["kind"], e["phase"]) for e in got["events"]}
+        assert alone or set(product(kinds, phases)) <= seen, seen
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_lost_transfer_shows(name, ranks_done):
+    """Not vacuous: zeros in place of one transfer, forward or back, and nothing is equal"""
+    with pytest.raises(AssertionError, match="off by"):
+        equal(BROKEN[name], ranks_done[name])
+
+
+@pytest.mark.parametrize("a, b", [("flat fp64", "node"), ("flat fp64", "chunks 2"),
+    ("flat fp64", "chunks 3"), ("uneven", "chunks 40"), ("node", "node chunks")])  # fmt: skip
+def test_forms_agree(a, b, ranks_done):
+    for (_, left), (_, right) in zip(present(ranks_done[a]), present(ranks_done[b]), strict=True):
+        for key in ("out", "x", "router", "up", "down"):
+            ranks_close(left[key], right[key], 1e-12, key)
+
+
+def hit(ids, slots, of_rank):
+    """(tokens, parts): whether a token has an expert in a part; parts are sets of ranks"""
+    owner = {e: of_rank(r) for r, held in enumerate(slots) for e in held}
+    parts = max(owner.values()) + 1
+    table = torch.zeros(len(ids), parts, dtype=torch.bool)
+    for n, row in enumerate(ids.tolist()):
+        for e in row:
+            if e >= 0:
+                table[n, owner[e]] = True
+    return table
+
+
+@pytest.mark.parametrize("name", WIRED)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_token_travels_once(name, phase, ranks_done):
+    """To every rank (flat) or node (two levels) once, whatever K; and its row comes back once"""
+    case, got = WIRED[name], dict(present(ranks_done[name]))
+    spec, per = case.spec, 2 if case.form == "node" else 1
+    part = lambda r: r // per
+    table = [hit(g["ids"], g["slots"], part) for _, g in got.items()]
+    row = spec.dim * 4
+    for r, g in got.items():
+        far = {}
+        for e in g["events"]:
+            if e["kind"] == "send" and e["phase"] == phase:
+                for p, n in e["to"].items():
+                    if part(p) != part(r):
+                        far[part(p)] = far.get(part(p), 0) + n
+        for p in set(map(part, range(WORLD))) - {part(r)}:
+            # rows I send to that part, and rows of its tokens that I send back: in two levels
+            # they come from the rank of that node with my number
+            other = p if per == 1 else p * 2 + r % 2
+            rows = table[r][:, p].sum().item() + table[other][:, part(r)].sum().item()
+            sides = 2 * spec.top_k * 16 * rows + 16 * 64  # ids, weights, counts
+            assert rows * row <= far.get(p, 0) <= rows * row + sides, (r, p, rows, far)
+        if g["ids"].numel() and spec.choice == "router":  # a row per slot would have shown
+            assert sum(t.sum().item() for t in table) * 1.5 < sum(
+                t["ids"].numel() for t in got.values()
+            )
+
+
+@pytest.mark.parametrize("name", ["order 2", "order 3"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_transfers_overlap_experts(name, phase, ranks_done):
+    """The second piece is on its way before the first piece's experts run, and is not waited for"""
+    kind = "experts" if phase == "forward" else "experts backward"
+    for r, got in present(ranks_done[name]):
+        chunks = ORDER[name].options["chunks"]
+        events = list(enumerate(got["events"]))
+        runs = [i for i, e in events if e["kind"] == kind and e["phase"] == phase]
+        assert len(runs) >= chunks, f"rank {r}: experts ran {len(runs)} times"
+        sends = [i for i, e in events if e.get("wide") and e["phase"] == phase and e["later"]]
+        waited = {e["of"]: i for i, e in events if e["kind"] == "wait"}
+        begun = [i for i in sends if i < runs[0]]
+        assert len(begun) >= 2, f"rank {r}: {len(begun)} transfers before the first experts"
+        in_flight = [i for i in begun if waited.get(i, 10**9) > runs[0]]
+        assert in_flight, f"rank {r}: all of them waited for before the first experts"
+        between = [i for i in sends if i > runs[0] and waited.get(i, 10**9) > runs[1]]
+        assert between, f"rank {r}: nothing in flight while the second piece's experts run"
+        everything = {i for i, e in events if e["kind"] == "send" and e["later"]}
+        assert everything == set(waited), "a transfer that nobody waited for"
+
+
+def test_hot_experts_spread(ranks_done):
+    """Gradients of copies are parts until add_copies_, and then the whole"""
+    case = EQUAL["copies of 4"]
+    got = dict(present(ranks_done["copies of 4"]))
+    slots, want = got[0]["slots"], reference(case.spec)
+    copies = torch.bincount(torch.tensor(sum(slots, [])), minlength=case.spec.experts)
+    assert copies[0] >= 2 and copies.sum() == case.spec.experts + 4
+    total = torch.zeros_like(want.up)
+    for r, g in got.items():
+        for place, e in enumerate(slots[r]):
+            total[e] += g["raw"][place]
+            if e == 0:
+                assert (g["raw"][place] - want.up[0]).abs().max() > 1e-3 * want.up[0].abs().max()
+                assert g["raw"][place].abs().max() > 0
+    ranks_close(total, want.up, 1e-12, "the sum of the parts")
+
+
+@pytest.mark.parametrize("name", RANK_MODELS)
+def test_a_model_across_ranks(name, ranks_done):
+    """Loss, logits of each share, all gradients and the weights after the steps"""
+    _, model, tokens = small_model()
+    got, steps = present(ranks_done[name]), RANK_MODELS[name].get("steps", 1)
+    tolerance = 2e-5 if steps == 1 else 2e-4
+    for n in range(steps):
+        model.zero_grad()
+        logits, loss = step(model, tokens, tokens[:, 1:].numel())
+        assert abs(sum(g["losses"][n] for _, g in got) - loss) < 1e-5 * loss
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad
+    for r, g in got:
+        ranks_close(g["logits"], logits[2 * r : 2 * r + 2], tolerance, f"rank {r} logits")
+        for key, p in model.named_parameters():
+            pick = (lambda t: t[g["slots"]]) if is_expert(key) else (lambda t: t)
+            assert p.grad.abs().max() > 0
+            ranks_close(g["grads"][key], pick(p.grad), tolerance * 5, f"rank {r} gradient of {key}")
+            ranks_close(g["weights"][key], pick(p.detach()), tolerance, f"rank {r} {key}")
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_mistakes_do_not_hang(what, ranks_done):
+    """What a rank can see is a ValueError there, before it waits for anyone"""
+    for r, got in present(ranks_done[f"wrong {what}"]):
+        seen = what != "one rank" or r == 2
+        assert got["kind"] == "ValueError" if seen else got["kind"], f"rank {r}: {got}"
+        assert got["seconds"] < HANG - 2, f"rank {r}: {got}"
+        assert "\n" not in got["words"] or not seen, got["words"]
+
+
+def test_weight_of_nobody_is_nothing(ranks_done):
+    for _, got in present(ranks_done["nan"]):
+        ranks_close(got["out"], got["clean"].detach(), 0, "out")
+        assert got["grad"].isfinite().all() and (got["grad"][got["ids"] < 0] == 0).all()
+        assert (got["ids"] < 0).any()
+
+
+def test_autocast(ranks_done):
+    want = reference(replace(FOUR_32, counts=(25, 9, 17, 4)))
+    for r, got in present(ranks_done["autocast"]):
+        ranks_close(got["out"], want.out[r], 4e-2, "out")
+        ranks_close(got["up"], want.up[2 * r : 2 * r + 2], 4e-2, "w_gate_up")
+        ranks_close(got["down"], want.down[2 * r : 2 * r + 2], 4e-2, "w_down")
+
+
+def test_again_is_the_same(ranks_done):
+    for _, got in present(ranks_done["again"]):
+        assert got["kept"]
+        assert all(torch.equal(a, b) for a, b in zip(got["first"], got["second"], strict=True))
+
+
+def test_two_layers(ranks_done):
+    """A layer on a layer with the same callable; a second backward adds the same once more"""
+    spec = UNEVEN
+    shares = [share_of(spec, d) for d in range(4)]
+    xs = [x.requires_grad_() for x, _, _ in shares]
+    up, down = (t.requires_grad_() for t in stacks_of(spec))
+    h, coef, router = torch.cat(xs), torch.cat([c for _, c, _ in shares]), shares[0][2]
+    for _ in range(2):
+        h = h + M.loop_experts(h, *routed(spec, h, router, 0), up, down)
+    (h * coef).sum().backward()
+    outs = h.detach().split(list(spec.counts))
+    for r, got in present(ranks_done["layers"]):
+        mine = slice(2 * r, 2 * r + 2)
+        ranks_close(got["out"], outs[r], 1e-12, "out")
+        want = (xs[r].grad, up.grad[mine], down.grad[mine])
+        for a, b, c in zip(got["grads"], want, got["doubled"], strict=True):
+            ranks_close(a, b, 1e-12, f"rank {r}")
+            ranks_close(c, 2 * b, 1e-12, f"rank {r} again")
+
+
+# Placements --------------------------------------------------------------------------------------
+
+
+def zipf(n, seed, power=1.2):
+    loads = [int(10_000 / (i + 1) ** power) for i in range(n)]
+    random.Random(seed).shuffle(loads)
+    return torch.tensor(loads)
+
+
+def load_sets():
+    rng = random.Random(0)
+    for seed in range(60):
+        n = rng.choice([3, 4, 7, 8, 16, 33, 64])
+        size = rng.randint(1, min(n, 9))
+        loads = zipf(n, seed) if seed % 2 else torch.tensor([rng.randint(0, 99) for _ in range(n)])
+        yield loads, size, rng.choice([0, 0, 1, 2, n // 2, n * (size - 1)])
+
+
+def copies_of(placement, n):
+    return torch.bincount(torch.tensor([e for s in placement.slots for e in s]), minlength=n)
+
+
+def rank_loads(placement, loads):
+    share = loads.double() / torch.as_tensor(placement.copies)
+    return [sum(share[e].item() for e in s) for s in placement.slots]
+
+
+def test_even_placement():
+    p = Y.Placement.even(8, 4)
+    assert p.slots == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert (p.n_experts, p.ranks, p.width) == (8, 4, 2) and list(p.copies) == [1] * 8
+    assert p == Y.Placement.even(8, 4) == Y.Placement(((0, 1), (2, 3), (4, 5), (6, 7)))
+    with pytest.raises(FrozenInstanceError):
+        p.slots = ()
+    assert Y.Placement.even(8, 1).slots == (tuple(range(8)),)
+    with pytest.raises(ValueError, match="by_load"):
+        Y.Placement.even(10, 4)
+
+
+def test_placement_by_load():
+    """Everyone somewhere, sizes within one, no two copies of one expert on a rank, and the copies
+    where they lower the load per copy most"""
+    for loads, size, extra in load_sets():
+        if not 0 <= extra <= len(loads) * (size - 1):
+            continue
+        n, p = len(loads), Y.Placement.by_load(loads, size, redundant=extra)
+        copies = copies_of(p, n)
+        assert (copies >= 1).all() and copies.sum() == n + extra
+        assert (
+            copies.tolist() == [int(c) for c in p.copies] and p.n_experts == n and p.ranks == size
+        )
+        sizes = [len(s) for s in p.slots]
+        assert max(sizes) - min(sizes) <= 1 and p.width == max(sizes) and len(sizes) == size
+        assert all(len(set(s)) == len(s) for s in p.slots), (loads.tolist(), size, extra, p.slots)
+        assert isinstance(p.slots, tuple) and all(isinstance(s, tuple) for s in p.slots)
+        assert all(type(e) is int for s in p.slots for e in s)
+        for a, b in combinations(range(n), 2):  # the hotter has no fewer copies
+            a, b = (a, b) if loads[a] > loads[b] else (b, a)
+            assert loads[a] == loads[b] or copies[a] >= copies[b] or copies[a] == size
+        assert p == Y.Placement.by_load(loads, size, redundant=extra)
+
+
+def test_placement_is_no_worse_than_contiguous():
+    worse = []
+    for loads, size, _ in load_sets():
+        if len(loads) % size == 0:
+            even = max(rank_loads(Y.Placement.even(len(loads), size), loads))
+            ours = max(rank_loads(Y.Placement.by_load(loads, size), loads))
+            if ours > even:
+                worse.append((loads.tolist(), size, ours, even))
+    assert not worse, worse[:2]
+
+
+def test_replicas_are_where_they_help_most():
+    """The largest load of a copy is the smallest that so many copies can give (brute force)"""
+    rng = random.Random(1)
+    for _ in range(60):
+        n, size = rng.randint(2, 5), rng.randint(2, 4)
+        loads = torch.tensor([rng.choice([1, 2, 5, 30, 100]) for _ in range(n)])
+        extra = rng.randint(0, min(4, n * (size - 1)))
+        if n + extra < size:
+            continue
+        best = min(
+            max(load / c for load, c in zip(loads.tolist(), how, strict=True))
+            for how in product(range(1, size + 1), repeat=n)
+            if sum(how) == n + extra
+        )
+        p = Y.Placement.by_load(loads, size, redundant=extra)
+        ours = (loads.double() / copies_of(p, n)).max().item()
+        assert ours == pytest.approx(best), (loads.tolist(), size, extra, p.slots)
+
+
+def test_placement_of_nothing_and_floats():
+    zeros = Y.Placement.by_load(torch.zeros(6), 4, redundant=3)
+    assert copies_of(zeros, 6).min() >= 1 and sum(map(len, zeros.slots)) == 9
+    assert all(len(set(s)) == len(s) for s in zeros.slots)
+    whole = Y.Placement.by_load(torch.tensor([5.0, 1.0, 2.5]), 3, redundant=6)
+    assert all(sorted(s) == [0, 1, 2] for s in whole.slots)
+
+
+@pytest.mark.parametrize(
+    "loads, size, extra",
+    [([1, 2], 3, 0), ([1, 2, 3], 2, -1), ([1, 2, 3], 2, 4), ([1, 2, 3], 1, 1), ([1, 2], 5, 2)],
+)
+def test_bad_placements(loads, size, extra):
+    with pytest.raises(ValueError) as e:
+        Y.Placement.by_load(torch.tensor(loads), size, redundant=extra)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("n, size", [(10, 4), (3, 4), (7, 2)])
+def test_uneven_even(n, size):
+    with pytest.raises(ValueError, match="by_load"):
+        Y.Placement.even(n, size)
+
+
+def test_physical():
+    """A slot of the right expert; copy (token + offset) % copies; nobody stays nobody"""
+    for loads, size, extra in load_sets():
+        if not 0 <= extra <= len(loads) * (size - 1):
+            continue
+        n, p = len(loads), Y.Placement.by_load(loads, size, redundant=extra)
+        rng = torch.Generator().manual_seed(n)
+        ids = torch.randint(-1, n, (50, 3), generator=rng)
+        before = ids.clone()
+        for offset in (0, 1, 5):
+            got = p.physical(ids, offset=offset)
+            assert got.shape == ids.shape and got.dtype == torch.int64 and torch.equal(ids, before)
+            assert torch.equal(got == -1, ids == -1)
+            for e, slot in zip(ids.flatten().tolist(), got.flatten().tolist(), strict=True):
+                assert e < 0 or p.slots[slot // p.width][slot % p.width] == e
+        every = torch.arange(n).expand(12 * size, n)
+        slots = p.physical(every)
+        for e, r in enumerate(map(int, p.copies)):
+            column = slots[:, e].tolist()
+            assert len(set(column[:r])) == r and column == [column[i % r] for i in range(12 * size)]
+            counts = torch.bincount(slots[: 12 * size - 1, e]).tolist()
+            held = [c for c in counts if c]
+            assert max(held) - min(held) <= 1
+        assert torch.equal(p.physical(every, offset=3)[:-3], slots[3:])
+    empty = Y.Placement.even(4, 2).physical(torch.empty(0, 2, dtype=torch.int64))
+    assert empty.shape == (0, 2)
+
+
+@pytest.mark.parametrize("bad", [8, 100, -2])
+def test_physical_of_no_such_expert(bad):
+    ids = torch.tensor([[0, 1], [2, bad]])
+    with pytest.raises(ValueError):
+        Y.Placement.even(8, 4).physical(ids)
+
+
+def test_held():
+    for loads, size, extra in load_sets():
+        if not 0 <= extra <= len(loads) * (size - 1):
+            continue
+        p = Y.Placement.by_load(loads, size, redundant=extra)
+        stack = rank_normal(1, len(loads), 3, 2)
+        for r in range(size):
+            assert torch.equal(Y.held(stack, p, r), stack[list(p.slots[r])])
+
+
+def test_local():
+    """Only its own slots, and no process group at all"""
+    up, down = stacks_of(BASE)
+    x, _, router = share_of(BASE, 1)
+    weights, ids = routed(replace(BASE, choice="holes"), x, router, 1)
+    assert not dist.is_initialized()
+    parts = [
+        Y.local(EXPERTS, first, 2)(x, weights, ids, up[first : first + 2], down[first : first + 2])
+        for first in (0, 2, 4, 6)
+    ]
+    ranks_close(
+        sum(parts), M.loop_experts(x, weights, ids, up, down), 1e-12, "the sum of the shares"
+    )
+    assert len(parts) == 4 and parts[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_no_chunks(chunks):
+    with pytest.raises(ValueError, match="chunks"):
+        Y.exchanged(EXPERTS, 2, None, chunks=chunks)
+
+
+# --------------------------------------------------------------------------------------------------
+# generate.py: --experts
+# --------------------------------------------------------------------------------------------------
+
+MIXTURES = [name for name in FAMILIES if name.startswith(("mixtral", "qwen3-moe", "deepseek"))]
+
+
+def experts_of(model: M.Transformer) -> list[M.MoE]:
+    return [m for m in model.modules() if isinstance(m, M.MoE)]
+
+
+def is_grouped(module: M.MoE) -> bool:
+    return getattr(module.experts, "func", None) is O.grouped_experts
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@torch.no_grad()
+def test_experts_grouped_equal_the_loop_in_every_family(name, tmp_path):
+    """The same logits as model.py's loop, for a prompt and for one token, multi-token prediction
+    too."""
+    transformers_model(name).save_pretrained(tmp_path)
+    plain, fast = M.load_checkpoint(tmp_path), M.load_checkpoint(tmp_path)
+    assert G.fast_(G.parse_args(["x"]), fast) is fast and all(map(is_grouped, experts_of(fast)))
+    assert len(experts_of(fast)) >= 1
+    for shape in ((2, 100), (1, 1)):
+        tokens = random_tokens(plain.config, *shape)
+        assert relative(fast(tokens), plain(tokens)) <= 1e-5
+    slow = G.fast_(G.parse_args(["x", "--experts", "loop"]), M.load_checkpoint(tmp_path))
+    assert all(m.experts is M.loop_experts for m in experts_of(slow))
+
+
+@torch.no_grad()
+def test_cpu_experts_equal_the_plain_loop():
+    """Grouped experts that multiply by cpu.py == model.py's loop, for one row and many; in bf16 no
+    further from exact. Stacks of codes multiply by what they have of their own."""
+    model = random_model(latent())
+    layer, x = model.layers[1].mlp, torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    for rows in (1, 9):
+        weights, ids = layer.route(x[:rows])
+        args = (x[:rows], weights, ids, layer.w_gate_up, layer.w_down)
+        exact = M.loop_experts(*args)
+        fast = lambda *args: O.grouped_experts(*args, linear=cpu.expert_linear)
+        assert relative(fast(*args), exact) < 1e-6
+        half = [t.bfloat16() if t.is_floating_point() else t for t in args]
+        plain = relative(M.loop_experts(*half).float(), exact)
+        assert relative(fast(*half).float(), exact) < max(1.1 * plain, 5e-3)
+
+    Q.quantize_(layer, "int8")
+    seen, want = [], layer(x)
+    for stack in (layer.w_gate_up, layer.w_down):
+        product = stack.product
+        stack.product = lambda *a, p=product: seen.append(len(a[0])) or p(*a)
+    G.fast_(G.parse_args(["x"]), model)
+    assert is_grouped(layer) and relative(layer(x), want) < 1e-5
+    assert sum(seen) == 2 * 9 * model.config.n_experts_per_token
+    none = torch.full_like(weights.long(), -1)  # nobody, of any token
+    empty = layer.experts(x, weights, none, layer.w_gate_up, layer.w_down)
+    assert not empty.any() and empty.shape == x.shape
+
+
+def answers(capsys, *argv, mode=("--temperature", 0, "--max-new-tokens", 24)) -> dict:
+    """What generate.py --json says, in this process."""
+    argv = [GOLDEN_PROMPT, "--checkpoint", MOE, "--dtype", "fp32", "--json", *mode, *argv]
+    assert G.main([str(arg) for arg in argv]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+MODES = {
+    "eager": (),
+    "several": ("--n", 3, "--temperature", 0.8),
+    "mtp": ("--speculate", "mtp"),
+    "draft": ("--speculate", "draft", "--draft", str(MOE)),
+    "int8": ("--quantize", "int8"),
+    "int4": ("--quantize", "int4", "--group-size", 8),
+    "llm.int8": ("--quantize", "llm.int8"),
+}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(G, "measured_bandwidth", lambda device: 1e9)
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_experts_write_the_same_text(how, capsys, quick):
+    """generate.py --experts grouped and loop, in fp32: the same tokens, whatever else is asked."""
+    texts = [
+        answers(capsys, *MODES[how], "--experts", kind)["tokens"] for kind in ("grouped", "loop")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 24
+
+
+def test_static_experts_are_left_to_the_graph(monkeypatch):
+    """Where experts have static shapes (kernels, on CUDA; on a CPU none) a compiled step calls them
+    as they are, and an Engine is captured, and compiled if asked; else they are gathered, an Engine
+    is not captured, and --compile refused."""
+    args = G.parse_args(["--batch", "x", "--compile"])
+    model = G.fast_(args, random_model(latent()))
+    layer = model.layers[1].mlp
+    on_cuda = SimpleNamespace(
+        qweight=SimpleNamespace(is_cuda=True, device="cpu"), dtype=torch.float32
+    )
+    stub = SimpleNamespace(experts=layer.experts, w_gate_up=on_cuda, w_down=on_cuda)
+    for kernels in (True, False):
+        with monkeypatch.context() as m:
+            m.setattr(O, "uses_kernels", lambda x, stacks: kernels)
+            assert O.has_static_shapes(stub) == kernels and not O.has_static_shapes(layer)
+            stub.experts = M.loop_experts
+            assert not O.has_static_shapes(stub)
+            stub.experts = layer.experts
+    monkeypatch.setattr(G, "compiled", lambda step, device: step)
+    for static in (True, False):
+        monkeypatch.setattr(O, "has_static_shapes", lambda module: static)
+        G.fast_(args, model)
+        G.Decoder(model, 32, S.Sampling(), compiled=True)
+        assert all(is_grouped(m) == static for m in experts_of(model))
+        args.compile = static
+        assert G.engine_options(args, model)["static"] is static
+    args.compile = True
+    with pytest.raises(ValueError, match="--compile"):
+        G.engine_options(args, model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
+@pytest.mark.parametrize("how", ["eager", "int8"])
+def test_experts_write_the_same_text_compiled(how, capsys, quick):
+    """--compile, in which experts are gathered: the text of the eager step, for both kinds."""
+    torch.compiler.reset()
+    flags = (*MODES[how], "--max-new-tokens", 12)
+    eager = answers(capsys, *flags)["tokens"]
+    for kind in ("grouped", "loop"):
+        assert answers(capsys, *flags, "--compile", "--experts", kind)["tokens"] == eager
+
+
+def test_experts_in_the_other_modes(tmp_path, capsys, monkeypatch):
+    """--score, --batch, --bench-serving and --interactive run grouped experts as they run the
+    loop; so does a folder that --save wrote. --batch --compile stays refused on a CPU."""
+    monkeypatch.setattr(P, "_kernel", lambda q: False)  # else Triton's interpreter runs it here
+    real, calls = O.grouped_experts, []
+    monkeypatch.setattr(O, "grouped_experts", lambda *a, **k: calls.append(1) or real(*a, **k))
+    text, lines = tmp_path / "text.py", tmp_path / "requests.jsonl"
+    text.write_text("def add(a, b):\n    return a + b\n" * 8)
+    prompts = ["def f(", "class A:\n", "import os\n"]
+    lines.write_text(
+        "".join(json.dumps({"prompt": p, "max_new_tokens": 8}) + "\n" for p in prompts)
+    )
+    saved = tmp_path / "saved"
+    base = ["--checkpoint", MOE, "--dtype", "fp32"]
+    assert G.main([*map(str, base), "--quantize", "int8", "--save", str(saved)]) == 0
+    capsys.readouterr()
+    found = {}
+    for kind in ("grouped", "loop"):
+        del calls[:]
+        outs = []
+        for folder in (MOE, saved):
+            same = ["--checkpoint", folder, "--dtype", "fp32", "--experts", kind]
+            out = tmp_path / f"{kind}-{folder.name}.jsonl"
+            greedy = ["--temperature", 0]
+            for more in (
+                ["--score", text, "--json"],
+                ["--batch", lines, "--out", out, *greedy, "--kv-blocks", 64],
+            ):
+                assert G.main([str(a) for a in (*same, *more)]) == 0, capsys.readouterr().err
+            outs.append(json.loads(capsys.readouterr().out)["nats_per_token"])
+            results = sorted(map(json.loads, out.read_text().splitlines()), key=lambda r: r["line"])
+            outs.append([r["tokens"] for r in results])
+            monkeypatch.setattr("sys.stdin", io.StringIO("def f(\n"))
+            talk = [*same, "--interactive", "--context", 64, "--max-new-tokens", 8, *greedy]
+            assert G.main([str(a) for a in talk]) == 0
+            outs.append(capsys.readouterr().out)
+        served = [*map(str, base), "--experts", kind, "--bench-serving", "3", "--json"]
+        served += ["--kv-blocks", "64", "--input-tokens", "4:9", "--output-tokens", "2:5"]
+        assert G.main(served) == 0
+        assert json.loads(capsys.readouterr().out)["requests"] == 3
+        assert bool(calls) == (kind == "grouped")
+        found[kind] = outs
+    assert found["grouped"][1::3] == found["loop"][1::3]
+    assert found["grouped"][2::3] == found["loop"][2::3]
+    assert found["grouped"][::3] == pytest.approx(found["loop"][::3], rel=1e-5)
+    assert G.main([str(a) for a in (*base, "--batch", lines, "--out", out, "--compile")]) == 2
+    assert "--compile" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# model.py: loading a part of the experts
+# --------------------------------------------------------------------------------------------------
+
+HELD = {1: (5, 2), 2: (7, 0, 7), 3: (1,)}  # by layer; in the second a copy, the third is MTP's
+
+
+def hold(model: M.Transformer, held=HELD) -> None:
+    """Cut the stacks of a model on the meta device."""
+    for module, own in zip(experts_of(model), held.values(), strict=True):
+        module.held = own
+        for name in ("w_gate_up", "w_down"):
+            stack = getattr(module, name).data[list(own)]
+            setattr(module, name, nn.Parameter(stack, requires_grad=False))
+
+
+def fp8_mixture_folder(folder: Path) -> None:
+    """Its experts as DeepSeek stores them, float8 with scales of blocks."""
+    path = folder / "model.safetensors"
+    stored, rng = load_file(path), torch.Generator().manual_seed(0)
+    for name, w in list(stored.items()):
+        if ".experts." in name:
+            blocks = [-(-n // 128) for n in w.shape]
+            stored[name] = (w.float() / 2).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = torch.rand(blocks, generator=rng) + 0.5
+    save_file(stored, path)
+    config = json.loads((folder / "config.json").read_text())
+    fp8 = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128])
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """One model of DeepSeek-V3's form: in a file, in shards, in FP8, and of codes."""
+    root = tmp_path_factory.mktemp("folders")
+    model = random_model(latent(expert_ffn_dim=136, dim=192, q_lora_rank=24)).to(torch.bfloat16)
+    for name in ("file", "shards", "fp8"):
+        M.save_checkpoint(model, root / name, 100_000 if name == "shards" else 10**9)
+    fp8_mixture_folder(root / "fp8")
+    Q.quantize_(model, "int4", group_size=8, skip=("head",))
+    config = Q.to_config(model, "int4", 8, ("head",))
+    M.save_checkpoint(model, root / "codes", quantization=config)
+    assert len(list((root / "shards").glob("*.safetensors"))) > 10
+    return {path.name: path for path in root.iterdir()}
+
+
+def opener(folder: Path, held=None):
+    """How the folder is prepared: its experts cut, its codes swapped in."""
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+
+    def prepare(model):
+        if held is not None:
+            hold(model, held)
+        if config.get("quant_method") == "sheaf":
+            Q.from_config(model, config)
+
+    return prepare
+
+
+@pytest.mark.parametrize("kind", ["file", "shards", "fp8", "codes"])
+def test_held_experts_are_all_that_is_read(kind, folders, monkeypatch):
+    """A process that holds some experts has their slices of the whole model, copies too, and all
+    other tensors; of the other experts it reads nothing."""
+    folder = folders[kind]
+    whole = M.load_checkpoint(folder, prepare=opener(folder))
+    read, plain = [], M.Stored.read
+    monkeypatch.setattr(
+        M.Stored, "read", lambda self, *rows: read.append((self.name, *rows)) or plain(self, *rows)
+    )
+    part = M.load_checkpoint(folder, prepare=opener(folder, HELD))
+    theirs, ours = whole.state_dict(), part.state_dict()
+    assert theirs.keys() == ours.keys()
+    for name, tensor in theirs.items():
+        held = M._held(part, name)
+        assert (held is not None) == (".w_" in name)
+        want = tensor if held is None else tensor[list(held)]
+        assert want.dtype == ours[name].dtype and torch.equal(want, ours[name]), name
+    assert all(m.held == held for m, held in zip(experts_of(part), HELD.values()))
+    numbers = {
+        tuple(map(int, (parts[2], parts[5])))
+        for parts in (name.split(".") for name, *_ in read)
+        if "experts" in parts
+    }
+    stacks = [rows for name, *rows in read if ".w_" in name]
+    if kind == "codes":
+        assert not numbers and sorted(map(str, stacks)) == sorted(
+            str([held]) for held in HELD.values() for _ in range(6)
+        )
+    else:
+        assert not stacks and numbers == {(i, e) for i, held in HELD.items() for e in held}
+
+
+def test_held_experts_quantize_as_they_come(folders):
+    """each(): a part that is quantized on load == that part of the model quantized whole."""
+    each = lambda name, module: Q.quantize_module(name, module, Q.scheme_of("int8", None))
+    whole = M.load_checkpoint(folders["file"], each=each)
+    part = M.load_checkpoint(folders["file"], prepare=hold, each=each)
+    for a, b, held in zip(experts_of(whole), experts_of(part), HELD.values(), strict=True):
+        assert torch.equal(a.w_down.qweight[list(held)], b.w_down.qweight)
+        assert torch.equal(a.w_gate_up[list(held)], b.w_gate_up[list(range(len(held)))])
+
+
+@pytest.mark.parametrize("change", ["lacks", "shape", "more"])
+def test_held_experts_do_not_hide_a_wrong_folder(change, folders, tmp_path):
+    """An expert that this process does not hold is missed all the same, and an unknown tensor is
+    refused: all processes say the same."""
+    stored = load_file(folders["file"] / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    if change == "lacks":
+        del stored[name]
+    else:
+        name = name if change == "shape" else name.replace(".3.", ".8.")
+        stored[name] = torch.ones(2, 2)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders["file"] / "config.json").read_bytes())
+    messages = set()
+    for prepare in (None, hold):
+        with pytest.raises(ValueError, match=name) as e:
+            M.load_checkpoint(tmp_path, prepare=prepare)
+        messages.add(str(e.value))
+    assert len(messages) == 1
+
+
+@torch.no_grad()
+def test_parts_add_up_to_the_whole(folders):
+    """Two processes' shares, joined as --ep joins them but by plain addition: the whole layer. And
+    a step reads the bytes of its own experts."""
+    whole = M.load_checkpoint(folders["file"], dtype=torch.float32)
+    placement = Y.Placement.by_load([9, 1, 1, 1, 1, 1, 1, 8], 2, 2)
+    x = torch.randn(9, 192, generator=torch.Generator().manual_seed(0))
+    total, read, ids = 0, [], whole.layers[1].mlp.route(x)[1]
+    for rank in range(2):
+        cut = lambda model: hold(model, dict(enumerate([placement.slots[rank]] * 3)))
+        part = M.load_checkpoint(folders["file"], dtype=torch.float32, prepare=cut)
+        module = part.layers[1].mlp
+        experts = Y.placed(
+            Y.local(O.grouped_experts, rank * placement.width, placement.width), placement
+        )
+        weights, again = module.route(x)
+        assert torch.equal(ids, again)
+        total = total + experts(x, weights, ids, module.w_gate_up, module.w_down)
+        read.append(G.weight_bytes(part, 2))
+    module = whole.layers[1].mlp
+    assert relative(total, M.loop_experts(x, weights, ids, module.w_gate_up, module.w_down)) < 1e-6
+    dense = sum(p.nbytes for n, p in whole.named_parameters() if p.dim() < 3 and "mtp" not in n)
+    stacks = sum(p.nbytes for n, p in whole.named_parameters() if p.dim() == 3 and "mtp" not in n)
+    dense -= whole.embed.weight.nbytes - 2 * whole.embed.weight[0].nbytes
+    share = 1 - (1 - 3 / 8) ** 2
+    assert G.weight_bytes(whole, 2) == pytest.approx(dense + stacks * share, abs=1)
+    assert sum(read) == pytest.approx(2 * dense + stacks * share * 10 / 8, abs=2)
+
+
+# --------------------------------------------------------------------------------------------------
+# generate.py: --ep
+# --------------------------------------------------------------------------------------------------
+
+RANK = f"""
+import json, sys, time
+sys.path.insert(0, {str(REPO)!r})
+import torch
+import torch.distributed as dist
+import generate as G
+torch.set_num_threads(1)
+G.measured_bandwidth = lambda device: 1e9
+rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=ranks)
+for line in sys.stdin:
+    try:
+        argv = json.loads(line)
+        if argv[0] == "fail":
+            G.agreed(lambda: open("nowhere") if str(rank) == argv[1] else None)
+        args = G.parse_args(argv)
+        with torch.inference_mode():
+            (G.score_file if args.score else G.generate)(args)
+    except ValueError as e:
+        print(json.dumps({{"error": str(e)}}))
+    sys.stdout.flush()
+dist.destroy_process_group()
+"""
+
+
+def over_ranks(ranks: int, tmp_path: Path, *cases) -> list[dict]:
+    """What generate.py --ep --json says of each case: the same on every rank."""
+    lines = "".join(
+        json.dumps([str(a) for a in (*case, "--ep", "--json")]) + "\n" for case in cases
+    )
+    store = tmp_path / f"store{ranks}-{time.monotonic_ns()}"
+    argv = [sys.executable, "-c", RANK]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    every = [
+        subprocess.Popen([*argv, str(r), str(ranks), str(store)], env=env, **pipes)
+        for r in range(ranks)
+    ]
+    try:
+        for p in every:
+            p.stdin.write(lines)
+            p.stdin.close()
+        outs = [(p.stdout.read(), p.stderr.read(), p.wait(timeout=120)) for p in every]
+    finally:
+        for p in every:
+            p.kill()
+    for out, err, code in outs:
+        assert code == 0 and len(out.splitlines()) == len(cases), err[-3000:]
+    said = [[json.loads(line) for line in out.splitlines()] for out, _, _ in outs]
+    same = ("tokens", "samples", "error", "nats_per_token")
+    for other in said[1:]:
+        assert [[d.get(k) for k in same] for d in other] == [
+            [d.get(k) for k in same] for d in said[0]
+        ]
+    return said[0]
+
+
+GREEDY = (GOLDEN_PROMPT, "--checkpoint", MOE, "--dtype", "fp32", "--temperature", 0)
+GREEDY += ("--max-new-tokens", 12)
+SAMPLED = (*GREEDY, "--temperature", 0.9, "--seed", 7, "--n", 3)
+
+
+def alone(capsys, case) -> dict:
+    assert G.main([str(a) for a in (*case, "--json")]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def check_ranks(ranks, tmp_path, capsys, cases, *others) -> list[dict]:
+    """Each case (flags, flags of --ep alone) is as in one process; what is said of the others."""
+    found = over_ranks(ranks, tmp_path, *((*case, *more) for case, more in cases), *others)
+    for (case, more), got in zip(cases, found):
+        want = alone(capsys, case)
+        assert [got.get(k) for k in ("tokens", "samples")] == [
+            want.get(k) for k in ("tokens", "samples")
+        ], (case, more)
+        if "nats_per_token" in want:
+            assert got["nats_per_token"] == pytest.approx(want["nats_per_token"], rel=1e-5)
+    return found[len(cases) :]
+
+
+def uneven(folder: Path) -> Path:
+    """metrics.jsonl as train.py writes it, the last line torn."""
+    rows = [
+        {"step": 1, "loss": 5.0},
+        {"step": 2, "expert_load": [[1] * 8] * 4},
+        {"step": 3, "expert_load": [[90, 3, 1, 7, 40, 2, 2, 5], *[[5, 1, 1, 1, 1, 1, 0, 60]] * 3]},
+        {"step": 4, "loss": 4.0},
+    ]
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "expert_lo')
+    return path
+
+
+def test_ep_two_ranks(tmp_path, capsys, quick):
+    """The text of one process, greedy and sampled, with copies, by load, quantized as it loads, of
+    random weights, and by the loop; perplexity too. What one rank refuses all refuse, in one line;
+    none waits."""
+    text = tmp_path / "text.py"
+    text.write_text("def add(a, b):\n    return a + b\n" * 4)
+    dummy = ("--dummy", "small-moe", "--prompt-tokens", 5, "--dtype", "fp32", "--temperature", 0)
+    cases = [
+        (GREEDY, ()),
+        (SAMPLED, ("--redundant-experts", 3)),
+        (GREEDY, ("--expert-load", uneven(tmp_path))),
+        ((*GREEDY, "--quantize", "int8"), ("--experts", "loop")),
+        ((*dummy, "--max-new-tokens", 8), ()),
+        (("--checkpoint", MOE, "--dtype", "fp32", "--score", text), ()),
+    ]
+    wrong = {
+        ("fail", 0): "No such file",
+        ("fail", 1): "rank 1: ",
+        (*GREEDY, "--redundant-experts", 9): "--redundant-experts: 8 experts",
+        (*GREEDY, "--device", "cuda:1"): "give cuda",
+        (*GREEDY, "--expert-load", tmp_path / "none"): "--expert-load",
+        tuple(SMALL if a == MOE else a for a in GREEDY): "no mixture of experts",
+    }
+    said = check_ranks(2, tmp_path, capsys, cases, *wrong)
+    for words, got in zip(wrong.values(), said, strict=True):
+        assert words in got["error"] and "\n" not in got["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_ep_more_ranks(ranks, tmp_path, capsys, quick):
+    """Three ranks, which hold unequal numbers, and four: the text of one process; a folder of codes
+    and FP8 products too."""
+    saved = tmp_path / "saved"
+    argv = ["--checkpoint", str(MOE), "--dtype", "fp32", "--quantize", "int8", "--save", str(saved)]
+    assert G.main(argv) == 0
+    capsys.readouterr()
+    load = ("--expert-load", uneven(tmp_path))
+    codes = tuple(saved if a == MOE else a for a in GREEDY)
+    cases = [
+        (GREEDY, load),
+        (SAMPLED, load),
+        (SAMPLED, (*load, "--redundant-experts", 5)),
+        (codes, load),
+        ((*GREEDY, "--quantize", "int4", "--group-size", 8), (*load, "--redundant-experts", 4)),
+        (GREEDY, ("--redundant-experts", 1)),
+    ]
+    if ranks == 4:
+        cases += [(GREEDY, ()), ((*GREEDY, "--quantize", "fp8"), ())]
+    check_ranks(ranks, tmp_path, capsys, cases)
+
+
+def test_ep_ranks_that_do_not_divide_the_experts_are_told():
+    """Three ranks and eight experts: refused, with what helps; with loads or copies they do."""
+    config = M.read_config(MOE / "config.json")
+    shares = G.Shares(G.parse_args(["x", "--ep"]))
+    shares.ranks = 3
+    with pytest.raises(ValueError, match="^--ep: 8 experts .* 3 ranks.*--expert-load"):
+        shares._place(config, 2)
+    shares.args.redundant_experts = 1
+    assert [p.width for p in shares._place(config, 2)] == [3, 3]
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+@pytest.mark.slow
+def test_ep_as_a_user_runs_it():
+    """torchrun: the prompt by a pipe, the text once, one line of facts; a refusal in one line, and
+    exit code 2 of every rank."""
+    argv = ["generate.py", *GREEDY[1:], "--ep"]
+    done = run(*TORCHRUN, 2, *argv, stdin=GOLDEN_PROMPT)
+    assert done.returncode == 0, done.stderr
+    plain = run("generate.py", *GREEDY)
+    assert done.stdout == plain.stdout
+    assert sum("tok/s" in line for line in done.stderr.splitlines()) == 1
+    done = run(*TORCHRUN, 3, *argv)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: error")]
+    assert done.returncode != 0 and len(lines) == 1 and "8 experts" in lines[0], done.stderr
+    done = run(*TORCHRUN, 2, *argv, "--batch", "x")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: error")]
+    assert len(lines) == 1 and "--batch" in lines[0]
+
+
+def test_ep_alone_is_the_plain_thing(capsys, quick):
+    """One process, with and without --ep."""
+    assert alone(capsys, (*GREEDY, "--ep"))["tokens"] == alone(capsys, GREEDY)["tokens"]
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (("--batch", "x"), "--batch"),
+        (("--bench-serving",), "--bench-serving"),
+        (("--interactive",), "--interactive"),
+        (("--speculate", "ngram"), "--speculate"),
+        (("--compile",), "--compile"),
+        (("--quantize", "int4", "--calibrate", "gptq"), "--calibrate"),
+        (("--quantize", "int4", "--save", "x"), "--save"),
+        (("--quantize-report",), "--quantize-report"),
+        (("--checkpoint", str(SMALL)), "no mixture of experts"),
+        (("--dummy", "small", "--prompt-tokens", "4"), "no mixture of experts"),
+        (("--redundant-experts", "1"), "--redundant-experts"),
+        (("--redundant-experts", "-1"), "--redundant-experts must be 0 or more"),
+        (("--expert-load", "nowhere.jsonl"), "nowhere.jsonl"),
+    ],
+)
+def test_ep_refuses(flags, word, capsys):
+    """What cannot be shared out, or would be ignored."""
+    more = [] if "--checkpoint" in flags or "--dummy" in flags else ["--checkpoint", str(MOE)]
+    assert G.main(["--ep", *more, *flags]) == 2
+    err = capsys.readouterr().err
+    assert word in err and len(err.splitlines()) == 1
+
+
+def test_ep_flags_need_ep(capsys):
+    for flags in (("--expert-load", "x"), ("--redundant-experts", "1")):
+        assert G.main(["x", "--checkpoint", str(MOE), *flags]) == 2
+        assert "needs --ep" in capsys.readouterr().err
+
+
+def test_expert_load_files(tmp_path):
+    """The last counts of metrics.jsonl, or a list alone; multi-token prediction may be left out.
+    What is of another model is refused, with the file's name."""
+    config, path = M.read_config(MOE / "config.json"), uneven(tmp_path)
+    found = G.read_loads(path, config, 5)
+    assert found[0] == [90, 3, 1, 7, 40, 2, 2, 5] and found[4] == [1.0] * 8 and len(found) == 5
+    path.write_text(json.dumps([[1.5] * 8] * 5, indent=2))
+    assert G.read_loads(path, config, 5) == [[1.5] * 8] * 5
+    path.write_text(json.dumps({"expert_load": [[2] * 8] * 4}))
+    assert G.read_loads(path, config, 4) == [[2] * 8] * 4
+    for wrong in (
+        "", "{}", "[]", "null", "[[1]]", json.dumps([[1] * 8] * 3), json.dumps([[-1] * 8] * 4),
+        json.dumps([["1"] * 8] * 4), json.dumps([[math.inf] * 8] * 4), json.dumps([[1] * 7] * 4),
+        '{"step": 1}\n{"step": 2}', '{"expert_load": 3}',
+    ):  # fmt: skip
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="metrics.jsonl: has no list of 8 counts"):
+            G.read_loads(path, config, 5)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="cannot be read"):
+        G.read_loads(path, config, 5)
+
+
+# --------------------------------------------------------------------------------------------------
+# train.py: mixtures
+# --------------------------------------------------------------------------------------------------
+
+
+def mixtral(**changes) -> M.ModelConfig:
+    """A mixture in every layer, without a correction."""
+    base = dict(family="mixtral", n_layers=2, moe_layers=(0, 1), n_experts=4, norm_topk=True)
+    return tiny(**base | dict(n_experts_per_token=2, expert_ffn_dim=80) | changes)
+
+
+def mixtures(model: M.Transformer) -> list[M.MoE]:
+    return [m for m in model.modules() if isinstance(m, M.MoE)]
+
+
+def routers(model: M.Transformer) -> torch.Tensor:
+    return torch.cat([m.router.grad.flatten() for m in mixtures(model)])
+
+
+def auxiliary_by_hand(kind: str, config: M.ModelConfig, logits: torch.Tensor, ids: torch.Tensor):
+    """One mixture's auxiliary loss, (B, T, E) and (B, T, K), written out with loops."""
+    B, length, E = logits.shape
+    if kind == "z":
+        return (logits.exp().sum(-1).log() ** 2).mean()
+    probs = logits.softmax(-1)
+    if config.scoring == "sigmoid":
+        probs = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    rows = [range(B)] if kind == "aux" else [[b] for b in range(B)]
+    total = 0.0
+    for row in rows:
+        chosen, p = ids[list(row)].flatten(), probs[list(row)].flatten(0, 1)
+        share = [(chosen == e).sum().item() * E / len(chosen) for e in range(E)]
+        total = total + sum(share[e] * p[:, e].mean() for e in range(E)) / len(rows)
+    return total
+
+
+@pytest.mark.parametrize("kind", ["aux", "seq", "z"])
+@pytest.mark.parametrize("config", [mixtral(), latent()], ids=["mixtral", "latent"])
+def test_auxiliary_losses_are_their_formulas_and_reach_the_router(kind, config):
+    """Each loss of Balance == its definition over every mixture, an MTP layer's included, times its
+    coefficient; and what it adds to the routers' gradients is the definition's gradient."""
+    model, batch = random_model(config).requires_grad_(True), random_tokens(config, 3, 18)
+    seen = []
+    for m in mixtures(model):
+        m.observe = lambda *routed: seen.append(routed)
+    plain = T.accumulate(model, batch, 3)
+    assert "aux_loss" not in plain and len(seen) == len(mixtures(model))
+    without = routers(model)
+    model.zero_grad()
+    expected = 0.3 * sum(auxiliary_by_hand(kind, config, *routed) for routed in seen)
+    T.loss_sums(model, batch)  # the same forward again, for a graph of its own
+    again = 0.3 * sum(auxiliary_by_hand(kind, config, *routed) for routed in seen[len(seen) // 2 :])
+    again.backward()
+    added = routers(model)
+    model.zero_grad()
+    row = T.accumulate(model, batch, 3, balance=T.Balance(model, **{kind: 0.3}))
+    assert row["aux_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert row["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert added.norm() > 1e-3 and relative(routers(model) - without, added) < 1e-4
+
+
+def test_auxiliary_means_do_not_depend_on_the_micro_batch():
+    """z and the sequence-wise loss: the same number and gradient however a step is cut, to
+    rounding. Switch's is a product of means over a micro-batch, and is not."""
+    config = mixtral()
+    model, batch = random_model(config).requires_grad_(True), random_tokens(config, 4, 17)
+
+    def step(micro, **coefficients):
+        model.zero_grad()
+        balance = T.Balance(model, **coefficients)
+        return T.accumulate(model, batch, micro, balance=balance)["aux_loss"], routers(model)
+
+    for coefficients in (dict(z=0.5), dict(seq=0.5), dict(z=0.1, seq=0.2)):
+        whole, gradient = step(4, **coefficients)
+        for micro in (1, 2, 3):
+            value, got = step(micro, **coefficients)
+            assert value == pytest.approx(whole, rel=1e-6) and relative(got, gradient) < 1e-5
+    assert abs(step(1, aux=1.0)[0] - step(4, aux=1.0)[0]) > 1e-3
+
+
+def trained_loads(model: M.Transformer, steps: int, lr: float, speed: float, **coefficients):
+    """Max over mean load of every step of a real training run, on random tokens."""
+    balance, optimizer = T.Balance(model, speed, **coefficients), T.build_optimizer(model)
+    worst = []
+    for step in range(steps):
+        batch = random_tokens(model.config, 8, 65, seed=step)
+        T.accumulate(model, batch, 8, balance=balance)
+        T.update(model, optimizer, lr)
+        worst.append(balance.update())
+    return worst
+
+
+def skewed(config: M.ModelConfig) -> M.Transformer:
+    """Drawn as train.py draws it, but for long router rows and, where there is one, a correction
+    that favours the first experts."""
+    model = M.Transformer(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for m in mixtures(model):
+            m.router.mul_(10)
+            if config.correction_bias:
+                m.correction.copy_(torch.linspace(0.4, 0, config.n_experts))
+    return model
+
+
+def test_the_bias_balances_a_skewed_router_and_leaves_the_weights_alone():
+    """A router that favours some experts comes, in training with a moving correction, to a max/mean
+    load below 1.2, and not without. The gate weights are the chosen experts' unbiased scores."""
+    config = latent(n_groups=1, topk_groups=1, group_score_topk=1, n_mtp_layers=0)
+    model = skewed(config)
+    worst = trained_loads(model, 60, 1e-4, 0.01)
+    assert worst[0] > 1.5 and statistics.mean(worst[-10:]) < 1.2, worst
+    assert min(trained_loads(skewed(config), 60, 1e-4, 0.0)[-10:]) > 1.4
+    layer, logits = mixtures(model)[0], torch.randn(64, config.n_experts)
+    weights, ids = layer.choose(logits)
+    scores = logits.sigmoid().gather(1, ids)
+    torch.testing.assert_close(weights, scores / scores.sum(-1, keepdim=True))
+    unbiased = logits.sigmoid().topk(config.n_experts_per_token).indices
+    assert (ids.sort().values != unbiased.sort().values).any()
+
+
+def test_an_auxiliary_loss_evens_out_a_mixture_without_correction():
+    """Left alone a router drifts to its favourites; Switch's loss holds max/mean down, and so does
+    the sequence-wise one."""
+    config = mixtral(dim=32, ffn_dim=32, expert_ffn_dim=32, n_heads=2, n_kv_heads=1)
+    alone, switch, sequence = (
+        statistics.mean(trained_loads(skewed(config), 30, 1e-3, 0.0, **coefficient)[-5:])
+        for coefficient in ({}, dict(aux=0.1), dict(seq=0.1))
+    )
+    assert alone > 1.4 and max(switch, sequence) < 1.25, (alone, switch, sequence)
+
+
+def test_validation_neither_counts_nor_collects():
+    """Balance hears training alone; a forward without gradients leaves no trace."""
+    config = mixtral()
+    model, tokens = random_model(config), random_tokens(config, 2, 200)[0].int()
+    balance, place = (
+        T.Balance(model, aux=1.0, seq=1.0, z=1.0),
+        T.Place(torch.device("cpu"), "fp32", 0, 1),
+    )
+    T.validate(model, tokens, 32, 2, place)
+    assert not balance.counts.any() and not balance.terms
+    model(random_tokens(config, 2, 9))
+    assert balance.counts.sum(1).tolist() == [2 * 9 * 2] * 2 and len(balance.terms) == 6
+    assert balance.take() > 0 and balance.take() == 0
+
+
+# --- runs
+
+
+def moe_argv(corpus, config: Path, out: Path, *more) -> list[str]:
+    argv = ["--data", corpus, "--model", config, "--out", out, "--batch-size", 4]
+    argv += ["--micro-batch-size", 2, "--seq-len", 32, "--steps", 4, "--save-every", 2]
+    argv += ["--eval-every", 2, "--device", "cpu", "--dtype", "fp32", *more]
+    return [str(a) for a in argv]
+
+
+@pytest.fixture(scope="module")
+def moe_configs(tmp_path_factory) -> Path:
+    """deepseek.json: MLA, groups, a correction and an MTP layer; mixtral.json: without one."""
+    path = tmp_path_factory.mktemp("mixtures")
+    small = dict(vocab_size=320, n_layers=2, n_heads=2, dim=32)
+    deepseek = latent(**small, n_kv_heads=2, moe_layers=(1,), expert_ffn_dim=16)
+    (path / "deepseek.json").write_text(json.dumps(deepseek.to_hf()))
+    plain = mixtral(**small, n_kv_heads=1, ffn_dim=48, expert_ffn_dim=48)
+    (path / "mixtral.json").write_text(json.dumps(plain.to_hf()))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "mixtral"])
+def test_metrics_tell_the_load_and_the_auxiliary_loss(corpus, moe_configs, tmp_path, kind, capsys):
+    """Every row has the load's statistics, validated ones the counts: all slots of the step, none
+    of validation. aux_loss is on by default where there is no correction; its coefficient stays
+    with the run. Plain experts give the losses of grouped ones. The picture has two panels more."""
+    out, loop = tmp_path / "run", tmp_path / "loop"
+    assert T.main(moe_argv(corpus, moe_configs / f"{kind}.json", out)) == 0
+    rows = T.read_metrics(out / "metrics.jsonl")
+    for row in rows:
+        assert 1 <= row["worst_load"] <= 8 and 0 < row["load_entropy"] <= 1
+        assert row["dead_experts"] in range(17) and ("aux_loss" in row) == (kind == "mixtral")
+        assert ("expert_load" in row) == ("val_loss" in row) == (row["step"] % 2 == 0)
+    slots = [4 * 32 * 3, 4 * 31 * 3] if kind == "deepseek" else [4 * 32 * 2] * 2
+    assert [sum(layer) for layer in rows[-1]["expert_load"]] == slots
+    busiest = max(max(layer) * len(layer) / sum(layer) for layer in rows[-1]["expert_load"])
+    assert rows[-1]["worst_load"] == pytest.approx(busiest, abs=1e-3)
+    assert rows[-1]["dead_experts"] == sum(layer.count(0) for layer in rows[-1]["expert_load"])
+    assert T.main(moe_argv(corpus, moe_configs / f"{kind}.json", loop, "--experts", "loop")) == 0
+    for a, b in zip(rows, T.read_metrics(loop / "metrics.jsonl"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    default = "0.01" if kind == "mixtral" else "0.0"
+    capsys.readouterr()
+    assert T.main(["--out", str(out), "--resume", "--aux-loss", "0.5"]) == 2
+    assert f"--aux-loss 0.5 differs from the run's {default}" in capsys.readouterr().err
+    assert T.main(["--out", str(out), "--resume", "--aux-loss", default]) == 0
+    if importlib.util.find_spec("matplotlib"):
+        assert T.main(["--out", str(out), "--plot"]) == 0
+        png = (out / "metrics.png").read_bytes()
+        assert struct.unpack(">2I", png[16:24]) == (960, 1260)
+        for row in rows:
+            for key in ("worst_load", "load_entropy", "dead_experts", "expert_load"):
+                row.pop(key, None)
+        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert T.main(["--out", str(out), "--plot"]) == 0
+        png = (out / "metrics.png").read_bytes()
+        assert struct.unpack(">2I", png[16:24]) == (960, 720)
+
+
+@pytest.mark.slow
+def test_compiled_mixtures_train_as_they_are(corpus, moe_configs, tmp_path):
+    """--compile changes no loss, auxiliary loss or load of a model with mixtures."""
+    more = ("--z-loss", 0.1, "--sequence-loss", 0.1)
+    for name, flags in (("plain", ()), ("compiled", ("--compile",))):
+        argv = moe_argv(corpus, moe_configs / "deepseek.json", tmp_path / name, *more, *flags)
+        assert T.main(argv) == 0
+    plain, compiled = (
+        T.read_metrics(tmp_path / n / "metrics.jsonl") for n in ("plain", "compiled")
+    )
+    for a, b in zip(plain, compiled, strict=True):
+        for key in set(a) - {"tokens_per_second", "expert_load"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-5), key
+        assert a.get("expert_load") == b.get("expert_load")
+
+
+# --- upcycling
+
+DENSE_FORMS = {
+    "llama": (dict(), "mixtral"),
+    "mistral": (dict(family="mistral", windows=(16,) * 2), "mixtral"),
+    "qwen3": (dict(family="qwen3", qk_norm=True), "qwen3_moe"),
+    "qwen2": (dict(family="qwen2", qkv_bias=True), "sheaf"),
+}
+
+
+@pytest.fixture(scope="module")
+def dense_models(corpus, tmp_path_factory) -> Path:
+    """A folder per family, with a tokenizer; llama trained for a moment."""
+    path = tmp_path_factory.mktemp("dense")
+    for family, (more, _) in DENSE_FORMS.items():
+        config = tiny(vocab_size=320, n_layers=2, dim=32, n_heads=2, n_kv_heads=1, **more)
+        M.save_checkpoint(random_model(config), path / family)
+    argv = moe_argv(corpus, path / "llama" / "config.json", path / "run", "--steps", 30)
+    assert T.main([*argv, "--save-every", "30", "--eval-every", "30", "--lr", "1e-2"]) == 0
+    for family in DENSE_FORMS:
+        shutil.copy(path / "run" / "tokenizer.model", path / family)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(path / "run" / name, path / "llama")
+    return path
+
+
+@pytest.mark.parametrize("family", DENSE_FORMS)
+def test_upcycled_computes_what_the_dense_model_did(dense_models, tmp_path, family):
+    """--upcycle: the same logits (fp32, 1e-5), whatever the router; in the family that can say it,
+    read back from its folder as it is."""
+    init = dense_models / family
+    args = T.parse_args(["--init", str(init), "--upcycle", "4", "--upcycle-top-k", "3"])
+    config = T.model_config(args)
+    dense = M.load_checkpoint(init, dtype=torch.float32)
+    model = T.build_model(args, config, torch.device("cpu")).eval()
+    assert config.family == DENSE_FORMS[family][1] and config.moe_layers == (0, 1)
+    assert M.ModelConfig.from_hf(config.to_hf()) == config == model.config
+    tokens = random_tokens(config, 2, 40)
+    with torch.no_grad():
+        expected = dense(tokens)
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5)
+        M.save_checkpoint(model, tmp_path)
+        torch.testing.assert_close(M.load_checkpoint(tmp_path)(tokens), model(tokens))
+        for m in mixtures(model):
+            assert 0.005 < m.router.std() < 0.05
+            m.router.normal_(0, 1)
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_upcycled_model_trains_resumes_and_opens_elsewhere(corpus, dense_models, tmp_path):
+    """An upcycled run begins at the dense loss and goes below it, its experts part, --resume goes
+    on to the last bit; generate.py and transformers open the folder."""
+    out, cut, init = tmp_path / "whole", tmp_path / "cut", dense_models / "llama"
+    more = ["--init", str(init), "--upcycle", "4", "--steps", "12", "--lr", "5e-3", "--eval-every"]
+    argv = lambda to: [*moe_argv(corpus, Path("none"), to), *more, "12", "--save-every", "6"]
+    assert T.main(argv(out)) == 0
+    real = T.save_run
+
+    def save_and_stop(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, "save_run", save_and_stop)
+        assert T.main(argv(cut)) == 130
+    assert T.main(["--out", str(cut), "--resume"]) == 0
+    assert (cut / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    rows = T.read_metrics(out / "metrics.jsonl")
+    dense = T.read_metrics(dense_models / "run" / "metrics.jsonl")
+    assert abs(rows[0]["loss"] - dense[-1]["loss"]) < 0.3 and rows[-1]["loss"] < rows[0]["loss"]
+    stacks = [w for name, w in load_file(out / T.STATE).items() if name.endswith("w_gate_up")]
+    apart = [relative(w[0], w[1]) for w in stacks]
+    assert len(apart) == 6 and min(apart) > 1e-3, apart  # weights and both moments, two layers
+    args = G.parse_args(["--checkpoint", str(out), "--device", "cpu", "x"])
+    model, tokens = (
+        G.load(args, torch.device("cpu"))[0],
+        random_tokens(mixtral(vocab_size=320), 1, 20),
+    )
+    assert model.config.family == "mixtral" and model.config.n_experts == 4
+    theirs = transformers().AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    ours = M.load_checkpoint(out, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_path, capsys):
+    """Each mistake is one line that names the flag, exit code 2, before anything is written."""
+    biased, ahead = tmp_path / "biased", tmp_path / "ahead"
+    M.save_checkpoint(random_model(tiny(mlp_bias=True)), biased)
+    M.save_checkpoint(random_model(tiny(family="sheaf", n_mtp_layers=1)), ahead)
+    M.save_checkpoint(random_model(mixtral()), tmp_path / "mixed")
+    dense, up = ["--init", str(dense_models / "llama")], ["--upcycle", "4"]
+    deepseek = ["--model", str(moe_configs / "deepseek.json")]
+    cases = [
+        (up, ["--upcycle", "--init"]),
+        ([*dense, *up, "--upcycle-top-k", "5"], ["--upcycle-top-k 5", "--upcycle 4"]),
+        ([*dense, "--upcycle", "0"], ["--upcycle", "positive"]),
+        (["--init", str(biased), *up], ["--upcycle", "biased", "mlp_bias"]),
+        (["--init", str(ahead), *up], ["--upcycle", "ahead", "multi-token"]),
+        (["--init", str(tmp_path / "mixed"), *up], ["--upcycle", "mixed", "mixture"]),
+        (["--train-draft-head", *dense, *up], ["--upcycle", "leave"]),
+        ([*dense, "--aux-loss", "0.1"], ["--aux-loss", "no mixture"]),
+        ([*dense, "--z-loss", "0.1"], ["--z-loss", "no mixture"]),
+        ([*dense, "--ep", "2"], ["--ep", "no mixture"]),
+        ([*deepseek, "--z-loss", "nan"], ["--z-loss", "nan"]),
+        ([*deepseek, "--aux-loss", "-1"], ["--aux-loss", "-1"]),
+        ([*deepseek, "--ep", "2"], ["--ep 2", "1 ranks"]),
+        ([*deepseek, "--ep", "0"], ["--ep", "positive"]),
+        ([*deepseek, "--ep-node-size", "2"], ["--ep-node-size 2", "--ep 1"]),
+        ([*deepseek, "--ep-chunks", "0"], ["--ep-chunks", "positive"]),
+    ]
+    new = ["--out", str(tmp_path / "new"), "--data", str(corpus), "--device", "cpu"]
+    for argv, words in cases:
+        assert T.main([*new, *argv]) == 2, argv
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(w in error for w in words), (argv, error)
+    assert not (tmp_path / "new").exists()
+    args = T.parse_args([*new, *deepseek, "--ep", "3"])
+    with pytest.raises(ValueError, match="--ep 3: 8 experts"):
+        T.share_out(args, T.model_config(args), T.Place(torch.device("cpu"), "fp32", 0, 3))
+    args = T.parse_args([*new, *deepseek, "--ep", "4", "--ep-node-size", "3"])
+    with pytest.raises(ValueError, match="--ep-node-size 3 must divide --ep 4"):
+        T.share_out(args, T.model_config(args), T.Place(torch.device("cpu"), "fp32", 0, 4))
+
+
+# --- experts over ranks
+
+
+@pytest.fixture(scope="module")
+def lopsided(corpus, moe_configs, tmp_path_factory) -> Path:
+    """What ranks are compared with: two steps in one process, then two more by --resume. The first
+    mixture's correction has half of the experts, one rank's of two, chosen by nobody."""
+    path = tmp_path_factory.mktemp("lopsided")
+    config = M.read_config(moe_configs / "deepseek.json")
+    config = M.replace(config, n_groups=1, topk_groups=1, group_score_topk=1, family="sheaf")
+    model = M.Transformer(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    model.layers[1].mlp.correction[4:] = -9.0
+    M.save_checkpoint(model, path / "init")
+    argv = moe_argv(corpus, moe_configs / "deepseek.json", path / "made", "--steps", 1)
+    assert T.main(argv) == 0
+    shutil.copy(path / "made" / "tokenizer.model", path / "init")
+    assert T.main(ranks_argv(corpus, path, path / "half", "--steps", 2)) == 0
+    shutil.copytree(path / "half", path / "whole")
+    assert (
+        T.main(["--out", str(path / "whole"), "--resume", "--steps", "4", "--device", "cpu"]) == 0
+    )
+    return path
+
+
+def ranks_argv(corpus, path: Path, out: Path, *more) -> list[str]:
+    losses = ["--sequence-loss", 0.1, "--z-loss", 0.01]
+    return moe_argv(corpus, Path("none"), out, "--init", path / "init", *losses, *more)
+
+
+def under_torchrun(ranks: int, *argv) -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
+    done = run(*launcher, "train.py", *argv)
+    assert done.returncode == 0, done.stderr
+
+
+def same_training(out: Path, reference: Path) -> None:
+    """Losses, gradient norms and loads of all steps; weights and moments; what was exported."""
+    rows, expected = (T.read_metrics(p / "metrics.jsonl") for p in (out, reference))
+    exact = ("step", "lr", "worst_load", "load_entropy", "dead_experts", "expert_load")
+    for a, b in zip(rows, expected, strict=True):
+        assert a.keys() == b.keys() and [a.get(k) for k in exact] == [b.get(k) for k in exact]
+        for key in ("loss", "mtp_loss", "aux_loss", "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5), (key, a, b)
+    got, want = load_file(out / T.STATE), load_file(reference / T.STATE)
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert (got[name] - x).norm() <= 1e-5 * x.norm(), name
+    got, want = (load_file(p / "model.safetensors") for p in (out, reference))
+    assert {n: x.shape for n, x in got.items()} == {n: x.shape for n, x in want.items()}
+
+
+def test_experts_over_two_ranks_are_one_process(corpus, lopsided, tmp_path):
+    """--ep 2 on 2 ranks, of which one gets no token in one layer: the losses, gradient norms,
+    loads, weights and Adam moments of one process (fp32, 1e-5), in a checkpoint of the same
+    tensors, which one process goes on from."""
+    out = tmp_path / "ep"
+    under_torchrun(2, *ranks_argv(corpus, lopsided, out, "--steps", 2, "--ep", 2))
+    assert T.read_metrics(out / "metrics.jsonl")[-1]["dead_experts"] >= 4
+    same_training(out, lopsided / "half")
+    assert T.main(["--out", str(out), "--resume", "--steps", "4", "--device", "cpu"]) == 0
+    same_training(out, lopsided / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [
+        (2, ("--ep", 2, "--experts", "loop")),
+        (4, ("--ep", 2, "--ep-chunks", 3)),
+        (4, ("--ep", 4)),
+        (4, ("--ep", 4, "--ep-node-size", 2, "--ep-chunks", 2)),
+    ],
+    ids=["loop", "two-groups", "four", "two-level"],
+)
+def test_experts_over_ranks_are_one_process(corpus, lopsided, tmp_path, ranks, flags):
+    """The same of several groups, of nodes, of pieces and of plain experts; and every one of them
+    goes on from one process's checkpoint."""
+    out = tmp_path / "from-the-start"
+    under_torchrun(ranks, *ranks_argv(corpus, lopsided, out, "--steps", 2, *flags))
+    same_training(out, lopsided / "half")
+    shutil.copytree(lopsided / "half", tmp_path / "resumed")
+    more = ("--resume", "--steps", 4, "--device", "cpu", *flags)
+    under_torchrun(ranks, "--out", tmp_path / "resumed", *more)
+    same_training(tmp_path / "resumed", lopsided / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--fp8", "rowwise"), ("--qat", "int8")], ids=["fp8", "qat"])
+def test_other_products_over_ranks(corpus, lopsided, tmp_path, flags):
+    """--fp8 and --qat with --ep: the losses of one process with them."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert T.main(ranks_argv(corpus, lopsided, one, *flags)) == 0
+    under_torchrun(2, *ranks_argv(corpus, lopsided, two, *flags, "--ep", 2))
+    for a, b in zip(*(T.read_metrics(p / "metrics.jsonl") for p in (one, two)), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)

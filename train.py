@@ -5,6 +5,10 @@
     torchrun --nproc-per-node 2 train.py ...     the same steps, each rank a share of every batch
     python train.py --train-draft-head --init checkpoints/small --out runs/head
                                                  a draft head for speculative decoding with it
+    python train.py --init checkpoints/small --upcycle 8 --out runs/mixture
+                                                 8 experts in place of every MLP, each its copy
+    torchrun --nproc-per-node 4 train.py --model small-moe --ep 2 ...
+                                                 experts shared out over every two ranks
 
 A run, in order: read the documents; train a tokenizer on them; write them as token files; then per
 step take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and
@@ -14,12 +18,14 @@ step) and metrics.jsonl. --fp8 and --qat change what a step multiplies, not what
 --train-draft-head leaves the model as it is and trains what foretells it: OUT then holds no model
 but draft_head.safetensors.
 
-Three things hold, and test_all.py proves them:
+Four things hold, and test_all.py proves them:
 
 - The batch is a pure function of (seed, step, sample index). No loader has a state, so a run
   resumed with --resume prints the losses of an uninterrupted one to the last digit (on CPU).
 - The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the count
   of the whole step, on all ranks, so micro-batch size and rank count change nothing but rounding.
+- Experts on several ranks (--ep) are the same mixture: the same losses and the same checkpoint,
+  which goes on with any other --ep.
 - A checkpoint appears whole or not at all. SIGTERM and Ctrl-C save and leave; kill -9 at any moment
   leaves the previous one.
 """
@@ -29,7 +35,6 @@ from __future__ import annotations
 import argparse
 import array
 import contextlib
-import copy
 import hashlib
 import io
 import json
@@ -41,6 +46,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +56,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+import moe
 from attention import as_attend
+from expert_parallel import Placement, exchanged, held, placed
 from model import (
     CONFIGS,
     Attend,
@@ -355,58 +363,105 @@ def accumulate(
     micro_batch_size: int,
     autocast: Callable[[], Any] = contextlib.nullcontext,
     attend: Attend = causal_attention,
+    balance: Balance | None = None,
+    shares: Shares | None = None,
 ) -> dict[str, float]:
     """Leave in .grad the gradient of the mean loss over all the step's tokens (and MTP_WEIGHT times
-    that of predicting further); return those losses.
+    that of predicting further, and the auxiliary losses of `balance`); return those losses.
 
     The divisor is the token count of the whole step (all micro-batches, all ranks), known before
     the first backward. A mean of micro-batch means would weigh a token by how few stand beside it.
+    An auxiliary loss is a mean over routed tokens, of which all rows have the same number: it
+    counts by the share of the step's rows.
     """
     count = _all_reduce((batch[:, 1:] != IGNORE).sum())
-    totals = torch.zeros(2, device=batch.device)
+    rows = len(batch) * (dist.get_world_size() if dist.is_initialized() else 1)
+    totals = torch.zeros(3, device=batch.device)
     for micro in batch.split(micro_batch_size):
         with autocast():
             main, ahead = (loss / count for loss in loss_sums(model, micro, attend))
-        (main + MTP_WEIGHT * ahead).backward()
-        totals += torch.stack((main, ahead)).detach()
+        aux = main.new_zeros(()) if balance is None else balance.take() * (len(micro) / rows)
+        (main + MTP_WEIGHT * ahead + aux).backward()
+        totals += torch.stack((main, ahead, aux)).detach()
     if dist.is_initialized():
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-    main, ahead = _all_reduce(totals).tolist()
-    return {"loss": main} | ({"mtp_loss": ahead} if len(model.mtp) else {})
+        sum_gradients(model, shares)
+    main, ahead, aux = _all_reduce(totals).tolist()
+    losses = {"loss": main} | ({"mtp_loss": ahead} if len(model.mtp) else {})
+    return losses | ({"aux_loss": aux} if balance is not None and balance.auxiliary else {})
+
+
+def sum_gradients(model: torch.nn.Module, shares: Shares | None) -> None:
+    """Over all ranks; of experts that are shared out, over the ranks that hold the same ones."""
+    for p in model.parameters():
+        if p.grad is None:  # of experts that no token chose, for some that run them
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad, group=shares.twins if shares and is_stack(p) else None)
 
 
 class Balance:
-    """Load balancing without an auxiliary loss (arXiv:2408.15664): after each step every expert's
-    routing correction moves by `speed`, up if the expert got fewer tokens than the mean, else
-    down. Counts through the experts hook; mixtures without a correction are left alone."""
+    """Keeps the load of experts even and counts it, through MoE.observe, in training alone.
 
-    def __init__(self, model: Transformer, speed: float = 2e-3):
-        self.speed = speed
-        mixtures = (m for m in model.modules() if isinstance(m, MoE))
-        self.mixtures = [m for m in mixtures if m.config.correction_bias]
-        self.loads = [torch.zeros_like(m.correction) for m in self.mixtures]
-        for moe, load in zip(self.mixtures, self.loads):
-            moe.experts = self._counting(moe.experts, load)
+    With a correction: no loss (arXiv:2408.15664). After each step every expert's correction moves
+    by `speed`, up if the expert got fewer tokens than the mean of the step, else down.
+    Auxiliary losses, times their coefficients, summed over mixtures, that of an MTP layer included:
+    `aux`, GShard's and Switch's (arXiv:2101.03961), `seq`, DeepSeek-V3's (arXiv:2412.19437, 2.1.2),
+    and `z`, ST-MoE's (arXiv:2202.08906). `seq` and `z` are means over sequences and over tokens,
+    the same however a step is cut; `aux` is of products of means over one micro-batch of one rank,
+    so that another micro-batch size or rank count is another loss.
+    """
 
-    def _counting(self, experts: Callable[..., Tensor], load: Tensor) -> Callable[..., Tensor]:
-        def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Tensor) -> Tensor:
-            if torch.is_grad_enabled():  # not in validation
-                load.add_(torch.bincount(ids.flatten(), minlength=len(load)))
-            return experts(x, weights, ids, *matrices)
+    def __init__(
+        self, model: Transformer, speed: float = 2e-3, aux: float = 0, seq: float = 0, z: float = 0
+    ):
+        self.speed, self.aux, self.seq, self.z = speed, aux, seq, z
+        self.config, self.terms = model.config, []
+        self.mixtures = [m for m in model.modules() if isinstance(m, MoE)]
+        self.auxiliary = bool(self.mixtures) and max(aux, seq, z) > 0
+        shape, device = (len(self.mixtures), self.config.n_experts), next(model.parameters()).device
+        self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        see = torch.compiler.disable(self._see)  # what it keeps for later is no part of a graph
+        for mixture, counts in zip(self.mixtures, self.counts):
+            mixture.observe = partial(see, counts)
 
-        return run
+    def _see(self, counts: Tensor, logits: Tensor, ids: Tensor) -> None:
+        """One mixture, one forward: logits (B, T, E), ids (B, T, K), into its row of counts."""
+        if not torch.is_grad_enabled():  # validation
+            return
+        counts += moe.count_experts(ids, len(counts))
+        if self.aux or self.seq:
+            probs = moe.router_probs(logits, self.config.scoring)
+            if self.aux:
+                flat = probs.flatten(0, 1), ids.flatten(0, 1)
+                self.terms.append(self.aux * moe.balance_loss(*flat))
+            if self.seq:
+                self.terms.append(self.seq * moe.balance_loss(probs, ids))
+        if self.z:
+            self.terms.append(self.z * moe.z_loss(logits))
+
+    def take(self) -> Tensor:
+        """The auxiliary losses of the forward passes since the last take, summed."""
+        terms, self.terms = self.terms, []
+        return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
 
     def update(self) -> float | None:
-        """Move the corrections; the busiest expert's load over the mean, the worst of all layers
-        (1 is perfect)."""
-        worst = None
-        for moe, load in zip(self.mixtures, self.loads):
-            mean = _all_reduce(load).mean()
-            moe.correction += self.speed * (mean - load).sign()
-            worst = max(worst or 0.0, (load.max() / mean).item())
-            load.zero_()
-        return worst
+        """End of a step: move the corrections, leave the step's counts (mixtures, E) in .last, over
+        all ranks, and what is to be said of them in .row; the busiest expert's load over the mean,
+        in the worst layer (1 is perfect; None: no mixtures)."""
+        self.row: dict[str, Any] = {}
+        if not self.mixtures:
+            return None
+        self.last = _all_reduce(self.counts).clone()
+        self.counts.zero_()
+        for mixture, counts in zip(self.mixtures, self.last):
+            if self.config.correction_bias:
+                moe.update_bias_(mixture.correction, counts, self.speed)
+        of = moe.load_statistics(self.last)
+        self.row = {
+            "worst_load": round(of["max_over_mean"], 3),
+            "load_entropy": round(of["entropy"], 4),
+            "dead_experts": int(of["dead"]),
+        }
+        return of["max_over_mean"]
 
 
 def _all_reduce(x: Tensor) -> Tensor:
@@ -425,10 +480,19 @@ def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> float:
-    """Clip the gradient to norm 1, take the optimizer's step, clear the gradient; the norm before
-    clipping."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+def update(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    shares: Shares | None = None,
+) -> float:
+    """Clip the gradient of the whole model to norm 1, take the optimizer's step, clear the
+    gradient; the norm before clipping."""
+    if shares is None:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    else:
+        norm = shares.gradient_norm(model)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -475,6 +539,128 @@ def held_out_batches(
     for i in range(0, picked, micro_batch_size):
         rows = [tokens[s : s + seq_len + 1] for s in starts[i : i + micro_batch_size]]
         yield torch.stack(rows).long().to(device)
+
+
+# --------------------------------------------------------------------------------------------------
+# Mixtures: experts over ranks, experts from an MLP
+# --------------------------------------------------------------------------------------------------
+
+
+def is_stack(p: Tensor) -> bool:
+    """Whether a parameter holds one matrix per expert, (E, ...): nothing else has three dims."""
+    return p.dim() == 3
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which experts this rank holds, and beside whom. Every --ep consecutive ranks share them out;
+    every group of ranks holds all of them."""
+
+    placement: Placement
+    place: int  # which of the group's ranks this one is
+    group: Any  # the process group of those
+    twins: Any  # and that of the ranks with the same place in their groups
+    levels: tuple[tuple[int, Any], ...]  # exchanges, innermost first: (slots of a member, of whom)
+
+    def mine(self, stack: Tensor) -> Tensor:
+        """This rank's rows of what has one per expert."""
+        return held(stack, self.placement, self.place)
+
+    def whole(self, stack: Tensor) -> Tensor | None:
+        """What `mine` was taken from, on the group's first rank. For all ranks of a group."""
+        first = self.place == 0
+        parts = [torch.empty_like(stack) for _ in range(self.placement.ranks)] if first else None
+        dist.gather(stack.contiguous(), parts, group=self.group, group_dst=0)
+        return torch.cat(parts) if first else None
+
+    def gradient_norm(self, model: torch.nn.Module) -> Tensor:
+        """Of the whole model's gradient: one number, bit for bit, on all ranks."""
+        squares = {False: [], True: []}
+        for p in model.parameters():
+            squares[is_stack(p)].append(p.grad.square().sum())
+        copies = dist.get_world_size() // self.placement.ranks
+        experts = _all_reduce(torch.stack(squares[True]).sum()) / copies
+        return (torch.stack(squares[False]).sum() + experts).sqrt()
+
+
+def share_out(args: argparse.Namespace, config: ModelConfig, place: Place) -> Shares | None:
+    """--ep: who holds which experts; None where every rank holds all. For all ranks together."""
+    ep, world, node = args.ep, place.world, args.ep_node_size
+    if world % ep:
+        raise ValueError(f"--ep {ep} must divide the {world} ranks that torchrun starts")
+    if node is not None and (not 1 < node < ep or ep % node):
+        raise ValueError(f"--ep-node-size {node} must divide --ep {ep}, and lie between 1 and it")
+    if ep == 1:
+        return None
+    try:
+        placement = Placement.even(config.n_experts, ep)
+    except ValueError as e:
+        raise ValueError(f"--ep {ep}: {e}") from None
+
+    def group(ranks: Tensor) -> Any:
+        """Of the rows of ranks, that with this rank."""
+        return dist.new_subgroups_by_enumeration(ranks.flatten(0, -2).tolist())[0]
+
+    ranks, width = torch.arange(world).view(-1, ep), placement.width
+    whole, twins = group(ranks), group(ranks.mT)
+    levels = ((width, whole),)
+    if node is not None:
+        nodes = ranks.view(-1, ep // node, node)
+        levels = ((width, group(nodes)), (width * node, group(nodes.mT)))
+    return Shares(placement, place.rank % ep, whole, twins, levels)
+
+
+def share_experts(model: Transformer, shares: Shares, chunks: int) -> None:
+    """Keep this rank's experts of every mixture, and have tokens travel to theirs."""
+    for mixture in model.modules():
+        if isinstance(mixture, MoE):
+            mixture.held = shares.placement.slots[shares.place]
+            mixture.w_gate_up = nn.Parameter(shares.mine(mixture.w_gate_up.detach()))
+            mixture.w_down = nn.Parameter(shares.mine(mixture.w_down.detach()))
+            run = mixture.experts
+            for width, group in shares.levels:
+                pieces = chunks if group is shares.levels[-1][1] else 1
+                run = exchanged(run, width, group, pieces)
+            mixture.experts = placed(run, shares.placement)
+
+
+def upcycled_config(dense: ModelConfig, args: argparse.Namespace) -> ModelConfig:
+    """--upcycle: the config of the mixture, in the family that can say it. ValueError for a model
+    that no mixture of ours is a copy of."""
+    what = "is a mixture of experts already" if dense.moe_layers else ""
+    what = what or ("has mlp_bias, which experts have not" if dense.mlp_bias else "")
+    what = what or ("has multi-token prediction layers" if dense.n_mtp_layers else "")
+    if what:
+        raise ValueError(f"--upcycle: --init {args.init} {what}; give it a plain dense model")
+    mixture = dict(moe_layers=tuple(range(dense.n_layers)), n_experts=args.upcycle)
+    mixture |= dict(n_experts_per_token=args.upcycle_top_k, expert_ffn_dim=dense.ffn_dim)
+    mixture |= dict(scoring="softmax", correction_bias=False, n_groups=1, topk_groups=1)
+    mixture |= dict(group_score_topk=1, n_shared_experts=0, routed_scaling=1.0)
+    mixture |= dict(norm_topk=True)  # equal experts, their weights summing to 1, are the MLP
+    for family in ("mixtral", "qwen3_moe"):
+        with contextlib.suppress(ValueError):
+            config = replace(dense, family=family, **mixture)
+            config.to_hf()
+            return config
+    return replace(dense, family="sheaf", **mixture)
+
+
+@torch.no_grad()
+def upcycle_(model: Transformer, config: ModelConfig, seed: int) -> Transformer:
+    """Sparse upcycling (arXiv:2212.05055): every MLP becomes the mixture of `config`, whose experts
+    are its copies and whose router is drawn small. The model computes what it did."""
+    rng = torch.Generator().manual_seed(seed)
+    for block in model.layers:
+        with torch.device("meta"):
+            mixture = MoE(config)
+        gate, up, down = (p.weight for p in block.mlp.children())
+        gate_up, down = moe.upcycled(gate, up, down, config.n_experts)
+        router = torch.empty(mixture.router.shape).normal_(0.0, 0.02, generator=rng)
+        mixture.router = nn.Parameter(router.to(gate.device))
+        mixture.w_gate_up, mixture.w_down = nn.Parameter(gate_up), nn.Parameter(down)
+        block.mlp = mixture
+    model.config = config
+    return model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -580,7 +766,9 @@ STATE = "train_state.safetensors"
 # --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
 # may be given anew (another micro-batch size sums in another order: equal but for rounding).
 FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat")
+FIXED += ("aux_loss", "sequence_loss", "z_loss")
 SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile", "attention")
+SAVED += ("experts",)
 
 
 def save_run(
@@ -589,31 +777,45 @@ def save_run(
     optimizer: torch.optim.Optimizer,
     step: int,
     args: argparse.Namespace,
+    shares: Shares | None = None,
 ) -> None:
     """Write OUT: first all that --resume needs, in one file; then the Hugging Face folder in
-    bf16."""
+    bf16. Where experts are shared out, their ranks call this together and the first writes."""
+
+    def whole(x: Tensor) -> Tensor | None:
+        x = shares.whole(x.detach()) if shares and is_stack(x) else x.detach()
+        return None if x is None else x.cpu()
+
     tensors = {}
     for name, buffer in model.named_buffers():
         tensors[f"weight.{name}"] = buffer.cpu()
     for name, p in model.named_parameters():
-        tensors[f"weight.{name}"] = p.detach().cpu()
+        tensors[f"weight.{name}"] = whole(p)
         for moment in ("exp_avg", "exp_avg_sq"):
             if p in optimizer.state:
-                tensors[f"{moment}.{name}"] = optimizer.state[p][moment].cpu()
+                tensors[f"{moment}.{name}"] = whole(optimizer.state[p][moment])
+    if shares and shares.place > 0:
+        return
     about = {
         "step": str(step),
         "run": json.dumps({k: getattr(args, k) for k in SAVED}),
         "config": json.dumps(model.config.to_hf()),
     }
     write_atomically(out / STATE, lambda tmp: save_file(tensors, tmp, about))
-    export(out, model)
+    export(out)
 
 
-def export(out: Path, model: Transformer) -> None:
-    """The Hugging Face folder that generate.py and transformers open: the model in bf16."""
-    half = copy.deepcopy(model)
-    for p in half.parameters():
-        p.data = p.data.to(torch.bfloat16)  # the buffers, routing corrections, stay as they are
+def export(out: Path) -> None:
+    """The Hugging Face folder that generate.py and transformers open: STATE's model in bf16, but
+    for its buffers, the routing corrections."""
+    with torch.device("meta"):
+        half = Transformer(read_run(out)[2])
+    with safe_open(out / STATE, framework="pt") as f:
+        tensors = {name: f.get_tensor(f"weight.{name}") for name, _ in half.named_buffers()}
+        for name, _ in half.named_parameters():
+            tensors[name] = f.get_tensor(f"weight.{name}").to(torch.bfloat16)
+    half.load_state_dict(tensors, strict=False, assign=True)
+    half.tie()
     save_checkpoint(half, out)
 
 
@@ -638,16 +840,24 @@ def read_run(out: Path) -> tuple[int, dict[str, Any], ModelConfig]:
         ) from None
 
 
-def load_run(out: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
+def load_run(
+    out: Path,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    shares: Shares | None = None,
+) -> None:
     """Put the checkpoint's weights and moments into model and optimizer, bit for bit."""
+    own = lambda x: shares.mine(x) if shares and is_stack(x) else x
     with safe_open(out / STATE, framework="pt") as f, torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(f.get_tensor(f"weight.{name}"))
         for name, p in model.named_parameters():
-            p.copy_(f.get_tensor(f"weight.{name}"))
+            p.copy_(own(f.get_tensor(f"weight.{name}")))
             if step > 0:
                 moments = {
-                    m: f.get_tensor(f"{m}.{name}").to(p.device) for m in ("exp_avg", "exp_avg_sq")
+                    m: own(f.get_tensor(f"{m}.{name}")).to(p.device)
+                    for m in ("exp_avg", "exp_avg_sq")
                 }
                 optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
 
@@ -683,13 +893,17 @@ def pyplot() -> Any:
 
 
 def plot(out: Path) -> Path:
-    """Loss and learning rate of OUT/metrics.jsonl as OUT/metrics.png."""
+    """Loss, learning rate and experts' load of OUT/metrics.jsonl as OUT/metrics.png."""
     path = out / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"--plot: {path} is not there; train first, or name the run with --out")
     draw = pyplot()
     rows = read_metrics(path)
-    figure, (top, bottom) = draw.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
+    heights = (3, 1, 1.5, 1.5) if any("worst_load" in r for r in rows) else (3, 1)
+    more = dict(figsize=(8, 1.5 * sum(heights)), height_ratios=heights)
+    figure, (top, bottom, *mixtures) = draw.subplots(len(heights), **more)
+    top.sharex(bottom)
+    top.label_outer()
     top.plot([r["step"] for r in rows], [r["loss"] for r in rows], lw=0.8, label="training loss")
     validated = [r for r in rows if "val_loss" in r]
     top.plot(
@@ -702,9 +916,30 @@ def plot(out: Path) -> Path:
     top.legend()
     bottom.plot([r["step"] for r in rows], [r["lr"] for r in rows])
     bottom.set(xlabel="step", ylabel="learning rate")
+    if mixtures:
+        plot_experts(figure, *mixtures, rows)
     figure.tight_layout()
     figure.savefig(out / "metrics.png", dpi=120)
     return out / "metrics.png"
+
+
+def plot_experts(figure: Any, line: Any, heat: Any, rows: list[dict[str, Any]]) -> None:
+    """The balance of all steps, and every expert's load in the last step that has it."""
+    rows = [r for r in rows if "worst_load" in r]
+    steps, right = [r["step"] for r in rows], line.twinx()
+    dead = f"busiest expert ({rows[-1].get('dead_experts', 0)} without a token in the last step)"
+    line.plot(steps, [r["worst_load"] for r in rows], lw=0.8, label=dead)
+    line.set(xlabel="step", ylabel="load / mean")
+    entropy = [r.get("load_entropy", math.nan) for r in rows]  # a run may be older than it
+    right.plot(steps, entropy, "C1", lw=0.8, label="entropy")
+    right.set(ylabel="entropy / log E")
+    right.legend(handles=[*line.lines, *right.lines], loc="center right")
+    loads = [(r["step"], r["expert_load"]) for r in rows if "expert_load" in r]
+    step, load = loads[-1] if loads else (0, [[0]])
+    shares = [[n * len(layer) / max(1, sum(layer)) for n in layer] for layer in load]
+    image = heat.imshow(shares, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
+    heat.set(xlabel="expert", ylabel="mixture", title=f"load / mean, step {step}")
+    figure.colorbar(image, ax=heat)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -758,14 +993,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="flash: attention.py's kernels; on a CPU its plain torch, slower (%(default)s)",
     )
     add_product_flags(p)
+    add_expert_flags(p)
     p.add_argument("--compile", action="store_true", help="torch.compile the model")
     p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
     args = p.parse_args(argv)
-    for name in "steps batch_size micro_batch_size seq_len save_every eval_every lr".split():
-        if not 0 < getattr(args, name) < math.inf:
-            raise ValueError(f"{_flag(name)} must be positive, not {getattr(args, name)}")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {args.seed}")
+    check_numbers(args)
     if args.fp8 and args.qat:
         raise ValueError("--fp8 and --qat exclude each other; choose one")
     args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
@@ -794,13 +1026,61 @@ def add_product_flags(p: argparse.ArgumentParser) -> None:
     )
 
 
+def add_expert_flags(p: argparse.ArgumentParser) -> None:
+    """Those of mixtures of experts."""
+    p.add_argument(
+        "--experts",
+        choices=("grouped", "loop"),
+        default="grouped",
+        help="of mixtures: moe.py's grouped products, or one expert after the other (%(default)s); "
+        "--fp8 has a loop of its own, whichever is said here",
+    )
+    loss = partial(p.add_argument, type=float, metavar="COEF")
+    loss("--aux-loss", help="Switch's, for even loads (0.01 without a routing correction, else 0)")
+    loss("--sequence-loss", default=0.0, help="DeepSeek-V3's, for even loads in a sequence (0)")
+    loss("--z-loss", default=0.0, help="ST-MoE's, for small router logits (0)")
+    number = partial(p.add_argument, type=int)
+    number("--upcycle", metavar="E", help="each MLP of --init becomes a mixture of so many copies")
+    number("--upcycle-top-k", default=2, help="experts per token (%(default)s)")
+    number("--ep", default=1, help="ranks that share the experts out (%(default)s)")
+    number("--ep-node-size", metavar="RANKS", help="tokens go to each node of so many ranks once")
+    number("--ep-chunks", default=1, help="pieces whose transfers and products overlap (1)")
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """ValueError for a number that is out of range."""
+    positive = "steps batch_size micro_batch_size seq_len save_every eval_every lr upcycle "
+    for name in (positive + "upcycle_top_k ep ep_node_size ep_chunks").split():
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            raise ValueError(f"{_flag(name)} must be positive, not {value}")
+    for name in ("aux_loss", "sequence_loss", "z_loss"):
+        if (value := getattr(args, name)) is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{_flag(name)} must be 0 or more, not {value}")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {args.seed}")
+    if args.upcycle is not None and args.upcycle_top_k > args.upcycle:
+        raise ValueError(f"--upcycle-top-k {args.upcycle_top_k} exceeds --upcycle {args.upcycle}")
+    if args.upcycle is not None and args.init is None and not args.resume:
+        raise ValueError("--upcycle needs --init, the dense model that the experts are copies of")
+
+
+def settle_expert_flags(args: argparse.Namespace, config: ModelConfig) -> None:
+    """The default of --aux-loss; ValueError for flags that a dense model has no use for."""
+    for name in ("aux_loss", "sequence_loss", "z_loss", "ep"):
+        if (getattr(args, name) or 0) > (name == "ep") and not config.moe_layers:
+            raise ValueError(f"{_flag(name)}: the model has no mixture of experts; leave it out")
+    if args.aux_loss is None:  # a run that is older than the flag had none
+        uneven = config.moe_layers and not config.correction_bias and not args.resume
+        args.aux_loss = 0.01 if uneven else 0.0
+
+
 def settle_draft_head_flags(args: argparse.Namespace) -> None:
     """ValueError for what --train-draft-head cannot go with; its own default for --lr."""
     if not args.train_draft_head:
         return
     if args.init is None:
         raise ValueError("--train-draft-head needs --init, the model that the head is to draft for")
-    for flag in ("--model", "--fp8", "--qat"):
+    for flag in ("--model", "--fp8", "--qat", "--upcycle", *map(_flag, FIXED[-3:])):
         if flag in args.given:
             raise ValueError(f"--train-draft-head trains no model; leave {flag} out")
     if args.resume:
@@ -884,7 +1164,8 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     if args.init is not None:
         if not args.init.is_dir():
             raise ValueError(f"--init {args.init}: no such folder")
-        return read_config(args.init / "config.json")
+        config = read_config(args.init / "config.json")
+        return upcycled_config(config, args) if args.upcycle else config
     if args.model in CONFIGS or Path(args.model).exists():
         shape = CONFIGS[args.model] if args.model in CONFIGS else read_config(args.model)
         context = max(shape.max_seq_len, args.seq_len)
@@ -895,7 +1176,8 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 def build_model(args: argparse.Namespace, config: ModelConfig, device: torch.device) -> Transformer:
     """The model to train, in fp32: that of --init, or new, drawn from --seed."""
     if args.init is not None and not args.resume:
-        return load_checkpoint(args.init, device, torch.float32).train()
+        model = load_checkpoint(args.init, device, torch.float32).train()
+        return upcycle_(model, config, args.seed) if args.upcycle else model
     with torch.device("meta"):
         model = Transformer(config)
     allocate(model, "cpu", torch.float32)
@@ -904,8 +1186,10 @@ def build_model(args: argparse.Namespace, config: ModelConfig, device: torch.dev
 
 
 def change_products(model: Transformer, args: argparse.Namespace) -> None:
-    """--fp8 and --qat: have the model's layers multiply what the flag says, over the parameters
-    that they have."""
+    """--experts, --fp8 and --qat: have the model's layers multiply how and what the flag says, over
+    the parameters that they have."""
+    if args.experts == "grouped" and model.config.moe_layers:
+        moe.use_grouped_experts(model)
     if args.fp8:
         fp8_training_(model, args.fp8)
     if args.qat:
@@ -917,6 +1201,15 @@ def change_products(model: Transformer, args: argparse.Namespace) -> None:
             ) from None
 
 
+def compiled(model: Transformer) -> Any:
+    """torch.compile, but for experts without kernels: how many tokens each gets is new in every
+    forward, and would be compiled anew."""
+    for mixture in model.modules():
+        if isinstance(mixture, MoE) and not moe.has_static_shapes(mixture):
+            mixture.experts = torch.compiler.disable(mixture.experts)
+    return torch.compile(model)
+
+
 def flops_per_token(model: Transformer, seq_len: int) -> int:
     """Forward and backward: 6 per weight that multiplies (of experts, the K of E that a token
     meets), and 6 * Hq * (D + Dv) per key that a query sees, half the sequence on average, in every
@@ -925,7 +1218,7 @@ def flops_per_token(model: Transformer, seq_len: int) -> int:
     weights = 0.0
     for p in model.parameters():
         if p.dim() >= 2:
-            weights += p.numel() * (c.n_experts_per_token / c.n_experts if p.dim() == 3 else 1)
+            weights += c.n_experts_per_token * p[0].numel() if is_stack(p) else p.numel()
     if not c.tie_embeddings:
         weights -= model.embed.weight.numel()  # looked up, not multiplied
     weights += c.n_mtp_layers * model.head.weight.numel()  # which multiplies once more
@@ -940,6 +1233,8 @@ def train(args: argparse.Namespace) -> None:
     first = settle_args(args)
     place = find_place(args)
     config = model_config(args)
+    settle_expert_flags(args, config)
+    shares = share_out(args, config, place)
     args.out.mkdir(parents=True, exist_ok=True)
     for leftover in args.out.glob(".*.tmp") if place.rank == 0 else ():
         leftover.unlink()  # of a save that was killed
@@ -955,16 +1250,18 @@ def train(args: argparse.Namespace) -> None:
     if args.train_draft_head:
         train_draft_head(args, train_tokens, val_tokens, place)
         return
-    model = build_model(args, config, place.device)
+    model = build_model(args, config, torch.device("cpu") if shares else place.device)
     change_products(model, args)
-    optimizer = build_optimizer(model)
+    if shares:
+        share_experts(model, shares, args.ep_chunks)
+    optimizer = build_optimizer(model.to(place.device))
     if args.resume:
-        load_run(args.out, model, optimizer, first)
+        load_run(args.out, model, optimizer, first, shares)
         if place.rank == 0:
-            export(args.out, model)  # a crash may have come between the two files of the last save
+            export(args.out)  # a crash may have come between the two files of the last save
     if place.rank == 0:
         print(summary(args, model, len(train_tokens), first, place), file=sys.stderr)
-    run_steps(args, model, optimizer, train_tokens, val_tokens, first, place)
+    run_steps(args, model, optimizer, train_tokens, val_tokens, first, place, shares)
 
 
 def run_steps(
@@ -975,13 +1272,14 @@ def run_steps(
     val_tokens: Tensor,
     first: int,
     place: Place,
+    shares: Shares | None = None,
 ) -> None:
     """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
     B, T, micro = args.batch_size, args.seq_len, args.micro_batch_size
-    step_model = torch.compile(model) if args.compile else model
+    step_model = compiled(model) if args.compile else model
     attend = attend_of(args.attention)
     mine = range(place.rank, B, place.world)
-    balance = Balance(model)
+    balance = Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
     flops, peak = flops_per_token(model, T), peak_flops(place)
     stop = stop_on_signals()
     metrics = open_metrics(args.out, first) if place.rank == 0 else io.StringIO()
@@ -990,24 +1288,26 @@ def run_steps(
         start = time.perf_counter()
         batch = batch_of(train_tokens, args.seed, step, mine, B, T).to(place.device)
         lr = learning_rate(step, args.steps, args.lr)
-        row = {"step": step + 1, **accumulate(step_model, batch, micro, place.autocast, attend)}
-        row |= {"grad_norm": update(model, optimizer, lr), "lr": lr}
+        losses = accumulate(step_model, batch, micro, place.autocast, attend, balance, shares)
+        row = {"step": step + 1, **losses}
+        row |= {"grad_norm": update(model, optimizer, lr, shares), "lr": lr}
         refuse_nan(row, args)
-        if (worst := balance.update()) is not None:
-            row["worst_load"] = round(worst, 3)
+        balance.update()
+        row |= balance.row
         speed = B * T / (time.perf_counter() - start)
         row["tokens_per_second"] = round(speed, 1)
 
         leaving, done = any_rank(stop, place.device), step + 1 == args.steps
         if (step + 1) % args.eval_every == 0 or done:
             row["val_loss"] = validate(step_model, val_tokens, T, micro, place, attend)
+            row |= {"expert_load": balance.last.tolist()} if balance.row else {}
             say(bar, f"step {step + 1}: loss {row['loss']:.4f}, validation {row['val_loss']:.4f}")
         metrics.write(json.dumps(row) + "\n")
         metrics.flush()
         mfu = f", MFU {speed * flops / peak:.1%}" if peak else ""
         bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed:,.0f} tok/s{mfu}", refresh=False)
-        if place.rank == 0 and ((step + 1) % args.save_every == 0 or leaving or done):
-            save_run(args.out, model, optimizer, step + 1, args)
+        if place.rank < args.ep and ((step + 1) % args.save_every == 0 or leaving or done):
+            save_run(args.out, model, optimizer, step + 1, args, shares)
         if leaving:
             say(bar, f"stopped after step {step + 1}, saved in {args.out}; go on with --resume")
             break
@@ -1021,9 +1321,10 @@ def train_draft_head(
     B, T, attend = args.batch_size, args.seq_len, attend_of(args.attention)
     dtype = torch.bfloat16 if place.dtype == "bf16" else torch.float32
     model = load_checkpoint(args.init, place.device, dtype).requires_grad_(False)
+    change_products(model, args)  # no more than --experts
     head = new_draft_head(model.config.dim, args.seed).to(place.device)
     print(summary(args, head, len(train_tokens), 0, place), file=sys.stderr)
-    model = torch.compile(model) if args.compile else model
+    model = compiled(model) if args.compile else model
     optimizer, stop, acceptance = build_optimizer(head), stop_on_signals(), None
     metrics, bar = open_metrics(args.out, 0), progress(0, args.steps, place)
     for step in bar:
@@ -1119,7 +1420,7 @@ def summary(
     args: argparse.Namespace, model: Transformer, n_tokens: int, first: int, place: Place
 ) -> str:
     """What is about to be trained, in one line."""
-    size = sum(p.numel() for p in model.parameters()) / 1e6
+    size = sum(p.numel() * (args.ep if is_stack(p) else 1) for p in model.parameters()) / 1e6
     step_tokens = args.batch_size * args.seq_len
     if first >= args.steps:
         return f"{args.out}: all {first} steps are done; --steps makes a run longer"
