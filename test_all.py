@@ -1619,7 +1619,10 @@ def test_cache_and_model_may_differ_in_dtype():
         "calibrate",
         "gemm",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu", "quantize", "sparse")),
-        pytest.param("speculative", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("speculative", "expert_parallel")
+        ),
     ],
 )
 def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
@@ -18065,6 +18068,54 @@ def test_moe_imports_torch_triton_and_the_standard_library():
             assert node.level == 0
             names.add(node.module.partition(".")[0])
     assert names - {"torch", "triton"} <= set(sys.stdlib_module_names), names
+
+
+MOE_COMPILE = """
+from types import SimpleNamespace
+
+O.uses_kernels = lambda *_: True
+bf, h, f32, int8, f8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
+
+def go(N, K=8, E=16, C=512, F=256, dtype=bf):
+    x, w_gate_up, w_down = (make(*n, dtype=dtype) for n in ((N, C), (E, 2 * F, C), (E, C, F)))
+    ids = torch.randint(E, (N, K))
+    O.grouped_experts(x, make(N, K), ids, w_gate_up, w_down, backend="triton").sum().backward()
+
+def coded(N, scales, dtype=None, E=4, C=512, F=256):
+    # codes (E, n, k) of dtype, or of 4 bits, with a scale for so many rows and columns
+    def stack(n, k):
+        size = E, -(-n // scales[0]), -(-k // scales[1])
+        zeros = None if dtype else torch.zeros(size, dtype=torch.uint8)
+        q = torch.zeros(E, n, k if dtype else k // 2).to(dtype or torch.uint8)
+        held = dict(qweight=q, scales=torch.ones(size), zeros=zeros, scheme=None)
+        return SimpleNamespace(shape=(E, n, k), dtype=bf, **held)
+    x, ids = torch.zeros(N, C, dtype=bf), torch.randint(E, (N, 2))
+    stacks = stack(2 * F, C), stack(C, F)
+    O.grouped_experts(x, torch.rand(N, 2), ids, *stacks, backend="triton")
+"""
+MOE_COMPILED = ["go(8, 2)", "go(64)", "go(2048)", "coded(8, (1, 4096), int8)", "coded(8, (1, 32))"]
+MOE_ALL = [
+    *MOE_COMPILED,
+    *(f"go({N}, dtype={d})" for N in (8, 2048) for d in ("h", "f32")),
+    *("go(300, 3, 2, 200, 120)", "coded(8, (1, 128))", "coded(2048, (1, 4096), int8)"),
+    "coded(2048, (1, 32))",
+]
+MOE_FP8 = ["coded(8, (1, 4096), f8)", "coded(8, (128, 128), f8)", "coded(2048, (128, 128), f8)"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not O.INTERPRET, reason="where there is a GPU, or no Triton, nothing to learn")
+@pytest.mark.parametrize("arch, cases", [(80, MOE_ALL), (90, MOE_ALL + MOE_FP8), (100, MOE_ALL)])
+def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
+    """To machine code for Ampere, Hopper and Blackwell within their shared memory; another load,
+    and more tokens of the same kind, compile nothing anew."""
+    again = ["n = len(built)", "go(4096)", "assert len(built) == n, built[n:]"]
+    code = COMPILE.replace("import attention as A\n", "import attention as A, moe as O\n")
+    code = code.replace("busy = dict", MOE_COMPILE + "\nbusy = dict", 1)
+    code = code.replace("    eval(case)", "    exec(case)")
+    printed = compile_kernels(code, tmp_path, arch, *cases, *again)
+    kernels = ("add_slots", "down_backward", "down", "gate_up", "tiles", "weight_grad")
+    assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
 
 
 @pytest.mark.parametrize(
