@@ -30,7 +30,7 @@ as its products. Speeds on a GPU: not yet measured.
 
 Hook: the experts of a mixture, `use_grouped_experts(model)`. Equivalence (test_all.py): outputs and
 all gradients of the plain loop, 1e-5 in fp32, in Triton's interpreter without a GPU. `python
-moe.py` checks itself and prints a table. Needs: torch; triton for the kernels. experts across ranks
+moe.py` checks itself and prints a table. Needs: torch; triton for the kernels. Experts across ranks
 are expert_parallel.py's.
 
 Shapes: N tokens, K experts per token, E experts, C model width, F expert width, M = N * K slots:

@@ -18272,7 +18272,7 @@ class Mark(torch.autograd.Function):
 
 WIRE: Wire | None = None  # of a rank_child
 
-EXPERTS = partial(O.grouped_experts, backend="torch")
+PLAIN_EXPERTS = partial(O.grouped_experts, backend="torch")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -18396,9 +18396,9 @@ def placement_of(spec, ranks, redundant):
 def inner_of(name):
     def logged(x, weights, ids, up, down):
         WIRE.note("experts", rows=len(x))
-        return Mark.apply(EXPERTS(x, weights, ids, up, down), WIRE)
+        return Mark.apply(PLAIN_EXPERTS(x, weights, ids, up, down), WIRE)
 
-    return {"plain": EXPERTS, "loop": M.loop_experts, "logged": logged}[name]
+    return {"plain": PLAIN_EXPERTS, "loop": M.loop_experts, "logged": logged}[name]
 
 
 def flat(rank, spec, members=((0, 1, 2, 3),), chunks=1, redundant=None, turn=False, inner="plain"):
@@ -18426,7 +18426,7 @@ def tensor(rank, spec, chunks=1):
     tp, half = my_group(rank, [[0, 1], [2, 3]])
     ep, place = my_group(rank, [[0, 2], [1, 3]])
     placement = placement_of(spec, 2, None)
-    f = Y.exchanged(Y.summed(EXPERTS, tp), placement.width, ep, chunks=chunks)
+    f = Y.exchanged(Y.summed(PLAIN_EXPERTS, tp), placement.width, ep, chunks=chunks)
     return Y.placed(f, placement), placement, place, place, (half, 2), ep
 
 
@@ -18436,7 +18436,7 @@ def same(rank, spec, members=((0, 1, 2, 3),), redundant=None):
     if me is None:
         return None
     placement = placement_of(spec, len(members[0]), redundant)
-    f = Y.local(EXPERTS, me * placement.width, placement.width)
+    f = Y.local(PLAIN_EXPERTS, me * placement.width, placement.width)
     return Y.placed(Y.summed(f, group), placement), placement, me, 0, (0, 1), group
 
 
@@ -18656,7 +18656,7 @@ def whole_model(rank, folder, members, steps=1, chunks=1):
             for name in ("w_gate_up", "w_down"):
                 own = Y.held(getattr(m, name).data, placement, place)
                 setattr(m, name, nn.Parameter(own.clone()))
-            f = Y.exchanged(EXPERTS, placement.width, ep, chunks=chunks)
+            f = Y.exchanged(PLAIN_EXPERTS, placement.width, ep, chunks=chunks)
             m.experts = Y.placed(f, placement)
     mine, count = tokens[2 * rank : 2 * rank + 2], tokens[:, 1:].numel()
     losses, grads = [], {}
@@ -18702,9 +18702,9 @@ def wrong(rank, what):
     members = NODES if what == "small group" else ALL
     group, _ = my_group(rank, [list(m) for m in members])
     placement = Y.Placement.even(8, 4)
-    f = Y.exchanged(EXPERTS, placement.width, group)
+    f = Y.exchanged(PLAIN_EXPERTS, placement.width, group)
     if what == "same":
-        f = Y.summed(Y.local(EXPERTS, rank * 2, 2), group)
+        f = Y.summed(Y.local(PLAIN_EXPERTS, rank * 2, 2), group)
     up, down = cut(spec, placement, rank, (0, 1))
     x, _, router = share_of(spec, rank)
     weights, ids = routed(spec, x, router, rank)
@@ -18731,7 +18731,7 @@ def weights_of_nobody(rank):
     """NaN and inf as the weight of nobody"""
     spec = replace(BASE, choice="holes")
     placement = Y.Placement.even(8, 4)
-    f = Y.placed(Y.exchanged(EXPERTS, 2), placement)
+    f = Y.placed(Y.exchanged(PLAIN_EXPERTS, 2), placement)
     up, down = cut(spec, placement, rank, (0, 1))
     x, _, router = share_of(spec, rank)
     weights, ids = routed(spec, x, router, rank)
@@ -18748,7 +18748,7 @@ def autocast(rank):
     """fp32 x and stacks under bf16 autocast"""
     spec = replace(FOUR_32, counts=(25, 9, 17, 4))
     placement = Y.Placement.even(8, 4)
-    f = Y.placed(Y.exchanged(EXPERTS, 2, chunks=2), placement)
+    f = Y.placed(Y.exchanged(PLAIN_EXPERTS, 2, chunks=2), placement)
     up, down = (t.requires_grad_() for t in cut(spec, placement, rank, (0, 1)))
     x, coef, router = share_of(spec, rank)
     x.requires_grad_()
@@ -18762,7 +18762,7 @@ def autocast(rank):
 def again(rank):
     """Twice the same call: the same bits; the inputs untouched"""
     placement = Y.Placement.even(8, 4)
-    f = Y.placed(Y.exchanged(EXPERTS, 2, chunks=2), placement)
+    f = Y.placed(Y.exchanged(PLAIN_EXPERTS, 2, chunks=2), placement)
     both = []
     for _ in range(2):
         up, down = (t.requires_grad_() for t in cut(BASE, placement, rank, (0, 1)))
@@ -18780,7 +18780,7 @@ def again(rank):
 def two_layers(rank):
     """The same f in two layers on top of each other, and one more backward (retained graph)"""
     placement = Y.Placement.even(8, 4)
-    f = Y.placed(Y.exchanged(EXPERTS, 2, chunks=2), placement)
+    f = Y.placed(Y.exchanged(PLAIN_EXPERTS, 2, chunks=2), placement)
     up, down = (t.requires_grad_() for t in cut(UNEVEN, placement, rank, (0, 1)))
     x, coef, router = share_of(UNEVEN, rank)
     x.requires_grad_()
@@ -19347,7 +19347,9 @@ def test_local():
     weights, ids = routed(replace(BASE, choice="holes"), x, router, 1)
     assert not dist.is_initialized()
     parts = [
-        Y.local(EXPERTS, first, 2)(x, weights, ids, up[first : first + 2], down[first : first + 2])
+        Y.local(PLAIN_EXPERTS, first, 2)(
+            x, weights, ids, up[first : first + 2], down[first : first + 2]
+        )
         for first in (0, 2, 4, 6)
     ]
     ranks_close(
@@ -19359,7 +19361,7 @@ def test_local():
 @pytest.mark.parametrize("chunks", [0, -1])
 def test_no_chunks(chunks):
     with pytest.raises(ValueError, match="chunks"):
-        Y.exchanged(EXPERTS, 2, None, chunks=chunks)
+        Y.exchanged(PLAIN_EXPERTS, 2, None, chunks=chunks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -19759,9 +19761,9 @@ def over_ranks(ranks: int, tmp_path: Path, *cases) -> list[dict]:
     return said[0]
 
 
-GREEDY = (GOLDEN_PROMPT, "--checkpoint", MOE, "--dtype", "fp32", "--temperature", 0)
-GREEDY += ("--max-new-tokens", 12)
-SAMPLED = (*GREEDY, "--temperature", 0.9, "--seed", 7, "--n", 3)
+EP_GREEDY = (GOLDEN_PROMPT, "--checkpoint", MOE, "--dtype", "fp32", "--temperature", 0)
+EP_GREEDY += ("--max-new-tokens", 12)
+EP_SAMPLED = (*EP_GREEDY, "--temperature", 0.9, "--seed", 7, "--n", 3)
 
 
 def alone(capsys, case) -> dict:
@@ -19803,20 +19805,20 @@ def test_ep_two_ranks(tmp_path, capsys, quick):
     text.write_text("def add(a, b):\n    return a + b\n" * 4)
     dummy = ("--dummy", "small-moe", "--prompt-tokens", 5, "--dtype", "fp32", "--temperature", 0)
     cases = [
-        (GREEDY, ()),
-        (SAMPLED, ("--redundant-experts", 3)),
-        (GREEDY, ("--expert-load", uneven(tmp_path))),
-        ((*GREEDY, "--quantize", "int8"), ("--experts", "loop")),
+        (EP_GREEDY, ()),
+        (EP_SAMPLED, ("--redundant-experts", 3)),
+        (EP_GREEDY, ("--expert-load", uneven(tmp_path))),
+        ((*EP_GREEDY, "--quantize", "int8"), ("--experts", "loop")),
         ((*dummy, "--max-new-tokens", 8), ()),
         (("--checkpoint", MOE, "--dtype", "fp32", "--score", text), ()),
     ]
     wrong = {
         ("fail", 0): "No such file",
         ("fail", 1): "rank 1: ",
-        (*GREEDY, "--redundant-experts", 9): "--redundant-experts: 8 experts",
-        (*GREEDY, "--device", "cuda:1"): "give cuda",
-        (*GREEDY, "--expert-load", tmp_path / "none"): "--expert-load",
-        tuple(SMALL if a == MOE else a for a in GREEDY): "no mixture of experts",
+        (*EP_GREEDY, "--redundant-experts", 9): "--redundant-experts: 8 experts",
+        (*EP_GREEDY, "--device", "cuda:1"): "give cuda",
+        (*EP_GREEDY, "--expert-load", tmp_path / "none"): "--expert-load",
+        tuple(SMALL if a == MOE else a for a in EP_GREEDY): "no mixture of experts",
     }
     said = check_ranks(2, tmp_path, capsys, cases, *wrong)
     for words, got in zip(wrong.values(), said, strict=True):
@@ -19833,17 +19835,17 @@ def test_ep_more_ranks(ranks, tmp_path, capsys, quick):
     assert G.main(argv) == 0
     capsys.readouterr()
     load = ("--expert-load", uneven(tmp_path))
-    codes = tuple(saved if a == MOE else a for a in GREEDY)
+    codes = tuple(saved if a == MOE else a for a in EP_GREEDY)
     cases = [
-        (GREEDY, load),
-        (SAMPLED, load),
-        (SAMPLED, (*load, "--redundant-experts", 5)),
+        (EP_GREEDY, load),
+        (EP_SAMPLED, load),
+        (EP_SAMPLED, (*load, "--redundant-experts", 5)),
         (codes, load),
-        ((*GREEDY, "--quantize", "int4", "--group-size", 8), (*load, "--redundant-experts", 4)),
-        (GREEDY, ("--redundant-experts", 1)),
+        ((*EP_GREEDY, "--quantize", "int4", "--group-size", 8), (*load, "--redundant-experts", 4)),
+        (EP_GREEDY, ("--redundant-experts", 1)),
     ]
     if ranks == 4:
-        cases += [(GREEDY, ()), ((*GREEDY, "--quantize", "fp8"), ())]
+        cases += [(EP_GREEDY, ()), ((*EP_GREEDY, "--quantize", "fp8"), ())]
     check_ranks(ranks, tmp_path, capsys, cases)
 
 
@@ -19865,10 +19867,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 def test_ep_as_a_user_runs_it():
     """torchrun: the prompt by a pipe, the text once, one line of facts; a refusal in one line, and
     exit code 2 of every rank."""
-    argv = ["generate.py", *GREEDY[1:], "--ep"]
+    argv = ["generate.py", *EP_GREEDY[1:], "--ep"]
     done = run(*TORCHRUN, 2, *argv, stdin=GOLDEN_PROMPT)
     assert done.returncode == 0, done.stderr
-    plain = run("generate.py", *GREEDY)
+    plain = run("generate.py", *EP_GREEDY)
     assert done.stdout == plain.stdout
     assert sum("tok/s" in line for line in done.stderr.splitlines()) == 1
     done = run(*TORCHRUN, 3, *argv)
@@ -19881,7 +19883,7 @@ def test_ep_as_a_user_runs_it():
 
 def test_ep_alone_is_the_plain_thing(capsys, quick):
     """One process, with and without --ep."""
-    assert alone(capsys, (*GREEDY, "--ep"))["tokens"] == alone(capsys, GREEDY)["tokens"]
+    assert alone(capsys, (*EP_GREEDY, "--ep"))["tokens"] == alone(capsys, EP_GREEDY)["tokens"]
 
 
 @pytest.mark.parametrize(
