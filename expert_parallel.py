@@ -71,6 +71,8 @@ class Placement:
         found = sorted({e for held in self.slots for e in held})
         ok = bool(found) and found == list(range(len(found)))
         _check(ok, f"slots must hold every expert from 0 on, not {found}")
+        ok = all(len(set(held)) == len(held) for held in self.slots)
+        _check(ok, "slots must hold no expert twice on one rank")
 
     @property
     def ranks(self) -> int:
@@ -143,7 +145,7 @@ class Placement:
         return table[known, turn % copies[known]].masked_fill(ids < 0, -1)
 
 
-@lru_cache(64)
+@lru_cache(None)  # one for each mixture of a model
 def _slot_table(placement: Placement, device: torch.device) -> tuple[Tensor, Tensor]:
     """(E, most copies) the slots of every expert, and (E,) how many they are."""
     copies, width = placement.copies, placement.width
@@ -210,15 +212,27 @@ class _SumOutputs(torch.autograd.Function):
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x), weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grads = [grad.contiguous().clone() for grad in grads]
+        for grad in grads:
+            dist.all_reduce(grad, group=ctx.group)
+        return *grads, None
+
+
+def _with_gradients(y: Tensor, *inputs: Any) -> Tensor:
+    """y, which asks for gradients wherever another rank's may: where nobody chose an expert of this
+    rank, its experts may have run nothing, but it has its part in the way back."""
+    if y.requires_grad:
+        return y
+    takers = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+    return y + sum(t[:0].sum() for t in takers).type_as(y) if takers else y
 
 
 def summed(experts: Experts, group: dist.ProcessGroup | None = None) -> Experts:
@@ -226,8 +240,9 @@ def summed(experts: Experts, group: dist.ProcessGroup | None = None) -> Experts:
     experts, or of every expert's columns (Megatron, arXiv:1909.08053)."""
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
-        x, weights = _SumGradients.apply(x, group), _SumGradients.apply(weights, group)
-        return _SumOutputs.apply(experts(x, weights, ids, *matrices), group)
+        x, weights = _SumGradients.apply(x, weights, group)
+        y = _with_gradients(experts(x, weights, ids, *matrices), x, weights, *matrices)
+        return _SumOutputs.apply(y, group)
 
     return run
 
@@ -263,7 +278,8 @@ class _Transfer:
         return self
 
     def finish(self) -> tuple[Tensor, ...]:
-        return _Finish.apply(self, *self.begun)
+        begun, self.begun = self.begun, ()  # a cycle through the graph is never collected
+        return _Finish.apply(self, *begun)
 
 
 class _Start(torch.autograd.Function):
@@ -298,8 +314,9 @@ def exchanged(
     counted from the rank's first slot; the rows that come back are added up in the order of ranks.
 
     Tokens go in `chunks` pieces, so that one is on its way while the experts run another (Tutel,
-    arXiv:2206.03382, and in the backward pass too). One host synchronisation, for the sizes.
-    ValueError, on a CPU, for an id that no rank holds.
+    arXiv:2206.03382, and in the backward pass too). One host synchronisation, for the sizes. Under
+    autocast rows travel in its dtype. ValueError, on a CPU, for an id that no rank holds: it ends
+    the group, whose other ranks wait.
     """
 
     _check(chunks >= 1, f"chunks must be at least 1, not {chunks}")
@@ -310,17 +327,19 @@ def exchanged(
         sizes = tuple(x.shape), tuple(weights.shape), tuple(ids.shape)
         _check(ok, "x (N, C), weights (N, K) and ids (N, K) do not fit: {}, {}, {}".format(*sizes))
         _check_ids(ids, ranks * width)
-        inner = local(experts, rank * width, width)
+        inner, dtype = local(experts, rank * width, width), x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         split = zip(*(t.tensor_split(chunks) for t in (x, weights, ids)))
         pieces = [_Piece(*parts, width, ranks) for parts in split]
         sends = torch.stack([piece.wanted.sum(0) for piece in pieces], 1)  # (ranks, chunks)
         receives = torch.empty_like(sends)
         dist.all_to_all_single(receives, sends, group=group)
-        for piece, *sizes in zip(pieces, sends.T.tolist(), receives.T.tolist()):
+        for piece, sizes in zip(pieces, torch.stack((sends, receives)).permute(2, 0, 1).tolist()):
             piece.send(*sizes, group)
         for piece in pieces:
             piece.compute(inner, matrices)
-        return torch.cat([piece.receive() for piece in pieces])
+        return torch.cat([piece.receive() for piece in pieces]).to(dtype)
 
     return run
 
@@ -335,7 +354,7 @@ class _Piece:
         self.wanted = wanted.scatter_(1, rank, True)[:, :ranks]  # by a token, of a rank
 
     def send(self, sends: list[int], receives: list[int], group: dist.ProcessGroup | None) -> None:
-        token = self.wanted.t().nonzero()[:, 1]  # rank by rank
+        token = self.wanted.t().nonzero_static(size=sum(sends))[:, 1]  # rank by rank
         self.ids_there = _Transfer(sends, receives, group)
         self.ids_there.launch([self.ids[token]])
         self.there = _Transfer(sends, receives, group).start(self.x[token], self.weights[token])
@@ -343,19 +362,23 @@ class _Piece:
 
     def compute(self, experts: Experts, matrices: Sequence[Any]) -> None:
         (ids,), (x, weights) = self.ids_there.wait(), self.there.finish()
-        y = experts(x, weights, ids, *matrices)
-        if x.requires_grad and not y.requires_grad:  # every rank has its part in the way back
-            y = y + x[:0].sum()
-        self.back.start(y)
+        self.back.start(_with_gradients(experts(x, weights, ids, *matrices), x, weights, *matrices))
 
     def receive(self) -> Tensor:
-        rows = F.pad(self.back.finish()[0], (0, 0, 0, 1))  # and one of zeros
+        rows = self.back.finish()[0]
+        if len(rows) == 0:  # no token went anywhere
+            return rows.sum().expand(len(self.ids), rows.shape[1])
         before = self.wanted.sum(0).cumsum(0) - self.wanted.sum(0)
         place = self.wanted.cumsum(0) - 1 + before
-        place = place.masked_fill(~self.wanted, len(rows) - 1)
+        place = place.masked_fill(~self.wanted, len(rows))
         most = min(place.shape[1], self.ids.shape[1])  # ranks that a token goes to
         place = place.topk(most, dim=1, largest=False).values.sort(dim=1).values
-        return rows[place].sum(1)
+        there = place < len(rows)
+        # a token that goes to fewer takes rows of others, and counts them nothing; not all the same
+        # one, on which a GPU's gradients would queue
+        others = torch.arange(place.numel(), device=place.device).view_as(place) % len(rows)
+        taken = rows[torch.where(there, place, others)]
+        return taken.masked_fill(~there[..., None], 0.0).sum(1)
 
 
 # --------------------------------------------------------------------------------------------------

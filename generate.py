@@ -28,7 +28,8 @@ distribution, greedy the same text (speculative.py). The facts then say how many
 
 Mixtures of experts run by moe.py's grouped experts. With --ep every rank runs the same tokens and
 has a part of the experts, the only ones it reads from the files; their outputs are added up. So a
-model whose experts are too many for one device decodes on several, each reading its own.
+model whose experts are too many for one device decodes on several, each reading its own. Each draws
+the tokens for itself: ranks must be machines of one kind, with the same number of threads.
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls cpu.py's products,
@@ -253,9 +254,9 @@ class Decoder:
         return Replayed(step, self.token.device)
 
     def _compile(self) -> Callable[[], None]:
-        for module in mixtures(self.model):
-            from moe import has_static_shapes
+        from moe import has_static_shapes  # which imports Triton: only where it is asked
 
+        for module in mixtures(self.model):
             if not has_static_shapes(module):
                 module.experts = gathered_if_compiled(module.experts)
         step = compiled(self._step, self.token.device)
@@ -825,9 +826,10 @@ class Shares:
         """Have all ranks' experts run the same tokens, and add up what they give."""
         from expert_parallel import local, placed, summed
 
-        for module, placement in zip(mixtures(model), self.placements if self.ranks > 1 else ()):
+        placements = self.placements if self.ranks > 1 else ()
+        for layer, (module, placement) in enumerate(zip(mixtures(model), placements)):
             mine = local(module.experts, self.rank * placement.width, placement.width)
-            module.experts = placed(summed(mine), placement)
+            module.experts = placed(summed(mine), placement, offset=layer)
 
     def _place(self, config: ModelConfig, n: int) -> list[Any]:
         from expert_parallel import Placement
@@ -1547,7 +1549,10 @@ def main(argv: list[str] | None = None) -> int:
     if "--ep" not in argv or "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
         return outcome(argv)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
-        code = outcome(argv)  # rank 0 says the same
+        try:
+            code = outcome(argv)  # rank 0 says the same
+        except RuntimeError:  # it has left: whoever read its text has seen enough
+            code = 1
         if code:
             time.sleep(1)  # torchrun ends all as soon as one fails, and rank 0 is to be heard
         return code

@@ -3,9 +3,10 @@
 A mixture has the parameters of E feed-forward networks and the arithmetic of K: a router picks for
 each token the K that run it (Shazeer et al., arXiv:1701.06538). Three things make that work:
 
-1. Routing. `route` is the choice, in all the forms that published models use: softmax or sigmoid
-   scores in fp32, the K best, of all experts or of the best groups, a correction that steers the
-   choice and not the weights. `expert_choice` and `limit_capacity` are what it is compared with.
+1. Routing. `route` is the choice, in the forms of Switch, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3:
+   softmax or sigmoid scores in fp32, the K best, of all experts or of the best groups, a correction
+   that steers the choice and not the weights. `expert_choice` and `limit_capacity` are what it is
+   compared with.
 2. Balance. A router left alone sends more and more to the experts that learned first. Losses push
    it (Switch, GShard; DeepSeek's per sequence; the z-loss keeps its logits small), or a bias is
    moved against the load after each step and no gradient says anything (`update_bias_`).
@@ -43,7 +44,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -140,7 +141,12 @@ def _check_route(
     _check(ok, f"group_score_topk must be from 1 to the {size} experts of a group, not {best}")
     ok = bias is None or bias.shape == (E,)
     _check(ok, f"bias must be ({E},), not {None if ok else tuple(bias.shape)}")
-    if logits.device.type == "cpu":
+    _check_finite(logits)
+
+
+def _check_finite(logits: Tensor) -> None:
+    """On a CPU alone: a GPU would have to be waited for."""
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
         finite = logits.detach().isfinite().all(-1)
         ok = bool(finite.all())
         first = 0 if ok else int(finite.int().argmin())
@@ -181,6 +187,7 @@ def expert_choice(
     construction, but a token's experts depend on the tokens after it: not for decoding."""
     N, E = logits.shape
     _check(1 <= capacity <= N, f"capacity must be from 1 to the {N} tokens, not {capacity}")
+    _check_finite(logits)
     scores = _scores(logits, scoring)
     tokens = scores.detach().topk(capacity, dim=0).indices
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter(0, tokens, True)
@@ -206,7 +213,7 @@ def count_experts(ids: Tensor, n_experts: int) -> Tensor:
 
 def _counts(ids: Tensor, n_experts: int) -> Tensor:
     """ids (..., n) -> (..., E)."""
-    place = ids.masked_fill(ids < 0, n_experts)
+    place = ids.masked_fill(ids < 0, n_experts).long()
     zeros = torch.zeros(*ids.shape[:-1], n_experts + 1, dtype=torch.int64, device=ids.device)
     return zeros.scatter_add_(-1, place, torch.ones_like(place))[..., :n_experts]
 
@@ -236,7 +243,8 @@ def z_loss(logits: Tensor) -> Tensor:
 @torch.no_grad()
 def update_bias_(bias: Tensor, counts: Tensor, speed: float) -> None:
     """After a step, move route's bias (E,) by `speed`: up where the expert got fewer slots than the
-    mean, down where more (arXiv:2408.15664, algorithm 1). counts (E,): of the step, all ranks."""
+    mean, down where more (arXiv:2408.15664, algorithm 1). bias in fp32: bf16 is too coarse for so
+    small steps. counts (E,): of the step, all ranks."""
     bias += speed * (counts.double().mean() - counts).sign().to(bias.dtype)
 
 
@@ -578,13 +586,25 @@ CONFIGS: dict[str, dict[float, tuple[int, int, int, int, int]]] = {
 }
 
 
-def _config(kernel: str, rows: float, n: int, k: int, element_size: int) -> tuple[int, ...]:
-    """CONFIGS' line, its tiles no wider than what there is, and in fp32 half as wide."""
+def _config(kernel: str, rows: float, n: int, k: int, x: Tensor) -> tuple[int, ...]:
+    """CONFIGS' line, its tiles no wider than what there is, in fp32 half as wide, and with as many
+    stages as the GPU's shared memory holds."""
     *blocks, warps, stages = next(c for most, c in CONFIGS[kernel].items() if rows <= most)
-    if element_size == 4:
+    if x.element_size() == 4:
         blocks, stages = [min(b, 64, most) for b, most in zip(blocks, (64, 64, 32))], 2
-    sizes = blocks[:1] + [min(b, max(16, _power(size))) for b, size in zip(blocks[1:], (n, k))]
-    return *sizes, warps, stages
+    M, N, K = blocks[:1] + [min(b, max(16, _power(size))) for b, size in zip(blocks[1:], (n, k))]
+    stage = (M + N * (1 + (kernel == "gate_up"))) * K if kernel != "weight_grad" else (N + K) * M
+    while stages > 1 and stages * stage * x.element_size() > _shared_memory(x.device):
+        stages -= 1
+    return M, N, K, warps, stages
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1 << 18
+    found = torch.cuda.get_device_properties(device)
+    return getattr(found, "shared_memory_per_block_optin", 1 << 17)
 
 
 def _power(n: int) -> int:
@@ -629,7 +649,7 @@ def _forward(
     w_gate_up, w_down = w_gate_up.contiguous(), w_down.contiguous()
     h, parts = x.new_empty(M, F_), x.new_empty(M, C)
     flags = _code_flags(w_gate_up, scales_1, zeros_1, C)
-    BM, BN, BK, warps, stages = _config("gate_up", M / E, F_, C, x.element_size())
+    BM, BN, BK, warps, stages = _config("gate_up", M / E, F_, C, x)
     tiles = _tiles(bounds, M, BM)
     _gate_up_kernel[(tiles.shape[1] * -(-F_ // BN),)](
         x, order, w_gate_up, scales_1, zeros_1, h, saved if save else None, tiles, bounds,
@@ -648,7 +668,7 @@ def _down(
     flags: dict[str, int],
 ) -> None:  # fmt: skip
     (M, K), N, E = a.shape, y.shape[1], len(bounds) - 1
-    BM, BN, BK, warps, stages = _config("down", M / E, N, K, a.element_size())
+    BM, BN, BK, warps, stages = _config("down", M / E, N, K, a)
     tiles = _tiles(bounds, M, BM)
     _down_kernel[(tiles.shape[1] * -(-N // BN),)](
         a, order, weights, *codes, y, tiles, bounds, tiles.shape[1], N, K, *strides, **flags,
@@ -669,7 +689,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernels: gradients of x, weights and both stacks (empty if not asked)."""
     (N, C), K, (E, _, F_) = x.shape, ids.shape[1], w_down.shape
-    M, size = N * K, x.element_size()
+    M = N * K
     make = Tensor.new_empty if M else Tensor.new_zeros
     dx = make(x, x.shape if need_x else 0)
     dw = [make(w, w.shape if need_w else 0) for w in (w_gate_up, w_down)]
@@ -678,7 +698,7 @@ def _backward(
     dy, x, weights, ids = (t.contiguous() for t in (dy, x, weights, ids))
     w_gate_up, w_down = w_gate_up.contiguous(), w_down.contiguous()
     d_gate_up, h = torch.empty_like(gate_up), x.new_empty(M, F_)
-    BM, BN, BK, warps, stages = _config("down_backward", M / E, F_, C, size)
+    BM, BN, BK, warps, stages = _config("down_backward", M / E, F_, C, x)
     tiles, tiles_n = _tiles(bounds, M, BM), -(-F_ // BN)
     dweights = torch.zeros(tiles_n, M, device=x.device)
     _down_backward_kernel[(tiles.shape[1] * tiles_n,)](
@@ -693,7 +713,7 @@ def _backward(
         _add_slots(parts, ids, dx)
     for a, b, out in ((d_gate_up, x, dw[0]), (dy, h, dw[1])) if need_w else ():
         P, Q = out.shape[1:]
-        BM, BP, BQ, warps, stages = _config("weight_grad", M / E, P, Q, size)
+        BM, BP, BQ, warps, stages = _config("weight_grad", M / E, P, Q, x)
         _weight_grad_kernel[-(-P // BP) * -(-Q // BQ), E](
             a, b, order, bounds, out, P, Q, TOP_K=K, A_BY_TOKEN=a is dy, BLOCK_P=BP, BLOCK_Q=BQ,
             BLOCK_M=BM, num_warps=warps, num_stages=stages,
@@ -895,6 +915,8 @@ def has_static_shapes(module: nn.Module) -> bool:
     weight = stacks[0] if isinstance(stacks[0], Tensor) else stacks[0].qweight
     x = torch.empty(0, dtype=stacks[0].dtype, device=weight.device)
     grouped = getattr(module.experts, "func", None) is grouped_experts
+    options = {**module.experts.keywords} if grouped else {}
+    grouped = grouped and options.pop("backend", "auto") in ("auto", "triton") and not options
     return grouped and weight.is_cuda and uses_kernels(x, stacks)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import gc
 import importlib.util
 import io
 import json
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
@@ -18430,13 +18432,13 @@ def tensor(rank, spec, chunks=1):
     return Y.placed(f, placement), placement, place, place, (half, 2), ep
 
 
-def same(rank, spec, members=((0, 1, 2, 3),), redundant=None):
+def same(rank, spec, members=((0, 1, 2, 3),), redundant=None, inner="plain"):
     members = [list(m) for m in members]
     group, me = my_group(rank, members)
     if me is None:
         return None
     placement = placement_of(spec, len(members[0]), redundant)
-    f = Y.local(PLAIN_EXPERTS, me * placement.width, placement.width)
+    f = Y.local(inner_of(inner), me * placement.width, placement.width)
     return Y.placed(Y.summed(f, group), placement), placement, me, 0, (0, 1), group
 
 
@@ -18570,6 +18572,10 @@ EQUAL = {
     "same pairs": Case("same", replace(BASE, counts=(1,)), dict(members=PAIRS)),
     "same only stacks": Case("same", replace(BASE, counts=(9,), choice="one"), need=("stacks",)),
     "same only x": Case("same", replace(BASE, counts=(9,), choice="one"), need=("x",)),
+    "same unloved loop": Case("same", replace(BASE, counts=(9,), choice="one"), dict(inner="loop")),
+    "loop only stacks": Case(
+        "flat", replace(UNEVEN, choice="one"), dict(inner="loop"), need=("stacks",)
+    ),
     "same copies": Case("same", replace(HOT, counts=(9,)), dict(redundant=3)),
     "same inference": Case("same", replace(BASE, counts=(9,)), need=(), how="inference"),
     "copies 0": Case("flat", RANK_ODD, dict(redundant=0)),
@@ -18995,6 +19001,28 @@ def test_experts_over_ranks_equal_one_process(name, ranks_done):
 @pytest.mark.parametrize("name", FUZZ_SLOW)
 def test_ranks_equal_one_process_fuzzed(name, ranks_done_slow):
     equal(FUZZ_SLOW[name], ranks_done_slow[name])
+
+
+def test_an_exchange_leaves_nothing_behind(tmp_path):
+    """After its backward pass the rows that travelled are freed: a transfer that held its own part
+    of the graph would be a cycle that Python cannot see."""
+    seen = []
+
+    def watching(x, weights, ids, *stacks):
+        seen.extend(weakref.ref(t) for t in (x, weights))
+        return M.loop_experts(x, weights, ids, *stacks)
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        x, weights = torch.randn(9, 8, requires_grad=True), torch.rand(9, 2, requires_grad=True)
+        stacks = torch.randn(4, 12, 8, requires_grad=True), torch.randn(4, 8, 6)
+        ids = torch.randint(4, (9, 2))
+        Y.exchanged(watching, 4, chunks=2)(x, weights, ids, *stacks).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert len(seen) == 4 and not any(ref() is not None for ref in seen)
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -19466,14 +19494,17 @@ def test_static_experts_are_left_to_the_graph(monkeypatch):
     on_cuda = SimpleNamespace(
         qweight=SimpleNamespace(is_cuda=True, device="cpu"), dtype=torch.float32
     )
-    stub = SimpleNamespace(experts=layer.experts, w_gate_up=on_cuda, w_down=on_cuda)
+    grouped = partial(O.grouped_experts)
+    stub = SimpleNamespace(experts=grouped, w_gate_up=on_cuda, w_down=on_cuda)
     for kernels in (True, False):
         with monkeypatch.context() as m:
             m.setattr(O, "uses_kernels", lambda x, stacks: kernels)
             assert O.has_static_shapes(stub) == kernels and not O.has_static_shapes(layer)
             stub.experts = M.loop_experts
             assert not O.has_static_shapes(stub)
-            stub.experts = layer.experts
+            stub.experts = partial(O.grouped_experts, backend="torch")
+            assert not O.has_static_shapes(stub)
+            stub.experts = grouped
     monkeypatch.setattr(G, "compiled", lambda step, device: step)
     for static in (True, False):
         monkeypatch.setattr(O, "has_static_shapes", lambda module: static)
@@ -20259,7 +20290,10 @@ def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_
     deepseek = ["--model", str(moe_configs / "deepseek.json")]
     cases = [
         (up, ["--upcycle", "--init"]),
-        ([*dense, *up, "--upcycle-top-k", "5"], ["--upcycle-top-k 5", "--upcycle 4"]),
+        ([*dense, *up, "--upcycle-top-k", "5"], ["--upcycle-top-k", "--upcycle 4", "not 5"]),
+        ([*dense, *up, "--upcycle-top-k", "1"], ["--upcycle-top-k", "from 2", "not 1"]),
+        ([*dense, "--upcycle-top-k", "3"], ["--upcycle-top-k goes with --upcycle"]),
+        ([*deepseek, "--ep-chunks", "3"], ["--ep-chunks goes with --ep"]),
         ([*dense, "--upcycle", "0"], ["--upcycle", "positive"]),
         (["--init", str(biased), *up], ["--upcycle", "biased", "mlp_bias"]),
         (["--init", str(ahead), *up], ["--upcycle", "ahead", "multi-token"]),
@@ -20272,7 +20306,7 @@ def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_
         ([*deepseek, "--aux-loss", "-1"], ["--aux-loss", "-1"]),
         ([*deepseek, "--ep", "2"], ["--ep 2", "1 ranks"]),
         ([*deepseek, "--ep", "0"], ["--ep", "positive"]),
-        ([*deepseek, "--ep-node-size", "2"], ["--ep-node-size 2", "--ep 1"]),
+        ([*deepseek, "--ep-node-size", "2"], ["--ep-node-size goes with --ep"]),
         ([*deepseek, "--ep-chunks", "0"], ["--ep-chunks", "positive"]),
     ]
     new = ["--out", str(tmp_path / "new"), "--data", str(corpus), "--device", "cpu"]

@@ -25,7 +25,7 @@ Four things hold, and test_all.py proves them:
 - The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the count
   of the whole step, on all ranks, so micro-batch size and rank count change nothing but rounding.
 - Experts on several ranks (--ep) are the same mixture: the same losses and the same checkpoint,
-  which goes on with any other --ep.
+  which goes on with any other --ep. (But for --aux-loss, which is one of each micro-batch.)
 - A checkpoint appears whole or not at all. SIGTERM and Ctrl-C save and leave; kill -9 at any moment
   leaves the previous one.
 """
@@ -765,8 +765,8 @@ def save_draft_head(out: Path, head: DraftHead, step: int, acceptance: list[floa
 STATE = "train_state.safetensors"
 # --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
 # may be given anew (another micro-batch size sums in another order: equal but for rounding).
-FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat")
-FIXED += ("aux_loss", "sequence_loss", "z_loss")
+LOSSES = ("aux_loss", "sequence_loss", "z_loss")
+FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat", *LOSSES)
 SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile", "attention")
 SAVED += ("experts",)
 
@@ -1053,22 +1053,31 @@ def check_numbers(args: argparse.Namespace) -> None:
     for name in (positive + "upcycle_top_k ep ep_node_size ep_chunks").split():
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"{_flag(name)} must be positive, not {value}")
-    for name in ("aux_loss", "sequence_loss", "z_loss"):
+    for name in LOSSES:
         if (value := getattr(args, name)) is not None and not 0 <= value < math.inf:
             raise ValueError(f"{_flag(name)} must be 0 or more, not {value}")
     if not 0 <= args.seed < 2**32:
         raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {args.seed}")
-    if args.upcycle is not None and args.upcycle_top_k > args.upcycle:
-        raise ValueError(f"--upcycle-top-k {args.upcycle_top_k} exceeds --upcycle {args.upcycle}")
+    if args.upcycle is not None and not 2 <= args.upcycle_top_k <= args.upcycle:
+        raise ValueError(  # of one the weight is always 1, and its router would learn nothing
+            f"--upcycle-top-k must be from 2 to --upcycle {args.upcycle}, not {args.upcycle_top_k}"
+        )
     if args.upcycle is not None and args.init is None and not args.resume:
         raise ValueError("--upcycle needs --init, the dense model that the experts are copies of")
 
 
 def settle_expert_flags(args: argparse.Namespace, config: ModelConfig) -> None:
     """The default of --aux-loss; ValueError for flags that a dense model has no use for."""
-    for name in ("aux_loss", "sequence_loss", "z_loss", "ep"):
-        if (getattr(args, name) or 0) > (name == "ep") and not config.moe_layers:
-            raise ValueError(f"{_flag(name)}: the model has no mixture of experts; leave it out")
+    asked = [name for name in LOSSES if getattr(args, name)] + ["ep"] * (args.ep > 1)
+    if asked and not config.moe_layers:
+        raise ValueError(f"{_flag(asked[0])}: the model has no mixture of experts; leave it out")
+    for flag, needed in (
+        ("--ep-chunks", "--ep"), ("--ep-node-size", "--ep"), ("--upcycle-top-k", "--upcycle"),
+    ):  # fmt: skip
+        if flag in args.given and needed not in args.given:
+            raise ValueError(f"{flag} goes with {needed}; give both, or leave it out")
+    if args.resume and args.upcycle is not None:
+        raise ValueError("--upcycle starts a run; with --resume leave it out")
     if args.aux_loss is None:  # a run that is older than the flag had none
         uneven = config.moe_layers and not config.correction_bias and not args.resume
         args.aux_loss = 0.01 if uneven else 0.0
@@ -1080,7 +1089,7 @@ def settle_draft_head_flags(args: argparse.Namespace) -> None:
         return
     if args.init is None:
         raise ValueError("--train-draft-head needs --init, the model that the head is to draft for")
-    for flag in ("--model", "--fp8", "--qat", "--upcycle", *map(_flag, FIXED[-3:])):
+    for flag in ("--model", "--fp8", "--qat", "--upcycle", *map(_flag, LOSSES)):
         if flag in args.given:
             raise ValueError(f"--train-draft-head trains no model; leave {flag} out")
     if args.resume:
