@@ -366,14 +366,15 @@ class _Piece:
 
     def receive(self) -> Tensor:
         rows = self.back.finish()[0]
-        if len(rows) == 0:  # no token went anywhere
-            return rows.sum().expand(len(self.ids), rows.shape[1])
+        n = len(rows)
+        if n == 0:  # one to point at: the way back has the same steps on every rank, so that
+            rows = F.pad(rows, (0, 0, 0, 1))  # checkpointing recomputes at the same moment
         before = self.wanted.sum(0).cumsum(0) - self.wanted.sum(0)
         place = self.wanted.cumsum(0) - 1 + before
-        place = place.masked_fill(~self.wanted, len(rows))
+        place = place.masked_fill(~self.wanted, n)
         most = min(place.shape[1], self.ids.shape[1])  # ranks that a token goes to
         place = place.topk(most, dim=1, largest=False).values.sort(dim=1).values
-        there = place < len(rows)
+        there = place < n
         # a token that goes to fewer takes rows of others, and counts them nothing; not all the same
         # one, on which a GPU's gradients would queue
         others = torch.arange(place.numel(), device=place.device).view_as(place) % len(rows)
