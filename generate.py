@@ -887,6 +887,7 @@ def process_group(args: argparse.Namespace) -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield
+        dist.barrier()  # none hangs up while another still listens
     finally:
         dist.destroy_process_group()
 
