@@ -18107,7 +18107,9 @@ MOE_FP8 = ["coded(8, (1, 4096), f8)", "coded(8, (128, 128), f8)", "coded(2048, (
 
 @pytest.mark.slow
 @pytest.mark.skipif(not O.INTERPRET, reason="where there is a GPU, or no Triton, nothing to learn")
-@pytest.mark.parametrize("arch, cases", [(80, MOE_COMPILED), (90, MOE_ALL + MOE_FP8), (100, MOE_COMPILED)])
+@pytest.mark.parametrize(
+    "arch, cases", [(80, MOE_COMPILED), (90, MOE_ALL + MOE_FP8), (100, MOE_COMPILED)]
+)
 def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
     """To machine code for Ampere, Hopper and Blackwell within their shared memory; another load,
     and more tokens of the same kind, compile nothing anew."""
@@ -19736,7 +19738,7 @@ def test_parts_add_up_to_the_whole(folders):
 # --------------------------------------------------------------------------------------------------
 
 RANK = f"""
-import json, sys, time
+import json, os, sys, time
 sys.path.insert(0, {str(REPO)!r})
 import torch
 import torch.distributed as dist
@@ -19756,7 +19758,10 @@ for line in sys.stdin:
     except ValueError as e:
         print(json.dumps({{"error": str(e)}}))
     sys.stdout.flush()
+dist.barrier()
 dist.destroy_process_group()
+sys.stderr.flush()
+os._exit(0)  # all is said; gloo's threads now and then abort an interpreter that is leaving
 """
 
 
