@@ -19025,6 +19025,7 @@ def test_an_exchange_leaves_nothing_behind(tmp_path):
         dist.destroy_process_group()
     gc.collect()
     assert len(seen) == 4 and not any(ref() is not None for ref in seen)
+    assert not [o for o in gc.get_objects() if isinstance(o, Y._Transfer)]
 
 
 @pytest.mark.parametrize("name", EQUAL)
