@@ -31,12 +31,16 @@ The hooks everything else attaches to, all visible at the call site:
         trees need no change here.
     return_hidden
         the final hidden states instead of logits.
+    products
+        of Attention and MLP: the callable that gives the products of one input with several
+        linear layers; for whoever has that input arrive while it is multiplied.
     MoE.experts
         the callable that runs tokens through their experts; here the plain loop.
     MoE.observe
         sees the router's logits and what was chosen; for whoever balances the load.
-    MoE.held
-        the experts whose weights this process has, where several processes share them out.
+    MoE.held, Transformer.cuts
+        the experts, and the parts of other tensors, whose weights this process has, where several
+        processes share them out.
 
 A pipeline stage is this model with some layers dropped and `embed`, `norm` or `head` set to None.
 Weights are read and written only as safetensors. Needs: torch, safetensors.
@@ -563,6 +567,14 @@ class RMSNorm(nn.Module):
         return self.weight * h.type_as(x)
 
 
+Products = Callable[..., Sequence[Tensor]]
+
+
+def each_product(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """The products hook, plainly: x (B, T, C) times every layer's weights."""
+    return [linear(x) for linear in linears]
+
+
 class Attention(nn.Module):
     """Grouped-query attention around the attend hook. Head counts are read off the projections'
     width, so that a tensor-parallel shard of them needs no other change."""
@@ -573,6 +585,8 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(index, D**-0.5, config.window(index))
         self.head_dim, self.interleaved = D, config.rope_interleaved
         self.alibi_heads = config.n_heads if config.alibi else 0
+        self.first_head = 0  # of those that this process has
+        self.products: Products = each_product
         self.q_proj = nn.Linear(C, config.n_heads * D, bias)
         self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias)
         self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias)
@@ -583,19 +597,18 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
     ) -> Tensor:
-        B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, -1, self.head_dim)
-        k = self.k_proj(x).view(B, T, -1, self.head_dim)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim)
+        projected = self.products(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         spec = self.spec
         if self.alibi_heads:
-            spec = replace(spec, alibi_slopes=alibi_slopes(self.alibi_heads, x.device))
+            slopes = alibi_slopes(self.alibi_heads, x.device)
+            mine = slice(self.first_head, self.first_head + q.shape[2])
+            spec = replace(spec, alibi_slopes=slopes[mine])
         else:
             q, k = (apply_rope(t, *rope, self.interleaved) for t in (q, k))
-        o = attend(spec, q, k, v, positions)
-        return self.o_proj(o.reshape(B, T, -1))
+        return self.o_proj(attend(spec, q, k, v, positions).flatten(2))
 
 
 class LatentAttention(nn.Module):
@@ -693,9 +706,11 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(dim, ffn_dim, bias)
         self.up_proj = nn.Linear(dim, ffn_dim, bias)
         self.down_proj = nn.Linear(ffn_dim, dim, bias)
+        self.products: Products = each_product
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.products(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -844,6 +859,9 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = nn.ModuleList(MTP(config, L + i) for i in range(config.n_mtp_layers))
+        # of parameters that this process has in part: dim, start, stop, shape(part), of(whole), as
+        # parallel.Cut has them
+        self.cuts: dict[str, Any] = {}
         self.tie()
         if not table.is_meta:
             self.init_weights()
@@ -854,19 +872,23 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
-    @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """N(0, 0.02) matrices, those that write to the residual stream divided by sqrt(2L) (GPT-2,
         2.3)."""
         for name, p in self.named_parameters():
-            if p.dim() == 1:
-                nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
-            else:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight", "w_down"))
-                std = 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
-                nn.init.normal_(p, 0.0, std, generator)
+            self.init_weight(name, p, generator)
         for b in self.buffers():
             b.zero_()
+
+    @torch.no_grad()
+    def init_weight(self, name: str, p: Tensor, generator: torch.Generator | None = None) -> None:
+        """init_weights for the parameter of that name, into p of its whole shape."""
+        if p.dim() == 1:
+            nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight", "w_down"))
+            std = 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
+            nn.init.normal_(p, 0.0, std, generator)
 
     def forward(
         self,
@@ -882,7 +904,7 @@ class Transformer(nn.Module):
         """
         x = tokens if self.embed is None else self.embed(tokens)
         if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
+            positions = torch.arange(tokens.shape[1], device=x.device)
         rope = rope_cos_sin(self.config, positions)
         for layer in self.layers:
             x = layer(x, rope, positions, attend)
@@ -1511,9 +1533,11 @@ def hf_tensors(model: Transformer) -> dict[str, Tensor]:
 
 
 def _of_whole(model: Transformer) -> dict[str, Tensor]:
-    """hf_tensors, with meta tensors for those of all experts where this process holds some."""
+    """hf_tensors, with meta tensors for the whole of those that this process has in part."""
     tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if (cut := model.cuts.get(name)) is not None:
+            tensor = torch.empty(cut.shape(tensor.shape), dtype=tensor.dtype, device="meta")
         if _held(model, name) is not None:
             shape = (model.config.n_experts, *tensor.shape[1:])
             tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -1616,13 +1640,15 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it: F32, BF16, F8_E4M3, ...
 
-    def read(self, rows: Sequence[int] | None = None) -> Tensor:
-        """A view of the file, or a copy of these rows. Opened anew for each: a mapping that lives
-        on keeps in memory every page it has read."""
+    def read(self, rows: Sequence[int] | None = None, cut: Any = None) -> Tensor:
+        """A view of the file, or a copy of these rows, or of the cut. Opened anew for each: a
+        mapping that lives on keeps in memory every page it has read."""
         with _opened(self.path) as f:
-            if rows is None:
+            if rows is None and cut is None:
                 return f.get_tensor(self.name)
             part = f.get_slice(self.name)
+            if cut is not None:
+                return part[(slice(None),) * cut.dim + (slice(cut.start, cut.stop),)]
             return torch.cat([part[i : i + 1] for i in rows])
 
 
@@ -1675,7 +1701,8 @@ def load_checkpoint(
     prepare(model) may swap modules of the model while it is on the meta device: the folder holds
     the tensors of those. It may also cut a mixture's stacks to the experts that this process is to
     hold and say in MoE.held which these are: of the others nothing is read but the headers, which
-    are checked all the same, so that every process refuses a folder that lacks an expert.
+    are checked all the same, so that every process refuses a folder that lacks an expert. The same
+    holds for parameters that it cuts and names in Transformer.cuts.
     each(name, module) gives what takes a module's place as soon as its own tensors are there,
     before the next are read: a model that is quantized so is never whole in `dtype`. A module that
     shares a parameter with an earlier one is not offered.
@@ -1727,13 +1754,19 @@ def _fill(
         own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for leaf, tensor in () if shares else own:
             held = _held(model, f"{name}.{leaf}")
+            cut = model.cuts.get(f"{name}.{leaf}")
             for stored_name, target in _stored_as(model.config, f"{name}.{leaf}", tensor, held):
+                part = cut if cut is None or target is tensor else replace(cut, dim=cut.dim - 1)
                 scale = stored.get(f"{stored_name}_scale_inv")
                 if scale is None:  # a stack that is stored whole is cut to its rows
                     rows = held if target is tensor else None
-                    target.copy_(plan[stored_name].read(rows))
-                else:
+                    target.copy_(plan[stored_name].read(rows, part))
+                elif part is None:
                     _dequantize(plan[stored_name].read(), scale.read(), target)
+                else:  # blocks of scales need not end where the part does
+                    whole = target.new_empty(plan[stored_name].shape)
+                    _dequantize(plan[stored_name].read(), scale.read(), whole)
+                    target.copy_(part.of(whole))
         if each is not None and not shares and (new := each(name, module)) is not module:
             parent, _, leaf = name.rpartition(".")
             setattr(modules[parent], leaf, new)
@@ -1799,7 +1832,9 @@ def _check_copies(folder: Path, stored: dict[str, Stored], model: Transformer) -
     ours = hf_tensors(model)
     for copy, original in _copies(model.config).items():
         if copy in stored and original in stored and original in ours:
-            rows = zip(stored[copy].read().split(1024), ours[original].split(1024))
+            ours_is = "head.weight" if original == "lm_head.weight" else "embed.weight"
+            theirs = stored[copy].read(cut=model.cuts.get(ours_is))
+            rows = zip(theirs.split(1024), ours[original].split(1024))
             if not all(torch.equal(a.to(b), b) for a, b in rows):
                 raise ValueError(
                     f"{folder}: {copy} differs from {original}, of which it must be a copy; if the "

@@ -4265,7 +4265,7 @@ def test_kills_at_random_moments_lose_nothing(corpus, tiny_config, tmp_path):
     import random
 
     def argv(out: Path) -> list:
-        return train_argv(corpus, tiny_config, out, "--save-every", 1, "--steps", 300)
+        return train_argv(corpus, tiny_config, out, "--save-every", 1, "--steps", 120)
 
     whole, out, rng, kills = tmp_path / "whole", tmp_path / "killed", random.Random(0), 0
     assert run(*argv(whole)).returncode == 0
@@ -5460,6 +5460,15 @@ ALL_COMPILED = [
     *(f"decode({D}, T={T})" for D in (64, 256) for T in (1, 128)),
     "decode(576, Hq=128, Hkv=1, latent_dim=512)",
 ]
+SOME_COMPILED = [  # where sizes and code depend on the GPU: fp32, wide heads, all rules at once
+    *COMPILED,
+    "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
+    "flash(64, dtype=torch.float32)",
+    "flash(192, 128)",
+    "flash(256)",
+    "decode(256, T=128)",
+    "decode(576, Hq=128, Hkv=1, latent_dim=512)",
+]
 
 
 @pytest.mark.skipif(not A.INTERPRET, reason="where there is a GPU, or no Triton, nothing to learn")
@@ -5467,13 +5476,15 @@ ALL_COMPILED = [
     "arch, cases",
     [
         (90, COMPILED),
-        *(pytest.param(a, ALL_COMPILED, marks=pytest.mark.slow) for a in (80, 90, 100)),
+        pytest.param(90, ALL_COMPILED, marks=pytest.mark.slow),
+        *(pytest.param(a, SOME_COMPILED, marks=pytest.mark.slow) for a in (80, 100)),
     ],
-    ids=["90", "80-all", "90-all", "100-all"],
+    ids=["90", "90-all", "80-some", "100-some"],
 )
 def test_kernels_compile_for_gpus(arch, cases, tmp_path):
-    """What the interpreter forgives a GPU does not: all kernels compile to machine code for Ampere,
-    Hopper and Blackwell, with no GPU at hand, and fit into their shared memory."""
+    """What the interpreter forgives a GPU does not: all kernels compile to machine code for Hopper,
+    and the largest of them for Ampere and Blackwell, with no GPU at hand, and fit into their shared
+    memory."""
     if arch >= 89 and len(cases) > 2:
         cases = [
             *cases,
@@ -7490,6 +7501,14 @@ GEMM_ALL = [
     *(f"mm({d}, M={M})" for d in ("bf", "h", "f32", "torch.int8") for M in (64, 256)),
     *("mm(torch.int8, True)", "mm(bf, K=1000)", "mm(bf, tree=X.acc)"),
 ]
+GEMM_SOME = [  # each kernel with codes of 8 and 4 bits, few rows and many, and every type of product
+    *GEMM_COMPILED,
+    *("wo(8, 1)", "wo(8, 1, dtype=f32)", "wo(4, 1, 128)", "wo(8, 1, K=4112)"),
+    *(f"wo({b}, {M}, {g})" for b, g in ((8, None), (4, 128)) for M in (2, 64)),
+    *("wo(8, 64, dtype=h)", "wo(4, 64, 32, dtype=h)", "wo(4, 64, 128, dtype=f32)"),
+    *(f"mm({d})" for d in ("h", "f32", "torch.int8")),
+    *("mm(torch.int8, True)", "mm(bf, M=64)", "mm(bf, K=1000)"),
+]
 GEMM_FP8 = ["mm(f8, True)", "mm(f8)", "mm(f8, M=64)", "mm(f8, True, M=64)", "mm(f8, True, K=1040)"]
 
 
@@ -7498,10 +7517,11 @@ GEMM_FP8 = ["mm(f8, True)", "mm(f8)", "mm(f8, M=64)", "mm(f8, True, M=64)", "mm(
     "arch, cases",
     [
         (90, [*GEMM_COMPILED, *GEMM_FP8[:1]]),
-        pytest.param(80, GEMM_ALL, marks=pytest.mark.slow),
-        *(pytest.param(a, GEMM_ALL + GEMM_FP8, marks=pytest.mark.slow) for a in (90, 100)),
+        pytest.param(90, GEMM_ALL + GEMM_FP8, marks=pytest.mark.slow),
+        pytest.param(80, GEMM_SOME, marks=pytest.mark.slow),
+        pytest.param(100, GEMM_SOME + GEMM_FP8, marks=pytest.mark.slow),
     ],
-    ids=["90", "80-all", "90-all", "100-all"],
+    ids=["90", "90-all", "80-some", "100-some"],
 )
 def test_gemm_kernels_compile_for_gpus(arch, cases, tmp_path):
     """To machine code for Ampere, Hopper and Blackwell within their shared memory; other sizes of
@@ -9716,11 +9736,12 @@ FP8_WIDE = dict(ffn_dim=96, q_lora_rank=32, kv_lora_rank=32, v_head_dim=16)
 
 @pytest.fixture(scope="module")
 def fp8_folder(corpus, tmp_path_factory) -> Path:
-    """A corpus and three configurations."""
+    """A corpus and four configurations."""
     path = tmp_path_factory.mktemp("training")
     shutil.copy(corpus, path / "corpus.jsonl")
     small = dict(vocab_size=4096, dim=32, n_heads=2, n_kv_heads=1)
     (path / "dense.json").write_text(json.dumps(fp8_tiny(**small).to_hf()))
+    (path / "one.json").write_text(json.dumps(fp8_tiny(**small, n_layers=1).to_hf()))
     (path / "odd.json").write_text(json.dumps(fp8_tiny(**small, ffn_dim=80).to_hf()))
     (path / "moe.json").write_text(json.dumps(fp8_latent(vocab_size=4096, **FP8_WIDE).to_hf()))
     return path
@@ -9796,7 +9817,7 @@ def test_fp8_flags_that_contradict(fp8_folder, tmp_path, capsys):
 def test_fp8_compiled_runs(flags, fp8_folder, tmp_path):
     """--compile with either gives the losses of the run without it."""
     for out, more in (("eager", ()), ("compiled", ("--compile",))):
-        argv = [fp8_folder, tmp_path / out, "dense", *flags, "--dtype", "fp32", *more]
+        argv = [fp8_folder, tmp_path / out, "one", *flags, "--dtype", "fp32", *more]
         assert fp8_go(*argv) == 0
     for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled")):
         assert b["loss"] == pytest.approx(a["loss"], rel=2e-3)
@@ -9874,8 +9895,8 @@ def test_compress_gptq_is_never_worse_than_rounding_on_a_layer(compress_texts, m
     "bits, folder, draws",
     [
         (2, DRAFT, (8, 256)),
-        pytest.param(2, SMALL, (32, 512), marks=pytest.mark.slow),
-        pytest.param(3, SMALL, (32, 512), marks=pytest.mark.slow),
+        pytest.param(2, SMALL, (16, 512), marks=pytest.mark.slow),
+        pytest.param(3, SMALL, (16, 512), marks=pytest.mark.slow),
     ],
 )
 def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
@@ -12495,9 +12516,10 @@ def test_paged_absurd_but_legal_params():
 )
 def test_paged_static_shapes_change_no_token(name, compiled):
     """Steps padded to few shapes, eager or compiled: the same tokens, in a dozen shapes at most."""
-    model, (prompts, counts) = paged_model(name), paged_requests(9)
+    requests, rows = (5, 2) if compiled else (9, 5)  # a shape takes seconds to compile
+    model, (prompts, counts) = paged_model(name), paged_requests(requests)
     want = paged_greedy(model, prompts, counts)
-    engine = paged_engine(model, num_blocks=20, max_running=5, compile=compiled, static=True)
+    engine = paged_engine(model, num_blocks=20, max_running=rows, compile=compiled, static=True)
     shapes, run = set(), engine.shapes.run
     engine.shapes.run = lambda step: shapes.add(tuple(t.shape for t in step)) or run(step)
     outputs = engine.generate(prompts, [greedy(n) for n in counts])
@@ -12606,6 +12628,14 @@ PAGED_ALL = [
     "paged(kind=torch.int8)",
     "paged(kind=torch.int8, **mixed)",
 ]
+PAGED_SOME = [  # the most shared memory, all rules at once, codes, and latents
+    *PAGED_COMPILED,
+    "paged(**mixed, **busy)",
+    "paged(256, **mixed)",
+    *(f"paged(576, Hq=128, Hkv=1, latent_dim=512, **{m})" for m in ("{}", "mixed")),
+    "paged(dtype=torch.float32, **mixed)",
+    "paged(kind=torch.int8, **mixed)",
+]
 
 
 @pytest.mark.skipif(not A.INTERPRET, reason="where there is a GPU, or no Triton, nothing to learn")
@@ -12613,9 +12643,10 @@ PAGED_ALL = [
     "arch, cases",
     [
         (90, PAGED_COMPILED),
-        *(pytest.param(a, PAGED_ALL, marks=pytest.mark.slow) for a in (80, 90, 100)),
+        pytest.param(90, PAGED_ALL, marks=pytest.mark.slow),
+        *(pytest.param(a, PAGED_SOME, marks=pytest.mark.slow) for a in (80, 100)),
     ],
-    ids=["90", "80-all", "90-all", "100-all"],
+    ids=["90", "90-all", "80-some", "100-some"],
 )
 def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     """To machine code for Ampere, Hopper and Blackwell, with no GPU at hand, within their shared
@@ -16070,6 +16101,9 @@ def spec_prompts(n: int) -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts[:n]]
 
 
+spec_args = lru_cache(lambda *argv: G.parse_args([*argv]))  # the parser is slow to build
+
+
 def spec_decoder(model, kind, how, max_len, *flags, n=1, draft=None, head=None, keep=False):
     """A Decoder with --speculate kind, and `flags`."""
     argv = ["x", "--speculate", kind, "--n", str(n), *flags]
@@ -16077,7 +16111,7 @@ def spec_decoder(model, kind, how, max_len, *flags, n=1, draft=None, head=None, 
         argv += ["--draft", "given"]
     if kind == "head":
         argv += ["--draft", str(head)]
-    args = G.parse_args(argv)
+    args = copy.copy(spec_args(*argv))
     decoder = G.Decoder(model, max_len + D.spare(args), how, n, (), args.compile, keep)
     tokenizer = K.NoTokenizer(model.config.vocab_size)
     load = lambda name: (draft, tokenizer)
@@ -16267,10 +16301,11 @@ def test_spec_drawn_text_has_the_targets_distribution(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_spec_drawn_text_has_the_targets_distribution_200k(kind, tmp_path):
-    """200,000 samples; of staged drafts, which go a row at a time, 6,000."""
-    samples = 6000 if kind == "staged" else 200_000
-    assert drawn_triples(kind, samples, tmp_path, "--speculate-k", "4") < 5
+def test_spec_drawn_text_has_the_targets_distribution_120k(kind, tmp_path):
+    """120,000 samples; of staged drafts, which go a row at a time, 3,600. What an error adds to the
+    chi-square grows with the samples: a bound of 3 sees with these what 5 would with 5/3 of them."""
+    samples = 3600 if kind == "staged" else 120_000
+    assert drawn_triples(kind, samples, tmp_path, "--speculate-k", "4") < 3
 
 
 def wrong_residual(p, q, tokens, uniform, lengths):
@@ -16615,8 +16650,9 @@ def test_spec_compiled_is_eager(kind, tmp_path):
     ids, head = spec_prompts(6)[5], random_head(tmp_path / "head", model.config.dim)
     expected = spec_run(G.Decoder(model, 90, GREEDY), ids, 50)
     with torch.inference_mode():  # as generate.py builds it: graphs of another mode are others
+        k = "auto" if kind in ("ngram", "mtp") else "4"  # every k is a graph of the target's
         decoder = spec_decoder(
-            model, kind, GREEDY, 90, "--speculate-k", "auto", "--compile", draft=draft, head=head
+            model, kind, GREEDY, 90, "--speculate-k", k, "--compile", draft=draft, head=head
         )
     torch._dynamo.utils.counters.clear()  # what compiles would be measured as a step
     assert spec_run(decoder, ids, 50) == expected
@@ -20323,10 +20359,10 @@ def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_
     assert not (tmp_path / "new").exists()
     args = T.parse_args([*new, *deepseek, "--ep", "3"])
     with pytest.raises(ValueError, match="--ep 3: 8 experts"):
-        T.share_out(args, T.model_config(args), T.Place(torch.device("cpu"), "fp32", 0, 3))
+        T.Layout(args, T.model_config(args), 3)
     args = T.parse_args([*new, *deepseek, "--ep", "4", "--ep-node-size", "3"])
     with pytest.raises(ValueError, match="--ep-node-size 3 must divide --ep 4"):
-        T.share_out(args, T.model_config(args), T.Place(torch.device("cpu"), "fp32", 0, 4))
+        T.Layout(args, T.model_config(args), 4)
 
 
 # --- experts over ranks

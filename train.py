@@ -7,6 +7,9 @@
                                                  a draft head for speculative decoding with it
     python train.py --init checkpoints/small --upcycle 8 --out runs/mixture
                                                  8 experts in place of every MLP, each its copy
+    torchrun --nproc-per-node 8 train.py --tp 2 --cp 2 --zero 3 ...
+                                                 matrices over two ranks, sequences over two, and
+                                                 what is left over the two with other batches
     torchrun --nproc-per-node 4 train.py --model small-moe --ep 2 ...
                                                  experts shared out over every two ranks
 
@@ -24,8 +27,9 @@ Four things hold, and test_all.py proves them:
   resumed with --resume prints the losses of an uninterrupted one to the last digit (on CPU).
 - The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the count
   of the whole step, on all ranks, so micro-batch size and rank count change nothing but rounding.
-- Experts on several ranks (--ep) are the same mixture: the same losses and the same checkpoint,
-  which goes on with any other --ep. (But for --aux-loss, which is one of each micro-batch.)
+- Layouts (--tp --cp --ep --zero ..., layout.py) change nothing but rounding either: one seed is
+  the same weights and batches under each, and the checkpoint goes on under any other. (But for
+  --aux-loss, which is one of each micro-batch.)
 - A checkpoint appears whole or not at all. SIGTERM and Ctrl-C save and leave; kill -9 at any moment
   leaves the previous one.
 """
@@ -61,7 +65,8 @@ from tqdm import tqdm
 
 import moe
 from attention import as_attend
-from expert_parallel import Placement, exchanged, held, placed
+from layout import IGNORE, Layout
+from layout import add_flags as add_layout_flags
 from model import (
     CONFIGS,
     Attend,
@@ -79,7 +84,6 @@ from quantize import RECIPES, SCHEMES, fp8_training_, qat_
 from speculative import DraftHead
 
 BOS, EOS = 1, 2  # one of each around every document
-IGNORE = -100  # a target that is not counted
 MTP_WEIGHT = 0.3  # of the loss of predicting further (DeepSeek-V3, arXiv:2412.19437, 4.2)
 
 # Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here
@@ -330,31 +334,35 @@ class Place:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
 
 
+ALONE = Layout()  # one process
+
+
 def attend_of(attention: str) -> Attend:
     """The model's attend argument for that kind of attention."""
     return as_attend() if attention == "flash" else causal_attention
 
 
 def loss_sums(
-    model: Transformer, batch: Tensor, attend: Attend = causal_attention
+    model: Transformer, batch: Tensor, attend: Attend = causal_attention, layout: Layout = ALONE
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropies of batch (B, T + 1), in nats: of the next token, and of those further
-    ahead, the mean over the model's multi-token prediction depths (0 without any)."""
-    tokens = batch.clamp(min=0)
-    hidden = model(tokens[:, :-1], attend=attend, return_hidden=True)
+    ahead, the mean over the model's multi-token prediction depths (0 without any). Of the tokens
+    that `layout` gives this rank."""
+    tokens, at = batch.clamp(min=0), layout.positions(batch.shape[1] - 1, batch.device)
+    inputs, targets = tokens[:, :-1], batch[:, 1:]
+    if at is not None:
+        inputs, targets = inputs[:, at], targets[:, at]
+    if not model.mtp:
+        main = layout.cross_entropy(model(inputs, at, attend=attend), targets)
+        return main, torch.zeros_like(main)
+    hidden = model(inputs, at, attend=attend, return_hidden=True)
     ahead = hidden.new_zeros((), dtype=torch.float32)
-    main = _cross_entropy(model.head(hidden), batch[:, 1:])
+    main = layout.cross_entropy(model.head(hidden), targets)
     for depth in range(len(model.mtp)):
         following = tokens[:, 1 + depth : -1]
         hidden = model.predict_further(hidden[:, :-1], following, None, attend, depth)
-        ahead = ahead + _cross_entropy(model.head(hidden), batch[:, 2 + depth :])
+        ahead = ahead + layout.cross_entropy(model.head(hidden), batch[:, 2 + depth :])
     return main, ahead / max(1, len(model.mtp))
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
 
 
 def accumulate(
@@ -364,7 +372,7 @@ def accumulate(
     autocast: Callable[[], Any] = contextlib.nullcontext,
     attend: Attend = causal_attention,
     balance: Balance | None = None,
-    shares: Shares | None = None,
+    layout: Layout = ALONE,
 ) -> dict[str, float]:
     """Leave in .grad the gradient of the mean loss over all the step's tokens (and MTP_WEIGHT times
     that of predicting further, and the auxiliary losses of `balance`); return those losses.
@@ -374,28 +382,21 @@ def accumulate(
     An auxiliary loss is a mean over routed tokens, of which all rows have the same number: it
     counts by the share of the step's rows.
     """
-    count = _all_reduce((batch[:, 1:] != IGNORE).sum())
-    rows = len(batch) * (dist.get_world_size() if dist.is_initialized() else 1)
+    tp, cp = layout.size("tp"), layout.size("cp")
+    count = layout.total((batch[:, 1:] != IGNORE).sum()) // cp
+    rows = len(batch) * layout.batch_shares * cp
     totals = torch.zeros(3, device=batch.device)
-    for micro in batch.split(micro_batch_size):
+    for micro in layout.micro_batches(model, batch, micro_batch_size):
         with autocast():
-            main, ahead = (loss / count for loss in loss_sums(model, micro, attend))
+            main, ahead = (loss / count for loss in loss_sums(model, micro, attend, layout))
         aux = main.new_zeros(()) if balance is None else balance.take() * (len(micro) / rows)
-        (main + MTP_WEIGHT * ahead + aux).backward()
+        # the gradients of a mixture's inputs are added up over tp: of this loss, each is the whole
+        (main + MTP_WEIGHT * ahead + aux / tp).backward()
         totals += torch.stack((main, ahead, aux)).detach()
-    if dist.is_initialized():
-        sum_gradients(model, shares)
-    main, ahead, aux = _all_reduce(totals).tolist()
+    layout.sum_gradients(model)
+    main, ahead, aux = layout.total(totals).tolist()
     losses = {"loss": main} | ({"mtp_loss": ahead} if len(model.mtp) else {})
     return losses | ({"aux_loss": aux} if balance is not None and balance.auxiliary else {})
-
-
-def sum_gradients(model: torch.nn.Module, shares: Shares | None) -> None:
-    """Over all ranks; of experts that are shared out, over the ranks that hold the same ones."""
-    for p in model.parameters():
-        if p.grad is None:  # of experts that no token chose, for some that run them
-            p.grad = torch.zeros_like(p)
-        dist.all_reduce(p.grad, group=shares.twins if shares and is_stack(p) else None)
 
 
 class Balance:
@@ -443,14 +444,14 @@ class Balance:
         terms, self.terms = self.terms, []
         return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
 
-    def update(self) -> float | None:
+    def update(self, layout: Layout = ALONE) -> float | None:
         """End of a step: move the corrections, leave the step's counts (mixtures, E) in .last, over
         all ranks, and what is to be said of them in .row; the busiest expert's load over the mean,
         in the worst layer (1 is perfect; None: no mixtures)."""
         self.row: dict[str, Any] = {}
         if not self.mixtures:
             return None
-        self.last = _all_reduce(self.counts).clone()
+        self.last = layout.total(self.counts.clone())
         self.counts.zero_()
         for mixture, counts in zip(self.mixtures, self.last):
             if self.config.correction_bias:
@@ -464,35 +465,24 @@ class Balance:
         return of["max_over_mean"]
 
 
-def _all_reduce(x: Tensor) -> Tensor:
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
 def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
     """AdamW (arXiv:1711.05101), decay on matrices and embeddings, none on norms and biases."""
-    params = list(model.parameters())
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    groups: dict[Any, list[nn.Parameter]] = {(True, None): [], (False, None): []}
+    for p in model.parameters():  # a fused step is of tensors on one mesh
+        groups.setdefault((p.dim() >= 2, getattr(p, "device_mesh", None)), []).append(p)
+    settings = [
+        {"params": params, "weight_decay": 0.1 if decays else 0.0}
+        for (decays, _), params in groups.items()
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return torch.optim.AdamW(settings, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def update(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    lr: float,
-    shares: Shares | None = None,
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float, layout: Layout = ALONE
 ) -> float:
     """Clip the gradient of the whole model to norm 1, take the optimizer's step, clear the
     gradient; the norm before clipping."""
-    if shares is None:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    else:
-        norm = shares.gradient_norm(model)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    norm = layout.clip(model, 1.0)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -518,13 +508,16 @@ def validate(
     micro_batch_size: int,
     place: Place,
     attend: Attend = causal_attention,
+    layout: Layout = ALONE,
 ) -> float:
-    """Mean loss over the held_out_batches."""
+    """Mean loss over the held_out_batches, the same ones on all ranks."""
     total, count = 0.0, 0
     for batch in held_out_batches(tokens, seq_len, micro_batch_size, place.device):
         with place.autocast():
-            total += loss_sums(model, batch, attend)[0].item()
+            loss = loss_sums(model, batch, attend, layout)[0]
+        total += layout.total(loss.detach()).item() / layout.batch_shares
         count += batch[:, 1:].numel()
+    layout.reshard(model)
     return total / count
 
 
@@ -542,86 +535,8 @@ def held_out_batches(
 
 
 # --------------------------------------------------------------------------------------------------
-# Mixtures: experts over ranks, experts from an MLP
+# Experts from an MLP
 # --------------------------------------------------------------------------------------------------
-
-
-def is_stack(p: Tensor) -> bool:
-    """Whether a parameter holds one matrix per expert, (E, ...): nothing else has three dims."""
-    return p.dim() == 3
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Which experts this rank holds, and beside whom. Every --ep consecutive ranks share them out;
-    every group of ranks holds all of them."""
-
-    placement: Placement
-    place: int  # which of the group's ranks this one is
-    group: Any  # the process group of those
-    twins: Any  # and that of the ranks with the same place in their groups
-    levels: tuple[tuple[int, Any], ...]  # exchanges, innermost first: (slots of a member, of whom)
-
-    def mine(self, stack: Tensor) -> Tensor:
-        """This rank's rows of what has one per expert."""
-        return held(stack, self.placement, self.place)
-
-    def whole(self, stack: Tensor) -> Tensor | None:
-        """What `mine` was taken from, on the group's first rank. For all ranks of a group."""
-        first = self.place == 0
-        parts = [torch.empty_like(stack) for _ in range(self.placement.ranks)] if first else None
-        dist.gather(stack.contiguous(), parts, group=self.group, group_dst=0)
-        return torch.cat(parts) if first else None
-
-    def gradient_norm(self, model: torch.nn.Module) -> Tensor:
-        """Of the whole model's gradient: one number, bit for bit, on all ranks."""
-        squares = {False: [], True: []}
-        for p in model.parameters():
-            squares[is_stack(p)].append(p.grad.square().sum())
-        copies = dist.get_world_size() // self.placement.ranks
-        experts = _all_reduce(torch.stack(squares[True]).sum()) / copies
-        return (torch.stack(squares[False]).sum() + experts).sqrt()
-
-
-def share_out(args: argparse.Namespace, config: ModelConfig, place: Place) -> Shares | None:
-    """--ep: who holds which experts; None where every rank holds all. For all ranks together."""
-    ep, world, node = args.ep, place.world, args.ep_node_size
-    if world % ep:
-        raise ValueError(f"--ep {ep} must divide the {world} ranks that torchrun starts")
-    if node is not None and (not 1 < node < ep or ep % node):
-        raise ValueError(f"--ep-node-size {node} must divide --ep {ep}, and lie between 1 and it")
-    if ep == 1:
-        return None
-    try:
-        placement = Placement.even(config.n_experts, ep)
-    except ValueError as e:
-        raise ValueError(f"--ep {ep}: {e}") from None
-
-    def group(ranks: Tensor) -> Any:
-        """Of the rows of ranks, that with this rank."""
-        return dist.new_subgroups_by_enumeration(ranks.flatten(0, -2).tolist())[0]
-
-    ranks, width = torch.arange(world).view(-1, ep), placement.width
-    whole, twins = group(ranks), group(ranks.mT)
-    levels = ((width, whole),)
-    if node is not None:
-        nodes = ranks.view(-1, ep // node, node)
-        levels = ((width, group(nodes)), (width * node, group(nodes.mT)))
-    return Shares(placement, place.rank % ep, whole, twins, levels)
-
-
-def share_experts(model: Transformer, shares: Shares, chunks: int) -> None:
-    """Keep this rank's experts of every mixture, and have tokens travel to theirs."""
-    for mixture in model.modules():
-        if isinstance(mixture, MoE):
-            mixture.held = shares.placement.slots[shares.place]
-            mixture.w_gate_up = nn.Parameter(shares.mine(mixture.w_gate_up.detach()))
-            mixture.w_down = nn.Parameter(shares.mine(mixture.w_down.detach()))
-            run = mixture.experts
-            for width, group in shares.levels:
-                pieces = chunks if group is shares.levels[-1][1] else 1
-                run = exchanged(run, width, group, pieces)
-            mixture.experts = placed(run, shares.placement)
 
 
 def upcycled_config(dense: ModelConfig, args: argparse.Namespace) -> ModelConfig:
@@ -777,24 +692,25 @@ def save_run(
     optimizer: torch.optim.Optimizer,
     step: int,
     args: argparse.Namespace,
-    shares: Shares | None = None,
+    layout: Layout = ALONE,
 ) -> None:
     """Write OUT: first all that --resume needs, in one file; then the Hugging Face folder in
-    bf16. Where experts are shared out, their ranks call this together and the first writes."""
+    bf16. All ranks call this, and the first writes."""
+    tensors, writes = {}, not dist.is_initialized() or dist.get_rank() == 0
 
-    def whole(x: Tensor) -> Tensor | None:
-        x = shares.whole(x.detach()) if shares and is_stack(x) else x.detach()
-        return None if x is None else x.cpu()
+    def keep(key: str, name: str, x: Tensor) -> None:
+        x = layout.whole(name, x)  # of all ranks together, one tensor after the other
+        if writes:
+            tensors[f"{key}.{name}"] = x.cpu()
 
-    tensors = {}
     for name, buffer in model.named_buffers():
         tensors[f"weight.{name}"] = buffer.cpu()
     for name, p in model.named_parameters():
-        tensors[f"weight.{name}"] = whole(p)
+        keep("weight", name, p)
         for moment in ("exp_avg", "exp_avg_sq"):
             if p in optimizer.state:
-                tensors[f"{moment}.{name}"] = whole(optimizer.state[p][moment])
-    if shares and shares.place > 0:
+                keep(moment, name, optimizer.state[p][moment])
+    if not writes:
         return
     about = {
         "step": str(step),
@@ -845,20 +761,18 @@ def load_run(
     model: Transformer,
     optimizer: torch.optim.Optimizer,
     step: int,
-    shares: Shares | None = None,
+    layout: Layout = ALONE,
 ) -> None:
     """Put the checkpoint's weights and moments into model and optimizer, bit for bit."""
-    own = lambda x: shares.mine(x) if shares and is_stack(x) else x
     with safe_open(out / STATE, framework="pt") as f, torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(f.get_tensor(f"weight.{name}"))
         for name, p in model.named_parameters():
-            p.copy_(own(f.get_tensor(f"weight.{name}")))
+            layout.put(name, p, f.get_tensor(f"weight.{name}"))
             if step > 0:
-                moments = {
-                    m: own(f.get_tensor(f"{m}.{name}")).to(p.device)
-                    for m in ("exp_avg", "exp_avg_sq")
-                }
+                moments = {m: torch.empty_like(p) for m in ("exp_avg", "exp_avg_sq")}
+                for moment, x in moments.items():
+                    layout.put(name, x, f.get_tensor(f"{moment}.{name}"))
                 optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
 
 
@@ -994,6 +908,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     add_product_flags(p)
     add_expert_flags(p)
+    add_layout_flags(p)
     p.add_argument("--compile", action="store_true", help="torch.compile the model")
     p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
     args = p.parse_args(argv)
@@ -1042,15 +957,13 @@ def add_expert_flags(p: argparse.ArgumentParser) -> None:
     number = partial(p.add_argument, type=int)
     number("--upcycle", metavar="E", help="each MLP of --init becomes a mixture of so many copies")
     number("--upcycle-top-k", default=2, help="experts per token (%(default)s)")
-    number("--ep", default=1, help="ranks that share the experts out (%(default)s)")
-    number("--ep-node-size", metavar="RANKS", help="tokens go to each node of so many ranks once")
-    number("--ep-chunks", default=1, help="pieces whose transfers and products overlap (1)")
 
 
 def check_numbers(args: argparse.Namespace) -> None:
     """ValueError for a number that is out of range."""
     positive = "steps batch_size micro_batch_size seq_len save_every eval_every lr upcycle "
-    for name in (positive + "upcycle_top_k ep ep_node_size ep_chunks").split():
+    layout = "dp dp_replicate tp cp cp_ulysses ep ep_node_size ep_chunks"
+    for name in (positive + "upcycle_top_k " + layout).split():
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"{_flag(name)} must be positive, not {value}")
     for name in LOSSES:
@@ -1073,6 +986,8 @@ def settle_expert_flags(args: argparse.Namespace, config: ModelConfig) -> None:
         raise ValueError(f"{_flag(asked[0])}: the model has no mixture of experts; leave it out")
     for flag, needed in (
         ("--ep-chunks", "--ep"), ("--ep-node-size", "--ep"), ("--upcycle-top-k", "--upcycle"),
+        ("--cp-method", "--cp"), ("--cp-ulysses", "--cp"), ("--no-sequence-parallel", "--tp"),
+        ("--async-tp", "--tp"),
     ):  # fmt: skip
         if flag in args.given and needed not in args.given:
             raise ValueError(f"{flag} goes with {needed}; give both, or leave it out")
@@ -1140,8 +1055,6 @@ def settle_args(args: argparse.Namespace) -> int:
 def find_place(args: argparse.Namespace) -> Place:
     """Pick device and dtype; under torchrun, join the other ranks."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size % world:
-        raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the {world} ranks")
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -1182,16 +1095,31 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     raise ValueError(f"--model {args.model}: neither a config.json nor one of {', '.join(CONFIGS)}")
 
 
-def build_model(args: argparse.Namespace, config: ModelConfig, device: torch.device) -> Transformer:
-    """The model to train, in fp32: that of --init, or new, drawn from --seed."""
-    if args.init is not None and not args.resume:
-        model = load_checkpoint(args.init, device, torch.float32).train()
-        return upcycle_(model, config, args.seed) if args.upcycle else model
-    with torch.device("meta"):
-        model = Transformer(config)
-    allocate(model, "cpu", torch.float32)
-    model.init_weights(torch.Generator().manual_seed(args.seed))  # on the CPU: one seed, one model
-    return model.to(device)
+def build_model(
+    args: argparse.Namespace, config: ModelConfig, place: Place, layout: Layout = ALONE
+) -> Transformer:
+    """The model to train, in fp32: that of --init, or new, drawn from --seed; of it what `layout`
+    gives this rank. Weights are drawn on the CPU: one seed, one model."""
+    drawn = args.init is None or args.resume
+    late = drawn and args.zero > 0 and layout.mesh is not None  # weights come when there are shards
+    late = late and not (args.fp8 or args.qat)  # which look at them
+    if drawn:
+        model = meta_model(config)
+        layout.cut_(model)
+    elif args.upcycle:
+        model = upcycle_(load_checkpoint(args.init, "cpu", torch.float32), config, args.seed)
+        layout.cut_(model)
+    else:
+        model = load_checkpoint(args.init, "cpu", torch.float32, prepare=layout.cut_)
+    if drawn and not late:
+        layout.draw_(allocate(model, "cpu", torch.float32), args.seed)
+    change_products(model, args)
+    layout.finish_(model, torch.bfloat16 if place.dtype == "bf16" else None)
+    if late:
+        model.to_empty(device=place.device).tie()
+        if not args.resume:
+            layout.draw_(model, args.seed)
+    return model.to(place.device).train()
 
 
 def change_products(model: Transformer, args: argparse.Namespace) -> None:
@@ -1219,6 +1147,12 @@ def compiled(model: Transformer) -> Any:
     return torch.compile(model)
 
 
+def meta_model(config: ModelConfig) -> Transformer:
+    """The whole model without its memory, for counting."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
 def flops_per_token(model: Transformer, seq_len: int) -> int:
     """Forward and backward: 6 per weight that multiplies (of experts, the K of E that a token
     meets), and 6 * Hq * (D + Dv) per key that a query sees, half the sequence on average, in every
@@ -1227,7 +1161,8 @@ def flops_per_token(model: Transformer, seq_len: int) -> int:
     weights = 0.0
     for p in model.parameters():
         if p.dim() >= 2:
-            weights += c.n_experts_per_token * p[0].numel() if is_stack(p) else p.numel()
+            stack = p.dim() == 3  # of experts
+            weights += c.n_experts_per_token * p[0].numel() if stack else p.numel()
     if not c.tie_embeddings:
         weights -= model.embed.weight.numel()  # looked up, not multiplied
     weights += c.n_mtp_layers * model.head.weight.numel()  # which multiplies once more
@@ -1243,7 +1178,7 @@ def train(args: argparse.Namespace) -> None:
     place = find_place(args)
     config = model_config(args)
     settle_expert_flags(args, config)
-    shares = share_out(args, config, place)
+    layout = Layout(args, config, place.world, place.device.type)
     args.out.mkdir(parents=True, exist_ok=True)
     for leftover in args.out.glob(".*.tmp") if place.rank == 0 else ():
         leftover.unlink()  # of a save that was killed
@@ -1259,18 +1194,17 @@ def train(args: argparse.Namespace) -> None:
     if args.train_draft_head:
         train_draft_head(args, train_tokens, val_tokens, place)
         return
-    model = build_model(args, config, torch.device("cpu") if shares else place.device)
-    change_products(model, args)
-    if shares:
-        share_experts(model, shares, args.ep_chunks)
-    optimizer = build_optimizer(model.to(place.device))
+    model = build_model(args, config, place, layout)
+    optimizer = build_optimizer(model)
     if args.resume:
-        load_run(args.out, model, optimizer, first, shares)
+        load_run(args.out, model, optimizer, first, layout)
         if place.rank == 0:
             export(args.out)  # a crash may have come between the two files of the last save
     if place.rank == 0:
-        print(summary(args, model, len(train_tokens), first, place), file=sys.stderr)
-    run_steps(args, model, optimizer, train_tokens, val_tokens, first, place, shares)
+        print(summary(args, meta_model(config), len(train_tokens), first, place), file=sys.stderr)
+        if layout.mesh is not None:
+            print(layout.mesh, file=sys.stderr)
+    run_steps(args, model, optimizer, train_tokens, val_tokens, first, place, layout)
 
 
 def run_steps(
@@ -1281,15 +1215,14 @@ def run_steps(
     val_tokens: Tensor,
     first: int,
     place: Place,
-    shares: Shares | None = None,
+    layout: Layout = ALONE,
 ) -> None:
     """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
     B, T, micro = args.batch_size, args.seq_len, args.micro_batch_size
-    step_model = compiled(model) if args.compile else model
-    attend = attend_of(args.attention)
-    mine = range(place.rank, B, place.world)
+    step_model = compiled(model) if args.compile and layout.mesh is None else model
+    attend, mine = layout.attend(attend_of(args.attention)), layout.samples(B)
     balance = Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
-    flops, peak = flops_per_token(model, T), peak_flops(place)
+    flops, peak = flops_per_token(meta_model(model.config), T), peak_flops(place)
     stop = stop_on_signals()
     metrics = open_metrics(args.out, first) if place.rank == 0 else io.StringIO()
     bar = progress(first, args.steps, place)
@@ -1297,26 +1230,26 @@ def run_steps(
         start = time.perf_counter()
         batch = batch_of(train_tokens, args.seed, step, mine, B, T).to(place.device)
         lr = learning_rate(step, args.steps, args.lr)
-        losses = accumulate(step_model, batch, micro, place.autocast, attend, balance, shares)
+        losses = accumulate(step_model, batch, micro, place.autocast, attend, balance, layout)
         row = {"step": step + 1, **losses}
-        row |= {"grad_norm": update(model, optimizer, lr, shares), "lr": lr}
+        row |= {"grad_norm": update(model, optimizer, lr, layout), "lr": lr}
         refuse_nan(row, args)
-        balance.update()
+        balance.update(layout)
         row |= balance.row
         speed = B * T / (time.perf_counter() - start)
         row["tokens_per_second"] = round(speed, 1)
 
         leaving, done = any_rank(stop, place.device), step + 1 == args.steps
         if (step + 1) % args.eval_every == 0 or done:
-            row["val_loss"] = validate(step_model, val_tokens, T, micro, place, attend)
+            row["val_loss"] = validate(step_model, val_tokens, T, micro, place, attend, layout)
             row |= {"expert_load": balance.last.tolist()} if balance.row else {}
             say(bar, f"step {step + 1}: loss {row['loss']:.4f}, validation {row['val_loss']:.4f}")
         metrics.write(json.dumps(row) + "\n")
         metrics.flush()
         mfu = f", MFU {speed * flops / peak:.1%}" if peak else ""
         bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed:,.0f} tok/s{mfu}", refresh=False)
-        if place.rank < args.ep and ((step + 1) % args.save_every == 0 or leaving or done):
-            save_run(args.out, model, optimizer, step + 1, args, shares)
+        if (step + 1) % args.save_every == 0 or leaving or done:
+            save_run(args.out, model, optimizer, step + 1, args, layout)
         if leaving:
             say(bar, f"stopped after step {step + 1}, saved in {args.out}; go on with --resume")
             break
@@ -1416,7 +1349,10 @@ def stop_on_signals() -> list[int]:
 
 def any_rank(caught: list[int], device: torch.device) -> bool:
     """Whether any rank was told to stop: all must leave at the same step."""
-    return bool(_all_reduce(torch.tensor(len(caught), device=device)).item())
+    told = torch.tensor(len(caught), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(told)
+    return bool(told.item())
 
 
 def open_metrics(out: Path, first: int) -> io.TextIOBase:
@@ -1429,7 +1365,7 @@ def summary(
     args: argparse.Namespace, model: Transformer, n_tokens: int, first: int, place: Place
 ) -> str:
     """What is about to be trained, in one line."""
-    size = sum(p.numel() * (args.ep if is_stack(p) else 1) for p in model.parameters()) / 1e6
+    size = sum(p.numel() for p in model.parameters()) / 1e6
     step_tokens = args.batch_size * args.seq_len
     if first >= args.steps:
         return f"{args.out}: all {first} steps are done; --steps makes a run longer"

@@ -1,0 +1,386 @@
+"""layout.py: train.py's model on many ranks: parallel.py and expert_parallel.py, composed.
+
+    torchrun --nproc-per-node 8 train.py --tp 2 --cp 2 --zero 3
+
+The order is torchtitan's (arXiv:2410.06511, 2.2), for each step needs the one before it undone by
+none: experts and matrices are cut (expert and tensor parallelism), blocks recompute their
+activations, are compiled, and are sharded (FSDP). What a run is does not depend on it: batches are
+a function of (seed, step, sample), weights are drawn whole, parameter by parameter, and every rank
+keeps its part; the checkpoint holds whole tensors. So one seed trains one model under every layout,
+and a run saved under one goes on under another.
+
+A Layout without a mesh is one process: all its methods then do what one process does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import moe
+from async_tp import all_gather_matmul, matmul_reduce_scatter
+from attention import flash_attention
+from expert_parallel import Placement, exchanged, placed
+from model import Attend, ModelConfig, MoE, Transformer
+from parallel import (
+    TensorParallel,
+    all_gather_attention,
+    apply_fsdp,
+    apply_tp,
+    attention_with_lse,
+    clip_gradients,
+    cp_positions,
+    gather,
+    gradient_norm,
+    is_stack,
+    last_micro_batch,
+    make_mesh,
+    put,
+    reshard,
+    ring_attention,
+    sum_gradients,
+    ulysses_attention,
+    vocab_cross_entropy,
+)
+
+IGNORE = -100  # a target that is not counted
+
+
+def add_flags(p: argparse.ArgumentParser) -> None:
+    """How the ranks that torchrun starts share the work."""
+    number = partial(p.add_argument, type=int)
+    number("--dp", metavar="N", help="ranks with batches of their own (all that tp and cp leave)")
+    number("--dp-replicate", default=1, metavar="N", help="copies of the shards: HSDP (1)")
+    number("--tp", default=1, metavar="N", help="ranks that share every matrix (1)")
+    number("--cp", default=1, metavar="N", help="ranks that share every sequence (1)")
+    number("--ep", default=1, metavar="N", help="ranks that share the experts out, of dp x cp (1)")
+    number("--ep-node-size", metavar="RANKS", help="tokens go to each node of so many ranks once")
+    number("--ep-chunks", default=1, help="pieces whose transfers and products overlap (1)")
+    p.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=0,
+        help="what data-parallel ranks shard: 1 the optimizer's states, 2 gradients too, 3 "
+        "parameters too, by torch's fully_shard (%(default)s)",
+    )
+    p.add_argument(
+        "--no-sequence-parallel",
+        action="store_true",
+        help="with --tp, norms and what is between them whole on every rank",
+    )
+    p.add_argument("--async-tp", action="store_true", help="tp's transfers overlap with products")
+    p.add_argument(
+        "--cp-method",
+        choices=("zigzag", "striped", "all-gather"),
+        default="zigzag",
+        help="which parts of a sequence ranks have on a ring, or all keys gathered (%(default)s)",
+    )
+    number(
+        "--cp-ulysses", default=1, metavar="N", help="of cp, exchange heads; the others ring (1)"
+    )
+    p.add_argument(
+        "--checkpoint-activations",
+        action="store_true",
+        help="keep a block's input alone, and compute the rest again for the backward pass",
+    )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Which of the experts a rank holds, and the exchanges that take tokens to the others."""
+
+    placement: Placement
+    mine: tuple[int, ...]
+    levels: tuple[tuple[int, Any], ...]  # innermost first: (slots of a member, of which group)
+    chunks: int
+
+    def around(self, run: Any) -> Any:
+        """`run`, which knows this rank's experts, for tokens that choose among all."""
+        for i, (width, group) in enumerate(self.levels):
+            run = exchanged(run, width, group, self.chunks if i == len(self.levels) - 1 else 1)
+        return placed(run, self.placement)
+
+
+class Layout:
+    """One rank's place in a run, and what it does with model, batch, gradients and checkpoint."""
+
+    def __init__(
+        self, args: argparse.Namespace | None = None, config: ModelConfig | None = None,
+        world: int = 1, device_type: str = "cpu",
+    ):  # fmt: skip
+        self.args, self.mesh, self.experts = args, None, None
+        self.tp: TensorParallel | None = None
+        if args is not None:
+            sizes = check(args, config, world)
+        if world > 1:
+            self.mesh = make_mesh(**sizes, device_type=device_type)
+            if args.ep > 1:
+                self.experts = self._share_out(args, config)
+            if args.cp > 1:
+                whole = self.mesh.world.mesh.movedim(3, -1).reshape(-1, args.cp)
+                nested = whole.view(-1, args.cp // args.cp_ulysses, args.cp_ulysses)
+                self.heads, self.ring = _group(nested), _group(nested.mT)
+
+    def size(self, dim: str) -> int:
+        return 1 if self.mesh is None else self.mesh.size(dim)
+
+    @property
+    def batch_shares(self) -> int:
+        return 1 if self.mesh is None else self.mesh.dp[1]
+
+    def samples(self, batch_size: int) -> range:
+        """Which of a batch's samples are this rank's."""
+        return (
+            range(batch_size) if self.mesh is None else range(*_strided(self.mesh.dp, batch_size))
+        )
+
+    # ---- the model ----
+
+    def cut_(self, model: Transformer) -> None:
+        """Leave this rank's experts, heads and columns. On the meta device or with weights."""
+        for mixture in _mixtures(model) if self.experts else ():
+            mixture.held = self.experts.mine
+            for name in ("w_gate_up", "w_down"):
+                stack = getattr(mixture, name)
+                stack.data = stack.data[list(mixture.held)]
+        if self.mesh is not None:
+            args = self.args
+            ring = (all_gather_matmul, matmul_reduce_scatter) if args.async_tp else None
+            how = dict(sequence_parallel=not args.no_sequence_parallel, ring=ring)
+            self.tp = apply_tp(model, self.mesh, gather_logits=False, **how)
+
+    def finish_(self, model: Transformer, dtype: torch.dtype | None) -> None:
+        """What comes over the model's own products: the way to the others' experts, then
+        recomputation, compilation and shards. (One process compiles the model as a whole.)"""
+        for mixture in _mixtures(model) if self.experts else ():
+            mixture.experts = self.experts.around(mixture.experts)
+        if self.args is None:
+            return
+        blocks = [*model.layers, *(depth.block for depth in model.mtp)]
+        if self.args.checkpoint_activations:
+            for block in blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if self.mesh is None:
+            return
+        if self.args.compile:
+            for block in blocks:
+                for mixture in _mixtures(block):
+                    if self.experts or not moe.has_static_shapes(mixture):
+                        mixture.experts = torch.compiler.disable(mixture.experts)
+                block.compile()
+        if self.args.zero:
+            apply_fsdp(model, self.mesh, stage=self.args.zero, param_dtype=dtype)
+
+    @torch.no_grad()
+    def draw_(self, model: Transformer, seed: int) -> None:
+        """The weights that one process draws from the seed, this rank's part of them: whole tensors
+        come and go one by one."""
+        rng = torch.Generator().manual_seed(seed)
+        for name, p in model.named_parameters():
+            whole = torch.empty(self._whole_shape(model, name, p))
+            model.init_weight(name, whole, rng)
+            self.put(name, p, whole)
+        for buffer in model.buffers():
+            buffer.zero_()
+
+    def _whole_shape(self, model: Transformer, name: str, p: Tensor) -> tuple[int, ...]:
+        cut = model.cuts.get(name)
+        shape = tuple(p.shape) if cut is None else cut.shape(p.shape)
+        return (model.config.n_experts, *shape[1:]) if is_stack(p) else shape
+
+    def put(self, name: str, p: Tensor, whole: Tensor) -> None:
+        """Copy into a parameter, or what is cut and sharded as it is, its part of the whole."""
+        if self.experts and is_stack(p):
+            whole = whole[list(self.experts.mine)]
+        put(p, whole, self.tp.cuts.get(name) if self.tp else None)
+
+    def whole(self, name: str, x: Tensor) -> Tensor | None:
+        """The whole of a parameter, or of what is cut and sharded as it is, on the first rank, and
+        perhaps others. Collective."""
+        if self.mesh is None:
+            return x.detach()
+        x = gather(x, self.tp.cuts.get(name), self.mesh)
+        if x is None or not self.experts or not is_stack(x):
+            return x
+        first, group = self.mesh.rank("ep") == 0, self.mesh.group("ep")
+        parts = [torch.empty_like(x) for _ in range(self.mesh.size("ep"))] if first else None
+        dist.gather(x.contiguous(), parts, group=group, group_dst=0)
+        return torch.cat(parts) if first else None
+
+    # ---- a step ----
+
+    def attend(self, plain: Attend) -> Attend:
+        """The attend hook: `plain`, or with --cp one that attends across ranks."""
+        if self.size("cp") == 1:
+            return plain
+        method, heads = self.args.cp_method, self.args.cp_ulysses
+        piece = attention_with_lse
+        if self.args.attention == "flash":
+            piece = partial(flash_attention, return_lse=True)
+        form = all_gather_attention if method == "all-gather" else ring_attention
+        run = partial(form, placement=self._placement, attention=piece, group=self.ring)
+        if heads > 1:
+            inner = partial(run, return_lse=True) if heads < self.size("cp") else piece
+            run = partial(ulysses_attention, attention=inner, group=self.heads)
+
+        def attend(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+            return run(q, k, v, scale=spec.scale, window=spec.window)
+
+        return attend
+
+    @property
+    def _placement(self) -> str:
+        return "striped" if self.args.cp_method == "striped" else "zigzag"
+
+    def positions(self, seq_len: int, device: torch.device) -> Tensor | None:
+        """Which of a sequence's tokens are this rank's; None: all."""
+        if self.size("cp") == 1:
+            return None
+        ring, heads = divmod(self.mesh.rank("cp"), self.args.cp_ulysses)
+        rings = self.size("cp") // self.args.cp_ulysses
+        own = cp_positions(seq_len, rings, ring, self._placement) if rings > 1 else None
+        own = torch.arange(seq_len) if own is None else own
+        return own.chunk(self.args.cp_ulysses)[heads].to(device)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Summed, in nats: of logits (B, T, V), or of this rank's part of the vocabulary."""
+        logits, targets = logits.flatten(0, 1), targets.flatten()
+        if self.size("tp") > 1:
+            return vocab_cross_entropy(logits, targets, self.tp, IGNORE)
+        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
+
+    def total(self, x: Tensor) -> Tensor:
+        """Of what ranks with the same tokens all have: the sum over ranks with others."""
+        if self.mesh is None:
+            return x
+        dist.all_reduce(x)
+        return x // self.size("tp") if not x.is_floating_point() else x / self.size("tp")
+
+    def micro_batches(self, model: nn.Module, batch: Tensor, size: int) -> Iterator[Tensor]:
+        """The step's pieces, shards being told which is the last."""
+        pieces = batch.split(size)
+        for i, piece in enumerate(pieces, 1):
+            if self.mesh is not None and self.args.zero:
+                last_micro_batch(model, self.args.zero, i == len(pieces))
+            yield piece
+
+    def reshard(self, model: nn.Module) -> None:
+        """After forward passes without backward ones."""
+        if self.mesh is not None:
+            reshard(model)
+
+    def sum_gradients(self, model: nn.Module) -> None:
+        if self.mesh is not None:
+            sum_gradients(model, self.mesh, self.tp)
+
+    def clip(self, model: nn.Module, most: float) -> Tensor:
+        """Clip the gradient of the whole model; its norm before."""
+        if self.mesh is None:
+            return nn.utils.clip_grad_norm_(model.parameters(), most)
+        norm = gradient_norm(model, self.mesh, self.tp)
+        clip_gradients(model, norm, most)
+        return norm
+
+    def _share_out(self, args: argparse.Namespace, config: ModelConfig) -> Experts:
+        placement, ep = Placement.even(config.n_experts, args.ep), args.ep
+        levels, node = ((placement.width, self.mesh.group("ep")),), args.ep_node_size
+        if node is not None:
+            nodes = self.mesh.experts.mesh.mT.reshape(-1, ep // node, node)
+            levels = ((placement.width, _group(nodes)), (placement.width * node, _group(nodes.mT)))
+        mine = placement.slots[self.mesh.rank("ep")]
+        return Experts(placement, mine, levels, args.ep_chunks)
+
+
+def _strided(share: tuple[int, int], n: int) -> tuple[int, int, int]:
+    return share[0], n, share[1]
+
+
+def _group(ranks: Tensor) -> Any:
+    """The process group of that row of ranks which has this one. Collective."""
+    return dist.new_subgroups_by_enumeration(ranks.flatten(0, -2).tolist())[0]
+
+
+def _mixtures(model: nn.Module) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str, int]:
+    """The mesh's sizes. ValueError, naming the flag, if they do not fit ranks, model or batch."""
+    tp, cp, ep, copies, node = args.tp, args.cp, args.ep, args.dp_replicate, args.ep_node_size
+    over = f"--tp {tp} x --cp {cp}"
+    if world % (tp * cp):
+        raise ValueError(f"{over} = {tp * cp} must divide the {world} ranks that torchrun starts")
+    dp = world // (tp * cp)
+    if args.dp is not None and args.dp != dp:
+        raise ValueError(
+            f"--dp {args.dp} x {over} = {args.dp * tp * cp}, but torchrun starts {world} ranks"
+        )
+    if dp % copies:
+        raise ValueError(f"--dp-replicate {copies} must divide the {dp} ranks with other batches")
+    if copies > 1 and not args.zero:
+        raise ValueError("--dp-replicate copies shards: it goes with --zero 1, 2 or 3")
+    if (dp // copies * cp) % ep:
+        raise ValueError(
+            f"--ep {ep} must divide the {world} ranks that torchrun starts"
+            if world == dp // copies
+            else f"--ep {ep} must divide the {dp // copies * cp} ranks of dp x cp"
+        )
+    if node is not None and (not 1 < node < ep or ep % node):
+        raise ValueError(f"--ep-node-size {node} must divide --ep {ep}, and lie between 1 and it")
+    if ep > 1:
+        try:
+            Placement.even(config.n_experts, ep)
+        except ValueError as e:
+            raise ValueError(f"--ep {ep}: {e}") from None
+    if args.batch_size % dp:
+        raise ValueError(
+            f"--batch-size {args.batch_size} must be a multiple of the {dp} ranks"
+            + (" with batches of their own" if dp < world else "")
+        )
+    check_model(args, config)
+    return dict(dp_replicate=copies, dp_shard=dp // copies, cp=cp, tp=tp, ep=ep)
+
+
+def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
+    """ValueError for what --tp and --cp cannot do of this model."""
+    sequence = args.tp > 1 and not args.no_sequence_parallel
+    if config.n_mtp_layers and (args.cp > 1 or sequence):
+        raise ValueError(
+            "multi-token prediction shifts the sequence by a token, which ranks that have parts of "
+            "it cannot: leave --cp out, and give --no-sequence-parallel with --tp"
+        )
+    if args.seq_len % (args.cp * 2 * (args.tp if sequence else 1)) and args.cp > 1:
+        raise ValueError(
+            f"--seq-len {args.seq_len} must be a multiple of 2 x --cp {args.cp}"
+            + (f" x --tp {args.tp}" if sequence else "")
+        )
+    if sequence and args.seq_len % args.tp:
+        raise ValueError(
+            f"--seq-len {args.seq_len} must be a multiple of --tp {args.tp}; or give "
+            "--no-sequence-parallel"
+        )
+    if args.async_tp and not sequence:
+        raise ValueError("--async-tp overlaps what --tp with sequence parallelism transfers")
+    if args.tp > 1 and (args.fp8 or args.qat):
+        flag = "--fp8" if args.fp8 else "--qat"
+        raise ValueError(f"{flag} scales whole matrices, and --tp cuts them; leave one out")
+    heads = config.n_heads // args.tp
+    if args.cp % args.cp_ulysses or heads % args.cp_ulysses:
+        raise ValueError(
+            f"--cp-ulysses {args.cp_ulysses} must divide --cp {args.cp} and the {heads} heads of a "
+            "rank"
+        )
+    if args.cp > 1 and config.alibi:
+        raise ValueError("--cp: attention across ranks knows no ALiBi biases; leave it out")
+    if args.cp > 1 and args.sequence_loss:
+        raise ValueError("--sequence-loss is of whole sequences, which --cp cuts; leave one out")

@@ -1,0 +1,1130 @@
+"""parallel.py: one model on many ranks.
+
+ESSAY
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+Group = dist.ProcessGroup
+# (q, k, v, *, causal, window, scale) -> (o (B, T, Hq, Dv), lse (B, Hq, T)), differentiable
+AttentionFn = Callable[..., tuple[Tensor, Tensor]]
+
+# torch 2.13 renamed these two; 2.11 has the old names only
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# The mesh
+# --------------------------------------------------------------------------------------------------
+
+DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp needs the fastest links
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks as a grid, and two further views of it. `dense` takes dp_shard and cp for one
+    dimension, fsdp: both see different tokens, so that parameters are sharded over both. `experts`
+    cuts the same ranks again into expert_fsdp x ep."""
+
+    world: DeviceMesh  # DIMS
+    dense: DeviceMesh  # pp, dp_replicate, fsdp, tp
+    experts: DeviceMesh  # pp, dp_replicate, expert_fsdp, ep, tp
+
+    def _view(self, dim: str) -> DeviceMesh:
+        for view in (self.world, self.dense, self.experts):
+            if dim in view.mesh_dim_names:
+                return view
+        raise ValueError(f"the mesh has no dimension {dim!r}; it has {', '.join(DIMS)}, ep")
+
+    def group(self, dim: str) -> Group:
+        """The ranks that differ from this one in `dim` alone."""
+        return self._view(dim).get_group(dim)
+
+    def size(self, dim: str) -> int:
+        view = self._view(dim)
+        return view.size(view.mesh_dim_names.index(dim))
+
+    def rank(self, dim: str) -> int:
+        return self._view(dim).get_local_rank(dim)
+
+    @property
+    def dp(self) -> tuple[int, int]:
+        """(which, of how many) shares of a batch this rank has."""
+        shards = self.size("dp_shard")
+        return self.rank("dp_replicate") * shards + self.rank("dp_shard"), (
+            self.size("dp_replicate") * shards
+        )
+
+    def __str__(self) -> str:
+        """A line per row of ranks: those along tp, under where they stand in the other dims."""
+        ranks, names = self.world.mesh, [d for d in DIMS if self.size(d) > 1] or ["tp"]
+        ep = self.experts.mesh.flatten(0, 2), self.size("ep")
+        head = " x ".join(f"{d} {self.size(d)}" for d in names)
+        head += f"; experts over {ep[1]} of them" if ep[1] > 1 else ""
+        lines = [f"{ranks.numel()} ranks: {head}"]
+        outer = [d for d in DIMS[:-1] if d in names]
+        for at in torch.cartesian_prod(*map(torch.arange, ranks.shape[:-1])).view(-1, 4).tolist():
+            where = "  ".join(f"{d} {i}" for d, i in zip(DIMS, at) if d in outer)
+            row = ranks[tuple(at)].tolist()
+            lines.append(f"  {where}{'  ' * bool(where)}ranks {', '.join(map(str, row))}")
+        return "\n".join(lines if len(lines) < 66 else [*lines[:64], "  ..."])
+
+
+def make_mesh(
+    dp_replicate: int = 1,
+    dp_shard: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    *,
+    device_type: str = "cpu",
+) -> Mesh:
+    """The grid of all ranks. Neighbours are along tp, then cp, dp_shard, dp_replicate, pp; experts
+    are shared out over `ep` neighbours among the dp_shard x cp. ValueError, with the arithmetic,
+    for sizes that are not the world's. Collective: all ranks make the same."""
+    sizes = dict(zip(DIMS, (pp, dp_replicate, dp_shard, cp, tp)))
+    for name, size in {**sizes, "ep": ep}.items():
+        _check(size >= 1, f"{name} must be at least 1, not {size}")
+    product, world = math.prod(sizes.values()), dist.get_world_size()
+    sum_ = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    _check(product == world, f"{sum_} = {product}, but there are {world} ranks: change one of them")
+    fsdp = dp_shard * cp
+    _check(
+        fsdp % ep == 0,
+        f"ep {ep} must divide dp_shard {dp_shard} x cp {cp} = {fsdp}, the ranks with tokens of "
+        "their own",
+    )
+    make = partial(init_device_mesh, device_type)
+    grid = make((pp, dp_replicate, dp_shard, cp, tp), mesh_dim_names=DIMS)
+    dense = make((pp, dp_replicate, fsdp, tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    names = ("pp", "dp_replicate", "expert_fsdp", "ep", "tp")
+    return Mesh(grid, dense, make((pp, dp_replicate, fsdp // ep, ep, tp), mesh_dim_names=names))
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensor and sequence parallelism
+# --------------------------------------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    """Megatron's f: the same tokens go into every rank's part; their gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Megatron's g: every rank's part of the output is added up; each gets the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """f of sequence parallelism: shards of the sequence become the whole of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """g of sequence parallelism: the sum, of which every rank gets its shard of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.group), None
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _gathered(x: Tensor, group: Group) -> Tensor:
+    """(B, t, ...) of every rank -> (B, t * ranks, ...)"""
+    ranks = dist.get_world_size(group)
+    parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    all_gather(parts, x.contiguous(), group=group)
+    return parts.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _scattered(x: Tensor, group: Group) -> Tensor:
+    """(B, T, ...) of every rank -> their sum's (B, T / ranks, ...)"""
+    ranks = dist.get_world_size(group)
+    _check(
+        x.shape[1] % ranks == 0,
+        f"sequence parallelism: {x.shape[1]} tokens cannot be cut in {ranks}; take a multiple",
+    )
+    parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    out = x.new_empty(x.shape[0], x.shape[1] // ranks, *x.shape[2:])
+    reduce_scatter(out, parts, group=group)
+    return out
+
+
+@dataclass(frozen=True)
+class Cut:
+    """This rank's part of a tensor: along `dim`, which is `blocks` of `whole`, start .. stop - 1 of
+    each. `copies` ranks have the same part."""
+
+    dim: int
+    start: int
+    stop: int
+    whole: int
+    blocks: int = 1
+    copies: int = 1
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of the whole tensor."""
+        cut = [b.narrow(self.dim, self.start, self.stop - self.start)
+               for b in tensor.split(self.whole, self.dim)]  # fmt: skip
+        return torch.cat(cut, self.dim)
+
+    def shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Of the whole tensor, from the part's."""
+        return (*part[: self.dim], self.blocks * self.whole, *part[self.dim + 1 :])
+
+
+# How each module is cut, by the end of its name. Of a Linear's weight (out, in), "column" cuts the
+# rows, "heads" and "kv_heads" too, whole heads at a time, and "row" the columns. A "region" is what
+# begins with whole tokens on every rank and ends with a sum over ranks.
+PLAN = {
+    "embed": "lookup",
+    "attention": "region",
+    "attention.q_proj": "heads",
+    "attention.k_proj": "kv_heads",
+    "attention.v_proj": "kv_heads",
+    "attention.q_b_proj": "heads",
+    "attention.kv_b_proj": "heads",
+    "attention.o_proj": "row",
+    "mlp": "region",
+    "mlp.gate_proj": "column",
+    "mlp.up_proj": "column",
+    "mlp.down_proj": "row",
+    "mlp.shared.gate_proj": "column",
+    "mlp.shared.up_proj": "column",
+    "mlp.shared.down_proj": "row",
+    "mlp.w_gate_up": "gate_up",
+    "mlp.w_down": "down",
+    "head": "vocab",
+}
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What apply_tp did. Printed, it is the plan: a line per kind of parameter."""
+
+    group: Group
+    sequence: bool  # between regions, every rank has a shard of the sequence
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)  # whole on every rank; gradients to be added up
+    kinds: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def vocab_start(self) -> int:
+        """The first token whose logit is this rank's."""
+        cut = self.cuts.get("head.weight") or self.cuts.get("embed.weight")
+        return 0 if cut is None else cut.start
+
+    def __str__(self) -> str:
+        rows: dict[tuple, list[str]] = {}
+        for name, (kind, whole, part) in self.kinds.items():
+            general = ".".join("*" if step.isdigit() else step for step in name.split("."))
+            rows.setdefault((general, kind, whole, part), []).append(name)
+        lines = []
+        for (general, kind, whole, part), names in rows.items():
+            sizes = "x".join(map(str, whole)) + (
+                " -> " + "x".join(map(str, part)) if part != whole else ""
+            )
+            lines.append(f"{general:34} {len(names):4} x {kind:10} {sizes}")
+        return "\n".join(lines)
+
+
+class VocabEmbedding(nn.Embedding):
+    """An embedding of which this rank has the rows from `start` on: others' tokens give zeros, and
+    `leave` adds the ranks up."""
+
+    start: int
+    leave: Callable[[Tensor], Tensor]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = tokens - self.start
+        others = (rows < 0) | (rows >= len(self.weight))
+        x = F.embedding(rows.masked_fill(others, 0), self.weight)
+        return self.leave(x.masked_fill(others[..., None], 0.0))
+
+
+def apply_tp(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    ring: tuple[Callable[..., list[Tensor]], Callable[..., Tensor]] | None = None,
+    gather_logits: bool = True,
+    plan: Mapping[str, str] = PLAN,
+) -> TensorParallel:
+    """Leave of the model, in place, this rank's part along tp (Megatron-LM, arXiv:1909.08053): of
+    every region's first matrices the columns, of its last the rows, so that attention and
+    feed-forward each take one all-reduce forward and one backward. It may be on the meta device;
+    model.cuts then tells the loader what to read.
+
+    sequence_parallel: between regions ranks have a shard of the sequence, and each all-reduce is
+    an all-gather and a reduce-scatter (Korthikanti et al., arXiv:2205.05198): the same bytes, 1 /
+    tp of the norms' work and of the activations kept. ring: (all_gather_matmul,
+    matmul_reduce_scatter) of async_tp.py, which overlap these with the products.
+    gather_logits=False leaves each rank the logits of its part of the vocabulary, for
+    vocab_cross_entropy. With more ranks than key heads, several have the same.
+
+    ValueError for sizes that tp does not divide.
+    """
+    group, rank, ranks = mesh.group("tp"), mesh.rank("tp"), mesh.size("tp")
+    _check(sequence_parallel or not ring, "ring goes with sequence_parallel: give both")
+    tp = TensorParallel(group, sequence_parallel and ranks > 1)
+    if ranks == 1:
+        return tp
+    mtp = sequence_parallel and len(getattr(model, "mtp", ())) > 0
+    _check(not mtp, "sequence_parallel cannot shift hidden states by a token: not with MTP layers")
+    for name, p in model.named_parameters():
+        kind = _of_plan(plan, name) or _of_plan(plan, name.rpartition(".")[0])
+        kind = None if kind == "region" else kind
+        whole = tuple(p.shape)
+        if kind is not None and (cut := _cut(kind, name, p, model.config, rank, ranks)):
+            p.data = cut.of(p.data).clone()
+            tp.cuts[name] = cut
+        elif tp.sequence or _region(plan, name):
+            tp.partial.add(name)
+        tp.kinds[name] = (kind or "whole", whole, tuple(p.shape))
+    model.cuts |= tp.cuts
+    f, g = (_Gather, _Scatter) if tp.sequence else (_Copy, _Sum)
+    enter, leave = (lambda x: f.apply(x, group)), (lambda x: g.apply(x, group))
+    for name, module in list(model.named_modules()):
+        kind = _of_plan(plan, name)
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        if hasattr(module, "first_head"):
+            module.first_head = rank * (model.config.n_heads // ranks)
+        leaves = [leaf for leaf, _ in module.named_children()]
+        row = next((leaf for leaf in leaves if _of_plan(plan, f"{name}.{leaf}") == "row"), None)
+        if kind == "region" and ring and hasattr(module, "products"):
+            module.products = partial(_ring_products, ring[0], group)
+            setattr(module, row, RingRow(getattr(module, row), ring[1], group))
+        elif kind == "region":
+            module.register_forward_pre_hook(lambda m, a: (enter(a[0]), *a[1:]))
+            module.register_forward_hook(partial(_leave, leave, row, rank))
+        elif kind == "lookup":
+            new = VocabEmbedding.from_pretrained(module.weight, freeze=False)
+            new.weight, new.start, new.leave = module.weight, tp.cuts[f"{name}.weight"].start, leave
+            model.set_submodule(name, new)
+        elif kind == "vocab":
+            module.register_forward_pre_hook(lambda m, a: (enter(a[0]),))
+            if gather_logits:
+                size = model.config.vocab_size
+                module.register_forward_hook(lambda m, a, y: _Logits.apply(y, size, rank, group))
+    return tp
+
+
+class RingRow(nn.Module):
+    """The last layer of a region, whose sum over ranks is made while it multiplies."""
+
+    def __init__(self, linear: nn.Linear, product: Callable[..., Tensor], group: Group):
+        super().__init__()
+        self.weight, self.bias, self.product, self.group = linear.weight, None, product, group
+        if linear.bias is not None:
+            self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x, self.weight, self.group)
+        return y if self.bias is None else y + self.bias.type_as(y)
+
+
+def _ring_products(
+    product: Callable[..., list[Tensor]], group: Group, x: Tensor, *linears: nn.Linear
+) -> list[Tensor]:
+    """The model's products hook: one ring for all of them."""
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    return product(x, weights, group, biases)
+
+
+def _of_plan(plan: Mapping[str, str], name: str) -> str | None:
+    ends = (name.split(".", i)[-1] for i in range(name.count(".") + 1))
+    return next((plan[end] for end in ends if end in plan), None)
+
+
+def _region(plan: Mapping[str, str], name: str) -> bool:
+    steps = name.split(".")
+    return any(_of_plan(plan, ".".join(steps[:i])) == "region" for i in range(1, len(steps)))
+
+
+def _cut(kind: str, name: str, p: Tensor, config: Any, rank: int, ranks: int) -> Cut | None:
+    """How tp cuts a parameter, None for the bias of a row-parallel layer."""
+    if kind == "row" and p.dim() == 1:
+        return None
+    dim, blocks = {"row": (1, 1), "gate_up": (1, 2), "down": (2, 1)}.get(kind, (0, 1))
+    whole, copies = p.shape[dim] // blocks, 1
+    if kind in ("lookup", "vocab"):  # need not be even
+        each = -(-whole // ranks)
+        return Cut(0, min(whole, rank * each), min(whole, (rank + 1) * each), whole)
+    units, what = whole, f"the {whole} of {name}"
+    if kind == "heads":
+        units, what = config.n_heads, f"n_heads {config.n_heads}"
+    if kind == "kv_heads":
+        units, what = config.n_kv_heads, f"n_kv_heads {config.n_kv_heads}"
+        if ranks % units == 0:
+            copies = ranks // units
+    _check(
+        units % (ranks // copies) == 0, f"tp {ranks} does not divide {what}: take a divisor of it"
+    )
+    each = whole // (ranks // copies)
+    return Cut(dim, rank // copies * each, (rank // copies + 1) * each, whole, blocks, copies)
+
+
+def _leave(
+    leave: Callable, row: str | None, rank: int, module: nn.Module, args: Any, y: Tensor
+) -> Tensor:
+    """The end of a region: a bias is added by the first rank, that the sum may have it once."""
+    bias = getattr(module.get_submodule(row), "bias", None) if row else None
+    return leave(y if bias is None or rank == 0 else y - bias)
+
+
+class _Logits(torch.autograd.Function):
+    """(B, T, V / ranks) of every rank -> (B, T, V) on all; the way back takes what is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, size: int, rank: int, group: Group) -> Tensor:
+        widest = -(-size // dist.get_world_size(group))
+        ctx.mine = slice(rank * widest, rank * widest + y.shape[-1])
+        parts = _gathered(F.pad(y, (0, widest - y.shape[-1])).movedim(-1, 1), group)
+        return parts.movedim(1, -1)[..., :size]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad[..., ctx.mine], None, None, None
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: Group) -> Tensor:
+        """log(sum exp(l)) - l[target] of logits that every rank has some columns of: one all-reduce
+        of maxima and one of (sum, target's logit), N numbers each."""
+        top = logits.amax(-1) if logits.shape[-1] else logits.new_full((len(logits),), -math.inf)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        shifted = logits - top[:, None]
+        column = targets - start
+        mine = (column >= 0) & (column < logits.shape[-1])
+        picked = shifted.new_zeros(len(logits))
+        at = mine.nonzero(as_tuple=True)[0]
+        picked[at] = shifted[at, column[at]]
+        probs = shifted.exp_()
+        both = torch.stack((probs.sum(-1), picked))
+        dist.all_reduce(both, group=group)
+        ctx.save_for_backward(probs.div_(both[0][:, None]), at, column[at])
+        return both[0].log() - both[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        probs, at, column = ctx.saved_tensors
+        dlogits = probs * grad[:, None]
+        dlogits[at, column] -= grad[at]
+        return dlogits, None, None, None
+
+
+def vocab_cross_entropy(
+    logits: Tensor, targets: Tensor, tp: TensorParallel, ignore_index: int = -100
+) -> Tensor:
+    """Summed cross-entropy, in nats, of logits (N, V / ranks), this rank's columns, and targets
+    (N,): the same number on every rank. The logits are never gathered, and what is kept for the
+    backward pass is this rank's part of the softmax (Megatron-LM, 3)."""
+    losses = _VocabCrossEntropy.apply(logits.float() if logits.dtype != torch.float64 else logits,
+                                      targets, tp.vocab_start, tp.group)  # fmt: skip
+    return losses.masked_fill(targets == ignore_index, 0.0).sum()
+
+
+# --------------------------------------------------------------------------------------------------
+# Data parallelism: sharded parameters, gradients, and what a checkpoint wants whole
+# --------------------------------------------------------------------------------------------------
+
+
+def apply_fsdp(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    stage: int = 3,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    offload: bool = False,
+) -> None:
+    """Shard parameters, gradients and optimizer states over dp_shard x cp, in place, by torch's
+    fully_shard: a group of parameters per block, one for embedding, one for norm and head. With
+    dp_replicate > 1 the shards have replicas (HSDP). Mixtures are groups over expert_fsdp, whose
+    ranks have the same experts.
+
+    stage (ZeRO, arXiv:1910.02054): 3 gathers a group before its forward and again before its
+    backward pass; 2 keeps it between; 1 keeps gradients whole until `last_micro_batch` too. Matrix
+    products in param_dtype, gradients added up in reduce_dtype; offload keeps shards on the CPU.
+    Gradients are sums over ranks, not means: divide the loss by the tokens of all.
+    """
+    _check(stage in (1, 2, 3), f"stage must be 1, 2 or 3, not {stage}")
+    how: dict[str, Any] = dict(reshard_after_forward=stage == 3)
+    how["mp_policy"] = MixedPrecisionPolicy(param_dtype, reduce_dtype)
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    dims = ("dp_replicate",) if mesh.size("dp_replicate") > 1 else ()
+    dense = dict(mesh=mesh.dense[(*dims, "fsdp")], **how)
+    experts = dict(mesh=mesh.experts[(*dims, "expert_fsdp")], **how)
+    tied = model.head is not None and model.embed is not None
+    tied = tied and model.head.weight is model.embed.weight
+    for block in (*model.layers, *getattr(model, "mtp", ())):
+        for module in block.modules():
+            if any(p.dim() == 3 for p in module.parameters(recurse=False)):
+                fully_shard(module, **experts)
+        fully_shard(block, **dense)
+    ends = [model.norm, model.head], [model.embed]
+    for group in [sum(ends, [])] if tied else ends:
+        if group := [module for module in group if module is not None]:
+            fully_shard(group, **dense)
+    fully_shard(model, **dense)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+
+
+def last_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
+    """Before the forward pass of each of a step's micro-batches, if the model is sharded: until the
+    last, stages 1 and 2 keep the gathered parameters, and stage 1 the whole gradients."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or stage > 1)
+        model.set_reshard_after_backward(last or stage == 3)
+        model.set_is_last_backward(last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back what forward passes without backward ones have gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard of a tensor, or itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def is_stack(p: Tensor) -> bool:
+    """Whether a parameter holds one matrix per expert, (E, ...): nothing else has three dims."""
+    return p.dim() == 3
+
+
+def sum_gradients(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> None:
+    """After the backward passes of a step: leave in .grad the sums over ranks that neither these
+    nor fully_shard have made. Of parameters that tp leaves whole but whose inputs or outputs are
+    cut, over tp; of keys' heads, over the ranks that have the same; of replicas, over data
+    parallelism, experts over the ranks that have the same ones; of routers sharded with their
+    experts, over ep."""
+    cut: list[tuple[Tensor, int, int]] = []
+    for name, p in model.named_parameters():
+        if p.grad is None:  # of experts that no token chose, for some that run them
+            p.grad = torch.zeros_like(p)
+        grad, sharded = local(p.grad), isinstance(p, DTensor)
+        copies = tp.cuts[name].copies if name in tp.cuts else 0
+        if name in tp.partial or copies > 1:
+            pieces = mesh.size("tp") // copies if copies else 1
+            cut.append((grad, pieces, mesh.rank("tp") // copies if copies else 0))
+        if not sharded:
+            dist.all_reduce(grad, group=mesh.group("expert_fsdp" if is_stack(p) else "fsdp"))
+            dist.all_reduce(grad, group=mesh.group("dp_replicate"))
+        elif "expert_fsdp" in p.device_mesh.mesh_dim_names and not is_stack(p):
+            dist.all_reduce(grad, group=mesh.group("ep"))
+    _sum_over_tp(cut, mesh.group("tp"))
+
+
+def _sum_over_tp(grads: list[tuple[Tensor, int, int]], group: Group) -> None:
+    """Each of (gradient, pieces, which): added up over the ranks that have the same piece, all in
+    one all-reduce of all pieces."""
+    if not grads:
+        return
+    flat = torch.cat([F.one_hot(torch.tensor(i), n).to(g).outer(g.flatten()).flatten()
+                      for g, n, i in grads])  # fmt: skip
+    dist.all_reduce(flat, group=group)
+    sizes = [g.numel() * n for g, n, _ in grads]
+    for (g, n, i), summed in zip(grads, flat.split(sizes)):
+        g.copy_(summed.view(n, *g.shape)[i])
+
+
+def gradient_norm(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> Tensor:
+    """Of the whole model's gradient, one number, bit for bit, on all ranks: each rank counts every
+    element that it has by the share of the ranks that have it."""
+    ranks = dist.get_world_size() // mesh.size("pp")
+    total: Tensor | float = 0.0
+    for name, p in model.named_parameters():
+        shards = 1
+        if isinstance(p, DTensor):
+            sizes = zip(p.device_mesh.shape, p.placements)
+            shards = math.prod(n for n, placement in sizes if placement.is_shard())
+        if name in tp.cuts:
+            shards *= mesh.size("tp") // tp.cuts[name].copies
+        if is_stack(p):
+            shards *= mesh.size("ep")
+        grad = local(p.grad)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = total + torch.linalg.vector_norm(grad, dtype=wide).square() * (shards / ranks)
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, norm: Tensor, most: float) -> None:
+    """Scale the gradient, whose norm gradient_norm gave, to `most` if it is more."""
+    scale = (most / (norm + 1e-6)).clamp(max=1.0)
+    for p in model.parameters():
+        local(p.grad).mul_(scale.to(p.grad.dtype))
+
+
+@torch.no_grad()
+def put(p: Tensor, whole: Tensor, cut: Cut | None = None) -> None:
+    """Copy into p, be it cut, sharded, both or neither, its part of the whole tensor."""
+    part = whole if cut is None else cut.of(whole)
+    if isinstance(p, DTensor):
+        part = part.to(p.device)
+        part = distribute_tensor(part, p.device_mesh, p.placements, src_data_rank=None)
+    local(p).copy_(local(part))
+
+
+@torch.no_grad()
+def gather(x: Tensor, cut: Cut | None, mesh: Mesh) -> Tensor | None:
+    """The whole tensor that x is this rank's part of, on the first rank along tp (None on others).
+    Collective."""
+    x = x.full_tensor() if isinstance(x, DTensor) else x.detach()
+    if cut is None:
+        return x
+    ranks, first, dim = mesh.size("tp"), mesh.rank("tp") == 0, cut.dim
+    widest = -(-cut.whole // (ranks // cut.copies)) * cut.blocks
+    x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, widest - x.shape[dim])).contiguous()
+    parts = [torch.empty_like(x) for _ in range(ranks)] if first else None
+    dist.gather(x, parts, group=mesh.group("tp"), group_dst=0)
+    if not first:
+        return None
+    blocks = [part.unflatten(dim, (cut.blocks, -1)) for part in parts[:: cut.copies]]
+    return torch.cat(blocks, dim + 1).narrow(dim + 1, 0, cut.whole).flatten(dim, dim + 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Context parallel: a sequence shared out over ranks
+# --------------------------------------------------------------------------------------------------
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(q k^T scale) v and its log-sum-exp in plain torch, the scores in memory. Softmax in
+    fp32, or fp64 for fp64 inputs; a query that sees nothing gets o = 0, lse = -inf."""
+    (B, T, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
+    if causal and T > 128:  # the first half of the queries sees no more than S - T / 2 keys
+        early, late = q.split([T // 2, T - T // 2], dim=1)
+        known = max(S - late.shape[1], 0)
+        halves = (early, k[:, :known], v[:, :known]), (late, k, v)
+        halves = [attention_with_lse(*x, window=window, scale=scale) for x in halves]
+        return tuple(torch.cat(pair, dim) for pair, dim in zip(zip(*halves), (1, 2)))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(dtype).reshape(B, T, Hkv, Hq // Hkv, D)
+    s = torch.einsum("bthgd,bshd->bhgts", grouped, k.to(dtype)) * (scale or D**-0.5)
+    ahead = torch.arange(T, device=q.device)[:, None] + S - T - torch.arange(S, device=q.device)
+    seen = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (ahead < window)
+    empty = ~seen.any(-1)
+    s = s.masked_fill(~(seen | empty[:, None]), -math.inf)  # no -inf - -inf in the gradient
+    lse = s.logsumexp(-1)
+    p = (s - lse[..., None]).exp().masked_fill(empty[:, None], 0)
+    o = torch.einsum("bhgts,bshd->bthgd", p, v.to(dtype)).reshape(B, T, Hq, v.shape[3])
+    return o.to(q.dtype), lse.masked_fill(empty, -math.inf).reshape(B, Hq, T)
+
+
+def _runs(T: int, ranks: int, rank: int, placement: str) -> list[tuple[int, int, int]]:
+    """A rank's positions as arithmetic progressions: (first, step, length)."""
+    parts = 2 * ranks if placement == "zigzag" else ranks
+    known = placement in ("contiguous", "zigzag", "striped")
+    _check(known, f"placement must be contiguous, zigzag or striped, not {placement!r}")
+    _check(T % parts == 0, f"{T} tokens on {ranks} ranks: {placement} needs a multiple of {parts}, "
+           "pad the sequence")  # fmt: skip
+    n = T // parts
+    if placement == "zigzag":
+        return [(chunk * n, 1, n) for chunk in (rank, parts - 1 - rank)]
+    return [(rank * n, 1, n) if placement == "contiguous" else (rank, ranks, n)]
+
+
+def cp_positions(T: int, ranks: int, rank: int, placement: str = "zigzag") -> Tensor:
+    """(T // ranks,) which positions of T tokens a rank holds, in the order in which it holds them.
+
+    contiguous: chunk r. striped: r, r + ranks, ... (Striped Attention, arXiv:2311.09431). zigzag:
+    chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv:2407.21783, 3.3.2): under a causal
+    mask a cheap and a dear one, the same work for all. ValueError if T cannot be cut so."""
+    runs = _runs(T, ranks, rank, placement)
+    return torch.cat([first + step * torch.arange(n) for first, step, n in runs])
+
+
+def work(
+    T: int, ranks: int, placement: str, window: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> list[int]:  # fmt: skip
+    """How many (query, key) pairs a causal mask leaves to each rank."""
+    positions = torch.arange(T)
+    starts = torch.tensor(_borders(cu_seqlens, T) or (0, T))
+    start = starts[torch.bucketize(positions, starts, right=True) - 1]
+    keys = (positions - start + 1).clamp(max=window or T)
+    return [int(keys[cp_positions(T, ranks, r, placement)].sum()) for r in range(ranks)]
+
+
+def _borders(cu_seqlens: Tensor | Sequence[int] | None, T: int) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    cu = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else map(int, cu_seqlens))
+    ok = len(cu) > 1 and cu[0] == 0 and cu[-1] == T and list(cu) == sorted(cu)
+    _check(ok, f"cu_seqlens must rise from 0 to the {T} tokens of all ranks, not {cu}")
+    return cu
+
+
+class _Call(NamedTuple):
+    """attention(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], causal=causal, window=window)"""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+    window: int | None
+
+
+def _band(n: int, m: int, low: int, high: int) -> list[_Call]:
+    """The pairs low <= t - s < high of queries t < n and keys s < m, in two calls or fewer.
+
+    A causal call that ends at query b and key e sees t - s >= b - e: one with b - e = low serves
+    the queries before m + low, whose last key is here; the others have only the window."""
+    low, high = max(low, 1 - m), min(high, n)
+    if low >= high:
+        return []
+    split, calls = 0 if low == 1 - m else min(n, m + low), []
+    if split:
+        t, e = max(low, 0), split - low
+        s = max(0, t - high + 1)
+        calls = [_Call(t, split, s, e, t - e + 1 < low, high - low if split - s > high else None)]
+    end, s = min(n, m + high - 1), max(0, split - high + 1)
+    if split < end:
+        calls.append(_Call(split, end, s, m, False, high + m - end if end - s > high else None))
+    return calls
+
+
+def _joined(calls: Sequence[_Call]) -> tuple[_Call, ...]:
+    """Neighbours as one call, if the first has no mask: along the keys, then along the queries."""
+    free = (False, None)
+    along_keys = lambda p, c: p[:2] == c[:2] and p.k1 == c.k0 and p[4:] == free and not c.window
+    along_queries = lambda p, c: p.q1 == c.q0 and p[2:] == c[2:] and c[4:] == free
+    for fits, start in ((along_keys, "k0"), (along_queries, "q0")):
+        done: list[_Call] = []
+        for c in calls:
+            if done and fits(done[-1], c):
+                c = c._replace(**{start: getattr(done.pop(), start)})
+            done.append(c)
+        calls = done
+    return tuple(calls)
+
+
+def _calls(
+    q_runs: list, k_runs: list, causal: bool, window: int | None, cu: tuple[int, ...] | None
+) -> tuple[_Call, ...]:  # fmt: skip
+    """What queries at the positions of q_runs see of keys at those of k_runs."""
+    T = 1 + max(first + step * (n - 1) for first, step, n in q_runs + k_runs)
+    cu = cu or (0, T)
+    calls, q_offset = [], 0
+    inside = lambda first, step, n, at: min(max(-((first - at) // step), 0), n)
+    for q_run in q_runs:
+        here = (
+            bisect_right(cu, q_run[0]) - 1,
+            bisect_right(cu, q_run[0] + q_run[1] * (q_run[2] - 1)),
+        )
+        for start, stop in pairwise(cu[here[0] : here[1] + 1]):
+            k_offset, (t, t_end) = 0, (inside(*q_run, at) for at in (start, stop))
+            for k_run in k_runs:
+                s, s_end = (inside(*k_run, at) for at in (start, stop))
+                if t < t_end and s < s_end:
+                    n, m, step = t_end - t, s_end - s, q_run[1]
+                    apart = q_run[0] + step * t - k_run[0] - step * s
+                    low = -(apart // step) if causal else 1 - m
+                    high = n if window is None else -((apart - window) // step)
+                    q0, k0 = q_offset + t, k_offset + s
+                    for a, b, c, e, *mask in _band(n, m, low, high):
+                        calls.append(_Call(q0 + a, q0 + b, k0 + c, k0 + e, *mask))
+                k_offset += k_run[2]
+        q_offset += q_run[2]
+    return _joined(calls)
+
+
+@lru_cache(64)  # one for each kind of layer, not for each layer
+def _ring_plan(
+    T: int, ranks: int, rank: int, placement: str, causal: bool, window: int | None,
+    cu: tuple[int, ...] | None,
+) -> list[tuple[_Call, ...]]:  # fmt: skip
+    """The calls of each step, at which the keys of rank - step are here; no step that nobody
+    needs: with contiguous chunks and a window the keys go to few ranks."""
+    runs = [_runs(T, ranks, r, placement) for r in range(ranks)]
+    see = lambda r, step: _calls(runs[r], runs[(r - step) % ranks], causal, window, cu)
+    needed = lambda step: step == 0 or any(see(r, step) for r in range(ranks))
+    last = next(step for step in reversed(range(ranks)) if needed(step))
+    return [see(rank, step) for step in range(last + 1)]
+
+
+@lru_cache(64)
+def _gather_plan(
+    T: int, ranks: int, rank: int, placement: str, causal: bool, window: int | None,
+    cu: tuple[int, ...] | None,
+) -> tuple[tuple[_Call, ...], list[int]]:  # fmt: skip
+    """The calls to all keys, and the order to put the ranks' chunks in first. Stripes stay as they
+    are: a stripe of queries and all keys have no band between them."""
+    own, every = _runs(T, ranks, rank, placement), [(0, 1, T)]
+    runs = [run for r in range(ranks) for run in _runs(T, ranks, r, placement)]
+    order = sorted(range(len(runs)), key=runs.__getitem__)
+    return _calls(own, runs if placement == "striped" else every, causal, window, cu), order
+
+
+def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """o and lse of no key, in the dtype of sums."""
+    B, T, Hq, _ = q.shape
+    o = q.new_zeros(B, T, Hq, v.shape[3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return o, o.new_full((B, Hq, T), -math.inf)
+
+
+def _weight(lse: Tensor, whole: Tensor) -> Tensor:
+    """exp(lse - whole) (B, Hq, T), 0 where nothing was seen, as (B, T, Hq, 1)."""
+    w = torch.where(whole == -math.inf, 0, (lse - whole).exp())
+    return w.transpose(1, 2)[..., None]
+
+
+def _merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Attention to further keys, into o and lse in place: online softmax (arXiv:1805.02867)."""
+    whole = torch.logaddexp(lse, more_lse)
+    o.mul_(_weight(lse, whole)).add_(_weight(more_lse, whole) * more)
+    lse.copy_(whole)
+
+
+def _attend(
+    o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[_Call],
+    attention: AttentionFn, scale: float | None,
+) -> None:  # fmt: skip
+    for a, b, c, e, causal, window in calls:
+        more = attention(q[:, a:b], k[:, c:e], v[:, c:e], causal=causal, window=window, scale=scale)
+        _merge(o[:, a:b], lse[:, :, a:b], *more)
+
+
+def _upstream(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+    do = do.to(lse.dtype)
+    return lse, do, dlse - (do * o).sum(-1).transpose(1, 2)
+
+
+def _attend_backward(
+    dq: Tensor, saved: Sequence[Tensor], k: Tensor, v: Tensor, calls: Sequence[_Call],
+    attention: AttentionFn, scale: float | None,
+) -> list[Tensor]:  # fmt: skip
+    """Adds to dq; dk and dv of this block. With w_b = exp(lse_b - lse), o = sum w_b o_b gives
+
+        grad o_b = w_b do,   grad lse_b = w_b (do . o_b + rest),   rest = dlse - do . o
+
+    which go through a second run of attention: a block needs no other block's probabilities."""
+    q, lse, do, rest = saved
+    dkv = [torch.zeros_like(x, dtype=dq.dtype) for x in (k, v)]
+    for a, b, c, e, causal, window in calls:
+        parts = [x.detach().requires_grad_() for x in (q[:, a:b], k[:, c:e], v[:, c:e])]
+        with torch.enable_grad():
+            o_b, lse_b = attention(*parts, causal=causal, window=window, scale=scale)
+        w, do_b = _weight(lse_b.detach(), lse[:, :, a:b]), do[:, a:b]
+        inner = (do_b * o_b.detach()).sum(-1).transpose(1, 2) + rest[:, :, a:b]
+        grads = (w * do_b).to(o_b.dtype), (w[..., 0].transpose(1, 2) * inner).to(lse_b.dtype)
+        grads = torch.autograd.grad((o_b, lse_b), parts, grads)
+        for total, grad in zip((dq[:, a:b], dkv[0][:, c:e], dkv[1][:, c:e]), grads):
+            total.add_(grad)
+    return dkv
+
+
+class _Shift:
+    """Tensors on their way to rank + by, and those of rank - by on theirs to here."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: Group | None, by: int = 1) -> None:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        to, source = (
+            dist.get_global_rank(group or dist.group.WORLD, (rank + d) % ranks) for d in (by, -by)
+        )
+        self.sent = [t.contiguous() for t in tensors]  # alive until they are there
+        self.arriving = [torch.empty_like(t) for t in self.sent]
+        pairs = zip(self.sent, self.arriving)
+        ops = [(dist.isend, out, to, dist.irecv, into, source) for out, into in pairs]
+        ops = [dist.P2POp(*half, group) for op in ops for half in (op[:3], op[3:])]
+        self.works = dist.batch_isend_irecv(ops)
+
+    def wait(self) -> list[Tensor]:
+        for transfer in self.works:
+            transfer.wait()
+        self.sent = []
+        return self.arriving
+
+
+class _Ring(torch.autograd.Function):
+    """K and V pass from rank to rank, in both directions of differentiation. A block's gradients
+    follow it: its second rank starts their sum, each adds, the last sends it home."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list, *how: Any) -> Any:
+        ctx.plan, ctx.how = plan, how
+        group, *core = how
+        (o, lse), here = _nothing(q, v), [k, v]
+        for step, calls in enumerate(plan):
+            coming = _Shift(here, group) if step + 1 < len(plan) else None
+            _attend(o, lse, q, *here, calls, *core)
+            here = coming.wait() if coming else []
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        (group, *core), saved = ctx.how, (q, *_upstream(*saved, do, dlse))
+        dq, here = torch.zeros_like(q, dtype=saved[1].dtype), [k, v]
+        own, behind = [], None
+        for step, calls in enumerate(ctx.plan):
+            coming = _Shift(here, group) if step + 1 < len(ctx.plan) else None
+            grads = _attend_backward(dq, saved, *here, calls, *core)
+            if behind:
+                grads = [a.add_(b) for a, b in zip(behind.wait(), grads)]
+            if step == 0:
+                own = grads
+            else:
+                behind = _Shift(grads, group, by=1 if coming else -step)
+            here = coming.wait() if coming else []
+        if behind:
+            own = [a.add_(b) for a, b in zip(own, behind.wait())]
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), *[None] * 4
+
+
+def _all_keys(x: Tensor, order: list[int], group: Group | None) -> Tensor:
+    """(B, t, H, D) -> (B, T, H, D) of all ranks, their chunks in `order`."""
+    every = x.new_empty(dist.get_world_size(group), *x.shape)
+    all_gather(every.flatten(0, 1), x.contiguous(), group=group)
+    chunks = every.transpose(0, 1).flatten(1, 2).chunk(len(order), 1)
+    return torch.cat([chunks[i] for i in order], 1)
+
+
+def _own_keys(x: Tensor, order: list[int], group: Group | None) -> Tensor:
+    """The other way, and summed over ranks."""
+    chunks = x.chunk(len(order), 1)
+    x = torch.cat([chunks[order.index(i)] for i in range(len(order))], 1)
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()
+    out = torch.empty_like(parts[0])
+    reduce_scatter(out, parts.flatten(0, 1), group=group)
+    return out
+
+
+class _AllGather(torch.autograd.Function):
+    """All keys at once, gathered again in the backward pass: only shards are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: tuple, *how: Any) -> Any:
+        ctx.plan, ctx.how = plan, how
+        (calls, order), (group, *core) = plan, how
+        o, lse = _nothing(q, v)
+        _attend(o, lse, q, *(_all_keys(x, order, group) for x in (k, v)), calls, *core)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        (calls, order), (group, *core) = ctx.plan, ctx.how
+        saved = (q, *_upstream(*saved, do, dlse))
+        dq = torch.zeros_like(q, dtype=saved[1].dtype)
+        every = (_all_keys(x, order, group) for x in (k, v))
+        grads = _attend_backward(dq, saved, *every, calls, *core)
+        dk, dv = (_own_keys(x, order, group) for x in grads)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 4
+
+
+def _cp_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, ...]:
+    shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+    ok = q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2]
+    ok = ok and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    _check(ok, "q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv), each this rank's part, do "
+           f"not fit: {shapes}")  # fmt: skip
+    _check(q.shape[2] % k.shape[2] == 0, f"q has {q.shape[2]} heads, no multiple of {k.shape[2]}")
+    ok = window is None or (isinstance(window, int) and window >= 1)
+    _check(ok, f"window must be an integer, 1 or more, not {window}")
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    return q, k, v
+
+
+def _sharded(
+    function: Any, plan: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor,
+    group: Group | None, attention: AttentionFn, placement: str, causal: bool,
+    scale: float | None, window: int | None, cu_seqlens: Tensor | Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = _cp_inputs(q, k, v, window)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    T = q.shape[1] * ranks
+    made = plan(T, ranks, rank, placement, causal, window, _borders(cu_seqlens, T))
+    with torch.autocast(q.device.type, enabled=False):  # as the second run, in the backward pass
+        return function.apply(q, k, v, made, group, attention, scale)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None,
+    attention: AttentionFn = attention_with_lse, placement: str = "zigzag", causal: bool = True,
+    scale: float | None = None, window: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Ring attention (arXiv:2310.01889) of a sequence of which each rank holds a part, placed by
+    cp_positions: q (B, T / ranks, Hq, D), k, v with Hkv heads -> o (B, T / ranks, Hq, Dv).
+
+    The next rank's K and V are on their way while this one's are attended to; sent are (ranks - 1)
+    times K and V forward, and backward as often K, V and, in fp32, their gradients. Saved is
+    O(T / ranks): q, k, v, o, lse. A block's backward runs `attention` a second time. cu_seqlens:
+    borders of documents packed into the whole sequence, which see only themselves; a tensor on a
+    GPU waits for it, a list does not. Documents cost a call each. ValueError for sizes that do not
+    fit; all ranks must have equal parts.
+    """
+    out = _sharded(
+        _Ring, _ring_plan, q, k, v, group, attention, placement, causal, scale, window, cu_seqlens
+    )
+    return out if return_lse else out[0]
+
+
+def all_gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None,
+    attention: AttentionFn = attention_with_lse, placement: str = "zigzag", causal: bool = True,
+    scale: float | None = None, window: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """ring_attention in one transfer (Llama 3, arXiv:2407.21783, 3.3.2): all K and V are gathered,
+    and each rank's chunks attend to what they may see in few large calls. K and V of the whole
+    sequence are there for a while, which with few key heads is little; none of it is hidden behind
+    the computation. Backward gathers again and reduce-scatters dK and dV.
+    """
+    out = _sharded(
+        _AllGather, _gather_plan, q, k, v, group, attention, placement, causal, scale, window,
+        cu_seqlens,
+    )  # fmt: skip
+    return out if return_lse else out[0]
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    """(B, t, H, D) of a part of the tokens <-> (B, t * ranks, H / ranks, D) of a part of the heads,
+    of several tensors at once; the gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group | None, back: bool, *tensors: Tensor) -> Any:
+        ctx.group, ctx.back = group, back
+        return _HeadsForTokens.exchange(group, back, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_HeadsForTokens.exchange(ctx.group, not ctx.back, grads)
+
+    @staticmethod
+    def exchange(group: Group | None, back: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ranks, dim = dist.get_world_size(group), 1 if back else 2
+        parts = [x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous() for x in tensors]
+        made = [torch.empty_like(x) for x in parts]
+        launch = partial(dist.all_to_all_single, group=group, async_op=True)
+        for transfer in [launch(new, old) for new, old in zip(made, parts)]:
+            transfer.wait()
+        return tuple(x.movedim(0, 3 - dim).flatten(3 - dim, 4 - dim) for x in made)
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None,
+    attention: AttentionFn = attention_with_lse, causal: bool = True, scale: float | None = None,
+    window: int | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """DeepSpeed-Ulysses (arXiv:2309.14509): contiguous parts of the sequence, exchanged for parts
+    of the heads and back. Two all-to-alls of (1 - 1 / ranks) of the activations, which shrink with
+    the ranks, and attention in its usual form; but ranks must divide Hq. Where they are more than
+    Hkv, key heads are repeated. ValueError otherwise.
+
+    2D (USP, arXiv:2405.07719; LoongTrain, arXiv:2406.18485), with U ranks here and R on a ring:
+
+        ulysses_attention(..., group=inner, attention=partial(ring_attention, group=outer,
+                                                              return_lse=True))
+
+    Rank u of the inner and r of the outer group holds cp_positions(T, R, r, placement).chunk(U)[u].
+    cu_seqlens is for an attention that sees the whole sequence; give it to the ring in 2D.
+    """
+    q, k, v = _cp_inputs(q, k, v, window)
+    ranks, Hq, Hkv = dist.get_world_size(group), q.shape[2], k.shape[2]
+    _check(Hq % ranks == 0, f"{Hq} query heads cannot be shared by {ranks} ranks: take a divisor, "
+           "and a ring for the rest")  # fmt: skip
+    ok = Hkv % ranks == 0 or ranks % Hkv == 0
+    _check(ok, f"{Hkv} key heads and {ranks} ranks: one must be a multiple of the other")
+    if Hkv % ranks:
+        k, v = (x.repeat_interleave(ranks // Hkv, dim=2) for x in (k, v))
+    q, k, v = _HeadsForTokens.apply(group, False, q, k, v)
+    cu = _borders(cu_seqlens, q.shape[1]) or (0, q.shape[1])
+    lengths = [b - a for a, b in pairwise(cu)]
+    outs = [
+        attention(*document, causal=causal, window=window, scale=scale)
+        for document in zip(*(x.split(lengths, dim=1) for x in (q, k, v)))
+        if document[0].shape[1]
+    ]
+    o, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*outs), (1, 2)))
+    if not return_lse:
+        return _HeadsForTokens.apply(group, True, o)[0]
+    o, lse = _HeadsForTokens.apply(group, True, o, lse.transpose(1, 2)[..., None])
+    return o, lse[..., 0].transpose(1, 2)
