@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -184,3 +184,104 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: Group = None) -> Ten
     ok = weight.dim() == 2 and weight.shape[1] == shape[2]
     _check(ok, f"weight must be (C, {shape[2]}), for x {shape}, not {tuple(weight.shape)}")
     return _MatmulReduceScatter.apply(*_as_autocast(x, weight), group)
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+class _Plain(torch.autograd.Function):
+    """One collective; its gradient is the other's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathers: bool) -> Tensor:
+        ctx.gathers = gathers
+        return _collective(x, gathers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _collective(grad, not ctx.gathers), None
+
+
+def _collective(x: Tensor, gathers: bool) -> Tensor:
+    """x (B, t, C) of all ranks, or this rank's part of the sum of x (B, t * P, C)."""
+    ranks = dist.get_world_size()
+    if gathers:
+        parts = x.new_empty(ranks * len(x), *x.shape[1:])
+        all_gather(parts, x.contiguous())
+        return parts.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+    parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    reduce_scatter(out := torch.empty_like(parts[0]), parts.flatten(0, 1))
+    return out
+
+
+def forms(
+    x: Tensor, gate: Tensor, up: Tensor, h: Tensor, down: Tensor
+) -> dict[str, Callable[[], list[Tensor]]]:
+    """The two ends of a feed-forward, as collective and product, and as rings."""
+
+    def plain_gather() -> list[Tensor]:
+        whole = _Plain.apply(x, True)
+        return [F.linear(whole, w) for w in (gate, up)]
+
+    return {
+        "gather, matmul": plain_gather,
+        "as a ring": lambda: all_gather_matmul(x, [gate, up]),
+        "matmul, scatter": lambda: [_Plain.apply(F.linear(h, down), False)],
+        "as a ring ": lambda: [matmul_reduce_scatter(h, down)],
+    }
+
+
+def check(rank: int, ranks: int) -> None:
+    """Values and gradients of the rings are those of collectives and products."""
+    rng = torch.Generator().manual_seed(rank)
+    make = lambda *s: torch.randn(s, generator=rng, dtype=torch.float64).requires_grad_()
+    leaves = make(2, 3, 8), make(5, 8), make(4, 8), make(2, 3 * ranks, 6), make(8, 6)
+    results = []
+    for form in forms(*leaves).values():
+        ys = form()
+        taken = leaves[:3] if len(ys) == 2 else leaves[3:]
+        results.append([*ys, *torch.autograd.grad([y.square().sum() for y in ys], taken)])
+    for a, b in (*zip(*results[:2]), *zip(*results[2:])):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def benchmark(rank: int, ranks: int, t: int, C: int) -> None:
+    """Milliseconds, on this machine, whose ranks share its cores."""
+    n, rng = 4 * C // ranks, torch.Generator().manual_seed(rank)
+    make = lambda *shape: torch.randn(shape, generator=rng).requires_grad_()
+    x, gate, up, h, down = make(1, t, C), make(n, C), make(n, C), make(1, t * ranks, n), make(C, n)
+    say = print if rank == 0 else lambda *_: None
+    say(f"{ranks} ranks, x (1, {t}, {C}) each, F {4 * C}, fp32")
+    say(f"{'ms':>18}{'forward':>9}{'and backward':>14}")
+    for name, form in forms(x, gate, up, h, down).items():
+        times = []
+        for work in (form, lambda: torch.autograd.backward([y.sum() for y in form()])):
+            spent = []
+            for _ in range(9):
+                dist.barrier()
+                start = time.perf_counter()
+                work()
+                dist.barrier()
+                spent.append(1e3 * (time.perf_counter() - start))
+            times.append(statistics.median(spent[2:]))
+        say(f"{name:>18}{times[0]:>9.2f}{times[1]:>14.2f}")
+
+
+def main() -> None:
+    if "RANK" not in os.environ:
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        sys.exit(subprocess.run([*run, __file__], env=os.environ | threads).returncode)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    check(rank, ranks)
+    for t, C in ((32, 256), (128, 512), (256, 1024)):
+        benchmark(rank, ranks, t, C)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,54 @@
-"""parallel.py: one model on many ranks.
+"""parallel.py: one model on many ranks, in every dimension there is to cut.
 
-ESSAY
+A step of training is products of a batch, a sequence, heads and columns, and each can be shared out
+over ranks that then have something to tell each other:
+
+    dimension   a rank has a part of                    and in every layer
+    dp          the batch                               (gradients, once a step)
+    fsdp        and of all parameters (ZeRO)            gathers each block, scatters its gradient
+    tp          heads and columns of every matrix       2 all-reduces forward, 2 backward
+     + sp       and of the sequence between these       each as all-gather + reduce-scatter
+    cp          the sequence                            keys and values of the others
+    ep          the experts                             tokens, there and back (expert_parallel.py)
+
+    mesh = make_mesh(dp_shard=2, cp=2, tp=2)            DeviceMesh of torch, with views of it
+    tp = apply_tp(model, mesh, sequence_parallel=True)  print(tp): what is cut, and how
+    apply_fsdp(model, mesh)                             torch's fully_shard, group by group
+    model(tokens, positions, attend=ring_attention...)  a part of the sequence, cp_positions
+    loss.backward(); sum_gradients(model, mesh, tp); gradient_norm(model, mesh, tp)
+
+The parameters that tp leaves are plain tensors in the model's own Linear layers, and what ranks say
+to each other stands in two hooks around attention and feed-forward. So whatever swaps or reads
+layers (quantization, kernels, LoRA) works on a rank's part as on a model of that width, and a step
+costs no DTensor dispatch; the price is that this file must know which gradients are sums
+(`partial`). Parameters sharded over data-parallel ranks are torch's DTensors.
+
+A loss is a sum over tokens divided by the count of all ranks' tokens, never a mean of means, and
+all gradients are sums. That is what makes one process and any layout the same run: test_all.py
+compares loss, every gradient, its norm and the weights after several steps, for every dimension
+and every pair, and counts the collectives.
+
+When it loses: tp over links slower than the products (keep it inside a node); cp where a sequence
+fits, for a rank then has less to multiply per byte; fsdp with micro-batches too small to hide a
+block's gather. Needs: torch. `python parallel.py` starts 4 processes, checks itself and prints a
+table.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import os
+import statistics
+import subprocess
+import sys
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +58,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 Group = dist.ProcessGroup
 # (q, k, v, *, causal, window, scale) -> (o (B, T, Hq, Dv), lse (B, Hq, T)), differentiable
@@ -1128,3 +1167,189 @@ def ulysses_attention(
         return _HeadsForTokens.apply(group, True, o)[0]
     o, lse = _HeadsForTokens.apply(group, True, o, lse.transpose(1, 2)[..., None])
     return o, lse[..., 0].transpose(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+class _Attention(nn.Module):
+    def __init__(self, C: int, Hq: int, Hkv: int, attention: AttentionFn):
+        super().__init__()
+        self.head_dim, self.attention = C // Hq, attention
+        for name, rows in (("q_proj", C), ("k_proj", C // Hq * Hkv), ("v_proj", C // Hq * Hkv)):
+            self.add_module(name, nn.Linear(C, rows, bias=False))
+        self.o_proj = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim))
+                   for p in (self.q_proj, self.k_proj, self.v_proj))  # fmt: skip
+        return self.o_proj(self.attention(q, k, v)[0].flatten(2))
+
+
+class _MLP(nn.Module):
+    def __init__(self, C: int):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(C, 3 * C), nn.Linear(C, 3 * C)
+        self.down_proj = nn.Linear(3 * C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Block(nn.Module):
+    def __init__(self, C: int, Hq: int, Hkv: int, attention: AttentionFn):
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(C), nn.RMSNorm(C)
+        self.attention, self.mlp = _Attention(C, Hq, Hkv, attention), _MLP(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class _Model(nn.Module):
+    """The least that the functions above ask of a model: these names."""
+
+    def __init__(
+        self, V: int, C: int, L: int, Hq: int, Hkv: int, attention: AttentionFn = attention_with_lse
+    ):
+        super().__init__()
+        self.config, self.cuts = SimpleNamespace(n_heads=Hq, n_kv_heads=Hkv, vocab_size=V), {}
+        self.embed, self.head = nn.Embedding(V, C), nn.Linear(C, V, bias=False)
+        self.layers = nn.ModuleList(_Block(C, Hq, Hkv, attention) for _ in range(L))
+        self.norm = nn.RMSNorm(C)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def check(rank: int, ranks: int) -> None:
+    """A step of dp 2 x tp 2 and of cp 2 x tp 2, sharded, == one process's, in every gradient and
+    their norm; and every form of attention across ranks == attention."""
+    torch.manual_seed(0)
+    whole = _Model(V=37, C=32, L=2, Hq=4, Hkv=2).double()
+    tokens = torch.randint(37, (4, 17))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    losses = F.cross_entropy(whole(inputs).flatten(0, 1), targets.flatten())
+    losses.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    for sizes in (dict(dp_shard=2, tp=2), dict(cp=2, tp=2)):
+        mesh = make_mesh(**sizes)
+        part, mine, at = copy.deepcopy(whole), mesh.dp[0], torch.arange(16)
+        part.zero_grad()
+        if mesh.size("cp") > 1:
+            at = cp_positions(16, 2, mesh.rank("cp"))
+            for layer in part.layers:
+                layer.attention.attention = partial(
+                    ring_attention, group=mesh.group("cp"), return_lse=True
+                )
+        tp = apply_tp(part, mesh, sequence_parallel=True, gather_logits=False)
+        apply_fsdp(part, mesh, reduce_dtype=None)
+        rows = slice(mine, None, mesh.dp[1])
+        logits, wanted = part(inputs[rows][:, at]), targets[rows][:, at]
+        loss = vocab_cross_entropy(logits.flatten(0, 1), wanted.flatten(), tp)
+        (loss / targets.numel()).backward()
+        sum_gradients(part, mesh, tp)
+        assert torch.allclose(gradient_norm(part, mesh, tp), norm, rtol=1e-12), sizes
+        for (name, p), q in zip(part.named_parameters(), whole.parameters()):
+            grad = gather(p.grad, tp.cuts.get(name), mesh)
+            assert grad is None or torch.allclose(grad, q.grad, rtol=1e-10, atol=1e-12), name
+
+
+def benchmark(rank: int, ranks: int) -> None:
+    """Milliseconds of forward and backward passes, on this machine, whose ranks share its cores."""
+    say = print if rank == 0 else lambda *_: None
+    V, C, L, T = 2048, 512, 4, 512
+    mesh, tokens = make_mesh(tp=ranks), torch.randint(V, (1, T))
+    heads = dict(Hq=8, Hkv=4, attention=_sdpa)
+    say(f"tp {ranks}: {L} layers of C {C}, T {T}, V {V}, fp32, forward + backward, ms")
+    for name, cut in (
+        ("torch's DTensor", lambda m: _dtensor_tp(m, mesh.world["tp"])),
+        ("apply_tp", lambda m: apply_tp(m, mesh)),
+        ("apply_tp, sequence", lambda m: apply_tp(m, mesh, sequence_parallel=True)),
+    ):
+        torch.manual_seed(0)
+        model = _Model(V, C, L, **heads)
+        cut(model)
+        ms = _ms(lambda: F.cross_entropy(model(tokens)[0], tokens[0]).backward())
+        say(f"{name:>22}{ms:>9.1f}")
+    benchmark_context(rank, ranks)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2), None
+
+
+def _dtensor_tp(model: nn.Module, mesh: DeviceMesh) -> None:
+    """The same cuts as a plan of torch's parallelize_module."""
+    column, row = ColwiseParallel(), RowwiseParallel()
+    names = dict(q_proj=column, k_proj=column, v_proj=column, o_proj=row)
+    plan = {f"attention.{name}": how for name, how in names.items()}
+    plan |= {"mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+    ends = dict(embed=RowwiseParallel(input_layouts=Replicate()))
+    ends["head"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, ends)
+
+
+def _ms(work: Callable[[], Any], times: int = 7) -> float:
+    spent = []
+    for _ in range(times):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        dist.barrier()
+        spent.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(spent[2:])
+
+
+def benchmark_context(rank: int, ranks: int) -> None:
+    """The forms of attention across ranks, and the busiest rank's share of the work."""
+    T, Hq, Hkv, D = 2048, 8, 4, 64
+    inner, outer = (
+        dist.new_subgroups_by_enumeration(r.tolist())[0]
+        for r in (torch.arange(ranks).view(-1, 2), torch.arange(ranks).view(-1, 2).T)
+    )
+    two = partial(ring_attention, group=outer, return_lse=True)
+    forms = {f"ring, {name}": (partial(ring_attention, placement=name), work(T, ranks, name))
+             for name in ("contiguous", "striped", "zigzag")}  # fmt: skip
+    even = work(T, ranks, "zigzag")
+    forms["all-gather, zigzag"] = all_gather_attention, even
+    forms["Ulysses"] = ulysses_attention, even
+    forms["2D, Ulysses 2 x ring"] = partial(ulysses_attention, group=inner, attention=two), even
+    rng = torch.Generator().manual_seed(rank)
+    shapes = [(1, T // ranks, h, D) for h in (Hq, Hkv, Hkv)]
+    leaves = [torch.randn(s, generator=rng, requires_grad=True) for s in shapes]
+    if rank == 0:
+        print(f"cp {ranks}: T {T}, heads {Hq}/{Hkv}, D {D}, fp32, causal, forward + backward")
+        print(f"{'':>22}{'ms':>9}{'most / mean work':>19}")
+    for name, (form, share) in forms.items():
+        ms = _ms(lambda: torch.autograd.grad(form(*leaves).square().sum(), leaves))
+        if rank == 0:
+            print(f"{name:>22}{ms:>9.1f}{max(share) / statistics.mean(share):>19.2f}")
+
+
+def main() -> None:
+    if "RANK" not in os.environ:
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        sys.exit(subprocess.run([*run, __file__], env=os.environ | threads).returncode)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    _check(ranks == 4, f"the check is for 4 ranks, not {ranks}")
+    check(rank, ranks)
+    benchmark(rank, ranks)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
