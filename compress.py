@@ -67,7 +67,6 @@ from quantize import (
 )
 from sparse import sparsify_
 from tokenizer import Tokenizer
-from train import pyplot, read_documents, split
 
 SEQUENCES, LENGTH = 32, 512  # of calibration text, and tokens in each
 TEXT_FILES = (  # what a folder says about text, which --save takes along
@@ -231,6 +230,8 @@ def calibration_text(
 ) -> list[Tensor]:
     """Sequences (1, T) of --calibration-text or, without it, of the standard library's source:
     its training part, or what train.py holds out of it."""
+    from train import read_documents, split  # only here: it imports what trains on many ranks
+
     path, T = args.calibration_text, min(LENGTH, model.config.context)
     where = "the standard library" if path is None else f"--calibration-text {path}"
     if path is not None and not path.is_file():
@@ -443,6 +444,8 @@ def check_report(args: argparse.Namespace) -> None:
     if args.group_size is not None:
         asked_scheme(argparse.Namespace(quantize="int4", group_size=args.group_size))
     if args.plot is not None:
+        from train import pyplot
+
         if not args.plot.parent.is_dir():
             raise ValueError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
         pyplot()
@@ -539,6 +542,8 @@ REPORT_HEAD += "".join(f"{f'tok/s x{b}':>12}" for b in BATCHES)
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Loss against bytes, a point for each scheme."""
+    from train import pyplot
+
     figure, axes = pyplot().subplots(figsize=(8, 5))
     axes.scatter([r.megabytes for r in rows], [r.loss for r in rows])
     for r in rows:

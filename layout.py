@@ -15,7 +15,8 @@ A Layout without a mesh is one process: all its methods then do what one process
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,6 +52,7 @@ from parallel import (
     ulysses_attention,
     vocab_cross_entropy,
 )
+from zero import DistributedOptimizer
 
 IGNORE = -100  # a target that is not counted
 
@@ -74,6 +76,11 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         "parameters too, by torch's fully_shard (%(default)s)",
     )
     p.add_argument(
+        "--bucketed",
+        action="store_true",
+        help="ZeRO 1 and 2 by zero.py's buckets of gradients, in place of fully_shard",
+    )
+    p.add_argument(
         "--no-sequence-parallel",
         action="store_true",
         help="with --tp, norms and what is between them whole on every rank",
@@ -93,6 +100,12 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep a block's input alone, and compute the rest again for the backward pass",
     )
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: print what a step costs the first of --world-size ranks, in bytes",
+    )
+    number("--world-size", metavar="N", help="ranks of a --dry-run (1)")
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,7 @@ class Layout:
     ):  # fmt: skip
         self.args, self.mesh, self.experts = args, None, None
         self.tp: TensorParallel | None = None
+        self.buckets: DistributedOptimizer | None = None
         if args is not None:
             sizes = check(args, config, world)
         if world > 1:
@@ -137,6 +151,11 @@ class Layout:
     @property
     def batch_shares(self) -> int:
         return 1 if self.mesh is None else self.mesh.dp[1]
+
+    @property
+    def shards(self) -> bool:
+        """Whether fully_shard holds the parameters."""
+        return self.mesh is not None and self.args.zero > 0 and not self.args.bucketed
 
     def samples(self, batch_size: int) -> range:
         """Which of a batch's samples are this rank's."""
@@ -178,7 +197,7 @@ class Layout:
                     if self.experts or not moe.has_static_shapes(mixture):
                         mixture.experts = torch.compiler.disable(mixture.experts)
                 block.compile()
-        if self.args.zero:
+        if self.shards:
             apply_fsdp(model, self.mesh, stage=self.args.zero, param_dtype=dtype)
 
     @torch.no_grad()
@@ -216,6 +235,26 @@ class Layout:
         parts = [torch.empty_like(x) for _ in range(self.mesh.size("ep"))] if first else None
         dist.gather(x.contiguous(), parts, group=group, group_dst=0)
         return torch.cat(parts) if first else None
+
+    def optimizer(self, groups: list[dict[str, Any]], factory: Any) -> Any:
+        """factory(groups), or of slices of them with --bucketed."""
+        if self.mesh is None or not self.args.bucketed:
+            return factory(groups)
+        group, stage = self.mesh.group("fsdp"), self.args.zero
+        self.buckets = DistributedOptimizer(groups, factory, group, stage=stage)
+        return self.buckets
+
+    def moments(self, model: nn.Module, optimizer: Any, names: Sequence[str]) -> Iterator[Any]:
+        """(parameter's name, moment, whole tensor) of all there are, whole as in `whole`."""
+        if self.buckets is not None:
+            of = self.buckets.gather_state()
+            of = {p: of.get(p, dict.fromkeys(names)) for p in model.parameters()}
+        for name, p in model.named_parameters():
+            for moment in names:
+                if self.buckets is not None:
+                    yield name, moment, of[p][moment]
+                elif p in optimizer.state:
+                    yield name, moment, self.whole(name, optimizer.state[p][moment])
 
     # ---- a step ----
 
@@ -270,9 +309,11 @@ class Layout:
         """The step's pieces, shards being told which is the last."""
         pieces = batch.split(size)
         for i, piece in enumerate(pieces, 1):
-            if self.mesh is not None and self.args.zero:
+            if self.shards:
                 last_micro_batch(model, self.args.zero, i == len(pieces))
-            yield piece
+            held = self.buckets is not None and i < len(pieces)
+            with self.buckets.accumulate() if held else contextlib.nullcontext():
+                yield piece
 
     def reshard(self, model: nn.Module) -> None:
         """After forward passes without backward ones."""
@@ -280,13 +321,21 @@ class Layout:
             reshard(model)
 
     def sum_gradients(self, model: nn.Module) -> None:
-        if self.mesh is not None:
+        """What the backward passes of a step have left undone."""
+        if self.buckets is not None:
+            self.buckets.finish()
+        elif self.mesh is not None:
             sum_gradients(model, self.mesh, self.tp)
 
     def clip(self, model: nn.Module, most: float) -> Tensor:
         """Clip the gradient of the whole model; its norm before."""
         if self.mesh is None:
             return nn.utils.clip_grad_norm_(model.parameters(), most)
+        if self.buckets is not None:
+            square = self.buckets.squared_norm()
+            dist.all_reduce(square, group=self.mesh.group("fsdp"))
+            self.buckets.scale_gradients((most / (square.sqrt() + 1e-6)).clamp(max=1.0))
+            return square.sqrt()
         norm = gradient_norm(model, self.mesh, self.tp)
         clip_gradients(model, norm, most)
         return norm
@@ -329,6 +378,9 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
         raise ValueError(f"--dp-replicate {copies} must divide the {dp} ranks with other batches")
     if copies > 1 and not args.zero:
         raise ValueError("--dp-replicate copies shards: it goes with --zero 1, 2 or 3")
+    alone = tp == ep == copies == 1
+    if args.bucketed and not (args.zero in (1, 2) and alone):
+        raise ValueError("--bucketed goes with --zero 1 or 2, and with --dp and --cp alone")
     if (dp // copies * cp) % ep:
         raise ValueError(
             f"--ep {ep} must divide the {world} ranks that torchrun starts"

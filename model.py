@@ -1493,6 +1493,9 @@ CONFIGS: dict[str, ModelConfig] = {
         tie_embeddings=True,
         **_LLAMA31 | {"rope_scaling": _LLAMA31["rope_scaling"] | {"factor": 32.0}},
     ),
+    "llama3-8b": _llama(
+        *(128256, 4096, 32, 32, 8, 14336), max_seq_len=8192, norm_eps=1e-5, rope_theta=5e5
+    ),
     "llama3.1-8b": _llama(128256, 4096, 32, 32, 8, 14336, **_LLAMA31),
     "llama3.1-70b": _llama(128256, 8192, 80, 64, 8, 28672, **_LLAMA31),
 }

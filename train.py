@@ -51,6 +51,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -465,7 +466,7 @@ class Balance:
         return of["max_over_mean"]
 
 
-def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+def build_optimizer(model: torch.nn.Module, layout: Layout = ALONE) -> Any:
     """AdamW (arXiv:1711.05101), decay on matrices and embeddings, none on norms and biases."""
     groups: dict[Any, list[nn.Parameter]] = {(True, None): [], (False, None): []}
     for p in model.parameters():  # a fused step is of tensors on one mesh
@@ -474,7 +475,8 @@ def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
         {"params": params, "weight_decay": 0.1 if decays else 0.0}
         for (decays, _), params in groups.items()
     ]
-    return torch.optim.AdamW(settings, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    how = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return layout.optimizer(settings, partial(torch.optim.AdamW, **how))
 
 
 def update(
@@ -486,7 +488,7 @@ def update(
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     return norm.item()
 
 
@@ -678,6 +680,7 @@ def save_draft_head(out: Path, head: DraftHead, step: int, acceptance: list[floa
 # --------------------------------------------------------------------------------------------------
 
 STATE = "train_state.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 # --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
 # may be given anew (another micro-batch size sums in another order: equal but for rounding).
 LOSSES = ("aux_loss", "sequence_loss", "z_loss")
@@ -698,18 +701,13 @@ def save_run(
     bf16. All ranks call this, and the first writes."""
     tensors, writes = {}, not dist.is_initialized() or dist.get_rank() == 0
 
-    def keep(key: str, name: str, x: Tensor) -> None:
-        x = layout.whole(name, x)  # of all ranks together, one tensor after the other
-        if writes:
-            tensors[f"{key}.{name}"] = x.cpu()
-
     for name, buffer in model.named_buffers():
         tensors[f"weight.{name}"] = buffer.cpu()
-    for name, p in model.named_parameters():
-        keep("weight", name, p)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if p in optimizer.state:
-                keep(moment, name, optimizer.state[p][moment])
+    weights = ((name, "weight", layout.whole(name, p)) for name, p in model.named_parameters())
+    moments = layout.moments(model, optimizer, MOMENTS)
+    for name, key, x in chain(weights, moments):  # each of them made by all ranks together
+        if writes:
+            tensors[f"{key}.{name}"] = x.cpu()
     if not writes:
         return
     about = {
@@ -764,16 +762,21 @@ def load_run(
     layout: Layout = ALONE,
 ) -> None:
     """Put the checkpoint's weights and moments into model and optimizer, bit for bit."""
+    states: dict[nn.Parameter, dict[str, Tensor]] = {}
     with safe_open(out / STATE, framework="pt") as f, torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(f.get_tensor(f"weight.{name}"))
         for name, p in model.named_parameters():
             layout.put(name, p, f.get_tensor(f"weight.{name}"))
             if step > 0:
-                moments = {m: torch.empty_like(p) for m in ("exp_avg", "exp_avg_sq")}
+                moments = {m: torch.empty_like(p) for m in MOMENTS}
                 for moment, x in moments.items():
                     layout.put(name, x, f.get_tensor(f"{moment}.{name}"))
-                optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
+                states[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
+    if layout.buckets is None:
+        optimizer.state.update(states)
+    elif states:
+        optimizer.load_state(states)
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -915,6 +918,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     check_numbers(args)
     if args.fp8 and args.qat:
         raise ValueError("--fp8 and --qat exclude each other; choose one")
+    if args.world_size is not None and not args.dry_run:
+        raise ValueError("--world-size goes with --dry-run; torchrun starts the ranks of a run")
     args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
     settle_draft_head_flags(args)
     return args
@@ -962,7 +967,7 @@ def add_expert_flags(p: argparse.ArgumentParser) -> None:
 def check_numbers(args: argparse.Namespace) -> None:
     """ValueError for a number that is out of range."""
     positive = "steps batch_size micro_batch_size seq_len save_every eval_every lr upcycle "
-    layout = "dp dp_replicate tp cp cp_ulysses ep ep_node_size ep_chunks"
+    layout = "dp dp_replicate tp cp cp_ulysses ep ep_node_size ep_chunks world_size"
     for name in (positive + "upcycle_top_k " + layout).split():
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"{_flag(name)} must be positive, not {value}")
@@ -1101,7 +1106,7 @@ def build_model(
     """The model to train, in fp32: that of --init, or new, drawn from --seed; of it what `layout`
     gives this rank. Weights are drawn on the CPU: one seed, one model."""
     drawn = args.init is None or args.resume
-    late = drawn and args.zero > 0 and layout.mesh is not None  # weights come when there are shards
+    late = drawn and layout.shards  # their weights come when there are shards
     late = late and not (args.fp8 or args.qat)  # which look at them
     if drawn:
         model = meta_model(config)
@@ -1195,7 +1200,7 @@ def train(args: argparse.Namespace) -> None:
         train_draft_head(args, train_tokens, val_tokens, place)
         return
     model = build_model(args, config, place, layout)
-    optimizer = build_optimizer(model)
+    optimizer = build_optimizer(model, layout)
     if args.resume:
         load_run(args.out, model, optimizer, first, layout)
         if place.rank == 0:
@@ -1383,6 +1388,10 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         if args.plot:
             print(plot(args.out))
+        elif args.dry_run:
+            from dry_run import dry_run  # a program over this one
+
+            print(dry_run(args))
         else:
             train(args)
     except (ValueError, OSError) as e:

@@ -330,7 +330,8 @@ class DistributedOptimizer:
         states: dict[Parameter, dict[str, Any]] = {}
         for b in self.buckets:
             held = dict(self.optimizer.state.get(b.master, {}))
-            for name, value in (held | ({"master": b.master.data} if b.apart else {})).items():
+            held |= {"master": b.master.data} if b.apart else {}
+            for name, value in sorted(held.items()):  # in one order on all ranks
                 sliced = isinstance(value, Tensor) and value.shape == b.master.shape
                 if sliced:
                     whole = value.new_empty(len(b.flat))
@@ -353,7 +354,7 @@ class DistributedOptimizer:
             for p in b.params:
                 ok = p in states and set(states[p]) == names
                 _check(ok, f"the state of a parameter {tuple(p.shape)} is not there, or not all")
-            for name in names:
+            for name in sorted(names):
                 values = {p: states[p][name] for p in b.params}
                 shaped = all(getattr(v, "shape", None) == p.shape for p, v in values.items())
                 if shaped and name != "step":

@@ -1,0 +1,224 @@
+"""dry_run.py: what a step costs one rank of many, without the ranks.
+
+    python train.py --dry-run --world-size 512 --model llama3-8b --tp 8 --zero 3 --seq-len 8192
+
+The program is the real one, rank 0 of it: train.py's model, step and optimizer under layout.py. But
+its process group is torch's "fake", whose transfers return at once, and its tensors are fake: with
+shapes, dtypes and storages, without numbers. What runs is counted; real ranks count the same:
+- Sent are the bytes of ring algorithms: for an all-gather (n - 1) shards, for a reduce-scatter
+  (n - 1) / n of the input, for an all-reduce twice that, else what is for others.
+- Activations are what autograd keeps of a micro-batch until its backward pass, each storage once,
+  parameters not; but the bf16 copies that autocast makes of them, without --zero. It is what a
+  CPU's kernels keep: the keys of grouped-query attention repeated, as a GPU's would not.
+- Gradients are those at the end of the step; --zero 1 has whole ones before.
+- Where a shape depends on numbers, targets fall evenly on the parts of the vocabulary and tokens on
+  experts, as if drawn: W of E experts, K per token, get 1 - C(E - W, K) / C(E, K) of the tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import comb
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from expert_parallel import Placement, exchanged, placed
+from layout import Experts, Layout
+from model import ModelConfig, Transformer
+from parallel import local
+
+# operation -> kind, bytes that each of n ranks sends of an input of b bytes, of which o are its own
+KINDS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
+    "allreduce_": ("all-reduce", lambda b, n, o: 2 * b * (n - 1) // n),
+    "_allgather_base_": ("all-gather", lambda b, n, o: b * (n - 1)),
+    "_reduce_scatter_base_": ("reduce-scatter", lambda b, n, o: b * (n - 1) // n),
+    "alltoall_base_": ("all-to-all", lambda b, n, o: b - o),
+    "send": ("send", lambda b, n, o: b),
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Notes every transfer between two ranks or more."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.sent, self.dims, mesh = {}, {}, layout.mesh
+        for view in () if mesh is None else (mesh.experts, mesh.world, mesh.dense):
+            self.dims |= {view.get_group(d).group_name: d for d in view.mesh_dim_names}
+        for group in (layout.ring, layout.heads) if layout.size("cp") > 1 else ():
+            self.dims[group.group_name] = "cp"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it does to its shard will be seen
+        name = func.overloadpacket.__name__
+        if "c10d" in func.namespace and name not in ("recv_", "wait_tensor"):
+            several = isinstance(args[0], (list, tuple))
+            b = nbytes(args[0] if several else args[1:2])
+            group = dist.ProcessGroup.unbox(args[2 - several])
+            split, n = args[4] if name == "alltoall_base_" else (), group.size()
+            own = b * split[group.rank()] // sum(split) if any(split) else b // n
+            dim, (kind, sends) = self.dims.get(group.group_name, "all"), KINDS[name]
+            key = "ep" if kind == "all-to-all" and dim != "cp" else dim, kind
+            if n > 1:
+                self.sent.setdefault(key, []).append(sends(b, n, own))
+        return func(*args, **(kwargs or {}))
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local(t).numel() * t.element_size() for t in tensors)
+
+
+def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout: Layout) -> dict:
+    """Of a step of train.py with `batch`, this rank's, and one micro-batch's forward pass: bytes,
+    and of (dimension of the mesh, kind) calls and bytes sent. Collective; fake or not."""
+    optimizer, own = train.build_optimizer(model), list(model.parameters())
+    attend, n = layout.attend(train.attend_of(args.attention)), args.micro_batch_size
+    balance = train.Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
+    autocast = train.Place(batch.device, args.dtype, 0, 1).autocast
+    with Traffic(layout) as traffic:
+        train.accumulate(model, batch, n, autocast, attend, balance, layout)
+        gradients = [p.grad for p in model.parameters()]
+        train.update(model, optimizer, args.lr, layout)
+        balance.update(layout)
+    kept: dict[int, Any] = {}  # alive, or another may get its id
+
+    def keep(x: Tensor) -> Tensor:
+        if not isinstance(x if x._base is None else x._base, nn.Parameter):
+            kept[id(x.untyped_storage())] = x.untyped_storage()
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x), autocast():
+        train.loss_sums(model, batch[:n], attend, layout)
+    whole = [p for p in model.parameters() if args.zero and not isinstance(p, DTensor)]
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    tensors = dict(parameters=own, gathered=whole, gradients=gradients, optimizer=states)
+    costs = {name: nbytes(of) for name, of in tensors.items()}
+    layout.reshard(model)
+    costs["activations"] = sum(storage.nbytes() for storage in kept.values())
+    return costs | {"sent": {key: (len(each), sum(each)) for key, each in traffic.sent.items()}}
+
+
+class Answers(TorchDispatchMode):
+    """Over a FakeTensorMode: what code gets that asks for numbers. `next`, and then always 1."""
+
+    def __init__(self, tp: int):
+        super().__init__()
+        self.tp, self.next = tp, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, aten = func.overloadpacket, torch.ops.aten
+        if op is aten.nonzero:  # the targets that are in this rank's part of the vocabulary
+            return args[0].new_empty(len(args[0]) // self.tp, args[0].dim(), dtype=torch.int64)
+        if op is aten.aminmax:  # are ids in their range?
+            return torch.tensor(0), torch.tensor(0)
+        if op is aten._local_scalar_dense and getattr(args[0], "constant", args[0]) is None:
+            return self.next.pop(0) if self.next else 1
+        return func(*args, **(kwargs or {}))
+
+    def told(self, run: Any, sizes: Callable[[int], list[int]], x: Tensor, *others: Any) -> Tensor:
+        """run(x, ...), which asks for the sizes that so many rows have."""
+        self.next = sizes(len(x))
+        return run(x, *others)
+
+
+def even(experts: Experts, answers: Answers, config: ModelConfig) -> SimpleNamespace:
+    """A layout's experts, with even loads."""
+    own, E, K = experts.placement.width, config.n_experts, config.n_experts_per_token
+    share = lambda width: 1 - comb(E - width, K) / comb(E, K)  # of tokens, with any among `width`
+    slots, told = K * own / E / share(own), partial(partial, answers.told)  # of a token, here
+
+    def around(run: Any) -> Any:
+        run = told(run, lambda n: [round(n * slots) * e // own for e in range(own + 1)])
+        for i, (width, group) in enumerate(experts.levels):
+            chunks, ranks = experts.chunks if i == len(experts.levels) - 1 else 1, group.size()
+            part = share(width) / share(width * ranks)
+            sizes = lambda n, c=chunks, part=part, both=2 * ranks: [  # to each rank, and from each
+                round((n + c - 1 - j) // c * part) for j in range(c) for _ in range(both)
+            ]
+            run = told(exchanged(run, width, group, chunks), sizes)
+        return placed(run, experts.placement)
+
+    return SimpleNamespace(**vars(experts), around=around)
+
+
+def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
+    """The costs of rank 0, and the mesh in a line."""
+    layout, answers = Layout(args, config, args.world_size), Answers(args.tp)
+    if E := config.n_experts:
+        plain = layout.experts or Experts(Placement.even(E, 1), tuple(range(E)), (), 1)
+        layout.experts = even(plain, answers, config)
+        plain.placement.physical(torch.zeros(0, 1, dtype=torch.int64))  # keeps a table: a real one
+    model = train.meta_model(config)
+    layout.cut_(model)
+    train.change_products(model, args)
+    layout.finish_(model, torch.bfloat16 if args.dtype == "bf16" else None)
+    with FakeTensorMode(allow_non_fake_inputs=True), answers:
+        model.to_empty(device="cpu")
+        model.tie()
+        rows = len(layout.samples(args.batch_size))
+        costs = measure(args, model, torch.zeros(rows, args.seq_len + 1).long(), layout)
+    return costs, "1 rank" if layout.mesh is None else str(layout.mesh).split("\n")[0]
+
+
+def settle(args: argparse.Namespace) -> ModelConfig:
+    """Defaults, the model, the process group. ValueError for flags that are not of a dry run."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--dry-run is one process: not under torchrun, but with --world-size N")
+    for flag in ("--resume", "--train-draft-head", "--compile", "--device"):
+        if flag in args.given:
+            raise ValueError(f"--dry-run counts a step of plain training; leave {flag} out")
+    config = train.model_config(args)
+    train.settle_expert_flags(args, config)
+    if config.moe_layers and (args.fp8 or args.experts == "loop"):
+        flag = "--fp8" if args.fp8 else "--experts loop"
+        raise ValueError(f"--dry-run: a loop over experts has no known sizes; leave {flag} out")
+    args.dtype, args.world_size = args.dtype.replace("auto", "bf16"), args.world_size or 1
+    if "--batch-size" not in args.given:  # a micro-batch for each rank
+        args.batch_size = args.micro_batch_size * max(1, args.world_size // (args.tp * args.cp))
+    try:
+        dist.init_process_group("fake", rank=0, world_size=args.world_size)
+    except (ImportError, RuntimeError, ValueError) as e:
+        raise ValueError(f'--dry-run: this torch has no process group "fake" ({e})') from None
+    return config
+
+
+def dry_run(args: argparse.Namespace) -> str:
+    """What --dry-run prints: a line per cost."""
+    config = settle(args)
+    (costs, mesh), whole = count(args, config), train.meta_model(config)
+    B, T, world, sent = args.batch_size, args.seq_len, args.world_size, costs["sent"]
+    rows, flops = B * args.tp * args.cp // world, train.flops_per_token(whole, T) * B * T / world
+    loads = "; experts have even loads" * bool(config.moe_layers)
+    table = [
+        ("parameters of the model", nbytes(whole.parameters()) // 4, nbytes(whole.parameters())),
+        ("  of this rank", costs["parameters"] // 4, costs["parameters"]),
+        ("  whole, from forward to backward pass", 0, costs["gathered"]),
+        ("gradients", 0, costs["gradients"]),
+        ("optimizer states", 0, costs["optimizer"]),
+        (
+            f"activations of a micro-batch of {min(rows, args.micro_batch_size)}",
+            0,
+            costs["activations"],
+        ),
+        *((f"a step sends: {' '.join(key)}", *of) for key, of in sorted(sent.items())),
+        ("  in all", *(sum(column) for column in zip((0, 0), *sent.values()))),
+    ]
+    return "\n".join((
+        f"{args.init or args.model}, {args.dtype}; {mesh}; rank 0 of these",
+        f"{B} x {T} tokens in a step, {rows} x {T} and {flops / 1e12:.3g} TFLOP to a rank{loads}\n",
+        f"{'number':>58}{'MiB':>14}",
+        *(f"{name:42}{f'{n:,}' if n else '':>16}{b / 2**20:>14,.2f}" for name, n, b in table),
+    ))  # fmt: skip
