@@ -10,6 +10,7 @@
     python generate.py --speculate ngram                     several tokens for one reading of them
     python generate.py --batch requests.jsonl                many requests, results as they finish
     python generate.py --bench-serving 200 --rate 10         throughput and latencies under load
+    torchrun --nproc-per-node 4 generate.py --tp 4 ...       every matrix cut over four processes
     torchrun --nproc-per-node 4 generate.py --ep ...         a mixture's experts over four processes
 
 Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through
@@ -31,13 +32,21 @@ has a part of the experts, the only ones it reads from the files; their outputs 
 model whose experts are too many for one device decodes on several, each reading its own. Each draws
 the tokens for itself: ranks must be machines of one kind, with the same number of threads.
 
+With --tp every rank has its heads, columns and rows of all matrices, reads only these from the
+files, and caches its own heads' keys (parallel.py's plan): a step reads 1 / N of the weights, and
+takes two sums over ranks a layer. Logits are gathered, so that all draw the same tokens; what goes
+by a clock or by free memory, rank 0 or the poorest decides. It is the text of one process up to the
+rounding of sums in another order; with --quantize also up to that of codes, for each rank finds
+scales for its own part. With --ep too, experts are shared out over groups of --tp ranks.
+
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls cpu.py's products,
 which read memory faster than compiled ones, and it pays where these are quantized. Needs: model.py,
 tokenizer.py, sampling.py, cpu.py, sentencepiece or tokenizers; for mixtures of experts moe.py, and
-for --ep expert_parallel.py; for --attention flash attention.py; for --batch and --bench-serving,
-which are serving.py's, that and paged_kv.py; for --quantize compress.py, and with it quantize.py,
-calibrate.py, sparse.py, gemm.py and train.py; for --speculate drafting.py and speculative.py.
+for --ep expert_parallel.py; for --tp parallel.py; for --attention flash attention.py; for --batch
+and --bench-serving, which are serving.py's, that and paged_kv.py; for --quantize compress.py, and
+with it quantize.py, calibrate.py, sparse.py, gemm.py and train.py; for --speculate drafting.py and
+speculative.py.
 """
 
 from __future__ import annotations
@@ -538,6 +547,8 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"random weights of a config.json, or of {', '.join(CONFIGS)}"
     add("--dummy", metavar="CONFIG", help=text)
     add("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
+    text = "under torchrun: cut every matrix over N processes, which generate together"
+    add("--tp", type=int, metavar="N", help=text)
     add_expert_flags(add)
     add_quantize_flags(add)
     add_speculation_flags(add)
@@ -642,17 +653,18 @@ ENGINE_FLAGS = "kv_blocks block_size max_batch_tokens max_running kv_dtype no_pr
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """The command line, with .how, its Sampling; ValueError names a flag that is out of range or
-    would be ignored."""
+    """The command line, with .how, its Sampling, and .mesh, that of --tp. ValueError names a flag
+    that is out of range or would be ignored."""
     parser = build_parser()
     args = parser.parse_args(argv)
     given = {name for name in vars(args) if getattr(args, name) != parser.get_default(name)}
+    given -= {"tp"} if args.tp == 1 else set()  # which is to cut nothing
     if args.temperature is None:
         draws = {"top_k", "top_p", "min_p"} & given or args.bench_serving is None
         args.temperature = TEMPERATURE if draws else 0.0
     check_ranges(args)
     check_modes(args, given)
-    args.how = read_sampling(args)
+    args.how, args.mesh = read_sampling(args), None  # process_group knows of ranks
     if "" in args.stop:
         raise ValueError("--stop must not be empty")
     return args
@@ -665,7 +677,7 @@ def check_ranges(args: argparse.Namespace) -> None:
         ("bench_serving kv_blocks block_size", lambda v: v >= 1, "at least 1"),
         ("max_batch_tokens max_running", lambda v: v >= 1, "at least 1"),
         ("context", lambda v: v >= 2, "at least 2"),
-        ("exit_layers", lambda v: v >= 1, "at least 1"),
+        ("exit_layers tp", lambda v: v >= 1, "at least 1"),
         ("draft_acceptance", lambda v: 0 <= v <= 1, "from 0 to 1"),
         ("logprobs shared_prefix redundant_experts", lambda v: v >= 0, "0 or more"),
         ("burstiness", lambda v: v == 0 or 0.01 <= v <= 100, "0, or from 0.01 to 100"),
@@ -737,6 +749,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ),
         ("calibrate", "dummy"),
         ("ep", "batch bench_serving interactive speculate compile calibrate save quantize_report"),
+        ("tp", "interactive compile calibrate save quantize_report"),
         ("prompt_tokens", "prompt chat"),
         ("dummy", "checkpoint chat"),
         ("bench", "stop logprobs ignore_eos"),
@@ -770,7 +783,7 @@ def pick_device(name: str | None) -> torch.device:
     own."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized() and name.startswith("cuda:"):
-        raise ValueError(f"--device {name}: with --ep every rank has a GPU of its own; give cuda")
+        raise ValueError(f"--device {name}: every rank has a GPU of its own; give cuda")
     if dist.is_initialized() and name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
@@ -793,6 +806,138 @@ def pick_attention(name: str) -> AttendOver:
 
 
 # --------------------------------------------------------------------------------------------------
+# Several processes
+# --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process_group(args: argparse.Namespace) -> Iterator[None]:
+    """With --ep or --tp under torchrun: the group of its processes, and args.mesh."""
+    if not (args.ep or args.tp) or "WORLD_SIZE" not in os.environ:
+        args.mesh = new_mesh(args)
+        yield
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        args.mesh = new_mesh(args)
+        yield
+        dist.barrier()  # none hangs up while another still listens
+    finally:
+        dist.destroy_process_group()
+
+
+def new_mesh(args: argparse.Namespace) -> Any:
+    """The ranks as parallel.Mesh: neighbours along --tp, the groups of these along --ep. None where
+    there is nothing to cut. ValueError names the flag."""
+    ranks, tp = dist.get_world_size() if dist.is_initialized() else 1, args.tp
+    if tp is None or tp == ranks == 1:
+        return None
+    if ranks == 1:
+        raise ValueError(f"--tp {tp}: start it with torchrun --nproc-per-node {tp}")
+    if ranks % tp:
+        raise ValueError(f"--tp {tp} does not divide the {ranks} processes that torchrun started")
+    if tp < ranks and not args.ep:
+        raise ValueError(
+            f"--tp {tp}: torchrun started {ranks} processes, and the others would have nothing to "
+            f"do; give --tp {ranks} or, to share out experts over them, --ep too"
+        )
+    from parallel import make_mesh  # only here: torch's meshes take a second to import
+
+    return make_mesh(dp_shard=ranks // tp, ep=ranks // tp, tp=tp)
+
+
+def agreed(work: Callable[[], Any]) -> Any:
+    """work() on every rank. What one of them refuses all refuse, so that none waits for it."""
+    if not dist.is_initialized():
+        return work()
+    result, errors = None, [None] * dist.get_world_size()
+    try:
+        result, error = work(), None
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as e:
+        error = str(e) or "out of memory"
+    dist.all_gather_object(errors, error)
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise ValueError(error if rank == 0 else f"rank {rank}: {error}")
+    return result
+
+
+def from_first(work: Callable[[], Any]) -> Any:
+    """work() of rank 0, for all: stdin, say, can be read but once."""
+    if not dist.is_initialized():
+        return work()
+    return told(agreed(lambda: work() if dist.get_rank() == 0 else None))
+
+
+def told(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def least(n: int) -> int:
+    """The smallest of what the ranks have."""
+    if not dist.is_initialized():
+        return n
+    every = [n] * dist.get_world_size()
+    dist.all_gather_object(every, n)
+    return min(every)
+
+
+class ToldChoices:
+    """A policy of speculation that goes by the clock, as rank 0 has it: what it chooses all do."""
+
+    def __init__(self, policy: Any):
+        self.policy = policy
+
+    def choose(self, rows: Sequence[Any]) -> list[int]:
+        return told(self.policy.choose(rows))
+
+    def choose_tree(self, rows: Sequence[Any]) -> Any:
+        return told(self.policy.choose_tree(rows))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+
+class Slices:
+    """--tp: of every matrix the part of this rank. `cut_` a model before its weights come; `join_`
+    it when no module will be swapped any more."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.mesh, self.ranks = args.mesh, args.mesh.size("tp")
+
+    def cut_(self, model: Transformer) -> None:
+        """Leave of the model what is this rank's. ValueError names the flag."""
+        from parallel import apply_tp
+
+        try:
+            apply_tp(model, self.mesh, gather_logits=False)
+        except ValueError as e:
+            raise ValueError(f"--{e}") from None  # tp N does not divide ...
+
+    def join_(self, model: Transformer) -> None:
+        """Give every rank the logits of the whole vocabulary; model.config now says of heads, for
+        who makes a cache, how many this rank has."""
+        c, group = model.config, self.mesh.group("tp")
+        kv_heads = max(1, c.n_kv_heads // self.ranks)
+        model.config = replace(c, n_heads=c.n_heads // self.ranks, n_kv_heads=kv_heads)
+        widest = -(-c.vocab_size // self.ranks)
+
+        def gather(head: nn.Module, args: Any, logits: Tensor) -> Tensor:
+            mine = F.pad(logits, (0, widest - logits.shape[-1])).contiguous()
+            parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+            dist.all_gather(parts, mine, group=group)
+            return torch.cat(parts, -1)[..., : c.vocab_size]
+
+        if self.ranks > 1:
+            model.head.register_forward_hook(gather)
+
+
+# --------------------------------------------------------------------------------------------------
 # Mixtures of experts, over one process or several
 # --------------------------------------------------------------------------------------------------
 
@@ -803,12 +948,13 @@ def mixtures(model: Transformer) -> list[MoE]:
 
 
 class Shares:
-    """--ep: the experts of every mixture shared out over the ranks. `cut_` a model before its
-    weights come; `join_` it when all else that sets experts is done."""
+    """--ep: the experts of every mixture shared out over the ranks, with --tp over its groups.
+    `cut_` a model before its weights come; `join_` it when all else that sets experts is done."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, alone = args, not dist.is_initialized()
-        self.rank, self.ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.group = g = None if args.mesh is None else args.mesh.group("ep")  # None: all ranks
+        self.rank, self.ranks = (0, 1) if alone else (dist.get_rank(g), dist.get_world_size(g))
         self.placements: list[Any] = []
 
     def cut_(self, model: Transformer) -> None:
@@ -829,7 +975,7 @@ class Shares:
         placements = self.placements if self.ranks > 1 else ()
         for layer, (module, placement) in enumerate(zip(mixtures(model), placements)):
             mine = local(module.experts, self.rank * placement.width, placement.width)
-            module.experts = placed(summed(mine), placement, offset=layer)
+            module.experts = placed(summed(mine, self.group), placement, offset=layer)
 
     def _place(self, config: ModelConfig, n: int) -> list[Any]:
         from expert_parallel import Placement
@@ -878,59 +1024,39 @@ def read_loads(path: Path, config: ModelConfig, n: int) -> list[list[float]]:
     return loads + [[1.0] * E] * (n - len(loads))
 
 
-@contextmanager
-def process_group(args: argparse.Namespace) -> Iterator[None]:
-    """With --ep under torchrun: the group of its processes."""
-    if not args.ep or "WORLD_SIZE" not in os.environ:
-        yield
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield
-        dist.barrier()  # none hangs up while another still listens
-    finally:
-        dist.destroy_process_group()
-
-
-def agreed(work: Callable[[], Any]) -> Any:
-    """work() on every rank. What one of them refuses all refuse, so that none waits for it."""
-    if not dist.is_initialized():
-        return work()
-    result, errors = None, [None] * dist.get_world_size()
-    try:
-        result, error = work(), None
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as e:
-        error = str(e) or "out of memory"
-    dist.all_gather_object(errors, error)
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise ValueError(error if rank == 0 else f"rank {rank}: {error}")
-    return result
-
-
-def from_first(work: Callable[[], Any]) -> Any:
-    """work() of rank 0, for all: stdin, say, can be read but once."""
-    if not dist.is_initialized():
-        return work()
-    box = [agreed(lambda: work() if dist.get_rank() == 0 else None)]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
 # --------------------------------------------------------------------------------------------------
 # Model and prompt
 # --------------------------------------------------------------------------------------------------
 
 
-def dummy_model(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Random weights in the shape of a named config or a config.json."""
+def dummy_model(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    prepare: Callable[[Transformer], Any] | None = None,
+) -> Transformer:
+    """Random weights in the shape of a named config or a config.json; of what prepare(model) cuts
+    on the meta device, this process's part of them."""
     if name not in CONFIGS and not Path(name).exists():
         raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
     config = CONFIGS[name] if name in CONFIGS else read_config(name)
     with torch.device("meta"):
         model = Transformer(config).eval()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    if prepare is not None:
+        prepare(model)
     allocate(model, device, dtype)
-    model.init_weights(torch.Generator(device).manual_seed(0))
+    rng = torch.Generator(device).manual_seed(0)
+    for name, p in model.named_parameters():
+        held = getattr(model.get_submodule(name.rpartition(".")[0]), "held", None)
+        held, cut = held if p.dim() == 3 else None, model.cuts.get(name)
+        whole = p if held is None and cut is None else p.new_empty(shapes[name])
+        model.init_weight(name, whole, rng)
+        if whole is not p:
+            part = whole if held is None else whole[list(held)]
+            p.data.copy_(part if cut is None else cut.of(part))
+    for buffer in model.buffers():
+        buffer.zero_()
     return model
 
 
@@ -941,17 +1067,21 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
         if args.compile and not shutil.which(compiler):
             raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
     dtype = DTYPES[args.dtype] if args.dtype else None
-    shares = Shares(args) if args.ep else None
-    prepare = None if shares is None else shares.cut_
+    parts = [Shares(args)] if args.ep else []
+    parts += [] if args.mesh is None else [Slices(args)]
+    prepare = partial(cut_, parts) if parts else None
     if args.dummy is not None:
-        model = dummy_model(args.dummy, device, dtype or torch.bfloat16)
-        if prepare is not None:
-            prepare(model)
+        model = dummy_model(args.dummy, device, dtype or torch.bfloat16, prepare)
         if args.quantize is not None:
             import compress  # only here: it imports Triton, which takes 0.2 s
 
             compress.quantize_dummy_(args, model)
-        return fast_(args, model, shares), NoTokenizer(model.config.vocab_size)
+        return fast_(args, model, parts), NoTokenizer(model.config.vocab_size)
+    if args.mesh is not None and is_quantized(args.checkpoint):
+        raise ValueError(
+            f"--tp: {args.checkpoint} holds codes, which are not cut; give --quantize and the "
+            "checkpoint that it was made of"
+        )
     if args.quantize is not None or is_quantized(args.checkpoint):
         import compress
 
@@ -965,14 +1095,20 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
             f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size "
             f"in config.json is {size}; the two are not of one model"
         )
-    return fast_(args, model, shares), tokenizer
+    return fast_(args, model, parts), tokenizer
+
+
+def cut_(parts: Sequence[Shares | Slices], model: Transformer) -> None:
+    """Leave of a model what --ep and --tp give this process."""
+    for part in parts:
+        part.cut_(model)
 
 
 def fast_(
-    args: argparse.Namespace, model: Transformer, shares: Shares | None = None
+    args: argparse.Namespace, model: Transformer, parts: Sequence[Shares | Slices] = ()
 ) -> Transformer:
     """What runs the model faster than model.py does: on a CPU cpu.py's products, in mixtures the
-    experts that --experts says, their shares of --ep joined. Returns the model."""
+    experts that --experts says; then what --ep and --tp cut is joined. Returns the model."""
     on_cpu = model.embed.weight.device.type == "cpu"
     if on_cpu:
         for_cpu_(model)
@@ -980,8 +1116,8 @@ def fast_(
         from moe import use_grouped_experts  # only here: it imports Triton, which takes 0.2 s
 
         use_grouped_experts(model, **({"linear": cpu.expert_linear} if on_cpu else {}))
-    if shares is not None:
-        shares.join_(model)
+    for part in parts:
+        part.join_(model)
     return model
 
 
@@ -1166,11 +1302,12 @@ def facts_line(f: dict[str, Any], where: str) -> str:
     return line
 
 
-def device_name(device: torch.device) -> str:
-    """What the facts are about."""
+def device_name(device: torch.device, mesh: Any = None) -> str:
+    """What the facts are about: one rank's device, of so many."""
+    name = f"{device.type}, {torch.get_num_threads()} threads"
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name(device)
+    return name if mesh is None else f"{name}, tp {mesh.size('tp')}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1203,7 +1340,10 @@ def build_decoder(
         raise ValueError(f"--logit-bias {str(e).partition(' ')[2]}") from None
     if args.speculate:
         draft = partial(load_draft, args, model.embed.weight.device)
-        decoder.speculator = drafting.speculator(args, decoder, tokenizer, draft)
+        decoder.speculator = found = drafting.speculator(args, decoder, tokenizer, draft)
+        if dist.is_initialized() and args.speculate_k == "auto":
+            found.new_policy = lambda new=found.new_policy: ToldChoices(new())
+            found.renew()
     return decoder
 
 
@@ -1215,7 +1355,7 @@ def load_draft(
     other.quantize, other.checkpoint = None, Path(name)
     other.dummy = name if args.dummy is not None else None
     try:
-        return load(other, device)
+        return agreed(partial(load, other, device))
     except ValueError as e:
         raise ValueError(f"--draft {name}: {str(e).removeprefix('--dummy ')}") from None
 
@@ -1274,7 +1414,7 @@ def generate(args: argparse.Namespace) -> None:
     if speculator is not None:
         facts |= speculator.tally.facts() | speed_up(runs, plain)
     report(args, text if continues else "", rows, facts)
-    print(facts_line(facts, device_name(device)), file=sys.stderr)
+    print(facts_line(facts, device_name(device, args.mesh)), file=sys.stderr)
 
 
 def report(
@@ -1404,7 +1544,9 @@ def engine_options(args: argparse.Namespace, model: Transformer) -> dict[str, An
         if args.compile and not options["static"]:
             raise ValueError("--compile: what experts compute has no static shape; leave it out")
     more = draft_layers(args, model.config)
-    fit = blocks_that_fit(model, args.block_size, args.max_running, args.kv_dtype, more)
+    fit = least(blocks_that_fit(model, args.block_size, args.max_running, args.kv_dtype, more))
+    if args.mesh is not None:
+        options["static"] = False  # no graph has sums over ranks in it
     return options | {"num_blocks": args.kv_blocks or fit}
 
 
@@ -1419,15 +1561,27 @@ def draft_layers(args: argparse.Namespace, config: ModelConfig) -> float:
     if not path.exists() and args.draft not in CONFIGS:
         raise ValueError(f"--draft {args.draft}: no such folder")
     c = CONFIGS[args.draft] if args.draft in CONFIGS else read_config(path)
-    width = lambda c: (
-        c.kv_lora_rank + c.qk_rope_head_dim if c.kv_lora_rank else 2 * c.n_kv_heads * c.head_dim
+    heads = max(1, c.n_kv_heads // (args.tp or 1))  # config has those of this rank
+    width = lambda c, heads: (
+        c.kv_lora_rank + c.qk_rope_head_dim if c.kv_lora_rank else 2 * heads * c.head_dim
     )
-    return c.n_layers * width(c) / width(config)
+    return c.n_layers * width(c, heads) / width(config, config.n_kv_heads)
 
 
-def batch(args: argparse.Namespace) -> None:
-    """--batch: a file of requests into a file of results."""
-    import serving  # only here: it imports Triton, which takes 0.2 s
+def equip(args: argparse.Namespace, engine: Any, tokenizer: Tokenizer) -> None:
+    """--speculate, if it is given, for an Engine."""
+    import serving
+
+    if args.speculate:
+        device = engine.model.embed.weight.device
+        serving.equip(args, engine, tokenizer, partial(load_draft, args, device))
+        if dist.is_initialized() and args.speculate_k == "auto":
+            engine.speculate_k = ToldChoices(engine.speculate_k)
+
+
+def batch_files(args: argparse.Namespace) -> tuple[Path, dict]:
+    """Of --batch: where results go, and what is answered there. ValueError names the flag."""
+    import serving
 
     if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
         raise ValueError(f"--batch {args.batch}: cannot be read; give a JSONL file")
@@ -1436,26 +1590,34 @@ def batch(args: argparse.Namespace) -> None:
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
     if out.exists() and out.samefile(args.batch):
         raise ValueError(f"--out {out} is the file of requests; give another")
-    answered = serving.read_results(out)
-    device = pick_device(args.device)
-    model, tokenizer = load(args, device)
+    return out, serving.read_results(out)
+
+
+def batch(args: argparse.Namespace) -> None:
+    """--batch: a file of requests into a file of results."""
+    import serving  # only here: it imports Triton, which takes 0.2 s
+
+    out, answered = from_first(partial(batch_files, args))
+    device = agreed(partial(pick_device, args.device))
+    model, tokenizer = agreed(partial(load, args, device))
     template = None if args.dummy else load_chat_template(args.checkpoint)
     eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
     names = [f.name for f in fields(serving.SamplingParams)]
     given = {name: getattr(args, name) for name in names} | {"logit_bias": args.how.logit_bias}
     defaults = serving.SamplingParams(**given)
     service = serving.Service(model, tokenizer, eos, **engine_options(args, model))
-    if args.speculate:
-        serving.equip(args, service.engine, tokenizer, partial(load_draft, args, device))
+    equip(args, service.engine, tokenizer)
+    limit = service.engine.capacity
     requests = serving.RequestFile(
-        args.batch, answered, tokenizer, template, args.system, defaults, service.engine.capacity
+        args.batch, answered, tokenizer, template, args.system, defaults, limit, from_first
     )
+    first = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        line = serving.run_batch(service, requests, out)
+        line = serving.run_batch(service, requests, out if first else Path(os.devnull))
     except KeyboardInterrupt:
         print(f"stopped; {out} has what is finished, the same command goes on", file=sys.stderr)
         raise
-    print(f"[{device_name(device)}] {line}", file=sys.stderr)
+    print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)
 
 
 def bench_serving(args: argparse.Namespace) -> None:
@@ -1464,11 +1626,10 @@ def bench_serving(args: argparse.Namespace) -> None:
 
     lengths = {name: getattr(args, name) for name in WORKLOAD_FLAGS.split()}
     workload = serving.Workload(args.bench_serving, seed=args.how.seed, **lengths)
-    device = pick_device(args.device)
-    model, tokenizer = load(args, device)
+    device = agreed(partial(pick_device, args.device))
+    model, tokenizer = agreed(partial(load, args, device))
     engine = serving.build_engine(model, **engine_options(args, model))
-    if args.speculate:
-        serving.equip(args, engine, tokenizer, partial(load_draft, args, device))
+    equip(args, engine, tokenizer)
     longest = args.shared_prefix + args.input_tokens[1] + args.output_tokens[1]
     if longest > engine.capacity:
         raise ValueError(
@@ -1480,8 +1641,8 @@ def bench_serving(args: argparse.Namespace) -> None:
     trace = workload.trace(model.config.vocab_size)
     shifted = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
     warm_up = [replace(a, due=0.0, ids=shifted(a.ids)) for a in trace[: 2 * args.max_running]]
-    serving.replay(engine, warm_up, params)  # compiles and captures what steps of this form need
-    facts = serving.replay(engine, trace, params)
+    # the first compiles and captures what steps of this form need
+    facts = [serving.replay(engine, part, params, told) for part in (warm_up, trace)][1]
     print(json.dumps(facts) if args.json else serving.facts_table(facts))
 
 
@@ -1547,7 +1708,8 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if "--ep" not in argv or "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
+    several = any(a == "--ep" or a.partition("=")[0] == "--tp" for a in argv)
+    if not several or "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
         return outcome(argv)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         try:

@@ -386,8 +386,15 @@ class RequestFile:
     system: str | None  # put before messages that have none
     defaults: SamplingParams
     limit: int  # tokens that a prompt and its text may have
+    # of several processes one reads, for all: from_first(read) is what it read
+    from_first: Callable[[Callable[[], Any]], Any] = lambda read: read()
 
     def __iter__(self) -> Iterator[Request | Result]:
+        unread = self._unread()
+        while (answer := self.from_first(partial(next, unread, None))) is not None:
+            yield answer
+
+    def _unread(self) -> Iterator[Request | Result]:
         first: dict[Id, int] = {}  # the line that has the id
         with open(self.path, "rb") as file:
             for line, raw in enumerate(file, 1):
@@ -603,21 +610,28 @@ class Workload:
         return [Arrival(at, ids, new) for at, (ids, new) in zip(due, asked)]
 
 
-def replay(engine: Engine, trace: list[Arrival], params: SamplingParams) -> dict[str, Any]:
+def replay(
+    engine: Engine,
+    trace: list[Arrival],
+    params: SamplingParams,
+    told: Callable[[float], float] = lambda seconds: seconds,
+) -> dict[str, Any]:
     """Run a trace on the real clock, request i with seed + i; the facts, under the names that
-    --json prints, times in seconds."""
+    --json prints, times in seconds. Where several processes run it as one, told(time) is that of
+    the one whose clock counts, and whose facts."""
     counts = lambda: (s.n_hit_tokens, s.n_admitted_tokens, s.n_preempted)
     s, waiting, due, done = engine.scheduler, deque(enumerate(trace)), {}, []
-    before, start = counts(), engine.clock()
+    before, start = counts(), told(engine.clock())
     while waiting or engine.unfinished:
-        while waiting and start + waiting[0][1].due <= engine.clock():
+        now = told(engine.clock()) if waiting else math.inf
+        while waiting and start + waiting[0][1].due <= now:
             i, a = waiting.popleft()
             asked = replace(params, max_new_tokens=a.new, seed=(params.seed + i) % 2**63)
             due[engine.add(a.ids, asked)] = start + a.due
         if not engine.unfinished:
-            time.sleep(max(0.0, start + waiting[0][1].due - engine.clock()))
+            time.sleep(max(0.0, start + waiting[0][1].due - told(engine.clock())))
         done += [output for output in engine.step() if output.finished]
-    seconds = engine.clock() - start
+    seconds = told(engine.clock()) - start
     hits, prompts, preempted = (b - a for a, b in zip(before, counts()))
 
     times: dict[str, list[float]] = {name: [] for name in ("queue", "ttft", "itl", "e2e")}

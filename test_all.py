@@ -21514,20 +21514,17 @@ def zero_counts(rank, ranks, folder, stage):
 
 
 def zero_live():
-    """Bytes of all tensors that Python sees"""
+    """The memory of all tensors that Python sees: {address: bytes}, and these tensors"""
     gc.collect()
-    storages = {}
-    for t in gc.get_objects():
-        if type(t) in (torch.Tensor, nn.Parameter):
-            s = t.untyped_storage()
-            storages[s.data_ptr()] = s.nbytes()
-    return sum(storages.values())
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    storages = [t.untyped_storage() for t in tensors]
+    return {s.data_ptr(): s.nbytes() for s in storages}, tensors
 
 
 def zero_bytes(rank, ranks, folder, stage, dtype):
     """[formula, what there is more than before], after a step and, in the next, after a
     micro-batch"""
-    before = zero_live()
+    before, kept = zero_live()  # kept, so that none makes room for another
     model = nn.Sequential(*(nn.Linear(128, 128, dtype=dtype) for _ in range(4)))
     adam = partial(torch.optim.AdamW, lr=0.1)
     optimizer = zero.DistributedOptimizer(
@@ -21547,7 +21544,7 @@ def zero_bytes(rank, ranks, folder, stage, dtype):
         sizes["gradient"] = gradient
         formula = zero.state_bytes(n, ranks, stage, **sizes)
         steps = 4 * len(optimizer.buckets)
-        live = zero_live() - before - x.nbytes
+        live = sum(n for at, n in zero_live()[0].items() if at not in before) - x.nbytes
         found.append((formula, live - steps))
     return found
 
