@@ -8,18 +8,17 @@ shapes, dtypes and storages, without numbers. What runs is counted; real ranks c
 - Sent are the bytes of ring algorithms: for an all-gather (n - 1) shards, for a reduce-scatter
   (n - 1) / n of the input, for an all-reduce twice that, else what is for others.
 - Activations are what autograd keeps of a micro-batch until its backward pass, each storage once,
-  parameters not; but the bf16 copies that autocast makes of them, without --zero. It is what a
-  CPU's kernels keep: the keys of grouped-query attention repeated, as a GPU's would not.
-- Gradients are those at the end of the step; --zero 1 has whole ones before.
+  parameters not, but bf16 copies of them, which autocast makes without --zero. CPUs' kernels keep
+  keys repeated for grouped queries, GPUs' not. Gradients are those of the end of the step.
 - Where a shape depends on numbers, targets fall evenly on the parts of the vocabulary and tokens on
-  experts, as if drawn: W of E experts, K per token, get 1 - C(E - W, K) / C(E, K) of the tokens.
+  experts as if drawn: W of E get 1 - C(E - W, K) / C(E, K) of the tokens; groups would have fewer.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import comb
 from types import SimpleNamespace
@@ -106,7 +105,6 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
     states = [x for state in optimizer.state.values() for x in state.values()]
     tensors = dict(parameters=own, gathered=whole, gradients=gradients, optimizer=states)
     costs = {name: nbytes(of) for name, of in tensors.items()}
-    layout.reshard(model)
     costs["activations"] = sum(storage.nbytes() for storage in kept.values())
     return costs | {"sent": {key: (len(each), sum(each)) for key, each in traffic.sent.items()}}
 
@@ -114,9 +112,8 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
 class Answers(TorchDispatchMode):
     """Over a FakeTensorMode: what code gets that asks for numbers. `next`, and then always 1."""
 
-    def __init__(self, tp: int):
-        super().__init__()
-        self.tp, self.next = tp, []
+    tp: int
+    next: Sequence[int] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op, aten = func.overloadpacket, torch.ops.aten
@@ -125,7 +122,8 @@ class Answers(TorchDispatchMode):
         if op is aten.aminmax:  # are ids in their range?
             return torch.tensor(0), torch.tensor(0)
         if op is aten._local_scalar_dense and getattr(args[0], "constant", args[0]) is None:
-            return self.next.pop(0) if self.next else 1
+            value, *self.next = self.next or [1]
+            return value
         return func(*args, **(kwargs or {}))
 
     def told(self, run: Any, sizes: Callable[[int], list[int]], x: Tensor, *others: Any) -> Tensor:
@@ -144,10 +142,9 @@ def even(experts: Experts, answers: Answers, config: ModelConfig) -> SimpleNames
         run = told(run, lambda n: [round(n * slots) * e // own for e in range(own + 1)])
         for i, (width, group) in enumerate(experts.levels):
             chunks, ranks = experts.chunks if i == len(experts.levels) - 1 else 1, group.size()
-            part = share(width) / share(width * ranks)
-            sizes = lambda n, c=chunks, part=part, both=2 * ranks: [  # to each rank, and from each
-                round((n + c - 1 - j) // c * part) for j in range(c) for _ in range(both)
-            ]
+            sizes = lambda n, c=chunks, part=share(width) / share(width * ranks), r=ranks: [
+                round((n + c - 1 - j) // c * part) for j in range(c) for _ in range(2 * r)
+            ]  # of each chunk, to each rank and from each
             run = told(exchanged(run, width, group, chunks), sizes)
         return placed(run, experts.placement)
 
@@ -156,7 +153,8 @@ def even(experts: Experts, answers: Answers, config: ModelConfig) -> SimpleNames
 
 def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
     """The costs of rank 0, and the mesh in a line."""
-    layout, answers = Layout(args, config, args.world_size), Answers(args.tp)
+    layout, answers = Layout(args, config, args.world_size), Answers()
+    answers.tp = args.tp
     if E := config.n_experts:
         plain = layout.experts or Experts(Placement.even(E, 1), tuple(range(E)), (), 1)
         layout.experts = even(plain, answers, config)
@@ -183,8 +181,7 @@ def settle(args: argparse.Namespace) -> ModelConfig:
     config = train.model_config(args)
     train.settle_expert_flags(args, config)
     if config.moe_layers and (args.fp8 or args.experts == "loop"):
-        flag = "--fp8" if args.fp8 else "--experts loop"
-        raise ValueError(f"--dry-run: a loop over experts has no known sizes; leave {flag} out")
+        raise ValueError("--dry-run has no sizes for --fp8 and --experts loop; leave them out")
     args.dtype, args.world_size = args.dtype.replace("auto", "bf16"), args.world_size or 1
     if "--batch-size" not in args.given:  # a micro-batch for each rank
         args.batch_size = args.micro_batch_size * max(1, args.world_size // (args.tp * args.cp))
@@ -201,7 +198,7 @@ def dry_run(args: argparse.Namespace) -> str:
     (costs, mesh), whole = count(args, config), train.meta_model(config)
     B, T, world, sent = args.batch_size, args.seq_len, args.world_size, costs["sent"]
     rows, flops = B * args.tp * args.cp // world, train.flops_per_token(whole, T) * B * T / world
-    loads = "; experts have even loads" * bool(config.moe_layers)
+    loads = "; experts have even loads" if config.moe_layers else ""
     table = [
         ("parameters of the model", nbytes(whole.parameters()) // 4, nbytes(whole.parameters())),
         ("  of this rank", costs["parameters"] // 4, costs["parameters"]),

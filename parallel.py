@@ -358,7 +358,8 @@ def apply_tp(
     tp of the norms' work and of the activations kept. ring: (all_gather_matmul,
     matmul_reduce_scatter) of async_tp.py, which overlap these with the products.
     gather_logits=False leaves each rank the logits of its part of the vocabulary, for
-    vocab_cross_entropy. With more ranks than key heads, several have the same.
+    vocab_cross_entropy; what gathers them is a hook on the head, which goes with a head that is
+    swapped. With more ranks than key heads, several have the same.
 
     ValueError for sizes that tp does not divide.
     """
@@ -448,6 +449,8 @@ def _cut(kind: str, name: str, p: Tensor, config: Any, rank: int, ranks: int) ->
     whole, copies = p.shape[dim] // blocks, 1
     if kind in ("lookup", "vocab"):  # need not be even
         each = -(-whole // ranks)
+        ok = (ranks - 1) * each < whole
+        _check(ok, f"tp {ranks} leaves ranks without any of {name}'s {whole} rows: take fewer")
         return Cut(0, min(whole, rank * each), min(whole, (rank + 1) * each), whole)
     units, what = whole, f"the {whole} of {name}"
     if kind == "heads":

@@ -4262,10 +4262,18 @@ def test_kills_at_random_moments_lose_nothing(corpus, tiny_config, tmp_path):
     import random
 
     def argv(out: Path) -> list:
-        return train_argv(corpus, tiny_config, out, "--save-every", 1, "--steps", 160)
+        return train_argv(corpus, tiny_config, out, "--save-every", 1, "--steps", 120)
 
     whole, out, rng, kills = tmp_path / "whole", tmp_path / "killed", random.Random(0), 0
-    assert run(*argv(whole)).returncode == 0
+    began = time.monotonic()
+    program, quiet = [sys.executable, *map(str, argv(whole))], subprocess.DEVNULL
+    p = subprocess.Popen(program, cwd=REPO, env=ENV, stderr=quiet)
+    while not (whole / T.STATE).exists():
+        time.sleep(0.01)
+        assert p.poll() is None
+    first = time.monotonic() - began  # moments are of this machine's own pace
+    assert p.wait(240) == 0
+    late = first + (time.monotonic() - began - first) / 3
     for _ in range(40):
         resume = ["--resume"] if (out / T.STATE).exists() else []
         p = subprocess.Popen(
@@ -4276,7 +4284,7 @@ def test_kills_at_random_moments_lose_nothing(corpus, tiny_config, tmp_path):
             text=True,
         )
         try:
-            _, error = p.communicate(timeout=rng.uniform(2.0, 6.0))
+            _, error = p.communicate(timeout=rng.uniform(first / 2, late))
             assert p.returncode == 0, error
             break
         except subprocess.TimeoutExpired:
@@ -22883,3 +22891,436 @@ def test_tp_refused(tp_done):
     for got in tp_present(tp_done["refused"]):
         for said, word in zip(got["said"], words, strict=True):
             assert re.search(word, said), said
+
+
+# --------------------------------------------------------------------------------------------------
+# generate.py: --tp
+# --------------------------------------------------------------------------------------------------
+
+
+# One rank: a line is a command line; it says what the program said and what it read and holds.
+# Each has a clock of its own, a taste of its own for drafts, and room of its own for a cache.
+GTP_RANK = f"""
+import contextlib, io, json, os, random, sys, time
+rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+clock, late, rng = time.perf_counter, 0.0, random.Random(rank)
+def perf_counter():
+    global late
+    late += 0.1 * rank * rng.random()
+    return clock() + late
+time.perf_counter = perf_counter
+sys.path.insert(0, {str(REPO)!r})
+import torch
+import torch.distributed as dist
+import generate as G
+import model as M
+import serving as V
+import speculative as E
+torch.set_num_threads(1)
+G.measured_bandwidth = lambda device: 1e9
+V.blocks_that_fit = lambda *how: 16 - 5 * rank
+if rank:
+    E.Goodput.choose = lambda self, rows: [rng.randrange(4) for _ in rows]
+    E.TreeGoodput.choose_tree = lambda self, rows: E.Tree.chain(rng.randrange(3))
+load, cache, safe_open = G.load, G.KVCache, M.safe_open
+said = {{}}
+def read(tensor):
+    said["read"] += tensor.nbytes
+    return tensor
+class Counted:
+    def __init__(self, of):
+        self.of = of
+    def __enter__(self):
+        return Counted(self.of.__enter__())
+    def __exit__(self, *why):
+        return self.of.__exit__(*why)
+    def get_slice(self, name):
+        return Counted(self.of.get_slice(name))
+    def get_tensor(self, name):
+        return read(self.of.get_tensor(name))
+    def __getitem__(self, where):
+        return read(self.of[where])
+    def __getattr__(self, name):
+        return getattr(self.of, name)
+def loading(args, device):
+    model, tokenizer = load(args, device)
+    every = {{*model.parameters(), *model.buffers()}}
+    said.setdefault("holds", sum(p.nbytes for p in every))
+    said.setdefault("step", G.weight_bytes(model))
+    return model, tokenizer
+def caching(*how):
+    made = cache(*how)
+    said.setdefault("cache", list(made.k[0].shape))
+    return made
+G.load, G.KVCache = loading, caching
+M.safe_open = lambda *how, **more: Counted(safe_open(*how, **more))
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=ranks)
+for line in sys.stdin:
+    said, out, err = {{"read": 0}}, io.StringIO(), io.StringIO()
+    try:
+        args = G.parse_args(json.loads(line))
+        modes = ((args.score, G.score_file), (args.batch, G.batch))
+        modes += ((args.bench_serving, G.bench_serving), (True, G.generate))
+        args.mesh = G.new_mesh(args)
+        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+        with streams[0], streams[1], torch.inference_mode():
+            next(mode for flag, mode in modes if flag)(args)
+        said |= json.loads(out.getvalue()) if out.getvalue().startswith("{{") else {{}}
+    except ValueError as e:
+        said["error"] = str(e)
+    print(json.dumps(said | {{"out": out.getvalue(), "err": err.getvalue()}}), flush=True)
+dist.barrier()
+sys.stderr.flush()
+os._exit(0)
+"""
+
+
+def gtp_ranks(ranks: int, tmp_path: Path, cases: list) -> list[list[dict]]:
+    """Of each case what every rank says: texts and errors are the same."""
+    lines = "".join(json.dumps([str(a) for a in case]) + "\n" for case in cases)
+    store = tmp_path / f"store{ranks}-{time.monotonic_ns()}"
+    argv = [sys.executable, "-c", GTP_RANK]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    every = [
+        subprocess.Popen([*argv, str(r), str(ranks), str(store)], env=env, **pipes)
+        for r in range(ranks)
+    ]
+    try:
+        for p in every:
+            p.stdin.write(lines)
+            p.stdin.close()
+            p.stdin = None  # or communicate would flush it
+        outs = [(*p.communicate(timeout=120), p.returncode) for p in every]
+    finally:
+        for p in every:
+            p.kill()
+    for out, err, code in outs:
+        assert code == 0 and len(out.splitlines()) == len(cases), err[-3000:]
+    said = [[json.loads(line) for line in out.splitlines()] for out, _, _ in outs]
+    same = ("tokens", "samples", "logprobs", "error", "nats_per_token", "requests")
+    for case, *each in zip(cases, *said):
+        for other in each[1:]:
+            assert [other.get(k) for k in same] == [each[0].get(k) for k in same], case
+    return [list(each) for each in zip(*said)]
+
+
+def gtp_like_one(want: dict, got: dict, case) -> None:
+    """The tokens of one process, and nearly its log-probabilities."""
+    assert "error" not in got, got["error"]
+    samples = zip(got.get("samples", [got]), want.get("samples", [want]), strict=True)
+    for a, b in samples:
+        for name in ("tokens", "finish_reason"):
+            assert a.get(name) == b.get(name), (case, name)
+        pick = lambda d: torch.tensor([e["logprob"] for e in d.get("logprobs", ())])
+        assert torch.allclose(pick(a), pick(b), atol=1e-4), case
+    if "nats_per_token" in want:
+        assert got["nats_per_token"] == pytest.approx(want["nats_per_token"], rel=1e-5)
+
+
+def gtp_folder_of(config: M.ModelConfig, path: Path) -> Path:
+    """Random weights with the shipped tokenizer, in fp32."""
+    M.save_checkpoint(random_model(config), path)
+    shutil.copyfile(SMALL / "tokenizer.model", path / "tokenizer.model")
+    return path
+
+
+def gtp_qwen(**changes) -> M.ModelConfig:
+    """Biases, an untied head, a vocabulary that no number divides."""
+    return tiny(**dict(vocab_size=4099, family="qwen2", qkv_bias=True, n_layers=2) | changes)
+
+
+@pytest.fixture
+def gtp_plain(monkeypatch):
+    """Not the kernels, which would be interpreted in this process, as in none of the ranks."""
+    monkeypatch.setattr(G, "measured_bandwidth", lambda device: 1e9)
+    for sheet in (A, O, P):
+        monkeypatch.setattr(sheet, "INTERPRET", False, raising=False)
+
+
+def gtp_config_of(config: M.ModelConfig, path: Path) -> Path:
+    path.write_text(json.dumps(config.to_hf()))
+    return path
+
+
+GTP_FP32 = ("--dtype", "fp32")
+GTP_GREEDY = (GOLDEN_PROMPT, *GTP_FP32, "--temperature", 0, "--max-new-tokens", 12, "--json")
+GTP_SAMPLED = (*GTP_GREEDY, "--temperature", 0.9, "--seed", 7, "--n", 3)
+GTP_WHOLE = (
+    "norm",
+    "router",
+    "correction",
+    "_a_proj",
+    "o_proj.bias",
+    "down_proj.bias",
+    "mtp.0.proj",
+)
+
+
+def gtp_read_of(folder: Path, ranks: int) -> list[int]:
+    """Bytes that each rank should read of a folder."""
+    found = [0] * ranks
+    model = M.load_checkpoint(folder)
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        for rank in range(ranks):
+            n = len(p)
+            if name in ("embed.weight", "head.weight"):  # the last one's share may be smaller
+                each = -(-n // ranks)
+                n = max(0, min(n, (rank + 1) * each) - rank * each)
+                found[rank] += n * p[0].nbytes
+            elif any(part in name for part in GTP_WHOLE):
+                found[rank] += p.nbytes
+            else:
+                copies = ranks // model.config.n_kv_heads if "k_proj" in name else 1
+                copies = ranks // model.config.n_kv_heads if "v_proj" in name else copies
+                found[rank] += p.nbytes // (ranks // max(1, copies))
+    return found
+
+
+def gtp_batch_lines(folder: Path) -> Path:
+    """More than the cache holds at once, with everything that a request may ask; one is wrong."""
+    asked = [
+        {"prompt": f"def f{i}(x):\n", "max_new_tokens": 8 + i, "temperature": 0.8 * (i % 2),
+         "seed": i, "priority": -i}
+        for i in range(4)
+    ]  # fmt: skip
+    asked += [
+        {"prompt": "import os\n", "n": 2, "logprobs": 1, "temperature": 0.7},
+        {"prompt": "class A:\n", "stop": ["\n"], "temperature": 0},
+        {"prompt": "x", "temprature": 1},
+    ]
+    return serving_file(folder / "requests.jsonl", asked)
+
+
+def test_generate_tp_two_ranks(tmp_path, capsys, gtp_plain):
+    """The text of one process, greedy and sampled, dense with biases and of latent attention with
+    experts, of random weights, and in a batch with drafts. Every rank reads, holds and caches its
+    part. What cannot be cut is refused in one line."""
+    biased = gtp_folder_of(gtp_qwen(), tmp_path / "qwen")
+    dummy = ("--dummy", gtp_config_of(latent(), tmp_path / "latent.json"), "--prompt-tokens", 5)
+    odd = gtp_config_of(gtp_qwen(n_heads=3, n_kv_heads=3), tmp_path / "odd.json")
+    cases = [
+        GTP_GREEDY,
+        (*GTP_SAMPLED, "--checkpoint", MOE),
+        (*GTP_GREEDY, "--checkpoint", biased, "--attention", "flash", "--logprobs", 2),
+        (*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json"),
+    ]
+    served = (
+        "--batch",
+        gtp_batch_lines(tmp_path),
+        *GTP_FP32,
+        "--block-size",
+        4,
+        "--max-running",
+        4,
+    )
+    served += ("--max-new-tokens", 12, "--logprobs", 0)
+    out = tmp_path / "ranks.jsonl"
+    wrong = {
+        (*GTP_GREEDY, "--tp", 3): "--tp 3 does not divide the 2 processes",
+        (*GTP_GREEDY, "--tp", 1): "give --tp 2",
+        ("--dummy", odd, "--prompt-tokens", 5): "--tp 2 does not divide n_heads 3",
+        (*GTP_GREEDY, "--device", "cuda:1"): "give cuda",
+    }
+    lines = (*cases, (*served, "--out", out, "--speculate", "ngram"), *wrong)
+    said = gtp_ranks(2, tmp_path, [c if "--tp" in c else (*c, "--tp", 2) for c in lines])
+    for case, each in zip(cases, said):
+        gtp_like_one(alone(capsys, [a for a in case if a != "--json"]), each[0], case)
+    gtp_check_parts(said, biased)
+    gtp_check_batch(served, out)
+    for words, each in zip(wrong.values(), said[len(cases) + 1 :], strict=True):
+        assert words in each[0]["error"] and "\n" not in each[0]["error"]
+
+
+def gtp_check_parts(said: list[list[dict]], biased: Path) -> None:
+    """Of test_tp_two_ranks' cases: caches, bytes read, held, and read again by a step."""
+    shapes = [each[0]["cache"] for each in said[:3]]
+    assert [(B, H, D) for B, H, _, D in shapes] == [(1, 1, 64), (3, 1, 80), (1, 1, 16)]
+    for case, folder, wide in ((0, SMALL, 2), (1, MOE, 2), (2, biased, 1)):
+        for each, read in zip(said[case], gtp_read_of(folder, 2), strict=True):
+            assert each["read"] == read and 0.999 < each["holds"] / (read * wide) <= 1
+    whole = G.weight_bytes(M.load_checkpoint(SMALL, dtype=torch.float32))
+    assert whole / 2 <= said[0][0]["step"] < 0.51 * whole
+    assert "tp 2]" in said[0][0]["err"] and len(said[0][0]["err"].splitlines()) == 1
+
+
+def gtp_check_batch(served: tuple, out: Path) -> None:
+    """Each request has one answer, that of one process."""
+    one = out.with_suffix(".one")
+    assert G.main([str(a) for a in (*served, "--out", one)]) == 0
+    by_line = lambda path: {r["line"]: r for r in serving_lines(path)}
+    want, got = by_line(one), by_line(out)
+    assert len(serving_lines(out)) == len(want) == 7 and "error" in want[7]
+    for line, result in want.items():
+        if "error" in result:
+            assert got[line] == result
+        else:
+            gtp_like_one(result, got[line], line)
+
+
+@pytest.mark.slow
+def test_generate_tp_two_ranks_by_the_clock(tmp_path, capsys, gtp_plain):
+    """Where ranks see other times: drafts whose number is measured, requests that arrive. And
+    perplexity; quantized in parts it is nearly that of the whole."""
+    text = tmp_path / "text.py"
+    text.write_text("def add(a, b):\n    return a + b\n" * 4)
+    many = (*GTP_GREEDY, "--max-new-tokens", 60, "--n", 2)
+    cases = [
+        (*GTP_FP32, "--score", text, "--json"),
+        (*many, "--speculate", "draft"),
+        (*GTP_GREEDY, "--max-new-tokens", 40, "--speculate", "tree"),
+        (*GTP_GREEDY, "--max-new-tokens", 40, "--speculate", "staged", "--speculate-k", 3),
+    ]
+    bench = (
+        "--bench-serving",
+        12,
+        *GTP_FP32,
+        "--json",
+        "--output-tokens",
+        "2:9",
+        "--max-running",
+        4,
+    )
+    more = [
+        (*cases[0], "--quantize", "int8"),
+        (*cases[0], "--quantize", "int4"),
+        (*bench, "--rate", 30, "--speculate", "draft"),
+        (*bench, "--kv-dtype", "int8"),
+    ]
+    codes = tmp_path / "codes"
+    assert G.main(["--quantize", "int8", "--save", str(codes)]) == 0
+    wrong = {
+        (*GTP_GREEDY, "--checkpoint", codes): "holds codes",
+        (*GTP_GREEDY, "--quantize", "int4", "--group-size", 64): "group_size",
+    }
+    capsys.readouterr()
+    said = gtp_ranks(2, tmp_path, [(*case, "--tp", 2) for case in (*cases, *more, *wrong)])
+    for case, each in zip(cases, said):
+        gtp_like_one(alone(capsys, [a for a in case if a != "--json"]), each[0], case)
+    loss, int8, int4 = (said[i][0]["nats_per_token"] for i in (0, 4, 5))
+    assert int8 == pytest.approx(loss, rel=0.01) and int4 == pytest.approx(loss, rel=0.15)
+    assert all(each[0]["requests"] == 12 for each in said[6:8])
+    for words, each in zip(wrong.values(), said[8:], strict=True):
+        assert words in each[0]["error"] and "\n" not in each[0]["error"]
+
+
+@pytest.mark.slow
+def test_generate_tp_four_ranks(tmp_path, capsys, gtp_plain):
+    """More ranks than key heads, of which some have the same; experts over groups of two; every
+    drafter; a vocabulary of which the last has less."""
+    biased = gtp_folder_of(gtp_qwen(n_kv_heads=1), tmp_path / "qwen")
+    linear = dict(alibi=True, tie_embeddings=True, o_bias=True, qkv_bias=True, mlp_bias=True)
+    linear = gtp_folder_of(tiny(vocab_size=4099, family="sheaf", **linear), tmp_path / "alibi")
+    deep = gtp_folder_of(latent(vocab_size=4096), tmp_path / "latent")
+    dummy = ("--dummy", gtp_config_of(latent(), tmp_path / "latent.json"), "--prompt-tokens", 5)
+    experts, load = ("--tp", 2, "--ep"), ("--expert-load", uneven(tmp_path))
+    cases = [
+        (GTP_GREEDY, ("--tp", 4)),
+        ((*GTP_SAMPLED, "--checkpoint", biased), ("--tp", 4)),
+        ((*GTP_GREEDY, "--checkpoint", deep), ("--tp", 4)),
+        ((*GTP_GREEDY, "--checkpoint", linear), ("--tp", 4)),
+        ((*GTP_GREEDY, "--checkpoint", MOE), experts),
+        ((*GTP_SAMPLED, "--checkpoint", MOE), (*experts, *load, "--redundant-experts", 3)),
+        ((*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json"), experts),
+        ((*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json", "--experts", "loop"), ("--tp", 4)),
+        ((*GTP_GREEDY, "--checkpoint", deep, "--speculate", "mtp"), ("--tp", 4)),
+    ]
+    many = (*GTP_GREEDY, "--max-new-tokens", 40)
+    for kind in ("exit", "head", "ngram"):
+        cases.append(((*many, "--speculate", kind), ("--tp", 4)))
+    wrong = {
+        (*many, "--speculate", "draft", "--tp", 4): "--draft",
+        (*GTP_GREEDY, "--checkpoint", linear, "--tp", 2): "give --tp 4",
+        (*GTP_GREEDY, "--checkpoint", MOE, "--tp", 4): "--tp 4 does not divide n_heads 6",
+        (*GTP_GREEDY, "--tp", 2, "--ep"): "no mixture of experts",
+    }
+    lines = [(*case, *more) for case, more in cases]
+    said = gtp_ranks(4, tmp_path, [*lines, *wrong])
+    for (case, _), each in zip(cases, said):
+        gtp_like_one(alone(capsys, [a for a in case if a != "--json"]), each[0], case)
+    assert said[0][0]["cache"][1] == 1
+    for case, folder, wide in ((0, SMALL, 2), (1, biased, 1), (2, deep, 1)):
+        for each, read in zip(said[case], gtp_read_of(folder, 4), strict=True):
+            assert each["read"] == read and 0.999 < each["holds"] / (read * wide) <= 1
+    for words, each in zip(wrong.values(), said[len(cases) :], strict=True):
+        assert words in each[0]["error"] and "\n" not in each[0]["error"]
+
+
+@pytest.mark.slow
+def test_generate_tp_as_a_user_runs_it(tmp_path):
+    """torchrun: the prompt by a pipe, the text once, one line of facts; requests by a pipe too, and
+    a run of them that goes on; a refusal in one line, and no exit code 0."""
+    argv = ["generate.py", *GTP_FP32, "--temperature", 0, "--max-new-tokens", 12]
+    done = run(*TORCHRUN, 2, *argv, "--tp", 2, stdin=GOLDEN_PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == run(*argv, GOLDEN_PROMPT).stdout
+    facts = [line for line in done.stderr.splitlines() if "tok/s" in line]
+    assert len(facts) == 1 and "tp 2]" in facts[0]
+    out = tmp_path / "out.jsonl"
+    lines = [json.dumps({"prompt": f"def f{i}", "temperature": 0}) for i in range(3)]
+    serve = ["generate.py", *GTP_FP32, "--batch", "/dev/stdin", "--out", out, "--max-new-tokens", 3]
+    for n in (2, 3):
+        done = run(*TORCHRUN, 2, *serve, "--tp=2", stdin="\n".join(lines[:n]))
+        assert done.returncode == 0, done.stderr
+        assert [r["line"] for r in serving_lines(out)] == list(range(1, n + 1))
+    for ranks, flags, words in (
+        (2, ("--tp", 3), "does not divide the 2 processes"),
+        (3, ("--tp", 3), "--tp 3 does not divide n_heads 4"),
+        (2, ("--tp", 2, "--compile"), "--tp does not go together with --compile"),
+    ):
+        done = run(*TORCHRUN, ranks, *argv, *flags)
+        lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: error")]
+        assert done.returncode != 0 and len(lines) == 1 and words in lines[0], done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--tp", "2"), "--tp 2: start it with torchrun --nproc-per-node 2"),
+        (("--tp", "0"), "--tp must be at least 1"),
+        (("--tp", "2", "--interactive"), "--tp does not go together with --interactive"),
+        (("--tp", "2", "--compile"), "--compile"),
+        (("--tp", "2", "--quantize", "int4", "--calibrate", "gptq"), "--calibrate"),
+        (("--tp", "2", "--quantize", "int4", "--save", "x"), "--save"),
+        (("--tp", "2", "--quantize-report"), "--quantize-report"),
+    ],
+)
+def test_generate_tp_refuses(flags, words, capsys):
+    """What cannot be cut, or is no place to be."""
+    assert G.main(list(flags)) == 2
+    err = capsys.readouterr().err
+    assert words in err and len(err.splitlines()) == 1
+
+
+def test_generate_tp_one_is_the_plain_thing(capsys, gtp_plain):
+    """One process, with and without --tp 1, which goes with everything."""
+    texts = [alone(capsys, (*GTP_GREEDY[:-1], *more))["text"] for more in ((), ("--tp", 1))]
+    assert texts[0] == texts[1]
+    assert G.parse_args(["--tp", "1", "--interactive"]).mesh is None
+
+
+def test_dummy_parts_are_of_the_whole(tmp_path):
+    """Random weights of a process that has a part of them: that part of one process's."""
+    path = gtp_config_of(latent(), tmp_path / "latent.json")
+    held = (5, 2, 2)
+
+    def cut(model: M.Transformer) -> None:
+        sliced = {
+            "embed.weight": parallel.Cut(0, 40, 97, 97),
+            "layers.0.mlp.down_proj.weight": parallel.Cut(1, 7, 9, 80),
+            "layers.1.mlp.w_gate_up": parallel.Cut(1, 3, 8, 24, blocks=2),
+        }
+        for name, p in model.named_parameters():
+            if p.dim() == 3:
+                p.data = p.data[list(held)]
+                model.get_submodule(name.rpartition(".")[0]).held = held
+            p.data = sliced[name].of(p.data) if name in sliced else p.data
+        model.cuts |= sliced
+
+    cpu, fp32 = torch.device("cpu"), torch.float32
+    whole = dict(G.dummy_model(str(path), cpu, fp32).named_parameters())
+    model = G.dummy_model(str(path), cpu, fp32, cut)
+    assert model.cuts and [*whole] == [name for name, _ in model.named_parameters()]
+    for name, part in model.named_parameters():
+        want = whole[name][list(held)] if part.dim() == 3 else whole[name]
+        assert torch.equal(part, model.cuts[name].of(want) if name in model.cuts else want), name
