@@ -8,8 +8,7 @@ shapes, dtypes and storages, without numbers. What runs is counted; real ranks c
 - Sent are the bytes of ring algorithms: for an all-gather (n - 1) shards, for a reduce-scatter
   (n - 1) / n of the input, for an all-reduce twice that, else what is for others.
 - Activations are what autograd keeps of a micro-batch until its backward pass, each storage once,
-  parameters not, but bf16 copies of them, which autocast makes without --zero. CPUs' kernels keep
-  keys repeated for grouped queries, GPUs' not. Gradients are those of the end of the step.
+  parameters not, but bf16 copies of them, which autocast makes without --zero.
 - Where a shape depends on numbers, targets fall evenly on the parts of the vocabulary and tokens on
   experts as if drawn: W of E get 1 - C(E - W, K) / C(E, K) of the tokens; groups would have fewer.
 """
@@ -203,7 +202,7 @@ def dry_run(args: argparse.Namespace) -> str:
         ("parameters of the model", nbytes(whole.parameters()) // 4, nbytes(whole.parameters())),
         ("  of this rank", costs["parameters"] // 4, costs["parameters"]),
         ("  whole, from forward to backward pass", 0, costs["gathered"]),
-        ("gradients", 0, costs["gradients"]),
+        ("gradients, at the end of the step", 0, costs["gradients"]),
         ("optimizer states", 0, costs["optimizer"]),
         (
             f"activations of a micro-batch of {min(rows, args.micro_batch_size)}",

@@ -247,13 +247,13 @@ class Layout:
     def moments(self, model: nn.Module, optimizer: Any, names: Sequence[str]) -> Iterator[Any]:
         """(parameter's name, moment, whole tensor) of all there are, whole as in `whole`."""
         if self.buckets is not None:
-            of = self.buckets.gather_state()
-            of = {p: of.get(p, dict.fromkeys(names)) for p in model.parameters()}
+            of = self.buckets.gather_state()  # of the first rank; others have none
         for name, p in model.named_parameters():
             for moment in names:
                 if self.buckets is not None:
-                    yield name, moment, of[p][moment]
-                elif p in optimizer.state:
+                    if moment in of.get(p, ()):
+                        yield name, moment, of[p][moment]
+                elif optimizer.state:  # there is a step that has been made
                     yield name, moment, self.whole(name, optimizer.state[p][moment])
 
     # ---- a step ----
@@ -317,8 +317,8 @@ class Layout:
 
     def reshard(self, model: nn.Module) -> None:
         """After forward passes without backward ones."""
-        if self.mesh is not None:
-            reshard(model)
+        if self.shards:
+            reshard(model, self.args.zero)
 
     def sum_gradients(self, model: nn.Module) -> None:
         """What the backward passes of a step have left undone."""
@@ -330,7 +330,10 @@ class Layout:
     def clip(self, model: nn.Module, most: float) -> Tensor:
         """Clip the gradient of the whole model; its norm before."""
         if self.mesh is None:
-            return nn.utils.clip_grad_norm_(model.parameters(), most)
+            squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+            norm = torch.stack(squares).sum().sqrt()
+            nn.utils.clip_grads_with_norm_(model.parameters(), most, norm)
+            return norm
         if self.buckets is not None:
             square = self.buckets.squared_norm()
             dist.all_reduce(square, group=self.mesh.group("fsdp"))
@@ -431,6 +434,18 @@ def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
         raise ValueError(
             f"--cp-ulysses {args.cp_ulysses} must divide --cp {args.cp} and the {heads} heads of a "
             "rank"
+        )
+    keys, ways = max(1, config.n_kv_heads // args.tp), args.cp_ulysses
+    if keys % ways and ways % keys:
+        raise ValueError(
+            f"--cp-ulysses {ways} and the {keys} key heads of a rank: one must be a multiple of "
+            "the other"
+        )
+    rope = config.rope_scaling or {}
+    if args.cp > 1 and rope.get("rope_type") == "dynamic" and args.seq_len > config.max_seq_len:
+        raise ValueError(
+            f"--cp: dynamic NTK goes by the longest position, which only one rank has; --seq-len "
+            f"{args.seq_len} must not exceed {config.max_seq_len}"
         )
     if args.cp > 1 and config.alibi:
         raise ValueError("--cp: attention across ranks knows no ALiBi biases; leave it out")

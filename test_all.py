@@ -20,6 +20,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import shutil
@@ -37,7 +38,7 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from datetime import timedelta
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial, partialmethod, reduce
 from itertools import accumulate, combinations, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # torch imports it in the middle of a first run: here once, before forks
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -77,8 +79,10 @@ import calibrate as C
 import compress as W
 import cpu
 import drafting as D
+import dry_run
 import expert_parallel as Y
 import generate as G
+import layout as L
 import model as M
 import sampling as S
 import serving as V
@@ -4264,18 +4268,13 @@ def test_kills_at_random_moments_lose_nothing(corpus, tiny_config, tmp_path):
     def argv(out: Path) -> list:
         return train_argv(corpus, tiny_config, out, "--save-every", 1, "--steps", 120)
 
+    def saved() -> int:
+        return (out / T.STATE).stat().st_mtime_ns if (out / T.STATE).exists() else 0
+
     whole, out, rng, kills = tmp_path / "whole", tmp_path / "killed", random.Random(0), 0
-    began = time.monotonic()
-    program, quiet = [sys.executable, *map(str, argv(whole))], subprocess.DEVNULL
-    p = subprocess.Popen(program, cwd=REPO, env=ENV, stderr=quiet)
-    while not (whole / T.STATE).exists():
-        time.sleep(0.01)
-        assert p.poll() is None
-    first = time.monotonic() - began  # moments are of this machine's own pace
-    assert p.wait(240) == 0
-    late = first + (time.monotonic() - began - first) / 3
+    assert run(*argv(whole)).returncode == 0
     for _ in range(40):
-        resume = ["--resume"] if (out / T.STATE).exists() else []
+        resume = ["--resume"] if saved() else []
         p = subprocess.Popen(
             [sys.executable, *map(str, argv(out)), *resume],
             cwd=REPO,
@@ -4283,14 +4282,21 @@ def test_kills_at_random_moments_lose_nothing(corpus, tiny_config, tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        try:
-            _, error = p.communicate(timeout=rng.uniform(first / 2, late))
-            assert p.returncode == 0, error
-            break
-        except subprocess.TimeoutExpired:
+        # Counted in saves, not seconds, which on a busy machine are too few or too many
+        last, left = saved(), rng.randrange(24)
+        wait = rng.uniform(0, 0.1 if left else 4)  # within a step, or while it starts
+        while left and p.poll() is None:
+            time.sleep(0.002)
+            if saved() != last:
+                last, left = saved(), left - 1
+        time.sleep(wait)
+        if p.poll() is None:
             p.kill()
-            p.communicate()
             kills += len(resume)
+        _, error = p.communicate()
+        if p.returncode == 0:
+            break
+        assert p.returncode == -signal.SIGKILL, error
     done = run(*argv(out), "--resume")
     assert done.returncode == 0 and kills >= 2, (kills, done.stderr)
     same_run(out, whole)
@@ -23324,3 +23330,1847 @@ def test_dummy_parts_are_of_the_whole(tmp_path):
     for name, part in model.named_parameters():
         want = whole[name][list(held)] if part.dim() == 3 else whole[name]
         assert torch.equal(part, model.cuts[name].of(want) if name in model.cuts else want), name
+
+
+# --------------------------------------------------------------------------------------------------
+# train.py over ranks: every layout trains as one process does. Gloo processes run all cases below,
+# each in process groups of its own, through train.py's own functions: build_model, accumulate,
+# update, validate, save_run, load_run. A rank compares its part of every gradient, weight and
+# moment with that part of one process's
+# --------------------------------------------------------------------------------------------------
+
+LAYOUT_HANG = 60  # seconds until a collective that nobody joins is an error
+LAYOUT_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
+LAYOUT_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+MIXTURE = dict(n_experts=8, n_experts_per_token=3, expert_ffn_dim=12)
+LAYOUTS_LATENT = dict(
+    n_kv_heads=8, head_dim=12, kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, v_head_dim=6, rope_interleaved=True, moe_layers=(1,), n_shared_experts=2,
+    scoring="sigmoid", correction_bias=True, n_groups=4, topk_groups=2, group_score_topk=2,
+    norm_topk=True, routed_scaling=1.5,
+)  # fmt: skip
+
+
+def layout_config(**changes) -> M.ModelConfig:
+    base = dict(vocab_size=97, dim=32, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8, ffn_dim=48,
+                max_seq_len=64, bos_id=1, eos_ids=(2,), family="sheaf")  # fmt: skip
+    return M.ModelConfig(**base | changes)
+
+
+LAYOUT_MODELS = {
+    "dense": layout_config(**BIASES),
+    "qwen": layout_config(qk_norm=True, tie_embeddings=True, vocab_size=95),
+    "windows": layout_config(n_layers=3, windows=(5, None, 12), n_kv_heads=4),
+    "few tokens": layout_config(vocab_size=7, tie_embeddings=True, n_layers=1),  # 2, 2, 2, 1
+    "alibi": layout_config(alibi=True, n_kv_heads=4),
+    "latent": layout_config(**LAYOUTS_LATENT, **MIXTURE),
+    "mixed": layout_config(**MIXTURE, moe_layers=(0, 1), tie_embeddings=True, qkv_bias=True),
+    "ahead": layout_config(**LAYOUTS_LATENT, **MIXTURE, n_mtp_layers=2, tie_embeddings=True),
+    "ahead dense": layout_config(n_mtp_layers=1, **BIASES),
+    "dynamic": layout_config(max_seq_len=8, rope_scaling=dict(rope_type="dynamic", factor=4.0)),
+    "yarn": layout_config(
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+    ),
+    "llama": layout_config(family="llama", head_dim=4, qkv_bias=True, o_bias=True),
+    "wide vocabulary": layout_config(vocab_size=1021),
+    "one layer": layout_config(n_layers=1, **BIASES),
+    "one mixture": layout_config(**LAYOUTS_LATENT | dict(moe_layers=(0,)), **MIXTURE, n_layers=1),
+    "three": layout_config(n_layers=3, **BIASES),
+    "tokens": layout_config(
+        **MIXTURE, moe_layers=(1,), vocab_size=4096, tie_embeddings=True, qkv_bias=True
+    ),
+    "aligned": layout_config(vocab_size=128, ffn_dim=64, tie_embeddings=True),
+    "aligned mixed": layout_config(
+        **MIXTURE | dict(expert_ffn_dim=32), moe_layers=(0, 1), tie_embeddings=True, ffn_dim=64
+    ),
+    "aligned ahead": layout_config(
+        **MIXTURE | dict(expert_ffn_dim=32), moe_layers=(1,), n_mtp_layers=1, tie_embeddings=True,
+        ffn_dim=64,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    model: str
+    layout: str = ""  # flags of train.py that only several ranks have
+    run: str = ""  # and those that one process has too
+    batch: int = 4
+    micro: int = 1
+    alone: int = 2  # micro-batch of one process
+    seq: int = 16
+    ranks: int = 4
+    dtype: str = "fp64"
+    steps: int = 3
+    tolerance: float | None = None
+    compiler: str = "inductor"
+
+    @property
+    def config(self) -> M.ModelConfig:
+        return LAYOUT_MODELS[self.model]
+
+    @property
+    def within(self) -> float:
+        return self.tolerance or LAYOUT_TOLERANCE[self.dtype]
+
+    def args(self, alone: bool = False):
+        sizes = (
+            f"--batch-size {self.batch} --micro-batch-size {self.alone if alone else self.micro}"
+        )
+        sizes += f" --seq-len {self.seq} --steps {self.steps} --device cpu --dtype fp32"
+        argv = [*sizes.split(), *self.run.split(), *([] if alone else self.layout.split())]
+        args = T.parse_args(argv)
+        T.settle_expert_flags(args, self.config)
+        return args
+
+    def reference(self) -> LayoutCase:
+        """What decides what one process computes."""
+        how = dict(tolerance=None, compiler="inductor")
+        return replace(self, layout="", micro=1, ranks=1, **how)
+
+
+# ---- the problem ----
+
+
+def layout_normal(seed: int, *shape: int) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+
+@lru_cache(None)
+def layout_weights(name: str) -> dict[str, torch.Tensor]:
+    """Large enough that attention is far from uniform and every bias, norm and router matters."""
+    with torch.device("meta"):
+        model = M.Transformer(LAYOUT_MODELS[name])
+    made = {}
+    for i, (key, p) in enumerate(model.named_parameters()):
+        made[key] = layout_normal(100 + i, *p.shape) * (0.3 if p.dim() == 1 else 0.15)
+        made[key] += "norm" in key
+    for i, (key, b) in enumerate(model.named_buffers()):
+        made[key] = layout_normal(900 + i, *b.shape) * 0.1
+    return made
+
+
+def layout_batch(case: LayoutCase, step: int) -> torch.Tensor:
+    """(B, T + 1). What is not counted is spread unevenly: of some samples all but two tokens, of
+    others none, of others all."""
+    rng, T_ = torch.Generator().manual_seed(7 + step), case.seq
+    batch = torch.randint(0, case.config.vocab_size, (case.batch, T_ + 1), generator=rng)
+    for i, row in enumerate(batch):
+        row[{0: slice(3, None), 1: slice(0), 2: slice(1, None), 3: slice(1, T_ // 2)}[i % 4]] = -100
+    return batch
+
+
+def layout_held_out(case: LayoutCase) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(99)
+    return torch.randint(0, case.config.vocab_size, (5 * case.seq + 2,), generator=rng).int()
+
+
+@contextlib.contextmanager
+def in_dtype(name: str):
+    """In fp64 all of it: norms, routers, losses and FSDP's sums, which are fp32 in bf16 and fp32
+    training, would round to 1e-7 what sums in another order make of 1e-16."""
+    if name != "fp64":
+        yield
+        return
+    plain = torch.Tensor.float
+    with pytest.MonkeyPatch.context() as patch:
+        wide = lambda x, *a, **k: x if x.dtype == torch.float64 else plain(x, *a, **k)
+        patch.setattr(torch.Tensor, "float", wide)
+        patch.setattr(L, "apply_fsdp", partial(parallel.apply_fsdp, reduce_dtype=None))
+        patch.setattr(T, "allocate", lambda m, device, _: M.allocate(m, device, torch.float64))
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def layout_model(case: LayoutCase, args, layout, rank: int = 0) -> M.Transformer:
+    """train.py's, with layout_weights."""
+    place = T.Place(torch.device("cpu"), "fp32", rank, case.ranks)
+    model = T.build_model(args, case.config, place, layout)
+    assert {p.dtype for p in model.parameters()} == {LAYOUT_DTYPES[case.dtype]}
+    whole = layout_weights(case.model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            layout.put(name, p, whole[name])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(whole[name])
+    return model
+
+
+def layout_steps(case, args, layout, model, first=0):
+    """The body of train.run_steps; yields (step, losses, None) before and (.., norm) after each."""
+    optimizer, attend = T.build_optimizer(model, layout), layout.attend(T.attend_of(args.attention))
+    balance = T.Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
+    how = contextlib.nullcontext, attend, balance, layout
+    for step in range(first, case.steps):
+        batch = layout_batch(case, step)[list(layout.samples(args.batch_size))]
+        losses = T.accumulate(model, batch, args.micro_batch_size, *how)
+        yield step, losses, None, optimizer
+        norm = T.update(model, optimizer, 1e-2, layout)
+        balance.update(layout)
+        yield step, losses | {"norm": norm}, balance, optimizer
+    place = T.Place(torch.device("cpu"), "fp32", 0, case.ranks)
+    said = T.validate(model, layout_held_out(case), case.seq, 2, place, attend, layout)
+    yield case.steps, {"val": said}, balance, optimizer
+
+
+def cloned(tensors) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(0) if t is None else t.detach().clone() for name, t in tensors}
+
+
+@lru_cache(None)
+def layout_reference(case: LayoutCase) -> dict:
+    """One process: numbers, and the gradient, of every step; then weights, moments and buffers."""
+    with in_dtype(case.dtype):
+        args, said, grads = case.args(alone=True), [], []
+        model = layout_model(case, args, T.ALONE)
+        for _, numbers, balance, optimizer in layout_steps(case, args, T.ALONE, model):
+            said.append(numbers)
+            if len(said) % 2 and len(grads) < case.steps:
+                grads.append(cloned((n, p.grad) for n, p in model.named_parameters()))
+        state = {
+            key: cloned((n, optimizer.state[p][key]) for n, p in model.named_parameters())
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        weights = cloned([*model.named_parameters(), *model.named_buffers()])
+    return dict(
+        said=said,
+        grad=grads,
+        weight=weights,
+        last=getattr(balance, "last", torch.zeros(0)),
+        **state,
+    )
+
+
+def layout_noise(case: LayoutCase, key: str, step: int | None = None) -> dict[str, float]:
+    """In fp32 a sum that all but cancels (a key's bias, a router) has few right digits, and Adam,
+    which divides by its size, spreads them: how many times 1e-6, or 1, one process is from itself
+    in fp64, ten times over. In fp64, where 1e-12 leaves room for that: nothing."""
+    if case.dtype == "fp64":
+        return {}
+    of = lambda found: found[key] if step is None else found[key][step]
+    wide, own = of(layout_reference(replace(case, dtype="fp64"))), of(layout_reference(case))
+    return {name: max(1.0, 1e7 * off(x, wide[name], wide[name])) for name, x in own.items()}
+
+
+# ---- one rank ----
+
+
+def off(got: torch.Tensor, part: torch.Tensor, whole: torch.Tensor) -> float:
+    """How far a rank's part is from what it should be, over the norm of the whole."""
+    apart, size = (got.double() - part.double()).norm().item(), whole.double().norm().item()
+    if not math.isfinite(apart):
+        return math.inf
+    return 0.0 if apart == 0 else apart / size if size else math.inf
+
+
+def differs(layout, tensors, wanted, noise=None) -> tuple[float, str]:
+    """The worst of this rank's parts, and its name."""
+    worst = (0.0, "")
+    for name, x in tensors:
+        whole = wanted[name]
+        part = torch.empty_like(x)
+        layout.put(name, part, whole)
+        apart = off(parallel.local(x.detach()), parallel.local(part), whole)
+        worst = max(worst, (apart / (noise or {}).get(name, 1), name))
+    return worst
+
+
+def differs_whole(layout, tensors, wanted, noise=None) -> tuple[float, str]:
+    """The same of whole tensors, which the first rank gets, as a checkpoint does."""
+    worst = (0.0, "")
+    for name, x in tensors:
+        got = layout.whole(name, x)
+        if dist.get_rank() == 0:
+            ok = got is not None and got.shape == wanted[name].shape
+            apart = off(got, wanted[name], wanted[name]) if ok else math.inf
+            worst = max(worst, (apart / (noise or {}).get(name, 1), name))
+    return worst
+
+
+def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
+    args, alone = case.args(), case.reference()
+    want, layout = layout_reference(alone), T.Layout(args, case.config, case.ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        compile_ = partialmethod(nn.Module.compile, backend=case.compiler)
+        patch.setattr(nn.Module, "compile", compile_)
+        model = layout_model(case, args, layout, rank)
+    named = list(model.named_parameters())
+    errors, said, whole_moments = {}, [], Counter()
+
+    def worst(key, found):
+        errors[key] = max(errors.get(key, (0.0, "")), found)
+
+    for step, numbers, balance, optimizer in layout_steps(case, args, layout, model):
+        expected = want["said"][len(said)]
+        said.append(numbers)
+        for key, number in expected.items():
+            apart = abs(numbers[key] - number) / abs(number) if number else abs(numbers[key])
+            worst(key, (apart, f"step {step}"))
+        if len(said) % 2 and step < case.steps:
+            grads = [] if layout.buckets else [(n, p.grad) for n, p in named]
+            how = layout, grads, want["grad"][step], layout_noise(alone, "grad", step)
+            worst("gradient", differs(*how))
+            if step == 0:
+                worst("whole gradient", differs_whole(*how))
+    how = layout, named, want["weight"], layout_noise(alone, "weight")
+    worst("weight", differs(*how))
+    worst("whole weight", differs_whole(*how))
+    for key in T.MOMENTS if layout.buckets is None else ():
+        moments = [(n, optimizer.state[p][key]) for n, p in named]
+        worst(key, differs(layout, moments, want[key], layout_noise(alone, key)))
+    for name, key, x in layout.moments(model, optimizer, T.MOMENTS):
+        if rank == 0:
+            noise = layout_noise(alone, key).get(name, 1)
+            worst(f"whole {key}", (off(x, want[key][name], want[key][name]) / noise, name))
+            whole_moments[key] += 1
+    errors["moments"] = (0.0 if rank or set(whole_moments.values()) == {len(named)} else math.inf,
+                         str(whole_moments))  # fmt: skip
+    for name, b in model.named_buffers():
+        worst("correction", (off(b, want["weight"][name], want["weight"][name]), name))
+    loads = 0.0 if torch.equal(getattr(balance, "last", torch.zeros(0)), want["last"]) else math.inf
+    if case.within < 0.1:  # in eight bits a router may choose another expert
+        worst("loads", (loads, "experts"))
+    return dict(errors=errors, **layout_facts(case, layout, model, optimizer))
+
+
+def layout_facts(case, layout, model, optimizer) -> dict:
+    """What the parent adds up over ranks."""
+    mesh = layout.mesh
+    sizes = {d: mesh.size(d) for d in (*parallel.DIMS, "ep")}
+    at, named = layout.positions(case.seq, torch.device("cpu")), model.named_parameters()
+    moments = {n: parallel.local(optimizer.state.get(p, {}).get("exp_avg", torch.empty(0))).numel()
+               for n, p in named} if layout.buckets is None else {}  # fmt: skip
+    return dict(
+        sizes=sizes,
+        place={d: mesh.rank(d) for d in (*parallel.DIMS, "ep")},
+        numel={n: parallel.local(p).numel() for n, p in model.named_parameters()},
+        moments=moments,
+        slices=[b.master.numel() for b in layout.buckets.buckets] if layout.buckets else [],
+        samples=list(layout.samples(case.batch)),
+        positions=list(range(case.seq)) if at is None else at.tolist(),
+        plan=str(layout.tp), mesh=str(mesh),
+    )  # fmt: skip
+
+
+# ---- the cases ----
+
+LAYOUTS_PLAIN = "--no-sequence-parallel"
+RECOMPUTE = "--checkpoint-activations"
+LAYOUT_CASES = {
+    "dp": LayoutCase("dense"),
+    "tp": LayoutCase("dense", f"--tp 4 {LAYOUTS_PLAIN}", alone=4),  # two ranks have the same key head
+    "sp": LayoutCase("qwen", "--tp 4", micro=2),
+    "async": LayoutCase("dense", "--tp 4 --async-tp", micro=4),
+    "ring": LayoutCase("windows", "--cp 4", micro=2),
+    "ep": LayoutCase("latent", "--ep 2", "--z-loss 0.1 --sequence-loss 0.1"),
+    "ep by nodes": LayoutCase("mixed", "--ep 4 --ep-node-size 2 --ep-chunks 2", "--aux-loss 0"),
+    "zero 3": LayoutCase("dense", "--zero 3", batch=8),
+    "bucketed": LayoutCase("mixed", f"--zero 2 --bucketed {RECOMPUTE}", "--aux-loss 0", batch=8),
+    "hsdp": LayoutCase("latent", "--zero 3 --dp-replicate 2 --ep 2", batch=8),
+    "mtp": LayoutCase("ahead", f"--tp 2 {LAYOUTS_PLAIN} --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1"),
+    "sp x ring": LayoutCase("dense", f"--tp 2 --cp 2 --zero 3 {RECOMPUTE}", micro=2),
+    "tp x all-gather": LayoutCase(
+        "windows", f"--tp 2 {LAYOUTS_PLAIN} --cp 2 --cp-method all-gather --zero 1", micro=2
+    ),
+    "sp x ulysses": LayoutCase("dense", "--tp 2 --cp 2 --cp-ulysses 2 --zero 2", micro=2),
+    "tp x ring x ep": LayoutCase(
+        "mixed", f"--tp 2 {LAYOUTS_PLAIN} --cp 2 --ep 2", "--z-loss 0.1 --aux-loss 0"
+    ),
+    "async x ring x ep": LayoutCase(
+        "latent", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", "--z-loss 0.1", micro=2
+    ),
+    "sp x ep": LayoutCase(
+        "latent", f"--tp 2 --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1 --sequence-loss 0.1"
+    ),
+    "ring x ep": LayoutCase("latent", f"--cp 2 --ep 2 --zero 1 {RECOMPUTE}", "--z-loss 0.1"),
+    "fp32": LayoutCase("dense", f"--tp 2 --cp 2 {RECOMPUTE}", micro=2, dtype="fp32"),
+}  # fmt: skip
+
+MORE_LAYOUTS = {
+    "tp few tokens": LayoutCase("few tokens", f"--tp 4 {LAYOUTS_PLAIN}"),
+    "striped": LayoutCase("windows", "--cp 4 --cp-method striped", micro=2),
+    "all-gather": LayoutCase("windows", "--cp 4 --cp-method all-gather", micro=4),
+    "ulysses": LayoutCase("dense", "--cp 4 --cp-ulysses 4", micro=4),
+    "ulysses x ring": LayoutCase("windows", "--cp 4 --cp-ulysses 2", micro=2),
+    "zero 1": LayoutCase("dense", "--zero 1", batch=8),
+    "zero 2": LayoutCase("qwen", "--zero 2", batch=8),
+    "fp32 ep": LayoutCase("mixed", "--tp 2 --ep 2 --zero 3", "--aux-loss 0", dtype="fp32"),
+    "tp 2": LayoutCase("windows", f"--tp 2 {LAYOUTS_PLAIN}"),
+    "sp 2": LayoutCase("dense", "--tp 2"),
+    "sp few tokens": LayoutCase("few tokens", "--tp 4", micro=4),
+    "async 2": LayoutCase("qwen", "--tp 2 --async-tp"),
+    "alibi": LayoutCase("alibi", "--tp 4 --async-tp", micro=2),
+    "llama": LayoutCase("llama", "--tp 4 --async-tp", micro=2),
+    "yarn": LayoutCase("yarn", "--tp 2 --cp 2", micro=2),
+    "dynamic sp": LayoutCase("dynamic", "--tp 4", micro=2),
+    "cp 2": LayoutCase("qwen", "--cp 2"),
+    "cp long": LayoutCase("windows", "--cp 4", seq=32, micro=4),
+    "latent ring": LayoutCase("latent", "--cp 4", "--z-loss 0.1"),
+    "latent ulysses": LayoutCase("latent", "--cp 4 --cp-ulysses 4", "--z-loss 0.1"),
+    "latent all-gather": LayoutCase("latent", "--cp 4 --cp-method all-gather --ep 4 --zero 3"),
+    "ulysses x striped": LayoutCase("qwen", "--cp 4 --cp-ulysses 2 --cp-method striped"),
+    "ulysses x all-gather": LayoutCase(
+        "mixed", f"--cp 4 --cp-ulysses 2 --cp-method all-gather --ep 2 --zero 2 {RECOMPUTE}",
+        "--aux-loss 0",
+    ),
+    "sp x ulysses x ep": LayoutCase("mixed", "--tp 2 --cp 2 --cp-ulysses 2 --ep 2 --zero 3",
+                                    "--aux-loss 0"),
+    "tp x ulysses": LayoutCase("mixed", f"--tp 2 {LAYOUTS_PLAIN} --cp 2 --cp-ulysses 2 {RECOMPUTE}",
+                               "--aux-loss 0"),
+    "async x ulysses": LayoutCase(
+        "mixed", f"--tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 1 {RECOMPUTE}", "--aux-loss 0"
+    ),
+    "async x all-gather": LayoutCase(
+        "qwen", f"--tp 2 --async-tp --cp 2 --cp-method all-gather --zero 2 {RECOMPUTE}"
+    ),
+    "sp x all-gather": LayoutCase(
+        "latent", "--tp 2 --cp 2 --cp-method all-gather --ep 2 --zero 3"
+    ),
+    "aux": LayoutCase("mixed", f"--tp 4 {LAYOUTS_PLAIN}", "--aux-loss 0.3", micro=2),
+    "aux sp": LayoutCase("mixed", "--tp 4", "--aux-loss 0.3 --z-loss 0.1", micro=2),
+    "ep 4": LayoutCase("latent", "--ep 4", "--sequence-loss 0.1"),
+    "ep loop": LayoutCase("latent", "--tp 2 --ep 2 --zero 3", "--experts loop"),
+    "ep by nodes x zero": LayoutCase("latent", "--ep 4 --ep-node-size 2 --zero 3", "--z-loss 0.1"),
+    "ep by nodes x cp": LayoutCase("latent", "--cp 2 --ep 4 --ep-node-size 2 --ep-chunks 3"),
+    "ep x zero 1": LayoutCase("mixed", "--ep 2 --zero 1", "--aux-loss 0", batch=8),
+    "ep x zero 2": LayoutCase("mixed", "--ep 2 --zero 2", "--aux-loss 0", batch=8),
+    "ep x zero 3": LayoutCase("mixed", f"--ep 2 --zero 3 {RECOMPUTE}", "--aux-loss 0", batch=8),
+    "experts x zero 3": LayoutCase("mixed", "--zero 3", "--aux-loss 0", batch=8),
+    "tp x zero 2": LayoutCase("mixed", f"--tp 2 {LAYOUTS_PLAIN} --zero 2 {RECOMPUTE}", "--aux-loss 0"),
+    "tp x zero 3": LayoutCase("few tokens", f"--tp 2 {LAYOUTS_PLAIN} --zero 3", batch=8),
+    "sp x zero 1": LayoutCase("mixed", "--tp 2 --zero 1", "--aux-loss 0", batch=8),
+    "async x zero 3": LayoutCase("qwen", "--tp 2 --async-tp --zero 3", batch=8),
+    "hsdp 1": LayoutCase("qwen", f"--zero 1 --dp-replicate 2 {RECOMPUTE}", batch=8),
+    "hsdp 2": LayoutCase("mixed", "--zero 2 --dp-replicate 2", "--aux-loss 0", batch=8),
+    "copies alone": LayoutCase("dense", "--zero 3 --dp-replicate 4", batch=8),
+    "hsdp x tp": LayoutCase("mixed", f"--tp 2 {LAYOUTS_PLAIN} --zero 1 --dp-replicate 2", "--aux-loss 0"),
+    "hsdp x sp": LayoutCase("mixed", "--tp 2 --async-tp --zero 2 --dp-replicate 2",
+                            "--aux-loss 0"),
+    "hsdp x ring": LayoutCase("latent", "--cp 2 --ep 2 --zero 2 --dp-replicate 2"),
+    "hsdp x all-gather": LayoutCase(
+        "latent", "--cp 2 --cp-method all-gather --zero 1 --dp-replicate 2"
+    ),
+    "hsdp x ulysses": LayoutCase("mixed", "--cp 2 --cp-ulysses 2 --zero 3 --dp-replicate 2",
+                                 "--aux-loss 0"),
+    "mtp dense": LayoutCase("ahead dense", f"--tp 4 {LAYOUTS_PLAIN}", micro=2),
+    "mtp x zero 1": LayoutCase("ahead", "--ep 4 --zero 1", "--z-loss 0.1"),
+    "mtp x zero 2": LayoutCase("ahead", "--ep 2 --zero 2 --dp-replicate 2"),
+    "mtp x zero 3": LayoutCase("ahead", "--zero 3 --ep 2"),
+    "bucketed 1": LayoutCase("dense", "--zero 1 --bucketed", batch=8),
+    "bucketed x ring": LayoutCase("windows", "--cp 2 --zero 1 --bucketed", batch=8),
+    "bucketed x all-gather": LayoutCase(
+        "dense", "--cp 4 --cp-method all-gather --zero 2 --bucketed", micro=2
+    ),
+    "bucketed x ulysses": LayoutCase("latent", "--cp 2 --cp-ulysses 2 --zero 1 --bucketed"),
+    "bucketed x mtp": LayoutCase("ahead", "--zero 1 --bucketed", "--z-loss 0.1"),
+    "mtp x loop": LayoutCase("ahead", "", "--experts loop --sequence-loss 0.1"),
+    "fp32 one row": LayoutCase("dense", "--tp 2 --cp 2", seq=32, dtype="fp32", batch=1),
+    "fp32 zero": LayoutCase("qwen", "--zero 3 --dp-replicate 2", dtype="fp32", batch=8),
+    "fp32 ring": LayoutCase("windows", "--cp 4", dtype="fp32", seq=32),
+    "fp32 async": LayoutCase("latent", "--tp 2 --async-tp --ep 2", dtype="fp32"),
+}  # fmt: skip
+
+# Weights that are rounded, or products in eight bits: what is compared is one process that does so
+# too. A scale of FP8 is of what a product is given at once, and so is another on another rank.
+ROUGH = dict(dtype="fp32", tolerance=0.25)
+ROUNDED_LAYOUTS = {
+    "qat x ring": LayoutCase("aligned", f"--cp 4 --zero 3 {RECOMPUTE}", "--qat int8"),
+    "qat x all-gather": LayoutCase("aligned ahead", "--zero 1", "--qat int8"),
+    "qat x ulysses": LayoutCase(
+        "aligned mixed", "--cp 2 --cp-ulysses 2 --ep 2 --zero 2", "--qat int8 --aux-loss 0"
+    ),
+    "qat int4": LayoutCase(
+        "aligned mixed", "--cp 2 --cp-method all-gather --ep 2 --zero 2 --dp-replicate 2",
+        "--qat int4 --aux-loss 0",
+    ),
+    "qat x bucketed": LayoutCase("aligned", "--zero 1 --bucketed", "--qat int8", batch=8),
+    "fp8 x bucketed": LayoutCase("aligned", "--zero 2 --bucketed", "--fp8 rowwise", **ROUGH),
+    "fp8 x ring": LayoutCase(
+        "aligned", f"--cp 4 --zero 3 {RECOMPUTE}", "--fp8 rowwise", **ROUGH
+    ),
+    "fp8 x mtp": LayoutCase("aligned ahead", "--ep 2 --zero 1", "--fp8 rowwise", **ROUGH),
+    "fp8 x ulysses": LayoutCase(
+        "aligned mixed", "--cp 2 --cp-ulysses 2 --ep 2 --zero 2", "--fp8 rowwise --aux-loss 0",
+        **ROUGH,
+    ),
+    "fp8 x hsdp": LayoutCase(
+        "aligned mixed", "--cp 2 --cp-method all-gather --ep 2 --zero 2 --dp-replicate 2",
+        "--fp8 tensorwise --aux-loss 0", **ROUGH,
+    ),
+}  # fmt: skip
+
+# A compiler reads .float() as what it is, so that in_dtype leaves norms in fp32 here. Code is made
+# of the graphs in one case alone, for that takes a minute; of the others the graphs are run.
+LAYOUTS_GRAPHS = dict(tolerance=2e-5, compiler="aot_eager")
+COMPILED_LAYOUTS = {
+    "compile x sp": LayoutCase(
+        "mixed",
+        f"--compile --tp 2 --cp 2 --ep 2 --zero 3 {RECOMPUTE}",
+        "--aux-loss 0",
+        **LAYOUTS_GRAPHS,
+    ),
+    "compile x tp": LayoutCase(
+        "ahead dense",
+        f"--compile --tp 2 {LAYOUTS_PLAIN} --zero 2 --dp-replicate 2",
+        **LAYOUTS_GRAPHS,
+    ),
+    "compile x async": LayoutCase(
+        "qwen", "--compile --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 1", **LAYOUTS_GRAPHS
+    ),
+    "compile x all-gather": LayoutCase(
+        "dense", "--compile --cp 4 --cp-method all-gather", tolerance=2e-5
+    ),
+    "compile x bucketed": LayoutCase("dense", "--compile --zero 2 --bucketed", **LAYOUTS_GRAPHS),
+    "compile x qat": LayoutCase("aligned", "--compile --zero 3", "--qat int8", **LAYOUTS_GRAPHS),
+    "compile x fp8": LayoutCase(
+        "aligned", "--compile --zero 2", "--fp8 rowwise", **ROUGH, compiler="aot_eager"
+    ),
+}
+
+EIGHT_LAYOUTS = {
+    "tp x cp x dp": LayoutCase("dense", "--tp 2 --cp 2", batch=8, ranks=8),
+    "tp x cp x dp x zero 3": LayoutCase(
+        "windows", f"--tp 2 --cp 2 --zero 3 {RECOMPUTE}", batch=8, ranks=8
+    ),
+    "tp x ep x dp": LayoutCase("latent", "--tp 2 --ep 2", "--z-loss 0.1", batch=8, ranks=8),
+    "tp x ep x dp x zero 3": LayoutCase(
+        "mixed", "--tp 2 --ep 2 --zero 3", "--z-loss 0.1 --aux-loss 0", batch=8, ranks=8
+    ),
+    "tp x cp x ep x dp x zero 3": LayoutCase(
+        "latent", f"--tp 2 --async-tp --cp 2 --ep 4 --ep-node-size 2 --zero 3 {RECOMPUTE}",
+        "--z-loss 0.1", batch=8, ranks=8,
+    ),
+    "tp 8": LayoutCase("qwen", "--tp 8", micro=2, ranks=8),
+    "cp 8": LayoutCase("windows", "--cp 8 --cp-ulysses 2", ranks=8, seq=32),
+    "ep 8": LayoutCase("latent", "--ep 8 --ep-node-size 4 --zero 2", batch=8, ranks=8),
+    "tp x hsdp x ep": LayoutCase(
+        "latent", "--tp 2 --zero 3 --dp-replicate 2 --ep 2", "--z-loss 0.1", batch=8, ranks=8
+    ),
+    "tp x cp x hsdp": LayoutCase(
+        "dense", f"--tp 2 {LAYOUTS_PLAIN} --cp 2 --zero 2 --dp-replicate 2", batch=8, ranks=8
+    ),
+}  # fmt: skip
+
+
+def random_layout(seed: int) -> LayoutCase:
+    """Any flags that check() lets pass."""
+    r = random.Random(seed)
+    while True:
+        tp, cp = r.choice([1, 1, 2, 2, 4]), r.choice([1, 1, 2, 2, 4])
+        flags = [f"--tp {tp}"] * (tp > 1) + [f"--cp {cp}"] * (cp > 1)
+        flags += [r.choice([LAYOUTS_PLAIN, "", "--async-tp"])] * (tp > 1)
+        flags += [f"--cp-method {r.choice(['zigzag', 'striped', 'all-gather'])}"] * (cp > 1)
+        flags += [f"--cp-ulysses {r.choice([1, 2, 4])}"] * (cp > 1)
+        flags += [f"--zero {r.choice([0, 1, 2, 3])}", r.choice(["", RECOMPUTE])]
+        flags += [r.choice(["", "--dp-replicate 2"])]
+        name = r.choice(["dense", "qwen", "windows", "latent", "mixed", "ahead", "alibi"])
+        mixture = bool(LAYOUT_MODELS[name].moe_layers)
+        flags += [f"--ep {r.choice([1, 2, 4])} --ep-chunks {r.choice([1, 2])}"] * mixture
+        run = ["--aux-loss 0 " + r.choice(["", "--z-loss 0.2", "--experts loop"])] * mixture
+        case = LayoutCase(name, " ".join(flags), " ".join(run), r.choice([4, 8]), r.choice([1, 2]),
+                          r.choice([1, 2, 4]), r.choice([16, 32]))  # fmt: skip
+        try:
+            L.check(case.args(), case.config, 4)
+            return case
+        except ValueError:
+            continue
+
+
+RANDOM_LAYOUTS = {f"random {seed}": random_layout(seed) for seed in range(40)}
+SLOW_LAYOUTS = MORE_LAYOUTS | ROUNDED_LAYOUTS | RANDOM_LAYOUTS
+DECLARED_LAYOUTS = LAYOUT_CASES | MORE_LAYOUTS | ROUNDED_LAYOUTS | COMPILED_LAYOUTS | EIGHT_LAYOUTS
+
+
+# ---- what collectives a step begins, and what becomes of it without one of them ----
+
+TRANSFERS = [
+    (module, name)
+    for module, names in (
+        (dist, "all_reduce all_to_all_single all_gather_into_tensor all_gather_single "
+               "reduce_scatter_tensor reduce_scatter_single"),
+        (parallel, "all_gather reduce_scatter"),
+        (async_tp, "_pass_on"),
+    )
+    for name in names.split()
+    if hasattr(module, name)
+]  # fmt: skip
+SHEETS = {str(REPO / f"{name}.py") for name in
+          "parallel layout async_tp expert_parallel train model".split()}  # fmt: skip
+
+
+def who() -> str:
+    """The innermost function of the repo with a name of its own: whose transfer this is."""
+    frame, plain = sys._getframe(2), "_summed _gathered _scattered _all_keys _own_keys".split()
+    while frame is not None:
+        name, file = frame.f_code.co_qualname, frame.f_code.co_filename
+        if "/fsdp/" in file:
+            return "fully_shard"
+        if file in SHEETS and name not in plain and "<" not in name:
+            return name
+        frame = frame.f_back
+    return "?"
+
+
+class LayoutWire:
+    """Notes all transfers among several ranks, and undoes the one numbered `lost`: it takes place,
+    and then this rank has what it had."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.reset()
+        for module, name in TRANSFERS:
+            patch.setattr(module, name, partial(self.call, name, getattr(module, name)))
+        wait = parallel._Shift.wait
+        patch.setattr(parallel._Shift, "wait", lambda transfer: self.shift(wait, transfer))
+
+    def reset(self, lost=None):
+        self.seen, self.lost = [], lost
+
+    def note(self, kind, numel, ranks) -> bool:
+        if ranks > 1:
+            self.seen.append((who(), kind, numel, ranks))
+        return ranks > 1 and len(self.seen) - 1 == self.lost
+
+    def shift(self, wait, transfer):
+        came = wait(transfer)
+        if self.note("send", sum(t.numel() for t in came), 2):
+            return [torch.zeros_like(t) for t in came]
+        return came
+
+    def call(self, name, call, *args, **kwargs):
+        group = next((a for a in (*args, *kwargs.values()) if isinstance(a, parallel.Group)), None)
+        if name == "_pass_on":
+            wait = call(*args, **kwargs)
+            lost = self.note("pass on", args[0].numel(), 2)
+            return (lambda: torch.zeros_like(wait())) if lost else wait
+        ranks = dist.get_world_size(group)
+        given = args[:2] if name != "all_reduce" else args[:1]
+        if len(given) < 2 and name != "all_reduce":  # fully_shard names its arguments
+            given = [kwargs[k] for k in ("output_tensor", "output", "input_tensor", "input")
+                     if k in kwargs]  # fmt: skip
+        out, into = given[0], given[-1]
+        if not self.note(name, max(out.numel(), into.numel()), ranks):
+            return call(*args, **kwargs)
+        old = into.clone()
+        if name == "all_reduce":
+            apart = out.clone()
+        else:
+            apart = torch.empty_like(out)
+            out.copy_(self.alone(name, out, old, dist.get_rank(group)))
+        swap = lambda a: apart if a is out else a
+        return call(*map(swap, args), **{k: swap(a) for k, a in kwargs.items()})
+
+    @staticmethod
+    def alone(name, out, mine, rank):
+        if "gather" in name:
+            return mine.flatten().repeat(out.numel() // mine.numel()).view_as(out)
+        if "scatter" in name:
+            return mine.flatten().view(-1, out.numel())[rank].view_as(out)
+        return torch.zeros_like(out)
+
+
+def lost_case(rank: int, task: tuple[LayoutCase, bool], folder: Path) -> dict:
+    """One step, its transfers; then again without each of them (or the last of each kind)."""
+    case, every = task
+    args, want = case.args(), layout_reference(case.reference())
+    layout = T.Layout(args, case.config, case.ranks)
+    model = layout_model(case, args, layout, rank)
+    attend = layout.attend(T.attend_of(args.attention))
+    batch = layout_batch(case, 0)[list(layout.samples(case.batch))]
+
+    def error():
+        model.zero_grad()
+        got = T.accumulate(model, batch, case.micro, attend=attend, layout=layout)
+        named = [(n, p.grad) for n, p in model.named_parameters()]
+        worst = differs(layout, named, want["grad"][0])[0]
+        norm = layout.clip(model, 1.0).item()
+        loss, other = want["said"][0]["loss"], want["said"][1]["norm"]
+        apart = abs(got["loss"] / loss - 1), abs(norm / other - 1), worst
+        return max(math.inf if math.isnan(x) else x for x in apart)
+
+    with pytest.MonkeyPatch.context() as patch:
+        wire = LayoutWire(patch)
+        undisturbed, seen = error(), list(wire.seen)
+        last = {label[:2]: i for i, label in enumerate(seen)}
+        lost = {}
+        for i in range(len(seen)) if every else last.values():
+            wire.reset(i)
+            lost[i] = error()
+        wire.reset()
+        again = error()
+    ranks = layout.size("dp_shard") * layout.size("cp")
+    rows = -(-case.config.vocab_size // layout.size("tp"))
+    embedding = -(-rows // ranks) * ranks * case.config.dim
+    return dict(seen=seen, lost=lost, undisturbed=undisturbed, again=again, embedding=embedding)
+
+
+def lost_of(model, flags, run="", every=False, **more):
+    return LayoutCase(model, flags, run, steps=1, **more), every
+
+
+LOST = {
+    "without: tp": lost_of("one layer", f"--tp 2 {LAYOUTS_PLAIN} --cp 2", micro=4),
+    "without: async, zero": lost_of(
+        "one layer", "--tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3", micro=4
+    ),
+    "without: hsdp": lost_of("one layer", "--zero 2 --dp-replicate 2"),
+}
+LOST_SLOW = {
+    "without each: cp": lost_of(
+        "one layer", "--tp 2 --cp 2 --cp-method all-gather", every=True, micro=4
+    ),
+    "without each: tp": lost_of("dense", f"--tp 2 {LAYOUTS_PLAIN} --cp 2", every=True, micro=4),
+    "without each: tp 4": lost_of("one layer", f"--tp 4 {LAYOUTS_PLAIN}", every=True, micro=4),
+    "without each: sp": lost_of("one layer", "--tp 2 --zero 1", every=True),
+    "without each: async": lost_of("one layer", "--tp 4 --async-tp", every=True, micro=4),
+    "without each: zero": lost_of("dense", "--zero 3", every=True, batch=8),
+    "without each: 2D": lost_of("one layer", "--cp 4 --cp-ulysses 2", every=True, micro=4),
+}
+LOST_NAMES = {
+    "without: tp": "_Copy.backward _Sum.forward _VocabCrossEntropy.forward _sum_over_tp "
+    "sum_gradients gradient_norm Layout.total _Ring.forward _Ring.backward",
+    "without: async, zero": "_AllGatherMatmul.forward _AllGatherMatmul.backward "
+    "_MatmulReduceScatter.forward _MatmulReduceScatter.backward _HeadsForTokens fully_shard",
+    "without: hsdp": "fully_shard gradient_norm",
+}
+
+
+# ---- how many transfers: the formulas ----
+
+
+def count_case(rank: int, case: LayoutCase, folder: Path) -> dict:
+    """Of one micro-batch forward, and backward: CommDebugMode's counts, and sizes."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    args = case.args()
+    layout = T.Layout(args, case.config, case.ranks)
+    model = layout_model(case, args, layout, rank)
+    attend = layout.attend(T.attend_of(args.attention))
+    batch = layout_batch(case, 0)[list(layout.samples(case.batch))]
+    counted, seen = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        wire = LayoutWire(patch)
+        for micro in layout.micro_batches(model, batch, case.micro):
+            with CommDebugMode() as forward:
+                loss, _ = T.loss_sums(model, micro, attend, layout)
+            there, _ = wire.seen, wire.reset()
+            with CommDebugMode() as backward:
+                loss.backward()
+            seen.append((there, wire.seen))
+            wire.reset()
+            counts = lambda mode: {str(op).split(".")[-1]: n
+                                   for op, n in mode.get_comm_counts().items()}  # fmt: skip
+            counted.append((counts(forward), counts(backward)))
+    return dict(counted=counted, seen=seen)
+
+
+def counted(model, flags, **more):
+    return LayoutCase(model, flags, **{"micro": 4, "dtype": "fp32", **more})
+
+
+COUNTED = {
+    f"count: {name}, {layers}": counted(model, flags, **more)
+    for name, flags, more in (
+        ("tp", f"--tp 4 {LAYOUTS_PLAIN}", {}),
+        ("sp", "--tp 4", {}),
+        ("async", "--tp 4 --async-tp", {}),
+        ("ring", "--cp 4", {}),
+        ("all-gather", "--cp 4 --cp-method all-gather", {}),
+        ("ulysses", "--cp 4 --cp-ulysses 4", {}),
+        ("zero 1", "--zero 1", dict(batch=8, micro=1)),
+        ("zero 2", "--zero 2", dict(batch=8, micro=1)),
+        ("zero 3", "--zero 3", dict(batch=8, micro=1)),
+        ("hsdp", "--zero 3 --dp-replicate 2", dict(batch=8, micro=1)),
+    )
+    for layers, model in ((2, "dense"), (3, "three"))[: 2 if name in ("tp", "sp", "ring") else 1]
+} | {"count: vocabulary": counted("wide vocabulary", f"--tp 4 {LAYOUTS_PLAIN}")}
+
+
+# ---- checkpoints ----
+
+
+def chain_case(rank: int, task: tuple[LayoutCase, ...], folder: Path) -> dict:
+    """A run of a step under each layout: each saves how it starts, what it read, and after its
+    step."""
+    name, cases = task
+    place = T.Place(torch.device("cpu"), "fp32", rank, 4)
+    for i, case in enumerate(cases):
+        args = case.args()
+        layout = T.Layout(args, case.config, 4)
+        model = T.build_model(args, case.config, place, layout)
+        optimizer = T.build_optimizer(model, layout)
+        save = lambda where, step: T.save_run(
+            folder / f"{name}.{where}{i}", model, optimizer, step, args, layout
+        )
+        if rank == 0:
+            for where in ("start", "read", "after"):
+                (folder / f"{name}.{where}{i}").mkdir()
+        save("start", 0)
+        if i > 0:
+            dist.barrier()
+            T.load_run(folder / f"{name}.after{i - 1}", model, optimizer, i, layout)
+            save("read", i)
+        attend = layout.attend(T.attend_of(args.attention))
+        balance = T.Balance(model, z=args.z_loss)
+        batch = layout_batch(case, i)[list(layout.samples(case.batch))]
+        T.accumulate(model, batch, case.micro, attend=attend, balance=balance, layout=layout)
+        T.update(model, optimizer, 1e-3, layout)
+        balance.update(layout)
+        T.validate(model, layout_held_out(case), case.seq, 2, place, attend, layout)
+        save("after", i + 1)
+    return {"folder": str(folder)}
+
+
+def chain_of(model, *flags, run="--aux-loss 0 --z-loss 0.1"):
+    return model.replace(" ", "-"), tuple(LayoutCase(model, f, run, dtype="fp32") for f in flags)
+
+
+CHAINS = {
+    "chain": chain_of(
+        "tokens", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", f"--tp 4 {LAYOUTS_PLAIN}",
+        "--cp 4 --cp-ulysses 2 --ep 4 --ep-node-size 2", "--ep 2 --zero 2 --dp-replicate 2",
+        "--zero 2 --bucketed",
+    ),
+}  # fmt: skip
+CHAINS_SLOW = {
+    "chain latent": chain_of(
+        "latent", "--cp 2 --ep 4 --zero 3", f"--tp 4 {LAYOUTS_PLAIN}", "--tp 2 --ep 2 --zero 3",
+        "--zero 3 --dp-replicate 4", "--ep 4",
+    ),
+    "chain dense": chain_of(
+        "dense", "--tp 4", "--zero 3", "--tp 2 --zero 1", "--tp 2 --zero 2 --dp-replicate 2",
+        "--cp 4", "", run="",
+    ),
+    "chain few": chain_of("few tokens", "--tp 4", "--zero 3", f"--tp 2 {LAYOUTS_PLAIN} --zero 3", run=""),
+    "chain ahead": chain_of(
+        "ahead", "--ep 4 --zero 2", f"--tp 4 {LAYOUTS_PLAIN}", f"--tp 2 {LAYOUTS_PLAIN} --ep 2 --zero 3", ""
+    ),
+}  # fmt: skip
+
+
+# ---- refusals ----
+
+ODD = {  # models that some sizes do not divide
+    "six experts": layout_config(moe_layers=(1,), **MIXTURE | dict(n_experts=6)),
+    "odd ffn": layout_config(ffn_dim=50),
+    "odd experts": layout_config(moe_layers=(1,), **MIXTURE | dict(expert_ffn_dim=10)),
+    "six keys": layout_config(n_heads=12, n_kv_heads=6),
+    "three keys": layout_config(n_heads=12, n_kv_heads=3),
+    "six heads": layout_config(n_heads=6),
+    "five tokens": layout_config(vocab_size=5),
+}
+LAYOUT_MODELS |= ODD
+
+# (model, flags, ranks, words of the message, which pair it refuses)
+Refusal = tuple[str, str, int, str, tuple[str, str] | None]
+MTP_SHIFTS = "multi-token prediction shifts; --cp; --no-sequence-parallel"
+FP8_CUTS = "--fp8 scales whole matrices; --tp cuts"
+QAT_CUTS = "--qat scales whole matrices; --tp cuts"
+LAYOUTS_REFUSED: list[Refusal] = [
+    ("dense", "--tp 2", 1, "--tp 2 x --cp 1 = 2; the 1 ranks", None),
+    ("dense", "--tp 3", 4, "--tp 3 x --cp 1 = 3 must divide the 4 ranks", None),
+    ("dense", "--tp 2 --cp 4", 4, "--tp 2 x --cp 4 = 8 must divide the 4 ranks", None),
+    ("dense", "--dp 3", 4, "--dp 3 x --tp 1 x --cp 1 = 3; 4 ranks", None),
+    ("dense", "--dp 4 --tp 2", 4, "--dp 4 x --tp 2 x --cp 1 = 8; 4 ranks", None),
+    ("dense", "--dp-replicate 3 --zero 3", 4, "--dp-replicate 3 must divide the 4", None),
+    ("dense", "--dp-replicate 4 --tp 2 --zero 3", 4, "--dp-replicate 4 must divide the 2", None),
+    ("dense", "--dp-replicate 2", 4, "--dp-replicate; --zero 1, 2 or 3", None),
+    ("dense", "--ep 2", 4, "--ep; no mixture", None),
+    ("latent", "--ep 3", 4, "--ep 3 must divide the 4 ranks", None),
+    ("latent", "--ep 4 --tp 2", 4, "--ep 4 must divide the 2 ranks of dp x cp", None),
+    ("latent", "--ep 4 --zero 3 --dp-replicate 2", 4, "--ep 4 must divide the 2 ranks", None),
+    ("six experts", "--ep 4", 4, "--ep 4: 6 experts", None),
+    ("latent", "--ep 4 --ep-node-size 3", 4, "--ep-node-size 3 must divide --ep 4", None),
+    ("latent", "--ep 4 --ep-node-size 4", 4, "--ep-node-size 4; --ep 4; between", None),
+    ("latent", "--ep 4 --ep-node-size 1", 4, "--ep-node-size 1; --ep 4; between", None),
+    ("latent", "--ep-node-size 2", 4, "--ep-node-size goes with --ep", None),
+    ("latent", "--ep-chunks 2", 4, "--ep-chunks goes with --ep", None),
+    ("dense", "--batch-size 6", 4, "--batch-size 6 must be a multiple of the 4 ranks", None),
+    ("dense", "--batch-size 3 --tp 2", 4, "--batch-size 3; the 2 ranks with batches", None),
+    ("dense", "--cp 4 --seq-len 18", 4, "--seq-len 18 must be a multiple of 2 x --cp 4", None),
+    ("dense", "--cp 2 --tp 2 --seq-len 12", 4, "--seq-len 12; 2 x --cp 2 x --tp 2", None),
+    ("dense", "--tp 4 --seq-len 18", 4, "--seq-len 18; --tp 4; --no-sequence-parallel", None),
+    ("dense", f"--tp 2 {LAYOUTS_PLAIN} --async-tp", 4, "--async-tp; sequence parallel", None),
+    ("dense", "--async-tp", 4, "--async-tp goes with --tp", None),
+    ("dense", LAYOUTS_PLAIN, 4, "--no-sequence-parallel goes with --tp", None),
+    ("dense", "--cp-method striped", 4, "--cp-method goes with --cp", None),
+    ("dense", "--cp-ulysses 2", 4, "--cp-ulysses goes with --cp", None),
+    ("dense", "--cp 4 --cp-ulysses 3", 4, "--cp-ulysses 3 must divide --cp 4", None),
+    ("dense", "--tp 4 --cp 4 --cp-ulysses 4 --seq-len 32", 16, "--cp-ulysses 4; the 2 heads", None),
+    ("three keys", "--cp 4 --cp-ulysses 4", 4, "--cp-ulysses 4; 3 key heads", None),
+    ("dynamic", "--cp 4", 4, "--cp; dynamic NTK; must not exceed 8", None),
+    ("alibi", "--cp 2", 4, "--cp; ALiBi", None),
+    ("mixed", "--cp 2 --sequence-loss 0.1", 4, "--sequence-loss; --cp", None),
+    ("dense", "--tp 0", 4, "--tp must be positive", None),
+    ("ahead", "--tp 2", 4, MTP_SHIFTS, ("mtp", "sp")),
+    ("ahead", "--tp 2 --async-tp", 4, MTP_SHIFTS, ("mtp", "async")),
+    ("ahead", "--cp 2", 4, MTP_SHIFTS, ("mtp", "ring")),
+    ("ahead", "--cp 2 --cp-method all-gather", 4, MTP_SHIFTS, ("mtp", "all-gather")),
+    ("ahead", "--cp 2 --cp-ulysses 2", 4, MTP_SHIFTS, ("mtp", "ulysses")),
+    ("aligned", f"--tp 2 {LAYOUTS_PLAIN} --fp8 rowwise", 4, FP8_CUTS, ("fp8", "tp")),
+    ("aligned", "--tp 2 --fp8 rowwise", 4, FP8_CUTS, ("fp8", "sp")),
+    ("aligned", "--tp 2 --async-tp --fp8 rowwise", 4, FP8_CUTS, ("fp8", "async")),
+    ("aligned", f"--tp 2 {LAYOUTS_PLAIN} --qat int8", 4, QAT_CUTS, ("qat", "tp")),
+    ("aligned", "--tp 2 --qat int8", 4, QAT_CUTS, ("qat", "sp")),
+    ("aligned", "--tp 2 --async-tp --qat int8", 4, QAT_CUTS, ("qat", "async")),
+    *(
+        (name, f"--zero {zero} --bucketed {flags}", 4, "--bucketed goes with --zero 1 or 2",
+         (feature, "bucketed"))
+        for name, zero, flags, feature in (
+            ("dense", 1, f"--tp 2 {LAYOUTS_PLAIN}", "tp"), ("dense", 1, "--tp 2", "sp"),
+            ("dense", 1, "--tp 2 --async-tp", "async"), ("latent", 2, "--ep 2", "ep"),
+            ("dense", 3, "", "zero 3"), ("dense", 2, "--dp-replicate 2", "hsdp"),
+        )
+    ),
+    ("dense", "--bucketed", 4, "--bucketed goes with --zero 1 or 2", None),
+    ("aligned", "--fp8 rowwise --qat int8", 4, "--fp8 and --qat exclude each other",
+     ("fp8", "qat")),
+]  # fmt: skip
+
+
+def refusals_case(rank: int, task, folder: Path) -> list:
+    """What make_mesh and apply_tp refuse, none of which may leave a rank waiting."""
+    said = {}
+
+    def attempt(name, call):
+        try:
+            call()
+            said[name] = ""
+        except ValueError as e:
+            said[name] = str(e)
+
+    attempt("product", lambda: parallel.make_mesh(dp_shard=2, tp=4))
+    attempt("zero", lambda: parallel.make_mesh(dp_shard=4, cp=0))
+    attempt("ep", lambda: parallel.make_mesh(dp_shard=2, cp=1, tp=2, ep=4))
+    attempt("ep 3", lambda: parallel.make_mesh(dp_shard=4, ep=3))
+    mesh = parallel.make_mesh(tp=4)
+    attempt("dim", lambda: mesh.group("xp"))
+    for name in ("odd ffn", "odd experts", "six keys", "six heads", "five tokens"):
+        with torch.device("meta"):
+            model = M.Transformer(LAYOUT_MODELS[name])
+        attempt(name, partial(parallel.apply_tp, model, mesh))
+    with torch.device("meta"):
+        dense, ahead = (M.Transformer(LAYOUT_MODELS[n]) for n in ("dense", "ahead"))
+    ring = (async_tp.all_gather_matmul, async_tp.matmul_reduce_scatter)
+    attempt("ring", lambda: parallel.apply_tp(dense, mesh, ring=ring))
+    attempt("mtp", lambda: parallel.apply_tp(ahead, mesh, sequence_parallel=True))
+    attempt("stage", lambda: parallel.apply_fsdp(dense, mesh, stage=4))
+    attempt("tokens", lambda: parallel._scattered(torch.zeros(1, 6, 2), mesh.group("tp")))
+    return said
+
+
+MESH_WORDS = {
+    "product": "pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 4 = 8; 4 ranks",
+    "zero": "cp must be at least 1, not 0",
+    "ep": "ep 4 must divide dp_shard 2 x cp 1 = 2",
+    "ep 3": "ep 3 must divide dp_shard 4 x cp 1 = 4",
+    "dim": "'xp'; tp",
+    "odd ffn": "tp 4; 50; mlp.gate_proj",
+    "odd experts": "tp 4; 10; mlp.w_gate_up",
+    "six keys": "tp 4; n_kv_heads 6",
+    "six heads": "tp 4; n_heads 6",
+    "five tokens": "tp 4; embed.weight's 5 rows",
+    "ring": "ring; sequence_parallel",
+    "mtp": "MTP; sequence_parallel",
+    "stage": "stage; 4",
+    "tokens": "6 tokens; 4",
+}
+
+# ---- composition ----
+
+FEATURES = {
+    "dp": "data parallel", "tp": "tensor parallel", "sp": "sequence parallel", "async": "async TP",
+    "ring": "CP ring", "all-gather": "CP all-gather", "ulysses": "CP Ulysses",
+    "ep": "expert parallel", "zero 1": "ZeRO-1", "zero 2": "ZeRO-2", "zero 3": "ZeRO-3",
+    "bucketed": "zero.py", "hsdp": "HSDP", "recompute": "recompute", "compile": "compile",
+    "fp8": "FP8", "qat": "QAT", "mtp": "MTP", "tied": "tied", "moe": "experts",
+}  # fmt: skip
+ONE_OF = [("tp", "sp"), ("tp", "async"), ("ring", "all-gather")]
+ONE_OF += combinations(("zero 1", "zero 2", "zero 3"), 2)
+
+
+def features(case: LayoutCase) -> set[str]:
+    a, c = case.args(), case.config
+    rings = a.cp > a.cp_ulysses
+    has = {
+        "dp": case.ranks > a.tp * a.cp,
+        "tp": a.tp > 1 and a.no_sequence_parallel,
+        "sp": a.tp > 1 and not a.no_sequence_parallel,
+        "async": a.async_tp,
+        "ring": rings and a.cp_method != "all-gather",
+        "all-gather": rings and a.cp_method == "all-gather",
+        "ulysses": a.cp_ulysses > 1,
+        "ep": a.ep > 1,
+        "bucketed": a.bucketed,
+        "hsdp": a.dp_replicate > 1,
+        "recompute": a.checkpoint_activations,
+        "compile": a.compile,
+        "fp8": a.fp8,
+        "qat": a.qat,
+        "mtp": c.n_mtp_layers,
+        "tied": c.tie_embeddings,
+        "moe": c.moe_layers,
+    }
+    return {name for name, on in has.items() if on} | {f"zero {a.zero}"} & set(FEATURES)
+
+
+def composition(cases=None, refused=None) -> dict[tuple[str, str], str]:
+    """Of each pair of features: what a case proves, or a refusal."""
+    pairs = {pair: "not tested" for pair in combinations(FEATURES, 2)}
+    for pair in ONE_OF:
+        pairs[pair] = "one of them"
+    for case in (DECLARED_LAYOUTS if cases is None else cases).values():
+        for pair in combinations([f for f in FEATURES if f in features(case)], 2):
+            assert pairs[pair] != "one of them", (pair, case)
+            pairs[pair] = "works"
+    for *_, pair in LAYOUTS_REFUSED if refused is None else refused:
+        if pair is not None:
+            pair = tuple(sorted(pair, key=list(FEATURES).index))
+            assert pairs[pair] != "works", f"{pair} is refused, and works in a case"
+            pairs[pair] = "refused"
+    return pairs
+
+
+def stacks() -> list[str]:
+    """The largest compositions, those of which no other case has all."""
+    dims = [f for f in FEATURES if f not in ("mtp", "tied", "moe")]
+    found = {frozenset(features(case)) & frozenset(dims) for case in DECLARED_LAYOUTS.values()}
+    most = [s for s in found if len(s) > 4 and not any(s < other for other in found)]
+    return sorted(" x ".join(FEATURES[f] for f in dims if f in s) for s in most)
+
+
+def composition_table(pairs: dict[tuple[str, str], str]) -> str:
+    """Markdown: a triangle, + works, x refused, ? not tested, blank where a flag is one of them."""
+    marks, names = {"works": "+", "refused": "x", "not tested": "?", "one of them": ""}, [*FEATURES]
+    lines = ["| | " + " | ".join(FEATURES[f] for f in names[:-1]) + " |", "|---" * len(names) + "|"]
+    for i, row in enumerate(names[1:], 1):
+        cells = [marks[pairs[column, row]] for column in names[:i]]
+        cells += [""] * (len(names) - 1 - i)
+        lines.append(f"| {FEATURES[row]} | " + " | ".join(cells) + " |")
+    total = Counter(pairs.values())
+    lines += [
+        "",
+        f"`+` equal to one process ({total['works']} pairs), `x` refused with a clear error "
+        f"({total['refused']}), `?` not tested ({total['not tested']}); blank: values of one flag.",
+        "",
+        "Equal too, five or more at once:",
+        "",
+    ]
+    return "\n".join(lines + [f"- {stack}" for stack in stacks()])
+
+
+# ---- the processes ----
+
+
+def remembered(make, key=lambda *args, **kwargs: (args, tuple(kwargs.items()))):
+    known = {}
+
+    def get(*args, **kwargs):
+        if (k := key(*args, **kwargs)) not in known:
+            known[k] = make(*args, **kwargs)
+        return known[k]
+
+    return get
+
+
+def layout_child(rank, world, port, folder, todo):
+    """Cases in one process group, with one mesh for equal sizes (torch, too, takes equal meshes for
+    one). An error ends this process, and so the others need not wait for it."""
+    with open(folder / f"log{rank}", "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # which would be processes
+    L.make_mesh, L._group = (
+        remembered(parallel.make_mesh),
+        remembered(L._group, lambda r: str(r.tolist())),
+    )
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=900))
+    dist.init_process_group("gloo", store=dist.PrefixStore("cases", store), rank=rank,
+                            world_size=world, timeout=timedelta(seconds=LAYOUT_HANG))  # fmt: skip
+    for number, name in todo:
+        start, spent = time.monotonic(), time.process_time()
+        try:
+            work, case = LAYOUT_WORK[name]
+            said = case[0] if work is lost_case else case
+            with in_dtype(getattr(said, "dtype", "fp32")):
+                got = work(rank, case, folder)
+        except Exception:  # noqa: BLE001, the parent shows it
+            got = dict(error=traceback.format_exc())
+        seconds = time.monotonic() - start, time.process_time() - spent
+        torch.save((got, seconds), folder / f"{number}.{rank}.tmp")
+        (folder / f"{number}.{rank}.tmp").rename(folder / f"{number}.{rank}")
+        if "error" in got:
+            os._exit(1)
+    store.set(f"end{rank}", "")
+    store.wait([f"end{r}" for r in range(world)])  # none hangs up while another still talks
+    os._exit(0)
+
+
+def layout_ranks(folder, world, names, limit):
+    """Runs the cases on `world` processes -> {name: [result of each rank]}. After an error the rest
+    run in new ones."""
+    until, fork = time.monotonic() + limit, multiprocessing.get_context("fork").Process
+    todo = list(enumerate(names))
+    for name in names:  # before the fork: the ranks have it from here
+        work, case = LAYOUT_WORK[name]
+        if work in (train_case, lost_case):
+            alone = (case if work is train_case else case[0]).reference()
+            for dtype in {alone.dtype, "fp64"}:
+                layout_reference(replace(alone, dtype=dtype))
+    start = time.monotonic()
+    while todo:
+        port, begun = free_port(), set()
+        args = [(r, world, port, folder, todo) for r in range(world)]
+        started = [fork(target=layout_child, args=a, daemon=True) for a in args]
+        for p in started:
+            p.start()
+        for p in started:
+            p.join(max(1, until - time.monotonic()))
+            p.kill()
+        begun = [n for n, _ in todo if any((folder / f"{n}.{r}").exists() for r in range(world))]
+        todo = [(n, name) for n, name in todo if begun and n > max(begun)]
+    tails = [(folder / f"log{r}").read_text()[-1500:] for r in range(world)]
+    results = {}
+    for number, name in enumerate(names):
+        files = [folder / f"{number}.{r}" for r in range(world)]
+        loaded = [torch.load(f) if f.exists() else (dict(error=f"no result\n{t}"), (0.0, 0.0))
+                  for f, t in zip(files, tails)]  # fmt: skip
+        results[name] = [got for got, _ in loaded]
+        seconds, cpu = (max(times) for times in zip(*(spent for _, spent in loaded)))
+        print(f"{name:30} {seconds:6.2f} s, cpu {cpu:6.2f}")
+    print(f"{world} ranks: {time.monotonic() - start:.1f} s")
+    return results
+
+
+LAYOUT_DEFAULT = (
+    {name: (train_case, case) for name, case in LAYOUT_CASES.items()}
+    | {name: (lost_case, case) for name, case in LOST.items()}
+    | {name: (count_case, case) for name, case in COUNTED.items()}
+    | {name: (chain_case, case) for name, case in CHAINS.items()}
+    | {"refusals": (refusals_case, None)}
+)
+LAYOUT_SLOW = (
+    {name: (train_case, case) for name, case in SLOW_LAYOUTS.items()}
+    | {name: (lost_case, case) for name, case in LOST_SLOW.items()}
+    | {name: (chain_case, case) for name, case in CHAINS_SLOW.items()}
+)
+LAYOUT_COMPILED = {name: (train_case, case) for name, case in COMPILED_LAYOUTS.items()}
+LAYOUT_EIGHT = {name: (train_case, case) for name, case in EIGHT_LAYOUTS.items()}
+LAYOUT_WORK = LAYOUT_DEFAULT | LAYOUT_SLOW | LAYOUT_COMPILED | LAYOUT_EIGHT
+
+
+def layout_fixture(label, work, world, limit):
+    @pytest.fixture(scope="module", name=label)
+    def run_all(tmp_path_factory):
+        run = partial(layout_ranks, world=world, names=list(work), limit=limit)
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            return once(tmp_path_factory, label, run)
+        return run(tmp_path_factory.mktemp(label))
+
+    return run_all
+
+
+layouts = layout_fixture("layouts", LAYOUT_DEFAULT, 4, 200)
+layouts_slow = layout_fixture("layouts_slow", LAYOUT_SLOW, 4, 900)
+layouts_compiled = layout_fixture("layouts_compiled", LAYOUT_COMPILED, 4, 900)
+layouts_eight = layout_fixture("layouts_eight", LAYOUT_EIGHT, 8, 300)
+
+
+def no_error(results):
+    for rank, got in enumerate(results):
+        assert "error" not in got, f"rank {rank}: {got['error']}"
+
+
+def agrees(results, case):
+    """No part on any rank is further off than rounding; and it was parts, and all of them."""
+    no_error(results)
+    for rank, got in enumerate(results):
+        far = {key: found for key, found in got["errors"].items() if not found[0] <= case.within}
+        assert not far, f"rank {rank}: {far}"
+    shared_out(results, case)
+
+
+def shared_out(results, case):
+    """Each rank has of every parameter, and of its moments, exactly its share; every token of a
+    batch is on the ranks along tp of one place, and on no other."""
+    args, sizes, ranks = case.args(), results[0]["sizes"], len(results)
+    with torch.device("meta"):
+        whole = M.Transformer(case.config)
+    plan = results[0]["plan"]
+    for name, p in whole.named_parameters():
+        stack, mixture = p.dim() == 3, ".mlp." in name and is_mixture(whole, name)
+        share = sizes["ep"] if stack else 1
+        if args.zero and not args.bucketed:
+            share *= sizes["dp_shard"] * sizes["cp"] // (sizes["ep"] if mixture else 1)
+        share *= tp_share(name, p, case.config, sizes["tp"])
+        for key in ("numel",) if args.bucketed else ("numel", "moments"):
+            held = [got[key][name] for got in results]
+            assert sum(held) == p.numel() * ranks // share, (key, name, held, p.numel(), share)
+        if sizes["tp"] > 1:
+            kind = ".".join("*" if s.isdigit() else s for s in name.split("."))
+            assert kind in plan, f"{kind} is not in the printed plan\n{plan}"
+    if args.bucketed:
+        slices, n = results[0]["slices"], sum(p.numel() for p in whole.parameters())
+        assert n / ranks <= sum(slices) < 1.1 * n / ranks, (slices, n)
+    tokens = Counter()
+    for got in results:
+        tokens.update(product(got["samples"], got["positions"]))
+    assert set(tokens) == set(product(range(case.batch), range(case.seq)))
+    assert set(tokens.values()) == {sizes["tp"]}
+    assert f"{ranks} ranks" in results[0]["mesh"] and len({got["mesh"] for got in results}) == 1
+
+
+def is_mixture(model: M.Transformer, name: str) -> bool:
+    return any(name.startswith(prefix + ".") for prefix, module in model.named_modules()
+               if isinstance(module, M.MoE))  # fmt: skip
+
+
+def tp_share(name: str, p: torch.Tensor, config: M.ModelConfig, tp: int) -> int:
+    """Of how many different parts a parameter consists along tp: written anew, not read off
+    PLAN."""
+    leaf = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if leaf in ("k_proj", "v_proj"):
+        return min(tp, config.n_kv_heads)
+    if leaf in ("o_proj", "down_proj"):
+        return tp if p.dim() == 2 else 1
+    columns = "q_proj q_b_proj kv_b_proj gate_proj up_proj w_gate_up w_down embed head"
+    return tp if leaf in columns.split() else 1
+
+
+# ---- the tests ----
+
+
+@pytest.mark.parametrize("name", LAYOUT_CASES)
+def test_layout_is_one_process(layouts, name):
+    """Loss, every gradient, its norm, weights and moments after 3 steps, loads of experts and the
+    validation loss: fp64 1e-12, fp32 1e-6, on every rank."""
+    agrees(layouts[name], LAYOUT_CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_LAYOUTS)
+def test_more_layouts_are_one_process(layouts_slow, name):
+    agrees(layouts_slow[name], SLOW_LAYOUTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.parametrize("name", COMPILED_LAYOUTS)
+def test_compiled_layouts_are_one_process(layouts_compiled, name):
+    agrees(layouts_compiled[name], COMPILED_LAYOUTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT_LAYOUTS)
+def test_layouts_of_eight_ranks_are_one_process(layouts_eight, name):
+    agrees(layouts_eight[name], EIGHT_LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["dense", "qwen", "windows", "latent", "alibi", "mixed"])
+def test_what_layouts_are_compared_with(name):
+    """One process's loss and gradient are plain autograd's of the mean over the tokens that count,
+    in one piece; targets that do not count have none; and its steps change every weight."""
+    case = LayoutCase(name, run="--aux-loss 0" if LAYOUT_MODELS[name].moe_layers else "")
+    want = layout_reference(case.reference())
+    with in_dtype("fp64"):
+        args = case.args(alone=True)
+        model, batch = layout_model(case, args, T.ALONE), layout_batch(case, 0)
+        logits = model(batch[:, :-1].clamp(min=0))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+    assert 0 < (batch[:, 1:] != -100).sum() < batch[:, 1:].numel() * 0.6
+    assert abs(want["said"][0]["loss"] / loss.item() - 1) < 1e-13
+    for key, p in model.named_parameters():
+        assert off(want["grad"][0][key], p.grad, p.grad) < 1e-12, key
+        assert p.grad.norm() > 0 and off(want["weight"][key], p, p) > 1e-3, key
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_transfer_of_a_layout_shows(layouts, name):
+    """Without any one of its transfers a step is wrong by 1e-6 or more, where with all it is right
+    to 1e-12; and the transfers are those that are expected."""
+    lost_shows(layouts[name])
+    for who_ in LOST_NAMES[name].split():
+        assert any(who_ in label[0] for label in layouts[name][0]["seen"]), who_
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOST_SLOW)
+def test_each_lost_transfer_shows(layouts_slow, name):
+    lost_shows(layouts_slow[name])
+    assert len(layouts_slow[name][0]["lost"]) == len(layouts_slow[name][0]["seen"]) > 10
+
+
+def lost_shows(results):
+    no_error(results)
+    first = results[0]
+    for got in results:
+        assert got["undisturbed"] <= 1e-12 and got["again"] <= 1e-12
+        assert [label[:2] for label in got["seen"]] == [label[:2] for label in first["seen"]]
+    quiet = [first["seen"][i] for i in first["lost"] if max(g["lost"][i] for g in results) < 1e-6]
+    # but that fully_shard gathers the embedding for its backward pass, which has no use for it
+    quiet = [q for q in quiet if (q[0], q[2]) != ("fully_shard", first["embedding"])]
+    assert not quiet, quiet
+    assert len(first["lost"]) > 1
+
+
+def counts_of(layouts, name):
+    """(layers, what count_case found), of 2 layers and perhaps 3: the same on all ranks"""
+    for layers in (2, 3):
+        if (results := layouts.get(f"count: {name}, {layers}")) is not None:
+            no_error(results)
+            assert all(got["counted"] == results[0]["counted"] for got in results)
+            yield layers, results[0]
+
+
+def calls(counts, kind):
+    return sum(n for op, n in counts.items() if kind in op.replace("_", ""))
+
+
+def made(seen, *words):
+    return sum(all(w in f"{who_} {kind}" for w in words) for who_, kind, *_ in seen)
+
+
+TP_COUNTS = {  # of L layers on P ranks: kind -> (forward, backward)
+    "tp": {"allreduce": ((2, 3), (2, 1)), "gather": ((0, 0), (0, 0)), "scatter": ((0, 0), (0, 0))},
+    "sp": {"allreduce": ((0, 2), (0, 0)), "gather": ((2, 1), (2, 1)), "scatter": ((2, 1), (2, 1))},
+    "async": {"allreduce": ((0, 2), (0, 0)), "gather": ((0, 1), (0, 1)),
+              "scatter": ((0, 1), (0, 1))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TP_COUNTS)
+def test_transfers_of_tensor_parallelism(layouts, name):
+    """a * L + b each way. All-reduce: 2 a layer; in sequence parallelism 2 all-gathers and 2
+    reduce-scatters; embedding and head one more each; the loss two of numbers per token, never
+    logits. Async: rings of P - 1 steps, two forward and four, with x again, backward."""
+    for layers, got in counts_of(layouts, name):
+        ((forward, backward),), ((there, back),) = got["counted"], got["seen"]
+        for kind, ((a, b), (c, d)) in TP_COUNTS[name].items():
+            assert calls(forward, kind) == a * layers + b, (kind, forward)
+            assert calls(backward, kind) == c * layers + d, (kind, backward)
+        rings = 4, 6
+        if name == "async":
+            assert made(there, "pass on") == 3 * rings[0] * layers
+            assert made(back, "pass on") == 3 * rings[1] * layers
+        tokens, width = 4 * 16, 32
+        losses = [numel for who_, _, numel, _ in there if "CrossEntropy" in who_]
+        assert losses == [tokens, 2 * tokens]
+        rest = [numel for who_, kind, numel, _ in there + back
+                if "CrossEntropy" not in who_ and kind != "pass on"]  # fmt: skip
+        assert set(rest) == {tokens * width}
+        passed = {numel for _, kind, numel, _ in there + back if kind == "pass on"}
+        assert passed == ({tokens * width // 4} if name == "async" else set())
+
+
+def test_logits_are_never_gathered(layouts):
+    """With a vocabulary far wider than the model no transfer is as large as the logits."""
+    (got, *_), case = layouts["count: vocabulary"], COUNTED["count: vocabulary"]
+    no_error(layouts["count: vocabulary"])
+    ((there, back),) = got["seen"]
+    assert max(numel for _, _, numel, _ in there + back) == 4 * 16 * 32
+    assert 4 * 16 * case.config.vocab_size / 4 > 7 * 4 * 16 * 32
+
+
+CP_COUNTS = {  # of a layer: kind -> forward, backward
+    "ring": {"send": (3, 6), "gather": (0, 0), "scatter": (0, 0), "all_to_all": (0, 0)},
+    "all-gather": {"send": (0, 0), "gather": (2, 2), "scatter": (0, 2), "all_to_all": (0, 0)},
+    "ulysses": {"send": (0, 0), "gather": (0, 0), "scatter": (0, 0), "all_to_all": (4, 4)},
+}
+
+
+@pytest.mark.parametrize("name", CP_COUNTS)
+def test_transfers_of_context_parallelism(layouts, name):
+    """A ring of P: P - 1 sends of K and V, backward P - 1 more of their gradients. All-gather: K
+    and V, twice; their gradients once. Ulysses: q, k, v and o there and back. Nothing else."""
+    for layers, got in counts_of(layouts, name):
+        ((there, back),) = got["seen"]
+        for kind, both in CP_COUNTS[name].items():
+            for n, seen in zip(both, (there, back)):
+                assert made(seen, kind) == n * layers, (kind, Counter(s[:2] for s in seen))
+        assert len(there) == layers * sum(n for n, _ in CP_COUNTS[name].values())
+        assert len(back) == layers * sum(n for _, n in CP_COUNTS[name].values())
+        sizes = {numel for *_, numel, _ in there}
+        kv = 4 * 4 * 2 * 8  # (B, T / P, Hkv, D)
+        assert sizes == {"ring": {2 * kv}, "all-gather": {4 * kv},
+                         "ulysses": {4 * 4 * 8 * 8, 2 * kv}}[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["zero 1", "zero 2", "zero 3", "hsdp"])
+def test_transfers_of_sharded_data(layouts, stage):
+    """G groups: a block each, the embedding, norm and head. Stage 3 gathers every group forward and
+    backward, of every micro-batch; 1 and 2 once a step. Gradients are reduce-scattered by 2 and 3
+    in every micro-batch, by 1 in the last."""
+    for layers, got in counts_of(layouts, stage):
+        (first, last), groups = got["counted"], layers + 2
+        three = stage in ("zero 3", "hsdp")
+        gathers = [calls(half, "gather") for half in (*first, *last)]
+        scatters = [calls(half, "scatter") for half in (*first, *last)]
+        reduces = [calls(half, "allreduce") for half in (*first, *last)]
+        assert gathers == ([groups] * 4 if three else [groups, 0, 0, 0])
+        assert scatters == [0, 0 if stage == "zero 1" else groups, 0, groups]
+        assert reduces == ([0, groups] * 2 if stage == "hsdp" else [0] * 4)
+
+
+def run_alone(case: LayoutCase, out: Path, steps: int) -> list[dict]:
+    """chain_case's run in one process: the tensors saved at its start, and after each step."""
+    args, saved = case.args(alone=True), []
+    place = T.Place(torch.device("cpu"), "fp32", 0, 1)
+    model = T.build_model(args, case.config, place)
+    optimizer, balance = T.build_optimizer(model), T.Balance(model, z=args.z_loss)
+    for step in range(steps + 1):
+        (out / str(step)).mkdir(parents=True)
+        T.save_run(out / str(step), model, optimizer, step, args)
+        saved.append(load_file(out / str(step) / T.STATE))
+        T.accumulate(model, layout_batch(case, step), 2, balance=balance)
+        T.update(model, optimizer, 1e-3)
+        balance.update()
+    return saved
+
+
+def same_bits(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and torch.equal(a[k], b[k]) for k in a
+    )
+
+
+def chain_holds(results, task, tmp_path):
+    """The start is one process's, to the bit; so is what the next layout read, of what the one
+    before wrote; and each step goes on as one process's."""
+    no_error(results)
+    (name, cases), folder = task, Path(results[0]["folder"])
+    read = lambda where, i: load_file(folder / f"{name}.{where}{i}" / T.STATE)
+    alone = run_alone(cases[0], tmp_path / "alone", len(cases))
+    for i in range(len(cases)):
+        assert same_bits(read("start", i), alone[0]), cases[i].layout
+        if i:
+            assert same_bits(read("read", i), read("after", i - 1)), cases[i].layout
+        after, want = read("after", i), alone[i + 1]
+        assert after.keys() == want.keys()
+        for key, x in want.items():  # Adam makes as much of a gradient's noise as of a gradient
+            within = 1e-3 if key.startswith("weight.") else 3e-4
+            assert off(after[key], x, x) <= within, (i, key)
+    with safe_open(folder / f"{name}.after0" / T.STATE, "pt") as f:
+        assert M.ModelConfig.from_hf(json.loads(f.metadata()["config"])) == cases[0].config
+    return folder / f"{name}.after{len(cases) - 1}", after
+
+
+def test_a_run_goes_through_layouts_and_generates(layouts, tmp_path):
+    """Five layouts, a step each; and generate.py opens what they leave, as it is."""
+    out, state = chain_holds(layouts["chain"], CHAINS["chain"], tmp_path)
+    shutil.copy(REPO / "checkpoints" / "small" / "tokenizer.model", out)
+    args = G.parse_args(["--checkpoint", str(out), "--device", "cpu", "x"])
+    model, _ = G.load(args, torch.device("cpu"))
+    for key, p in model.named_parameters():
+        assert p.dtype == torch.bfloat16 and torch.equal(p, state[f"weight.{key}"].bfloat16()), key
+    assert G.main(["--checkpoint", str(out), "--device", "cpu", "--max-new-tokens", "3", "x"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS_SLOW)
+def test_runs_go_through_layouts(layouts_slow, name, tmp_path):
+    chain_holds(layouts_slow[name], CHAINS_SLOW[name], tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_ranks_have_the_rows_of_one_batch(ranks):
+    """However many ranks share a batch, its rows are those of one process, each once."""
+    tokens = torch.arange(4000, dtype=torch.int32)
+    for step in (0, 3, 40):
+        whole = T.batch_of(tokens, 5, step, range(24), 24, 16)
+        shares = [T.batch_of(tokens, 5, step, range(r, 24, ranks), 24, 16) for r in range(ranks)]
+        assert torch.equal(torch.stack(shares, 1).flatten(0, 1), whole)
+
+
+@pytest.mark.parametrize(
+    "refusal", LAYOUTS_REFUSED, ids=[f"{m} {f} on {n}" for m, f, n, *_ in LAYOUTS_REFUSED]
+)
+def test_what_layouts_refuse(refusal):
+    """One line, that names the flag and shows the arithmetic, before a rank talks to another."""
+    name, flags, world, words, _ = refusal
+    case = LayoutCase(name, flags, ranks=world)
+    with pytest.raises(ValueError) as e:
+        L.check(case.args(), case.config, world)
+    said = str(e.value)
+    assert "\n" not in said and all(word in said for word in words.split("; ")), said
+
+
+@pytest.mark.parametrize("name", MESH_WORDS)
+def test_what_meshes_and_cuts_refuse(layouts, name):
+    no_error(layouts["refusals"])
+    for got in layouts["refusals"]:
+        said = got[name]
+        assert said and "\n" not in said and all(w in said for w in MESH_WORDS[name].split("; "))
+
+
+def test_the_composition_table_is_what_is_proven():
+    """README.md shows exactly the declared cases and refusals, all of which the tests above run."""
+    text = (REPO / "README.md").read_text()
+    found = re.findall(r"<!-- composition -->\n(.*?)\n<!-- /composition -->", text, re.S)
+    assert found == [composition_table(composition())]
+
+
+def test_every_pair_that_makes_sense_is_in_a_case():
+    """What is not tested is known, and is not much."""
+    pairs = composition()
+    untested = {pair for pair, how in pairs.items() if how == "not tested"}
+    assert untested <= NOT_TESTED, untested - NOT_TESTED
+    assert not any(set(pair) <= {"dp", "tp", "sp", "async", "ring", "all-gather", "ulysses", "ep",
+                                 "zero 1", "zero 2", "zero 3", "bucketed", "hsdp", "recompute"}
+                   for pair in untested)  # fmt: skip
+
+
+NOT_TESTED: set[tuple[str, str]] = set()  # of those that FEATURES could form
+
+
+# --------------------------------------------------------------------------------------------------
+# dry_run.py: four gloo processes make a step of train.py under each layout, a fifth one counts it
+# without the others
+# --------------------------------------------------------------------------------------------------
+
+DRY = dict(
+    vocab_size=96, dim=48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=12, ffn_dim=80,
+    max_seq_len=64, bos_id=1, eos_ids=(2,),
+)  # fmt: skip
+DRY_MODELS = {
+    "dense": M.ModelConfig(**DRY),
+    "tied": M.ModelConfig(**DRY, tie_embeddings=True),
+    "mixture": M.ModelConfig(
+        **DRY, family="mixtral", moe_layers=(0, 1), n_experts=4, n_experts_per_token=2,
+        expert_ffn_dim=80, norm_topk=True,
+    ),
+    "routed": replace(
+        M.CONFIGS["small-moe"], n_layers=3, moe_layers=(1, 2), n_groups=1, topk_groups=1,
+    ),
+    "wide": replace(M.CONFIGS["llama3-8b"], n_layers=1),
+}  # fmt: skip
+DRY_RUNS = {  # name: (ranks, model, flags)
+    "one rank": (1, "dense", "--dtype fp32"),
+    "recomputing": (1, "dense", "--dtype fp32 --checkpoint-activations"),
+    "one rank, bf16": (1, "tied", "--dtype bf16 --checkpoint-activations"),
+    "a mixture": (1, "mixture", "--dtype fp32 --aux-loss 0.01"),
+    "tp": (2, "dense", "--dtype fp32 --tp 2"),
+    "tp, whole norms": (2, "dense", "--dtype fp32 --tp 2 --no-sequence-parallel"),
+    "tp over a ring": (2, "tied", "--dtype fp32 --tp 2 --async-tp"),
+    "tp of more than key heads": (4, "dense", "--dtype fp32 --tp 4"),
+    "zero 0": (2, "dense", "--dtype bf16 --zero 0"),
+    "zero 1": (2, "dense", "--dtype bf16 --zero 1 --batch-size 8"),
+    "zero 2": (2, "dense", "--dtype bf16 --zero 2 --batch-size 8"),
+    "zero 3": (2, "dense", "--dtype fp32 --zero 3"),
+    "zero 3, replicas": (4, "dense", "--dtype bf16 --zero 3 --dp-replicate 2"),
+    "ring": (4, "dense", "--dtype fp32 --cp 4"),
+    "stripes": (2, "dense", "--dtype bf16 --cp 2 --cp-method striped --zero 3"),
+    "keys gathered": (2, "dense", "--dtype fp32 --cp 2 --cp-method all-gather"),
+    "heads exchanged": (4, "dense", "--dtype fp32 --cp 4 --cp-ulysses 2"),
+    "tp x cp": (4, "dense", "--dtype fp32 --tp 2 --cp 2 --checkpoint-activations"),
+    "tp x zero 3": (4, "tied", "--dtype bf16 --tp 2 --zero 3 --batch-size 8"),
+    "ep": (2, "mixture", "--dtype fp32 --ep 2"),
+    "ep in chunks": (4, "mixture", "--dtype fp32 --ep 4 --ep-chunks 2 --zero 3"),
+    "ep by nodes": (4, "mixture", "--dtype fp32 --ep 4 --ep-node-size 2"),
+    "routed": (4, "routed", "--dtype bf16 --ep 4 --zero 2 --seq-len 64"),
+    "tp x ep": (4, "mixture", "--dtype fp32 --tp 2 --ep 2 --checkpoint-activations"),
+}
+
+
+def dry_args(folder, model, flags, *more):
+    """A sequence has 24 tokens, a micro-batch 2: a multiple of the 6 pairs of 4 experts."""
+    sizes = "" if "--seq-len" in flags else " --seq-len 24"
+    argv = f"--model {folder}/{model}.json {flags}{sizes}".split()
+    return T.parse_args([*argv, *more])
+
+
+def dry_counted(folder, ranks, model, flags):
+    """Costs of a dry run. In a process of its own."""
+    try:
+        args = dry_args(folder, model, flags, "--dry-run", "--world-size", f"{ranks}")
+        return dry_run.count(args, dry_run.settle(args))[0]
+    finally:
+        dist.destroy_process_group()
+
+
+def run_of_ranks(rank, folder, ranks, model, flags):
+    """Costs of a real step of one rank, with targets and experts evenly chosen."""
+    args = dry_args(folder, model, flags)
+    if "--batch-size" not in flags:
+        args.batch_size = 2 * ranks // (args.tp * args.cp)
+    config = T.model_config(args)
+    T.settle_expert_flags(args, config)
+    place = T.Place(torch.device("cpu"), args.dtype, rank, ranks)
+    layout = T.Layout(args, config, ranks)
+    model = T.build_model(args, config, place, layout)
+    pairs = torch.zeros(6, 4)
+    for row, pair in zip(pairs, combinations(range(4), 2), strict=True):
+        row[list(pair)] = 50.0
+    mixtures = [m for m in model.modules() if isinstance(m, M.MoE)]
+    for mixture in mixtures if config.n_experts == 4 else ():
+        plain = mixture.router_logits
+        mixture.router_logits = lambda x, f=plain: f(x) + pairs.repeat(len(x) // 6, 1)
+    rows = len(layout.samples(args.batch_size))
+    batch = (torch.arange(args.seq_len + 1) % 4 * 24 + 5).expand(rows, -1)
+    return dry_run.measure(args, model, batch, layout)
+
+
+def dry_child(rank, port, folder, names):
+    """These runs; of four ranks, or as the fifth without them."""
+    with open(folder / f"log{rank}", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    store = rank < 4 and dist.TCPStore("127.0.0.1", port, 4, rank == 0)
+    results = {}
+    for name in names:
+        ranks, *what = DRY_RUNS[name]
+        try:
+            if rank == 4:
+                results[name] = dry_counted(folder, ranks, *what)
+            elif rank < ranks:
+                own = dist.PrefixStore(name, store)
+                dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks,
+                                        timeout=timedelta(seconds=120))  # fmt: skip
+                results[name] = run_of_ranks(rank, folder, ranks, *what)
+        except Exception:  # noqa: BLE001, the parent shows it
+            results[name] = dict(error=traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    (folder / f"{rank}").write_bytes(pickle.dumps(results))
+    if store:
+        store.set(f"end{rank}", "")
+        store.wait([f"end{r}" for r in range(4)] if rank == 0 else [])
+
+
+def dry_and_real(folder, names):
+    """name -> [costs of each rank], costs of the dry run"""
+    for name, config in DRY_MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(config.to_hf()))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    fork = multiprocessing.get_context("fork").Process
+    work = [(r, port, folder, names) for r in range(5)]
+    started = [fork(target=dry_child, args=args, daemon=True) for args in work]
+    for p in started:
+        p.start()
+    deadline = time.monotonic() + 300
+    for p in started:
+        p.join(max(0.1, deadline - time.monotonic()))
+        p.kill()
+    got = []
+    for r in range(5):
+        path = folder / f"{r}"
+        assert path.exists(), f"rank {r}: {(folder / f'log{r}').read_text()[-1500:]}"
+        got.append(pickle.loads(path.read_bytes()))
+    return {n: ([got[r][n] for r in range(DRY_RUNS[n][0])], got[4][n]) for n in names}
+
+
+@pytest.fixture(scope="module")
+def dry_results(tmp_path_factory):
+    names = [name for name in DRY_RUNS if name not in SLOW_DRY_RUNS]
+    return dry_and_real(tmp_path_factory.mktemp("dry"), names)
+
+
+@pytest.fixture(scope="module")
+def dry_results_slow(tmp_path_factory):
+    return dry_and_real(tmp_path_factory.mktemp("dry"), SLOW_DRY_RUNS)
+
+
+SLOW_DRY_RUNS = (
+    "one rank, bf16", "tp over a ring", "tp of more than key heads", "zero 3, replicas", "stripes",
+    "keys gathered", "heads exchanged", "tp x cp", "tp x zero 3", "ep", "ep in chunks",
+    "routed",
+)  # fmt: skip
+
+
+def both_runs(results, name):
+    real, dry = results[name]
+    for r, costs in enumerate([*real, dry]):
+        assert "error" not in costs, f"rank {r}: {costs['error']}"
+    return dry, real[0]
+
+
+@pytest.mark.parametrize("name", [name for name in DRY_RUNS if name not in SLOW_DRY_RUNS])
+def test_a_dry_run_counts_what_a_run_does(name, dry_results):
+    """Bytes of parameters, gradients, optimizer states and activations, and calls and bytes of
+    every transfer, are those of a real first rank, to the byte."""
+    dry, real = both_runs(dry_results, name)
+    assert dry == real
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_DRY_RUNS)
+def test_a_dry_run_counts_what_other_runs_do(name, dry_results_slow):
+    """The same for the other layouts. Where a router chooses, a tenth of difference is granted."""
+    dry, real = both_runs(dry_results_slow, name)
+    if name != "routed":
+        assert dry == real
+        return
+    assert abs(dry.pop("activations") / real.pop("activations") - 1) < 0.1
+    (calls, dry_bytes), (real_calls, real_bytes) = (
+        costs["sent"].pop(("ep", "all-to-all")) for costs in (dry, real)
+    )
+    assert calls == real_calls and abs(dry_bytes / real_bytes - 1) < 0.1 and dry == real
+
+
+# A model of DRY: numbers in all, and in the activations of a micro-batch of 2 sequences
+DRY_NUMBERS = 2 * 96 * 48 + 48 + 2 * (2 * 48 + 2 * 48 * 48 + 2 * 48 * 24 + 3 * 48 * 80)
+DRY_WIDTH = 2 * 24 * 48
+
+
+def test_dry_bytes_of_tensor_parallelism_are_the_formula(dry_results):
+    """Of 2 ranks and 2 layers: an all-reduce of B * T * C for attention, one for feed-forward, in
+    each direction, one for the embedding and one for the head; or a reduce-scatter and an
+    all-gather for each."""
+    whole, cut = (dry_results[name][1] for name in ("tp, whole norms", "tp"))
+    # cross-entropy: maxima, then sums and targets' logits; tokens, losses and norm
+    others = [4 * 48, 4 * 2 * 48, 8, 4 * 3, 4]
+    of = [4 * DRY_WIDTH] * (4 * 2 + 2)
+    assert whole["sent"] == {("tp", "all-reduce"): (len(of + others), sum(of + others))}
+    norms = 4 * 5 * 48  # their gradients, added up at once
+    half = (10, 10 * 4 * DRY_WIDTH // 2)
+    assert cut["sent"] == {
+        ("tp", "reduce-scatter"): half,
+        ("tp", "all-gather"): half,
+        ("tp", "all-reduce"): (6, sum(others) + norms),
+    }
+    assert whole["activations"] - cut["activations"] > 4 * 4 * DRY_WIDTH // 2  # norms are cut
+
+
+def test_dry_bytes_of_sharding_are_the_formula(dry_results):
+    """Of 2 ranks: ZeRO 3 gathers all parameters twice and reduces the gradients once; 1 and 2
+    gather once, 2 reduces once for each of 2 micro-batches; states and gradients are halves."""
+    n, tensors, groups = DRY_NUMBERS, 21, 4
+    assert dry_results["zero 3"][1]["sent"]["fsdp", "all-reduce"][0] == 3  # tokens, losses, norm
+    for stage in range(4):
+        costs, own = dry_results[f"zero {stage}"][1], n // (2 if stage else 1)
+        sizes = [costs[name] for name in ("parameters", "gradients", "optimizer")]
+        assert sizes == [4 * own, 4 * own, 8 * own + 4 * tensors], stage
+        assert costs["gathered"] == (0, 2 * n, 2 * n, 0)[stage]  # in bf16
+    assert dry_results["zero 0"][1]["sent"] == {("fsdp", "all-reduce"): (tensors + 3, 4 * n + 24)}
+    for stage, gathers, size, reductions in ((1, 1, 2, 1), (2, 1, 2, 2), (3, 2, 4, 1)):
+        sent = dry_results[f"zero {stage}"][1]["sent"]
+        half, head = size * n // 2, size * (96 + 1) * 48 // 2
+        again = gathers * groups + 1, gathers * half + head  # of the micro-batch before, by FSDP
+        assert sent["fsdp", "all-gather"] in ((gathers * groups, gathers * half), again)
+        assert sent["fsdp", "reduce-scatter"] == (reductions * groups, reductions * 2 * n)
+
+
+def test_dry_bytes_of_rings_and_experts_are_the_formula(dry_results):
+    """A ring of 4 passes keys and values on 3 times in each direction, and their gradients 3 times.
+    Of 4 experts on 4 ranks, 2 to a node, a token goes to 5/6 of the nodes and from there to 3/5 of
+    2 ranks, with C numbers, ids and weights; back with C, and the gradients the same ways."""
+    sent = dry_results["ring"][1]["sent"]
+    assert sent["cp", "send"] == (2 * 18, 2 * 18 * 2 * (24 // 4) * 24 * 4)
+    sent, bytes_ = dry_results["ep by nodes"][1]["sent"], 0
+    for rows, ranks in ((40, 2), (48, 2)):
+        bytes_ += 8 + rows * (4 * 4 * 48 + 8 * 2 + 2 * 4 * 2)
+    assert sent["ep", "all-to-all"] == (2 * 2 * 8, 2 * bytes_)
+
+
+def test_dry_activations_are_the_formula(dry_results):
+    """Of fp32 on one rank, N = B * T tokens, each storage once. A layer keeps of each norm its
+    input, 1 / rms, and the output before and after the weight; q, o, k, v and lse; gate, up, silu
+    and their product: N (6 C + 2 + 2 Hq D + 2 Hkv D + Hq + 4 F). With --checkpoint-activations, its
+    input."""
+    n, C, F, V = 2 * 24, 48, 80, 96
+    layer = n * (6 * C + 2 + 2 * 48 + 2 * 24 + 4 + 4 * F)
+    ends = 4 * n * (3 * C + 1 + V) + 8 * n + 4 + 8 * 2 * 25  # norm, cross-entropy; 2 x 25 tokens
+    rope, positions = 4 * 2 * 24 * 6, 8 * 24
+    kept = {name: dry_results[name][1]["activations"] for name in ("one rank", "recomputing")}
+    assert kept["one rank"] == 2 * 4 * layer + rope + ends
+    assert kept["recomputing"] == 2 * 4 * n * C + positions + ends
+
+
+def in_a_fork(work, path):
+    """What a forked process prints, and its exit status."""
+
+    def child():
+        with open(path, "w") as log, contextlib.redirect_stdout(log):
+            with contextlib.redirect_stderr(log):
+                status = work()
+        os._exit(status)
+
+    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+    process.start()
+    process.join(100)
+    process.kill()
+    process.join()
+    return path.read_text(), process.exitcode
+
+
+def test_512_ranks_of_a_block_of_llama3(tmp_path, monkeypatch):
+    """One layer as wide as Llama 3 8B's, on 512 ranks: its share of parameters, its collectives;
+    no file is written."""
+    (tmp_path / "wide.json").write_text(json.dumps(DRY_MODELS["wide"].to_hf()))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    argv = f"--dry-run --world-size 512 --model {tmp_path}/wide.json --tp 8 --zero 3 --seq-len 8192"
+    out, status = in_a_fork(lambda: T.main(argv.split()), tmp_path / "log")
+    assert status == 0, out
+    assert "512 ranks: dp_shard 64 x tp 8" in out and not list(Path.cwd().iterdir())
+    block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+    rows = 251  # of 128256 / 8 / 64: the first ranks have one more
+    shares = {r"of this rank +([\d,]+)": block // 512 + 2 * rows * 4096 + 3 * 4096 // 64}
+    shares |= {"tp all-gather +([\\d,]+)": 6, "fsdp all-gather +([\\d,]+)": 6}
+    shares |= {"tp reduce-scatter +([\\d,]+)": 6, "fsdp reduce-scatter +([\\d,]+)": 3}
+    for pattern, n in shares.items():
+        assert int(re.search(pattern, out)[1].replace(",", "")) == n, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3.1-70b"])
+def test_512_ranks_of_a_whole_model(name):
+    """The command that the issue gives: under a minute, under 3 GB."""
+    program = (
+        "import resource, sys, train; status = train.main(sys.argv[1:]); "
+        "usage = resource.getrusage(resource.RUSAGE_SELF); "
+        "print('peak', usage.ru_maxrss, 'seconds', usage.ru_utime); sys.exit(status)"
+    )
+    argv = ["--dry-run", "--world-size", "512", "--model", name, "--tp", "8", "--zero", "3"]
+    argv += ["--seq-len", "8192"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *argv], cwd=REPO, env=env, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    peak, seconds = re.search(r"peak (\d+) seconds ([\d.]+)", done.stdout).groups()
+    assert int(peak) < 3e6 and float(seconds) < 60, done.stdout
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--world-size 4", "--world-size goes with --dry-run"),
+        ("--dry-run --world-size 0", "--world-size must be positive"),
+        ("--dry-run --resume", "leave --resume out"),
+        ("--dry-run --compile", "leave --compile out"),
+        ("--dry-run --device cuda", "leave --device out"),
+        ("--dry-run --model small-moe --experts loop", "--experts loop; leave"),
+        ("--dry-run --model small-moe --fp8 rowwise", "no sizes for --fp8"),
+        ("--dry-run --world-size 3 --tp 2", "must divide the 3 ranks"),
+        ("--dry-run --world-size 4 --batch-size 6", "must be a multiple of the 4 ranks"),
+        ("--dry-run --world-size 2 --dp-replicate 2", "it goes with --zero"),
+        ("--dry-run --model nothing", "neither a config.json nor one of"),
+    ],
+)
+def test_a_dry_run_refuses(flags, words, tmp_path, monkeypatch, capsys):
+    """One line that names the flag."""
+    monkeypatch.chdir(tmp_path)
+    assert T.main(flags.split()) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and not said.out
+    assert not dist.is_initialized() and not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_needs_the_fake_process_group(monkeypatch, capsys):
+    """Under torchrun, and where torch lacks it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert T.main(["--dry-run"]) == 2
+    assert "--dry-run is one process" in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
+    refuse = lambda *args, **kwargs: (_ for _ in ()).throw(ValueError("unknown backend"))
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    assert T.main(["--dry-run"]) == 2
+    assert 'no process group "fake" (unknown backend)' in capsys.readouterr().err

@@ -388,6 +388,8 @@ def accumulate(
     rows = len(batch) * layout.batch_shares * cp
     totals = torch.zeros(3, device=batch.device)
     for micro in layout.micro_batches(model, batch, micro_batch_size):
+        if balance is not None:
+            balance.watching = True
         with autocast():
             main, ahead = (loss / count for loss in loss_sums(model, micro, attend, layout))
         aux = main.new_zeros(()) if balance is None else balance.take() * (len(micro) / rows)
@@ -416,7 +418,7 @@ class Balance:
         self, model: Transformer, speed: float = 2e-3, aux: float = 0, seq: float = 0, z: float = 0
     ):
         self.speed, self.aux, self.seq, self.z = speed, aux, seq, z
-        self.config, self.terms = model.config, []
+        self.config, self.terms, self.watching = model.config, [], True
         self.mixtures = [m for m in model.modules() if isinstance(m, MoE)]
         self.auxiliary = bool(self.mixtures) and max(aux, seq, z) > 0
         shape, device = (len(self.mixtures), self.config.n_experts), next(model.parameters()).device
@@ -429,7 +431,9 @@ class Balance:
         """One mixture, one forward: logits (B, T, E), ids (B, T, K), into its row of counts."""
         if not torch.is_grad_enabled():  # validation
             return
-        counts += moe.count_experts(ids, len(counts))
+        known = len(self.terms)
+        if self.watching:
+            counts += moe.count_experts(ids, len(counts))
         if self.aux or self.seq:
             probs = moe.router_probs(logits, self.config.scoring)
             if self.aux:
@@ -439,10 +443,13 @@ class Balance:
                 self.terms.append(self.seq * moe.balance_loss(probs, ids))
         if self.z:
             self.terms.append(self.z * moe.z_loss(logits))
+        if not self.watching:  # recomputed for a backward pass, which wants the same operations
+            del self.terms[known:]
 
     def take(self) -> Tensor:
-        """The auxiliary losses of the forward passes since the last take, summed."""
-        terms, self.terms = self.terms, []
+        """The auxiliary losses of the forward passes since the last take, summed. Until `watching`
+        is set again, forward passes are those of checkpoints, and seen already."""
+        terms, self.terms, self.watching = self.terms, [], False
         return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
 
     def update(self, layout: Layout = ALONE) -> float | None:
