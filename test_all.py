@@ -46,13 +46,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # torch imports it in the middle of a first run: here once, before forks
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -89,6 +87,9 @@ import serving as V
 import speculative as E
 import tokenizer as K
 import train as T
+
+import torch._dynamo  # torch imports it in the middle of a first run: here once, before forks
+from torch.distributed.tensor.debug import CommDebugMode  # which imports Triton
 
 REPO = Path(__file__).resolve().parent
 INF = math.inf
