@@ -9869,9 +9869,9 @@ def compress_loss(model, texts):
         return W.against(model, model, texts)[0]
 
 
-def test_compress_losses_on_the_shipped_model(compress_texts):
+def test_compress_losses_on_the_shipped_model():
     """int8 and fp8 within 0.5 % of bf16's loss, int4 by GPTQ within 3 % and better than rounded."""
-    texts, held = compress_texts
+    texts, held = compress_draws(24, 256)  # of 8 sequences, either may be ahead on some CPU
     plain = compress_loss(M.load_checkpoint(SMALL), held)
     losses = {}
     for scheme, method in (("int8", None), ("fp8", None), ("int4", None), ("int4", "gptq")):
@@ -10585,7 +10585,8 @@ def test_paged_blocks_shared_copied_and_moved(name, kv_dtype):
         want = paged_plain_forward(model, prefix + tail)[10:]
         assert ((logits - want).norm() / want.norm()).item() <= PAGED_SMALL[kv_dtype]
     probe = [P.Chunk([5], 17, a), P.Chunk([5], 19, b), P.Chunk([5], 10, c)]
-    before = step(probe)
+    step(probe)
+    before = step(probe[:2])  # the rows of the step below: products of other sizes round otherwise
     kept = cache.read(a, 17), cache.read(b, 19)
     paged_spoil(model, cache, 24, bs)
     cache.write([4, 8, 15, 16, 23], 0, kept[0])
