@@ -25144,7 +25144,8 @@ def test_512_ranks_of_a_whole_model(name):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--world-size 4", "--world-size goes with --dry-run"),
+        ("--world-size 4 --data nothing", "--world-size goes with --dry-run"),
+        ("--dry-run --world-size 2 --zero 1 --bucketed", "leave --bucketed out"),
         ("--dry-run --world-size 0", "--world-size must be positive"),
         ("--dry-run --resume", "leave --resume out"),
         ("--dry-run --compile", "leave --compile out"),
