@@ -19724,7 +19724,7 @@ def test_held_experts_are_all_that_is_read(kind, folders, monkeypatch):
         for parts in (name.split(".") for name, *_ in read)
         if "experts" in parts
     }
-    stacks = [rows for name, *rows in read if ".w_" in name]
+    stacks = [rows[:1] for name, *rows in read if ".w_" in name]
     if kind == "codes":
         assert not numbers and sorted(map(str, stacks)) == sorted(
             str([held]) for held in HELD.values() for _ in range(6)
@@ -20294,7 +20294,8 @@ def test_upcycled_computes_what_the_dense_model_did(dense_models, tmp_path, fami
     args = T.parse_args(["--init", str(init), "--upcycle", "4", "--upcycle-top-k", "3"])
     config = T.model_config(args)
     dense = M.load_checkpoint(init, dtype=torch.float32)
-    model = T.build_model(args, config, torch.device("cpu")).eval()
+    place = T.Place(torch.device("cpu"), "fp32", 0, 1)
+    model = T.build_model(args, config, place).eval()
     assert config.family == DENSE_FORMS[family][1] and config.moe_layers == (0, 1)
     assert M.ModelConfig.from_hf(config.to_hf()) == config == model.config
     tokens = random_tokens(config, 2, 40)
