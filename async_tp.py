@@ -17,7 +17,7 @@ here NCCL's send and receive carry the shards, on streams of their own.
 Hooks: model.py's `products` and parallel.apply_tp(ring=(all_gather_matmul, matmul_reduce_scatter)).
 Equivalence (test_all.py): values and gradients of all-gather and F.linear, of F.linear and
 reduce-scatter. Needs: torch. `python async_tp.py` starts 4 processes, checks itself and prints a
-table.
+table (--check: none).
 """
 
 from __future__ import annotations
@@ -273,11 +273,11 @@ def main() -> None:
     if "RANK" not in os.environ:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, __file__], env=os.environ | threads).returncode)
+        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     check(rank, ranks)
-    for t, C in ((32, 256), (128, 512), (256, 1024)):
+    for t, C in () if "--check" in sys.argv else ((32, 256), (128, 512), (256, 1024)):
         benchmark(rank, ranks, t, C)
     dist.barrier()
     dist.destroy_process_group()

@@ -9,8 +9,8 @@ shapes, dtypes and storages, without numbers. What runs is counted; real ranks c
   (n - 1) / n of the input, for an all-reduce twice that, else what is for others.
 - Activations are what autograd keeps of a micro-batch until its backward pass, each storage once,
   parameters not, but bf16 copies of them, which autocast makes without --zero.
-- Where a shape depends on numbers, targets fall evenly on the parts of the vocabulary and tokens on
-  experts as if drawn: W of E get 1 - C(E - W, K) / C(E, K) of the tokens; groups would have fewer.
+- Where a shape depends on numbers, tokens fall on experts as if drawn: W of E get
+  1 - C(E - W, K) / C(E, K) of the tokens; groups would have fewer.
 """
 
 from __future__ import annotations
@@ -111,13 +111,10 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
 class Answers(TorchDispatchMode):
     """Over a FakeTensorMode: what code gets that asks for numbers. `next`, and then always 1."""
 
-    tp: int
     next: Sequence[int] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op, aten = func.overloadpacket, torch.ops.aten
-        if op is aten.nonzero:  # the targets that are in this rank's part of the vocabulary
-            return args[0].new_empty(len(args[0]) // self.tp, args[0].dim(), dtype=torch.int64)
         if op is aten.aminmax:  # are ids in their range?
             return torch.tensor(0), torch.tensor(0)
         if op is aten._local_scalar_dense and getattr(args[0], "constant", args[0]) is None:
@@ -153,7 +150,6 @@ def even(experts: Experts, answers: Answers, config: ModelConfig) -> SimpleNames
 def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
     """The costs of rank 0, and the mesh in a line."""
     layout, answers = Layout(args, config, args.world_size), Answers()
-    answers.tp = args.tp
     if E := config.n_experts:
         plain = layout.experts or Experts(Placement.even(E, 1), tuple(range(E)), (), 1)
         layout.experts = even(plain, answers, config)

@@ -25,7 +25,7 @@ Gradients: a rank's experts get theirs from the tokens of all ranks: with a loss
 tokens, or is divided by the count of all, nothing more is to be added up but over replicas of the
 rank. Equivalence (test_all.py): outputs, loss and every gradient of one process, 2 and 4 ranks,
 empty ranks too. Needs: torch. `torchrun --nproc-per-node 4 expert_parallel.py` checks itself and
-prints a table; `python expert_parallel.py` starts these itself.
+prints a table (--check: none); `python expert_parallel.py` starts these itself.
 """
 
 from __future__ import annotations
@@ -469,13 +469,14 @@ def main() -> None:
     if "RANK" not in os.environ:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, __file__], env=os.environ | threads).returncode)
+        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     _check(ranks == 4, f"the check is for 4 ranks, not {ranks}")
     check(rank, ranks)
-    with torch.inference_mode():
-        benchmark(rank, ranks)
+    if "--check" not in sys.argv:
+        with torch.inference_mode():
+            benchmark(rank, ranks)
     dist.destroy_process_group()
 
 

@@ -37,16 +37,18 @@ files, and caches its own heads' keys (parallel.py's plan): a step reads 1 / N o
 takes two sums over ranks a layer. Logits are gathered, so that all draw the same tokens; what goes
 by a clock or by free memory, rank 0 or the poorest decides. It is the text of one process up to the
 rounding of sums in another order; with --quantize also up to that of codes, for each rank finds
-scales for its own part. With --ep too, experts are shared out over groups of --tp ranks.
+scales for its own part. With --ep too, experts are shared out over groups of --tp ranks. Where all
+heads share keys, every rank would cache and read them all: --shard-batch gives each some of the --n
+rows instead, with two exchanges a layer more (inference_parallel.py).
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls cpu.py's products,
 which read memory faster than compiled ones, and it pays where these are quantized. Needs: model.py,
 tokenizer.py, sampling.py, cpu.py, sentencepiece or tokenizers; for mixtures of experts moe.py, and
-for --ep expert_parallel.py; for --tp parallel.py; for --attention flash attention.py; for --batch
-and --bench-serving, which are serving.py's, that and paged_kv.py; for --quantize compress.py, and
-with it quantize.py, calibrate.py, sparse.py, gemm.py and train.py; for --speculate drafting.py and
-speculative.py.
+for --ep expert_parallel.py; for --tp parallel.py, with --shard-batch inference_parallel.py; for
+--attention flash attention.py; for --batch and --bench-serving, which are serving.py's, that and
+paged_kv.py; for --quantize compress.py, and with it quantize.py, calibrate.py, sparse.py, gemm.py
+and train.py; for --speculate drafting.py and speculative.py.
 """
 
 from __future__ import annotations
@@ -193,13 +195,15 @@ class Decoder:
         compiled: bool = False,
         keep_logits: bool = False,
         attention: AttendOver = sdpa,
+        cached_rows: int | None = None,
     ):
-        """A cache of max_len tokens per row. keep_logits: `shown` has them after every step."""
+        """A cache of max_len tokens per row, of all rows or of those that `attention` knows to look
+        for here. keep_logits: `shown` has them after every step."""
         device, dtype = model.embed.weight.device, model.embed.weight.dtype
         V = model.config.vocab_size
         self.model, self.batch, self.compiled, self.used = model, batch, compiled, 0
         self.attention = attention
-        self.cache = KVCache(model.config, batch, max_len, dtype, device)
+        self.cache = KVCache(model.config, cached_rows or batch, max_len, dtype, device)
         self.sampler = Sampler(how, batch, V, device, [e for e in eos if e < V])
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
@@ -549,6 +553,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
     text = "under torchrun: cut every matrix over N processes, which generate together"
     add("--tp", type=int, metavar="N", help=text)
+    text = "with --tp and --n, where heads share keys (MLA, one key head): cache only some rows"
+    add("--shard-batch", action="store_true", help=text)
     add_expert_flags(add)
     add_quantize_flags(add)
     add_speculation_flags(add)
@@ -729,6 +735,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         (ENGINE_FLAGS, args.batch or args.bench_serving, "--batch or --bench-serving"),
         (WORKLOAD_FLAGS, args.bench_serving, "--bench-serving"),
         ("expert_load redundant_experts", args.ep, "--ep"),
+        ("shard_batch", args.tp, "--tp"),
     ):
         for name in names.split():
             if name in given and not good:
@@ -750,6 +757,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ("calibrate", "dummy"),
         ("ep", "batch bench_serving interactive speculate compile calibrate save quantize_report"),
         ("tp", "interactive compile calibrate save quantize_report"),
+        ("shard_batch", "batch bench_serving speculate score"),
         ("prompt_tokens", "prompt chat"),
         ("dummy", "checkpoint chat"),
         ("bench", "stop logprobs ignore_eos"),
@@ -803,6 +811,19 @@ def pick_attention(name: str) -> AttendOver:
     from attention import as_attend  # only here: it imports Triton, which takes 0.2 s
 
     return lambda cache, limit: as_attend(cache, limit=limit)
+
+
+def by_rows(attention: AttendOver, group: Any) -> AttendOver:
+    """--shard-batch: each rank attends for the rows whose keys it has, for all heads. To one row, a
+    prompt, every rank attends for its heads: its keys go into all caches."""
+    from inference_parallel import batch_sharded
+
+    def over(cache: KVCache, limit: int | None) -> Attend:
+        whole = attention(cache, limit)
+        own = batch_sharded(whole, group)
+        return lambda spec, q, *rest: (own if len(q) > 1 else whole)(spec, q, *rest)
+
+    return over
 
 
 # --------------------------------------------------------------------------------------------------
@@ -908,12 +929,17 @@ class Slices:
     it when no module will be swapped any more."""
 
     def __init__(self, args: argparse.Namespace):
-        self.mesh, self.ranks = args.mesh, args.mesh.size("tp")
+        self.mesh, self.ranks, self.by_rows = args.mesh, args.mesh.size("tp"), args.shard_batch
 
     def cut_(self, model: Transformer) -> None:
         """Leave of the model what is this rank's. ValueError names the flag."""
         from parallel import apply_tp
 
+        c = model.config
+        if self.by_rows and not (c.kv_lora_rank or c.n_kv_heads == 1):
+            raise ValueError(
+                f"--shard-batch: the {c.n_kv_heads} key heads are shared out already; leave it out"
+            )
         try:
             apply_tp(model, self.mesh, gather_logits=False)
         except ValueError as e:
@@ -1326,14 +1352,21 @@ def build_decoder(
     top, V = args.logprobs, model.config.vocab_size
     if top is not None and top > V:
         raise ValueError(f"--logprobs must be at most the vocabulary's {V}, not {top}")
-    keep, attention = top is not None, pick_attention(args.attention)
+    keep, attention, rows = top is not None, pick_attention(args.attention), args.n
+    if args.shard_batch and args.mesh is not None:
+        attention, ranks = by_rows(attention, args.mesh.group("tp")), args.mesh.size("tp")
+        if rows % ranks:
+            raise ValueError(f"--shard-batch: --n {rows} is no multiple of --tp {ranks}")
+        rows //= ranks
     if args.speculate:
         import drafting
 
         max_len += drafting.spare(args)
         drafting.prepare_(args, model)
     try:
-        decoder = Decoder(model, max_len, args.how, args.n, eos, args.compile, keep, attention)
+        decoder = Decoder(
+            model, max_len, args.how, args.n, eos, args.compile, keep, attention, cached_rows=rows
+        )
     except ValueError as e:
         if not str(e).startswith("logit_bias"):
             raise

@@ -15,7 +15,7 @@ When they lose: few ranks, where a transfer is latency (FFN2D has twice as many)
 row, which cannot be shared out. Hooks: batch_sharded wraps an `attend` callable; FFN2D stands in
 for an MLP. Equivalence (test_all.py): outputs of one rank, caches of B/P rows, bytes on the wire as
 the formulas here say. Needs: torch. `python inference_parallel.py` starts 4 processes, checks
-itself and prints a table.
+itself and prints a table (--check: none).
 """
 
 from __future__ import annotations
@@ -244,9 +244,10 @@ def prefix_attention(
     k_cache (B, S, Hkv, D), v_cache (B, S, Hkv, Dv): any part of the keys before the new ones, S as
     the rank likes, none too. how: "pass-kv" sends the caches round the ring; "pass-q" sends q, and
     what it saw comes home in one all-to-all; "auto" asks passes_kv. among(q, k, v, causal, window,
-    scale) -> (o, lse) is attention of the new tokens to each other, as parallel.ring_attention with
-    return_lse; attention is one rank's. cached: S of each rank; if None the ranks tell each other,
-    which the host waits for. No window: a cache does not know its positions. No gradients.
+    scale) -> (o, lse) is attention of the new tokens to each other, as ring_attention with
+    return_lse (context_parallel.py); attention is one rank's. cached: S of each rank; if None the
+    ranks tell each other, which the host waits for. No window: a cache does not know its positions.
+    No gradients.
     """
     _check(how in ("auto", "pass-kv", "pass-q"), f"how must be auto, pass-kv or pass-q, not {how}")
     ok = k_cache.shape[1] == v_cache.shape[1] and all(
@@ -436,12 +437,13 @@ def main() -> None:
     if "RANK" not in os.environ:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, __file__], env=os.environ | threads).returncode)
+        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     _check(ranks == 4, f"the check is for 4 ranks, not {ranks}")
     check(rank, ranks)
-    benchmark(rank, ranks)
+    if "--check" not in sys.argv:
+        benchmark(rank, ranks)
     dist.barrier()
     dist.destroy_process_group()
 

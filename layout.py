@@ -1,4 +1,4 @@
-"""layout.py: train.py's model on many ranks: parallel.py and expert_parallel.py, composed.
+"""layout.py: train.py's model on many ranks: parallel.py and its company, composed.
 
     torchrun --nproc-per-node 8 train.py --tp 2 --cp 2 --zero 3
 
@@ -30,16 +30,20 @@ from torch.utils.checkpoint import checkpoint
 import moe
 from async_tp import all_gather_matmul, matmul_reduce_scatter
 from attention import flash_attention
+from context_parallel import (
+    all_gather_attention,
+    attention_with_lse,
+    cp_positions,
+    ring_attention,
+    ulysses_attention,
+)
 from expert_parallel import Placement, exchanged, placed
 from model import Attend, ModelConfig, MoE, Transformer
 from parallel import (
     TensorParallel,
-    all_gather_attention,
     apply_fsdp,
     apply_tp,
-    attention_with_lse,
     clip_gradients,
-    cp_positions,
     gather,
     gradient_norm,
     is_stack,
@@ -47,9 +51,7 @@ from parallel import (
     make_mesh,
     put,
     reshard,
-    ring_attention,
     sum_gradients,
-    ulysses_attention,
     vocab_cross_entropy,
 )
 from zero import DistributedOptimizer

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import inspect
 import io
 import json
 import math
@@ -60,6 +61,7 @@ if not CUDA:  # Triton's kernels run on the CPU, in this process, and not in tho
 import async_tp
 import attention as A
 import gemm as X
+import context_parallel as CP
 import inference_parallel
 import moe as O
 import paged_kv as P
@@ -1629,12 +1631,11 @@ def test_cache_and_model_may_differ_in_dtype():
     "sheet",
     [
         "sampling",
-        "calibrate",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu", "gemm", "quantize")),
         *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("sparse", "speculative", "expert_parallel")
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("calibrate", "cpu", "gemm", "quantize")
         ),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("sparse", "speculative", "zero")),
     ],
 )
 def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
@@ -1642,6 +1643,17 @@ def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
     shutil.copy(REPO / f"{sheet}.py", tmp_path)
     done = run(f"{sheet}.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0 and len(done.stdout.splitlines()) > 4, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sheet", "parallel context_parallel async_tp inference_parallel expert_parallel".split()
+)
+def test_sheet_of_ranks_alone_in_an_empty_folder(sheet, tmp_path):
+    """The same of those that start processes, without the table."""
+    shutil.copy(REPO / f"{sheet}.py", tmp_path)
+    done = run(f"{sheet}.py", "--check", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0 and not done.stdout, done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2199,6 +2211,7 @@ def test_sampling_is_a_value():
         a.seed = 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not has_compiler(), reason="torch.compile on CPU needs a C++ compiler, and there is none"
 )
@@ -3183,7 +3196,9 @@ def test_n_samples_equal_n_runs_alone():
 @pytest.mark.skipif(
     not has_compiler(), reason="torch.compile on CPU needs a C++ compiler, and there is none"
 )
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "latent-experts"])
+@pytest.mark.parametrize(
+    "kind", ["greedy", "sampled", pytest.param("latent-experts", marks=pytest.mark.slow)]
+)
 def test_compiled_decode_equals_eager(kind):
     """The compiled step (static cache, sampler, absorbed MLA, gathered experts) gives the eager
     tokens, compiled once."""
@@ -3736,6 +3751,7 @@ def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path, capsys):
     assert all(w in error for w in (str(tmp_path), "4096", "97", "vocab_size")), error
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
 def test_compile_on_the_command_line(tiny_config, capsys):
     """--compile in the program, inference mode and cpu.py's layers included, writes the same."""
@@ -4741,7 +4757,9 @@ def test_chunked_memory():
     assert growth.pop("reference") > 3.4 and max(growth.values()) < 2.6, growth
 
 
-@pytest.mark.parametrize("seed", range(FUZZ))
+@pytest.mark.parametrize(
+    "seed", [*range(70), *(pytest.param(s, marks=pytest.mark.slow) for s in range(70, FUZZ))]
+)
 def test_flash_fuzz(seed):
     """The kernels == the reference for any combination: output, lse and every gradient."""
     check(A.flash_attention, draw(seed))
@@ -4989,7 +5007,10 @@ def test_packed_is_separate(busy):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("cuts", [(1,), (20,), (52,), (7, 30)], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [(1,), *(pytest.param(c, marks=pytest.mark.slow) for c in ((20,), (52,))), (7, 30)],
+    ids=str,
+)  # fmt: skip
 def test_merged_parts_are_the_whole(cuts, packed):
     """Attention to parts of the keys, merged, is attention to all, with its lse and gradients; some
     rows see nothing of one part, or of any."""
@@ -5066,7 +5087,11 @@ def test_padding_rows():
         assert not got[name][21:].any() and got[name][:21].any(), name
 
 
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks", "bias", "q v", "k bias"])
+@pytest.mark.parametrize(
+    "wanted",
+    ["q", "sinks", "k bias"]
+    + [pytest.param(w, marks=pytest.mark.slow) for w in ("k", "v", "bias", "q v")],
+)
 def test_gradients_asked_for_one_by_one(wanted):
     """A tensor's gradient is the same whichever others are asked for."""
     leaves, flags, weights = build(case(**BUSY, bias=[True, True, True]))
@@ -5478,9 +5503,6 @@ SOME_COMPILED = [
     *COMPILED,
     "flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)",
     "flash(64, dtype=torch.float32)",
-    "flash(192, 128)",
-    "flash(256)",
-    "decode(256, T=128)",
     "decode(576, Hq=128, Hkv=1, latent_dim=512)",
 ]
 
@@ -5833,7 +5855,13 @@ def test_attend_of_a_first_chunk_does_not_expand_twice_and_takes_any_order():
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize("config", [tiny(alibi=True, windows=(4, None, 7)), latent(moe_layers=())])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(tiny(alibi=True, windows=(4, None, 7)), marks=pytest.mark.slow),
+        latent(moe_layers=()),
+    ],
+)
 def test_compiled_step_over_flash_attention_equals_eager(config, monkeypatch):
     """A decode step is one graph, compiled once, also through as_attend."""
     plain(monkeypatch)
@@ -9077,11 +9105,9 @@ def test_quantize_cache_equals_no_cache(scheme):
     assert relative(torch.cat(parts, 1), full) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
-@pytest.mark.parametrize(
-    "scheme,dtype",
-    [("int4", torch.float32), pytest.param("int8", torch.bfloat16, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("scheme,dtype", [("int4", torch.float32), ("int8", torch.bfloat16)])
 def test_quantize_compiles_whole(scheme, dtype):
     """torch.compile(fullgraph=True, dynamic=False) of a quantized model == eager, for one token
     and for several."""
@@ -9240,9 +9266,8 @@ def test_quantize_save_spares_another_checkpoint(tmp_path, capsys):
     quantize_refused(capsys, "--quantize", "int8", "--save", tmp_path / "file")
 
 
-@pytest.mark.parametrize(
-    "saved", [pytest.param(False, marks=pytest.mark.slow), True], ids=["loading", "saved"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [False, True], ids=["loading", "saved"])
 def test_quantize_goes_with_every_mode(saved, tmp_path, quantize_file, capsys, monkeypatch):
     """--n, --batch, --bench-serving, --kv-dtype, --attention flash, --interactive, --bench, with
     --quantize and with a saved folder."""
@@ -9869,6 +9894,7 @@ def compress_loss(model, texts):
         return W.against(model, model, texts)[0]
 
 
+@pytest.mark.slow
 def test_compress_losses_on_the_shipped_model():
     """int8 and fp8 within 0.5 % of bf16's loss, int4 by GPTQ within 3 % and better than rounded."""
     texts, held = compress_draws(24, 256)  # of 8 sequences, either may be ahead on some CPU
@@ -11394,9 +11420,9 @@ def paged_story():
 @pytest.mark.parametrize(
     "how",
     [
-        dict(prefix_cache=False),
+        pytest.param(dict(prefix_cache=False), marks=pytest.mark.slow),
         dict(prefix_cache=False, swap=True, max_batch_tokens=7, max_running=7),
-        dict(max_batch_tokens=16),
+        pytest.param(dict(max_batch_tokens=16), marks=pytest.mark.slow),
         dict(swap=True, block_size=3, num_blocks=16),
     ],
     ids=["recompute", "swap-chunked", "prefix-chunked", "prefix-swap"],
@@ -16322,10 +16348,11 @@ def test_spec_drawn_text_has_the_targets_distribution(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_spec_drawn_text_has_the_targets_distribution_120k(kind, tmp_path):
-    """120,000 samples; of staged drafts, which go a row at a time, 3,600. What an error adds to
-    the chi-square grows with the samples: 3 sees with these what 5 would with 5/3 of them."""
-    samples = 3600 if kind == "staged" else 120_000
+def test_spec_drawn_text_has_the_targets_distribution_of_many(kind, tmp_path):
+    """120,000 samples or half of them; of staged drafts, which go a row at a time, 3,600. What an
+    error adds to the chi-square grows with the samples: 3 sees with these what 5 would with 5/3 of
+    them."""
+    samples = {"staged": 3600, "draft": 120_000, "mtp": 120_000}.get(kind, 60_000)
     assert drawn_triples(kind, samples, tmp_path, "--speculate-k", "4") < 3
 
 
@@ -18972,31 +18999,11 @@ def small_model():
     return config, model, tokens
 
 
-def once(tmp_path_factory, name, work):
-    """work(folder), done by one of pytest-xdist's workers and read by all."""
-    folder = tmp_path_factory.getbasetemp().parent / name
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        while not (folder / "result").exists():
-            time.sleep(0.2)
-        return torch.load(folder / "result")
-    result = work(folder)
-    torch.save(result, folder / "unfinished")
-    (folder / "unfinished").rename(folder / "result")
-    return result
-
-
 @pytest.fixture(scope="module")
 def ranks_done(tmp_path_factory):
-    def work(folder):
-        config, model, tokens = small_model()
-        torch.save((asdict(config), model.state_dict(), tokens), folder / "model.pt")
-        return ranks(folder, DEFAULT, 240)[0]
-
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return once(tmp_path_factory, "ranks", work)
-    return work(tmp_path_factory.mktemp("ranks"))
+    folder, (config, model, tokens) = tmp_path_factory.mktemp("ranks"), small_model()
+    torch.save((asdict(config), model.state_dict(), tokens), folder / "model.pt")
+    return ranks(folder, DEFAULT, 240)[0]
 
 
 @pytest.fixture(scope="module")
@@ -19941,7 +19948,7 @@ def test_ep_more_ranks(ranks, tmp_path, capsys, quick):
         (EP_GREEDY, ("--redundant-experts", 1)),
     ]
     if ranks == 4:
-        cases += [(EP_GREEDY, ()), ((*EP_GREEDY, "--quantize", "fp8"), ())]
+        cases = [(EP_GREEDY, ()), ((*EP_GREEDY, "--quantize", "fp8"), ()), (EP_SAMPLED, load)]
     check_ranks(ranks, tmp_path, capsys, cases)
 
 
@@ -20441,6 +20448,7 @@ def same_training(out: Path, reference: Path) -> None:
     assert {n: x.shape for n, x in got.items()} == {n: x.shape for n, x in want.items()}
 
 
+@pytest.mark.slow
 def test_experts_over_two_ranks_are_one_process(corpus, lopsided, tmp_path):
     """--ep 2 on 2 ranks, of which one gets no token in one layer: the losses, gradient norms,
     loads, weights and Adam moments of one process (fp32, 1e-5), in a checkpoint of the same
@@ -20456,17 +20464,12 @@ def test_experts_over_two_ranks_are_one_process(corpus, lopsided, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, flags",
-    [
-        (2, ("--ep", 2, "--experts", "loop")),
-        (4, ("--ep", 2, "--ep-chunks", 3)),
-        (4, ("--ep", 4)),
-        (4, ("--ep", 4, "--ep-node-size", 2, "--ep-chunks", 2)),
-    ],
-    ids=["loop", "two-groups", "four", "two-level"],
+    [(4, ("--ep", 2, "--ep-chunks", 3)), (4, ("--ep", 4, "--ep-node-size", 2, "--ep-chunks", 2))],
+    ids=["two-groups", "two-level"],
 )
 def test_experts_over_ranks_are_one_process(corpus, lopsided, tmp_path, ranks, flags):
-    """The same of several groups, of nodes, of pieces and of plain experts; and every one of them
-    goes on from one process's checkpoint."""
+    """The same of several groups, of nodes and of pieces; and both go on from one process's
+    checkpoint."""
     out = tmp_path / "from-the-start"
     under_torchrun(ranks, *ranks_argv(corpus, lopsided, out, "--steps", 2, *flags))
     same_training(out, lopsided / "half")
@@ -20476,20 +20479,9 @@ def test_experts_over_ranks_are_one_process(corpus, lopsided, tmp_path, ranks, f
     same_training(tmp_path / "resumed", lopsided / "whole")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--fp8", "rowwise"), ("--qat", "int8")], ids=["fp8", "qat"])
-def test_other_products_over_ranks(corpus, lopsided, tmp_path, flags):
-    """--fp8 and --qat with --ep: the losses of one process with them."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert T.main(ranks_argv(corpus, lopsided, one, *flags)) == 0
-    under_torchrun(2, *ranks_argv(corpus, lopsided, two, *flags, "--ep", 2))
-    for a, b in zip(*(T.read_metrics(p / "metrics.jsonl") for p in (one, two)), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-
-
 # --------------------------------------------------------------------------------------------------
-# parallel.py: attention across ranks. Four gloo processes run all cases and save what they got; the
-# tests compare it with one process's
+# context_parallel.py: four gloo processes run all cases and save what they got; the tests compare
+# it with one process's
 # --------------------------------------------------------------------------------------------------
 
 
@@ -20599,7 +20591,7 @@ def cp_fuzz(seed):
 
 
 CP_CASES, CP_PREFIXES = cp_cases(), cp_prefixes()
-CP_FUZZ = {f"fuzz {seed}": cp_fuzz(seed) for seed in range(400)}
+CP_FUZZ = {f"fuzz {seed}": cp_fuzz(seed) for seed in range(200)}
 
 
 def cp_inputs(s, T, K=0):
@@ -20644,12 +20636,10 @@ class CPWire:
     def __init__(self):
         self.reset()
         self.p2p, self.a2a = dist.batch_isend_irecv, dist.all_to_all_single
-        self.collectives = dict(
-            all_gather=parallel.all_gather, reduce_scatter=parallel.reduce_scatter
-        )
+        self.collectives = dict(all_gather=CP.all_gather, reduce_scatter=CP.reduce_scatter)
         dist.batch_isend_irecv, dist.all_to_all_single = self.batch, self.all_to_all
         for name in self.collectives:
-            setattr(parallel, name, partial(self.collective, name))
+            setattr(CP, name, partial(self.collective, name))
             setattr(inference_parallel, name, partial(self.collective, name))
 
     def reset(self):
@@ -20688,7 +20678,7 @@ class CPLater:
 
 
 def cp_attention(kind, wire):
-    function = parallel.attention_with_lse
+    function = CP.attention_with_lse
     if kind == "flash":
         function = partial(A.chunked_attention, chunk=5, return_lse=True)
 
@@ -20708,18 +20698,18 @@ def cp_solve(s, groups, wire):
     cu = torch.tensor(s["cu"], dtype=torch.int32) if s["mode"] == "tensor" else s["cu"]
     if form.startswith("2d"):
         inner, outer = groups["inner"], groups["outer"]
-        positions = parallel.cp_positions(s["T"], 2, rank // 2, s["placement"]).chunk(2)[rank % 2]
-        ring = parallel.all_gather_attention if "gather" in form else parallel.ring_attention
+        positions = CP.cp_positions(s["T"], 2, rank // 2, s["placement"]).chunk(2)[rank % 2]
+        ring = CP.all_gather_attention if "gather" in form else CP.ring_attention
         ring = partial(ring, group=outer, attention=attention, placement=s["placement"],
                        cu_seqlens=cu, return_lse=True)  # fmt: skip
-        run = partial(parallel.ulysses_attention, group=inner, attention=ring, **how)
+        run = partial(CP.ulysses_attention, group=inner, attention=ring, **how)
     else:
-        positions = parallel.cp_positions(s["T"], ranks, rank % ranks, s["placement"])
+        positions = CP.cp_positions(s["T"], ranks, rank % ranks, s["placement"])
         how |= dict(group=groups[ranks], attention=attention, cu_seqlens=cu)
         if form == "ulysses":
-            run = partial(parallel.ulysses_attention, **how)
+            run = partial(CP.ulysses_attention, **how)
         else:
-            run = parallel.ring_attention if form == "ring" else parallel.all_gather_attention
+            run = CP.ring_attention if form == "ring" else CP.all_gather_attention
             run = partial(run, placement=s["placement"], **how)
     leaves = [x[:, positions].requires_grad_() for x in (q, k, v)]
     if s["mode"] == "checkpoint":
@@ -20743,11 +20733,11 @@ def cp_prefix(s, wire):
     q, k, v, *_ = cp_inputs(s, T, sum(cached))
     order = torch.randperm(sum(cached), generator=torch.Generator().manual_seed(1))
     mine = order.split(cached)[rank]  # cached keys in any order, on any rank
-    positions = parallel.cp_positions(T, CP_WORLD, rank, s["placement"])
+    positions = CP.cp_positions(T, CP_WORLD, rank, s["placement"])
     new = positions + sum(cached)
     wire.reset()
     attention = cp_attention(s["attention"], wire)
-    among = partial(parallel.ring_attention, placement=s["placement"], attention=attention)
+    among = partial(CP.ring_attention, placement=s["placement"], attention=attention)
     o, lse = inference_parallel.prefix_attention(
         q[:, positions], k[:, new], v[:, new], k[:, mine], v[:, mine], how=s["how"],
         among=partial(among, return_lse=True), attention=attention, scale=s["scale"],
@@ -20761,11 +20751,11 @@ def cp_lost(groups, wire):
     s, out = cp_case(T=32), []
     for number in (None, *range(9)):
         q, k, v, go, gl = cp_inputs(s, 32)
-        positions = parallel.cp_positions(32, 4, dist.get_rank())
+        positions = CP.cp_positions(32, 4, dist.get_rank())
         leaves = [x[:, positions].requires_grad_() for x in (q, k, v)]
         wire.reset()
         wire.lost = number
-        o, lse = parallel.ring_attention(*leaves, return_lse=True)
+        o, lse = CP.ring_attention(*leaves, return_lse=True)
         grads = torch.autograd.grad((o, lse), leaves, (go[:, positions], gl[:, :, positions]))
         out.append((o.detach(), lse.detach(), *grads))
     return out
@@ -20782,19 +20772,19 @@ def cp_saved(groups, wire):
             return x
 
         s = cp_case(T=T, dtype=torch.float32, Dv=10)
-        positions = parallel.cp_positions(T, 4, dist.get_rank())
+        positions = CP.cp_positions(T, 4, dist.get_rank())
         leaves = [x[:, positions].clone().requires_grad_() for x in cp_inputs(s, T)[:3]]
         if form == "plain":
             leaves = [x.requires_grad_() for x in cp_inputs(s, T)[:3]]
-        run = dict(ring=parallel.ring_attention, gather=parallel.all_gather_attention,
-                   plain=parallel.attention_with_lse)[form]  # fmt: skip
+        run = dict(ring=CP.ring_attention, gather=CP.all_gather_attention,
+                   plain=CP.attention_with_lse)[form]  # fmt: skip
         own, keys = {x.untyped_storage().data_ptr() for x in leaves}, []
 
         def attention(q, k, v, **how):
             for x in (k, v):
                 if x.untyped_storage().data_ptr() not in own:
                     keys.append(weakref.ref(x if x._base is None else x._base))
-            return parallel.attention_with_lse(q, k, v, **how)
+            return CP.attention_with_lse(q, k, v, **how)
 
         if form != "plain":
             run = partial(run, attention=attention)
@@ -20813,16 +20803,16 @@ def cp_errors(groups, wire):
     half = dict(group=groups[4])
     prefix = partial(inference_parallel.prefix_attention, among=None, attention=None)
     tries = {
-        "odd zigzag": lambda: parallel.ring_attention(rand(7), rand(7), rand(7), **half),
-        "placement": lambda: parallel.ring_attention(x, x, x, placement="zebra"),
-        "window": lambda: parallel.ring_attention(x, x, x, window=0),
-        "borders": lambda: parallel.ring_attention(x, x, x, cu_seqlens=[0, 8]),
-        "falling borders": lambda: parallel.all_gather_attention(x, x, x, cu_seqlens=[0, 9, 8, 32]),
-        "lengths": lambda: parallel.all_gather_attention(x, rand(6), rand(6)),
-        "values": lambda: parallel.ring_attention(x, x, rand(H=1)),
-        "heads": lambda: parallel.ring_attention(rand(H=3), x, x),
-        "ulysses heads": lambda: parallel.ulysses_attention(rand(H=6), x, x),
-        "ulysses key heads": lambda: parallel.ulysses_attention(rand(H=12), rand(H=3), rand(H=3)),
+        "odd zigzag": lambda: CP.ring_attention(rand(7), rand(7), rand(7), **half),
+        "placement": lambda: CP.ring_attention(x, x, x, placement="zebra"),
+        "window": lambda: CP.ring_attention(x, x, x, window=0),
+        "borders": lambda: CP.ring_attention(x, x, x, cu_seqlens=[0, 8]),
+        "falling borders": lambda: CP.all_gather_attention(x, x, x, cu_seqlens=[0, 9, 8, 32]),
+        "lengths": lambda: CP.all_gather_attention(x, rand(6), rand(6)),
+        "values": lambda: CP.ring_attention(x, x, rand(H=1)),
+        "heads": lambda: CP.ring_attention(rand(H=3), x, x),
+        "ulysses heads": lambda: CP.ulysses_attention(rand(H=6), x, x),
+        "ulysses key heads": lambda: CP.ulysses_attention(rand(H=12), rand(H=3), rand(H=3)),
         "how": lambda: prefix(q, x, x, x, x, how="pass-v"),
         "cache": lambda: prefix(q, x, x, rand(H=4), x),
         "cached": lambda: prefix(q, x, x, x, x, cached=[8, 8, 8]),
@@ -20841,11 +20831,11 @@ def cp_autocast(groups, wire):
     """Under autocast: rows travel in its dtype, and gradients come in the inputs'"""
     s = cp_case(dtype=torch.float32)
     q, k, v, go, _ = cp_inputs(s, s["T"])
-    positions = parallel.cp_positions(s["T"], 4, dist.get_rank())
+    positions = CP.cp_positions(s["T"], 4, dist.get_rank())
     leaves = [x[:, positions].requires_grad_() for x in (q, k, v)]
     wire.reset()
     with torch.autocast("cpu", torch.bfloat16):
-        o = parallel.ring_attention(*leaves)
+        o = CP.ring_attention(*leaves)
     sent = wire.events[0][1]
     grads = torch.autograd.grad(o, leaves, go[:, positions].to(o.dtype))
     return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads)), positions=positions, sent=sent)
@@ -20859,9 +20849,9 @@ def cp_again(groups, wire):
 def cp_some(groups, wire):
     """Gradients of one input alone"""
     q, k, v, go, _ = cp_inputs(cp_case(), 48)
-    positions = parallel.cp_positions(48, 4, dist.get_rank())
+    positions = CP.cp_positions(48, 4, dist.get_rank())
     out = {}
-    for which, run in product(range(3), (parallel.ring_attention, parallel.all_gather_attention)):
+    for which, run in product(range(3), (CP.ring_attention, CP.all_gather_attention)):
         leaves = [x[:, positions] for x in (q, k, v)]
         leaves[which].requires_grad_()
         o = run(*leaves)
@@ -21114,7 +21104,7 @@ def test_context_parallel_refuses_what_does_not_fit(cp_done):
             assert says[name] in message and "\n" not in message and not events, name
     for T, ranks, placement in ((10, 4, "contiguous"), (12, 4, "zigzag"), (9, 2, "striped")):
         with pytest.raises(ValueError, match=f"{T} tokens on {ranks} ranks: {placement} needs"):
-            parallel.cp_positions(T, ranks, 0, placement)
+            CP.cp_positions(T, ranks, 0, placement)
 
 
 def test_context_parallel_under_autocast_again_and_for_one_input(cp_done):
@@ -21154,7 +21144,7 @@ def test_a_band_is_two_calls_at_most():
     for n, m in product(range(1, 6), repeat=2):
         apart = torch.arange(n)[:, None] - torch.arange(m)
         for low, high in product(range(-7, 8), repeat=2):
-            calls = parallel._band(n, m, low, high)
+            calls = CP._band(n, m, low, high)
             want = ((low <= apart) & (apart < high)).int()
             assert len(calls) <= 2 and torch.equal(cp_covered(calls, n, m), want), (n, m, low, high)
             if want.all():
@@ -21169,7 +21159,7 @@ def cp_masks(T, ranks, placement, causal, window, cu):
     if cu:
         document = torch.bucketize(j, torch.tensor(cu), right=True)
         seen = seen & (document[:, None] == document)
-    return [seen[parallel.cp_positions(T, ranks, r, placement)].int() for r in range(ranks)]
+    return [seen[CP.cp_positions(T, ranks, r, placement)].int() for r in range(ranks)]
 
 
 def test_plans_compute_every_pair_once_and_work_counts_them():
@@ -21183,41 +21173,39 @@ def test_plans_compute_every_pair_once_and_work_counts_them():
         cu = rng.choice([None, (0, *cuts, T)])
         masks = cp_masks(T, ranks, placement, causal, window, cu)
         if causal:
-            assert parallel.work(T, ranks, placement, window, cu) == [int(m.sum()) for m in masks]
-        at = [parallel.cp_positions(T, ranks, r, placement) for r in range(ranks)]
+            assert CP.work(T, ranks, placement, window, cu) == [int(m.sum()) for m in masks]
+        at = [CP.cp_positions(T, ranks, r, placement) for r in range(ranks)]
         lengths = set()
         for r in range(ranks):
             how = (T, ranks, r, placement, causal, window, cu)
-            plan, t = parallel._ring_plan(*how), T // ranks
+            plan, t = CP._ring_plan(*how), T // ranks
             lengths.add(len(plan))
             got = torch.zeros(t, T, dtype=torch.int)
             for step, calls in enumerate(plan):
                 got[:, at[(r - step) % ranks]] += cp_covered(calls, t, t)
             assert torch.equal(got, masks[r]), how
-            calls, order = parallel._gather_plan(*how)
+            calls, order = CP._gather_plan(*how)
             got = cp_covered(calls, t, T)
             held = torch.cat(at).chunk(len(order))
             assert torch.equal(got, masks[r][:, torch.cat([held[i] for i in order])]), how
         assert len(lengths) == 1
-    masked = parallel._Call(0, 2, 0, 2, True, None), parallel._Call(2, 4, 0, 2, True, None)
-    assert parallel._joined(masked) == masked
-    assert (
-        len(parallel._ring_plan(48, 4, 1, "zigzag", True, None, None)[1]) == 1
-    )  # few, large calls
-    assert len(parallel._gather_plan(48, 4, 1, "zigzag", True, None, None)[0]) == 2
+    masked = CP._Call(0, 2, 0, 2, True, None), CP._Call(2, 4, 0, 2, True, None)
+    assert CP._joined(masked) == masked
+    assert len(CP._ring_plan(48, 4, 1, "zigzag", True, None, None)[1]) == 1  # few, large calls
+    assert len(CP._gather_plan(48, 4, 1, "zigzag", True, None, None)[0]) == 2
 
 
 def test_zigzag_and_stripes_share_the_work():
     """Within 5% of the mean, of the whole and of each step of the ring; contiguous is far off"""
     spread = lambda x: max(x) / (sum(x) / len(x))
     for T, ranks in ((1 << 14, 8), (1 << 12, 4), (3072, 3)):
-        assert spread(parallel.work(T, ranks, "zigzag")) <= 1.05
-        assert spread(parallel.work(T, ranks, "striped")) <= 1.05
-        assert spread(parallel.work(T, ranks, "contiguous")) > 1.6
-        assert spread(parallel.work(T, ranks, "zigzag", window=T // 16)) <= 1.05
-        assert sum(parallel.work(T, ranks, "zigzag")) == T * (T + 1) // 2
+        assert spread(CP.work(T, ranks, "zigzag")) <= 1.05
+        assert spread(CP.work(T, ranks, "striped")) <= 1.05
+        assert spread(CP.work(T, ranks, "contiguous")) > 1.6
+        assert spread(CP.work(T, ranks, "zigzag", window=T // 16)) <= 1.05
+        assert sum(CP.work(T, ranks, "zigzag")) == T * (T + 1) // 2
     for placement in ("zigzag", "striped"):
-        plans = [parallel._ring_plan(1024, 4, r, placement, True, None, None) for r in range(4)]
+        plans = [CP._ring_plan(1024, 4, r, placement, True, None, None) for r in range(4)]
         for step in range(4):
             pairs = [int(cp_covered(plan[step], 256, 256).sum()) for plan in plans]
             assert spread(pairs) <= 1.05, (placement, step)
@@ -21231,7 +21219,7 @@ def test_attention_with_lse_is_the_other_sheets_attention():
         leaves = [
             torch.randn(s, generator=rng, dtype=torch.float64).requires_grad_() for s in shapes
         ]
-        got = parallel.attention_with_lse(*leaves, causal=causal, window=window, scale=0.7)
+        got = CP.attention_with_lse(*leaves, causal=causal, window=window, scale=0.7)
         want = A.attention_reference(
             *leaves, causal=causal, window=window, scale=0.7, return_lse=True
         )
@@ -22138,15 +22126,6 @@ def test_zero_fuzz(zero_fuzzed):
         for got in zero_got(zero_fuzzed, name):
             for error, dtype in got:
                 assert error <= {torch.float64: 1e-12, torch.float32: 3e-6}[dtype], (name, got)
-
-
-@pytest.mark.slow
-def test_zero_alone_in_an_empty_folder(tmp_path):
-    shutil.copy(REPO / "zero.py", tmp_path)
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "zero.py"]
-    done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) > 4, done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -23104,7 +23083,7 @@ def gtp_batch_lines(folder: Path) -> Path:
 def test_generate_tp_two_ranks(tmp_path, capsys, gtp_plain):
     """The text of one process, greedy and sampled, dense with biases and of latent attention with
     experts, of random weights, and in a batch with drafts. Every rank reads, holds and caches its
-    part. What cannot be cut is refused in one line."""
+    part, by heads or by rows. What cannot be cut is refused in one line."""
     biased = gtp_folder_of(gtp_qwen(), tmp_path / "qwen")
     dummy = ("--dummy", gtp_config_of(latent(), tmp_path / "latent.json"), "--prompt-tokens", 5)
     odd = gtp_config_of(gtp_qwen(n_heads=3, n_kv_heads=3), tmp_path / "odd.json")
@@ -23113,6 +23092,7 @@ def test_generate_tp_two_ranks(tmp_path, capsys, gtp_plain):
         (*GTP_SAMPLED, "--checkpoint", MOE),
         (*GTP_GREEDY, "--checkpoint", biased, "--attention", "flash", "--logprobs", 2),
         (*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json"),
+        (*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json", "--n", 4, "--shard-batch"),
     ]
     served = (
         "--batch",
@@ -23130,11 +23110,15 @@ def test_generate_tp_two_ranks(tmp_path, capsys, gtp_plain):
         (*GTP_GREEDY, "--tp", 1): "give --tp 2",
         ("--dummy", odd, "--prompt-tokens", 5): "--tp 2 does not divide n_heads 3",
         (*GTP_GREEDY, "--device", "cuda:1"): "give cuda",
+        (*GTP_GREEDY, "--shard-batch", "--n", 4): "the 2 key heads are shared out already",
+        (*dummy, "--shard-batch", "--n", 3): "--n 3 is no multiple of --tp 2",
     }
     lines = (*cases, (*served, "--out", out, "--speculate", "ngram"), *wrong)
     said = gtp_ranks(2, tmp_path, [c if "--tp" in c else (*c, "--tp", 2) for c in lines])
     for case, each in zip(cases, said):
-        gtp_like_one(alone(capsys, [a for a in case if a != "--json"]), each[0], case)
+        gtp_like_one(
+            alone(capsys, [a for a in case if a not in ("--json", "--shard-batch")]), each[0], case
+        )
     gtp_check_parts(said, biased)
     gtp_check_batch(served, out)
     for words, each in zip(wrong.values(), said[len(cases) + 1 :], strict=True):
@@ -23145,6 +23129,8 @@ def gtp_check_parts(said: list[list[dict]], biased: Path) -> None:
     """Of test_tp_two_ranks' cases: caches, bytes read, held, and read again by a step."""
     shapes = [each[0]["cache"] for each in said[:3]]
     assert [(B, H, D) for B, H, _, D in shapes] == [(1, 1, 64), (3, 1, 80), (1, 1, 16)]
+    whole, own = (each[0]["cache"] for each in said[3:5])
+    assert own == [2, *whole[1:]] and whole[0] == 1  # of four rows two
     for case, folder, wide in ((0, SMALL, 2), (1, MOE, 2), (2, biased, 1)):
         for each, read in zip(said[case], gtp_read_of(folder, 2), strict=True):
             assert each["read"] == read and 0.999 < each["holds"] / (read * wide) <= 1
@@ -23205,7 +23191,9 @@ def test_generate_tp_two_ranks_by_the_clock(tmp_path, capsys, gtp_plain):
     capsys.readouterr()
     said = gtp_ranks(2, tmp_path, [(*case, "--tp", 2) for case in (*cases, *more, *wrong)])
     for case, each in zip(cases, said):
-        gtp_like_one(alone(capsys, [a for a in case if a != "--json"]), each[0], case)
+        gtp_like_one(
+            alone(capsys, [a for a in case if a not in ("--json", "--shard-batch")]), each[0], case
+        )
     loss, int8, int4 = (said[i][0]["nats_per_token"] for i in (0, 4, 5))
     assert int8 == pytest.approx(loss, rel=0.01) and int4 == pytest.approx(loss, rel=0.15)
     assert all(each[0]["requests"] == 12 for each in said[6:8])
@@ -23233,6 +23221,13 @@ def test_generate_tp_four_ranks(tmp_path, capsys, gtp_plain):
         ((*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json"), experts),
         ((*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json", "--experts", "loop"), ("--tp", 4)),
         ((*GTP_GREEDY, "--checkpoint", deep, "--speculate", "mtp"), ("--tp", 4)),
+        ((*GTP_SAMPLED, "--n", 4, "--checkpoint", biased), ("--tp", 4, "--shard-batch")),
+        ((*GTP_SAMPLED, "--n", 8, "--checkpoint", deep), ("--tp", 4, "--shard-batch")),
+        (
+            (*GTP_SAMPLED, "--n", 4, "--checkpoint", biased, "--attention", "flash"),
+            ("--tp", 4, "--shard-batch"),
+        ),
+        ((*dummy, *GTP_FP32, "--n", 2, "--json"), (*experts, "--shard-batch")),
     ]
     many = (*GTP_GREEDY, "--max-new-tokens", 40)
     for kind in ("exit", "head", "ngram"):
@@ -23246,7 +23241,9 @@ def test_generate_tp_four_ranks(tmp_path, capsys, gtp_plain):
     lines = [(*case, *more) for case, more in cases]
     said = gtp_ranks(4, tmp_path, [*lines, *wrong])
     for (case, _), each in zip(cases, said):
-        gtp_like_one(alone(capsys, [a for a in case if a != "--json"]), each[0], case)
+        gtp_like_one(
+            alone(capsys, [a for a in case if a not in ("--json", "--shard-batch")]), each[0], case
+        )
     assert said[0][0]["cache"][1] == 1
     for case, folder, wide in ((0, SMALL, 2), (1, biased, 1), (2, deep, 1)):
         for each, read in zip(said[case], gtp_read_of(folder, 4), strict=True):
@@ -23272,11 +23269,7 @@ def test_generate_tp_as_a_user_runs_it(tmp_path):
         done = run(*TORCHRUN, 2, *serve, "--tp=2", stdin="\n".join(lines[:n]))
         assert done.returncode == 0, done.stderr
         assert [r["line"] for r in serving_lines(out)] == list(range(1, n + 1))
-    for ranks, flags, words in (
-        (2, ("--tp", 3), "does not divide the 2 processes"),
-        (3, ("--tp", 3), "--tp 3 does not divide n_heads 4"),
-        (2, ("--tp", 2, "--compile"), "--tp does not go together with --compile"),
-    ):
+    for ranks, flags, words in ((2, ("--tp", 3), "does not divide the 2 processes"),):
         done = run(*TORCHRUN, ranks, *argv, *flags)
         lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: error")]
         assert done.returncode != 0 and len(lines) == 1 and words in lines[0], done.stderr
@@ -23287,6 +23280,8 @@ def test_generate_tp_as_a_user_runs_it(tmp_path):
     [
         (("--tp", "2"), "--tp 2: start it with torchrun --nproc-per-node 2"),
         (("--tp", "0"), "--tp must be at least 1"),
+        (("--shard-batch", "--n", "2"), "--shard-batch needs --tp"),
+        (("--tp", "2", "--shard-batch", "--speculate", "ngram"), "--speculate"),
         (("--tp", "2", "--interactive"), "--tp does not go together with --interactive"),
         (("--tp", "2", "--compile"), "--compile"),
         (("--tp", "2", "--quantize", "int4", "--calibrate", "gptq"), "--calibrate"),
@@ -23552,12 +23547,17 @@ def layout_reference(case: LayoutCase) -> dict:
 def layout_noise(case: LayoutCase, key: str, step: int | None = None) -> dict[str, float]:
     """In fp32 a sum that all but cancels (a key's bias, a router) has few right digits, and Adam,
     which divides by its size, spreads them: how many times 1e-6, or 1, one process is from itself
-    in fp64, ten times over. In fp64, where 1e-12 leaves room for that: nothing."""
+    in fp64, ten times over; the norm as much as the whole gradient. In fp64, where 1e-12 leaves
+    room for that: nothing."""
     if case.dtype == "fp64":
         return {}
     of = lambda found: found[key] if step is None else found[key][step]
     wide, own = of(layout_reference(replace(case, dtype="fp64"))), of(layout_reference(case))
-    return {name: max(1.0, 1e7 * off(x, wide[name], wide[name])) for name, x in own.items()}
+    noise = {name: max(1.0, 1e7 * off(x, wide[name], wide[name])) for name, x in own.items()}
+    if key == "grad":
+        flat = [torch.cat([x.flatten() for x in each.values()]) for each in (own, wide)]
+        noise["norm"] = max(1.0, 1e7 * off(*flat, flat[1]))
+    return noise
 
 
 # ---- one rank ----
@@ -23611,9 +23611,10 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     for step, numbers, balance, optimizer in layout_steps(case, args, layout, model):
         expected = want["said"][len(said)]
         said.append(numbers)
+        noise = layout_noise(alone, "grad", step) if "norm" in expected else {}
         for key, number in expected.items():
             apart = abs(numbers[key] - number) / abs(number) if number else abs(numbers[key])
-            worst(key, (apart, f"step {step}"))
+            worst(key, (apart / noise.get(key, 1), f"step {step}"))
         if len(said) % 2 and step < case.steps:
             grads = [] if layout.buckets else [(n, p.grad) for n, p in named]
             how = layout, grads, want["grad"][step], layout_noise(alone, "grad", step)
@@ -23662,11 +23663,11 @@ def layout_facts(case, layout, model, optimizer) -> dict:
 
 # ---- the cases ----
 
-LAYOUTS_PLAIN = "--no-sequence-parallel"
+NO_SP = "--no-sequence-parallel"
 RECOMPUTE = "--checkpoint-activations"
 LAYOUT_CASES = {
     "dp": LayoutCase("dense"),
-    "tp": LayoutCase("dense", f"--tp 4 {LAYOUTS_PLAIN}", alone=4),  # two ranks have the same key head
+    "tp": LayoutCase("dense", f"--tp 4 {NO_SP}", alone=4),  # two ranks have the same key head
     "sp": LayoutCase("qwen", "--tp 4", micro=2),
     "async": LayoutCase("dense", "--tp 4 --async-tp", micro=4),
     "ring": LayoutCase("windows", "--cp 4", micro=2),
@@ -23675,15 +23676,7 @@ LAYOUT_CASES = {
     "zero 3": LayoutCase("dense", "--zero 3", batch=8),
     "bucketed": LayoutCase("mixed", f"--zero 2 --bucketed {RECOMPUTE}", "--aux-loss 0", batch=8),
     "hsdp": LayoutCase("latent", "--zero 3 --dp-replicate 2 --ep 2", batch=8),
-    "mtp": LayoutCase("ahead", f"--tp 2 {LAYOUTS_PLAIN} --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1"),
     "sp x ring": LayoutCase("dense", f"--tp 2 --cp 2 --zero 3 {RECOMPUTE}", micro=2),
-    "tp x all-gather": LayoutCase(
-        "windows", f"--tp 2 {LAYOUTS_PLAIN} --cp 2 --cp-method all-gather --zero 1", micro=2
-    ),
-    "sp x ulysses": LayoutCase("dense", "--tp 2 --cp 2 --cp-ulysses 2 --zero 2", micro=2),
-    "tp x ring x ep": LayoutCase(
-        "mixed", f"--tp 2 {LAYOUTS_PLAIN} --cp 2 --ep 2", "--z-loss 0.1 --aux-loss 0"
-    ),
     "async x ring x ep": LayoutCase(
         "latent", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", "--z-loss 0.1", micro=2
     ),
@@ -23695,7 +23688,15 @@ LAYOUT_CASES = {
 }  # fmt: skip
 
 MORE_LAYOUTS = {
-    "tp few tokens": LayoutCase("few tokens", f"--tp 4 {LAYOUTS_PLAIN}"),
+    "tp x all-gather": LayoutCase(
+        "windows", f"--tp 2 {NO_SP} --cp 2 --cp-method all-gather --zero 1", micro=2
+    ),
+    "sp x ulysses": LayoutCase("dense", "--tp 2 --cp 2 --cp-ulysses 2 --zero 2", micro=2),
+    "mtp": LayoutCase("ahead", f"--tp 2 {NO_SP} --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1"),
+    "tp x ring x ep": LayoutCase(
+        "mixed", f"--tp 2 {NO_SP} --cp 2 --ep 2", "--z-loss 0.1 --aux-loss 0"
+    ),
+    "tp few tokens": LayoutCase("few tokens", f"--tp 4 {NO_SP}"),
     "striped": LayoutCase("windows", "--cp 4 --cp-method striped", micro=2),
     "all-gather": LayoutCase("windows", "--cp 4 --cp-method all-gather", micro=4),
     "ulysses": LayoutCase("dense", "--cp 4 --cp-ulysses 4", micro=4),
@@ -23703,7 +23704,7 @@ MORE_LAYOUTS = {
     "zero 1": LayoutCase("dense", "--zero 1", batch=8),
     "zero 2": LayoutCase("qwen", "--zero 2", batch=8),
     "fp32 ep": LayoutCase("mixed", "--tp 2 --ep 2 --zero 3", "--aux-loss 0", dtype="fp32"),
-    "tp 2": LayoutCase("windows", f"--tp 2 {LAYOUTS_PLAIN}"),
+    "tp 2": LayoutCase("windows", f"--tp 2 {NO_SP}"),
     "sp 2": LayoutCase("dense", "--tp 2"),
     "sp few tokens": LayoutCase("few tokens", "--tp 4", micro=4),
     "async 2": LayoutCase("qwen", "--tp 2 --async-tp"),
@@ -23723,7 +23724,7 @@ MORE_LAYOUTS = {
     ),
     "sp x ulysses x ep": LayoutCase("mixed", "--tp 2 --cp 2 --cp-ulysses 2 --ep 2 --zero 3",
                                     "--aux-loss 0"),
-    "tp x ulysses": LayoutCase("mixed", f"--tp 2 {LAYOUTS_PLAIN} --cp 2 --cp-ulysses 2 {RECOMPUTE}",
+    "tp x ulysses": LayoutCase("mixed", f"--tp 2 {NO_SP} --cp 2 --cp-ulysses 2 {RECOMPUTE}",
                                "--aux-loss 0"),
     "async x ulysses": LayoutCase(
         "mixed", f"--tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 1 {RECOMPUTE}", "--aux-loss 0"
@@ -23734,7 +23735,7 @@ MORE_LAYOUTS = {
     "sp x all-gather": LayoutCase(
         "latent", "--tp 2 --cp 2 --cp-method all-gather --ep 2 --zero 3"
     ),
-    "aux": LayoutCase("mixed", f"--tp 4 {LAYOUTS_PLAIN}", "--aux-loss 0.3", micro=2),
+    "aux": LayoutCase("mixed", f"--tp 4 {NO_SP}", "--aux-loss 0.3", micro=2),
     "aux sp": LayoutCase("mixed", "--tp 4", "--aux-loss 0.3 --z-loss 0.1", micro=2),
     "ep 4": LayoutCase("latent", "--ep 4", "--sequence-loss 0.1"),
     "ep loop": LayoutCase("latent", "--tp 2 --ep 2 --zero 3", "--experts loop"),
@@ -23744,14 +23745,14 @@ MORE_LAYOUTS = {
     "ep x zero 2": LayoutCase("mixed", "--ep 2 --zero 2", "--aux-loss 0", batch=8),
     "ep x zero 3": LayoutCase("mixed", f"--ep 2 --zero 3 {RECOMPUTE}", "--aux-loss 0", batch=8),
     "experts x zero 3": LayoutCase("mixed", "--zero 3", "--aux-loss 0", batch=8),
-    "tp x zero 2": LayoutCase("mixed", f"--tp 2 {LAYOUTS_PLAIN} --zero 2 {RECOMPUTE}", "--aux-loss 0"),
-    "tp x zero 3": LayoutCase("few tokens", f"--tp 2 {LAYOUTS_PLAIN} --zero 3", batch=8),
+    "tp x zero 2": LayoutCase("mixed", f"--tp 2 {NO_SP} --zero 2 {RECOMPUTE}", "--aux-loss 0"),
+    "tp x zero 3": LayoutCase("few tokens", f"--tp 2 {NO_SP} --zero 3", batch=8),
     "sp x zero 1": LayoutCase("mixed", "--tp 2 --zero 1", "--aux-loss 0", batch=8),
     "async x zero 3": LayoutCase("qwen", "--tp 2 --async-tp --zero 3", batch=8),
     "hsdp 1": LayoutCase("qwen", f"--zero 1 --dp-replicate 2 {RECOMPUTE}", batch=8),
     "hsdp 2": LayoutCase("mixed", "--zero 2 --dp-replicate 2", "--aux-loss 0", batch=8),
     "copies alone": LayoutCase("dense", "--zero 3 --dp-replicate 4", batch=8),
-    "hsdp x tp": LayoutCase("mixed", f"--tp 2 {LAYOUTS_PLAIN} --zero 1 --dp-replicate 2", "--aux-loss 0"),
+    "hsdp x tp": LayoutCase("mixed", f"--tp 2 {NO_SP} --zero 1 --dp-replicate 2", "--aux-loss 0"),
     "hsdp x sp": LayoutCase("mixed", "--tp 2 --async-tp --zero 2 --dp-replicate 2",
                             "--aux-loss 0"),
     "hsdp x ring": LayoutCase("latent", "--cp 2 --ep 2 --zero 2 --dp-replicate 2"),
@@ -23760,7 +23761,7 @@ MORE_LAYOUTS = {
     ),
     "hsdp x ulysses": LayoutCase("mixed", "--cp 2 --cp-ulysses 2 --zero 3 --dp-replicate 2",
                                  "--aux-loss 0"),
-    "mtp dense": LayoutCase("ahead dense", f"--tp 4 {LAYOUTS_PLAIN}", micro=2),
+    "mtp dense": LayoutCase("ahead dense", f"--tp 4 {NO_SP}", micro=2),
     "mtp x zero 1": LayoutCase("ahead", "--ep 4 --zero 1", "--z-loss 0.1"),
     "mtp x zero 2": LayoutCase("ahead", "--ep 2 --zero 2 --dp-replicate 2"),
     "mtp x zero 3": LayoutCase("ahead", "--zero 3 --ep 2"),
@@ -23783,7 +23784,7 @@ MORE_LAYOUTS = {
 ROUGH = dict(dtype="fp32", tolerance=0.25)
 ROUNDED_LAYOUTS = {
     "qat x ring": LayoutCase("aligned", f"--cp 4 --zero 3 {RECOMPUTE}", "--qat int8"),
-    "qat x all-gather": LayoutCase("aligned ahead", "--zero 1", "--qat int8"),
+    "qat x mtp": LayoutCase("aligned ahead", "--zero 1", "--qat int8 --aux-loss 0"),
     "qat x ulysses": LayoutCase(
         "aligned mixed", "--cp 2 --cp-ulysses 2 --ep 2 --zero 2", "--qat int8 --aux-loss 0"
     ),
@@ -23796,7 +23797,9 @@ ROUNDED_LAYOUTS = {
     "fp8 x ring": LayoutCase(
         "aligned", f"--cp 4 --zero 3 {RECOMPUTE}", "--fp8 rowwise", **ROUGH
     ),
-    "fp8 x mtp": LayoutCase("aligned ahead", "--ep 2 --zero 1", "--fp8 rowwise", **ROUGH),
+    "fp8 x mtp": LayoutCase(
+        "aligned ahead", "--ep 2 --zero 1", "--fp8 rowwise --aux-loss 0", **ROUGH
+    ),
     "fp8 x ulysses": LayoutCase(
         "aligned mixed", "--cp 2 --cp-ulysses 2 --ep 2 --zero 2", "--fp8 rowwise --aux-loss 0",
         **ROUGH,
@@ -23807,9 +23810,9 @@ ROUNDED_LAYOUTS = {
     ),
 }  # fmt: skip
 
-# A compiler reads .float() as what it is, so that in_dtype leaves norms in fp32 here. Code is made
-# of the graphs in one case alone, for that takes a minute; of the others the graphs are run.
-LAYOUTS_GRAPHS = dict(tolerance=2e-5, compiler="aot_eager")
+# In fp32, for a compiler reads .float() as what it is. Code is made of the graphs in one case alone
+# (it takes a minute); of the others the graphs are run.
+LAYOUTS_GRAPHS = dict(dtype="fp32", compiler="aot_eager")
 COMPILED_LAYOUTS = {
     "compile x sp": LayoutCase(
         "mixed",
@@ -23818,15 +23821,13 @@ COMPILED_LAYOUTS = {
         **LAYOUTS_GRAPHS,
     ),
     "compile x tp": LayoutCase(
-        "ahead dense",
-        f"--compile --tp 2 {LAYOUTS_PLAIN} --zero 2 --dp-replicate 2",
-        **LAYOUTS_GRAPHS,
+        "ahead dense", f"--compile --tp 2 {NO_SP} --zero 2 --dp-replicate 2", **LAYOUTS_GRAPHS
     ),
     "compile x async": LayoutCase(
         "qwen", "--compile --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 1", **LAYOUTS_GRAPHS
     ),
     "compile x all-gather": LayoutCase(
-        "dense", "--compile --cp 4 --cp-method all-gather", tolerance=2e-5
+        "dense", "--compile --cp 4 --cp-method all-gather", dtype="fp32"
     ),
     "compile x bucketed": LayoutCase("dense", "--compile --zero 2 --bucketed", **LAYOUTS_GRAPHS),
     "compile x qat": LayoutCase("aligned", "--compile --zero 3", "--qat int8", **LAYOUTS_GRAPHS),
@@ -23855,7 +23856,7 @@ EIGHT_LAYOUTS = {
         "latent", "--tp 2 --zero 3 --dp-replicate 2 --ep 2", "--z-loss 0.1", batch=8, ranks=8
     ),
     "tp x cp x hsdp": LayoutCase(
-        "dense", f"--tp 2 {LAYOUTS_PLAIN} --cp 2 --zero 2 --dp-replicate 2", batch=8, ranks=8
+        "dense", f"--tp 2 {NO_SP} --cp 2 --zero 2 --dp-replicate 2", batch=8, ranks=8
     ),
 }  # fmt: skip
 
@@ -23866,7 +23867,7 @@ def random_layout(seed: int) -> LayoutCase:
     while True:
         tp, cp = r.choice([1, 1, 2, 2, 4]), r.choice([1, 1, 2, 2, 4])
         flags = [f"--tp {tp}"] * (tp > 1) + [f"--cp {cp}"] * (cp > 1)
-        flags += [r.choice([LAYOUTS_PLAIN, "", "--async-tp"])] * (tp > 1)
+        flags += [r.choice([NO_SP, "", "--async-tp"])] * (tp > 1)
         flags += [f"--cp-method {r.choice(['zigzag', 'striped', 'all-gather'])}"] * (cp > 1)
         flags += [f"--cp-ulysses {r.choice([1, 2, 4])}"] * (cp > 1)
         flags += [f"--zero {r.choice([0, 1, 2, 3])}", r.choice(["", RECOMPUTE])]
@@ -23884,7 +23885,7 @@ def random_layout(seed: int) -> LayoutCase:
             continue
 
 
-RANDOM_LAYOUTS = {f"random {seed}": random_layout(seed) for seed in range(40)}
+RANDOM_LAYOUTS = {f"random {seed}": random_layout(seed) for seed in range(16)}
 SLOW_LAYOUTS = MORE_LAYOUTS | ROUNDED_LAYOUTS | RANDOM_LAYOUTS
 DECLARED_LAYOUTS = LAYOUT_CASES | MORE_LAYOUTS | ROUNDED_LAYOUTS | COMPILED_LAYOUTS | EIGHT_LAYOUTS
 
@@ -23897,13 +23898,14 @@ TRANSFERS = [
         (dist, "all_reduce all_to_all_single all_gather_into_tensor all_gather_single "
                "reduce_scatter_tensor reduce_scatter_single"),
         (parallel, "all_gather reduce_scatter"),
+        (CP, "all_gather reduce_scatter"),
         (async_tp, "_pass_on"),
     )
     for name in names.split()
     if hasattr(module, name)
 ]  # fmt: skip
-SHEETS = {str(REPO / f"{name}.py") for name in
-          "parallel layout async_tp expert_parallel train model".split()}  # fmt: skip
+SHEETS = "parallel context_parallel async_tp expert_parallel layout train model".split()
+SHEETS = {str(REPO / f"{name}.py") for name in SHEETS}
 
 
 def who() -> str:
@@ -23927,8 +23929,8 @@ class LayoutWire:
         self.reset()
         for module, name in TRANSFERS:
             patch.setattr(module, name, partial(self.call, name, getattr(module, name)))
-        wait = parallel._Shift.wait
-        patch.setattr(parallel._Shift, "wait", lambda transfer: self.shift(wait, transfer))
+        wait = CP._Shift.wait
+        patch.setattr(CP._Shift, "wait", lambda transfer: self.shift(wait, transfer))
 
     def reset(self, lost=None):
         self.seen, self.lost = [], lost
@@ -24016,18 +24018,18 @@ def lost_of(model, flags, run="", every=False, **more):
 
 
 LOST = {
-    "without: tp": lost_of("one layer", f"--tp 2 {LAYOUTS_PLAIN} --cp 2", micro=4),
-    "without: async, zero": lost_of(
-        "one layer", "--tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3", micro=4
-    ),
+    "without: tp": lost_of("one layer", f"--tp 2 {NO_SP} --cp 2", micro=4),
     "without: hsdp": lost_of("one layer", "--zero 2 --dp-replicate 2"),
 }
 LOST_SLOW = {
+    "without: async, zero": lost_of(
+        "one layer", "--tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3", micro=4
+    ),
     "without each: cp": lost_of(
         "one layer", "--tp 2 --cp 2 --cp-method all-gather", every=True, micro=4
     ),
-    "without each: tp": lost_of("dense", f"--tp 2 {LAYOUTS_PLAIN} --cp 2", every=True, micro=4),
-    "without each: tp 4": lost_of("one layer", f"--tp 4 {LAYOUTS_PLAIN}", every=True, micro=4),
+    "without each: tp": lost_of("one layer", f"--tp 2 {NO_SP} --cp 2", every=True, micro=4),
+    "without each: tp 4": lost_of("one layer", f"--tp 4 {NO_SP}", every=True, micro=4),
     "without each: sp": lost_of("one layer", "--tp 2 --zero 1", every=True),
     "without each: async": lost_of("one layer", "--tp 4 --async-tp", every=True, micro=4),
     "without each: zero": lost_of("dense", "--zero 3", every=True, batch=8),
@@ -24078,7 +24080,7 @@ def counted(model, flags, **more):
 COUNTED = {
     f"count: {name}, {layers}": counted(model, flags, **more)
     for name, flags, more in (
-        ("tp", f"--tp 4 {LAYOUTS_PLAIN}", {}),
+        ("tp", f"--tp 4 {NO_SP}", {}),
         ("sp", "--tp 4", {}),
         ("async", "--tp 4 --async-tp", {}),
         ("ring", "--cp 4", {}),
@@ -24090,7 +24092,7 @@ COUNTED = {
         ("hsdp", "--zero 3 --dp-replicate 2", dict(batch=8, micro=1)),
     )
     for layers, model in ((2, "dense"), (3, "three"))[: 2 if name in ("tp", "sp", "ring") else 1]
-} | {"count: vocabulary": counted("wide vocabulary", f"--tp 4 {LAYOUTS_PLAIN}")}
+} | {"count: vocabulary": counted("wide vocabulary", f"--tp 4 {NO_SP}")}
 
 
 # ---- checkpoints ----
@@ -24134,23 +24136,21 @@ def chain_of(model, *flags, run="--aux-loss 0 --z-loss 0.1"):
 
 CHAINS = {
     "chain": chain_of(
-        "tokens", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", f"--tp 4 {LAYOUTS_PLAIN}",
-        "--cp 4 --cp-ulysses 2 --ep 4 --ep-node-size 2", "--ep 2 --zero 2 --dp-replicate 2",
-        "--zero 2 --bucketed",
+        "tokens", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", f"--tp 4 {NO_SP}",
+        "--ep 2 --zero 2 --dp-replicate 2",
     ),
 }  # fmt: skip
 CHAINS_SLOW = {
-    "chain latent": chain_of(
-        "latent", "--cp 2 --ep 4 --zero 3", f"--tp 4 {LAYOUTS_PLAIN}", "--tp 2 --ep 2 --zero 3",
-        "--zero 3 --dp-replicate 4", "--ep 4",
+    "chain tokens": chain_of(
+        "tokens", "--zero 2 --bucketed", "--cp 4 --cp-ulysses 2 --ep 4 --ep-node-size 2",
+        "--tp 2 --cp 2 --zero 1", "--zero 1 --bucketed",
     ),
     "chain dense": chain_of(
         "dense", "--tp 4", "--zero 3", "--tp 2 --zero 1", "--tp 2 --zero 2 --dp-replicate 2",
         "--cp 4", "", run="",
     ),
-    "chain few": chain_of("few tokens", "--tp 4", "--zero 3", f"--tp 2 {LAYOUTS_PLAIN} --zero 3", run=""),
     "chain ahead": chain_of(
-        "ahead", "--ep 4 --zero 2", f"--tp 4 {LAYOUTS_PLAIN}", f"--tp 2 {LAYOUTS_PLAIN} --ep 2 --zero 3", ""
+        "ahead", "--ep 4 --zero 2", f"--tp 4 {NO_SP}", f"--tp 2 {NO_SP} --ep 2 --zero 3", ""
     ),
 }  # fmt: skip
 
@@ -24197,9 +24197,9 @@ LAYOUTS_REFUSED: list[Refusal] = [
     ("dense", "--cp 4 --seq-len 18", 4, "--seq-len 18 must be a multiple of 2 x --cp 4", None),
     ("dense", "--cp 2 --tp 2 --seq-len 12", 4, "--seq-len 12; 2 x --cp 2 x --tp 2", None),
     ("dense", "--tp 4 --seq-len 18", 4, "--seq-len 18; --tp 4; --no-sequence-parallel", None),
-    ("dense", f"--tp 2 {LAYOUTS_PLAIN} --async-tp", 4, "--async-tp; sequence parallel", None),
+    ("dense", f"--tp 2 {NO_SP} --async-tp", 4, "--async-tp; sequence parallel", None),
     ("dense", "--async-tp", 4, "--async-tp goes with --tp", None),
-    ("dense", LAYOUTS_PLAIN, 4, "--no-sequence-parallel goes with --tp", None),
+    ("dense", NO_SP, 4, "--no-sequence-parallel goes with --tp", None),
     ("dense", "--cp-method striped", 4, "--cp-method goes with --cp", None),
     ("dense", "--cp-ulysses 2", 4, "--cp-ulysses goes with --cp", None),
     ("dense", "--cp 4 --cp-ulysses 3", 4, "--cp-ulysses 3 must divide --cp 4", None),
@@ -24214,17 +24214,17 @@ LAYOUTS_REFUSED: list[Refusal] = [
     ("ahead", "--cp 2", 4, MTP_SHIFTS, ("mtp", "ring")),
     ("ahead", "--cp 2 --cp-method all-gather", 4, MTP_SHIFTS, ("mtp", "all-gather")),
     ("ahead", "--cp 2 --cp-ulysses 2", 4, MTP_SHIFTS, ("mtp", "ulysses")),
-    ("aligned", f"--tp 2 {LAYOUTS_PLAIN} --fp8 rowwise", 4, FP8_CUTS, ("fp8", "tp")),
+    ("aligned", f"--tp 2 {NO_SP} --fp8 rowwise", 4, FP8_CUTS, ("fp8", "tp")),
     ("aligned", "--tp 2 --fp8 rowwise", 4, FP8_CUTS, ("fp8", "sp")),
     ("aligned", "--tp 2 --async-tp --fp8 rowwise", 4, FP8_CUTS, ("fp8", "async")),
-    ("aligned", f"--tp 2 {LAYOUTS_PLAIN} --qat int8", 4, QAT_CUTS, ("qat", "tp")),
+    ("aligned", f"--tp 2 {NO_SP} --qat int8", 4, QAT_CUTS, ("qat", "tp")),
     ("aligned", "--tp 2 --qat int8", 4, QAT_CUTS, ("qat", "sp")),
     ("aligned", "--tp 2 --async-tp --qat int8", 4, QAT_CUTS, ("qat", "async")),
     *(
         (name, f"--zero {zero} --bucketed {flags}", 4, "--bucketed goes with --zero 1 or 2",
          (feature, "bucketed"))
         for name, zero, flags, feature in (
-            ("dense", 1, f"--tp 2 {LAYOUTS_PLAIN}", "tp"), ("dense", 1, "--tp 2", "sp"),
+            ("dense", 1, f"--tp 2 {NO_SP}", "tp"), ("dense", 1, "--tp 2", "sp"),
             ("dense", 1, "--tp 2 --async-tp", "async"), ("latent", 2, "--ep 2", "ep"),
             ("dense", 3, "", "zero 3"), ("dense", 2, "--dp-replicate 2", "hsdp"),
         )
@@ -24469,10 +24469,7 @@ LAYOUT_WORK = LAYOUT_DEFAULT | LAYOUT_SLOW | LAYOUT_COMPILED | LAYOUT_EIGHT
 def layout_fixture(label, work, world, limit):
     @pytest.fixture(scope="module", name=label)
     def run_all(tmp_path_factory):
-        run = partial(layout_ranks, world=world, names=list(work), limit=limit)
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            return once(tmp_path_factory, label, run)
-        return run(tmp_path_factory.mktemp(label))
+        return layout_ranks(tmp_path_factory.mktemp(label), world, list(work), limit)
 
     return run_all
 
@@ -24596,20 +24593,21 @@ def test_what_layouts_are_compared_with(name):
 def test_a_lost_transfer_of_a_layout_shows(layouts, name):
     """Without any one of its transfers a step is wrong by 1e-6 or more, where with all it is right
     to 1e-12; and the transfers are those that are expected."""
-    lost_shows(layouts[name])
-    for who_ in LOST_NAMES[name].split():
-        assert any(who_ in label[0] for label in layouts[name][0]["seen"]), who_
+    lost_shows(name, layouts[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOST_SLOW)
 def test_each_lost_transfer_shows(layouts_slow, name):
-    lost_shows(layouts_slow[name])
-    assert len(layouts_slow[name][0]["lost"]) == len(layouts_slow[name][0]["seen"]) > 10
+    lost_shows(name, layouts_slow[name])
+    first, (_, every) = layouts_slow[name][0], LOST_SLOW[name]
+    assert len(first["lost"]) == len(first["seen"]) > 10 or not every
 
 
-def lost_shows(results):
+def lost_shows(name, results):
     no_error(results)
+    for who_ in LOST_NAMES.get(name, "").split():
+        assert any(who_ in label[0] for label in results[0]["seen"]), who_
     first = results[0]
     for got in results:
         assert got["undisturbed"] <= 1e-12 and got["again"] <= 1e-12
@@ -24763,7 +24761,7 @@ def chain_holds(results, task, tmp_path):
 
 
 def test_a_run_goes_through_layouts_and_generates(layouts, tmp_path):
-    """Five layouts, a step each; and generate.py opens what they leave, as it is."""
+    """Three layouts, a step each; and generate.py opens what they leave, as it is."""
     out, state = chain_holds(layouts["chain"], CHAINS["chain"], tmp_path)
     shutil.copy(REPO / "checkpoints" / "small" / "tokenizer.model", out)
     args = G.parse_args(["--checkpoint", str(out), "--device", "cpu", "x"])
@@ -25123,15 +25121,14 @@ def test_512_ranks_of_a_block_of_llama3(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3-8b", "llama3.1-70b"])
-def test_512_ranks_of_a_whole_model(name):
+def test_512_ranks_of_a_whole_model():
     """The command that the issue gives: under a minute, under 3 GB."""
     program = (
         "import resource, sys, train; status = train.main(sys.argv[1:]); "
         "usage = resource.getrusage(resource.RUSAGE_SELF); "
         "print('peak', usage.ru_maxrss, 'seconds', usage.ru_utime); sys.exit(status)"
     )
-    argv = ["--dry-run", "--world-size", "512", "--model", name, "--tp", "8", "--zero", "3"]
+    argv = ["--dry-run", "--world-size", "512", "--model", "llama3-8b", "--tp", "8", "--zero", "3"]
     argv += ["--seq-len", "8192"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -25178,3 +25175,21 @@ def test_a_dry_run_needs_the_fake_process_group(monkeypatch, capsys):
     monkeypatch.setattr(dist, "init_process_group", refuse)
     assert T.main(["--dry-run"]) == 2
     assert 'no process group "fake" (unknown backend)' in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Which tests one worker does
+# --------------------------------------------------------------------------------------------------
+
+# Processes that are started once for many tests: under `--dist loadgroup` one worker does all of
+# these tests, and the other does not start them again. (pytest-xdist 3.8 cannot tell under pytest
+# 9.2, its issue 1386: then both do.)
+STARTED = (
+    "ranks_done ranks_done_slow cp_done cp_done_slow zero_done zero_fuzzed tp_done layouts "
+    "layouts_slow layouts_compiled layouts_eight dry_results dry_results_slow paged_story finished "
+    "draft_head_run dense_models fp8_folder"
+).split()
+for name, test in [*globals().items()]:
+    if name.startswith("test_"):
+        for fixture in {*inspect.signature(test).parameters} & {*STARTED}:
+            pytest.mark.xdist_group(fixture)(test)

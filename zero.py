@@ -32,8 +32,8 @@ the end of the backward pass, and not within it). Never for optimizers that are 
 collectives in the backward pass give it a group of its own: ranks may send at other moments.
 
 Equivalence (test_all.py): weights after 10 steps are one process's and DDP's. Needs: torch.
-`torchrun --nproc-per-node 4 zero.py` checks itself and prints a table; `python zero.py` starts
-these itself.
+`torchrun --nproc-per-node 4 zero.py` checks itself and prints a table (--check: none); `python
+zero.py` starts these itself.
 """
 
 from __future__ import annotations
@@ -459,10 +459,11 @@ def main() -> None:
     if "RANK" not in os.environ:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, __file__], env=os.environ | threads).returncode)
+        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
     dist.init_process_group("gloo")
     check(dist.get_rank(), dist.get_world_size())
-    benchmark(dist.get_rank(), dist.get_world_size())
+    if "--check" not in sys.argv:
+        benchmark(dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()
 
 

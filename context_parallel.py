@@ -1,0 +1,641 @@
+"""context_parallel.py: attention to a sequence of which every rank has a part.
+
+A sequence too long for one rank is cut into as many parts as there are ranks, and everything but
+attention goes on as on a shorter one. Attention needs the others' keys. They get there
+
+    ring_attention        from neighbour to neighbour, while those that are here are attended to:
+                          nobody ever has more than two parts (arXiv:2310.01889)
+    all_gather_attention  all at once: the keys of a model with few key heads are small (Llama 3)
+    ulysses_attention     not at all: a rank's tokens are exchanged for heads of all tokens
+                          (arXiv:2309.14509); with the ring as its attention, both (USP)
+
+    at = cp_positions(T, ranks, rank)             which tokens are this rank's
+    o = ring_attention(q, k, v, group=group)      q, k, v of those; o of those
+
+Under a causal mask late tokens see more keys than early ones, so that with contiguous parts the
+last rank has nearly twice the mean work and all wait for it. zigzag gives each rank an early and a
+late chunk, striped every ranks-th token: the same work for all (`work` counts it).
+
+All take any attention that returns (o, lse) and is differentiable in both: parts are merged by
+online softmax, and the backward pass runs that attention a second time on each block, so that it
+keeps O(T / ranks) and no block needs another's probabilities. What a mask leaves of two ranks'
+parts is arithmetic on intervals (_band): causal, windowed or free calls of plain attention.
+
+When it loses: where a sequence fits on one rank, for there is less to multiply per byte sent; where
+documents are short, for each costs a call. Equivalence (test_all.py): attention of one process, in
+outputs, lse and gradients, for every placement, causal or not, windows and packed documents. Hook:
+it stands behind an `attend` callable. Needs: torch. `python context_parallel.py` starts 4
+processes, checks itself and prints a table (--check: none).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Group = dist.ProcessGroup
+# (q, k, v, *, causal, window, scale) -> (o (B, T, Hq, Dv), lse (B, Hq, T)), differentiable
+AttentionFn = Callable[..., tuple[Tensor, Tensor]]
+
+# torch 2.13 renamed these two; 2.11 has the old names only
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# Plain attention, and which tokens are whose
+# --------------------------------------------------------------------------------------------------
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(q k^T scale) v and its log-sum-exp in plain torch, the scores in memory. Softmax in
+    fp32, or fp64 for fp64 inputs; a query that sees nothing gets o = 0, lse = -inf."""
+    (B, T, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
+    if causal and T > 128:  # the first half of the queries sees no more than S - T / 2 keys
+        early, late = q.split([T // 2, T - T // 2], dim=1)
+        known = max(S - late.shape[1], 0)
+        halves = (early, k[:, :known], v[:, :known]), (late, k, v)
+        halves = [attention_with_lse(*x, window=window, scale=scale) for x in halves]
+        return tuple(torch.cat(pair, dim) for pair, dim in zip(zip(*halves), (1, 2)))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(dtype).reshape(B, T, Hkv, Hq // Hkv, D)
+    s = torch.einsum("bthgd,bshd->bhgts", grouped, k.to(dtype)) * (scale or D**-0.5)
+    ahead = torch.arange(T, device=q.device)[:, None] + S - T - torch.arange(S, device=q.device)
+    seen = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (ahead < window)
+    empty = ~seen.any(-1)
+    s = s.masked_fill(~(seen | empty[:, None]), -math.inf)  # no -inf - -inf in the gradient
+    lse = s.logsumexp(-1)
+    p = (s - lse[..., None]).exp().masked_fill(empty[:, None], 0)
+    o = torch.einsum("bhgts,bshd->bthgd", p, v.to(dtype)).reshape(B, T, Hq, v.shape[3])
+    return o.to(q.dtype), lse.masked_fill(empty, -math.inf).reshape(B, Hq, T)
+
+
+def _runs(T: int, ranks: int, rank: int, placement: str) -> list[tuple[int, int, int]]:
+    """A rank's positions as arithmetic progressions: (first, step, length)."""
+    parts = 2 * ranks if placement == "zigzag" else ranks
+    known = placement in ("contiguous", "zigzag", "striped")
+    _check(known, f"placement must be contiguous, zigzag or striped, not {placement!r}")
+    _check(T % parts == 0, f"{T} tokens on {ranks} ranks: {placement} needs a multiple of {parts}, "
+           "pad the sequence")  # fmt: skip
+    n = T // parts
+    if placement == "zigzag":
+        return [(chunk * n, 1, n) for chunk in (rank, parts - 1 - rank)]
+    return [(rank * n, 1, n) if placement == "contiguous" else (rank, ranks, n)]
+
+
+def cp_positions(T: int, ranks: int, rank: int, placement: str = "zigzag") -> Tensor:
+    """(T // ranks,) which positions of T tokens a rank holds, in the order in which it holds them.
+
+    contiguous: chunk r. striped: r, r + ranks, ... (Striped Attention, arXiv:2311.09431). zigzag:
+    chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv:2407.21783, 3.3.2): under a causal
+    mask a cheap and a dear one, the same work for all. ValueError if T cannot be cut so."""
+    runs = _runs(T, ranks, rank, placement)
+    return torch.cat([first + step * torch.arange(n) for first, step, n in runs])
+
+
+def work(
+    T: int, ranks: int, placement: str, window: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> list[int]:  # fmt: skip
+    """How many (query, key) pairs a causal mask leaves to each rank."""
+    positions = torch.arange(T)
+    starts = torch.tensor(_borders(cu_seqlens, T) or (0, T))
+    start = starts[torch.bucketize(positions, starts, right=True) - 1]
+    keys = (positions - start + 1).clamp(max=window or T)
+    return [int(keys[cp_positions(T, ranks, r, placement)].sum()) for r in range(ranks)]
+
+
+def _borders(cu_seqlens: Tensor | Sequence[int] | None, T: int) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    cu = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else map(int, cu_seqlens))
+    ok = len(cu) > 1 and cu[0] == 0 and cu[-1] == T and list(cu) == sorted(cu)
+    _check(ok, f"cu_seqlens must rise from 0 to the {T} tokens of all ranks, not {cu}")
+    return cu
+
+
+# --------------------------------------------------------------------------------------------------
+# Which calls of plain attention a mask leaves between two ranks
+# --------------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """attention(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], causal=causal, window=window)"""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+    window: int | None
+
+
+def _band(n: int, m: int, low: int, high: int) -> list[_Call]:
+    """The pairs low <= t - s < high of queries t < n and keys s < m, in two calls or fewer.
+
+    A causal call that ends at query b and key e sees t - s >= b - e: one with b - e = low serves
+    the queries before m + low, whose last key is here; the others have only the window."""
+    low, high = max(low, 1 - m), min(high, n)
+    if low >= high:
+        return []
+    split, calls = 0 if low == 1 - m else min(n, m + low), []
+    if split:
+        t, e = max(low, 0), split - low
+        s = max(0, t - high + 1)
+        calls = [_Call(t, split, s, e, t - e + 1 < low, high - low if split - s > high else None)]
+    end, s = min(n, m + high - 1), max(0, split - high + 1)
+    if split < end:
+        calls.append(_Call(split, end, s, m, False, high + m - end if end - s > high else None))
+    return calls
+
+
+def _joined(calls: Sequence[_Call]) -> tuple[_Call, ...]:
+    """Neighbours as one call, if the first has no mask: along the keys, then along the queries."""
+    free = (False, None)
+    along_keys = lambda p, c: p[:2] == c[:2] and p.k1 == c.k0 and p[4:] == free and not c.window
+    along_queries = lambda p, c: p.q1 == c.q0 and p[2:] == c[2:] and c[4:] == free
+    for fits, start in ((along_keys, "k0"), (along_queries, "q0")):
+        done: list[_Call] = []
+        for c in calls:
+            if done and fits(done[-1], c):
+                c = c._replace(**{start: getattr(done.pop(), start)})
+            done.append(c)
+        calls = done
+    return tuple(calls)
+
+
+def _calls(
+    q_runs: list, k_runs: list, causal: bool, window: int | None, cu: tuple[int, ...] | None
+) -> tuple[_Call, ...]:  # fmt: skip
+    """What queries at the positions of q_runs see of keys at those of k_runs."""
+    T = 1 + max(first + step * (n - 1) for first, step, n in q_runs + k_runs)
+    cu = cu or (0, T)
+    calls, q_offset = [], 0
+    inside = lambda first, step, n, at: min(max(-((first - at) // step), 0), n)
+    for q_run in q_runs:
+        here = (
+            bisect_right(cu, q_run[0]) - 1,
+            bisect_right(cu, q_run[0] + q_run[1] * (q_run[2] - 1)),
+        )
+        for start, stop in pairwise(cu[here[0] : here[1] + 1]):
+            k_offset, (t, t_end) = 0, (inside(*q_run, at) for at in (start, stop))
+            for k_run in k_runs:
+                s, s_end = (inside(*k_run, at) for at in (start, stop))
+                if t < t_end and s < s_end:
+                    n, m, step = t_end - t, s_end - s, q_run[1]
+                    apart = q_run[0] + step * t - k_run[0] - step * s
+                    low = -(apart // step) if causal else 1 - m
+                    high = n if window is None else -((apart - window) // step)
+                    q0, k0 = q_offset + t, k_offset + s
+                    for a, b, c, e, *mask in _band(n, m, low, high):
+                        calls.append(_Call(q0 + a, q0 + b, k0 + c, k0 + e, *mask))
+                k_offset += k_run[2]
+        q_offset += q_run[2]
+    return _joined(calls)
+
+
+@lru_cache(64)  # one for each kind of layer, not for each layer
+def _ring_plan(
+    T: int, ranks: int, rank: int, placement: str, causal: bool, window: int | None,
+    cu: tuple[int, ...] | None,
+) -> list[tuple[_Call, ...]]:  # fmt: skip
+    """The calls of each step, at which the keys of rank - step are here; no step that nobody
+    needs: with contiguous chunks and a window the keys go to few ranks."""
+    runs = [_runs(T, ranks, r, placement) for r in range(ranks)]
+    see = lambda r, step: _calls(runs[r], runs[(r - step) % ranks], causal, window, cu)
+    needed = lambda step: step == 0 or any(see(r, step) for r in range(ranks))
+    last = next(step for step in reversed(range(ranks)) if needed(step))
+    return [see(rank, step) for step in range(last + 1)]
+
+
+@lru_cache(64)
+def _gather_plan(
+    T: int, ranks: int, rank: int, placement: str, causal: bool, window: int | None,
+    cu: tuple[int, ...] | None,
+) -> tuple[tuple[_Call, ...], list[int]]:  # fmt: skip
+    """The calls to all keys, and the order to put the ranks' chunks in first. Stripes stay as they
+    are: a stripe of queries and all keys have no band between them."""
+    own, every = _runs(T, ranks, rank, placement), [(0, 1, T)]
+    runs = [run for r in range(ranks) for run in _runs(T, ranks, r, placement)]
+    order = sorted(range(len(runs)), key=runs.__getitem__)
+    return _calls(own, runs if placement == "striped" else every, causal, window, cu), order
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts of attention and their sum
+# --------------------------------------------------------------------------------------------------
+
+
+def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """o and lse of no key, in the dtype of sums."""
+    B, T, Hq, _ = q.shape
+    o = q.new_zeros(B, T, Hq, v.shape[3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return o, o.new_full((B, Hq, T), -math.inf)
+
+
+def _weight(lse: Tensor, whole: Tensor) -> Tensor:
+    """exp(lse - whole) (B, Hq, T), 0 where nothing was seen, as (B, T, Hq, 1)."""
+    w = torch.where(whole == -math.inf, 0, (lse - whole).exp())
+    return w.transpose(1, 2)[..., None]
+
+
+def _merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Attention to further keys, into o and lse in place: online softmax (arXiv:1805.02867)."""
+    whole = torch.logaddexp(lse, more_lse)
+    o.mul_(_weight(lse, whole)).add_(_weight(more_lse, whole) * more)
+    lse.copy_(whole)
+
+
+def _attend(
+    o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[_Call],
+    attention: AttentionFn, scale: float | None,
+) -> None:  # fmt: skip
+    for a, b, c, e, causal, window in calls:
+        more = attention(q[:, a:b], k[:, c:e], v[:, c:e], causal=causal, window=window, scale=scale)
+        _merge(o[:, a:b], lse[:, :, a:b], *more)
+
+
+def _upstream(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+    do = do.to(lse.dtype)
+    return lse, do, dlse - (do * o).sum(-1).transpose(1, 2)
+
+
+def _attend_backward(
+    dq: Tensor, saved: Sequence[Tensor], k: Tensor, v: Tensor, calls: Sequence[_Call],
+    attention: AttentionFn, scale: float | None,
+) -> list[Tensor]:  # fmt: skip
+    """Adds to dq; dk and dv of this block. With w_b = exp(lse_b - lse), o = sum w_b o_b gives
+
+        grad o_b = w_b do,   grad lse_b = w_b (do . o_b + rest),   rest = dlse - do . o
+
+    which go through a second run of attention: a block needs no other block's probabilities."""
+    q, lse, do, rest = saved
+    dkv = [torch.zeros_like(x, dtype=dq.dtype) for x in (k, v)]
+    for a, b, c, e, causal, window in calls:
+        parts = [x.detach().requires_grad_() for x in (q[:, a:b], k[:, c:e], v[:, c:e])]
+        with torch.enable_grad():
+            o_b, lse_b = attention(*parts, causal=causal, window=window, scale=scale)
+        w, do_b = _weight(lse_b.detach(), lse[:, :, a:b]), do[:, a:b]
+        inner = (do_b * o_b.detach()).sum(-1).transpose(1, 2) + rest[:, :, a:b]
+        grads = (w * do_b).to(o_b.dtype), (w[..., 0].transpose(1, 2) * inner).to(lse_b.dtype)
+        grads = torch.autograd.grad((o_b, lse_b), parts, grads)
+        for total, grad in zip((dq[:, a:b], dkv[0][:, c:e], dkv[1][:, c:e]), grads):
+            total.add_(grad)
+    return dkv
+
+
+# --------------------------------------------------------------------------------------------------
+# Ring, all-gather, Ulysses
+# --------------------------------------------------------------------------------------------------
+
+
+class _Shift:
+    """Tensors on their way to rank + by, and those of rank - by on theirs to here."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: Group | None, by: int = 1) -> None:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        to, source = (
+            dist.get_global_rank(group or dist.group.WORLD, (rank + d) % ranks) for d in (by, -by)
+        )
+        self.sent = [t.contiguous() for t in tensors]  # alive until they are there
+        self.arriving = [torch.empty_like(t) for t in self.sent]
+        pairs = zip(self.sent, self.arriving)
+        ops = [(dist.isend, out, to, dist.irecv, into, source) for out, into in pairs]
+        ops = [dist.P2POp(*half, group) for op in ops for half in (op[:3], op[3:])]
+        self.works = dist.batch_isend_irecv(ops)
+
+    def wait(self) -> list[Tensor]:
+        for transfer in self.works:
+            transfer.wait()
+        self.sent = []
+        return self.arriving
+
+
+class _Ring(torch.autograd.Function):
+    """K and V pass from rank to rank, in both directions of differentiation. A block's gradients
+    follow it: its second rank starts their sum, each adds, the last sends it home."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list, *how: Any) -> Any:
+        ctx.plan, ctx.how = plan, how
+        group, *core = how
+        (o, lse), here = _nothing(q, v), [k, v]
+        for step, calls in enumerate(plan):
+            coming = _Shift(here, group) if step + 1 < len(plan) else None
+            _attend(o, lse, q, *here, calls, *core)
+            here = coming.wait() if coming else []
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        (group, *core), saved = ctx.how, (q, *_upstream(*saved, do, dlse))
+        dq, here = torch.zeros_like(q, dtype=saved[1].dtype), [k, v]
+        own, behind = [], None
+        for step, calls in enumerate(ctx.plan):
+            coming = _Shift(here, group) if step + 1 < len(ctx.plan) else None
+            grads = _attend_backward(dq, saved, *here, calls, *core)
+            if behind:
+                grads = [a.add_(b) for a, b in zip(behind.wait(), grads)]
+            if step == 0:
+                own = grads
+            else:
+                behind = _Shift(grads, group, by=1 if coming else -step)
+            here = coming.wait() if coming else []
+        if behind:
+            own = [a.add_(b) for a, b in zip(own, behind.wait())]
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), *[None] * 4
+
+
+def _all_keys(x: Tensor, order: list[int], group: Group | None) -> Tensor:
+    """(B, t, H, D) -> (B, T, H, D) of all ranks, their chunks in `order`."""
+    every = x.new_empty(dist.get_world_size(group), *x.shape)
+    all_gather(every.flatten(0, 1), x.contiguous(), group=group)
+    chunks = every.transpose(0, 1).flatten(1, 2).chunk(len(order), 1)
+    return torch.cat([chunks[i] for i in order], 1)
+
+
+def _own_keys(x: Tensor, order: list[int], group: Group | None) -> Tensor:
+    """The other way, and summed over ranks."""
+    chunks = x.chunk(len(order), 1)
+    x = torch.cat([chunks[order.index(i)] for i in range(len(order))], 1)
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()
+    out = torch.empty_like(parts[0])
+    reduce_scatter(out, parts.flatten(0, 1), group=group)
+    return out
+
+
+class _AllGather(torch.autograd.Function):
+    """All keys at once, gathered again in the backward pass: only shards are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: tuple, *how: Any) -> Any:
+        ctx.plan, ctx.how = plan, how
+        (calls, order), (group, *core) = plan, how
+        o, lse = _nothing(q, v)
+        _attend(o, lse, q, *(_all_keys(x, order, group) for x in (k, v)), calls, *core)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        (calls, order), (group, *core) = ctx.plan, ctx.how
+        saved = (q, *_upstream(*saved, do, dlse))
+        dq = torch.zeros_like(q, dtype=saved[1].dtype)
+        every = (_all_keys(x, order, group) for x in (k, v))
+        grads = _attend_backward(dq, saved, *every, calls, *core)
+        dk, dv = (_own_keys(x, order, group) for x in grads)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 4
+
+
+def _cp_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, ...]:
+    shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+    ok = q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2]
+    ok = ok and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    _check(ok, "q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv), each this rank's part, do "
+           f"not fit: {shapes}")  # fmt: skip
+    _check(q.shape[2] % k.shape[2] == 0, f"q has {q.shape[2]} heads, no multiple of {k.shape[2]}")
+    ok = window is None or (isinstance(window, int) and window >= 1)
+    _check(ok, f"window must be an integer, 1 or more, not {window}")
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    return q, k, v
+
+
+def _sharded(
+    function: Any, plan: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor,
+    group: Group | None, attention: AttentionFn, placement: str, causal: bool,
+    scale: float | None, window: int | None, cu_seqlens: Tensor | Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = _cp_inputs(q, k, v, window)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    T = q.shape[1] * ranks
+    made = plan(T, ranks, rank, placement, causal, window, _borders(cu_seqlens, T))
+    with torch.autocast(q.device.type, enabled=False):  # as the second run, in the backward pass
+        return function.apply(q, k, v, made, group, attention, scale)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None,
+    attention: AttentionFn = attention_with_lse, placement: str = "zigzag", causal: bool = True,
+    scale: float | None = None, window: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Ring attention (arXiv:2310.01889) of a sequence of which each rank holds a part, placed by
+    cp_positions: q (B, T / ranks, Hq, D), k, v with Hkv heads -> o (B, T / ranks, Hq, Dv).
+
+    The next rank's K and V are on their way while this one's are attended to; sent are (ranks - 1)
+    times K and V forward, and backward as often K, V and, in fp32, their gradients. Saved is
+    O(T / ranks): q, k, v, o, lse. A block's backward runs `attention` a second time. cu_seqlens:
+    borders of documents packed into the whole sequence, which see only themselves; a tensor on a
+    GPU waits for it, a list does not. Documents cost a call each. ValueError for sizes that do not
+    fit; all ranks must have equal parts.
+    """
+    out = _sharded(
+        _Ring, _ring_plan, q, k, v, group, attention, placement, causal, scale, window, cu_seqlens
+    )
+    return out if return_lse else out[0]
+
+
+def all_gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None,
+    attention: AttentionFn = attention_with_lse, placement: str = "zigzag", causal: bool = True,
+    scale: float | None = None, window: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """ring_attention in one transfer (Llama 3, arXiv:2407.21783, 3.3.2): all K and V are gathered,
+    and each rank's chunks attend to what they may see in few large calls. K and V of the whole
+    sequence are there for a while, which with few key heads is little; none of it is hidden behind
+    the computation. Backward gathers again and reduce-scatters dK and dV.
+    """
+    out = _sharded(
+        _AllGather, _gather_plan, q, k, v, group, attention, placement, causal, scale, window,
+        cu_seqlens,
+    )  # fmt: skip
+    return out if return_lse else out[0]
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    """(B, t, H, D) of a part of the tokens <-> (B, t * ranks, H / ranks, D) of a part of the heads,
+    of several tensors at once; the gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group | None, back: bool, *tensors: Tensor) -> Any:
+        ctx.group, ctx.back = group, back
+        return _HeadsForTokens.exchange(group, back, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_HeadsForTokens.exchange(ctx.group, not ctx.back, grads)
+
+    @staticmethod
+    def exchange(group: Group | None, back: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ranks, dim = dist.get_world_size(group), 1 if back else 2
+        parts = [x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous() for x in tensors]
+        made = [torch.empty_like(x) for x in parts]
+        launch = partial(dist.all_to_all_single, group=group, async_op=True)
+        for transfer in [launch(new, old) for new, old in zip(made, parts)]:
+            transfer.wait()
+        return tuple(x.movedim(0, 3 - dim).flatten(3 - dim, 4 - dim) for x in made)
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None,
+    attention: AttentionFn = attention_with_lse, causal: bool = True, scale: float | None = None,
+    window: int | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """DeepSpeed-Ulysses (arXiv:2309.14509): contiguous parts of the sequence, exchanged for parts
+    of the heads and back. Two all-to-alls of (1 - 1 / ranks) of the activations, which shrink with
+    the ranks, and attention in its usual form; but ranks must divide Hq. Where they are more than
+    Hkv, key heads are repeated. ValueError otherwise.
+
+    2D (USP, arXiv:2405.07719; LoongTrain, arXiv:2406.18485), with U ranks here and R on a ring:
+
+        ulysses_attention(..., group=inner, attention=partial(ring_attention, group=outer,
+                                                              return_lse=True))
+
+    Rank u of the inner and r of the outer group holds cp_positions(T, R, r, placement).chunk(U)[u].
+    cu_seqlens is for an attention that sees the whole sequence; give it to the ring in 2D.
+    """
+    q, k, v = _cp_inputs(q, k, v, window)
+    ranks, Hq, Hkv = dist.get_world_size(group), q.shape[2], k.shape[2]
+    _check(Hq % ranks == 0, f"{Hq} query heads cannot be shared by {ranks} ranks: take a divisor, "
+           "and a ring for the rest")  # fmt: skip
+    ok = Hkv % ranks == 0 or ranks % Hkv == 0
+    _check(ok, f"{Hkv} key heads and {ranks} ranks: one must be a multiple of the other")
+    if Hkv % ranks:
+        k, v = (x.repeat_interleave(ranks // Hkv, dim=2) for x in (k, v))
+    q, k, v = _HeadsForTokens.apply(group, False, q, k, v)
+    cu = _borders(cu_seqlens, q.shape[1]) or (0, q.shape[1])
+    lengths = [b - a for a, b in pairwise(cu)]
+    outs = [
+        attention(*document, causal=causal, window=window, scale=scale)
+        for document in zip(*(x.split(lengths, dim=1) for x in (q, k, v)))
+        if document[0].shape[1]
+    ]
+    o, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*outs), (1, 2)))
+    if not return_lse:
+        return _HeadsForTokens.apply(group, True, o)[0]
+    o, lse = _HeadsForTokens.apply(group, True, o, lse.transpose(1, 2)[..., None])
+    return o, lse[..., 0].transpose(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+def _groups(ranks: int) -> tuple[Group, Group]:
+    """This rank's pair of neighbours, and those with its place in their pairs."""
+    grid = torch.arange(ranks).view(-1, 2)
+    inner, outer = (dist.new_subgroups_by_enumeration(g.tolist())[0] for g in (grid, grid.T))
+    return inner, outer
+
+
+def check(rank: int, ranks: int) -> None:
+    """Outputs and gradients of every form == those of attention to the whole sequence."""
+    T, rng = 64, torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, T, h, 16, generator=rng).double() for h in (4, 2, 2)]
+    inner, outer = _groups(ranks)
+    ring = partial(ring_attention, group=outer, return_lse=True)
+    ulysses = partial(ulysses_attention, group=inner, attention=ring)
+    pair, (mine, other) = dist.get_rank(outer), (dist.get_rank(inner), dist.get_world_size(inner))
+    for mask in (dict(), dict(causal=False), dict(window=9)):
+        leaves = [x.clone().requires_grad_() for x in whole]
+        o, _ = attention_with_lse(*leaves, **mask)
+        wanted = o, *torch.autograd.grad(o.square().sum(), leaves)
+        forms = [(ring_attention, name) for name in ("contiguous", "striped", "zigzag")]
+        forms = [(partial(form, placement=name), cp_positions(T, ranks, rank, name))
+                 for form, name in (*forms, (all_gather_attention, "zigzag"))]  # fmt: skip
+        forms.append((ulysses_attention, cp_positions(T, ranks, rank, "contiguous")))
+        forms.append((ulysses, cp_positions(T, ranks // 2, pair).chunk(other)[mine]))
+        for form, at in forms:
+            part = [x[:, at].clone().requires_grad_() for x in whole]
+            o = form(*part, **mask)
+            for got, want in zip((o, *torch.autograd.grad(o.square().sum(), part)), wanted):
+                assert torch.allclose(got, want[:, at], rtol=1e-9, atol=1e-12), (form, mask)
+
+
+def benchmark(rank: int, ranks: int) -> None:
+    """The forms of attention across ranks, and the busiest rank's share of the work."""
+    T, Hq, Hkv, D = 2048, 8, 4, 64
+    inner, outer = _groups(ranks)
+    two = partial(ring_attention, group=outer, return_lse=True)
+    forms = {f"ring, {name}": (partial(ring_attention, placement=name), work(T, ranks, name))
+             for name in ("contiguous", "striped", "zigzag")}  # fmt: skip
+    even = work(T, ranks, "zigzag")
+    forms["all-gather, zigzag"] = all_gather_attention, even
+    forms["Ulysses"] = ulysses_attention, even
+    forms["2D, Ulysses 2 x ring"] = partial(ulysses_attention, group=inner, attention=two), even
+    rng = torch.Generator().manual_seed(rank)
+    shapes = [(1, T // ranks, h, D) for h in (Hq, Hkv, Hkv)]
+    leaves = [torch.randn(s, generator=rng, requires_grad=True) for s in shapes]
+    if rank == 0:
+        print(f"cp {ranks}: T {T}, heads {Hq}/{Hkv}, D {D}, fp32, causal, forward + backward")
+        print(f"{'':>22}{'ms':>9}{'most / mean work':>19}")
+    for name, (form, share) in forms.items():
+        ms = _ms(lambda: torch.autograd.grad(form(*leaves).square().sum(), leaves))
+        if rank == 0:
+            print(f"{name:>22}{ms:>9.1f}{max(share) / statistics.mean(share):>19.2f}")
+
+
+def _ms(work: Callable[[], Any], times: int = 7) -> float:
+    spent = []
+    for _ in range(times):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        dist.barrier()
+        spent.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(spent[2:])
+
+
+def main() -> None:
+    if "RANK" not in os.environ:
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    _check(ranks == 4, f"the check is for 4 ranks, not {ranks}")
+    check(rank, ranks)
+    if "--check" not in sys.argv:
+        benchmark(rank, ranks)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
