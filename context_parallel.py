@@ -4,7 +4,8 @@ A sequence too long for one rank is cut into as many parts as there are ranks, a
 attention goes on as on a shorter one. Attention needs the others' keys. They get there
 
     ring_attention        from neighbour to neighbour, while those that are here are attended to:
-                          nobody ever has more than two parts (arXiv:2310.01889)
+                          beside its own, a rank has one part in use and one on its way
+                          (arXiv:2310.01889)
     all_gather_attention  all at once: the keys of a model with few key heads are small (Llama 3)
     ulysses_attention     not at all: a rank's tokens are exchanged for heads of all tokens
                           (arXiv:2309.14509); with the ring as its attention, both (USP)
@@ -81,7 +82,9 @@ def attention_with_lse(
         return tuple(torch.cat(pair, dim) for pair, dim in zip(zip(*halves), (1, 2)))
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(dtype).reshape(B, T, Hkv, Hq // Hkv, D)
-    s = torch.einsum("bthgd,bshd->bhgts", grouped, k.to(dtype)) * (scale or D**-0.5)
+    s = torch.einsum("bthgd,bshd->bhgts", grouped, k.to(dtype)) * (
+        D**-0.5 if scale is None else scale
+    )
     ahead = torch.arange(T, device=q.device)[:, None] + S - T - torch.arange(S, device=q.device)
     seen = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
     if window is not None:
@@ -454,9 +457,9 @@ def ring_attention(
     """Ring attention (arXiv:2310.01889) of a sequence of which each rank holds a part, placed by
     cp_positions: q (B, T / ranks, Hq, D), k, v with Hkv heads -> o (B, T / ranks, Hq, Dv).
 
-    The next rank's K and V are on their way while this one's are attended to; sent are (ranks - 1)
-    times K and V forward, and backward as often K, V and, in fp32, their gradients. Saved is
-    O(T / ranks): q, k, v, o, lse. A block's backward runs `attention` a second time. cu_seqlens:
+    The next K and V are on their way while those that are here are attended to; sent are
+    (ranks - 1) times K and V forward, and backward as often K, V and, in fp32, their gradients.
+    Saved is O(T / ranks): q, k, v, o, lse. A block's backward runs `attention` again. cu_seqlens:
     borders of documents packed into the whole sequence, which see only themselves; a tensor on a
     GPU waits for it, a list does not. Documents cost a call each. ValueError for sizes that do not
     fit; all ranks must have equal parts.

@@ -39,7 +39,7 @@ by a clock or by free memory, rank 0 or the poorest decides. It is the text of o
 rounding of sums in another order; with --quantize also up to that of codes, for each rank finds
 scales for its own part. With --ep too, experts are shared out over groups of --tp ranks. Where all
 heads share keys, every rank would cache and read them all: --shard-batch gives each some of the --n
-rows instead, with two exchanges a layer more (inference_parallel.py).
+rows instead, for two exchanges a layer more (inference_parallel.py).
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls cpu.py's products,
@@ -735,7 +735,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         (ENGINE_FLAGS, args.batch or args.bench_serving, "--batch or --bench-serving"),
         (WORKLOAD_FLAGS, args.bench_serving, "--bench-serving"),
         ("expert_load redundant_experts", args.ep, "--ep"),
-        ("shard_batch", args.tp, "--tp"),
+        ("shard_batch", args.tp and args.tp > 1, "--tp 2 or more"),
     ):
         for name in names.split():
             if name in given and not good:
@@ -814,8 +814,8 @@ def pick_attention(name: str) -> AttendOver:
 
 
 def by_rows(attention: AttendOver, group: Any) -> AttendOver:
-    """--shard-batch: each rank attends for the rows whose keys it has, for all heads. To one row, a
-    prompt, every rank attends for its heads: its keys go into all caches."""
+    """--shard-batch: a rank attends, with all heads, for the rows that it caches. A prompt is one
+    row: every rank prefills it for its own heads, and its keys go to all the rows it caches."""
     from inference_parallel import batch_sharded
 
     def over(cache: KVCache, limit: int | None) -> Attend:
@@ -938,7 +938,8 @@ class Slices:
         c = model.config
         if self.by_rows and not (c.kv_lora_rank or c.n_kv_heads == 1):
             raise ValueError(
-                f"--shard-batch: the {c.n_kv_heads} key heads are shared out already; leave it out"
+                f"--shard-batch is for latent attention or one key head, not {c.n_kv_heads}; leave "
+                "it out"
             )
         try:
             apply_tp(model, self.mesh, gather_logits=False)

@@ -361,7 +361,7 @@ def plain(
     the last key."""
     B, T, Hq, D = q.shape
     q = q.unflatten(2, (k.shape[2], -1))
-    s = torch.einsum("bthgd,bshd->bhgts", q, k) * (scale or D**-0.5)
+    s = torch.einsum("bthgd,bshd->bhgts", q, k) * (D**-0.5 if scale is None else scale)
     if causal:
         ahead = torch.ones(T, k.shape[1], dtype=torch.bool).triu(1 + k.shape[1] - T)
         s = s.masked_fill(ahead, -math.inf)

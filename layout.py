@@ -216,7 +216,7 @@ class Layout:
 
     def _whole_shape(self, model: Transformer, name: str, p: Tensor) -> tuple[int, ...]:
         cut = model.cuts.get(name)
-        shape = tuple(p.shape) if cut is None else cut.shape(p.shape)
+        shape = tuple(p.shape) if cut is None else cut.whole_shape(p.shape)
         return (model.config.n_experts, *shape[1:]) if is_stack(p) else shape
 
     def put(self, name: str, p: Tensor, whole: Tensor) -> None:
@@ -265,9 +265,13 @@ class Layout:
         if self.size("cp") == 1:
             return plain
         method, heads = self.args.cp_method, self.args.cp_ulysses
-        piece = attention_with_lse
-        if self.args.attention == "flash":
-            piece = partial(flash_attention, return_lse=True)
+
+        def piece(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+            """sdpa tells no lse: on a GPU, where plain scores are too large, the kernels."""
+            if q.is_cuda or self.args.attention == "flash":
+                return flash_attention(q, k, v, return_lse=True, **how)
+            return attention_with_lse(q, k, v, **how)
+
         form = all_gather_attention if method == "all-gather" else ring_attention
         run = partial(form, placement=self._placement, attention=piece, group=self.ring)
         if heads > 1:

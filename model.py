@@ -1540,7 +1540,7 @@ def _of_whole(model: Transformer) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if (cut := model.cuts.get(name)) is not None:
-            tensor = torch.empty(cut.shape(tensor.shape), dtype=tensor.dtype, device="meta")
+            tensor = torch.empty(cut.whole_shape(tensor.shape), dtype=tensor.dtype, device="meta")
         if _held(model, name) is not None:
             shape = (model.config.n_experts, *tensor.shape[1:])
             tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")

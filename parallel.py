@@ -1,4 +1,4 @@
-"""parallel.py: one model on many ranks, in every dimension there is to cut.
+"""parallel.py: one model on many ranks: what a rank has of it, and what ranks tell each other.
 
 A step of training is products of a batch, a sequence, heads and columns, and each can be shared out
 over ranks that then have something to tell each other:
@@ -36,6 +36,7 @@ table (--check: none).
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 import statistics
@@ -90,7 +91,9 @@ class Mesh:
         for view in (self.world, self.dense, self.experts):
             if dim in view.mesh_dim_names:
                 return view
-        raise ValueError(f"the mesh has no dimension {dim!r}; it has {', '.join(DIMS)}, ep")
+        raise ValueError(
+            f"the mesh has no dimension {dim!r}; it has {', '.join(DIMS)}, fsdp, expert_fsdp, ep"
+        )
 
     def group(self, dim: str) -> Group:
         """The ranks that differ from this one in `dim` alone."""
@@ -112,11 +115,11 @@ class Mesh:
         )
 
     def __str__(self) -> str:
-        """A line per row of ranks: those along tp, under where they stand in the other dims."""
+        """A line per group along tp, with its index in the other dimensions."""
         ranks, names = self.world.mesh, [d for d in DIMS if self.size(d) > 1] or ["tp"]
-        ep = self.experts.mesh.flatten(0, 2), self.size("ep")
+        ep = self.size("ep")
         head = " x ".join(f"{d} {self.size(d)}" for d in names)
-        head += f"; experts over {ep[1]} of them" if ep[1] > 1 else ""
+        head += f"; experts over {ep} of them" if ep > 1 else ""
         lines = [f"{ranks.numel()} ranks: {head}"]
         outer = [d for d in DIMS[:-1] if d in names]
         for at in torch.cartesian_prod(*map(torch.arange, ranks.shape[:-1])).view(-1, 4).tolist():
@@ -243,8 +246,8 @@ def _scattered(x: Tensor, group: Group) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """This rank's part of a tensor: along `dim`, which is `blocks` of `whole`, start .. stop - 1 of
-    each. `copies` ranks have the same part."""
+    """This rank's part of a tensor. `dim` is `blocks` stacked blocks of size `whole`, and the rank
+    has rows start .. stop - 1 of every block. `copies` ranks have the same part."""
 
     dim: int
     start: int
@@ -259,7 +262,7 @@ class Cut:
                for b in tensor.split(self.whole, self.dim)]  # fmt: skip
         return torch.cat(cut, self.dim)
 
-    def shape(self, part: Sequence[int]) -> tuple[int, ...]:
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """Of the whole tensor, from the part's."""
         return (*part[: self.dim], self.blocks * self.whole, *part[self.dim + 1 :])
 
@@ -349,8 +352,10 @@ def apply_tp(
 
     sequence_parallel: between regions ranks have a shard of the sequence, and each all-reduce is
     an all-gather and a reduce-scatter (Korthikanti et al., arXiv:2205.05198): the same bytes, 1 /
-    tp of the norms' work and of the activations kept. ring: (all_gather_matmul,
-    matmul_reduce_scatter) of async_tp.py, which overlap these with the products.
+    tp of the norms' work and of what these keep. (A region's input is kept gathered for its
+    weights' gradients; Megatron-LM gathers it again.) ring: (all_gather_matmul,
+    matmul_reduce_scatter) of async_tp.py, which overlap the transfers with the products and keep
+    shards alone.
     gather_logits=False leaves each rank the logits of its part of the vocabulary, for
     vocab_cross_entropy; what gathers them is a hook on the head, which goes with a head that is
     swapped. With more ranks than key heads, several have the same.
@@ -369,12 +374,22 @@ def apply_tp(
         kind = None if kind == "region" else kind
         whole = tuple(p.shape)
         if kind is not None and (cut := _cut(kind, name, p, model.config, rank, ranks)):
-            p.data = cut.of(p.data).clone()
+            p.data = cut.of(p.data)
             tp.cuts[name] = cut
         elif tp.sequence or _region(plan, name):
             tp.partial.add(name)
         tp.kinds[name] = (kind or "whole", whole, tuple(p.shape))
     model.cuts |= tp.cuts
+    _connect(model, tp, plan, rank, ring, gather_logits)
+    return tp
+
+
+def _connect(
+    model: nn.Module, tp: TensorParallel, plan: Mapping[str, str], rank: int, ring: Any,
+    gather_logits: bool,
+) -> None:  # fmt: skip
+    """What ranks tell each other, as hooks at both ends of every region."""
+    group, ranks = tp.group, dist.get_world_size(tp.group)
     f, g = (_Gather, _Scatter) if tp.sequence else (_Copy, _Sum)
     enter, leave = (lambda x: f.apply(x, group)), (lambda x: g.apply(x, group))
     for name, module in list(model.named_modules()):
@@ -389,18 +404,21 @@ def apply_tp(
             module.products = partial(_ring_products, ring[0], group)
             setattr(module, row, RingRow(getattr(module, row), ring[1], group))
         elif kind == "region":
-            module.register_forward_pre_hook(lambda m, a: (enter(a[0]), *a[1:]))
+            # a mixture's router wants its input as it is; products would round theirs anyway
+            narrow = (lambda x: x) if hasattr(module, "experts") else _as_autocast
+            module.register_forward_pre_hook(
+                lambda m, a, narrow=narrow: (enter(narrow(a[0])), *a[1:])
+            )
             module.register_forward_hook(partial(_leave, leave, row, rank))
         elif kind == "lookup":
             new = VocabEmbedding.from_pretrained(module.weight, freeze=False)
             new.weight, new.start, new.leave = module.weight, tp.cuts[f"{name}.weight"].start, leave
             model.set_submodule(name, new)
         elif kind == "vocab":
-            module.register_forward_pre_hook(lambda m, a: (enter(a[0]),))
+            module.register_forward_pre_hook(lambda m, a: (enter(_as_autocast(a[0])),))
             if gather_logits:
                 size = model.config.vocab_size
                 module.register_forward_hook(lambda m, a, y: _Logits.apply(y, size, rank, group))
-    return tp
 
 
 class RingRow(nn.Module):
@@ -408,9 +426,8 @@ class RingRow(nn.Module):
 
     def __init__(self, linear: nn.Linear, product: Callable[..., Tensor], group: Group):
         super().__init__()
-        self.weight, self.bias, self.product, self.group = linear.weight, None, product, group
-        if linear.bias is not None:
-            self.bias = linear.bias
+        self.weight, self.bias = linear.weight, linear.bias
+        self.product, self.group = product, group
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x, self.weight, self.group)
@@ -460,12 +477,19 @@ def _cut(kind: str, name: str, p: Tensor, config: Any, rank: int, ranks: int) ->
     return Cut(dim, rank // copies * each, (rank // copies + 1) * each, whole, blocks, copies)
 
 
+def _as_autocast(x: Tensor) -> Tensor:
+    """What a product would make of it, before it travels: half the bytes."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def _leave(
     leave: Callable, row: str | None, rank: int, module: nn.Module, args: Any, y: Tensor
 ) -> Tensor:
-    """The end of a region: a bias is added by the first rank, that the sum may have it once."""
+    """The end of a region. Every rank's Linear has added the bias; all but the first take it off
+    again, so that the sum has it once."""
     bias = getattr(module.get_submodule(row), "bias", None) if row else None
-    return leave(y if bias is None or rank == 0 else y - bias)
+    return leave(y if bias is None or rank == 0 else y - bias.type_as(y))
 
 
 class _Logits(torch.autograd.Function):
@@ -540,13 +564,17 @@ def apply_fsdp(
     ranks have the same experts.
 
     stage (ZeRO, arXiv:1910.02054): 3 gathers a group before its forward and again before its
-    backward pass; 2 keeps it between; 1 keeps gradients whole until `last_micro_batch` too. Matrix
-    products in param_dtype, gradients added up in reduce_dtype; offload keeps shards on the CPU.
-    Gradients are sums over ranks, not means: divide the loss by the tokens of all.
+    backward pass; 2 keeps it between; 1 keeps gradients whole until `last_micro_batch` too.
+    param_dtype: what is gathered is rounded to it, norms and routers too, and the residual stream
+    with the embedding; inputs are not, so run products under autocast. Gradients are added up in
+    reduce_dtype, as sums over ranks, not means: divide the loss by the tokens of all. offload: the
+    shards, their gradients and the optimizer's work are the CPU's; on GPUs the process group needs
+    a backend for these as well ("cpu:gloo,cuda:nccl").
     """
     _check(stage in (1, 2, 3), f"stage must be 1, 2 or 3, not {stage}")
     how: dict[str, Any] = dict(reshard_after_forward=stage == 3)
-    how["mp_policy"] = MixedPrecisionPolicy(param_dtype, reduce_dtype)
+    # inputs as they come: a block's are its rotations too, which in bf16 would turn by other angles
+    how["mp_policy"] = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     if offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     dims = ("dp_replicate",) if mesh.size("dp_replicate") > 1 else ()
@@ -608,41 +636,57 @@ def sum_gradients(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> None:
     parallelism, experts over the ranks that have the same ones; of routers sharded with their
     experts, over ep."""
     cut: list[tuple[Tensor, int, int]] = []
+    over: dict[str, list[Tensor]] = {"fsdp": [], "expert_fsdp": [], "dp_replicate": [], "ep": []}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         if p.grad is None:  # of experts that no token chose, for some that run them
             p.grad = torch.zeros_like(p)
-        grad, sharded = local(p.grad), isinstance(p, DTensor)
+        grad = local(p.grad)
         copies = tp.cuts[name].copies if name in tp.cuts else 0
         if name in tp.partial or copies > 1:
             pieces = mesh.size("tp") // copies if copies else 1
             cut.append((grad, pieces, mesh.rank("tp") // copies if copies else 0))
-        if not sharded:
-            dist.all_reduce(grad, group=mesh.group("expert_fsdp" if is_stack(p) else "fsdp"))
-            dist.all_reduce(grad, group=mesh.group("dp_replicate"))
+        if not isinstance(p, DTensor):
+            over["expert_fsdp" if is_stack(p) else "fsdp"].append(grad)
+            over["dp_replicate"].append(grad)
         elif "expert_fsdp" in p.device_mesh.mesh_dim_names and not is_stack(p):
-            dist.all_reduce(grad, group=mesh.group("ep"))
+            over["ep"].append(grad)
+    for dim, grads in over.items():
+        _sum_each(grads, mesh.group(dim))
     _sum_over_tp(cut, mesh.group("tp"))
+
+
+def _sum_each(grads: list[Tensor], group: Group) -> None:
+    """Each over the ranks; all are on their way at once."""
+    if dist.get_world_size(group) > 1:
+        for transfer in [dist.all_reduce(g, group=group, async_op=True) for g in grads]:
+            transfer.wait()
 
 
 def _sum_over_tp(grads: list[tuple[Tensor, int, int]], group: Group) -> None:
     """Each of (gradient, pieces, which): added up over the ranks that have the same piece, all in
-    one all-reduce of all pieces."""
+    one all-reduce of all pieces, in which a rank leaves the others' zero."""
     if not grads:
         return
-    flat = torch.cat([F.one_hot(torch.tensor(i), n).to(g).outer(g.flatten()).flatten()
-                      for g, n, i in grads])  # fmt: skip
+    flat = grads[0][0].new_zeros(sum(g.numel() * n for g, n, _ in grads))
+    spans = flat.split([g.numel() * n for g, n, _ in grads])
+    mine = [span.view(n, *g.shape)[i] for span, (g, n, i) in zip(spans, grads)]
+    for part, (g, _, _) in zip(mine, grads):
+        part.copy_(g)
     dist.all_reduce(flat, group=group)
-    sizes = [g.numel() * n for g, n, _ in grads]
-    for (g, n, i), summed in zip(grads, flat.split(sizes)):
-        g.copy_(summed.view(n, *g.shape)[i])
+    for part, (g, _, _) in zip(mine, grads):
+        g.copy_(part)
 
 
 def gradient_norm(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> Tensor:
-    """Of the whole model's gradient, one number, bit for bit, on all ranks: each rank counts every
-    element that it has by the share of the ranks that have it."""
+    """Of the whole model's gradient, one number, bit for bit, on all ranks. An element that n ranks
+    have counts 1 / n on each."""
     ranks = dist.get_world_size() // mesh.size("pp")
     total: Tensor | float = 0.0
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         shards = 1
         if isinstance(p, DTensor):
             sizes = zip(p.device_mesh.shape, p.placements)
@@ -663,7 +707,8 @@ def clip_gradients(model: nn.Module, norm: Tensor, most: float) -> None:
     """Scale the gradient, whose norm gradient_norm gave, to `most` if it is more."""
     scale = (most / (norm + 1e-6)).clamp(max=1.0)
     for p in model.parameters():
-        local(p.grad).mul_(scale.to(p.grad.dtype))
+        if p.requires_grad:
+            local(p.grad).mul_(scale.to(p.grad.dtype))
 
 
 @torch.no_grad()
@@ -692,6 +737,13 @@ def gather(x: Tensor, cut: Cut | None, mesh: Mesh) -> Tensor | None:
         return None
     blocks = [part.unflatten(dim, (cut.blocks, -1)) for part in parts[:: cut.copies]]
     return torch.cat(blocks, dim + 1).narrow(dim + 1, 0, cut.whole).flatten(dim, dim + 1)
+
+
+def __getattr__(name: str) -> Any:
+    """parallel.ring_attention and .ulysses_attention: those of context_parallel.py beside this."""
+    if name in ("ring_attention", "ulysses_attention"):
+        return getattr(importlib.import_module("context_parallel"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -23110,7 +23110,7 @@ def test_generate_tp_two_ranks(tmp_path, capsys, gtp_plain):
         (*GTP_GREEDY, "--tp", 1): "give --tp 2",
         ("--dummy", odd, "--prompt-tokens", 5): "--tp 2 does not divide n_heads 3",
         (*GTP_GREEDY, "--device", "cuda:1"): "give cuda",
-        (*GTP_GREEDY, "--shard-batch", "--n", 4): "the 2 key heads are shared out already",
+        (*GTP_GREEDY, "--shard-batch", "--n", 4): "for latent attention or one key head, not 2",
         (*dummy, "--shard-batch", "--n", 3): "--n 3 is no multiple of --tp 2",
     }
     lines = (*cases, (*served, "--out", out, "--speculate", "ngram"), *wrong)
@@ -23280,7 +23280,7 @@ def test_generate_tp_as_a_user_runs_it(tmp_path):
     [
         (("--tp", "2"), "--tp 2: start it with torchrun --nproc-per-node 2"),
         (("--tp", "0"), "--tp must be at least 1"),
-        (("--shard-batch", "--n", "2"), "--shard-batch needs --tp"),
+        (("--shard-batch", "--n", "2"), "--shard-batch needs --tp 2 or more"),
         (("--tp", "2", "--shard-batch", "--speculate", "ngram"), "--speculate"),
         (("--tp", "2", "--interactive"), "--tp does not go together with --interactive"),
         (("--tp", "2", "--compile"), "--compile"),
@@ -23338,8 +23338,8 @@ def test_dummy_parts_are_of_the_whole(tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 LAYOUT_HANG = 60  # seconds until a collective that nobody joins is an error
-LAYOUT_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
-LAYOUT_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+LAYOUT_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 0.03}
+LAYOUT_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
 MIXTURE = dict(n_experts=8, n_experts_per_token=3, expert_ffn_dim=12)
 LAYOUTS_LATENT = dict(
@@ -23416,7 +23416,8 @@ class LayoutCase:
         sizes = (
             f"--batch-size {self.batch} --micro-batch-size {self.alone if alone else self.micro}"
         )
-        sizes += f" --seq-len {self.seq} --steps {self.steps} --device cpu --dtype fp32"
+        sizes += f" --seq-len {self.seq} --steps {self.steps} --device cpu --dtype "
+        sizes += "bf16" if self.dtype == "bf16" else "fp32"
         argv = [*sizes.split(), *self.run.split(), *([] if alone else self.layout.split())]
         args = T.parse_args(argv)
         T.settle_expert_flags(args, self.config)
@@ -23487,7 +23488,7 @@ def in_dtype(name: str):
 
 def layout_model(case: LayoutCase, args, layout, rank: int = 0) -> M.Transformer:
     """train.py's, with layout_weights."""
-    place = T.Place(torch.device("cpu"), "fp32", rank, case.ranks)
+    place = T.Place(torch.device("cpu"), args.dtype, rank, case.ranks)
     model = T.build_model(args, case.config, place, layout)
     assert {p.dtype for p in model.parameters()} == {LAYOUT_DTYPES[case.dtype]}
     whole = layout_weights(case.model)
@@ -23503,7 +23504,8 @@ def layout_steps(case, args, layout, model, first=0):
     """The body of train.run_steps; yields (step, losses, None) before and (.., norm) after each."""
     optimizer, attend = T.build_optimizer(model, layout), layout.attend(T.attend_of(args.attention))
     balance = T.Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
-    how = contextlib.nullcontext, attend, balance, layout
+    place = T.Place(torch.device("cpu"), args.dtype, 0, case.ranks)
+    how = place.autocast, attend, balance, layout
     for step in range(first, case.steps):
         batch = layout_batch(case, step)[list(layout.samples(args.batch_size))]
         losses = T.accumulate(model, batch, args.micro_batch_size, *how)
@@ -23511,7 +23513,6 @@ def layout_steps(case, args, layout, model, first=0):
         norm = T.update(model, optimizer, 1e-2, layout)
         balance.update(layout)
         yield step, losses | {"norm": norm}, balance, optimizer
-    place = T.Place(torch.device("cpu"), "fp32", 0, case.ranks)
     said = T.validate(model, layout_held_out(case), case.seq, 2, place, attend, layout)
     yield case.steps, {"val": said}, balance, optimizer
 
@@ -23545,19 +23546,19 @@ def layout_reference(case: LayoutCase) -> dict:
 
 
 def layout_noise(case: LayoutCase, key: str, step: int | None = None) -> dict[str, float]:
-    """In fp32 a sum that all but cancels (a key's bias, a router) has few right digits, and Adam,
-    which divides by its size, spreads them: how many times 1e-6, or 1, one process is from itself
-    in fp64, ten times over; the norm as much as the whole gradient. In fp64, where 1e-12 leaves
+    """A sum that all but cancels (a key's bias, a router) has few right digits, and Adam, which
+    divides by its size, spreads them: how many times the tolerance, or 1, one process is from
+    itself in fp64, ten times over; of all of them together under "all". In fp64, where 1e-12 leaves
     room for that: nothing."""
     if case.dtype == "fp64":
         return {}
     of = lambda found: found[key] if step is None else found[key][step]
-    wide, own = of(layout_reference(replace(case, dtype="fp64"))), of(layout_reference(case))
-    noise = {name: max(1.0, 1e7 * off(x, wide[name], wide[name])) for name, x in own.items()}
-    if key == "grad":
-        flat = [torch.cat([x.flatten() for x in each.values()]) for each in (own, wide)]
-        noise["norm"] = max(1.0, 1e7 * off(*flat, flat[1]))
-    return noise
+    alone = case.reference()
+    wide, own = of(layout_reference(replace(alone, dtype="fp64"))), of(layout_reference(alone))
+    times = lambda x, whole: max(1.0, 10 / case.within * off(x, whole, whole))
+    noise = {name: times(x, wide[name]) for name, x in own.items()}
+    flat = [torch.cat([x.flatten() for x in each.values()]) for each in (own, wide)]
+    return noise | {"all": times(*flat)}
 
 
 # ---- one rank ----
@@ -23603,7 +23604,8 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
         patch.setattr(nn.Module, "compile", compile_)
         model = layout_model(case, args, layout, rank)
     named = list(model.named_parameters())
-    errors, said, whole_moments = {}, [], Counter()
+    errors, said, whole_moments, turned = {}, [], Counter(), set()
+    model.layers[0].register_forward_pre_hook(lambda m, a: turned.update(t.dtype for t in a[1]))
 
     def worst(key, found):
         errors[key] = max(errors.get(key, (0.0, "")), found)
@@ -23611,25 +23613,25 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     for step, numbers, balance, optimizer in layout_steps(case, args, layout, model):
         expected = want["said"][len(said)]
         said.append(numbers)
-        noise = layout_noise(alone, "grad", step) if "norm" in expected else {}
+        noise = layout_noise(case, *(("grad", step) if "norm" in expected else ("weight",)))
         for key, number in expected.items():
             apart = abs(numbers[key] - number) / abs(number) if number else abs(numbers[key])
-            worst(key, (apart / noise.get(key, 1), f"step {step}"))
+            worst(key, (apart / noise.get("all", 1), f"step {step}"))
         if len(said) % 2 and step < case.steps:
             grads = [] if layout.buckets else [(n, p.grad) for n, p in named]
-            how = layout, grads, want["grad"][step], layout_noise(alone, "grad", step)
+            how = layout, grads, want["grad"][step], layout_noise(case, "grad", step)
             worst("gradient", differs(*how))
             if step == 0:
                 worst("whole gradient", differs_whole(*how))
-    how = layout, named, want["weight"], layout_noise(alone, "weight")
+    how = layout, named, want["weight"], layout_noise(case, "weight")
     worst("weight", differs(*how))
     worst("whole weight", differs_whole(*how))
     for key in T.MOMENTS if layout.buckets is None else ():
         moments = [(n, optimizer.state[p][key]) for n, p in named]
-        worst(key, differs(layout, moments, want[key], layout_noise(alone, key)))
+        worst(key, differs(layout, moments, want[key], layout_noise(case, key)))
     for name, key, x in layout.moments(model, optimizer, T.MOMENTS):
         if rank == 0:
-            noise = layout_noise(alone, key).get(name, 1)
+            noise = layout_noise(case, key).get(name, 1)
             worst(f"whole {key}", (off(x, want[key][name], want[key][name]) / noise, name))
             whole_moments[key] += 1
     errors["moments"] = (0.0 if rank or set(whole_moments.values()) == {len(named)} else math.inf,
@@ -23639,7 +23641,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     loads = 0.0 if torch.equal(getattr(balance, "last", torch.zeros(0)), want["last"]) else math.inf
     if case.within < 0.1:  # in eight bits a router may choose another expert
         worst("loads", (loads, "experts"))
-    return dict(errors=errors, **layout_facts(case, layout, model, optimizer))
+    return dict(errors=errors, turned=turned, **layout_facts(case, layout, model, optimizer))
 
 
 def layout_facts(case, layout, model, optimizer) -> dict:
@@ -23664,6 +23666,7 @@ def layout_facts(case, layout, model, optimizer) -> dict:
 # ---- the cases ----
 
 NO_SP = "--no-sequence-parallel"
+HALF = dict(dtype="bf16")  # products, and with --zero all that is gathered
 RECOMPUTE = "--checkpoint-activations"
 LAYOUT_CASES = {
     "dp": LayoutCase("dense"),
@@ -23685,6 +23688,7 @@ LAYOUT_CASES = {
     ),
     "ring x ep": LayoutCase("latent", f"--cp 2 --ep 2 --zero 1 {RECOMPUTE}", "--z-loss 0.1"),
     "fp32": LayoutCase("dense", f"--tp 2 --cp 2 {RECOMPUTE}", micro=2, dtype="fp32"),
+    "bf16": LayoutCase("dense", "--tp 2 --zero 3", batch=8, **HALF),
 }  # fmt: skip
 
 MORE_LAYOUTS = {
@@ -23776,12 +23780,19 @@ MORE_LAYOUTS = {
     "fp32 one row": LayoutCase("dense", "--tp 2 --cp 2", seq=32, dtype="fp32", batch=1),
     "fp32 zero": LayoutCase("qwen", "--zero 3 --dp-replicate 2", dtype="fp32", batch=8),
     "fp32 ring": LayoutCase("windows", "--cp 4", dtype="fp32", seq=32),
+    "bf16 tp": LayoutCase("dense", f"--tp 4 {NO_SP}", **HALF),
+    "bf16 sp": LayoutCase("dense", "--tp 2 --cp 2", **HALF),
+    "bf16 async": LayoutCase("dense", "--tp 2 --async-tp --cp 2 --cp-ulysses 2", **HALF),
+    "bf16 zero": LayoutCase("qwen", "--zero 2 --dp-replicate 2", batch=8, **HALF),
+    "bf16 bucketed": LayoutCase("dense", "--zero 1 --bucketed", batch=8, **HALF),
     "fp32 async": LayoutCase("latent", "--tp 2 --async-tp --ep 2", dtype="fp32"),
 }  # fmt: skip
 
 # Weights that are rounded, or products in eight bits: what is compared is one process that does so
-# too. A scale of FP8 is of what a product is given at once, and so is another on another rank.
-ROUGH = dict(dtype="fp32", tolerance=0.25)
+# too. A scale of FP8 is of what a product is given at once, so that one process takes micro-batches
+# of a row, as its ranks do; where --cp and --ep give products other rows, scales are others too.
+EIGHT_BITS = dict(dtype="fp32", alone=1)
+ROUGH = dict(EIGHT_BITS, tolerance=0.25)
 ROUNDED_LAYOUTS = {
     "qat x ring": LayoutCase("aligned", f"--cp 4 --zero 3 {RECOMPUTE}", "--qat int8"),
     "qat x mtp": LayoutCase("aligned ahead", "--zero 1", "--qat int8 --aux-loss 0"),
@@ -23793,20 +23804,24 @@ ROUNDED_LAYOUTS = {
         "--qat int4 --aux-loss 0",
     ),
     "qat x bucketed": LayoutCase("aligned", "--zero 1 --bucketed", "--qat int8", batch=8),
-    "fp8 x bucketed": LayoutCase("aligned", "--zero 2 --bucketed", "--fp8 rowwise", **ROUGH),
-    "fp8 x ring": LayoutCase(
-        "aligned", f"--cp 4 --zero 3 {RECOMPUTE}", "--fp8 rowwise", **ROUGH
-    ),
+    "fp8 x bucketed": LayoutCase("aligned", "--zero 2 --bucketed", "--fp8 rowwise", **EIGHT_BITS),
+    "fp8 x zero": LayoutCase("aligned", f"--zero 3 {RECOMPUTE}", "--fp8 rowwise", **EIGHT_BITS),
     "fp8 x mtp": LayoutCase(
-        "aligned ahead", "--ep 2 --zero 1", "--fp8 rowwise --aux-loss 0", **ROUGH
-    ),
-    "fp8 x ulysses": LayoutCase(
-        "aligned mixed", "--cp 2 --cp-ulysses 2 --ep 2 --zero 2", "--fp8 rowwise --aux-loss 0",
-        **ROUGH,
+        "aligned ahead", "--zero 1", "--fp8 rowwise --aux-loss 0", **EIGHT_BITS
     ),
     "fp8 x hsdp": LayoutCase(
-        "aligned mixed", "--cp 2 --cp-method all-gather --ep 2 --zero 2 --dp-replicate 2",
-        "--fp8 tensorwise --aux-loss 0", **ROUGH,
+        "aligned mixed", "--zero 2 --dp-replicate 2", "--fp8 tensorwise --aux-loss 0", **EIGHT_BITS
+    ),
+    "fp8 x ring": LayoutCase("aligned", "--cp 4 --zero 3", "--fp8 rowwise", **ROUGH),
+    "fp8 x ulysses": LayoutCase(
+        "aligned", "--cp 2 --cp-ulysses 2 --zero 2", "--fp8 rowwise", **ROUGH
+    ),
+    "fp8 x all-gather": LayoutCase(
+        "aligned", "--cp 2 --cp-method all-gather --zero 2 --dp-replicate 2", "--fp8 tensorwise",
+        **ROUGH,
+    ),
+    "fp8 x ep": LayoutCase(
+        "aligned ahead", "--ep 2 --zero 1", "--fp8 rowwise --aux-loss 0", **ROUGH
     ),
 }  # fmt: skip
 
@@ -23832,7 +23847,7 @@ COMPILED_LAYOUTS = {
     "compile x bucketed": LayoutCase("dense", "--compile --zero 2 --bucketed", **LAYOUTS_GRAPHS),
     "compile x qat": LayoutCase("aligned", "--compile --zero 3", "--qat int8", **LAYOUTS_GRAPHS),
     "compile x fp8": LayoutCase(
-        "aligned", "--compile --zero 2", "--fp8 rowwise", **ROUGH, compiler="aot_eager"
+        "aligned", "--compile --zero 2", "--fp8 rowwise", **EIGHT_BITS, compiler="aot_eager"
     ),
 }
 
@@ -23910,7 +23925,8 @@ SHEETS = {str(REPO / f"{name}.py") for name in SHEETS}
 
 def who() -> str:
     """The innermost function of the repo with a name of its own: whose transfer this is."""
-    frame, plain = sys._getframe(2), "_summed _gathered _scattered _all_keys _own_keys".split()
+    frame = sys._getframe(2)
+    plain = "_summed _sum_each _gathered _scattered _all_keys _own_keys".split()
     while frame is not None:
         name, file = frame.f_code.co_qualname, frame.f_code.co_filename
         if "/fsdp/" in file:
@@ -24266,6 +24282,45 @@ def refusals_case(rank: int, task, folder: Path) -> list:
     return said
 
 
+def offload_case(rank: int, task, folder: Path) -> dict:
+    """Two steps of AdamW with shards on the device, and with offload=True."""
+    mesh, weights, policies, shard = parallel.make_mesh(dp_shard=4), [], [], parallel.fully_shard
+    tokens = torch.arange(64).view(4, 1, 16)[mesh.rank("dp_shard")] % 89
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = M.Transformer(LAYOUT_MODELS["dense"])
+        with pytest.MonkeyPatch.context() as patch:
+            noted = lambda m, **how: (policies.append(how.get("offload_policy")), shard(m, **how))
+            patch.setattr(parallel, "fully_shard", noted)
+            parallel.apply_fsdp(model, mesh, offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(tokens).square().sum().backward()
+            optimizer.step()
+        weights.append([parallel.local(p.detach()).clone() for p in model.parameters()])
+    return dict(same=all(map(torch.equal, *weights)), offloads=[p is not None for p in policies])
+
+
+def frozen_case(rank: int, task, folder: Path) -> dict:
+    """A step of a model of which only o_proj is trained, on 2 x 2 ranks; and of the whole model."""
+    mesh, norms, frozen = parallel.make_mesh(dp_shard=2, tp=2), [], []
+    tokens = torch.arange(32).view(2, 1, 16)[mesh.rank("dp_shard")] % 89
+    for some in (True, False):
+        torch.manual_seed(0)
+        model = M.Transformer(LAYOUT_MODELS["dense"])
+        tp = parallel.apply_tp(model, mesh)
+        for name, p in model.named_parameters():
+            p.requires_grad_("o_proj" in name or not some)
+        model(tokens).square().sum().backward()
+        parallel.sum_gradients(model, mesh, tp)
+        norms.append(parallel.gradient_norm(model, mesh, tp).item())
+        parallel.clip_gradients(model, torch.tensor(norms[-1]), 1.0)
+        frozen += [p.grad is None for p in model.parameters() if not p.requires_grad]
+        norms.append(parallel.gradient_norm(model, mesh, tp).item())
+    return dict(norms=norms, frozen=frozen)
+
+
 MESH_WORDS = {
     "product": "pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 4 = 8; 4 ranks",
     "zero": "cp must be at least 1, not 0",
@@ -24329,11 +24384,12 @@ def composition(cases=None, refused=None) -> dict[tuple[str, str], str]:
     for case in (DECLARED_LAYOUTS if cases is None else cases).values():
         for pair in combinations([f for f in FEATURES if f in features(case)], 2):
             assert pairs[pair] != "one of them", (pair, case)
-            pairs[pair] = "works"
+            if pairs[pair] != "works":
+                pairs[pair] = "nearly" if case.within > 1e-3 else "works"
     for *_, pair in LAYOUTS_REFUSED if refused is None else refused:
         if pair is not None:
             pair = tuple(sorted(pair, key=list(FEATURES).index))
-            assert pairs[pair] != "works", f"{pair} is refused, and works in a case"
+            assert pairs[pair] == "not tested", f"{pair} is refused, and works in a case"
             pairs[pair] = "refused"
     return pairs
 
@@ -24347,8 +24403,9 @@ def stacks() -> list[str]:
 
 
 def composition_table(pairs: dict[tuple[str, str], str]) -> str:
-    """Markdown: a triangle, + works, x refused, ? not tested, blank where a flag is one of them."""
-    marks, names = {"works": "+", "refused": "x", "not tested": "?", "one of them": ""}, [*FEATURES]
+    """Markdown: a triangle, + works, ~ nearly, x refused, ? not tested; blank: one of two."""
+    marks, names = dict(works="+", nearly="~", refused="x"), [*FEATURES]
+    marks |= {"not tested": "?", "one of them": ""}
     lines = ["| | " + " | ".join(FEATURES[f] for f in names[:-1]) + " |", "|---" * len(names) + "|"]
     for i, row in enumerate(names[1:], 1):
         cells = [marks[pairs[column, row]] for column in names[:i]]
@@ -24357,8 +24414,10 @@ def composition_table(pairs: dict[tuple[str, str], str]) -> str:
     total = Counter(pairs.values())
     lines += [
         "",
-        f"`+` equal to one process ({total['works']} pairs), `x` refused with a clear error "
-        f"({total['refused']}), `?` not tested ({total['not tested']}); blank: values of one flag.",
+        f"`+` equal to one process ({total['works']} pairs: fp64 1e-12; compiled, in fp32, 1e-6), "
+        f"`~` to 25%, as scales are of other rows ({total['nearly']}), `x` refused with a clear "
+        f"error ({total['refused']}), `?` not tested ({total['not tested']}); blank: values of one "
+        "flag.",
         "",
         "Equal too, five or more at once:",
         "",
@@ -24454,7 +24513,8 @@ LAYOUT_DEFAULT = (
     | {name: (lost_case, case) for name, case in LOST.items()}
     | {name: (count_case, case) for name, case in COUNTED.items()}
     | {name: (chain_case, case) for name, case in CHAINS.items()}
-    | {"refusals": (refusals_case, None)}
+    | {"refusals": (refusals_case, None), "offload": (offload_case, None)}
+    | {"frozen": (frozen_case, None)}
 )
 LAYOUT_SLOW = (
     {name: (train_case, case) for name, case in SLOW_LAYOUTS.items()}
@@ -24491,6 +24551,7 @@ def agrees(results, case):
     for rank, got in enumerate(results):
         far = {key: found for key, found in got["errors"].items() if not found[0] <= case.within}
         assert not far, f"rank {rank}: {far}"
+        assert got["turned"] <= {torch.float32, torch.float64}, "rotations rounded"
     shared_out(results, case)
 
 
@@ -24798,6 +24859,23 @@ def test_what_layouts_refuse(refusal):
         L.check(case.args(), case.config, world)
     said = str(e.value)
     assert "\n" not in said and all(word in said for word in words.split("; ")), said
+
+
+def test_offloaded_shards_train_the_same(layouts):
+    """To the bit, on a CPU, where there is nowhere to go; every group of parameters has the
+    policy."""
+    no_error(layouts["offload"])
+    for got in layouts["offload"]:
+        assert got["same"] and got["offloads"] == [False] * 5 + [True] * 5
+
+
+def test_frozen_parameters_get_no_gradients(layouts):
+    """Nor do they count in the norm."""
+    no_error(layouts["frozen"])
+    for got in layouts["frozen"]:
+        some, clipped, whole, _ = got["norms"]
+        assert all(got["frozen"]) and len(got["frozen"]) > 9
+        assert clipped == pytest.approx(1, rel=1e-4) and 0 < some < 0.9 * whole
 
 
 @pytest.mark.parametrize("name", MESH_WORDS)
