@@ -23666,7 +23666,7 @@ def layout_facts(case, layout, model, optimizer) -> dict:
 # ---- the cases ----
 
 NO_SP = "--no-sequence-parallel"
-HALF = dict(dtype="bf16")  # products, and with --zero all that is gathered
+BF16 = dict(dtype="bf16")  # products, and with --zero all that is gathered
 RECOMPUTE = "--checkpoint-activations"
 LAYOUT_CASES = {
     "dp": LayoutCase("dense"),
@@ -23688,7 +23688,7 @@ LAYOUT_CASES = {
     ),
     "ring x ep": LayoutCase("latent", f"--cp 2 --ep 2 --zero 1 {RECOMPUTE}", "--z-loss 0.1"),
     "fp32": LayoutCase("dense", f"--tp 2 --cp 2 {RECOMPUTE}", micro=2, dtype="fp32"),
-    "bf16": LayoutCase("dense", "--tp 2 --zero 3", batch=8, **HALF),
+    "bf16": LayoutCase("dense", "--tp 2 --zero 3", batch=8, **BF16),
 }  # fmt: skip
 
 MORE_LAYOUTS = {
@@ -23780,11 +23780,11 @@ MORE_LAYOUTS = {
     "fp32 one row": LayoutCase("dense", "--tp 2 --cp 2", seq=32, dtype="fp32", batch=1),
     "fp32 zero": LayoutCase("qwen", "--zero 3 --dp-replicate 2", dtype="fp32", batch=8),
     "fp32 ring": LayoutCase("windows", "--cp 4", dtype="fp32", seq=32),
-    "bf16 tp": LayoutCase("dense", f"--tp 4 {NO_SP}", **HALF),
-    "bf16 sp": LayoutCase("dense", "--tp 2 --cp 2", **HALF),
-    "bf16 async": LayoutCase("dense", "--tp 2 --async-tp --cp 2 --cp-ulysses 2", **HALF),
-    "bf16 zero": LayoutCase("qwen", "--zero 2 --dp-replicate 2", batch=8, **HALF),
-    "bf16 bucketed": LayoutCase("dense", "--zero 1 --bucketed", batch=8, **HALF),
+    "bf16 tp": LayoutCase("dense", f"--tp 4 {NO_SP}", **BF16),
+    "bf16 sp": LayoutCase("dense", "--tp 2 --cp 2", **BF16),
+    "bf16 async": LayoutCase("dense", "--tp 2 --async-tp --cp 2 --cp-ulysses 2", **BF16),
+    "bf16 zero": LayoutCase("qwen", "--zero 2 --dp-replicate 2", batch=8, **BF16),
+    "bf16 bucketed": LayoutCase("dense", "--zero 1 --bucketed", batch=8, **BF16),
     "fp32 async": LayoutCase("latent", "--tp 2 --async-tp --ep 2", dtype="fp32"),
 }  # fmt: skip
 
@@ -25259,15 +25259,16 @@ def test_a_dry_run_needs_the_fake_process_group(monkeypatch, capsys):
 # Which tests one worker does
 # --------------------------------------------------------------------------------------------------
 
-# Processes that are started once for many tests: under `--dist loadgroup` one worker does all of
-# these tests, and the other does not start them again. (pytest-xdist 3.8 cannot tell under pytest
-# 9.2, its issue 1386: then both do.)
-STARTED = (
+# What is started once for many tests is started by one worker, under `--dist loadgroup`; what is of
+# several processes by one and the same, for two such at a time take more than twice as long. (Under
+# pytest 9.2 pytest-xdist 3.8 cannot tell, its issue 1386: then both workers start them.)
+RANKS = (
     "ranks_done ranks_done_slow cp_done cp_done_slow zero_done zero_fuzzed tp_done layouts "
-    "layouts_slow layouts_compiled layouts_eight dry_results dry_results_slow paged_story finished "
-    "draft_head_run dense_models fp8_folder"
+    "layouts_slow layouts_compiled layouts_eight dry_results dry_results_slow"
 ).split()
+STORIES = "paged_story finished draft_head_run dense_models fp8_folder".split()
+GROUPS = dict.fromkeys(RANKS, "ranks") | {name: name for name in STORIES}
 for name, test in [*globals().items()]:
     if name.startswith("test_"):
-        for fixture in {*inspect.signature(test).parameters} & {*STARTED}:
-            pytest.mark.xdist_group(fixture)(test)
+        for group in {GROUPS[f] for f in inspect.signature(test).parameters if f in GROUPS}:
+            pytest.mark.xdist_group(group)(test)
