@@ -669,8 +669,10 @@ def _sum_over_tp(grads: list[tuple[Tensor, int, int]], group: Group) -> None:
     one all-reduce of all pieces, in which a rank leaves the others' zero."""
     if not grads:
         return
-    flat = grads[0][0].new_zeros(sum(g.numel() * n for g, n, _ in grads))
-    spans = flat.split([g.numel() * n for g, n, _ in grads])
+    sizes = [g.numel() * n for g, n, _ in grads]
+    widest = max((g.dtype for g, _, _ in grads), key=lambda dtype: dtype.itemsize)
+    flat = grads[0][0].new_zeros(sum(sizes), dtype=widest)
+    spans = flat.split(sizes)
     mine = [span.view(n, *g.shape)[i] for span, (g, n, i) in zip(spans, grads)]
     for part, (g, _, _) in zip(mine, grads):
         part.copy_(g)

@@ -24861,6 +24861,17 @@ def test_what_layouts_refuse(refusal):
     assert "\n" not in said and all(word in said for word in words.split("; ")), said
 
 
+def test_parallel_answers_for_attention_across_ranks(tmp_path):
+    """By the names that people know; and alone in a folder it still imports."""
+    assert parallel.ring_attention is CP.ring_attention
+    assert parallel.ulysses_attention is CP.ulysses_attention
+    with pytest.raises(AttributeError, match="no attribute 'rings'"):
+        parallel.rings
+    shutil.copy(REPO / "parallel.py", tmp_path)
+    done = run("-c", "import parallel; parallel.apply_tp", cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
+
+
 def test_offloaded_shards_train_the_same(layouts):
     """To the bit, on a CPU, where there is nowhere to go; every group of parameters has the
     policy."""
