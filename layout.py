@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,6 +54,9 @@ from parallel import (
     sum_gradients,
     vocab_cross_entropy,
 )
+from stages import Stages
+from stages import add_flags as add_stage_flags
+from stages import check as check_stages
 from zero import DistributedOptimizer
 
 IGNORE = -100  # a target that is not counted
@@ -64,6 +67,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
     number = partial(p.add_argument, type=int)
     number("--dp", metavar="N", help="ranks with batches of their own (all that tp and cp leave)")
     number("--dp-replicate", default=1, metavar="N", help="copies of the shards: HSDP (1)")
+    add_stage_flags(p)
     number("--tp", default=1, metavar="N", help="ranks that share every matrix (1)")
     number("--cp", default=1, metavar="N", help="ranks that share every sequence (1)")
     number("--ep", default=1, metavar="N", help="ranks that share the experts out, of dp x cp (1)")
@@ -136,10 +140,13 @@ class Layout:
         self.args, self.mesh, self.experts = args, None, None
         self.tp: TensorParallel | None = None
         self.buckets: DistributedOptimizer | None = None
+        self.stages: Stages | None = None
         if args is not None:
             sizes = check(args, config, world)
         if world > 1:
             self.mesh = make_mesh(**sizes, device_type=device_type)
+            if args.pp > 1:
+                self.stages = Stages(args, config, self.mesh)
             if args.ep > 1:
                 self.experts = self._share_out(args, config)
             if args.cp > 1:
@@ -168,7 +175,10 @@ class Layout:
     # ---- the model ----
 
     def cut_(self, model: Transformer) -> None:
-        """Leave this rank's experts, heads and columns. On the meta device or with weights."""
+        """Leave this rank's layers, experts, heads and columns. On the meta device or with
+        weights."""
+        if self.stages is not None:
+            self.stages.cut_(model)
         for mixture in _mixtures(model) if self.experts else ():
             mixture.held = self.experts.mine
             for name in ("w_gate_up", "w_down"):
@@ -183,6 +193,8 @@ class Layout:
     def finish_(self, model: Transformer, dtype: torch.dtype | None) -> None:
         """What comes over the model's own products: the way to the others' experts, then
         recomputation, compilation and shards. (One process compiles the model as a whole.)"""
+        if self.stages is not None:
+            self.stages.split_(model)
         for mixture in _mixtures(model) if self.experts else ():
             mixture.experts = self.experts.around(mixture.experts)
         if self.args is None:
@@ -199,25 +211,32 @@ class Layout:
                     if self.experts or not moe.has_static_shapes(mixture):
                         mixture.experts = torch.compiler.disable(mixture.experts)
                 block.compile()
-        if self.shards:
-            apply_fsdp(model, self.mesh, stage=self.args.zero, param_dtype=dtype)
+        parts = [model]
+        if self.stages is not None:
+            self.stages.slice_(model)
+            self.stages.sharded_dtype = dtype if self.shards else None
+            parts = self.stages.chunks.values()
+        for part in parts if self.shards else ():
+            apply_fsdp(part, self.mesh, stage=self.args.zero, param_dtype=dtype)
 
     @torch.no_grad()
     def draw_(self, model: Transformer, seed: int) -> None:
         """The weights that one process draws from the seed, this rank's part of them: whole tensors
         come and go one by one."""
-        rng = torch.Generator().manual_seed(seed)
-        for name, p in model.named_parameters():
-            whole = torch.empty(self._whole_shape(model, name, p))
-            model.init_weight(name, whole, rng)
-            self.put(name, p, whole)
+        rng, here = torch.Generator().manual_seed(seed), dict(model.named_parameters())
+        with torch.device("meta"):
+            shapes = {name: p.shape for name, p in Transformer(model.config).named_parameters()}
+        for stored, shape in shapes.items():
+            whole = torch.empty(shape)
+            model.init_weight(stored, whole, rng)
+            for name in (name for name in here if self.stored(name) == stored):
+                self.put(name, here[name], whole)
         for buffer in model.buffers():
             buffer.zero_()
 
-    def _whole_shape(self, model: Transformer, name: str, p: Tensor) -> tuple[int, ...]:
-        cut = model.cuts.get(name)
-        shape = tuple(p.shape) if cut is None else cut.whole_shape(p.shape)
-        return (model.config.n_experts, *shape[1:]) if is_stack(p) else shape
+    def stored(self, name: str) -> str:
+        """A parameter's name in the whole model, and in a checkpoint."""
+        return name if self.stages is None else self.stages.stored(name)
 
     def put(self, name: str, p: Tensor, whole: Tensor) -> None:
         """Copy into a parameter, or what is cut and sharded as it is, its part of the whole."""
@@ -225,9 +244,20 @@ class Layout:
             whole = whole[list(self.experts.mine)]
         put(p, whole, self.tp.cuts.get(name) if self.tp else None)
 
+    def wholes(
+        self, named: Mapping[str, Tensor], buffers: bool = False
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """(name, the whole tensor on the first rank) of all the model's parameters or buffers, from
+        those here, or what is cut and sharded as they are. Collective."""
+        if self.stages is None:
+            yield from ((name, self.whole(name, x)) for name, x in named.items())
+        else:
+            metas = self.stages.buffers if buffers else self.stages.parameters
+            yield from self.stages.wholes(metas, named, self.whole)
+
     def whole(self, name: str, x: Tensor) -> Tensor | None:
-        """The whole of a parameter, or of what is cut and sharded as it is, on the first rank, and
-        perhaps others. Collective."""
+        """The whole of a parameter, or of what is cut and sharded as it is, on the first of the
+        ranks that share it, and perhaps others. Collective over these."""
         if self.mesh is None:
             return x.detach()
         x = gather(x, self.tp.cuts.get(name), self.mesh)
@@ -250,13 +280,12 @@ class Layout:
         """(parameter's name, moment, whole tensor) of all there are, whole as in `whole`."""
         if self.buckets is not None:
             of = self.buckets.gather_state()  # of the first rank; others have none
-        for name, p in model.named_parameters():
+            for name, p in model.named_parameters():
+                yield from ((name, m, of[p][m]) for m in names if m in of.get(p, ()))
+        elif optimizer.state:  # there is a step that has been made
             for moment in names:
-                if self.buckets is not None:
-                    if moment in of.get(p, ()):
-                        yield name, moment, of[p][moment]
-                elif optimizer.state:  # there is a step that has been made
-                    yield name, moment, self.whole(name, optimizer.state[p][moment])
+                here = {n: optimizer.state[p][moment] for n, p in model.named_parameters()}
+                yield from ((name, moment, x) for name, x in self.wholes(here))
 
     # ---- a step ----
 
@@ -345,7 +374,8 @@ class Layout:
             dist.all_reduce(square, group=self.mesh.group("fsdp"))
             self.buckets.scale_gradients((most / (square.sqrt() + 1e-6)).clamp(max=1.0))
             return square.sqrt()
-        norm = gradient_norm(model, self.mesh, self.tp)
+        copies = {} if self.stages is None else self.stages.copies(model)
+        norm = gradient_norm(model, self.mesh, self.tp, copies)
         clip_gradients(model, norm, most)
         return norm
 
@@ -375,13 +405,14 @@ def _mixtures(model: nn.Module) -> list[MoE]:
 def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str, int]:
     """The mesh's sizes. ValueError, naming the flag, if they do not fit ranks, model or batch."""
     tp, cp, ep, copies, node = args.tp, args.cp, args.ep, args.dp_replicate, args.ep_node_size
-    over = f"--tp {tp} x --cp {cp}"
-    if world % (tp * cp):
-        raise ValueError(f"{over} = {tp * cp} must divide the {world} ranks that torchrun starts")
-    dp = world // (tp * cp)
+    over, shared = f"--tp {tp} x --cp {cp}", tp * cp * args.pp
+    over = f"--pp {args.pp} x {over}" if args.pp > 1 else over
+    if world % shared:
+        raise ValueError(f"{over} = {shared} must divide the {world} ranks that torchrun starts")
+    dp = world // shared
     if args.dp is not None and args.dp != dp:
         raise ValueError(
-            f"--dp {args.dp} x {over} = {args.dp * tp * cp}, but torchrun starts {world} ranks"
+            f"--dp {args.dp} x {over} = {args.dp * shared}, but torchrun starts {world} ranks"
         )
     if dp % copies:
         raise ValueError(f"--dp-replicate {copies} must divide the {dp} ranks with other batches")
@@ -409,7 +440,8 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
             + (" with batches of their own" if dp < world else "")
         )
     check_model(args, config)
-    return dict(dp_replicate=copies, dp_shard=dp // copies, cp=cp, tp=tp, ep=ep)
+    check_stages(args, config, dp)
+    return dict(dp_replicate=copies, dp_shard=dp // copies, cp=cp, tp=tp, pp=args.pp, ep=ep)
 
 
 def check_model(args: argparse.Namespace, config: ModelConfig) -> None:

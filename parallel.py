@@ -681,9 +681,11 @@ def _sum_over_tp(grads: list[tuple[Tensor, int, int]], group: Group) -> None:
         g.copy_(part)
 
 
-def gradient_norm(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> Tensor:
+def gradient_norm(
+    model: nn.Module, mesh: Mesh, tp: TensorParallel, copies: Mapping[str, int] | None = None
+) -> Tensor:
     """Of the whole model's gradient, one number, bit for bit, on all ranks. An element that n ranks
-    have counts 1 / n on each."""
+    have counts 1 / n on each. copies: of parameters, how many there are along pp (1)."""
     ranks = dist.get_world_size() // mesh.size("pp")
     total: Tensor | float = 0.0
     for name, p in model.named_parameters():
@@ -697,6 +699,7 @@ def gradient_norm(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> Tensor:
             shards *= mesh.size("tp") // tp.cuts[name].copies
         if is_stack(p):
             shards *= mesh.size("ep")
+        shards /= (copies or {}).get(name, 1)
         grad = local(p.grad)
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         total = total + grad.square().sum() * (shards / ranks)  # a CPU's vector_norm is 1e-4 off

@@ -92,14 +92,14 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         matrix = weight if index is None else weight[index].to(x.dtype)
         y = F.linear(x, matrix, bias)
-        ctx.save_for_backward(x.to(y.dtype), weight)  # as autocast would have it
-        ctx.index, ctx.later = index, later
+        ctx.save_for_backward(x.to(y.dtype))  # as autocast would have it
+        ctx.weight, ctx.index, ctx.later = weight, index, later  # saved, it might come as a copy
         ctx.types = x.dtype, weight.dtype if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), index, dx, db = ctx.saved_tensors, ctx.index, None, None
+        (x,), weight, index, dx, db = ctx.saved_tensors, ctx.weight, ctx.index, None, None
         if ctx.needs_input_grad[0]:
             matrix = weight if index is None else weight[index]
             dx = (dy @ matrix.to(dy.dtype)).to(ctx.types[0])
@@ -134,7 +134,8 @@ class SplitStack:
     """Experts' matrices (E, out, in), for who multiplies by `linear`: moe.grouped_experts does."""
 
     def __init__(self, weight: Tensor, later: Later):
-        self.weight, self.later, self.shape = weight, later, weight.shape
+        self.weight, self.later = weight, later
+        self.shape, self.dtype = weight.shape, weight.dtype
 
     def linear(self, rows: Tensor, e: int) -> Tensor:
         return _Product.apply(rows, self.weight, None, e, self.later)
@@ -343,8 +344,12 @@ class Pipeline:
         assert not self.got and not self.posted, "messages that nobody took"
 
     @torch.no_grad()
-    def forward(self, shape: Sequence[int], inputs: Sequence[Any]) -> dict[int, Any]:
-        """The forward passes alone, in the schedule's order: {m: y} where the last chunk is."""
+    def forward(
+        self, shape: Sequence[int], inputs: Sequence[Any],
+        finish: Callable[[Any, int], Any] = lambda y, m: y,
+    ) -> dict[int, Any]:  # fmt: skip
+        """The forward passes alone, in the schedule's order: {m: finish(y, m)} where the last chunk
+        is."""
         self._open(shape, "F")
         out = {}
         for action in self.actions:
@@ -356,7 +361,7 @@ class Pipeline:
             y = self.chunks[chunk](x)
             y = y[0] if isinstance(y, tuple) else y
             if chunk == path[-1]:
-                out[m] = y
+                out[m] = finish(y, m)
             else:
                 self._give("F", m, chunk, y)
             self.events.append((start, time.perf_counter(), action))

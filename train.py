@@ -51,7 +51,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -384,10 +384,15 @@ def accumulate(
     counts by the share of the step's rows.
     """
     tp, cp = layout.size("tp"), layout.size("cp")
-    count = layout.total((batch[:, 1:] != IGNORE).sum()) // cp
+    count = layout.total((batch[:, 1:] != IGNORE).sum()) // (cp * layout.size("pp"))
     rows = len(batch) * layout.batch_shares * cp
-    totals = torch.zeros(3, device=batch.device)
-    for micro in layout.micro_batches(model, batch, micro_batch_size):
+    totals, pieces = torch.zeros(3, device=batch.device), ()
+    if layout.stages is None:
+        pieces = layout.micro_batches(model, batch, micro_batch_size)
+    else:
+        step = layout.stages.accumulate
+        totals = step(model, batch, count, rows, autocast, attend, balance, layout)
+    for micro in pieces:
         if balance is not None:
             balance.watching = True
         with autocast():
@@ -415,17 +420,21 @@ class Balance:
     """
 
     def __init__(
-        self, model: Transformer, speed: float = 2e-3, aux: float = 0, seq: float = 0, z: float = 0
-    ):
+        self, model: Transformer, speed: float = 2e-3, aux: float = 0, seq: float = 0, z: float = 0,
+        layout: Layout = ALONE,
+    ):  # fmt: skip
         self.speed, self.aux, self.seq, self.z = speed, aux, seq, z
         self.config, self.terms, self.watching = model.config, [], True
         self.mixtures = [m for m in model.modules() if isinstance(m, MoE)]
-        self.auxiliary = bool(self.mixtures) and max(aux, seq, z) > 0
-        shape, device = (len(self.mixtures), self.config.n_experts), next(model.parameters()).device
+        whole = layout.stages is None
+        n = len(self.mixtures) if whole else len(self.config.moe_layers)
+        self.auxiliary = n > 0 and max(aux, seq, z) > 0
+        shape, device = (n, self.config.n_experts), next(model.parameters()).device
         self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.rows = range(n) if whole else layout.stages.mixtures()  # those that are here
         see = torch.compiler.disable(self._see)  # what it keeps for later is no part of a graph
-        for mixture, counts in zip(self.mixtures, self.counts):
-            mixture.observe = partial(see, counts)
+        for i, mixture in zip(self.rows, self.mixtures, strict=True):
+            mixture.observe = partial(see, self.counts[i])
 
     def _see(self, counts: Tensor, logits: Tensor, ids: Tensor) -> None:
         """One mixture, one forward: logits (B, T, E), ids (B, T, K), into its row of counts."""
@@ -457,13 +466,13 @@ class Balance:
         all ranks, and what is to be said of them in .row; the busiest expert's load over the mean,
         in the worst layer (1 is perfect; None: no mixtures)."""
         self.row: dict[str, Any] = {}
-        if not self.mixtures:
+        if not len(self.counts):
             return None
         self.last = layout.total(self.counts.clone())
         self.counts.zero_()
-        for mixture, counts in zip(self.mixtures, self.last):
+        for i, mixture in zip(self.rows, self.mixtures):
             if self.config.correction_bias:
-                moe.update_bias_(mixture.correction, counts, self.speed)
+                moe.update_bias_(mixture.correction, self.last[i], self.speed)
         of = moe.load_statistics(self.last)
         self.row = {
             "worst_load": round(of["max_over_mean"], 3),
@@ -520,12 +529,16 @@ def validate(
     layout: Layout = ALONE,
 ) -> float:
     """Mean loss over the held_out_batches, the same ones on all ranks."""
-    total, count = 0.0, 0
-    for batch in held_out_batches(tokens, seq_len, micro_batch_size, place.device):
-        with place.autocast():
-            loss = loss_sums(model, batch, attend, layout)[0]
-        total += layout.total(loss.detach()).item() / layout.batch_shares
-        count += batch[:, 1:].numel()
+    batches = [*held_out_batches(tokens, seq_len, micro_batch_size, place.device)]
+    total, count = 0.0, sum(batch[:, 1:].numel() for batch in batches)
+    for _, same in groupby(batches, len):
+        some = [*same]
+        if layout.stages is None:
+            with place.autocast():
+                losses = [loss_sums(model, batch, attend, layout)[0] for batch in some]
+        else:
+            losses = layout.stages.losses(model, some, place.autocast, attend, layout)
+        total += sum(layout.total(loss).item() for loss in losses) / layout.batch_shares
     layout.reshard(model)
     return total / count
 
@@ -708,9 +721,9 @@ def save_run(
     bf16. All ranks call this, and the first writes."""
     tensors, writes = {}, not dist.is_initialized() or dist.get_rank() == 0
 
-    for name, buffer in model.named_buffers():
-        tensors[f"weight.{name}"] = buffer.cpu()
-    weights = ((name, "weight", layout.whole(name, p)) for name, p in model.named_parameters())
+    weights = layout.wholes(dict(model.named_parameters()))
+    buffers = layout.wholes(dict(model.named_buffers()), buffers=True)
+    weights = ((name, "weight", x) for name, x in chain(weights, buffers))
     moments = layout.moments(model, optimizer, MOMENTS)
     for name, key, x in chain(weights, moments):  # each of them made by all ranks together
         if writes:
@@ -774,11 +787,12 @@ def load_run(
         for name, buffer in model.named_buffers():
             buffer.copy_(f.get_tensor(f"weight.{name}"))
         for name, p in model.named_parameters():
-            layout.put(name, p, f.get_tensor(f"weight.{name}"))
+            stored = layout.stored(name)
+            layout.put(name, p, f.get_tensor(f"weight.{stored}"))
             if step > 0:
                 moments = {m: torch.empty_like(p) for m in MOMENTS}
                 for moment, x in moments.items():
-                    layout.put(name, x, f.get_tensor(f"{moment}.{name}"))
+                    layout.put(name, x, f.get_tensor(f"{moment}.{stored}"))
                 states[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
     if layout.buckets is None:
         optimizer.state.update(states)
@@ -974,7 +988,7 @@ def add_expert_flags(p: argparse.ArgumentParser) -> None:
 def check_numbers(args: argparse.Namespace) -> None:
     """ValueError for a number that is out of range."""
     positive = "steps batch_size micro_batch_size seq_len save_every eval_every lr upcycle "
-    layout = "dp dp_replicate tp cp cp_ulysses ep ep_node_size ep_chunks world_size"
+    layout = "dp dp_replicate pp pp_chunks tp cp cp_ulysses ep ep_node_size ep_chunks world_size"
     for name in (positive + "upcycle_top_k " + layout).split():
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"{_flag(name)} must be positive, not {value}")
@@ -1121,6 +1135,9 @@ def build_model(
     elif args.upcycle:
         model = upcycle_(load_checkpoint(args.init, "cpu", torch.float32), config, args.seed)
         layout.cut_(model)
+    elif args.pp > 1:  # a folder is of a whole model
+        model = load_checkpoint(args.init, "cpu", torch.float32)
+        layout.cut_(model)
     else:
         model = load_checkpoint(args.init, "cpu", torch.float32, prepare=layout.cut_)
     if drawn and not late:
@@ -1128,7 +1145,9 @@ def build_model(
     change_products(model, args)
     layout.finish_(model, torch.bfloat16 if place.dtype == "bf16" else None)
     if late:
-        model.to_empty(device=place.device).tie()
+        model.to_empty(device=place.device)
+        if layout.stages is None:
+            model.tie()
         if not args.resume:
             layout.draw_(model, args.seed)
     return model.to(place.device).train()
@@ -1233,7 +1252,8 @@ def run_steps(
     B, T, micro = args.batch_size, args.seq_len, args.micro_batch_size
     step_model = compiled(model) if args.compile and layout.mesh is None else model
     attend, mine = layout.attend(attend_of(args.attention)), layout.samples(B)
-    balance = Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
+    losses = dict(aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
+    balance = Balance(model, **losses, layout=layout)
     flops, peak = flops_per_token(meta_model(model.config), T), peak_flops(place)
     stop = stop_on_signals()
     metrics = open_metrics(args.out, first) if place.rank == 0 else io.StringIO()

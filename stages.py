@@ -1,0 +1,399 @@
+"""stages.py: train.py's model in a pipeline: schedules.py's lists, run by pipeline.py, under layout.py.
+
+    torchrun --nproc-per-node 8 train.py --pp 4 --pp-schedule zbv --tp 2
+
+Ranks along pp have some of the layers, the first stage the embedding, the last the final norm and
+the head. A rank's model is the whole one with the others' parts dropped: names, weights and batches
+are those of one process, and so are checkpoints. Its chunks are slices of that model, to each of
+which FSDP is applied; tensor parallelism, experts and recomputation are within the layers.
+
+What is there more than once, DualPipe's stages and both ends of a tied embedding, has its gradients
+added up over its copies, which then make the same step.
+
+With --zero a chunk's parameters are gathered when it is first used and kept for the step; with
+--zero 3 only until the rank turns to another chunk, which is once per chunk and direction if the
+schedule is breadth-first (arXiv:2211.05953, 4). Gradients are whole until the chunk's last backward
+pass, and are then reduced.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model import Attend, ModelConfig, MoE, Transformer
+from parallel import Mesh, local
+from pipeline import Later, Pipeline, channels, split_experts, split_weights_
+from schedules import LOOPED, SCHEDULES, Action, Schedule, balance, make_schedule
+
+TRAINABLE = [name for name in SCHEDULES if name != "pipedream"]
+
+
+def add_flags(p: argparse.ArgumentParser) -> None:
+    """How ranks share out the layers."""
+    p.add_argument("--pp", type=int, default=1, metavar="N", help="ranks with layers of their own")
+    p.add_argument(
+        "--pp-schedule",
+        choices=TRAINABLE,
+        default="1f1b",
+        help="who computes what when: python schedules.py --schedule NAME draws it (%(default)s)",
+    )
+    text = f"parts of the model on each rank, with {' and '.join(LOOPED)} (2)"
+    p.add_argument("--pp-chunks", type=int, metavar="V", help=text)
+    text = "layers of each stage, with commas between (by what they compute)"
+    p.add_argument("--pp-layers", metavar="N,N,...", help=text)
+
+
+def check(args: argparse.Namespace, config: ModelConfig, shares: int) -> None:
+    """ValueError, naming the flag, for what no pipeline over these ranks can do; a step's batch
+    being cut in `shares` first."""
+    for flag in ("--pp-schedule", "--pp-chunks", "--pp-layers"):
+        if flag in args.given and args.pp == 1:
+            raise ValueError(f"{flag} goes with --pp; give both, or leave it out")
+    if args.pp == 1:
+        return
+    if config.n_mtp_layers:
+        raise ValueError("--pp: multi-token prediction needs the embedding on the last stage too")
+    if args.bucketed:
+        raise ValueError("--bucketed goes with --dp and --cp alone; with --pp take --zero without")
+    rows, micro = args.batch_size // shares, args.micro_batch_size
+    if rows % micro:
+        raise ValueError(
+            f"--micro-batch-size {micro} must divide the {rows} sequences of a rank: with --pp all "
+            "micro-batches are of one size"
+        )
+    schedule = _schedule(args, rows // micro)
+    if args.compile and any(a.kind == "W" for actions in schedule.actions for a in actions):
+        raise ValueError(
+            f"--compile: --pp-schedule {args.pp_schedule} takes backward passes apart, which "
+            "compiled layers cannot be; take 1f1b, or leave --compile out"
+        )
+    stage_layers(args, config, len(schedule.paths[0]))
+
+
+def _schedule(args: argparse.Namespace, microbatches: int) -> Schedule:
+    try:
+        return make_schedule(args.pp_schedule, args.pp, microbatches, args.pp_chunks)
+    except ValueError as e:
+        raise ValueError(
+            f"--pp-schedule {e} (microbatches: --batch-size / ranks with batches of their own / "
+            "--micro-batch-size)"
+        ) from None
+
+
+def stage_layers(args: argparse.Namespace, config: ModelConfig, stages: int) -> list[range]:
+    """The layers of every stage: those of --pp-layers, or such that the slowest is as fast as can
+    be, by the operations of a token (the head is the last layer's)."""
+    L = config.n_layers
+    if args.pp_layers is not None:
+        try:
+            counts = [int(n) for n in args.pp_layers.split(",")]
+        except ValueError:
+            raise ValueError(f"--pp-layers {args.pp_layers}: give numbers, 8,8,7") from None
+        if len(counts) != stages or sum(counts) != L or min(counts) < 1:
+            raise ValueError(
+                f"--pp-layers {args.pp_layers}: must be {stages} numbers, one for each stage, 1 or "
+                f"more, that are {L} in all"
+            )
+        ends = [sum(counts[: i + 1]) for i in range(stages)]
+        return [range(end - n, end) for n, end in zip(counts, ends)]
+    if stages > L:
+        raise ValueError(
+            f"--pp {args.pp} --pp-schedule {args.pp_schedule} has {stages} stages, more than the "
+            f"model's {L} layers; take fewer ranks or chunks"
+        )
+    with torch.device("meta"):
+        model = Transformer(config)
+    costs = [layer_cost(config, layer, i, args.seq_len) for i, layer in enumerate(model.layers)]
+    costs[-1] += config.vocab_size * config.dim
+    return [range(*cut) for cut in balance(costs, stages)]
+
+
+def layer_cost(config: ModelConfig, layer: nn.Module, index: int, seq_len: int) -> float:
+    """Multiplications per token: one for each weight it meets, and Hq (D + Dv) for each key, half
+    of the sequence on average."""
+    weights = 0.0
+    for p in layer.parameters():
+        stack = p.dim() == 3  # of experts, of which a token meets K
+        weights += config.n_experts_per_token * p[0].numel() if stack else p.numel()
+    window = min(config.window(index) or seq_len, seq_len)
+    keys = window - window * window / (2 * seq_len)
+    return (
+        weights + config.n_heads * (config.head_dim + (config.v_head_dim or config.head_dim)) * keys
+    )
+
+
+class Stages:
+    """A rank's chunks of the model, and what ranks along pp do together."""
+
+    def __init__(self, args: argparse.Namespace, config: ModelConfig, mesh: Mesh):
+        self.args, self.config, self.mesh, self.rank = args, config, mesh, mesh.rank("pp")
+        s = _schedule(args, args.batch_size // mesh.dp[1] // args.micro_batch_size)
+        self.schedule, self.layers = s, stage_layers(args, config, len(s.paths[0]))
+        self.mine = [chunk for chunk, rank in enumerate(s.home) if rank == self.rank]
+        self.ends = {path[at] for path in s.paths for at in (0, -1)}
+        self.lines = mesh.world.mesh.flatten(1).mT.tolist()  # all pipelines
+        self.up, self.down = channels(self.lines)
+        with torch.device("meta"):
+            whole = Transformer(config)
+        self.parameters = dict(whole.named_parameters())  # on the meta device
+        self.buffers = dict(whole.named_buffers())
+        sets = map(self._ranks, self.parameters)
+        self.groups = {ranks: None for ranks in sets if len(ranks) > 1}
+        for ranks in self.groups:
+            lists = [[line[r] for r in ranks] for line in self.lines]
+            self.groups[ranks] = dist.new_subgroups_by_enumeration(lists)[0]
+        self.later, self.chunks = Later(), {}
+
+    # ---- what is where ----
+
+    def stored(self, name: str) -> str:
+        """The whole model's name of a parameter here: a head that is tied has its own copy."""
+        tied = self.config.tie_embeddings and name == "head.weight"
+        return "embed.weight" if tied else name
+
+    def _places(self, name: str) -> list[int]:
+        """Of a parameter of the whole model: the rank of every copy."""
+        last = len(self.layers) - 1
+        stages = [0 if name.startswith("embed.") else last]
+        if name.startswith("layers."):
+            layer = int(name.split(".")[1])
+            stages = [i for i, layers in enumerate(self.layers) if layer in layers]
+        elif self.config.tie_embeddings and name == "embed.weight":
+            stages = [0, last]
+        return [self.schedule.home[path[i]] for path in self.schedule.paths for i in stages]
+
+    def _ranks(self, name: str) -> tuple[int, ...]:
+        return tuple(sorted(set(self._places(name))))
+
+    def copies(self, model: nn.Module) -> dict[str, int]:
+        """How often each parameter here is there along pp."""
+        return {name: len(self._places(self.stored(name))) for name, _ in model.named_parameters()}
+
+    def mixtures(self) -> list[int]:
+        """Which of the whole model's mixtures are here."""
+        own = {i for chunk in self.mine for i in self.layers[self.schedule.stage(chunk)]}
+        return [n for n, i in enumerate(sorted(self.config.moe_layers)) if i in own]
+
+    # ---- the model ----
+
+    def cut_(self, model: Transformer) -> None:
+        """Drop what other ranks have. On the meta device or with weights."""
+        stages = {self.schedule.stage(chunk) for chunk in self.mine}
+        own = sorted(i for stage in stages for i in self.layers[stage])
+        blocks, model.layers = list(model.layers), nn.ModuleList()
+        for i in own:
+            model.layers.add_module(str(i), blocks[i])  # under its name in the whole model
+        if self.config.tie_embeddings:
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        if 0 not in stages:
+            model.embed = None
+        if len(self.layers) - 1 not in stages:
+            model.norm = model.head = None
+
+    def split_(self, model: Transformer) -> None:
+        """Have layers leave gradients of weights to W, if the schedule has any. A GPU's kernels for
+        experts make both at once."""
+        if not self.schedule.split():
+            return
+        split_weights_(model, self.later)
+        for mixture in model.modules():
+            if isinstance(mixture, MoE) and not torch.cuda.is_available():
+                mixture.experts = split_experts(mixture.experts, self.later)
+
+    def slice_(self, model: Transformer) -> None:
+        """The chunks, once the layers are what they are to be: models over the same modules."""
+        layers = dict(model.layers.named_children())
+        for chunk in self.mine:
+            with torch.device("meta"):
+                part = Transformer(self.config)
+            stage = self.schedule.stage(chunk)
+            part.layers, part.mtp = nn.ModuleList(), nn.ModuleList()
+            for i in self.layers[stage]:
+                part.layers.add_module(str(i), layers[str(i)])
+            part.embed = model.embed if stage == 0 else None
+            last = stage == len(self.layers) - 1
+            part.norm, part.head = (model.norm, model.head) if last else (None, None)
+            self.chunks[chunk] = part
+
+    # ---- a step ----
+
+    def accumulate(
+        self, model: Transformer, batch: Tensor, count: Any, rows: int, autocast: Callable,
+        attend: Attend, balance: Any, layout: Any,
+    ) -> Tensor:  # fmt: skip
+        """train.accumulate's part between the counts and the sums over ranks: leave the gradient
+        of this rank's batch; its losses (main, ahead, auxiliary), 0 where they are not made."""
+        totals, at = torch.zeros(3, device=batch.device), self._positions(batch, layout)
+        inputs, targets = self._pieces(batch, at)
+
+        def run(part: Transformer, x: Tensor) -> Any:
+            if balance is not None:
+                balance.watching = True
+            with autocast():
+                y = part(x, at, attend)
+            if balance is None:
+                return y
+            aux = balance.take() * (len(x) / rows)
+            totals[2] += aux.detach()
+            return (y, aux / layout.size("tp")) if aux.requires_grad else y
+
+        def loss(logits: Tensor, m: int) -> Tensor:
+            with autocast():
+                main = layout.cross_entropy(logits, targets[m]) / count
+            totals[0] += main.detach()
+            return main
+
+        shape = self._shape(inputs[0])
+        pipe = self._pipeline(self.schedule, run, model, layout)
+        pipe.step(shape, inputs, loss)
+        if layout.shards and self.schedule.split():
+            self._reduce(shape, inputs[0], at, attend, autocast, model)
+            if balance is not None:
+                balance.take()
+        self.sum_copies(model)
+        return totals
+
+    def _positions(self, batch: Tensor, layout: Any) -> Tensor:
+        at = layout.positions(batch.shape[1] - 1, batch.device)
+        return torch.arange(batch.shape[1] - 1, device=batch.device) if at is None else at
+
+    def _pieces(self, batch: Tensor, at: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        inputs, targets = batch[:, :-1].clamp(min=0)[:, at], batch[:, 1:][:, at]
+        size = min(self.args.micro_batch_size, len(batch))
+        return inputs.split(size), targets.split(size)
+
+    def _shape(self, inputs: Tensor) -> tuple[int, int, int]:
+        """Of hidden states between ranks."""
+        B, T = inputs.shape
+        whole = self.args.tp == 1 or self.args.no_sequence_parallel
+        return B, T if whole else T // self.args.tp, self.config.dim
+
+    def _pipeline(
+        self, schedule: Schedule, run: Callable, model: Transformer, layout: Any
+    ) -> Pipeline:
+        chunks = {chunk: partial(run, part) for chunk, part in self.chunks.items()}
+        how = dict(dtype=self.stream(model), device=next(model.parameters()).device)
+        before = self._shards(schedule) if layout.shards else None
+        return Pipeline(
+            schedule, chunks, self.up, self.down, later=self.later, before=before, **how
+        )
+
+    def stream(self, model: Transformer) -> torch.dtype:
+        """The dtype of hidden states between layers: what fully_shard gathers, or the weights'."""
+        return self.sharded_dtype or next(model.parameters()).dtype
+
+    sharded_dtype: torch.dtype | None = None
+
+    def _shards(self, schedule: Schedule) -> Callable[[Action, bool], None]:
+        """Before an action: whether fully_shard keeps what it gathers for it, and reduces."""
+        actions, stage, split = schedule.actions[self.rank], self.args.zero, schedule.split()
+        turns = [a.chunk != b.chunk for a, b in zip(actions, actions[1:])] + [True]
+        at = iter(turns)
+
+        def before(action: Action, last: bool) -> None:
+            part, turn = self.chunks[action.chunk], next(at)
+            last = last and not split
+            part.set_requires_gradient_sync(last)
+            part.set_reshard_after_forward(stage == 3 and turn)
+            part.set_reshard_after_backward(last or (stage == 3 and turn))
+
+        return before
+
+    def _reduce(
+        self, shape: tuple[int, int, int], tokens: Tensor, at: Tensor, attend: Attend,
+        autocast: Callable, model: Transformer,
+    ) -> None:  # fmt: skip
+        """What W has added up, fully_shard has not seen: it reduces gradients in backward passes
+        alone. So one more, of a row whose gradient is zero."""
+        for part in self.chunks.values():
+            part.set_requires_gradient_sync(True)
+            part.set_reshard_after_backward(True)
+            x = tokens[:1]
+            if part.embed is None:
+                how = dict(dtype=self.stream(model), device=tokens.device, requires_grad=True)
+                x = torch.zeros(1, *shape[1:], **how)
+            with autocast():
+                y = part(x, at, attend)
+            y.backward(torch.zeros_like(y))
+
+    def sum_copies(self, model: Transformer) -> None:
+        """Add up the gradients of what is there more than once along pp."""
+        named: dict[str, list[Tensor]] = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad and len(self._places(self.stored(name))) > 1:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                named.setdefault(self.stored(name), []).append(local(p.grad))
+        for name in (name for name in self.parameters if name in named):
+            first, *others = named[name]
+            for grad in others:
+                first.add_(grad)
+            if len(self._ranks(name)) > 1:
+                dist.all_reduce(first, group=self.groups[self._ranks(name)])
+            for grad in others:
+                grad.copy_(first)
+
+    # ---- validation and checkpoints ----
+
+    @torch.no_grad()
+    def losses(
+        self, model: Transformer, batches: Sequence[Tensor], autocast: Callable, attend: Attend,
+        layout: Any,
+    ) -> list[Tensor]:  # fmt: skip
+        """The summed cross-entropy of each batch on the last stage; zeros elsewhere."""
+        schedule = forward_only(self.schedule, len(batches))
+        at, none = self._positions(batches[0], layout), torch.zeros((), device=batches[0].device)
+        inputs, targets = zip(*((b[:, :-1].clamp(min=0)[:, at], b[:, 1:][:, at]) for b in batches))
+
+        def run(part: Transformer, x: Tensor) -> Tensor:
+            with autocast():
+                return part(x, at, attend)
+
+        def loss(logits: Tensor, m: int) -> Tensor:
+            with autocast():
+                return layout.cross_entropy(logits, targets[m])
+
+        pipe = self._pipeline(schedule, run, model, layout)
+        found = pipe.forward(self._shape(inputs[0]), inputs, loss)
+        return [found.get(m, none.clone()) for m in range(len(batches))]
+
+    def wholes(
+        self,
+        metas: Mapping[str, Tensor],
+        named: Mapping[str, Tensor],
+        whole: Callable[[str, Tensor], Tensor | None],
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """(name, whole tensor on the first rank) of all those of `metas`; named: what is here of
+        them, whole(name, x): the whole one of what the ranks of this stage have. Collective."""
+        dtype = next((x.dtype for x in named.values()), None)
+        for name, meta in metas.items():
+            owner = self._ranks(name)[0]
+            x = whole(name, named[name]) if self.rank == owner else None
+            line = dist.get_process_group_ranks(self.up)
+            if owner and line[0] == 0 and self.rank in (0, owner):
+                if self.rank == owner:
+                    dist.send(x.contiguous(), group=self.down, group_dst=0)
+                    x = None
+                else:
+                    how = dict(dtype=dtype or meta.dtype, device=self.mesh.world.device_type)
+                    x = torch.empty_like(meta, **how)
+                    dist.recv(x, group=self.down, group_src=owner)
+            yield name, x
+
+
+def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forward passes of so many microbatches over the same chunks, each as early as it can
+    be."""
+    schedule = replace(schedule, microbatches=microbatches)
+    rows = [[] for _ in schedule.actions]
+    for m in range(microbatches):
+        for stage, chunk in enumerate(schedule.path(m)):
+            rows[schedule.home[chunk]].append((m + stage, Action("F", m, chunk)))
+    return replace(schedule, actions=tuple(tuple(a for _, a in sorted(row)) for row in rows))
