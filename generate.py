@@ -11,6 +11,7 @@
     python generate.py --batch requests.jsonl                many requests, results as they finish
     python generate.py --bench-serving 200 --rate 10         throughput and latencies under load
     torchrun --nproc-per-node 4 generate.py --tp 4 ...       every matrix cut over four processes
+    torchrun --nproc-per-node 4 generate.py --pp 4 --n 8     the layers cut over four, in a ring
     torchrun --nproc-per-node 4 generate.py --ep ...         a mixture's experts over four processes
 
 Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through
@@ -41,14 +42,18 @@ scales for its own part. With --ep too, experts are shared out over groups of --
 heads share keys, every rank would cache and read them all: --shard-batch gives each some of the --n
 rows instead, for two exchanges a layer more (inference_parallel.py).
 
+With --pp every rank has some of the layers, reads and caches these alone, and the --n rows follow
+each other through them in groups (ring.py); each layer may be cut over --tp ranks besides.
+
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls cpu.py's products,
 which read memory faster than compiled ones, and it pays where these are quantized. Needs: model.py,
 tokenizer.py, sampling.py, cpu.py, sentencepiece or tokenizers; for mixtures of experts moe.py, and
 for --ep expert_parallel.py; for --tp parallel.py, with --shard-batch inference_parallel.py; for
---attention flash attention.py; for --batch and --bench-serving, which are serving.py's, that and
-paged_kv.py; for --quantize compress.py, and with it quantize.py, calibrate.py, sparse.py, gemm.py
-and train.py; for --speculate drafting.py and speculative.py.
+--pp ring.py, which names its own; for --attention flash attention.py; for --batch and
+--bench-serving, which are serving.py's, that and paged_kv.py; for --quantize compress.py, and with
+it quantize.py, calibrate.py, sparse.py, gemm.py and train.py; for --speculate drafting.py and
+speculative.py.
 """
 
 from __future__ import annotations
@@ -199,7 +204,8 @@ class Decoder:
     ):
         """A cache of max_len tokens per row, of all rows or of those that `attention` knows to look
         for here. keep_logits: `shown` has them after every step."""
-        device, dtype = model.embed.weight.device, model.embed.weight.dtype
+        first = next(model.parameters())
+        device, dtype = first.device, first.dtype
         V = model.config.vocab_size
         self.model, self.batch, self.compiled, self.used = model, batch, compiled, 0
         self.attention = attention
@@ -224,7 +230,7 @@ class Decoder:
         self.sampler.start([ids] * self.batch)
         self.position.fill_(len(ids))
         self._draw(logits.expand(self.batch, -1))
-        runs = self._runs(self._tokens())
+        runs = self.runs(self._tokens())
         if self.speculator is not None:
             self.speculator.start(ids, [run[0] for run in runs])
         return runs
@@ -232,10 +238,13 @@ class Decoder:
     def next(self) -> list[list[int]]:
         """The next tokens of every row: one, or with a speculator one or more."""
         if self.speculator is not None:
-            return self._runs(self.speculator.next())
+            return self.runs(self.speculator.next())
         self.run()
         self.used += 1  # now that the whole step is done: Ctrl-C may end it anywhere
-        return self._runs(self._tokens())
+        return self.runs(self._tokens())
+
+    def stop(self) -> None:
+        """No further step is wanted of this prompt."""
 
     def keep(self, logits: Tensor, drawn: Tensor) -> None:
         """Show logits (B, T, V) and the tokens (B, T) drawn from them to who asked for logits."""
@@ -247,7 +256,7 @@ class Decoder:
             self.keep(self.logits[:, None], self.token)
         return self.token.tolist()
 
-    def _runs(self, runs: list[list[int]]) -> list[list[int]]:
+    def runs(self, runs: list[list[int]]) -> list[list[int]]:
         if min(map(min, runs)) < 0:
             raise ValueError(NOT_FINITE.format(self.used))
         return runs
@@ -334,11 +343,12 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
     """Bytes of weights a decode step reads: all that multiply (of E experts the K of each row, as
     if these were drawn evenly), and a row of the embedding for each; not those of multi-token
     prediction."""
-    c, embed, total = model.config, model.embed.weight, 0.0
+    c, total = model.config, 0.0
+    embed, head = (getattr(module, "weight", None) for module in (model.embed, model.head))
     for name, p in chain(model.named_parameters(), model.named_buffers()):
         if name.startswith("mtp.") or name.endswith(".correction"):
             continue
-        if p is embed and model.head.weight is not embed:
+        if p is embed and head is not embed:
             total += batch * p[0].nbytes
         elif p.dim() == 3:
             total += p.nbytes * (1 - (1 - c.n_experts_per_token / c.n_experts) ** batch)
@@ -379,6 +389,7 @@ def run_rows(
                     row.end("length")
         yield runs
         if all(row.finish for row in rows):
+            decoder.stop()
             return
         runs = decoder.next()
 
@@ -553,6 +564,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, metavar="N", help="random token ids for a prompt")
     text = "under torchrun: cut every matrix over N processes, which generate together"
     add("--tp", type=int, metavar="N", help=text)
+    text = "under torchrun: cut the layers over N processes, which the --n rows go through in turns"
+    add("--pp", type=int, metavar="N", help=text)
     text = "with --tp and --n, where heads share keys (MLA, one key head): cache only some rows"
     add("--shard-batch", action="store_true", help=text)
     add_expert_flags(add)
@@ -664,7 +677,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     given = {name for name in vars(args) if getattr(args, name) != parser.get_default(name)}
-    given -= {"tp"} if args.tp == 1 else set()  # which is to cut nothing
+    given -= {name for name in ("tp", "pp") if getattr(args, name) == 1}  # which cut nothing
     if args.temperature is None:
         draws = {"top_k", "top_p", "min_p"} & given or args.bench_serving is None
         args.temperature = TEMPERATURE if draws else 0.0
@@ -683,7 +696,7 @@ def check_ranges(args: argparse.Namespace) -> None:
         ("bench_serving kv_blocks block_size", lambda v: v >= 1, "at least 1"),
         ("max_batch_tokens max_running", lambda v: v >= 1, "at least 1"),
         ("context", lambda v: v >= 2, "at least 2"),
-        ("exit_layers tp", lambda v: v >= 1, "at least 1"),
+        ("exit_layers tp pp", lambda v: v >= 1, "at least 1"),
         ("draft_acceptance", lambda v: 0 <= v <= 1, "from 0 to 1"),
         ("logprobs shared_prefix redundant_experts", lambda v: v >= 0, "0 or more"),
         ("burstiness", lambda v: v == 0 or 0.01 <= v <= 100, "0, or from 0.01 to 100"),
@@ -757,6 +770,11 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
         ("calibrate", "dummy"),
         ("ep", "batch bench_serving interactive speculate compile calibrate save quantize_report"),
         ("tp", "interactive compile calibrate save quantize_report"),
+        (
+            "pp",
+            "interactive compile calibrate save quantize_report batch bench_serving speculate "
+            "score logprobs ep shard_batch",
+        ),
         ("shard_batch", "batch bench_serving speculate score"),
         ("prompt_tokens", "prompt chat"),
         ("dummy", "checkpoint chat"),
@@ -833,8 +851,8 @@ def by_rows(attention: AttendOver, group: Any) -> AttendOver:
 
 @contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[None]:
-    """With --ep or --tp under torchrun: the group of its processes, and args.mesh."""
-    if not (args.ep or args.tp) or "WORLD_SIZE" not in os.environ:
+    """With --ep, --tp or --pp under torchrun: the group of its processes, and args.mesh."""
+    if not (args.ep or args.tp or args.pp) or "WORLD_SIZE" not in os.environ:
         args.mesh = new_mesh(args)
         yield
         return
@@ -848,9 +866,11 @@ def process_group(args: argparse.Namespace) -> Iterator[None]:
 
 
 def new_mesh(args: argparse.Namespace) -> Any:
-    """The ranks as parallel.Mesh: neighbours along --tp, the groups of these along --ep. None where
-    there is nothing to cut. ValueError names the flag."""
+    """The ranks as parallel.Mesh: neighbours along --tp, the groups of these along --ep or --pp.
+    None where there is nothing to cut. ValueError names the flag."""
     ranks, tp = dist.get_world_size() if dist.is_initialized() else 1, args.tp
+    if (args.pp or 1) > 1:
+        return pipeline_mesh(args.pp, tp or 1, ranks)
     if tp is None or tp == ranks == 1:
         return None
     if ranks == 1:
@@ -865,6 +885,19 @@ def new_mesh(args: argparse.Namespace) -> Any:
     from parallel import make_mesh  # only here: torch's meshes take a second to import
 
     return make_mesh(dp_shard=ranks // tp, ep=ranks // tp, tp=tp)
+
+
+def pipeline_mesh(pp: int, tp: int, ranks: int) -> Any:
+    """Stages of --tp ranks each."""
+    if pp * tp != ranks:
+        flags = f"--pp {pp}" + (f" x --tp {tp}" if tp > 1 else "")
+        raise ValueError(
+            f"{flags} is {pp * tp} processes, not {ranks}: start it with torchrun --nproc-per-node "
+            f"{pp * tp}"
+        )
+    from parallel import make_mesh
+
+    return make_mesh(tp=tp, pp=pp)
 
 
 def agreed(work: Callable[[], Any]) -> Any:
@@ -960,7 +993,7 @@ class Slices:
             dist.all_gather(parts, mine, group=group)
             return torch.cat(parts, -1)[..., : c.vocab_size]
 
-        if self.ranks > 1:
+        if self.ranks > 1 and model.head is not None:
             model.head.register_forward_hook(gather)
 
 
@@ -1073,15 +1106,20 @@ def dummy_model(
     if prepare is not None:
         prepare(model)
     allocate(model, device, dtype)
-    rng = torch.Generator(device).manual_seed(0)
-    for name, p in model.named_parameters():
-        held = getattr(model.get_submodule(name.rpartition(".")[0]), "held", None)
-        held, cut = held if p.dim() == 3 else None, model.cuts.get(name)
-        whole = p if held is None and cut is None else p.new_empty(shapes[name])
+    rng, here = torch.Generator(device).manual_seed(0), dict(model.named_parameters())
+    for name, shape in shapes.items():
+        p, module = here.get(name), name.rpartition(".")[0]
+        held = model.get_submodule(module).held if p is not None and p.dim() == 3 else None
+        cut = model.cuts.get(name)
+        alone = p is not None and held is None and cut is None
+        whole = p if alone else torch.empty(shape, dtype=dtype, device=device)
         model.init_weight(name, whole, rng)
-        if whole is not p:
-            part = whole if held is None else whole[list(held)]
+        part = whole if held is None else whole[list(held)]
+        if p is not None and not alone:
             p.data.copy_(part if cut is None else cut.of(part))
+        if name == "embed.weight" and config.tie_embeddings and "head.weight" in here:
+            cut = model.cuts.get("head.weight")  # a last stage's own copy
+            here["head.weight"].data.copy_(whole if cut is None else cut.of(whole))
     for buffer in model.buffers():
         buffer.zero_()
     return model
@@ -1095,6 +1133,10 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
             raise ValueError(f"--compile on a CPU needs a C++ compiler, and there is no {compiler}")
     dtype = DTYPES[args.dtype] if args.dtype else None
     parts = [Shares(args)] if args.ep else []
+    if (args.pp or 1) > 1:
+        from ring import Stage  # only here: it is a program over this one
+
+        parts.append(Stage(args))
     parts += [] if args.mesh is None else [Slices(args)]
     prepare = partial(cut_, parts) if parts else None
     if args.dummy is not None:
@@ -1106,8 +1148,8 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
         return fast_(args, model, parts), NoTokenizer(model.config.vocab_size)
     if args.mesh is not None and is_quantized(args.checkpoint):
         raise ValueError(
-            f"--tp: {args.checkpoint} holds codes, which are not cut; give --quantize and the "
-            "checkpoint that it was made of"
+            f"--{'pp' if args.pp else 'tp'}: {args.checkpoint} holds codes, which are not cut; "
+            "give --quantize and the checkpoint that it was made of"
         )
     if args.quantize is not None or is_quantized(args.checkpoint):
         import compress
@@ -1136,7 +1178,7 @@ def fast_(
 ) -> Transformer:
     """What runs the model faster than model.py does: on a CPU cpu.py's products, in mixtures the
     experts that --experts says; then what --ep and --tp cut is joined. Returns the model."""
-    on_cpu = model.embed.weight.device.type == "cpu"
+    on_cpu = next(model.parameters()).device.type == "cpu"
     if on_cpu:
         for_cpu_(model)
     if args.experts == "grouped" and mixtures(model):
@@ -1334,7 +1376,8 @@ def device_name(device: torch.device, mesh: Any = None) -> str:
     name = f"{device.type}, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    return name if mesh is None else f"{name}, tp {mesh.size('tp')}"
+    cut = [] if mesh is None else [d for d in ("pp", "tp") if mesh.size(d) > 1] or ["tp"]
+    return ", ".join([name, *(f"{d} {mesh.size(d)}" for d in cut)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1372,6 +1415,10 @@ def build_decoder(
         if not str(e).startswith("logit_bias"):
             raise
         raise ValueError(f"--logit-bias {str(e).partition(' ')[2]}") from None
+    if (args.pp or 1) > 1:
+        from ring import Ring
+
+        return Ring(decoder, args.mesh, hidden_chunks)
     if args.speculate:
         draft = partial(load_draft, args, model.embed.weight.device)
         decoder.speculator = found = drafting.speculator(args, decoder, tokenizer, draft)
@@ -1742,7 +1789,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    several = any(a == "--ep" or a.partition("=")[0] == "--tp" for a in argv)
+    several = any(a.partition("=")[0] in ("--ep", "--tp", "--pp") for a in argv)
     if not several or "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
         return outcome(argv)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):

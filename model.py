@@ -1548,6 +1548,21 @@ def _of_whole(model: Transformer) -> dict[str, Tensor]:
     return tensors
 
 
+def _of_parts(model: Transformer) -> dict[str, dict[str, Tensor]]:
+    """_of_whole of each layer, of the embedding, the norm and the head."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        part = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+        parts.setdefault(part, {}).update(_stored_as(model.config, name, tensor))
+    return parts
+
+
+def _has(model: Transformer, part: str) -> bool:
+    module, _, layer = part.partition(".")
+    held = getattr(model, module)
+    return layer in dict(held.named_children()) if layer else held is not None
+
+
 def _held(model: Transformer, name: str) -> Sequence[int] | None:
     """The experts that the tensor of this name is a stack of, if they are not all."""
     stack = re.fullmatch(r"(.+)\.w_(?:gate_up|down)(?:\.\w+)?", name)
@@ -1705,7 +1720,8 @@ def load_checkpoint(
     the tensors of those. It may also cut a mixture's stacks to the experts that this process is to
     hold and say in MoE.held which these are: of the others nothing is read but the headers, which
     are checked all the same, so that every process refuses a folder that lacks an expert. The same
-    holds for parameters that it cuts and names in Transformer.cuts.
+    holds for parameters that it cuts and names in Transformer.cuts, and for layers, embedding, norm
+    and head that it drops.
     each(name, module) gives what takes a module's place as soon as its own tensors are there,
     before the next are read: a model that is quantized so is never whole in `dtype`. A module that
     shares a parameter with an earlier one is not offered.
@@ -1723,11 +1739,15 @@ def load_checkpoint(
         config = replace(config, n_mtp_layers=0)  # transformers leaves these layers out
     with torch.device("meta"):
         model = Transformer(config).eval()
+    dropped = {}
     if prepare is not None:
         for p in model.parameters():
             p.data = p.data.to(dtype or _stored_dtype(stored))
+        dropped = _of_parts(model)
         prepare(model)
-    plan = _match(folder, stored, _of_whole(model), config)
+        dropped = {part: tensors for part, tensors in dropped.items() if not _has(model, part)}
+    wanted = {name: t for tensors in dropped.values() for name, t in tensors.items()}
+    plan = _match(folder, stored, wanted | _of_whole(model), config)
     _fill(model, plan, stored, device, dtype or _stored_dtype(stored), each)
     _check_copies(folder, stored, model)
     return model
@@ -1787,6 +1807,8 @@ def _match(
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     if config.tie_embeddings and embed not in stored and head in stored:
         plan[embed] = stored[head]  # some exporters keep the other of the two
+    elif config.tie_embeddings and head in wanted and embed in stored:
+        plan[head] = stored[embed]  # a last stage has its own copy
     scaled = [n for n, s in plan.items() if s.dtype == "F8_E4M3" and n.endswith(".weight")]
     follow = {f"{name}_scale_inv" for name in scaled}
     follow |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}

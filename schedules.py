@@ -23,11 +23,13 @@ it keeps, and pipeline.py runs it.
     zbv              0 where F = B = W         p          2, V   arXiv:2401.10241, 6
     v-half           ~ 1/2 of 1f1b's           ~ p/2      2, V   arXiv:2405.15362
     v-min            ~ 2/3 of 1f1b's           ~ p/3      2, V   arXiv:2405.15362
-    dualpipe         (p/2-1)(FB+B-2W), F = B   p+1        2      arXiv:2412.19437, 3.2.1
-    dualpipev        (p-1)(FB+B-2W)/2, F = B   p+1/2      2, V   DeepSeek's DualPipe repository
+    dualpipe         (p/2-1)(FB+B-2W)          p+1        2      arXiv:2412.19437, 3.2.1
+    dualpipev        (p-1)(FB+B-2W)/2          p+1/2      2, V   DeepSeek's DualPipe repository
 
 F, B, W: the time a rank's share of the model takes for a microbatch; FB: of an F and a whole
 backward pass beside each other. It keeps so many times its share's activations of a microbatch.
+The waits are exact for m >= 2p and, from zb-h1 on, W no more than F and B; DualPipe's for F = B and
+FB = F+B+W: an overlap that gains something leaves less.
 In a V rank r has stages r and 2p-1-r, so that rank 0 has both ends of the model. DualPipe's two
 chunks are stages r and p-1-r, and half of the microbatches go up the ranks: every stage is there
 twice.
@@ -110,8 +112,8 @@ class Schedule:
 
 def parse(text: str) -> Schedule:
     """A schedule as str() writes it. ValueError, naming the line, for anything else."""
-    head, *lines = text.strip().splitlines()
-    named = re.fullmatch(r"# (\S+): (\d+) microbatches", head)
+    head, *lines = text.strip().splitlines() or [""]
+    named = re.fullmatch(r"# (\S+): ([1-9]\d{0,8}) microbatches", head)
     _check(named is not None, f"line 1 must be '# NAME: M microbatches', not {head!r}")
     paths, actions, home = [], [], {}
     for n, line in enumerate(lines, 2):
@@ -127,7 +129,9 @@ def parse(text: str) -> Schedule:
                 actions.append(tuple(Action(k, int(m), int(c), bool(b)) for k, m, c, b in words))
         except (ValueError, AttributeError):
             raise ValueError(f"line {n} is neither chunk@rank > ... nor F0.0 B0.0 ...") from None
-    _check(sorted(home) == list(range(len(home))), "the paths must have all chunks from 0 on")
+    chunks = sorted(c for path in paths for c in path)
+    ok = chunks == list(range(len(chunks))) and len(set(map(len, paths))) == 1
+    _check(ok, "the paths, of one length, must have every chunk from 0 on once")
     places = tuple(home[c] for c in range(len(home)))
     schedule = Schedule(named[1], int(named[2]), places, tuple(paths), tuple(actions))
     check(schedule)
@@ -415,8 +419,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
     """The schedule of that name; `chunks` per rank of the LOOPED ones (2). ValueError for a name
     that is not there, and for numbers that it cannot be made for."""
     _check(name in SCHEDULES, f"schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}")
-    for what, n in (("stages", ranks), ("microbatches", microbatches), ("chunks", chunks or 1)):
-        _check(n >= 1, f"{what} must be at least 1, not {n}")
+    for what, n in (("stages", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        _check(n is None or n >= 1, f"{what} must be at least 1, not {n}")
     ok = chunks is None or name in LOOPED
     _check(ok, f"chunks go with {' and '.join(LOOPED)}: {name} has as many as it has")
     return SCHEDULES[name](ranks, microbatches, *([chunks] if chunks else []))
@@ -505,7 +509,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
         r = ready.pop()
         while at[r] < len(schedule.actions[r]):
             actions = _next(schedule.actions[r], at[r])
-            needs = {one for a in actions for one in schedule.needs(a)} - {a[:3] for a in actions}
+            needs = {one for a in actions for one in schedule.needs(a)}
             missing = next((one for one in needs if one not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(r)
@@ -544,7 +548,8 @@ def check(schedule: Schedule) -> None:
     its path, on the chunk's rank, W at most once, and no rank waits for ever."""
     seen: dict[tuple[str, int, int], int] = {}
     for r, actions in enumerate(schedule.actions):
-        for action in actions:
+        _check(len(actions) > 0, f"rank {r} has nothing to do")
+        for action, after in itertools.zip_longest(actions, actions[1:]):
             kind, m, chunk, beside = action
             known = kind in ("F", "B", "W", "U") and 0 <= m < schedule.microbatches
             known = known and chunk in schedule.path(m)
@@ -553,7 +558,8 @@ def check(schedule: Schedule) -> None:
             _check(home == r, f"rank {r} has {action}, but chunk {chunk} is on rank {home}")
             _check(action[:3] not in seen, f"rank {r} has {action} twice")
             seen[action[:3]] = r
-        _check(not (actions and actions[-1].beside), f"rank {r}: nothing beside {actions[-1:]}")
+            alone = beside and (after is None or after.beside)
+            _check(not alone, f"rank {r} has {action}, but no single action after it to go beside")
     for m in range(schedule.microbatches):
         for kind, chunk in itertools.product("FB", schedule.path(m)):
             missing = f"{Action(kind, m, chunk)} is missing on rank {schedule.home[chunk]}"
@@ -585,15 +591,16 @@ def partition(
     if nothing fits.
     """
     most = min(layers, devices)
-    ok = stages is None or stages <= most
-    _check(ok, f"{stages} stages of {layers} layers on {devices} devices: take {most} or fewer")
+    ok = stages is None or 1 <= stages <= most
+    _check(ok, f"{stages} stages of {layers} layers on {devices} devices: take 1 to {most}")
+    _check(microbatches >= 1, f"microbatches must be at least 1, not {microbatches}")
     spans = itertools.combinations(range(layers + 1), 2)
     times = {(i, j, d): seconds(i, j, d) for i, j in spans for d in sizes if d <= devices}
     best, cuts = math.inf, None
     least = partial(_least_sum, layers, devices, stages, times)
     bounds = sorted({t for t in times.values() if t < math.inf})
     for bound in bounds[bisect.bisect(bounds, 0, key=lambda t: least(t)[0] < math.inf) :]:
-        if (microbatches - 1) * bound >= best:
+        if microbatches * bound >= best:  # the sum is no less than its largest
             break
         total, found = least(bound)
         slowest = max(times[cut] for cut in found)
@@ -636,7 +643,7 @@ def balance(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
     """(first, last + 1) of so many stages, the slowest as fast as can be: costs of each layer. For
     a pipeline that is full most of the time."""
     n = len(costs)
-    _check(1 <= stages <= n, f"{stages} stages cannot be cut out of {n} layers: take {n} or fewer")
+    _check(1 <= stages <= n, f"{stages} stages cannot be cut out of {n} layers: take 1 to {n}")
     sums = list(itertools.accumulate(costs, initial=0.0))
     cuts = partition(n, stages, lambda i, j, d: sums[j] - sums[i], 10**6, stages)
     return [(first, end) for first, end, _ in cuts]
@@ -654,7 +661,7 @@ def picture(timeline: Timeline, width: int = 100) -> str:
     microbatch (from the 63rd again 0)."""
     events = [event for events in timeline.events for event in events]
     shortest = min(e.end - e.start for e in events if e.end > e.start)
-    columns = min(round(timeline.makespan / shortest), width)
+    columns = round(min(timeline.makespan / shortest, width))
     scale, lines = columns / timeline.makespan, []
     for r, own in enumerate(timeline.events):
         kinds, numbers = ["."] * columns, [" "] * columns
@@ -769,8 +776,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             schedule = make_schedule(args.schedule, args.stages, args.microbatches, args.chunks)
         work = args.forward, args.backward, args.weights
-        ok = min(*work, args.send) >= 0 and sum(work) > 0
-        _check(ok, "times must be 0 or more, and not all 0")
+        ok = all(0 <= t < math.inf for t in (*work, args.send, args.together or 0.0))
+        _check(ok and sum(work) > 0, "times must be 0 or more, finite, and not all 0")
         timeline = simulate(schedule, Costs(*work, args.together, args.send))
         width = max(40, shutil.get_terminal_size((108, 24)).columns - 8)
         print(schedule if args.list else report(timeline, width))

@@ -1,4 +1,4 @@
-"""stages.py: train.py's model in a pipeline: schedules.py's lists, run by pipeline.py, under layout.py.
+"""stages.py: train.py's model in a pipeline: schedules.py's lists run by pipeline.py.
 
     torchrun --nproc-per-node 8 train.py --pp 4 --pp-schedule zbv --tp 2
 
@@ -106,8 +106,8 @@ def stage_layers(args: argparse.Namespace, config: ModelConfig, stages: int) -> 
         return [range(end - n, end) for n, end in zip(counts, ends)]
     if stages > L:
         raise ValueError(
-            f"--pp {args.pp} --pp-schedule {args.pp_schedule} has {stages} stages, more than the "
-            f"model's {L} layers; take fewer ranks or chunks"
+            f"--pp {args.pp} makes {stages} stages, more than the model's {L} layers: take fewer "
+            "ranks, or a schedule with fewer chunks"
         )
     with torch.device("meta"):
         model = Transformer(config)
@@ -128,6 +128,20 @@ def layer_cost(config: ModelConfig, layer: nn.Module, index: int, seq_len: int) 
     return (
         weights + config.n_heads * (config.head_dim + (config.v_head_dim or config.head_dim)) * keys
     )
+
+
+def drop_(model: Transformer, stages: Sequence[int], layers: Sequence[range]) -> None:
+    """Leave of a model, in place, these of its stages, which have those layers: under their names
+    in the whole model. A tied head gets a weight of its own."""
+    blocks, model.layers = list(model.layers), nn.ModuleList()
+    for i in sorted(i for stage in stages for i in layers[stage]):
+        model.layers.add_module(str(i), blocks[i])
+    if model.config.tie_embeddings:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    if 0 not in stages:
+        model.embed = None
+    if len(layers) - 1 not in stages:
+        model.norm = model.head = None
 
 
 class Stages:
@@ -186,17 +200,7 @@ class Stages:
 
     def cut_(self, model: Transformer) -> None:
         """Drop what other ranks have. On the meta device or with weights."""
-        stages = {self.schedule.stage(chunk) for chunk in self.mine}
-        own = sorted(i for stage in stages for i in self.layers[stage])
-        blocks, model.layers = list(model.layers), nn.ModuleList()
-        for i in own:
-            model.layers.add_module(str(i), blocks[i])  # under its name in the whole model
-        if self.config.tie_embeddings:
-            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        if 0 not in stages:
-            model.embed = None
-        if len(self.layers) - 1 not in stages:
-            model.norm = model.head = None
+        drop_(model, [self.schedule.stage(chunk) for chunk in self.mine], self.layers)
 
     def split_(self, model: Transformer) -> None:
         """Have layers leave gradients of weights to W, if the schedule has any. A GPU's kernels for

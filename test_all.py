@@ -23605,7 +23605,9 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
         model = layout_model(case, args, layout, rank)
     named = list(model.named_parameters())
     errors, said, whole_moments, turned = {}, [], Counter(), set()
-    next(iter(model.layers)).register_forward_pre_hook(lambda m, a: turned.update(t.dtype for t in a[1]))
+    next(iter(model.layers)).register_forward_pre_hook(
+        lambda m, a: turned.update(t.dtype for t in a[1])
+    )
 
     def worst(key, found):
         errors[key] = max(errors.get(key, (0.0, "")), found)

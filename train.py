@@ -1135,9 +1135,6 @@ def build_model(
     elif args.upcycle:
         model = upcycle_(load_checkpoint(args.init, "cpu", torch.float32), config, args.seed)
         layout.cut_(model)
-    elif args.pp > 1:  # a folder is of a whole model
-        model = load_checkpoint(args.init, "cpu", torch.float32)
-        layout.cut_(model)
     else:
         model = load_checkpoint(args.init, "cpu", torch.float32, prepare=layout.cut_)
     if drawn and not late:
