@@ -9,6 +9,7 @@ over ranks that then have something to tell each other:
     tp          heads and columns of every matrix       2 all-reduces forward, 2 backward
      + sp       and of the sequence between these       each as all-gather + reduce-scatter
     cp          the sequence                            keys of the others (context_parallel.py)
+    pp          the layers                              (hidden states, to the next; pipeline.py)
     ep          the experts                             tokens, there and back (expert_parallel.py)
 
     mesh = make_mesh(dp_shard=2, cp=2, tp=2)            DeviceMesh of torch, with views of it
@@ -30,7 +31,7 @@ and every pair, and counts the collectives.
 When it loses: tp over links slower than the products (keep it inside a node); cp where a sequence
 fits, for a rank then has less to multiply per byte; fsdp with micro-batches too small to hide a
 block's gather. Needs: torch. `python parallel.py` starts 4 processes, checks itself and prints a
-table (--check: none).
+table (--check: none); with --schedule it is schedules.py's command, with --plan planner.py's.
 """
 
 from __future__ import annotations
@@ -744,10 +745,14 @@ def gather(x: Tensor, cut: Cut | None, mesh: Mesh) -> Tensor | None:
     return torch.cat(blocks, dim + 1).narrow(dim + 1, 0, cut.whole).flatten(dim, dim + 1)
 
 
+# Names that are looked for here, of sheets that stand beside this one
+ELSEWHERE = dict(ring_attention="context_parallel", ulysses_attention="context_parallel")
+ELSEWHERE |= dict(Pipeline="pipeline", DiLoCo="diloco")
+
+
 def __getattr__(name: str) -> Any:
-    """parallel.ring_attention and .ulysses_attention: those of context_parallel.py beside this."""
-    if name in ("ring_attention", "ulysses_attention"):
-        return getattr(importlib.import_module("context_parallel"), name)
+    if name in ELSEWHERE:
+        return getattr(importlib.import_module(ELSEWHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -878,6 +883,9 @@ def _ms(work: Callable[[], Any], times: int = 7) -> float:
 
 
 def main() -> None:
+    for flag, sheet in (("--schedule", "schedules"), ("--plan", "planner")):
+        if any(word.split("=")[0] == flag for word in sys.argv[1:]):
+            sys.exit(importlib.import_module(sheet).main(sys.argv[1:]))
     if "RANK" not in os.environ:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -1153,7 +1153,7 @@ def build_model(
 def change_products(model: Transformer, args: argparse.Namespace) -> None:
     """--experts, --fp8 and --qat: have the model's layers multiply how and what the flag says, over
     the parameters that they have."""
-    if args.experts == "grouped" and model.config.moe_layers:
+    if args.experts == "grouped" and any(isinstance(m, MoE) for m in model.modules()):
         moe.use_grouped_experts(model)
     if args.fp8:
         fp8_training_(model, args.fp8)

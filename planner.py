@@ -1,0 +1,996 @@
+"""planner.py: which layout trains a model fastest on so many GPUs, before any of them is booked.
+
+    python planner.py --model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M
+
+enumerates data x tensor x context x pipeline x expert parallelism, ZeRO stage, micro-batch size,
+recomputation and schedule, drops what does not fit in memory and ranks the rest by predicted time
+of a step. Time is a sum of parts, each a small function with its source:
+
+    products        FLOPs of every matrix (Kaplan, arXiv:2001.08361, 2.1; attention as in PaLM,
+                    arXiv:2204.02311, app. B, causal: half) or its bytes, whichever are slower
+                    (roofline, Williams et al., CACM 2009)
+    elementwise     bytes through HBM: norms, rotations, SwiGLU, residuals, loss, optimizer
+    transfers       rings, alpha + bytes / beta (Thakur et al., IJHPCA 2005); over nodes the slower
+                    of NVLink and the NICs of those members of a group that share a node
+    pipeline        bubbles in closed form (arXiv:2104.04473, 2401.10241), uneven stages
+    overlap         max(0, transfer - work beside it), and the SMs that a hidden transfer takes
+    memory          states (ZeRO, arXiv:1910.02054), activations (Korthikanti, arXiv:2205.05198)
+
+What hardware reaches of its data sheet is one short list of constants, from what others measure on
+single kernels, the products' shares from its low end, where published runs lie. It serves every
+model, device and plan; `python planner.py` compares what comes out with published runs. Beside
+these it says what a run takes: days, energy, failures, checkpoints.
+
+When it is wrong: kernels far from cuBLAS and FlashAttention; small products, which reach less (the
+smallest published run comes out 1.3x too fast); experts with uneven loads; schedules that hide the
+experts' transfers, which it takes as exposed; networks that others share. Plans a few percent apart
+are equal to it. Memory comes out up to a fifth below what torchtitan reports, fragments included.
+Which hook: none. test_all.py holds each formula against numbers that papers print, and predictions
+within 20% of published runs, that smallest one excepted. Needs: the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# What is reached of the data sheet, the same for all models, devices, plans and published runs.
+GEMM = 0.60  # bf16 products on H100: 600 to 780 of 989 TFLOP/s on random data, bound by power; the
+GEMM_FP8 = 0.50  # low end, as shapes are given and kernels follow each other. FP8: 1,000 of 1,979
+ATTENTION = {  # forward, backward of 989: D 128, 8k tokens, H100 (arXiv:2407.08608, figures 5, 6)
+    "fa2": (0.34, 0.32),  # FlashAttention-2, which is torch's in 2024: 333 and 318 TFLOP/s
+    "fa3": (0.57, 0.54),  # FlashAttention-3 and cuDNN 9: 529 to 602 and 518 to 559
+}
+HBM = 0.90  # of the bandwidth, by elementwise kernels
+LINK = 0.80  # nccl-tests' bus bandwidth: 360 of 450 GB/s over NVLink, 40 of 50 over a NIC
+ASYNC_TP = 0.5  # of its transfers hidden: 1.09 to 1.16x in torchtitan's async TP benchmark
+SMS = 0.15  # of the SMs run a transfer that is hidden: NCCL takes 16 to 24 of 132
+KERNEL = 8e-6  # s: launch, first loads and last wave of a product
+# HBM bytes per token and layer, (C, F) forward and backward, counted op by op in bf16: eager, with
+# RMSNorm and rotation in fp32, 36C for a norm, 6C a residual, 38C rotated and repeated heads, 10F
+# SwiGLU; compiled, each tensor once
+TRAFFIC = {False: ((122, 10), (210, 18)), True: ((22, 6), (24, 12))}
+LOSS = 28  # HBM bytes per logit: bf16 and fp32 copies, softmax, its gradient
+LOGITS_KEPT = 10  # bytes of these that are there at once
+CAST = 10  # HBM bytes per output of an FP8 product: amax, read, write, of inputs and of gradients
+GIB = 2**30
+RESERVED = 4 * GIB  # CUDA context, NCCL's buffers, fragments
+
+GPU_HOURS_TO_FAILURE = 54 * 24 * 16384 / 419  # unexpected ones (Llama 3, arXiv:2407.21783, 3.3.4)
+STORAGE = 2e12 / 16384  # bytes/s per GPU: Llama 3's, 2 TB/s sustained (3.3.1)
+RESTART = 600.0  # s to notice, reschedule and load
+PUE = 1.1  # energy of the site over that of its servers
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+
+
+def _check(ok: Any, message: Any) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models and devices
+# --------------------------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """A weight (k, n), of which a layer holds `held` and a token meets `used`."""
+
+    k: int
+    n: int
+    held: int = 1
+    used: int = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer. ffn is F of dense layers; with experts, all layers but the first
+    `dense_layers` have them. kv_rank > 0: latent attention (MLA), head_dim then being the part
+    without positions. gpt: LayerNorm, biases, two matrices in the FFN, learned positions."""
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    v_dim: int = 0
+    qk_norm: bool = False
+    gpt: bool = False
+    positions: int = 0
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def attention(self) -> list[Matrix]:
+        C, H, D = self.dim, self.heads, self.head_dim
+        if not self.kv_rank:
+            return [Matrix(C, H * D), *[Matrix(C, self.kv_heads * D)] * 2, Matrix(H * D, C)]
+        q = [Matrix(C, self.q_rank)] if self.q_rank else []
+        q += [Matrix(self.q_rank or C, H * (D + self.rope_dim))]
+        kv = [Matrix(C, self.kv_rank + self.rope_dim), Matrix(self.kv_rank, H * (D + self.v_dim))]
+        return [*q, *kv, Matrix(H * self.v_dim, C)]
+
+    def feed_forward(self, moe: bool) -> list[Matrix]:
+        C, ups = self.dim, 1 if self.gpt else 2
+        if not moe:
+            return [Matrix(C, self.ffn)] * ups + [Matrix(self.ffn, C)]
+        F, counts = self.expert_ffn, [(self.experts, self.experts_per_token)]
+        counts += [(self.shared_experts,) * 2] if self.shared_experts else []
+        return [Matrix(C, self.experts)] + [
+            m for c in counts for m in [Matrix(C, F, *c)] * ups + [Matrix(F, C, *c)]
+        ]
+
+    def kinds(self) -> list[tuple[int, list[Matrix]]]:
+        """(how many layers, the matrices of one), in the order in which a token meets them."""
+        each = ((self.layers - self.moe_layers, False), (self.moe_layers, True))
+        return [(n, self.attention() + self.feed_forward(moe)) for n, moe in each if n]
+
+    def mean(self, size: Any) -> float:
+        """Mean over layers of size(matrices)."""
+        return sum(n * size(matrices) for n, matrices in self.kinds()) / self.layers
+
+
+@cache
+def parameters(shape: Shape, active: bool = False) -> int:
+    """All parameters, or those that one token meets."""
+    s, C = shape, shape.dim
+    per = lambda m: m.k * m.n * (m.used if active else m.held) + s.gpt * m.n
+    total = sum(n * sum(per(m) for m in matrices) for n, matrices in s.kinds())
+    small = (4 if s.gpt else 2) * C + s.qk_norm * 2 * s.head_dim + s.kv_rank + s.q_rank
+    total += s.layers * small + (1 + s.gpt) * C + s.positions * C
+    return total + (1 if s.tied else 2) * C * s.vocab
+
+
+@cache
+def model_flops(shape: Shape, seq: int, causal: bool = True) -> float:
+    """FLOPs of training on a token: 6 per weight met, embedding not, and attention 6 T H (Dqk + Dv)
+    a layer (PaLM, arXiv:2204.02311, app. B: 12 T H D), half of it if only what a causal mask leaves
+    counts."""
+    weights = shape.layers * shape.mean(lambda all: sum(m.k * m.n * m.used for m in all))
+    scores = shape.layers * seq * score_width(shape)
+    return 6 * (weights + shape.dim * shape.vocab) + (3 if causal else 6) * scores
+
+
+@cache
+def recomputed_flops(shape: Shape, seq: int, recompute: str) -> float:
+    """FLOPs per token that recomputation adds: of a forward pass without the head."""
+    if recompute == "full":
+        return model_flops(shape, seq) / 3 - 2 * shape.dim * shape.vocab
+    second = shape.mean(lambda all: sum(m.k * m.n * m.used for m in all[1::2]))
+    return 2 * shape.layers * second if recompute == "selective" else 0.0
+
+
+def score_width(shape: Shape) -> int:
+    """H (Dqk + Dv): FLOPs of forward attention per causal pair of tokens, over 2."""
+    D, v_dim = shape.head_dim + shape.rope_dim, shape.v_dim or shape.head_dim
+    return shape.heads * (D + v_dim)
+
+
+def _moe(experts: int, used: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return dict(experts=experts, experts_per_token=used, expert_ffn=ffn) | more
+
+
+_MLA = dict(q_rank=1536, kv_rank=512, rope_dim=64, v_dim=128)
+SHAPES = {  # layers, dim, heads, kv_heads, head_dim, ffn, vocab: as in their config.json
+    "llama3.2-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, tied=True),
+    "llama3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256),
+    "llama3-70b": Shape(80, 8192, 64, 8, 128, 28672, 128256),
+    "llama3-405b": Shape(126, 16384, 128, 8, 128, 53248, 128256),
+    "llama2-7b": Shape(32, 4096, 32, 32, 128, 11008, 32000),
+    "llama2-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000),
+    "llama2-70b": Shape(80, 8192, 64, 8, 128, 28672, 32000),
+    "mistral-7b": Shape(32, 4096, 32, 8, 128, 14336, 32000),
+    "mixtral-8x7b": Shape(32, 4096, 32, 8, 128, 14336, 32000, **_moe(8, 2, 14336)),
+    "qwen3-30b-a3b": Shape(48, 2048, 32, 4, 128, 6144, 151936, qk_norm=True, **_moe(128, 8, 768)),
+    "qwen3-235b-a22b": Shape(
+        94, 4096, 64, 4, 128, 12288, 151936, qk_norm=True, **_moe(128, 8, 1536)
+    ),
+    "deepseek-v3": Shape(
+        61, 7168, 128, 128, 128, 18432, 129280, dense_layers=3, **_MLA,
+        **_moe(256, 8, 2048, shared_experts=1),
+    ),
+    "gpt3-175b": Shape(
+        96, 12288, 96, 96, 128, 49152, 50257, tied=True, gpt=True, positions=2048
+    ),
+}  # fmt: skip
+
+
+def shape_of(name: str) -> Shape:
+    """A model of SHAPES, or a Hugging Face config.json or the folder that holds it."""
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    _check(path.is_file(), f"model {name}: no such file, nor one of {', '.join(SHAPES)}")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: not JSON ({e})") from None
+    get = lambda *keys, default=0: next((config[k] for k in keys if config.get(k)), default)
+    try:
+        dim, heads, ffn = (
+            config[k] for k in ("hidden_size", "num_attention_heads", "intermediate_size")
+        )
+        shape = Shape(config["num_hidden_layers"], dim, heads, heads, 0, ffn, config["vocab_size"])
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{path}: no field {e}; is it a decoder's config.json?") from None
+    experts = get("num_local_experts", "num_experts", "n_routed_experts")
+    return replace(
+        shape, tied=bool(get("tie_word_embeddings")), experts=experts,
+        kv_heads=get("num_key_value_heads", default=heads),
+        head_dim=get("qk_nope_head_dim", "head_dim", default=dim // heads),
+        experts_per_token=get("num_experts_per_tok") if experts else 0,
+        expert_ffn=get("moe_intermediate_size", default=ffn) if experts else 0,
+        shared_experts=get("n_shared_experts"), dense_layers=get("first_k_dense_replace"),
+        q_rank=get("q_lora_rank"), kv_rank=get("kv_lora_rank"), rope_dim=get("qk_rope_head_dim"),
+        v_dim=get("v_head_dim"), qk_norm=str(get("model_type")).startswith("qwen3"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU and its share of a server. Rates per second, links per direction and GPU."""
+
+    bf16: float  # dense FLOP/s
+    fp8: float  # bf16's where there is none
+    memory: float  # bytes
+    hbm: float  # bytes/s
+    nvlink: float  # bytes/s
+    watts: float  # of the server, at most, per GPU
+    node: int = 8  # GPUs that NVLink joins
+    network: float = 50e9  # bytes/s: 400 Gb/s
+    alpha: tuple[float, float] = (2e-6, 5e-6)  # s of a step within and between nodes
+
+
+# NVIDIA's data sheets (dense rates); watts: DGX A100 6.5 kW, H100 and H200 10.2, B200 14.3, GB200
+# NVL72 120 kW; PCIe: 8 cards of 350 W and the rest of an A100's server.
+DEVICES = {
+    "a100-40gb": Device(312e12, 312e12, 40 * GIB, 1.555e12, 300e9, 812, network=25e9),
+    "a100-80gb": Device(312e12, 312e12, 80 * GIB, 2.039e12, 300e9, 812, network=25e9),
+    "h100": Device(989e12, 1979e12, 80 * GIB, 3.35e12, 450e9, 1275),
+    "h100-pcie": Device(756e12, 1513e12, 80 * GIB, 2.0e12, 300e9, 762, node=2),
+    # Meta's Grand Teton as in torchtitan's benchmarks: HBM2e, 2.4 TB/s, capped at 500 W. Clocks go
+    # as the cube root of power (f V^2, V ~ f): (500 / 700)^(1/3) = 0.894 of 989. The same rule says
+    # 821 for H100 NVL (400 W) and 785 for PCIe (350 W), whose data sheets have 835 and 756.
+    "h100-96gb-500w": Device(884e12, 1769e12, 96 * GIB, 2.4e12, 450e9, 1075),
+    "h200": Device(989e12, 1979e12, 141e9, 4.8e12, 450e9, 1275),
+    "b200": Device(2250e12, 4500e12, 180e9, 8e12, 900e9, 1788),
+    "gb200-nvl72": Device(2500e12, 5000e12, 186e9, 8e12, 900e9, 1667, node=72),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Plans
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """dp * tp * cp * pp ranks, tp nearest together, then cp, dp, pp. Experts lie over ep ranks of
+    dp. zero: 1 reduces gradients once a step, 2 in every micro-batch, 3 gathers weights for each
+    pass too. recompute: none, selective (attention and every second product are kept, as
+    torchtitan's "op") or full (the block's input is). chunks: stages per rank. micro: sequences.
+    The last four are the software: fused elementwise kernels, FP8 products, attention, async TP."""
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 1
+    micro: int = 1
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    compiled: bool = True
+    fp8: bool = False
+    attention: str = "fa3"
+    async_tp: bool = True
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    def __str__(self) -> str:
+        ranks = " x ".join(f"{k} {getattr(self, k)}" for k in ("dp", "tp", "cp", "pp"))
+        more = f", ep {self.ep}" * (self.ep > 1)
+        pipe = f", {self.schedule}" * (self.pp > 1) + f" v{self.chunks}" * (self.chunks > 1)
+        what = f"zero {self.zero}, micro {self.micro}, recompute {self.recompute}"
+        return f"{ranks}{more}, {what}{pipe}"
+
+
+def problem(shape: Shape, plan: Plan, seq: int, batch: int) -> str | None:
+    """Why a plan cannot be, or None. batch: sequences of a step."""
+    p, s = plan, shape
+    micros, parts = batch // (p.dp * p.micro), p.cp if p.cp == 1 else 2 * p.cp  # zigzag: two each
+    chunks = {"interleaved": p.chunks > 1, "zbv": p.chunks == 2}.get(p.schedule, p.chunks == 1)
+    if p.schedule not in SCHEDULES:
+        return f"schedule {p.schedule} is not one of {', '.join(SCHEDULES)}"
+    if p.recompute not in RECOMPUTE:
+        return f"recompute {p.recompute} is not one of {', '.join(RECOMPUTE)}"
+    if p.zero not in (1, 2, 3):
+        return f"zero {p.zero} is not 1, 2 or 3"
+    if p.pp > s.layers or p.pp * p.chunks > s.layers + 2:  # embedding and head may stand alone
+        stages = f"{p.pp * p.chunks} stages (pp {p.pp} x {p.chunks} chunks)"
+        return f"{stages} are more than the model's {s.layers} layers; lower pp"
+    if p.schedule != "1f1b" and p.pp == 1:
+        return f"schedule {p.schedule} is for several stages; take 1f1b, or a higher pp"
+    if not chunks:
+        return f"schedule {p.schedule} does not go with {p.chunks} chunks a rank"
+    if batch % (p.dp * p.micro):
+        return f"batch of {batch} sequences is not divisible by dp {p.dp} x micro {p.micro}"
+    if p.schedule == "interleaved" and micros % p.pp:
+        return f"interleaved: {micros} micro-batches are not divisible by pp {p.pp}"
+    if p.zero == 3 and p.pp > 1:
+        return "zero 3 gathers weights for every micro-batch of every stage; take 1 or 2 with pp"
+    if s.heads % p.tp or s.kv_heads % p.tp and p.tp % s.kv_heads:
+        return f"tp {p.tp} does not share out {s.heads} heads and {s.kv_heads} key-value heads"
+    if seq % (parts * p.tp):
+        return f"seq {seq} is not divisible by cp's {parts} parts x tp {p.tp}"
+    if p.ep > 1 and (p.dp % p.ep or not s.experts or s.experts % p.ep):
+        return f"ep {p.ep} does not divide dp {p.dp} and {s.experts} experts"
+    return None
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def layouts(
+    shape: Shape, device: Device, gpus: int, seq: int, fixed: dict[str, Any]
+) -> Iterator[tuple[int, int, int, int]]:
+    """(dp, tp, cp, pp) of `gpus` ranks: tp within a node, cp with 2048 tokens a rank or more."""
+    ranks = divisors(gpus)
+    free = lambda name, fits: [fixed[name]] if name in fixed else [d for d in ranks if fits(d)]
+    for tp, cp, pp in product(
+        free("tp", lambda d: d <= device.node and shape.heads % d == 0),
+        free("cp", lambda d: d == 1 or seq // d >= 2048),
+        free("pp", lambda d: d <= shape.layers),
+    ):
+        dp = gpus // (tp * cp * pp)
+        if gpus == dp * tp * cp * pp and fixed.get("dp", dp) == dp:
+            yield dp, tp, cp, pp
+
+
+def plans(
+    shape: Shape, device: Device, gpus: int, seq: int, batch: int, **fixed: Any
+) -> Iterator[Plan]:
+    """All plans of `layouts` without a `problem`, with micro-batches of 1, 2, 4 and 8 sequences, 2
+    to 8 chunks a rank where interleaved, ZeRO 1 to 3. fixed: Plan's fields that do not vary."""
+    free = lambda name, values: [fixed[name]] if name in fixed else values
+    chunks = {"interleaved": range(2, 9), "zbv": (2,)}
+    pipes = [
+        (s, v) for s in free("schedule", SCHEDULES) for v in free("chunks", chunks.get(s, [1]))
+    ]
+    rest = list(product(free("micro", (1, 2, 4, 8)), free("zero", (1, 2, 3)), pipes,
+                        free("recompute", RECOMPUTE)))  # fmt: skip
+    base = Plan(**fixed)
+    for dp, tp, cp, pp in layouts(shape, device, gpus, seq, fixed):
+        experts = [d for d in divisors(dp) if d == 1 or shape.experts and shape.experts % d == 0]
+        for ep in free("ep", experts) if batch % dp == 0 else ():
+            for micro, zero, (schedule, v), recompute in rest:
+                plan = replace(
+                    base, dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, micro=micro, zero=zero,
+                    schedule=schedule, chunks=v, recompute=recompute,
+                )  # fmt: skip
+                if problem(shape, plan, seq, batch) is None:
+                    yield plan
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+# --------------------------------------------------------------------------------------------------
+
+
+def state_bytes(params: float, ranks: int, zero: int, gradient: int = 2) -> tuple[float, ...]:
+    """Bytes of a rank for (bf16 weights, gradients, Adam's K = 12) in ZeRO's stages 0 to 3
+    (arXiv:1910.02054, figure 1)."""
+    sizes = (2 * params, 3), (gradient * params, 2), (12 * params, 1)
+    return tuple(size / ranks if zero >= stage else size for size, stage in sizes)
+
+
+@cache
+def activation_bytes(shape: Shape, recompute: str, compiled: bool) -> float:
+    """Bytes per token that a layer keeps for its backward pass, mean over layers.
+
+    none, eager, GPT: 32 C, that is 34 s b h of Korthikanti et al. (arXiv:2205.05198, 4.1) without
+    its two dropout masks, and with flash attention 4 H for the lse instead of 5 a s: inputs of two
+    norms and of what follows each 8 C, q, k, v, o, and F before and after its nonlinearity.
+    compiled: outputs of norms and nonlinearities are made again in the backward pass (the min-cut
+    partitioner of torch.compile; fused kernels). full: 2 C, the block's input.
+    """
+    s, C = shape, shape.dim
+    if recompute == "full":
+        return 2 * C
+    v_dim, qk = s.v_dim or s.head_dim, s.head_dim + s.rope_dim
+    o, keys = s.heads * v_dim, (s.heads if s.kv_rank else s.kv_heads) * (qk + v_dim)
+    if recompute == "selective":  # the input, o, lse and every second product
+        odd = s.mean(lambda all: sum(m.n * m.used for m in all[::2]))
+        return 2 * (C + o + odd) + 4 * s.heads
+    inner, latents, copies = ffn_width(s), s.q_rank + s.kv_rank, s.experts_per_token * C
+    gates = inner if s.gpt else 2 * inner
+    kept = 4 * C + 2 * (s.heads * qk + keys + o + latents + gates) + 4 * s.heads
+    return kept + 2 * copies * s.moe_layers / s.layers + (0 if compiled else 4 * C + 2 * inner)
+
+
+def ffn_width(shape: Shape) -> float:
+    """F that a token meets, mean over layers."""
+    met = shape.expert_ffn * (shape.experts_per_token + shape.shared_experts)
+    return shape.ffn + (met - shape.ffn) * shape.moe_layers / shape.layers
+
+
+def in_flight(plan: Plan, micros: int, last: bool) -> float:
+    """Micro-batches whose activations the first or last rank holds at its worst: all of them in
+    GPipe, p and 1 in 1F1B (arXiv:2104.04473, 2.2), p +- (p - 1) / v interleaved (2.2.2), p on all
+    ranks in ZB-H1 and ZB-V (arXiv:2401.10241, 2; 2405.15362)."""
+    p, v = plan.pp, plan.chunks
+    held = {
+        "gpipe": micros,
+        "1f1b": 1 if last else p,
+        "interleaved": p + (p - 1) / v * (-1 if last else 1),
+    }
+    return min(micros, held.get(plan.schedule, p))
+
+
+@cache
+def layer_parameters(shape: Shape) -> tuple[float, float]:
+    """Of all layers: (what is not in routed experts, what is)."""
+    routed = [m for m in shape.feed_forward(True) if m.held == shape.experts > 1]
+    experts = shape.moe_layers * sum(m.k * m.n * m.held for m in routed)
+    ends = (1 if shape.tied else 2) * shape.dim * shape.vocab
+    return parameters(shape) - ends - experts, experts
+
+
+def layers_of(shape: Shape, plan: Plan) -> tuple[int, int]:
+    """Layers of (the fullest rank, the rank with the head). Stages have equally many; where that
+    leaves places, the last stage and the first have fewer, as in Llama 3 (arXiv:2407.21783,
+    3.3.2)."""
+    stage = -(-shape.layers // (plan.pp * plan.chunks))
+    places = stage * plan.pp * plan.chunks - shape.layers
+    return stage * plan.chunks, stage * plan.chunks - min(stage, -(-places // 2))
+
+
+def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
+    """Bytes by kind on the fuller of the first rank, which holds the embedding and the most
+    micro-batches, and the last, which holds the head and its logits. Gradients are fp32."""
+    p, C, n = plan, shape.dim, plan.dp * plan.cp
+    tokens, micros = p.micro * seq / p.cp, batch // (p.dp * p.micro)
+    dense, experts = (part / shape.layers / p.tp for part in layer_parameters(shape))
+    end = C * shape.vocab / p.tp
+    kept = activation_bytes(shape, p.recompute, p.compiled)
+    # of one layer: gradients, what is made again; under tp an input and an output that are whole
+    made = activation_bytes(shape, "none", p.compiled) * (1 if p.recompute == "none" else 2)
+    made += 4 * C * p.tp if p.tp > 1 else 0
+    whole = 2 * (2 * (dense + experts / p.ep) + end) if p.zero == 3 else 0  # two layers and an end
+
+    def rank(layers: int, ends: int, head: bool, flying: float) -> dict[str, float]:
+        parts = ((layers * dense + ends * end, n), (layers * experts / p.ep, n / p.ep))
+        states = [state_bytes(*part, p.zero, gradient=4) for part in parts]
+        weights, gradients, optimizer = (sum(both) for both in zip(*states))
+        activations = tokens / p.tp * (flying * layers * kept + made)
+        logits = LOGITS_KEPT * tokens * shape.vocab / p.tp if head else 0
+        return {
+            "weights": weights + whole, "gradients": gradients, "optimizer": optimizer,
+            "activations": activations, "logits": logits, "reserved": RESERVED,
+        }  # fmt: skip
+
+    both = p.pp == 1 or p.schedule == "zbv"  # a V ends where it began
+    full, last = layers_of(shape, p)
+    ranks = [rank(full, 1 + (both and not shape.tied), both, in_flight(p, micros, last=False))]
+    ranks += [] if both else [rank(last, 1, True, in_flight(p, micros, last=True))]
+    return max(ranks, key=lambda kinds: sum(kinds.values()))
+
+
+# --------------------------------------------------------------------------------------------------
+# Time
+# --------------------------------------------------------------------------------------------------
+
+
+def ring(size: float, n: int, stride: int, device: Device, calls: int = 1) -> float:
+    """Seconds of all-gathers or reduce-scatters of `size` bytes in all, whole, over n ranks that
+    are `stride` apart: n - 1 steps of size / n bytes (Thakur et al., 2005, 4.1). Over nodes rings
+    run through every NIC of the members in a node."""
+    if n == 1 or size == 0:
+        return 0.0
+    near = min(n, max(1, device.node // stride))
+    wire = device.nvlink if near == n else min(device.nvlink, near * device.network)
+    return (n - 1) * (calls * device.alpha[near < n] + size / n / (LINK * wire))
+
+
+def all_to_all(size: float, n: int, stride: int, device: Device) -> float:
+    """Seconds in which each rank sends size / n bytes to each of n, its node's over NVLink."""
+    if n == 1:
+        return 0.0
+    near = min(n, max(1, device.node // stride))
+    inside, outside = (near - 1) / n / device.nvlink, (n - near) / n / device.network
+    return (n - 1) * device.alpha[near < n] + size * max(inside, outside) / LINK
+
+
+def beside(transfer: float, work: float) -> float:
+    """Seconds that a transfer adds to work that it runs beside."""
+    return max(0.0, transfer - work) + SMS * min(transfer, work)
+
+
+def products(shape: Shape, device: Device, tokens: float, plan: Plan) -> tuple[float, float]:
+    """Forward seconds of a layer's matrices, mean over layers: (all, every second one)."""
+    rate = GEMM_FP8 * device.fp8 if plan.fp8 else GEMM * device.bf16
+
+    def seconds(m: Matrix) -> float:
+        flops = 2 * tokens * m.used * m.k * m.n / plan.tp
+        weights = m.k * m.n * max(m.held / plan.ep, 1)
+        moved = 2 * (weights + tokens * m.used * (m.k + m.n)) / plan.tp
+        return max(flops / rate, moved / (HBM * device.hbm)) + KERNEL
+
+    mean = lambda part: shape.mean(lambda all: sum(seconds(m) for m in all[part]))
+    return mean(slice(None)), mean(slice(1, None, 2))
+
+
+@cache
+def layer_seconds(shape: Shape, device: Device, seq: int, plan: Plan) -> dict[str, tuple]:
+    """Seconds of a layer for a micro-batch: kind -> (forward, backward, recomputation), mean over
+    layers."""
+    p, C, moe = plan, shape.dim, shape.moe_layers / shape.layers
+    tokens, full = p.micro * seq / p.cp, p.recompute == "full"
+    remade = p.recompute != "none"
+    work, second = products(shape, device, tokens, p)
+    rates = (share * device.bf16 for share in ATTENTION[p.attention])
+    # 2 products forward, 5 backward (arXiv:2307.08691, 3.1); a query sees seq / 2 keys in the mean
+    look, look_back = (
+        part * tokens * seq * score_width(shape) / p.tp / rate
+        for part, rate in zip((1, 2.5), rates)
+    )
+    routed = C * shape.experts_per_token * moe  # elements per token, sorted and put back
+    cast = CAST / 2 * shape.mean(lambda all: sum(m.n * m.used for m in all)) if p.fp8 else 0
+    touch, touch_back = (
+        tokens / p.tp * (c * C + f * ffn_width(shape) + 8 * routed + cast) / (HBM * device.hbm)
+        for c, f in TRAFFIC[p.compiled]
+    )
+    move = ring(2 * C * tokens, p.tp, 1, device) * (1 - ASYNC_TP * p.async_tp)
+    gather = move if p.fp8 else 2 * move  # two inputs, in FP8 of half the bytes
+    keys = 4 * tokens * shape.kv_heads * shape.head_dim / p.tp
+    turn = ring(keys * p.cp, p.cp, p.tp, device)  # k and v go round; then with their gradients
+    pass_, pass_back = beside(turn, look), beside(2 * turn, look_back)
+    switch = 2 * all_to_all(2 * tokens / p.tp * routed, p.ep, p.tp * p.cp, device)
+    return {
+        "products": (work, 2 * work, work if full else second * remade),
+        "attention": (look, look_back, full * look),
+        "elementwise": (touch, touch_back, remade * touch),
+        # gather and scatter; backward too, and the inputs anew (arXiv:2205.05198, 4.2.2)
+        "tensor parallel": (gather + 2 * move, 4 * move + gather, full * 2 * move),
+        "context parallel": (pass_, pass_back, full * pass_),
+        "expert parallel": (switch, switch, remade * switch),  # dispatch and combine
+    }
+
+
+def bubble(schedule: str, p: int, chunks: int, slot: float, weight: float) -> float:
+    """Idle seconds of a rank in a step. slot: a micro-batch's time on it, forward and backward;
+    weight: that part of it which makes gradients of weights.
+
+        gpipe, 1f1b   (p - 1) slot                arXiv:2104.04473, 2.2
+        interleaved   (p - 1) slot / v            2.2.2
+        zb-h1         (p - 1) (slot - 2 weight)   arXiv:2401.10241, table 2: F + B - W
+        zbv           (p - 1) (slot - 3 weight)   arXiv:2405.15362: none where F = B = W
+    """
+    left = {"interleaved": slot / chunks, "zb-h1": slot - 2 * weight, "zbv": slot - 3 * weight}
+    return (p - 1) * max(0.0, left.get(schedule, slot))
+
+
+def data_parallel(
+    shape: Shape, device: Device, plan: Plan, layers: int, micros: int, slots: tuple[float, float]
+) -> tuple[float, float]:
+    """Seconds of a step of a rank with `layers`: (what transfers of weights and gradients add, the
+    optimizer). slots: forward and backward work of a micro-batch, which hides all of them but the
+    first layer's gather and the last one's reduction."""
+    p, n = plan, plan.dp * plan.cp
+    dense, experts = (part * layers / shape.layers / p.tp for part in layer_parameters(shape))
+    dense += shape.dim * shape.vocab / p.tp * (1 if p.pp > 1 or shape.tied else 2)
+    experts, over = experts / p.ep, n // p.ep
+    transfer = lambda width: (
+        ring(width * dense, n, p.tp, device, layers)
+        + ring(width * experts, over, p.tp * p.ep, device, layers)
+    )
+    gather, reduce = transfer(1 if p.fp8 else 2), transfer(4)  # gradients in fp32
+    ends = (gather + reduce) / layers
+    before = beside(gather, slots[0])
+    if p.zero == 3:
+        moved = micros * (before + beside(gather + reduce, slots[1]) + ends)
+    else:
+        moved = before + ends + (micros if p.zero == 2 else 1) * beside(reduce, slots[1])
+    updated = 30 * (dense / n + experts / over)  # bytes: p, m, v, gradient in; p, m, v, bf16 out
+    return moved, updated / (HBM * device.hbm)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """memory: bytes of a rank by kind; seconds: of a step by kind, whose sum is `step`; tokens/s of
+    one GPU; model FLOPs over the data sheet's bf16 peak, and with recomputation (hfu)."""
+
+    plan: Plan
+    memory: dict[str, float]
+    seconds: dict[str, float]
+    step: float
+    tokens_per_second: float
+    mfu: float
+    hfu: float
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
+
+
+def predict(shape: Shape, device: Device, plan: Plan, seq: int, batch: int) -> Prediction:
+    """One step over `batch` sequences of `seq` tokens. ValueError if the plan cannot be."""
+    why = problem(shape, plan, seq, batch)
+    _check(not why, why)
+    p = plan
+    micros, tokens = batch // (p.dp * p.micro), p.micro * seq / p.cp
+    local = replace(p, dp=p.ep, pp=1, zero=1, schedule="1f1b", chunks=1)  # what a layer depends on
+    layer = layer_seconds(shape, device, seq, local)
+    forward, backward, again = (sum(kind[i] for kind in layer.values()) for i in range(3))
+    logits = tokens * shape.vocab / p.tp
+    head = 6 * logits * shape.dim / (GEMM * device.bf16) + LOSS * logits / (HBM * device.hbm)
+    full, last = layers_of(shape, p)
+    both = p.pp == 1 or p.schedule == "zbv"
+    each = forward + backward + again
+    slot = max(full * each + both * head, last * each + head)
+    mean = shape.layers / p.pp
+    seconds = {kind: micros * mean * (f + b) for kind, (f, b, _) in layer.items()}
+    seconds["recomputation"] = micros * mean * again
+    seconds["head and loss"] = micros * head / p.pp
+    seconds["uneven stages"] = micros * slot - sum(seconds.values())
+    seconds["bubble"] = bubble(p.schedule, p.pp, p.chunks, slot, full * layer["products"][0])
+    if p.pp > 1:
+        wire = device.network if p.tp * p.cp * p.dp >= device.node else device.nvlink
+        hop = device.alpha[1] + 2 * shape.dim * tokens / p.tp / (LINK * wire)
+        sends = beside(2 * micros * p.chunks * hop, micros * slot)
+        seconds["stage to stage"] = sends + 2 * (p.pp - 1) * hop
+    ends = both * head / 3
+    slots = (full * forward + ends, full * (backward + again) + 2 * ends)
+    sync = data_parallel(shape, device, p, full, micros, slots)
+    seconds["data parallel"], seconds["optimizer"] = sync
+    step = sum(seconds.values())
+    rate = batch * seq / step / p.gpus
+    flops = model_flops(shape, seq)
+    hard = flops + recomputed_flops(shape, seq, p.recompute)
+    return Prediction(
+        p, memory(shape, p, seq, batch), seconds, step, rate,
+        rate * flops / device.bf16, rate * hard / device.bf16,
+    )  # fmt: skip
+
+
+def rank(
+    shape: Shape, device: Device, gpus: int, seq: int, batch: int, **fixed: Any
+) -> list[Prediction]:
+    """All `plans` that fit in memory, fastest first. ValueError says why there are none: what
+    cannot be divided, or how much memory the nearest plan lacks."""
+    possible = list(plans(shape, device, gpus, seq, batch, **fixed))
+    _check(possible, possible or _why_none(shape, device, gpus, seq, batch, fixed))
+    needs = [(sum(memory(shape, p, seq, batch).values()), p) for p in possible]
+    found = [predict(shape, device, p, seq, batch) for need, p in needs if need <= device.memory]
+    if found:
+        return sorted(found, key=lambda got: (got.step, got.bytes))
+    need, plan = min(needs, key=lambda pair: pair[0])
+    kinds = memory(shape, plan, seq, batch).items()
+    raise ValueError(
+        f"nothing fits: the nearest plan ({plan}) needs {need / GIB:.1f} of "
+        f"{device.memory / GIB:.1f} GiB per GPU: "
+        + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds if size)
+        + f"; short by {(need - device.memory) / GIB:.1f} GiB; take more --gpus, a shorter --seq "
+        "or a larger --device"
+    )
+
+
+def _why_none(
+    shape: Shape, device: Device, gpus: int, seq: int, batch: int, fixed: dict[str, Any]
+) -> str:
+    found = list(layouts(shape, device, gpus, seq, fixed))
+    if not found:
+        pins = " x ".join(f"{k} {fixed[k]}" for k in ("dp", "tp", "cp", "pp") if k in fixed)
+        return f"{gpus} GPUs are not divisible by {pins}"
+    sizes = min(found, key=lambda layout: (batch % layout[0] > 0, layout[0]))
+    why = problem(shape, Plan(**dict(zip(("dp", "tp", "cp", "pp"), sizes)) | fixed), seq, batch)
+    return why or "no plan has all that is set; set less"
+
+
+# --------------------------------------------------------------------------------------------------
+# A whole run
+# --------------------------------------------------------------------------------------------------
+
+
+def checkpoint_interval(cost: float, mtbf: float) -> float:
+    """Seconds between checkpoints that lose least: sqrt(2 C M) (Young, CACM 1974; Daly, FGCS 2006,
+    whose higher orders vanish for C << M)."""
+    return math.sqrt(2 * cost * mtbf)
+
+
+def goodput(cost: float, mtbf: float, interval: float, restart: float = RESTART) -> float:
+    """Share of time that trains: without what checkpoints cost, what a failure loses, half an
+    interval, and what it takes to come back."""
+    return max(0.0, 1 - cost / interval - (interval / 2 + restart) / mtbf)
+
+
+def whole_run(
+    shape: Shape, device: Device, got: Prediction, seq: int, batch: int, tokens: float,
+    storage: float = STORAGE,
+) -> dict[str, float]:  # fmt: skip
+    """A run of `tokens`: FLOPs (6 N D and attention; Kaplan, arXiv:2001.08361, 2.1), days with
+    failures, MWh of the site, hours between failures, bytes of a checkpoint (fp32 weights and two
+    moments), seconds to write one at `storage` bytes/s per GPU, and from one to the next."""
+    gpus = got.plan.gpus
+    mtbf, size = GPU_HOURS_TO_FAILURE * 3600 / gpus, 12.0 * parameters(shape)
+    cost = size / (storage * gpus)
+    interval = checkpoint_interval(cost, mtbf)
+    useful = goodput(cost, mtbf, interval)
+    days = tokens / (batch * seq) * got.step / 86400 / useful if useful else math.inf
+    return {
+        "tokens": tokens,
+        "flops": model_flops(shape, seq) * tokens,
+        "days": days,
+        "mwh": days * 24 * gpus * device.watts * PUE / 1e6,
+        "mtbf_hours": mtbf / 3600,
+        "checkpoint_bytes": size,
+        "checkpoint_seconds": cost,
+        "checkpoint_interval": interval,
+        "goodput": useful,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Published runs
+# --------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """A published run. batch: sequences of a step; unit: of `value`, per GPU."""
+
+    name: str
+    shape: Shape
+    device: str
+    plan: Plan
+    seq: int
+    batch: int
+    value: float
+    unit: str = "tokens/s"
+    gib: float = 0.0
+
+
+def torchtitan() -> Iterator[Run]:
+    """benchmarks/llama3_h100_202412 and asyncTP_llama3_h100_2025-06, in torchtitan's configuration
+    of those dates: ZeRO 3 ("op" recomputation for 8B, else full), with pipeline ZeRO 1 and 8
+    micro-batches; FlashAttention-2."""
+    small = Plan(8, zero=3, micro=2, recompute="selective", compiled=False, attention="fa2",
+                 async_tp=False)  # fmt: skip
+    large = replace(small, dp=32, tp=8, micro=16, recompute="full", compiled=True)
+    deep = replace(large, dp=8, pp=8, zero=1, micro=4, fp8=True, async_tp=True)
+    fused, many = dict(compiled=True), dict(dp=128)
+    fp8, hidden = dict(fp8=True), dict(async_tp=True)
+    for model, base, batch, value, gib, what in (
+        ("8b", small, 16, 5762, 82.4, {}), ("8b", small, 16, 6667, 77.0, fused),
+        ("8b", small, 16, 8532, 76.8, fused | fp8), ("8b", small, 256, 5605, 67.0, many),
+        ("8b", small, 256, 6514, 62.0, many | fused),
+        ("8b", small, 256, 8380, 61.8, many | fused | fp8),
+        ("70b", large, 512, 829, 71.9, fp8), ("70b", large, 512, 876, 67.6, fp8 | hidden),
+        ("70b", large, 512, 597.3, 0, {}), ("70b", large, 512, 652.4, 0, hidden),
+        ("70b", large, 512, 809.8, 0, fp8), ("70b", large, 512, 942.4, 0, fp8 | hidden),
+        ("405b", deep, 256, 100, 82.5, {}),
+        ("405b", deep, 256, 128, 72.7, dict(schedule="interleaved", chunks=2)),
+    ):  # fmt: skip
+        plan = replace(base, **what)
+        how = [plan.schedule] * (plan.pp > 1) + ["compiled" if plan.compiled else "eager"]
+        how += ["FP8"] * plan.fp8 + ["async TP"] * plan.async_tp
+        name = f"torchtitan {model.upper()}, {plan.gpus} GPUs, {', '.join(how)}"
+        yield Run(
+            name, SHAPES[f"llama3-{model}"], "h100-96gb-500w", plan, 8192, batch, value, gib=gib
+        )
+
+
+def others() -> Iterator[Run]:
+    """Llama 3: arXiv:2407.21783, table 4; nothing recomputed (3.3.2). Not published, and so taken:
+    a layer to a chunk, attention as fast as FlashAttention-3, its FLOPs counted as causal.
+    Megatron-LM on H100: README, images/model_table.png. Taken: the four sequences of a rank at once
+    without pipeline, one with it, and as many chunks up to 8 as divide a stage. On A100:
+    arXiv:2205.05198, tables 3 and 5, in TFLOP/s from the seconds of a step; attention, remade
+    there, is taken as FlashAttention-2. Both count all scores."""
+    for dp, cp, seq, batch, value in (
+        (64, 1, 8192, 2048, 430), (128, 1, 8192, 2048, 400), (8, 16, 131072, 128, 380)
+    ):  # fmt: skip
+        plan = Plan(dp, 8, cp, 16, schedule="interleaved", chunks=8)
+        name = f"Llama 3 405B, {plan.gpus} GPUs, seq {seq}"
+        yield Run(name, SHAPES["llama3-405b"], "h100", plan, seq, batch, value, "TFLOP/s")
+    new = 4096, 131072, "h100", dict(dp=48)
+    old = 2048, 51200, "a100-80gb", dict(attention="fa2", async_tp=False)
+    for size, heads, dim, layers, tp, pp, v, batch, value, run in (
+        ("1.7B", 16, 2048, 24, 1, 1, 1, 192, 408.8, new),
+        ("7.1B", 32, 4096, 30, 2, 1, 1, 192, 465.9, new),
+        ("16B", 48, 6144, 32, 4, 1, 1, 192, 489.1, new),
+        ("32B", 56, 7168, 48, 8, 1, 1, 192, 459.6, new),
+        ("70B", 64, 8192, 84, 8, 2, 7, 384, 419.7, new),
+        ("119B", 80, 10240, 92, 8, 4, 1, 768, 420.5, new),
+        ("177B", 96, 12288, 96, 8, 6, 8, 1152, 432.8, new),
+        ("314B", 128, 16384, 96, 8, 8, 6, 1536, 474.4, new),
+        ("462B", 144, 18432, 112, 8, 16, 7, 3072, 459.9, new),
+        ("22B", 64, 6144, 48, 8, 1, 1, 4, 130.0, old),
+        ("175B", 96, 12288, 96, 8, 8, 3, 64, 160.3, old),
+        ("530B", 128, 20480, 105, 8, 35, 3, 280, 174.9, old),
+        ("1T", 160, 25600, 128, 8, 64, 1, 512, 175.6, old),
+    ):
+        seq, vocab, device, how = run
+        shape = Shape(layers, dim, heads, heads, dim // heads, 4 * dim, vocab, gpt=True)
+        schedule = "interleaved" if v > 1 else "1f1b"
+        plan = Plan(tp=tp, pp=pp, micro=4 if pp == 1 else 1, schedule=schedule, chunks=v, **how)
+        name = f"Megatron-LM {size}, {plan.gpus} {device[:4].upper()}"
+        yield Run(name, shape, device, plan, seq, batch, value, "TFLOP/s, not causal")
+
+
+def compare(run: Run) -> tuple[float, Prediction]:
+    """(what the cost model says in the unit of the run, the rest of it)"""
+    got = predict(run.shape, DEVICES[run.device], run.plan, run.seq, run.batch)
+    flops = model_flops(run.shape, run.seq, causal="not" not in run.unit)
+    return got.tokens_per_second * (1 if run.unit == "tokens/s" else flops / 1e12), got
+
+
+# --------------------------------------------------------------------------------------------------
+# Program
+# --------------------------------------------------------------------------------------------------
+
+
+def number(text: str, base: int = 1000) -> int:
+    """ "16M" -> 16 base^2; k, M, B and T."""
+    power = "kmbt".find(text[-1:].lower()) + 1
+    try:
+        value = float(text[:-1] if power else text) * base**power
+    except ValueError:
+        value = 0.0
+    _check(1 <= value < math.inf, f"{text!r} is not a number such as 8192, 16M or 15.6T")
+    return round(value)
+
+
+SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("planner.py", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--plan", action="store_true", help=argparse.SUPPRESS)
+    add("--model", help=f"{', '.join(SHAPES)}, or a config.json")
+    add("--gpus", default="8")
+    add("--device", default="h100", help=", ".join(DEVICES))
+    add("--seq", default="8192", help="tokens of a sequence (k is 1024)")
+    add("--batch", default="4M", help="tokens of a step (k is 1024, M 1024^2)")
+    add("--tokens", help="of the run (T is 1e12); default: 20 per active parameter, Chinchilla's")
+    add("--storage", default="122M", help="bytes/s per GPU for checkpoints; Llama 3 had 2 TB/s")
+    add("--top", default="10", help="plans to list")
+    add("--fp8", action="store_true", help="products of the layers in FP8")
+    add("--eager", action="store_true", help="elementwise kernels are not fused")
+    add("--json", action="store_true")
+    for name in SIZES:
+        add(f"--{name}", type=int, help="fixed; else all are tried")
+    add("--recompute", choices=RECOMPUTE)
+    add("--schedule", choices=SCHEDULES)
+    return parser.parse_args(argv)
+
+
+def planned(args: argparse.Namespace) -> str:
+    """What the program prints for a model."""
+    _check(args.device in DEVICES, f"no device {args.device}; take one of {', '.join(DEVICES)}")
+    shape, device = shape_of(args.model), DEVICES[args.device]
+    gpus, top, storage = number(args.gpus), number(args.top), number(args.storage)
+    seq, size = number(args.seq, 1024), number(args.batch, 1024)
+    batch, node = size // seq, device.node
+    ok = size % seq == 0
+    _check(ok, f"batch of {size} tokens is not whole sequences of {seq}; take {(batch or 1) * seq}")
+    ok = gpus <= node or gpus % node == 0
+    _check(ok, f"{gpus} GPUs are not whole nodes of {node}; take {gpus // node * node}")
+    _check(device.fp8 > device.bf16 or not args.fp8, f"{args.device} has no FP8; leave --fp8 out")
+    names = (*SIZES, "recompute", "schedule")
+    fixed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    for name in SIZES:
+        _check(fixed.get(name, 1) > 0, f"--{name} {fixed.get(name)} is not positive")
+    fixed |= {"fp8": args.fp8, "compiled": not args.eager}
+    found = rank(shape, device, gpus, seq, batch, **fixed)
+    tokens = number(args.tokens) if args.tokens else 20 * parameters(shape, active=True)
+    run = whole_run(shape, device, found[0], seq, batch, tokens, storage)
+    if args.json:
+        return json.dumps({"plans": [asdict(got) for got in found[:top]], "run": run}, indent=2)
+    size = f"{parameters(shape) / 1e9:.1f}B parameters"
+    return (
+        f"{args.model}, {size}, on {gpus} {args.device}: {len(found)} plans fit\n\n"
+        f"{table(found[:top])}\n\n{details(device, found[0], run)}"
+    )
+
+
+def table(found: list[Prediction]) -> str:
+    """One line per plan."""
+    head = "".join(f"{name:>6}" for name in SIZES if name != "chunks")
+    head += f"  {'recompute':<11}{'schedule':<15}{'GiB':>6}{'s/step':>8}{'tok/s/GPU':>11}{'MFU':>7}"
+    lines = [head]
+    for got in found:
+        p = got.plan
+        pipe = "-" if p.pp == 1 else p.schedule + f" v{p.chunks}" * (p.chunks > 1)
+        line = "".join(f"{getattr(p, name):>6}" for name in SIZES if name != "chunks")
+        line += f"  {p.recompute:<11}{pipe:<15}{got.bytes / GIB:>6.1f}{got.step:>8.2f}"
+        lines.append(line + f"{got.tokens_per_second:>11,.1f}{got.mfu:>7.1%}")
+    return "\n".join(lines)
+
+
+def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
+    """Memory and time of a plan by kind, and what the run takes."""
+    row = lambda name, value, whole: f"  {name:<20}{value:>9.3f}{value / whole:>8.1%}"
+    memory = [row(kind, size / GIB, device.memory / GIB) for kind, size in got.memory.items()]
+    seconds = [row(kind, t, got.step) for kind, t in got.seconds.items() if t > 0]
+    return "\n".join((
+        f"best: {got.plan}",
+        f"memory, GiB of {device.memory / GIB:.1f} per GPU",
+        *memory,
+        row("", got.bytes / GIB, device.memory / GIB),
+        "time of a step, s",
+        *seconds,
+        row("", got.step, got.step),
+        f"{got.tokens_per_second:,.1f} tokens/s/GPU; MFU {got.mfu:.1%} of bf16's peak, "
+        f"{got.hfu:.1%} with what is recomputed",
+        f"{run['tokens'] / 1e12:.3g}T tokens, {run['flops']:.3g} FLOPs: {run['days']:.1f} days, "
+        f"{run['mwh']:,.0f} MWh",
+        f"mean time between failures {run['mtbf_hours']:.1f} h; a checkpoint of "
+        f"{run['checkpoint_bytes'] / 1e12:.3g} TB takes {run['checkpoint_seconds']:.1f} s, best "
+        f"every {run['checkpoint_interval'] / 60:.1f} min; {run['goodput']:.1%} of the time trains",
+    ))  # fmt: skip
+
+
+def comparison() -> str:
+    """Published runs and predictions, a table in Markdown."""
+    lines = [
+        "| run | published | predicted | ratio | GiB | predicted |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in (*torchtitan(), *others()):
+        value, got = compare(run)
+        gib = f"{run.gib:g} | {got.bytes / GIB:.1f}" if run.gib else " | "
+        what = f"| {run.name} | {run.value:g} {run.unit} | {value:.4g} | {value / run.value:.2f} |"
+        lines.append(f"{what} {gib} |")
+    return "\n".join(lines)
+
+
+def self_check() -> None:
+    """Numbers that papers print, and the plan of a run from its parts."""
+    assert parameters(SHAPES["llama3-405b"]) == 405_853_388_800
+    zero = [sum(state_bytes(7.5e9, 64, stage)) / 1e9 for stage in range(4)]
+    assert [round(x, 1) for x in zero] == [120.0, 31.4, 16.6, 1.9]  # arXiv:1910.02054, figure 1
+    got = predict(SHAPES["llama3-8b"], DEVICES["h100"], Plan(8, zero=3, micro=2), 8192, 16)
+    assert math.isclose(got.step * got.tokens_per_second * 8, 16 * 8192) and 0.2 < got.mfu < GEMM
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    if args.model is None:
+        self_check()
+        return print(comparison())
+    try:
+        print(planned(args))
+    except ValueError as e:
+        sys.exit(f"planner.py: {e}")
+
+
+if __name__ == "__main__":
+    main()
