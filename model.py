@@ -1549,7 +1549,7 @@ def _of_whole(model: Transformer) -> dict[str, Tensor]:
 
 
 def _of_parts(model: Transformer) -> dict[str, dict[str, Tensor]]:
-    """_of_whole of each layer, of the embedding, the norm and the head."""
+    """_of_whole of each layer, of the embedding, the norm, the head, and all for further tokens."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         part = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
@@ -1560,7 +1560,9 @@ def _of_parts(model: Transformer) -> dict[str, dict[str, Tensor]]:
 def _has(model: Transformer, part: str) -> bool:
     module, _, layer = part.partition(".")
     held = getattr(model, module)
-    return layer in dict(held.named_children()) if layer else held is not None
+    if isinstance(held, nn.ModuleList):
+        return layer in dict(held.named_children()) if layer else len(held) > 0
+    return held is not None
 
 
 def _held(model: Transformer, name: str) -> Sequence[int] | None:

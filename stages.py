@@ -132,12 +132,13 @@ def layer_cost(config: ModelConfig, layer: nn.Module, index: int, seq_len: int) 
 
 def drop_(model: Transformer, stages: Sequence[int], layers: Sequence[range]) -> None:
     """Leave of a model, in place, these of its stages, which have those layers: under their names
-    in the whole model. A tied head gets a weight of its own."""
+    in the whole model. A tied head gets a weight of its own; layers for further tokens go."""
     blocks, model.layers = list(model.layers), nn.ModuleList()
     for i in sorted(i for stage in stages for i in layers[stage]):
         model.layers.add_module(str(i), blocks[i])
     if model.config.tie_embeddings:
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    model.mtp = nn.ModuleList()
     if 0 not in stages:
         model.embed = None
     if len(layers) - 1 not in stages:

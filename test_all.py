@@ -23309,6 +23309,118 @@ def test_generate_tp_one_is_the_plain_thing(capsys, gtp_plain):
     assert G.parse_args(["--tp", "1", "--interactive"]).mesh is None
 
 
+def gpp_like_one(capsys, cases, said):
+    for case, each in zip(cases, said):
+        without = [a for a in case if a != "--json"]
+        gtp_like_one(alone(capsys, without), each[0], case)
+
+
+def test_generate_pp_two_ranks(tmp_path, capsys, gtp_plain):
+    """The text of one process: greedy, one row; sampled with penalties, rows in uneven groups, of
+    which some end before others; experts; a tied head; a prompt of several chunks. Every rank
+    reads and holds its own layers; what cannot be is refused in one line."""
+    tied = gtp_folder_of(gtp_qwen(tie_embeddings=True, n_layers=3), tmp_path / "tied")
+    deep = gtp_config_of(latent(max_seq_len=2048), tmp_path / "latent.json")
+    dummy = ("--dummy", deep, "--prompt-tokens", 1100, *GTP_FP32, "--max-new-tokens", 5, "--json")
+    shallow = gtp_config_of(tiny(n_layers=1), tmp_path / "one.json")
+    cases = [
+        GTP_GREEDY,
+        (*GTP_SAMPLED, "--n", 5, "--frequency-penalty", 0.7, "--stop", "\n"),
+        (*GTP_SAMPLED, "--checkpoint", MOE),
+        (*GTP_GREEDY, "--checkpoint", tied, "--attention", "flash"),
+        (*dummy, "--n", 3),
+        (*GTP_GREEDY, "--max-new-tokens", 1),
+        (*GTP_GREEDY, "--bench", 2, "--max-new-tokens", 4),
+    ]
+    wrong = {
+        (*GTP_GREEDY, "--pp", 3): "--pp 3 is 3 processes, not 2; torchrun --nproc-per-node 3",
+        (*GTP_GREEDY, "--pp", 2, "--tp", 2): "--pp 2 x --tp 2 is 4 processes, not 2",
+        ("--dummy", shallow, "--prompt-tokens", 5, "--pp", 2): "--pp 2 makes 2 stages; 1 layers",
+    }
+    lines = [(*case, "--pp", 2) for case in cases] + list(wrong)
+    said = gtp_ranks(2, tmp_path, lines)
+    gpp_like_one(capsys, cases[:6], said)
+    for words, each in zip(wrong.values(), said[len(cases) :], strict=True):
+        assert all(word in each[0]["error"] for word in words.split("; ")), each[0]["error"]
+    for case, folder in ((0, SMALL), (2, MOE), (3, tied)):
+        whole = M.load_checkpoint(folder)
+        size = sum(t.nbytes for t in (*whole.parameters(), *whole.buffers()))
+        shared = whole.embed.weight.nbytes * whole.config.tie_embeddings  # the head's own copy
+        read = [each["read"] for each in said[case]]
+        assert sum(read) == size + shared, (read, size)
+        assert max(read) < 0.75 * size + shared
+        assert all(each["holds"] >= each["read"] for each in said[case])
+    assert "pp 2]" in said[0][0]["err"] and len(said[0][0]["err"].splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_generate_pp_four_ranks(tmp_path, capsys, gtp_plain):
+    """Four stages, and two of two ranks each, which share heads and columns; more rows than ranks
+    and fewer; quantized, near enough."""
+    wide = gtp_folder_of(gtp_qwen(n_layers=6, tie_embeddings=True), tmp_path / "wide")
+    more = dict(n_layers=4, moe_layers=(1, 2, 3))
+    deep = gtp_folder_of(latent(vocab_size=4096, **more), tmp_path / "latent")
+    both = ("--pp", 2, "--tp", 2)
+    cases = [
+        ((*GTP_GREEDY, "--checkpoint", wide), ("--pp", 4)),
+        ((*GTP_SAMPLED, "--checkpoint", wide, "--n", 7), ("--pp", 4)),
+        ((*GTP_SAMPLED, "--checkpoint", wide, "--n", 3, "--presence-penalty", 1), both),
+        ((*GTP_SAMPLED, "--checkpoint", deep, "--n", 6), ("--pp", 4)),
+        ((*GTP_GREEDY, "--checkpoint", deep), both),
+        (GTP_GREEDY, both),
+    ]
+    said = gtp_ranks(4, tmp_path, [(*case, *more) for case, more in cases])
+    gpp_like_one(capsys, [case for case, _ in cases], said)
+    for each in said[:2]:
+        whole = M.load_checkpoint(wide)
+        size = sum(p.nbytes for p in whole.parameters()) + whole.embed.weight.nbytes
+        assert sum(rank["read"] for rank in each) == size
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--pp 2", "--pp 2 is 2 processes, not 1: start it with torchrun --nproc-per-node 2"),
+        ("--pp 0", "--pp must be at least 1"),
+        ("--pp 2 --interactive", "--pp does not go together with --interactive"),
+        ("--pp 2 --compile", "--compile"),
+        ("--pp 2 --speculate ngram", "--speculate"),
+        ("--pp 2 --ep", "--ep"),
+        ("--pp 2 --batch requests.jsonl", "--batch"),
+        ("--pp 2 --json --logprobs 2", "--logprobs"),
+    ],
+)
+def test_generate_pp_refuses(flags, words, capsys):
+    assert G.main(flags.split()) == 2
+    err = capsys.readouterr().err
+    assert words in err and len(err.splitlines()) == 1
+
+
+def test_generate_pp_one_is_the_plain_thing(capsys, gtp_plain):
+    texts = [alone(capsys, (*GTP_GREEDY[:-1], *more))["text"] for more in ((), ("--pp", 1))]
+    assert texts[0] == texts[1]
+
+
+def test_a_slice_of_a_model_loads_alone(tmp_path):
+    """load_checkpoint reads the layers that are left, equal to the whole model's; a folder that
+    lacks a dropped tensor is refused all the same, for every process."""
+    folder = gtp_folder_of(gtp_qwen(n_layers=4, tie_embeddings=True), tmp_path / "m")
+    whole, layers = M.load_checkpoint(folder), [range(1), range(1, 3), range(3, 4)]
+    for stage, has in enumerate(layers):
+        part = M.load_checkpoint(folder, prepare=lambda m: ST.drop_(m, [stage], layers))
+        named = dict(part.named_parameters())
+        assert {int(n.split(".")[1]) for n in named if n.startswith("layers.")} == set(has)
+        assert (part.embed is None) == (stage != 0) and (part.head is None) == (stage != 2)
+        for name, p in named.items():
+            name = "embed.weight" if name == "head.weight" else name
+            assert torch.equal(p, whole.get_parameter(name)), name
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="missing tensors: model.layers.3.mlp.up_proj.weight"):
+        M.load_checkpoint(folder, prepare=lambda m: ST.drop_(m, [0], layers))
+
+
 def test_dummy_parts_are_of_the_whole(tmp_path):
     """Random weights of a process that has a part of them: that part of one process's."""
     path = gtp_config_of(latent(), tmp_path / "latent.json")
