@@ -35,7 +35,8 @@ the start weights and the momentum, and the turn's mean takes all of them to the
 
 The store must outlive workers: a folder that all can write to (FileStore: no server), or HOST:PORT
 of `python diloco.py --serve HOST:PORT`, a process that does nothing else. If it goes, all stop, and
-go on from checkpoints with another. Links are gloo's, plain TCP, for machines that trust others.
+go on from checkpoints with another. Links are gloo's, plain TCP between machines
+that trust each other (GLOO_SOCKET_IFNAME names the interface).
 
 What it costs: two more copies of the weights (start, momentum), which device="cpu" offloads; all
 wait for the slowest, up to `timeout`. When it loses: where links are fast, for steps of many
@@ -175,17 +176,22 @@ class DiLoCo:
         return torch.cat([_local(p).flatten().to(self.state) for p in self.params])
 
     @property
-    def signature(self) -> str:
+    def settings(self) -> dict[str, Any]:
         """What must be the same for all."""
-        sizes = hashlib.sha256(str(self.sizes).encode()).hexdigest()[:8]
-        outer = f"lr {self.lr}, momentum {self.momentum}, nesterov {self.nesterov}"
-        return f"{sum(self.sizes)} parameters ({sizes}), every {self.every}, {outer}, {self.dtype}"
+        names = "every", "lr", "momentum", "nesterov", "dtype"
+        shapes = hashlib.sha256(str(self.sizes).encode()).hexdigest()[:8]
+        return {name: str(getattr(self, name)) for name in names} | {"parameters": shapes}
 
     @torch.no_grad()
     def step(self) -> Round | None:
-        """After every step of the inner optimizer; meets the others in each `every`-th."""
+        """After every step of the inner optimizer; meets the others in each `every`-th. ValueError
+        for weights that are not finite, which would be everybody's."""
         self.steps += 1
-        return None if self.steps < self.every else self._meet(self.start - self._now())
+        if self.steps < self.every:
+            return None
+        delta = self.start - self._now()
+        _check(bool(delta.isfinite().all()), f"weights are not finite in round {self.round}")
+        return self._meet(delta)
 
     @torch.no_grad()
     def join(self) -> Round:
@@ -232,18 +238,25 @@ def open_store(at: str, timeout: float = 60.0) -> dist.Store:
 class Workers:
     """Meetings of the workers 0..n - 1 that are there (`DiLoCo`'s exchange). at: where the store
     is, with nothing in it of another run. timeout: seconds that a worker may be silent, or come
-    later than another, or an operation of a turn may last. Call `begin` before the first step, and
-    `close` at the end. A worker that is started again takes the place of the one of its number.
+    later than another, or an operation of a turn may last. about: what must be the same for all,
+    beside DiLoCo's settings. Call `begin` before the first step, and `close` at the end. A worker
+    that is started again takes the place of the one of its number.
     """
 
-    def __init__(self, at: str, worker: int, n: int, *, timeout: float = 60.0):
+    def __init__(
+        self, at: str, worker: int, n: int, *, timeout: float = 60.0,
+        about: dict[str, Any] | None = None,
+    ):  # fmt: skip
         _check(0 <= worker < n, f"worker must be from 0 to {n - 1}, not {worker}")
         _check(timeout > 0, f"timeout must be more than 0, not {timeout}")
         self.at, self.worker, self.n, self.timeout = at, worker, n, timeout
-        self.store, self.token = open_store(at, timeout), uuid.uuid4().hex
+        self.store, self.token, self.about = open_store(at, timeout), uuid.uuid4().hex, about or {}
         self.late = True  # without the run's state
         self._seen: dict[int, tuple[bytes, float]] = {}  # of each: last beat, when it was new
-        self._closed = threading.Event()
+        self._closed, self._thread = (
+            threading.Event(),
+            threading.Thread(target=self._beats, daemon=True),
+        )
 
     # ---- who lives ----
 
@@ -254,7 +267,7 @@ class Workers:
         number = int(self.store.compare_set("turn", "", f"0 {round}").split()[1])
         self.late = number != round
         self._beat(self.store)
-        threading.Thread(target=self._beats, daemon=True).start()
+        self._thread.start()
         end = time.monotonic() + self.timeout
         while not self.late and not all(map(self._lives, range(self.n))):
             if time.monotonic() > end:
@@ -287,14 +300,19 @@ class Workers:
     def close(self) -> None:
         """Leave: others do not wait for this worker."""
         self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join()
         self.store.set(f"beat/{self.worker}", "left")
 
     # ---- a meeting ----
 
     def __call__(self, outer: DiLoCo, delta: Tensor, weight: float) -> Round:
         _check(bool(self._seen), "begin(round) comes before the first meeting")
-        run = self.store.compare_set("run", "", outer.signature).decode()
-        _check(run == outer.signature, f"this worker has {outer.signature}; the run has {run}")
+        own = outer.settings | self.about
+        run = json.loads(self.store.compare_set("run", "", json.dumps(own)))
+        other = ", ".join(f"{k} {own.get(k)}, not {run.get(k)}" for k in run | own
+                          if own.get(k) != run.get(k))  # fmt: skip
+        _check(not other, f"this worker differs from the run of this store: {other}")
         failed = 0
         while True:
             owner = self.store.get(f"owner/{self.worker}").decode()

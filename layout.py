@@ -54,6 +54,7 @@ from parallel import (
     sum_gradients,
     vocab_cross_entropy,
 )
+from quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
 from zero import DistributedOptimizer
 
 IGNORE = -100  # a target that is not counted
@@ -82,6 +83,12 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ZeRO 1 and 2 by zero.py's buckets of gradients, in place of fully_shard",
     )
+    p.add_argument(
+        "--zero-quantized",
+        action="store_true",
+        help="shards are gathered as int8, gradients scattered as int4 (ZeRO++): not exact",
+    )
+    number("--zero-node-size", metavar="RANKS", help="--zero 3 gathers once, then in such nodes")
     p.add_argument(
         "--no-sequence-parallel",
         action="store_true",
@@ -200,7 +207,18 @@ class Layout:
                         mixture.experts = torch.compiler.disable(mixture.experts)
                 block.compile()
         if self.shards:
-            apply_fsdp(model, self.mesh, stage=self.args.zero, param_dtype=dtype)
+            how = self._transfers()
+            apply_fsdp(model, self.mesh, stage=self.args.zero, param_dtype=dtype, **how)
+
+    def _transfers(self) -> dict[str, Any]:
+        """What --zero-node-size and --zero-quantized tell apply_fsdp."""
+        node = self.args.zero_node_size
+        if not self.args.zero_quantized:
+            return dict(node_size=node)
+        shard = self.mesh.dense.mesh.movedim(2, -1).flatten(0, -2).tolist()
+        nodes = node_groups(node, shard) if node else None
+        gather, scatter = QuantizedAllGather(plain_ranks=node or 1), QuantizedReduceScatter
+        return dict(node_size=node, all_gather=gather, reduce_scatter=scatter(nodes=nodes))
 
     @torch.no_grad()
     def draw_(self, model: Transformer, seed: int) -> None:
@@ -208,13 +226,13 @@ class Layout:
         come and go one by one."""
         rng = torch.Generator().manual_seed(seed)
         for name, p in model.named_parameters():
-            whole = torch.empty(self._whole_shape(model, name, p))
+            whole = torch.empty(self.whole_shape(model, name, p))
             model.init_weight(name, whole, rng)
             self.put(name, p, whole)
         for buffer in model.buffers():
             buffer.zero_()
 
-    def _whole_shape(self, model: Transformer, name: str, p: Tensor) -> tuple[int, ...]:
+    def whole_shape(self, model: Transformer, name: str, p: Tensor) -> tuple[int, ...]:
         cut = model.cuts.get(name)
         shape = tuple(p.shape) if cut is None else cut.whole_shape(p.shape)
         return (model.config.n_experts, *shape[1:]) if is_stack(p) else shape
@@ -390,6 +408,16 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
     alone = tp == ep == copies == 1
     if args.bucketed and not (args.zero in (1, 2) and alone):
         raise ValueError("--bucketed goes with --zero 1 or 2, and with --dp and --cp alone")
+    if args.zero_quantized and (not args.zero or args.bucketed):
+        raise ValueError("--zero-quantized goes with --zero 1, 2 or 3, and without --bucketed")
+    within, shards = args.zero_node_size, dp // copies * cp
+    if within is not None and not (args.zero == 3 and ep == 1):
+        raise ValueError("--zero-node-size goes with --zero 3, and without --ep")
+    if within is not None and (not 1 < within < shards or shards % within):
+        raise ValueError(
+            f"--zero-node-size {within} must divide the {shards} ranks that shard, and lie between "
+            "1 and these"
+        )
     if (dp // copies * cp) % ep:
         raise ValueError(
             f"--ep {ep} must divide the {world} ranks that torchrun starts"
