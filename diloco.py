@@ -230,7 +230,10 @@ def open_store(at: str, timeout: float = 60.0) -> dist.Store:
     host, _, port = at.rpartition(":")
     if host and port.isdigit():
         wait = timedelta(seconds=timeout)
-        return dist.TCPStore(host, int(port), timeout=wait, wait_for_workers=False)
+        try:
+            return dist.TCPStore(host, int(port), timeout=wait, wait_for_workers=False)
+        except RuntimeError:
+            raise ValueError(f"no store at {at}: start python diloco.py --serve {at}") from None
     Path(at).mkdir(parents=True, exist_ok=True)
     return dist.FileStore(str(Path(at) / "store"))
 

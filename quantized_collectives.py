@@ -98,7 +98,7 @@ def quantize(x: Tensor, bits: int, block: int = 256) -> Tensor:
 def dequantize(payload: Tensor, n: int, bits: int, block: int = 256) -> Tensor:
     """What `quantize` made of (R, n), in fp32."""
     blocks = -(-n // block)
-    step = payload[:, : 4 * blocks].contiguous().view(torch.float32)
+    step = payload[:, : 4 * blocks].flatten().view(torch.float32).view(-1, blocks)
     q = payload[:, 4 * blocks :]
     if bits == 4:
         q = torch.stack((q & 15, q >> 4), -1).flatten(1)[:, :n].view(torch.int8) - 8
