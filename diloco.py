@@ -21,8 +21,8 @@ all-to-all, are averaged there in fp32, and come back in fp16. All workers get t
 in no common process group, whom one's death would end too. They share a torch Store, and meet in
 turns, each of which has its keys there:
 
-1. Who arrives says so. When all who live are there, or `timeout` seconds after it came, any member
-   proposes who takes part; compare_set lets the first proposal stand.
+1. Who arrives says so. When all who live of the last turn are there, or `timeout` seconds after it
+   came, any member proposes who takes part; compare_set lets the first proposal stand.
 2. These make a gloo group for this turn alone, and average.
 3. Who holds the whole result votes; "commit" is proposed by who sees all votes, "abort" by who had
    an error, or waited too long. The first word stands. After a commit all who live apply the
@@ -256,10 +256,9 @@ class Workers:
         self.store, self.token, self.about = open_store(at, timeout), uuid.uuid4().hex, about or {}
         self.late = True  # without the run's state
         self._seen: dict[int, tuple[bytes, float]] = {}  # of each: last beat, when it was new
-        self._closed, self._thread = (
-            threading.Event(),
-            threading.Thread(target=self._beats, daemon=True),
-        )
+        self._awaited = set(range(n))  # those of the last turn: others come when they come
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beats, daemon=True)
 
     # ---- who lives ----
 
@@ -320,12 +319,13 @@ class Workers:
         while True:
             owner = self.store.get(f"owner/{self.worker}").decode()
             _check(owner == self.token, f"worker {self.worker} was started again: this one leaves")
-            turn, number = map(int, self.store.get("turn").split())
+            turn, number = self._turn()
             self.late = weight == 0 or number != outer.round
             members = self._gather(turn)
             if [self.worker, self.token, self.late] not in members:
                 self._wait_for_turn_after(turn, number, members)
                 continue
+            self._awaited = {i for i, _, _ in members}
             try:
                 done = self._reduce(turn, number, members, outer, delta, weight)
             except RuntimeError:  # a peer has died, or is too slow
@@ -341,9 +341,8 @@ class Workers:
         me, end = [self.worker, self.token, self.late], time.monotonic() + self.timeout
         self.store.set(f"{turn}/here/{self.worker}", json.dumps(me))
         while not self.store.check([f"{turn}/members"]):
-            keys = [f"{turn}/here/{i}" for i in range(self.n)]
-            here = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
-            others = set(range(self.n)) - {i for i, _, _ in here}
+            here = self._arrived(turn)
+            others = self._awaited - {i for i, _, _ in here}
             patient = time.monotonic() < end
             if not self.late and me in here and not (patient and any(map(self._lives, others))):
                 self.store.compare_set(f"{turn}/members", "", json.dumps(here))
@@ -352,6 +351,15 @@ class Workers:
                    "with another, empty, store")  # fmt: skip
             time.sleep(POLL)
         return json.loads(self.store.get(f"{turn}/members"))
+
+    def _arrived(self, turn: int) -> list[list[Any]]:
+        keys = [f"{turn}/here/{i}" for i in range(self.n)]
+        return [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+
+    def _turn(self) -> tuple[int, int]:
+        """The turn that is next or under way, and which round it is to make."""
+        turn, number = self.store.get("turn").split()
+        return int(turn), int(number)
 
     def _reduce(
         self, turn: int, number: int, members: list[list[Any]], outer: DiLoCo, delta: Tensor,
@@ -397,7 +405,7 @@ class Workers:
         return first == b"commit"
 
     def _wait_for_turn_after(self, turn: int, number: int, members: list[list[Any]]) -> None:
-        while int(self.store.get("turn").split()[0]) == turn:
+        while self._turn()[0] == turn:
             if not any(self._lives(i) for i, _, _ in members if i != self.worker):
                 self._settle(turn, number, "abort")
             time.sleep(POLL)
@@ -422,12 +430,12 @@ def _example(worker: int, at: str, rounds: int, dies: int | None, told: Any) -> 
     torch.set_num_threads(1)
     rng = torch.Generator().manual_seed(worker)
     x, w = torch.randn(256, 16, generator=rng), torch.zeros(16, requires_grad=True)
-    inner, workers = torch.optim.AdamW([w], lr=0.03), Workers(at, worker, 4, timeout=2.0)
+    inner, workers = torch.optim.AdamW([w], lr=0.03), Workers(at, worker, 4, timeout=5.0)
     outer = DiLoCo([w], workers, every=5, momentum=0.5)
     met, loss = outer.join() if workers.begin(outer.round) else None, torch.tensor(math.nan)
     while True:
-        while outer.round == 6 and not workers._lives(3):  # it is being started again
-            time.sleep(POLL)
+        while outer.round == 6 and worker < 3 and len(workers._arrived(workers._turn()[0])) == 0:
+            time.sleep(POLL)  # worker 3 is being started again
         if met is not None:
             told.put((met.number, met.workers, w.tolist(), loss.item(), met.sent))
             if outer.round == rounds:
