@@ -35,12 +35,13 @@ the start weights and the momentum, and the turn's mean takes all of them to the
 
 The store must outlive workers: a folder that all can write to (FileStore: no server), or HOST:PORT
 of `python diloco.py --serve HOST:PORT`, a process that does nothing else. If it goes, all stop, and
-go on from checkpoints with another. Links are gloo's, plain TCP between machines
-that trust each other (GLOO_SOCKET_IFNAME names the interface).
+go on from checkpoints with another. Links are gloo's: plain TCP, between machines that trust each
+other, by the interface that GLOO_SOCKET_IFNAME names.
 
 What it costs: two more copies of the weights (start, momentum), which device="cpu" offloads; all
-wait for the slowest, up to `timeout`. When it loses: where links are fast, for steps of many
-workers apart teach less than as many together; and H beyond about 500.
+wait for the slowest, up to `timeout`. When it loses: where links are fast, for steps apart teach
+less than steps together; in few rounds from new weights, as momentum has to gather (the paper
+begins from a trained model; numbers in BENCHMARKS.md); and H beyond about 500.
 Hook: none, it takes parameters. Equivalence (test_all.py): lr 1 and momentum 0 is averaging, H = 1
 of SGD is data parallelism, and the outer step is torch.optim.SGD's. Needs: torch. `python
 diloco.py` starts 4 workers, kills one, checks itself and prints a table (--check: none).
@@ -376,9 +377,8 @@ class Workers:
         for joiner in [r for r in range(len(ids)) if late[r]] if rank == source else ():
             group.send([outer.state.cpu()], joiner, 0).wait()
             sent += outer.state.nbytes
-        delta, weight = delta.cpu(), 0.0 if self.late else weight
-        given = torch.zeros_like(delta) if self.late else delta
-        mean, more = average(group, given, weight, outer.sizes, outer.dtype)
+        delta, weight = (torch.zeros_like(delta), 0.0) if self.late else (delta, weight)
+        mean, more = average(group, delta.cpu(), weight, outer.sizes, outer.dtype)
         workers = [i for i, _, late in members if not late]
         return Round(number, mean.to(outer.state.device), workers, sent + more, state)
 

@@ -85,8 +85,7 @@ def quantize(x: Tensor, bits: int, block: int = 256) -> Tensor:
     blocks = -(-n // block)
     x = F.pad(x.float(), (0, blocks * block - n)).view(rows, blocks, block)
     step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-    step.clamp_(min=torch.finfo(step.dtype).tiny)  # of a block of zeros
-    q = (x / step).round_().to(torch.int8).flatten(1)
+    q = (x / step).round_().to(torch.int8).flatten(1)  # of zeros: anything, times 0
     if bits == 4:
         low, high = (q + 8).view(torch.uint8)[:, : n + n % 2].unflatten(1, (-1, 2)).unbind(-1)
         q = low | high << 4
