@@ -171,14 +171,7 @@ def settle(args: argparse.Namespace) -> ModelConfig:
     """Defaults, the model, the process group. ValueError for flags that are not of a dry run."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--dry-run is one process: not under torchrun, but with --world-size N")
-    for flag in (
-        "--resume",
-        "--train-draft-head",
-        "--compile",
-        "--device",
-        "--bucketed",
-        "--diloco",
-    ):
+    for flag in "--resume --train-draft-head --compile --device --bucketed --diloco".split():
         if flag in args.given:
             raise ValueError(f"--dry-run counts a step of plain training; leave {flag} out")
     config = train.model_config(args)

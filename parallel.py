@@ -572,13 +572,12 @@ def apply_fsdp(
     with the embedding; inputs are not, so run products under autocast. Gradients are added up in
     reduce_dtype, as sums over ranks, not means: divide the loss by the tokens of all. offload: the
     shards, their gradients and the optimizer's work are the CPU's; on GPUs the process group needs
-    a backend for these as well ("cpu:gloo,cuda:nccl"). node_size: the backward pass of
-    stage 3 gathers inside so many neighbours, who keep what was gathered before (ZeRO++'s hpZ).
+    a backend for these as well ("cpu:gloo,cuda:nccl"). node_size: the backward pass of stage 3
+    gathers inside so many neighbours, who keep what was gathered before (ZeRO++'s hpZ).
     all_gather, reduce_scatter: for FSDPModule.set_custom_all_gather and _reduce_scatter.
     """
     _check(stage in (1, 2, 3), f"stage must be 1, 2 or 3, not {stage}")
-    _check(node_size is None or stage == 3, f"node_size goes with stage 3, not {stage}")
-    how: dict[str, Any] = dict(reshard_after_forward=node_size or stage == 3)
+    how: dict[str, Any] = dict(reshard_after_forward=stage == 3 and (node_size or True))
     # inputs as they come: a block's are its rotations too, which in bf16 would turn by other angles
     how["mp_policy"] = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     if offload:

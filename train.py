@@ -697,16 +697,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 LOSSES = ("aux_loss", "sequence_loss", "z_loss")
 OUTER = ("diloco", "outer_lr", "outer_momentum")
 FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat", *LOSSES, *OUTER)
-SAVED = (
-    *FIXED,
-    "diloco_at",
-    "diloco_workers",
-    "diloco_worker",
-    "diloco_timeout",
-    "steps",
-    "micro_batch_size",
-)
-SAVED += ("save_every", "eval_every", "compile", "attention", "experts")
+SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile", "attention")
+SAVED += ("experts", "diloco_at", "diloco_workers", "diloco_worker", "diloco_timeout")
 
 
 def save_run(
