@@ -53,6 +53,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self, layout: Layout):
         super().__init__()
         self.sent, self.dims, mesh = {}, {}, layout.mesh
+        self.ep = layout.size("ep") > 1
         for view in () if mesh is None else (mesh.experts, mesh.world, mesh.dense):
             self.dims |= {view.get_group(d).group_name: d for d in view.mesh_dim_names}
         for group in (layout.ring, layout.heads) if layout.size("cp") > 1 else ():
@@ -69,7 +70,7 @@ class Traffic(TorchDispatchMode):
             split, n = args[4] if name == "alltoall_base_" else (), group.size()
             own = b * split[group.rank()] // sum(split) if any(split) else b // n
             dim, (kind, sends) = self.dims.get(group.group_name, "all"), KINDS[name]
-            key = "ep" if kind == "all-to-all" and dim != "cp" else dim, kind
+            key = "ep" if kind == "all-to-all" and self.ep and dim != "cp" else dim, kind
             if n > 1:
                 self.sent.setdefault(key, []).append(sends(b, n, own))
         return func(*args, **(kwargs or {}))
@@ -170,7 +171,8 @@ def settle(args: argparse.Namespace) -> ModelConfig:
     """Defaults, the model, the process group. ValueError for flags that are not of a dry run."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--dry-run is one process: not under torchrun, but with --world-size N")
-    for flag in ("--resume", "--train-draft-head", "--compile", "--device", "--bucketed", "--pp"):
+    flags = "--resume --train-draft-head --compile --device --bucketed --pp --diloco"
+    for flag in flags.split():
         if flag in args.given:
             raise ValueError(f"--dry-run counts a step of plain training; leave {flag} out")
     config = train.model_config(args)

@@ -57,6 +57,7 @@ from parallel import (
 from stages import Stages
 from stages import add_flags as add_stage_flags
 from stages import check as check_stages
+from quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
 from zero import DistributedOptimizer
 
 IGNORE = -100  # a target that is not counted
@@ -86,6 +87,12 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ZeRO 1 and 2 by zero.py's buckets of gradients, in place of fully_shard",
     )
+    p.add_argument(
+        "--zero-quantized",
+        action="store_true",
+        help="shards are gathered as int8, gradients scattered as int4 (ZeRO++): not exact",
+    )
+    number("--zero-node-size", metavar="RANKS", help="--zero 3 gathers once, then in such nodes")
     p.add_argument(
         "--no-sequence-parallel",
         action="store_true",
@@ -216,27 +223,46 @@ class Layout:
             self.stages.slice_(model)
             self.stages.sharded_dtype = dtype if self.shards else None
             parts = self.stages.chunks.values()
+        how = self._transfers() if self.shards else {}
         for part in parts if self.shards else ():
-            apply_fsdp(part, self.mesh, stage=self.args.zero, param_dtype=dtype)
+            apply_fsdp(part, self.mesh, stage=self.args.zero, param_dtype=dtype, **how)
+
+    def _transfers(self) -> dict[str, Any]:
+        """What --zero-node-size and --zero-quantized tell apply_fsdp."""
+        node = self.args.zero_node_size
+        if not self.args.zero_quantized:
+            return dict(node_size=node)
+        shard = self.mesh.dense.mesh.movedim(2, -1).flatten(0, -2).tolist()
+        nodes = node_groups(node, shard) if node else None
+        gather, scatter = QuantizedAllGather(plain_ranks=node or 1), QuantizedReduceScatter
+        return dict(node_size=node, all_gather=gather, reduce_scatter=scatter(nodes=nodes))
 
     @torch.no_grad()
     def draw_(self, model: Transformer, seed: int) -> None:
         """The weights that one process draws from the seed, this rank's part of them: whole tensors
         come and go one by one."""
-        rng, here = torch.Generator().manual_seed(seed), dict(model.named_parameters())
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in Transformer(model.config).named_parameters()}
-        for stored, shape in shapes.items():
+        rng = torch.Generator().manual_seed(seed)
+        for name, shape in self.shapes(model).items():
             whole = torch.empty(shape)
-            model.init_weight(stored, whole, rng)
-            for name in (name for name in here if self.stored(name) == stored):
-                self.put(name, here[name], whole)
+            model.init_weight(name, whole, rng)
+            self.put_stored(model, name, whole)
         for buffer in model.buffers():
             buffer.zero_()
+
+    def shapes(self, model: Transformer) -> dict[str, torch.Size]:
+        """Of the whole model's parameters."""
+        with torch.device("meta"):
+            return {name: p.shape for name, p in Transformer(model.config).named_parameters()}
 
     def stored(self, name: str) -> str:
         """A parameter's name in the whole model, and in a checkpoint."""
         return name if self.stages is None else self.stages.stored(name)
+
+    def put_stored(self, model: Transformer, stored: str, whole: Tensor) -> None:
+        """`put` into all parameters here, or none, that are the whole model's of that name."""
+        for name, p in model.named_parameters():
+            if self.stored(name) == stored:
+                self.put(name, p, whole)
 
     def put(self, name: str, p: Tensor, whole: Tensor) -> None:
         """Copy into a parameter, or what is cut and sharded as it is, its part of the whole."""
@@ -421,6 +447,16 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
     alone = tp == ep == copies == 1
     if args.bucketed and not (args.zero in (1, 2) and alone):
         raise ValueError("--bucketed goes with --zero 1 or 2, and with --dp and --cp alone")
+    if args.zero_quantized and (not args.zero or args.bucketed):
+        raise ValueError("--zero-quantized goes with --zero 1, 2 or 3, and without --bucketed")
+    within, shards = args.zero_node_size, dp // copies * cp
+    if within is not None and not (args.zero == 3 and ep == 1):
+        raise ValueError("--zero-node-size goes with --zero 3, and without --ep")
+    if within is not None and (not 1 < within < shards or shards % within):
+        raise ValueError(
+            f"--zero-node-size {within} must divide the {shards} ranks that shard, and lie between "
+            "1 and these"
+        )
     if (dp // copies * cp) % ep:
         raise ValueError(
             f"--ep {ep} must divide the {world} ranks that torchrun starts"
@@ -440,7 +476,7 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
             + (" with batches of their own" if dp < world else "")
         )
     check_model(args, config)
-    check_stages(args, config, dp)
+    check_stages(args, config, dp * args.diloco_workers)
     return dict(dp_replicate=copies, dp_shard=dp // copies, cp=cp, tp=tp, pp=args.pp, ep=ep)
 
 

@@ -558,6 +558,9 @@ def apply_fsdp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     offload: bool = False,
+    node_size: int | None = None,
+    all_gather: Any = None,
+    reduce_scatter: Any = None,
 ) -> None:
     """Shard parameters, gradients and optimizer states over dp_shard x cp, in place, by torch's
     fully_shard: a group of parameters per block, one for embedding, one for norm and head. With
@@ -570,10 +573,12 @@ def apply_fsdp(
     with the embedding; inputs are not, so run products under autocast. Gradients are added up in
     reduce_dtype, as sums over ranks, not means: divide the loss by the tokens of all. offload: the
     shards, their gradients and the optimizer's work are the CPU's; on GPUs the process group needs
-    a backend for these as well ("cpu:gloo,cuda:nccl").
+    a backend for these as well ("cpu:gloo,cuda:nccl"). node_size: the backward pass of stage 3
+    gathers inside so many neighbours, who keep what was gathered before (ZeRO++'s hpZ).
+    all_gather, reduce_scatter: for FSDPModule.set_custom_all_gather and _reduce_scatter.
     """
     _check(stage in (1, 2, 3), f"stage must be 1, 2 or 3, not {stage}")
-    how: dict[str, Any] = dict(reshard_after_forward=stage == 3)
+    how: dict[str, Any] = dict(reshard_after_forward=stage == 3 and (node_size or True))
     # inputs as they come: a block's are its rotations too, which in bf16 would turn by other angles
     how["mp_policy"] = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     if offload:
@@ -601,6 +606,10 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+            if all_gather is not None:
+                module.set_custom_all_gather(all_gather)
+            if reduce_scatter is not None:
+                module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def last_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
@@ -615,9 +624,11 @@ def reshard(model: nn.Module, stage: int) -> None:
     """Give back what forward passes without backward ones have gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(True, recurse=False)
+            if stage < 3:
+                module.set_reshard_after_forward(True, recurse=False)
             module.reshard()
-            module.set_reshard_after_forward(stage == 3, recurse=False)
+            if stage < 3:
+                module.set_reshard_after_forward(False, recurse=False)
 
 
 def local(x: Tensor) -> Tensor:

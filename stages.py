@@ -150,7 +150,8 @@ class Stages:
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, mesh: Mesh):
         self.args, self.config, self.mesh, self.rank = args, config, mesh, mesh.rank("pp")
-        s = _schedule(args, args.batch_size // mesh.dp[1] // args.micro_batch_size)
+        rows = args.batch_size // (mesh.dp[1] * args.diloco_workers)
+        s = _schedule(args, rows // args.micro_batch_size)
         self.schedule, self.layers = s, stage_layers(args, config, len(s.paths[0]))
         self.mine = [chunk for chunk, rank in enumerate(s.home) if rank == self.rank]
         self.ends = {path[at] for path in s.paths for at in (0, -1)}

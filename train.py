@@ -12,6 +12,9 @@
                                                  what is left over the two with other batches
     torchrun --nproc-per-node 4 train.py --model small-moe --ep 2 ...
                                                  experts shared out over every two ranks
+    python train.py --diloco 100 --diloco-at FOLDER --diloco-workers 4 --diloco-worker 0 --out RUN0
+                                                 and 1, 2, 3 elsewhere: workers that meet in each
+                                                 100th step, and may come and go (diloco.py)
 
 A run, in order: read the documents; train a tokenizer on them; write them as token files; then per
 step take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and
@@ -48,7 +51,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -66,6 +69,7 @@ from tqdm import tqdm
 
 import moe
 from attention import as_attend
+from diloco import DiLoCo, Workers
 from layout import IGNORE, Layout
 from layout import add_flags as add_layout_flags
 from model import (
@@ -291,9 +295,9 @@ def open_tokens(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 def batch_of(
-    tokens: Tensor, seed: int, step: int, indices: range, batch_size: int, seq_len: int
+    tokens: Tensor, seed: int, step: int, indices: Iterable[int], batch_size: int, seq_len: int
 ) -> Tensor:
-    """Samples `indices` of the batch of `step`: (len(indices), seq_len + 1), inputs and targets
+    """Samples `indices` of the batch of `step`: (as many, seq_len + 1), inputs and targets
     overlapping.
 
     A pure function of its arguments. Sample g = step * batch_size + index is the g-th window of an
@@ -704,9 +708,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
 # may be given anew (another micro-batch size sums in another order: equal but for rounding).
 LOSSES = ("aux_loss", "sequence_loss", "z_loss")
-FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat", *LOSSES)
+OUTER = ("diloco", "outer_lr", "outer_momentum")
+FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat", *LOSSES, *OUTER)
 SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile", "attention")
-SAVED += ("experts",)
+SAVED += ("experts", "diloco_at", "diloco_workers", "diloco_worker", "diloco_timeout")
 
 
 def save_run(
@@ -716,6 +721,7 @@ def save_run(
     step: int,
     args: argparse.Namespace,
     layout: Layout = ALONE,
+    island: Island | None = None,
 ) -> None:
     """Write OUT: first all that --resume needs, in one file; then the Hugging Face folder in
     bf16. All ranks call this, and the first writes."""
@@ -735,6 +741,10 @@ def save_run(
         "run": json.dumps({k: getattr(args, k) for k in SAVED}),
         "config": json.dumps(model.config.to_hf()),
     }
+    if island is not None:
+        held = island.outer.state_dict()
+        tensors["outer.state"] = held.pop("state").cpu()
+        about["outer"] = json.dumps(held)
     write_atomically(out / STATE, lambda tmp: save_file(tensors, tmp, about))
     export(out)
 
@@ -798,6 +808,79 @@ def load_run(
         optimizer.state.update(states)
     elif states:
         optimizer.load_state(states)
+
+
+class Island:
+    """--diloco: this worker among the others. Of several ranks the first one meets these, with
+    whole weights on the CPU, so that any layout will do and all its ranks are in the same rounds.
+    Routing corrections stay each worker's own."""
+
+    def __init__(self, args: argparse.Namespace, model: Transformer, layout: Layout, place: Place):
+        self.model, self.layout, self.place = model, layout, place
+        self.every, self.first = args.diloco, place.rank == 0
+        self.whole = None if layout.mesh is None else {}  # {} on other ranks than the first
+        self.collect()
+        if self.first:
+            tokenizer = hashlib.sha256((args.out / "tokenizer.model").read_bytes()).hexdigest()[:8]
+            same = ("seed", "batch_size", "seq_len", "steps", "lr", "diloco_workers")
+            about = {_flag(name): getattr(args, name) for name in same} | {"tokenizer": tokenizer}
+            here = args.diloco_at, args.diloco_worker, args.diloco_workers
+            self.workers = Workers(*here, timeout=args.diloco_timeout, about=about)
+            params = model.parameters() if self.whole is None else self.whole.values()
+            outer = dict(every=args.diloco, lr=args.outer_lr, momentum=args.outer_momentum)
+            self.outer = DiLoCo(params, self.workers, device="cpu", **outer)
+
+    def load(self, out: Path) -> None:
+        if self.first:
+            with safe_open(out / STATE, framework="pt") as f:
+                about = json.loads(f.metadata()["outer"])
+                self.outer.load_state_dict({"state": f.get_tensor("outer.state"), **about})
+
+    def begin(self, step: int) -> int:
+        """The step to begin with: `step`, or if the run is elsewhere, where it will be."""
+        late = self.first and self.workers.begin(self.outer.round)
+        return self.meet(join=True)["step"] if self.shared(late) else step
+
+    def after(self, step: int) -> dict[str, Any]:
+        """After `step`: {} or, of the meeting that it ends in, what there is to be said."""
+        if (step + 1) % self.every == 0:
+            return self.meet()
+        if self.first:
+            self.outer.step()
+        return {}
+
+    def meet(self, join: bool = False) -> dict[str, Any]:
+        model, layout, said = self.model, self.layout, None
+        self.collect()
+        if self.first:
+            met = self.outer.join() if join else self.outer.step()
+            said = {"step": self.outer.round * self.every, "round": met.number}
+            said |= {"workers": met.workers, "sent_bytes": met.sent}
+        shapes = {} if self.whole is None else layout.shapes(model)
+        for name, shape in shapes.items():
+            whole = self.whole[name] if self.first else torch.empty(shape)
+            dist.broadcast(whole := whole.to(self.place.device), 0)
+            layout.put_stored(model, name, whole)
+        return self.shared(said)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Into the first rank's whole weights, what all have."""
+        here = {} if self.whole is None else dict(self.model.named_parameters())
+        for name, x in self.layout.wholes(here) if here else ():
+            if self.first:
+                self.whole.setdefault(name, torch.empty(x.shape)).copy_(x)
+
+    def shared(self, x: Any) -> Any:
+        """The first rank's."""
+        if self.whole is None:
+            return x
+        dist.broadcast_object_list(box := [x], 0, device=self.place.device)
+        return box[0]
+
+    def close(self) -> None:
+        if self.first:
+            self.workers.close()
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -933,6 +1016,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_product_flags(p)
     add_expert_flags(p)
     add_layout_flags(p)
+    add_diloco_flags(p)
     p.add_argument("--compile", action="store_true", help="torch.compile the model")
     p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
     args = p.parse_args(argv)
@@ -985,10 +1069,53 @@ def add_expert_flags(p: argparse.ArgumentParser) -> None:
     number("--upcycle-top-k", default=2, help="experts per token (%(default)s)")
 
 
+def add_diloco_flags(p: argparse.ArgumentParser) -> None:
+    """Those of diloco.py; each worker is a program of its own, with an --out of its own."""
+    number = partial(p.add_argument, type=int)
+    number("--diloco", metavar="H", help="meet other workers in each H-th step, and in no other")
+    p.add_argument(
+        "--diloco-at",
+        metavar="WHERE",
+        help="a folder that all workers write to, or HOST:PORT of `python diloco.py --serve`",
+    )
+    number("--diloco-workers", default=1, metavar="N", help="that share every batch out (1)")
+    number("--diloco-worker", default=0, metavar="I", help="which one this is (0)")
+    real = partial(p.add_argument, type=float)
+    real("--diloco-timeout", default=60.0, help="seconds to wait for a worker (%(default)s)")
+    real("--outer-lr", default=0.7, help="of SGD on what workers moved by (%(default)s)")
+    real("--outer-momentum", default=0.9, help="its Nesterov momentum (%(default)s)")
+
+
+def settle_diloco_flags(args: argparse.Namespace, shares: int) -> None:
+    """ValueError for flags of --diloco that do not fit each other, or a batch of which a worker's
+    part is `shares` ranks'."""
+    given = args.given & {_flag(k) for k in SAVED if k.startswith(("diloco_", "outer_"))}
+    if args.diloco is None and given:
+        raise ValueError(f"{min(given)} goes with --diloco; give both, or leave it out")
+    if args.diloco is None:
+        return
+    if args.diloco_at is None:
+        raise ValueError("--diloco needs --diloco-at, where workers find each other")
+    if not 0 <= args.diloco_worker < args.diloco_workers:
+        raise ValueError(
+            f"--diloco-worker must be from 0 to {args.diloco_workers - 1}, not {args.diloco_worker}"
+        )
+    if not 0 <= args.outer_momentum < 1:
+        raise ValueError(f"--outer-momentum must be from 0 to 1, not {args.outer_momentum}")
+    if args.steps % args.diloco:
+        raise ValueError(f"--steps {args.steps} must be a multiple of --diloco {args.diloco}")
+    if args.batch_size % (args.diloco_workers * shares):
+        raise ValueError(
+            f"--batch-size {args.batch_size} must be a multiple of the {args.diloco_workers} "
+            f"workers x {shares} ranks of one with batches of their own"
+        )
+
+
 def check_numbers(args: argparse.Namespace) -> None:
     """ValueError for a number that is out of range."""
     positive = "steps batch_size micro_batch_size seq_len save_every eval_every lr upcycle "
-    layout = "dp dp_replicate pp pp_chunks tp cp cp_ulysses ep ep_node_size ep_chunks world_size"
+    layout = "dp dp_replicate pp pp_chunks tp cp cp_ulysses ep ep_node_size ep_chunks world_size "
+    layout += "zero_node_size diloco diloco_workers diloco_timeout outer_lr"
     for name in (positive + "upcycle_top_k " + layout).split():
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"{_flag(name)} must be positive, not {value}")
@@ -1030,7 +1157,7 @@ def settle_draft_head_flags(args: argparse.Namespace) -> None:
         return
     if args.init is None:
         raise ValueError("--train-draft-head needs --init, the model that the head is to draft for")
-    for flag in ("--model", "--fp8", "--qat", "--upcycle", *map(_flag, LOSSES)):
+    for flag in ("--model", "--fp8", "--qat", "--upcycle", "--diloco", *map(_flag, LOSSES)):
         if flag in args.given:
             raise ValueError(f"--train-draft-head trains no model; leave {flag} out")
     if args.resume:
@@ -1207,6 +1334,7 @@ def train(args: argparse.Namespace) -> None:
     config = model_config(args)
     settle_expert_flags(args, config)
     layout = Layout(args, config, place.world, place.device.type)
+    settle_diloco_flags(args, layout.batch_shares)
     args.out.mkdir(parents=True, exist_ok=True)
     for leftover in args.out.glob(".*.tmp") if place.rank == 0 else ():
         leftover.unlink()  # of a save that was killed
@@ -1232,7 +1360,17 @@ def train(args: argparse.Namespace) -> None:
         print(summary(args, meta_model(config), len(train_tokens), first, place), file=sys.stderr)
         if layout.mesh is not None:
             print(layout.mesh, file=sys.stderr)
-    run_steps(args, model, optimizer, train_tokens, val_tokens, first, place, layout)
+    run = args, model, optimizer, train_tokens, val_tokens, first, place, layout
+    if args.diloco is None:
+        run_steps(*run)
+        return
+    island = Island(args, model, layout, place)
+    if args.resume:
+        island.load(args.out)
+    try:
+        run_steps(*run, island)
+    finally:
+        island.close()
 
 
 def run_steps(
@@ -1244,20 +1382,24 @@ def run_steps(
     first: int,
     place: Place,
     layout: Layout = ALONE,
+    island: Island | None = None,
 ) -> None:
     """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
-    B, T, micro = args.batch_size, args.seq_len, args.micro_batch_size
+    B, T, micro = args.batch_size // args.diloco_workers, args.seq_len, args.micro_batch_size
     step_model = compiled(model) if args.compile and layout.mesh is None else model
-    attend, mine = layout.attend(attend_of(args.attention)), layout.samples(B)
+    attend = layout.attend(attend_of(args.attention))
+    mine = [args.diloco_worker * B + i for i in layout.samples(B)]
     losses = dict(aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
     balance = Balance(model, **losses, layout=layout)
     flops, peak = flops_per_token(meta_model(model.config), T), peak_flops(place)
     stop = stop_on_signals()
     metrics = open_metrics(args.out, first) if place.rank == 0 else io.StringIO()
-    bar = progress(first, args.steps, place)
+    bar, at = progress(first, args.steps, place), first if island is None else island.begin(first)
     for step in bar:
+        if step < at:  # the others have made it without this worker
+            continue
         start = time.perf_counter()
-        batch = batch_of(train_tokens, args.seed, step, mine, B, T).to(place.device)
+        batch = batch_of(train_tokens, args.seed, step, mine, args.batch_size, T).to(place.device)
         lr = learning_rate(step, args.steps, args.lr)
         losses = accumulate(step_model, batch, micro, place.autocast, attend, balance, layout)
         row = {"step": step + 1, **losses}
@@ -1267,6 +1409,9 @@ def run_steps(
         row |= balance.row
         speed = B * T / (time.perf_counter() - start)
         row["tokens_per_second"] = round(speed, 1)
+        if island is not None:
+            row |= island.after(step)
+            at, step = row["step"], row["step"] - 1
 
         leaving, done = any_rank(stop, place.device), step + 1 == args.steps
         if (step + 1) % args.eval_every == 0 or done:
@@ -1278,7 +1423,7 @@ def run_steps(
         mfu = f", MFU {speed * flops / peak:.1%}" if peak else ""
         bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed:,.0f} tok/s{mfu}", refresh=False)
         if (step + 1) % args.save_every == 0 or leaving or done:
-            save_run(args.out, model, optimizer, step + 1, args, layout)
+            save_run(args.out, model, optimizer, step + 1, args, layout, island)
         if leaving:
             say(bar, f"stopped after step {step + 1}, saved in {args.out}; go on with --resume")
             break
