@@ -65,7 +65,7 @@ def _check(condition: bool, message: str) -> None:
 
 def channels(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
     """The groups (to higher ranks, to lower ones) of this process among all pipelines, each a list
-    of ranks in order. Collective: all processes call it, with the same lists."""
+    of ranks, which groups number in ascending order. Collective, with the same lists."""
     make = lambda: dist.new_subgroups_by_enumeration([list(ranks) for ranks in pipelines])[0]
     return make(), make()
 
@@ -94,7 +94,6 @@ class _Product(torch.autograd.Function):
         y = F.linear(x, matrix, bias)
         ctx.save_for_backward(x.to(y.dtype))  # as autocast would have it
         ctx.weight, ctx.index, ctx.later = weight, index, later  # saved, it might come as a copy
-        ctx.types = x.dtype, weight.dtype if bias is None else bias.dtype
         return y
 
     @staticmethod
@@ -102,9 +101,9 @@ class _Product(torch.autograd.Function):
         (x,), weight, index, dx, db = ctx.saved_tensors, ctx.weight, ctx.index, None, None
         if ctx.needs_input_grad[0]:
             matrix = weight if index is None else weight[index]
-            dx = (dy @ matrix.to(dy.dtype)).to(ctx.types[0])
+            dx = dy @ matrix.to(dy.dtype)
         if ctx.needs_input_grad[2]:
-            db = dy.flatten(0, -2).sum(0).to(ctx.types[1])
+            db = dy.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[1]:
             ctx.later.queue.append(lambda: _add_product(weight, index, dy, x))
         return dx, None, db, None, None
@@ -125,7 +124,7 @@ class SplitLinear(nn.Linear):
     later: Later
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.later.queue is None:
+        if self.later.queue is None or not self.weight.requires_grad:
             return super().forward(x)
         return _Product.apply(x, self.weight, self.bias, None, self.later)
 
@@ -200,6 +199,7 @@ class Pipeline:
                f"{schedule.name}, not {sorted(chunks)}")  # fmt: skip
         self.actions = schedule.actions[self.rank]
         self.split = {a[1:3] for a in self.actions if a[0] == "W"}
+        self.place = {a[:3]: n for rank in schedule.actions for n, a in enumerate(rank)}
         self.last = {a[2]: a for a in self.actions if a[0] == "B"}
         self.events: list[tuple[float, float, Any]] = []  # of the last run, by the host's clock
 
@@ -227,7 +227,7 @@ class Pipeline:
 
     def _open(self, shape: Sequence[int], kinds: str) -> None:
         """Before a run: ask for the first messages."""
-        self.shape, self.sent, self.events = tuple(shape), deque(), []
+        self.shape, self.sent, self.events = tuple(shape), [], []
         self.got: dict[Key, Tensor] = {}  # from another chunk of this rank
         ranks = range(len(self.schedule.actions))
         self.expected = {source: deque(self._messages(source, kinds)) for source in ranks}
@@ -253,8 +253,17 @@ class Pipeline:
             self._post(source)
         buffer, work = self.posted.pop(key)
         work.wait()
+        self.began = time.perf_counter()
+        self._arrived(source, self.place[kind, m, back])
         self._post(source)
         return buffer
+
+    def _arrived(self, rank: int, place: int) -> None:
+        """What that rank took for the actions up to this place of its list need not be kept."""
+        there = [one for one in self.sent if one[0] == rank and one[1] <= place]
+        for one in there:
+            one[2].wait()
+        self.sent = [one for one in self.sent if one[0] != rank or one[1] > place]
 
     def _give(self, kind: str, m: int, chunk: int, x: Tensor) -> None:
         """Send what (kind, m, chunk) has made to whom it is for."""
@@ -267,9 +276,8 @@ class Pipeline:
                f"{tuple(x.shape)} of {x.dtype}, not {self.shape} of {self.dtype}")  # fmt: skip
         x = x.contiguous()
         work = dist.isend(x, group=self._link(home, True), group_dst=home)
-        self.sent.append((work, x))  # the tensor must live until it has gone
-        while self.sent and self.sent[0][0].is_completed():
-            self.sent.popleft()
+        # the tensor must live until it has gone, and gloo says so to who waits, alone
+        self.sent.append((home, self.place[kind, m, to], work, x))
 
     # ---- what is done ----
 
@@ -289,7 +297,7 @@ class Pipeline:
         used: dict[tuple[int, int], dict] = {}  # F's weights, for U
         losses: dict[int, Tensor] = {}
         for action in self.actions:
-            start, (kind, m, chunk, *_) = time.perf_counter(), action
+            self.began, (kind, m, chunk, *_) = time.perf_counter(), action
             key = m, chunk
             if self.before is not None:
                 self.before(action, action == self.last[chunk])
@@ -301,14 +309,15 @@ class Pipeline:
             elif kind == "B":
                 self._backward(m, chunk, *kept.pop(key))
             elif kind == "W":
-                for run in queues.pop(key):
-                    run()
+                queue = queues.pop(key)
+                while queue:  # x and dy of each go when it is done
+                    queue.pop(0)()
             else:
                 _hand_over(used.pop(key), self.chunks[chunk])
                 update(chunk)
                 newest[chunk] = _copy(self.chunks[chunk])
             self.later.queue = None
-            self.events.append((start, time.perf_counter(), action))
+            self.events.append((self.began, time.perf_counter(), action))
         self._close()
         return losses
 
@@ -321,7 +330,7 @@ class Pipeline:
         if chunk != path[0]:
             x = self._take(("F", m, chunk)).requires_grad_()
         run = self.chunks[chunk]
-        y = run(x) if weights is None else functional_call(run, weights, (x,))
+        y = run(x) if weights is None else functional_call(run, weights, (x,), tie_weights=False)
         y, *own = y if isinstance(y, tuple) else (y,)
         if chunk == path[-1]:
             y = loss(y, m)
@@ -333,12 +342,15 @@ class Pipeline:
     def _backward(self, m: int, chunk: int, x: Any, roots: list[Tensor]) -> None:
         path = self._path(m)
         dy = None if chunk == path[-1] else self._take(("B", m, chunk))
-        torch.autograd.backward(roots, [dy, *[None] * (len(roots) - 1)])
+        pairs = [(y, d) for y, d in zip(roots, (dy, *[None] * len(roots))) if y.requires_grad]
+        if pairs:  # none: all of this chunk and before it is frozen
+            torch.autograd.backward(*zip(*pairs))
         if chunk != path[0]:
-            self._give("B", m, chunk, x.grad)
+            dx, x.grad = x.grad, None  # W may keep x
+            self._give("B", m, chunk, dx)
 
     def _close(self) -> None:
-        for work, _ in self.sent:
+        for *_, work, _ in self.sent:
             work.wait()
         self.sent.clear()
         assert not self.got and not self.posted, "messages that nobody took"
@@ -356,7 +368,7 @@ class Pipeline:
             kind, m, chunk, *_ = action
             if kind != "F":
                 continue
-            start, path = time.perf_counter(), self._path(m)
+            self.began, path = time.perf_counter(), self._path(m)
             x = inputs[m] if chunk == path[0] else self._take(("F", m, chunk))
             y = self.chunks[chunk](x)
             y = y[0] if isinstance(y, tuple) else y
@@ -364,14 +376,20 @@ class Pipeline:
                 out[m] = finish(y, m)
             else:
                 self._give("F", m, chunk, y)
-            self.events.append((start, time.perf_counter(), action))
+            self.events.append((self.began, time.perf_counter(), action))
         self._close()
         return out
 
 
 def _copy(module: nn.Module) -> dict[str, Tensor]:
-    """A version of the weights, which later updates leave as it is."""
-    return {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    """A version of the weights, which later updates leave as it is; one name of each for every
+    module that has it."""
+    copies = {p: p.detach().clone().requires_grad_(p.requires_grad) for p in module.parameters()}
+    return {
+        f"{path}.{name}".lstrip("."): copies[p]
+        for path, part in module.named_modules()
+        for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
+    }
 
 
 def _hand_over(version: dict[str, Tensor], module: nn.Module) -> None:
@@ -440,10 +458,9 @@ def decode(
                 seen.append(tokens)
             again = True
             yield seen
-    finally:
-        if again and rank == 0:
-            for first in starts:
-                receive(torch.empty_like(first), ranks - 1, down)
+    except GeneratorExit:  # not after an error: then nobody knows what is on its way
+        for first in starts if rank == 0 else ():
+            receive(torch.empty_like(first), ranks - 1, down)
         for work, _ in sent:
             work.wait()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import faulthandler
 import gc
 import importlib.util
 import inspect
@@ -41,7 +42,7 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, dataclass, fields, replace
 from dataclasses import field as dataclass_field
 from datetime import timedelta
-from functools import lru_cache, partial, partialmethod, reduce
+from functools import cache, lru_cache, partial, partialmethod, reduce
 from itertools import accumulate, combinations, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,12 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 CUDA = torch.cuda.is_available()
@@ -71,6 +77,7 @@ import parallel
 import pipeline as PL
 import planner
 import quantize as Q
+import quantized_collectives as QC
 import schedules as SC
 import sparse as Z
 import zero
@@ -83,6 +90,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import calibrate as C
 import compress as W
 import cpu
+import diloco as DL
 import drafting as D
 import dry_run
 import expert_parallel as Y
@@ -27330,6 +27338,2282 @@ def test_planner_stands_alone(tmp_path):
     for run, line in zip(PLANNER_RUNS, lines[2:]):
         ratio = planner.compare(run)[0] / run.value
         assert run.name in line and f"| {ratio:.2f} |" in line
+
+
+# --------------------------------------------------------------------------------------------------
+# pipeline.py: 4 gloo processes run all cases in one start
+# --------------------------------------------------------------------------------------------------
+
+PL_WORLD = 4
+PL_HANG = 40  # seconds that a case may take
+PL_C, PL_V, PL_ROWS = 6, 11, (2, 3)  # width, vocabulary, a microbatch's (B, T)
+PL_LINES = {  # pipelines at the same time, as ranks: often other numbers than the group's
+    4: [[0, 1, 2, 3]],
+    2: [[0, 2], [1, 3]],
+    3: [[1, 2, 3], [0]],
+    1: [[0], [1], [2], [3]],
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Models of any number of stages, none like another, and one process's results
+# --------------------------------------------------------------------------------------------------
+
+
+class PLDoubled(nn.Linear):
+    """A subclass, which multiplies in a way of its own."""
+
+    def forward(self, x):
+        return 2 * super().forward(x) + self.weight.sum()
+
+
+class PLMlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.RMSNorm(PL_C), nn.Linear(PL_C, 8)
+        self.down = nn.Linear(8, PL_C, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class PLTwice(nn.Module):
+    """One weight in two places of a chunk, by one module and by two."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.one, self.other = nn.LayerNorm(PL_C), *(nn.Linear(PL_C, PL_C),) * 2
+        self.third = nn.Linear(PL_C, PL_C, bias=False)
+        self.third.weight = self.one.weight
+
+    def forward(self, x):
+        y = self.third(torch.tanh(self.other(torch.tanh(self.one(self.norm(x))))))
+        return (x + y + F.linear(x, self.one.weight)).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+class PLOdd(nn.Module):
+    """A subclass of nn.Linear, a matrix that is no nn.Linear, frozen weights, an unused layer, and
+    one whose input needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.doubled, self.matrix = PLDoubled(PL_C, PL_C), nn.Parameter(torch.randn(PL_C, PL_C))
+        self.still, self.biased = nn.Linear(PL_C, PL_C), nn.Linear(PL_C, PL_C)
+        self.unused, self.apart = nn.Linear(PL_C, PL_C), nn.Linear(PL_C, PL_C)
+        self.still.requires_grad_(False)
+        self.biased.weight.requires_grad_(False)
+
+    def forward(self, x):
+        y = self.doubled(x) / 4 + x @ self.matrix / 4 + self.apart(x.detach())
+        return x + self.biased(self.still(torch.sin(y)))
+
+
+class PLOwn(nn.Module):
+    """Has a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate = PLMlp(), nn.Linear(PL_C, 2)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y, 0.05 * self.gate(y).softmax(-1).square().sum()
+
+
+def pl_experts(x, weights, ids, w_gate_up, w_down):
+    """A loop over the experts that have rows."""
+
+    def linear(stack, rows, e):
+        return stack.linear(rows, e) if hasattr(stack, "linear") else F.linear(rows, stack[e])
+
+    out = torch.zeros_like(x)
+    for e in range(w_down.shape[0]):
+        rows, place = (ids == e).nonzero(as_tuple=True)
+        if len(rows):
+            gate, up = linear(w_gate_up, x[rows], e).chunk(2, -1)
+            y = linear(w_down, F.silu(gate) * up, e) * weights[rows, place, None]
+            out = out.index_add(0, rows, y.to(out.dtype))
+    return out
+
+
+class PLMixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(PL_C, 4), pl_experts
+        self.w_gate_up = nn.Parameter(torch.randn(4, 6, PL_C) / 2)
+        self.w_down = nn.Parameter(torch.randn(4, PL_C, 3) / 2)
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        weights, ids = self.gate(rows).softmax(-1).to(x.dtype).topk(2)
+        y = self.experts(rows, weights, ids, self.w_gate_up, self.w_down)
+        return x + y.view_as(x)
+
+
+class PLTokens(nn.Module):
+    """First of a model: tokens (B, T) -> (B, T, C)"""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(PL_V, PL_C)
+
+    def forward(self, x):
+        assert x.dtype == torch.int64
+        return self.table(x)
+
+
+class PLChunk(nn.Module):
+    """Parts, one after the other; their losses, if there are any, are added."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        own = None
+        for part in self.parts:
+            x = part(x)
+            if isinstance(x, tuple):
+                own = x[1] if own is None else own + x[1]
+                x = x[0]
+        return x if own is None else (x, own)
+
+
+PL_PARTS = (PLMlp, PLOwn, PLTwice, PLMixture, PLOdd)
+PL_SIZES = (1, 2, 0, 1, 1, 2, 1)  # parts of a stage, in turn; 0: it gives what it gets
+
+
+def pl_stages(n, dtype=torch.float64, seed=0):
+    """The stages of a model: tokens first, logits last."""
+    stages, kind = [], seed
+    with torch.random.fork_rng():
+        torch.manual_seed(1000 + seed)
+        for i in range(n):
+            parts = [PLTokens()] if i == 0 else []
+            for _ in range(PL_SIZES[(i + seed) % len(PL_SIZES)]):
+                parts.append(PL_PARTS[kind % len(PL_PARTS)]())
+                kind += 1
+            parts += [nn.LayerNorm(PL_C), nn.Linear(PL_C, PL_V)] if i == n - 1 else []
+            stages.append(PLChunk(parts).to(dtype))
+    return stages
+
+
+def pl_data(m, step=0, seed=0, rows=PL_ROWS):
+    """Tokens and the next ones, (m, B, T) each"""
+    g = torch.Generator().manual_seed(100 * step + seed)
+    return torch.randint(PL_V, (2, m, *rows), generator=g).unbind()
+
+
+def pl_loss(targets, y, i):
+    return F.cross_entropy(y.flatten(0, 1).float() if y.dtype == torch.bfloat16 else
+                           y.flatten(0, 1), targets[i].flatten()) / len(targets)  # fmt: skip
+
+
+def pl_optimizer(name, parameters):
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def pl_grads(module):
+    return {k: None if p.grad is None else p.grad.clone() for k, p in module.named_parameters()}
+
+
+def pl_run_all(stages, x):
+    """-> logits, the sum of the stages' own losses"""
+    own = 0.0
+    for stage in stages:
+        x = stage(x)
+        x, own = (x[0], own + x[1]) if isinstance(x, tuple) else (x, own)
+    return x, own
+
+
+@cache
+def pl_reference(n, m, steps, optimizer, dtype, seed):
+    """One process's losses, gradients of each step, weights at the end, and then losses without a
+    step."""
+    stages = pl_stages(n, dtype, seed)
+    steppers = [pl_optimizer(optimizer, s.parameters()) for s in stages if [*s.parameters()]]
+    losses, grads = [], []
+    for step in range(steps + 1):
+        inputs, targets = pl_data(m, step, seed)
+        losses.append({})
+        for i in range(m):
+            with torch.set_grad_enabled(step < steps):
+                y, own = pl_run_all(stages, inputs[i])
+                loss = pl_loss(targets, y, i)
+            losses[-1][i] = loss.detach()
+            if step < steps:
+                (loss + own).backward()
+        if step < steps:
+            grads.append([pl_grads(stage) for stage in stages])
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad()
+    weights = [{k: p.detach() for k, p in stage.named_parameters()} for stage in stages]
+    return dict(losses=losses, grads=grads, weights=weights)
+
+
+def pl_off(got, expected):
+    """The largest difference, in units of what was expected (1 at least); inf if one is missing."""
+    if got is None or expected is None:
+        return 0.0 if got is expected else float("inf")
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return float("inf")
+    if not got.numel():
+        return 0.0
+    return ((got - expected).abs().max() / (1 + expected.abs().max())).item()
+
+
+# --------------------------------------------------------------------------------------------------
+# On the ranks
+# --------------------------------------------------------------------------------------------------
+
+
+class PLWire:
+    """What this process has asked torch.distributed for: (name, group, to, shape, dtype)"""
+
+    NAMES = """isend irecv send recv all_reduce all_gather broadcast reduce all_to_all barrier
+        batch_isend_irecv all_gather_object broadcast_object_list reduce_scatter gather scatter
+        all_gather_into_tensor reduce_scatter_tensor all_to_all_single send_object_list""".split()
+
+    def __init__(self):
+        self.log, self.refs = [], None
+        for name in self.NAMES:
+            setattr(dist, name, self.wrapped(name, getattr(dist, name)))
+
+    def wrapped(self, name, call):
+        def said(*args, **kw):
+            x = args[0] if args and isinstance(args[0], torch.Tensor) else torch.empty(0)
+            to = kw.get("group_dst", kw.get("group_src"))
+            self.log.append((name, kw.get("group"), to, tuple(x.shape), x.dtype))
+            if name == "isend" and self.refs is not None:
+                self.refs.append(StorageWeakRef(x.untyped_storage()))
+            return call(*args, **kw)
+
+        return said
+
+
+def pl_neighbours(schedule, rank):
+    """What goes from a rank, in its order: (kind, m, chunk from, chunk to)"""
+    for kind, m, c, *_ in schedule.actions[rank]:
+        path = schedule.paths[m * len(schedule.paths) // schedule.microbatches]
+        if kind == "F" and c != path[-1]:
+            yield kind, m, c, path[path.index(c) + 1]
+        if kind == "B" and c != path[0]:
+            yield kind, m, c, path[path.index(c) - 1]
+
+
+def pl_sends(schedule, rank):
+    """(to, is it a higher rank) of its messages, in its order"""
+    tos = (schedule.home[to] for *_, to in pl_neighbours(schedule, rank))
+    return [(to, to > rank) for to in tos if to != rank]
+
+
+def pl_ahead(schedule, rank, asked):
+    """Before each action, two messages of every rank were asked for, more than it has taken, or all
+    that there are. asked: of each action, the ranks that were asked by then."""
+    taken, total, taker = [], [], {}
+    for source, actions in enumerate(schedule.actions):
+        for kind, m, _, to in pl_neighbours(schedule, source):
+            if schedule.home[to] == rank != source:
+                taker[kind, m, to] = source
+                total.append(source)
+    for action, by_then in zip(schedule.actions[rank], asked, strict=True):
+        for r in range(len(schedule.actions)):
+            least = min(total.count(r), taken.count(r) + 2)
+            assert by_then.count(r) >= least, f"{action}: rank {r} was not asked early"
+        taken += [taker[action[:3]]] if tuple(action[:3]) in taker else []
+
+
+def pl_stage(schedule, chunk):
+    return next(path.index(chunk) for path in schedule.paths if chunk in path)
+
+
+def pl_make(schedule, env, p, *, dtype=torch.float64, seed=0, split=True, wrap=None, stages=None,
+            **kw):  # fmt: skip
+    """-> this rank's chunks, their Pipeline. wrap(chunk) is what is run of a chunk."""
+    stages = stages or pl_stages(len(schedule.paths[0]), dtype, seed)
+    rank, later = dist.get_rank(env.groups[p][0]), PL.Later()
+    own = {c: copy.deepcopy(stages[pl_stage(schedule, c)]) for c, home in enumerate(schedule.home)
+           if home == rank}  # fmt: skip
+    for chunk in own.values():
+        if split:
+            PL.split_weights_(chunk, later)
+            for mixture in (part for part in chunk.modules() if isinstance(part, PLMixture)):
+                mixture.experts = PL.split_experts(mixture.experts, later)
+    run = {c: wrap(chunk) if wrap else chunk for c, chunk in own.items()}
+    return own, PL.Pipeline(schedule, run, *env.groups[p], dtype=dtype, later=later, **kw)
+
+
+def pl_wired(env, schedule, p, shape, dtype, log):
+    """Nothing was asked for but the schedule's messages, each once, by the right group."""
+    up, down = env.groups[p]
+    rank = dist.get_rank(up)
+    sent = [entry[1:] for entry in log if entry[0] == "isend"]
+    expected = [(up if above else down, to, tuple(shape), dtype)
+                for to, above in pl_sends(schedule, rank)]  # fmt: skip
+    assert sent == expected, (
+        f"rank {rank} sent {len(sent)} messages, not {len(expected)}, or others"
+    )
+    got = [entry[1:] for entry in log if entry[0] == "irecv"]
+    ranks = range(len(schedule.actions))
+    others = [r for r in ranks for to, _ in pl_sends(schedule, r) if to == rank]
+    assert sorted(e[1] for e in got) == sorted(others)
+    assert all(e[0] is (up if e[1] < rank else down) and e[2:] == (tuple(shape), dtype)
+               for e in got)  # fmt: skip
+    assert len(sent) + len(got) == len(log), f"also asked for: {sorted({e[0] for e in log})}"
+
+
+def pl_add_copies(schedule, own, group, dtype, seed):
+    """DualPipe's two copies of a stage: both get the sum of their gradients."""
+    for stage, template in enumerate(pl_stages(len(schedule.paths[0]), dtype, seed)):
+        here = [module for c, module in own.items() if pl_stage(schedule, c) == stage]
+        for q in zip(*(module.parameters() for module in here or [template])):
+            total = torch.zeros_like(q[0])
+            for one in q if here else ():
+                total += 0 if one.grad is None else one.grad
+            dist.all_reduce(total, group=group)
+            for one in q if here else ():
+                one.grad = one.grad if one.grad is None else total.clone()
+
+
+def pl_train(env, schedules, p, *, steps=3, optimizer="sgd", dtype=torch.float64, delay=0.0,
+             split=True, recompute=False):  # fmt: skip
+    """Steps of a schedule, of the q-th pipeline the q-th one, then a pass without gradients ->
+    losses, gradients and weights by stage."""
+    q = next(i for i, line in enumerate(PL_LINES[p]) if env.rank in line)
+    if q >= len(schedules):
+        return {}
+    schedule, rng = schedules[q], random.Random(env.rank)
+    seen, asked, m, shape = [], [], schedule.microbatches, (*PL_ROWS, PL_C)
+
+    def before(action, last):
+        seen.append((action, last))
+        asked.append([to for name, _, to, *_ in env.wire.log if name == "irecv"])
+        time.sleep(delay * rng.random() * (rng.random() < 0.5))
+
+    wrap = (lambda chunk: partial(checkpoint, chunk, use_reentrant=False)) if recompute else None
+    own, pipe = pl_make(schedule, env, p, dtype=dtype, seed=q, split=split, wrap=wrap,
+                        before=before)  # fmt: skip
+    for chunk in own.values():
+        chunk.register_forward_pre_hook(lambda module, _: seen.append(module))
+    steppers = [pl_optimizer(optimizer, c.parameters()) for c in own.values() if [*c.parameters()]]
+    losses, grads = [], []
+    for step in range(steps):
+        inputs, targets = pl_data(m, step, q)
+        env.wire.log.clear()
+        seen.clear()
+        asked.clear()
+        losses.append(pipe.step(shape, inputs, partial(pl_loss, targets)))
+        pl_wired(env, schedule, p, shape, dtype, env.wire.log)
+        pl_ahead(schedule, pipe.rank, asked)
+        actions = list(schedule.actions[pipe.rank])
+        for c, chunk in own.items():  # one that saves nothing is not recomputed
+            runs = sum(a[::2] == ("F", c) for a in (a[:3] for a in actions))
+            runs *= 2 if recompute and chunk.parts else 1
+            assert seen.count(chunk) == runs, "a chunk is run once, and once more to recompute"
+        seen[:] = [one for one in seen if isinstance(one, tuple)]
+        assert [action for action, _ in seen] == actions
+        for c in own:
+            ends = [i for i, (a, last) in enumerate(seen) if last and a[2] == c]
+            assert ends == [max(i for i, a in enumerate(actions) if a[0] == "B" and a[2] == c)]
+        assert [action for *_, action in pipe.events] == actions
+        assert all(a[0] <= a[1] <= b[0] <= b[1] for a, b in zip(pipe.events, pipe.events[1:]))
+        if len(schedule.paths) > 1:
+            pl_add_copies(schedule, own, env.groups[p][0], dtype, q)
+        grads.append({c: pl_grads(module) for c, module in own.items()})
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad()
+    inputs, targets = pl_data(m, steps, q)
+    env.wire.log.clear()
+    last = pipe.forward(shape, inputs, partial(pl_loss, targets))
+    assert not any(loss.requires_grad for loss in last.values())
+    assert [a for *_, a in pipe.events] == [a for a in schedule.actions[pipe.rank] if a[0] == "F"]
+    stages = {c: pl_stage(schedule, c) for c in own}
+    weights = {c: {k: w.detach() for k, w in module.named_parameters()}
+               for c, module in own.items()}  # fmt: skip
+    return dict(q=q, stages=stages, losses=[*losses, last], grads=grads, weights=weights)
+
+
+def pl_equal(results, schedules, steps, optimizer, dtype, within):
+    """Every loss is on exactly one rank; gradients of each step and weights of each chunk, copies
+    included, are those of one process."""
+    for q, schedule in enumerate(schedules):
+        m, mine = schedule.microbatches, [got for got in results if got.get("q") == q]
+        expected = pl_reference(len(schedule.paths[0]), m, steps, optimizer, dtype, q)
+        for step, losses in enumerate(expected["losses"]):
+            said = [(i, loss) for got in mine for i, loss in got["losses"][step].items()]
+            assert sorted(i for i, _ in said) == list(range(m)), f"step {step}: losses {said}"
+            far = max(pl_off(loss, losses[i]) for i, loss in said)
+            assert far <= within, f"{schedule.name}, step {step}: loss is {far:.1e} off"
+        chunks = {c: (got, stage) for got in mine for c, stage in got["stages"].items()}
+        assert sorted(chunks) == list(range(len(schedule.home)))
+        for c, (got, stage) in chunks.items():
+            for step in range(steps):
+                pl_same(got["grads"][step][c], expected["grads"][step][stage], within,
+                        f"{schedule.name}, step {step}, chunk {c}: gradient of ")  # fmt: skip
+            pl_same(got["weights"][c], expected["weights"][stage], within,
+                    f"{schedule.name}, chunk {c}: weight ")  # fmt: skip
+
+
+def pl_same(got, expected, within, where):
+    assert list(got) == list(expected)
+    for name, value in expected.items():
+        far = pl_off(got[name], value)
+        assert far <= within, f"{where}{name} is {far:.1e} off"
+
+
+# --------------------------------------------------------------------------------------------------
+# Every schedule
+# --------------------------------------------------------------------------------------------------
+
+PL_MICRO = {  # of 4 ranks
+    **{name: (3, 6) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")},
+    "v-half": (1, 5), "v-min": (2, 5), "zbv": (1, 3, 7), "interleaved": (4, 8),
+    "breadth-first": (1, 5), "dualpipe": (8, 10), "dualpipev": (8, 9),
+}  # fmt: skip
+
+
+def pl_schedule_cases():
+    """name -> (schedules, p, settings)"""
+    cases = {}
+    for n, (name, ms) in enumerate(PL_MICRO.items()):
+        for k, m in enumerate(ms):
+            how = dict(optimizer=("adamw", "sgd")[(n + k) % 2], steps=1 if m > 8 else 3)
+            cases[f"{name}, {m}"] = [SC.make_schedule(name, 4, m)], 4, how
+    for v in (1, 3):
+        cases[f"interleaved, {v} chunks"] = [SC.make_schedule("interleaved", 4, 4, v)], 4, {}
+    names = [name for name in SC.SCHEDULES if name != "pipedream"] + ["zbv"]
+    for n, (one, other) in enumerate(zip(names[::2], names[1::2])):
+        pair = [SC.make_schedule(name, 2, m) for name, m in ((one, 4), (other, 6))]
+        cases[f"{one} and {other} on 2"] = pair, 2, dict(steps=1 + 2 * (n % 2), optimizer="adamw")
+    for n, name in enumerate(names[:-1]):
+        if name != "dualpipe":
+            m = {"interleaved": 6, "dualpipev": 7}.get(name, 2 + 2 * (n % 2))
+            pair = [SC.make_schedule(name, 3, m), SC.make_schedule(name, 1, m)]
+            cases[f"{name} on 3"] = pair, 3, dict(steps=1)
+    for name in ("1f1b", "zb-h1", "zbv", "dualpipe"):
+        how = dict(dtype=torch.float32, optimizer="adamw")
+        cases[f"{name}, fp32"] = [SC.make_schedule(name, 4, 8 if name == "dualpipe" else 4)], 4, how
+    for name, m in (("1f1b", 6), ("zbv", 5), ("dualpipe", 8), ("interleaved", 8)):
+        how = dict(delay=0.006, steps=1)
+        cases[f"{name}, late ranks"] = [SC.make_schedule(name, 4, m)], 4, how
+    for name, m in (("zb-h1", 5), ("zbv", 4), ("1f1b", 3), ("dualpipev", 8)):
+        how = dict(steps=2, recompute=True)
+        cases[f"{name}, recompute"] = [SC.make_schedule(name, 4, m)], 4, how
+    cases["zb-h1, not split"] = [SC.make_schedule("zb-h1", 4, 5)], 4, dict(steps=1, split=False)
+    return cases
+
+
+PL_SCHEDULES = pl_schedule_cases()
+
+
+def pl_random(seed):
+    """A list that can be run and that nobody would write: chunks anywhere, several on a rank or
+    none, two paths now and then, W for some, all of it in any order that is possible."""
+    rng = random.Random(seed)
+    n, m = rng.randint(2, 7), rng.randint(1, 5)
+    paths = [tuple(range(n))]
+    if m > 1 and rng.random() < 0.3:
+        paths.append(tuple(range(n, 2 * n)))
+    chunks = list(range(n * len(paths)))
+    if rng.random() < 0.5:  # chunks not numbered by their place
+        rng.shuffle(chunks)
+        paths = [tuple(chunks[c] for c in path) for path in paths]
+    home = [rng.randrange(4) for _ in chunks]
+    todo, actions, done = set(), [[] for _ in range(4)], set()
+    for i in range(m):
+        for c in paths[i * len(paths) // m]:
+            kinds = "FBW" if rng.random() < 0.6 else "FB"
+            todo |= {(kind, i, c) for kind in kinds}
+    taste = {kind: rng.random() + 0.05 for kind in "FBW"}
+    while todo:
+        ready = []
+        for kind, i, c in sorted(todo):
+            path = paths[i * len(paths) // m]
+            at = path.index(c)
+            needs = {"F": [("F", i, path[at - 1])] if at else [], "W": [("B", i, c)],
+                     "B": [("F", i, c)] + [("B", i, d) for d in path[at + 1 : at + 2]]}  # fmt: skip
+            ready += [(kind, i, c)] * (done >= set(needs[kind]))
+        one = rng.choices(ready, [taste[kind] for kind, *_ in ready])[0]
+        todo.remove(one)
+        done.add(one)
+        actions[home[one[2]]].append(one)
+    return SimpleNamespace(name=f"random {seed}", microbatches=m, home=home, paths=paths,
+                           actions=actions)  # fmt: skip
+
+
+PL_RANDOM = {f"random {seed}": ([pl_random(seed)], 4, dict(steps=1)) for seed in range(30)}
+PL_RANDOM_MORE = {
+    f"random {seed}": ([pl_random(seed)], 4, dict(steps=1, delay=0.003 * (seed % 2)))
+    for seed in range(30, 330)
+}
+
+
+@pytest.mark.parametrize("name", [*PL_SCHEDULES, *PL_RANDOM])
+def test_pl_schedule_is_one_process(pl_done, name):
+    pl_agrees(pl_done(name), *(PL_SCHEDULES | PL_RANDOM)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PL_RANDOM_MORE)
+def test_pl_more_random_lists(pl_done_slow, name):
+    pl_agrees(pl_done_slow(name), *PL_RANDOM_MORE[name])
+
+
+def pl_agrees(results, schedules, p, how):
+    dtype = how.get("dtype", torch.float64)
+    within = {torch.float64: 1e-12, torch.float32: 1e-6}[dtype]
+    steps, optimizer = how.get("steps", 3), how.get("optimizer", "sgd")
+    pl_equal(results, schedules, steps, optimizer, dtype, within)
+
+
+def test_pl_schedules_are_all_there():
+    ran = {s.name for schedules, p, _ in PL_SCHEDULES.values() for s in schedules if p == 4}
+    assert ran | {"pipedream"} == set(SC.SCHEDULES)
+    lists = [schedules[0] for schedules, *_ in PL_RANDOM.values()]
+    assert any(not all(s.actions) for s in lists), "a rank with nothing to do"
+    assert any(len(s.paths) > 1 for s in lists) and any(s.microbatches == 1 for s in lists)
+    assert any(s.home[a] == s.home[b] for s in lists for p in s.paths for a, b in zip(p, p[1:]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Autocast, gradients of two steps, hooks
+# --------------------------------------------------------------------------------------------------
+
+
+def pl_mixed(to, recompute, chunk):
+    """The chunk in bf16 products, hidden states in `to`."""
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = checkpoint(chunk, x, use_reentrant=False) if recompute else chunk(x)
+            y, *own = y if isinstance(y, tuple) else (y,)
+        return (y.to(to), *own) if own else y.to(to)
+
+    return run
+
+
+def pl_autocast(env, name, m, to, recompute=False):
+    """Gradients of one step, by chunk"""
+    schedule = SC.make_schedule(name, 4, m)
+    stages = pl_stages(len(schedule.paths[0]), torch.float32, 3)
+    own, pipe = pl_make(schedule, env, 4, dtype=to, stages=stages,
+                        wrap=partial(pl_mixed, to, recompute))  # fmt: skip
+    inputs, targets = pl_data(m)
+    losses = pipe.step((*PL_ROWS, PL_C), inputs, partial(pl_loss, targets))
+    grads = {c: pl_grads(module) for c, module in own.items()}
+    return dict(losses=losses, grads=grads)
+
+
+PL_AUTOCAST = {
+    f"autocast {name} {str(to)[6:]}{' recompute' * recompute}": (name, m, to, recompute)
+    for name, m in (("zb-h1", 5), ("zbv", 4))
+    for to, recompute in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True))
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("name", PL_AUTOCAST)
+def test_pl_autocast_is_one_process(pl_done, name):
+    """To bf16's rounding, which is another for another kernel."""
+    _, m, to, _ = PL_AUTOCAST[name]
+    results, (schedule, *_) = pl_done(name), PL_AUTOCAST[name]
+    schedule = SC.make_schedule(schedule, 4, m)
+    stages = pl_stages(len(schedule.paths[0]), torch.float32, 3)
+    inputs, targets = pl_data(m)
+    losses = {}
+    for i in range(m):
+        y, own = pl_run_all([pl_mixed(to, False, stage) for stage in stages], inputs[i])
+        losses[i] = pl_loss(targets, y, i)
+        (losses[i] + own).backward()
+    said = {i: loss for got in results for i, loss in got["losses"].items()}
+    assert all(
+        abs(loss.item() - said[i].item()) <= 2e-3 * loss.item() for i, loss in losses.items()
+    )
+    for c, grads in [(c, g) for got in results for c, g in got["grads"].items()]:
+        for key, grad in pl_grads(stages[pl_stage(schedule, c)]).items():
+            assert (grads[key] is None) == (grad is None), key
+            if grad is not None:
+                far = ((grads[key] - grad).abs().max() / grad.abs().max()).item()
+                assert grads[key].dtype == grad.dtype and far <= 0.03, (c, key, far)
+
+
+def pl_again(env, name, m):
+    """Gradients of two steps without zero_grad, the second with other rows, then outputs of other
+    numbers of microbatches and of the schedule's own."""
+    schedule = SC.make_schedule(name, 4, m)
+    own, pipe = pl_make(schedule, env, 4)
+    for step, rows in enumerate([PL_ROWS, (1, 5)]):
+        inputs, targets = pl_data(m, step, rows=rows)
+        pipe.step((*rows, PL_C), inputs, partial(pl_loss, targets))
+    grads, outputs = {c: pl_grads(module) for c, module in own.items()}, []
+    for other, rows in ((1, (2, 2)), (m, PL_ROWS), (7, (1, 1))):
+        lists = SC.make_schedule(name, 4, other)
+        one = pipe if other == m else PL.Pipeline(lists, own, *env.groups[4], dtype=torch.float64)
+        outputs.append(one.forward((*rows, PL_C), pl_data(other, 9, rows=rows)[0]))
+    return dict(grads=grads, outputs=outputs)
+
+
+PL_AGAIN = {f"again {name}": (name, m) for name, m in (("1f1b", 3), ("zb-h1", 5), ("zbv", 4))}
+
+
+@pytest.mark.parametrize("name", PL_AGAIN)
+def test_pl_gradients_add_up_and_forward_alone(pl_done, name):
+    results, (schedule, m) = pl_done(name), PL_AGAIN[name]
+    schedule = SC.make_schedule(schedule, 4, m)
+    stages = pl_stages(len(schedule.paths[0]))
+    for step, rows in enumerate([PL_ROWS, (1, 5)]):
+        inputs, targets = pl_data(m, step, rows=rows)
+        for i in range(m):
+            y, own = pl_run_all(stages, inputs[i])
+            (pl_loss(targets, y, i) + own).backward()
+    for c, grads in [(c, g) for got in results for c, g in got["grads"].items()]:
+        pl_same(grads, pl_grads(stages[pl_stage(schedule, c)]), 1e-12, f"chunk {c}: gradient of ")
+    for n, (other, rows) in enumerate(((1, (2, 2)), (m, PL_ROWS), (7, (1, 1)))):
+        said = {i: y for got in results for i, y in got["outputs"][n].items()}
+        assert sorted(said) == list(range(other))
+        for i, tokens in enumerate(pl_data(other, 9, rows=rows)[0]):
+            y = pl_run_all(stages, tokens)[0].detach()
+            assert not said[i].requires_grad and pl_off(said[i], y) <= 1e-12
+
+
+def test_pl_split_leaves_the_module_as_it_was():
+    """Parameters, names, hooks and outputs; gradients come by autograd where nothing is put off; a
+    subclass is left alone."""
+    plain, module = (PLChunk([PLMlp(), PLOdd(), nn.Linear(PL_C, 3)]).double() for _ in "ab")
+    module.load_state_dict(plain.state_dict())
+    calls, before = [], dict(module.named_parameters())
+    module.parts[2].register_forward_hook(lambda *_: calls.append("hook"))
+    later = PL.Later()
+    assert PL.split_weights_(module, later) is None
+    assert list(before) == [k for k, _ in module.named_parameters()]
+    assert all(p is before[k] for k, p in module.named_parameters())
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert type(module.parts[1].doubled) is PLDoubled and isinstance(module.parts[2], nn.Linear)
+    x = torch.randn(2, 3, PL_C, dtype=torch.float64)
+    for queue in (None, []):
+        module.zero_grad()
+        plain.zero_grad()
+        later.queue = queue
+        y = module(x)
+        y.square().sum().backward()
+        later.queue = None
+        plain(x).square().sum().backward()
+        weights = [k for k in before if k.startswith(("parts.0.up.w", "parts.0.down.w", "parts.2.w",
+                                                      "parts.1.apart.w"))]  # fmt: skip
+        for name, p in module.named_parameters():
+            assert (p.grad is None) == (name in weights and queue is not None or
+                                        plain.get_parameter(name).grad is None), name  # fmt: skip
+        assert len(queue or []) == (0 if queue is None else len(weights))
+        for run in queue or []:
+            run()
+        pl_same(pl_grads(module), pl_grads(plain), 1e-12, "gradient of ")
+    assert calls == ["hook"] * 2
+
+
+def test_pl_split_experts_leaves_both_stacks():
+    """And does nothing where nothing is put off; experts without rows get zeros."""
+    later = PL.Later()
+    g = torch.Generator().manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+    x, weights, up, down = new(5, PL_C), new(5, 2), new(4, 6, PL_C), new(4, PL_C, 3)
+    ids = torch.tensor([[0, 2], [2, 0], [0, 3], [3, 2], [2, 3]])  # none for expert 1
+    run = PL.split_experts(pl_experts, later)
+    expected = torch.autograd.grad(pl_experts(x, weights, ids, up, down).square().sum(),
+                                   (x, weights, up, down))  # fmt: skip
+    for queue in (None, []):
+        later.queue = queue
+        run(x, weights, ids, up, down).square().sum().backward()
+        if queue is not None:
+            assert up.grad is None and down.grad is None and len(queue) == 6
+            for one in queue:
+                one()
+        for p, q in zip((x, weights, up, down), expected):
+            assert pl_off(p.grad, q) <= 1e-12
+            p.grad = None
+
+
+# --------------------------------------------------------------------------------------------------
+# PipeDream
+# --------------------------------------------------------------------------------------------------
+
+
+class PLCounted(nn.Module):
+    """A chunk with a weight that says how often it was updated: `seen` has what forward passes saw,
+    and where that was kept."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.seen = inner, []
+        self.version = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x):
+        kept = StorageWeakRef(self.version.untyped_storage())
+        self.seen.append((int(self.version), kept))
+        return self.inner(x)
+
+
+def pl_pipedream_list(p, m, split):
+    schedule = SC.make_schedule("pipedream", p, m)
+    if not split:
+        return schedule
+    put = lambda a: [SC.Action("W", *a[1:3]), a] if a[0] == "U" else [a]
+    rows = [[one for a in actions for one in put(a)] for actions in schedule.actions]
+    return SimpleNamespace(name="split", microbatches=m, home=schedule.home, paths=schedule.paths,
+                           actions=rows)  # fmt: skip
+
+
+def pl_sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+
+
+def pl_pipedream(env, p, m, split):
+    """Two batches -> versions that forward passes saw, most versions alive, losses, weights"""
+    schedule, q = pl_pipedream_list(p, m, split), env.rank % (PL_WORLD // p)
+    stages = [PLCounted(stage) for stage in pl_stages(p, seed=4 + q)]  # of all kinds
+    alive = []
+
+    def count(*_):
+        alive.append(len({ref.cdata for _, ref in own[pipe.rank].seen if not ref.expired()}))
+
+    own, pipe = pl_make(schedule, env, p, stages=stages, before=count)
+    ((c, chunk),) = own.items()
+    stepper = pl_sgd(chunk)
+
+    def update(which):
+        assert which == c
+        count()
+        stepper.step()
+        stepper.zero_grad()
+        chunk.version += 1
+
+    losses = []
+    for step in range(2):
+        inputs, targets = pl_data(m, step, 4 + q)
+        losses.append(pipe.step((*PL_ROWS, PL_C), inputs, partial(pl_loss, targets), update))
+    gone = all(ref.expired() for _, ref in chunk.seen)
+    weights = {k: w.detach() for k, w in chunk.inner.named_parameters()}
+    return dict(seen=[n for n, _ in chunk.seen], most=max(alive), losses=losses, weights=weights,
+                gone=gone, rank=pipe.rank, q=q)  # fmt: skip
+
+
+PL_PIPEDREAM = {
+    f"pipedream {args}": args
+    for args in ((4, 9, False), (4, 2, False), (4, 6, True), (2, 5, False))
+}
+
+
+@pytest.mark.parametrize("name", PL_PIPEDREAM)
+def test_pl_pipedream_versions_are_the_papers(pl_done, name):
+    """arXiv:1806.03377, 3.3: stage s of n sees t - n + s updates, forward and backward; no more
+    versions are kept than microbatches; weights are those of one process with such delays."""
+    n, m, _ = PL_PIPEDREAM[name]
+    results = pl_done(name)
+    for q in range(PL_WORLD // n):
+        mine = sorted((got for got in results if got["q"] == q), key=lambda got: got["rank"])
+        assert [got["rank"] for got in mine] == list(range(n))
+        version = lambda t, s: max(0, t - n + s)
+        losses, weights = pl_delayed(n, m, 4 + q, version)
+        for s, got in enumerate(mine, 1):
+            assert got["seen"] == [b * m + version(t, s) for b in range(2) for t in range(m)]
+            assert got["most"] <= min(n - s + 1, m), (s, got["most"])
+            assert got["most"] == n - s + 1 or m < 2 * n - 1, (s, got["most"])
+            assert got["gone"], "versions outlive the batch"
+            pl_same(got["weights"], weights[s - 1], 1e-12, f"stage {s}: ")
+        for b, expected in enumerate(losses):
+            assert sorted(mine[-1]["losses"][b]) == list(range(m))
+            assert all(pl_off(mine[-1]["losses"][b][i], x) <= 1e-12 for i, x in expected.items())
+
+
+def pl_delayed(n, m, seed, version):
+    """One process, one microbatch after the other, with gradients at older weights."""
+    stages, losses = pl_stages(n, seed=seed), []
+    steppers = [pl_sgd(stage) if [*stage.parameters()] else None for stage in stages]
+    for batch in range(2):
+        inputs, targets = pl_data(m, batch, seed)
+        losses.append({})
+        history = [[copy.deepcopy(stage)] for stage in stages]
+        for t in range(m):
+            used = [past[version(t, s)] for s, past in enumerate(history, 1)]
+            for old in used:
+                old.zero_grad()
+            y, own = pl_run_all(used, inputs[t])
+            losses[-1][t] = pl_loss(targets, y, t)
+            (losses[-1][t] + own).backward()
+            losses[-1][t] = losses[-1][t].detach()
+            for stage, old, stepper, past in zip(stages, used, steppers, history):
+                for p, q in zip(stage.parameters(), old.parameters()):
+                    p.grad = q.grad
+                if stepper is not None:
+                    stepper.step()
+                past.append(copy.deepcopy(stage))
+    return losses, [{k: p.detach() for k, p in stage.named_parameters()} for stage in stages]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is kept
+# --------------------------------------------------------------------------------------------------
+
+
+class PLAlive(TorchDispatchMode):
+    """All storages that were made under it, and are not gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.refs = {}
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor):  # of others' storages views are made, too
+                ref = StorageWeakRef(x.untyped_storage())
+                self.refs.setdefault(ref.cdata, (ref, None))
+        out = call(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                ref = StorageWeakRef(x.untyped_storage())
+                self.refs.setdefault(ref.cdata, (ref, x.untyped_storage().nbytes() // x.itemsize))
+        return out
+
+    def now(self, *but):
+        """Numbers of elements of the living, without those of `but`."""
+        without = {StorageWeakRef(x.untyped_storage()).cdata for x in but if x is not None}
+        return sorted(size for cdata, (ref, size) in self.refs.items()
+                      if size and not ref.expired() and cdata not in without)  # fmt: skip
+
+
+def pl_memory(env):
+    """One rank, two chunks that begin with a product: what is alive before each action"""
+    chunk = lambda: nn.Sequential(nn.Linear(PL_C, 8), nn.GELU(), nn.Linear(8, PL_C),
+                                  nn.RMSNorm(PL_C)).double()  # fmt: skip
+    text = "F0.0 F0.1 B0.1 B0.0 W0.1 F1.0 F1.1 W0.0 B1.1 W1.1 B1.0 W1.0"
+    work = [(a[0], int(a[1]), int(a[3])) for a in text.split()]
+    lists = SimpleNamespace(name="one", microbatches=2, home=[0, 0], paths=[(0, 1)], actions=[work])
+    alive, said = PLAlive(), []
+    grads = lambda: [p.grad for module in own.values() for p in module.parameters()]
+    own, pipe = pl_make(lists, env, 1, stages=[chunk(), chunk()],
+                        before=lambda a, _: said.append((a, alive.now(*grads()))))  # fmt: skip
+    x = torch.randn(2, *PL_ROWS, PL_C, dtype=torch.float64).unbind()
+    with alive:
+        losses = pipe.step((*PL_ROWS, PL_C), x, lambda y, i: y.square().sum())
+        said.append(("end", alive.now(*grads(), *losses.values())))
+    return said
+
+
+def test_pl_nothing_but_x_and_dy_waits_for_w(pl_done):
+    C, H = 6 * PL_C, 6 * 8
+    first, second = [H, H, C], [C, H, H, C]  # x, dy of both products; the very first x was given
+    loss = [1]
+    for got in pl_done("memory"):
+        said = {key if key == "end" else "{}{}.{}".format(*key): sizes for key, sizes in got}
+        assert said["F0.0"] == [] and said["end"] == []
+        assert said["W0.1"] == sorted(loss + first + second)
+        assert said["F1.0"] == sorted(loss + first)
+        assert said["W1.0"] == sorted(2 * loss + first)
+
+
+def pl_kept(env, name, m):
+    """Most of the sent tensors that lived at once, and sizes of what a step leaves behind"""
+    schedule, alive, most = SC.make_schedule(name, 4, m), PLAlive(), [0]
+    env.wire.refs = []
+
+    def before(*_):
+        most[0] = max(most[0], sum(not ref.expired() for ref in env.wire.refs))
+
+    own, pipe = pl_make(schedule, env, 4, before=before, stages=None)
+    inputs, targets = pl_data(m)
+    with alive:
+        losses = pipe.step((*PL_ROWS, PL_C), inputs, partial(pl_loss, targets))
+        left = alive.now(*[p.grad for c in own.values() for p in c.parameters()], *losses.values())
+    before()
+    refs, env.wire.refs = env.wire.refs, None
+    return dict(most=most[0], left=left, sent=len(refs), after=sum(not r.expired() for r in refs))
+
+
+PL_KEPT = {f"kept {name}": (name, m) for name, m in (("1f1b", 16), ("zb-h1", 12), ("zbv", 8))}
+
+
+@pytest.mark.parametrize("name", PL_KEPT)
+def test_pl_nothing_is_kept_after_a_step_and_little_in_it(pl_done, name):
+    """What was sent lives until it has arrived, not until the end: of 1F1B's, on rank r at most
+    p - r activations, and as many gradients that the rank before may not have taken."""
+    for rank, got in enumerate(pl_done(name)):
+        assert got["left"] == [] and got["after"] == 0, got
+        assert got["sent"] >= PL_KEPT[name][1]
+        assert got["most"] <= 10 * (1 + (name == "kept zbv")), (rank, got)
+
+
+# --------------------------------------------------------------------------------------------------
+# Order and time
+# --------------------------------------------------------------------------------------------------
+
+# seconds that a rank's share takes, F, B and W each: longer where a machine is busy with others
+PL_UNITS = (0.02, 0.02, 0.04, 0.08)
+
+
+class PLSleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds, later):
+        ctx.seconds, ctx.later = seconds, later
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        apart = ctx.later.queue is not None
+        time.sleep(ctx.seconds * (1 if apart else 2))
+        if apart:
+            ctx.later.queue.append(partial(time.sleep, ctx.seconds))
+        return dy.clone(), None, None
+
+
+def pl_times(env, name, m):
+    """Chunks that sleep, and need no core -> the unit and each rank's events, of the first run that
+    is as simulated, or else of the last"""
+    schedule, later = SC.make_schedule(name, 4, m), PL.Later()
+    own = {c: lambda x: PLSleep.apply(x, unit * 4 / len(schedule.paths[0]), later)
+           for c, home in enumerate(schedule.home) if home == env.rank}  # fmt: skip
+    pipe = PL.Pipeline(schedule, own, *env.groups[4], later=later)
+    inputs = [torch.zeros(1, requires_grad=True) for _ in range(m)]
+    for unit in PL_UNITS:
+        dist.barrier()
+        pipe.step((1,), inputs, lambda y, i: y.sum())
+        events = [None] * 4
+        dist.all_gather_object(events, [(a, b, tuple(action)) for a, b, action in pipe.events])
+        if not pl_untimely(schedule, unit, events):
+            break
+    return unit, events
+
+
+def pl_untimely(schedule, unit, events):
+    """Where measured events are not the simulated ones: what begins a share's time apart, begins in
+    this order; the bubble is 25% off at most."""
+    timeline, begun = SC.simulate(schedule), {}
+    for rank, own in enumerate(events):
+        if [a for *_, a in own] != [tuple(a) for a in schedule.actions[rank]]:
+            return f"rank {rank} did other actions than its list has"
+        begun |= {a[:3]: start for start, _, a in own}
+    said = sorted((e.start, str(e.action), begun[e.action[:3]])
+                  for own in timeline.events for e in own)  # fmt: skip
+    for i, (early, one, first) in enumerate(said):
+        for late, other, second in said[i + 1 :]:
+            if late - early >= 1 - 1e-9 and second <= first:
+                return f"{other} began before {one}"
+    idle = [own[-1][1] - own[0][0] - sum(end - start for start, end, _ in own) for own in events]
+    bubble, expected = max(idle) / unit, timeline.bubble
+    if abs(bubble - expected) > 0.25 * max(expected, 4):  # a unit more for what is not asleep
+        return f"the bubble is {bubble:.2f}, not {expected:.2f}"
+    return ""
+
+
+PL_TIMES = {f"times {name}": (name, m) for name, m in
+            (("1f1b", 5), ("zb-h1", 5), ("zbv", 7), ("interleaved", 4))}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PL_TIMES)
+def test_pl_measured_order_and_bubble_are_the_simulators(pl_done, name):
+    schedule = SC.make_schedule(PL_TIMES[name][0], 4, PL_TIMES[name][1])
+    assert pl_untimely(schedule, *pl_done(name)[0]) == ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Generation
+# --------------------------------------------------------------------------------------------------
+
+
+class PLRing:
+    """A stage with a state for each group of rows, as a cache would be."""
+
+    def __init__(self, rank, ranks, seed):
+        g = torch.Generator().manual_seed(10 * seed + rank)
+        self.first, self.last, self.state = rank == 0, rank == ranks - 1, {}
+        self.table, self.head = torch.randn(2, PL_V, PL_C, generator=g, dtype=torch.float64)
+        self.matrix = torch.randn(PL_C, PL_C, generator=g, dtype=torch.float64)
+
+    def __call__(self, x, g):
+        assert x.shape[1] == 1 and (x.dtype == torch.int64) == self.first
+        x = self.table[x] if self.first else x
+        x = torch.tanh(x @ self.matrix + self.state.get(g, 0.1 * g))
+        self.state[g] = 0.7 * x + 0.2 * self.state.get(g, 0.0)
+        y = (x @ self.head.T) if self.last else x
+        return torch.stack((y, -y), -1)[..., 0]  # strided
+
+    def draw(self, y, g):
+        drawn = (y[:, 0].argmax(-1) + g) % PL_V
+        return torch.stack((drawn, -drawn), -1)[..., 0]
+
+
+PL_GROUPS = ([3], [1, 2, 4, 1, 3], [2, 1], [5, 1, 1, 2])  # rows of each group of rows
+
+
+def pl_starts(rows, seed):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(PL_V, (n,), generator=g) for n in rows]
+
+
+def pl_decode(env, p):
+    """Several rings after each other on the same channels, all stopped somewhere, and collectives
+    between them -> the tokens that each has seen"""
+    up, down = env.groups[p]
+    rank, said = dist.get_rank(up), []
+    q, rng = next(i for i, line in enumerate(PL_LINES[p]) if env.rank in line), random.Random(rank)
+    for seed, rows in enumerate(PL_GROUPS):
+        for steps in (1, 5, 0, 2):
+            ring, sizes = PLRing(rank, p, seed + q), rows
+
+            def stage(x, g):
+                time.sleep(0.002 * (rng.random() < 0.1))
+                return ring(x, g)
+
+            shape = lambda g: (sizes[g], 1, PL_C)
+            starts = pl_starts(rows, seed + q)
+            tokens = PL.decode(stage, starts, ring.draw, shape, up, down, dtype=torch.float64)
+            seen = [next(tokens) for _ in range(steps)]
+            tokens.close()
+            for group in (up, down):
+                total = torch.tensor([rank + 1.0])
+                dist.all_reduce(total, group=group)
+                assert total.item() == p * (p + 1) / 2
+            said.append(seen)
+    return dict(q=q, seen=said)
+
+
+def pl_decode_fails(env):
+    """A stage of rank 0 that fails, in the first round and in the second: that is said, and nobody
+    waits for what does not come."""
+    said, end = [], torch.arange(2)
+    for rounds, groups in ((0, env.lost), (1, env.groups[4])):
+        left = [None] * rounds
+
+        def stage(x, g):
+            if env.rank == 0:
+                left.pop()  # an IndexError, sooner or later
+            return x.double().view(-1, 1, 1)
+
+        tokens = PL.decode(stage, [end], lambda y, g: end, lambda g: (2, 1, 1), *groups,
+                           dtype=torch.float64)  # fmt: skip
+        if env.rank == 0:
+            try:
+                said += [next(tokens) for _ in range(rounds + 1)]
+            except IndexError:
+                said.append("failed")
+        else:
+            said += [next(tokens) for _ in range(rounds)]
+        tokens.close()
+    return said
+
+
+def test_pl_decode_that_fails_ends(pl_done):
+    said = pl_done("decode fails")
+    assert said[0] == ["failed"] * 2 and all(len(got) == 1 for got in said[1:])
+
+
+@pytest.mark.parametrize("p", (2, 4))
+def test_pl_decode_is_one_process(pl_done, p):
+    """On every rank, and a ring that was closed leaves nothing for the next."""
+    for got in pl_done(f"decode {p}"):
+        seen = iter(got["seen"])
+        for seed, rows in enumerate(PL_GROUPS):
+            for steps in (1, 5, 0, 2):
+                stages = [PLRing(rank, p, seed + got["q"]) for rank in range(p)]
+                tokens, mine = pl_starts(rows, seed + got["q"]), next(seen)
+                assert len(mine) == steps
+                for step in mine:
+                    assert all(torch.equal(a, b) for a, b in zip(step, tokens, strict=True))
+                    for g, x in enumerate(tokens):
+                        x = x[:, None]
+                        for stage in stages:
+                            x = stage(x, g)
+                        tokens[g] = stages[-1].draw(x, g)
+        assert next(seen, None) is None
+
+
+# --------------------------------------------------------------------------------------------------
+# Mistakes
+# --------------------------------------------------------------------------------------------------
+
+
+def pl_said(call):
+    try:
+        call()
+    except ValueError as e:
+        return str(e)
+    return None
+
+
+def pl_mistakes(env):
+    """What is said to each"""
+    assert all(len({id(group) for group in pair}) == 2 for pair in env.groups.values())
+    schedule, (up, down), later = SC.make_schedule("1f1b", 4, 2), env.groups[4], PL.Later()
+    chunk = nn.Linear(3, 3)
+    make = lambda s, chunks: pl_said(lambda: PL.Pipeline(s, chunks, up, down))
+    said = {
+        "none": make(schedule, {}),
+        "another": make(schedule, {(env.rank + 1) % 4: chunk}),
+        "more": make(schedule, {env.rank: chunk, 4: chunk}),
+        "half": make(SC.make_schedule("zbv", 4, 2), {env.rank: chunk}),
+        "ranks": make(SC.make_schedule("1f1b", 3, 2), {env.rank: chunk}),
+    }
+    ring = PL.decode(chunk, [torch.zeros(1)], chunk, len, *env.groups[1], dtype=torch.float32)
+    said["one"] = pl_said(lambda: next(ring))
+    env.wire.log.clear()
+    pipe = PL.Pipeline(SC.make_schedule("pipedream", 4, 2), {env.rank: chunk}, up, down)
+    said["update"] = pl_said(lambda: pipe.step((1, 3), torch.zeros(2, 1, 3), lambda y, i: y.sum()))
+    assert env.wire.log == []
+    if env.rank == 0:  # alone, and it is refused before anything is sent
+        for name, run in (("shape", lambda x: x[:, :2]), ("dtype", lambda x: x.double())):
+            pipe = PL.Pipeline(schedule, {0: run}, *env.lost, later=later)
+            x = torch.zeros(2, 1, 3, requires_grad=True)
+            said[name] = pl_said(lambda: pipe.step((1, 3), x, lambda y, i: y.sum()))
+            said[f"{name} forward"] = pl_said(lambda: pipe.forward((1, 3), x))
+        assert all(name != "isend" for name, *_ in env.wire.log)
+    return said
+
+
+def test_pl_mistakes_are_named(pl_done):
+    for rank, said in enumerate(pl_done("mistakes")):
+        assert all(said.values()) and all("\n" not in text for text in said.values()), said
+        for name, given in (("none", "[]"), ("another", f"[{(rank + 1) % 4}]"),
+                            ("more", f"[{rank}, 4]")):  # fmt: skip
+            assert f"rank {rank}" in said[name] and f"[{rank}] of 1f1b" in said[name]
+            assert said[name].endswith(given)
+        assert f"[{rank}, {7 - rank}] of zbv" in said["half"]
+        assert "3 ranks" in said["ranks"] and "4" in said["ranks"]
+        assert "update" in said["update"] and "pipedream" in said["update"]
+    said = pl_done("mistakes")[0]
+    for name in ("shape", "shape forward"):
+        assert "chunk 0" in said[name] and "(1, 2)" in said[name] and "(1, 3)" in said[name]
+    for name in ("dtype", "dtype forward"):
+        assert "float64" in said[name] and "float32" in said[name]
+
+
+def pl_still(env):
+    """Stages, the first among them, that have nothing to learn"""
+    schedule = SC.make_schedule("zb-h1", 4, 3)
+    stages = pl_stages(4)
+    for stage in (stages[0], stages[2]):
+        stage.requires_grad_(False)
+    own, pipe = pl_make(schedule, env, 4, stages=stages)
+    inputs, targets = pl_data(3)
+    losses = pipe.step((*PL_ROWS, PL_C), inputs, partial(pl_loss, targets))
+    return dict(losses=losses, grads={c: pl_grads(module) for c, module in own.items()})
+
+
+def test_pl_stages_may_be_frozen(pl_done):
+    stages = pl_stages(4)
+    for stage in (stages[0], stages[2]):
+        stage.requires_grad_(False)
+    inputs, targets = pl_data(3)
+    for i in range(3):
+        y, own = pl_run_all(stages, inputs[i])
+        (pl_loss(targets, y, i) + own).backward()
+    for c, grads in [(c, g) for got in pl_done("frozen") for c, g in got["grads"].items()]:
+        pl_same(grads, pl_grads(stages[c]), 1e-12, f"chunk {c}: gradient of ")
+
+
+# --------------------------------------------------------------------------------------------------
+# The one start of 4 processes
+# --------------------------------------------------------------------------------------------------
+
+PL_CASES = {name: (pl_train, (schedules, p), how)
+            for name, (schedules, p, how) in (PL_SCHEDULES | PL_RANDOM).items()}  # fmt: skip
+PL_CASES |= {name: (pl_autocast, args, {}) for name, args in PL_AUTOCAST.items()}
+PL_CASES |= {name: (pl_again, args, {}) for name, args in PL_AGAIN.items()}
+PL_CASES |= {name: (pl_pipedream, args, {}) for name, args in PL_PIPEDREAM.items()}
+PL_CASES |= {name: (pl_kept, args, {}) for name, args in PL_KEPT.items()}
+PL_CASES |= {name: (pl_times, args, {}) for name, args in PL_TIMES.items()}
+PL_CASES |= {f"decode {p}": (pl_decode, (p,), {}) for p in (2, 4)}
+PL_CASES |= {"memory": (pl_memory, (), {}), "mistakes": (pl_mistakes, (), {})}
+PL_CASES |= {"frozen": (pl_still, (), {}), "decode fails": (pl_decode_fails, (), {})}
+PL_CASES_SLOW = {name: (pl_train, (schedules, p), how)
+                 for name, (schedules, p, how) in PL_RANDOM_MORE.items()}  # fmt: skip
+
+
+def pl_child(rank, folder, cases):
+    """Runs the cases; what each returns, or how it failed, goes to a file. The first failure ends
+    it: another rank may wait for what never comes."""
+    log = open(folder / f"log{rank}", "w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    done, env, name = {}, SimpleNamespace(rank=rank, wire=PLWire()), "the start"
+    try:
+        faulthandler.dump_traceback_later(PL_HANG, exit=True, file=log)
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), PL_WORLD),
+                                rank=rank, world_size=PL_WORLD,
+                                timeout=timedelta(seconds=4 * PL_HANG))  # fmt: skip
+        env.groups = {p: PL.channels(lines) for p, lines in PL_LINES.items()}
+        env.lost = PL.channels(PL_LINES[4])
+        for name, (work, args, how) in cases.items():
+            (folder / f"at{rank}").write_text(name)
+            faulthandler.dump_traceback_later(PL_HANG, exit=True, file=log)
+            start, cpu = time.monotonic(), time.process_time()
+            done[name] = work(env, *args, **how)
+            print(f"{name:36}{time.monotonic() - start:7.3f} s, "
+                  f"cpu {time.process_time() - cpu:7.3f}", file=log, flush=True)  # fmt: skip
+        faulthandler.dump_traceback_later(PL_HANG, exit=True, file=log)
+        dist.barrier()
+    except Exception:  # noqa: BLE001, the parent shows it
+        done[name] = traceback.format_exc()
+    torch.save(done, folder / f"{rank}.tmp")
+    (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
+    os._exit(0)
+
+
+def pl_start(folder, cases, end):
+    """One start of all processes -> {case: what each rank returned}, and whatever went wrong as
+    {case: text}, for the first case alone."""
+    folder.mkdir()
+    fork = multiprocessing.get_context("fork").Process
+    started = [fork(target=pl_child, args=(r, folder, cases), daemon=True) for r in range(PL_WORLD)]
+    for p in started:
+        p.start()
+    for p in started:
+        p.join(max(0.1, end - time.monotonic()))
+        p.kill()
+    done, wrong = [], {}
+    for r in range(PL_WORLD):
+        file, at = folder / f"{r}.pt", folder / f"at{r}"
+        done.append(torch.load(file, weights_only=False) if file.exists() else {})
+        wrong |= {(name, r): got for name, got in done[r].items() if isinstance(got, str)}
+        if not file.exists():
+            tail = (folder / f"log{r}").read_text()[-3000:] if at.exists() else ""
+            name = at.read_text() if at.exists() else next(iter(cases))
+            wrong[name, r] = f"hung there, or died\n{tail}"
+    good = {name: [d[name] for d in done] for name in cases
+            if all(name in d and not isinstance(d[name], str) for d in done)}  # fmt: skip
+    if not wrong:
+        return good, {}
+    order = list(cases)
+    first = min((name for name, _ in wrong), key=lambda name: order.index(name))
+    texts = [f"{name!r}, rank {r}: {text}" for (name, r), text in wrong.items() if name == first]
+    return good, {first: min(texts, key=lambda t: ("gloo/transport" in t, "hung there" in t))}
+
+
+def pl_processes(folder, cases, limit):
+    """-> get(case): what each rank returned; there AssertionError, if it went wrong. After a case
+    that did, the rest run in new processes."""
+    x = torch.zeros(1, requires_grad=True)  # what torch imports late is there to fork
+    checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    end, todo, done, wrong = time.monotonic() + limit, dict(cases), {}, {}
+    while todo and time.monotonic() < end:
+        good, bad = pl_start(folder / f"start{len(wrong)}", todo, end)
+        for name in bad:
+            tried = list(todo)[: list(todo).index(name) + 1]
+            wrong |= {one: bad[name] for one in tried if one not in good}
+            todo = {one: case for one, case in todo.items() if one not in tried}
+        done |= good
+        todo = todo if bad else {}
+
+    def get(name):
+        if name not in done:
+            pytest.fail(wrong.get(name, f"no time was left for {name!r}"), pytrace=False)
+        return done[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def pl_done(tmp_path_factory):
+    return pl_processes(tmp_path_factory.mktemp("pl"), PL_CASES, 240)
+
+
+@pytest.fixture(scope="module")
+def pl_done_slow(tmp_path_factory):
+    return pl_processes(tmp_path_factory.mktemp("pl"), PL_CASES_SLOW, 600)
+
+
+@pytest.mark.slow
+def test_pl_checks_itself_alone(tmp_path):
+    """In an empty folder, on 4 processes of its own."""
+    shutil.copy(PL.__file__, tmp_path)
+    ran = subprocess.run([sys.executable, "pipeline.py", "--check"], cwd=tmp_path, text=True,
+                         capture_output=True, timeout=90,
+                         env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout == ""
+
+
+# --------------------------------------------------------------------------------------------------
+# diloco.py and quantized_collectives.py
+# --------------------------------------------------------------------------------------------------
+
+DL_REPO = Path(T.__file__).resolve().parent
+DL_ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+DL_RANKS = 4
+
+
+# ---- what four ranks do, in one process group ----
+
+
+def dl_reference(x, bits, block):
+    """Blockwise rounding in plain words: (values, half a step of each)"""
+    out, half = torch.empty_like(x), torch.empty_like(x)
+    for start in range(0, len(x), block):
+        part = x[start : start + block]
+        step = part.abs().max() / (2 ** (bits - 1) - 1)
+        out[start : start + block] = (part / step).round() * step if step > 0 else 0.0
+        half[start : start + block] = step / 2
+    return out, half
+
+
+def dl_values(rank, n, seed=0):
+    """Over six orders of magnitude, with zeros"""
+    rng = torch.Generator().manual_seed(10 * seed + rank)
+    x = torch.randn(n, generator=rng) * torch.logspace(-3, 3, n)
+    x[n // 3 : n // 2] = 0
+    return x
+
+
+DL_GATHERS = [(1, 8, 64), (301, 8, 64), (301, 4, 64), (1024, 4, 128), (77, 8, 256)]
+DL_SCATTERS = [(n, bits, 64, two) for n in (1, 77, 301) for bits in (4, 8) for two in (False, True)]
+
+
+def dl_collectives(rank, nodes):
+    gathered = [
+        QC.quantized_all_gather(dl_values(rank, n), bits=bits, block=block)
+        for n, bits, block in DL_GATHERS
+    ]
+    scattered = [
+        QC.quantized_reduce_scatter(
+            dl_values(rank, DL_RANKS * n), bits=bits, block=block, nodes=nodes if two else None
+        )
+        for n, bits, block, two in DL_SCATTERS
+    ]
+    bf16 = QC.quantized_all_gather(dl_values(rank, 77).bfloat16())
+    means = torch.empty(77)
+    given = dl_values(rank, 4 * 77)
+    QC.QuantizedReduceScatter(block=64)(means, given, dist.group.WORLD, dist.ReduceOp.AVG)
+    return dict(gathered=gathered, scattered=scattered, bf16=bf16, means=means)
+
+
+class DLWire:
+    """Notes (kind, bytes handed over, ranks of the group) of each transfer"""
+
+    def __init__(self, patch):
+        self.seen = []
+        names = "all_gather_single all_gather_into_tensor reduce_scatter_single "
+        names += "reduce_scatter_tensor all_to_all_single"
+        for name in names.split():
+            if hasattr(dist, name):
+                patch.setattr(dist, name, partial(self.call, name, getattr(dist, name)))
+        patch.setattr(QC, "all_gather", partial(self.call, "all_gather", QC.all_gather))
+
+    def call(self, name, call, *args, **kwargs):
+        names = "input_tensor", "input"
+        given = next((kwargs[k] for k in names if k in kwargs), args[1] if len(args) > 1 else None)
+        group = kwargs.get("group")
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.seen.append((f"{name} {given.dtype}", given.nbytes, ranks))
+        return call(*args, **kwargs)
+
+
+def dl_border(seen, rank):
+    """What each node of two ranks sends to the other, of one rank's notes: of a ring over both what
+    one rank does, of an all-to-all this rank's part"""
+    ring = pairs = 0
+    for name, nbytes, ranks in seen:
+        across = sum(r // 2 != rank // 2 for r in ranks)
+        if not across:
+            continue
+        if "gather" in name:
+            ring += nbytes * (len(ranks) - 1)
+        elif "scatter" in name:
+            ring += nbytes * (len(ranks) - 1) // len(ranks)
+        else:
+            pairs += nbytes * across // len(ranks)
+    return ring, pairs
+
+
+def dl_net(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+
+
+def dl_sharded(rank, mesh, nodes, wire, how):
+    """Two steps of three sharded layers: (losses, gradients, weights, notes of the second step)"""
+    net = dl_net()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
+    policy = policy if "bf16" in how else MixedPrecisionPolicy()
+    after = 2 if "hpz" in how else True
+    for layer in (*net, net):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=after, mp_policy=policy)
+    for layer in net if "quantized" in how else ():
+        plain = 2 if "hpz" in how else 1
+        layer.set_custom_all_gather(QC.QuantizedAllGather(plain_ranks=plain))
+        two = nodes if "hpz" in how else None
+        layer.set_custom_reduce_scatter(QC.QuantizedReduceScatter(nodes=two))
+    for layer in net:
+        layer.set_gradient_divide_factor(1.0)
+        layer.set_force_sum_reduction_for_comms(True)
+    sgd, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
+    for _ in range(2):
+        wire.seen.clear()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+        loss = net(x.bfloat16() if "bf16" in how else x).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        grads = [p.grad.full_tensor() for p in net.parameters()] if "bf16" not in how else []
+        sgd.step(), sgd.zero_grad()
+    seen = list(wire.seen)
+    weights = [p.full_tensor().detach() for p in net.parameters()]
+    return losses, grads, weights, seen
+
+
+DL_HOWS = ("", "hpz", "quantized", "quantized hpz", "bf16", "bf16 quantized hpz")
+
+
+def dl_layouts(rank, wire):
+    """Weights after three steps of train.py's model under --zero 3, and losses, by flags"""
+    config, out = dl_tiny_config(), {}
+    batch = torch.randint(97, (4, 17), generator=torch.Generator().manual_seed(5))
+    for flags in (
+        "",
+        "--zero-node-size 2",
+        "--zero-quantized",
+        "--zero-quantized --zero-node-size 2",
+    ):
+        argv = f"--zero 3 --batch-size 4 --seq-len 16 --dtype fp32 {flags}".split()
+        args = T.parse_args(argv)
+        layout, place = Layout(args, config, 4), T.Place(torch.device("cpu"), "fp32", rank, 4)
+        model = T.build_model(args, config, place, layout)
+        optimizer, losses = T.build_optimizer(model, layout), []
+        wire.seen.clear()
+        for _ in range(3):
+            rows = batch[list(layout.samples(4))]
+            losses.append(T.accumulate(model, rows, 1, layout=layout)["loss"])
+            T.update(model, optimizer, 1e-2, layout)
+            with torch.no_grad():  # as validation does: shards come and go
+                T.loss_sums(model, rows, layout=layout)
+            layout.reshard(model)
+        seen = {(name, len(ranks)) for name, _, ranks in wire.seen}
+        whole = {name: layout.whole(name, p) for name, p in model.named_parameters()}
+        out[flags] = losses, {k: v for k, v in whole.items() if v is not None}, seen
+    return out
+
+
+def dl_tiny_config():
+    shape = dict(vocab_size=97, dim=48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16)
+    return M.ModelConfig(**shape, ffn_dim=80, max_seq_len=128, bos_id=1, eos_ids=(2,))
+
+
+# ---- DiLoCo over a process group ----
+
+
+class DLCounted:
+    """A group that adds up what this rank sends to others"""
+
+    def __init__(self):
+        self.group, self.sent = dist.group.WORLD, 0
+        self.size, self.rank = self.group.size, self.group.rank
+
+    def allgather(self, outs, ins):
+        self.sent += ins[0].nbytes * (self.size() - 1)
+        return self.group.allgather(outs, ins)
+
+    def alltoall_base(self, out, x, *splits):
+        self.sent += x.nbytes * (self.size() - 1) // self.size()
+        return self.group.alltoall_base(out, x, *splits)
+
+
+def dl_params(dtype=torch.float64):
+    rng = torch.Generator().manual_seed(3)
+    return [torch.randn(s, dtype=dtype, generator=rng) for s in ((5, 7), (3,), (1,))]
+
+
+def dl_moves(rank, step, p):
+    rng = torch.Generator().manual_seed(1000 * rank + step)
+    return 0.1 * torch.randn(p.shape, dtype=p.dtype, generator=rng)
+
+
+def dl_outer(rank, rounds, every, save_at=None, **how):
+    params = dl_params()
+    make = lambda: DL.DiLoCo(params, DL.over(), every=every, dtype=torch.float64, **how)
+    outer, history = make(), []
+    for step in range(rounds * every):
+        for p in params:
+            p.sub_(dl_moves(rank, step, p))
+        if outer.step() is not None:
+            history.append([p.clone() for p in params])
+        if step == save_at:
+            held = {
+                k: v.clone() if hasattr(v, "clone") else v for k, v in outer.state_dict().items()
+            }
+            outer = make()
+            outer.load_state_dict(held)
+    return history
+
+
+def dl_data(rank):
+    rng = torch.Generator().manual_seed(rank)
+    return torch.randn(16, 6, dtype=torch.float64, generator=rng)
+
+
+def dl_sgd(rank, every):
+    """Regression by SGD: (weights, losses, bytes)"""
+    w, counted = torch.zeros(6, dtype=torch.float64, requires_grad=True), DLCounted()
+    inner = torch.optim.SGD([w], lr=0.05)
+    outer = DL.DiLoCo([w], DL.over(counted), every=every, lr=1.0, momentum=0.0, dtype=torch.float64)
+    losses, said = [], 0
+    for _ in range(40):
+        loss = (dl_data(rank) @ (w - 1)).square().mean()
+        loss.backward()
+        inner.step(), inner.zero_grad()
+        done = outer.step()
+        losses.append(loss.item())
+        said += done.sent if done else 0
+    return w.detach().clone(), losses, counted.sent, said
+
+
+def dl_half(rank):
+    """What fp16 makes of tensors of all sizes, weighted: (mean, what was given)"""
+    rng = torch.Generator().manual_seed(rank)
+    scales, sizes = (1e-30, 1.0, 3e37, 0.0), [50, 333, 70, 9]
+    parts = [torch.randn(n, generator=rng) * s / 4 for n, s in zip(sizes, scales)]
+    x = torch.cat(parts) * 1000.0 ** (rank - 3)
+    mean, _ = DL.average(dist.group.WORLD, x, float(rank), sizes, torch.float16)
+    return mean, x
+
+
+def dl_islands(rank):
+    """Two workers of two ranks, who share parameters out; fp64"""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
+    p = distribute_tensor(dl_params()[0].repeat(2, 1), mesh["shard"], [Shard(0)])
+    outer = DL.DiLoCo(
+        [p], DL.over(mesh.get_group("worker")), every=1, dtype=torch.float64, lr=1.0, momentum=0.0
+    )
+    p.to_local().sub_(1.0 + rank // 2)
+    outer.step()
+    return p.full_tensor()
+
+
+def dl_timed(cases):
+    start = time.monotonic()
+    for name, got in cases:
+        print(f"{name:24}{time.monotonic() - start:7.2f} s", flush=True)
+        yield name, got
+
+
+def dl_cases(rank):
+    patch, nodes = pytest.MonkeyPatch(), QC.node_groups(2)
+    yield "nodes", [sorted(dist.get_process_group_ranks(g)) for g in nodes]
+    yield "collectives", dl_collectives(rank, nodes)
+    with patch.context() as p:
+        wire = DLWire(p)
+        dl_collectives(rank, nodes)
+        yield "bytes", list(wire.seen)
+        mesh = init_device_mesh("cpu", (4,))
+        for how in DL_HOWS:
+            yield f"sharded {how}", dl_sharded(rank, mesh, nodes, wire, how)
+        yield "layouts", dl_layouts(rank, wire)
+    yield "averaged", dl_outer(rank, 2, 3, lr=1.0, momentum=0.0)
+    for nesterov in (True, False):
+        yield f"outer {nesterov}", dl_outer(rank, 4, 2, lr=0.7, momentum=0.9, nesterov=nesterov)
+    yield "resumed", dl_outer(rank, 4, 2, save_at=4, lr=0.7, momentum=0.9)
+    for every in (1, 5):
+        yield f"sgd {every}", dl_sgd(rank, every)
+    yield "half", dl_half(rank)
+    yield "islands", dl_islands(rank)
+
+
+def dl_child(rank, port, folder):
+    with open(folder / f"log{rank}", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        torch.set_num_threads(1)
+        done = {}
+        try:
+            store = dist.TCPStore("127.0.0.1", port, DL_RANKS, rank == 0)
+            wait = timedelta(seconds=60)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=wait)
+            for name, got in dl_timed(dl_cases(rank)):
+                done[name] = got
+            dist.barrier()
+        except Exception:  # noqa: BLE001, the parent shows it
+            done["error"] = traceback.format_exc()
+        torch.save(done, folder / f"{rank}.pt")
+        os._exit(0)
+
+
+def dl_free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def dl_done(tmp_path_factory):
+    folder, port = tmp_path_factory.mktemp("dl"), dl_free_port()
+    fork = multiprocessing.get_context("fork").Process
+    started = [fork(target=dl_child, args=(r, port, folder), daemon=True) for r in range(DL_RANKS)]
+    for p in started:
+        p.start()
+    for p in started:
+        p.join(100)
+        p.kill()
+    files = [folder / f"{r}.pt" for r in range(DL_RANKS)]
+    done = [torch.load(f, weights_only=False) if f.exists() else {} for f in files]
+    errors = [d["error"] for d in done if "error" in d]
+    assert not errors, min(errors, key=lambda e: "onnection" in e)
+    assert all(done), [(folder / f"log{r}").read_text()[-1500:] for r in range(DL_RANKS)]
+    return {name: [d[name] for d in done] for name in done[0]}
+
+
+# ---- quantized collectives ----
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 300])
+def test_blocks_of_integers_are_within_half_a_step(n, bits):
+    """Quantize, dequantize == plain words' rounding; the bytes are payload_bytes'"""
+    x = torch.stack([dl_values(r, n) for r in range(3)])
+    payload = QC.quantize(x, bits, 64)
+    assert payload.dtype == torch.uint8
+    assert payload.shape == (3, -(-n * bits // 8) + 4 * -(-n // 64))
+    assert payload.shape[1] == QC.payload_bytes(n, bits, 64)
+    got = QC.dequantize(payload, n, bits, 64)
+    for row, given in zip(got, x):
+        want, half = dl_reference(given, bits, 64)
+        assert torch.allclose(row, want, rtol=1e-6, atol=0), n
+        assert ((row - given).abs() <= half * (1 + 1e-5)).all()
+        assert (row[given == 0] == 0).all()
+    low, high = -(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1
+    grid = torch.arange(low, high + 1.0)[None]  # every integer there is, and back
+    assert torch.equal(QC.dequantize(QC.quantize(grid, bits), grid.numel(), bits), grid)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_not_hidden_by_quantization(bad):
+    """inf or NaN: the whole block is so, and no other"""
+    x = torch.ones(1, 96)
+    x[0, 40] = bad
+    for bits in (4, 8):
+        got = QC.dequantize(QC.quantize(x, bits, 32), 96, bits, 32)[0]
+        assert not got[32:64].isfinite().any()
+        assert (got[:32] == 1).all() and (got[64:] == 1).all()
+
+
+def test_quantized_collectives_refuse_what_they_cannot(dl_done):
+    with pytest.raises(ValueError, match="bits must be 4 or 8, not 5"):
+        QC.quantize(torch.ones(1, 8), 5)
+    with pytest.raises(ValueError, match="block must be even"):
+        QC.quantize(torch.ones(1, 8), 4, 3)
+
+
+def test_quantized_all_gather_gives_all_ranks_the_same_rounded_values(dl_done):
+    """int8 and int4, uneven blocks: half a step from what was given, a rank's own part too"""
+    for case, (n, bits, block) in enumerate(DL_GATHERS):
+        pairs = [dl_reference(dl_values(r, n), bits, block) for r in range(DL_RANKS)]
+        want, half = (torch.cat(t) for t in zip(*pairs))
+        given = torch.cat([dl_values(r, n) for r in range(DL_RANKS)])
+        for got in dl_done["collectives"]:
+            assert torch.equal(got["gathered"][case], dl_done["collectives"][0]["gathered"][case])
+            assert torch.allclose(got["gathered"][case], want, rtol=1e-6, atol=0)
+            assert ((got["gathered"][case] - given).abs() <= half * (1 + 1e-5)).all()
+    assert all(got["bf16"].dtype == torch.bfloat16 for got in dl_done["collectives"])
+
+
+def dl_scattered(n, bits, block, two):
+    """(what each rank is to have, how far from the true sum that may be), in plain words"""
+    x = [dl_values(r, DL_RANKS * n).view(DL_RANKS, n) for r in range(DL_RANKS)]
+    out = []
+    for rank in range(DL_RANKS):
+        parts = [dl_reference(x[r][rank], bits, block) for r in range(DL_RANKS)]
+        bound = sum(half for _, half in parts)
+        if not two:
+            out.append((sum(v for v, _ in parts), bound))
+            continue
+        hops = [dl_reference(parts[a][0] + parts[a + 1][0], bits, block) for a in (0, 2)]
+        out.append((hops[0][0] + hops[1][0], bound + hops[0][1] + hops[1][1]))
+    return out, [sum(x[r][rank] for r in range(DL_RANKS)) for rank in range(DL_RANKS)]
+
+
+def test_quantized_reduce_scatter_is_within_half_a_step_for_each_rounding(dl_done):
+    """One hop and two: every slice at its rank, rounded as in plain words, within the bound"""
+    for case, (n, bits, block, two) in enumerate(DL_SCATTERS):
+        want, true = dl_scattered(n, bits, block, two)
+        for rank, got in enumerate(dl_done["collectives"]):
+            y, (values, bound) = got["scattered"][case], want[rank]
+            assert y.shape == (n,)
+            assert ((y - true[rank]).abs() <= bound * (1 + 1e-4) + 1e-30).all(), (n, bits, two)
+            # a value on the edge of two steps may fall to either in the second hop
+            same = torch.isclose(y, values, rtol=1e-5, atol=1e-6 * values.abs().max().item())
+            assert same.float().mean() > 0.97, (n, bits, two)
+    want, _ = dl_scattered(77, 4, 64, False)
+    for rank, got in enumerate(dl_done["collectives"]):
+        assert torch.allclose(4 * got["means"], want[rank][0], rtol=1e-5, atol=1e-5)
+
+
+def test_bytes_of_quantized_collectives_are_those_of_the_formula(dl_done):
+    """What is handed to torch's collectives, counted"""
+    assert dl_done["nodes"] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]],
+                                [[2, 3], [1, 3]]]  # fmt: skip
+    for seen in dl_done["bytes"]:
+        sizes = [QC.payload_bytes(*case) for case in DL_GATHERS]
+        for n, bits, block, two in DL_SCATTERS:
+            hop = QC.payload_bytes(n, bits, block)
+            sizes += [4 * hop, 2 * hop] if two else [4 * hop]
+        sizes += [QC.payload_bytes(77, 8), 4 * QC.payload_bytes(77, 4, 64)]
+        assert [nbytes for _, nbytes, _ in seen] == sizes
+        assert sum(len(ranks) == 2 for *_, ranks in seen) == 2 * len(DL_SCATTERS) // 2
+
+
+def test_hpz_is_exact(dl_done):
+    """Secondary shards in the node: losses, gradients and weights of ZeRO-3, bit for bit"""
+    for a, b in zip(dl_done["sharded "], dl_done["sharded hpz"]):
+        assert a[0] == b[0]
+        assert all(torch.equal(x, y) for x, y in zip(a[1] + a[2], b[1] + b[2]))
+    for got in dl_done["layouts"]:
+        plain, node = got[""], got["--zero-node-size 2"]
+        assert plain[0] == node[0]
+        assert all(torch.equal(x, node[1][name]) for name, x in plain[1].items())
+    assert len(dl_done["layouts"][0][""][1]) > 5
+
+
+@pytest.mark.parametrize("how", ["quantized", "quantized hpz"])
+def test_fully_shard_with_quantized_transfers_stays_close(dl_done, how):
+    """Not equal, and near: losses, gradients and weights on all ranks the same"""
+    for plain, got in zip(dl_done["sharded "], dl_done[f"sharded {how}"]):
+        assert all(0 < abs(a - b) < 0.02 * a for a, b in zip(plain[0], got[0]))
+        for x, y in zip(plain[1], got[1]):
+            assert 1e-3 < (x - y).norm() / x.norm() < 0.2
+        for x, y, first in zip(plain[2], got[2], dl_done[f"sharded {how}"][0][2]):
+            assert torch.equal(y, first) and (x - y).norm() / x.norm() < 0.02
+
+
+def test_zeropp_sends_a_quarter_of_zero_3_between_nodes(dl_done):
+    """Counted in a step: three bf16 collectives over both nodes; then one int8 gather, none in the
+    backward pass, int4 in two hops"""
+    n, counts = 3 * 64 * 64, {}
+    for how in ("bf16", "bf16 quantized hpz"):
+        rings = [dl_border(got[3], r) for r, got in enumerate(dl_done[f"sharded {how}"])]
+        assert rings[0] == rings[1] == rings[2] == rings[3]
+        counts[how] = rings[0][0] + 2 * rings[0][1]
+    per_layer = [QC.border_bytes(64 * 64, 4, 2)] * 3
+    assert counts["bf16"] == sum(before for before, _ in per_layer) == 3 * 3 * 2 * n // 4
+    assert counts["bf16 quantized hpz"] == sum(after for _, after in per_layer)
+    assert counts["bf16"] / counts["bf16 quantized hpz"] > 4
+    kinds = [name for name, _, ranks in dl_done["sharded bf16 quantized hpz"][0][3]]
+    assert sum("gather" in kind for kind in kinds) == 6  # of three layers, forward and backward
+    assert not any("reduce" in kind for kind in kinds)
+
+
+def test_zero_flags_reach_fully_shard(dl_done):
+    """--zero-quantized changes train.py's steps by little; with --zero-node-size by a hop more"""
+    plain = dl_done["layouts"][0][""]
+    for flags in ("--zero-quantized", "--zero-quantized --zero-node-size 2"):
+        losses, weights, _ = dl_done["layouts"][0][flags]
+        assert all(0 < abs(a - b) < 0.05 for a, b in zip(plain[0], losses)), flags
+        assert not any(torch.equal(weights[name], x) for name, x in plain[1].items())
+    for got in dl_done["layouts"]:  # (what travels, among how many)
+        seen = [
+            {("gather" if "gather" in k else "reduce", k.split(".")[-1], n) for k, n in of}
+            for *_, of in got.values()
+        ]
+        whole, node = {("gather", "float32", 4)}, {("gather", "float32", 2)}
+        assert seen[0] == whole | {("reduce", "float32", 4)} and seen[1] == seen[0] | node
+        assert seen[2] == {("gather", "uint8", 4), ("reduce", "uint8", 4)}
+        assert seen[3] == {("gather", "uint8", 4), ("reduce", "uint8", 2)} | node
+    one, two = (dl_done["layouts"][0][f][0] for f in dl_done["layouts"][0] if "quant" in f)
+    assert one[0] == two[0] and one[2] != two[2]  # the first forward pass is before any hop
+
+
+# ---- the outer optimizer ----
+
+
+def dl_simulated(rounds, every, lr, momentum, nesterov=True):
+    """torch.optim.SGD on the mean of what four workers moved by"""
+    start = [p.requires_grad_() for p in dl_params()]
+    outer, history = torch.optim.SGD(start, lr, momentum, nesterov=nesterov and momentum > 0), []
+    for number in range(rounds):
+        for p in start:
+            steps = range(number * every, number * every + every)
+            moved = [sum(dl_moves(r, s, p) for s in steps) for r in range(DL_RANKS)]
+            p.grad = sum(moved) / DL_RANKS
+        outer.step()
+        history.append([p.detach().clone() for p in start])
+    return history
+
+
+def dl_same(got, want, bound=1e-12):
+    for a, b in zip(got, want, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert (x - y).abs().max() <= bound
+
+
+def test_outer_lr_1_without_momentum_averages_weights(dl_done):
+    """Local SGD: weights after a round == the mean of all workers', fp64"""
+    want = dl_params()
+    for step in range(3):
+        for p in want:
+            p.sub_(sum(dl_moves(r, step, p) for r in range(DL_RANKS)) / DL_RANKS)
+    for got in dl_done["averaged"]:
+        dl_same([got[0]], [want])
+        dl_same(got, dl_simulated(2, 3, 1.0, 0.0))
+
+
+def test_outer_step_is_that_of_torch_sgd(dl_done):
+    """Nesterov and plain momentum over four rounds; the same after a checkpoint"""
+    for nesterov in (True, False):
+        for got in dl_done[f"outer {nesterov}"]:
+            dl_same(got, dl_simulated(4, 2, 0.7, 0.9, nesterov))
+    for got, whole in zip(dl_done["resumed"], dl_done["outer True"]):
+        dl_same(got, whole, 0)
+
+
+def test_h_1_of_sgd_is_data_parallelism_and_bytes_fall_by_h(dl_done):
+    """Weights == SGD on all rows, fp64; H = 5 sends a fifth, counted; its loss falls too"""
+    w = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    inner, rows = torch.optim.SGD([w], lr=0.05), torch.cat([dl_data(r) for r in range(DL_RANKS)])
+    for _ in range(40):
+        (rows @ (w - 1)).square().mean().backward()
+        inner.step(), inner.zero_grad()
+    for one, five in zip(dl_done["sgd 1"], dl_done["sgd 5"]):
+        assert (one[0] - w).abs().max() <= 1e-12
+        assert one[2] == one[3] == 5 * five[2] == 5 * five[3] > 0
+        assert one[1][-1] < 0.1 * one[1][0] and five[1][-1] < 0.15 * five[1][0]
+        n, eight = 6, 8  # bytes: a table of two, and slices of two values, there and back
+        assert five[2] == 8 * 3 * (2 * eight + 2 * -(-n // 4) * eight)
+
+
+def test_average_in_fp16_neither_overflows_nor_loses_small_tensors(dl_done):
+    """Tensors of 1e-30, 1 and 3e37 in one mean, weights 0..3: 2^-11 of a value, twice, or 2^-24 of
+    the largest; the same bits on all ranks"""
+    given = [x.double() for _, x in dl_done["half"]]
+    want = sum(r * x for r, x in enumerate(given)) / 6
+    for got, _ in dl_done["half"]:
+        assert torch.equal(got, dl_done["half"][0][0])
+        parts = [torch.stack(given).split([50, 333, 70, 9], 1), want.split([50, 333, 70, 9])]
+        for each, mean, y in zip(*parts, got.double().split([50, 333, 70, 9])):
+            bound = 2**-11 * (each.abs().max(0).values + mean.abs()) + 2**-23 * each.abs().max()
+            assert ((y - mean).abs() <= bound).all()
+            assert each.abs().max() == 0 or (y - mean).norm() < 5e-4 * mean.norm()
+
+
+def test_workers_of_several_ranks_exchange_their_shards(dl_done):
+    """DTensors: each rank with the ranks that have the same shard"""
+    want = dl_params()[0].repeat(2, 1) - 1.5
+    for got in dl_done["islands"]:
+        assert (got - want).abs().max() < 1e-12
+
+
+def test_diloco_refuses_what_cannot_be():
+    make = lambda params, **how: DL.DiLoCo(params, DL.over(), **({"every": 1} | how))
+    for how, words in (
+        (dict(params=[]), "params are empty"),
+        (dict(params=dl_params(), every=0), "every must be more than 0, not 0"),
+        (dict(params=dl_params(), lr=0.0), "lr must be"),
+        (dict(params=dl_params(), momentum=1.0), "momentum must be from 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(**how)
+    outer = make([torch.ones(3)])
+    outer.params[0][1] = math.nan
+    with pytest.raises(ValueError, match="not finite in round 0"):
+        outer.step()
+    with pytest.raises(ValueError, match="worker must be from 0 to 1, not 2"):
+        DL.Workers("nowhere", 2, 2)
+
+
+# ---- workers that come and go ----
+
+DL_WAIT = 2.0  # seconds
+DL_ROUNDS = 6
+
+
+class DLTrouble(DL.Workers):
+    """Does `trouble` when it meets for round `when`: once"""
+
+    def __init__(self, *args, trouble=None, when=2, **how):
+        super().__init__(*args, **how)
+        self.trouble, self.when, self.tries = trouble, when, 0
+
+    def now(self, what, number):
+        if self.trouble != what or number != self.when:
+            return False
+        self.trouble = None
+        return True
+
+    def _reduce(self, turn, number, *args):
+        self.tries += 1
+        if self.now("dies in the reduction", number):
+            whole = DL.average
+            DL.average = lambda *a: os.kill(os.getpid(), signal.SIGKILL) or whole(*a)
+        done = super()._reduce(turn, number, *args)
+        if self.now("dies with the result", number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.now("fails with the result", number):
+            raise RuntimeError("as if a peer were gone")
+        return done
+
+
+def dl_worker(worker, at, n, trouble, told, rounds):
+    """Moves by dl_moves, 3 steps a round, in fp64; tells (round, workers, weights, tries)"""
+    log = open(Path(told).with_suffix(".log"), "w")
+    os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    params, rows = dl_params(), []
+    workers = DLTrouble(at, worker, n, timeout=DL_WAIT, trouble=trouble)
+    outer = DL.DiLoCo(params, workers, every=3, dtype=torch.float64)
+
+    def tell(done, since):
+        spent = time.monotonic() - since
+        rows.append((done.number, done.workers, [p.clone() for p in params], workers.tries, spent))
+        torch.save(rows, told + ".tmp")
+        os.rename(told + ".tmp", told)
+
+    if workers.begin(outer.round):
+        tell(outer.join(), 0)
+    while outer.round < rounds:
+        if trouble == "sleeps" and (outer.round, outer.steps) == (2, 1):
+            trouble = time.sleep(2.5 * DL_WAIT)
+        if trouble == "dies in a step" and (outer.round, outer.steps) == (2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        back = lambda: any(i == 3 for i, *_ in workers._arrived(workers._turn()[0]))
+        while outer.round == 4 and worker != 3 and not back():
+            time.sleep(0.02)  # one that starts again, or slept, comes now
+        if at.endswith("dies_in_a_step") and (outer.round, outer.steps) == (2, 2):
+            time.sleep(1.5 * DL_WAIT)  # so that the death is old when the others meet
+        step = outer.round * 3 + outer.steps
+        for p in params:
+            p.sub_(dl_moves(worker, step, p))
+        since = time.monotonic()
+        if (done := outer.step()) is not None:
+            tell(done, since)
+    workers.close()
+    os._exit(0)
+
+
+DL_TROUBLES = ("dies in a step", "dies in the reduction", "dies with the result",
+               "fails with the result", "sleeps")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dl_elastic(tmp_path_factory):
+    """Of each trouble of worker 3 of 4 -> the rows that each worker told, one for who came again"""
+    root, fork = tmp_path_factory.mktemp("elastic"), multiprocessing.get_context("fork").Process
+    started, again = {}, {}
+
+    def start(trouble, worker, what, name):
+        folder = root / trouble.replace(" ", "_")
+        args = worker, str(folder), 4, what, str(folder / f"{name}.rows"), DL_ROUNDS
+        p = fork(target=dl_worker, args=args, daemon=True)
+        folder.mkdir(exist_ok=True)
+        p.start()
+        return p
+
+    for trouble in DL_TROUBLES:
+        what = [None, None, None, trouble]
+        started[trouble] = [start(trouble, i, what[i], i) for i in range(4)]
+    for trouble in DL_TROUBLES:
+        if trouble.startswith("dies"):
+            started[trouble].pop().join(30)
+            again[trouble] = time.monotonic() + (2 * DL_WAIT if "step" in trouble else 0.5)
+    for trouble in sorted(again, key=again.get):
+        time.sleep(max(0, again[trouble] - time.monotonic()))
+        started[trouble].append(start(trouble, 3, None, "again"))
+    codes, out = {}, {}
+    for trouble, those in started.items():
+        for p in those:
+            p.join(30)
+        codes[trouble] = [p.exitcode for p in those]
+        for p in those:
+            p.kill()
+        folder = root / trouble.replace(" ", "_")
+        rows = {p.stem: torch.load(p, weights_only=False) for p in folder.glob("*.rows")}
+        logs = [p.read_text()[-800:] for p in folder.glob("*.log")]
+        assert codes[trouble] == [0] * len(those), (trouble, codes[trouble], logs)
+        out[trouble] = rows
+    return out
+
+
+def dl_replayed(rows):
+    """The weights after each round, from who took part in it: exact, in fp64"""
+    params, velocity, history = dl_params(), [torch.zeros_like(p) for p in dl_params()], {}
+    for number in sorted(rows):
+        for p, v in zip(params, velocity):
+            moved = [sum(dl_moves(w, 3 * number + s, p) for s in range(3)) for w in rows[number]]
+            mean = sum(moved) / len(moved)
+            v.mul_(0.9).add_(mean)
+            p.sub_(0.7 * (mean + 0.9 * v))
+        history[number] = [p.clone() for p in params]
+    return history
+
+
+@pytest.mark.parametrize("trouble", DL_TROUBLES)
+def test_workers_go_on_without_one_and_take_it_in_again(dl_elastic, trouble):
+    """Whoever met in a round has the same bits; these are the weights that the round's workers make
+    with no one's share half in; who was away comes back with all of it"""
+    rows, met, has = dl_elastic[trouble], {}, {}
+    for name, told in rows.items():
+        for number, workers, weights, *_ in told:
+            assert met.setdefault(number, workers) == workers, (name, number)
+            first = has.setdefault(number, weights)
+            assert all(torch.equal(a, b) for a, b in zip(weights, first)), (name, number)
+    assert sorted(met) == list(range(DL_ROUNDS))
+    want = dl_replayed(met)
+    for number in has:
+        dl_same([has[number]], [want[number]])
+    all_, three = [0, 1, 2, 3], [0, 1, 2]
+    assert met[0] == met[1] == met[DL_ROUNDS - 1] == all_
+    assert met[2] == (all_ if trouble.startswith("fails") else three)
+    late = rows.get("again", rows.get("3"))
+    assert late[-1][0] == DL_ROUNDS - 1 and [number for number, *_ in late][-2:] == [4, 5]
+
+
+def test_a_result_that_one_worker_lacks_is_nobodys(dl_elastic):
+    """One that fails after a reduction in which all others did not: the turn is taken again by all,
+    and once"""
+    tries = {name: told[-1][3] for name, told in dl_elastic["fails with the result"].items()}
+    assert set(tries.values()) == {DL_ROUNDS + 1}
+    died = dl_elastic["dies with the result"]
+    assert died["0"][-1][3] > DL_ROUNDS  # survivors had the whole result, and left it
+
+
+def test_the_dead_are_not_waited_for_and_the_slow_once(dl_elastic):
+    """Seconds in the meetings of rounds 2 and 3: of one that died before, whose beats are old;
+    and of one that lives and is not there"""
+    spent = {what: [row[4] for row in dl_elastic[what]["0"]][2:4] for what in DL_TROUBLES}
+    assert max(spent["dies in a step"]) < 0.5 * DL_WAIT
+    assert spent["sleeps"][0] > 0.9 * DL_WAIT and spent["sleeps"][1] < 0.5 * DL_WAIT
+
+
+def dl_alone(at, worker=0, n=1, about=None, **how):
+    workers = DL.Workers(str(at), worker, n, timeout=0.4, about=about)
+    outer = DL.DiLoCo([torch.zeros(3)], workers, **({"every": 1} | how))
+    return workers, outer
+
+
+def test_workers_refuse_other_settings_and_a_run_that_nobody_has(tmp_path):
+    """ValueError, which says what is wrong"""
+    first, outer = dl_alone(tmp_path)
+    with pytest.raises(ValueError, match="begin"):
+        outer.step()
+    assert not first.begin(0)
+    outer.params[0].sub_(1.0)
+    assert outer.step().workers == [0] and outer.round == 1
+    assert torch.allclose(outer.params[0], torch.tensor(-0.7 * 1.9))
+    other, differs = dl_alone(tmp_path, lr=0.5, about={"seed": 1})
+    assert other.begin(0)  # the run is in round 1
+    with pytest.raises(ValueError, match=r"lr 0.5, not 0.7.*seed 1, not None"):
+        differs.join()
+    with pytest.raises(ValueError, match="worker 0 was started again"):
+        outer.step()
+    first.close(), other.close()
+    third, late = dl_alone(tmp_path)
+    assert third.begin(0)
+    with pytest.raises(ValueError, match="no worker that lives has the run's weights"):
+        late.join()
+    third.close()
+    fourth, right = dl_alone(tmp_path)
+    right.round = 1
+    assert not fourth.begin(1)  # one that has that round's weights goes on
+    right.step()
+    assert right.round == 2
+    fourth.close()
+
+
+def test_workers_meet_at_a_store_that_a_process_serves(tmp_path):
+    """HOST:PORT of diloco.py --serve: two workers, and the store outlives both"""
+    port = dl_free_port()
+    argv = [sys.executable, "diloco.py", "--serve", f"127.0.0.1:{port}"]
+    serve = subprocess.Popen(argv, cwd=DL_REPO, env=DL_ENV, stdout=subprocess.PIPE, text=True)
+    try:
+        assert f"127.0.0.1:{port}" in serve.stdout.readline()
+        fork, at = multiprocessing.get_context("fork").Process, f"127.0.0.1:{port}"
+        args = [(i, at, 2, None, str(tmp_path / f"{i}.rows"), 2) for i in range(2)]
+        started = [fork(target=dl_worker, args=a, daemon=True) for a in args]
+        for p in started:
+            p.start()
+        for p in started:
+            p.join(20)
+        assert [p.exitcode for p in started] == [0, 0]
+        a, b = (torch.load(tmp_path / f"{i}.rows", weights_only=False) for i in range(2))
+        assert [row[:2] for row in a] == [(0, [0, 1]), (1, [0, 1])]
+        assert all(torch.equal(x, y) for x, y in zip(a[-1][2], b[-1][2]))
+        assert serve.poll() is None
+    finally:
+        serve.kill()
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        DL.serve("nowhere")
+    with pytest.raises(ValueError, match=f"no store at {at}: start python diloco.py --serve"):
+        DL.open_store(at, 0.2)
+
+
+# ---- train.py ----
+
+
+@pytest.fixture(scope="module")
+def dl_run(tmp_path_factory):
+    """argv of a short run: (out, flags) -> list"""
+    root = tmp_path_factory.mktemp("dl_train")
+    words, rng = "the cat sat on a mat and saw the dog run to a log".split(), torch.Generator()
+    with open(root / "corpus.jsonl", "w") as f:
+        for _ in range(300):
+            picks = torch.randint(len(words), (60,), generator=rng.manual_seed(_)).tolist()
+            f.write(json.dumps({"text": " ".join(words[i] for i in picks) + ".\n"}) + "\n")
+    shape = dict(vocab_size=4096, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16)
+    config = M.ModelConfig(**shape, ffn_dim=80, max_seq_len=128, bos_id=1, eos_ids=(2,))
+    (root / "config.json").write_text(json.dumps(config.to_hf()))
+    fixed = f"--data {root / 'corpus.jsonl'} --model {root / 'config.json'} --seq-len 32 "
+    fixed += "--batch-size 8 --micro-batch-size 3 --device cpu --dtype fp32 --eval-every 12 "
+    return lambda out, flags: [*fixed.split(), "--out", str(out), *flags.split()]
+
+
+def dl_metrics(out):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in rows]
+
+
+class DLStop(list):
+    """Signals that come in the n-th step"""
+
+    def __init__(self, n):
+        self.left = n
+
+    def __len__(self):
+        self.left -= 1
+        return int(self.left <= 0)
+
+
+def test_one_worker_of_train_py_is_the_plain_run_and_resumes(dl_run, tmp_path, monkeypatch):
+    """--diloco with outer lr 1 and no momentum: the losses of a run without it, but for fp16; with
+    momentum, cut in the midst of a round: those of the uninterrupted run, to the last bit"""
+    monkeypatch.chdir(DL_REPO)
+    assert T.main(dl_run(tmp_path / "plain", "--steps 12")) == 0
+    alone = "--steps 12 --diloco 4 --diloco-at {} --outer-momentum {} --outer-lr {}"
+    flags = alone.format(tmp_path / "a", 0, 1)
+    assert T.main(dl_run(tmp_path / "one", flags)) == 0
+    plain, one = dl_metrics(tmp_path / "plain"), dl_metrics(tmp_path / "one")
+    for i, (a, b) in enumerate(zip(plain, one, strict=True)):
+        assert abs(a["loss"] - b["loss"]) <= (0 if i < 4 else 2e-4)
+        said = {k: b[k] for k in ("round", "workers", "sent_bytes") if k in b}
+        assert said == ({} if i % 4 < 3 else {"round": i // 4, "workers": [0], "sent_bytes": 0})
+    flags = alone.format(tmp_path / "b", 0.9, 0.7)
+    assert T.main(dl_run(tmp_path / "whole", flags)) == 0
+    flags = alone.format(tmp_path / "c", 0.9, 0.7)
+    with monkeypatch.context() as patch:
+        patch.setattr(T, "stop_on_signals", lambda: DLStop(6))
+        assert T.main(dl_run(tmp_path / "cut", flags)) == 0
+    assert len(dl_metrics(tmp_path / "cut")) == 6
+    assert T.main(["--out", str(tmp_path / "cut"), "--resume", "--device", "cpu"]) == 0
+    assert dl_metrics(tmp_path / "cut") == dl_metrics(tmp_path / "whole") != one
+
+
+def test_workers_share_out_every_batch(dl_run, tmp_path, monkeypatch):
+    """The first loss of a run without them is the mean of two workers', each of which finds nobody
+    else and goes on alone"""
+    monkeypatch.chdir(DL_REPO)
+    assert T.main(dl_run(tmp_path / "plain", "--steps 2")) == 0
+    first = []
+    for i in range(2):
+        flags = f"--steps 2 --diloco 2 --diloco-at {tmp_path / f'store{i}'} --diloco-workers 2 "
+        flags += f"--diloco-worker {i} --diloco-timeout 0.4"
+        assert T.main(dl_run(tmp_path / f"{i}", flags)) == 0
+        rows = dl_metrics(tmp_path / f"{i}")
+        first.append(rows[0]["loss"])
+        assert rows[1]["workers"] == [i]
+    assert sum(first) / 2 == pytest.approx(dl_metrics(tmp_path / "plain")[0]["loss"], rel=1e-6)
+    assert first[0] != first[1]
+
+
+def test_a_worker_that_was_left_out_goes_on_at_the_others_step(dl_run, tmp_path, monkeypatch):
+    """A meeting that ends two rounds further: the steps between are not made"""
+    monkeypatch.chdir(DL_REPO)
+    jump = lambda self, step: {"step": 8 if step == 1 else step + 1}
+    monkeypatch.setattr(T.Island, "after", jump)
+    flags = f"--steps 10 --diloco 2 --diloco-at {tmp_path / 'store'}"
+    assert T.main(dl_run(tmp_path / "out", flags)) == 0
+    assert [row["step"] for row in dl_metrics(tmp_path / "out")] == [1, 8, 9, 10]
+
+
+def test_flags_of_diloco_and_of_quantized_zero_are_checked(dl_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(DL_REPO)
+    for flags, words in (
+        ("--diloco 4", "--diloco needs --diloco-at"),
+        ("--outer-lr 1", "--outer-lr goes with --diloco"),
+        ("--diloco 5 --diloco-at x", "--steps 500 must be a multiple of --diloco 5 "),
+        ("--diloco 5 --diloco-at x --diloco-worker 1", "from 0 to 0, not 1"),
+        ("--diloco 5 --diloco-at x --diloco-workers 3", "--batch-size 8 must be a multiple"),
+        ("--diloco 5 --diloco-at x --outer-momentum 1", "--outer-momentum must be"),
+        ("--diloco 0", "--diloco must be positive"),
+    ):
+        flags = flags.replace("5 --diloco-at", "7 --diloco-at") if "500" in words else flags
+        words = words.replace("5 ", "7 ") if "500" in words else words
+        assert T.main(dl_run(tmp_path / "none", flags)) == 2
+        assert words.strip() in capsys.readouterr().err, flags
+    for flags, words in (
+        ("--zero-quantized", "--zero-quantized goes with --zero"),
+        ("--zero 2 --bucketed --zero-quantized", "without --bucketed"),
+        ("--zero 2 --zero-node-size 2", "--zero-node-size goes with --zero 3"),
+        ("--zero 3 --zero-node-size 4", "must divide the 4 ranks that shard"),
+        ("--zero 3 --zero-node-size 3", "must divide the 4 ranks that shard"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Layout(T.parse_args(flags.split()), dl_tiny_config(), 4)
+
+
+def dl_start(argv, log, torchrun=0):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
+    argv = [sys.executable, *(launcher if torchrun else []), "train.py", *argv]
+    return subprocess.Popen(argv, cwd=DL_REPO, env=DL_ENV, stderr=open(log, "w"))
+
+
+@pytest.mark.slow
+def test_train_py_goes_on_when_one_of_four_workers_is_killed(dl_run, tmp_path):
+    """kill -9 in the midst of a round, then the same command in an empty folder: the others go on,
+    it joins, all end with the same validation loss, and that has fallen"""
+    flags = "--steps 120 --diloco 6 --save-every 1000 --diloco-at {} --diloco-workers 4 "
+    flags = flags.format(tmp_path / "store") + "--diloco-timeout 15 --diloco-worker {}"
+    begin = lambda i, name: dl_start(
+        dl_run(tmp_path / name, flags.format(i)), tmp_path / f"{name}.log"
+    )
+    started = [begin(i, str(i)) for i in range(4)]
+    rows = tmp_path / "3" / "metrics.jsonl"
+    while not rows.exists() or rows.read_text().count("\n") < 15:
+        time.sleep(0.005)
+        assert started[3].poll() is None, (tmp_path / "3.log").read_text()
+    started[3].kill()
+    started[3] = begin(3, "again")
+    assert [p.wait(200) for p in started] == [0] * 4
+    got = {name: dl_metrics(tmp_path / name) for name in ("0", "1", "2", "again")}
+    met = [r["workers"] for r in got["0"] if "workers" in r]
+    assert met[0] == [0, 1, 2, 3] and [0, 1, 2] in met
+    assert "again" in got and got["again"][-1]["step"] == 120 and len(got["again"]) < 115
+    last = [rows[-1]["val_loss"] for rows in got.values()]
+    assert max(last) - min(last) < 1e-6 and last[0] < got["0"][11]["val_loss"] - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["--tp 2", "--zero 3", "--zero 1 --bucketed"])
+def test_a_worker_of_several_ranks_meets_one_of_one(dl_run, tmp_path, inner):
+    """The losses of two workers of one process each, whatever the layout inside one"""
+    losses = {}
+    for case, ranks in (("", 0), (inner, 2)):
+        name = f"{ranks}"
+        flags = f"--steps 12 --diloco 4 --diloco-at {tmp_path / name} --diloco-workers 2 "
+        flags += "--diloco-timeout 40 --diloco-worker "
+        pair = [
+            dl_start(dl_run(tmp_path / f"{name}a", flags + "0"), tmp_path / f"{name}a.log"),
+            dl_start(dl_run(tmp_path / f"{name}b", flags + "1 " + case), tmp_path / "log", ranks),
+        ]
+        assert [p.wait(120) for p in pair] == [0, 0], (tmp_path / "log").read_text()[-3000:]
+        losses[case] = dl_metrics(tmp_path / f"{name}a")
+    for a, b in zip(losses[""], losses[inner], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a.get("workers") == b.get("workers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sheet", ["diloco", "quantized_collectives"])
+def test_a_sheet_of_few_bytes_checks_itself_alone(sheet, tmp_path):
+    """Copied into an empty folder"""
+    (tmp_path / f"{sheet}.py").write_text((DL_REPO / f"{sheet}.py").read_text())
+    argv = [sys.executable, f"{sheet}.py", "--check"]
+    done = subprocess.run(argv, cwd=tmp_path, env=DL_ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # --------------------------------------------------------------------------------------------------
