@@ -28771,7 +28771,7 @@ def dl_layouts(rank, wire):
     ):
         argv = f"--zero 3 --batch-size 4 --seq-len 16 --dtype fp32 {flags}".split()
         args = T.parse_args(argv)
-        layout, place = Layout(args, config, 4), T.Place(torch.device("cpu"), "fp32", rank, 4)
+        layout, place = L.Layout(args, config, 4), T.Place(torch.device("cpu"), "fp32", rank, 4)
         model = T.build_model(args, config, place, layout)
         optimizer, losses = T.build_optimizer(model, layout), []
         wire.seen.clear()
