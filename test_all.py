@@ -29546,7 +29546,7 @@ def test_flags_of_diloco_and_of_quantized_zero_are_checked(dl_run, tmp_path, mon
         ("--zero 3 --zero-node-size 3", "must divide the 4 ranks that shard"),
     ):
         with pytest.raises(ValueError, match=words):
-            Layout(T.parse_args(flags.split()), dl_tiny_config(), 4)
+            L.Layout(T.parse_args(flags.split()), dl_tiny_config(), 4)
 
 
 def dl_start(argv, log, torchrun=0):
