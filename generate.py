@@ -1148,8 +1148,8 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
         return fast_(args, model, parts), NoTokenizer(model.config.vocab_size)
     if args.mesh is not None and is_quantized(args.checkpoint):
         raise ValueError(
-            f"--{'pp' if args.pp else 'tp'}: {args.checkpoint} holds codes, which are not cut; "
-            "give --quantize and the checkpoint that it was made of"
+            f"--{'pp' if args.mesh.size('pp') > 1 else 'tp'}: {args.checkpoint} holds codes, which "
+            "are not cut; give --quantize and the checkpoint that it was made of"
         )
     if args.quantize is not None or is_quantized(args.checkpoint):
         import compress

@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -207,8 +208,10 @@ class Layout:
         if self.args is None:
             return
         blocks = [*model.layers, *(depth.block for depth in model.mtp)]
-        if self.args.checkpoint_activations:
-            for block in blocks:
+        whole, stages = self.args.checkpoint_activations, self.stages
+        names = [name for name, _ in model.layers.named_children()]
+        for name, block in zip_longest(names, blocks):  # those of MTP have no name, and no stage
+            if whole or stages is not None and stages.recomputes(name):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if self.mesh is None:
             return
@@ -220,8 +223,7 @@ class Layout:
                 block.compile()
         parts = [model]
         if self.stages is not None:
-            self.stages.slice_(model)
-            self.stages.sharded_dtype = dtype if self.shards else None
+            self.stages.slice_(model, self.shards, dtype)
             parts = self.stages.chunks.values()
         how = self._transfers() if self.shards else {}
         for part in parts if self.shards else ():
@@ -387,6 +389,8 @@ class Layout:
             self.buckets.finish()
         elif self.mesh is not None:
             sum_gradients(model, self.mesh, self.tp)
+        if self.stages is not None:
+            self.stages.sum_copies(model)
 
     def clip(self, model: nn.Module, most: float) -> Tensor:
         """Clip the gradient of the whole model; its norm before."""

@@ -894,7 +894,7 @@ def _ms(work: Callable[[], Any], times: int = 7) -> float:
 
 
 def main() -> None:
-    for flag, sheet in (("--schedule", "schedules"), ("--plan", "planner")):
+    for flag, sheet in (("--plan", "planner"), ("--schedule", "schedules")):
         if any(word.split("=")[0] == flag for word in sys.argv[1:]):
             sys.exit(importlib.import_module(sheet).main(sys.argv[1:]))
     if "RANK" not in os.environ:

@@ -12,12 +12,13 @@ What is sent follows from the lists. Every rank has them all, so it knows in whi
 reach it from each other rank, and asks for them in that order, two ahead; nobody waits to send. So
 no tags are needed (NCCL has none), and what can be run in some order runs without deadlock.
 Messages to higher ranks and to lower ones go through two groups, for NCCL does those of a pair one
-by one.
+by one. (Its process group must not be given a device_id, which would make them all of one row.)
 
 W, the weights' gradients after the input's (Zero Bubble, arXiv:2401.10241): `split_weights_` has
 the nn.Linear layers of a chunk leave dW = dy^T x for later, where the schedule has a W for it, and
 between B and W x and dy are what is kept; `split_experts` does so for experts. Other parameters'
-gradients, norms', come with B. Under activation checkpointing nothing is recomputed twice.
+gradients, norms', come with B. Sums of bf16 weights' products are made in fp32. Under activation
+checkpointing nothing is recomputed twice.
 
 U, the optimizer's step after each microbatch (PipeDream, arXiv:1806.03377, 3.3): forward passes
 take the newest weights, backward passes those that their forward pass had, of which there are
@@ -27,10 +28,12 @@ copies for as long as they are needed; microbatch t on stage s of n (from 1) see
 tokens go to the first.
 
 Equivalence (test_all.py): loss, all gradients and weights after 3 steps are one process's, for
-every schedule, with TP, FSDP and experts on other ranks. When it loses: fewer microbatches than
-ranks; stages that take unequal times (schedules.partition cuts them); links where an activation
-takes as long as its stage. Needs: torch. `python pipeline.py` starts 4 processes, checks itself and
-prints a table (--check: none).
+every schedule, with TP, FSDP and experts on other ranks; on gloo: NCCL has not been tried. When it
+loses: fewer microbatches than ranks; stages that take unequal times (schedules.partition cuts
+them); links where an activation takes as long as its stage. DualPipe's F and B beside each other
+are done one after the other: what its list saves in waiting is there, what overlap would is not.
+Needs: torch. `python pipeline.py` starts 4 processes, checks itself and prints a table (--check:
+none).
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +53,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 Group = dist.ProcessGroup
 Chunk = Callable[[Any], Any]  # x -> y, or (y, a loss of its own, such as a router's)
@@ -64,8 +68,10 @@ def _check(condition: bool, message: str) -> None:
 
 
 def channels(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
-    """The groups (to higher ranks, to lower ones) of this process among all pipelines, each a list
-    of ranks, which groups number in ascending order. Collective, with the same lists."""
+    """The groups (to higher ranks, to lower ones) of this process among all pipelines, each an
+    ascending list of ranks. Collective: all processes call it, with the same lists."""
+    ok = all(list(ranks) == sorted(ranks) for ranks in pipelines)
+    _check(ok, f"ranks must ascend, as a group numbers them, in {[*map(list, pipelines)]}")
     make = lambda: dist.new_subgroups_by_enumeration([list(ranks) for ranks in pipelines])[0]
     return make(), make()
 
@@ -77,9 +83,30 @@ def channels(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
 
 class Later:
     """What the Pipeline tells a chunk's layers: where they leave what W has to do; None if their
-    backward pass does it."""
+    backward pass does it. sums: of gradients of weights below fp32, until the end."""
 
     queue: list[Callable[[], None]] | None = None
+
+    def __init__(self) -> None:
+        self.sums: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, weight: Tensor, index: int | None, dw: Tensor) -> None:
+        narrow = weight.dtype.itemsize < 4
+        total = self.sums.get(weight) if narrow else weight.grad
+        if total is None and narrow:
+            total = self.sums[weight] = torch.zeros_like(weight, dtype=torch.float32)
+        elif total is None:
+            total = weight.grad = torch.zeros_like(weight)
+        (total if index is None else total[index]).add_(dw)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Round the sums, once, and add them to .grad."""
+        for weight, total in self.sums.items():
+            old = 0 if weight.grad is None else weight.grad
+            weight.grad = (total + old).to(weight.dtype)
+        self.sums.clear()
 
 
 class _Product(torch.autograd.Function):
@@ -105,19 +132,10 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = dy.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[1]:
-            ctx.later.queue.append(lambda: _add_product(weight, index, dy, x))
+            later, rows = ctx.later, x.flatten(0, -2)
+            product = lambda: dy.flatten(0, -2).mT @ rows
+            later.queue.append(lambda: later.add(weight, index, product()))
         return dx, None, db, None, None
-
-
-@torch.no_grad()
-def _add_product(weight: Tensor, index: int | None, dy: Tensor, x: Tensor) -> None:
-    dw = (dy.flatten(0, -2).mT @ x.flatten(0, -2)).to(weight.dtype)
-    if weight.grad is None and index is None:
-        weight.grad = dw
-        return
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    (weight.grad if index is None else weight.grad[index]).add_(dw)
 
 
 class SplitLinear(nn.Linear):
@@ -172,9 +190,11 @@ class Pipeline:
     chunks: number -> module or callable, of those that have their home here. The first of a path
     gets inputs[m], others hidden states of `shape`, which is what they return, the last one of a
     path excepted. up, down: the groups that `channels` makes, in the order of the schedule's ranks.
-    later: the one of split_weights_, for a schedule with W. before(action, last): called before
-    each action; last, if this is the chunk's last backward pass. ValueError if the chunks are not
-    the schedule's.
+    later: the one of split_weights_, for a schedule with W. recompute: chunks whose forward pass
+    is made again for the backward pass; they keep their input alone. before(action, last): called
+    before each action; last, if this is the chunk's last backward pass. A U needs modules, and
+    recomputation inside of them would see other weights: let it be done here. Collective over the
+    groups. ValueError if the chunks are not the schedule's.
     """
 
     def __init__(
@@ -187,11 +207,12 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         later: Later | None = None,
+        recompute: Collection[int] = (),
         before: Callable[[Any, bool], None] | None = None,
     ):
         self.schedule, self.chunks, self.up, self.down = schedule, chunks, up, down
         self.rank, self.dtype, self.device = dist.get_rank(up), dtype, device
-        self.later, self.before = later or Later(), before
+        self.later, self.recompute, self.before = later or Later(), recompute, before
         ranks, size = len(schedule.actions), dist.get_world_size(up)
         _check(ranks == size, f"the schedule is for {ranks} ranks, the group has {size}")
         own = {chunk for chunk, rank in enumerate(schedule.home) if rank == self.rank}
@@ -202,23 +223,31 @@ class Pipeline:
         self.place = {a[:3]: n for rank in schedule.actions for n, a in enumerate(rank)}
         self.last = {a[2]: a for a in self.actions if a[0] == "B"}
         self.events: list[tuple[float, float, Any]] = []  # of the last run, by the host's clock
+        hops = [hop for path in schedule.paths for hop in zip(path, path[1:])]
+        self.next = {("F", a): b for a, b in hops} | {("B", b): a for a, b in hops}
+        sources = range(size)
+        self.incoming = {
+            kinds: [[*self._messages(source, kinds)] for source in sources] for kinds in ("FB", "F")
+        }
+        self._connect({tuple(sorted((schedule.home[a], schedule.home[b]))) for a, b in hops})
 
     # ---- what is sent ----
 
-    def _neighbour(self, kind: str, microbatch: int, chunk: int) -> int | None:
-        """The chunk that an action's result is for."""
-        path = self._path(microbatch)
-        at = path.index(chunk) + (1 if kind == "F" else -1)
-        return path[at] if 0 <= at < len(path) else None
+    def _connect(self, pairs: Collection[tuple[int, int]]) -> None:
+        """A message each way between ranks that will have some. NCCL makes a connection when both
+        ends first call, and the one that calls first waits: so all do it in one order of pairs."""
+        for pair in sorted(pair for pair in pairs if pair[0] != pair[1] and self.rank in pair):
+            for group, source, to in ((self.up, *pair), (self.down, *pair[::-1])):
+                token = torch.zeros(1, device=self.device)
+                if self.rank == source:
+                    dist.send(token, group=group, group_dst=to)
+                else:
+                    dist.recv(token, group=group, group_src=source)
 
-    def _path(self, microbatch: int) -> Sequence[int]:
-        paths = self.schedule.paths
-        return paths[microbatch * len(paths) // self.schedule.microbatches]
-
-    def _messages(self, source: int, kinds: str) -> Iterable[Key]:
+    def _messages(self, source: int, kinds: str) -> Iterator[Key]:
         """All that `source` sends to this rank, in its order."""
         for kind, m, chunk, *_ in self.schedule.actions[source]:
-            to = self._neighbour(kind, m, chunk) if kind in kinds else None
+            to = self.next.get((kind, chunk)) if kind in kinds else None
             if to is not None and self.schedule.home[to] == self.rank != source:
                 yield kind, m, to
 
@@ -229,10 +258,9 @@ class Pipeline:
         """Before a run: ask for the first messages."""
         self.shape, self.sent, self.events = tuple(shape), [], []
         self.got: dict[Key, Tensor] = {}  # from another chunk of this rank
-        ranks = range(len(self.schedule.actions))
-        self.expected = {source: deque(self._messages(source, kinds)) for source in ranks}
+        self.expected = [deque(messages) for messages in self.incoming[kinds]]
         self.posted: dict[Key, tuple[Tensor, Any]] = {}
-        for source in ranks:
+        for source in range(len(self.expected)):
             for _ in range(AHEAD):
                 self._post(source)
 
@@ -247,9 +275,10 @@ class Pipeline:
         if key in self.got:
             return self.got.pop(key)
         kind, m, chunk = key
-        back = self._neighbour("B" if kind == "F" else "F", m, chunk)
+        back = self.next["B" if kind == "F" else "F", chunk]
         source = self.schedule.home[back]
         while key not in self.posted:
+            assert self.expected[source], f"rank {source} never sends {key}: see schedules.check"
             self._post(source)
         buffer, work = self.posted.pop(key)
         work.wait()
@@ -267,7 +296,7 @@ class Pipeline:
 
     def _give(self, kind: str, m: int, chunk: int, x: Tensor) -> None:
         """Send what (kind, m, chunk) has made to whom it is for."""
-        to = self._neighbour(kind, m, chunk)
+        to = self.next[kind, chunk]
         home = self.schedule.home[to]
         if home == self.rank:
             self.got[kind, m, to] = x
@@ -313,11 +342,13 @@ class Pipeline:
                 while queue:  # x and dy of each go when it is done
                     queue.pop(0)()
             else:
+                self.later.finish()
                 _hand_over(used.pop(key), self.chunks[chunk])
                 update(chunk)
                 newest[chunk] = _copy(self.chunks[chunk])
             self.later.queue = None
             self.events.append((self.began, time.perf_counter(), action))
+        self.later.finish()
         self._close()
         return losses
 
@@ -326,13 +357,16 @@ class Pipeline:
         losses: dict[int, Tensor], weights: dict[str, Tensor] | None,
     ) -> tuple[Any, list[Tensor]]:  # fmt: skip
         """(x, what the backward pass begins with)"""
-        path, x = self._path(m), inputs[m] if self._neighbour("B", m, chunk) is None else None
-        if chunk != path[0]:
+        if ("B", chunk) in self.next:
             x = self._take(("F", m, chunk)).requires_grad_()
+        else:
+            x = inputs[m]
         run = self.chunks[chunk]
-        y = run(x) if weights is None else functional_call(run, weights, (x,), tie_weights=False)
+        if weights is not None:
+            run = lambda x: functional_call(self.chunks[chunk], weights, (x,), tie_weights=False)
+        y = checkpoint(run, x, use_reentrant=False) if chunk in self.recompute else run(x)
         y, *own = y if isinstance(y, tuple) else (y,)
-        if chunk == path[-1]:
+        if ("F", chunk) not in self.next:
             y = loss(y, m)
             losses[m] = y.detach()
         else:
@@ -340,12 +374,11 @@ class Pipeline:
         return x, [y, *own]
 
     def _backward(self, m: int, chunk: int, x: Any, roots: list[Tensor]) -> None:
-        path = self._path(m)
-        dy = None if chunk == path[-1] else self._take(("B", m, chunk))
+        dy = self._take(("B", m, chunk)) if ("F", chunk) in self.next else None
         pairs = [(y, d) for y, d in zip(roots, (dy, *[None] * len(roots))) if y.requires_grad]
         if pairs:  # none: all of this chunk and before it is frozen
             torch.autograd.backward(*zip(*pairs))
-        if chunk != path[0]:
+        if ("B", chunk) in self.next:
             dx, x.grad = x.grad, None  # W may keep x
             self._give("B", m, chunk, dx)
 
@@ -368,14 +401,14 @@ class Pipeline:
             kind, m, chunk, *_ = action
             if kind != "F":
                 continue
-            self.began, path = time.perf_counter(), self._path(m)
-            x = inputs[m] if chunk == path[0] else self._take(("F", m, chunk))
+            self.began = time.perf_counter()
+            x = self._take(("F", m, chunk)) if ("B", chunk) in self.next else inputs[m]
             y = self.chunks[chunk](x)
             y = y[0] if isinstance(y, tuple) else y
-            if chunk == path[-1]:
-                out[m] = finish(y, m)
-            else:
+            if ("F", chunk) in self.next:
                 self._give("F", m, chunk, y)
+            else:
+                out[m] = finish(y, m)
             self.events.append((self.began, time.perf_counter(), action))
         self._close()
         return out

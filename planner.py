@@ -63,6 +63,7 @@ LOGITS_KEPT = 10  # bytes of these that are there at once
 CAST = 10  # HBM bytes per output of an FP8 product: amax, read, write, of inputs and of gradients
 GIB = 2**30
 RESERVED = 4 * GIB  # CUDA context, NCCL's buffers, fragments
+FITS = 0.9  # of a device's memory is planned with, for what is measured is up to a fifth more
 
 GPU_HOURS_TO_FAILURE = 54 * 24 * 16384 / 419  # unexpected ones (Llama 3, arXiv:2407.21783, 3.3.4)
 STORAGE = 2e12 / 16384  # bytes/s per GPU: Llama 3's, 2 TB/s sustained (3.3.1)
@@ -331,6 +332,8 @@ def problem(shape: Shape, plan: Plan, seq: int, batch: int) -> str | None:
         return f"recompute {p.recompute} is not one of {', '.join(RECOMPUTE)}"
     if p.zero not in (1, 2, 3):
         return f"zero {p.zero} is not 1, 2 or 3"
+    if p.zero > 1 and p.dp * p.cp == 1:
+        return f"zero {p.zero} shares nothing out where dp x cp is 1; take 1"
     if p.pp > s.layers or p.pp * p.chunks > s.layers + 2:  # embedding and head may stand alone
         stages = f"{p.pp * p.chunks} stages (pp {p.pp} x {p.chunks} chunks)"
         return f"{stages} are more than the model's {s.layers} layers; lower pp"
@@ -569,8 +572,9 @@ def layer_seconds(shape: Shape, device: Device, seq: int, plan: Plan) -> dict[st
     )
     move = ring(2 * C * tokens, p.tp, 1, device) * (1 - ASYNC_TP * p.async_tp)
     gather = move if p.fp8 else 2 * move  # two inputs, in FP8 of half the bytes
-    keys = 4 * tokens * shape.kv_heads * shape.head_dim / p.tp
-    turn = ring(keys * p.cp, p.cp, p.tp, device)  # k and v go round; then with their gradients
+    width = score_width(shape) / p.tp  # of MLA's keys and values; else of a rank's key heads
+    width = width if shape.kv_rank else 2 * max(shape.kv_heads / p.tp, 1) * shape.head_dim
+    turn = ring(2 * tokens * width * p.cp, p.cp, p.tp, device)  # k, v; then with their gradients
     pass_, pass_back = beside(turn, look), beside(2 * turn, look_back)
     switch = 2 * all_to_all(2 * tokens / p.tp * routed, p.ep, p.tp * p.cp, device)
     return {
@@ -591,7 +595,8 @@ def bubble(schedule: str, p: int, chunks: int, slot: float, weight: float) -> fl
         gpipe, 1f1b   (p - 1) slot                arXiv:2104.04473, 2.2
         interleaved   (p - 1) slot / v            2.2.2
         zb-h1         (p - 1) (slot - 2 weight)   arXiv:2401.10241, table 2: F + B - W
-        zbv           (p - 1) (slot - 3 weight)   arXiv:2405.15362: none where F = B = W
+        zbv           (p - 1) (slot - 3 weight)   2401.10241, 6: none where F = B = W; else this
+                                                  is ZB-H2's, and a guess
     """
     left = {"interleaved": slot / chunks, "zb-h1": slot - 2 * weight, "zbv": slot - 3 * weight}
     return (p - 1) * max(0.0, left.get(schedule, slot))
@@ -688,16 +693,17 @@ def rank(
     possible = list(plans(shape, device, gpus, seq, batch, **fixed))
     _check(possible, possible or _why_none(shape, device, gpus, seq, batch, fixed))
     needs = [(sum(memory(shape, p, seq, batch).values()), p) for p in possible]
-    found = [predict(shape, device, p, seq, batch) for need, p in needs if need <= device.memory]
+    room = FITS * device.memory
+    found = [predict(shape, device, p, seq, batch) for need, p in needs if need <= room]
     if found:
         return sorted(found, key=lambda got: (got.step, got.bytes))
     need, plan = min(needs, key=lambda pair: pair[0])
     kinds = memory(shape, plan, seq, batch).items()
     raise ValueError(
         f"nothing fits: the nearest plan ({plan}) needs {need / GIB:.1f} of "
-        f"{device.memory / GIB:.1f} GiB per GPU: "
+        f"{room / GIB:.1f} GiB per GPU ({FITS:.0%} of {device.memory / GIB:.1f}): "
         + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds if size)
-        + f"; short by {(need - device.memory) / GIB:.1f} GiB; take more --gpus, a shorter --seq "
+        + f"; short by {(need - room) / GIB:.1f} GiB; take more --gpus, a shorter --seq "
         "or a larger --device"
     )
 

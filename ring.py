@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,8 @@ from torch import Tensor
 
 from model import KVCache, Transformer
 from pipeline import channels, decode
-from stages import drop_, stage_layers
+from schedules import balance
+from stages import drop_
 
 
 class Stage:
@@ -42,9 +44,13 @@ class Stage:
 
     def cut_(self, model: Transformer) -> None:
         """Drop the others' layers. ValueError names the flag."""
-        config = model.config
-        how = argparse.Namespace(pp=self.ranks, pp_layers=None, seq_len=1)
-        drop_(model, [self.mesh.rank("pp")], stage_layers(how, config, self.ranks))
+        costs = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+        costs[-1] += model.head.weight.numel()  # a step lasts as long as reading all that
+        try:
+            layers = [range(*cut) for cut in balance(costs, self.ranks)]
+        except ValueError as e:
+            raise ValueError(f"--pp {self.ranks}: {e}") from None
+        drop_(model, [self.mesh.rank("pp")], layers)
 
     def join_(self, model: Transformer) -> None:
         """model.config now says, for who makes a cache, how many layers this rank has."""
@@ -67,6 +73,8 @@ class Ring:
         self.rows = [group.tolist() for group in rows]
         self.caches = [rows_of(decoder.cache, group) for group in self.rows]
         self.dtype, self.ring, self.speculator = next(self.model.parameters()).dtype, None, None
+        self.at: list[int] = []  # of each group: where its next token stands
+        self.ahead = False  # whether the first tokens have gone in
 
     def start(self, ids: Sequence[int], cached: int = 0) -> list[list[int]]:
         assert cached == 0, "a conversation keeps its cache; --pp has none"
@@ -82,7 +90,7 @@ class Ring:
         firsts = [tokens[rows].clone() for rows in self.rows]
         links = dict(up=self.up, down=self.down, dtype=self.dtype)
         self.ring = decode(self._stage, firsts, self._drawn, shape, **links)
-        self.ahead = False  # until the first tokens have gone in
+        self.ahead = False
         return d.runs(tokens[:, None].tolist())
 
     def next(self) -> list[list[int]]:
@@ -100,7 +108,7 @@ class Ring:
 
     def _prefill(self, tokens: Tensor) -> Tensor | None:
         """The last token's logits (1, V), on the last rank."""
-        sent: list[tuple[Any, Tensor]] = []
+        sent: deque[tuple[Any, Tensor]] = deque()
 
         def model(x: Tensor, positions: Tensor, attend: Any, return_hidden: bool) -> Tensor:
             if self.rank > 0:
@@ -109,6 +117,8 @@ class Ring:
             y = self.model(x, positions, attend, return_hidden=True).contiguous()
             if self.rank < self.ranks - 1:
                 sent.append((dist.isend(y, group=self.up, group_dst=self.rank + 1), y))
+            while len(sent) > 2:  # the next stage is at most so far behind
+                sent.popleft()[0].wait()
             return y
 
         model.config, d = self.model.config, self.decoder
@@ -128,7 +138,9 @@ class Ring:
         return self.decoder.sampler.draw_rows(logits[:, -1], self.rows[g])
 
     def bytes_per_step(self) -> int:
-        return self.decoder.bytes_per_step()
+        """Of this rank: its weights once for each group, and its cache."""
+        again = (len(self.rows) - 1) * self.decoder.weight_bytes
+        return self.decoder.bytes_per_step() + again
 
 
 def rows_of(cache: KVCache, rows: Sequence[int]) -> KVCache:

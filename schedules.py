@@ -308,6 +308,7 @@ def v_controlled(p: int, m: int, name: str) -> Schedule:
     for times in block:
         order = sorted((t + 6 * i, i, leg, k) for t, (leg, k) in zip(times, legs) for i in range(m))
         todo.append([(k, i, leg) for _, i, leg, k in order])
+    # from an F to the end of the B, two units later, that is chunks in the rhythm; W may lag by 2
     most = [-(-(b0 - f0 + b1 - f1 + 4) // 6) + 2 for f0, f1, b1, b0 in block]
     plain = _v_shaped(name, p, m, todo.__getitem__)  # all F and B; to know what needs what
     done: dict[tuple[str, int, int], int] = {}
@@ -318,7 +319,7 @@ def v_controlled(p: int, m: int, name: str) -> Schedule:
         for r in range(p):
             ready = False
             if todo[r]:
-                action = plain.actions[r][-len(todo[r])]
+                action = plain.actions[r][len(plain.actions[r]) - len(todo[r])]  # the next one
                 ready = all(done.get(one, now) < now for one in plain.needs(action))
                 ready &= action.kind == "B" or kept[r] < most[r] or not late[r]
             if ready:
@@ -545,7 +546,8 @@ def _peak(schedule: Schedule, actions: Iterable[Action], split: set, costs: Cost
 
 def check(schedule: Schedule) -> None:
     """ValueError, saying what is wrong, unless every microbatch does F and B once on every chunk of
-    its path, on the chunk's rank, W at most once, and no rank waits for ever."""
+    its path, on the chunk's rank, W at most once, U after that, on a chunk for all or for none, and
+    no rank waits for ever."""
     seen: dict[tuple[str, int, int], int] = {}
     for r, actions in enumerate(schedule.actions):
         _check(len(actions) > 0, f"rank {r} has nothing to do")
@@ -560,10 +562,17 @@ def check(schedule: Schedule) -> None:
             seen[action[:3]] = r
             alone = beside and (after is None or after.beside)
             _check(not alone, f"rank {r} has {action}, but no single action after it to go beside")
+    updated = {chunk for kind, _, chunk in seen if kind == "U"}
     for m in range(schedule.microbatches):
-        for kind, chunk in itertools.product("FB", schedule.path(m)):
+        for kind, chunk in itertools.product("FBU", schedule.path(m)):
             missing = f"{Action(kind, m, chunk)} is missing on rank {schedule.home[chunk]}"
-            _check((kind, m, chunk) in seen, missing)
+            ok = (kind, m, chunk) in seen or (kind == "U" and chunk not in updated)
+            _check(ok, missing)
+    for r, actions in enumerate(schedule.actions):
+        late = {a[1:3]: a for a in actions if a.kind == "W"}
+        for n, a in enumerate(actions):
+            ok = a.kind != "U" or late.get(a[1:3], a) in actions[: n + 1]
+            _check(ok, f"rank {r} has {a} before {late.get(a[1:3])}, whose gradients it would miss")
     simulate(schedule)
 
 

@@ -13,15 +13,19 @@ added up over its copies, which then make the same step.
 With --zero a chunk's parameters are gathered when it is first used and kept for the step; with
 --zero 3 only until the rank turns to another chunk, which is once per chunk and direction if the
 schedule is breadth-first (arXiv:2211.05953, 4). Gradients are whole until the chunk's last backward
-pass, and are then reduced.
+pass, and are then reduced: --zero 2 is 1 here. fully_shard reduces in backward passes alone, so
+where a W comes last there is one more, of a token whose gradient is zero (under --cp, of a row).
+
+When it loses: --async-tp, --fp8 and --qat multiply in ways of their own, and experts on a GPU in
+kernels that make both gradients at once: their weights' come with B, and W has less to fill with.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +35,8 @@ from torch import Tensor, nn
 from model import Attend, ModelConfig, MoE, Transformer
 from parallel import Mesh, local
 from pipeline import Later, Pipeline, channels, split_experts, split_weights_
-from schedules import LOOPED, SCHEDULES, Action, Schedule, balance, make_schedule
+from schedules import LOOPED, SCHEDULES, Action, Schedule, make_schedule
+from schedules import balance as balanced
 
 TRAINABLE = [name for name in SCHEDULES if name != "pipedream"]
 
@@ -41,7 +46,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pp", type=int, default=1, metavar="N", help="ranks with layers of their own")
     p.add_argument(
         "--pp-schedule",
-        choices=TRAINABLE,
+        choices=tuple(SCHEDULES),
         default="1f1b",
         help="who computes what when: python schedules.py --schedule NAME draws it (%(default)s)",
     )
@@ -49,12 +54,14 @@ def add_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pp-chunks", type=int, metavar="V", help=text)
     text = "layers of each stage, with commas between (by what they compute)"
     p.add_argument("--pp-layers", metavar="N,N,...", help=text)
+    text = "stages, from 0 on, that do as --checkpoint-activations says; others keep activations"
+    p.add_argument("--pp-recompute", metavar="S,S,...", help=text)
 
 
 def check(args: argparse.Namespace, config: ModelConfig, shares: int) -> None:
     """ValueError, naming the flag, for what no pipeline over these ranks can do; a step's batch
     being cut in `shares` first."""
-    for flag in ("--pp-schedule", "--pp-chunks", "--pp-layers"):
+    for flag in ("--pp-schedule", "--pp-chunks", "--pp-layers", "--pp-recompute"):
         if flag in args.given and args.pp == 1:
             raise ValueError(f"{flag} goes with --pp; give both, or leave it out")
     if args.pp == 1:
@@ -63,6 +70,11 @@ def check(args: argparse.Namespace, config: ModelConfig, shares: int) -> None:
         raise ValueError("--pp: multi-token prediction needs the embedding on the last stage too")
     if args.bucketed:
         raise ValueError("--bucketed goes with --dp and --cp alone; with --pp take --zero without")
+    if args.pp_schedule not in TRAINABLE:
+        raise ValueError(
+            f"--pp-schedule {args.pp_schedule} updates after every micro-batch, and train.py's "
+            "steps are of whole batches: take 1f1b (pipeline.Pipeline runs the other)"
+        )
     rows, micro = args.batch_size // shares, args.micro_batch_size
     if rows % micro:
         raise ValueError(
@@ -75,7 +87,17 @@ def check(args: argparse.Namespace, config: ModelConfig, shares: int) -> None:
             f"--compile: --pp-schedule {args.pp_schedule} takes backward passes apart, which "
             "compiled layers cannot be; take 1f1b, or leave --compile out"
         )
-    stage_layers(args, config, len(schedule.paths[0]))
+    stages = len(schedule.paths[0])
+    stage_layers(args, config, stages)
+    if not set(numbers(args.pp_recompute or "", "--pp-recompute")) <= {*range(stages)}:
+        raise ValueError(f"--pp-recompute {args.pp_recompute}: stages are from 0 to {stages - 1}")
+
+
+def numbers(text: str, flag: str) -> list[int]:
+    try:
+        return [int(n) for n in text.split(",") if text]
+    except ValueError:
+        raise ValueError(f"{flag} {text}: give numbers, 8,8,7") from None
 
 
 def _schedule(args: argparse.Namespace, microbatches: int) -> Schedule:
@@ -93,10 +115,7 @@ def stage_layers(args: argparse.Namespace, config: ModelConfig, stages: int) -> 
     be, by the operations of a token (the head is the last layer's)."""
     L = config.n_layers
     if args.pp_layers is not None:
-        try:
-            counts = [int(n) for n in args.pp_layers.split(",")]
-        except ValueError:
-            raise ValueError(f"--pp-layers {args.pp_layers}: give numbers, 8,8,7") from None
+        counts = numbers(args.pp_layers, "--pp-layers")
         if len(counts) != stages or sum(counts) != L or min(counts) < 1:
             raise ValueError(
                 f"--pp-layers {args.pp_layers}: must be {stages} numbers, one for each stage, 1 or "
@@ -113,7 +132,7 @@ def stage_layers(args: argparse.Namespace, config: ModelConfig, stages: int) -> 
         model = Transformer(config)
     costs = [layer_cost(config, layer, i, args.seq_len) for i, layer in enumerate(model.layers)]
     costs[-1] += config.vocab_size * config.dim
-    return [range(*cut) for cut in balance(costs, stages)]
+    return [range(*cut) for cut in balanced(costs, stages)]
 
 
 def layer_cost(config: ModelConfig, layer: nn.Module, index: int, seq_len: int) -> float:
@@ -125,9 +144,8 @@ def layer_cost(config: ModelConfig, layer: nn.Module, index: int, seq_len: int) 
         weights += config.n_experts_per_token * p[0].numel() if stack else p.numel()
     window = min(config.window(index) or seq_len, seq_len)
     keys = window - window * window / (2 * seq_len)
-    return (
-        weights + config.n_heads * (config.head_dim + (config.v_head_dim or config.head_dim)) * keys
-    )
+    dims = config.head_dim + (config.v_head_dim or config.head_dim)
+    return weights + config.n_heads * dims * keys
 
 
 def drop_(model: Transformer, stages: Sequence[int], layers: Sequence[range]) -> None:
@@ -166,7 +184,9 @@ class Stages:
         for ranks in self.groups:
             lists = [[line[r] for r in ranks] for line in self.lines]
             self.groups[ranks] = dist.new_subgroups_by_enumeration(lists)[0]
-        self.later, self.chunks = Later(), {}
+        self.later, self.run = Later(), None  # run: what a step has a chunk do
+        self.chunks: dict[int, Transformer] = {}
+        self.pipes: dict[Any, Pipeline] = {}
 
     # ---- what is where ----
 
@@ -205,17 +225,26 @@ class Stages:
         drop_(model, [self.schedule.stage(chunk) for chunk in self.mine], self.layers)
 
     def split_(self, model: Transformer) -> None:
-        """Have layers leave gradients of weights to W, if the schedule has any. A GPU's kernels for
-        experts make both at once."""
+        """Have layers leave gradients of weights to W, if the schedule has any."""
         if not self.schedule.split():
             return
+        args, device = self.args, self.mesh.world.device_type
         split_weights_(model, self.later)
-        for mixture in model.modules():
-            if isinstance(mixture, MoE) and not torch.cuda.is_available():
+        plain = args.experts == "grouped" and not (args.fp8 or args.qat) and device == "cpu"
+        for mixture in model.modules() if plain else ():
+            if isinstance(mixture, MoE):
                 mixture.experts = split_experts(mixture.experts, self.later)
 
-    def slice_(self, model: Transformer) -> None:
-        """The chunks, once the layers are what they are to be: models over the same modules."""
+    def recomputes(self, layer: str) -> bool:
+        """--pp-recompute's answer for a layer of that name."""
+        stages = numbers(self.args.pp_recompute or "", "--pp-recompute")
+        return any(int(layer) in self.layers[stage] for stage in stages)
+
+    def slice_(self, model: Transformer, sharded: bool, dtype: torch.dtype | None) -> None:
+        """The chunks, once the layers are what they are to be: models over the same modules.
+        dtype: what fully_shard, if it comes next, gathers: then hidden states between layers are of
+        it."""
+        self.sharded, self.dtype = sharded, dtype if sharded else None
         layers = dict(model.layers.named_children())
         for chunk in self.mine:
             with torch.device("meta"):
@@ -238,7 +267,8 @@ class Stages:
         """train.accumulate's part between the counts and the sums over ranks: leave the gradient
         of this rank's batch; its losses (main, ahead, auxiliary), 0 where they are not made."""
         totals, at = torch.zeros(3, device=batch.device), self._positions(batch, layout)
-        inputs, targets = self._pieces(batch, at)
+        size = self.args.micro_batch_size
+        inputs, targets = zip(*(cut(piece, at) for piece in batch.split(size)))
 
         def run(part: Transformer, x: Tensor) -> Any:
             if balance is not None:
@@ -257,24 +287,15 @@ class Stages:
             totals[0] += main.detach()
             return main
 
-        shape = self._shape(inputs[0])
-        pipe = self._pipeline(self.schedule, run, model, layout)
-        pipe.step(shape, inputs, loss)
-        if layout.shards and self.schedule.split():
-            self._reduce(shape, inputs[0], at, attend, autocast, model)
-            if balance is not None:
-                balance.take()
-        self.sum_copies(model)
+        self.run = run
+        self._pipeline(model).step(self._shape(inputs[0]), inputs, loss)
+        if self.sharded and self.schedule.split():
+            self._reduce(model, inputs[0], at, attend, autocast)
         return totals
 
     def _positions(self, batch: Tensor, layout: Any) -> Tensor:
         at = layout.positions(batch.shape[1] - 1, batch.device)
         return torch.arange(batch.shape[1] - 1, device=batch.device) if at is None else at
-
-    def _pieces(self, batch: Tensor, at: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        inputs, targets = batch[:, :-1].clamp(min=0)[:, at], batch[:, 1:][:, at]
-        size = min(self.args.micro_batch_size, len(batch))
-        return inputs.split(size), targets.split(size)
 
     def _shape(self, inputs: Tensor) -> tuple[int, int, int]:
         """Of hidden states between ranks."""
@@ -282,31 +303,27 @@ class Stages:
         whole = self.args.tp == 1 or self.args.no_sequence_parallel
         return B, T if whole else T // self.args.tp, self.config.dim
 
-    def _pipeline(
-        self, schedule: Schedule, run: Callable, model: Transformer, layout: Any
-    ) -> Pipeline:
-        chunks = {chunk: partial(run, part) for chunk, part in self.chunks.items()}
-        how = dict(dtype=self.stream(model), device=next(model.parameters()).device)
-        before = self._shards(schedule) if layout.shards else None
-        return Pipeline(
-            schedule, chunks, self.up, self.down, later=self.later, before=before, **how
-        )
+    def _pipeline(self, model: Transformer, forward: int = 0) -> Pipeline:
+        """The schedule's, or one of so many microbatches' forward passes; made once."""
+        if forward not in self.pipes:
+            run = lambda chunk: lambda x: self.run(self.chunks[chunk], x)
+            chunks, first = {chunk: run(chunk) for chunk in self.chunks}, next(model.parameters())
+            how: dict[str, Any] = dict(dtype=self.dtype or first.dtype, device=first.device)
+            how["before"] = self._shards() if self.sharded and not forward else None
+            schedule = forward_only(self.schedule, forward) if forward else self.schedule
+            links = self.up, self.down
+            self.pipes[forward] = Pipeline(schedule, chunks, *links, later=self.later, **how)
+        return self.pipes[forward]
 
-    def stream(self, model: Transformer) -> torch.dtype:
-        """The dtype of hidden states between layers: what fully_shard gathers, or the weights'."""
-        return self.sharded_dtype or next(model.parameters()).dtype
-
-    sharded_dtype: torch.dtype | None = None
-
-    def _shards(self, schedule: Schedule) -> Callable[[Action, bool], None]:
+    def _shards(self) -> Callable[[Action, bool], None]:
         """Before an action: whether fully_shard keeps what it gathers for it, and reduces."""
-        actions, stage, split = schedule.actions[self.rank], self.args.zero, schedule.split()
-        turns = [a.chunk != b.chunk for a, b in zip(actions, actions[1:])] + [True]
-        at = iter(turns)
+        actions, stage = self.schedule.actions[self.rank], self.args.zero
+        split = bool(self.schedule.split())
+        after = dict(zip(actions, actions[1:]))
 
         def before(action: Action, last: bool) -> None:
-            part, turn = self.chunks[action.chunk], next(at)
-            last = last and not split
+            part, last = self.chunks[action.chunk], last and not split
+            turn = action not in after or after[action].chunk != action.chunk
             part.set_requires_gradient_sync(last)
             part.set_reshard_after_forward(stage == 3 and turn)
             part.set_reshard_after_backward(last or (stage == 3 and turn))
@@ -314,24 +331,24 @@ class Stages:
         return before
 
     def _reduce(
-        self, shape: tuple[int, int, int], tokens: Tensor, at: Tensor, attend: Attend,
-        autocast: Callable, model: Transformer,
-    ) -> None:  # fmt: skip
-        """What W has added up, fully_shard has not seen: it reduces gradients in backward passes
-        alone. So one more, of a row whose gradient is zero."""
+        self, model: Transformer, tokens: Tensor, at: Tensor, attend: Attend, autocast: Callable
+    ) -> None:
+        """The backward pass that reduces what W has added up: of as few tokens as there can be, and
+        gradients of zero."""
+        n = self.args.tp if self.args.cp == 1 else len(at)
+        tokens, at = tokens[:1, :n], at[:n]
+        dtype = self.dtype or next(model.parameters()).dtype
+        hidden = torch.zeros(self._shape(tokens), dtype=dtype, device=at.device, requires_grad=True)
         for part in self.chunks.values():
             part.set_requires_gradient_sync(True)
             part.set_reshard_after_backward(True)
-            x = tokens[:1]
-            if part.embed is None:
-                how = dict(dtype=self.stream(model), device=tokens.device, requires_grad=True)
-                x = torch.zeros(1, *shape[1:], **how)
             with autocast():
-                y = part(x, at, attend)
+                y = part(hidden if part.embed is None else tokens, at, attend)
             y.backward(torch.zeros_like(y))
 
     def sum_copies(self, model: Transformer) -> None:
-        """Add up the gradients of what is there more than once along pp."""
+        """Add up the gradients of what is there more than once along pp. The last of all sums: what
+        comes after it, copies might round differently."""
         named: dict[str, list[Tensor]] = {}
         for name, p in model.named_parameters():
             if p.requires_grad and len(self._places(self.stored(name))) > 1:
@@ -354,9 +371,8 @@ class Stages:
         layout: Any,
     ) -> list[Tensor]:  # fmt: skip
         """The summed cross-entropy of each batch on the last stage; zeros elsewhere."""
-        schedule = forward_only(self.schedule, len(batches))
         at, none = self._positions(batches[0], layout), torch.zeros((), device=batches[0].device)
-        inputs, targets = zip(*((b[:, :-1].clamp(min=0)[:, at], b[:, 1:][:, at]) for b in batches))
+        inputs, targets = zip(*(cut(batch, at) for batch in batches))
 
         def run(part: Transformer, x: Tensor) -> Tensor:
             with autocast():
@@ -366,7 +382,8 @@ class Stages:
             with autocast():
                 return layout.cross_entropy(logits, targets[m])
 
-        pipe = self._pipeline(schedule, run, model, layout)
+        self.run = run
+        pipe = self._pipeline(model, forward=len(batches))
         found = pipe.forward(self._shape(inputs[0]), inputs, loss)
         return [found.get(m, none.clone()) for m in range(len(batches))]
 
@@ -394,12 +411,19 @@ class Stages:
             yield name, x
 
 
+def cut(batch: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """(inputs, targets) of batch (B, T + 1), at these positions."""
+    return batch[:, :-1].clamp(min=0)[:, at], batch[:, 1:][:, at]
+
+
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forward passes of so many microbatches over the same chunks, each as early as it can
-    be."""
+    """The forward passes of so many microbatches over the same chunks, as they can follow each
+    other, from all ends at once."""
     schedule = replace(schedule, microbatches=microbatches)
-    rows = [[] for _ in schedule.actions]
+    rows, begun = [[] for _ in schedule.actions], Counter()
     for m in range(microbatches):
-        for stage, chunk in enumerate(schedule.path(m)):
-            rows[schedule.home[chunk]].append((m + stage, Action("F", m, chunk)))
+        path = schedule.path(m)
+        for stage, chunk in enumerate(path):
+            rows[schedule.home[chunk]].append((begun[path] + stage, Action("F", m, chunk)))
+        begun[path] += 1
     return replace(schedule, actions=tuple(tuple(a for _, a in sorted(row)) for row in rows))

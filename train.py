@@ -393,7 +393,7 @@ def accumulate(
     totals, pieces = torch.zeros(3, device=batch.device), ()
     if layout.stages is None:
         pieces = layout.micro_batches(model, batch, micro_batch_size)
-    else:
+    else:  # the whole batch at once
         step = layout.stages.accumulate
         totals = step(model, batch, count, rows, autocast, attend, balance, layout)
     for micro in pieces:
