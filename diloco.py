@@ -257,6 +257,7 @@ class Workers:
         self.store, self.token, self.about = open_store(at, timeout), uuid.uuid4().hex, about or {}
         self.late = True  # without the run's state
         self._seen: dict[int, tuple[bytes, float]] = {}  # of each: last beat, when it was new
+        self._heard: dict[int, tuple[int, str]] = {}  # of each: the last turn that it came to
         self._awaited = set(range(n))  # those of the last turn: others come when they come
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beats, daemon=True)
@@ -355,7 +356,13 @@ class Workers:
 
     def _arrived(self, turn: int) -> list[list[Any]]:
         keys = [f"{turn}/here/{i}" for i in range(self.n)]
-        return [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        here = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        for i, token, late in here:
+            if self._heard.get(i) != (turn, token):  # a sign of life, once, as a beat is
+                self._heard[i] = turn, token
+                role = "late" if late else "member"
+                self._seen[i] = f"{role} {token}".encode(), time.monotonic()
+        return here
 
     def _turn(self) -> tuple[int, int]:
         """The turn that is next or under way, and which round it is to make."""

@@ -23501,6 +23501,7 @@ LAYOUT_MODELS = {
     ),
     "llama": layout_config(family="llama", head_dim=4, qkv_bias=True, o_bias=True),
     "deep": layout_config(n_layers=8, **BIASES),
+    "four tied": layout_config(n_layers=4, tie_embeddings=True),
     "deep tied": layout_config(n_layers=8, qk_norm=True, tie_embeddings=True, vocab_size=95),
     "deep latent": layout_config(
         **LAYOUTS_LATENT | dict(moe_layers=(1, 2, 4, 7)), **MIXTURE, n_layers=8, tie_embeddings=True
@@ -23828,10 +23829,7 @@ LAYOUT_CASES = {
     "zbv": LayoutCase("deep tied", "--pp 4 --pp-schedule zbv", batch=8),
     "dualpipe": LayoutCase("deep latent", "--pp 4 --pp-schedule dualpipe", "--z-loss 0.1", batch=8),
     "zb-h1 x sp": LayoutCase("mixed", "--pp 2 --pp-schedule zb-h1 --tp 2", "--aux-loss 0"),
-    "v-half x zero 3": LayoutCase("deep tied", "--pp 2 --pp-schedule v-half --zero 3", batch=8),
-    "interleaved x ring": LayoutCase(
-        "deep", "--pp 2 --cp 2 --pp-schedule interleaved --pp-layers 1,2,3,2"
-    ),
+    "v-half x zero 3": LayoutCase("four tied", "--pp 2 --pp-schedule v-half --zero 3", batch=8),
     "fp32": LayoutCase("dense", f"--tp 2 --cp 2 {RECOMPUTE}", micro=2, dtype="fp32"),
     "bf16": LayoutCase("dense", "--tp 2 --zero 3", batch=8, **BF16),
 }  # fmt: skip
@@ -23935,6 +23933,9 @@ MORE_LAYOUTS = {
 
 ZB, V_HALF, DUAL_V = (f"--pp 2 --pp-schedule {name}" for name in ("zb-h1", "v-half", "dualpipev"))
 PIPELINES = {
+    "interleaved x ring": LayoutCase(
+        "deep", "--pp 2 --cp 2 --pp-schedule interleaved --pp-layers 1,2,3,2"
+    ),
     "pp x tp": LayoutCase("qwen", f"--pp 2 --tp 2 {NO_SP} {RECOMPUTE}"),
     "pp x sp": LayoutCase("dense", "--pp 2 --tp 2 --pp-schedule gpipe", micro=2),
     "pp x async": LayoutCase("mixed", "--pp 2 --tp 2 --async-tp", "--aux-loss 0"),
