@@ -25577,6 +25577,15 @@ def sched_truth(s):
     for m in range(s.microbatches):
         if any(("F", m, c) not in count or ("B", m, c) not in count for c in sched_path(s, m)):
             return "missing"
+    updated = {c for kind, _, c in count if kind == "U"}
+    if any(("U", m, c) not in count for m in range(s.microbatches) for c in sched_path(s, m)
+           if c in updated):  # fmt: skip
+        return "an update is missing"
+    for row in s.actions:
+        names = [a[:3] for a in row]
+        for n, (kind, m, c) in enumerate(names):
+            if kind == "U" and ("W", m, c) in names[n:]:
+                return "an update comes too early"
     rows = [sched_slots(row) for row in s.actions]
     if None in rows:
         return "beside"
@@ -25654,7 +25663,9 @@ def sched_random(rng):
     home = tuple(rng.randrange(p) for _ in range(length * len(paths)))
     s = SC.Schedule("random", m, home, tuple(paths), ((),) * p)
     todo = {(k, i, c) for i in range(m) for c in sched_path(s, i) for k in "FB"}
-    todo |= {(rng.choice("WU"), i, c) for _, i, c in sorted(todo) if rng.random() < 0.4}
+    updated = {c for c in range(len(home)) if rng.random() < 0.2}
+    todo |= {("W", i, c) for _, i, c in sorted(todo) if c not in updated and rng.random() < 0.4}
+    todo |= {("U", i, c) for i in range(m) for c in sched_path(s, i) if c in updated}
     done, rows = set(), [[] for _ in range(p)]
     while todo:
         ready = sorted(a for a in todo if sched_before(s, a) <= done)
@@ -27164,7 +27175,8 @@ def test_planner_rank_is_all_that_fits_in_order():
     got = planner.rank(PLANNER_8B, device, 16, 8192, 32)
     every = list(planner.plans(PLANNER_8B, device, 16, 8192, 32))
     fits = {p for p in every
-            if sum(planner.memory(PLANNER_8B, p, 8192, 32).values()) <= device.memory}  # fmt: skip
+            if sum(planner.memory(PLANNER_8B, p, 8192, 32).values())
+            <= planner.FITS * device.memory}  # fmt: skip
     assert {found.plan for found in got} == fits and 0 < len(fits) < len(every)
     assert [found.step for found in got] == sorted(found.step for found in got)
     assert all(found.bytes <= device.memory for found in got)
@@ -27190,7 +27202,8 @@ def test_planner_rank_is_all_that_fits_in_order():
         ("batch of 24 sequences is not divisible by dp 8 x micro 2", dict(dp=8, micro=2)),
         ("3 micro-batches are not divisible by pp 2",
          dict(dp=8, pp=2, schedule="interleaved", chunks=2)),
-        ("zero 3 gathers weights for every micro-batch", dict(zero=3, pp=2)),
+        ("zero 2 shares nothing out where dp x cp is 1", dict(zero=2, pp=2)),
+        ("zero 3 gathers weights for every micro-batch", dict(zero=3, pp=2, dp=2)),
         ("tp 3 does not share out 4 heads and 2 key-value heads", dict(tp=3)),
         ("seq 8190 is not divisible by cp's 4 parts x tp 1", dict(cp=2)),
         ("seq 8190 is not divisible by cp's 1 parts x tp 4", dict(tp=4)),
@@ -27288,12 +27301,12 @@ def test_planner_says_what_is_short_where_nothing_fits():
         planner.main(["--model", "llama3-405b", "--gpus", "8"])
     text = str(error.value)
     assert "nothing fits: the nearest plan (dp 1 x tp 8 x cp 1 x pp 1, zero 1, micro 1" in text
-    need, kinds = text.split("needs ")[1].split(" of 80.0 GiB per GPU: ")
+    need, kinds = text.split("needs ")[1].split(" of 72.0 GiB per GPU (90% of 80.0): ")
     kinds, short = kinds.split("; short by ")
     parts = {kind.rsplit(" ", 1)[0]: float(kind.rsplit(" ", 1)[1]) for kind in kinds.split(", ")}
     assert parts["weights"] == 94.5 and parts["gradients"] == 189.0 and parts["optimizer"] == 567.0
     assert abs(sum(parts.values()) - float(need)) < 0.4
-    assert abs(float(short.split(" GiB")[0]) - (float(need) - 80)) < 0.11
+    assert abs(float(short.split(" GiB")[0]) - (float(need) - 72)) < 0.11
     assert "take more --gpus" in text and "\n" not in text
     shape = planner.SHAPES["llama3-405b"]
     least = min(sum(planner.memory(shape, p, 8192, 512).values())
@@ -28471,10 +28484,11 @@ def pl_mistakes(env):
     env.wire.log.clear()
     pipe = PL.Pipeline(SC.make_schedule("pipedream", 4, 2), {env.rank: chunk}, up, down)
     said["update"] = pl_said(lambda: pipe.step((1, 3), torch.zeros(2, 1, 3), lambda y, i: y.sum()))
-    assert env.wire.log == []
-    if env.rank == 0:  # alone, and it is refused before anything is sent
+    assert {entry[3] for entry in env.wire.log} == {(1,)}  # connections, and nothing else
+    alone = type("Alone", (PL.Pipeline,), {"_connect": lambda pipe, pairs: None})
+    if env.rank == 0:  # and it is refused before anything is sent
         for name, run in (("shape", lambda x: x[:, :2]), ("dtype", lambda x: x.double())):
-            pipe = PL.Pipeline(schedule, {0: run}, *env.lost, later=later)
+            pipe = alone(schedule, {0: run}, *env.lost, later=later)
             x = torch.zeros(2, 1, 3, requires_grad=True)
             said[name] = pl_said(lambda: pipe.step((1, 3), x, lambda y, i: y.sum()))
             said[f"{name} forward"] = pl_said(lambda: pipe.forward((1, 3), x))
