@@ -27716,8 +27716,8 @@ def pl_train(env, schedules, p, *, steps=3, optimizer="sgd", dtype=torch.float64
         asked.append([to for name, _, to, *_ in env.wire.log if name == "irecv"])
         time.sleep(delay * rng.random() * (rng.random() < 0.5))
 
-    wrap = (lambda chunk: partial(checkpoint, chunk, use_reentrant=False)) if recompute else None
-    own, pipe = pl_make(schedule, env, p, dtype=dtype, seed=q, split=split, wrap=wrap,
+    again = range(len(schedule.home)) if recompute else ()
+    own, pipe = pl_make(schedule, env, p, dtype=dtype, seed=q, split=split, recompute=again,
                         before=before)  # fmt: skip
     for chunk in own.values():
         chunk.register_forward_pre_hook(lambda module, _: seen.append(module))
@@ -28151,11 +28151,56 @@ def test_pl_pipedream_versions_are_the_papers(pl_done, name):
             assert all(pl_off(mine[-1]["losses"][b][i], x) <= 1e-12 for i, x in expected.items())
 
 
-def pl_delayed(n, m, seed, version):
+def pl_pipedream_again(env):
+    """A batch whose forward passes are made again in backward ones -> losses, weights"""
+    schedule, stages = SC.make_schedule("pipedream", 4, 9), pl_stages(4, seed=4)
+    own, pipe = pl_make(schedule, env, 4, stages=stages, recompute=range(4))
+    (chunk,) = own.values()
+    stepper = pl_sgd(chunk)
+    inputs, targets = pl_data(9, 0, 4)
+    update = lambda which: (stepper.step(), stepper.zero_grad())
+    losses = pipe.step((*PL_ROWS, PL_C), inputs, partial(pl_loss, targets), update)
+    weights = {k: w.detach() for k, w in chunk.named_parameters()}
+    return dict(losses=losses, weights=weights)
+
+
+def test_pl_pipedream_recomputes_with_the_weights_it_had(pl_done):
+    results = pl_done("pipedream again")
+    losses, weights = pl_delayed(4, 9, 4, lambda t, s: max(0, t - 4 + s), batches=1)
+    for got, expected in zip(results, weights, strict=True):
+        pl_same(got["weights"], expected, 1e-12, "")
+    assert all(pl_off(results[-1]["losses"][i], x) <= 1e-12 for i, x in losses[0].items())
+
+
+def test_pl_sums_of_narrow_weights_are_wide():
+    """300 products of a bf16 weight: added up in fp32, and rounded once."""
+    torch.manual_seed(0)
+    layer, later = nn.Linear(16, 8, bias=False).bfloat16(), PL.Later()
+    PL.split_weights_(layer, later)
+    plain, want = torch.zeros(8, 16).bfloat16(), torch.zeros(8, 16).double()
+    for _ in range(300):
+        x, dy = torch.randn(2, 5, 16).bfloat16() + 1, torch.randn(5, 8).bfloat16() + 1
+        later.queue = []
+        layer(x[0]).backward(dy)
+        (run,) = later.queue
+        run()
+        plain += dy.mT @ x[0]
+        want += (dy.mT @ x[0]).double()
+    assert layer.weight.grad is None
+    later.finish()
+    off_by = lambda got: ((got.double() - want).norm() / want.norm()).item()
+    assert off_by(layer.weight.grad) < 2**-9 < off_by(plain) / 3 and not later.sums
+    old = layer.weight.grad.clone()
+    run()
+    later.finish()
+    assert torch.equal(layer.weight.grad, (old + (dy.mT @ x[0]).float()).bfloat16())
+
+
+def pl_delayed(n, m, seed, version, batches=2):
     """One process, one microbatch after the other, with gradients at older weights."""
     stages, losses = pl_stages(n, seed=seed), []
     steppers = [pl_sgd(stage) if [*stage.parameters()] else None for stage in stages]
-    for batch in range(2):
+    for batch in range(batches):
         inputs, targets = pl_data(m, batch, seed)
         losses.append({})
         history = [[copy.deepcopy(stage)] for stage in stages]
@@ -28548,6 +28593,7 @@ PL_CASES |= {name: (pl_again, args, {}) for name, args in PL_AGAIN.items()}
 PL_CASES |= {name: (pl_pipedream, args, {}) for name, args in PL_PIPEDREAM.items()}
 PL_CASES |= {name: (pl_kept, args, {}) for name, args in PL_KEPT.items()}
 PL_CASES |= {name: (pl_times, args, {}) for name, args in PL_TIMES.items()}
+PL_CASES |= {"pipedream again": (pl_pipedream_again, (), {})}
 PL_CASES |= {f"decode {p}": (pl_decode, (p,), {}) for p in (2, 4)}
 PL_CASES |= {"memory": (pl_memory, (), {}), "mistakes": (pl_mistakes, (), {})}
 PL_CASES |= {"frozen": (pl_still, (), {}), "decode fails": (pl_decode_fails, (), {})}
