@@ -1644,12 +1644,8 @@ def test_cache_and_model_may_differ_in_dtype():
 @pytest.mark.parametrize(
     "sheet",
     [
-        "sampling",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("calibrate", "cpu", "gemm", "quantize")
-        ),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("sparse", "speculative", "zero")),
+        pytest.param(n, marks=pytest.mark.slow)
+        for n in "calibrate cpu gemm quantize sampling sparse speculative zero".split()
     ],
 )
 def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
@@ -3640,6 +3636,7 @@ def through_main(capsys, *argv: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_every_sampling_flag_reaches_the_sampler(capsys):
     """Each flag changes what it should in the program's answer, and nothing is ignored."""
     base = ["class Stack:\n", "--max-new-tokens", "40"]
@@ -7187,7 +7184,7 @@ SPARSE_ALL = [
 @pytest.mark.parametrize(
     "arch, cases",
     [
-        (90, SPARSE_COMPILED),
+        pytest.param(90, SPARSE_COMPILED, marks=pytest.mark.slow),
         *(pytest.param(a, SPARSE_ALL, marks=pytest.mark.slow) for a in (80, 90, 100)),
     ],
     ids=["90", "80-all", "90-all", "100-all"],
@@ -7576,7 +7573,7 @@ GEMM_FP8 = ["mm(f8, True)", "mm(f8)", "mm(f8, M=64)", "mm(f8, True, M=64)", "mm(
 @pytest.mark.parametrize(
     "arch, cases",
     [
-        (90, [*GEMM_COMPILED, *GEMM_FP8[:1]]),
+        pytest.param(90, [*GEMM_COMPILED, *GEMM_FP8[:1]], marks=pytest.mark.slow),
         pytest.param(90, GEMM_ALL + GEMM_FP8, marks=pytest.mark.slow),
         pytest.param(80, GEMM_SOME, marks=pytest.mark.slow),
         pytest.param(100, GEMM_SOME + GEMM_FP8, marks=pytest.mark.slow),
@@ -9312,7 +9309,8 @@ def test_quantize_goes_with_every_mode(saved, tmp_path, quantize_file, capsys, m
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
-@pytest.mark.parametrize("scheme", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_quantize_goes_with_compile(scheme, capsys):
     """--compile --quantize: the tokens of the eager run, in fp32."""
     torch.compiler.reset()
@@ -11437,7 +11435,10 @@ def paged_story():
     "how",
     [
         pytest.param(dict(prefix_cache=False), marks=pytest.mark.slow),
-        dict(prefix_cache=False, swap=True, max_batch_tokens=7, max_running=7),
+        pytest.param(
+            dict(prefix_cache=False, swap=True, max_batch_tokens=7, max_running=7),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(dict(max_batch_tokens=16), marks=pytest.mark.slow),
         dict(swap=True, block_size=3, num_blocks=16),
     ],
@@ -12703,7 +12704,7 @@ PAGED_SOME = [  # the most shared memory, all rules at once, codes, and latents
 @pytest.mark.parametrize(
     "arch, cases",
     [
-        (90, PAGED_COMPILED),
+        pytest.param(90, PAGED_COMPILED, marks=pytest.mark.slow),
         pytest.param(90, PAGED_ALL, marks=pytest.mark.slow),
         *(pytest.param(a, PAGED_SOME, marks=pytest.mark.slow) for a in (80, 100)),
     ],
@@ -23817,24 +23818,24 @@ LAYOUT_CASES = {
     "zero 3": LayoutCase("dense", "--zero 3", batch=8),
     "bucketed": LayoutCase("mixed", f"--zero 2 --bucketed {RECOMPUTE}", "--aux-loss 0", batch=8),
     "hsdp": LayoutCase("latent", "--zero 3 --dp-replicate 2 --ep 2", batch=8),
-    "sp x ring": LayoutCase("dense", f"--tp 2 --cp 2 --zero 3 {RECOMPUTE}", micro=2),
     "async x ring x ep": LayoutCase(
         "latent", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", "--z-loss 0.1", micro=2
     ),
-    "sp x ep": LayoutCase(
-        "latent", f"--tp 2 --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1 --sequence-loss 0.1"
-    ),
-    "ring x ep": LayoutCase("latent", f"--cp 2 --ep 2 --zero 1 {RECOMPUTE}", "--z-loss 0.1"),
     "pp": LayoutCase("deep", "--pp 4"),
     "zbv": LayoutCase("deep tied", "--pp 4 --pp-schedule zbv", batch=8),
     "dualpipe": LayoutCase("deep latent", "--pp 4 --pp-schedule dualpipe", "--z-loss 0.1", batch=8),
     "zb-h1 x sp": LayoutCase("mixed", "--pp 2 --pp-schedule zb-h1 --tp 2", "--aux-loss 0"),
     "v-half x zero 3": LayoutCase("four tied", "--pp 2 --pp-schedule v-half --zero 3", batch=8),
     "fp32": LayoutCase("dense", f"--tp 2 --cp 2 {RECOMPUTE}", micro=2, dtype="fp32"),
-    "bf16": LayoutCase("dense", "--tp 2 --zero 3", batch=8, **BF16),
 }  # fmt: skip
 
 MORE_LAYOUTS = {
+    "sp x ep": LayoutCase(
+        "latent", f"--tp 2 --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1 --sequence-loss 0.1"
+    ),
+    "sp x ring": LayoutCase("dense", f"--tp 2 --cp 2 --zero 3 {RECOMPUTE}", micro=2),
+    "bf16": LayoutCase("dense", "--tp 2 --zero 3", batch=8, **BF16),
+    "ring x ep": LayoutCase("latent", f"--cp 2 --ep 2 --zero 1 {RECOMPUTE}", "--z-loss 0.1"),
     "tp x all-gather": LayoutCase(
         "windows", f"--tp 2 {NO_SP} --cp 2 --cp-method all-gather --zero 1", micro=2
     ),
@@ -27868,10 +27869,10 @@ def pl_random(seed):
                            actions=actions)  # fmt: skip
 
 
-PL_RANDOM = {f"random {seed}": ([pl_random(seed)], 4, dict(steps=1)) for seed in range(30)}
+PL_RANDOM = {f"random {seed}": ([pl_random(seed)], 4, dict(steps=1)) for seed in range(16)}
 PL_RANDOM_MORE = {
     f"random {seed}": ([pl_random(seed)], 4, dict(steps=1, delay=0.003 * (seed % 2)))
-    for seed in range(30, 330)
+    for seed in range(16, 116)
 }
 
 
