@@ -966,10 +966,7 @@ def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
 
 def comparison() -> str:
     """Published runs and predictions, a table in Markdown."""
-    lines = [
-        "| run | published | predicted | ratio | GiB | predicted |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| run | published | predicted | ratio | GiB | predicted |", "|---" * 6 + "|"]
     for run in (*torchtitan(), *others()):
         value, got = compare(run)
         gib = f"{run.gib:g} | {got.bytes / GIB:.1f}" if run.gib else " | "

@@ -1,6 +1,7 @@
 """stages.py: train.py's model in a pipeline: schedules.py's lists run by pipeline.py.
 
     torchrun --nproc-per-node 8 train.py --pp 4 --pp-schedule zbv --tp 2
+    torchrun --nproc-per-node 4 stages.py               # a benchmark of schedules beside torch's
 
 Ranks along pp have some of the layers, the first stage the embedding, the last the final norm and
 the head. A rank's model is the whole one with the others' parts dropped: names, weights and batches
@@ -23,6 +24,8 @@ kernels that make both gradients at once: their weights' come with B, and W has 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -427,3 +430,75 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
             rows[schedule.home[chunk]].append((begun[path] + stage, Action("F", m, chunk)))
         begun[path] += 1
     return replace(schedule, actions=tuple(tuple(a for _, a in sorted(row)) for row in rows))
+
+
+# --------------------------------------------------------------------------------------------------
+# Benchmark: the executor under every schedule, beside torch.distributed.pipelining
+# --------------------------------------------------------------------------------------------------
+
+
+def _model(stages: int, C: int = 256) -> list[nn.Module]:
+    """8 blocks, in so many stages."""
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(
+        nn.RMSNorm(C), nn.Linear(C, 3 * C), nn.GELU(), nn.Linear(3 * C, C)
+    )
+    return [nn.Sequential(*(block() for _ in range(8 // stages))) for _ in range(stages)]
+
+
+def _theirs(name: str, home: Sequence[int], rank: int, m: int, x: Tensor, goal: Tensor) -> Callable:
+    """torch's schedule of that name, over stages with these homes."""
+    import torch.distributed.pipelining as theirs
+
+    n, parts = len(home), _model(len(home))
+    mine = [i for i, h in enumerate(home) if h == rank]
+    cpu = torch.device("cpu")
+    stages = [theirs.PipelineStage(parts[i], i, n, cpu) for i in mine]
+    how = dict(loss_fn=lambda y, t: (y - t).square().sum(), scale_grads=False)
+    schedule = getattr(theirs, name)(stages if n > 4 else stages[0], m, **how)
+    given, wanted = ((x,) if 0 in mine else ()), (dict(target=goal) if n - 1 in mine else {})
+    return lambda: schedule.step(*given, **wanted)
+
+
+def _ours(name: str, rank: int, m: int, x: Tensor, goal: Tensor, links: tuple) -> Callable:
+    s, later, goals = make_schedule(name, 4, m), Later(), goal.chunk(m)
+    parts, inputs = _model(len(s.paths[0])), x.chunk(m)
+    own = {c: parts[s.stage(c)] for c, h in enumerate(s.home) if h == rank}
+    for part in own.values() if s.split() else ():
+        split_weights_(part, later)
+    pipe, loss = Pipeline(s, own, *links, later=later), lambda y, i: (y - goals[i]).square().sum()
+    return lambda: pipe.step(inputs[0].shape, inputs, loss)
+
+
+def benchmark() -> None:
+    """Milliseconds of a step of 4 ranks, which share this machine's cores: medians, in turns."""
+    dist.init_process_group("gloo")
+    rank, links, m = dist.get_rank(), channels([range(4)]), 16
+    x, goal = torch.randn(2, m * 128, 256, generator=torch.Generator().manual_seed(1)).unbind()
+    line, loop, vee = [*range(4)], [*range(4)] * 2, [0, 1, 2, 3, 3, 2, 1, 0]
+    peers = {"gpipe": ("ScheduleGPipe", line), "1f1b": ("Schedule1F1B", line)}
+    peers |= {"interleaved": ("ScheduleInterleaved1F1B", loop)}
+    peers |= {"zbv": ("ScheduleZBVZeroBubble", vee), "dualpipev": ("ScheduleDualPipeV", vee)}
+    runs = {}
+    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipev"):
+        runs[name] = _ours(name, rank, m, x, goal, links)
+        if name in peers:
+            theirs, home = peers[name]
+            runs[f"  torch's {theirs}"] = _theirs(theirs, home, rank, m, x, goal)
+    spent: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(9):
+        for name, run in runs.items():
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            dist.barrier()
+            spent[name].append(1e3 * (time.perf_counter() - start))
+    if rank == 0:
+        print(f"4 stages of 2 blocks of 256 x 768, {m} microbatches of 128 rows, fp32, ms")
+        for name, ms in spent.items():
+            print(f"{name:34}{statistics.median(ms[2:]):9.1f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # torchrun --nproc-per-node 4 stages.py
+    benchmark()

@@ -4074,6 +4074,7 @@ def test_resume_equals_uninterrupted_after_a_crash(finished, corpus, tiny_config
     same_run(out, finished)
 
 
+@pytest.mark.slow
 def test_ranks_equal_one_process(finished, corpus, tiny_config, tmp_path):
     """torchrun with 2 ranks: the losses and weights of one process, up to the order of a sum."""
     out = tmp_path / "ranks"
