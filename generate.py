@@ -11,7 +11,7 @@
     python generate.py --batch requests.jsonl                many requests, results as they finish
     python generate.py --bench-serving 200 --rate 10         throughput and latencies under load
     torchrun --nproc-per-node 4 generate.py --tp 4 ...       every matrix cut over four processes
-    torchrun --nproc-per-node 4 generate.py --pp 4 --n 8     the layers cut over four, in a ring
+    torchrun --nproc-per-node 4 -- generate.py --pp 4 --n 8  the layers cut over four, in a ring
     torchrun --nproc-per-node 4 generate.py --ep ...         a mixture's experts over four processes
 
 Generation has two regimes, and each is one function here. `prefill` runs the whole prompt through

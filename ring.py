@@ -1,7 +1,7 @@
 """ring.py: generate.py's decoder over a pipeline of ranks, each with some of the layers.
 
-    torchrun --nproc-per-node 4 generate.py --pp 4 --n 8 ...       8 rows, two in each of 4 groups
-    torchrun --nproc-per-node 8 generate.py --pp 2 --tp 4 ...
+    torchrun --nproc-per-node 4 -- generate.py --pp 4 --n 8        8 rows, two in each of 4 groups
+    torchrun --nproc-per-node 8 -- generate.py --pp 2 --tp 4 --n 4
 
 One token of one row passes the stages one after the other, and all ranks but one wait. So the rows
 are cut in as many groups as there are ranks, which follow each other: a stage runs one group while

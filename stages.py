@@ -1,6 +1,6 @@
 """stages.py: train.py's model in a pipeline: schedules.py's lists run by pipeline.py.
 
-    torchrun --nproc-per-node 8 train.py --pp 4 --pp-schedule zbv --tp 2
+    torchrun --nproc-per-node 4 train.py --pp 2 --pp-schedule zbv --tp 2 --batch-size 16
     torchrun --nproc-per-node 4 stages.py               # a benchmark of schedules beside torch's
 
 Ranks along pp have some of the layers, the first stage the embedding, the last the final norm and
