@@ -24,6 +24,7 @@ kernels that make both gradients at once: their weights' come with B, and W has 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -337,14 +338,16 @@ class Stages:
         self, model: Transformer, tokens: Tensor, at: Tensor, attend: Attend, autocast: Callable
     ) -> None:
         """The backward pass that reduces what W has added up: of as few tokens as there can be, and
-        gradients of zero."""
+        gradients of zero. Two where gradients are bf16, for only those that a further pass has
+        followed does fully_shard have in the dtype it reduces."""
         n = self.args.tp if self.args.cp == 1 else len(at)
         tokens, at = tokens[:1, :n], at[:n]
         dtype = self.dtype or next(model.parameters()).dtype
         hidden = torch.zeros(self._shape(tokens), dtype=dtype, device=at.device, requires_grad=True)
-        for part in self.chunks.values():
-            part.set_requires_gradient_sync(True)
-            part.set_reshard_after_backward(True)
+        passes = (True,) if self.dtype is None else (False, True)
+        for part, last in itertools.product(self.chunks.values(), passes):
+            part.set_requires_gradient_sync(last)
+            part.set_reshard_after_backward(last)
             with autocast():
                 y = part(hidden if part.embed is None else tokens, at, attend)
             y.backward(torch.zeros_like(y))

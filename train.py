@@ -1286,7 +1286,8 @@ def change_products(model: Transformer, args: argparse.Namespace) -> None:
         fp8_training_(model, args.fp8)
     if args.qat:
         try:
-            qat_(model, QAT_GRIDS[args.qat])
+            tied = ("head",) if model.config.tie_embeddings else ()  # --pp gives it a copy
+            qat_(model, QAT_GRIDS[args.qat], skip=tied)
         except ValueError as e:
             raise ValueError(
                 f"--qat {args.qat}, in groups of 32: {e}; or train --qat int8"
