@@ -133,6 +133,7 @@ def load_and_quantize(
         )
     if args.calibrate is None:
         cpu.keep_freed_memory(False)  # or layers would seem to stay, once they are small
+        skip += ("head",) if config.tie_embeddings else ()  # of which --pp's last stage has a copy
         each = partial(quantize_module, scheme=scheme, skip=skip)
         return load_checkpoint(args.checkpoint, device, dtype, prepare=prepare, each=each)
     check_calibration(args, scheme)
@@ -146,13 +147,15 @@ def quantize_dummy_(args: argparse.Namespace, model: Transformer) -> None:
     """--quantize of random weights."""
     asked_scheme(args)
     skip = checked_skip(model, skipped(args, model.config))
+    if model.config.tie_embeddings and model.embed is None and model.head is not None:
+        skip += ("head",)  # --pp's last stage has a copy
     quantize_(model, args.quantize, skip=skip, group_size=args.group_size)
     fast_(model)
 
 
 def fast_(model: Transformer) -> Transformer:
     """The product for this device in place of quantize.py's plain one."""
-    if model.embed.weight.is_cuda:
+    if next(model.parameters()).is_cuda:
         from gemm import weight_only_matmul
 
         def product(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Any, bias: Any) -> Tensor:

@@ -23369,7 +23369,7 @@ def test_generate_pp_two_ranks(tmp_path, capsys, gtp_plain):
 @pytest.mark.slow
 def test_generate_pp_four_ranks(tmp_path, capsys, gtp_plain):
     """Four stages, and two of two ranks each, which share heads and columns; more rows than ranks
-    and fewer; quantized, near enough."""
+    and fewer; quantized, where a tied head stays as it is."""
     wide = gtp_folder_of(gtp_qwen(n_layers=6, tie_embeddings=True), tmp_path / "wide")
     more = dict(n_layers=4, moe_layers=(1, 2, 3))
     deep = gtp_folder_of(latent(vocab_size=4096, **more), tmp_path / "latent")
@@ -23381,6 +23381,7 @@ def test_generate_pp_four_ranks(tmp_path, capsys, gtp_plain):
         ((*GTP_SAMPLED, "--checkpoint", deep, "--n", 6), ("--pp", 4)),
         ((*GTP_GREEDY, "--checkpoint", deep), both),
         (GTP_GREEDY, both),
+        ((*GTP_GREEDY, "--quantize", "int8"), ("--pp", 4)),
     ]
     said = gtp_ranks(4, tmp_path, [(*case, *more) for case, more in cases])
     gpp_like_one(capsys, [case for case, _ in cases], said)
@@ -23946,7 +23947,9 @@ PIPELINES = {
     "pp x ep": LayoutCase("latent", f"--pp 2 --ep 2 --zero 3 {RECOMPUTE}", "--z-loss 0.1"),
     "pp x ep alone": LayoutCase("latent", "--pp 2 --ep 2", "--sequence-loss 0.1"),
     "pp x zero 1": LayoutCase("qwen", "--pp 2 --pp-recompute 0 --zero 1", batch=8),
-    "pp x zero 2": LayoutCase("mixed", "--pp 2 --zero 2", "--aux-loss 0", batch=8),
+    "pp x zero 2": LayoutCase(
+        "mixed", "--pp 2 --zero 2", "--aux-loss 0 --z-loss 0.1", batch=8, micro=2
+    ),
     "pp x hsdp": LayoutCase("dense", "--pp 2 --dp-replicate 2 --zero 2", batch=8),
     "pp x dp": LayoutCase("qwen", "--pp 2", batch=8, micro=2),
     "breadth-first x zero 3": LayoutCase(
