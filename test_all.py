@@ -23415,6 +23415,19 @@ def test_generate_pp_one_is_the_plain_thing(capsys, gtp_plain):
     assert texts[0] == texts[1]
 
 
+def test_parallel_py_answers_for_its_neighbours(monkeypatch, capsys):
+    """--schedule and --plan, which has a --schedule of its own; Pipeline and DiLoCo."""
+    for line, words in (
+        ("--schedule zbv --stages 4 --microbatches 8", "zbv: 4 ranks, 8 chunks, 8 microbatches"),
+        ("--plan --model llama3-8b --gpus 8 --schedule 1f1b --top 1", "plans fit"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["parallel.py", *line.split()])
+        with pytest.raises(SystemExit) as end:
+            parallel.main()
+        assert not end.value.code and words in capsys.readouterr().out
+    assert parallel.Pipeline is PL.Pipeline and parallel.DiLoCo is DL.DiLoCo
+
+
 def test_a_slice_of_a_model_loads_alone(tmp_path):
     """load_checkpoint reads the layers that are left, equal to the whole model's; a folder that
     lacks a dropped tensor is refused all the same, for every process."""
