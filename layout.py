@@ -55,10 +55,10 @@ from parallel import (
     sum_gradients,
     vocab_cross_entropy,
 )
+from quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
 from stages import Stages
 from stages import add_flags as add_stage_flags
 from stages import check as check_stages
-from quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
 from zero import DistributedOptimizer
 
 IGNORE = -100  # a target that is not counted
@@ -454,8 +454,8 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
     if args.zero_quantized and (not args.zero or args.bucketed):
         raise ValueError("--zero-quantized goes with --zero 1, 2 or 3, and without --bucketed")
     within, shards = args.zero_node_size, dp // copies * cp
-    if within is not None and not (args.zero == 3 and ep == 1):
-        raise ValueError("--zero-node-size goes with --zero 3, and without --ep")
+    if within is not None and not (args.zero == 3 and ep == args.pp == 1):
+        raise ValueError("--zero-node-size goes with --zero 3, and without --ep and --pp")
     if within is not None and (not 1 < within < shards or shards % within):
         raise ValueError(
             f"--zero-node-size {within} must divide the {shards} ranks that shard, and lie between "

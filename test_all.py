@@ -29626,6 +29626,7 @@ def test_flags_of_diloco_and_of_quantized_zero_are_checked(dl_run, tmp_path, mon
         ("--zero-quantized", "--zero-quantized goes with --zero"),
         ("--zero 2 --bucketed --zero-quantized", "without --bucketed"),
         ("--zero 2 --zero-node-size 2", "--zero-node-size goes with --zero 3"),
+        ("--zero 3 --pp 2 --zero-node-size 2", "--zero-node-size .* and without --ep and --pp"),
         ("--zero 3 --zero-node-size 4", "must divide the 4 ranks that shard"),
         ("--zero 3 --zero-node-size 3", "must divide the 4 ranks that shard"),
     ):
@@ -29665,7 +29666,9 @@ def test_train_py_goes_on_when_one_of_four_workers_is_killed(dl_run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", ["--tp 2", "--zero 3", "--zero 1 --bucketed"])
+@pytest.mark.parametrize(
+    "inner", ["--tp 2", "--pp 2 --micro-batch-size 2", "--zero 3", "--zero 1 --bucketed"]
+)
 def test_a_worker_of_several_ranks_meets_one_of_one(dl_run, tmp_path, inner):
     """The losses of two workers of one process each, whatever the layout inside one"""
     losses = {}
