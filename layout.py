@@ -243,11 +243,11 @@ class Layout:
     def draw_(self, model: Transformer, seed: int) -> None:
         """The weights that one process draws from the seed, this rank's part of them: whole tensors
         come and go one by one."""
-        rng = torch.Generator().manual_seed(seed)
+        rng, here = torch.Generator().manual_seed(seed), dict(model.named_parameters())
         for name, shape in self.shapes(model).items():
             whole = torch.empty(shape)
             model.init_weight(name, whole, rng)
-            self.put_stored(model, name, whole)
+            self.put_stored(here, name, whole)
         for buffer in model.buffers():
             buffer.zero_()
 
@@ -260,11 +260,12 @@ class Layout:
         """A parameter's name in the whole model, and in a checkpoint."""
         return name if self.stages is None else self.stages.stored(name)
 
-    def put_stored(self, model: Transformer, stored: str, whole: Tensor) -> None:
-        """`put` into all parameters here, or none, that are the whole model's of that name."""
-        for name, p in model.named_parameters():
+    def put_stored(self, here: Mapping[str, Tensor], stored: str, whole: Tensor) -> None:
+        """`put` into the parameters here, one, two or none, that are the whole model's of that
+        name."""
+        for name in {stored, "head.weight"} & here.keys():
             if self.stored(name) == stored:
-                self.put(name, p, whole)
+                self.put(name, here[name], whole)
 
     def put(self, name: str, p: Tensor, whole: Tensor) -> None:
         """Copy into a parameter, or what is cut and sharded as it is, its part of the whole."""

@@ -390,21 +390,20 @@ def accumulate(
     tp, cp = layout.size("tp"), layout.size("cp")
     count = layout.total((batch[:, 1:] != IGNORE).sum()) // (cp * layout.size("pp"))
     rows = len(batch) * layout.batch_shares * cp
-    totals, pieces = torch.zeros(3, device=batch.device), ()
-    if layout.stages is None:
-        pieces = layout.micro_batches(model, batch, micro_batch_size)
-    else:  # the whole batch at once
-        step = layout.stages.accumulate
-        totals = step(model, batch, count, rows, autocast, attend, balance, layout)
-    for micro in pieces:
-        if balance is not None:
-            balance.watching = True
-        with autocast():
-            main, ahead = (loss / count for loss in loss_sums(model, micro, attend, layout))
-        aux = main.new_zeros(()) if balance is None else balance.take() * (len(micro) / rows)
-        # the gradients of a mixture's inputs are added up over tp: of this loss, each is the whole
-        (main + MTP_WEIGHT * ahead + aux / tp).backward()
-        totals += torch.stack((main, ahead, aux)).detach()
+    if layout.stages is not None:
+        how = autocast, attend, balance, layout
+        totals = layout.stages.accumulate(model, batch, count, rows, *how)
+    else:
+        totals = torch.zeros(3, device=batch.device)
+        for micro in layout.micro_batches(model, batch, micro_batch_size):
+            if balance is not None:
+                balance.watching = True
+            with autocast():
+                main, ahead = (loss / count for loss in loss_sums(model, micro, attend, layout))
+            aux = main.new_zeros(()) if balance is None else balance.take() * (len(micro) / rows)
+            # the gradients of a mixture's inputs are added up over tp: of this loss, each is all
+            (main + MTP_WEIGHT * ahead + aux / tp).backward()
+            totals += torch.stack((main, ahead, aux)).detach()
     layout.sum_gradients(model)
     main, ahead, aux = layout.total(totals).tolist()
     losses = {"loss": main} | ({"mtp_loss": ahead} if len(model.mtp) else {})
@@ -856,11 +855,12 @@ class Island:
             met = self.outer.join() if join else self.outer.step()
             said = {"step": self.outer.round * self.every, "round": met.number}
             said |= {"workers": met.workers, "sent_bytes": met.sent}
+        here = dict(model.named_parameters())
         shapes = {} if self.whole is None else layout.shapes(model)
         for name, shape in shapes.items():
             whole = self.whole[name] if self.first else torch.empty(shape)
             dist.broadcast(whole := whole.to(self.place.device), 0)
-            layout.put_stored(model, name, whole)
+            layout.put_stored(here, name, whole)
         return self.shared(said)
 
     @torch.no_grad()
