@@ -1,0 +1,331 @@
+"""chunked_loss.py: cross-entropy of a linear layer without its logits.
+
+The logits of N tokens over a vocabulary of V are the largest tensor of a training step: with V =
+128k, in fp32, 8 rows of them are as much as 1000 hidden states of width 1024, and the plain loss
+holds three (logits, log-softmax, gradient). But rows do not see each other. So take a chunk of
+rows, make its logits, its loss, and at once, before the logits go, what they give to the gradients:
+
+    logits = hidden W^T         p = softmax(logits)         loss = lse - logits[target]
+    dlogits = p - onehot        dhidden = dlogits W         dW = sum over chunks, dlogits^T hidden
+
+as Liger Kernel does (arXiv:2410.10989, 3.2), who chunks so that a chunk's logits are about as large
+as the hidden states; Cut Cross-Entropy (arXiv:2411.09009) goes on to tiles within a kernel. The
+loss is a sum, so that the backward pass only multiplies both gradients by a number. A gradient that
+nobody asked for is not made; without any, this is the loss alone.
+
+    total = linear_cross_entropy(hidden, head.weight, targets) / count
+
+With `group` the vocabulary is cut over ranks, as Megatron-LM has it (arXiv:1909.08053, 3): each has
+some rows of W; maxima, and sums with the targets' logits, are all-reduced for each chunk.
+
+What it costs: a pass over dW, in fp32, for each chunk, and the whole gradient of W from forward to
+backward pass. When it loses: a vocabulary that is not much larger than the width; one backward pass
+only, and none through gradients. Which hook: return_hidden. A sharded weight must be gathered
+first: with fully_shard, call this within the head's own forward. Equivalence (test_all.py): loss
+and gradients == F.cross_entropy of F.linear, within rounding. Needs: torch. `python
+chunked_loss.py` checks itself and prints a table.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LEAST_ROWS = 128  # of a chunk by default: with fewer, the passes over dW begin to show
+STRIP = 8192  # rows of dW whose product is there, in a narrower dtype, before it is added
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk: int | None = None,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+) -> Tensor:
+    """Sum over targets of lse - logit[target] + z_loss * lse^2, in nats, a scalar in fp32 (fp64 of
+    fp64): of logits hidden weight^T + bias, or softcap * tanh(that / softcap) (Gemma 2).
+
+    hidden (N, C), weight (V, C), targets (N,) int64, those that are ignore_index do not count, bias
+    (V,). chunk: rows whose logits are there at a time; by default so many that these are as large
+    as hidden, but 128 or more. z_loss: PaLM's (arXiv:2204.02311, 5). group: its ranks have the same
+    hidden and targets, and each the rows of weight and bias from vocab_start on; the loss is the
+    same on all, weight's gradient this rank's rows, hidden's this rank's share: sum them.
+
+    Products are in the tensors' dtype, or autocast's; the rest in fp32, the sum of dW too. One
+    backward pass: the gradients are made here, and it hands them over.
+    """
+    _check(hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
+           f"hidden must be (N, C) and weight (V, C), not {tuple(hidden.shape)} and "
+           f"{tuple(weight.shape)}")  # fmt: skip
+    _check(
+        targets.shape == hidden.shape[:1] and targets.dtype == torch.int64,
+        f"targets must be ({len(hidden)},) int64, not {tuple(targets.shape)} {targets.dtype}",
+    )
+    _check(
+        bias is None or bias.shape == weight.shape[:1],
+        f"bias must be ({len(weight)},), not {bias is not None and tuple(bias.shape)}",
+    )
+    _check(chunk is None or chunk > 0, f"chunk must be 1 or more rows, not {chunk}")
+    _check(softcap is None or softcap > 0, f"softcap must be more than 0, not {softcap}")
+    kind, dtype = hidden.device.type, hidden.dtype
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    else:
+        _check(weight.dtype == dtype, f"hidden is {dtype} and weight {weight.dtype}: without "
+               "autocast they must be the same")  # fmt: skip
+    V, C = weight.shape
+    chunk = chunk or max(LEAST_ROWS, len(hidden) * C // V)
+    given = (hidden, weight, bias)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
+    how = _How(dtype, chunk, ignore_index, z_loss, softcap, group, vocab_start)
+    if not any(wanted):
+        return _loss(how, wanted, *given, targets)[0]
+    return _LinearCrossEntropy.apply(how, wanted, *given, targets)
+
+
+@dataclass(frozen=True)
+class _How:
+    dtype: torch.dtype  # of products
+    chunk: int
+    ignore_index: int
+    z_loss: float
+    softcap: float | None
+    group: dist.ProcessGroup | None
+    vocab_start: int
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The gradients of a loss of 1 are saved, and multiplied in place: a second backward pass finds
+    them changed, and autograd says so."""
+
+    @staticmethod
+    def forward(ctx: Any, how: _How, wanted: list[bool], *tensors: Any) -> Tensor:
+        loss, *grads = _loss(how, wanted, *tensors)
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        grads = [g if g is None else g.mul_(grad) for g in ctx.saved_tensors]
+        return None, None, *grads, None
+
+
+@torch.no_grad()
+def _loss(
+    how: _How, wanted: list[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The loss, and its gradients by hidden, weight and bias, where they are wanted."""
+    exact = torch.promote_types(how.dtype, torch.float32)
+    make = lambda i, of, dtype: of.new_zeros(of.shape, dtype=dtype) if wanted[i] else None
+    dhidden, dweight = make(0, hidden, hidden.dtype), make(1, weight, exact)
+    dbias, loss = make(2, bias, exact), hidden.new_zeros((), dtype=exact)
+    with _no_autocast(hidden.device.type):
+        w = weight.to(how.dtype)
+        buffer = weight.new_empty((min(how.chunk, len(hidden)), len(weight)), dtype=exact)
+        for start in range(0, len(hidden), how.chunk):
+            rows = slice(start, start + how.chunk)
+            h = hidden[rows].to(how.dtype)
+            z = _product(h, w.T, buffer[: len(h)])
+            if bias is not None:
+                z += bias
+            loss += _rows(how, z, t[rows], any(wanted))
+            if dbias is not None:
+                dbias += z.sum(0)
+            d = z.to(how.dtype)
+            if dhidden is not None:
+                dhidden[rows] = d @ w
+            if dweight is not None:
+                _add_product(dweight, d, h)
+            del d
+    like = lambda grad, of: grad if grad is None else grad.to(of.dtype)
+    return loss, dhidden, like(dweight, weight), like(dbias, bias)
+
+
+def _no_autocast(kind: str) -> Any:
+    available = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if available else nullcontext()
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b in out, which is made once: fresh pages would cost a CPU more than the product."""
+    return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(a @ b)
+
+
+def _add_product(total: Tensor, d: Tensor, h: Tensor) -> None:
+    """total (V, C) += d^T h, of d (n, V) and h (n, C); where these are narrower, strip by strip, so
+    that what is not yet added is never as large as total."""
+    if d.dtype == total.dtype:
+        total.addmm_(d.T, h)
+        return
+    for rows, part in zip(total.split(STRIP), d.split(STRIP, dim=1)):
+        rows += part.T @ h
+
+
+def _rows(how: _How, z: Tensor, targets: Tensor, wanted: bool) -> Tensor:
+    """Loss of rows of logits z (n, V), or this rank's columns of them; then their gradient is in
+    z, if it is wanted."""
+    if how.softcap is not None:
+        z.div_(how.softcap).tanh_().mul_(how.softcap)
+        slope = 1 - (z / how.softcap).square_() if wanted else None
+    column, ignored = targets - how.vocab_start, targets == how.ignore_index
+    others = ignored  # rows whose target has no column here
+    if how.group is not None:
+        others = ignored | (column < 0) | (column >= z.shape[1])
+    column = column.masked_fill(others, 0)[:, None]
+    chosen = z.gather(1, column)[:, 0].masked_fill(others, 0.0)
+    top = z.amax(1)
+    if how.group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=how.group)
+    sums = z.sub_(top[:, None]).exp_().sum(1)
+    if how.group is not None:
+        both = torch.stack((sums, chosen))
+        dist.all_reduce(both, group=how.group)
+        sums, chosen = both
+    lse = top + sums.log()
+    loss = (lse - chosen + how.z_loss * lse.square()).masked_fill(ignored, 0.0).sum()
+    if wanted:
+        z.mul_(((1 + 2 * how.z_loss * lse) / sums).masked_fill(ignored, 0.0)[:, None])
+        z.scatter_add_(1, column, others.to(z.dtype)[:, None] - 1)
+        if how.softcap is not None:
+            z.mul_(slope)
+    return loss
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+def reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
+    ignore_index: int = -100, z_loss: float = 0.0, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The same with all logits at once."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+    if z_loss:
+        lse = logits.logsumexp(-1).masked_fill(targets == ignore_index, 0.0)
+        loss = loss + z_loss * lse.square().sum()
+    return loss
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the storages that operations make and that are alive together, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {StorageWeakRef(t.untyped_storage()) for t in args if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor) and (ref := StorageWeakRef(t.untyped_storage())) not in known:
+                self.alive[ref] = t.untyped_storage().nbytes()
+        self.alive = {ref: n for ref, n in self.alive.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return out
+
+
+def check() -> None:
+    """Loss and gradients == the reference's in fp64."""
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)
+    targets = torch.randint(0, 97, (50,), generator=rng)
+    targets[::7] = -100
+    for how in ({}, {"z_loss": 0.01}, {"softcap": 2.0}, {"bias": draw(97)}):
+        seen = []
+        tensors = [draw(50, 16), draw(97, 16)]
+        for run in (linear_cross_entropy, reference):
+            leaves = [t.clone().requires_grad_() for t in tensors]
+            chunked = {"chunk": 13} if run is linear_cross_entropy else {}
+            loss = run(*leaves, targets, **how, **chunked)
+            (loss / 7).backward()
+            seen.append([loss, *(t.grad for t in leaves)])
+        for got, want in zip(*seen):
+            assert torch.allclose(got, want, rtol=1e-11, atol=1e-12), how
+
+
+def contestants(N: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "F.cross_entropy(F.linear(...))": reference
+    }
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        options = torch.nn.LinearCrossEntropyOptions()
+        found["F.linear_cross_entropy (torch)"] = lambda h, w, t: F.linear_cross_entropy(
+            h, w, t, reduction="sum", options=options
+        )
+    found["chunked_loss.py"] = linear_cross_entropy
+    for rows in (64, 128, 256):
+        found[f"chunked_loss.py, chunk={rows}"] = partial(linear_cross_entropy, chunk=rows)
+    return found
+
+
+def benchmark(device: str) -> None:
+    """Milliseconds and MB at the peak, over the inputs, of forward and backward pass."""
+    cuda = device == "cuda"
+    N, C, V = (8192, 4096, 131072) if cuda else (256, 128, 131072)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    draw = lambda *shape: torch.randn(*shape, device=device).to(dtype).requires_grad_()
+    tensors = [draw(N, C), draw(V, C)]
+    targets = torch.randint(0, V, (N,), device=device)
+    print(f"{N} tokens, width {C}, vocabulary {V}, {dtype}, {device}; logits {N * V * 4 / 1e6:.0f}"
+          " MB in fp32")  # fmt: skip
+    print(f"{'':>32}{'ms':>9}{'peak MB':>9}")
+    for name, run in contestants(N).items():
+
+        def step() -> None:
+            run(*tensors, targets).backward()
+            for t in tensors:
+                t.grad = None
+
+        times = []
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with nullcontext(Peak()) if cuda else Peak() as tracker:
+            step()
+        peak = torch.cuda.max_memory_allocated() - before if cuda else tracker.peak
+        for _ in range(3):
+            start = time.perf_counter()
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        print(f"{name:>32}{statistics.median(times):>9.0f}{peak / 1e6:>9.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    check()
+    if "--check" not in sys.argv:
+        benchmark("cuda" if torch.cuda.is_available() else "cpu")
