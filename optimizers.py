@@ -1,0 +1,389 @@
+"""optimizers.py: what stands between a gradient and a weight, where AdamW in fp32 is too much or
+not enough.
+
+    stochastic_round_   fp32 to bf16 that is right on average
+    StochasticAdamW     AdamW of 6 bytes a parameter for 12: weights and moments in bf16, no masters
+    LossScaler          the factor that keeps fp16 gradients from underflow
+    learning_rate       cosine, linear, warm-up-stable-decay, constant
+    Several             Muon for matrices and AdamW for the rest, as one optimizer (muon_split)
+    mup_factors         initial scale and learning rate by width: tune a narrow model, train a wide
+
+bf16 has 8 bits of mantissa: w + u is w again as soon as |u| < |w| / 512, and an update of AdamW is
+about lr whatever w is. Rounded to nearest, training stops there; rounded up with the probability
+of the distance from below, E[round(x)] = x, and small updates arrive after some time all the same
+(Gupta et al., arXiv:1502.02551; of LLMs' training Zamirai et al., arXiv:2010.06192, and Ozkara et
+al., arXiv:2502.20566). Add 16 random bits to the 16 that bf16 drops, and cut.
+
+What it costs: noise of one step of bf16 in every weight, and three random numbers a parameter, of
+which a CPU makes few: a step takes there as long as 20 fused ones. What it gains: half the memory,
+and no autocast, as the weights are what is multiplied. When it loses: where memory is activations.
+
+Hooks: none. Parameters, names, shapes and numbers come in; an optimizer has torch.optim's face.
+Equivalence (test_all.py): a step of StochasticAdamW is, in the mean over seeds, torch's AdamW in
+fp32, and a function of (seed, step, parameter), so that a resumed run is the uninterrupted one, bit
+for bit; Several's steps are its parts'; the best rate of a model is that of one 8 times as wide
+under mup_factors, and an eighth of it without. Needs: torch. `python optimizers.py` checks itself
+and prints a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+LARGEST = torch.finfo(torch.bfloat16).max
+# elements updated at a time, so that fp32 copies stay small: on a CPU in the cache, elsewhere 17 MB
+CHUNKS = {"cpu": 2**18}
+CHUNK = 2**22
+
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# bf16 without masters
+# --------------------------------------------------------------------------------------------------
+
+
+def stochastic_round_(
+    target: Tensor, source: Tensor, generator: torch.Generator | None = None
+) -> Tensor:
+    """Round fp32 `source` into bf16 `target`, to one of its two neighbours, so that the mean is it.
+
+    What bf16 holds stays as it is, infinities and NaN too. No finite number becomes infinite: those
+    beyond the largest of bf16, 3.39e38, become that one, and their mean is then not theirs.
+    """
+    given = (target.dtype, source.dtype, target.shape)
+    _check(given == (torch.bfloat16, torch.float32, source.shape), "stochastic_round_ takes bf16 "
+           f"and fp32 of one shape, not {target.dtype}, {source.dtype}")  # fmt: skip
+    # one number of 64 bits is four of 16, and takes as long
+    noise = torch.empty(-(-source.numel() // 4), dtype=torch.int64, device=source.device)
+    noise = noise.random_(-(2**63), None, generator=generator).view(torch.int16)
+    noise = noise[: source.numel()].to(torch.int32).bitwise_and_(0xFFFF).view(source.shape)
+    # numbers of one sign are ordered as their bits are: noise below the cut moves a number away
+    # from zero past it as often as the bits there say
+    bits = noise.add_(source.clamp(-LARGEST, LARGEST).view(torch.int32)).bitwise_and_(-0x10000)
+    return target.copy_(torch.where(source.isfinite(), bits.view(torch.float32), source))
+
+
+def _local(t: Tensor) -> Tensor:
+    """Of a DTensor this rank's part, which has its memory."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def _random(device: torch.device, *key: int) -> torch.Generator:
+    """A generator that begins as `key` says. A CPU's hears 32 bits of its seed."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:4], "little"))
+
+
+class StochasticAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101) of bf16 parameters: arithmetic in fp32, and what it keeps, weights
+    and both moments, in bf16 by `stochastic_round_`.
+
+    The state is torch's, "step", "exp_avg", "exp_avg_sq". Random numbers are a function of (seed,
+    step, place of the parameter among all): ranks that hold the same draw the same. A sharded
+    parameter's depend on the shards, so that another layout is another run, equal in the mean.
+    Parameters must be contiguous.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        seed: int = 0,
+    ):
+        _check(all(0 <= b < 1 for b in betas), f"betas must be in [0, 1), not {betas}")
+        _check(lr >= 0 and eps >= 0 and weight_decay >= 0, "lr, eps, weight_decay must be >= 0")
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, seed=seed)
+        super().__init__(params, defaults)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            _check(p.dtype == torch.bfloat16, f"a parameter {tuple(p.shape)} is {p.dtype}: "
+                   "StochasticAdamW is for bfloat16, torch.optim.AdamW for others")  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        index = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, index, group)
+                index += 1
+        return loss
+
+    def _update(self, p: Parameter, index: int, group: Mapping[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] += 1
+        step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
+        rate, unbias = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+        held = [_local(t.detach()) for t in (p, state["exp_avg"], state["exp_avg_sq"])]
+        random = _random(held[0].device, group["seed"], step, index)
+        chunk = CHUNKS.get(random.device.type, CHUNK)
+        parts = [t.view(-1).split(chunk) for t in (*held, _local(p.grad).contiguous())]
+        for *narrow, grad in zip(*parts):
+            (weight, mean, square), grad = (t.float() for t in narrow), grad.float()
+            mean.lerp_(grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            weight.mul_(1 - lr * group["weight_decay"])
+            weight.addcdiv_(mean, square.sqrt().div_(unbias).add_(group["eps"]), value=-rate)
+            for to, value in zip(narrow, (weight, mean, square)):
+                stochastic_round_(to, value, random)
+
+
+class LossScaler:
+    """The factor of an fp16 loss, under which small gradients do not become zero (Micikevicius et
+    al., arXiv:1710.03740, 3.2): halved where a gradient overflowed, whose step is not taken, and
+    multiplied by `growth` after `every` steps in a row that were. It stays in 1 .. 2^24.
+
+        (loss * scaler.scale).backward()
+        if scaler.update(bool(norm.isfinite())):  # else another scale, and the next batch
+            optimizer.step()                      # of gradients / scale as it was
+
+    `update` makes the next step's scale: divide by this one's before. All ranks must be told the
+    same.
+    """
+
+    LEAST, MOST = 1.0, 2.0**24
+
+    def __init__(self, scale: float = 2.0**16, growth: float = 2.0, every: int = 2000):
+        _check(self.LEAST <= scale <= self.MOST, f"scale must be in 1 .. 2^24, not {scale}")
+        _check(growth >= 1 and every >= 1, f"growth, every must be >= 1, not {growth}, {every}")
+        self.scale, self.growth, self.every, self.good = float(scale), growth, every, 0
+
+    def update(self, finite: bool) -> bool:
+        """Whether the step is to be taken."""
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, self.LEAST)
+        elif self.good == self.every:
+            self.scale, self.good = min(self.scale * self.growth, self.MOST), 0
+        return finite
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good": self.good}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.scale, self.good = float(state["scale"]), int(state["good"])
+
+
+# --------------------------------------------------------------------------------------------------
+# Rates
+# --------------------------------------------------------------------------------------------------
+
+
+def learning_rate(
+    step: int,
+    steps: int,
+    peak: float,
+    *,
+    schedule: str = "cosine",
+    warmup: int | None = None,
+    decay: int | None = None,
+    end: float = 0.1,
+) -> float:
+    """The rate of step `step`, from 0, of `steps`.
+
+    First it grows linearly over `warmup` steps (None: 5% of all, at most 500). Then "constant" is
+    peak; "cosine" (arXiv:1608.03983) and "linear" fall to end * peak at `steps`; "wsd" (warm-up,
+    stable, decay: MiniCPM, arXiv:2404.06395) stays at peak and falls in the last `decay` steps
+    (None: 20%), along 1 - sqrt, which Hägele et al. found better than linear (arXiv:2405.18392).
+    A wsd run is made longer from any step before these; the cosine of a longer run is another one
+    from the beginning.
+    """
+    _check(schedule in SCHEDULES, f"schedule is {schedule!r}; known: {', '.join(SCHEDULES)}")
+    warmup = min(500, max(1, steps // 20)) if warmup is None else warmup
+    decay = max(1, steps // 5) if decay is None else decay
+    _check(warmup >= 0 and decay >= 1, f"warmup must be >= 0, decay >= 1, not {warmup}, {decay}")
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    first = max(warmup, steps - decay) if schedule == "wsd" else warmup
+    done = min(1.0, max(0.0, (step - first) / max(1, steps - first)))
+    if schedule == "cosine":
+        return peak * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done)))
+    return peak * (end + (1 - end) * (1 - (done if schedule == "linear" else math.sqrt(done))))
+
+
+# --------------------------------------------------------------------------------------------------
+# Muon beside AdamW
+# --------------------------------------------------------------------------------------------------
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers of different parameters as one: one list of groups, one state, one state_dict.
+
+        matrices, rest = muon_split(model.named_parameters())
+        muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")
+        optimizer = Several(muon, torch.optim.AdamW(rest))
+
+    Muon (arXiv:2502.16982) keeps one moment, not two. With adjust_lr_fn as here its steps are as
+    large as AdamW's, and one learning rate serves both. It works on whole matrices: a DTensor's
+    products are collectives, and plain tensors that are parts of one are not its matrices.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        _check(len(optimizers) > 0, "Several needs an optimizer")
+        self.optimizers = optimizers
+        super().__init__([g for o in optimizers for g in o.param_groups], {})
+        for o in optimizers:
+            self.state.update(o.state)
+        self._share()
+
+    def _share(self) -> None:
+        """Groups and state of the parts are those of the whole: the same objects."""
+        groups = iter(self.param_groups)
+        for o in self.optimizers:
+            o.param_groups, o.state = [*islice(groups, len(o.param_groups))], self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # load_state_dict ends here
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: None = None) -> None:
+        _check(closure is None, "Several.step takes no closure: every part would call it")
+        for o in self.optimizers:
+            o.step()
+
+
+Named = list[tuple[str, Parameter]]
+
+
+def muon_split(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    not_matrices: Collection[str] = ("embed", "head"),
+) -> tuple[Named, Named]:
+    """(hidden matrices, the rest), as (name, parameter), which torch.optim takes.
+
+    Muon orthogonalizes a map between hidden states: 2-D, and not a table of rows that are looked up
+    or scored, whose names have one of `not_matrices` between their dots. Stacks of experts' (3-D)
+    are matrices too, but torch's Muon takes 2-D: they go to the rest.
+    """
+    matrices, rest = [], []
+    for name, p in named_parameters:
+        hidden = p.dim() == 2 and not set(name.split(".")) & set(not_matrices)
+        (matrices if hidden else rest).append((name, p))
+    return matrices, rest
+
+
+# --------------------------------------------------------------------------------------------------
+# Widths
+# --------------------------------------------------------------------------------------------------
+
+
+def mup_factors(
+    name: str,
+    shape: Sequence[int],
+    width: int,
+    base: int,
+    *,
+    inputs: Collection[str] = ("embed",),
+    outputs: Collection[str] = ("head", "router"),
+) -> tuple[float, float]:
+    """(factor of the initial standard deviation, of Adam's learning rate) of a parameter of a model
+    of `width`, over those of the same model of width `base`: muP (Yang et al., arXiv:2203.03466,
+    table 3), with m = width / base:
+
+        matrices, stacks of them   1 / sqrt(m)   1 / m
+        outputs                    1 / m         1 / m    fan-in grows, fan-out does not
+        inputs, norms, biases      1             1
+
+    What holds: if all of C, Hq, Hkv and F grow by m, and depth, D, V, E, batch and steps stay, then
+    every activation moves by as much in a step at any m, in the limit of wide models, and the best
+    learning rate of `base` is about that of `width`. Scores keep their scale of 1 / sqrt(D), as D
+    does not grow. Head and embedding must not be tied: one matrix cannot have two rates. Adam's eps
+    must be far below the gradients, which shrink with width; weight_decay acts through the
+    learning rate: multiplied by m it stays what it was. Names are read between their dots.
+    """
+    _check(width > 0 and base > 0, f"width and base must be > 0, not {width} and {base}")
+    m, parts = width / base, set(name.split("."))
+    if len(shape) < 2 or parts & set(inputs):
+        return 1.0, 1.0
+    return (1 / m if parts & set(outputs) else m**-0.5), 1 / m
+
+
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
+
+
+def check() -> None:
+    """Rounding is right on average and keeps what is exact; a run resumed is one that was not."""
+    random, narrow = torch.Generator().manual_seed(0), torch.bfloat16
+    x = torch.tensor([1 + 2**-9, -3.3e-5, 1.7e8])
+    rounded = stochastic_round_(torch.empty(3, 10**5, dtype=narrow), x[:, None].expand(3, 10**5)
+                                .contiguous(), random)  # fmt: skip
+    assert torch.allclose(rounded.double().mean(1), x.double(), rtol=2e-4)
+    exact = torch.tensor([0.0, -1.5, math.inf, -math.inf, LARGEST, 2**-133])
+    assert torch.equal(stochastic_round_(exact.to(narrow), exact, random).float(), exact)
+    p, q = (Parameter(torch.ones(1000, dtype=narrow)) for _ in range(2))
+    whole, first = StochasticAdamW([p]), StochasticAdamW([q])
+    for step in range(6):
+        if step == 3:
+            state = first.state_dict()
+            first = StochasticAdamW([q])
+            first.load_state_dict(state)
+        p.grad, q.grad = (torch.full_like(p, 0.1 * step) for _ in range(2))
+        whole.step(), first.step()
+    assert torch.equal(p, q)
+
+
+def contestants() -> dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer]]]:
+    how = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    fused = partial(torch.optim.AdamW, fused=True, **how)
+    return {
+        "AdamW fused, fp32": (torch.float32, fused),
+        "AdamW fused, bf16": (torch.bfloat16, fused),
+        "StochasticAdamW, bf16": (torch.bfloat16, partial(StochasticAdamW, **how)),
+    }
+
+
+def benchmark(device: str) -> None:
+    """Milliseconds of a step of 4M parameters; bytes of a parameter and its state, without the
+    gradient; and how far weights come that have 0.03 to go in 600 steps of 1e-4."""
+    print(f"{device}, {torch.get_num_threads()} threads\n{'':>24}{'ms':>8}{'bytes':>8}{'left':>10}")
+    for name, (dtype, make) in contestants().items():
+        p = Parameter(torch.randn(2048, 2048, device=device).to(dtype))
+        p.grad, optimizer, spent = torch.randn_like(p), make([p]), []
+        for _ in range(7):
+            start = time.perf_counter()
+            optimizer.step()
+            p.flatten()[0].item()  # waits for a GPU
+            spent.append(time.perf_counter() - start)
+        held = p.nbytes + sum(t.nbytes for t in optimizer.state[p].values())
+        w = Parameter(torch.ones(4096, device=device, dtype=dtype))
+        aim, optimizer = torch.full_like(w, 1.03, dtype=torch.float32), make([w])
+        for _ in range(600):
+            w.grad = (w.detach() - aim).to(dtype)
+            optimizer.step()
+        left, ms = (w.detach().float().mean() - 1.03).abs().item(), 1e3 * statistics.median(spent)
+        print(f"{name:>24}{ms:>8.1f}{held / p.numel():>8.1f}{left:>10.4f}")
+
+
+if __name__ == "__main__":
+    check()
+    benchmark("cuda" if torch.cuda.is_available() else "cpu")
