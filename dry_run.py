@@ -9,6 +9,9 @@ shapes, dtypes and storages, without numbers. What runs is counted; real ranks c
   (n - 1) / n of the input, for an all-reduce twice that, else what is for others.
 - Activations are what autograd keeps of a micro-batch until its backward pass, each storage once,
   parameters not, but bf16 copies of them, which autocast makes without --zero.
+- The peak of a step is of all storages that are alive at a time, from the model on. (Not with
+  fully_shard, which takes memory back from storages that live on.) A GPU's allocator, and on a CPU
+  libraries, have some more.
 - Where a shape depends on numbers, tokens fall on experts as if drawn: W of E get
   1 - C(E - W, K) / C(E, K) of the tokens; groups would have fewer.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import comb
@@ -30,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train
 from expert_parallel import Placement, exchanged, placed
@@ -76,6 +81,35 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes of storages that are alive at a time: of those that operations make inside,
+    and of `held`."""
+
+    def __init__(self, held: Iterable[Tensor] = ()):
+        super().__init__()
+        self.alive = self.most = 0
+        self.known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.note(held)
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        for x in tensors:
+            if isinstance(x, Tensor) and (storage := local(x).untyped_storage()) not in self.known:
+                self.known.add(storage)
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage.nbytes())
+        self.most = max(self.most, self.alive)
+
+    def gone(self, n: int) -> None:
+        self.alive -= n
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        self.note(tree_leaves(out))
+        return out
+
+
 def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(local(t).numel() * t.element_size() for t in tensors)
 
@@ -83,14 +117,14 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout: Layout) -> dict:
     """Of a step of train.py with `batch`, this rank's, and one micro-batch's forward pass: bytes,
     and of (dimension of the mesh, kind) calls and bytes sent. Collective; fake or not."""
-    optimizer, own = train.build_optimizer(model), list(model.parameters())
+    optimizer, own = train.build_optimizer(model, args=args), list(model.parameters())
     attend, n = layout.attend(train.attend_of(args.attention)), args.micro_batch_size
     balance = train.Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
     autocast = train.Place(batch.device, args.dtype, 0, 1).autocast
-    with Traffic(layout) as traffic:
+    with Peak([*own, batch]) as peak, Traffic(layout) as traffic:
         train.accumulate(model, batch, n, autocast, attend, balance, layout)
         gradients = [p.grad for p in model.parameters()]
-        train.update(model, optimizer, args.lr, layout)
+        train.update(model, optimizer, args.lr, layout, args.clip)
         balance.update(layout)
     kept: dict[int, Any] = {}  # alive, or another may get its id
 
@@ -105,6 +139,7 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
     states = [x for state in optimizer.state.values() for x in state.values()]
     tensors = dict(parameters=own, gathered=whole, gradients=gradients, optimizer=states)
     costs = {name: nbytes(of) for name, of in tensors.items()}
+    costs["peak"] = 0 if layout.shards else peak.most
     costs["activations"] = sum(storage.nbytes() for storage in kept.values())
     return costs | {"sent": {key: (len(each), sum(each)) for key, each in traffic.sent.items()}}
 
@@ -157,6 +192,7 @@ def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
         plain.placement.physical(torch.zeros(0, 1, dtype=torch.int64))  # keeps a table: a real one
     model = train.meta_model(config)
     layout.cut_(model)
+    train.narrow_(model, args)
     train.change_products(model, args)
     layout.finish_(model, torch.bfloat16 if args.dtype == "bf16" else None)
     with FakeTensorMode(allow_non_fake_inputs=True), answers:
@@ -171,7 +207,8 @@ def settle(args: argparse.Namespace) -> ModelConfig:
     """Defaults, the model, the process group. ValueError for flags that are not of a dry run."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--dry-run is one process: not under torchrun, but with --world-size N")
-    flags = "--resume --train-draft-head --compile --device --bucketed --pp --diloco"
+    flags = "--resume --train-draft-head --compile --device --bucketed --pp --diloco --pack --lora "
+    flags += "--task --offload --optimizer-in-backward"
     for flag in flags.split():
         if flag in args.given:
             raise ValueError(f"--dry-run counts a step of plain training; leave {flag} out")
@@ -207,6 +244,7 @@ def dry_run(args: argparse.Namespace) -> str:
             0,
             costs["activations"],
         ),
+        *([("peak of a step, all of these together", 0, costs["peak"])] if costs["peak"] else []),
         *((f"a step sends: {' '.join(key)}", *of) for key, of in sorted(sent.items())),
         ("  in all", *(sum(column) for column in zip((0, 0), *sent.values()))),
     ]

@@ -84,6 +84,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cpu
+from lora import load_adapters_, merge_
 from model import (
     CONFIGS,
     Attend,
@@ -92,6 +93,7 @@ from model import (
     MoE,
     Transformer,
     allocate,
+    hf_modules,
     load_checkpoint,
     read_config,
 )
@@ -534,6 +536,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("prompt", nargs="?", help="text to continue; - or a pipe reads it from stdin")
     text = "Hugging Face folder (the shipped checkpoints/small)"
     add("--checkpoint", type=Path, default=SHIPPED, metavar="DIR", help=text)
+    add(
+        "--adapter", type=Path, metavar="DIR", help="LoRA's, in PEFT's format: added to the weights"
+    )
     add("--max-new-tokens", type=int, default=200, help="end after so many (%(default)s)")
     defaults = {f.name: f.default for f in fields(Sampling)}
     for name, (kind, text) in SAMPLING_FLAGS.items():
@@ -776,6 +781,7 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
             "score logprobs ep shard_batch",
         ),
         ("shard_batch", "batch bench_serving speculate score"),
+        ("adapter", "quantize save quantize_report dummy ep tp pp"),
         ("prompt_tokens", "prompt chat"),
         ("dummy", "checkpoint chat"),
         ("bench", "stop logprobs ignore_eos"),
@@ -1158,6 +1164,9 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
         model = compress.load(args, device, dtype, tokenizer, prepare)
     else:
         model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare)
+    if args.adapter is not None:
+        names = hf_modules(model)
+        merge_(load_adapters_(model, args.adapter, lambda name: names.get(name, name)))
     tokenizer, size = load_tokenizer(args.checkpoint), model.config.vocab_size
     if tokenizer.vocab_size > size:
         raise ValueError(

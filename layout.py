@@ -19,16 +19,17 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 
 import moe
+from checkpoint import regions
+from chunked_loss import linear_cross_entropy
 from async_tp import all_gather_matmul, matmul_reduce_scatter
 from attention import flash_attention
 from context_parallel import (
@@ -39,7 +40,8 @@ from context_parallel import (
     ulysses_attention,
 )
 from expert_parallel import Placement, exchanged, placed
-from model import Attend, ModelConfig, MoE, Transformer
+from model import Attend, Block, ModelConfig, MoE, Transformer, causal_attention, rope_cos_sin
+from optimizers import mup_factors
 from parallel import (
     TensorParallel,
     apply_fsdp,
@@ -48,6 +50,7 @@ from parallel import (
     gather,
     gradient_norm,
     is_stack,
+    local,
     last_micro_batch,
     make_mesh,
     put,
@@ -55,13 +58,18 @@ from parallel import (
     sum_gradients,
     vocab_cross_entropy,
 )
+from recompute import MODES, choose, kept_bytes, segments, wrapped
 from quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
 from stages import Stages
 from stages import add_flags as add_stage_flags
 from stages import check as check_stages
 from zero import DistributedOptimizer
 
+KERNELS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective keeps
 IGNORE = -100  # a target that is not counted
+LOGITS = (
+    2**29
+)  # bytes of a micro-batch's logits, from which on --loss-chunk auto makes a few at a time
 
 
 def add_flags(p: argparse.ArgumentParser) -> None:
@@ -110,11 +118,6 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         "--cp-ulysses", default=1, metavar="N", help="of cp, exchange heads; the others ring (1)"
     )
     p.add_argument(
-        "--checkpoint-activations",
-        action="store_true",
-        help="keep a block's input alone, and compute the rest again for the backward pass",
-    )
-    p.add_argument(
         "--dry-run",
         action="store_true",
         help="train nothing: print what a step costs the first of --world-size ranks, in bytes",
@@ -145,7 +148,7 @@ class Layout:
         self, args: argparse.Namespace | None = None, config: ModelConfig | None = None,
         world: int = 1, device_type: str = "cpu",
     ):  # fmt: skip
-        self.args, self.mesh, self.experts = args, None, None
+        self.args, self.mesh, self.experts, self.chunked = args, None, None, False
         self.tp: TensorParallel | None = None
         self.buckets: DistributedOptimizer | None = None
         self.stages: Stages | None = None
@@ -168,6 +171,11 @@ class Layout:
     @property
     def batch_shares(self) -> int:
         return 1 if self.mesh is None else self.mesh.dp[1]
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold documents that do not see each other."""
+        return self.args is not None and self.args.pack
 
     @property
     def shards(self) -> bool:
@@ -208,11 +216,11 @@ class Layout:
         if self.args is None:
             return
         blocks = [*model.layers, *(depth.block for depth in model.mtp)]
-        whole, stages = self.args.checkpoint_activations, self.stages
-        names = [name for name, _ in model.layers.named_children()]
-        for name, block in zip_longest(names, blocks):  # those of MTP have no name, and no stage
-            if whole or stages is not None and stages.recomputes(name):
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        for block, mode in zip(blocks, self._modes(model)):
+            block.forward = wrapped(block.forward, mode, KERNELS)
+        if self.args.recompute == "sqrt":
+            model.segments = segments(model.layers)
+        self._chunk_loss(model)
         if self.mesh is None:
             return
         if self.args.compile:
@@ -227,7 +235,32 @@ class Layout:
             parts = self.stages.chunks.values()
         how = self._transfers() if self.shards else {}
         for part in parts if self.shards else ():
+            how["head_apart"] = self.chunked
             apply_fsdp(part, self.mesh, stage=self.args.zero, param_dtype=dtype, **how)
+
+    def _modes(self, model: Transformer) -> list[str]:
+        """What each block, and then each depth of further tokens, recomputes."""
+        given, names = self.args.recompute, [name for name, _ in model.layers.named_children()]
+        if isinstance(given, int):
+            narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.dtype)
+            return budgeted(self.args, model.config, narrow)
+        plain = "full" if given == "sqrt" else given  # runs of blocks that keep no more than inputs
+        again = lambda name: self.stages is not None and self.stages.recomputes(name)
+        return ["full" if again(name) else plain for name in names] + [plain] * len(model.mtp)
+
+    def _chunk_loss(self, model: Transformer) -> None:
+        """Have the head make the loss itself, chunk by chunk, if logits are many."""
+        args, rows = self.args, self.args.loss_chunk
+        logits = 4 * args.micro_batch_size * args.seq_len * model.config.vocab_size
+        asked = args.logit_z_loss > 0 or (rows or 0) > 0
+        able = self.stages is None and type(model.head) is nn.Linear
+        if asked and not able:
+            raise ValueError("--loss-chunk and --logit-z-loss: not with --pp, nor with --qat")
+        if able and (asked or rows is None and logits >= LOGITS):
+            model.head.__class__, self.chunked = LossHead, True
+            model.head.how = dict(chunk=rows, z_loss=args.logit_z_loss)
+            if self.size("tp") > 1:
+                model.head.how |= dict(group=self.tp.group, vocab_start=self.tp.vocab_start)
 
     def _transfers(self) -> dict[str, Any]:
         """What --zero-node-size and --zero-quantized tell apply_fsdp."""
@@ -247,6 +280,9 @@ class Layout:
         for name, shape in self.shapes(model).items():
             whole = torch.empty(shape)
             model.init_weight(name, whole, rng)
+            if self.args is not None and self.args.mup_base and whole.dim() > 1:
+                sizes = model.config.dim, self.args.mup_base
+                whole.mul_(mup_factors(name, whole.shape, *sizes)[0])
             self.put_stored(here, name, whole)
         for buffer in model.buffers():
             buffer.zero_()
@@ -296,6 +332,34 @@ class Layout:
         parts = [torch.empty_like(x) for _ in range(self.mesh.size("ep"))] if first else None
         dist.gather(x.contiguous(), parts, group=group, group_dst=0)
         return torch.cat(parts) if first else None
+
+    def place(self, name: str, x: Tensor) -> tuple[tuple[int, ...], list[Any]]:
+        """(shape of the whole, blocks of it) of which a parameter, or a buffer, is this rank's
+        part, as checkpoint.Piece has them."""
+        shape, cut = list(x.shape), self.tp.cuts.get(name) if self.tp else None
+        stacked = self.experts is not None and is_stack(x)
+        shape[:1] = [self.experts.placement.n_experts] if stacked else shape[:1]
+        shape = shape if cut is None else list(cut.whole_shape(shape))
+        dims = [[range(n)] for n in shape]
+        if stacked:
+            dims[0] = [range(e, e + 1) for e in self.experts.mine]
+        if cut is not None:
+            starts = range(cut.start, cut.blocks * cut.whole, cut.whole)
+            dims[cut.dim] = [range(s, s + cut.stop - cut.start) for s in starts]
+        if isinstance(x, DTensor):
+            for i, placement in enumerate(x.placements):
+                if placement.is_shard():
+                    ranks, rank = x.device_mesh.size(i), x.device_mesh.get_local_rank(i)
+                    dims[0] = _shard(dims[0], ranks, rank)
+        return tuple(shape), regions(shape, dims)
+
+    @property
+    def content(self) -> str:
+        """Which part of the state is here: ranks of which it is one have copies of each other."""
+        if self.mesh is None:
+            return "all"
+        shared = ("pp", "tp", "ep") + ("fsdp",) * (self.args.zero > 0)
+        return ".".join(f"{dim}{self.mesh.rank(dim)}/{self.mesh.size(dim)}" for dim in shared)
 
     def optimizer(self, groups: list[dict[str, Any]], factory: Any) -> Any:
         """factory(groups), or of slices of them with --bucketed."""
@@ -362,6 +426,12 @@ class Layout:
             return vocab_cross_entropy(logits, targets, self.tp, IGNORE)
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
 
+    def head_loss(self, model: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+        """cross_entropy of the head's logits, which need not all be there at a time."""
+        if self.chunked:
+            return model.head(hidden, targets)
+        return self.cross_entropy(model.head(hidden), targets)
+
     def total(self, x: Tensor) -> Tensor:
         """Of what ranks with the same tokens all have: the sum over ranks with others."""
         if self.mesh is None:
@@ -386,6 +456,8 @@ class Layout:
 
     def sum_gradients(self, model: nn.Module) -> None:
         """What the backward passes of a step have left undone."""
+        if self.args is not None and self.args.optimizer_in_backward:
+            return
         if self.buckets is not None:
             self.buckets.finish()
         elif self.mesh is not None:
@@ -393,8 +465,17 @@ class Layout:
         if self.stages is not None:
             self.stages.sum_copies(model)
 
+    def scale_gradients(self, model: nn.Module, factor: float) -> None:
+        if self.buckets is not None:
+            self.buckets.scale_gradients(factor)
+        for p in model.parameters() if self.buckets is None else ():
+            if p.grad is not None:
+                local(p.grad).mul_(factor)
+
     def clip(self, model: nn.Module, most: float) -> Tensor:
-        """Clip the gradient of the whole model; its norm before."""
+        """Clip the gradient of the whole model; its norm before (0 if none is left)."""
+        if self.args is not None and self.args.optimizer_in_backward:
+            return torch.zeros(())
         if self.mesh is None:
             squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
             norm = torch.stack(squares).sum().sqrt()
@@ -420,6 +501,57 @@ class Layout:
         return Experts(placement, mine, levels, args.ep_chunks)
 
 
+class LossHead(nn.Linear):
+    """The model's head, which with targets gives their summed cross-entropy, and never all logits
+    at a time (chunked_loss.py)."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return super().forward(hidden)
+        flat = hidden.flatten(0, 1), self.weight, targets.flatten()
+        how = self.how if torch.is_grad_enabled() else self.how | {"z_loss": 0.0}  # validation
+        return linear_cross_entropy(*flat, bias=self.bias, ignore_index=IGNORE, **how)
+
+
+def budgeted(args: argparse.Namespace, config: ModelConfig, dtype: torch.dtype | None) -> list[str]:
+    """The modes of blocks that recompute least, of those that keep at most --recompute's bytes of a
+    micro-batch. What each keeps, and multiplies again, is found with fake tensors."""
+    kinds = {window: _costs(args, config, i, dtype) for i, window in enumerate(_windows(config))}
+    try:
+        return choose([kinds[window] for window in _windows(config)], args.recompute)
+    except ValueError as e:
+        raise ValueError(f"--recompute {args.recompute}: {e}") from None
+
+
+def _windows(config: ModelConfig) -> list[int | None]:
+    return [config.window(i) for i in range(config.n_layers)]
+
+
+def _costs(
+    args: argparse.Namespace, config: ModelConfig, index: int, dtype: torch.dtype | None
+) -> dict[str, tuple[int, float]]:
+    """Of one block in each mode: (bytes kept, flops of products that are made again)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # for this alone, and slow to import
+    from torch.utils.flop_counter import FlopCounterMode
+
+    costs, first = {}, 0.0
+    with FakeTensorMode():
+        block, at = Block(config, index, False), torch.arange(args.seq_len)
+        x = torch.empty(args.micro_batch_size, args.seq_len, config.dim).requires_grad_()
+        rope = rope_cos_sin(config, at)
+        held = [*block.parameters(), *rope, at]
+        for mode in MODES[:4]:
+            forward = partial(wrapped(block.forward, mode), x, rope, at, causal_attention)
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                kept = kept_bytes(forward, held)
+                with FlopCounterMode(display=False) as counter:
+                    forward().sum().backward()
+            flops = float(counter.get_total_flops())
+            first = first or flops
+            costs[mode] = kept, flops - first
+    return costs
+
+
 def _strided(share: tuple[int, int], n: int) -> tuple[int, int, int]:
     return share[0], n, share[1]
 
@@ -427,6 +559,18 @@ def _strided(share: tuple[int, int], n: int) -> tuple[int, int, int]:
 def _group(ranks: Tensor) -> Any:
     """The process group of that row of ranks which has this one. Collective."""
     return dist.new_subgroups_by_enumeration(ranks.flatten(0, -2).tolist())[0]
+
+
+def _shard(ranges: list[range], ranks: int, rank: int) -> list[range]:
+    """Of rows, given by ranges, those that fully_shard leaves a rank."""
+    rows = sum(map(len, ranges))
+    each = -(-rows // ranks)
+    first, last, found, seen = each * rank, min(rows, each * (rank + 1)), [], 0
+    for r in ranges:
+        start, stop = max(first - seen, 0), min(last - seen, len(r))
+        found += [range(r.start + start, r.start + stop)] if start < stop else []
+        seen += len(r)
+    return found
 
 
 def _mixtures(model: nn.Module) -> list[MoE]:
@@ -481,8 +625,47 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
             + (" with batches of their own" if dp < world else "")
         )
     check_model(args, config)
+    check_memory(args, config, world)
     check_stages(args, config, dp * args.diloco_workers)
     return dict(dp_replicate=copies, dp_shard=dp // copies, cp=cp, tp=tp, pp=args.pp, ep=ep)
+
+
+def check_memory(args: argparse.Namespace, config: ModelConfig, world: int) -> None:
+    """ValueError for flags of memory, optimizers and tasks that do not go with this layout."""
+    dp = world // (args.tp * args.cp * args.pp)
+    units = {"dpo": 2, "grpo": args.group}.get(args.task, 1)
+    if args.batch_size // units % dp:
+        what = "pairs" if args.task == "dpo" else "prompts"
+        raise ValueError(
+            f"--batch-size {args.batch_size} is {args.batch_size // units} {what} of {units} rows, "
+            f"which must be a multiple of the {dp} ranks with batches of their own"
+        )
+    parts = [flag for flag in ("pp", "tp", "cp", "ep") if getattr(args, flag) > 1]
+    if isinstance(args.recompute, int) and (parts or config.moe_layers or config.n_mtp_layers):
+        raise ValueError("--recompute BYTES is for whole dense models; take selective or full")
+    if args.recompute == "sqrt" and "pp" in parts:
+        raise ValueError("--recompute sqrt goes by all layers; with --pp take full or selective")
+    if args.pack and ({*parts} & {"pp", "cp"} or config.n_mtp_layers):
+        raise ValueError("--pack: --pp, --cp and multi-token prediction go by whole rows, without")
+    if args.mup_base is not None and config.tie_embeddings:
+        raise ValueError("--mup-base: a tied head cannot have a learning rate of its own")
+    whole = not parts and (world == 1 or not args.zero)
+    if args.optimizer == "muon" and not whole:
+        raise ValueError("--optimizer muon is of whole matrices: no --zero, --tp, --ep, --pp")
+    if args.dtype == "fp16" and "pp" in parts:
+        raise ValueError("--dtype fp16 scales its loss, which --pp does not; take bf16")
+    if (args.offload or args.weights == "bf16") and args.bucketed:
+        raise ValueError("--bucketed has an optimizer of its own: no --offload, no --weights bf16")
+    if args.mirror_every is not None and args.bucketed:
+        raise ValueError("--mirror-every keeps shards of fully_shard; leave --bucketed out")
+    if args.optimizer_in_backward:
+        if {*parts} - {"cp"} or (world > 1 and not args.zero) or args.bucketed:
+            raise ValueError("--optimizer-in-backward: one process, or --zero with --dp and --cp")
+        if args.batch_size // max(1, world // args.cp) > args.micro_batch_size:
+            raise ValueError(
+                "--optimizer-in-backward steps in every backward pass: give --micro-batch-size all "
+                f"the {args.batch_size // max(1, world // args.cp)} sequences of a rank"
+            )
 
 
 def check_model(args: argparse.Namespace, config: ModelConfig) -> None:

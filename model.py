@@ -407,10 +407,22 @@ def causal_attention(
     return o.transpose(1, 2)
 
 
+def packed_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
+) -> Tensor:
+    """causal_attention inside documents that share rows: one begins wherever positions (B, T) is 0,
+    and sees nothing of those before it."""
+    T = q.shape[1]
+    # as if T tokens lay between two documents: none is within a window of at most T
+    apart = torch.arange(T, device=q.device) + T * (positions == 0).cumsum(-1)
+    spec = replace(spec, window=min(spec.window or T, T))
+    return dense_attention(spec, q, k.transpose(1, 2), v.transpose(1, 2), apart, apart)
+
+
 def dense_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor
 ) -> Tensor:
-    """Attention of queries at positions i (T,) or (B, T) to keys at positions j (S,).
+    """Attention of queries at positions i (T,) or (B, T) to keys at positions j (S,) or (B, S).
 
     q (B, T, Hq, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) -> (B, T, Hq, Dv). A query sees the keys
     with 0 <= i - j < window; ALiBi subtracts slope * (i - j) from the score.
@@ -418,7 +430,7 @@ def dense_attention(
     assert spec.softcap is None and spec.sinks is None, "no family here has softcap or sinks"
     B, T, Hq, D = q.shape
     Hkv = k.shape[1]
-    distance = (i[..., None] - j).view(-1, 1, T, len(j))  # (B?, 1, T, S)
+    distance = (i[..., None] - j[..., None, :]).view(-1, 1, T, k.shape[2])  # (B?, 1, T, S)
     mask = distance >= 0
     if spec.window is not None:
         mask = mask & (distance < spec.window)
@@ -428,7 +440,7 @@ def dense_attention(
     if T == 1:
         # Queries that share a key head become rows of one query: no key is read twice.
         if mask.shape[1] > 1:
-            mask = mask.reshape(-1, Hkv, Hq // Hkv, len(j))
+            mask = mask.reshape(-1, Hkv, Hq // Hkv, k.shape[2])
         q = q.reshape(B, Hkv, Hq // Hkv, D)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
         return o.reshape(B, 1, Hq, -1)
@@ -859,6 +871,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = nn.ModuleList(MTP(config, L + i) for i in range(config.n_mtp_layers))
+        # callables in place of the layers, each of some of them in a row (recompute.py)
+        self.segments: Sequence[Callable[..., Tensor]] | None = None
         # of parameters that this process has in part: dim, start, stop, shape(part), of(whole), as
         # parallel.Cut has them
         self.cuts: dict[str, Any] = {}
@@ -906,7 +920,7 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=x.device)
         rope = rope_cos_sin(self.config, positions)
-        for layer in self.layers:
+        for layer in self.segments or self.layers:
             x = layer(x, rope, positions, attend)
         if self.norm is not None:
             x = self.norm(x)
@@ -1533,6 +1547,16 @@ def hf_tensors(model: Transformer) -> dict[str, Tensor]:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         tensors |= dict(_stored_as(model.config, name, tensor, _held(model, name)))
     return tensors
+
+
+def hf_modules(model: Transformer) -> dict[str, str]:
+    """Modules with a weight, adapted or not: the name here -> that in a Hugging Face model."""
+    theirs = {id(tensor): name for name, tensor in hf_tensors(model).items()}
+    return {
+        name.removesuffix(".weight"): theirs[id(p)].removesuffix(".weight")
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if name.endswith(".weight") and id(p) in theirs
+    }
 
 
 def _of_whole(model: Transformer) -> dict[str, Tensor]:

@@ -416,7 +416,7 @@ def _connect(
             new.weight, new.start, new.leave = module.weight, tp.cuts[f"{name}.weight"].start, leave
             model.set_submodule(name, new)
         elif kind == "vocab":
-            module.register_forward_pre_hook(lambda m, a: (enter(_as_autocast(a[0])),))
+            module.register_forward_pre_hook(lambda m, a: (enter(_as_autocast(a[0])), *a[1:]))
             if gather_logits:
                 size = model.config.vocab_size
                 module.register_forward_hook(lambda m, a, y: _Logits.apply(y, size, rank, group))
@@ -561,6 +561,7 @@ def apply_fsdp(
     node_size: int | None = None,
     all_gather: Any = None,
     reduce_scatter: Any = None,
+    head_apart: bool = False,
 ) -> None:
     """Shard parameters, gradients and optimizer states over dp_shard x cp, in place, by torch's
     fully_shard: a group of parameters per block, one for embedding, one for norm and head. With
@@ -576,6 +577,7 @@ def apply_fsdp(
     a backend for these as well ("cpu:gloo,cuda:nccl"). node_size: the backward pass of stage 3
     gathers inside so many neighbours, who keep what was gathered before (ZeRO++'s hpZ).
     all_gather, reduce_scatter: for FSDPModule.set_custom_all_gather and _reduce_scatter.
+    head_apart: norm and head are two groups, for a head that is not called in the same forward.
     """
     _check(stage in (1, 2, 3), f"stage must be 1, 2 or 3, not {stage}")
     how: dict[str, Any] = dict(reshard_after_forward=stage == 3 and (node_size or True))
@@ -594,7 +596,7 @@ def apply_fsdp(
                 fully_shard(module, **experts)
         fully_shard(block, **dense)
     ends = [[model.norm, model.head], [model.embed]]
-    if len(getattr(model, "mtp", ())) > 0:  # the head runs more often, without the norm
+    if head_apart or len(getattr(model, "mtp", ())) > 0:  # there it runs more often than the norm
         ends = [[model.norm], [model.head], [model.embed]]
     if tied:
         ends = [[model.norm], [model.head, model.embed]]

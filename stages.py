@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data import decode
 from model import Attend, ModelConfig, MoE, Transformer
 from parallel import Mesh, local
 from pipeline import Later, Pipeline, channels, split_experts, split_weights_
@@ -58,7 +59,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pp-chunks", type=int, metavar="V", help=text)
     text = "layers of each stage, with commas between (by what they compute)"
     p.add_argument("--pp-layers", metavar="N,N,...", help=text)
-    text = "stages, from 0 on, that do as --checkpoint-activations says; others keep activations"
+    text = "stages, from 0 on, that do as --recompute full says; others as --recompute does"
     p.add_argument("--pp-recompute", metavar="S,S,...", help=text)
 
 
@@ -418,8 +419,9 @@ class Stages:
 
 
 def cut(batch: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """(inputs, targets) of batch (B, T + 1), at these positions."""
-    return batch[:, :-1].clamp(min=0)[:, at], batch[:, 1:][:, at]
+    """(inputs, targets) of coded rows (B, T + 1), at these positions."""
+    inputs, targets, _ = decode(batch, packed=False)
+    return inputs[:, at], targets[:, at]
 
 
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:

@@ -13,19 +13,23 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import errno
 import faulthandler
+import functools
 import gc
 import importlib.util
 import inspect
 import io
 import itertools
 import json
+import linecache
 import math
 import multiprocessing
 import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -33,6 +37,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -41,7 +46,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, dataclass, fields, replace
 from dataclasses import field as dataclass_field
+from contextlib import contextmanager
 from datetime import timedelta
+from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
 from itertools import accumulate, combinations, islice, permutations, product
 from pathlib import Path
@@ -51,14 +58,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -87,22 +96,36 @@ if A.INTERPRET:
     from triton.runtime.interpreter import InterpretedFunction
 os.environ.pop("TRITON_INTERPRET", None)
 
+import alignment as AL
 import calibrate as C
+import checkpoint as CK
+import chunked_loss as CL
 import compress as W
 import cpu
+import data as DA
 import diloco as DL
+import draft_head as DH
 import drafting as D
 import dry_run
 import expert_parallel as Y
+import flags as FL
 import generate as G
 import layout as L
+import lora as LO
+import metrics as MT
 import model as M
+import offload as OF
+import optimizers as OP
+import recompute as RC
+import recovery as RE
 import sampling as S
 import serving as V
 import speculative as E
 import stages as ST
+import state as SD
 import tokenizer as K
 import train as T
+import tuning as TU
 
 import torch._dynamo  # torch imports it in the middle of a first run: here once, before forks
 from torch.distributed.tensor.debug import CommDebugMode  # which imports Triton
@@ -3825,7 +3848,7 @@ def test_tokenizer_on_the_standard_library():
     """>= 3.2 characters per token on held-out source at 4096 pieces; lossless; indentation is one
     token."""
     docs = T.read_documents(None)
-    kept, held = [t for n, t in docs if not T.held_out(n)], [t for n, t in docs if T.held_out(n)]
+    kept, held = [t for n, t in docs if not DA.held_out(n)], [t for n, t in docs if DA.held_out(n)]
     assert 0.02 < len(held) / len(docs) < 0.15 and not any(
         "test" in n.split("/") or "site-packages" in n for n, _ in docs
     )
@@ -3934,12 +3957,12 @@ def test_flops_per_token_is_what_torch_counts(kind):
 
 def test_unknown_device_has_no_mfu(monkeypatch):
     """MFU is printed where the peak is known, in bf16, and nowhere else."""
-    place = lambda device, dtype="bf16": T.Place(torch.device(device), dtype, 0, 4)
-    assert T.peak_flops(place("cpu")) == 0
+    peak_of = lambda device, dtype="bf16": MT.peak_flops(torch.device(device), dtype, 4)
+    assert peak_of("cpu") == 0
     for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 0), ("Mystery 9000", 0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert T.peak_flops(place("cuda")) == 4 * peak
-        assert T.peak_flops(place("cuda", "fp32")) == 0
+        assert peak_of("cuda") == 4 * peak
+        assert peak_of("cuda", "fp32") == 0
 
 
 WORDS = "the cat sat on a mat and saw the dog run to a log in the fog".split()
@@ -3999,9 +4022,12 @@ def trained(*argv) -> None:
     assert T.main([*map(str, argv)]) == 0
 
 
+TIMED = {"tokens_per_second", "data_wait", "comm_wait", "peak_memory", "stragglers"}
+
+
 def metrics(out: Path) -> list[dict]:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in rows]
+    return [{k: v for k, v in r.items() if k not in TIMED} for r in rows]
 
 
 def exported(out: Path) -> bytes:
@@ -4009,7 +4035,27 @@ def exported(out: Path) -> bytes:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / T.STATE)
+    return SD.read_state(out)
+
+
+def saved_steps(out: Path) -> list[int]:
+    return SD.find(out / SD.CHECKPOINTS)
+
+
+def save_run(out, model, optimizer, step, args, layout=T.ALONE) -> None:
+    """What a run that has made `step` steps leaves in its folder."""
+    state = SD.State(model, optimizer, layout)
+    state.updates, saver = step, T.Checkpoints(out / SD.CHECKPOINTS, sync=True)
+    run = {k: getattr(args, k) for k in T.SAVED if not isinstance(getattr(args, k), Path)}
+    about = {"updates": step, "run": run, "config": model.config.to_hf()}
+    saver.save(step, state.pieces(), about)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        SD.export(out, out)
+
+
+def load_run(out, model, optimizer, layout=T.ALONE) -> None:
+    saver = T.Checkpoints(out / SD.CHECKPOINTS)
+    SD.State(model, optimizer, layout).load(saver, saver.newest())
 
 
 def same_run(a: Path, b: Path) -> None:
@@ -4057,13 +4103,14 @@ def test_resume_equals_uninterrupted_after_a_signal(finished, corpus, tiny_confi
     same_run(out, finished)
 
 
+@pytest.mark.slow
 def test_resume_equals_uninterrupted_after_a_crash(finished, corpus, tiny_config, tmp_path):
     """kill -9 past a save: the steps since then are made again, identically, and are in
     metrics.jsonl once."""
     out = tmp_path / "killed"
     argv = [sys.executable, *map(str, train_argv(corpus, tiny_config, out))]
     p = subprocess.Popen(argv, cwd=REPO, env=ENV, stderr=subprocess.DEVNULL)
-    while not (out / T.STATE).exists():
+    while not saved_steps(out):
         time.sleep(0.005)
         assert p.poll() is None
     p.kill()
@@ -4100,15 +4147,16 @@ def test_full_disk_while_saving_loses_nothing(finished, corpus, tiny_config, tmp
 
     out = tmp_path / "full"
     shutil.copytree(finished, out)
-    before = (out / T.STATE).read_bytes(), (out / "model.safetensors").read_bytes()
+    state = lambda: {p: p.read_bytes() for p in (out / SD.CHECKPOINTS).rglob("*") if p.is_file()}
+    before = state(), (out / "model.safetensors").read_bytes()
     small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
     done = run(
         "train.py", "--out", out, "--resume", "--steps", 16, "--device", "cpu", preexec_fn=small
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "train.py: error:" in done.stderr and T.STATE in done.stderr, done.stderr
-    assert "untouched" in done.stderr, done.stderr
-    assert before == ((out / T.STATE).read_bytes(), (out / "model.safetensors").read_bytes())
+    assert "train.py: error:" in done.stderr and "step-00000016" in done.stderr, done.stderr
+    assert "older ones are as they were" in done.stderr, done.stderr
+    assert before == (state(), (out / "model.safetensors").read_bytes())
     assert not list(out.glob("*.tmp")) and not list(out.glob(".*.tmp"))
     trained("--out", out, "--resume", "--steps", 16, "--device", "cpu")
     assert metrics(out)[-1]["step"] == 16
@@ -4132,7 +4180,7 @@ def test_bad_input_to_train(finished, corpus, tiny_config, tmp_path, capsys):
         ([*new, "--data", str(short)], ["--data"]),
         ([*new, "--model", "huge"], ["--model", "huge", "small"]),
         ([*new, "--device", "cuda:7"], ["--device", "cuda:7"]),
-        ([*new, "--resume"], ["--resume", T.STATE]),
+        ([*new, "--resume"], ["--resume", "checkpoints"]),
         ([*new, "--lr", "nan"], ["--lr", "nan"]),
         ([*new, "--seed", "-1"], ["--seed"]),
         ([*new, "--steps", "-3"], ["--steps", "-3"]),
@@ -4222,23 +4270,23 @@ def test_deepseek_form_trains_and_resumes_equal(corpus, tmp_path):
     argv += ["--dtype", "fp32", "--save-every", 20, "--out"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert T.main([*map(str, [*argv, whole, "--steps", 40])]) == 0
-    real = T.save_run
+    real = T.Run.save
 
     class Stop(Exception):
         pass
 
-    def save_and_stop(*args):
-        real(*args)
+    def save_and_stop(run, step):
+        real(run, step)
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(T, "save_run", save_and_stop)
+        patch.setattr(T.Run, "save", save_and_stop)
         T.main([*map(str, [*argv, parts, "--steps", 40])])
     assert T.main(["--out", str(parts), "--resume"]) == 0
-    rows = T.read_metrics(whole / "metrics.jsonl")
+    rows = MT.read_metrics(whole / "metrics.jsonl")
     same = ("step", "loss", "mtp_loss", "worst_load")
     assert [[r[k] for k in same] for r in rows] == [
-        [r[k] for k in same] for r in T.read_metrics(parts / "metrics.jsonl")
+        [r[k] for k in same] for r in MT.read_metrics(parts / "metrics.jsonl")
     ]
     a, b = load_file(whole / "model.safetensors"), load_file(parts / "model.safetensors")
     assert all(torch.equal(a[k], b[k]) for k in a) and len(a) == len(b)
@@ -4300,7 +4348,7 @@ def test_kills_at_random_moments_lose_nothing(corpus, tiny_config, tmp_path):
         return train_argv(corpus, tiny_config, out, "--save-every", 1, "--steps", 120)
 
     def saved() -> int:
-        return (out / T.STATE).stat().st_mtime_ns if (out / T.STATE).exists() else 0
+        return max(saved_steps(out), default=0)
 
     whole, out, rng, kills = tmp_path / "whole", tmp_path / "killed", random.Random(0), 0
     assert run(*argv(whole)).returncode == 0
@@ -6008,7 +6056,7 @@ def test_training_with_flash_attention_takes_the_same_course(
     assert losses(rows["flash"]) == pytest.approx(losses(rows["sdpa"]), rel=1e-5)
     more = ("--resume", "--steps", 4, "--device", "cpu", "--attention", "flash")
     trained("--out", tmp_path / "sdpa", *more)
-    assert T.read_run(tmp_path / "sdpa")[1]["attention"] == "flash"
+    assert SD.saved_run(tmp_path / "sdpa")[2]["run"]["attention"] == "flash"
 
 
 @pytest.mark.slow
@@ -9725,7 +9773,7 @@ def qat_trained(change=lambda model: model) -> tuple[M.Transformer, Callable]:
     folder = DRAFT
     sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     docs = T.read_documents(None)
-    kept, held = ([d for d in docs if T.held_out(d[0]) is out] for out in (False, True))
+    kept, held = ([d for d in docs if DA.held_out(d[0]) is out] for out in (False, True))
     tokens, val = (
         torch.tensor([i for _, text in some for i in sp.encode(text)], dtype=torch.int32)
         for some in (kept[:60], held[:6])
@@ -9833,7 +9881,7 @@ def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys
     monkeypatch.undo()
     assert T.main(["--out", str(cut), "--resume", "--device", "cpu"]) == 0
     assert metrics(cut) == metrics(whole)
-    a, b = (load_file(out / T.STATE) for out in (cut, whole))
+    a, b = (SD.read_state(out) for out in (cut, whole))
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
     model = M.load_checkpoint(whole)
     assert model.embed.weight.dtype == torch.bfloat16
@@ -9861,10 +9909,9 @@ def test_fp8_flags_that_contradict(fp8_folder, tmp_path, capsys):
     capsys.readouterr()
     assert T.main(["--out", str(out), "--resume", "--fp8", "rowwise"]) == 2
     assert said("--fp8 rowwise differs from the run's None")
-    with safe_open(out / T.STATE, framework="pt") as f:
-        about = f.metadata()
-    run = {k: v for k, v in json.loads(about["run"]).items() if k not in ("fp8", "qat")}
-    save_file(load_file(out / T.STATE), out / T.STATE, about | {"run": json.dumps(run)})
+    _, step, about = SD.saved_run(out)
+    about["run"] = {k: v for k, v in about["run"].items() if k not in ("fp8", "qat")}
+    T.Checkpoints(out / SD.CHECKPOINTS, sync=True).save(step + 1, SD.read_state(out), about)
     assert T.main(["--out", str(out), "--resume", "--qat", "int4"]) == 2
     assert said("--qat int4 differs from the run's None")
 
@@ -12634,7 +12681,7 @@ def test_paged_prefill_and_decode_in_two_processes(kv_dtype, tmp_path):
 
 @pytest.mark.parametrize(
     "triton",
-    ["missing", *(pytest.param(t, marks=pytest.mark.slow) for t in ("interpreted", "installed"))],
+    [pytest.param(t, marks=pytest.mark.slow) for t in ("missing", "interpreted", "installed")],
 )
 def test_paged_kv_alone_in_a_folder(triton, tmp_path):
     """The one file, copied away, checks itself: without Triton, with it, and on its kernel."""
@@ -15771,7 +15818,7 @@ def draft_head_argv(corpus, init: Path, out: Path, *more) -> list[str]:
 
 def draft_head_made(config: M.ModelConfig, seed: int = 0) -> E.DraftHead:
     """One that is no identity."""
-    head = T.new_draft_head(config.dim, seed)
+    head = DH.new_draft_head(config.dim, seed)
     with torch.no_grad():
         head.down.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
         for norm in (head.hidden_norm, head.embed_norm):
@@ -15781,10 +15828,10 @@ def draft_head_made(config: M.ModelConfig, seed: int = 0) -> E.DraftHead:
 
 def draft_head_loaded(out: Path) -> tuple[E.DraftHead, dict]:
     """The file as whoever reads it has to: the shape from its metadata, then the tensors."""
-    with safe_open(out / T.DRAFT_HEAD, framework="pt") as f:
+    with safe_open(out / DH.DRAFT_HEAD, framework="pt") as f:
         about = {key: json.loads(value) for key, value in f.metadata().items()}
     head = E.DraftHead(about["dim"], about["ffn_dim"])
-    head.load_state_dict(load_file(out / T.DRAFT_HEAD))
+    head.load_state_dict(load_file(out / DH.DRAFT_HEAD))
     return head, about
 
 
@@ -15802,9 +15849,9 @@ def test_draft_head_begins_as_the_identity(config):
     """Before the first step each draft's logits are the target's own at the position it began at,
     to the bit; so the loss is the cross-entropy of the target there with the target further on."""
     model, tokens = random_model(config), random_tokens(config, 2, 14)
-    target, drafts = T.draft_logits(T.new_draft_head(config.dim, 0), model, tokens)
+    target, drafts = DH.draft_logits(DH.new_draft_head(config.dim, 0), model, tokens)
     torch.testing.assert_close(target, model(tokens), rtol=0, atol=0)
-    assert len(drafts) == T.DRAFTED == 4
+    assert len(drafts) == DH.DRAFTED == 4
     for i, draft in enumerate(drafts, 1):
         assert draft.shape == (2, 14 - i, config.vocab_size)
         torch.testing.assert_close(draft, model.head(model(tokens, return_hidden=True)[:, :-i]))
@@ -15836,7 +15883,7 @@ def test_draft_head_gradient_is_a_plain_loops(config):
     wanted = torch.autograd.grad(expected, list(head.parameters()))
     with pytest.MonkeyPatch.context() as patch:  # the programs compute these in fp32
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        loss = T.draft_loss(*T.draft_logits(head, model, tokens))
+        loss = DH.draft_loss(*DH.draft_logits(head, model, tokens))
     loss.backward()
     torch.testing.assert_close(loss, expected)
     for p, grad in zip(head.parameters(), wanted, strict=True):
@@ -15866,7 +15913,7 @@ def test_draft_head_counts_what_decoding_would_take():
     config = tiny(vocab_size=3)
     model, head = random_model(config, std=0.4), draft_head_made(config)
     tokens = torch.randint(3, (8, 60), generator=torch.Generator().manual_seed(0))
-    target, drafts = T.draft_logits(head, model, tokens)
+    target, drafts = DH.draft_logits(head, model, tokens)
     expected = torch.zeros(2, 4)
     for b, t in product(range(8), range(60 - 1 - 4)):
         live = target[b, t].argmax() == tokens[b, t + 1]
@@ -15876,7 +15923,7 @@ def test_draft_head_counts_what_decoding_would_take():
                 expected[0, i - 1] += 1
                 expected[1, i - 1] += taken
                 live = taken and target[b, t + i].argmax() == tokens[b, t + i + 1]
-    counts = T.draft_counts(target, drafts, tokens)
+    counts = DH.draft_counts(target, drafts, tokens)
     assert counts.tolist() == expected.tolist() and counts[1, 1] > counts[0, 3] > 0
 
 
@@ -15902,7 +15949,7 @@ def test_draft_head_counts_are_greedy_decodings():
                 break
             expected[1, i] += 1
             context = torch.cat((context, drafted.view(1, 1)), 1)
-    counts = T.draft_counts(*T.draft_logits(head, model, tokens), tokens)
+    counts = DH.draft_counts(*DH.draft_logits(head, model, tokens), tokens)
     assert counts.tolist() == expected.tolist() and 0 < counts[1, 3] < counts[1, 0] < counts[0, 0]
 
 
@@ -15921,18 +15968,18 @@ def test_draft_head_learns(draft_head_run, capsys):
     about = draft_head_loaded(draft_head_run)[1]
     assert about == {"dim": 32, "ffn_dim": 64, "steps": 40, "acceptance": rows[-1]["acceptance"]}
     assert {p.name for p in draft_head_run.iterdir()} == {
-        *(T.DRAFT_HEAD, "metrics.jsonl", "tokenizer.model", "train.tokens", "val.tokens")
+        *(DH.DRAFT_HEAD, "metrics.jsonl", "tokenizer.model", "train.tokens", "val.tokens")
     }
 
 
 def test_draft_head_file_is_the_head(corpus, draft_head_targets, tmp_path, monkeypatch):
     """What is saved is the trained head rounded to bf16, and opens as one that says the same."""
-    heads, new = [], T.new_draft_head
-    monkeypatch.setattr(T, "new_draft_head", lambda *a: heads.append(new(*a)) or heads[-1])
+    heads, new = [], DH.new_draft_head
+    monkeypatch.setattr(DH, "new_draft_head", lambda *a: heads.append(new(*a)) or heads[-1])
     assert T.main(draft_head_argv(corpus, draft_head_targets / "dense", tmp_path / "run")) == 0
     head = heads[0].bfloat16()
     loaded = draft_head_loaded(tmp_path / "run")[0]
-    stored = load_file(tmp_path / "run" / T.DRAFT_HEAD)
+    stored = load_file(tmp_path / "run" / DH.DRAFT_HEAD)
     assert {t.dtype for t in stored.values()} == {torch.bfloat16} and head.down.weight.any()
     x, e = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(loaded.bfloat16()(x, e), head(x, e))
@@ -15944,13 +15991,13 @@ def test_draft_head_leaves_the_model_as_it_is(
 ):
     """Every family trains; the model that was loaded has the checkpoint's parameters and buffers
     to the bit at the end, and its folder its bytes."""
-    init, models, load = draft_head_targets / name, [], T.load_checkpoint
-    before = {p.name: p.read_bytes() for p in init.iterdir()}
-    monkeypatch.setattr(T, "load_checkpoint", lambda *a: models.append(load(*a)) or models[-1])
+    init, models, load = draft_head_targets / name, [], DH.load_checkpoint
+    before = {p: p.read_bytes() for p in init.rglob("*") if p.is_file()}
+    monkeypatch.setattr(DH, "load_checkpoint", lambda *a: models.append(load(*a)) or models[-1])
     assert T.main(draft_head_argv(corpus, init, tmp_path / "run")) == 0
     rows = metrics(tmp_path / "run")
     assert rows[-1]["loss"] < rows[0]["loss"]
-    assert before == {p.name: p.read_bytes() for p in init.iterdir()}
+    assert before == {p: p.read_bytes() for p in init.rglob("*") if p.is_file()}
     fresh = load(init, "cpu", torch.float32).state_dict()
     for key, tensor in models[0].state_dict().items():
         assert torch.equal(tensor, fresh[key]), key
@@ -15963,7 +16010,7 @@ def test_draft_head_is_a_function_of_the_seed(draft_head_targets, corpus, tmp_pa
         torch.manual_seed(i)
         argv = draft_head_argv(corpus, draft_head_targets / "dense", tmp_path / str(i))
         assert T.main([*argv, "--seed", str(seed)]) == 0
-        files.append(load_file(tmp_path / str(i) / T.DRAFT_HEAD))
+        files.append(load_file(tmp_path / str(i) / DH.DRAFT_HEAD))
     assert metrics(tmp_path / "0") == metrics(tmp_path / "1")
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
     assert not torch.equal(files[0]["up.weight"], files[2]["up.weight"])
@@ -15972,13 +16019,13 @@ def test_draft_head_is_a_function_of_the_seed(draft_head_targets, corpus, tmp_pa
 def test_draft_head_in_bf16(corpus, draft_head_targets, tmp_path, monkeypatch):
     """--dtype bf16 loads the target in bf16, keeps the head in fp32, and takes nearly the course
     of fp32, not the same."""
-    rows, dtypes, step = [], set(), T.draft_logits
+    rows, dtypes, step = [], set(), DH.draft_logits
 
     def spy(head, model, *more):
         dtypes.update((p.dtype, q.dtype) for p in head.parameters() for q in model.parameters())
         return step(head, model, *more)
 
-    monkeypatch.setattr(T, "draft_logits", spy)
+    monkeypatch.setattr(DH, "draft_logits", spy)
     for dtype in ("bf16", "fp32"):
         argv = draft_head_argv(corpus, draft_head_targets / "moe", tmp_path / dtype)
         assert T.main([*argv, "--dtype", dtype]) == 0
@@ -15990,7 +16037,7 @@ def test_draft_head_in_bf16(corpus, draft_head_targets, tmp_path, monkeypatch):
 def test_draft_head_attends_as_told(corpus, draft_head_targets, tmp_path, monkeypatch):
     """--attention flash reaches every layer of the target, in training and in validation; they
     unroll as many steps as they say."""
-    layers, steps, step = [], [], T.draft_logits
+    layers, steps, step = [], [], DH.draft_logits
 
     def spy(*args):
         logits = step(*args)
@@ -16001,12 +16048,12 @@ def test_draft_head_attends_as_told(corpus, draft_head_targets, tmp_path, monkey
         layers.append(spec.index)
         return M.causal_attention(spec, *more)
 
-    monkeypatch.setattr(T, "draft_logits", spy)
+    monkeypatch.setattr(DH, "draft_logits", spy)
     monkeypatch.setattr(T, "as_attend", lambda: attend)
     monkeypatch.setattr(T, "held_out_batches", lambda *a: [torch.ones(2, 33, dtype=torch.long)])
     more = ("--attention", "flash", "--steps", 2, "--micro-batch-size", 4, "--eval-every", 2)
     assert T.main(draft_head_argv(corpus, draft_head_targets / "moe", tmp_path, *more)) == 0
-    assert layers == [0, 1, 2] * 3 and steps == [T.UNROLLED, T.UNROLLED, T.DRAFTED]
+    assert layers == [0, 1, 2] * 3 and steps == [DH.UNROLLED, DH.UNROLLED, DH.DRAFTED]
 
 
 def test_draft_head_flags_that_contradict(
@@ -16017,7 +16064,7 @@ def test_draft_head_flags_that_contradict(
     head = ["--train-draft-head", "--out", str(out), "--data", str(corpus)]
     ours = [*head, "--init", init]
     bare = tmp_path / "bare"
-    shutil.copytree(init, bare, ignore=shutil.ignore_patterns("tokenizer.model", T.STATE))
+    shutil.copytree(init, bare, ignore=shutil.ignore_patterns("tokenizer.model", SD.CHECKPOINTS))
     again = draft_head_argv(corpus, Path(init), draft_head_run)
     cases = [
         (head, ["--train-draft-head", "--init"]),
@@ -16034,7 +16081,7 @@ def test_draft_head_flags_that_contradict(
         (again, ["whole", "draft head", "another folder"]),
         (["--out", str(draft_head_run), "--data", str(corpus)], ["whole", "draft head"]),
     ]
-    kept = (draft_head_run / T.DRAFT_HEAD).read_bytes()
+    kept = (draft_head_run / DH.DRAFT_HEAD).read_bytes()
     for argv, words in cases:
         assert T.main(argv) == 2, argv
         error = capsys.readouterr().err
@@ -16043,7 +16090,7 @@ def test_draft_head_flags_that_contradict(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert T.main(ours) == 2
     assert "without torchrun" in capsys.readouterr().err and not (out / "train.tokens").exists()
-    assert kept == (draft_head_run / T.DRAFT_HEAD).read_bytes()
+    assert kept == (draft_head_run / DH.DRAFT_HEAD).read_bytes()
 
 
 def test_draft_head_is_saved_on_sigterm(corpus, draft_head_targets, tmp_path):
@@ -16069,7 +16116,7 @@ def test_draft_head_is_saved_on_sigterm(corpus, draft_head_targets, tmp_path):
 def test_draft_head_killed_while_saving(corpus, draft_head_targets, tmp_path, capsys, monkeypatch):
     """A save that is cut short, the first or a later one, leaves nothing or the file before; what
     lay half-written is swept away by the next run, and a full disk is one line."""
-    out, saves, real = tmp_path / "cut", [], T.save_file
+    out, saves, real = tmp_path / "cut", [], DH.save_file
     argv = draft_head_argv(corpus, draft_head_targets / "dense", out, "--save-every", "2")
 
     def killed(tensors, path, about):
@@ -16079,11 +16126,11 @@ def test_draft_head_killed_while_saving(corpus, draft_head_targets, tmp_path, ca
             raise SystemExit  # nothing that anybody catches, as a kill
         real(tensors, path, about)
 
-    monkeypatch.setattr(T, "save_file", killed)
+    monkeypatch.setattr(DH, "save_file", killed)
     dies = 1
     with pytest.raises(SystemExit):
         T.main(argv)
-    assert not (out / T.DRAFT_HEAD).exists()
+    assert not (out / DH.DRAFT_HEAD).exists()
     (out / ".draft_head.safetensors.1.tmp").write_bytes(b"of a real kill")
     saves, dies = [], 2
     with pytest.raises(SystemExit):
@@ -16091,12 +16138,12 @@ def test_draft_head_killed_while_saving(corpus, draft_head_targets, tmp_path, ca
     assert saves == ["2", "4"] and draft_head_loaded(out)[1]["steps"] == 2
     assert not list(out.glob(".*.tmp")) and len(metrics(out)) == 4
     full = lambda *a: (_ for _ in ()).throw(SafetensorError("No space left on device"))
-    monkeypatch.setattr(T, "save_file", full)
+    monkeypatch.setattr(DH, "save_file", full)
     capsys.readouterr()
     argv[argv.index("--out") + 1] = str(tmp_path / "full")
     assert T.main(argv) == 2
     assert (
-        "untouched" in capsys.readouterr().err and not (tmp_path / "full" / T.DRAFT_HEAD).exists()
+        "untouched" in capsys.readouterr().err and not (tmp_path / "full" / DH.DRAFT_HEAD).exists()
     )
 
 
@@ -16113,7 +16160,7 @@ def test_draft_head_has_a_learning_rate_of_its_own():
     """Where --lr is not given, and there alone."""
     rate = lambda *argv: T.parse_args([*argv]).lr
     ours = ("--train-draft-head", "--init", "x")
-    assert rate(*ours) == T.DRAFT_LR != rate() and rate(*ours, "--lr", "0.5") == 0.5
+    assert rate(*ours) == FL.DRAFT_LR != rate() and rate(*ours, "--lr", "0.5") == 0.5
 
 
 def test_draft_head_is_in_the_help(capsys):
@@ -18227,7 +18274,7 @@ def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how", ["interpreted", *(pytest.param(h, marks=pytest.mark.slow) for h in ("missing", "plain"))]
+    "how", [pytest.param(h, marks=pytest.mark.slow) for h in ("interpreted", "missing", "plain")]
 )
 def test_moe_alone_in_a_folder(how, tmp_path):
     """The copy contract: the one file runs as a program, checks itself, prints its table."""
@@ -20238,7 +20285,7 @@ def test_metrics_tell_the_load_and_the_auxiliary_loss(corpus, moe_configs, tmp_p
     with the run. Plain experts give the losses of grouped ones. The picture has two panels more."""
     out, loop = tmp_path / "run", tmp_path / "loop"
     assert T.main(moe_argv(corpus, moe_configs / f"{kind}.json", out)) == 0
-    rows = T.read_metrics(out / "metrics.jsonl")
+    rows = MT.read_metrics(out / "metrics.jsonl")
     for row in rows:
         assert 1 <= row["worst_load"] <= 8 and 0 < row["load_entropy"] <= 1
         assert row["dead_experts"] in range(17) and ("aux_loss" in row) == (kind == "mixtral")
@@ -20249,7 +20296,7 @@ def test_metrics_tell_the_load_and_the_auxiliary_loss(corpus, moe_configs, tmp_p
     assert rows[-1]["worst_load"] == pytest.approx(busiest, abs=1e-3)
     assert rows[-1]["dead_experts"] == sum(layer.count(0) for layer in rows[-1]["expert_load"])
     assert T.main(moe_argv(corpus, moe_configs / f"{kind}.json", loop, "--experts", "loop")) == 0
-    for a, b in zip(rows, T.read_metrics(loop / "metrics.jsonl"), strict=True):
+    for a, b in zip(rows, MT.read_metrics(loop / "metrics.jsonl"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
     default = "0.01" if kind == "mixtral" else "0.0"
     capsys.readouterr()
@@ -20259,14 +20306,14 @@ def test_metrics_tell_the_load_and_the_auxiliary_loss(corpus, moe_configs, tmp_p
     if importlib.util.find_spec("matplotlib"):
         assert T.main(["--out", str(out), "--plot"]) == 0
         png = (out / "metrics.png").read_bytes()
-        assert struct.unpack(">2I", png[16:24]) == (960, 1260)
+        assert struct.unpack(">2I", png[16:24]) == (960, 1440)
         for row in rows:
             for key in ("worst_load", "load_entropy", "dead_experts", "expert_load"):
                 row.pop(key, None)
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert T.main(["--out", str(out), "--plot"]) == 0
         png = (out / "metrics.png").read_bytes()
-        assert struct.unpack(">2I", png[16:24]) == (960, 720)
+        assert struct.unpack(">2I", png[16:24]) == (960, 900)
 
 
 @pytest.mark.slow
@@ -20277,7 +20324,7 @@ def test_compiled_mixtures_train_as_they_are(corpus, moe_configs, tmp_path):
         argv = moe_argv(corpus, moe_configs / "deepseek.json", tmp_path / name, *more, *flags)
         assert T.main(argv) == 0
     plain, compiled = (
-        T.read_metrics(tmp_path / n / "metrics.jsonl") for n in ("plain", "compiled")
+        MT.read_metrics(tmp_path / n / "metrics.jsonl") for n in ("plain", "compiled")
     )
     for a, b in zip(plain, compiled, strict=True):
         for key in set(a) - {"tokens_per_second", "expert_load"}:
@@ -20342,21 +20389,21 @@ def test_upcycled_model_trains_resumes_and_opens_elsewhere(corpus, dense_models,
     more = ["--init", str(init), "--upcycle", "4", "--steps", "12", "--lr", "5e-3", "--eval-every"]
     argv = lambda to: [*moe_argv(corpus, Path("none"), to), *more, "12", "--save-every", "6"]
     assert T.main(argv(out)) == 0
-    real = T.save_run
+    real = T.Run.save
 
-    def save_and_stop(*args):
-        real(*args)
+    def save_and_stop(run, step):
+        real(run, step)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(T, "save_run", save_and_stop)
+        patch.setattr(T.Run, "save", save_and_stop)
         assert T.main(argv(cut)) == 130
     assert T.main(["--out", str(cut), "--resume"]) == 0
     assert (cut / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
-    rows = T.read_metrics(out / "metrics.jsonl")
-    dense = T.read_metrics(dense_models / "run" / "metrics.jsonl")
+    rows = MT.read_metrics(out / "metrics.jsonl")
+    dense = MT.read_metrics(dense_models / "run" / "metrics.jsonl")
     assert abs(rows[0]["loss"] - dense[-1]["loss"]) < 0.3 and rows[-1]["loss"] < rows[0]["loss"]
-    stacks = [w for name, w in load_file(out / T.STATE).items() if name.endswith("w_gate_up")]
+    stacks = [w for name, w in SD.read_state(out).items() if name.endswith("w_gate_up")]
     apart = [relative(w[0], w[1]) for w in stacks]
     assert len(apart) == 6 and min(apart) > 1e-3, apart  # weights and both moments, two layers
     args = G.parse_args(["--checkpoint", str(out), "--device", "cpu", "x"])
@@ -20452,13 +20499,13 @@ def under_torchrun(ranks: int, *argv) -> None:
 
 def same_training(out: Path, reference: Path) -> None:
     """Losses, gradient norms and loads of all steps; weights and moments; what was exported."""
-    rows, expected = (T.read_metrics(p / "metrics.jsonl") for p in (out, reference))
+    rows, expected = (MT.read_metrics(p / "metrics.jsonl") for p in (out, reference))
     exact = ("step", "lr", "worst_load", "load_entropy", "dead_experts", "expert_load")
     for a, b in zip(rows, expected, strict=True):
         assert a.keys() == b.keys() and [a.get(k) for k in exact] == [b.get(k) for k in exact]
         for key in ("loss", "mtp_loss", "aux_loss", "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=1e-5), (key, a, b)
-    got, want = load_file(out / T.STATE), load_file(reference / T.STATE)
+    got, want = SD.read_state(out), SD.read_state(reference)
     assert got.keys() == want.keys()
     for name, x in want.items():
         assert (got[name] - x).norm() <= 1e-5 * x.norm(), name
@@ -20473,7 +20520,7 @@ def test_experts_over_two_ranks_are_one_process(corpus, lopsided, tmp_path):
     tensors, which one process goes on from."""
     out = tmp_path / "ep"
     under_torchrun(2, *ranks_argv(corpus, lopsided, out, "--steps", 2, "--ep", 2))
-    assert T.read_metrics(out / "metrics.jsonl")[-1]["dead_experts"] >= 4
+    assert MT.read_metrics(out / "metrics.jsonl")[-1]["dead_experts"] >= 4
     same_training(out, lopsided / "half")
     assert T.main(["--out", str(out), "--resume", "--steps", "4", "--device", "cpu"]) == 0
     same_training(out, lopsided / "whole")
@@ -23755,7 +23802,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
         patch.setattr(nn.Module, "compile", compile_)
         model = layout_model(case, args, layout, rank)
     named = list(model.named_parameters())
-    errors, said, whole_moments, turned = {}, [], Counter(), set()
+    errors, said, pieces, turned = {}, [], Counter(), set()
     next(iter(model.layers)).register_forward_pre_hook(
         lambda m, a: turned.update(t.dtype for t in a[1])
     )
@@ -23779,17 +23826,25 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     how = layout, named, want["weight"], layout_noise(case, "weight")
     worst("weight", differs(*how))
     worst("whole weight", differs_whole(*how))
-    for key in T.MOMENTS if layout.buckets is None else ():
+    for key in MOMENTS if layout.buckets is None else ():
         moments = [(n, optimizer.state[p][key]) for n, p in named]
         worst(key, differs(layout, moments, want[key], layout_noise(case, key)))
-    for name, key, x in layout.moments(model, optimizer, T.MOMENTS):
-        if rank == 0:
+    state = SD.State(model, optimizer, layout)
+    state.updates = 1
+    for name, piece in state.pieces().items():  # what a checkpoint would have of this rank
+        key, _, name = name.partition(".")
+        for at, tile in piece.tiles.items():
+            whole = want[key][name]
+            there = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape))]
             noise = layout_noise(case, key).get(name, 1)
-            worst(f"whole {key}", (off(x, want[key][name], want[key][name]) / noise, name))
-            whole_moments[key] += 1
-    all_of_them = {len(want["exp_avg"])}
-    errors["moments"] = (0.0 if rank or set(whole_moments.values()) == all_of_them else math.inf,
-                         str(whole_moments))  # fmt: skip
+            worst(f"piece of {key}", (off(tile, there, whole) / noise, name))
+            pieces[key] += tile.numel()
+    missing = (
+        layout.buckets is not None
+        and rank == 0
+        and pieces["exp_avg"] != sum(x.numel() for x in want["exp_avg"].values())
+    )
+    errors["pieces"] = math.inf if missing or not pieces["weight"] else 0.0, str(pieces)
     for name, b in model.named_buffers():
         worst("correction", (off(b, want["weight"][name], want["weight"][name]), name))
     loads = 0.0 if torch.equal(getattr(balance, "last", torch.zeros(0)), want["last"]) else math.inf
@@ -23821,7 +23876,8 @@ def layout_facts(case, layout, model, optimizer) -> dict:
 
 NO_SP = "--no-sequence-parallel"
 BF16 = dict(dtype="bf16")  # products, and with --zero all that is gathered
-RECOMPUTE = "--checkpoint-activations"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+RECOMPUTE = "--recompute full"
 LAYOUT_CASES = {
     "dp": LayoutCase("dense"),
     "tp": LayoutCase("dense", f"--tp 4 {NO_SP}", alone=4),  # two ranks have the same key head
@@ -23831,7 +23887,10 @@ LAYOUT_CASES = {
     "ep": LayoutCase("latent", "--ep 2", "--z-loss 0.1 --sequence-loss 0.1"),
     "ep by nodes": LayoutCase("mixed", "--ep 4 --ep-node-size 2 --ep-chunks 2", "--aux-loss 0"),
     "zero 3": LayoutCase("dense", "--zero 3", batch=8),
-    "bucketed": LayoutCase("mixed", f"--zero 2 --bucketed {RECOMPUTE}", "--aux-loss 0", batch=8),
+    "bucketed": LayoutCase(
+        "mixed", "--zero 2 --bucketed --recompute selective", "--aux-loss 0", batch=8
+    ),
+    "chunked": LayoutCase("dense", "--tp 2 --zero 3 --recompute sqrt --loss-chunk 24", micro=2),
     "hsdp": LayoutCase("latent", "--zero 3 --dp-replicate 2 --ep 2", batch=8),
     "async x ring x ep": LayoutCase(
         "latent", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", "--z-loss 0.1", micro=2
@@ -23848,14 +23907,19 @@ MORE_LAYOUTS = {
     "sp x ep": LayoutCase(
         "latent", f"--tp 2 --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1 --sequence-loss 0.1"
     ),
-    "sp x ring": LayoutCase("dense", f"--tp 2 --cp 2 --zero 3 {RECOMPUTE}", micro=2),
+    "sp x ring": LayoutCase(
+        "dense", "--tp 2 --cp 2 --zero 3 --recompute selective --loss-chunk 24", micro=2
+    ),
     "bf16": LayoutCase("dense", "--tp 2 --zero 3", batch=8, **BF16),
     "ring x ep": LayoutCase("latent", f"--cp 2 --ep 2 --zero 1 {RECOMPUTE}", "--z-loss 0.1"),
     "tp x all-gather": LayoutCase(
         "windows", f"--tp 2 {NO_SP} --cp 2 --cp-method all-gather --zero 1", micro=2
     ),
     "sp x ulysses": LayoutCase("dense", "--tp 2 --cp 2 --cp-ulysses 2 --zero 2", micro=2),
-    "mtp": LayoutCase("ahead", f"--tp 2 {NO_SP} --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1"),
+    "mtp": LayoutCase(
+        "ahead", f"--tp 2 {NO_SP} --ep 2 --zero 2 --recompute attention --loss-chunk 24",
+        "--z-loss 0.1",
+    ),
     "tp x ring x ep": LayoutCase(
         "mixed", f"--tp 2 {NO_SP} --cp 2 --ep 2", "--z-loss 0.1 --aux-loss 0"
     ),
@@ -23908,11 +23972,15 @@ MORE_LAYOUTS = {
     "ep x zero 2": LayoutCase("mixed", "--ep 2 --zero 2", "--aux-loss 0", batch=8),
     "ep x zero 3": LayoutCase("mixed", f"--ep 2 --zero 3 {RECOMPUTE}", "--aux-loss 0", batch=8),
     "experts x zero 3": LayoutCase("mixed", "--zero 3", "--aux-loss 0", batch=8),
-    "tp x zero 2": LayoutCase("mixed", f"--tp 2 {NO_SP} --zero 2 {RECOMPUTE}", "--aux-loss 0"),
+    "tp x zero 2": LayoutCase(
+        "mixed", f"--tp 2 {NO_SP} --zero 2 --recompute sqrt", "--aux-loss 0"
+    ),
     "tp x zero 3": LayoutCase("few tokens", f"--tp 2 {NO_SP} --zero 3", batch=8),
     "sp x zero 1": LayoutCase("mixed", "--tp 2 --zero 1", "--aux-loss 0", batch=8),
     "async x zero 3": LayoutCase("qwen", "--tp 2 --async-tp --zero 3", batch=8),
-    "hsdp 1": LayoutCase("qwen", f"--zero 1 --dp-replicate 2 {RECOMPUTE}", batch=8),
+    "hsdp 1": LayoutCase(
+        "qwen", "--zero 1 --dp-replicate 2 --recompute selective --loss-chunk 24", batch=8
+    ),
     "hsdp 2": LayoutCase("mixed", "--zero 2 --dp-replicate 2", "--aux-loss 0", batch=8),
     "copies alone": LayoutCase("dense", "--zero 3 --dp-replicate 4", batch=8),
     "hsdp x tp": LayoutCase("mixed", f"--tp 2 {NO_SP} --zero 1 --dp-replicate 2", "--aux-loss 0"),
@@ -24347,7 +24415,7 @@ def chain_case(rank: int, task: tuple[LayoutCase, ...], folder: Path) -> dict:
         layout = T.Layout(args, case.config, 4)
         model = T.build_model(args, case.config, place, layout)
         optimizer = T.build_optimizer(model, layout)
-        save = lambda where, step: T.save_run(
+        save = lambda where, step: save_run(
             folder / f"{name}.{where}{i}", model, optimizer, step, args, layout
         )
         if rank == 0:
@@ -24356,7 +24424,7 @@ def chain_case(rank: int, task: tuple[LayoutCase, ...], folder: Path) -> dict:
         save("start", 0)
         if i > 0:
             dist.barrier()
-            T.load_run(folder / f"{name}.after{i - 1}", model, optimizer, i, layout)
+            load_run(folder / f"{name}.after{i - 1}", model, optimizer, layout)
             save("read", i)
         attend = layout.attend(T.attend_of(args.attention))
         balance = T.Balance(model, z=args.z_loss, layout=layout)
@@ -24621,7 +24689,7 @@ def features(case: LayoutCase) -> set[str]:
         "ep": a.ep > 1,
         "bucketed": a.bucketed,
         "hsdp": a.dp_replicate > 1,
-        "recompute": a.checkpoint_activations,
+        "recompute": a.recompute != "none",
         "compile": a.compile,
         "fp8": a.fp8,
         "qat": a.qat,
@@ -25045,8 +25113,8 @@ def run_alone(case: LayoutCase, out: Path, steps: int) -> list[dict]:
     optimizer, balance = T.build_optimizer(model), T.Balance(model, z=args.z_loss)
     for step in range(steps + 1):
         (out / str(step)).mkdir(parents=True)
-        T.save_run(out / str(step), model, optimizer, step, args)
-        saved.append(load_file(out / str(step) / T.STATE))
+        save_run(out / str(step), model, optimizer, step, args)
+        saved.append(SD.read_state(out / str(step)))
         T.accumulate(model, layout_batch(case, step), 2, balance=balance)
         T.update(model, optimizer, 1e-3)
         balance.update()
@@ -25064,7 +25132,7 @@ def chain_holds(results, task, tmp_path):
     before wrote; and each step goes on as one process's."""
     no_error(results)
     (name, cases), folder = task, Path(results[0]["folder"])
-    read = lambda where, i: load_file(folder / f"{name}.{where}{i}" / T.STATE)
+    read = lambda where, i: SD.read_state(folder / f"{name}.{where}{i}")
     alone = run_alone(cases[0], tmp_path / "alone", len(cases))
     for i in range(len(cases)):
         assert same_bits(read("start", i), alone[0]), cases[i].layout
@@ -25075,8 +25143,8 @@ def chain_holds(results, task, tmp_path):
         for key, x in want.items():  # Adam makes as much of a gradient's noise as of a gradient
             within = 1e-3 if key.startswith("weight.") else 3e-4
             assert off(after[key], x, x) <= within, (i, key)
-    with safe_open(folder / f"{name}.after0" / T.STATE, "pt") as f:
-        assert M.ModelConfig.from_hf(json.loads(f.metadata()["config"])) == cases[0].config
+    about = SD.saved_run(folder / f"{name}.after0")[2]
+    assert M.ModelConfig.from_hf(about["config"]) == cases[0].config
     return folder / f"{name}.after{len(cases) - 1}", after
 
 
@@ -25199,8 +25267,8 @@ DRY_MODELS = {
 }  # fmt: skip
 DRY_RUNS = {  # name: (ranks, model, flags)
     "one rank": (1, "dense", "--dtype fp32"),
-    "recomputing": (1, "dense", "--dtype fp32 --checkpoint-activations"),
-    "one rank, bf16": (1, "tied", "--dtype bf16 --checkpoint-activations"),
+    "recomputing": (1, "dense", "--dtype fp32 --recompute full"),
+    "one rank, bf16": (1, "tied", "--dtype bf16 --recompute full"),
     "a mixture": (1, "mixture", "--dtype fp32 --aux-loss 0.01"),
     "tp": (2, "dense", "--dtype fp32 --tp 2"),
     "tp, whole norms": (2, "dense", "--dtype fp32 --tp 2 --no-sequence-parallel"),
@@ -25215,13 +25283,13 @@ DRY_RUNS = {  # name: (ranks, model, flags)
     "stripes": (2, "dense", "--dtype bf16 --cp 2 --cp-method striped --zero 3"),
     "keys gathered": (2, "dense", "--dtype fp32 --cp 2 --cp-method all-gather"),
     "heads exchanged": (4, "dense", "--dtype fp32 --cp 4 --cp-ulysses 2"),
-    "tp x cp": (4, "dense", "--dtype fp32 --tp 2 --cp 2 --checkpoint-activations"),
+    "tp x cp": (4, "dense", "--dtype fp32 --tp 2 --cp 2 --recompute full"),
     "tp x zero 3": (4, "tied", "--dtype bf16 --tp 2 --zero 3 --batch-size 8"),
     "ep": (2, "mixture", "--dtype fp32 --ep 2"),
     "ep in chunks": (4, "mixture", "--dtype fp32 --ep 4 --ep-chunks 2 --zero 3"),
     "ep by nodes": (4, "mixture", "--dtype fp32 --ep 4 --ep-node-size 2"),
     "routed": (4, "routed", "--dtype bf16 --ep 4 --zero 2 --seq-len 64"),
-    "tp x ep": (4, "mixture", "--dtype fp32 --tp 2 --ep 2 --checkpoint-activations"),
+    "tp x ep": (4, "mixture", "--dtype fp32 --tp 2 --ep 2 --recompute full"),
 }
 
 
@@ -25345,7 +25413,8 @@ def test_a_dry_run_counts_what_a_run_does(name, dry_results):
     """Bytes of parameters, gradients, optimizer states and activations, and calls and bytes of
     every transfer, are those of a real first rank, to the byte."""
     dry, real = both_runs(dry_results, name)
-    assert dry == real
+    peaks = dry.pop("peak"), real.pop("peak")
+    assert dry == real and peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
 @pytest.mark.slow
@@ -25421,7 +25490,7 @@ def test_dry_bytes_of_rings_and_experts_are_the_formula(dry_results):
 def test_dry_activations_are_the_formula(dry_results):
     """Of fp32 on one rank, N = B * T tokens, each storage once. A layer keeps of each norm its
     input, 1 / rms, and the output before and after the weight; q, o, k, v and lse; gate, up, silu
-    and their product: N (6 C + 2 + 2 Hq D + 2 Hkv D + Hq + 4 F). With --checkpoint-activations, its
+    and their product: N (6 C + 2 + 2 Hq D + 2 Hkv D + Hq + 4 F). With --recompute full, its
     input."""
     n, C, F, V = 2 * 24, 48, 80, 96
     layer = n * (6 * C + 2 + 2 * 48 + 2 * 24 + 4 + 4 * F)
@@ -25462,8 +25531,8 @@ def test_512_ranks_of_a_block_of_llama3(tmp_path, monkeypatch):
     block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
     rows = 251  # of 128256 / 8 / 64: the first ranks have one more
     shares = {r"of this rank +([\d,]+)": block // 512 + 2 * rows * 4096 + 3 * 4096 // 64}
-    shares |= {"tp all-gather +([\\d,]+)": 6, "fsdp all-gather +([\\d,]+)": 6}
-    shares |= {"tp reduce-scatter +([\\d,]+)": 6, "fsdp reduce-scatter +([\\d,]+)": 3}
+    shares |= {"tp all-gather +([\\d,]+)": 6, "fsdp all-gather +([\\d,]+)": 8}
+    shares |= {"tp reduce-scatter +([\\d,]+)": 6, "fsdp reduce-scatter +([\\d,]+)": 4}
     for pattern, n in shares.items():
         assert int(re.search(pattern, out)[1].replace(",", "")) == n, out
 
@@ -29542,7 +29611,7 @@ def dl_run(tmp_path_factory):
 
 def dl_metrics(out):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in rows]
+    return [{k: v for k, v in r.items() if k not in TIMED} for r in rows]
 
 
 class DLStop(list):
@@ -29688,6 +29757,5657 @@ def test_a_worker_of_several_ranks_meets_one_of_one(dl_run, tmp_path, inner):
 
 
 # --------------------------------------------------------------------------------------------------
+# optimizers.py
+# --------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
+# optimizers.py
+# --------------------------------------------------------------------------------------------------
+
+
+def opt_neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 numbers at and next to fp32 x, that nearer to zero first."""
+    low = (x.view(torch.int32) & -0x10000).view(torch.float32)
+    return low, torch.where(low == x, low, ((x.view(torch.int32) & -0x10000) + 0x10000)
+                            .view(torch.float32))  # fmt: skip
+
+
+def opt_round(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    target = torch.full(x.shape, 7.0, dtype=torch.bfloat16)
+    assert OP.stochastic_round_(target, x, torch.Generator().manual_seed(seed)) is target
+    return target.float()
+
+
+def test_opt_stochastic_rounding_is_right_on_average():
+    """Of x with the dropped bits d, d / 65536 go away from zero, for every power of two in d."""
+    n = 2**17
+    for exponent in (-126, -60, -3, 0, 90):
+        for dropped in (0x0100, 0x0400, 0x3000, 0x8000, 0xC001, 0xFF00):
+            for sign in (1, -1):
+                bits = torch.tensor(2.0**exponent * 1.25).view(torch.int32) + dropped
+                x = sign * bits.view(torch.float32).expand(n).contiguous()
+                low, high = opt_neighbours(x)
+                got = opt_round(x, seed=dropped + sign + exponent)
+                assert ((got == low) | (got == high)).all()
+                share, p = (got == high).double().mean().item(), dropped / 65536
+                assert abs(share - p) < 4.5 * math.sqrt(p * (1 - p) / n), (exponent, dropped)
+    x = (torch.tensor(1.0).view(torch.int32) + 1).view(torch.float32).expand(2**22).contiguous()
+    assert 30 < (opt_round(x) > 1).sum() < 105  # 64 of 2^22
+    x = (torch.tensor(1.0).view(torch.int32) + 0x4000).view(torch.float32).expand(2**18)
+    up = opt_round(x.contiguous()) > 1
+    for lag in (1, 2, 3, 4):  # one draw is four numbers: they know nothing of each other
+        both = (up[lag:] & up[:-lag]).double().mean().item()
+        assert abs(both - 1 / 16) < 4.5 * math.sqrt(15 / 256 / len(x))
+
+
+def test_opt_stochastic_rounding_keeps_what_bf16_holds():
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    got = opt_round(every.float())
+    assert torch.equal(got.nan_to_num(1.5, 3.0, 4.0), every.float().nan_to_num(1.5, 3.0, 4.0))
+    assert torch.equal(got.isnan(), every.isnan()) and torch.equal(got.isinf(), every.isinf())
+    signs = got.signbit() == every.float().signbit()
+    assert (signs | every.isnan()).all()
+    beyond = torch.tensor([3.4e38, -3.4e38, torch.finfo(torch.float32).max]).repeat(2000)
+    largest = torch.finfo(torch.bfloat16).max
+    assert torch.equal(opt_round(beyond), largest * beyond.sign())
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32)
+    assert opt_round(nans.view(torch.float32).repeat(500)).isnan().all()
+    assert opt_round(torch.zeros(0)).numel() == 0
+    across = torch.randn(6, 10).T
+    assert torch.equal(opt_round(across), opt_round(across.contiguous()))
+
+
+@pytest.mark.parametrize(
+    "target, source", [("float16", "float32"), ("bfloat16", "float64"), ("bfloat16", "bfloat16")]
+)
+def test_opt_stochastic_rounding_refuses_other_types(target: str, source: str):
+    a, b = (torch.zeros(3, dtype=getattr(torch, name)) for name in (target, source))
+    with pytest.raises(ValueError, match="takes bf16 and fp32"):
+        OP.stochastic_round_(a, b)
+    with pytest.raises(ValueError, match="of one shape"):
+        OP.stochastic_round_(torch.zeros(3, dtype=torch.bfloat16), torch.zeros(4))
+
+
+OPT_HOW = dict(lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3)
+
+
+@pytest.mark.parametrize("before", [0, 1, 6])
+def test_opt_stochastic_adamw_is_adamw_on_average(before: int, monkeypatch):
+    """Every weight and moment after a step is one of the two neighbours of fp32 AdamW's, and that
+    one is their mean; more than a chunk, so that chunks are too."""
+    monkeypatch.setattr(OP, "CHUNKS", {"cpu": 5000})
+    reps, n, random = 2**12, 24, torch.Generator().manual_seed(before)
+    draw = lambda scale: (torch.randn(n, generator=random) * scale).bfloat16()
+    w, g, m, v = draw(1.0), draw(0.1), draw(0.1), draw(0.1).abs()
+    p, q = nn.Parameter(w.repeat(reps, 1)), nn.Parameter(w.float())
+    p.grad, q.grad = g.repeat(reps, 1), g.float()
+    mine, peer = OP.StochasticAdamW([p], **OPT_HOW), torch.optim.AdamW([q], **OPT_HOW)
+    if before:
+        step = torch.tensor(float(before))
+        for of, t in ((mine, p), (peer, q)):
+            like = lambda x, t=t: x.to(t.dtype).expand(t.shape).clone()
+            of.state[t] = {"step": step.clone(), "exp_avg": like(m), "exp_avg_sq": like(v)}
+    mine.step(), peer.step()
+    assert mine.state[p]["step"] == before + 1
+    for a, b in (
+        (p, q),
+        *((mine.state[p][k], peer.state[q][k]) for k in ("exp_avg", "exp_avg_sq")),
+    ):
+        assert a.dtype == torch.bfloat16
+        low, high = opt_neighbours(b.detach())
+        ulp = (high - low).abs().clamp(min=1e-30)
+        a, b = a.detach().double(), b.detach().double()
+        assert ((a - b).abs() <= 1.001 * ulp).all()
+        assert ((a.mean(0) - b).abs() < 4.5 * 0.5 * ulp / reps**0.5 + 1e-6 * b.abs()).all()
+
+
+class OptLargest(TorchDispatchMode):
+    """The most fp32 numbers that any operation gave."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+def test_opt_stochastic_adamw_holds_fp32_of_a_chunk_only(monkeypatch):
+    monkeypatch.setattr(OP, "CHUNKS", {"cpu": 1000})
+    p = nn.Parameter(torch.ones(70, 50).bfloat16())
+    p.grad = torch.ones_like(p)
+    with OptLargest() as seen:
+        OP.StochasticAdamW([p], lr=0.1).step()
+    assert seen.most == 1000 and (p != 1).all()
+
+
+def opt_steps(make, steps: range, p, state=None):
+    optimizer = make([p])
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for step in steps:
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.step()
+    return optimizer
+
+
+def test_opt_stochastic_adamw_resumes_to_the_bit():
+    make = lambda params, seed=3: OP.StochasticAdamW(params, **OPT_HOW, seed=seed)
+    new = lambda: nn.Parameter(torch.linspace(-1, 1, 5001).bfloat16())
+    whole, p, q = new(), new(), new()
+    straight = opt_steps(make, range(8), whole)
+    first = opt_steps(make, range(3), p)
+    assert first.state[p]["exp_avg"].dtype == torch.bfloat16
+    with torch.no_grad():
+        q.copy_(p)
+    second = opt_steps(make, range(3, 8), q, first.state_dict())
+    assert torch.equal(q, whole)
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(second.state[q][key], straight.state[whole][key])
+        assert second.state[q][key].dtype == straight.state[whole][key].dtype
+    r = new()
+    opt_steps(lambda params: make(params, seed=4), range(8), r)
+    assert not torch.equal(r, whole)
+
+
+def test_opt_stochastic_adamw_draws_by_place_and_step():
+    """Noise is a function of (seed, step, place): parameters without gradients keep their place."""
+    new = lambda n: [nn.Parameter(torch.full((4000,), 1.0).bfloat16()) for _ in range(n)]
+    a, b = new(3), new(3)
+    for params in (a, b):
+        optimizer = OP.StochasticAdamW([{"params": params[:1]}, {"params": params[1:]}], lr=1e-3)
+        for p in params if params is a else params[2:]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert torch.equal(a[2], b[2]) and (b[0] == 1).all() and len(optimizer.state) == 1
+    assert not torch.equal(a[0], a[1]) and not torch.equal(a[1], a[2])
+    down = [p.detach() < 1 for p in a]  # 1 - 0.001 lies 0.256 of the way to the next
+    for mask in down:
+        assert abs(mask.double().mean() - 0.2587) < 0.035
+    assert abs((down[0] & down[1]).double().mean() - 0.067) < 0.025
+    c = new(1)
+    c[0].grad = torch.ones_like(c[0])
+    optimizer = OP.StochasticAdamW(c, lr=1e-3)
+    optimizer.step()
+    assert torch.equal(c[0], a[0])
+    first = optimizer.state[c[0]]["exp_avg"].clone()  # 0.1, which bf16 does not hold
+    with torch.no_grad():
+        c[0].fill_(1.0), optimizer.state[c[0]]["exp_avg"].zero_()
+    optimizer.step()
+    assert not torch.equal(optimizer.state[c[0]]["exp_avg"], first)
+
+
+def test_opt_stochastic_adamw_goes_where_bf16_stands_still():
+    aim, left = 1.03, {}
+    for name, make in (("nearest", torch.optim.AdamW), ("stochastic", OP.StochasticAdamW)):
+        p = nn.Parameter(torch.ones(512).bfloat16())
+        optimizer = make([p], lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
+        for _ in range(300):
+            p.grad = p.detach() - aim
+            optimizer.step()
+        left[name] = (p.detach().float().mean() - aim).abs().item()
+    assert left["nearest"] == pytest.approx(0.03) and left["stochastic"] < 0.003
+
+
+@pytest.mark.slow
+def test_opt_stochastic_adamw_trains_as_fp32_does():
+    """A small model in bf16 throughout: within 2% of the loss of fp32 weights under autocast, where
+    rounding to nearest is more than 8% above."""
+    loss = {
+        "fp32": opt_train(torch.float32, torch.optim.AdamW),
+        "nearest": opt_train(torch.bfloat16, torch.optim.AdamW),
+        "stochastic": opt_train(torch.bfloat16, OP.StochasticAdamW),
+    }
+    assert abs(loss["stochastic"] / loss["fp32"] - 1) < 0.02, loss
+    assert loss["nearest"] / loss["fp32"] > 1.08, loss
+
+
+def opt_train(dtype: torch.dtype, make, steps: int = 300) -> float:
+    torch.manual_seed(0)
+    model = M.Transformer(M.ModelConfig(
+        dim=64, ffn_dim=64, n_heads=4, n_kv_heads=4, head_dim=16, **OPT_TREND
+    )).to(dtype)  # fmt: skip
+    optimizer = make(model.parameters(), lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    random, losses = torch.Generator().manual_seed(1), []
+    follows = torch.randint(32, (32, 32), generator=random)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = OP.learning_rate(step, steps, 4e-4)
+        rows = opt_rows(follows, random)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            logits = model(rows[:, 1:-1]).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 2:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-30:]) / 30
+
+
+OPT_TREND = dict(vocab_size=32, n_layers=2, max_seq_len=16)
+
+
+def opt_rows(follows: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """(8, 17): every token is a fixed random function of the two before it."""
+    rows = torch.randint(32, (8, 17), generator=random)
+    for t in range(2, 17):
+        rows[:, t] = follows[rows[:, t - 1], rows[:, t - 2]]
+    return rows
+
+
+def test_opt_stochastic_adamw_refusals():
+    with pytest.raises(ValueError, match=r"parameter \(2,\) is torch.float32"):
+        OP.StochasticAdamW([nn.Parameter(torch.zeros(2))])
+    narrow = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="betas"):
+        OP.StochasticAdamW([narrow], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="must be >= 0"):
+        OP.StochasticAdamW([narrow], lr=-1.0)
+    loss = OP.StochasticAdamW([narrow]).step(lambda: narrow.sum())
+    assert loss.requires_grad and (narrow == 0).all()  # no gradient, no step
+
+
+@pytest.fixture
+def opt_alone():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_opt_stochastic_adamw_of_dtensors(opt_alone):
+    mesh, w, g = init_device_mesh("cpu", (1,)), torch.randn(40, 3), torch.randn(40, 3).bfloat16()
+    plain = nn.Parameter(w.bfloat16())
+    sharded = nn.Parameter(distribute_tensor(w.bfloat16(), mesh, [Shard(0)]))
+    plain.grad, sharded.grad = g, distribute_tensor(g, mesh, [Shard(0)])
+    for p in (plain, sharded):
+        optimizer = OP.StochasticAdamW([p], lr=0.1)
+        optimizer.step()
+    assert torch.equal(sharded.to_local(), plain)
+    assert isinstance(optimizer.state[sharded]["exp_avg"], DTensor)  # as torch's AdamW has them
+
+
+def test_opt_loss_scaler():
+    scaler = OP.LossScaler(scale=8.0, growth=4.0, every=3)
+    given = [True, True, False, True, True, True, True, True, True, False]
+    seen = []
+    for finite in given:
+        assert scaler.update(finite) is finite
+        seen.append(scaler.scale)
+    assert seen == [8, 8, 4, 4, 4, 16, 16, 16, 64, 32]
+    scaler.update(True), scaler.update(True)
+    other = OP.LossScaler(every=3, growth=4.0)
+    assert other.scale == 65536 and type(other.scale) is float
+    other.load_state_dict(scaler.state_dict())
+    assert scaler.state_dict() == {"scale": 32.0, "good": 2}
+    other.update(True), scaler.update(True)
+    assert other.scale == scaler.scale == 128
+    for _ in range(100):
+        scaler.update(False)
+    assert scaler.scale == 1.0
+    for _ in range(100):
+        other.update(True)
+    assert other.scale == 2.0**24
+    for wrong in (dict(scale=0.0), dict(growth=0.5), dict(every=0), dict(scale=math.inf)):
+        with pytest.raises(ValueError):
+            OP.LossScaler(**wrong)
+
+
+def test_opt_loss_scaler_finds_a_scale_for_fp16():
+    """A gradient that underflows at scale 1, and overflows at 2^24: a scale between is found."""
+    scaler, taken = OP.LossScaler(scale=2.0**24, every=5), 0
+    for _ in range(60):
+        grad = torch.tensor([3e-8, 0.5]).mul(scaler.scale).half()
+        if scaler.update(bool(grad.isfinite().all())):
+            taken += 1
+            assert grad[0] > 0
+    assert taken > 40 and 2**12 < scaler.scale < 2**18
+
+
+def test_opt_learning_rate_is_that_of_train_py():
+    def before(step: int, steps: int, peak: float) -> float:
+        warmup = min(500, max(1, steps // 20))
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)
+        return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+    for steps in (1, 2, 19, 40, 999, 20000):
+        for step in {*range(0, min(steps, 60)), *range(0, steps + 30, 37), steps - 1, steps + 5}:
+            for peak in (1e-3, 0.7, 3e-4):
+                assert OP.learning_rate(step, steps, peak) == before(step, steps, peak)
+
+
+def test_opt_learning_rate_schedules():
+    rate = lambda step, schedule, **how: OP.learning_rate(step, 1000, 2.0, schedule=schedule, **how)
+    for schedule in OP.SCHEDULES:
+        assert [rate(s, schedule) for s in (0, 24, 49)] == [2 / 50, 1.0, 2.0]
+        assert rate(3, schedule, warmup=4) == 2.0 and rate(0, schedule, warmup=0) == 2.0
+        low = 2.0 if schedule == "constant" else 0.2
+        assert rate(1000, schedule) == pytest.approx(low, rel=1e-12) == rate(5000, schedule)
+        after = [rate(s, schedule) for s in range(50, 1001)]
+        assert after == sorted(after, reverse=True)
+    assert rate(525, "linear", end=0.0) == pytest.approx(1.0)
+    assert rate(525, "cosine", end=0.5) == pytest.approx(1.5)
+    assert {rate(s, "wsd") for s in range(50, 801)} == {2.0} and rate(801, "wsd") < 2.0
+    assert rate(850, "wsd", end=0.0) == pytest.approx(2 * (1 - math.sqrt(0.25)))
+    assert rate(950, "wsd", decay=100, end=0.5) == pytest.approx(2 - math.sqrt(0.5))
+    assert rate(900, "wsd", decay=100) == 2.0 > rate(901, "wsd", decay=100)
+    longer = lambda s: OP.learning_rate(s, 5000, 2.0, schedule="wsd", warmup=50)
+    assert all(longer(s) == rate(s, "wsd") for s in range(801))
+    assert OP.learning_rate(6, 8, 1.0, schedule="wsd", warmup=6, decay=8) == 1.0  # no jump
+    with pytest.raises(ValueError, match="cosine, linear, wsd, constant"):
+        rate(1, "step")
+    for wrong in (dict(warmup=-1), dict(decay=0)):
+        with pytest.raises(ValueError, match="warmup must be >= 0, decay >= 1"):
+            rate(1, "wsd", **wrong)
+
+
+def opt_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def opt_parts(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    matrices, rest = OP.muon_split(model.named_parameters())
+    muon = torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(rest, lr=0.01)
+
+
+def opt_backward(model: nn.Module, step: int) -> None:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+    model(x).square().mean().backward()
+
+
+def test_opt_several_is_its_parts():
+    one, other, resumed = opt_model(), opt_model(), opt_model()
+    several, parts = OP.Several(*opt_parts(one)), opt_parts(other)
+    assert isinstance(several, torch.optim.Optimizer) and len(several.state) == 0
+    for step in range(6):
+        opt_backward(one, step), opt_backward(other, step)
+        for group in [*several.param_groups, *(g for o in parts for g in o.param_groups)]:
+            group["lr"] = 0.05 / (step + 1)
+        several.step(), [o.step() for o in parts]
+        several.zero_grad(), [o.zero_grad() for o in parts]
+        assert all(p.grad is None for p in one.parameters())
+        if step == 2:
+            held = copy.deepcopy(several.state_dict())  # torch's shares its tensors
+            resumed.load_state_dict(one.state_dict())
+            again = OP.Several(*opt_parts(resumed))
+            again.load_state_dict(held)
+    for p, q in zip(one.parameters(), other.parameters()):
+        assert torch.equal(p, q) and several.state[p].keys() == parts[p.dim() < 2].state[q].keys()
+    assert len(several.state) == 4
+    for step in range(3, 6):
+        opt_backward(resumed, step)
+        for group in again.param_groups:
+            group["lr"] = 0.05 / (step + 1)
+        again.step(), again.zero_grad()
+    for p, q in zip(one.parameters(), resumed.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_opt_several_takes_states_put_into_it():
+    """state.update before the first step, as a resumed run does, reaches the parts."""
+    model = opt_model()
+    muon, adam = opt_parts(model)
+    several = OP.Several(muon, adam)
+    bias = model[0].bias
+    state = {"step": torch.tensor(41.0), "exp_avg": torch.ones(8), "exp_avg_sq": torch.ones(8)}
+    several.state.update({bias: state})
+    opt_backward(model, 0)
+    several.step()
+    assert several.state[bias]["step"] == 42 and adam.state[bias]["step"] == 42
+    late = OP.Several(*(o for o in (muon, adam)))  # of parts that have a state
+    assert late.state[bias]["step"] == 42 and adam.state is late.state
+    with pytest.raises(ValueError, match="needs an optimizer"):
+        OP.Several()
+    with pytest.raises(ValueError, match="no closure"):
+        several.step(lambda: None)
+
+
+OPT_SHAPE = dict(vocab_size=32, n_layers=2, n_kv_heads=1, max_seq_len=16)
+
+
+def opt_transformer(width: int, **more) -> M.Transformer:
+    return M.Transformer(M.ModelConfig(
+        dim=width, n_heads=2, head_dim=8, ffn_dim=2 * width, **OPT_SHAPE, **more
+    ))  # fmt: skip
+
+
+def test_opt_muon_split_of_the_model():
+    mixture = dict(n_experts=4, n_experts_per_token=2, expert_ffn_dim=16, moe_layers=(1,))
+    model = opt_transformer(16, **mixture)
+    matrices, rest = OP.muon_split(model.named_parameters())
+    names, others = {n for n, _ in matrices}, {n for n, _ in rest}
+    assert names | others == {n for n, _ in model.named_parameters()} and not names & others
+    assert {"embed.weight", "head.weight", "norm.weight", "layers.1.mlp.w_down"} <= others
+    assert {"layers.0.mlp.down_proj.weight", "layers.1.mlp.router"} <= names
+    assert sum("_proj" in n for n in names) == len(names) - 1 == 4 + 4 + 3
+    torch.optim.Muon(matrices), torch.optim.AdamW(rest)
+    assert OP.muon_split([("a.embedding.weight", torch.zeros(2, 2))])[0]
+    assert not OP.muon_split([("a.w", torch.zeros(2, 2))], not_matrices=["w"])[0]
+
+
+def test_opt_mup_factors():
+    of = lambda name, *shape: OP.mup_factors(name, shape, 1024, 64)  # m = 16
+    assert of("layers.0.self_attn.q_proj.weight", 1024, 1024) == (0.25, 1 / 16)
+    assert of("layers.0.mlp.w_down", 8, 1024, 2048) == (0.25, 1 / 16)
+    assert of("head.weight", 32000, 1024) == of("layers.1.mlp.router", 8, 1024) == (1 / 16, 1 / 16)
+    for name, shape in (("embed.weight", (32000, 1024)), ("norm.weight", (1024,))):
+        assert of(name, *shape) == (1.0, 1.0)
+    assert of("layers.0.self_attn.q_proj.bias", 1024) == (1.0, 1.0)
+    assert OP.mup_factors("w", (3, 3), 64, 64) == OP.mup_factors("head.w", (3, 3), 64, 64) == (1, 1)
+    assert OP.mup_factors("lm_head.w", (9, 9), 128, 64, outputs=("lm_head",)) == (0.5, 0.5)
+    with pytest.raises(ValueError, match="width and base"):
+        OP.mup_factors("w", (3, 3), 0, 64)
+
+
+def opt_run(width: int, lr: float, mup: bool, base: int = 64) -> float:
+    """Loss of steps 33 to 40 of a model that learns a random map from two tokens to the next."""
+    torch.manual_seed(0)
+    heads = dict(n_heads=width // 16, n_kv_heads=width // 16, head_dim=16)
+    model = M.Transformer(M.ModelConfig(dim=width, ffn_dim=width, **heads, **OPT_TREND))
+    groups = []
+    for name, p in model.named_parameters():
+        init, rate = OP.mup_factors(name, p.shape, width, base) if mup else (1.0, 1.0)
+        if p.dim() == 2:  # by fan-in where it grows: of the base, or, as usual, of each
+            table = name.startswith("embed")
+            nn.init.normal_(p, 0.0, 1.0 if table else init * (base if mup else width) ** -0.5)
+        groups.append({"params": [p], "lr": lr * rate})
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    random, losses = torch.Generator().manual_seed(1), []
+    follows = torch.randint(32, (32, 32), generator=random)
+    for _ in range(40):
+        rows = opt_rows(follows, random)
+        loss = F.cross_entropy(model(rows[:, 1:-1]).flatten(0, 1), rows[:, 2:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-8:]) / 8
+
+
+@pytest.mark.slow
+def test_opt_mup_keeps_the_best_learning_rate():
+    """Width 64 to 512: with muP the best of a grid of powers of two stays within a step of it, and
+    wider is better there; with the usual initialization and one rate for all it moves by two or
+    more."""
+    widths, grid, best = (64, 128, 256, 512), range(-11, -4), {}
+    for mup in (True, False):
+        of = widths if mup else (widths[0], widths[-1])
+        losses = {w: {e: opt_run(w, 2.0**e, mup) for e in grid} for w in of}
+        best[mup] = [min(grid, key=of.get) for of in losses.values()]
+        if mup:
+            lowest = [min(of.values()) for of in losses.values()]
+            assert lowest == sorted(lowest, reverse=True)
+    assert max(best[True]) - min(best[True]) <= 1, best
+    assert best[False][0] - best[False][-1] >= 2, best
+
+
+# --------------------------------------------------------------------------------------------------
+# offload.py
+# --------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
+# offload.py
+# --------------------------------------------------------------------------------------------------
+
+OFF_ADAM = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), fused=True)
+
+
+def off_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Two matrices, biases, a frozen one, and a scale that is used twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17), nn.Linear(17, 5))
+    model[3].requires_grad_(False)
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    return model.to(dtype)
+
+
+def off_groups(model: nn.Module) -> list[dict]:
+    """As train.py makes them: decay for matrices only, and frozen ones among them."""
+    params = [*model.parameters()]
+    return [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "eps": 1e-5},
+    ]
+
+
+def off_backward(model: nn.Module, step: int, dtype: torch.dtype = torch.float32) -> None:
+    x = torch.randn(3, 17, generator=torch.Generator().manual_seed(step)).to(dtype)
+    x = model[2](torch.tanh(model[0](x) * model.scale)) * model.scale
+    model[3](x).float().square().mean().backward()
+
+
+def off_train(model, optimizer, steps: range, clip: bool = False, dtype=torch.float32) -> None:
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (step + 1)
+        off_backward(model, step, dtype)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def off_resident(steps: range, clip: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = off_model()
+    optimizer = OFF_ADAM(off_groups(model))
+    off_train(model, optimizer, steps, clip)
+    return model, optimizer
+
+
+def off_same(model, optimizer, peer, resident) -> None:
+    """Weights and states, to the last bit."""
+    for p, q in zip(model.parameters(), peer.parameters(), strict=True):
+        assert torch.equal(p, q)
+        if q.requires_grad:
+            state, other = optimizer.state[p], resident.state[q]
+            assert list(state) == list(other) == ["step", "exp_avg", "exp_avg_sq"]
+            for name, t in other.items():
+                assert torch.equal(state[name], t) and state[name].dtype == torch.float32
+
+
+def off_in_backward(model: nn.Module, tmp_path: Path) -> OF.OptimizerInBackward:
+    return OF.OptimizerInBackward(off_groups(model), OFF_ADAM)
+
+
+def off_cpu(model: nn.Module, tmp_path: Path) -> OF.OffloadedOptimizer:
+    return OF.OffloadedOptimizer(off_groups(model), OFF_ADAM)
+
+
+def off_files(model: nn.Module, tmp_path: Path) -> OF.OffloadedOptimizer:
+    return OF.OffloadedOptimizer(off_groups(model), OFF_ADAM, tmp_path / "deep" / "states")
+
+
+OFF_ALL = [off_in_backward, off_cpu, off_files]
+OFF_HOST = [off_cpu, off_files]
+
+
+@pytest.mark.parametrize("make", OFF_ALL)
+def test_off_weights_and_states_are_the_resident_optimizers(make: Callable, tmp_path):
+    model = off_model()
+    optimizer = make(model, tmp_path)
+    assert len(optimizer.state) == 0 and not optimizer.state
+    assert len(optimizer.param_groups) == 5  # one for each that is trained
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0, 0.1}
+    off_train(model, optimizer, range(5))
+    off_same(model, optimizer, *off_resident(range(5)))
+    assert len(optimizer.state) == 5 and model[3].weight not in optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", OFF_HOST)
+def test_off_gradients_may_be_clipped_and_added_up_before_the_step(make: Callable, tmp_path):
+    model = off_model()
+    optimizer = make(model, tmp_path)
+    off_train(model, optimizer, range(4), clip=True)
+    peer, resident = off_resident(range(4), clip=True)
+    off_same(model, optimizer, peer, resident)
+    for m, o in ((model, optimizer), (peer, resident)):
+        off_backward(m, 7), off_backward(m, 8)
+        m[0].weight.grad = None  # a parameter without a gradient is left alone
+        o.step(), o.zero_grad()
+    off_same(model, optimizer, peer, resident)
+
+
+def test_off_in_backward_gradients_do_not_meet():
+    """When a gradient comes no other is left, and memory is a gradient's less than all."""
+    model, held = off_model(), []
+    count = lambda p: held.append(sum(q.grad is not None for q in model.parameters()))
+    for p in model.parameters():  # before the optimizer's own hooks
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(count)
+    optimizer = OF.OptimizerInBackward(model.parameters(), OFF_ADAM)
+    off_backward(model, 0)
+    assert held == [1] * 5  # the scale is used twice, and steps once
+    assert optimizer.state[model.scale]["step"] == 1
+    optimizer.step(), optimizer.zero_grad()
+    assert optimizer.state[model.scale]["step"] == 1
+
+
+def test_off_in_backward_ends_with_remove_or_with_its_last_reference():
+    model = off_model()
+    optimizer = OF.OptimizerInBackward(model.parameters(), OFF_ADAM)
+    optimizer.remove()
+    before = copy.deepcopy(model.state_dict())
+    off_backward(model, 0)
+    assert model.scale.grad is not None and torch.equal(model.scale, before["scale"])
+    model.zero_grad()
+    optimizer = OF.OptimizerInBackward(model.parameters(), OFF_ADAM)
+    del optimizer
+    gc.collect()
+    off_backward(model, 0)
+    assert model.scale.grad is not None and torch.equal(model.scale, before["scale"])
+
+
+@pytest.mark.parametrize("make", OFF_ALL)
+def test_off_resumes_by_states_put_into_it(make: Callable, tmp_path):
+    """Weights loaded, then state.update, as train.py does."""
+    model = off_model()
+    optimizer = make(model, tmp_path)
+    off_train(model, optimizer, range(3))
+    held = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in optimizer.state}
+    again = off_model()
+    second = make(again, tmp_path / "second")
+    again.load_state_dict(model.state_dict())
+    of = dict(zip(model.parameters(), again.parameters()))
+    second.state.update({of[p]: {**state} for p, state in held.items()})
+    for state in held.values():  # what was handed over is not what is kept
+        state["exp_avg"].zero_() if make is not off_in_backward else None
+    off_train(again, second, range(3, 6))
+    off_same(again, second, *off_resident(range(6)))
+
+
+@pytest.mark.parametrize("make", OFF_HOST)
+def test_off_states_are_written_in_place_or_put_in_whole(make: Callable, tmp_path):
+    model = off_model()
+    optimizer, p = make(model, tmp_path), model[0].weight
+    with pytest.raises(KeyError, match="has made no step"):
+        optimizer.state[p]
+    off_train(model, optimizer, range(1))
+    optimizer.state[p]["exp_avg"].fill_(3.0)
+    assert (optimizer.state[p]["exp_avg"] == 3).all()
+    with pytest.raises(TypeError):
+        optimizer.state[p]["exp_avg"] = torch.zeros(33, 17)  # would be lost
+    with pytest.raises(ValueError, match=r"exp_avg has the shape \(2,\), its parameter \(33, 17\)"):
+        optimizer.state[p] = {"exp_avg": torch.zeros(2)}
+    with torch.no_grad():
+        p.fill_(0.25)
+    optimizer.refresh()
+    peer, resident = off_resident(range(1))
+    with torch.no_grad():
+        peer[0].weight.fill_(0.25)
+        resident.state[peer[0].weight]["exp_avg"].fill_(3.0)
+    for m, o in ((model, optimizer), (peer, resident)):
+        off_train(m, o, range(1, 3))
+    off_same(model, optimizer, peer, resident)
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_off_narrow_weights_have_fp32_masters(files: bool, tmp_path):
+    """bf16 weights are their masters rounded; masters are fp32 AdamW's over bf16 gradients."""
+    where = tmp_path if files else "cpu"
+    model = off_model(torch.bfloat16)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = OF.OffloadedOptimizer(params, OFF_ADAM, where)
+    masters = [nn.Parameter(p.detach().float()) for p in params]
+    reference = OFF_ADAM(masters)
+    for step in range(4):
+        off_backward(model, step, torch.bfloat16)
+        for p, m in zip(params, masters):
+            m.grad = p.grad.float()
+        optimizer.step(), reference.step()
+        optimizer.zero_grad()
+        for p, m in zip(params, masters):
+            assert torch.equal(p, m.detach().bfloat16())
+            assert torch.equal(optimizer.state[p]["master"], m)
+            assert torch.equal(optimizer.state[p]["exp_avg_sq"], reference.state[m]["exp_avg_sq"])
+    p, m = params[0], masters[0].detach().clone()
+    kept = {k: v.clone() for k, v in optimizer.state[p].items()}
+    optimizer.refresh()
+    assert torch.equal(optimizer.state[p]["master"], p.detach().float())
+    optimizer.state[p] = kept
+    assert torch.equal(optimizer.state[p]["master"], m)
+    optimizer.state[p] = {k: v for k, v in kept.items() if k != "master"}
+    assert torch.equal(optimizer.state[p]["master"], p.detach().float())
+
+
+def test_off_files_hold_what_memory_does_not(tmp_path):
+    model = off_model()
+    (tmp_path / "00000.master").write_bytes(b"x" * 10**4)  # of another run, and longer
+    optimizer = OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path)
+    assert {f.suffix for f in tmp_path.iterdir()} == {".master"}
+    off_train(model, optimizer, range(2))
+    for home in optimizer._homes.values():
+        assert home.master.numel() == 0
+        assert set(home.optimizer.state[home.master]) == {"step"} or home.p.dim() == 0
+    sizes = {f.name: f.stat().st_size for f in tmp_path.iterdir()}
+    of = {p: i for i, p in enumerate(p for p in model.parameters() if p.requires_grad)}
+    for p, i in of.items():
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            if p.dim() > 0:
+                assert sizes[f"{i:05d}.{name}"] == p.nbytes
+    at = of[model[0].weight]
+    file = torch.from_file(str(tmp_path / f"{at:05d}.master"), size=33 * 17)
+    assert torch.equal(file.view(33, 17), model[0].weight)
+    held = optimizer.state[model[0].weight]["exp_avg"]
+    before = held.clone()
+    off_train(model, OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path), range(2))
+    assert torch.equal(held, before)  # of files that have been replaced
+
+
+def test_off_a_full_disk_is_an_error_and_no_crash(tmp_path, monkeypatch):
+    model = off_model()
+    optimizer = OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    off_backward(model, 0)
+    with monkeypatch.context() as m:
+        m.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            optimizer.step()
+        with pytest.raises(OSError, match="No space left"):
+            OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path / "other")
+
+
+def test_off_other_optimizers(tmp_path):
+    """Whatever they keep: SGD's momentum, which its first step puts in place of None."""
+    for where in ("cpu", tmp_path):
+        model, peer = off_model(), off_model()
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        optimizer = OF.OffloadedOptimizer(model.parameters(), sgd, where)
+        resident = sgd([p for p in peer.parameters() if p.requires_grad])
+        off_train(model, optimizer, range(3)), off_train(peer, resident, range(3))
+        for p, q in zip(model.parameters(), peer.parameters()):
+            assert torch.equal(p, q)
+            if q.requires_grad:
+                buffer = optimizer.state[p]["momentum_buffer"]
+                assert torch.equal(buffer, resident.state[q]["momentum_buffer"])
+
+
+class OffRows(torch.optim.Optimizer):
+    """Keeps a mean of each row's gradient, a state of another shape than the parameter's, and one
+    of another dtype."""
+
+    def __init__(self, params):
+        super().__init__(params, dict(lr=0.1))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        p = self.param_groups[0]["params"][0]
+        rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0]))
+        rows.lerp_(p.grad.mean(1), 0.5)
+        self.state[p].setdefault("steps", torch.zeros(p.shape, dtype=torch.int64)).add_(2**40 + 1)
+        p.sub_(rows[:, None], alpha=0.1)
+
+
+def test_off_states_of_other_forms_stay_in_memory(tmp_path):
+    results = []
+    for where in ("cpu", tmp_path):
+        model = off_model()
+        optimizer = OF.OffloadedOptimizer([model[0].weight], OffRows, where)
+        off_train(model, optimizer, range(3))
+        state = optimizer.state[model[0].weight]
+        results.append((model[0].weight, state["rows"], state["steps"]))
+    assert all(torch.equal(a, b) for a, b in zip(*results)) and results[0][1].shape == (33,)
+    assert (results[1][2] == 3 * (2**40 + 1)).all()
+    assert [f.name for f in tmp_path.iterdir()] == ["00000.master"]
+
+
+def test_off_empty_shards(tmp_path):
+    """Of a parameter with fewer rows than ranks some ranks have none."""
+    p = nn.Parameter(torch.zeros(0, 4))
+    for make in (OF.OptimizerInBackward, OF.OffloadedOptimizer,
+                 partial(OF.OffloadedOptimizer, where=tmp_path)):  # fmt: skip
+        optimizer = make([p], OFF_ADAM)
+        (p.sum() * 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.state[p]["exp_avg"].shape == (0, 4)
+
+
+def test_off_refusals():
+    p = nn.Parameter(torch.zeros(2))
+    for make in (OF.OptimizerInBackward, OF.OffloadedOptimizer):
+        with pytest.raises(ValueError, match="is there twice"):
+            make([{"params": [p]}, {"params": p}], OFF_ADAM)
+        with pytest.raises(ValueError, match="nothing that requires a gradient"):
+            make([torch.zeros(2)], OFF_ADAM)
+        with pytest.raises(ValueError, match="must be parameters, not <class 'str'>"):
+            make(["p"], OFF_ADAM)
+    with pytest.raises(ValueError, match='where must be "cpu" or a Path'):
+        OF.OffloadedOptimizer([p], OFF_ADAM, "/tmp")
+    on_meta = nn.Parameter(torch.zeros(2, device="meta"))
+    with pytest.raises(ValueError, match="on one device"):
+        OF.OffloadedOptimizer([p, on_meta], OFF_ADAM)
+
+
+class OffStream(TorchDispatchMode):
+    """A stream on a CPU: copies issued under it happen when somebody waits for them, no sooner."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue, self.done, self.most, self.waits = [], 0, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.queue.append(partial(func, *args))
+            self.most = max(self.most, len(self.queue) - self.done)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def run(self, to: int) -> None:
+        while self.done < to:
+            self.queue[self.done]()
+            self.done += 1
+
+    def wait_stream(self, other) -> None:  # for gradients
+        assert self.done == len(self.queue)
+        self.waits += 1
+
+
+def off_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> OffStream:
+    side, now = OffStream(), []
+
+    class Event:
+        at = 0
+
+        def record(self) -> None:
+            assert now == [side]
+            self.at = len(side.queue)
+
+        def synchronize(self) -> None:
+            side.run(self.at)
+
+    @contextmanager
+    def stream(s):
+        now.append(s)
+        with s:
+            yield
+        now.pop()
+
+    main = SimpleNamespace(wait_stream=lambda s: s.run(len(s.queue)))
+    fake = SimpleNamespace(
+        Event=Event, Stream=OffStream, stream=stream, current_stream=lambda device: main
+    )
+    monkeypatch.setattr(OF.torch, "cuda", fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    side.device = "cpu"
+    return side
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_off_copies_of_a_gpu_are_waited_for(dtype: torch.dtype, monkeypatch):
+    """Gradients and weights through the pinned buffers, with copies that are as late as events
+    allow: the same weights."""
+    model, peer = off_model(dtype), off_model(dtype)
+    optimizer, plain = (OF.OffloadedOptimizer(m.parameters(), OFF_ADAM) for m in (model, peer))
+    side = off_fake_cuda(monkeypatch)
+    optimizer._stream = side
+    optimizer._slots = [OF._Slot(4 * 33 * 17, side) for _ in range(2)]
+    for step in range(3):
+        for m, o in ((model, optimizer), (peer, plain)):
+            off_backward(m, step, dtype)
+            o.step()
+            o.zero_grad()
+        for p, q in zip(model.parameters(), peer.parameters()):
+            assert torch.equal(p, q)
+    assert len(side.queue) == 2 * 5 * 3 and side.most >= 2  # one ahead
+    assert side.waits == 3
+
+
+def off_sharded(mesh) -> nn.Module:
+    """Rows shared out: 33 and 17 unevenly, and of one row nothing for the second rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17), nn.Linear(17, 1))
+    for layer in (model[0], model[2], model[3], model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def off_rank(rank: int, ranks: int, folder: Path) -> None:
+    """fully_shard with each optimizer; leaves what is wrong in a file, "" if nothing."""
+    said = "did not end"
+    try:
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        mesh = init_device_mesh("cpu", (ranks,))
+        for make in OFF_ALL:
+            models = [off_sharded(mesh) for _ in range(2)]
+            own = make(models[0], folder / f"{rank}-{make.__name__}")
+            peer = OFF_ADAM(off_groups(models[1]))
+            for step in range(3):
+                for model, optimizer in zip(models, (own, peer)):
+                    x = torch.randn(3, 17, generator=torch.Generator().manual_seed(step + rank))
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            plain = lambda t: t.to_local() if hasattr(t, "to_local") else t
+            for p, q in zip(*(model.parameters() for model in models)):
+                assert torch.equal(p.to_local(), q.to_local()) and p.grad is None
+                for name in ("step", "exp_avg", "exp_avg_sq"):
+                    assert torch.equal(plain(own.state[p][name]), plain(peer.state[q][name])), name
+        assert rank == 0 or models[0][3].weight.to_local().numel() == 0
+        dist.barrier()
+        said = ""
+    except Exception:
+        said = traceback.format_exc()
+    finally:
+        (folder / f"said{rank}").write_text(said)
+        os._exit(0)
+
+
+def test_off_of_fully_shard(tmp_path):
+    """Two ranks, whose shards are uneven and empty: weights and states are those of AdamW there."""
+    fork = multiprocessing.get_context("fork").Process
+    ranks = [fork(target=off_rank, args=(r, 2, tmp_path), daemon=True) for r in range(2)]
+    [p.start() for p in ranks]
+    [p.join(60) for p in ranks]
+    [p.kill() for p in ranks]
+    assert [(tmp_path / f"said{r}").read_text() for r in range(2)] == ["", ""]
+
+
+# --------------------------------------------------------------------------------------------------
+# data.py
+# --------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
+# data.py
+# --------------------------------------------------------------------------------------------------
+
+
+def data_documents(n: int, seed: int = 0, longest: int = 90) -> list[torch.Tensor]:
+    """Ids of documents of 2..longest tokens, and of the lengths at which rows of 16 are cut."""
+    rng = random.Random(seed)
+    lengths = [2, 15, 16, 17, 18, 32, 33, 34, *(rng.randint(2, longest) for _ in range(n))]
+    return [torch.tensor([rng.randint(3, 2000) for _ in range(k)]).int() for k in lengths]
+
+
+def data_ways(documents: list[torch.Tensor], T: int) -> list[tuple]:
+    """Every prediction of a document, behind all that is read before it in its piece of T + 1."""
+    found = []
+    for ids in map(torch.Tensor.tolist, documents):
+        for i in range(1, len(ids)):
+            begin = (i - 1) // T * T
+            found.append((*ids[begin:i], ids[i]))
+    return sorted(found)
+
+
+def data_decoded(rows: torch.Tensor) -> list[tuple]:
+    inputs, targets, positions = (x.tolist() for x in DA.decode(rows.long(), True))
+    return sorted(
+        (*inputs[r][t - positions[r][t] : t + 1], targets[r][t])
+        for r in range(len(inputs))
+        for t in range(len(inputs[r]))
+        if targets[r][t] != DA.IGNORE
+    )
+
+
+def test_data_plain_rows_decode_as_they_are():
+    """Ids, and IGNORE behind them: inputs clamped, targets as given, no positions."""
+    batch = torch.randint(0, 99, (6, 21), generator=torch.Generator().manual_seed(0))
+    for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
+        batch[row, valid + 1 :] = DA.IGNORE
+    inputs, targets, positions = DA.decode(batch, packed=False)
+    assert torch.equal(inputs, batch[:, :-1].clamp(min=0)) and positions is None
+    assert torch.equal(targets, batch[:, 1:])
+    assert torch.equal(DA.decode(batch.int(), False)[1], targets.int())
+    assert torch.equal(DA.decode(batch, True)[2], torch.arange(20).expand(6, 20))
+
+
+def test_data_coded_row_by_hand():
+    """Two documents and padding: starts are nobody's target, prompts are read and not targets,
+    token 99 of a prompt is no padding, positions restart at every start, in padding too."""
+    S, x = DA.START, DA.IGNORE
+    row = [~(7 | S), ~99, 8, 9, 5 | S, 6, 0, ~S, ~0, ~0]
+    inputs, targets, positions = DA.decode(torch.tensor([row]), True)
+    assert inputs.tolist() == [[7, 99, 8, 9, 5, 6, 0, 0, 0]]
+    assert targets.tolist() == [[x, 8, 9, x, 6, 0, x, x, x]]
+    assert positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
+    assert torch.equal(DA.decode(torch.tensor([row]), False)[1], targets)
+    lone = torch.tensor([[~99 | 0, ~98, 3, 4]])  # coded without a start
+    assert DA.decode(lone, False)[0].tolist() == [[99, 98, 3]]
+    only = torch.tensor([[~(99 | S), ~99, ~99, 4], [5 | S, ~99, ~99, 4]])
+    assert DA.decode(only, False)[0].tolist() == [[99, 99, 99], [5, 99, 99]]
+
+
+def test_data_one_document_a_row():
+    row = DA.encode_row([5, 6, 7, 8], 2, 6)
+    assert row.dtype == torch.int32 and row.tolist() == [
+        ~(5 | DA.START),
+        ~6,
+        7,
+        8,
+        ~DA.START,
+        -1,
+        -1,
+    ]
+    inputs, targets, _ = DA.decode(row[None].long(), False)
+    assert inputs.tolist() == [[5, 6, 7, 8, 0, 0]]
+    assert targets.tolist() == [[DA.IGNORE, 7, 8] + [DA.IGNORE] * 3]
+    assert DA.encode_row(range(7), 0, 6).tolist() == [DA.START, 1, 2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match="8 tokens do not fit a row of 7"):
+        DA.encode_row(range(8), 0, 6)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 64, 300])
+def test_data_best_fit_is_best_fit(capacity):
+    """The bins of the quadratic form: each item, longest first, where the least room is left."""
+    rng = random.Random(capacity)
+    lengths = [rng.randint(1, capacity) for _ in range(600)]
+    bins = DA.best_fit(lengths, capacity)
+    assert sorted(i for each in bins for i in each) == list(range(600))
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        enough = [room for room in rooms if room >= length]
+        if enough:
+            rooms.remove(min(enough))
+            rooms.append(min(enough) - length)
+        else:
+            rooms.append(capacity - length)
+    assert sorted(capacity - sum(lengths[i] for i in each) for each in bins) == sorted(rooms)
+
+
+def test_data_best_fit_of_many():
+    """Near n log n, next to nothing empty; what cannot be packed is refused."""
+    lengths = (torch.randn(100_000) * 1.2 + 6).exp().clamp(1, 2049).int().tolist()
+    start = time.process_time()
+    bins = DA.best_fit(lengths, 2049)
+    assert time.process_time() - start < 2
+    assert len(bins) <= 1.001 * math.ceil(sum(lengths) / 2049)
+    for bad in ([3, 9], [3, 0]):
+        with pytest.raises(ValueError, match="1 to 8"):
+            DA.best_fit(bad, 8)
+    assert DA.best_fit([], 8) == []
+
+
+@pytest.mark.parametrize("fit", ["best_fit", "one_each", "next_fit"])
+def test_data_packing_loses_nothing(fit):
+    """Each prediction of each document once, behind its own document alone."""
+    documents = data_documents(300)
+    rows = DA.pack_rows(documents, 16, getattr(DA, fit))
+    assert rows.dtype == torch.int32 and rows.shape[1] == 17
+    assert data_decoded(rows) == data_ways(documents, 16)
+    begun = int((rows >= DA.START).sum())  # no piece of a token that the one before it predicts
+    assert begun == sum(math.ceil((len(ids) - 1) / 16) for ids in documents)
+    if fit == "best_fit":
+        assert (rows < 0).float().mean() < 0.01
+
+
+def test_data_packing_keeps_what_is_no_target():
+    """Prompts and completions side by side, cut where longer than a row."""
+    documents = data_documents(100)
+    for n, ids in enumerate(documents):
+        ids[: n % len(ids)] = ~ids[: n % len(ids)]
+    inputs, targets, positions = DA.decode(DA.pack_rows(documents, 16).long(), True)
+    plain = [torch.where(ids < 0, ~ids, ids) for ids in documents]
+    read = Counter(inputs[positions > 0].tolist()) + Counter(inputs[positions == 0].tolist())
+    want = Counter(i for ids in plain for i in ids[:-1].tolist())
+    assert all(read[i] >= n for i, n in want.items())
+    counted = Counter(targets[targets != DA.IGNORE].tolist())
+    assert counted == Counter(i for ids in documents for i in ids[1:].tolist() if i >= 0)
+
+
+def test_data_windows_of_one_stream():
+    """Without packing: each token but the first is a target once, in order; rows are full."""
+    documents = data_documents(40)
+    flat = torch.cat(documents)
+    rows = DA.window_rows(documents, 16)
+    inputs, targets, positions = DA.decode(rows.long(), False)
+    assert torch.equal(targets[targets != DA.IGNORE], flat[1:].long()) and positions is None
+    assert torch.equal(inputs.flatten()[: len(flat) - 1], flat[:-1].long())
+    assert len(rows) == math.ceil((len(flat) - 1) / 16) and (rows[:-1] >= 0).all()
+
+
+# ---- shards ----
+
+
+def data_texts(n: int = 120) -> list[tuple[str, str]]:
+    rng = random.Random(1)
+    return [(f"d{i}", " ".join(f"w{rng.randint(0, 500)}" for _ in range(3 + i % 30)))
+            for i in range(n)]  # fmt: skip
+
+
+def data_write(folder: Path, documents=None, encode=None, **more):
+    how = dict(seq_len=16, pack=True, shard_tokens=300) | more
+    documents = data_texts() if documents is None else documents
+    return DA.tokenize(documents, encode or DA.Words(), folder, **how)
+
+
+def data_files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != DA.LOCK}
+
+
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    data_write(folder, about={"of": "texts"})
+    return folder
+
+
+def test_data_shards_hold_the_documents(data_folder):
+    """BOS text EOS of each, all predictions, in shards of their own documents alone."""
+    shards = DA.Shards(data_folder, {"of": "texts"})
+    encode = DA.Words()()
+    documents = [torch.tensor([DA.BOS, *encode([t])[0], DA.EOS]) for _, t in data_texts()]
+    assert len(shards.maps) > 5 and shards.index == {"rows": len(shards), "documents": 120}
+    rows = torch.stack([shards.row(i) for i in range(len(shards))])
+    assert data_decoded(rows) == data_ways(documents, 16)
+    names = sorted(p.stem.partition("-")[2] for p in data_folder.glob("*.rows"))
+    begin = 0
+    for end, part in zip(map(int, names), shards.maps):
+        assert data_decoded(part) == data_ways(documents[begin:end], 16)
+        sizes = [len(ids) for ids in documents[begin:end]]
+        assert sum(sizes[:-1]) < 300 and (sum(sizes) >= 300 or end == 120)
+        begin = end
+    for i in (-1, len(shards)):
+        with pytest.raises(ValueError, match=f"no row {i}"):
+            shards.row(i)
+
+
+def test_data_workers_write_the_same_bytes(data_folder, tmp_path, monkeypatch):
+    """Two processes, chunks of a few documents: the shards of one process; and packing is said."""
+    chunks = DA._chunks
+    monkeypatch.setattr(DA, "_chunks", lambda documents: chunks(documents, 500))
+    data_write(tmp_path, workers=2, about={"of": "texts"})
+    assert data_files(tmp_path) == data_files(data_folder)
+
+
+def test_data_an_interrupted_writer_goes_on(data_folder, tmp_path, monkeypatch):
+    """After a failure: documents before the last shard's end are not encoded again, its shards are
+    not written again, and all is as if nothing had happened."""
+    chunks = DA._chunks
+    monkeypatch.setattr(DA, "_chunks", lambda documents: chunks(documents, 1))
+    good, seen = DA.Words()(), []
+
+    def bad(texts):
+        seen.extend(texts)
+        if len(seen) > 60:
+            raise KeyError("a piece")
+        return good(texts)
+
+    about = {"of": "texts"}
+    with pytest.raises(
+        ValueError, match=r"document d60: cannot be tokenized \(KeyError: 'a piece'"
+    ):
+        data_write(tmp_path, encode=lambda: bad, about=about)
+    with pytest.raises(ValueError, match="its writer failed: document d60"):
+        DA.Shards(tmp_path, about, patience=0).row(10_000)
+    (tmp_path / ".000099-1.rows.7.tmp").write_bytes(b"half")
+    written = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.rows")}
+    done = int(max(written).stem.partition("-")[2])
+    assert len(written) > 2 and 30 < done <= 60
+    again = []
+    data_write(
+        tmp_path, encode=lambda: lambda texts: again.extend(texts) or good(texts), about=about
+    )
+    assert again == [text for _, text in data_texts()[done:]]
+    assert all(p.stat().st_mtime_ns == t for p, t in written.items())
+    assert data_files(tmp_path) == data_files(data_folder)
+    again.clear()  # and what is finished stays
+    assert data_write(tmp_path, encode=lambda: again.append, about=about)["documents"] == 120
+    assert again == [] and data_files(tmp_path) == data_files(data_folder)
+
+
+def test_data_other_data_replaces_the_folder(tmp_path):
+    data_write(tmp_path, about={"of": ("texts", 1)})
+    with pytest.raises(ValueError, match="nobody is writing it, and it was made of something else"):
+        DA.Shards(tmp_path, {"of": ("others", 1)}, patience=0)
+    before = len(DA.Shards(tmp_path, {"of": ("texts", 1)}, patience=0))
+    assert data_write(tmp_path, data_texts(20), about={"of": ("others", 1)})["documents"] == 20
+    assert len(DA.Shards(tmp_path, {"of": ["others", 1]}, patience=0)) < before
+    assert len([*tmp_path.glob("*.rows")]) == len(DA.Shards(tmp_path).maps)
+    with pytest.raises(ValueError, match="no documents"):
+        data_write(tmp_path, [], about={"of": "nothing"})
+
+
+def test_data_the_stream_does_not_depend_on_the_writer(data_folder, tmp_path):
+    """A reader beside the writer waits for what is not there, and gets the rows of the finished
+    folder, in the same order."""
+    gate, good = threading.Semaphore(0), DA.Words()()
+
+    def slow(documents):
+        for document in documents:
+            assert gate.acquire(timeout=20)
+            yield document
+
+    about = {"of": "texts"}
+    run = lambda: data_write(tmp_path, slow(data_texts()), encode=lambda: one_by_one, about=about)
+    one_by_one = lambda texts: good(texts)
+    with pytest.MonkeyPatch.context() as patch:
+        chunks = DA._chunks
+        patch.setattr(DA, "_chunks", lambda documents: chunks(documents, 1))
+        writer = threading.Thread(target=run)
+        writer.start()
+        want = DA.Stream([DA.Shards(data_folder, block=2)], [1], 3, 4)
+        beside = DA.Shards(tmp_path, about, block=2, patience=5)
+        got, rows = DA.Stream([beside], [1], 3, 4), []
+        beside.patience = 0.1  # which a living writer is not held to
+        reader = threading.Thread(
+            target=lambda: rows.extend(got.rows(s, range(4)) for s in range(25))
+        )
+        reader.start()
+        for _ in range(45):
+            gate.release()
+        for _ in range(1000):  # its first rows
+            time.sleep(0 if rows else 0.01)
+        time.sleep(0.3)
+        some = len(rows)
+        assert not beside.finished and 0 < some < 25 and reader.is_alive()
+        with pytest.raises(ValueError, match="another process is writing"):
+            data_write(tmp_path, about=about)
+        with pytest.raises(ValueError, match="not known before"):
+            len(beside)
+        for _ in range(200):
+            gate.release()
+        writer.join(20)
+        reader.join(20)
+    assert len(rows) == 25 and 100 < len(beside) + 50
+    assert all(torch.equal(x, want.rows(s, range(4))) for s, x in enumerate(rows))
+
+
+def test_data_a_reader_does_not_wait_for_a_dead_writer(data_folder, tmp_path):
+    """Shards of a killed writer can be read, and the first that is missing is an error."""
+    for path in sorted(data_folder.glob("*.rows"))[:2]:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / DA.ABOUT).write_bytes((data_folder / DA.ABOUT).read_bytes())
+    shards = DA.Shards(tmp_path, patience=0.1)
+    assert torch.equal(shards.row(3), DA.Shards(data_folder).row(3)) and not shards.finished
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="nobody is writing it, and it is not finished"):
+        shards.row(shards.ends[-1])
+    with pytest.raises(ValueError, match="nobody is writing it"):
+        shards.block(0)
+    assert 0.1 < time.monotonic() - start < 3
+
+
+@pytest.mark.slow
+def test_data_workers_that_fail_or_die(tmp_path):
+    """A document that a worker cannot encode is named; for a killed one nobody waits."""
+    bad = [("fine", "a"), ("half", "\ud800"), ("fine too", "b")]
+    with pytest.raises(ValueError, match="document half: cannot be tokenized .UnicodeEncodeError"):
+        data_write(tmp_path, bad, workers=1)
+
+    def sending(number):  # when the worker has begun
+        yield "first", "a" * (1 << 19)
+        yield "second", "b" * (1 << 19)
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        command = lambda child: Path(f"/proc/{child}/cmdline").read_bytes()
+        os.kill(int([c for c in children if b"multiprocessing" in command(c)][-1]), number)
+        yield "third", "c" * (1 << 19)
+
+    with pytest.raises(ValueError, match="a tokenizing process died"):
+        data_write(tmp_path, sending(signal.SIGKILL), workers=1)
+    done = data_write(tmp_path, sending(signal.SIGINT), workers=1, about={"Ctrl-C": "no matter"})
+    assert done["documents"] == 3
+
+
+@pytest.mark.slow
+def test_data_a_killed_writer_leaves_whole_shards(data_folder, tmp_path):
+    """kill -9 at random moments, again and again: the same bytes in the end."""
+    program = (
+        "import json, sys, time, pathlib, data as DA\n"
+        "good, chunks = DA.Words()(), DA._chunks\n"
+        "DA._chunks = lambda documents: chunks(documents, 1)\n"
+        "slow = lambda texts: time.sleep(0.004) or good(texts)\n"
+        "DA.tokenize(json.loads(sys.argv[2]), lambda: slow, pathlib.Path(sys.argv[1]), 16, True,\n"
+        "            about={'of': 'texts'}, shard_tokens=300)\n"
+    )
+    run = [sys.executable, "-c", program, str(tmp_path), json.dumps(data_texts())]
+    rng, whole, codes = random.Random(0), data_files(data_folder), []
+    while not codes or codes[-1] != 0:
+        p = subprocess.Popen(run, cwd=Path(DA.__file__).parent)
+        enough = len([*tmp_path.glob("0*.rows")]) + rng.randint(2, 4)
+        while p.poll() is None and len([*tmp_path.glob("0*.rows")]) < enough:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.03))
+        p.kill()
+        codes.append(p.wait())
+        for path in tmp_path.glob("0*.rows"):
+            assert path.read_bytes() == whole[path.name]
+    assert codes.count(-signal.SIGKILL) > 2 and data_files(tmp_path) == whole
+
+
+# ---- the stream ----
+
+
+def data_numbered(n: int, base: int = 0) -> DA.Rows:
+    return DA.Rows(torch.arange(base, base + n)[:, None].expand(n, 5))
+
+
+def test_data_every_row_once_an_epoch():
+    """Whatever the batch size; each epoch and seed in its own order."""
+    stream = DA.Stream([data_numbered(37)], [1], 5, 8)
+    order = [int(stream.row(g)[0]) for g in range(3 * 37)]
+    epochs = [order[i : i + 37] for i in range(0, 111, 37)]
+    assert all(sorted(e) == list(range(37)) for e in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and epochs[0] != list(range(37))
+    batches = [stream.rows(s, range(8)) for s in range(13)]
+    assert torch.cat(batches)[:, 0].tolist() == order[: 13 * 8] and batches[0].dtype == torch.int64
+    assert [int(DA.Stream([data_numbered(37)], [1], 6, 8).row(g)[0]) for g in range(37)] != epochs[
+        0
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_data_ranks_share_one_stream(ranks, data_folder):
+    """However many ranks, and asked in any order, the rows of a batch are those of one process."""
+    sources = lambda: [DA.Shards(data_folder), data_numbered(50)]
+    sources = lambda make=sources: [make()[0], DA.Rows(torch.full((9, 17), 7, dtype=torch.int32))]
+    stream = DA.Stream(sources(), [2, 1], 1, 24)
+    for step in (41, 3, 0):
+        whole = stream.rows(step, range(24))
+        parts = [
+            DA.Stream(sources(), [2, 1], 1, 24).rows(step, range(r, 24, ranks))
+            for r in range(ranks)
+        ]
+        assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
+
+
+def test_data_first_epoch_is_shuffled_in_blocks(data_folder):
+    """Of so many shards each; later ones over all."""
+    shards = DA.Shards(data_folder, block=2)
+    where = {}
+    for i in range(len(shards)):
+        where.setdefault(tuple(shards.row(i).tolist()), i)
+    assert len(where) == len(shards)
+    stream, n = DA.Stream([shards], [1], 0, 1), len(shards)
+    first, second = (
+        [where[tuple(stream.row(e * n + i).tolist())] for i in range(n)] for e in (0, 1)
+    )
+    for begin, end in zip(shards.ends[::2], [*shards.ends[2::2], n]):
+        assert sorted(first[begin:end]) == list(range(begin, end))
+        assert end - begin < 4 or first[begin:end] != sorted(first[begin:end])
+    assert sorted(second) == list(range(n)) and sorted(second[: n // 2]) != list(range(n // 2))
+
+
+@pytest.mark.parametrize("weights, period", [([3, 1], 4), ([6, 2, 4], 6), ([0.7, 0.2, 0.1], 10),
+                                             ([Fraction(1, 3), 1], 4)])  # fmt: skip
+def test_data_sources_have_exact_shares(weights, period):
+    """In every period, each source exactly its share, in an order of its own; of each source every
+    number in turn."""
+    if period == 4 and weights[0] != 3:
+        weights = [Fraction(1, 3), Fraction(1)]
+    sources = [data_numbered(11, 100 * k) for k in range(len(weights))]
+    stream = DA.Stream(sources, weights, 2, 5)
+    assert stream.period == period
+    taken = [stream.source_of(g) for g in range(60 * period)]
+    share = {k: w * period / sum(weights) for k, w in enumerate(weights)}
+    for i in range(0, len(taken), period):
+        count = Counter(k for k, _ in taken[i : i + period])
+        assert all(count[k] == pytest.approx(float(n)) for k, n in share.items())
+    for k in range(len(weights)):
+        assert [i for j, i in taken if j == k] == list(range(sum(j == k for j, _ in taken)))
+    orders = {tuple(k for k, _ in taken[i : i + period]) for i in range(0, len(taken), period)}
+    assert len(orders) > 3
+    assert [int(stream.row(g)[0]) // 100 for g in range(50)] == [k for k, _ in taken[:50]]
+
+
+def test_data_sources_as_they_are_given():
+    weight = lambda *given: [(s.path, s.weight) for s in DA.parse_sources(given)]
+    assert weight("a.jsonl=3", "b=c", "b=c=0.5", "x=.5", "y=2.") == [
+        ("a.jsonl", 3), ("b=c", 1), ("b=c", Fraction(1, 2)), ("x", Fraction(1, 2)), ("y", 2)
+    ]  # fmt: skip
+    for bad, words in (("=3", "no path"), ("a=0", "more than 0"), ("", "no path")):
+        with pytest.raises(ValueError, match=words):
+            DA.parse_sources([bad])
+    for weights in ([1, 0], [1], [1, -1]):
+        with pytest.raises(ValueError, match="weight"):
+            DA.Stream([data_numbered(3)] * 2, weights, 0, 1)
+    with pytest.raises(ValueError, match="round"):
+        DA.Stream([data_numbered(3)] * 2, [1.0000001, 1], 0, 1)
+    with pytest.raises(ValueError, match="none to train on"):
+        DA.Rows(torch.zeros(0, 5))
+
+
+# ---- chats ----
+
+
+def data_chatml(messages, add_generation_prompt):
+    text = "".join(f"<{m['role']}>{m['content']}</>\n" for m in messages)
+    return text + ("<assistant>" if add_generation_prompt else "")
+
+
+data_letters = lambda text: [ord(c) for c in text]
+DATA_CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes?"},
+    {"role": "user", "content": "sum"},
+    {"role": "assistant", "content": "42"},
+    {"role": "user", "content": "thanks"},
+]
+
+
+def data_read(rows, packed=False):
+    """(what is read, what are targets) of each row, as text."""
+    inputs, targets, _ = DA.decode(rows.long(), packed)
+    text = lambda ids: "".join(chr(i) for i in ids if i > 0)
+    return [(text(i), text(t)) for i, t in zip(inputs.tolist(), targets.tolist())]
+
+
+def test_data_chat_targets_are_what_the_assistant_says():
+    """With the text that ends its turn; prompts, other turns and what comes after are read."""
+    rows = DA.chat_rows([DATA_CHAT, DATA_CHAT[:2]], data_chatml, data_letters, 100, pack=False)
+    (all_read, said), (read, once) = data_read(rows)
+    assert all_read == data_chatml(DATA_CHAT, False) and said == "yes?</>\n42</>\n"
+    assert read == data_chatml(DATA_CHAT[:2], False) and once == "yes?</>\n"
+    packed = DA.chat_rows([DATA_CHAT[:2]] * 9, data_chatml, data_letters, 100, pack=True)
+    assert len(packed) == 3
+    assert "".join(said for _, said in data_read(packed, True)) == "yes?</>\n" * 9
+    short = DA.chat_rows([DATA_CHAT], data_chatml, data_letters, 8, pack=False)
+    assert "".join(said for _, said in data_read(short)) == "yes?</>\n42</>\n"
+    assert len(short) < math.ceil(len(data_chatml(DATA_CHAT, False)) / 8)  # prompts alone are gone
+
+
+def test_data_chat_templates_that_change_earlier_turns():
+    """A rendering that is no prefix of the next is refused, by conversation and message."""
+    forgets = lambda messages, add: data_chatml(messages[-2:], add)
+    with pytest.raises(ValueError, match=r"conversation 2: messages\[1\]: the chat template"):
+        DA.chat_rows([DATA_CHAT[:2], DATA_CHAT], forgets, data_letters, 99, True)
+    thinks = lambda messages, add: data_chatml(messages, add) + ("<think>" if add else "")
+    with pytest.raises(ValueError, match=r"conversation 1: messages\[1\]"):
+        DA.chat_rows([DATA_CHAT], thinks, data_letters, 99, True)
+    with pytest.raises(ValueError, match="conversation 1: messages: none is the assistant's"):
+        DA.chat_rows([DATA_CHAT[:1]], data_chatml, data_letters, 99, True)
+
+    def refuses(messages, add):
+        raise ValueError("no such role")
+
+    with pytest.raises(ValueError, match="conversation 1: no such role"):
+        DA.chat_rows([DATA_CHAT], refuses, data_letters, 99, True)
+    with pytest.raises(ValueError, match="conversations: there are none"):
+        DA.chat_rows([], data_chatml, data_letters, 99, True)
+
+
+def test_data_preferences_are_two_rows_a_pair():
+    """Chosen first; completions are targets, with what ends them; strings or messages."""
+    pairs = [("hi", "yes", "no"), (DATA_CHAT[:3], DATA_CHAT[:4], "41")]
+    rows = DA.preference_rows(pairs, data_chatml, data_letters, 80)
+    begin = "<user>hi</>\n<assistant>"
+    longer = data_chatml(DATA_CHAT[:3], True)
+    assert data_read(rows) == [
+        *((begin + said, said) for said in ("yes</>\n", "no</>\n")),
+        *((longer + said, said) for said in ("42</>\n", "41</>\n")),
+    ]
+    same = DA.preference_rows([(DATA_CHAT[:3], "42", "41")], data_chatml, data_letters, 80)
+    assert torch.equal(same, rows[2:])
+    plain = DA.preference_rows(pairs[:1], None, data_letters, 8)
+    assert plain[0, 1:4].tolist() == [~104, ~105, 121]
+    assert data_read(plain) == [("\1hiyes\2", "yes\2"), ("\1hino\2", "no\2")]
+    cut = DA.preference_rows(pairs[:1], None, data_letters, 4)
+    assert data_read(cut)[0][1] == "ye" and data_read(cut)[1][1] == "no"
+    with pytest.raises(ValueError, match=r"pair 1: its prompt, 3 tokens, leaves no room"):
+        DA.preference_rows(pairs[:1], None, data_letters, 2)
+    with pytest.raises(ValueError, match="pair 2: messages want a chat template"):
+        DA.preference_rows(pairs, None, data_letters, 80)
+
+
+def test_data_files_of_chats_preferences_and_prompts(tmp_path):
+    def lines(*objects):
+        path = tmp_path / "x.jsonl"
+        path.write_text("\n\n".join(json.dumps(o) for o in objects) + "\n", encoding="utf-8")
+        return path
+
+    assert [*DA.read_conversations(lines({"messages": DATA_CHAT}))] == [DATA_CHAT]
+    pair = {"chosen": "a", "rejected": [DATA_CHAT[1]]}
+    given = lines(pair | {"prompt": "p"}, pair | {"messages": DATA_CHAT[:1]})
+    assert [*DA.read_preferences(given)] == [
+        ("p", "a", [DATA_CHAT[1]]), (DATA_CHAT[:1], "a", [DATA_CHAT[1]])
+    ]  # fmt: skip
+    prompts = lines({"prompt": "1+1", "answer": 2}, {"prompt": DATA_CHAT[:1], "answer": "x"})
+    assert DA.read_prompts(prompts) == [("1+1", "2"), (DATA_CHAT[:1], "x")]
+
+
+@pytest.mark.parametrize("read, line, words", [
+    ("read_conversations", {"text": "x"}, 'line 3: has no "messages"; give a list of messages'),
+    ("read_conversations", {"messages": "x"}, '"messages" must be a list of messages, not str'),
+    ("read_conversations", {"messages": []}, 'line 3: "messages" is empty'),
+    ("read_conversations", {"messages": ["x"]}, 'line 3: "messages"[0] must be an object'),
+    ("read_conversations", {"messages": [{"role": "user"}]}, '[0] wants a string "content"'),
+    ("read_conversations", [1], 'line 3 is not a JSON object with "messages"'),
+    ("read_preferences", {"prompt": "x", "chosen": "y"}, 'line 3: has no "rejected"'),
+    ("read_preferences", {"prompt": "x", "chosen": 1, "rejected": "y"},
+     'line 3: "chosen" must be a string or a list of messages, not int'),
+    ("read_preferences", {"chosen": "x", "rejected": "y"}, 'line 3: has no "prompt"'),
+    ("read_prompts", {"prompt": "x", "answer": True},
+     'line 3: "answer" must be a string or a number, not bool'),
+    ("read_prompts", {"prompt": "", "answer": "1"}, 'line 3: "prompt" is empty'),
+    ("read_documents", {"text": 3}, 'line 3: "text" must be a string, not int'),
+    ("read_documents", {"txt": 3}, 'line 3 is not a JSON object with a "text" field'),
+])  # fmt: skip
+def test_data_errors_name_file_line_and_field(tmp_path, read, line, words):
+    path = tmp_path / "x.jsonl"
+    fine = {
+        "messages": DATA_CHAT,
+        "prompt": "p",
+        "chosen": "c",
+        "rejected": "r",
+        "answer": "a",
+        "text": "t",
+    }
+    path.write_text(f"{json.dumps(fine)}\n\n{json.dumps(line)}\n")
+    with pytest.raises(ValueError) as e:
+        [*getattr(DA, read)(str(path) if read == "read_documents" else path)]
+    said = str(e.value)
+    assert said.startswith(f"{path}: ") and words in said and "\n" not in said
+
+
+def test_data_documents_are_read_one_by_one(tmp_path):
+    """Neither the rest of the JSONL nor of the folder is read before it is asked for."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "first"}\n{"text": " "}\n{"text": "\\ud800"}\nnot json\n')
+    documents = DA.stream_documents(str(path))
+    assert next(documents) == ("1", "first")
+    with pytest.raises(ValueError, match="line 3"):
+        next(documents)
+    path.write_bytes(b'{"text": "first"}\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        DA.read_documents(str(path))
+    path.write_text('{"text": "\\ud83d\\ude00"}\n')
+    assert DA.read_documents(str(path)) == [("1", "\U0001f600")]
+    one = tmp_path / "one.txt"
+    one.write_text("word " * 4000)
+    pieces = DA.read_documents(str(one))
+    assert [len(text) for _, text in pieces] == [8192, 8192, 3616]
+    assert "".join(text for _, text in pieces) == "word " * 4000
+    path.write_text('{"text": " "}\n')
+    with pytest.raises(ValueError, match="holds no text"):
+        DA.read_documents(str(path))
+
+
+# --------------------------------------------------------------------------------------------------
+# recovery.py
+# --------------------------------------------------------------------------------------------------
+
+# Mirror: cases of 4 processes, run in one start of them -------------------------------------------
+
+RE_WORLD = 4
+
+
+class ReSharded:
+    """What Mirror needs of a DTensor."""
+
+    def __init__(self, local):
+        self.local = local
+
+    def to_local(self):
+        return self.local
+
+
+def re_state(rank, step):
+    g = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(7, 301, generator=g)
+    return {
+        "w": x, "bf16": x[:3].bfloat16(), "turned": x.t(), "step": torch.tensor(float(step)),
+        "ids": torch.arange(rank, rank + 5), "none": torch.empty(0, 3), "flag": x > 0,
+        "fp8": x.to(torch.float8_e4m3fn), "sharded": ReSharded(x[1:2].clone()),
+    }  # fmt: skip
+
+
+def re_empty(rank):
+    return {n: ReSharded(torch.zeros_like(t.local)) if n == "sharded" else torch.zeros_like(t)
+            for n, t in re_state(rank, 0).items()}  # fmt: skip
+
+
+def re_equal(a, b):
+    bits = lambda t: RE._local(t).contiguous().reshape(-1).view(torch.uint8)
+    return a.keys() == b.keys() and all(torch.equal(bits(a[n]), bits(b[n])) for n in a)
+
+
+def re_back(mirror, rank, want=None):
+    """(step found, whether the state of rank `want` at that step came back)"""
+    step, into = mirror.newest(), re_empty(rank)
+    if step is None:
+        return None, None
+    about = mirror.get(step, into)
+    want = rank if want is None else want
+    return step, re_equal(into, re_state(want, step)) and about == {"rank": want}
+
+
+def re_filled(folder, rank, steps=(1, 2, 3), **options):
+    mirror = RE.Mirror(folder, options.pop("key", f"shard {rank}"), **options)
+    for step in steps:
+        mirror.put(step, re_state(rank, step), {"rank": rank})
+    return mirror
+
+
+def re_names(folder):
+    return sorted(p.name.split("-", 1)[1] for p in folder.iterdir())
+
+
+def re_keeps(rank, folder):
+    mirror = re_filled(folder / str(rank), rank)
+    return re_names(mirror.folder), re_back(mirror, rank), oct(mirror.folder.stat().st_mode)[-3:]
+
+
+def re_lost(rank, folder):
+    """A new life after the folders of `lost` are gone."""
+    got = {}
+    where = folder / str(rank)
+    for lost in [(0,), (3,), (0, 1), (0, 3), (0, 2), (1, 3), (0, 1, 2, 3)]:
+        RE.Mirror(where, "").clear()
+        mirror = re_filled(where, rank, (2,))
+        if rank in lost:
+            mirror.clear()
+        got[lost] = re_back(RE.Mirror(where, f"shard {rank}"), rank)
+    return got
+
+
+def re_bad(rank, folder):
+    """Copies with a byte changed, without an end, or that are not ours."""
+    mirror, got = re_filled(folder / str(rank), rank), []
+
+    def spoil(holder, owner, step, how):
+        dist.barrier()
+        if rank == holder:
+            (path,) = mirror.folder.glob(f"*-{step:08d}-{owner}-{holder}.mirror")
+            how(path)
+        dist.barrier()
+        got.append(re_back(mirror, rank))
+
+    def flip(path):
+        data = bytearray(path.read_bytes())
+        data[len(data) * 2 // 3] ^= 1
+        path.write_bytes(data)
+
+    cut = lambda path: os.truncate(path, path.stat().st_size - 1)
+    spoil(1, 1, 3, flip)  # the partner's copy serves, and is a new copy of its own
+    spoil(3, 1, 3, cut)
+    spoil(1, 1, 3, flip)  # so the step before
+    spoil(0, 0, 2, lambda path: path.write_bytes(b"hello"))
+    spoil(2, 0, 2, lambda path: path.write_bytes(b""))
+    spoil(0, 0, 2, lambda path: path.write_bytes(path.read_bytes().replace(b"world", b"w0rld")))
+    return got
+
+
+def re_replicas(rank, folder):
+    """Ranks 0 and 2, and 1 and 3, hold the same: 2 and 3 die before the step under way is kept."""
+    key, where = rank % 2, folder / str(rank)
+    mirror = RE.Mirror(where, f"shard {key}")
+    for step in (1, 2):
+        mirror.put(step, re_state(key, step), {"rank": key})
+    if rank < 2:
+        thread = threading.Thread(target=mirror.dump, args=(3, re_state(key, 3), {"rank": key}))
+        thread.start(), thread.join()
+    else:
+        mirror.clear()
+    got = [re_back(RE.Mirror(where, f"shard {key}"), rank, key)]
+    for path in where.glob("*-00000003-*") if key == 1 else ():
+        path.unlink()
+    return got + [re_back(RE.Mirror(where, f"shard {key}"), rank, key)]
+
+
+def re_moved(rank, folder):
+    """Ranks are placed elsewhere after a restart; or there are fewer, or of other keys."""
+    re_filled(folder / str(rank), rank, (5,))
+    there = folder / str((rank + 1) % RE_WORLD)
+    pair = dist.new_group([0, 1])
+    dist.barrier()  # as all processes of a life have ended when the next begins
+    other = RE.Mirror(there, f"other {rank}").newest()
+    fewer = RE.Mirror(folder / str(rank), f"shard {rank}", pair).newest() if rank < 2 else None
+    return re_back(RE.Mirror(there, f"shard {rank}"), rank), other, fewer
+
+
+def re_group(rank, folder):
+    """A group whose ranks are not those of all."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mirror = re_filled(folder / str(rank), rank, (1,), group=groups[rank // 2])
+    if rank in (0, 3):
+        mirror.clear()
+    return mirror.rank, re_back(mirror, rank)
+
+
+def re_shared(rank, folder):
+    """One folder for the ranks of a machine."""
+    mirror = re_filled(folder, rank, (1, 2, 3, 4), keep=3)
+    dist.barrier()
+    return len(re_names(folder)), re_back(RE.Mirror(folder, f"shard {rank}"), rank), mirror.distance
+
+
+def re_pieces(rank, folder):
+    """Messages of many chunks, states of unequal sizes, and no partner."""
+    RE.CHUNK = 1000
+    try:
+        state = {"x": torch.arange(100 + 5000 * rank)}
+        mirror = RE.Mirror(folder / str(rank), f"{rank}", distance=1)
+        mirror.put(1, state, {})
+        if rank == 2:
+            mirror.clear()
+        mirror.newest()
+        mirror.get(1, into := {"x": torch.zeros_like(state["x"])})
+        alone = re_filled(folder / f"alone {rank}", rank, (1,), distance=0)
+        return torch.equal(into["x"], state["x"]), re_names(alone.folder), re_back(alone, rank)
+    finally:
+        RE.CHUNK = 32 * 2**20
+
+
+def re_full(rank, folder):
+    """No space on one rank: all know, nothing is lost, and the next put works."""
+    mirror, got, real, calls = re_filled(folder / str(rank), rank), [], os.posix_fallocate, []
+
+    def full(*args):
+        calls.append(args)
+        if rank == 2 and len(calls) == fail:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    for fail in (1, 2):  # its own file, its partner's
+        calls.clear()
+        os.posix_fallocate = full
+        try:
+            mirror.put(4, re_state(rank, 4), {"rank": rank})
+            got.append("nothing was raised")
+        except OSError as error:
+            got.append(str(error))
+        finally:
+            os.posix_fallocate = real
+        got += [re_names(mirror.folder), re_back(mirror, rank)]
+    mirror.put(5, re_state(rank, 5), {"rank": rank})
+    return got, re_back(mirror, rank)
+
+
+def re_refusals(rank, folder):
+    mirror, got = re_filled(folder / str(rank), rank, (1,)), []
+
+    def refused(run):
+        try:
+            run()
+        except ValueError as error:
+            got.append(str(error))
+
+    refused(lambda: mirror.get(1, re_empty(rank)))  # before newest
+    mirror.newest()
+    refused(lambda: mirror.get(2, re_empty(rank)))
+    wrong = re_empty(rank) | ({"w": torch.zeros(7, 300)} if rank == 1 else {})
+    refused(lambda: mirror.get(1, wrong))
+    less = re_empty(rank)
+    less.pop("ids")
+    refused(lambda: mirror.get(1, less))
+    refused(lambda: mirror.get(1, re_empty(rank) | {"w": torch.zeros(7, 301).double()}))
+    refused(lambda: RE.Mirror(folder, "", keep=1))
+    refused(lambda: RE.Mirror(folder, "", distance=4))
+    return got + [re_back(mirror, rank)]
+
+
+def re_lives(rank, folder):
+    """Copies of a step that a restarted run repeats are not mixed with those of its first time."""
+    where = folder / str(rank)
+    re_filled(where, rank, (8, 9))
+    dist.barrier()
+    (where / "9-00000009-0-0.tmp").write_bytes(b"killed")
+    second = RE.Mirror(where, f"shard {rank}")
+    clean = not list(where.glob("*.tmp"))
+    changed = re_state(rank, 9) | {"w": torch.zeros(7, 301)}
+    if rank != 3:
+        second.dump(9, changed, {"rank": rank})
+    first = re_back(RE.Mirror(where, f"shard {rank}"), rank)
+    if rank == 3:
+        second.dump(9, changed, {"rank": rank})
+    both = re_back(RE.Mirror(where, f"shard {rank}"), rank)
+    third = re_filled(where, rank, (4, 5))  # older by the number, newer by the life
+    return clean, first, both, re_back(third, rank), len(re_names(where))
+
+
+# Watch: in the same processes ---------------------------------------------------------------------
+
+
+def re_watch(store, rank, told, **options):
+    options = dict(timeout=0.25, first=0.25) | options
+    return RE.Watch(store, rank, RE_WORLD, report=told.append, on_hang=lambda: None, **options)
+
+
+def re_wait(told, seconds=10.0):
+    until = time.monotonic() + seconds
+    while not told and time.monotonic() < until:
+        time.sleep(0.01)
+    return told[:]
+
+
+def re_together(folder, name, rank, ranks=range(RE_WORLD)):
+    """A barrier of files, for neither the store nor the group is sure to answer."""
+    (folder / f"{name}.{rank}").touch()
+    while not all((folder / f"{name}.{r}").exists() for r in ranks):
+        time.sleep(0.005)
+
+
+def re_sleeper(rank, store, folder):
+    """Rank 2 sleeps in its second step."""
+    told = []
+    watch = re_watch(dist.PrefixStore("sleep", store), rank, told, first=30.0)
+    for step in (6, 7):
+        watch.beat(step, "forward")
+        if rank == 2 and step == 7:
+            while len(list(folder.glob("told*"))) < RE_WORLD:
+                if told:
+                    (folder / f"told{rank}").touch()
+                time.sleep(0.005)
+        elif step == 7:
+            seen = lambda: (re_wait(told), (folder / f"told{rank}").touch())
+            threading.Thread(target=seen, daemon=True).start()
+        watch.beat(step, "reduce")
+        dist.all_reduce(torch.ones(1))
+    watch.close()
+    return told
+
+
+def re_furthest(rank, store, folder):
+    """All wait; rank 1 in a phase before the others'."""
+    told, mine = [], store.clone()
+    watch = re_watch(dist.PrefixStore("behind", store), rank, told)
+    watch.beat(3, "forward")
+    if rank != 1:
+        watch.beat(3, "backward")
+    threading.Thread(target=lambda: (re_wait(told), mine.set(f"told{rank}", ""))).start()
+    store.wait([f"told{r}" for r in range(RE_WORLD)], timedelta(seconds=20))
+    watch.close()
+    return told
+
+
+def re_leaver(rank, store, folder):
+    """Rank 3 is done one step early."""
+    told = []
+    watch = re_watch(dist.PrefixStore("leave", store), rank, told)
+    for step in range(2 if rank == 3 else 3):
+        watch.beat(step, "forward")
+        if step < 2:
+            dist.all_reduce(torch.ones(1))
+        else:
+            re_wait(told)
+            re_together(folder, "left", rank, range(3))
+    watch.close()
+    dist.barrier()
+    return told
+
+
+def re_stopped(rank, store, folder):
+    """SIGSTOP of rank 1, then of rank 0, which is the store's host."""
+    got, pids = [], [None] * RE_WORLD
+    dist.all_gather_object(pids, os.getpid())
+    for victim in (1, 0):
+        told = []
+        watch = re_watch(dist.PrefixStore(f"stop {victim}", store), rank, told, first=30.0)
+        watch.beat(0, "forward")
+        dist.barrier()
+        watch.beat(1, "forward")
+        if rank == 3:
+            time.sleep(0.1)
+            os.kill(pids[victim], signal.SIGSTOP)
+        if rank != victim:
+            re_wait(told)
+            re_together(folder, f"stop {victim}", rank, {0, 1, 2, 3} - {victim})
+            if rank == 3:
+                os.kill(pids[victim], signal.SIGCONT)
+        dist.barrier()
+        watch.close()
+        got.append(told)
+    return got
+
+
+def re_waits(rank, store, folder):
+    """Rank 2 works for 60 ms a step where the others do for 10."""
+    watch = RE.Watch(None, 0, 1, timeout=30.0, first=30.0, report=print, on_hang=int)
+    dist.barrier()
+    watch.waits()
+    start = time.perf_counter()
+    for _ in range(8):
+        time.sleep(0.06 if rank == 2 else 0.01)
+        dist.all_reduce(torch.ones(1))
+    spent, passed = watch.waits(), time.perf_counter() - start
+    rows = [None] * RE_WORLD
+    dist.all_gather_object(rows, spent)
+    watch.close()
+    return spent, passed, RE.stragglers(rows)
+
+
+RE_FOLDERS = [re_keeps, re_lost, re_bad, re_replicas, re_moved, re_group, re_shared, re_pieces,
+              re_full, re_refusals, re_lives]  # fmt: skip
+RE_WATCHED = [re_sleeper, re_furthest, re_leaver, re_waits, re_stopped]
+
+
+def re_child(rank, port, folder):
+    gc.freeze()
+    torch.set_num_threads(1)
+    with open(folder / f"log{rank}", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stderr = os.fdopen(2, "w")  # pytest's own is elsewhere
+    try:
+        RE.STORE = 0.5
+        store = dist.TCPStore("127.0.0.1", port, RE_WORLD, rank == 0, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank,
+                                world_size=RE_WORLD, timeout=timedelta(seconds=60))  # fmt: skip
+        got, spent = {}, {}
+        for case in RE_FOLDERS + RE_WATCHED:
+            start = time.monotonic()
+            where = folder / case.__name__
+            where.mkdir(exist_ok=True)
+            args = (where,) if case in RE_FOLDERS else (store, where)
+            got[case.__name__] = case(rank, *args)
+            spent[case.__name__] = time.monotonic() - start
+        torch.save((got, spent), folder / f"got{rank}")
+        dist.barrier()
+    except BaseException:  # noqa: BLE001, the parent shows it
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def re_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recovery")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    fork = multiprocessing.get_context("fork").Process
+    started = [fork(target=re_child, args=(r, port, folder), daemon=True) for r in range(RE_WORLD)]
+    for p in started:
+        p.start()
+    until = time.monotonic() + 60
+    for p in started:
+        p.join(max(1, until - time.monotonic()))
+        p.kill()
+    files = [folder / f"got{r}" for r in range(RE_WORLD)]
+    logs = "\n".join((folder / f"log{r}").read_text()[-1500:] for r in range(RE_WORLD))
+    assert all(f.exists() for f in files), logs
+    loaded = [torch.load(f, weights_only=False) for f in files]
+    print({name: round(seconds, 2) for name, seconds in loaded[0][1].items()})
+    return [got for got, _ in loaded], logs
+
+
+def re_of(re_ranks, name):
+    return [got[name] for got in re_ranks[0]]
+
+
+def test_re_files_are_kept_and_dropped(re_ranks):
+    for rank, (names, back, mode) in enumerate(re_of(re_ranks, "re_keeps")):
+        other = (rank + 2) % 4
+        assert names == sorted(f"{s:08d}-{o}-{rank}.mirror" for s in (2, 3) for o in (rank, other))
+        assert back == (3, True) and mode == "700"
+
+
+def test_re_any_one_and_any_two_that_are_not_partners_may_be_lost(re_ranks):
+    for got in re_of(re_ranks, "re_lost"):
+        for lost, back in got.items():
+            partners = {0, 2} <= set(lost) or {1, 3} <= set(lost)
+            assert back == ((None, None) if partners else (2, True)), lost
+
+
+def test_re_bad_copies_are_refused(re_ranks):
+    for got in re_of(re_ranks, "re_bad"):
+        assert got == [(3, True), (3, True), (2, True), (2, True), (2, True), (None, None)]
+    for why in ("wrong checksum", "bytes of", "no file of Mirror", "empty file"):
+        assert why in re_ranks[1]
+
+
+def test_re_replicas_save_the_step_under_way(re_ranks):
+    assert re_of(re_ranks, "re_replicas") == [[(3, True), (2, True)]] * 4
+
+
+def test_re_ranks_may_be_placed_elsewhere(re_ranks):
+    assert re_of(re_ranks, "re_moved") == [((5, True), None, None)] * 4
+
+
+def test_re_a_group_of_some_ranks(re_ranks):
+    assert re_of(re_ranks, "re_group") == [(rank % 2, (1, True)) for rank in range(4)]
+
+
+def test_re_a_folder_may_be_shared(re_ranks):
+    assert re_of(re_ranks, "re_shared") == [(4 * 2 * 3, (4, True), 2)] * 4
+
+
+def test_re_messages_of_many_chunks(re_ranks):
+    for rank, (equal, names, back) in enumerate(re_of(re_ranks, "re_pieces")):
+        assert equal and names == [f"00000001-{rank}-{rank}.mirror"] and back == (1, True)
+
+
+def test_re_full_memory_is_an_error_of_all(re_ranks):
+    for got, after in re_of(re_ranks, "re_full"):
+        for why, names, back in (got[:3], got[3:]):
+            assert why.startswith("rank 2: ") and "No space" in why
+            assert back == (3, True) and len(names) == 4 and "00000004" not in str(names)
+        assert after == (5, True)
+
+
+def test_re_refusals(re_ranks):
+    for got in re_of(re_ranks, "re_refusals"):
+        before, other, shape, name, dtype, keep, distance, back = got
+        assert "call it first" in before and "step 2" in other
+        assert "w: the copy has ['float32', [7, 301]]" in shape and "[7, 300]" in shape
+        assert "ids: the copy has" in name and "None" in name
+        assert "float64" in dtype and "keep = 1" in keep and "distance = 4" in distance
+        assert back == (1, True)
+
+
+def test_re_lives_are_not_mixed(re_ranks):
+    for clean, first, both, last, files in re_of(re_ranks, "re_lives"):
+        assert clean and first == (9, True) and both == (9, False)
+        assert last == (5, True) and files == 4  # the third life's
+
+
+def test_re_who_gives_to_whom():
+    held = [[(1, 5, "a", "f0", 9)], [(1, 5, "b", "f1", 8)], [(1, 5, "a", "f2", 9)], [], []]
+    a, b, c = (0, "f0", 9), (1, "f1", 8), (2, "f2", 9)
+    keys = ["a", "b", "a", "a", "a"]  # who has its own keeps to it, the others take turns
+    assert RE._choose(keys, held, set()) == (1, 5, [a, b, c, c, a])
+    assert RE._choose(keys, held, {(0, "f0")}) == (1, 5, [c, b, c, c, c])
+    assert RE._choose(keys, held, {(1, "f1")}) is None and RE._choose(["z"], held, set()) is None
+
+
+def test_re_mirror_of_one_process(tmp_path):
+    mirror = RE.Mirror(tmp_path / "a" / "b", "all")
+    assert mirror.newest() is None
+    mirror.put(1, re_state(0, 1), {"rank": 0})
+    assert re_back(RE.Mirror(tmp_path / "a" / "b", "all"), 0) == (1, True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a full disk, and no SIGBUS
+    try:
+        with pytest.raises(OSError, match="rank 0: .*File too large"):
+            mirror.put(2, re_state(0, 2), {"rank": 0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re_names(mirror.folder) == ["00000001-0-0.mirror"]
+    mirror.put(2, re_state(0, 2), {"rank": 0})
+    assert re_back(mirror, 0) == (2, True)
+    mirror.clear()
+    assert mirror.newest() is None and re_names(mirror.folder) == []
+
+
+# Watch --------------------------------------------------------------------------------------------
+
+
+def test_re_a_rank_that_sleeps_is_named(re_ranks):
+    for rank, told in enumerate(re_of(re_ranks, "re_sleeper")):
+        assert len(told) == 1
+        phase = "forward" if rank == 2 else "reduce"
+        first, guilty, at, *places = told[0].splitlines()
+        assert first.startswith(f"rank {rank} has been in step 7, {phase}, for 0.")
+        assert guilty == "  guilty: rank 2 is not waiting for anybody"
+        assert "re_sleeper" in at and len(places) == 2
+        assert places[0].startswith("  step 7, forward, busy, for 0.")
+        assert places[0].endswith(" s: rank 2")
+        assert places[1].startswith("  step 7, reduce, waits, for 0.")
+        assert places[1].endswith(" s: rank 0, 1, 3")
+
+
+def test_re_reports_of_many_ranks_are_short():
+    after = {r: re_row(beat=2, waits=r < 900, stack=f"at{r}") for r in range(1000)}
+    text = RE._told(5, {r: re_row() for r in range(1000)}, after, 1000)
+    assert len(text.splitlines()) == 1 + 2 * 16 + 2 and "rank 915 " in text and "at915" in text
+    assert "waits, for 1.0 s: rank 0, 1, 2," in text and text.endswith("15, ...")
+
+
+def test_re_a_rank_that_is_behind_is_named(re_ranks):
+    for told in re_of(re_ranks, "re_furthest"):
+        assert "guilty: rank 1 is furthest behind" in told[0] and told[0].count("guilty") == 1
+
+
+def test_re_a_rank_that_left_is_named(re_ranks):
+    *others, left = re_of(re_ranks, "re_leaver")
+    assert left == []
+    for told in others:
+        assert "guilty: rank 3 has left the loop" in told[0] and told[0].count("guilty") == 1
+
+
+def test_re_a_rank_that_is_stopped_is_named(re_ranks):
+    for rank, (told, of_host) in enumerate(re_of(re_ranks, "re_stopped")):
+        if rank != 1:  # what the stopped one says when it goes on is its own business
+            assert "guilty: rank 1 no heartbeat: dead or stopped" in told[0]
+            assert told[0].count("guilty") == 1
+        if rank != 0:
+            assert "the store does not answer" in of_host[0]
+
+
+def test_re_waiting_and_working_are_told_apart(re_ranks):
+    for rank, (spent, passed, text) in enumerate(re_of(re_ranks, "re_waits")):
+        waiting, busy = spent
+        assert abs(waiting + busy - passed) < 0.05
+        assert (waiting < 0.4 * passed) if rank == 2 else (waiting > 0.5 * passed)
+        assert "time: rank 2 (" in text and text.count("rank") == 1
+
+
+def test_re_where_a_thread_waits(tmp_path):
+    def waits(file, line, *outer):
+        """Of a thread at `line` of `file`, which functions in files `outer` have called."""
+        look = type("Look", (), {"__getattr__": lambda self, name: look_now})()
+        look_now = lambda *args: RE._waits(sys._getframe(1))
+        run = None
+        for number, name in enumerate((file, *outer)):
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"def run(x, call):\n    return {line if number == 0 else 'call(x)'}\n")
+            space = {}
+            exec(compile(path.read_text(), str(path), "exec"), space)
+            run = functools.partial(space["run"], call=run)
+        linecache.clearcache()
+        return run(look)
+
+    for name in ("wait", "wait_tensor", "synchronize", "item", "tolist", "cpu"):
+        assert waits("a.py", f"x.{name}()"), name
+    assert not waits("a.py", "x.waiter()") and not waits("a.py", "x.forward()")
+    for c10d in ("torch/distributed/distributed_c10d.py", "torch/_functional_collectives.py"):
+        assert waits(c10d, "x.allreduce()")  # NCCL's first connection
+        assert waits("torch/_ops.py", "x.op()", c10d)
+        assert not waits("torch/other.py", "x.op()", c10d)
+    assert not waits("torch/_ops.py", "x.op()", "model.py") and not RE._waits(None)
+
+
+def test_re_stragglers():
+    assert RE.stragglers([(0.0, 1.0)]) is None and RE.stragglers([(0.0, 0.0)] * 2) is None
+    assert RE.stragglers([(0.1, 1.0), (0.0, 1.1), (0.1, 1.0), (0.0, 1.1)]) is None
+    assert RE.stragglers([(9.9, 0.1), (9.8, 0.2), (9.9, 0.1)]) is None  # twice as long, but 1%
+    text = RE.stragglers([(1.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 1.0)])
+    assert (
+        text == "busy for longer than the others' 1.00 s, who wait 50% of the time: rank 1 (2.00 s)"
+    )
+    assert text.endswith("rank 1 (2.00 s)") and "0 (1.12 s)" in RE.stragglers(
+        [(0, 1.12), (0.12, 1)]
+    )
+
+
+def re_row(**changes):
+    row = dict(beat=1, step=4, phase="f", beats=0, seconds=1.0, waits=True, left=False, stack="s")
+    return row | changes
+
+
+def test_re_blame():
+    rows = lambda beat, **changes: {
+        r: re_row(beat=beat) | changes.get(f"r{r}", {}) for r in range(3)
+    }
+    assert RE.blame(rows(1), rows(2), 3) == {}
+    assert list(RE.blame(rows(1), rows(2, r1=dict(waits=False)), 3)) == [1]
+    assert list(RE.blame(rows(1), rows(2, r2=dict(step=3, beats=5)), 3)) == [2]
+    assert list(RE.blame(rows(1), rows(2, r0=dict(beats=2), r1=dict(beats=1)), 3)) == [2]
+    # a stopped one goes before a busy one, a busy one before one behind
+    assert list(RE.blame(rows(1), rows(2, r0=dict(beat=1), r1=dict(waits=False)), 3)) == [0]
+    assert list(RE.blame(rows(1), rows(2, r0=dict(step=1), r1=dict(waits=False)), 3)) == [1]
+    assert RE.blame(rows(1), rows(2), 4) == {3: "has never shown up"}
+    assert "left" in RE.blame(rows(1), rows(2, r1=dict(left=True)), 3)[1]
+    late = {r: row for r, row in rows(1).items() if r}  # rank 0 came between the looks
+    assert RE.blame(late, rows(2), 3) == {}
+
+
+def test_re_watch_of_one_process():
+    told, hung = [], threading.Event()
+    watch = RE.Watch(None, 0, 1, timeout=0.1, first=60, report=told.append, on_hang=hung.set)
+    time.sleep(0.25)  # before the first step
+    for step in (5, 6):
+        watch.beat(step, "a")
+        time.sleep(0.05)
+        watch.beat(step, "b")  # 0.1 s a step, but none in one phase
+        time.sleep(0.05)
+    assert not told
+    watch.beat(7, "c")
+    assert hung.wait(5)
+    assert "step 7, c" in told[0] and "guilty: rank 0 is not waiting" in told[0]
+    watch.close()
+    assert not any(t.is_alive() for t in watch.threads)
+    first = RE.Watch(None, 0, 1, timeout=60, first=0.1, report=told.append, on_hang=hung.set)
+    hung.clear(), first.beat(0, "compile")
+    assert hung.wait(5) and "step 0, compile" in told[1]
+    first.close()
+    with pytest.raises(ValueError, match="store = None, but there are 2 ranks"):
+        RE.Watch(None, 0, 2, timeout=1, first=1, report=print, on_hang=int)
+    with pytest.raises(ValueError, match="timeout = 0"):
+        RE.Watch(None, 0, 1, timeout=0, first=1, report=print, on_hang=int)
+
+
+def test_re_a_process_that_was_stopped_has_not_hung(monkeypatch):
+    told, clock = [], [0.0]
+    real = time.perf_counter
+    monkeypatch.setattr(RE.time, "perf_counter", lambda: real() + clock[0])
+    watch = RE.Watch(None, 0, 1, timeout=5.0, first=5.0, report=told.append, on_hang=int)
+    watch.beat(1, "a")
+    time.sleep(0.05)
+    clock[0] = 1000.0
+    time.sleep(0.1)
+    watch.close()
+    assert not told and 1.0 <= watch._seconds < 1.5
+
+
+# Guard --------------------------------------------------------------------------------------------
+
+
+def re_curves():
+    """Losses of runs in which nothing is wrong."""
+    g = torch.Generator().manual_seed(0)
+    noise = lambda n: torch.randn(n, generator=g).double()
+    i = torch.arange(2000).double()
+    fall = 2 + 8 * torch.exp(-i / 150)
+    return {
+        "falling, 4% noise": fall * (1 + 0.04 * noise(2000)),
+        "no noise": fall,
+        "constant": torch.full((2000,), 3.0),
+        "long tails": fall * (1 + 0.03 * noise(2000) / noise(2000).abs().clamp(min=0.7)),
+        "slow waves": (3 + 0.3 * torch.sin(i / 60)) * (1 + 0.003 * noise(2000)),
+        "a hump of the warm-up": (4 + torch.exp(-(((i - 300) / 60) ** 2)))
+        * (1 + 0.02 * noise(2000)),
+        "about zero": 0.05 * noise(2000),
+        "negative": -3 - fall + 0.05 * noise(2000),
+        "memorised": torch.exp(-i / 200) * (1 + 0.1 * noise(2000)),
+    }
+
+
+def re_run():
+    """Losses and norms of a real run: the next byte from 3, on this file."""
+    data = torch.tensor(list(Path(RE.__file__).read_bytes())).unfold(0, 4, 1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(256, 16),
+        torch.nn.Flatten(),
+        torch.nn.Linear(48, 64),
+        torch.nn.GELU(),
+        torch.nn.Linear(64, 256),
+    )
+    curve = []
+    for _ in range(160):
+        rows = data[torch.randint(len(data), (512,))]
+        loss = torch.nn.functional.cross_entropy(model(rows[:, :3]), rows[:, 3])
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for p, grad in zip(model.parameters(), grads):
+            p.data -= 0.5 * grad
+        curve.append((loss.item(), sum(g.square().sum() for g in grads).sqrt().item()))
+    return curve
+
+
+def test_re_guard_has_no_false_alarms():
+    for name, curve in re_curves().items():
+        guard = RE.Guard()
+        assert [guard.judge(x, 1.0) for x in curve.tolist()] == [None] * 2000, name
+
+
+def test_re_guard_on_a_real_run():
+    guard, caught = RE.Guard(), []
+    for i, (loss, norm) in enumerate(re_run()):
+        if i >= 60 and i % 5 == 0:
+            kept = guard.state_dict()
+            caught.append(guard.judge(1.5 * loss, norm) is not None)
+            guard.load_state_dict(kept)
+        assert guard.judge(loss, norm) is None, i
+    print(sum(caught), len(caught), guard.state["noise"] / guard.state["mean"])
+    assert sum(caught) >= 0.9 * len(caught)
+
+
+def test_re_guard_catches_jumps():
+    for name in ("falling, 4% noise", "no noise", "constant", "slow waves"):
+        guard, caught = RE.Guard(), []
+        for i, x in enumerate(re_curves()[name].tolist()):
+            if i >= 40 and i % 20 == 0:
+                caught.append(guard.judge(1.5 * x, 1.0) is not None)
+            assert guard.judge(x, 1.0) is None, (name, i)
+        assert sum(caught) >= 0.97 * len(caught), (name, sum(caught), len(caught))
+
+
+def test_re_guard_by_hand():
+    guard = RE.Guard(patience=5, spikes=4.0, warmup=4)
+    assert guard.judge(90.0, 1.0) is None  # nothing is a spike during the warm-up
+    guard = RE.Guard(patience=5, spikes=4.0, warmup=4)
+    for x in (10.0, 12.0, 10.0, 12.0):
+        assert guard.judge(x, 1.0) is None
+    mean, noise = 11.0, 2 / 1.128
+    assert guard.state["mean"] == pytest.approx(mean) and guard.state["noise"] == pytest.approx(
+        noise
+    )
+    top = mean + 4 * noise
+    assert "4.0 deviations above its mean 11" in guard.judge(top + 1e-6, 1.0)
+    assert guard.state["mean"] == pytest.approx(mean)  # a skipped batch leaves it
+    assert guard.judge(top - 1e-6, 1.0) is None
+    assert guard.state["mean"] == pytest.approx(mean + (top - mean) / 5)
+    assert guard.state["noise"] == pytest.approx(noise + ((top - 12) / 1.128 - noise) / 4)
+    for _ in range(200):
+        guard.judge(12.0, 1.0)
+    before = guard.state["mean"]
+    guard.judge(12.5, 1.0)
+    assert guard.state["mean"] - before == pytest.approx((12.5 - before) / 20)
+    assert guard.state["noise"] < 0.24  # so 2% of the mean is what counts
+    assert guard.judge(0.99 * 12 * 1.08, 1.0) is None and guard.judge(12.6 * 1.08, 1.0)
+
+
+def test_re_guard_of_what_is_not_finite():
+    guard = RE.Guard()
+    assert guard.judge(math.nan, 1.0) == "the loss is nan"
+    assert guard.judge(1.0, math.inf) == "the gradient norm is inf"
+    assert guard.judge(-math.inf, 1.0) == "the loss is -inf"
+    assert guard.state["taken"] == 0 and guard.judge(1.0, 1.0) is None
+
+
+def test_re_guard_gives_up():
+    guard = RE.Guard(patience=3)
+    for _ in range(2):
+        guard.judge(math.nan, 1.0), guard.judge(math.nan, 1.0), guard.judge(1.0, 1.0)
+    guard.judge(math.nan, 1.0), guard.judge(math.nan, 1.0)
+    with pytest.raises(RE.Diverged, match="3 in a row .*the loss is nan.*older checkpoint"):
+        guard.judge(math.nan, 1.0)
+    assert issubclass(RE.Diverged, ValueError)
+    for last, enough in ((99, True), (100, False)):  # with the first, 9 of 100 or of 101
+        guard, raised = RE.Guard(patience=3), False
+        for i in range(last + 1):
+            try:
+                guard.judge(math.nan if i in (*range(0, 96, 12), last) else 1.0, 1.0)
+            except RE.Diverged:
+                raised = i == last
+        assert raised == enough
+    bad = lambda guard, every, n: [guard.judge(math.nan if i % every == 0 else 1.0, 1.0)
+                                   for i in range(n)]  # fmt: skip
+    with pytest.raises(RE.Diverged, match="9 of the last 100"):
+        bad(RE.Guard(patience=3), 12, 97)
+    assert bad(RE.Guard(patience=3), 12, 96).count("the loss is nan") == 8
+    assert bad(RE.Guard(patience=3), 13, 1300).count("the loss is nan") == 100  # 8 of any 100
+
+
+def test_re_guard_resumes():
+    rnd = random.Random(0)
+    losses = [rnd.choice([3.0, 3.1, 3.3, 3.0, 2.9, 30.0, math.nan]) for _ in range(300)]
+
+    def judged(guard, part):
+        said = []
+        for x in part:
+            try:
+                said.append(guard.judge(x, 1.0))
+            except RE.Diverged as error:
+                said.append(str(error))
+        return said
+
+    one = RE.Guard(patience=8)
+    whole = judged(one, losses)
+    assert any(w and "batches had" in w for w in whole) and None in whole
+    for cut in (1, 19, 20, 21, 57, 150):
+        a, b = RE.Guard(patience=8), RE.Guard(patience=8)
+        first = judged(a, losses[:cut])
+        b.load_state_dict(json.loads(json.dumps(a.state_dict())))
+        assert first + judged(b, losses[cut:]) == whole
+        assert b.state_dict() == one.state_dict()
+    with pytest.raises(ValueError, match="a guard's state has"):
+        RE.Guard().load_state_dict({"mean": 1.0})
+    with pytest.raises(ValueError, match="warmup"):
+        RE.Guard(warmup=1)
+
+
+# The sheet alone, and killed processes ------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_re_sheet_checks_itself(tmp_path):
+    (tmp_path / "recovery.py").write_text(Path(RE.__file__).read_text())
+    run = [sys.executable, "recovery.py", "--check"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def re_killed(rank, port, folder, seconds):
+    """Puts until it is killed; the first thing is to find what the life before left."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mirror = RE.Mirror(folder / str(rank), f"{rank}")
+    step, into = mirror.newest(), {"w": torch.zeros(50_000)}
+    if step is not None:
+        mirror.get(step, into)
+    right = bool((into["w"] == (step or 0) + 0.5 * rank * bool(step)).all())
+    (folder / f"found{rank}").write_text(json.dumps([step, right]))
+    until = time.monotonic() + seconds
+    step = step or 0
+    while time.monotonic() < until or rank == 1:
+        step += 1
+        mirror.put(step, {"w": torch.full((50_000,), step + 0.5 * rank)}, {})
+        (folder / f"done{rank}").write_text(str(step))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_re_killed_at_any_moment(tmp_path):
+    """Both ranks are killed at a random moment, 12 times; nothing that both had put is lost."""
+    rnd, fork, last = random.Random(1), multiprocessing.get_context("fork").Process, None
+    for life in range(12):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        args = [(r, port, tmp_path, 0.05 + 0.1 * rnd.random()) for r in range(2)]
+        started = [fork(target=re_killed, args=a, daemon=True) for a in args]
+        for p in started:
+            p.start()
+        started[0].join(30)
+        for p in started:
+            p.kill(), p.join()
+        found = [json.loads((tmp_path / f"found{r}").read_text()) for r in range(2)]
+        assert found[0] == found[1] and found[0][1], (life, found)
+        if last is not None:
+            assert found[0][0] >= last
+        last = min(int((tmp_path / f"done{r}").read_text()) for r in range(2))
+    assert last > 12
+
+
+# --------------------------------------------------------------------------------------------------
+# lora.py
+# --------------------------------------------------------------------------------------------------
+
+LORA_CONFIG = M.ModelConfig(61, 32, 2, 4, 2, 8, 48, max_seq_len=64, qkv_bias=True, family="qwen2")
+
+
+def lora_model(dtype=torch.float32, **change):
+    model = M.Transformer(replace(LORA_CONFIG, **change))
+    rng = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        nn.init.normal_(p.data, 1.0 if p.dim() == 1 else 0.0, 0.2, rng)
+    return model.to(dtype)
+
+
+def lora_trained(model, std=0.3, seed=5):
+    """Adapters as training may have left them."""
+    rng = torch.Generator().manual_seed(seed)
+    for name, p in LO.adapters(model).items():
+        if name.endswith("lora_b"):
+            p.data.copy_(torch.randn(p.shape, generator=rng) * std)
+    return model
+
+
+def lora_tokens(batch=2, length=9):
+    return torch.randint(61, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def lora_rename(name):
+    return "model." + name.replace("attention", "self_attn")
+
+
+def test_lora_fresh_and_disabled_adapters_leave_every_bit():
+    model, tokens = lora_model(), lora_tokens()
+    plain = model(tokens)
+    assert LO.lora_(model, 4, alpha=8) is model
+    assert torch.equal(model(tokens), plain)
+    lora_trained(model)
+    changed = model(tokens)
+    assert (changed - plain).abs().max() > 0.1
+    with LO.disabled(model) as same:
+        assert same is model and torch.equal(model(tokens), plain)
+        with LO.disabled(model):
+            pass
+        assert torch.equal(model(tokens), plain)  # the inner one gave back "off"
+    with pytest.raises(KeyError), LO.disabled(model):
+        raise KeyError
+    assert torch.equal(model(tokens), changed)
+
+
+def test_lora_output_and_gradients_are_those_of_the_dense_weight():
+    """y = x (W + alpha / r B A)^T + bias through a whole model, in fp64."""
+    model, tokens = lora_model(torch.float64), lora_tokens()
+    plain = lora_model(torch.float64)
+    lora_trained(LO.lora_(model, 3, alpha=4.5))
+    trained = LO.adapters(model)
+    copies = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
+    dense = dict(plain.named_parameters())
+    for name in {name.rpartition(".")[0] for name in copies}:
+        delta = 4.5 / 3 * copies[f"{name}.lora_b"] @ copies[f"{name}.lora_a"]
+        dense[f"{name}.weight"] = dense[f"{name}.weight"].detach() + delta
+    got, want = model(tokens), torch.func.functional_call(plain, dense, (tokens,))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+    weight = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    grads = torch.autograd.grad((got * weight).sum(), list(trained.values()))
+    wanted = torch.autograd.grad((want * weight).sum(), list(copies.values()))
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_lora_names_and_what_is_trained():
+    model = lora_model()
+    before = dict(model.named_parameters())
+    LO.lora_(model, 4)
+    after = dict(model.named_parameters())
+    assert all(after[name] is p for name, p in before.items())  # not a copy
+    new = set(after) - set(before)
+    assert new == set(LO.adapters(model)) and len(new) == 2 * 2 * 7
+    assert "layers.1.attention.o_proj.lora_a" in new and "layers.0.mlp.down_proj.lora_b" in new
+    assert {name for name, p in after.items() if p.requires_grad} == new
+    assert after["layers.0.mlp.down_proj.lora_a"].shape == (4, 48)
+    assert after["layers.0.mlp.down_proj.lora_b"].shape == (32, 4)
+    model(lora_tokens()).sum().backward()
+    assert all((p.grad is not None) == (name in new) for name, p in after.items())
+    assert model.layers[0].mlp.down_proj.scale == 1.0  # alpha is rank
+
+
+def test_lora_what_is_drawn_depends_on_seed_and_name_alone():
+    drawn = lambda model: {n: p for n, p in LO.adapters(model).items() if n.endswith("lora_a")}
+    whole = drawn(LO.lora_(lora_model(), 4))
+    some = drawn(LO.lora_(lora_model(), 4, targets=("v_proj", "up_proj")))
+    assert len(some) == 4 and all(torch.equal(whole[name], p) for name, p in some.items())
+    other = drawn(LO.lora_(lora_model(), 4, seed=1))
+    assert not any(torch.equal(whole[name], p) for name, p in other.items())
+    same_shape = [p for p in whole.values() if p.shape == (4, 32)]
+    assert len({tuple(p.flatten().tolist()) for p in same_shape}) == len(same_shape)
+    for p in whole.values():
+        bound = p.shape[1] ** -0.5
+        assert 0.9 * bound < p.abs().max() <= bound and abs(p.mean()) < 0.2 * bound
+    model = LO.lora_(lora_model(torch.bfloat16), 4)
+    assert all(p.dtype == torch.float32 for p in LO.adapters(model).values())
+    with torch.device("meta"):
+        LO.lora_(M.Transformer(LORA_CONFIG), 4)
+
+
+def test_lora_merged_is_unmerged():
+    model, tokens = lora_trained(LO.lora_(lora_model(), 4, alpha=8)), lora_tokens()
+    unmerged, weights = model(tokens), dict(model.named_parameters())
+    biases = model.layers[0].attention.q_proj.bias
+    LO.merge_(model)
+    assert not LO.adapters(model) and not any("lora" in n for n in model.state_dict())
+    assert all(type(m) is nn.Linear for m in LO._linears(model).values())
+    assert model.layers[0].attention.q_proj.weight is weights["layers.0.attention.q_proj.weight"]
+    assert model.layers[0].attention.q_proj.bias is biases
+    torch.testing.assert_close(model(tokens), unmerged, rtol=2e-5, atol=2e-5)
+
+
+def test_lora_merge_rounds_once_to_the_weights_own_dtype():
+    model = lora_trained(LO.lora_(lora_model(torch.bfloat16), 4, alpha=6), std=0.05)
+    wanted = {}
+    for name, m in LO._adapters(model).items():
+        wanted[name] = (m.weight.double() + 1.5 * m.lora_b.double() @ m.lora_a.double(), m)
+    LO.merge_(model)
+    for name, (exact, m) in wanted.items():
+        got = model.get_submodule(name).weight
+        assert got.dtype == torch.bfloat16
+        ulp = 2.0 ** (exact.abs().log2().floor() - 7)  # bf16 has 8 bits
+        assert ((got.double() - exact).abs() <= 0.501 * ulp).all(), name
+
+
+def test_lora_under_autocast_and_with_half_weights():
+    tokens = lora_tokens()
+    reference = lora_trained(LO.lora_(lora_model(), 4))(tokens)
+    model = lora_trained(LO.lora_(lora_model(), 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(tokens)
+    assert got.dtype == torch.bfloat16
+    got.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in LO.adapters(model).values())
+    half = lora_trained(LO.lora_(lora_model(torch.bfloat16), 4))(tokens)
+    assert half.dtype == torch.bfloat16
+    for x in (got, half):
+        assert (x.float() - reference).norm() < 0.05 * reference.norm()
+
+
+def test_lora_compiles_whole_and_sees_adapters_go_off():
+    model = lora_trained(LO.lora_(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, targets="01"))
+    x, run = torch.randn(3, 8), torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(x), model(x))
+    with LO.disabled(model):
+        off = run(x)
+        torch.testing.assert_close(off, model(x))
+    assert (run(x) - off).abs().max() > 0.01
+
+
+def test_lora_finetunes_and_leaves_the_base():
+    model, tokens = LO.lora_(lora_model(), 4), lora_tokens(4, 12)
+    base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.Adam(LO.adapters(model).values(), lr=1e-2)
+    losses = []
+    for _ in range(25):
+        logits = model(tokens[:, :-1])
+        losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if n in base)
+
+
+def test_lora_tied_heads():
+    model, tokens = lora_model(tie_embeddings=True), lora_tokens()
+    plain = model(tokens)
+    lora_trained(LO.lora_(model, 2))
+    assert model.head.weight is model.embed.weight
+    LO.merge_(model)
+    assert model.head.weight is model.embed.weight and (model(tokens) - plain).abs().max() > 0.1
+    with pytest.raises(ValueError, match="head shares its weight"):
+        LO.lora_(model, 2, targets=("head",))
+    LO.lora_(lora_model(), 2, targets=("head",))
+
+
+def test_lora_refuses():
+    for change, why in (
+        ({"rank": 0}, "rank must be"),
+        ({"rank": 2.0}, "rank must be"),
+        ({"alpha": 0.0}, "alpha must be"),
+        ({"alpha": math.nan}, "alpha must be"),
+        ({"targets": ("query",)}, "query: no nn.Linear"),
+        ({"targets": ()}, "no nn.Linear"),
+    ):
+        model = lora_model()
+        with pytest.raises(ValueError, match=why):
+            LO.lora_(model, **{"rank": 2, **change})
+        assert all(p.requires_grad for p in model.parameters())
+    model = LO.lora_(lora_model(), 2)
+    with pytest.raises(ValueError, match="adapted already"):
+        LO.lora_(model, 2)
+
+    class Other(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match="0 is a Other; adapt it while"):
+        LO.lora_(nn.Sequential(Other(2, 2)), 1, targets="0")
+    with torch.device("meta"):
+        mixture = M.Transformer(replace(M.CONFIGS["small-moe"], n_shared_experts=0, n_mtp_layers=0,
+                                      moe_layers=(0, 1, 2, 3, 4)))  # fmt: skip
+    with pytest.raises(ValueError, match="stacked experts are not covered"):
+        LO.lora_(mixture, 2, targets=("gate_proj",))
+
+
+def test_lora_file_is_pefts(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, tokens = lora_trained(LO.lora_(lora_model(), 4, alpha=6)), lora_tokens()
+    LO.save_adapters(model, tmp_path, base="org/base", rename=lora_rename)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and config["r"] == 4 and config["lora_alpha"] == 6
+    assert config["base_model_name_or_path"] == "org/base" and config["bias"] == "none"
+    assert config["target_modules"] == sorted(LO.TARGETS)
+    tensors = safetensors.load_file(tmp_path / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"
+    assert torch.equal(tensors[key], model.layers[1].attention.v_proj.lora_a)
+    assert len(tensors) == 28
+    again = LO.load_adapters_(lora_model(), tmp_path, rename=lora_rename)
+    assert torch.equal(again(tokens), model(tokens))
+    assert all(p.requires_grad == (n in LO.adapters(again)) for n, p in again.named_parameters())
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_lora_reads_a_folder_of_some_layers(tmp_path):
+    """As PEFT writes it, with fields that this file does not know."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
+    a, b = torch.randn(2, 32), torch.randn(48, 2)
+    tensors = {name.format("A"): a, name.format("B"): b}
+    safetensors.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none", "rank_pattern": {},
+              "lora_dropout": 0.05, "megatron_core": "megatron.core"}  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    model, plain, tokens = lora_model(), lora_model(), lora_tokens()
+    LO.load_adapters_(model, tmp_path, rename=lora_rename)
+    assert set(LO.adapters(model)) == {f"layers.1.mlp.up_proj.lora_{x}" for x in "ab"}
+    plain.layers[1].mlp.up_proj.weight.data += 8 * b @ a
+    torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_lora_refuses_files(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(ValueError, match="no adapters to save"):
+        LO.save_adapters(lora_model(), tmp_path, base="x")
+    with pytest.raises(ValueError, match="adapter_config.json: must be PEFT's"):
+        LO.load_adapters_(lora_model(), tmp_path)
+    LO.save_adapters(LO.lora_(lora_model(), 2), tmp_path, base="x")
+    good = (tmp_path / LO.CONFIG).read_text()
+    for field, value in (
+        ("peft_type", "LOHA"),
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("rank_pattern", {"q_proj": 3}),
+        ("modules_to_save", ["lm_head"]),
+    ):
+        (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {field: value}))
+        with pytest.raises(ValueError, match=f"adapter_config.json: {field} is"):
+            LO.load_adapters_(lora_model(), tmp_path)
+    (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {"r": 3}))
+    with pytest.raises(ValueError, match=r"lora_A.weight is \(2, 32\), and must be \(3, 32\)"):
+        LO.load_adapters_(lora_model(), tmp_path)
+    (tmp_path / LO.CONFIG).write_text(good)
+    tensors = safetensors.load_file(tmp_path / LO.WEIGHTS)
+    key = "base_model.model.layers.0.mlp.up_proj.lora_B.weight"
+    for change in (
+        {k: t for k, t in tensors.items() if k != key},
+        tensors | {"base_model.model.layers.7.mlp.up_proj.lora_A.weight": torch.ones(2, 32)},
+        {},
+    ):
+        safetensors.save_file(change, tmp_path / LO.WEIGHTS)
+        model = lora_model()
+        with pytest.raises(ValueError, match="not a pair for a layer of this model"):
+            LO.load_adapters_(model, tmp_path)
+        assert not LO.adapters(model)
+    (tmp_path / LO.WEIGHTS).write_bytes(b"\x09")
+    with pytest.raises(ValueError, match="cannot be read"):
+        LO.load_adapters_(lora_model(), tmp_path)
+
+
+def test_lora_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors.torch")
+    model = lora_trained(LO.lora_(lora_model(), 2))
+    LO.save_adapters(model, tmp_path, base="x")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LO.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        LO.save_adapters(lora_trained(model, seed=9), tmp_path, base="y")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_lora_checks_itself():
+    LO.check()
+
+
+# --------------------------------------------------------------------------------------------------
+# alignment.py
+# --------------------------------------------------------------------------------------------------
+
+
+def align_randn(*shape, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+
+def align_group(B=4, T=5):
+    """(logprobs, old, ref, advantages, mask) in fp64, ratios on both sides of every clip."""
+    new, old, ref = (0.4 * align_randn(B, T, seed=i) - 1 for i in range(3))
+    mask = (align_randn(B, T, seed=3) > -0.5).double()
+    mask[:, 0] = 1
+    return new.requires_grad_(), old, ref, align_randn(B, seed=4), mask
+
+
+def test_align_logprobs_of_targets():
+    logits = align_randn(3, 4, 7).requires_grad_()
+    targets = torch.tensor([[0, 6, -100, 2], [-100] * 4, [1, 1, 5, -100]])
+    got, want = AL.token_logprobs(logits, targets), torch.zeros(3, 4, dtype=torch.float64)
+    for b in range(3):
+        for t in range(4):
+            if targets[b, t] >= 0:
+                p = logits[b, t].exp() / logits[b, t].exp().sum()
+                want[b, t] = p[targets[b, t]].log()
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    sums = AL.sequence_logprobs(logits, targets)
+    torch.testing.assert_close(sums, want.sum(1), rtol=0, atol=1e-12)
+    assert sums.shape == (3,) and sums[1] == 0
+    grads = [torch.autograd.grad((x * align_randn(3, 4)).sum(), logits)[0] for x in (got, want)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+    assert (grads[0][targets < 0] == 0).all() and (grads[0][targets >= 0] != 0).all()
+    assert AL.token_logprobs(logits.bfloat16(), targets).dtype == torch.float32
+    other = AL.token_logprobs(logits, targets.clamp(min=0), ignore_index=0)
+    assert other[0, 0] == 0 and other[0, 1] == got[0, 1]
+    assert AL.token_logprobs(logits[0, :0], targets[0, :0]).shape == (0,)  # no targets at all
+
+
+def test_align_dpo_by_hand():
+    """beta 0.5, log-ratios (2, -1) and (0, 4): margins 1.5 and -2."""
+    chosen, rejected = torch.tensor([-3.0, -5.0]), torch.tensor([-7.0, -2.0])
+    refs = torch.tensor([-5.0, -5.0]), torch.tensor([-6.0, -6.0])
+    loss, stats = AL.dpo_loss(chosen, rejected, *refs, beta=0.5)
+    want = math.log1p(math.exp(-1.5)) + math.log1p(math.exp(2.0))
+    assert loss.item() == pytest.approx(want, rel=1e-6)
+    assert stats["reward_margin"] == -0.5 and stats["accuracy"] == 1
+    smooth, _ = AL.dpo_loss(chosen, rejected, *refs, beta=0.5, label_smoothing=0.1)
+    other = math.log1p(math.exp(1.5)) + math.log1p(math.exp(-2.0))
+    assert smooth.item() == pytest.approx(0.9 * want + 0.1 * other, rel=1e-6)
+    same, stats = AL.dpo_loss(chosen, rejected, chosen, rejected)
+    assert same.item() == pytest.approx(2 * math.log(2)) and stats["accuracy"] == 0
+
+
+def test_align_dpo_gradient_is_the_papers():
+    """Section 4: beta * sigmoid(-margin) up for the chosen one, as much down for the other."""
+    chosen, rejected, *refs = (align_randn(6, seed=i).requires_grad_() for i in range(4))
+    loss, _ = AL.dpo_loss(chosen, rejected, *refs, beta=0.3)
+    up, down = torch.autograd.grad(loss, (chosen, rejected))
+    margin = 0.3 * ((chosen - refs[0]) - (rejected - refs[1]))
+    torch.testing.assert_close(up, -0.3 * torch.sigmoid(-margin), rtol=0, atol=1e-12)
+    torch.testing.assert_close(down, -up, rtol=0, atol=1e-12)
+    far = torch.tensor([1e4], requires_grad=True)  # no overflow where the sigmoid is 0
+    loss, _ = AL.dpo_loss(-far, far, *torch.zeros(2, 1), beta=1.0)
+    loss.backward()
+    assert loss == 2e4 and far.grad == 2
+
+
+@pytest.mark.parametrize("how", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -1}])
+def test_align_dpo_refuses(how):
+    with pytest.raises(ValueError, match=f"{next(iter(how))} must be"):
+        AL.dpo_loss(*torch.zeros(4, 1), **how)
+
+
+def test_align_advantages_by_hand():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [4.0, 0.0, 0.0, 0.0]])
+    plain = AL.group_advantages(rewards, normalize=False)
+    want = [[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0], [3, -1, -1, -1]]
+    torch.testing.assert_close(plain, torch.tensor(want))
+    got = AL.group_advantages(rewards)
+    torch.testing.assert_close(got[0], torch.tensor([1.0, -1.0, -1.0, 1.0]), rtol=1e-4, atol=0)
+    third = torch.tensor([3.0, -1.0, -1.0, -1.0]) / 3**0.5
+    torch.testing.assert_close(got[2], third, rtol=1e-4, atol=0)
+    equal = torch.full((2, 7), 0.1)  # whose mean is not 0.1 in fp32
+    assert (AL.group_advantages(equal) == 0).all() and (got[1] == 0).all()
+    with pytest.raises(ValueError, match=r"rewards must be \(groups, n\)"):
+        AL.group_advantages(rewards[0])
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+@pytest.mark.parametrize("high", [None, 0.5])
+def test_align_grpo_is_eq_3(kl, high):
+    """Token by token as the paper writes it, value and gradient, with any weights of tokens."""
+    new, old, ref, A, mask = align_group()
+    mask = mask * torch.tensor([1.0, 0.5, 2.0, 0.25])[:, None].double()
+    loss, stats = AL.grpo_loss(new, old, ref, A, mask, clip=0.2, clip_high=high, kl=kl)
+    want, kls, robbed = new.sum() * 0, 0.0, 0.0
+    for b in range(4):
+        for t in range(5):
+            ratio = new[b, t].exp() / old[b, t].exp()
+            clipped = min(max(ratio, 0.8 + 0 * ratio), 1.2 + 0 * ratio)
+            if high:
+                clipped = min(max(ratio, 0.8 + 0 * ratio), 1.5 + 0 * ratio)
+            q = ref[b, t].exp() / new[b, t].exp()
+            term = min(ratio * A[b], clipped * A[b]) - kl * (q - q.log() - 1)
+            want = want - mask[b, t] * term
+            kls += mask[b, t].item() * (q - q.log() - 1).item()
+            robbed += mask[b, t].item() * bool(clipped * A[b] < ratio * A[b])
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(x, new)[0] for x in (loss, want)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+    assert stats["kl"].item() == pytest.approx(kls, rel=1e-10)
+    assert stats["clipped"].item() == pytest.approx(robbed) and robbed > 0
+    assert not stats["kl"].requires_grad
+
+
+def test_align_grpo_on_policy_is_the_policy_gradient():
+    """Where nothing has moved, d loss / d logprob is -A of every drawn token: no clip, no KL."""
+    new, _, _, A, mask = align_group()
+    loss, stats = AL.grpo_loss(new, new.detach(), new.detach(), A, mask, kl=0.5)
+    (grad,) = torch.autograd.grad(loss, new)
+    torch.testing.assert_close(grad, -A[:, None] * mask, rtol=0, atol=1e-12)
+    assert stats["clipped"] == 0 and stats["kl"] == 0
+
+
+def test_align_grpo_clips_one_side_only():
+    """A token that went too far the right way gets no gradient; the wrong way, it does."""
+    new = torch.log(torch.tensor([[1.3], [0.7], [1.3], [0.7]])).requires_grad_()
+    A, ones, old = torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.ones(4, 1), torch.zeros(4, 1)
+    loss, stats = AL.grpo_loss(new, old, None, A, ones, clip=0.2)
+    (grad,) = torch.autograd.grad(loss, new)
+    torch.testing.assert_close(grad[:, 0], torch.tensor([0.0, 0.0, 1.3, -0.7]))
+    assert stats["clipped"] == 2 and loss.item() == pytest.approx(-1.2 + 0.8 + 1.3 - 0.7)
+    loss, stats = AL.grpo_loss(new, old, None, A, ones, clip=0.2, clip_high=0.4)
+    assert stats["clipped"] == 1 and torch.autograd.grad(loss, new)[0][0] == pytest.approx(-1.3)
+
+
+def test_align_grpo_masked_tokens_are_nothing():
+    new, old, ref, A, mask = align_group()
+    mask[1, 2:] = 0
+    clean = AL.grpo_loss(new, old, ref, A, mask, kl=0.1)[0]
+    odd_old, odd_ref = old.clone(), ref.clone()
+    odd_old[1, 2], odd_old[1, 3], odd_ref[1, 4] = math.inf, math.nan, -math.inf
+    loss, stats = AL.grpo_loss(new, odd_old, odd_ref, A, mask, kl=0.1)
+    (grad,) = torch.autograd.grad(loss, new)
+    assert loss == clean and stats["kl"].isfinite() and (grad[1, 2:] == 0).all()
+
+
+def test_align_grpo_of_a_token_each_is_that_of_answers():
+    """advantages (B, T) that repeat (B,); 1 / |y| as weights: the mean over answers of eq. 3."""
+    new, old, ref, A, mask = align_group()
+    one = AL.grpo_loss(new, old, ref, A, mask, kl=0.2)[0]
+    assert AL.grpo_loss(new, old, ref, A[:, None].expand(4, 5), mask, kl=0.2)[0] == one
+    weights = mask / mask.sum(1, keepdim=True)
+    rows = [
+        AL.grpo_loss(*(x[b : b + 1] for x in (new, old, ref, A, mask)), kl=0.2)[0] / mask[b].sum()
+        for b in range(4)
+    ]
+    got = AL.grpo_loss(new, old, ref, A, weights, kl=0.2)[0]
+    torch.testing.assert_close(got, torch.stack(rows).sum(), rtol=1e-12, atol=1e-12)
+
+
+def test_align_kl_estimate_is_unbiased_and_never_negative():
+    """Its mean under the model is KL(model || reference), exactly, summed over a vocabulary."""
+    p, q = (align_randn(1, 9, seed=i).log_softmax(-1) for i in (0, 1))
+    _, stats = AL.grpo_loss(p, p, q, torch.zeros(1, dtype=torch.float64), p.exp(), kl=1.0)
+    want = F.kl_div(q, p, log_target=True, reduction="sum")
+    torch.testing.assert_close(stats["kl"], want, rtol=1e-12, atol=0)
+    for i in range(9):
+        one = torch.zeros(1, 9, dtype=torch.float64)
+        one[0, i] = 1
+        assert AL.grpo_loss(p, p, q, torch.zeros(1), one, kl=1.0)[1]["kl"] >= 0
+
+
+def test_align_grpo_refuses():
+    new, old, _, A, mask = align_group()
+    for how, why in (
+        ({"kl": 0.1}, "kl 0.1 needs ref_logprobs"),
+        ({"clip": 0.0}, "clip must be"),
+        ({"clip": 1.0}, "clip must be"),
+        ({"clip_high": 0.0}, "clip_high must be"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            AL.grpo_loss(new, old, None, A, mask, **how)
+
+
+@pytest.mark.parametrize(
+    "name, completion, answer, reward",
+    [
+        ("exact", " 42\n", "42", 1),
+        ("exact", "42.", "42", 0),
+        ("number", "6 * 7 = 42", "#### 42", 1),
+        ("number", "so 1,024.0 in all.", "it is 1024", 1),
+        ("number", "10-3=7 and 5-3", "3", 1),
+        ("number", "it is -3", "3", 0),
+        ("number", "it is -3.", "-3", 1),
+        ("number", "42, or 43", "42", 0),
+        ("number", "0.50", ".5", 1),
+        ("number", "none", "1", 0),
+        ("prefix", "  Paris, in France", "Paris", 1),
+        ("prefix", "It is Paris", "Paris", 0),
+    ],
+)
+def test_align_rewards(name, completion, answer, reward):
+    got = AL.load_reward(name)("the prompt: 99", completion, answer)
+    assert got == reward and isinstance(got, float)
+
+
+def test_align_rewards_of_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def half(prompt, completion, answer):\n    return 0.5\nnot_one = 3\n")
+    assert AL.load_reward(f"{path}:half")("", "", "") == 0.5
+    for name, why in (
+        ("exactly", "none of exact, number, prefix, nor FILE.py:FUNCTION"),
+        (f"{tmp_path}/other.py:half", "of a file"),
+        (f"{path}:whole", "has no function 'whole'"),
+        (f"{path}:not_one", "has no function 'not_one'"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            AL.load_reward(name)
+    with pytest.raises(ValueError, match="the answer 'none' holds no number"):
+        AL.load_reward("number")("", "1", "none")
+
+
+def test_align_a_bandit_learns():
+    plain, held = (AL.bandit(60, seed=1, kl=kl) for kl in (0.0, 1.0))
+    assert plain[0] == pytest.approx(1 / 16) and plain[-1] > 0.97
+    assert 0.3 < held[-1] < 0.9  # the reference holds it back
+    assert AL.bandit(60, seed=1, normalize=False)[-1] > 0.97
+    AL.check()
+
+
+# --------------------------------------------------------------------------------------------------
+# tuning.py
+# --------------------------------------------------------------------------------------------------
+
+TUNING_CONFIG = M.ModelConfig(29, 32, 2, 4, 2, 8, 48, max_seq_len=64, eos_ids=(2,))
+TUNING_MLA = replace(M.CONFIGS["small-moe"], vocab_size=29, dim=32, n_layers=2, moe_layers=(1,),
+                     ffn_dim=48, eos_ids=(2,), n_mtp_layers=0)  # fmt: skip
+
+
+def tuning_model(config=TUNING_CONFIG, seed=3, std=0.2):
+    model = M.Transformer(config)
+    rng = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        nn.init.normal_(p.data, 1.0 if p.dim() == 1 else 0.0, std, rng)
+    return model
+
+
+def tuning_text(ids):
+    return " ".join(map(str, ids))
+
+
+def tuning_share(prompt, completion, answer):
+    """How many of the completion's tokens are the answer."""
+    tokens = completion.split()
+    return tokens.count(answer) / max(1, len(tokens))
+
+
+def tuning_tasks(n=6, length=3):
+    return [TU.Task(f"p{i}", [1, *range(5, 3 + length), 20 + i], "9") for i in range(n)]
+
+
+def tuning_grpo(model, **how):
+    engine = TU.engine_of(model, how.get("seq_len", 31), running=8)
+    how = dict(tasks=tuning_tasks(), reward=tuning_share, text=tuning_text, seq_len=31, n=4,
+               batch_size=4, mine=range(4), max_new_tokens=8, engine=engine) | how  # fmt: skip
+    return TU.GRPO(model, **how)
+
+
+def tuning_pairs(n=5, seq_len=15):
+    """The chosen answer is of tokens from 3 to 9, the rejected one of tokens from 10 to 16."""
+    rng, rows = torch.Generator().manual_seed(0), []
+    for i in range(n):
+        for low in (3, 10):
+            length = 3 + int(torch.randint(5, (), generator=rng))
+            answer = torch.randint(low, low + 7, (length,), generator=rng).tolist()
+            rows.append(DA.encode_row([1, 20 + i, 19, *answer, 2], 3, seq_len))
+    return torch.stack(rows)
+
+
+# ---- what both objectives do ----
+
+
+def test_tuning_chosen_is_an_endless_row_of_epochs():
+    steps = [TU.chosen(7, 3, step, 4, range(4)) for step in range(14)]
+    row = [i for step in steps for i in step]
+    epochs = [row[i : i + 7] for i in range(0, 56, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 5
+    for step in range(14):  # two ranks' shares
+        halves = TU.chosen(7, 3, step, 4, (0, 1)), TU.chosen(7, 3, step, 4, (2, 3))
+        assert halves[0] + halves[1] == steps[step]
+    assert TU.chosen(7, 4, 0, 4, range(4)) != steps[0]
+    assert TU.chosen(2, 0, 0, 8, range(8)) != []  # a batch of many epochs
+
+
+def test_tuning_logprobs_are_the_models_and_the_head_sees_answers_alone():
+    model, rows = tuning_model(), tuning_pairs().long()
+    seen = []
+    model.head.register_forward_hook(lambda _, args, out: seen.append(len(args[0])))
+    got, counted = TU.logprobs(model, rows), TU.targets_of(rows)
+    assert seen == [int(counted.sum())] and seen[0] < counted.numel() / 2
+    tokens = (rows ^ (rows >> 63)) % (1 << 30)
+    full = model(tokens[:, :-1])
+    want = AL.token_logprobs(full, tokens[:, 1:].masked_fill(~counted, -100))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert (got != 0).sum() == seen[0]
+    grads = [torch.autograd.grad(x.square().sum(), model.embed.weight)[0] for x in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_tuning_reference_is_the_model_without_adapters():
+    base, rows = tuning_model(), tuning_pairs().long()
+    model = LO.lora_(copy.deepcopy(base), 4)
+    with pytest.raises(ValueError, match="a reference is wanted"):
+        TU.DPO(base, rows, 2, range(2))
+    for p in LO.adapters(model).values():
+        nn.init.normal_(p, 0.0, 0.2)
+    losses = [
+        TU.DPO(model, rows, 2, range(2), reference=frozen).loss(model, rows[:4], slice(0, 4))
+        for frozen in (None, base)
+    ]
+    assert losses[0] == losses[1] and abs(losses[0].item() - 2 * math.log(2)) > 1e-3
+    sum(losses).backward()
+    assert all(p.grad is not None for p in LO.adapters(model).values())
+    assert base.embed.weight.grad is None
+
+
+def test_tuning_adapter_names_are_hugging_faces():
+    for config, ours, theirs in (
+        (TUNING_CONFIG, "layers.1.attention.q_proj", "model.layers.1.self_attn.q_proj"),
+        (TUNING_CONFIG, "layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        (replace(TUNING_CONFIG, tie_embeddings=True), "head", "model.embed_tokens"),
+        (TUNING_MLA, "layers.1.mlp.shared.up_proj", "model.layers.1.mlp.shared_experts.up_proj"),
+    ):
+        model = M.Transformer(config)
+        assert M.hf_modules(model)[ours] == theirs
+        LO.lora_(model, 2, targets=("up_proj",))
+        assert M.hf_modules(model)[ours] == theirs
+
+
+def test_tuning_adapters_travel_in_a_file(tmp_path):
+    model, rows = LO.lora_(tuning_model(), 2), tuning_pairs().long()
+    for p in LO.adapters(model).values():
+        nn.init.normal_(p, 0.0, 0.2)
+    LO.save_adapters(model, tmp_path, "base", M.hf_modules(model).__getitem__)
+    plain = tuning_model()
+    again = LO.load_adapters_(plain, tmp_path, M.hf_modules(plain).__getitem__)
+    assert torch.equal(TU.logprobs(again, rows), TU.logprobs(model, rows))
+
+
+# ---- DPO ----
+
+
+def test_tuning_dpo_batches_are_whole_pairs():
+    rows = tuning_pairs(5)
+    dpo = TU.DPO(tuning_model(), rows, 3, range(3), reference=tuning_model())
+    batch = dpo.batch(1)
+    assert batch.dtype == torch.int64 and dpo.count(batch) == 3
+    pairs = TU.chosen(5, 0, 1, 3, range(3))
+    assert torch.equal(batch, torch.cat([rows[2 * i : 2 * i + 2] for i in pairs]))
+    share = TU.DPO(tuning_model(), rows, 3, (2,), reference=tuning_model())
+    assert torch.equal(share.batch(1), batch[4:])
+    with pytest.raises(ValueError, match="micro-batch of 3 rows cuts a pair"):
+        dpo.loss(dpo.model, batch[:3], slice(0, 3))
+    with pytest.raises(ValueError, match="5 rows are not pairs"):
+        TU.DPO(tuning_model(), rows[:5], 1, (0,), reference=tuning_model())
+
+
+def test_tuning_dpo_loss_is_the_sum_over_pairs_however_cut():
+    model, frozen = tuning_model(), tuning_model(seed=4)
+    dpo = TU.DPO(model, tuning_pairs(), 5, range(5), beta=0.4, label_smoothing=0.1,
+                 reference=frozen)  # fmt: skip
+    batch = dpo.batch(0)
+    whole = dpo.loss(model, batch, slice(0, 10))
+    row = dpo.row
+    dpo.batch(0)  # a step begins anew
+    parts = [dpo.loss(model, batch[i : i + 4], slice(i, i + 4)) for i in range(0, 10, 4)]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=0)
+    assert dpo.row == pytest.approx(row, rel=1e-4)
+    new, ref = (TU.logprobs(m, batch).sum(1) for m in (model, frozen))
+    args = new[0::2], new[1::2], ref[0::2], ref[1::2]
+    want, stats = AL.dpo_loss(*args, 0.4, 0.1)
+    torch.testing.assert_close(whole, want)
+    assert row["reward_margin"] == pytest.approx(stats["reward_margin"].item() / 5, rel=1e-4)
+    assert row["accuracy"] == pytest.approx(stats["accuracy"].item() / 5)
+    ranks = TU.DPO(model, tuning_pairs(), 5, range(5), reference=frozen, total=lambda x: 2 * x)
+    ranks.loss(model, ranks.batch(0), slice(0, 10))
+    assert ranks.row["accuracy"] == row["accuracy"]
+
+
+def test_tuning_dpo_learns_what_is_preferred():
+    model = tuning_model(std=0.05)
+    dpo = TU.DPO(model, tuning_pairs(), 5, range(5), reference=copy.deepcopy(model))
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=3e-3), []
+    for step in range(12):
+        batch = dpo.batch(step)
+        loss = dpo.loss(model, batch, slice(0, 10)) / dpo.count(batch)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)  # model == reference
+    assert losses[-1] < 0.5 * losses[0] and dpo.row["accuracy"] == 1
+    assert dpo.row["reward_margin"] > 0.5
+
+
+# ---- answers ----
+
+
+@pytest.mark.parametrize("config", [TUNING_CONFIG, TUNING_MLA], ids=["llama", "mla-moe"])
+def test_tuning_rollouts_are_of_the_weights_as_they_are(config):
+    """Log-probabilities of training's own forward pass, before and after an update, for prompts
+    whose blocks the prefix cache would find again; and no copy of a weight."""
+    model = tuning_model(config)
+    before = [m.absorb_up_to for m in model.modules() if hasattr(m, "absorb_up_to")]
+    engine = TU.engine_of(model, 47, running=8)
+    assert engine.model is model
+    prompts, params = [[1, *range(3, 28)], [1, *range(3, 22)]], P.SamplingParams(max_new_tokens=9)
+    firsts, absorbed = [], set()
+    if before:
+        latent = model.layers[0].attention
+        latent.register_forward_pre_hook(lambda m, _: absorbed.add(m.absorb_up_to))
+    for update in range(2):
+        absorbed.clear()
+        answers = TU.rollouts(engine, prompts, 3, params)
+        assert absorbed == ({math.inf} if before else set())
+        assert [a.prompt_ids for a in answers] == [p for p in prompts for _ in range(3)]
+        assert len({tuple(a.completion_ids) for a in answers}) > 3
+        for prompt, completion, logps in answers:
+            row = DA.encode_row([*prompt, *completion], len(prompt), 47).long()[None]
+            want = TU.logprobs(model, row)[TU.targets_of(row)]
+            torch.testing.assert_close(torch.tensor(logps), want, rtol=1e-4, atol=1e-4)
+        firsts.append(answers[0])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.1)
+    assert firsts[0] != firsts[1]
+    assert engine.allocator.n_free == len(engine.allocator.refs)
+    assert before == [m.absorb_up_to for m in model.modules() if hasattr(m, "absorb_up_to")]
+    assert bool(before) == (config is TUNING_MLA) and math.inf not in before
+
+
+def test_tuning_rollouts_under_autocast():
+    model, auto = tuning_model(), partial(torch.autocast, "cpu", torch.bfloat16)
+    engine = TU.engine_of(model, 31, running=8, autocast=auto)
+    assert {t.dtype for t in engine.cache.pages} == {torch.bfloat16}
+    with auto():
+        answers = TU.rollouts(engine, [[1, 5, 7]], 4, P.SamplingParams(max_new_tokens=9))
+        for prompt, completion, logps in answers:
+            row = DA.encode_row([*prompt, *completion], len(prompt), 31).long()[None]
+            want = TU.logprobs(model, row)[TU.targets_of(row)]
+            torch.testing.assert_close(torch.tensor(logps), want.detach(), rtol=0, atol=0.1)
+        want.sum().backward()  # nothing of the engine's inference mode stays
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_tuning_rollouts_cast_each_weight_once_and_give_it_back():
+    model, auto = LO.lora_(tuning_model(), 2), partial(torch.autocast, "cpu", torch.bfloat16)
+    before, seen = dict(model.named_parameters()), []
+    engine = TU.engine_of(model, 31, running=8, autocast=auto)
+    for name in ("head", "layers.0.mlp.up_proj", "layers.1.attention.q_proj"):
+        model.get_submodule(name).register_forward_hook(lambda m, *_: seen.append(m.weight.dtype))
+    params = P.SamplingParams(max_new_tokens=9)
+    with auto():
+        answers = TU.rollouts(engine, [[1, 5, 7]], 2, params)
+        assert set(seen) == {torch.bfloat16}
+        (want,) = engine.generate([[1, 5, 7]], replace(params, n=2, logprobs=0))
+    assert set(seen) == {torch.bfloat16, torch.float32}
+    for answer, sample in zip(answers, want.samples):  # not a bit is another
+        assert answer.completion_ids == sample.token_ids
+        assert answer.logprobs == [logp for logp, _, _ in sample.logprobs]
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is p for name, p in before.items())
+    tied = tuning_model(replace(TUNING_CONFIG, tie_embeddings=True))
+    with auto(), pytest.raises(ZeroDivisionError), TU._cast_once(tied):
+        assert tied.head.weight is tied.embed.weight
+        assert tied.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+        1 / 0
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in tied.parameters())
+    with TU._cast_once(tied):
+        assert tied.layers[0].mlp.up_proj.weight.dtype == torch.float32
+
+
+def test_tuning_engine_refuses_shards():
+    model = tuning_model()
+    model.embed.weight.device_mesh = object()  # as a DTensor has
+    with pytest.raises(ValueError, match="sharded parameters"):
+        TU.engine_of(model, 31)
+    engine = TU.engine_of(tuning_model(), 31, running=2)
+    with pytest.raises(ValueError, match="a prompt of 60 tokens"):
+        TU.rollouts(engine, [[1] * 60], 2, P.SamplingParams(max_new_tokens=9))
+
+
+# ---- GRPO ----
+
+
+def test_tuning_grpo_rows_are_a_function_of_seed_step_and_weights():
+    model = tuning_model()
+    first = tuning_grpo(model)
+    rows = [first.batch(step) for step in range(3)]
+    assert rows[0].shape == (16, 32) and not torch.equal(rows[0], rows[1])
+    again = tuning_grpo(model)
+    assert torch.equal(again.batch(2), rows[2]) and torch.equal(again.old, first.old)
+    halves = [tuning_grpo(model, mine=mine).batch(2) for mine in ((0, 1), (2, 3))]
+    assert torch.equal(torch.cat(halves), rows[2])  # two ranks
+    assert not torch.equal(tuning_grpo(model, seed=1).batch(2), rows[2])
+    same = tuning_grpo(model, tasks=tuning_tasks(1)).batch(0)  # one prompt, four times: 16 draws
+    assert len({tuple(row) for row in same.tolist()}) > 12
+
+
+def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
+    model = tuning_model()
+    length = lambda prompt, completion, answer: len(completion.split()) ** int(prompt[1:])
+    grpo = tuning_grpo(model, n=3, batch_size=5, mine=range(5), tasks=tuning_tasks(6, 4),
+                       reward=length)  # fmt: skip
+    batch = grpo.batch(0)
+    counted = TU.targets_of(batch)
+    tokens = (batch ^ (batch >> 63)) % (1 << 30)
+    picks = TU.chosen(6, 0, 0, 5, range(5))
+    rewards = []
+    for r, row in enumerate(tokens.tolist()):
+        prompt = grpo.tasks[picks[r // 3]].prompt_ids
+        assert row[: len(prompt)] == prompt and not counted[r, : len(prompt) - 1].any()
+        n = int(counted[r].sum())
+        assert counted[r, len(prompt) - 1 : len(prompt) - 1 + n].all() and 1 <= n <= 8
+        answer = row[len(prompt) : len(prompt) + n]
+        ended = answer[-1] == 2
+        assert ended or n == 8
+        rewards.append(float((n - ended) ** picks[r // 3]))  # the end is no text
+    assert len(set(rewards)) > 5
+    want = AL.group_advantages(torch.tensor(rewards).view(5, 3)).flatten()
+    torch.testing.assert_close(grpo.advantages, want)
+    assert (grpo.old[~counted] == 0).all()
+    torch.testing.assert_close(grpo.old, TU.logprobs(model, batch).detach(), rtol=1e-4, atol=1e-4)
+    facts = grpo.row
+    assert facts["reward_mean"] == pytest.approx(sum(rewards) / 15, rel=1e-5)
+    assert facts["completion_length"] == pytest.approx(counted.sum().item() / 15, abs=1e-5)
+    ends = [row[int(c.nonzero()[-1]) + 1] for row, c in zip(tokens, counted)]
+    assert facts["truncated"] == pytest.approx(sum(int(t) != 2 for t in ends) / 15, abs=1e-5)
+    groups = want.view(5, 3)
+    silent = (groups == 0).all(1).sum().item() / 5
+    assert facts["no_signal"] == pytest.approx(silent, abs=1e-5)
+
+
+@pytest.mark.parametrize("per", TU.PER)
+def test_tuning_grpo_loss_is_the_formula_however_cut(per):
+    model, frozen = tuning_model(), tuning_model(seed=4)
+    grpo = tuning_grpo(model, per=per, kl=0.2, clip=0.1, clip_high=0.15, reference=frozen)
+    batch = grpo.batch(0)
+    with torch.no_grad():  # so that ratios are not 1
+        for p in model.parameters():
+            p.mul_(1.03)
+    whole, count = grpo.loss(model, batch, slice(0, 16)), grpo.count(batch)
+    row = grpo.row
+    assert grpo.batch(0) is batch
+    parts = [grpo.loss(model, batch[i : i + 5], slice(i, i + 5)) for i in range(0, 16, 5)]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-5)
+    assert grpo.row == pytest.approx(row, rel=1e-3, abs=1e-5)
+    mask = TU.targets_of(batch).float()
+    assert count == {"token": mask.sum(), "sequence": 16, "constant": 16 * 8}[per]
+    weights = mask / mask.sum(1, keepdim=True) if per == "sequence" else mask
+    new, ref = TU.logprobs(model, batch), TU.logprobs(frozen, batch)
+    args = new, grpo.old, ref, grpo.advantages, weights, 0.1, 0.15, 0.2
+    want, stats = AL.grpo_loss(*args)
+    torch.testing.assert_close(whole, want)
+    assert row["kl"] == pytest.approx(stats["kl"].item() / weights.sum().item(), rel=1e-4)
+    clipped = stats["clipped"].item() / weights.sum().item()
+    assert row["clipped"] == pytest.approx(clipped, abs=1e-5) and clipped > 0
+
+
+def test_tuning_grpo_takes_several_steps_from_one_drawing():
+    model = tuning_model()
+    grpo = tuning_grpo(model, updates=2)
+    batches = [grpo.batch(step) for step in range(4)]
+    assert batches[0] is batches[1] and batches[2] is batches[3]
+    assert torch.equal(batches[2], tuning_grpo(model).batch(1))
+
+
+def test_tuning_grpo_raises_the_reward_with_adapters_alone():
+    """Answers of the token 9; the base, as the reference, holds no second copy."""
+    model = LO.lora_(tuning_model(), 4)
+    base = model.layers[0].mlp.up_proj.weight.clone()
+    grpo = tuning_grpo(model, kl=0.01, n=8)
+    optimizer = torch.optim.Adam(LO.adapters(model).values(), lr=2e-2)
+    rows = []
+    for step in range(12):
+        batch = grpo.batch(step)
+        (grpo.loss(model, batch, slice(0, 32)) / grpo.count(batch)).backward()
+        rows.append(grpo.row)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 0.01
+    assert rows[0]["reward_mean"] < 0.15 and rows[-1]["reward_mean"] > 0.5
+    assert torch.equal(model.layers[0].mlp.up_proj.weight, base)
+
+
+def test_tuning_grpo_refuses():
+    model = tuning_model()
+    for how, why in (
+        ({"n": 1}, "n must be 2 or more"),
+        ({"per": "batch"}, "per must be one of token, sequence, constant"),
+        ({"updates": 0}, "updates must be"),
+        ({"tasks": []}, "needs a prompt"),
+        ({"tasks": [TU.Task("long", [1] * 25, "")]}, "'long' has 25 tokens.* from 1 to 24"),
+        ({"tasks": [TU.Task("none", [], "")]}, "'none' has 0 tokens"),
+        ({"kl": 0.1}, "a reference is wanted"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            tuning_grpo(model, **how)
+    with pytest.raises(ValueError, match="the reward of an answer to 'p.' is nan"):
+        tuning_grpo(model, reward=lambda *_: math.nan).batch(0)
+    tuning_grpo(model, tasks=[TU.Task("fits", [1] * 24, "")]).batch(0)
+
+
+# --------------------------------------------------------------------------------------------------
+# checkpoint.py
+# --------------------------------------------------------------------------------------------------
+
+CK_RANKS = 4
+CK_SHAPES = {"mat": (12, 10), "stack": (8, 4, 5), "odd": (7, 3), "norm": (9,), "count": ()}
+
+
+def ck_whole(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    whole = {name: torch.randn(shape, generator=g) for name, shape in CK_SHAPES.items()}
+    return whole | {"half": torch.randn(6, 8, generator=g).bfloat16()}
+
+
+def ck_pick(x, dim_indices):
+    """The local tensor of these ranges: index_select, dimension by dimension."""
+    for dim, ranges in enumerate(dim_indices):
+        x = x.index_select(dim, torch.tensor([i for r in ranges for i in r], dtype=torch.long))
+    return x.clone()
+
+
+def ck_cut(layout, whole, rank, world):
+    """{name: (Piece of zeros or numbers, local, expected local)} of a rank under a layout."""
+    out = {}
+    for name, x in whole.items():
+        n, shape = x.dim(), tuple(x.shape)
+        if layout == "flat":  # ZeRO: a slice anywhere
+            size = x.numel()
+            a, b = size * rank // world, size * (rank + 1) // world
+            local, blocks = x.flatten()[a:b].clone(), CK.flat_blocks(shape, a, b)
+        else:
+            if n == 0 or layout == "replicas":
+                cut = []
+            elif layout == "rows":  # FSDP: ceil-sized chunks, the last ranks may have nothing
+                step = -(-shape[0] // world)
+                a, b = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
+                cut = [[range(a, b)]]
+            elif name == "mat":  # TP of two stacked blocks by dp: 2 x 2
+                tp, dp = rank % 2, rank // 2
+                cut = [[range(3 * tp, 3 * tp + 3), range(6 + 3 * tp, 9 + 3 * tp)]]
+                cut += [[range(5 * dp, 5 * dp + 5)]]
+            elif name == "stack":  # experts rank, rank + 4; their columns whole
+                cut = [[range(rank, rank + 1), range(rank + 4, rank + 5)]]
+            else:
+                cut = []
+            local, blocks = ck_pick(x, cut), CK.regions(shape, cut)
+        out[name] = (local, shape, blocks)
+    return out
+
+
+def ck_state(layout, whole, rank, world, zero=False):
+    cuts = ck_cut(layout, whole, rank, world)
+    locals_ = {k: torch.zeros_like(v[0]) if zero else v[0] for k, v in cuts.items()}
+    return {k: CK.Piece(locals_[k], v[1], v[2]) for k, v in cuts.items()}, cuts
+
+
+def ck_equal(pieces, cuts):
+    return all(torch.equal(pieces[k].local, cuts[k][0]) for k in cuts)
+
+
+def ck_flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+# -- cases of the four ranks: each gives something back to a test of its name
+
+
+def ck_case_reshard(rank, folder):
+    whole, said = ck_whole(), {}
+    for saved in ("mixed", "flat"):
+        keeper = CK.Checkpoints(folder / saved, sync=True)
+        keeper.save(5, ck_state(saved, whole, rank, CK_RANKS)[0], {"layout": saved})
+        found = keeper.newest()
+        said[saved, "about"] = (found.step, found.about)
+        for layout in ("rows", "flat", "mixed", "replicas"):
+            pieces, cuts = ck_state(layout, whole, rank, CK_RANKS, zero=True)
+            keeper.load(found, pieces)
+            said[saved, layout] = ck_equal(pieces, cuts)
+    return said
+
+
+def ck_case_once(rank, folder):
+    """Replicas are written once, and shared out."""
+    keeper = CK.Checkpoints(folder, sync=True)
+    state = {f"w{i}": torch.full((64, 64), float(i)) for i in range(8)}
+    keeper.save(1, state, {})
+    before = dict(keeper.buffers)
+    keeper.save(2, state, {})
+    again = all(keeper.buffers[key] is buffer for key, buffer in before.items())
+    sizes = [p.stat().st_size for p in sorted((folder / "step-00000001").glob("__*"))]
+    return sizes, len(keeper.buffers), again
+
+
+def ck_case_overlap(rank, folder):
+    """A save of half a second, beside which training goes on."""
+    keeper, x = CK.Checkpoints(folder), torch.full((32, 32), 7.0)
+    plain = torch.save
+
+    def slow(*args, **kwargs):
+        time.sleep(0.25)
+        plain(*args, **kwargs)
+
+    torch.save = slow
+    state = {"a": x, "b": CK.Piece(x[:8].clone(), (32, 32), [((8 * rank, 0), ())])}
+    start = time.perf_counter()
+    keeper.save(1, state, {})
+    stall = time.perf_counter() - start
+    right = []
+    for i in range(50):
+        x.fill_(float(rank + i))  # training changes what was saved
+        y = torch.tensor(float(rank + i))
+        dist.all_reduce(y)
+        right.append(y.item() == 4 * i + 6)
+    busy = not keeper.pending.done()
+    keeper.wait()
+    torch.save = plain
+    whole = CK.read_whole(folder / "step-00000001")
+    return stall, all(right), busy, bool((whole["a"] == 7).all() and (whole["b"] == 7).all())
+
+
+def ck_case_lazy(rank, folder):
+    """save() returns before the copy, staged() after it."""
+    keeper, x = CK.Checkpoints(folder), torch.full((32, 32), 7.0)
+    plain = keeper._stage
+
+    def slow(*args):
+        time.sleep(0.2)
+        return plain(*args)
+
+    keeper._stage = slow
+    keeper.save(1, {"x": x}, {}, lazy=True)
+    early = not keeper.copied.is_set()
+    keeper.staged()
+    x.zero_()
+    keeper.wait()
+    return early, bool((CK.read_whole(folder / "step-00000001")["x"] == 7).all())
+
+
+def ck_full_disk(keeper, step, state, how):
+    """Error of a save in which one rank's disk is full."""
+    plain, rank = torch.save, keeper.rank
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(x, f, **kwargs):
+        f.write(b"some of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    try:
+        if how == "enospc" and rank == 2:
+            torch.save = full
+        if how == "rlimit" and rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+        if how == "manifest" and rank == 0:
+            CK._sync = lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "no fsync"))
+        keeper.save(step, state, {})
+        keeper.wait()
+        return ""
+    except OSError as e:
+        return str(e)
+    finally:
+        torch.save = plain
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        if how == "manifest" and rank == 0:
+            CK._sync = ck_plain_sync
+
+
+ck_plain_sync = CK._sync
+
+
+def ck_case_full(rank, folder):
+    keeper = CK.Checkpoints(folder)
+    state = {f"w{i}": torch.full((64, 64), float(i)) for i in range(8)}
+    keeper.save(1, state, {"n": 1})
+    keeper.wait()
+    said = {}
+    for step, how in enumerate(("enospc", "rlimit", "manifest"), start=2):
+        said[how] = ck_full_disk(keeper, step, state, how)
+        dist.barrier()
+        said[how, "left"] = sorted(p.name for p in folder.iterdir())
+        dist.barrier()
+    keeper.save(6, state, {"n": 6})  # and goes on
+    found = keeper.newest()
+    said["after"] = (found.step, found.about, CK.find(folder))
+    return said
+
+
+def ck_case_later(rank, folder):
+    """Without wait(), the next save tells of the one before, and the one after that works."""
+    keeper, x = CK.Checkpoints(folder), torch.ones(64, 64)
+    plain = torch.save
+    if rank == 0:
+        torch.save = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
+    keeper.save(1, {"x": x}, {})
+    try:
+        keeper.save(2, {"x": x}, {})
+        told = ""
+    except OSError as e:
+        told = str(e)
+    torch.save = plain
+    keeper.save(3, {"x": x}, {})
+    keeper.wait()
+    return told, CK.find(folder)
+
+
+def ck_case_memory(rank, folder):
+    """One rank cannot stage: all hear of it, nobody waits for ever."""
+    keeper = CK.Checkpoints(folder)
+    if rank == 3:
+        keeper._stage = lambda *_: (_ for _ in ()).throw(RuntimeError("DefaultCPUAllocator"))
+    try:
+        keeper.save(1, {f"w{i}": torch.ones(4) for i in range(4)}, {})
+        keeper.wait()
+    except OSError as e:
+        return str(e)
+
+
+def ck_case_refuse(rank, folder):
+    said, whole = {}, ck_whole()
+    keeper = CK.Checkpoints(folder, keep=9, sync=True)
+    for step in range(1, 7):
+        keeper.save(step, ck_state("rows", whole, rank, CK_RANKS)[0], {"at": step})
+    if rank == 0:
+        at = lambda step: folder / f"step-{step:08d}"
+        ck_flip(at(6) / "__2_0.distcp", 700)
+        os.truncate(at(5) / "__1_0.distcp", (at(5) / "__1_0.distcp").stat().st_size - 1)
+        (at(4) / "__0_0.distcp").unlink()
+        text = (at(3) / "manifest.json").read_text()
+        (at(3) / "manifest.json").write_text(text.replace('"at": 3', '"at": 2'))
+        ck_flip(at(2) / ".metadata", 100)
+    dist.barrier()
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        said["sizes"] = keeper.newest(verify=False).step
+        keeper.refused.clear()
+        said["quick"] = err.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        found = keeper.newest()
+        said["err"] = err.getvalue()
+    said["found"] = (found.step, found.about)
+    keeper.keep = 2  # what was refused does not count, and goes when there is a better one
+    keeper.save(7, ck_state("rows", whole, rank, CK_RANKS)[0], {})
+    said["kept"] = CK.find(folder)
+    dist.barrier()
+    if rank == 0:
+        for step in said["kept"]:
+            os.truncate(folder / f"step-{step:08d}" / "__3_0.distcp", 10)
+    dist.barrier()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            keeper.newest()
+    except ValueError as e:
+        said["all"] = str(e)
+    return said
+
+
+def ck_case_stages(rank, folder):
+    """Pipeline stages: ranks have other names, and load under another split."""
+    keeper = CK.Checkpoints(folder, sync=True)
+    keeper.save(1, {f"layer{rank}": torch.full((3, 2), float(rank))}, {})
+    found, said = keeper.newest(), {}
+    two = {f"layer{i}": torch.zeros(3, 2) for i in (rank // 2 * 2, rank // 2 * 2 + 1)}
+    keeper.load(found, two)
+    said["two"] = all(bool((x == int(name[-1])).all()) for name, x in two.items())
+    for name, state, optional in (
+        ("missing", {f"layer{rank}": torch.zeros(3, 2), "extra": torch.zeros(1)}, ()),
+        ("unasked", {f"layer{min(rank, 2)}": torch.zeros(3, 2)}, ()),
+        ("shape", {f"layer{rank}": torch.zeros((3, 2) if rank else (2, 3))}, ()),
+        ("dtype", {f"layer{rank}": torch.zeros(3, 2, dtype=torch.bfloat16)}, ()),
+        ("wider", {f"layer{rank}": torch.zeros(3, 2, dtype=torch.float64)}, ()),
+        ("left", {"layer0": torch.zeros(3, 2), "new": torch.ones(1)}, None),
+    ):
+        names = ("new", "layer1", "layer2", "layer3") if optional is None else optional
+        try:
+            keeper.load(found, state, optional=names)
+            said[name] = [x.sum().item() for x in state.values()]
+        except ValueError as e:
+            said[name] = str(e)
+            said[name, "untouched"] = all(not x.any() for x in state.values())
+    return said
+
+
+def ck_case_gaps(rank, folder):
+    keeper, said = CK.Checkpoints(folder, sync=True), []
+    part = lambda rows, shape=(8, 2): CK.Piece(torch.ones(rows, 2), shape, [((2 * rank, 0), ())])
+    for piece in (
+        part(2 if rank else 1),  # a row that nobody has
+        part(2, (8, 2) if rank else (9, 2)),  # of another whole
+        CK.Piece(torch.ones(2 + (rank == 3), 2), (8, 2), [((0, 0), ())]),  # the same place
+    ):
+        try:
+            keeper.save(1, {"x": piece}, {})
+        except ValueError as e:
+            said.append(str(e))
+    return said, CK.find(folder)
+
+
+def ck_case_dtensor(rank, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.arange(70.0).view(7, 10)
+    keeper = CK.Checkpoints(folder, sync=True)
+    cut = {"a": [Shard(0), Shard(1)], "b": [Replicate(), Shard(0)], "c": [Shard(1), Replicate()]}
+    make = lambda x: {k: distribute_tensor(x, mesh, places) for k, places in cut.items()}
+    keeper.save(1, make(x), {})
+    again = make(torch.zeros(7, 10))
+    keeper.load(keeper.newest(), again)
+    same = all(torch.equal(t.full_tensor(), x) for t in again.values())
+    rows, step = {}, [0, 3, 3, 4, 7]
+    for k in cut:
+        a, b = step[rank], step[rank + 1]
+        rows[k] = CK.Piece(torch.zeros(b - a, 10), (7, 10), [((a, 0), ())])
+    keeper.load(keeper.newest(), rows)
+    return same, all(torch.equal(p.local, x[step[rank] : step[rank + 1]]) for p in rows.values())
+
+
+def ck_case_changed(rank, folder):
+    """One rank's cutting changes between saves: who writes what is settled anew by all."""
+    keeper, x = CK.Checkpoints(folder, sync=True), torch.arange(12.0).view(6, 2)
+    nothing = CK.Piece(torch.zeros(0, 2), (6, 2), [])
+    part = lambda a, b: CK.Piece(x[a:b].clone(), (6, 2), [((a, 0), ())])
+    plans = [
+        [part(0, 6), nothing, nothing, nothing],
+        [part(0, 6), nothing, nothing, part(0, 6)],  # only rank 3 changed: a replica
+        [part(0, 2), part(2, 6), nothing, nothing],
+    ]
+    same = []
+    for step, plan in enumerate(plans):
+        keeper.save(step, {"x": plan[rank]}, {})
+        dist.barrier()
+        same.append(torch.equal(CK.read_whole(folder / f"step-{step:08d}")["x"], x))
+    return same
+
+
+CK_CASES = {name[8:]: case for name, case in list(globals().items()) if name.startswith("ck_case_")}
+
+
+def ck_child(rank, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), CK_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=CK_RANKS)
+    said = {}
+    for name, case in CK_CASES.items():
+        try:
+            said[name] = case(rank, folder / name)
+        except Exception:
+            said[name] = RuntimeError(f"{name}, rank {rank}: {traceback.format_exc()}")
+            break  # the others may stand in a collective of this case
+        dist.barrier()
+    torch.save(said, folder / f"said{rank}")
+    os._exit(0)
+
+
+def ck_start(work, *args, ranks):
+    """Forked processes, which have all modules, for work(rank, *args)."""
+    fork = multiprocessing.get_context("fork").Process
+    started = [fork(target=work, args=(r, *args), daemon=True) for r in range(ranks)]
+    for process in started:
+        process.start()
+    return started
+
+
+@pytest.fixture(scope="module")
+def ck_ranks(tmp_path_factory):
+    """What the cases gave, {name: [of rank 0, of rank 1, ...]}, and the folder."""
+    folder, end = tmp_path_factory.mktemp("ranks"), time.monotonic() + 60
+    for process in (started := ck_start(ck_child, folder, ranks=CK_RANKS)):
+        process.join(max(0.1, end - time.monotonic()))
+        if process.exitcode is None:
+            end = min(end, time.monotonic() + 2)
+    for process in started:
+        process.kill()
+    files = [folder / f"said{r}" for r in range(CK_RANKS)]
+    said = [torch.load(f, weights_only=False) if f.exists() else {} for f in files]
+    died = RuntimeError("another case failed before, or a rank died")
+    given = {name: [part.get(name, died) for part in said] for name in CK_CASES}
+    return given | {"folder": folder}
+
+
+def ck_said(ck_ranks, name):
+    """What the ranks gave, or the one's error that the others' come from."""
+    wrong = [said for said in ck_ranks[name] if isinstance(said, RuntimeError)]
+    if wrong:
+        raise max(wrong, key=lambda e: ("Error" in str(e), "gloo" not in str(e)))
+    return ck_ranks[name]
+
+
+def test_ck_any_layout_and_world(ck_ranks):
+    for said in ck_said(ck_ranks, "reshard"):
+        for saved in ("mixed", "flat"):
+            assert said[saved, "about"] == (5, {"layout": saved})
+            for layout in ("rows", "flat", "mixed", "replicas"):
+                assert said[saved, layout], (saved, layout)
+    whole = ck_whole()
+    for saved in ("mixed", "flat"):  # by one process
+        keeper = CK.Checkpoints(ck_ranks["folder"] / "reshard" / saved)
+        state = {name: torch.zeros_like(x) for name, x in whole.items()}
+        keeper.load(keeper.newest(), state)
+        read = CK.read_whole(ck_ranks["folder"] / "reshard" / saved / "step-00000005")
+        for name, x in whole.items():
+            assert torch.equal(state[name], x) and torch.equal(read[name], x), name
+
+
+def test_ck_replicas_are_written_once_and_shared_out(ck_ranks):
+    for sizes, buffers, again in ck_said(ck_ranks, "once"):
+        assert len(sizes) == 4 and buffers == 2 and again
+        assert all(2 * 64 * 64 * 4 < size < 2.3 * 64 * 64 * 4 for size in sizes)
+
+
+def test_ck_training_goes_on_beside_a_save(ck_ranks):
+    for stall, right, busy, whole in ck_said(ck_ranks, "overlap"):
+        assert stall < 0.2 and right and busy and whole
+    assert ck_said(ck_ranks, "lazy") == [(True, True)] * 4
+
+
+def test_ck_full_disk_is_told_to_all_and_harms_nothing(ck_ranks):
+    for said in ck_said(ck_ranks, "full"):
+        assert "rank 2" in said["enospc"] and "No space left" in said["enospc"]
+        assert "rank 1" in said["rlimit"] and "too large" in said["rlimit"]
+        assert "rank 0" in said["manifest"] and "no fsync" in said["manifest"]
+        for how in ("enospc", "rlimit", "manifest"):
+            assert said[how, "left"] == ["step-00000001"]
+        assert said["after"] == (6, {"n": 6}, [1, 6])
+    for told, steps in ck_said(ck_ranks, "later"):
+        assert "step-00000001" in told and "rank 0" in told and steps == [3]
+    for told in ck_said(ck_ranks, "memory"):
+        assert "rank 3" in told and "DefaultCPUAllocator" in told
+
+
+def test_ck_damaged_ones_are_refused_loudly(ck_ranks):
+    for rank, said in enumerate(ck_said(ck_ranks, "refuse")):
+        assert said["sizes"] == 6 and said["quick"] == ""
+        assert said["found"] == (1, {"at": 1})
+        assert said["kept"] == [1, 7]
+        assert "2 checkpoints are all damaged" in said["all"]
+        lines = said["err"].splitlines()
+        if rank:
+            assert not lines
+            continue
+        assert [line.split(":")[0][-1] for line in lines] == list("65432")
+        for line, words in zip(
+            lines,
+            (
+                ("__2_0.distcp", "sha256"),
+                ("__1_0.distcp", "bytes, not"),
+                ("__0_0.distcp", "No such file"),
+                ("manifest.json", "checksum is wrong"),
+                (".metadata", "sha256"),
+            ),
+        ):
+            assert all(word in line for word in words), line
+
+
+def test_ck_names_shapes_and_dtypes_must_fit(ck_ranks):
+    for rank, said in enumerate(ck_said(ck_ranks, "stages")):
+        assert said["two"]
+        assert "extra is not in the checkpoint" in said["missing"]
+        assert "layer3 is not asked for" in said["unasked"]
+        assert "layer0 has shape (3, 2), not (2, 3)" in said["shape"]
+        assert "torch.bfloat16 cannot hold" in said["dtype"]
+        for name in ("missing", "unasked", "shape", "dtype"):
+            assert said[name, "untouched"]
+        assert said["wider"] == [6.0 * rank] and said["left"] == [0.0, 1.0]
+    for said, steps in ck_said(ck_ranks, "gaps"):
+        assert steps == [] and len(said) == 3
+        assert "x: the ranks' blocks have 14 elements, the whole (8, 2)" in said[0]
+        assert "(9, 2)" in said[1] and "differ about the size" in said[2]
+
+
+def test_ck_dtensors_and_new_cuttings(ck_ranks):
+    assert ck_said(ck_ranks, "dtensor") == [(True, True)] * 4
+    assert ck_said(ck_ranks, "changed") == [[True] * 3] * 4
+
+
+# -- one process
+
+
+def test_ck_flat_blocks_are_the_slice():
+    for shape in ((5,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (4, 1)):
+        x = torch.arange(math.prod(shape)).view(shape)
+        for start in range(x.numel() + 1):
+            for stop in range(start, x.numel() + 1):
+                blocks = CK.flat_blocks(shape, start, stop)
+                assert len(blocks) <= 2 * len(shape) - 1
+                local, seen = torch.arange(start, stop), 0
+                for offsets, index, sizes in blocks:
+                    place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes))
+                    assert torch.equal(x[place], local[index].view(sizes))
+                    seen += math.prod(sizes)
+                assert seen == stop - start
+    assert CK.flat_blocks((), 0, 1) == [((), (slice(0, 1),), ())]
+    with pytest.raises(ValueError, match="are not within 12"):
+        CK.flat_blocks((3, 4), 3, 13)
+
+
+def test_ck_regions_are_the_cut():
+    x = torch.arange(8 * 6 * 2).view(8, 6, 2)
+    cuts = [
+        [],
+        [[range(0, 2), range(4, 6)]],
+        [[range(5, 8), range(1, 2)], [range(2, 3), range(3, 6)]],
+        [[range(i, i + 1) for i in (7, 0, 1)], [range(6)], [range(1, 2)]],
+        [[range(2, 2)]],
+    ]
+    counts = [1, 2, 2, 2, 0]
+    for cut, count in zip(cuts, counts):
+        local, blocks = ck_pick(x, cut), CK.regions(x.shape, cut)
+        assert len(blocks) == count
+        piece = CK.Piece(local, x.shape, blocks)
+        again = torch.full_like(x, -1)
+        for offsets, tile in piece.tiles.items():
+            again[tuple(slice(o, o + n) for o, n in zip(offsets, tile.shape))] = tile
+            assert tile.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        assert torch.equal(ck_pick(again, cut), local) and (again >= 0).sum() == local.numel()
+    for bad in ([[range(0, 4, 2)]], [[range(5, 9)]], [[range(1)]] * 4):
+        with pytest.raises(ValueError, match="dim_indices"):
+            CK.regions(x.shape, bad)
+    with pytest.raises(ValueError, match="not inside"):
+        CK.Piece(torch.ones(3, 2), (4, 2), [((2, 0), ())])
+    with pytest.raises(ValueError, match="two begin at"):
+        CK.Piece(torch.ones(3, 2), (4, 2), [((0, 0), ()), ((0, 0), (slice(0, 1),))])
+    with pytest.raises(TypeError, match="local"):
+        CK.Piece(torch.ones(3, 2), (4, 2), [((0, 0), ())]).sum()
+
+
+def test_ck_share_out_balances():
+    f32 = torch.float32
+    whole = {f"w{i}": ((i + 1,), f32, {(0,): (i + 1,)}) for i in range(20)}
+    mine = CK.share_out([whole] * 3)
+    assert set().union(*mine) == {(f"w{i}", (0,)) for i in range(20)}
+    assert sum(map(len, mine)) == 20
+    loads = [sum(int(name[1:]) + 1 for name, _ in part) for part in mine]
+    assert sum(loads) == 210 and max(loads) <= 72
+    only = {"big": ((100,), f32, {(0,): (100,)})}
+    mine = CK.share_out([whole | only, whole])
+    assert ("big", (0,)) in mine[0] and len(mine[0]) < 14
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ck_pieces_go_through_plain_dcp(tmp_path):
+    x = torch.randn(6, 5)
+    cut = [[range(0, 2), range(3, 6)]]
+    rest = [[range(2, 3)]]
+    two = {
+        "a": CK.Piece(ck_pick(x, cut), x.shape, CK.regions(x.shape, cut)),
+        "b": CK.Piece(x.flatten(), x.shape, CK.flat_blocks(x.shape, 0, 30)),
+    }
+    dcp.save(two, checkpoint_id=tmp_path, no_dist=True)
+    local = torch.zeros(30)
+    dcp.load(
+        {"b": CK.Piece(local, x.shape, CK.flat_blocks(x.shape, 0, 30))},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    assert torch.equal(local.view(6, 5), x)
+    y = torch.zeros(6, 5)
+    dcp.load({"a": y}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(ck_pick(y, cut), ck_pick(x, cut)) and not ck_pick(y, rest).any()
+
+
+def test_ck_large_tensors_are_written_in_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(CK, "LIMIT", 4 * 10 * 3)
+    x, keeper = torch.randn(10, 10), CK.Checkpoints(tmp_path, sync=True)
+    halves = [((0, 0), (slice(0, 5),)), ((5, 0), (slice(5, 10),))]
+    state = {"x": x, "long": x.view(1, 100), "one": x[0, 0], "two": CK.Piece(x, x.shape, halves)}
+    keeper.save(1, state | {"none": torch.zeros(0, 3)}, {})
+    assert CK.read_whole(tmp_path / "step-00000001", ["none"])["none"].shape == (0, 3)
+    saved = dcp.FileSystemReader(tmp_path / "step-00000001").read_metadata().state_dict_metadata
+    assert sorted(c.offsets[0] for c in saved["x"].chunks) == [0, 3, 6, 9]
+    assert sorted(c.offsets[0] for c in saved["two"].chunks) == [0, 3, 5, 8]
+    read = CK.read_whole(tmp_path / "step-00000001", ["x", "long", "two"])
+    assert set(read) == {"x", "long", "two"} and torch.equal(read["two"], x)
+    assert torch.equal(read["x"], x) and torch.equal(read["long"], x.view(1, 100))
+    with pytest.raises(ValueError, match="no tensor y"):
+        CK.read_whole(tmp_path / "step-00000001", ["x", "y"])
+
+
+def test_ck_the_last_stay_and_a_step_is_replaced(tmp_path, capsys):
+    keeper = CK.Checkpoints(tmp_path, keep=2, sync=True)
+    assert keeper.newest() is None and CK.find(tmp_path) == []
+    for step in (3, 1_000_000_000, 5, 40):
+        keeper.save(step, {"x": torch.tensor([step, 2])}, {"s": step, "nan": float("nan")})
+    assert CK.find(tmp_path) == [5, 40, 1_000_000_000]  # a later one is not of this run's past
+    keeper.save(40, {"x": torch.tensor([7, 2])}, {})
+    assert CK.find(tmp_path) == [5, 40, 1_000_000_000]
+    assert CK.read_whole(tmp_path / "step-00000040")["x"].tolist() == [7, 2]
+    assert CK.read_about(tmp_path / "step-00000005")[1]["s"] == 5
+    assert keeper.newest().step == 1_000_000_000 and capsys.readouterr().err == ""
+    assert {p.suffix for p in tmp_path.iterdir()} == {""}
+    for keep, about, match in ((0, {}, "keep must be"), (1, {"x": {1}}, "about: is not JSON")):
+        with pytest.raises(ValueError, match=match):
+            CK.Checkpoints(tmp_path, keep=keep).save(1, {}, about)
+    with pytest.raises(ValueError, match="manifest.json: cannot be read"):
+        CK.read_about(tmp_path / "step-00000041")
+
+
+def test_ck_leftovers_go_and_none_is_lost_between_renames(tmp_path):
+    keeper = CK.Checkpoints(tmp_path, sync=True)
+    keeper.save(1, {"x": torch.ones(2)}, {})
+    keeper.save(2, {"x": torch.ones(2)}, {})
+    (tmp_path / "step-00000003.tmp").mkdir()
+    (tmp_path / "step-00000003.tmp" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000002.old")  # killed just here
+    (tmp_path / "step-00000001.old").mkdir()  # killed after both
+    (tmp_path / "notes.tmp").write_text("not ours")
+    keeper = CK.Checkpoints(tmp_path, sync=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "notes.tmp",
+        "step-00000001",
+        "step-00000002",
+    ]
+    assert keeper.newest().step == 2
+
+
+def test_ck_any_flipped_byte_is_seen(tmp_path, capsys):
+    keeper = CK.Checkpoints(tmp_path, keep=3, sync=True)
+    for step in (1, 2):
+        keeper.save(step, {"x": torch.randn(50), "n": torch.tensor(step)}, {"k": [step, "text"]})
+    random_ = random.Random(0)
+    files = sorted((tmp_path / "step-00000002").iterdir())
+    assert [p.name for p in files] == [".metadata", "__0_0.distcp", "manifest.json"]
+    for path in files:
+        good = path.read_bytes()
+        for at in random_.sample(range(len(good)), 25):
+            if good[at : at + 1].isspace():
+                continue
+            ck_flip(path, at)
+            assert keeper.newest().step == 1, (path.name, at)
+            assert path.name in capsys.readouterr().err
+        path.write_bytes(good)
+        assert keeper.newest().step == 2
+
+
+def ck_saver(rank, folder, turn):
+    """Go on from what is there, and save until killed, or until the other one is."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store{turn}", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    keeper = CK.Checkpoints(folder / "runs", sync=turn % 8 == 4)
+    found, x = keeper.newest(), torch.zeros(400, 300)
+    state = {"x": CK.Piece(x, (800, 300), [((400 * rank, 0), ())])}
+    if found:
+        keeper.load(found, state)
+        assert (x == found.step).all() and found.about == {"n": found.step}
+    step = found.step if found else 0
+    with contextlib.suppress(OSError, RuntimeError):  # of a save, or of a save's first collective
+        while True:
+            step += 1
+            x.fill_(step)
+            keeper.save(step, state, {"n": step})
+            x.zero_()
+    os._exit(3)
+
+
+@pytest.mark.slow
+def test_ck_killed_at_any_moment(tmp_path):
+    """Twenty times, two ranks are killed while they save: what is there is complete, and read by
+    the next two. When one alone is killed, the other is told, and does not hang."""
+    random_, last, half = random.Random(0), 0, 0
+    for turn in range(20):
+        begun, kids = time.monotonic(), ck_start(ck_saver, tmp_path, turn, ranks=2)
+        while not CK.find(tmp_path / "runs") or CK.find(tmp_path / "runs")[-1] < last + 2:
+            assert time.monotonic() - begun < 30 and all(kid.is_alive() for kid in kids)
+            time.sleep(0.002)
+        time.sleep(random_.uniform(0, 0.05))
+        one = turn % 4 == 0
+        for kid in kids[:1] if one else kids:
+            kid.kill()
+        for kid in kids:
+            kid.join(20)
+        assert [kid.exitcode for kid in kids] == [-9, 3 if one else -9]
+        half += any((tmp_path / "runs").glob("*.tmp"))
+        complete = CK.find(tmp_path / "runs")
+        assert len(complete) in (2, 3)
+        for step in complete:
+            path = tmp_path / "runs" / f"step-{step:08d}"
+            assert (CK.read_whole(path)["x"] == step).all()
+            assert CK.read_about(path) == (step, {"n": step})
+        last = complete[-1]
+    assert half >= 5, "hardly a kill met a save"
+
+
+# --------------------------------------------------------------------------------------------------
+# recompute.py
+# --------------------------------------------------------------------------------------------------
+
+RC_B, RC_T, RC_L = 2, 16, 4
+RC_CONFIG = dict(
+    vocab_size=64, dim=40, n_layers=RC_L, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48
+)
+RC_SIZES = (RC_B * RC_T, 40, 4, 2, 8, 48)  # N, C, Hq, Hkv, D, F
+RC_ONE = RC.MODES[:4]
+
+
+def rc_inputs(dtype=torch.float32, device="cpu"):
+    """What a block is given: x, rotations, positions, attend."""
+    config = M.ModelConfig(**RC_CONFIG)
+    at = torch.arange(RC_T, device=device)
+    x = torch.randn(RC_B, RC_T, config.dim, dtype=dtype, device=device)
+    return x.requires_grad_(), M.rope_cos_sin(config, at), at, M.causal_attention
+
+
+def rc_model(mode, **changes):
+    torch.manual_seed(0)
+    model = M.Transformer(M.ModelConfig(**RC_CONFIG | changes))
+    for block in model.layers:
+        block.forward = RC.wrapped(block.forward, "full" if mode == "sqrt" else mode)
+    return model
+
+
+def rc_loss(model, tokens, runs):
+    """As M.Transformer.forward, through `runs` instead of its layers."""
+    x, at = model.embed(tokens), torch.arange(tokens.shape[1])
+    rope = M.rope_cos_sin(model.config, at)
+    for run in runs:
+        x = run(x, rope, at, M.causal_attention)
+    return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1).float(), tokens.flatten())
+
+
+def rc_gradients(model, runs=None, amp=False, passes=1, cached=True):
+    """Loss and gradients; `passes` forward passes share a context of autocast."""
+    tokens = torch.arange(RC_B * RC_T).view(RC_B, RC_T) * 7 % 64
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp, cache_enabled=cached):
+        losses = [rc_loss(model, (tokens + i) % 64, runs or model.layers) for i in range(passes)]
+    sum(losses).backward()
+    return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters())]
+
+
+def rc_same(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+RC_MODELS = {
+    "dense": {},
+    "mixture": dict(moe_layers=(0, 2), n_experts=4, n_experts_per_token=2, expert_ffn_dim=16),
+    "latent": dict(
+        n_kv_heads=4, head_dim=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=8,
+    ),
+    "alibi": dict(alibi=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", RC_MODELS.values(), ids=RC_MODELS)
+@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
+def test_rc_gradients_are_those_of_none(changes, amp):
+    """Bit for bit, in every mode."""
+    want = rc_gradients(rc_model("none", **changes), amp=amp)
+    assert all(g.abs().max() > 0 for g in want)
+    for mode in RC.MODES[1:]:
+        model = rc_model(mode, **changes)
+        runs = RC.segments(model.layers) if mode == "sqrt" else None
+        assert rc_same(rc_gradients(model, runs, amp), want), mode
+
+
+def test_rc_passes_that_share_autocasts_cache():
+    """Twice within one context, whose cache of casts has the second pass do fewer operations than
+    it does again. selective adds gradients up as without the cache, in fp32."""
+    want = {c: rc_gradients(rc_model("none"), amp=True, passes=2, cached=c) for c in (True, False)}
+    assert not rc_same(*want.values())
+    for mode in RC.MODES[1:]:
+        model = rc_model(mode)
+        runs = RC.segments(model.layers) if mode == "sqrt" else None
+        got = rc_gradients(model, runs, True, passes=2)
+        # the head, which is last, has the cache
+        assert rc_same(got[:-1], want[mode != "selective"][:-1]), mode
+
+
+def test_rc_gradients_with_dropout():
+    """The random numbers are made again as they were."""
+    drop = lambda q, k, v: F.dropout(RC.attend(q, k, v), 0.5)
+    x, seen = torch.randn(2, 8, 32), {}
+    for mode in RC_ONE:
+        (block,) = RC.make("cpu", 1, 32, 4, 2, 48)
+        torch.manual_seed(1)
+        y = RC.wrapped(block.forward, mode)(x, drop)
+        y.square().sum().backward()
+        seen[mode] = [y.detach(), *(p.grad for p in block.parameters())]
+    assert all(rc_same(seen[mode], seen["none"]) for mode in RC_ONE)
+
+
+class RcCount(torch.utils._python_dispatch.TorchDispatchMode):
+    """How often each operation ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", RC_ONE)
+def test_rc_what_is_computed_again(mode):
+    """Of 7 products and one attention. A backward pass has two products per product."""
+    torch.manual_seed(0)
+    block, inputs = M.Block(M.ModelConfig(**RC_CONFIG), 0, False), rc_inputs()
+    y = RC.wrapped(block.forward, mode)(*inputs).sum()
+    with RcCount() as ran:
+        y.backward()
+    attention = ran.counts.get("_scaled_dot_product_flash_attention_for_cpu", 0)
+    again = {"none": (0, 0), "attention": (0, 1), "selective": (3, 0), "full": (6, 1)}
+    assert (ran.counts["mm"] - 14, attention) == again[mode]
+    assert (ran.counts.get("rsqrt", 0) > 0) == (mode in ("selective", "full"))
+
+
+RC_PRECISIONS = {  # dtype of weights and stream, autocast, s, p
+    "fp32": (torch.float32, False, 4, 4),
+    "autocast": (torch.float32, True, 4, 2),
+    "bf16": (torch.bfloat16, False, 2, 2),
+    "bf16 autocast": (torch.bfloat16, True, 2, 2),
+}
+
+
+@pytest.mark.parametrize("precision", RC_PRECISIONS)
+@pytest.mark.parametrize("fused", [True, False], ids=["flash", "math"])
+@pytest.mark.parametrize("mode", RC_ONE)
+def test_rc_bytes_are_the_formula(precision, fused, mode):
+    """What a block of model.py keeps, to the byte, weights' casts too."""
+    dtype, amp, s, p = RC_PRECISIONS[precision]
+    block = M.Block(M.ModelConfig(**RC_CONFIG), 0, False).to(dtype)
+    x, rope, at, attend = rc_inputs(dtype)
+    forward = RC.wrapped(block.forward, mode)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            return forward(x, rope, at, attend)
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH):
+        got = RC.kept_bytes(run, [*block.parameters(), at, *rope])
+    how = dict(seq=RC_T, stream=s, product=p, fused=fused)
+    assert got == RC.block_bytes(*RC_SIZES, **how, copies=p < s)[mode]
+    weights = sum(q.numel() for q in block.parameters() if q.dim() == 2)
+    fewer = 2 * weights if p < s and mode in ("none", "attention") else 0
+    assert got - fewer == RC.block_bytes(*RC_SIZES, **how)[mode]
+
+
+class RcPlain(torch.nn.Module):
+    """A block with up, one nonlinearity, down."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = M.Block(M.ModelConfig(**RC_CONFIG), 0, False)
+        self.block.mlp.forward = self.mlp
+
+    def mlp(self, x):
+        return self.block.mlp.down_proj(F.silu(self.block.mlp.up_proj(x)))
+
+    def forward(self, *inputs):
+        return self.block(*inputs)
+
+
+@pytest.mark.parametrize("device, amp", [("cpu", False), ("cpu", True), ("meta", False)])
+@pytest.mark.parametrize("mode", RC_ONE)
+def test_rc_bytes_without_a_gate(device, mode, amp):
+    module = RcPlain().to(device)
+    x, rope, at, attend = rc_inputs(device=device)
+    forward = RC.wrapped(module.forward, mode)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            return forward(x, rope, at, attend)
+
+    fused = device == "cpu"  # on meta, torch takes MATH
+    got = RC.kept_bytes(run, [*module.parameters(), at, *rope])
+    how = dict(seq=RC_T, fused=fused, gated=False, product=2 if amp else 4, copies=amp)
+    assert got == RC.block_bytes(*RC_SIZES, **how)[mode]
+
+
+def test_rc_formula_of_llama3_8b():
+    """In numbers: 8192 tokens of bf16 under FSDP. none: norms 2 (4 C + 4 + 2 C) + 4 C, q, k, v, o
+    2 (2 * 4096 + 2 * 1024), lse 128, 8 F."""
+    sizes = (8192, 4096, 32, 8, 128, 14336)
+    got = RC.block_bytes(*sizes, stream=2)
+    none = 2 * (6 * 4096 + 4) + 4 * 4096 + 2 * (2 * 4096 + 2 * 1024) + 128 + 8 * 14336
+    assert got["none"] == 8192 * none
+    assert got["attention"] == 8192 * (none - 128)
+    assert got["selective"] == 8192 * (2 * (4096 + 4096 + 1024 + 4096 + 14336) + 128)
+    assert got["full"] == 8192 * 2 * 4096
+    flops = RC.block_flops(*sizes, seq=8192)
+    assert flops["attention"] == 2 * 8192 * 8192 * 4096 == 8192 * 4 * 8192 * 4096 / 2
+    assert flops["selective"] == 2 * 8192 * 4096 * (4096 + 1024 + 14336)
+    assert flops["full"] == flops["attention"] + 2 * 8192 * 4096 * (2 * 5120 + 2 * 14336)
+    plain = RC.block_flops(*sizes, seq=8192, gated=False, fused=False)
+    assert plain["full"] == flops["full"] - 2 * 8192 * 4096 * 14336
+    assert plain["selective"] == 2 * 8192 * 4096 * (4096 + 1024 + 14336) + flops["attention"]
+
+
+def test_rc_bytes_of_segments():
+    """sqrt keeps an input per run; what is made again at a time is a run, or of full blocks their
+    inputs."""
+    model = rc_model("none")
+    x, *others = rc_inputs()
+    but = [*model.parameters(), others[1], *others[0]]
+    for n in (1, 2, 3, RC_L):
+        runs = RC.segments(model.layers, n)
+
+        def forward(x=x, runs=runs):
+            for run in runs:
+                x = run(x, *others)
+            return x
+
+        assert RC.kept_bytes(forward, but) == n * x.nbytes
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 5, 10, 32])
+def test_rc_segments_are_all_blocks_in_order(layers):
+    seen = []
+
+    class Note(torch.nn.Module):
+        def __init__(self, i):
+            super().__init__()
+            self.i = i
+
+        def forward(self, x, other):
+            seen.append((self.i, other))
+            return x + 1
+
+    blocks = [Note(i) for i in range(layers)]
+    for n in (None, *range(1, layers + 1)):
+        seen.clear()
+        runs, x, sizes = RC.segments(blocks, n), torch.zeros(()), []
+        for run in runs:
+            x = run(x, "o")
+            sizes.append(len(seen) - sum(sizes))
+        assert seen == [(i, "o") for i in range(layers)] and x == layers
+        assert len(runs) == (min(layers, max(1, round(layers**0.5))) if n is None else n)
+        assert sizes == sorted(sizes, reverse=True) and (not sizes or sizes[0] - sizes[-1] <= 1)
+
+
+def test_rc_kept_bytes_by_hand():
+    """Storages once, through views; only what the graph needs, closures and outputs too."""
+    w, x = torch.ones(8, requires_grad=True), torch.ones(8)
+    assert RC.kept_bytes(lambda: w * x) == 32  # x, not w: nobody wants x's gradient
+    assert RC.kept_bytes(lambda: w * w[:4].repeat(2), [w]) == 32  # the copy
+    assert RC.kept_bytes(lambda: w * w) == 32
+    assert RC.kept_bytes(lambda: w * x, [x]) == 0
+    assert RC.kept_bytes(lambda: w + torch.ones(8)) == 0
+    assert RC.kept_bytes(lambda: w + x.view(2, 4).flatten()) == 0  # there before, and not saved
+    assert RC.kept_bytes(lambda: w.exp()) == 32  # its own output
+    assert RC.kept_bytes(lambda: (w.exp(), w.sin()), [w]) == 32
+    assert RC.kept_bytes(lambda: [(w * torch.ones(8)).detach()]) == 0
+    big = lambda: RC.recomputed(lambda x, held: (x * held[0][:8]).sin(), w, [torch.ones(1000) * 2])
+    assert RC.kept_bytes(big, [w]) == 4000
+    with torch.no_grad():
+        assert RC.kept_bytes(lambda: w * x) == 0
+
+
+def rc_best(costs, budget):
+    picks = itertools.product(*(c.values() for c in costs))
+    sums = [(sum(b for b, _ in pick), sum(f for _, f in pick)) for pick in picks]
+    return min((f for b, f in sums if b <= budget), default=None), min(b for b, _ in sums)
+
+
+def test_rc_choose_is_exact():
+    """As brute force, of few blocks, for every budget; none or one with too little."""
+    rng = random.Random(0)
+    for trial in range(150):
+        high = rng.choice([3, 10, 1000])
+        costs = [
+            {f"m{m}": (rng.randint(0, high), rng.choice([rng.randint(0, high), rng.random()]))
+             for m in range(rng.randint(1, 4))}
+            for _ in range(rng.randint(0, 5))
+        ]  # fmt: skip
+        costs += costs[:1] * rng.randint(0, 1)
+        for budget in {0, 1, high // 2, high, 2 * high, 3 * high}:
+            best, least = rc_best(costs, budget)
+            if best is None:
+                with pytest.raises(ValueError, match=f"budget of {budget} .* is {least}$"):
+                    RC.choose(costs, budget)
+                continue
+            modes = RC.choose(costs, budget)
+            assert len(modes) == len(costs)
+            assert sum(c[m][0] for c, m in zip(costs, modes)) <= budget
+            assert sum(c[m][1] for c, m in zip(costs, modes)) == pytest.approx(best, rel=1e-12)
+
+
+def test_rc_choose_is_fast():
+    """128 blocks of Llama 3 8B, alike, and all different, at every quarter of the range."""
+    sizes = (8192, 4096, 32, 8, 128, 14336)
+    kept, again = RC.block_bytes(*sizes, stream=2), RC.block_flops(*sizes, seq=8192)
+    alike = [{m: (kept[m], again[m]) for m in kept}] * 128
+    rng = random.Random(0)
+    other = [{m: (int(b * rng.uniform(0.5, 2)), f * rng.uniform(0.5, 2)) for m, (b, f) in c.items()}
+             for c in alike]  # fmt: skip
+    for costs in (alike, other):
+        low, high = (sum(pick(b for b, _ in c.values()) for c in costs) for pick in (min, max))
+        start = time.process_time()
+        for i in range(5):
+            budget = low + (high - low) * i // 4
+            modes = RC.choose(costs, budget)
+            assert sum(c[m][0] for c, m in zip(costs, modes)) <= budget
+        assert time.process_time() - start < 3
+    low = 128 * kept["full"]
+    assert RC.choose(alike, low) == ["full"] * 128
+    assert RC.choose(alike, 128 * kept["none"]) == ["none"] * 128
+    modes = RC.choose(alike, low + 40 * (kept["selective"] - kept["full"]))
+    assert modes.count("selective") == 40 and modes.count("full") == 88
+
+
+class RcOpaque(torch.autograd.Function):
+    """Attention that operations do not show; `core` computes it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, core):
+        o = core(q, k, v)
+        ctx.save_for_backward(q, k, v, o)
+        return o
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, o = ctx.saved_tensors
+        return (
+            grad * k.mean(2, keepdim=True),
+            grad.mean(1, True).expand_as(k) * o.sum(),
+            v * 2,
+            None,
+        )
+
+
+@pytest.fixture(scope="module")
+def rc_custom_op():
+    @torch.library.custom_op("rc_test::core", mutates_args=())
+    def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        core.calls += 1
+        return (q * k.mean(2, keepdim=True).mean(1, True) + v.mean(1, True)).contiguous()
+
+    core.calls = 0
+    return core
+
+
+@pytest.mark.parametrize("mode", RC_ONE)
+@pytest.mark.parametrize("named", [False, True])
+def test_rc_opaque_functions(mode, named, rc_custom_op):
+    """An autograd.Function runs again under selective, but for a custom operation that is named:
+    that of its forward is found again. Gradients are the same."""
+    core, seen = rc_custom_op, {}
+    attend = lambda q, k, v: RcOpaque.apply(q, k, v, core)
+    save = [torch.ops.rc_test.core.default] if named else []
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
+    for at in ("none", mode):
+        (block,) = RC.make("cpu", 1, 32, 4, 4, 48)
+        core.calls = 0
+        y = RC.wrapped(block.forward, at, save)(x, attend)
+        y.square().sum().backward()
+        seen[at] = [y.detach(), *(p.grad for p in block.parameters())], core.calls
+    assert rc_same(seen[mode][0], seen["none"][0])
+    again = {"none": 0, "attention": 1, "selective": 1 - named, "full": 1}
+    assert seen[mode][1] == 1 + again[mode]
+
+
+def test_rc_attention_without_a_hook():
+    """Where no argument is callable, each F.scaled_dot_product_attention is the checkpoint, and it
+    alone."""
+
+    class Two(RC.Block):
+        def forward(self, x):
+            return super().forward(super().forward(x, RC.attend), RC.attend)
+
+    torch.manual_seed(0)
+    block, x = Two(32, 4, 2, 48), torch.randn(2, 16, 32, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        kept = [RC.kept_bytes(lambda f=RC.wrapped(block.forward, mode): f(x), block.parameters())
+                for mode in ("none", "attention")]  # fmt: skip
+        sizes = (32, 32, 4, 2, 8, 48)
+        each = [RC.block_bytes(*sizes, seq=16, fused=False)[m] for m in ("none", "attention")]
+        assert kept == [2 * n for n in each]
+        grads = []
+        for mode in ("none", "attention"):
+            block.zero_grad()
+            RC.wrapped(block.forward, mode)(x).sum().backward()
+            grads.append([p.grad for p in block.parameters()])
+    assert rc_same(*grads)
+
+
+def test_rc_without_gradients():
+    """A forward pass alone keeps nothing and runs nothing twice."""
+    inputs = rc_inputs()
+    block = M.Block(M.ModelConfig(**RC_CONFIG), 0, False)
+    with torch.no_grad():
+        want = block(*inputs)
+        for mode in RC_ONE:
+            assert torch.equal(RC.wrapped(block.forward, mode)(*inputs), want)
+
+
+def test_rc_errors():
+    for mode, words in (("sqrt", r"segments\(blocks\)"), ("some", "known: none, attention")):
+        with pytest.raises(ValueError, match=words):
+            RC.wrapped(print, mode)
+    for n in (0, 4, -1):
+        with pytest.raises(ValueError, match=f"from 1 to the 3 blocks, not {n}"):
+            RC.segments([torch.nn.Identity()] * 3, n)
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=[pytest.mark.slow] * (m != "selective")) for m in RC.MODES]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_rc_compiled_blocks(mode):
+    """block.compile() compiles every block, whole, in every mode, sqrt's within runs too; the same
+    gradients."""
+    torch._dynamo.reset()
+    want = rc_gradients(rc_model("none"))
+    graphs, model = [], rc_model(mode)
+    for block in model.layers:
+        block.compile(
+            backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True
+        )
+    runs = RC.segments(model.layers) if mode == "sqrt" else None
+    assert rc_same(rc_gradients(model, runs), want)
+    assert graphs
+    torch._dynamo.reset()
+
+
+# Of 4 ranks: sharded, and cut by tensor parallelism
+
+
+def rc_sharded(mode, mesh):
+    """fully_shard around every block and the model, with bf16 parameters, under autocast; two
+    micro-batches."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = rc_model(mode)
+    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32,
+                                                         cast_forward_inputs=False))  # fmt: skip
+    runs = RC.segments(model.layers) if mode == "sqrt" else None
+    for block in model.layers:
+        fully_shard(block, **how)
+    for module in (model.embed, model.norm, model.head):
+        fully_shard(module, **how)
+    rc_gradients(model, runs, amp=True)
+    got = rc_gradients(model, runs, amp=True)
+    return [got[0], *(g.to_local() for g in got[1:])]
+
+
+def rc_cut(mode, sequence):
+    """Tensor parallelism, as parallel.py has it."""
+    import parallel as P
+
+    torch.manual_seed(0)
+    model = M.Transformer(M.ModelConfig(**RC_CONFIG | dict(n_kv_heads=4)))
+    P.apply_tp(model, P.make_mesh(tp=4), sequence_parallel=sequence)
+    for block in model.layers:
+        block.forward = RC.wrapped(block.forward, "full" if mode == "sqrt" else mode)
+    tokens = torch.arange(RC_B * RC_T).view(RC_B, RC_T) * 7 % 64
+    model(tokens).float().logsumexp(-1).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def rc_child(rank, port, folder):
+    torch.set_num_threads(1)
+    results = {}
+    try:
+        store = dist.TCPStore("127.0.0.1", port, 4, rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4,
+                                timeout=timedelta(seconds=60))  # fmt: skip
+        mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+        for name, run in (("sharded", lambda m: rc_sharded(m, mesh)),
+                          ("tp", lambda m: rc_cut(m, False)),
+                          ("sp", lambda m: rc_cut(m, True))):  # fmt: skip
+            for mode in RC.MODES[: 4 if name != "sharded" else 5]:
+                results[name, mode] = [x.clone() for x in run(mode)]
+    except Exception:  # noqa: BLE001, the parent shows it
+        results["error"] = traceback.format_exc()
+    (folder / f"{rank}").write_bytes(pickle.dumps(results))
+    if "error" not in results:
+        dist.barrier()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def rc_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rc")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    fork = multiprocessing.get_context("fork").Process
+    children = [fork(target=rc_child, args=(r, port, folder), daemon=True) for r in range(4)]
+    for p in children:
+        p.start()
+    for p in children:
+        p.join(120)
+        p.kill()
+    results = [pickle.loads((folder / f"{r}").read_bytes()) for r in range(4)]
+    for r, result in enumerate(results):
+        assert "error" not in result, f"rank {r}: {result['error']}"
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sharded", "tp", "sp"])
+def test_rc_gradients_of_ranks(name, rc_ranks):
+    """Under fully_shard with bf16 parameters, and under tensor parallelism, whose collectives are
+    made again: those of none, on every rank, in every mode."""
+    for result in rc_ranks:
+        want = result[name, "none"]
+        assert all(g.abs().max() > 0 for g in want if g.numel())
+        for mode in RC.MODES[1 : 4 if name != "sharded" else 5]:
+            assert rc_same(result[name, mode], want), mode
+
+
+@pytest.mark.slow
+def test_rc_alone_in_a_folder(tmp_path):
+    """The sheet needs nothing of the project."""
+    path = tmp_path / "recompute.py"
+    path.write_bytes(open(RC.__file__, "rb").read())
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, path, "--check"], cwd=tmp_path, env=env,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# chunked_loss.py
+# --------------------------------------------------------------------------------------------------
+
+CL_N, CL_C, CL_V = 50, 16, 97
+
+
+def cl_draw(seed=0, dtype=torch.float64, shape=(CL_N, CL_C, CL_V), ignored=7, index=-100):
+    """hidden, weight, bias, targets"""
+    rng, (N, C, V) = torch.Generator().manual_seed(seed), shape
+    tensors = [torch.randn(s, generator=rng, dtype=torch.float64) for s in ((N, C), (V, C), (V,))]
+    targets = torch.randint(0, V, (N,), generator=rng)
+    targets[::ignored] = index
+    return [t.to(dtype) for t in tensors], targets
+
+
+def cl_truth(hidden, weight, targets, bias=None, index=-100, z_loss=0.0, softcap=None):
+    """From the definition, row by row."""
+    total = hidden.new_zeros(())
+    for h, t in zip(hidden, targets.tolist()):
+        if t != index:
+            logits = weight @ h + (0 if bias is None else bias)
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            lse = logits.exp().sum().log()
+            total = total + lse - logits[t] + z_loss * lse**2
+    return total
+
+
+def cl_run(function, tensors, scale=1.0, **how):
+    """Loss and gradients of scale * loss."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    loss = function(leaves, **how)
+    (loss * scale).backward()
+    return [loss.detach(), *(t.grad for t in leaves)]
+
+
+CL_HOWS = {
+    "plain": {},
+    "z": dict(z_loss=0.03),
+    "softcap": dict(softcap=1.5),
+    "all": dict(z_loss=0.03, softcap=1.5, ignore_index=5),
+}
+
+
+@pytest.mark.parametrize("how", CL_HOWS.values(), ids=CL_HOWS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cl_is_the_definition(how, with_bias):
+    """Loss and the three gradients in fp64, for chunks that divide the rows or not."""
+    index = how.get("ignore_index", -100)
+    (h, w, b), targets = cl_draw(index=index)
+    tensors = [h, w, b] if with_bias else [h, w]
+    bias = lambda leaves: leaves[2] if with_bias else None
+    extra = {k: v for k, v in how.items() if k != "ignore_index"}
+    truth = lambda l: cl_truth(l[0], l[1], targets, bias(l), index, **extra)
+    want = cl_run(truth, tensors, scale=0.3)
+    for chunk in (None, 1, 7, 25, CL_N, 1000):
+        ours = lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=bias(l), chunk=chunk, **how)
+        for got, true in zip(cl_run(ours, tensors, scale=0.3), want, strict=True):
+            torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-12)
+    reference = lambda l: CL.reference(*l[:2], targets, bias=bias(l), **how)
+    for got, true in zip(cl_run(reference, tensors, scale=0.3), want, strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-12)
+
+
+def cl_error(got, true):
+    return ((got.double() - true).norm() / true.norm()).item()
+
+
+CL_BOUNDS = {  # dtype of the tensors, autocast: of loss, dhidden, dweight, dbias
+    "fp32": (torch.float32, False, (1e-6, 1e-6, 1e-6, 1e-6)),
+    "autocast": (torch.float32, True, (3e-4, 5e-3, 5e-3, 3e-3)),
+    "bf16": (torch.bfloat16, False, (3e-4, 5e-3, 5e-3, 3e-3)),
+}
+
+
+@pytest.mark.parametrize("precision", CL_BOUNDS)
+def test_cl_rounding(precision):
+    """Against fp64 of the same numbers, in small chunks; at most a half worse than the plain loss
+    (dW is rounded once per chunk more). Gradients are in their tensors' dtypes, the loss in
+    fp32."""
+    dtype, amp, bounds = CL_BOUNDS[precision]
+    tensors, targets = cl_draw(dtype=torch.bfloat16 if amp else dtype, shape=(600, 64, 500))
+    tensors = [t.to(dtype) / 4 for t in tensors]
+    exact = lambda l: CL.reference(*l[:2], targets, bias=l[2])
+    want = cl_run(exact, [t.double() for t in tensors])
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        ours = lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=l[2], chunk=10)
+        got = cl_run(ours, tensors)
+        plain = cl_run(exact, tensors)
+    assert got[0].dtype == torch.float32 and all(g.dtype == dtype for g in got[1:])
+    for a, p, true, bound in zip(got, plain, want, bounds, strict=True):
+        assert cl_error(a, true) <= max(bound / 5, 1.5 * cl_error(p, true))
+        assert cl_error(a, true) < bound
+
+
+def test_cl_sums_of_weight_gradients_are_fp32():
+    """Of bf16 tensors and 256 chunks dW is off as one product is; in bf16 it would be by much
+    more."""
+    (h, w, _), targets = cl_draw(dtype=torch.bfloat16, shape=(256, 32, 40))
+    h, w = h.abs(), w / 8  # gradients that do not cancel
+    want = cl_run(lambda l: CL.reference(*l, targets), [h.double(), w.double()])
+    errors = [cl_error(cl_run(lambda l: CL.linear_cross_entropy(*l, targets, chunk=n), [h, w])[2],
+                       want[2]) for n in (1, 256)]  # fmt: skip
+    assert errors[0] < 1.5 * errors[1] < 6e-3
+
+
+def test_cl_autocast_casts_products_alone():
+    """Products see bf16, statistics fp32; nothing changes outside."""
+    seen = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.update((func.overloadpacket.__name__, t.dtype) for t in args
+                        if isinstance(t, torch.Tensor) and t.is_floating_point())  # fmt: skip
+            return func(*args, **(kwargs or {}))
+
+    tensors, targets = cl_draw(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), Watch():
+        cl_run(lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=l[2]), tensors)
+        assert torch.is_autocast_enabled("cpu")
+    assert {d for name, d in seen if name == "mm"} == {torch.bfloat16}
+    assert {d for name, d in seen if name in ("exp_", "log", "amax", "add_")} >= {torch.float32}
+    assert ("exp_", torch.bfloat16) not in seen and ("log", torch.bfloat16) not in seen
+
+
+class ClProducts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm_"):
+            a, b = args[-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def test_cl_makes_only_gradients_that_are_wanted():
+    """One product for the loss, one more for each gradient; in the backward pass none. The others'
+    numbers do not change."""
+    tensors, targets = cl_draw()
+    want, one = cl_run(lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=l[2]), tensors), None
+    for wanted in itertools.product([False, True], repeat=3):
+        leaves = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted)]
+        with ClProducts() as ran:
+            loss = CL.linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], chunk=7)
+            one = one or ran.flops
+            assert ran.flops == (1 + sum(wanted[:2])) * one and loss.requires_grad == any(wanted)
+            if any(wanted):
+                loss.backward()
+            assert ran.flops == (1 + sum(wanted[:2])) * one
+        torch.testing.assert_close(loss.detach(), want[0])
+        for leaf, w, grad in zip(leaves, wanted, want[1:]):
+            assert (leaf.grad is None) != w
+            if w:
+                torch.testing.assert_close(leaf.grad, grad)
+    with torch.no_grad(), ClProducts() as ran:
+        CL.linear_cross_entropy(*(t.requires_grad_() for t in tensors[:2]), targets)
+    assert one == 2 * CL_N * CL_C * CL_V == ran.flops
+
+
+def test_cl_one_backward_pass():
+    """What it hands over is handed over once; a second pass is refused, not wrong."""
+    (h, w, _), targets = cl_draw()
+    loss = CL.linear_cross_entropy(h.requires_grad_(), w.requires_grad_(), targets)
+    loss.backward(torch.tensor(2.0, dtype=torch.float64), retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_cl_micro_batches_add_up():
+    """Gradients of several calls accumulate as always, in leaves and in what hidden comes from."""
+    (h, w, _), targets = cl_draw()
+    leaves = [h.clone().requires_grad_(), w.clone().requires_grad_()]
+    for rows in (slice(0, 20), slice(20, CL_N)):
+        CL.linear_cross_entropy(leaves[0].tanh()[rows], leaves[1], targets[rows]).backward()
+    want = cl_run(lambda l: CL.reference(l[0].tanh(), l[1], targets), [h, w])
+    for leaf, grad in zip(leaves, want[1:]):
+        torch.testing.assert_close(leaf.grad, grad, rtol=1e-12, atol=1e-12)
+
+
+def test_cl_large_logits_and_no_targets():
+    """Logits of +-1e4 give no inf; rows without a target give nothing; no rows, nothing."""
+    (h, w, _), targets = cl_draw(dtype=torch.float32)
+    got = cl_run(lambda l: CL.linear_cross_entropy(*l, targets, chunk=9), [h * 1e4, w])
+    want = cl_run(lambda l: CL.reference(*l, targets), [h * 1e4, w])
+    for a, b in zip(got, want):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    for rows in (0, CL_N):
+        none = torch.full((rows,), -100)
+        got = cl_run(lambda l: CL.linear_cross_entropy(*l, none, z_loss=1.0), [h[:rows], w])
+        assert all((t == 0).all() for t in got)
+
+
+def test_cl_never_holds_more_than_a_chunk_of_logits():
+    """At the peak: dW, dhidden, and a chunk of logits; a chunk in bf16 more, and a strip of dW,
+    under autocast."""
+    N, C, V, n = 512, 32, 20000, 64
+    (h, w, _), targets = cl_draw(dtype=torch.float32, shape=(N, C, V))
+    peaks = {}
+    for amp in (False, True):
+        for name, f in (("plain", CL.reference), ("ours", CL.linear_cross_entropy)):
+            leaves, how = [h.clone().requires_grad_(), w.clone().requires_grad_()], {}
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp), CL.Peak() as peak:
+                how |= dict(chunk=n) if name == "ours" else {}
+                f(*leaves, targets, **how).backward()
+            peaks[name, amp] = peak.peak
+    gradients, logits, slack = 4 * (V * C + N * C), 4 * n * V, 40_000
+    assert gradients + logits <= peaks["ours", False] < gradients + logits + slack
+    more = 2 * n * V + 2 * V * C + 2 * n * C + 2 * CL.STRIP * C
+    assert peaks["ours", True] < gradients + logits + more + slack
+    assert peaks["plain", False] >= 3 * 4 * N * V
+
+
+def test_cl_default_chunk(monkeypatch):
+    """As many logits as hidden states, but 128 rows or more."""
+    seen = []
+    real = CL._rows
+    monkeypatch.setattr(CL, "_rows", lambda how, z, *a: seen.append(len(z)) or real(how, z, *a))
+    for N, C, V, want in ((300, 16, 97, [128, 128, 44]), (600, 50, 100, [300, 300])):
+        (h, w, _), targets = cl_draw(shape=(N, C, V))
+        CL.linear_cross_entropy(h, w, targets)
+        assert seen == want
+        seen.clear()
+
+
+def test_cl_target_outside():
+    """Neither a column nor ignore_index: refused, as F.cross_entropy does."""
+    (h, w, _), targets = cl_draw()
+    for wrong in (CL_V, -1):
+        targets[3] = wrong
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            CL.linear_cross_entropy(h, w, targets)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda a: a.update(hidden=a["hidden"][:, :-1]), r"hidden must be \(N, C\) and weight"),
+        (lambda a: a.update(hidden=a["hidden"][None]), r"hidden must be \(N, C\) and weight"),
+        (lambda a: a.update(targets=a["targets"][:-1]), r"targets must be \(50,\) int64, not \(49"),
+        (lambda a: a.update(targets=a["targets"].int()), r"not \(50,\) torch.int32"),
+        (lambda a: a.update(bias=a["weight"][:, 0][1:]), r"bias must be \(97,\), not \(96,\)"),
+        (lambda a: a.update(chunk=0), "chunk must be 1 or more rows, not 0"),
+        (lambda a: a.update(softcap=0.0), "softcap must be more than 0"),
+        (lambda a: a.update(weight=a["weight"].bfloat16()), "without autocast they must be"),
+    ],
+)
+def test_cl_errors(change, words):
+    (h, w, _), targets = cl_draw()
+    args = dict(hidden=h, weight=w, targets=targets)
+    change(args)
+    with pytest.raises(ValueError, match=words):
+        CL.linear_cross_entropy(**args)
+
+
+# Of 4 ranks: a vocabulary that is cut
+
+
+def cl_child(rank, port, folder):
+    torch.set_num_threads(1)
+    results = {}
+    try:
+        store = dist.TCPStore("127.0.0.1", port, 4, rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4,
+                                timeout=timedelta(seconds=60))  # fmt: skip
+        ends = [0, 30, 31, 64, CL_V]  # uneven, one has a single row
+        rows = slice(ends[rank], ends[rank + 1])
+        for name, how in (*CL_HOWS.items(), ("large", {})):
+            (h, w, b), targets = cl_draw(index=how.get("ignore_index", -100))
+            h = h * 1e4 if name == "large" else h
+            run = lambda l: CL.linear_cross_entropy(
+                *l[:2], targets, bias=l[2], chunk=13, group=dist.group.WORLD,
+                vocab_start=rows.start, **how,
+            )  # fmt: skip
+            got = cl_run(run, [h, w[rows], b[rows]], scale=0.3)
+            dist.all_reduce(got[1])
+            results[name] = got, rows
+    except Exception:  # noqa: BLE001, the parent shows it
+        results["error"] = traceback.format_exc()
+    (folder / f"{rank}").write_bytes(pickle.dumps(results))
+    if "error" not in results:
+        dist.barrier()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def cl_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cl")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    fork = multiprocessing.get_context("fork").Process
+    children = [fork(target=cl_child, args=(r, port, folder), daemon=True) for r in range(4)]
+    for p in children:
+        p.start()
+    for p in children:
+        p.join(100)
+        p.kill()
+    results = [pickle.loads((folder / f"{r}").read_bytes()) for r in range(4)]
+    for r, result in enumerate(results):
+        assert "error" not in result, f"rank {r}: {result['error']}"
+    return results
+
+
+@pytest.mark.parametrize("name", [*CL_HOWS, "large"])
+def test_cl_vocabulary_over_ranks(name, cl_ranks):
+    """The loss of the whole on every rank; weight's and bias's gradients are its rows, hidden's
+    the sum. Logits of 1e5 overflow nothing."""
+    how = dict(CL_HOWS.get(name, {}))
+    index = how.get("ignore_index", -100)
+    tensors, targets = cl_draw(index=index)
+    tensors[0] = tensors[0] * 1e4 if name == "large" else tensors[0]
+    want = cl_run(lambda l: CL.reference(*l[:2], targets, bias=l[2], **how), tensors, scale=0.3)
+    for result in cl_ranks:
+        (loss, dh, dw, db), rows = result[name]
+        for got, true in ((loss, want[0]), (dh, want[1]), (dw, want[2][rows]), (db, want[3][rows])):
+            torch.testing.assert_close(got, true, rtol=1e-11, atol=1e-12)
+
+
+def test_cl_alone_in_a_folder(tmp_path):
+    """The sheet needs nothing of the project."""
+    path = tmp_path / "chunked_loss.py"
+    path.write_bytes(open(CL.__file__, "rb").read())
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, path, "--check"], cwd=tmp_path, env=env,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_cl_saves_memory_at_128k():
+    """60% less at the peak than the plain loss, for at most 10% more time, taken best of 3."""
+    import time
+
+    (h, w, _), targets = cl_draw(dtype=torch.float32, shape=(256, 64, 131072))
+    leaves, peaks, times = [h.requires_grad_(), w.requires_grad_()], {}, {}
+    for name in ("plain", "ours") * 4:
+        f = CL.reference if name == "plain" else CL.linear_cross_entropy
+        if name not in peaks:
+            with CL.Peak() as peak:
+                f(*leaves, targets).backward()
+            peaks[name] = peak.peak
+            continue
+        start = time.process_time()
+        f(*leaves, targets).backward()
+        times[name] = min(times.get(name, math.inf), time.process_time() - start)
+    assert peaks["ours"] < 0.4 * peaks["plain"]
+    assert times["ours"] < 1.1 * times["plain"]
+
+
+# --------------------------------------------------------------------------------------------------
+# train.py at scale
+# --------------------------------------------------------------------------------------------------
+
+# train.py's flags of memory, precision, data and tasks, and what is left when processes die. Ranks
+# are forked from this process, which has imported all.
+
+SC_BASE = "--batch-size 4 --micro-batch-size 2 --seq-len 32 --steps 8 --save-every 4 --eval-every 4"
+SC_BASE += " --device cpu --dtype fp32"
+
+
+@pytest.fixture
+def sc_run(corpus, tiny_config, tmp_path):
+    """sc_run(name, flags) -> folder of a finished run of the tiny model"""
+
+    def go(name: str, flags: str = "", rc: int = 0) -> Path:
+        own = {f for f in flags.split() if f.startswith("--")}
+        argv = [*SC_BASE.split(), *flags.split(), "--out", str(tmp_path / name)]
+        argv += [] if "--data" in own else ["--data", str(corpus)]
+        argv += [] if own & {"--model", "--init"} else ["--model", str(tiny_config)]
+        assert T.main(argv) == rc, flags
+        return tmp_path / name
+
+    return go
+
+
+def sc_same(a: Path, b: Path) -> bool:
+    return metrics(a) == metrics(b) and same_bits(SD.read_state(a), SD.read_state(b))
+
+
+@pytest.mark.parametrize("mode", ["attention", "selective", "full", "sqrt", "300K"])
+def test_recomputing_runs_are_the_same_bits(mode, sc_run):
+    assert sc_same(sc_run("plain"), sc_run("again", f"--recompute {mode}"))
+
+
+@pytest.mark.parametrize("where", ["cpu", "files"])
+def test_offloaded_runs_are_the_same_bits_and_resume(where, sc_run, tmp_path):
+    """Masters and moments elsewhere: one run's bits, also when it was cut in two"""
+    flags = f"--offload {'cpu' if where == 'cpu' else tmp_path / 'states'}"
+    plain, out = sc_run("plain"), sc_run("off", flags + " --steps 4 --schedule constant")
+    plain = sc_run("constant", "--schedule constant")
+    assert T.main(["--out", str(out), "--resume", "--steps", "8", *flags.split()]) == 0
+    assert sc_same(plain, out)
+
+
+def test_steps_in_the_backward_pass_are_the_same(sc_run):
+    flags = "--clip 0 --micro-batch-size 4"
+    plain, inside = sc_run("plain", flags), sc_run("in", flags + " --optimizer-in-backward")
+    drop = lambda rows: [{k: v for k, v in row.items() if k != "grad_norm"} for row in rows]
+    assert drop(metrics(plain)) == drop(metrics(inside))
+    assert same_bits(SD.read_state(plain), SD.read_state(inside))
+
+
+def test_a_chunked_loss_trains_the_same(sc_run):
+    """But for rounding; and a z-loss keeps log-sum-exp small"""
+    plain, chunked = sc_run("plain"), sc_run("chunked", "--loss-chunk 16")
+    for a, b in zip(metrics(plain), metrics(chunked), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["loss"] != 0
+    z = metrics(sc_run("z", "--logit-z-loss 0.1"))
+    assert z[0]["loss"] > metrics(plain)[0]["loss"] + 1
+
+
+def test_fp16_scales_its_loss_and_skips_what_overflows(sc_run, monkeypatch):
+    """Losses are near fp32's; a scale that is too large costs steps, is halved and said; a run cut
+    in two knows its scale."""
+    plain, half = sc_run("plain"), sc_run("half", "--dtype fp16")
+    for a, b in zip(metrics(plain), metrics(half), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-3) and "skipped" not in b
+    large = partial(OP.LossScaler, 2.0**24)
+    monkeypatch.setattr(T, "LossScaler", large)
+    out = sc_run("large", "--dtype fp16 --steps 20")
+    rows = metrics(out)
+    skipped = [row for row in rows if "skipped" in row]
+    assert 0 < len(skipped) < 15 and "overflow" in skipped[0]["skipped"]
+    assert [row["step"] for row in rows] == [*range(1, 21)]
+    about = SD.saved_run(out)[2]
+    assert about["updates"] == 20 - len(skipped)
+    assert about["scaler"]["scale"] == 2.0 ** (24 - len(skipped))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_loss_scaling_rescues_gradients_of_2_to_the_minus_25():
+    """fp16's least number is 2^-24: below it a gradient is zero, unless the loss is scaled."""
+    w = nn.Parameter(torch.ones(4, 4))
+    found = []
+    for scale in (1.0, OP.LossScaler().scale):
+        w.grad = None
+        with torch.autocast("cpu", torch.float16):
+            y = F.linear(torch.eye(4), w)
+        (y.float().sum() * 2.0**-25 * scale).backward()
+        found.append(w.grad / scale)
+    assert not found[0].any() and torch.equal(found[1], torch.full((4, 4), 2.0**-25))
+
+
+def test_bf16_weights_train_and_resume(sc_run):
+    """Weights and moments are bf16; a run cut in two is the same, noise included"""
+    flags = "--weights bf16 --dtype bf16 --schedule constant"
+    whole, cut = sc_run("whole", flags), sc_run("cut", flags + " --steps 4")
+    assert T.main(["--out", str(cut), "--resume", "--steps", "8"]) == 0
+    assert sc_same(whole, cut)
+    state = SD.read_state(whole)
+    assert {x.dtype for n, x in state.items() if "correction" not in n} == {torch.bfloat16}
+    assert metrics(whole)[-1]["loss"] < metrics(whole)[0]["loss"] - 0.3
+
+
+@pytest.mark.parametrize(
+    "flags", ["--optimizer muon", "--optimizer sgd --lr 0.5", "--schedule wsd"]
+)
+def test_optimizers_and_schedules_learn_and_resume(flags, sc_run):
+    """A run cut in two is the one that was not"""
+    flags += " --warmup 2" + (" --decay 2" if "wsd" in flags else " --schedule constant")
+    whole, cut = sc_run("whole", flags), sc_run("cut", flags + " --save-every 3 --steps 8")
+    shutil.rmtree(CK.path_of(cut / SD.CHECKPOINTS, 8))
+    (cut / "model.safetensors").unlink()
+    assert T.main(["--out", str(cut), "--resume"]) == 0
+    assert sc_same(whole, cut)
+    rows = metrics(whole)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.05
+    if "wsd" in flags:
+        assert len({row["lr"] for row in rows[2:7]}) == 1 and rows[7]["lr"] < rows[6]["lr"]
+
+
+def test_mup_scales_weights_and_rates(sc_run, tmp_path):
+    """At the base width nothing changes; twice as wide, matrices are drawn 1 / sqrt(2) as large,
+    the head 1 / 2, and both move half as fast."""
+    config = json.loads((sc_run("any", "--steps 1") / "config.json").read_text())
+    for tied in ("tied", "untied"):
+        text = json.dumps(config | {"tie_word_embeddings": tied == "tied"})
+        (tmp_path / f"{tied}.json").write_text(text)
+    model = f"--model {tmp_path / 'untied.json'}"
+    plain = sc_run("plain", model)
+    assert sc_same(plain, sc_run("same", f"{model} --mup-base 32"))
+    args = T.parse_args(f"{model} --mup-base 16 --device cpu".split())
+    place = T.Place(torch.device("cpu"), "fp32", 0, 1)
+    shape = T.model_config(args)
+    half = T.build_model(args, shape, place, T.Layout(args, shape))
+    args.mup_base = 32
+    whole = T.build_model(args, shape, place, T.Layout(args, shape))
+    for (name, a), (_, b) in zip(half.named_parameters(), whole.named_parameters()):
+        factor = 1.0 if a.dim() == 1 or "embed" in name else 0.5 if "head" in name else 0.5**0.5
+        torch.testing.assert_close(a, b * factor)
+    args.mup_base = 16
+    optimizer = T.build_optimizer(half, T.ALONE, args)
+    scales = {p: g["scale"] for g in optimizer.param_groups for p in g["params"]}
+    decays = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert scales[half.head.weight] == scales[half.layers[0].mlp.up_proj.weight] == 0.5
+    assert scales[half.embed.weight] == scales[half.norm.weight] == 1.0
+    assert decays[half.head.weight] == 0.2 and decays[half.embed.weight] == 0.1
+    assert "tied" in sc_error(sc_run, f"--mup-base 16 --model {tmp_path / 'tied.json'}", "bad")
+
+
+def sc_error(sc_run, flags: str, name: str) -> str:
+    """What a refused command line says, in one line"""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        sc_run(name, flags, rc=2)
+    assert said.getvalue().count("\n") == 1, said.getvalue()
+    return said.getvalue()
+
+
+# ---- data ----
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash"])
+@pytest.mark.parametrize("config", ["rope", "windows"])
+def test_packed_rows_are_separate_documents(attention, config):
+    """Loss and gradient of a row of three documents: those of the documents one by one"""
+    more = dict(windows=(3, None)) if config == "windows" else {}
+    model = random_model(tiny(n_layers=2, family="sheaf", **more)).requires_grad_()
+    rng = torch.Generator().manual_seed(0)
+    docs = [torch.randint(3, 97, (n,), generator=rng, dtype=torch.int32) for n in (9, 14, 4)]
+    rows = DA.pack_rows(docs, 31).long()
+    assert rows.shape == (1, 32)
+    layout = L.Layout()
+    layout.args = SimpleNamespace(pack=True, loss_chunk=0)
+    packed = T.loss_sums(model, rows, T.attend_of(attention, True), layout)[0]
+    packed.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    alone = sum(T.loss_sums(model, d[None].long())[0] for d in docs)
+    alone.backward()
+    torch.testing.assert_close(packed, alone)
+    for p, g in zip(model.parameters(), grads):
+        torch.testing.assert_close(g, p.grad, atol=1e-5, rtol=1e-4)
+    assert T.count_targets(rows, layout) == 8 + 13 + 3
+
+
+def test_sources_are_mixed_by_weight_and_streamed(sc_run, corpus, tmp_path):
+    """Two sources, packed, tokenized by a worker meanwhile: the rows of a run that waited, under
+    --resume too"""
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"text": f"{i} is a number. " * 9}) for i in range(99)))
+    flags = f"--data {corpus}=3 --data {other} --pack --schedule constant"
+    whole, cut = sc_run("whole", flags), sc_run("cut", flags + " --steps 4 --workers 1")
+    assert T.main(["--out", str(cut), "--resume", "--steps", "8"]) == 0
+    assert metrics(whole) == metrics(cut)
+    assert metrics(whole)[0]["loss"] != metrics(sc_run("one", "--pack"))[0]["loss"]
+
+
+# ---- after pre-training ----
+
+
+SC_SUMS = [(a, b) for a in range(5) for b in range(5)]
+
+
+def sc_chats(folder: Path) -> dict[str, Path]:
+    """Sums of small numbers, as chats, pairs and prompts"""
+    sums = [(f"{a}+{b}=", str(a + b)) for a, b in SC_SUMS]
+    turns = lambda ask, says: [("user", ask), ("assistant", says)]
+    chat = lambda turns: {"messages": [{"role": role, "content": said} for role, said in turns]}
+    rows = {
+        "chats": [chat(turns(*pair)) for pair in sums],
+        "pairs": [{"prompt": ask, "chosen": says, "rejected": "the"} for ask, says in sums],
+        "prompts": [{"prompt": ask, "answer": says} for ask, says in sums],
+    }
+    for name, of in rows.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, of)))
+    return {name: folder / f"{name}.jsonl" for name in rows}
+
+
+def test_chats_preferences_and_rewards_train_and_resume(sc_run, tmp_path):
+    """sft, dpo and grpo, with adapters and without: each lowers its loss or moves what it is to
+    move, and goes on after a cut as if there had been none."""
+    init, files = sc_run("init"), sc_chats(tmp_path)
+    steps = "--schedule constant --lr 1e-3"
+    for name, flags, better in (
+        ("sft", f"--task sft --data {files['chats']}", lambda r: r[0]["loss"] - r[-1]["loss"]),
+        (
+            "pack",
+            f"--task sft --pack --data {files['chats']}",
+            lambda r: r[0]["loss"] - r[-1]["loss"],
+        ),
+        ("dpo", f"--task dpo --data {files['pairs']}", lambda r: r[-1]["reward_margin"]),
+        (
+            "adapted",
+            f"--task dpo --lora 4 --data {files['pairs']}",
+            lambda r: r[-1]["reward_margin"],
+        ),
+    ):
+        whole = sc_run(name, f"--init {init} {flags} {steps}")
+        assert better(metrics(whole)) > 0.01, name
+        cut = sc_run(f"{name}2", f"--init {init} {flags} {steps} --steps 4")
+        assert T.main(["--out", str(cut), "--resume", "--steps", "8"]) == 0
+        assert metrics(whole) == metrics(cut) and same_bits(
+            SD.read_state(whole), SD.read_state(cut)
+        )
+    assert (tmp_path / "sft" / "chat_template.jinja").exists()
+    flags = f"--task grpo --data {files['prompts']} --group 4 --max-new-tokens 3 --kl 0.01"
+    first = sc_run("grpo", f"--init {tmp_path / 'sft'} {flags} --steps 3")
+    again = sc_run("grpo2", f"--init {tmp_path / 'sft'} {flags} --steps 3")
+    assert metrics(first) == metrics(again) and len(metrics(first)) == 3
+    assert all({"reward_mean", "completion_length", "kl"} <= row.keys() for row in metrics(first))
+
+
+def test_adapters_merged_are_adapters_apart(sc_run, tmp_path, capsys):
+    """--lora leaves the base as it is; its export in PEFT's format, added by generate.py, gives the
+    text of the merged export."""
+    init = sc_run("init")
+    out = sc_run("lora", f"--init {init} --lora 4 --lr 1e-2")
+    base, state = M.load_checkpoint(init, dtype=torch.float32), SD.read_state(out)
+    assert state and all("lora_" in name for name in state)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert T.main(["--out", str(out), "--export", str(tmp_path / "merged"), "--lora-merged"]) == 0
+    shutil.copy(init / "tokenizer.model", tmp_path / "merged")
+    merged = M.load_checkpoint(tmp_path / "merged", dtype=torch.float32)
+    LO.load_adapters_(base, out, M.hf_modules(base).__getitem__)
+    tokens = random_tokens(merged.config, 2, 12)
+    apart = base(tokens)
+    assert relative(merged(tokens), apart) < 2e-2  # of bf16 weights
+    assert relative(LO.merge_(base)(tokens), apart) < 1e-5
+    capsys.readouterr()
+    texts = []
+    for more in (["--checkpoint", init, "--adapter", out], ["--checkpoint", tmp_path / "merged"]):
+        argv = ["the cat", "--max-new-tokens", 8, "--dtype", "fp32", *more]
+        assert G.main([*map(str, argv)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_from_pretraining_to_serving(tmp_path):
+    """Pretrain, fine-tune on chats, reinforce, quantize, serve with speculation, as a user would:
+    under two minutes, and the toy reward rises."""
+    began, files, text = time.perf_counter(), sc_chats(tmp_path), tmp_path / "sums.txt"
+    text.write_text("".join(f"{a}+{b}={a + b}\n" for _ in range(150) for a, b in SC_SUMS))
+    shape = tiny(vocab_size=300, dim=64, n_layers=2)
+    (tmp_path / "config.json").write_text(json.dumps(shape.to_hf()))
+    base = "--seq-len 32 --device cpu --dtype fp32 --save-every 1000 --eval-every 1000"
+
+    def go(name: str, flags: str, batch: int = 32) -> list[dict]:
+        sizes = f"--batch-size {batch} --micro-batch-size {batch} --out {tmp_path / name}"
+        done = run("train.py", *f"{base} {sizes} {flags}".split())
+        assert done.returncode == 0, done.stderr
+        return metrics(tmp_path / name)
+
+    go("pre", f"--model {tmp_path / 'config.json'} --data {text} --steps 60 --lr 3e-3")
+    go("chat", f"--init {tmp_path / 'pre'} --task sft --data {files['chats']} --steps 40 --lr 2e-3")
+    flags = f"--init {tmp_path / 'chat'} --task grpo --data {files['prompts']} --group 8"
+    flags += " --max-new-tokens 4 --steps 150 --lr 1e-3 --schedule constant"
+    rewards = [row["reward_mean"] for row in go("rl", flags, 64)]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2, rewards
+    serve = ["--checkpoint", tmp_path / "rl", "--quantize", "int8", "--speculate", "ngram"]
+    right = 0
+    for a, b in SC_SUMS[::6]:
+        ask = [f"{a}+{b}=", "--chat", "--max-new-tokens", "4", "--temperature", "0"]
+        done = run("generate.py", *ask, *serve)
+        assert done.returncode == 0, done.stderr
+        right += done.stdout.strip() == str(a + b)
+    assert right >= 2 and time.perf_counter() - began < 120, right
+
+
+# ---- what is said ----
+
+
+def test_metrics_profile_export_and_the_predicted_peak(sc_run, tmp_path, capsys):
+    """A row has time, memory and waits; --profile leaves a trace and a table of memory; --export
+    writes the folder again."""
+    out = sc_run("out", "--profile 2")
+    rows = MT.read_metrics(out / "metrics.jsonl")
+    assert all(r["tokens_per_second"] > 0 and r["data_wait"] >= 0 for r in rows)
+    assert [r["step"] for r in rows if "peak_memory" in r] == [4, 8]
+    assert 0 < rows[-1]["peak_memory"] < 2**31 and 0 <= rows[-1]["comm_wait"] < 1
+    trace = json.loads((out / "profile" / "rank0.trace.json").read_text())
+    assert any(
+        "linear" in e.get("name", "") or "mm" in e.get("name", "") for e in trace["traceEvents"]
+    )
+    memory = json.loads((out / "profile" / "rank0.memory.json").read_text())
+    assert memory["operations"][0]["bytes"] > 0
+    before = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").unlink()
+    assert T.main(["--out", str(out), "--export"]) == 0
+    assert (out / "model.safetensors").read_bytes() == before
+    assert T.main(["--out", str(tmp_path / "none"), "--export"]) == 2
+    assert "nothing was saved" in capsys.readouterr().err
+
+
+def test_exposed_communication_is_what_no_kernel_covers():
+    kernel = lambda name, ts, dur: dict(ph="X", cat="kernel", name=name, ts=ts, dur=dur)
+    events = [
+        kernel("gemm", 0, 10),
+        kernel("ncclDevKernel_AllReduce", 5, 15),
+        kernel("gemm", 18, 4),
+    ]
+    events += [dict(ph="X", cat="cpu_op", name="aten::mm", ts=0, dur=99)]
+    assert MT.exposed_communication(events) == (8e-6, 22e-6)
+    assert MT.exposed_communication([]) == (0.0, 0.0)
+
+
+# ---- when it fails ----
+
+
+def test_batches_that_are_no_good_are_skipped_and_many_stop_the_run(sc_run, monkeypatch, capsys):
+    """A loss that is not finite leaves the weights as they were, and is said; too many in a row end
+    the run with the last checkpoint whole."""
+    real, at = T.accumulate, {3}
+
+    def poisoned(*args, **how):
+        losses = real(*args, **how)
+        poisoned.calls += 1
+        return losses | ({"loss": math.nan} if poisoned.calls in at else {})
+
+    poisoned.calls = 0
+    monkeypatch.setattr(T, "accumulate", poisoned)
+    out = sc_run("once")
+    rows = metrics(out)
+    assert "the loss is nan" in rows[2]["skipped"] and len(rows) == 8
+    assert "step 3: skipped" in capsys.readouterr().err
+    assert SD.saved_run(out)[2]["updates"] == 7
+    poisoned.calls, at = 0, set(range(5, 99))
+    out = sc_run("often", "--patience 3", rc=2)
+    assert "3 in a row" in capsys.readouterr().err
+    assert SD.saved_run(out)[1] == 4 and len(metrics(out)) == 6
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(sc_run, capsys):
+    whole, out = sc_run("whole"), sc_run("out")
+    path = max((out / SD.CHECKPOINTS / "step-00000008").glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    capsys.readouterr()
+    assert T.main(["--out", str(out), "--resume"]) == 0
+    assert f"refused checkpoint of step 8: {path}" in capsys.readouterr().err
+    assert sc_same(whole, out)
+
+
+def test_resume_auto_starts_or_goes_on(sc_run, tmp_path, corpus, tiny_config):
+    whole = sc_run("whole", "--schedule constant")
+    out = sc_run("out", "--resume auto --schedule constant --steps 4")
+    assert T.main([*SC_BASE.split(), "--resume", "auto", "--out", str(out)]) == 0
+    assert sc_same(whole, out)
+    assert saved_steps(out) == [4, 8]
+    assert saved_steps(sc_run("one", "--keep 1 --save-every 2")) == [8]
+
+
+def sc_fork(argv: list[str], rank: int, world: int, port: int, log: Path):
+    """One rank of train.py, forked from this process"""
+
+    def main():
+        os.environ |= dict(RANK=f"{rank}", WORLD_SIZE=f"{world}", LOCAL_RANK=f"{rank}",
+                           MASTER_ADDR="localhost", MASTER_PORT=f"{port}")  # fmt: skip
+        sys.stderr = sys.stdout = open(log, "a", buffering=1)
+        code = 70
+        try:
+            code = T.main(argv)
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code or 0)
+
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    return process
+
+
+def sc_ranks(
+    argv: list[str], world: int, log: Path, victim: Callable[[list], None] = lambda processes: None
+) -> list[int]:
+    """Exit codes of `world` ranks, to one of which victim(processes) may do something; as torchrun
+    does, the others are told to end when one has failed, and made to a few seconds later."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    processes = [sc_fork(argv, rank, world, port, log) for rank in range(world)]
+    victim(processes)
+    while any(p.exitcode is None for p in processes):
+        time.sleep(0.01)
+        if any(p.exitcode not in (None, 0) for p in processes):
+            break
+    for sign, patience in ((signal.SIGTERM, 8.0), (signal.SIGKILL, None)):
+        until = time.monotonic() + (patience or 0)
+        for p in processes:
+            if p.exitcode is None and any(q.exitcode not in (None, 0) for q in processes):
+                os.kill(p.pid, sign)
+        for p in processes:
+            p.join(None if patience is None else max(0.0, until - time.monotonic()))
+    return [p.exitcode for p in processes]
+
+
+def sc_argv(corpus, tiny_config, out: Path, flags: str) -> list[str]:
+    argv = [*SC_BASE.split(), "--data", str(corpus), "--model", str(tiny_config), "--out", str(out)]
+    return [*argv, *flags.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, kills, steps", [(1, 30, 150), (4, 20, 60)])
+def test_kills_at_any_moment_lose_nothing(world, kills, steps, corpus, tiny_config, tmp_path):
+    """SIGKILL of one rank at random moments, during saves too, --resume auto each time: the losses
+    are those of a run that nobody killed, bit for bit, and never is there no checkpoint again."""
+    more = f"--steps {steps} --save-every 2 --eval-every 1000 --resume auto --mirror-every 3"
+    more += "" if world == 1 else " --tp 2 --zero 3"
+    argv = lambda name: sc_argv(
+        corpus, tiny_config, tmp_path / name, f"{more} --mirror-at {tmp_path / (name + '.shm')}"
+    )
+    log, rng, done, killed, ran = tmp_path / "log", random.Random(world), set(), 0, 0
+    assert sc_ranks(argv("whole"), world, log) == [0] * world, log.read_text()[-2000:]
+    out = tmp_path / "out"
+
+    def kill(processes):
+        """A while after the first new checkpoint, or before"""
+        last, wait = max(saved_steps(out), default=0), rng.random() < 0.8
+        until = time.monotonic() + 60
+        while wait and max(saved_steps(out), default=0) <= last and time.monotonic() < until:
+            if any(p.exitcode is not None for p in processes):
+                return
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.15))
+        processes[rng.randrange(world)].kill()
+
+    codes = []
+    while killed < kills:
+        before = max(saved_steps(out), default=0)
+        codes = sc_ranks(argv("out"), world, log, kill)
+        after = max(saved_steps(out), default=0)
+        assert after >= before, (before, after)
+        done.add(after)
+        killed, ran = killed + (-signal.SIGKILL in codes), ran + 1
+        if codes == [0] * world:  # it was through before the kill: once more
+            shutil.rmtree(out)
+            shutil.rmtree(tmp_path / "out.shm", ignore_errors=True)
+        assert ran < 4 * kills, log.read_text()[-3000:]
+    if codes != [0] * world:
+        assert sc_ranks(argv("out"), world, log) == [0] * world, log.read_text()[-3000:]
+    assert sc_same(tmp_path / "whole", out) and len(done) > 5
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_costs_at_most_a_step(corpus, tiny_config, tmp_path):
+    """Of two replicas one is killed in the middle of step 6: the other keeps its state at once, and
+    the run goes on from step 5, from memory, though the disk has step 4 at most."""
+    shm, out, log = tmp_path / "shm", tmp_path / "out", tmp_path / "log"
+    flags = f"--save-every 4 --mirror-every 4 --mirror-at {shm} --resume auto"
+    whole = sc_argv(corpus, tiny_config, tmp_path / "whole", flags.replace("shm", "shm2"))
+    assert sc_ranks(whole, 2, log) == [0, 0], log.read_text()[-2000:]
+    real = T.loss_sums
+
+    def dies(*args, **how):
+        if os.environ["RANK"] == "1" and sum(1 for _ in open(out / "metrics.jsonl")) >= 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, "loss_sums", dies)
+        codes = sc_ranks(sc_argv(corpus, tiny_config, out, flags), 2, log)
+    assert codes[1] == -signal.SIGKILL and codes[0] != 0
+    assert sc_ranks(sc_argv(corpus, tiny_config, out, flags), 2, log) == [0, 0], log.read_text()
+    assert "resumed after step 5 from memory" in log.read_text()
+    assert sc_same(tmp_path / "whole", out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stopped", "sleeps"])
+def test_a_hang_names_the_guilty_rank(how, corpus, tiny_config, tmp_path):
+    """One of two ranks is stopped, or sleeps: the other says so, and ends with its own code."""
+    out, log, real = tmp_path / "out", tmp_path / "log", T.loss_sums
+
+    def hangs(*args, **kw):
+        if os.environ["RANK"] == "1" and sum(1 for _ in open(out / "metrics.jsonl")) >= 4:
+            os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else time.sleep(30)
+        return real(*args, **kw)
+
+    flags = "--steps 30 --hang-timeout 2"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, "loss_sums", hangs)
+        codes = sc_ranks(sc_argv(corpus, tiny_config, out, flags), 2, log)
+    said = log.read_text()
+    assert codes[0] == T.HUNG or codes[1] == T.HUNG, (codes, said)
+    assert "guilty: rank 1" in said and "guilty: rank 0" not in said, said
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_dead_rank_again(corpus, tiny_config, tmp_path):
+    """torchrun --max-restarts with --resume auto, one rank killed once: as if none had been."""
+    out, flag = tmp_path / "out", tmp_path / "once"
+    code = f"""
+import os, pathlib, signal, sys
+import train
+real, flag = train.loss_sums, pathlib.Path({str(flag)!r})
+def dies(*args, **how):
+    rows = pathlib.Path({str(out)!r}, "metrics.jsonl")
+    if os.environ["RANK"] == "1" and not flag.exists() and rows.read_text().count("\\n") >= 5:
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **how)
+train.loss_sums = dies
+sys.exit(train.main())
+"""
+    (tmp_path / "program.py").write_text(code)
+    flags = sc_argv(corpus, tiny_config, out, "--resume auto --save-every 2")
+    whole = sc_argv(corpus, tiny_config, tmp_path / "whole", "--save-every 2")
+    assert sc_ranks(whole, 2, tmp_path / "log") == [0, 0]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    launch += ["--max-restarts", 2, tmp_path / "program.py", *flags]
+    done = run(*launch, env=ENV | {"PYTHONPATH": str(REPO)})
+    assert done.returncode == 0 and flag.exists(), done.stderr[-3000:]
+    assert sc_same(tmp_path / "whole", out)
+
+
+def test_what_a_resumed_run_may_not_change(sc_run, tmp_path, capsys):
+    """Flags are checked with those of the checkpoint; text that is not what it was is refused, and
+    so are rows that are gone."""
+    init, files = sc_run("init"), sc_chats(tmp_path)
+    dpo = sc_run("dpo", f"--init {init} --task dpo --data {files['pairs']} --steps 4")
+    half = sc_run("half", "--dtype fp16 --steps 4")
+    packed = sc_run("packed", "--pack --steps 4")
+    shards = packed / "data" / "0"
+    for out, flags, words in (
+        (dpo, "--tp 2", "--task dpo is for whole models"),
+        (half, "--optimizer-in-backward --clip 0", "--clip 0.0 differs"),
+        (half, "--optimizer-in-backward", "give --clip 0"),
+        (half, "--lora 4", "--lora 4 differs from the run's None"),
+        (dpo, "--init elsewhere", "--init elsewhere differs"),
+    ):
+        capsys.readouterr()
+        assert T.main(["--out", str(out), "--resume", *flags.split()]) == 2, flags
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, (flags, error)
+    tokens = (half / "train.tokens").read_bytes()
+    (half / "train.tokens").write_bytes(tokens[: len(tokens) // 8 * 4])
+    files["pairs"].write_text(files["pairs"].read_text().replace("the", "no"))
+    path = max(shards.glob("*.rows"))
+    path.write_bytes(path.read_bytes()[:-132])
+    for out, words in ((half, "not what it was"), (dpo, "not what it was"), (packed, "written")):
+        assert T.main(["--out", str(out), "--resume", "--steps", "8"]) == 2
+        error = capsys.readouterr().err
+        assert words in error.splitlines()[-1] and "Traceback" not in error, error
+
+
+def test_damaged_folders_are_said_and_stepped_over(sc_run, tmp_path, capsys):
+    """A byte of a manifest; a checkpoint that is to be exported; metrics that are no rows; a reward
+    that fails"""
+    whole, out, other = sc_run("whole"), sc_run("out"), sc_run("other")
+    steps = out / SD.CHECKPOINTS
+    manifest = steps / "step-00000008" / CK.MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step"', b'"stop"'))
+    with open(out / "metrics.jsonl", "a") as f:
+        f.write('[]\n5\n{"x": 1}\n')
+    assert T.main(["--out", str(out), "--resume"]) == 0
+    assert "refused checkpoint of step 8" in capsys.readouterr().err and sc_same(whole, out)
+    path = max((other / SD.CHECKPOINTS / "step-00000008").glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    to = tmp_path / "folder"
+    assert T.main(["--out", str(other), "--export", str(to)]) == 0
+    assert "refused checkpoint of step 8" in capsys.readouterr().err
+    assert G.main(["the cat", "--checkpoint", str(to), "--max-new-tokens", "2"]) == 0
+    four = SD.read_weights(CK.path_of(other / SD.CHECKPOINTS, 4), ["embed.weight"])
+    stored = M.load_checkpoint(to).embed.weight
+    assert torch.equal(stored, four["embed.weight"].bfloat16())
+    program = tmp_path / "reward.py"
+    program.write_text("def f(prompt, completion, answer):\n    return 1 / 0\n")
+    files = sc_chats(tmp_path)
+    flags = f"--init {whole} --task grpo --data {files['prompts']} --group 4 --max-new-tokens 2"
+    sc_run("bad", f"{flags} --reward {program}:f", rc=2)
+    assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_memory_has_what_no_disk_has_yet(corpus, tiny_config, tmp_path):
+    """Killed before the first save: --resume auto goes on from the copy in memory. What is there of
+    a run that was thrown away is not taken."""
+    shm, log, out = tmp_path / "shm", tmp_path / "log", tmp_path / "out"
+    flags = f"--save-every 100 --mirror-every 2 --mirror-at {shm} --resume auto"
+    argv = sc_argv(corpus, tiny_config, out, flags)
+
+    def kill(processes):
+        while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 5:
+            time.sleep(0.002)
+        processes[0].kill()
+
+    def slow(*args, **how):
+        time.sleep(0.05)
+        return real(*args, **how)
+
+    real = T.loss_sums
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, "loss_sums", slow)
+        assert sc_ranks(argv, 1, log, kill) == [-signal.SIGKILL]
+    assert not saved_steps(out) and any(shm.glob("*.mirror"))
+    kept = tmp_path / "kept"
+    shutil.copytree(shm, kept)
+    assert sc_ranks(argv, 1, log) == [0] and "from memory" in log.read_text()
+    assert not any(shm.glob("*.mirror"))
+    whole = tmp_path / "whole"
+    assert sc_ranks(sc_argv(corpus, tiny_config, whole, ""), 1, log) == [0]
+    assert sc_same(whole, out)
+    shutil.rmtree(out)
+    shutil.copytree(kept, shm, dirs_exist_ok=True)
+    log.unlink()
+    assert sc_ranks(argv, 1, log) == [0] and "from memory" not in log.read_text()
+    assert len(metrics(out)) == 8
+
+
+def test_batches_of_pairs_and_prompts_go_evenly_over_ranks(corpus, tiny_config, tmp_path):
+    config = M.read_config(tiny_config)
+    for flags in ("--task dpo --batch-size 6", "--task grpo --batch-size 8 --group 8"):
+        argv = f"--init {tmp_path} --data {corpus} {flags}".split()
+        with pytest.raises(ValueError, match="must be a multiple of the 2 ranks"):
+            L.check(T.parse_args(argv), config, 2)
+
+
+SC_REFUSED = {
+    "--decay 2": "--schedule wsd", "--mirror-at x": "--mirror-every", "--lr-end 5": "--lr-end",
+    "--schedule wsd --warmup 6 --decay 6": "more than --steps 8",
+    "--offload CPU": "--offload CPU", "--optimizer muon --offload cpu": "--optimizer muon",
+    "--recompute most": "--recompute most", "--weights bf16 --dtype fp32": "--weights bf16",
+    "--plot --export": "one at a time", "--optimizer-in-backward": "--clip 0",
+    "--lora 4": "--init", "--beta 1": "--task dpo", "--kl 1": "--task grpo",
+    "--optimizer-in-backward --clip 0": "--micro-batch-size", "--loss-chunk x": "--loss-chunk x",
+    "--loss-chunk 0 --logit-z-loss 1": "--logit-z-loss", "--mup-base 16 --optimizer sgd": "--mup",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", SC_REFUSED)
+def test_flags_that_say_nothing_together(flags, sc_run):
+    assert SC_REFUSED[flags] in sc_error(sc_run, flags, "bad")
+
+
+# ---- any layout to any other ----
+
+
+@pytest.mark.slow
+def test_flags_of_two_ranks_are_those_of_one_process(corpus, tiny_config, tmp_path):
+    """What says nothing of ranks does under these what it does without."""
+    files, log = sc_chats(tmp_path), tmp_path / "log"
+    init = f"--init {tmp_path / 'init'}"
+    assert sc_ranks(sc_argv(corpus, tiny_config, tmp_path / "init", ""), 1, log) == [0]
+    for i, (layout, flags) in enumerate((
+        ("--tp 2", "--pack"), ("--zero 3", "--pack --attention flash"), ("--pp 2", "--workers 1"),
+        ("--zero 3", "--offload cpu"), ("--tp 2", f"--offload {tmp_path / 'states'}"),
+        ("--zero 2", "--optimizer-in-backward --clip 0 --micro-batch-size 4"),
+        ("", "--optimizer muon"), ("--zero 3", "--optimizer sgd --lr 0.5"),
+        ("--tp 2 --zero 1", "--dtype fp16"), ("--tp 2", "--logit-z-loss 0.01"),
+        ("--zero 3", f"{init} --lora 4"),
+        ("--zero 3", f"{init} --task sft --data {files['chats']}"),
+        ("--zero 3", f"{init} --lora 4 --task dpo --data {files['pairs']}"),
+        ("", f"{init} --task grpo --group 2 --max-new-tokens 3 --data {files['prompts']}"),
+    )):  # fmt: skip
+        outs = [tmp_path / f"{i}.{world}" for world in (1, 2)]
+        for world, own, out in zip((1, 2), ("", layout), outs):
+            argv = sc_argv(corpus, tiny_config, out, f"{flags} {own}")
+            if "--init" in flags:
+                argv = [a for a in argv if a not in ("--model", str(tiny_config))]
+            if "--task" in flags:
+                argv = [a for a in argv if a != str(corpus)]
+                argv.remove("--data")
+            if world == 2 and "--micro-batch-size 4" in flags:
+                argv += ["--micro-batch-size", "2"]
+            assert sc_ranks(argv, world, log) == [0] * world, log.read_text()[-3000:]
+        for a, b in zip(*map(metrics, outs), strict=True):
+            within = 2e-3 if "fp16" in flags else 1e-4
+            assert a["loss"] == pytest.approx(b["loss"], rel=within, abs=1e-5), (flags, layout)
+            if "grpo" in flags:
+                assert a["reward_mean"] == b["reward_mean"]
+
+
+SC_LAYOUTS = {
+    "one": (1, ""), "tp x dp": (4, "--tp 2"), "tp": (4, "--tp 4"), "zero 3": (4, "--zero 3"),
+    "pp x ring": (4, "--pp 2 --cp 2"), "bucketed": (4, "--zero 2 --bucketed"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SC_LAYOUTS if name != "one"])
+def test_a_run_goes_on_under_any_other_layout(name, corpus, tiny_config, tmp_path):
+    """What four ranks have written under a layout, read under every other: the next five losses and
+    the weights after them are, bit for bit, those from the same state written whole by one
+    process."""
+    config = json.loads(tiny_config.read_text()) | {"num_attention_heads": 4, "head_dim": 16}
+    shape, log = tmp_path / "config.json", tmp_path / "log"
+    shape.write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    first = "--schedule constant --eval-every 100 --keep 9 --steps 3"
+
+    def go(out: Path, layout: str, flags: str) -> Path:
+        world, own = SC_LAYOUTS[layout]
+        codes = sc_ranks(sc_argv(corpus, shape, out, f"{own} {flags}"), world, log)
+        assert codes == [0] * world, log.read_text()[-2000:]
+        return out
+
+    parts, whole = go(tmp_path / "parts", name, first), tmp_path / "whole"
+    shutil.copytree(parts, whole)
+    shutil.rmtree(whole / SD.CHECKPOINTS)
+    _, step, about = SD.saved_run(parts)
+    T.Checkpoints(whole / SD.CHECKPOINTS, sync=True).save(step, SD.read_state(parts), about)
+    for other in SC_LAYOUTS:
+        ends = []
+        for begin in (parts, whole):
+            out = tmp_path / f"{begin.name} {other}"
+            shutil.copytree(begin, out)
+            ends.append(go(out, other, "--resume --steps 8"))
+        assert step == 3 and len(metrics(ends[0])) == 8
+        assert sc_same(*ends), (name, other)
+        assert len(list((parts / SD.CHECKPOINTS / "step-00000003").glob("*.distcp"))) > 1
+
+
+# --------------------------------------------------------------------------------------------------
 # Which tests one worker does
 # --------------------------------------------------------------------------------------------------
 
@@ -29695,7 +35415,8 @@ def test_a_worker_of_several_ranks_meets_one_of_one(dl_run, tmp_path, inner):
 # several processes by one and the same, for two such at a time take more than twice as long. (Under
 # pytest 9.2 pytest-xdist 3.8 cannot tell, its issue 1386: then both workers start them.)
 RANKS = (
-    "ranks_done ranks_done_slow cp_done cp_done_slow zero_done zero_fuzzed tp_done layouts "
+    "re_ranks ck_ranks rc_ranks cl_ranks ranks_done ranks_done_slow cp_done cp_done_slow "
+    "zero_done zero_fuzzed tp_done layouts "
     "layouts_slow layouts_compiled layouts_eight dry_results dry_results_slow pl_done pl_done_slow "
     "dl_done dl_elastic"
 ).split()

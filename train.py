@@ -1,30 +1,28 @@
 """train.py: train a Llama- or DeepSeek-style model from text, on one process or under torchrun.
 
     python train.py                              the standard library's source -> runs/stdlib
-    python train.py --data FILE.jsonl --model small --steps 2000 --out runs/mine
-    torchrun --nproc-per-node 2 train.py ...     the same steps, each rank a share of every batch
-    python train.py --train-draft-head --init checkpoints/small --out runs/head
-                                                 a draft head for speculative decoding with it
+    python train.py --data A.jsonl=3 --data B --pack --model small --steps 2000 --out runs/mine
+    torchrun --nproc-per-node 8 --max-restarts 9 train.py --resume auto --tp 2 --zero 3 ...
+                                                 matrices over two ranks, the rest over the four
+                                                 with other batches; a rank that dies is replaced
+    python train.py --out runs/mine --export     the newest checkpoint as a Hugging Face folder
+    python train.py --init runs/mine --task sft --data chats.jsonl --out runs/chat
+                                                 then --task dpo or grpo; each with --lora 8 or not
     python train.py --init checkpoints/small --upcycle 8 --out runs/mixture
                                                  8 experts in place of every MLP, each its copy
-    torchrun --nproc-per-node 8 train.py --tp 2 --cp 2 --zero 3 ...
-                                                 matrices over two ranks, sequences over two, and
-                                                 what is left over the two with other batches
-    torchrun --nproc-per-node 4 train.py --model small-moe --ep 2 ...
-                                                 experts shared out over every two ranks
+    python train.py --train-draft-head --init checkpoints/small --out runs/head
+                                                 a draft head for speculative decoding with it
     python train.py --diloco 100 --diloco-at FOLDER --diloco-workers 4 --diloco-worker 0 --out RUN0
                                                  and 1, 2, 3 elsewhere: workers that meet in each
                                                  100th step, and may come and go (diloco.py)
 
 A run, in order: read the documents; train a tokenizer on them; write them as token files; then per
 step take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and
-save. OUT is a Hugging Face folder (config.json, model.safetensors in bf16, tokenizer.model) that
-generate.py and transformers open, beside train_state.safetensors (fp32 weights, Adam moments,
-step) and metrics.jsonl. --fp8 and --qat change what a step multiplies, not what is saved.
---train-draft-head leaves the model as it is and trains what foretells it: OUT then holds no model
-but draft_head.safetensors.
+save. OUT has metrics.jsonl and checkpoints/, and when the run ends or is stopped it is a Hugging
+Face folder (config.json, model.safetensors in bf16, tokenizer) that generate.py and transformers
+open. --fp8 and --qat change what a step multiplies, not what is saved.
 
-Four things hold, and test_all.py proves them:
+What holds, and test_all.py proves:
 
 - The batch is a pure function of (seed, step, sample index). No loader has a state, so a run
   resumed with --resume prints the losses of an uninterrupted one to the last digit (on CPU).
@@ -33,45 +31,54 @@ Four things hold, and test_all.py proves them:
 - Layouts (--tp --cp --ep --zero ..., layout.py) change nothing but rounding either: one seed is
   the same weights and batches under each, and the checkpoint goes on under any other. (But for
   --aux-loss, which is one of each micro-batch.)
-- A checkpoint appears whole or not at all. SIGTERM and Ctrl-C save and leave; kill -9 at any moment
-  leaves the previous one.
+- --recompute, --offload and --loss-chunk change memory: the first two no bit, the third rounding.
+- A checkpoint appears whole or not at all, and is not read if a byte of it has changed. SIGTERM
+  and Ctrl-C save and leave; kill -9 at any moment, of any rank, leaves the previous one.
+
+Its parts, each a file: flags.py; data.py; layout.py, how ranks share the work; recompute.py,
+chunked_loss.py and offload.py, memory; optimizers.py; lora.py and tuning.py, what comes after
+pre-training; checkpoint.py and recovery.py; metrics.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import array
 import contextlib
 import hashlib
 import io
-import json
 import math
 import os
+import shutil
 import signal
 import sys
-import sysconfig
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
+import data
 import moe
+import tuning
+from alignment import load_reward
 from attention import as_attend
-from diloco import DiLoCo, Workers
+from checkpoint import Checkpoints
+from data import BOS, EOS, batch_of, decode, read_documents, read_tokens, split, write_tokens
+from flags import DRAFT_HEAD, FIXED, QAT_GRIDS, SAVED, flag, parse_args
+from flags import settle_diloco_flags, settle_expert_flags, settle_flags
 from layout import IGNORE, Layout
-from layout import add_flags as add_layout_flags
+from lora import lora_
+from metrics import Metrics, PeakMemory, flops_per_token, peak_flops, plot, profiled
+from metrics import summary_writer
 from model import (
     CONFIGS,
     Attend,
@@ -81,123 +88,34 @@ from model import (
     allocate,
     causal_attention,
     load_checkpoint,
+    packed_attention,
     read_config,
-    save_checkpoint,
     write_atomically,
 )
-from quantize import RECIPES, SCHEMES, fp8_training_, qat_
-from speculative import DraftHead
+from offload import OffloadedOptimizer, OptimizerInBackward
+from optimizers import LossScaler, Several, StochasticAdamW, learning_rate, muon_split
+from optimizers import mup_factors
+from quantize import fp8_training_, qat_
+from recovery import Diverged, Guard, Mirror, Watch, stragglers
+from state import CHECKPOINTS, Island, State, export, saved_run
+from tokenizer import load_chat_template, load_tokenizer
+from upcycle import upcycle_, upcycled_config
 
-BOS, EOS = 1, 2  # one of each around every document
+RUN_ID = "run.id"  # in OUT: which run this is
+LAST_WORDS = 10.0  # seconds that a step may go on after SIGTERM, before its state is kept
+HUNG = 75  # the exit code of a rank that waited too long: EX_TEMPFAIL, try again
 MTP_WEIGHT = 0.3  # of the loss of predicting further (DeepSeek-V3, arXiv:2412.19437, 4.2)
-
-# Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here
-# gets no MFU: a wrong one is worse than none. FP8 has twice these; --fp8 is measured against them
-# too, so that its MFU is bf16's times the speed-up.
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-}
-
-# What --qat rounds to: the grids of generate.py's --quantize
-QAT_GRIDS = {name: SCHEMES[name].grid for name in ("int8", "int4")}
 
 # --------------------------------------------------------------------------------------------------
 # Text
 # --------------------------------------------------------------------------------------------------
 
-Document = tuple[str, str]  # (name, text); the name decides whether it is held out
-
-
-def read_documents(data: str | None) -> list[Document]:
-    """The documents of --data: a text file, a folder of them, a JSONL with "text"; or, without it,
-    the source of Python's standard library, tests left out. In a fixed order. ValueError if there
-    is no text.
-    """
-    path = Path(data or sysconfig.get_paths()["stdlib"])
-    if not path.exists():
-        raise ValueError(f"--data {path}: no such file or folder")
-    if path.is_dir():
-        docs = list(_folder(path, "*.py" if data is None else "*"))
-    elif path.suffix in (".jsonl", ".ndjson"):
-        docs = list(_jsonl(path))
-    else:
-        text = _text(path)
-        pieces = range(0, len(text or ""), 8192)  # so that some of a single file can be held out
-        docs = [(f"{i}", text[i : i + 8192]) for i in pieces]
-    docs = [(name, text) for name, text in docs if text.strip()]
-    if not docs:
-        raise ValueError(
-            f'--data {path}: holds no text (UTF-8 files, or JSONL lines with a "text" field)'
-        )
-    return docs
-
-
-def _text(path: Path) -> str | None:
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except (UnicodeDecodeError, OSError):
-        return None
-    return None if "\0" in text else text
-
-
-def _folder(root: Path, pattern: str) -> Iterator[Document]:
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    for path in sorted(root.rglob(pattern)):
-        inside = path.relative_to(root)
-        if not path.is_file() or any(p.startswith(".") for p in inside.parts):
-            continue
-        if pattern == "*.py" and skip & set(inside.parts):
-            continue
-        if (text := _text(path)) is not None:
-            yield inside.as_posix(), text
-
-
-def _jsonl(path: Path) -> Iterator[Document]:
-    for n, line in enumerate((_text(path) or "").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-            text.encode()  # half a surrogate pair is no text
-        except AttributeError:
-            raise ValueError(
-                f'{path}: line {n}: "text" must be a string, not {type(text).__name__}'
-            ) from None
-        except (json.JSONDecodeError, UnicodeEncodeError, KeyError, TypeError):
-            raise ValueError(f'{path}: line {n} is not a JSON object with a "text" field') from None
-        yield f"{n}", text
-
-
-def held_out(name: str) -> bool:
-    """Whether a document is for validation: one in 16, by a hash of its name, the same on every
-    machine."""
-    return hashlib.sha256(name.encode()).digest()[0] < 16
-
-
-def split(docs: list[Document]) -> tuple[list[str], list[str]]:
-    """(training texts, held-out texts): by held_out; the last sixteenth if that leaves none."""
-    kept = [text for name, text in docs if not held_out(name)]
-    held = [text for name, text in docs if held_out(name)]
-    if kept and held:
-        return kept, held
-    texts = [text for _, text in docs]
-    if len(texts) == 1:
-        texts = [texts[0][: -len(texts[0]) // 16], texts[0][-len(texts[0]) // 16 :]]
-    n = max(1, len(texts) // 16)
-    return texts[:-n], texts[-n:]
-
-
-# --------------------------------------------------------------------------------------------------
-# Tokens
-# --------------------------------------------------------------------------------------------------
+TEXTS = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+         "added_tokens.json", "chat_template.jinja")  # fmt: skip
+# Where --init has no chat template; BOS and EOS become its tokens' names
+CHAT = """BOS{% for m in messages %}<{{ m['role'] }}>
+{{ m['content'] }}{{ 'EOS' if m['role'] == 'assistant' else '' }}
+{% endfor %}{{ '<assistant>\\n' if add_generation_prompt else '' }}"""
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
@@ -236,88 +154,246 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def write_tokens(
-    path: Path, encode: Callable[[list[str]], list[list[int]]], texts: list[str]
-) -> None:
-    """One flat file of int32: BOS document EOS, BOS document EOS, ..."""
-
-    def write(tmp: Path) -> None:
-        with open(tmp, "wb") as f:
-            for i in range(0, len(texts), 64):
-                for ids in encode(texts[i : i + 64]):
-                    array.array("i", [BOS, *ids, EOS]).tofile(f)
-
-    write_atomically(path, write)
-
-
-def read_tokens(path: Path) -> Tensor:
-    """The file of write_tokens, memory-mapped, (n,) int32."""
-    return torch.from_file(
-        str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32
-    )
-
-
-def prepare_tokens(args: argparse.Namespace, vocab_size: int) -> None:
-    """Write OUT/tokenizer.model and both token files from --data."""
-    kept, held = split(read_documents(args.data))
+def settle_tokenizer(args: argparse.Namespace, texts: Iterable[str], vocab_size: int) -> None:
+    """OUT's tokenizer: there already, that of --init, or trained on `texts`."""
     path = args.out / "tokenizer.model"
-    if args.resume and path.exists():
-        model = path.read_bytes()
-    elif args.init is None:
-        model = train_tokenizer(kept, vocab_size)
-    elif (args.init / "tokenizer.model").exists():
-        model = (args.init / "tokenizer.model").read_bytes()
-    else:
-        raise ValueError(f"--init {args.init}: has no tokenizer.model to tokenize --data with")
-    try:
-        sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as e:
-        raise ValueError(f"{args.init}/tokenizer.model: not a sentencepiece model ({e})") from None
-    if sp.vocab_size() > vocab_size:
+    if args.resume and any((args.out / name).exists() for name in TEXTS[:2]):
+        return
+    if args.init is None:
+        model = train_tokenizer([*texts], vocab_size)
+        write_atomically(path, lambda tmp: tmp.write_bytes(model))
+        return
+    there = [name for name in TEXTS if (args.init / name).exists()]
+    if not {*TEXTS[:2]} & {*there}:
         raise ValueError(
-            f"{path}: {sp.vocab_size()} pieces do not fit vocab_size {vocab_size} of config.json"
+            f"--init {args.init}: has no tokenizer.model to tokenize --data with, nor a "
+            "tokenizer.json"
         )
-    write_atomically(path, lambda tmp: tmp.write_bytes(model))
-    write_tokens(args.out / "val.tokens", sp.encode, held)
-    write_tokens(args.out / "train.tokens", sp.encode, kept)
+    for name in there:
+        content = (args.init / name).read_bytes()
+        write_atomically(args.out / name, lambda tmp: tmp.write_bytes(content))
 
 
-def open_tokens(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """(training tokens, held-out tokens)."""
-    train, held = (read_tokens(args.out / f"{split}.tokens") for split in ("train", "val"))
-    for name, tokens in (("training", train), ("held-out", held)):
-        if len(tokens) < args.seq_len + 1:
+def encoder(folder: Path, vocab_size: int) -> Callable[[list[str]], list[list[int]]]:
+    """Texts to ids, by the tokenizer in `folder`, nothing put around them. ValueError if it has
+    more pieces than the model."""
+    path = folder / "tokenizer.model"
+    if not path.exists():
+        tokenizer = load_tokenizer(folder)
+        return lambda texts: [tokenizer.encode(text, bos=False) for text in texts]
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as e:
+        raise ValueError(f"{path}: not a sentencepiece model ({e})") from None
+    if pieces.vocab_size() > vocab_size:
+        raise ValueError(
+            f"{path}: {pieces.vocab_size()} pieces do not fit vocab_size {vocab_size} of "
+            "config.json"
+        )
+    return pieces.encode
+
+
+Stream = Callable[[int, Sequence[int]], Tensor]  # step, samples of its batch -> rows (n, T + 1)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run reads: rows of the batches, and of validation (R, T + 1), or tokens (n,)."""
+
+    rows: Stream | None
+    held: Tensor | None
+    size: int | None  # tokens to train on; None: not known (yet)
+    mark: Any  # by which a resumed run knows that it is the same; None: not known yet
+
+
+@dataclass
+class NextToken:
+    """The objective of texts and chats: what comes next, in `mine` of each batch's rows."""
+
+    rows: Stream
+    mine: Sequence[int]
+    row = {}  # nothing more to be said
+
+    def batch(self, step: int) -> Tensor:
+        return self.rows(step, self.mine)
+
+
+def first_does(place: Place, work: Callable[[], None]) -> None:
+    """work() on the first rank; its ValueError or OSError on all. Collective."""
+    error = None
+    try:
+        if place.rank == 0:
+            work()
+    except (ValueError, OSError) as e:
+        error = e
+    if place.world > 1:
+        dist.broadcast_object_list(box := [error], 0)
+        error = box[0]
+    if error is not None:
+        raise error
+
+
+def prepare_text(args: argparse.Namespace, config: ModelConfig, place: Place) -> Text:
+    """Documents to rows. The first rank writes OUT's tokenizer and token files; with --workers it
+    goes on doing so while steps are made. Collective."""
+    paths = [s.path for s in data.parse_sources(args.data or ())] or [None]
+
+    def write() -> None:
+        if not (args.resume and (args.out / "val.tokens").exists()):
+            write_text(args, config, paths)
+
+    first_does(place, write)
+    held, B, T = open_tokens(args, "val", "held-out"), args.batch_size, args.seq_len
+    if args.pack:
+        rows = data.Shards(args.out / "data" / "held", shards_of(args, "held"))
+        held = torch.stack([rows.row(i) for i in range(len(rows))])
+    if not args.streamed:
+        tokens = open_tokens(args, "train", "training")
+        rows = lambda step, i: batch_of(tokens, args.seed, step, i, B, T)
+        return Text(rows, held, len(tokens), len(tokens))
+    folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
+    if place.rank == 0:
+        write = partial(write_shards, args, config, folders)
+        threading.Thread(target=write, daemon=True).start() if args.workers else write()
+    # another source may be written first, for long; a writer that fails says so
+    opened = [data.Shards(at, shards_of(args, path), patience=1e9) for path, at in folders.items()]
+    weights = [s.weight for s in data.parse_sources(args.data or ())] or [1]
+    stream = data.Stream(opened, weights, args.seed, B)
+    whole = all(source.finished for source in opened)
+    mark = [len(source) for source in opened] if whole else None
+    return Text(stream.rows, held, sum(mark) * T if whole else None, mark)
+
+
+def write_text(args: argparse.Namespace, config: ModelConfig, paths: Sequence[str | None]) -> None:
+    """OUT's tokenizer, and its token files: of what is held out; of all else, unless it goes into
+    shards, and then documents are read one by one."""
+    if args.streamed:
+        each = [data.stream_documents(path) for path in paths]
+        held = [text for docs in each for name, text in docs if data.held_out(name)]
+        kept = (text for path in paths for name, text in data.stream_documents(path)
+                if not data.held_out(name))  # fmt: skip
+        held = held or [*islice(kept, 1)]
+    else:
+        kept, held = split(read_documents(paths[0]))
+    settle_tokenizer(args, kept, config.vocab_size)
+    how = encoder(args.out, config.vocab_size), ends_of(config)
+    write_tokens(args.out / "val.tokens", how[0], held, how[1])
+    if args.pack:
+        make, named = partial(encoder, args.out, config.vocab_size), [*enumerate(held)]
+        rows, about = args.out / "data" / "held", shards_of(args, "held")
+        data.tokenize(named, make, rows, args.seq_len, True, ends=how[1], about=about)
+    if not args.streamed:
+        write_tokens(args.out / "train.tokens", how[0], kept, how[1])
+
+
+def prepare_task(args: argparse.Namespace, config: ModelConfig, place: Place) -> Text:
+    """The tokenizer and chat template of --init; of --task sft its conversations as rows. What dpo
+    and grpo read, `objective_of` does. Collective."""
+    for one in args.data:
+        if not Path(one).is_file():
             raise ValueError(
-                f"--data: {len(tokens)} {name} tokens are too few for --seq-len {args.seq_len}; "
-                "give more text, or shorter sequences"
+                f"--data {one}: --task {args.task} reads a JSONL file, one for a --data"
             )
-    return train, held
+
+    def write() -> None:
+        settle_tokenizer(args, (), config.vocab_size)
+        if load_chat_template(args.out) is None:
+            names = map(load_tokenizer(args.out).name, (config.bos_id or BOS, *config.eos_ids[:1]))
+            text = CHAT.replace("BOS", next(names)).replace("EOS", next(names, ""))
+            path = args.out / "chat_template.jinja"
+            write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
+
+    first_does(place, write)
+    mark = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in args.data]
+    if args.task != "sft":
+        return Text(None, None, None, mark)
+    chats = [chat for path in args.data for chat in data.read_conversations(Path(path))]
+    held = [chat for i, chat in enumerate(chats) if data.held_out(str(i))] or chats[-1:]
+    kept = [chat for i, chat in enumerate(chats) if not data.held_out(str(i))] or chats
+    how = *chat_of(args.out), args.seq_len, args.pack
+    rows, held = data.chat_rows(kept, *how), data.chat_rows(held, *how)
+    stream = data.Stream([data.Rows(rows)], [1], args.seed, args.batch_size)
+    return Text(stream.rows, held, rows[:, 1:].numel(), mark)
 
 
-def batch_of(
-    tokens: Tensor, seed: int, step: int, indices: Iterable[int], batch_size: int, seq_len: int
-) -> Tensor:
-    """Samples `indices` of the batch of `step`: (as many, seq_len + 1), inputs and targets
-    overlapping.
+def chat_of(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[int]]]:
+    """(messages, add_generation_prompt) -> text, and text -> ids, as in generate.py --chat."""
+    template, tokenizer = load_chat_template(folder), load_tokenizer(folder)
 
-    A pure function of its arguments. Sample g = step * batch_size + index is the g-th window of an
-    endless row of epochs; each epoch cuts the tokens at a phase of its own and shuffles the
-    windows, so that all are seen once before any is seen twice.
-    """
-    n = (len(tokens) - 1) // seq_len - 1  # windows an epoch, leaving room for the phase
-    rows, shuffled = [], {}
-    for g in (step * batch_size + i for i in indices):
-        epoch, place = divmod(g, max(n, 1))
-        if epoch not in shuffled:
-            rng = torch.Generator().manual_seed(
-                seed * 1_000_003 + epoch
-            )  # it hears only the low 32 bits
-            phase = int(torch.randint(seq_len, (), generator=rng)) if n > 0 else 0
-            shuffled[epoch] = phase, torch.randperm(max(n, 1), generator=rng)
-        phase, order = shuffled[epoch]
-        start = phase + int(order[place]) * seq_len
-        rows.append(tokens[start : start + seq_len + 1])
-    return torch.stack(rows).long()
+    def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        return template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    return render, partial(tokenizer.encode, bos=False)
+
+
+def objective_of(
+    args: argparse.Namespace, model: Transformer, text: Text, place: Place, layout: Layout
+) -> Any:
+    """What --task says a step is: its batch, and with `loss` what is learned of it."""
+    share = args.batch_size // args.diloco_workers
+    if args.task in ("text", "sft"):
+        return NextToken(text.rows, [args.diloco_worker * share + i for i in layout.samples(share)])
+    render, encode = chat_of(args.out)
+    frozen = None
+    if not args.lora and (args.task == "dpo" or args.kl):
+        frozen = load_checkpoint(args.init, place.device, next(model.parameters()).dtype)
+        frozen.requires_grad_(False)
+    how: dict[str, Any] = dict(seed=args.seed, reference=frozen, total=layout.total)
+    if args.task == "dpo":
+        pairs = [pair for path in args.data for pair in data.read_preferences(Path(path))]
+        rows = data.preference_rows(pairs, render, encode, args.seq_len)
+        n = args.batch_size // 2
+        return tuning.DPO(model, rows, n, layout.samples(n), beta=args.beta, **how)
+    tasks = []
+    for prompt, answer in (pair for path in args.data for pair in data.read_prompts(Path(path))):
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        words = said[-1]["content"]
+        tasks.append(tuning.Task(words, encode(render(said, True)), answer))
+    decode_text, n = load_tokenizer(args.out).decode, args.batch_size // args.group
+    engine = tuning.engine_of(model, args.seq_len, autocast=place.autocast)
+    how |= dict(n=args.group, max_new_tokens=args.max_new_tokens, kl=args.kl)
+    reward = load_reward(args.reward)
+    mine = layout.samples(n)
+    return tuning.GRPO(
+        model, engine, tasks, reward, decode_text, args.seq_len, n, mine, autocast=place.autocast,
+        **how,
+    )  # fmt: skip
+
+
+def write_shards(
+    args: argparse.Namespace, config: ModelConfig, folders: Mapping[str | None, Path]
+) -> None:
+    """Tokenize each source's training documents into its folder of rows."""
+    make = partial(encoder, args.out, config.vocab_size)
+    for path, folder in folders.items():
+        kept = ((n, text) for n, text in data.stream_documents(path) if not data.held_out(n))
+        how = args.seq_len, args.pack, args.workers
+        about = shards_of(args, path)
+        data.tokenize(kept, make, folder, *how, ends=ends_of(config), about=about)
+
+
+def shards_of(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
+    """What a source's rows are made of."""
+    name = next(name for name in TEXTS[:2] if (args.out / name).exists())
+    tokenizer = hashlib.sha256((args.out / name).read_bytes()).hexdigest()[:16]
+    return {"data": str(path), "tokenizer": tokenizer, "seq_len": args.seq_len, "pack": args.pack}
+
+
+def ends_of(config: ModelConfig) -> data.Ends:
+    """What stands around a document: the model's first tokens, if it has them, and its last."""
+    begin = [config.bos_id] if config.bos_id is not None else []
+    return begin, list(config.eos_ids[:1])
+
+
+def open_tokens(args: argparse.Namespace, name: str, what: str) -> Tensor:
+    """OUT/NAME.tokens. ValueError: there are too few."""
+    tokens = read_tokens(args.out / f"{name}.tokens")
+    if len(tokens) < args.seq_len + 1:
+        raise ValueError(
+            f"--data: {len(tokens)} {what} tokens are too few for --seq-len {args.seq_len}; "
+            "give more text, or shorter sequences"
+        )
+    return tokens
 
 
 # --------------------------------------------------------------------------------------------------
@@ -336,37 +412,56 @@ class Place:
     world: int
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
+        narrow = torch.float16 if self.dtype == "fp16" else torch.bfloat16
+        return torch.autocast(self.device.type, narrow, enabled=self.dtype != "fp32")
 
 
 ALONE = Layout()  # one process
 
 
-def attend_of(attention: str) -> Attend:
+class PackedFlash:
+    """The attend hook for documents that share rows, on attention.py's kernels."""
+
+    def __init__(self) -> None:
+        self.positions, self.run = None, None
+
+    def __call__(self, spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        if positions is not self.positions:  # every layer of a forward pass has the same ones
+            starts = (positions.flatten() == 0).nonzero().flatten()
+            ends = starts.new_tensor([positions.numel()])
+            self.run = as_attend(cu_seqlens=torch.cat((starts, ends)).int())
+            self.positions = positions
+        flat = (x.flatten(0, 1)[None] for x in (q, k, v))
+        return self.run(spec, *flat, positions).view(*q.shape[:3], v.shape[-1])
+
+
+def attend_of(attention: str, packed: bool = False) -> Attend:
     """The model's attend argument for that kind of attention."""
+    if packed:
+        return PackedFlash() if attention == "flash" else packed_attention
     return as_attend() if attention == "flash" else causal_attention
 
 
 def loss_sums(
     model: Transformer, batch: Tensor, attend: Attend = causal_attention, layout: Layout = ALONE
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropies of batch (B, T + 1), in nats: of the next token, and of those further
-    ahead, the mean over the model's multi-token prediction depths (0 without any). Of the tokens
-    that `layout` gives this rank."""
-    tokens, at = batch.clamp(min=0), layout.positions(batch.shape[1] - 1, batch.device)
-    inputs, targets = tokens[:, :-1], batch[:, 1:]
+    """Summed cross-entropies of batch (B, T + 1), coded rows (data.py), in nats: of the next token,
+    and of those further ahead, the mean over the model's multi-token prediction depths (0 without
+    any). Of the tokens that `layout` gives this rank."""
+    at = layout.positions(batch.shape[1] - 1, batch.device)
+    inputs, targets, positions = decode(batch, layout.packed)
     if at is not None:
         inputs, targets = inputs[:, at], targets[:, at]
-    if not model.mtp:
-        main = layout.cross_entropy(model(inputs, at, attend=attend), targets)
+    where = at if positions is None else positions
+    if not (model.mtp or layout.chunked):
+        main = layout.cross_entropy(model(inputs, where, attend=attend), targets)
         return main, torch.zeros_like(main)
-    hidden = model(inputs, at, attend=attend, return_hidden=True)
-    ahead = hidden.new_zeros((), dtype=torch.float32)
-    main = layout.cross_entropy(model.head(hidden), targets)
-    for depth in range(len(model.mtp)):
-        following = tokens[:, 1 + depth : -1]
-        hidden = model.predict_further(hidden[:, :-1], following, None, attend, depth)
-        ahead = ahead + layout.cross_entropy(model.head(hidden), batch[:, 2 + depth :])
+    hidden = model(inputs, where, attend=attend, return_hidden=True)
+    main = layout.head_loss(model, hidden, targets)
+    ahead = main.new_zeros(())
+    for depth in range(1, 1 + len(model.mtp)):
+        hidden = model.predict_further(hidden[:, :-1], inputs[:, depth:], None, attend, depth - 1)
+        ahead = ahead + layout.head_loss(model, hidden, targets[:, depth:])
     return main, ahead / max(1, len(model.mtp))
 
 
@@ -378,9 +473,12 @@ def accumulate(
     attend: Attend = causal_attention,
     balance: Balance | None = None,
     layout: Layout = ALONE,
+    objective: Any = None,
+    scale: float = 1.0,
 ) -> dict[str, float]:
     """Leave in .grad the gradient of the mean loss over all the step's tokens (and MTP_WEIGHT times
-    that of predicting further, and the auxiliary losses of `balance`); return those losses.
+    that of predicting further, and the auxiliary losses of `balance`), times `scale`; return those
+    losses. objective: in place of the next token (tuning.py), with `count` and `loss`.
 
     The divisor is the token count of the whole step (all micro-batches, all ranks), known before
     the first backward. A mean of micro-batch means would weigh a token by how few stand beside it.
@@ -388,26 +486,39 @@ def accumulate(
     counts by the share of the step's rows.
     """
     tp, cp = layout.size("tp"), layout.size("cp")
-    count = layout.total((batch[:, 1:] != IGNORE).sum()) // (cp * layout.size("pp"))
+    counted = objective.count(batch) if objective else count_targets(batch, layout)
+    count = layout.total(counted) // (cp * layout.size("pp"))
     rows = len(batch) * layout.batch_shares * cp
     if layout.stages is not None:
         how = autocast, attend, balance, layout
         totals = layout.stages.accumulate(model, batch, count, rows, *how)
     else:
-        totals = torch.zeros(3, device=batch.device)
+        totals, seen = torch.zeros(3, device=batch.device), 0
         for micro in layout.micro_batches(model, batch, micro_batch_size):
             if balance is not None:
                 balance.watching = True
             with autocast():
-                main, ahead = (loss / count for loss in loss_sums(model, micro, attend, layout))
+                if objective is None:
+                    main, ahead = (x / count for x in loss_sums(model, micro, attend, layout))
+                else:
+                    here = slice(seen, seen + len(micro))
+                    main = objective.loss(model, micro, here, attend) / count
+                    ahead = torch.zeros_like(main)
             aux = main.new_zeros(()) if balance is None else balance.take() * (len(micro) / rows)
             # the gradients of a mixture's inputs are added up over tp: of this loss, each is all
-            (main + MTP_WEIGHT * ahead + aux / tp).backward()
+            loss = main + MTP_WEIGHT * ahead + aux / tp
+            (loss if scale == 1.0 else loss * scale).backward()
             totals += torch.stack((main, ahead, aux)).detach()
+            seen += len(micro)
     layout.sum_gradients(model)
     main, ahead, aux = layout.total(totals).tolist()
     losses = {"loss": main} | ({"mtp_loss": ahead} if len(model.mtp) else {})
     return losses | ({"aux_loss": aux} if balance is not None and balance.auxiliary else {})
+
+
+def count_targets(batch: Tensor, layout: Layout = ALONE) -> Tensor:
+    """How many of a batch's tokens are to be predicted."""
+    return (decode(batch, layout.packed)[1] != IGNORE).sum()
 
 
 class Balance:
@@ -485,40 +596,84 @@ class Balance:
         return of["max_over_mean"]
 
 
-def build_optimizer(model: torch.nn.Module, layout: Layout = ALONE) -> Any:
-    """AdamW (arXiv:1711.05101), decay on matrices and embeddings, none on norms and biases."""
-    groups: dict[Any, list[nn.Parameter]] = {(True, None): [], (False, None): []}
-    for p in model.parameters():  # a fused step is of tensors on one mesh
-        groups.setdefault((p.dim() >= 2, getattr(p, "device_mesh", None)), []).append(p)
-    settings = [
-        {"params": params, "weight_decay": 0.1 if decays else 0.0}
-        for (decays, _), params in groups.items()
-    ]
-    how = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    return layout.optimizer(settings, partial(torch.optim.AdamW, **how))
+def build_optimizer(
+    model: torch.nn.Module, layout: Layout = ALONE, args: argparse.Namespace | None = None
+) -> Any:
+    """What args say, by default AdamW (arXiv:1711.05101); decay on matrices and embeddings, none on
+    norms and biases. A group's "scale" multiplies the learning rate."""
+    width = model.config.dim if args and args.mup_base else 1
+    groups: dict[Any, list[Any]] = {(True, None, 1.0): [], (False, None, 1.0): []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            scale = mup_factors(name, p.shape, width, args.mup_base)[1] if width > 1 else 1.0
+            # a fused step is of tensors on one mesh
+            key = p.dim() >= 2, getattr(p, "device_mesh", None), scale
+            groups.setdefault(key, []).append((name, p))
+    decay = 0.1 if args is None else args.weight_decay
+    settings = [  # with muP, decay per step stays what it is
+        {"params": named, "weight_decay": decay / scale if decays else 0.0, "scale": scale}
+        for (decays, _, scale), named in groups.items() if named
+    ]  # fmt: skip
+    if args is not None and args.optimizer == "muon":
+        return muon(settings)
+    plain = [s | {"params": [p for _, p in s["params"]]} for s in settings]
+    factory = optimizer_of(args)
+    if args is not None and args.optimizer_in_backward:
+        return OptimizerInBackward(plain, factory)
+    if args is not None and args.offload:
+        where = "cpu" if args.offload == "cpu" else offload_folder(args)
+        return OffloadedOptimizer(plain, factory, where)
+    return layout.optimizer(plain, factory)
+
+
+def offload_folder(args: argparse.Namespace) -> Path:
+    """In --offload's folder, that of this run and rank."""
+    run = hashlib.sha256(str(args.out.resolve()).encode()).hexdigest()[:12]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Path(args.offload) / f"{run}-rank{rank}"
+
+
+def optimizer_of(args: argparse.Namespace | None) -> Callable[..., torch.optim.Optimizer]:
+    if args is not None and args.optimizer == "sgd":
+        return partial(torch.optim.SGD, lr=0.0, momentum=0.9)
+    how = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    if args is not None and args.weights == "bf16":
+        return partial(StochasticAdamW, **how, seed=args.seed)
+    return partial(torch.optim.AdamW, **how, fused=True)
+
+
+def muon(settings: list[dict[str, Any]]) -> Several:
+    """torch's Muon for matrices in blocks, its steps as large as AdamW's, which has the rest."""
+    parts = [[], []]
+    for group in settings:
+        for part, named in zip(parts, muon_split(group["params"])):
+            if named:
+                part.append(group | {"params": [p for _, p in named]})
+    adam = partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    whole = partial(torch.optim.Muon, lr=0.0, adjust_lr_fn="match_rms_adamw")
+    return Several(*(make(part) for make, part in zip((whole, adam), parts) if part))
 
 
 def update(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float, layout: Layout = ALONE
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    layout: Layout = ALONE,
+    clip: float = 1.0,
+    scale: float = 1.0,
+    take: Callable[[float], bool] = lambda norm: True,
 ) -> float:
-    """Clip the gradient of the whole model to norm 1, take the optimizer's step, clear the
-    gradient; the norm before clipping."""
-    norm = layout.clip(model, 1.0)
+    """Clip the gradient of the whole model, given times `scale`, to norm `clip` (0: leave it), take
+    the optimizer's step if take(its norm before) says so, clear the gradient; that norm."""
+    if scale != 1.0:
+        layout.scale_gradients(model, 1 / scale)
+    norm = layout.clip(model, clip or math.inf).item()
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+        group["lr"] = lr * group.get("scale", 1.0)
+    if take(norm):
+        optimizer.step()
     optimizer.zero_grad()
-    return norm.item()
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first 5% (at most 500 steps), then a cosine down to a tenth of the
-    peak."""
-    warmup = min(500, max(1, steps // 20))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return norm
 
 
 @torch.no_grad()
@@ -533,7 +688,7 @@ def validate(
 ) -> float:
     """Mean loss over the held_out_batches, the same ones on all ranks."""
     batches = [*held_out_batches(tokens, seq_len, micro_batch_size, place.device)]
-    total, count = 0.0, sum(batch[:, 1:].numel() for batch in batches)
+    total, count = 0.0, sum(count_targets(batch, layout).item() for batch in batches)
     for _, same in groupby(batches, len):
         some = [*same]
         if layout.stages is None:
@@ -549,696 +704,36 @@ def validate(
 def held_out_batches(
     tokens: Tensor, seq_len: int, micro_batch_size: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Up to 65,536 held-out tokens as (micro_batch_size or fewer, seq_len + 1): windows spread
-    evenly, always the same ones."""
-    n = (len(tokens) - 1) // seq_len
-    picked = min(n, max(1, 65536 // seq_len))
-    starts = [i * n // picked * seq_len for i in range(picked)]
-    for i in range(0, picked, micro_batch_size):
-        rows = [tokens[s : s + seq_len + 1] for s in starts[i : i + micro_batch_size]]
+    """Up to 65,536 held-out tokens as (micro_batch_size or fewer, seq_len + 1): windows of tokens
+    (n,), or of rows (R, seq_len + 1), spread evenly, always the same ones."""
+    n = len(tokens) if tokens.dim() == 2 else (len(tokens) - 1) // seq_len
+    picked = [
+        i * n // min(n, max(1, 65536 // seq_len)) for i in range(min(n, 65536 // seq_len or 1))
+    ]
+    for i in range(0, len(picked), micro_batch_size):
+        at = picked[i : i + micro_batch_size]
+        whole = tokens.dim() == 2
+        rows = [tokens[j] if whole else tokens[j * seq_len : (j + 1) * seq_len + 1] for j in at]
         yield torch.stack(rows).long().to(device)
 
 
 # --------------------------------------------------------------------------------------------------
-# Experts from an MLP
+# The model
 # --------------------------------------------------------------------------------------------------
-
-
-def upcycled_config(dense: ModelConfig, args: argparse.Namespace) -> ModelConfig:
-    """--upcycle: the config of the mixture, in the family that can say it. ValueError for a model
-    that no mixture of ours is a copy of."""
-    what = "is a mixture of experts already" if dense.moe_layers else ""
-    what = what or ("has mlp_bias, which experts have not" if dense.mlp_bias else "")
-    what = what or ("has multi-token prediction layers" if dense.n_mtp_layers else "")
-    if what:
-        raise ValueError(f"--upcycle: --init {args.init} {what}; give it a plain dense model")
-    mixture = dict(moe_layers=tuple(range(dense.n_layers)), n_experts=args.upcycle)
-    mixture |= dict(n_experts_per_token=args.upcycle_top_k, expert_ffn_dim=dense.ffn_dim)
-    mixture |= dict(scoring="softmax", correction_bias=False, n_groups=1, topk_groups=1)
-    mixture |= dict(group_score_topk=1, n_shared_experts=0, routed_scaling=1.0)
-    mixture |= dict(norm_topk=True)  # equal experts, their weights summing to 1, are the MLP
-    for family in ("mixtral", "qwen3_moe"):
-        with contextlib.suppress(ValueError):
-            config = replace(dense, family=family, **mixture)
-            config.to_hf()
-            return config
-    return replace(dense, family="sheaf", **mixture)
-
-
-@torch.no_grad()
-def upcycle_(model: Transformer, config: ModelConfig, seed: int) -> Transformer:
-    """Sparse upcycling (arXiv:2212.05055): every MLP becomes the mixture of `config`, whose experts
-    are its copies and whose router is drawn small. The model computes what it did."""
-    rng = torch.Generator().manual_seed(seed)
-    for block in model.layers:
-        with torch.device("meta"):
-            mixture = MoE(config)
-        gate, up, down = (p.weight for p in block.mlp.children())
-        gate_up, down = moe.upcycled(gate, up, down, config.n_experts)
-        router = torch.empty(mixture.router.shape).normal_(0.0, 0.02, generator=rng)
-        mixture.router = nn.Parameter(router.to(gate.device))
-        mixture.w_gate_up, mixture.w_down = nn.Parameter(gate_up), nn.Parameter(down)
-        block.mlp = mixture
-    model.config = config
-    return model
-
-
-# --------------------------------------------------------------------------------------------------
-# A draft head
-# --------------------------------------------------------------------------------------------------
-
-DRAFT_HEAD = "draft_head.safetensors"
-DRAFTED = 4  # tokens in a row that validation drafts
-UNROLLED = 2  # of them in training: twice the steps in the time that all four take teach more
-FADE = 0.5  # what a step weighs in the loss, beside the step before it
-DRAFT_LR = 1e-2  # where --lr is not given
-
-
-def new_draft_head(dim: int, seed: int) -> DraftHead:
-    """Drawn from the seed; it begins as the identity, for `down` is zero."""
-    head, rng = DraftHead(dim, 2 * dim), torch.Generator().manual_seed(seed)
-    torch.nn.init.normal_(head.up.weight, 0.0, (2 * dim) ** -0.5, rng)
-    torch.nn.init.zeros_(head.down.weight)
-    return head
-
-
-def draft_logits(
-    head: DraftHead,
-    model: Transformer,
-    tokens: Tensor,
-    attend: Attend = causal_attention,
-    steps: int = DRAFTED,
-) -> tuple[Tensor, list[Tensor]]:
-    """The target's logits (B, T, V) of tokens (B, T), and for i = 1..steps what the head makes of
-    those from position i on (B, T - i, V): begun i positions earlier at the target's hidden state,
-    fed with the text's i tokens since (teacher forcing)."""
-    with torch.no_grad():
-        hidden = model(tokens, attend=attend, return_hidden=True)
-        target, embedded = model.head(hidden), model.embed(tokens).float()
-    drafted, drafts = hidden.float(), []
-    for i in range(1, steps + 1):
-        drafted = head(drafted[:, :-1], embedded[:, i:])
-        drafts.append(model.head(drafted))
-    return target, drafts
-
-
-def draft_loss(target: Tensor, drafts: list[Tensor]) -> Tensor:
-    """Cross-entropy, in nats, against the target's own distribution: what is accepted is what the
-    target would say, not what the text says. The mean over each step's positions, and over steps
-    weighted by FADE, for a later draft counts only if those before it were taken."""
-    p, loss, weights = target.float().softmax(-1), 0.0, 0.0
-    for i, draft in enumerate(drafts, 1):
-        weight = FADE**i
-        draft, weights = draft.float().flatten(0, 1), weights + weight
-        loss = loss + weight * F.cross_entropy(draft, p[:, i:].flatten(0, 1))
-    return loss / weights
-
-
-def draft_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> Tensor:
-    """(2, DRAFTED): how many chains of greedy drafts came to an i-th token, and how often the
-    target took it.
-
-    A chain begins wherever the text's next token is the target's own choice, and goes on while
-    draft, choice and text are one token. So each count is of what decoding at temperature 0 does,
-    its drafts fed with their own tokens, as long as it writes what the text says.
-    """
-    n = tokens.shape[1] - 1 - DRAFTED
-    choice = target.argmax(-1)
-    followed = choice[:, :-1] == tokens[:, 1:]
-    chains, counts = followed[:, :n], []
-    for i, draft in enumerate(drafts, 1):
-        taken = chains & (draft.argmax(-1)[:, :n] == choice[:, i : i + n])
-        counts.append(torch.stack((chains.sum(), taken.sum())))
-        chains = taken & followed[:, i : i + n]
-    return torch.stack(counts, 1)
-
-
-@torch.no_grad()
-def validate_draft_head(
-    head: DraftHead, model: Transformer, tokens: Tensor, args: argparse.Namespace, place: Place
-) -> dict[str, Any]:
-    """Over the held_out_batches: mean loss, and of the i-th tokens drafted the share that is taken,
-    all before them being so (draft_counts; 0 where there was none)."""
-    losses, counts = [], torch.zeros(2, DRAFTED, device=place.device)
-    for batch in held_out_batches(tokens, args.seq_len, args.micro_batch_size, place.device):
-        with place.autocast():
-            logits = draft_logits(head, model, batch[:, :-1], attend_of(args.attention))
-        losses += [draft_loss(logits[0], logits[1][:UNROLLED]).item()] * len(batch)
-        counts += draft_counts(*logits, batch[:, :-1])
-    shares = (counts[1] / counts[0].clamp(min=1)).tolist()
-    return {"val_loss": sum(losses) / len(losses), "acceptance": [round(s, 4) for s in shares]}
-
-
-def save_draft_head(out: Path, head: DraftHead, step: int, acceptance: list[float] | None) -> None:
-    """OUT/draft_head.safetensors in bf16, with its shape and what it was last seen to be good for
-    (null before the first validation) as metadata."""
-    tensors = {name: p.detach().to("cpu", torch.bfloat16) for name, p in head.named_parameters()}
-    (dim, ffn_dim), text = head.down.weight.shape, json.dumps(acceptance)
-    about = {"dim": str(dim), "ffn_dim": str(ffn_dim), "steps": str(step), "acceptance": text}
-    write_atomically(out / DRAFT_HEAD, lambda tmp: save_file(tensors, tmp, about))
-
-
-# --------------------------------------------------------------------------------------------------
-# Checkpoints
-# --------------------------------------------------------------------------------------------------
-
-STATE = "train_state.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-# --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
-# may be given anew (another micro-batch size sums in another order: equal but for rounding).
-LOSSES = ("aux_loss", "sequence_loss", "z_loss")
-OUTER = ("diloco", "outer_lr", "outer_momentum")
-FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat", *LOSSES, *OUTER)
-SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile", "attention")
-SAVED += ("experts", "diloco_at", "diloco_workers", "diloco_worker", "diloco_timeout")
-
-
-def save_run(
-    out: Path,
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    args: argparse.Namespace,
-    layout: Layout = ALONE,
-    island: Island | None = None,
-) -> None:
-    """Write OUT: first all that --resume needs, in one file; then the Hugging Face folder in
-    bf16. All ranks call this, and the first writes."""
-    tensors, writes = {}, not dist.is_initialized() or dist.get_rank() == 0
-
-    weights = layout.wholes(dict(model.named_parameters()))
-    buffers = layout.wholes(dict(model.named_buffers()), buffers=True)
-    weights = ((name, "weight", x) for name, x in chain(weights, buffers))
-    moments = layout.moments(model, optimizer, MOMENTS)
-    for name, key, x in chain(weights, moments):  # each of them made by all ranks together
-        if writes:
-            tensors[f"{key}.{name}"] = x.cpu()
-    if not writes:
-        return
-    about = {
-        "step": str(step),
-        "run": json.dumps({k: getattr(args, k) for k in SAVED}),
-        "config": json.dumps(model.config.to_hf()),
-    }
-    if island is not None:
-        held = island.outer.state_dict()
-        tensors["outer.state"] = held.pop("state").cpu()
-        about["outer"] = json.dumps(held)
-    write_atomically(out / STATE, lambda tmp: save_file(tensors, tmp, about))
-    export(out)
-
-
-def export(out: Path) -> None:
-    """The Hugging Face folder that generate.py and transformers open: STATE's model in bf16, but
-    for its buffers, the routing corrections."""
-    with torch.device("meta"):
-        half = Transformer(read_run(out)[2])
-    with safe_open(out / STATE, framework="pt") as f:
-        tensors = {name: f.get_tensor(f"weight.{name}") for name, _ in half.named_buffers()}
-        for name, _ in half.named_parameters():
-            tensors[name] = f.get_tensor(f"weight.{name}").to(torch.bfloat16)
-    half.load_state_dict(tensors, strict=False, assign=True)
-    half.tie()
-    save_checkpoint(half, out)
-
-
-def read_run(out: Path) -> tuple[int, dict[str, Any], ModelConfig]:
-    """(steps done, SAVED settings, the model's config) of the checkpoint in OUT."""
-    path = out / STATE
-    if not path.exists():
-        raise ValueError(
-            f"--resume: {path} is not there; nothing was saved yet, start without --resume"
-        )
-    try:
-        with safe_open(path, framework="pt") as f:
-            about = f.metadata()
-        return (
-            int(about["step"]),
-            json.loads(about["run"]),
-            ModelConfig.from_hf(json.loads(about["config"])),
-        )
-    except Exception as e:  # whatever is wrong with the file, the mend is the same
-        raise ValueError(
-            f"{path}: cannot be read ({e}); restore the file, or start anew in another --out"
-        ) from None
-
-
-def load_run(
-    out: Path,
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    layout: Layout = ALONE,
-) -> None:
-    """Put the checkpoint's weights and moments into model and optimizer, bit for bit."""
-    states: dict[nn.Parameter, dict[str, Tensor]] = {}
-    with safe_open(out / STATE, framework="pt") as f, torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(f.get_tensor(f"weight.{name}"))
-        for name, p in model.named_parameters():
-            stored = layout.stored(name)
-            layout.put(name, p, f.get_tensor(f"weight.{stored}"))
-            if step > 0:
-                moments = {m: torch.empty_like(p) for m in MOMENTS}
-                for moment, x in moments.items():
-                    layout.put(name, x, f.get_tensor(f"{moment}.{stored}"))
-                states[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
-    if layout.buckets is None:
-        optimizer.state.update(states)
-    elif states:
-        optimizer.load_state(states)
-
-
-class Island:
-    """--diloco: this worker among the others. Of several ranks the first one meets these, with
-    whole weights on the CPU, so that any layout will do and all its ranks are in the same rounds.
-    Routing corrections stay each worker's own."""
-
-    def __init__(self, args: argparse.Namespace, model: Transformer, layout: Layout, place: Place):
-        self.model, self.layout, self.place = model, layout, place
-        self.every, self.first = args.diloco, place.rank == 0
-        self.whole = None if layout.mesh is None else {}  # {} on other ranks than the first
-        self.collect()
-        if self.first:
-            tokenizer = hashlib.sha256((args.out / "tokenizer.model").read_bytes()).hexdigest()[:8]
-            same = ("seed", "batch_size", "seq_len", "steps", "lr", "diloco_workers")
-            about = {_flag(name): getattr(args, name) for name in same} | {"tokenizer": tokenizer}
-            here = args.diloco_at, args.diloco_worker, args.diloco_workers
-            self.workers = Workers(*here, timeout=args.diloco_timeout, about=about)
-            params = model.parameters() if self.whole is None else self.whole.values()
-            outer = dict(every=args.diloco, lr=args.outer_lr, momentum=args.outer_momentum)
-            self.outer = DiLoCo(params, self.workers, device="cpu", **outer)
-
-    def load(self, out: Path) -> None:
-        if self.first:
-            with safe_open(out / STATE, framework="pt") as f:
-                about = json.loads(f.metadata()["outer"])
-                self.outer.load_state_dict({"state": f.get_tensor("outer.state"), **about})
-
-    def begin(self, step: int) -> int:
-        """The step to begin with: `step`, or if the run is elsewhere, where it will be."""
-        late = self.first and self.workers.begin(self.outer.round)
-        return self.meet(join=True)["step"] if self.shared(late) else step
-
-    def after(self, step: int) -> dict[str, Any]:
-        """After `step`: {} or, of the meeting that it ends in, what there is to be said."""
-        if (step + 1) % self.every == 0:
-            return self.meet()
-        if self.first:
-            self.outer.step()
-        return {}
-
-    def meet(self, join: bool = False) -> dict[str, Any]:
-        model, layout, said = self.model, self.layout, None
-        self.collect()
-        if self.first:
-            met = self.outer.join() if join else self.outer.step()
-            said = {"step": self.outer.round * self.every, "round": met.number}
-            said |= {"workers": met.workers, "sent_bytes": met.sent}
-        here = dict(model.named_parameters())
-        shapes = {} if self.whole is None else layout.shapes(model)
-        for name, shape in shapes.items():
-            whole = self.whole[name] if self.first else torch.empty(shape)
-            dist.broadcast(whole := whole.to(self.place.device), 0)
-            layout.put_stored(here, name, whole)
-        return self.shared(said)
-
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Into the first rank's whole weights, what all have."""
-        here = {} if self.whole is None else dict(self.model.named_parameters())
-        for name, x in self.layout.wholes(here) if here else ():
-            if self.first:
-                self.whole.setdefault(name, torch.empty(x.shape)).copy_(x)
-
-    def shared(self, x: Any) -> Any:
-        """The first rank's."""
-        if self.whole is None:
-            return x
-        dist.broadcast_object_list(box := [x], 0, device=self.place.device)
-        return box[0]
-
-    def close(self) -> None:
-        if self.first:
-            self.workers.close()
-
-
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines past `step`: steps made after the last save are about to be made again."""
-    if path.exists():
-        keep = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
-        write_atomically(path, lambda tmp: tmp.write_text("".join(keep)))
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a line that a crash left unfinished is not one."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
-
-
-def pyplot() -> Any:
-    """matplotlib's, drawing into files. ValueError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(
-            "--plot needs matplotlib, which is optional: pip install matplotlib"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def plot(out: Path) -> Path:
-    """Loss, learning rate and experts' load of OUT/metrics.jsonl as OUT/metrics.png."""
-    path = out / "metrics.jsonl"
-    if not path.exists():
-        raise ValueError(f"--plot: {path} is not there; train first, or name the run with --out")
-    draw = pyplot()
-    rows = read_metrics(path)
-    heights = (3, 1, 1.5, 1.5) if any("worst_load" in r for r in rows) else (3, 1)
-    more = dict(figsize=(8, 1.5 * sum(heights)), height_ratios=heights)
-    figure, (top, bottom, *mixtures) = draw.subplots(len(heights), **more)
-    top.sharex(bottom)
-    top.label_outer()
-    top.plot([r["step"] for r in rows], [r["loss"] for r in rows], lw=0.8, label="training loss")
-    validated = [r for r in rows if "val_loss" in r]
-    top.plot(
-        [r["step"] for r in validated],
-        [r["val_loss"] for r in validated],
-        "o-",
-        label="validation loss",
-    )
-    top.set(ylabel="loss (nats per token)")
-    top.legend()
-    bottom.plot([r["step"] for r in rows], [r["lr"] for r in rows])
-    bottom.set(xlabel="step", ylabel="learning rate")
-    if mixtures:
-        plot_experts(figure, *mixtures, rows)
-    figure.tight_layout()
-    figure.savefig(out / "metrics.png", dpi=120)
-    return out / "metrics.png"
-
-
-def plot_experts(figure: Any, line: Any, heat: Any, rows: list[dict[str, Any]]) -> None:
-    """The balance of all steps, and every expert's load in the last step that has it."""
-    rows = [r for r in rows if "worst_load" in r]
-    steps, right = [r["step"] for r in rows], line.twinx()
-    dead = f"busiest expert ({rows[-1].get('dead_experts', 0)} without a token in the last step)"
-    line.plot(steps, [r["worst_load"] for r in rows], lw=0.8, label=dead)
-    line.set(xlabel="step", ylabel="load / mean")
-    entropy = [r.get("load_entropy", math.nan) for r in rows]  # a run may be older than it
-    right.plot(steps, entropy, "C1", lw=0.8, label="entropy")
-    right.set(ylabel="entropy / log E")
-    right.legend(handles=[*line.lines, *right.lines], loc="center right")
-    loads = [(r["step"], r["expert_load"]) for r in rows if "expert_load" in r]
-    step, load = loads[-1] if loads else (0, [[0]])
-    shares = [[n * len(layer) / max(1, sum(layer)) for n in layer] for layer in load]
-    image = heat.imshow(shares, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
-    heat.set(xlabel="expert", ylabel="mixture", title=f"load / mean, step {step}")
-    figure.colorbar(image, ax=heat)
-
-
-# --------------------------------------------------------------------------------------------------
-# The run
-# --------------------------------------------------------------------------------------------------
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    """The command line, and in .given which flags were on it; ValueError names one out of range."""
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    p.add_argument("--out", type=Path, default=Path("runs/stdlib"), help="folder of the run")
-    p.add_argument(
-        "--data", help='text file, folder, or JSONL with "text" (default: the standard library)'
-    )
-    p.add_argument(
-        "--model", default="small", metavar="CONFIG", help=f"a config.json, or {', '.join(CONFIGS)}"
-    )
-    p.add_argument(
-        "--init", type=Path, metavar="DIR", help="start from this checkpoint and its tokenizer"
-    )
-    p.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    p.add_argument("--steps", type=int, default=500, help="in all (%(default)s)")
-    p.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
-    p.add_argument(
-        "--batch-size",
-        type=int,
-        default=8,
-        help="sequences in one step, over all ranks (%(default)s)",
-    )
-    p.add_argument(
-        "--micro-batch-size",
-        type=int,
-        default=2,
-        help="sequences in one forward, per rank (%(default)s)",
-    )
-    p.add_argument("--seq-len", type=int, default=512, help="tokens (%(default)s)")
-    p.add_argument("--lr", type=float, default=2e-3, help=f"peak (%(default)s, heads {DRAFT_LR})")
-    p.add_argument("--save-every", type=int, default=100)
-    p.add_argument("--eval-every", type=int, default=100)
-    p.add_argument("--device", help="default: cuda if there is one, else cpu")
-    p.add_argument(
-        "--dtype",
-        choices=("auto", "bf16", "fp32"),
-        default="auto",
-        help="of the matmuls (autocast). auto: bf16 where the hardware multiplies it, else fp32",
-    )
-    p.add_argument(
-        "--attention",
-        choices=("sdpa", "flash"),
-        default="sdpa",
-        help="flash: attention.py's kernels; on a CPU its plain torch, slower (%(default)s)",
-    )
-    add_product_flags(p)
-    add_expert_flags(p)
-    add_layout_flags(p)
-    add_diloco_flags(p)
-    p.add_argument("--compile", action="store_true", help="torch.compile the model")
-    p.add_argument("--plot", action="store_true", help="draw OUT/metrics.png and exit")
-    args = p.parse_args(argv)
-    check_numbers(args)
-    if args.fp8 and args.qat:
-        raise ValueError("--fp8 and --qat exclude each other; choose one")
-    if args.world_size is not None and not args.dry_run:
-        raise ValueError("--world-size goes with --dry-run; torchrun starts the ranks of a run")
-    args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
-    settle_draft_head_flags(args)
-    return args
-
-
-def add_product_flags(p: argparse.ArgumentParser) -> None:
-    """Those of quantize.py's training, and of speculative.py's."""
-    p.add_argument(
-        "--fp8",
-        choices=tuple(RECIPES),
-        help="linear layers multiply in FP8, with scales per tensor, row or block; without FP8 "
-        "tensor cores the same numbers, slower",
-    )
-    p.add_argument(
-        "--qat",
-        choices=tuple(QAT_GRIDS),
-        help="train for generate.py --quantize int8 or int4: every forward rounds the weights so",
-    )
-    p.add_argument(
-        "--train-draft-head",
-        action="store_true",
-        help="train no model but a head that drafts for that of --init in speculative decoding: "
-        f"OUT/{DRAFT_HEAD}",
-    )
-
-
-def add_expert_flags(p: argparse.ArgumentParser) -> None:
-    """Those of mixtures of experts."""
-    p.add_argument(
-        "--experts",
-        choices=("grouped", "loop"),
-        default="grouped",
-        help="of mixtures: moe.py's grouped products, or one expert after the other (%(default)s); "
-        "--fp8 has a loop of its own, whichever is said here",
-    )
-    loss = partial(p.add_argument, type=float, metavar="COEF")
-    loss("--aux-loss", help="Switch's, for even loads (0.01 without a routing correction, else 0)")
-    loss("--sequence-loss", default=0.0, help="DeepSeek-V3's, for even loads in a sequence (0)")
-    loss("--z-loss", default=0.0, help="ST-MoE's, for small router logits (0)")
-    number = partial(p.add_argument, type=int)
-    number("--upcycle", metavar="E", help="each MLP of --init becomes a mixture of so many copies")
-    number("--upcycle-top-k", default=2, help="experts per token (%(default)s)")
-
-
-def add_diloco_flags(p: argparse.ArgumentParser) -> None:
-    """Those of diloco.py; each worker is a program of its own, with an --out of its own."""
-    number = partial(p.add_argument, type=int)
-    number("--diloco", metavar="H", help="meet other workers in each H-th step, and in no other")
-    p.add_argument(
-        "--diloco-at",
-        metavar="WHERE",
-        help="a folder that all workers write to, or HOST:PORT of `python diloco.py --serve`",
-    )
-    number("--diloco-workers", default=1, metavar="N", help="that share every batch out (1)")
-    number("--diloco-worker", default=0, metavar="I", help="which one this is (0)")
-    real = partial(p.add_argument, type=float)
-    real("--diloco-timeout", default=60.0, help="seconds to wait for a worker (%(default)s)")
-    real("--outer-lr", default=0.7, help="of SGD on what workers moved by (%(default)s)")
-    real("--outer-momentum", default=0.9, help="its Nesterov momentum (%(default)s)")
-
-
-def settle_diloco_flags(args: argparse.Namespace, shares: int) -> None:
-    """ValueError for flags of --diloco that do not fit each other, or a batch of which a worker's
-    part is `shares` ranks'."""
-    given = args.given & {_flag(k) for k in SAVED if k.startswith(("diloco_", "outer_"))}
-    if args.diloco is None and given:
-        raise ValueError(f"{min(given)} goes with --diloco; give both, or leave it out")
-    if args.diloco is None:
-        return
-    if args.diloco_at is None:
-        raise ValueError("--diloco needs --diloco-at, where workers find each other")
-    if not 0 <= args.diloco_worker < args.diloco_workers:
-        raise ValueError(
-            f"--diloco-worker must be from 0 to {args.diloco_workers - 1}, not {args.diloco_worker}"
-        )
-    if not 0 <= args.outer_momentum < 1:
-        raise ValueError(f"--outer-momentum must be from 0 to 1, not {args.outer_momentum}")
-    if args.steps % args.diloco:
-        raise ValueError(f"--steps {args.steps} must be a multiple of --diloco {args.diloco}")
-    if args.batch_size % (args.diloco_workers * shares):
-        raise ValueError(
-            f"--batch-size {args.batch_size} must be a multiple of the {args.diloco_workers} "
-            f"workers x {shares} ranks of one with batches of their own"
-        )
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """ValueError for a number that is out of range."""
-    positive = "steps batch_size micro_batch_size seq_len save_every eval_every lr upcycle "
-    layout = "dp dp_replicate pp pp_chunks tp cp cp_ulysses ep ep_node_size ep_chunks world_size "
-    layout += "zero_node_size diloco diloco_workers diloco_timeout outer_lr"
-    for name in (positive + "upcycle_top_k " + layout).split():
-        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
-            raise ValueError(f"{_flag(name)} must be positive, not {value}")
-    for name in LOSSES:
-        if (value := getattr(args, name)) is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{_flag(name)} must be 0 or more, not {value}")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {args.seed}")
-    if args.upcycle is not None and not 2 <= args.upcycle_top_k <= args.upcycle:
-        raise ValueError(  # of one the weight is always 1, and its router would learn nothing
-            f"--upcycle-top-k must be from 2 to --upcycle {args.upcycle}, not {args.upcycle_top_k}"
-        )
-    if args.upcycle is not None and args.init is None and not args.resume:
-        raise ValueError("--upcycle needs --init, the dense model that the experts are copies of")
-
-
-def settle_expert_flags(args: argparse.Namespace, config: ModelConfig) -> None:
-    """The default of --aux-loss; ValueError for flags that a dense model has no use for."""
-    asked = [name for name in LOSSES if getattr(args, name)] + ["ep"] * (args.ep > 1)
-    if asked and not config.moe_layers:
-        raise ValueError(f"{_flag(asked[0])}: the model has no mixture of experts; leave it out")
-    for flag, needed in (
-        ("--ep-chunks", "--ep"), ("--ep-node-size", "--ep"), ("--upcycle-top-k", "--upcycle"),
-        ("--cp-method", "--cp"), ("--cp-ulysses", "--cp"), ("--no-sequence-parallel", "--tp"),
-        ("--async-tp", "--tp"),
-    ):  # fmt: skip
-        if flag in args.given and needed not in args.given:
-            raise ValueError(f"{flag} goes with {needed}; give both, or leave it out")
-    if args.resume and args.upcycle is not None:
-        raise ValueError("--upcycle starts a run; with --resume leave it out")
-    if args.aux_loss is None:  # a run that is older than the flag had none
-        uneven = config.moe_layers and not config.correction_bias and not args.resume
-        args.aux_loss = 0.01 if uneven else 0.0
-
-
-def settle_draft_head_flags(args: argparse.Namespace) -> None:
-    """ValueError for what --train-draft-head cannot go with; its own default for --lr."""
-    if not args.train_draft_head:
-        return
-    if args.init is None:
-        raise ValueError("--train-draft-head needs --init, the model that the head is to draft for")
-    for flag in ("--model", "--fp8", "--qat", "--upcycle", "--diloco", *map(_flag, LOSSES)):
-        if flag in args.given:
-            raise ValueError(f"--train-draft-head trains no model; leave {flag} out")
-    if args.resume:
-        raise ValueError("--resume: a draft head trains in minutes; start anew in another --out")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("--train-draft-head runs in one process; start it without torchrun")
-    if args.seq_len < DRAFTED + 2:
-        raise ValueError(f"--seq-len must be at least {DRAFTED + 2} with --train-draft-head")
-    if "--lr" not in args.given:
-        args.lr = DRAFT_LR
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def settle_args(args: argparse.Namespace) -> int:
-    """Fill args from the checkpoint under --resume; refuse what would spoil a run. Returns the
-    first step."""
-    if not args.resume:
-        if (args.out / STATE).exists():
-            done = read_run(args.out)[0]
-            raise ValueError(
-                f"--out {args.out}: holds a run of {done} steps; go on with --resume, or name "
-                "another folder"
-            )
-        held = {path.name for path in args.out.glob("*.safetensors")}
-        if held == {DRAFT_HEAD}:
-            raise ValueError(f"--out {args.out}: holds a draft head; name another folder")
-        if held:
-            raise ValueError(
-                f"--out {args.out}: holds a model that no run here made; name another folder"
-            )
-        return 0
-    done, run, _ = read_run(args.out)
-    for name in SAVED:
-        flag, value = _flag(name), getattr(args, name)
-        if flag not in args.given:
-            setattr(args, name, run.get(name, value))  # a run may be older than a flag
-        elif name in FIXED and value != run.get(name):
-            raise ValueError(
-                f"{flag} {value} differs from the run's {run.get(name)}; leave it out, or start "
-                "anew in another --out"
-            )
-    return done
-
-
-def find_place(args: argparse.Namespace) -> Place:
-    """Pick device and dtype; under torchrun, join the other ranks."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if args.dtype == "auto":
-        args.dtype = "bf16" if multiplies_bf16(device) else "fp32"
-    return Place(device, args.dtype, rank, world)
-
-
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are faster than fp32's; on a CPU before AVX-512 they are far slower."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT", "NO AVX")
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
     """The shape to train: of OUT under --resume, of --init, or what --model says."""
     if args.resume:
-        return read_run(args.out)[2]
+        return ModelConfig.from_hf(saved_run(args.out)[2]["config"])
     if args.init is not None:
         if not args.init.is_dir():
             raise ValueError(f"--init {args.init}: no such folder")
+        if (args.init / "adapter_config.json").exists():
+            raise ValueError(
+                f"--init {args.init}: holds adapters; train.py --out {args.init} --export DIR "
+                "--lora-merged makes a model of them"
+            )
         config = read_config(args.init / "config.json")
         return upcycled_config(config, args) if args.upcycle else config
     if args.model in CONFIGS or Path(args.model).exists():
@@ -1251,9 +746,9 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 def build_model(
     args: argparse.Namespace, config: ModelConfig, place: Place, layout: Layout = ALONE
 ) -> Transformer:
-    """The model to train, in fp32: that of --init, or new, drawn from --seed; of it what `layout`
-    gives this rank. Weights are drawn on the CPU: one seed, one model."""
-    drawn = args.init is None or args.resume
+    """The model to train, in --weights: that of --init, or new, drawn from --seed; of it what
+    `layout` gives this rank. Weights are drawn on the CPU: one seed, one model."""
+    drawn = args.init is None or (args.resume and not args.lora)
     late = drawn and layout.shards  # their weights come when there are shards
     late = late and not (args.fp8 or args.qat)  # which look at them
     if drawn:
@@ -1266,8 +761,11 @@ def build_model(
         model = load_checkpoint(args.init, "cpu", torch.float32, prepare=layout.cut_)
     if drawn and not late:
         layout.draw_(allocate(model, "cpu", torch.float32), args.seed)
+    if args.lora:
+        lora_(model, args.lora, args.lora_alpha or 2 * args.lora, seed=args.seed)
+    narrow_(model, args)
     change_products(model, args)
-    layout.finish_(model, torch.bfloat16 if place.dtype == "bf16" else None)
+    layout.finish_(model, {"bf16": torch.bfloat16}.get(place.dtype))
     if late:
         model.to_empty(device=place.device)
         if layout.stages is None:
@@ -1275,6 +773,12 @@ def build_model(
         if not args.resume:
             layout.draw_(model, args.seed)
     return model.to(place.device).train()
+
+
+def narrow_(model: Transformer, args: argparse.Namespace) -> None:
+    """--weights bf16: parameters are, buffers stay as they are."""
+    for p in model.parameters() if args.weights == "bf16" else ():
+        p.data = p.data.to(torch.bfloat16)
 
 
 def change_products(model: Transformer, args: argparse.Namespace) -> None:
@@ -1309,170 +813,448 @@ def meta_model(config: ModelConfig) -> Transformer:
         return Transformer(config)
 
 
-def flops_per_token(model: Transformer, seq_len: int) -> int:
-    """Forward and backward: 6 per weight that multiplies (of experts, the K of E that a token
-    meets), and 6 * Hq * (D + Dv) per key that a query sees, half the sequence on average, in every
-    layer. MFU counts these and no recomputation (PaLM, arXiv:2204.02311, appendix B)."""
-    c = model.config
-    weights = 0.0
-    for p in model.parameters():
-        if p.dim() >= 2:
-            stack = p.dim() == 3  # of experts
-            weights += c.n_experts_per_token * p[0].numel() if stack else p.numel()
-    if not c.tie_embeddings:
-        weights -= model.embed.weight.numel()  # looked up, not multiplied
-    weights += c.n_mtp_layers * model.head.weight.numel()  # which multiplies once more
-    windows = (c.windows or (None,) * c.n_layers) + (None,) * c.n_mtp_layers
-    short = [min(w or seq_len, seq_len) for w in windows]
-    keys = sum(w - w * w / (2 * seq_len) for w in short)
-    return round(6 * weights + 6 * c.n_heads * (c.head_dim + (c.v_head_dim or c.head_dim)) * keys)
+# --------------------------------------------------------------------------------------------------
+# The run
+# --------------------------------------------------------------------------------------------------
+
+
+def find_place(args: argparse.Namespace) -> Place:
+    """Pick device and dtype; under torchrun, join the other ranks."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if args.dtype == "auto":
+        args.dtype = "bf16" if multiplies_bf16(device) else "fp32"
+    return Place(device, args.dtype, rank, world)
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether bf16 products are faster than fp32's; on a CPU before AVX-512 they are far slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT", "NO AVX")
+
+
+def settle_args(args: argparse.Namespace) -> None:
+    """Fill args from the checkpoint under --resume; refuse what would spoil a run."""
+    saved = saved_run(args.out)
+    if args.auto and saved is None:  # memory may yet know of a run that no disk does
+        args.resume = None
+    if args.resume is None:
+        refuse_taken(args.out)
+        settle_flags(args)
+        return
+    if saved is None:
+        raise ValueError(
+            f"--resume: {args.out / CHECKPOINTS} has no checkpoint; nothing was saved yet, start "
+            "without --resume"
+        )
+    run = saved[2]["run"]
+    for name in SAVED:
+        if flag(name) not in args.given:
+            setattr(args, name, run.get(name, getattr(args, name)))  # it may be older than a flag
+    if args.dtype == "auto":
+        args.dtype = run["dtype"]
+    for name in differing(args, run):
+        raise ValueError(
+            f"{flag(name)} {getattr(args, name)} differs from the run's {run.get(name)}; leave it "
+            "out, or start anew in another --out"
+        )
+    args.init, args.mirror_at = (p and Path(p) for p in (args.init, args.mirror_at))
+    settle_flags(args)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What --resume takes from a checkpoint, as JSON has it."""
+    run = {name: getattr(args, name) for name in SAVED}
+    return {name: str(x.resolve()) if isinstance(x, Path) else x for name, x in run.items()}
+
+
+def differing(args: argparse.Namespace, run: Mapping[str, Any]) -> list[str]:
+    """What of FIXED is not as it was; a run may be older than a flag."""
+    known = [name for name in FIXED if name in run or flag(name) in args.given]
+    return [name for name in known if settings(args)[name] != run.get(name)]
+
+
+def refuse_taken(out: Path) -> None:
+    """ValueError if OUT holds what a run that starts would write over."""
+    if (saved := saved_run(out)) is not None:
+        raise ValueError(
+            f"--out {out}: holds a run of {saved[1]} steps; go on with --resume, or name another "
+            "folder"
+        )
+    held = {path.name for path in out.glob("*.safetensors")}
+    if held == {DRAFT_HEAD}:
+        raise ValueError(f"--out {out}: holds a draft head; name another folder")
+    if held:
+        raise ValueError(f"--out {out}: holds a model that no run here made; name another folder")
 
 
 def train(args: argparse.Namespace) -> None:
     """The whole run; every stage is one call."""
-    first = settle_args(args)
+    settle_args(args)
     place = find_place(args)
     config = model_config(args)
     settle_expert_flags(args, config)
+    if args.tensorboard:
+        summary_writer()  # is it there?
     layout = Layout(args, config, place.world, place.device.type)
     settle_diloco_flags(args, layout.batch_shares)
-    args.out.mkdir(parents=True, exist_ok=True)
-    for leftover in args.out.glob(".*.tmp") if place.rank == 0 else ():
-        leftover.unlink()  # of a save that was killed
-    if place.rank == 0 and not (args.resume and (args.out / "train.tokens").exists()):
-        prepare_tokens(args, config.vocab_size)
-    if place.world > 1:
-        dist.barrier()  # the other ranks read what rank 0 wrote
     if args.seq_len <= config.n_mtp_layers:
         raise ValueError(
             f"--seq-len must be more than the model's {config.n_mtp_layers} MTP layers"
         )
-    train_tokens, val_tokens = open_tokens(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for leftover in args.out.glob(".*.tmp") if place.rank == 0 else ():
+        leftover.unlink()  # of a save that was killed
+    if place.rank == 0 and args.mirror_every and not (args.out / RUN_ID).exists():
+        (args.out / RUN_ID).write_text(os.urandom(8).hex())
+    text = (prepare_text if args.task == "text" else prepare_task)(args, config, place)
     if args.train_draft_head:
-        train_draft_head(args, train_tokens, val_tokens, place)
+        from draft_head import train_draft_head  # a program over this one
+
+        train_draft_head(args, text, place)
         return
+    memory = PeakMemory(place.device)
     model = build_model(args, config, place, layout)
-    optimizer = build_optimizer(model, layout)
-    if args.resume:
-        load_run(args.out, model, optimizer, first, layout)
-        if place.rank == 0:
-            export(args.out)  # a crash may have come between the two files of the last save
-    if place.rank == 0:
-        print(summary(args, meta_model(config), len(train_tokens), first, place), file=sys.stderr)
-        if layout.mesh is not None:
-            print(layout.mesh, file=sys.stderr)
-    run = args, model, optimizer, train_tokens, val_tokens, first, place, layout
-    if args.diloco is None:
-        run_steps(*run)
-        return
-    island = Island(args, model, layout, place)
-    if args.resume:
-        island.load(args.out)
+    optimizer = build_optimizer(model, layout, args)
+    run = Run(args, place, layout, model, optimizer, text, memory)
     try:
-        run_steps(*run, island)
+        run.resume()
+        run.steps()
     finally:
-        island.close()
+        run.close()
 
 
-def run_steps(
-    args: argparse.Namespace,
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    train_tokens: Tensor,
-    val_tokens: Tensor,
-    first: int,
-    place: Place,
-    layout: Layout = ALONE,
-    island: Island | None = None,
-) -> None:
-    """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
-    B, T, micro = args.batch_size // args.diloco_workers, args.seq_len, args.micro_batch_size
-    step_model = compiled(model) if args.compile and layout.mesh is None else model
-    attend = layout.attend(attend_of(args.attention))
-    mine = [args.diloco_worker * B + i for i in layout.samples(B)]
-    losses = dict(aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
-    balance = Balance(model, **losses, layout=layout)
-    flops, peak = flops_per_token(meta_model(model.config), T), peak_flops(place)
-    stop = stop_on_signals()
-    metrics = open_metrics(args.out, first) if place.rank == 0 else io.StringIO()
-    bar, at = progress(first, args.steps, place), first if island is None else island.begin(first)
-    for step in bar:
-        if step < at:  # the others have made it without this worker
-            continue
-        start = time.perf_counter()
-        batch = batch_of(train_tokens, args.seed, step, mine, args.batch_size, T).to(place.device)
-        lr = learning_rate(step, args.steps, args.lr)
-        losses = accumulate(step_model, batch, micro, place.autocast, attend, balance, layout)
+class Run:
+    """From the model that was built to the last checkpoint: the loop, and what stands around it."""
+
+    def __init__(
+        self, args: argparse.Namespace, place: Place, layout: Layout, model: Transformer,
+        optimizer: Any, text: Text, memory: PeakMemory,
+    ):  # fmt: skip
+        self.memory, self.safe, self.changing = memory, None, threading.Lock()
+        self.args, self.place, self.layout, self.model = args, place, layout, model
+        self.optimizer, self.text, self.first, self.watch = optimizer, text, 0, None
+        self.state = State(model, optimizer, layout, args.optimizer)
+        self.saver = Checkpoints(args.out / CHECKPOINTS, keep=args.keep)
+        self.mirror = self._mirror()
+        drawn = args.task in ("dpo", "grpo")  # their losses are differences, and may be 0
+        self.guard = Guard(args.patience, math.inf if drawn else args.spike or math.inf)
+        self.scaler = LossScaler() if args.dtype == "fp16" else None
+        self.island = None if args.diloco is None else Island(args, model, layout, place)
+        losses = dict(aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
+        self.balance = Balance(model, **losses, layout=layout)
+        alone = args.compile and layout.mesh is None
+        self.step_model = compiled(model) if alone else model
+        self.attend = layout.attend(attend_of(args.attention, layout.packed))
+        self.objective = objective_of(args, model, text, place, layout)
+        self.tokens = args.batch_size // args.diloco_workers * args.seq_len
+        passes = 4 if args.lora else 6  # frozen weights have no gradient
+        self.flops = flops_per_token(meta_model(model.config), args.seq_len, passes)
+        self.peak = peak_flops(place.device, args.dtype, place.world)
+
+    def _mirror(self) -> Mirror | None:
+        args = self.args
+        if args.mirror_every is None:
+            return None
+        name = hashlib.sha256(str(args.out.resolve()).encode()).hexdigest()[:12]
+        folder = args.mirror_at or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
+        group = dist.new_group(backend="gloo") if self.place.world > 1 else None
+        run = (args.out / RUN_ID).read_text()  # an older run in a folder of this name was another
+        return Mirror(folder, f"{run}.{self.layout.content}", group)
+
+    # ---- from and to checkpoints ----
+
+    def about(self) -> dict[str, Any]:
+        """What goes with the tensors of a state, JSON."""
+        about = {"updates": self.state.updates, "guard": self.guard.state_dict()}
+        about |= {"run": settings(self.args), "config": self.model.config.to_hf()}
+        about |= {"text": self.text.mark}
+        return about | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
+
+    def resume(self) -> None:
+        """To the newest state that is whole: of the copies in memory, or of the checkpoints."""
+        args, about = self.args, None
+        found = self.saver.newest() if args.resume else None
+        if self.mirror is not None and (args.resume or args.auto):
+            about = self.from_memory(found.step if found else 0)
+        if about is None and found is not None:
+            self.state.load(self.saver, found)
+            about, self.first = found.about, found.step
+            if self.island is not None:
+                self.island.load(found)
+        if about is None:
+            if self.mirror is not None:
+                self.mirror.clear()
+            return
+        if None not in (about.get("text"), self.text.mark) and about["text"] != self.text.mark:
+            raise ValueError(
+                f"--data is not what it was: {self.text.mark}, and {about['text']} when step "
+                f"{self.first} was saved; restore it, or start anew in another --out"
+            )
+        self.guard.load_state_dict(about["guard"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(about["scaler"])
+
+    def from_memory(self, after: int) -> dict[str, Any] | None:
+        """Put the copies' state here, if it is of this run and of more steps than `after`."""
+        at = self.mirror.newest()
+        if at is None or at <= after:
+            return None
+        kept = {name: x.clone() for name, (_, x) in self.state.tensors().items()}
+        tensors = {name: x for name, (_, x) in self.state.tensors().items()}
+        about = self.mirror.get(at, tensors)
+        if other := differing(self.args, about["run"]):
+            self.say(f"what memory has of step {at} had another {flag(other[0])}; it is left alone")
+            for name, x in tensors.items():
+                x.copy_(kept[name])
+            return None
+        self.first, self.state.updates = at, about["updates"]
+        self.state.loaded()
+        self.say(f"resumed after step {at} from memory")
+        return about
+
+    def save(self, step: int) -> None:
+        """Begin to write the state after `step`; training may go on."""
+        pieces, about = self.state.pieces(), self.about()
+        if self.island is not None:
+            outer, held = self.island.pieces()
+            pieces, about = pieces | outer, about | {"outer": held}
+        self.saver.save(step, pieces, about, lazy=True)  # copied while the next step is computed
+
+    def keep_in_memory(self, step: int) -> None:
+        """Copies of the state after `step`, here and with a peer."""
+        tensors = {name: x for name, (_, x) in self.state.tensors().items()}
+        self.mirror.put(step, tensors, self.about())
+
+    # ---- the loop ----
+
+    def steps(self) -> None:
+        """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
+        args, place, first = self.args, self.place, self.first
+        if place.rank == 0:
+            whole = meta_model(self.model.config)
+            print(summary(args, whole, self.text.size, first, place), file=sys.stderr)
+            if self.layout.mesh is not None:
+                print(self.layout.mesh, file=sys.stderr)
+        stop, leaving, done = stop_on_signals(), False, False
+        self.last_words()
+        metrics = Metrics(args.out, first, args.tensorboard) if place.rank == 0 else None
+        self.watch = watch_of(args, place, self.hung)
+        self.bar, at = progress(first, args.steps, place), first
+        at = at if self.island is None else self.island.begin(at)
+        for step in self.bar:
+            if step < at:  # the others have made it without this worker
+                continue
+            looked = args.profile == step + 1 - first
+            how = args.out, self.memory, place.rank
+            with profiled(*how) if looked else contextlib.nullcontext({}) as facts:
+                row = self.step(step)
+            row |= facts
+            if self.island is not None:
+                self.saver.staged()
+                row |= self.island.after(step)
+                at, step = row["step"], row["step"] - 1
+            leaving, done = any_rank(stop, place.device), step + 1 == args.steps
+            if (step + 1) % args.eval_every == 0 or done:
+                row |= self.look(row)
+            if metrics is not None:
+                metrics.write(row)
+            due = (step + 1) % args.save_every == 0 and "skipped" not in row
+            if due or leaving or done:
+                self.save(step + 1)
+            if self.mirror is not None and (step + 1) % args.mirror_every == 0:
+                self.keep_in_memory(step + 1)
+            if leaving:
+                break
+        self.finish(metrics, leaving and not done)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One step: a batch, its gradient, the update; its row of metrics.jsonl."""
+        args, place, layout, scaler = self.args, self.place, self.layout, self.scaler
+        start, self.safe = time.perf_counter(), step  # the state is that after so many steps
+        self.watch.beat(step + 1, "data")
+        batch = self.objective.batch(step).to(place.device)
+        waited = time.perf_counter() - start
+        lr = learning_rate(
+            step, args.steps, args.lr, schedule=args.schedule, warmup=args.warmup,
+            decay=args.decay, end=args.lr_end,
+        )  # fmt: skip
+        if args.optimizer_in_backward:
+            self.saver.staged()
+            self.safe = None
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group["scale"]
+        scale, other = scaler.scale if scaler else 1.0, self.objective
+        other = None if isinstance(other, NextToken) else other
+        self.watch.beat(step + 1, "forward and backward")
+        how = self.attend, self.balance, layout, other, scale
+        try:
+            losses = accumulate(self.step_model, batch, args.micro_batch_size, place.autocast, *how)
+        except RuntimeError:  # perhaps another rank's end; the weights are those of the last step
+            self.keep_alone()
+            raise
         row = {"step": step + 1, **losses}
-        row |= {"grad_norm": update(model, optimizer, lr, layout), "lr": lr}
-        refuse_nan(row, args)
-        balance.update(layout)
-        row |= balance.row
-        speed = B * T / (time.perf_counter() - start)
-        row["tokens_per_second"] = round(speed, 1)
-        if island is not None:
-            row |= island.after(step)
-            at, step = row["step"], row["step"] - 1
+        self.watch.beat(step + 1, "update")
+        with self.changing:  # nobody may copy the state meanwhile
+            self.safe = None  # it may be half of this step's
+            take = partial(self.take, row)
+            norm = update(self.model, self.optimizer, lr, layout, args.clip, scale, take)
+            self.balance.update(layout)
+            self.safe = step + 1
+        row |= {} if args.optimizer_in_backward else {"grad_norm": norm}
+        row["lr"] = lr
+        row |= self.balance.row | self.objective.row
+        spent = time.perf_counter() - start
+        row["tokens_per_second"] = round(self.tokens / spent, 1)
+        if self.peak:
+            row["mfu"] = round(self.tokens / spent * self.flops / self.peak, 4)
+        row["data_wait"] = round(waited, 4)
+        mfu = f", MFU {row['mfu']:.1%}" if self.peak else ""
+        text = f"loss {row['loss']:.3f}, {self.tokens / spent:,.0f} tok/s{mfu}"
+        self.bar.set_postfix_str(text, refresh=False)
+        return row
 
-        leaving, done = any_rank(stop, place.device), step + 1 == args.steps
-        if (step + 1) % args.eval_every == 0 or done:
-            row["val_loss"] = validate(step_model, val_tokens, T, micro, place, attend, layout)
-            row |= {"expert_load": balance.last.tolist()} if balance.row else {}
-            say(bar, f"step {step + 1}: loss {row['loss']:.4f}, validation {row['val_loss']:.4f}")
-        metrics.write(json.dumps(row) + "\n")
-        metrics.flush()
-        mfu = f", MFU {speed * flops / peak:.1%}" if peak else ""
-        bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed:,.0f} tok/s{mfu}", refresh=False)
-        if (step + 1) % args.save_every == 0 or leaving or done:
-            save_run(args.out, model, optimizer, step + 1, args, layout, island)
+    def take(self, row: dict[str, Any], norm: float) -> bool:
+        """Whether this batch's gradient, of that norm, is to be applied; said in `row` if not.
+        ValueError if that happens too often."""
+        self.saver.staged()  # the weights of the last step are written before they change
+        why, scaler = None, self.scaler
+        if scaler is not None and not scaler.update(math.isfinite(norm)):
+            why = f"a gradient overflowed; the loss is scaled by {scaler.scale:g} from here on"
+        if why is None or scaler.scale == scaler.LEAST:
+            try:
+                why = self.guard.judge(row["loss"], norm)
+            except Diverged as e:  # on all ranks alike
+                self.saver.wait()
+                raise ValueError(f"step {row['step']}: {e} ({self.last_good()})") from None
+        if why is not None and self.args.optimizer_in_backward:
+            self.saver.wait()
+            raise ValueError(
+                f"step {row['step']}: {why}; it is in the weights ({self.last_good()})"
+            )
+        if why is not None:
+            row["skipped"] = why
+            self.say(f"step {row['step']}: skipped, {why}")
+        self.state.updates += why is None
+        return why is None
+
+    def last_good(self) -> str:
+        return f"the last checkpoint in {self.args.out} is as it was; try a lower --lr from there"
+
+    def look(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Now and then: validation, and what ranks tell each other of their time and memory."""
+        args, place, seen = self.args, self.place, {}
+        self.watch.beat(row["step"], "validation")
+        if self.text.held is not None:
+            how = args.seq_len, args.micro_batch_size, place, self.attend, self.layout
+            seen["val_loss"] = validate(self.step_model, self.text.held, *how)
+        seen |= {"expert_load": self.balance.last.tolist()} if self.balance.row else {}
+        mine = [*self.watch.waits(), float(self.memory.bytes())]
+        ranks = [mine]
+        if place.world > 1:
+            dist.all_gather_object(ranks := [None] * place.world, mine)
+        waits, busy, memory = zip(*ranks)
+        seen["peak_memory"] = int(max(memory))
+        seen["comm_wait"] = round(sum(waits) / max(sum(waits) + sum(busy), 1e-9), 4)
+        losses = f"loss {row['loss']:.4f}"
+        losses += f", validation {seen['val_loss']:.4f}" if "val_loss" in seen else ""
+        self.say(f"step {row['step']}: {losses}, {seen['peak_memory'] / 2**20:,.0f} MiB at most")
+        if place.world > 1 and (slow := stragglers([*zip(waits, busy)])):
+            seen["stragglers"] = slow
+            self.say(f"step {row['step']}: {slow}")
+        return seen
+
+    def finish(self, metrics: Metrics | None, leaving: bool) -> None:
+        """The last checkpoint on disk, and what people open."""
+        args = self.args
+        self.watch.close()  # what follows takes as long as it takes
+        self.saver.wait()
+        if self.place.rank == 0 and saved_run(args.out):
+            export(args.out, args.out, args.lora_merged)
+            metrics.close()
+        if args.offload not in (None, "cpu"):
+            shutil.rmtree(offload_folder(args), ignore_errors=True)
+        if self.mirror is not None and not leaving:
+            self.mirror.clear()
         if leaving:
-            say(bar, f"stopped after step {step + 1}, saved in {args.out}; go on with --resume")
-            break
+            self.say(f"stopped after step {self.safe}, saved in {args.out}; go on with --resume")
+
+    # ---- when it fails ----
+
+    def keep_alone(self) -> None:
+        """The state after the last step, to this machine's memory and without the other ranks."""
+        if self.mirror is None or not self.changing.acquire(blocking=False):
+            return
+        try:
+            if self.safe is not None:
+                tensors = {name: x for name, (_, x) in self.state.tensors().items()}
+                with torch.no_grad():
+                    self.mirror.dump(self.safe, tensors, self.about())
+        finally:
+            self.changing.release()
+
+    def hung(self) -> None:
+        """In the watching thread: the loop stands still, here or elsewhere, and will not go on."""
+        try:
+            self.keep_alone()
+        finally:
+            os._exit(HUNG)
+
+    def last_words(self) -> None:
+        """Have SIGTERM noted even while the main thread stands in a collective of which a rank is
+        gone: torchrun kills it half a minute later, and its state may be the only copy."""
+        if self.mirror is None or self.place.world == 1:
+            return
+        told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+
+        def wait() -> None:
+            while signal.SIGTERM not in os.read(told, 1):
+                continue
+            before = self.safe
+            time.sleep(LAST_WORDS)
+            if self.safe is not None and self.safe == before:
+                self.keep_alone()
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def say(self, line: str) -> None:
+        """Print a line above the progress bar, on rank 0."""
+        if self.place.rank == 0:
+            tqdm.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        if self.place.world == 1:  # of several ranks another may be gone, and this would hang
+            with contextlib.suppress(OSError):
+                self.saver.wait()
+        for thing in (self.watch, self.island):
+            if thing is not None:
+                thing.close()
 
 
-def train_draft_head(
-    args: argparse.Namespace, train_tokens: Tensor, val_tokens: Tensor, place: Place
-) -> None:
-    """All of --train-draft-head, from tokens to file. The model is that of --init in the dtype of
-    the matmuls, and gets no gradient."""
-    B, T, attend = args.batch_size, args.seq_len, attend_of(args.attention)
-    dtype = torch.bfloat16 if place.dtype == "bf16" else torch.float32
-    model = load_checkpoint(args.init, place.device, dtype).requires_grad_(False)
-    change_products(model, args)  # no more than --experts
-    head = new_draft_head(model.config.dim, args.seed).to(place.device)
-    print(summary(args, head, len(train_tokens), 0, place), file=sys.stderr)
-    model = compiled(model) if args.compile else model
-    optimizer, stop, acceptance = build_optimizer(head), stop_on_signals(), None
-    metrics, bar = open_metrics(args.out, 0), progress(0, args.steps, place)
-    for step in bar:
-        start, loss = time.perf_counter(), torch.zeros((), device=place.device)
-        batch = batch_of(train_tokens, args.seed, step, range(B), B, T)[:, :-1].to(place.device)
-        for micro in batch.split(args.micro_batch_size):
-            with place.autocast():
-                logits = draft_logits(head, model, micro, attend, UNROLLED)
-            share = draft_loss(*logits) * len(micro) / B
-            share.backward()
-            loss += share.detach()
-        lr = learning_rate(step, args.steps, args.lr)
-        row = {"step": step + 1, "loss": loss.item()}
-        row |= {"grad_norm": update(head, optimizer, lr), "lr": lr}
-        refuse_nan(row, args)
-        row["tokens_per_second"] = round(B * T / (time.perf_counter() - start), 1)
-
-        leaving, done = bool(stop), step + 1 == args.steps
-        if (step + 1) % args.eval_every == 0 or done:
-            row |= validate_draft_head(head, model, val_tokens, args, place)
-            acceptance = row["acceptance"]
-            shares = ", ".join(f"{share:.0%}" for share in acceptance)
-            say(bar, f"step {step + 1}: validation {row['val_loss']:.4f}, accepted {shares}")
-        metrics.write(json.dumps(row) + "\n")
-        metrics.flush()
-        bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
-        if (step + 1) % args.save_every == 0 or leaving or done:
-            save_draft_head(args.out, head, step + 1, acceptance)
-        if leaving:
-            say(bar, f"stopped after step {step + 1}, saved {args.out / DRAFT_HEAD}")
-            break
+def watch_of(args: argparse.Namespace, place: Place, hung: Callable[[], None]) -> Watch:
+    """Looks after the calling thread; ranks tell each other through torchrun's store."""
+    store = None
+    if place.world > 1:
+        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives ranks
+        store = dist.PrefixStore(f"life {life}", dist.TCPStore(*at, is_master=False))
+    tell = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
+    how = dict(timeout=args.hang_timeout, first=10 * args.hang_timeout)
+    return Watch(store, place.rank, place.world, **how, report=tell, on_hang=hung)
 
 
 def progress(first: int, steps: int, place: Place) -> tqdm:
@@ -1485,28 +1267,6 @@ def progress(first: int, steps: int, place: Place) -> tqdm:
         mininterval=0.5 if sys.stderr.isatty() else 15,
         dynamic_ncols=True,
     )
-
-
-def refuse_nan(row: dict[str, Any], args: argparse.Namespace) -> None:
-    """Stop before a run that diverged is saved over its last good checkpoint."""
-    if not math.isfinite(row["loss"] + row["grad_norm"]):
-        raise ValueError(
-            f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}; the last "
-            f"checkpoint in {args.out} is as it was. Try a lower --lr in another --out"
-        )
-
-
-def say(bar: tqdm, line: str) -> None:
-    """Print a line above the progress bar, on rank 0."""
-    if not bar.disable:
-        bar.write(line, file=sys.stderr)
-
-
-def peak_flops(place: Place) -> float:
-    """Of all ranks together, FLOP/s; 0 where it is not known."""
-    if place.device.type != "cuda" or place.dtype != "bf16":
-        return 0.0
-    return PEAK_FLOPS.get(torch.cuda.get_device_name(place.device), 0.0) * place.world
 
 
 def stop_on_signals() -> list[int]:
@@ -1530,26 +1290,22 @@ def any_rank(caught: list[int], device: torch.device) -> bool:
     return bool(told.item())
 
 
-def open_metrics(out: Path, first: int) -> io.TextIOBase:
-    """metrics.jsonl, ready to take the row of step first + 1."""
-    cut_metrics(out / "metrics.jsonl", first)
-    return open(out / "metrics.jsonl", "a", encoding="utf-8")
-
-
 def summary(
-    args: argparse.Namespace, model: Transformer, n_tokens: int, first: int, place: Place
+    args: argparse.Namespace, model: Transformer, n_tokens: int | None, first: int, place: Place
 ) -> str:
     """What is about to be trained, in one line."""
     size = sum(p.numel() for p in model.parameters()) / 1e6
     step_tokens = args.batch_size * args.seq_len
     if first >= args.steps:
         return f"{args.out}: all {first} steps are done; --steps makes a run longer"
-    epochs = args.steps * step_tokens / n_tokens
+    text = ""
+    if n_tokens is not None:
+        epochs = args.steps * step_tokens / n_tokens
+        text = f" on {n_tokens / 1e6:.2f}M tokens, {epochs:.1f} epochs,"
     products = f", FP8 {args.fp8}" if args.fp8 else f", QAT {args.qat}" if args.qat else ""
     return (
-        f"{size:.2f}M parameters on {n_tokens / 1e6:.2f}M tokens, {args.steps} steps of "
-        f"{step_tokens} ({epochs:.1f} epochs) from step {first}, {args.dtype}{products} on "
-        f"{place.device}"
+        f"{size:.2f}M parameters{text} {args.steps} steps of {step_tokens} from step {first}, "
+        f"{args.dtype}{products} on {place.device}"
     )
 
 
@@ -1558,6 +1314,13 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         if args.plot:
             print(plot(args.out))
+        elif args.export is not None:
+            to = Path(args.export) if args.export else args.out
+            export(args.out, to, args.lora_merged, verify=True)
+            for name in TEXTS if to.resolve() != args.out.resolve() else ():
+                if (args.out / name).exists():
+                    shutil.copy(args.out / name, to)
+            print(to)
         elif args.dry_run:
             from dry_run import dry_run  # a program over this one
 
