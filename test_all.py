@@ -34968,7 +34968,7 @@ def test_from_pretraining_to_serving(tmp_path):
 # ---- what is said ----
 
 
-def test_metrics_profile_export_and_the_predicted_peak(sc_run, tmp_path, capsys):
+def test_metrics_profile_and_export(sc_run, tmp_path, capsys):
     """A row has time, memory and waits; --profile leaves a trace and a table of memory; --export
     writes the folder again."""
     out = sc_run("out", "--profile 2")
@@ -34988,6 +34988,26 @@ def test_metrics_profile_export_and_the_predicted_peak(sc_run, tmp_path, capsys)
     assert (out / "model.safetensors").read_bytes() == before
     assert T.main(["--out", str(tmp_path / "none"), "--export"]) == 2
     assert "nothing was saved" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, rows", [("", 12), ("--recompute selective", 24)])
+def test_the_peak_of_a_step_is_foretold(flags, rows, corpus, tmp_path):
+    """--dry-run's bytes are within 10% of what the process then takes, in an allocator that gives
+    back at once what is freed"""
+    if not MT.STATUS.exists():
+        pytest.skip("this system does not say what a process holds")
+    shape = f"--model base --seq-len 512 --micro-batch-size {rows} --batch-size {rows} --dtype fp32"
+    done = run("train.py", "--dry-run", *shape.split(), *flags.split())
+    line = next(x for x in done.stdout.splitlines() if x.startswith("peak of a step"))
+    foretold = float(line.split()[-1].replace(",", "")) * 2**20
+    more = f"--data {corpus} --out {tmp_path / 'out'} --steps 2 --eval-every 2 --device cpu"
+    argv = [*shape.split(), *flags.split(), *more.split()]
+    code = f"import cpu, train; cpu.keep_freed_memory(False); train.main({argv!r})"
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    took = MT.read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["peak_memory"]
+    assert 0.98 * foretold < took < 1.1 * foretold, (took, foretold)
 
 
 def test_exposed_communication_is_what_no_kernel_covers():
