@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moe
-from checkpoint import regions
-from chunked_loss import linear_cross_entropy
 from async_tp import all_gather_matmul, matmul_reduce_scatter
 from attention import flash_attention
+from checkpoint import regions
+from chunked_loss import linear_cross_entropy
 from context_parallel import (
     all_gather_attention,
     attention_with_lse,
@@ -50,16 +50,16 @@ from parallel import (
     gather,
     gradient_norm,
     is_stack,
-    local,
     last_micro_batch,
+    local,
     make_mesh,
     put,
     reshard,
     sum_gradients,
     vocab_cross_entropy,
 )
-from recompute import MODES, choose, kept_bytes, segments, wrapped
 from quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
+from recompute import MODES, choose, kept_bytes, segments, wrapped
 from stages import Stages
 from stages import add_flags as add_stage_flags
 from stages import check as check_stages
@@ -67,9 +67,7 @@ from zero import DistributedOptimizer
 
 KERNELS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective keeps
 IGNORE = -100  # a target that is not counted
-LOGITS = (
-    2**29
-)  # bytes of a micro-batch's logits, from which on --loss-chunk auto makes a few at a time
+LOGITS = 2**29  # bytes of a micro-batch's logits, from which on --loss-chunk auto makes chunks
 
 
 def add_flags(p: argparse.ArgumentParser) -> None:
@@ -368,17 +366,6 @@ class Layout:
         group, stage = self.mesh.group("fsdp"), self.args.zero
         self.buckets = DistributedOptimizer(groups, factory, group, stage=stage)
         return self.buckets
-
-    def moments(self, model: nn.Module, optimizer: Any, names: Sequence[str]) -> Iterator[Any]:
-        """(parameter's name, moment, whole tensor) of all there are, whole as in `whole`."""
-        if self.buckets is not None:
-            of = self.buckets.gather_state()  # of the first rank; others have none
-            for name, p in model.named_parameters():
-                yield from ((name, m, of[p][m]) for m in names if m in of.get(p, ()))
-        elif optimizer.state:  # there is a step that has been made
-            for moment in names:
-                here = {n: optimizer.state[p][moment] for n, p in model.named_parameters()}
-                yield from ((name, moment, x) for name, x in self.wholes(here))
 
     # ---- a step ----
 

@@ -239,6 +239,8 @@ class Island:
         return {}
 
     def meet(self, join: bool = False) -> dict[str, Any]:
+        """A meeting, or with `join` one that this worker comes late to: its weights are the
+        others' then. What there is to be said of it."""
         model, layout, said = self.model, self.layout, None
         self.collect()
         if self.first:

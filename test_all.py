@@ -549,7 +549,9 @@ def greedy_tokens(model: M.Transformer, prompt: torch.Tensor, n: int) -> list[in
     return new
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("deepseek-v2-lite", marks=pytest.mark.slow), "deepseek-v3"]
+)
 def test_absorbed_equals_expanded_and_caches_the_latent_alone(name, tmp_path):
     """MLA's two forms give equal logits, whole and over a cache cut into chunks; the cache holds
     kv_lora_rank + rope dims per token and layer, nothing else."""
@@ -1247,6 +1249,7 @@ def test_fp8_weights_are_dequantized_by_their_block_scales(tmp_path):
             M.load_checkpoint(tmp_path)
 
 
+@pytest.mark.slow
 def test_loading_needs_the_model_and_its_largest_tensor(tmp_path):
     """Peak memory of loading a 0.5 GB checkpoint, in a process of its own, over what it used
     before: at most the model + its largest tensor + 5%."""
@@ -1569,6 +1572,7 @@ for die_at in range(1, 20):
 """
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_of_a_save_leaves_a_loadable_checkpoint(tmp_path):
     """kill -9 with the file half written, and at each later call: the folder loads, all weights old
     or all new,
@@ -3232,7 +3236,8 @@ def test_n_samples_equal_n_runs_alone():
     not has_compiler(), reason="torch.compile on CPU needs a C++ compiler, and there is none"
 )
 @pytest.mark.parametrize(
-    "kind", ["greedy", "sampled", pytest.param("latent-experts", marks=pytest.mark.slow)]
+    "kind",
+    ["greedy", *(pytest.param(k, marks=pytest.mark.slow) for k in ("sampled", "latent-experts"))],
 )
 def test_compiled_decode_equals_eager(kind):
     """The compiled step (static cache, sampler, absorbed MLA, gathered experts) gives the eager
@@ -12991,6 +12996,7 @@ def test_serving_resumes_after_a_crash_at_any_byte(tmp_path):
     assert serving_batch(path, *flags) == expected and out.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_serving_survives_kill_and_ctrl_c(tmp_path):
     """SIGKILL, then Ctrl-C (exit code 130), then to the end: each request is answered once, as in
     an undisturbed run."""
@@ -19664,6 +19670,7 @@ def test_experts_write_the_same_text_compiled(how, capsys, quick):
         assert answers(capsys, *flags, "--compile", "--experts", kind)["tokens"] == eager
 
 
+@pytest.mark.slow
 def test_experts_in_the_other_modes(tmp_path, capsys, monkeypatch):
     """--score, --batch, --bench-serving and --interactive run grouped experts as they run the
     loop; so does a folder that --save wrote. --batch --compile stays refused on a CPU."""
@@ -19965,6 +19972,7 @@ def uneven(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_ep_two_ranks(tmp_path, capsys, quick):
     """The text of one process, greedy and sampled, with copies, by load, quantized as it loads, of
     random weights, and by the loop; perplexity too. What one rank refuses all refuse, in one line;
@@ -20214,6 +20222,7 @@ def skewed(config: M.ModelConfig) -> M.Transformer:
     return model
 
 
+@pytest.mark.slow
 def test_the_bias_balances_a_skewed_router_and_leaves_the_weights_alone():
     """A router that favours some experts comes, in training with a moving correction, to a max/mean
     load below 1.2, and not without. The gate weights are the chosen experts' unbiased scores."""
@@ -23374,6 +23383,7 @@ def gpp_like_one(capsys, cases, said):
         gtp_like_one(alone(capsys, without), each[0], case)
 
 
+@pytest.mark.slow
 def test_generate_pp_two_ranks(tmp_path, capsys, gtp_plain):
     """The text of one process: greedy, one row; sampled with penalties, rows in uneven groups, of
     which some end before others; experts; a tied head; a prompt of several chunks. Every rank
@@ -23898,12 +23908,12 @@ LAYOUT_CASES = {
     "pp": LayoutCase("deep", "--pp 4"),
     "zbv": LayoutCase("deep tied", "--pp 4 --pp-schedule zbv", batch=8),
     "dualpipe": LayoutCase("deep latent", "--pp 4 --pp-schedule dualpipe", "--z-loss 0.1", batch=8),
-    "zb-h1 x sp": LayoutCase("mixed", "--pp 2 --pp-schedule zb-h1 --tp 2", "--aux-loss 0"),
-    "v-half x zero 3": LayoutCase("four tied", "--pp 2 --pp-schedule v-half --zero 3", batch=8),
     "fp32": LayoutCase("dense", f"--tp 2 --cp 2 {RECOMPUTE}", micro=2, dtype="fp32"),
 }  # fmt: skip
 
 MORE_LAYOUTS = {
+    "zb-h1 x sp": LayoutCase("mixed", "--pp 2 --pp-schedule zb-h1 --tp 2", "--aux-loss 0"),
+    "v-half x zero 3": LayoutCase("four tied", "--pp 2 --pp-schedule v-half --zero 3", batch=8),
     "sp x ep": LayoutCase(
         "latent", f"--tp 2 --ep 2 --zero 2 {RECOMPUTE}", "--z-loss 0.1 --sequence-loss 0.1"
     ),
@@ -29489,6 +29499,7 @@ def dl_replayed(rows):
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", DL_TROUBLES)
 def test_workers_go_on_without_one_and_take_it_in_again(dl_elastic, trouble):
     """Whoever met in a round has the same bits; these are the weights that the round's workers make
@@ -29510,6 +29521,7 @@ def test_workers_go_on_without_one_and_take_it_in_again(dl_elastic, trouble):
     assert late[-1][0] == DL_ROUNDS - 1 and [number for number, *_ in late][-2:] == [4, 5]
 
 
+@pytest.mark.slow
 def test_a_result_that_one_worker_lacks_is_nobodys(dl_elastic):
     """One that fails after a reduction in which all others did not: the turn is taken again by all,
     and once"""
@@ -29519,6 +29531,7 @@ def test_a_result_that_one_worker_lacks_is_nobodys(dl_elastic):
     assert died["0"][-1][3] > DL_ROUNDS  # survivors had the whole result, and left it
 
 
+@pytest.mark.slow
 def test_the_dead_are_not_waited_for_and_the_slow_once(dl_elastic):
     """Seconds in the meetings of rounds 2 and 3: of one that died before, whose beats are old;
     and of one that lives and is not there"""
@@ -34840,6 +34853,7 @@ def test_packed_rows_are_separate_documents(attention, config):
     assert T.count_targets(rows, layout) == 8 + 13 + 3
 
 
+@pytest.mark.slow
 def test_sources_are_mixed_by_weight_and_streamed(sc_run, corpus, tmp_path):
     """Two sources, packed, tokenized by a worker meanwhile: the rows of a run that waited, under
     --resume too"""

@@ -19,9 +19,9 @@ where a run is resumed between two draws.)
 
 GRPO draws its answers with paged_kv.py's Engine over the very weights that are trained: no second
 copy (but, under autocast, of what it would cast, while it draws), no transfer, and nothing that an
-Engine cannot read, shards. The Engine's own
-log-probabilities are the old policy's: where training rounds otherwise than it does, the ratio says
-so. Keys of old weights must not be found again, so its prefix cache begins every step empty: it
+Engine cannot read, shards. The Engine's own log-probabilities are the old policy's: where training
+rounds otherwise than it does, the ratio says so. Keys of old weights must not be found again, so
+its prefix cache begins every step empty: it
 serves a prompt's answers, which share theirs.
 
 The reference is a frozen model, or, with adapters (lora.py), the model with these off: it then
