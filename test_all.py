@@ -34734,6 +34734,7 @@ def test_fp16_scales_its_loss_and_skips_what_overflows(sc_run, monkeypatch):
     plain, half = sc_run("plain"), sc_run("half", "--dtype fp16")
     for a, b in zip(metrics(plain), metrics(half), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-3) and "skipped" not in b
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=5e-2)
     large = partial(OP.LossScaler, 2.0**24)
     monkeypatch.setattr(T, "LossScaler", large)
     out = sc_run("large", "--dtype fp16 --steps 20")
