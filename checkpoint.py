@@ -237,6 +237,7 @@ def find(folder: Path) -> list[int]:
 
 
 def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of that step is, if there is one."""
     return Path(folder) / f"step-{step:08d}"
 
 

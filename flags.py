@@ -506,4 +506,5 @@ def settle_draft_head_flags(args: argparse.Namespace) -> None:
 
 
 def flag(name: str) -> str:
+    """As it stands on the command line."""
     return "--" + name.replace("_", "-")

@@ -588,19 +588,12 @@ def apply_fsdp(
     dims = ("dp_replicate",) if mesh.size("dp_replicate") > 1 else ()
     dense = dict(mesh=mesh.dense[(*dims, "fsdp")], **how)
     experts = dict(mesh=mesh.experts[(*dims, "expert_fsdp")], **how)
-    tied = model.head is not None and model.embed is not None
-    tied = tied and model.head.weight is model.embed.weight
     for block in (*model.layers, *getattr(model, "mtp", ())):
         for module in block.modules():
             if any(p.dim() == 3 for p in module.parameters(recurse=False)):
                 fully_shard(module, **experts)
         fully_shard(block, **dense)
-    ends = [[model.norm, model.head], [model.embed]]
-    if head_apart or len(getattr(model, "mtp", ())) > 0:  # there it runs more often than the norm
-        ends = [[model.norm], [model.head], [model.embed]]
-    if tied:
-        ends = [[model.norm], [model.head, model.embed]]
-    for group in ends:
+    for group in _ends(model, head_apart):
         if group := [module for module in group if module is not None]:
             fully_shard(group, **dense)
     fully_shard(model, **dense)
@@ -612,6 +605,18 @@ def apply_fsdp(
                 module.set_custom_all_gather(all_gather)
             if reduce_scatter is not None:
                 module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def _ends(model: nn.Module, head_apart: bool) -> list[list[nn.Module | None]]:
+    """Which of norm, head and embedding are gathered together."""
+    tied = model.head is not None and model.embed is not None
+    tied = tied and model.head.weight is model.embed.weight
+    ends = [[model.norm, model.head], [model.embed]]
+    if head_apart or len(getattr(model, "mtp", ())) > 0:  # there it runs more often than the norm
+        ends = [[model.norm], [model.head], [model.embed]]
+    if tied:
+        ends = [[model.norm], [model.head, model.embed]]
+    return ends
 
 
 def last_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
