@@ -19,6 +19,8 @@ until somebody looks at the loss. Four answers, each to one of these:
              others, who is furthest behind; with the line of code at which each of them stands.
     stragglers   And from the same samples: how long each rank waits, and for whom.
 
+And `fresh_store`, for the start after: torchrun's store still has the addresses of the dead.
+
 Cost: host memory for `keep` + 1 states twice, and the time of `put` (the table), in which training
 stands still; 100 looks at a stack per second, 0.4% of a core. When they lose: a power cut,
 or two machines that are partners, takes both copies, so the disk stays the last resort; a world of
@@ -47,6 +49,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -430,6 +433,39 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _check(state.keys() == self.state.keys(), f"a guard's state has {sorted(self.state)}")
         self.state = dict(state) | {"skipped": list(state["skipped"])}
+
+
+# --------------------------------------------------------------------------------------------------
+# The store of a start
+# --------------------------------------------------------------------------------------------------
+
+
+def fresh_store(store: dist.Store, rank: int, ranks: int) -> dist.Store:
+    """`store` without what ranks of an earlier start left there; call it on every rank.
+
+    torchrun keeps one store over restarts, and in it the addresses of processes that are gone:
+    whoever reads before its peer has written connects to a dead one, or hangs (pytorch's issue
+    135712). The count of restarts tells no start from another, for each machine's agent counts its
+    own. So the first rank draws a name for this start, and gives it to whoever asks under a number
+    that none before had; the dead ask no more, and are not waited for.
+
+    Raises TimeoutError after the store's own time-out.
+    """
+    if rank:
+        name = store.get(f"name {store.add('asked', 1)}").decode()
+        store.add(f"{name} heard", 1)
+        return dist.PrefixStore(name, store)
+    name, answered = uuid.uuid4().hex, 0
+    until = time.monotonic() + store.timeout.total_seconds()
+    while (heard := store.add(f"{name} heard", 0)) < ranks - 1:
+        if time.monotonic() > until:
+            raise TimeoutError(f"{heard + 1} of {ranks} ranks are here after {store.timeout}")
+        asked = store.add("asked", 0)
+        for number in range(answered + 1, asked + 1):
+            store.set(f"name {number}", name)
+        answered = asked
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -224,6 +224,21 @@ def run(*argv, cwd=REPO, stdin="", env=None, timeout=240, **more) -> subprocess.
     )
 
 
+def one_gloo_loop():
+    """All gloo groups of this process over one device. Each would have its own, with a thread that
+    wakes a hundred times a second: hundreds of groups in four processes take half of two cores."""
+
+    class Gloo(dist.ProcessGroupGloo):
+        device = dist.ProcessGroupGloo.create_default_device()
+
+        def __init__(self, store, rank, size, timeout):
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [self.device], timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = Gloo
+
+
 def refused(done: subprocess.CompletedProcess, *words: str) -> None:
     """Exit code 2 and one line on stderr that holds the words: the file, the field, the mend."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
@@ -18981,6 +18996,7 @@ def rank_child(rank, port, folder, names):
     """Every case in a process group of its own: what goes wrong in one leaves the next alone"""
     global WIRE
     WIRE = Wire()
+    one_gloo_loop()
     store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0, timeout=timedelta(seconds=300))
     for number, name in enumerate(names):
         store.set(f"at{number}.{rank}", "")
@@ -20332,11 +20348,9 @@ def test_compiled_mixtures_train_as_they_are(corpus, moe_configs, tmp_path):
     for name, flags in (("plain", ()), ("compiled", ("--compile",))):
         argv = moe_argv(corpus, moe_configs / "deepseek.json", tmp_path / name, *more, *flags)
         assert T.main(argv) == 0
-    plain, compiled = (
-        MT.read_metrics(tmp_path / n / "metrics.jsonl") for n in ("plain", "compiled")
-    )
+    plain, compiled = (metrics(tmp_path / n) for n in ("plain", "compiled"))
     for a, b in zip(plain, compiled, strict=True):
-        for key in set(a) - {"tokens_per_second", "expert_load"}:
+        for key in a.keys() - {"expert_load"}:
             assert a[key] == pytest.approx(b[key], rel=1e-5), key
         assert a.get("expert_load") == b.get("expert_load")
 
@@ -20508,7 +20522,7 @@ def under_torchrun(ranks: int, *argv) -> None:
 
 def same_training(out: Path, reference: Path) -> None:
     """Losses, gradient norms and loads of all steps; weights and moments; what was exported."""
-    rows, expected = (MT.read_metrics(p / "metrics.jsonl") for p in (out, reference))
+    rows, expected = metrics(out), metrics(reference)
     exact = ("step", "lr", "worst_load", "load_entropy", "dead_experts", "expert_load")
     for a, b in zip(rows, expected, strict=True):
         assert a.keys() == b.keys() and [a.get(k) for k in exact] == [b.get(k) for k in exact]
@@ -20943,6 +20957,7 @@ def cp_child(rank, port, folder, names):
         os.dup2(log.fileno(), 2)
         torch.set_num_threads(1)
         wire, done = CPWire(), {}
+        one_gloo_loop()
         store = dist.TCPStore("127.0.0.1", port, CP_WORLD, rank == 0)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=CP_WORLD, timeout=timedelta(seconds=CP_HANG)
@@ -21921,6 +21936,7 @@ def zero_child(rank, port, folder, cases):
     with open(folder / f"log{rank}", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+        one_gloo_loop()
         wait = timedelta(seconds=300)
         store = dist.TCPStore("127.0.0.1", port, ZERO_WORLD, rank == 0, timeout=wait)
         opened = 0  # of how many ranks the process group is, which cases share until one fails
@@ -22711,6 +22727,7 @@ def tp_child(rank, port, folder, names):
     global TP_NET
     TP_NET = TpNet()
     torch.set_num_threads(1)
+    one_gloo_loop()
     store = dist.TCPStore("127.0.0.1", port, TP_WORLD, rank == 0, timeout=timedelta(seconds=100))
     limit = timedelta(seconds=TP_HANG)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=TP_WORLD, timeout=limit)
@@ -24780,6 +24797,7 @@ def layout_child(rank, world, port, folder, todo):
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # which would be processes
+    one_gloo_loop()
     L.make_mesh, L._group = (
         remembered(parallel.make_mesh),
         remembered(L._group, lambda r: str(r.tolist())),
@@ -25347,6 +25365,7 @@ def dry_child(rank, port, folder, names):
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     store = rank < 4 and dist.TCPStore("127.0.0.1", port, 4, rank == 0)
+    one_gloo_loop()
     results = {}
     for name in names:
         ranks, *what = DRY_RUNS[name]
@@ -25432,6 +25451,7 @@ def test_a_dry_run_counts_what_a_run_does(name, dry_results):
 def test_a_dry_run_counts_what_other_runs_do(name, dry_results_slow):
     """The same for the other layouts. Where a router chooses, a tenth of difference is granted."""
     dry, real = both_runs(dry_results_slow, name)
+    assert dry.pop("peak") == pytest.approx(real.pop("peak"), rel=0.1 if name == "routed" else 0.01)
     if name != "routed":
         assert dry == real
         return
@@ -28706,6 +28726,7 @@ def pl_child(rank, folder, cases):
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    one_gloo_loop()
     done, env, name = {}, SimpleNamespace(rank=rank, wire=PLWire()), "the start"
     try:
         faulthandler.dump_traceback_later(PL_HANG, exit=True, file=log)
@@ -29080,6 +29101,7 @@ def dl_child(rank, port, folder):
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         torch.set_num_threads(1)
+        one_gloo_loop()
         done = {}
         try:
             store = dist.TCPStore("127.0.0.1", port, DL_RANKS, rank == 0)
@@ -32092,6 +32114,28 @@ def test_re_guard_gives_up():
         bad(RE.Guard(patience=3), 12, 97)
     assert bad(RE.Guard(patience=3), 12, 96).count("the loss is nan") == 8
     assert bad(RE.Guard(patience=3), 13, 1300).count("the loss is nan") == 100  # 8 of any 100
+
+
+def test_re_a_start_finds_nothing_of_the_one_before():
+    """One store for three starts, as torchrun's is; ranks come in any order, and one asks and dies."""
+    wait = timedelta(seconds=20)
+    store, names = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False), []
+    for order in ([2, 1, 0], [0, 1, 2], [1, 0, 2]):
+        got = {}
+        join = lambda r, own: got.update({r: RE.fresh_store(own, r, 3)})
+        threads = [threading.Thread(target=join, args=(r, store.clone())) for r in order]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join(20)
+        assert not got[0].check(["address"]) and not got[2].check(["address"])
+        got[0].set("address", str(order))
+        assert got[1].get("address") == got[2].get("address") == str(order).encode()
+        store.add("asked", 1)
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match="1 of 3 ranks are here after 0:00:00.1"):
+        RE.fresh_store(store, 0, 3)
 
 
 def test_re_guard_resumes():

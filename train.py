@@ -96,7 +96,7 @@ from offload import OffloadedOptimizer, OptimizerInBackward
 from optimizers import LossScaler, Several, StochasticAdamW, learning_rate, muon_split
 from optimizers import mup_factors
 from quantize import fp8_training_, qat_
-from recovery import Diverged, Guard, Mirror, Watch, stragglers
+from recovery import Diverged, Guard, Mirror, Watch, fresh_store, stragglers
 from state import CHECKPOINTS, Island, State, export, saved_run
 from tokenizer import load_chat_template, load_tokenizer
 from upcycle import upcycle_, upcycled_config
@@ -410,6 +410,7 @@ class Place:
     dtype: str
     rank: int
     world: int
+    store: dist.Store | None = None  # where ranks find each other
 
     def autocast(self) -> torch.autocast:
         narrow = torch.float16 if self.dtype == "fp16" else torch.bfloat16
@@ -831,11 +832,15 @@ def find_place(args: argparse.Namespace) -> Place:
         raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    store = None
     if world > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        store, *_ = next(dist.rendezvous("env://"))
+        store = fresh_store(store, rank, world)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     if args.dtype == "auto":
         args.dtype = "bf16" if multiplies_bf16(device) else "fp32"
-    return Place(device, args.dtype, rank, world)
+    return Place(device, args.dtype, rank, world, store)
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -1246,15 +1251,10 @@ class Run:
 
 
 def watch_of(args: argparse.Namespace, place: Place, hung: Callable[[], None]) -> Watch:
-    """Looks after the calling thread; ranks tell each other through torchrun's store."""
-    store = None
-    if place.world > 1:
-        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives ranks
-        store = dist.PrefixStore(f"life {life}", dist.TCPStore(*at, is_master=False))
+    """Looks after the calling thread."""
     tell = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
     how = dict(timeout=args.hang_timeout, first=10 * args.hang_timeout)
-    return Watch(store, place.rank, place.world, **how, report=tell, on_hang=hung)
+    return Watch(place.store, place.rank, place.world, **how, report=tell, on_hang=hung)
 
 
 def progress(first: int, steps: int, place: Place) -> tqdm:
