@@ -29,7 +29,9 @@ from data import decode
 from flags import DRAFT_HEAD, DRAFTED
 from metrics import Metrics
 from model import Attend, Transformer, causal_attention, load_checkpoint, write_atomically
+from place import Place
 from speculative import DraftHead
+from text import Text
 
 UNROLLED = 2  # of them in training: twice the steps in the time that all four take teach more
 FADE = 0.5  # what a step weighs in the loss, beside the step before it
@@ -96,11 +98,7 @@ def draft_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> Tensor
 
 @torch.no_grad()
 def validate_draft_head(
-    head: DraftHead,
-    model: Transformer,
-    tokens: Tensor,
-    args: argparse.Namespace,
-    place: train.Place,
+    head: DraftHead, model: Transformer, tokens: Tensor, args: argparse.Namespace, place: Place
 ) -> dict[str, Any]:
     """Over the held_out_batches: mean loss, and of the i-th tokens drafted the share that is taken,
     all before them being so (draft_counts; 0 where there was none)."""
@@ -123,7 +121,7 @@ def save_draft_head(out: Path, head: DraftHead, step: int, acceptance: list[floa
     write_atomically(out / DRAFT_HEAD, lambda tmp: save_file(tensors, tmp, about))
 
 
-def train_draft_head(args: argparse.Namespace, text: train.Text, place: train.Place) -> None:
+def train_draft_head(args: argparse.Namespace, text: Text, place: Place) -> None:
     """All of --train-draft-head, from tokens to file. The model is that of --init in the dtype of
     the matmuls, and gets no gradient."""
     B, T, attend = args.batch_size, args.seq_len, train.attend_of(args.attention)

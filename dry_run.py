@@ -41,6 +41,7 @@ from expert_parallel import Placement, exchanged, placed
 from layout import Experts, Layout
 from model import ModelConfig, Transformer
 from parallel import local
+from place import Place
 
 # operation -> kind, bytes that each of n ranks sends of an input of b bytes, of which o are its own
 KINDS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
@@ -120,7 +121,7 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
     optimizer, own = train.build_optimizer(model, args=args), list(model.parameters())
     attend, n = layout.attend(train.attend_of(args.attention)), args.micro_batch_size
     balance = train.Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
-    autocast = train.Place(batch.device, args.dtype, 0, 1).autocast
+    autocast = Place(batch.device, args.dtype, 0, 1).autocast
     with Peak([*own, batch]) as peak, Traffic(layout) as traffic:
         train.accumulate(model, batch, n, autocast, attend, balance, layout)
         gradients = [p.grad for p in model.parameters()]

@@ -28,6 +28,7 @@ from lora import adapters, lora_, merge_, save_adapters
 from model import ModelConfig, Transformer, hf_modules, load_checkpoint, save_checkpoint
 from optimizers import muon_split
 from parallel import local
+from place import Place
 
 CHECKPOINTS = "checkpoints"
 
@@ -195,7 +196,7 @@ class Island:
     whole weights on the CPU, so that any layout will do and all its ranks are in the same rounds.
     Routing corrections stay each worker's own."""
 
-    def __init__(self, args: argparse.Namespace, model: Transformer, layout: Layout, place: Any):
+    def __init__(self, args: argparse.Namespace, model: Transformer, layout: Layout, place: Place):
         self.model, self.layout, self.place = model, layout, place
         self.every, self.first = args.diloco, place.rank == 0
         self.whole = None if layout.mesh is None else {}  # {} on other ranks than the first

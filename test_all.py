@@ -123,6 +123,7 @@ import serving as V
 import speculative as E
 import stages as ST
 import state as SD
+import text as TX
 import tokenizer as K
 import train as T
 import tuning as TU
@@ -1708,6 +1709,34 @@ def test_sheet_of_ranks_alone_in_an_empty_folder(sheet, tmp_path):
     shutil.copy(REPO / f"{sheet}.py", tmp_path)
     done = run(f"{sheet}.py", "--check", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0 and not done.stdout, done.stderr
+
+
+def borrowed(path: Path, own: set[str]):
+    """(module, name) of all that a file takes from others of the repo, also within functions; not
+    through a module's name that the file gives to something else, too."""
+    tree, modules, other = ast.parse(path.read_text()), {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in own:
+            yield from ((node.module, a.name) for a in node.names)
+        elif isinstance(node, ast.Import):
+            modules |= {a.asname or a.name: a.name for a in node.names if a.name in own}
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            other.add(node.id)
+        elif isinstance(node, ast.arg):
+            other.add(node.arg)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in modules.keys() - other:
+                yield modules[node.value.id], node.attr
+
+
+def test_what_files_take_from_each_other_is_there():
+    """Also what only a rare flag imports."""
+    files = [path for path in REPO.glob("*.py") if path.name != "test_all.py"]
+    own = {path.stem for path in files}
+    taken = {(path.name, *pair) for path in files for pair in borrowed(path, own)}
+    assert len(taken) > 200
+    assert not [t for t in taken if not hasattr(importlib.import_module(t[1]), t[2])]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3874,7 +3903,7 @@ def test_tokenizer_on_the_standard_library():
     )
     import sentencepiece
 
-    sp = sentencepiece.SentencePieceProcessor(model_proto=T.train_tokenizer(kept, 4096))
+    sp = sentencepiece.SentencePieceProcessor(model_proto=TX.train_tokenizer(kept, 4096))
     ids = sp.encode(held)
     assert sp.vocab_size() == 4096
     assert sum(map(len, held)) / sum(map(len, ids)) >= 3.2
@@ -16739,7 +16768,7 @@ def test_spec_vocabularies_must_be_one(tmp_path, capsys):
     assert code == 2 and "its vocabulary has 4100 tokens and the target's 4096" in err
     shutil.copytree(DRAFT, tmp_path / "token")
     texts = [f"spam {i} eggs {i * i} ham" for i in range(9000)]
-    (tmp_path / "token" / "tokenizer.model").write_bytes(T.train_tokenizer(texts, 400))
+    (tmp_path / "token" / "tokenizer.model").write_bytes(TX.train_tokenizer(texts, 400))
     code, _, err = spec_said(["x", "--speculate", "draft", "--draft", tmp_path / "token"], capsys)
     assert code == 2 and "and the target's" in err and "same" not in err
 
@@ -32117,9 +32146,9 @@ def test_re_guard_gives_up():
 
 
 def test_re_a_start_finds_nothing_of_the_one_before():
-    """One store for three starts, as torchrun's is; ranks come in any order, and one asks and dies."""
+    """One store for three starts, as torchrun's is; in any order, and one more asks and dies."""
     wait = timedelta(seconds=20)
-    store, names = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False), []
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)
     for order in ([2, 1, 0], [0, 1, 2], [1, 0, 2]):
         got = {}
         join = lambda r, own: got.update({r: RE.fresh_store(own, r, 3)})

@@ -35,9 +35,9 @@ What holds, and test_all.py proves:
 - A checkpoint appears whole or not at all, and is not read if a byte of it has changed. SIGTERM
   and Ctrl-C save and leave; kill -9 at any moment, of any rank, leaves the previous one.
 
-Its parts, each a file: flags.py; data.py; layout.py, how ranks share the work; recompute.py,
-chunked_loss.py and offload.py, memory; optimizers.py; lora.py and tuning.py, what comes after
-pre-training; checkpoint.py and recovery.py; metrics.py.
+Its parts, each a file: flags.py; place.py; text.py and data.py; layout.py, how ranks share the
+work; recompute.py, chunked_loss.py and offload.py, memory; optimizers.py; lora.py and tuning.py,
+what comes after pre-training; checkpoint.py, state.py and recovery.py; metrics.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import io
 import math
 import os
 import shutil
@@ -53,26 +52,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-import data
 import moe
-import tuning
-from alignment import load_reward
 from attention import as_attend
 from checkpoint import Checkpoints
-from data import BOS, EOS, batch_of, decode, read_documents, read_tokens, split, write_tokens
+from data import BOS, EOS, decode
 from flags import DRAFT_HEAD, FIXED, QAT_GRIDS, SAVED, flag, parse_args
 from flags import settle_diloco_flags, settle_expert_flags, settle_flags
 from layout import IGNORE, Layout
@@ -90,15 +85,16 @@ from model import (
     load_checkpoint,
     packed_attention,
     read_config,
-    write_atomically,
 )
 from offload import OffloadedOptimizer, OptimizerInBackward
 from optimizers import LossScaler, Several, StochasticAdamW, learning_rate, muon_split
 from optimizers import mup_factors
+from place import Place, find_place
 from quantize import fp8_training_, qat_
-from recovery import Diverged, Guard, Mirror, Watch, fresh_store, stragglers
+from recovery import Diverged, Guard, Mirror, Watch, stragglers
 from state import CHECKPOINTS, Island, State, export, saved_run
-from tokenizer import load_chat_template, load_tokenizer
+from text import TEXTS, NextToken, Text, prepare_task, prepare_text
+from tuning import objective_of
 from upcycle import upcycle_, upcycled_config
 
 RUN_ID = "run.id"  # in OUT: which run this is
@@ -107,314 +103,8 @@ HUNG = 75  # the exit code of a rank that waited too long: EX_TEMPFAIL, try agai
 MTP_WEIGHT = 0.3  # of the loss of predicting further (DeepSeek-V3, arXiv:2412.19437, 4.2)
 
 # --------------------------------------------------------------------------------------------------
-# Text
-# --------------------------------------------------------------------------------------------------
-
-TEXTS = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-         "added_tokens.json", "chat_template.jinja")  # fmt: skip
-# Where --init has no chat template; BOS and EOS become its tokens' names
-CHAT = """BOS{% for m in messages %}<{{ m['role'] }}>
-{{ m['content'] }}{{ 'EOS' if m['role'] == 'assistant' else '' }}
-{% endfor %}{{ '<assistant>\\n' if add_generation_prompt else '' }}"""
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
-    """A sentencepiece BPE model that gives text back unchanged (but U+2581, its mark for a space).
-
-    Whitespace is kept as it is, and runs of it are pieces: sixteen spaces of indentation, or ":"
-    with its newline, cost one token. Unknown characters fall back to bytes.
-    """
-    pieces = (text[i : i + 4000] for text in texts for i in range(0, len(text), 4000))
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=pieces,
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9999,
-            split_digits=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=20000,
-            hard_vocab_limit=False,
-            unk_id=0,
-            bos_id=BOS,
-            eos_id=EOS,
-            pad_id=-1,
-            minloglevel=2,
-        )
-    except RuntimeError as e:
-        raise ValueError(
-            f"--data: too little text for a tokenizer of {vocab_size} pieces ({e})"
-        ) from None
-    return model.getvalue()
-
-
-def settle_tokenizer(args: argparse.Namespace, texts: Iterable[str], vocab_size: int) -> None:
-    """OUT's tokenizer: there already, that of --init, or trained on `texts`."""
-    path = args.out / "tokenizer.model"
-    if args.resume and any((args.out / name).exists() for name in TEXTS[:2]):
-        return
-    if args.init is None:
-        model = train_tokenizer([*texts], vocab_size)
-        write_atomically(path, lambda tmp: tmp.write_bytes(model))
-        return
-    there = [name for name in TEXTS if (args.init / name).exists()]
-    if not {*TEXTS[:2]} & {*there}:
-        raise ValueError(
-            f"--init {args.init}: has no tokenizer.model to tokenize --data with, nor a "
-            "tokenizer.json"
-        )
-    for name in there:
-        content = (args.init / name).read_bytes()
-        write_atomically(args.out / name, lambda tmp: tmp.write_bytes(content))
-
-
-def encoder(folder: Path, vocab_size: int) -> Callable[[list[str]], list[list[int]]]:
-    """Texts to ids, by the tokenizer in `folder`, nothing put around them. ValueError if it has
-    more pieces than the model."""
-    path = folder / "tokenizer.model"
-    if not path.exists():
-        tokenizer = load_tokenizer(folder)
-        return lambda texts: [tokenizer.encode(text, bos=False) for text in texts]
-    try:
-        pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as e:
-        raise ValueError(f"{path}: not a sentencepiece model ({e})") from None
-    if pieces.vocab_size() > vocab_size:
-        raise ValueError(
-            f"{path}: {pieces.vocab_size()} pieces do not fit vocab_size {vocab_size} of "
-            "config.json"
-        )
-    return pieces.encode
-
-
-Stream = Callable[[int, Sequence[int]], Tensor]  # step, samples of its batch -> rows (n, T + 1)
-
-
-@dataclass(frozen=True)
-class Text:
-    """What a run reads: rows of the batches, and of validation (R, T + 1), or tokens (n,)."""
-
-    rows: Stream | None
-    held: Tensor | None
-    size: int | None  # tokens to train on; None: not known (yet)
-    mark: Any  # by which a resumed run knows that it is the same; None: not known yet
-
-
-@dataclass
-class NextToken:
-    """The objective of texts and chats: what comes next, in `mine` of each batch's rows."""
-
-    rows: Stream
-    mine: Sequence[int]
-    row = {}  # nothing more to be said
-
-    def batch(self, step: int) -> Tensor:
-        return self.rows(step, self.mine)
-
-
-def first_does(place: Place, work: Callable[[], None]) -> None:
-    """work() on the first rank; its ValueError or OSError on all. Collective."""
-    error = None
-    try:
-        if place.rank == 0:
-            work()
-    except (ValueError, OSError) as e:
-        error = e
-    if place.world > 1:
-        dist.broadcast_object_list(box := [error], 0)
-        error = box[0]
-    if error is not None:
-        raise error
-
-
-def prepare_text(args: argparse.Namespace, config: ModelConfig, place: Place) -> Text:
-    """Documents to rows. The first rank writes OUT's tokenizer and token files; with --workers it
-    goes on doing so while steps are made. Collective."""
-    paths = [s.path for s in data.parse_sources(args.data or ())] or [None]
-
-    def write() -> None:
-        if not (args.resume and (args.out / "val.tokens").exists()):
-            write_text(args, config, paths)
-
-    first_does(place, write)
-    held, B, T = open_tokens(args, "val", "held-out"), args.batch_size, args.seq_len
-    if args.pack:
-        rows = data.Shards(args.out / "data" / "held", shards_of(args, "held"))
-        held = torch.stack([rows.row(i) for i in range(len(rows))])
-    if not args.streamed:
-        tokens = open_tokens(args, "train", "training")
-        rows = lambda step, i: batch_of(tokens, args.seed, step, i, B, T)
-        return Text(rows, held, len(tokens), len(tokens))
-    folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
-    if place.rank == 0:
-        write = partial(write_shards, args, config, folders)
-        threading.Thread(target=write, daemon=True).start() if args.workers else write()
-    # another source may be written first, for long; a writer that fails says so
-    opened = [data.Shards(at, shards_of(args, path), patience=1e9) for path, at in folders.items()]
-    weights = [s.weight for s in data.parse_sources(args.data or ())] or [1]
-    stream = data.Stream(opened, weights, args.seed, B)
-    whole = all(source.finished for source in opened)
-    mark = [len(source) for source in opened] if whole else None
-    return Text(stream.rows, held, sum(mark) * T if whole else None, mark)
-
-
-def write_text(args: argparse.Namespace, config: ModelConfig, paths: Sequence[str | None]) -> None:
-    """OUT's tokenizer, and its token files: of what is held out; of all else, unless it goes into
-    shards, and then documents are read one by one."""
-    if args.streamed:
-        each = [data.stream_documents(path) for path in paths]
-        held = [text for docs in each for name, text in docs if data.held_out(name)]
-        kept = (text for path in paths for name, text in data.stream_documents(path)
-                if not data.held_out(name))  # fmt: skip
-        held = held or [*islice(kept, 1)]
-    else:
-        kept, held = split(read_documents(paths[0]))
-    settle_tokenizer(args, kept, config.vocab_size)
-    how = encoder(args.out, config.vocab_size), ends_of(config)
-    write_tokens(args.out / "val.tokens", how[0], held, how[1])
-    if args.pack:
-        make, named = partial(encoder, args.out, config.vocab_size), [*enumerate(held)]
-        rows, about = args.out / "data" / "held", shards_of(args, "held")
-        data.tokenize(named, make, rows, args.seq_len, True, ends=how[1], about=about)
-    if not args.streamed:
-        write_tokens(args.out / "train.tokens", how[0], kept, how[1])
-
-
-def prepare_task(args: argparse.Namespace, config: ModelConfig, place: Place) -> Text:
-    """The tokenizer and chat template of --init; of --task sft its conversations as rows. What dpo
-    and grpo read, `objective_of` does. Collective."""
-    for one in args.data:
-        if not Path(one).is_file():
-            raise ValueError(
-                f"--data {one}: --task {args.task} reads a JSONL file, one for a --data"
-            )
-
-    def write() -> None:
-        settle_tokenizer(args, (), config.vocab_size)
-        if load_chat_template(args.out) is None:
-            names = map(load_tokenizer(args.out).name, (config.bos_id or BOS, *config.eos_ids[:1]))
-            text = CHAT.replace("BOS", next(names)).replace("EOS", next(names, ""))
-            path = args.out / "chat_template.jinja"
-            write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
-
-    first_does(place, write)
-    mark = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in args.data]
-    if args.task != "sft":
-        return Text(None, None, None, mark)
-    chats = [chat for path in args.data for chat in data.read_conversations(Path(path))]
-    held = [chat for i, chat in enumerate(chats) if data.held_out(str(i))] or chats[-1:]
-    kept = [chat for i, chat in enumerate(chats) if not data.held_out(str(i))] or chats
-    how = *chat_of(args.out), args.seq_len, args.pack
-    rows, held = data.chat_rows(kept, *how), data.chat_rows(held, *how)
-    stream = data.Stream([data.Rows(rows)], [1], args.seed, args.batch_size)
-    return Text(stream.rows, held, rows[:, 1:].numel(), mark)
-
-
-def chat_of(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[int]]]:
-    """(messages, add_generation_prompt) -> text, and text -> ids, as in generate.py --chat."""
-    template, tokenizer = load_chat_template(folder), load_tokenizer(folder)
-
-    def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        return template.render(messages, add_generation_prompt=add_generation_prompt)
-
-    return render, partial(tokenizer.encode, bos=False)
-
-
-def objective_of(
-    args: argparse.Namespace, model: Transformer, text: Text, place: Place, layout: Layout
-) -> Any:
-    """What --task says a step is: its batch, and with `loss` what is learned of it."""
-    share = args.batch_size // args.diloco_workers
-    if args.task in ("text", "sft"):
-        return NextToken(text.rows, [args.diloco_worker * share + i for i in layout.samples(share)])
-    render, encode = chat_of(args.out)
-    frozen = None
-    if not args.lora and (args.task == "dpo" or args.kl):
-        frozen = load_checkpoint(args.init, place.device, next(model.parameters()).dtype)
-        frozen.requires_grad_(False)
-    how: dict[str, Any] = dict(seed=args.seed, reference=frozen, total=layout.total)
-    if args.task == "dpo":
-        pairs = [pair for path in args.data for pair in data.read_preferences(Path(path))]
-        rows = data.preference_rows(pairs, render, encode, args.seq_len)
-        n = args.batch_size // 2
-        return tuning.DPO(model, rows, n, layout.samples(n), beta=args.beta, **how)
-    tasks = []
-    for prompt, answer in (pair for path in args.data for pair in data.read_prompts(Path(path))):
-        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        words = said[-1]["content"]
-        tasks.append(tuning.Task(words, encode(render(said, True)), answer))
-    decode_text, n = load_tokenizer(args.out).decode, args.batch_size // args.group
-    engine = tuning.engine_of(model, args.seq_len, autocast=place.autocast)
-    how |= dict(n=args.group, max_new_tokens=args.max_new_tokens, kl=args.kl)
-    reward = load_reward(args.reward)
-    mine = layout.samples(n)
-    return tuning.GRPO(
-        model, engine, tasks, reward, decode_text, args.seq_len, n, mine, autocast=place.autocast,
-        **how,
-    )  # fmt: skip
-
-
-def write_shards(
-    args: argparse.Namespace, config: ModelConfig, folders: Mapping[str | None, Path]
-) -> None:
-    """Tokenize each source's training documents into its folder of rows."""
-    make = partial(encoder, args.out, config.vocab_size)
-    for path, folder in folders.items():
-        kept = ((n, text) for n, text in data.stream_documents(path) if not data.held_out(n))
-        how = args.seq_len, args.pack, args.workers
-        about = shards_of(args, path)
-        data.tokenize(kept, make, folder, *how, ends=ends_of(config), about=about)
-
-
-def shards_of(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
-    """What a source's rows are made of."""
-    name = next(name for name in TEXTS[:2] if (args.out / name).exists())
-    tokenizer = hashlib.sha256((args.out / name).read_bytes()).hexdigest()[:16]
-    return {"data": str(path), "tokenizer": tokenizer, "seq_len": args.seq_len, "pack": args.pack}
-
-
-def ends_of(config: ModelConfig) -> data.Ends:
-    """What stands around a document: the model's first tokens, if it has them, and its last."""
-    begin = [config.bos_id] if config.bos_id is not None else []
-    return begin, list(config.eos_ids[:1])
-
-
-def open_tokens(args: argparse.Namespace, name: str, what: str) -> Tensor:
-    """OUT/NAME.tokens. ValueError: there are too few."""
-    tokens = read_tokens(args.out / f"{name}.tokens")
-    if len(tokens) < args.seq_len + 1:
-        raise ValueError(
-            f"--data: {len(tokens)} {what} tokens are too few for --seq-len {args.seq_len}; "
-            "give more text, or shorter sequences"
-        )
-    return tokens
-
-
-# --------------------------------------------------------------------------------------------------
 # One step
 # --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process computes: its device, the dtype of its matmuls, and which rank of how
-    many it is."""
-
-    device: torch.device
-    dtype: str
-    rank: int
-    world: int
-    store: dist.Store | None = None  # where ranks find each other
-
-    def autocast(self) -> torch.autocast:
-        narrow = torch.float16 if self.dtype == "fp16" else torch.bfloat16
-        return torch.autocast(self.device.type, narrow, enabled=self.dtype != "fp32")
 
 
 ALONE = Layout()  # one process
@@ -817,37 +507,6 @@ def meta_model(config: ModelConfig) -> Transformer:
 # --------------------------------------------------------------------------------------------------
 # The run
 # --------------------------------------------------------------------------------------------------
-
-
-def find_place(args: argparse.Namespace) -> Place:
-    """Pick device and dtype; under torchrun, join the other ranks."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = None
-    if world > 1:
-        store, *_ = next(dist.rendezvous("env://"))
-        store = fresh_store(store, rank, world)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    if args.dtype == "auto":
-        args.dtype = "bf16" if multiplies_bf16(device) else "fp32"
-    return Place(device, args.dtype, rank, world, store)
-
-
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are faster than fp32's; on a CPU before AVX-512 they are far slower."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT", "NO AVX")
 
 
 def settle_args(args: argparse.Namespace) -> None:

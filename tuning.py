@@ -33,22 +33,28 @@ where its vocabulary is cut, `of` is to know how, and an Engine cannot draw from
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from alignment import Reward, dpo_loss, group_advantages, grpo_loss, token_logprobs
-from data import IGNORE, decode, encode_row
+from alignment import Reward, dpo_loss, group_advantages, grpo_loss, load_reward, token_logprobs
+from data import IGNORE, decode, encode_row, preference_rows, read_preferences, read_prompts
+from layout import Layout
 from lora import LoRALinear, adapters, disabled
-from model import Attend, causal_attention
+from model import Attend, Transformer, causal_attention, load_checkpoint
 from paged_kv import Engine, PagedKVCache, SamplingParams
+from place import Place
+from text import NextToken, Text, chat_of
+from tokenizer import load_tokenizer
 
 # (logits (N, V), targets (N,)) -> log-probabilities (N,); another where the vocabulary is cut
 LogProbs = Callable[[Tensor, Tensor], Tensor]
@@ -416,3 +422,38 @@ class GRPO:
         }
         found |= {"kl": kl / max(1e-9, weight)} if self.kl else {}
         return {name: round(value, 6) for name, value in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# --task
+# --------------------------------------------------------------------------------------------------
+
+
+def objective_of(
+    args: argparse.Namespace, model: Transformer, text: Text, place: Place, layout: Layout
+) -> NextToken | DPO | GRPO:
+    """What --task says a step is: its batch, and with `loss` what is learned of it."""
+    share = args.batch_size // args.diloco_workers
+    if args.task in ("text", "sft"):
+        return NextToken(text.rows, [args.diloco_worker * share + i for i in layout.samples(share)])
+    render, encode = chat_of(args.out)
+    frozen = None
+    if not args.lora and (args.task == "dpo" or args.kl):
+        frozen = load_checkpoint(args.init, place.device, next(model.parameters()).dtype)
+        frozen.requires_grad_(False)
+    how: dict[str, Any] = dict(seed=args.seed, reference=frozen, total=layout.total)
+    if args.task == "dpo":
+        pairs = [pair for path in args.data for pair in read_preferences(Path(path))]
+        rows, n = preference_rows(pairs, render, encode, args.seq_len), args.batch_size // 2
+        return DPO(model, rows, n, layout.samples(n), beta=args.beta, **how)
+    tasks = []
+    for prompt, answer in (pair for path in args.data for pair in read_prompts(Path(path))):
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        tasks.append(Task(said[-1]["content"], encode(render(said, True)), answer))
+    n = args.batch_size // args.group
+    how |= dict(n=args.group, max_new_tokens=args.max_new_tokens, kl=args.kl)
+    return GRPO(
+        model, engine_of(model, args.seq_len, autocast=place.autocast), tasks,
+        load_reward(args.reward), load_tokenizer(args.out).decode, args.seq_len, n,
+        layout.samples(n), autocast=place.autocast, **how,
+    )  # fmt: skip
