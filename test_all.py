@@ -32950,6 +32950,36 @@ def test_tuning_dpo_loss_is_the_sum_over_pairs_however_cut():
     assert ranks.row["accuracy"] == row["accuracy"]
 
 
+def test_tuning_dpo_validates_on_pairs_held_out():
+    """The loss and numbers of a step on them, whatever the micro-batch; training's stay."""
+    model, frozen = tuning_model(), tuning_model(seed=4)
+    how = dict(reference=frozen, beta=0.4)
+    dpo = TU.DPO(model, tuning_pairs(), 5, range(5), held=tuning_pairs()[4:], **how)
+    dpo.loss(model, dpo.batch(0), slice(0, 10))
+    row, got = dpo.row, dpo.validate(model, 5)
+    assert dpo.row == row and got == pytest.approx(dpo.validate(model, 64), rel=1e-4)
+    step = TU.DPO(model, tuning_pairs()[4:], 3, range(3), **how)
+    loss = step.loss(model, step.batch(0), slice(0, 6)).item() / 3
+    want = {"val_loss": loss, **{f"val_{name}": x for name, x in step.row.items()}}
+    assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+    assert TU.DPO(model, tuning_pairs(), 5, range(5), **how).validate(model, 5) == {}
+
+
+def test_tuning_grpo_validates_with_the_likeliest_answers():
+    """Whose mean reward it is; what a step draws afterwards is what it draws without."""
+    model = tuning_model()
+    count = lambda prompt, text, answer: float(len(text))
+    how = dict(reward=count, text=lambda ids: "x" * len(ids), max_new_tokens=6)
+    alone = tuning_grpo(model, **how).batch(3)
+    grpo = tuning_grpo(model, held=tuning_tasks(2), **how)
+    found = grpo.validate(model, 4)
+    params = P.SamplingParams(temperature=0.0, max_new_tokens=6)
+    answers = TU.rollouts(grpo.engine, [t.prompt_ids for t in grpo.held], 1, params)
+    lengths = [len([i for i in a.completion_ids if i not in grpo.engine.eos]) for a in answers]
+    assert found == {"val_reward": pytest.approx(sum(lengths) / 2)}
+    assert torch.equal(grpo.batch(3), alone) and tuning_grpo(model, **how).validate(model, 4) == {}
+
+
 def test_tuning_dpo_learns_what_is_preferred():
     model = tuning_model(std=0.05)
     dpo = TU.DPO(model, tuning_pairs(), 5, range(5), reference=copy.deepcopy(model))
@@ -34993,6 +35023,8 @@ def test_chats_preferences_and_rewards_train_and_resume(sc_run, tmp_path):
     again = sc_run("grpo2", f"--init {tmp_path / 'sft'} {flags} --steps 3")
     assert metrics(first) == metrics(again) and len(metrics(first)) == 3
     assert all({"reward_mean", "completion_length", "kl"} <= row.keys() for row in metrics(first))
+    assert "val_reward" in metrics(first)[-1]
+    assert metrics(whole)[-1].keys() >= {"val_loss", "val_accuracy", "val_reward_margin"}
 
 
 def test_adapters_merged_are_adapters_apart(sc_run, tmp_path, capsys):

@@ -212,12 +212,17 @@ def prepare_task(args: argparse.Namespace, config: ModelConfig, place: Place) ->
     if args.task != "sft":
         return Text(None, None, None, mark)
     chats = [chat for path in args.data for chat in data.read_conversations(Path(path))]
-    held = [chat for i, chat in enumerate(chats) if data.held_out(str(i))] or chats[-1:]
-    kept = [chat for i, chat in enumerate(chats) if not data.held_out(str(i))] or chats
+    kept, held = held_apart(chats)
     how = *chat_of(args.out), args.seq_len, args.pack
     rows, held = data.chat_rows(kept, *how), data.chat_rows(held, *how)
     stream = data.Stream([data.Rows(rows)], [1], args.seed, args.batch_size)
     return Text(stream.rows, held, rows[:, 1:].numel(), mark)
+
+
+def held_apart(items: list[Any]) -> tuple[list[Any], list[Any]]:
+    """(those to train on, those to validate with): one in 16, by number; never none."""
+    held = [item for i, item in enumerate(items) if data.held_out(str(i))] or items[-1:]
+    return [item for i, item in enumerate(items) if not data.held_out(str(i))] or items, held
 
 
 def chat_of(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[int]]]:

@@ -824,6 +824,11 @@ class Run:
         if self.text.held is not None:
             how = args.seq_len, args.micro_batch_size, place, self.attend, self.layout
             seen["val_loss"] = validate(self.step_model, self.text.held, *how)
+        elif not isinstance(self.objective, NextToken):
+            with place.autocast():
+                how = self.step_model, args.micro_batch_size, self.attend
+                seen |= self.objective.validate(*how)
+            self.layout.reshard(self.step_model)
         seen |= {"expert_load": self.balance.last.tolist()} if self.balance.row else {}
         mine = [*self.watch.waits(), float(self.memory.bytes())]
         ranks = [mine]
@@ -833,7 +838,9 @@ class Run:
         seen["peak_memory"] = int(max(memory))
         seen["comm_wait"] = round(sum(waits) / max(sum(waits) + sum(busy), 1e-9), 4)
         losses = f"loss {row['loss']:.4f}"
-        losses += f", validation {seen['val_loss']:.4f}" if "val_loss" in seen else ""
+        for name in ("val_loss", "val_accuracy", "val_reward"):
+            shown = name[4:] if name != "val_loss" else "validation"
+            losses += f", {shown} {seen[name]:.4f}" if name in seen else ""
         self.say(f"step {row['step']}: {losses}, {seen['peak_memory'] / 2**20:,.0f} MiB at most")
         if place.world > 1 and (slow := stragglers([*zip(waits, busy)])):
             seen["stragglers"] = slow

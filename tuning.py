@@ -12,6 +12,9 @@ An objective is what a step's rows are, and their loss:
                      the summed loss of micro = batch[rows], rows a slice
     row              what there is to say of the last step, for metrics.jsonl; over all ranks, so
                      that all ranks must ask
+    validate(model, size, attend)
+                     the same of what is held out, in micro-batches of `size` rows; on each rank of
+                     all of it, for sharded weights are gathered together
 
 and it has no state that a resumed run would miss: which prompts or pairs a step takes, and what is
 drawn, are functions of (seed, step, index) and the weights. (GRPO with `updates` above 1 draws anew
@@ -53,13 +56,14 @@ from lora import LoRALinear, adapters, disabled
 from model import Attend, Transformer, causal_attention, load_checkpoint
 from paged_kv import Engine, PagedKVCache, SamplingParams
 from place import Place
-from text import NextToken, Text, chat_of
+from text import NextToken, Text, chat_of, held_apart
 from tokenizer import load_tokenizer
 
 # (logits (N, V), targets (N,)) -> log-probabilities (N,); another where the vocabulary is cut
 LogProbs = Callable[[Tensor, Tensor], Tensor]
 # the sum over all ranks of a tensor that each has its own of
 Total = Callable[[Tensor], Tensor]
+VALIDATED = 128  # pairs or prompts of those held out, at most
 
 
 def _check(condition: bool, message: str) -> None:
@@ -139,6 +143,7 @@ class DPO:
     reference: nn.Module | None = None  # None: the model without its adapters
     of: LogProbs = token_logprobs
     total: Total = lambda x: x
+    held: Tensor | None = None  # rows like `rows`
     sums: Tensor = field(default_factory=lambda: torch.zeros(3), init=False)
 
     def __post_init__(self):
@@ -176,6 +181,20 @@ class DPO:
         margin, accuracy, pairs = self.total(self.sums.clone()).tolist()
         n = max(1, pairs)
         return {"reward_margin": round(margin / n, 6), "accuracy": round(accuracy / n, 6)}
+
+    @torch.no_grad()
+    def validate(
+        self, model: nn.Module, size: int, attend: Attend = causal_attention
+    ) -> dict[str, float]:
+        if self.held is None:
+            return {}
+        before, self.sums, loss = self.sums, torch.zeros(3), 0.0
+        device = next(self.model.parameters()).device
+        for micro in self.held[: 2 * VALIDATED].long().to(device).split(max(2, size // 2 * 2)):
+            loss += self.loss(model, micro, slice(len(micro)), attend).item()
+        (margin, accuracy, n), self.sums = self.sums.tolist(), before
+        found = {"val_loss": loss, "val_reward_margin": margin, "val_accuracy": accuracy}
+        return {name: round(x / n, 6) for name, x in found.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,6 +339,7 @@ class GRPO:
     autocast: Callable[[], Any] = contextlib.nullcontext
     of: LogProbs = token_logprobs
     total: Total = lambda x: x
+    held: Sequence[Task] = ()
 
     def __post_init__(self):
         _check(bool(self.tasks), "GRPO needs a prompt to answer")
@@ -327,7 +347,7 @@ class GRPO:
         _check(self.per in PER, f"per must be one of {', '.join(PER)}, not {self.per!r}")
         _check(self.updates > 0, f"updates must be 1 or more, not {self.updates}")
         most = min(self.seq_len + 1, self.engine.capacity) - self.max_new_tokens
-        for task in self.tasks:
+        for task in (*self.tasks, *self.held):
             n = len(task.prompt_ids)
             ok = 0 < n <= most
             _check(ok, f"prompt {task.prompt[:40]!r} has {n} tokens; with max_new_tokens "
@@ -388,6 +408,21 @@ class GRPO:
             logps[len(prompt) - 1 :][: len(drawn)] = torch.tensor(drawn)
         return torch.stack(rows).long(), old
 
+    def validate(
+        self, model: nn.Module, size: int, attend: Attend = causal_attention
+    ) -> dict[str, float]:
+        """The mean reward of the likeliest answer to each."""
+        if not self.held:
+            return {}
+        params, held = (
+            SamplingParams(0.0, max_new_tokens=self.max_new_tokens),
+            self.held[:VALIDATED],
+        )
+        with self.autocast():
+            answers = rollouts(self.engine, [task.prompt_ids for task in held], 1, params)
+        rewards = [self._reward(*pair) for pair in zip(held, answers)]
+        return {"val_reward": round(sum(rewards) / len(rewards), 6)}
+
     def count(self, batch: Tensor) -> Tensor:
         if self.per == "token":
             return targets_of(batch).sum()
@@ -444,14 +479,15 @@ def objective_of(
     how: dict[str, Any] = dict(seed=args.seed, reference=frozen, total=layout.total)
     if args.task == "dpo":
         pairs = [pair for path in args.data for pair in read_preferences(Path(path))]
-        rows, n = preference_rows(pairs, render, encode, args.seq_len), args.batch_size // 2
+        made = (preference_rows(some, render, encode, args.seq_len) for some in held_apart(pairs))
+        (rows, how["held"]), n = made, args.batch_size // 2
         return DPO(model, rows, n, layout.samples(n), beta=args.beta, **how)
     tasks = []
     for prompt, answer in (pair for path in args.data for pair in read_prompts(Path(path))):
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         tasks.append(Task(said[-1]["content"], encode(render(said, True)), answer))
-    n = args.batch_size // args.group
-    how |= dict(n=args.group, max_new_tokens=args.max_new_tokens, kl=args.kl)
+    (tasks, held), n = held_apart(tasks), args.batch_size // args.group
+    how |= dict(n=args.group, max_new_tokens=args.max_new_tokens, kl=args.kl, held=held)
     return GRPO(
         model, engine_of(model, args.seq_len, autocast=place.autocast), tasks,
         load_reward(args.reward), load_tokenizer(args.out).decode, args.seq_len, n,
