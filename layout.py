@@ -632,8 +632,8 @@ def check_memory(args: argparse.Namespace, config: ModelConfig, world: int) -> N
         raise ValueError("--recompute BYTES is for whole dense models; take selective or full")
     if args.recompute == "sqrt" and "pp" in parts:
         raise ValueError("--recompute sqrt goes by all layers; with --pp take full or selective")
-    if args.pack and ({*parts} & {"pp", "cp"} or config.n_mtp_layers):
-        raise ValueError("--pack: --pp, --cp and multi-token prediction go by whole rows, without")
+    if args.pack and "cp" in parts:
+        raise ValueError("--pack: not with --cp, whose ranks would have to know all borders")
     if args.mup_base is not None and config.tie_embeddings:
         raise ValueError("--mup-base: a tied head cannot have a learning rate of its own")
     whole = not parts and (world == 1 or not args.zero)

@@ -11,9 +11,8 @@ the whole gradient before clipping, `tokens_per_second`, `mfu` where the device'
 the rank that has most, and `comm_wait`, the share of the time since the last one that ranks stood
 in collectives. (On GPUs kernels wait and not programs: there --profile finds
 `exposed_communication` in its trace.) Then `worst_load` and the like of mixtures, why a batch was
-`skipped`, and what the task adds: of dpo `reward_margin` and `accuracy`, of grpo `reward_mean`,
-`completion_length`, `kl` and the like, and where validated the first two as `val_...`, and
-`val_reward`.
+`skipped`, and what the task adds: dpo `reward_margin` and `accuracy`, validated as `val_...`; grpo
+`reward_mean`, `completion_length`, `truncated`, `no_signal`, `kl`, `clipped`, and `val_reward`.
 """
 
 from __future__ import annotations

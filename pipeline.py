@@ -195,6 +195,8 @@ class Pipeline:
     before each action; last, if this is the chunk's last backward pass. A U needs modules, and
     recomputation inside of them would see other weights: let it be done here. Collective over the
     groups. ValueError if the chunks are not the schedule's.
+
+    `microbatch` is the number of that which a chunk is called for, `events` what the last run did.
     """
 
     def __init__(
@@ -223,6 +225,7 @@ class Pipeline:
         self.place = {a[:3]: n for rank in schedule.actions for n, a in enumerate(rank)}
         self.last = {a[2]: a for a in self.actions if a[0] == "B"}
         self.events: list[tuple[float, float, Any]] = []  # of the last run, by the host's clock
+        self.microbatch = 0
         hops = [hop for path in schedule.paths for hop in zip(path, path[1:])]
         self.next = {("F", a): b for a, b in hops} | {("B", b): a for a, b in hops}
         sources = range(size)
@@ -327,7 +330,7 @@ class Pipeline:
         losses: dict[int, Tensor] = {}
         for action in self.actions:
             self.began, (kind, m, chunk, *_) = time.perf_counter(), action
-            key = m, chunk
+            key, self.microbatch = (m, chunk), m
             if self.before is not None:
                 self.before(action, action == self.last[chunk])
             if kind in "FB" and key in self.split:
@@ -401,7 +404,7 @@ class Pipeline:
             kind, m, chunk, *_ = action
             if kind != "F":
                 continue
-            self.began = time.perf_counter()
+            self.began, self.microbatch = time.perf_counter(), m
             x = self._take(("F", m, chunk)) if ("B", chunk) in self.next else inputs[m]
             y = self.chunks[chunk](x)
             y = y[0] if isinstance(y, tuple) else y

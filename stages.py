@@ -273,13 +273,14 @@ class Stages:
         of this rank's batch; its losses (main, ahead, auxiliary), 0 where they are not made."""
         totals, at = torch.zeros(3, device=batch.device), self._positions(batch, layout)
         size = self.args.micro_batch_size
-        inputs, targets = zip(*(cut(piece, at) for piece in batch.split(size)))
+        pieces, pipe = batch.split(size), self._pipeline(model)
+        inputs, targets, where = zip(*(cut(piece, at, layout.packed) for piece in pieces))
 
         def run(part: Transformer, x: Tensor) -> Any:
             if balance is not None:
                 balance.watching = True
             with autocast():
-                y = part(x, at, attend)
+                y = part(x, where[pipe.microbatch], attend)
             if balance is None:
                 return y
             aux = balance.take() * (len(x) / rows)
@@ -293,7 +294,7 @@ class Stages:
             return main
 
         self.run = run
-        self._pipeline(model).step(self._shape(inputs[0]), inputs, loss)
+        pipe.step(self._shape(inputs[0]), inputs, loss)
         if self.sharded and self.schedule.split():
             self._reduce(model, inputs[0], at, attend, autocast)
         return totals
@@ -379,18 +380,18 @@ class Stages:
     ) -> list[Tensor]:  # fmt: skip
         """The summed cross-entropy of each batch on the last stage; zeros elsewhere."""
         at, none = self._positions(batches[0], layout), torch.zeros((), device=batches[0].device)
-        inputs, targets = zip(*(cut(batch, at) for batch in batches))
+        pipe = self._pipeline(model, forward=len(batches))
+        inputs, targets, where = zip(*(cut(batch, at, layout.packed) for batch in batches))
 
         def run(part: Transformer, x: Tensor) -> Tensor:
             with autocast():
-                return part(x, at, attend)
+                return part(x, where[pipe.microbatch], attend)
 
         def loss(logits: Tensor, m: int) -> Tensor:
             with autocast():
                 return layout.cross_entropy(logits, targets[m])
 
         self.run = run
-        pipe = self._pipeline(model, forward=len(batches))
         found = pipe.forward(self._shape(inputs[0]), inputs, loss)
         return [found.get(m, none.clone()) for m in range(len(batches))]
 
@@ -418,10 +419,11 @@ class Stages:
             yield name, x
 
 
-def cut(batch: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """(inputs, targets) of coded rows (B, T + 1), at these positions."""
-    inputs, targets, _ = decode(batch, packed=False)
-    return inputs[:, at], targets[:, at]
+def cut(batch: Tensor, at: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(inputs, targets, positions) of coded rows (B, T + 1): those at `at`, or whole packed rows,
+    whose positions are those in their documents."""
+    inputs, targets, where = decode(batch, packed)
+    return inputs[:, at], targets[:, at], at if where is None else where
 
 
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:

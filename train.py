@@ -151,8 +151,12 @@ def loss_sums(
     main = layout.head_loss(model, hidden, targets)
     ahead = main.new_zeros(())
     for depth in range(1, 1 + len(model.mtp)):
-        hidden = model.predict_further(hidden[:, :-1], inputs[:, depth:], None, attend, depth - 1)
-        ahead = ahead + layout.head_loss(model, hidden, targets[:, depth:])
+        at, further = None, targets[:, depth:]
+        if positions is not None:  # of what lies that far ahead, some is another document's
+            at = positions[:, :-depth]
+            further = further.masked_fill(positions[:, depth:] < depth, IGNORE)
+        hidden = model.predict_further(hidden[:, :-1], inputs[:, depth:], at, attend, depth - 1)
+        ahead = ahead + layout.head_loss(model, hidden, further)
     return main, ahead / max(1, len(model.mtp))
 
 
