@@ -673,7 +673,7 @@ def check() -> None:
         assert error < 4e-3, (N, C, rows, error)  # half a unit in bf16's last place is 2e-3
 
 
-def seconds(f: Callable[[], object], repeats: int = 15) -> float:
+def seconds(f: Callable[[], object], repeats: int = 9) -> float:
     """Median time of a call."""
     times = []
     for _ in range(repeats + 2):
