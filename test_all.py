@@ -29717,10 +29717,16 @@ def test_flags_of_diloco_and_of_quantized_zero_are_checked(dl_run, tmp_path, mon
             L.Layout(T.parse_args(flags.split()), dl_tiny_config(), 4)
 
 
-def dl_start(argv, log, torchrun=0):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
-    argv = [sys.executable, *(launcher if torchrun else []), "train.py", *argv]
-    return subprocess.Popen(argv, cwd=DL_REPO, env=DL_ENV, stderr=open(log, "w"))
+def dl_start(argv, log, ranks=1):
+    """train.py, forked"""
+    port = free_port()
+    return [sc_fork([*map(str, argv)], rank, ranks, port, log) for rank in range(ranks)]
+
+
+def dl_codes(started, seconds):
+    for p in started:
+        p.join(seconds)
+    return [p.exitcode for p in started]
 
 
 @pytest.mark.slow
@@ -29731,15 +29737,15 @@ def test_train_py_goes_on_when_one_of_four_workers_is_killed(dl_run, tmp_path):
     flags = flags.format(tmp_path / "store") + "--diloco-timeout 15 --diloco-worker {}"
     begin = lambda i, name: dl_start(
         dl_run(tmp_path / name, flags.format(i)), tmp_path / f"{name}.log"
-    )
+    )[0]
     started = [begin(i, str(i)) for i in range(4)]
     rows = tmp_path / "3" / "metrics.jsonl"
     while not rows.exists() or rows.read_text().count("\n") < 15:
         time.sleep(0.005)
-        assert started[3].poll() is None, (tmp_path / "3.log").read_text()
+        assert started[3].exitcode is None, (tmp_path / "3.log").read_text()
     started[3].kill()
     started[3] = begin(3, "again")
-    assert [p.wait(200) for p in started] == [0] * 4
+    assert dl_codes(started, 200) == [0] * 4
     got = {name: dl_metrics(tmp_path / name) for name in ("0", "1", "2", "again")}
     met = [r["workers"] for r in got["0"] if "workers" in r]
     assert met[0] == [0, 1, 2, 3] and [0, 1, 2] in met
@@ -29755,24 +29761,20 @@ def test_train_py_goes_on_when_one_of_four_workers_is_killed(dl_run, tmp_path):
 def test_a_worker_of_several_ranks_meets_one_of_one(dl_run, tmp_path, inner):
     """The losses of two workers of one process each, whatever the layout inside one"""
     losses = {}
-    for case, ranks in (("", 0), (inner, 2)):
+    for case, ranks in (("", 1), (inner, 2)):
         name = f"{ranks}"
         flags = f"--steps 12 --diloco 4 --diloco-at {tmp_path / name} --diloco-workers 2 "
         flags += "--diloco-timeout 40 --diloco-worker "
-        pair = [
-            dl_start(dl_run(tmp_path / f"{name}a", flags + "0"), tmp_path / f"{name}a.log"),
-            dl_start(dl_run(tmp_path / f"{name}b", flags + "1 " + case), tmp_path / "log", ranks),
+        started = [
+            *dl_start(dl_run(tmp_path / f"{name}a", flags + "0"), tmp_path / f"{name}a.log"),
+            *dl_start(dl_run(tmp_path / f"{name}b", flags + "1 " + case), tmp_path / "log", ranks),
         ]
-        assert [p.wait(120) for p in pair] == [0, 0], (tmp_path / "log").read_text()[-3000:]
+        assert not any(dl_codes(started, 120)), (tmp_path / "log").read_text()[-3000:]
         losses[case] = dl_metrics(tmp_path / f"{name}a")
     for a, b in zip(losses[""], losses[inner], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a.get("workers") == b.get("workers")
 
-
-# --------------------------------------------------------------------------------------------------
-# optimizers.py
-# --------------------------------------------------------------------------------------------------
 
 # --------------------------------------------------------------------------------------------------
 # optimizers.py
