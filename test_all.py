@@ -3896,7 +3896,7 @@ def test_errors_leave_no_traceback():
 def test_tokenizer_on_the_standard_library():
     """>= 3.2 characters per token on held-out source at 4096 pieces; lossless; indentation is one
     token."""
-    docs = T.read_documents(None)
+    docs = DA.read_documents(None)
     kept, held = [t for n, t in docs if not DA.held_out(n)], [t for n, t in docs if DA.held_out(n)]
     assert 0.02 < len(held) / len(docs) < 0.15 and not any(
         "test" in n.split("/") or "site-packages" in n for n, _ in docs
@@ -3920,12 +3920,12 @@ def test_batches_are_a_pure_function_that_sees_every_window_once():
     skips none."""
     tokens, B, S = torch.arange(1000, dtype=torch.int32), 4, 10
     n = (1000 - 1) // S - 1
-    whole = torch.cat([T.batch_of(tokens, 5, step, range(B), B, S) for step in range(n // B + 1)])
-    assert torch.equal(T.batch_of(tokens, 5, 7, range(2, 3), B, S)[0], whole[7 * B + 2])
+    whole = torch.cat([DA.batch_of(tokens, 5, step, range(B), B, S) for step in range(n // B + 1)])
+    assert torch.equal(DA.batch_of(tokens, 5, 7, range(2, 3), B, S)[0], whole[7 * B + 2])
     starts = whole[:n, 0]
     assert len(starts.unique()) == n and (starts % S).unique().numel() == 1
     assert torch.equal(whole[:, 1:], whole[:, :1] + torch.arange(1, S + 1))
-    assert not torch.equal(T.batch_of(tokens, 6, 0, range(B), B, S), whole[:B])
+    assert not torch.equal(DA.batch_of(tokens, 6, 0, range(B), B, S), whole[:B])
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3])
@@ -4273,9 +4273,9 @@ def test_folder_and_text_file_as_data(tmp_path):
     (tmp_path / "a.md").write_text("first")
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
-    assert T.read_documents(str(tmp_path)) == [("a.md", "first"), ("b/two.txt", "second")]
+    assert DA.read_documents(str(tmp_path)) == [("a.md", "first"), ("b/two.txt", "second")]
     (tmp_path / "one.txt").write_text("word " * 5000)
-    pieces = T.read_documents(str(tmp_path / "one.txt"))
+    pieces = DA.read_documents(str(tmp_path / "one.txt"))
     assert len(pieces) > 2 and "".join(t for _, t in pieces) == "word " * 5000
 
 
@@ -4304,10 +4304,10 @@ def test_jsonl_lines_end_at_newlines_alone(tmp_path):
     path.write_text(
         json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    assert T.read_documents(str(path)) == [("1", "a\u2028b\x85c")]
+    assert DA.read_documents(str(path)) == [("1", "a\u2028b\x85c")]
     path.write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
     with pytest.raises(ValueError, match="line 2"):
-        T.read_documents(str(path))
+        DA.read_documents(str(path))
 
 
 def test_deepseek_form_trains_and_resumes_equal(corpus, tmp_path):
@@ -9684,7 +9684,7 @@ def test_fp8_experts(recipe):
 def fp8_text() -> torch.Tensor:
     """Bytes of the standard library, one token each."""
     names = ("argparse.py", "ast.py", "typing.py", "inspect.py", "tarfile.py")
-    kept = "".join(text for name, text in T.read_documents(None) if name in names)
+    kept = "".join(text for name, text in DA.read_documents(None) if name in names)
     return torch.tensor(list(kept.encode("ascii", "ignore")), dtype=torch.int32)
 
 
@@ -9700,7 +9700,7 @@ def fp8_trained(text, steps: int, change=lambda model: model) -> tuple[float, fl
     optimizer, place = T.build_optimizer(model), T.Place(torch.device("cpu"), "bf16", 0, 1)
     losses = []
     for step in range(steps):
-        batch = T.batch_of(text[:-10_000], 0, step, range(4), 4, 64)
+        batch = DA.batch_of(text[:-10_000], 0, step, range(4), 4, 64)
         losses.append(T.accumulate(model, batch, 4, place.autocast)["loss"])
         T.update(model, optimizer, T.learning_rate(step, steps, 1e-3))
     return sum(losses[-20:]) / 20, T.validate(model, text[-4097:], 64, 16, place)
@@ -9775,7 +9775,7 @@ def qat_trained(change=lambda model: model) -> tuple[M.Transformer, Callable]:
 
     folder = DRAFT
     sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    docs = T.read_documents(None)
+    docs = DA.read_documents(None)
     kept, held = ([d for d in docs if DA.held_out(d[0]) is out] for out in (False, True))
     tokens, val = (
         torch.tensor([i for _, text in some for i in sp.encode(text)], dtype=torch.int32)
@@ -9785,7 +9785,7 @@ def qat_trained(change=lambda model: model) -> tuple[M.Transformer, Callable]:
     change(model)
     optimizer, place = T.build_optimizer(model), T.Place(torch.device("cpu"), "fp32", 0, 1)
     for step in range(25):
-        T.accumulate(model, T.batch_of(tokens, 0, step, range(4), 4, 64), 4)
+        T.accumulate(model, DA.batch_of(tokens, 0, step, range(4), 4, 64), 4)
         T.update(model, optimizer, 3e-4 * (1 - step / 25) * min(1, (step + 1) / 5))
     return model, lambda model: T.validate(model, val[:2049], 64, 16, place)
 
@@ -25177,8 +25177,8 @@ def test_ranks_have_the_rows_of_one_batch(ranks):
     """However many ranks share a batch, its rows are those of one process, each once."""
     tokens = torch.arange(4000, dtype=torch.int32)
     for step in (0, 3, 40):
-        whole = T.batch_of(tokens, 5, step, range(24), 24, 16)
-        shares = [T.batch_of(tokens, 5, step, range(r, 24, ranks), 24, 16) for r in range(ranks)]
+        whole = DA.batch_of(tokens, 5, step, range(24), 24, 16)
+        shares = [DA.batch_of(tokens, 5, step, range(r, 24, ranks), 24, 16) for r in range(ranks)]
         assert torch.equal(torch.stack(shares, 1).flatten(0, 1), whole)
 
 
