@@ -4826,7 +4826,7 @@ def test_chunked_memory():
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(70), *(pytest.param(s, marks=pytest.mark.slow) for s in range(70, FUZZ))]
+    "seed", [*range(50), *(pytest.param(s, marks=pytest.mark.slow) for s in range(50, FUZZ))]
 )
 def test_flash_fuzz(seed):
     """The kernels == the reference for any combination: output, lse and every gradient."""
@@ -5922,14 +5922,9 @@ def test_attend_of_a_first_chunk_does_not_expand_twice_and_takes_any_order():
         assert relative(got, model(tokens, positions, caches[1].attend)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(tiny(alibi=True, windows=(4, None, 7)), marks=pytest.mark.slow),
-        latent(moe_layers=()),
-    ],
-)
+@pytest.mark.parametrize("config", [tiny(alibi=True, windows=(4, None, 7)), latent(moe_layers=())])
 def test_compiled_step_over_flash_attention_equals_eager(config, monkeypatch):
     """A decode step is one graph, compiled once, also through as_attend."""
     plain(monkeypatch)
@@ -7204,7 +7199,8 @@ def test_sparse_a_failed_call_changes_nothing():
 # ---- alone, and for GPUs ----
 
 
-@pytest.mark.parametrize("triton", ["missing", pytest.param("interpreted", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("triton", ["missing", "interpreted"])
 def test_sparse_alone_in_a_folder(triton, tmp_path):
     """The one file, copied away, checks itself without Triton, and on its kernel."""
     shutil.copy(REPO / "sparse.py", tmp_path)
@@ -7566,7 +7562,8 @@ def test_gemm_refuses():
             call()
 
 
-@pytest.mark.parametrize("triton", ["missing", pytest.param("interpreted", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("triton", ["missing", "interpreted"])
 def test_gemm_alone_in_a_folder(triton, tmp_path):
     """The one file, copied away, checks itself without Triton, and on its kernels."""
     shutil.copy(REPO / "gemm.py", tmp_path)
@@ -8894,6 +8891,7 @@ print(json.dumps({"peak": peak - before, "held": held}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_quantize_on_load_is_never_whole_in_bf16(tmp_path):
     """A folder of 200 MB becomes int4 within less than three quarters of that."""
