@@ -35431,8 +35431,8 @@ def test_flags_of_two_ranks_are_those_of_one_process(corpus, tiny_config, tmp_pa
     init = f"--init {tmp_path / 'init'}"
     assert sc_ranks(sc_argv(corpus, tiny_config, tmp_path / "init", ""), 1, log) == [0]
     for i, (layout, flags) in enumerate((
-        ("--tp 2", "--pack"), ("--zero 3", "--pack --attention flash"), ("--pp 2", "--pack --workers 1"),
-        ("--zero 3", "--offload cpu"), ("--tp 2", f"--offload {tmp_path / 'states'}"),
+        ("--tp 2", "--pack"), ("--zero 3", "--pack --attention flash"),
+        ("--pp 2", "--pack --workers 1"), ("--zero 3", "--offload cpu"), ("--tp 2", f"--offload {tmp_path / 'states'}"),
         ("--zero 2", "--optimizer-in-backward --clip 0 --micro-batch-size 4"),
         ("", "--optimizer muon"), ("--zero 3", "--optimizer sgd --lr 0.5"),
         ("--tp 2 --zero 1", "--dtype fp16"), ("--tp 2", "--logit-z-loss 0.01"),
