@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cpu
-import metrics
 from calibrate import (
     Stats,
     accumulate_saliency,
@@ -41,7 +40,6 @@ from calibrate import (
     observe,
     smooth_scales,
 )
-from data import read_documents, split
 from model import (
     LatentAttention,
     ModelConfig,
@@ -235,6 +233,8 @@ def calibration_text(
 ) -> list[Tensor]:
     """Sequences (1, T) of --calibration-text or, without it, of the standard library's source:
     its training part, or what train.py holds out of it."""
+    from data import read_documents, split  # train.py's, which nothing else here wants
+
     path, T = args.calibration_text, min(LENGTH, model.config.context)
     where = "the standard library" if path is None else f"--calibration-text {path}"
     if path is not None and not path.is_file():
@@ -447,9 +447,11 @@ def check_report(args: argparse.Namespace) -> None:
     if args.group_size is not None:
         asked_scheme(argparse.Namespace(quantize="int4", group_size=args.group_size))
     if args.plot is not None:
+        from metrics import pyplot
+
         if not args.plot.parent.is_dir():
             raise ValueError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
-        metrics.pyplot()
+        pyplot()
 
 
 @torch.inference_mode(False)
@@ -543,7 +545,9 @@ REPORT_HEAD += "".join(f"{f'tok/s x{b}':>12}" for b in BATCHES)
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Loss against bytes, a point for each scheme."""
-    figure, axes = metrics.pyplot().subplots(figsize=(8, 5))
+    from metrics import pyplot
+
+    figure, axes = pyplot().subplots(figsize=(8, 5))
     axes.scatter([r.megabytes for r in rows], [r.loss for r in rows])
     for r in rows:
         axes.annotate(r.scheme, (r.megabytes, r.loss), (4, 4), textcoords="offset points")

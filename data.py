@@ -842,10 +842,12 @@ def chat_tokens(messages: Messages, render: Render, encode: Callable[[str], list
     return torch.tensor(coded, dtype=torch.int32)
 
 
-def _each(name: str, items: Iterable[Any], make: Callable[[Any], Any]) -> list[Any]:
-    """make of all; its ValueErrors with the number of the item, from 1."""
+def _each(
+    name: str, items: Iterable[Any] | Mapping[int, Any], make: Callable[[Any], Any]
+) -> list[Any]:
+    """make of all; its ValueErrors with the number of the item: from 1, or its key."""
     made = []
-    for n, item in enumerate(items, 1):
+    for n, item in items.items() if isinstance(items, Mapping) else enumerate(items, 1):
         try:
             made.append(make(item))
         except ValueError as e:
@@ -855,11 +857,11 @@ def _each(name: str, items: Iterable[Any], make: Callable[[Any], Any]) -> list[A
 
 
 def chat_rows(
-    conversations: Iterable[Messages], render: Render, encode: Callable[[str], list[int]],
-    seq_len: int, pack: bool,
+    conversations: Iterable[Messages] | Mapping[int, Messages], render: Render,
+    encode: Callable[[str], list[int]], seq_len: int, pack: bool,
 ) -> Tensor:  # fmt: skip
     """Conversations as coded rows (R, seq_len + 1) int32, best-fit packed, or a row for each. One
-    longer than a row goes on in further rows. ValueError: as chat_tokens, by number."""
+    longer than a row goes on in further rows. ValueError: as chat_tokens, by number (or key)."""
     tokens = lambda messages: chat_tokens(messages, render, encode)
     documents = _each("conversation", conversations, tokens)
     rows = pack_rows(documents, seq_len, best_fit if pack else one_each)
@@ -868,8 +870,8 @@ def chat_rows(
 
 
 def preference_rows(
-    pairs: Iterable[Preference], render: Render | None, encode: Callable[[str], list[int]],
-    seq_len: int,
+    pairs: Iterable[Preference] | Mapping[int, Preference], render: Render | None,
+    encode: Callable[[str], list[int]], seq_len: int,
 ) -> Tensor:  # fmt: skip
     """Pairs as coded rows (2 * n, seq_len + 1) int32: chosen, rejected, chosen, ... Completions are
     targets, and cut off at the row's end.

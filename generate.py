@@ -52,8 +52,8 @@ tokenizer.py, sampling.py, cpu.py, sentencepiece or tokenizers; for mixtures of 
 for --ep expert_parallel.py; for --tp parallel.py, with --shard-batch inference_parallel.py; for
 --pp ring.py, which names its own; for --attention flash attention.py; for --batch and
 --bench-serving, which are serving.py's, that and paged_kv.py; for --quantize compress.py, and with
-it quantize.py, calibrate.py, sparse.py, gemm.py and train.py; for --speculate drafting.py and
-speculative.py.
+it quantize.py, calibrate.py, sparse.py and gemm.py, to calibrate data.py, to --plot metrics.py; for
+--speculate drafting.py and speculative.py.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Pipeline:
     recomputation inside of them would see other weights: let it be done here. Collective over the
     groups. ValueError if the chunks are not the schedule's.
 
-    `microbatch` is the number of that which a chunk is called for, `events` what the last run did.
+    `microbatch` is the number of the one that a chunk is being called for, `events` the last run's.
     """
 
     def __init__(

@@ -447,9 +447,10 @@ def fresh_store(store: dist.Store, rank: int, ranks: int) -> dist.Store:
     whoever reads before its peer has written connects to a dead one, or hangs (pytorch's issue
     135712). The count of restarts tells no start from another, for each machine's agent counts its
     own. So the first rank draws a name for this start, and gives it to whoever asks under a number
-    that none before had; the dead ask no more, and are not waited for.
+    that none before had; the dead ask no more, and are not waited for. (All ranks of the earlier
+    start must have ended, as torchrun sees to.)
 
-    Raises TimeoutError after the store's own time-out.
+    After the store's own time-out the first rank raises TimeoutError, others what the store raises.
     """
     if rank:
         name = store.get(f"name {store.add('asked', 1)}").decode()

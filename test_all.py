@@ -29722,9 +29722,14 @@ def dl_start(argv, log, ranks=1):
 
 
 def dl_codes(started, seconds):
+    """Exit codes; None of those that had to be killed."""
+    until = time.monotonic() + seconds
     for p in started:
-        p.join(seconds)
-    return [p.exitcode for p in started]
+        p.join(max(0.1, until - time.monotonic()))
+    codes = [p.exitcode for p in started]
+    for p in started:
+        p.kill()
+    return codes
 
 
 @pytest.mark.slow
@@ -29767,7 +29772,8 @@ def test_a_worker_of_several_ranks_meets_one_of_one(dl_run, tmp_path, inner):
             *dl_start(dl_run(tmp_path / f"{name}a", flags + "0"), tmp_path / f"{name}a.log"),
             *dl_start(dl_run(tmp_path / f"{name}b", flags + "1 " + case), tmp_path / "log", ranks),
         ]
-        assert not any(dl_codes(started, 120)), (tmp_path / "log").read_text()[-3000:]
+        codes = dl_codes(started, 120)
+        assert codes == [0] * len(started), (tmp_path / "log").read_text()[-3000:]
         losses[case] = dl_metrics(tmp_path / f"{name}a")
     for a, b in zip(losses[""], losses[inner], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -32928,6 +32934,25 @@ def test_tuning_grpo_validates_with_the_likeliest_answers():
     lengths = [len([i for i in a.completion_ids if i not in grpo.engine.eos]) for a in answers]
     assert found == {"val_reward": pytest.approx(sum(lengths) / 2)}
     assert torch.equal(grpo.batch(3), alone) and tuning_grpo(model, **how).validate(model, 4) == {}
+    share = tuning_grpo(model, held=tuning_tasks(6), mine=range(1, 4), **how)  # and 0 elsewhere
+    share.total = lambda x: x + torch.tensor([100.0, 2.0])
+    some = TU.rollouts(share.engine, [share.held[i].prompt_ids for i in (1, 2, 3, 5)], 1, params)
+    lengths = [len([i for i in a.completion_ids if i not in grpo.engine.eos]) for a in some]
+    assert share.validate(model, 4) == {"val_reward": pytest.approx((sum(lengths) + 100) / 6)}
+
+
+def test_one_example_in_16_is_held_apart():
+    """By number, as errors call them; of few the last, which is not trained on."""
+    for n in (1, 2, 20, 39, 40, 400):
+        kept, held = TX.held_apart([f"item {i}" for i in range(1, n + 1)])
+        both = kept | held
+        assert both == {i: f"item {i}" for i in range(1, n + 1)} and held
+        assert n == 1 or not kept.keys() & held.keys()
+    assert 15 < len(held) < 40
+    kept, _ = TX.held_apart([[{"role": "user", "content": "x"}]] * 40 + [[]])
+    assert 40 not in kept
+    with pytest.raises(ValueError, match="^conversation 41: "):
+        DA.chat_rows({41: []}, lambda *a: "", lambda text: [], 8, False)
 
 
 def test_tuning_dpo_learns_what_is_preferred():

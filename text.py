@@ -1,9 +1,9 @@
 """text.py: what a run of train.py reads, from --data to rows of tokens.
 
 The tokenizer, which is that of --init or is trained on the documents; the token files or, with
---pack or several sources, the shards of rows, in OUT; of --task sft the conversations, put through
-the chat template. data.py does the work; here the flags say of what, and ranks wait for the first,
-which writes.
+--pack, --workers or several sources, the shards of rows, in OUT; of --task sft the conversations,
+put through the chat template. data.py does the work; here the flags say of what, and ranks wait for
+the first, which writes.
 """
 
 from __future__ import annotations
@@ -219,10 +219,13 @@ def prepare_task(args: argparse.Namespace, config: ModelConfig, place: Place) ->
     return Text(stream.rows, held, rows[:, 1:].numel(), mark)
 
 
-def held_apart(items: list[Any]) -> tuple[list[Any], list[Any]]:
-    """(those to train on, those to validate with): one in 16, by number; never none."""
-    held = [item for i, item in enumerate(items) if data.held_out(str(i))] or items[-1:]
-    return [item for i, item in enumerate(items) if not data.held_out(str(i))] or items, held
+def held_apart(items: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """({number from 1: item} to train on, to validate with): one in 16, of few the last. (Of a
+    single one, it is both.)"""
+    numbers = range(1, 1 + len(items))
+    held = [n for n in numbers if data.held_out(str(n - 1))] or [*numbers][-1:]
+    kept = [n for n in numbers if n not in {*held}] or held
+    return {n: items[n - 1] for n in kept}, {n: items[n - 1] for n in held}
 
 
 def chat_of(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[int]]]:

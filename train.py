@@ -151,11 +151,11 @@ def loss_sums(
     main = layout.head_loss(model, hidden, targets)
     ahead = main.new_zeros(())
     for depth in range(1, 1 + len(model.mtp)):
-        at, further = None, targets[:, depth:]
+        near, further = None, targets[:, depth:]
         if positions is not None:  # of what lies that far ahead, some is another document's
-            at = positions[:, :-depth]
+            near = positions[:, :-depth]
             further = further.masked_fill(positions[:, depth:] < depth, IGNORE)
-        hidden = model.predict_further(hidden[:, :-1], inputs[:, depth:], at, attend, depth - 1)
+        hidden = model.predict_further(hidden[:, :-1], inputs[:, depth:], near, attend, depth - 1)
         ahead = ahead + layout.head_loss(model, hidden, further)
     return main, ahead / max(1, len(model.mtp))
 

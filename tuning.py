@@ -13,8 +13,8 @@ An objective is what a step's rows are, and their loss:
     row              what there is to say of the last step, for metrics.jsonl; over all ranks, so
                      that all ranks must ask
     validate(model, size, attend)
-                     the same of what is held out, in micro-batches of `size` rows; on each rank of
-                     all of it, for sharded weights are gathered together
+                     what there is to say of examples held out, "val_..." for metrics.jsonl, in
+                     micro-batches of `size` rows; {} without any. All ranks must ask
 
 and it has no state that a resumed run would miss: which prompts or pairs a step takes, and what is
 drawn, are functions of (seed, step, index) and the weights. (GRPO with `updates` above 1 draws anew
@@ -63,7 +63,7 @@ from tokenizer import load_tokenizer
 LogProbs = Callable[[Tensor, Tensor], Tensor]
 # the sum over all ranks of a tensor that each has its own of
 Total = Callable[[Tensor], Tensor]
-VALIDATED = 128  # pairs or prompts of those held out, at most
+PAIRS, PROMPTS = 128, 32  # of those held out, to validate with
 
 
 def _check(condition: bool, message: str) -> None:
@@ -186,11 +186,12 @@ class DPO:
     def validate(
         self, model: nn.Module, size: int, attend: Attend = causal_attention
     ) -> dict[str, float]:
+        """Of all pairs on each rank, which gather sharded weights together."""
         if self.held is None:
             return {}
         before, self.sums, loss = self.sums, torch.zeros(3), 0.0
         device = next(self.model.parameters()).device
-        for micro in self.held[: 2 * VALIDATED].long().to(device).split(max(2, size // 2 * 2)):
+        for micro in self.held[: 2 * PAIRS].long().to(device).split(max(2, size // 2 * 2)):
             loss += self.loss(model, micro, slice(len(micro)), attend).item()
         (margin, accuracy, n), self.sums = self.sums.tolist(), before
         found = {"val_loss": loss, "val_reward_margin": margin, "val_accuracy": accuracy}
@@ -411,17 +412,18 @@ class GRPO:
     def validate(
         self, model: nn.Module, size: int, attend: Attend = causal_attention
     ) -> dict[str, float]:
-        """The mean reward of the likeliest answer to each."""
+        """The mean reward of the likeliest answer to each; each rank draws some."""
         if not self.held:
             return {}
-        params, held = (
-            SamplingParams(0.0, max_new_tokens=self.max_new_tokens),
-            self.held[:VALIDATED],
-        )
+        params = SamplingParams(temperature=0.0, max_new_tokens=self.max_new_tokens)
+        tasks = self.held[:PROMPTS]
+        tasks = [task for i, task in enumerate(tasks) if i % self.batch_size in self.mine]
         with self.autocast():
-            answers = rollouts(self.engine, [task.prompt_ids for task in held], 1, params)
-        rewards = [self._reward(*pair) for pair in zip(held, answers)]
-        return {"val_reward": round(sum(rewards) / len(rewards), 6)}
+            answers = rollouts(self.engine, [task.prompt_ids for task in tasks], 1, params)
+        rewards = [self._reward(*pair) for pair in zip(tasks, answers)]
+        sums = torch.tensor([math.fsum(rewards), float(len(rewards))])
+        reward, n = self.total(sums.to(next(self.model.parameters()).device)).tolist()
+        return {"val_reward": round(reward / n, 6)}
 
     def count(self, batch: Tensor) -> Tensor:
         if self.per == "token":
@@ -486,7 +488,7 @@ def objective_of(
     for prompt, answer in (pair for path in args.data for pair in read_prompts(Path(path))):
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         tasks.append(Task(said[-1]["content"], encode(render(said, True)), answer))
-    (tasks, held), n = held_apart(tasks), args.batch_size // args.group
+    (tasks, held), n = map(list, map(dict.values, held_apart(tasks))), args.batch_size // args.group
     how |= dict(n=args.group, max_new_tokens=args.max_new_tokens, kl=args.kl, held=held)
     return GRPO(
         model, engine_of(model, args.seq_len, autocast=place.autocast), tasks,
