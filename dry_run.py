@@ -9,9 +9,9 @@ shapes, dtypes and storages, without numbers. What runs is counted; real ranks c
   (n - 1) / n of the input, for an all-reduce twice that, else what is for others.
 - Activations are what autograd keeps of a micro-batch until its backward pass, each storage once,
   parameters not, but bf16 copies of them, which autocast makes without --zero.
-- The peak of a step is of all storages that are alive at a time, from the model on. (Not with
-  fully_shard, which takes memory back from storages that live on.) A GPU's allocator, and on a CPU
-  libraries, have some more.
+- The peak of a step is of all storages that are alive at a time, from the model on, at the size
+  that they have then: fully_shard takes memory back from storages that live on. A GPU's allocator,
+  and on a CPU libraries, have some more.
 - Where a shape depends on numbers, tokens fall on experts as if drawn: W of E get
   1 - C(E - W, K) / C(E, K) of the tokens; groups would have fewer.
 """
@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 import train
 from expert_parallel import Placement, exchanged, placed
 from layout import Experts, Layout
+from lora import lora_
 from model import ModelConfig, Transformer
 from parallel import local
 from place import Place
@@ -89,19 +90,39 @@ class Peak(TorchDispatchMode):
     def __init__(self, held: Iterable[Tensor] = ()):
         super().__init__()
         self.alive = self.most = 0
-        self.known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]]
+        self.sizes, self.plain = weakref.WeakKeyDictionary(), torch.UntypedStorage.resize_
         self.note(held)
 
     def note(self, tensors: Iterable[Any]) -> None:
         for x in tensors:
-            if isinstance(x, Tensor) and (storage := local(x).untyped_storage()) not in self.known:
-                self.known.add(storage)
-                self.alive += storage.nbytes()
-                weakref.finalize(storage, self.gone, storage.nbytes())
+            if isinstance(x, Tensor):
+                self.see(local(x).untyped_storage())
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self.sizes:
+            self.sizes[storage] = size = [0]
+            weakref.finalize(storage, self.gone, size)
+        size = self.sizes[storage]
+        self.alive += storage.nbytes() - size[0]
+        size[0] = storage.nbytes()
         self.most = max(self.most, self.alive)
 
-    def gone(self, n: int) -> None:
-        self.alive -= n
+    def gone(self, size: list[int]) -> None:
+        self.alive -= size[0]
+
+    def __enter__(self) -> Any:
+        def resize_(storage: torch.UntypedStorage, n: int) -> Any:  # no operation: none is told
+            out = self.plain(storage, n)
+            self.see(storage)
+            return out
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = self.plain
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -124,7 +145,7 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
     autocast = Place(batch.device, args.dtype, 0, 1).autocast
     with Peak([*own, batch]) as peak, Traffic(layout) as traffic:
         train.accumulate(model, batch, n, autocast, attend, balance, layout)
-        gradients = [p.grad for p in model.parameters()]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
         train.update(model, optimizer, args.lr, layout, args.clip)
         balance.update(layout)
     kept: dict[int, Any] = {}  # alive, or another may get its id
@@ -140,7 +161,7 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
     states = [x for state in optimizer.state.values() for x in state.values()]
     tensors = dict(parameters=own, gathered=whole, gradients=gradients, optimizer=states)
     costs = {name: nbytes(of) for name, of in tensors.items()}
-    costs["peak"] = 0 if layout.shards else peak.most
+    costs["peak"] = peak.most
     costs["activations"] = sum(storage.nbytes() for storage in kept.values())
     return costs | {"sent": {key: (len(each), sum(each)) for key, each in traffic.sent.items()}}
 
@@ -193,6 +214,8 @@ def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
         plain.placement.physical(torch.zeros(0, 1, dtype=torch.int64))  # keeps a table: a real one
     model = train.meta_model(config)
     layout.cut_(model)
+    if args.lora:
+        lora_(model, args.lora)
     train.narrow_(model, args)
     train.change_products(model, args)
     layout.finish_(model, torch.bfloat16 if args.dtype == "bf16" else None)
@@ -208,8 +231,8 @@ def settle(args: argparse.Namespace) -> ModelConfig:
     """Defaults, the model, the process group. ValueError for flags that are not of a dry run."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--dry-run is one process: not under torchrun, but with --world-size N")
-    flags = "--resume --train-draft-head --compile --device --bucketed --pp --diloco --pack --lora "
-    flags += "--task --offload --optimizer-in-backward"
+    flags = "--resume --train-draft-head --compile --device --bucketed --pp --diloco --pack --task "
+    flags += "--offload"
     for flag in flags.split():
         if flag in args.given:
             raise ValueError(f"--dry-run counts a step of plain training; leave {flag} out")
@@ -232,7 +255,9 @@ def dry_run(args: argparse.Namespace) -> str:
     config = settle(args)
     (costs, mesh), whole = count(args, config), train.meta_model(config)
     B, T, world, sent = args.batch_size, args.seq_len, args.world_size, costs["sent"]
-    rows, flops = B * args.tp * args.cp // world, train.flops_per_token(whole, T) * B * T / world
+    passes = 4 if args.lora else 6  # frozen weights have no gradient
+    flops = train.flops_per_token(whole, T, passes) * B * T / world
+    rows = B * args.tp * args.cp // world
     loads = "; experts have even loads" if config.moe_layers else ""
     table = [
         ("parameters of the model", nbytes(whole.parameters()) // 4, nbytes(whole.parameters())),
@@ -245,7 +270,7 @@ def dry_run(args: argparse.Namespace) -> str:
             0,
             costs["activations"],
         ),
-        *([("peak of a step, all of these together", 0, costs["peak"])] if costs["peak"] else []),
+        ("peak of a step, all of these together", 0, costs["peak"]),
         *((f"a step sends: {' '.join(key)}", *of) for key, of in sorted(sent.items())),
         ("  in all", *(sum(column) for column in zip((0, 0), *sent.values()))),
     ]

@@ -7,12 +7,13 @@
 A row of metrics.jsonl is a step, of all ranks together and the same under every layout: `loss` and
 `val_loss` in nats per token that counts (dpo's per pair; `loss` with the share of --logit-z-loss),
 `grad_norm` of the whole gradient before clipping, `tokens_per_second`, `mfu` where the device's
-peak is known, `data_wait` in seconds of the first rank. Where a step is validated, also
-`peak_memory` in bytes of the rank that has most, and `comm_wait`, the share of the time since the
-last one that ranks stood in collectives. (On GPUs kernels wait and not programs: there --profile finds
-`exposed_communication` in its trace.) Then `worst_load` and the like of mixtures, why a batch was
-`skipped`, and what the task adds: dpo `reward_margin` and `accuracy`, validated as `val_...`; grpo
-`reward_mean`, `completion_length`, `truncated`, `no_signal`, `kl`, `clipped`, and `val_reward`.
+peak is known, `data_wait` in seconds of the rank that waited longest. Where a step is validated,
+also `peak_memory` in bytes of the rank that has most, and `comm_wait`, the share of the time since
+the last one that ranks stood in collectives. (On GPUs kernels wait and not programs: there
+--profile finds `exposed_communication` in its trace.) Then `worst_load` and the like of mixtures,
+why a batch was `skipped`, and what the task adds: dpo `reward_margin` and `accuracy`, validated as
+`val_...`; grpo `reward_mean`, `completion_length`, `truncated`, `no_signal`, `kl`, `clipped`, and
+`val_reward`.
 """
 
 from __future__ import annotations

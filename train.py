@@ -734,7 +734,8 @@ class Run:
                 self.saver.staged()
                 row |= self.island.after(step)
                 at, step = row["step"], row["step"] - 1
-            leaving, done = any_rank(stop, place.device), step + 1 == args.steps
+            leaving, row["data_wait"] = of_all_ranks(stop, row["data_wait"], place.device)
+            done = step + 1 == args.steps
             if (step + 1) % args.eval_every == 0 or done:
                 row |= self.look(row)
             if metrics is not None:
@@ -788,7 +789,7 @@ class Run:
         row["tokens_per_second"] = round(self.tokens / spent, 1)
         if self.peak:
             row["mfu"] = round(self.tokens / spent * self.flops / self.peak, 4)
-        row["data_wait"] = round(waited, 4)
+        row["data_wait"] = waited
         mfu = f", MFU {row['mfu']:.1%}" if self.peak else ""
         text = f"loss {row['loss']:.3f}, {self.tokens / spent:,.0f} tok/s{mfu}"
         self.bar.set_postfix_str(text, refresh=False)
@@ -952,12 +953,13 @@ def stop_on_signals() -> list[int]:
     return caught
 
 
-def any_rank(caught: list[int], device: torch.device) -> bool:
-    """Whether any rank was told to stop: all must leave at the same step."""
-    told = torch.tensor(len(caught), device=device)
+def of_all_ranks(caught: list[int], wait: float, device: torch.device) -> tuple[bool, float]:
+    """Whether any was told to stop, for all must leave at the same step; the longest wait."""
+    most = torch.tensor([len(caught), wait], device=device)
     if dist.is_initialized():
-        dist.all_reduce(told)
-    return bool(told.item())
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    told, wait = most.tolist()
+    return told > 0, round(wait, 4)
 
 
 def summary(
