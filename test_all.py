@@ -35115,20 +35115,25 @@ def test_metrics_profile_and_export(sc_run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags, rows", [("", 12), ("--recompute selective", 24)])
-def test_the_peak_of_a_step_is_foretold(flags, rows, corpus, tmp_path):
+@pytest.mark.parametrize(
+    "ranks, flags, rows", [(1, "", 12), (1, "--recompute selective", 24), (2, "--zero 3", 12)]
+)
+def test_the_peak_of_a_step_is_foretold(ranks, flags, rows, corpus, tmp_path):
     """--dry-run's bytes are within 10% of what the process then takes, in an allocator that gives
     back at once what is freed"""
     if not MT.STATUS.exists():
         pytest.skip("this system does not say what a process holds")
-    shape = f"--model base --seq-len 512 --micro-batch-size {rows} --batch-size {rows} --dtype fp32"
-    done = run("train.py", "--dry-run", *shape.split(), *flags.split())
+    shape = f"--model base --seq-len 512 --micro-batch-size {rows} --batch-size {rows * ranks}"
+    flags += f" {shape} --dtype fp32"
+    done = run("train.py", "--dry-run", "--world-size", ranks, *flags.split())
     line = next(x for x in done.stdout.splitlines() if x.startswith("peak of a step"))
     foretold = float(line.split()[-1].replace(",", "")) * 2**20
     more = f"--data {corpus} --out {tmp_path / 'out'} --steps 2 --eval-every 2 --device cpu"
-    argv = [*shape.split(), *flags.split(), *more.split()]
-    code = f"import cpu, train; cpu.keep_freed_memory(False); train.main({argv!r})"
-    done = run("-c", code)
+    code = "import cpu, sys, train\ncpu.keep_freed_memory(False)\nsys.exit(train.main())"
+    (tmp_path / "program.py").write_text(code)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    argv = [tmp_path / "program.py", *flags.split(), *more.split()]
+    done = run(*(launch if ranks > 1 else []), *argv, env=ENV | {"PYTHONPATH": str(REPO)})
     assert done.returncode == 0, done.stderr
     took = MT.read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["peak_memory"]
     assert 0.98 * foretold < took < 1.1 * foretold, (took, foretold)
@@ -35494,7 +35499,8 @@ def test_flags_of_two_ranks_are_those_of_one_process(corpus, tiny_config, tmp_pa
     assert sc_ranks(sc_argv(corpus, tiny_config, tmp_path / "init", ""), 1, log) == [0]
     for i, (layout, flags) in enumerate((
         ("--tp 2", "--pack"), ("--zero 3", "--pack --attention flash"),
-        ("--pp 2", "--pack --workers 1"), ("--zero 3", "--offload cpu"), ("--tp 2", f"--offload {tmp_path / 'states'}"),
+        ("--pp 2", "--pack --workers 1"), ("--zero 3", "--offload cpu"),
+        ("--tp 2", f"--offload {tmp_path / 'states'}"),
         ("--zero 2", "--optimizer-in-backward --clip 0 --micro-batch-size 4"),
         ("", "--optimizer muon"), ("--zero 3", "--optimizer sgd --lr 0.5"),
         ("--tp 2 --zero 1", "--dtype fp16"), ("--tp 2", "--logit-z-loss 0.01"),
