@@ -127,9 +127,9 @@ class Metrics:
     def __init__(self, out: Path, first: int, tensorboard: bool = False):
         cut_metrics(out / "metrics.jsonl", first)
         self.file = open(out / "metrics.jsonl", "a", encoding="utf-8")
-        self.board = (
-            summary_writer()(out / "tensorboard", purge_step=first) if tensorboard else None
-        )
+        self.board = None
+        if tensorboard:  # which drops what it has of the steps from purge_step on
+            self.board = summary_writer()(out / "tensorboard", purge_step=first + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
         odd = {k: str(x) for k, x in row.items() if isinstance(x, float) and not math.isfinite(x)}

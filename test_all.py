@@ -35139,6 +35139,35 @@ def test_the_peak_of_a_step_is_foretold(ranks, flags, rows, corpus, tmp_path):
     assert 0.98 * foretold < took < 1.1 * foretold, (took, foretold)
 
 
+def test_tensorboard_has_each_step_once(sc_run, tmp_path, monkeypatch):
+    """What it shows after a run that was cut and went on is metrics.jsonl: it drops what it has of
+    the steps from purge_step on."""
+    shown: dict[tuple[int, str], float] = {}
+
+    class Board:
+        def __init__(self, folder, purge_step):
+            assert folder == tmp_path / "out" / "tensorboard"
+            for key in [key for key in shown if key[0] >= purge_step]:
+                del shown[key]
+
+        def add_scalar(self, name, value, step):
+            assert (step, name) not in shown
+            shown[step, name] = value
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(MT, "summary_writer", lambda: Board)
+    monkeypatch.setattr(T, "summary_writer", lambda: Board)
+    out = sc_run("out", "--tensorboard --schedule constant --steps 4")
+    shown |= {(5, "loss"): 0.0, (6, "loss"): 0.0}  # of steps after the last save
+    assert T.main(["--resume", "--out", str(out), "--steps", "8", "--tensorboard"]) == 0
+    rows = MT.read_metrics(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    numbers = {(r["step"], k): x for r in rows for k, x in r.items() if isinstance(x, (int, float))}
+    assert shown == {key: x for key, x in numbers.items() if key[1] != "step"}
+
+
 def test_exposed_communication_is_what_no_kernel_covers():
     kernel = lambda name, ts, dur: dict(ph="X", cat="kernel", name=name, ts=ts, dur=dur)
     events = [
