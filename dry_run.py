@@ -112,8 +112,8 @@ class Peak(TorchDispatchMode):
         self.alive -= size[0]
 
     def __enter__(self) -> Any:
-        def resize_(storage: torch.UntypedStorage, n: int) -> Any:  # no operation: none is told
-            out = self.plain(storage, n)
+        def resize_(storage: torch.UntypedStorage, n: int) -> Any:
+            out = self.plain(storage, n)  # is no operation, of which a mode would be told
             self.see(storage)
             return out
 
@@ -133,6 +133,7 @@ class Peak(TorchDispatchMode):
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Of DTensors, this rank's shards."""
     return sum(local(t).numel() * t.element_size() for t in tensors)
 
 

@@ -24459,14 +24459,19 @@ CHAINS = {
 CHAINS_SLOW = {
     "chain tokens": chain_of(
         "tokens", "--zero 2 --bucketed", "--cp 4 --cp-ulysses 2 --ep 4 --ep-node-size 2",
-        "--tp 2 --cp 2 --zero 1", "--zero 1 --bucketed", "--ep 2 --zero 2 --dp-replicate 2",
+        "--tp 2 --cp 2 --zero 1", "--zero 1 --bucketed", f"--tp 4 {NO_SP}",
+        "--ep 2 --zero 2 --dp-replicate 2",
+    ),
+    "chain dense": chain_of(
+        "dense", "--tp 4", "--zero 3", "--tp 2 --zero 1", "--tp 2 --zero 2 --dp-replicate 2",
+        "--cp 4", "", run="",
     ),
     "chain deep": chain_of(
-        "deep latent", "--pp 4 --pp-schedule zbv", f"{DUAL_V} --tp 2",
+        "deep latent", "--pp 4 --pp-schedule zbv", f"{DUAL_V} --tp 2", "--tp 2 --zero 3",
         f"{ZB} --ep 2 --zero 2", "--pp 2 --pp-schedule dualpipe --tp 2", run="--z-loss 0.1",
     ),
     "chain ahead": chain_of(
-        "ahead", "--ep 4 --zero 2", f"--tp 4 {NO_SP}", f"--tp 2 {NO_SP} --ep 2 --zero 3"
+        "ahead", "--ep 4 --zero 2", f"--tp 4 {NO_SP}", f"--tp 2 {NO_SP} --ep 2 --zero 3", ""
     ),
 }  # fmt: skip
 
