@@ -83,22 +83,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import cpu
-from lora import load_adapters_, merge_
-from model import (
-    CONFIGS,
-    Attend,
-    KVCache,
-    ModelConfig,
-    MoE,
-    Transformer,
-    allocate,
-    hf_modules,
-    load_checkpoint,
-    read_config,
-)
-from sampling import Sampler, Sampling, logprobs_of
-from tokenizer import (
+from generation import cpu
+from generation.sampling import Sampler, Sampling, logprobs_of
+from huggingface.tokenizer import (
     ChatTemplate,
     Continuation,
     NoTokenizer,
@@ -110,6 +97,9 @@ from tokenizer import (
     load_tokenizer,
     logprob_entry,
 )
+from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
+from model import CONFIGS, Attend, KVCache, ModelConfig, MoE, Transformer
+from training.lora import load_adapters_, merge_
 
 IMPORT_SECONDS = time.perf_counter() - START
 
@@ -639,7 +629,7 @@ def add_speculation_flags(add: Callable[..., Any]) -> None:
 
 
 def add_serving_flags(add: Callable[..., Any]) -> None:
-    """Those of --batch and --bench-serving."""
+    """Those of --batch and --bench-serving_batch."""
     text = (
         "answer a JSONL file: on each line prompt, messages or prompt_ids, and optionally id, "
         "priority and the names of the flags above, which are its defaults"
@@ -840,7 +830,7 @@ def pick_attention(name: str) -> AttendOver:
 def by_rows(attention: AttendOver, group: Any) -> AttendOver:
     """--shard-batch: a rank attends, with all heads, for the rows that it caches. A prompt is one
     row: every rank prefills it for its own heads, and its keys go to all the rows it caches."""
-    from inference_parallel import batch_sharded
+    from parallelism.inference_parallel import batch_sharded
 
     def over(cache: KVCache, limit: int | None) -> Attend:
         whole = attention(cache, limit)
@@ -1036,7 +1026,7 @@ class Shares:
 
     def join_(self, model: Transformer) -> None:
         """Have all ranks' experts run the same tokens, and add up what they give."""
-        from expert_parallel import local, placed, summed
+        from parallelism.expert_parallel import local, placed, summed
 
         placements = self.placements if self.ranks > 1 else ()
         for layer, (module, placement) in enumerate(zip(mixtures(model), placements)):
@@ -1044,7 +1034,7 @@ class Shares:
             module.experts = placed(summed(mine, self.group), placement, offset=layer)
 
     def _place(self, config: ModelConfig, n: int) -> list[Any]:
-        from expert_parallel import Placement
+        from parallelism.expert_parallel import Placement
 
         path, copies, E = self.args.expert_load, self.args.redundant_experts, config.n_experts
         try:
@@ -1140,7 +1130,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
     dtype = DTYPES[args.dtype] if args.dtype else None
     parts = [Shares(args)] if args.ep else []
     if (args.pp or 1) > 1:
-        from ring import Stage  # only here: it is a program over this one
+        from parallelism.pipeline_inference import Stage  # only here: it is a program over this one
 
         parts.append(Stage(args))
     parts += [] if args.mesh is None else [Slices(args)]
@@ -1148,9 +1138,9 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
     if args.dummy is not None:
         model = dummy_model(args.dummy, device, dtype or torch.bfloat16, prepare)
         if args.quantize is not None:
-            import compress  # only here: it imports Triton, which takes 0.2 s
+            from quantization import quantize_model  # only here: imports Triton, 0.2 s
 
-            compress.quantize_dummy_(args, model)
+            quantize_model.quantize_dummy_(args, model)
         return fast_(args, model, parts), NoTokenizer(model.config.vocab_size)
     if args.mesh is not None and is_quantized(args.checkpoint):
         raise ValueError(
@@ -1158,10 +1148,10 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
             "are not cut; give --quantize and the checkpoint that it was made of"
         )
     if args.quantize is not None or is_quantized(args.checkpoint):
-        import compress
+        from quantization import quantize_model
 
         tokenizer = partial(load_tokenizer, args.checkpoint)
-        model = compress.load(args, device, dtype, tokenizer, prepare)
+        model = quantize_model.load(args, device, dtype, tokenizer, prepare)
     else:
         model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare)
     if args.adapter is not None:
@@ -1412,7 +1402,7 @@ def build_decoder(
             raise ValueError(f"--shard-batch: --n {rows} is no multiple of --tp {ranks}")
         rows //= ranks
     if args.speculate:
-        import drafting
+        from generation import drafting
 
         max_len += drafting.spare(args)
         drafting.prepare_(args, model)
@@ -1425,7 +1415,7 @@ def build_decoder(
             raise
         raise ValueError(f"--logit-bias {str(e).partition(' ')[2]}") from None
     if (args.pp or 1) > 1:
-        from ring import Ring
+        from parallelism.pipeline_inference import Ring
 
         return Ring(decoder, args.mesh, hidden_chunks)
     if args.speculate:
@@ -1622,7 +1612,7 @@ def one_turn(
 
 def engine_options(args: argparse.Namespace, model: Transformer) -> dict[str, Any]:
     """The Engine's arguments that the flags say."""
-    from serving import blocks_that_fit
+    from serving.batch import blocks_that_fit
 
     names = "block_size max_batch_tokens max_running kv_dtype swap compile"
     options = {name: getattr(args, name) for name in names.split()}
@@ -1660,18 +1650,18 @@ def draft_layers(args: argparse.Namespace, config: ModelConfig) -> float:
 
 def equip(args: argparse.Namespace, engine: Any, tokenizer: Tokenizer) -> None:
     """--speculate, if it is given, for an Engine."""
-    import serving
+    from serving import batch as serving_batch
 
     if args.speculate:
         device = engine.model.embed.weight.device
-        serving.equip(args, engine, tokenizer, partial(load_draft, args, device))
+        serving_batch.equip(args, engine, tokenizer, partial(load_draft, args, device))
         if dist.is_initialized() and args.speculate_k == "auto":
             engine.speculate_k = ToldChoices(engine.speculate_k)
 
 
 def batch_files(args: argparse.Namespace) -> tuple[Path, dict]:
     """Of --batch: where results go, and what is answered there. ValueError names the flag."""
-    import serving
+    from serving import batch as serving_batch
 
     if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
         raise ValueError(f"--batch {args.batch}: cannot be read; give a JSONL file")
@@ -1680,30 +1670,30 @@ def batch_files(args: argparse.Namespace) -> tuple[Path, dict]:
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
     if out.exists() and out.samefile(args.batch):
         raise ValueError(f"--out {out} is the file of requests; give another")
-    return out, serving.read_results(out)
+    return out, serving_batch.read_results(out)
 
 
 def batch(args: argparse.Namespace) -> None:
     """--batch: a file of requests into a file of results."""
-    import serving  # only here: it imports Triton, which takes 0.2 s
+    from serving import batch as serving_batch  # only here: it imports Triton, which takes 0.2 s
 
     out, answered = from_first(partial(batch_files, args))
     device = agreed(partial(pick_device, args.device))
     model, tokenizer = agreed(partial(load, args, device))
     template = None if args.dummy else load_chat_template(args.checkpoint)
     eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
-    names = [f.name for f in fields(serving.SamplingParams)]
+    names = [f.name for f in fields(serving_batch.SamplingParams)]
     given = {name: getattr(args, name) for name in names} | {"logit_bias": args.how.logit_bias}
-    defaults = serving.SamplingParams(**given)
-    service = serving.Service(model, tokenizer, eos, **engine_options(args, model))
+    defaults = serving_batch.SamplingParams(**given)
+    service = serving_batch.Service(model, tokenizer, eos, **engine_options(args, model))
     equip(args, service.engine, tokenizer)
     limit = service.engine.capacity
-    requests = serving.RequestFile(
+    requests = serving_batch.RequestFile(
         args.batch, answered, tokenizer, template, args.system, defaults, limit, from_first
     )
     first = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        line = serving.run_batch(service, requests, out if first else Path(os.devnull))
+        line = serving_batch.run_batch(service, requests, out if first else Path(os.devnull))
     except KeyboardInterrupt:
         print(f"stopped; {out} has what is finished, the same command goes on", file=sys.stderr)
         raise
@@ -1712,13 +1702,13 @@ def batch(args: argparse.Namespace) -> None:
 
 def bench_serving(args: argparse.Namespace) -> None:
     """--bench-serving: random requests on the real clock, after a warm-up by others as long."""
-    import serving
+    from serving import batch as serving_batch
 
     lengths = {name: getattr(args, name) for name in WORKLOAD_FLAGS.split()}
-    workload = serving.Workload(args.bench_serving, seed=args.how.seed, **lengths)
+    workload = serving_batch.Workload(args.bench_serving, seed=args.how.seed, **lengths)
     device = agreed(partial(pick_device, args.device))
     model, tokenizer = agreed(partial(load, args, device))
-    engine = serving.build_engine(model, **engine_options(args, model))
+    engine = serving_batch.build_engine(model, **engine_options(args, model))
     equip(args, engine, tokenizer)
     longest = args.shared_prefix + args.input_tokens[1] + args.output_tokens[1]
     if longest > engine.capacity:
@@ -1727,30 +1717,30 @@ def bench_serving(args: argparse.Namespace) -> None:
             f"and the context or the cache (--kv-blocks) holds {engine.capacity}"
         )
     how = {f.name: getattr(args.how, f.name) for f in fields(Sampling)}
-    params = serving.SamplingParams(**how, ignore_eos=True)
+    params = serving_batch.SamplingParams(**how, ignore_eos=True)
     trace = workload.trace(model.config.vocab_size)
     shifted = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
     warm_up = [replace(a, due=0.0, ids=shifted(a.ids)) for a in trace[: 2 * args.max_running]]
     # the first compiles and captures what steps of this form need
-    facts = [serving.replay(engine, part, params, told) for part in (warm_up, trace)][1]
-    print(json.dumps(facts) if args.json else serving.facts_table(facts))
+    facts = [serving_batch.replay(engine, part, params, told) for part in (warm_up, trace)][1]
+    print(json.dumps(facts) if args.json else serving_batch.facts_table(facts))
 
 
 def save_quantized(args: argparse.Namespace) -> None:
     """--save: the quantized checkpoint."""
-    import compress
+    from quantization import quantize_model
 
     model, _ = load(args, pick_device(args.device))
-    print(compress.save(args, model))
+    print(quantize_model.save(args, model))
 
 
 def quantize_report(args: argparse.Namespace) -> None:
     """--quantize-report: what every scheme costs and gains on this checkpoint."""
-    import compress
+    from quantization import quantize_model
 
     if is_quantized(args.checkpoint):
         raise ValueError(f"--quantize-report: {args.checkpoint} is quantized already")
-    compress.check_report(args)
+    quantize_model.check_report(args)
     device = pick_device(args.device)
     dtype = DTYPES[args.dtype] if args.dtype else None
     tokenizer = load_tokenizer(args.checkpoint)
@@ -1769,15 +1759,15 @@ def quantize_report(args: argparse.Namespace) -> None:
 
     rows = []
     say = (lambda line: None) if args.json else partial(print, flush=True)
-    say(compress.REPORT_HEAD)
-    for row in compress.report(args, device, dtype, tokenizer, speed):
-        say(compress.report_line(row))
+    say(quantize_model.REPORT_HEAD)
+    for row in quantize_model.report(args, device, dtype, tokenizer, speed):
+        say(quantize_model.report_line(row))
         rows.append(row)
     say("* slower than 16 bit")
     if args.json:
         print(json.dumps([vars(row) for row in rows]))
     if args.plot is not None:
-        compress.plot(rows, args.plot)
+        quantize_model.plot(rows, args.plot)
 
 
 @torch.inference_mode()

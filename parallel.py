@@ -31,13 +31,12 @@ and every pair, and counts the collectives.
 When it loses: tp over links slower than the products (keep it inside a node); cp where a sequence
 fits, for a rank then has less to multiply per byte; fsdp with micro-batches too small to hide a
 block's gather. Needs: torch. `python parallel.py` starts 4 processes, checks itself and prints a
-table (--check: none); with --schedule it is schedules.py's command, with --plan planner.py's.
+table (--check: none).
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import os
 import statistics
@@ -763,17 +762,6 @@ def gather(x: Tensor, cut: Cut | None, mesh: Mesh) -> Tensor | None:
     return torch.cat(blocks, dim + 1).narrow(dim + 1, 0, cut.whole).flatten(dim, dim + 1)
 
 
-# Names that are looked for here, of sheets that stand beside this one
-ELSEWHERE = dict(ring_attention="context_parallel", ulysses_attention="context_parallel")
-ELSEWHERE |= dict(Pipeline="pipeline", DiLoCo="diloco")
-
-
-def __getattr__(name: str) -> Any:
-    if name in ELSEWHERE:
-        return getattr(importlib.import_module(ELSEWHERE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 # --------------------------------------------------------------------------------------------------
 # Self-check and benchmark
 # --------------------------------------------------------------------------------------------------
@@ -901,9 +889,6 @@ def _ms(work: Callable[[], Any], times: int = 7) -> float:
 
 
 def main() -> None:
-    for flag, sheet in (("--plan", "planner"), ("--schedule", "schedules")):
-        if any(word.split("=")[0] == flag for word in sys.argv[1:]):
-            sys.exit(importlib.import_module(sheet).main(sys.argv[1:]))
     if "RANK" not in os.environ:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

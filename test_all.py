@@ -75,63 +75,73 @@ from torch.utils.checkpoint import checkpoint
 CUDA = torch.cuda.is_available()
 if not CUDA:  # Triton's kernels run on the CPU, in this process, and not in those it starts
     os.environ["TRITON_INTERPRET"] = "1"
-import async_tp
+from parallelism import async_tp
 import attention as A
-import gemm as X
-import context_parallel as CP
-import inference_parallel
+from quantization import gemm as X
+from parallelism import context_parallel as CP
+from parallelism import inference_parallel
 import moe as O
 import paged_kv as P
 import parallel
-import pipeline as PL
-import planner
+from parallelism import pipeline as PL
+from parallelism import planner
 import quantize as Q
-import quantized_collectives as QC
-import schedules as SC
-import sparse as Z
-import zero
+from parallelism import quantized_collectives as QC
+from parallelism import schedules as SC
+from quantization import sparse as Z
+from parallelism import zero
 
 if A.INTERPRET:
     import triton.experimental.gluon  # noqa: F401, a launch would, when the variable is gone
     from triton.runtime.interpreter import InterpretedFunction
 os.environ.pop("TRITON_INTERPRET", None)
 
-import alignment as AL
-import calibrate as C
-import checkpoint as CK
-import chunked_loss as CL
-import compress as W
-import cpu
-import data as DA
-import diloco as DL
-import draft_head as DH
-import drafting as D
-import dry_run
-import expert_parallel as Y
-import flags as FL
+from training import alignment as AL
+from quantization import calibrate as C
+from training import checkpoint as CK
+from training import chunked_loss as CL
+from quantization import quantize_model as W
+from generation import cpu
+from training import data as DA
+from parallelism import diloco as DL
+from training import draft_head as DH
+from generation import drafting as D
+from parallelism import dry_run
+from parallelism import expert_parallel as Y
+from training import flags as FL
 import generate as G
-import layout as L
-import lora as LO
-import metrics as MT
+from parallelism import parallel_dims as L
+from training import lora as LO
+from training import metrics as MT
 import model as M
-import offload as OF
-import optimizers as OP
-import recompute as RC
-import recovery as RE
-import sampling as S
-import serving as V
+from training import offload as OF
+from training import optimizers as OP
+from training import recompute as RC
+from training import recovery as RE
+from generation import sampling as S
+from serving import batch as V
 import speculative as E
-import stages as ST
-import state as SD
-import text as TX
-import tokenizer as K
+from parallelism import pipeline_model as ST
+from training import state as SD
+from training import dataset as TX
+from huggingface import tokenizer as K
+from huggingface import weights as HF
 import train as T
-import tuning as TU
+from training import build as BUILD
+from training import step as STEP
+from training import tuning as TU
 
 import torch._dynamo  # torch imports it in the middle of a first run: here once, before forks
 from torch.distributed.tensor.debug import CommDebugMode  # which imports Triton
 
 REPO = Path(__file__).resolve().parent
+DRAWERS = "huggingface generation serving quantization training parallelism".split()
+FILES = {  # every file of the project but this one, by its name
+    path.stem: path
+    for folder in (REPO, *(REPO / drawer for drawer in DRAWERS))
+    for path in folder.glob("*.py")
+    if path.name != "test_all.py"
+}
 INF = math.inf
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
 SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))
@@ -525,7 +535,7 @@ def test_family_equals_transformers(name, tmp_path):
     equal. Folder out, in shards: every tensor bit-equal there and here, the same config."""
     theirs = transformers_model(name)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = M.load_checkpoint(tmp_path / "theirs")
+    ours = HF.load_checkpoint(tmp_path / "theirs")
     assert ours.config.eos_ids == (2, 5)
     tokens = torch.randint(3, 97, (2, 100))
     with torch.no_grad():
@@ -542,14 +552,14 @@ def test_family_equals_transformers(name, tmp_path):
         )
         assert greedy_tokens(ours, prompt, 64) == greedy[0, 40:].tolist()
 
-    M.save_checkpoint(ours, tmp_path / "ours", max_shard_bytes=50_000)
+    HF.save_checkpoint(ours, tmp_path / "ours", max_shard_bytes=50_000)
     assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 3
     back = type(theirs).from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
     for key, value in theirs.state_dict().items():
         assert torch.equal(value, back.state_dict()[key]), key
     with torch.no_grad():
         assert torch.equal(back(tokens).logits, expected)
-    again = M.load_checkpoint(tmp_path / "ours")
+    again = HF.load_checkpoint(tmp_path / "ours")
     assert again.config == ours.config
     for key, value in ours.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
@@ -572,7 +582,7 @@ def test_absorbed_equals_expanded_and_caches_the_latent_alone(name, tmp_path):
     """MLA's two forms give equal logits, whole and over a cache cut into chunks; the cache holds
     kv_lora_rank + rope dims per token and layer, nothing else."""
     transformers_model(name).save_pretrained(tmp_path)
-    model = M.load_checkpoint(tmp_path)
+    model = HF.load_checkpoint(tmp_path)
     tokens = random_tokens(model.config, 2, 60)
 
     def logits(absorb_up_to: int, cuts: list[int], limited: bool) -> torch.Tensor:
@@ -626,8 +636,8 @@ def test_multi_token_prediction_equals_transformers(tmp_path):
     from transformers.modeling_layers import MtpModel
 
     ours = random_model(latent(n_mtp_layers=2))
-    M.save_checkpoint(ours, tmp_path)
-    assert M.load_checkpoint(tmp_path).config == ours.config
+    HF.save_checkpoint(ours, tmp_path)
+    assert HF.load_checkpoint(tmp_path).config == ours.config
     main = transformers().AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*", r"model\.layers\.4.*"]
     mtp = MtpModel.from_pretrained(main).eval()  # by those keys: it knows the 61-layer model alone
@@ -683,12 +693,12 @@ def test_routing_is_fp32_under_autocast():
 def test_transformers_drops_the_mtp_layer_and_the_folder_still_loads(tmp_path):
     """A DeepSeek-V3 folder rewritten without its MTP tensors loads as what it still holds."""
     model = random_model(latent())
-    M.save_checkpoint(model, tmp_path)
+    HF.save_checkpoint(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     kept = {k: v for k, v in tensors.items() if not k.startswith("model.layers.3.")}
     assert len(kept) < len(tensors)
     save_file(kept, tmp_path / "model.safetensors")
-    loaded, tokens = M.load_checkpoint(tmp_path), random_tokens(model.config, 1, 9)
+    loaded, tokens = HF.load_checkpoint(tmp_path), random_tokens(model.config, 1, 9)
     assert loaded.config.n_mtp_layers == 0 and torch.equal(loaded(tokens), model(tokens))
 
 
@@ -718,7 +728,7 @@ def test_partial_rotary_in_both_layouts_equals_transformers(kind):
         else:
             state[key] = value
     with torch.no_grad():
-        for key, target in M.hf_tensors(ours).items():
+        for key, target in HF.hf_tensors(ours).items():
             target.copy_(state[key])
         tokens = torch.randint(3, 97, (2, 70))
         assert relative(ours(tokens), theirs(tokens).logits) <= 1e-4
@@ -744,7 +754,7 @@ def test_alibi_equals_transformers_with_its_bias_as_a_mask(heads):
         .eval()
     )
     with torch.no_grad():
-        names = {k: v for k, v in M.hf_tensors(ours).items()}
+        names = {k: v for k, v in HF.hf_tensors(ours).items()}
         theirs.load_state_dict(names)
         tokens = random_tokens(ours.config, 2, 50)
         bias = build_alibi_tensor(torch.ones(1, 50), heads, torch.float32).view(1, heads, 1, 50)
@@ -767,12 +777,12 @@ def test_what_no_family_can_say_goes_as_sheaf(tmp_path):
     every field."""
     model = random_model(tiny(alibi=True, windows=(None, 4, 8)))
     with pytest.raises(ValueError, match="alibi.*sheaf"):
-        M.save_checkpoint(model, tmp_path)
+        HF.save_checkpoint(model, tmp_path)
     changed = random_model(
         replace(model.config, family="sheaf", rope_scaling={"rope_type": "linear", "factor": 2.0})
     )
-    M.save_checkpoint(changed, tmp_path)
-    assert M.load_checkpoint(tmp_path).config == changed.config
+    HF.save_checkpoint(changed, tmp_path)
+    assert HF.load_checkpoint(tmp_path).config == changed.config
     hf = changed.config.to_hf()
     for field, value in (("dim", "48"), ("alibi", 1), ("rotary_dim", 2.0), ("vocab_size", None)):
         with pytest.raises(ValueError, match=field):
@@ -1151,7 +1161,7 @@ def test_published_configs_have_the_published_size(name):
     config = M.ModelConfig.from_hf(hf)
     with torch.device("meta"):
         model = M.Transformer(config)
-    tensors = M.hf_tensors(model)
+    tensors = HF.hf_tensors(model)
     mtp = f"model.layers.{config.n_layers}."
     assert sum(t.numel() for n, t in tensors.items() if not n.startswith(mtp)) == expected
     assert any(n.startswith(mtp) for n in tensors) == (name == "deepseek-v3")
@@ -1191,7 +1201,7 @@ def test_no_field_of_config_json_is_ignored_silently(field, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(hf))
     with pytest.raises(ValueError) as e:
-        M.read_config(path)
+        HF.read_config(path)
     assert str(path) in str(e.value) and field in str(e.value), e.value
 
 
@@ -1232,7 +1242,7 @@ def test_fp8_weights_are_dequantized_by_their_block_scales(tmp_path):
     block, ragged edges too, and for experts; a missing or misshapen scale is refused."""
     config = latent(dim=192, expert_ffn_dim=136, n_mtp_layers=0)
     model = random_model(config).to(torch.bfloat16)
-    M.save_checkpoint(model, tmp_path)
+    HF.save_checkpoint(model, tmp_path)
     path, rng = tmp_path / "model.safetensors", torch.Generator().manual_seed(0)
     stored, expected = load_file(path), {}
     for name, w in list(stored.items()):
@@ -1251,7 +1261,7 @@ def test_fp8_weights_are_dequantized_by_their_block_scales(tmp_path):
     fp8 |= dict(activation_scheme="dynamic")
     (tmp_path / "config.json").write_text(json.dumps(hf | {"quantization_config": fp8}))
     for dtype in (torch.float32, None):
-        tensors = M.hf_tensors(M.load_checkpoint(tmp_path, dtype=dtype))
+        tensors = HF.hf_tensors(HF.load_checkpoint(tmp_path, dtype=dtype))
         for name, value in expected.items():
             assert torch.equal(tensors[name], value.to(dtype or torch.bfloat16)), name
 
@@ -1262,7 +1272,7 @@ def test_fp8_weights_are_dequantized_by_their_block_scales(tmp_path):
     ):
         save_file(spoilt, path)
         with pytest.raises(ValueError, match=f"{name}_scale_inv"):
-            M.load_checkpoint(tmp_path)
+            HF.load_checkpoint(tmp_path)
 
 
 @pytest.mark.slow
@@ -1280,14 +1290,14 @@ def test_loading_needs_the_model_and_its_largest_tensor(tmp_path):
     for p in model.parameters():
         p.data.fill_(0.25)
     size = sum(p.nbytes for p in model.parameters())
-    largest = max(t.nbytes for t in M.hf_tensors(model).values())
+    largest = max(t.nbytes for t in HF.hf_tensors(model).values())
     assert size >= 500e6 and largest < 0.08 * size
-    M.save_checkpoint(model, tmp_path, max_shard_bytes=200_000_000)
+    HF.save_checkpoint(model, tmp_path, max_shard_bytes=200_000_000)
     program = f"""
 import re
 from pathlib import Path
 import torch
-from model import load_checkpoint
+from huggingface.weights import load_checkpoint
 status = lambda key: int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 torch.ones(256, 256) @ torch.ones(256, 256)
 before = status("VmRSS")
@@ -1327,7 +1337,7 @@ SHARD_FAULTS = {
 def test_mixed_up_shards_are_refused(how, tmp_path):
     """One line that names the file and the mend; never a model of the wrong weights."""
     model = random_model(tiny(tie_embeddings=how == "untied copy"))
-    M.save_checkpoint(model, tmp_path, max_shard_bytes=60_000)
+    HF.save_checkpoint(model, tmp_path, max_shard_bytes=60_000)
     a, b, *_ = files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2
     index = tmp_path / "model.safetensors.index.json"
@@ -1352,7 +1362,7 @@ def test_mixed_up_shards_are_refused(how, tmp_path):
         about["weight_map"]["lm_head.weight"] = a.name
     index.write_text(json.dumps(about))
     with pytest.raises(ValueError) as e:
-        M.load_checkpoint(tmp_path)
+        HF.load_checkpoint(tmp_path)
     for word in (str(tmp_path), *SHARD_FAULTS[how]):
         assert word in str(e.value), e.value
 
@@ -1366,7 +1376,7 @@ def test_a_save_cut_anywhere_is_old_or_new_or_refused(tmp_path):
     seen, cut = set(), 0
     while "whole" not in seen:
         folder = tmp_path / str(cut)
-        M.save_checkpoint(old, folder, 60_000 if cut % 2 else 10**9)
+        HF.save_checkpoint(old, folder, 60_000 if cut % 2 else 10**9)
         (folder / "model_ema.safetensors").write_text("mine")
         steps = 0
 
@@ -1381,15 +1391,15 @@ def test_a_save_cut_anywhere_is_old_or_new_or_refused(tmp_path):
             return run
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(M, "write_atomically", counted(M.write_atomically))
+            patch.setattr(HF, "write_atomically", counted(HF.write_atomically))
             patch.setattr(Path, "unlink", counted(Path.unlink))
             try:
-                M.save_checkpoint(new, folder, 60_000)
+                HF.save_checkpoint(new, folder, 60_000)
                 seen.add("whole")
             except InterruptedError:
                 pass
         try:
-            logits = M.load_checkpoint(folder)(tokens)
+            logits = HF.load_checkpoint(folder)(tokens)
             assert torch.equal(logits, old(tokens)) or torch.equal(logits, new(tokens))
             seen.add("old" if torch.equal(logits, old(tokens)) else "new")
         except ValueError:
@@ -1405,32 +1415,32 @@ def test_saving_over_a_checkpoint_leaves_no_stale_shard(tmp_path):
     models = [random_model(tiny(), seed) for seed in range(4)]
     tokens = random_tokens(tiny(), 1, 9)
     for model, limit in zip(models, (10**9, 60_000, 60_000, 10**9)):
-        M.save_checkpoint(model, tmp_path, limit)
-        assert torch.equal(M.load_checkpoint(tmp_path)(tokens), model(tokens))
+        HF.save_checkpoint(model, tmp_path, limit)
+        assert torch.equal(HF.load_checkpoint(tmp_path)(tokens), model(tokens))
         if limit > 10**6:
             assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
-    M.save_checkpoint(models[0], tmp_path, 60_000)
+    HF.save_checkpoint(models[0], tmp_path, 60_000)
     with pytest.MonkeyPatch.context() as patch:
-        real = M.write_atomically
+        real = HF.write_atomically
 
         def dying(path, write):
             if path.name.endswith("index.json"):
                 raise OSError("disk full")
             real(path, write)
 
-        patch.setattr(M, "write_atomically", dying)
+        patch.setattr(HF, "write_atomically", dying)
         with pytest.raises(OSError):
-            M.save_checkpoint(models[1], tmp_path, 60_000)
-    assert torch.equal(M.load_checkpoint(tmp_path)(tokens), models[0](tokens))
-    M.save_checkpoint(models[2], tmp_path, 60_000)
-    assert torch.equal(M.load_checkpoint(tmp_path)(tokens), models[2](tokens))
+            HF.save_checkpoint(models[1], tmp_path, 60_000)
+    assert torch.equal(HF.load_checkpoint(tmp_path)(tokens), models[0](tokens))
+    HF.save_checkpoint(models[2], tmp_path, 60_000)
+    assert torch.equal(HF.load_checkpoint(tmp_path)(tokens), models[2](tokens))
 
 
 def test_sharded_folder_and_stored_dtype(tmp_path):
     """Several files with an index load as one; the dtype is the stored one unless asked
     otherwise."""
     model = random_model(tiny()).to(torch.bfloat16)
-    M.save_checkpoint(model, tmp_path)
+    HF.save_checkpoint(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -1440,7 +1450,7 @@ def test_sharded_folder_and_stored_dtype(tmp_path):
     index = {"weight_map": {k: file for file, keys in parts.items() for k in keys}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for dtype, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
-        loaded = M.load_checkpoint(tmp_path, dtype=dtype)
+        loaded = HF.load_checkpoint(tmp_path, dtype=dtype)
         assert all(
             p.dtype == expected and torch.equal(p, q.to(expected))
             for p, q in zip(loaded.parameters(), model.parameters())
@@ -1450,8 +1460,8 @@ def test_sharded_folder_and_stored_dtype(tmp_path):
 def test_loaded_weights_are_not_views_of_the_file(tmp_path):
     """Overwriting the file in place changes no weight of a model already loaded."""
     model = random_model(tiny())
-    M.save_checkpoint(model, tmp_path)
-    loaded, path = M.load_checkpoint(tmp_path), tmp_path / "model.safetensors"
+    HF.save_checkpoint(model, tmp_path)
+    loaded, path = HF.load_checkpoint(tmp_path), tmp_path / "model.safetensors"
     with open(path, "r+b") as f:
         f.write(b"\0" * path.stat().st_size)
     assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters()))
@@ -1548,7 +1558,7 @@ BAD_FOLDERS = {
 def test_bad_checkpoint_folders_are_refused(how, tmp_path, capsys):
     """One line that names the file and the field, exit code 2, through the program itself."""
     folder = tmp_path / "ckpt"
-    M.save_checkpoint(random_model(tiny()), folder)
+    HF.save_checkpoint(random_model(tiny()), folder)
     spoil(folder, how)
     assert G.main(["hi", "--checkpoint", str(folder)]) == 2
     error = capsys.readouterr().err
@@ -1558,11 +1568,12 @@ def test_bad_checkpoint_folders_are_refused(how, tmp_path, capsys):
 
 SAVE_AND_DIE = """
 import os, sys, torch, model as M
+from huggingface import weights as HF
 config = M.ModelConfig(97, 48, 3, 4, 2, 16, 80)
 def save(value, folder):
     m = M.Transformer(config)
     for p in m.parameters(): torch.nn.init.constant_(p, value)
-    M.save_checkpoint(m, folder)
+    HF.save_checkpoint(m, folder)
 def deadly(real, halve):
     def call(*a, **k):
         calls.append(real)
@@ -1578,7 +1589,7 @@ for die_at in range(1, 20):
     save(1.0, folder)
     pid = os.fork()
     if pid == 0:
-        for where, name in ((M, "save_file"), (os, "chmod"), (os, "fsync"), (os, "replace")):
+        for where, name in ((HF, "save_file"), (os, "chmod"), (os, "fsync"), (os, "replace")):
             setattr(where, name, deadly(getattr(where, name), name == "save_file"))
         save(2.0, folder)
         os._exit(0)
@@ -1596,7 +1607,7 @@ def test_kill_in_the_middle_of_a_save_leaves_a_loadable_checkpoint(tmp_path):
     done, outcomes = run("-c", SAVE_AND_DIE, tmp_path), []
     for line in done.stdout.splitlines():
         die_at, status = line.split()
-        values = {p.unique().item() for p in M.load_checkpoint(tmp_path / die_at).parameters()}
+        values = {p.unique().item() for p in HF.load_checkpoint(tmp_path / die_at).parameters()}
         assert len(values) == 1, values
         outcomes.append((int(status), values.pop()))
     assert (-9, 1.0) in outcomes and (-9, 2.0) in outcomes and outcomes[-1] == (0, 2.0), (
@@ -1606,17 +1617,24 @@ def test_kill_in_the_middle_of_a_save_leaves_a_loadable_checkpoint(tmp_path):
 
 
 def test_model_alone_in_an_empty_folder(tmp_path):
-    """The copy contract: model.py alone imports, builds, runs, saves and loads."""
+    """The copy contract: model.py alone imports, builds and runs; with huggingface/weights.py beside
+    it, it saves and loads."""
     shutil.copy(REPO / "model.py", tmp_path)
     code = """
 import sys, torch, model as M
 m = M.Transformer(M.CONFIGS["draft"]).eval()
-M.save_checkpoint(m, "x")
 tokens = torch.randint(0, 4096, (1, 9))
-assert torch.equal(m(tokens), M.load_checkpoint("x")(tokens))
+logits = m(tokens)
+import weights as HF
+HF.save_checkpoint(m, "x")
+assert torch.equal(logits, HF.load_checkpoint("x")(tokens))
 print("ran", {"generate", "train", "triton"} & set(sys.modules) or "alone")
 """
-    done = run("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = run("-c", code, cwd=tmp_path, env=env)
+    assert "No module named 'weights'" in done.stderr  # all before that line ran
+    shutil.copy(FILES["weights"], tmp_path)
+    done = run("-c", code, cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout.strip() == "ran alone", done.stderr
 
 
@@ -1688,14 +1706,40 @@ def test_cache_and_model_may_differ_in_dtype():
     "sheet",
     [
         pytest.param(n, marks=pytest.mark.slow)
-        for n in "calibrate cpu gemm quantize sampling sparse speculative".split()
+        for n in "alignment calibrate checkpoint cpu data gemm lora offload optimizers quantize "
+        "sampling sparse speculative".split()
     ],
 )
 def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
     """The copy contract: the file alone runs as a program, checks itself and prints its table."""
-    shutil.copy(REPO / f"{sheet}.py", tmp_path)
+    shutil.copy(FILES[sheet], tmp_path)
     done = run(f"{sheet}.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0 and len(done.stdout.splitlines()) > 4, done.stderr
+
+
+IMPORT_ALONE = """
+import os, sys, torch
+for path in sys.argv[1:]:
+    folder, name = os.path.split(path)
+    if (pid := os.fork()) == 0:
+        os.chdir(folder)
+        sys.path[0] = folder
+        __import__(name.removesuffix(".py"))
+        os._exit(0)
+    print(name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_leaves_import_alone(tmp_path):
+    """Every file that imports nothing of the project, alone in a folder of its own."""
+    leaves = [path for path in FILES.values() if not imports_of(path)]
+    for path in leaves:
+        (tmp_path / path.stem).mkdir()
+        shutil.copy(path, tmp_path / path.stem)
+    copies = [tmp_path / path.stem / path.name for path in leaves]
+    done = run("-c", IMPORT_ALONE, *copies, cwd=tmp_path)
+    assert len(leaves) > 25
+    assert done.stdout.split("\n")[:-1] == [f"{path.name} 0" for path in leaves], done.stderr
 
 
 @pytest.mark.slow
@@ -1706,37 +1750,121 @@ def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
 )
 def test_sheet_of_ranks_alone_in_an_empty_folder(sheet, tmp_path):
     """The same of those that start processes, without the table."""
-    shutil.copy(REPO / f"{sheet}.py", tmp_path)
+    shutil.copy(FILES[sheet], tmp_path)
     done = run(f"{sheet}.py", "--check", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0 and not done.stdout, done.stderr
 
 
-def borrowed(path: Path, own: set[str]):
-    """(module, name) of all that a file takes from others of the repo, also within functions; not
-    through a module's name that the file gives to something else, too."""
-    tree, modules, other = ast.parse(path.read_text()), {}, set()
+def module_name(path: Path) -> str:
+    """As it is imported: training.checkpoint for training/checkpoint.py."""
+    return ".".join(path.relative_to(REPO).with_suffix("").parts)
+
+
+def imports_of(path: Path) -> set[tuple[str, str | None]]:
+    """(module of the project, name or None) for all that a file imports, in functions too."""
+    own, found = {module_name(p) for p in FILES.values()} | {"test_all"}, set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, path
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"  # from training import data
+                found.add((whole, None) if whole in own else (node.module, alias.name))
+        elif isinstance(node, ast.Import):
+            found |= {(alias.name, None) for alias in node.names}
+    return {(module, name) for module, name in found if module in own}
+
+
+def attributes_of(path: Path) -> set[tuple[str, str]]:
+    """(module of the project, attribute) where a file writes MODULE.attribute; not through a name
+    that the file gives to something else, too."""
+    own, modules, other = {module_name(p) for p in FILES.values()}, {}, set()
+    tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in own:
-            yield from ((node.module, a.name) for a in node.names)
+        if isinstance(node, ast.ImportFrom):
+            whole = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            modules |= {name: module for name, module in whole.items() if module in own}
         elif isinstance(node, ast.Import):
             modules |= {a.asname or a.name: a.name for a in node.names if a.name in own}
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             other.add(node.id)
         elif isinstance(node, ast.arg):
             other.add(node.arg)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id in modules.keys() - other:
-                yield modules[node.value.id], node.attr
+    return {
+        (modules[node.value.id], node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in modules.keys() - other
+    }
 
 
-def test_what_files_take_from_each_other_is_there():
-    """Also what only a rare flag imports."""
-    files = [path for path in REPO.glob("*.py") if path.name != "test_all.py"]
-    own = {path.stem for path in files}
-    taken = {(path.name, *pair) for path in files for pair in borrowed(path, own)}
-    assert len(taken) > 200
-    assert not [t for t in taken if not hasattr(importlib.import_module(t[1]), t[2])]
+def test_imported_names_exist():
+    """Also those that only a rare flag imports."""
+    used = {
+        (path.name, module, name)
+        for path in FILES.values()
+        for module, name in (*imports_of(path), *attributes_of(path))
+        if name is not None
+    }
+    assert len(used) > 200
+    assert not [u for u in used if not hasattr(importlib.import_module(u[1]), u[2])]
+
+
+LEAVES = "model attention paged_kv parallel quantize speculative moe".split()
+
+
+def dependency_faults(imports: dict[str, set[str]]) -> list[str]:
+    """What breaks the dependency rule, of module -> the modules of the project that it imports."""
+    faults = [
+        f"{module} imports the program {other}"
+        for module, others in imports.items()
+        for other in sorted(others & {"generate", "train", "test_all"})
+    ]
+    faults += [f"{m} imports {', '.join(sorted(imports[m]))}" for m in LEAVES if imports[m]]
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if module in path:
+            faults.append(f"circle: {' -> '.join((*path[path.index(module) :], module))}")
+        elif module not in done:
+            for other in sorted(imports.get(module, ())):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in sorted(imports):
+        visit(module, ())
+    return faults
+
+
+def project_imports() -> dict[str, set[str]]:
+    return {module_name(p): {module for module, _ in imports_of(p)} for p in FILES.values()}
+
+
+def test_dependency_rule():
+    """Nothing imports a program, the leaves of the top level import nothing of the project, and no
+    files import each other in a circle."""
+    assert len(FILES) > 45 and not dependency_faults(project_imports())
+
+
+@pytest.mark.parametrize(
+    "module, other, fault",
+    [
+        ("training.draft_head", "train", "imports the program train"),
+        ("attention", "training.checkpoint", "attention imports training.checkpoint"),
+        ("model", "huggingface.weights", "circle: "),
+        ("training.data", "training.dataset", "circle: training.data -> training.dataset"),
+    ],
+)
+def test_dependency_rule_notices(module, other, fault):
+    imports = project_imports()
+    imports[module].add(other)
+    assert any(fault in found for found in dependency_faults(imports))
+
+
+@pytest.mark.parametrize("drawer", DRAWERS)
+def test_drawers_are_folders_of_this_repo(drawer):
+    """No installed package hides them, and none is a package of its own."""
+    assert list(importlib.import_module(drawer).__path__) == [str(REPO / drawer)]
+    assert not (REPO / drawer / "__init__.py").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2344,7 +2472,7 @@ HOSTILE = {
 
 def hostile_corpus() -> list[str]:
     """Code and hostile texts: some of the characters have pieces, some fall back to bytes."""
-    return [(REPO / name).read_text(encoding="utf-8") for name in ("cpu.py", "train.py")] + [
+    return [(REPO / name).read_text(encoding="utf-8") for name in ("generation/cpu.py", "train.py")] + [
         text for name, text in HOSTILE.items() if name not in ("emoji", "special", "added", "marks")
     ]
 
@@ -3186,7 +3314,7 @@ def test_eos_ids(tmp_path):
 
 def test_tokenizer_py_stands_alone(tmp_path):
     """In an empty folder it imports without any of its libraries, and checks itself."""
-    shutil.copy(REPO / "tokenizer.py", tmp_path)
+    shutil.copy(FILES["tokenizer"], tmp_path)
     heavy = "{'torch', 'transformers', 'sentencepiece', 'tokenizers', 'jinja2'}"
     code = f"import sys, tokenizer; assert not {heavy} & set(sys.modules)"
     for argv in (["-c", code], ["tokenizer.py"]):
@@ -3338,7 +3466,7 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path, capsys):
     for how in (GREEDY, S.Sampling()):
         with pytest.raises(ValueError, match="not finite"):
             G.Decoder(model, 32, how).start([5, 6])
-    M.save_checkpoint(model, tmp_path)
+    HF.save_checkpoint(model, tmp_path)
     shutil.copy(byte_tokenizer(tmp_path), tmp_path / "tokenizer.json")
     (tmp_path / "text").write_text("abc")
     argv = ["--score", str(tmp_path / "text"), "--checkpoint", str(tmp_path)]
@@ -3380,7 +3508,7 @@ def chat_folder(tmp_path: Path, template: str | None = CHATML) -> Path:
 
 
 def a_chat(folder: Path, how: S.Sampling = GREEDY, system: str | None = None) -> G.Chat:
-    model, tokenizer = M.load_checkpoint(folder, dtype=torch.float32), K.load_tokenizer(folder)
+    model, tokenizer = HF.load_checkpoint(folder, dtype=torch.float32), K.load_tokenizer(folder)
     decoder = G.Decoder(model, 400, how, 1, (2,))
     return G.Chat(decoder, tokenizer, K.load_chat_template(folder), system)
 
@@ -3466,7 +3594,7 @@ def test_chat_interrupted_inside_a_layer_stays_right(with_template, tmp_path):
     nothing of that step counts as cached. Neither does a prefill that was cut off."""
     chat = a_chat(chat_folder(tmp_path, CHATML if with_template else None))
     layers, calls = chat.decoder.model.layers, []
-    model = M.load_checkpoint(SMALL, dtype=torch.float32)
+    model = HF.load_checkpoint(SMALL, dtype=torch.float32)
 
     def interrupt(*args):
         calls.append(1)
@@ -3599,7 +3727,7 @@ KEYWORDS = set("def return if self for in not None raise else class is try impor
 @pytest.mark.parametrize("folder", [SMALL, MOE], ids=["small", "moe"])
 def test_shipped_model_writes_recognisable_python(folder):
     """Eight samples: keywords abound and nearly every line is indented by a multiple of four."""
-    model, tokenizer = M.load_checkpoint(folder), K.load_tokenizer(folder)
+    model, tokenizer = HF.load_checkpoint(folder), K.load_tokenizer(folder)
     decoder = G.Decoder(model, 256, S.Sampling(0.8), batch=8, eos=(2,))
     with torch.inference_mode():
         rows = new_tokens(decoder, tokenizer.encode(G.DEFAULT_PROMPT), 120, (2,))
@@ -3614,7 +3742,7 @@ def test_shipped_model_writes_recognisable_python(folder):
 def test_shipped_checkpoints_share_a_tokenizer():
     """main ~5M, draft ~1M and DeepSeek-form ~4M parameters, one tokenizer, bf16 (but the routing
     corrections), the first two together at most 16 MB, the third at most 8 MB."""
-    models = {d: M.load_checkpoint(d) for d in (SMALL, DRAFT, MOE)}
+    models = {d: HF.load_checkpoint(d) for d in (SMALL, DRAFT, MOE)}
     sizes = {d: sum(p.numel() for p in m.parameters()) for d, m in models.items()}
     assert 4e6 < sizes[SMALL] < 6e6 and 0.8e6 < sizes[DRAFT] < 1.5e6 and 3e6 < sizes[MOE] < 4e6
     assert len({(d / "tokenizer.model").read_bytes() for d in models}) == 1
@@ -3639,7 +3767,7 @@ def test_shipped_deepseek_form_uses_all_its_parts():
     """On Python it has not seen (this file): the experts are all in use; the MTP layer, told the
     next token, predicts the one after it about as well as the model the next; absorbed ==
     expanded on trained weights."""
-    model, tokenizer = M.load_checkpoint(MOE, dtype=torch.float32), K.load_tokenizer(MOE)
+    model, tokenizer = HF.load_checkpoint(MOE, dtype=torch.float32), K.load_tokenizer(MOE)
     assert model.config.family == "deepseek_v3" and len(model.mtp) == 1
     ids = tokenizer.encode(Path(__file__).read_text())[:512]
     tokens, loads = torch.tensor([ids]), []
@@ -3751,7 +3879,7 @@ def test_logprobs_and_score_agree(capsys, tmp_path):
     assert [e["token"] for e in said] == answer["tokens"]
     assert all(len(e["top"]) == 3 and e["logprob"] <= e["top"][0]["logprob"] for e in said)
     ids = [*K.load_tokenizer(SMALL).encode("class Stack:\n"), *answer["tokens"]]
-    model = M.load_checkpoint(SMALL, dtype=torch.float32)
+    model = HF.load_checkpoint(SMALL, dtype=torch.float32)
     [(chosen, _, _)] = G.score(model, ids, 512)
     for entry, logprob in zip(said, chosen[-30:].tolist()):
         assert abs(entry["logprob"] - logprob) < 1e-3
@@ -3827,7 +3955,7 @@ def test_bad_input_to_generate(argv, stdin, words, capsys, monkeypatch):
 
 def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path, capsys):
     """A tokenizer with ids that the embedding lacks is of another model."""
-    M.save_checkpoint(random_model(tiny()), tmp_path)
+    HF.save_checkpoint(random_model(tiny()), tmp_path)
     shutil.copy(SMALL / "tokenizer.model", tmp_path)
     assert G.main(["x", "--checkpoint", str(tmp_path)]) == 2
     error = capsys.readouterr().err
@@ -3851,7 +3979,7 @@ def test_tokenizer_json_and_generation_config(tmp_path, capsys):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     config = tiny(eos_ids=())
-    M.save_checkpoint(random_model(config), tmp_path)
+    HF.save_checkpoint(random_model(config), tmp_path)
     letters = {chr(97 + i): i for i in range(26)} | {f"w{i}": i for i in range(26, 97)}
     tk = Tokenizer(models.WordLevel(letters, unk_token="a"))
     tk.pre_tokenizer, tk.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
@@ -3911,7 +4039,7 @@ def test_tokenizer_on_the_standard_library():
     assert sp.decode(sp.encode(strange)) == strange
     for spaces in (4, 8, 12, 16):
         assert len(sp.encode(" " * spaces)) == 1
-    assert (sp.bos_id(), sp.eos_id()) == (T.BOS, T.EOS)
+    assert (sp.bos_id(), sp.eos_id()) == (DA.BOS, DA.EOS)
 
 
 def test_batches_are_a_pure_function_that_sees_every_window_once():
@@ -3935,7 +4063,7 @@ def test_accumulation_is_token_weighted(micro):
     model = random_model(config).requires_grad_(True).double()
     batch = random_tokens(config, 6, 21)
     for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
-        batch[row, valid + 1 :] = T.IGNORE
+        batch[row, valid + 1 :] = L.IGNORE
     targets = batch[:, 1:]
 
     def gradients(f):
@@ -3947,7 +4075,7 @@ def test_accumulation_is_token_weighted(micro):
         loss = F.cross_entropy(
             model(batch[:, :-1].clamp(min=0)).flatten(0, 1),
             targets.flatten(),
-            ignore_index=T.IGNORE,
+            ignore_index=L.IGNORE,
         )
         loss.backward()
         return loss.item()
@@ -3956,11 +4084,11 @@ def test_accumulation_is_token_weighted(micro):
         for part in batch.split(micro):
             logits = model(part[:, :-1].clamp(min=0)).flatten(0, 1)
             (
-                F.cross_entropy(logits, part[:, 1:].flatten(), ignore_index=T.IGNORE) * micro / 6
+                F.cross_entropy(logits, part[:, 1:].flatten(), ignore_index=L.IGNORE) * micro / 6
             ).backward()
 
     loss, expected = gradients(big)
-    got_loss, got = gradients(lambda: T.accumulate(model, batch, micro))
+    got_loss, got = gradients(lambda: STEP.accumulate(model, batch, micro))
     assert math.isclose(loss, got_loss["loss"], rel_tol=1e-6) and relative(got, expected) < 1e-6
     assert relative(gradients(mean_of_means)[1], expected) > 1e-2
 
@@ -3976,7 +4104,7 @@ def test_learning_rate_warms_up_and_falls():
 def test_decay_groups():
     """Matrices decay, norms do not, and no parameter is left out or taken twice."""
     model = M.Transformer(tiny(tie_embeddings=True, qkv_bias=True))
-    decay, plain = T.build_optimizer(model).param_groups
+    decay, plain = BUILD.build_optimizer(model).param_groups
     assert decay["weight_decay"] > 0 == plain["weight_decay"]
     assert all(p.dim() == 2 for p in decay["params"]) and all(p.dim() == 1 for p in plain["params"])
     ids = [id(p) for g in (decay, plain) for p in g["params"]]
@@ -3997,7 +4125,7 @@ def test_flops_per_token_is_what_torch_counts(kind):
     }[kind]
     model, tokens = M.Transformer(config), random_tokens(config, 2, 33)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        T.loss_sums(model, tokens)[0].backward()
+        STEP.loss_sums(model, tokens)[0].backward()
     dims = config.head_dim + (config.v_head_dim or config.head_dim)
     unused_half = 3 * config.n_layers * config.n_heads * dims * 32
     assert counter.get_total_flops() == 2 * 32 * (T.flops_per_token(model, 32) + unused_half)
@@ -4090,7 +4218,7 @@ def saved_steps(out: Path) -> list[int]:
     return SD.find(out / SD.CHECKPOINTS)
 
 
-def save_run(out, model, optimizer, step, args, layout=T.ALONE) -> None:
+def save_run(out, model, optimizer, step, args, layout=STEP.ALONE) -> None:
     """What a run that has made `step` steps leaves in its folder."""
     state = SD.State(model, optimizer, layout)
     state.updates, saver = step, T.Checkpoints(out / SD.CHECKPOINTS, sync=True)
@@ -4101,7 +4229,7 @@ def save_run(out, model, optimizer, step, args, layout=T.ALONE) -> None:
         SD.export(out, out)
 
 
-def load_run(out, model, optimizer, layout=T.ALONE) -> None:
+def load_run(out, model, optimizer, layout=STEP.ALONE) -> None:
     saver = T.Checkpoints(out / SD.CHECKPOINTS)
     SD.State(model, optimizer, layout).load(saver, saver.newest())
 
@@ -4342,12 +4470,12 @@ def test_deepseek_form_trains_and_resumes_equal(corpus, tmp_path):
     assert len(corrections) == 3 and all(c.dtype == torch.float32 and c.any() for c in corrections)
     for loss in ("loss", "mtp_loss"):
         assert rows[-1][loss] < 0.9 * rows[0][loss]
-    assert M.load_checkpoint(whole).config.n_mtp_layers == 1
+    assert HF.load_checkpoint(whole).config.n_mtp_layers == 1
 
 
 def test_training_spares_a_folder_that_is_somebody_elses(corpus, tmp_path, capsys):
     """--out over a sharded checkpoint is refused before anything is written."""
-    M.save_checkpoint(random_model(tiny()), tmp_path, 60_000)
+    HF.save_checkpoint(random_model(tiny()), tmp_path, 60_000)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert T.main(["--out", str(tmp_path), "--data", str(corpus)]) == 2
     assert "no run here made" in capsys.readouterr().err
@@ -4358,7 +4486,7 @@ def test_losses_are_of_the_next_token_and_of_those_after_it():
     """loss_sums == cross-entropies written out: the main one of the next token, each MTP depth of
     one token further, their mean."""
     model, batch = random_model(latent(n_mtp_layers=2)), random_tokens(latent(), 3, 20)
-    batch[1, 15:] = T.IGNORE
+    batch[1, 15:] = L.IGNORE
     tokens = batch.clamp(min=0)
     hidden = model(tokens[:, :19], return_hidden=True)
     expected = [F.cross_entropy(model.head(hidden).transpose(1, 2), batch[:, 1:], reduction="sum")]
@@ -4369,7 +4497,7 @@ def test_losses_are_of_the_next_token_and_of_those_after_it():
         logits = model.head(hidden).transpose(1, 2)
         target = torch.stack([batch[:, i + 2 + depth] for i in range(hidden.shape[1])], 1)
         expected.append(F.cross_entropy(logits, target, reduction="sum"))
-    main, ahead = T.loss_sums(model, batch)
+    main, ahead = STEP.loss_sums(model, batch)
     torch.testing.assert_close(main, expected[0])
     torch.testing.assert_close(ahead, (expected[1] + expected[2]) / 2)
 
@@ -4378,7 +4506,7 @@ def test_balance_evens_out_the_experts():
     """The correction moves against the load: a router that favours some experts ends near even."""
     config = latent(n_groups=1, topk_groups=1, group_score_topk=1, n_mtp_layers=0)
     model = random_model(config, std=0.3)
-    balance, tokens = T.Balance(model, speed=0.02), random_tokens(config, 4, 64)
+    balance, tokens = STEP.Balance(model, speed=0.02), random_tokens(config, 4, 64)
     worst = []
     for _ in range(60):
         model(tokens)
@@ -6012,13 +6140,13 @@ def test_training_hands_attend_to_every_layer():
         return M.causal_attention(spec, *qkv_positions)
 
     place = T.Place(torch.device("cpu"), "fp32", 0, 1)
-    T.accumulate(model, batch, 2, attend=attend)
+    STEP.accumulate(model, batch, 2, attend=attend)
     assert layers == [0, 1, 2, 3, 4]
     layers.clear()
-    T.validate(model, batch.flatten(), 23, 1, place, attend)
+    STEP.validate(model, batch.flatten(), 23, 1, place, attend)
     assert layers == [0, 1, 2, 3, 4]
-    assert T.attend_of("sdpa") is M.causal_attention
-    assert T.attend_of("flash").__module__ == "attention"
+    assert STEP.attend_of("sdpa") is M.causal_attention
+    assert STEP.attend_of("flash").__module__ == "attention"
 
 
 def test_generate_refuses_an_unknown_attention(capsys):
@@ -7201,7 +7329,7 @@ def test_sparse_a_failed_call_changes_nothing():
 @pytest.mark.parametrize("triton", ["missing", "interpreted"])
 def test_sparse_alone_in_a_folder(triton, tmp_path):
     """The one file, copied away, checks itself without Triton, and on its kernel."""
-    shutil.copy(REPO / "sparse.py", tmp_path)
+    shutil.copy(FILES["sparse"], tmp_path)
     hide = "import sys; sys.modules['triton'] = None; " if triton == "missing" else ""
     env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET=str(int(triton == "interpreted")))
     done = run("-c", hide + "import sparse; sparse.check('cpu')", cwd=tmp_path, env=env)
@@ -7564,7 +7692,7 @@ def test_gemm_refuses():
 @pytest.mark.parametrize("triton", ["missing", "interpreted"])
 def test_gemm_alone_in_a_folder(triton, tmp_path):
     """The one file, copied away, checks itself without Triton, and on its kernels."""
-    shutil.copy(REPO / "gemm.py", tmp_path)
+    shutil.copy(FILES["gemm"], tmp_path)
     hide = "import sys; sys.modules['triton'] = None; " if triton == "missing" else ""
     env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET=str(int(triton == "interpreted")))
     done = run("-c", hide + "import gemm; gemm.check('cpu')", cwd=tmp_path, env=env)
@@ -8815,25 +8943,25 @@ def test_quantize_weight_only_function():
 def quantize_saved(folder: Path, name: str, dtype=torch.bfloat16, **how) -> M.ModelConfig:
     """A plain checkpoint of random weights."""
     model = random_model(quantize_config(name)).to(dtype)
-    M.save_checkpoint(model, folder, **how)
+    HF.save_checkpoint(model, folder, **how)
     return model.config
 
 
 def quantize_on_load(folder: Path, scheme: str, skip=(), **how) -> M.Transformer:
     spec = Q.scheme_of(scheme, quantize_group(scheme))
     each = lambda name, module: Q.quantize_module(name, module, spec, skip=skip)
-    return M.load_checkpoint(folder, each=each, **how)
+    return HF.load_checkpoint(folder, each=each, **how)
 
 
 def quantize_written(model, folder: Path, scheme: str, skip=(), **how) -> dict:
     quantization = Q.to_config(model, scheme, quantize_group(scheme), list(skip))
-    M.save_checkpoint(model, folder, quantization=quantization, **how)
+    HF.save_checkpoint(model, folder, quantization=quantization, **how)
     return quantization
 
 
 def quantize_opened(folder: Path, **how) -> M.Transformer:
     quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return M.load_checkpoint(folder, prepare=lambda m: Q.from_config(m, quantization), **how)
+    return HF.load_checkpoint(folder, prepare=lambda m: Q.from_config(m, quantization), **how)
 
 
 @quantize_pairs
@@ -8848,7 +8976,7 @@ def test_quantize_on_load_equals_after_load(form, scheme, tmp_path):
         ("many", ("q_proj",) if form != "latent" else ("kv_b_proj",), torch.float32),
     ):
         got = quantize_on_load(tmp_path / folder, scheme, skip, dtype=dtype)
-        want = M.load_checkpoint(tmp_path / folder, dtype=dtype)
+        want = HF.load_checkpoint(tmp_path / folder, dtype=dtype)
         Q.quantize_(want, scheme, skip=skip, group_size=quantize_group(scheme))
         assert quantize_types(got) == quantize_types(want)
         quantize_same_state(got, want)
@@ -8874,7 +9002,9 @@ def test_quantize_on_load_refuses_a_nan_by_its_name(tmp_path):
 
 QUANTIZE_PEAK = """
 import json, resource, sys, torch
-import cpu, model as M, quantize as Q
+from generation import cpu
+import model as M, quantize as Q
+from huggingface import weights as HF
 torch.set_num_threads(1)
 cpu.keep_freed_memory(False)  # as generate.py --quantize does
 def field(name):
@@ -8882,7 +9012,7 @@ def field(name):
 spec = Q.scheme_of("int4", 32)
 Q.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64)), "int4")  # whatever is imported late
 before = max(field("VmHWM"), field("VmRSS"))
-model = M.load_checkpoint(sys.argv[1], each=lambda n, m: Q.quantize_module(n, m, spec))
+model = HF.load_checkpoint(sys.argv[1], each=lambda n, m: Q.quantize_module(n, m, spec))
 peak = field("VmHWM")
 held = sum(t.nbytes for t in model.state_dict().values())
 print(json.dumps({"peak": peak - before, "held": held}))
@@ -8896,11 +9026,11 @@ def test_quantize_on_load_is_never_whole_in_bf16(tmp_path):
     config = tiny(dim=1024, ffn_dim=4096, n_layers=6, n_heads=16, n_kv_heads=16, head_dim=64)
     with torch.device("meta"):
         model = M.Transformer(config)
-    M.allocate(model, "cpu", torch.bfloat16)
+    HF.allocate(model, "cpu", torch.bfloat16)
     rng = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape[-1], generator=rng).expand(p.shape))
-    M.save_checkpoint(model, tmp_path)
+    HF.save_checkpoint(model, tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
     del model
     assert size > 190e6
@@ -8934,7 +9064,7 @@ def test_quantize_save_and_open_is_bit_equal(form, scheme, tmp_path):
         assert not any(t.is_meta for t in again.state_dict().values())
         with torch.no_grad():
             assert torch.equal(again(tokens), model(tokens))
-        M.save_checkpoint(again, tmp_path / "again", quantization=written)
+        HF.save_checkpoint(again, tmp_path / "again", quantization=written)
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
 
@@ -8982,7 +9112,7 @@ def test_quantize_folder_opened_plainly_says_how(tmp_path):
         model = quantize_model(form, "int8", torch.bfloat16)
         quantize_written(model, tmp_path / form, "int8")
         with pytest.raises(ValueError) as e:
-            M.load_checkpoint(tmp_path / form)
+            HF.load_checkpoint(tmp_path / form)
         assert "quantiz" in str(e.value) and form in str(e.value)
         assert len(str(e.value)) < 1200
 
@@ -9087,7 +9217,7 @@ def quantize_loss(model: M.Transformer, ids: list[int], length: int = 256) -> fl
 
 @pytest.fixture(scope="module")
 def quantize_bf16_loss(quantize_text) -> Callable[[Path], float]:
-    return lru_cache(lambda folder: quantize_loss(M.load_checkpoint(folder), quantize_text))
+    return lru_cache(lambda folder: quantize_loss(HF.load_checkpoint(folder), quantize_text))
 
 
 QUANTIZE_8_BITS = ("int8", "int8-dynamic", "llm.int8", "fp8", "fp8-block")
@@ -9104,7 +9234,7 @@ def test_quantize_loss_of_the_shipped_models(name, scheme, quantize_text, quanti
     nearest."""
     assert len(quantize_text) > 2000
     folder, tolerance = REPO / "checkpoints" / name, 0.06 if scheme == "int4" else 0.005
-    model = M.load_checkpoint(folder)
+    model = HF.load_checkpoint(folder)
     Q.quantize_(model, scheme, group_size=quantize_group(scheme, 32 if folder == SMALL else 8))
     want, got = quantize_bf16_loss(folder), quantize_loss(model, quantize_text)
     assert 0.5 < want < 5 and got != want
@@ -9114,7 +9244,7 @@ def test_quantize_loss_of_the_shipped_models(name, scheme, quantize_text, quanti
 @pytest.mark.parametrize("folder, scheme", [(SMALL, "int4"), (MOE, "int8")], ids=["small", "moe"])
 def test_quantize_engine_equals_greedy_decoding(folder, scheme, quantize_text):
     """The paged engine on a quantized model gives, batched, the tokens that model gives alone."""
-    model = M.load_checkpoint(folder, dtype=torch.float32)
+    model = HF.load_checkpoint(folder, dtype=torch.float32)
     Q.quantize_(model, scheme, group_size=quantize_group(scheme, 32 if folder == SMALL else 8))
     cuts = ((0, 9), (50, 81), (200, 217), (300, 301), (400, 440))
     prompts = [quantize_text[a:b] for a, b in cuts]
@@ -9400,7 +9530,7 @@ def fp8_latent(**changes) -> M.ModelConfig:
 def fp8_made(config: M.ModelConfig, seed: int = 0) -> M.Transformer:
     with torch.device("meta"):
         model = M.Transformer(config)
-    M.allocate(model, "cpu", torch.float32)
+    HF.allocate(model, "cpu", torch.float32)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
 
@@ -9694,13 +9824,13 @@ def fp8_trained(text, steps: int, change=lambda model: model) -> tuple[float, fl
     """Mean loss of the last 20 steps, and validation loss, after train.py's own steps."""
     model = fp8_made(FP8_BYTES)
     change(model)
-    optimizer, place = T.build_optimizer(model), T.Place(torch.device("cpu"), "bf16", 0, 1)
+    optimizer, place = BUILD.build_optimizer(model), T.Place(torch.device("cpu"), "bf16", 0, 1)
     losses = []
     for step in range(steps):
         batch = DA.batch_of(text[:-10_000], 0, step, range(4), 4, 64)
-        losses.append(T.accumulate(model, batch, 4, place.autocast)["loss"])
-        T.update(model, optimizer, T.learning_rate(step, steps, 1e-3))
-    return sum(losses[-20:]) / 20, T.validate(model, text[-4097:], 64, 16, place)
+        losses.append(STEP.accumulate(model, batch, 4, place.autocast)["loss"])
+        STEP.update(model, optimizer, T.learning_rate(step, steps, 1e-3))
+    return sum(losses[-20:]) / 20, STEP.validate(model, text[-4097:], 64, 16, place)
 
 
 @pytest.fixture(scope="module")
@@ -9779,13 +9909,13 @@ def qat_trained(change=lambda model: model) -> tuple[M.Transformer, Callable]:
         torch.tensor([i for _, text in some for i in sp.encode(text)], dtype=torch.int32)
         for some in (kept[:60], held[:6])
     )
-    model = M.load_checkpoint(folder, dtype=torch.float32).train()
+    model = HF.load_checkpoint(folder, dtype=torch.float32).train()
     change(model)
-    optimizer, place = T.build_optimizer(model), T.Place(torch.device("cpu"), "fp32", 0, 1)
+    optimizer, place = BUILD.build_optimizer(model), T.Place(torch.device("cpu"), "fp32", 0, 1)
     for step in range(25):
-        T.accumulate(model, DA.batch_of(tokens, 0, step, range(4), 4, 64), 4)
-        T.update(model, optimizer, 3e-4 * (1 - step / 25) * min(1, (step + 1) / 5))
-    return model, lambda model: T.validate(model, val[:2049], 64, 16, place)
+        STEP.accumulate(model, DA.batch_of(tokens, 0, step, range(4), 4, 64), 4)
+        STEP.update(model, optimizer, 3e-4 * (1 - step / 25) * min(1, (step + 1) / 5))
+    return model, lambda model: STEP.validate(model, val[:2049], 64, 16, place)
 
 
 @pytest.fixture(scope="module")
@@ -9886,7 +10016,7 @@ def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys
     assert metrics(cut) == metrics(whole)
     a, b = (SD.read_state(out) for out in (cut, whole))
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-    model = M.load_checkpoint(whole)
+    model = HF.load_checkpoint(whole)
     assert model.embed.weight.dtype == torch.bfloat16
     for name, p in model.named_parameters():
         assert torch.equal(p, b[f"weight.{name}"].bfloat16())
@@ -9941,7 +10071,7 @@ def compress_args(*argv):
 
 def compress_draws(sequences, length):
     """Calibration and held-out sequences of the standard library, (1, length) tokens each."""
-    model, tokenizer = M.load_checkpoint(DRAFT), K.load_tokenizer(DRAFT)
+    model, tokenizer = HF.load_checkpoint(DRAFT), K.load_tokenizer(DRAFT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(W, "SEQUENCES", sequences)
         patch.setattr(W, "LENGTH", length)
@@ -9963,10 +10093,10 @@ def compress_loss(model, texts):
 def test_compress_losses_on_the_shipped_model():
     """int8 and fp8 within 0.5 % of bf16's loss, int4 by GPTQ within 3 % and better than rounded."""
     texts, held = compress_draws(24, 256)  # of 8 sequences, either may be ahead on some CPU
-    plain = compress_loss(M.load_checkpoint(SMALL), held)
+    plain = compress_loss(HF.load_checkpoint(SMALL), held)
     losses = {}
     for scheme, method in (("int8", None), ("fp8", None), ("int4", None), ("int4", "gptq")):
-        model = M.load_checkpoint(SMALL)
+        model = HF.load_checkpoint(SMALL)
         if method is None:
             Q.quantize_(model, scheme)
         else:
@@ -9991,7 +10121,7 @@ def test_compress_gptq_is_never_worse_than_rounding_on_a_layer(compress_texts, m
 
     plain = W.by_gptq
     monkeypatch.setattr(W, "by_gptq", by_gptq)
-    model = M.load_checkpoint(MOE)
+    model = HF.load_checkpoint(MOE)
     W.calibrate_(model, "gptq", Q.scheme_of("int4", 8), ("kv_b_proj",), compress_texts[0][:4])
     assert all(ours <= rounded for ours, rounded in seen.values())
     assert sum(ours < 0.9 * rounded for ours, rounded in seen.values()) > 0.6 * len(seen)
@@ -10011,7 +10141,7 @@ def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
     """At 2 and 3 bits and an equal budget of 1 %, the loss with TaCQ's picks is the lowest."""
     texts, held = compress_draws(*draws)
     scheme = Q.SCHEMES[f"int{bits}"]
-    model = M.load_checkpoint(folder).float()
+    model = HF.load_checkpoint(folder).float()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(W, "KEPT", 0.01)
         tacq = {n: i for n, (i, _) in W.picks(model, scheme, (), texts).items()}
@@ -10024,7 +10154,7 @@ def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
         ("magnitude", C.circuit({n: w.abs() for n, w in weights.items()}, 0.01)),
         ("random", C.circuit(noise, 0.01)),
     ):
-        quantized = Q.quantize_(M.load_checkpoint(folder).float(), scheme.name)
+        quantized = Q.quantize_(HF.load_checkpoint(folder).float(), scheme.name)
         for n, index in chosen.items():
             quantized.get_submodule(n).keep(index, weights[n].view(-1)[index])
         losses[name] = compress_loss(quantized, held)
@@ -10036,7 +10166,7 @@ def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
 def test_compress_folds_leave_the_model_as_it_was(folder, method, compress_texts):
     """AWQ's and SmoothQuant's scales, folded into norms, routers, experts and linears in fp32, move
     the logits by no more than 1e-5 of them."""
-    model, tokens = M.load_checkpoint(folder, dtype=torch.float32), compress_texts[0][:2]
+    model, tokens = HF.load_checkpoint(folder, dtype=torch.float32), compress_texts[0][:2]
     positions = torch.arange(tokens[0].shape[1])
     scheme = Q.scheme_of("int8-dynamic") if method == "smoothquant" else Q.scheme_of("int4", 8)
     with torch.no_grad():
@@ -10056,7 +10186,7 @@ def test_compress_smoothquant_helps_where_activations_have_outliers(compress_tex
     texts, held = compress_texts
 
     def planted():
-        model = M.load_checkpoint(DRAFT, dtype=torch.float32)
+        model = HF.load_checkpoint(DRAFT, dtype=torch.float32)
         rng = torch.Generator().manual_seed(0)
         for block in model.layers:
             for norm, linears, _ in list(W.inputs_of(block))[:2]:
@@ -10084,7 +10214,7 @@ def test_compress_saved_folder_is_the_model_that_was_saved(scheme, method, tmp_p
     calibrated = [] if method is None else ["--calibrate", method]
     argv = ["--checkpoint", str(DRAFT), "--quantize", scheme, *calibrated, "--save", str(out)]
     assert G.main(argv) == 0
-    tokens = random_tokens(M.read_config(DRAFT / "config.json"), 1, 20)
+    tokens = random_tokens(HF.read_config(DRAFT / "config.json"), 1, 20)
     args = compress_args("--checkpoint", out)
     opened, _ = G.load(args, torch.device("cpu"))
     with torch.inference_mode():
@@ -11461,7 +11591,7 @@ the tower fell. Tom was sad, but his friend helped him to build it again. They w
 @pytest.fixture(scope="module")
 def paged_story():
     """The draft checkpoint, 320 random requests and their greedy tokens from KVCache."""
-    model = paged_probe(M.load_checkpoint(DRAFT, dtype=torch.float32).requires_grad_(False))
+    model = paged_probe(HF.load_checkpoint(DRAFT, dtype=torch.float32).requires_grad_(False))
     ids, r = K.load_tokenizer(DRAFT).encode(STORY), random.Random(0)
     ids = [i for i in ids if i > 2]
     shared = [ids[at : at + n] for at, n in ((0, 11), (40, 8), (90, 5))]
@@ -14981,7 +15111,7 @@ def test_engine_spec_sampled_text_is_the_same(rows):
 
 def test_engine_spec_shipped_checkpoints():
     """The draft checkpoint drafts for the small one, in fp32: its greedy text, in fewer steps."""
-    small, draft = (M.load_checkpoint(x, dtype=torch.float32) for x in (SMALL, DRAFT))
+    small, draft = (HF.load_checkpoint(x, dtype=torch.float32) for x in (SMALL, DRAFT))
     prompts = [paged_prompt(n, n, 5, 500) for n in (3, 9, 14)]
 
     def propose(tokens, k):
@@ -15809,7 +15939,7 @@ def draft_head_targets(corpus, tmp_path_factory) -> Path:
         ("untied", tiny(**small), torch.bfloat16),
         ("moe", latent(vocab_size=320, tie_embeddings=True), torch.float32),
     ):
-        M.save_checkpoint(random_model(config).to(dtype), path / name)
+        HF.save_checkpoint(random_model(config).to(dtype), path / name)
         shutil.copy(path / "dense" / "tokenizer.model", path / name)
     return path
 
@@ -16053,8 +16183,8 @@ def test_draft_head_attends_as_told(corpus, draft_head_targets, tmp_path, monkey
         return M.causal_attention(spec, *more)
 
     monkeypatch.setattr(DH, "draft_logits", spy)
-    monkeypatch.setattr(T, "as_attend", lambda: attend)
-    monkeypatch.setattr(T, "held_out_batches", lambda *a: [torch.ones(2, 33, dtype=torch.long)])
+    monkeypatch.setattr(STEP, "as_attend", lambda: attend)
+    monkeypatch.setattr(DH, "held_out_batches", lambda *a: [torch.ones(2, 33, dtype=torch.long)])
     more = ("--attention", "flash", "--steps", 2, "--micro-batch-size", 4, "--eval-every", 2)
     assert T.main(draft_head_argv(corpus, draft_head_targets / "moe", tmp_path, *more)) == 0
     assert layers == [0, 1, 2] * 3 and steps == [DH.UNROLLED, DH.UNROLLED, DH.DRAFTED]
@@ -16256,7 +16386,7 @@ def random_head(folder: Path, dim: int, seed: int = 0) -> Path:
 @lru_cache
 def spec_target(form: str) -> M.Transformer:
     """A trained model in fp32: dense, its weights in int8, with a window, or MLA with experts."""
-    model = M.load_checkpoint(MOE if form == "moe" else SMALL, dtype=torch.float32)
+    model = HF.load_checkpoint(MOE if form == "moe" else SMALL, dtype=torch.float32)
     if form == "window":
         config = replace(model.config, windows=(12,) * model.config.n_layers, family="mistral")
         narrow = M.Transformer(config)
@@ -16277,7 +16407,7 @@ def plain_texts(form: str, n: int, new: int) -> list[list[list[int]]]:
 def same_text_with_drafts(kind, form, n, new, tmp_path, ks=("4", "auto")):
     """Greedy text of n prompts equals that without drafts, and drafts were kept and refused."""
     prompts = spec_prompts(n)
-    model, draft = spec_target(form), M.load_checkpoint(DRAFT, dtype=torch.float32)
+    model, draft = spec_target(form), HF.load_checkpoint(DRAFT, dtype=torch.float32)
     head = random_head(tmp_path / "head", model.config.dim)
     shipped = SMALL / "draft_head.safetensors"
     if kind == "head" and form != "moe" and shipped.exists():
@@ -16514,7 +16644,7 @@ def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
 def same_tokens_in_batches(kind, form, n, tmp_path, ks=("3", "auto")):
     """Prompts of other lengths, greedy and drawn, in mixed steps under too few blocks, with k fixed
     and chosen: tokens equal to those of the Engine without drafts, blocks all given back."""
-    model, draft = spec_target(form), M.load_checkpoint(DRAFT, dtype=torch.float32)
+    model, draft = spec_target(form), HF.load_checkpoint(DRAFT, dtype=torch.float32)
     head = random_head(tmp_path / "head", model.config.dim) if kind == "head" else None
     prompts, params, expected = batch_of_prompts(form, n)
     for k, options in zip(ks, (dict(num_blocks=90), dict(num_blocks=90, swap=True))):
@@ -16716,8 +16846,8 @@ def test_spec_mistakes_are_named(argv, words, capsys):
 
 def test_spec_vocabularies_must_be_one(tmp_path, capsys):
     """Another size, and another token of the same number, are told apart before anything runs."""
-    config = replace(M.read_config(DRAFT / "config.json"), vocab_size=4100)
-    M.save_checkpoint(random_model(config).bfloat16(), tmp_path / "size")
+    config = replace(HF.read_config(DRAFT / "config.json"), vocab_size=4100)
+    HF.save_checkpoint(random_model(config).bfloat16(), tmp_path / "size")
     shutil.copy(DRAFT / "tokenizer.model", tmp_path / "size")
     code, _, err = spec_said(["x", "--speculate", "draft", "--draft", tmp_path / "size"], capsys)
     assert code == 2 and "its vocabulary has 4100 tokens and the target's 4096" in err
@@ -16766,7 +16896,7 @@ def test_spec_compiled_is_eager(kind, tmp_path):
     """--compile: steps that verify, and the drafters' own, in static shapes, give the same text;
     all of them are compiled when the decoder is built."""
     form = "moe" if kind == "mtp" else "dense"
-    model, draft = copy.deepcopy(spec_target(form)), M.load_checkpoint(DRAFT, dtype=torch.float32)
+    model, draft = copy.deepcopy(spec_target(form)), HF.load_checkpoint(DRAFT, dtype=torch.float32)
     ids, head = spec_prompts(6)[5], random_head(tmp_path / "head", model.config.dim)
     expected = spec_run(G.Decoder(model, 90, GREEDY), ids, 50)
     with torch.inference_mode():  # as generate.py builds it: graphs of another mode are others
@@ -19555,13 +19685,13 @@ def test_experts_grouped_equal_the_loop_in_every_family(name, tmp_path):
     """The same logits as model.py's loop, for a prompt and for one token, multi-token prediction
     too."""
     transformers_model(name).save_pretrained(tmp_path)
-    plain, fast = M.load_checkpoint(tmp_path), M.load_checkpoint(tmp_path)
+    plain, fast = HF.load_checkpoint(tmp_path), HF.load_checkpoint(tmp_path)
     assert G.fast_(G.parse_args(["x"]), fast) is fast and all(map(is_grouped, experts_of(fast)))
     assert len(experts_of(fast)) >= 1
     for shape in ((2, 100), (1, 1)):
         tokens = random_tokens(plain.config, *shape)
         assert relative(fast(tokens), plain(tokens)) <= 1e-5
-    slow = G.fast_(G.parse_args(["x", "--experts", "loop"]), M.load_checkpoint(tmp_path))
+    slow = G.fast_(G.parse_args(["x", "--experts", "loop"]), HF.load_checkpoint(tmp_path))
     assert all(m.experts is M.loop_experts for m in experts_of(slow))
 
 
@@ -19759,11 +19889,11 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("folders")
     model = random_model(latent(expert_ffn_dim=136, dim=192, q_lora_rank=24)).to(torch.bfloat16)
     for name in ("file", "shards", "fp8"):
-        M.save_checkpoint(model, root / name, 100_000 if name == "shards" else 10**9)
+        HF.save_checkpoint(model, root / name, 100_000 if name == "shards" else 10**9)
     fp8_mixture_folder(root / "fp8")
     Q.quantize_(model, "int4", group_size=8, skip=("head",))
     config = Q.to_config(model, "int4", 8, ("head",))
-    M.save_checkpoint(model, root / "codes", quantization=config)
+    HF.save_checkpoint(model, root / "codes", quantization=config)
     assert len(list((root / "shards").glob("*.safetensors"))) > 10
     return {path.name: path for path in root.iterdir()}
 
@@ -19786,16 +19916,16 @@ def test_held_experts_are_all_that_is_read(kind, folders, monkeypatch):
     """A process that holds some experts has their slices of the whole model, copies too, and all
     other tensors; of the other experts it reads nothing."""
     folder = folders[kind]
-    whole = M.load_checkpoint(folder, prepare=opener(folder))
-    read, plain = [], M.Stored.read
+    whole = HF.load_checkpoint(folder, prepare=opener(folder))
+    read, plain = [], HF.Stored.read
     monkeypatch.setattr(
-        M.Stored, "read", lambda self, *rows: read.append((self.name, *rows)) or plain(self, *rows)
+        HF.Stored, "read", lambda self, *rows: read.append((self.name, *rows)) or plain(self, *rows)
     )
-    part = M.load_checkpoint(folder, prepare=opener(folder, HELD))
+    part = HF.load_checkpoint(folder, prepare=opener(folder, HELD))
     theirs, ours = whole.state_dict(), part.state_dict()
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():
-        held = M._held(part, name)
+        held = HF._held(part, name)
         assert (held is not None) == (".w_" in name)
         want = tensor if held is None else tensor[list(held)]
         assert want.dtype == ours[name].dtype and torch.equal(want, ours[name]), name
@@ -19817,8 +19947,8 @@ def test_held_experts_are_all_that_is_read(kind, folders, monkeypatch):
 def test_held_experts_quantize_as_they_come(folders):
     """each(): a part that is quantized on load == that part of the model quantized whole."""
     each = lambda name, module: Q.quantize_module(name, module, Q.scheme_of("int8", None))
-    whole = M.load_checkpoint(folders["file"], each=each)
-    part = M.load_checkpoint(folders["file"], prepare=hold, each=each)
+    whole = HF.load_checkpoint(folders["file"], each=each)
+    part = HF.load_checkpoint(folders["file"], prepare=hold, each=each)
     for a, b, held in zip(experts_of(whole), experts_of(part), HELD.values(), strict=True):
         assert torch.equal(a.w_down.qweight[list(held)], b.w_down.qweight)
         assert torch.equal(a.w_gate_up[list(held)], b.w_gate_up[list(range(len(held)))])
@@ -19840,7 +19970,7 @@ def test_held_experts_do_not_hide_a_wrong_folder(change, folders, tmp_path):
     messages = set()
     for prepare in (None, hold):
         with pytest.raises(ValueError, match=name) as e:
-            M.load_checkpoint(tmp_path, prepare=prepare)
+            HF.load_checkpoint(tmp_path, prepare=prepare)
         messages.add(str(e.value))
     assert len(messages) == 1
 
@@ -19849,13 +19979,13 @@ def test_held_experts_do_not_hide_a_wrong_folder(change, folders, tmp_path):
 def test_parts_add_up_to_the_whole(folders):
     """Two processes' shares, joined as --ep joins them but by plain addition: the whole layer. And
     a step reads the bytes of its own experts."""
-    whole = M.load_checkpoint(folders["file"], dtype=torch.float32)
+    whole = HF.load_checkpoint(folders["file"], dtype=torch.float32)
     placement = Y.Placement.by_load([9, 1, 1, 1, 1, 1, 1, 8], 2, 2)
     x = torch.randn(9, 192, generator=torch.Generator().manual_seed(0))
     total, read, ids = 0, [], whole.layers[1].mlp.route(x)[1]
     for rank in range(2):
         cut = lambda model: hold(model, dict(enumerate([placement.slots[rank]] * 3)))
-        part = M.load_checkpoint(folders["file"], dtype=torch.float32, prepare=cut)
+        part = HF.load_checkpoint(folders["file"], dtype=torch.float32, prepare=cut)
         module = part.layers[1].mlp
         experts = Y.placed(
             Y.local(O.grouped_experts, rank * placement.width, placement.width), placement
@@ -20029,7 +20159,7 @@ def test_ep_more_ranks(ranks, tmp_path, capsys, quick):
 
 def test_ep_ranks_that_do_not_divide_the_experts_are_told():
     """Three ranks and eight experts: refused, with what helps; with loads or copies they do."""
-    config = M.read_config(MOE / "config.json")
+    config = HF.read_config(MOE / "config.json")
     shares = G.Shares(G.parse_args(["x", "--ep"]))
     shares.ranks = 3
     with pytest.raises(ValueError, match="^--ep: 8 experts .* 3 ranks.*--expert-load"):
@@ -20099,7 +20229,7 @@ def test_ep_flags_need_ep(capsys):
 def test_expert_load_files(tmp_path):
     """The last counts of metrics.jsonl, or a list alone; multi-token prediction may be left out.
     What is of another model is refused, with the file's name."""
-    config, path = M.read_config(MOE / "config.json"), uneven(tmp_path)
+    config, path = HF.read_config(MOE / "config.json"), uneven(tmp_path)
     found = G.read_loads(path, config, 5)
     assert found[0] == [90, 3, 1, 7, 40, 2, 2, 5] and found[4] == [1.0] * 8 and len(found) == 5
     path.write_text(json.dumps([[1.5] * 8] * 5, indent=2))
@@ -20164,17 +20294,17 @@ def test_auxiliary_losses_are_their_formulas_and_reach_the_router(kind, config):
     seen = []
     for m in mixtures(model):
         m.observe = lambda *routed: seen.append(routed)
-    plain = T.accumulate(model, batch, 3)
+    plain = STEP.accumulate(model, batch, 3)
     assert "aux_loss" not in plain and len(seen) == len(mixtures(model))
     without = routers(model)
     model.zero_grad()
     expected = 0.3 * sum(auxiliary_by_hand(kind, config, *routed) for routed in seen)
-    T.loss_sums(model, batch)  # the same forward again, for a graph of its own
+    STEP.loss_sums(model, batch)  # the same forward again, for a graph of its own
     again = 0.3 * sum(auxiliary_by_hand(kind, config, *routed) for routed in seen[len(seen) // 2 :])
     again.backward()
     added = routers(model)
     model.zero_grad()
-    row = T.accumulate(model, batch, 3, balance=T.Balance(model, **{kind: 0.3}))
+    row = STEP.accumulate(model, batch, 3, balance=STEP.Balance(model, **{kind: 0.3}))
     assert row["aux_loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert row["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert added.norm() > 1e-3 and relative(routers(model) - without, added) < 1e-4
@@ -20188,8 +20318,8 @@ def test_auxiliary_means_do_not_depend_on_the_micro_batch():
 
     def step(micro, **coefficients):
         model.zero_grad()
-        balance = T.Balance(model, **coefficients)
-        return T.accumulate(model, batch, micro, balance=balance)["aux_loss"], routers(model)
+        balance = STEP.Balance(model, **coefficients)
+        return STEP.accumulate(model, batch, micro, balance=balance)["aux_loss"], routers(model)
 
     for coefficients in (dict(z=0.5), dict(seq=0.5), dict(z=0.1, seq=0.2)):
         whole, gradient = step(4, **coefficients)
@@ -20201,12 +20331,12 @@ def test_auxiliary_means_do_not_depend_on_the_micro_batch():
 
 def trained_loads(model: M.Transformer, steps: int, lr: float, speed: float, **coefficients):
     """Max over mean load of every step of a real training run, on random tokens."""
-    balance, optimizer = T.Balance(model, speed, **coefficients), T.build_optimizer(model)
+    balance, optimizer = STEP.Balance(model, speed, **coefficients), BUILD.build_optimizer(model)
     worst = []
     for step in range(steps):
         batch = random_tokens(model.config, 8, 65, seed=step)
-        T.accumulate(model, batch, 8, balance=balance)
-        T.update(model, optimizer, lr)
+        STEP.accumulate(model, batch, 8, balance=balance)
+        STEP.update(model, optimizer, lr)
         worst.append(balance.update())
     return worst
 
@@ -20257,10 +20387,10 @@ def test_validation_neither_counts_nor_collects():
     config = mixtral()
     model, tokens = random_model(config), random_tokens(config, 2, 200)[0].int()
     balance, place = (
-        T.Balance(model, aux=1.0, seq=1.0, z=1.0),
+        STEP.Balance(model, aux=1.0, seq=1.0, z=1.0),
         T.Place(torch.device("cpu"), "fp32", 0, 1),
     )
-    T.validate(model, tokens, 32, 2, place)
+    STEP.validate(model, tokens, 32, 2, place)
     assert not balance.counts.any() and not balance.terms
     model(random_tokens(config, 2, 9))
     assert balance.counts.sum(1).tolist() == [2 * 9 * 2] * 2 and len(balance.terms) == 6
@@ -20357,7 +20487,7 @@ def dense_models(corpus, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("dense")
     for family, (more, _) in DENSE_FORMS.items():
         config = tiny(vocab_size=320, n_layers=2, dim=32, n_heads=2, n_kv_heads=1, **more)
-        M.save_checkpoint(random_model(config), path / family)
+        HF.save_checkpoint(random_model(config), path / family)
     argv = moe_argv(corpus, path / "llama" / "config.json", path / "run", "--steps", 30)
     assert T.main([*argv, "--save-every", "30", "--eval-every", "30", "--lr", "1e-2"]) == 0
     for family in DENSE_FORMS:
@@ -20373,18 +20503,18 @@ def test_upcycled_computes_what_the_dense_model_did(dense_models, tmp_path, fami
     read back from its folder as it is."""
     init = dense_models / family
     args = T.parse_args(["--init", str(init), "--upcycle", "4", "--upcycle-top-k", "3"])
-    config = T.model_config(args)
-    dense = M.load_checkpoint(init, dtype=torch.float32)
+    config = BUILD.model_config(args)
+    dense = HF.load_checkpoint(init, dtype=torch.float32)
     place = T.Place(torch.device("cpu"), "fp32", 0, 1)
-    model = T.build_model(args, config, place).eval()
+    model = BUILD.build_model(args, config, place).eval()
     assert config.family == DENSE_FORMS[family][1] and config.moe_layers == (0, 1)
     assert M.ModelConfig.from_hf(config.to_hf()) == config == model.config
     tokens = random_tokens(config, 2, 40)
     with torch.no_grad():
         expected = dense(tokens)
         torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5)
-        M.save_checkpoint(model, tmp_path)
-        torch.testing.assert_close(M.load_checkpoint(tmp_path)(tokens), model(tokens))
+        HF.save_checkpoint(model, tmp_path)
+        torch.testing.assert_close(HF.load_checkpoint(tmp_path)(tokens), model(tokens))
         for m in mixtures(model):
             assert 0.005 < m.router.std() < 0.05
             m.router.normal_(0, 1)
@@ -20422,7 +20552,7 @@ def test_upcycled_model_trains_resumes_and_opens_elsewhere(corpus, dense_models,
     )
     assert model.config.family == "mixtral" and model.config.n_experts == 4
     theirs = transformers().AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    ours = M.load_checkpoint(out, dtype=torch.float32)
+    ours = HF.load_checkpoint(out, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
 
@@ -20430,9 +20560,9 @@ def test_upcycled_model_trains_resumes_and_opens_elsewhere(corpus, dense_models,
 def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_path, capsys):
     """Each mistake is one line that names the flag, exit code 2, before anything is written."""
     biased, ahead = tmp_path / "biased", tmp_path / "ahead"
-    M.save_checkpoint(random_model(tiny(mlp_bias=True)), biased)
-    M.save_checkpoint(random_model(tiny(family="sheaf", n_mtp_layers=1)), ahead)
-    M.save_checkpoint(random_model(mixtral()), tmp_path / "mixed")
+    HF.save_checkpoint(random_model(tiny(mlp_bias=True)), biased)
+    HF.save_checkpoint(random_model(tiny(family="sheaf", n_mtp_layers=1)), ahead)
+    HF.save_checkpoint(random_model(mixtral()), tmp_path / "mixed")
     dense, up = ["--init", str(dense_models / "llama")], ["--upcycle", "4"]
     deepseek = ["--model", str(moe_configs / "deepseek.json")]
     cases = [
@@ -20464,10 +20594,10 @@ def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_
     assert not (tmp_path / "new").exists()
     args = T.parse_args([*new, *deepseek, "--ep", "3"])
     with pytest.raises(ValueError, match="--ep 3: 8 experts"):
-        T.Layout(args, T.model_config(args), 3)
+        T.Layout(args, BUILD.model_config(args), 3)
     args = T.parse_args([*new, *deepseek, "--ep", "4", "--ep-node-size", "3"])
     with pytest.raises(ValueError, match="--ep-node-size 3 must divide --ep 4"):
-        T.Layout(args, T.model_config(args), 4)
+        T.Layout(args, BUILD.model_config(args), 4)
 
 
 # --- experts over ranks
@@ -20478,12 +20608,12 @@ def lopsided(corpus, moe_configs, tmp_path_factory) -> Path:
     """What ranks are compared with: two steps in one process, then two more by --resume. The first
     mixture's correction has half of the experts, one rank's of two, chosen by nobody."""
     path = tmp_path_factory.mktemp("lopsided")
-    config = M.read_config(moe_configs / "deepseek.json")
+    config = HF.read_config(moe_configs / "deepseek.json")
     config = M.replace(config, n_groups=1, topk_groups=1, group_score_topk=1, family="sheaf")
     model = M.Transformer(config)
     model.init_weights(torch.Generator().manual_seed(0))
     model.layers[1].mlp.correction[4:] = -9.0
-    M.save_checkpoint(model, path / "init")
+    HF.save_checkpoint(model, path / "init")
     argv = moe_argv(corpus, moe_configs / "deepseek.json", path / "made", "--steps", 1)
     assert T.main(argv) == 0
     shutil.copy(path / "made" / "tokenizer.model", path / "init")
@@ -22976,7 +23106,7 @@ import torch
 import torch.distributed as dist
 import generate as G
 import model as M
-import serving as V
+from serving import batch as V
 import speculative as E
 torch.set_num_threads(1)
 G.measured_bandwidth = lambda device: 1e9
@@ -23082,7 +23212,7 @@ def gtp_like_one(want: dict, got: dict, case) -> None:
 
 def gtp_folder_of(config: M.ModelConfig, path: Path) -> Path:
     """Random weights with the shipped tokenizer, in fp32."""
-    M.save_checkpoint(random_model(config), path)
+    HF.save_checkpoint(random_model(config), path)
     shutil.copyfile(SMALL / "tokenizer.model", path / "tokenizer.model")
     return path
 
@@ -23122,7 +23252,7 @@ GTP_WHOLE = (
 def gtp_read_of(folder: Path, ranks: int) -> list[int]:
     """Bytes that each rank should read of a folder."""
     found = [0] * ranks
-    model = M.load_checkpoint(folder)
+    model = HF.load_checkpoint(folder)
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         for rank in range(ranks):
             n = len(p)
@@ -23208,7 +23338,7 @@ def gtp_check_parts(said: list[list[dict]], biased: Path) -> None:
     for case, folder, wide in ((0, SMALL, 2), (1, MOE, 2), (2, biased, 1)):
         for each, read in zip(said[case], gtp_read_of(folder, 2), strict=True):
             assert each["read"] == read and 0.999 < each["holds"] / (read * wide) <= 1
-    whole = G.weight_bytes(M.load_checkpoint(SMALL, dtype=torch.float32))
+    whole = G.weight_bytes(HF.load_checkpoint(SMALL, dtype=torch.float32))
     assert whole / 2 <= said[0][0]["step"] < 0.51 * whole
     assert "tp 2]" in said[0][0]["err"] and len(said[0][0]["err"].splitlines()) == 1
 
@@ -23412,7 +23542,7 @@ def test_generate_pp_two_ranks(tmp_path, capsys, gtp_plain):
     for words, each in zip(wrong.values(), said[len(cases) :], strict=True):
         assert all(word in each[0]["error"] for word in words.split("; ")), each[0]["error"]
     for case, folder in ((0, SMALL), (2, MOE), (3, tied)):
-        whole = M.load_checkpoint(folder)
+        whole = HF.load_checkpoint(folder)
         whole.mtp = nn.ModuleList()  # which --pp has no use for
         size = sum(t.nbytes for t in (*whole.parameters(), *whole.buffers()))
         shared = whole.embed.weight.nbytes * whole.config.tie_embeddings  # the head's own copy
@@ -23443,7 +23573,7 @@ def test_generate_pp_four_ranks(tmp_path, capsys, gtp_plain):
     said = gtp_ranks(4, tmp_path, [(*case, *more) for case, more in cases])
     gpp_like_one(capsys, [case for case, _ in cases], said)
     for each in said[:2]:
-        whole = M.load_checkpoint(wide)
+        whole = HF.load_checkpoint(wide)
         size = sum(p.nbytes for p in whole.parameters()) + whole.embed.weight.nbytes
         assert sum(rank["read"] for rank in each) == size
 
@@ -23472,26 +23602,13 @@ def test_generate_pp_one_is_the_plain_thing(capsys, gtp_plain):
     assert texts[0] == texts[1]
 
 
-def test_parallel_py_answers_for_its_neighbours(monkeypatch, capsys):
-    """--schedule and --plan, which has a --schedule of its own; Pipeline and DiLoCo."""
-    for line, words in (
-        ("--schedule zbv --stages 4 --microbatches 8", "zbv: 4 ranks, 8 chunks, 8 microbatches"),
-        ("--plan --model llama3-8b --gpus 8 --schedule 1f1b --top 1", "plans fit"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["parallel.py", *line.split()])
-        with pytest.raises(SystemExit) as end:
-            parallel.main()
-        assert not end.value.code and words in capsys.readouterr().out
-    assert parallel.Pipeline is PL.Pipeline and parallel.DiLoCo is DL.DiLoCo
-
-
 def test_a_slice_of_a_model_loads_alone(tmp_path):
     """load_checkpoint reads the layers that are left, equal to the whole model's; a folder that
     lacks a dropped tensor is refused all the same, for every process."""
     folder = gtp_folder_of(gtp_qwen(n_layers=4, tie_embeddings=True), tmp_path / "m")
-    whole, layers = M.load_checkpoint(folder), [range(1), range(1, 3), range(3, 4)]
+    whole, layers = HF.load_checkpoint(folder), [range(1), range(1, 3), range(3, 4)]
     for stage, has in enumerate(layers):
-        part = M.load_checkpoint(folder, prepare=lambda m: ST.drop_(m, [stage], layers))
+        part = HF.load_checkpoint(folder, prepare=lambda m: ST.drop_(m, [stage], layers))
         named = dict(part.named_parameters())
         assert {int(n.split(".")[1]) for n in named if n.startswith("layers.")} == set(has)
         assert (part.embed is None) == (stage != 0) and (part.head is None) == (stage != 2)
@@ -23502,7 +23619,7 @@ def test_a_slice_of_a_model_loads_alone(tmp_path):
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="missing tensors: model.layers.3.mlp.up_proj.weight"):
-        M.load_checkpoint(folder, prepare=lambda m: ST.drop_(m, [0], layers))
+        HF.load_checkpoint(folder, prepare=lambda m: ST.drop_(m, [0], layers))
 
 
 def test_dummy_parts_are_of_the_whole(tmp_path):
@@ -23686,7 +23803,7 @@ def in_dtype(name: str):
         wide = lambda x, *a, **k: x if x.dtype == torch.float64 else plain(x, *a, **k)
         patch.setattr(torch.Tensor, "float", wide)
         patch.setattr(L, "apply_fsdp", partial(parallel.apply_fsdp, reduce_dtype=None))
-        patch.setattr(T, "allocate", lambda m, device, _: M.allocate(m, device, torch.float64))
+        patch.setattr(BUILD, "allocate", lambda m, device, _: HF.allocate(m, device, torch.float64))
         torch.set_default_dtype(torch.float64)
         try:
             yield
@@ -23697,7 +23814,7 @@ def in_dtype(name: str):
 def layout_model(case: LayoutCase, args, layout, rank: int = 0) -> M.Transformer:
     """train.py's, with layout_weights."""
     place = T.Place(torch.device("cpu"), args.dtype, rank, case.ranks)
-    model = T.build_model(args, case.config, place, layout)
+    model = BUILD.build_model(args, case.config, place, layout)
     assert {p.dtype for p in model.parameters()} == {LAYOUT_DTYPES[case.dtype]}
     whole = layout_weights(case.model)
     with torch.no_grad():
@@ -23710,19 +23827,19 @@ def layout_model(case: LayoutCase, args, layout, rank: int = 0) -> M.Transformer
 
 def layout_steps(case, args, layout, model, first=0):
     """The body of train.run_steps; yields (step, losses, None) before and (.., norm) after each."""
-    optimizer, attend = T.build_optimizer(model, layout), layout.attend(T.attend_of(args.attention))
+    optimizer, attend = BUILD.build_optimizer(model, layout), layout.attend(STEP.attend_of(args.attention))
     losses = dict(aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
-    balance = T.Balance(model, **losses, layout=layout)
+    balance = STEP.Balance(model, **losses, layout=layout)
     place = T.Place(torch.device("cpu"), args.dtype, 0, case.ranks)
     how = place.autocast, attend, balance, layout
     for step in range(first, case.steps):
         batch = layout_batch(case, step)[list(layout.samples(args.batch_size))]
-        losses = T.accumulate(model, batch, args.micro_batch_size, *how)
+        losses = STEP.accumulate(model, batch, args.micro_batch_size, *how)
         yield step, losses, None, optimizer
-        norm = T.update(model, optimizer, 1e-2, layout)
+        norm = STEP.update(model, optimizer, 1e-2, layout)
         balance.update(layout)
         yield step, losses | {"norm": norm}, balance, optimizer
-    said = T.validate(model, layout_held_out(case), case.seq, 2, place, attend, layout)
+    said = STEP.validate(model, layout_held_out(case), case.seq, 2, place, attend, layout)
     yield case.steps, {"val": said}, balance, optimizer
 
 
@@ -23735,8 +23852,8 @@ def layout_reference(case: LayoutCase) -> dict:
     """One process: numbers, and the gradient, of every step; then weights, moments and buffers."""
     with in_dtype(case.dtype):
         args, said, grads = case.args(alone=True), [], []
-        model = layout_model(case, args, T.ALONE)
-        for _, numbers, balance, optimizer in layout_steps(case, args, T.ALONE, model):
+        model = layout_model(case, args, STEP.ALONE)
+        for _, numbers, balance, optimizer in layout_steps(case, args, STEP.ALONE, model):
             said.append(numbers)
             if len(said) % 2 and len(grads) < case.steps:
                 grads.append(cloned((n, p.grad) for n, p in model.named_parameters()))
@@ -24220,8 +24337,8 @@ TRANSFERS = [
     for name in names.split()
     if hasattr(module, name)
 ]  # fmt: skip
-SHEETS = "parallel context_parallel async_tp expert_parallel layout stages train model".split()
-SHEETS = {str(REPO / f"{name}.py") for name in SHEETS}
+SHEETS = "parallel context_parallel async_tp expert_parallel parallel_dims pipeline_model"
+SHEETS = {str(FILES[name]) for name in (*SHEETS.split(), "step", "build", "train", "model")}
 
 
 def who() -> str:
@@ -24301,12 +24418,12 @@ def lost_case(rank: int, task: tuple[LayoutCase, bool], folder: Path) -> dict:
     args, want = case.args(), layout_reference(case.reference())
     layout = T.Layout(args, case.config, case.ranks)
     model = layout_model(case, args, layout, rank)
-    attend = layout.attend(T.attend_of(args.attention))
+    attend = layout.attend(STEP.attend_of(args.attention))
     batch = layout_batch(case, 0)[list(layout.samples(case.batch))]
 
     def error():
         model.zero_grad()
-        got = T.accumulate(model, batch, case.micro, attend=attend, layout=layout)
+        got = STEP.accumulate(model, batch, case.micro, attend=attend, layout=layout)
         named = [(n, p.grad) for n, p in model.named_parameters()]
         worst = differs(layout, named, want["grad"][0])[0]
         norm = layout.clip(model, 1.0).item()
@@ -24371,14 +24488,14 @@ def count_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     args = case.args()
     layout = T.Layout(args, case.config, case.ranks)
     model = layout_model(case, args, layout, rank)
-    attend = layout.attend(T.attend_of(args.attention))
+    attend = layout.attend(STEP.attend_of(args.attention))
     batch = layout_batch(case, 0)[list(layout.samples(case.batch))]
     counted, seen = [], []
     with pytest.MonkeyPatch.context() as patch:
         wire = LayoutWire(patch)
         for micro in layout.micro_batches(model, batch, case.micro):
             with CommDebugMode() as forward:
-                loss, _ = T.loss_sums(model, micro, attend, layout)
+                loss, _ = STEP.loss_sums(model, micro, attend, layout)
             there, _ = wire.seen, wire.reset()
             with CommDebugMode() as backward:
                 loss.backward()
@@ -24423,8 +24540,8 @@ def chain_case(rank: int, task: tuple[LayoutCase, ...], folder: Path) -> dict:
     for i, case in enumerate(cases):
         args = case.args()
         layout = T.Layout(args, case.config, 4)
-        model = T.build_model(args, case.config, place, layout)
-        optimizer = T.build_optimizer(model, layout)
+        model = BUILD.build_model(args, case.config, place, layout)
+        optimizer = BUILD.build_optimizer(model, layout)
         save = lambda where, step: save_run(
             folder / f"{name}.{where}{i}", model, optimizer, step, args, layout
         )
@@ -24436,13 +24553,13 @@ def chain_case(rank: int, task: tuple[LayoutCase, ...], folder: Path) -> dict:
             dist.barrier()
             load_run(folder / f"{name}.after{i - 1}", model, optimizer, layout)
             save("read", i)
-        attend = layout.attend(T.attend_of(args.attention))
-        balance = T.Balance(model, z=args.z_loss, layout=layout)
+        attend = layout.attend(STEP.attend_of(args.attention))
+        balance = STEP.Balance(model, z=args.z_loss, layout=layout)
         batch = layout_batch(case, i)[list(layout.samples(case.batch))]
-        T.accumulate(model, batch, case.micro, attend=attend, balance=balance, layout=layout)
-        T.update(model, optimizer, 1e-3, layout)
+        STEP.accumulate(model, batch, case.micro, attend=attend, balance=balance, layout=layout)
+        STEP.update(model, optimizer, 1e-3, layout)
         balance.update(layout)
-        T.validate(model, layout_held_out(case), case.seq, 2, place, attend, layout)
+        STEP.validate(model, layout_held_out(case), case.seq, 2, place, attend, layout)
         save("after", i + 1)
     return {"folder": str(folder)}
 
@@ -24978,7 +25095,7 @@ def test_what_layouts_are_compared_with(name):
     want = layout_reference(case.reference())
     with in_dtype("fp64"):
         args = case.args(alone=True)
-        model, batch = layout_model(case, args, T.ALONE), layout_batch(case, 0)
+        model, batch = layout_model(case, args, STEP.ALONE), layout_batch(case, 0)
         logits = model(batch[:, :-1].clamp(min=0))
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-100)
         loss.backward()
@@ -25121,14 +25238,14 @@ def run_alone(case: LayoutCase, out: Path, steps: int) -> list[dict]:
     """chain_case's run in one process: the tensors saved at its start, and after each step."""
     args, saved = case.args(alone=True), []
     place = T.Place(torch.device("cpu"), "fp32", 0, 1)
-    model = T.build_model(args, case.config, place)
-    optimizer, balance = T.build_optimizer(model), T.Balance(model, z=args.z_loss)
+    model = BUILD.build_model(args, case.config, place)
+    optimizer, balance = BUILD.build_optimizer(model), STEP.Balance(model, z=args.z_loss)
     for step in range(steps + 1):
         (out / str(step)).mkdir(parents=True)
         save_run(out / str(step), model, optimizer, step, args)
         saved.append(SD.read_state(out / str(step)))
-        T.accumulate(model, layout_batch(case, step), 2, balance=balance)
-        T.update(model, optimizer, 1e-3)
+        STEP.accumulate(model, layout_batch(case, step), 2, balance=balance)
+        STEP.update(model, optimizer, 1e-3)
         balance.update()
     return saved
 
@@ -25198,17 +25315,6 @@ def test_what_layouts_refuse(refusal):
         L.check(case.args(), case.config, world)
     said = str(e.value)
     assert "\n" not in said and all(word in said for word in words.split("; ")), said
-
-
-def test_parallel_answers_for_attention_across_ranks(tmp_path):
-    """By the names that people know; and alone in a folder it still imports."""
-    assert parallel.ring_attention is CP.ring_attention
-    assert parallel.ulysses_attention is CP.ulysses_attention
-    with pytest.raises(AttributeError, match="no attribute 'rings'"):
-        parallel.rings
-    shutil.copy(REPO / "parallel.py", tmp_path)
-    done = run("-c", "import parallel; parallel.apply_tp", cwd=tmp_path, env={"PYTHONPATH": ""})
-    assert done.returncode == 0, done.stderr
 
 
 def test_offloaded_shards_train_the_same(layouts):
@@ -25333,11 +25439,11 @@ def run_of_ranks(rank, folder, ranks, model, flags):
     args = dry_args(folder, model, flags)
     if "--batch-size" not in flags:
         args.batch_size = 2 * ranks // (args.tp * args.cp)
-    config = T.model_config(args)
+    config = BUILD.model_config(args)
     T.settle_expert_flags(args, config)
     place = T.Place(torch.device("cpu"), args.dtype, rank, ranks)
     layout = T.Layout(args, config, ranks)
-    model = T.build_model(args, config, place, layout)
+    model = BUILD.build_model(args, config, place, layout)
     pairs = torch.zeros(6, 4)
     for row, pair in zip(pairs, combinations(range(4), 2), strict=True):
         row[list(pair)] = 50.0
@@ -25383,7 +25489,7 @@ def dry_and_real(folder, names):
     """name -> [costs of each rank], costs of the dry run"""
     for name, config in DRY_MODELS.items():
         (folder / f"{name}.json").write_text(json.dumps(config.to_hf()))
-    M.save_checkpoint(M.Transformer(DRY_MODELS["dense"]), folder / "init")
+    HF.save_checkpoint(M.Transformer(DRY_MODELS["dense"]), folder / "init")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -28827,7 +28933,6 @@ def pl_done_slow(tmp_path_factory):
 # diloco.py and quantized_collectives.py
 # --------------------------------------------------------------------------------------------------
 
-DL_REPO = Path(T.__file__).resolve().parent
 DL_ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 DL_RANKS = 4
 
@@ -28965,15 +29070,15 @@ def dl_layouts(rank, wire):
         argv = f"--zero 3 --batch-size 4 --seq-len 16 --dtype fp32 {flags}".split()
         args = T.parse_args(argv)
         layout, place = L.Layout(args, config, 4), T.Place(torch.device("cpu"), "fp32", rank, 4)
-        model = T.build_model(args, config, place, layout)
-        optimizer, losses = T.build_optimizer(model, layout), []
+        model = BUILD.build_model(args, config, place, layout)
+        optimizer, losses = BUILD.build_optimizer(model, layout), []
         wire.seen.clear()
         for _ in range(3):
             rows = batch[list(layout.samples(4))]
-            losses.append(T.accumulate(model, rows, 1, layout=layout)["loss"])
-            T.update(model, optimizer, 1e-2, layout)
+            losses.append(STEP.accumulate(model, rows, 1, layout=layout)["loss"])
+            STEP.update(model, optimizer, 1e-2, layout)
             with torch.no_grad():  # as validation does: shards come and go
-                T.loss_sums(model, rows, layout=layout)
+                STEP.loss_sums(model, rows, layout=layout)
             layout.reshard(model)
         seen = {(name, len(ranks)) for name, _, ranks in wire.seen}
         whole = {name: layout.whole(name, p) for name, p in model.named_parameters()}
@@ -29609,8 +29714,8 @@ def test_workers_refuse_other_settings_and_a_run_that_nobody_has(tmp_path):
 def test_workers_meet_at_a_store_that_a_process_serves(tmp_path):
     """HOST:PORT of diloco.py --serve: two workers, and the store outlives both"""
     port = dl_free_port()
-    argv = [sys.executable, "diloco.py", "--serve", f"127.0.0.1:{port}"]
-    serve = subprocess.Popen(argv, cwd=DL_REPO, env=DL_ENV, stdout=subprocess.PIPE, text=True)
+    argv = [sys.executable, "parallelism/diloco.py", "--serve", f"127.0.0.1:{port}"]
+    serve = subprocess.Popen(argv, cwd=REPO, env=DL_ENV, stdout=subprocess.PIPE, text=True)
     try:
         assert f"127.0.0.1:{port}" in serve.stdout.readline()
         fork, at = multiprocessing.get_context("fork").Process, f"127.0.0.1:{port}"
@@ -29672,7 +29777,7 @@ class DLStop(list):
 def test_one_worker_of_train_py_is_the_plain_run_and_resumes(dl_run, tmp_path, monkeypatch):
     """--diloco with outer lr 1 and no momentum: the losses of a run without it, but for fp16; with
     momentum, cut in the midst of a round: those of the uninterrupted run, to the last bit"""
-    monkeypatch.chdir(DL_REPO)
+    monkeypatch.chdir(REPO)
     assert T.main(dl_run(tmp_path / "plain", "--steps 12")) == 0
     alone = "--steps 12 --diloco 4 --diloco-at {} --outer-momentum {} --outer-lr {}"
     flags = alone.format(tmp_path / "a", 0, 1)
@@ -29696,7 +29801,7 @@ def test_one_worker_of_train_py_is_the_plain_run_and_resumes(dl_run, tmp_path, m
 def test_workers_share_out_every_batch(dl_run, tmp_path, monkeypatch):
     """The first loss of a run without them is the mean of two workers', each of which finds nobody
     else and goes on alone"""
-    monkeypatch.chdir(DL_REPO)
+    monkeypatch.chdir(REPO)
     assert T.main(dl_run(tmp_path / "plain", "--steps 2")) == 0
     first = []
     for i in range(2):
@@ -29712,7 +29817,7 @@ def test_workers_share_out_every_batch(dl_run, tmp_path, monkeypatch):
 
 def test_a_worker_that_was_left_out_goes_on_at_the_others_step(dl_run, tmp_path, monkeypatch):
     """A meeting that ends two rounds further: the steps between are not made"""
-    monkeypatch.chdir(DL_REPO)
+    monkeypatch.chdir(REPO)
     jump = lambda self, step: {"step": 8 if step == 1 else step + 1}
     monkeypatch.setattr(T.Island, "after", jump)
     flags = f"--steps 10 --diloco 2 --diloco-at {tmp_path / 'store'}"
@@ -29721,7 +29826,7 @@ def test_a_worker_that_was_left_out_goes_on_at_the_others_step(dl_run, tmp_path,
 
 
 def test_flags_of_diloco_and_of_quantized_zero_are_checked(dl_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(DL_REPO)
+    monkeypatch.chdir(REPO)
     for flags, words in (
         ("--diloco 4", "--diloco needs --diloco-at"),
         ("--outer-lr 1", "--outer-lr goes with --diloco"),
@@ -32883,18 +32988,18 @@ def test_tuning_adapter_names_are_hugging_faces():
         (TUNING_MLA, "layers.1.mlp.shared.up_proj", "model.layers.1.mlp.shared_experts.up_proj"),
     ):
         model = M.Transformer(config)
-        assert M.hf_modules(model)[ours] == theirs
+        assert HF.hf_modules(model)[ours] == theirs
         LO.lora_(model, 2, targets=("up_proj",))
-        assert M.hf_modules(model)[ours] == theirs
+        assert HF.hf_modules(model)[ours] == theirs
 
 
 def test_tuning_adapters_travel_in_a_file(tmp_path):
     model, rows = LO.lora_(tuning_model(), 2), tuning_pairs().long()
     for p in LO.adapters(model).values():
         nn.init.normal_(p, 0.0, 0.2)
-    LO.save_adapters(model, tmp_path, "base", M.hf_modules(model).__getitem__)
+    LO.save_adapters(model, tmp_path, "base", HF.hf_modules(model).__getitem__)
     plain = tuning_model()
-    again = LO.load_adapters_(plain, tmp_path, M.hf_modules(plain).__getitem__)
+    again = LO.load_adapters_(plain, tmp_path, HF.hf_modules(plain).__getitem__)
     assert torch.equal(TU.logprobs(again, rows), TU.logprobs(model, rows))
 
 
@@ -34911,15 +35016,15 @@ def test_mup_scales_weights_and_rates(sc_run, tmp_path):
     assert sc_same(plain, sc_run("same", f"{model} --mup-base 32"))
     args = T.parse_args(f"{model} --mup-base 16 --device cpu".split())
     place = T.Place(torch.device("cpu"), "fp32", 0, 1)
-    shape = T.model_config(args)
-    half = T.build_model(args, shape, place, T.Layout(args, shape))
+    shape = BUILD.model_config(args)
+    half = BUILD.build_model(args, shape, place, T.Layout(args, shape))
     args.mup_base = 32
-    whole = T.build_model(args, shape, place, T.Layout(args, shape))
+    whole = BUILD.build_model(args, shape, place, T.Layout(args, shape))
     for (name, a), (_, b) in zip(half.named_parameters(), whole.named_parameters()):
         factor = 1.0 if a.dim() == 1 or "embed" in name else 0.5 if "head" in name else 0.5**0.5
         torch.testing.assert_close(a, b * factor)
     args.mup_base = 16
-    optimizer = T.build_optimizer(half, T.ALONE, args)
+    optimizer = BUILD.build_optimizer(half, STEP.ALONE, args)
     scales = {p: g["scale"] for g in optimizer.param_groups for p in g["params"]}
     decays = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert scales[half.head.weight] == scales[half.layers[0].mlp.up_proj.weight] == 0.5
@@ -34952,17 +35057,17 @@ def test_packed_rows_are_separate_documents(attention, config):
     assert rows.shape == (1, 32)
     layout = L.Layout()
     layout.args = SimpleNamespace(pack=True, loss_chunk=0)
-    packed = torch.stack(T.loss_sums(model, rows, T.attend_of(attention, True), layout))
+    packed = torch.stack(STEP.loss_sums(model, rows, STEP.attend_of(attention, True), layout))
     packed.sum().backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    alone = sum(torch.stack(T.loss_sums(model, d[None].long())) for d in docs)
+    alone = sum(torch.stack(STEP.loss_sums(model, d[None].long())) for d in docs)
     alone.sum().backward()
     assert (alone[1] > 0) == (config == "mtp")
     torch.testing.assert_close(packed, alone)
     for p, g in zip(model.parameters(), grads):
         torch.testing.assert_close(g, p.grad, atol=1e-5, rtol=1e-4)
-    assert T.count_targets(rows, layout) == 8 + 13 + 3
+    assert STEP.count_targets(rows, layout) == 8 + 13 + 3
 
 
 @pytest.mark.slow
@@ -35040,14 +35145,14 @@ def test_adapters_merged_are_adapters_apart(sc_run, tmp_path, capsys):
     text of the merged export."""
     init = sc_run("init")
     out = sc_run("lora", f"--init {init} --lora 4 --lr 1e-2")
-    base, state = M.load_checkpoint(init, dtype=torch.float32), SD.read_state(out)
+    base, state = HF.load_checkpoint(init, dtype=torch.float32), SD.read_state(out)
     assert state and all("lora_" in name for name in state)
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
     assert T.main(["--out", str(out), "--export", str(tmp_path / "merged"), "--lora-merged"]) == 0
     shutil.copy(init / "tokenizer.model", tmp_path / "merged")
-    merged = M.load_checkpoint(tmp_path / "merged", dtype=torch.float32)
-    LO.load_adapters_(base, out, M.hf_modules(base).__getitem__)
+    merged = HF.load_checkpoint(tmp_path / "merged", dtype=torch.float32)
+    LO.load_adapters_(base, out, HF.hf_modules(base).__getitem__)
     tokens = random_tokens(merged.config, 2, 12)
     apart = base(tokens)
     assert relative(merged(tokens), apart) < 2e-2  # of bf16 weights
@@ -35133,7 +35238,7 @@ def test_the_peak_of_a_step_is_foretold(ranks, flags, rows, corpus, tmp_path):
     line = next(x for x in done.stdout.splitlines() if x.startswith("peak of a step"))
     foretold = float(line.split()[-1].replace(",", "")) * 2**20
     more = f"--data {corpus} --out {tmp_path / 'out'} --steps 2 --eval-every 2 --device cpu"
-    code = "import cpu, sys, train\ncpu.keep_freed_memory(False)\nsys.exit(train.main())"
+    code = "import sys, train\nfrom generation import cpu\ncpu.keep_freed_memory(False)\nsys.exit(train.main())"
     (tmp_path / "program.py").write_text(code)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     argv = [tmp_path / "program.py", *flags.split(), *more.split()]
@@ -35190,7 +35295,7 @@ def test_exposed_communication_is_what_no_kernel_covers():
 def test_batches_that_are_no_good_are_skipped_and_many_stop_the_run(sc_run, monkeypatch, capsys):
     """A loss that is not finite leaves the weights as they were, and is said; too many in a row end
     the run with the last checkpoint whole."""
-    real, at = T.accumulate, {3}
+    real, at = STEP.accumulate, {3}
 
     def poisoned(*args, **how):
         losses = real(*args, **how)
@@ -35330,7 +35435,7 @@ def test_a_rank_that_dies_costs_at_most_a_step(corpus, tiny_config, tmp_path):
     flags = f"--save-every 4 --mirror-every 4 --mirror-at {shm} --resume auto"
     whole = sc_argv(corpus, tiny_config, tmp_path / "whole", flags.replace("shm", "shm2"))
     assert sc_ranks(whole, 2, log) == [0, 0], log.read_text()[-2000:]
-    real = T.loss_sums
+    real = STEP.loss_sums
 
     def dies(*args, **how):
         if os.environ["RANK"] == "1" and sum(1 for _ in open(out / "metrics.jsonl")) >= 5:
@@ -35338,7 +35443,7 @@ def test_a_rank_that_dies_costs_at_most_a_step(corpus, tiny_config, tmp_path):
         return real(*args, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(T, "loss_sums", dies)
+        patch.setattr(STEP, "loss_sums", dies)
         codes = sc_ranks(sc_argv(corpus, tiny_config, out, flags), 2, log)
     assert codes[1] == -signal.SIGKILL and codes[0] != 0
     assert sc_ranks(sc_argv(corpus, tiny_config, out, flags), 2, log) == [0, 0], log.read_text()
@@ -35350,7 +35455,7 @@ def test_a_rank_that_dies_costs_at_most_a_step(corpus, tiny_config, tmp_path):
 @pytest.mark.parametrize("how", ["stopped", "sleeps"])
 def test_a_hang_names_the_guilty_rank(how, corpus, tiny_config, tmp_path):
     """One of two ranks is stopped, or sleeps: the other says so, and ends with its own code."""
-    out, log, real = tmp_path / "out", tmp_path / "log", T.loss_sums
+    out, log, real = tmp_path / "out", tmp_path / "log", STEP.loss_sums
 
     def hangs(*args, **kw):
         if os.environ["RANK"] == "1" and sum(1 for _ in open(out / "metrics.jsonl")) >= 4:
@@ -35359,7 +35464,7 @@ def test_a_hang_names_the_guilty_rank(how, corpus, tiny_config, tmp_path):
 
     flags = "--steps 30 --hang-timeout 2"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(T, "loss_sums", hangs)
+        patch.setattr(STEP, "loss_sums", hangs)
         codes = sc_ranks(sc_argv(corpus, tiny_config, out, flags), 2, log)
     said = log.read_text()
     assert codes[0] == T.HUNG or codes[1] == T.HUNG, (codes, said)
@@ -35373,14 +35478,15 @@ def test_torchrun_starts_a_dead_rank_again(corpus, tiny_config, tmp_path):
     code = f"""
 import os, pathlib, signal, sys
 import train
-real, flag = train.loss_sums, pathlib.Path({str(flag)!r})
+from training import step
+real, flag = step.loss_sums, pathlib.Path({str(flag)!r})
 def dies(*args, **how):
     rows = pathlib.Path({str(out)!r}, "metrics.jsonl")
     if os.environ["RANK"] == "1" and not flag.exists() and rows.read_text().count("\\n") >= 5:
         flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*args, **how)
-train.loss_sums = dies
+step.loss_sums = dies
 sys.exit(train.main())
 """
     (tmp_path / "program.py").write_text(code)
@@ -35451,7 +35557,7 @@ def test_damaged_folders_are_said_and_stepped_over(sc_run, tmp_path, capsys):
     assert "refused checkpoint of step 8" in capsys.readouterr().err
     assert G.main(["the cat", "--checkpoint", str(to), "--max-new-tokens", "2"]) == 0
     four = SD.read_weights(CK.path_of(other / SD.CHECKPOINTS, 4), ["embed.weight"])
-    stored = M.load_checkpoint(to).embed.weight
+    stored = HF.load_checkpoint(to).embed.weight
     assert torch.equal(stored, four["embed.weight"].bfloat16())
     program = tmp_path / "reward.py"
     program.write_text("def f(prompt, completion, answer):\n    return 1 / 0\n")
@@ -35477,9 +35583,9 @@ def test_memory_has_what_no_disk_has_yet(corpus, tiny_config, tmp_path):
         time.sleep(0.05)
         return real(*args, **how)
 
-    real = T.loss_sums
+    real = STEP.loss_sums
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(T, "loss_sums", slow)
+        patch.setattr(STEP, "loss_sums", slow)
         assert sc_ranks(argv, 1, log, kill) == [-signal.SIGKILL]
     assert not saved_steps(out) and any(shm.glob("*.mirror"))
     kept = tmp_path / "kept"
@@ -35497,7 +35603,7 @@ def test_memory_has_what_no_disk_has_yet(corpus, tiny_config, tmp_path):
 
 
 def test_batches_of_pairs_and_prompts_go_evenly_over_ranks(corpus, tiny_config, tmp_path):
-    config = M.read_config(tiny_config)
+    config = HF.read_config(tiny_config)
     for flags in ("--task dpo --batch-size 6", "--task grpo --batch-size 8 --group 8"):
         argv = f"--init {tmp_path} --data {corpus} {flags}".split()
         with pytest.raises(ValueError, match="must be a multiple of the 2 ranks"):

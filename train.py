@@ -52,466 +52,36 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
-import moe
-from attention import as_attend
-from checkpoint import Checkpoints
-from data import BOS, EOS, decode
-from flags import DRAFT_HEAD, FIXED, QAT_GRIDS, SAVED, flag, parse_args
-from flags import settle_diloco_flags, settle_expert_flags, settle_flags
-from layout import IGNORE, Layout
-from lora import lora_
-from metrics import Metrics, PeakMemory, flops_per_token, peak_flops, plot, profiled
-from metrics import summary_writer
-from model import (
-    CONFIGS,
-    Attend,
-    ModelConfig,
-    MoE,
-    Transformer,
-    allocate,
-    causal_attention,
-    load_checkpoint,
-    packed_attention,
-    read_config,
-)
-from offload import OffloadedOptimizer, OptimizerInBackward
-from optimizers import LossScaler, Several, StochasticAdamW, learning_rate, muon_split
-from optimizers import mup_factors
-from place import Place, find_place
-from quantize import fp8_training_, qat_
-from recovery import Diverged, Guard, Mirror, Watch, stragglers
-from state import CHECKPOINTS, Island, State, export, saved_run
-from text import TEXTS, NextToken, Text, prepare_task, prepare_text
-from tuning import objective_of
-from upcycle import upcycle_, upcycled_config
+from model import Transformer
+from parallelism.dist_env import Place, find_place
+from parallelism.parallel_dims import Layout
+from training.build import build_model, build_optimizer, compiled, meta_model, model_config
+from training.build import offload_folder
+from training.checkpoint import Checkpoints
+from training.dataset import TEXTS, NextToken, Text, prepare_task, prepare_text
+from training.draft_head import train_draft_head
+from training.flags import DRAFT_HEAD, FIXED, SAVED, flag, parse_args
+from training.flags import settle_diloco_flags, settle_expert_flags, settle_flags
+from training.metrics import Metrics, PeakMemory, flops_per_token, peak_flops, plot, profiled
+from training.metrics import progress, summary, summary_writer
+from training.optimizers import LossScaler, learning_rate
+from training.recovery import Diverged, Guard, Mirror, Watch, stop_on_signals, stragglers
+from training.state import CHECKPOINTS, Island, State, export, saved_run
+from training.step import Balance, accumulate, attend_of, update, validate
+from training.tuning import objective_of
 
 RUN_ID = "run.id"  # in OUT: which run this is
 LAST_WORDS = 10.0  # seconds that a step may go on after SIGTERM, before its state is kept
 HUNG = 75  # the exit code of a rank that waited too long: EX_TEMPFAIL, try again
-MTP_WEIGHT = 0.3  # of the loss of predicting further (DeepSeek-V3, arXiv:2412.19437, 4.2)
-
-# --------------------------------------------------------------------------------------------------
-# One step
-# --------------------------------------------------------------------------------------------------
-
-
-ALONE = Layout()  # one process
-
-
-class PackedFlash:
-    """The attend hook for documents that share rows, on attention.py's kernels."""
-
-    def __init__(self) -> None:
-        self.positions, self.run = None, None
-
-    def __call__(self, spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        if positions is not self.positions:  # every layer of a forward pass has the same ones
-            starts = (positions.flatten() == 0).nonzero().flatten()
-            ends = starts.new_tensor([positions.numel()])
-            self.run = as_attend(cu_seqlens=torch.cat((starts, ends)).int())
-            self.positions = positions
-        flat = (x.flatten(0, 1)[None] for x in (q, k, v))
-        return self.run(spec, *flat, positions).view(*q.shape[:3], v.shape[-1])
-
-
-def attend_of(attention: str, packed: bool = False) -> Attend:
-    """The model's attend argument for that kind of attention."""
-    if packed:
-        return PackedFlash() if attention == "flash" else packed_attention
-    return as_attend() if attention == "flash" else causal_attention
-
-
-def loss_sums(
-    model: Transformer, batch: Tensor, attend: Attend = causal_attention, layout: Layout = ALONE
-) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropies of batch (B, T + 1), coded rows (data.py), in nats: of the next token,
-    and of those further ahead, the mean over the model's multi-token prediction depths (0 without
-    any). Of the tokens that `layout` gives this rank."""
-    at = layout.positions(batch.shape[1] - 1, batch.device)
-    inputs, targets, positions = decode(batch, layout.packed)
-    if at is not None:
-        inputs, targets = inputs[:, at], targets[:, at]
-    where = at if positions is None else positions
-    if not (model.mtp or layout.chunked):
-        main = layout.cross_entropy(model(inputs, where, attend=attend), targets)
-        return main, torch.zeros_like(main)
-    hidden = model(inputs, where, attend=attend, return_hidden=True)
-    main = layout.head_loss(model, hidden, targets)
-    ahead = main.new_zeros(())
-    for depth in range(1, 1 + len(model.mtp)):
-        near, further = None, targets[:, depth:]
-        if positions is not None:  # of what lies that far ahead, some is another document's
-            near = positions[:, :-depth]
-            further = further.masked_fill(positions[:, depth:] < depth, IGNORE)
-        hidden = model.predict_further(hidden[:, :-1], inputs[:, depth:], near, attend, depth - 1)
-        ahead = ahead + layout.head_loss(model, hidden, further)
-    return main, ahead / max(1, len(model.mtp))
-
-
-def accumulate(
-    model: torch.nn.Module,
-    batch: Tensor,
-    micro_batch_size: int,
-    autocast: Callable[[], Any] = contextlib.nullcontext,
-    attend: Attend = causal_attention,
-    balance: Balance | None = None,
-    layout: Layout = ALONE,
-    objective: Any = None,
-    scale: float = 1.0,
-) -> dict[str, float]:
-    """Leave in .grad the gradient of the mean loss over all the step's tokens (and MTP_WEIGHT times
-    that of predicting further, and the auxiliary losses of `balance`), times `scale`; return those
-    losses. objective: in place of the next token (tuning.py), with `count` and `loss`.
-
-    The divisor is the token count of the whole step (all micro-batches, all ranks), known before
-    the first backward. A mean of micro-batch means would weigh a token by how few stand beside it.
-    An auxiliary loss is a mean over routed tokens, of which all rows have the same number: it
-    counts by the share of the step's rows.
-    """
-    tp, cp = layout.size("tp"), layout.size("cp")
-    counted = objective.count(batch) if objective else count_targets(batch, layout)
-    count = layout.total(counted) // (cp * layout.size("pp"))
-    rows = len(batch) * layout.batch_shares * cp
-    if layout.stages is not None:
-        how = autocast, attend, balance, layout
-        totals = layout.stages.accumulate(model, batch, count, rows, *how)
-    else:
-        totals, seen = torch.zeros(3, device=batch.device), 0
-        for micro in layout.micro_batches(model, batch, micro_batch_size):
-            if balance is not None:
-                balance.watching = True
-            with autocast():
-                if objective is None:
-                    main, ahead = (x / count for x in loss_sums(model, micro, attend, layout))
-                else:
-                    here = slice(seen, seen + len(micro))
-                    main = objective.loss(model, micro, here, attend) / count
-                    ahead = torch.zeros_like(main)
-            aux = main.new_zeros(()) if balance is None else balance.take() * (len(micro) / rows)
-            # the gradients of a mixture's inputs are added up over tp: of this loss, each is all
-            loss = main + MTP_WEIGHT * ahead + aux / tp
-            (loss if scale == 1.0 else loss * scale).backward()
-            totals += torch.stack((main, ahead, aux)).detach()
-            seen += len(micro)
-    layout.sum_gradients(model)
-    main, ahead, aux = layout.total(totals).tolist()
-    losses = {"loss": main} | ({"mtp_loss": ahead} if len(model.mtp) else {})
-    return losses | ({"aux_loss": aux} if balance is not None and balance.auxiliary else {})
-
-
-def count_targets(batch: Tensor, layout: Layout = ALONE) -> Tensor:
-    """How many of a batch's tokens are to be predicted."""
-    return (decode(batch, layout.packed)[1] != IGNORE).sum()
-
-
-class Balance:
-    """Keeps the load of experts even and counts it, through MoE.observe, in training alone.
-
-    With a correction: no loss (arXiv:2408.15664). After each step every expert's correction moves
-    by `speed`, up if the expert got fewer tokens than the mean of the step, else down.
-    Auxiliary losses, times their coefficients, summed over mixtures, that of an MTP layer included:
-    `aux`, GShard's and Switch's (arXiv:2101.03961), `seq`, DeepSeek-V3's (arXiv:2412.19437, 2.1.2),
-    and `z`, ST-MoE's (arXiv:2202.08906). `seq` and `z` are means over sequences and over tokens,
-    the same however a step is cut; `aux` is of products of means over one micro-batch of one rank,
-    so that another micro-batch size or rank count is another loss.
-    """
-
-    def __init__(
-        self, model: Transformer, speed: float = 2e-3, aux: float = 0, seq: float = 0, z: float = 0,
-        layout: Layout = ALONE,
-    ):  # fmt: skip
-        self.speed, self.aux, self.seq, self.z = speed, aux, seq, z
-        self.config, self.terms, self.watching = model.config, [], True
-        self.mixtures = [m for m in model.modules() if isinstance(m, MoE)]
-        whole = layout.stages is None
-        n = len(self.mixtures) if whole else len(self.config.moe_layers)
-        self.auxiliary = n > 0 and max(aux, seq, z) > 0
-        shape, device = (n, self.config.n_experts), next(model.parameters()).device
-        self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.rows = range(n) if whole else layout.stages.mixtures()  # those that are here
-        see = torch.compiler.disable(self._see)  # what it keeps for later is no part of a graph
-        for i, mixture in zip(self.rows, self.mixtures, strict=True):
-            mixture.observe = partial(see, self.counts[i])
-
-    def _see(self, counts: Tensor, logits: Tensor, ids: Tensor) -> None:
-        """One mixture, one forward: logits (B, T, E), ids (B, T, K), into its row of counts."""
-        if not torch.is_grad_enabled():  # validation
-            return
-        known = len(self.terms)
-        if self.watching:
-            counts += moe.count_experts(ids, len(counts))
-        if self.aux or self.seq:
-            probs = moe.router_probs(logits, self.config.scoring)
-            if self.aux:
-                flat = probs.flatten(0, 1), ids.flatten(0, 1)
-                self.terms.append(self.aux * moe.balance_loss(*flat))
-            if self.seq:
-                self.terms.append(self.seq * moe.balance_loss(probs, ids))
-        if self.z:
-            self.terms.append(self.z * moe.z_loss(logits))
-        if not self.watching:  # recomputed for a backward pass, which wants the same operations
-            del self.terms[known:]
-
-    def take(self) -> Tensor:
-        """The auxiliary losses of the forward passes since the last take, summed. Until `watching`
-        is set again, forward passes are those of checkpoints, and seen already."""
-        terms, self.terms, self.watching = self.terms, [], False
-        return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
-
-    def update(self, layout: Layout = ALONE) -> float | None:
-        """End of a step: move the corrections, leave the step's counts (mixtures, E) in .last, over
-        all ranks, and what is to be said of them in .row; the busiest expert's load over the mean,
-        in the worst layer (1 is perfect; None: no mixtures)."""
-        self.row: dict[str, Any] = {}
-        if not len(self.counts):
-            return None
-        self.last = layout.total(self.counts.clone())
-        self.counts.zero_()
-        for i, mixture in zip(self.rows, self.mixtures):
-            if self.config.correction_bias:
-                moe.update_bias_(mixture.correction, self.last[i], self.speed)
-        of = moe.load_statistics(self.last)
-        self.row = {
-            "worst_load": round(of["max_over_mean"], 3),
-            "load_entropy": round(of["entropy"], 4),
-            "dead_experts": int(of["dead"]),
-        }
-        return of["max_over_mean"]
-
-
-def build_optimizer(
-    model: torch.nn.Module, layout: Layout = ALONE, args: argparse.Namespace | None = None
-) -> Any:
-    """What args say, by default AdamW (arXiv:1711.05101); decay on matrices and embeddings, none on
-    norms and biases. A group's "scale" multiplies the learning rate."""
-    width = model.config.dim if args and args.mup_base else 1
-    groups: dict[Any, list[Any]] = {(True, None, 1.0): [], (False, None, 1.0): []}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            scale = mup_factors(name, p.shape, width, args.mup_base)[1] if width > 1 else 1.0
-            # a fused step is of tensors on one mesh
-            key = p.dim() >= 2, getattr(p, "device_mesh", None), scale
-            groups.setdefault(key, []).append((name, p))
-    decay = 0.1 if args is None else args.weight_decay
-    settings = [  # with muP, decay per step stays what it is
-        {"params": named, "weight_decay": decay / scale if decays else 0.0, "scale": scale}
-        for (decays, _, scale), named in groups.items() if named
-    ]  # fmt: skip
-    if args is not None and args.optimizer == "muon":
-        return muon(settings)
-    plain = [s | {"params": [p for _, p in s["params"]]} for s in settings]
-    factory = optimizer_of(args)
-    if args is not None and args.optimizer_in_backward:
-        return OptimizerInBackward(plain, factory)
-    if args is not None and args.offload:
-        where = "cpu" if args.offload == "cpu" else offload_folder(args)
-        return OffloadedOptimizer(plain, factory, where)
-    return layout.optimizer(plain, factory)
-
-
-def offload_folder(args: argparse.Namespace) -> Path:
-    """In --offload's folder, that of this run and rank."""
-    run = hashlib.sha256(str(args.out.resolve()).encode()).hexdigest()[:12]
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return Path(args.offload) / f"{run}-rank{rank}"
-
-
-def optimizer_of(args: argparse.Namespace | None) -> Callable[..., torch.optim.Optimizer]:
-    if args is not None and args.optimizer == "sgd":
-        return partial(torch.optim.SGD, lr=0.0, momentum=0.9)
-    how = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8)
-    if args is not None and args.weights == "bf16":
-        return partial(StochasticAdamW, **how, seed=args.seed)
-    return partial(torch.optim.AdamW, **how, fused=True)
-
-
-def muon(settings: list[dict[str, Any]]) -> Several:
-    """torch's Muon for matrices in blocks, its steps as large as AdamW's, which has the rest."""
-    parts = [[], []]
-    for group in settings:
-        for part, named in zip(parts, muon_split(group["params"])):
-            if named:
-                part.append(group | {"params": [p for _, p in named]})
-    adam = partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    whole = partial(torch.optim.Muon, lr=0.0, adjust_lr_fn="match_rms_adamw")
-    return Several(*(make(part) for make, part in zip((whole, adam), parts) if part))
-
-
-def update(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    lr: float,
-    layout: Layout = ALONE,
-    clip: float = 1.0,
-    scale: float = 1.0,
-    take: Callable[[float], bool] = lambda norm: True,
-) -> float:
-    """Clip the gradient of the whole model, given times `scale`, to norm `clip` (0: leave it), take
-    the optimizer's step if take(its norm before) says so, clear the gradient; that norm."""
-    if scale != 1.0:
-        layout.scale_gradients(model, 1 / scale)
-    norm = layout.clip(model, clip or math.inf).item()
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("scale", 1.0)
-    if take(norm):
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
-@torch.no_grad()
-def validate(
-    model: torch.nn.Module,
-    tokens: Tensor,
-    seq_len: int,
-    micro_batch_size: int,
-    place: Place,
-    attend: Attend = causal_attention,
-    layout: Layout = ALONE,
-) -> float:
-    """Mean loss over the held_out_batches, the same ones on all ranks."""
-    batches = [*held_out_batches(tokens, seq_len, micro_batch_size, place.device)]
-    total, count = 0.0, sum(count_targets(batch, layout).item() for batch in batches)
-    for _, same in groupby(batches, len):
-        some = [*same]
-        if layout.stages is None:
-            with place.autocast():
-                losses = [loss_sums(model, batch, attend, layout)[0] for batch in some]
-        else:
-            losses = layout.stages.losses(model, some, place.autocast, attend, layout)
-        total += sum(layout.total(loss).item() for loss in losses) / layout.batch_shares
-    layout.reshard(model)
-    return total / count
-
-
-def held_out_batches(
-    tokens: Tensor, seq_len: int, micro_batch_size: int, device: torch.device
-) -> Iterator[Tensor]:
-    """Up to 65,536 held-out tokens as (micro_batch_size or fewer, seq_len + 1): windows of tokens
-    (n,), or of rows (R, seq_len + 1), spread evenly, always the same ones."""
-    n = len(tokens) if tokens.dim() == 2 else (len(tokens) - 1) // seq_len
-    picked = [
-        i * n // min(n, max(1, 65536 // seq_len)) for i in range(min(n, 65536 // seq_len or 1))
-    ]
-    for i in range(0, len(picked), micro_batch_size):
-        at = picked[i : i + micro_batch_size]
-        whole = tokens.dim() == 2
-        rows = [tokens[j] if whole else tokens[j * seq_len : (j + 1) * seq_len + 1] for j in at]
-        yield torch.stack(rows).long().to(device)
-
-
-# --------------------------------------------------------------------------------------------------
-# The model
-# --------------------------------------------------------------------------------------------------
-
-
-def model_config(args: argparse.Namespace) -> ModelConfig:
-    """The shape to train: of OUT under --resume, of --init, or what --model says."""
-    if args.resume:
-        return ModelConfig.from_hf(saved_run(args.out)[2]["config"])
-    if args.init is not None:
-        if not args.init.is_dir():
-            raise ValueError(f"--init {args.init}: no such folder")
-        if (args.init / "adapter_config.json").exists():
-            raise ValueError(
-                f"--init {args.init}: holds adapters; train.py --out {args.init} --export DIR "
-                "--lora-merged makes a model of them"
-            )
-        config = read_config(args.init / "config.json")
-        return upcycled_config(config, args) if args.upcycle else config
-    if args.model in CONFIGS or Path(args.model).exists():
-        shape = CONFIGS[args.model] if args.model in CONFIGS else read_config(args.model)
-        context = max(shape.max_seq_len, args.seq_len)
-        return replace(shape, max_seq_len=context, bos_id=BOS, eos_ids=(EOS,))
-    raise ValueError(f"--model {args.model}: neither a config.json nor one of {', '.join(CONFIGS)}")
-
-
-def build_model(
-    args: argparse.Namespace, config: ModelConfig, place: Place, layout: Layout = ALONE
-) -> Transformer:
-    """The model to train, in --weights: that of --init, or new, drawn from --seed; of it what
-    `layout` gives this rank. Weights are drawn on the CPU: one seed, one model."""
-    drawn = args.init is None or (args.resume and not args.lora)
-    late = drawn and layout.shards  # their weights come when there are shards
-    late = late and not (args.fp8 or args.qat)  # which look at them
-    if drawn:
-        model = meta_model(config)
-        layout.cut_(model)
-    elif args.upcycle:
-        model = upcycle_(load_checkpoint(args.init, "cpu", torch.float32), config, args.seed)
-        layout.cut_(model)
-    else:
-        model = load_checkpoint(args.init, "cpu", torch.float32, prepare=layout.cut_)
-    if drawn and not late:
-        layout.draw_(allocate(model, "cpu", torch.float32), args.seed)
-    if args.lora:
-        lora_(model, args.lora, args.lora_alpha or 2 * args.lora, seed=args.seed)
-    narrow_(model, args)
-    change_products(model, args)
-    layout.finish_(model, {"bf16": torch.bfloat16}.get(place.dtype))
-    if late:
-        model.to_empty(device=place.device)
-        if layout.stages is None:
-            model.tie()
-        if not args.resume:
-            layout.draw_(model, args.seed)
-    return model.to(place.device).train()
-
-
-def narrow_(model: Transformer, args: argparse.Namespace) -> None:
-    """--weights bf16: parameters are, buffers stay as they are."""
-    for p in model.parameters() if args.weights == "bf16" else ():
-        p.data = p.data.to(torch.bfloat16)
-
-
-def change_products(model: Transformer, args: argparse.Namespace) -> None:
-    """--experts, --fp8 and --qat: have the model's layers multiply how and what the flag says, over
-    the parameters that they have."""
-    if args.experts == "grouped" and any(isinstance(m, MoE) for m in model.modules()):
-        moe.use_grouped_experts(model)
-    if args.fp8:
-        fp8_training_(model, args.fp8)
-    if args.qat:
-        try:
-            tied = ("head",) if model.config.tie_embeddings else ()  # --pp gives it a copy
-            qat_(model, QAT_GRIDS[args.qat], skip=tied)
-        except ValueError as e:
-            raise ValueError(
-                f"--qat {args.qat}, in groups of 32: {e}; or train --qat int8"
-            ) from None
-
-
-def compiled(model: Transformer) -> Any:
-    """torch.compile, but for experts without kernels: how many tokens each gets is new in every
-    forward, and would be compiled anew."""
-    for mixture in model.modules():
-        if isinstance(mixture, MoE) and not moe.has_static_shapes(mixture):
-            mixture.experts = torch.compiler.disable(mixture.experts)
-    return torch.compile(model)
-
-
-def meta_model(config: ModelConfig) -> Transformer:
-    """The whole model without its memory, for counting."""
-    with torch.device("meta"):
-        return Transformer(config)
-
-
-# --------------------------------------------------------------------------------------------------
-# The run
-# --------------------------------------------------------------------------------------------------
-
 
 def settle_args(args: argparse.Namespace) -> None:
     """Fill args from the checkpoint under --resume; refuse what would spoil a run."""
@@ -589,8 +159,6 @@ def train(args: argparse.Namespace) -> None:
         (args.out / RUN_ID).write_text(os.urandom(8).hex())
     text = (prepare_text if args.task == "text" else prepare_task)(args, config, place)
     if args.train_draft_head:
-        from draft_head import train_draft_head  # a program over this one
-
         train_draft_head(args, text, place)
         return
     memory = PeakMemory(place.device)
@@ -928,31 +496,6 @@ def watch_of(args: argparse.Namespace, place: Place, hung: Callable[[], None]) -
     return Watch(place.store, place.rank, place.world, **how, report=tell, on_hang=hung)
 
 
-def progress(first: int, steps: int, place: Place) -> tqdm:
-    """The bar over steps first..steps, on rank 0."""
-    return tqdm(
-        range(first, steps),
-        initial=first,
-        total=steps,
-        disable=place.rank > 0,
-        mininterval=0.5 if sys.stderr.isatty() else 15,
-        dynamic_ncols=True,
-    )
-
-
-def stop_on_signals() -> list[int]:
-    """A list that the first SIGTERM or Ctrl-C puts a number into; the second acts at once."""
-    caught: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
-    return caught
-
-
 def of_all_ranks(caught: list[int], wait: float, device: torch.device) -> tuple[bool, float]:
     """Whether any was told to stop, for all must leave at the same step; the longest wait."""
     most = torch.tensor([len(caught), wait], device=device)
@@ -960,25 +503,6 @@ def of_all_ranks(caught: list[int], wait: float, device: torch.device) -> tuple[
         dist.all_reduce(most, dist.ReduceOp.MAX)
     told, wait = most.tolist()
     return told > 0, round(wait, 4)
-
-
-def summary(
-    args: argparse.Namespace, model: Transformer, n_tokens: int | None, first: int, place: Place
-) -> str:
-    """What is about to be trained, in one line."""
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    step_tokens = args.batch_size * args.seq_len
-    if first >= args.steps:
-        return f"{args.out}: all {first} steps are done; --steps makes a run longer"
-    text = ""
-    if n_tokens is not None:
-        epochs = args.steps * step_tokens / n_tokens
-        text = f" on {n_tokens / 1e6:.2f}M tokens, {epochs:.1f} epochs,"
-    products = f", FP8 {args.fp8}" if args.fp8 else f", QAT {args.qat}" if args.qat else ""
-    return (
-        f"{size:.2f}M parameters{text} {args.steps} steps of {step_tokens} from step {first}, "
-        f"{args.dtype}{products} on {place.device}"
-    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -994,7 +518,7 @@ def main(argv: list[str] | None = None) -> int:
                     shutil.copy(args.out / name, to)
             print(to)
         elif args.dry_run:
-            from dry_run import dry_run  # a program over this one
+            from parallelism.dry_run import dry_run  # only here: fake tensors take a second
 
             print(dry_run(args))
         else:

@@ -20,15 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint import Checkpoints, Found, Piece, find, path_of, read_about, read_whole
-from diloco import DiLoCo, Workers
-from flags import flag
-from layout import Layout
-from lora import adapters, lora_, merge_, save_adapters
-from model import ModelConfig, Transformer, hf_modules, load_checkpoint, save_checkpoint
-from optimizers import muon_split
+from huggingface.weights import hf_modules, load_checkpoint, save_checkpoint
+from model import ModelConfig, Transformer
 from parallel import local
-from place import Place
+from parallelism.diloco import DiLoCo, Workers
+from parallelism.dist_env import Place
+from parallelism.parallel_dims import Layout
+from training.checkpoint import Checkpoints, Found, Piece, find, path_of, read_about, read_whole
+from training.flags import flag
+from training.lora import adapters, lora_, merge_, save_adapters
+from training.optimizers import muon_split
 
 CHECKPOINTS = "checkpoints"
 

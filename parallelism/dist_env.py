@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from recovery import fresh_store
+from training.recovery import fresh_store
 
 
 @dataclass(frozen=True)

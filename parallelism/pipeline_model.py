@@ -36,12 +36,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data import decode
 from model import Attend, ModelConfig, MoE, Transformer
 from parallel import Mesh, local
-from pipeline import Later, Pipeline, channels, split_experts, split_weights_
-from schedules import LOOPED, SCHEDULES, Action, Schedule, make_schedule
-from schedules import balance as balanced
+from parallelism.pipeline import Later, Pipeline, channels, split_experts, split_weights_
+from parallelism.schedules import LOOPED, SCHEDULES, Action, Schedule, make_schedule
+from parallelism.schedules import balance as balanced
+from training.data import decode
 
 TRAINABLE = [name for name in SCHEDULES if name != "pipedream"]
 

@@ -12,8 +12,8 @@ import os
 from functools import partial
 from pathlib import Path
 
-from layout import add_flags as add_layout_flags
 from model import CONFIGS, ModelConfig
+from parallelism.parallel_dims import add_flags as add_layout_flags
 from quantize import RECIPES, SCHEMES
 
 # What --qat rounds to: the grids of generate.py's --quantize

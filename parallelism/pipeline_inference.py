@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model import KVCache, Transformer
-from pipeline import channels, decode
-from schedules import balance
-from stages import drop_
+from parallelism.pipeline import channels, decode
+from parallelism.pipeline_model import drop_
+from parallelism.schedules import balance
 
 
 class Stage:

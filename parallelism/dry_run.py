@@ -36,13 +36,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train
-from expert_parallel import Placement, exchanged, placed
-from layout import Experts, Layout
-from lora import lora_
 from model import ModelConfig, Transformer
 from parallel import local
-from place import Place
+from parallelism.dist_env import Place
+from parallelism.expert_parallel import Placement, exchanged, placed
+from parallelism.parallel_dims import Experts, Layout
+from training.build import build_optimizer, change_products, meta_model, model_config, narrow_
+from training.flags import settle_expert_flags
+from training.lora import lora_
+from training.metrics import flops_per_token
+from training.step import Balance, accumulate, attend_of, loss_sums, update
 
 # operation -> kind, bytes that each of n ranks sends of an input of b bytes, of which o are its own
 KINDS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
@@ -140,14 +143,14 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout: Layout) -> dict:
     """Of a step of train.py with `batch`, this rank's, and one micro-batch's forward pass: bytes,
     and of (dimension of the mesh, kind) calls and bytes sent. Collective; fake or not."""
-    optimizer, own = train.build_optimizer(model, args=args), list(model.parameters())
-    attend, n = layout.attend(train.attend_of(args.attention)), args.micro_batch_size
-    balance = train.Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
+    optimizer, own = build_optimizer(model, args=args), list(model.parameters())
+    attend, n = layout.attend(attend_of(args.attention)), args.micro_batch_size
+    balance = Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
     autocast = Place(batch.device, args.dtype, 0, 1).autocast
     with Peak([*own, batch]) as peak, Traffic(layout) as traffic:
-        train.accumulate(model, batch, n, autocast, attend, balance, layout)
+        accumulate(model, batch, n, autocast, attend, balance, layout)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        train.update(model, optimizer, args.lr, layout, args.clip)
+        update(model, optimizer, args.lr, layout, args.clip)
         balance.update(layout)
     kept: dict[int, Any] = {}  # alive, or another may get its id
 
@@ -157,7 +160,7 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
         return x
 
     with saved_tensors_hooks(keep, lambda x: x), autocast():
-        train.loss_sums(model, batch[:n], attend, layout)
+        loss_sums(model, batch[:n], attend, layout)
     whole = [p for p in model.parameters() if args.zero and not isinstance(p, DTensor)]
     states = [x for state in optimizer.state.values() for x in state.values()]
     tensors = dict(parameters=own, gathered=whole, gradients=gradients, optimizer=states)
@@ -213,12 +216,12 @@ def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
         plain = layout.experts or Experts(Placement.even(E, 1), tuple(range(E)), (), 1)
         layout.experts = even(plain, answers, config)
         plain.placement.physical(torch.zeros(0, 1, dtype=torch.int64))  # keeps a table: a real one
-    model = train.meta_model(config)
+    model = meta_model(config)
     layout.cut_(model)
     if args.lora:
         lora_(model, args.lora)
-    train.narrow_(model, args)
-    train.change_products(model, args)
+    narrow_(model, args)
+    change_products(model, args)
     layout.finish_(model, torch.bfloat16 if args.dtype == "bf16" else None)
     with FakeTensorMode(allow_non_fake_inputs=True), answers:
         model.to_empty(device="cpu")
@@ -237,8 +240,8 @@ def settle(args: argparse.Namespace) -> ModelConfig:
     for flag in flags.split():
         if flag in args.given:
             raise ValueError(f"--dry-run counts a step of plain training; leave {flag} out")
-    config = train.model_config(args)
-    train.settle_expert_flags(args, config)
+    config = model_config(args)
+    settle_expert_flags(args, config)
     if config.moe_layers and (args.fp8 or args.experts == "loop"):
         raise ValueError("--dry-run has no sizes for --fp8 and --experts loop; leave them out")
     args.dtype, args.world_size = args.dtype.replace("auto", "bf16"), args.world_size or 1
@@ -254,10 +257,10 @@ def settle(args: argparse.Namespace) -> ModelConfig:
 def dry_run(args: argparse.Namespace) -> str:
     """What --dry-run prints: a line per cost."""
     config = settle(args)
-    (costs, mesh), whole = count(args, config), train.meta_model(config)
+    (costs, mesh), whole = count(args, config), meta_model(config)
     B, T, world, sent = args.batch_size, args.seq_len, args.world_size, costs["sent"]
     passes = 4 if args.lora else 6  # frozen weights have no gradient
-    flops = train.flops_per_token(whole, T, passes) * B * T / world
+    flops = flops_per_token(whole, T, passes) * B * T / world
     rows = B * args.tp * args.cp // world
     loads = "; experts have even loads" if config.moe_layers else ""
     table = [

@@ -24,14 +24,18 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-import train
-from data import decode
-from flags import DRAFT_HEAD, DRAFTED
-from metrics import Metrics
-from model import Attend, Transformer, causal_attention, load_checkpoint, write_atomically
-from place import Place
+from huggingface.weights import load_checkpoint, write_atomically
+from model import Attend, Transformer, causal_attention
+from parallelism.dist_env import Place
 from speculative import DraftHead
-from text import Text
+from training.build import build_optimizer, change_products, compiled
+from training.data import decode
+from training.dataset import Text
+from training.flags import DRAFT_HEAD, DRAFTED
+from training.metrics import Metrics, progress, summary
+from training.optimizers import learning_rate
+from training.recovery import stop_on_signals
+from training.step import attend_of, held_out_batches, update
 
 UNROLLED = 2  # of them in training: twice the steps in the time that all four take teach more
 FADE = 0.5  # what a step weighs in the loss, beside the step before it
@@ -103,9 +107,9 @@ def validate_draft_head(
     """Over the held_out_batches: mean loss, and of the i-th tokens drafted the share that is taken,
     all before them being so (draft_counts; 0 where there was none)."""
     losses, counts = [], torch.zeros(2, DRAFTED, device=place.device)
-    for batch in train.held_out_batches(tokens, args.seq_len, args.micro_batch_size, place.device):
+    for batch in held_out_batches(tokens, args.seq_len, args.micro_batch_size, place.device):
         with place.autocast():
-            logits = draft_logits(head, model, batch[:, :-1], train.attend_of(args.attention))
+            logits = draft_logits(head, model, batch[:, :-1], attend_of(args.attention))
         losses += [draft_loss(logits[0], logits[1][:UNROLLED]).item()] * len(batch)
         counts += draft_counts(*logits, batch[:, :-1])
     shares = (counts[1] / counts[0].clamp(min=1)).tolist()
@@ -124,15 +128,15 @@ def save_draft_head(out: Path, head: DraftHead, step: int, acceptance: list[floa
 def train_draft_head(args: argparse.Namespace, text: Text, place: Place) -> None:
     """All of --train-draft-head, from tokens to file. The model is that of --init in the dtype of
     the matmuls, and gets no gradient."""
-    B, T, attend = args.batch_size, args.seq_len, train.attend_of(args.attention)
+    B, T, attend = args.batch_size, args.seq_len, attend_of(args.attention)
     dtype = torch.bfloat16 if place.dtype == "bf16" else torch.float32
     model = load_checkpoint(args.init, place.device, dtype).requires_grad_(False)
-    train.change_products(model, args)  # no more than --experts
+    change_products(model, args)  # no more than --experts
     head = new_draft_head(model.config.dim, args.seed).to(place.device)
-    print(train.summary(args, head, text.size, 0, place), file=sys.stderr)
-    model = train.compiled(model) if args.compile else model
-    optimizer, stop, acceptance = train.build_optimizer(head), train.stop_on_signals(), None
-    metrics, bar = Metrics(args.out, 0, args.tensorboard), train.progress(0, args.steps, place)
+    print(summary(args, head, text.size, 0, place), file=sys.stderr)
+    model = compiled(model) if args.compile else model
+    optimizer, stop, acceptance = build_optimizer(head), stop_on_signals(), None
+    metrics, bar = Metrics(args.out, 0, args.tensorboard), progress(0, args.steps, place)
     for step in bar:
         start, loss = time.perf_counter(), torch.zeros((), device=place.device)
         batch = decode(text.rows(step, range(B)), packed=False)[0].to(place.device)
@@ -142,9 +146,9 @@ def train_draft_head(args: argparse.Namespace, text: Text, place: Place) -> None
             share = draft_loss(*logits) * len(micro) / B
             share.backward()
             loss += share.detach()
-        lr = train.learning_rate(step, args.steps, args.lr)
+        lr = learning_rate(step, args.steps, args.lr)
         row = {"step": step + 1, "loss": loss.item()}
-        row |= {"grad_norm": train.update(head, optimizer, lr), "lr": lr}
+        row |= {"grad_norm": update(head, optimizer, lr), "lr": lr}
         if not math.isfinite(row["loss"] + row["grad_norm"]):
             raise ValueError(f"step {row['step']}: loss {row['loss']}; try a lower --lr")
         row["tokens_per_second"] = round(B * T / (time.perf_counter() - start), 1)

@@ -23,11 +23,12 @@ import sentencepiece
 import torch
 from torch import Tensor
 
-import data
-from data import BOS, EOS, batch_of, read_documents, read_tokens, split, write_tokens
-from model import ModelConfig, write_atomically
-from place import Place, first_does
-from tokenizer import load_chat_template, load_tokenizer
+from huggingface.tokenizer import load_chat_template, load_tokenizer
+from huggingface.weights import write_atomically
+from model import ModelConfig
+from parallelism.dist_env import Place, first_does
+from training import data
+from training.data import BOS, EOS, batch_of, read_documents, read_tokens, split, write_tokens
 
 TEXTS = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
          "added_tokens.json", "chat_template.jinja")  # fmt: skip

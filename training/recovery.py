@@ -42,6 +42,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import statistics
 import struct
 import subprocess
@@ -438,6 +439,19 @@ class Guard:
 # --------------------------------------------------------------------------------------------------
 # The store of a start
 # --------------------------------------------------------------------------------------------------
+
+
+def stop_on_signals() -> list[int]:
+    """A list that the first SIGTERM or Ctrl-C puts a number into; the second acts at once."""
+    caught: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return caught
 
 
 def fresh_store(store: dist.Store, rank: int, ranks: int) -> dist.Store:

@@ -27,8 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import cpu
-from calibrate import (
+from generation import cpu
+from huggingface.tokenizer import Tokenizer
+from huggingface.weights import load_checkpoint, read_config, save_checkpoint
+from model import LatentAttention, ModelConfig, MoE, Transformer, causal_attention, rope_cos_sin
+from quantization.calibrate import (
     Stats,
     accumulate_saliency,
     awq_scales,
@@ -40,17 +43,7 @@ from calibrate import (
     observe,
     smooth_scales,
 )
-from model import (
-    LatentAttention,
-    ModelConfig,
-    MoE,
-    Transformer,
-    causal_attention,
-    load_checkpoint,
-    read_config,
-    rope_cos_sin,
-    save_checkpoint,
-)
+from quantization.sparse import sparsify_
 from quantize import (
     Codes,
     Scheme,
@@ -65,8 +58,6 @@ from quantize import (
     use_product_,
     weight_only,
 )
-from sparse import sparsify_
-from tokenizer import Tokenizer
 
 SEQUENCES, LENGTH = 32, 512  # of calibration text, and tokens in each
 TEXT_FILES = (  # what a folder says about text, which --save takes along
@@ -156,7 +147,7 @@ def quantize_dummy_(args: argparse.Namespace, model: Transformer) -> None:
 def fast_(model: Transformer) -> Transformer:
     """The product for this device in place of quantize.py's plain one."""
     if next(model.parameters()).is_cuda:
-        from gemm import weight_only_matmul
+        from quantization.gemm import weight_only_matmul
 
         def product(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Any, bias: Any) -> Tensor:
             few, group = x.numel() <= 64 * x.shape[-1], x.shape[-1] // scales.shape[1]
@@ -233,7 +224,7 @@ def calibration_text(
 ) -> list[Tensor]:
     """Sequences (1, T) of --calibration-text or, without it, of the standard library's source:
     its training part, or what train.py holds out of it."""
-    from data import read_documents, split  # train.py's, which nothing else here wants
+    from training.data import read_documents, split  # train.py's, which nothing else here wants
 
     path, T = args.calibration_text, min(LENGTH, model.config.context)
     where = "the standard library" if path is None else f"--calibration-text {path}"
@@ -447,7 +438,7 @@ def check_report(args: argparse.Namespace) -> None:
     if args.group_size is not None:
         asked_scheme(argparse.Namespace(quantize="int4", group_size=args.group_size))
     if args.plot is not None:
-        from metrics import pyplot
+        from training.metrics import pyplot
 
         if not args.plot.parent.is_dir():
             raise ValueError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
@@ -545,7 +536,7 @@ REPORT_HEAD += "".join(f"{f'tok/s x{b}':>12}" for b in BATCHES)
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Loss against bytes, a point for each scheme."""
-    from metrics import pyplot
+    from training.metrics import pyplot
 
     figure, axes = pyplot().subplots(figsize=(8, 5))
     axes.scatter([r.megabytes for r in rows], [r.loss for r in rows])

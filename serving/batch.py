@@ -48,12 +48,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from drafting import Drawing, build_drafter, check_target, longest_run, padded
-from model import Transformer
-from paged_kv import Chunk, Engine, Output, PagedKVCache, SamplingParams, Sequence, Step
-from sampling import Sampler, Sampling
-from speculative import Fixed, Goodput, Proposal, Runner, common
-from tokenizer import (
+from generation.drafting import Drawing, build_drafter, check_target, longest_run, padded
+from generation.sampling import Sampler, Sampling
+from huggingface.tokenizer import (
     ChatTemplate,
     Continuation,
     StopStrings,
@@ -62,6 +59,9 @@ from tokenizer import (
     logprob_entry,
     one_line,
 )
+from model import Transformer
+from paged_kv import Chunk, Engine, Output, PagedKVCache, SamplingParams, Sequence, Step
+from speculative import Fixed, Goodput, Proposal, Runner, common
 
 # --------------------------------------------------------------------------------------------------
 # The engine

@@ -35,8 +35,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from generation.sampling import Sampler, draw
+from huggingface.tokenizer import Tokenizer
 from model import KVCache, ModelConfig, Transformer
-from sampling import Sampler, draw
 from speculative import (
     DraftHead,
     DraftModel,
@@ -58,7 +59,6 @@ from speculative import (
     matching,
     tree_attend,
 )
-from tokenizer import Tokenizer
 
 LONGEST = 8  # drafts in a row, where --speculate-k does not say
 NODES = 12  # of a tree
@@ -562,7 +562,7 @@ def _further(model: Transformer) -> Callable[..., Tensor]:
 
 def _shipped(checkpoint: Path) -> str | None:
     """The draft model that ships for the shipped model."""
-    shipped = Path(__file__).resolve().parent / "checkpoints"
+    shipped = Path(__file__).resolve().parents[1] / "checkpoints"
     same = checkpoint.resolve() == shipped / "small"
     return str(shipped / "draft") if same else None
 

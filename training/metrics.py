@@ -18,9 +18,11 @@ why a batch was `skipped`, and what the task adds: dpo `reward_margin` and `accu
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
-from model import Transformer, write_atomically
+from huggingface.weights import write_atomically
+from model import Transformer
+from parallelism.dist_env import Place
 
 # Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here
 # gets no MFU: a wrong one is worse than none. FP8 has twice these; --fp8 is measured against them
@@ -302,3 +307,34 @@ def _covered(spans: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def progress(first: int, steps: int, place: Place) -> tqdm:
+    """The bar over steps first..steps, on rank 0."""
+    return tqdm(
+        range(first, steps),
+        initial=first,
+        total=steps,
+        disable=place.rank > 0,
+        mininterval=0.5 if sys.stderr.isatty() else 15,
+        dynamic_ncols=True,
+    )
+
+
+def summary(
+    args: argparse.Namespace, model: Transformer, n_tokens: int | None, first: int, place: Place
+) -> str:
+    """What is about to be trained, in one line."""
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    step_tokens = args.batch_size * args.seq_len
+    if first >= args.steps:
+        return f"{args.out}: all {first} steps are done; --steps makes a run longer"
+    text = ""
+    if n_tokens is not None:
+        epochs = args.steps * step_tokens / n_tokens
+        text = f" on {n_tokens / 1e6:.2f}M tokens, {epochs:.1f} epochs,"
+    products = f", FP8 {args.fp8}" if args.fp8 else f", QAT {args.qat}" if args.qat else ""
+    return (
+        f"{size:.2f}M parameters{text} {args.steps} steps of {step_tokens} from step {first}, "
+        f"{args.dtype}{products} on {place.device}"
+    )

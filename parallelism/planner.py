@@ -879,7 +879,6 @@ SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("planner.py", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--plan", action="store_true", help=argparse.SUPPRESS)
     add("--model", help=f"{', '.join(SHAPES)}, or a config.json")
     add("--gpus", default="8")
     add("--device", default="h100", help=", ".join(DEVICES))

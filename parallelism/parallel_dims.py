@@ -28,20 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moe
-from async_tp import all_gather_matmul, matmul_reduce_scatter
 from attention import flash_attention
-from checkpoint import regions
-from chunked_loss import linear_cross_entropy
-from context_parallel import (
-    all_gather_attention,
-    attention_with_lse,
-    cp_positions,
-    ring_attention,
-    ulysses_attention,
-)
-from expert_parallel import Placement, exchanged, placed
 from model import Attend, Block, ModelConfig, MoE, Transformer, causal_attention, rope_cos_sin
-from optimizers import mup_factors
 from parallel import (
     TensorParallel,
     apply_fsdp,
@@ -58,12 +46,28 @@ from parallel import (
     sum_gradients,
     vocab_cross_entropy,
 )
-from quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
-from recompute import MODES, choose, kept_bytes, segments, wrapped
-from stages import Stages
-from stages import add_flags as add_stage_flags
-from stages import check as check_stages
-from zero import DistributedOptimizer
+from parallelism.async_tp import all_gather_matmul, matmul_reduce_scatter
+from parallelism.context_parallel import (
+    all_gather_attention,
+    attention_with_lse,
+    cp_positions,
+    ring_attention,
+    ulysses_attention,
+)
+from parallelism.expert_parallel import Placement, exchanged, placed
+from parallelism.pipeline_model import Stages
+from parallelism.pipeline_model import add_flags as add_stage_flags
+from parallelism.pipeline_model import check as check_stages
+from parallelism.quantized_collectives import (
+    QuantizedAllGather,
+    QuantizedReduceScatter,
+    node_groups,
+)
+from parallelism.zero import DistributedOptimizer
+from training.checkpoint import regions
+from training.chunked_loss import linear_cross_entropy
+from training.optimizers import mup_factors
+from training.recompute import MODES, choose, kept_bytes, segments, wrapped
 
 KERNELS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective keeps
 IGNORE = -100  # a target that is not counted

@@ -49,15 +49,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from alignment import Reward, dpo_loss, group_advantages, grpo_loss, load_reward, token_logprobs
-from data import IGNORE, decode, encode_row, preference_rows, read_preferences, read_prompts
-from layout import Layout
-from lora import LoRALinear, adapters, disabled
-from model import Attend, Transformer, causal_attention, load_checkpoint
+from huggingface.tokenizer import load_tokenizer
+from huggingface.weights import load_checkpoint
+from model import Attend, Transformer, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
-from place import Place
-from text import NextToken, Text, chat_of, held_apart
-from tokenizer import load_tokenizer
+from parallelism.dist_env import Place
+from parallelism.parallel_dims import Layout
+from training.alignment import (
+    Reward,
+    dpo_loss,
+    group_advantages,
+    grpo_loss,
+    load_reward,
+    token_logprobs,
+)
+from training.data import (
+    IGNORE,
+    decode,
+    encode_row,
+    preference_rows,
+    read_preferences,
+    read_prompts,
+)
+from training.dataset import NextToken, Text, chat_of, held_apart
+from training.lora import LoRALinear, adapters, disabled
 
 # (logits (N, V), targets (N,)) -> log-probabilities (N,); another where the vocabulary is cut
 LogProbs = Callable[[Tensor, Tensor], Tensor]
