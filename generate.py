@@ -60,6 +60,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import math
 import os
@@ -83,6 +84,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+ROOT = Path(__file__).resolve().parent
+for drawer in "huggingface generation serving quantization training parallelism".split():
+    spec = importlib.util.find_spec(drawer)  # an installed package wins over a folder
+    if spec.submodule_search_locations[0] != str(ROOT / drawer):
+        sys.exit(f"generate.py: error: {spec.origin} hides the folder {drawer}/; uninstall that package")
+
 from generation import cpu
 from generation.sampling import Sampler, Sampling, logprobs_of
 from huggingface.tokenizer import (
@@ -103,7 +110,7 @@ from training.lora import load_adapters_, merge_
 
 IMPORT_SECONDS = time.perf_counter() - START
 
-SHIPPED = Path(__file__).resolve().parent / "checkpoints" / "small"
+SHIPPED = ROOT / "checkpoints" / "small"
 DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
 TEMPERATURE = 0.8
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a long prompt's mask and activations

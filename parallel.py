@@ -735,7 +735,7 @@ def clip_gradients(model: nn.Module, norm: Tensor, most: float) -> None:
 
 
 @torch.no_grad()
-def put(p: Tensor, whole: Tensor, cut: Cut | None = None) -> None:
+def copy_shard_(p: Tensor, whole: Tensor, cut: Cut | None = None) -> None:
     """Copy into p, be it cut, sharded, both or neither, its part of the whole tensor."""
     part = whole if cut is None else cut.of(whole)
     if isinstance(p, DTensor):

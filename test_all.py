@@ -1809,6 +1809,27 @@ def test_imported_names_exist():
     assert not [u for u in used if not hasattr(importlib.import_module(u[1]), u[2])]
 
 
+@pytest.mark.parametrize("name", sorted(n for n, p in FILES.items() if imports_of(p)))
+def test_parts_run_by_path_say_what_to_run(name):
+    """One line, and at once; the programs work."""
+    if name in ("generate", "train"):
+        done = run(FILES[name], "--help", cwd="/")
+        assert done.returncode == 0 and "--device" in done.stdout
+        return
+    done = run(FILES[name], cwd="/")
+    assert done.returncode == 1 and "run: " in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("program, drawer", [("generate", "serving"), ("train", "training")])
+def test_a_package_that_hides_a_drawer_is_named(program, drawer, tmp_path):
+    package = tmp_path / drawer / "__init__.py"
+    package.parent.mkdir()
+    package.touch()
+    done = run(f"{program}.py", "--help", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert str(package) in done.stderr and "uninstall" in done.stderr
+
+
 LEAVES = "model attention paged_kv parallel quantize speculative moe".split()
 
 
@@ -20594,10 +20615,10 @@ def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_
     assert not (tmp_path / "new").exists()
     args = T.parse_args([*new, *deepseek, "--ep", "3"])
     with pytest.raises(ValueError, match="--ep 3: 8 experts"):
-        T.Layout(args, BUILD.model_config(args), 3)
+        T.ParallelDims(args, BUILD.model_config(args), 3)
     args = T.parse_args([*new, *deepseek, "--ep", "4", "--ep-node-size", "3"])
     with pytest.raises(ValueError, match="--ep-node-size 3 must divide --ep 4"):
-        T.Layout(args, BUILD.model_config(args), 4)
+        T.ParallelDims(args, BUILD.model_config(args), 4)
 
 
 # --- experts over ranks
@@ -23608,7 +23629,7 @@ def test_a_slice_of_a_model_loads_alone(tmp_path):
     folder = gtp_folder_of(gtp_qwen(n_layers=4, tie_embeddings=True), tmp_path / "m")
     whole, layers = HF.load_checkpoint(folder), [range(1), range(1, 3), range(3, 4)]
     for stage, has in enumerate(layers):
-        part = HF.load_checkpoint(folder, prepare=lambda m: ST.drop_(m, [stage], layers))
+        part = HF.load_checkpoint(folder, prepare=lambda m: ST.keep_stages_(m, [stage], layers))
         named = dict(part.named_parameters())
         assert {int(n.split(".")[1]) for n in named if n.startswith("layers.")} == set(has)
         assert (part.embed is None) == (stage != 0) and (part.head is None) == (stage != 2)
@@ -23619,7 +23640,7 @@ def test_a_slice_of_a_model_loads_alone(tmp_path):
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="missing tensors: model.layers.3.mlp.up_proj.weight"):
-        HF.load_checkpoint(folder, prepare=lambda m: ST.drop_(m, [0], layers))
+        HF.load_checkpoint(folder, prepare=lambda m: ST.keep_stages_(m, [0], layers))
 
 
 def test_dummy_parts_are_of_the_whole(tmp_path):
@@ -23819,7 +23840,7 @@ def layout_model(case: LayoutCase, args, layout, rank: int = 0) -> M.Transformer
     whole = layout_weights(case.model)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            layout.put(name, p, whole[layout.stored(name)])
+            layout.copy_shard_(name, p, whole[layout.checkpoint_name(name)])
         for name, buffer in model.named_buffers():
             buffer.copy_(whole[name])
     return model
@@ -23902,9 +23923,9 @@ def differs(layout, tensors, wanted, noise=None) -> tuple[float, str]:
     """The worst of this rank's parts, and its name."""
     worst = (0.0, "")
     for name, x in tensors:
-        whole = wanted[layout.stored(name)]
+        whole = wanted[layout.checkpoint_name(name)]
         part = torch.empty_like(x)
-        layout.put(name, part, whole)
+        layout.copy_shard_(name, part, whole)
         apart = off(parallel.local(x.detach()), parallel.local(part), whole)
         worst = max(worst, (apart / (noise or {}).get(name, 1), name))
     return worst
@@ -23913,7 +23934,7 @@ def differs(layout, tensors, wanted, noise=None) -> tuple[float, str]:
 def differs_whole(layout, tensors, wanted, noise=None) -> tuple[float, str]:
     """The same of whole tensors, which the first rank gets, as a checkpoint does."""
     worst = (0.0, "")
-    for name, got in layout.wholes(dict(tensors)):
+    for name, got in layout.full_tensors(dict(tensors)):
         if dist.get_rank() == 0:
             ok = got is not None and got.shape == wanted[name].shape
             apart = off(got, wanted[name], wanted[name]) if ok else math.inf
@@ -23923,7 +23944,7 @@ def differs_whole(layout, tensors, wanted, noise=None) -> tuple[float, str]:
 
 def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     args, alone = case.args(), case.reference()
-    want, layout = layout_reference(alone), T.Layout(args, case.config, case.ranks)
+    want, layout = layout_reference(alone), T.ParallelDims(args, case.config, case.ranks)
     with pytest.MonkeyPatch.context() as patch:
         compile_ = partialmethod(nn.Module.compile, backend=case.compiler)
         patch.setattr(nn.Module, "compile", compile_)
@@ -24416,7 +24437,7 @@ def lost_case(rank: int, task: tuple[LayoutCase, bool], folder: Path) -> dict:
     """One step, its transfers; then again without each of them (or the last of each kind)."""
     case, every = task
     args, want = case.args(), layout_reference(case.reference())
-    layout = T.Layout(args, case.config, case.ranks)
+    layout = T.ParallelDims(args, case.config, case.ranks)
     model = layout_model(case, args, layout, rank)
     attend = layout.attend(STEP.attend_of(args.attention))
     batch = layout_batch(case, 0)[list(layout.samples(case.batch))]
@@ -24471,7 +24492,7 @@ LOST_SLOW = {
 }
 LOST_NAMES = {
     "without: tp": "_Copy.backward _Sum.forward _VocabCrossEntropy.forward _sum_over_tp "
-    "sum_gradients gradient_norm Layout.total _Ring.forward _Ring.backward",
+    "sum_gradients gradient_norm ParallelDims.all_reduce_sum _Ring.forward _Ring.backward",
     "without: async, zero": "_AllGatherMatmul.forward _AllGatherMatmul.backward "
     "_MatmulReduceScatter.forward _MatmulReduceScatter.backward _HeadsForTokens fully_shard",
     "without: hsdp": "fully_shard gradient_norm",
@@ -24486,7 +24507,7 @@ def count_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     from torch.distributed.tensor.debug import CommDebugMode
 
     args = case.args()
-    layout = T.Layout(args, case.config, case.ranks)
+    layout = T.ParallelDims(args, case.config, case.ranks)
     model = layout_model(case, args, layout, rank)
     attend = layout.attend(STEP.attend_of(args.attention))
     batch = layout_batch(case, 0)[list(layout.samples(case.batch))]
@@ -24539,7 +24560,7 @@ def chain_case(rank: int, task: tuple[LayoutCase, ...], folder: Path) -> dict:
     place = T.Place(torch.device("cpu"), "fp32", rank, 4)
     for i, case in enumerate(cases):
         args = case.args()
-        layout = T.Layout(args, case.config, 4)
+        layout = T.ParallelDims(args, case.config, 4)
         model = BUILD.build_model(args, case.config, place, layout)
         optimizer = BUILD.build_optimizer(model, layout)
         save = lambda where, step: save_run(
@@ -24899,11 +24920,11 @@ def layout_child(rank, world, port, folder, todo):
         os.dup2(log.fileno(), 2)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # which would be processes
     one_gloo_loop()
-    L.make_mesh, L._group = (
+    L.make_mesh, L._new_group = (
         remembered(parallel.make_mesh),
-        remembered(L._group, lambda r: str(r.tolist())),
+        remembered(L._new_group, lambda r: str(r.tolist())),
     )
-    ST.channels = remembered(ST.channels, str)
+    ST.p2p_groups = remembered(ST.p2p_groups, str)
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=900))
     dist.init_process_group("gloo", store=dist.PrefixStore("cases", store), rank=rank,
                             world_size=world, timeout=timedelta(seconds=LAYOUT_HANG))  # fmt: skip
@@ -25442,7 +25463,7 @@ def run_of_ranks(rank, folder, ranks, model, flags):
     config = BUILD.model_config(args)
     T.settle_expert_flags(args, config)
     place = T.Place(torch.device("cpu"), args.dtype, rank, ranks)
-    layout = T.Layout(args, config, ranks)
+    layout = T.ParallelDims(args, config, ranks)
     model = BUILD.build_model(args, config, place, layout)
     pairs = torch.zeros(6, 4)
     for row, pair in zip(pairs, combinations(range(4), 2), strict=True):
@@ -27890,16 +27911,16 @@ def pl_make(schedule, env, p, *, dtype=torch.float64, seed=0, split=True, wrap=N
             **kw):  # fmt: skip
     """-> this rank's chunks, their Pipeline. wrap(chunk) is what is run of a chunk."""
     stages = stages or pl_stages(len(schedule.paths[0]), dtype, seed)
-    rank, later = dist.get_rank(env.groups[p][0]), PL.Later()
+    rank, weight_grads = dist.get_rank(env.groups[p][0]), PL.WeightGradStore()
     own = {c: copy.deepcopy(stages[pl_stage(schedule, c)]) for c, home in enumerate(schedule.home)
            if home == rank}  # fmt: skip
     for chunk in own.values():
         if split:
-            PL.split_weights_(chunk, later)
+            PL.split_weights_(chunk, weight_grads)
             for mixture in (part for part in chunk.modules() if isinstance(part, PLMixture)):
-                mixture.experts = PL.split_experts(mixture.experts, later)
+                mixture.experts = PL.split_experts(mixture.experts, weight_grads)
     run = {c: wrap(chunk) if wrap else chunk for c, chunk in own.items()}
-    return own, PL.Pipeline(schedule, run, *env.groups[p], dtype=dtype, later=later, **kw)
+    return own, PL.Pipeline(schedule, run, *env.groups[p], dtype=dtype, weight_grads=weight_grads, **kw)
 
 
 def pl_wired(env, schedule, p, shape, dtype, log):
@@ -28243,8 +28264,8 @@ def test_pl_split_leaves_the_module_as_it_was():
     module.load_state_dict(plain.state_dict())
     calls, before = [], dict(module.named_parameters())
     module.parts[2].register_forward_hook(lambda *_: calls.append("hook"))
-    later = PL.Later()
-    assert PL.split_weights_(module, later) is None
+    weight_grads = PL.WeightGradStore()
+    assert PL.split_weights_(module, weight_grads) is None
     assert list(before) == [k for k, _ in module.named_parameters()]
     assert all(p is before[k] for k, p in module.named_parameters())
     assert list(module.state_dict()) == list(plain.state_dict())
@@ -28253,10 +28274,10 @@ def test_pl_split_leaves_the_module_as_it_was():
     for queue in (None, []):
         module.zero_grad()
         plain.zero_grad()
-        later.queue = queue
+        weight_grads.queue = queue
         y = module(x)
         y.square().sum().backward()
-        later.queue = None
+        weight_grads.queue = None
         plain(x).square().sum().backward()
         weights = [k for k in before if k.startswith(("parts.0.up.w", "parts.0.down.w", "parts.2.w",
                                                       "parts.1.apart.w"))]  # fmt: skip
@@ -28272,16 +28293,16 @@ def test_pl_split_leaves_the_module_as_it_was():
 
 def test_pl_split_experts_leaves_both_stacks():
     """And does nothing where nothing is put off; experts without rows get zeros."""
-    later = PL.Later()
+    weight_grads = PL.WeightGradStore()
     g = torch.Generator().manual_seed(0)
     new = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
     x, weights, up, down = new(5, PL_C), new(5, 2), new(4, 6, PL_C), new(4, PL_C, 3)
     ids = torch.tensor([[0, 2], [2, 0], [0, 3], [3, 2], [2, 3]])  # none for expert 1
-    run = PL.split_experts(pl_experts, later)
+    run = PL.split_experts(pl_experts, weight_grads)
     expected = torch.autograd.grad(pl_experts(x, weights, ids, up, down).square().sum(),
                                    (x, weights, up, down))  # fmt: skip
     for queue in (None, []):
-        later.queue = queue
+        weight_grads.queue = queue
         run(x, weights, ids, up, down).square().sum().backward()
         if queue is not None:
             assert up.grad is None and down.grad is None and len(queue) == 6
@@ -28408,24 +28429,24 @@ def test_pl_pipedream_recomputes_with_the_weights_it_had(pl_done):
 def test_pl_sums_of_narrow_weights_are_wide():
     """300 products of a bf16 weight: added up in fp32, and rounded once."""
     torch.manual_seed(0)
-    layer, later = nn.Linear(16, 8, bias=False).bfloat16(), PL.Later()
-    PL.split_weights_(layer, later)
+    layer, weight_grads = nn.Linear(16, 8, bias=False).bfloat16(), PL.WeightGradStore()
+    PL.split_weights_(layer, weight_grads)
     plain, want = torch.zeros(8, 16).bfloat16(), torch.zeros(8, 16).double()
     for _ in range(300):
         x, dy = torch.randn(2, 5, 16).bfloat16() + 1, torch.randn(5, 8).bfloat16() + 1
-        later.queue = []
+        weight_grads.queue = []
         layer(x[0]).backward(dy)
-        (run,) = later.queue
+        (run,) = weight_grads.queue
         run()
         plain += dy.mT @ x[0]
         want += (dy.mT @ x[0]).double()
     assert layer.weight.grad is None
-    later.finish()
+    weight_grads.finish()
     off_by = lambda got: ((got.double() - want).norm() / want.norm()).item()
-    assert off_by(layer.weight.grad) < 2**-9 < off_by(plain) / 3 and not later.sums
+    assert off_by(layer.weight.grad) < 2**-9 < off_by(plain) / 3 and not weight_grads.sums
     old = layer.weight.grad.clone()
     run()
-    later.finish()
+    weight_grads.finish()
     assert torch.equal(layer.weight.grad, (old + (dy.mT @ x[0]).float()).bfloat16())
 
 
@@ -28556,27 +28577,27 @@ PL_UNITS = (0.02, 0.02, 0.04, 0.08)
 
 class PLSleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, seconds, later):
-        ctx.seconds, ctx.later = seconds, later
+    def forward(ctx, x, seconds, weight_grads):
+        ctx.seconds, ctx.weight_grads = seconds, weight_grads
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx, dy):
-        apart = ctx.later.queue is not None
+        apart = ctx.weight_grads.queue is not None
         time.sleep(ctx.seconds * (1 if apart else 2))
         if apart:
-            ctx.later.queue.append(partial(time.sleep, ctx.seconds))
+            ctx.weight_grads.queue.append(partial(time.sleep, ctx.seconds))
         return dy.clone(), None, None
 
 
 def pl_times(env, name, m):
     """Chunks that sleep, and need no core -> the unit and each rank's events, of the first run that
     is as simulated, or else of the last"""
-    schedule, later = SC.make_schedule(name, 4, m), PL.Later()
-    own = {c: lambda x: PLSleep.apply(x, unit * 4 / len(schedule.paths[0]), later)
+    schedule, weight_grads = SC.make_schedule(name, 4, m), PL.WeightGradStore()
+    own = {c: lambda x: PLSleep.apply(x, unit * 4 / len(schedule.paths[0]), weight_grads)
            for c, home in enumerate(schedule.home) if home == env.rank}  # fmt: skip
-    pipe = PL.Pipeline(schedule, own, *env.groups[4], later=later)
+    pipe = PL.Pipeline(schedule, own, *env.groups[4], weight_grads=weight_grads)
     inputs = [torch.zeros(1, requires_grad=True) for _ in range(m)]
     for unit in PL_UNITS:
         dist.barrier()
@@ -28747,7 +28768,7 @@ def pl_said(call):
 def pl_mistakes(env):
     """What is said to each"""
     assert all(len({id(group) for group in pair}) == 2 for pair in env.groups.values())
-    schedule, (up, down), later = SC.make_schedule("1f1b", 4, 2), env.groups[4], PL.Later()
+    schedule, (up, down), weight_grads = SC.make_schedule("1f1b", 4, 2), env.groups[4], PL.WeightGradStore()
     chunk = nn.Linear(3, 3)
     make = lambda s, chunks: pl_said(lambda: PL.Pipeline(s, chunks, up, down))
     said = {
@@ -28766,7 +28787,7 @@ def pl_mistakes(env):
     alone = type("Alone", (PL.Pipeline,), {"_connect": lambda pipe, pairs: None})
     if env.rank == 0:  # and it is refused before anything is sent
         for name, run in (("shape", lambda x: x[:, :2]), ("dtype", lambda x: x.double())):
-            pipe = alone(schedule, {0: run}, *env.lost, later=later)
+            pipe = alone(schedule, {0: run}, *env.lost, weight_grads=weight_grads)
             x = torch.zeros(2, 1, 3, requires_grad=True)
             said[name] = pl_said(lambda: pipe.step((1, 3), x, lambda y, i: y.sum()))
             said[f"{name} forward"] = pl_said(lambda: pipe.forward((1, 3), x))
@@ -28848,8 +28869,8 @@ def pl_child(rank, folder, cases):
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), PL_WORLD),
                                 rank=rank, world_size=PL_WORLD,
                                 timeout=timedelta(seconds=4 * PL_HANG))  # fmt: skip
-        env.groups = {p: PL.channels(lines) for p, lines in PL_LINES.items()}
-        env.lost = PL.channels(PL_LINES[4])
+        env.groups = {p: PL.p2p_groups(lines) for p, lines in PL_LINES.items()}
+        env.lost = PL.p2p_groups(PL_LINES[4])
         for name, (work, args, how) in cases.items():
             (folder / f"at{rank}").write_text(name)
             faulthandler.dump_traceback_later(PL_HANG, exit=True, file=log)
@@ -29069,7 +29090,7 @@ def dl_layouts(rank, wire):
     ):
         argv = f"--zero 3 --batch-size 4 --seq-len 16 --dtype fp32 {flags}".split()
         args = T.parse_args(argv)
-        layout, place = L.Layout(args, config, 4), T.Place(torch.device("cpu"), "fp32", rank, 4)
+        layout, place = L.ParallelDims(args, config, 4), T.Place(torch.device("cpu"), "fp32", rank, 4)
         model = BUILD.build_model(args, config, place, layout)
         optimizer, losses = BUILD.build_optimizer(model, layout), []
         wire.seen.clear()
@@ -29081,7 +29102,7 @@ def dl_layouts(rank, wire):
                 STEP.loss_sums(model, rows, layout=layout)
             layout.reshard(model)
         seen = {(name, len(ranks)) for name, _, ranks in wire.seen}
-        whole = {name: layout.whole(name, p) for name, p in model.named_parameters()}
+        whole = {name: layout.full_tensor(name, p) for name, p in model.named_parameters()}
         out[flags] = losses, {k: v for k, v in whole.items() if v is not None}, seen
     return out
 
@@ -29849,7 +29870,7 @@ def test_flags_of_diloco_and_of_quantized_zero_are_checked(dl_run, tmp_path, mon
         ("--zero 3 --zero-node-size 3", "must divide the 4 ranks that shard"),
     ):
         with pytest.raises(ValueError, match=words):
-            L.Layout(T.parse_args(flags.split()), dl_tiny_config(), 4)
+            L.ParallelDims(T.parse_args(flags.split()), dl_tiny_config(), 4)
 
 
 def dl_start(argv, log, ranks=1):
@@ -35017,9 +35038,9 @@ def test_mup_scales_weights_and_rates(sc_run, tmp_path):
     args = T.parse_args(f"{model} --mup-base 16 --device cpu".split())
     place = T.Place(torch.device("cpu"), "fp32", 0, 1)
     shape = BUILD.model_config(args)
-    half = BUILD.build_model(args, shape, place, T.Layout(args, shape))
+    half = BUILD.build_model(args, shape, place, T.ParallelDims(args, shape))
     args.mup_base = 32
-    whole = BUILD.build_model(args, shape, place, T.Layout(args, shape))
+    whole = BUILD.build_model(args, shape, place, T.ParallelDims(args, shape))
     for (name, a), (_, b) in zip(half.named_parameters(), whole.named_parameters()):
         factor = 1.0 if a.dim() == 1 or "embed" in name else 0.5 if "head" in name else 0.5**0.5
         torch.testing.assert_close(a, b * factor)
@@ -35055,7 +35076,7 @@ def test_packed_rows_are_separate_documents(attention, config):
     docs = [torch.randint(3, 97, (n,), generator=rng, dtype=torch.int32) for n in (9, 14, 4)]
     rows = DA.pack_rows(docs, 31).long()
     assert rows.shape == (1, 32)
-    layout = L.Layout()
+    layout = L.ParallelDims()
     layout.args = SimpleNamespace(pack=True, loss_chunk=0)
     packed = torch.stack(STEP.loss_sums(model, rows, STEP.attend_of(attention, True), layout))
     packed.sum().backward()

@@ -45,6 +45,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import math
 import os
 import shutil
@@ -61,9 +62,15 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+ROOT = Path(__file__).resolve().parent
+for drawer in "huggingface generation serving quantization training parallelism".split():
+    spec = importlib.util.find_spec(drawer)  # an installed package wins over a folder
+    if spec.submodule_search_locations[0] != str(ROOT / drawer):
+        sys.exit(f"train.py: error: {spec.origin} hides the folder {drawer}/; uninstall that package")
+
 from model import Transformer
 from parallelism.dist_env import Place, find_place
-from parallelism.parallel_dims import Layout
+from parallelism.parallel_dims import ParallelDims
 from training.build import build_model, build_optimizer, compiled, meta_model, model_config
 from training.build import offload_folder
 from training.checkpoint import Checkpoints
@@ -146,8 +153,8 @@ def train(args: argparse.Namespace) -> None:
     settle_expert_flags(args, config)
     if args.tensorboard:
         summary_writer()  # is it there?
-    layout = Layout(args, config, place.world, place.device.type)
-    settle_diloco_flags(args, layout.batch_shares)
+    layout = ParallelDims(args, config, place.world, place.device.type)
+    settle_diloco_flags(args, layout.dp_size)
     if args.seq_len <= config.n_mtp_layers:
         raise ValueError(
             f"--seq-len must be more than the model's {config.n_mtp_layers} MTP layers"
@@ -176,7 +183,7 @@ class Run:
     """From the model that was built to the last checkpoint: the loop, and what stands around it."""
 
     def __init__(
-        self, args: argparse.Namespace, place: Place, layout: Layout, model: Transformer,
+        self, args: argparse.Namespace, place: Place, layout: ParallelDims, model: Transformer,
         optimizer: Any, text: Text, memory: PeakMemory,
     ):  # fmt: skip
         self.memory, self.safe, self.changing = memory, None, threading.Lock()
@@ -208,7 +215,7 @@ class Run:
         folder = args.mirror_at or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
         group = dist.new_group(backend="gloo") if self.place.world > 1 else None
         run = (args.out / RUN_ID).read_text()  # an older run in a folder of this name was another
-        return Mirror(folder, f"{run}.{self.layout.content}", group)
+        return Mirror(folder, f"{run}.{self.layout.shard_id}", group)
 
     # ---- from and to checkpoints ----
 

@@ -21,6 +21,9 @@ model.py.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
 import argparse
 import copy
 import time

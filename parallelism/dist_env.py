@@ -6,6 +6,9 @@ restart they look into a part of it that the dead have not written to (recovery.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import os
 from collections.abc import Callable

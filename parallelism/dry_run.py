@@ -18,6 +18,9 @@ shapes, dtypes and storages, without numbers. What runs is counted; real ranks c
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import os
 import weakref
@@ -40,7 +43,7 @@ from model import ModelConfig, Transformer
 from parallel import local
 from parallelism.dist_env import Place
 from parallelism.expert_parallel import Placement, exchanged, placed
-from parallelism.parallel_dims import Experts, Layout
+from parallelism.parallel_dims import ExpertParallel, ParallelDims
 from training.build import build_optimizer, change_products, meta_model, model_config, narrow_
 from training.flags import settle_expert_flags
 from training.lora import lora_
@@ -60,13 +63,13 @@ KINDS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
 class Traffic(TorchDispatchMode):
     """Notes every transfer between two ranks or more."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: ParallelDims):
         super().__init__()
         self.sent, self.dims, mesh = {}, {}, layout.mesh
         self.ep = layout.size("ep") > 1
         for view in () if mesh is None else (mesh.experts, mesh.world, mesh.dense):
             self.dims |= {view.get_group(d).group_name: d for d in view.mesh_dim_names}
-        for group in (layout.ring, layout.heads) if layout.size("cp") > 1 else ():
+        for group in (layout.ring_group, layout.ulysses_group) if layout.size("cp") > 1 else ():
             self.dims[group.group_name] = "cp"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +143,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(local(t).numel() * t.element_size() for t in tensors)
 
 
-def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout: Layout) -> dict:
+def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout: ParallelDims) -> dict:
     """Of a step of train.py with `batch`, this rank's, and one micro-batch's forward pass: bytes,
     and of (dimension of the mesh, kind) calls and bytes sent. Collective; fake or not."""
     optimizer, own = build_optimizer(model, args=args), list(model.parameters())
@@ -190,13 +193,13 @@ class Answers(TorchDispatchMode):
         return run(x, *others)
 
 
-def even(experts: Experts, answers: Answers, config: ModelConfig) -> SimpleNamespace:
+def even(experts: ExpertParallel, answers: Answers, config: ModelConfig) -> SimpleNamespace:
     """A layout's experts, with even loads."""
     own, E, K = experts.placement.width, config.n_experts, config.n_experts_per_token
     share = lambda width: 1 - comb(E - width, K) / comb(E, K)  # of tokens, with any among `width`
     slots, told = K * own / E / share(own), partial(partial, answers.told)  # of a token, here
 
-    def around(run: Any) -> Any:
+    def wrap(run: Any) -> Any:
         run = told(run, lambda n: [round(n * slots) * e // own for e in range(own + 1)])
         for i, (width, group) in enumerate(experts.levels):
             chunks, ranks = experts.chunks if i == len(experts.levels) - 1 else 1, group.size()
@@ -206,23 +209,23 @@ def even(experts: Experts, answers: Answers, config: ModelConfig) -> SimpleNames
             run = told(exchanged(run, width, group, chunks), sizes)
         return placed(run, experts.placement)
 
-    return SimpleNamespace(**vars(experts), around=around)
+    return SimpleNamespace(**vars(experts), wrap=wrap)
 
 
 def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
     """The costs of rank 0, and the mesh in a line."""
-    layout, answers = Layout(args, config, args.world_size), Answers()
+    layout, answers = ParallelDims(args, config, args.world_size), Answers()
     if E := config.n_experts:
-        plain = layout.experts or Experts(Placement.even(E, 1), tuple(range(E)), (), 1)
+        plain = layout.experts or ExpertParallel(Placement.even(E, 1), tuple(range(E)), (), 1)
         layout.experts = even(plain, answers, config)
         plain.placement.physical(torch.zeros(0, 1, dtype=torch.int64))  # keeps a table: a real one
     model = meta_model(config)
-    layout.cut_(model)
+    layout.shard_model_(model)
     if args.lora:
         lora_(model, args.lora)
     narrow_(model, args)
     change_products(model, args)
-    layout.finish_(model, torch.bfloat16 if args.dtype == "bf16" else None)
+    layout.parallelize_(model, torch.bfloat16 if args.dtype == "bf16" else None)
     with FakeTensorMode(allow_non_fake_inputs=True), answers:
         model.to_empty(device="cpu")
         model.tie()

@@ -14,6 +14,9 @@ A Layout without a mesh is one process: all its methods then do what one process
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -41,7 +44,7 @@ from parallel import (
     last_micro_batch,
     local,
     make_mesh,
-    put,
+    copy_shard_,
     reshard,
     sum_gradients,
     vocab_cross_entropy,
@@ -55,7 +58,7 @@ from parallelism.context_parallel import (
     ulysses_attention,
 )
 from parallelism.expert_parallel import Placement, exchanged, placed
-from parallelism.pipeline_model import Stages
+from parallelism.pipeline_model import PipelineStages
 from parallelism.pipeline_model import add_flags as add_stage_flags
 from parallelism.pipeline_model import check as check_stages
 from parallelism.quantized_collectives import (
@@ -128,50 +131,50 @@ def add_flags(p: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertParallel:
     """Which of the experts a rank holds, and the exchanges that take tokens to the others."""
 
     placement: Placement
-    mine: tuple[int, ...]
+    local_expert_ids: tuple[int, ...]
     levels: tuple[tuple[int, Any], ...]  # innermost first: (slots of a member, of which group)
     chunks: int
 
-    def around(self, run: Any) -> Any:
+    def wrap(self, run: Any) -> Any:
         """`run`, which knows this rank's experts, for tokens that choose among all."""
         for i, (width, group) in enumerate(self.levels):
             run = exchanged(run, width, group, self.chunks if i == len(self.levels) - 1 else 1)
         return placed(run, self.placement)
 
 
-class Layout:
+class ParallelDims:
     """One rank's place in a run, and what it does with model, batch, gradients and checkpoint."""
 
     def __init__(
         self, args: argparse.Namespace | None = None, config: ModelConfig | None = None,
         world: int = 1, device_type: str = "cpu",
     ):  # fmt: skip
-        self.args, self.mesh, self.experts, self.chunked = args, None, None, False
+        self.args, self.mesh, self.experts, self.has_chunked_loss = args, None, None, False
         self.tp: TensorParallel | None = None
         self.buckets: DistributedOptimizer | None = None
-        self.stages: Stages | None = None
+        self.stages: PipelineStages | None = None
         if args is not None:
             sizes = check(args, config, world)
         if world > 1:
             self.mesh = make_mesh(**sizes, device_type=device_type)
             if args.pp > 1:
-                self.stages = Stages(args, config, self.mesh)
+                self.stages = PipelineStages(args, config, self.mesh)
             if args.ep > 1:
                 self.experts = self._share_out(args, config)
             if args.cp > 1:
                 whole = self.mesh.world.mesh.movedim(3, -1).reshape(-1, args.cp)
                 nested = whole.view(-1, args.cp // args.cp_ulysses, args.cp_ulysses)
-                self.heads, self.ring = _group(nested), _group(nested.mT)
+                self.ulysses_group, self.ring_group = _new_group(nested), _new_group(nested.mT)
 
     def size(self, dim: str) -> int:
         return 1 if self.mesh is None else self.mesh.size(dim)
 
     @property
-    def batch_shares(self) -> int:
+    def dp_size(self) -> int:
         return 1 if self.mesh is None else self.mesh.dp[1]
 
     @property
@@ -180,7 +183,7 @@ class Layout:
         return self.args is not None and self.args.pack
 
     @property
-    def shards(self) -> bool:
+    def uses_fsdp(self) -> bool:
         """Whether fully_shard holds the parameters."""
         return self.mesh is not None and self.args.zero > 0 and not self.args.bucketed
 
@@ -192,13 +195,13 @@ class Layout:
 
     # ---- the model ----
 
-    def cut_(self, model: Transformer) -> None:
+    def shard_model_(self, model: Transformer) -> None:
         """Leave this rank's layers, experts, heads and columns. On the meta device or with
         weights."""
         if self.stages is not None:
-            self.stages.cut_(model)
-        for mixture in _mixtures(model) if self.experts else ():
-            mixture.held = self.experts.mine
+            self.stages.shard_model_(model)
+        for mixture in _moe_layers(model) if self.experts else ():
+            mixture.held = self.experts.local_expert_ids
             for name in ("w_gate_up", "w_down"):
                 stack = getattr(mixture, name)
                 stack.data = stack.data[list(mixture.held)]
@@ -208,13 +211,13 @@ class Layout:
             how = dict(sequence_parallel=not args.no_sequence_parallel, ring=ring)
             self.tp = apply_tp(model, self.mesh, gather_logits=False, **how)
 
-    def finish_(self, model: Transformer, dtype: torch.dtype | None) -> None:
+    def parallelize_(self, model: Transformer, dtype: torch.dtype | None) -> None:
         """What comes over the model's own products: the way to the others' experts, then
         recomputation, compilation and shards. (One process compiles the model as a whole.)"""
         if self.stages is not None:
-            self.stages.split_(model)
-        for mixture in _mixtures(model) if self.experts else ():
-            mixture.experts = self.experts.around(mixture.experts)
+            self.stages.defer_weight_grads_(model)
+        for mixture in _moe_layers(model) if self.experts else ():
+            mixture.experts = self.experts.wrap(mixture.experts)
         if self.args is None:
             return
         blocks = [*model.layers, *(depth.block for depth in model.mtp)]
@@ -227,17 +230,17 @@ class Layout:
             return
         if self.args.compile:
             for block in blocks:
-                for mixture in _mixtures(block):
+                for mixture in _moe_layers(block):
                     if self.experts or not moe.has_static_shapes(mixture):
                         mixture.experts = torch.compiler.disable(mixture.experts)
                 block.compile()
         parts = [model]
         if self.stages is not None:
-            self.stages.slice_(model, self.shards, dtype)
+            self.stages.build_chunks_(model, self.uses_fsdp, dtype)
             parts = self.stages.chunks.values()
-        how = self._transfers() if self.shards else {}
-        for part in parts if self.shards else ():
-            how["head_apart"] = self.chunked
+        how = self._transfers() if self.uses_fsdp else {}
+        for part in parts if self.uses_fsdp else ():
+            how["head_apart"] = self.has_chunked_loss
             apply_fsdp(part, self.mesh, stage=self.args.zero, param_dtype=dtype, **how)
 
     def _modes(self, model: Transformer) -> list[str]:
@@ -247,7 +250,7 @@ class Layout:
             narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.dtype)
             return budgeted(self.args, model.config, narrow)
         plain = "full" if given == "sqrt" else given  # runs of blocks that keep no more than inputs
-        again = lambda name: self.stages is not None and self.stages.recomputes(name)
+        again = lambda name: self.stages is not None and self.stages.is_recomputed(name)
         return ["full" if again(name) else plain for name in names] + [plain] * len(model.mtp)
 
     def _chunk_loss(self, model: Transformer) -> None:
@@ -259,7 +262,7 @@ class Layout:
         if asked and not able:
             raise ValueError("--loss-chunk and --logit-z-loss: not with --pp, nor with --qat")
         if able and (asked or rows is None and logits >= LOGITS):
-            model.head.__class__, self.chunked = LossHead, True
+            model.head.__class__, self.has_chunked_loss = LossHead, True
             model.head.how = dict(chunk=rows, z_loss=args.logit_z_loss)
             if self.size("tp") > 1:
                 model.head.how |= dict(group=self.tp.group, vocab_start=self.tp.vocab_start)
@@ -275,54 +278,54 @@ class Layout:
         return dict(node_size=node, all_gather=gather, reduce_scatter=scatter(nodes=nodes))
 
     @torch.no_grad()
-    def draw_(self, model: Transformer, seed: int) -> None:
+    def init_weights_(self, model: Transformer, seed: int) -> None:
         """The weights that one process draws from the seed, this rank's part of them: whole tensors
         come and go one by one."""
         rng, here = torch.Generator().manual_seed(seed), dict(model.named_parameters())
-        for name, shape in self.shapes(model).items():
+        for name, shape in self.full_shapes(model).items():
             whole = torch.empty(shape)
             model.init_weight(name, whole, rng)
             if self.args is not None and self.args.mup_base and whole.dim() > 1:
                 sizes = model.config.dim, self.args.mup_base
                 whole.mul_(mup_factors(name, whole.shape, *sizes)[0])
-            self.put_stored(here, name, whole)
+            self.copy_shards_(here, name, whole)
         for buffer in model.buffers():
             buffer.zero_()
 
-    def shapes(self, model: Transformer) -> dict[str, torch.Size]:
+    def full_shapes(self, model: Transformer) -> dict[str, torch.Size]:
         """Of the whole model's parameters."""
         with torch.device("meta"):
             return {name: p.shape for name, p in Transformer(model.config).named_parameters()}
 
-    def stored(self, name: str) -> str:
+    def checkpoint_name(self, name: str) -> str:
         """A parameter's name in the whole model, and in a checkpoint."""
-        return name if self.stages is None else self.stages.stored(name)
+        return name if self.stages is None else self.stages.checkpoint_name(name)
 
-    def put_stored(self, here: Mapping[str, Tensor], stored: str, whole: Tensor) -> None:
+    def copy_shards_(self, here: Mapping[str, Tensor], stored: str, whole: Tensor) -> None:
         """`put` into the parameters here, one, two or none, that are the whole model's of that
         name."""
         for name in {stored, "head.weight"} & here.keys():
-            if self.stored(name) == stored:
-                self.put(name, here[name], whole)
+            if self.checkpoint_name(name) == stored:
+                self.copy_shard_(name, here[name], whole)
 
-    def put(self, name: str, p: Tensor, whole: Tensor) -> None:
+    def copy_shard_(self, name: str, p: Tensor, whole: Tensor) -> None:
         """Copy into a parameter, or what is cut and sharded as it is, its part of the whole."""
         if self.experts and is_stack(p):
-            whole = whole[list(self.experts.mine)]
-        put(p, whole, self.tp.cuts.get(name) if self.tp else None)
+            whole = whole[list(self.experts.local_expert_ids)]
+        copy_shard_(p, whole, self.tp.cuts.get(name) if self.tp else None)
 
-    def wholes(
+    def full_tensors(
         self, named: Mapping[str, Tensor], buffers: bool = False
     ) -> Iterator[tuple[str, Tensor | None]]:
         """(name, the whole tensor on the first rank) of all the model's parameters or buffers, from
         those here, or what is cut and sharded as they are. Collective."""
         if self.stages is None:
-            yield from ((name, self.whole(name, x)) for name, x in named.items())
+            yield from ((name, self.full_tensor(name, x)) for name, x in named.items())
         else:
             metas = self.stages.buffers if buffers else self.stages.parameters
-            yield from self.stages.wholes(metas, named, self.whole)
+            yield from self.stages.full_tensors(metas, named, self.full_tensor)
 
-    def whole(self, name: str, x: Tensor) -> Tensor | None:
+    def full_tensor(self, name: str, x: Tensor) -> Tensor | None:
         """The whole of a parameter, or of what is cut and sharded as it is, on the first of the
         ranks that share it, and perhaps others. Collective over these."""
         if self.mesh is None:
@@ -335,7 +338,7 @@ class Layout:
         dist.gather(x.contiguous(), parts, group=group, group_dst=0)
         return torch.cat(parts) if first else None
 
-    def place(self, name: str, x: Tensor) -> tuple[tuple[int, ...], list[Any]]:
+    def shard_regions(self, name: str, x: Tensor) -> tuple[tuple[int, ...], list[Any]]:
         """(shape of the whole, blocks of it) of which a parameter, or a buffer, is this rank's
         part, as checkpoint.Piece has them."""
         shape, cut = list(x.shape), self.tp.cuts.get(name) if self.tp else None
@@ -344,7 +347,7 @@ class Layout:
         shape = shape if cut is None else list(cut.whole_shape(shape))
         dims = [[range(n)] for n in shape]
         if stacked:
-            dims[0] = [range(e, e + 1) for e in self.experts.mine]
+            dims[0] = [range(e, e + 1) for e in self.experts.local_expert_ids]
         if cut is not None:
             starts = range(cut.start, cut.blocks * cut.whole, cut.whole)
             dims[cut.dim] = [range(s, s + cut.stop - cut.start) for s in starts]
@@ -356,7 +359,7 @@ class Layout:
         return tuple(shape), regions(shape, dims)
 
     @property
-    def content(self) -> str:
+    def shard_id(self) -> str:
         """Which part of the state is here: ranks of which it is one have copies of each other."""
         if self.mesh is None:
             return "all"
@@ -386,10 +389,10 @@ class Layout:
             return attention_with_lse(q, k, v, **how)
 
         form = all_gather_attention if method == "all-gather" else ring_attention
-        run = partial(form, placement=self._placement, attention=piece, group=self.ring)
+        run = partial(form, placement=self._placement, attention=piece, group=self.ring_group)
         if heads > 1:
             inner = partial(run, return_lse=True) if heads < self.size("cp") else piece
-            run = partial(ulysses_attention, attention=inner, group=self.heads)
+            run = partial(ulysses_attention, attention=inner, group=self.ulysses_group)
 
         def attend(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
             return run(q, k, v, scale=spec.scale, window=spec.window)
@@ -419,11 +422,11 @@ class Layout:
 
     def head_loss(self, model: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
         """cross_entropy of the head's logits, which need not all be there at a time."""
-        if self.chunked:
+        if self.has_chunked_loss:
             return model.head(hidden, targets)
         return self.cross_entropy(model.head(hidden), targets)
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Of what ranks with the same tokens all have: the sum over ranks with others."""
         if self.mesh is None:
             return x
@@ -434,7 +437,7 @@ class Layout:
         """The step's pieces, shards being told which is the last."""
         pieces = batch.split(size)
         for i, piece in enumerate(pieces, 1):
-            if self.shards:
+            if self.uses_fsdp:
                 last_micro_batch(model, self.args.zero, i == len(pieces))
             held = self.buckets is not None and i < len(pieces)
             with self.buckets.accumulate() if held else contextlib.nullcontext():
@@ -442,7 +445,7 @@ class Layout:
 
     def reshard(self, model: nn.Module) -> None:
         """After forward passes without backward ones."""
-        if self.shards:
+        if self.uses_fsdp:
             reshard(model, self.args.zero)
 
     def sum_gradients(self, model: nn.Module) -> None:
@@ -454,7 +457,7 @@ class Layout:
         elif self.mesh is not None:
             sum_gradients(model, self.mesh, self.tp)
         if self.stages is not None:
-            self.stages.sum_copies(model)
+            self.stages.sum_shared_gradients(model)
 
     def scale_gradients(self, model: nn.Module, factor: float) -> None:
         if self.buckets is not None:
@@ -477,19 +480,19 @@ class Layout:
             dist.all_reduce(square, group=self.mesh.group("fsdp"))
             self.buckets.scale_gradients((most / (square.sqrt() + 1e-6)).clamp(max=1.0))
             return square.sqrt()
-        copies = {} if self.stages is None else self.stages.copies(model)
+        copies = {} if self.stages is None else self.stages.num_copies(model)
         norm = gradient_norm(model, self.mesh, self.tp, copies)
         clip_gradients(model, norm, most)
         return norm
 
-    def _share_out(self, args: argparse.Namespace, config: ModelConfig) -> Experts:
+    def _share_out(self, args: argparse.Namespace, config: ModelConfig) -> ExpertParallel:
         placement, ep = Placement.even(config.n_experts, args.ep), args.ep
         levels, node = ((placement.width, self.mesh.group("ep")),), args.ep_node_size
         if node is not None:
             nodes = self.mesh.experts.mesh.mT.reshape(-1, ep // node, node)
-            levels = ((placement.width, _group(nodes)), (placement.width * node, _group(nodes.mT)))
-        mine = placement.slots[self.mesh.rank("ep")]
-        return Experts(placement, mine, levels, args.ep_chunks)
+            levels = ((placement.width, _new_group(nodes)), (placement.width * node, _new_group(nodes.mT)))
+        local_expert_ids = placement.slots[self.mesh.rank("ep")]
+        return ExpertParallel(placement, local_expert_ids, levels, args.ep_chunks)
 
 
 class LossHead(nn.Linear):
@@ -547,7 +550,7 @@ def _strided(share: tuple[int, int], n: int) -> tuple[int, int, int]:
     return share[0], n, share[1]
 
 
-def _group(ranks: Tensor) -> Any:
+def _new_group(ranks: Tensor) -> Any:
     """The process group of that row of ranks which has this one. Collective."""
     return dist.new_subgroups_by_enumeration(ranks.flatten(0, -2).tolist())[0]
 
@@ -564,7 +567,7 @@ def _shard(ranges: list[range], ranks: int, rank: int) -> list[range]:
     return found
 
 
-def _mixtures(model: nn.Module) -> list[MoE]:
+def _moe_layers(model: nn.Module) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 

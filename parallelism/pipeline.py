@@ -67,7 +67,7 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def channels(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
+def p2p_groups(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
     """The groups (to higher ranks, to lower ones) of this process among all pipelines, each an
     ascending list of ranks. Collective: all processes call it, with the same lists."""
     ok = all(list(ranks) == sorted(ranks) for ranks in pipelines)
@@ -81,7 +81,7 @@ def channels(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
 # --------------------------------------------------------------------------------------------------
 
 
-class Later:
+class WeightGradStore:
     """What the Pipeline tells a chunk's layers: where they leave what W has to do; None if their
     backward pass does it. sums: of gradients of weights below fp32, until the end."""
 
@@ -115,12 +115,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, index: int | None, later: Later
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, index: int | None, weight_grads: WeightGradStore
     ) -> Tensor:
         matrix = weight if index is None else weight[index].to(x.dtype)
         y = F.linear(x, matrix, bias)
         ctx.save_for_backward(x.to(y.dtype))  # as autocast would have it
-        ctx.weight, ctx.index, ctx.later = weight, index, later  # saved, it might come as a copy
+        ctx.weight, ctx.index, ctx.weight_grads = weight, index, weight_grads  # saved, it might come as a copy
         return y
 
     @staticmethod
@@ -132,48 +132,48 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = dy.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[1]:
-            later, rows = ctx.later, x.flatten(0, -2)
+            weight_grads, rows = ctx.weight_grads, x.flatten(0, -2)
             product = lambda: dy.flatten(0, -2).mT @ rows
-            later.queue.append(lambda: later.add(weight, index, product()))
+            weight_grads.queue.append(lambda: weight_grads.add(weight, index, product()))
         return dx, None, db, None, None
 
 
 class SplitLinear(nn.Linear):
-    later: Later
+    weight_grads: WeightGradStore
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.later.queue is None or not self.weight.requires_grad:
+        if self.weight_grads.queue is None or not self.weight.requires_grad:
             return super().forward(x)
-        return _Product.apply(x, self.weight, self.bias, None, self.later)
+        return _Product.apply(x, self.weight, self.bias, None, self.weight_grads)
 
 
 class SplitStack:
     """Experts' matrices (E, out, in), for who multiplies by `linear`: moe.grouped_experts does."""
 
-    def __init__(self, weight: Tensor, later: Later):
-        self.weight, self.later = weight, later
+    def __init__(self, weight: Tensor, weight_grads: WeightGradStore):
+        self.weight, self.weight_grads = weight, weight_grads
         self.shape, self.dtype = weight.shape, weight.dtype
 
     def linear(self, rows: Tensor, e: int) -> Tensor:
-        return _Product.apply(rows, self.weight, None, e, self.later)
+        return _Product.apply(rows, self.weight, None, e, self.weight_grads)
 
 
-def split_weights_(module: nn.Module, later: Later) -> None:
+def split_weights_(module: nn.Module, weight_grads: WeightGradStore) -> None:
     """Have every nn.Linear in it, in place, leave its weight's gradient to `later`. Parameters,
     names and hooks stay. Before fully_shard; compiled layers cannot. Subclasses, which multiply in
     ways of their own, are left alone."""
     for linear in module.modules():
         if type(linear) is nn.Linear:
-            linear.__class__, linear.later = SplitLinear, later
+            linear.__class__, linear.weight_grads = SplitLinear, weight_grads
 
 
-def split_experts(run: Callable[..., Tensor], later: Later) -> Callable[..., Tensor]:
+def split_experts(run: Callable[..., Tensor], weight_grads: WeightGradStore) -> Callable[..., Tensor]:
     """The experts hook run(x, weights, ids, w_gate_up, w_down), leaving both stacks' gradients to
     `later`."""
 
     def split(x: Tensor, weights: Tensor, ids: Tensor, *stacks: Tensor) -> Tensor:
-        if later.queue is not None:
-            stacks = tuple(SplitStack(stack, later) for stack in stacks)
+        if weight_grads.queue is not None:
+            stacks = tuple(SplitStack(stack, weight_grads) for stack in stacks)
         return run(x, weights, ids, *stacks)
 
     return split
@@ -208,13 +208,13 @@ class Pipeline:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        later: Later | None = None,
+        weight_grads: WeightGradStore | None = None,
         recompute: Collection[int] = (),
         before: Callable[[Any, bool], None] | None = None,
     ):
         self.schedule, self.chunks, self.up, self.down = schedule, chunks, up, down
         self.rank, self.dtype, self.device = dist.get_rank(up), dtype, device
-        self.later, self.recompute, self.before = later or Later(), recompute, before
+        self.weight_grads, self.recompute, self.before = weight_grads or WeightGradStore(), recompute, before
         ranks, size = len(schedule.actions), dist.get_world_size(up)
         _check(ranks == size, f"the schedule is for {ranks} ranks, the group has {size}")
         own = {chunk for chunk, rank in enumerate(schedule.home) if rank == self.rank}
@@ -334,7 +334,7 @@ class Pipeline:
             if self.before is not None:
                 self.before(action, action == self.last[chunk])
             if kind in "FB" and key in self.split:
-                self.later.queue = queues.setdefault(key, [])
+                self.weight_grads.queue = queues.setdefault(key, [])
             if kind == "F":
                 used[key] = newest[chunk]
                 kept[key] = self._forward(inputs, m, chunk, loss, losses, newest[chunk])
@@ -345,13 +345,13 @@ class Pipeline:
                 while queue:  # x and dy of each go when it is done
                     queue.pop(0)()
             else:
-                self.later.finish()
+                self.weight_grads.finish()
                 _hand_over(used.pop(key), self.chunks[chunk])
                 update(chunk)
                 newest[chunk] = _copy(self.chunks[chunk])
-            self.later.queue = None
+            self.weight_grads.queue = None
             self.events.append((self.began, time.perf_counter(), action))
-        self.later.finish()
+        self.weight_grads.finish()
         self._close()
         return losses
 
@@ -540,10 +540,10 @@ def check(rank: int, ranks: int, up: Group, down: Group) -> None:
     expected = sum((y - t).square().sum() for y, t in zip(outputs, goal))
     expected.backward()
     for split in (False, True):
-        later, own = Later(), _model(ranks, 8)[rank]
-        split_weights_(own, later)
+        weight_grads, own = WeightGradStore(), _model(ranks, 8)[rank]
+        split_weights_(own, weight_grads)
         schedule = _one_f_one_b(ranks, m, split)
-        pipe = Pipeline(schedule, {rank: own}, up, down, dtype=x.dtype, later=later)
+        pipe = Pipeline(schedule, {rank: own}, up, down, dtype=x.dtype, weight_grads=weight_grads)
         losses = pipe.step(shape, x, lambda y, i: (y - goal[i]).square().sum())
         if rank == ranks - 1:
             assert torch.allclose(sum(losses.values()), expected, rtol=1e-12)
@@ -575,9 +575,9 @@ def benchmark(rank: int, ranks: int, up: Group, down: Group) -> None:
     xs, goals = x.split(rows), goal.split(rows)
     rows_of = {"torch's Schedule1F1B": lambda: theirs.step(*given, **wanted)}
     for name, split in (("1f1b", False), ("zb-h1", True)):
-        later, own = Later(), _model(ranks, C, torch.float32)[rank]
-        split_weights_(own, later)
-        pipe = Pipeline(_one_f_one_b(ranks, m, split), {rank: own}, up, down, later=later)
+        weight_grads, own = WeightGradStore(), _model(ranks, C, torch.float32)[rank]
+        split_weights_(own, weight_grads)
+        pipe = Pipeline(_one_f_one_b(ranks, m, split), {rank: own}, up, down, weight_grads=weight_grads)
         rows_of[name] = lambda pipe=pipe: pipe.step((rows, C), xs, lambda y, i: loss(y, goals[i]))
     for name, run in rows_of.items():
         say(f"{name:>22}{_ms(run):>9.1f}")
@@ -601,7 +601,7 @@ def main() -> None:
         sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = channels([range(ranks)])
+    groups = p2p_groups([range(ranks)])
     check(rank, ranks, *groups)
     if "--check" not in sys.argv:
         benchmark(rank, ranks, *groups)

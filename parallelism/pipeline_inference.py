@@ -18,6 +18,9 @@ pipeline.py, schedules.py, stages.py.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
 import argparse
 import copy
 from collections import deque
@@ -30,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model import KVCache, Transformer
-from parallelism.pipeline import channels, decode
-from parallelism.pipeline_model import drop_
+from parallelism.pipeline import p2p_groups, decode
+from parallelism.pipeline_model import keep_stages_
 from parallelism.schedules import balance
 
 
@@ -50,7 +53,7 @@ class Stage:
             layers = [range(*cut) for cut in balance(costs, self.ranks)]
         except ValueError as e:
             raise ValueError(f"--pp {self.ranks}: {e}") from None
-        drop_(model, [self.mesh.rank("pp")], layers)
+        keep_stages_(model, [self.mesh.rank("pp")], layers)
 
     def join_(self, model: Transformer) -> None:
         """model.config now says, for who makes a cache, how many layers this rank has."""
@@ -68,7 +71,7 @@ class Ring:
     def __init__(self, decoder: Any, mesh: Any, chunks: Callable[..., Iterator]):
         self.decoder, self.model, self.chunks = decoder, decoder.model, chunks
         self.rank, self.ranks = mesh.rank("pp"), mesh.size("pp")
-        self.up, self.down = channels(mesh.world.mesh.flatten(1).mT.tolist())
+        self.up, self.down = p2p_groups(mesh.world.mesh.flatten(1).mT.tolist())
         rows = torch.arange(decoder.batch).tensor_split(min(decoder.batch, self.ranks))
         self.rows = [group.tolist() for group in rows]
         self.caches = [rows_of(decoder.cache, group) for group in self.rows]

@@ -1,7 +1,7 @@
 """stages.py: train.py's model in a pipeline: schedules.py's lists run by pipeline.py.
 
     torchrun --nproc-per-node 4 train.py --pp 2 --pp-schedule zbv --tp 2 --batch-size 16
-    torchrun --nproc-per-node 4 stages.py               # a benchmark of schedules beside torch's
+    torchrun --nproc-per-node 4 -m parallelism.pipeline_model   # a benchmark of schedules beside torch's
 
 Ranks along pp have some of the layers, the first stage the embedding, the last the final norm and
 the head. A rank's model is the whole one with the others' parts dropped: names, weights and batches
@@ -23,6 +23,9 @@ kernels that make both gradients at once: their weights' come with B, and W has 
 
 from __future__ import annotations
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("run: torchrun --nproc-per-node 4 -m parallelism.pipeline_model")
+
 import argparse
 import itertools
 import statistics
@@ -38,7 +41,7 @@ from torch import Tensor, nn
 
 from model import Attend, ModelConfig, MoE, Transformer
 from parallel import Mesh, local
-from parallelism.pipeline import Later, Pipeline, channels, split_experts, split_weights_
+from parallelism.pipeline import WeightGradStore, Pipeline, p2p_groups, split_experts, split_weights_
 from parallelism.schedules import LOOPED, SCHEDULES, Action, Schedule, make_schedule
 from parallelism.schedules import balance as balanced
 from training.data import decode
@@ -153,7 +156,7 @@ def layer_cost(config: ModelConfig, layer: nn.Module, index: int, seq_len: int) 
     return weights + config.n_heads * dims * keys
 
 
-def drop_(model: Transformer, stages: Sequence[int], layers: Sequence[range]) -> None:
+def keep_stages_(model: Transformer, stages: Sequence[int], layers: Sequence[range]) -> None:
     """Leave of a model, in place, these of its stages, which have those layers: under their names
     in the whole model. A tied head gets a weight of its own; layers for further tokens go."""
     blocks, model.layers = list(model.layers), nn.ModuleList()
@@ -168,7 +171,7 @@ def drop_(model: Transformer, stages: Sequence[int], layers: Sequence[range]) ->
         model.norm = model.head = None
 
 
-class Stages:
+class PipelineStages:
     """A rank's chunks of the model, and what ranks along pp do together."""
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, mesh: Mesh):
@@ -179,7 +182,7 @@ class Stages:
         self.mine = [chunk for chunk, rank in enumerate(s.home) if rank == self.rank]
         self.ends = {path[at] for path in s.paths for at in (0, -1)}
         self.lines = mesh.world.mesh.flatten(1).mT.tolist()  # all pipelines
-        self.up, self.down = channels(self.lines)
+        self.up, self.down = p2p_groups(self.lines)
         with torch.device("meta"):
             whole = Transformer(config)
         self.parameters = dict(whole.named_parameters())  # on the meta device
@@ -189,13 +192,13 @@ class Stages:
         for ranks in self.groups:
             lists = [[line[r] for r in ranks] for line in self.lines]
             self.groups[ranks] = dist.new_subgroups_by_enumeration(lists)[0]
-        self.later, self.run = Later(), None  # run: what a step has a chunk do
+        self.weight_grads, self.run = WeightGradStore(), None  # run: what a step has a chunk do
         self.chunks: dict[int, Transformer] = {}
         self.pipes: dict[Any, Pipeline] = {}
 
     # ---- what is where ----
 
-    def stored(self, name: str) -> str:
+    def checkpoint_name(self, name: str) -> str:
         """The whole model's name of a parameter here: a head that is tied has its own copy."""
         tied = self.config.tie_embeddings and name == "head.weight"
         return "embed.weight" if tied else name
@@ -214,38 +217,38 @@ class Stages:
     def _ranks(self, name: str) -> tuple[int, ...]:
         return tuple(sorted(set(self._places(name))))
 
-    def copies(self, model: nn.Module) -> dict[str, int]:
+    def num_copies(self, model: nn.Module) -> dict[str, int]:
         """How often each parameter here is there along pp."""
-        return {name: len(self._places(self.stored(name))) for name, _ in model.named_parameters()}
+        return {name: len(self._places(self.checkpoint_name(name))) for name, _ in model.named_parameters()}
 
-    def mixtures(self) -> list[int]:
+    def local_moe_layers(self) -> list[int]:
         """Which of the whole model's mixtures are here."""
         own = {i for chunk in self.mine for i in self.layers[self.schedule.stage(chunk)]}
         return [n for n, i in enumerate(sorted(self.config.moe_layers)) if i in own]
 
     # ---- the model ----
 
-    def cut_(self, model: Transformer) -> None:
+    def shard_model_(self, model: Transformer) -> None:
         """Drop what other ranks have. On the meta device or with weights."""
-        drop_(model, [self.schedule.stage(chunk) for chunk in self.mine], self.layers)
+        keep_stages_(model, [self.schedule.stage(chunk) for chunk in self.mine], self.layers)
 
-    def split_(self, model: Transformer) -> None:
+    def defer_weight_grads_(self, model: Transformer) -> None:
         """Have layers leave gradients of weights to W, if the schedule has any."""
         if not self.schedule.split():
             return
         args, device = self.args, self.mesh.world.device_type
-        split_weights_(model, self.later)
+        split_weights_(model, self.weight_grads)
         plain = args.experts == "grouped" and not (args.fp8 or args.qat) and device == "cpu"
         for mixture in model.modules() if plain else ():
             if isinstance(mixture, MoE):
-                mixture.experts = split_experts(mixture.experts, self.later)
+                mixture.experts = split_experts(mixture.experts, self.weight_grads)
 
-    def recomputes(self, layer: str) -> bool:
+    def is_recomputed(self, layer: str) -> bool:
         """--pp-recompute's answer for a layer of that name."""
         stages = numbers(self.args.pp_recompute or "", "--pp-recompute")
         return any(int(layer) in self.layers[stage] for stage in stages)
 
-    def slice_(self, model: Transformer, sharded: bool, dtype: torch.dtype | None) -> None:
+    def build_chunks_(self, model: Transformer, sharded: bool, dtype: torch.dtype | None) -> None:
         """The chunks, once the layers are what they are to be: models over the same modules.
         dtype: what fully_shard, if it comes next, gathers: then hidden states between layers are of
         it."""
@@ -318,7 +321,7 @@ class Stages:
             how["before"] = self._shards() if self.sharded and not forward else None
             schedule = forward_only(self.schedule, forward) if forward else self.schedule
             links = self.up, self.down
-            self.pipes[forward] = Pipeline(schedule, chunks, *links, later=self.later, **how)
+            self.pipes[forward] = Pipeline(schedule, chunks, *links, weight_grads=self.weight_grads, **how)
         return self.pipes[forward]
 
     def _shards(self) -> Callable[[Action, bool], None]:
@@ -354,14 +357,14 @@ class Stages:
                 y = part(hidden if part.embed is None else tokens, at, attend)
             y.backward(torch.zeros_like(y))
 
-    def sum_copies(self, model: Transformer) -> None:
+    def sum_shared_gradients(self, model: Transformer) -> None:
         """Add up the gradients of what is there more than once along pp. The last of all sums: what
         comes after it, copies might round differently."""
         named: dict[str, list[Tensor]] = {}
         for name, p in model.named_parameters():
-            if p.requires_grad and len(self._places(self.stored(name))) > 1:
+            if p.requires_grad and len(self._places(self.checkpoint_name(name))) > 1:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                named.setdefault(self.stored(name), []).append(local(p.grad))
+                named.setdefault(self.checkpoint_name(name), []).append(local(p.grad))
         for name in (name for name in self.parameters if name in named):
             first, *others = named[name]
             for grad in others:
@@ -374,7 +377,7 @@ class Stages:
     # ---- validation and checkpoints ----
 
     @torch.no_grad()
-    def losses(
+    def validation_losses(
         self, model: Transformer, batches: Sequence[Tensor], autocast: Callable, attend: Attend,
         layout: Any,
     ) -> list[Tensor]:  # fmt: skip
@@ -395,7 +398,7 @@ class Stages:
         found = pipe.forward(self._shape(inputs[0]), inputs, loss)
         return [found.get(m, none.clone()) for m in range(len(batches))]
 
-    def wholes(
+    def full_tensors(
         self,
         metas: Mapping[str, Tensor],
         named: Mapping[str, Tensor],
@@ -468,19 +471,19 @@ def _theirs(name: str, home: Sequence[int], rank: int, m: int, x: Tensor, goal: 
 
 
 def _ours(name: str, rank: int, m: int, x: Tensor, goal: Tensor, links: tuple) -> Callable:
-    s, later, goals = make_schedule(name, 4, m), Later(), goal.chunk(m)
+    s, weight_grads, goals = make_schedule(name, 4, m), WeightGradStore(), goal.chunk(m)
     parts, inputs = _model(len(s.paths[0])), x.chunk(m)
     own = {c: parts[s.stage(c)] for c, h in enumerate(s.home) if h == rank}
     for part in own.values() if s.split() else ():
-        split_weights_(part, later)
-    pipe, loss = Pipeline(s, own, *links, later=later), lambda y, i: (y - goals[i]).square().sum()
+        split_weights_(part, weight_grads)
+    pipe, loss = Pipeline(s, own, *links, weight_grads=weight_grads), lambda y, i: (y - goals[i]).square().sum()
     return lambda: pipe.step(inputs[0].shape, inputs, loss)
 
 
 def benchmark() -> None:
     """Milliseconds of a step of 4 ranks, which share this machine's cores: medians, in turns."""
     dist.init_process_group("gloo")
-    rank, links, m = dist.get_rank(), channels([range(4)]), 16
+    rank, links, m = dist.get_rank(), p2p_groups([range(4)]), 16
     x, goal = torch.randn(2, m * 128, 256, generator=torch.Generator().manual_seed(1)).unbind()
     line, loop, vee = [*range(4)], [*range(4)] * 2, [0, 1, 2, 3, 3, 2, 1, 0]
     peers = {"gpipe": ("ScheduleGPipe", line), "1f1b": ("Schedule1F1B", line)}
@@ -507,5 +510,5 @@ def benchmark() -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # torchrun --nproc-per-node 4 stages.py
+if __name__ == "__main__":
     benchmark()

@@ -11,6 +11,9 @@ input, what a block is, where the text comes from.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
 import argparse
 import json
 import math

@@ -27,6 +27,9 @@ Needs: paged_kv.py, sampling.py, tokenizer.py, drafting.py and what that needs, 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
 import argparse
 import difflib
 import json

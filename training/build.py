@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import hashlib
 from collections.abc import Callable
@@ -17,7 +20,7 @@ import moe
 from huggingface.weights import allocate, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
 from parallelism.dist_env import Place
-from parallelism.parallel_dims import Layout
+from parallelism.parallel_dims import ParallelDims
 from quantize import fp8_training_, qat_
 from training.data import BOS, EOS
 from training.flags import QAT_GRIDS
@@ -51,34 +54,34 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 
 
 def build_model(
-    args: argparse.Namespace, config: ModelConfig, place: Place, layout: Layout = ALONE
+    args: argparse.Namespace, config: ModelConfig, place: Place, layout: ParallelDims = ALONE
 ) -> Transformer:
     """The model to train, in --weights: that of --init, or new, drawn from --seed; of it what
     `layout` gives this rank. Weights are drawn on the CPU: one seed, one model."""
     drawn = args.init is None or (args.resume and not args.lora)
-    late = drawn and layout.shards  # their weights come when there are shards
+    late = drawn and layout.uses_fsdp  # their weights come when there are shards
     late = late and not (args.fp8 or args.qat)  # which look at them
     if drawn:
         model = meta_model(config)
-        layout.cut_(model)
+        layout.shard_model_(model)
     elif args.upcycle:
         model = upcycle_(load_checkpoint(args.init, "cpu", torch.float32), config, args.seed)
-        layout.cut_(model)
+        layout.shard_model_(model)
     else:
-        model = load_checkpoint(args.init, "cpu", torch.float32, prepare=layout.cut_)
+        model = load_checkpoint(args.init, "cpu", torch.float32, prepare=layout.shard_model_)
     if drawn and not late:
-        layout.draw_(allocate(model, "cpu", torch.float32), args.seed)
+        layout.init_weights_(allocate(model, "cpu", torch.float32), args.seed)
     if args.lora:
         lora_(model, args.lora, args.lora_alpha or 2 * args.lora, seed=args.seed)
     narrow_(model, args)
     change_products(model, args)
-    layout.finish_(model, {"bf16": torch.bfloat16}.get(place.dtype))
+    layout.parallelize_(model, {"bf16": torch.bfloat16}.get(place.dtype))
     if late:
         model.to_empty(device=place.device)
         if layout.stages is None:
             model.tie()
         if not args.resume:
-            layout.draw_(model, args.seed)
+            layout.init_weights_(model, args.seed)
     return model.to(place.device).train()
 
 
@@ -121,7 +124,7 @@ def meta_model(config: ModelConfig) -> Transformer:
 
 
 def build_optimizer(
-    model: torch.nn.Module, layout: Layout = ALONE, args: argparse.Namespace | None = None
+    model: torch.nn.Module, layout: ParallelDims = ALONE, args: argparse.Namespace | None = None
 ) -> Any:
     """What args say, by default AdamW (arXiv:1711.05101); decay on matrices and embeddings, none on
     norms and biases. A group's "scale" multiplies the learning rate."""

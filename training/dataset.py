@@ -8,6 +8,9 @@ the first, which writes.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import hashlib
 import io

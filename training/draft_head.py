@@ -11,6 +11,9 @@ draft_head.safetensors.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import json
 import math

@@ -6,6 +6,9 @@ layout.py: one line with the flag and the mend.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import math
 import os

@@ -18,6 +18,9 @@ why a batch was `skipped`, and what the task adds: dpo `reward_margin` and `accu
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import contextlib
 import json

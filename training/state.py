@@ -9,6 +9,9 @@ as --lora leaves them, there is no state: they are in --init.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import hashlib
 from collections.abc import Iterable
@@ -25,7 +28,7 @@ from model import ModelConfig, Transformer
 from parallel import local
 from parallelism.diloco import DiLoCo, Workers
 from parallelism.dist_env import Place
-from parallelism.parallel_dims import Layout
+from parallelism.parallel_dims import ParallelDims
 from training.checkpoint import Checkpoints, Found, Piece, find, path_of, read_about, read_whole
 from training.flags import flag
 from training.lora import adapters, lora_, merge_, save_adapters
@@ -38,7 +41,7 @@ class State:
     """Of a model and its optimizer, --optimizer's `kind`, under a layout. updates: steps that the
     optimizer has made."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, layout: Layout, kind: str = "adamw"):
+    def __init__(self, model: nn.Module, optimizer: Any, layout: ParallelDims, kind: str = "adamw"):
         self.model, self.optimizer, self.layout, self.updates = model, optimizer, layout, 0
         self.learns = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.moments = {p: moments_of(kind, name, p) for name, p in self.learns.items()}
@@ -46,7 +49,7 @@ class State:
     def tensors(self, moments: bool = True) -> dict[str, tuple[str, Tensor]]:
         """{name in a checkpoint: (name of the parameter or buffer here, tensor)}; moments are made,
         zero, where there are none yet."""
-        stored = self.layout.stored
+        stored = self.layout.checkpoint_name
         here = {f"weight.{stored(n)}": (n, p.detach()) for n, p in self.learns.items()}
         here |= {f"weight.{n}": (n, b) for n, b in self.model.named_buffers()}
         if not moments or self.layout.buckets is not None:
@@ -66,7 +69,7 @@ class State:
 
     def _placed(self) -> dict[str, Piece]:
         return {
-            name: Piece(local(x), *self.layout.place(like, self.learns.get(like, x)))
+            name: Piece(local(x), *self.layout.shard_regions(like, self.learns.get(like, x)))
             for name, (like, x) in self.tensors(self.updates > 0).items()
         }
 
@@ -75,7 +78,7 @@ class State:
         pieces = self._placed()
         if self.layout.buckets is None or not self.updates:
             return pieces
-        names = {p: self.layout.stored(name) for name, p in self.learns.items()}
+        names = {p: self.layout.checkpoint_name(name) for name, p in self.learns.items()}
         whole = lambda x: Piece(x, x.shape, [((0,) * x.dim(), ())])
         for p, state in self.layout.buckets.gather_state().items():  # of the first rank
             pieces |= {f"{m}.{names[p]}": whole(x) for m, x in state.items() if x.dim()}
@@ -103,7 +106,7 @@ class State:
         """After the tensors were written to: what follows from them."""
         named: dict[str, nn.Parameter] = {}
         for name, p in self.learns.items():  # a tied head may have a copy of its own
-            twin = named.setdefault(self.layout.stored(name), p)
+            twin = named.setdefault(self.layout.checkpoint_name(name), p)
             for one, other in ((p, twin), *self._moments_of_both(p, twin)) if p is not twin else ():
                 local(other).copy_(local(one))
         plain = self.learns.values() if self.layout.buckets is None else ()
@@ -197,7 +200,7 @@ class Island:
     whole weights on the CPU, so that any layout will do and all its ranks are in the same rounds.
     Routing corrections stay each worker's own."""
 
-    def __init__(self, args: argparse.Namespace, model: Transformer, layout: Layout, place: Place):
+    def __init__(self, args: argparse.Namespace, model: Transformer, layout: ParallelDims, place: Place):
         self.model, self.layout, self.place = model, layout, place
         self.every, self.first = args.diloco, place.rank == 0
         self.whole = None if layout.mesh is None else {}  # {} on other ranks than the first
@@ -250,18 +253,18 @@ class Island:
             said = {"step": self.outer.round * self.every, "round": met.number}
             said |= {"workers": met.workers, "sent_bytes": met.sent}
         here = dict(model.named_parameters())
-        shapes = {} if self.whole is None else layout.shapes(model)
+        shapes = {} if self.whole is None else layout.full_shapes(model)
         for name, shape in shapes.items():
             whole = self.whole[name] if self.first else torch.empty(shape)
             dist.broadcast(whole := whole.to(self.place.device), 0)
-            layout.put_stored(here, name, whole)
+            layout.copy_shards_(here, name, whole)
         return self.shared(said)
 
     @torch.no_grad()
     def collect(self) -> None:
         """Into the first rank's whole weights, what all have."""
         here = {} if self.whole is None else dict(self.model.named_parameters())
-        for name, x in self.layout.wholes(here) if here else ():
+        for name, x in self.layout.full_tensors(here) if here else ():
             if self.first:
                 self.whole.setdefault(name, torch.empty(x.shape)).copy_(x)
 

@@ -9,6 +9,9 @@ their bytes and FLOPs, draft_head.py trains a draft head with them.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import contextlib
 import math
 from collections.abc import Callable, Iterator
@@ -23,11 +26,11 @@ import moe
 from attention import as_attend
 from model import Attend, MoE, Transformer, causal_attention, packed_attention
 from parallelism.dist_env import Place
-from parallelism.parallel_dims import IGNORE, Layout
+from parallelism.parallel_dims import IGNORE, ParallelDims
 from training.data import decode
 
 MTP_WEIGHT = 0.3  # of the loss of predicting further (DeepSeek-V3, arXiv:2412.19437, 4.2)
-ALONE = Layout()  # one process
+ALONE = ParallelDims()  # one process
 
 
 class PackedFlash:
@@ -54,7 +57,7 @@ def attend_of(attention: str, packed: bool = False) -> Attend:
 
 
 def loss_sums(
-    model: Transformer, batch: Tensor, attend: Attend = causal_attention, layout: Layout = ALONE
+    model: Transformer, batch: Tensor, attend: Attend = causal_attention, layout: ParallelDims = ALONE
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropies of batch (B, T + 1), coded rows (data.py), in nats: of the next token,
     and of those further ahead, the mean over the model's multi-token prediction depths (0 without
@@ -64,7 +67,7 @@ def loss_sums(
     if at is not None:
         inputs, targets = inputs[:, at], targets[:, at]
     where = at if positions is None else positions
-    if not (model.mtp or layout.chunked):
+    if not (model.mtp or layout.has_chunked_loss):
         main = layout.cross_entropy(model(inputs, where, attend=attend), targets)
         return main, torch.zeros_like(main)
     hidden = model(inputs, where, attend=attend, return_hidden=True)
@@ -87,7 +90,7 @@ def accumulate(
     autocast: Callable[[], Any] = contextlib.nullcontext,
     attend: Attend = causal_attention,
     balance: Balance | None = None,
-    layout: Layout = ALONE,
+    layout: ParallelDims = ALONE,
     objective: Any = None,
     scale: float = 1.0,
 ) -> dict[str, float]:
@@ -102,8 +105,8 @@ def accumulate(
     """
     tp, cp = layout.size("tp"), layout.size("cp")
     counted = objective.count(batch) if objective else count_targets(batch, layout)
-    count = layout.total(counted) // (cp * layout.size("pp"))
-    rows = len(batch) * layout.batch_shares * cp
+    count = layout.all_reduce_sum(counted) // (cp * layout.size("pp"))
+    rows = len(batch) * layout.dp_size * cp
     if layout.stages is not None:
         how = autocast, attend, balance, layout
         totals = layout.stages.accumulate(model, batch, count, rows, *how)
@@ -126,12 +129,12 @@ def accumulate(
             totals += torch.stack((main, ahead, aux)).detach()
             seen += len(micro)
     layout.sum_gradients(model)
-    main, ahead, aux = layout.total(totals).tolist()
+    main, ahead, aux = layout.all_reduce_sum(totals).tolist()
     losses = {"loss": main} | ({"mtp_loss": ahead} if len(model.mtp) else {})
     return losses | ({"aux_loss": aux} if balance is not None and balance.auxiliary else {})
 
 
-def count_targets(batch: Tensor, layout: Layout = ALONE) -> Tensor:
+def count_targets(batch: Tensor, layout: ParallelDims = ALONE) -> Tensor:
     """How many of a batch's tokens are to be predicted."""
     return (decode(batch, layout.packed)[1] != IGNORE).sum()
 
@@ -150,7 +153,7 @@ class Balance:
 
     def __init__(
         self, model: Transformer, speed: float = 2e-3, aux: float = 0, seq: float = 0, z: float = 0,
-        layout: Layout = ALONE,
+        layout: ParallelDims = ALONE,
     ):  # fmt: skip
         self.speed, self.aux, self.seq, self.z = speed, aux, seq, z
         self.config, self.terms, self.watching = model.config, [], True
@@ -160,7 +163,7 @@ class Balance:
         self.auxiliary = n > 0 and max(aux, seq, z) > 0
         shape, device = (n, self.config.n_experts), next(model.parameters()).device
         self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.rows = range(n) if whole else layout.stages.mixtures()  # those that are here
+        self.rows = range(n) if whole else layout.stages.local_moe_layers()  # those that are here
         see = torch.compiler.disable(self._see)  # what it keeps for later is no part of a graph
         for i, mixture in zip(self.rows, self.mixtures, strict=True):
             mixture.observe = partial(see, self.counts[i])
@@ -190,14 +193,14 @@ class Balance:
         terms, self.terms, self.watching = self.terms, [], False
         return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
 
-    def update(self, layout: Layout = ALONE) -> float | None:
+    def update(self, layout: ParallelDims = ALONE) -> float | None:
         """End of a step: move the corrections, leave the step's counts (mixtures, E) in .last, over
         all ranks, and what is to be said of them in .row; the busiest expert's load over the mean,
         in the worst layer (1 is perfect; None: no mixtures)."""
         self.row: dict[str, Any] = {}
         if not len(self.counts):
             return None
-        self.last = layout.total(self.counts.clone())
+        self.last = layout.all_reduce_sum(self.counts.clone())
         self.counts.zero_()
         for i, mixture in zip(self.rows, self.mixtures):
             if self.config.correction_bias:
@@ -215,7 +218,7 @@ def update(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     lr: float,
-    layout: Layout = ALONE,
+    layout: ParallelDims = ALONE,
     clip: float = 1.0,
     scale: float = 1.0,
     take: Callable[[float], bool] = lambda norm: True,
@@ -241,7 +244,7 @@ def validate(
     micro_batch_size: int,
     place: Place,
     attend: Attend = causal_attention,
-    layout: Layout = ALONE,
+    layout: ParallelDims = ALONE,
 ) -> float:
     """Mean loss over the held_out_batches, the same ones on all ranks."""
     batches = [*held_out_batches(tokens, seq_len, micro_batch_size, place.device)]
@@ -252,8 +255,8 @@ def validate(
             with place.autocast():
                 losses = [loss_sums(model, batch, attend, layout)[0] for batch in some]
         else:
-            losses = layout.stages.losses(model, some, place.autocast, attend, layout)
-        total += sum(layout.total(loss).item() for loss in losses) / layout.batch_shares
+            losses = layout.stages.validation_losses(model, some, place.autocast, attend, layout)
+        total += sum(layout.all_reduce_sum(loss).item() for loss in losses) / layout.dp_size
     layout.reshard(model)
     return total / count
 

@@ -36,6 +36,9 @@ where its vocabulary is cut, `of` is to know how, and an Engine cannot draw from
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import contextlib
 import hashlib
@@ -54,7 +57,7 @@ from huggingface.weights import load_checkpoint
 from model import Attend, Transformer, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
 from parallelism.dist_env import Place
-from parallelism.parallel_dims import Layout
+from parallelism.parallel_dims import ParallelDims
 from training.alignment import (
     Reward,
     dpo_loss,
@@ -482,7 +485,7 @@ class GRPO:
 
 
 def objective_of(
-    args: argparse.Namespace, model: Transformer, text: Text, place: Place, layout: Layout
+    args: argparse.Namespace, model: Transformer, text: Text, place: Place, layout: ParallelDims
 ) -> NextToken | DPO | GRPO:
     """What --task says a step is: its batch, and with `loss` what is learned of it."""
     share = args.batch_size // args.diloco_workers
@@ -493,7 +496,7 @@ def objective_of(
     if not args.lora and (args.task == "dpo" or args.kl):
         frozen = load_checkpoint(args.init, place.device, next(model.parameters()).dtype)
         frozen.requires_grad_(False)
-    how: dict[str, Any] = dict(seed=args.seed, reference=frozen, total=layout.total)
+    how: dict[str, Any] = dict(seed=args.seed, reference=frozen, total=layout.all_reduce_sum)
     if args.task == "dpo":
         pairs = [pair for path in args.data for pair in read_preferences(Path(path))]
         made = (preference_rows(some, render, encode, args.seq_len) for some in held_apart(pairs))

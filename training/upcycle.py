@@ -9,6 +9,9 @@ computes what the dense model did, and training drives its experts apart.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
 import argparse
 import contextlib
 from dataclasses import replace
