@@ -865,7 +865,7 @@ class Transformer(nn.Module):
         self.segments: Sequence[Callable[..., Tensor]] | None = None
         # of parameters that this process has in part: dim, start, stop, shape(part), of(whole), as
         # parallel.Cut has them
-        self.cuts: dict[str, Any] = {}
+        self.tp_shards: dict[str, Any] = {}
         self.tie()
         if not table.is_meta:
             self.init_weights()

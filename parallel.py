@@ -1,37 +1,36 @@
-"""parallel.py: one model on many ranks: what a rank has of it, and what ranks tell each other.
+"""One model on many ranks: meshes, tensor and sequence parallelism, FSDP, gradients and norms.
 
-A step of training is products of a batch, a sequence, heads and columns, and each can be shared out
-over ranks that then have something to tell each other:
+A training step multiplies a batch of sequences by sharded weight matrices. Each dimension can be
+split over ranks, at the price of communication:
 
-    dimension   a rank has a part of                    and in every layer
+    dimension   a rank has a shard of                   and in every layer
     dp          the batch                               (gradients, once a step)
     fsdp        and of all parameters (ZeRO)            gathers each block, scatters its gradient
     tp          heads and columns of every matrix       2 all-reduces forward, 2 backward
      + sp       and of the sequence between these       each as all-gather + reduce-scatter
-    cp          the sequence                            keys of the others (context_parallel.py)
-    pp          the layers                              (hidden states, to the next; pipeline.py)
+    cp          the sequence                            keys of other ranks (context_parallel.py)
+    pp          the layers                              (hidden states to the next; pipeline.py)
     ep          the experts                             tokens, there and back (expert_parallel.py)
 
     mesh = make_mesh(dp_shard=2, cp=2, tp=2)            DeviceMesh of torch, with views of it
-    tp = apply_tp(model, mesh, sequence_parallel=True)  print(tp): what is cut, and how
+    tp = apply_tp(model, mesh, sequence_parallel=True)  print(tp): the sharding plan
     apply_fsdp(model, mesh)                             torch's fully_shard, group by group
     loss.backward(); sum_gradients(model, mesh, tp); gradient_norm(model, mesh, tp)
 
-The parameters that tp leaves are plain tensors in the model's own Linear layers, and what ranks say
-to each other stands in two hooks around attention and feed-forward. So whatever swaps or reads
-layers (quantization, kernels, LoRA) works on a rank's part as on a model of that width, and a step
-costs no DTensor dispatch; the price is that this file must know which gradients are sums
-(`partial`). Parameters sharded over data-parallel ranks are torch's DTensors.
+TP leaves plain tensors in the model's own Linear layers; all communication is in two hooks around
+attention and feed-forward. So whatever swaps or reads layers (quantization, kernels, LoRA) works on
+a rank's shard as on a narrower model, and a step has no DTensor dispatch. The price: this file must
+know which gradients are partial sums (`partial_grads`). FSDP-sharded parameters are torch DTensors.
 
-A loss is a sum over tokens divided by the count of all ranks' tokens, never a mean of means, and
-all gradients are sums. That is what makes one process and any layout the same run: test_all.py
-compares loss, every gradient, its norm and the weights after several steps, for every dimension
-and every pair, and counts the collectives.
+A loss is a sum over tokens divided by the token count of all ranks, never a mean of means, and all
+gradients are sums. So one process and any parallel layout are the same run: test_all.py compares
+loss, every gradient, its norm and the weights after several steps, for every dimension and every
+pair of dimensions, and counts the collectives.
 
-When it loses: tp over links slower than the products (keep it inside a node); cp where a sequence
-fits, for a rank then has less to multiply per byte; fsdp with micro-batches too small to hide a
-block's gather. Needs: torch. `python parallel.py` starts 4 processes, checks itself and prints a
-table (--check: none).
+When it loses: tp over links slower than the matmuls (keep it inside a node); cp where a sequence
+fits, since a rank then has less compute per byte sent; fsdp with micro-batches too small to hide
+the gather of a block. Needs: torch. `python parallel.py` starts 4 processes, runs a check and
+prints a table (--check: no table).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 Group = dist.ProcessGroup
 
-# torch 2.13 renamed these two; 2.11 has the old names only
+# torch 2.13 renamed these two; torch 2.11 has only the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -79,9 +78,9 @@ DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp nee
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks as a grid, and two further views of it. `dense` takes dp_shard and cp for one
-    dimension, fsdp: both see different tokens, so that parameters are sharded over both. `experts`
-    cuts the same ranks again into expert_fsdp x ep."""
+    """The ranks as a grid, with two views of it. `dense` flattens dp_shard and cp to one dimension,
+    fsdp: both have different tokens, so parameters are sharded over both. `experts` splits the same
+    ranks into expert_fsdp x ep."""
 
     world: DeviceMesh  # DIMS
     dense: DeviceMesh  # pp, dp_replicate, fsdp, tp
@@ -96,7 +95,7 @@ class Mesh:
         )
 
     def group(self, dim: str) -> Group:
-        """The ranks that differ from this one in `dim` alone."""
+        """The process group of this rank along `dim`."""
         return self._view(dim).get_group(dim)
 
     def size(self, dim: str) -> int:
@@ -107,15 +106,16 @@ class Mesh:
         return self._view(dim).get_local_rank(dim)
 
     @property
-    def dp(self) -> tuple[int, int]:
-        """(which, of how many) shares of a batch this rank has."""
+    def dp_rank_and_size(self) -> tuple[int, int]:
+        """This rank's index among the data-parallel ranks, which have different batches, and their
+        number."""
         shards = self.size("dp_shard")
         return self.rank("dp_replicate") * shards + self.rank("dp_shard"), (
             self.size("dp_replicate") * shards
         )
 
     def __str__(self) -> str:
-        """A line per group along tp, with its index in the other dimensions."""
+        """A line per tp group, with its index in the other dimensions."""
         ranks, names = self.world.mesh, [d for d in DIMS if self.size(d) > 1] or ["tp"]
         ep = self.size("ep")
         head = " x ".join(f"{d} {self.size(d)}" for d in names)
@@ -139,20 +139,20 @@ def make_mesh(
     *,
     device_type: str = "cpu",
 ) -> Mesh:
-    """The grid of all ranks. Neighbours are along tp, then cp, dp_shard, dp_replicate, pp; experts
-    are shared out over `ep` neighbours among the dp_shard x cp. ValueError, with the arithmetic,
-    for sizes that are not the world's. Collective: all ranks make the same."""
+    """The grid of all ranks, tp innermost, then cp, dp_shard, dp_replicate, pp. Experts are sharded
+    over `ep` neighbouring ranks of dp_shard x cp. ValueError if the product of the sizes is not the
+    world size. Collective: all ranks call it with the same sizes."""
     sizes = dict(zip(DIMS, (pp, dp_replicate, dp_shard, cp, tp)))
     for name, size in {**sizes, "ep": ep}.items():
         _check(size >= 1, f"{name} must be at least 1, not {size}")
     product, world = math.prod(sizes.values()), dist.get_world_size()
     sum_ = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    _check(product == world, f"{sum_} = {product}, but there are {world} ranks: change one of them")
+    _check(product == world, f"{sum_} = {product}, but there are {world} ranks: change a size")
     fsdp = dp_shard * cp
     _check(
         fsdp % ep == 0,
-        f"ep {ep} must divide dp_shard {dp_shard} x cp {cp} = {fsdp}, the ranks with tokens of "
-        "their own",
+        f"ep {ep} must divide dp_shard {dp_shard} x cp {cp} = {fsdp}, the ranks with different "
+        "tokens",
     )
     make = partial(init_device_mesh, device_type)
     grid = make((pp, dp_replicate, dp_shard, cp, tp), mesh_dim_names=DIMS)
@@ -167,7 +167,7 @@ def make_mesh(
 
 
 class _Copy(torch.autograd.Function):
-    """Megatron's f: the same tokens go into every rank's part; their gradients are added up."""
+    """Megatron's f: identity forward, all-reduce backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -176,15 +176,15 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return _all_reduce(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
-    """Megatron's g: every rank's part of the output is added up; each gets the gradient."""
+    """Megatron's g: all-reduce forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _summed(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -192,38 +192,38 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """f of sequence parallelism: shards of the sequence become the whole of it."""
+    """f of sequence parallelism: all-gather along the sequence; reduce-scatter backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return _all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad, ctx.group), None
+        return _reduce_scatter(grad, ctx.group), None
 
 
 class _Scatter(torch.autograd.Function):
-    """g of sequence parallelism: the sum, of which every rank gets its shard of the sequence."""
+    """g of sequence parallelism: reduce-scatter along the sequence; all-gather backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _scattered(x, group)
+        return _reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group), None
+        return _all_gather(grad, ctx.group), None
 
 
-def _summed(x: Tensor, group: Group) -> Tensor:
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
 
 
-def _gathered(x: Tensor, group: Group) -> Tensor:
+def _all_gather(x: Tensor, group: Group) -> Tensor:
     """(B, t, ...) of every rank -> (B, t * ranks, ...)"""
     ranks = dist.get_world_size(group)
     parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
@@ -231,12 +231,12 @@ def _gathered(x: Tensor, group: Group) -> Tensor:
     return parts.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def _scattered(x: Tensor, group: Group) -> Tensor:
-    """(B, T, ...) of every rank -> their sum's (B, T / ranks, ...)"""
+def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """(B, T, ...) of every rank -> the sum's shard (B, T / ranks, ...)"""
     ranks = dist.get_world_size(group)
     _check(
         x.shape[1] % ranks == 0,
-        f"sequence parallelism: {x.shape[1]} tokens cannot be cut in {ranks}; take a multiple",
+        f"sequence parallelism: {x.shape[1]} tokens must be a multiple of the {ranks} ranks",
     )
     parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // ranks, *x.shape[2:])
@@ -245,33 +245,34 @@ def _scattered(x: Tensor, group: Group) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """This rank's part of a tensor. `dim` is `blocks` stacked blocks of size `whole`, and the rank
-    has rows start .. stop - 1 of every block. `copies` ranks have the same part."""
+class TPShard:
+    """This rank's shard of a full tensor, whose dimension `dim` stacks `blocks` blocks of
+    `block_size`. The rank has rows start .. stop - 1 of every block; `copies` ranks have the same
+    shard."""
 
     dim: int
     start: int
     stop: int
-    whole: int
+    block_size: int
     blocks: int = 1
     copies: int = 1
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part of the whole tensor."""
-        cut = [b.narrow(self.dim, self.start, self.stop - self.start)
-               for b in tensor.split(self.whole, self.dim)]  # fmt: skip
-        return torch.cat(cut, self.dim)
+    def slice(self, tensor: Tensor) -> Tensor:
+        """The shard of a full tensor."""
+        rows = [b.narrow(self.dim, self.start, self.stop - self.start)
+                for b in tensor.split(self.block_size, self.dim)]  # fmt: skip
+        return torch.cat(rows, self.dim)
 
-    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Of the whole tensor, from the part's."""
-        return (*part[: self.dim], self.blocks * self.whole, *part[self.dim + 1 :])
+    def full_shape(self, shard: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the full tensor, from the shard's."""
+        return (*shard[: self.dim], self.blocks * self.block_size, *shard[self.dim + 1 :])
 
 
-# How each module is cut, by the end of its name. Of a Linear's weight (out, in), "column" cuts the
-# rows, "heads" and "kv_heads" too, whole heads at a time, and "row" the columns. A "region" is what
-# begins with whole tokens on every rank and ends with a sum over ranks.
+# How each module is sharded, by the suffix of its name. Of a Linear's weight (out, in), "column"
+# shards the rows, "heads" and "kv_heads" the rows in whole heads, and "row" the columns. A "region"
+# starts with full tokens on every rank and ends with a sum over ranks (Megatron's f and g).
 PLAN = {
-    "embed": "lookup",
+    "embed": "embedding",
     "attention": "region",
     "attention.q_proj": "heads",
     "attention.k_proj": "kv_heads",
@@ -294,19 +295,19 @@ PLAN = {
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What apply_tp did. Printed, it is the plan: a line per kind of parameter."""
+    """The result of apply_tp. Printed, it is the sharding plan: a line per kind of parameter."""
 
     group: Group
-    sequence: bool  # between regions, every rank has a shard of the sequence
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)  # whole on every rank; gradients to be added up
+    sequence: bool  # sequence parallel: between regions, a rank has a shard of the sequence
+    shards: dict[str, TPShard] = field(default_factory=dict)
+    partial_grads: set[str] = field(default_factory=set)  # replicated; gradients need a sum
     kinds: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def vocab_start(self) -> int:
-        """The first token whose logit is this rank's."""
-        cut = self.cuts.get("head.weight") or self.cuts.get("embed.weight")
-        return 0 if cut is None else cut.start
+        """The first token id of this rank's vocabulary shard."""
+        shard = self.shards.get("head.weight") or self.shards.get("embed.weight")
+        return 0 if shard is None else shard.start
 
     def __str__(self) -> str:
         rows: dict[tuple, list[str]] = {}
@@ -322,18 +323,18 @@ class TensorParallel:
         return "\n".join(lines)
 
 
-class VocabEmbedding(nn.Embedding):
-    """An embedding of which this rank has the rows from `start` on: others' tokens give zeros, and
-    `leave` adds the ranks up."""
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding with this rank's rows, from `start` on: tokens of other ranks give zeros, and
+    `reduce` sums over ranks."""
 
     start: int
-    leave: Callable[[Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor]
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = tokens - self.start
         others = (rows < 0) | (rows >= len(self.weight))
         x = F.embedding(rows.masked_fill(others, 0), self.weight)
-        return self.leave(x.masked_fill(others[..., None], 0.0))
+        return self.reduce(x.masked_fill(others[..., None], 0.0))
 
 
 def apply_tp(
@@ -341,128 +342,130 @@ def apply_tp(
     mesh: Mesh,
     *,
     sequence_parallel: bool = False,
-    ring: tuple[Callable[..., list[Tensor]], Callable[..., Tensor]] | None = None,
+    async_matmuls: tuple[Callable[..., list[Tensor]], Callable[..., Tensor]] | None = None,
     gather_logits: bool = True,
     plan: Mapping[str, str] = PLAN,
 ) -> TensorParallel:
-    """Leave of the model, in place, this rank's part along tp (Megatron-LM, arXiv:1909.08053): of
-    every region's first matrices the columns, of its last the rows, so that attention and
-    feed-forward each take one all-reduce forward and one backward. It may be on the meta device;
-    model.cuts then tells the loader what to read.
+    """Shard the model in place for tensor parallelism (Megatron-LM, arXiv:1909.08053). The first
+    matrices of a region are column-parallel and its last is row-parallel, so that attention and
+    feed-forward each need one all-reduce forward and one backward. The model may be on the meta
+    device; model.tp_shards tells the loader what to read.
 
-    sequence_parallel: between regions ranks have a shard of the sequence, and each all-reduce is
-    an all-gather and a reduce-scatter (Korthikanti et al., arXiv:2205.05198): the same bytes, 1 /
-    tp of the norms' work and of what these keep. (A region's input is kept gathered for its
-    weights' gradients; Megatron-LM gathers it again.) ring: (all_gather_matmul,
-    matmul_reduce_scatter) of async_tp.py, which overlap the transfers with the products and keep
-    shards alone.
-    gather_logits=False leaves each rank the logits of its part of the vocabulary, for
-    vocab_cross_entropy; what gathers them is a hook on the head, which goes with a head that is
-    swapped. With more ranks than key heads, several have the same.
+    sequence_parallel: between regions a rank has a shard of the sequence, and each all-reduce
+    becomes an all-gather and a reduce-scatter (Korthikanti et al., arXiv:2205.05198): the same
+    bytes, 1 / tp of the norms' work and activations. (The gathered input of a region is kept for
+    the weight gradients; Megatron-LM gathers it again.) async_matmuls: (all_gather_matmul,
+    matmul_reduce_scatter) of async_tp.py, which overlap communication with the matmuls and keep
+    only shards.
+    gather_logits=False leaves each rank the logits of its vocabulary shard, for
+    vocab_cross_entropy. The gather is a hook on the head module: it is lost if the head is swapped.
+    With more ranks than key heads, key heads are replicated.
 
     ValueError for sizes that tp does not divide.
     """
     group, rank, ranks = mesh.group("tp"), mesh.rank("tp"), mesh.size("tp")
-    _check(sequence_parallel or not ring, "ring goes with sequence_parallel: give both")
+    _check(sequence_parallel or not async_matmuls, "async_matmuls requires sequence_parallel=True")
     tp = TensorParallel(group, sequence_parallel and ranks > 1)
     if ranks == 1:
         return tp
     mtp = sequence_parallel and len(getattr(model, "mtp", ())) > 0
-    _check(not mtp, "sequence_parallel cannot shift hidden states by a token: not with MTP layers")
+    _check(not mtp, "sequence_parallel cannot be combined with MTP layers: they shift the tokens")
     for name, p in model.named_parameters():
-        kind = _of_plan(plan, name) or _of_plan(plan, name.rpartition(".")[0])
+        kind = _plan_kind(plan, name) or _plan_kind(plan, name.rpartition(".")[0])
         kind = None if kind == "region" else kind
         whole = tuple(p.shape)
-        if kind is not None and (cut := _cut(kind, name, p, model.config, rank, ranks)):
-            p.data = cut.of(p.data)
-            tp.cuts[name] = cut
-        elif tp.sequence or _region(plan, name):
-            tp.partial.add(name)
+        if kind is not None and (shard := _make_shard(kind, name, p, model.config, rank, ranks)):
+            p.data = shard.slice(p.data)
+            tp.shards[name] = shard
+        elif tp.sequence or _in_region(plan, name):
+            tp.partial_grads.add(name)
         tp.kinds[name] = (kind or "whole", whole, tuple(p.shape))
-    model.cuts |= tp.cuts
-    _connect(model, tp, plan, rank, ring, gather_logits)
+    model.tp_shards |= tp.shards
+    _connect(model, tp, plan, rank, async_matmuls, gather_logits)
     return tp
 
 
 def _connect(
-    model: nn.Module, tp: TensorParallel, plan: Mapping[str, str], rank: int, ring: Any,
+    model: nn.Module, tp: TensorParallel, plan: Mapping[str, str], rank: int, async_matmuls: Any,
     gather_logits: bool,
 ) -> None:  # fmt: skip
-    """What ranks tell each other, as hooks at both ends of every region."""
+    """Register the communication hooks at both ends of every region."""
     group, ranks = tp.group, dist.get_world_size(tp.group)
     f, g = (_Gather, _Scatter) if tp.sequence else (_Copy, _Sum)
     enter, leave = (lambda x: f.apply(x, group)), (lambda x: g.apply(x, group))
     for name, module in list(model.named_modules()):
-        kind = _of_plan(plan, name)
+        kind = _plan_kind(plan, name)
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
         if hasattr(module, "first_head"):
             module.first_head = rank * (model.config.n_heads // ranks)
         leaves = [leaf for leaf, _ in module.named_children()]
-        row = next((leaf for leaf in leaves if _of_plan(plan, f"{name}.{leaf}") == "row"), None)
-        if kind == "region" and ring and hasattr(module, "products"):
-            module.products = partial(_ring_products, ring[0], group)
-            setattr(module, row, RingRow(getattr(module, row), ring[1], group))
+        row = next((leaf for leaf in leaves if _plan_kind(plan, f"{name}.{leaf}") == "row"), None)
+        if kind == "region" and async_matmuls and hasattr(module, "products"):
+            module.products = partial(_async_column_linears, async_matmuls[0], group)
+            setattr(module, row, AsyncRowLinear(getattr(module, row), async_matmuls[1], group))
         elif kind == "region":
-            # a mixture's router wants its input as it is; products would round theirs anyway
-            narrow = (lambda x: x) if hasattr(module, "experts") else _as_autocast
-            module.register_forward_pre_hook(
-                lambda m, a, narrow=narrow: (enter(narrow(a[0])), *a[1:])
-            )
-            module.register_forward_hook(partial(_leave, leave, row, rank))
-        elif kind == "lookup":
-            new = VocabEmbedding.from_pretrained(module.weight, freeze=False)
-            new.weight, new.start, new.leave = module.weight, tp.cuts[f"{name}.weight"].start, leave
+            # an MoE router needs its input uncast; matmuls under autocast would cast theirs anyway
+            cast = (lambda x: x) if hasattr(module, "experts") else _as_autocast
+            module.register_forward_pre_hook(lambda m, a, cast=cast: (enter(cast(a[0])), *a[1:]))
+            module.register_forward_hook(partial(_exit_region, leave, row, rank))
+        elif kind == "embedding":
+            new = VocabParallelEmbedding.from_pretrained(module.weight, freeze=False)
+            new.weight, new.start = module.weight, tp.shards[f"{name}.weight"].start
+            new.reduce = leave
             model.set_submodule(name, new)
         elif kind == "vocab":
             module.register_forward_pre_hook(lambda m, a: (enter(_as_autocast(a[0])), *a[1:]))
             if gather_logits:
                 size = model.config.vocab_size
-                module.register_forward_hook(lambda m, a, y: _Logits.apply(y, size, rank, group))
+                gather_logits_hook = lambda m, a, y: _GatherLogits.apply(y, size, rank, group)
+                module.register_forward_hook(gather_logits_hook)
 
 
-class RingRow(nn.Module):
-    """The last layer of a region, whose sum over ranks is made while it multiplies."""
+class AsyncRowLinear(nn.Module):
+    """The row-parallel layer of a region, with its matmul overlapped with the reduce-scatter."""
 
-    def __init__(self, linear: nn.Linear, product: Callable[..., Tensor], group: Group):
+    def __init__(self, linear: nn.Linear, matmul: Callable[..., Tensor], group: Group):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.product, self.group = product, group
+        self.matmul, self.group = matmul, group
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x, self.weight, self.group)
+        y = self.matmul(x, self.weight, self.group)
         return y if self.bias is None else y + self.bias.type_as(y)
 
 
-def _ring_products(
-    product: Callable[..., list[Tensor]], group: Group, x: Tensor, *linears: nn.Linear
+def _async_column_linears(
+    matmul: Callable[..., list[Tensor]], group: Group, x: Tensor, *linears: nn.Linear
 ) -> list[Tensor]:
     """The model's products hook: one ring for all of them."""
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-    return product(x, weights, group, biases)
+    return matmul(x, weights, group, biases)
 
 
-def _of_plan(plan: Mapping[str, str], name: str) -> str | None:
+def _plan_kind(plan: Mapping[str, str], name: str) -> str | None:
     ends = (name.split(".", i)[-1] for i in range(name.count(".") + 1))
     return next((plan[end] for end in ends if end in plan), None)
 
 
-def _region(plan: Mapping[str, str], name: str) -> bool:
+def _in_region(plan: Mapping[str, str], name: str) -> bool:
     steps = name.split(".")
-    return any(_of_plan(plan, ".".join(steps[:i])) == "region" for i in range(1, len(steps)))
+    return any(_plan_kind(plan, ".".join(steps[:i])) == "region" for i in range(1, len(steps)))
 
 
-def _cut(kind: str, name: str, p: Tensor, config: Any, rank: int, ranks: int) -> Cut | None:
-    """How tp cuts a parameter, None for the bias of a row-parallel layer."""
+def _make_shard(
+    kind: str, name: str, p: Tensor, config: Any, rank: int, ranks: int
+) -> TPShard | None:
+    """This rank's TPShard of a parameter; None for the bias of a row-parallel layer."""
     if kind == "row" and p.dim() == 1:
         return None
     dim, blocks = {"row": (1, 1), "gate_up": (1, 2), "down": (2, 1)}.get(kind, (0, 1))
     whole, copies = p.shape[dim] // blocks, 1
-    if kind in ("lookup", "vocab"):  # need not be even
+    if kind in ("embedding", "vocab"):  # may be uneven
         each = -(-whole // ranks)
         ok = (ranks - 1) * each < whole
-        _check(ok, f"tp {ranks} leaves ranks without any of {name}'s {whole} rows: take fewer")
-        return Cut(0, min(whole, rank * each), min(whole, (rank + 1) * each), whole)
+        _check(ok, f"tp {ranks} leaves a rank with none of {name}'s {whole} rows: use fewer ranks")
+        return TPShard(0, min(whole, rank * each), min(whole, (rank + 1) * each), whole)
     units, what = whole, f"the {whole} of {name}"
     if kind == "heads":
         units, what = config.n_heads, f"n_heads {config.n_heads}"
@@ -470,54 +473,52 @@ def _cut(kind: str, name: str, p: Tensor, config: Any, rank: int, ranks: int) ->
         units, what = config.n_kv_heads, f"n_kv_heads {config.n_kv_heads}"
         if ranks % units == 0:
             copies = ranks // units
-    _check(
-        units % (ranks // copies) == 0, f"tp {ranks} does not divide {what}: take a divisor of it"
-    )
+    _check(units % (ranks // copies) == 0, f"tp {ranks} does not divide {what}: use a divisor")
     each = whole // (ranks // copies)
-    return Cut(dim, rank // copies * each, (rank // copies + 1) * each, whole, blocks, copies)
+    return TPShard(dim, rank // copies * each, (rank // copies + 1) * each, whole, blocks, copies)
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """What a product would make of it, before it travels: half the bytes."""
+    """Cast x as autocast would for a matmul, before it is sent: half the bytes."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _leave(
+def _exit_region(
     leave: Callable, row: str | None, rank: int, module: nn.Module, args: Any, y: Tensor
 ) -> Tensor:
-    """The end of a region. Every rank's Linear has added the bias; all but the first take it off
-    again, so that the sum has it once."""
+    """Sum a region's output over ranks. Every rank's Linear has added the bias; all ranks but the
+    first subtract it again, so that the sum has it once."""
     bias = getattr(module.get_submodule(row), "bias", None) if row else None
     return leave(y if bias is None or rank == 0 else y - bias.type_as(y))
 
 
-class _Logits(torch.autograd.Function):
-    """(B, T, V / ranks) of every rank -> (B, T, V) on all; the way back takes what is its own."""
+class _GatherLogits(torch.autograd.Function):
+    """All-gather logits (B, T, V / ranks) -> (B, T, V); backward takes this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, size: int, rank: int, group: Group) -> Tensor:
-        widest = -(-size // dist.get_world_size(group))
-        ctx.mine = slice(rank * widest, rank * widest + y.shape[-1])
-        parts = _gathered(F.pad(y, (0, widest - y.shape[-1])).movedim(-1, 1), group)
+        max_size = -(-size // dist.get_world_size(group))
+        ctx.local = slice(rank * max_size, rank * max_size + y.shape[-1])
+        parts = _all_gather(F.pad(y, (0, max_size - y.shape[-1])).movedim(-1, 1), group)
         return parts.movedim(1, -1)[..., :size]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad[..., ctx.mine], None, None, None
+        return grad[..., ctx.local], None, None, None
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: Group) -> Tensor:
-        """log(sum exp(l)) - l[target] of logits that every rank has some columns of: one all-reduce
-        of maxima and one of (sum, target's logit), N numbers each."""
+        """log(sum exp(l)) - l[target] of vocabulary-sharded logits: one all-reduce of maxima (N,)
+        and one of (sum of exp, target logit) (2, N)."""
         top = logits.amax(-1)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         shifted = logits - top[:, None]
         column = targets - start
         others = (column < 0) | (column >= logits.shape[-1])
-        column = column.masked_fill(others, 0)[:, None]  # no host sync to select by `others`
+        column = column.masked_fill(others, 0)[:, None]  # indexing by `others` would sync
         picked = shifted.gather(-1, column)[:, 0].masked_fill(others, 0.0)
         probs = shifted.exp_()
         both = torch.stack((probs.sum(-1), picked))
@@ -536,16 +537,16 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(
     logits: Tensor, targets: Tensor, tp: TensorParallel, ignore_index: int = -100
 ) -> Tensor:
-    """Summed cross-entropy, in nats, of logits (N, V / ranks), this rank's columns, and targets
-    (N,): the same number on every rank. The logits are never gathered, and what is kept for the
-    backward pass is this rank's part of the softmax (Megatron-LM, 3)."""
+    """Summed cross-entropy in nats of this rank's logits (N, V / ranks) and targets (N,), equal on
+    all ranks. The logits are never gathered; only this rank's shard of the softmax is kept for the
+    backward pass (Megatron-LM, 3)."""
     losses = _VocabCrossEntropy.apply(logits.float() if logits.dtype != torch.float64 else logits,
                                       targets, tp.vocab_start, tp.group)  # fmt: skip
     return losses.masked_fill(targets == ignore_index, 0.0).sum()
 
 
 # --------------------------------------------------------------------------------------------------
-# Data parallelism: sharded parameters, gradients, and what a checkpoint wants whole
+# Data parallelism: sharded parameters, gradients, full tensors for checkpoints
 # --------------------------------------------------------------------------------------------------
 
 
@@ -560,74 +561,76 @@ def apply_fsdp(
     node_size: int | None = None,
     all_gather: Any = None,
     reduce_scatter: Any = None,
-    head_apart: bool = False,
+    separate_head: bool = False,
 ) -> None:
-    """Shard parameters, gradients and optimizer states over dp_shard x cp, in place, by torch's
-    fully_shard: a group of parameters per block, one for embedding, one for norm and head. With
-    dp_replicate > 1 the shards have replicas (HSDP). Mixtures are groups over expert_fsdp, whose
+    """Shard parameters, gradients and optimizer states over dp_shard x cp, in place, with torch's
+    fully_shard: one parameter group per block, one for the embedding, one for norm and head. With
+    dp_replicate > 1 the shards are replicated (HSDP). MoE layers are groups over expert_fsdp, whose
     ranks have the same experts.
 
     stage (ZeRO, arXiv:1910.02054): 3 gathers a group before its forward and again before its
-    backward pass; 2 keeps it between; 1 keeps gradients whole until `last_micro_batch` too.
-    param_dtype: what is gathered is rounded to it, norms and routers too, and the residual stream
-    with the embedding; inputs are not, so run products under autocast. Gradients are added up in
-    reduce_dtype, as sums over ranks, not means: divide the loss by the tokens of all. offload: the
-    shards, their gradients and the optimizer's work are the CPU's; on GPUs the process group needs
-    a backend for these as well ("cpu:gloo,cuda:nccl"). node_size: the backward pass of stage 3
-    gathers inside so many neighbours, who keep what was gathered before (ZeRO++'s hpZ).
+    backward pass; 2 keeps it gathered in between; 1 also keeps gradients unsharded until
+    `set_last_micro_batch`.
+    param_dtype: gathered parameters are cast to it, norms and routers too, and with the embedding
+    the residual stream. Inputs are not cast: run matmuls under autocast. Gradients are reduced in
+    reduce_dtype, as sums over ranks, not means: divide the loss by the token count of all ranks.
+    offload: shards, their gradients and the optimizer step are on the CPU; on GPUs the process
+    group needs both backends ("cpu:gloo,cuda:nccl"). node_size: with stage 3, the backward pass
+    gathers within groups of node_size neighbours, which keep a secondary shard (ZeRO++'s hpZ).
     all_gather, reduce_scatter: for FSDPModule.set_custom_all_gather and _reduce_scatter.
-    head_apart: norm and head are two groups, for a head that is not called in the same forward.
+    separate_head: norm and head are two groups, for a head not called in the model's forward.
     """
     _check(stage in (1, 2, 3), f"stage must be 1, 2 or 3, not {stage}")
-    how: dict[str, Any] = dict(reshard_after_forward=stage == 3 and (node_size or True))
-    # inputs as they come: a block's are its rotations too, which in bf16 would turn by other angles
-    how["mp_policy"] = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+    options: dict[str, Any] = dict(reshard_after_forward=stage == 3 and (node_size or True))
+    # inputs are not cast: they include RoPE's cos and sin, whose angles bf16 would change
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+    options["mp_policy"] = policy
     if offload:
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     dims = ("dp_replicate",) if mesh.size("dp_replicate") > 1 else ()
-    dense = dict(mesh=mesh.dense[(*dims, "fsdp")], **how)
-    experts = dict(mesh=mesh.experts[(*dims, "expert_fsdp")], **how)
+    dense = dict(mesh=mesh.dense[(*dims, "fsdp")], **options)
+    experts = dict(mesh=mesh.experts[(*dims, "expert_fsdp")], **options)
     for block in (*model.layers, *getattr(model, "mtp", ())):
         for module in block.modules():
             if any(p.dim() == 3 for p in module.parameters(recurse=False)):
                 fully_shard(module, **experts)
         fully_shard(block, **dense)
-    for group in _ends(model, head_apart):
+    for group in _ends(model, separate_head):
         if group := [module for module in group if module is not None]:
             fully_shard(group, **dense)
     fully_shard(model, **dense)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
             if all_gather is not None:
                 module.set_custom_all_gather(all_gather)
             if reduce_scatter is not None:
                 module.set_custom_reduce_scatter(reduce_scatter)
 
 
-def _ends(model: nn.Module, head_apart: bool) -> list[list[nn.Module | None]]:
-    """Which of norm, head and embedding are gathered together."""
+def _ends(model: nn.Module, separate_head: bool) -> list[list[nn.Module | None]]:
+    """The FSDP groups of norm, head and embedding."""
     tied = model.head is not None and model.embed is not None
     tied = tied and model.head.weight is model.embed.weight
     ends = [[model.norm, model.head], [model.embed]]
-    if head_apart or len(getattr(model, "mtp", ())) > 0:  # there it runs more often than the norm
+    if separate_head or len(getattr(model, "mtp", ())) > 0:  # MTP calls the head more often
         ends = [[model.norm], [model.head], [model.embed]]
     if tied:
         ends = [[model.norm], [model.head, model.embed]]
     return ends
 
 
-def last_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
-    """Before the forward pass of each of a step's micro-batches, if the model is sharded: until the
-    last, stages 1 and 2 keep the gathered parameters, and stage 1 the whole gradients."""
+def set_last_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
+    """Call before the forward pass of each micro-batch of a step. Until the last one, stages 1 and
+    2 keep gathered parameters, and stage 1 unsharded gradients. No-op without FSDP."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or stage > 1)
         model.set_reshard_after_backward(last or stage == 3)
 
 
 def reshard(model: nn.Module, stage: int) -> None:
-    """Give back what forward passes without backward ones have gathered."""
+    """Free the parameters gathered by forward passes that had no backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if stage < 3:
@@ -637,73 +640,73 @@ def reshard(model: nn.Module, stage: int) -> None:
                 module.set_reshard_after_forward(False, recurse=False)
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's shard of a tensor, or itself."""
+def to_local(x: Tensor) -> Tensor:
+    """The local shard of a DTensor; other tensors unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def is_stack(p: Tensor) -> bool:
-    """Whether a parameter holds one matrix per expert, (E, ...): nothing else has three dims."""
+def is_expert_stack(p: Tensor) -> bool:
+    """Whether a parameter stacks one matrix per expert, (E, ...): no other has three dims."""
     return p.dim() == 3
 
 
 def sum_gradients(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> None:
-    """After the backward passes of a step: leave in .grad the sums over ranks that neither these
-    nor fully_shard have made. Of parameters that tp leaves whole but whose inputs or outputs are
-    cut, over tp; of keys' heads, over the ranks that have the same; of replicas, over data
-    parallelism, experts over the ranks that have the same ones; of routers sharded with their
-    experts, over ep."""
-    cut: list[tuple[Tensor, int, int]] = []
+    """Call after the backward passes of a step: all-reduce the gradients that neither these nor
+    fully_shard have reduced. Parameters replicated over tp with sharded inputs or outputs: over tp.
+    Replicated key heads: over the ranks with the same heads. Parameters without FSDP: over data
+    parallelism, experts over the ranks with the same experts. Routers sharded with their experts:
+    over ep."""
+    over_tp: list[tuple[Tensor, int, int]] = []
     over: dict[str, list[Tensor]] = {"fsdp": [], "expert_fsdp": [], "dp_replicate": [], "ep": []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if p.grad is None:  # of experts that no token chose, for some that run them
+        if p.grad is None:  # experts without tokens, in some experts implementations
             p.grad = torch.zeros_like(p)
-        grad = local(p.grad)
-        copies = tp.cuts[name].copies if name in tp.cuts else 0
-        if name in tp.partial or copies > 1:
+        grad = to_local(p.grad)
+        copies = tp.shards[name].copies if name in tp.shards else 0
+        if name in tp.partial_grads or copies > 1:
             pieces = mesh.size("tp") // copies if copies else 1
-            cut.append((grad, pieces, mesh.rank("tp") // copies if copies else 0))
+            over_tp.append((grad, pieces, mesh.rank("tp") // copies if copies else 0))
         if not isinstance(p, DTensor):
-            over["expert_fsdp" if is_stack(p) else "fsdp"].append(grad)
+            over["expert_fsdp" if is_expert_stack(p) else "fsdp"].append(grad)
             over["dp_replicate"].append(grad)
-        elif "expert_fsdp" in p.device_mesh.mesh_dim_names and not is_stack(p):
+        elif "expert_fsdp" in p.device_mesh.mesh_dim_names and not is_expert_stack(p):
             over["ep"].append(grad)
     for dim, grads in over.items():
         _sum_each(grads, mesh.group(dim))
-    _sum_over_tp(cut, mesh.group("tp"))
+    _sum_over_tp(over_tp, mesh.group("tp"))
 
 
 def _sum_each(grads: list[Tensor], group: Group) -> None:
-    """Each over the ranks; all are on their way at once."""
+    """All-reduce each gradient; the transfers run concurrently."""
     if dist.get_world_size(group) > 1:
         for transfer in [dist.all_reduce(g, group=group, async_op=True) for g in grads]:
             transfer.wait()
 
 
 def _sum_over_tp(grads: list[tuple[Tensor, int, int]], group: Group) -> None:
-    """Each of (gradient, pieces, which): added up over the ranks that have the same piece, all in
-    one all-reduce of all pieces, in which a rank leaves the others' zero."""
+    """Sum each (gradient, number of pieces, index) over the ranks with the same piece, in one
+    all-reduce of a flat buffer of all pieces, zero at the other ranks' pieces."""
     if not grads:
         return
     sizes = [g.numel() * n for g, n, _ in grads]
-    widest = max((g.dtype for g, _, _ in grads), key=lambda dtype: dtype.itemsize)
-    flat = grads[0][0].new_zeros(sum(sizes), dtype=widest)
+    max_size = max((g.dtype for g, _, _ in grads), key=lambda dtype: dtype.itemsize)
+    flat = grads[0][0].new_zeros(sum(sizes), dtype=max_size)
     spans = flat.split(sizes)
-    mine = [span.view(n, *g.shape)[i] for span, (g, n, i) in zip(spans, grads)]
-    for part, (g, _, _) in zip(mine, grads):
-        part.copy_(g)
+    local = [span.view(n, *g.shape)[i] for span, (g, n, i) in zip(spans, grads)]
+    for piece, (g, _, _) in zip(local, grads):
+        piece.copy_(g)
     dist.all_reduce(flat, group=group)
-    for part, (g, _, _) in zip(mine, grads):
-        g.copy_(part)
+    for piece, (g, _, _) in zip(local, grads):
+        g.copy_(piece)
 
 
 def gradient_norm(
-    model: nn.Module, mesh: Mesh, tp: TensorParallel, copies: Mapping[str, int] | None = None
+    model: nn.Module, mesh: Mesh, tp: TensorParallel, num_copies: Mapping[str, int] | None = None
 ) -> Tensor:
-    """Of the whole model's gradient, one number, bit for bit, on all ranks. An element that n ranks
-    have counts 1 / n on each. copies: of parameters, how many there are along pp (1)."""
+    """The norm of the whole model's gradient, bitwise equal on all ranks. An element replicated on
+    n ranks counts 1 / n on each. num_copies: of parameters along pp, by name (default 1)."""
     ranks = dist.get_world_size() // mesh.size("pp")
     total: Tensor | float = 0.0
     for name, p in model.named_parameters():
@@ -713,53 +716,53 @@ def gradient_norm(
         if isinstance(p, DTensor):
             sizes = zip(p.device_mesh.shape, p.placements)
             shards = math.prod(n for n, placement in sizes if placement.is_shard())
-        if name in tp.cuts:
-            shards *= mesh.size("tp") // tp.cuts[name].copies
-        if is_stack(p):
+        if name in tp.shards:
+            shards *= mesh.size("tp") // tp.shards[name].copies
+        if is_expert_stack(p):
             shards *= mesh.size("ep")
-        shards /= (copies or {}).get(name, 1)
-        grad = local(p.grad)
+        shards /= (num_copies or {}).get(name, 1)
+        grad = to_local(p.grad)
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        total = total + grad.square().sum() * (shards / ranks)  # a CPU's vector_norm is 1e-4 off
+        total = total + grad.square().sum() * (shards / ranks)  # CPU vector_norm is 1e-4 off
     dist.all_reduce(total)
     return total.sqrt()
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, norm: Tensor, most: float) -> None:
-    """Scale the gradient, whose norm gradient_norm gave, to `most` if it is more."""
-    scale = (most / (norm + 1e-6)).clamp(max=1.0)
+def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scale the gradient to max_norm if its norm, from gradient_norm, is larger."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in model.parameters():
         if p.requires_grad:
-            local(p.grad).mul_(scale.to(p.grad.dtype))
+            to_local(p.grad).mul_(scale.to(p.grad.dtype))
 
 
 @torch.no_grad()
-def copy_shard_(p: Tensor, whole: Tensor, cut: Cut | None = None) -> None:
-    """Copy into p, be it cut, sharded, both or neither, its part of the whole tensor."""
-    part = whole if cut is None else cut.of(whole)
+def copy_shard_(p: Tensor, full: Tensor, shard: TPShard | None = None) -> None:
+    """Copy into p its shard of a full tensor. p may be sharded by tp, by FSDP, by both or not."""
+    part = full if shard is None else shard.slice(full)
     if isinstance(p, DTensor):
         part = part.to(p.device)
         part = distribute_tensor(part, p.device_mesh, p.placements, src_data_rank=None)
-    local(p).copy_(local(part))
+    to_local(p).copy_(to_local(part))
 
 
 @torch.no_grad()
-def gather(x: Tensor, cut: Cut | None, mesh: Mesh) -> Tensor | None:
-    """The whole tensor that x is this rank's part of, on the first rank along tp (None on others).
+def gather_full_tensor(x: Tensor, shard: TPShard | None, mesh: Mesh) -> Tensor | None:
+    """The full tensor of which x is this rank's shard, on the first tp rank (None on others).
     Collective."""
     x = x.full_tensor() if isinstance(x, DTensor) else x.detach()
-    if cut is None:
+    if shard is None:
         return x
-    ranks, first, dim = mesh.size("tp"), mesh.rank("tp") == 0, cut.dim
-    widest = -(-cut.whole // (ranks // cut.copies)) * cut.blocks
-    x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, widest - x.shape[dim])).contiguous()
+    ranks, first, dim = mesh.size("tp"), mesh.rank("tp") == 0, shard.dim
+    max_size = -(-shard.block_size // (ranks // shard.copies)) * shard.blocks
+    x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, max_size - x.shape[dim])).contiguous()
     parts = [torch.empty_like(x) for _ in range(ranks)] if first else None
     dist.gather(x, parts, group=mesh.group("tp"), group_dst=0)
     if not first:
         return None
-    blocks = [part.unflatten(dim, (cut.blocks, -1)) for part in parts[:: cut.copies]]
-    return torch.cat(blocks, dim + 1).narrow(dim + 1, 0, cut.whole).flatten(dim, dim + 1)
+    blocks = [part.unflatten(dim, (shard.blocks, -1)) for part in parts[:: shard.copies]]
+    return torch.cat(blocks, dim + 1).narrow(dim + 1, 0, shard.block_size).flatten(dim, dim + 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -804,11 +807,11 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """The least that the functions above ask of a model: these names."""
+    """The smallest model with the attributes that apply_tp and apply_fsdp use."""
 
     def __init__(self, V: int, C: int, L: int, Hq: int, Hkv: int):
         super().__init__()
-        self.config, self.cuts = SimpleNamespace(n_heads=Hq, n_kv_heads=Hkv, vocab_size=V), {}
+        self.config, self.tp_shards = SimpleNamespace(n_heads=Hq, n_kv_heads=Hkv, vocab_size=V), {}
         self.embed, self.head = nn.Embedding(V, C), nn.Linear(C, V, bias=False)
         self.layers = nn.ModuleList(_Block(C, Hq, Hkv) for _ in range(L))
         self.norm = nn.RMSNorm(C)
@@ -821,8 +824,7 @@ class _Model(nn.Module):
 
 
 def check(rank: int, ranks: int) -> None:
-    """A step of dp 2 x tp 2, of tp 4 and of replicated shards == one process's, in every gradient
-    and in their norm."""
+    """Gradients and gradient norm of dp 2 x tp 2, of tp 4 and of HSDP == one process."""
     torch.manual_seed(0)
     whole = _Model(V=37, C=32, L=2, Hq=4, Hkv=2).double()
     tokens = torch.randint(37, (4, 17))
@@ -832,43 +834,44 @@ def check(rank: int, ranks: int) -> None:
     norm = nn.utils.get_total_norm([p.grad for p in whole.parameters()])
     for sizes in (dict(dp_shard=2, tp=2), dict(tp=4), dict(dp_replicate=2, dp_shard=2)):
         mesh = make_mesh(**sizes)
-        part, mine = copy.deepcopy(whole), slice(mesh.dp[0], None, mesh.dp[1])
+        dp_rank, dp_size = mesh.dp_rank_and_size
+        part, rows = copy.deepcopy(whole), slice(dp_rank, None, dp_size)
         part.zero_grad()
         tp = apply_tp(part, mesh, sequence_parallel=True, gather_logits=False)
         apply_fsdp(part, mesh, reduce_dtype=None)
-        logits = part(inputs[mine])
-        loss = vocab_cross_entropy(logits.flatten(0, 1), targets[mine].flatten(), tp)
+        logits = part(inputs[rows])
+        loss = vocab_cross_entropy(logits.flatten(0, 1), targets[rows].flatten(), tp)
         (loss / targets.numel()).backward()
         sum_gradients(part, mesh, tp)
         assert torch.allclose(gradient_norm(part, mesh, tp), norm, rtol=1e-12), sizes
         for (name, p), q in zip(part.named_parameters(), whole.parameters()):
-            grad = gather(p.grad, tp.cuts.get(name), mesh)
+            grad = gather_full_tensor(p.grad, tp.shards.get(name), mesh)
             assert grad is None or torch.allclose(grad, q.grad, rtol=1e-10, atol=1e-12), name
 
 
 def benchmark(rank: int, ranks: int) -> None:
-    """Milliseconds of forward and backward passes, on this machine, whose ranks share its cores."""
-    say = print if rank == 0 else lambda *_: None
+    """Milliseconds of forward and backward passes. All ranks share this machine's cores."""
+    print0 = print if rank == 0 else lambda *_: None
     V, C, L, T = 2048, 512, 4, 512
     mesh, tokens = make_mesh(tp=ranks), torch.randint(V, (1, T))
-    say(f"tp {ranks}: {L} layers of C {C}, T {T}, V {V}, fp32, forward + backward, ms")
-    for name, cut in (
+    print0(f"tp {ranks}: {L} layers of C {C}, T {T}, V {V}, fp32, forward + backward, ms")
+    for name, shard_ in (
         ("torch's DTensor", lambda m: _dtensor_tp(m, mesh.world["tp"])),
         ("apply_tp", lambda m: apply_tp(m, mesh)),
         ("apply_tp, sequence", lambda m: apply_tp(m, mesh, sequence_parallel=True)),
     ):
         torch.manual_seed(0)
         model = _Model(V, C, L, Hq=8, Hkv=4)
-        cut(model)
+        shard_(model)
         ms = _ms(lambda: F.cross_entropy(model(tokens)[0], tokens[0]).backward())
-        say(f"{name:>22}{ms:>9.1f}")
+        print0(f"{name:>22}{ms:>9.1f}")
 
 
 def _dtensor_tp(model: nn.Module, mesh: DeviceMesh) -> None:
-    """The same cuts as a plan of torch's parallelize_module."""
+    """The same plan with torch's parallelize_module."""
     column, row = ColwiseParallel(), RowwiseParallel()
     names = dict(q_proj=column, k_proj=column, v_proj=column, o_proj=row)
-    plan = {f"attention.{name}": how for name, how in names.items()}
+    plan = {f"attention.{name}": style for name, style in names.items()}
     plan |= {"mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row}
     for layer in model.layers:
         parallelize_module(layer, mesh, plan)
@@ -877,12 +880,12 @@ def _dtensor_tp(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, ends)
 
 
-def _ms(work: Callable[[], Any], times: int = 7) -> float:
+def _ms(run: Callable[[], Any], times: int = 7) -> float:
     spent = []
     for _ in range(times):
         dist.barrier()
         start = time.perf_counter()
-        work()
+        run()
         dist.barrier()
         spent.append(1e3 * (time.perf_counter() - start))
     return statistics.median(spent[2:])
@@ -895,7 +898,7 @@ def main() -> None:
         sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    _check(ranks == 4, f"the check is for 4 ranks, not {ranks}")
+    _check(ranks == 4, f"the check needs 4 ranks, not {ranks}: torchrun --nproc-per-node 4")
     check(rank, ranks)
     if "--check" not in sys.argv:
         benchmark(rank, ranks)

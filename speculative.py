@@ -1,43 +1,45 @@
-"""Speculative decoding: several tokens for one reading of the weights, and the same distribution.
+"""Speculative decoding: drafters, lossless verification, draft trees, adaptive draft length.
 
-A decode step reads every weight to make one token, and could run several for nearly the same time.
-So something cheap, the *drafter*, proposes the next k tokens; the model runs them all in one
-forward, as it would a prompt; and a rule keeps of them as many as leave the output distributed
-exactly as the model's own (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). What
-was refused is forgotten: the KV cache is cut back by moving a number. Five parts:
+A decode step reads every weight to make one token, and could run several tokens in nearly the same
+time. So a cheap *drafter* proposes the next k tokens, the model runs all of them in one forward, as
+in prefill, and rejection sampling accepts a prefix such that the output keeps exactly the model's
+distribution (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). Rejected drafts
+are removed by truncating the KV cache. Four parts:
 
-    the rule     a drafted token d is kept with probability min(1, p(d) / q(d)); the first that is
-                 not is replaced by a draw from norm(max(p - q, 0)), and after a whole run one more
-                 is drawn from p. p and q are what is drawn from, after temperature, top-k, top-p
-                 and penalties; greedy is the limit where both are one token.
-    the tree     several continuations at once: every node attends to its ancestors alone, and the
-                 rule goes on from sibling to sibling with what p has left (SpecInfer,
-                 arXiv:2305.09781).
-    drafters     text copied from what stands before (LLMA, arXiv:2304.04487), a smaller model, the
-                 first layers of the same, multi-token prediction (DeepSeek-V3, arXiv:2412.19437,
-                 2.2), a head trained for it (EAGLE, arXiv:2401.15077), or one of them inside
-                 another (staged, arXiv:2308.04623).
-    how many     k that promises most tokens per second, by the acceptance and the step times
-                 measured so far, for each sequence of a batch; 0 where drafting does not pay
-                 (SmartSpec, arXiv:2406.14066).
+    verification  draft d is accepted with probability min(1, p(d) / q(d)); the first rejected one
+                  is replaced by a sample of norm(max(p - q, 0)), and if all are accepted one more
+                  token is sampled from p. p and q are target and draft distributions after
+                  temperature, top-k, top-p and penalties; greedy is the limit of one-token ones.
+    trees         several continuations in one forward: each node attends to its ancestors only, and
+                  verification tries siblings in turn on the residual of p (SpecInfer,
+                  arXiv:2305.09781).
+    drafters      n-gram lookup in the context (LLMA, arXiv:2304.04487), a smaller model, the first
+                  layers of the target, multi-token prediction (DeepSeek-V3, arXiv:2412.19437, 2.2),
+                  a trained head (EAGLE, arXiv:2401.15077), or one drafter inside another (staged,
+                  arXiv:2308.04623).
+    draft length  the k of each sequence that maximizes expected tokens per second, from measured
+                  acceptance rates and step times; 0 where drafting does not pay (SmartSpec,
+                  arXiv:2406.14066).
 
-A run of k drafts, each kept with probability a, gives (1 - a^(k+1)) / (1 - a) tokens for one step
-of the model. When it loses: where a step is limited by arithmetic and not by memory, in large
-batches; where a draft costs much of a step (small models, whose steps are overhead); where the text
-cannot be guessed. Mixtures of experts gain less: k tokens read the experts of all of them.
+k drafts with acceptance rate a give (1 - a^(k+1)) / (1 - a) tokens per step of the model. When it
+loses: in large batches, whose steps are compute-bound; where a draft costs much of a step (small
+models, whose steps are overhead); on text that is hard to predict. MoE models gain less: k tokens
+read the experts of all of them.
 
-Two ways of drawing. A token proposed *for certain* (copied, or a drafter's argmax) is verified by
-drawing as without it and going on while the draw agrees: the rule's limit for a q of one token,
-and the output is then that of plain decoding with the same seed, token for token. Drafts *drawn*
-from q and verified by the rule are kept more often, and only their distribution is the same.
+Two kinds of drafts. *Deterministic* ones (copied, or a drafter's argmax) are verified by sampling
+as without drafts and accepting while the sampled token equals the draft, the limit of rejection
+sampling for a one-token q: the output is that of plain decoding with the same seed, token for
+token. Drafts *sampled* from q and verified by rejection sampling are accepted more often, and only
+the output's distribution is the same.
 
-Hook: drafters are callables, `propose(context, k) -> tokens, probs`. Those that batch have `many`,
-and are handed how to run their model; `tree_attend` is the model's attend callable. Equivalence
-(test_all.py): greedy output == plain decoding's for every drafter and cache; sampled output against
-the exact distribution by chi-square, where wrong rules fail; tree logits == each path's. Needs:
-torch; `python speculative.py` checks itself and prints what verification and drafting cost.
+Hook: drafters are callables, `propose(context, k) -> tokens, probs`; batched ones have
+`propose_batch` and run their model through a DraftRunner; `tree_attend` is the model's attend
+callable. Equivalence (test_all.py): greedy output == plain decoding's for every drafter and cache;
+sampled output against the exact distribution by chi-square, which wrong rules fail; tree logits ==
+each path's. Needs: torch; `python speculative.py` checks itself and prints what verification and
+drafting cost.
 
-Shapes: B rows, K drafted tokens, N nodes of a tree, V vocabulary, C model width.
+Shapes: B rows, K drafts, N nodes of a tree, V vocabulary, C model width.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # --------------------------------------------------------------------------------------------------
-# The rule
+# Verification
 # --------------------------------------------------------------------------------------------------
 
 
@@ -71,9 +73,9 @@ def speculative_sample(
     draft_tokens: Tensor,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """target_probs (K + 1, V), draft_probs (K, V), draft_tokens (K,) drawn from them -> the n that
-    are kept and one more, (n + 1,): distributed as if each were drawn from target_probs
-    (arXiv:2211.17192, algorithm 1). ValueError if shapes disagree or there is nothing to draw."""
+    """target_probs (K + 1, V), draft_probs (K, V), draft_tokens (K,) sampled from them -> the n
+    accepted drafts and one more token, (n + 1,), distributed as samples of target_probs
+    (arXiv:2211.17192, algorithm 1). ValueError if shapes or target_probs are invalid."""
     K, V = draft_tokens.numel(), target_probs.shape[-1]
     shapes = [tuple(x.shape) for x in (target_probs, draft_probs, draft_tokens)]
     if shapes != [(K + 1, V), (K, V), (K,)]:
@@ -82,10 +84,11 @@ def speculative_sample(
             f"{', '.join(map(str, shapes))}"
         )
     uniform = torch.rand(1, K, generator=generator, device=target_probs.device)
-    n, rest = accept(target_probs[None], draft_probs[None], draft_tokens[None], uniform)
-    if not rest.sum() > 0:
-        raise ValueError(f"target_probs[{int(n)}] is not a distribution: nothing can be drawn")
-    return torch.cat((draft_tokens[: int(n)], torch.multinomial(rest[0], 1, generator=generator)))
+    n, residual = accept(target_probs[None], draft_probs[None], draft_tokens[None], uniform)
+    if not residual.sum() > 0:
+        raise ValueError(f"target_probs[{int(n)}] is not a distribution: it cannot be sampled")
+    last = torch.multinomial(residual[0], 1, generator=generator)
+    return torch.cat((draft_tokens[: int(n)], last))
 
 
 def accept(
@@ -95,46 +98,48 @@ def accept(
     uniform: Tensor,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rule, for B rows that keep different numbers of tokens; no look from the host.
+    """Rejection sampling for B rows that accept different numbers of drafts, without a host sync.
 
-    target (B, K + 1, V) p after each token; draft (B, K, V) the q that tokens (B, K) were drawn
-    from, None if they were proposed for certain; uniform (B, K) in [0, 1); lengths (B,): so many
-    of a row's tokens count. -> n (B,) kept; rest (B, V), what the one token more is drawn from:
-    norm(max(p - q, 0)) where a token was refused, p where none was. NaN where p is.
+    target (B, K + 1, V): p after each token; draft (B, K, V): the q that tokens (B, K) were sampled
+    from, None if they are deterministic; uniform (B, K) in [0, 1); lengths (B,): number of drafts
+    of each row. -> n (B,) accepted; residual (B, V), the distribution of the next token:
+    norm(max(p - q, 0)) after a rejected draft, else p. NaN where p is.
     """
     B, K = tokens.shape
     rows = torch.arange(B, device=tokens.device)
     lengths = torch.full_like(rows, K) if lengths is None else lengths
     target = target.to(torch.promote_types(target.dtype, torch.float32))
-    p = _at(target[:, :K], tokens)
-    q = torch.ones_like(p) if draft is None else _at(draft, tokens)
-    kept = (uniform * q < p) & (torch.arange(K, device=tokens.device) < lengths[:, None])
-    n = kept.long().cumprod(1).sum(1)
-    rest = target[rows, n]
+    p = _gather_last(target[:, :K], tokens)
+    q = torch.ones_like(p) if draft is None else _gather_last(draft, tokens)
+    accepted = (uniform * q < p) & (torch.arange(K, device=tokens.device) < lengths[:, None])
+    n = accepted.long().cumprod(1).sum(1)
+    p = target[rows, n]
     if K == 0:
-        return n, rest / rest.sum(-1, keepdim=True)
-    refused = n.clamp(max=K - 1)
-    own = rest.scatter(1, tokens[rows, refused][:, None], 0) if draft is None else None
-    left = own if draft is None else _left(rest, draft[rows, refused])
-    rest = torch.where((n < lengths)[:, None] & (left.sum(-1, keepdim=True) > 0), left, rest)
-    return n, rest / rest.sum(-1, keepdim=True)
+        return n, p / p.sum(-1, keepdim=True)
+    rejected = n.clamp(max=K - 1)
+    masked = p.scatter(1, tokens[rows, rejected][:, None], 0) if draft is None else None
+    residual = masked if draft is None else _residual(p, draft[rows, rejected])
+    use_residual = (n < lengths)[:, None] & (residual.sum(-1, keepdim=True) > 0)
+    p = torch.where(use_residual, residual, p)
+    return n, p / p.sum(-1, keepdim=True)
 
 
-def matching(drawn: Tensor, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """drawn (B, K + 1) from p after each of the tokens (B, K), which were proposed for certain ->
-    how many are kept (B,): as long as they agree. The output is drawn[:, : n + 1]."""
-    same = drawn[:, :-1] == tokens
+def count_matches(sampled: Tensor, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Verification of deterministic drafts: sampled (B, K + 1) from p after each of the tokens (B,
+    K) -> number of accepted drafts n (B,), up to the first mismatch. The output is
+    sampled[:, : n + 1]."""
+    same = sampled[:, :-1] == tokens
     if lengths is not None:
         same &= torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     return same.long().cumprod(1).sum(1)
 
 
-def _left(p: Tensor, q: Tensor) -> Tensor:
-    """What p has beyond q, (B, V)."""
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    """Unnormalized max(p - q, 0), (B, V)."""
     return (p - q).clamp(min=0)
 
 
-def _at(x: Tensor, ids: Tensor) -> Tensor:
+def _gather_last(x: Tensor, ids: Tensor) -> Tensor:
     """x (..., V), ids (...) -> (...)"""
     return x.gather(-1, ids[..., None])[..., 0]
 
@@ -146,10 +151,10 @@ def _at(x: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tree:
-    """A shape for drafts: of node i its parent, -1 for the root, the last token that is certain.
+    """A draft tree: the parent of each node, -1 for the root, which is the last accepted token.
 
-    Nodes come level by level, and siblings by rank: a node's first child is the drafter's first
-    choice. In tensors the root is 0 and node i is i + 1. ValueError if the order is another.
+    Nodes are ordered by level and siblings by rank: a node's first child is the drafter's first
+    choice. In tensors the root is 0 and node i is i + 1. ValueError for another order.
     """
 
     parents: tuple[int, ...]
@@ -159,11 +164,11 @@ class Tree:
             if not -1 <= parent < i:
                 raise ValueError(f"parents[{i}] must be from -1 to {i - 1}, not {parent}")
         if list(self.depths) != sorted(self.depths):
-            raise ValueError(f"parents must go level by level, not {self.parents}")
+            raise ValueError(f"parents must be ordered by level, not {self.parents}")
 
     @classmethod
     def chain(cls, k: int) -> Tree:
-        """k drafts in a row."""
+        """A sequence of k drafts."""
         return cls(tuple(range(-1, k - 1)))
 
     @cached_property
@@ -183,27 +188,27 @@ class Tree:
 
     @cached_property
     def mask(self) -> Tensor:
-        """(N + 1, N + 1) bool: [i, j] where j is i or above it."""
-        seen = torch.eye(len(self.parents) + 1, dtype=torch.bool)
+        """(N + 1, N + 1) bool: [i, j] where j is i or an ancestor of i."""
+        mask = torch.eye(len(self.parents) + 1, dtype=torch.bool)
         for i, parent in enumerate(self.parents):
-            seen[i + 1] |= seen[parent + 1]
-        return seen
+            mask[i + 1] |= mask[parent + 1]
+        return mask
 
 
 def best_tree(acceptance: Sequence[float], nodes: int, depth: int | None = None) -> Tree:
-    """The tree of so many nodes that keeps most tokens on average, where a node's child of rank r
-    is the one that is kept with probability acceptance[r], falling: a node is worth the product
-    along its path, and the best are taken (Sequoia, arXiv:2402.12374, without its depth terms)."""
+    """The tree of `nodes` nodes with the most accepted tokens on average, if a node's child of rank
+    r is accepted with probability acceptance[r], descending: a node's value is the product along
+    its path, and the best are added greedily (Sequoia, arXiv:2402.12374, without depth terms)."""
     found: list[tuple[int, int, int]] = []  # (depth, parent's number in this list or -1, rank)
     heap = [(-acceptance[0], 1, -1, 0)] if nodes and depth != 0 else []
     while heap and len(found) < nodes:
-        worth, level, parent, rank = heapq.heappop(heap)
+        value, level, parent, rank = heapq.heappop(heap)
         found.append((level, parent, rank))
-        above = worth / acceptance[rank] if acceptance[rank] else 0.0
+        of_parent = value / acceptance[rank] if acceptance[rank] else 0.0
         if rank + 1 < len(acceptance):
-            heapq.heappush(heap, (above * acceptance[rank + 1], level, parent, rank + 1))
+            heapq.heappush(heap, (of_parent * acceptance[rank + 1], level, parent, rank + 1))
         if depth is None or level < depth:
-            heapq.heappush(heap, (worth * acceptance[0], level + 1, len(found) - 1, 0))
+            heapq.heappush(heap, (value * acceptance[0], level + 1, len(found) - 1, 0))
     number, parents = {-1: -1}, []
     order = sorted(range(len(found)), key=lambda i: found[i][0])  # stable: siblings by rank
     for new, i in enumerate(order):
@@ -215,13 +220,13 @@ def best_tree(acceptance: Sequence[float], nodes: int, depth: int | None = None)
 def accept_tree(
     target: Tensor, draft: Tensor | None, tokens: Tensor, uniform: Tensor, tree: Tree
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rule down a tree (multi-step speculative sampling, arXiv:2305.09781, algorithm 2): at a
-    node its children are tried by rank; each that is refused takes its q out of p, and itself out
-    of q; the first that is kept is the next node.
+    """Verification of a tree (multi-step speculative sampling, arXiv:2305.09781, algorithm 2): a
+    node's children are tried by rank; a rejected one replaces p by the residual of p and q, and is
+    removed from q; the first accepted one is the next node.
 
-    target (B, N + 1, V); draft (B, N + 1, V), the q that a node's children were drawn from without
-    replacement, None if they were proposed for certain; tokens, uniform (B, N).
-    -> path (B, depth) of node numbers, -1 behind its end; its length n (B,); rest (B, V).
+    target (B, N + 1, V); draft (B, N + 1, V), the q that a node's children were sampled from
+    without replacement, None if they are deterministic; tokens, uniform (B, N).
+    -> path (B, depth) of node numbers, -1 past its end; its length n (B,); residual (B, V).
     """
     B, N = tokens.shape
     rows = torch.arange(B, device=tokens.device)
@@ -232,59 +237,61 @@ def accept_tree(
     for i, parent in enumerate(tree.parents):
         token, here = tokens[:, i : i + 1], at == parent + 1
         q_i = torch.ones_like(p[:, 0]) if q is None else q.gather(1, token)[:, 0]
-        here = here & (q_i > 0)  # when q is used up, what is left of a level was not drawn
-        kept = here & (uniform[:, i] * q_i < p.gather(1, token)[:, 0])
-        left = p.scatter(1, token, 0) if q is None else _left(p, q)
-        total = left.sum(-1, keepdim=True)
-        refused = (here & ~kept)[:, None]
-        p = torch.where(refused & (total > 0), left / total, p)
-        p = torch.where(kept[:, None], target[:, i + 1], p)
+        here = here & (q_i > 0)  # once q is exhausted, further children were not sampled from it
+        accepted = here & (uniform[:, i] * q_i < p.gather(1, token)[:, 0])
+        residual = p.scatter(1, token, 0) if q is None else _residual(p, q)
+        total = residual.sum(-1, keepdim=True)
+        rejected = (here & ~accepted)[:, None]
+        p = torch.where(rejected & (total > 0), residual / total, p)
+        p = torch.where(accepted[:, None], target[:, i + 1], p)
         if q is not None:
             others = q.scatter(1, token, 0)
             others = others / others.sum(-1, keepdim=True).clamp(min=1e-30)
-            q = torch.where(refused, others, q)
-            q = torch.where(kept[:, None], draft[:, i + 1].to(q.dtype), q)
-        path[rows, n] = torch.where(kept, i, path[rows, n])
-        at, n = torch.where(kept, i + 1, at), n + kept
+            q = torch.where(rejected, others, q)
+            q = torch.where(accepted[:, None], draft[:, i + 1].to(q.dtype), q)
+        path[rows, n] = torch.where(accepted, i, path[rows, n])
+        at, n = torch.where(accepted, i + 1, at), n + accepted
     return path[:, : tree.depth], n, p / p.sum(-1, keepdim=True)
 
 
-def follow_tree(drawn: Tensor, tokens: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """`matching` down a tree: drawn (B, N + 1) from p after the root and each node; on to the child
-    that is what was drawn. -> path (B, depth) and its length n (B,), as accept_tree."""
+def match_tree(sampled: Tensor, tokens: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """count_matches for a tree of deterministic drafts: sampled (B, N + 1) from p after the root
+    and each node; the path follows the child equal to the sampled token. -> path (B, depth) and its
+    length n (B,), as in accept_tree."""
     B = len(tokens)
     rows = torch.arange(B, device=tokens.device)
     path = torch.full((B, tree.depth + 1), -1, dtype=torch.long, device=tokens.device)
     at, n = torch.zeros_like(rows), torch.zeros_like(rows)
     for i, parent in enumerate(tree.parents):
-        kept = (at == parent + 1) & (tokens[:, i] == drawn[rows, at])
-        path[rows, n] = torch.where(kept, i, path[rows, n])
-        at, n = torch.where(kept, i + 1, at), n + kept
+        accepted = (at == parent + 1) & (tokens[:, i] == sampled[rows, at])
+        path[rows, n] = torch.where(accepted, i, path[rows, n])
+        at, n = torch.where(accepted, i + 1, at), n + accepted
     return path[:, : tree.depth], n
 
 
 def tree_attend(
     cache: Any, tree: Tree, base: Tensor, nodes: Tensor, limit: int | None = None
 ) -> Callable[..., Tensor]:
-    """The attend hook of a tree of drafts, all of it or some nodes whose ancestors were run.
+    """The attend hook for a draft tree: all nodes, or some whose ancestors were run before.
 
-    base (B,): the root's position. nodes (T,): which are run, 0 the root, i + 1 node i; node j goes
-    to slot base + j, so that none overwrites its sibling, and sees what stands before the root, its
-    ancestors and itself. positions, base + depth, are handed to the model as ever. cache: anything
-    with update(spec, k, v, slots, limit) -> all keys and values up to limit.
+    base (B,): the root's position. nodes (T,): nodes to run, 0 the root, i + 1 node i. Node j is
+    stored in slot base + j, since siblings share a position, and attends to all tokens before the
+    root, its ancestors and itself. The model's positions are base + depth. cache: an object with
+    update(spec, k, v, slots, limit) -> all keys and values up to limit.
     """
-    seen = tree.mask.to(base.device)[nodes]  # (T, N + 1)
+    ancestors = tree.mask.to(base.device)[nodes]  # (T, N + 1)
     depths = torch.tensor((0, *tree.depths), device=base.device)
     slots = base[:, None] + nodes
 
     def attend(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         keys, values = cache.update(spec, k, v, slots, limit)  # (B, S, Hkv, D)
         j = torch.arange(keys.shape[1], device=q.device)
-        node = j - base[:, None]  # (B, S): what a slot holds, if not the token of that position
+        node = j - base[:, None]  # (B, S): the node in each slot; < 0: a token before the root
         inside = node.clamp(0, len(depths) - 1)
-        mask = (node < 0)[:, None] | (seen[:, inside].transpose(0, 1) & (node == inside)[:, None])
-        place = torch.where(node < 0, j, base[:, None] + depths[inside])
-        distance = positions[..., None] - place[:, None]  # (B, T, S)
+        in_tree = ancestors[:, inside].transpose(0, 1) & (node == inside)[:, None]
+        mask = (node < 0)[:, None] | in_tree
+        key_positions = torch.where(node < 0, j, base[:, None] + depths[inside])
+        distance = positions[..., None] - key_positions[:, None]  # (B, T, S)
         if spec.window is not None:
             mask = mask & (distance < spec.window)
         mask = mask[:, None]
@@ -305,40 +312,40 @@ def tree_attend(
 # Drafters without a model
 # --------------------------------------------------------------------------------------------------
 
-Proposal = tuple[list[int], Tensor | None]  # at most k tokens, and q (len, V) or None: for certain
+Proposal = tuple[list[int], Tensor | None]  # <= k tokens; q (len, V), or None if deterministic
 
 
 class NGram:
-    """Copies: finds the last few tokens earlier in the context, the longest such run and of these
-    the latest, else in a reference, and proposes what followed there (LLMA, arXiv:2304.04487;
-    prompt lookup). A copy that reaches the end of the context goes on with itself, so that a loop
-    is continued for any k.
+    """Prompt lookup (LLMA, arXiv:2304.04487): finds the longest suffix of the context, of min_n to
+    max_n tokens, that occurs earlier in it, at its latest occurrence, else in a reference, and
+    proposes the tokens that follow. A copy that reaches the end of the context continues with
+    itself, so that a loop is continued for any k.
 
-    references: lists of ids that texts may quote, of which each is searched too. A proposal costs
-    some microseconds per thousand tokens, and no forward: `python speculative.py` prints how many.
+    references: lists of ids that are searched too. A proposal takes a few microseconds per thousand
+    tokens and no forward: `python speculative.py` prints how many.
     """
 
-    free = True  # a proposal costs next to nothing, whether it is run or not
+    is_free = True  # proposals cost almost nothing, also when they are not verified
 
-    def __init__(self, longest: int = 4, shortest: int = 1, references: Sequence[list[int]] = ()):
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"shortest must be from 1 to longest ({longest}), not {shortest}")
-        self.longest, self.shortest = longest, shortest
+    def __init__(self, max_n: int = 4, min_n: int = 1, references: Sequence[list[int]] = ()):
+        if not 1 <= min_n <= max_n:
+            raise ValueError(f"min_n must be from 1 to max_n ({max_n}), not {min_n}")
+        self.max_n, self.min_n = max_n, min_n
         # the last token of a text is not searched: nothing follows it
         self.references = [(list(ids), _bytes(ids[:-1])) for ids in references]
 
     def __call__(self, context: list[int], k: int) -> Proposal:
         if k <= 0:
             return [], None
-        places = [(context, _bytes(context[:-1])), *self.references]
-        for n in range(min(self.longest, len(context)), self.shortest - 1, -1):
+        texts = [(context, _bytes(context[:-1])), *self.references]
+        for n in range(min(self.max_n, len(context)), self.min_n - 1, -1):
             suffix = _bytes(context[-n:])
-            for text, searched in places:
-                at = _last(searched, suffix)
+            for text, searched in texts:
+                at = _rfind(searched, suffix)
                 if at >= 0:
                     run = text[at + n : at + n + k]
                     while len(run) < k and text is context:
-                        run.append(run[at + n - len(context)])  # of the copy itself
+                        run.append(run[at + n - len(context)])  # continue with the copy itself
                     return run, None
         return [], None
 
@@ -347,10 +354,10 @@ def _bytes(ids: Sequence[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
-def _last(text: bytes, run: bytes) -> int:
-    """Where the run of tokens last occurs in the text, -1 if nowhere."""
+def _rfind(text: bytes, run: bytes) -> int:
+    """Index of the last occurrence of the tokens `run` in `text`, or -1."""
     at = text.rfind(run)
-    while at >= 0 and at % 4:  # inside of tokens
+    while at >= 0 and at % 4:  # not aligned to a token
         at = text.rfind(run, 0, at + len(run) - 1)
     return at // 4
 
@@ -359,55 +366,54 @@ def _last(text: bytes, run: bytes) -> int:
 # Drafters with a model
 # --------------------------------------------------------------------------------------------------
 
-Row = Hashable  # which sequence it is
-# Draw the i-th draft: logits (R, V), rows, i -> ids (R,), q (R, V) or None
-Draw = Callable[[Tensor, Sequence[Row], int], tuple[Tensor, Tensor | None]]
-CHUNK = 512  # tokens in one forward of a drafter that has a prompt to read
-UNREAD = 2048  # hidden states kept of a row for whom nothing is drafted: MTP then lacks older ones
+Row = Hashable  # identifies a sequence
+# Samples the i-th draft: logits (R, V), rows, i -> ids (R,), q (R, V) or None
+SampleFn = Callable[[Tensor, Sequence[Row], int], tuple[Tensor, Tensor | None]]
+PREFILL_CHUNK = 512  # tokens per forward in a drafter's prefill
+MAX_PENDING = 2048  # hidden states kept of a row without proposals; MTP then lacks older ones
 
 
 def argmax(logits: Tensor, rows: Sequence[Row], i: int) -> tuple[Tensor, None]:
-    """The default Draw: the likeliest token, for certain."""
+    """The default SampleFn: the most likely token, deterministic."""
     return logits.argmax(-1), None
 
 
-class Runner:
-    """Runs a drafter's model over its cache. forward(tokens (B, T), positions, attend, hidden) ->
-    hidden states (B, T, C); what it is handed as hidden is for MTP."""
+class DraftRunner:
+    """Runs a drafter's model over its KV cache. forward(tokens (B, T), positions, attend, hidden)
+    -> hidden states (B, T, C); its argument `hidden` is for MTP."""
 
     def __init__(self, forward: Callable[..., Tensor], cache: Any, device: Any):
         self.forward, self.cache, self.device = forward, cache, device
 
-    def feed(
+    def extend(
         self,
         rows: Sequence[Row],
         starts: Sequence[int],
         tokens: Sequence[list[int]],
         hidden: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Of each row its tokens from position `start` on, with the hidden states (t, C) before
-        them if need be -> hidden states (t, C) of each."""
+        """Run each row's tokens from position `start` on, for MTP with the hidden states (t, C) of
+        the positions before them -> hidden states (t, C) of each row."""
         out: list[list[Tensor]] = [[] for _ in rows]
-        for first in range(0, max(map(len, tokens)), CHUNK):
-            part = [t[first : first + CHUNK] for t in tokens]
-            before = None if hidden is None else [h[first : first + CHUNK] for h in hidden]
+        for first in range(0, max(map(len, tokens)), PREFILL_CHUNK):
+            part = [t[first : first + PREFILL_CHUNK] for t in tokens]
+            before = None if hidden is None else [h[first : first + PREFILL_CHUNK] for h in hidden]
             for h, all in zip(self.run(rows, [s + first for s in starts], part, before), out):
                 all.append(h)
         return [torch.cat(parts) for parts in out]
 
-    def kept(self, row: Row, n: int) -> int:
-        """How many of a row's first n positions the cache still has where they were."""
+    def num_valid(self, row: Row, n: int) -> int:
+        """How many of a row's first n positions are still valid in the cache."""
         return n
 
 
-class Contiguous(Runner):
-    """Over a contiguous cache of `batch` rows, 0, 1, ..., which all go together. cache: attend,
-    update, max_len and the limit of slots that matter, as model.KVCache has them; its last slot is
-    no token's.
+class ContiguousRunner(DraftRunner):
+    """A DraftRunner over a contiguous cache of `batch` rows 0, 1, ... that run together. cache: an
+    object with attend, update and max_len, as model.KVCache; its last slot is for padding.
 
-    Rows of different lengths are padded on the right: what the padding leaves in the cache is
-    overwritten before anything sees it. `fast`, if given, is forward(tokens, positions, hidden) for
-    one or two tokens a row, of static shapes, attending over the whole cache.
+    Rows are right-padded; cache entries of padding are overwritten before they are attended to.
+    `static_forward`, if given, is forward(tokens, positions, hidden) for one or two tokens per row
+    with static shapes, which attends over the whole cache.
     """
 
     def __init__(
@@ -416,11 +422,11 @@ class Contiguous(Runner):
         cache: Any,
         device: Any,
         batch: int = 1,
-        fast: Any = None,
+        static_forward: Any = None,
     ):
         super().__init__(forward, cache, device)
-        self.batch, self.fast = batch, fast
-        self.reads_hidden = False  # as MTP does
+        self.batch, self.static_forward = batch, static_forward
+        self.needs_hidden = False  # set by MTPDrafter
 
     def run(
         self,
@@ -439,12 +445,12 @@ class Contiguous(Runner):
     def step(
         self, rows: Sequence[int], ids: Tensor, at: list[int], hidden: Tensor | None = None
     ) -> Tensor:
-        """One token more of each row, ids (R,) at positions `at`, hidden (R, C) -> (R, C)."""
+        """One more token of each row: ids (R,) at positions `at`, hidden (R, C) -> (R, C)."""
         before = None if hidden is None else hidden[:, None]
         return self._forward(rows, ids[:, None], at, before)[:, 0]
 
     def nodes(self, tokens: Tensor, tree: Tree, base: Tensor, nodes: Tensor, limit: int) -> Tensor:
-        """Nodes (T,) of a tree, tokens (B, T) -> (B, T, C)."""
+        """Run nodes (T,) of a tree, tokens (B, T) -> (B, T, C)."""
         depths = torch.tensor((0, *tree.depths), device=self.device)[nodes]
         attend = tree_attend(self.cache, tree, base, nodes, limit)
         return self.forward(tokens, base[:, None] + depths, attend, None)
@@ -452,45 +458,47 @@ class Contiguous(Runner):
     def _forward(
         self, rows: Sequence[int], tokens: Tensor, starts: list[int], hidden: Tensor | None
     ) -> Tensor:
-        """tokens (R, T) of some rows -> their (R, T, C)."""
+        """tokens (R, T) of some of the rows -> (R, T, C)."""
         T, begin = tokens.shape[1], torch.tensor(starts, device=self.device)
-        if len(rows) < self.batch:  # the others are over: what is written there is not read
-            spread = lambda x: x.new_zeros(self.batch, *x.shape[1:]).index_copy(0, index, x)
+        if len(rows) < self.batch:  # other rows have ended: their outputs are not read
+            scatter = lambda x: x.new_zeros(self.batch, *x.shape[1:]).index_copy(0, index, x)
             index = torch.tensor(rows, device=self.device)
-            tokens, begin = spread(tokens), spread(begin)
-            hidden = None if hidden is None else spread(hidden)
-            return self._whole(tokens, begin, max(starts) + T, hidden)[index]
-        return self._whole(tokens, begin, max(starts) + T, hidden)
+            tokens, begin = scatter(tokens), scatter(begin)
+            hidden = None if hidden is None else scatter(hidden)
+            return self._forward_all(tokens, begin, max(starts) + T, hidden)[index]
+        return self._forward_all(tokens, begin, max(starts) + T, hidden)
 
-    def _whole(self, tokens: Tensor, begin: Tensor, end: int, hidden: Tensor | None) -> Tensor:
+    def _forward_all(
+        self, tokens: Tensor, begin: Tensor, end: int, hidden: Tensor | None
+    ) -> Tensor:
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        positions = positions.clamp(max=self.cache.max_len - 1)  # padding may reach beyond
-        if self.fast is not None and tokens.shape[1] <= 2:
-            return self.fast(tokens, positions, hidden)
+        positions = positions.clamp(max=self.cache.max_len - 1)  # padding may exceed the cache
+        if self.static_forward is not None and tokens.shape[1] <= 2:
+            return self.static_forward(tokens, positions, hidden)
         positions = positions[0] if len(positions) == 1 else positions
         attend = partial(self.cache.attend, limit=end)
         return self.forward(tokens, positions, attend, hidden)
 
 
 class Drafter:
-    """What the drafters below have in common: k tokens one after the other, for many rows."""
+    """Base class of drafters with a model: k tokens autoregressively, batched over rows."""
 
-    free = False
+    is_free = False
 
     def __call__(self, context: list[int], k: int) -> Proposal:
-        """For a single sequence."""
-        return self.many([0], [context], [k])[0]
+        """Drafts for one sequence."""
+        return self.propose_batch([0], [context], [k])[0]
 
-    def many(
+    def propose_batch(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
         raise NotImplementedError
 
     def observe(self, row: Row, start: int, hidden: Tensor) -> None:
-        """The target's final hidden states (t, C) at a row's positions from `start` on."""
+        """Receive the target's final hidden states (t, C) of a row's positions from `start` on."""
 
     def forget(self, row: Row) -> None:
-        """That sequence is over."""
+        """Drop the state of a row that has ended."""
 
     def _chain(
         self,
@@ -500,16 +508,16 @@ class Drafter:
         logits_of: Callable[[Any], Tensor],
         follow: Callable[[Any, Tensor, int], Any],
     ) -> list[Proposal]:
-        """max(ks) drafts of each row: draw from logits_of(state), then state = follow(state, ids,
-        i). The host looks once, at the end."""
-        drawn, probs, k = [], [], max(ks)
+        """max(ks) drafts of each row: sample from logits_of(state), then state = follow(state, ids,
+        i). One host sync, at the end."""
+        sampled, probs, k = [], [], max(ks)
         for i in range(k):
-            ids, q = self.draw(logits_of(state), rows, i)
-            drawn.append(ids)
+            ids, q = self.sample(logits_of(state), rows, i)
+            sampled.append(ids)
             probs.append(q)
             if i + 1 < k:
                 state = follow(state, ids, i)
-        tokens = torch.stack(drawn, 1).tolist()
+        tokens = torch.stack(sampled, 1).tolist()
         if probs[0] is None:
             return [(t[:n], None) for t, n in zip(tokens, ks)]
         q = torch.stack(probs, 1)
@@ -517,22 +525,22 @@ class Drafter:
 
 
 class DraftModel(Drafter):
-    """A smaller model of the same vocabulary. Its cache keeps what it has read: a proposal runs
-    what is new in the context, mostly one or two tokens, then one token at a time.
+    """A smaller model of the same vocabulary, with its own KV cache: a proposal first runs the new
+    tokens of the context, mostly one or two, then one token at a time.
 
-    run: a Contiguous or alike. shared: the cache is the target's own, and the model its first
-    layers (early exit, arXiv:2404.16710): what it would write is there already.
+    run: a DraftRunner. shared: the model is the target's first layers and uses the target's cache
+    (early exit, arXiv:2404.16710), which already has the context's KV.
     """
 
-    def __init__(self, run: Any, head: Callable, draw: Draw = argmax, shared: bool = False):
-        self.run, self.head, self.draw, self.shared = run, head, draw, shared
-        self.held: dict[Row, list[int]] = {}
+    def __init__(self, run: Any, head: Callable, sample: SampleFn = argmax, shared: bool = False):
+        self.run, self.head, self.sample, self.shared = run, head, sample, shared
+        self.cached_tokens: dict[Row, list[int]] = {}
         self.forwards = 0
 
     def forget(self, row: Row) -> None:
-        self.held.pop(row, None)
+        self.cached_tokens.pop(row, None)
 
-    def many(
+    def propose_batch(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
         if not any(ks):
@@ -545,25 +553,25 @@ class DraftModel(Drafter):
 
         found = self._chain(rows, ks, h, self.head, follow)
         for row, context, (tokens, _) in zip(rows, contexts, found):
-            self.held[row] = context + tokens[:-1]
+            self.cached_tokens[row] = context + tokens[:-1]
         return found
 
     def read(self, rows: Sequence[Row], contexts: Sequence[list[int]]) -> Tensor:
-        """Run what is new in the contexts; hidden states (R, C) after their last tokens."""
+        """Run the new tokens of the contexts; hidden states (R, C) of their last tokens."""
         starts = [self._start(row, context) for row, context in zip(rows, contexts)]
         self.forwards += 1
-        h = self.run.feed(rows, starts, [c[s:] for c, s in zip(contexts, starts)])
+        h = self.run.extend(rows, starts, [c[s:] for c, s in zip(contexts, starts)])
         return torch.stack([x[-1] for x in h])
 
     def _start(self, row: Row, context: list[int]) -> int:
         if self.shared:
             return len(context) - 1
-        known = min(common(self.held.get(row, []), context), len(context) - 1)
-        return self.run.kept(row, known)
+        cached = common_prefix_length(self.cached_tokens.get(row, []), context)
+        return self.run.num_valid(row, min(cached, len(context) - 1))
 
 
-def common(a: list[int], b: list[int]) -> int:
-    """How many tokens they have in common from the start on."""
+def common_prefix_length(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix."""
     n = min(len(a), len(b))
     for i in range(0, n, 64):
         j = min(n, i + 64)
@@ -572,16 +580,16 @@ def common(a: list[int], b: list[int]) -> int:
     return n
 
 
-class Staged(DraftModel):
-    """A draft model that is itself sped up by a drafter, such as NGram (arXiv:2308.04623): it
-    verifies what `inner` proposes, several tokens in a forward, by drawing as without it. One row
-    at a time."""
+class StagedDrafter(DraftModel):
+    """A draft model that itself uses speculative decoding (arXiv:2308.04623): it verifies the
+    deterministic drafts of `inner`, such as NGram, several tokens per forward. One row at a time.
+    """
 
-    def __init__(self, run: Any, head: Callable, inner: Callable, draw: Draw = argmax):
-        super().__init__(run, head, draw)
+    def __init__(self, run: Any, head: Callable, inner: Callable, sample: SampleFn = argmax):
+        super().__init__(run, head, sample)
         self.inner = inner
 
-    def many(
+    def propose_batch(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
         return [self._one(*each) for each in zip(rows, contexts, ks)]
@@ -590,53 +598,54 @@ class Staged(DraftModel):
         tokens: list[int] = []
         probs: list[Tensor | None] = []
         while len(tokens) < k:
-            known = context + tokens
-            guess = self.inner(known, k - len(tokens) - 1)[0]
-            start, self.forwards = self._start(row, known), self.forwards + 1
-            h = self.run.feed([row], [start], [known[start:] + guess])[0]
-            logits, kept = self.head(h[len(known) - 1 - start :]), 0
-            for i in range(len(guess) + 1):
-                ids, q = self.draw(logits[i : i + 1], [row], len(tokens))
+            prefix = context + tokens
+            draft = self.inner(prefix, k - len(tokens) - 1)[0]
+            start, self.forwards = self._start(row, prefix), self.forwards + 1
+            h = self.run.extend([row], [start], [prefix[start:] + draft])[0]
+            logits, accepted = self.head(h[len(prefix) - 1 - start :]), 0
+            for i in range(len(draft) + 1):
+                ids, q = self.sample(logits[i : i + 1], [row], len(tokens))
                 tokens.append(int(ids))
                 probs.append(q)
-                if i == len(guess) or tokens[-1] != guess[i]:
+                if i == len(draft) or tokens[-1] != draft[i]:
                     break
-                kept += 1
-            self.held[row] = known + guess[:kept]
+                accepted += 1
+            self.cached_tokens[row] = prefix + draft[:accepted]
         return tokens, None if not probs or probs[0] is None else torch.cat(probs)
 
 
-class MTP(Drafter):
-    """Multi-token prediction as a drafter (DeepSeek-V3, arXiv:2412.19437, 2.2): from the target's
-    hidden state at a position and the token after it, the one after that; then on from its own
-    hidden state. Only its first depth is used.
+class MTPDrafter(Drafter):
+    """Multi-token prediction as a drafter (DeepSeek-V3, arXiv:2412.19437, 2.2): predicts token t +
+    2 from the target's hidden state at t and token t + 1, then continues from its own hidden
+    states. Only the first MTP depth is used.
 
-    run: a Contiguous or alike, whose forward is predict_further. It reads every position with the
-    target's hidden state there, which `observe` brings.
+    run: a DraftRunner whose forward is model.mtp_forward. It runs every position with the target's
+    hidden state there, which `observe` receives.
     """
 
-    def __init__(self, run: Any, head: Callable, draw: Draw = argmax):
-        self.run, self.head, self.draw = run, head, draw
-        run.reads_hidden = True
-        self.unread: dict[Row, tuple[int, list[Tensor]]] = {}  # start, hidden (t, C) in pieces
+    def __init__(self, run: Any, head: Callable, sample: SampleFn = argmax):
+        self.run, self.head, self.sample = run, head, sample
+        run.needs_hidden = True
+        # of each row the observed hidden states not yet run: start, pieces (t, C)
+        self.pending: dict[Row, tuple[int, list[Tensor]]] = {}
 
     def observe(self, row: Row, start: int, hidden: Tensor) -> None:
-        begin, pieces = self.unread.get(row, (start, []))
+        begin, pieces = self.pending.get(row, (start, []))
         if start != begin + sum(map(len, pieces)):
-            begin, pieces = start, []  # the sequence begins again, or its prefix was found
-        pieces.append(hidden.clone())  # a graph writes there again
-        while sum(map(len, pieces)) - len(pieces[0]) >= UNREAD:
+            begin, pieces = start, []  # after preemption or a prefix-cache hit
+        pieces.append(hidden.clone())  # a CUDA graph overwrites its output
+        while sum(map(len, pieces)) - len(pieces[0]) >= MAX_PENDING:
             begin += len(pieces.pop(0))
-        self.unread[row] = begin, pieces
+        self.pending[row] = begin, pieces
 
     def forget(self, row: Row) -> None:
-        self.unread.pop(row, None)
+        self.pending.pop(row, None)
 
-    def many(
+    def propose_batch(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
-        starts, pieces = zip(*(self.unread.get(row, (0, [])) for row in rows))
-        # those that follow the context to its last token but one
+        starts, pieces = zip(*(self.pending.get(row, (0, [])) for row in rows))
+        # rows whose hidden states cover the context up to its second to last token
         ready = [
             p and s + sum(map(len, p)) == len(c) - 1 for s, p, c in zip(starts, pieces, contexts)
         ]
@@ -647,9 +656,9 @@ class MTP(Drafter):
         rows, contexts, ks = ([x[i] for i in some] for x in (rows, contexts, ks))
         tokens = [c[starts[i] + 1 :] for i, c in zip(some, contexts)]
         hidden = [torch.cat(pieces[i]) for i in some]
-        h = self.run.feed(rows, [starts[i] for i in some], tokens, hidden)
+        h = self.run.extend(rows, [starts[i] for i in some], tokens, hidden)
         for row, context in zip(rows, contexts):
-            self.unread[row] = len(context) - 1, []
+            self.pending[row] = len(context) - 1, []
 
         def follow(h: Tensor, ids: Tensor, i: int) -> Tensor:
             return self.run.step(rows, ids, [len(c) - 1 + i for c in contexts], h)
@@ -661,10 +670,10 @@ class MTP(Drafter):
 
 
 class DraftHead(nn.Module):
-    """From the target's final hidden state at a position and the token after it, the hidden state
-    one further: h' = h + down(silu(up([norm(h), norm(e)]))), its logits the target's own head's of
-    h'. Fed with its own h', it goes on. EAGLE (arXiv:2401.15077) without its attention, which h
-    makes up for: a draft costs two matrices and the head, and no cache.
+    """An MLP that predicts the target's next final hidden state from the current one, h, and the
+    embedding of the next token, e: h' = h + down(silu(up([norm(h), norm(e)]))). Logits are the
+    target's head of h'; further drafts continue from h'. EAGLE (arXiv:2401.15077) without its
+    attention layer: a draft costs two matmuls and the head, and no KV cache.
 
     train.py --train-draft-head trains one for a checkpoint.
     """
@@ -682,12 +691,12 @@ class DraftHead(nn.Module):
         return hidden + self.down(F.silu(self.up(x)))
 
 
-class Heads(Drafter):
-    """A DraftHead as a drafter: embed(ids) and head(hidden) are the target's."""
+class HeadDrafter(Drafter):
+    """A DraftHead as a drafter; embed(ids) and head(hidden) are the target's."""
 
-    def __init__(self, step: Callable, embed: Callable, head: Callable, draw: Draw = argmax):
-        self.step, self.embed, self.head, self.draw = step, embed, head, draw
-        self.last: dict[Row, tuple[int, Tensor]] = {}  # the hidden state at the last known position
+    def __init__(self, step: Callable, embed: Callable, head: Callable, sample: SampleFn = argmax):
+        self.step, self.embed, self.head, self.sample = step, embed, head, sample
+        self.last: dict[Row, tuple[int, Tensor]] = {}  # last observed position, its hidden state
 
     def observe(self, row: Row, start: int, hidden: Tensor) -> None:
         self.last[row] = start + len(hidden) - 1, hidden[-1].clone()
@@ -695,15 +704,15 @@ class Heads(Drafter):
     def forget(self, row: Row) -> None:
         self.last.pop(row, None)
 
-    def many(
+    def propose_batch(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
         found: list[Proposal] = [([], None)] * len(rows)
-        known = [self.last.get(row, (-1, None)) for row in rows]
-        some = [i for i, (at, _) in enumerate(known) if ks[i] and at == len(contexts[i]) - 2]
+        last = [self.last.get(row, (-1, None)) for row in rows]
+        some = [i for i, (at, _) in enumerate(last) if ks[i] and at == len(contexts[i]) - 2]
         if not some:
             return found
-        h = torch.stack([known[i][1] for i in some])
+        h = torch.stack([last[i][1] for i in some])
         ids = torch.tensor([contexts[i][-1] for i in some], device=h.device)
         follow = lambda h, ids, i: self.step(h, self.embed(ids))
         part = [rows[i] for i in some], [ks[i] for i in some]
@@ -712,8 +721,8 @@ class Heads(Drafter):
         return found
 
 
-class TreeDrafts:
-    """A draft model's tree: level by level its likeliest tokens, or draws without replacement.
+class TreeDrafter:
+    """A draft model's tree, level by level: its top tokens, or samples without replacement.
 
     children(logits (B, W, V), m, i) -> ids (B, W, m) by rank, q (B, W, V) or None.
     """
@@ -721,10 +730,10 @@ class TreeDrafts:
     def __init__(self, model: DraftModel, children: Callable[..., tuple[Tensor, Tensor | None]]):
         self.model, self.children = model, children
 
-    def grow(
+    def propose_tree(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], tree: Tree
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens (B, N) and, if they were drawn, the q (B, N + 1, V) of each node's children."""
+        """Tokens (B, N) and, if they were sampled, the q (B, N + 1, V) of each node's children."""
         m = self.model
         logits = m.head(m.read(rows, contexts))[:, None]  # (B, W, V) of the nodes in `level`
         base = torch.tensor([len(c) - 1 for c in contexts], device=logits.device)
@@ -733,33 +742,33 @@ class TreeDrafts:
         probs: Tensor | None = None
         level = [-1]
         for depth in range(1, tree.depth + 1):
-            born = [i for i, d in enumerate(tree.depths) if d == depth]
-            most = 1 + max(tree.ranks[i] for i in born)
-            ids, q = self.children(logits, most, depth - 1)
-            where = [level.index(tree.parents[i]) for i in born]
-            tokens[:, born] = ids[:, where, [tree.ranks[i] for i in born]]
+            new = [i for i, d in enumerate(tree.depths) if d == depth]
+            m_children = 1 + max(tree.ranks[i] for i in new)
+            ids, q = self.children(logits, m_children, depth - 1)
+            parents = [level.index(tree.parents[i]) for i in new]
+            tokens[:, new] = ids[:, parents, [tree.ranks[i] for i in new]]
             if q is not None:
                 shape = len(rows), len(tree.parents) + 1, q.shape[-1]
                 probs = q.new_zeros(shape) if probs is None else probs
                 probs[:, [i + 1 for i in level]] = q
-            level = [i for i in born if i in tree.parents]
+            level = [i for i in new if i in tree.parents]
             if level:
                 nodes = torch.tensor([i + 1 for i in level], device=logits.device)
                 m.forwards += 1
                 logits = m.head(m.run.nodes(tokens[:, level], tree, base, nodes, limit))
         for row, context in zip(rows, contexts):
-            # where the drafts that it read stand in the cache, no text would have them
-            m.held[row] = list(context)
+            # the tree's drafts are in other cache slots than their positions: not reusable
+            m.cached_tokens[row] = list(context)
         return tokens, probs
 
 
 # --------------------------------------------------------------------------------------------------
-# How many
+# Draft length
 # --------------------------------------------------------------------------------------------------
 
 
-class Fixed:
-    """Always k."""
+class FixedK:
+    """Always k drafts."""
 
     def __init__(self, k: int):
         self.k = k
@@ -774,12 +783,13 @@ class Fixed:
         pass
 
 
-class Times:
-    """Seconds by size: of near sizes what the last few lasted, of others on a line between."""
+class LatencyModel:
+    """Predicts seconds from a size: medians of recent measurements in bins of size, interpolated
+    linearly."""
 
     def __init__(self):
-        self.bins: dict[int, deque[tuple[int, float]]] = {}  # to one part in eight
-        self.points: dict[int, tuple[float, float]] = {}  # of each, where it is on the line
+        self.bins: dict[int, deque[tuple[int, float]]] = {}  # bins are 1/8 of the size wide
+        self.points: dict[int, tuple[float, float]] = {}  # of each bin (mean size, median seconds)
 
     def __bool__(self) -> bool:
         return bool(self.bins)
@@ -789,75 +799,77 @@ class Times:
         bin = size // width * width
         steps = self.bins.setdefault(bin, deque(maxlen=9))
         steps.append((size, seconds))
-        # the median, of two the lower: what disturbs a measurement makes it longer
+        # the lower median, since noise only makes measurements longer
         typical = sorted(s for _, s in steps)[(len(steps) - 1) // 2]
         self.points[bin] = sum(n for n, _ in steps) / len(steps), typical
 
-    def of(self, sizes: Sequence[int]) -> list[float]:
-        """Zeros as long as nothing is known; of one size alone, as if others lasted the same."""
+    def predict(self, sizes: Sequence[int]) -> list[float]:
+        """Seconds of each size: 0 without measurements, constant if only one size was measured."""
         if len(self.points) < 2:
-            return [last for _, last in self.points.values() or [(0, 0.0)]] * len(sizes)
-        at, last = zip(*sorted(self.points.values()))
+            return [seconds for _, seconds in self.points.values() or [(0, 0.0)]] * len(sizes)
+        at, seconds = zip(*sorted(self.points.values()))
         found = []
         for n in sizes:
             b = min(max(bisect_left(at, n), 1), len(at) - 1)
-            slope = max(0.0, (last[b] - last[b - 1]) / (at[b] - at[b - 1]))
-            found.append(max(0.0, last[b - 1] + slope * (n - at[b - 1])))
+            slope = max(0.0, (seconds[b] - seconds[b - 1]) / (at[b] - at[b - 1]))
+            found.append(max(0.0, seconds[b - 1] + slope * (n - at[b - 1])))
         return found
 
 
 class Goodput:
-    """For each row of a batch the k that promises most tokens per second (SmartSpec,
-    arXiv:2406.14066), by what was measured: how often drafts were kept, of each row and of all,
-    and how long a step lasts that runs so many tokens. The i-th draft of a row is worth a^i tokens;
-    the most valuable are taken, of all rows, for as long as
+    """For each row of a batch the k with the highest expected goodput (SmartSpec,
+    arXiv:2406.14066), from the measured acceptance rate a of each row and of all, and the measured
+    step time by number of tokens. The i-th draft of a row has the expected value a^i tokens; drafts
+    of all rows are added in order of value while
 
-        (rows + worth of the drafts taken) / (seconds of a step of rows + drafts, and of drafting)
+        (rows + value of the drafts) / (seconds of a step of rows + drafts tokens, and of drafting)
 
-    rises. Where it does not even for one, k is 0. Text changes, so such rows try a single draft in
-    turn, as often as that costs less than one part in a hundred, and on as long as it is kept;
-    and where drafts go well, a step now and then has none, to know what that would last.
+    increases. If no draft increases it, k is 0. Acceptance changes along a text, so such rows try
+    one draft in turn, at a cost below 1% of the time, and continue while it is accepted; and where
+    drafting pays, an occasional step runs without drafts, to measure its time.
     """
 
-    HALF_LIFE = 16  # drafts of a row after which an old one counts half: text comes in stretches
-    PRIOR = 2  # drafts' worth of trust in what holds for all rows
-    TRIALS = 0.0075  # of the time, for rows that do not draft
-    PLAIN = 128  # steps with drafts between two without
+    HALF_LIFE = 16  # drafts of a row after which an old one has half the weight
+    PRIOR = 2  # weight of the acceptance of all rows, in drafts
+    TRIAL_COST = 0.0075  # fraction of the time spent on trial drafts
+    PLAIN_INTERVAL = 128  # steps with drafts between two without
 
-    def __init__(self, longest: int):
-        self.longest = longest
-        self.kept: dict[Row, tuple[float, float, bool]] = {}  # tokens kept, tried; all of the last
-        self.all = (1.2, 2.0)  # kept, tried of all rows; to begin with, hope
-        self.times = Times()  # of steps, by the tokens they run
-        self.drafts = Times()  # of drafting one position, by the rows that draft
-        self.tried: dict[Row, int] = {}  # when a row that does not draft last did
+    def __init__(self, max_k: int):
+        self.max_k = max_k
+        # of each row: drafts accepted, drafts verified, whether the last step accepted all
+        self.counts: dict[Row, tuple[float, float, bool]] = {}
+        self.total = (1.2, 2.0)  # accepted, verified over all rows, with an optimistic start
+        self.step_latency = LatencyModel()  # by tokens in the step
+        self.draft_latency = LatencyModel()  # of one draft position, by rows that draft
+        self.last_trials: dict[Row, int] = {}  # step of the last trial of a row with k = 0
         self.steps = self.last_trial = self.last_plain = 0
 
     def choose(self, rows: Sequence[Row]) -> list[int]:
         """k for each row of the next step."""
         self.steps += 1
         none = [0] * len(rows)
-        if not rows or not self.longest or not self.times:
-            return none  # so that there is something to compare with
+        if not rows or not self.max_k or not self.step_latency:
+            return none  # measure a step without drafts first
         ks = self._best(rows)
-        if not self.drafts:  # nor is it known what drafting costs
+        if not self.draft_latency:  # draft latency was not measured yet
             ks = [min(k, 1) for k in ks]
         if not any(ks):
             self.last_plain = self.steps
-        elif self.steps - self.last_plain > self.PLAIN:
+        elif self.steps - self.last_plain > self.PLAIN_INTERVAL:
             self.last_plain = self.steps
             return none
         idle = [i for i, k in enumerate(ks) if k == 0]
         if idle:
-            now, more = self.times.of([len(rows), len(rows) + 1])
-            more += 0.0 if any(ks) else self.drafts.of([1])[0]
-            hopeless = (len(rows) + 1) * now <= len(rows) * more  # even if all drafts were kept
-            often = self.PLAIN if hopeless else max(3, (more / max(now, 1e-9) - 1) / self.TRIALS)
-            if self.steps - self.last_trial > often:
-                i = min(idle, key=lambda i: self.tried.get(rows[i], 0))
-                ks[i], self.last_trial, self.tried[rows[i]] = 1, self.steps, self.steps
+            now, more = self.step_latency.predict([len(rows), len(rows) + 1])
+            more += 0.0 if any(ks) else self.draft_latency.predict([1])[0]
+            hopeless = (len(rows) + 1) * now <= len(rows) * more  # even if all were accepted
+            interval = max(3, (more / max(now, 1e-9) - 1) / self.TRIAL_COST)
+            interval = self.PLAIN_INTERVAL if hopeless else interval
+            if self.steps - self.last_trial > interval:
+                i = min(idle, key=lambda i: self.last_trials.get(rows[i], 0))
+                ks[i], self.last_trial, self.last_trials[rows[i]] = 1, self.steps, self.steps
             for i in idle if not hopeless else ():
-                ks[i] = max(ks[i], int(self.kept.get(rows[i], (0, 0, False))[2]))
+                ks[i] = max(ks[i], int(self.counts.get(rows[i], (0, 0, False))[2]))
         return ks
 
     def observe(
@@ -869,100 +881,102 @@ class Goodput:
         seconds: float,
         draft_seconds: float = 0.0,
     ) -> None:
-        """A step: of each row how many were proposed and kept; tokens that it ran, of all kinds;
-        its seconds, and how many of these drafting took."""
+        """Record a step: drafts proposed and accepted of each row, the tokens the step ran, its
+        seconds including drafting, and the seconds of drafting."""
         for row, k, n in zip(rows, proposed, accepted):
-            tried = min(n + 1, k)  # those behind a refused one were not tried
-            if tried:
-                fade = 0.5 ** (tried / self.HALF_LIFE)
-                kept, before, _ = self.kept.pop(row, (0.0, 0.0, False))
-                self.kept[row] = kept * fade + n, before * fade + tried, n == k
-                fade **= 1 / 8
-                self.all = self.all[0] * fade + n, self.all[1] * fade + tried
+            verified = min(n + 1, k)  # drafts after a rejected one were not verified
+            if verified:
+                decay = 0.5 ** (verified / self.HALF_LIFE)
+                hits, tries, _ = self.counts.pop(row, (0.0, 0.0, False))
+                self.counts[row] = hits * decay + n, tries * decay + verified, n == k
+                decay **= 1 / 8
+                self.total = self.total[0] * decay + n, self.total[1] * decay + verified
         if any(proposed):
             longest = max(proposed)
-            self.drafts.add(math.ceil(sum(proposed) / longest), draft_seconds / longest)
-        self.times.add(tokens, seconds - draft_seconds)
+            self.draft_latency.add(math.ceil(sum(proposed) / longest), draft_seconds / longest)
+        self.step_latency.add(tokens, seconds - draft_seconds)
 
     def forget(self, row: Row) -> None:
-        """That sequence is over."""
-        self.kept.pop(row, None)
-        self.tried.pop(row, None)
+        """Drop the measurements of a row that has ended."""
+        self.counts.pop(row, None)
+        self.last_trials.pop(row, None)
 
     def rate(self, row: Row) -> float:
-        """How likely the next draft of a row is kept, as far as is known."""
-        kept, tried, _ = self.kept.get(row, (0.0, 0.0, False))
-        prior = self.PRIOR * self.all[0] / self.all[1]
-        return min(0.99, (kept + prior) / (tried + self.PRIOR))
+        """Estimated acceptance rate of a row."""
+        hits, tries, _ = self.counts.get(row, (0.0, 0.0, False))
+        prior = self.PRIOR * self.total[0] / self.total[1]
+        return min(0.99, (hits + prior) / (tries + self.PRIOR))
 
     def _best(self, rows: Sequence[Row]) -> list[int]:
+        """The k of each row with the highest expected tokens per second."""
         R, rates = len(rows), [self.rate(row) for row in rows]
-        worth = sorted(
-            ((a**i, i, r) for r, a in enumerate(rates) for i in range(1, self.longest + 1)),
+        values = sorted(
+            ((a**i, i, r) for r, a in enumerate(rates) for i in range(1, self.max_k + 1)),
             reverse=True,
         )
-        seconds = self.times.of(range(R, R + len(worth) + 1))
-        draft = self.drafts.of(range(R + 1))
+        seconds = self.step_latency.predict(range(R, R + len(values) + 1))
+        draft = self.draft_latency.predict(range(R + 1))
         best, limit, found = R / max(seconds[0], 1e-9), (0, 0), [0] * R
-        # drafting lasts as long as the longest run
-        some = range(1, self.longest + 1)
+        # drafting time is proportional to the largest k
+        candidates = range(1, self.max_k + 1)
         if R > 8:
-            some = {self.longest >> i for i in range(self.longest.bit_length())}
-        for longest in some if draft[R] > 0.001 * seconds[0] else (self.longest,):
+            candidates = {self.max_k >> i for i in range(self.max_k.bit_length())}
+        for largest in candidates if draft[R] > 0.001 * seconds[0] else (self.max_k,):
             n, tokens = 0, float(R)
-            for w, i, _ in worth:
-                if i <= longest:
-                    n, tokens = n + 1, tokens + w
-                    drafting = longest * draft[-(-n // longest)]
+            for value, i, _ in values:
+                if i <= largest:
+                    n, tokens = n + 1, tokens + value
+                    drafting = largest * draft[-(-n // largest)]
                     speed = tokens / max(seconds[n] + drafting, 1e-9)
                     if speed > best:
-                        best, limit = speed, (longest, n)
-        longest, n = limit
-        for _, _, r in [x for x in worth if x[1] <= longest][:n]:
+                        best, limit = speed, (largest, n)
+        largest, n = limit
+        for _, _, r in [x for x in values if x[1] <= largest][:n]:
             found[r] += 1
         return found
 
 
 class TreeGoodput(Goodput):
-    """Goodput for trees: the size, of a few, that promises most tokens per second, and for each the
-    shape that is best for how often the drafter's first, second, ... choice was what was kept."""
+    """Goodput for trees: of a few sizes the one with the highest expected tokens per second, each
+    in the best shape for the measured acceptance of the drafter's first, second, ... choice."""
 
     def __init__(self, sizes: Sequence[int], ranks: Sequence[float], fixed: bool = False):
-        """sizes: nodes, rising; ranks: acceptance of each rank to begin with; fixed: the largest,
-        in the shape that is best so far, whatever it costs."""
+        """sizes: numbers of nodes, ascending; ranks: prior acceptance of each rank; fixed: always
+        use the largest size."""
         super().__init__(1)
         self.sizes, self.fixed = sizes, fixed
-        self.seen = [[8.0 * a, 8.0] for a in ranks]  # kept, tried
+        self.rank_counts = [[8.0 * a, 8.0] for a in ranks]  # accepted, verified
         self.trees: list[Tree] = []
         self.rounds = 0
 
     @property
     def acceptance(self) -> list[float]:
-        """Of each rank: how often a child of that rank is the one that is kept. Falling."""
-        return sorted((kept / tried for kept, tried in self.seen), reverse=True)
+        """Acceptance rate of each rank, descending."""
+        return sorted((hits / tries for hits, tries in self.rank_counts), reverse=True)
 
     def choose_tree(self, rows: Sequence[Row]) -> Tree:
-        """The next step's, for all rows; Tree(()) for none."""
+        """The tree of the next step, the same for all rows; Tree(()) for no drafts."""
         if self.rounds % 16 == 0:
             self.trees = [best_tree(self.acceptance, size) for size in self.sizes]
         self.rounds += 1
         if self.fixed:
             return self.trees[-1]
-        if not self.times:
+        if not self.step_latency:
             return Tree(())
         choices = [Tree(()), *self.trees]
-        seconds = self.times.of([len(rows) * (1 + len(tree.parents)) for tree in choices])
-        draft = self.drafts.of([1])[0]
+        sizes = [len(rows) * (1 + len(tree.parents)) for tree in choices]
+        seconds = self.step_latency.predict(sizes)
+        draft = self.draft_latency.predict([1])[0]
         speeds = [
-            (1 + self._worth(tree)) / max(s + draft * tree.depth, 1e-9)
+            (1 + self._value(tree)) / max(s + draft * tree.depth, 1e-9)
             for tree, s in zip(choices, seconds)
         ]
         best = max(range(len(choices)), key=speeds.__getitem__)
         cost = seconds[1] - seconds[0] + draft * choices[1].depth
-        often = max(3, cost / (self.TRIALS * max(seconds[0], 1e-9)))
-        if not best and self.rounds - self.last_trial > often:
+        interval = max(3, cost / (self.TRIAL_COST * max(seconds[0], 1e-9)))
+        if not best and self.rounds - self.last_trial > interval:
             self.last_trial, best = self.rounds, 1
-        elif best and self.rounds - self.last_plain > self.PLAIN:
+        elif best and self.rounds - self.last_plain > self.PLAIN_INTERVAL:
             best = 0
         if not best:
             self.last_plain = self.rounds
@@ -976,25 +990,25 @@ class TreeGoodput(Goodput):
         seconds: float,
         draft_seconds: float,
     ) -> None:
-        """A step: the path of nodes that was kept, of each row."""
+        """Record a step: the accepted path of nodes of each row."""
         children = [tree.parents.count(i) for i in range(-1, len(tree.parents))]
         for path in paths:
             for node, after in zip((-1, *path), (*path, None)):
-                for rank in range(min(children[node + 1], len(self.seen))):
-                    self.seen[rank][1] += 1
-                    self.seen[rank][0] += after is not None and tree.ranks[after] == rank
-        if self.seen[0][1] > 512:
-            self.seen = [[kept / 2, tried / 2] for kept, tried in self.seen]
+                for rank in range(min(children[node + 1], len(self.rank_counts))):
+                    self.rank_counts[rank][1] += 1
+                    self.rank_counts[rank][0] += after is not None and tree.ranks[after] == rank
+        if self.rank_counts[0][1] > 512:
+            self.rank_counts = [[hits / 2, tries / 2] for hits, tries in self.rank_counts]
         if tree.parents:
-            self.drafts.add(1, draft_seconds / tree.depth)
-        self.times.add(len(rows) * (1 + len(tree.parents)), seconds - draft_seconds)
+            self.draft_latency.add(1, draft_seconds / tree.depth)
+        self.step_latency.add(len(rows) * (1 + len(tree.parents)), seconds - draft_seconds)
 
-    def _worth(self, tree: Tree) -> float:
-        """Tokens it adds on average."""
-        worth, acceptance = [], self.acceptance
+    def _value(self, tree: Tree) -> float:
+        """Expected number of accepted tokens."""
+        values, acceptance = [], self.acceptance
         for parent, rank in zip(tree.parents, tree.ranks):
-            worth.append(acceptance[rank] * (worth[parent] if parent >= 0 else 1.0))
-        return sum(worth)
+            values.append(acceptance[rank] * (values[parent] if parent >= 0 else 1.0))
+        return sum(values)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1002,13 +1016,13 @@ class TreeGoodput(Goodput):
 # --------------------------------------------------------------------------------------------------
 
 
-def _random(shape: tuple[int, ...], rng: torch.Generator, heat: float = 1.0) -> Tensor:
+def _random(shape: tuple[int, ...], rng: torch.Generator, scale: float = 1.0) -> Tensor:
     """Random distributions."""
-    return torch.randn(*shape, generator=rng).mul(heat).softmax(-1)
+    return torch.randn(*shape, generator=rng).mul(scale).softmax(-1)
 
 
 def _chi_square(ids: Tensor, p: Tensor) -> float:
-    """Of the counts of ids against p (V,), in standard deviations from what it should be."""
+    """Chi-square of the counts of ids against p (V,), in standard deviations from its mean."""
     expected = p.double() * len(ids)
     seen = ids.bincount(minlength=len(p))
     chi2 = ((seen - expected) ** 2 / expected).sum().item()
@@ -1017,8 +1031,8 @@ def _chi_square(ids: Tensor, p: Tensor) -> float:
 
 
 def check(rows: int = 200_000) -> None:
-    """Two tokens of a Markov chain by a run of drafts and by a tree, against their distribution; a
-    wrong rule is noticed. How many are kept; copies; the best k."""
+    """Two tokens of a Markov chain, by a sequence of drafts and by a tree, against their exact
+    distribution, which a wrong rule fails. Acceptance rate; n-gram copies; the best k."""
     rng = torch.Generator().manual_seed(0)
     V, K = 6, 2
     first, then = _random((V,), rng), _random((V, V), rng)  # p of a token, and of the one after it
@@ -1031,17 +1045,17 @@ def check(rows: int = 200_000) -> None:
     draft = torch.stack((q1.expand(rows, V), q2[d1[:, 0]]), 1)
     uniform = torch.rand(rows, K, generator=rng)
 
-    def pairs(n: Tensor, rest: Tensor) -> Tensor:
-        """The first two tokens, the second drawn where the rule gave but one."""
-        last = rest.multinomial(1, generator=rng)
+    def pairs(n: Tensor, residual: Tensor) -> Tensor:
+        """The first two tokens; the second is sampled from p if none was accepted."""
+        last = residual.multinomial(1, generator=rng)
         out = torch.cat((tokens, last), 1).scatter(1, n[:, None], last)
         more = then[out[:, 0]].multinomial(1, generator=rng)[:, 0]
         return out[:, 0] * V + torch.where(n == 0, more, out[:, 1])
 
-    n, rest = accept(target, draft, tokens, uniform)
-    assert _chi_square(pairs(n, rest), exact) < 5
-    kept = torch.arange(rows), n
-    assert _chi_square(pairs(n, target[kept]), exact) > 20, "p for the residual goes unnoticed"
+    n, residual = accept(target, draft, tokens, uniform)
+    assert _chi_square(pairs(n, residual), exact) < 5
+    wrong = target[torch.arange(rows), n]
+    assert _chi_square(pairs(n, wrong), exact) > 20, "p instead of the residual is not detected"
     a, k = 0.7, 4
     p = torch.tensor([a, 1 - a]).expand(rows, k + 1, 2)
     q = torch.tensor([1.0, 0.0]).expand(rows, k, 2)
@@ -1054,8 +1068,9 @@ def check(rows: int = 200_000) -> None:
     level = Tree((-1, -1, -1))
     target = torch.cat((first.expand(rows, 1, V), then[children]), 1)
     draft = torch.cat((q1.expand(rows, 1, V), torch.zeros(rows, 3, V)), 1)
-    path, n, rest = accept_tree(target, draft, children, torch.rand(rows, 3, generator=rng), level)
-    last = rest.multinomial(1, generator=rng)[:, 0]
+    uniform = torch.rand(rows, 3, generator=rng)
+    path, n, residual = accept_tree(target, draft, children, uniform, level)
+    last = residual.multinomial(1, generator=rng)[:, 0]
     more = then[last].multinomial(1, generator=rng)[:, 0]
     chosen = children.gather(1, path.clamp(min=0))[:, 0]
     pair = torch.where(n > 0, chosen * V + last, last * V + more)
@@ -1064,7 +1079,7 @@ def check(rows: int = 200_000) -> None:
     assert NGram()([7, 1, 2, 3, 9, 1, 2], 2) == ([3, 9], None)
     assert NGram()([5, 6, 5, 6], 5)[0] == [5, 6, 5, 6, 5]
     policy = Goodput(8)
-    for step in range(400):  # a step of n tokens lasts 1 + n / 20; drafts are kept with 0.8
+    for step in range(400):  # a step of n tokens takes 1 + n / 20 s; acceptance rate 0.8
         k = policy.choose(["row"])[0]
         n = int((torch.rand(k, generator=rng) < 0.8).long().cumprod(0).sum())
         policy.observe(["row"], [k], [n], 1 + k, 1 + (1 + k) / 20)
@@ -1084,34 +1099,34 @@ def _microseconds(call: Callable[[], Any], repeats: int = 30) -> float:
 
 
 def benchmark(device: str) -> None:
-    """Microseconds of what speculation adds to a step, beside transformers' functions for it."""
+    """Microseconds that speculative decoding adds to a step, compared with transformers."""
     rng, V, K = torch.Generator().manual_seed(0), 128_256, 5
     threads = torch.get_num_threads()
     has_peer = importlib.util.find_spec("transformers") is not None
     print(f"{device}, {threads} threads, torch {torch.__version__}; microseconds, median")
-    print(f"{'':50} {'ours':>9} {'transformers':>13}")
-    say = lambda name, ours, theirs: print(f"{name:50} {ours:>9.0f} {theirs:>13}")
+    print(f"{'':50} {'sheaf':>9} {'transformers':>13}")
+    say = lambda name, own, peer: print(f"{name:50} {own:>9.0f} {peer:>13}")
     for B in (1, 16):
         logits = torch.randn(B, K + 1, V, generator=rng).mul(3).to(device)
         guess = torch.randn(B, K, V, generator=rng).mul(3).to(device)
         ids = guess.softmax(-1).flatten(0, 1).multinomial(1).view(B, K)
 
-        def ours(logits: Tensor = logits, guess: Tensor = guess, ids: Tensor = ids) -> Tensor:
+        def verify(logits: Tensor = logits, guess: Tensor = guess, ids: Tensor = ids) -> Tensor:
             u = torch.rand(ids.shape, device=ids.device)
             return accept(logits.softmax(-1), guess.softmax(-1), ids, u)[1].multinomial(1)
 
-        theirs = "one row only"
+        peer_time = "one row only"
         if has_peer and B == 1:
             from transformers.generation.utils import _speculative_sampling as peer
 
-            theirs = f"{_microseconds(partial(peer, ids, guess, K, logits)):.0f}"
-        name = f"softmax, accept, draw: {B} x {K} drafts, {V} tokens"
-        say(name, _microseconds(ours), theirs if has_peer else "-")
+            peer_time = f"{_microseconds(partial(peer, ids, guess, K, logits)):.0f}"
+        name = f"softmax, accept, sample: {B} x {K} drafts, {V} tokens"
+        say(name, _microseconds(verify), peer_time if has_peer else "-")
     words = random.Random(0)
     for length in (1024, 32_768):
         text = [words.randrange(2000) for _ in range(length)]
         text += text[length // 2 : length // 2 + 3]
-        copy, theirs = NGram(), "-"
+        copy, peer_time = NGram(), "-"
         if has_peer:
             from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -1119,8 +1134,8 @@ def benchmark(device: str) -> None:
                 num_output_tokens=8, max_matching_ngram_size=4, max_length=2 * length
             )
             ids = torch.tensor([text])
-            theirs = f"{_microseconds(lambda: lookup.get_candidates(ids)):.0f}"
-        say(f"NGram, 8 of {length} tokens", _microseconds(lambda: copy(text, 8)), theirs)
+            peer_time = f"{_microseconds(lambda: lookup.get_candidates(ids)):.0f}"
+        say(f"NGram, 8 of {length} tokens", _microseconds(lambda: copy(text, 8)), peer_time)
     for R in (1, 64):
         policy, rows = Goodput(8), list(range(R))
         for n in (R, 2 * R, 8 * R):

@@ -12,7 +12,7 @@
                                                  8 experts in place of every MLP, each its copy
     python train.py --train-draft-head --init checkpoints/small --out runs/head
                                                  a draft head for speculative decoding with it
-    python train.py --diloco 100 --diloco-at FOLDER --diloco-workers 4 --diloco-worker 0 --out RUN0
+    python train.py --diloco 100 --diloco-rendezvous FOLDER --diloco-workers 4 --diloco-worker 0 --out RUN0
                                                  and 1, 2, 3 elsewhere: workers that meet in each
                                                  100th step, and may come and go (diloco.py)
 
@@ -28,14 +28,14 @@ What holds, and test_all.py proves:
   resumed with --resume prints the losses of an uninterrupted one to the last digit (on CPU).
 - The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the count
   of the whole step, on all ranks, so micro-batch size and rank count change nothing but rounding.
-- Layouts (--tp --cp --ep --zero ..., layout.py) change nothing but rounding either: one seed is
+- Layouts (--tp --cp --ep --zero ..., parallel_dims.py) change nothing but rounding either: one seed is
   the same weights and batches under each, and the checkpoint goes on under any other. (But for
   --aux-loss, which is one of each micro-batch.)
 - --recompute, --offload and --loss-chunk change memory: the first two no bit, the third rounding.
 - A checkpoint appears whole or not at all, and is not read if a byte of it has changed. SIGTERM
   and Ctrl-C save and leave; kill -9 at any moment, of any rank, leaves the previous one.
 
-Its parts, each a file: flags.py; place.py; text.py and data.py; layout.py, how ranks share the
+Its parts, each a file: flags.py; dist_env.py; dataset.py and data.py; parallel_dims.py, how ranks share the
 work; recompute.py, chunked_loss.py and offload.py, memory; optimizers.py; lora.py and tuning.py,
 what comes after pre-training; checkpoint.py, state.py and recovery.py; metrics.py.
 """
@@ -69,35 +69,35 @@ for drawer in "huggingface generation serving quantization training parallelism"
         sys.exit(f"train.py: error: {spec.origin} hides the folder {drawer}/; uninstall that package")
 
 from model import Transformer
-from parallelism.dist_env import Place, find_place
+from parallelism.dist_env import DistEnv, init_distributed
 from parallelism.parallel_dims import ParallelDims
-from training.build import build_model, build_optimizer, compiled, meta_model, model_config
+from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
 from training.build import offload_folder
 from training.checkpoint import Checkpoints
-from training.dataset import TEXTS, NextToken, Text, prepare_task, prepare_text
+from training.dataset import TOKENIZER_FILES, NextToken, Dataset, prepare_task, prepare_text
 from training.draft_head import train_draft_head
 from training.flags import DRAFT_HEAD, FIXED, SAVED, flag, parse_args
-from training.flags import settle_diloco_flags, settle_expert_flags, settle_flags
+from training.flags import validate_diloco_flags, resolve_expert_flags, resolve_flags
 from training.metrics import Metrics, PeakMemory, flops_per_token, peak_flops, plot, profiled
-from training.metrics import progress, summary, summary_writer
+from training.metrics import progress_bar, summary, summary_writer
 from training.optimizers import LossScaler, learning_rate
 from training.recovery import Diverged, Guard, Mirror, Watch, stop_on_signals, stragglers
-from training.state import CHECKPOINTS, Island, State, export, saved_run
-from training.step import Balance, accumulate, attend_of, update, validate
-from training.tuning import objective_of
+from training.state import CHECKPOINTS, DiLoCoWorker, State, export, saved_run
+from training.step import LoadBalancer, accumulate, make_attend, update, validate
+from training.tuning import build_objective
 
 RUN_ID = "run.id"  # in OUT: which run this is
-LAST_WORDS = 10.0  # seconds that a step may go on after SIGTERM, before its state is kept
-HUNG = 75  # the exit code of a rank that waited too long: EX_TEMPFAIL, try again
+SIGTERM_GRACE = 10.0  # seconds that a step may go on after SIGTERM, before its state is kept
+EXIT_HANG = 75  # the exit code of a rank that waited too long: EX_TEMPFAIL, try again
 
-def settle_args(args: argparse.Namespace) -> None:
+def resolve_args(args: argparse.Namespace) -> None:
     """Fill args from the checkpoint under --resume; refuse what would spoil a run."""
     saved = saved_run(args.out)
     if args.auto and saved is None:  # memory may yet know of a run that no disk does
         args.resume = None
     if args.resume is None:
         refuse_taken(args.out)
-        settle_flags(args)
+        resolve_flags(args)
         return
     if saved is None:
         raise ValueError(
@@ -115,8 +115,8 @@ def settle_args(args: argparse.Namespace) -> None:
             f"{flag(name)} {getattr(args, name)} differs from the run's {run.get(name)}; leave it "
             "out, or start anew in another --out"
         )
-    args.init, args.mirror_at = (p and Path(p) for p in (args.init, args.mirror_at))
-    settle_flags(args)
+    args.init, args.memory_checkpoint_dir = (p and Path(p) for p in (args.init, args.memory_checkpoint_dir))
+    resolve_flags(args)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -147,14 +147,14 @@ def refuse_taken(out: Path) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """The whole run; every stage is one call."""
-    settle_args(args)
-    place = find_place(args)
+    resolve_args(args)
+    place = init_distributed(args)
     config = model_config(args)
-    settle_expert_flags(args, config)
+    resolve_expert_flags(args, config)
     if args.tensorboard:
         summary_writer()  # is it there?
     layout = ParallelDims(args, config, place.world, place.device.type)
-    settle_diloco_flags(args, layout.dp_size)
+    validate_diloco_flags(args, layout.dp_size)
     if args.seq_len <= config.n_mtp_layers:
         raise ValueError(
             f"--seq-len must be more than the model's {config.n_mtp_layers} MTP layers"
@@ -162,7 +162,7 @@ def train(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for leftover in args.out.glob(".*.tmp") if place.rank == 0 else ():
         leftover.unlink()  # of a save that was killed
-    if place.rank == 0 and args.mirror_every and not (args.out / RUN_ID).exists():
+    if place.rank == 0 and args.memory_checkpoint_every and not (args.out / RUN_ID).exists():
         (args.out / RUN_ID).write_text(os.urandom(8).hex())
     text = (prepare_text if args.task == "text" else prepare_task)(args, config, place)
     if args.train_draft_head:
@@ -183,25 +183,25 @@ class Run:
     """From the model that was built to the last checkpoint: the loop, and what stands around it."""
 
     def __init__(
-        self, args: argparse.Namespace, place: Place, layout: ParallelDims, model: Transformer,
-        optimizer: Any, text: Text, memory: PeakMemory,
+        self, args: argparse.Namespace, place: DistEnv, layout: ParallelDims, model: Transformer,
+        optimizer: Any, text: Dataset, memory: PeakMemory,
     ):  # fmt: skip
         self.memory, self.safe, self.changing = memory, None, threading.Lock()
         self.args, self.place, self.layout, self.model = args, place, layout, model
         self.optimizer, self.text, self.first, self.watch = optimizer, text, 0, None
         self.state = State(model, optimizer, layout, args.optimizer)
-        self.saver = Checkpoints(args.out / CHECKPOINTS, keep=args.keep)
+        self.saver = Checkpoints(args.out / CHECKPOINTS, keep=args.keep_latest_k)
         self.mirror = self._mirror()
         drawn = args.task in ("dpo", "grpo")  # their losses are differences, and may be 0
-        self.guard = Guard(args.patience, math.inf if drawn else args.spike or math.inf)
+        self.guard = Guard(args.max_skipped_batches, math.inf if drawn else args.loss_spike_sigma or math.inf)
         self.scaler = LossScaler() if args.dtype == "fp16" else None
-        self.island = None if args.diloco is None else Island(args, model, layout, place)
-        losses = dict(aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
-        self.balance = Balance(model, **losses, layout=layout)
+        self.island = None if args.diloco is None else DiLoCoWorker(args, model, layout, place)
+        losses = dict(aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
+        self.balance = LoadBalancer(model, **losses, layout=layout)
         alone = args.compile and layout.mesh is None
-        self.step_model = compiled(model) if alone else model
-        self.attend = layout.attend(attend_of(args.attention, layout.packed))
-        self.objective = objective_of(args, model, text, place, layout)
+        self.step_model = compile_model(model) if alone else model
+        self.attend = layout.attend(make_attend(args.attention, layout.packed))
+        self.objective = build_objective(args, model, text, place, layout)
         self.tokens = args.batch_size // args.diloco_workers * args.seq_len
         passes = 4 if args.lora else 6  # frozen weights have no gradient
         self.flops = flops_per_token(meta_model(model.config), args.seq_len, passes)
@@ -209,10 +209,10 @@ class Run:
 
     def _mirror(self) -> Mirror | None:
         args = self.args
-        if args.mirror_every is None:
+        if args.memory_checkpoint_every is None:
             return None
         name = hashlib.sha256(str(args.out.resolve()).encode()).hexdigest()[:12]
-        folder = args.mirror_at or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
+        folder = args.memory_checkpoint_dir or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
         group = dist.new_group(backend="gloo") if self.place.world > 1 else None
         run = (args.out / RUN_ID).read_text()  # an older run in a folder of this name was another
         return Mirror(folder, f"{run}.{self.layout.shard_id}", group)
@@ -295,7 +295,7 @@ class Run:
         self.last_words()
         metrics = Metrics(args.out, first, args.tensorboard) if place.rank == 0 else None
         self.watch = watch_of(args, place, self.hung)
-        self.bar, at = progress(first, args.steps, place), first
+        self.bar, at = progress_bar(first, args.steps, place), first
         at = at if self.island is None else self.island.begin(at)
         for step in self.bar:
             if step < at:  # the others have made it without this worker
@@ -318,7 +318,7 @@ class Run:
             due = (step + 1) % args.save_every == 0 and "skipped" not in row
             if due or leaving or done:
                 self.save(step + 1)
-            if self.mirror is not None and (step + 1) % args.mirror_every == 0:
+            if self.mirror is not None and (step + 1) % args.memory_checkpoint_every == 0:
                 self.keep_in_memory(step + 1)
             if leaving:
                 break
@@ -332,8 +332,8 @@ class Run:
         batch = self.objective.batch(step).to(place.device)
         waited = time.perf_counter() - start
         lr = learning_rate(
-            step, args.steps, args.lr, schedule=args.schedule, warmup=args.warmup,
-            decay=args.decay, end=args.lr_end,
+            step, args.steps, args.lr, schedule=args.lr_schedule, warmup=args.warmup_steps,
+            decay=args.decay_steps, end=args.min_lr_factor,
         )  # fmt: skip
         if args.optimizer_in_backward:
             self.saver.staged()
@@ -354,7 +354,7 @@ class Run:
         with self.changing:  # nobody may copy the state meanwhile
             self.safe = None  # it may be half of this step's
             take = partial(self.take, row)
-            norm = update(self.model, self.optimizer, lr, layout, args.clip, scale, take)
+            norm = update(self.model, self.optimizer, lr, layout, args.grad_clip, scale, take)
             self.balance.update(layout)
             self.safe = step + 1
         row |= {} if args.optimizer_in_backward else {"grad_norm": norm}
@@ -461,7 +461,7 @@ class Run:
         try:
             self.keep_alone()
         finally:
-            os._exit(HUNG)
+            os._exit(EXIT_HANG)
 
     def last_words(self) -> None:
         """Have SIGTERM noted even while the main thread stands in a collective of which a rank is
@@ -476,7 +476,7 @@ class Run:
             while signal.SIGTERM not in os.read(told, 1):
                 continue
             before = self.safe
-            time.sleep(LAST_WORDS)
+            time.sleep(SIGTERM_GRACE)
             if self.safe is not None and self.safe == before:
                 self.keep_alone()
 
@@ -496,7 +496,7 @@ class Run:
                 thing.close()
 
 
-def watch_of(args: argparse.Namespace, place: Place, hung: Callable[[], None]) -> Watch:
+def watch_of(args: argparse.Namespace, place: DistEnv, hung: Callable[[], None]) -> Watch:
     """Looks after the calling thread."""
     tell = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
     how = dict(timeout=args.hang_timeout, first=10 * args.hang_timeout)
@@ -520,7 +520,7 @@ def main(argv: list[str] | None = None) -> int:
         elif args.export is not None:
             to = Path(args.export) if args.export else args.out
             export(args.out, to, args.lora_merged, verify=True)
-            for name in TEXTS if to.resolve() != args.out.resolve() else ():
+            for name in TOKENIZER_FILES if to.resolve() != args.out.resolve() else ():
                 if (args.out / name).exists():
                     shutil.copy(args.out / name, to)
             print(to)

@@ -1,33 +1,32 @@
-"""cpu.py: linear layers at the speed of a CPU's memory.
+"""CPU kernels for linear layers: bf16, int8 and int4 weights at memory bandwidth.
 
 Decoding one token multiplies every weight matrix by one vector. Each weight is read once and used
-once, so the step cannot be faster than reading the weights; on a CPU, torch's bf16 product is well
-short of that. Four things hold it back, and this file mends them:
+once, so a step cannot be faster than reading the weights; torch's bf16 matmul on a CPU stays well
+below that. This file fixes four causes:
 
-1. One row after another is one stream of addresses per core, and a core's prefetcher fetches ahead
-   on several at once. `gemv` cuts the matrix into four row blocks and walks all four side by side,
-   with the sums in fp32: C, compiled on first use by the system's compiler (a second), kept in the
-   user's cache folder. Without a compiler F.linear serves as before.
-2. A few rows (a batch that decodes) need no more memory traffic than one, yet torch takes twice the
-   time for two rows and three times for sixteen. `gemm` keeps six rows of the weight in the
-   nearest cache for all rows of x, and fetches the next six while it multiplies, with pairs of bf16
-   where the CPU has the instruction for it.
-3. With many rows (prefill), a CPU before AVX-512 has no bf16 product, and torch's stand-in runs
-   at a seventh of its fp32 rate. `widened` turns 256 rows of the weight at a time into fp32, few
-   enough to stay in the cache, and multiplies those.
+1. Processing row after row is one stream of addresses per core, and a core's prefetcher can follow
+   several. `gemv` splits the matrix into four blocks of rows and reads all four concurrently, with
+   fp32 sums. It is C, compiled on first use by the system's compiler (about a second) and cached in
+   the user's cache folder. Without a compiler F.linear is used.
+2. A few rows (a decoding batch) need no more memory traffic than one, yet torch takes twice the
+   time for two rows and three times for sixteen. `gemm` keeps six rows of the weight in L1 for all
+   rows of x and prefetches the next six while it multiplies, with bf16 dot-product instructions
+   where the CPU has them.
+3. With many rows (prefill), CPUs before AVX-512 have no bf16 matmul instructions, and torch's
+   emulation runs at a seventh of its fp32 rate. `linear_via_fp32` converts 256 rows of the weight
+   at a time to fp32, few enough to stay in cache, and multiplies those.
+4. glibc returns freed tensors to the system, and each new page of the next tensor costs a page
+   fault: a norm over 512 rows of 2048 takes 0.35 ms, or 4 ms with the faults. `keep_freed_memory`
+   makes glibc keep the memory, for the whole process.
 
-4. What torch frees, glibc gives back to the system, and each new page of the next tensor costs a
-   fault: a norm over 512 rows of 2048 takes 0.35 ms, and 4 ms with that. `keep_freed_memory` has
-   glibc keep it, for the whole process.
+When it loses: CPUs with AVX-512 have better bf16 matmuls than cause 3's fix, which is off there;
+for matrices of a few kilobytes the call overhead dominates. No gradients: with grad mode on a layer
+is plain F.linear. Inside torch.compile each call is one opaque operator.
 
-When it loses: a CPU with AVX-512 has better bf16 products than rule 3, which is therefore off
-there; for matrices of a few kilobytes the cost of a call is all there is to see. Gradients do not
-flow through any: with grad mode on, and inside torch.compile, a layer is plain F.linear.
-
-Hooks: the Linear swap, `swap_linear_(model)`; the product of one expert of a mixture,
-`expert_linear`. Equivalence: the same numbers as nn.Linear up to rounding, and nearer to exact
-(test_all.py holds both against float64). Needs: torch. `python cpu.py` checks itself and prints the
-bandwidth reached beside F.linear's and a plain read's.
+Hooks: the Linear swap, `swap_linear_(model)`; one expert's matmul in an MoE layer, `expert_linear`.
+Equivalence (test_all.py): equal to nn.Linear up to rounding, and closer to float64. Needs torch.
+`python generation/cpu.py` runs a self-check and prints the bandwidth of these kernels, of F.linear
+and of a plain read.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ SOURCE = r"""
 #include <stdlib.h>
 #include <string.h>
 
-static inline float widen(uint16_t bf16) {
+static inline float bf16_to_float(uint16_t bf16) {
     uint32_t bits = (uint32_t)bf16 << 16;
     float value;
     memcpy(&value, &bits, 4);
     return value;
 }
 
-/* y[n] = sum over c of w[n][c] * x[c]: rows n, n + N/4, n + N/2 and n + 3N/4 together. */
+/* y[n] = sum over c of w[n][c] * x[c]; rows n, n + N/4, n + N/2 and n + 3N/4 concurrently. */
 void gemv_bf16(const uint16_t *w, const float *x, float *y, int64_t N, int64_t C) {
     int64_t Q = N / 4;
     #pragma omp parallel for schedule(static)
@@ -71,73 +70,74 @@ void gemv_bf16(const uint16_t *w, const float *x, float *y, int64_t N, int64_t C
         float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
         #pragma omp simd reduction(+ : s0, s1, s2, s3)
         for (int64_t c = 0; c < C; c++) {
-            s0 += widen(w0[c]) * x[c];
-            s1 += widen(w1[c]) * x[c];
-            s2 += widen(w2[c]) * x[c];
-            s3 += widen(w3[c]) * x[c];
+            s0 += bf16_to_float(w0[c]) * x[c];
+            s1 += bf16_to_float(w1[c]) * x[c];
+            s2 += bf16_to_float(w2[c]) * x[c];
+            s3 += bf16_to_float(w3[c]) * x[c];
         }
         y[n] = s0, y[n + Q] = s1, y[n + 2 * Q] = s2, y[n + 3 * Q] = s3;
     }
     for (int64_t n = 4 * Q; n < N; n++) {
         y[n] = 0;
-        for (int64_t c = 0; c < C; c++) y[n] += widen(w[n * C + c]) * x[c];
+        for (int64_t c = 0; c < C; c++) y[n] += bf16_to_float(w[n * C + c]) * x[c];
     }
 }
 
-/* A few rows of x. What is summed at a time: pairs of bf16 where there is an instruction for it,
-   else fp32. The tile of sums, 6 rows of w times XR of x, fills the registers. */
+/* GEMM for a few rows of x: bf16 dot products if the CPU has the instruction, else fp32 FMAs. The
+   tile of sums, 6 rows of w by XR rows of x, fills the registers. */
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 typedef uint16_t real;
 typedef __m512 vec;
 enum { XR = 4, STEP = 32, REAL_IS_BF16 = 1 };
-static inline vec mac(vec sum, const uint16_t *w, const real *x) {
+static inline vec fma(vec sum, const uint16_t *w, const real *x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_loadu_si512(x));
 }
-static inline float value(real x) { return widen(x); }
+static inline float to_float(real x) { return bf16_to_float(x); }
 #else
 typedef float real;
 typedef float vec __attribute__((vector_size(32)));
 enum { XR = 2, STEP = 8, REAL_IS_BF16 = 0 };
-static inline vec mac(vec sum, const uint16_t *w, const real *x) {
+static inline vec fma(vec sum, const uint16_t *w, const real *x) {
     typedef uint16_t bf16s __attribute__((vector_size(16), aligned(2)));
     typedef uint32_t words __attribute__((vector_size(32)));
     typedef float floats __attribute__((vector_size(32), aligned(4)));
-    words wide = __builtin_convertvector(*(const bf16s *)w, words) << 16;
-    return sum + (vec)wide * *(const floats *)x;
+    words fp32 = __builtin_convertvector(*(const bf16s *)w, words) << 16;
+    return sum + (vec)fp32 * *(const floats *)x;
 }
-static inline float value(real x) { return x; }
+static inline float to_float(real x) { return x; }
 #endif
 
 int real_is_bf16(void) { return REAL_IS_BF16; }
 
-/* y[r][k] = sum over c of w[k][c] * x[r][c] for W rows of w and R of x; meanwhile P of the next W
-   rows of w are fetched, the p-th and on. */
+/* y[r][k] = sum over c of w[k][c] * x[r][c] for W rows of w and R rows of x; prefetches P of the
+   next 6 rows of w, starting with the p-th. */
 static inline __attribute__((always_inline)) void tile(
     const uint16_t *w, const real *x, float *y, int64_t N, int64_t C, const int W, const int R,
     int p, const int P
 ) {
     vec sum[6][XR];
     for (int k = 0; k < W; k++) for (int r = 0; r < R; r++) sum[k][r] = (vec){0};
-    const uint16_t *ahead[6];
-    for (int i = 0; i < P; i++) ahead[i] = w + (6 + (p + i) % 6) * C;
+    const uint16_t *next[6];
+    for (int i = 0; i < P; i++) next[i] = w + (6 + (p + i) % 6) * C;
     int64_t c = 0;
     for (; c + STEP <= C; c += STEP) {
-        for (int i = 0; i < P; i++) __builtin_prefetch(ahead[i] + c, 0, 2);
+        for (int i = 0; i < P; i++) __builtin_prefetch(next[i] + c, 0, 2);
         for (int k = 0; k < W; k++)
-            for (int r = 0; r < R; r++) sum[k][r] = mac(sum[k][r], w + k * C + c, x + r * C + c);
+            for (int r = 0; r < R; r++) sum[k][r] = fma(sum[k][r], w + k * C + c, x + r * C + c);
     }
     for (int k = 0; k < W; k++)
         for (int r = 0; r < R; r++) {
             float total = 0;
             for (int i = 0; i < (int)(sizeof(vec) / 4); i++) total += sum[k][r][i];
-            for (int64_t d = c; d < C; d++) total += widen(w[k * C + d]) * value(x[r * C + d]);
+            for (int64_t d = c; d < C; d++)
+                total += bf16_to_float(w[k * C + d]) * to_float(x[r * C + d]);
             y[r * N + k] = total;
         }
 }
 
-/* W rows of w times all of x, XR rows after XR: from memory comes w for the first of them, and
-   before that it was fetched by the W rows before, so many of its rows by each. */
+/* W rows of w times all rows of x, XR at a time. w comes from memory only for the first XR; the
+   previous strip prefetched it, P rows of w in each of its tiles. */
 static inline __attribute__((always_inline)) void strip(
     const uint16_t *w, const real *x, float *y, int64_t N, int64_t C, int64_t R, const int W,
     const int P
@@ -163,10 +163,10 @@ void gemm_bf16(const uint16_t *w, const real *x, float *y, int64_t N, int64_t C,
     for (int64_t n = 6 * Q; n < N; n++) strip(w + n * C, x, y + n, N, C, R, 1, 0);
 }
 
-/* Quantized weights. int8: C codes a row and its scale, fp32; zeros is NULL. int4: C / 2 bytes of
-   two codes, the even column's in the low half, and for each of G groups a scale, bf16, and a zero:
-   (code - zero) * scale. Vectors x and y are bf16. */
-static inline uint16_t narrow(float value) {
+/* Quantized weights. int8: C values per row and an fp32 scale; zeros is NULL. int4: C / 2 bytes per
+   row, the even column in the low nibble, and for each of G groups a bf16 scale and a zero point:
+   (q - zero) * scale. Vectors x and y are bf16. */
+static inline uint16_t float_to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -176,127 +176,133 @@ void gemv_int8(
     const int8_t *w, const float *scales, const uint16_t *x, uint16_t *y, int64_t N, int64_t C
 ) {
     int64_t Q = N / 4;
-    float *wide = malloc(4 * C);
-    for (int64_t c = 0; c < C; c++) wide[c] = widen(x[c]);
+    float *x_fp32 = malloc(4 * C);
+    for (int64_t c = 0; c < C; c++) x_fp32[c] = bf16_to_float(x[c]);
     #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < Q; n++) {
         const int8_t *w0 = w + n * C, *w1 = w0 + Q * C, *w2 = w1 + Q * C, *w3 = w2 + Q * C;
         float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
         #pragma omp simd reduction(+ : s0, s1, s2, s3)
         for (int64_t c = 0; c < C; c++) {
-            s0 += w0[c] * wide[c];
-            s1 += w1[c] * wide[c];
-            s2 += w2[c] * wide[c];
-            s3 += w3[c] * wide[c];
+            s0 += w0[c] * x_fp32[c];
+            s1 += w1[c] * x_fp32[c];
+            s2 += w2[c] * x_fp32[c];
+            s3 += w3[c] * x_fp32[c];
         }
         float sums[4] = {s0, s1, s2, s3};
-        for (int64_t i = 0, k = n; i < 4; i++, k += Q) y[k] = narrow(sums[i] * scales[k]);
+        for (int64_t i = 0, k = n; i < 4; i++, k += Q) y[k] = float_to_bf16(sums[i] * scales[k]);
     }
     for (int64_t n = 4 * Q; n < N; n++) {
         float sum = 0;
-        for (int64_t c = 0; c < C; c++) sum += w[n * C + c] * wide[c];
-        y[n] = narrow(sum * scales[n]);
+        for (int64_t c = 0; c < C; c++) sum += w[n * C + c] * x_fp32[c];
+        y[n] = float_to_bf16(sum * scales[n]);
     }
-    free(wide);
+    free(x_fp32);
 }
 
-/* int4 is unpacked by shifts alone: of S columns (S / 4 words of 16 bits) nibble i of word l is
-   column 4l + i, so the words shifted right by 4i meet x[i], x being put in the order (4, S / 4).
-   A lane of the sums holds 8 columns, all of one group, whose scale comes in once for all four. */
+/* int4 is unpacked by shifts alone: in S columns (S / 4 words of 16 bits) nibble i of word l is
+   column 4l + i, so the words shifted right by 4i match row i of x reordered to (4, S / 4). A lane
+   of the sums covers 8 columns of one group, whose scale is applied once for the four shifts. */
 #ifdef __AVX512BF16__
 enum { S = 128 };
 typedef __m512i lanes;
 static inline vec dot_int4(
-    vec sum, const uint8_t *w, const uint16_t *scales, const uint16_t *x, const float *steps,
-    const int per, lanes at
+    vec sum, const uint8_t *w, const uint16_t *scales, const uint16_t *x, const float *x_scales,
+    const int groups, lanes lane_group
 ) {
-    static const uint16_t bf16_of[32] = {  /* a code, whatever the bit above it */
+    static const uint16_t int4_to_bf16[32] = {  /* indexed by 5 bits, the highest ignored */
         0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
         0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
         0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
         0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
     };
-    const __m512i table = _mm512_loadu_si512(bf16_of), words = _mm512_loadu_si512(w);
+    const __m512i table = _mm512_loadu_si512(int4_to_bf16), words = _mm512_loadu_si512(w);
     vec part = {0};
     for (int i = 0; i < 4; i++) {
-        __m512i codes = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), table);
-        part = _mm512_dpbf16_ps(part, (__m512bh)codes, (__m512bh)_mm512_loadu_si512(x + 32 * i));
+        __m512i q = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), table);
+        part = _mm512_dpbf16_ps(part, (__m512bh)q, (__m512bh)_mm512_loadu_si512(x + 32 * i));
     }
-    int64_t four = 0;
-    memcpy(&four, scales, 2 * per);
-    __m512i high = _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, at, _mm512_set1_epi64(four));
-    return sum + part * (vec)high;
+    int64_t packed = 0;
+    memcpy(&packed, scales, 2 * groups);
+    __m512i fp32 = _mm512_maskz_permutexvar_epi16(
+        0xaaaaaaaa, lane_group, _mm512_set1_epi64(packed)
+    );
+    return sum + part * (vec)fp32;
 }
-static inline lanes lanes_of(int per) {  /* the group of each lane, among `per` */
+static inline lanes group_of_lanes(int groups) {
     uint16_t group[32];
-    for (int i = 0; i < 32; i++) group[i] = i * per / 32;
+    for (int i = 0; i < 32; i++) group[i] = i * groups / 32;
     return _mm512_loadu_si512(group);
 }
-static void put_in_order(const uint16_t *x, int64_t C, uint16_t *order, float *steps) {
+static void reorder_x(const uint16_t *x, int64_t C, uint16_t *order, float *x_scales) {
     for (int64_t b = 0; b < C; b += 4)
         for (int i = 0; i < 4; i++) order[b / S * S + i * (S / 4) + b % S / 4] = x[b + i];
 }
 #elif defined(__AVX2__)
-/* No products of bf16 here: x is cut into integers of 16 bits, the largest of 32 columns 2^15 - 1
-   steps, and the sums of products are exact. */
+/* Without bf16 dot products: x is quantized to int16 with one scale per 32 columns (the largest
+   becomes 2^15 - 1), and the integer sums are exact. */
 #include <immintrin.h>
 enum { S = 64 };
 typedef int lanes;
 static inline vec dot_int4(
-    vec sum, const uint8_t *w, const uint16_t *scales, const uint16_t *x, const float *steps,
-    const int per, lanes at
+    vec sum, const uint8_t *w, const uint16_t *scales, const uint16_t *x, const float *x_scales,
+    const int groups, lanes lane_group
 ) {
     const __m256i words = _mm256_loadu_si256((const void *)w), low = _mm256_set1_epi16(15);
     __m256i part = {0};
     for (int i = 0; i < 4; i++) {
-        __m256i codes = _mm256_and_si256(_mm256_srli_epi16(words, 4 * i), low);
-        __m256i some = _mm256_loadu_si256((const void *)(x + 16 * i));
-        part = _mm256_add_epi32(part, _mm256_madd_epi16(codes, some));
+        __m256i q = _mm256_and_si256(_mm256_srli_epi16(words, 4 * i), low);
+        __m256i xs = _mm256_loadu_si256((const void *)(x + 16 * i));
+        part = _mm256_add_epi32(part, _mm256_madd_epi16(q, xs));
     }
-    float first = widen(scales[0]) * steps[0], second = widen(scales[per - 1]) * steps[1];
+    float first = bf16_to_float(scales[0]) * x_scales[0];
+    float second = bf16_to_float(scales[groups - 1]) * x_scales[1];
     vec scale = _mm256_set_m128(_mm_set1_ps(second), _mm_set1_ps(first));
     return sum + _mm256_cvtepi32_ps(part) * scale;
 }
-static inline lanes lanes_of(int per) { return 0; }
-static void put_in_order(const uint16_t *x, int64_t C, uint16_t *order, float *steps) {
+static inline lanes group_of_lanes(int groups) { return 0; }
+static void reorder_x(const uint16_t *x, int64_t C, uint16_t *order, float *x_scales) {
     for (int64_t b = 0; b < C; b += 32) {
-        float most = 0;
+        float amax = 0;
         for (int64_t c = b; c < b + 32; c++) {
-            float size = widen(x[c] & 0x7fff);
-            most = most > size ? most : size;
+            float size = bf16_to_float(x[c] & 0x7fff);
+            amax = amax > size ? amax : size;
         }
-        steps[b / 32] = most / 32767;
-        float inverse = most > 0 ? 32767 / most : 0;
+        x_scales[b / 32] = amax / 32767;
+        float inverse = amax > 0 ? 32767 / amax : 0;
         for (int64_t c = b; c < b + 32; c++)
             order[c / S * S + c % 4 * (S / 4) + c % S / 4] =
-                (int16_t)__builtin_rintf(widen(x[c]) * inverse);
+                (int16_t)__builtin_rintf(bf16_to_float(x[c]) * inverse);
     }
 }
 #endif
 
 #if defined(__AVX512BF16__) || defined(__AVX2__)
-/* Two rows at a time, fetched well ahead: a row has so few bytes that the CPU fetches too late. */
+/* Two rows at a time with explicit prefetch: a row is so short that the hardware prefetcher is too
+   late. */
 static inline __attribute__((always_inline)) void rows_int4(
     const uint8_t *const w[2], const uint16_t *const scales[2], const uint16_t *x,
-    const float *steps, int64_t C, int64_t size, const int per, float total[2]
+    const float *x_scales, int64_t C, int64_t group_size, const int groups, float total[2]
 ) {
-    enum { AHEAD = 1024 };
-    const lanes at = lanes_of(per);
+    enum { PREFETCH = 1024 };
+    const lanes lane_group = group_of_lanes(groups);
     vec sum[2] = {{0}, {0}};
     int64_t c = 0;
     for (; c + S <= C; c += S)
         for (int r = 0; r < 2; r++) {
-            const uint16_t *s = scales[r] + c / size;
-            __builtin_prefetch(w[r] + c / 2 + AHEAD);
-            sum[r] = dot_int4(sum[r], w[r] + c / 2, s, x + c, steps + c / 32, per, at);
+            const uint16_t *s = scales[r] + c / group_size;
+            __builtin_prefetch(w[r] + c / 2 + PREFETCH);
+            sum[r] = dot_int4(
+                sum[r], w[r] + c / 2, s, x + c, x_scales + c / 32, groups, lane_group
+            );
         }
     for (int r = 0; r < 2; r++) {
-        if (c < C) {  /* the rest, beyond which x is 0 */
-            uint8_t rest[S / 2] = {0};
-            uint16_t some[4] = {0};
-            memcpy(rest, w[r] + c / 2, (C - c) / 2);
-            memcpy(some, scales[r] + c / size, 2 * (C / size - c / size));
-            sum[r] = dot_int4(sum[r], rest, some, x + c, steps + c / 32, per, at);
+        if (c < C) {  /* the tail, padded with zeros as x is */
+            uint8_t tail[S / 2] = {0};
+            uint16_t s[4] = {0};
+            memcpy(tail, w[r] + c / 2, (C - c) / 2);
+            memcpy(s, scales[r] + c / group_size, 2 * (C / group_size - c / group_size));
+            sum[r] = dot_int4(sum[r], tail, s, x + c, x_scales + c / 32, groups, lane_group);
         }
         total[r] = 0;
         for (int i = 0; i < (int)(sizeof(vec) / 4); i++) total[r] += sum[r][i];
@@ -307,29 +313,30 @@ void gemv_int4(
     const uint8_t *w, const uint16_t *scales, const uint8_t *zeros, const uint16_t *x, uint16_t *y,
     int64_t N, int64_t C, int64_t G
 ) {
-    int64_t half = (N + 1) / 2, size = C / G;
+    int64_t half = (N + 1) / 2, group_size = C / G;
     uint16_t *order = calloc(C + S, 2);
-    float *steps = calloc((C + S) / 32, 4), *sums = calloc(G, 4);
-    put_in_order(x, C, order, steps);
+    float *x_scales = calloc((C + S) / 32, 4), *sums = calloc(G, 4);
+    reorder_x(x, C, order, x_scales);
     for (int64_t g = 0; g < G; g++)
-        for (int64_t c = g * size; c < (g + 1) * size; c++) sums[g] += widen(x[c]);
+        for (int64_t c = g * group_size; c < (g + 1) * group_size; c++)
+            sums[g] += bf16_to_float(x[c]);
     #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < half; n++) {
         int64_t row[2] = {n, n + half < N ? n + half : n};
         const uint8_t *const rows[2] = {w + row[0] * C / 2, w + row[1] * C / 2};
         const uint16_t *const s[2] = {scales + row[0] * G, scales + row[1] * G};
         float total[2];
-        if (size * 4 == S) rows_int4(rows, s, order, steps, C, size, 4, total);
-        else if (size * 2 == S) rows_int4(rows, s, order, steps, C, size, 2, total);
-        else rows_int4(rows, s, order, steps, C, size, 1, total);
+        if (group_size * 4 == S) rows_int4(rows, s, order, x_scales, C, group_size, 4, total);
+        else if (group_size * 2 == S) rows_int4(rows, s, order, x_scales, C, group_size, 2, total);
+        else rows_int4(rows, s, order, x_scales, C, group_size, 1, total);
         for (int r = 0; r < 2; r++) {
             const uint8_t *z = zeros + row[r] * G;
-            float shift = 0;
-            for (int64_t g = 0; g < G; g++) shift += widen(s[r][g]) * z[g] * sums[g];
-            y[row[r]] = narrow(total[r] - shift);
+            float zero_term = 0;
+            for (int64_t g = 0; g < G; g++) zero_term += bf16_to_float(s[r][g]) * z[g] * sums[g];
+            y[row[r]] = float_to_bf16(total[r] - zero_term);
         }
     }
-    free(order), free(steps), free(sums);
+    free(order), free(x_scales), free(sums);
 }
 #else
 void gemv_int4(
@@ -342,19 +349,19 @@ void gemv_int4(
         for (int64_t g = 0; g < G; g++) {
             float part = 0;
             const uint8_t *row = w + (n * C + g * C / G) / 2, zero = zeros[n * G + g];
-            const uint16_t *some = x + g * C / G;
+            const uint16_t *xs = x + g * C / G;
             for (int64_t j = 0; j < C / G / 2; j++) {
-                part += ((row[j] & 15) - zero) * widen(some[2 * j]);
-                part += ((row[j] >> 4) - zero) * widen(some[2 * j + 1]);
+                part += ((row[j] & 15) - zero) * bf16_to_float(xs[2 * j]);
+                part += ((row[j] >> 4) - zero) * bf16_to_float(xs[2 * j + 1]);
             }
-            sum += part * widen(scales[n * G + g]);
+            sum += part * bf16_to_float(scales[n * G + g]);
         }
-        y[n] = narrow(sum);
+        y[n] = float_to_bf16(sum);
     }
 }
 #endif
 
-/* What 32 codes of a row stand for, in bf16. */
+/* Dequantize 32 values of a row to bf16. */
 #ifdef __AVX512BF16__
 static inline void unpack_int8(const int8_t *w, float scale, uint16_t *out) {
     vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)w)));
@@ -362,9 +369,9 @@ static inline void unpack_int8(const int8_t *w, float scale, uint16_t *out) {
     _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high * scale, low * scale));
 }
 static inline void unpack_int4(const uint8_t *w, float scale, float zero, uint16_t *out) {
-    /* the 16 values there are, and the codes as 16-bit words in the order of their columns */
-    const vec codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vec values = (codes - zero) * scale;
+    /* a table of the 16 possible values, indexed by 16-bit words in column order */
+    const vec q = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vec values = (q - zero) * scale;
     __m512i table = (__m512i)_mm512_cvtne2ps_pbh(values, values);
     __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)w));
     __m256i pairs = _mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4));
@@ -372,17 +379,17 @@ static inline void unpack_int4(const uint8_t *w, float scale, float zero, uint16
 }
 #else
 static inline void unpack_int8(const int8_t *w, float scale, uint16_t *out) {
-    for (int i = 0; i < 32; i++) out[i] = narrow(w[i] * scale);
+    for (int i = 0; i < 32; i++) out[i] = float_to_bf16(w[i] * scale);
 }
 static inline void unpack_int4(const uint8_t *w, float scale, float zero, uint16_t *out) {
     for (int j = 0; j < 16; j++) {
-        out[2 * j] = narrow(((w[j] & 15) - zero) * scale);
-        out[2 * j + 1] = narrow(((w[j] >> 4) - zero) * scale);
+        out[2 * j] = float_to_bf16(((w[j] & 15) - zero) * scale);
+        out[2 * j + 1] = float_to_bf16(((w[j] >> 4) - zero) * scale);
     }
 }
 #endif
 
-/* Row n, while row n + 6 is fetched; of int8 the codes alone if scales is NULL. */
+/* Dequantize row n and prefetch row n + 6; int8 without the scale if scales is NULL. */
 static inline void unpack_row(
     const void *w, const void *scales, const uint8_t *zeros, uint16_t *out, int64_t n, int64_t C,
     int64_t G
@@ -395,12 +402,12 @@ static inline void unpack_row(
             __builtin_prefetch(row + c + 6 * C);
             unpack_int8(row + c, scale, out + c);
         }
-        for (; c < C; c++) out[c] = narrow(row[c] * scale);
+        for (; c < C; c++) out[c] = float_to_bf16(row[c] * scale);
         return;
     }
     const uint8_t *row = (const uint8_t *)w + n * C / 2;
     for (int64_t g = n * G; g < (n + 1) * G; g++) {
-        float scale = widen(((const uint16_t *)scales)[g]), zero = zeros[g];
+        float scale = bf16_to_float(((const uint16_t *)scales)[g]), zero = zeros[g];
         for (int64_t c = 0; c < C / G; c += 32, row += 16, out += 32) {
             __builtin_prefetch(row + 3 * C);
             unpack_int4(row, scale, zero, out);
@@ -416,7 +423,7 @@ void unpack(
     for (int64_t n = 0; n < N; n++) unpack_row(w, scales, zeros, out + n * C, n, C, G);
 }
 
-/* gemm_bf16 over rows unpacked six by six. */
+/* gemm_bf16 over rows dequantized six at a time. */
 void gemm_packed(
     const void *w, const void *scales, const uint8_t *zeros, const real *x, float *y, int64_t N,
     int64_t C, int64_t G, int64_t R
@@ -441,27 +448,28 @@ void gemm_packed(
 
 
 @functools.cache
-def kernel() -> ctypes.CDLL | None:
-    """The C above as a library; None where there is no compiler that can build it."""
+def load_kernels() -> ctypes.CDLL | None:
+    """Compile and load the C code above; None without a working C compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         return None
-    # OpenMP calls are left unresolved: at load they bind to the runtime torch has already loaded.
-    # A second runtime would mean a second pool of threads spinning on the same cores.
+    # OpenMP is not linked: at load its symbols bind to the runtime that torch has already loaded. A
+    # second runtime would be a second pool of threads spinning on the same cores.
     flags = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp", "-c"]
-    recipe = hashlib.sha256(" ".join([SOURCE, compiler, *flags, _cpu_model()]).encode()).hexdigest()
+    cache_key = " ".join([SOURCE, compiler, *flags, _cpu_model()]).encode()
+    build_hash = hashlib.sha256(cache_key).hexdigest()
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sheaf"
-        library = cache / f"gemv-{recipe[:16]}.so"
+        library = cache / f"gemv-{build_hash[:16]}.so"
         if not library.exists():
             cache.mkdir(parents=True, exist_ok=True)
             tmp = library.with_name(f"{library.stem}-{os.getpid()}.tmp")
-            source, built = tmp.with_suffix(".c"), tmp.with_suffix(".o")
+            source, obj = tmp.with_suffix(".c"), tmp.with_suffix(".o")
             source.write_text(SOURCE)
-            for command in ([*flags, source, "-o", built], ["-shared", built, "-o", tmp]):
+            for command in ([*flags, source, "-o", obj], ["-shared", obj, "-o", tmp]):
                 subprocess.run([compiler, *command], check=True, capture_output=True, timeout=60)
             os.replace(tmp, library)
-            source.unlink(), built.unlink()
+            source.unlink(), obj.unlink()
         lib = ctypes.CDLL(str(library))
         for name, pointers, sizes in (
             ("gemv_bf16", 3, 2),
@@ -480,7 +488,7 @@ def kernel() -> ctypes.CDLL | None:
 
 
 def _cpu_model() -> str:
-    """What -march=native depends on: a cache folder may be shared by different machines."""
+    """CPU model and flags, for the cache key: machines with different CPUs may share a folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -489,34 +497,34 @@ def _cpu_model() -> str:
 
 
 def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """weight (N, C) bf16, x one row (..., C), bias (N,) -> (..., N) of x's dtype, rounded once."""
+    """weight (N, C) bf16, x one row (..., C), bias (N,) -> (..., N) in x's dtype, rounded once."""
     N, C = weight.shape
     assert weight.dtype == torch.bfloat16 and weight.is_contiguous() and x.numel() == C
-    wide = x.float().contiguous()
+    x_fp32 = x.float().contiguous()
     y = torch.empty(*x.shape[:-1], N)
-    kernel().gemv_bf16(weight.data_ptr(), wide.data_ptr(), y.data_ptr(), N, C)
+    load_kernels().gemv_bf16(weight.data_ptr(), x_fp32.data_ptr(), y.data_ptr(), N, C)
     return (y if bias is None else y + bias).to(x.dtype)
 
 
 @functools.cache
-def few() -> int:
-    """Rows up to which `gemm` is ahead of the products for many."""
-    return 0 if kernel() is None else 64 if kernel().real_is_bf16() else 16
+def max_gemm_rows() -> int:
+    """Rows of x up to which `gemm` is faster than the matmuls for many rows."""
+    return 0 if load_kernels() is None else 64 if load_kernels().real_is_bf16() else 16
 
 
 def gemm(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """weight (N, C) bf16, x a few rows (..., C) bf16, bias (N,) -> (..., N), rounded once."""
+    """weight (N, C) bf16, x a few rows (..., C) bf16, bias (N,) -> (..., N) bf16, rounded once."""
     N, C = weight.shape
     assert weight.dtype == x.dtype == torch.bfloat16 and weight.is_contiguous()
     x = x.contiguous()
-    rows = x if kernel().real_is_bf16() else x.float()
+    rows = x if load_kernels().real_is_bf16() else x.float()
     y = torch.empty(*x.shape[:-1], N)
-    kernel().gemm_bf16(weight.data_ptr(), rows.data_ptr(), y.data_ptr(), N, C, x.numel() // C)
+    load_kernels().gemm_bf16(weight.data_ptr(), rows.data_ptr(), y.data_ptr(), N, C, x.numel() // C)
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def widened(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """weight (N, C) bf16, x (..., C), bias (N,) -> (..., N) of x's dtype, through fp32 products."""
+def linear_via_fp32(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """weight (N, C) bf16, x (..., C), bias (N,) -> (..., N) in x's dtype, with fp32 matmuls."""
     N, C = weight.shape
     columns = x.float().reshape(-1, C).t()  # y^T = W x^T: a block of W gives whole rows of y^T
     y = torch.empty(N, columns.shape[1])
@@ -529,18 +537,18 @@ def widened(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear as a CPU likes it, for inference: x (..., C), weight (N, C) -> (..., N)."""
+    """F.linear on the fastest CPU path, for inference: x (..., C), weight (N, C) -> (..., N)."""
     rows = x.numel() // weight.shape[1]
-    ours = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
-    if ours and not torch.is_grad_enabled():
+    supported = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+    if supported and not torch.is_grad_enabled():
         if torch.compiler.is_compiling():
             return torch.ops.sheaf.cpu_linear(x, weight, bias)
-        if rows == 1 and kernel() is not None:
+        if rows == 1 and load_kernels() is not None:
             return gemv(weight, x, bias)
-        if 1 < rows <= few():
+        if 1 < rows <= max_gemm_rows():
             return gemm(weight, x, bias)
         if rows >= 4 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-            return widened(weight, x, bias)
+            return linear_via_fp32(weight, x, bias)
     return F.linear(x, weight, bias)
 
 
@@ -550,50 +558,49 @@ def packed_linear(
     scales: Tensor,
     zeros: Tensor | None,
     bias: Tensor | None,
-    otherwise: Callable[..., Tensor],
+    fallback: Callable[..., Tensor],
 ) -> Tensor:
-    """x (..., C) times a quantized weight, bias (N,) -> (..., N): int8 codes (N, C) with scales
-    (N, 1) fp32 and no zeros, or int4 in bytes (N, C / 2), the even column in the low half, with
-    scales (N, G) bf16 and zeros (N, G) uint8. `otherwise`, of the same arguments, serves where this
-    file does not: x that is not bf16, groups under 32, gradients. Needs kernel()."""
+    """F.linear with a quantized weight: x (..., C), bias (N,) -> (..., N). int8: qweight (N, C),
+    scales (N, 1) fp32, zeros None. int4: qweight (N, C / 2) uint8, the even column in the low
+    nibble, scales (N, G) bf16, zeros (N, G) uint8. fallback, with the same arguments, is called for
+    unsupported inputs: x not bf16, group size below 32, gradients. Requires load_kernels()."""
     C, N, G = x.shape[-1], len(qweight), scales.shape[-1]
     rows, width = x.numel() // C, qweight.shape[1] * (1 if zeros is None else 2)
     if C != width:
-        raise ValueError(f"x has {C} columns, the weight {width}")
+        raise ValueError(f"x must have {width} columns, as the weight, not {C}")
     on_cpu = x.device.type == qweight.device.type == "cpu" and qweight.is_contiguous()
     fits = x.dtype == torch.bfloat16 and rows > 0 and (zeros is None or C // G >= 32)
     if torch.is_grad_enabled() or not fits or not on_cpu:
-        return otherwise(x, qweight, scales, zeros, bias)
+        return fallback(x, qweight, scales, zeros, bias)
     if torch.compiler.is_compiling():
         return torch.ops.sheaf.cpu_packed_linear(x, qweight, scales, zeros, bias)
-    x, where = x.contiguous(), None if zeros is None else zeros.data_ptr()
-    codes = (qweight.data_ptr(), scales.data_ptr(), where)
-    if rows <= (1 if kernel().real_is_bf16() else 4):
+    x, zeros_ptr = x.contiguous(), None if zeros is None else zeros.data_ptr()
+    weight_ptrs = (qweight.data_ptr(), scales.data_ptr(), zeros_ptr)
+    if rows <= (1 if load_kernels().real_is_bf16() else 4):
         y = torch.empty(*x.shape[:-1], N, dtype=torch.bfloat16)
         for r in range(rows):
-            vectors = (x.data_ptr() + 2 * r * C, y.data_ptr() + 2 * r * N)
+            row_ptrs = (x.data_ptr() + 2 * r * C, y.data_ptr() + 2 * r * N)
             if zeros is None:
-                kernel().gemv_int8(*codes[:2], *vectors, N, C)
+                load_kernels().gemv_int8(*weight_ptrs[:2], *row_ptrs, N, C)
             else:
-                kernel().gemv_int4(*codes, *vectors, N, C, G)
-    elif rows <= few():
-        some = x if kernel().real_is_bf16() else x.float()
+                load_kernels().gemv_int4(*weight_ptrs, *row_ptrs, N, C, G)
+    elif rows <= max_gemm_rows():
+        x_rows = x if load_kernels().real_is_bf16() else x.float()
         y = torch.empty(*x.shape[:-1], N)
-        kernel().gemm_packed(*codes, some.data_ptr(), y.data_ptr(), N, C, G, rows)
+        load_kernels().gemm_packed(*weight_ptrs, x_rows.data_ptr(), y.data_ptr(), N, C, G, rows)
     else:
         weight = torch.empty(N, C, dtype=torch.bfloat16)
-        kernel().unpack(*codes, weight.data_ptr(), N, C, G)
+        load_kernels().unpack(*weight_ptrs, weight.data_ptr(), N, C, G)
         return linear(x, weight, bias)
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-# A compiled graph calls both as they are and fuses what stands between. (Not custom_op, whose call
-# costs as much as a small product.)
-# The first copy of this file in a process defines them for all.
+# Opaque operators: torch.compile calls them and fuses the operations in between. (Not custom_op,
+# whose call costs as much as a small matmul.) Defined once per process.
 OPS = torch.library.Library("sheaf", "FRAGMENT")
 
 
-def _like_product(x: Tensor, weight: Tensor, *more: Tensor | None) -> Tensor:
+def _fake_linear(x: Tensor, weight: Tensor, *more: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
@@ -601,34 +608,34 @@ def _define_op(name: str, function: Callable[..., Tensor], arguments: str) -> No
     if not hasattr(torch.ops.sheaf, name):
         OPS.define(f"{name}({arguments}) -> Tensor")
         OPS.impl(name, function, "CPU")
-        torch.library.register_fake(f"sheaf::{name}", _like_product, lib=OPS)
+        torch.library.register_fake(f"sheaf::{name}", _fake_linear, lib=OPS)
 
 
 _define_op("cpu_linear", linear, "Tensor x, Tensor weight, Tensor? bias")
 _define_op(
     "cpu_packed_linear",
-    partial(packed_linear, otherwise=None),
+    partial(packed_linear, fallback=None),
     "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias",
 )
 
 
 class CPULinear(nn.Linear):
-    """nn.Linear through `linear`; see the essay above."""
+    """nn.Linear that calls `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 def expert_linear(x: Tensor, stack: Any, e: int) -> Tensor:
-    """`linear` by expert e of a stack (E, N, C), or what a stack has of its own, as one of codes
-    does: x (n, C) -> (n, N)."""
+    """`linear` with expert e of a stack (E, N, C), or the stack's own linear(x, e), as quantized
+    stacks have: x (n, C) -> (n, N)."""
     return stack.linear(x, e) if hasattr(stack, "linear") else linear(x, stack[e])
 
 
 def keep_freed_memory(keep: bool = True) -> bool:
-    """Tensors that are freed stay with the process, for those that come next (mallopt(3)); False
-    where the C library is not glibc. The process's size is then that of its largest moment. With
-    keep=False, what is freed from 128 KB on goes back at once, also where glibc would keep it."""
+    """Keep freed tensors' memory in the process for later tensors (mallopt(3)); False if the C
+    library is not glibc. The process then stays at its peak size. keep=False: blocks of 128 KB and
+    more are returned to the system at once, even those that glibc would keep."""
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -639,8 +646,8 @@ def keep_freed_memory(keep: bool = True) -> bool:
 
 
 def swap_linear_(model: nn.Module) -> nn.Module:
-    """Replace, in place, every nn.Linear by a CPULinear over the same parameters."""
-    kernel()  # built now, not within the first forward
+    """Replace, in place, every nn.Linear by a CPULinear with the same parameters."""
+    load_kernels()  # compile now, not in the first forward
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -659,7 +666,7 @@ def swap_linear_(model: nn.Module) -> nn.Module:
 
 
 def check() -> None:
-    """gemv and the widened product against float64."""
+    """CPULinear with one, few and many rows against float64."""
     rng = torch.Generator().manual_seed(0)
     shapes = ((64, 96, 1), (257, 1000, 1), (3, 5, 1), (64, 96, 32), (301, 95, 7), (7, 40, 80))
     for N, C, rows in shapes:
@@ -684,7 +691,7 @@ def seconds(f: Callable[[], object], repeats: int = 9) -> float:
 
 
 def benchmark() -> None:
-    """GB/s of weight read, TinyLlama's shapes; each line of the tables cycles through 250 MB."""
+    """GB/s of weights read, TinyLlama's shapes; each row of the tables cycles through 250 MB."""
     capability = torch.backends.cpu.get_cpu_capability()
     print(f"{torch.get_num_threads()} threads, {capability}, torch {torch.__version__}")
     big = torch.ones(2**27)
@@ -695,21 +702,21 @@ def benchmark() -> None:
         x = torch.randn(1, C).bfloat16()
         size = 2 * N * C * len(weights) / 1e9
         plain = size / seconds(lambda: [F.linear(x, w) for w in weights])
-        ours = size / seconds(lambda: [gemv(w, x) for w in weights]) if kernel() else math.nan
-        print(f"{N:>6} x {C:<5} {plain:>9.1f} {ours:>9.1f}")
+        fast = size / seconds(lambda: [gemv(w, x) for w in weights]) if load_kernels() else math.nan
+        print(f"{N:>6} x {C:<5} {plain:>9.1f} {fast:>9.1f}")
     print(f"{'rows':>14} {'F.linear':>9} {'CPULinear':>9}   GFLOP/s, bf16, weight 5632 x 2048")
     weights = [torch.randn(5632, 2048).bfloat16() for _ in range(11)]
     for rows in (2, 4, 8, 16, 32, 64, 128, 512):
         x = torch.randn(rows, 2048).bfloat16()
         flops = 2 * rows * 2048 * 5632 / 1e9 * len(weights)
         plain = flops / seconds(lambda: [F.linear(x, w) for w in weights], 3)
-        ours = flops / seconds(lambda: [linear(x, w) for w in weights], 3)
-        print(f"{rows:>14} {plain:>9.0f} {ours:>9.0f}")
+        fast = flops / seconds(lambda: [linear(x, w) for w in weights], 3)
+        print(f"{rows:>14} {plain:>9.0f} {fast:>9.0f}")
 
 
 if __name__ == "__main__":
-    if kernel() is None:
-        print("no C compiler builds the kernel here (install gcc, or set CC): F.linear serves")
+    if load_kernels() is None:
+        print("no working C compiler (install gcc, or set CC): F.linear is used")
     with torch.inference_mode():
         check()
         benchmark()

@@ -1,22 +1,22 @@
-"""drafting.py: speculation in generate.py, from a prompt and in batches.
+"""Speculative decoding for generate.py: connects speculative.py with the Sampler and the Decoder.
 
-speculative.py knows drafts and rules, and neither sampling.py's contract nor a cache of ours. This
-part of generate.py puts them together:
+speculative.py has drafters and acceptance rules; it knows neither generation/sampling.py's settings
+nor a KV cache. This file adds:
 
-    Drawing      drafts drawn and verified by the rows of a Sampler: its distributions, its noise
-    Speculator   the rounds of a Decoder: propose, run, verify, cut back, measured as they go
-    speculator   that of a Decoder, as --speculate and --draft say
+    RejectionSampler   samples drafts and verifies them, with a Sampler's distributions and noise
+    Speculator         a Decoder's draft-verify steps: propose, forward, accept or reject, roll back
+    build_speculator   the Speculator of --speculate and --draft-model
 
-serving.py has the same for the Engine.
+serving/batch.py does the same for the Engine.
 
-What a round draws from is what the model without drafts would draw from: Sampler.ahead gives the
-rows as they would stand after each draft, counts and positions included. Proposals made for certain
-leave the text that the seed gives without them; drafts drawn from a q of their own use noise of
-their own, which nothing else hears.
+Verification uses the distributions that the model would sample from without drafts:
+Sampler.expand_for_drafts gives the rows' state after each draft, penalty counts and positions
+included. Deterministic drafts (q is None) leave the sampled text exactly as the seed gives it
+without drafts; drafts sampled from a distribution q use a noise stream of their own.
 
-Equivalence (test_all.py): greedy text == that without drafts, for every drafter and cache; sampled
-text in distribution, by chi-square over whole continuations. Needs: speculative.py, sampling.py,
-model.py.
+Equivalence (test_all.py): greedy text == greedy text without drafts, for every drafter and cache;
+sampled text has the same distribution, by chi-square over whole continuations. Needs:
+speculative.py, generation/sampling.py, model.py.
 """
 
 from __future__ import annotations
@@ -38,80 +38,83 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from generation.sampling import Sampler, draw
+from generation.sampling import Sampler, sample
 from huggingface.tokenizer import Tokenizer
 from model import KVCache, ModelConfig, Transformer
 from speculative import (
     DraftHead,
     DraftModel,
-    Contiguous,
-    Fixed,
+    ContiguousRunner,
+    FixedK,
     Goodput,
-    Heads,
-    MTP,
+    HeadDrafter,
+    MTPDrafter,
     NGram,
     Proposal,
-    Runner,
-    Staged,
+    DraftRunner,
+    StagedDrafter,
     Tree,
-    TreeDrafts,
+    TreeDrafter,
     TreeGoodput,
     accept,
     accept_tree,
-    follow_tree,
-    matching,
+    match_tree,
+    count_matches,
     tree_attend,
 )
 
-LONGEST = 8  # drafts in a row, where --speculate-k does not say
-NODES = 12  # of a tree
-# how often a draft model's choices are what is drawn, by rank, before anything was measured
-RANKS = (0.6, 0.15, 0.07, 0.04)
+MAX_DRAFT_TOKENS = 8  # drafts per step with --speculate-k auto
+MAX_TREE_NODES = 12  # drafts per step with --speculate tree and --speculate-k auto
+# Prior acceptance rate of a draft model's candidates by rank, until acceptance was measured
+RANK_PRIOR = (0.6, 0.15, 0.07, 0.04)
 
 
 # --------------------------------------------------------------------------------------------------
-# Drawing
+# Sampling and verifying drafts
 # --------------------------------------------------------------------------------------------------
 
 
-class Drawing:
-    """Drafts, drawn and verified by the rows of a Sampler.
+class RejectionSampler:
+    """Samples and verifies drafts with the settings, distributions and noise of a Sampler's rows.
 
-    certain: draw drafts with the noise that the target's own token will be drawn with, and verify
-    them as certain. Two near distributions then mostly draw the same token, and the text is what
-    the seed gives without drafts (a coupling; arXiv:2408.07978). Otherwise by the rule of
-    Leviathan et al., which keeps the most that can be kept.
-    forced: verify nothing, and keep each draft with this probability: for measuring speed.
+    coupled: sample drafts with the noise that the target's token will use, and verify them as
+    deterministic proposals. Similar distributions then mostly give the same token, and the text is
+    the one that the seed gives without drafts (a coupling; arXiv:2408.07978). Otherwise rejection
+    sampling (Leviathan et al.), which has the highest possible acceptance rate.
+    forced_acceptance: skip verification and accept each draft with this probability, to measure
+    speed.
     """
 
-    def __init__(self, sampler: Sampler, certain: bool = False, forced: float | None = None):
-        self.sampler, self.certain, self.forced = sampler, certain, forced
+    def __init__(
+        self, sampler: Sampler, coupled: bool = False, forced_acceptance: float | None = None
+    ):
+        self.sampler, self.coupled, self.forced_acceptance = sampler, coupled, forced_acceptance
 
-    def draft(
+    def sample_draft(
         self, logits: Tensor, rows: Sequence[int] | None, i: int
     ) -> tuple[Tensor, Tensor | None]:
         """A drafter's logits (R, V) for the i-th draft of the rows -> ids (R,), q (R, V) or None.
-        Counts of penalties are those at the last token that is certain: any q will do."""
-        view = self._standing(logits.shape[0], rows, i)
+        Penalties count up to the last accepted token only: any q gives the right distribution."""
+        view = self._view_at(logits.shape[0], rows, i)
         if "noise" not in view.features:
             return view.process(logits).argmax(-1), None
         q = view.probabilities(logits)
-        if self.certain:
-            return draw(q, view.noise()).clamp(min=0), None
-        return draw(q, view.draft_noise()).clamp(min=0), q
+        if self.coupled:
+            return sample(q, view.noise()).clamp(min=0), None
+        return sample(q, view.draft_noise()).clamp(min=0), q
 
-    def children(self, logits: Tensor, m: int, i: int) -> tuple[Tensor, Tensor | None]:
-        """logits (B, W, V) after W nodes of every row, at level i -> ids (B, W, m): the likeliest,
-        or drawn without replacement, and then their q (B, W, V)."""
+    def sample_children(self, logits: Tensor, m: int, i: int) -> tuple[Tensor, Tensor | None]:
+        """logits (B, W, V) after W nodes of every row, at level i -> ids (B, W, m) and q or None:
+        the top m, or m sampled without replacement from q (B, W, V)."""
         B, W, V = logits.shape
-        view = self._standing(B * W, [row for row in range(B) for _ in range(W)], i)
+        view = self._view_at(B * W, [row for row in range(B) for _ in range(W)], i)
         x = logits.flatten(0, 1)
         if "noise" not in view.features:
             return view.process(x).topk(m).indices.view(B, W, m), None
         q = view.probabilities(x)
-        noise = view.noise() if self.certain else view.draft_noise()
-        ids = (q / noise.clamp(min=1e-30)).topk(m).indices.view(B, W, m)  # the race, m places of it
-        return ids, None if self.certain else q.view(B, W, V)
+        noise = view.noise() if self.coupled else view.draft_noise()
+        ids = (q / noise.clamp(min=1e-30)).topk(m).indices.view(B, W, m)  # Gumbel top-m
+        return ids, None if self.coupled else q.view(B, W, V)
 
     def verify(
         self,
@@ -121,51 +124,51 @@ class Drawing:
         lengths: Tensor,
         rows: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logits (R, K + 1, V) of rows that have lengths (R,) drafts of tokens (R, K), drawn from
-        probs (R, K, V) -> out (R, K + 1) and how many drafts were kept, n (R,): out[:n + 1] is
-        recorded as the rows' new tokens. -1 where there is nothing to draw from."""
+        """logits (R, K + 1, V) of rows with lengths (R,) drafts, tokens (R, K) sampled from probs
+        (R, K, V) -> out (R, K + 1) and the number of accepted drafts n (R,). out[:, : n + 1], the
+        rows' new tokens, are recorded; -1 where a row cannot be sampled."""
         R, K = tokens.shape
-        run = Tree.chain(K)
-        view = self.sampler.ahead(tokens, run.mask.to(tokens.device), rows)
+        chain = Tree.chain(K)
+        view = self.sampler.expand_for_drafts(tokens, chain.mask.to(tokens.device), rows)
         flat = logits.flatten(0, 1)
-        if self.forced is not None:
+        if self.forced_acceptance is not None:
             out = view(flat).view(R, K + 1)
-            kept = F.pad(self._uniform(view, run, R) < self.forced, (0, 1))
-            n = matching(kept, torch.ones_like(tokens, dtype=torch.bool), lengths)
-            out[:, :-1] = torch.where(kept[:, :-1], tokens, out[:, :-1])
+            accepted = F.pad(self._uniform(view, chain, R) < self.forced_acceptance, (0, 1))
+            n = count_matches(accepted, torch.ones_like(tokens, dtype=torch.bool), lengths)
+            out[:, :-1] = torch.where(accepted[:, :-1], tokens, out[:, :-1])
         elif probs is None or "noise" not in view.features:
             out = view(flat).view(R, K + 1)
-            n = matching(out, tokens, lengths)
+            n = count_matches(out, tokens, lengths)
         else:
             p = view.probabilities(flat).view(R, K + 1, -1)
-            n, rest = accept(p, probs, tokens, self._uniform(view, run, R), lengths)
-            out = self._with_last(tokens, rest, n, rows)
+            n, residual = accept(p, probs, tokens, self._uniform(view, chain, R), lengths)
+            out = self._append_last(tokens, residual, n, rows)
         self.sampler.record_run(out, n + 1, rows)
         return out, n
 
     def verify_tree(
         self, logits: Tensor, tokens: Tensor, probs: Tensor | None, tree: Tree
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """logits (B, N + 1, V) after the root and each node; tokens (B, N) of the nodes, drawn from
-        probs (B, N + 1, V) -> out (B, depth + 1) and n (B,) as verify, path (B, depth)."""
+        """logits (B, N + 1, V) after the root and each node; tokens (B, N) of the nodes, sampled
+        from probs (B, N + 1, V) -> out (B, depth + 1), n (B,) as in verify; path (B, depth)."""
         B, N = tokens.shape
-        view = self.sampler.ahead(tokens, tree.mask.to(tokens.device))
+        view = self.sampler.expand_for_drafts(tokens, tree.mask.to(tokens.device))
         flat = logits.flatten(0, 1)
         if probs is None or "noise" not in view.features:
-            drawn = view(flat).view(B, N + 1)
-            path, n = follow_tree(drawn, tokens, tree)
-            out = drawn.gather(1, torch.cat((path[:, :1] * 0, path.clamp(min=0) + 1), 1))
+            sampled = view(flat).view(B, N + 1)
+            path, n = match_tree(sampled, tokens, tree)
+            out = sampled.gather(1, torch.cat((path[:, :1] * 0, path.clamp(min=0) + 1), 1))
         else:
             p = view.probabilities(flat).view(B, N + 1, -1)
-            path, n, rest = accept_tree(p, probs, tokens, self._uniform(view, tree, B), tree)
-            out = self._with_last(tokens.gather(1, path.clamp(min=0)), rest, n, None)
+            path, n, residual = accept_tree(p, probs, tokens, self._uniform(view, tree, B), tree)
+            out = self._append_last(tokens.gather(1, path.clamp(min=0)), residual, n, None)
         self.sampler.record_run(out, n + 1)
         return out, n, path
 
-    def _standing(self, R: int, rows: Sequence[int] | None, i: int | Tensor) -> Sampler:
-        """The R rows, i tokens further."""
+    def _view_at(self, R: int, rows: Sequence[int] | None, i: int | Tensor) -> Sampler:
+        """A Sampler of the R rows with positions advanced by i tokens."""
         device = self.sampler.seed.device
-        view = self.sampler.ahead(
+        view = self.sampler.expand_for_drafts(
             torch.zeros(R, 0, dtype=torch.long, device=device),
             torch.ones(1, 1, dtype=torch.bool, device=device),
             rows,
@@ -174,198 +177,200 @@ class Drawing:
         return view
 
     def _uniform(self, view: Sampler, tree: Tree, R: int) -> Tensor:
-        """(R, N): what decides about each node, where its parent stands; a number for each, since
-        siblings stand at one position."""
+        """(R, N) numbers in [0, 1) that accept or reject each node, from the seed and position of
+        its parent and its own index, since siblings share a position."""
         N, device = len(tree.parents), view.seed.device
-        above = torch.tensor(tree.parents, dtype=torch.long, device=device) + 1
+        parents = torch.tensor(tree.parents, dtype=torch.long, device=device) + 1
         part = copy.copy(view)
         part.seed, part.position = (
-            t.view(R, N + 1)[:, above].reshape(-1, 1) for t in (view.seed, view.position)
+            t.view(R, N + 1)[:, parents].reshape(-1, 1) for t in (view.seed, view.position)
         )
         return part.uniform(torch.arange(N, device=device).repeat(R)).view(R, N)
 
-    def _with_last(
-        self, tokens: Tensor, rest: Tensor, n: Tensor, rows: Sequence[int] | None
+    def _append_last(
+        self, tokens: Tensor, residual: Tensor, n: Tensor, rows: Sequence[int] | None
     ) -> Tensor:
-        """tokens (R, K), and at place n the one drawn from rest (R, V): (R, K + 1)."""
-        last = draw(rest, self._standing(len(n), rows, n[:, None]).noise())
+        """tokens (R, K) with index n replaced by a sample of residual (R, V) -> (R, K + 1)."""
+        last = sample(residual, self._view_at(len(n), rows, n[:, None]).noise())
         return torch.cat((tokens, last[:, None]), 1).scatter(1, n[:, None], last[:, None])
 
 
 # --------------------------------------------------------------------------------------------------
-# Rounds
+# Draft-verify steps
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Tally:
-    """What became of drafts."""
+class AcceptanceStats:
+    """Counts of proposed and accepted drafts."""
 
-    tried: list[int] = field(default_factory=list)  # at each place of a run
-    kept: list[int] = field(default_factory=list)
-    verified: int = 0  # steps of a row that had drafts
-    tokens: int = 0  # that those gave
+    proposed: list[int] = field(default_factory=list)  # by position in the draft
+    accepted: list[int] = field(default_factory=list)
+    verified: int = 0  # verification steps, counted per row
+    tokens: int = 0  # tokens from those steps
 
-    def count(self, proposed: int, kept: int) -> None:
-        """One row's step."""
-        if proposed:
-            self.verified, self.tokens = self.verified + 1, self.tokens + kept + 1
-            more = [0] * (proposed - len(self.tried))
-            self.tried, self.kept = self.tried + more, self.kept + more
-            for i in range(proposed):
-                self.tried[i] += 1
-                self.kept[i] += i < kept
+    def update(self, num_proposed: int, num_accepted: int) -> None:
+        """Count one row's step."""
+        if num_proposed:
+            self.verified, self.tokens = self.verified + 1, self.tokens + num_accepted + 1
+            more = [0] * (num_proposed - len(self.proposed))
+            self.proposed, self.accepted = self.proposed + more, self.accepted + more
+            for i in range(num_proposed):
+                self.proposed[i] += 1
+                self.accepted[i] += i < num_accepted
 
-    def facts(self) -> dict[str, Any]:
-        """Under the names that --json prints."""
-        share = [round(k / t, 3) for k, t in zip(self.kept, self.tried)]
+    def summary(self) -> dict[str, Any]:
+        """The counts, under the keys that --json prints."""
+        rates = [round(a / p, 3) for a, p in zip(self.accepted, self.proposed)]
         mean = self.tokens / self.verified if self.verified else None
         return {
             "verifications": self.verified,
             "tokens_per_verification": None if mean is None else round(mean, 3),
-            "acceptance": share,
+            "acceptance": rates,
         }
 
 
 class Speculator:
-    """The steps of a Decoder, with drafts. Its rows hold different numbers of tokens, so that each
-    has positions of its own; a step runs the last token and the drafts of every row, and what was
-    refused is overwritten when those positions come again.
+    """The steps of a Decoder with speculative decoding. Rows accept different numbers of tokens, so
+    each has its own positions; a step runs the last token and the drafts of every row, and cache
+    entries of rejected drafts are overwritten when their positions are used again.
 
-    new_policy: Fixed or Goodput; spare: slots that the decoder's cache has for drafts, behind those
-    of tokens; fast: makes a function of tensors fast, where shapes are static."""
+    new_policy: makes a FixedK or Goodput; lookahead_slots: cache slots for drafts after those for
+    tokens; compile_fn: compiles or captures a function of tensors with static shapes."""
 
     def __init__(
         self,
         decoder: Any,
         drafter: Any,
         new_policy: Callable[[], Any],
-        drawing: Drawing,
-        spare: int,
-        fast: Callable[[Callable], Callable] | None = None,
+        rejection_sampler: RejectionSampler,
+        lookahead_slots: int,
+        compile_fn: Callable[[Callable], Callable] | None = None,
     ):
-        self.decoder, self.drafter, self.drawing = decoder, drafter, drawing
-        self.spare = spare
+        self.decoder, self.drafter, self.rejection_sampler = decoder, drafter, rejection_sampler
+        self.lookahead_slots = lookahead_slots
         self.new_policy = new_policy
         self.contexts: list[list[int]] = []
         self.rows = list(range(decoder.batch))
-        self.free = getattr(drafter, "free", False)
-        self.forward = self._forward if fast is None else fast(self._forward)
-        self.renew()
+        self.drafter_is_free = getattr(drafter, "is_free", False)
+        self.forward = self._forward if compile_fn is None else compile_fn(self._forward)
+        self.reset()
 
-    def warm_up(self, longest: int) -> None:
-        """Compile, or capture, all shapes that will come: who measures steps must not measure
-        that. What is written to the caches is overwritten by the first prompt."""
+    def warm_up(self, max_drafts: int) -> None:
+        """Compile or capture all shapes in advance, so that the policy does not measure it. What it
+        writes to the caches is overwritten by the first prompt."""
         decoder, B = self.decoder, len(self.rows)
         run = getattr(self.drafter, "run", None)
-        for K in (0, *(1 << i for i in range((longest - 1).bit_length() + 1))):
+        for K in (0, *(1 << i for i in range((max_drafts - 1).bit_length() + 1))):
             tokens = torch.zeros(B, K + 1, dtype=torch.long, device=decoder.token.device)
             positions = torch.arange(K + 1, device=tokens.device).expand(B, -1).contiguous()
             hidden, _ = self.forward(tokens, positions)
-            if K < 2 and getattr(run, "fast", None) is not None:
-                run.fast(tokens, positions, hidden.clone() if run.reads_hidden else None)
+            if K < 2 and getattr(run, "static_forward", None) is not None:
+                run.static_forward(tokens, positions, hidden.clone() if run.needs_hidden else None)
 
-    # ---- what the Decoder calls ----
+    # ---- called by the Decoder ----
 
-    def renew(self) -> None:
-        """Forget what was measured."""
-        self.policy, self.tally = self.new_policy(), Tally()
+    def reset(self) -> None:
+        """Discard the measurements."""
+        self.policy, self.stats = self.new_policy(), AcceptanceStats()
 
     def observe(self, start: int, hidden: Tensor) -> None:
-        """The prompt's hidden states (1, t, C) from position `start` on, which all rows share."""
+        """Pass the drafter the prompt's hidden states (1, t, C) from position `start` on, which all
+        rows share."""
         if hasattr(self.drafter, "observe"):
             for row in self.rows:
                 self.drafter.observe(row, start, hidden[0])
 
     def start(self, ids: Sequence[int], first: list[int]) -> None:
-        """The prompt was run, and gave every row its first token."""
+        """After prefill: the prompt's ids and the first token of every row."""
         self.contexts = [[*ids, token] for token in first]
 
     def next(self) -> list[list[int]]:
         """The next tokens of every row, one or more."""
         begin = time.perf_counter()
-        nothing: list[Proposal] = [([], None)] * len(self.rows)
+        empty: list[Proposal] = [([], None)] * len(self.rows)
         k = max(self.policy.choose(self.rows))
-        ask = k or int(self.free)  # what a copy would have been costs nothing to know
-        proposals = self._propose(ask) if ask else nothing
+        n_drafts = k or int(self.drafter_is_free)  # with k = 0 only to estimate the acceptance rate
+        proposals = self._propose(n_drafts) if n_drafts else empty
         lengths = [len(tokens) for tokens, _ in proposals]
-        drafted = time.perf_counter() - begin
-        out, n = self._verify(proposals if k else nothing)
+        draft_seconds = time.perf_counter() - begin
+        out, n = self._verify(proposals if k else empty)
         runs, tokens = self._append(out, n), len(self.rows)
         if k:
             tokens *= 1 + max(lengths)
-            for proposed, kept in zip(lengths, n):
-                self.tally.count(proposed, kept)
+            for num_proposed, num_accepted in zip(lengths, n):
+                self.stats.update(num_proposed, num_accepted)
         else:
             n = [int(guess[:1] == run) for (guess, _), run in zip(proposals, runs)]
         seconds = time.perf_counter() - begin
-        self.policy.observe(self.rows, lengths, n, tokens, seconds, drafted)
+        self.policy.observe(self.rows, lengths, n, tokens, seconds, draft_seconds)
         return runs
 
     def _append(self, out: list[list[int]], n: list[int]) -> list[list[int]]:
-        """Take the tokens of every row that are new. One that came to the end of its cache before
-        the others did stands still; nobody hears it any more."""
-        runs = [run[: kept + 1] for run, kept in zip(out, n)]
+        """Append the new tokens of every row. A row whose cache is full before the others' stops
+        growing; its output is ignored from then on."""
+        runs = [run[: accepted + 1] for run, accepted in zip(out, n)]
         for context, run in zip(self.contexts, runs):
-            context += run[: self.decoder.cache.max_len - self.spare - len(context)]
+            context += run[: self.decoder.cache.max_len - self.lookahead_slots - len(context)]
         return runs
 
-    # ---- a round ----
+    # ---- one step ----
 
     def _propose(self, k: int) -> list[Proposal]:
-        if hasattr(self.drafter, "many"):
-            return self.drafter.many(self.rows, self.contexts, [k] * len(self.rows))
+        if hasattr(self.drafter, "propose_batch"):
+            return self.drafter.propose_batch(self.rows, self.contexts, [k] * len(self.rows))
         return [self.drafter(context, k) for context in self.contexts]
 
     def _verify(self, proposals: list[Proposal]) -> tuple[list[list[int]], list[int]]:
-        """-> drawn tokens of each row, and how many of its drafts were kept."""
+        """-> each row's sampled tokens, and the number of its drafts that were accepted."""
         d, device = self.decoder, self.decoder.token.device
         K = max(len(tokens) for tokens, _ in proposals)
         if d.compiled and K:
-            K = 1 << (K - 1).bit_length()  # few shapes
+            K = 1 << (K - 1).bit_length()  # fewer shapes to compile
         last = torch.tensor([[c[-1]] for c in self.contexts], device=device)
         positions = torch.tensor([[len(c) - 1] for c in self.contexts], device=device)
         if K == 0:
             hidden, logits = self.forward(last, positions)
-            out = self.drawing.sampler(logits[:, 0])[:, None]
+            out = self.rejection_sampler.sampler(logits[:, 0])[:, None]
             n = [0] * len(self.rows)
         else:
-            tokens, lengths, probs = padded(proposals, K, device)
+            tokens, lengths, probs = pad_drafts(proposals, K, device)
             positions = positions + torch.arange(K + 1, device=device)
             hidden, logits = self.forward(torch.cat((last, tokens), 1), positions)
-            out, n = self.drawing.verify(logits, tokens, probs, lengths)
+            out, n = self.rejection_sampler.verify(logits, tokens, probs, lengths)
             n = n.tolist()
-        d.keep(logits, out)
+        d.store_step(logits, out)
         self._observe(hidden, n)
         return out.tolist(), n
 
     def _observe(self, hidden: Tensor, n: list[int]) -> None:
-        """Hand the drafter the hidden states (B, K + 1, C) of what was kept; forget the rest."""
-        ends = [len(c) + kept for c, kept in zip(self.contexts, n)]
+        """Pass the drafter the hidden states (B, K + 1, C) of accepted tokens, and truncate the
+        cache."""
+        ends = [len(c) + accepted for c, accepted in zip(self.contexts, n)]
         self.decoder.cache.truncate(max(ends))
-        self.decoder.used = max(ends)
+        self.decoder.num_cached = max(ends)
         if hasattr(self.drafter, "observe"):
-            for row, context, kept in zip(self.rows, self.contexts, n):
-                self.drafter.observe(row, len(context) - 1, hidden[row, : kept + 1])
+            for row, context, accepted in zip(self.rows, self.contexts, n):
+                self.drafter.observe(row, len(context) - 1, hidden[row, : accepted + 1])
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         d = self.decoder
         limit = None if d.compiled else max(map(len, self.contexts)) + tokens.shape[1] - 1
-        place = positions[0] if len(positions) == 1 else positions
-        hidden = d.model(tokens, place, d.attention(d.cache, limit), return_hidden=True)
+        positions = positions[0] if len(positions) == 1 else positions
+        hidden = d.model(tokens, positions, d.attention(d.cache, limit), return_hidden=True)
         return hidden, d.model.head(hidden)
 
 
-def padded(
+def pad_drafts(
     proposals: Sequence[Proposal], K: int, device: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """tokens (R, K), lengths (R,), and q (R, K, V) if any was drawn."""
+    """Proposals padded to K: tokens (R, K), lengths (R,), and q (R, K, V), None if none has a q."""
     tokens = torch.tensor([t + [0] * (K - len(t)) for t, _ in proposals], device=device)
     lengths = torch.tensor([len(t) for t, _ in proposals], device=device)
-    drawn = next((q for _, q in proposals if q is not None), None)
-    if drawn is None:
+    first_q = next((q for _, q in proposals if q is not None), None)
+    if first_q is None:
         return tokens.view(len(proposals), K).long(), lengths, None
-    probs = drawn.new_zeros(len(proposals), K, drawn.shape[-1])
+    probs = first_q.new_zeros(len(proposals), K, first_q.shape[-1])
     for r, (t, q) in enumerate(proposals):
         if q is not None:
             probs[r, : len(t)] = q
@@ -375,28 +380,28 @@ def padded(
 
 
 class TreeSpeculator(Speculator):
-    """Rounds whose drafts are a tree: of all paths the one that is kept is moved to where a run
-    would stand, if it is not there already."""
+    """Steps whose drafts are a tree: the cache entries of the accepted path are moved to
+    consecutive slots if they are not there already."""
 
     def next(self) -> list[list[int]]:
         begin = time.perf_counter()
         tree = self.policy.choose_tree(self.rows)
         tokens, probs = None, None
         if tree.parents:
-            tokens, probs = self.drafter.grow(self.rows, self.contexts, tree)
-        drafted = time.perf_counter() - begin
+            tokens, probs = self.drafter.propose_tree(self.rows, self.contexts, tree)
+        draft_seconds = time.perf_counter() - begin
         out, paths = self._verify_tree(tokens, probs, tree)
         for path in paths:
-            self.tally.count(tree.depth, len(path))
+            self.stats.update(tree.depth, len(path))
         runs = self._append(out, list(map(len, paths)))
         seconds = time.perf_counter() - begin
-        self.policy.observe_tree(self.rows, tree, paths, seconds, drafted)
+        self.policy.observe_tree(self.rows, tree, paths, seconds, draft_seconds)
         return runs
 
     def _verify_tree(
         self, tokens: Tensor | None, probs: Tensor | None, tree: Tree
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """-> drawn tokens and the nodes that were kept, of each row."""
+        """-> each row's sampled tokens, and the nodes of its accepted path."""
         d = self.decoder
         if tokens is None:
             return self._verify([([], None)] * len(self.rows))[0], [[] for _ in self.rows]
@@ -411,11 +416,11 @@ class TreeSpeculator(Speculator):
             torch.cat((last, tokens), 1), base[:, None] + depths, attend, return_hidden=True
         )
         logits = d.model.head(hidden)
-        out, n, path = self.drawing.verify_tree(logits, tokens, probs, tree)
+        out, n, path = self.rejection_sampler.verify_tree(logits, tokens, probs, tree)
         at = torch.cat((path[:, :1] * 0, path.clamp(min=0) + 1), 1)
-        d.keep(logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1])), out)
+        d.store_step(logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1])), out)
         n = n.tolist()
-        paths = [nodes[:kept] for nodes, kept in zip(path.tolist(), n)]
+        paths = [nodes[:accepted] for nodes, accepted in zip(path.tolist(), n)]
         if any(nodes != list(range(len(nodes))) for nodes in paths):
             d.cache.move(
                 base[:, None] + at[:, 1:],
@@ -426,80 +431,88 @@ class TreeSpeculator(Speculator):
 
 
 # --------------------------------------------------------------------------------------------------
-# What the flags say
+# Flags
 # --------------------------------------------------------------------------------------------------
 
 
-def spare(args: argparse.Namespace) -> int:
-    """Slots that a cache needs behind those of tokens: for drafts, also if their number is rounded
-    up to a power of two, and one that takes what is padding."""
-    return 1 + max(1 << (longest_run(args) - 1).bit_length(), NODES)
+def lookahead_slots(args: argparse.Namespace) -> int:
+    """Cache slots needed after those for tokens: one per draft, their number rounded up to a power
+    of two, and one for padding."""
+    return 1 + max(1 << (max_draft_tokens(args) - 1).bit_length(), MAX_TREE_NODES)
 
 
-def longest_run(args: argparse.Namespace) -> int:
-    """Drafts in a row, or nodes of a tree, that --speculate-k allows."""
+def max_draft_tokens(args: argparse.Namespace) -> int:
+    """The most drafts of a step (nodes of a tree) that --speculate-k allows."""
     if args.speculate_k != "auto":
         return int(args.speculate_k)
-    return NODES if args.speculate == "tree" else LONGEST
+    return MAX_TREE_NODES if args.speculate == "tree" else MAX_DRAFT_TOKENS
 
 
-def prepare_(args: argparse.Namespace, model: Transformer) -> None:
-    """Before a Decoder is built: a step that verifies decodes, so latent attention is absorbed in
-    it."""
+def raise_mla_absorb_limit_(args: argparse.Namespace, model: Transformer) -> None:
+    """Use absorbed MLA for verification steps as for decode steps. Call before building a
+    Decoder."""
     for module in model.modules():
         if hasattr(module, "absorb_up_to"):
-            module.absorb_up_to = max(module.absorb_up_to, spare(args))
+            module.absorb_up_to = max(module.absorb_up_to, lookahead_slots(args))
 
 
-def speculator(
+def build_speculator(
     args: argparse.Namespace,
     decoder: Any,
     tokenizer: Tokenizer,
     load: Callable[[str], tuple[Transformer, Tokenizer]],
 ) -> Speculator:
-    """--speculate for a Decoder. ValueError names the flag that is wrong."""
-    model, device, longest = decoder.model, decoder.token.device, longest_run(args)
+    """The Speculator of --speculate for a Decoder. load: name -> model and tokenizer of
+    --draft-model. ValueError names the flag."""
+    model, device, max_drafts = decoder.model, decoder.token.device, max_draft_tokens(args)
     check_target(model)
     if args.speculate == "staged" and decoder.batch > 1:
-        raise ValueError("--speculate staged is for one row; with --n take draft")
-    drawing = Drawing(decoder.sampler, args.draft_certain, args.draft_acceptance)
+        raise ValueError(
+            "--speculate staged cannot be combined with --n: it drafts for one row; use draft"
+        )
+    rejection_sampler = RejectionSampler(decoder.sampler, args.draft_coupled, args.forced_acceptance)
 
-    def draw(logits: Tensor, rows: Sequence[int], i: int) -> tuple[Tensor, Tensor | None]:
-        return drawing.draft(logits, None if len(rows) == decoder.batch else rows, i)
+    def sample_draft(logits: Tensor, rows: Sequence[int], i: int) -> tuple[Tensor, Tensor | None]:
+        rows = None if len(rows) == decoder.batch else rows
+        return rejection_sampler.sample_draft(logits, rows, i)
 
-    def runner(forward: Callable[..., Tensor], cache: KVCache) -> Contiguous:
+    def make_runner(forward: Callable[..., Tensor], cache: KVCache) -> ContiguousRunner:
         fast = None
         if decoder.compiled:
-            whole = lambda tokens, positions, hidden: forward(
+            attending = lambda tokens, positions, hidden: forward(
                 tokens, positions, cache.attend, hidden
             )
-            fast = decoder.replayed(whole)
-        return Contiguous(forward, cache, device, decoder.batch, fast)
+            fast = decoder.graph_runner(attending)
+        return ContiguousRunner(forward, cache, device, decoder.batch, fast)
 
     new_cache = lambda config: KVCache(
         config, decoder.batch, decoder.cache.max_len, decoder.cache.k[0].dtype, device
     )
-    drafter = build_drafter(args, model, tokenizer, load, draw, runner, decoder.cache, new_cache)
-    fast = decoder.replayed if decoder.compiled else None
+    drafter = build_drafter(
+        args, model, tokenizer, load, sample_draft, make_runner, decoder.cache, new_cache
+    )
+    compile_fn = decoder.graph_runner if decoder.compiled else None
     if args.speculate == "tree":
-        sizes = [longest] if args.speculate_k != "auto" else [2, 4, 8, NODES]
-        policy = partial(TreeGoodput, sizes, RANKS, args.speculate_k != "auto")
-        trees = TreeDrafts(drafter, drawing.children)
-        return TreeSpeculator(decoder, trees, policy, drawing, spare(args))
-    policy = partial(Goodput, longest) if args.speculate_k == "auto" else partial(Fixed, longest)
-    found = Speculator(decoder, drafter, policy, drawing, spare(args), fast)
+        sizes = [max_drafts] if args.speculate_k != "auto" else [2, 4, 8, MAX_TREE_NODES]
+        policy = partial(TreeGoodput, sizes, RANK_PRIOR, args.speculate_k != "auto")
+        trees = TreeDrafter(drafter, rejection_sampler.sample_children)
+        return TreeSpeculator(decoder, trees, policy, rejection_sampler, lookahead_slots(args))
+    policy = partial(Goodput if args.speculate_k == "auto" else FixedK, max_drafts)
+    speculator = Speculator(
+        decoder, drafter, policy, rejection_sampler, lookahead_slots(args), compile_fn
+    )
     if decoder.compiled:
-        found.warm_up(longest)
-    return found
+        speculator.warm_up(max_drafts)
+    return speculator
 
 
 def check_target(model: Transformer) -> None:
-    """ValueError: a model whose keys depend on how many tokens a call has."""
+    """ValueError if the model's keys depend on the number of tokens in a forward call."""
     scaling = model.config.rope_scaling or {}
     if scaling.get("rope_type") == "dynamic":
         raise ValueError(
-            "--speculate: rope_scaling 'dynamic' turns keys by the length of a call, and drafts "
-            "would change it; give config.json another rope_type"
+            "--speculate cannot be combined with rope_scaling 'dynamic': it rotates keys by the "
+            "length of a forward call, which drafts change; set another rope_type in config.json"
         )
 
 
@@ -508,70 +521,74 @@ def build_drafter(
     model: Transformer,
     tokenizer: Tokenizer,
     load: Callable[[str], tuple[Transformer, Tokenizer]],
-    draw: Callable,
-    runner: Callable[[Callable[..., Tensor], Any], Runner],
+    sample_draft: Callable,
+    make_runner: Callable[[Callable[..., Tensor], Any], DraftRunner],
     cache: Any,
     new_cache: Callable[[ModelConfig], Any],
 ) -> Any:
-    """The drafter of --speculate; `runner` runs a forward over a cache, `cache` is the target's."""
+    """The drafter of --speculate. make_runner: (forward, cache) -> a runner of a drafter's model;
+    cache: the target's."""
     kind = args.speculate
     if kind == "ngram":
         return NGram()
     if kind == "mtp":
         if not len(model.mtp):
             raise ValueError(
-                f"--speculate mtp: {args.checkpoint} has no multi-token prediction "
-                "(num_nextn_predict_layers in config.json); take ngram or draft"
+                f"--speculate mtp: {args.checkpoint} has no multi-token prediction layers "
+                "(num_nextn_predict_layers in config.json); use ngram or draft"
             )
-        return MTP(runner(_further(model), cache), model.head, draw)
+        return MTPDrafter(make_runner(_mtp_forward(model), cache), model.head, sample_draft)
     if kind == "exit":
-        most = model.config.n_layers - 1
-        if most < 1:
-            raise ValueError("--speculate exit: the model has one layer, and needs two or more")
+        max_layers = model.config.n_layers - 1
+        if max_layers < 1:
+            raise ValueError("--speculate exit requires a model with two or more layers, not one")
         layers = args.exit_layers or model.config.n_layers // 2
-        if layers > most:
-            raise ValueError(f"--exit-layers must be from 1 to {most}, not {layers}")
+        if layers > max_layers:
+            raise ValueError(f"--exit-layers must be from 1 to {max_layers}, not {layers}")
         early = first_layers(model, layers)
-        return DraftModel(runner(_plain(early), cache), early.head, draw, shared=True)
+        run = make_runner(_base_forward(early), cache)
+        return DraftModel(run, early.head, sample_draft, shared=True)
     if kind == "head":
-        if args.draft is None and args.dummy is not None:
-            raise ValueError("--speculate head: random weights have none; give --draft DIR")
-        head = load_head(args.draft or str(args.checkpoint), model)
-        return Heads(head, model.embed, model.head, draw)
-    name = args.draft or (_shipped(args.checkpoint) if args.dummy is None else None)
+        if args.draft_model is None and args.dummy is not None:
+            raise ValueError("--speculate head with --dummy requires --draft-model DIR")
+        head = load_draft_head(args.draft_model or str(args.checkpoint), model)
+        return HeadDrafter(head, model.embed, model.head, sample_draft)
+    shipped = _shipped_draft_model(args.checkpoint) if args.dummy is None else None
+    name = args.draft_model or shipped
     if name is None:
         raise ValueError(
-            f"--speculate {kind} needs --draft DIR, a smaller model of that vocabulary"
+            f"--speculate {kind} requires --draft-model DIR, a smaller model with the same "
+            "vocabulary"
         )
-    draft, theirs = load(name)
-    check_vocabulary(f"--draft {name}", draft, theirs, model, tokenizer)
-    run = runner(_plain(draft), new_cache(draft.config))
+    draft, draft_tokenizer = load(name)
+    check_vocabulary(f"--draft-model {name}", draft, draft_tokenizer, model, tokenizer)
+    run = make_runner(_base_forward(draft), new_cache(draft.config))
     if kind == "staged":
-        return Staged(run, draft.head, NGram(), draw)
-    return DraftModel(run, draft.head, draw)
+        return StagedDrafter(run, draft.head, NGram(), sample_draft)
+    return DraftModel(run, draft.head, sample_draft)
 
 
-def _plain(model: Transformer) -> Callable[..., Tensor]:
+def _base_forward(model: Transformer) -> Callable[..., Tensor]:
     return lambda tokens, positions, attend, hidden: model(
         tokens, positions, attend, return_hidden=True
     )
 
 
-def _further(model: Transformer) -> Callable[..., Tensor]:
+def _mtp_forward(model: Transformer) -> Callable[..., Tensor]:
     return lambda tokens, positions, attend, hidden: model.predict_further(
         hidden, tokens, positions, attend
     )
 
 
-def _shipped(checkpoint: Path) -> str | None:
-    """The draft model that ships for the shipped model."""
+def _shipped_draft_model(checkpoint: Path) -> str | None:
+    """The draft model shipped with checkpoints/small."""
     shipped = Path(__file__).resolve().parents[1] / "checkpoints"
     same = checkpoint.resolve() == shipped / "small"
     return str(shipped / "draft") if same else None
 
 
 def first_layers(model: Transformer, n: int) -> Transformer:
-    """The model without its layers from n on, sharing everything."""
+    """The model's first n layers with its embedding and head, sharing all parameters."""
     early = copy.copy(model)
     early._modules = dict(model._modules)
     early.layers = model.layers[:n]
@@ -579,31 +596,35 @@ def first_layers(model: Transformer, n: int) -> Transformer:
 
 
 def check_vocabulary(
-    what: str, draft: Transformer, theirs: Tokenizer, model: Transformer, tokenizer: Tokenizer
+    what: str,
+    draft: Transformer,
+    draft_tokenizer: Tokenizer,
+    model: Transformer,
+    tokenizer: Tokenizer,
 ) -> None:
-    """ValueError where a draft's ids would mean something else."""
+    """ValueError if draft and target model do not have the same vocabulary."""
     a, b = draft.config.vocab_size, model.config.vocab_size
     if a != b:
         raise ValueError(
-            f"{what}: its vocabulary has {a} tokens and the target's {b}; take a draft model of "
-            "the target's family"
+            f"{what}: its vocabulary has {a} tokens and the target's {b}; use a draft model of the "
+            "target's family"
         )
     for i in range(tokenizer.vocab_size):
-        mine, other = tokenizer.piece(i), theirs.piece(i)
-        if mine != other:
+        target, drafted = tokenizer.piece(i), draft_tokenizer.piece(i)
+        if target != drafted:
             raise ValueError(
-                f"{what}: its token {i} is {other!r} and the target's {mine!r}; take a draft model "
-                "of the target's family"
+                f"{what}: its token {i} is {drafted!r} and the target's {target!r}; use a draft "
+                "model of the target's family"
             )
 
 
-def load_head(folder: str, model: Transformer) -> DraftHead:
-    """The head that train.py --train-draft-head wrote. ValueError names the file."""
+def load_draft_head(folder: str, model: Transformer) -> DraftHead:
+    """The draft head that train.py --train-draft-head wrote. ValueError names the file."""
     path = Path(folder) / "draft_head.safetensors"
     if not path.exists():
         raise ValueError(
-            f"--speculate head: there is no {path}; train.py --train-draft-head makes one, and "
-            "--draft DIR says where it is"
+            f"--speculate head: there is no {path}; train one with train.py --train-draft-head, or "
+            "give its folder as --draft-model DIR"
         )
     try:
         tensors = load_file(path)
@@ -612,11 +633,13 @@ def load_head(folder: str, model: Transformer) -> DraftHead:
     C, weight = model.config.dim, model.embed.weight
     up = tensors.get("up.weight")
     if up is None or up.shape[1] != 2 * C:
-        found = "no draft head" if up is None else f"of a model {up.shape[1] // 2} wide"
-        raise ValueError(f"{path}: {found}, and this model is {C} wide; train one for it")
+        found = "not a draft head" if up is None else f"for a model {up.shape[1] // 2} wide"
+        raise ValueError(f"{path}: {found}, but this model is {C} wide; train a head for it")
     head = DraftHead(C, up.shape[0])
     wanted = {name: p.shape for name, p in head.state_dict().items()}
     if wanted != {name: t.shape for name, t in tensors.items()}:
-        raise ValueError(f"{path}: other tensors than {', '.join(wanted)}, or of other shapes")
+        raise ValueError(
+            f"{path}: must have the tensors {', '.join(wanted)} in this model's shapes"
+        )
     head.load_state_dict(tensors)
     return head.to(weight.device, weight.dtype).eval()

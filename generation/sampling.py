@@ -1,39 +1,39 @@
-"""sampling.py: from logits to a token, one contract for every mode.
+"""Batched sampler: logits processors, temperature, top-k, top-p, min-p, and a per-row seed.
 
-A single sequence, n samples of one prompt, a batch whose rows each ask for something else, a step
-replayed as a CUDA graph and the verification of a draft must all draw from the same distribution.
-So what a person may ask is one frozen dataclass, `Sampling`; what it means is two pure functions of
-tensors, read in this order:
+A single sequence, n samples of one prompt, a batch whose requests have different settings, a step
+captured in a CUDA graph and the verification of drafts must all sample from the same distribution.
+So there is one frozen dataclass of settings, `Sampling`, and two pure functions that define it, in
+this order:
 
-    process_logits   repetition penalty, presence and frequency penalties, logit bias, no
-                     end-of-sequence before min_new_tokens
-    probabilities    temperature, then top-k, top-p, min-p, renormalised: the distribution that is
-                     drawn from, and what speculative verification compares; temperature 0 puts all
-                     of it on the argmax
+    process_logits   repetition penalty, presence and frequency penalties, logit bias, and
+                     min_new_tokens (end-of-sequence ids masked)
+    probabilities    temperature, then top-k, top-p, min-p, renormalised: the distribution that
+                     tokens are sampled from and that speculative verification compares; with
+                     temperature 0 the argmax has probability 1
 
-and `Sampler` holds what B rows need for it in static tensors: each feature's numbers as a (B, 1)
-column, token counts, seeds, positions. A feature that no row uses has no column and no code in the
-step: greedy alone is one maximum. A step is tensor work without a look from the host, so that it
-compiles into the decode step and replays inside its graph.
+`Sampler` keeps the state of B rows in static tensors: each setting as a (B, 1) column, token
+counts, seeds, positions. A feature that no row uses has no tensor and no code in the step: greedy
+alone is one argmax. A step never synchronizes with the host, so it compiles into the decode step
+and can be captured in its CUDA graph.
 
-Drawing is the exponential race: argmax(p / E) with E ~ Exp(1) independent per token is a draw from
-p. Its noise is a pure function of (seed, position, token id), computed in the step by a counter
-generator (SplitMix64, doi:10.1145/2660193.2660195): a row's tokens depend on its own seed and
-logits and on nothing else. Not on its neighbours, its slot, the size of the batch, or a pause in
-between; seeds differ in all 63 bits, where torch's CPU generator hears 32 of them, and 128k tokens
-take a third of the time of its exponential_.
+Sampling uses exponential noise (equivalent to Gumbel-max): argmax(p / E) with E ~ Exp(1),
+independent per token, is a sample of p. The noise is a pure function of (seed, position, token id),
+computed in the step by a counter-based generator (SplitMix64, doi:10.1145/2660193.2660195). A row's
+tokens therefore depend only on its seed and logits, not on other rows, its row index, the batch
+size, or preemption. Seeds use all 63 bits (torch's CPU generator uses 32), and noise for 128k
+tokens takes a third of the time of torch's exponential_.
 
-A row that has nothing to draw from, all of its logits -inf or one of them NaN, gets the id -1,
-which no embedding and no tokenizer takes for a token.
+A row that cannot be sampled (all logits -inf, or one NaN) gets the id -1, which no embedding or
+tokenizer accepts.
 
-What it costs: `python sampling.py` prints it, per feature and token. Only top-p sorts; tokens too
-unlikely to matter are zeroed before, and zeros sort quickly. A penalty or a bias keeps (B, V)
-tensors. When it loses: on a GPU that sort is still one of all V, where a kernel that searches for
-the threshold (FlashInfer's) is faster; and eager, a repetition penalty passes over all V, where
+Cost: `python generation/sampling.py` prints it, per feature and token. Only top-p sorts; tokens
+that cannot be in the nucleus are zeroed first, since zeros sort quickly. A penalty or a bias keeps
+(B, V) tensors. When it loses: on a GPU top-p still sorts all V, where a kernel that searches for
+the threshold (FlashInfer's) is faster; in eager mode a repetition penalty passes over all V, where
 gathering the few tokens seen would do.
 
-Hook: none; it is handed logits. Equivalence (test_all.py): measured frequencies against the
-distribution specified, `probabilities` against its definition in plain Python and the processors of
+Hook: none; its input is logits. Equivalence (test_all.py): measured frequencies against the
+specified distribution, `probabilities` against plain Python and the logits processors of
 transformers, batched == alone, compiled == eager. Needs: torch.
 """
 
@@ -54,10 +54,10 @@ from torch import Tensor
 INF = math.inf
 
 # --------------------------------------------------------------------------------------------------
-# What may be asked
+# Settings
 # --------------------------------------------------------------------------------------------------
 
-# field: (type, test, the range in words). The outer limits keep every sum and quotient in fp32.
+# field: (type, test, the range in words). The limits keep every sum and quotient finite in fp32.
 RANGES: dict[str, tuple[type, Callable[[float], bool], str]] = {
     "temperature": (float, lambda v: v == 0 or 1e-9 <= v <= 1e9, "0 (greedy), or from 1e-9 to 1e9"),
     "top_k": (int, lambda v: 0 <= v < 2**63, "a whole number, 0 (all) or more"),
@@ -73,26 +73,26 @@ RANGES: dict[str, tuple[type, Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. The defaults draw from the model's own distribution.
+    """Sampling settings of one sequence. The defaults sample from the model's own distribution.
 
     ValueError names a field that is out of range, its value and the range.
     """
 
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # draw from the k likeliest, and those as likely as the last of them; 0: all
-    top_p: float = 1.0  # from the smallest set of likeliest tokens that reaches p; 1: all
-    min_p: float = 0.0  # from tokens with at least this share of the likeliest's probability
+    top_k: int = 0  # the k most likely tokens, and ties with the last of them; 0: all
+    top_p: float = 1.0  # the smallest set of most likely tokens with total probability p; 1: all
+    min_p: float = 0.0  # tokens with at least this fraction of the highest probability
     repetition_penalty: float = 1.0  # tokens in prompt or output: logit / r if positive, else * r
     presence_penalty: float = 0.0  # tokens in the output: logit minus this
     frequency_penalty: float = 0.0  # tokens in the output: logit minus this per occurrence
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added; -inf forbids
-    min_new_tokens: int = 0  # no end-of-sequence id before that many
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added; -inf bans a token
+    min_new_tokens: int = 0  # no end-of-sequence token before this many new tokens
     seed: int = 0
 
     def __post_init__(self):
         for field, (kind, good, wanted) in RANGES.items():
             value = getattr(self, field)
-            if not _is(kind, value) or not good(value):
+            if not _is_number(kind, value) or not good(value):
                 raise ValueError(f"{field} must be {wanted}, not {value!r}")
             object.__setattr__(self, field, kind(value))
         bias = self.logit_bias
@@ -101,26 +101,26 @@ class Sampling:
         except (TypeError, ValueError):
             raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r}") from None
         for i, b in pairs:
-            if not _is(int, i) or i < 0:
+            if not _is_number(int, i) or i < 0:
                 raise ValueError(f"logit_bias must have token ids, 0 or more, for keys, not {i!r}")
-            if not _is(float, b) or not (b == -INF or -1e9 <= b <= 1e9):
+            if not _is_number(float, b) or not (b == -INF or -1e9 <= b <= 1e9):
                 raise ValueError(
-                    f"logit_bias of token {i} must be -inf (never) or from -1e9 to 1e9, not {b!r}"
+                    f"logit_bias of token {i} must be -inf (banned) or from -1e9 to 1e9, not {b!r}"
                 )
         if len(dict(pairs)) < len(pairs):
             raise ValueError(f"logit_bias must name a token once, not as in {bias!r}")
-        pairs = tuple((int(i), float(b)) for i, b in pairs)  # hashable, as the rest is
+        pairs = tuple((int(i), float(b)) for i, b in pairs)  # hashable, like the other fields
         object.__setattr__(self, "logit_bias", pairs)
 
 
-def _is(kind: type, value: object) -> bool:
-    """A number of that kind, numpy's too; True and False are none."""
-    wide = Real if kind is float else Integral
-    return isinstance(value, wide) and not isinstance(value, bool)
+def _is_number(kind: type, value: object) -> bool:
+    """Whether value is a number of that kind, numpy's included; bools are not."""
+    abstract = Real if kind is float else Integral
+    return isinstance(value, abstract) and not isinstance(value, bool)
 
 
 # --------------------------------------------------------------------------------------------------
-# What it means
+# Logits processing and the sampling distribution
 # --------------------------------------------------------------------------------------------------
 
 
@@ -137,10 +137,10 @@ def process_logits(
 ) -> Tensor:
     """(..., V) logits -> (..., V) fp32.
 
-    prompt (..., V) bool: the token is in the prompt; output (..., V): how often in the output; bias
-    (..., V) is added; forbidden (..., V) bool. A penalty is a number or a (..., 1) column of them
-    and needs output, repetition prompt too. Repetition is CTRL's (arXiv:1909.05858), presence and
-    frequency are OpenAI's.
+    prompt (..., V) bool: the token is in the prompt; output (..., V): its count in the output; bias
+    (..., V) is added; forbidden (..., V) bool: set to -inf. A penalty is a number or a (..., 1)
+    column and requires output; repetition_penalty also requires prompt. Repetition is CTRL's
+    (arXiv:1909.05858), presence and frequency are OpenAI's.
     """
     x = logits.float()
     if repetition_penalty is not None:
@@ -166,31 +166,31 @@ def probabilities(
     *,
     max_k: int | None = None,
 ) -> Tensor:
-    """(..., V) logits -> (..., V) fp32, the distribution to draw from.
+    """(..., V) logits -> (..., V) fp32, the distribution to sample from.
 
-    Each setting is a number or a (..., 1) column of them; max_k is the largest top_k of a column
-    (without it a column is looked up in a sort). A column of temperatures has no 0 in it. A row
-    without one finite logit, or with a NaN, is NaN.
+    Each setting is a number or a (..., 1) column. max_k: the largest top_k in the column; without
+    it a top_k column sorts all V. A temperature column must not contain 0. A row without a finite
+    logit, or with a NaN, is NaN.
     """
     x = logits.float()
     if not isinstance(temperature, Tensor) and temperature == 0:
         best = x.argmax(-1, keepdim=True)
         return torch.zeros_like(x).scatter(-1, best, 1.0)
     if isinstance(top_k, Tensor) or 0 < top_k < x.shape[-1]:
-        # the next two lines keep the order, but might round two logits into one
-        x = torch.where(x < _kth(x, top_k, max_k), -INF, x)
-    x = x - x.amax(-1, keepdim=True)  # the largest is 0 from here on: no overflow in the next line
+        # top-k first: subtraction and temperature below keep the order but may round logits to ties
+        x = torch.where(x < _kth_largest(x, top_k, max_k), -INF, x)
+    x = x - x.amax(-1, keepdim=True)  # the maximum is now 0: no overflow in the division below
     if isinstance(temperature, Tensor) or temperature != 1:
         x = x / temperature
     if isinstance(top_p, Tensor) or top_p < 1:
-        x = torch.where(_beyond(x, top_p), -INF, x)
+        x = torch.where(_outside_nucleus(x, top_p), -INF, x)
     if isinstance(min_p, Tensor) or min_p > 0:
         x = torch.where(x < torch.as_tensor(min_p, dtype=torch.float32).log(), -INF, x)
     return x.softmax(-1)
 
 
-def _kth(x: Tensor, k: Tensor | int, max_k: int | None) -> Tensor:
-    """(..., 1) the k-th largest of x (..., V); -inf where k is 0."""
+def _kth_largest(x: Tensor, k: Tensor | int, max_k: int | None) -> Tensor:
+    """The k-th largest of x (..., V) -> (..., 1); -inf where k is 0."""
     V = x.shape[-1]
     if not isinstance(k, Tensor):
         return x.topk(k).values[..., -1:]
@@ -199,74 +199,74 @@ def _kth(x: Tensor, k: Tensor | int, max_k: int | None) -> Tensor:
     return kth.masked_fill(k == 0, -INF)
 
 
-def _beyond(x: Tensor, top_p: Tensor | float) -> Tensor:
-    """(..., V) logits -> True outside the nucleus: the smallest set of likeliest tokens whose
-    probability reaches top_p (arXiv:1904.09751); of equals the lower ids are in it."""
+def _outside_nucleus(x: Tensor, top_p: Tensor | float) -> Tensor:
+    """(..., V) logits -> (..., V) bool, True outside the nucleus: the smallest set of most likely
+    tokens whose probability reaches top_p (arXiv:1904.09751); ties go to the lower ids."""
     top_p = torch.as_tensor(top_p, dtype=torch.float32)
-    # 1 keeps all, though a sum of all may round to more; and nothing is below what fp32 can hold
+    # top_p 1 keeps all tokens even if the cumulative sum rounds above 1; 1e-30 is safe in fp32
     top_p = top_p.where(top_p < 1, INF).clamp(min=1e-30)
     p = x.softmax(-1)
-    # All tokens below (1 - top_p) / V together fall short of 1 - top_p: the set is full before it
-    # comes to them.
+    # Tokens below (1 - top_p) / V have less than 1 - top_p in total, so none is in the nucleus:
+    # zero them before the sort, which is faster.
     p = torch.where(p < (1 - top_p) / p.shape[-1], 0.0, p)
     p, ids = p.sort(dim=-1, descending=True, stable=True)
-    before = p.cumsum(-1) - p  # 0 for the likeliest, which therefore always stays
-    out = (before >= top_p) | (p == 0)  # the zeroed stay out should a rounded sum fall short
+    before = p.cumsum(-1) - p  # 0 for the most likely token, which is therefore always kept
+    out = (before >= top_p) | (p == 0)  # zeroed tokens stay out even if the sum rounds below top_p
     return torch.empty_like(out).scatter_(-1, ids, out)
 
 
-def draw(probs: Tensor, noise: Tensor) -> Tensor:
+def sample(probs: Tensor, noise: Tensor) -> Tensor:
     """(..., V) probabilities and Exp(1) noise -> (...) ids; -1 for a row of zeros or NaN."""
-    # noise from elsewhere may be 0, and 0 / 0 would win: a token that has been ruled out
+    # a caller's noise may be 0, and for a token of probability 0 the NaN of 0 / 0 would be argmax
     ids = (probs / noise.clamp(min=1e-30)).argmax(-1)
-    return ids.where(_at(probs, ids) > 0, -1)
+    return ids.where(_gather(probs, ids) > 0, -1)
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """(..., V) -> (...) ids, the argmax; -1 where that is NaN or infinite."""
+    """(..., V) logits -> (...) ids, the argmax; -1 where the maximum is NaN or infinite."""
     ids = logits.argmax(-1)
-    return ids.where(_at(logits, ids).isfinite(), -1)
+    return ids.where(_gather(logits, ids).isfinite(), -1)
 
 
-def _at(x: Tensor, ids: Tensor) -> Tensor:
-    """x (..., V), ids (...) -> (...)"""
+def _gather(x: Tensor, ids: Tensor) -> Tensor:
+    """x (..., V), ids (...) -> x at ids (...)."""
     return x.gather(-1, ids[..., None])[..., 0]
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., V) and (...) -> the ids' log-probabilities (...), the top largest (..., top), falling,
-    and their ids (..., top).
+    """logits (..., V), ids (...) -> log-probabilities of the ids (...), the `top` largest ones
+    (..., top) in descending order, and their ids (..., top).
 
-    Of the model's own distribution: hand it the raw logits. For a prompt: logits[:-1], ids[1:].
+    For the model's own distribution pass raw logits; for a prompt logits[:-1] and ids[1:].
     """
     V = logits.shape[-1]
     if not 0 <= top <= V:
-        raise ValueError(f"top must be from 0 to the vocabulary's {V}, not {top}")
+        raise ValueError(f"top must be from 0 to the vocabulary size {V}, not {top}")
     logp = logits.log_softmax(-1, dtype=torch.float32)
     best = logp.topk(top)
-    return _at(logp, ids), best.values, best.indices
+    return _gather(logp, ids), best.values, best.indices
 
 
 # --------------------------------------------------------------------------------------------------
 # Noise
 # --------------------------------------------------------------------------------------------------
 
-# SplitMix64's constants as the signed integers torch has; products wrap.
+# SplitMix64's constants as signed int64, torch's only 64-bit integers; multiplication wraps.
 GOLDEN, MIX_1, MIX_2 = (
     c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
 def splitmix(state: Tensor, steps: Tensor) -> Tensor:
-    """The generator's output n from a 64-bit state, where steps is n * GOLDEN, n = 1, 2, ...
+    """Output n of the generator with this 64-bit state, where steps is n * GOLDEN, n = 1, 2, ...
 
-    A bijection of the state for any n, so that different states never give the same output.
+    For any n a bijection of the state: different states never give the same output.
     """
     z = state + steps
     for shift, factor in ((30, MIX_1), (27, MIX_2), (31, None)):
         high = z >> shift
-        high &= 2 ** (64 - shift) - 1  # the shift of a signed number, made logical
-        z ^= high  # in place: eager on a CPU, memory is what this costs
+        high &= 2 ** (64 - shift) - 1  # makes the arithmetic shift logical
+        z ^= high  # in place: in eager mode on a CPU this is memory bound
         if factor is not None:
             z *= factor
     return z
@@ -275,18 +275,19 @@ def splitmix(state: Tensor, steps: Tensor) -> Tensor:
 def exponential(seed: Tensor, position: Tensor, steps: Tensor) -> Tensor:
     """seed, position (..., 1) int64, steps (V,) = arange(1, V + 1) * GOLDEN -> Exp(1), (..., V).
 
-    Output `position` of one generator, started by seed, starts another: output v is of token v.
+    Two generators: output `position` of the first, seeded with seed, is the state of the second,
+    whose output v is the noise of token v.
     """
     state = splitmix(seed, (position + 1) * GOLDEN)
     u = splitmix(state, steps).bitwise_and_(2**63 - 1).float().mul_(2.0**-63)
-    # The race is decided at small noise, so u is fine near 0. Neither end may be reached: noise 0
-    # beats everything, and infinite noise makes a token as hopeless as one of probability 0.
+    # Small noise decides the argmax, and u has its best resolution near 0. Exclude both ends: noise
+    # 0 always wins, and infinite noise is like probability 0.
     return u.clamp_(2.0**-64, 1 - 2.0**-24).neg_().log1p_().neg_()  # -log(1 - u)
 
 
 def uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
-    """seed, position and step (...) -> [0, 1), (...): one output of what `exponential` draws from,
-    by a step that it does not take."""
+    """seed, position and step (...) -> uniform in [0, 1), (...): an output of the generator of
+    `exponential`, at a step that `exponential` does not use."""
     state = splitmix(splitmix(seed, (position + 1) * GOLDEN), step)
     return state.bitwise_and_(2**63 - 1).float().mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
 
@@ -295,53 +296,53 @@ def uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
 # Rows
 # --------------------------------------------------------------------------------------------------
 
-OFF = Sampling()
+DEFAULTS = Sampling()
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-SHAPE = ("temperature", "top_k", "top_p", "min_p")
-COLUMNS = {name: torch.float32 for name in (*PENALTIES, *SHAPE)}  # (B, 1) each
+WARPERS = ("temperature", "top_k", "top_p", "min_p")
+COLUMNS = {name: torch.float32 for name in (*PENALTIES, *WARPERS)}  # (B, 1) each
 COLUMNS |= {"top_k": torch.long, "min_new_tokens": torch.long}
 TABLES = {"prompt": torch.bool, "output": torch.int32, "bias": torch.float32}  # (B, V) each
 
 
-def features_of(how: Sampling) -> set[str]:
-    """What a row needs in the step: columns, tables, and whether it is greedy or needs noise."""
-    names = {name for name in COLUMNS if getattr(how, name) != getattr(OFF, name)}
-    if how.temperature == 0:
-        names = names - {"top_k", "top_p", "min_p"} | {"greedy"}  # the argmax is in all their sets
+def features_of(params: Sampling) -> set[str]:
+    """What a row's settings require in the step: names of columns and tables, "greedy", "noise"."""
+    names = {name for name in COLUMNS if getattr(params, name) != getattr(DEFAULTS, name)}
+    if params.temperature == 0:
+        names = names - {"top_k", "top_p", "min_p"} | {"greedy"}  # they always keep the argmax
     else:
         names.add("noise")
     if names & set(PENALTIES):
         names.add("output")
     if "repetition_penalty" in names:
         names.add("prompt")
-    if how.logit_bias:
+    if params.logit_bias:
         names.add("bias")
     return names
 
 
 class Sampler:
-    """B rows, a Sampling each, and their state: settings, counts, seeds, positions.
+    """B rows, each with its Sampling, and their state: settings, token counts, seeds, positions.
 
-    start(prompts), then ids = sampler(logits) for every token. All state is tensors that keep their
-    addresses: a compiled or captured step is valid for as long as `step_key` is the same.
+    Call start(prompts), then ids = sampler(logits) for every token. All state is in tensors with
+    fixed addresses: a compiled or captured step is valid as long as `step_key` is unchanged.
     """
 
     def __init__(
         self,
-        how: Sampling | Sequence[Sampling],
+        params: Sampling | Sequence[Sampling],
         batch: int,
         vocab_size: int,
         device: torch.device | str = "cpu",
         eos_ids: Sequence[int] = (),
     ):
-        """One Sampling serves all rows, row b with seed + b: as if alone with that seed.
+        """params: one Sampling for all rows (row b uses seed + b), or one per row.
 
-        ValueError: an id is not in the vocabulary, or a row forbids every token there is.
+        ValueError: an id is not in the vocabulary, or a row bans every token.
         """
-        if isinstance(how, Sampling):
-            how = [replace(how, seed=(how.seed + b) % 2**63) for b in range(batch)]
-        if len(how) != batch:
-            raise ValueError(f"how must be one Sampling or {batch} of them, not {len(how)}")
+        if isinstance(params, Sampling):
+            params = [replace(params, seed=(params.seed + b) % 2**63) for b in range(batch)]
+        if len(params) != batch:
+            raise ValueError(f"params must be one Sampling or {batch} of them, not {len(params)}")
         self.vocab_size, self.eos_ids = vocab_size, list(eos_ids)
         self._check_ids("eos_ids", self.eos_ids)
         self.is_eos = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -349,33 +350,35 @@ class Sampler:
         self.steps = torch.arange(1, vocab_size + 1, device=device) * GOLDEN
         self.seed = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros_like(self.seed)  # tokens in the output so far
-        self.tensors: dict[str, Tensor] = {}  # of every feature that was ever in use
-        self.how, self.uses = [OFF] * batch, [features_of(OFF)] * batch  # of each row
-        for row, h in enumerate(how):
-            self._set(row, h)
-        self._choose()
+        self.tensors: dict[str, Tensor] = {}  # of every feature used so far
+        self.params = [DEFAULTS] * batch
+        self.row_features = [features_of(DEFAULTS)] * batch
+        for row, row_params in enumerate(params):
+            self._set_row(row, row_params)
+        self._update_features()
         self.start([()] * batch)
 
     # ---- a step ----
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """(B, V) logits -> (B,) ids, recorded; -1 where a row has nothing to draw from."""
+        """(B, V) logits -> (B,) ids, recorded; -1 where a row cannot be sampled."""
         if "noise" in self.features:
-            ids = draw(self.probabilities(logits), self.noise())
+            ids = sample(self.probabilities(logits), self.noise())
         else:
             ids = greedy(self.process(logits))
         self.record(ids)
         return ids
 
-    def draw_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """(R, V) logits of R different rows alone -> (R,) ids, recorded; the others stand still.
+    def sample_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """(R, V) logits of R distinct rows -> (R,) ids, recorded; the other rows are unchanged.
 
-        A step of a copy of their state: what only the others ask for is not in it. Not for a
+        Works on a copy of the rows' state, without the features that only other rows use. Not for a
         compiled step.
         """
         part, index = copy.copy(self), torch.tensor(rows, device=self.seed.device)
-        part.how, part.uses = [self.how[r] for r in rows], [self.uses[r] for r in rows]
-        part._choose()
+        part.params = [self.params[r] for r in rows]
+        part.row_features = [self.row_features[r] for r in rows]
+        part._update_features()
         part.tensors = {n: t[index] for n, t in self.tensors.items() if n in part.features}
         part.seed, part.position = self.seed[index], self.position[index]
         ids = part(logits)
@@ -385,71 +388,74 @@ class Sampler:
         return ids
 
     def process(self, logits: Tensor) -> Tensor:
-        """process_logits by the rows' settings and counts; the very logits if there are none."""
+        """process_logits with the rows' settings and counts; without any, the logits unchanged."""
         assert logits.shape == self.seed.shape[:1] + self.steps.shape, logits.shape
-        more = {n: self.tensors[n] for n in (*PENALTIES, *TABLES) if n in self.features}
+        kwargs = {n: self.tensors[n] for n in (*PENALTIES, *TABLES) if n in self.features}
         if "min_new_tokens" in self.features:
-            more["forbidden"] = self.is_eos & (self.position < self.tensors["min_new_tokens"])
-        return process_logits(logits, **more) if more else logits
+            kwargs["forbidden"] = self.is_eos & (self.position < self.tensors["min_new_tokens"])
+        return process_logits(logits, **kwargs) if kwargs else logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """(B, V) logits -> (B, V) fp32: what each row's next token is drawn from."""
+        """(B, V) logits -> (B, V) fp32: the distribution of each row's next token."""
         x = self.process(logits)
-        shape = {n: self.tensors[n] for n in SHAPE if n in self.features}
+        kwargs = {n: self.tensors[n] for n in WARPERS if n in self.features}
         if "greedy" in self.features:
             others = torch.ones_like(x, dtype=torch.bool)
             others.scatter_(-1, x.argmax(-1, keepdim=True), False)
-            x = torch.where(others & (shape["temperature"] == 0), -INF, x)
-            shape["temperature"] = shape["temperature"].clamp(min=1e-9)
-        return probabilities(x, **shape, max_k=self.max_k)
+            x = torch.where(others & (kwargs["temperature"] == 0), -INF, x)
+            kwargs["temperature"] = kwargs["temperature"].clamp(min=1e-9)
+        return probabilities(x, **kwargs, max_k=self.max_k)
 
     def noise(self) -> Tensor:
-        """(B, V) Exp(1) noise, by the rows' seeds and positions."""
+        """(B, V) Exp(1) noise from the rows' seeds and positions."""
         return exponential(self.seed, self.position, self.steps)
 
     def record(self, ids: Tensor, times: int = 1) -> None:
-        """Append ids (B,) to the rows' outputs; times=-1 takes them off again."""
+        """Append ids (B,) to the rows' outputs; times=-1 removes them again."""
         if "output" in self.features:
-            counts = self.tensors["output"]  # a row that got -1 has failed, whatever is counted
+            counts = self.tensors["output"]  # counts of a failed row (id -1) do not matter
             counts.scatter_add_(1, ids.clamp(min=0)[:, None], torch.full_like(counts[:, :1], times))
         self.position.add_(times)
 
-    # ---- a step with drafts ----
+    # ---- speculative decoding ----
 
     def draft_noise(self) -> Tensor:
-        """(B, V) as noise, and independent of it: what drafts are drawn with."""
+        """(B, V) Exp(1) noise, independent of noise(): for sampling drafts."""
         return exponential(self.seed, self.position, self.steps + (self.steps[-1] + GOLDEN))
 
     def uniform(self, which: Tensor) -> Tensor:
-        """(B,) in [0, 1), independent of both kinds of noise and for each `which` (B,), 0 or more:
-        what decides about drafts."""
+        """(B,) in [0, 1), independent of both noises and for each `which` (B,) >= 0: accepts or
+        rejects drafts."""
         step = 2 * (self.steps[-1] + GOLDEN) + which * GOLDEN
         return uniform(self.seed[:, 0], self.position[:, 0], step)
 
-    def ahead(self, tokens: Tensor, seen: Tensor, rows: Sequence[int] | None = None) -> Sampler:
-        """A copy whose rows stand where drafts would have them: of R rows (all, or those given) and
-        N drafted tokens (R, N) each, R * (N + 1) rows: as they are, and after every draft and those
-        before it. seen (N + 1, N + 1) bool: [i, j] where draft j - 1 is i - 1 or before it, of a
-        run the lower triangle, of a tree its ancestors; column 0 is of what is there already."""
+    def expand_for_drafts(
+        self, tokens: Tensor, mask: Tensor, rows: Sequence[int] | None = None
+    ) -> Sampler:
+        """A copy with R * (N + 1) rows: each of R rows (all, or those given) in its current state,
+        and as it would be after each of its N draft tokens (R, N) and the drafts before that one.
+        mask (N + 1, N + 1) bool: [i, j] is True if draft j - 1 is draft i - 1 or precedes it: lower
+        triangular for a sequence, the ancestors for a tree; column 0 is the current state."""
         (R, N), part, device = tokens.shape, copy.copy(self), self.seed.device
         index = torch.arange(R, device=device)
         if rows is not None:
-            part.how, part.uses = [self.how[r] for r in rows], [self.uses[r] for r in rows]
-            part._choose()
+            part.params = [self.params[r] for r in rows]
+            part.row_features = [self.row_features[r] for r in rows]
+            part._update_features()
             index = torch.tensor(rows, device=device)
         index = index.repeat_interleave(N + 1)
         part.tensors = {n: t[index] for n, t in self.tensors.items() if n in part.features}
         part.seed = self.seed[index]
-        part.position = self.position[index] + (seen.sum(1) - 1).repeat(R)[:, None]
+        part.position = self.position[index] + (mask.sum(1) - 1).repeat(R)[:, None]
         if "output" in part.features:
             counts = part.tensors["output"].view(R, N + 1, -1)
             for i in range(N):
                 ids = tokens[:, i].clamp(min=0).view(R, 1, 1).expand(R, N + 1, 1)
-                counts.scatter_add_(2, ids, seen[:, i + 1].to(counts).view(1, -1, 1).expand_as(ids))
+                counts.scatter_add_(2, ids, mask[:, i + 1].to(counts).view(1, -1, 1).expand_as(ids))
         return part
 
     def record_run(self, ids: Tensor, n: Tensor, rows: Sequence[int] | None = None) -> None:
-        """Append the first n (R,) of ids (R, T) to the outputs of all rows, or of those given."""
+        """Append the first n (R,) of ids (R, T) to the outputs of all rows, or of `rows`."""
         index = torch.arange(len(ids)) if rows is None else torch.tensor(rows)
         index = index.to(ids.device)
         if "output" in self.features:
@@ -461,73 +467,73 @@ class Sampler:
     # ---- between steps ----
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Every row begins anew, each after its prompt."""
-        if len(prompts) != len(self.how):
-            raise ValueError(f"prompts must be {len(self.how)}, one per row, not {len(prompts)}")
+        """Reset every row to the end of its prompt."""
+        if len(prompts) != len(self.params):
+            raise ValueError(f"prompts must be {len(self.params)}, one per row, not {len(prompts)}")
         for row, prompt in enumerate(prompts):
-            self._begin(row, prompt, ())
+            self._reset_row(row, prompt, ())
 
     def admit(
-        self, row: int, how: Sampling, prompt: Sequence[int], output: Sequence[int] = ()
+        self, row: int, params: Sampling, prompt: Sequence[int], output: Sequence[int] = ()
     ) -> None:
-        """Give a row to another sequence; the other rows notice nothing. One that was interrupted
-        goes on after its output as if it had never stopped."""
-        self._set(row, how)
-        self._choose()
-        self._begin(row, prompt, output)
+        """Assign a row to another sequence; other rows are unaffected. A preempted sequence passes
+        its output so far and continues as if never interrupted."""
+        self._set_row(row, params)
+        self._update_features()
+        self._reset_row(row, prompt, output)
 
     @property
     def step_key(self) -> tuple[frozenset[str], int]:
-        """What a step consists of: another key, another compilation or captured graph."""
+        """Identifies the step's code: a new key requires a new compilation or graph capture."""
         return self.features, self.max_k
 
-    def _begin(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.seed[row], self.position[row] = self.how[row].seed, len(output)
+    def _reset_row(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self.seed[row], self.position[row] = self.params[row].seed, len(output)
         for name, ids in (("prompt", prompt), ("output", output)):
             if name in self.tensors:
                 self._check_ids(name, ids)
                 count = torch.tensor(ids, dtype=torch.long).bincount(minlength=self.vocab_size)
                 self.tensors[name][row] = count.to(self.tensors[name])
 
-    def _set(self, row: int, how: Sampling) -> None:
-        """Write a row's settings; a tensor appears when the first row needs it, neutral for the
-        others."""
-        self.check(how)
-        if how.top_k >= self.vocab_size:
-            how = replace(how, top_k=0)
-        self.how[row], self.uses[row] = how, features_of(how)
-        B, V = len(self.how), self.vocab_size
-        for name in self.uses[row] - self.tensors.keys() - {"greedy", "noise"}:
+    def _set_row(self, row: int, params: Sampling) -> None:
+        """Write a row's settings; a tensor is allocated when the first row uses it, with neutral
+        values for the other rows."""
+        self.check(params)
+        if params.top_k >= self.vocab_size:
+            params = replace(params, top_k=0)
+        self.params[row], self.row_features[row] = params, features_of(params)
+        B, V = len(self.params), self.vocab_size
+        for name in self.row_features[row] - self.tensors.keys() - {"greedy", "noise"}:
             shape, dtype = ((B, V), TABLES[name]) if name in TABLES else ((B, 1), COLUMNS[name])
-            neutral = getattr(OFF, name, 0)
+            neutral = getattr(DEFAULTS, name, 0)
             self.tensors[name] = torch.full(shape, neutral, dtype=dtype, device=self.seed.device)
         for name in COLUMNS.keys() & self.tensors.keys():
-            self.tensors[name][row] = getattr(how, name)
+            self.tensors[name][row] = getattr(params, name)
         if "bias" in self.tensors:
             bias = torch.zeros(V, dtype=torch.float32)
-            for i, b in how.logit_bias:
+            for i, b in params.logit_bias:
                 bias[i] = b
             self.tensors["bias"][row] = bias.to(self.seed.device)
 
-    def _choose(self) -> None:
-        """The features of a step: those of its rows together."""
-        self.features = frozenset().union(*self.uses)
+    def _update_features(self) -> None:
+        """The features of a step: the union over its rows."""
+        self.features = frozenset().union(*self.row_features)
         if not self.eos_ids:
             self.features -= {"min_new_tokens"}
-        k = max((h.top_k for h in self.how if h.temperature > 0), default=0)
-        # a power of two: few different steps, where rows come and go
+        k = max((p.top_k for p in self.params if p.temperature > 0), default=0)
+        # rounded up to a power of two: fewer distinct steps as rows change
         self.max_k = min(self.vocab_size, 1 << (k - 1).bit_length()) if k else 0
 
-    def check(self, how: Sampling) -> None:
-        """ValueError: an id is not in the vocabulary, or there is no token that is allowed."""
-        self._check_ids("logit_bias", [i for i, _ in how.logit_bias])
-        banned = {i for i, b in how.logit_bias if b == -INF}
-        if how.min_new_tokens:
+    def check(self, params: Sampling) -> None:
+        """ValueError: an id is not in the vocabulary, or every token is banned."""
+        self._check_ids("logit_bias", [i for i, _ in params.logit_bias])
+        banned = {i for i, b in params.logit_bias if b == -INF}
+        if params.min_new_tokens:
             banned |= set(self.eos_ids)
         if len(banned) >= self.vocab_size:
             raise ValueError(
-                f"logit_bias and min_new_tokens={how.min_new_tokens} leave no token to draw: they "
-                f"forbid all {self.vocab_size} of the vocabulary"
+                f"logit_bias and min_new_tokens={params.min_new_tokens} leave no token to sample: "
+                f"they ban all {self.vocab_size} tokens of the vocabulary"
             )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
@@ -543,31 +549,32 @@ class Sampler:
 # --------------------------------------------------------------------------------------------------
 
 
-def definition(logits: list[float], how: Sampling) -> list[float]:
-    """One row of `probabilities` in plain Python, word for word."""
-    T = how.temperature
+def reference(logits: list[float], params: Sampling) -> list[float]:
+    """One row of `probabilities` in plain Python."""
+    T = params.temperature
     weights = [math.exp((x - max(logits)) / T) for x in logits]
     order = sorted(range(len(logits)), key=lambda i: -weights[i])  # stable: lower ids first
-    if how.top_k:
-        kth = weights[order[min(how.top_k, len(order)) - 1]]
+    if params.top_k:
+        kth = weights[order[min(params.top_k, len(order)) - 1]]
         order = [i for i in order if weights[i] >= kth]
-    if how.top_p < 1:
+    if params.top_p < 1:
         total, kept, reached = sum(weights[i] for i in order), [], 0.0
-        while reached < how.top_p * total:
+        while reached < params.top_p * total:
             kept.append(order[len(kept)])
             reached += weights[kept[-1]]
         order = kept
-    order = [i for i in order if weights[i] >= how.min_p * weights[order[0]]]
+    order = [i for i in order if weights[i] >= params.min_p * weights[order[0]]]
     total = sum(weights[i] for i in order)
     return [weights[i] / total if i in order else 0.0 for i in range(len(logits))]
 
 
 def check(device: str) -> None:
-    """The generator's published output, the definition, the frequencies, greedy and alone."""
+    """SplitMix64's published output; probabilities == reference; batched == alone; frequencies;
+    greedy."""
     steps = torch.arange(1, 4, device=device) * GOLDEN
     first = [i % 2**64 for i in splitmix(torch.tensor([1234567], device=device), steps).tolist()]
     assert first == [6457827717110365317, 3203168211198807973, 9817491932198370423], first
-    asked = [
+    requests = [
         Sampling(),
         Sampling(temperature=0.7, top_k=9, seed=2**62),
         Sampling(top_p=0.8, seed=1),
@@ -575,50 +582,50 @@ def check(device: str) -> None:
         Sampling(temperature=0),
     ]
     V, rng = 40, torch.Generator().manual_seed(0)
-    logits = torch.randn(len(asked), V, generator=rng).mul(2).to(device)
-    together = Sampler(asked, len(asked), V, device)
+    logits = torch.randn(len(requests), V, generator=rng).mul(2).to(device)
+    together = Sampler(requests, len(requests), V, device)
     p = together.probabilities(logits)
-    for row, how in enumerate(asked[:-1]):
-        expected = torch.tensor(definition(logits[row].tolist(), how), device=device)
+    for row, params in enumerate(requests[:-1]):
+        expected = torch.tensor(reference(logits[row].tolist(), params), device=device)
         torch.testing.assert_close(p[row], expected, rtol=1e-4, atol=1e-7)
-        together.start([()] * len(asked))
-        alone = Sampler(how, 1, V, device)
+        together.start([()] * len(requests))
+        alone = Sampler(params, 1, V, device)
         assert all(together(logits)[row] == alone(logits[row : row + 1])[0] for _ in range(10))
-        seeds = torch.arange(50_000, device=device)[:, None] + how.seed
+        seeds = torch.arange(50_000, device=device)[:, None] + params.seed
         noise = exponential(seeds, together.position[:1], together.steps)
-        ids = draw(p[row].expand_as(noise), noise)
+        ids = sample(p[row].expand_as(noise), noise)
         seen, expected = ids.bincount(minlength=V), p[row] * len(ids)
         chi2 = ((seen - expected) ** 2 / expected.clamp(min=1e-9)).sum().item()
-        assert chi2 < 90, (how, chi2)  # 39 degrees of freedom at most: one in 10^5 is above
+        assert chi2 < 90, (params, chi2)  # 39 degrees of freedom at most: one in 10^5 is above
     assert together(logits)[-1] == logits[-1].argmax()
 
 
-def peer(how: Sampling, prompt: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """A step of transformers' processors and torch.multinomial; None where it has no such one."""
+def transformers_step(params: Sampling, prompt: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """A step of transformers' logits processors and torch.multinomial; None if it lacks them."""
     from transformers.generation import logits_process as P
 
-    if how.presence_penalty or how.frequency_penalty:
+    if params.presence_penalty or params.frequency_penalty:
         return None
-    r, eos, length = how.repetition_penalty, [2], prompt.shape[1]
-    device = str(prompt.device)
+    r, eos, length = params.repetition_penalty, [2], prompt.shape[1]
+    device, bias = str(prompt.device), {(i,): b for i, b in params.logit_bias}
     steps = [
-        how.repetition_penalty != 1 and P.RepetitionPenaltyLogitsProcessor(r),
-        how.logit_bias and P.SequenceBiasLogitsProcessor({(i,): b for i, b in how.logit_bias}),
-        how.min_new_tokens
-        and P.MinNewTokensLengthLogitsProcessor(length, how.min_new_tokens, eos, device),
-        how.temperature not in (0, 1) and P.TemperatureLogitsWarper(how.temperature),
-        how.top_k and P.TopKLogitsWarper(how.top_k),
-        how.top_p < 1 and P.TopPLogitsWarper(how.top_p),
-        how.min_p and P.MinPLogitsWarper(how.min_p),
+        params.repetition_penalty != 1 and P.RepetitionPenaltyLogitsProcessor(r),
+        params.logit_bias and P.SequenceBiasLogitsProcessor(bias),
+        params.min_new_tokens
+        and P.MinNewTokensLengthLogitsProcessor(length, params.min_new_tokens, eos, device),
+        params.temperature not in (0, 1) and P.TemperatureLogitsWarper(params.temperature),
+        params.top_k and P.TopKLogitsWarper(params.top_k),
+        params.top_p < 1 and P.TopPLogitsWarper(params.top_p),
+        params.min_p and P.MinPLogitsWarper(params.min_p),
     ]
     steps = P.LogitsProcessorList(s for s in steps if s)
-    if how.temperature == 0:
+    if params.temperature == 0:
         return lambda logits: steps(prompt, logits).argmax(-1)
     return lambda logits: torch.multinomial(steps(prompt, logits).softmax(-1), 1)
 
 
-def seconds(*calls: Callable[[], object], repeats: int = 11) -> list[float]:
-    """Median time of each call, taken in turns: what else the machine does slows all alike."""
+def median_seconds(*calls: Callable[[], object], repeats: int = 11) -> list[float]:
+    """Median time of each call, in seconds; calls alternate, so other load affects all alike."""
     times = [[] for _ in calls]
     for _ in range(repeats + 2):
         for call, taken in zip(calls, times):
@@ -631,15 +638,15 @@ def seconds(*calls: Callable[[], object], repeats: int = 11) -> list[float]:
 
 
 def benchmark(device: str) -> None:
-    """Milliseconds per token of one row, step by step (eager), normal logits of deviation 3."""
+    """Milliseconds per token of one row, eager, normal logits with standard deviation 3."""
     V, rng = 128_256, torch.Generator().manual_seed(0)
-    torch.ones(7_000_000)  # from here on malloc keeps what is freed, as in a process with a model
+    torch.ones(7_000_000)  # malloc now keeps freed memory, as in a process with a model
     logits = torch.randn(1, V, generator=rng).mul(3).to(device)
     prompt = torch.randint(V, (1, 512), generator=rng)
     has_peer = importlib.util.find_spec("transformers") is not None
     print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, one row of {V}")
-    print(f"{'':37} {'ours':>7} {'transformers':>13}   ms per token, median")
-    for how in (
+    print(f"{'':37} {'sheaf':>7} {'transformers':>13}   ms per token, median")
+    for settings in (
         dict(temperature=0),
         dict(temperature=0, repetition_penalty=1.1),
         dict(),
@@ -654,19 +661,19 @@ def benchmark(device: str) -> None:
         dict(logit_bias={1: 2.0}),
         dict(min_new_tokens=9),
     ):
-        name = ", ".join(f"{k} {v}" for k, v in how.items()) or "the defaults"
-        sampler = Sampler(Sampling(**how), 1, V, device, eos_ids=[2])
+        name = ", ".join(f"{k} {v}" for k, v in settings.items()) or "defaults"
+        sampler = Sampler(Sampling(**settings), 1, V, device, eos_ids=[2])
         sampler.start(prompt.tolist())
-        step = peer(Sampling(**how), prompt.to(device)) if has_peer else None
+        step = transformers_step(Sampling(**settings), prompt.to(device)) if has_peer else None
         calls = [lambda: sampler(logits)] + [lambda: step(logits)] * (step is not None)
-        ours, *theirs = (f"{1e3 * s:.2f}" for s in seconds(*calls))
-        print(f"{name:37} {ours:>7} {(theirs or ['-'])[0]:>13}")
+        sheaf, *hf = (f"{1e3 * s:.2f}" for s in median_seconds(*calls))
+        print(f"{name:37} {sheaf:>7} {(hf or ['-'])[0]:>13}")
     if not has_peer:
-        print("transformers is not installed here: its column is empty")
+        print("transformers is not installed: its column is empty")
 
 
 if __name__ == "__main__":
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode():
-        check(where)
-        benchmark(where)
+        check(device)
+        benchmark(device)

@@ -34,7 +34,7 @@ this file differs on purpose ("there" is transformers):
   just vocab.json and merges.txt are not supported.
 
 Hook: none; generate.py calls it. Needs: tokenizers, sentencepiece or jinja2 (which comes with
-torch), each only by what uses it. `python tokenizer.py` checks itself and times a stream.
+torch), each only by what uses it. `python huggingface/tokenizer.py` checks itself and times a stream.
 """
 
 from __future__ import annotations

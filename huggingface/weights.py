@@ -126,8 +126,8 @@ def _of_whole(model: Transformer) -> dict[str, Tensor]:
     """hf_tensors, with meta tensors for the whole of those that this process has in part."""
     tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if (cut := model.cuts.get(name)) is not None:
-            tensor = torch.empty(cut.whole_shape(tensor.shape), dtype=tensor.dtype, device="meta")
+        if (cut := model.tp_shards.get(name)) is not None:
+            tensor = torch.empty(cut.full_shape(tensor.shape), dtype=tensor.dtype, device="meta")
         if _held(model, name) is not None:
             shape = (model.config.n_experts, *tensor.shape[1:])
             tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -366,7 +366,7 @@ def _fill(
         own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for leaf, tensor in () if shares else own:
             held = _held(model, f"{name}.{leaf}")
-            cut = model.cuts.get(f"{name}.{leaf}")
+            cut = model.tp_shards.get(f"{name}.{leaf}")
             for stored_name, target in _stored_as(model.config, f"{name}.{leaf}", tensor, held):
                 part = cut if cut is None or target is tensor else replace(cut, dim=cut.dim - 1)
                 scale = stored.get(f"{stored_name}_scale_inv")
@@ -447,7 +447,7 @@ def _check_copies(folder: Path, stored: dict[str, Stored], model: Transformer) -
     for copy, original in _copies(model.config).items():
         if copy in stored and original in stored and original in ours:
             ours_is = "head.weight" if original == "lm_head.weight" else "embed.weight"
-            theirs = stored[copy].read(cut=model.cuts.get(ours_is))
+            theirs = stored[copy].read(cut=model.tp_shards.get(ours_is))
             rows = zip(theirs.split(1024), ours[original].split(1024))
             if not all(torch.equal(a.to(b), b) for a, b in rows):
                 raise ValueError(

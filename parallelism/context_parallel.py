@@ -1,32 +1,33 @@
-"""context_parallel.py: attention to a sequence of which every rank has a part.
+"""Context parallelism: attention over a sequence that is sharded across ranks.
 
-A sequence too long for one rank is cut into as many parts as there are ranks, and everything but
-attention goes on as on a shorter one. Attention needs the others' keys. They get there
+A sequence too long for one rank is split into one shard per rank. Everything but attention runs on
+the local shard; attention needs the keys and values of all ranks. Three ways to get them:
 
-    ring_attention        from neighbour to neighbour, while those that are here are attended to:
-                          beside its own, a rank has one part in use and one on its way
+    ring_attention        K and V pass from neighbour to neighbour while the local ones are in use:
+                          besides its own, a rank holds one shard in use and one in flight
                           (arXiv:2310.01889)
-    all_gather_attention  all at once: the keys of a model with few key heads are small (Llama 3)
-    ulysses_attention     not at all: a rank's tokens are exchanged for heads of all tokens
-                          (arXiv:2309.14509); with the ring as its attention, both (USP)
+    all_gather_attention  all-gather K and V: they are small in models with few key heads (Llama 3)
+    ulysses_attention     all-to-all: exchange tokens for heads, so each rank has all tokens of some
+                          heads (arXiv:2309.14509); with the ring as its attention: 2D (USP)
 
-    at = cp_positions(T, ranks, rank)             which tokens are this rank's
-    o = ring_attention(q, k, v, group=group)      q, k, v of those; o of those
+    at = cp_positions(T, ranks, rank)             the positions of this rank's tokens
+    o = ring_attention(q, k, v, group=group)      q, k, v, o: of the local tokens
 
-Under a causal mask late tokens see more keys than early ones, so that with contiguous parts the
-last rank has nearly twice the mean work and all wait for it. zigzag gives each rank an early and a
-late chunk, striped every ranks-th token: the same work for all (`work` counts it).
+Under a causal mask late tokens see more keys than early ones: with contiguous shards the last rank
+has nearly twice the mean work, and all ranks wait for it. zigzag gives each rank an early and a
+late chunk, striped every ranks-th token; both balance the work (`pairs_per_rank` counts it).
 
-All take any attention that returns (o, lse) and is differentiable in both: parts are merged by
-online softmax, and the backward pass runs that attention a second time on each block, so that it
-keeps O(T / ranks) and no block needs another's probabilities. What a mask leaves of two ranks'
-parts is arithmetic on intervals (_band): causal, windowed or free calls of plain attention.
+All three take any attention that returns (o, lse) and is differentiable in both. Partial results
+are merged by online softmax. The backward pass recomputes that attention block by block, so the
+saved memory is O(T / ranks) and no block needs another block's probabilities. What the mask leaves
+between two ranks' shards is computed by interval arithmetic (_band_calls): a few causal, windowed
+or unmasked calls of plain attention.
 
-When it loses: where a sequence fits on one rank, for there is less to multiply per byte sent; where
-documents are short, for each costs a call. Equivalence (test_all.py): attention of one process, in
-outputs, lse and gradients, for every placement, causal or not, windows and packed documents. Hook:
-it stands behind an `attend` callable. Needs: torch. `python context_parallel.py` starts 4
-processes, checks itself and prints a table (--check: none).
+When it loses: sequences that fit on one rank, since there is less compute per byte sent; short
+packed documents, each of which costs a call. Equivalence (test_all.py): attention of one process in
+outputs, lse and gradients, for every placement, causal or not, with windows and packed documents.
+Hook: used behind an `attend` callable. Needs: torch. `python parallelism/context_parallel.py`
+starts 4 processes, runs a check and prints a table (--check: no table).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _check(condition: bool, message: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Plain attention, and which tokens are whose
+# Plain attention and the placement of tokens
 # --------------------------------------------------------------------------------------------------
 
 
@@ -71,10 +72,10 @@ def attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(q k^T scale) v and its log-sum-exp in plain torch, the scores in memory. Softmax in
-    fp32, or fp64 for fp64 inputs; a query that sees nothing gets o = 0, lse = -inf."""
+    """softmax(q k^T scale) v and its log-sum-exp in plain torch, which materializes the scores.
+    Softmax in fp32, or fp64 for fp64 inputs; a fully masked query gets o = 0, lse = -inf."""
     (B, T, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
-    if causal and T > 128:  # the first half of the queries sees no more than S - T / 2 keys
+    if causal and T > 128:  # the first half of the queries sees at most S - T / 2 keys
         early, late = q.split([T // 2, T - T // 2], dim=1)
         known = max(S - late.shape[1], 0)
         halves = (early, k[:, :known], v[:, :known]), (late, k, v)
@@ -85,24 +86,24 @@ def attention_with_lse(
     s = torch.einsum("bthgd,bshd->bhgts", grouped, k.to(dtype)) * (
         D**-0.5 if scale is None else scale
     )
-    ahead = torch.arange(T, device=q.device)[:, None] + S - T - torch.arange(S, device=q.device)
-    seen = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    distance = torch.arange(T, device=q.device)[:, None] + S - T - torch.arange(S, device=q.device)
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
-        seen = seen & (ahead < window)
+        seen = seen & (distance < window)
     empty = ~seen.any(-1)
-    s = s.masked_fill(~(seen | empty[:, None]), -math.inf)  # no -inf - -inf in the gradient
+    s = s.masked_fill(~(seen | empty[:, None]), -math.inf)  # avoids -inf - -inf in the gradient
     lse = s.logsumexp(-1)
     p = (s - lse[..., None]).exp().masked_fill(empty[:, None], 0)
     o = torch.einsum("bhgts,bshd->bthgd", p, v.to(dtype)).reshape(B, T, Hq, v.shape[3])
     return o.to(q.dtype), lse.masked_fill(empty, -math.inf).reshape(B, Hq, T)
 
 
-def _runs(T: int, ranks: int, rank: int, placement: str) -> list[tuple[int, int, int]]:
-    """A rank's positions as arithmetic progressions: (first, step, length)."""
+def _position_runs(T: int, ranks: int, rank: int, placement: str) -> list[tuple[int, int, int]]:
+    """A rank's positions as arithmetic progressions (first, step, length)."""
     parts = 2 * ranks if placement == "zigzag" else ranks
     known = placement in ("contiguous", "zigzag", "striped")
     _check(known, f"placement must be contiguous, zigzag or striped, not {placement!r}")
-    _check(T % parts == 0, f"{T} tokens on {ranks} ranks: {placement} needs a multiple of {parts}, "
+    _check(T % parts == 0, f"{T} tokens on {ranks} ranks: {placement} needs a multiple of {parts}; "
            "pad the sequence")  # fmt: skip
     n = T // parts
     if placement == "zigzag":
@@ -111,28 +112,28 @@ def _runs(T: int, ranks: int, rank: int, placement: str) -> list[tuple[int, int,
 
 
 def cp_positions(T: int, ranks: int, rank: int, placement: str = "zigzag") -> Tensor:
-    """(T // ranks,) which positions of T tokens a rank holds, in the order in which it holds them.
+    """The positions (T // ranks,) of a rank's tokens among T, in storage order.
 
     contiguous: chunk r. striped: r, r + ranks, ... (Striped Attention, arXiv:2311.09431). zigzag:
-    chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv:2407.21783, 3.3.2): under a causal
-    mask a cheap and a dear one, the same work for all. ValueError if T cannot be cut so."""
-    runs = _runs(T, ranks, rank, placement)
+    chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv:2407.21783, 3.3.2), which balances
+    the work under a causal mask. ValueError if T is not divisible."""
+    runs = _position_runs(T, ranks, rank, placement)
     return torch.cat([first + step * torch.arange(n) for first, step, n in runs])
 
 
-def work(
+def pairs_per_rank(
     T: int, ranks: int, placement: str, window: int | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> list[int]:  # fmt: skip
-    """How many (query, key) pairs a causal mask leaves to each rank."""
+    """The number of unmasked (query, key) pairs of each rank under a causal mask."""
     positions = torch.arange(T)
-    starts = torch.tensor(_borders(cu_seqlens, T) or (0, T))
+    starts = torch.tensor(_check_cu_seqlens(cu_seqlens, T) or (0, T))
     start = starts[torch.bucketize(positions, starts, right=True) - 1]
     keys = (positions - start + 1).clamp(max=window or T)
     return [int(keys[cp_positions(T, ranks, r, placement)].sum()) for r in range(ranks)]
 
 
-def _borders(cu_seqlens: Tensor | Sequence[int] | None, T: int) -> tuple[int, ...] | None:
+def _check_cu_seqlens(cu_seqlens: Tensor | Sequence[int] | None, T: int) -> tuple[int, ...] | None:
     if cu_seqlens is None:
         return None
     cu = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else map(int, cu_seqlens))
@@ -142,7 +143,7 @@ def _borders(cu_seqlens: Tensor | Sequence[int] | None, T: int) -> tuple[int, ..
 
 
 # --------------------------------------------------------------------------------------------------
-# Which calls of plain attention a mask leaves between two ranks
+# The attention calls that a mask needs between two ranks
 # --------------------------------------------------------------------------------------------------
 
 
@@ -157,11 +158,12 @@ class _Call(NamedTuple):
     window: int | None
 
 
-def _band(n: int, m: int, low: int, high: int) -> list[_Call]:
-    """The pairs low <= t - s < high of queries t < n and keys s < m, in two calls or fewer.
+def _band_calls(n: int, m: int, low: int, high: int) -> list[_Call]:
+    """At most two calls that cover the pairs low <= t - s < high of queries t < n and keys s < m.
 
-    A causal call that ends at query b and key e sees t - s >= b - e: one with b - e = low serves
-    the queries before m + low, whose last key is here; the others have only the window."""
+    A causal call that ends at query b and key e covers t - s >= b - e. With b - e = low it serves
+    the queries before m + low, whose last visible key is in this block; the other queries see all
+    keys up to the end of the block and need only the window."""
     low, high = max(low, 1 - m), min(high, n)
     if low >= high:
         return []
@@ -176,11 +178,11 @@ def _band(n: int, m: int, low: int, high: int) -> list[_Call]:
     return calls
 
 
-def _joined(calls: Sequence[_Call]) -> tuple[_Call, ...]:
-    """Neighbours as one call, if the first has no mask: along the keys, then along the queries."""
-    free = (False, None)
-    along_keys = lambda p, c: p[:2] == c[:2] and p.k1 == c.k0 and p[4:] == free and not c.window
-    along_queries = lambda p, c: p.q1 == c.q0 and p[2:] == c[2:] and c[4:] == free
+def _merge_calls(calls: Sequence[_Call]) -> tuple[_Call, ...]:
+    """Merge adjacent calls, first along the keys, then along the queries, where masks allow it."""
+    no_mask = (False, None)
+    along_keys = lambda p, c: p[:2] == c[:2] and p.k1 == c.k0 and p[4:] == no_mask and not c.window
+    along_queries = lambda p, c: p.q1 == c.q0 and p[2:] == c[2:] and c[4:] == no_mask
     for fits, start in ((along_keys, "k0"), (along_queries, "q0")):
         done: list[_Call] = []
         for c in calls:
@@ -191,45 +193,45 @@ def _joined(calls: Sequence[_Call]) -> tuple[_Call, ...]:
     return tuple(calls)
 
 
-def _calls(
+def _mask_calls(
     q_runs: list, k_runs: list, causal: bool, window: int | None, cu: tuple[int, ...] | None
 ) -> tuple[_Call, ...]:  # fmt: skip
-    """What queries at the positions of q_runs see of keys at those of k_runs."""
+    """The calls for queries at the positions of q_runs and keys at those of k_runs."""
     T = 1 + max(first + step * (n - 1) for first, step, n in q_runs + k_runs)
     cu = cu or (0, T)
     calls, q_offset = [], 0
     inside = lambda first, step, n, at: min(max(-((first - at) // step), 0), n)
     for q_run in q_runs:
-        here = (
+        spans = (
             bisect_right(cu, q_run[0]) - 1,
             bisect_right(cu, q_run[0] + q_run[1] * (q_run[2] - 1)),
         )
-        for start, stop in pairwise(cu[here[0] : here[1] + 1]):
+        for start, stop in pairwise(cu[spans[0] : spans[1] + 1]):
             k_offset, (t, t_end) = 0, (inside(*q_run, at) for at in (start, stop))
             for k_run in k_runs:
                 s, s_end = (inside(*k_run, at) for at in (start, stop))
                 if t < t_end and s < s_end:
                     n, m, step = t_end - t, s_end - s, q_run[1]
-                    apart = q_run[0] + step * t - k_run[0] - step * s
-                    low = -(apart // step) if causal else 1 - m
-                    high = n if window is None else -((apart - window) // step)
+                    offset = q_run[0] + step * t - k_run[0] - step * s
+                    low = -(offset // step) if causal else 1 - m
+                    high = n if window is None else -((offset - window) // step)
                     q0, k0 = q_offset + t, k_offset + s
-                    for a, b, c, e, *mask in _band(n, m, low, high):
+                    for a, b, c, e, *mask in _band_calls(n, m, low, high):
                         calls.append(_Call(q0 + a, q0 + b, k0 + c, k0 + e, *mask))
                 k_offset += k_run[2]
         q_offset += q_run[2]
-    return _joined(calls)
+    return _merge_calls(calls)
 
 
-@lru_cache(64)  # one for each kind of layer, not for each layer
+@lru_cache(64)  # one entry per kind of layer
 def _ring_plan(
     T: int, ranks: int, rank: int, placement: str, causal: bool, window: int | None,
     cu: tuple[int, ...] | None,
 ) -> list[tuple[_Call, ...]]:  # fmt: skip
-    """The calls of each step, at which the keys of rank - step are here; no step that nobody
-    needs: with contiguous chunks and a window the keys go to few ranks."""
-    runs = [_runs(T, ranks, r, placement) for r in range(ranks)]
-    see = lambda r, step: _calls(runs[r], runs[(r - step) % ranks], causal, window, cu)
+    """The calls of each ring step, in which this rank holds the keys of rank - step. Steps that no
+    rank needs are dropped: with contiguous chunks and a window, keys travel to few ranks."""
+    runs = [_position_runs(T, ranks, r, placement) for r in range(ranks)]
+    see = lambda r, step: _mask_calls(runs[r], runs[(r - step) % ranks], causal, window, cu)
     needed = lambda step: step == 0 or any(see(r, step) for r in range(ranks))
     last = next(step for step in reversed(range(ranks)) if needed(step))
     return [see(rank, step) for step in range(last + 1)]
@@ -240,34 +242,35 @@ def _gather_plan(
     T: int, ranks: int, rank: int, placement: str, causal: bool, window: int | None,
     cu: tuple[int, ...] | None,
 ) -> tuple[tuple[_Call, ...], list[int]]:  # fmt: skip
-    """The calls to all keys, and the order to put the ranks' chunks in first. Stripes stay as they
-    are: a stripe of queries and all keys have no band between them."""
-    own, every = _runs(T, ranks, rank, placement), [(0, 1, T)]
-    runs = [run for r in range(ranks) for run in _runs(T, ranks, r, placement)]
+    """The calls on the gathered keys, and the order in which to concatenate the ranks' chunks.
+    Stripes stay separate: a stripe of queries and all keys do not form a band."""
+    own, every = _position_runs(T, ranks, rank, placement), [(0, 1, T)]
+    runs = [run for r in range(ranks) for run in _position_runs(T, ranks, r, placement)]
     order = sorted(range(len(runs)), key=runs.__getitem__)
-    return _calls(own, runs if placement == "striped" else every, causal, window, cu), order
+    return _mask_calls(own, runs if placement == "striped" else every, causal, window, cu), order
 
 
 # --------------------------------------------------------------------------------------------------
-# Parts of attention and their sum
+# Partial attention and its merge
 # --------------------------------------------------------------------------------------------------
 
 
-def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """o and lse of no key, in the dtype of sums."""
+def _empty_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Initial o = 0 and lse = -inf, in the accumulation dtype."""
     B, T, Hq, _ = q.shape
     o = q.new_zeros(B, T, Hq, v.shape[3], dtype=torch.promote_types(q.dtype, torch.float32))
     return o, o.new_full((B, Hq, T), -math.inf)
 
 
 def _weight(lse: Tensor, whole: Tensor) -> Tensor:
-    """exp(lse - whole) (B, Hq, T), 0 where nothing was seen, as (B, T, Hq, 1)."""
+    """exp(lse - whole) (B, Hq, T), 0 for fully masked queries, as (B, T, Hq, 1)."""
     w = torch.where(whole == -math.inf, 0, (lse - whole).exp())
     return w.transpose(1, 2)[..., None]
 
 
 def _merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Attention to further keys, into o and lse in place: online softmax (arXiv:1805.02867)."""
+    """Merge the attention over further keys into o and lse, in place, by online softmax
+    (arXiv:1805.02867)."""
     whole = torch.logaddexp(lse, more_lse)
     o.mul_(_weight(lse, whole)).add_(_weight(more_lse, whole) * more)
     lse.copy_(whole)
@@ -282,7 +285,7 @@ def _attend(
         _merge(o[:, a:b], lse[:, :, a:b], *more)
 
 
-def _upstream(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+def _output_grads(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
     do = do.to(lse.dtype)
     return lse, do, dlse - (do * o).sum(-1).transpose(1, 2)
 
@@ -291,11 +294,11 @@ def _attend_backward(
     dq: Tensor, saved: Sequence[Tensor], k: Tensor, v: Tensor, calls: Sequence[_Call],
     attention: AttentionFn, scale: float | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Adds to dq; dk and dv of this block. With w_b = exp(lse_b - lse), o = sum w_b o_b gives
+    """Add to dq; return dk and dv of this block. With w_b = exp(lse_b - lse), o = sum w_b o_b gives
 
         grad o_b = w_b do,   grad lse_b = w_b (do . o_b + rest),   rest = dlse - do . o
 
-    which go through a second run of attention: a block needs no other block's probabilities."""
+    which are backpropagated through a recomputation of the block's attention."""
     q, lse, do, rest = saved
     dkv = [torch.zeros_like(x, dtype=dq.dtype) for x in (k, v)]
     for a, b, c, e, causal, window in calls:
@@ -317,16 +320,16 @@ def _attend_backward(
 
 
 class _Shift:
-    """Tensors on their way to rank + by, and those of rank - by on theirs to here."""
+    """An asynchronous shift along the ring: send tensors to rank + by, receive from rank - by."""
 
     def __init__(self, tensors: Sequence[Tensor], group: Group | None, by: int = 1) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         to, source = (
             dist.get_global_rank(group or dist.group.WORLD, (rank + d) % ranks) for d in (by, -by)
         )
-        self.sent = [t.contiguous() for t in tensors]  # alive until they are there
-        self.arriving = [torch.empty_like(t) for t in self.sent]
-        pairs = zip(self.sent, self.arriving)
+        self.sent = [t.contiguous() for t in tensors]  # kept alive until wait()
+        self.received = [torch.empty_like(t) for t in self.sent]
+        pairs = zip(self.sent, self.received)
         ops = [(dist.isend, out, to, dist.irecv, into, source) for out, into in pairs]
         ops = [dist.P2POp(*half, group) for op in ops for half in (op[:3], op[3:])]
         self.works = dist.batch_isend_irecv(ops)
@@ -335,22 +338,23 @@ class _Shift:
         for transfer in self.works:
             transfer.wait()
         self.sent = []
-        return self.arriving
+        return self.received
 
 
 class _Ring(torch.autograd.Function):
-    """K and V pass from rank to rank, in both directions of differentiation. A block's gradients
-    follow it: its second rank starts their sum, each adds, the last sends it home."""
+    """K and V travel around the ring in the forward and in the backward pass. In the backward pass
+    dK and dV follow their block one step behind: its second rank starts the sum, each rank adds,
+    and the last one returns it to the owner."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list, *how: Any) -> Any:
-        ctx.plan, ctx.how = plan, how
-        group, *core = how
-        (o, lse), here = _nothing(q, v), [k, v]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list, *options: Any) -> Any:
+        ctx.plan, ctx.options = plan, options
+        group, *core = options  # core: attention, scale
+        (o, lse), kv = _empty_attention(q, v), [k, v]
         for step, calls in enumerate(plan):
-            coming = _Shift(here, group) if step + 1 < len(plan) else None
-            _attend(o, lse, q, *here, calls, *core)
-            here = coming.wait() if coming else []
+            incoming = _Shift(kv, group) if step + 1 < len(plan) else None
+            _attend(o, lse, q, *kv, calls, *core)
+            kv = incoming.wait() if incoming else []
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         return o, lse
@@ -359,34 +363,34 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         q, k, v, *saved = ctx.saved_tensors
-        (group, *core), saved = ctx.how, (q, *_upstream(*saved, do, dlse))
-        dq, here = torch.zeros_like(q, dtype=saved[1].dtype), [k, v]
-        own, behind = [], None
+        (group, *core), saved = ctx.options, (q, *_output_grads(*saved, do, dlse))
+        dq, kv = torch.zeros_like(q, dtype=saved[1].dtype), [k, v]
+        own, grad_shift = [], None
         for step, calls in enumerate(ctx.plan):
-            coming = _Shift(here, group) if step + 1 < len(ctx.plan) else None
-            grads = _attend_backward(dq, saved, *here, calls, *core)
-            if behind:
-                grads = [a.add_(b) for a, b in zip(behind.wait(), grads)]
+            incoming = _Shift(kv, group) if step + 1 < len(ctx.plan) else None
+            grads = _attend_backward(dq, saved, *kv, calls, *core)
+            if grad_shift:
+                grads = [a.add_(b) for a, b in zip(grad_shift.wait(), grads)]
             if step == 0:
                 own = grads
             else:
-                behind = _Shift(grads, group, by=1 if coming else -step)
-            here = coming.wait() if coming else []
-        if behind:
-            own = [a.add_(b) for a, b in zip(own, behind.wait())]
+                grad_shift = _Shift(grads, group, by=1 if incoming else -step)
+            kv = incoming.wait() if incoming else []
+        if grad_shift:
+            own = [a.add_(b) for a, b in zip(own, grad_shift.wait())]
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), *[None] * 4
 
 
-def _all_keys(x: Tensor, order: list[int], group: Group | None) -> Tensor:
-    """(B, t, H, D) -> (B, T, H, D) of all ranks, their chunks in `order`."""
-    every = x.new_empty(dist.get_world_size(group), *x.shape)
-    all_gather(every.flatten(0, 1), x.contiguous(), group=group)
-    chunks = every.transpose(0, 1).flatten(1, 2).chunk(len(order), 1)
+def _gather_keys(x: Tensor, order: list[int], group: Group | None) -> Tensor:
+    """All-gather (B, t, H, D) -> (B, T, H, D), with the ranks' chunks in `order`."""
+    gathered = x.new_empty(dist.get_world_size(group), *x.shape)
+    all_gather(gathered.flatten(0, 1), x.contiguous(), group=group)
+    chunks = gathered.transpose(0, 1).flatten(1, 2).chunk(len(order), 1)
     return torch.cat([chunks[i] for i in order], 1)
 
 
-def _own_keys(x: Tensor, order: list[int], group: Group | None) -> Tensor:
-    """The other way, and summed over ranks."""
+def _scatter_keys(x: Tensor, order: list[int], group: Group | None) -> Tensor:
+    """Backward of _gather_keys: reduce-scatter (B, T, H, D) -> (B, t, H, D)."""
     chunks = x.chunk(len(order), 1)
     x = torch.cat([chunks[order.index(i)] for i in range(len(order))], 1)
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()
@@ -399,11 +403,11 @@ class _AllGather(torch.autograd.Function):
     """All keys at once, gathered again in the backward pass: only shards are saved."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: tuple, *how: Any) -> Any:
-        ctx.plan, ctx.how = plan, how
-        (calls, order), (group, *core) = plan, how
-        o, lse = _nothing(q, v)
-        _attend(o, lse, q, *(_all_keys(x, order, group) for x in (k, v)), calls, *core)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: tuple, *options: Any) -> Any:
+        ctx.plan, ctx.options = plan, options
+        (calls, order), (group, *core) = plan, options
+        o, lse = _empty_attention(q, v)
+        _attend(o, lse, q, *(_gather_keys(x, order, group) for x in (k, v)), calls, *core)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         return o, lse
@@ -412,12 +416,12 @@ class _AllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         q, k, v, *saved = ctx.saved_tensors
-        (calls, order), (group, *core) = ctx.plan, ctx.how
-        saved = (q, *_upstream(*saved, do, dlse))
+        (calls, order), (group, *core) = ctx.plan, ctx.options
+        saved = (q, *_output_grads(*saved, do, dlse))
         dq = torch.zeros_like(q, dtype=saved[1].dtype)
-        every = (_all_keys(x, order, group) for x in (k, v))
-        grads = _attend_backward(dq, saved, *every, calls, *core)
-        dk, dv = (_own_keys(x, order, group) for x in grads)
+        full_kv = (_gather_keys(x, order, group) for x in (k, v))
+        grads = _attend_backward(dq, saved, *full_kv, calls, *core)
+        dk, dv = (_scatter_keys(x, order, group) for x in grads)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 4
 
 
@@ -425,17 +429,18 @@ def _cp_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Ten
     shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
     ok = q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2]
     ok = ok and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
-    _check(ok, "q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv), each this rank's part, do "
-           f"not fit: {shapes}")  # fmt: skip
-    _check(q.shape[2] % k.shape[2] == 0, f"q has {q.shape[2]} heads, no multiple of {k.shape[2]}")
+    _check(ok, "the local q, k, v must be (B, T, Hq, D), (B, T, Hkv, D), (B, T, Hkv, Dv), not "
+           f"{shapes}")  # fmt: skip
+    ok = q.shape[2] % k.shape[2] == 0
+    _check(ok, f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} key heads")
     ok = window is None or (isinstance(window, int) and window >= 1)
-    _check(ok, f"window must be an integer, 1 or more, not {window}")
+    _check(ok, f"window must be an integer of at least 1, not {window}")
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     return q, k, v
 
 
-def _sharded(
+def _cp_attention(
     function: Any, plan: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor,
     group: Group | None, attention: AttentionFn, placement: str, causal: bool,
     scale: float | None, window: int | None, cu_seqlens: Tensor | Sequence[int] | None,
@@ -443,9 +448,9 @@ def _sharded(
     q, k, v = _cp_inputs(q, k, v, window)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     T = q.shape[1] * ranks
-    made = plan(T, ranks, rank, placement, causal, window, _borders(cu_seqlens, T))
-    with torch.autocast(q.device.type, enabled=False):  # as the second run, in the backward pass
-        return function.apply(q, k, v, made, group, attention, scale)
+    calls = plan(T, ranks, rank, placement, causal, window, _check_cu_seqlens(cu_seqlens, T))
+    with torch.autocast(q.device.type, enabled=False):  # as in the backward pass's recomputation
+        return function.apply(q, k, v, calls, group, attention, scale)
 
 
 def ring_attention(
@@ -454,17 +459,17 @@ def ring_attention(
     scale: float | None = None, window: int | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Ring attention (arXiv:2310.01889) of a sequence of which each rank holds a part, placed by
-    cp_positions: q (B, T / ranks, Hq, D), k, v with Hkv heads -> o (B, T / ranks, Hq, Dv).
+    """Ring attention (arXiv:2310.01889) over a sequence sharded by cp_positions:
+    q (B, T / ranks, Hq, D), k, v with Hkv heads -> o (B, T / ranks, Hq, Dv).
 
-    The next K and V are on their way while those that are here are attended to; sent are
-    (ranks - 1) times K and V forward, and backward as often K, V and, in fp32, their gradients.
-    Saved is O(T / ranks): q, k, v, o, lse. A block's backward runs `attention` again. cu_seqlens:
-    borders of documents packed into the whole sequence, which see only themselves; a tensor on a
-    GPU waits for it, a list does not. Documents cost a call each. ValueError for sizes that do not
-    fit; all ranks must have equal parts.
+    The transfer of the next K and V overlaps with attention to the current ones. Each rank sends
+    (ranks - 1) times K and V in the forward pass, and as often K, V and their fp32 gradients in the
+    backward pass. Saved for backward: q, k, v, o, lse, O(T / ranks). The backward pass recomputes
+    `attention` block by block. cu_seqlens: boundaries of documents packed into the full sequence,
+    each attending only to itself and costing a call; a GPU tensor is synchronized, a list is not.
+    All ranks must have shards of equal size. ValueError for sizes that do not fit.
     """
-    out = _sharded(
+    out = _cp_attention(
         _Ring, _ring_plan, q, k, v, group, attention, placement, causal, scale, window, cu_seqlens
     )
     return out if return_lse else out[0]
@@ -476,41 +481,41 @@ def all_gather_attention(
     scale: float | None = None, window: int | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """ring_attention in one transfer (Llama 3, arXiv:2407.21783, 3.3.2): all K and V are gathered,
-    and each rank's chunks attend to what they may see in few large calls. K and V of the whole
-    sequence are there for a while, which with few key heads is little; none of it is hidden behind
-    the computation. Backward gathers again and reduce-scatters dK and dV.
+    """ring_attention with one transfer (Llama 3, arXiv:2407.21783, 3.3.2): all-gather K and V, then
+    attend from the local chunks in few large calls. K and V of the full sequence are temporarily in
+    memory, which is little with few key heads; the transfer is not overlapped with compute. The
+    backward pass gathers again and reduce-scatters dK and dV.
     """
-    out = _sharded(
+    out = _cp_attention(
         _AllGather, _gather_plan, q, k, v, group, attention, placement, causal, scale, window,
         cu_seqlens,
     )  # fmt: skip
     return out if return_lse else out[0]
 
 
-class _HeadsForTokens(torch.autograd.Function):
-    """(B, t, H, D) of a part of the tokens <-> (B, t * ranks, H / ranks, D) of a part of the heads,
-    of several tensors at once; the gradients go the other way."""
+class _SeqAllToAll(torch.autograd.Function):
+    """All-to-all (B, t, H, D) <-> (B, t * ranks, H / ranks, D): a shard of the tokens for a shard
+    of the heads, for several tensors at once. The backward pass is the inverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, group: Group | None, back: bool, *tensors: Tensor) -> Any:
         ctx.group, ctx.back = group, back
-        return _HeadsForTokens.exchange(group, back, tensors)
+        return _SeqAllToAll.exchange(group, back, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_HeadsForTokens.exchange(ctx.group, not ctx.back, grads)
+        return None, None, *_SeqAllToAll.exchange(ctx.group, not ctx.back, grads)
 
     @staticmethod
     def exchange(group: Group | None, back: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ranks, dim = dist.get_world_size(group), 1 if back else 2
         parts = [x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous() for x in tensors]
-        made = [torch.empty_like(x) for x in parts]
+        received = [torch.empty_like(x) for x in parts]
         launch = partial(dist.all_to_all_single, group=group, async_op=True)
-        for transfer in [launch(new, old) for new, old in zip(made, parts)]:
+        for transfer in [launch(new, old) for new, old in zip(received, parts)]:
             transfer.wait()
-        return tuple(x.movedim(0, 3 - dim).flatten(3 - dim, 4 - dim) for x in made)
+        return tuple(x.movedim(0, 3 - dim).flatten(3 - dim, 4 - dim) for x in received)
 
 
 def ulysses_attention(
@@ -519,10 +524,10 @@ def ulysses_attention(
     window: int | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """DeepSpeed-Ulysses (arXiv:2309.14509): contiguous parts of the sequence, exchanged for parts
-    of the heads and back. Two all-to-alls of (1 - 1 / ranks) of the activations, which shrink with
-    the ranks, and attention in its usual form; but ranks must divide Hq. Where they are more than
-    Hkv, key heads are repeated. ValueError otherwise.
+    """DeepSpeed-Ulysses (arXiv:2309.14509): exchange contiguous shards of the sequence for shards
+    of the heads, attend, and exchange back. Two all-to-alls of (1 - 1 / ranks) of the local
+    activations, and unchanged attention; but ranks must divide Hq. With more ranks than key heads,
+    key heads are repeated. ValueError otherwise.
 
     2D (USP, arXiv:2405.07719; LoongTrain, arXiv:2406.18485), with U ranks here and R on a ring:
 
@@ -530,18 +535,18 @@ def ulysses_attention(
                                                               return_lse=True))
 
     Rank u of the inner and r of the outer group holds cp_positions(T, R, r, placement).chunk(U)[u].
-    cu_seqlens is for an attention that sees the whole sequence; give it to the ring in 2D.
+    cu_seqlens requires an attention over the full sequence; in 2D, pass it to the ring.
     """
     q, k, v = _cp_inputs(q, k, v, window)
     ranks, Hq, Hkv = dist.get_world_size(group), q.shape[2], k.shape[2]
-    _check(Hq % ranks == 0, f"{Hq} query heads cannot be shared by {ranks} ranks: take a divisor, "
-           "and a ring for the rest")  # fmt: skip
+    _check(Hq % ranks == 0, f"{Hq} query heads cannot be split over {ranks} ranks: use a divisor, "
+           "and a ring for the remaining ranks")  # fmt: skip
     ok = Hkv % ranks == 0 or ranks % Hkv == 0
     _check(ok, f"{Hkv} key heads and {ranks} ranks: one must be a multiple of the other")
     if Hkv % ranks:
         k, v = (x.repeat_interleave(ranks // Hkv, dim=2) for x in (k, v))
-    q, k, v = _HeadsForTokens.apply(group, False, q, k, v)
-    cu = _borders(cu_seqlens, q.shape[1]) or (0, q.shape[1])
+    q, k, v = _SeqAllToAll.apply(group, False, q, k, v)
+    cu = _check_cu_seqlens(cu_seqlens, q.shape[1]) or (0, q.shape[1])
     lengths = [b - a for a, b in pairwise(cu)]
     outs = [
         attention(*document, causal=causal, window=window, scale=scale)
@@ -550,8 +555,8 @@ def ulysses_attention(
     ]
     o, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*outs), (1, 2)))
     if not return_lse:
-        return _HeadsForTokens.apply(group, True, o)[0]
-    o, lse = _HeadsForTokens.apply(group, True, o, lse.transpose(1, 2)[..., None])
+        return _SeqAllToAll.apply(group, True, o)[0]
+    o, lse = _SeqAllToAll.apply(group, True, o, lse.transpose(1, 2)[..., None])
     return o, lse[..., 0].transpose(1, 2)
 
 
@@ -561,44 +566,46 @@ def ulysses_attention(
 
 
 def _groups(ranks: int) -> tuple[Group, Group]:
-    """This rank's pair of neighbours, and those with its place in their pairs."""
+    """Groups of a 2D grid: (pairs of neighbours, ranks with equal position in their pair)."""
     grid = torch.arange(ranks).view(-1, 2)
     inner, outer = (dist.new_subgroups_by_enumeration(g.tolist())[0] for g in (grid, grid.T))
     return inner, outer
 
 
 def check(rank: int, ranks: int) -> None:
-    """Outputs and gradients of every form == those of attention to the whole sequence."""
+    """Outputs and gradients of every variant == attention over the full sequence."""
     T, rng = 64, torch.Generator().manual_seed(0)
     whole = [torch.randn(2, T, h, 16, generator=rng).double() for h in (4, 2, 2)]
     inner, outer = _groups(ranks)
     ring = partial(ring_attention, group=outer, return_lse=True)
     ulysses = partial(ulysses_attention, group=inner, attention=ring)
-    pair, (mine, other) = dist.get_rank(outer), (dist.get_rank(inner), dist.get_world_size(inner))
+    pair, rank_in_pair = dist.get_rank(outer), dist.get_rank(inner)
     for mask in (dict(), dict(causal=False), dict(window=9)):
         leaves = [x.clone().requires_grad_() for x in whole]
         o, _ = attention_with_lse(*leaves, **mask)
-        wanted = o, *torch.autograd.grad(o.square().sum(), leaves)
+        expected = o, *torch.autograd.grad(o.square().sum(), leaves)
         forms = [(ring_attention, name) for name in ("contiguous", "striped", "zigzag")]
         forms = [(partial(form, placement=name), cp_positions(T, ranks, rank, name))
                  for form, name in (*forms, (all_gather_attention, "zigzag"))]  # fmt: skip
         forms.append((ulysses_attention, cp_positions(T, ranks, rank, "contiguous")))
-        forms.append((ulysses, cp_positions(T, ranks // 2, pair).chunk(other)[mine]))
+        forms.append((ulysses, cp_positions(T, ranks // 2, pair).chunk(2)[rank_in_pair]))
         for form, at in forms:
             part = [x[:, at].clone().requires_grad_() for x in whole]
             o = form(*part, **mask)
-            for got, want in zip((o, *torch.autograd.grad(o.square().sum(), part)), wanted):
+            for got, want in zip((o, *torch.autograd.grad(o.square().sum(), part)), expected):
                 assert torch.allclose(got, want[:, at], rtol=1e-9, atol=1e-12), (form, mask)
 
 
 def benchmark(rank: int, ranks: int) -> None:
-    """The forms of attention across ranks, and the busiest rank's share of the work."""
+    """Milliseconds of each variant, and the work of the busiest rank relative to the mean."""
     T, Hq, Hkv, D = 2048, 8, 4, 64
     inner, outer = _groups(ranks)
     two = partial(ring_attention, group=outer, return_lse=True)
-    forms = {f"ring, {name}": (partial(ring_attention, placement=name), work(T, ranks, name))
-             for name in ("contiguous", "striped", "zigzag")}  # fmt: skip
-    even = work(T, ranks, "zigzag")
+    forms = {
+        f"ring, {name}": (partial(ring_attention, placement=name), pairs_per_rank(T, ranks, name))
+        for name in ("contiguous", "striped", "zigzag")
+    }
+    even = pairs_per_rank(T, ranks, "zigzag")
     forms["all-gather, zigzag"] = all_gather_attention, even
     forms["Ulysses"] = ulysses_attention, even
     forms["2D, Ulysses 2 x ring"] = partial(ulysses_attention, group=inner, attention=two), even
@@ -607,19 +614,19 @@ def benchmark(rank: int, ranks: int) -> None:
     leaves = [torch.randn(s, generator=rng, requires_grad=True) for s in shapes]
     if rank == 0:
         print(f"cp {ranks}: T {T}, heads {Hq}/{Hkv}, D {D}, fp32, causal, forward + backward")
-        print(f"{'':>22}{'ms':>9}{'most / mean work':>19}")
+        print(f"{'':>22}{'ms':>9}{'max / mean work':>19}")
     for name, (form, share) in forms.items():
         ms = _ms(lambda: torch.autograd.grad(form(*leaves).square().sum(), leaves))
         if rank == 0:
             print(f"{name:>22}{ms:>9.1f}{max(share) / statistics.mean(share):>19.2f}")
 
 
-def _ms(work: Callable[[], Any], times: int = 7) -> float:
+def _ms(run: Callable[[], Any], times: int = 7) -> float:
     spent = []
     for _ in range(times):
         dist.barrier()
         start = time.perf_counter()
-        work()
+        run()
         dist.barrier()
         spent.append(1e3 * (time.perf_counter() - start))
     return statistics.median(spent[2:])

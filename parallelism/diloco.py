@@ -34,7 +34,7 @@ under way, or was left out as too slow, takes part in the next turn with nothing
 the start weights and the momentum, and the turn's mean takes all of them to the same place.
 
 The store must outlive workers: a folder that all can write to (FileStore: no server), or HOST:PORT
-of `python diloco.py --serve HOST:PORT`, a process that does nothing else. If it goes, all stop, and
+of `python parallelism/diloco.py --serve HOST:PORT`, a process that does nothing else. If it goes, all stop, and
 go on from checkpoints with another. Links are gloo's: plain TCP, between machines that trust each
 other, by the interface that GLOO_SOCKET_IFNAME names.
 
@@ -227,14 +227,14 @@ class DiLoCo:
 
 
 def open_store(at: str, timeout: float = 60.0) -> dist.Store:
-    """Of HOST:PORT, which `python diloco.py --serve` listens at, or of a folder."""
+    """Of HOST:PORT, which `python parallelism/diloco.py --serve` listens at, or of a folder."""
     host, _, port = at.rpartition(":")
     if host and port.isdigit():
         wait = timedelta(seconds=timeout)
         try:
             return dist.TCPStore(host, int(port), timeout=wait, wait_for_workers=False)
         except RuntimeError:
-            raise ValueError(f"no store at {at}: start python diloco.py --serve {at}") from None
+            raise ValueError(f"no store at {at}: start python parallelism/diloco.py --serve {at}") from None
     Path(at).mkdir(parents=True, exist_ok=True)
     return dist.FileStore(str(Path(at) / "store"))
 

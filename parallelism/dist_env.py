@@ -1,4 +1,4 @@
-"""place.py: where a process of train.py computes: its device, and which rank of how many it is.
+"""dist_env.py: where a process of train.py computes: its device, and which rank of how many it is.
 
 One process, or under torchrun one of many, which find each other in torchrun's store. After a
 restart they look into a part of it that the dead have not written to (recovery.fresh_store).
@@ -21,7 +21,7 @@ from training.recovery import fresh_store
 
 
 @dataclass(frozen=True)
-class Place:
+class DistEnv:
     """Where this process computes: its device, the dtype of its matmuls, and which rank of how
     many it is."""
 
@@ -36,7 +36,7 @@ class Place:
         return torch.autocast(self.device.type, narrow, enabled=self.dtype != "fp32")
 
 
-def find_place(args: argparse.Namespace) -> Place:
+def init_distributed(args: argparse.Namespace) -> DistEnv:
     """Pick device and dtype; under torchrun, join the other ranks."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,18 +56,18 @@ def find_place(args: argparse.Namespace) -> Place:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     if args.dtype == "auto":
-        args.dtype = "bf16" if multiplies_bf16(device) else "fp32"
-    return Place(device, args.dtype, rank, world, store)
+        args.dtype = "bf16" if has_fast_bf16(device) else "fp32"
+    return DistEnv(device, args.dtype, rank, world, store)
 
 
-def multiplies_bf16(device: torch.device) -> bool:
+def has_fast_bf16(device: torch.device) -> bool:
     """Whether bf16 products are faster than fp32's; on a CPU before AVX-512 they are far slower."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
     return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT", "NO AVX")
 
 
-def first_does(place: Place, work: Callable[[], None]) -> None:
+def rank0_first(place: DistEnv, work: Callable[[], None]) -> None:
     """work() on the first rank; its ValueError or OSError on all. Collective."""
     error = None
     try:

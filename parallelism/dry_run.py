@@ -2,7 +2,7 @@
 
     python train.py --dry-run --world-size 512 --model llama3-8b --tp 8 --zero 3 --seq-len 8192
 
-The program is the real one, rank 0 of it: train.py's model, step and optimizer under layout.py. But
+The program is the real one, rank 0 of it: train.py's model, step and optimizer under parallel_dims.py. But
 its process group is torch's "fake", whose transfers return at once, and its tensors are fake: with
 shapes, dtypes and storages, without numbers. What runs is counted; real ranks count the same:
 - Sent are the bytes of ring algorithms: for an all-gather (n - 1) shards, for a reduce-scatter
@@ -40,18 +40,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import ModelConfig, Transformer
-from parallel import local
-from parallelism.dist_env import Place
+from parallel import to_local
+from parallelism.dist_env import DistEnv
 from parallelism.expert_parallel import Placement, exchanged, placed
 from parallelism.parallel_dims import ExpertParallel, ParallelDims
-from training.build import build_optimizer, change_products, meta_model, model_config, narrow_
-from training.flags import settle_expert_flags
+from training.build import build_optimizer, convert_linears_, meta_model, model_config, cast_params_
+from training.flags import resolve_expert_flags
 from training.lora import lora_
 from training.metrics import flops_per_token
-from training.step import Balance, accumulate, attend_of, loss_sums, update
+from training.step import LoadBalancer, accumulate, make_attend, loss_sums, update
 
 # operation -> kind, bytes that each of n ranks sends of an input of b bytes, of which o are its own
-KINDS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
+COLLECTIVES: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
     "allreduce_": ("all-reduce", lambda b, n, o: 2 * b * (n - 1) // n),
     "_allgather_base_": ("all-gather", lambda b, n, o: b * (n - 1)),
     "_reduce_scatter_base_": ("reduce-scatter", lambda b, n, o: b * (n - 1) // n),
@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
 }
 
 
-class Traffic(TorchDispatchMode):
+class CommTracker(TorchDispatchMode):
     """Notes every transfer between two ranks or more."""
 
     def __init__(self, layout: ParallelDims):
@@ -82,7 +82,7 @@ class Traffic(TorchDispatchMode):
             group = dist.ProcessGroup.unbox(args[2 - several])
             split, n = args[4] if name == "alltoall_base_" else (), group.size()
             own = b * split[group.rank()] // sum(split) if any(split) else b // n
-            dim, (kind, sends) = self.dims.get(group.group_name, "all"), KINDS[name]
+            dim, (kind, sends) = self.dims.get(group.group_name, "all"), COLLECTIVES[name]
             key = "ep" if kind == "all-to-all" and self.ep and dim != "cp" else dim, kind
             if n > 1:
                 self.sent.setdefault(key, []).append(sends(b, n, own))
@@ -103,7 +103,7 @@ class Peak(TorchDispatchMode):
     def note(self, tensors: Iterable[Any]) -> None:
         for x in tensors:
             if isinstance(x, Tensor):
-                self.see(local(x).untyped_storage())
+                self.see(to_local(x).untyped_storage())
 
     def see(self, storage: torch.UntypedStorage) -> None:
         if storage not in self.sizes:
@@ -140,20 +140,22 @@ class Peak(TorchDispatchMode):
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Of DTensors, this rank's shards."""
-    return sum(local(t).numel() * t.element_size() for t in tensors)
+    return sum(to_local(t).numel() * t.element_size() for t in tensors)
 
 
-def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout: ParallelDims) -> dict:
+def measure(
+    args: argparse.Namespace, model: Transformer, batch: Tensor, layout: ParallelDims
+) -> dict:
     """Of a step of train.py with `batch`, this rank's, and one micro-batch's forward pass: bytes,
     and of (dimension of the mesh, kind) calls and bytes sent. Collective; fake or not."""
     optimizer, own = build_optimizer(model, args=args), list(model.parameters())
-    attend, n = layout.attend(attend_of(args.attention)), args.micro_batch_size
-    balance = Balance(model, aux=args.aux_loss, seq=args.sequence_loss, z=args.z_loss)
-    autocast = Place(batch.device, args.dtype, 0, 1).autocast
-    with Peak([*own, batch]) as peak, Traffic(layout) as traffic:
+    attend, n = layout.attend(make_attend(args.attention)), args.micro_batch_size
+    balance = LoadBalancer(model, aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
+    autocast = DistEnv(batch.device, args.dtype, 0, 1).autocast
+    with Peak([*own, batch]) as peak, CommTracker(layout) as traffic:
         accumulate(model, batch, n, autocast, attend, balance, layout)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        update(model, optimizer, args.lr, layout, args.clip)
+        update(model, optimizer, args.lr, layout, args.grad_clip)
         balance.update(layout)
     kept: dict[int, Any] = {}  # alive, or another may get its id
 
@@ -173,7 +175,7 @@ def measure(args: argparse.Namespace, model: Transformer, batch: Tensor, layout:
     return costs | {"sent": {key: (len(each), sum(each)) for key, each in traffic.sent.items()}}
 
 
-class Answers(TorchDispatchMode):
+class FakeScalars(TorchDispatchMode):
     """Over a FakeTensorMode: what code gets that asks for numbers. `next`, and then always 1."""
 
     next: Sequence[int] = ()
@@ -193,7 +195,7 @@ class Answers(TorchDispatchMode):
         return run(x, *others)
 
 
-def even(experts: ExpertParallel, answers: Answers, config: ModelConfig) -> SimpleNamespace:
+def even(experts: ExpertParallel, answers: FakeScalars, config: ModelConfig) -> SimpleNamespace:
     """A layout's experts, with even loads."""
     own, E, K = experts.placement.width, config.n_experts, config.n_experts_per_token
     share = lambda width: 1 - comb(E - width, K) / comb(E, K)  # of tokens, with any among `width`
@@ -214,7 +216,7 @@ def even(experts: ExpertParallel, answers: Answers, config: ModelConfig) -> Simp
 
 def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
     """The costs of rank 0, and the mesh in a line."""
-    layout, answers = ParallelDims(args, config, args.world_size), Answers()
+    layout, answers = ParallelDims(args, config, args.world_size), FakeScalars()
     if E := config.n_experts:
         plain = layout.experts or ExpertParallel(Placement.even(E, 1), tuple(range(E)), (), 1)
         layout.experts = even(plain, answers, config)
@@ -223,8 +225,8 @@ def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
     layout.shard_model_(model)
     if args.lora:
         lora_(model, args.lora)
-    narrow_(model, args)
-    change_products(model, args)
+    cast_params_(model, args)
+    convert_linears_(model, args)
     layout.parallelize_(model, torch.bfloat16 if args.dtype == "bf16" else None)
     with FakeTensorMode(allow_non_fake_inputs=True), answers:
         model.to_empty(device="cpu")
@@ -238,13 +240,13 @@ def settle(args: argparse.Namespace) -> ModelConfig:
     """Defaults, the model, the process group. ValueError for flags that are not of a dry run."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--dry-run is one process: not under torchrun, but with --world-size N")
-    flags = "--resume --train-draft-head --compile --device --bucketed --pp --diloco --pack --task "
+    flags = "--resume --train-draft-head --compile --device --distributed-optimizer --pp --diloco --pack --task "
     flags += "--offload"
     for flag in flags.split():
         if flag in args.given:
             raise ValueError(f"--dry-run counts a step of plain training; leave {flag} out")
     config = model_config(args)
-    settle_expert_flags(args, config)
+    resolve_expert_flags(args, config)
     if config.moe_layers and (args.fp8 or args.experts == "loop"):
         raise ValueError("--dry-run has no sizes for --fp8 and --experts loop; leave them out")
     args.dtype, args.world_size = args.dtype.replace("auto", "bf16"), args.world_size or 1

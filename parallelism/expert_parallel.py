@@ -24,8 +24,8 @@ a load so skewed that one rank has all the work (copies, or balance).
 Gradients: a rank's experts get theirs from the tokens of all ranks: with a loss that is a sum over
 tokens, or is divided by the count of all, nothing more is to be added up but over replicas of the
 rank. Equivalence (test_all.py): outputs, loss and every gradient of one process, 2 and 4 ranks,
-empty ranks too. Needs: torch. `torchrun --nproc-per-node 4 expert_parallel.py` checks itself and
-prints a table (--check: none); `python expert_parallel.py` starts these itself.
+empty ranks too. Needs: torch. `torchrun --nproc-per-node 4 parallelism/expert_parallel.py` checks itself and
+prints a table (--check: none); `python parallelism/expert_parallel.py` starts these itself.
 """
 
 from __future__ import annotations

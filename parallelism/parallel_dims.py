@@ -1,15 +1,14 @@
-"""layout.py: train.py's model on many ranks: parallel.py and its company, composed.
+"""All parallelism of train.py: the techniques of parallel.py and parallelism/, composed.
 
     torchrun --nproc-per-node 8 train.py --tp 2 --cp 2 --zero 3
 
-The order is torchtitan's (arXiv:2410.06511, 2.2), for each step needs the one before it undone by
-none: experts and matrices are cut (expert and tensor parallelism), blocks recompute their
-activations, are compiled, and are sharded (FSDP). What a run is does not depend on it: batches are
-a function of (seed, step, sample), weights are drawn whole, parameter by parameter, and every rank
-keeps its part; the checkpoint holds whole tensors. So one seed trains one model under every layout,
-and a run saved under one goes on under another.
+They are applied in torchtitan's order (arXiv:2410.06511, 2.2), in which no step undoes an earlier
+one: expert and tensor parallelism, activation checkpointing, torch.compile, FSDP. Training results
+do not depend on the layout. Batches are a function of (seed, step, sample); weights are initialized
+as full tensors, parameter by parameter, of which every rank keeps its shard; checkpoints hold full
+tensors. So one seed trains one model under every layout, and a run can resume under another layout.
 
-A Layout without a mesh is one process: all its methods then do what one process does.
+A ParallelDims without a mesh is one process, and all its methods work there too.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from parallel import (
     apply_fsdp,
     apply_tp,
     clip_gradients,
-    gather,
-    gradient_norm,
-    is_stack,
-    last_micro_batch,
-    local,
-    make_mesh,
     copy_shard_,
+    gather_full_tensor,
+    gradient_norm,
+    is_expert_stack,
+    make_mesh,
     reshard,
+    set_last_micro_batch,
     sum_gradients,
+    to_local,
     vocab_cross_entropy,
 )
 from parallelism.async_tp import all_gather_matmul, matmul_reduce_scatter
@@ -72,13 +71,13 @@ from training.chunked_loss import linear_cross_entropy
 from training.optimizers import mup_factors
 from training.recompute import MODES, choose, kept_bytes, segments, wrapped
 
-KERNELS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective keeps
-IGNORE = -100  # a target that is not counted
-LOGITS = 2**29  # bytes of a micro-batch's logits, from which on --loss-chunk auto makes chunks
+SAVED_OPS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective saves
+IGNORE = -100  # ignore_index: a target that is not counted
+AUTO_CHUNK_LOGITS = 2**29  # bytes of a micro-batch's logits from which --loss-chunk auto chunks
 
 
 def add_flags(p: argparse.ArgumentParser) -> None:
-    """How the ranks that torchrun starts share the work."""
+    """The flags of parallelism."""
     number = partial(p.add_argument, type=int)
     number("--dp", metavar="N", help="ranks with batches of their own (all that tp and cp leave)")
     number("--dp-replicate", default=1, metavar="N", help="copies of the shards: HSDP (1)")
@@ -97,7 +96,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         "parameters too, by torch's fully_shard (%(default)s)",
     )
     p.add_argument(
-        "--bucketed",
+        "--distributed-optimizer",
         action="store_true",
         help="ZeRO 1 and 2 by zero.py's buckets of gradients, in place of fully_shard",
     )
@@ -106,7 +105,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         action="store_true",
         help="shards are gathered as int8, gradients scattered as int4 (ZeRO++): not exact",
     )
-    number("--zero-node-size", metavar="RANKS", help="--zero 3 gathers once, then in such nodes")
+    number("--hpz-size", metavar="RANKS", help="--zero 3 gathers once, then in such nodes")
     p.add_argument(
         "--no-sequence-parallel",
         action="store_true",
@@ -132,22 +131,22 @@ def add_flags(p: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Which of the experts a rank holds, and the exchanges that take tokens to the others."""
+    """The experts of this rank, and the all-to-alls that dispatch tokens to other ranks."""
 
     placement: Placement
     local_expert_ids: tuple[int, ...]
-    levels: tuple[tuple[int, Any], ...]  # innermost first: (slots of a member, of which group)
+    levels: tuple[tuple[int, Any], ...]  # innermost first: (slots per member, group)
     chunks: int
 
     def wrap(self, run: Any) -> Any:
-        """`run`, which knows this rank's experts, for tokens that choose among all."""
+        """Wrap the experts hook `run` over local experts to take tokens routed to any expert."""
         for i, (width, group) in enumerate(self.levels):
             run = exchanged(run, width, group, self.chunks if i == len(self.levels) - 1 else 1)
         return placed(run, self.placement)
 
 
 class ParallelDims:
-    """One rank's place in a run, and what it does with model, batch, gradients and checkpoint."""
+    """The mesh of a run, and how one rank shards model, batch, gradients and checkpoint."""
 
     def __init__(
         self, args: argparse.Namespace | None = None, config: ModelConfig | None = None,
@@ -164,10 +163,10 @@ class ParallelDims:
             if args.pp > 1:
                 self.stages = PipelineStages(args, config, self.mesh)
             if args.ep > 1:
-                self.experts = self._share_out(args, config)
+                self.experts = self._make_expert_parallel(args, config)
             if args.cp > 1:
-                whole = self.mesh.world.mesh.movedim(3, -1).reshape(-1, args.cp)
-                nested = whole.view(-1, args.cp // args.cp_ulysses, args.cp_ulysses)
+                cp_ranks = self.mesh.world.mesh.movedim(3, -1).reshape(-1, args.cp)
+                nested = cp_ranks.view(-1, args.cp // args.cp_ulysses, args.cp_ulysses)
                 self.ulysses_group, self.ring_group = _new_group(nested), _new_group(nested.mT)
 
     def size(self, dim: str) -> int:
@@ -175,150 +174,157 @@ class ParallelDims:
 
     @property
     def dp_size(self) -> int:
-        return 1 if self.mesh is None else self.mesh.dp[1]
+        return 1 if self.mesh is None else self.mesh.dp_rank_and_size[1]
 
     @property
     def packed(self) -> bool:
-        """Whether rows hold documents that do not see each other."""
+        """Whether rows are packed documents, each attending only to itself."""
         return self.args is not None and self.args.pack
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether fully_shard holds the parameters."""
-        return self.mesh is not None and self.args.zero > 0 and not self.args.bucketed
+        """Whether parameters are sharded by fully_shard."""
+        return self.mesh is not None and self.args.zero > 0 and not self.args.distributed_optimizer
 
     def samples(self, batch_size: int) -> range:
-        """Which of a batch's samples are this rank's."""
-        return (
-            range(batch_size) if self.mesh is None else range(*_strided(self.mesh.dp, batch_size))
-        )
+        """The indices of this rank's samples of a batch."""
+        if self.mesh is None:
+            return range(batch_size)
+        return range(*_range_args(self.mesh.dp_rank_and_size, batch_size))
 
     # ---- the model ----
 
     def shard_model_(self, model: Transformer) -> None:
-        """Leave this rank's layers, experts, heads and columns. On the meta device or with
-        weights."""
+        """Keep this rank's layers, experts, heads and columns, in place. The model may be on the
+        meta device."""
         if self.stages is not None:
             self.stages.shard_model_(model)
-        for mixture in _moe_layers(model) if self.experts else ():
-            mixture.held = self.experts.local_expert_ids
+        for moe_layer in _moe_layers(model) if self.experts else ():
+            moe_layer.held = self.experts.local_expert_ids
             for name in ("w_gate_up", "w_down"):
-                stack = getattr(mixture, name)
-                stack.data = stack.data[list(mixture.held)]
+                stack = getattr(moe_layer, name)
+                stack.data = stack.data[list(moe_layer.held)]
         if self.mesh is not None:
             args = self.args
-            ring = (all_gather_matmul, matmul_reduce_scatter) if args.async_tp else None
-            how = dict(sequence_parallel=not args.no_sequence_parallel, ring=ring)
-            self.tp = apply_tp(model, self.mesh, gather_logits=False, **how)
+            async_matmuls = (all_gather_matmul, matmul_reduce_scatter) if args.async_tp else None
+            options = dict(gather_logits=False, async_matmuls=async_matmuls)
+            sequence_parallel = not args.no_sequence_parallel
+            self.tp = apply_tp(model, self.mesh, sequence_parallel=sequence_parallel, **options)
 
     def parallelize_(self, model: Transformer, dtype: torch.dtype | None) -> None:
-        """What comes over the model's own products: the way to the others' experts, then
-        recomputation, compilation and shards. (One process compiles the model as a whole.)"""
+        """Apply, after linear layers are converted: expert dispatch, activation checkpointing,
+        torch.compile per block (one process compiles the whole model instead), FSDP."""
         if self.stages is not None:
             self.stages.defer_weight_grads_(model)
-        for mixture in _moe_layers(model) if self.experts else ():
-            mixture.experts = self.experts.wrap(mixture.experts)
+        for moe_layer in _moe_layers(model) if self.experts else ():
+            moe_layer.experts = self.experts.wrap(moe_layer.experts)
         if self.args is None:
             return
         blocks = [*model.layers, *(depth.block for depth in model.mtp)]
-        for block, mode in zip(blocks, self._modes(model)):
-            block.forward = wrapped(block.forward, mode, KERNELS)
+        for block, mode in zip(blocks, self._recompute_modes(model)):
+            block.forward = wrapped(block.forward, mode, SAVED_OPS)
         if self.args.recompute == "sqrt":
             model.segments = segments(model.layers)
-        self._chunk_loss(model)
+        self._enable_chunked_loss(model)
         if self.mesh is None:
             return
         if self.args.compile:
             for block in blocks:
-                for mixture in _moe_layers(block):
-                    if self.experts or not moe.has_static_shapes(mixture):
-                        mixture.experts = torch.compiler.disable(mixture.experts)
+                for moe_layer in _moe_layers(block):
+                    if self.experts or not moe.has_static_shapes(moe_layer):
+                        moe_layer.experts = torch.compiler.disable(moe_layer.experts)
                 block.compile()
         parts = [model]
         if self.stages is not None:
             self.stages.build_chunks_(model, self.uses_fsdp, dtype)
             parts = self.stages.chunks.values()
-        how = self._transfers() if self.uses_fsdp else {}
+        options = self._fsdp_comm_options() if self.uses_fsdp else {}
         for part in parts if self.uses_fsdp else ():
-            how["head_apart"] = self.has_chunked_loss
-            apply_fsdp(part, self.mesh, stage=self.args.zero, param_dtype=dtype, **how)
+            options["separate_head"] = self.has_chunked_loss
+            apply_fsdp(part, self.mesh, stage=self.args.zero, param_dtype=dtype, **options)
 
-    def _modes(self, model: Transformer) -> list[str]:
-        """What each block, and then each depth of further tokens, recomputes."""
-        given, names = self.args.recompute, [name for name, _ in model.layers.named_children()]
-        if isinstance(given, int):
-            narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.dtype)
-            return budgeted(self.args, model.config, narrow)
-        plain = "full" if given == "sqrt" else given  # runs of blocks that keep no more than inputs
-        again = lambda name: self.stages is not None and self.stages.is_recomputed(name)
-        return ["full" if again(name) else plain for name in names] + [plain] * len(model.mtp)
+    def _recompute_modes(self, model: Transformer) -> list[str]:
+        """The recomputation mode of each block, then of each MTP depth."""
+        mode, names = self.args.recompute, [name for name, _ in model.layers.named_children()]
+        if isinstance(mode, int):
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.dtype)
+            return modes_within_budget(self.args, model.config, dtype)
+        mode = "full" if mode == "sqrt" else mode  # sqrt: groups of blocks that save only inputs
+        is_full = lambda name: self.stages is not None and self.stages.is_recomputed(name)
+        return ["full" if is_full(name) else mode for name in names] + [mode] * len(model.mtp)
 
-    def _chunk_loss(self, model: Transformer) -> None:
-        """Have the head make the loss itself, chunk by chunk, if logits are many."""
+    def _enable_chunked_loss(self, model: Transformer) -> None:
+        """Make the head compute the loss chunk by chunk, on request or if the logits are large."""
         args, rows = self.args, self.args.loss_chunk
         logits = 4 * args.micro_batch_size * args.seq_len * model.config.vocab_size
-        asked = args.logit_z_loss > 0 or (rows or 0) > 0
-        able = self.stages is None and type(model.head) is nn.Linear
-        if asked and not able:
-            raise ValueError("--loss-chunk and --logit-z-loss: not with --pp, nor with --qat")
-        if able and (asked or rows is None and logits >= LOGITS):
+        requested = args.output_z_loss > 0 or (rows or 0) > 0
+        supported = self.stages is None and type(model.head) is nn.Linear
+        if requested and not supported:
+            raise ValueError(
+                "--loss-chunk and --output-z-loss cannot be combined with --pp or --qat"
+            )
+        if supported and (requested or rows is None and logits >= AUTO_CHUNK_LOGITS):
             model.head.__class__, self.has_chunked_loss = LossHead, True
-            model.head.how = dict(chunk=rows, z_loss=args.logit_z_loss)
+            model.head.loss_kwargs = dict(chunk=rows, z_loss=args.output_z_loss)
             if self.size("tp") > 1:
-                model.head.how |= dict(group=self.tp.group, vocab_start=self.tp.vocab_start)
+                tp_kwargs = dict(group=self.tp.group, vocab_start=self.tp.vocab_start)
+                model.head.loss_kwargs |= tp_kwargs
 
-    def _transfers(self) -> dict[str, Any]:
-        """What --zero-node-size and --zero-quantized tell apply_fsdp."""
-        node = self.args.zero_node_size
+    def _fsdp_comm_options(self) -> dict[str, Any]:
+        """What --hpz-size and --zero-quantized tell apply_fsdp."""
+        node = self.args.hpz_size
         if not self.args.zero_quantized:
             return dict(node_size=node)
-        shard = self.mesh.dense.mesh.movedim(2, -1).flatten(0, -2).tolist()
-        nodes = node_groups(node, shard) if node else None
-        gather, scatter = QuantizedAllGather(plain_ranks=node or 1), QuantizedReduceScatter
-        return dict(node_size=node, all_gather=gather, reduce_scatter=scatter(nodes=nodes))
+        fsdp_ranks = self.mesh.dense.mesh.movedim(2, -1).flatten(0, -2).tolist()
+        nodes = node_groups(node, fsdp_ranks) if node else None
+        all_gather = QuantizedAllGather(plain_ranks=node or 1)
+        reduce_scatter = QuantizedReduceScatter(nodes=nodes)
+        return dict(node_size=node, all_gather=all_gather, reduce_scatter=reduce_scatter)
 
     @torch.no_grad()
     def init_weights_(self, model: Transformer, seed: int) -> None:
-        """The weights that one process draws from the seed, this rank's part of them: whole tensors
-        come and go one by one."""
-        rng, here = torch.Generator().manual_seed(seed), dict(model.named_parameters())
+        """Initialize as one process does from this seed. Full tensors are materialized one at a
+        time, and this rank's shards copied."""
+        rng, params = torch.Generator().manual_seed(seed), dict(model.named_parameters())
         for name, shape in self.full_shapes(model).items():
-            whole = torch.empty(shape)
-            model.init_weight(name, whole, rng)
-            if self.args is not None and self.args.mup_base and whole.dim() > 1:
+            full = torch.empty(shape)
+            model.init_weight(name, full, rng)
+            if self.args is not None and self.args.mup_base and full.dim() > 1:
                 sizes = model.config.dim, self.args.mup_base
-                whole.mul_(mup_factors(name, whole.shape, *sizes)[0])
-            self.copy_shards_(here, name, whole)
+                full.mul_(mup_factors(name, full.shape, *sizes)[0])
+            self.copy_shards_(params, name, full)
         for buffer in model.buffers():
             buffer.zero_()
 
     def full_shapes(self, model: Transformer) -> dict[str, torch.Size]:
-        """Of the whole model's parameters."""
+        """The shapes of the whole model's parameters, by name."""
         with torch.device("meta"):
             return {name: p.shape for name, p in Transformer(model.config).named_parameters()}
 
     def checkpoint_name(self, name: str) -> str:
-        """A parameter's name in the whole model, and in a checkpoint."""
+        """A local parameter's name in the whole model and in checkpoints."""
         return name if self.stages is None else self.stages.checkpoint_name(name)
 
-    def copy_shards_(self, here: Mapping[str, Tensor], stored: str, whole: Tensor) -> None:
-        """`put` into the parameters here, one, two or none, that are the whole model's of that
-        name."""
-        for name in {stored, "head.weight"} & here.keys():
-            if self.checkpoint_name(name) == stored:
-                self.copy_shard_(name, here[name], whole)
+    def copy_shards_(
+        self, params: Mapping[str, Tensor], checkpoint_name: str, full: Tensor
+    ) -> None:
+        """Copy a full tensor's shards into the local parameters (none, one or two) that have this
+        name in a checkpoint."""
+        for name in {checkpoint_name, "head.weight"} & params.keys():
+            if self.checkpoint_name(name) == checkpoint_name:
+                self.copy_shard_(name, params[name], full)
 
-    def copy_shard_(self, name: str, p: Tensor, whole: Tensor) -> None:
-        """Copy into a parameter, or what is cut and sharded as it is, its part of the whole."""
-        if self.experts and is_stack(p):
-            whole = whole[list(self.experts.local_expert_ids)]
-        copy_shard_(p, whole, self.tp.cuts.get(name) if self.tp else None)
+    def copy_shard_(self, name: str, p: Tensor, full: Tensor) -> None:
+        """Copy into p its shard of a full tensor. p: a parameter, or a tensor sharded like it."""
+        if self.experts and is_expert_stack(p):
+            full = full[list(self.experts.local_expert_ids)]
+        copy_shard_(p, full, self.tp.shards.get(name) if self.tp else None)
 
     def full_tensors(
         self, named: Mapping[str, Tensor], buffers: bool = False
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """(name, the whole tensor on the first rank) of all the model's parameters or buffers, from
-        those here, or what is cut and sharded as they are. Collective."""
+        """(name, the full tensor on the first rank) of all the model's parameters or buffers.
+        named: the local ones, or tensors sharded like them. Collective."""
         if self.stages is None:
             yield from ((name, self.full_tensor(name, x)) for name, x in named.items())
         else:
@@ -326,12 +332,12 @@ class ParallelDims:
             yield from self.stages.full_tensors(metas, named, self.full_tensor)
 
     def full_tensor(self, name: str, x: Tensor) -> Tensor | None:
-        """The whole of a parameter, or of what is cut and sharded as it is, on the first of the
-        ranks that share it, and perhaps others. Collective over these."""
+        """The full tensor of a parameter, or of a tensor sharded like it, at least on the first of
+        the ranks that shard it. Collective over these ranks."""
         if self.mesh is None:
             return x.detach()
-        x = gather(x, self.tp.cuts.get(name), self.mesh)
-        if x is None or not self.experts or not is_stack(x):
+        x = gather_full_tensor(x, self.tp.shards.get(name), self.mesh)
+        if x is None or not self.experts or not is_expert_stack(x):
             return x
         first, group = self.mesh.rank("ep") == 0, self.mesh.group("ep")
         parts = [torch.empty_like(x) for _ in range(self.mesh.size("ep"))] if first else None
@@ -339,36 +345,37 @@ class ParallelDims:
         return torch.cat(parts) if first else None
 
     def shard_regions(self, name: str, x: Tensor) -> tuple[tuple[int, ...], list[Any]]:
-        """(shape of the whole, blocks of it) of which a parameter, or a buffer, is this rank's
-        part, as checkpoint.Piece has them."""
-        shape, cut = list(x.shape), self.tp.cuts.get(name) if self.tp else None
-        stacked = self.experts is not None and is_stack(x)
+        """(shape of the full tensor, its regions on this rank) of a parameter or buffer, as
+        checkpoint.Piece takes them."""
+        shape, shard = list(x.shape), self.tp.shards.get(name) if self.tp else None
+        stacked = self.experts is not None and is_expert_stack(x)
         shape[:1] = [self.experts.placement.n_experts] if stacked else shape[:1]
-        shape = shape if cut is None else list(cut.whole_shape(shape))
+        shape = shape if shard is None else list(shard.full_shape(shape))
         dims = [[range(n)] for n in shape]
         if stacked:
             dims[0] = [range(e, e + 1) for e in self.experts.local_expert_ids]
-        if cut is not None:
-            starts = range(cut.start, cut.blocks * cut.whole, cut.whole)
-            dims[cut.dim] = [range(s, s + cut.stop - cut.start) for s in starts]
+        if shard is not None:
+            starts = range(shard.start, shard.blocks * shard.block_size, shard.block_size)
+            dims[shard.dim] = [range(s, s + shard.stop - shard.start) for s in starts]
         if isinstance(x, DTensor):
             for i, placement in enumerate(x.placements):
                 if placement.is_shard():
                     ranks, rank = x.device_mesh.size(i), x.device_mesh.get_local_rank(i)
-                    dims[0] = _shard(dims[0], ranks, rank)
+                    dims[0] = _fsdp_rows(dims[0], ranks, rank)
         return tuple(shape), regions(shape, dims)
 
     @property
     def shard_id(self) -> str:
-        """Which part of the state is here: ranks of which it is one have copies of each other."""
+        """An id of the shard of the training state on this rank; ranks with equal ids are
+        replicas."""
         if self.mesh is None:
             return "all"
-        shared = ("pp", "tp", "ep") + ("fsdp",) * (self.args.zero > 0)
-        return ".".join(f"{dim}{self.mesh.rank(dim)}/{self.mesh.size(dim)}" for dim in shared)
+        dims = ("pp", "tp", "ep") + ("fsdp",) * (self.args.zero > 0)
+        return ".".join(f"{dim}{self.mesh.rank(dim)}/{self.mesh.size(dim)}" for dim in dims)
 
     def optimizer(self, groups: list[dict[str, Any]], factory: Any) -> Any:
-        """factory(groups), or of slices of them with --bucketed."""
-        if self.mesh is None or not self.args.bucketed:
+        """factory(groups), or of slices of them with --distributed-optimizer."""
+        if self.mesh is None or not self.args.distributed_optimizer:
             return factory(groups)
         group, stage = self.mesh.group("fsdp"), self.args.zero
         self.buckets = DistributedOptimizer(groups, factory, group, stage=stage)
@@ -377,21 +384,22 @@ class ParallelDims:
     # ---- a step ----
 
     def attend(self, plain: Attend) -> Attend:
-        """The attend hook: `plain`, or with --cp one that attends across ranks."""
+        """The attend hook: `plain`, or with --cp attention across ranks."""
         if self.size("cp") == 1:
             return plain
         method, heads = self.args.cp_method, self.args.cp_ulysses
 
-        def piece(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-            """sdpa tells no lse: on a GPU, where plain scores are too large, the kernels."""
+        def local_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple:
+            """SDPA returns no lse. On GPUs, whose memory plain scores would exceed, use kernels."""
             if q.is_cuda or self.args.attention == "flash":
-                return flash_attention(q, k, v, return_lse=True, **how)
-            return attention_with_lse(q, k, v, **how)
+                return flash_attention(q, k, v, return_lse=True, **kwargs)
+            return attention_with_lse(q, k, v, **kwargs)
 
-        form = all_gather_attention if method == "all-gather" else ring_attention
-        run = partial(form, placement=self._placement, attention=piece, group=self.ring_group)
+        cp_attention = all_gather_attention if method == "all-gather" else ring_attention
+        options = dict(placement=self._placement, attention=local_attention, group=self.ring_group)
+        run = partial(cp_attention, **options)
         if heads > 1:
-            inner = partial(run, return_lse=True) if heads < self.size("cp") else piece
+            inner = partial(run, return_lse=True) if heads < self.size("cp") else local_attention
             run = partial(ulysses_attention, attention=inner, group=self.ulysses_group)
 
         def attend(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
@@ -404,52 +412,53 @@ class ParallelDims:
         return "striped" if self.args.cp_method == "striped" else "zigzag"
 
     def positions(self, seq_len: int, device: torch.device) -> Tensor | None:
-        """Which of a sequence's tokens are this rank's; None: all."""
+        """The positions of this rank's tokens of a sequence; None: all of them."""
         if self.size("cp") == 1:
             return None
-        ring, heads = divmod(self.mesh.rank("cp"), self.args.cp_ulysses)
-        rings = self.size("cp") // self.args.cp_ulysses
-        own = cp_positions(seq_len, rings, ring, self._placement) if rings > 1 else None
-        own = torch.arange(seq_len) if own is None else own
-        return own.chunk(self.args.cp_ulysses)[heads].to(device)
+        ring_rank, ulysses_rank = divmod(self.mesh.rank("cp"), self.args.cp_ulysses)
+        ring_size = self.size("cp") // self.args.cp_ulysses
+        own = torch.arange(seq_len)
+        if ring_size > 1:
+            own = cp_positions(seq_len, ring_size, ring_rank, self._placement)
+        return own.chunk(self.args.cp_ulysses)[ulysses_rank].to(device)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Summed, in nats: of logits (B, T, V), or of this rank's part of the vocabulary."""
+        """Summed cross-entropy in nats of logits (B, T, V), or (B, T, V / tp) with --tp."""
         logits, targets = logits.flatten(0, 1), targets.flatten()
         if self.size("tp") > 1:
             return vocab_cross_entropy(logits, targets, self.tp, IGNORE)
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
 
     def head_loss(self, model: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-        """cross_entropy of the head's logits, which need not all be there at a time."""
+        """cross_entropy of the head's logits, chunk by chunk if enabled."""
         if self.has_chunked_loss:
             return model.head(hidden, targets)
         return self.cross_entropy(model.head(hidden), targets)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """Of what ranks with the same tokens all have: the sum over ranks with others."""
+        """Sum x over all ranks with different tokens: tp ranks have the same and count once."""
         if self.mesh is None:
             return x
         dist.all_reduce(x)
         return x // self.size("tp") if not x.is_floating_point() else x / self.size("tp")
 
     def micro_batches(self, model: nn.Module, batch: Tensor, size: int) -> Iterator[Tensor]:
-        """The step's pieces, shards being told which is the last."""
-        pieces = batch.split(size)
-        for i, piece in enumerate(pieces, 1):
+        """The micro-batches of a step; FSDP and ZeRO buckets reduce gradients in the last one."""
+        micro_batches = batch.split(size)
+        for i, micro_batch in enumerate(micro_batches, 1):
             if self.uses_fsdp:
-                last_micro_batch(model, self.args.zero, i == len(pieces))
-            held = self.buckets is not None and i < len(pieces)
-            with self.buckets.accumulate() if held else contextlib.nullcontext():
-                yield piece
+                set_last_micro_batch(model, self.args.zero, i == len(micro_batches))
+            accumulates = self.buckets is not None and i < len(micro_batches)
+            with self.buckets.accumulate() if accumulates else contextlib.nullcontext():
+                yield micro_batch
 
     def reshard(self, model: nn.Module) -> None:
-        """After forward passes without backward ones."""
+        """Free gathered parameters after forward passes that had no backward pass."""
         if self.uses_fsdp:
             reshard(model, self.args.zero)
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """What the backward passes of a step have left undone."""
+        """Finish the gradient reductions that the backward passes of a step leave."""
         if self.args is not None and self.args.optimizer_in_backward:
             return
         if self.buckets is not None:
@@ -464,55 +473,66 @@ class ParallelDims:
             self.buckets.scale_gradients(factor)
         for p in model.parameters() if self.buckets is None else ():
             if p.grad is not None:
-                local(p.grad).mul_(factor)
+                to_local(p.grad).mul_(factor)
 
-    def clip(self, model: nn.Module, most: float) -> Tensor:
-        """Clip the gradient of the whole model; its norm before (0 if none is left)."""
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip the whole model's gradient. Returns its norm before clipping (0 with
+        --optimizer-in-backward, which keeps no gradients)."""
         if self.args is not None and self.args.optimizer_in_backward:
             return torch.zeros(())
         if self.mesh is None:
             squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
             norm = torch.stack(squares).sum().sqrt()
-            nn.utils.clip_grads_with_norm_(model.parameters(), most, norm)
+            nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
             return norm
         if self.buckets is not None:
             square = self.buckets.squared_norm()
             dist.all_reduce(square, group=self.mesh.group("fsdp"))
-            self.buckets.scale_gradients((most / (square.sqrt() + 1e-6)).clamp(max=1.0))
+            self.buckets.scale_gradients((max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
             return square.sqrt()
-        copies = {} if self.stages is None else self.stages.num_copies(model)
-        norm = gradient_norm(model, self.mesh, self.tp, copies)
-        clip_gradients(model, norm, most)
+        num_copies = {} if self.stages is None else self.stages.num_copies(model)
+        norm = gradient_norm(model, self.mesh, self.tp, num_copies)
+        clip_gradients(model, norm, max_norm)
         return norm
 
-    def _share_out(self, args: argparse.Namespace, config: ModelConfig) -> ExpertParallel:
+    def _make_expert_parallel(
+        self, args: argparse.Namespace, config: ModelConfig
+    ) -> ExpertParallel:
         placement, ep = Placement.even(config.n_experts, args.ep), args.ep
         levels, node = ((placement.width, self.mesh.group("ep")),), args.ep_node_size
         if node is not None:
             nodes = self.mesh.experts.mesh.mT.reshape(-1, ep // node, node)
-            levels = ((placement.width, _new_group(nodes)), (placement.width * node, _new_group(nodes.mT)))
+            inner, outer = _new_group(nodes), _new_group(nodes.mT)
+            levels = ((placement.width, inner), (placement.width * node, outer))
         local_expert_ids = placement.slots[self.mesh.rank("ep")]
         return ExpertParallel(placement, local_expert_ids, levels, args.ep_chunks)
 
 
 class LossHead(nn.Linear):
-    """The model's head, which with targets gives their summed cross-entropy, and never all logits
-    at a time (chunked_loss.py)."""
+    """An output head that, given targets, returns their summed cross-entropy without materializing
+    all logits (chunked_loss.py)."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return super().forward(hidden)
         flat = hidden.flatten(0, 1), self.weight, targets.flatten()
-        how = self.how if torch.is_grad_enabled() else self.how | {"z_loss": 0.0}  # validation
-        return linear_cross_entropy(*flat, bias=self.bias, ignore_index=IGNORE, **how)
+        kwargs = self.loss_kwargs
+        if not torch.is_grad_enabled():  # validation
+            kwargs = kwargs | {"z_loss": 0.0}
+        return linear_cross_entropy(*flat, bias=self.bias, ignore_index=IGNORE, **kwargs)
 
 
-def budgeted(args: argparse.Namespace, config: ModelConfig, dtype: torch.dtype | None) -> list[str]:
-    """The modes of blocks that recompute least, of those that keep at most --recompute's bytes of a
-    micro-batch. What each keeps, and multiplies again, is found with fake tensors."""
-    kinds = {window: _costs(args, config, i, dtype) for i, window in enumerate(_windows(config))}
+def modes_within_budget(
+    args: argparse.Namespace, config: ModelConfig, dtype: torch.dtype | None
+) -> list[str]:
+    """The recomputation modes of the blocks with the least recomputed FLOPs, among those that save
+    at most --recompute bytes per micro-batch. Bytes and FLOPs are measured with fake tensors."""
+    costs = {
+        window: _recompute_costs(args, config, i, dtype)
+        for i, window in enumerate(_windows(config))
+    }
     try:
-        return choose([kinds[window] for window in _windows(config)], args.recompute)
+        return choose([costs[window] for window in _windows(config)], args.recompute)
     except ValueError as e:
         raise ValueError(f"--recompute {args.recompute}: {e}") from None
 
@@ -521,11 +541,11 @@ def _windows(config: ModelConfig) -> list[int | None]:
     return [config.window(i) for i in range(config.n_layers)]
 
 
-def _costs(
+def _recompute_costs(
     args: argparse.Namespace, config: ModelConfig, index: int, dtype: torch.dtype | None
 ) -> dict[str, tuple[int, float]]:
-    """Of one block in each mode: (bytes kept, flops of products that are made again)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # for this alone, and slow to import
+    """(saved bytes, recomputed matmul FLOPs) of one block in each mode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # only here: slow to import
     from torch.utils.flop_counter import FlopCounterMode
 
     costs, first = {}, 0.0
@@ -533,11 +553,11 @@ def _costs(
         block, at = Block(config, index, False), torch.arange(args.seq_len)
         x = torch.empty(args.micro_batch_size, args.seq_len, config.dim).requires_grad_()
         rope = rope_cos_sin(config, at)
-        held = [*block.parameters(), *rope, at]
+        persistent = [*block.parameters(), *rope, at]
         for mode in MODES[:4]:
             forward = partial(wrapped(block.forward, mode), x, rope, at, causal_attention)
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                kept = kept_bytes(forward, held)
+                kept = kept_bytes(forward, persistent)
                 with FlopCounterMode(display=False) as counter:
                     forward().sum().backward()
             flops = float(counter.get_total_flops())
@@ -546,17 +566,17 @@ def _costs(
     return costs
 
 
-def _strided(share: tuple[int, int], n: int) -> tuple[int, int, int]:
-    return share[0], n, share[1]
+def _range_args(dp_rank_and_size: tuple[int, int], n: int) -> tuple[int, int, int]:
+    return dp_rank_and_size[0], n, dp_rank_and_size[1]
 
 
 def _new_group(ranks: Tensor) -> Any:
-    """The process group of that row of ranks which has this one. Collective."""
+    """The process group of the row of ranks (..., n) that contains this rank. Collective."""
     return dist.new_subgroups_by_enumeration(ranks.flatten(0, -2).tolist())[0]
 
 
-def _shard(ranges: list[range], ranks: int, rank: int) -> list[range]:
-    """Of rows, given by ranges, those that fully_shard leaves a rank."""
+def _fsdp_rows(ranges: list[range], ranks: int, rank: int) -> list[range]:
+    """The rows, among those of `ranges`, that fully_shard assigns to a rank."""
     rows = sum(map(len, ranges))
     each = -(-rows // ranks)
     first, last, found, seen = each * rank, min(rows, each * (rank + 1)), [], 0
@@ -572,7 +592,7 @@ def _moe_layers(model: nn.Module) -> list[MoE]:
 
 
 def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str, int]:
-    """The mesh's sizes. ValueError, naming the flag, if they do not fit ranks, model or batch."""
+    """The mesh sizes. ValueError, naming the flag, if they do not fit the ranks, model or batch."""
     tp, cp, ep, copies, node = args.tp, args.cp, args.ep, args.dp_replicate, args.ep_node_size
     over, shared = f"--tp {tp} x --cp {cp}", tp * cp * args.pp
     over = f"--pp {args.pp} x {over}" if args.pp > 1 else over
@@ -584,21 +604,25 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
             f"--dp {args.dp} x {over} = {args.dp * shared}, but torchrun starts {world} ranks"
         )
     if dp % copies:
-        raise ValueError(f"--dp-replicate {copies} must divide the {dp} ranks with other batches")
+        raise ValueError(f"--dp-replicate {copies} must divide the {dp} data-parallel ranks")
     if copies > 1 and not args.zero:
-        raise ValueError("--dp-replicate copies shards: it goes with --zero 1, 2 or 3")
-    alone = tp == ep == copies == 1
-    if args.bucketed and not (args.zero in (1, 2) and alone):
-        raise ValueError("--bucketed goes with --zero 1 or 2, and with --dp and --cp alone")
-    if args.zero_quantized and (not args.zero or args.bucketed):
-        raise ValueError("--zero-quantized goes with --zero 1, 2 or 3, and without --bucketed")
-    within, shards = args.zero_node_size, dp // copies * cp
-    if within is not None and not (args.zero == 3 and ep == args.pp == 1):
-        raise ValueError("--zero-node-size goes with --zero 3, and without --ep and --pp")
-    if within is not None and (not 1 < within < shards or shards % within):
+        raise ValueError("--dp-replicate requires --zero 1, 2 or 3")
+    dp_only = tp == ep == copies == 1
+    if args.distributed_optimizer and not (args.zero in (1, 2) and dp_only):
         raise ValueError(
-            f"--zero-node-size {within} must divide the {shards} ranks that shard, and lie between "
-            "1 and these"
+            "--distributed-optimizer requires --zero 1 or 2, and cannot be combined with --tp, "
+            "--ep or --dp-replicate"
+        )
+    if args.zero_quantized and (not args.zero or args.distributed_optimizer):
+        raise ValueError(
+            "--zero-quantized requires --zero 1, 2 or 3 without --distributed-optimizer"
+        )
+    hpz, shards = args.hpz_size, dp // copies * cp
+    if hpz is not None and not (args.zero == 3 and ep == args.pp == 1):
+        raise ValueError("--hpz-size requires --zero 3 without --ep or --pp")
+    if hpz is not None and (not 1 < hpz < shards or shards % hpz):
+        raise ValueError(
+            f"--hpz-size {hpz} must divide the {shards} FSDP ranks, and be between 1 and {shards}"
         )
     if (dp // copies * cp) % ep:
         raise ValueError(
@@ -607,7 +631,7 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
             else f"--ep {ep} must divide the {dp // copies * cp} ranks of dp x cp"
         )
     if node is not None and (not 1 < node < ep or ep % node):
-        raise ValueError(f"--ep-node-size {node} must divide --ep {ep}, and lie between 1 and it")
+        raise ValueError(f"--ep-node-size {node} must divide --ep {ep} and be between 1 and {ep}")
     if ep > 1:
         try:
             Placement.even(config.n_experts, ep)
@@ -616,7 +640,7 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
     if args.batch_size % dp:
         raise ValueError(
             f"--batch-size {args.batch_size} must be a multiple of the {dp} ranks"
-            + (" with batches of their own" if dp < world else "")
+            + (" with different batches" if dp < world else "")
         )
     check_model(args, config)
     check_memory(args, config, world)
@@ -625,50 +649,64 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
 
 
 def check_memory(args: argparse.Namespace, config: ModelConfig, world: int) -> None:
-    """ValueError for flags of memory, optimizers and tasks that do not go with this layout."""
+    """ValueError for memory, optimizer and task flags that cannot be combined with this layout."""
     dp = world // (args.tp * args.cp * args.pp)
-    units = {"dpo": 2, "grpo": args.group}.get(args.task, 1)
+    units = {"dpo": 2, "grpo": args.num_generations}.get(args.task, 1)
     if args.batch_size // units % dp:
         what = "pairs" if args.task == "dpo" else "prompts"
         raise ValueError(
             f"--batch-size {args.batch_size} is {args.batch_size // units} {what} of {units} rows, "
-            f"which must be a multiple of the {dp} ranks with batches of their own"
+            f"which must be a multiple of the {dp} ranks with different batches"
         )
     parts = [flag for flag in ("pp", "tp", "cp", "ep") if getattr(args, flag) > 1]
     if isinstance(args.recompute, int) and (parts or config.moe_layers or config.n_mtp_layers):
-        raise ValueError("--recompute BYTES is for whole dense models; take selective or full")
+        raise ValueError(
+            "--recompute BYTES requires a dense model without --pp, --tp, --cp, --ep and MTP: use "
+            "selective or full"
+        )
     if args.recompute == "sqrt" and "pp" in parts:
-        raise ValueError("--recompute sqrt goes by all layers; with --pp take full or selective")
+        raise ValueError("--recompute sqrt cannot be combined with --pp: use full or selective")
     if args.pack and "cp" in parts:
-        raise ValueError("--pack: not with --cp, whose ranks would have to know all borders")
+        raise ValueError("--pack cannot be combined with --cp, which splits documents over ranks")
     if args.mup_base is not None and config.tie_embeddings:
-        raise ValueError("--mup-base: a tied head cannot have a learning rate of its own")
-    whole = not parts and (world == 1 or not args.zero)
-    if args.optimizer == "muon" and not whole:
-        raise ValueError("--optimizer muon is of whole matrices: no --zero, --tp, --ep, --pp")
+        raise ValueError("--mup-base requires an untied head, with its own learning rate")
+    unsharded = not parts and (world == 1 or not args.zero)
+    if args.optimizer == "muon" and not unsharded:
+        raise ValueError(
+            "--optimizer muon needs unsharded matrices: it cannot be combined with --zero, --tp, "
+            "--cp, --ep or --pp"
+        )
     if args.dtype == "fp16" and "pp" in parts:
-        raise ValueError("--dtype fp16 scales its loss, which --pp does not; take bf16")
-    if (args.offload or args.weights == "bf16") and args.bucketed:
-        raise ValueError("--bucketed has an optimizer of its own: no --offload, no --weights bf16")
-    if args.mirror_every is not None and args.bucketed:
-        raise ValueError("--mirror-every keeps shards of fully_shard; leave --bucketed out")
+        raise ValueError(
+            "--dtype fp16 cannot be combined with --pp, which has no loss scaling: use bf16"
+        )
+    if (args.offload or args.param_dtype == "bf16") and args.distributed_optimizer:
+        raise ValueError(
+            "--distributed-optimizer cannot be combined with --offload or --param-dtype bf16"
+        )
+    if args.memory_checkpoint_every is not None and args.distributed_optimizer:
+        raise ValueError(
+            "--memory-checkpoint-every cannot be combined with --distributed-optimizer"
+        )
     if args.optimizer_in_backward:
-        if {*parts} - {"cp"} or (world > 1 and not args.zero) or args.bucketed:
-            raise ValueError("--optimizer-in-backward: one process, or --zero with --dp and --cp")
+        if {*parts} - {"cp"} or (world > 1 and not args.zero) or args.distributed_optimizer:
+            raise ValueError(
+                "--optimizer-in-backward requires one process, or --zero with only --dp and --cp"
+            )
         if args.batch_size // max(1, world // args.cp) > args.micro_batch_size:
             raise ValueError(
-                "--optimizer-in-backward steps in every backward pass: give --micro-batch-size all "
+                "--optimizer-in-backward steps in every backward pass: set --micro-batch-size to "
                 f"the {args.batch_size // max(1, world // args.cp)} sequences of a rank"
             )
 
 
 def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
-    """ValueError for what --tp and --cp cannot do of this model."""
+    """ValueError for models and flags that --tp or --cp do not support."""
     sequence = args.tp > 1 and not args.no_sequence_parallel
     if config.n_mtp_layers and (args.cp > 1 or sequence):
         raise ValueError(
-            "multi-token prediction shifts the sequence by a token, which ranks that have parts of "
-            "it cannot: leave --cp out, and give --no-sequence-parallel with --tp"
+            "multi-token prediction shifts the sequence, so it cannot be combined with --cp, and "
+            "with --tp it requires --no-sequence-parallel"
         )
     if args.seq_len % (args.cp * 2 * (args.tp if sequence else 1)) and args.cp > 1:
         raise ValueError(
@@ -677,33 +715,33 @@ def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
         )
     if sequence and args.seq_len % args.tp:
         raise ValueError(
-            f"--seq-len {args.seq_len} must be a multiple of --tp {args.tp}; or give "
+            f"--seq-len {args.seq_len} must be a multiple of --tp {args.tp}, or use "
             "--no-sequence-parallel"
         )
     if args.async_tp and not sequence:
-        raise ValueError("--async-tp overlaps what --tp with sequence parallelism transfers")
+        raise ValueError("--async-tp requires --tp with sequence parallelism")
     if args.tp > 1 and (args.fp8 or args.qat):
         flag = "--fp8" if args.fp8 else "--qat"
-        raise ValueError(f"{flag} scales whole matrices, and --tp cuts them; leave one out")
+        raise ValueError(f"{flag} cannot be combined with --tp: its scales are of full matrices")
     heads = config.n_heads // args.tp
     if args.cp % args.cp_ulysses or heads % args.cp_ulysses:
         raise ValueError(
-            f"--cp-ulysses {args.cp_ulysses} must divide --cp {args.cp} and the {heads} heads of a "
+            f"--cp-ulysses {args.cp_ulysses} must divide --cp {args.cp} and the {heads} heads per "
             "rank"
         )
-    keys, ways = max(1, config.n_kv_heads // args.tp), args.cp_ulysses
-    if keys % ways and ways % keys:
+    kv_heads, ulysses = max(1, config.n_kv_heads // args.tp), args.cp_ulysses
+    if kv_heads % ulysses and ulysses % kv_heads:
         raise ValueError(
-            f"--cp-ulysses {ways} and the {keys} key heads of a rank: one must be a multiple of "
-            "the other"
+            f"--cp-ulysses {ulysses} must be a multiple or a divisor of the {kv_heads} key heads "
+            "per rank"
         )
     rope = config.rope_scaling or {}
     if args.cp > 1 and rope.get("rope_type") == "dynamic" and args.seq_len > config.max_seq_len:
         raise ValueError(
-            f"--cp: dynamic NTK goes by the longest position, which only one rank has; --seq-len "
+            f"--cp with dynamic NTK, which depends on the largest position: --seq-len "
             f"{args.seq_len} must not exceed {config.max_seq_len}"
         )
     if args.cp > 1 and config.alibi:
-        raise ValueError("--cp: attention across ranks knows no ALiBi biases; leave it out")
-    if args.cp > 1 and args.sequence_loss:
-        raise ValueError("--sequence-loss is of whole sequences, which --cp cuts; leave one out")
+        raise ValueError("--cp does not support models with ALiBi")
+    if args.cp > 1 and args.seq_aux_loss:
+        raise ValueError("--seq-aux-loss cannot be combined with --cp: it needs whole sequences")

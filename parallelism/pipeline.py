@@ -1,39 +1,39 @@
-"""pipeline.py: one executor for every pipeline schedule.
+"""Pipeline parallelism: one executor that runs any pipeline schedule.
 
-A schedule says what a rank does in which order (schedules.py has a dozen; any object with its
-attributes will do: name, microbatches, home, paths, actions); this file does it. Ranks have chunks
-of a model, callables from hidden states to hidden states, and microbatches go from chunk to chunk:
-activations one way, their gradients the other.
+A schedule gives each rank an ordered list of actions (schedules.py has a dozen; any object with the
+attributes name, microbatches, chunk_to_rank, paths and actions works). Each rank owns model chunks,
+callables from hidden states to hidden states. Microbatches pass from chunk to chunk: activations in
+the forward direction, their gradients in the backward direction.
 
     pipe = Pipeline(schedule, {0: first, 7: last}, up, down, dtype=torch.bfloat16)
-    losses = pipe.step(shape, inputs, loss)     # loss(y, m) -> scalar, where the last chunk is
+    losses = pipe.step(shape, inputs, loss)     # loss(y, m) -> scalar, on the last chunk's rank
 
-What is sent follows from the lists. Every rank has them all, so it knows in which order messages
-reach it from each other rank, and asks for them in that order, two ahead; nobody waits to send. So
-no tags are needed (NCCL has none), and what can be run in some order runs without deadlock.
-Messages to higher ranks and to lower ones go through two groups, for NCCL does those of a pair one
-by one. (Its process group must not be given a device_id, which would make them all of one row.)
+The actions determine all messages. Each rank has the lists of all ranks, so it knows the order of
+the messages from each other rank, and posts two receives ahead in that order; sends never block. No
+tags are needed (NCCL has none), and any schedule that has a valid order runs without deadlock.
+Messages to higher and to lower ranks use two process groups, since NCCL serializes the messages of
+one pair of ranks. (Create the process group without device_id, which would serialize both groups.)
 
-W, the weights' gradients after the input's (Zero Bubble, arXiv:2401.10241): `split_weights_` has
-the nn.Linear layers of a chunk leave dW = dy^T x for later, where the schedule has a W for it, and
-between B and W x and dy are what is kept; `split_experts` does so for experts. Other parameters'
-gradients, norms', come with B. Sums of bf16 weights' products are made in fp32. Under activation
-checkpointing nothing is recomputed twice.
+W, weight gradients computed after input gradients (Zero Bubble, arXiv:2401.10241):
+`split_backward_` makes the nn.Linear layers of a chunk defer dW = dy^T x wherever the schedule has
+a W; x and dy are kept from B to W. `split_experts_backward` does this for experts. The gradients of
+other parameters, such as norms, are computed in B. The weight gradients of bf16 weights are
+accumulated in fp32. With activation checkpointing, nothing is recomputed twice.
 
-U, the optimizer's step after each microbatch (PipeDream, arXiv:1806.03377, 3.3): forward passes
-take the newest weights, backward passes those that their forward pass had, of which there are
-copies for as long as they are needed; microbatch t on stage s of n (from 1) sees t - n + s updates.
+U, an optimizer step after each microbatch (PipeDream, arXiv:1806.03377, 3.3): forward passes use
+the newest weights and backward passes the weights of their forward pass (weight stashing).
+Microbatch t on stage s of n (counted from 1) sees t - n + s updates.
 
-`decode` is generation on a ring of stages: groups of rows follow each other, and the last rank's
-tokens go to the first.
+`decode` generates on a ring of stages: groups of rows follow each other through the stages, and the
+last rank sends the sampled tokens to the first.
 
-Equivalence (test_all.py): loss, all gradients and weights after 3 steps are one process's, for
-every schedule, with TP, FSDP and experts on other ranks; on gloo: NCCL has not been tried. When it
-loses: fewer microbatches than ranks; stages that take unequal times (schedules.partition cuts
-them); links where an activation takes as long as its stage. DualPipe's F and B beside each other
-are done one after the other: what its list saves in waiting is there, what overlap would is not.
-Needs: torch. `python pipeline.py` starts 4 processes, checks itself and prints a table (--check:
-none).
+Equivalence (test_all.py): loss, all gradients and the weights after 3 steps equal one process's for
+every schedule, combined with TP, FSDP and expert parallelism, on gloo; NCCL is untested. When it
+loses: fewer microbatches than ranks; stages of unequal time (schedules.partition balances them);
+links on which sending an activation takes as long as computing its stage. DualPipe's overlapped F
+and B run one after the other: its smaller bubble is realized, its compute overlap is not.
+Needs: torch. `python parallelism/pipeline.py` starts 4 processes, runs a check and prints a table
+(--check: no table).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 Group = dist.ProcessGroup
-Chunk = Callable[[Any], Any]  # x -> y, or (y, a loss of its own, such as a router's)
-Key = tuple[str, int, int]  # (F or B, microbatch, the chunk that it is for): a message
+Chunk = Callable[[Any], Any]  # x -> y, or (y, auxiliary loss), such as a router's
+MessageKey = tuple[str, int, int]  # (F or B, microbatch, destination chunk)
 
-AHEAD = 2  # receives that wait on each link
+NUM_PREFETCH_RECVS = 2  # receives posted ahead for each source rank
 
 
 def _check(condition: bool, message: str) -> None:
@@ -68,10 +68,10 @@ def _check(condition: bool, message: str) -> None:
 
 
 def p2p_groups(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
-    """The groups (to higher ranks, to lower ones) of this process among all pipelines, each an
-    ascending list of ranks. Collective: all processes call it, with the same lists."""
+    """Process groups (for messages to higher ranks, to lower ranks) of this process's pipeline.
+    pipelines: the ascending ranks of each. Collective: all processes pass the same lists."""
     ok = all(list(ranks) == sorted(ranks) for ranks in pipelines)
-    _check(ok, f"ranks must ascend, as a group numbers them, in {[*map(list, pipelines)]}")
+    _check(ok, f"the ranks of each pipeline must be ascending, not {[*map(list, pipelines)]}")
     make = lambda: dist.new_subgroups_by_enumeration([list(ranks) for ranks in pipelines])[0]
     return make(), make()
 
@@ -82,8 +82,9 @@ def p2p_groups(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
 
 
 class WeightGradStore:
-    """What the Pipeline tells a chunk's layers: where they leave what W has to do; None if their
-    backward pass does it. sums: of gradients of weights below fp32, until the end."""
+    """Deferred weight gradients of a chunk's layers. queue: the list that backward passes append
+    their dW computations to; None: they compute dW themselves. sums: fp32 gradient accumulators of
+    weights narrower than fp32."""
 
     queue: list[Callable[[], None]] | None = None
 
@@ -92,9 +93,9 @@ class WeightGradStore:
 
     @torch.no_grad()
     def add(self, weight: Tensor, index: int | None, dw: Tensor) -> None:
-        narrow = weight.dtype.itemsize < 4
-        total = self.sums.get(weight) if narrow else weight.grad
-        if total is None and narrow:
+        below_fp32 = weight.dtype.itemsize < 4
+        total = self.sums.get(weight) if below_fp32 else weight.grad
+        if total is None and below_fp32:
             total = self.sums[weight] = torch.zeros_like(weight, dtype=torch.float32)
         elif total is None:
             total = weight.grad = torch.zeros_like(weight)
@@ -102,25 +103,27 @@ class WeightGradStore:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Round the sums, once, and add them to .grad."""
+        """Round each fp32 sum once and add it to .grad."""
         for weight, total in self.sums.items():
             old = 0 if weight.grad is None else weight.grad
             weight.grad = (total + old).to(weight.dtype)
         self.sums.clear()
 
 
-class _Product(torch.autograd.Function):
-    """F.linear(x, weight, bias), of a stack that of its matrix `index`: backward dx = dy W and the
-    bias, later dW = dy^T x, which is added to weight.grad."""
+class _LinearSplitBackward(torch.autograd.Function):
+    """F.linear(x, weight, bias), or with weight[index] of a stack (E, out, in). Backward computes
+    dx = dy W and the bias gradient; dW = dy^T x is queued and later added to weight.grad."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, index: int | None, weight_grads: WeightGradStore
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, index: int | None,
+        weight_grads: WeightGradStore,
+    ) -> Tensor:  # fmt: skip
         matrix = weight if index is None else weight[index].to(x.dtype)
         y = F.linear(x, matrix, bias)
-        ctx.save_for_backward(x.to(y.dtype))  # as autocast would have it
-        ctx.weight, ctx.index, ctx.weight_grads = weight, index, weight_grads  # saved, it might come as a copy
+        ctx.save_for_backward(x.to(y.dtype))  # the dtype that autocast multiplies in
+        ctx.weight = weight  # not in save_for_backward, which may return a copy
+        ctx.index, ctx.weight_grads = index, weight_grads
         return y
 
     @staticmethod
@@ -133,43 +136,48 @@ class _Product(torch.autograd.Function):
             db = dy.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[1]:
             weight_grads, rows = ctx.weight_grads, x.flatten(0, -2)
-            product = lambda: dy.flatten(0, -2).mT @ rows
-            weight_grads.queue.append(lambda: weight_grads.add(weight, index, product()))
+            dw = lambda: dy.flatten(0, -2).mT @ rows
+            weight_grads.queue.append(lambda: weight_grads.add(weight, index, dw()))
         return dx, None, db, None, None
 
 
 class SplitLinear(nn.Linear):
+    """nn.Linear that defers its weight gradient while the store has a queue."""
+
     weight_grads: WeightGradStore
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight_grads.queue is None or not self.weight.requires_grad:
             return super().forward(x)
-        return _Product.apply(x, self.weight, self.bias, None, self.weight_grads)
+        return _LinearSplitBackward.apply(x, self.weight, self.bias, None, self.weight_grads)
 
 
 class SplitStack:
-    """Experts' matrices (E, out, in), for who multiplies by `linear`: moe.grouped_experts does."""
+    """Stacked expert weights (E, out, in) for callers that use `linear`, as moe.grouped_experts
+    does; defers their gradients."""
 
     def __init__(self, weight: Tensor, weight_grads: WeightGradStore):
         self.weight, self.weight_grads = weight, weight_grads
         self.shape, self.dtype = weight.shape, weight.dtype
 
     def linear(self, rows: Tensor, e: int) -> Tensor:
-        return _Product.apply(rows, self.weight, None, e, self.weight_grads)
+        return _LinearSplitBackward.apply(rows, self.weight, None, e, self.weight_grads)
 
 
-def split_weights_(module: nn.Module, weight_grads: WeightGradStore) -> None:
-    """Have every nn.Linear in it, in place, leave its weight's gradient to `later`. Parameters,
-    names and hooks stay. Before fully_shard; compiled layers cannot. Subclasses, which multiply in
-    ways of their own, are left alone."""
+def split_backward_(module: nn.Module, weight_grads: WeightGradStore) -> None:
+    """Make every nn.Linear in the module, in place, defer its weight gradient to `weight_grads`.
+    Parameters, names and hooks are kept. Call it before fully_shard; compiled layers are not
+    supported. Subclasses of nn.Linear, which override the matmul, are unchanged."""
     for linear in module.modules():
         if type(linear) is nn.Linear:
             linear.__class__, linear.weight_grads = SplitLinear, weight_grads
 
 
-def split_experts(run: Callable[..., Tensor], weight_grads: WeightGradStore) -> Callable[..., Tensor]:
-    """The experts hook run(x, weights, ids, w_gate_up, w_down), leaving both stacks' gradients to
-    `later`."""
+def split_experts_backward(
+    run: Callable[..., Tensor], weight_grads: WeightGradStore
+) -> Callable[..., Tensor]:
+    """Wrap the experts hook run(x, weights, ids, w_gate_up, w_down): the gradients of both stacks
+    are deferred to `weight_grads`."""
 
     def split(x: Tensor, weights: Tensor, ids: Tensor, *stacks: Tensor) -> Tensor:
         if weight_grads.queue is not None:
@@ -185,18 +193,19 @@ def split_experts(run: Callable[..., Tensor], weight_grads: WeightGradStore) -> 
 
 
 class Pipeline:
-    """This rank's part in a schedule, as often as wanted.
+    """Runs this rank's actions of a schedule; reusable for any number of steps.
 
-    chunks: number -> module or callable, of those that have their home here. The first of a path
-    gets inputs[m], others hidden states of `shape`, which is what they return, the last one of a
-    path excepted. up, down: the groups that `channels` makes, in the order of the schedule's ranks.
-    later: the one of split_weights_, for a schedule with W. recompute: chunks whose forward pass
-    is made again for the backward pass; they keep their input alone. before(action, last): called
-    before each action; last, if this is the chunk's last backward pass. A U needs modules, and
-    recomputation inside of them would see other weights: let it be done here. Collective over the
-    groups. ValueError if the chunks are not the schedule's.
+    chunks: chunk number -> module or callable, for all chunks of this rank. The first chunk of a
+    path gets inputs[m], the others hidden states of `shape`; all but the last return hidden states
+    of `shape`. up, down: the groups of `p2p_groups`, in the order of the schedule's ranks.
+    weight_grads: the store given to split_backward_, for schedules with W. recompute: chunks that
+    save only their input and recompute their forward pass in the backward pass.
+    before_action(action, last): called before each action; last: it is the chunk's last B.
+    Schedules with U need modules, and must recompute by `recompute`: checkpointing inside a module
+    would see other weights. Collective over the groups. ValueError if the chunks do not match.
 
-    `microbatch` is the number of the one that a chunk is being called for, `events` the last run's.
+    `microbatch` is the index of the microbatch being run; `events` are the last run's
+    (start, end, action).
     """
 
     def __init__(
@@ -210,35 +219,38 @@ class Pipeline:
         device: torch.device | str = "cpu",
         weight_grads: WeightGradStore | None = None,
         recompute: Collection[int] = (),
-        before: Callable[[Any, bool], None] | None = None,
+        before_action: Callable[[Any, bool], None] | None = None,
     ):
         self.schedule, self.chunks, self.up, self.down = schedule, chunks, up, down
         self.rank, self.dtype, self.device = dist.get_rank(up), dtype, device
-        self.weight_grads, self.recompute, self.before = weight_grads or WeightGradStore(), recompute, before
+        self.weight_grads = weight_grads or WeightGradStore()
+        self.recompute, self.before_action = recompute, before_action
         ranks, size = len(schedule.actions), dist.get_world_size(up)
-        _check(ranks == size, f"the schedule is for {ranks} ranks, the group has {size}")
-        own = {chunk for chunk, rank in enumerate(schedule.home) if rank == self.rank}
+        _check(ranks == size, f"the schedule has {ranks} ranks, the process group {size}")
+        own = {chunk for chunk, rank in enumerate(schedule.chunk_to_rank) if rank == self.rank}
         _check(own == set(chunks), f"rank {self.rank} must have the chunks {sorted(own)} of "
                f"{schedule.name}, not {sorted(chunks)}")  # fmt: skip
         self.actions = schedule.actions[self.rank]
-        self.split = {a[1:3] for a in self.actions if a[0] == "W"}
-        self.place = {a[:3]: n for rank in schedule.actions for n, a in enumerate(rank)}
-        self.last = {a[2]: a for a in self.actions if a[0] == "B"}
-        self.events: list[tuple[float, float, Any]] = []  # of the last run, by the host's clock
+        self.split_backwards = {a[1:3] for a in self.actions if a[0] == "W"}
+        self.position = {a[:3]: n for rank in schedule.actions for n, a in enumerate(rank)}
+        self.last_backward = {a[2]: a for a in self.actions if a[0] == "B"}
+        self.events: list[tuple[float, float, Any]] = []  # (start, end, action), host clock
         self.microbatch = 0
         hops = [hop for path in schedule.paths for hop in zip(path, path[1:])]
-        self.next = {("F", a): b for a, b in hops} | {("B", b): a for a, b in hops}
+        self.next_chunk = {("F", a): b for a, b in hops} | {("B", b): a for a, b in hops}
         sources = range(size)
         self.incoming = {
-            kinds: [[*self._messages(source, kinds)] for source in sources] for kinds in ("FB", "F")
+            kinds: [[*self._messages_from(source, kinds)] for source in sources]
+            for kinds in ("FB", "F")
         }
-        self._connect({tuple(sorted((schedule.home[a], schedule.home[b]))) for a, b in hops})
+        ranks_of = schedule.chunk_to_rank
+        self._connect({tuple(sorted((ranks_of[a], ranks_of[b]))) for a, b in hops})
 
-    # ---- what is sent ----
+    # ---- messages ----
 
     def _connect(self, pairs: Collection[tuple[int, int]]) -> None:
-        """A message each way between ranks that will have some. NCCL makes a connection when both
-        ends first call, and the one that calls first waits: so all do it in one order of pairs."""
+        """Send one message each way between each pair of ranks that will communicate. NCCL
+        connects on the first call of both ends, which blocks: all ranks use one order of pairs."""
         for pair in sorted(pair for pair in pairs if pair[0] != pair[1] and self.rank in pair):
             for group, source, to in ((self.up, *pair), (self.down, *pair[::-1])):
                 token = torch.zeros(1, device=self.device)
@@ -247,179 +259,182 @@ class Pipeline:
                 else:
                     dist.recv(token, group=group, group_src=source)
 
-    def _messages(self, source: int, kinds: str) -> Iterator[Key]:
-        """All that `source` sends to this rank, in its order."""
+    def _messages_from(self, source: int, kinds: str) -> Iterator[MessageKey]:
+        """The messages from `source` to this rank, in sending order."""
         for kind, m, chunk, *_ in self.schedule.actions[source]:
-            to = self.next.get((kind, chunk)) if kind in kinds else None
-            if to is not None and self.schedule.home[to] == self.rank != source:
+            to = self.next_chunk.get((kind, chunk)) if kind in kinds else None
+            if to is not None and self.schedule.chunk_to_rank[to] == self.rank != source:
                 yield kind, m, to
 
-    def _link(self, rank: int, sending: bool) -> Group:
+    def _group(self, rank: int, sending: bool) -> Group:
         return self.up if (rank > self.rank) == sending else self.down
 
-    def _open(self, shape: Sequence[int], kinds: str) -> None:
-        """Before a run: ask for the first messages."""
+    def _start(self, shape: Sequence[int], kinds: str) -> None:
+        """Reset the state of a run and post the first receives."""
         self.shape, self.sent, self.events = tuple(shape), [], []
-        self.got: dict[Key, Tensor] = {}  # from another chunk of this rank
+        self.local_messages: dict[MessageKey, Tensor] = {}  # between chunks of this rank
         self.expected = [deque(messages) for messages in self.incoming[kinds]]
-        self.posted: dict[Key, tuple[Tensor, Any]] = {}
+        self.pending_recvs: dict[MessageKey, tuple[Tensor, Any]] = {}
         for source in range(len(self.expected)):
-            for _ in range(AHEAD):
-                self._post(source)
+            for _ in range(NUM_PREFETCH_RECVS):
+                self._post_recv(source)
 
-    def _post(self, source: int) -> None:
+    def _post_recv(self, source: int) -> None:
         if self.expected[source]:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            work = dist.irecv(buffer, group=self._link(source, False), group_src=source)
-            self.posted[self.expected[source].popleft()] = buffer, work
+            work = dist.irecv(buffer, group=self._group(source, False), group_src=source)
+            self.pending_recvs[self.expected[source].popleft()] = buffer, work
 
-    def _take(self, key: Key) -> Tensor:
-        """The message, for which its sender may still have to do something."""
-        if key in self.got:
-            return self.got.pop(key)
+    def _recv(self, key: MessageKey) -> Tensor:
+        """Wait for a message. It may not have been computed yet."""
+        if key in self.local_messages:
+            return self.local_messages.pop(key)
         kind, m, chunk = key
-        back = self.next["B" if kind == "F" else "F", chunk]
-        source = self.schedule.home[back]
-        while key not in self.posted:
-            assert self.expected[source], f"rank {source} never sends {key}: see schedules.check"
-            self._post(source)
-        buffer, work = self.posted.pop(key)
+        back = self.next_chunk["B" if kind == "F" else "F", chunk]
+        source = self.schedule.chunk_to_rank[back]
+        while key not in self.pending_recvs:
+            assert self.expected[source], f"rank {source} never sends {key}: run schedules.check"
+            self._post_recv(source)
+        buffer, work = self.pending_recvs.pop(key)
         work.wait()
         self.began = time.perf_counter()
-        self._arrived(source, self.place[kind, m, back])
-        self._post(source)
+        self._release_sent(source, self.position[kind, m, back])
+        self._post_recv(source)
         return buffer
 
-    def _arrived(self, rank: int, place: int) -> None:
-        """What that rank took for the actions up to this place of its list need not be kept."""
-        there = [one for one in self.sent if one[0] == rank and one[1] <= place]
-        for one in there:
+    def _release_sent(self, rank: int, position: int) -> None:
+        """Free the send buffers that `rank` has received for its actions up to `position`."""
+        arrived = [one for one in self.sent if one[0] == rank and one[1] <= position]
+        for one in arrived:
             one[2].wait()
-        self.sent = [one for one in self.sent if one[0] != rank or one[1] > place]
+        self.sent = [one for one in self.sent if one[0] != rank or one[1] > position]
 
-    def _give(self, kind: str, m: int, chunk: int, x: Tensor) -> None:
-        """Send what (kind, m, chunk) has made to whom it is for."""
-        to = self.next[kind, chunk]
-        home = self.schedule.home[to]
-        if home == self.rank:
-            self.got[kind, m, to] = x
+    def _send(self, kind: str, m: int, chunk: int, x: Tensor) -> None:
+        """Send the output of (kind, m, chunk) to the next chunk's rank."""
+        to = self.next_chunk[kind, chunk]
+        owner = self.schedule.chunk_to_rank[to]
+        if owner == self.rank:
+            self.local_messages[kind, m, to] = x
             return
-        _check(tuple(x.shape) == self.shape and x.dtype == self.dtype, f"chunk {chunk} made "
+        _check(tuple(x.shape) == self.shape and x.dtype == self.dtype, f"chunk {chunk} returned "
                f"{tuple(x.shape)} of {x.dtype}, not {self.shape} of {self.dtype}")  # fmt: skip
         x = x.contiguous()
-        work = dist.isend(x, group=self._link(home, True), group_dst=home)
-        # the tensor must live until it has gone, and gloo says so to who waits, alone
-        self.sent.append((home, self.place[kind, m, to], work, x))
+        work = dist.isend(x, group=self._group(owner, True), group_dst=owner)
+        # keep the tensor alive until it is sent; gloo reports completion only in wait()
+        self.sent.append((owner, self.position[kind, m, to], work, x))
 
-    # ---- what is done ----
+    # ---- actions ----
 
     def step(
         self, shape: Sequence[int], inputs: Sequence[Any], loss: Callable[[Any, int], Tensor],
         update: Callable[[int], None] | None = None,
     ) -> dict[int, Tensor]:  # fmt: skip
-        """Forward and backward passes of all microbatches: to .grad is added the gradient of the
-        sum of loss(y, m) over them; {m: loss} of those whose last chunk is here. inputs[m] is only
-        looked at where the first chunk is. update(chunk): the optimizer's step, for a U."""
-        stashes = any(action[0] == "U" for action in self.actions)
-        _check(not stashes or update is not None, f"{self.schedule.name} needs `update`, for its U")
-        self._open(shape, "FB")
-        newest = {c: _copy(module) if stashes else None for c, module in self.chunks.items()}
-        kept: dict[tuple[int, int], tuple] = {}  # F's, for B
-        queues: dict[tuple[int, int], list] = {}  # B's, for W
-        used: dict[tuple[int, int], dict] = {}  # F's weights, for U
+        """Run forward and backward passes of all microbatches, accumulating into .grad the gradient
+        of the sum of loss(y, m). Returns {m: loss} on the last chunk's rank. inputs[m] is read only
+        on the first chunk's rank. update(chunk): the optimizer step, for schedules with U."""
+        stash_weights = any(action[0] == "U" for action in self.actions)
+        name = self.schedule.name
+        _check(not stash_weights or update is not None, f"{name} has U actions: pass `update`")
+        self._start(shape, "FB")
+        newest_weights = {
+            c: _clone_weights(module) if stash_weights else None
+            for c, module in self.chunks.items()
+        }
+        saved: dict[tuple[int, int], tuple] = {}  # from F to B: input and roots of the graph
+        weight_grad_queues: dict[tuple[int, int], list] = {}  # from B to W
+        weights_used: dict[tuple[int, int], dict] = {}  # from F to U: its version of the weights
         losses: dict[int, Tensor] = {}
         for action in self.actions:
             self.began, (kind, m, chunk, *_) = time.perf_counter(), action
             key, self.microbatch = (m, chunk), m
-            if self.before is not None:
-                self.before(action, action == self.last[chunk])
-            if kind in "FB" and key in self.split:
-                self.weight_grads.queue = queues.setdefault(key, [])
+            if self.before_action is not None:
+                self.before_action(action, action == self.last_backward[chunk])
+            if kind in "FB" and key in self.split_backwards:
+                self.weight_grads.queue = weight_grad_queues.setdefault(key, [])
             if kind == "F":
-                used[key] = newest[chunk]
-                kept[key] = self._forward(inputs, m, chunk, loss, losses, newest[chunk])
+                weights_used[key] = newest_weights[chunk]
+                saved[key] = self._forward(inputs, m, chunk, loss, losses, newest_weights[chunk])
             elif kind == "B":
-                self._backward(m, chunk, *kept.pop(key))
+                self._backward(m, chunk, *saved.pop(key))
             elif kind == "W":
-                queue = queues.pop(key)
-                while queue:  # x and dy of each go when it is done
+                queue = weight_grad_queues.pop(key)
+                while queue:  # frees each x and dy after its use
                     queue.pop(0)()
             else:
                 self.weight_grads.finish()
-                _hand_over(used.pop(key), self.chunks[chunk])
+                _move_grads(weights_used.pop(key), self.chunks[chunk])
                 update(chunk)
-                newest[chunk] = _copy(self.chunks[chunk])
+                newest_weights[chunk] = _clone_weights(self.chunks[chunk])
             self.weight_grads.queue = None
             self.events.append((self.began, time.perf_counter(), action))
         self.weight_grads.finish()
-        self._close()
+        self._finish()
         return losses
 
     def _forward(
         self, inputs: Sequence[Any], m: int, chunk: int, loss: Callable[[Any, int], Tensor],
         losses: dict[int, Tensor], weights: dict[str, Tensor] | None,
     ) -> tuple[Any, list[Tensor]]:  # fmt: skip
-        """(x, what the backward pass begins with)"""
-        if ("B", chunk) in self.next:
-            x = self._take(("F", m, chunk)).requires_grad_()
+        """Returns (x, roots of the backward pass)."""
+        if ("B", chunk) in self.next_chunk:
+            x = self._recv(("F", m, chunk)).requires_grad_()
         else:
             x = inputs[m]
         run = self.chunks[chunk]
         if weights is not None:
             run = lambda x: functional_call(self.chunks[chunk], weights, (x,), tie_weights=False)
         y = checkpoint(run, x, use_reentrant=False) if chunk in self.recompute else run(x)
-        y, *own = y if isinstance(y, tuple) else (y,)
-        if ("F", chunk) not in self.next:
+        y, *aux_loss = y if isinstance(y, tuple) else (y,)
+        if ("F", chunk) not in self.next_chunk:
             y = loss(y, m)
             losses[m] = y.detach()
         else:
-            self._give("F", m, chunk, y.detach())
-        return x, [y, *own]
+            self._send("F", m, chunk, y.detach())
+        return x, [y, *aux_loss]
 
     def _backward(self, m: int, chunk: int, x: Any, roots: list[Tensor]) -> None:
-        dy = self._take(("B", m, chunk)) if ("F", chunk) in self.next else None
+        dy = self._recv(("B", m, chunk)) if ("F", chunk) in self.next_chunk else None
         pairs = [(y, d) for y, d in zip(roots, (dy, *[None] * len(roots))) if y.requires_grad]
-        if pairs:  # none: all of this chunk and before it is frozen
+        if pairs:  # empty: this chunk and all before it are frozen
             torch.autograd.backward(*zip(*pairs))
-        if ("B", chunk) in self.next:
-            dx, x.grad = x.grad, None  # W may keep x
-            self._give("B", m, chunk, dx)
+        if ("B", chunk) in self.next_chunk:
+            dx, x.grad = x.grad, None  # x itself may be kept for W
+            self._send("B", m, chunk, dx)
 
-    def _close(self) -> None:
+    def _finish(self) -> None:
         for *_, work, _ in self.sent:
             work.wait()
         self.sent.clear()
-        assert not self.got and not self.posted, "messages that nobody took"
+        assert not self.local_messages and not self.pending_recvs, "unconsumed messages"
 
     @torch.no_grad()
     def forward(
         self, shape: Sequence[int], inputs: Sequence[Any],
         finish: Callable[[Any, int], Any] = lambda y, m: y,
     ) -> dict[int, Any]:  # fmt: skip
-        """The forward passes alone, in the schedule's order: {m: finish(y, m)} where the last chunk
-        is."""
-        self._open(shape, "F")
+        """Run the schedule's forward passes only. Returns {m: finish(y, m)} on the last chunk's
+        rank."""
+        self._start(shape, "F")
         out = {}
         for action in self.actions:
             kind, m, chunk, *_ = action
             if kind != "F":
                 continue
             self.began, self.microbatch = time.perf_counter(), m
-            x = self._take(("F", m, chunk)) if ("B", chunk) in self.next else inputs[m]
+            x = self._recv(("F", m, chunk)) if ("B", chunk) in self.next_chunk else inputs[m]
             y = self.chunks[chunk](x)
             y = y[0] if isinstance(y, tuple) else y
-            if ("F", chunk) in self.next:
-                self._give("F", m, chunk, y)
+            if ("F", chunk) in self.next_chunk:
+                self._send("F", m, chunk, y)
             else:
                 out[m] = finish(y, m)
             self.events.append((self.began, time.perf_counter(), action))
-        self._close()
+        self._finish()
         return out
 
 
-def _copy(module: nn.Module) -> dict[str, Tensor]:
-    """A version of the weights, which later updates leave as it is; one name of each for every
-    module that has it."""
+def _clone_weights(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of the weights, unaffected by updates, under every name of shared parameters."""
     copies = {p: p.detach().clone().requires_grad_(p.requires_grad) for p in module.parameters()}
     return {
         f"{path}.{name}".lstrip("."): copies[p]
@@ -428,8 +443,8 @@ def _copy(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _hand_over(version: dict[str, Tensor], module: nn.Module) -> None:
-    """The gradients at a version's weights, to the newest ones."""
+def _move_grads(version: dict[str, Tensor], module: nn.Module) -> None:
+    """Move the gradients of a stashed version to the module's current parameters."""
     for name, p in module.named_parameters():
         p.grad, version[name].grad = version[name].grad, None
 
@@ -441,48 +456,48 @@ def _hand_over(version: dict[str, Tensor], module: nn.Module) -> None:
 
 def decode(
     stage: Callable[[Tensor, int], Tensor],
-    starts: Sequence[Tensor],
-    draw: Callable[[Tensor, int], Tensor],
+    first_tokens: Sequence[Tensor],
+    sample: Callable[[Tensor, int], Tensor],
     shape: Callable[[int], Sequence[int]],
     up: Group,
     down: Group,
     *,
     dtype: torch.dtype,
 ) -> Iterator[list[Tensor]]:
-    """Decoding of several groups of rows, which follow each other through the stages: with as many
-    groups as ranks, and ranks equally fast, all of them work all the time.
+    """Decode several groups of rows that follow each other through the stages. With as many groups
+    as ranks and equally fast ranks, no rank idles.
 
-    stage(x, g): this rank's layers on group g, of tokens (B, 1) on rank 0, else of hidden states of
-    shape(g) and `dtype`; hidden states, on the last rank what draw(y, g) makes the next tokens (B,)
-    of. starts: the first tokens (B,) of every group. Yields, on every rank, the tokens of all
-    groups that went in, beginning with the first; when told to stop (close), all ranks must after
-    the same step. What was drawn from the last ones is then lost.
+    stage(x, g): this rank's layers on group g. x: tokens (B, 1) on rank 0, else hidden states of
+    shape(g) and `dtype`. It returns hidden states, on the last rank the input of sample(y, g) ->
+    next tokens (B,). first_tokens: (B,) of each group. Yields on every rank the input tokens of all
+    groups, starting with the first. All ranks must close() after the same step; tokens sampled in
+    that step are discarded.
     """
     rank, ranks = dist.get_rank(up), dist.get_world_size(up)
-    _check(ranks > 1, "one rank is no pipeline")
+    _check(ranks > 1, "decode needs a pipeline of 2 ranks or more, not 1")
     sent: deque = deque()
 
     def send(x: Tensor, to: int, group: Group) -> None:
         x = x.contiguous()
         sent.append((dist.isend(x, group=group, group_dst=to), x))
-        while len(sent) > 4 * len(starts):  # a round ago: they have long arrived
+        while len(sent) > 4 * len(first_tokens):  # sent a round ago: already received
             sent.popleft()[0].wait()
 
     def receive(x: Tensor, source: int, group: Group) -> Tensor:
         dist.recv(x, group=group, group_src=source)
         return x
 
-    again = False
+    started = False
     try:
         while True:
             seen = []
-            for g, first in enumerate(starts):
+            for g, first in enumerate(first_tokens):
                 tokens = first
                 if rank > 0:
                     tokens = receive(torch.empty_like(first), rank - 1, up)
                     x = receive(first.new_empty(tuple(shape(g)), dtype=dtype), rank - 1, up)
                 else:
-                    if again:
+                    if started:
                         tokens = receive(torch.empty_like(first), ranks - 1, down)
                     x = tokens[:, None]
                 y = stage(x, g)
@@ -490,12 +505,12 @@ def decode(
                     send(tokens, rank + 1, up)
                     send(y, rank + 1, up)
                 else:
-                    send(draw(y, g), 0, down)
+                    send(sample(y, g), 0, down)
                 seen.append(tokens)
-            again = True
+            started = True
             yield seen
-    except GeneratorExit:  # not after an error: then nobody knows what is on its way
-        for first in starts if rank == 0 else ():
+    except GeneratorExit:  # not after an error, when the messages in flight are unknown
+        for first in first_tokens if rank == 0 else ():
             receive(torch.empty_like(first), ranks - 1, down)
         for work, _ in sent:
             work.wait()
@@ -507,7 +522,7 @@ def decode(
 
 
 def _one_f_one_b(p: int, m: int, split: bool = False) -> SimpleNamespace:
-    """The list of 1F1B; split: its W r microbatches after their B, ZB-H1."""
+    """The 1F1B schedule; split: ZB-H1, with W on rank r delayed by r microbatches."""
     lists = []
     for r in range(p):
         work = [("F", i, r) for i in range(min(p - r, m))]
@@ -516,8 +531,9 @@ def _one_f_one_b(p: int, m: int, split: bool = False) -> SimpleNamespace:
             work += [("W", i - r, r)] if split and i >= r else []
             work += [("F", i + p - r, r)] if i + p - r < m else []
         lists.append(work)
-    names = dict(name="1f1b", microbatches=m, home=range(p), paths=(range(p),), actions=lists)
-    return SimpleNamespace(**names)
+    return SimpleNamespace(
+        name="1f1b", microbatches=m, chunk_to_rank=range(p), paths=(range(p),), actions=lists
+    )
 
 
 def _model(n: int, C: int, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
@@ -529,7 +545,7 @@ def _model(n: int, C: int, dtype: torch.dtype = torch.float64) -> list[nn.Module
 
 
 def check(rank: int, ranks: int, up: Group, down: Group) -> None:
-    """Losses and gradients of 1F1B, without and with W, == one process's; `decode`'s tokens too."""
+    """Losses and gradients of 1F1B, with and without W, and tokens of `decode` == one process."""
     torch.manual_seed(1)
     m, shape = 6, (2, 3, 8)
     x, goal = torch.randn(2, m, *shape, dtype=torch.float64).unbind()
@@ -541,7 +557,7 @@ def check(rank: int, ranks: int, up: Group, down: Group) -> None:
     expected.backward()
     for split in (False, True):
         weight_grads, own = WeightGradStore(), _model(ranks, 8)[rank]
-        split_weights_(own, weight_grads)
+        split_backward_(own, weight_grads)
         schedule = _one_f_one_b(ranks, m, split)
         pipe = Pipeline(schedule, {rank: own}, up, down, dtype=x.dtype, weight_grads=weight_grads)
         losses = pipe.step(shape, x, lambda y, i: (y - goal[i]).square().sum())
@@ -550,37 +566,39 @@ def check(rank: int, ranks: int, up: Group, down: Group) -> None:
         for p, q in zip(own.parameters(), whole[rank].parameters()):
             assert torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-12)
     add = lambda x, g: x[..., None].double() + rank if rank == 0 else x + rank
-    starts = [torch.tensor([g, 2 * g]) for g in range(3)]
-    draw = lambda y, g: y[:, 0, 0].long() % 97
-    ring = decode(add, starts, draw, lambda g: (2, 1, 1), up, down, dtype=torch.float64)
+    first_tokens = [torch.tensor([g, 2 * g]) for g in range(3)]
+    sample = lambda y, g: y[:, 0, 0].long() % 97
+    ring = decode(add, first_tokens, sample, lambda g: (2, 1, 1), up, down, dtype=torch.float64)
     for _, seen in zip(range(5), ring):
-        assert all(torch.equal(s, t) for s, t in zip(seen, starts))
-        starts = [(t + sum(range(ranks))) % 97 for t in starts]
+        assert all(torch.equal(s, t) for s, t in zip(seen, first_tokens))
+        first_tokens = [(t + sum(range(ranks))) % 97 for t in first_tokens]
     ring.close()
 
 
 def benchmark(rank: int, ranks: int, up: Group, down: Group) -> None:
-    """Milliseconds of a step of all ranks, which share this machine's cores."""
+    """Milliseconds per step. All ranks share this machine's cores."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     m, C, rows = 16, 256, 128
-    say = print if rank == 0 else lambda *_: None
-    say(f"{ranks} stages of 2 products of {C} x {3 * C}, {m} microbatches of {rows} rows, fp32, ms")
+    print0 = print if rank == 0 else lambda *_: None
+    print0(f"{ranks} stages of 2 matmuls of {C} x {3 * C}")
+    print0(f"{m} microbatches of {rows} rows, fp32, ms per step")
     x, goal = torch.randn(2, m * rows, C).unbind()
     loss = lambda y, t: (y - t).square().sum()
     first, last = rank == 0, rank == ranks - 1
     stage = PipelineStage(_model(ranks, C, torch.float32)[rank], rank, ranks, torch.device("cpu"))
-    theirs = Schedule1F1B(stage, m, loss_fn=loss, scale_grads=False)
-    given, wanted = ((x,) if first else ()), (dict(target=goal) if last else {})
+    torch_schedule = Schedule1F1B(stage, m, loss_fn=loss, scale_grads=False)
+    args, kwargs = ((x,) if first else ()), (dict(target=goal) if last else {})
     xs, goals = x.split(rows), goal.split(rows)
-    rows_of = {"torch's Schedule1F1B": lambda: theirs.step(*given, **wanted)}
+    runs = {"torch's Schedule1F1B": lambda: torch_schedule.step(*args, **kwargs)}
     for name, split in (("1f1b", False), ("zb-h1", True)):
         weight_grads, own = WeightGradStore(), _model(ranks, C, torch.float32)[rank]
-        split_weights_(own, weight_grads)
-        pipe = Pipeline(_one_f_one_b(ranks, m, split), {rank: own}, up, down, weight_grads=weight_grads)
-        rows_of[name] = lambda pipe=pipe: pipe.step((rows, C), xs, lambda y, i: loss(y, goals[i]))
-    for name, run in rows_of.items():
-        say(f"{name:>22}{_ms(run):>9.1f}")
+        split_backward_(own, weight_grads)
+        schedule = _one_f_one_b(ranks, m, split)
+        pipe = Pipeline(schedule, {rank: own}, up, down, weight_grads=weight_grads)
+        runs[name] = lambda pipe=pipe: pipe.step((rows, C), xs, lambda y, i: loss(y, goals[i]))
+    for name, run in runs.items():
+        print0(f"{name:>22}{_ms(run):>9.1f}")
 
 
 def _ms(work: Callable[[], Any], times: int = 9) -> float:

@@ -1,19 +1,20 @@
-"""ring.py: generate.py's decoder over a pipeline of ranks, each with some of the layers.
+"""Pipeline-parallel decoding for generate.py --pp: each rank holds some of the layers.
 
     torchrun --nproc-per-node 4 -- generate.py --pp 4 --n 8        8 rows, two in each of 4 groups
     torchrun --nproc-per-node 8 -- generate.py --pp 2 --tp 4 --n 4
 
-One token of one row passes the stages one after the other, and all ranks but one wait. So the rows
-are cut in as many groups as there are ranks, which follow each other: a stage runs one group while
-the next stage runs the one before (pipeline.decode). The last rank draws, as sampling.py has it: a
-row's noise is its own, and the text is that of one process. Its tokens go to the first rank, and
-with the hidden states to all: each knows when the rows have ended, one step later than the last.
+A token of one row runs through the stages one after another, so all ranks but one would idle. The
+rows are therefore split into as many groups as ranks, and a stage runs one group while the next
+stage runs the previous one (parallelism/pipeline.py, decode). The last rank samples
+(generation/sampling.py): noise depends only on the row, so the text equals that of one process. It
+sends the tokens to the first rank, which forwards them with the hidden states to all: each rank
+sees a row's end one step later than the last rank.
 
-A prompt is pipelined too, chunk after chunk. Every rank reads and caches its own layers alone, so
-that a model fits that fits on no rank. When it loses: fewer rows than ranks (one row goes as fast
-as on one rank that could hold the model); links that take longer than a stage. Which hook: a stage
-is model.py's Transformer with layers dropped, embedding or head None. Needs: generate.py, model.py,
-pipeline.py, schedules.py, stages.py.
+The prompt is pipelined too, chunk by chunk. Each rank loads and caches only its own layers, so the
+model may be larger than one rank's memory. When it loses: fewer rows than ranks (one row is as fast
+as on one rank that could hold the model); links slower than a stage's compute. Hook: a stage is
+model.py's Transformer with layers dropped and embedding or head None. Needs: generate.py, model.py,
+parallelism/pipeline.py, parallelism/schedules.py, parallelism/pipeline_model.py.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from parallelism.pipeline_model import keep_stages_
 from parallelism.schedules import balance
 
 
-class Stage:
-    """--pp: of the model this rank's layers. `cut_` a model before its weights come; `join_` it
-    when no module will be swapped any more."""
+class PPStage:
+    """--pp: this rank's layers of the model. Call `shard_` before loading weights, and
+    `gather_outputs_` after all module swaps."""
 
     def __init__(self, args: argparse.Namespace):
         self.mesh, self.ranks = args.mesh, args.mesh.size("pp")
 
-    def cut_(self, model: Transformer) -> None:
-        """Drop the others' layers. ValueError names the flag."""
+    def shard_(self, model: Transformer) -> None:
+        """Drop the layers of other ranks. ValueError names the flag."""
         costs = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-        costs[-1] += model.head.weight.numel()  # a step lasts as long as reading all that
+        costs[-1] += model.head.weight.numel()  # a decode step takes as long as reading the weights
         try:
-            layers = [range(*cut) for cut in balance(costs, self.ranks)]
+            layers = [range(*bounds) for bounds in balance(costs, self.ranks)]
         except ValueError as e:
             raise ValueError(f"--pp {self.ranks}: {e}") from None
         keep_stages_(model, [self.mesh.rank("pp")], layers)
 
-    def join_(self, model: Transformer) -> None:
-        """model.config now says, for who makes a cache, how many layers this rank has."""
+    def gather_outputs_(self, model: Transformer) -> None:
+        """Renumber the layers, and set model.config to this rank's layers, for its KV cache."""
         c, own = model.config, [int(name) for name, _ in model.layers.named_children()]
         for i, block in enumerate(model.layers):
             block.attention.spec = replace(block.attention.spec, index=i)
@@ -64,23 +65,24 @@ class Stage:
         model.config = replace(c, n_layers=len(own), windows=(), moe_layers=sparse, n_mtp_layers=0)
 
 
-class Ring:
-    """generate.Decoder's steps, on every rank of a pipeline; all must take the same. chunks:
-    generate.hidden_chunks."""
+class PipelineDecoder:
+    """generate.Decoder's interface on every rank of a pipeline; all ranks must make the same calls.
+    prefill_chunks: generate.hidden_chunks."""
 
-    def __init__(self, decoder: Any, mesh: Any, chunks: Callable[..., Iterator]):
-        self.decoder, self.model, self.chunks = decoder, decoder.model, chunks
+    def __init__(self, decoder: Any, mesh: Any, prefill_chunks: Callable[..., Iterator]):
+        self.decoder, self.model, self.prefill_chunks = decoder, decoder.model, prefill_chunks
         self.rank, self.ranks = mesh.rank("pp"), mesh.size("pp")
         self.up, self.down = p2p_groups(mesh.world.mesh.flatten(1).mT.tolist())
         rows = torch.arange(decoder.batch).tensor_split(min(decoder.batch, self.ranks))
         self.rows = [group.tolist() for group in rows]
-        self.caches = [rows_of(decoder.cache, group) for group in self.rows]
-        self.dtype, self.ring, self.speculator = next(self.model.parameters()).dtype, None, None
-        self.at: list[int] = []  # of each group: where its next token stands
-        self.ahead = False  # whether the first tokens have gone in
+        self.caches = [slice_cache_rows(decoder.cache, group) for group in self.rows]
+        self.dtype, self.steps, self.speculator = next(self.model.parameters()).dtype, None, None
+        self.positions: list[int] = []  # position of each group's next token
+        self.first_tokens_sent = False  # whether the first tokens have entered the pipeline
 
     def start(self, ids: Sequence[int], cached: int = 0) -> list[list[int]]:
-        assert cached == 0, "a conversation keeps its cache; --pp has none"
+        """Prefill the prompt `ids` and start decoding; the first new token of every row."""
+        assert cached == 0, "--pp cannot reuse a conversation's cache"
         self.stop()
         d, tokens = self.decoder, torch.zeros_like(self.decoder.token[:, 0])
         logits = self._prefill(torch.tensor([ids], device=tokens.device))
@@ -88,26 +90,28 @@ class Ring:
         if logits is not None:
             tokens = d.sampler(logits.expand(d.batch, -1))
         dist.broadcast(tokens, group=self.up, group_src=self.ranks - 1)
-        d.used, self.at = len(ids), [len(ids)] * len(self.rows)
+        d.num_cached, self.positions = len(ids), [len(ids)] * len(self.rows)
         shape = lambda g: (len(self.rows[g]), 1, self.model.config.dim)
         firsts = [tokens[rows].clone() for rows in self.rows]
         links = dict(up=self.up, down=self.down, dtype=self.dtype)
-        self.ring = decode(self._stage, firsts, self._drawn, shape, **links)
-        self.ahead = False
-        return d.runs(tokens[:, None].tolist())
+        self.steps = decode(self._stage, firsts, self._sample, shape, **links)
+        self.first_tokens_sent = False
+        return d.check_finite(tokens[:, None].tolist())
 
     def next(self) -> list[list[int]]:
-        if not self.ahead:
-            next(self.ring)
-        self.ahead = True
-        tokens = torch.cat(next(self.ring))
-        self.decoder.used += 1
-        return self.decoder.runs(tokens[:, None].tolist())
+        """The next token of every row."""
+        if not self.first_tokens_sent:
+            next(self.steps)
+        self.first_tokens_sent = True
+        tokens = torch.cat(next(self.steps))
+        self.decoder.num_cached += 1
+        return self.decoder.check_finite(tokens[:, None].tolist())
 
     def stop(self) -> None:
-        if self.ring is not None:
-            self.ring.close()
-        self.ring = None
+        """End decoding of this prompt; on every rank after the same step."""
+        if self.steps is not None:
+            self.steps.close()
+        self.steps = None
 
     def _prefill(self, tokens: Tensor) -> Tensor | None:
         """The last token's logits (1, V), on the last rank."""
@@ -120,34 +124,34 @@ class Ring:
             y = self.model(x, positions, attend, return_hidden=True).contiguous()
             if self.rank < self.ranks - 1:
                 sent.append((dist.isend(y, group=self.up, group_dst=self.rank + 1), y))
-            while len(sent) > 2:  # the next stage is at most so far behind
+            while len(sent) > 2:  # the next stage may lag two chunks behind
                 sent.popleft()[0].wait()
             return y
 
         model.config, d = self.model.config, self.decoder
-        for _, hidden in self.chunks(model, tokens, d.cache, 0, d.attention):
+        for _, hidden in self.prefill_chunks(model, tokens, d.cache, 0, d.attention):
             last = hidden[:, -1]
         for work, _ in sent:
             work.wait()
         return self.model.head(last) if self.rank == self.ranks - 1 else None
 
     def _stage(self, x: Tensor, g: int) -> Tensor:
-        at, self.at[g] = self.at[g], self.at[g] + 1
-        attend = self.decoder.attention(self.caches[g], at + 1)
-        x = x.clamp(min=0) if self.rank == 0 else x  # a row that has failed says so by -1
-        return self.model(x, torch.tensor([at], device=x.device), attend)
+        position, self.positions[g] = self.positions[g], self.positions[g] + 1
+        attend = self.decoder.attention(self.caches[g], position + 1)
+        x = x.clamp(min=0) if self.rank == 0 else x  # a failed row has the id -1
+        return self.model(x, torch.tensor([position], device=x.device), attend)
 
-    def _drawn(self, logits: Tensor, g: int) -> Tensor:
-        return self.decoder.sampler.draw_rows(logits[:, -1], self.rows[g])
+    def _sample(self, logits: Tensor, g: int) -> Tensor:
+        return self.decoder.sampler.sample_rows(logits[:, -1], self.rows[g])
 
     def bytes_per_step(self) -> int:
-        """Of this rank: its weights once for each group, and its cache."""
-        again = (len(self.rows) - 1) * self.decoder.weight_bytes
-        return self.decoder.bytes_per_step() + again
+        """Bytes that this rank read in the last step: its weights once per group, and its cache."""
+        other_groups = (len(self.rows) - 1) * self.decoder.weight_bytes
+        return self.decoder.bytes_per_step() + other_groups
 
 
-def rows_of(cache: KVCache, rows: Sequence[int]) -> KVCache:
-    """The same memory, of neighbouring rows alone."""
+def slice_cache_rows(cache: KVCache, rows: Sequence[int]) -> KVCache:
+    """A cache of consecutive rows of `cache`, sharing its memory."""
     part, span = copy.copy(cache), slice(rows[0], rows[-1] + 1)
     part.k, part.v = ([t[span] for t in ts] for ts in (cache.k, cache.v))
     return part

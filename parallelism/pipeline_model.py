@@ -1,24 +1,24 @@
-"""stages.py: train.py's model in a pipeline: schedules.py's lists run by pipeline.py.
+"""train.py --pp: the model partitioned into pipeline stages, run by pipeline.py.
 
     torchrun --nproc-per-node 4 train.py --pp 2 --pp-schedule zbv --tp 2 --batch-size 16
-    torchrun --nproc-per-node 4 -m parallelism.pipeline_model   # a benchmark of schedules beside torch's
+    torchrun --nproc-per-node 4 -m parallelism.pipeline_model   # benchmark: schedules, torch's too
 
-Ranks along pp have some of the layers, the first stage the embedding, the last the final norm and
-the head. A rank's model is the whole one with the others' parts dropped: names, weights and batches
-are those of one process, and so are checkpoints. Its chunks are slices of that model, to each of
-which FSDP is applied; tensor parallelism, experts and recomputation are within the layers.
+Each pp rank has some of the layers; the first stage has the embedding, the last one the final norm
+and the head. A rank's model is the full model without the other ranks' modules, so names, initial
+weights, batches and checkpoints are those of one process. Its chunks are slices of that model, and
+FSDP is applied to each; tensor parallelism, experts and recomputation are inside the layers.
 
-What is there more than once, DualPipe's stages and both ends of a tied embedding, has its gradients
-added up over its copies, which then make the same step.
+Modules that exist on several stages (DualPipe's two copies, both ends of a tied embedding) have
+their gradients summed over all copies, which then take the same optimizer step.
 
-With --zero a chunk's parameters are gathered when it is first used and kept for the step; with
---zero 3 only until the rank turns to another chunk, which is once per chunk and direction if the
-schedule is breadth-first (arXiv:2211.05953, 4). Gradients are whole until the chunk's last backward
-pass, and are then reduced: --zero 2 is 1 here. fully_shard reduces in backward passes alone, so
-where a W comes last there is one more, of a token whose gradient is zero (under --cp, of a row).
+With --zero, a chunk's parameters are gathered at its first use and kept for the step; with --zero 3
+only until the rank switches to another chunk, once per chunk and direction with a breadth-first
+schedule (arXiv:2211.05953, 4). Gradients stay unsharded until the chunk's last backward pass and
+are then reduced: --zero 2 equals 1 here. fully_shard reduces only in backward passes, so schedules
+that end in W run one more, of one token (under --cp, one row) with a zero gradient.
 
-When it loses: --async-tp, --fp8 and --qat multiply in ways of their own, and experts on a GPU in
-kernels that make both gradients at once: their weights' come with B, and W has less to fill with.
+When it loses: --async-tp, --fp8, --qat and GPU expert kernels compute weight gradients together
+with input gradients, in B; W then has less work to fill bubbles with.
 """
 
 from __future__ import annotations
@@ -40,115 +40,127 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model import Attend, ModelConfig, MoE, Transformer
-from parallel import Mesh, local
-from parallelism.pipeline import WeightGradStore, Pipeline, p2p_groups, split_experts, split_weights_
+from parallel import Mesh, to_local
+from parallelism.pipeline import (
+    Pipeline,
+    WeightGradStore,
+    p2p_groups,
+    split_backward_,
+    split_experts_backward,
+)
 from parallelism.schedules import LOOPED, SCHEDULES, Action, Schedule, make_schedule
-from parallelism.schedules import balance as balanced
+from parallelism.schedules import balance as balance_layers
 from training.data import decode
 
 TRAINABLE = [name for name in SCHEDULES if name != "pipedream"]
 
 
 def add_flags(p: argparse.ArgumentParser) -> None:
-    """How ranks share out the layers."""
+    """The flags of pipeline parallelism."""
     p.add_argument("--pp", type=int, default=1, metavar="N", help="ranks with layers of their own")
     p.add_argument(
         "--pp-schedule",
         choices=tuple(SCHEDULES),
         default="1f1b",
-        help="who computes what when: python schedules.py --schedule NAME draws it (%(default)s)",
+        help="who computes what when: python parallelism/schedules.py --schedule NAME draws it (%(default)s)",
     )
     text = f"parts of the model on each rank, with {' and '.join(LOOPED)} (2)"
-    p.add_argument("--pp-chunks", type=int, metavar="V", help=text)
+    p.add_argument("--virtual-stages", type=int, metavar="V", help=text)
     text = "layers of each stage, with commas between (by what they compute)"
     p.add_argument("--pp-layers", metavar="N,N,...", help=text)
     text = "stages, from 0 on, that do as --recompute full says; others as --recompute does"
     p.add_argument("--pp-recompute", metavar="S,S,...", help=text)
 
 
-def check(args: argparse.Namespace, config: ModelConfig, shares: int) -> None:
-    """ValueError, naming the flag, for what no pipeline over these ranks can do; a step's batch
-    being cut in `shares` first."""
-    for flag in ("--pp-schedule", "--pp-chunks", "--pp-layers", "--pp-recompute"):
+def check(args: argparse.Namespace, config: ModelConfig, dp_size: int) -> None:
+    """ValueError, naming the flag, for unsupported pipeline settings. dp_size: the number of
+    data-parallel ranks that a step's batch is split over."""
+    for flag in ("--pp-schedule", "--virtual-stages", "--pp-layers", "--pp-recompute"):
         if flag in args.given and args.pp == 1:
-            raise ValueError(f"{flag} goes with --pp; give both, or leave it out")
+            raise ValueError(f"{flag} requires --pp")
     if args.pp == 1:
         return
     if config.n_mtp_layers:
-        raise ValueError("--pp: multi-token prediction needs the embedding on the last stage too")
-    if args.bucketed:
-        raise ValueError("--bucketed goes with --dp and --cp alone; with --pp take --zero without")
+        raise ValueError(
+            "--pp cannot be combined with multi-token prediction, which needs the embedding on the "
+            "last stage"
+        )
+    if args.distributed_optimizer:
+        raise ValueError(
+            "--distributed-optimizer cannot be combined with --pp: use --zero without it"
+        )
     if args.pp_schedule not in TRAINABLE:
         raise ValueError(
-            f"--pp-schedule {args.pp_schedule} updates after every micro-batch, and train.py's "
-            "steps are of whole batches: take 1f1b (pipeline.Pipeline runs the other)"
+            f"--pp-schedule {args.pp_schedule} steps after every micro-batch, but train.py after "
+            "whole batches: use 1f1b (pipeline.Pipeline supports both)"
         )
-    rows, micro = args.batch_size // shares, args.micro_batch_size
+    rows, micro = args.batch_size // dp_size, args.micro_batch_size
     if rows % micro:
         raise ValueError(
             f"--micro-batch-size {micro} must divide the {rows} sequences of a rank: with --pp all "
-            "micro-batches are of one size"
+            "micro-batches have one size"
         )
-    schedule = _schedule(args, rows // micro)
+    schedule = _make_schedule(args, rows // micro)
     if args.compile and any(a.kind == "W" for actions in schedule.actions for a in actions):
         raise ValueError(
-            f"--compile: --pp-schedule {args.pp_schedule} takes backward passes apart, which "
-            "compiled layers cannot be; take 1f1b, or leave --compile out"
+            f"--compile cannot be combined with --pp-schedule {args.pp_schedule}, which splits "
+            "backward passes: use 1f1b"
         )
     stages = len(schedule.paths[0])
     stage_layers(args, config, stages)
-    if not set(numbers(args.pp_recompute or "", "--pp-recompute")) <= {*range(stages)}:
+    if not set(parse_ints(args.pp_recompute or "", "--pp-recompute")) <= {*range(stages)}:
         raise ValueError(f"--pp-recompute {args.pp_recompute}: stages are from 0 to {stages - 1}")
 
 
-def numbers(text: str, flag: str) -> list[int]:
+def parse_ints(text: str, flag: str) -> list[int]:
+    """The integers of a comma-separated flag value."""
     try:
         return [int(n) for n in text.split(",") if text]
     except ValueError:
-        raise ValueError(f"{flag} {text}: give numbers, 8,8,7") from None
+        raise ValueError(f"{flag} {text}: expected integers, such as 8,8,7") from None
 
 
-def _schedule(args: argparse.Namespace, microbatches: int) -> Schedule:
+def _make_schedule(args: argparse.Namespace, microbatches: int) -> Schedule:
     try:
-        return make_schedule(args.pp_schedule, args.pp, microbatches, args.pp_chunks)
+        return make_schedule(args.pp_schedule, args.pp, microbatches, args.virtual_stages)
     except ValueError as e:
         raise ValueError(
-            f"--pp-schedule {e} (microbatches: --batch-size / ranks with batches of their own / "
+            f"--pp-schedule {e} (microbatches = --batch-size / data-parallel ranks / "
             "--micro-batch-size)"
         ) from None
 
 
 def stage_layers(args: argparse.Namespace, config: ModelConfig, stages: int) -> list[range]:
-    """The layers of every stage: those of --pp-layers, or such that the slowest is as fast as can
-    be, by the operations of a token (the head is the last layer's)."""
+    """The layers of every stage: from --pp-layers, or balanced to minimize the slowest stage's
+    FLOPs per token (the head counts as part of the last layer)."""
     L = config.n_layers
     if args.pp_layers is not None:
-        counts = numbers(args.pp_layers, "--pp-layers")
+        counts = parse_ints(args.pp_layers, "--pp-layers")
         if len(counts) != stages or sum(counts) != L or min(counts) < 1:
             raise ValueError(
-                f"--pp-layers {args.pp_layers}: must be {stages} numbers, one for each stage, 1 or "
-                f"more, that are {L} in all"
+                f"--pp-layers {args.pp_layers}: must be {stages} numbers of 1 or more, one per "
+                f"stage, that sum to {L}"
             )
         ends = [sum(counts[: i + 1]) for i in range(stages)]
         return [range(end - n, end) for n, end in zip(counts, ends)]
     if stages > L:
         raise ValueError(
-            f"--pp {args.pp} makes {stages} stages, more than the model's {L} layers: take fewer "
+            f"--pp {args.pp} makes {stages} stages, more than the model's {L} layers: use fewer "
             "ranks, or a schedule with fewer chunks"
         )
     with torch.device("meta"):
         model = Transformer(config)
     costs = [layer_cost(config, layer, i, args.seq_len) for i, layer in enumerate(model.layers)]
     costs[-1] += config.vocab_size * config.dim
-    return [range(*cut) for cut in balanced(costs, stages)]
+    return [range(*bounds) for bounds in balance_layers(costs, stages)]
 
 
 def layer_cost(config: ModelConfig, layer: nn.Module, index: int, seq_len: int) -> float:
-    """Multiplications per token: one for each weight it meets, and Hq (D + Dv) for each key, half
-    of the sequence on average."""
+    """Multiplications per token: one per active weight, and Hq (D + Dv) per key, of which there are
+    seq_len / 2 on average."""
     weights = 0.0
     for p in layer.parameters():
-        stack = p.dim() == 3  # of experts, of which a token meets K
+        stack = p.dim() == 3  # of experts, K of which are active per token
         weights += config.n_experts_per_token * p[0].numel() if stack else p.numel()
     window = min(config.window(index) or seq_len, seq_len)
     keys = window - window * window / (2 * seq_len)
@@ -157,8 +169,8 @@ def layer_cost(config: ModelConfig, layer: nn.Module, index: int, seq_len: int) 
 
 
 def keep_stages_(model: Transformer, stages: Sequence[int], layers: Sequence[range]) -> None:
-    """Leave of a model, in place, these of its stages, which have those layers: under their names
-    in the whole model. A tied head gets a weight of its own; layers for further tokens go."""
+    """Remove from a model, in place, all but these stages. layers: of each stage. Parameters keep
+    their names; a tied head gets its own weight; MTP layers are removed."""
     blocks, model.layers = list(model.layers), nn.ModuleList()
     for i in sorted(i for stage in stages for i in layers[stage]):
         model.layers.add_module(str(i), blocks[i])
@@ -172,17 +184,18 @@ def keep_stages_(model: Transformer, stages: Sequence[int], layers: Sequence[ran
 
 
 class PipelineStages:
-    """A rank's chunks of the model, and what ranks along pp do together."""
+    """A rank's chunks of the model: partitioning, training steps, gradients of shared modules,
+    validation and full tensors for checkpoints along pp."""
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, mesh: Mesh):
         self.args, self.config, self.mesh, self.rank = args, config, mesh, mesh.rank("pp")
-        rows = args.batch_size // (mesh.dp[1] * args.diloco_workers)
-        s = _schedule(args, rows // args.micro_batch_size)
+        rows = args.batch_size // (mesh.dp_rank_and_size[1] * args.diloco_workers)
+        s = _make_schedule(args, rows // args.micro_batch_size)
         self.schedule, self.layers = s, stage_layers(args, config, len(s.paths[0]))
-        self.mine = [chunk for chunk, rank in enumerate(s.home) if rank == self.rank]
-        self.ends = {path[at] for path in s.paths for at in (0, -1)}
-        self.lines = mesh.world.mesh.flatten(1).mT.tolist()  # all pipelines
-        self.up, self.down = p2p_groups(self.lines)
+        self.local_chunks = [c for c, rank in enumerate(s.chunk_to_rank) if rank == self.rank]
+        self.ends = {path[i] for path in s.paths for i in (0, -1)}
+        self.pipeline_ranks = mesh.world.mesh.flatten(1).mT.tolist()  # of all pipelines
+        self.up, self.down = p2p_groups(self.pipeline_ranks)
         with torch.device("meta"):
             whole = Transformer(config)
         self.parameters = dict(whole.named_parameters())  # on the meta device
@@ -190,21 +203,22 @@ class PipelineStages:
         sets = map(self._ranks, self.parameters)
         self.groups = {ranks: None for ranks in sets if len(ranks) > 1}
         for ranks in self.groups:
-            lists = [[line[r] for r in ranks] for line in self.lines]
+            lists = [[pipeline[r] for r in ranks] for pipeline in self.pipeline_ranks]
             self.groups[ranks] = dist.new_subgroups_by_enumeration(lists)[0]
-        self.weight_grads, self.run = WeightGradStore(), None  # run: what a step has a chunk do
+        self.weight_grads = WeightGradStore()
+        self.run_chunk: Callable | None = None  # set by each step: (chunk's model, input) -> output
         self.chunks: dict[int, Transformer] = {}
-        self.pipes: dict[Any, Pipeline] = {}
+        self.pipelines: dict[Any, Pipeline] = {}
 
-    # ---- what is where ----
+    # ---- placement ----
 
     def checkpoint_name(self, name: str) -> str:
-        """The whole model's name of a parameter here: a head that is tied has its own copy."""
+        """A local parameter's name in the whole model: a tied head has its own copy here."""
         tied = self.config.tie_embeddings and name == "head.weight"
         return "embed.weight" if tied else name
 
-    def _places(self, name: str) -> list[int]:
-        """Of a parameter of the whole model: the rank of every copy."""
+    def _ranks_of_copies(self, name: str) -> list[int]:
+        """The pp rank of every copy of a parameter of the whole model."""
         last = len(self.layers) - 1
         stages = [0 if name.startswith("embed.") else last]
         if name.startswith("layers."):
@@ -212,49 +226,51 @@ class PipelineStages:
             stages = [i for i, layers in enumerate(self.layers) if layer in layers]
         elif self.config.tie_embeddings and name == "embed.weight":
             stages = [0, last]
-        return [self.schedule.home[path[i]] for path in self.schedule.paths for i in stages]
+        rank_of = self.schedule.chunk_to_rank
+        return [rank_of[path[i]] for path in self.schedule.paths for i in stages]
 
     def _ranks(self, name: str) -> tuple[int, ...]:
-        return tuple(sorted(set(self._places(name))))
+        return tuple(sorted(set(self._ranks_of_copies(name))))
 
     def num_copies(self, model: nn.Module) -> dict[str, int]:
-        """How often each parameter here is there along pp."""
-        return {name: len(self._places(self.checkpoint_name(name))) for name, _ in model.named_parameters()}
+        """The number of copies along pp of each local parameter, by name."""
+        names = (name for name, _ in model.named_parameters())
+        return {name: len(self._ranks_of_copies(self.checkpoint_name(name))) for name in names}
 
     def local_moe_layers(self) -> list[int]:
-        """Which of the whole model's mixtures are here."""
-        own = {i for chunk in self.mine for i in self.layers[self.schedule.stage(chunk)]}
+        """The local MoE layers, as indices among the whole model's."""
+        own = {i for chunk in self.local_chunks for i in self.layers[self.schedule.stage(chunk)]}
         return [n for n, i in enumerate(sorted(self.config.moe_layers)) if i in own]
 
     # ---- the model ----
 
     def shard_model_(self, model: Transformer) -> None:
-        """Drop what other ranks have. On the meta device or with weights."""
-        keep_stages_(model, [self.schedule.stage(chunk) for chunk in self.mine], self.layers)
+        """Keep this rank's stages, in place. The model may be on the meta device."""
+        stages = [self.schedule.stage(chunk) for chunk in self.local_chunks]
+        keep_stages_(model, stages, self.layers)
 
     def defer_weight_grads_(self, model: Transformer) -> None:
-        """Have layers leave gradients of weights to W, if the schedule has any."""
-        if not self.schedule.split():
+        """Make layers defer their weight gradients to W, if the schedule has any."""
+        if not self.schedule.split_backwards():
             return
         args, device = self.args, self.mesh.world.device_type
-        split_weights_(model, self.weight_grads)
+        split_backward_(model, self.weight_grads)
         plain = args.experts == "grouped" and not (args.fp8 or args.qat) and device == "cpu"
         for mixture in model.modules() if plain else ():
             if isinstance(mixture, MoE):
-                mixture.experts = split_experts(mixture.experts, self.weight_grads)
+                mixture.experts = split_experts_backward(mixture.experts, self.weight_grads)
 
     def is_recomputed(self, layer: str) -> bool:
-        """--pp-recompute's answer for a layer of that name."""
-        stages = numbers(self.args.pp_recompute or "", "--pp-recompute")
+        """Whether --pp-recompute selects the layer of that name."""
+        stages = parse_ints(self.args.pp_recompute or "", "--pp-recompute")
         return any(int(layer) in self.layers[stage] for stage in stages)
 
     def build_chunks_(self, model: Transformer, sharded: bool, dtype: torch.dtype | None) -> None:
-        """The chunks, once the layers are what they are to be: models over the same modules.
-        dtype: what fully_shard, if it comes next, gathers: then hidden states between layers are of
-        it."""
+        """Build the chunks, models over the same modules, after the layers are final. dtype: the
+        dtype in which fully_shard, if sharded, gathers, and so of the hidden states."""
         self.sharded, self.dtype = sharded, dtype if sharded else None
         layers = dict(model.layers.named_children())
-        for chunk in self.mine:
+        for chunk in self.local_chunks:
             with torch.device("meta"):
                 part = Transformer(self.config)
             stage = self.schedule.stage(chunk)
@@ -272,14 +288,15 @@ class PipelineStages:
         self, model: Transformer, batch: Tensor, count: Any, rows: int, autocast: Callable,
         attend: Attend, balance: Any, layout: Any,
     ) -> Tensor:  # fmt: skip
-        """train.accumulate's part between the counts and the sums over ranks: leave the gradient
-        of this rank's batch; its losses (main, ahead, auxiliary), 0 where they are not made."""
+        """The pipeline's part of training.step.accumulate: accumulate the gradient of this rank's
+        batch. Returns its losses (main, MTP, auxiliary), 0 on ranks that do not compute them."""
         totals, at = torch.zeros(3, device=batch.device), self._positions(batch, layout)
         size = self.args.micro_batch_size
-        pieces, pipe = batch.split(size), self._pipeline(model)
-        inputs, targets, where = zip(*(cut(piece, at, layout.packed) for piece in pieces))
+        micro_batches, pipe = batch.split(size), self._pipeline(model)
+        parts = (select_tokens(rows, at, layout.packed) for rows in micro_batches)
+        inputs, targets, where = zip(*parts)
 
-        def run(part: Transformer, x: Tensor) -> Any:
+        def run_chunk(part: Transformer, x: Tensor) -> Any:
             if balance is not None:
                 balance.watching = True
             with autocast():
@@ -296,10 +313,10 @@ class PipelineStages:
             totals[0] += main.detach()
             return main
 
-        self.run = run
+        self.run_chunk = run_chunk
         pipe.step(self._shape(inputs[0]), inputs, loss)
-        if self.sharded and self.schedule.split():
-            self._reduce(model, inputs[0], at, attend, autocast)
+        if self.sharded and self.schedule.split_backwards():
+            self._reduce_gradients(model, inputs[0], at, attend, autocast)
         return totals
 
     def _positions(self, batch: Tensor, layout: Any) -> Tensor:
@@ -307,44 +324,45 @@ class PipelineStages:
         return torch.arange(batch.shape[1] - 1, device=batch.device) if at is None else at
 
     def _shape(self, inputs: Tensor) -> tuple[int, int, int]:
-        """Of hidden states between ranks."""
+        """The shape of the hidden states sent between ranks."""
         B, T = inputs.shape
-        whole = self.args.tp == 1 or self.args.no_sequence_parallel
-        return B, T if whole else T // self.args.tp, self.config.dim
+        full = self.args.tp == 1 or self.args.no_sequence_parallel
+        return B, T if full else T // self.args.tp, self.config.dim
 
     def _pipeline(self, model: Transformer, forward: int = 0) -> Pipeline:
-        """The schedule's, or one of so many microbatches' forward passes; made once."""
-        if forward not in self.pipes:
-            run = lambda chunk: lambda x: self.run(self.chunks[chunk], x)
+        """The Pipeline of the schedule, or of the forward passes of `forward` microbatches; cached
+        by `forward`."""
+        if forward not in self.pipelines:
+            run = lambda chunk: lambda x: self.run_chunk(self.chunks[chunk], x)
             chunks, first = {chunk: run(chunk) for chunk in self.chunks}, next(model.parameters())
-            how: dict[str, Any] = dict(dtype=self.dtype or first.dtype, device=first.device)
-            how["before"] = self._shards() if self.sharded and not forward else None
-            schedule = forward_only(self.schedule, forward) if forward else self.schedule
-            links = self.up, self.down
-            self.pipes[forward] = Pipeline(schedule, chunks, *links, weight_grads=self.weight_grads, **how)
-        return self.pipes[forward]
+            options: dict[str, Any] = dict(dtype=self.dtype or first.dtype, device=first.device)
+            options["before_action"] = self._fsdp_hook() if self.sharded and not forward else None
+            options["weight_grads"] = self.weight_grads
+            schedule = forward_only_schedule(self.schedule, forward) if forward else self.schedule
+            self.pipelines[forward] = Pipeline(schedule, chunks, self.up, self.down, **options)
+        return self.pipelines[forward]
 
-    def _shards(self) -> Callable[[Action, bool], None]:
-        """Before an action: whether fully_shard keeps what it gathers for it, and reduces."""
+    def _fsdp_hook(self) -> Callable[[Action, bool], None]:
+        """A before_action hook: whether fully_shard reshards after the action, and reduces."""
         actions, stage = self.schedule.actions[self.rank], self.args.zero
-        split = bool(self.schedule.split())
+        split = bool(self.schedule.split_backwards())
         after = dict(zip(actions, actions[1:]))
 
         def before(action: Action, last: bool) -> None:
             part, last = self.chunks[action.chunk], last and not split
-            turn = action not in after or after[action].chunk != action.chunk
+            switches = action not in after or after[action].chunk != action.chunk
             part.set_requires_gradient_sync(last)
-            part.set_reshard_after_forward(stage == 3 and turn)
-            part.set_reshard_after_backward(last or (stage == 3 and turn))
+            part.set_reshard_after_forward(stage == 3 and switches)
+            part.set_reshard_after_backward(last or (stage == 3 and switches))
 
         return before
 
-    def _reduce(
+    def _reduce_gradients(
         self, model: Transformer, tokens: Tensor, at: Tensor, attend: Attend, autocast: Callable
     ) -> None:
-        """The backward pass that reduces what W has added up: of as few tokens as there can be, and
-        gradients of zero. Two where gradients are bf16, for only those that a further pass has
-        followed does fully_shard have in the dtype it reduces."""
+        """Run a backward pass with a zero gradient, of as few tokens as possible, so that
+        fully_shard reduces the gradients accumulated by W. Two passes with bf16 gradients, which
+        fully_shard converts to the reduction dtype only if another pass follows."""
         n = self.args.tp if self.args.cp == 1 else len(at)
         tokens, at = tokens[:1, :n], at[:n]
         dtype = self.dtype or next(model.parameters()).dtype
@@ -358,15 +376,15 @@ class PipelineStages:
             y.backward(torch.zeros_like(y))
 
     def sum_shared_gradients(self, model: Transformer) -> None:
-        """Add up the gradients of what is there more than once along pp. The last of all sums: what
-        comes after it, copies might round differently."""
-        named: dict[str, list[Tensor]] = {}
+        """Sum the gradients of parameters with several copies along pp. Must be the last reduction:
+        a later one could round the copies differently."""
+        grads: dict[str, list[Tensor]] = {}
         for name, p in model.named_parameters():
-            if p.requires_grad and len(self._places(self.checkpoint_name(name))) > 1:
+            if p.requires_grad and len(self._ranks_of_copies(self.checkpoint_name(name))) > 1:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                named.setdefault(self.checkpoint_name(name), []).append(local(p.grad))
-        for name in (name for name in self.parameters if name in named):
-            first, *others = named[name]
+                grads.setdefault(self.checkpoint_name(name), []).append(to_local(p.grad))
+        for name in (name for name in self.parameters if name in grads):
+            first, *others = grads[name]
             for grad in others:
                 first.add_(grad)
             if len(self._ranks(name)) > 1:
@@ -381,12 +399,13 @@ class PipelineStages:
         self, model: Transformer, batches: Sequence[Tensor], autocast: Callable, attend: Attend,
         layout: Any,
     ) -> list[Tensor]:  # fmt: skip
-        """The summed cross-entropy of each batch on the last stage; zeros elsewhere."""
-        at, none = self._positions(batches[0], layout), torch.zeros((), device=batches[0].device)
+        """The summed cross-entropy of each batch, on the last stage; zeros on the others."""
+        at, zero = self._positions(batches[0], layout), torch.zeros((), device=batches[0].device)
         pipe = self._pipeline(model, forward=len(batches))
-        inputs, targets, where = zip(*(cut(batch, at, layout.packed) for batch in batches))
+        parts = (select_tokens(batch, at, layout.packed) for batch in batches)
+        inputs, targets, where = zip(*parts)
 
-        def run(part: Transformer, x: Tensor) -> Tensor:
+        def run_chunk(part: Transformer, x: Tensor) -> Tensor:
             with autocast():
                 return part(x, where[pipe.microbatch], attend)
 
@@ -394,61 +413,61 @@ class PipelineStages:
             with autocast():
                 return layout.cross_entropy(logits, targets[m])
 
-        self.run = run
-        found = pipe.forward(self._shape(inputs[0]), inputs, loss)
-        return [found.get(m, none.clone()) for m in range(len(batches))]
+        self.run_chunk = run_chunk
+        losses = pipe.forward(self._shape(inputs[0]), inputs, loss)
+        return [losses.get(m, zero.clone()) for m in range(len(batches))]
 
     def full_tensors(
         self,
         metas: Mapping[str, Tensor],
         named: Mapping[str, Tensor],
-        whole: Callable[[str, Tensor], Tensor | None],
+        full_tensor: Callable[[str, Tensor], Tensor | None],
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """(name, whole tensor on the first rank) of all those of `metas`; named: what is here of
-        them, whole(name, x): the whole one of what the ranks of this stage have. Collective."""
+        """(name, full tensor on the first rank) of all tensors of `metas`. named: the local ones;
+        full_tensor(name, x): gathers x over the ranks of this stage. Collective."""
         dtype = next((x.dtype for x in named.values()), None)
         for name, meta in metas.items():
             owner = self._ranks(name)[0]
-            x = whole(name, named[name]) if self.rank == owner else None
-            line = dist.get_process_group_ranks(self.up)
-            if owner and line[0] == 0 and self.rank in (0, owner):
+            x = full_tensor(name, named[name]) if self.rank == owner else None
+            ranks = dist.get_process_group_ranks(self.up)
+            if owner and ranks[0] == 0 and self.rank in (0, owner):
                 if self.rank == owner:
                     dist.send(x.contiguous(), group=self.down, group_dst=0)
                     x = None
                 else:
-                    how = dict(dtype=dtype or meta.dtype, device=self.mesh.world.device_type)
-                    x = torch.empty_like(meta, **how)
+                    device = self.mesh.world.device_type
+                    x = torch.empty_like(meta, dtype=dtype or meta.dtype, device=device)
                     dist.recv(x, group=self.down, group_src=owner)
             yield name, x
 
 
-def cut(batch: Tensor, at: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(inputs, targets, positions) of coded rows (B, T + 1): those at `at`, or whole packed rows,
-    whose positions are those in their documents."""
+def select_tokens(batch: Tensor, at: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(inputs, targets, positions) of encoded rows (B, T + 1): the tokens at positions `at`; for
+    packed rows, positions within their documents."""
     inputs, targets, where = decode(batch, packed)
     return inputs[:, at], targets[:, at], at if where is None else where
 
 
-def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forward passes of so many microbatches over the same chunks, as they can follow each
-    other, from all ends at once."""
+def forward_only_schedule(schedule: Schedule, microbatches: int) -> Schedule:
+    """A schedule of the forward passes of `microbatches` microbatches over the same chunks."""
     schedule = replace(schedule, microbatches=microbatches)
-    rows, begun = [[] for _ in schedule.actions], Counter()
+    rows, started = [[] for _ in schedule.actions], Counter()
     for m in range(microbatches):
         path = schedule.path(m)
         for stage, chunk in enumerate(path):
-            rows[schedule.home[chunk]].append((begun[path] + stage, Action("F", m, chunk)))
-        begun[path] += 1
+            row = rows[schedule.chunk_to_rank[chunk]]
+            row.append((started[path] + stage, Action("F", m, chunk)))
+        started[path] += 1
     return replace(schedule, actions=tuple(tuple(a for _, a in sorted(row)) for row in rows))
 
 
 # --------------------------------------------------------------------------------------------------
-# Benchmark: the executor under every schedule, beside torch.distributed.pipelining
+# Benchmark: pipeline.py with every schedule and torch.distributed.pipelining
 # --------------------------------------------------------------------------------------------------
 
 
 def _model(stages: int, C: int = 256) -> list[nn.Module]:
-    """8 blocks, in so many stages."""
+    """8 blocks, split into `stages` stages."""
     torch.manual_seed(0)
     block = lambda: nn.Sequential(
         nn.RMSNorm(C), nn.Linear(C, 3 * C), nn.GELU(), nn.Linear(3 * C, C)
@@ -456,51 +475,58 @@ def _model(stages: int, C: int = 256) -> list[nn.Module]:
     return [nn.Sequential(*(block() for _ in range(8 // stages))) for _ in range(stages)]
 
 
-def _theirs(name: str, home: Sequence[int], rank: int, m: int, x: Tensor, goal: Tensor) -> Callable:
-    """torch's schedule of that name, over stages with these homes."""
-    import torch.distributed.pipelining as theirs
+def _torch_step(
+    name: str, stage_to_rank: Sequence[int], rank: int, m: int, x: Tensor, target: Tensor
+) -> Callable:
+    """One step of torch's schedule of that name."""
+    from torch.distributed import pipelining
 
-    n, parts = len(home), _model(len(home))
-    mine = [i for i, h in enumerate(home) if h == rank]
+    n, parts = len(stage_to_rank), _model(len(stage_to_rank))
+    local_stages = [i for i, owner in enumerate(stage_to_rank) if owner == rank]
     cpu = torch.device("cpu")
-    stages = [theirs.PipelineStage(parts[i], i, n, cpu) for i in mine]
-    how = dict(loss_fn=lambda y, t: (y - t).square().sum(), scale_grads=False)
-    schedule = getattr(theirs, name)(stages if n > 4 else stages[0], m, **how)
-    given, wanted = ((x,) if 0 in mine else ()), (dict(target=goal) if n - 1 in mine else {})
-    return lambda: schedule.step(*given, **wanted)
+    stages = [pipelining.PipelineStage(parts[i], i, n, cpu) for i in local_stages]
+    options = dict(loss_fn=lambda y, t: (y - t).square().sum(), scale_grads=False)
+    schedule = getattr(pipelining, name)(stages if n > 4 else stages[0], m, **options)
+    args = (x,) if 0 in local_stages else ()
+    kwargs = dict(target=target) if n - 1 in local_stages else {}
+    return lambda: schedule.step(*args, **kwargs)
 
 
-def _ours(name: str, rank: int, m: int, x: Tensor, goal: Tensor, links: tuple) -> Callable:
-    s, weight_grads, goals = make_schedule(name, 4, m), WeightGradStore(), goal.chunk(m)
+def _pipeline_step(
+    name: str, rank: int, m: int, x: Tensor, target: Tensor, links: tuple
+) -> Callable:
+    """One step of pipeline.py with the schedule of that name."""
+    s, weight_grads, targets = make_schedule(name, 4, m), WeightGradStore(), target.chunk(m)
     parts, inputs = _model(len(s.paths[0])), x.chunk(m)
-    own = {c: parts[s.stage(c)] for c, h in enumerate(s.home) if h == rank}
-    for part in own.values() if s.split() else ():
-        split_weights_(part, weight_grads)
-    pipe, loss = Pipeline(s, own, *links, weight_grads=weight_grads), lambda y, i: (y - goals[i]).square().sum()
+    own = {c: parts[s.stage(c)] for c, h in enumerate(s.chunk_to_rank) if h == rank}
+    for part in own.values() if s.split_backwards() else ():
+        split_backward_(part, weight_grads)
+    pipe = Pipeline(s, own, *links, weight_grads=weight_grads)
+    loss = lambda y, i: (y - targets[i]).square().sum()
     return lambda: pipe.step(inputs[0].shape, inputs, loss)
 
 
 def benchmark() -> None:
-    """Milliseconds of a step of 4 ranks, which share this machine's cores: medians, in turns."""
+    """Median milliseconds per step on 4 ranks, which share this machine's cores; interleaved."""
     dist.init_process_group("gloo")
     rank, links, m = dist.get_rank(), p2p_groups([range(4)]), 16
-    x, goal = torch.randn(2, m * 128, 256, generator=torch.Generator().manual_seed(1)).unbind()
+    x, target = torch.randn(2, m * 128, 256, generator=torch.Generator().manual_seed(1)).unbind()
     line, loop, vee = [*range(4)], [*range(4)] * 2, [0, 1, 2, 3, 3, 2, 1, 0]
     peers = {"gpipe": ("ScheduleGPipe", line), "1f1b": ("Schedule1F1B", line)}
     peers |= {"interleaved": ("ScheduleInterleaved1F1B", loop)}
     peers |= {"zbv": ("ScheduleZBVZeroBubble", vee), "dualpipev": ("ScheduleDualPipeV", vee)}
     runs = {}
     for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipev"):
-        runs[name] = _ours(name, rank, m, x, goal, links)
+        runs[name] = _pipeline_step(name, rank, m, x, target, links)
         if name in peers:
-            theirs, home = peers[name]
-            runs[f"  torch's {theirs}"] = _theirs(theirs, home, rank, m, x, goal)
+            peer, stage_to_rank = peers[name]
+            runs[f"  torch's {peer}"] = _torch_step(peer, stage_to_rank, rank, m, x, target)
     spent: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(9):
-        for name, run in runs.items():
+        for name, run_step in runs.items():
             dist.barrier()
             start = time.perf_counter()
-            run()
+            run_step()
             dist.barrier()
             spent[name].append(1e3 * (time.perf_counter() - start))
     if rank == 0:

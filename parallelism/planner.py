@@ -1,6 +1,6 @@
 """planner.py: which layout trains a model fastest on so many GPUs, before any of them is booked.
 
-    python planner.py --model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M
+    python parallelism/planner.py --model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M
 
 enumerates data x tensor x context x pipeline x expert parallelism, ZeRO stage, micro-batch size,
 recomputation and schedule, drops what does not fit in memory and ranks the rest by predicted time
@@ -18,7 +18,7 @@ of a step. Time is a sum of parts, each a small function with its source:
 
 What hardware reaches of its data sheet is one short list of constants, from what others measure on
 single kernels, the products' shares from its low end, where published runs lie. It serves every
-model, device and plan; `python planner.py` compares what comes out with published runs. Beside
+model, device and plan; `python parallelism/planner.py` compares what comes out with published runs. Beside
 these it says what a run takes: days, energy, failures, checkpoints.
 
 When it is wrong: kernels far from cuBLAS and FlashAttention; small products, which reach less (the

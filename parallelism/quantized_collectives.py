@@ -33,7 +33,7 @@ the more the shorter `bits` (BENCHMARKS.md has what of the loss); passes over th
 after each transfer; with hpZ the bf16 model in each node. When it loses: links as fast as memory;
 blocks that mix a norm's ones with small weights, for fully_shard lays parameters end to end.
 Equivalence (test_all.py): hpZ alone is exact; the others are within the bound, and the bytes handed
-to the collectives are the formula's. Needs: torch. `python quantized_collectives.py` starts 4
+to the collectives are the formula's. Needs: torch. `python parallelism/quantized_collectives.py` starts 4
 processes, checks itself and prints a table (--check: none).
 """
 

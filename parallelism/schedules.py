@@ -1,21 +1,21 @@
-"""schedules.py: who computes what when in a pipeline. A schedule is a list; one simulator times it.
+"""Pipeline schedules as lists of actions, with one validity check and one simulator.
 
-A model cut into stages on p ranks and a batch cut into m microbatches (GPipe, arXiv:1811.06965)
-make a grid of work, and each rank does its part of it in some order. That order is the idea of a
-dozen papers. Here it is data: for every rank a list of actions (kind, microbatch, chunk), where a
-chunk is a part of the model that a rank has, and the kinds are
+Splitting a model into stages on p ranks and a batch into m microbatches (GPipe, arXiv:1811.06965)
+gives a grid of work, of which each rank executes its part in some order. That order is the idea of
+a dozen papers. Here it is data: one list per rank of actions (kind, microbatch, chunk). A chunk is
+a part of the model that one rank owns (torch's and Megatron's virtual stage), and the kinds are
 
-    F  forward        B  backward: gradients of the input; of the weights too, if no W follows
-    W  gradients of the weights                  U  the optimizer's step (PipeDream's, each time)
+    F  forward        B  backward: input gradients; weight gradients too, unless a W follows
+    W  weight gradients                          U  optimizer step (PipeDream: each microbatch)
 
-What ranks send follows from it: an F needs the F of the chunk before, a B the B of the chunk after.
-`check` proves that a list can be run, whoever wrote it, `simulate` says how long it takes and what
-it keeps, and pipeline.py runs it.
+The messages follow from the lists: an F needs the F of the previous chunk, a B the B of the next.
+`check` verifies that any list can be executed, `simulate` computes its time and memory, and
+pipeline.py runs it.
 
-    schedule         a rank waits              keeps      chunks
+    schedule         bubble per rank           memory     chunks
     gpipe            (p-1)(F+B+W)              m          1      arXiv:1811.06965
     1f1b             (p-1)(F+B+W)              p          1      PipeDream-flush, arXiv:2006.09503
-    pipedream        never between batches     p          1      arXiv:1806.03377: stashed weights
+    pipedream        none between batches      p          1      arXiv:1806.03377: stashed weights
     interleaved      (p-1)(F+B+W)/v            p+(p-1)/v  v      arXiv:2104.04473, 2.2.2
     breadth-first    (p-1)(F+B+W)/v            m          v      arXiv:2211.05953
     zb-h1            (p-1)(F+B-W)              p          1      arXiv:2401.10241, 2.1
@@ -26,17 +26,17 @@ it keeps, and pipeline.py runs it.
     dualpipe         (p/2-1)(FB+B-2W)          p+1        2      arXiv:2412.19437, 3.2.1
     dualpipev        (p-1)(FB+B-2W)/2          p+1/2      2, V   DeepSeek's DualPipe repository
 
-F, B, W: the time a rank's share of the model takes for a microbatch; FB: of an F and a whole
-backward pass beside each other. It keeps so many times its share's activations of a microbatch.
-The waits are exact for m >= 2p and, from zb-h1 on, W no more than F and B; DualPipe's for F = B and
-FB = F+B+W: an overlap that gains something leaves less.
-In a V rank r has stages r and 2p-1-r, so that rank 0 has both ends of the model. DualPipe's two
-chunks are stages r and p-1-r, and half of the microbatches go up the ranks: every stage is there
-twice.
+F, B, W: time of a rank's share of the model for one microbatch; FB: time of an F overlapped with a
+full backward pass. Memory: peak activations, in units of one microbatch's activations of a rank's
+share. The bubbles are exact for m >= 2p and, from zb-h1 on, W no longer than F and B; DualPipe's
+for F = B and FB = F+B+W: a faster FB leaves a smaller bubble.
+V: rank r has stages r and 2p-1-r, so rank 0 has both ends of the model. DualPipe's two chunks are
+stages r and p-1-r, with half of the microbatches in each direction: every stage exists twice.
 
-When they lose: chunks send more; a W apart reads its input once more, and pays where m is not many
-times p; `zbv` is 0 for equal times only. Needs: nothing. `python schedules.py --schedule zbv
---stages 4 --microbatches 8` draws one; without arguments: a check, and the table above in numbers.
+When it loses: more chunks send more activations; a separate W reads its input again and pays only
+while m is not many times p; `zbv` has no bubble for equal times only. Needs: nothing.
+`python parallelism/schedules.py --schedule zbv --stages 4 --microbatches 8` plots a schedule;
+without arguments it runs a check and prints the table above in numbers.
 """
 
 from __future__ import annotations
@@ -64,32 +64,32 @@ class Action(NamedTuple):
     kind: str  # F, B, W or U
     microbatch: int
     chunk: int
-    beside: bool = False  # at once with the list's next one: DualPipe's overlapped F and B
+    overlap: bool = False  # runs at the same time as the rank's next action (DualPipe's F and B)
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}.{self.chunk}{'+' if self.beside else ''}"
+        return f"{self.kind}{self.microbatch}.{self.chunk}{'+' if self.overlap else ''}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in order. Chunks are numbered over all ranks; a microbatch goes through
-    those of one path, in the model's order."""
+    """The ordered actions of every rank. Chunks are numbered over all ranks; a microbatch passes
+    through the chunks of one path, in the order of the model."""
 
     name: str
     microbatches: int
-    home: tuple[int, ...]  # of each chunk: its rank
-    paths: tuple[tuple[int, ...], ...]  # of the microbatches, or of their first and second half
-    actions: tuple[tuple[Action, ...], ...]  # of each rank
+    chunk_to_rank: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]  # one of all microbatches, or one of each half
+    actions: tuple[tuple[Action, ...], ...]  # per rank
 
     def path(self, microbatch: int) -> tuple[int, ...]:
         return self.paths[microbatch * len(self.paths) // self.microbatches]
 
     def stage(self, chunk: int) -> int:
-        """Its place in the model."""
+        """The chunk's index in the order of the model."""
         return next(path.index(chunk) for path in self.paths if chunk in path)
 
-    def needs(self, action: Action) -> list[tuple[str, int, int]]:
-        """What is done before, as (kind, microbatch, chunk)."""
+    def dependencies(self, action: Action) -> list[tuple[str, int, int]]:
+        """The (kind, microbatch, chunk) that must finish before the action starts."""
         kind, m, chunk, _ = action
         if kind in "WU":
             return [("B", m, chunk)]
@@ -99,29 +99,29 @@ class Schedule:
             return [("F", m, c) for c in path[:at][-1:]]
         return [("F", m, chunk), *(("B", m, c) for c in path[at + 1 : at + 2])]
 
-    def split(self) -> set[tuple[int, int]]:
-        """(microbatch, chunk) of the backward passes that leave the weights to a W."""
+    def split_backwards(self) -> set[tuple[int, int]]:
+        """(microbatch, chunk) of the backward passes whose weight gradients are a W."""
         return {a[1:3] for actions in self.actions for a in actions if a.kind == "W"}
 
     def __str__(self) -> str:
-        """A line per rank, kind microbatch . chunk, which `parse` reads."""
+        """One line per path and per rank, such as F0.1 (kind, microbatch.chunk); see `parse`."""
         head = [f"# {self.name}: {self.microbatches} microbatches"]
-        head += [" > ".join(f"{c}@{self.home[c]}" for c in path) for path in self.paths]
+        head += [" > ".join(f"{c}@{self.chunk_to_rank[c]}" for c in path) for path in self.paths]
         return "\n".join((*head, *(" ".join(map(str, actions)) for actions in self.actions)))
 
 
 def parse(text: str) -> Schedule:
-    """A schedule as str() writes it. ValueError, naming the line, for anything else."""
+    """Inverse of str(schedule). ValueError names the invalid line."""
     head, *lines = text.strip().splitlines() or [""]
     named = re.fullmatch(r"# (\S+): ([1-9]\d{0,8}) microbatches", head)
     _check(named is not None, f"line 1 must be '# NAME: M microbatches', not {head!r}")
-    paths, actions, home = [], [], {}
+    paths, actions, rank_of = [], [], {}
     for n, line in enumerate(lines, 2):
         try:
             if "@" in line:
-                at = [tuple(map(int, place.split("@"))) for place in line.split(">")]
-                home |= dict(at)
-                paths.append(tuple(chunk for chunk, _ in at))
+                steps = [tuple(map(int, step.split("@"))) for step in line.split(">")]
+                rank_of |= dict(steps)
+                paths.append(tuple(chunk for chunk, _ in steps))
             else:
                 words = [
                     re.fullmatch(r"([FBWU])(\d+)\.(\d+)(\+?)", w).groups() for w in line.split()
@@ -131,9 +131,9 @@ def parse(text: str) -> Schedule:
             raise ValueError(f"line {n} is neither chunk@rank > ... nor F0.0 B0.0 ...") from None
     chunks = sorted(c for path in paths for c in path)
     ok = chunks == list(range(len(chunks))) and len(set(map(len, paths))) == 1
-    _check(ok, "the paths, of one length, must have every chunk from 0 on once")
-    places = tuple(home[c] for c in range(len(home)))
-    schedule = Schedule(named[1], int(named[2]), places, tuple(paths), tuple(actions))
+    _check(ok, "the paths must have equal lengths and contain each chunk from 0 on once")
+    chunk_to_rank = tuple(rank_of[c] for c in range(len(rank_of)))
+    schedule = Schedule(named[1], int(named[2]), chunk_to_rank, tuple(paths), tuple(actions))
     check(schedule)
     return schedule
 
@@ -143,58 +143,58 @@ def parse(text: str) -> Schedule:
 # --------------------------------------------------------------------------------------------------
 
 
-def _line(
+def _one_chunk_per_rank(
     name: str, p: int, m: int, of_rank: Callable[[int], Iterable[tuple[str, int]]]
 ) -> Schedule:
-    """From each rank's (kind, microbatch)."""
+    """A schedule from of_rank(r) -> (kind, microbatch) in order."""
     chunks = tuple(range(p))
     actions = tuple(tuple(Action(kind, i, r) for kind, i in of_rank(r)) for r in chunks)
     return Schedule(name, m, chunks, (chunks,), actions)
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """All forward passes, then all backward passes, the last first."""
+    """All forward passes, then all backward passes in reverse order."""
     work = [("F", i) for i in range(m)] + [("B", i) for i in reversed(range(m))]
-    return _line("gpipe", p, m, lambda r: work)
+    return _one_chunk_per_rank("gpipe", p, m, lambda r: work)
 
 
 def one_f_one_b(p: int, m: int, name: str = "1f1b") -> Schedule:
-    """Forward passes until the first backward pass can come; then one of each in turn, so that rank
-    r keeps p - r microbatches. PipeDream is the same list with an update after each B: nobody ever
-    waits for a batch to end, and a B needs the weights that its F had (pipeline.py stashes them):
-    of `ahead` versions, the oldest."""
+    """Warm-up forward passes until the first backward pass is possible, then one F and one B in
+    turn (1F1B), so that rank r keeps the activations of p - r microbatches. PipeDream is the same
+    list with an optimizer step after each B: there is no flush between batches, and a B needs the
+    weights of its F (pipeline.py stashes them): the oldest of `warmup` versions."""
 
     def of_rank(r: int) -> Iterator[tuple[str, int]]:
-        ahead = min(p - r, m)
-        yield from (("F", i) for i in range(ahead))
+        warmup = min(p - r, m)
+        yield from (("F", i) for i in range(warmup))
         for i in range(m):
             yield "B", i
             if name == "pipedream":
                 yield "U", i
-            if i + ahead < m:
-                yield "F", i + ahead
+            if i + warmup < m:
+                yield "F", i + warmup
 
-    return _line(name, p, m, of_rank)
+    return _one_chunk_per_rank(name, p, m, of_rank)
 
 
 def zero_bubble(p: int, m: int, name: str = "zb-h1") -> Schedule:
-    """1F1B whose W come later, where a rank would wait. H1 delays them by r microbatches, and all
-    ranks keep p, as rank 0 of 1F1B does. H2 has more forward passes at the start, to fill what is
-    left, and waits nowhere if F = B = W and m >= 2p - 1."""
+    """1F1B with W delayed into the bubbles. H1 delays W by r microbatches; every rank then keeps p
+    microbatches, as rank 0 of 1F1B does. H2 runs more warm-up forward passes, which fill the rest
+    of the bubble: there is none if F = B = W and m >= 2p - 1."""
 
     def of_rank(r: int) -> Iterator[tuple[str, int]]:
-        ahead, delay = (2 * (p - r) - 1, 2 * r) if name == "zb-h2" else (p - r, r)
-        ahead = min(ahead, m)
-        yield from (("F", i) for i in range(ahead))
+        warmup, delay = (2 * (p - r) - 1, 2 * r) if name == "zb-h2" else (p - r, r)
+        warmup = min(warmup, m)
+        yield from (("F", i) for i in range(warmup))
         for i in range(m + delay):
             if i < m:
                 yield "B", i
             if 0 <= i - delay:
                 yield "W", i - delay
-            if i + ahead < m:
-                yield "F", i + ahead
+            if i + warmup < m:
+                yield "F", i + warmup
 
-    return _line(name, p, m, of_rank)
+    return _one_chunk_per_rank(name, p, m, of_rank)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -203,52 +203,53 @@ def zero_bubble(p: int, m: int, name: str = "zb-h1") -> Schedule:
 
 
 def _looped(name: str, p: int, m: int, v: int, of_rank: Callable) -> Schedule:
-    """Stage i on rank i mod p; from each rank's (kind, microbatch, which of its v chunks)."""
+    """Stage i on rank i mod p, from of_rank(r) -> (kind, microbatch, local chunk 0..v-1)."""
     rows = ([Action(kind, i, c * p + r) for kind, i, c in of_rank(r)] for r in range(p))
     return Schedule(name, m, (*range(p),) * v, (tuple(range(v * p)),), tuple(map(tuple, rows)))
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
-    """1F1B of p microbatches on one chunk, then on the next, for every p of them."""
-    _check(m % p == 0, f"interleaved takes microbatches by the {p} stages, and {m} is no multiple")
+    """Interleaved 1F1B: each group of p microbatches runs on one chunk, then on the next."""
+    _check(m % p == 0, f"interleaved needs a multiple of {p} microbatches (the stages), not {m}")
 
-    def nth(n: int) -> tuple[int, int]:
-        group, place = divmod(n, p * v)
-        return group * p + place % p, place // p
+    def nth_forward(n: int) -> tuple[int, int]:
+        group, index = divmod(n, p * v)
+        return group * p + index % p, index // p
 
     def of_rank(r: int) -> Iterator[tuple[str, int, int]]:
-        ahead = min(2 * (p - 1 - r) + (v - 1) * p + 1, m * v)
-        yield from (("F", *nth(n)) for n in range(ahead))
+        warmup = min(2 * (p - 1 - r) + (v - 1) * p + 1, m * v)
+        yield from (("F", *nth_forward(n)) for n in range(warmup))
         for n in range(m * v):
-            i, c = nth(n)
+            i, c = nth_forward(n)
             yield "B", i, v - 1 - c
-            if n + ahead < m * v:
-                yield "F", *nth(n + ahead)
+            if n + warmup < m * v:
+                yield "F", *nth_forward(n + warmup)
 
     return _looped("interleaved", p, m, v, of_rank)
 
 
 def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
-    """All microbatches through one chunk, then through the next, so that parameters sharded over
-    data-parallel ranks are gathered once for all of them."""
+    """All microbatches through one chunk, then through the next: FSDP gathers a chunk's parameters
+    once for all of them."""
     work = [("F", i, c) for c in range(v) for i in range(m)]
     work += [("B", i, c) for c in reversed(range(v)) for i in range(m)]
     return _looped("breadth-first", p, m, v, lambda r: work)
 
 
 def _v_shaped(name: str, p: int, m: int, of_rank: Callable) -> Schedule:
-    """Stages r and 2p - 1 - r on rank r; from its (kind, microbatch, 0 or 1, beside?)."""
+    """Stages r and 2p - 1 - r on rank r, from of_rank(r) -> (kind, microbatch, leg 0 or 1, and
+    optionally overlap)."""
     rows = [[] for _ in range(p)]
     for r, row in enumerate(rows):
-        for kind, i, leg, *beside in of_rank(r):
-            row.append(Action(kind, i, 2 * p - 1 - r if leg else r, *beside))
-    home = (*range(p), *reversed(range(p)))
-    return Schedule(name, m, home, (tuple(range(2 * p)),), tuple(map(tuple, rows)))
+        for kind, i, leg, *overlap in of_rank(r):
+            row.append(Action(kind, i, 2 * p - 1 - r if leg else r, *overlap))
+    chunk_to_rank = (*range(p), *reversed(range(p)))
+    return Schedule(name, m, chunk_to_rank, (tuple(range(2 * p)),), tuple(map(tuple, rows)))
 
 
 def zbv(p: int, m: int) -> Schedule:
-    """Each rank has begun 2p - 1 - r microbatches when its last chunk's first B comes; from there
-    F, B, W of both chunks in turn, always one of them ready."""
+    """Rank r starts 2p - 1 - r microbatches before the first B of its last chunk; then F, B, W of
+    both chunks alternate, one of which is always ready."""
 
     def of_rank(r: int) -> Iterator[tuple[str, int, int]]:
         n, work = max(m, 2 * p - 1), []
@@ -281,14 +282,15 @@ def zbv(p: int, m: int) -> Schedule:
     return _v_shaped("zbv", p, m, of_rank)
 
 
-# With F = B = W = 1, a microbatch's 6 on a rank: how much later the next rank does its F on the way
-# down the V and up it, then its B down and up. All 1 keeps least; the more, the less is waited for.
+# With F = B = W = 1, a microbatch takes 6 units on a rank. Delays from one rank to the next of F
+# down the V, F up, B down, B up. All 1: least memory; larger delays: more memory, smaller bubble.
 SLOPES = {"v-min": (1, 1, 1, 1), "v-half": (2, 1, 2, 1)}
 
 
 def building_block(p: int, slopes: Sequence[int]) -> list[list[int]]:
-    """When each rank does F and F, B and B of its two chunks, of microbatch 0, such that the same
-    6, 12, ... later never meet (arXiv:2405.15362, 3). A rank keeps (F to B, of both) / 6 chunks."""
+    """Start times of microbatch 0 on each rank (F of chunk 0, F of chunk 1, B of chunk 1, B of
+    chunk 0), such that copies shifted by 6, 12, ... never collide (arXiv:2405.15362, 3). A rank
+    keeps (sum of both lifetimes from F to B) / 6 chunk activations."""
     for turns in sorted(itertools.product(range(6), repeat=3), key=sum):
         start, ranks = 0, [[] for _ in range(p)]
         for slope, turn, way in zip(slopes, (*turns, 0), (1, -1, 1, -1)):
@@ -297,38 +299,38 @@ def building_block(p: int, slopes: Sequence[int]) -> list[list[int]]:
             start += (p - 1) * slope + 1 + turn
         if all(len({t % 6 for t in times}) == 4 for times in ranks):
             return ranks
-    raise AssertionError(f"slopes {slopes} meet on {p} ranks")
+    raise AssertionError(f"slopes {slopes} collide on {p} ranks")
 
 
 def v_controlled(p: int, m: int, name: str) -> Schedule:
-    """Building blocks on end, W where nothing else is ready or a rank keeps a microbatch more than
-    its block does."""
+    """Repeated building blocks. W runs where no F or B is ready, or where one more F would exceed
+    the memory of the building block."""
     todo, legs = [], ((0, "F"), (1, "F"), (1, "B"), (0, "B"))
     block = building_block(p, SLOPES[name])
     for times in block:
         order = sorted((t + 6 * i, i, leg, k) for t, (leg, k) in zip(times, legs) for i in range(m))
         todo.append([(k, i, leg) for _, i, leg, k in order])
-    # from an F to the end of the B, two units later, that is chunks in the rhythm; W may lag by 2
+    # chunks alive in the steady state, from F to the end of B (2 units); W may lag by 2 more
     most = [-(-(b0 - f0 + b1 - f1 + 4) // 6) + 2 for f0, f1, b1, b0 in block]
-    plain = _v_shaped(name, p, m, todo.__getitem__)  # all F and B; to know what needs what
+    plain = _v_shaped(name, p, m, todo.__getitem__)  # all F and B, for their dependencies
     done: dict[tuple[str, int, int], int] = {}
-    kept, late, out = [0] * p, [[] for _ in range(p)], [[] for _ in range(p)]
+    kept, deferred, out = [0] * p, [[] for _ in range(p)], [[] for _ in range(p)]
     now = 0
-    while any(todo) or any(late):
+    while any(todo) or any(deferred):
         now += 1
         for r in range(p):
             ready = False
             if todo[r]:
                 action = plain.actions[r][len(plain.actions[r]) - len(todo[r])]  # the next one
-                ready = all(done.get(one, now) < now for one in plain.needs(action))
-                ready &= action.kind == "B" or kept[r] < most[r] or not late[r]
+                ready = all(done.get(one, now) < now for one in plain.dependencies(action))
+                ready &= action.kind == "B" or kept[r] < most[r] or not deferred[r]
             if ready:
                 kind, i, leg = todo[r].pop(0)
                 done[action[:3]] = now
-                late[r] += [("W", i, leg)] if kind == "B" else []
+                deferred[r] += [("W", i, leg)] if kind == "B" else []
                 kept[r] += kind == "F"
-            elif late[r]:
-                kind, i, leg = late[r].pop(0)
+            elif deferred[r]:
+                kind, i, leg = deferred[r].pop(0)
                 kept[r] -= 1
             else:
                 continue
@@ -336,21 +338,21 @@ def v_controlled(p: int, m: int, name: str) -> Schedule:
     return _v_shaped(name, p, m, out.__getitem__)
 
 
-def _dual(p: int, m: int, r: int) -> list[tuple[str, int, int, bool]]:
-    """DualPipe's order on rank r of p, which has two chunks that m microbatches each go through:
-    begin the one's, then the other's; in the middle an F of either beside a B of the other; at the
-    end split backward passes, whose W fill."""
-    work, late, rest = [], [], p - 1 - r
+def _dualpipe_order(p: int, m: int, r: int) -> list[tuple[str, int, int, bool]]:
+    """DualPipe's order on rank r of p, whose two chunks each run m microbatches: warm up one chunk,
+    then the other; in the steady state overlap an F of one with a B of the other; cool down with
+    split backward passes, whose W fill the bubbles."""
+    work, deferred, rest = [], [], p - 1 - r
     count = {kind: [0, 0] for kind in "FB"}
 
-    def do(kind: str, leg: int, beside: bool = False, split: bool = False) -> None:
+    def do(kind: str, leg: int, overlap: bool = False, split: bool = False) -> None:
         i = count[kind][leg]
         count[kind][leg] += 1
-        work.append((kind, i, leg, beside))
-        late.extend([("W", i, leg, False)] if split else [])
+        work.append((kind, i, leg, overlap))
+        deferred.extend([("W", i, leg, False)] if split else [])
 
-    def both(one: int, beside: bool = True) -> None:
-        do("F", one, beside)
+    def both(one: int, overlap: bool = True) -> None:
+        do("F", one, overlap)
         do("B", 1 - one)
 
     for _ in range(2 * rest):
@@ -360,10 +362,10 @@ def _dual(p: int, m: int, r: int) -> list[tuple[str, int, int, bool]]:
         do("F", 1)
     for _ in range(rest):
         do("B", 1, split=True)
-        work.append(late.pop(0))
+        work.append(deferred.pop(0))
         do("F", 1)
     for i in range(m - 2 * p + r + 1):
-        both(0, beside=i > 0 or rest > 0)  # the first on the last rank: apart, to send F at once
+        both(0, overlap=i > 0 or rest > 0)  # first pair on the last rank: F is sent immediately
         both(1)
     for _ in range(rest):
         do("B", 1)
@@ -371,20 +373,20 @@ def _dual(p: int, m: int, r: int) -> list[tuple[str, int, int, bool]]:
     for i in range(2 * (r + 1)):
         do("B", 1 - i % 2, split=i > r)
     for _ in range(rest):
-        work.append(late.pop(0))
+        work.append(deferred.pop(0))
         do("B", 0, split=True)
-    return work + late
+    return work + deferred
 
 
 def dualpipev(p: int, m: int) -> Schedule:
-    """DualPipe cut in the middle: what was its second half of the ranks is the second chunks."""
-    _check(m >= 2 * p, f"dualpipev needs {2 * p} microbatches or more, twice its stages; not {m}")
-    return _v_shaped("dualpipev", p, m, partial(_dual, p, m))
+    """The first half of DualPipe's ranks; the second chunks replace the second half."""
+    _check(m >= 2 * p, f"dualpipev needs at least {2 * p} microbatches, twice the stages; not {m}")
+    return _v_shaped("dualpipev", p, m, partial(_dualpipe_order, p, m))
 
 
 def dualpipe(p: int, m: int) -> Schedule:
-    """Microbatches from both ends of the ranks at once: chunk r is stage r on rank r, for the first
-    half of them; chunk 2p - 1 - r, on the same rank, stage p - 1 - r, for the second."""
+    """Microbatches enter at both ends: chunk r, on rank r, is stage r for the first half of them;
+    chunk 2p - 1 - r, on the same rank, is stage p - 1 - r for the second half."""
     _check(p % 2 == 0, f"dualpipe needs an even number of stages, not {p}")
     ok = m % 2 == 0 and m >= 2 * p
     _check(ok, f"dualpipe needs an even number of microbatches, {2 * p} or more; not {m}")
@@ -392,8 +394,8 @@ def dualpipe(p: int, m: int) -> Schedule:
     for r in range(p):
         chunks, far = (r, 2 * p - 1 - r), int(r >= p // 2)
         rows.append(tuple(
-            Action(kind, i + (leg ^ far) * (m // 2), chunks[leg ^ far], beside)
-            for kind, i, leg, beside in _dual(p // 2, m // 2, min(r, p - 1 - r))
+            Action(kind, i + (leg ^ far) * (m // 2), chunks[leg ^ far], overlap)
+            for kind, i, leg, overlap in _dualpipe_order(p // 2, m // 2, min(r, p - 1 - r))
         ))  # fmt: skip
     paths = tuple(range(p)), tuple(range(p, 2 * p))
     return Schedule("dualpipe", m, (*range(p), *reversed(range(p))), paths, tuple(rows))
@@ -413,17 +415,17 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
 }
-LOOPED = ("interleaved", "breadth-first")  # those that take a number of chunks per rank
+LOOPED = ("interleaved", "breadth-first")  # the schedules with any number of chunks per rank
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of that name; `chunks` per rank of the LOOPED ones (2). ValueError for a name
-    that is not there, and for numbers that it cannot be made for."""
-    _check(name in SCHEDULES, f"schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}")
+    """A schedule by name. chunks: per rank, for the LOOPED schedules (default 2). ValueError for an
+    unknown name or unsupported numbers."""
+    _check(name in SCHEDULES, f"unknown schedule {name!r}; choose from {', '.join(SCHEDULES)}")
     for what, n in (("stages", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         _check(n is None or n >= 1, f"{what} must be at least 1, not {n}")
     ok = chunks is None or name in LOOPED
-    _check(ok, f"chunks go with {' and '.join(LOOPED)}: {name} has as many as it has")
+    _check(ok, f"chunks require {' or '.join(LOOPED)}: {name} has a fixed number of chunks")
     return SCHEDULES[name](ranks, microbatches, *([chunks] if chunks else []))
 
 
@@ -434,21 +436,21 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one microbatch and a rank's share of the model, in any unit of time. B: gradients of the
-    input alone; a B without W takes B + W. together: F beside such a B (F + B + W). send: from rank
-    to rank, while both compute. sizes: of each stage, relative to the mean. kept: the part of the
-    activations that a W still needs."""
+    """Times of one microbatch on a rank's share of the model, in any unit. B: input gradients only;
+    a B without a W takes B + W. overlapped: an F overlapped with such a B (default F + B + W).
+    send: latency between ranks, hidden behind compute. sizes: of each stage, relative to the mean.
+    kept_for_w: fraction of the activations that is kept from B to W."""
 
     F: float = 1.0
     B: float = 1.0
     W: float = 1.0
-    together: float | None = None
+    overlapped: float | None = None
     send: float = 0.0
     sizes: Sequence[float] | None = None
-    kept: float = 1.0
+    kept_for_w: float = 1.0
 
-    def of(self, actions: Sequence[Action], schedule: Schedule, split: set) -> float:
-        """One action, or two beside each other."""
+    def duration(self, actions: Sequence[Action], schedule: Schedule, split: set) -> float:
+        """Time of one action, or of two overlapped actions."""
         stages, ranks = len(schedule.paths[0]), len(schedule.actions)
         spent = 0.0
         for kind, m, chunk, _ in actions:
@@ -457,8 +459,8 @@ class Costs:
             size = self.sizes[schedule.stage(chunk)] if self.sizes else 1.0
             spent += whole * size * ranks / stages
         alone = self.F + self.B + self.W
-        overlap = 1.0 if self.together is None else self.together / alone
-        return spent * (overlap if len(actions) > 1 else 1.0)
+        factor = 1.0 if self.overlapped is None else self.overlapped / alone
+        return spent * (factor if len(actions) > 1 else 1.0)
 
 
 class Event(NamedTuple):
@@ -469,11 +471,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every rank does what, and what follows from that."""
+    """Start and end of every action, with peak memory and bubbles."""
 
     schedule: Schedule
-    events: tuple[tuple[Event, ...], ...]  # of each rank
-    peaks: tuple[float, ...]  # of each rank: activations kept at most, in shares of a microbatch
+    events: tuple[tuple[Event, ...], ...]  # per rank
+    peaks: tuple[float, ...]  # per rank: peak activations, in microbatches of its share
 
     @property
     def makespan(self) -> float:
@@ -481,26 +483,26 @@ class Timeline:
 
     @property
     def busy(self) -> list[float]:
-        """Of each rank: time in which it computes."""
+        """Compute time of each rank."""
         return [sum(end - start for start, end in {e[:2] for e in es}) for es in self.events]
 
     @property
     def bubble(self) -> float:
-        """What the worst rank waits between its first action and its last: the next step's first
-        may begin while others still end this one's (arXiv:2401.10241, 2)."""
+        """Idle time of the worst rank between its first and its last action: the next step may
+        begin while other ranks finish this one (arXiv:2401.10241, 2)."""
         spans = (events[-1].end - events[0].start for events in self.events)
         return max(span - busy for span, busy in zip(spans, self.busy))
 
     @property
     def bubble_fraction(self) -> float:
-        """Of all ranks' time until the last has ended."""
+        """Idle fraction of all ranks' time until the last action ends."""
         return 1 - sum(self.busy) / (self.makespan * len(self.events))
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
-    """Every rank does its list in order, each action as soon as what it needs is there. ValueError,
-    naming who waits for what, if some never come."""
-    home, split = schedule.home, schedule.split()
+    """Execute every rank's list in order, each action as soon as its dependencies are done.
+    ValueError for a deadlock, with the blocked ranks and what each waits for."""
+    rank_of, split = schedule.chunk_to_rank, schedule.split_backwards()
     done: dict[tuple[str, int, int], float] = {}
     free, at = [0.0] * len(schedule.actions), [0] * len(schedule.actions)
     events: list[list[Event]] = [[] for _ in schedule.actions]
@@ -509,15 +511,17 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     while ready:
         r = ready.pop()
         while at[r] < len(schedule.actions[r]):
-            actions = _next(schedule.actions[r], at[r])
-            needs = {one for a in actions for one in schedule.needs(a)}
-            missing = next((one for one in needs if one not in done), None)
+            actions = _next_slot(schedule.actions[r], at[r])
+            dependencies = {one for a in actions for one in schedule.dependencies(a)}
+            missing = next((one for one in dependencies if one not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(r)
                 break
-            late = [done[one] + (costs.send if home[one[2]] != r else 0.0) for one in needs]
-            start = max(free[r], *late, 0.0)
-            free[r] = end = start + costs.of(actions, schedule, split)
+            arrivals = [
+                done[one] + (costs.send if rank_of[one[2]] != r else 0.0) for one in dependencies
+            ]
+            start = max(free[r], *arrivals, 0.0)
+            free[r] = end = start + costs.duration(actions, schedule, split)
             for a in actions:
                 done[a[:3]] = end
                 events[r].append(Event(start, end, a))
@@ -525,54 +529,54 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
             at[r] += len(actions)
     stuck = [f"rank {r} has {schedule.actions[r][at[r]]}, which needs {Action(*what)}"
              for what, ranks in waiting.items() for r in ranks]  # fmt: skip
-    _check(not stuck, f"{schedule.name} never ends: {'; '.join(stuck)}")
+    _check(not stuck, f"{schedule.name} deadlocks: {'; '.join(stuck)}")
     peaks = tuple(_peak(schedule, actions, split, costs) for actions in schedule.actions)
     return Timeline(schedule, tuple(map(tuple, events)), peaks)
 
 
-def _next(actions: Sequence[Action], at: int) -> Sequence[Action]:
-    return actions[at : at + 1 + actions[at].beside]
+def _next_slot(actions: Sequence[Action], at: int) -> Sequence[Action]:
+    return actions[at : at + 1 + actions[at].overlap]
 
 
 def _peak(schedule: Schedule, actions: Iterable[Action], split: set, costs: Costs) -> float:
-    share, held, most = len(schedule.actions) / len(schedule.paths[0]), 0.0, 0.0
+    share, alive, most = len(schedule.actions) / len(schedule.paths[0]), 0.0, 0.0
     for kind, m, chunk, _ in actions:
         size = share * (costs.sizes[schedule.stage(chunk)] if costs.sizes else 1.0)
-        part = costs.kept if (m, chunk) in split else 0.0
-        held += size * {"F": 1.0, "B": part - 1.0, "W": -part, "U": 0.0}[kind]
-        most = max(most, held)
+        part = costs.kept_for_w if (m, chunk) in split else 0.0
+        alive += size * {"F": 1.0, "B": part - 1.0, "W": -part, "U": 0.0}[kind]
+        most = max(most, alive)
     return most
 
 
 def check(schedule: Schedule) -> None:
-    """ValueError, saying what is wrong, unless every microbatch does F and B once on every chunk of
-    its path, on the chunk's rank, W at most once, U after that, on a chunk for all or for none, and
-    no rank waits for ever."""
+    """Validate a schedule. Every microbatch must have one F and one B for every chunk of its path,
+    on the chunk's rank, at most one W, and U after these, on a chunk for all microbatches or none;
+    and there must be no deadlock. ValueError says what is wrong."""
     seen: dict[tuple[str, int, int], int] = {}
     for r, actions in enumerate(schedule.actions):
-        _check(len(actions) > 0, f"rank {r} has nothing to do")
+        _check(len(actions) > 0, f"rank {r} has no actions")
         for action, after in itertools.zip_longest(actions, actions[1:]):
-            kind, m, chunk, beside = action
+            kind, m, chunk, overlap = action
             known = kind in ("F", "B", "W", "U") and 0 <= m < schedule.microbatches
             known = known and chunk in schedule.path(m)
-            _check(known, f"rank {r} has {action}: no such kind, microbatch or chunk on its path")
-            home = schedule.home[chunk]
-            _check(home == r, f"rank {r} has {action}, but chunk {chunk} is on rank {home}")
+            _check(known, f"rank {r} has {action}: unknown kind, microbatch or chunk of its path")
+            owner = schedule.chunk_to_rank[chunk]
+            _check(owner == r, f"rank {r} has {action}, but chunk {chunk} is on rank {owner}")
             _check(action[:3] not in seen, f"rank {r} has {action} twice")
             seen[action[:3]] = r
-            alone = beside and (after is None or after.beside)
-            _check(not alone, f"rank {r} has {action}, but no single action after it to go beside")
+            alone = overlap and (after is None or after.overlap)
+            _check(not alone, f"rank {r} has {action}, with no single next action to overlap")
     updated = {chunk for kind, _, chunk in seen if kind == "U"}
     for m in range(schedule.microbatches):
         for kind, chunk in itertools.product("FBU", schedule.path(m)):
-            missing = f"{Action(kind, m, chunk)} is missing on rank {schedule.home[chunk]}"
+            missing = f"{Action(kind, m, chunk)} is missing on rank {schedule.chunk_to_rank[chunk]}"
             ok = (kind, m, chunk) in seen or (kind == "U" and chunk not in updated)
             _check(ok, missing)
     for r, actions in enumerate(schedule.actions):
-        late = {a[1:3]: a for a in actions if a.kind == "W"}
+        w = {a[1:3]: a for a in actions if a.kind == "W"}
         for n, a in enumerate(actions):
-            ok = a.kind != "U" or late.get(a[1:3], a) in actions[: n + 1]
-            _check(ok, f"rank {r} has {a} before {late.get(a[1:3])}, whose gradients it would miss")
+            ok = a.kind != "U" or w.get(a[1:3], a) in actions[: n + 1]
+            _check(ok, f"rank {r} has {a} before {w.get(a[1:3])}, so it misses these gradients")
     simulate(schedule)
 
 
@@ -589,42 +593,42 @@ def partition(
     stages: int | None = None,
     sizes: Sequence[int] = (1,),
 ) -> list[tuple[int, int, int]]:
-    """Cut layers 0..layers-1 into stages (first, last + 1, devices), one after the other, such that
-    a batch takes least: sum(t) + (microbatches - 1) max(t), t = seconds(first, last + 1, devices)
-    of a stage's microbatch, math.inf if it does not fit (Alpa, arXiv:2201.12023, 5.1; PipeDream's
-    partitioner, arXiv:1806.03377, 3.1, is the case of many microbatches). All devices are used, in
-    groups of `sizes`; stages: so many (any number).
+    """Partition layers 0..layers-1 into consecutive stages (first, last + 1, devices) that minimize
+    the time of a batch, sum(t) + (microbatches - 1) max(t). t = seconds(first, last + 1, devices)
+    is the time of a microbatch on a stage, math.inf if it does not fit (Alpa, arXiv:2201.12023,
+    5.1; PipeDream's partitioner, arXiv:1806.03377, 3.1, is the case of many microbatches). All
+    devices are used, in groups of `sizes`. stages: their number (default: any).
 
-    For each candidate of max(t), from the first that fits, until it alone costs more than the best:
-    the least sum under it, by dynamic programming over (layers, devices, stages) done. ValueError
-    if nothing fits.
+    For each bound on max(t), from the smallest feasible one until the bound alone costs more than
+    the best: the least sum, by dynamic programming over (layers, devices, stages). ValueError if
+    nothing fits.
     """
     most = min(layers, devices)
     ok = stages is None or 1 <= stages <= most
-    _check(ok, f"{stages} stages of {layers} layers on {devices} devices: take 1 to {most}")
+    _check(ok, f"{stages} stages of {layers} layers on {devices} devices: choose 1 to {most}")
     _check(microbatches >= 1, f"microbatches must be at least 1, not {microbatches}")
     spans = itertools.combinations(range(layers + 1), 2)
     times = {(i, j, d): seconds(i, j, d) for i, j in spans for d in sizes if d <= devices}
-    best, cuts = math.inf, None
+    best, partition_ = math.inf, None
     least = partial(_least_sum, layers, devices, stages, times)
     bounds = sorted({t for t in times.values() if t < math.inf})
     for bound in bounds[bisect.bisect(bounds, 0, key=lambda t: least(t)[0] < math.inf) :]:
-        if microbatches * bound >= best:  # the sum is no less than its largest
+        if microbatches * bound >= best:  # the sum is at least its largest term
             break
         total, found = least(bound)
-        slowest = max(times[cut] for cut in found)
+        slowest = max(times[stage] for stage in found)
         if total + (microbatches - 1) * slowest < best:
-            best, cuts = total + (microbatches - 1) * slowest, found
-    _check(cuts is not None, f"no cut of {layers} layers fits {devices} devices"
-           + (f" in {stages} stages" if stages else "") + ": take more devices")  # fmt: skip
-    return cuts
+            best, partition_ = total + (microbatches - 1) * slowest, found
+    _check(partition_ is not None, f"no partition of {layers} layers fits {devices} devices"
+           + (f" in {stages} stages" if stages else "") + ": use more devices")  # fmt: skip
+    return partition_
 
 
 def _least_sum(
     layers: int, devices: int, stages: int | None, times: dict, bound: float
 ) -> tuple[float, list[tuple[int, int, int]]]:
-    """The stages of least sum(t), every t <= bound; (inf, []) if there are none."""
-    after: dict[tuple[int, int, int], list] = {}  # (first layer, ...) -> stages that begin there
+    """The partition with the least sum(t) and every t <= bound; (inf, []) if there is none."""
+    after: dict[tuple[int, int, int], list] = {}  # first layer -> stages that begin there
     for (i, j, d), t in times.items():
         if t <= bound:
             after.setdefault(i, []).append((t, j, d))
@@ -649,25 +653,25 @@ def _least_sum(
 
 
 def balance(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    """(first, last + 1) of so many stages, the slowest as fast as can be: costs of each layer. For
-    a pipeline that is full most of the time."""
+    """(first, last + 1) of each of `stages` stages, minimizing the cost of the slowest. costs: of
+    each layer. For pipelines with many microbatches."""
     n = len(costs)
-    _check(1 <= stages <= n, f"{stages} stages cannot be cut out of {n} layers: take 1 to {n}")
+    _check(1 <= stages <= n, f"{stages} stages need at least as many layers, not {n} layers")
     sums = list(itertools.accumulate(costs, initial=0.0))
-    cuts = partition(n, stages, lambda i, j, d: sums[j] - sums[i], 10**6, stages)
-    return [(first, end) for first, end, _ in cuts]
+    balanced = partition(n, stages, lambda i, j, d: sums[j] - sums[i], 10**6, stages)
+    return [(first, end) for first, end, _ in balanced]
 
 
 # --------------------------------------------------------------------------------------------------
-# Pictures
+# Plots
 # --------------------------------------------------------------------------------------------------
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def picture(timeline: Timeline, width: int = 100) -> str:
-    """Two lines per rank: what it does, small letters for all chunks but its first, and of which
-    microbatch (from the 63rd again 0)."""
+def render_text(timeline: Timeline, width: int = 100) -> str:
+    """Two lines per rank: the kind of its actions, in lower case for all chunks but its first, and
+    the microbatch below (0 again from the 63rd on)."""
     events = [event for events in timeline.events for event in events]
     shortest = min(e.end - e.start for e in events if e.end > e.start)
     columns = round(min(timeline.makespan / shortest, width))
@@ -675,7 +679,7 @@ def picture(timeline: Timeline, width: int = 100) -> str:
     for r, own in enumerate(timeline.events):
         kinds, numbers = ["."] * columns, [" "] * columns
         first = min(e.action.chunk for e in own)
-        for start, end, (kind, m, chunk, _) in _drawn(own):
+        for start, end, (kind, m, chunk, _) in _bar_events(own):
             for x in range(round(start * scale), round(end * scale)):
                 kinds[x] = kind if chunk == first else kind.lower()
                 numbers[x] = DIGITS[m % len(DIGITS)]
@@ -683,24 +687,24 @@ def picture(timeline: Timeline, width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def _drawn(events: Sequence[Event]) -> Iterator[Event]:
-    """Two beside each other as one after the other, F for a third of their time."""
+def _bar_events(events: Sequence[Event]) -> Iterator[Event]:
+    """Overlapped pairs as consecutive bars, F taking a third of their time."""
     last = None
     for start, end, action in events:
         third = start + (end - start) / 3
-        second = last is not None and last.action.beside
+        second = last is not None and last.action.overlap
         last = Event(start, end, action)
-        yield Event(third if second else start, third if action.beside else end, action)
+        yield Event(third if second else start, third if action.overlap else end, action)
 
 
-def svg(timeline: Timeline, width: int = 1200, height: int = 28) -> str:
-    """The same as an image: F blue, B green, W yellow, paler on all chunks but a rank's first."""
+def render_svg(timeline: Timeline, width: int = 1200, height: int = 28) -> str:
+    """The same plot as SVG: F blue, B green, W yellow, paler for all chunks but a rank's first."""
     colors = {"F": "#6b9bd1", "B": "#7bbf7b", "W": "#e8c468", "U": "#b48ead"}
     scale, out = width / timeline.makespan, []
     for r, own in enumerate(timeline.events):
         first = min(e.action.chunk for e in own)
         out.append(f'<text x="0" y="{(r + 0.65) * height}">{r}</text>')
-        for start, end, (kind, m, chunk, _) in _drawn(own):
+        for start, end, (kind, m, chunk, _) in _bar_events(own):
             x, w, y = 24 + start * scale, (end - start) * scale, r * height
             box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="{height - 2}"'
             opacity = 1 if chunk == first else 0.55
@@ -717,14 +721,15 @@ def svg(timeline: Timeline, width: int = 1200, height: int = 28) -> str:
 
 
 def report(timeline: Timeline, width: int = 100) -> str:
-    """The picture, and its numbers."""
+    """The text plot with time, bubble and memory."""
     s, peaks = timeline.schedule, ", ".join(f"{peak:.3g}" for peak in timeline.peaks)
     return (
-        f"{s.name}: {len(s.actions)} ranks, {len(s.home)} chunks, {s.microbatches} microbatches\n"
-        f"{picture(timeline, width)}\n"
-        f"time {timeline.makespan:g}; the worst rank waits {timeline.bubble:.4g}; "
+        f"{s.name}: {len(s.actions)} ranks, {len(s.chunk_to_rank)} chunks, "
+        f"{s.microbatches} microbatches\n"
+        f"{render_text(timeline, width)}\n"
+        f"time {timeline.makespan:g}; largest bubble of a rank {timeline.bubble:.4g}; "
         f"{timeline.bubble_fraction:.1%} of all ranks' time is idle\n"
-        f"activations kept by each rank, in its share's of a microbatch: {peaks}"
+        f"peak activations per rank, in microbatches of its share: {peaks}"
     )
 
 
@@ -734,7 +739,7 @@ def report(timeline: Timeline, width: int = 100) -> str:
 
 
 def self_check() -> None:
-    """Closed forms of the table above."""
+    """The closed forms of the module docstring."""
     F, B, W, p, m = 5.0, 6.0, 4.0, 4, 16
     costs, whole = Costs(F, B, W), F + B + W
     forms = {"gpipe": (p - 1) * whole, "1f1b": (p - 1) * whole, "interleaved": (p - 1) * whole / 2}
@@ -751,9 +756,9 @@ def self_check() -> None:
 
 
 def table(p: int = 8, m: int = 32) -> str:
-    """Every schedule at F = B = W = 1."""
+    """A row per schedule at F = B = W = 1."""
     head = f"p = {p}, m = {m}, F = B = W = 1; a rank computes {3 * m}"
-    rows = [head, f"{'':16}{'waits':>8}{'time':>8}{'idle':>8}{'keeps':>8}"]
+    rows = [head, f"{'':16}{'bubble':>8}{'time':>8}{'idle':>8}{'memory':>8}"]
     for name in SCHEDULES:
         t = simulate(make_schedule(name, p, m))
         numbers = f"{t.bubble:8.1f}{t.makespan:8.1f}{t.bubble_fraction:8.1%}{max(t.peaks):8.1f}"
@@ -763,17 +768,21 @@ def table(p: int = 8, m: int = 32) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--schedule", metavar="NAME", help=f"{', '.join(SCHEDULES)}; or a file of one")
+    text = f"{', '.join(SCHEDULES)}; or a file written by --list"
+    p.add_argument("--schedule", metavar="NAME", help=text)
     p.add_argument("--stages", type=int, default=4, metavar="P", help="ranks (%(default)s)")
     p.add_argument("--microbatches", type=int, default=8, metavar="M", help="(%(default)s)")
-    p.add_argument("--chunks", type=int, metavar="V", help="per rank, of the looped ones (2)")
+    text = f"chunks per rank, with {' and '.join(LOOPED)} (2)"
+    p.add_argument("--chunks", type=int, metavar="V", help=text)
     for name in ("forward", "backward", "weights"):
-        help = "time of it, for a rank's share; backward: of the input alone (1)"
-        p.add_argument(f"--{name}", type=float, default=1.0, metavar="T", help=help)
-    p.add_argument("--together", type=float, metavar="T", help="of an F beside a whole backward")
-    p.add_argument("--send", type=float, default=0.0, metavar="T", help="from rank to rank (0)")
-    p.add_argument("--list", action="store_true", help="print the list itself, and no picture")
-    p.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the picture there too")
+        text = "time for a rank's share of the model; backward: input gradients only (1)"
+        p.add_argument(f"--{name}", type=float, default=1.0, metavar="T", help=text)
+    text = "time of an F overlapped with a full backward pass (DualPipe)"
+    p.add_argument("--overlapped", type=float, metavar="T", help=text)
+    text = "latency between ranks (0)"
+    p.add_argument("--send", type=float, default=0.0, metavar="T", help=text)
+    p.add_argument("--list", action="store_true", help="print the action lists, not the plot")
+    p.add_argument("--plot", type=Path, metavar="FILE.svg", help="also write the plot as SVG")
     args = p.parse_args(argv)
     try:
         if args.schedule is None:
@@ -785,13 +794,13 @@ def main(argv: list[str] | None = None) -> int:
         else:
             schedule = make_schedule(args.schedule, args.stages, args.microbatches, args.chunks)
         work = args.forward, args.backward, args.weights
-        ok = all(0 <= t < math.inf for t in (*work, args.send, args.together or 0.0))
-        _check(ok and sum(work) > 0, "times must be 0 or more, finite, and not all 0")
-        timeline = simulate(schedule, Costs(*work, args.together, args.send))
+        ok = all(0 <= t < math.inf for t in (*work, args.send, args.overlapped or 0.0))
+        _check(ok and sum(work) > 0, "times must be finite, not negative, and not all 0")
+        timeline = simulate(schedule, Costs(*work, args.overlapped, args.send))
         width = max(40, shutil.get_terminal_size((108, 24)).columns - 8)
         print(schedule if args.list else report(timeline, width))
         if args.plot:
-            args.plot.write_text(svg(timeline), encoding="utf-8")
+            args.plot.write_text(render_svg(timeline), encoding="utf-8")
     except (ValueError, OSError) as e:
         print(f"schedules.py: error: {e}", file=sys.stderr)
         return 2

@@ -32,7 +32,7 @@ the end of the backward pass, and not within it). Never for optimizers that are 
 collectives in the backward pass give it a group of its own: ranks may send at other moments.
 
 Equivalence (test_all.py): weights after 10 steps are one process's and DDP's. Needs: torch.
-`torchrun --nproc-per-node 4 zero.py` checks itself and prints a table (--check: none); `python
+`torchrun --nproc-per-node 4 parallelism/zero.py` checks itself and prints a table (--check: none); `python
 zero.py` starts these itself.
 """
 

@@ -40,7 +40,7 @@ zeros may be None. Shapes: weight (N, K) as in nn.Linear, scales and zeros (N, G
 
 Hook: the Linear swap, through its `rounding`. Equivalence (test_all.py): gptq against the surgeon's
 update written out in float64; its output error <= that of rounding, on every row; folds change the
-output in fp32 by less than 1e-5. Needs: torch. `python calibrate.py` checks itself and prints each
+output in fp32 by less than 1e-5. Needs: torch. `python quantization/calibrate.py` checks itself and prints each
 method's output error and time.
 """
 

@@ -1,30 +1,29 @@
-"""gemm.py: matrix products for a GPU, of quantized weights and with anything after them.
+"""Triton GEMMs that libraries lack: weight-only int8 / int4, and matmul with a fused epilogue.
 
-Two kernels that libraries leave out, because what they gain is not in the product itself:
-
-1. `weight_only_matmul`: codes of 8 or 4 bits times activations of 16. A decode step with one row of
-   x is as fast as the codes are read; to unpack them to memory first would read and write more than
-   16-bit weights are. Here they become numbers in registers: a reduction for one row (GEMV), matrix
-   units for up to 64 (as Marlin, arXiv:2408.11743, and GemLite do), the columns split over enough
-   processors to fill the GPU (split-K), added up in a fixed order: no atomics, the same bits each
-   run. Past some 64 rows arithmetic is the limit and a dequantized weight is faster.
-2. `gemm`: one product with any epilogue. What comes after a product (scales, bias, activation,
-   residual, a cast) costs a trip to memory each, unless it happens before the result is stored. A
-   library has a kernel for each of the usual chains; here the chain is an expression, a tree of
-   small jit functions, inlined in the kernel (Epilogue Visitor Tree, Chen et al., ASPLOS 2024):
+1. `weight_only_matmul`: int8 or int4 weights times 16-bit activations. Decoding one token is bound
+   by reading the weights, and dequantizing them to memory first would move more bytes than 16-bit
+   weights do. Here they are dequantized in registers: one row of x runs a GEMV reduction, up to 64
+   rows the tensor cores (as in Marlin, arXiv:2408.11743, and GemLite). K is split over enough
+   programs to fill the GPU (split-K) and the parts are summed in a fixed order, without atomics:
+   deterministic. Beyond about 64 rows compute is the bound and a dequantized weight is faster.
+2. `gemm`: matmul with an arbitrary epilogue. Each operation after a matmul (scales, bias,
+   activation, residual, cast) costs a round trip to memory unless it is fused before the store.
+   Libraries have a kernel for each common chain; here the chain is an expression, a tree of small
+   jit functions inlined into the kernel (Epilogue Visitor Tree, Chen et al., ASPLOS 2024):
 
        gemm(a, b, silu(acc * row(sa) * col(sb) + col(bias)) + matrix(residual))
 
-   Operands are fp16, bf16, fp32, int8, e4m3; of FP8 the sums are promoted to fp32 every 128 columns
-   and may have a scale per tile there (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
+   Operands are fp16, bf16, fp32, int8 or e4m3. FP8 partial sums are promoted to fp32 every 128
+   columns, where they may also take a blockwise scale (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
 
-When it loses: a large product with nothing after it is the library's (cuBLAS, torch._scaled_mm);
-this one has no TMA and no warp specialization. Speeds on a GPU: not yet measured.
+When it loses: a large matmul without an epilogue is faster in cuBLAS or torch._scaled_mm; this
+kernel has no TMA and no warp specialization. Speed on a GPU: not measured yet.
 
-Hook: `product` of quantize.py's layers, use_product_(model, weight_only_matmul). Equivalence
-(test_all.py): both against fp64 of the dequantized operands, in Triton's interpreter without a GPU,
-and compiled for sm_80, 90 and 100. Needs: torch and triton; without triton, or on a CPU, the plain
-torch beside each kernel serves. `python gemm.py` checks itself and prints a table.
+Hook: the matmul of quantize.py's layers, use_product_(model, weight_only_matmul). Equivalence
+(test_all.py): both against fp64 of the dequantized operands, in Triton's interpreter if there is no
+GPU, and compiled for sm_80, 90 and 100. Needs torch, and triton for the kernels; without triton or
+on a CPU the plain-torch references run instead. `python quantization/gemm.py` runs a self-check and
+prints a table.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS, Windows: the plain torch beside each kernel serves every call
+except ImportError:  # macOS, Windows: every call runs the plain-torch reference
     triton = None
 
 INTERPRET = triton is not None and triton.knobs.runtime.interpret
-# Of fp32 inputs alone: three products of tf32 are as exact as fp32 needs, on the matrix units
+# For fp32 inputs only: three tf32 matmuls on the tensor cores reach fp32 accuracy
 PRECISION = tl.constexpr("ieee" if INTERPRET else "tf32x3") if triton else None
 jit = triton.jit if triton else (lambda fn=None, **_: fn or (lambda fn: fn))
 
@@ -59,62 +58,62 @@ def _check(condition: bool, message: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights of 8 and 4 bits, activations of 16 or 32
+# int8 and int4 weights, 16- or 32-bit activations
 # --------------------------------------------------------------------------------------------------
 
-# A token reads every weight once, so with few rows the time is that of reading the codes: 19 of 8
-# bits, 38 of 4, in each clock of each H200 processor at full bandwidth, which can issue 128
-# operations in it: few for each code. Codes stay integers, exact in any float format; x (q - zero)
-# is summed in fp32, and then the sum of a group multiplied by its scale.
+# With few rows the time is that of reading the weights. At full bandwidth each H200 SM receives 19
+# int8 or 38 int4 weights per clock and can issue 128 operations, so the budget per weight is small.
+# Quantized values stay integers, exact in any float format; x (q - zero) is summed in fp32 and each
+# group's sum is multiplied by its scale.
 
 
 @jit
 def _gemv_kernel(
     x_ptr, q_ptr, scales_ptr, zeros_ptr, bias_ptr,  # (K,), (N, words) int32, (N, G) both, (N,)
     y_ptr,  # (SPLITS, N)
-    N, G, chunks, words, share,
+    N, G, chunks, words, chunks_per_split,
     BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """y[n] = sum_g scale[n, g] sum_(k in g) x[k] (q[n, k] - zero[n, g]). Grid (tiles of N, SPLITS).
 
-    A thread loads a chunk, 16 bytes of a row, and its neighbours the next ones. Codes are masked
-    where they lie in each half of a word, not shifted: code i there counts 2^(BITS i) fold, which x
-    is divided by. The zero is taken off the sum: sum x q - zero sum x, one sum for all rows. Rows
-    are unrolled, so that all there is has one shape, (BLOCK_C, 4), and with it one layout: x is
-    loaded once for all rows, by the threads that need it.
+    Each thread loads a chunk, 16 bytes of a row; loads of neighbouring threads coalesce. Values are
+    masked in place in each half of a 32-bit word, not shifted: value i is scaled by 2^(BITS * i),
+    and x is divided by that. The zero point is subtracted from the sum: sum x q - zero * sum x,
+    where sum x is shared by all rows. Rows are unrolled so that every tile has the shape
+    (BLOCK_C, 4) and the same layout: x is loaded once for all rows, by the threads that need it.
     """
-    FIELDS: tl.constexpr = 16 // BITS
-    CODES: tl.constexpr = 128 // BITS  # in a chunk
-    first_row, first = tl.program_id(0) * BLOCK_N, tl.program_id(1) * share
+    PER_HALF: tl.constexpr = 16 // BITS  # values in half a word
+    PER_CHUNK: tl.constexpr = 128 // BITS
+    first_row, first = tl.program_id(0) * BLOCK_N, tl.program_id(1) * chunks_per_split
     word = tl.arange(0, 4)[None, :]
     zero_tile = tl.full((BLOCK_C, 4), 0.0, tl.float32)
     accs = ()
     for r in tl.static_range(BLOCK_N):
         accs = accs + (zero_tile,)
-    for start in range(first, tl.minimum(first + share, chunks), BLOCK_C):
+    for start in range(first, tl.minimum(first + chunks_per_split, chunks), BLOCK_C):
         chunk = start + tl.arange(0, BLOCK_C)[:, None]
         at = chunk * 4 + word
-        held = tl.full((BLOCK_C, 4), True, tl.int1)  # which the compiler drops
+        mask = tl.full((BLOCK_C, 4), True, tl.int1)  # removed by the compiler if EVEN
         if not EVEN:
-            held = held & (chunk < chunks)
-        codes, parts, sum_x = (), (), zero_tile
+            mask = mask & (chunk < chunks)
+        qs, parts, sum_x = (), (), zero_tile
         for r in tl.static_range(BLOCK_N):
             row = tl.minimum(first_row + r, N - 1).to(tl.int64)
-            q = tl.load(q_ptr + row * words + at, mask=held, other=0, eviction_policy="evict_first")
+            q = tl.load(q_ptr + row * words + at, mask=mask, other=0, eviction_policy="evict_first")
             if zeros_ptr is None:
-                q = q ^ -0x7F7F7F80  # the sign bits turned: codes from 0 on, with a zero of 128
-            codes, parts = codes + (q,), parts + (zero_tile,)
+                q = q ^ -0x7F7F7F80  # flips the sign bits: int8 becomes uint8 with zero point 128
+            qs, parts = qs + (q,), parts + (zero_tile,)
         for half in tl.static_range(2):
-            for i in tl.static_range(FIELDS):
-                k = at * (2 * FIELDS) + half * FIELDS + i
-                x = tl.load(x_ptr + k, mask=held, other=0.0).to(tl.float32)
+            for i in tl.static_range(PER_HALF):
+                k = at * (2 * PER_HALF) + half * PER_HALF + i
+                x = tl.load(x_ptr + k, mask=mask, other=0.0).to(tl.float32)
                 sum_x += x
                 x = x * (1 / (1 << (BITS * i)))
                 sums = ()
                 for r in tl.static_range(BLOCK_N):
-                    code = (codes[r] >> (16 * half)) & (((1 << BITS) - 1) << (BITS * i))
-                    sums = sums + (parts[r] + x * code.to(tl.float32),)
+                    value = (qs[r] >> (16 * half)) & (((1 << BITS) - 1) << (BITS * i))
+                    sums = sums + (parts[r] + x * value.to(tl.float32),)
                 parts = sums
         sums = ()
         for r in tl.static_range(BLOCK_N):
@@ -122,14 +121,14 @@ def _gemv_kernel(
                 part = parts[r] - 128.0 * sum_x
             else:
                 row = tl.minimum(first_row + r, N - 1).to(tl.int64)
-                group = row * G + chunk * CODES // GROUP + word * 0
-                zero = tl.load(zeros_ptr + group, mask=held, other=0).to(tl.float32)
-                scale = tl.load(scales_ptr + group, mask=held, other=0.0).to(tl.float32)
+                group = row * G + chunk * PER_CHUNK // GROUP + word * 0
+                zero = tl.load(zeros_ptr + group, mask=mask, other=0).to(tl.float32)
+                scale = tl.load(scales_ptr + group, mask=mask, other=0.0).to(tl.float32)
                 part = (parts[r] - zero * sum_x) * scale
             sums = sums + (accs[r] + part,)
         accs = sums
     for r in tl.static_range(BLOCK_N):
-        row = tl.minimum(first_row + r, N - 1)  # past the end the last row once more
+        row = tl.minimum(first_row + r, N - 1)  # past the end: the last row again
         y = tl.sum(tl.reshape(accs[r], (BLOCK_C * 4,)), 0)
         if zeros_ptr is None:
             y *= tl.load(scales_ptr + row).to(tl.float32)
@@ -139,29 +138,29 @@ def _gemv_kernel(
 
 
 @jit
-def _code_as(code, dtype: tl.constexpr):
-    """Codes 0 .. 15 (uint8) as fp16, bf16 or fp32, plus a power of two so large that integers
-    are the low bits of a float: an `or`, of which the GPU does more in a clock than conversions."""
+def _int4_to_float(q, dtype: tl.constexpr):
+    """int4 values 0 .. 15 (uint8) as fp16, bf16 or fp32, plus a power of two so large that integers
+    are the low mantissa bits: an `or`, which has a higher throughput than conversions."""
     if dtype == tl.float16:
-        return (code.to(tl.int16) | 0x6400).to(dtype, bitcast=True)  # 1024
+        return (q.to(tl.int16) | 0x6400).to(dtype, bitcast=True)  # 1024
     elif dtype == tl.bfloat16:
-        return (code.to(tl.int16) | 0x4300).to(dtype, bitcast=True)  # 128
+        return (q.to(tl.int16) | 0x4300).to(dtype, bitcast=True)  # 128
     else:
-        return (code.to(tl.int32) | 0x4B000000).to(dtype, bitcast=True)  # 2^23
+        return (q.to(tl.int32) | 0x4B000000).to(dtype, bitcast=True)  # 2^23
 
 
 @jit
-def _few_rows_kernel(
+def _skinny_gemm_kernel(
     x_ptr, q_ptr, scales_ptr, zeros_ptr, bias_ptr,  # (M, K), (N, K * BITS / 8), (N, G) both, (N,)
     y_ptr,  # (SPLITS, M, N)
-    M, N, K, G, share,
+    M, N, K, G, groups_per_split,
     BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The same for M rows of x, on the matrix units. Grid (tiles of N, SPLITS, tiles of M).
+    """The same for M rows of x, on the tensor cores. Grid (tiles of N, SPLITS, tiles of M).
 
-    A step takes GROUPS groups of GROUP columns as a batch of products: whole lines of memory are
-    read however small a group is, and each has a sum of its own to scale.
+    A step computes GROUPS groups of GROUP columns as a batch of matmuls: full cache lines are read
+    even for small groups, and each group has its own sum to scale.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -170,26 +169,26 @@ def _few_rows_kernel(
     BLOCK_K: tl.constexpr = GROUP * GROUPS
     x_ptrs = x_ptr + (m % M).to(tl.int64)[:, None] * K
     q_ptrs = q_ptr + row.to(tl.int64)[:, None] * (K * BITS // 8)
-    first = tl.program_id(1) * share
+    first = tl.program_id(1) * groups_per_split
     acc = tl.zeros((BLOCK_M, BLOCK_N) if GROUPS == 1 else (GROUPS, BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(first, tl.minimum(first + share, tl.cdiv(K, GROUP)), GROUPS):
+    for start in range(first, tl.minimum(first + groups_per_split, tl.cdiv(K, GROUP)), GROUPS):
         k = start * GROUP + tl.arange(0, BLOCK_K)[None, :]
         j = start * GROUP * BITS // 8 + tl.arange(0, BLOCK_K * BITS // 8)[None, :]
         g = start + tl.arange(0, GROUPS)
-        held_x = tl.full((1, BLOCK_K), True, tl.int1)  # which the compiler drops
-        held_q = tl.full((1, BLOCK_K * BITS // 8), True, tl.int1)
-        held_g = tl.full((GROUPS,), True, tl.int1)
+        mask_x = tl.full((1, BLOCK_K), True, tl.int1)  # removed by the compiler if EVEN
+        mask_q = tl.full((1, BLOCK_K * BITS // 8), True, tl.int1)
+        mask_g = tl.full((GROUPS,), True, tl.int1)
         if not EVEN:
-            held_x, held_q, held_g = k < K, j < K * BITS // 8, g < G
-        x = tl.load(x_ptrs + k, mask=held_x, other=0.0)
-        q = tl.load(q_ptrs + j, mask=held_q, other=0)
+            mask_x, mask_q, mask_g = k < K, j < K * BITS // 8, g < G
+        x = tl.load(x_ptrs + k, mask=mask_x, other=0.0)
+        q = tl.load(q_ptrs + j, mask=mask_q, other=0)
         if zeros_ptr is None:
             w = q.to(tl.float16 if x.dtype == tl.float16 else tl.float32).to(x.dtype)
             acc = tl.dot(x, tl.trans(w), acc, input_precision=precision)
         else:
-            of_row = zeros_ptr + row[:, None] * G + g[None, :]
-            zero = _code_as(tl.load(of_row, mask=held_g[None, :], other=0), x.dtype)
-            w = _code_as(tl.interleave(q & 0xF, q >> 4), x.dtype)
+            zero_ptrs = zeros_ptr + row[:, None] * G + g[None, :]
+            zero = _int4_to_float(tl.load(zero_ptrs, mask=mask_g[None, :], other=0), x.dtype)
+            w = _int4_to_float(tl.interleave(q & 0xF, q >> 4), x.dtype)
             if GROUPS == 1:
                 part = tl.dot(x, tl.trans(w - zero), input_precision=precision)
                 scale = tl.load(scales_ptr + row * G + start)[None, :]
@@ -197,8 +196,8 @@ def _few_rows_kernel(
                 x = tl.permute(tl.reshape(x, (BLOCK_M, GROUPS, GROUP)), (1, 0, 2))
                 w = tl.reshape(w, (BLOCK_N, GROUPS, GROUP)) - zero[:, :, None]
                 part = tl.dot(x, tl.permute(w, (1, 2, 0)), input_precision=precision)
-                of_group = scales_ptr + (row * G)[None, None, :] + g[:, None, None]
-                scale = tl.load(of_group, mask=held_g[:, None, None], other=0.0)
+                scale_ptrs = scales_ptr + (row * G)[None, None, :] + g[:, None, None]
+                scale = tl.load(scale_ptrs, mask=mask_g[:, None, None], other=0.0)
             acc += part * scale.to(tl.float32)
     y = acc if GROUPS == 1 else tl.sum(acc, 0)
     if zeros_ptr is None:
@@ -210,8 +209,8 @@ def _few_rows_kernel(
 
 
 @jit
-def _add_splits_kernel(parts_ptr, y_ptr, numel, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """y = the sum of SPLITS parts, always in the same order. Grid (blocks of y,)."""
+def _reduce_splits_kernel(parts_ptr, y_ptr, numel, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = the sum of SPLITS parts, in a fixed order. Grid (blocks of y,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     y = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(SPLITS):
@@ -220,12 +219,12 @@ def _add_splits_kernel(parts_ptr, y_ptr, numel, SPLITS: tl.constexpr, BLOCK: tl.
     tl.store(y_ptr + i, y.to(y_ptr.dtype.element_ty), mask=i < numel)
 
 
-# By bits. One row of x: rows of the weight in a tile, chunks of 16 bytes of each, num_warps: each
-# of 128 threads has 4 chunks (8 bits) or 8 on their way at once, and a row of 4096 codes of 4 bits
-# is one step. More rows, up to the key: BLOCK_M, BLOCK_N, columns of a step or a group if that has
-# more, num_warps, num_stages. From 32 rows on, sums of several groups would not fit in registers.
+# By bits. GEMV: BLOCK_N, BLOCK_C (chunks of 16 bytes per row), num_warps. Each of 128 threads has 4
+# loads (int8) or 8 (int4) in flight, and a row of 4096 int4 values is one step. Skinny GEMM, by
+# largest number of rows: BLOCK_M, BLOCK_N, columns per step (at least one group), num_warps,
+# num_stages. From 32 rows on, the sums of several groups would not fit in registers.
 GEMV_CONFIGS: dict[int, tuple[int, int, int]] = {8: (4, 128, 4), 4: (8, 128, 4)}
-FEW_ROWS_CONFIGS: dict[int, dict[int, tuple[int, int, int, int, int]]] = {
+SKINNY_GEMM_CONFIGS: dict[int, dict[int, tuple[int, int, int, int, int]]] = {
     8: {16: (16, 64, 128, 4, 4), 32: (32, 64, 128, 4, 4), 64: (64, 64, 128, 4, 3)},
     4: {16: (16, 64, 128, 4, 4), 32: (32, 64, 32, 4, 4), 64: (64, 64, 32, 8, 4)},
 }
@@ -237,58 +236,58 @@ def _processors(index: int | None) -> int:
 
 
 def _n_splits(tiles: int, steps: int, processors: int) -> int:
-    """Programs that share the columns of a tile: as many, a power of two, as leave no more than two
-    tiles for a processor and no fewer than four steps for a program, that its pipeline fills."""
-    most = min(2 * processors // tiles, steps // 4)
-    return 1 << (max(1, most).bit_length() - 1)
+    """Split-K factor: the largest power of two with at most two programs per SM and at least four
+    steps per program, which fill its pipeline."""
+    limit = min(2 * processors // tiles, steps // 4)
+    return 1 << (max(1, limit).bit_length() - 1)
 
 
 def _launch_weight_only(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
     n_splits: int,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernels. Everything here follows from shapes, so that it can be captured."""
+    """Launch the kernels. All choices depend on shapes alone, for CUDA graph capture."""
     (M, K), (N, G), bits = x.shape, scales.shape, 8 if zeros is None else 4
     processors = _processors(x.device.index)
     if M == 1 and K % (128 // bits) == 0 and qweight.data_ptr() % 16 == 0:
         BLOCK_N, BLOCK_C, warps = GEMV_CONFIGS[bits]
-        while BLOCK_N > 1 and -(-N // BLOCK_N) < 2 * processors:  # before rows are split
+        while BLOCK_N > 1 and -(-N // BLOCK_N) < 2 * processors:  # smaller tiles first
             BLOCK_N //= 2
         words, chunks = K * bits // 32, K * bits // 128
         if chunks % BLOCK_C == BLOCK_C // 2 or chunks < BLOCK_C:
             BLOCK_C, warps = BLOCK_C // 2, warps // 2
-        if chunks % BLOCK_C:  # masks take registers
+        if chunks % BLOCK_C:  # masks use registers
             BLOCK_N = max(1, BLOCK_N // 2)
         tiles, steps, unit = -(-N // BLOCK_N), -(-chunks // BLOCK_C), BLOCK_C
     else:
-        at = 16 if M <= 16 else 32 if M <= 32 else 64
-        BLOCK_M, BLOCK_N, columns, warps, stages = FEW_ROWS_CONFIGS[bits][at]
+        max_rows = 16 if M <= 16 else 32 if M <= 32 else 64
+        BLOCK_M, BLOCK_N, columns, warps, stages = SKINNY_GEMM_CONFIGS[bits][max_rows]
         group = columns if bits == 8 else K // G
         if x.element_size() == 4:
             BLOCK_M, BLOCK_N, stages = 16, 32, 2
         columns = max(columns, group)
-        unit = columns // group  # groups of a step
+        unit = columns // group  # groups per step
         m_tiles, tiles = -(-M // BLOCK_M), -(-N // BLOCK_N)
         steps, chunks = -(-K // columns), None
     n_splits = n_splits or _n_splits(tiles * (1 if chunks else m_tiles), steps, processors)
-    share = -(-steps // n_splits) * unit
+    per_split = -(-steps // n_splits) * unit
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     parts = y if n_splits == 1 else torch.empty((n_splits, M, N), device=x.device)
     tensors = qweight, scales, zeros, bias, parts
     if chunks:
         _gemv_kernel[tiles, n_splits](
-            x, qweight.view(torch.int32), *tensors[1:], N, G, chunks, words, share, BITS=bits,
+            x, qweight.view(torch.int32), *tensors[1:], N, G, chunks, words, per_split, BITS=bits,
             GROUP=K // G, EVEN=chunks % BLOCK_C == 0, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C,
             num_warps=warps,
         )  # fmt: skip
     else:
-        _few_rows_kernel[tiles, n_splits, m_tiles](
-            x, *tensors, M, N, K, G, share, BITS=bits, GROUP=group, GROUPS=unit,
+        _skinny_gemm_kernel[tiles, n_splits, m_tiles](
+            x, *tensors, M, N, K, G, per_split, BITS=bits, GROUP=group, GROUPS=unit,
             EVEN=K % columns == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
     if n_splits > 1:
-        _add_splits_kernel[(-(-M * N // 1024),)](parts, y, M * N, SPLITS=n_splits, BLOCK=1024)
+        _reduce_splits_kernel[(-(-M * N // 1024),)](parts, y, M * N, SPLITS=n_splits, BLOCK=1024)
     return y
 
 
@@ -299,8 +298,8 @@ def _launch_weight_only(
     "-> Tensor",
 )
 def _weight_only_op(x, qweight, scales, zeros, bias, n_splits):
-    """A model that is compiled calls this; without it the compiler would look inside."""
-    if not _kernel(x):
+    """One opaque op for torch.compile, which would otherwise trace into the kernel launch."""
+    if not _can_use_triton(x):
         return weight_only_reference(x, qweight, scales, zeros, bias)
     with torch.cuda.device_of(x):
         return _launch_weight_only(x, qweight, scales, zeros, bias, n_splits)
@@ -311,8 +310,8 @@ def _(x, qweight, scales, zeros, bias, n_splits):
     return x.new_empty(x.shape[0], qweight.shape[0])
 
 
-def _kernel(x: Tensor) -> bool:
-    """Whether the Triton kernels can take this."""
+def _can_use_triton(x: Tensor) -> bool:
+    """Whether the Triton kernels support x on this device."""
     return triton is not None and (x.is_cuda or INTERPRET) and x.dtype != torch.float64
 
 
@@ -320,13 +319,13 @@ def weight_only_matmul(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, n_splits: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """y = x w^T + bias with w = (q - zero) * scale, never in memory.
+    """y = x w^T + bias with w = (q - zero) * scale dequantized in registers.
 
     x (..., K) fp16, bf16 or fp32. int8: qweight (N, K) int8, scales (N, 1), zeros None. int4:
     qweight (N, K / 2) uint8, byte j = column 2j + 16 * column 2j+1, scales (N, G) and zeros (N, G)
-    uint8, one for K / G columns: 32, 64 or 128. bias (N,). -> y (..., N) in x's dtype, summed in
-    fp32, the same bits on every run. Made for up to 64 rows of x, right for any. The columns are
-    split over n_splits programs; None: enough to fill the GPU. ValueError names what does not fit.
+    uint8, group size K / G: 32, 64 or 128. bias (N,). -> y (..., N) in x's dtype, summed in fp32,
+    deterministic. Fast for up to 64 rows of x, correct for any number. K is split over n_splits
+    programs; None: enough to fill the GPU. ValueError names the invalid argument.
     """
     K, (N, G), shape = x.shape[-1], scales.shape, lambda t: None if t is None else tuple(t.shape)
     if zeros is None:
@@ -336,13 +335,13 @@ def weight_only_matmul(
         ok = qweight.dtype == torch.uint8 and zeros.dtype == torch.uint8
         ok = ok and shape(qweight) == (N, K // 2) and shape(zeros) == (N, G)
         ok = ok and K % G == 0 and K // G in (32, 64, 128)
-        wanted = f"qweight {(N, K // 2)} uint8, zeros uint8 as scales, groups of 32, 64 or 128"
+        wanted = f"qweight {(N, K // 2)} uint8, zeros uint8 ({N}, G), groups of 32, 64 or 128"
     given = f"qweight {shape(qweight)} {qweight.dtype}, scales {(N, G)}, zeros {shape(zeros)}"
-    _check(ok, f"x of {K} columns needs {wanted}; these are {given}")
+    _check(ok, f"x with {K} columns requires {wanted}, not {given}")
     _check(bias is None or shape(bias) == (N,), f"bias must be ({N},), not {shape(bias)}")
     _check(n_splits is None or n_splits > 0, f"n_splits must be positive, not {n_splits}")
     rows, tensors = x.reshape(-1, K).contiguous(), (qweight, scales, zeros, bias)
-    if INTERPRET and x.dtype == torch.bfloat16:  # which it gets wrong
+    if INTERPRET and x.dtype == torch.bfloat16:  # wrong results in the interpreter
         rows = rows.float()
     tensors = (t if t is None else t.contiguous() for t in tensors)
     if len(rows) == 0:
@@ -355,7 +354,7 @@ def weight_only_reference(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """weight_only_matmul by its definition, in plain torch."""
+    """weight_only_matmul in plain torch: dequantize, then F.linear."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if zeros is None:
         w = qweight.to(dtype) * scales
@@ -366,27 +365,26 @@ def weight_only_reference(
 
 
 # --------------------------------------------------------------------------------------------------
-# One matrix product, any epilogue
+# Matmul with a fused epilogue
 # --------------------------------------------------------------------------------------------------
 
-# What is done to a product before it is stored is a tree (Epilogue Visitor Tree, ASPLOS 2024): the
-# accumulator and what is loaded at its leaves, a function of tiles in each node. It is written as
-# an expression,
+# The epilogue is a tree (Epilogue Visitor Tree, ASPLOS 2024): its leaves are the accumulator and
+# loaded tensors, its inner nodes are functions of tiles. It is written as an expression,
 #
 #     gemm(a, b, silu(acc * row(sa) * col(sb) + col(bias)) + matrix(residual))
 #
-# which computes nothing: it builds Nodes. The kernel gets their functions in the order of the
-# visit, and which values each of them takes; being constants of the compilation, they are inlined
-# one after the other, and what the GPU runs is the same as if the expression stood in the kernel.
+# which builds Nodes and computes nothing. The kernel receives their functions in topological order
+# and the argument indices of each. Both are compile-time constants, so the functions are inlined
+# and the compiled code is the same as if the expression were written in the kernel.
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A jit function of tiles, the same in plain torch, and its arguments: Nodes or numbers; of a
-    leaf, what it loads from."""
+    """One operation of the epilogue: a jit function of tiles, its plain-torch reference, and its
+    arguments (Nodes or numbers; for a leaf the tensor or number that it loads)."""
 
     fn: Any
-    meaning: Callable[..., Tensor] | None
+    reference: Callable[..., Tensor] | None
     args: tuple[Any, ...]
     leaf: str | None = None
 
@@ -396,50 +394,52 @@ class Node:
     __rmul__ = lambda self, other: multiply(other, self)
 
 
-def node(meaning: Callable[..., Tensor] | None = None) -> Callable[[Any], Callable[..., Node]]:
-    """Make a triton.jit function of fp32 tiles (BLOCK_M, BLOCK_N), or (BLOCK_M, 1) and (1, BLOCK_N)
-    as they come from row and col, a function of Nodes. meaning: the same in plain torch, for
-    gemm_reference and where there is no kernel."""
-    return lambda fn: lambda *args: Node(fn, meaning, args)
+def epilogue_op(
+    reference: Callable[..., Tensor] | None = None,
+) -> Callable[[Any], Callable[..., Node]]:
+    """Decorator: turns a triton.jit function of fp32 tiles ((BLOCK_M, BLOCK_N), or (BLOCK_M, 1) and
+    (1, BLOCK_N) from row and col) into a function of Nodes. reference: the same function in plain
+    torch, for gemm_reference and for devices without Triton."""
+    return lambda fn: lambda *args: Node(fn, reference, args)
 
 
-@node(torch.add)
+@epilogue_op(torch.add)
 @jit
 def add(x, y):
     return x + y
 
 
-@node(torch.mul)
+@epilogue_op(torch.mul)
 @jit
 def multiply(x, y):
     return x * y
 
 
-@node(F.relu)
+@epilogue_op(F.relu)
 @jit
 def relu(x):
     return tl.maximum(x, 0.0)
 
 
-@node(F.silu)
+@epilogue_op(F.silu)
 @jit
 def silu(x):
     return x * tl.sigmoid(x)
 
 
-@node(F.gelu)
+@epilogue_op(F.gelu)
 @jit
 def gelu(x):
     return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
 
 
-@node(lambda x: x.half().float())
+@epilogue_op(lambda x: x.half().float())
 @jit
 def to_fp16(x):
     return x.to(tl.float16).to(tl.float32)
 
 
-@node(lambda x: x.bfloat16().float())
+@epilogue_op(lambda x: x.bfloat16().float())
 @jit
 def to_bf16(x):
     return x.to(tl.bfloat16).to(tl.float32)
@@ -462,80 +462,81 @@ def _col(ptr, m, n, M, N):
 
 @jit
 def _matrix(ptr, m, n, M, N):
-    seen = (m < M)[:, None] & (n < N)[None, :]
+    mask = (m < M)[:, None] & (n < N)[None, :]
     at = m.to(tl.int64)[:, None] * N + n[None, :]
-    return tl.load(ptr + at, mask=seen, other=0.0).to(tl.float32)
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
-acc = Node(None, None, ())  # the product itself, in fp32
+acc = Node(None, None, ())  # the accumulator A B^T, in fp32
 
 
 def scalar(value: float) -> Node:
-    """A number, which may change without compiling again. Numbers in an expression are scalars."""
+    """A number passed at run time, without recompilation. Numbers in an expression are scalars."""
     return Node(_scalar, None, (float(value),), "scalar")
 
 
 def row(x: Tensor) -> Node:
-    """x (M,): one number for each row of the product."""
+    """x (M,): one value per row of C."""
     return Node(_row, None, (x,), "row")
 
 
 def col(x: Tensor) -> Node:
-    """x (N,): one number for each column."""
+    """x (N,): one value per column of C."""
     return Node(_col, None, (x,), "col")
 
 
 def matrix(x: Tensor) -> Node:
-    """x (M, N)."""
+    """x (M, N): one value per element of C."""
     return Node(_matrix, None, (x,), "matrix")
 
 
-def _visit(tree: Node, M: int, N: int) -> tuple[list[Node], tuple[tuple[int, ...], ...], list]:
-    """The nodes below and with `tree`, each after its arguments and once however often it is used;
-    of each the values it takes: 0 the accumulator, i the result of node i - 1, or -1 - i, for a
-    leaf, input i; and the inputs."""
-    nodes, takes, inputs, places = [], [], [], {id(acc): 0}
+def _topological_order(
+    tree: Node, M: int, N: int
+) -> tuple[list[Node], tuple[tuple[int, ...], ...], list]:
+    """The nodes of the tree, each once and after its arguments; the argument indices of each node
+    (0: the accumulator, i: the result of node i - 1, -1 - i for a leaf: input i); the inputs."""
+    nodes, arg_ids, inputs, index_of = [], [], [], {id(acc): 0}
     sizes = {"row": (M,), "col": (N,), "matrix": (M, N)}
 
-    def place(x: Any) -> int:
+    def add_node(x: Any) -> int:
         if isinstance(x, (int, float)):
             x = scalar(x)
-        known = "wrap a tensor in row, col or matrix"
-        _check(isinstance(x, Node), f"a tree is made of nodes and numbers; {known}: {type(x)}")
-        if id(x) in places:
-            return places[id(x)]
+        fix = "wrap a tensor in row, col or matrix"
+        _check(isinstance(x, Node), f"an epilogue takes nodes and numbers, not {type(x)}: {fix}")
+        if id(x) in index_of:
+            return index_of[id(x)]
         if x.leaf is None:
-            taken = tuple(place(arg) for arg in x.args)
+            ids = tuple(add_node(arg) for arg in x.args)
         else:
-            (value,), taken = x.args, (-1 - len(inputs),)
+            (value,), ids = x.args, (-1 - len(inputs),)
             if x.leaf != "scalar":
                 size, wanted = tuple(value.shape), sizes[x.leaf]
                 ok = value.numel() == math.prod(wanted) and (x.leaf != "matrix" or size == wanted)
-                _check(ok, f"{x.leaf}() of this product takes {wanted}, not {size}")
+                _check(ok, f"{x.leaf}() must have shape {wanted}, not {size}")
                 value = value.reshape(wanted).contiguous()
             inputs.append(value)
         nodes.append(x)
-        takes.append(taken)
-        places[id(x)] = len(nodes)
+        arg_ids.append(ids)
+        index_of[id(x)] = len(nodes)
         return len(nodes)
 
-    place(tree)
-    return nodes, tuple(takes), inputs
+    add_node(tree)
+    return nodes, tuple(arg_ids), inputs
 
 
 @jit
-def _epilogue(product, m, n, M, N, FUNCTIONS, TAKES: tl.constexpr, inputs):
-    """The value of the tree for a tile of the product."""
-    values = (product,)
+def _epilogue(accumulator, m, n, M, N, FUNCTIONS, ARGS: tl.constexpr, inputs):
+    """The value of the tree for one tile of C."""
+    values = (accumulator,)
     for i in tl.static_range(len(FUNCTIONS)):
-        if TAKES[i][0] < 0:
-            value = FUNCTIONS[i](inputs[-1 - TAKES[i][0]], m, n, M, N)
-        elif len(TAKES[i]) == 1:
-            value = FUNCTIONS[i](values[TAKES[i][0]])
-        elif len(TAKES[i]) == 2:
-            value = FUNCTIONS[i](values[TAKES[i][0]], values[TAKES[i][1]])
+        if ARGS[i][0] < 0:
+            value = FUNCTIONS[i](inputs[-1 - ARGS[i][0]], m, n, M, N)
+        elif len(ARGS[i]) == 1:
+            value = FUNCTIONS[i](values[ARGS[i][0]])
+        elif len(ARGS[i]) == 2:
+            value = FUNCTIONS[i](values[ARGS[i][0]], values[ARGS[i][1]])
         else:
-            value = FUNCTIONS[i](values[TAKES[i][0]], values[TAKES[i][1]], values[TAKES[i][2]])
+            value = FUNCTIONS[i](values[ARGS[i][0]], values[ARGS[i][1]], values[ARGS[i][2]])
         values = values + (value,)
     return values[len(FUNCTIONS)]
 
@@ -544,13 +545,13 @@ def _epilogue(product, m, n, M, N, FUNCTIONS, TAKES: tl.constexpr, inputs):
 def _gemm_kernel(
     a_ptr, b_ptr, c_ptr,  # (M, K), (N, K), (M, N)
     a_scale_ptr, b_scale_ptr,  # (M, ceil(K / 128)), (ceil(N / 128), ceil(K / 128)) fp32, or None
-    FUNCTIONS, inputs, TAKES: tl.constexpr,  # of the epilogue
+    FUNCTIONS, inputs, ARGS: tl.constexpr,  # of the epilogue
     M, N, K, stride_am, stride_bn,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """C = epilogue(A B^T). Grid (tiles of C,): GROUP_M rows of tiles at a time, by columns, so that
-    what runs together reads few rows of A and B, and finds them in L2."""
+    """C = epilogue(A B^T). Grid (tiles of C,), ordered column by column within GROUP_M rows of
+    tiles, so that concurrent programs share rows of A and B in L2."""
     pid, tiles_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     first_m = pid // (GROUP_M * tiles_n) * GROUP_M
     rows = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, GROUP_M)
@@ -561,13 +562,12 @@ def _gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + (m % M).to(tl.int64)[:, None] * stride_am + k[None, :]
     b_ptrs = b_ptr + (n % N).to(tl.int64)[None, :] * stride_bn + k[:, None]
-    WHOLE: tl.constexpr = a_ptr.dtype.element_ty == tl.int8 and a_scale_ptr is None
-    # The sum inside Hopper's matrix units keeps 14 bits of an fp8 product: it is taken out every
-    # 128 columns and goes on in fp32 (DeepSeek-V3, arXiv:2412.19437, 3.3.2), which is also where a
-    # block has its scale
-    PROMOTE: tl.constexpr = a_ptr.dtype.element_ty.primitive_bitwidth == 8 and not WHOLE
+    INT32_SUM: tl.constexpr = a_ptr.dtype.element_ty == tl.int8 and a_scale_ptr is None
+    # Hopper's tensor cores accumulate fp8 with 14 bits: partial sums are promoted to fp32 every 128
+    # columns (DeepSeek-V3, arXiv:2412.19437, 3.3.2), where the blockwise scales are applied too
+    PROMOTE: tl.constexpr = a_ptr.dtype.element_ty.primitive_bitwidth == 8 and not INT32_SUM
     precision: tl.constexpr = PRECISION if a_ptr.dtype.element_ty == tl.float32 else None
-    product = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if WHOLE else tl.float32)
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INT32_SUM else tl.float32)
     for start in range(0, K, BLOCK_K):
         if EVEN:
             a, b = tl.load(a_ptrs), tl.load(b_ptrs)
@@ -577,23 +577,24 @@ def _gemm_kernel(
         if PROMOTE:
             part = tl.dot(a, b).to(tl.float32)
             if a_scale_ptr is not None:
-                tl.static_assert(BLOCK_K == 128 and 128 % BLOCK_N == 0, "a tile in one block")
+                ok: tl.constexpr = BLOCK_K == 128 and 128 % BLOCK_N == 0
+                tl.static_assert(ok, "a tile must lie in one scale block")
                 blocks = tl.cdiv(K, 128)
                 a_scale = tl.load(a_scale_ptr + (m % M) * blocks + start // 128)
                 b_scale = tl.load(b_scale_ptr + pid_n * BLOCK_N // 128 * blocks + start // 128)
                 part *= (a_scale * b_scale)[:, None]
-            product += part
+            accumulator += part
         else:
-            product = tl.dot(a, b, product, precision, out_dtype=product.dtype)
+            accumulator = tl.dot(a, b, accumulator, precision, out_dtype=accumulator.dtype)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
-    c = _epilogue(product.to(tl.float32), m, n, M, N, FUNCTIONS, TAKES, inputs)
+    c = _epilogue(accumulator.to(tl.float32), m, n, M, N, FUNCTIONS, ARGS, inputs)
     c_ptrs = c_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(c_ptrs, c.to(c_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-# By bytes of an operand's element: BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages; up to 64 rows,
-# and more. Of 8 bits a tile is narrower, for it has two sums, and block scales 128 columns each.
+# By element size of the operands: BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages; first for up to
+# 64 rows, then for more. 8-bit tiles are smaller: they hold two sums and 128 columns per scale.
 GEMM_CONFIGS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
     1: ((64, 128, 128, 4, 4), (128, 128, 128, 8, 4)),
     2: ((64, 128, 64, 4, 4), (128, 128, 64, 8, 4)),
@@ -605,25 +606,25 @@ def gemm(
     a: Tensor, b: Tensor, tree: Node = acc, *, a_scale: Tensor | None = None,
     b_scale: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """C = tree(A B^T), one kernel, nothing of the size of C stored in between.
+    """C = tree(A B^T) in one kernel, without intermediate results in memory.
 
-    a (M, K), b (N, K): the same of fp16, bf16, fp32, int8 (summed in int32), float8_e4m3fn (summed
-    in fp32). a_scale (M, ceil(K / 128)), b_scale (ceil(N / 128), ceil(K / 128)) fp32: of 8 bits and
-    in blocks of 1 x 128 and 128 x 128, as in DeepSeek-V3. tree: of acc, row, col, matrix, scalar,
-    numbers, + and *, relu, silu, gelu, to_fp16, to_bf16 and whatever @node makes of a jit function
-    of up to three arguments. -> (M, N) in dtype; None: that of a, or bf16 if it has 8 bits.
-    ValueError names what does not fit.
+    a (M, K), b (N, K): both fp16, bf16, fp32, int8 (summed in int32) or float8_e4m3fn (summed in
+    fp32). a_scale (M, ceil(K / 128)), b_scale (ceil(N / 128), ceil(K / 128)) fp32: blockwise scales
+    of 8-bit operands, 1 x 128 and 128 x 128, as in DeepSeek-V3. tree: built from acc, row, col,
+    matrix, scalar, numbers, + and *, relu, silu, gelu, to_fp16, to_bf16 and any @epilogue_op of up
+    to three arguments. -> (M, N) in dtype; None: a's dtype, or bf16 if a has 8 bits. ValueError
+    names the invalid argument.
     """
-    _check(a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1], f"{a.shape} and {b.shape}: a "
-           "must be (M, K), b (N, K)")  # fmt: skip
+    ok = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1]
+    _check(ok, f"a must be (M, K) and b (N, K), not {tuple(a.shape)} and {tuple(b.shape)}")
     _check(a.dtype == b.dtype, f"a is {a.dtype}, b is {b.dtype}: they must be the same")
     floats = torch.float16, torch.bfloat16, torch.float32
     ok = a.dtype in (*floats, torch.int8, torch.float8_e4m3fn)
     _check(ok, f"a must be fp16, bf16, fp32, int8 or float8_e4m3fn, not {a.dtype}")
     (M, K), N = a.shape, len(b)
-    _check((a_scale is None) == (b_scale is None), "a_scale and b_scale go together")
+    _check((a_scale is None) == (b_scale is None), "a_scale requires b_scale, and b_scale a_scale")
     if a_scale is not None:
-        _check(a.element_size() == 1, f"a_scale is for operands of 8 bits, not {a.dtype}")
+        _check(a.element_size() == 1, f"a_scale requires 8-bit operands, not {a.dtype}")
         wanted = (
             ("a_scale", a_scale, (M, -(-K // 128))),
             ("b_scale", b_scale, (-(-N // 128), -(-K // 128))),
@@ -632,9 +633,9 @@ def gemm(
             ok = x.shape == size and x.dtype == torch.float32
             _check(ok, f"{name} must be {size} fp32, not {tuple(x.shape)} {x.dtype}")
     dtype = dtype or (a.dtype if a.dtype in floats else torch.bfloat16)
-    if not _kernel(a):
+    if not _can_use_triton(a):
         return gemm_reference(a, b, tree, a_scale=a_scale, b_scale=b_scale, dtype=dtype)
-    if INTERPRET and a.dtype == torch.bfloat16:  # which it gets wrong
+    if INTERPRET and a.dtype == torch.bfloat16:  # wrong results in the interpreter
         a, b = a.float(), b.float()
     with torch.cuda.device_of(a):
         return _launch_gemm(a, b, tree, a_scale, b_scale, dtype)
@@ -645,14 +646,14 @@ def _launch_gemm(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     (M, K), N = a.shape, len(b)
-    nodes, takes, inputs = _visit(tree, M, N)
+    nodes, arg_ids, inputs = _topological_order(tree, M, N)
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     a_scale, b_scale = (x if x is None else x.contiguous() for x in (a_scale, b_scale))
     BLOCK_M, BLOCK_N, BLOCK_K, warps, stages = GEMM_CONFIGS[a.element_size()][M > 64]
-    narrow = INTERPRET and dtype == torch.bfloat16
-    c = torch.empty((M, N), dtype=torch.float32 if narrow else dtype, device=a.device)
+    cast_after = INTERPRET and dtype == torch.bfloat16
+    c = torch.empty((M, N), dtype=torch.float32 if cast_after else dtype, device=a.device)
     _gemm_kernel[(-(-M // BLOCK_M) * -(-N // BLOCK_N),)](
-        a, b, c, a_scale, b_scale, tuple(n.fn for n in nodes), tuple(inputs), takes, M, N, K,
+        a, b, c, a_scale, b_scale, tuple(n.fn for n in nodes), tuple(inputs), arg_ids, M, N, K,
         a.stride(0), b.stride(0), EVEN=K % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K, GROUP_M=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -663,20 +664,21 @@ def gemm_reference(
     a: Tensor, b: Tensor, tree: Node = acc, *, a_scale: Tensor | None = None,
     b_scale: Tensor | None = None, dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """gemm by its definition: the product in fp64, then node by node in plain torch."""
-    (M, K), N, wide = a.shape, len(b), [x.float().double() for x in (a, b)]
+    """gemm in plain torch: the matmul in fp64, then node by node in fp32."""
+    (M, K), N, a, b = a.shape, len(b), a.float().double(), b.float().double()
     if a_scale is not None:
-        wide[0] *= a_scale.repeat_interleave(128, 1)[:, :K]
-        wide[1] *= b_scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
-    nodes, takes, inputs = _visit(tree, M, N)
-    values = [(wide[0] @ wide[1].T).float()]
-    for x, taken in zip(nodes, takes):
+        a *= a_scale.repeat_interleave(128, 1)[:, :K]
+        b *= b_scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    nodes, arg_ids, inputs = _topological_order(tree, M, N)
+    values = [(a @ b.T).float()]
+    for x, ids in zip(nodes, arg_ids):
         if x.leaf is not None:
-            value = torch.as_tensor(inputs[-1 - taken[0]], device=a.device).float()
+            value = torch.as_tensor(inputs[-1 - ids[0]], device=a.device).float()
             values.append(value[:, None] if x.leaf == "row" else value)
         else:
-            _check(x.meaning is not None, f"{x.fn} has no meaning in plain torch: node(meaning)")
-            values.append(x.meaning(*(values[i] for i in taken)))
+            ok = x.reference is not None
+            _check(ok, f"{x.fn} has no plain-torch reference: use epilogue_op(reference)")
+            values.append(x.reference(*(values[i] for i in ids)))
     return values[-1].to(dtype)
 
 
@@ -685,12 +687,12 @@ def gemm_reference(
 # --------------------------------------------------------------------------------------------------
 
 
-def random_codes(N: int, K: int, bits: int, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A random weight as int8 codes, or as int4 in groups of 128 columns, or of 32."""
+def random_qweight(N: int, K: int, bits: int, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Random qweight, scales and zeros: int8, or int4 with groups of 128 (or 32) columns."""
     rng = torch.Generator().manual_seed(0)
     if bits == 8:
-        codes = torch.randint(-127, 128, (N, K), generator=rng, dtype=torch.int8)
-        return codes.to(device), torch.rand(N, 1, generator=rng).to(device), None
+        qweight = torch.randint(-127, 128, (N, K), generator=rng, dtype=torch.int8)
+        return qweight.to(device), torch.rand(N, 1, generator=rng).to(device), None
     G = K // (128 if K % 128 == 0 else 32)
     packed = torch.randint(256, (N, K // 2), generator=rng, dtype=torch.uint8)
     scales = torch.rand(N, G, generator=rng).bfloat16()
@@ -704,9 +706,9 @@ def check(device: str) -> None:
     near = lambda a, b: (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()
     for bits in (8, 4):
         for N, K, M in ((48, 128, 1), (50, 352, 7), (129, 256, 33)):
-            codes, x = random_codes(N, K, bits, device), torch.randn(M, K, device=device).to(dtype)
-            exact = weight_only_reference(x.float(), *codes)
-            assert near(weight_only_matmul(x, *codes), exact), (bits, N, K, M)
+            w, x = random_qweight(N, K, bits, device), torch.randn(M, K, device=device).to(dtype)
+            exact = weight_only_reference(x.float(), *w)
+            assert near(weight_only_matmul(x, *w), exact), (bits, N, K, M)
     a, b = (torch.randn(n, 96, device=device).to(dtype) for n in (33, 50))
     sa, bias, residual = (torch.randn(n, device=device) for n in (33, 50, (33, 50)))
     tree = silu(acc * row(sa) + col(bias)) + matrix(residual)
@@ -714,7 +716,7 @@ def check(device: str) -> None:
 
 
 def seconds(f: Callable[[], object], repeats: int = 15) -> float:
-    """Median time of a call; on a GPU of a captured graph: launching is not what is measured."""
+    """Median time of a call; on a GPU of a CUDA graph, to exclude launch overhead."""
     f()
     if torch.cuda.is_available():
         graph = torch.cuda.CUDAGraph()
@@ -730,20 +732,21 @@ def seconds(f: Callable[[], object], repeats: int = 15) -> float:
 
 
 def benchmark_weight_only(device: str, size: int, count: int) -> None:
-    """Microseconds of a square layer, in turn on more weights than a cache holds, and GB/s."""
-    print(f"us a layer (GB/s of weights), {size} x {size}; F.linear: bf16")
-    print(f"{'rows':>5}{'F.linear':>16}{'int8':>16}{'int4-g128':>16}{'int4 unpacked':>16}")
+    """Microseconds and GB/s of a square layer; cycles through more weights than the cache holds."""
+    print(f"us per layer (GB/s of weights), {size} x {size}; F.linear: bf16")
+    print(f"{'rows':>5}{'F.linear':>16}{'int8':>16}{'int4-g128':>16}{'dequantized':>16}")
     dense = [torch.randn(size, size, device=device).bfloat16() for _ in range(count)]
-    held = {bits: [random_codes(size, size, bits, device)] * count for bits in (8, 4)}
-    held = {b: [tuple(t if t is None else t.clone() for t in c) for c in held[b]] for b in held}
+    packed = {bits: [random_qweight(size, size, bits, device)] * count for bits in (8, 4)}
+    copy = lambda w: tuple(t if t is None else t.clone() for t in w)
+    packed = {bits: [copy(w) for w in ws] for bits, ws in packed.items()}
     for rows in (1, 2, 4, 8, 16, 32, 64, 128):
         x = torch.randn(rows, size, device=device).bfloat16()
         cells = []
         for bits, run in (
             (16, lambda: [F.linear(x, w) for w in dense]),
-            (8, lambda: [weight_only_matmul(x, *c) for c in held[8]]),
-            (4.1875, lambda: [weight_only_matmul(x, *c) for c in held[4]]),
-            (4.1875, lambda: [weight_only_reference(x, *c) for c in held[4]]),
+            (8, lambda: [weight_only_matmul(x, *w) for w in packed[8]]),
+            (4.1875, lambda: [weight_only_matmul(x, *w) for w in packed[4]]),
+            (4.1875, lambda: [weight_only_reference(x, *w) for w in packed[4]]),
         ):
             t = seconds(run) / count
             cells.append(f"{1e6 * t:.1f} ({size * size * bits / 8e9 / t:.0f})")
@@ -751,9 +754,9 @@ def benchmark_weight_only(device: str, size: int, count: int) -> None:
 
 
 def benchmark_gemm(device: str, size: int) -> None:
-    """TFLOP/s with a fused epilogue, beside the library's product and torch for what follows."""
+    """TFLOP/s with a fused epilogue, against torch's matmul and separate operations."""
     flops = 2 * size**3 / 1e12
-    print(f"TFLOP/s, {size}^3, silu(product * row + bias) + residual: fused, and after torch's")
+    print(f"TFLOP/s, {size}^3, silu(acc * row + bias) + residual: fused, unfused torch")
     for dtype in (torch.float16, torch.int8, torch.float8_e4m3fn):
         if device == "cpu" and dtype != torch.float16:
             continue
@@ -762,23 +765,23 @@ def benchmark_gemm(device: str, size: int) -> None:
         residual = torch.randn(size, size, device=device).half()
         tree = silu(acc * row(sa) + col(bias)) + matrix(residual)
         one = torch.ones((), device=device)
-        product = {
+        matmul = {
             torch.float16: lambda: a @ b.t(),
             torch.int8: lambda: torch._int_mm(a, b.t()),
             torch.float8_e4m3fn: lambda: torch._scaled_mm(
                 a, b.t(), one, one, out_dtype=torch.bfloat16
             ),
         }[dtype]
-        unfused = lambda: (F.silu(product() * sa[:, None] + bias) + residual).half()
-        fused, apart = (seconds(f) for f in (lambda: gemm(a, b, tree, dtype=torch.half), unfused))
-        print(f"{str(dtype):>24} {flops / fused:>8.1f} {flops / apart:>8.1f}")
+        separate = lambda: (F.silu(matmul() * sa[:, None] + bias) + residual).half()
+        fused, unfused = seconds(lambda: gemm(a, b, tree, dtype=torch.half)), seconds(separate)
+        print(f"{str(dtype):>24} {flops / fused:>8.1f} {flops / unfused:>8.1f}")
 
 
 def benchmark(device: str) -> None:
-    """On a GPU the kernels; on a CPU the plain torch that serves there, at a size for it."""
+    """Both benchmarks; on a CPU the plain-torch references, at smaller sizes."""
     gpu = device == "cuda"
     where = torch.cuda.get_device_name() if gpu else f"cpu, {torch.get_num_threads()} threads"
-    print(f"{where}, torch {torch.__version__}" + ("" if gpu else ": plain torch, no kernel"))
+    print(f"{where}, torch {torch.__version__}" + ("" if gpu else ": plain torch, no kernels"))
     benchmark_weight_only(device, *((4096, 16) if gpu else (512, 2)))
     benchmark_gemm(device, 8192 if gpu else 256)
 

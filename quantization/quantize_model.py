@@ -1,4 +1,4 @@
-"""compress.py: a model in fewer bits, as generate.py's flags ask for it.
+"""quantize_model.py: a model in fewer bits, as generate.py's flags ask for it.
 
     python generate.py --quantize int8                           quantized while it loads
     python generate.py --quantize int4 --calibrate gptq --save DIR
@@ -158,8 +158,8 @@ def fast_(model: Transformer) -> Transformer:
             return (weight_only_matmul if fits else weight_only)(x, qweight, scales, zeros, bias)
 
         use_product_(model, product)
-    elif cpu.kernel() is not None:
-        use_product_(model, partial(cpu.packed_linear, otherwise=weight_only))
+    elif cpu.load_kernels() is not None:
+        use_product_(model, partial(cpu.packed_linear, fallback=weight_only))
     return model
 
 

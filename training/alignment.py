@@ -25,7 +25,7 @@ answers (Dr. GRPO, arXiv:2503.20783): normalize=False, and a mask of ones, leave
 
 Hook: none; these are functions of tensors. Losses and statistics are sums, so that micro-batches
 and ranks add up: the caller divides by the count of the whole step. Equivalence (test_all.py):
-gradients are those of the formulas in fp64. Needs: torch. `python alignment.py` checks itself and
+gradients are those of the formulas in fp64. Needs: torch. `python training/alignment.py` checks itself and
 prints a table.
 
 Shapes: B answers, T tokens, V vocabulary, G groups of n answers.

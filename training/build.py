@@ -19,16 +19,16 @@ import torch.distributed as dist
 import moe
 from huggingface.weights import allocate, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
-from parallelism.dist_env import Place
+from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from quantize import fp8_training_, qat_
 from training.data import BOS, EOS
-from training.flags import QAT_GRIDS
+from training.flags import QAT_SPECS
 from training.lora import lora_
 from training.offload import OffloadedOptimizer, OptimizerInBackward
 from training.optimizers import Several, StochasticAdamW, mup_factors, muon_split
 from training.state import saved_run
-from training.step import ALONE
+from training.step import SINGLE_PROCESS
 from training.upcycle import upcycle_, upcycled_config
 
 
@@ -54,9 +54,9 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 
 
 def build_model(
-    args: argparse.Namespace, config: ModelConfig, place: Place, layout: ParallelDims = ALONE
+    args: argparse.Namespace, config: ModelConfig, place: DistEnv, layout: ParallelDims = SINGLE_PROCESS
 ) -> Transformer:
-    """The model to train, in --weights: that of --init, or new, drawn from --seed; of it what
+    """The model to train, in --param-dtype: that of --init, or new, drawn from --seed; of it what
     `layout` gives this rank. Weights are drawn on the CPU: one seed, one model."""
     drawn = args.init is None or (args.resume and not args.lora)
     late = drawn and layout.uses_fsdp  # their weights come when there are shards
@@ -73,8 +73,8 @@ def build_model(
         layout.init_weights_(allocate(model, "cpu", torch.float32), args.seed)
     if args.lora:
         lora_(model, args.lora, args.lora_alpha or 2 * args.lora, seed=args.seed)
-    narrow_(model, args)
-    change_products(model, args)
+    cast_params_(model, args)
+    convert_linears_(model, args)
     layout.parallelize_(model, {"bf16": torch.bfloat16}.get(place.dtype))
     if late:
         model.to_empty(device=place.device)
@@ -85,13 +85,13 @@ def build_model(
     return model.to(place.device).train()
 
 
-def narrow_(model: Transformer, args: argparse.Namespace) -> None:
-    """--weights bf16: parameters are, buffers stay as they are."""
-    for p in model.parameters() if args.weights == "bf16" else ():
+def cast_params_(model: Transformer, args: argparse.Namespace) -> None:
+    """--param-dtype bf16: parameters are, buffers stay as they are."""
+    for p in model.parameters() if args.param_dtype == "bf16" else ():
         p.data = p.data.to(torch.bfloat16)
 
 
-def change_products(model: Transformer, args: argparse.Namespace) -> None:
+def convert_linears_(model: Transformer, args: argparse.Namespace) -> None:
     """--experts, --fp8 and --qat: have the model's layers multiply how and what the flag says, over
     the parameters that they have."""
     if args.experts == "grouped" and any(isinstance(m, MoE) for m in model.modules()):
@@ -101,14 +101,14 @@ def change_products(model: Transformer, args: argparse.Namespace) -> None:
     if args.qat:
         try:
             tied = ("head",) if model.config.tie_embeddings else ()  # --pp gives it a copy
-            qat_(model, QAT_GRIDS[args.qat], skip=tied)
+            qat_(model, QAT_SPECS[args.qat], skip=tied)
         except ValueError as e:
             raise ValueError(
                 f"--qat {args.qat}, in groups of 32: {e}; or train --qat int8"
             ) from None
 
 
-def compiled(model: Transformer) -> Any:
+def compile_model(model: Transformer) -> Any:
     """torch.compile, but for experts without kernels: how many tokens each gets is new in every
     forward, and would be compiled anew."""
     for mixture in model.modules():
@@ -124,7 +124,7 @@ def meta_model(config: ModelConfig) -> Transformer:
 
 
 def build_optimizer(
-    model: torch.nn.Module, layout: ParallelDims = ALONE, args: argparse.Namespace | None = None
+    model: torch.nn.Module, layout: ParallelDims = SINGLE_PROCESS, args: argparse.Namespace | None = None
 ) -> Any:
     """What args say, by default AdamW (arXiv:1711.05101); decay on matrices and embeddings, none on
     norms and biases. A group's "scale" multiplies the learning rate."""
@@ -142,9 +142,9 @@ def build_optimizer(
         for (decays, _, scale), named in groups.items() if named
     ]  # fmt: skip
     if args is not None and args.optimizer == "muon":
-        return muon(settings)
+        return build_muon(settings)
     plain = [s | {"params": [p for _, p in s["params"]]} for s in settings]
-    factory = optimizer_of(args)
+    factory = optimizer_factory(args)
     if args is not None and args.optimizer_in_backward:
         return OptimizerInBackward(plain, factory)
     if args is not None and args.offload:
@@ -160,16 +160,16 @@ def offload_folder(args: argparse.Namespace) -> Path:
     return Path(args.offload) / f"{run}-rank{rank}"
 
 
-def optimizer_of(args: argparse.Namespace | None) -> Callable[..., torch.optim.Optimizer]:
+def optimizer_factory(args: argparse.Namespace | None) -> Callable[..., torch.optim.Optimizer]:
     if args is not None and args.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=0.0, momentum=0.9)
     how = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8)
-    if args is not None and args.weights == "bf16":
+    if args is not None and args.param_dtype == "bf16":
         return partial(StochasticAdamW, **how, seed=args.seed)
     return partial(torch.optim.AdamW, **how, fused=True)
 
 
-def muon(settings: list[dict[str, Any]]) -> Several:
+def build_muon(settings: list[dict[str, Any]]) -> Several:
     """torch's Muon for matrices in blocks, its steps as large as AdamW's, which has the rest."""
     parts = [[], []]
     for group in settings:

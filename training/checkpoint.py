@@ -39,7 +39,7 @@ that you trust. Which hook: none, it takes tensors.
 
 Equivalence (test_all.py): saved under one cutting and loaded under any other, over another number
 of ranks, every tensor is bit for bit the same; after kill -9 at random moments of saves there is
-always a whole one. Needs: torch. `python checkpoint.py` starts 4 processes, checks itself and
+always a whole one. Needs: torch. `python training/checkpoint.py` starts 4 processes, checks itself and
 prints a table (--check: none).
 """
 

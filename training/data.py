@@ -41,7 +41,7 @@ meets it: `encode` must put nothing in front (no BOS, no space).
 Which hook: positions. Equivalence (test_all.py): decoded rows hold every prediction of every
 document once, with its own position, under any packing; and a shard folder is the same to the byte
 with 0, 1 or n workers, whole or after kill -9. Needs: torch, and POSIX locks for tokenize.
-`python data.py` checks itself and prints a table.
+`python training/data.py` checks itself and prints a table.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _jsonl(path: Path) -> Iterator[Document]:
         yield where.rpartition(" ")[2], text
 
 
-def held_out(name: str) -> bool:
+def is_validation(name: str) -> bool:
     """Whether a document is for validation: one in 16, by a hash of its name, the same on every
     machine."""
     return hashlib.sha256(name.encode()).digest()[0] < 16
@@ -180,8 +180,8 @@ def held_out(name: str) -> bool:
 
 def split(docs: list[Document]) -> tuple[list[str], list[str]]:
     """(training texts, held-out texts): by held_out; the last sixteenth if that leaves none."""
-    kept = [text for name, text in docs if not held_out(name)]
-    held = [text for name, text in docs if held_out(name)]
+    kept = [text for name, text in docs if not is_validation(name)]
+    held = [text for name, text in docs if is_validation(name)]
     if kept and held:
         return kept, held
     texts = [text for _, text in docs]
@@ -238,7 +238,7 @@ def read_tokens(path: Path) -> Tensor:
     )
 
 
-def batch_of(
+def get_batch(
     tokens: Tensor, seed: int, step: int, indices: Iterable[int], batch_size: int, seq_len: int
 ) -> Tensor:
     """Samples `indices` of the batch of `step`: (as many, seq_len + 1), inputs and targets
@@ -942,7 +942,7 @@ def decoded(rows: Tensor) -> list[tuple[int, ...]]:
     return sorted(found)
 
 
-class Words:
+class HashTokenizer:
     """A stand-in for a tokenizer: words, runs of spaces and signs, by a hash."""
 
     def __call__(self) -> Batched:
@@ -969,7 +969,7 @@ def check() -> None:
     with tempfile.TemporaryDirectory() as tmp:
         for workers in (0, 1):
             folder = Path(tmp, f"{workers}")
-            index = tokenize(texts, Words(), folder, T, True, workers, shard_tokens=500)
+            index = tokenize(texts, HashTokenizer(), folder, T, True, workers, shard_tokens=500)
         shards = Shards(folder)
         assert len(shards) == index["rows"] and shards.maps[0].equal(Shards(Path(tmp, "0")).maps[0])
         stream = Stream([shards], [1], seed=0, batch_size=len(shards))
@@ -1007,7 +1007,7 @@ def benchmark() -> None:
     texts = read_documents(None)
     print(f"\n{'workers':>20}{'tokens/s':>12}   (words of the standard library's source)")
     for workers in (0, 1, 2):
-        encoded = _encoded(texts, Words(), workers)
+        encoded = _encoded(texts, HashTokenizer(), workers)
         next(encoded)  # workers have begun
         start = time.perf_counter()
         tokens = sum(len(ids) // 4 for ids in encoded)

@@ -1,4 +1,4 @@
-"""text.py: what a run of train.py reads, from --data to rows of tokens.
+"""dataset.py: what a run of train.py reads, from --data to rows of tokens.
 
 The tokenizer, which is that of --init or is trained on the documents; the token files or, with
 --pack, --workers or several sources, the shards of rows, in OUT; of --task sft the conversations,
@@ -29,14 +29,14 @@ from torch import Tensor
 from huggingface.tokenizer import load_chat_template, load_tokenizer
 from huggingface.weights import write_atomically
 from model import ModelConfig
-from parallelism.dist_env import Place, first_does
+from parallelism.dist_env import DistEnv, rank0_first
 from training import data
-from training.data import BOS, EOS, batch_of, read_documents, read_tokens, split, write_tokens
+from training.data import BOS, EOS, get_batch, read_documents, read_tokens, split, write_tokens
 
-TEXTS = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
          "added_tokens.json", "chat_template.jinja")  # fmt: skip
 # Where --init has no chat template; BOS and EOS become its tokens' names
-CHAT = """BOS{% for m in messages %}<{{ m['role'] }}>
+DEFAULT_CHAT_TEMPLATE = """BOS{% for m in messages %}<{{ m['role'] }}>
 {{ m['content'] }}{{ 'EOS' if m['role'] == 'assistant' else '' }}
 {% endfor %}{{ '<assistant>\\n' if add_generation_prompt else '' }}"""
 
@@ -77,17 +77,17 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def settle_tokenizer(args: argparse.Namespace, texts: Iterable[str], vocab_size: int) -> None:
+def prepare_tokenizer(args: argparse.Namespace, texts: Iterable[str], vocab_size: int) -> None:
     """OUT's tokenizer: there already, that of --init, or trained on `texts`."""
     path = args.out / "tokenizer.model"
-    if args.resume and any((args.out / name).exists() for name in TEXTS[:2]):
+    if args.resume and any((args.out / name).exists() for name in TOKENIZER_FILES[:2]):
         return
     if args.init is None:
         model = train_tokenizer([*texts], vocab_size)
         write_atomically(path, lambda tmp: tmp.write_bytes(model))
         return
-    there = [name for name in TEXTS if (args.init / name).exists()]
-    if not {*TEXTS[:2]} & {*there}:
+    there = [name for name in TOKENIZER_FILES if (args.init / name).exists()]
+    if not {*TOKENIZER_FILES[:2]} & {*there}:
         raise ValueError(
             f"--init {args.init}: has no tokenizer.model to tokenize --data with, nor a "
             "tokenizer.json"
@@ -97,7 +97,7 @@ def settle_tokenizer(args: argparse.Namespace, texts: Iterable[str], vocab_size:
         write_atomically(args.out / name, lambda tmp: tmp.write_bytes(content))
 
 
-def encoder(folder: Path, vocab_size: int) -> Callable[[list[str]], list[list[int]]]:
+def make_encoder(folder: Path, vocab_size: int) -> Callable[[list[str]], list[list[int]]]:
     """Texts to ids, by the tokenizer in `folder`, nothing put around them. ValueError if it has
     more pieces than the model."""
     path = folder / "tokenizer.model"
@@ -120,7 +120,7 @@ Stream = Callable[[int, Sequence[int]], Tensor]  # step, samples of its batch ->
 
 
 @dataclass(frozen=True)
-class Text:
+class Dataset:
     """What a run reads: rows of the batches, and of validation (R, T + 1), or tokens (n,)."""
 
     rows: Stream | None
@@ -141,60 +141,60 @@ class NextToken:
         return self.rows(step, self.mine)
 
 
-def prepare_text(args: argparse.Namespace, config: ModelConfig, place: Place) -> Text:
+def prepare_text(args: argparse.Namespace, config: ModelConfig, place: DistEnv) -> Dataset:
     """Documents to rows. The first rank writes OUT's tokenizer and token files; with --workers it
     goes on doing so while steps are made. Collective."""
     paths = [s.path for s in data.parse_sources(args.data or ())] or [None]
 
     def write() -> None:
         if not (args.resume and (args.out / "val.tokens").exists()):
-            write_text(args, config, paths)
+            write_token_files(args, config, paths)
 
-    first_does(place, write)
+    rank0_first(place, write)
     held, B, T = open_tokens(args, "val", "held-out"), args.batch_size, args.seq_len
     if args.pack:
-        rows = data.Shards(args.out / "data" / "held", shards_of(args, "held"))
+        rows = data.Shards(args.out / "data" / "held", shard_metadata(args, "held"))
         held = torch.stack([rows.row(i) for i in range(len(rows))])
     if not args.streamed:
         tokens = open_tokens(args, "train", "training")
-        rows = lambda step, i: batch_of(tokens, args.seed, step, i, B, T)
-        return Text(rows, held, len(tokens), len(tokens))
+        rows = lambda step, i: get_batch(tokens, args.seed, step, i, B, T)
+        return Dataset(rows, held, len(tokens), len(tokens))
     folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
     if place.rank == 0:
         write = partial(write_shards, args, config, folders)
         threading.Thread(target=write, daemon=True).start() if args.workers else write()
     # another source may be written first, for long; a writer that fails says so
-    opened = [data.Shards(at, shards_of(args, path), patience=1e9) for path, at in folders.items()]
+    opened = [data.Shards(at, shard_metadata(args, path), patience=1e9) for path, at in folders.items()]
     weights = [s.weight for s in data.parse_sources(args.data or ())] or [1]
     stream = data.Stream(opened, weights, args.seed, B)
     whole = all(source.finished for source in opened)
     mark = [len(source) for source in opened] if whole else None
-    return Text(stream.rows, held, sum(mark) * T if whole else None, mark)
+    return Dataset(stream.rows, held, sum(mark) * T if whole else None, mark)
 
 
-def write_text(args: argparse.Namespace, config: ModelConfig, paths: Sequence[str | None]) -> None:
+def write_token_files(args: argparse.Namespace, config: ModelConfig, paths: Sequence[str | None]) -> None:
     """OUT's tokenizer, and its token files: of what is held out; of all else, unless it goes into
     shards, and then documents are read one by one."""
     if args.streamed:
         each = [data.stream_documents(path) for path in paths]
-        held = [text for docs in each for name, text in docs if data.held_out(name)]
+        held = [text for docs in each for name, text in docs if data.is_validation(name)]
         kept = (text for path in paths for name, text in data.stream_documents(path)
-                if not data.held_out(name))  # fmt: skip
+                if not data.is_validation(name))  # fmt: skip
         held = held or [*islice(kept, 1)]
     else:
         kept, held = split(read_documents(paths[0]))
-    settle_tokenizer(args, kept, config.vocab_size)
-    how = encoder(args.out, config.vocab_size), ends_of(config)
+    prepare_tokenizer(args, kept, config.vocab_size)
+    how = make_encoder(args.out, config.vocab_size), document_delimiters(config)
     write_tokens(args.out / "val.tokens", how[0], held, how[1])
     if args.pack:
-        make, named = partial(encoder, args.out, config.vocab_size), [*enumerate(held)]
-        rows, about = args.out / "data" / "held", shards_of(args, "held")
+        make, named = partial(make_encoder, args.out, config.vocab_size), [*enumerate(held)]
+        rows, about = args.out / "data" / "held", shard_metadata(args, "held")
         data.tokenize(named, make, rows, args.seq_len, True, ends=how[1], about=about)
     if not args.streamed:
         write_tokens(args.out / "train.tokens", how[0], kept, how[1])
 
 
-def prepare_task(args: argparse.Namespace, config: ModelConfig, place: Place) -> Text:
+def prepare_task(args: argparse.Namespace, config: ModelConfig, place: DistEnv) -> Dataset:
     """The tokenizer and chat template of --init; of --task sft its conversations as rows. What dpo
     and grpo read, `objective_of` does. Collective."""
     for one in args.data:
@@ -204,35 +204,35 @@ def prepare_task(args: argparse.Namespace, config: ModelConfig, place: Place) ->
             )
 
     def write() -> None:
-        settle_tokenizer(args, (), config.vocab_size)
+        prepare_tokenizer(args, (), config.vocab_size)
         if load_chat_template(args.out) is None:
             names = map(load_tokenizer(args.out).name, (config.bos_id or BOS, *config.eos_ids[:1]))
-            text = CHAT.replace("BOS", next(names)).replace("EOS", next(names, ""))
+            text = DEFAULT_CHAT_TEMPLATE.replace("BOS", next(names)).replace("EOS", next(names, ""))
             path = args.out / "chat_template.jinja"
             write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
-    first_does(place, write)
+    rank0_first(place, write)
     mark = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in args.data]
     if args.task != "sft":
-        return Text(None, None, None, mark)
+        return Dataset(None, None, None, mark)
     chats = [chat for path in args.data for chat in data.read_conversations(Path(path))]
-    kept, held = held_apart(chats)
-    how = *chat_of(args.out), args.seq_len, args.pack
+    kept, held = train_val_split(chats)
+    how = *load_chat(args.out), args.seq_len, args.pack
     rows, held = data.chat_rows(kept, *how), data.chat_rows(held, *how)
     stream = data.Stream([data.Rows(rows)], [1], args.seed, args.batch_size)
-    return Text(stream.rows, held, rows[:, 1:].numel(), mark)
+    return Dataset(stream.rows, held, rows[:, 1:].numel(), mark)
 
 
-def held_apart(items: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+def train_val_split(items: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
     """({number from 1: item} to train on, to validate with): one in 16, of few the last. (Of a
     single one, it is both.)"""
     numbers = range(1, 1 + len(items))
-    held = [n for n in numbers if data.held_out(str(n - 1))] or [*numbers][-1:]
+    held = [n for n in numbers if data.is_validation(str(n - 1))] or [*numbers][-1:]
     kept = [n for n in numbers if n not in {*held}] or held
     return {n: items[n - 1] for n in kept}, {n: items[n - 1] for n in held}
 
 
-def chat_of(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[int]]]:
+def load_chat(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[int]]]:
     """(messages, add_generation_prompt) -> text, and text -> ids, as in generate.py --chat."""
     template, tokenizer = load_chat_template(folder), load_tokenizer(folder)
 
@@ -246,22 +246,22 @@ def write_shards(
     args: argparse.Namespace, config: ModelConfig, folders: Mapping[str | None, Path]
 ) -> None:
     """Tokenize each source's training documents into its folder of rows."""
-    make = partial(encoder, args.out, config.vocab_size)
+    make = partial(make_encoder, args.out, config.vocab_size)
     for path, folder in folders.items():
-        kept = ((n, text) for n, text in data.stream_documents(path) if not data.held_out(n))
+        kept = ((n, text) for n, text in data.stream_documents(path) if not data.is_validation(n))
         how = args.seq_len, args.pack, args.workers
-        about = shards_of(args, path)
-        data.tokenize(kept, make, folder, *how, ends=ends_of(config), about=about)
+        about = shard_metadata(args, path)
+        data.tokenize(kept, make, folder, *how, ends=document_delimiters(config), about=about)
 
 
-def shards_of(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
+def shard_metadata(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
     """What a source's rows are made of."""
-    name = next(name for name in TEXTS[:2] if (args.out / name).exists())
+    name = next(name for name in TOKENIZER_FILES[:2] if (args.out / name).exists())
     tokenizer = hashlib.sha256((args.out / name).read_bytes()).hexdigest()[:16]
     return {"data": str(path), "tokenizer": tokenizer, "seq_len": args.seq_len, "pack": args.pack}
 
 
-def ends_of(config: ModelConfig) -> data.Ends:
+def document_delimiters(config: ModelConfig) -> data.Ends:
     """What stands around a document: the model's first tokens, if it has them, and its last."""
     begin = [config.bos_id] if config.bos_id is not None else []
     return begin, list(config.eos_ids[:1])

@@ -29,19 +29,19 @@ from torch import Tensor
 
 from huggingface.weights import load_checkpoint, write_atomically
 from model import Attend, Transformer, causal_attention
-from parallelism.dist_env import Place
+from parallelism.dist_env import DistEnv
 from speculative import DraftHead
-from training.build import build_optimizer, change_products, compiled
+from training.build import build_optimizer, convert_linears_, compile_model
 from training.data import decode
-from training.dataset import Text
-from training.flags import DRAFT_HEAD, DRAFTED
-from training.metrics import Metrics, progress, summary
+from training.dataset import Dataset
+from training.flags import DRAFT_HEAD, NUM_DRAFT_TOKENS
+from training.metrics import Metrics, progress_bar, summary
 from training.optimizers import learning_rate
 from training.recovery import stop_on_signals
-from training.step import attend_of, held_out_batches, update
+from training.step import make_attend, validation_batches, update
 
-UNROLLED = 2  # of them in training: twice the steps in the time that all four take teach more
-FADE = 0.5  # what a step weighs in the loss, beside the step before it
+UNROLL_STEPS = 2  # of them in training: twice the steps in the time that all four take teach more
+STEP_DECAY = 0.5  # what a step weighs in the loss, beside the step before it
 
 
 def new_draft_head(dim: int, seed: int) -> DraftHead:
@@ -57,7 +57,7 @@ def draft_logits(
     model: Transformer,
     tokens: Tensor,
     attend: Attend = causal_attention,
-    steps: int = DRAFTED,
+    steps: int = NUM_DRAFT_TOKENS,
 ) -> tuple[Tensor, list[Tensor]]:
     """The target's logits (B, T, V) of tokens (B, T), and for i = 1..steps what the head makes of
     those from position i on (B, T - i, V): begun i positions earlier at the target's hidden state,
@@ -78,13 +78,13 @@ def draft_loss(target: Tensor, drafts: list[Tensor]) -> Tensor:
     weighted by FADE, for a later draft counts only if those before it were taken."""
     p, loss, weights = target.float().softmax(-1), 0.0, 0.0
     for i, draft in enumerate(drafts, 1):
-        weight = FADE**i
+        weight = STEP_DECAY**i
         draft, weights = draft.float().flatten(0, 1), weights + weight
         loss = loss + weight * F.cross_entropy(draft, p[:, i:].flatten(0, 1))
     return loss / weights
 
 
-def draft_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> Tensor:
+def acceptance_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> Tensor:
     """(2, DRAFTED): how many chains of greedy drafts came to an i-th token, and how often the
     target took it.
 
@@ -92,7 +92,7 @@ def draft_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> Tensor
     draft, choice and text are one token. So each count is of what decoding at temperature 0 does,
     its drafts fed with their own tokens, as long as it writes what the text says.
     """
-    n = tokens.shape[1] - 1 - DRAFTED
+    n = tokens.shape[1] - 1 - NUM_DRAFT_TOKENS
     choice = target.argmax(-1)
     followed = choice[:, :-1] == tokens[:, 1:]
     chains, counts = followed[:, :n], []
@@ -105,16 +105,16 @@ def draft_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> Tensor
 
 @torch.no_grad()
 def validate_draft_head(
-    head: DraftHead, model: Transformer, tokens: Tensor, args: argparse.Namespace, place: Place
+    head: DraftHead, model: Transformer, tokens: Tensor, args: argparse.Namespace, place: DistEnv
 ) -> dict[str, Any]:
     """Over the held_out_batches: mean loss, and of the i-th tokens drafted the share that is taken,
-    all before them being so (draft_counts; 0 where there was none)."""
-    losses, counts = [], torch.zeros(2, DRAFTED, device=place.device)
-    for batch in held_out_batches(tokens, args.seq_len, args.micro_batch_size, place.device):
+    all before them being so (acceptance_counts; 0 where there was none)."""
+    losses, counts = [], torch.zeros(2, NUM_DRAFT_TOKENS, device=place.device)
+    for batch in validation_batches(tokens, args.seq_len, args.micro_batch_size, place.device):
         with place.autocast():
-            logits = draft_logits(head, model, batch[:, :-1], attend_of(args.attention))
-        losses += [draft_loss(logits[0], logits[1][:UNROLLED]).item()] * len(batch)
-        counts += draft_counts(*logits, batch[:, :-1])
+            logits = draft_logits(head, model, batch[:, :-1], make_attend(args.attention))
+        losses += [draft_loss(logits[0], logits[1][:UNROLL_STEPS]).item()] * len(batch)
+        counts += acceptance_counts(*logits, batch[:, :-1])
     shares = (counts[1] / counts[0].clamp(min=1)).tolist()
     return {"val_loss": sum(losses) / len(losses), "acceptance": [round(s, 4) for s in shares]}
 
@@ -128,24 +128,24 @@ def save_draft_head(out: Path, head: DraftHead, step: int, acceptance: list[floa
     write_atomically(out / DRAFT_HEAD, lambda tmp: save_file(tensors, tmp, about))
 
 
-def train_draft_head(args: argparse.Namespace, text: Text, place: Place) -> None:
+def train_draft_head(args: argparse.Namespace, text: Dataset, place: DistEnv) -> None:
     """All of --train-draft-head, from tokens to file. The model is that of --init in the dtype of
     the matmuls, and gets no gradient."""
-    B, T, attend = args.batch_size, args.seq_len, attend_of(args.attention)
+    B, T, attend = args.batch_size, args.seq_len, make_attend(args.attention)
     dtype = torch.bfloat16 if place.dtype == "bf16" else torch.float32
     model = load_checkpoint(args.init, place.device, dtype).requires_grad_(False)
-    change_products(model, args)  # no more than --experts
+    convert_linears_(model, args)  # no more than --experts
     head = new_draft_head(model.config.dim, args.seed).to(place.device)
     print(summary(args, head, text.size, 0, place), file=sys.stderr)
-    model = compiled(model) if args.compile else model
+    model = compile_model(model) if args.compile else model
     optimizer, stop, acceptance = build_optimizer(head), stop_on_signals(), None
-    metrics, bar = Metrics(args.out, 0, args.tensorboard), progress(0, args.steps, place)
+    metrics, bar = Metrics(args.out, 0, args.tensorboard), progress_bar(0, args.steps, place)
     for step in bar:
         start, loss = time.perf_counter(), torch.zeros((), device=place.device)
         batch = decode(text.rows(step, range(B)), packed=False)[0].to(place.device)
         for micro in batch.split(args.micro_batch_size):
             with place.autocast():
-                logits = draft_logits(head, model, micro, attend, UNROLLED)
+                logits = draft_logits(head, model, micro, attend, UNROLL_STEPS)
             share = draft_loss(*logits) * len(micro) / B
             share.backward()
             loss += share.detach()

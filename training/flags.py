@@ -1,7 +1,7 @@
 """flags.py: the command line of train.py: what there is to say, and what of it goes with what.
 
-Every mistake that can be seen before the first step is a ValueError here, in stages.py or in
-layout.py: one line with the flag and the mend.
+Every mistake that can be seen before the first step is a ValueError here, in pipeline_model.py or in
+parallel_dims.py: one line with the flag and the mend.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from parallelism.parallel_dims import add_flags as add_layout_flags
 from quantize import RECIPES, SCHEMES
 
 # What --qat rounds to: the grids of generate.py's --quantize
-QAT_GRIDS = {name: SCHEMES[name].grid for name in ("int8", "int4")}
+QAT_SPECS = {name: SCHEMES[name].grid for name in ("int8", "int4")}
 
 DRAFT_HEAD = "draft_head.safetensors"
-DRAFTED = 4  # tokens in a row that a draft head's validation drafts
+NUM_DRAFT_TOKENS = 4  # tokens in a row that a draft head's validation drafts
 DRAFT_LR = 1e-2  # where --lr is not given
 TUNING_LR = {"lora": 2e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-5}
 
 # --resume takes these from the checkpoint. Those in FIXED decide what is learned and stay; others
 # may be given anew (another micro-batch size sums in another order: equal but for rounding).
-LOSSES = ("aux_loss", "sequence_loss", "z_loss")
+LOSSES = ("aux_loss", "seq_aux_loss", "router_z_loss")
 OUTER = ("diloco", "outer_lr", "outer_momentum")
 FIXED = ("seed", "batch_size", "seq_len", "lr", "data", "dtype", "fp8", "qat", *LOSSES, *OUTER)
-FIXED += ("weights", "optimizer", "schedule", "warmup", "decay", "lr_end", "weight_decay", "clip")
-FIXED += ("mup_base", "logit_z_loss", "pack", "task", "lora", "lora_alpha", "beta", "kl", "group")
+FIXED += ("param_dtype", "optimizer", "lr_schedule", "warmup_steps", "decay_steps", "min_lr_factor", "weight_decay", "grad_clip")
+FIXED += ("mup_base", "output_z_loss", "pack", "task", "lora", "lora_alpha", "beta", "kl", "num_generations")
 FIXED += ("reward", "max_new_tokens", "init")
 SAVED = (*FIXED, "steps", "micro_batch_size", "save_every", "eval_every", "compile", "attention")
-SAVED += ("experts", "diloco_at", "diloco_workers", "diloco_worker", "diloco_timeout")
-SAVED += ("keep", "spike", "patience", "mirror_every", "mirror_at", "hang_timeout", "workers")
+SAVED += ("experts", "diloco_rendezvous", "diloco_workers", "diloco_worker", "diloco_timeout")
+SAVED += ("keep_latest_k", "loss_spike_sigma", "max_skipped_batches", "memory_checkpoint_every", "memory_checkpoint_dir", "hang_timeout", "workers")
 SAVED += ("lora_merged", "streamed")
 
 
@@ -48,7 +48,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_run_flags(p)
     add_data_flags(p)
     add_optimizer_flags(p)
-    add_product_flags(p)
+    add_precision_flags(p)
     add_memory_flags(p)
     add_expert_flags(p)
     add_tuning_flags(p)
@@ -59,12 +59,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args.given = {a.split("=")[0] for a in argv if a.startswith("--")}
     args.auto = args.resume == "auto"
     args.streamed = args.pack or args.workers > 0 or len(args.data or ()) > 1  # rows from shards
-    read_sizes(args)
-    settle_flags(args)
+    parse_sizes(args)
+    resolve_flags(args)
     return args
 
 
-def settle_flags(args: argparse.Namespace) -> None:
+def resolve_flags(args: argparse.Namespace) -> None:
     """ValueError for flags that do not go together; defaults that others decide. To be called again
     when a checkpoint has told the rest of them."""
     check_numbers(args)
@@ -74,8 +74,8 @@ def settle_flags(args: argparse.Namespace) -> None:
         raise ValueError("--plot, --dry-run and --export are one at a time")
     if args.world_size is not None and not args.dry_run:
         raise ValueError("--world-size goes with --dry-run; torchrun starts the ranks of a run")
-    settle_draft_head_flags(args)
-    settle_tuning_flags(args)
+    resolve_draft_head_flags(args)
+    resolve_tuning_flags(args)
     check_memory_flags(args)
 
 
@@ -149,24 +149,24 @@ def add_optimizer_flags(p: argparse.ArgumentParser) -> None:
     text += ", ".join(f"{task} {lr:g}" for task, lr in TUNING_LR.items())
     real("--lr", default=2e-3, help=text + ")")
     p.add_argument(
-        "--schedule",
+        "--lr-schedule",
         choices=("cosine", "linear", "wsd", "constant"),
         default="cosine",
         help="of the learning rate after its warm-up; wsd is stable, then decays (%(default)s)",
     )
     number = partial(p.add_argument, type=int, metavar="STEPS")
-    number("--warmup", help="to the peak (5%% of all, at most 500)")
-    number("--decay", help="of wsd, the last ones (20%% of all)")
-    real("--lr-end", default=0.1, help="of the peak, at the end (%(default)s)")
+    number("--warmup-steps", help="to the peak (5%% of all, at most 500)")
+    number("--decay-steps", help="of wsd, the last ones (20%% of all)")
+    real("--min-lr-factor", default=0.1, help="of the peak, at the end (%(default)s)")
     real("--weight-decay", default=0.1, help="of matrices (%(default)s)")
     real(
-        "--clip", default=1.0, metavar="NORM", help="of the gradient, at most (%(default)s; 0: any)"
+        "--grad-clip", default=1.0, metavar="NORM", help="of the gradient, at most (%(default)s; 0: any)"
     )
     text = "muP: the learning rate is one for this width, and holds for the model's"
     p.add_argument("--mup-base", type=int, metavar="WIDTH", help=text)
 
 
-def add_product_flags(p: argparse.ArgumentParser) -> None:
+def add_precision_flags(p: argparse.ArgumentParser) -> None:
     """Dtypes; those of quantize.py's training, and of speculative.py's."""
     p.add_argument(
         "--dtype",
@@ -176,7 +176,7 @@ def add_product_flags(p: argparse.ArgumentParser) -> None:
         "fp16 scales its loss, and skips a step that overflows",
     )
     p.add_argument(
-        "--weights",
+        "--param-dtype",
         choices=("fp32", "bf16"),
         default="fp32",
         help="what is kept of them; bf16 has no fp32 copy: AdamW rounds stochastically (fp32)",
@@ -189,7 +189,7 @@ def add_product_flags(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--qat",
-        choices=tuple(QAT_GRIDS),
+        choices=tuple(QAT_SPECS),
         help="train for generate.py --quantize int8 or int4: every forward rounds the weights so",
     )
     p.add_argument(
@@ -217,13 +217,13 @@ def add_memory_flags(p: argparse.ArgumentParser) -> None:
         help="logits that there are at a time; 0: all. auto: 0, until all would be 512 MiB",
     )
     text = "of log(sum exp(logits)) squared, which keeps logits small (PaLM; 0)"
-    p.add_argument("--logit-z-loss", type=float, default=0.0, metavar="COEF", help=text)
+    p.add_argument("--output-z-loss", type=float, default=0.0, metavar="COEF", help=text)
     p.add_argument(
         "--offload",
         metavar="cpu|FOLDER",
         help="masters and moments in host memory, or in memory-mapped files in that folder",
     )
-    text = "step each parameter when its gradient is there, and free that (with --clip 0)"
+    text = "step each parameter when its gradient is there, and free that (with --grad-clip 0)"
     p.add_argument("--optimizer-in-backward", action="store_true", help=text)
 
 
@@ -238,8 +238,8 @@ def add_expert_flags(p: argparse.ArgumentParser) -> None:
     )
     loss = partial(p.add_argument, type=float, metavar="COEF")
     loss("--aux-loss", help="Switch's, for even loads (0.01 without a routing correction, else 0)")
-    loss("--sequence-loss", default=0.0, help="DeepSeek-V3's, for even loads in a sequence (0)")
-    loss("--z-loss", default=0.0, help="ST-MoE's, for small router logits (0)")
+    loss("--seq-aux-loss", default=0.0, help="DeepSeek-V3's, for even loads in a sequence (0)")
+    loss("--router-z-loss", default=0.0, help="ST-MoE's, for small router logits (0)")
     number = partial(p.add_argument, type=int)
     number("--upcycle", metavar="E", help="each MLP of --init becomes a mixture of so many copies")
     number("--upcycle-top-k", default=2, help="experts per token (%(default)s)")
@@ -260,7 +260,7 @@ def add_tuning_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--lora-merged", action="store_true", help="exports have adapters added in")
     real("--beta", default=0.1, help="of dpo: how dear it is to leave the model of --init (0.1)")
     real("--kl", default=0.0, help="of grpo: weight of the KL divergence from --init's (0)")
-    number("--group", default=8, metavar="N", help="of grpo: completions of a prompt (8)")
+    number("--num-generations", default=8, metavar="N", help="of grpo: completions of a prompt (8)")
     text = "of grpo: exact, number, prefix (alignment.py), or FILE.py:FUNCTION (%(default)s)"
     p.add_argument("--reward", default="exact", help=text)
     number("--max-new-tokens", default=64, help="of grpo's completions (%(default)s)")
@@ -271,9 +271,9 @@ def add_diloco_flags(p: argparse.ArgumentParser) -> None:
     number = partial(p.add_argument, type=int)
     number("--diloco", metavar="H", help="meet other workers in each H-th step, and in no other")
     p.add_argument(
-        "--diloco-at",
+        "--diloco-rendezvous",
         metavar="WHERE",
-        help="a folder that all workers write to, or HOST:PORT of `python diloco.py --serve`",
+        help="a folder that all workers write to, or HOST:PORT of `python parallelism/diloco.py --serve`",
     )
     number("--diloco-workers", default=1, metavar="N", help="that share every batch out (1)")
     number("--diloco-worker", default=0, metavar="I", help="which one this is (0)")
@@ -288,35 +288,35 @@ def add_recovery_flags(p: argparse.ArgumentParser) -> None:
     number = partial(p.add_argument, type=int)
     number("--save-every", default=100, metavar="STEPS", help="(%(default)s)")
     number(
-        "--keep", default=2, metavar="N", help="newest checkpoints, of those saved (%(default)s)"
+        "--keep-latest-k", default=2, metavar="N", help="newest checkpoints, of those saved (%(default)s)"
     )
     text = "keep copies in memory, this node's and another's, for a restart (never)"
-    number("--mirror-every", metavar="STEPS", help=text)
+    number("--memory-checkpoint-every", metavar="STEPS", help=text)
     text = "a folder in memory, another on each node (/dev/shm/sheaf-... of --out)"
-    p.add_argument("--mirror-at", type=Path, metavar="FOLDER", help=text)
+    p.add_argument("--memory-checkpoint-dir", type=Path, metavar="FOLDER", help=text)
     real = partial(p.add_argument, type=float)
     text = "a step may last, the first ten times that; then the guilty ranks are named (600)"
     real("--hang-timeout", default=600.0, metavar="SECONDS", help=text)
     text = "skip a batch whose loss is so many deviations above the mean; 0: none (%(default)s)"
-    real("--spike", default=10.0, metavar="SIGMAS", help=text)
+    real("--loss-spike-sigma", default=10.0, metavar="SIGMAS", help=text)
     text = "batches skipped in a row (spikes, or not finite) before the run stops (%(default)s)"
-    number("--patience", default=10, metavar="N", help=text)
+    number("--max-skipped-batches", default=10, metavar="N", help=text)
 
 
 def check_numbers(args: argparse.Namespace) -> None:
     """ValueError for a number that is out of range."""
     positive = "steps batch_size micro_batch_size seq_len save_every eval_every lr upcycle "
     positive += (
-        "dp dp_replicate pp pp_chunks tp cp cp_ulysses ep ep_node_size ep_chunks world_size "
+        "dp dp_replicate pp virtual_stages tp cp cp_ulysses ep ep_node_size ep_chunks world_size "
     )
-    positive += "zero_node_size diloco diloco_workers diloco_timeout outer_lr upcycle_top_k keep "
-    positive += "mirror_every hang_timeout patience mup_base profile lora lora_alpha beta group "
-    positive += "max_new_tokens decay"
+    positive += "hpz_size diloco diloco_workers diloco_timeout outer_lr upcycle_top_k keep_latest_k "
+    positive += "memory_checkpoint_every hang_timeout max_skipped_batches mup_base profile lora lora_alpha beta num_generations "
+    positive += "max_new_tokens decay_steps"
     for name in positive.split():
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"{flag(name)} must be positive, not {value}")
-    zero = (*LOSSES, "workers", "warmup", "lr_end", "weight_decay", "clip", "spike", "kl")
-    for name in (*zero, "logit_z_loss"):
+    zero = (*LOSSES, "workers", "warmup_steps", "min_lr_factor", "weight_decay", "grad_clip", "loss_spike_sigma", "kl")
+    for name in (*zero, "output_z_loss"):
         if (value := getattr(args, name)) is not None and not 0 <= value < math.inf:
             raise ValueError(f"{flag(name)} must be 0 or more, not {value}")
     if not 0 <= args.seed < 2**32:
@@ -329,10 +329,10 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ValueError("--upcycle needs --init, the dense model that the experts are copies of")
 
 
-def read_sizes(args: argparse.Namespace) -> None:
+def parse_sizes(args: argparse.Namespace) -> None:
     """--recompute as a mode or a number of bytes, --loss-chunk as a number or None (auto)."""
     if args.recompute not in ("none", "attention", "selective", "full", "sqrt"):
-        args.recompute = bytes_of(args.recompute)
+        args.recompute = parse_bytes(args.recompute)
     if args.loss_chunk == "auto":
         args.loss_chunk = None
     elif args.loss_chunk.isdecimal():
@@ -343,23 +343,23 @@ def read_sizes(args: argparse.Namespace) -> None:
 
 def check_memory_flags(args: argparse.Namespace) -> None:
     """ValueError for flags of memory, optimizers and dtypes that exclude each other."""
-    alone = (("--decay", args.schedule == "wsd", "--schedule wsd"),
-             ("--mirror-at", args.mirror_every is not None, "--mirror-every"))  # fmt: skip
+    alone = (("--decay-steps", args.lr_schedule == "wsd", "--lr-schedule wsd"),
+             ("--memory-checkpoint-dir", args.memory_checkpoint_every is not None, "--memory-checkpoint-every"))  # fmt: skip
     for given, there, needed in alone:
         if given in args.given and not there:
             raise ValueError(f"{given} goes with {needed}; give both, or leave it out")
-    warm = (args.warmup or 0) + (args.decay or 0)
+    warm = (args.warmup_steps or 0) + (args.decay_steps or 0)
     if warm > args.steps:
-        raise ValueError(f"--warmup and --decay are {warm} steps, more than --steps {args.steps}")
-    if args.lr_end > 1:
-        raise ValueError(f"--lr-end is a part of --lr, from 0 to 1, not {args.lr_end}")
+        raise ValueError(f"--warmup-steps and --decay-steps are {warm} steps, more than --steps {args.steps}")
+    if args.min_lr_factor > 1:
+        raise ValueError(f"--min-lr-factor is a part of --lr, from 0 to 1, not {args.min_lr_factor}")
     if args.offload is not None and args.offload != "cpu" and args.offload.lower() in ("", "cpu"):
         raise ValueError(f"--offload {args.offload}: give cpu, or a folder")
-    if args.loss_chunk == 0 and args.logit_z_loss:
-        raise ValueError("--logit-z-loss is the chunked loss's; leave --loss-chunk 0 out")
-    if args.optimizer_in_backward and args.clip:
+    if args.loss_chunk == 0 and args.output_z_loss:
+        raise ValueError("--output-z-loss is the chunked loss's; leave --loss-chunk 0 out")
+    if args.optimizer_in_backward and args.grad_clip:
         raise ValueError(
-            "--optimizer-in-backward steps before the gradient's norm is known; give --clip 0"
+            "--optimizer-in-backward steps before the gradient's norm is known; give --grad-clip 0"
         )
     if args.optimizer_in_backward and (args.offload or args.dtype == "fp16"):
         other = "--offload" if args.offload else "--dtype fp16"
@@ -370,19 +370,19 @@ def check_memory_flags(args: argparse.Namespace) -> None:
         )
     if args.mup_base is not None and args.optimizer != "adamw":
         raise ValueError("--mup-base has the rates of Adam; leave --optimizer out")
-    if args.optimizer_in_backward and args.mirror_every is not None:
+    if args.optimizer_in_backward and args.memory_checkpoint_every is not None:
         raise ValueError(
-            "--optimizer-in-backward is never between two steps; leave --mirror-every out"
+            "--optimizer-in-backward is never between two steps; leave --memory-checkpoint-every out"
         )
-    if args.weights == "bf16" and args.pp > 1:
-        raise ValueError("--weights bf16 would round a tied head's copies apart; leave --pp out")
-    if args.weights == "bf16" and (args.optimizer != "adamw" or args.offload):
-        raise ValueError("--weights bf16 is AdamW's, whole in memory: no --optimizer, no --offload")
-    if args.weights == "bf16" and args.dtype in ("fp16", "fp32"):
-        raise ValueError("--weights bf16 goes with products in bf16; leave --dtype out")
+    if args.param_dtype == "bf16" and args.pp > 1:
+        raise ValueError("--param-dtype bf16 would round a tied head's copies apart; leave --pp out")
+    if args.param_dtype == "bf16" and (args.optimizer != "adamw" or args.offload):
+        raise ValueError("--param-dtype bf16 is AdamW's, whole in memory: no --optimizer, no --offload")
+    if args.param_dtype == "bf16" and args.dtype in ("fp16", "fp32"):
+        raise ValueError("--param-dtype bf16 goes with products in bf16; leave --dtype out")
 
 
-def bytes_of(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """8e9, 500M or 12G as a number of bytes."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     digits, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1)
@@ -394,7 +394,7 @@ def bytes_of(text: str) -> int:
         ) from None
 
 
-def settle_diloco_flags(args: argparse.Namespace, shares: int) -> None:
+def validate_diloco_flags(args: argparse.Namespace, shares: int) -> None:
     """ValueError for flags of --diloco that do not fit each other, or a batch of which a worker's
     part is `shares` ranks'."""
     given = args.given & {flag(k) for k in SAVED if k.startswith(("diloco_", "outer_"))}
@@ -402,8 +402,8 @@ def settle_diloco_flags(args: argparse.Namespace, shares: int) -> None:
         raise ValueError(f"{min(given)} goes with --diloco; give both, or leave it out")
     if args.diloco is None:
         return
-    if args.diloco_at is None:
-        raise ValueError("--diloco needs --diloco-at, where workers find each other")
+    if args.diloco_rendezvous is None:
+        raise ValueError("--diloco needs --diloco-rendezvous, where workers find each other")
     if not 0 <= args.diloco_worker < args.diloco_workers:
         raise ValueError(
             f"--diloco-worker must be from 0 to {args.diloco_workers - 1}, not {args.diloco_worker}"
@@ -417,12 +417,12 @@ def settle_diloco_flags(args: argparse.Namespace, shares: int) -> None:
             f"--batch-size {args.batch_size} must be a multiple of the {args.diloco_workers} "
             f"workers x {shares} ranks of one with batches of their own"
         )
-    for name in ("task", "lora", "offload", "optimizer_in_backward", "mirror_every"):
+    for name in ("task", "lora", "offload", "optimizer_in_backward", "memory_checkpoint_every"):
         if getattr(args, name) not in (None, False, "text"):
             raise ValueError(f"--diloco goes with plain training; leave {flag(name)} out")
 
 
-def settle_expert_flags(args: argparse.Namespace, config: ModelConfig) -> None:
+def resolve_expert_flags(args: argparse.Namespace, config: ModelConfig) -> None:
     """The default of --aux-loss; ValueError for flags that a dense model has no use for."""
     asked = [name for name in LOSSES if getattr(args, name)] + ["ep"] * (args.ep > 1)
     if asked and not config.moe_layers:
@@ -441,15 +441,15 @@ def settle_expert_flags(args: argparse.Namespace, config: ModelConfig) -> None:
         args.aux_loss = 0.01 if uneven else 0.0
 
 
-def settle_tuning_flags(args: argparse.Namespace) -> None:
+def resolve_tuning_flags(args: argparse.Namespace) -> None:
     """ValueError for what --task and --lora cannot go with; their defaults for --lr."""
-    grpo = {"--kl", "--group", "--reward", "--max-new-tokens"} & args.given
+    grpo = {"--kl", "--num-generations", "--reward", "--max-new-tokens"} & args.given
     if grpo and args.task != "grpo" and not args.resume:
         raise ValueError(f"{min(grpo)} goes with --task grpo; give both, or leave it out")
     if "--beta" in args.given and args.task != "dpo" and not args.resume:
         raise ValueError("--beta goes with --task dpo; give both, or leave it out")
     if args.task in ("dpo", "grpo"):
-        for other in ("--pack", "--workers", "--loss-chunk", "--logit-z-loss", "--spike"):
+        for other in ("--pack", "--workers", "--loss-chunk", "--output-z-loss", "--loss-spike-sigma"):
             if other in args.given:
                 raise ValueError(f"--task {args.task} has no use for {other}; leave it out")
     before = args.resume or args.export is not None
@@ -467,17 +467,17 @@ def settle_tuning_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"{tuned} is for whole models on every rank; leave {flag(name)} out")
     if args.lora and (args.qat or args.fp8 or args.upcycle or args.train_draft_head):
         raise ValueError("--lora leaves the model's own products; no --fp8, --qat, --upcycle")
-    if args.task == "grpo" and args.zero and not args.bucketed:
+    if args.task == "grpo" and args.zero and not args.distributed_optimizer:
         raise ValueError("--task grpo generates on whole weights; leave --zero out")
     if args.task == "dpo" and (args.batch_size % 2 or args.micro_batch_size % 2):
         raise ValueError("--task dpo has two rows for a pair: give even batch sizes")
-    if args.task == "grpo" and args.batch_size % args.group:
-        raise ValueError(f"--batch-size must be a multiple of --group {args.group}")
+    if args.task == "grpo" and args.batch_size % args.num_generations:
+        raise ValueError(f"--batch-size must be a multiple of --num-generations {args.num_generations}")
     if "--lr" not in args.given and not args.resume:
         args.lr = TUNING_LR["lora" if args.lora else args.task]
 
 
-def settle_draft_head_flags(args: argparse.Namespace) -> None:
+def resolve_draft_head_flags(args: argparse.Namespace) -> None:
     """ValueError for what --train-draft-head cannot go with; its own default for --lr."""
     if not args.train_draft_head:
         return
@@ -490,11 +490,11 @@ def settle_draft_head_flags(args: argparse.Namespace) -> None:
         "--diloco",
         "--task",
         "--lora",
-        "--weights",
+        "--param-dtype",
         "--offload",
     )
-    others += ("--recompute", "--optimizer-in-backward", "--mirror-every", "--mup-base", "--clip")
-    others += ("--optimizer", "--schedule", "--warmup", "--decay", "--lr-end", "--weight-decay")
+    others += ("--recompute", "--optimizer-in-backward", "--memory-checkpoint-every", "--mup-base", "--grad-clip")
+    others += ("--optimizer", "--lr-schedule", "--warmup-steps", "--decay-steps", "--min-lr-factor", "--weight-decay")
     for other in ("--model", *others, *map(flag, LOSSES)):
         if other in args.given:
             raise ValueError(f"--train-draft-head trains no model; leave {other} out")
@@ -502,8 +502,8 @@ def settle_draft_head_flags(args: argparse.Namespace) -> None:
         raise ValueError("--resume: a draft head trains in minutes; start anew in another --out")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--train-draft-head runs in one process; start it without torchrun")
-    if args.seq_len < DRAFTED + 2:
-        raise ValueError(f"--seq-len must be at least {DRAFTED + 2} with --train-draft-head")
+    if args.seq_len < NUM_DRAFT_TOKENS + 2:
+        raise ValueError(f"--seq-len must be at least {NUM_DRAFT_TOKENS + 2} with --train-draft-head")
     if "--lr" not in args.given:
         args.lr = DRAFT_LR
 

@@ -29,7 +29,7 @@ adapters are the same whatever else is adapted, on every rank and device.
 
 Hook: the Linear swap; every weight keeps its object and its name. Equivalence (test_all.py): fresh
 and disabled adapters leave every bit of the output; merged is unmerged but for one rounding of each
-weight to its own dtype. Needs: torch, and safetensors for files alone. `python lora.py` checks
+weight to its own dtype. Needs: torch, and safetensors for files alone. `python training/lora.py` checks
 itself and prints a table.
 
 Shapes: x (..., C), C in features, F out features.

@@ -5,7 +5,7 @@
     python train.py ... --tensorboard             the same numbers for TensorBoard
 
 A row of metrics.jsonl is a step, of all ranks together and the same under every layout: `loss` and
-`val_loss` in nats per token that counts (dpo's per pair; `loss` with the share of --logit-z-loss),
+`val_loss` in nats per token that counts (dpo's per pair; `loss` with the share of --output-z-loss),
 `grad_norm` of the whole gradient before clipping, `tokens_per_second`, `mfu` where the device's
 peak is known, `data_wait` in seconds of the rank that waited longest. Where a step is validated,
 also `peak_memory` in bytes of the rank that has most, and `comm_wait`, the share of the time since
@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from huggingface.weights import write_atomically
 from model import Transformer
-from parallelism.dist_env import Place
+from parallelism.dist_env import DistEnv
 
 # Dense matmul peaks, FLOP/s, bf16 without sparsity (vendor datasheets). A device that is not here
 # gets no MFU: a wrong one is worse than none. FP8 has twice these; --fp8 is measured against them
@@ -96,7 +96,7 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         elif STATUS.exists():
-            use_libraries()
+            warm_up_libraries()
             with contextlib.suppress(OSError):  # then the peak may be older than this
                 Path("/proc/self/clear_refs").write_text("5")
             self.before = _resident("VmRSS")
@@ -107,7 +107,7 @@ class PeakMemory:
         return max(0, _resident("VmHWM") - self.before) if STATUS.exists() else 0
 
 
-def use_libraries() -> None:
+def warm_up_libraries() -> None:
     """What products, attention and AdamW load and set up at their first use is no model's."""
     p = nn.Parameter(torch.zeros(1, 1, 64, 64))
     y = F.scaled_dot_product_attention(p, p, p, is_causal=True)[0, 0] @ p[0, 0]
@@ -133,7 +133,7 @@ class Metrics:
     """The rows of a run, from step first + 1 on, into OUT/metrics.jsonl, each at once."""
 
     def __init__(self, out: Path, first: int, tensorboard: bool = False):
-        cut_metrics(out / "metrics.jsonl", first)
+        truncate_metrics(out / "metrics.jsonl", first)
         self.file = open(out / "metrics.jsonl", "a", encoding="utf-8")
         self.board = None
         if tensorboard:  # which drops what it has of the steps from purge_step on
@@ -164,7 +164,7 @@ def summary_writer() -> Any:
     return SummaryWriter
 
 
-def cut_metrics(path: Path, step: int) -> None:
+def truncate_metrics(path: Path, step: int) -> None:
     """Drop the lines past `step`: steps made after the last save are about to be made again."""
     if path.exists():
         keep = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
@@ -312,7 +312,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def progress(first: int, steps: int, place: Place) -> tqdm:
+def progress_bar(first: int, steps: int, place: DistEnv) -> tqdm:
     """The bar over steps first..steps, on rank 0."""
     return tqdm(
         range(first, steps),
@@ -325,7 +325,7 @@ def progress(first: int, steps: int, place: Place) -> tqdm:
 
 
 def summary(
-    args: argparse.Namespace, model: Transformer, n_tokens: int | None, first: int, place: Place
+    args: argparse.Namespace, model: Transformer, n_tokens: int | None, first: int, place: DistEnv
 ) -> str:
     """What is about to be trained, in one line."""
     size = sum(p.numel() for p in model.parameters()) / 1e6

@@ -27,7 +27,7 @@ Hook: parameters' post-accumulate-grad hooks, which fully_shard calls with shard
 none for the second. DTensors are stepped as this rank's plain shard: only elementwise optimizers
 (AdamW, not Muon) may be handed over. Equivalence (test_all.py): weights and states are bit for bit
 those of the resident optimizer (fused AdamW on a CPU). Needs: torch, and for files Linux or macOS.
-`python offload.py` checks itself and prints a table.
+`python training/offload.py` checks itself and prints a table.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Hooks: none. Parameters, names, shapes and numbers come in; an optimizer has tor
 Equivalence (test_all.py): a step of StochasticAdamW is, in the mean over seeds, torch's AdamW in
 fp32, and a function of (seed, step, parameter), so that a resumed run is the uninterrupted one, bit
 for bit; Several's steps are its parts'; the best rate of a model is that of one 8 times as wide
-under mup_factors, and an eighth of it without. Needs: torch. `python optimizers.py` checks itself
+under mup_factors, and an eighth of it without. Needs: torch. `python training/optimizers.py` checks itself
 and prints a table.
 """
 

@@ -37,7 +37,7 @@ finds the modes with the least flops that fit a budget. Which hook: a block's fo
 attention the `attend` argument. Equivalence (test_all.py): losses and gradients in every mode are
 those of none, bit for bit, with dropout, autocast, fully_shard, tensor parallelism and
 block.compile(); but where several passes share an autocast context, selective adds up a weight's
-gradients in fp32 and not in autocast's dtype. Needs: torch. `python recompute.py` checks itself and
+gradients in fp32 and not in autocast's dtype. Needs: torch. `python training/recompute.py` checks itself and
 prints a table.
 """
 

@@ -27,7 +27,7 @@ or two machines that are partners, takes both copies, so the disk stays the last
 another size resumes from the disk; a slow step is no hang, so the time-out must exceed the longest.
 Hooks: none, all are called by the training loop. Equivalence (test_all.py): what comes back is what
 was put, bit for bit, with any one rank's memory lost; a resumed guard judges as one that went on.
-Needs: torch, Linux. `python recovery.py` starts 4 processes, checks itself and prints a table
+Needs: torch, Linux. `python training/recovery.py` starts 4 processes, checks itself and prints a table
 (--check: none).
 """
 

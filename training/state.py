@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from huggingface.weights import hf_modules, load_checkpoint, save_checkpoint
 from model import ModelConfig, Transformer
-from parallel import local
+from parallel import to_local
 from parallelism.diloco import DiLoCo, Workers
-from parallelism.dist_env import Place
+from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.checkpoint import Checkpoints, Found, Piece, find, path_of, read_about, read_whole
 from training.flags import flag
@@ -69,7 +69,7 @@ class State:
 
     def _placed(self) -> dict[str, Piece]:
         return {
-            name: Piece(local(x), *self.layout.shard_regions(like, self.learns.get(like, x)))
+            name: Piece(to_local(x), *self.layout.shard_regions(like, self.learns.get(like, x)))
             for name, (like, x) in self.tensors(self.updates > 0).items()
         }
 
@@ -108,7 +108,7 @@ class State:
         for name, p in self.learns.items():  # a tied head may have a copy of its own
             twin = named.setdefault(self.layout.checkpoint_name(name), p)
             for one, other in ((p, twin), *self._moments_of_both(p, twin)) if p is not twin else ():
-                local(other).copy_(local(one))
+                to_local(other).copy_(to_local(one))
         plain = self.learns.values() if self.layout.buckets is None else ()
         for state in (self.optimizer.state.get(p) for p in plain):
             if state is not None and "step" in state:
@@ -195,12 +195,14 @@ def read_weights(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     return {name.removeprefix("weight."): x for name, x in found.items()}
 
 
-class Island:
+class DiLoCoWorker:
     """--diloco: this worker among the others. Of several ranks the first one meets these, with
     whole weights on the CPU, so that any layout will do and all its ranks are in the same rounds.
     Routing corrections stay each worker's own."""
 
-    def __init__(self, args: argparse.Namespace, model: Transformer, layout: ParallelDims, place: Place):
+    def __init__(
+        self, args: argparse.Namespace, model: Transformer, layout: ParallelDims, place: DistEnv
+    ):
         self.model, self.layout, self.place = model, layout, place
         self.every, self.first = args.diloco, place.rank == 0
         self.whole = None if layout.mesh is None else {}  # {} on other ranks than the first
@@ -211,7 +213,7 @@ class Island:
             tokenizer = hashlib.sha256(content).hexdigest()[:8]
             same = ("seed", "batch_size", "seq_len", "steps", "lr", "diloco_workers")
             about = {flag(name): getattr(args, name) for name in same} | {"tokenizer": tokenizer}
-            here = args.diloco_at, args.diloco_worker, args.diloco_workers
+            here = args.diloco_rendezvous, args.diloco_worker, args.diloco_workers
             self.workers = Workers(*here, timeout=args.diloco_timeout, about=about)
             params = model.parameters() if self.whole is None else self.whole.values()
             outer = dict(every=args.diloco, lr=args.outer_lr, momentum=args.outer_momentum)

@@ -25,12 +25,12 @@ from torch import Tensor
 import moe
 from attention import as_attend
 from model import Attend, MoE, Transformer, causal_attention, packed_attention
-from parallelism.dist_env import Place
+from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import IGNORE, ParallelDims
 from training.data import decode
 
 MTP_WEIGHT = 0.3  # of the loss of predicting further (DeepSeek-V3, arXiv:2412.19437, 4.2)
-ALONE = ParallelDims()  # one process
+SINGLE_PROCESS = ParallelDims()  # one process
 
 
 class PackedFlash:
@@ -49,7 +49,7 @@ class PackedFlash:
         return self.run(spec, *flat, positions).view(*q.shape[:3], v.shape[-1])
 
 
-def attend_of(attention: str, packed: bool = False) -> Attend:
+def make_attend(attention: str, packed: bool = False) -> Attend:
     """The model's attend argument for that kind of attention."""
     if packed:
         return PackedFlash() if attention == "flash" else packed_attention
@@ -57,7 +57,10 @@ def attend_of(attention: str, packed: bool = False) -> Attend:
 
 
 def loss_sums(
-    model: Transformer, batch: Tensor, attend: Attend = causal_attention, layout: ParallelDims = ALONE
+    model: Transformer,
+    batch: Tensor,
+    attend: Attend = causal_attention,
+    layout: ParallelDims = SINGLE_PROCESS,
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropies of batch (B, T + 1), coded rows (data.py), in nats: of the next token,
     and of those further ahead, the mean over the model's multi-token prediction depths (0 without
@@ -89,8 +92,8 @@ def accumulate(
     micro_batch_size: int,
     autocast: Callable[[], Any] = contextlib.nullcontext,
     attend: Attend = causal_attention,
-    balance: Balance | None = None,
-    layout: ParallelDims = ALONE,
+    balance: LoadBalancer | None = None,
+    layout: ParallelDims = SINGLE_PROCESS,
     objective: Any = None,
     scale: float = 1.0,
 ) -> dict[str, float]:
@@ -134,12 +137,12 @@ def accumulate(
     return losses | ({"aux_loss": aux} if balance is not None and balance.auxiliary else {})
 
 
-def count_targets(batch: Tensor, layout: ParallelDims = ALONE) -> Tensor:
+def count_targets(batch: Tensor, layout: ParallelDims = SINGLE_PROCESS) -> Tensor:
     """How many of a batch's tokens are to be predicted."""
     return (decode(batch, layout.packed)[1] != IGNORE).sum()
 
 
-class Balance:
+class LoadBalancer:
     """Keeps the load of experts even and counts it, through MoE.observe, in training alone.
 
     With a correction: no loss (arXiv:2408.15664). After each step every expert's correction moves
@@ -153,7 +156,7 @@ class Balance:
 
     def __init__(
         self, model: Transformer, speed: float = 2e-3, aux: float = 0, seq: float = 0, z: float = 0,
-        layout: ParallelDims = ALONE,
+        layout: ParallelDims = SINGLE_PROCESS,
     ):  # fmt: skip
         self.speed, self.aux, self.seq, self.z = speed, aux, seq, z
         self.config, self.terms, self.watching = model.config, [], True
@@ -193,7 +196,7 @@ class Balance:
         terms, self.terms, self.watching = self.terms, [], False
         return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
 
-    def update(self, layout: ParallelDims = ALONE) -> float | None:
+    def update(self, layout: ParallelDims = SINGLE_PROCESS) -> float | None:
         """End of a step: move the corrections, leave the step's counts (mixtures, E) in .last, over
         all ranks, and what is to be said of them in .row; the busiest expert's load over the mean,
         in the worst layer (1 is perfect; None: no mixtures)."""
@@ -218,7 +221,7 @@ def update(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     lr: float,
-    layout: ParallelDims = ALONE,
+    layout: ParallelDims = SINGLE_PROCESS,
     clip: float = 1.0,
     scale: float = 1.0,
     take: Callable[[float], bool] = lambda norm: True,
@@ -242,12 +245,12 @@ def validate(
     tokens: Tensor,
     seq_len: int,
     micro_batch_size: int,
-    place: Place,
+    place: DistEnv,
     attend: Attend = causal_attention,
-    layout: ParallelDims = ALONE,
+    layout: ParallelDims = SINGLE_PROCESS,
 ) -> float:
     """Mean loss over the held_out_batches, the same ones on all ranks."""
-    batches = [*held_out_batches(tokens, seq_len, micro_batch_size, place.device)]
+    batches = [*validation_batches(tokens, seq_len, micro_batch_size, place.device)]
     total, count = 0.0, sum(count_targets(batch, layout).item() for batch in batches)
     for _, same in groupby(batches, len):
         some = [*same]
@@ -261,7 +264,7 @@ def validate(
     return total / count
 
 
-def held_out_batches(
+def validation_batches(
     tokens: Tensor, seq_len: int, micro_batch_size: int, device: torch.device
 ) -> Iterator[Tensor]:
     """Up to 65,536 held-out tokens as (micro_batch_size or fewer, seq_len + 1): windows of tokens

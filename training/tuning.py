@@ -56,7 +56,7 @@ from huggingface.tokenizer import load_tokenizer
 from huggingface.weights import load_checkpoint
 from model import Attend, Transformer, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
-from parallelism.dist_env import Place
+from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.alignment import (
     Reward,
@@ -74,7 +74,7 @@ from training.data import (
     read_preferences,
     read_prompts,
 )
-from training.dataset import NextToken, Text, chat_of, held_apart
+from training.dataset import NextToken, Dataset, load_chat, train_val_split
 from training.lora import LoRALinear, adapters, disabled
 
 # (logits (N, V), targets (N,)) -> log-probabilities (N,); another where the vocabulary is cut
@@ -119,7 +119,7 @@ def logprobs(
     return found.new_zeros(targets.shape).masked_scatter(counted, found)
 
 
-def targets_of(batch: Tensor) -> Tensor:
+def target_mask(batch: Tensor) -> Tensor:
     """Which targets of coded rows count: (B, T + 1) -> (B, T)."""
     return decode(batch, packed=False)[1] != IGNORE
 
@@ -264,7 +264,7 @@ def _cast_once(model: nn.Module) -> Iterator[None]:
             m.weight = weight
 
 
-def engine_of(
+def make_engine(
     model: Any,
     seq_len: int,
     *,
@@ -282,8 +282,8 @@ def engine_of(
     sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
     _check(not sharded, "answers cannot be drawn from sharded parameters (fully_shard)")
     blocks = running * -(-(seq_len + 1) // how.get("block_size", 16))
-    how = {"num_blocks": blocks, "max_running": running, "static": False, **how}
-    how.setdefault("max_batch_tokens", max(512, running))
+    how = {"num_blocks": blocks, "max_num_seqs": running, "static": False, **how}
+    how.setdefault("max_num_batched_tokens", max(512, running))
     with _absorbed(model):
         engine = Engine(model, **how)
     weight = next(model.parameters())
@@ -297,7 +297,7 @@ def engine_of(
     return engine
 
 
-def rollouts(
+def generate_rollouts(
     engine: Engine,
     prompts: Sequence[list[int]],
     n: int,
@@ -305,7 +305,7 @@ def rollouts(
 ) -> list[Rollout]:
     """n answers to each prompt, side by side, from the weights as they are. params: for all, or for
     each; their n and logprobs are set here. ValueError where a prompt cannot be served."""
-    engine.allocator.forget(list(engine.allocator.place))  # keys of the weights before
+    engine.allocator.uncache(list(engine.allocator.entries))  # keys of the weights before
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     with _absorbed(engine.model), _cast_once(engine.model):
         outputs = engine.generate(prompts, [replace(p, n=n, logprobs=0) for p in each])
@@ -389,7 +389,7 @@ class GRPO:
         tasks = [self.tasks[i] for i in picks]
         params = [self._params(drawing, i) for i in self.mine]
         with self.autocast():
-            answers = rollouts(self.engine, [t.prompt_ids for t in tasks], self.n, params)
+            answers = generate_rollouts(self.engine, [t.prompt_ids for t in tasks], self.n, params)
         each = [task for task in tasks for _ in range(self.n)]
         rewards = torch.tensor([self._reward(*pair) for pair in zip(each, answers)])
         groups = rewards.view(-1, self.n)
@@ -437,7 +437,7 @@ class GRPO:
         tasks = self.held[:PROMPTS]
         tasks = [task for i, task in enumerate(tasks) if i % self.batch_size in self.mine]
         with self.autocast():
-            answers = rollouts(self.engine, [task.prompt_ids for task in tasks], 1, params)
+            answers = generate_rollouts(self.engine, [task.prompt_ids for task in tasks], 1, params)
         rewards = [self._reward(*pair) for pair in zip(tasks, answers)]
         sums = torch.tensor([math.fsum(rewards), float(len(rewards))])
         reward, n = self.total(sums.to(next(self.model.parameters()).device)).tolist()
@@ -445,7 +445,7 @@ class GRPO:
 
     def count(self, batch: Tensor) -> Tensor:
         if self.per == "token":
-            return targets_of(batch).sum()
+            return target_mask(batch).sum()
         share = 1 if self.per == "sequence" else self.max_new_tokens
         return torch.tensor(len(batch) * share, device=batch.device)
 
@@ -454,7 +454,7 @@ class GRPO:
     ) -> Tensor:
         ref = self.refer(model, micro, attend, self.of) if self.kl else None
         new = logprobs(model, micro, attend, self.of)
-        mask = targets_of(micro).to(new.dtype)
+        mask = target_mask(micro).to(new.dtype)
         if self.per == "sequence":
             mask = mask / mask.sum(-1, keepdim=True)
         old, advantages = (x[rows].to(new) for x in (self.old, self.advantages))
@@ -484,14 +484,14 @@ class GRPO:
 # --------------------------------------------------------------------------------------------------
 
 
-def objective_of(
-    args: argparse.Namespace, model: Transformer, text: Text, place: Place, layout: ParallelDims
+def build_objective(
+    args: argparse.Namespace, model: Transformer, text: Dataset, place: DistEnv, layout: ParallelDims
 ) -> NextToken | DPO | GRPO:
     """What --task says a step is: its batch, and with `loss` what is learned of it."""
     share = args.batch_size // args.diloco_workers
     if args.task in ("text", "sft"):
         return NextToken(text.rows, [args.diloco_worker * share + i for i in layout.samples(share)])
-    render, encode = chat_of(args.out)
+    render, encode = load_chat(args.out)
     frozen = None
     if not args.lora and (args.task == "dpo" or args.kl):
         frozen = load_checkpoint(args.init, place.device, next(model.parameters()).dtype)
@@ -499,17 +499,17 @@ def objective_of(
     how: dict[str, Any] = dict(seed=args.seed, reference=frozen, total=layout.all_reduce_sum)
     if args.task == "dpo":
         pairs = [pair for path in args.data for pair in read_preferences(Path(path))]
-        made = (preference_rows(some, render, encode, args.seq_len) for some in held_apart(pairs))
+        made = (preference_rows(some, render, encode, args.seq_len) for some in train_val_split(pairs))
         (rows, how["held"]), n = made, args.batch_size // 2
         return DPO(model, rows, n, layout.samples(n), beta=args.beta, **how)
     tasks = []
     for prompt, answer in (pair for path in args.data for pair in read_prompts(Path(path))):
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         tasks.append(Task(said[-1]["content"], encode(render(said, True)), answer))
-    (tasks, held), n = map(list, map(dict.values, held_apart(tasks))), args.batch_size // args.group
-    how |= dict(n=args.group, max_new_tokens=args.max_new_tokens, kl=args.kl, held=held)
+    (tasks, held), n = map(list, map(dict.values, train_val_split(tasks))), args.batch_size // args.num_generations
+    how |= dict(n=args.num_generations, max_new_tokens=args.max_new_tokens, kl=args.kl, held=held)
     return GRPO(
-        model, engine_of(model, args.seq_len, autocast=place.autocast), tasks,
+        model, make_engine(model, args.seq_len, autocast=place.autocast), tasks,
         load_reward(args.reward), load_tokenizer(args.out).decode, args.seq_len, n,
         layout.samples(n), autocast=place.autocast, **how,
     )  # fmt: skip
