@@ -468,16 +468,16 @@ def _locate(pid, axes, BY_KEY: tl.constexpr, BLOCK: tl.constexpr):
 def _key_tiles(i_first, i_last, k_len, prefix, window, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """The key tiles visible to queries i_first..i_last: [first, inner) partly masked (window edge),
     [inner, outer) not masked, [outer, last) partly masked (diagonal or end of the keys)."""
-    first, inner, end, whole = 0, 0, k_len, k_len
+    first, inner, end, unmasked = 0, 0, k_len, k_len
     if CAUSAL:
         end = tl.minimum(k_len, tl.maximum(i_last + 1, prefix))
-        whole = tl.minimum(k_len, tl.maximum(i_first + 1, prefix))
+        unmasked = tl.minimum(k_len, tl.maximum(i_first + 1, prefix))
     if window is not None:
         first = tl.maximum(i_first - window + 1, 0) // BLOCK
         inner = tl.cdiv(tl.maximum(i_last - window + 1, 0), BLOCK)
     last = tl.cdiv(tl.maximum(end, 0), BLOCK)
     inner = tl.minimum(inner, last)
-    return first, inner, tl.maximum(inner, tl.maximum(whole, 0) // BLOCK), last
+    return first, inner, tl.maximum(inner, tl.maximum(unmasked, 0) // BLOCK), last
 
 
 @jit
@@ -485,16 +485,16 @@ def _query_tiles(
     j_first, j_last, q_len, offset, prefix, window, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The query tiles that see keys j_first..j_last: partly masked, not masked, partly masked."""
-    begin, whole, end, whole_end = 0, 0, q_len, q_len
+    begin, unmasked, end, unmasked_end = 0, 0, q_len, q_len
     if CAUSAL:
         begin = tl.maximum(tl.where(j_first < prefix, 0, j_first - offset), 0)
-        whole = tl.maximum(tl.where(j_last < prefix, 0, j_last - offset), 0)
+        unmasked = tl.maximum(tl.where(j_last < prefix, 0, j_last - offset), 0)
     if window is not None:
         end = tl.minimum(q_len, j_last + window - offset)
-        whole_end = tl.minimum(q_len, j_first + window - offset)
+        unmasked_end = tl.minimum(q_len, j_first + window - offset)
     last = tl.cdiv(tl.maximum(end, 0), BLOCK)
-    inner = tl.minimum(tl.cdiv(whole, BLOCK), last)
-    return begin // BLOCK, inner, tl.maximum(inner, tl.maximum(whole_end, 0) // BLOCK), last
+    inner = tl.minimum(tl.cdiv(unmasked, BLOCK), last)
+    return begin // BLOCK, inner, tl.maximum(inner, tl.maximum(unmasked_end, 0) // BLOCK), last
 
 
 @jit
@@ -1608,8 +1608,8 @@ def _gpu_tables() -> None:
         with torch.cuda.graph(graph):
             run()
         read, replay = (k.nbytes + (0 if latent else v.nbytes)) / 1e6, ms(graph.replay)
-        what = f"B {B:3d} S {S:6d} heads {Hq} / {Hkv} D {D}: {read / replay:5.0f} in a CUDA graph"
-        print(f"{what} ({read / replay / copy:.0%}), {read / eager:5.0f} launched from Python")
+        shape = f"B {B:3d} S {S:6d} heads {Hq} / {Hkv} D {D}: {read / replay:5.0f} in a CUDA graph"
+        print(f"{shape} ({read / replay / copy:.0%}), {read / eager:5.0f} launched from Python")
 
 
 def main() -> None:

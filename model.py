@@ -37,7 +37,7 @@ The hooks everything else attaches to, all visible at the call site:
         the callable that runs tokens through their experts; here the plain loop.
     MoE.observe
         sees the router's logits and what was chosen; for whoever balances the load.
-    MoE.held, Transformer.cuts
+    MoE.held, Transformer.tp_shards
         the experts, and the parts of other tensors, whose weights this process has, where several
         processes share them out.
 

@@ -1090,12 +1090,12 @@ def _paged_kernel(
             bounds = (first, inner, outer, last)
             for n in range(bounds[phase], bounds[phase + 1]):
                 j = n * BLOCK_N + tl.arange(0, BLOCK_N)
-                held = j < k_len
-                seen_k = held[:, None]
+                in_range = j < k_len
+                seen_k = in_range[:, None]
                 if phase == 1:
                     block = tl.load(table_ptr + j // PAGE)
                 else:
-                    block = tl.load(table_ptr + j // PAGE, mask=held, other=0)
+                    block = tl.load(table_ptr + j // PAGE, mask=in_range, other=0)
                 if WIDE:
                     block = block.to(tl.int64)
                 at = j % PAGE
@@ -1110,7 +1110,7 @@ def _paged_kernel(
                     s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=PRECISION)
                 if k_scale_ptr is not None:
                     scale_slots = block * scale_strides[0] + at * scale_strides[1]
-                    k_scale = tl.load(k_scale_ptr + scale_slots, mask=held, other=0.0)
+                    k_scale = tl.load(k_scale_ptr + scale_slots, mask=in_range, other=0.0)
                     s *= k_scale[None, :]
                 if softcap is None:
                     s *= scale * LOG2E
@@ -1141,16 +1141,16 @@ def _paged_kernel(
                     v_slots = (block * v_strides[0] + at * v_strides[1])[:, None]
                     v = _load_keys(v_ptr, v_slots, offs_v, seen_k, v_scale_ptr, DV, CHECK, q)
                     if v_scale_ptr is not None:
-                        v_scale = tl.load(v_scale_ptr + scale_slots, mask=held, other=0.0)
+                        v_scale = tl.load(v_scale_ptr + scale_slots, mask=in_range, other=0.0)
                         p *= v_scale[None, :]
                 acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     total = tl.where(l_i == 0, 1.0, l_i)
-    place = ((split * tl.load(cu_ptr + n_seqs) + q_start + t).to(tl.int64)) * n_heads + head
+    out_row = ((split * tl.load(cu_ptr + n_seqs) + q_start + t).to(tl.int64)) * n_heads + head
     o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
-    tl.store(o_ptr + place[:, None] * DV + offs_v, o, mask=q_seen & (offs_v < DV))
+    tl.store(o_ptr + out_row[:, None] * DV + offs_v, o, mask=q_seen & (offs_v < DV))
     lse = tl.where(l_i == 0, float("-inf"), (m_i + tl.log2(total)) / LOG2E)
-    tl.store(lse_ptr + place, lse, mask=valid)
+    tl.store(lse_ptr + out_row, lse, mask=valid)
 
 
 @jit
@@ -1330,9 +1330,9 @@ def paged_attention_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """paged_attention in plain torch: one sequence at a time, all scores at once."""
     names = ("scale", "window", "softcap", "alibi_slopes", "sinks")
-    given = (k_scale, v_scale, latent_dim, *(options.pop(name, None) for name in names))
+    args = (k_scale, v_scale, latent_dim, *(options.pop(name, None) for name in names))
     _check(not options or {*options} == {"n_splits"}, f"unknown arguments: {', '.join(options)}")
-    o, lse = _reference(*_check_args(q, k, v, block_table, cu_seqlens, lengths, *given))
+    o, lse = _reference(*_check_args(q, k, v, block_table, cu_seqlens, lengths, *args))
     return (o, lse) if return_lse else o
 
 
@@ -2200,7 +2200,7 @@ def _attention_table(device: str) -> None:
     """Decode attention in bf16: time, and bytes of keys and values read per second."""
     long = 4096 if device == "cuda" else 1024
     ragged = [long * (i + 1) ** 2 // 32**2 + 16 for i in range(32)]
-    print(f"{'new token each, Llama 3 heads':34} {'paged':>9} {'gather all':>11}   ms (GB/s)")
+    print(f"{'decode attention, Llama 3 heads':34} {'paged':>9} {'gather all':>11}   ms (GB/s)")
     for name, lengths in (
         ("16 sequences of 128", [128] * 16),
         (f"32 sequences of 16 to {long + 16}", ragged),
@@ -2242,7 +2242,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode():
         _check_attention(device)
-        if not INTERPRET:  # which would take minutes
+        if not INTERPRET:  # the interpreter would take minutes
             _check_engine(device)
         kind = "the Triton kernel" if INTERPRET or device == "cuda" else "plain torch"
         print(f"{kind} checked; {torch.get_num_threads()} threads, torch {torch.__version__}")

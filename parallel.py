@@ -145,9 +145,9 @@ def make_mesh(
     sizes = dict(zip(DIMS, (pp, dp_replicate, dp_shard, cp, tp)))
     for name, size in {**sizes, "ep": ep}.items():
         _check(size >= 1, f"{name} must be at least 1, not {size}")
-    product, world = math.prod(sizes.values()), dist.get_world_size()
-    sum_ = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    _check(product == world, f"{sum_} = {product}, but there are {world} ranks: change a size")
+    total, world = math.prod(sizes.values()), dist.get_world_size()
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    _check(total == world, f"{product} = {total}, but there are {world} ranks: change a size")
     fsdp = dp_shard * cp
     _check(
         fsdp % ep == 0,
@@ -379,7 +379,7 @@ def apply_tp(
             tp.shards[name] = shard
         elif tp.sequence or _in_region(plan, name):
             tp.partial_grads.add(name)
-        tp.kinds[name] = (kind or "whole", whole, tuple(p.shape))
+        tp.kinds[name] = (kind or "replicated", whole, tuple(p.shape))
     model.tp_shards |= tp.shards
     _connect(model, tp, plan, rank, async_matmuls, gather_logits)
     return tp
@@ -438,7 +438,7 @@ class AsyncRowLinear(nn.Module):
 def _async_column_linears(
     matmul: Callable[..., list[Tensor]], group: Group, x: Tensor, *linears: nn.Linear
 ) -> list[Tensor]:
-    """The model's products hook: one ring for all of them."""
+    """The hook for several column-parallel linears of one input: one all-gather ring for all."""
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     return matmul(x, weights, group, biases)
 

@@ -619,8 +619,8 @@ class MTPDrafter(Drafter):
     2 from the target's hidden state at t and token t + 1, then continues from its own hidden
     states. Only the first MTP depth is used.
 
-    run: a DraftRunner whose forward is model.mtp_forward. It runs every position with the target's
-    hidden state there, which `observe` receives.
+    run: a DraftRunner over the model's MTP layer. It runs every position with the target's hidden
+    state there, which `observe` receives.
     """
 
     def __init__(self, run: Any, head: Callable, sample: SampleFn = argmax):

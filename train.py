@@ -1,43 +1,43 @@
-"""train.py: train a Llama- or DeepSeek-style model from text, on one process or under torchrun.
+"""Train a Llama- or DeepSeek-style model on text, in one process or under torchrun.
 
     python train.py                              the standard library's source -> runs/stdlib
     python train.py --data A.jsonl=3 --data B --pack --model small --steps 2000 --out runs/mine
     torchrun --nproc-per-node 8 --max-restarts 9 train.py --resume auto --tp 2 --zero 3 ...
-                                                 matrices over two ranks, the rest over the four
-                                                 with other batches; a rank that dies is replaced
+                                                 tensor parallel over 2 ranks, ZeRO-3 over 4 data
+                                                 parallel ranks; dead ranks are restarted
     python train.py --out runs/mine --export     the newest checkpoint as a Hugging Face folder
     python train.py --init runs/mine --task sft --data chats.jsonl --out runs/chat
                                                  then --task dpo or grpo; each with --lora 8 or not
     python train.py --init checkpoints/small --upcycle 8 --out runs/mixture
-                                                 8 experts in place of every MLP, each its copy
+                                                 each MLP becomes 8 experts, all copies of it
     python train.py --train-draft-head --init checkpoints/small --out runs/head
-                                                 a draft head for speculative decoding with it
-    python train.py --diloco 100 --diloco-rendezvous FOLDER --diloco-workers 4 --diloco-worker 0 --out RUN0
-                                                 and 1, 2, 3 elsewhere: workers that meet in each
-                                                 100th step, and may come and go (diloco.py)
+                                                 a draft head for speculative decoding
+    python train.py --diloco 100 --diloco-rendezvous FOLDER --diloco-workers 4 --out RUN0
+                                                 worker 0; start --diloco-worker 1, 2, 3 elsewhere.
+                                                 They synchronize every 100 steps (diloco.py)
 
-A run, in order: read the documents; train a tokenizer on them; write them as token files; then per
-step take a batch, accumulate gradients over micro-batches, clip, AdamW; now and then validate and
-save. OUT has metrics.jsonl and checkpoints/, and when the run ends or is stopped it is a Hugging
-Face folder (config.json, model.safetensors in bf16, tokenizer) that generate.py and transformers
-open. --fp8 and --qat change what a step multiplies, not what is saved.
+A run reads the documents, trains a tokenizer on them, writes token files, and then loops: batch,
+gradient accumulation over micro-batches, clipping, AdamW, periodic validation and checkpoints. OUT
+holds metrics.jsonl and checkpoints/; when the run ends or is stopped, it is also a Hugging Face
+folder (config.json, model.safetensors in bf16, tokenizer) that generate.py and transformers open.
+--fp8 and --qat change the matmuls of a step, not what is saved.
 
-What holds, and test_all.py proves:
+Guarantees, proved by test_all.py:
 
-- The batch is a pure function of (seed, step, sample index). No loader has a state, so a run
-  resumed with --resume prints the losses of an uninterrupted one to the last digit (on CPU).
-- The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the count
-  of the whole step, on all ranks, so micro-batch size and rank count change nothing but rounding.
-- Layouts (--tp --cp --ep --zero ..., parallel_dims.py) change nothing but rounding either: one seed is
-  the same weights and batches under each, and the checkpoint goes on under any other. (But for
-  --aux-loss, which is one of each micro-batch.)
-- --recompute, --offload and --loss-chunk change memory: the first two no bit, the third rounding.
-- A checkpoint appears whole or not at all, and is not read if a byte of it has changed. SIGTERM
-  and Ctrl-C save and leave; kill -9 at any moment, of any rank, leaves the previous one.
+- A batch is a pure function of (seed, step, sample index). The loader has no state, so a resumed
+  run prints the losses of an uninterrupted one to the last digit (on CPU).
+- The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the token
+  count of the whole step on all ranks, so micro-batch size and rank count change only rounding.
+- Parallelism (--tp --cp --ep --zero ..., parallel_dims.py) changes only rounding: one seed gives
+  the same weights and batches under every layout, and a checkpoint resumes under any other.
+  Exception: --aux-loss is computed per micro-batch.
+- --recompute and --offload change no bit of the result, --loss-chunk only rounding.
+- A checkpoint is written atomically and is not loaded if a byte of it has changed. SIGTERM and
+  Ctrl-C save and exit; after kill -9 of any rank at any moment the previous checkpoint is intact.
 
-Its parts, each a file: flags.py; dist_env.py; dataset.py and data.py; parallel_dims.py, how ranks share the
-work; recompute.py, chunked_loss.py and offload.py, memory; optimizers.py; lora.py and tuning.py,
-what comes after pre-training; checkpoint.py, state.py and recovery.py; metrics.py.
+Files in training/: flags, dataset and data, build, step, state, checkpoint, recovery, optimizers,
+metrics; recompute, chunked_loss, offload (memory); lora, tuning (fine-tuning). In parallelism/:
+dist_env, parallel_dims.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ ROOT = Path(__file__).resolve().parent
 for drawer in "huggingface generation serving quantization training parallelism".split():
     spec = importlib.util.find_spec(drawer)  # an installed package wins over a folder
     if spec.submodule_search_locations[0] != str(ROOT / drawer):
-        sys.exit(f"train.py: error: {spec.origin} hides the folder {drawer}/; uninstall that package")
+        why = f"{spec.origin} hides the folder {drawer}/; uninstall that package"
+        sys.exit(f"train.py: error: {why}")
 
 from model import Transformer
 from parallelism.dist_env import DistEnv, init_distributed
@@ -78,7 +79,7 @@ from training.dataset import TOKENIZER_FILES, NextToken, Dataset, prepare_task, 
 from training.draft_head import train_draft_head
 from training.flags import DRAFT_HEAD, FIXED, SAVED, flag, parse_args
 from training.flags import validate_diloco_flags, resolve_expert_flags, resolve_flags
-from training.metrics import Metrics, PeakMemory, flops_per_token, peak_flops, plot, profiled
+from training.metrics import Metrics, PeakMemory, flops_per_token, peak_flops, plot, profile_step
 from training.metrics import progress_bar, summary, summary_writer
 from training.optimizers import LossScaler, learning_rate
 from training.recovery import Diverged, Guard, Mirror, Watch, stop_on_signals, stragglers
@@ -86,17 +87,17 @@ from training.state import CHECKPOINTS, DiLoCoWorker, State, export, saved_run
 from training.step import LoadBalancer, accumulate, make_attend, update, validate
 from training.tuning import build_objective
 
-RUN_ID = "run.id"  # in OUT: which run this is
-SIGTERM_GRACE = 10.0  # seconds that a step may go on after SIGTERM, before its state is kept
-EXIT_HANG = 75  # the exit code of a rank that waited too long: EX_TEMPFAIL, try again
+RUN_ID = "run.id"  # file in OUT with a random id of the run
+SIGTERM_GRACE = 10.0  # seconds a step may continue after SIGTERM before its state is dumped
+EXIT_HANG = 75  # exit code of a rank that timed out: EX_TEMPFAIL, try again
 
 def resolve_args(args: argparse.Namespace) -> None:
-    """Fill args from the checkpoint under --resume; refuse what would spoil a run."""
+    """With --resume, fill args from the checkpoint. ValueError if OUT or the flags do not fit."""
     saved = saved_run(args.out)
-    if args.auto and saved is None:  # memory may yet know of a run that no disk does
+    if args.auto and saved is None:  # there may still be a checkpoint in memory
         args.resume = None
     if args.resume is None:
-        refuse_taken(args.out)
+        check_output_dir(args.out)
         resolve_flags(args)
         return
     if saved is None:
@@ -105,73 +106,75 @@ def resolve_args(args: argparse.Namespace) -> None:
             "without --resume"
         )
     run = saved[2]["run"]
-    for name in SAVED:
-        if flag(name) not in args.given:
-            setattr(args, name, run.get(name, getattr(args, name)))  # it may be older than a flag
+    for name, key in SAVED.items():
+        if flag(name) not in args.given:  # a run saved before the flag existed lacks its key
+            setattr(args, name, run.get(key, getattr(args, name)))
     if args.dtype == "auto":
         args.dtype = run["dtype"]
-    for name in differing(args, run):
+    for name in changed_settings(args, run):
         raise ValueError(
-            f"{flag(name)} {getattr(args, name)} differs from the run's {run.get(name)}; leave it "
-            "out, or start anew in another --out"
+            f"{flag(name)} {getattr(args, name)} differs from the run's {run.get(SAVED[name])}; "
+            "omit it, or start a new run in another --out"
         )
-    args.init, args.memory_checkpoint_dir = (p and Path(p) for p in (args.init, args.memory_checkpoint_dir))
+    folder = args.memory_checkpoint_dir
+    args.init, args.memory_checkpoint_dir = (p and Path(p) for p in (args.init, folder))
     resolve_flags(args)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What --resume takes from a checkpoint, as JSON has it."""
-    run = {name: getattr(args, name) for name in SAVED}
-    return {name: str(x.resolve()) if isinstance(x, Path) else x for name, x in run.items()}
+    """The arguments that a checkpoint stores and --resume restores, as JSON."""
+    run = {key: getattr(args, name) for name, key in SAVED.items()}
+    return {key: str(x.resolve()) if isinstance(x, Path) else x for key, x in run.items()}
 
 
-def differing(args: argparse.Namespace, run: Mapping[str, Any]) -> list[str]:
-    """What of FIXED is not as it was; a run may be older than a flag."""
-    known = [name for name in FIXED if name in run or flag(name) in args.given]
-    return [name for name in known if settings(args)[name] != run.get(name)]
+def changed_settings(args: argparse.Namespace, run: Mapping[str, Any]) -> list[str]:
+    """The FIXED arguments that differ from the saved run's; it may lack those of newer flags."""
+    known = [name for name in FIXED if SAVED[name] in run or flag(name) in args.given]
+    return [name for name in known if settings(args)[SAVED[name]] != run.get(SAVED[name])]
 
 
-def refuse_taken(out: Path) -> None:
-    """ValueError if OUT holds what a run that starts would write over."""
+def check_output_dir(out: Path) -> None:
+    """ValueError if OUT holds results that a new run would overwrite."""
     if (saved := saved_run(out)) is not None:
         raise ValueError(
-            f"--out {out}: holds a run of {saved[1]} steps; go on with --resume, or name another "
-            "folder"
+            f"--out {out}: holds a run of {saved[1]} steps; continue it with --resume, or choose "
+            "another folder"
         )
-    held = {path.name for path in out.glob("*.safetensors")}
-    if held == {DRAFT_HEAD}:
-        raise ValueError(f"--out {out}: holds a draft head; name another folder")
-    if held:
-        raise ValueError(f"--out {out}: holds a model that no run here made; name another folder")
+    existing = {path.name for path in out.glob("*.safetensors")}
+    if existing == {DRAFT_HEAD}:
+        raise ValueError(f"--out {out}: holds a draft head; choose another folder")
+    if existing:
+        raise ValueError(f"--out {out}: holds a model that no run here made; choose another folder")
 
 
 def train(args: argparse.Namespace) -> None:
-    """The whole run; every stage is one call."""
+    """Run training from start to end; every stage is one call."""
     resolve_args(args)
-    place = init_distributed(args)
+    env = init_distributed(args)
     config = model_config(args)
     resolve_expert_flags(args, config)
     if args.tensorboard:
-        summary_writer()  # is it there?
-    layout = ParallelDims(args, config, place.world, place.device.type)
+        summary_writer()  # fail now if tensorboard is not installed
+    layout = ParallelDims(args, config, env.world, env.device.type)
     validate_diloco_flags(args, layout.dp_size)
     if args.seq_len <= config.n_mtp_layers:
         raise ValueError(
-            f"--seq-len must be more than the model's {config.n_mtp_layers} MTP layers"
+            f"--seq-len {args.seq_len} must be greater than the model's {config.n_mtp_layers} MTP "
+            "layers"
         )
     args.out.mkdir(parents=True, exist_ok=True)
-    for leftover in args.out.glob(".*.tmp") if place.rank == 0 else ():
-        leftover.unlink()  # of a save that was killed
-    if place.rank == 0 and args.memory_checkpoint_every and not (args.out / RUN_ID).exists():
+    for leftover in args.out.glob(".*.tmp") if env.rank == 0 else ():
+        leftover.unlink()  # from a save that was killed
+    if env.rank == 0 and args.memory_checkpoint_every and not (args.out / RUN_ID).exists():
         (args.out / RUN_ID).write_text(os.urandom(8).hex())
-    text = (prepare_text if args.task == "text" else prepare_task)(args, config, place)
+    dataset = (prepare_text if args.task == "text" else prepare_task)(args, config, env)
     if args.train_draft_head:
-        train_draft_head(args, text, place)
+        train_draft_head(args, dataset, env)
         return
-    memory = PeakMemory(place.device)
-    model = build_model(args, config, place, layout)
+    memory = PeakMemory(env.device)
+    model = build_model(args, config, env, layout)
     optimizer = build_optimizer(model, layout, args)
-    run = Run(args, place, layout, model, optimizer, text, memory)
+    run = Run(args, env, layout, model, optimizer, dataset, memory)
     try:
         run.resume()
         run.steps()
@@ -180,336 +183,346 @@ def train(args: argparse.Namespace) -> None:
 
 
 class Run:
-    """From the model that was built to the last checkpoint: the loop, and what stands around it."""
+    """The training loop with resume, checkpoints, metrics, evaluation and failure handling."""
 
     def __init__(
-        self, args: argparse.Namespace, place: DistEnv, layout: ParallelDims, model: Transformer,
-        optimizer: Any, text: Dataset, memory: PeakMemory,
+        self, args: argparse.Namespace, env: DistEnv, layout: ParallelDims, model: Transformer,
+        optimizer: Any, dataset: Dataset, memory: PeakMemory,
     ):  # fmt: skip
-        self.memory, self.safe, self.changing = memory, None, threading.Lock()
-        self.args, self.place, self.layout, self.model = args, place, layout, model
-        self.optimizer, self.text, self.first, self.watch = optimizer, text, 0, None
+        self.memory, self.consistent_step, self.update_lock = memory, None, threading.Lock()
+        self.args, self.env, self.layout, self.model = args, env, layout, model
+        self.optimizer, self.dataset, self.first_step, self.watchdog = optimizer, dataset, 0, None
         self.state = State(model, optimizer, layout, args.optimizer)
-        self.saver = Checkpoints(args.out / CHECKPOINTS, keep=args.keep_latest_k)
-        self.mirror = self._mirror()
-        drawn = args.task in ("dpo", "grpo")  # their losses are differences, and may be 0
-        self.guard = Guard(args.max_skipped_batches, math.inf if drawn else args.loss_spike_sigma or math.inf)
+        self.checkpoints = Checkpoints(args.out / CHECKPOINTS, keep=args.keep_latest_k)
+        self.memory_checkpoint = self._memory_checkpoint()
+        sigma = args.loss_spike_sigma or math.inf
+        if args.task in ("dpo", "grpo"):  # their losses are differences and may be 0
+            sigma = math.inf
+        self.guard = Guard(args.max_skipped_batches, sigma)
         self.scaler = LossScaler() if args.dtype == "fp16" else None
-        self.island = None if args.diloco is None else DiLoCoWorker(args, model, layout, place)
+        self.diloco_worker = None if args.diloco is None else DiLoCoWorker(args, model, layout, env)
         losses = dict(aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
         self.balance = LoadBalancer(model, **losses, layout=layout)
-        alone = args.compile and layout.mesh is None
-        self.step_model = compile_model(model) if alone else model
+        compile_here = args.compile and layout.mesh is None  # else layout compiles the blocks
+        self.step_model = compile_model(model) if compile_here else model
         self.attend = layout.attend(make_attend(args.attention, layout.packed))
-        self.objective = build_objective(args, model, text, place, layout)
+        self.objective = build_objective(args, model, dataset, env, layout)
         self.tokens = args.batch_size // args.diloco_workers * args.seq_len
-        passes = 4 if args.lora else 6  # frozen weights have no gradient
+        passes = 4 if args.lora else 6  # no weight gradients for frozen weights
         self.flops = flops_per_token(meta_model(model.config), args.seq_len, passes)
-        self.peak = peak_flops(place.device, args.dtype, place.world)
+        self.peak = peak_flops(env.device, args.dtype, env.world)
 
-    def _mirror(self) -> Mirror | None:
+    def _memory_checkpoint(self) -> Mirror | None:
         args = self.args
         if args.memory_checkpoint_every is None:
             return None
         name = hashlib.sha256(str(args.out.resolve()).encode()).hexdigest()[:12]
         folder = args.memory_checkpoint_dir or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
-        group = dist.new_group(backend="gloo") if self.place.world > 1 else None
-        run = (args.out / RUN_ID).read_text()  # an older run in a folder of this name was another
+        group = dist.new_group(backend="gloo") if self.env.world > 1 else None
+        run = (args.out / RUN_ID).read_text()  # tells it from an older run in the same folder
         return Mirror(folder, f"{run}.{self.layout.shard_id}", group)
 
-    # ---- from and to checkpoints ----
+    # ---- checkpoints ----
 
-    def about(self) -> dict[str, Any]:
-        """What goes with the tensors of a state, JSON."""
-        about = {"updates": self.state.updates, "guard": self.guard.state_dict()}
-        about |= {"run": settings(self.args), "config": self.model.config.to_hf()}
-        about |= {"text": self.text.mark}
-        return about | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
+    def metadata(self) -> dict[str, Any]:
+        """The JSON that a checkpoint stores beside its tensors."""
+        metadata = {"updates": self.state.updates, "guard": self.guard.state_dict()}
+        metadata |= {"run": settings(self.args), "config": self.model.config.to_hf()}
+        metadata |= {"text": self.dataset.fingerprint}
+        return metadata | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
 
     def resume(self) -> None:
-        """To the newest state that is whole: of the copies in memory, or of the checkpoints."""
-        args, about = self.args, None
-        found = self.saver.newest() if args.resume else None
-        if self.mirror is not None and (args.resume or args.auto):
-            about = self.from_memory(found.step if found else 0)
-        if about is None and found is not None:
-            self.state.load(self.saver, found)
-            about, self.first = found.about, found.step
-            if self.island is not None:
-                self.island.load(found)
-        if about is None:
-            if self.mirror is not None:
-                self.mirror.clear()
+        """Load the newest intact state, from memory checkpoints or from disk."""
+        args, metadata = self.args, None
+        found = self.checkpoints.newest() if args.resume else None
+        if self.memory_checkpoint is not None and (args.resume or args.auto):
+            metadata = self.resume_from_memory(found.step if found else 0)
+        if metadata is None and found is not None:
+            self.state.load(self.checkpoints, found)
+            metadata, self.first_step = found.about, found.step
+            if self.diloco_worker is not None:
+                self.diloco_worker.load(found)
+        if metadata is None:
+            if self.memory_checkpoint is not None:
+                self.memory_checkpoint.clear()
             return
-        if None not in (about.get("text"), self.text.mark) and about["text"] != self.text.mark:
+        was, now = metadata.get("text"), self.dataset.fingerprint
+        if None not in (was, now) and was != now:
             raise ValueError(
-                f"--data is not what it was: {self.text.mark}, and {about['text']} when step "
-                f"{self.first} was saved; restore it, or start anew in another --out"
+                f"--data has changed: {now} now, {was} when step {self.first_step} was saved; "
+                "restore it, or start a new run in another --out"
             )
-        self.guard.load_state_dict(about["guard"])
+        self.guard.load_state_dict(metadata["guard"])
         if self.scaler is not None:
-            self.scaler.load_state_dict(about["scaler"])
+            self.scaler.load_state_dict(metadata["scaler"])
 
-    def from_memory(self, after: int) -> dict[str, Any] | None:
-        """Put the copies' state here, if it is of this run and of more steps than `after`."""
-        at = self.mirror.newest()
+    def resume_from_memory(self, after: int) -> dict[str, Any] | None:
+        """Load the newest memory checkpoint if it is of this run and newer than step `after`;
+        returns its metadata, or None."""
+        at = self.memory_checkpoint.newest()
         if at is None or at <= after:
             return None
-        kept = {name: x.clone() for name, (_, x) in self.state.tensors().items()}
+        backup = {name: x.clone() for name, (_, x) in self.state.tensors().items()}
         tensors = {name: x for name, (_, x) in self.state.tensors().items()}
-        about = self.mirror.get(at, tensors)
-        if other := differing(self.args, about["run"]):
-            self.say(f"what memory has of step {at} had another {flag(other[0])}; it is left alone")
+        metadata = self.memory_checkpoint.get(at, tensors)
+        if changed := changed_settings(self.args, metadata["run"]):
+            self.log(f"memory checkpoint of step {at} ignored: {flag(changed[0])} has changed")
             for name, x in tensors.items():
-                x.copy_(kept[name])
+                x.copy_(backup[name])
             return None
-        self.first, self.state.updates = at, about["updates"]
-        self.state.loaded()
-        self.say(f"resumed after step {at} from memory")
-        return about
+        self.first_step, self.state.updates = at, metadata["updates"]
+        self.state.sync_after_load()
+        self.log(f"resumed after step {at} from memory")
+        return metadata
 
     def save(self, step: int) -> None:
-        """Begin to write the state after `step`; training may go on."""
-        pieces, about = self.state.pieces(), self.about()
-        if self.island is not None:
-            outer, held = self.island.pieces()
-            pieces, about = pieces | outer, about | {"outer": held}
-        self.saver.save(step, pieces, about, lazy=True)  # copied while the next step is computed
+        """Start writing a checkpoint of the state after `step`, asynchronously."""
+        pieces, metadata = self.state.pieces(), self.metadata()
+        if self.diloco_worker is not None:
+            outer_pieces, outer = self.diloco_worker.pieces()
+            pieces, metadata = pieces | outer_pieces, metadata | {"outer": outer}
+        self.checkpoints.save(step, pieces, metadata, lazy=True)  # copied during the next step
 
-    def keep_in_memory(self, step: int) -> None:
-        """Copies of the state after `step`, here and with a peer."""
+    def save_to_memory(self, step: int) -> None:
+        """Copy the state after `step` to this node's memory and to a peer's."""
         tensors = {name: x for name, (_, x) in self.state.tensors().items()}
-        self.mirror.put(step, tensors, self.about())
+        self.memory_checkpoint.put(step, tensors, self.metadata())
 
     # ---- the loop ----
 
     def steps(self) -> None:
-        """Steps first..args.steps, with progress, metrics, validation and checkpoints."""
-        args, place, first = self.args, self.place, self.first
-        if place.rank == 0:
-            whole = meta_model(self.model.config)
-            print(summary(args, whole, self.text.size, first, place), file=sys.stderr)
+        """Train from first_step to --steps with progress, metrics, evaluation and checkpoints."""
+        args, env, first = self.args, self.env, self.first_step
+        if env.rank == 0:
+            full_model = meta_model(self.model.config)
+            print(summary(args, full_model, self.dataset.size, first, env), file=sys.stderr)
             if self.layout.mesh is not None:
                 print(self.layout.mesh, file=sys.stderr)
-        stop, leaving, done = stop_on_signals(), False, False
-        self.last_words()
-        metrics = Metrics(args.out, first, args.tensorboard) if place.rank == 0 else None
-        self.watch = watch_of(args, place, self.hung)
-        self.bar, at = progress_bar(first, args.steps, place), first
-        at = at if self.island is None else self.island.begin(at)
+        signals, stopping, done = stop_on_signals(), False, False
+        self.on_sigterm()
+        metrics = Metrics(args.out, first, args.tensorboard) if env.rank == 0 else None
+        self.watchdog = make_watchdog(args, env, self.on_hang)
+        self.bar, at = progress_bar(first, args.steps, env), first
+        at = at if self.diloco_worker is None else self.diloco_worker.begin(at)
         for step in self.bar:
-            if step < at:  # the others have made it without this worker
+            if step < at:  # done by the other DiLoCo workers without this one
                 continue
-            looked = args.profile == step + 1 - first
-            how = args.out, self.memory, place.rank
-            with profiled(*how) if looked else contextlib.nullcontext({}) as facts:
+            profile = profile_step(args.out, self.memory, env.rank)
+            wanted = args.profile == step + 1 - first
+            with profile if wanted else contextlib.nullcontext({}) as stats:
                 row = self.step(step)
-            row |= facts
-            if self.island is not None:
-                self.saver.staged()
-                row |= self.island.after(step)
+            row |= stats
+            if self.diloco_worker is not None:
+                self.checkpoints.staged()
+                row |= self.diloco_worker.after_step(step)
                 at, step = row["step"], row["step"] - 1
-            leaving, row["data_wait"] = of_all_ranks(stop, row["data_wait"], place.device)
+            stopping, row["data_wait"] = any_stopped_max_wait(signals, row["data_wait"], env.device)
             done = step + 1 == args.steps
             if (step + 1) % args.eval_every == 0 or done:
-                row |= self.look(row)
+                row |= self.evaluate(row)
             if metrics is not None:
                 metrics.write(row)
             due = (step + 1) % args.save_every == 0 and "skipped" not in row
-            if due or leaving or done:
+            if due or stopping or done:
                 self.save(step + 1)
-            if self.mirror is not None and (step + 1) % args.memory_checkpoint_every == 0:
-                self.keep_in_memory(step + 1)
-            if leaving:
+            every = args.memory_checkpoint_every
+            if self.memory_checkpoint is not None and (step + 1) % every == 0:
+                self.save_to_memory(step + 1)
+            if stopping:
                 break
-        self.finish(metrics, leaving and not done)
+        self.finish(metrics, stopping and not done)
 
     def step(self, step: int) -> dict[str, Any]:
-        """One step: a batch, its gradient, the update; its row of metrics.jsonl."""
-        args, place, layout, scaler = self.args, self.place, self.layout, self.scaler
-        start, self.safe = time.perf_counter(), step  # the state is that after so many steps
-        self.watch.beat(step + 1, "data")
-        batch = self.objective.batch(step).to(place.device)
-        waited = time.perf_counter() - start
+        """One step: batch, forward, backward, update. Returns its row of metrics.jsonl."""
+        args, env, layout, scaler = self.args, self.env, self.layout, self.scaler
+        start, self.consistent_step = time.perf_counter(), step  # state = that after `step` steps
+        self.watchdog.beat(step + 1, "data")
+        batch = self.objective.batch(step).to(env.device)
+        data_wait = time.perf_counter() - start
         lr = learning_rate(
             step, args.steps, args.lr, schedule=args.lr_schedule, warmup=args.warmup_steps,
             decay=args.decay_steps, end=args.min_lr_factor,
         )  # fmt: skip
         if args.optimizer_in_backward:
-            self.saver.staged()
-            self.safe = None
+            self.checkpoints.staged()
+            self.consistent_step = None
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group["scale"]
-        scale, other = scaler.scale if scaler else 1.0, self.objective
-        other = None if isinstance(other, NextToken) else other
-        self.watch.beat(step + 1, "forward and backward")
-        how = self.attend, self.balance, layout, other, scale
+        scale, objective = scaler.scale if scaler else 1.0, self.objective
+        objective = None if isinstance(objective, NextToken) else objective
+        self.watchdog.beat(step + 1, "forward and backward")
+        rest = env.autocast, self.attend, self.balance, layout, objective, scale
         try:
-            losses = accumulate(self.step_model, batch, args.micro_batch_size, place.autocast, *how)
-        except RuntimeError:  # perhaps another rank's end; the weights are those of the last step
-            self.keep_alone()
+            losses = accumulate(self.step_model, batch, args.micro_batch_size, *rest)
+        except RuntimeError:  # another rank may have died; weights are those of the last step
+            self.dump_on_failure()
             raise
         row = {"step": step + 1, **losses}
-        self.watch.beat(step + 1, "update")
-        with self.changing:  # nobody may copy the state meanwhile
-            self.safe = None  # it may be half of this step's
-            take = partial(self.take, row)
-            norm = update(self.model, self.optimizer, lr, layout, args.grad_clip, scale, take)
+        self.watchdog.beat(step + 1, "update")
+        with self.update_lock:  # the state must not be copied during the update
+            self.consistent_step = None  # weights may be half updated
+            accept = partial(self.accept_step, row)
+            norm = update(self.model, self.optimizer, lr, layout, args.grad_clip, scale, accept)
             self.balance.update(layout)
-            self.safe = step + 1
+            self.consistent_step = step + 1
         row |= {} if args.optimizer_in_backward else {"grad_norm": norm}
         row["lr"] = lr
         row |= self.balance.row | self.objective.row
-        spent = time.perf_counter() - start
-        row["tokens_per_second"] = round(self.tokens / spent, 1)
+        elapsed = time.perf_counter() - start
+        row["tokens_per_second"] = round(self.tokens / elapsed, 1)
         if self.peak:
-            row["mfu"] = round(self.tokens / spent * self.flops / self.peak, 4)
-        row["data_wait"] = waited
+            row["mfu"] = round(self.tokens / elapsed * self.flops / self.peak, 4)
+        row["data_wait"] = data_wait
         mfu = f", MFU {row['mfu']:.1%}" if self.peak else ""
-        text = f"loss {row['loss']:.3f}, {self.tokens / spent:,.0f} tok/s{mfu}"
+        text = f"loss {row['loss']:.3f}, {self.tokens / elapsed:,.0f} tok/s{mfu}"
         self.bar.set_postfix_str(text, refresh=False)
         return row
 
-    def take(self, row: dict[str, Any], norm: float) -> bool:
-        """Whether this batch's gradient, of that norm, is to be applied; said in `row` if not.
-        ValueError if that happens too often."""
-        self.saver.staged()  # the weights of the last step are written before they change
+    def accept_step(self, row: dict[str, Any], norm: float) -> bool:
+        """Whether to apply this batch's gradient, given its norm; if not, row["skipped"] has the
+        reason. ValueError after too many skipped batches."""
+        self.checkpoints.staged()  # the last step's weights must be copied before they change
         why, scaler = None, self.scaler
         if scaler is not None and not scaler.update(math.isfinite(norm)):
-            why = f"a gradient overflowed; the loss is scaled by {scaler.scale:g} from here on"
+            why = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
         if why is None or scaler.scale == scaler.LEAST:
             try:
                 why = self.guard.judge(row["loss"], norm)
-            except Diverged as e:  # on all ranks alike
-                self.saver.wait()
+            except Diverged as e:  # raised on all ranks
+                self.checkpoints.wait()
                 raise ValueError(f"step {row['step']}: {e} ({self.last_good()})") from None
         if why is not None and self.args.optimizer_in_backward:
-            self.saver.wait()
+            self.checkpoints.wait()
             raise ValueError(
-                f"step {row['step']}: {why}; it is in the weights ({self.last_good()})"
+                f"step {row['step']}: {why}; the update is already applied ({self.last_good()})"
             )
         if why is not None:
             row["skipped"] = why
-            self.say(f"step {row['step']}: skipped, {why}")
+            self.log(f"step {row['step']}: skipped, {why}")
         self.state.updates += why is None
         return why is None
 
     def last_good(self) -> str:
-        return f"the last checkpoint in {self.args.out} is as it was; try a lower --lr from there"
+        return f"the last checkpoint in {self.args.out} is intact; resume from it with a lower --lr"
 
-    def look(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Now and then: validation, and what ranks tell each other of their time and memory."""
-        args, place, seen = self.args, self.place, {}
-        self.watch.beat(row["step"], "validation")
-        if self.text.held is not None:
-            how = args.seq_len, args.micro_batch_size, place, self.attend, self.layout
-            seen["val_loss"] = validate(self.step_model, self.text.held, *how)
+    def evaluate(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Every --eval-every steps: validation, and memory and communication wait of all ranks."""
+        args, env, result = self.args, self.env, {}
+        self.watchdog.beat(row["step"], "validation")
+        size, attend = args.micro_batch_size, self.attend
+        if (tokens := self.dataset.validation) is not None:
+            rest = args.seq_len, size, env, attend, self.layout
+            result["val_loss"] = validate(self.step_model, tokens, *rest)
         elif not isinstance(self.objective, NextToken):
-            with place.autocast():
-                how = self.step_model, args.micro_batch_size, self.attend
-                seen |= self.objective.validate(*how)
+            with env.autocast():
+                result |= self.objective.validate(self.step_model, size, attend)
             self.layout.reshard(self.step_model)
-        seen |= {"expert_load": self.balance.last.tolist()} if self.balance.row else {}
-        mine = [*self.watch.waits(), float(self.memory.bytes())]
-        ranks = [mine]
-        if place.world > 1:
-            dist.all_gather_object(ranks := [None] * place.world, mine)
+        result |= {"expert_load": self.balance.last.tolist()} if self.balance.row else {}
+        local = [*self.watchdog.waits(), float(self.memory.bytes())]
+        ranks = [local]
+        if env.world > 1:
+            dist.all_gather_object(ranks := [None] * env.world, local)
         waits, busy, memory = zip(*ranks)
-        seen["peak_memory"] = int(max(memory))
-        seen["comm_wait"] = round(sum(waits) / max(sum(waits) + sum(busy), 1e-9), 4)
+        result["peak_memory"] = int(max(memory))
+        result["comm_wait"] = round(sum(waits) / max(sum(waits) + sum(busy), 1e-9), 4)
         losses = f"loss {row['loss']:.4f}"
         for name in ("val_loss", "val_accuracy", "val_reward"):
             shown = name[4:] if name != "val_loss" else "validation"
-            losses += f", {shown} {seen[name]:.4f}" if name in seen else ""
-        self.say(f"step {row['step']}: {losses}, {seen['peak_memory'] / 2**20:,.0f} MiB at most")
-        if place.world > 1 and (slow := stragglers([*zip(waits, busy)])):
-            seen["stragglers"] = slow
-            self.say(f"step {row['step']}: {slow}")
-        return seen
+            losses += f", {shown} {result[name]:.4f}" if name in result else ""
+        self.log(f"step {row['step']}: {losses}, peak {result['peak_memory'] / 2**20:,.0f} MiB")
+        if env.world > 1 and (slow := stragglers([*zip(waits, busy)])):
+            result["stragglers"] = slow
+            self.log(f"step {row['step']}: {slow}")
+        return result
 
-    def finish(self, metrics: Metrics | None, leaving: bool) -> None:
-        """The last checkpoint on disk, and what people open."""
+    def finish(self, metrics: Metrics | None, stopped: bool) -> None:
+        """Wait for the last checkpoint and export it as a Hugging Face folder."""
         args = self.args
-        self.watch.close()  # what follows takes as long as it takes
-        self.saver.wait()
-        if self.place.rank == 0 and saved_run(args.out):
+        self.watchdog.close()  # no timeout for the export
+        self.checkpoints.wait()
+        if self.env.rank == 0 and saved_run(args.out):
             export(args.out, args.out, args.lora_merged)
             metrics.close()
         if args.offload not in (None, "cpu"):
             shutil.rmtree(offload_folder(args), ignore_errors=True)
-        if self.mirror is not None and not leaving:
-            self.mirror.clear()
-        if leaving:
-            self.say(f"stopped after step {self.safe}, saved in {args.out}; go on with --resume")
+        if self.memory_checkpoint is not None and not stopped:
+            self.memory_checkpoint.clear()
+        if stopped:
+            saved = f"stopped after step {self.consistent_step}, saved in {args.out}"
+            self.log(f"{saved}; continue with --resume")
 
-    # ---- when it fails ----
+    # ---- failures ----
 
-    def keep_alone(self) -> None:
-        """The state after the last step, to this machine's memory and without the other ranks."""
-        if self.mirror is None or not self.changing.acquire(blocking=False):
+    def dump_on_failure(self) -> None:
+        """Dump the state after the last step to this node's memory, without other ranks."""
+        if self.memory_checkpoint is None or not self.update_lock.acquire(blocking=False):
             return
         try:
-            if self.safe is not None:
+            if self.consistent_step is not None:
                 tensors = {name: x for name, (_, x) in self.state.tensors().items()}
                 with torch.no_grad():
-                    self.mirror.dump(self.safe, tensors, self.about())
+                    self.memory_checkpoint.dump(self.consistent_step, tensors, self.metadata())
         finally:
-            self.changing.release()
+            self.update_lock.release()
 
-    def hung(self) -> None:
-        """In the watching thread: the loop stands still, here or elsewhere, and will not go on."""
+    def on_hang(self) -> None:
+        """Called in the watchdog's thread when this or another rank is stuck."""
         try:
-            self.keep_alone()
+            self.dump_on_failure()
         finally:
             os._exit(EXIT_HANG)
 
-    def last_words(self) -> None:
-        """Have SIGTERM noted even while the main thread stands in a collective of which a rank is
-        gone: torchrun kills it half a minute later, and its state may be the only copy."""
-        if self.mirror is None or self.place.world == 1:
+    def on_sigterm(self) -> None:
+        """Start a thread that dumps the state on SIGTERM if the main thread is blocked in a
+        collective with a dead rank: torchrun kills the process 30 seconds later, and its state may
+        be the only copy."""
+        if self.memory_checkpoint is None or self.env.world == 1:
             return
-        told, tell = os.pipe()
-        os.set_blocking(tell, False)
-        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
         def wait() -> None:
-            while signal.SIGTERM not in os.read(told, 1):
+            while signal.SIGTERM not in os.read(read_end, 1):
                 continue
-            before = self.safe
+            before = self.consistent_step
             time.sleep(SIGTERM_GRACE)
-            if self.safe is not None and self.safe == before:
-                self.keep_alone()
+            if self.consistent_step is not None and self.consistent_step == before:
+                self.dump_on_failure()
 
         threading.Thread(target=wait, daemon=True).start()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line above the progress bar, on rank 0."""
-        if self.place.rank == 0:
+        if self.env.rank == 0:
             tqdm.write(line, file=sys.stderr)
 
     def close(self) -> None:
-        if self.place.world == 1:  # of several ranks another may be gone, and this would hang
+        if self.env.world == 1:  # with more ranks, one may be dead and this would hang
             with contextlib.suppress(OSError):
-                self.saver.wait()
-        for thing in (self.watch, self.island):
-            if thing is not None:
-                thing.close()
+                self.checkpoints.wait()
+        for resource in (self.watchdog, self.diloco_worker):
+            if resource is not None:
+                resource.close()
 
 
-def watch_of(args: argparse.Namespace, place: DistEnv, hung: Callable[[], None]) -> Watch:
-    """Looks after the calling thread."""
-    tell = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
-    how = dict(timeout=args.hang_timeout, first=10 * args.hang_timeout)
-    return Watch(place.store, place.rank, place.world, **how, report=tell, on_hang=hung)
+def make_watchdog(args: argparse.Namespace, env: DistEnv, on_hang: Callable[[], None]) -> Watch:
+    """A watchdog of the calling thread; the first step may take 10 times --hang-timeout."""
+    report = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
+    timeouts = dict(timeout=args.hang_timeout, first=10 * args.hang_timeout)
+    return Watch(env.store, env.rank, env.world, **timeouts, report=report, on_hang=on_hang)
 
 
-def of_all_ranks(caught: list[int], wait: float, device: torch.device) -> tuple[bool, float]:
-    """Whether any was told to stop, for all must leave at the same step; the longest wait."""
-    most = torch.tensor([len(caught), wait], device=device)
+def any_stopped_max_wait(
+    caught: list[int], wait: float, device: torch.device
+) -> tuple[bool, float]:
+    """Over all ranks: whether any caught a signal (all must stop at the same step), and the longest
+    wait for data."""
+    maxima = torch.tensor([len(caught), wait], device=device)
     if dist.is_initialized():
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-    told, wait = most.tolist()
-    return told > 0, round(wait, 4)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    n_caught, wait = maxima.tolist()
+    return n_caught > 0, round(wait, 4)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -525,7 +538,7 @@ def main(argv: list[str] | None = None) -> int:
                     shutil.copy(args.out / name, to)
             print(to)
         elif args.dry_run:
-            from parallelism.dry_run import dry_run  # only here: fake tensors take a second
+            from parallelism.dry_run import dry_run  # imported late: fake tensors take a second
 
             print(dry_run(args))
         else:
@@ -533,7 +546,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before the first step; later ones save first
+    except KeyboardInterrupt:  # before the first step; from then on Ctrl-C saves first
         return 130
     finally:
         if dist.is_initialized():

@@ -2,7 +2,7 @@
 
 Decoding one token multiplies every weight matrix by one vector. Each weight is read once and used
 once, so a step cannot be faster than reading the weights; torch's bf16 matmul on a CPU stays well
-below that. This file fixes four causes:
+below that. Four causes, each with its fix:
 
 1. Processing row after row is one stream of addresses per core, and a core's prefetcher can follow
    several. `gemv` splits the matrix into four blocks of rows and reads all four concurrently, with
@@ -90,7 +90,7 @@ void gemv_bf16(const uint16_t *w, const float *x, float *y, int64_t N, int64_t C
 typedef uint16_t real;
 typedef __m512 vec;
 enum { XR = 4, STEP = 32, REAL_IS_BF16 = 1 };
-static inline vec fma(vec sum, const uint16_t *w, const real *x) {
+static inline vec mac(vec sum, const uint16_t *w, const real *x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_loadu_si512(x));
 }
 static inline float to_float(real x) { return bf16_to_float(x); }
@@ -98,7 +98,7 @@ static inline float to_float(real x) { return bf16_to_float(x); }
 typedef float real;
 typedef float vec __attribute__((vector_size(32)));
 enum { XR = 2, STEP = 8, REAL_IS_BF16 = 0 };
-static inline vec fma(vec sum, const uint16_t *w, const real *x) {
+static inline vec mac(vec sum, const uint16_t *w, const real *x) {
     typedef uint16_t bf16s __attribute__((vector_size(16), aligned(2)));
     typedef uint32_t words __attribute__((vector_size(32)));
     typedef float floats __attribute__((vector_size(32), aligned(4)));
@@ -124,7 +124,7 @@ static inline __attribute__((always_inline)) void tile(
     for (; c + STEP <= C; c += STEP) {
         for (int i = 0; i < P; i++) __builtin_prefetch(next[i] + c, 0, 2);
         for (int k = 0; k < W; k++)
-            for (int r = 0; r < R; r++) sum[k][r] = fma(sum[k][r], w + k * C + c, x + r * C + c);
+            for (int r = 0; r < R; r++) sum[k][r] = mac(sum[k][r], w + k * C + c, x + r * C + c);
     }
     for (int k = 0; k < W; k++)
         for (int r = 0; r < R; r++) {

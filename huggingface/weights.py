@@ -309,8 +309,8 @@ def load_checkpoint(
     the tensors of those. It may also cut a mixture's stacks to the experts that this process is to
     hold and say in MoE.held which these are: of the others nothing is read but the headers, which
     are checked all the same, so that every process refuses a folder that lacks an expert. The same
-    holds for parameters that it cuts and names in Transformer.cuts, and for layers, embedding, norm
-    and head that it drops.
+    holds for parameters that it cuts and names in Transformer.tp_shards, and for layers, embedding,
+    norm and head that it drops.
     each(name, module) gives what takes a module's place as soon as its own tensors are there,
     before the next are read: a model that is quantized so is never whole in `dtype`. A module that
     shares a parameter with an earlier one is not offered.

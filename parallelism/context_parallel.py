@@ -262,18 +262,18 @@ def _empty_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return o, o.new_full((B, Hq, T), -math.inf)
 
 
-def _weight(lse: Tensor, whole: Tensor) -> Tensor:
-    """exp(lse - whole) (B, Hq, T), 0 for fully masked queries, as (B, T, Hq, 1)."""
-    w = torch.where(whole == -math.inf, 0, (lse - whole).exp())
+def _weight(lse: Tensor, merged_lse: Tensor) -> Tensor:
+    """exp(lse - merged_lse) (B, Hq, T), 0 for fully masked queries, as (B, T, Hq, 1)."""
+    w = torch.where(merged_lse == -math.inf, 0, (lse - merged_lse).exp())
     return w.transpose(1, 2)[..., None]
 
 
 def _merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merge the attention over further keys into o and lse, in place, by online softmax
     (arXiv:1805.02867)."""
-    whole = torch.logaddexp(lse, more_lse)
-    o.mul_(_weight(lse, whole)).add_(_weight(more_lse, whole) * more)
-    lse.copy_(whole)
+    merged_lse = torch.logaddexp(lse, more_lse)
+    o.mul_(_weight(lse, merged_lse)).add_(_weight(more_lse, merged_lse) * more)
+    lse.copy_(merged_lse)
 
 
 def _attend(

@@ -1,7 +1,8 @@
-"""dist_env.py: where a process of train.py computes: its device, and which rank of how many it is.
+"""The distributed environment of a training process: device, matmul dtype, rank, world size, store.
 
-One process, or under torchrun one of many, which find each other in torchrun's store. After a
-restart they look into a part of it that the dead have not written to (recovery.fresh_store).
+One process, or one of several started by torchrun, which rendezvous in torchrun's store. After a
+restart they use a fresh prefix of the store that dead processes have not written to
+(recovery.fresh_store).
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from training.recovery import fresh_store
 
 @dataclass(frozen=True)
 class DistEnv:
-    """Where this process computes: its device, the dtype of its matmuls, and which rank of how
-    many it is."""
+    """Device, matmul dtype (bf16, fp16 or fp32), rank and world size of this process."""
 
     device: torch.device
     dtype: str
     rank: int
     world: int
-    store: dist.Store | None = None  # where ranks find each other
+    store: dist.Store | None = None  # the rendezvous store; None: one process
 
     def autocast(self) -> torch.autocast:
-        narrow = torch.float16 if self.dtype == "fp16" else torch.bfloat16
-        return torch.autocast(self.device.type, narrow, enabled=self.dtype != "fp32")
+        dtype = torch.float16 if self.dtype == "fp16" else torch.bfloat16
+        return torch.autocast(self.device.type, dtype, enabled=self.dtype != "fp32")
 
 
 def init_distributed(args: argparse.Namespace) -> DistEnv:
-    """Pick device and dtype; under torchrun, join the other ranks."""
+    """Choose device and dtype; under torchrun, initialize the process group. ValueError if the
+    device cannot be used."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda":
@@ -46,7 +47,8 @@ def init_distributed(args: argparse.Namespace) -> DistEnv:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {name}: not usable here ({str(e).splitlines()[0]})") from None
+        why = str(e).splitlines()[0]
+        raise ValueError(f"--device {name}: not available on this machine ({why})") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = None
@@ -61,21 +63,22 @@ def init_distributed(args: argparse.Namespace) -> DistEnv:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are faster than fp32's; on a CPU before AVX-512 they are far slower."""
+    """Whether bf16 matmuls are faster than fp32; on CPUs without AVX-512 they are far slower."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
     return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT", "NO AVX")
 
 
-def rank0_first(place: DistEnv, work: Callable[[], None]) -> None:
-    """work() on the first rank; its ValueError or OSError on all. Collective."""
+def rank0_first(env: DistEnv, work: Callable[[], None]) -> None:
+    """Call work() on rank 0; all ranks wait, and raise its ValueError or OSError. Collective."""
+
     error = None
     try:
-        if place.rank == 0:
+        if env.rank == 0:
             work()
     except (ValueError, OSError) as e:
         error = e
-    if place.world > 1:
+    if env.world > 1:
         dist.broadcast_object_list(box := [error], 0)
         error = box[0]
     if error is not None:

@@ -1,19 +1,19 @@
-"""dry_run.py: what a step costs one rank of many, without the ranks.
+"""Dry run: memory and communication of a training step on one rank of many, without the ranks.
 
     python train.py --dry-run --world-size 512 --model llama3-8b --tp 8 --zero 3 --seq-len 8192
 
-The program is the real one, rank 0 of it: train.py's model, step and optimizer under parallel_dims.py. But
-its process group is torch's "fake", whose transfers return at once, and its tensors are fake: with
-shapes, dtypes and storages, without numbers. What runs is counted; real ranks count the same:
-- Sent are the bytes of ring algorithms: for an all-gather (n - 1) shards, for a reduce-scatter
-  (n - 1) / n of the input, for an all-reduce twice that, else what is for others.
-- Activations are what autograd keeps of a micro-batch until its backward pass, each storage once,
-  parameters not, but bf16 copies of them, which autocast makes without --zero.
-- The peak of a step is of all storages that are alive at a time, from the model on, at the size
-  that they have then: fully_shard takes memory back from storages that live on. A GPU's allocator,
-  and on a CPU libraries, have some more.
-- Where a shape depends on numbers, tokens fall on experts as if drawn: W of E get
-  1 - C(E - W, K) / C(E, K) of the tokens; groups would have fewer.
+It runs rank 0 of the real program: train.py's model, step and optimizer under parallel_dims.py, on
+torch's "fake" process group, whose collectives return at once, with fake tensors, which have
+shapes, dtypes and storages but no data. Counted are, as on real ranks:
+- Bytes sent by ring algorithms: (n - 1) shards for an all-gather, (n - 1) / n of the input for a
+  reduce-scatter, twice that for an all-reduce, else what goes to other ranks.
+- Activations: what autograd saves of a micro-batch for its backward pass, each storage once,
+  without parameters, but with their bf16 copies, which autocast makes without --zero.
+- The peak of a step: all storages alive at the same time, model included, at their current size
+  (fully_shard frees the memory of storages that stay alive). A GPU's allocator, and libraries on a
+  CPU, need some more.
+- Data-dependent shapes: tokens are routed uniformly at random, so that W of E experts get
+  1 - C(E - W, K) / C(E, K) of the tokens; with expert groups it would be fewer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from training.lora import lora_
 from training.metrics import flops_per_token
 from training.step import LoadBalancer, accumulate, make_attend, loss_sums, update
 
-# operation -> kind, bytes that each of n ranks sends of an input of b bytes, of which o are its own
+# operation -> (kind, bytes each of n ranks sends of an input of b bytes, o of them to itself)
 COLLECTIVES: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
     "allreduce_": ("all-reduce", lambda b, n, o: 2 * b * (n - 1) // n),
     "_allgather_base_": ("all-gather", lambda b, n, o: b * (n - 1)),
@@ -61,7 +61,7 @@ COLLECTIVES: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
 
 
 class CommTracker(TorchDispatchMode):
-    """Notes every transfer between two ranks or more."""
+    """Records the bytes sent by every collective over two ranks or more, by mesh dimension."""
 
     def __init__(self, layout: ParallelDims):
         super().__init__()
@@ -74,7 +74,7 @@ class CommTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # what it does to its shard will be seen
+            return NotImplemented  # its operations on local shards are dispatched again
         name = func.overloadpacket.__name__
         if "c10d" in func.namespace and name not in ("recv_", "wait_tensor"):
             several = isinstance(args[0], (list, tuple))
@@ -89,138 +89,146 @@ class CommTracker(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes of storages that are alive at a time: of those that operations make inside,
-    and of `held`."""
+class MemoryTracker(TorchDispatchMode):
+    """Peak bytes of live storages: those created in the body, and those of `existing` tensors."""
 
-    def __init__(self, held: Iterable[Tensor] = ()):
+    def __init__(self, existing: Iterable[Tensor] = ()):
         super().__init__()
-        self.alive = self.most = 0
+        self.live_bytes = self.peak_bytes = 0
         self.sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]]
-        self.sizes, self.plain = weakref.WeakKeyDictionary(), torch.UntypedStorage.resize_
-        self.note(held)
+        self.sizes = weakref.WeakKeyDictionary()
+        self.original_resize_ = torch.UntypedStorage.resize_
+        self.track(existing)
 
-    def note(self, tensors: Iterable[Any]) -> None:
+    def track(self, tensors: Iterable[Any]) -> None:
         for x in tensors:
             if isinstance(x, Tensor):
-                self.see(to_local(x).untyped_storage())
+                self.track_storage(to_local(x).untyped_storage())
 
-    def see(self, storage: torch.UntypedStorage) -> None:
+    def track_storage(self, storage: torch.UntypedStorage) -> None:
         if storage not in self.sizes:
             self.sizes[storage] = size = [0]
-            weakref.finalize(storage, self.gone, size)
+            weakref.finalize(storage, self.release, size)
         size = self.sizes[storage]
-        self.alive += storage.nbytes() - size[0]
+        self.live_bytes += storage.nbytes() - size[0]
         size[0] = storage.nbytes()
-        self.most = max(self.most, self.alive)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def gone(self, size: list[int]) -> None:
-        self.alive -= size[0]
+    def release(self, size: list[int]) -> None:
+        self.live_bytes -= size[0]
 
     def __enter__(self) -> Any:
         def resize_(storage: torch.UntypedStorage, n: int) -> Any:
-            out = self.plain(storage, n)  # is no operation, of which a mode would be told
-            self.see(storage)
+            out = self.original_resize_(storage, n)  # not dispatched to modes
+            self.track_storage(storage)
             return out
 
         torch.UntypedStorage.resize_ = resize_
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        torch.UntypedStorage.resize_ = self.plain
+        torch.UntypedStorage.resize_ = self.original_resize_
         super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        self.note(tree_leaves(out))
+        self.track(tree_leaves(out))
         return out
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of DTensors, this rank's shards."""
+    """Bytes of tensors; of DTensors, this rank's shards."""
     return sum(to_local(t).numel() * t.element_size() for t in tensors)
 
 
 def measure(
     args: argparse.Namespace, model: Transformer, batch: Tensor, layout: ParallelDims
 ) -> dict:
-    """Of a step of train.py with `batch`, this rank's, and one micro-batch's forward pass: bytes,
-    and of (dimension of the mesh, kind) calls and bytes sent. Collective; fake or not."""
-    optimizer, own = build_optimizer(model, args=args), list(model.parameters())
+    """Costs of a training step with this rank's `batch`, and of a micro-batch's forward pass: bytes
+    by kind, and under "sent" {(mesh dimension, collective): (calls, bytes)}. Collective; works with
+    fake and real tensors."""
+    optimizer, params = build_optimizer(model, args=args), list(model.parameters())
     attend, n = layout.attend(make_attend(args.attention)), args.micro_batch_size
     balance = LoadBalancer(model, aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
     autocast = DistEnv(batch.device, args.dtype, 0, 1).autocast
-    with Peak([*own, batch]) as peak, CommTracker(layout) as traffic:
+    with MemoryTracker([*params, batch]) as memory, CommTracker(layout) as comm:
         accumulate(model, batch, n, autocast, attend, balance, layout)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         update(model, optimizer, args.lr, layout, args.grad_clip)
         balance.update(layout)
-    kept: dict[int, Any] = {}  # alive, or another may get its id
+    saved: dict[int, Any] = {}  # keeps storages alive, so that no id is used twice
 
-    def keep(x: Tensor) -> Tensor:
+    def save(x: Tensor) -> Tensor:
         if not isinstance(x if x._base is None else x._base, nn.Parameter):
-            kept[id(x.untyped_storage())] = x.untyped_storage()
+            saved[id(x.untyped_storage())] = x.untyped_storage()
         return x
 
-    with saved_tensors_hooks(keep, lambda x: x), autocast():
+    with saved_tensors_hooks(save, lambda x: x), autocast():
         loss_sums(model, batch[:n], attend, layout)
-    whole = [p for p in model.parameters() if args.zero and not isinstance(p, DTensor)]
+    gathered = [p for p in model.parameters() if args.zero and not isinstance(p, DTensor)]
     states = [x for state in optimizer.state.values() for x in state.values()]
-    tensors = dict(parameters=own, gathered=whole, gradients=gradients, optimizer=states)
-    costs = {name: nbytes(of) for name, of in tensors.items()}
-    costs["peak"] = peak.most
-    costs["activations"] = sum(storage.nbytes() for storage in kept.values())
-    return costs | {"sent": {key: (len(each), sum(each)) for key, each in traffic.sent.items()}}
+    kinds = dict(parameters=params, gathered=gathered, gradients=gradients, optimizer=states)
+    costs = {name: nbytes(tensors) for name, tensors in kinds.items()}
+    costs["peak"] = memory.peak_bytes
+    costs["activations"] = sum(storage.nbytes() for storage in saved.values())
+    return costs | {"sent": {key: (len(sizes), sum(sizes)) for key, sizes in comm.sent.items()}}
 
 
 class FakeScalars(TorchDispatchMode):
-    """Over a FakeTensorMode: what code gets that asks for numbers. `next`, and then always 1."""
+    """With FakeTensorMode: makes .item() of fake tensors return the values in `next`, then 1."""
 
     next: Sequence[int] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op, aten = func.overloadpacket, torch.ops.aten
-        if op is aten.aminmax:  # are ids in their range?
+        if op is aten.aminmax:  # used to check that ids are in range
             return torch.tensor(0), torch.tensor(0)
         if op is aten._local_scalar_dense and getattr(args[0], "constant", args[0]) is None:
             value, *self.next = self.next or [1]
             return value
         return func(*args, **(kwargs or {}))
 
-    def told(self, run: Any, sizes: Callable[[int], list[int]], x: Tensor, *others: Any) -> Tensor:
-        """run(x, ...), which asks for the sizes that so many rows have."""
+    def with_sizes(
+        self, run: Any, sizes: Callable[[int], list[int]], x: Tensor, *others: Any
+    ) -> Tensor:
+        """run(x, ...) with .item() returning sizes(len(x))."""
         self.next = sizes(len(x))
         return run(x, *others)
 
 
-def even(experts: ExpertParallel, answers: FakeScalars, config: ModelConfig) -> SimpleNamespace:
-    """A layout's experts, with even loads."""
+def balanced_experts(
+    experts: ExpertParallel, scalars: FakeScalars, config: ModelConfig
+) -> SimpleNamespace:
+    """`experts` with the sizes of uniformly random routing."""
     own, E, K = experts.placement.width, config.n_experts, config.n_experts_per_token
-    share = lambda width: 1 - comb(E - width, K) / comb(E, K)  # of tokens, with any among `width`
-    slots, told = K * own / E / share(own), partial(partial, answers.told)  # of a token, here
+    # fraction of tokens that use at least one of `width` experts
+    share = lambda width: 1 - comb(E - width, K) / comb(E, K)
+    slots = K * own / E / share(own)  # local experts per token that reaches this rank
+    with_sizes = partial(partial, scalars.with_sizes)
 
     def wrap(run: Any) -> Any:
-        run = told(run, lambda n: [round(n * slots) * e // own for e in range(own + 1)])
+        run = with_sizes(run, lambda n: [round(n * slots) * e // own for e in range(own + 1)])
         for i, (width, group) in enumerate(experts.levels):
             chunks, ranks = experts.chunks if i == len(experts.levels) - 1 else 1, group.size()
             sizes = lambda n, c=chunks, part=share(width) / share(width * ranks), r=ranks: [
                 round((n + c - 1 - j) // c * part) for j in range(c) for _ in range(2 * r)
-            ]  # of each chunk, to each rank and from each
-            run = told(exchanged(run, width, group, chunks), sizes)
+            ]  # per chunk: to each rank, then from each rank
+            run = with_sizes(exchanged(run, width, group, chunks), sizes)
         return placed(run, experts.placement)
 
     return SimpleNamespace(**vars(experts), wrap=wrap)
 
 
-def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
-    """The costs of rank 0, and the mesh in a line."""
-    layout, answers = ParallelDims(args, config, args.world_size), FakeScalars()
+def count_costs(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
+    """The costs of rank 0, and the mesh as one line."""
+    layout, scalars = ParallelDims(args, config, args.world_size), FakeScalars()
     if E := config.n_experts:
-        plain = layout.experts or ExpertParallel(Placement.even(E, 1), tuple(range(E)), (), 1)
-        layout.experts = even(plain, answers, config)
-        plain.placement.physical(torch.zeros(0, 1, dtype=torch.int64))  # keeps a table: a real one
+        experts = layout.experts or ExpertParallel(Placement.even(E, 1), tuple(range(E)), (), 1)
+        layout.experts = balanced_experts(experts, scalars, config)
+        # builds and caches a table, which must not be of fake tensors
+        experts.placement.physical(torch.zeros(0, 1, dtype=torch.int64))
     model = meta_model(config)
     layout.shard_model_(model)
     if args.lora:
@@ -228,7 +236,7 @@ def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
     cast_params_(model, args)
     convert_linears_(model, args)
     layout.parallelize_(model, torch.bfloat16 if args.dtype == "bf16" else None)
-    with FakeTensorMode(allow_non_fake_inputs=True), answers:
+    with FakeTensorMode(allow_non_fake_inputs=True), scalars:
         model.to_empty(device="cpu")
         model.tie()
         rows = len(layout.samples(args.batch_size))
@@ -236,42 +244,44 @@ def count(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
     return costs, "1 rank" if layout.mesh is None else str(layout.mesh).split("\n")[0]
 
 
-def settle(args: argparse.Namespace) -> ModelConfig:
-    """Defaults, the model, the process group. ValueError for flags that are not of a dry run."""
+def setup(args: argparse.Namespace) -> ModelConfig:
+    """Set defaults, start the fake process group, return the model's config. ValueError for flags
+    that cannot be combined with --dry-run."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("--dry-run is one process: not under torchrun, but with --world-size N")
-    flags = "--resume --train-draft-head --compile --device --distributed-optimizer --pp --diloco --pack --task "
-    flags += "--offload"
+        raise ValueError("--dry-run runs in one process; use --world-size N instead of torchrun")
+    flags = "--resume --train-draft-head --compile --device --distributed-optimizer --pp --diloco "
+    flags += "--pack --task --offload"
     for flag in flags.split():
         if flag in args.given:
-            raise ValueError(f"--dry-run counts a step of plain training; leave {flag} out")
+            raise ValueError(f"--dry-run cannot be combined with {flag}")
     config = model_config(args)
     resolve_expert_flags(args, config)
     if config.moe_layers and (args.fp8 or args.experts == "loop"):
-        raise ValueError("--dry-run has no sizes for --fp8 and --experts loop; leave them out")
+        other = "--fp8" if args.fp8 else "--experts loop"
+        raise ValueError(f"--dry-run of an MoE model cannot be combined with {other}")
     args.dtype, args.world_size = args.dtype.replace("auto", "bf16"), args.world_size or 1
-    if "--batch-size" not in args.given:  # a micro-batch for each rank
+    if "--batch-size" not in args.given:  # one micro-batch per rank
         args.batch_size = args.micro_batch_size * max(1, args.world_size // (args.tp * args.cp))
     try:
         dist.init_process_group("fake", rank=0, world_size=args.world_size)
     except (ImportError, RuntimeError, ValueError) as e:
-        raise ValueError(f'--dry-run: this torch has no process group "fake" ({e})') from None
+        raise ValueError(f'--dry-run: torch has no "fake" process group here ({e})') from None
     return config
 
 
 def dry_run(args: argparse.Namespace) -> str:
-    """What --dry-run prints: a line per cost."""
-    config = settle(args)
-    (costs, mesh), whole = count(args, config), meta_model(config)
+    """The table that --dry-run prints: one line per cost."""
+    config = setup(args)
+    (costs, mesh), model = count_costs(args, config), meta_model(config)
     B, T, world, sent = args.batch_size, args.seq_len, args.world_size, costs["sent"]
-    passes = 4 if args.lora else 6  # frozen weights have no gradient
-    flops = flops_per_token(whole, T, passes) * B * T / world
+    passes = 4 if args.lora else 6  # no weight gradients for frozen weights
+    flops = flops_per_token(model, T, passes) * B * T / world
     rows = B * args.tp * args.cp // world
-    loads = "; experts have even loads" if config.moe_layers else ""
+    loads = "; assumes even expert loads" if config.moe_layers else ""
     table = [
-        ("parameters of the model", nbytes(whole.parameters()) // 4, nbytes(whole.parameters())),
+        ("parameters of the model", nbytes(model.parameters()) // 4, nbytes(model.parameters())),
         ("  of this rank", costs["parameters"] // 4, costs["parameters"]),
-        ("  whole, from forward to backward pass", 0, costs["gathered"]),
+        ("  all-gathered for forward and backward", 0, costs["gathered"]),
         ("gradients, at the end of the step", 0, costs["gradients"]),
         ("optimizer states", 0, costs["optimizer"]),
         (
@@ -279,13 +289,13 @@ def dry_run(args: argparse.Namespace) -> str:
             0,
             costs["activations"],
         ),
-        ("peak of a step, all of these together", 0, costs["peak"]),
-        *((f"a step sends: {' '.join(key)}", *of) for key, of in sorted(sent.items())),
-        ("  in all", *(sum(column) for column in zip((0, 0), *sent.values()))),
+        ("peak of a step", 0, costs["peak"]),
+        *((f"sent per step: {' '.join(key)}", *n) for key, n in sorted(sent.items())),
+        ("  total", *(sum(column) for column in zip((0, 0), *sent.values()))),
     ]
     return "\n".join((
-        f"{args.init or args.model}, {args.dtype}; {mesh}; rank 0 of these",
-        f"{B} x {T} tokens in a step, {rows} x {T} and {flops / 1e12:.3g} TFLOP to a rank{loads}\n",
+        f"{args.init or args.model}, {args.dtype}; {mesh}; costs of rank 0",
+        f"{B} x {T} tokens per step; {rows} x {T} and {flops / 1e12:.3g} TFLOP per rank{loads}\n",
         f"{'number':>58}{'MiB':>14}",
         *(f"{name:42}{f'{n:,}' if n else '':>16}{b / 2**20:>14,.2f}" for name, n, b in table),
     ))  # fmt: skip

@@ -390,7 +390,7 @@ class ParallelDims:
         method, heads = self.args.cp_method, self.args.cp_ulysses
 
         def local_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple:
-            """SDPA returns no lse. On GPUs, whose memory plain scores would exceed, use kernels."""
+            """Attention that returns lse, unlike SDPA; kernels on GPUs, for memory."""
             if q.is_cuda or self.args.attention == "flash":
                 return flash_attention(q, k, v, return_lse=True, **kwargs)
             return attention_with_lse(q, k, v, **kwargs)

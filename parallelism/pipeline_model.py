@@ -256,9 +256,9 @@ class PipelineStages:
         args, device = self.args, self.mesh.world.device_type
         split_backward_(model, self.weight_grads)
         plain = args.experts == "grouped" and not (args.fp8 or args.qat) and device == "cpu"
-        for mixture in model.modules() if plain else ():
-            if isinstance(mixture, MoE):
-                mixture.experts = split_experts_backward(mixture.experts, self.weight_grads)
+        for moe_layer in model.modules() if plain else ():
+            if isinstance(moe_layer, MoE):
+                moe_layer.experts = split_experts_backward(moe_layer.experts, self.weight_grads)
 
     def is_recomputed(self, layer: str) -> bool:
         """Whether --pp-recompute selects the layer of that name."""
@@ -298,12 +298,12 @@ class PipelineStages:
 
         def run_chunk(part: Transformer, x: Tensor) -> Any:
             if balance is not None:
-                balance.watching = True
+                balance.recording = True
             with autocast():
                 y = part(x, where[pipe.microbatch], attend)
             if balance is None:
                 return y
-            aux = balance.take() * (len(x) / rows)
+            aux = balance.pop_losses() * (len(x) / rows)
             totals[2] += aux.detach()
             return (y, aux / layout.size("tp")) if aux.requires_grad else y
 

@@ -61,6 +61,8 @@ def _check(condition: bool, message: str) -> None:
 
 
 class Action(NamedTuple):
+    """One entry of a rank's list. str(): F0.1, and F0.1+ if it overlaps with the next action."""
+
     kind: str  # F, B, W or U
     microbatch: int
     chunk: int
@@ -210,7 +212,7 @@ def _looped(name: str, p: int, m: int, v: int, of_rank: Callable) -> Schedule:
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     """Interleaved 1F1B: each group of p microbatches runs on one chunk, then on the next."""
-    _check(m % p == 0, f"interleaved needs a multiple of {p} microbatches (the stages), not {m}")
+    _check(m % p == 0, f"interleaved on {p} stages needs a multiple of {p} microbatches, not {m}")
 
     def nth_forward(n: int) -> tuple[int, int]:
         group, index = divmod(n, p * v)
@@ -464,6 +466,8 @@ class Costs:
 
 
 class Event(NamedTuple):
+    """An action and its simulated time."""
+
     start: float
     end: float
     action: Action

@@ -1,46 +1,46 @@
-"""data.py: from text, chats and preferences to the rows of token ids that a step trains on.
+"""Training data: packing, tokenizing and mixing text, chats and preference pairs into token rows.
 
-A step wants (B, T + 1) ids and documents come in every length. Cutting one long stream of them in
-rows (`batch_of`) fills every row, and tears documents apart; a document to a row, padded or cut
-off, wastes most of the row or loses the end. Best-fit packing (Ding et al., arXiv:2404.10830)
-treats it as bin packing: a document longer than a row is cut into pieces, then every piece, longest
-first, goes whole into the fullest row that still has room for it. No token is lost, next to nothing
-is padding, and no document shorter than a row is cut. `best_fit` does a million in seconds.
+A step needs (B, T + 1) ids, but documents vary in length. Splitting one concatenated stream into
+rows (`get_batch`) fills every row but splits documents; one document per row, padded or truncated,
+wastes most of the row or loses the end. Best-fit packing (Ding et al., arXiv:2404.10830) is bin
+packing: documents longer than a row are split into pieces, then every piece, longest first, goes
+whole into the fullest row that still has room for it. No token is lost, almost nothing is padding,
+and no document shorter than a row is split. `best_fit` packs a million in seconds.
 
-What a row says beside its ids is coded into its numbers, so that a row is one tensor everywhere,
-in files, batches and micro-batches (`decode` is the whole definition):
+Targets and document boundaries are encoded in the values, so that a row is a single tensor in
+files, batches and micro-batches (`decode` is the definition):
 
     0 <= v          token v mod 2^30, a target (of the position before it)
-    v < 0           token ~v, read but never a target: a prompt, padding
-    bit 30 (START)  of v, or of ~v: a document begins here. It is nobody's target, and where rows
-                    are packed its position is 0, by which attention tells documents apart
+    v < 0           token ~v, an input but never a target: prompt or padding
+    bit 30 (START)  of v, or of ~v: first token of a document. It is never a target, and in packed
+                    rows its position is 0, by which attention separates documents
 
     documents -> tokenize -> folder of shards -> Shards \\
     chats -> chat_rows, pairs -> preference_rows -> Rows -> Stream.rows(step, indices) -> decode
 
-`tokenize` reads documents lazily, hands them to worker processes and gets them back in order, and
-writes shards, each whole or not there and made of its own documents alone. So memory is bounded, a
-run that was killed goes on after the last shard, and `Shards`, in this process (tokenize in a
-thread) or on another rank, reads those that are there and waits for those that are not.
+`tokenize` streams documents through worker processes, in order, and writes shards, each atomically
+and from its own documents only. So memory is bounded, a killed run continues after the last shard,
+and `Shards`, in this process (with tokenize in a thread) or on another rank, reads finished shards
+and waits for the others.
 
 `Stream.rows(step, indices)` is a pure function of the seed, the step, the sample's index in its
 batch, and the files: no state to save, the same rows on any number of ranks. Sources are mixed by
-weight, exactly in every run of as many samples as the weights add up to. Every row of a source is
-seen once before any is seen twice: the first time in an order that is shuffled in blocks of a few
-shards, so that it does not depend on how much has been written, later over all.
+weight, exactly in every period of as many samples as the weights add up to. Each epoch of a source
+visits every row once. The first epoch is shuffled in blocks of a few shards, so that it does not
+depend on how much has been written; later epochs are shuffled globally.
 
-What it gains: of rows of 2048, and documents about as long as web pages, best fit fills 99.9%
-(98.5% of rows of 32768, in shards), next fit 81%, a row for each 31%; one stream is as full, and
-tears a quarter of the documents though they would fit a row. What it costs: bin packing, 4 bytes a
-token on disk, and a second or two until a worker has begun. When it loses: where few documents are
-shorter than a row, there is nothing to gain; where attention does not go by positions, documents
-see each other; a source that is sorted (by site, by date) stays so in the large in its first epoch;
-and workers beyond the idle cores only wait. In chats each turn is encoded by itself, as generation
-meets it: `encode` must put nothing in front (no BOS, no space).
+Gain: with rows of 2048 tokens and documents about as long as web pages, best fit fills 99.9%
+(98.5% of rows of 32768, in shards), next fit 81%, one document per row 31%; one stream fills rows
+as well but splits a quarter of the documents that would fit a row. Cost: bin packing, 4 bytes per
+token on disk, and a second or two to start a worker. When it loses: if few documents are shorter
+than a row, there is nothing to gain; if attention ignores positions, documents attend to each
+other; a sorted source (by site, by date) stays roughly sorted in its first epoch; and workers
+beyond the idle cores do not help. In chats each turn is encoded separately, as in generation:
+`encode` must add nothing in front (no BOS, no space).
 
-Which hook: positions. Equivalence (test_all.py): decoded rows hold every prediction of every
-document once, with its own position, under any packing; and a shard folder is the same to the byte
-with 0, 1 or n workers, whole or after kill -9. Needs: torch, and POSIX locks for tokenize.
+Hook: positions. Equivalence (test_all.py): decoded rows hold every prediction of every document
+once, with its own position, under any packing; and a shard folder is the same to the byte with 0, 1
+or n workers, uninterrupted or after kill -9. Needs: torch, and POSIX locks for tokenize.
 `python training/data.py` checks itself and prints a table.
 """
 
@@ -72,16 +72,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BOS, EOS = 1, 2  # of tokenizers that are trained here
-ENDS = (BOS,), (EOS,)  # what stands before a document, and after it
-IGNORE = -100  # what cross-entropy does not count
-START = 1 << 30  # a document begins here
+BOS, EOS = 1, 2  # of tokenizers trained by dataset.train_tokenizer
+DELIMITERS = (BOS,), (EOS,)  # tokens before and after a document
+IGNORE = -100  # ignore_index of cross-entropy
+START = 1 << 30  # first token of a document
 PAD = ~0  # token 0, not a target
 
-Document = tuple[str, str]  # (name, text); the name decides whether it is held out
+Document = tuple[str, str]  # (name, text); the name decides whether it is for validation
 Messages = list[dict[str, Any]]  # {"role": ..., "content": ...}
-Batched = Callable[[list[str]], list[list[int]]]  # texts to ids, without BOS and EOS
-Fit = Callable[[Sequence[int], int], list[list[int]]]  # lengths, capacity: who shares a bin
+BatchEncode = Callable[[list[str]], list[list[int]]]  # texts to ids, without BOS and EOS
+Fit = Callable[[Sequence[int], int], list[list[int]]]  # (lengths, capacity) -> indices per bin
 Render = Callable[[Messages, bool], str]  # (messages, add_generation_prompt): a chat template
 Preference = tuple[Any, Any, Any]  # prompt, chosen, rejected: strings, or lists of messages
 
@@ -97,15 +97,15 @@ def _check(condition: Any, message: str) -> None:
 
 
 def read_documents(data: str | None) -> list[Document]:
-    """The documents of --data: a text file, a folder of them, a JSONL with "text"; or, without it,
-    the source of Python's standard library, tests left out. In a fixed order. ValueError if there
-    is no text.
+    """The documents of --data: a text file, a folder of them, or JSONL with "text"; by default the
+    source of Python's standard library without tests. In a fixed order. ValueError if there is no
+    text.
     """
     return list(stream_documents(data))
 
 
 def stream_documents(data: str | None) -> Iterator[Document]:
-    """read_documents, one after another: a folder is read by the file, JSONL by the line."""
+    """read_documents as a generator: a folder is read file by file, JSONL line by line."""
     path = Path(data or sysconfig.get_paths()["stdlib"])
     _check(path.exists(), f"--data {path}: no such file or folder")
     if path.is_dir():
@@ -113,14 +113,14 @@ def stream_documents(data: str | None) -> Iterator[Document]:
     elif path.suffix in (".jsonl", ".ndjson"):
         documents = _jsonl(path)
     else:
-        whole = _text(path) or ""  # in pieces, so that some of a single file can be held out
+        whole = _text(path) or ""  # split, so that part of a single file can be for validation
         documents = ((f"{i}", whole[i : i + 8192]) for i in range(0, len(whole), 8192))
-    none = True
+    is_empty = True
     for name, text in documents:
         if text.strip():
-            none = False
+            is_empty = False
             yield name, text
-    if none:
+    if is_empty:
         raise ValueError(
             f'--data {path}: holds no text (UTF-8 files, or JSONL lines with a "text" field)'
         )
@@ -147,17 +147,17 @@ def _folder(root: Path, pattern: str) -> Iterator[Document]:
 
 
 def _objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE: line N", object) of each line of JSONL; `fields` is for the error."""
-    with open(path, "rb") as f:  # whose lines end at \n alone
+    """("FILE: line N", object) of each line of JSONL; `fields` is for the error message."""
+    with open(path, "rb") as f:  # in binary mode lines end only at \n
         for n, line in enumerate(f, 1):
             where = f"{path}: line {n}"
             if not line.strip():
                 continue
             try:
                 found = json.loads(line.decode("utf-8-sig"))
-                if b"\\ud" in line.lower():  # half a surrogate pair is no text
+                if b"\\ud" in line.lower():  # raise on an unpaired surrogate
                     json.dumps(found, ensure_ascii=False).encode()
-            except (ValueError, RecursionError):  # of JSON, of Unicode; brackets without end
+            except (ValueError, RecursionError):  # invalid JSON or Unicode; too deeply nested
                 found = None
             _check(isinstance(found, dict), f"{where} is not a JSON object with {fields}")
             yield where, found
@@ -173,17 +173,16 @@ def _jsonl(path: Path) -> Iterator[Document]:
 
 
 def is_validation(name: str) -> bool:
-    """Whether a document is for validation: one in 16, by a hash of its name, the same on every
-    machine."""
+    """Whether a document is for validation: one in 16, by a hash of its name."""
     return hashlib.sha256(name.encode()).digest()[0] < 16
 
 
-def split(docs: list[Document]) -> tuple[list[str], list[str]]:
-    """(training texts, held-out texts): by held_out; the last sixteenth if that leaves none."""
-    kept = [text for name, text in docs if not is_validation(name)]
-    held = [text for name, text in docs if is_validation(name)]
-    if kept and held:
-        return kept, held
+def split_documents(docs: list[Document]) -> tuple[list[str], list[str]]:
+    """(training texts, validation texts): by is_validation; the last sixteenth if one is empty."""
+    train = [text for name, text in docs if not is_validation(name)]
+    val = [text for name, text in docs if is_validation(name)]
+    if train and val:
+        return train, val
     texts = [text for _, text in docs]
     if len(texts) == 1:
         texts = [texts[0][: -len(texts[0]) // 16], texts[0][-len(texts[0]) // 16 :]]
@@ -192,12 +191,12 @@ def split(docs: list[Document]) -> tuple[list[str], list[str]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# One flat stream of tokens, and windows of it
+# One flat stream of tokens, and windows of it as batches
 # --------------------------------------------------------------------------------------------------
 
 
 def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """write(temporary), fsync, rename to `path`; on any failure `path` is as it was."""
+    """write(temporary), fsync, rename to `path`; on any failure `path` is unchanged."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(tmp)
@@ -205,22 +204,24 @@ def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
             os.fsync(f.fileno())
         os.replace(tmp, path)
     except OSError as e:
-        raise OSError(f"{path}: cannot be written ({e}); the previous file is untouched") from None
+        raise OSError(f"{path}: cannot be written ({e}); the previous file is unchanged") from None
     finally:
         tmp.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself lives there
+    folder = os.open(path.parent, os.O_RDONLY)  # makes the rename durable
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
 
 
-Ends = tuple[Sequence[int], Sequence[int]]
+Delimiters = tuple[Sequence[int], Sequence[int]]
 
 
-def write_tokens(path: Path, encode: Batched, texts: list[str], ends: Ends = ENDS) -> None:
+def write_tokens(
+    path: Path, encode: BatchEncode, texts: list[str], delimiters: Delimiters = DELIMITERS
+) -> None:
     """One flat file of int32: BOS document EOS, BOS document EOS, ..."""
-    before, after = ends
+    before, after = delimiters
 
     def write(tmp: Path) -> None:
         with open(tmp, "wb") as f:
@@ -241,40 +242,41 @@ def read_tokens(path: Path) -> Tensor:
 def get_batch(
     tokens: Tensor, seed: int, step: int, indices: Iterable[int], batch_size: int, seq_len: int
 ) -> Tensor:
-    """Samples `indices` of the batch of `step`: (as many, seq_len + 1), inputs and targets
-    overlapping.
+    """Samples `indices` of the batch of `step`: (len(indices), seq_len + 1); inputs and targets
+    overlap.
 
     A pure function of its arguments. Sample g = step * batch_size + index is the g-th window of an
-    endless row of epochs; each epoch cuts the tokens at a phase of its own and shuffles the
-    windows, so that all are seen once before any is seen twice.
+    infinite sequence of epochs; each epoch splits the tokens into windows at a random offset and
+    shuffles them, so that every window is seen once per epoch.
     """
-    n = (len(tokens) - 1) // seq_len - 1  # windows an epoch, leaving room for the phase
+    n = (len(tokens) - 1) // seq_len - 1  # windows per epoch, with room for the offset
     rows, shuffled = [], {}
     for g in (step * batch_size + i for i in indices):
-        epoch, place = divmod(g, max(n, 1))
+        epoch, i = divmod(g, max(n, 1))
         if epoch not in shuffled:
-            rng = torch.Generator().manual_seed(
+            rng = torch.Generator().manual_seed(  # which uses the low 32 bits only
                 seed * 1_000_003 + epoch
-            )  # it hears only the low 32 bits
-            phase = int(torch.randint(seq_len, (), generator=rng)) if n > 0 else 0
-            shuffled[epoch] = phase, torch.randperm(max(n, 1), generator=rng)
-        phase, order = shuffled[epoch]
-        start = phase + int(order[place]) * seq_len
+            )
+            offset = int(torch.randint(seq_len, (), generator=rng)) if n > 0 else 0
+            shuffled[epoch] = offset, torch.randperm(max(n, 1), generator=rng)
+        offset, order = shuffled[epoch]
+        start = offset + int(order[i]) * seq_len
         rows.append(tokens[start : start + seq_len + 1])
     return torch.stack(rows).long()
 
 
 # --------------------------------------------------------------------------------------------------
-# Coded rows
+# Encoded rows
 # --------------------------------------------------------------------------------------------------
 
 
 def decode(batch: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(inputs, targets, positions), each (B, T), of coded rows (B, T + 1) int64; what is no
-    target is IGNORE. `packed`: positions restart where a document begins; else they are None.
+    """(inputs, targets, positions), each (B, T), of encoded rows (B, T + 1) int64. Targets that do
+    not count are IGNORE. packed: positions restart at each document; else they are None.
 
-    IGNORE itself as the only negative number of a row that begins no document is padding of plain
-    rows, and token 0; in coded rows it is token 99.
+    Rows of plain ids may be padded with IGNORE, which is read as token 0. A row is plain if its
+    first value has no START bit and IGNORE is its only negative value; in encoded rows IGNORE is
+    token 99.
     """
     coded = torch.where(batch < 0, ~batch, batch)
     starts = coded >= START
@@ -289,54 +291,54 @@ def decode(batch: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def encode_row(ids: Sequence[int], prompt: int, seq_len: int) -> Tensor:
-    """One document as a coded row (seq_len + 1,) int32, padded. Its first `prompt` tokens are no
-    targets. ValueError: it is longer than that."""
+    """One document as an encoded row (seq_len + 1,) int32, padded. Its first `prompt` tokens are
+    not targets. ValueError if it is longer than the row."""
     room = seq_len + 1
-    _check(len(ids) <= room, f"ids: {len(ids)} tokens do not fit a row of {room}; cut them")
+    _check(len(ids) <= room, f"ids: {len(ids)} tokens do not fit a row of {room}; truncate them")
     coded = torch.tensor([~i for i in ids[:prompt]] + [*ids[prompt:]], dtype=torch.int32)
     return pack_rows([coded], seq_len)[0]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which items share a bin: lists of indices whose lengths add up to at most `capacity`.
+    """Bins as lists of item indices, whose lengths add up to at most `capacity`.
 
-    Best-fit decreasing: longest first, each into the bin that it fills most, else a new one.
-    `rooms` has bit r set where a bin has r left, and the least that is enough is its lowest bit
-    above: n log n to sort and capacity / 64 words an item.
+    Best-fit decreasing: longest first, each into the fullest bin with enough room, else a new one.
+    Bit r of `rooms` is set if a bin has r left; the smallest sufficient r is the lowest set bit
+    from `length` on. Time: n log n to sort, and capacity / 64 words per item.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    fine = not order or (lengths[order[0]] <= capacity and lengths[order[-1]] > 0)
-    _check(fine, f"lengths must be 1 to {capacity}, the capacity; cut longer documents first")
+    ok = not order or (lengths[order[0]] <= capacity and lengths[order[-1]] > 0)
+    _check(ok, f"lengths must be 1 to {capacity}, the capacity; split longer documents first")
     bins: list[list[int]] = []
-    having: list[list[list[int]]] = [[] for _ in range(capacity + 1)]
+    bins_by_room: list[list[list[int]]] = [[] for _ in range(capacity + 1)]
     rooms = 0
     for i in order:
         length = lengths[i]
         if enough := rooms >> length:
             room = length + (enough & -enough).bit_length() - 1
-            chosen = having[room].pop()
-            if not having[room]:
+            chosen = bins_by_room[room].pop()
+            if not bins_by_room[room]:
                 rooms ^= 1 << room
         else:
             room, chosen = capacity, []
             bins.append(chosen)
         chosen.append(i)
         if left := room - length:
-            having[left].append(chosen)
+            bins_by_room[left].append(chosen)
             rooms |= 1 << left
     return bins
 
 
-def one_each(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """best_fit's place where every document has a row to itself."""
+def one_per_row(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """A Fit that gives every document its own row."""
     return [[i] for i in range(len(lengths))]
 
 
 def pack_rows(documents: Sequence[Tensor], seq_len: int, fit: Fit = best_fit) -> Tensor:
-    """Documents of coded values, (n,) int32 each, as rows (R, seq_len + 1) int32.
+    """Pack documents of encoded values, (n,) int32 each, into rows (R, seq_len + 1) int32.
 
-    A longer one is cut into pieces that overlap by one token, the last input of a piece being the
-    first of the next, so that no prediction is lost. Padding is a document of its own.
+    Longer documents are split into pieces that overlap by one token, so that no prediction is lost.
+    Padding is a document of its own.
     """
     room, pieces = seq_len + 1, []
     for document in documents:
@@ -344,14 +346,14 @@ def pack_rows(documents: Sequence[Tensor], seq_len: int, fit: Fit = best_fit) ->
             pieces.append(document[i : i + room])
     padding = torch.full((room,), PAD, dtype=torch.int32)
     padding[0] = ~START
-    parts, starts, place = [], [], 0
-    for together in fit([len(piece) for piece in pieces], room):
-        for i in together:
+    parts, starts, offset = [], [], 0
+    for bin in fit([len(piece) for piece in pieces], room):
+        for i in bin:
             parts.append(pieces[i])
-            starts.append(place)
-            place += len(pieces[i])
-        parts.append(padding[: -place % room])
-        place += len(parts[-1])
+            starts.append(offset)
+            offset += len(pieces[i])
+        parts.append(padding[: -offset % room])
+        offset += len(parts[-1])
     flat = torch.cat(parts)
     first = flat[starts]
     flat[starts] = torch.where(first < 0, first & ~START, first | START)
@@ -359,8 +361,8 @@ def pack_rows(documents: Sequence[Tensor], seq_len: int, fit: Fit = best_fit) ->
 
 
 def window_rows(documents: Sequence[Tensor], seq_len: int) -> Tensor:
-    """Documents one after another, cut where a row is full, rows overlapping by one token; the last
-    one padded. No document is marked: (R, seq_len + 1) int32."""
+    """Concatenate documents and split them into rows (R, seq_len + 1) int32 that overlap by one
+    token; the last row is padded. Document starts are not marked."""
     flat = torch.cat([*documents])
     n = max(1, -(-(len(flat) - 1) // seq_len))
     flat = torch.cat([flat, flat.new_full((n * seq_len + 1 - len(flat),), PAD)])
@@ -375,24 +377,24 @@ ABOUT, INDEX, LOCK, FAILED = "about.json", "index.json", "writer.lock", "failed.
 
 
 def tokenize(
-    documents: Iterable[Document], make_encode: Callable[[], Batched], folder: Path,
-    seq_len: int, pack: bool, workers: int = 0, *, ends: Ends = ENDS,
+    documents: Iterable[Document], make_encode: Callable[[], BatchEncode], folder: Path,
+    seq_len: int, pack: bool, workers: int = 0, *, delimiters: Delimiters = DELIMITERS,
     about: Mapping[str, Any] | None = None, shard_tokens: int = 1 << 21,
 ) -> dict[str, int]:  # fmt: skip
-    """Fill `folder` with rows of `documents` for Shards to read; {"rows", "documents"} of all.
+    """Write shards of rows of `documents` into `folder`, for Shards to read; returns the total
+    {"rows", "documents"}.
 
-    make_encode is called once in each of `workers` processes (so it is pickled; 0: once, in this
-    one); `ends` go around each document. `pack`: best-fit packing, else windows. `about` (JSON)
-    says what else the rows depend on, data and tokenizer: a folder that was made of the same goes
-    on after its last shard, or is left as it is if it is finished; any other is emptied.
-    ValueError: a document that cannot be encoded, by name; a process that died; a folder that
-    somebody else is writing.
+    make_encode is pickled and called once in each of `workers` processes (0: once, in this one).
+    delimiters: token ids around each document. pack: best-fit packing, else windows. about (JSON):
+    what else the rows depend on, data and tokenizer; a folder written with the same values is
+    continued after its last shard, or kept if finished; any other is emptied. ValueError: a
+    document cannot be encoded (by name), a worker died, or another process is writing the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    own = {"seq_len": seq_len, "pack": pack, "shard_tokens": shard_tokens, "ends": ends}
-    whole = partial(_whole, make_encode, ends)
+    own = {"seq_len": seq_len, "pack": pack, "shard_tokens": shard_tokens, "ends": delimiters}
+    make_encode = partial(_with_delimiters, make_encode, delimiters)
     about = json.loads(json.dumps({**(about or {}), **own}))
-    with _locked(folder):
+    with _writer_lock(folder):
         if _read_json(folder / ABOUT) != about:
             for name in (INDEX, ABOUT, "*.rows"):
                 _remove(folder, name)
@@ -402,63 +404,63 @@ def tokenize(
         _remove(folder, ".*.tmp")
         _remove(folder, FAILED)
         try:
-            return _write_shards(documents, whole, folder, workers, about)
-        except Exception as e:  # said here for those who read, and handed on
+            return _write_shards(documents, make_encode, folder, workers, about)
+        except Exception as e:  # recorded for readers on other ranks, and raised
             with suppress(OSError):
                 (folder / FAILED).write_text(f"{e}\n", encoding="utf-8")
             raise
 
 
 def _write_shards(
-    documents: Iterable[Document], make_encode: Callable[[], Batched], folder: Path,
+    documents: Iterable[Document], make_encode: Callable[[], BatchEncode], folder: Path,
     workers: int, about: Mapping[str, Any],
 ) -> dict[str, int]:  # fmt: skip
-    """Shards are named "NUMBER-DOCUMENTS.rows", by how many documents are in all up to its end."""
-    lay_out = pack_rows if about["pack"] else window_rows
+    """Shards are named "NUMBER-DOCUMENTS.rows": the total number of documents up to their end."""
+    make_rows = pack_rows if about["pack"] else window_rows
     shards = sorted(folder.glob("*.rows"))
     done = int(shards[-1].stem.partition("-")[2]) if shards else 0
-    number, total, held, size = len(shards), done, [], 0
+    number, total, pending, size = len(shards), done, [], 0
 
     def write() -> None:
-        rows = lay_out(held, about["seq_len"])
+        rows = make_rows(pending, about["seq_len"])
         path = folder / f"{number:06}-{total:012}.rows"
         _write_atomically(path, lambda tmp: tmp.write_bytes(rows.numpy().tobytes()))
 
-    for ids in _encoded(islice(documents, done, None), make_encode, workers):
-        held.append(torch.frombuffer(ids, dtype=torch.int32))
-        total, size = total + 1, size + len(held[-1])
+    for ids in _encode_documents(islice(documents, done, None), make_encode, workers):
+        pending.append(torch.frombuffer(ids, dtype=torch.int32))
+        total, size = total + 1, size + len(pending[-1])
         if size >= about["shard_tokens"]:
             write()
-            number, held, size = number + 1, [], 0
-    if held:
+            number, pending, size = number + 1, [], 0
+    if pending:
         write()
-    _check(total, f"{folder}: there are no documents to fill it with")
+    _check(total, f"{folder}: there are no documents to write")
     values = sum(path.stat().st_size for path in folder.glob("*.rows")) // 4
     index = {"rows": values // (about["seq_len"] + 1), "documents": total}
     _write_json(folder / INDEX, index)
     return index
 
 
-def _encoded(
-    documents: Iterable[Document], make_encode: Callable[[], Batched], workers: int
+def _encode_documents(
+    documents: Iterable[Document], make_encode: Callable[[], BatchEncode], workers: int
 ) -> Iterator[bytearray]:
-    """Each document as int32, in order. Every worker has one chunk at a time, and gets
-    the next before what it returned is worked on."""
+    """Each document as int32 ids, in order. A worker has one chunk at a time and gets the next one
+    before its result is consumed."""
     if workers == 0:
         encode = make_encode()
         for chunk in _chunks(documents):
             yield from _encode_chunk(encode, chunk)
         return
-    context, n = multiprocessing.get_context("spawn"), 0  # safe beside threads and CUDA
+    context, n = multiprocessing.get_context("spawn"), 0  # safe with threads and CUDA
     pipes, processes = [], []
     try:
         for _ in range(workers):
-            here, there = context.Pipe()
-            args = make_encode, there
-            processes.append(context.Process(target=_work, args=args, daemon=True))
+            parent_end, child_end = context.Pipe()
+            args = make_encode, child_end
+            processes.append(context.Process(target=_worker_loop, args=args, daemon=True))
             processes[-1].start()
-            there.close()
-            pipes.append(here)
+            child_end.close()
+            pipes.append(parent_end)
         for n, chunk in enumerate(_chunks(documents), 1):
             pipe = pipes[(n - 1) % workers]
             encoded = _receive(pipe) if n > workers else []
@@ -468,7 +470,7 @@ def _encoded(
             yield from _receive(pipes[i % workers])
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise ValueError(
-            "a tokenizing process died (was it out of memory?); start again, with fewer --workers"
+            "a tokenizing worker died (out of memory?); start again with fewer --workers"
         ) from None
     finally:
         for pipe, process in zip(pipes, processes):
@@ -489,27 +491,27 @@ def _chunks(documents: Iterable[Document], characters: int = 1 << 19) -> Iterato
         yield chunk
 
 
-def _encode_chunk(encode: Batched, chunk: list[Document]) -> list[bytearray]:
+def _encode_chunk(encode: BatchEncode, chunk: list[Document]) -> list[bytearray]:
     try:
-        many = encode([text for _, text in chunk])
-    except Exception as e:  # an encoder fails in any way it likes
+        encoded = encode([text for _, text in chunk])
+    except Exception as e:  # an encoder may raise anything
         for document in chunk if len(chunk) > 1 else ():
-            _encode_chunk(encode, [document])  # is it this one?
+            _encode_chunk(encode, [document])  # find the document that fails
         names = " to ".join(dict.fromkeys((chunk[0][0], chunk[-1][0])))
         why = f"cannot be tokenized ({type(e).__name__}: {e})"
-        raise ValueError(f"document {names}: {why}; mend it, or leave it out") from None
-    return [bytearray(array.array("i", ids).tobytes()) for ids in many]
+        raise ValueError(f"document {names}: {why}; fix it or remove it") from None
+    return [bytearray(array.array("i", ids).tobytes()) for ids in encoded]
 
 
-def _whole(make_encode: Callable[[], Batched], ends: Ends) -> Batched:
-    """What it makes, with the ends of documents."""
-    encode, (before, after) = make_encode(), ends
+def _with_delimiters(make_encode: Callable[[], BatchEncode], delimiters: Delimiters) -> BatchEncode:
+    """make_encode(), with delimiters added around each document."""
+    encode, (before, after) = make_encode(), delimiters
     return lambda texts: [[*before, *ids, *after] for ids in encode(texts)]
 
 
-def _work(make_encode: Callable[[], Batched], pipe: Any) -> None:
-    """A worker: chunks come in, lists of documents or a ValueError go out, until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started it
+def _worker_loop(make_encode: Callable[[], BatchEncode], pipe: Any) -> None:
+    """A worker: receives chunks, sends encoded documents or a ValueError, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     encode = None
     try:
         while True:
@@ -520,7 +522,7 @@ def _work(make_encode: Callable[[], Batched], pipe: Any) -> None:
             except Exception as e:
                 result = ValueError(f"{e}")
             pipe.send(result)
-    except (EOFError, OSError):  # it has gone, or wants no more
+    except (EOFError, OSError):  # the parent has closed the pipe or died
         return
 
 
@@ -548,15 +550,15 @@ def _remove(folder: Path, pattern: str) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The lock of a folder's one writer; the system drops it when its process ends, however."""
+def _writer_lock(folder: Path) -> Iterator[None]:
+    """The lock of a folder's only writer; the OS releases it when the process ends or dies."""
     with open(folder / LOCK, "ab") as f:
-        for attempt in range(20):  # a reader may just be asking whether it is held
+        for attempt in range(20):  # _has_writer of a reader locks it briefly
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                _check(attempt < 19, f"{folder}: another process is writing it; wait, or end it")
+                _check(attempt < 19, f"{folder}: another process is writing it; wait or stop it")
                 time.sleep(0.05)
         yield
 
@@ -573,7 +575,7 @@ def _has_writer(folder: Path) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows, and the stream of them
+# Sources of rows, and the stream that mixes them
 # --------------------------------------------------------------------------------------------------
 
 
@@ -581,7 +583,7 @@ class Rows:
     """Rows in memory, (R, T + 1), as a source of Stream."""
 
     def __init__(self, rows: Tensor):
-        _check(len(rows), "rows: there are none to train on")
+        _check(len(rows), "rows: empty, nothing to train on")
         self.all = rows
 
     def __len__(self) -> int:
@@ -592,165 +594,167 @@ class Rows:
         return self.all[i]
 
     def block(self, i: int) -> range | None:
-        """The rows among which row i is shuffled in the first epoch; None past the last."""
+        """The range of rows shuffled together with row i in the first epoch; None past the end."""
         return range(len(self)) if i < len(self) else None
 
 
 class Shards:
-    """The rows of a folder that tokenize fills, or filled, as a source of Stream; memory-mapped.
+    """Memory-mapped rows of a folder that tokenize writes or has written, as a source of Stream.
 
-    Whoever asks for a row that is not there yet waits for it. ValueError: the writer failed or
-    died, once `patience` seconds have passed without one. `about`: what the folder must have been
-    made of, key by key, waited for too. `block` shards at a time are shuffled in the first epoch.
-    The file system must be one that all see, locks included; or else write a folder on each node.
+    Reading a row that is not written yet waits for it. ValueError if the writer failed, or if there
+    has been no writer for `timeout` seconds. about: values that the folder's about.json must have,
+    also waited for. block: number of shards shuffled together in the first epoch. The file system
+    must be shared by all ranks, with locks; else write a folder on each node.
     """
 
     def __init__(
         self, folder: Path, about: Mapping[str, Any] | None = None, *,
-        block: int = 4, patience: float = 10.0,
+        block: int = 4, timeout: float = 10.0,
     ):  # fmt: skip
-        self.folder, self.patience, self.block_shards = Path(folder), patience, block
+        self.folder, self.timeout, self.block_shards = Path(folder), timeout, block
         self.index: dict[str, int] | None = None
         self.maps: list[Tensor] = []
-        self.ends = [0]  # rows up to the begin of each shard, and of the one to come
-        wanted = json.loads(json.dumps(dict(about or {})))
-        made = lambda: _read_json(self.folder / ABOUT) or {}
-        self._wait(lambda: made() and made() | wanted == made(), "was made of something else")
-        self.width = made()["seq_len"] + 1
-        self._look()
+        self.row_offsets = [0]  # index of the first row of each shard, and of the next one
+        required = json.loads(json.dumps(dict(about or {})))
+        actual = lambda: _read_json(self.folder / ABOUT) or {}
+        ready = lambda: actual() and actual() | required == actual()
+        self._wait(ready, "was made from other data or settings")
+        self.width = actual()["seq_len"] + 1
+        self._refresh()
 
     def _wait(self, ready: Callable[[], bool], what: str = "is not finished") -> None:
         since = time.monotonic()
         while not ready():
             if _has_writer(self.folder):
                 since = time.monotonic()
-            elif time.monotonic() - since > self.patience:
-                failed, why = self.folder / FAILED, f"nobody is writing it, and it {what}"
+            elif time.monotonic() - since > self.timeout:
+                failed, why = self.folder / FAILED, f"no process is writing it, and it {what}"
                 if failed.exists():
                     why = f"its writer failed: {failed.read_text(encoding='utf-8').strip()}"
-                raise ValueError(f"{self.folder}: {why}; tokenize again, which goes on from here")
+                raise ValueError(f"{self.folder}: {why}; tokenize again, which continues from here")
             time.sleep(0.02)
 
-    def _look(self) -> None:
-        """Take note of shards that have come."""
+    def _refresh(self) -> None:
+        """Map shards written since the last call."""
         if self.index is not None:
             return
-        index = _read_json(self.folder / INDEX)  # first: then all shards are there
+        index = _read_json(self.folder / INDEX)  # read first: it is written after all shards
         for path in sorted(self.folder.glob("*.rows"))[len(self.maps) :]:
             whole = path.stat().st_size % (4 * self.width) == 0
-            _check(whole, f"{path}: does not hold whole rows; delete the folder, it is made again")
+            _check(whole, f"{path}: size is not a multiple of a row; delete the folder to rebuild")
             self.maps.append(read_tokens(path).view(-1, self.width))
-            self.ends.append(self.ends[-1] + len(self.maps[-1]))
+            self.row_offsets.append(self.row_offsets[-1] + len(self.maps[-1]))
         rows = None if index is None else index["rows"]
-        same = rows is None or rows == self.ends[-1]
-        _check(same, f"{self.folder}: holds {self.ends[-1]} rows of the {rows} that were written; "
-               "delete the folder, it is made again")  # fmt: skip
+        n = self.row_offsets[-1]
+        complete = rows is None or rows == n
+        _check(complete, f"{self.folder}: holds {n} rows of the {rows} that were written; delete "
+               "the folder to rebuild")  # fmt: skip
         self.index = index
 
     def _shard(self, i: int) -> int | None:
-        """Which shard has row i, if it is there."""
-        return bisect_right(self.ends, i) - 1 if 0 <= i < self.ends[-1] else None
+        """The index of the shard with row i, or None."""
+        return bisect_right(self.row_offsets, i) - 1 if 0 <= i < self.row_offsets[-1] else None
 
     @property
     def finished(self) -> bool:
-        """Whether all rows are there."""
-        self._look()
+        """Whether all rows are written."""
+        self._refresh()
         return self.index is not None
 
     def __len__(self) -> int:
-        _check(self.finished, f"{self.folder}: how many rows is not known before all are written")
-        return self.ends[-1]
+        _check(self.finished, f"{self.folder}: its length is unknown until all rows are written")
+        return self.row_offsets[-1]
 
     def row(self, i: int) -> Tensor:
-        """(T + 1,) int32, once it is written."""
+        """(T + 1,) int32. Waits until it is written."""
         self._wait(lambda: self._shard(i) is not None or self.finished)
         shard = self._shard(i)
-        _check(shard is not None, f"{self.folder}: has no row {i}, but {self.ends[-1]} rows")
-        return self.maps[shard][i - self.ends[shard]]
+        _check(shard is not None, f"{self.folder}: has {self.row_offsets[-1]} rows, no row {i}")
+        return self.maps[shard][i - self.row_offsets[shard]]
 
     def block(self, i: int) -> range | None:
-        """The rows among which row i is shuffled in the first epoch, once all of them are written;
-        None past the last."""
-
-        each = self.block_shards
-        first = lambda: self._shard(i) // each * each
-        here = lambda: self._shard(i) is not None
-        self._wait(lambda: (here() and first() + each < len(self.ends)) or self.finished)
-        if not here():
+        """The range of rows shuffled together with row i in the first epoch; None past the end.
+        Waits until all of them are written."""
+        n = self.block_shards
+        first = lambda: self._shard(i) // n * n
+        exists = lambda: self._shard(i) is not None
+        self._wait(lambda: (exists() and first() + n < len(self.row_offsets)) or self.finished)
+        if not exists():
             return None
-        return range(self.ends[first()], self.ends[min(first() + each, len(self.maps))])
+        last = min(first() + n, len(self.maps))
+        return range(self.row_offsets[first()], self.row_offsets[last])
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from, and how many of them against the other sources'."""
+    """A source of samples, and its weight relative to the other sources."""
 
     path: str
     weight: Fraction
 
 
 def parse_sources(given: Sequence[str]) -> list[Source]:
-    """["a.jsonl=3", "folder"]: paths, each with a weight after its last "=" (1 without a number).
-    Weights say how many of the samples, whatever the sizes."""
+    """Parse --data, such as ["a.jsonl=3", "folder"]: paths, each with a weight after its last "="
+    (default 1). Weights are shares of the samples, independent of the sizes."""
     sources = []
-    for one in given:
-        path, equals, number = one.rpartition("=")
+    for text in given:
+        path, equals, number = text.rpartition("=")
         weighted = equals and re.fullmatch(r"\d+(\.\d*)?|\.\d+", number)
-        source = Source(path, Fraction(number)) if weighted else Source(one, Fraction(1))
-        _check(source.path, f"--data {one}: no path; write PATH or PATH=WEIGHT")
-        _check(source.weight > 0, f"--data {one}: the weight must be more than 0; or leave it out")
+        source = Source(path, Fraction(number)) if weighted else Source(text, Fraction(1))
+        _check(source.path, f"--data {text}: no path; write PATH or PATH=WEIGHT")
+        _check(source.weight > 0, f"--data {text}: the weight must be greater than 0, or omit it")
         sources.append(source)
     return sources
 
 
 def _rng(*parts: int) -> torch.Generator:
-    """By all of the numbers: manual_seed itself hears 32 bits."""
+    """A generator seeded by a hash of all numbers; manual_seed itself uses 32 bits only."""
     return torch.Generator().manual_seed(zlib.crc32(repr(parts).encode()))
 
 
 class Stream:
     """Samples of several sources, mixed by weight: sample g = step * batch_size + index.
 
-    In every `period` samples (the weights as the least whole numbers, added up) from a multiple of
-    it on, each source has exactly its share; a shuffle says in which order.
+    Every aligned block of `period` samples (the sum of the weights as smallest integers) contains
+    exactly each source's share, in shuffled order.
     """
 
     def __init__(
         self, sources: Sequence[Rows | Shards], weights: Sequence[Fraction | float],
         seed: int, batch_size: int,
     ):  # fmt: skip
-        _check(sources and len(sources) == len(weights), "Stream wants a weight for every source")
+        _check(sources and len(sources) == len(weights), "Stream needs one weight per source")
         exact = [Fraction(str(w)) for w in weights]
-        _check(min(exact) > 0, f"weights must be more than 0, not {[*map(float, exact)]}")
+        _check(min(exact) > 0, f"weights must be greater than 0, not {[*map(float, exact)]}")
         scale = math.lcm(*(w.denominator for w in exact))
         whole = [int(w * scale) for w in exact]
         self.counts = [n // math.gcd(*whole) for n in whole]
         self.period = sum(self.counts)
-        said = f"weights {[*map(float, exact)]} come out even in {self.period} samples; round them"
-        _check(self.period <= 1_000_000, said)
+        error = f"weights {[*map(float, exact)]} have a period of {self.period} samples; round them"
+        _check(self.period <= 1_000_000, error)
         self.sources, self.seed, self.batch_size = [*sources], seed, batch_size
         self._mix = lru_cache(64)(self._mix)
         self._order = lru_cache(2 * len(sources))(self._order)
 
     def _mix(self, period: int) -> tuple[list[int], list[int]]:
-        """Of every sample of a period: its source, and how many of that source were before it."""
-        kinds = torch.repeat_interleave(torch.tensor(self.counts))
-        kinds = kinds[torch.randperm(self.period, generator=_rng(self.seed, 0, period))].tolist()
+        """For every sample of a period: its source, and how many of that source precede it."""
+        ids = torch.repeat_interleave(torch.tensor(self.counts))
+        ids = ids[torch.randperm(self.period, generator=_rng(self.seed, 0, period))].tolist()
         seen, before = [0] * len(self.counts), []
-        for k in kinds:
+        for k in ids:
             before.append(seen[k])
             seen[k] += 1
-        return kinds, before
+        return ids, before
 
     def _order(self, source: int, epoch: int, first: int, n: int) -> Tensor:
         return torch.randperm(n, generator=_rng(self.seed, 1, source, epoch, first))
 
     def source_of(self, g: int) -> tuple[int, int]:
-        """(which source sample g is from, its number among that source's samples)."""
-        period, place = divmod(g, self.period)
-        kinds, before = self._mix(period)
-        k = kinds[place]
-        return k, period * self.counts[k] + before[place]
+        """(index of sample g's source, its number among that source's samples)."""
+        period, i = divmod(g, self.period)
+        ids, before = self._mix(period)
+        k = ids[i]
+        return k, period * self.counts[k] + before[i]
 
     def row(self, g: int) -> Tensor:
         """Sample g, (T + 1,)."""
@@ -763,7 +767,7 @@ class Stream:
         return source.row(int(self._order(k, epoch, 0, len(source))[i]))
 
     def rows(self, step: int, indices: Iterable[int]) -> Tensor:
-        """Samples `indices` of the batch of `step`: coded rows (as many, T + 1) int64."""
+        """Samples `indices` of the batch of `step`: encoded rows (len(indices), T + 1) int64."""
         return torch.stack([self.row(step * self.batch_size + i) for i in indices]).long()
 
 
@@ -775,29 +779,29 @@ _KINDS = {str: "a string", list: "a list of messages", int: "a number", float: "
 
 
 def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """The field, of one of the kinds; of messages, each with a role and content."""
-    said = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
-    _check(name in found, f'{where}: has no "{name}"; give {said}')
+    """found[name], checked to be of one of the kinds; messages must have role and content."""
+    expected = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
+    _check(name in found, f'{where}: has no "{name}"; give {expected}')
     value = found[name]
-    right = isinstance(value, kinds) and not isinstance(value, bool)
-    _check(right, f'{where}: "{name}" must be {said}, not {type(value).__name__}')
+    ok = isinstance(value, kinds) and not isinstance(value, bool)
+    _check(ok, f'{where}: "{name}" must be {expected}, not {type(value).__name__}')
     for i, message in enumerate(value if isinstance(value, list) else ()):
         _check(isinstance(message, dict), f'{where}: "{name}"[{i}] must be an object')
         for key in ("role", "content"):
-            fine = isinstance(message.get(key), str)
-            _check(fine, f'{where}: "{name}"[{i}] wants a string "{key}"')
+            ok = isinstance(message.get(key), str)
+            _check(ok, f'{where}: "{name}"[{i}] needs a string "{key}"')
     _check(value not in ("", []), f'{where}: "{name}" is empty')
     return value
 
 
 def read_conversations(path: Path) -> Iterator[Messages]:
-    """JSONL with "messages". ValueError: file, line and field."""
+    """Conversations of JSONL with "messages". ValueError names file, line and field."""
     for where, found in _objects(path, '"messages"'):
         yield _field(where, found, "messages", list)
 
 
 def read_preferences(path: Path) -> Iterator[Preference]:
-    """JSONL with "prompt" (or "messages"), "chosen" and "rejected"."""
+    """Pairs of JSONL with "prompt" (or "messages"), "chosen" and "rejected"."""
     for where, found in _objects(path, '"prompt", "chosen" and "rejected"'):
         name = "messages" if "messages" in found and "prompt" not in found else "prompt"
         prompt = _field(where, found, name, str, list)
@@ -815,26 +819,27 @@ def read_prompts(path: Path) -> list[tuple[str | Messages, str]]:
 
 
 def chat_tokens(messages: Messages, render: Render, encode: Callable[[str], list[int]]) -> Tensor:
-    """One conversation as coded values (n,) int32. Targets are what the assistant would generate:
-    in each of its turns all after the generation prompt, with the text that ends the turn.
+    """One conversation as encoded values (n,) int32. Targets are what the assistant would generate:
+    in each of its turns everything after the generation prompt, with the text that ends the turn.
 
-    Where a turn begins is found by rendering the conversation up to it. ValueError: what that gives
-    is not how the whole begins (a template that changes earlier turns), or there is no such turn.
+    The start of a turn is found by rendering the conversation up to it. ValueError if that is not a
+    prefix of the full rendering (a template that changes earlier turns), or if no turn is the
+    assistant's.
     """
     whole, done, parts = render(messages, False), 0, []
-    _check(whole, "messages: the chat template makes nothing of them")
+    _check(whole, "messages: the chat template renders them as empty text")
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before, after = render(messages[:i], True), render(messages[: i + 1], False)
         _check(
             after.startswith(before) and whole.startswith(after) and len(before) >= done,
-            f"messages[{i}]: the chat template renders what comes before this one differently than "
-            "in the whole conversation; split the conversation there, or change the template",
+            f"messages[{i}]: the chat template renders earlier messages differently than in the "
+            "whole conversation; split the conversation here, or change the template",
         )
         parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
         done = len(after)
-    _check(parts, "messages: none is the assistant's, so there is nothing to learn")
+    _check(parts, "messages: none is from the assistant, so there are no targets")
     coded = []
     for text, target in [*parts, (whole[done:], False)]:
         ids = encode(text) if text else []
@@ -842,10 +847,10 @@ def chat_tokens(messages: Messages, render: Render, encode: Callable[[str], list
     return torch.tensor(coded, dtype=torch.int32)
 
 
-def _each(
+def _map_items(
     name: str, items: Iterable[Any] | Mapping[int, Any], make: Callable[[Any], Any]
 ) -> list[Any]:
-    """make of all; its ValueErrors with the number of the item: from 1, or its key."""
+    """[make(item) of all items]; ValueErrors get the item's number from 1, or its key."""
     made = []
     for n, item in items.items() if isinstance(items, Mapping) else enumerate(items, 1):
         try:
@@ -860,46 +865,46 @@ def chat_rows(
     conversations: Iterable[Messages] | Mapping[int, Messages], render: Render,
     encode: Callable[[str], list[int]], seq_len: int, pack: bool,
 ) -> Tensor:  # fmt: skip
-    """Conversations as coded rows (R, seq_len + 1) int32, best-fit packed, or a row for each. One
-    longer than a row goes on in further rows. ValueError: as chat_tokens, by number (or key)."""
+    """Conversations as encoded rows (R, seq_len + 1) int32, best-fit packed or one per row. Longer
+    ones are split over several rows. ValueError of chat_tokens, with the number (or key)."""
     tokens = lambda messages: chat_tokens(messages, render, encode)
-    documents = _each("conversation", conversations, tokens)
-    rows = pack_rows(documents, seq_len, best_fit if pack else one_each)
+    documents = _map_items("conversation", conversations, tokens)
+    rows = pack_rows(documents, seq_len, best_fit if pack else one_per_row)
     targets = (rows >= 0) & (rows < START)
-    return rows[targets.any(1)]  # a piece may be of a prompt alone
+    return rows[targets.any(1)]  # drop pieces without targets (prompt only)
 
 
 def preference_rows(
     pairs: Iterable[Preference] | Mapping[int, Preference], render: Render | None,
     encode: Callable[[str], list[int]], seq_len: int,
 ) -> Tensor:  # fmt: skip
-    """Pairs as coded rows (2 * n, seq_len + 1) int32: chosen, rejected, chosen, ... Completions are
-    targets, and cut off at the row's end.
+    """Pairs as encoded rows (2 * n, seq_len + 1) int32: chosen, rejected, chosen, ... Completions
+    are targets, truncated at the end of the row.
 
-    Strings are a user's and an assistant's message; without `render` they are plain text, with BOS
-    in front and EOS behind. Completions may repeat the prompt's messages. ValueError: a prompt that
-    leaves no room.
+    Strings are rendered as a user and an assistant message; without `render` they are plain text
+    between BOS and EOS. Completions may repeat the prompt's messages. ValueError if a prompt leaves
+    no room for its completion.
     """
 
     def row(prompt: Any, completion: Any) -> Tensor:
         if render is None:
             plain = isinstance(prompt, str) and isinstance(completion, str)
-            _check(plain, "messages want a chat template; give strings, or a model that has one")
+            _check(plain, "messages require a chat template; give strings, or a model with one")
             context, text = [BOS, *encode(prompt)], [*encode(completion), EOS]
         else:
-            said, reply = _messages(prompt, "user"), _messages(completion, "assistant")
-            reply = reply[len(said) :] if reply[: len(said)] == said else reply
-            before, whole = render(said, True), render([*said, *reply], False)
-            same = whole.startswith(before)
-            _check(same, "the chat template renders the prompt otherwise before a completion")
+            messages, reply = _messages(prompt, "user"), _messages(completion, "assistant")
+            reply = reply[len(messages) :] if reply[: len(messages)] == messages else reply
+            before, whole = render(messages, True), render([*messages, *reply], False)
+            ok = whole.startswith(before)
+            _check(ok, "the chat template renders the prompt differently before a completion")
             context, text = encode(before), encode(whole[len(before) :])
         room = seq_len + 1 - len(context)
-        said = f"its prompt, {len(context)} tokens, leaves no room in a row of {seq_len + 1}"
-        _check(room > 0, f"{said}; leave it out, or make rows longer")
+        error = f"its prompt, {len(context)} tokens, leaves no room in a row of {seq_len + 1}"
+        _check(room > 0, f"{error}; remove it, or increase --seq-len")
         return encode_row([*context, *text[:room]], len(context), seq_len)
 
-    both = lambda pair: torch.stack([row(pair[0], completion) for completion in pair[1:]])
-    return torch.cat(_each("pair", pairs, both))
+    pair_rows = lambda pair: torch.stack([row(pair[0], completion) for completion in pair[1:]])
+    return torch.cat(_map_items("pair", pairs, pair_rows))
 
 
 def _messages(given: str | Messages, role: str) -> Messages:
@@ -912,7 +917,7 @@ def _messages(given: str | Messages, role: str) -> Messages:
 
 
 def next_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """The plain way: in the order given, a new bin when the last one has no room."""
+    """A simpler Fit: in the given order, a new bin when the last one has no room."""
     bins, room = [], 0
     for i, length in enumerate(lengths):
         if length > room:
@@ -924,16 +929,16 @@ def next_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def predictions(documents: Iterable[Sequence[int]], seq_len: int) -> list[tuple[int, ...]]:
-    """What training on ids sees, said plainly: each target behind all that is read before it, of
-    documents in pieces of seq_len + 1 that overlap by one."""
+    """Reference: each target after all of its context, for documents in pieces of seq_len + 1 that
+    overlap by one."""
     pieces = (
         ids[i : i + seq_len + 1] for ids in documents for i in range(0, len(ids) - 1, seq_len)
     )
     return sorted(tuple(piece[:n]) for piece in pieces for n in range(2, len(piece) + 1))
 
 
-def decoded(rows: Tensor) -> list[tuple[int, ...]]:
-    """The same, of what decode makes of packed rows."""
+def decoded_predictions(rows: Tensor) -> list[tuple[int, ...]]:
+    """The predictions that decode makes of packed rows."""
     found = []
     for inputs, targets, positions in zip(*(x.tolist() for x in decode(rows.long(), True))):
         for t, target in enumerate(targets):
@@ -943,28 +948,28 @@ def decoded(rows: Tensor) -> list[tuple[int, ...]]:
 
 
 class HashTokenizer:
-    """A stand-in for a tokenizer: words, runs of spaces and signs, by a hash."""
+    """A toy tokenizer: hashes of words, runs of spaces and punctuation."""
 
-    def __call__(self) -> Batched:
+    def __call__(self) -> BatchEncode:
         pieces = re.compile(r"\w+|\s+|[^\w\s]")
         one = lambda text: [3 + zlib.crc32(p.encode()) % 50_000 for p in pieces.findall(text)]
         return lambda texts: [one(text) for text in texts]
 
 
-def _lengths(n: int, rng: torch.Generator) -> list[int]:
-    """Of web pages, about: log-normal, a median of 400 tokens, a tail of thousands."""
+def _document_lengths(n: int, rng: torch.Generator) -> list[int]:
+    """Lengths like those of web pages: log-normal, median 400 tokens, a tail of thousands."""
     return (torch.randn(n, generator=rng) * 1.2 + 6).exp().clamp(2, 100_000).int().tolist()
 
 
 def check() -> None:
-    """Packed rows hold every prediction once; shards are the same written by anyone; the stream
-    gives every row once."""
+    """Packed rows hold every prediction once; shards do not depend on the number of workers; an
+    epoch of the stream has every row once."""
     rng, T = torch.Generator().manual_seed(0), 32
     documents = [torch.randint(3, 99, (n // 20 + 2,), generator=rng, dtype=torch.int32)
-                 for n in _lengths(200, rng)]  # fmt: skip
+                 for n in _document_lengths(200, rng)]  # fmt: skip
     want = predictions([d.tolist() for d in documents], T)
-    for fit in (best_fit, next_fit, one_each):
-        assert decoded(pack_rows(documents, T, fit)) == want, fit
+    for fit in (best_fit, next_fit, one_per_row):
+        assert decoded_predictions(pack_rows(documents, T, fit)) == want, fit
     texts = [(f"{i}", "a few words " * (1 + i % 9)) for i in range(100)]
     with tempfile.TemporaryDirectory() as tmp:
         for workers in (0, 1):
@@ -979,36 +984,36 @@ def check() -> None:
 
 
 def benchmark() -> None:
-    """Rows that packing makes of 30,000 documents, and tokens per second of tokenizing."""
+    """Fill of rows by packing method for 30,000 documents, and tokenizer throughput."""
     T, rng = 2048, torch.Generator().manual_seed(0)
-    documents = [torch.full((n,), 3, dtype=torch.int32) for n in _lengths(30_000, rng)]
+    documents = [torch.full((n,), 3, dtype=torch.int32) for n in _document_lengths(30_000, rng)]
     total = sum(len(d) - 1 for d in documents)
-    cut = lambda documents, T: pack_rows([d[: T + 1] for d in documents], T, one_each)
-    ways = {
+    truncate = lambda documents, T: pack_rows([d[: T + 1] for d in documents], T, one_per_row)
+    methods = {
         "best fit": pack_rows,
         "next fit": lambda documents, T: pack_rows(documents, T, next_fit),
-        "one stream, cut": window_rows,
-        "one each, truncated": cut,
+        "one stream, split": window_rows,
+        "one each, truncated": truncate,
     }
-    torn = place = 0  # documents that fit a row, and stand in two
+    n_split = offset = 0  # documents that would fit a row but are split over two
     for n in map(len, documents):
-        torn += n <= T + 1 and place // T != (place + n - 2) // T
-        place += n
+        n_split += n <= T + 1 and offset // T != (offset + n - 2) // T
+        offset += n
     print(f"{len(documents):,} documents, {total:,} predictions, rows of {T}")
-    print(f"{'':>20}{'rows':>9}{'filled':>9}{'lost':>8}{'cut in two':>12}{'rows/s':>10}")
-    for name, way in ways.items():
+    print(f"{'':>20}{'rows':>9}{'filled':>9}{'lost':>8}{'split':>12}{'rows/s':>10}")
+    for name, method in methods.items():
         start = time.perf_counter()
-        rows = way(documents, T)
+        rows = method(documents, T)
         speed = len(rows) / (time.perf_counter() - start)
         kept = min(total, int(((rows[:, 1:] >= 0) & (rows[:, 1:] < START)).sum()))
-        cuts = torn / len(documents) if way is window_rows else 0
+        split = n_split / len(documents) if method is window_rows else 0
         print(f"{name:>20}{len(rows):>9,}{kept / rows[:, 1:].numel():>9.1%}"
-              f"{1 - kept / total:>8.1%}{cuts:>12.1%}{speed:>10,.0f}")  # fmt: skip
+              f"{1 - kept / total:>8.1%}{split:>12.1%}{speed:>10,.0f}")  # fmt: skip
     texts = read_documents(None)
     print(f"\n{'workers':>20}{'tokens/s':>12}   (words of the standard library's source)")
     for workers in (0, 1, 2):
-        encoded = _encoded(texts, HashTokenizer(), workers)
-        next(encoded)  # workers have begun
+        encoded = _encode_documents(texts, HashTokenizer(), workers)
+        next(encoded)  # wait until workers have started
         start = time.perf_counter()
         tokens = sum(len(ids) // 4 for ids in encoded)
         print(f"{workers:>20}{tokens / (time.perf_counter() - start):>12,.0f}")

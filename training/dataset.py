@@ -1,9 +1,9 @@
-"""dataset.py: what a run of train.py reads, from --data to rows of tokens.
+"""The data set of a training run: from --data to batches of token rows.
 
-The tokenizer, which is that of --init or is trained on the documents; the token files or, with
---pack, --workers or several sources, the shards of rows, in OUT; of --task sft the conversations,
-put through the chat template. data.py does the work; here the flags say of what, and ranks wait for
-the first, which writes.
+Prepares the tokenizer (that of --init, or trained on the documents) and, in OUT, the token files
+or, with --pack, --workers or several sources, shards of rows; for --task sft, conversations
+rendered with the chat template. This file applies the flags to data.py; rank 0 writes, the other
+ranks wait.
 """
 
 from __future__ import annotations
@@ -31,21 +31,25 @@ from huggingface.weights import write_atomically
 from model import ModelConfig
 from parallelism.dist_env import DistEnv, rank0_first
 from training import data
-from training.data import BOS, EOS, get_batch, read_documents, read_tokens, split, write_tokens
+from training.data import BOS, EOS, get_batch, read_documents, read_tokens, split_documents
+from training.data import write_tokens
 
-TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-         "added_tokens.json", "chat_template.jinja")  # fmt: skip
-# Where --init has no chat template; BOS and EOS become its tokens' names
+TOKENIZER_FILES = (
+    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+# Used if --init has no chat template; BOS and EOS are replaced by the names of its tokens
 DEFAULT_CHAT_TEMPLATE = """BOS{% for m in messages %}<{{ m['role'] }}>
 {{ m['content'] }}{{ 'EOS' if m['role'] == 'assistant' else '' }}
 {% endfor %}{{ '<assistant>\\n' if add_generation_prompt else '' }}"""
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
-    """A sentencepiece BPE model that gives text back unchanged (but U+2581, its mark for a space).
+    """Train a sentencepiece BPE model; returns its serialized bytes. Decoding restores the text
+    exactly (except U+2581, sentencepiece's mark for a space).
 
-    Whitespace is kept as it is, and runs of it are pieces: sixteen spaces of indentation, or ":"
-    with its newline, cost one token. Unknown characters fall back to bytes.
+    Whitespace is kept, and runs of it are pieces: sixteen spaces of indentation, or ":" with its
+    newline, cost one token. Unknown characters fall back to bytes.
     """
     pieces = (text[i : i + 4000] for text in texts for i in range(0, len(text), 4000))
     model = io.BytesIO()
@@ -72,13 +76,13 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
         )
     except RuntimeError as e:
         raise ValueError(
-            f"--data: too little text for a tokenizer of {vocab_size} pieces ({e})"
+            f"--data: too little text to train a tokenizer with {vocab_size} pieces ({e})"
         ) from None
     return model.getvalue()
 
 
 def prepare_tokenizer(args: argparse.Namespace, texts: Iterable[str], vocab_size: int) -> None:
-    """OUT's tokenizer: there already, that of --init, or trained on `texts`."""
+    """Write OUT's tokenizer unless --resume finds it: that of --init, or trained on `texts`."""
     path = args.out / "tokenizer.model"
     if args.resume and any((args.out / name).exists() for name in TOKENIZER_FILES[:2]):
         return
@@ -86,20 +90,20 @@ def prepare_tokenizer(args: argparse.Namespace, texts: Iterable[str], vocab_size
         model = train_tokenizer([*texts], vocab_size)
         write_atomically(path, lambda tmp: tmp.write_bytes(model))
         return
-    there = [name for name in TOKENIZER_FILES if (args.init / name).exists()]
-    if not {*TOKENIZER_FILES[:2]} & {*there}:
+    existing = [name for name in TOKENIZER_FILES if (args.init / name).exists()]
+    if not {*TOKENIZER_FILES[:2]} & {*existing}:
         raise ValueError(
-            f"--init {args.init}: has no tokenizer.model to tokenize --data with, nor a "
-            "tokenizer.json"
+            f"--init {args.init}: has neither tokenizer.model nor tokenizer.json, needed to "
+            "tokenize --data"
         )
-    for name in there:
+    for name in existing:
         content = (args.init / name).read_bytes()
         write_atomically(args.out / name, lambda tmp: tmp.write_bytes(content))
 
 
 def make_encoder(folder: Path, vocab_size: int) -> Callable[[list[str]], list[list[int]]]:
-    """Texts to ids, by the tokenizer in `folder`, nothing put around them. ValueError if it has
-    more pieces than the model."""
+    """A function from texts to token ids without BOS and EOS, using the tokenizer in `folder`.
+    ValueError if it has more pieces than vocab_size."""
     path = folder / "tokenizer.model"
     if not path.exists():
         tokenizer = load_tokenizer(folder)
@@ -110,98 +114,102 @@ def make_encoder(folder: Path, vocab_size: int) -> Callable[[list[str]], list[li
         raise ValueError(f"{path}: not a sentencepiece model ({e})") from None
     if pieces.vocab_size() > vocab_size:
         raise ValueError(
-            f"{path}: {pieces.vocab_size()} pieces do not fit vocab_size {vocab_size} of "
+            f"{path}: its {pieces.vocab_size()} pieces exceed vocab_size {vocab_size} of "
             "config.json"
         )
     return pieces.encode
 
 
-Stream = Callable[[int, Sequence[int]], Tensor]  # step, samples of its batch -> rows (n, T + 1)
+ReadRows = Callable[[int, Sequence[int]], Tensor]  # step, indices in its batch -> (n, T + 1)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a run reads: rows of the batches, and of validation (R, T + 1), or tokens (n,)."""
+    """Training batches and the validation set: rows (R, T + 1), or tokens (n,)."""
 
-    rows: Stream | None
-    held: Tensor | None
-    size: int | None  # tokens to train on; None: not known (yet)
-    mark: Any  # by which a resumed run knows that it is the same; None: not known yet
+    rows: ReadRows | None
+    validation: Tensor | None
+    size: int | None  # training tokens; None: not known yet
+    fingerprint: Any  # detects changed data on --resume; None: not known yet
 
 
 @dataclass
 class NextToken:
-    """The objective of texts and chats: what comes next, in `mine` of each batch's rows."""
+    """The next-token objective (--task text, sft). local_ids: this rank's samples of each batch."""
 
-    rows: Stream
-    mine: Sequence[int]
-    row = {}  # nothing more to be said
+    rows: ReadRows
+    local_ids: Sequence[int]
+    row = {}  # no additional metrics
 
     def batch(self, step: int) -> Tensor:
-        return self.rows(step, self.mine)
+        return self.rows(step, self.local_ids)
 
 
-def prepare_text(args: argparse.Namespace, config: ModelConfig, place: DistEnv) -> Dataset:
-    """Documents to rows. The first rank writes OUT's tokenizer and token files; with --workers it
-    goes on doing so while steps are made. Collective."""
+def prepare_text(args: argparse.Namespace, config: ModelConfig, env: DistEnv) -> Dataset:
+    """The data set of --task text. Rank 0 writes OUT's tokenizer and token files; with --workers a
+    thread continues to tokenize during training. Collective."""
     paths = [s.path for s in data.parse_sources(args.data or ())] or [None]
 
     def write() -> None:
         if not (args.resume and (args.out / "val.tokens").exists()):
             write_token_files(args, config, paths)
 
-    rank0_first(place, write)
-    held, B, T = open_tokens(args, "val", "held-out"), args.batch_size, args.seq_len
+    rank0_first(env, write)
+    validation, B, T = open_tokens(args, "val", "validation"), args.batch_size, args.seq_len
     if args.pack:
         rows = data.Shards(args.out / "data" / "held", shard_metadata(args, "held"))
-        held = torch.stack([rows.row(i) for i in range(len(rows))])
+        validation = torch.stack([rows.row(i) for i in range(len(rows))])
     if not args.streamed:
         tokens = open_tokens(args, "train", "training")
         rows = lambda step, i: get_batch(tokens, args.seed, step, i, B, T)
-        return Dataset(rows, held, len(tokens), len(tokens))
+        return Dataset(rows, validation, len(tokens), len(tokens))
     folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
-    if place.rank == 0:
+    if env.rank == 0:
         write = partial(write_shards, args, config, folders)
         threading.Thread(target=write, daemon=True).start() if args.workers else write()
-    # another source may be written first, for long; a writer that fails says so
-    opened = [data.Shards(at, shard_metadata(args, path), patience=1e9) for path, at in folders.items()]
+    sources = [  # no timeout: another source may be written first; a failed writer is reported
+        data.Shards(folder, shard_metadata(args, path), timeout=1e9)
+        for path, folder in folders.items()
+    ]
     weights = [s.weight for s in data.parse_sources(args.data or ())] or [1]
-    stream = data.Stream(opened, weights, args.seed, B)
-    whole = all(source.finished for source in opened)
-    mark = [len(source) for source in opened] if whole else None
-    return Dataset(stream.rows, held, sum(mark) * T if whole else None, mark)
+    stream = data.Stream(sources, weights, args.seed, B)
+    finished = all(source.finished for source in sources)
+    fingerprint = [len(source) for source in sources] if finished else None
+    size = sum(fingerprint) * T if finished else None
+    return Dataset(stream.rows, validation, size, fingerprint)
 
 
-def write_token_files(args: argparse.Namespace, config: ModelConfig, paths: Sequence[str | None]) -> None:
-    """OUT's tokenizer, and its token files: of what is held out; of all else, unless it goes into
-    shards, and then documents are read one by one."""
+def write_token_files(
+    args: argparse.Namespace, config: ModelConfig, paths: Sequence[str | None]
+) -> None:
+    """Write OUT's tokenizer and validation tokens; training tokens too, unless documents are
+    streamed into shards."""
     if args.streamed:
-        each = [data.stream_documents(path) for path in paths]
-        held = [text for docs in each for name, text in docs if data.is_validation(name)]
-        kept = (text for path in paths for name, text in data.stream_documents(path)
-                if not data.is_validation(name))  # fmt: skip
-        held = held or [*islice(kept, 1)]
+        sources = [data.stream_documents(path) for path in paths]
+        val = [text for docs in sources for name, text in docs if data.is_validation(name)]
+        train = (text for path in paths for name, text in data.stream_documents(path)
+                 if not data.is_validation(name))  # fmt: skip
+        val = val or [*islice(train, 1)]
     else:
-        kept, held = split(read_documents(paths[0]))
-    prepare_tokenizer(args, kept, config.vocab_size)
-    how = make_encoder(args.out, config.vocab_size), document_delimiters(config)
-    write_tokens(args.out / "val.tokens", how[0], held, how[1])
+        train, val = split_documents(read_documents(paths[0]))
+    prepare_tokenizer(args, train, config.vocab_size)
+    make = partial(make_encoder, args.out, config.vocab_size)
+    encode, delimiters = make(), document_delimiters(config)
+    write_tokens(args.out / "val.tokens", encode, val, delimiters)
     if args.pack:
-        make, named = partial(make_encoder, args.out, config.vocab_size), [*enumerate(held)]
-        rows, about = args.out / "data" / "held", shard_metadata(args, "held")
-        data.tokenize(named, make, rows, args.seq_len, True, ends=how[1], about=about)
+        folder, about = args.out / "data" / "held", shard_metadata(args, "held")
+        rest = args.seq_len, True
+        data.tokenize([*enumerate(val)], make, folder, *rest, delimiters=delimiters, about=about)
     if not args.streamed:
-        write_tokens(args.out / "train.tokens", how[0], kept, how[1])
+        write_tokens(args.out / "train.tokens", encode, train, delimiters)
 
 
-def prepare_task(args: argparse.Namespace, config: ModelConfig, place: DistEnv) -> Dataset:
-    """The tokenizer and chat template of --init; of --task sft its conversations as rows. What dpo
-    and grpo read, `objective_of` does. Collective."""
-    for one in args.data:
-        if not Path(one).is_file():
-            raise ValueError(
-                f"--data {one}: --task {args.task} reads a JSONL file, one for a --data"
-            )
+def prepare_task(args: argparse.Namespace, config: ModelConfig, env: DistEnv) -> Dataset:
+    """The data set of --task sft: conversations as rows; for dpo and grpo, which read --data in
+    build_objective, only OUT's tokenizer and chat template. Collective."""
+    for path in args.data:
+        if not Path(path).is_file():
+            raise ValueError(f"--data {path}: must be a JSONL file with --task {args.task}")
 
     def write() -> None:
         prepare_tokenizer(args, (), config.vocab_size)
@@ -211,29 +219,30 @@ def prepare_task(args: argparse.Namespace, config: ModelConfig, place: DistEnv) 
             path = args.out / "chat_template.jinja"
             write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
-    rank0_first(place, write)
-    mark = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in args.data]
+    rank0_first(env, write)
+    fingerprint = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in args.data]
     if args.task != "sft":
-        return Dataset(None, None, None, mark)
+        return Dataset(None, None, None, fingerprint)
     chats = [chat for path in args.data for chat in data.read_conversations(Path(path))]
-    kept, held = train_val_split(chats)
-    how = *load_chat(args.out), args.seq_len, args.pack
-    rows, held = data.chat_rows(kept, *how), data.chat_rows(held, *how)
+    train, val = train_val_split(chats)
+    rest = *load_chat(args.out), args.seq_len, args.pack
+    rows, validation = data.chat_rows(train, *rest), data.chat_rows(val, *rest)
     stream = data.Stream([data.Rows(rows)], [1], args.seed, args.batch_size)
-    return Dataset(stream.rows, held, rows[:, 1:].numel(), mark)
+    return Dataset(stream.rows, validation, rows[:, 1:].numel(), fingerprint)
 
 
 def train_val_split(items: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-    """({number from 1: item} to train on, to validate with): one in 16, of few the last. (Of a
-    single one, it is both.)"""
+    """(training items, validation items), each {number from 1: item}. One in 16 is for validation,
+    or the last if there are few; a single item is used for both."""
     numbers = range(1, 1 + len(items))
-    held = [n for n in numbers if data.is_validation(str(n - 1))] or [*numbers][-1:]
-    kept = [n for n in numbers if n not in {*held}] or held
-    return {n: items[n - 1] for n in kept}, {n: items[n - 1] for n in held}
+    val = [n for n in numbers if data.is_validation(str(n - 1))] or [*numbers][-1:]
+    train = [n for n in numbers if n not in {*val}] or val
+    return {n: items[n - 1] for n in train}, {n: items[n - 1] for n in val}
 
 
 def load_chat(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[int]]]:
-    """(messages, add_generation_prompt) -> text, and text -> ids, as in generate.py --chat."""
+    """The chat template, (messages, add_generation_prompt) -> text, and the tokenizer, text -> ids,
+    as in generate.py --chat."""
     template, tokenizer = load_chat_template(folder), load_tokenizer(folder)
 
     def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
@@ -245,34 +254,34 @@ def load_chat(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[in
 def write_shards(
     args: argparse.Namespace, config: ModelConfig, folders: Mapping[str | None, Path]
 ) -> None:
-    """Tokenize each source's training documents into its folder of rows."""
+    """Tokenize the training documents of each source into its folder of shards."""
     make = partial(make_encoder, args.out, config.vocab_size)
+    delimiters = document_delimiters(config)
     for path, folder in folders.items():
-        kept = ((n, text) for n, text in data.stream_documents(path) if not data.is_validation(n))
-        how = args.seq_len, args.pack, args.workers
-        about = shard_metadata(args, path)
-        data.tokenize(kept, make, folder, *how, ends=document_delimiters(config), about=about)
+        train = ((n, text) for n, text in data.stream_documents(path) if not data.is_validation(n))
+        rest, about = (args.seq_len, args.pack, args.workers), shard_metadata(args, path)
+        data.tokenize(train, make, folder, *rest, delimiters=delimiters, about=about)
 
 
 def shard_metadata(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
-    """What a source's rows are made of."""
+    """What the rows of a source depend on: data, tokenizer, row length, packing."""
     name = next(name for name in TOKENIZER_FILES[:2] if (args.out / name).exists())
     tokenizer = hashlib.sha256((args.out / name).read_bytes()).hexdigest()[:16]
     return {"data": str(path), "tokenizer": tokenizer, "seq_len": args.seq_len, "pack": args.pack}
 
 
-def document_delimiters(config: ModelConfig) -> data.Ends:
-    """What stands around a document: the model's first tokens, if it has them, and its last."""
-    begin = [config.bos_id] if config.bos_id is not None else []
-    return begin, list(config.eos_ids[:1])
+def document_delimiters(config: ModelConfig) -> data.Delimiters:
+    """Token ids before a document (BOS, if the model has one) and after it (EOS)."""
+    before = [config.bos_id] if config.bos_id is not None else []
+    return before, list(config.eos_ids[:1])
 
 
 def open_tokens(args: argparse.Namespace, name: str, what: str) -> Tensor:
-    """OUT/NAME.tokens. ValueError: there are too few."""
+    """Memory-map OUT/NAME.tokens. ValueError if it is shorter than one row."""
     tokens = read_tokens(args.out / f"{name}.tokens")
     if len(tokens) < args.seq_len + 1:
         raise ValueError(
             f"--data: {len(tokens)} {what} tokens are too few for --seq-len {args.seq_len}; "
-            "give more text, or shorter sequences"
+            "give more text, or reduce --seq-len"
         )
     return tokens

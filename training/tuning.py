@@ -1,37 +1,35 @@
-"""tuning.py: what train.py trains on beside the next token of a text: preferences and rewards.
+"""DPO and GRPO: training objectives from preference pairs and from rewarded rollouts.
 
     python train.py --task dpo --data PAIRS.jsonl ...     direct preference optimization
-    python train.py --task grpo --data PROMPTS.jsonl ...  answers drawn from the model, and rewarded
+    python train.py --task grpo --data PROMPTS.jsonl ...  RL on completions sampled from the model
 
-An objective is what a step's rows are, and their loss:
+An objective defines the rows of a step and their loss:
 
-    batch(step)      this rank's rows (rows, T + 1), coded as data.py has them: prompts and padding
-                     are no targets
-    count(batch)     what the summed loss of the step is divided by, this rank's part (a tensor)
+    batch(step)      this rank's encoded rows (rows, T + 1) of data.py; prompts and padding are not
+                     targets
+    count(batch)     this rank's part of the divisor of the step's summed loss (a tensor)
     loss(model, micro, rows, attend)
                      the summed loss of micro = batch[rows], rows a slice
-    row              what there is to say of the last step, for metrics.jsonl; over all ranks, so
-                     that all ranks must ask
+    row              metrics of the last step for metrics.jsonl, over all ranks. Collective
     validate(model, size, attend)
-                     what there is to say of examples held out, "val_..." for metrics.jsonl, in
-                     micro-batches of `size` rows; {} without any. All ranks must ask
+                     "val_..." metrics of the validation set in micro-batches of `size` rows, {}
+                     without one. Collective
 
-and it has no state that a resumed run would miss: which prompts or pairs a step takes, and what is
-drawn, are functions of (seed, step, index) and the weights. (GRPO with `updates` above 1 draws anew
-where a run is resumed between two draws.)
+It has no state that a resumed run would miss: the prompts or pairs of a step and the samples are
+functions of (seed, step, index) and the weights. (GRPO with `updates` above 1 samples again if a
+run is resumed between two rollouts.)
 
-GRPO draws its answers with paged_kv.py's Engine over the very weights that are trained: no second
-copy (but, under autocast, of what it would cast, while it draws), no transfer, and nothing that an
-Engine cannot read, shards. The Engine's own log-probabilities are the old policy's: where training
-rounds otherwise than it does, the ratio says so. Keys of old weights must not be found again, so
-its prefix cache begins every step empty: it
-serves a prompt's answers, which share theirs.
+GRPO samples with paged_kv.py's Engine on the trained weights themselves: no second copy (except,
+under autocast, the cast weights while sampling) and no transfer, but no sharded weights either. The
+Engine's log-probabilities are those of the old policy, so that the ratio accounts for rounding
+differences between sampling and training. The prefix cache is emptied before every rollout, since
+its keys are of old weights: it only shares the prompt among the completions of a group.
 
-The reference is a frozen model, or, with adapters (lora.py), the model with these off: it then
-costs no memory. Log-probabilities are of answers alone, so that the head multiplies no prompt.
+The reference model is a frozen copy or, with LoRA, the model with adapters disabled, which costs no
+memory. The head runs on completion tokens only.
 
-The model must have all its layers and see whole sequences (no pipeline, no context parallelism);
-where its vocabulary is cut, `of` is to know how, and an Engine cannot draw from it.
+The model must have all layers and see whole sequences (no pipeline or context parallelism); with a
+sharded vocabulary, `logprobs_fn` must handle it, and an Engine cannot sample from the model.
 """
 
 from __future__ import annotations
@@ -77,11 +75,11 @@ from training.data import (
 from training.dataset import NextToken, Dataset, load_chat, train_val_split
 from training.lora import LoRALinear, adapters, disabled
 
-# (logits (N, V), targets (N,)) -> log-probabilities (N,); another where the vocabulary is cut
-LogProbs = Callable[[Tensor, Tensor], Tensor]
-# the sum over all ranks of a tensor that each has its own of
-Total = Callable[[Tensor], Tensor]
-PAIRS, PROMPTS = 128, 32  # of those held out, to validate with
+# (logits (N, V), targets (N,)) -> log-probabilities (N,); replaceable for a sharded vocabulary
+LogProbsFn = Callable[[Tensor, Tensor], Tensor]
+# sum of a tensor over all ranks
+AllReduce = Callable[[Tensor], Tensor]
+PAIRS, PROMPTS = 128, 32  # size of the validation set: at most so much is used
 
 
 def _check(condition: bool, message: str) -> None:
@@ -90,89 +88,96 @@ def _check(condition: bool, message: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What both objectives do
+# Shared by both objectives
 # --------------------------------------------------------------------------------------------------
 
 
-def chosen(n: int, seed: int, step: int, batch_size: int, mine: Sequence[int]) -> list[int]:
-    """Which of n samples stand at places `mine` of a step's batch: an endless row of epochs, each
-    shuffled, so that all are seen once before any is seen twice."""
-    found, orders = [], {}
-    for i in mine:
-        epoch, place = divmod(step * batch_size + i, n)
+def epoch_indices(
+    n: int, seed: int, step: int, batch_size: int, local_ids: Sequence[int]
+) -> list[int]:
+    """Which of n samples are at positions `local_ids` of the batch of `step`, in an infinite
+    sequence of shuffled epochs: every sample is seen once per epoch."""
+    indices, orders = [], {}
+    for i in local_ids:
+        epoch, position = divmod(step * batch_size + i, n)
         if epoch not in orders:
             rng = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
             orders[epoch] = torch.randperm(n, generator=rng).tolist()
-        found.append(orders[epoch][place])
-    return found
+        indices.append(orders[epoch][position])
+    return indices
 
 
 def logprobs(
-    model: Any, micro: Tensor, attend: Attend = causal_attention, of: LogProbs = token_logprobs
+    model: Any,
+    micro: Tensor,
+    attend: Attend = causal_attention,
+    logprobs_fn: LogProbsFn = token_logprobs,
 ) -> Tensor:
-    """Of coded rows (B, T + 1), the log-probability of every target (B, T), 0 where there is none.
-    The head multiplies the positions that have one, no others."""
+    """Log-probabilities (B, T) of the targets of encoded rows (B, T + 1), 0 where there is no
+    target. The head runs only on positions with a target."""
     inputs, targets, positions = decode(micro, packed=False)
     hidden = model(inputs, positions, attend=attend, return_hidden=True)
-    counted = targets != IGNORE
-    found = of(model.head(hidden[counted]), targets[counted])
-    return found.new_zeros(targets.shape).masked_scatter(counted, found)
+    mask = targets != IGNORE
+    logps = logprobs_fn(model.head(hidden[mask]), targets[mask])
+    return logps.new_zeros(targets.shape).masked_scatter(mask, logps)
 
 
 def target_mask(batch: Tensor) -> Tensor:
-    """Which targets of coded rows count: (B, T + 1) -> (B, T)."""
+    """Mask of the targets of encoded rows: (B, T + 1) -> (B, T)."""
     return decode(batch, packed=False)[1] != IGNORE
 
 
 @dataclass
 class _Reference:
-    """What the model must not stray from: `frozen`, or with None the model without adapters."""
+    """Log-probabilities of the reference model: `frozen`, or if None the model without adapters."""
 
     frozen: nn.Module | None
 
     def check(self, model: nn.Module) -> None:
         ok = self.frozen is not None or len(adapters(model)) > 0
-        _check(ok, "a reference is wanted: hand over a frozen copy of the model, or adapt it first")
+        _check(ok, "no reference model: pass a frozen copy as reference, or add LoRA adapters")
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module, micro: Tensor, attend: Attend, of: LogProbs) -> Tensor:
+    def __call__(
+        self, model: nn.Module, micro: Tensor, attend: Attend, logprobs_fn: LogProbsFn
+    ) -> Tensor:
         if self.frozen is not None:
-            return logprobs(self.frozen, micro, attend, of)
+            return logprobs(self.frozen, micro, attend, logprobs_fn)
         with disabled(model):
-            return logprobs(model, micro, attend, of)
+            return logprobs(model, micro, attend, logprobs_fn)
 
 
 # --------------------------------------------------------------------------------------------------
-# Preferences
+# DPO
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class DPO:
-    """Pairs of answers: alignment.dpo_loss of each, summed; a step is their mean."""
+    """alignment.dpo_loss summed over pairs of completions; the loss of a step is the mean."""
 
     model: nn.Module
-    rows: Tensor  # (2 * pairs, T + 1) coded, the chosen answer first, then the rejected one
-    batch_size: int  # pairs of a step, on all ranks together
-    mine: Sequence[int]  # which of these are this rank's
+    rows: Tensor  # (2 * pairs, T + 1) encoded: chosen, rejected, chosen, ...
+    batch_size: int  # pairs per step over all ranks
+    local_ids: Sequence[int]  # this rank's pairs of a batch
     seed: int = 0
     beta: float = 0.1
     label_smoothing: float = 0.0
     reference: nn.Module | None = None  # None: the model without its adapters
-    of: LogProbs = token_logprobs
-    total: Total = lambda x: x
-    held: Tensor | None = None  # rows like `rows`
+    logprobs_fn: LogProbsFn = token_logprobs
+    all_reduce: AllReduce = lambda x: x
+    validation: Tensor | None = None  # rows like `rows`
     sums: Tensor = field(default_factory=lambda: torch.zeros(3), init=False)
 
     def __post_init__(self):
         n = len(self.rows)
-        _check(n > 0 and n % 2 == 0, f"{n} rows are not pairs of a chosen and a rejected answer")
-        self.refer = _Reference(self.reference)
-        self.refer.check(self.model)
+        _check(n > 0 and n % 2 == 0, f"{n} rows are not pairs of chosen and rejected completions")
+        self.reference_logprobs = _Reference(self.reference)
+        self.reference_logprobs.check(self.model)
 
     def batch(self, step: int) -> Tensor:
         n = len(self.rows) // 2
-        pairs = chosen(n, self.seed, step, self.batch_size, self.mine)
+        pairs = epoch_indices(n, self.seed, step, self.batch_size, self.local_ids)
         self.sums = torch.zeros(3)
         return self.rows.view(n, 2, -1)[pairs].flatten(0, 1).long()
 
@@ -183,20 +188,20 @@ class DPO:
         self, model: nn.Module, micro: Tensor, rows: slice, attend: Attend = causal_attention
     ) -> Tensor:
         ok = len(micro) % 2 == 0
-        _check(ok, f"a micro-batch of {len(micro)} rows cuts a pair in two; make it even")
-        ref = self.refer(model, micro, attend, self.of).sum(-1)
-        new = logprobs(model, micro, attend, self.of).sum(-1)
+        _check(ok, f"a micro-batch of {len(micro)} rows splits a pair; make it even")
+        ref = self.reference_logprobs(model, micro, attend, self.logprobs_fn).sum(-1)
+        new = logprobs(model, micro, attend, self.logprobs_fn).sum(-1)
         pairs = new[0::2], new[1::2], ref[0::2], ref[1::2]
         loss, stats = dpo_loss(*pairs, self.beta, self.label_smoothing)
-        both = [stats["reward_margin"], stats["accuracy"]]
+        sums = [stats["reward_margin"], stats["accuracy"]]
         self.sums = self.sums.to(loss.device) + torch.stack(
-            [*both, both[0].new_tensor(len(ref) // 2)]
+            [*sums, sums[0].new_tensor(len(ref) // 2)]
         )
         return loss
 
     @property
     def row(self) -> dict[str, float]:
-        margin, accuracy, pairs = self.total(self.sums.clone()).tolist()
+        margin, accuracy, pairs = self.all_reduce(self.sums.clone()).tolist()
         n = max(1, pairs)
         return {"reward_margin": round(margin / n, 6), "accuracy": round(accuracy / n, 6)}
 
@@ -204,25 +209,25 @@ class DPO:
     def validate(
         self, model: nn.Module, size: int, attend: Attend = causal_attention
     ) -> dict[str, float]:
-        """Of all pairs on each rank, which gather sharded weights together."""
-        if self.held is None:
+        """Every rank evaluates all pairs: sharded weights are gathered collectively."""
+        if self.validation is None:
             return {}
         before, self.sums, loss = self.sums, torch.zeros(3), 0.0
         device = next(self.model.parameters()).device
-        for micro in self.held[: 2 * PAIRS].long().to(device).split(max(2, size // 2 * 2)):
+        for micro in self.validation[: 2 * PAIRS].long().to(device).split(max(2, size // 2 * 2)):
             loss += self.loss(model, micro, slice(len(micro)), attend).item()
         (margin, accuracy, n), self.sums = self.sums.tolist(), before
-        found = {"val_loss": loss, "val_reward_margin": margin, "val_accuracy": accuracy}
-        return {name: round(x / n, 6) for name, x in found.items()}
+        totals = {"val_loss": loss, "val_reward_margin": margin, "val_accuracy": accuracy}
+        return {name: round(x / n, 6) for name, x in totals.items()}
 
 
 # --------------------------------------------------------------------------------------------------
-# Answers drawn from the model that is trained
+# Rollouts: sampling from the model in training
 # --------------------------------------------------------------------------------------------------
 
 
 class Rollout(NamedTuple):
-    """An answer: its tokens, with the end-of-text that closed it, and their log-probabilities."""
+    """A completion: its tokens, with the EOS that ended it, and their log-probabilities."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -230,8 +235,8 @@ class Rollout(NamedTuple):
 
 
 @contextlib.contextmanager
-def _absorbed(model: nn.Module) -> Iterator[None]:
-    """An Engine has latent attention absorbed, always; training has not."""
+def _absorb_mla(model: nn.Module) -> Iterator[None]:
+    """Use absorbed MLA, which the Engine requires, and restore the setting of training."""
     modules = [m for m in model.modules() if hasattr(m, "absorb_up_to")]
     before = [m.absorb_up_to for m in modules]
     for m in modules:
@@ -244,23 +249,23 @@ def _absorbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cast_once(model: nn.Module) -> Iterator[None]:
-    """Under autocast, linear layers with weights of its dtype. In inference mode autocast keeps no
-    casts, and every step of an Engine would make them all again; the numbers are the same."""
+def _cast_weights_once(model: nn.Module) -> Iterator[None]:
+    """Under autocast, replace weights of linear layers by copies in its dtype: in inference mode
+    autocast does not cache casts, and every Engine step would repeat them. Same results."""
     device = next(model.parameters()).device.type
     users = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
-    held = {}
+    originals = {}
     for m in model.modules() if torch.is_autocast_enabled(device) else ():
-        plain = type(m) in (nn.Linear, LoRALinear) and m.weight.dtype == torch.float32
-        if plain and users[m.weight] == 1:  # an embedding is looked up as it is
-            held[m] = m.weight
+        is_linear = type(m) in (nn.Linear, LoRALinear) and m.weight.dtype == torch.float32
+        if is_linear and users[m.weight] == 1:  # a tied embedding must stay fp32
+            originals[m] = m.weight
     try:
-        for m, weight in held.items():
+        for m, weight in originals.items():
             cast = weight.detach().to(torch.get_autocast_dtype(device))
             m.weight = nn.Parameter(cast, requires_grad=False)
         yield
     finally:
-        for m, weight in held.items():
+        for m, weight in originals.items():
             m.weight = weight
 
 
@@ -268,31 +273,30 @@ def make_engine(
     model: Any,
     seq_len: int,
     *,
-    running: int = 64,
+    max_num_seqs: int = 64,
     autocast: Callable[[], Any] = contextlib.nullcontext,
-    **how: Any,
+    **kwargs: Any,
 ) -> Engine:
-    """An Engine over the model that is trained (itself, not what torch.compile made of it), for
-    `running` answers at once, each of up to seq_len + 1 tokens with its prompt. autocast: as in
-    training; its dtype is that of the cache. how: the Engine's own arguments.
+    """An Engine on the model in training (not its torch.compile wrapper), for max_num_seqs
+    completions at once, of up to seq_len + 1 tokens with their prompts. autocast: that of training;
+    the cache has its dtype. kwargs: further arguments of Engine.
 
-    Steps are not captured as CUDA graphs: under autocast these would keep what weights were cast to
-    when they were captured. ValueError for sharded parameters: ranks draw answers of other lengths,
-    and cannot gather weights together."""
+    Without CUDA graphs: under autocast they would keep weights cast at capture time. ValueError for
+    sharded parameters: ranks sample different numbers of tokens and cannot all-gather weights."""
     sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
-    _check(not sharded, "answers cannot be drawn from sharded parameters (fully_shard)")
-    blocks = running * -(-(seq_len + 1) // how.get("block_size", 16))
-    how = {"num_blocks": blocks, "max_num_seqs": running, "static": False, **how}
-    how.setdefault("max_num_batched_tokens", max(512, running))
-    with _absorbed(model):
-        engine = Engine(model, **how)
+    _check(not sharded, "cannot sample from sharded parameters (fully_shard)")
+    blocks = max_num_seqs * -(-(seq_len + 1) // kwargs.get("block_size", 16))
+    kwargs = {"num_blocks": blocks, "max_num_seqs": max_num_seqs, "static": False, **kwargs}
+    kwargs.setdefault("max_num_batched_tokens", max(512, max_num_seqs))
+    with _absorb_mla(model):
+        engine = Engine(model, **kwargs)
     weight = next(model.parameters())
     with autocast():
         if torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
-            size = how["num_blocks"], how.get("block_size", 16)
+            size = kwargs["num_blocks"], kwargs.get("block_size", 16)
             engine.cache = PagedKVCache(
-                model.config, *size, dtype, weight.device, how.get("kv_dtype")
+                model.config, *size, dtype, weight.device, kwargs.get("kv_dtype")
             )
     return engine
 
@@ -303,180 +307,186 @@ def generate_rollouts(
     n: int,
     params: SamplingParams | Sequence[SamplingParams],
 ) -> list[Rollout]:
-    """n answers to each prompt, side by side, from the weights as they are. params: for all, or for
-    each; their n and logprobs are set here. ValueError where a prompt cannot be served."""
-    engine.allocator.uncache(list(engine.allocator.entries))  # keys of the weights before
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    with _absorbed(engine.model), _cast_once(engine.model):
-        outputs = engine.generate(prompts, [replace(p, n=n, logprobs=0) for p in each])
-    found = []
+    """Sample n completions per prompt with the current weights, grouped by prompt. params: one for
+    all prompts, or one per prompt; n and logprobs are set here. ValueError if a prompt does not
+    fit."""
+    engine.allocator.uncache(list(engine.allocator.entries))  # computed with older weights
+    params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    with _absorb_mla(engine.model), _cast_weights_once(engine.model):
+        outputs = engine.generate(prompts, [replace(p, n=n, logprobs=0) for p in params])
+    rollouts = []
     for output in outputs:
         _check(output.error is None, f"a prompt of {len(output.prompt_ids)} tokens: {output.error}")
         for sample in output.samples:
             logps = [logp for logp, _, _ in sample.logprobs]
-            found.append(Rollout(output.prompt_ids, sample.token_ids, logps))
-    return found
+            rollouts.append(Rollout(output.prompt_ids, sample.token_ids, logps))
+    return rollouts
 
 
 class Task(NamedTuple):
-    """A prompt, as text and as tokens, and what its reward compares answers with."""
+    """A prompt, as text and as tokens, and the reference answer of its reward."""
 
     prompt: str
     prompt_ids: list[int]
     answer: str
 
 
-PER = ("token", "sequence", "constant")
+LOSS_AGG_MODES = ("token", "sequence", "constant")
 
 
 @dataclass
 class GRPO:
-    """Answers of the model, rewarded: alignment.grpo_loss.
+    """Group relative policy optimization: alignment.grpo_loss of sampled, rewarded completions.
 
-    per: what a step's loss is a mean over. "token": all tokens count alike (DAPO,
-    arXiv:2503.14476); "sequence": all answers do, each the mean of its tokens (arXiv:2402.03300,
-    eq. 3); "constant": tokens over answers * max_new_tokens (Dr. GRPO, arXiv:2503.20783)."""
+    loss_agg_mode: "token": mean over tokens (DAPO, arXiv:2503.14476); "sequence": mean over
+    completions of the mean over tokens (arXiv:2402.03300, eq. 3); "constant": sum over tokens /
+    (completions * max_new_tokens) (Dr. GRPO, arXiv:2503.20783)."""
 
     model: nn.Module
-    engine: Engine  # of engine_of(model, seq_len)
+    engine: Engine  # from make_engine(model, seq_len)
     tasks: Sequence[Task]
     reward: Reward
-    text: Callable[[list[int]], str]  # of tokens, without the end-of-text
+    text: Callable[[list[int]], str]  # detokenizes a completion, without EOS
     seq_len: int  # T
-    batch_size: int  # prompts of a step, on all ranks together
-    mine: Sequence[int]  # which of these are this rank's
-    n: int = 8  # answers to each
+    batch_size: int  # prompts per step over all ranks
+    local_ids: Sequence[int]  # this rank's prompts of a batch
+    n: int = 8  # completions per prompt
     max_new_tokens: int = 128
     seed: int = 0
     clip: float = 0.2
     clip_high: float | None = None
     kl: float = 0.0
     normalize: bool = True
-    per: str = "token"
-    updates: int = 1  # steps on one drawing
-    reference: nn.Module | None = None  # if kl is not 0; None: the model without its adapters
+    loss_agg_mode: str = "token"
+    updates: int = 1  # steps per rollout
+    reference: nn.Module | None = None  # used if kl is not 0; None: the model without adapters
     autocast: Callable[[], Any] = contextlib.nullcontext
-    of: LogProbs = token_logprobs
-    total: Total = lambda x: x
-    held: Sequence[Task] = ()
+    logprobs_fn: LogProbsFn = token_logprobs
+    all_reduce: AllReduce = lambda x: x
+    validation: Sequence[Task] = ()
 
     def __post_init__(self):
-        _check(bool(self.tasks), "GRPO needs a prompt to answer")
-        _check(self.n > 1, f"n must be 2 or more, not {self.n}: one answer has no group")
-        _check(self.per in PER, f"per must be one of {', '.join(PER)}, not {self.per!r}")
+        _check(bool(self.tasks), "tasks: GRPO needs at least one prompt")
+        _check(self.n > 1, f"n must be 2 or more, not {self.n}: advantages are within a group")
+        mode, modes = self.loss_agg_mode, ", ".join(LOSS_AGG_MODES)
+        _check(mode in LOSS_AGG_MODES, f"loss_agg_mode must be one of {modes}, not {mode!r}")
         _check(self.updates > 0, f"updates must be 1 or more, not {self.updates}")
-        most = min(self.seq_len + 1, self.engine.capacity) - self.max_new_tokens
-        for task in (*self.tasks, *self.held):
+        limit = min(self.seq_len + 1, self.engine.capacity) - self.max_new_tokens
+        for task in (*self.tasks, *self.validation):
             n = len(task.prompt_ids)
-            ok = 0 < n <= most
+            ok = 0 < n <= limit
             _check(ok, f"prompt {task.prompt[:40]!r} has {n} tokens; with max_new_tokens "
-                   f"{self.max_new_tokens} it may have from 1 to {most}")  # fmt: skip
-        self.refer, self.drawn = _Reference(self.reference), None
+                   f"{self.max_new_tokens} it may have from 1 to {limit}")  # fmt: skip
+        self.reference_logprobs, self.rollout_index = _Reference(self.reference), None
         if self.kl:
-            self.refer.check(self.model)
+            self.reference_logprobs.check(self.model)
 
     def batch(self, step: int) -> Tensor:
-        drawing = step // self.updates
-        if self.drawn != drawing:
-            self._draw(drawing)
-            self.drawn = drawing
+        index = step // self.updates
+        if self.rollout_index != index:
+            self._generate(index)
+            self.rollout_index = index
         self.sums = torch.zeros(3)
         return self.rows
 
-    def _draw(self, drawing: int) -> None:
-        """This rank's answers, their rewards and all that loss needs of them."""
-        picks = chosen(len(self.tasks), self.seed, drawing, self.batch_size, self.mine)
+    def _generate(self, rollout_index: int) -> None:
+        """Sample this rank's completions; set advantages, rows and old log-probabilities."""
+        n_tasks = len(self.tasks)
+        picks = epoch_indices(n_tasks, self.seed, rollout_index, self.batch_size, self.local_ids)
         tasks = [self.tasks[i] for i in picks]
-        params = [self._params(drawing, i) for i in self.mine]
+        params = [self._params(rollout_index, i) for i in self.local_ids]
+        prompts = [task.prompt_ids for task in tasks]
         with self.autocast():
-            answers = generate_rollouts(self.engine, [t.prompt_ids for t in tasks], self.n, params)
-        each = [task for task in tasks for _ in range(self.n)]
-        rewards = torch.tensor([self._reward(*pair) for pair in zip(each, answers)])
+            rollouts = generate_rollouts(self.engine, prompts, self.n, params)
+        repeated = [task for task in tasks for _ in range(self.n)]
+        rewards = torch.tensor([self._reward(*pair) for pair in zip(repeated, rollouts)])
         groups = rewards.view(-1, self.n)
         self.advantages = group_advantages(groups, self.normalize).flatten()
-        self.rows, self.old = self._rows(answers)
-        lengths = torch.tensor([len(a.completion_ids) for a in answers], dtype=torch.float32)
-        cut = [a.completion_ids[-1] not in self.engine.eos for a in answers]
+        self.rows, self.old = self._rows(rollouts)
+        lengths = torch.tensor([len(r.completion_ids) for r in rollouts], dtype=torch.float32)
+        truncated = [r.completion_ids[-1] not in self.engine.eos for r in rollouts]
         same = (groups == groups[:, :1]).all(1).repeat_interleave(self.n)
-        facts = rewards, lengths, torch.tensor(cut), same, torch.ones(len(answers))
-        self.facts = torch.stack([x.float().sum() for x in facts])
+        stats = rewards, lengths, torch.tensor(truncated), same, torch.ones(len(rollouts))
+        self.rollout_stats = torch.stack([x.float().sum() for x in stats])
 
-    def _params(self, drawing: int, index: int) -> SamplingParams:
-        """Draws of temperature 1: of the policy itself, which the loss is about."""
-        digest = hashlib.sha256(f"{self.seed}/{drawing}/{index}".encode()).digest()
+    def _params(self, rollout_index: int, index: int) -> SamplingParams:
+        """Temperature 1: samples from the policy itself, as the loss assumes."""
+        digest = hashlib.sha256(f"{self.seed}/{rollout_index}/{index}".encode()).digest()
         seed = int.from_bytes(digest[:7], "little")
         return SamplingParams(seed=seed, max_new_tokens=self.max_new_tokens)
 
-    def _reward(self, task: Task, answer: Rollout) -> float:
-        ids = answer.completion_ids
+    def _reward(self, task: Task, rollout: Rollout) -> float:
+        ids = rollout.completion_ids
         ids = ids[:-1] if ids[-1] in self.engine.eos else ids
         try:
             value = float(self.reward(task.prompt, self.text(ids), task.answer))
-        except Exception as e:  # it is somebody else's program
+        except Exception as e:  # the reward is user code
             raise ValueError(
-                f"the reward of an answer to {task.prompt[:40]!r}: {type(e).__name__}: {e}"
+                f"the reward of a completion of {task.prompt[:40]!r}: {type(e).__name__}: {e}"
             ) from e
-        _check(math.isfinite(value), f"the reward of an answer to {task.prompt[:40]!r} is {value}")
+        error = f"the reward of a completion of {task.prompt[:40]!r} is {value}"
+        _check(math.isfinite(value), error)
         return value
 
-    def _rows(self, answers: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
-        """Coded rows (R, T + 1), and the log-probabilities of their targets (R, T)."""
-        rows, old = [], torch.zeros(len(answers), self.seq_len)
-        for logps, (prompt, completion, drawn) in zip(old, answers):
+    def _rows(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
+        """Encoded rows (R, T + 1), and the log-probabilities of their targets (R, T)."""
+        rows, old = [], torch.zeros(len(rollouts), self.seq_len)
+        for row_logps, (prompt, completion, logps) in zip(old, rollouts):
             rows.append(encode_row([*prompt, *completion], len(prompt), self.seq_len))
-            logps[len(prompt) - 1 :][: len(drawn)] = torch.tensor(drawn)
+            row_logps[len(prompt) - 1 :][: len(logps)] = torch.tensor(logps)
         return torch.stack(rows).long(), old
 
     def validate(
         self, model: nn.Module, size: int, attend: Attend = causal_attention
     ) -> dict[str, float]:
-        """The mean reward of the likeliest answer to each; each rank draws some."""
-        if not self.held:
+        """Mean reward of greedy completions; the validation prompts are divided over ranks."""
+        if not self.validation:
             return {}
         params = SamplingParams(temperature=0.0, max_new_tokens=self.max_new_tokens)
-        tasks = self.held[:PROMPTS]
-        tasks = [task for i, task in enumerate(tasks) if i % self.batch_size in self.mine]
+        tasks = self.validation[:PROMPTS]
+        tasks = [task for i, task in enumerate(tasks) if i % self.batch_size in self.local_ids]
         with self.autocast():
-            answers = generate_rollouts(self.engine, [task.prompt_ids for task in tasks], 1, params)
-        rewards = [self._reward(*pair) for pair in zip(tasks, answers)]
+            prompts = [task.prompt_ids for task in tasks]
+            rollouts = generate_rollouts(self.engine, prompts, 1, params)
+        rewards = [self._reward(*pair) for pair in zip(tasks, rollouts)]
         sums = torch.tensor([math.fsum(rewards), float(len(rewards))])
-        reward, n = self.total(sums.to(next(self.model.parameters()).device)).tolist()
+        reward, n = self.all_reduce(sums.to(next(self.model.parameters()).device)).tolist()
         return {"val_reward": round(reward / n, 6)}
 
     def count(self, batch: Tensor) -> Tensor:
-        if self.per == "token":
+        if self.loss_agg_mode == "token":
             return target_mask(batch).sum()
-        share = 1 if self.per == "sequence" else self.max_new_tokens
-        return torch.tensor(len(batch) * share, device=batch.device)
+        per_row = 1 if self.loss_agg_mode == "sequence" else self.max_new_tokens
+        return torch.tensor(len(batch) * per_row, device=batch.device)
 
     def loss(
         self, model: nn.Module, micro: Tensor, rows: slice, attend: Attend = causal_attention
     ) -> Tensor:
-        ref = self.refer(model, micro, attend, self.of) if self.kl else None
-        new = logprobs(model, micro, attend, self.of)
+        ref = self.reference_logprobs(model, micro, attend, self.logprobs_fn) if self.kl else None
+        new = logprobs(model, micro, attend, self.logprobs_fn)
         mask = target_mask(micro).to(new.dtype)
-        if self.per == "sequence":
+        if self.loss_agg_mode == "sequence":
             mask = mask / mask.sum(-1, keepdim=True)
         old, advantages = (x[rows].to(new) for x in (self.old, self.advantages))
-        how = self.clip, self.clip_high, self.kl
-        loss, stats = grpo_loss(new, old, ref, advantages, mask, *how)
+        rest = self.clip, self.clip_high, self.kl
+        loss, stats = grpo_loss(new, old, ref, advantages, mask, *rest)
         new_sums = torch.stack([stats["kl"], stats["clipped"], mask.sum()])
         self.sums = self.sums.to(new_sums) + new_sums
         return loss
 
     @property
     def row(self) -> dict[str, float]:
-        facts = torch.cat((self.facts.to(self.sums), self.sums))
-        reward, length, cut, same, answers, kl, clipped, weight = self.total(facts).tolist()
-        found = {
-            "reward_mean": reward / max(1, answers),
-            "completion_length": length / max(1, answers),
-            "truncated": cut / max(1, answers),  # answers that max_new_tokens ended
-            "no_signal": same / max(1, answers),  # answers of groups with one reward
+        stats = self.all_reduce(torch.cat((self.rollout_stats.to(self.sums), self.sums)))
+        reward, length, truncated, same, count, kl, clipped, weight = stats.tolist()
+        metrics = {
+            "reward_mean": reward / max(1, count),
+            "completion_length": length / max(1, count),
+            "truncated": truncated / max(1, count),  # completions that reached max_new_tokens
+            "no_signal": same / max(1, count),  # completions of groups with equal rewards
             "clipped": clipped / max(1e-9, weight),
         }
-        found |= {"kl": kl / max(1e-9, weight)} if self.kl else {}
-        return {name: round(value, 6) for name, value in found.items()}
+        metrics |= {"kl": kl / max(1e-9, weight)} if self.kl else {}
+        return {name: round(value, 6) for name, value in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -485,31 +495,40 @@ class GRPO:
 
 
 def build_objective(
-    args: argparse.Namespace, model: Transformer, text: Dataset, place: DistEnv, layout: ParallelDims
+    args: argparse.Namespace,
+    model: Transformer,
+    dataset: Dataset,
+    env: DistEnv,
+    layout: ParallelDims,
 ) -> NextToken | DPO | GRPO:
-    """What --task says a step is: its batch, and with `loss` what is learned of it."""
-    share = args.batch_size // args.diloco_workers
+    """The objective of --task."""
+    batch_size = args.batch_size // args.diloco_workers
     if args.task in ("text", "sft"):
-        return NextToken(text.rows, [args.diloco_worker * share + i for i in layout.samples(share)])
+        first = args.diloco_worker * batch_size
+        return NextToken(dataset.rows, [first + i for i in layout.samples(batch_size)])
     render, encode = load_chat(args.out)
     frozen = None
     if not args.lora and (args.task == "dpo" or args.kl):
-        frozen = load_checkpoint(args.init, place.device, next(model.parameters()).dtype)
+        frozen = load_checkpoint(args.init, env.device, next(model.parameters()).dtype)
         frozen.requires_grad_(False)
-    how: dict[str, Any] = dict(seed=args.seed, reference=frozen, total=layout.all_reduce_sum)
+    kwargs: dict[str, Any] = dict(seed=args.seed, reference=frozen)
+    kwargs["all_reduce"] = layout.all_reduce_sum
     if args.task == "dpo":
         pairs = [pair for path in args.data for pair in read_preferences(Path(path))]
-        made = (preference_rows(some, render, encode, args.seq_len) for some in train_val_split(pairs))
-        (rows, how["held"]), n = made, args.batch_size // 2
-        return DPO(model, rows, n, layout.samples(n), beta=args.beta, **how)
+        rows, kwargs["validation"] = (
+            preference_rows(part, render, encode, args.seq_len) for part in train_val_split(pairs)
+        )
+        n = args.batch_size // 2
+        return DPO(model, rows, n, layout.samples(n), beta=args.beta, **kwargs)
     tasks = []
     for prompt, answer in (pair for path in args.data for pair in read_prompts(Path(path))):
-        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        tasks.append(Task(said[-1]["content"], encode(render(said, True)), answer))
-    (tasks, held), n = map(list, map(dict.values, train_val_split(tasks))), args.batch_size // args.num_generations
-    how |= dict(n=args.num_generations, max_new_tokens=args.max_new_tokens, kl=args.kl, held=held)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        tasks.append(Task(messages[-1]["content"], encode(render(messages, True)), answer))
+    tasks, validation = map(list, map(dict.values, train_val_split(tasks)))
+    n = args.batch_size // args.num_generations
+    kwargs |= dict(n=args.num_generations, max_new_tokens=args.max_new_tokens, kl=args.kl)
     return GRPO(
-        model, make_engine(model, args.seq_len, autocast=place.autocast), tasks,
+        model, make_engine(model, args.seq_len, autocast=env.autocast), tasks,
         load_reward(args.reward), load_tokenizer(args.out).decode, args.seq_len, n,
-        layout.samples(n), autocast=place.autocast, **how,
+        layout.samples(n), autocast=env.autocast, validation=validation, **kwargs,
     )  # fmt: skip
