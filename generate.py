@@ -349,7 +349,7 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
     c, total = model.config, 0.0
     embed, head = (getattr(module, "weight", None) for module in (model.embed, model.head))
     for name, p in chain(model.named_parameters(), model.named_buffers()):
-        if name.startswith("mtp.") or name.endswith(".correction"):
+        if name.startswith("mtp.") or name.endswith(".expert_bias"):
             continue
         if p is embed and head is not embed:
             total += batch * p[0].nbytes
@@ -1048,10 +1048,11 @@ class EPShards:
             raise ValueError("--ep requires an MoE model; this one has no MoE layers")
         self.placements = self._place(model.config, len(moe_layers(model)))
         for module, placement in zip(moe_layers(model), self.placements):
-            module.held = placement.slots[self.rank] if self.ranks > 1 else None
+            module.local_expert_ids = placement.slots[self.rank] if self.ranks > 1 else None
             for name in ("w_gate_up", "w_down") if self.ranks > 1 else ():
                 stack = getattr(module, name).data
-                setattr(module, name, nn.Parameter(stack[list(module.held)], requires_grad=False))
+                stack = stack[list(module.local_expert_ids)]
+                setattr(module, name, nn.Parameter(stack, requires_grad=False))
 
     def gather_outputs_(self, model: Transformer) -> None:
         """All ranks' experts run the same tokens; an all-reduce adds their outputs."""
@@ -1134,7 +1135,8 @@ def dummy_model(
     rng, local_params = torch.Generator(device).manual_seed(0), dict(model.named_parameters())
     for name, shape in shapes.items():
         p, module = local_params.get(name), name.rpartition(".")[0]
-        expert_ids = model.get_submodule(module).held if p is not None and p.dim() == 3 else None
+        is_stack = p is not None and p.dim() == 3
+        expert_ids = model.get_submodule(module).local_expert_ids if is_stack else None
         shard = model.tp_shards.get(name)
         unsharded = p is not None and expert_ids is None and shard is None
         full = p if unsharded else torch.empty(shape, dtype=dtype, device=device)

@@ -125,18 +125,18 @@ class ModelConfig:
         positive = "vocab_size dim n_layers n_heads n_kv_heads head_dim ffn_dim max_seq_len"
         for name in (*positive.split(), "rope_theta", *self._also_positive()):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{self._spelt(name)} must be positive, not {getattr(self, name)}")
+                raise ValueError(f"{self._hf_name(name)} must be positive, not {getattr(self, name)}")
         if self.kv_lora_rank and self.n_kv_heads != self.n_heads:
             raise ValueError(
-                f"{self._spelt('n_kv_heads')} ({self.n_kv_heads}) must be {self._spelt('n_heads')} "
+                f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must be {self._hf_name('n_heads')} "
                 f"({self.n_heads}): latent attention has no groups"
             )
         if self.kv_lora_rank and (self.alibi or self.qk_norm or self.rotary_dim is not None):
             raise ValueError("latent attention has no alibi, qk_norm or rotary_dim")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"{self._spelt('n_kv_heads')} ({self.n_kv_heads}) must divide "
-                f"{self._spelt('n_heads')} ({self.n_heads})"
+                f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must divide "
+                f"{self._hf_name('n_heads')} ({self.n_heads})"
             )
         if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
             parts = {self.qk_rope_head_dim: "qk_rope_head_dim", self.head_dim: "head_dim"}
@@ -181,18 +181,18 @@ class ModelConfig:
             raise ValueError(f"the expert layers must be from 0 to {self.n_layers - 1}")
         if G < 1 or E % G or not 1 <= self.topk_groups <= G:
             raise ValueError(
-                f"{self._spelt('n_groups')} ({G}) must divide {self._spelt('n_experts')} ({E}), "
-                f"and {self._spelt('topk_groups')} ({self.topk_groups}) be from 1 to {G}"
+                f"{self._hf_name('n_groups')} ({G}) must divide {self._hf_name('n_experts')} ({E}), "
+                f"and {self._hf_name('topk_groups')} ({self.topk_groups}) be from 1 to {G}"
             )
         if K > E // G * self.topk_groups:
             raise ValueError(
-                f"{self._spelt('n_experts_per_token')} ({K}) is more than the "
+                f"{self._hf_name('n_experts_per_token')} ({K}) is more than the "
                 f"{E // G * self.topk_groups} experts it may choose from"
             )
         if self.group_score_topk > E // G:
             raise ValueError(f"groups of {E // G} experts have no {self.group_score_topk} best")
 
-    def _spelt(self, name: str) -> str:
+    def _hf_name(self, name: str) -> str:
         """The field under its name in config.json as well, for error messages."""
         keys = [key for ours, key, _ in FAMILIES[self.family].fields if ours == name]
         return name if keys in ([], [name]) else f"{name} ({keys[0]} in config.json)"
@@ -227,7 +227,7 @@ class ModelConfig:
             raise ValueError(f"model_type is {kind!r}; known: {', '.join(FAMILIES)}")
         family = FAMILIES[kind]
         _refuse_unknown(hf, family)
-        given: dict[str, Any] = {"family": kind, **family.fixed}
+        given: dict[str, Any] = {"family": kind, **family.overrides}
         for name, key, type_ in family.fields:
             given[name] = _typed(hf, key, type_, family.defaults.get(key, REQUIRED))
         for part in family.parts:
@@ -242,7 +242,7 @@ class ModelConfig:
         the family has no words for it."""
         family = FAMILIES[self.family]
         hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": self.family}
-        hf |= dict(family.says) | {key: getattr(self, name) for name, key, _ in family.fields}
+        hf |= dict(family.constants) | {key: getattr(self, name) for name, key, _ in family.fields}
         for part in family.parts:
             hf |= part.write(self)
         back = ModelConfig.from_hf(hf)
@@ -569,10 +569,10 @@ class RMSNorm(nn.Module):
         return self.weight * h.type_as(x)
 
 
-Products = Callable[..., Sequence[Tensor]]
+LinearFn = Callable[..., Sequence[Tensor]]
 
 
-def each_product(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+def apply_linears(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     """The products hook, plainly: x (B, T, C) times every layer's weights."""
     return [linear(x) for linear in linears]
 
@@ -588,7 +588,7 @@ class Attention(nn.Module):
         self.head_dim, self.interleaved = D, config.rope_interleaved
         self.alibi_heads = config.n_heads if config.alibi else 0
         self.first_head = 0  # of those that this process has
-        self.products: Products = each_product
+        self.linear_fn: LinearFn = apply_linears
         self.q_proj = nn.Linear(C, config.n_heads * D, bias)
         self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias)
         self.v_proj = nn.Linear(C, config.n_kv_heads * D, bias)
@@ -599,7 +599,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
     ) -> Tensor:
-        projected = self.products(x, self.q_proj, self.k_proj, self.v_proj)
+        projected = self.linear_fn(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -708,10 +708,10 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(dim, ffn_dim, bias)
         self.up_proj = nn.Linear(dim, ffn_dim, bias)
         self.down_proj = nn.Linear(ffn_dim, dim, bias)
-        self.products: Products = each_product
+        self.linear_fn: LinearFn = apply_linears
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.products(x, self.gate_proj, self.up_proj)
+        gate, up = self.linear_fn(x, self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -752,14 +752,14 @@ class MoE(nn.Module):
         self.config = config
         self.router = nn.Parameter(torch.empty(E, C))  # no Linear: routing is never quantized
         if config.correction_bias:
-            self.register_buffer("correction", torch.zeros(E))
+            self.register_buffer("expert_bias", torch.zeros(E))
         self.w_gate_up = nn.Parameter(torch.empty(E, 2 * width, C))
         self.w_down = nn.Parameter(torch.empty(E, C, width))
         shared = config.n_shared_experts * width
         self.shared = MLP(C, shared) if shared else None
         self.experts: Experts = loop_experts
         self.observe: Observe | None = None  # is told logits (B, T, E) and ids (B, T, K)
-        self.held: Sequence[int] | None = None  # the experts that the stacks are of; None: all
+        self.local_expert_ids: Sequence[int] | None = None  # the experts that the stacks are of; None: all
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -785,7 +785,7 @@ class MoE(nn.Module):
         scores = logits.softmax(-1) if c.scoring == "softmax" else logits.sigmoid()
         choice = scores.detach()
         if c.correction_bias:
-            choice = choice + self.correction
+            choice = choice + self.expert_bias
         if c.n_groups > 1:
             grouped = choice.view(len(logits), c.n_groups, -1)
             best = grouped.topk(c.group_score_topk, dim=-1).values.sum(-1)
@@ -862,7 +862,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = nn.ModuleList(MTP(config, L + i) for i in range(config.n_mtp_layers))
         # callables in place of the layers, each of some of them in a row (recompute.py)
-        self.segments: Sequence[Callable[..., Tensor]] | None = None
+        self.layer_groups: Sequence[Callable[..., Tensor]] | None = None
         # of parameters that this process has in part: dim, start, stop, shape(part), of(whole), as
         # parallel.Cut has them
         self.tp_shards: dict[str, Any] = {}
@@ -910,13 +910,13 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=x.device)
         rope = rope_cos_sin(self.config, positions)
-        for layer in self.segments or self.layers:
+        for layer in self.layer_groups or self.layers:
             x = layer(x, rope, positions, attend)
         if self.norm is not None:
             x = self.norm(x)
         return x if return_hidden or self.head is None else self.head(x)
 
-    def predict_further(
+    def mtp_forward(
         self,
         hidden: Tensor,
         tokens: Tensor,
@@ -957,8 +957,8 @@ class Family:
     architecture: str
     fields: tuple[tuple[str, str, type], ...]  # ours, config.json's, its type
     parts: tuple[Part, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # ours, which config.json leaves unsaid
-    says: Mapping[str, Any] = field(default_factory=dict)  # config.json's, never anything else
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # ours, which config.json leaves unsaid
+    constants: Mapping[str, Any] = field(default_factory=dict)  # config.json's, never anything else
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
 
 
@@ -1033,7 +1033,7 @@ HF_FP8: dict[str, tuple[Any, ...]] = {
 def _refuse_unknown(hf: Mapping[str, Any], family: Family) -> None:
     known = {key for _, key, _ in family.fields} | {key for p in family.parts for key in p.keys}
     rest = set(hf) - known - HF_IGNORED - {"model_type"}
-    allowed = HF_NEUTRAL | {key: (None, value) for key, value in family.says.items()}
+    allowed = HF_NEUTRAL | {key: (None, value) for key, value in family.constants.items()}
     unknown = sorted(rest - set(allowed) - {"quantization_config"})
     if unknown:
         raise ValueError(
@@ -1334,39 +1334,39 @@ FAMILIES: dict[str, Family] = {
         "Qwen2ForCausalLM",
         fields=DENSE,
         parts=(HEADS, ROPE, LAYER_WINDOWS),
-        fixed={"qkv_bias": True},
+        overrides={"qkv_bias": True},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         fields=(*DENSE, *BIASES),
         parts=(HEADS, ROPE, LAYER_WINDOWS),
-        fixed={"qk_norm": True},
-        says={"use_qk_norm": True},
+        overrides={"qk_norm": True},
+        constants={"use_qk_norm": True},
         defaults=DEFAULTS | {"head_dim": 128},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         fields=(*DENSE, EXPERTS[0], ("n_experts", "num_local_experts", int)),
         parts=(HEADS, ROPE, WINDOW, ALL_SPARSE),
-        fixed={"norm_topk": True},
+        overrides={"norm_topk": True},
         defaults=DEFAULTS | {"rope_theta": 1e6},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         fields=(*DENSE, *BIASES, *EXPERTS, ("norm_topk", "norm_topk_prob", bool)),
         parts=(HEADS, ROPE, SWITCHED_WINDOW, SPARSE_STEP, N_EXPERTS),
-        fixed={"qk_norm": True},
-        says={"use_qk_norm": True},
+        overrides={"qk_norm": True},
+        constants={"use_qk_norm": True},
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         fields=DEEPSEEK,
         parts=(HEADS, ROPE, FIRST_DENSE, V2_GROUPS),
         defaults=V2,
-        fixed={"rope_interleaved": True},
+        overrides={"rope_interleaved": True},
         # with norm_topk_prob DeepSeek's code normalises and does not scale, transformers' the
         # reverse; no published model has it
-        says={"scoring_func": "softmax", "norm_topk_prob": False},
+        constants={"scoring_func": "softmax", "norm_topk_prob": False},
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -1377,8 +1377,8 @@ FAMILIES: dict[str, Family] = {
             ("n_mtp_layers", "num_nextn_predict_layers", int),
         ),
         parts=(HEADS, ROPE, FIRST_DENSE),
-        fixed={"scoring": "sigmoid", "correction_bias": True, "group_score_topk": 2},
-        says={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        overrides={"scoring": "sigmoid", "correction_bias": True, "group_score_topk": 2},
+        constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     # What no published family can say: ALiBi, interleaved pairs, any mixture of the rest. Every
     # field under its own name; transformers refuses it, where it would have misread it.

@@ -401,8 +401,8 @@ def _connect(
             module.first_head = rank * (model.config.n_heads // ranks)
         leaves = [leaf for leaf, _ in module.named_children()]
         row = next((leaf for leaf in leaves if _plan_kind(plan, f"{name}.{leaf}") == "row"), None)
-        if kind == "region" and async_matmuls and hasattr(module, "products"):
-            module.products = partial(_async_column_linears, async_matmuls[0], group)
+        if kind == "region" and async_matmuls and hasattr(module, "linear_fn"):
+            module.linear_fn = partial(_async_column_linears, async_matmuls[0], group)
             setattr(module, row, AsyncRowLinear(getattr(module, row), async_matmuls[1], group))
         elif kind == "region":
             # an MoE router needs its input uncast; matmuls under autocast would cast theirs anyway

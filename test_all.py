@@ -648,7 +648,7 @@ def test_multi_token_prediction_equals_transformers(tmp_path):
         theirs = main.model(tokens).last_hidden_state
         ours_k, theirs_k = hidden[:, :-1], theirs[:, :-1]
         for depth in range(2):
-            ours_k = ours.predict_further(ours_k, tokens[:, 1:], depth=depth)
+            ours_k = ours.mtp_forward(ours_k, tokens[:, 1:], depth=depth)
             theirs_k = mtp_layer(mtp, depth, theirs_k, tokens[:, 1:])
             assert relative(ours_k, theirs_k) <= 1e-4
 
@@ -672,11 +672,11 @@ def test_mtp_over_a_cache_equals_without_and_leaves_its_length():
     model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
     cache = M.KVCache(model.config, 1, 16)
     hidden = model(tokens, attend=cache.attend, return_hidden=True)[:, :-1]
-    expected = model.predict_further(hidden, tokens[:, 1:])
-    got = [model.predict_further(hidden[:, :7], tokens[:, 1:8], torch.arange(7), cache.attend)]
+    expected = model.mtp_forward(hidden, tokens[:, 1:])
+    got = [model.mtp_forward(hidden[:, :7], tokens[:, 1:8], torch.arange(7), cache.attend)]
     for i in range(7, 11):
         step = (hidden[:, i : i + 1], tokens[:, i + 1 : i + 2], torch.tensor([i]), cache.attend)
-        got.append(model.predict_further(*step))
+        got.append(model.mtp_forward(*step))
     assert relative(torch.cat(got, 1), expected) < 1e-5 and cache.length == 12
 
 
@@ -3799,7 +3799,7 @@ def test_shipped_deepseek_form_uses_all_its_parts():
             layer.mlp.experts = counting(layer.mlp.experts, loads[-1])
     with torch.inference_mode():
         hidden = model(tokens, return_hidden=True)
-        ahead = model.predict_further(hidden[:, :-1], tokens[:, 1:])
+        ahead = model.mtp_forward(hidden[:, :-1], tokens[:, 1:])
         loss = F.cross_entropy(model.head(hidden[0, :-1]), tokens[0, 1:]).item()
         further = F.cross_entropy(model.head(ahead[0, :-1]), tokens[0, 2:]).item()
         assert loss < 0.7 * math.log(4096) and further < 1.1 * loss, (loss, further)
@@ -4516,7 +4516,7 @@ def test_losses_are_of_the_next_token_and_of_those_after_it():
     for depth in range(2):
         hidden = hidden[:, :-1]
         seen = torch.stack([tokens[:, i + 1 + depth] for i in range(hidden.shape[1])], 1)
-        hidden = model.predict_further(hidden, seen, depth=depth)
+        hidden = model.mtp_forward(hidden, seen, depth=depth)
         logits = model.head(hidden).transpose(1, 2)
         target = torch.stack([batch[:, i + 2 + depth] for i in range(hidden.shape[1])], 1)
         expected.append(F.cross_entropy(logits, target, reduction="sum"))
@@ -5977,7 +5977,7 @@ def test_flash_attention_in_the_model_equals_its_own(config, absorb_up_to, monke
             hidden = model(tokens, attend=attend, return_hidden=True)
             out = [model.head(hidden)]
             if len(model.mtp):
-                out.append(model.predict_further(hidden, tokens, attend=attend))
+                out.append(model.mtp_forward(hidden, tokens, attend=attend))
             model.zero_grad()
             sum(x.square().mean() for x in out).backward()
             grads = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
@@ -6148,10 +6148,10 @@ def test_predicting_further_over_a_cache_with_flash_attention(monkeypatch):
     model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
     attend = A.as_attend(M.KVCache(model.config, 1, 16))
     hidden = model(tokens, attend=attend, return_hidden=True)[:, :-1]
-    expected, got = model.predict_further(hidden, tokens[:, 1:]), []
+    expected, got = model.mtp_forward(hidden, tokens[:, 1:]), []
     for cut in (slice(0, 7), *(slice(i, i + 1) for i in range(7, 11))):
         positions = torch.arange(cut.start, cut.stop)
-        got.append(model.predict_further(hidden[:, cut], tokens[:, 1:][:, cut], positions, attend))
+        got.append(model.mtp_forward(hidden[:, cut], tokens[:, 1:][:, cut], positions, attend))
     assert relative(torch.cat(got, 1), expected) <= 1e-5
 
 
@@ -8396,7 +8396,7 @@ def test_quantize_model_equals_one_with_dequantized_weights(form, scheme):
         assert type(model.head) is nn.Linear and model.head.weight is model.embed.weight
     before, after = plain.state_dict(), model.state_dict()
     for name in before:
-        stays = "norm" in name or "embed" in name or "router" in name or "correction" in name
+        stays = "norm" in name or "embed" in name or "router" in name or "expert_bias" in name
         stays |= name.endswith("bias") or (tied and name == "head.weight")
         assert (name in after) == stays, name
         assert not stays or torch.equal(before[name], after[name]), name
@@ -9393,7 +9393,7 @@ def test_quantize_multi_token_prediction():
     undone, tokens = quantize_undone(model), random_tokens(model.config, 2, 7)
     with torch.no_grad():
         answers = [
-            m.predict_further(m(tokens, return_hidden=True), tokens) for m in (model, undone)
+            m.mtp_forward(m(tokens, return_hidden=True), tokens) for m in (model, undone)
         ]
     torch.testing.assert_close(*answers, rtol=2e-4, atol=2e-4)
 
@@ -17278,13 +17278,13 @@ def test_route_equals_the_model(changes):
     config = latent(**dict(routed_scaling=2.5) | changes)
     moe = random_model(config).layers[1].mlp
     if config.correction_bias:
-        moe.correction.copy_(randn(3, config.n_experts) * 0.2)
+        moe.expert_bias.copy_(randn(3, config.n_experts) * 0.2)
     x = randn(0, 150, config.dim)
     logits = O.router_logits(x, moe.router)
     torch.testing.assert_close(logits, F.linear(x, moe.router))
     ours = O.route(
         logits, config.n_experts_per_token, scoring=config.scoring, renormalize=config.norm_topk,
-        bias=moe.correction if config.correction_bias else None, n_groups=config.n_groups,
+        bias=moe.expert_bias if config.correction_bias else None, n_groups=config.n_groups,
         topk_groups=config.topk_groups, group_score_topk=config.group_score_topk,
         scale=config.routed_scaling,
     )  # fmt: skip
@@ -19296,7 +19296,7 @@ def small_model():
             p.normal_(1.0 if "norm" in name else 0.0, 0.15, generator=rng)
         for m in model.modules():
             if isinstance(m, M.MoE):
-                m.correction.copy_(rank_normal(8, config.n_experts) * 0.1)
+                m.expert_bias.copy_(rank_normal(8, config.n_experts) * 0.1)
     tokens = torch.randint(3, 97, (8, 12), generator=torch.Generator().manual_seed(6))
     return config, model, tokens
 
@@ -19963,7 +19963,7 @@ HELD = {1: (5, 2), 2: (7, 0, 7), 3: (1,)}  # by layer; in the second a copy, the
 def hold(model: M.Transformer, held=HELD) -> None:
     """Cut the stacks of a model on the meta device."""
     for module, own in zip(experts_of(model), held.values(), strict=True):
-        module.held = own
+        module.local_expert_ids = own
         for name in ("w_gate_up", "w_down"):
             stack = getattr(module, name).data[list(own)]
             setattr(module, name, nn.Parameter(stack, requires_grad=False))
@@ -20030,7 +20030,7 @@ def test_held_experts_are_all_that_is_read(kind, folders, monkeypatch):
         assert (held is not None) == (".w_" in name)
         want = tensor if held is None else tensor[list(held)]
         assert want.dtype == ours[name].dtype and torch.equal(want, ours[name]), name
-    assert all(m.held == held for m, held in zip(experts_of(part), HELD.values()))
+    assert all(m.local_expert_ids == held for m, held in zip(experts_of(part), HELD.values()))
     numbers = {
         tuple(map(int, (parts[2], parts[5])))
         for parts in (name.split(".") for name, *_ in read)
@@ -20455,7 +20455,7 @@ def skewed(config: M.ModelConfig) -> M.Transformer:
         for m in mixtures(model):
             m.router.mul_(10)
             if config.correction_bias:
-                m.correction.copy_(torch.linspace(0.4, 0, config.n_experts))
+                m.expert_bias.copy_(torch.linspace(0.4, 0, config.n_experts))
     return model
 
 
@@ -20717,7 +20717,7 @@ def lopsided(corpus, moe_configs, tmp_path_factory) -> Path:
     config = M.replace(config, n_groups=1, topk_groups=1, group_score_topk=1, family="sheaf")
     model = M.Transformer(config)
     model.init_weights(torch.Generator().manual_seed(0))
-    model.layers[1].mlp.correction[4:] = -9.0
+    model.layers[1].mlp.expert_bias[4:] = -9.0
     HF.save_checkpoint(model, path / "init")
     argv = moe_argv(corpus, moe_configs / "deepseek.json", path / "made", "--steps", 1)
     assert T.main(argv) == 0
@@ -23350,7 +23350,7 @@ GTP_SAMPLED = (*GTP_GREEDY, "--temperature", 0.9, "--seed", 7, "--n", 3)
 GTP_WHOLE = (
     "norm",
     "router",
-    "correction",
+    "expert_bias",
     "_a_proj",
     "o_proj.bias",
     "down_proj.bias",
@@ -23745,7 +23745,7 @@ def test_dummy_parts_are_of_the_whole(tmp_path):
         for name, p in model.named_parameters():
             if p.dim() == 3:
                 p.data = p.data[list(held)]
-                model.get_submodule(name.rpartition(".")[0]).held = held
+                model.get_submodule(name.rpartition(".")[0]).local_expert_ids = held
             p.data = sliced[name].slice(p.data) if name in sliced else p.data
         model.tp_shards |= sliced
 
@@ -25478,8 +25478,8 @@ def test_what_meshes_and_cuts_refuse(layouts, name):
 
 
 def test_the_composition_table_is_what_is_proven():
-    """README.md shows exactly the declared cases and refusals, all of which the tests above run."""
-    text = (REPO / "README.md").read_text()
+    """parallelism/README.md shows exactly the declared cases and refusals, all of which the tests above run."""
+    text = (REPO / "parallelism" / "README.md").read_text()
     found = re.findall(r"<!-- composition -->\n(.*?)\n<!-- /composition -->", text, re.S)
     assert found == [composition_table(composition())]
 
@@ -35128,7 +35128,7 @@ def test_bf16_weights_train_and_resume(sc_run):
     assert T.main(["--out", str(cut), "--resume", "--steps", "8"]) == 0
     assert sc_same(whole, cut)
     state = SD.read_state(whole)
-    assert {x.dtype for n, x in state.items() if "correction" not in n} == {torch.bfloat16}
+    assert {x.dtype for n, x in state.items() if "expert_bias" not in n} == {torch.bfloat16}
     assert metrics(whole)[-1]["loss"] < metrics(whole)[0]["loss"] - 0.3
 
 

@@ -575,7 +575,7 @@ def _base_forward(model: Transformer) -> Callable[..., Tensor]:
 
 
 def _mtp_forward(model: Transformer) -> Callable[..., Tensor]:
-    return lambda tokens, positions, attend, hidden: model.predict_further(
+    return lambda tokens, positions, attend, hidden: model.mtp_forward(
         hidden, tokens, positions, attend
     )
 

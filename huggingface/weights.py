@@ -58,7 +58,7 @@ HF_NAMES: dict[str, str | tuple[str, ...]] = {
     "layers.{}.mlp.up_proj": "model.layers.{}.mlp.up_proj",
     "layers.{}.mlp.down_proj": "model.layers.{}.mlp.down_proj",
     "layers.{}.mlp.router": "model.layers.{}.mlp.gate.weight",
-    "layers.{}.mlp.correction": "model.layers.{}.mlp.gate.e_score_correction_bias",
+    "layers.{}.mlp.expert_bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
     "layers.{}.mlp.w_gate_up": (
         "model.layers.{}.mlp.experts.{}.gate_proj.weight",
         "model.layers.{}.mlp.experts.{}.up_proj.weight",
@@ -155,7 +155,7 @@ def _has(model: Transformer, part: str) -> bool:
 def _held(model: Transformer, name: str) -> Sequence[int] | None:
     """The experts that the tensor of this name is a stack of, if they are not all."""
     stack = re.fullmatch(r"(.+)\.w_(?:gate_up|down)(?:\.\w+)?", name)
-    return None if stack is None else model.get_submodule(stack[1]).held
+    return None if stack is None else model.get_submodule(stack[1]).local_expert_ids
 
 
 def _stored_as(

@@ -200,10 +200,10 @@ class ParallelDims:
         if self.stages is not None:
             self.stages.shard_model_(model)
         for moe_layer in _moe_layers(model) if self.experts else ():
-            moe_layer.held = self.experts.local_expert_ids
+            moe_layer.local_expert_ids = self.experts.local_expert_ids
             for name in ("w_gate_up", "w_down"):
                 stack = getattr(moe_layer, name)
-                stack.data = stack.data[list(moe_layer.held)]
+                stack.data = stack.data[list(moe_layer.local_expert_ids)]
         if self.mesh is not None:
             args = self.args
             async_matmuls = (all_gather_matmul, matmul_reduce_scatter) if args.async_tp else None
@@ -224,7 +224,7 @@ class ParallelDims:
         for block, mode in zip(blocks, self._recompute_modes(model)):
             block.forward = wrapped(block.forward, mode, SAVED_OPS)
         if self.args.recompute == "sqrt":
-            model.segments = segments(model.layers)
+            model.layer_groups = segments(model.layers)
         self._enable_chunked_loss(model)
         if self.mesh is None:
             return

@@ -82,7 +82,7 @@ def loss_sums(
             mtp_positions = positions[:, :-depth]
             mtp_targets = mtp_targets.masked_fill(positions[:, depth:] < depth, IGNORE)
         rest = mtp_positions, attend, depth - 1
-        hidden = model.predict_further(hidden[:, :-1], inputs[:, depth:], *rest)
+        hidden = model.mtp_forward(hidden[:, :-1], inputs[:, depth:], *rest)
         mtp = mtp + layout.head_loss(model, hidden, mtp_targets)
     return main, mtp / max(1, len(model.mtp))
 
@@ -210,7 +210,7 @@ class LoadBalancer:
         self.counts.zero_()
         for i, layer in zip(self.rows, self.moe_layers):
             if self.config.correction_bias:
-                moe.update_bias_(layer.correction, self.last[i], self.speed)
+                moe.update_bias_(layer.expert_bias, self.last[i], self.speed)
         stats = moe.load_statistics(self.last)
         self.row = {
             "worst_load": round(stats["max_over_mean"], 3),
