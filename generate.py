@@ -94,7 +94,7 @@ from generation.sampling import Sampler, Sampling, logprobs_of
 from huggingface.tokenizer import (
     ChatTemplate,
     Continuation,
-    NoTokenizer,
+    DummyTokenizer,
     StopStrings,
     TextStream,
     Tokenizer,
@@ -382,7 +382,7 @@ def run_rows(
             logprobs = logprobs_of(*decoder.last_step, top)
         for b, (row, run) in enumerate(zip(rows, runs)):
             for i, token in enumerate(run):
-                if row.finish is not None:
+                if row.finish_reason is not None:
                     break
                 if top is not None:
                     chosen, *best = (x[b, i].tolist() for x in logprobs)
@@ -391,7 +391,7 @@ def run_rows(
                 if len(row.tokens) == max_new:
                     row.end("length")
         yield runs
-        if all(row.finish for row in rows):
+        if all(row.finish_reason for row in rows):
             decoder.stop()
             return
         runs = decoder.next()
@@ -510,12 +510,12 @@ class Chat:
             {"role": "assistant", "content": row.text},
         ]
         tokens, text = row.tokens, row.text
-        if row.finish == "eos" and self.template is None:
+        if row.finish_reason == "eos" and self.template is None:
             tokens = tokens[:-1]  # an EOS inside the text would end it there
-        elif row.finish == "eos":
+        elif row.finish_reason == "eos":
             text += self.tokenizer.piece(tokens[-1])  # as the template writes it
         self.ids, self.text = self.ids + tokens, self.text + text
-        self.exact = row.finish != "stop"  # ids then include the stop string
+        self.exact = row.finish_reason != "stop"  # ids then include the stop string
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1172,7 +1172,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
             from quantization import quantize_model  # imported here: it imports Triton, 0.2 s
 
             quantize_model.quantize_dummy_(args, model)
-        return optimize_for_inference_(args, model, shards), NoTokenizer(model.config.vocab_size)
+        return optimize_for_inference_(args, model, shards), DummyTokenizer(model.config.vocab_size)
     if args.mesh is not None and is_quantized(args.checkpoint):
         raise ValueError(
             f"--{'pp' if args.mesh.size('pp') > 1 else 'tp'}: {args.checkpoint} is quantized, and "
@@ -1550,7 +1550,7 @@ def report(
     """Print the results that were not streamed."""
     samples = []
     for row in rows:
-        samples.append({"text": row.text, "tokens": row.tokens, "finish_reason": row.finish})
+        samples.append({"text": row.text, "tokens": row.tokens, "finish_reason": row.finish_reason})
         if args.logprobs is not None:
             samples[-1]["logprobs"] = row.logprobs
     if args.json:
@@ -1657,7 +1657,7 @@ def run_turn(
     print()
     print(
         f"[{len(chat.ids)} tokens, {cached} of them from the cache, {len(row.tokens)} new in "
-        f"{time.perf_counter() - start:.2f} s{', interrupted' * (row.finish == 'interrupted')}]",
+        f"{time.perf_counter() - start:.2f} s{', interrupted' * (row.finish_reason == 'interrupted')}]",
         file=sys.stderr,
     )
 

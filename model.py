@@ -764,7 +764,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         logits = self.router_logits(flat)
-        weights, ids = self.choose(logits)
+        weights, ids = self.select_experts(logits)
         if self.observe is not None:
             self.observe(*(t.view(*x.shape[:-1], -1) for t in (logits, ids)))
         o = self.experts(flat, weights, ids, self.w_gate_up, self.w_down).view_as(x)
@@ -772,14 +772,14 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C) -> weights (N, K) fp32 and expert ids (N, K)."""
-        return self.choose(self.router_logits(x))
+        return self.select_experts(self.router_logits(x))
 
     def router_logits(self, x: Tensor) -> Tensor:
         """x (N, C) -> (N, E) fp32."""
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.float(), self.router.float())
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def select_experts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits (N, E) -> weights (N, K) fp32 and expert ids (N, K)."""
         c = self.config
         scores = logits.softmax(-1) if c.scoring == "softmax" else logits.sigmoid()

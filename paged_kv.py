@@ -1469,8 +1469,8 @@ class Engine:
 
         sampler: an object with check(params), which raises ValueError, and __call__(logits (R, V),
         sequences) -> ids (R,), -1 where no token can be sampled. output_callback: called with each
-        new sequence, returns its listener, an object with push(token), end(reason), and finish, a
-        finish reason once its text is complete. eos_ids: None for those of model.config. static:
+        new sequence, returns its listener, an object with push(token), end(reason), and
+        finish_reason, set once its text is complete. eos_ids: None for those of model.config. static:
         pad steps to a few shapes, and on CUDA replay CUDA graphs (the default there); `compile`
         compiles them too.
 
@@ -1862,8 +1862,8 @@ class Engine:
             )
             self.allocator.uncache(b for b in seq.block_table if self.allocator.refs[b] == 1)
             return "error"
-        if seq.listener is not None and seq.listener.finish:
-            return seq.listener.finish
+        if seq.listener is not None and seq.listener.finish_reason:
+            return seq.listener.finish_reason
         if token in self.eos and not seq.params.ignore_eos:
             return "eos"
         return "length" if len(seq.output) >= seq.params.max_new_tokens else None

@@ -59,7 +59,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Grid:
+class QuantSpec:
     """The real numbers that codes of `bits` stand for (Nagel et al., arXiv:2106.08295, 2.2):
 
         w' = (code - zero) * scale,    code = clamp(round(w / scale) + zero, low, high)
@@ -96,7 +96,7 @@ class Grid:
         if not w.is_meta and not torch.isfinite(w).all():
             raise ValueError("holds NaN or infinity, which no scale can stand for")
 
-    def find(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor | None]:
+    def choose_qparams(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor | None]:
         """Scales (N, G) fp32 and zeros (N, G) uint8, None if symmetric. ranges: "minmax" clips
         nothing, "mse" clips what lowers the squared error of the group (2.3.1 there). The scales of
         groups are bf16 numbers, for that is how they are stored; a group of zeros has scale 1."""
@@ -107,19 +107,19 @@ class Grid:
         w = w.reshape(1, -1) if self.group_size == 0 else w
         groups = w.unflatten(1, (-1, self.group_size or w.shape[1]))
         low, high = groups.amin(-1), groups.amax(-1)
-        scales, zeros = self._over(low, high)
+        scales, zeros = self._range_to_qparams(low, high)
         if ranges == "minmax":
             return scales, zeros
         least = torch.full_like(low, math.inf)
         for share in torch.linspace(1, 0.4, 25).tolist():
-            s, z = self._over(share * low, share * high)
-            error = (self.decode(self.encode(w, s, z), s, z) - w).view_as(groups).square().sum(-1)
+            s, z = self._range_to_qparams(share * low, share * high)
+            error = (self.dequantize(self.quantize(w, s, z), s, z) - w).view_as(groups).square().sum(-1)
             better = error < least
             least, scales = torch.where(better, error, least), torch.where(better, s, scales)
             zeros = None if z is None else torch.where(better, z, zeros)
         return scales, zeros
 
-    def _over(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _range_to_qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scales and zeros that just cover low..high and 0."""
         bottom, top = self.limits
         if self.symmetric:
@@ -133,26 +133,26 @@ class Grid:
         zeros = None if self.symmetric else (-low / scales).round().clamp(bottom, top).byte()
         return scales, zeros
 
-    def encode(self, w: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    def quantize(self, w: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """The nearest codes, ties to even: w (N, K) -> (N, K) int8, uint8 if affine."""
-        spread = partial(_spread, K=w.shape[1])
-        codes = (w.float() / spread(scales)).round()
-        codes = codes if zeros is None else codes + spread(zeros)
+        expand = partial(_expand_groups, K=w.shape[1])
+        codes = (w.float() / expand(scales)).round()
+        codes = codes if zeros is None else codes + expand(zeros)
         return codes.clamp(*self.limits).to(torch.int8 if self.symmetric else torch.uint8)
 
-    def decode(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """What the codes stand for: (N, K) -> (N, K) fp32."""
-        return decode(codes, scales, zeros)
+        return dequantize(codes, scales, zeros)
 
 
-def decode(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """(codes - zeros) * scales in fp32: codes (..., N, K), scales and zeros (..., N, G)."""
-    spread = partial(_spread, K=codes.shape[-1])
-    wide = codes.float() if zeros is None else codes.float() - spread(zeros)
-    return wide * spread(scales)
+    expand = partial(_expand_groups, K=codes.shape[-1])
+    wide = codes.float() if zeros is None else codes.float() - expand(zeros)
+    return wide * expand(scales)
 
 
-def _spread(per_group: Tensor, K: int) -> Tensor:
+def _expand_groups(per_group: Tensor, K: int) -> Tensor:
     """(..., N, G) -> (..., N, K) fp32, or what broadcasts to it."""
     G = per_group.shape[-1]
     return per_group.float() if G == 1 else per_group.float().repeat_interleave(K // G, -1)
@@ -188,11 +188,11 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
-def dequantized(
+def dequantized_linear(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     """The reference of weight_only: the weight as it was, then F.linear."""
-    return F.linear(x, decode(unpack(qweight, bits), scales, zeros).to(x.dtype), bias)
+    return F.linear(x, dequantize(unpack(qweight, bits), scales, zeros).to(x.dtype), bias)
 
 
 def weight_only(
@@ -207,7 +207,7 @@ def weight_only(
     fits = fits and x.dtype != torch.float16  # whose range its sums would leave
     apart = x.is_cuda or x.requires_grad or torch.compiler.is_compiling()
     if apart or bits == 4 or not 0 < rows <= 8 or not fits:
-        return dequantized(x, qweight, scales, zeros, bias, bits)
+        return dequantized_linear(x, qweight, scales, zeros, bias, bits)
     flat = x.reshape(rows, -1).contiguous()
     y = torch._weight_int8pack_mm(flat, qweight, torch.ones_like(scales[:, 0], dtype=x.dtype))
     y = y.float() * scales[:, 0]
@@ -243,7 +243,7 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b.t())[:M, :N]
 
 
-OUTLIER = 6.0  # |x| from which a feature is one (arXiv:2208.07339, 3.2)
+OUTLIER_THRESHOLD = 6.0  # |x| from which a feature is one (arXiv:2208.07339, 3.2)
 
 
 def llm_int8(
@@ -252,13 +252,13 @@ def llm_int8(
     """LLM.int8() (arXiv:2208.07339, 3.2): columns of x with an outlier are multiplied in x's dtype,
     the rest in int8, where they no longer stretch the scales of their rows."""
     flat = x.reshape(-1, x.shape[-1])
-    outlier = (flat.abs() >= OUTLIER).any(0)
+    outlier = (flat.abs() >= OUTLIER_THRESHOLD).any(0)
     y = int8_dynamic(flat.masked_fill(outlier, 0), qweight, scales, None, None)
     if torch.compiler.is_compiling():  # no shape may depend on the data
-        y = y + F.linear(flat * outlier, decode(qweight, scales, None).to(x.dtype))
+        y = y + F.linear(flat * outlier, dequantize(qweight, scales, None).to(x.dtype))
     else:
         columns = outlier.nonzero()[:, 0]
-        y = y + F.linear(flat[:, columns], decode(qweight[:, columns], scales, None).to(x.dtype))
+        y = y + F.linear(flat[:, columns], dequantize(qweight[:, columns], scales, None).to(x.dtype))
     return (y if bias is None else y + bias).view(*x.shape[:-1], len(qweight))
 
 
@@ -274,7 +274,7 @@ GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
     "1x128": (1, TILE),
     "128x128": (TILE, TILE),
 }
-Scaled = tuple[Tensor, Tensor]  # codes (M, K), and the scale of each tile
+ScaledTensor = tuple[Tensor, Tensor]  # codes (M, K), and the scale of each tile
 
 
 def round_fp8(
@@ -315,20 +315,20 @@ def fp8_scale(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m
     return torch.where(amax == 0, 1.0, scale)
 
 
-def to_fp8(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Scaled:
+def to_fp8(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledTensor:
     """x (M, K) -> codes (M, K) of `dtype`, and their scales: x is about codes * scale. Nothing
     overflows: a tile's largest value becomes the largest code."""
     scale = fp8_scale(x, granularity, dtype)
-    codes = (x.float() / _over_tiles(scale, x.shape)).to(dtype)
+    codes = (x.float() / _expand_tiles(scale, x.shape)).to(dtype)
     return codes.contiguous(), scale  # of a transposed x too: tensor cores read along K
 
 
 def from_fp8(codes: Tensor, scale: Tensor) -> Tensor:
     """codes (M, K) and the scales of their tiles -> codes * scale (M, K) fp32."""
-    return codes.float() * _over_tiles(scale, codes.shape)
+    return codes.float() * _expand_tiles(scale, codes.shape)
 
 
-def _over_tiles(scale: Tensor, shape: torch.Size) -> Tensor:
+def _expand_tiles(scale: Tensor, shape: torch.Size) -> Tensor:
     """Scales as they broadcast to (M, K): one along a dimension stays one."""
     for dim, size in enumerate(shape):
         if scale.shape[dim] not in (1, size):
@@ -339,7 +339,7 @@ def _over_tiles(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def fp8_matmul(
-    a: Scaled, b: Scaled, dtype: torch.dtype = torch.float32, fast: bool = False
+    a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype = torch.float32, fast: bool = False
 ) -> Tensor:
     """a (M, K), b (N, K), codes and scales of `to_fp8` -> a @ b^T (M, N) in `dtype`, summed in
     fp32. On FP8 tensor cores where there are some and they take the shape, else the same number
@@ -348,12 +348,12 @@ def fp8_matmul(
     (codes, _), (N, K) = a, b[0].shape
     cuda = codes.is_cuda and torch.version.cuda is not None
     if cuda and K % 16 == N % 16 == 0 and torch.cuda.get_device_capability(codes.device) >= (8, 9):
-        return scaled_products(a, b, dtype, fast)
+        return scaled_mm(a, b, dtype, fast)
     with torch.autocast(codes.device.type, enabled=False):
         return (from_fp8(*a) @ from_fp8(*b).t()).to(dtype)
 
 
-def scaled_products(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """fp8_matmul by torch._scaled_mm, which takes one scale per tensor or per row. Scales that
     change along K: a product per 128 columns, and its sum promoted, that is scaled and added up in
     fp32 (DeepSeek-V3, 3.3.2)."""
@@ -362,7 +362,7 @@ def scaled_products(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False
     if scale_a.numel() == scale_b.numel() == 1:
         scales = scale_a.reshape(()), scale_b.reshape(())
         return torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
-    scale_a, scale_b = (_over_tiles(s, (n, s.shape[1])) for s, n in ((scale_a, M), (scale_b, N)))
+    scale_a, scale_b = (_expand_tiles(s, (n, s.shape[1])) for s, n in ((scale_a, M), (scale_b, N)))
     if scale_a.shape[1] == scale_b.shape[1] == 1:
         scales = scale_a.expand(M, 1).contiguous(), scale_b.expand(N, 1).contiguous().t()
         y = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
@@ -391,8 +391,8 @@ def fp8_linear(
 # Schemes and layers
 # --------------------------------------------------------------------------------------------------
 
-Codes = tuple[Tensor, Tensor, Tensor | None]  # qweight, scales, zeros
-Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+QTensors = tuple[Tensor, Tensor, Tensor | None]  # qweight, scales, zeros
+LinearFn = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -400,72 +400,72 @@ class Scheme:
     """How weights are stored, on a grid or as FP8 in tiles, and how x is multiplied by them."""
 
     name: str
-    product: Product
-    grid: Grid | None = None
-    tile: str = "rowwise"  # of FP8
+    linear_fn: LinearFn
+    spec: QuantSpec | None = None
+    granularity: str = "rowwise"  # of FP8
 
     @property
-    def rounds_weights_alone(self) -> bool:
+    def is_weight_only(self) -> bool:
         """Whether activations stay in 16 bit."""
-        return self.grid is not None and self.product not in (int8_dynamic, llm_int8)
+        return self.spec is not None and self.linear_fn not in (int8_dynamic, llm_int8)
 
     def check(self, weight: Tensor) -> None:
         """ValueError unless weight (..., N, K) can be stored so."""
-        (self.grid or Grid()).check(weight)
+        (self.spec or QuantSpec()).check(weight)
 
-    def encode(self, weight: Tensor, ranges: str = "minmax") -> Codes:
+    def quantize(self, weight: Tensor, ranges: str = "minmax") -> QTensors:
         """weight (N, K) -> its codes as they are stored."""
-        if self.grid is None:
-            return *to_fp8(weight, self.tile), None
-        scales, zeros = self.grid.find(weight, ranges)
-        return self.stored(self.grid.encode(weight, scales, zeros), scales, zeros)
+        if self.spec is None:
+            return *to_fp8(weight, self.granularity), None
+        scales, zeros = self.spec.choose_qparams(weight, ranges)
+        return self.pack(self.spec.quantize(weight, scales, zeros), scales, zeros)
 
-    def stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
+    def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QTensors:
         """Codes on the grid -> as they are stored: packed, scales of groups in bf16."""
-        codes = codes if self.grid.symmetric else pack(codes, self.grid.bits)
-        return codes, scales.bfloat16() if self.grid.group_size else scales, zeros
+        codes = codes if self.spec.symmetric else pack(codes, self.spec.bits)
+        return codes, scales.bfloat16() if self.spec.group_size else scales, zeros
 
-    def decode(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    def dequantize(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """The weight that the codes stand for, (..., N, K) fp32."""
-        if self.grid is None:
+        if self.spec is None:
             return from_fp8(qweight, scales)
-        codes = qweight if self.grid.symmetric else unpack(qweight, self.grid.bits)
-        return decode(codes, scales, zeros)
+        codes = qweight if self.spec.symmetric else unpack(qweight, self.spec.bits)
+        return dequantize(codes, scales, zeros)
 
 
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        Scheme("int8", weight_only, Grid(8)),
-        Scheme("int4", weight_only, Grid(4, 32, symmetric=False)),
-        Scheme("int3", partial(dequantized, bits=3), Grid(3, 32, symmetric=False)),
-        Scheme("int2", partial(dequantized, bits=2), Grid(2, 32, symmetric=False)),
-        Scheme("int8-dynamic", int8_dynamic, Grid(8)),
-        Scheme("llm.int8", llm_int8, Grid(8)),
-        Scheme("fp8", fp8_linear, tile="rowwise"),
-        Scheme("fp8-block", fp8_linear, tile="128x128"),
+        Scheme("int8", weight_only, QuantSpec(8)),
+        Scheme("int4", weight_only, QuantSpec(4, 32, symmetric=False)),
+        Scheme("int3", partial(dequantized_linear, bits=3), QuantSpec(3, 32, symmetric=False)),
+        Scheme("int2", partial(dequantized_linear, bits=2), QuantSpec(2, 32, symmetric=False)),
+        Scheme("int8-dynamic", int8_dynamic, QuantSpec(8)),
+        Scheme("llm.int8", llm_int8, QuantSpec(8)),
+        Scheme("fp8", fp8_linear, granularity="rowwise"),
+        Scheme("fp8-block", fp8_linear, granularity="128x128"),
     )
 }
 
 
-def scheme_of(name: str, group_size: int | None = None) -> Scheme:
+def get_scheme(name: str, group_size: int | None = None) -> Scheme:
     """The scheme of that name, with another group_size if one is given."""
     if not isinstance(name, str) or name not in SCHEMES:
         raise ValueError(f"scheme {name!r} is unknown; known: {', '.join(SCHEMES)}")
     scheme = SCHEMES[name]
     if group_size is None:
         return scheme
-    if scheme.grid is None or not scheme.grid.group_size:
-        grouped = ", ".join(n for n, s in SCHEMES.items() if s.grid and s.grid.group_size)
+    if scheme.spec is None or not scheme.spec.group_size:
+        grouped = ", ".join(n for n, s in SCHEMES.items() if s.spec and s.spec.group_size)
         raise ValueError(f"group_size is for {grouped}; leave it out with {name}")
     if type(group_size) is not int or group_size < 8 or group_size & (group_size - 1):
         raise ValueError(
             f"group_size must be 32, 64, 128 or another power of 2, not {group_size!r}"
         )
-    return replace(scheme, grid=replace(scheme.grid, group_size=group_size))
+    return replace(scheme, spec=replace(scheme.spec, group_size=group_size))
 
 
-class Quantized(nn.Module):
+class QuantizedModule(nn.Module):
     """A weight (..., N, K) as codes. Its device changes as any module's, its dtype does not: a
     model that is cast keeps its codes and scales. `product` may be another of the same form."""
 
@@ -473,14 +473,14 @@ class Quantized(nn.Module):
     scales: Tensor
     zeros: Tensor | None
 
-    def __init__(self, weight: Tensor, scheme: Scheme, codes: Codes):
+    def __init__(self, weight: Tensor, scheme: Scheme, codes: QTensors):
         super().__init__()
-        self.scheme, self.product = scheme, scheme.product
+        self.scheme, self.linear_fn = scheme, scheme.linear_fn
         self.shape, self.dtype = weight.shape, weight.dtype
         for name, tensor in zip(("qweight", "scales", "zeros"), codes):  # kernels read row by row
             self.register_buffer(name, None if tensor is None else tensor.contiguous())
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantized:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         held = {name: self._buffers[name] for name in ("qweight", "scales", "zeros")}
         super()._apply(fn, recurse)
         for name, tensor in held.items():
@@ -490,15 +490,15 @@ class Quantized(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        group = self.scheme.grid and self.scheme.grid.group_size
+        group = self.scheme.spec and self.scheme.spec.group_size
         return f"{tuple(self.shape)}, {self.scheme.name}" + (f", group_size={group}" * bool(group))
 
 
-class QuantizedLinear(Quantized):
+class QuantizedLinear(QuantizedModule):
     """nn.Linear with its weight as codes, and perhaps a few of its numbers kept in 16 bit
     (kept_index into the flat weight, kept_weight)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, codes: Codes):
+    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, codes: QTensors):
         super().__init__(weight, scheme, codes)
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -508,7 +508,7 @@ class QuantizedLinear(Quantized):
     @property
     def weight(self) -> Tensor:
         """The weight (N, K) that the codes stand for, in the model's dtype."""
-        weight = self.scheme.decode(self.qweight, self.scales, self.zeros).to(self.dtype)
+        weight = self.scheme.dequantize(self.qweight, self.scales, self.zeros).to(self.dtype)
         if self.kept_index is not None:
             weight.view(-1)[self.kept_index.long()] = self.kept_weight
         return weight
@@ -516,7 +516,7 @@ class QuantizedLinear(Quantized):
     def forward(self, x: Tensor) -> Tensor:
         if self.kept_index is not None:
             return F.linear(x, self.weight.to(x.dtype), self.bias)
-        return self.product(x, self.qweight, self.scales, self.zeros, self.bias)
+        return self.linear_fn(x, self.qweight, self.scales, self.zeros, self.bias)
 
     @torch.no_grad()
     def keep(self, index: Tensor, weight: Tensor) -> None:
@@ -524,19 +524,19 @@ class QuantizedLinear(Quantized):
         self.kept_index, self.kept_weight = index.int(), weight.to(self.dtype)
 
 
-class QuantizedStack(Quantized):
+class QuantizedStack(QuantizedModule):
     """The weights of E experts (E, N, K) as codes. Indexed, by a number or a tensor of them, it
     gives what they stand for; so the experts hook takes it for the tensor that it replaces."""
 
     def __getitem__(self, ids: Any) -> Tensor:
-        return self.scheme.decode(*self._of(ids)).to(self.dtype)
+        return self.scheme.dequantize(*self._of(ids)).to(self.dtype)
 
-    def _of(self, ids: Any) -> Codes:
+    def _of(self, ids: Any) -> QTensors:
         return self.qweight[ids], self.scales[ids], None if self.zeros is None else self.zeros[ids]
 
     def linear(self, x: Tensor, e: int) -> Tensor:
         """x (n, K) -> (n, N), by expert e."""
-        return self.product(x, *self._of(e), None)
+        return self.linear_fn(x, *self._of(e), None)
 
 
 def expert_linear(x: Tensor, stack: Tensor | QuantizedStack, e: int) -> Tensor:
@@ -544,7 +544,7 @@ def expert_linear(x: Tensor, stack: Tensor | QuantizedStack, e: int) -> Tensor:
     return stack.linear(x, e) if isinstance(stack, QuantizedStack) else F.linear(x, stack[e])
 
 
-def experts_by(
+def loop_experts(
     linear: Callable[[Tensor, Any, int], Tensor],
     x: Tensor,
     weights: Tensor,
@@ -569,10 +569,10 @@ def experts_by(
 # --------------------------------------------------------------------------------------------------
 
 STACKS = ("w_gate_up", "w_down")
-Rounding = Callable[[str, Tensor], Codes]  # (name, weight (N, K)) -> codes, scales, zeros on a grid
+Rounding = Callable[[str, Tensor], QTensors]  # (name, weight (N, K)) -> codes, scales, zeros on a grid
 
 
-def weights_of(name: str, module: nn.Module, skip: Sequence[str] = ()) -> dict[str, Tensor]:
+def quantizable_weights(name: str, module: nn.Module, skip: Sequence[str] = ()) -> dict[str, Tensor]:
     """The weights of this very module that quantize_ would replace, by full name: an nn.Linear's,
     or the two stacks of a mixture of experts."""
     found = {}
@@ -581,21 +581,21 @@ def weights_of(name: str, module: nn.Module, skip: Sequence[str] = ()) -> dict[s
     elif hasattr(module, "experts"):
         stacks = {leaf: module._parameters.get(leaf) for leaf in STACKS}
         found = {f"{name}.{leaf}": w for leaf, w in stacks.items() if w is not None}
-    return {full: w for full, w in found.items() if not any(_within(full, s) for s in skip)}
+    return {full: w for full, w in found.items() if not any(_matches(full, s) for s in skip)}
 
 
-def _within(name: str, part: str) -> bool:
+def _matches(name: str, part: str) -> bool:
     return bool(part) and f".{part}." in f".{name}."
 
 
-def replaceable(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Module]:
+def quantizable_modules(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Module]:
     """The modules below `model` that have weights to replace, by name: none whose weight another
     module uses too, such as a head tied to the embedding."""
     modules = dict(model.named_modules())
     owners = Counter(p for m in modules.values() for p in m._parameters.values() if p is not None)
     found = {}
     for name, module in modules.items():
-        weights = weights_of(name, module, skip)
+        weights = quantizable_weights(name, module, skip)
         root = module is model and type(module) is nn.Linear  # which has no place to be put in
         if weights and not root and all(owners[w] == 1 for w in weights.values()):
             found[name] = module
@@ -604,18 +604,18 @@ def replaceable(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Modu
 
 def check_skip(model: nn.Module, skip: Sequence[str]) -> None:
     """ValueError for a part of `skip` that names nothing."""
-    names = [n for name, m in model.named_modules() for n in (name, *weights_of(name, m))]
+    names = [n for name, m in model.named_modules() for n in (name, *quantizable_weights(name, m))]
     for part in skip:
-        if not any(_within(name, part) for name in names):
+        if not any(_matches(name, part) for name in names):
             raise ValueError(f"skip: nothing in the model is named {part!r}")
 
 
-def check_all(
+def check_weights(
     modules: Mapping[str, nn.Module], check: Callable[[Tensor], None], skip: Sequence[str]
 ) -> None:
     """check(weight) of all of them; its ValueError names the layer."""
     for name, module in modules.items():
-        for full, weight in weights_of(name, module, skip).items():
+        for full, weight in quantizable_weights(name, module, skip).items():
             try:
                 check(weight)
             except ValueError as e:
@@ -645,9 +645,9 @@ def quantize_module(
 ) -> nn.Module:
     """What takes this module's place: for an nn.Linear a QuantizedLinear, for others themselves,
     those with stacked experts with these quantized. `name` is what skip and rounding go by."""
-    for full, weight in weights_of(name, module, skip).items():
+    for full, weight in quantizable_weights(name, module, skip).items():
         try:
-            codes = _codes(full, weight, scheme, rounding, ranges)
+            codes = _quantize_weight(full, weight, scheme, rounding, ranges)
         except ValueError as e:
             raise ValueError(f"{full}: {e}") from None
         if type(module) is nn.Linear:
@@ -655,25 +655,25 @@ def quantize_module(
         leaf = full.rpartition(".")[2]
         delattr(module, leaf)
         setattr(module, leaf, QuantizedStack(weight, scheme, codes).train(module.training))
-        module.experts = partial(experts_by, expert_linear)
+        module.experts = partial(loop_experts, expert_linear)
     return module
 
 
-def _codes(
+def _quantize_weight(
     name: str, weight: Tensor, scheme: Scheme, rounding: Rounding | None, ranges: str
-) -> Codes:
+) -> QTensors:
     """The codes of a weight (N, K), or of a stack of them, one after the other."""
     if weight.dim() == 3:
         some = weight[:1] if weight.is_meta else weight
-        each = [_codes(f"{name}.{e}", w, scheme, rounding, ranges) for e, w in enumerate(some)]
+        each = [_quantize_weight(f"{name}.{e}", w, scheme, rounding, ranges) for e, w in enumerate(some)]
         stacked = (None if part[0] is None else torch.stack(part) for part in zip(*each))
         if weight.is_meta:
             stacked = (p if p is None else p.expand(len(weight), *p.shape[1:]) for p in stacked)
         return tuple(stacked)
     scheme.check(weight)
-    if rounding is not None and scheme.grid is not None and not weight.is_meta:
-        return scheme.stored(*rounding(name, weight.float()))
-    return scheme.encode(weight, ranges)
+    if rounding is not None and scheme.spec is not None and not weight.is_meta:
+        return scheme.pack(*rounding(name, weight.float()))
+    return scheme.quantize(weight, ranges)
 
 
 def quantize_(
@@ -696,15 +696,15 @@ def quantize_(
     changed, names the layer: unknown scheme, a group_size that does not divide, NaN, a skip that
     matches nothing. (What `rounding` raises comes through when earlier layers are replaced.)
     """
-    chosen = scheme_of(scheme, group_size)
+    chosen = get_scheme(scheme, group_size)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     check_skip(model, skip)
-    todo = replaceable(model, skip)
+    todo = quantizable_modules(model, skip)
     if not todo:
-        done = any(isinstance(m, Quantized) for m in model.modules())
+        done = any(isinstance(m, QuantizedModule) for m in model.modules())
         why = "it is quantized already" if done else "or skip leaves none"
         raise ValueError(f"there is no nn.Linear below this module with a weight of its own: {why}")
-    check_all(todo, chosen.check, skip)
+    check_weights(todo, chosen.check, skip)
     for name in list(todo):
         module = todo.pop(name)  # nothing here holds the old weight any longer
         new = quantize_module(name, module, chosen, skip=skip, rounding=rounding, ranges=ranges)
@@ -714,12 +714,12 @@ def quantize_(
     return model
 
 
-def use_product_(model: nn.Module, product: Product) -> nn.Module:
+def use_linear_fn_(model: nn.Module, linear_fn: LinearFn) -> nn.Module:
     """Have every layer of int8 and int4 weights multiply by `product`, such as
     gemm.weight_only_matmul, where it was weight_only. Returns the model."""
     for module in model.modules():
-        if isinstance(module, Quantized) and module.scheme.product is weight_only:
-            module.product = product
+        if isinstance(module, QuantizedModule) and module.scheme.linear_fn is weight_only:
+            module.linear_fn = linear_fn
     return model
 
 
@@ -734,7 +734,7 @@ def pack_for_torch_cpu_(model: nn.Module) -> nn.Module:
             shift = (8 - zeros) * module.scales.float()  # torch's codes are from -8 on
             both = torch.stack((module.scales.float(), shift), -1).transpose(0, 1)
             args = packed, module.in_features // zeros.shape[1], both.bfloat16().contiguous()
-            module.product = partial(_torch_int4, args)
+            module.linear_fn = partial(_torch_int4, args)
     return model
 
 
@@ -758,8 +758,8 @@ def to_config(model: nn.Module, scheme: str, group_size: int | None, skip: Seque
         for name, m in model.named_modules()
         if isinstance(m, QuantizedLinear) and m.kept_index is not None
     }
-    chosen = scheme_of(scheme, group_size)
-    size = chosen.grid and chosen.grid.group_size
+    chosen = get_scheme(scheme, group_size)
+    size = chosen.spec and chosen.spec.group_size
     config = {"quant_method": "sheaf", "version": VERSION, "scheme": scheme, "group_size": size}
     return config | {"skip": list(skip)} | ({"kept": kept} if kept else {})
 
@@ -787,7 +787,7 @@ def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     for name, n in counts:
         if name not in layers or type(n) is not int or not 0 < n <= math.prod(layers[name].shape):
             raise ValueError(f"quantization_config: kept has {name!r}: {n!r}, no number of weights")
-        layers[name].keep(torch.empty(n, device="meta"), torch.empty(n, device="meta"))
+        layers[name].keep_unquantized(torch.empty(n, device="meta"), torch.empty(n, device="meta"))
     return model
 
 
@@ -803,7 +803,7 @@ RECIPES = {
 }
 
 
-class Float8Product(torch.autograd.Function):
+class Float8Matmul(torch.autograd.Function):
     """y = x W^T, and backward dx = g W and dW = g^T x: three products of FP8 operands. Each operand
     is rounded from what it was in full precision, with scales along the dimension that this
     product sums over: that of x is K in the first product, and M, the tokens, in the last."""
@@ -842,7 +842,7 @@ def float8_linear(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    y = Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, recipe, grad_dtype)
+    y = Float8Matmul.apply(x.reshape(-1, x.shape[-1]), weight, recipe, grad_dtype)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.view(*x.shape[:-1], len(weight))
 
@@ -881,11 +881,11 @@ def fp8_training_(
         raise ValueError(f"grad_dtype must be float8_e5m2 or float8_e4m3fn, not {grad_dtype}")
     options = dict(recipe=recipe, grad_dtype=grad_dtype)
     by_expert = lambda x, stack, e: float8_linear(x, stack[e], **options)
-    for name, module in replaceable(model, skip).items():
+    for name, module in quantizable_modules(model, skip).items():
         if type(module) is nn.Linear:
             swap_class_(model, name, Float8Linear, **options)
         else:
-            module.experts = partial(experts_by, by_expert)
+            module.experts = partial(loop_experts, by_expert)
     return model
 
 
@@ -894,7 +894,7 @@ def fp8_training_(
 # --------------------------------------------------------------------------------------------------
 
 
-def fake_quantize(weight: Tensor, grid: Grid) -> Tensor:
+def fake_quantize(weight: Tensor, spec: QuantSpec) -> Tensor:
     """weight (..., K) -> what `grid` keeps of it: its codes, decoded, in weight's dtype.
 
     Rounding has no slope, so the gradient goes straight through it to the weight, where the weight
@@ -903,8 +903,8 @@ def fake_quantize(weight: Tensor, grid: Grid) -> Tensor:
     """
     with torch.no_grad():
         w = weight.flatten(0, -2).float()
-        scales, zeros = grid.find(w)
-        q = grid.decode(grid.encode(w, scales, zeros), scales, zeros)
+        scales, zeros = spec.choose_qparams(w)
+        q = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
         step = scales.float().repeat_interleave(w.shape[1] // scales.shape[1], 1)
         inside = ((q - w).abs() <= step).view_as(weight)  # rounding alone moves by half a step
     return q.view_as(weight).to(weight.dtype) + (weight - weight.detach()) * inside  # q + 0
@@ -914,36 +914,36 @@ class FakeQuantLinear(nn.Linear):
     """nn.Linear whose weight is rounded in every forward; the weight itself stays as it was, for
     the optimizer to move."""
 
-    grid: Grid
+    spec: QuantSpec
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, fake_quantize(self.weight, self.grid), self.bias)
+        return F.linear(x, fake_quantize(self.weight, self.spec), self.bias)
 
 
-def qat_(model: nn.Module, grid: Grid, *, skip: Sequence[str] = ()) -> nn.Module:
+def qat_(model: nn.Module, spec: QuantSpec, *, skip: Sequence[str] = ()) -> nn.Module:
     """Quantization-aware training: have every nn.Linear that quantize_ would replace, and the
     experts of mixtures, multiply by their rounded weights, in place over the same parameters. What
     is trained loses nothing more when quantize_ rounds it to the same grid. Inputs are not rounded.
     ValueError, naming the layer, where the grid does not fit."""
-    todo = replaceable(model, skip)
-    check_all(todo, grid.check, skip)
+    todo = quantizable_modules(model, skip)
+    check_weights(todo, spec.check, skip)
     for name, module in todo.items():
         if type(module) is nn.Linear:
-            swap_class_(model, name, FakeQuantLinear, grid=grid)
+            swap_class_(model, name, FakeQuantLinear, spec=spec)
         else:
-            module.experts = partial(_rounded_stacks, module.experts, grid)
+            module.experts = partial(_fake_quantized_experts, module.experts, spec)
     return model
 
 
-def _rounded_stacks(
+def _fake_quantized_experts(
     experts: Callable[..., Tensor],
-    grid: Grid,
+    spec: QuantSpec,
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
     *stacks: Tensor,
 ) -> Tensor:
-    return experts(x, weights, ids, *(fake_quantize(w, grid) for w in stacks))
+    return experts(x, weights, ids, *(fake_quantize(w, spec) for w in stacks))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -963,7 +963,7 @@ def check(device: str) -> None:
             bias = None if layer.bias is None else layer.bias.double()
             exact = F.linear(x.double(), layer.weight.double(), bias)
             error = ((layer(x).double() - exact).norm() / exact.norm()).item()
-            limit = 5e-3 if SCHEMES[name].rounds_weights_alone else 5e-2
+            limit = 5e-3 if SCHEMES[name].is_weight_only else 5e-2
             assert error < limit, (name, N, K, rows, error)
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
     numbers = numbers[numbers.abs() <= 448].float()

@@ -72,7 +72,7 @@ class Tokenizer:
         tokenizer puts around a text, BOS as a rule: a chat template has written that itself."""
         raise NotImplementedError
 
-    def name(self, id: int) -> str:
+    def id_to_token(self, id: int) -> str:
         """The token as the vocabulary spells it; <id> where it has none."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Tokenizer:
         """One token for display: its text, a special token's name, or bytes as <0xE2><0x96>."""
         data = self.token_bytes(id, before=id)
         if data is None:
-            return self.name(id)
+            return self.id_to_token(id)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -170,7 +170,7 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    finish: str | None = None  # "eos", "stop" or "length"
+    finish_reason: str | None = None  # "eos", "stop" or "length"
 
     def push(self, token: int) -> None:
         """Take the next token. An EOS ends the text and is no part of it; so does a stop string."""
@@ -184,8 +184,8 @@ class Continuation:
 
     def end(self, why: str) -> None:
         """No token follows: bring out what the streams held back."""
-        if self.finish is None:
-            self.finish = why
+        if self.finish_reason is None:
+            self.finish_reason = why
             text, found = self.stop.push(self.stream.finish())
             self._say(text + self.stop.finish())
 
@@ -216,13 +216,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: {what_is_wrong(data)} ({one_line(e)})") from None
+        raise ValueError(f"{path}: {diagnose_file(data)} ({one_line(e)})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a {type(value).__name__}, not a JSON object; copy it again")
     return value
 
 
-def what_is_wrong(data: bytes) -> str:
+def diagnose_file(data: bytes) -> str:
     """The likeliest reason why a file is not what its name says, and the mend."""
     if not data:
         return "it is empty; copy it again"
@@ -271,7 +271,7 @@ def added_token(value: Any, where: str, special: bool = True) -> AddedToken:
     return AddedToken(fields["content"], **{f: bool(flags[f]) for f in FLAGS if f in flags})
 
 
-class TextConfig:
+class TokenizerConfig:
     """tokenizer_config.json. If it has no added_tokens_decoder, it is from before there was one,
     and special_tokens_map.json and added_tokens.json are read too, as in transformers."""
 
@@ -388,7 +388,7 @@ def _older_tokens(path: Path, special: set[str]) -> list[AddedToken]:
 class SentencePieceTokenizer(Tokenizer):
     """A `tokenizer.model`, with the added tokens of the files beside it."""
 
-    def __init__(self, path: Path, config: TextConfig):
+    def __init__(self, path: Path, config: TokenizerConfig):
         model = path.read_bytes()
         self.spaces = config.llama_spaces
         try:
@@ -399,7 +399,7 @@ class SentencePieceTokenizer(Tokenizer):
             self.inner = _sentencepiece(model + (nothing if self.spaces else no_prefix))
             self.start = self.inner if self.spaces else _sentencepiece(model)
         except RuntimeError as e:
-            why = what_is_wrong(model)
+            why = diagnose_file(model)
             if model.lstrip().startswith(b"{"):
                 why = "it is JSON; a tokenizer in JSON is named tokenizer.json"
             raise ValueError(f"{path}: not a sentencepiece model: {why} ({one_line(e)})") from None
@@ -432,7 +432,7 @@ class SentencePieceTokenizer(Tokenizer):
         alternatives = (_pattern(declared.get(s) or AddedToken(s)) for _, s in longest_first)
         self.pattern = re.compile("|".join(alternatives) or "(?!)")
 
-    def _around(self, config: TextConfig) -> tuple[list[int], list[int]]:
+    def _around(self, config: TokenizerConfig) -> tuple[list[int], list[int]]:
         """The ids before and after a text: tokenizer_config.json's rule, else the model's BOS."""
         ids = {text: id for id, text in self.added.items()}
         sides = []
@@ -468,7 +468,7 @@ class SentencePieceTokenizer(Tokenizer):
             text = " " + text
         return self.inner.encode(text)
 
-    def name(self, id: int) -> str:
+    def id_to_token(self, id: int) -> str:
         if id in self.added:
             return self.added[id]
         return self.start.id_to_piece(id) if 0 <= id < self.start.vocab_size() else f"<{id}>"
@@ -477,7 +477,7 @@ class SentencePieceTokenizer(Tokenizer):
         known = id in self.added or 0 <= id < self.start.vocab_size()
         if id in self.special or not known:
             return None
-        name = self.name(id)
+        name = self.id_to_token(id)
         data = _byte(name) or name.replace(SPACE, " ").encode()
         return data.removeprefix(b" ") if before is None and self.strip_first else data
 
@@ -520,14 +520,14 @@ class JSONTokenizer(Tokenizer):
     tokenizer_config.json does not change it.
     """
 
-    def __init__(self, path: Path, config: TextConfig):
+    def __init__(self, path: Path, config: TokenizerConfig):
         import tokenizers
 
         data = path.read_bytes()
         try:
             self.tk = tokenizers.Tokenizer.from_buffer(data)
         except Exception as e:  # the library raises what its Rust says
-            why = what_is_wrong(data)
+            why = diagnose_file(data)
             if _is_json(data):
                 why = "it is JSON of another kind, or too new; copy it, or upgrade tokenizers"
             raise ValueError(
@@ -572,7 +572,7 @@ class JSONTokenizer(Tokenizer):
     def _name(self, id: int) -> str | None:
         return self.tk.id_to_token(id) if 0 <= id < self.vocab_size else None
 
-    def name(self, id: int) -> str:
+    def id_to_token(self, id: int) -> str:
         return self._name(id) or f"<{id}>"
 
     def token_bytes(self, id: int, before: int | None) -> bytes | None:
@@ -599,7 +599,7 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-class NoTokenizer(Tokenizer):
+class DummyTokenizer(Tokenizer):
     """For random weights: text in as bytes, ids out as numbers."""
 
     def __init__(self, vocab_size: int):
@@ -608,11 +608,11 @@ class NoTokenizer(Tokenizer):
     def encode(self, text: str, bos: bool = True) -> list[int]:
         return [byte % self.vocab_size for byte in text.encode()]
 
-    def name(self, id: int) -> str:
+    def id_to_token(self, id: int) -> str:
         return f"<{id}>"
 
     def token_bytes(self, id: int, before: int | None) -> bytes | None:
-        return self.name(id).encode()
+        return self.id_to_token(id).encode()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -620,7 +620,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     kinds = {"tokenizer.json": JSONTokenizer, "tokenizer.model": SentencePieceTokenizer}
     for name, kind in kinds.items():
         if (folder / name).exists():
-            return kind(folder / name, TextConfig(folder))
+            return kind(folder / name, TokenizerConfig(folder))
     raise ValueError(
         f"{folder}: holds neither {' nor '.join(kinds)}; copy one from where the model came from"
     )
@@ -703,7 +703,7 @@ class ChatTemplate:
 def load_chat_template(folder: Path) -> ChatTemplate | None:
     """chat_template.jinja (and additional_chat_templates/*.jinja), else the chat_template of
     tokenizer_config.json; None if the folder has neither."""
-    config = TextConfig(folder)
+    config = TokenizerConfig(folder)
     path = folder / "chat_template.jinja"
     files = {"default": path} if path.exists() else {}
     files |= {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}

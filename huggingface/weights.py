@@ -108,7 +108,7 @@ def hf_tensors(model: Transformer) -> dict[str, Tensor]:
     or of stacked experts a view of one. Loading copies into them, saving reads from them."""
     tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        tensors |= dict(_stored_as(model.config, name, tensor, _held(model, name)))
+        tensors |= dict(_hf_entries(model.config, name, tensor, _local_expert_ids(model, name)))
     return tensors
 
 
@@ -122,29 +122,29 @@ def hf_modules(model: Transformer) -> dict[str, str]:
     }
 
 
-def _of_whole(model: Transformer) -> dict[str, Tensor]:
+def _full_tensors(model: Transformer) -> dict[str, Tensor]:
     """hf_tensors, with meta tensors for the whole of those that this process has in part."""
     tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if (cut := model.tp_shards.get(name)) is not None:
             tensor = torch.empty(cut.full_shape(tensor.shape), dtype=tensor.dtype, device="meta")
-        if _held(model, name) is not None:
+        if _local_expert_ids(model, name) is not None:
             shape = (model.config.n_experts, *tensor.shape[1:])
             tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        tensors |= dict(_stored_as(model.config, name, tensor))
+        tensors |= dict(_hf_entries(model.config, name, tensor))
     return tensors
 
 
-def _of_parts(model: Transformer) -> dict[str, dict[str, Tensor]]:
+def _tensors_by_part(model: Transformer) -> dict[str, dict[str, Tensor]]:
     """_of_whole of each layer, of the embedding, the norm, the head, and all for further tokens."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         part = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
-        parts.setdefault(part, {}).update(_stored_as(model.config, name, tensor))
+        parts.setdefault(part, {}).update(_hf_entries(model.config, name, tensor))
     return parts
 
 
-def _has(model: Transformer, part: str) -> bool:
+def _has_part(model: Transformer, part: str) -> bool:
     module, _, layer = part.partition(".")
     held = getattr(model, module)
     if isinstance(held, nn.ModuleList):
@@ -152,13 +152,13 @@ def _has(model: Transformer, part: str) -> bool:
     return held is not None
 
 
-def _held(model: Transformer, name: str) -> Sequence[int] | None:
+def _local_expert_ids(model: Transformer, name: str) -> Sequence[int] | None:
     """The experts that the tensor of this name is a stack of, if they are not all."""
     stack = re.fullmatch(r"(.+)\.w_(?:gate_up|down)(?:\.\w+)?", name)
     return None if stack is None else model.get_submodule(stack[1]).local_expert_ids
 
 
-def _stored_as(
+def _hf_entries(
     config: ModelConfig, name: str, tensor: Tensor, held: Sequence[int] | None = None
 ) -> list[tuple[str, Tensor]]:
     """The names under which a checkpoint holds this tensor of the model, each with its part. A
@@ -184,7 +184,7 @@ def _stored_as(
     ]
 
 
-def _shards(folder: Path) -> dict[Path, set[str] | None]:
+def _shard_files(folder: Path) -> dict[Path, set[str] | None]:
     """The folder's safetensors files: the single one, or those that the index names, each with the
     tensors that it should hold."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -212,12 +212,12 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
     missing = [n for n in sorted(shards) if not (folder / n).exists()]
     if missing:
         raise ValueError(
-            f"{index}: names files that are not there: {_some(missing)}; download them again"
+            f"{index}: names files that are not there: {_abbreviate(missing)}; download them again"
         )
     return {folder / n: shards[n] for n in sorted(shards)}
 
 
-def _some(names: list[str]) -> str:
+def _abbreviate(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -239,7 +239,7 @@ EXACT_DTYPES = {
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file, as the file's header describes it."""
 
     path: Path
@@ -250,7 +250,7 @@ class Stored:
     def read(self, rows: Sequence[int] | None = None, cut: Any = None) -> Tensor:
         """A view of the file, or a copy of these rows, or of the cut. Opened anew for each: a
         mapping that lives on keeps in memory every page it has read."""
-        with _opened(self.path) as f:
+        with _open_safetensors(self.path) as f:
             if rows is None and cut is None:
                 return f.get_tensor(self.name)
             part = f.get_slice(self.name)
@@ -260,7 +260,7 @@ class Stored:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as f:
             yield f
@@ -270,18 +270,18 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _stored_tensors(folder: Path) -> dict[str, Stored]:
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the folder, from the headers alone. ValueError if the files do not hold what
     the index says."""
-    stored: dict[str, Stored] = {}
-    for path, expected in _shards(folder).items():
-        with _opened(path) as f:
+    stored: dict[str, StoredTensor] = {}
+    for path, expected in _shard_files(folder).items():
+        with _open_safetensors(path) as f:
             for name in f.keys():
                 part = f.get_slice(name)
-                stored[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+                stored[name] = StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
             found = set(f.keys())
         if expected is not None and found != expected:
-            odd = _some(sorted(found ^ expected))
+            odd = _abbreviate(sorted(found ^ expected))
             raise ValueError(
                 f"{path}: does not hold the tensors that model.safetensors.index.json says "
                 f"({odd}); the shards are mixed up, download them again"
@@ -295,7 +295,7 @@ def load_checkpoint(
     dtype: torch.dtype | None = None,
     *,
     prepare: Callable[[Transformer], Any] | None = None,
-    each: Callable[[str, nn.Module], nn.Module] | None = None,
+    convert_module: Callable[[str, nn.Module], nn.Module] | None = None,
 ) -> Transformer:
     """The model of a Hugging Face folder, in eval mode, on `device` in `dtype` (default: that of
     the stored embedding).
@@ -332,29 +332,29 @@ def load_checkpoint(
     if prepare is not None:
         for p in model.parameters():
             p.data = p.data.to(dtype or _stored_dtype(stored))
-        dropped = _of_parts(model)
+        dropped = _tensors_by_part(model)
         prepare(model)
-        dropped = {part: tensors for part, tensors in dropped.items() if not _has(model, part)}
+        dropped = {part: tensors for part, tensors in dropped.items() if not _has_part(model, part)}
     wanted = {name: t for tensors in dropped.values() for name, t in tensors.items()}
-    plan = _match(folder, stored, wanted | _of_whole(model), config)
-    _fill(model, plan, stored, device, dtype or _stored_dtype(stored), each)
-    _check_copies(folder, stored, model)
+    plan = _match_tensors(folder, stored, wanted | _full_tensors(model), config)
+    _load_tensors(model, plan, stored, device, dtype or _stored_dtype(stored), convert_module)
+    _check_duplicates(folder, stored, model)
     return model
 
 
-def _stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
+def _stored_dtype(stored: dict[str, StoredTensor]) -> torch.dtype:
     embed = stored.get("model.embed_tokens.weight") or stored.get("lm_head.weight")
     return STORED_DTYPES.get(embed and embed.dtype, torch.float32)
 
 
 @torch.no_grad()
-def _fill(
+def _load_tensors(
     model: Transformer,
-    plan: dict[str, Stored],
-    stored: dict[str, Stored],
+    plan: dict[str, StoredTensor],
+    stored: dict[str, StoredTensor],
     device: torch.device | str,
     dtype: torch.dtype,
-    each: Callable[[str, nn.Module], nn.Module] | None,
+    convert_module: Callable[[str, nn.Module], nn.Module] | None,
 ) -> None:
     """Module after module: its memory, its tensors, what takes its place."""
     made: dict[Tensor, nn.Parameter] = {}
@@ -362,12 +362,12 @@ def _fill(
     users = Counter(p for m in modules.values() for p in m.parameters(recurse=False))
     for name, module in modules.items():
         shares = any(p in made for p in module.parameters(recurse=False))
-        _allocate_own(module, device, dtype, made)
+        _allocate_module(module, device, dtype, made)
         own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for leaf, tensor in () if shares else own:
-            held = _held(model, f"{name}.{leaf}")
+            held = _local_expert_ids(model, f"{name}.{leaf}")
             cut = model.tp_shards.get(f"{name}.{leaf}")
-            for stored_name, target in _stored_as(model.config, f"{name}.{leaf}", tensor, held):
+            for stored_name, target in _hf_entries(model.config, f"{name}.{leaf}", tensor, held):
                 part = cut if cut is None or target is tensor else replace(cut, dim=cut.dim - 1)
                 scale = stored.get(f"{stored_name}_scale_inv")
                 if scale is None:  # a stack that is stored whole is cut to its rows
@@ -379,7 +379,7 @@ def _fill(
                     whole = target.new_empty(plan[stored_name].shape)
                     _dequantize(plan[stored_name].read(), scale.read(), whole)
                     target.copy_(part.of(whole))
-        if each is not None and not shares and (new := each(name, module)) is not module:
+        if convert_module is not None and not shares and (new := convert_module(name, module)) is not module:
             parent, _, leaf = name.rpartition(".")
             setattr(modules[parent], leaf, new)
             modules[name] = new
@@ -387,9 +387,9 @@ def _fill(
         made = {p: new for p, new in made.items() if users[p] > 1}
 
 
-def _match(
-    folder: Path, stored: dict[str, Stored], wanted: dict[str, Tensor], config: ModelConfig
-) -> dict[str, Stored]:
+def _match_tensors(
+    folder: Path, stored: dict[str, StoredTensor], wanted: dict[str, Tensor], config: ModelConfig
+) -> dict[str, StoredTensor]:
     """The stored tensor of each wanted one. ValueError unless the two are the same set, of the same
     shapes, in dtypes that can be read."""
     plan = {name: stored[name] for name in wanted if name in stored}
@@ -401,13 +401,13 @@ def _match(
     scaled = [n for n, s in plan.items() if s.dtype == "F8_E4M3" and n.endswith(".weight")]
     follow = {f"{name}_scale_inv" for name in scaled}
     follow |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
-    follow |= set(_copies(config))
+    follow |= set(_duplicate_tensors(config))
     missing = [name for name in wanted if name not in plan]
     missing += [name for name in follow if name.endswith("_scale_inv") and name not in stored]
     unexpected = [name for name in stored if name not in plan and name not in follow]
     if missing or unexpected:
         parts = [
-            f"{what} tensors: {_some(names)}"
+            f"{what} tensors: {_abbreviate(names)}"
             for what, names in (("missing", missing), ("unexpected", unexpected))
             if names
         ]
@@ -431,7 +431,7 @@ def _match(
     return plan
 
 
-def _copies(config: ModelConfig) -> dict[str, str]:
+def _duplicate_tensors(config: ModelConfig) -> dict[str, str]:
     """Tensors that some exporters write though they follow from others: copy -> original."""
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     copies = {head: embed} if config.tie_embeddings else {}
@@ -441,10 +441,10 @@ def _copies(config: ModelConfig) -> dict[str, str]:
     return copies
 
 
-def _check_copies(folder: Path, stored: dict[str, Stored], model: Transformer) -> None:
+def _check_duplicates(folder: Path, stored: dict[str, StoredTensor], model: Transformer) -> None:
     """ValueError if a stored copy is none: this model could not be what the file holds."""
     ours = hf_tensors(model)
-    for copy, original in _copies(model.config).items():
+    for copy, original in _duplicate_tensors(model.config).items():
         if copy in stored and original in stored and original in ours:
             ours_is = "head.weight" if original == "lm_head.weight" else "embed.weight"
             theirs = stored[copy].read(cut=model.tp_shards.get(ours_is))
@@ -461,11 +461,11 @@ def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype)
     buffers (routing corrections) as they are, in fp32. What was shared stays shared."""
     made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
-        _allocate_own(module, device, dtype, made)
+        _allocate_module(module, device, dtype, made)
     return model
 
 
-def _allocate_own(
+def _allocate_module(
     module: nn.Module,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -514,8 +514,8 @@ def save_checkpoint(
     text, target = json.dumps(config, indent=2) + "\n", folder / "config.json"
     if target.exists() and target.read_bytes() != text.encode():
         target.unlink()
-    index, old = folder / "model.safetensors.index.json", _own_files(folder)
-    shards = _cut(hf_tensors(model), max_shard_bytes)
+    index, old = folder / "model.safetensors.index.json", _weight_files(folder)
+    shards = _split_into_shards(hf_tensors(model), max_shard_bytes)
     if len(shards) == 1:
         new = {folder / "model.safetensors"}
         _write_tensors(folder / "model.safetensors", shards[0])
@@ -527,13 +527,13 @@ def save_checkpoint(
     write_atomically(target, lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
 
-def _own_files(folder: Path) -> set[Path]:
+def _weight_files(folder: Path) -> set[Path]:
     """The weight files of the checkpoint in the folder, by their names; others are not touched."""
     shard = re.compile(r"model(-v\d+)?-\d{5}-of-\d{5}\.safetensors|model\.safetensors")
     return {path for path in folder.glob("*.safetensors") if shard.fullmatch(path.name)}
 
 
-def _cut(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+def _split_into_shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
     """The tensors in order, in as few runs as fit max_bytes each (a larger tensor alone)."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0

@@ -84,7 +84,7 @@ def _check(condition: bool, message: str) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def average(
+def all_reduce_mean(
     group: Any, x: Tensor, weight: float, sizes: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, int]:
     """Mean over a group's ranks, weighted, of x (n,), which is tensors of these sizes end to end,
@@ -122,12 +122,12 @@ class Round:
 Exchange = Callable[["DiLoCo", Tensor, float], Round]  # (its state, pseudo-gradient, weight)
 
 
-def over(group: Any = None) -> Exchange:
+def process_group_exchange(group: Any = None) -> Exchange:
     """Meetings of the ranks of a process group; None: of all."""
 
     def exchange(outer: DiLoCo, delta: Tensor, weight: float) -> Round:
         ranks = group or dist.group.WORLD
-        mean, sent = average(ranks, delta, weight, outer.sizes, outer.dtype)
+        mean, sent = all_reduce_mean(ranks, delta, weight, outer.sizes, outer.dtype)
         return Round(outer.round, mean, list(range(ranks.size())), sent)
 
     return exchange
@@ -192,15 +192,15 @@ class DiLoCo:
             return None
         delta = self.start - self._now()
         _check(bool(delta.isfinite().all()), f"weights are not finite in round {self.round}")
-        return self._meet(delta)
+        return self._synchronize(delta)
 
     @torch.no_grad()
     def join(self) -> Round:
         """Meet the others with nothing, for what they have."""
         self.steps = 0
-        return self._meet(torch.zeros_like(self.start))
+        return self._synchronize(torch.zeros_like(self.start))
 
-    def _meet(self, delta: Tensor) -> Round:
+    def _synchronize(self, delta: Tensor) -> Round:
         done = self.exchange(self, delta, float(self.steps))
         if done.state is not None:
             self.state.copy_(done.state)
@@ -239,7 +239,7 @@ def open_store(at: str, timeout: float = 60.0) -> dist.Store:
     return dist.FileStore(str(Path(at) / "store"))
 
 
-class Workers:
+class ElasticExchange:
     """Meetings of the workers 0..n - 1 that are there (`DiLoCo`'s exchange). at: where the store
     is, with nothing in it of another run. timeout: seconds that a worker may be silent, or come
     later than another, or an operation of a turn may last. about: what must be the same for all,
@@ -249,18 +249,18 @@ class Workers:
 
     def __init__(
         self, at: str, worker: int, n: int, *, timeout: float = 60.0,
-        about: dict[str, Any] | None = None,
+        run_config: dict[str, Any] | None = None,
     ):  # fmt: skip
         _check(0 <= worker < n, f"worker must be from 0 to {n - 1}, not {worker}")
         _check(timeout > 0, f"timeout must be more than 0, not {timeout}")
         self.at, self.worker, self.n, self.timeout = at, worker, n, timeout
-        self.store, self.token, self.about = open_store(at, timeout), uuid.uuid4().hex, about or {}
-        self.late = True  # without the run's state
-        self._seen: dict[int, tuple[bytes, float]] = {}  # of each: last beat, when it was new
-        self._heard: dict[int, tuple[int, str]] = {}  # of each: the last turn that it came to
-        self._awaited = set(range(n))  # those of the last turn: others come when they come
+        self.store, self.token, self.run_config = open_store(at, timeout), uuid.uuid4().hex, run_config or {}
+        self.joining = True  # without the run's state
+        self._last_heartbeat: dict[int, tuple[bytes, float]] = {}  # of each: last beat, when it was new
+        self._last_announcement: dict[int, tuple[int, str]] = {}  # of each: the last turn that it came to
+        self._expected = set(range(n))  # those of the last turn: others come when they come
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._beats, daemon=True)
+        self._thread = threading.Thread(target=self._heartbeat_loop, daemon=True)
 
     # ---- who lives ----
 
@@ -269,35 +269,35 @@ class Workers:
         all n have begun, or `timeout` is over."""
         self.store.set(f"owner/{self.worker}", self.token)
         number = int(self.store.compare_set("turn", "", f"0 {round}").split()[1])
-        self.late = number != round
-        self._beat(self.store)
+        self.joining = number != round
+        self._heartbeat(self.store)
         self._thread.start()
         end = time.monotonic() + self.timeout
-        while not self.late and not all(map(self._lives, range(self.n))):
+        while not self.joining and not all(map(self._is_alive, range(self.n))):
             if time.monotonic() > end:
                 break
             time.sleep(POLL)
-        return self.late
+        return self.joining
 
-    def _beats(self) -> None:
+    def _heartbeat_loop(self) -> None:
         store = open_store(self.at, self.timeout)  # one is not for two threads
         while not self._closed.wait(min(1.0, self.timeout / 8)):
             try:
-                self._beat(store)
+                self._heartbeat(store)
             except RuntimeError:  # the store is gone: whoever meets will say so
                 return
 
-    def _beat(self, store: dist.Store) -> None:
+    def _heartbeat(self, store: dist.Store) -> None:
         """Say that this worker lives, and note who else has said so since. No clock is compared."""
-        role = "late" if self.late else "member"
+        role = "late" if self.joining else "member"
         store.set(f"beat/{self.worker}", f"{role} {self.token} {time.monotonic()}")
         for i in range(self.n):
             beat = store.get(f"beat/{i}") if store.check([f"beat/{i}"]) else b""
-            if beat and beat != self._seen.get(i, (b"", 0.0))[0]:
-                self._seen[i] = beat, time.monotonic()
+            if beat and beat != self._last_heartbeat.get(i, (b"", 0.0))[0]:
+                self._last_heartbeat[i] = beat, time.monotonic()
 
-    def _lives(self, worker: int, role: bytes = b"") -> bool:
-        beat, when = self._seen.get(worker, (b"left", 0.0))
+    def _is_alive(self, worker: int, role: bytes = b"") -> bool:
+        beat, when = self._last_heartbeat.get(worker, (b"left", 0.0))
         there = not beat.startswith(b"left") and beat.startswith(role)
         return there and time.monotonic() - when < self.timeout
 
@@ -311,8 +311,8 @@ class Workers:
     # ---- a meeting ----
 
     def __call__(self, outer: DiLoCo, delta: Tensor, weight: float) -> Round:
-        _check(bool(self._seen), "begin(round) comes before the first meeting")
-        own = outer.settings | self.about
+        _check(bool(self._last_heartbeat), "begin(round) comes before the first meeting")
+        own = outer.settings | self.run_config
         run = json.loads(self.store.compare_set("run", "", json.dumps(own)))
         other = ", ".join(f"{k} {own.get(k)}, not {run.get(k)}" for k in run | own
                           if own.get(k) != run.get(k))  # fmt: skip
@@ -321,50 +321,50 @@ class Workers:
         while True:
             owner = self.store.get(f"owner/{self.worker}").decode()
             _check(owner == self.token, f"worker {self.worker} was started again: this one leaves")
-            turn, number = self._turn()
-            self.late = weight == 0 or number != outer.round
-            members = self._gather(turn)
-            if [self.worker, self.token, self.late] not in members:
-                self._wait_for_turn_after(turn, number, members)
+            turn, number = self._current_attempt()
+            self.joining = weight == 0 or number != outer.round
+            members = self._form_group(turn)
+            if [self.worker, self.token, self.joining] not in members:
+                self._wait_for_next_attempt(turn, number, members)
                 continue
-            self._awaited = {i for i, _, _ in members}
+            self._expected = {i for i, _, _ in members}
             try:
                 done = self._reduce(turn, number, members, outer, delta, weight)
             except RuntimeError:  # a peer has died, or is too slow
                 failed, done = failed + 1, None
                 if failed == FAILURES:
                     raise
-            if self._agree(turn, number, members, done is not None):
-                self.late = False
+            if self._vote(turn, number, members, done is not None):
+                self.joining = False
                 return done
 
-    def _gather(self, turn: int) -> list[list[Any]]:
+    def _form_group(self, turn: int) -> list[list[Any]]:
         """The members of this turn, (worker, token, late) each."""
-        me, end = [self.worker, self.token, self.late], time.monotonic() + self.timeout
+        me, end = [self.worker, self.token, self.joining], time.monotonic() + self.timeout
         self.store.set(f"{turn}/here/{self.worker}", json.dumps(me))
         while not self.store.check([f"{turn}/members"]):
-            here = self._arrived(turn)
-            others = self._awaited - {i for i, _, _ in here}
+            here = self._announced(turn)
+            others = self._expected - {i for i, _, _ in here}
             patient = time.monotonic() < end
-            if not self.late and me in here and not (patient and any(map(self._lives, others))):
+            if not self.joining and me in here and not (patient and any(map(self._is_alive, others))):
                 self.store.compare_set(f"{turn}/members", "", json.dumps(here))
-            lost = self.late and not any(self._lives(i, b"member") for i in range(self.n))
+            lost = self.joining and not any(self._is_alive(i, b"member") for i in range(self.n))
             _check(patient or not lost, "no worker that lives has the run's weights: resume all "
                    "with another, empty, store")  # fmt: skip
             time.sleep(POLL)
         return json.loads(self.store.get(f"{turn}/members"))
 
-    def _arrived(self, turn: int) -> list[list[Any]]:
+    def _announced(self, turn: int) -> list[list[Any]]:
         keys = [f"{turn}/here/{i}" for i in range(self.n)]
         here = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
         for i, token, late in here:
-            if self._heard.get(i) != (turn, token):  # a sign of life, once, as a beat is
-                self._heard[i] = turn, token
+            if self._last_announcement.get(i) != (turn, token):  # a sign of life, once, as a beat is
+                self._last_announcement[i] = turn, token
                 role = "late" if late else "member"
-                self._seen[i] = f"{role} {token}".encode(), time.monotonic()
+                self._last_heartbeat[i] = f"{role} {token}".encode(), time.monotonic()
         return here
 
-    def _turn(self) -> tuple[int, int]:
+    def _current_attempt(self) -> tuple[int, int]:
         """The turn that is next or under way, and which round it is to make."""
         turn, number = self.store.get("turn").split()
         return int(turn), int(number)
@@ -378,18 +378,18 @@ class Workers:
         rank, source, sent, state = ids.index(self.worker), late.index(False), 0, None
         wait, store = timedelta(seconds=self.timeout), dist.PrefixStore(f"{turn}/gloo", self.store)
         group = dist.ProcessGroupGloo(store, rank, len(members), wait)
-        if self.late:
+        if self.joining:
             state = torch.empty(outer.state.shape, dtype=outer.state.dtype)
             group.recv([state], source, 0).wait()
         for joiner in [r for r in range(len(ids)) if late[r]] if rank == source else ():
             group.send([outer.state.cpu()], joiner, 0).wait()
             sent += outer.state.nbytes
-        delta, weight = (torch.zeros_like(delta), 0.0) if self.late else (delta, weight)
-        mean, more = average(group, delta.cpu(), weight, outer.sizes, outer.dtype)
+        delta, weight = (torch.zeros_like(delta), 0.0) if self.joining else (delta, weight)
+        mean, more = all_reduce_mean(group, delta.cpu(), weight, outer.sizes, outer.dtype)
         workers = [i for i, _, late in members if not late]
         return Round(number, mean.to(outer.state.device), workers, sent + more, state)
 
-    def _agree(self, turn: int, number: int, members: list[list[Any]], ok: bool) -> bool:
+    def _vote(self, turn: int, number: int, members: list[list[Any]], ok: bool) -> bool:
         """Whether the turn's result counts: all that had a hand in it say the same."""
         verdict, word, end = f"{turn}/verdict", "", time.monotonic() + self.timeout
         if ok:
@@ -398,23 +398,23 @@ class Workers:
             missing = [i for i, _, _ in members if not self.store.check([f"{turn}/ok/{i}"])]
             if not missing:
                 word = "commit"
-            elif not ok or time.monotonic() > end or not all(map(self._lives, missing)):
+            elif not ok or time.monotonic() > end or not all(map(self._is_alive, missing)):
                 word = "abort"
             else:
                 time.sleep(POLL)
-        return self._settle(turn, number, word or "abort")
+        return self._decide(turn, number, word or "abort")
 
-    def _settle(self, turn: int, number: int, word: str) -> bool:
+    def _decide(self, turn: int, number: int, word: str) -> bool:
         """End a turn with the first word said of it; whether that was "commit"."""
         first = self.store.compare_set(f"{turn}/verdict", "", word)
         after = f"{turn + 1} {number + (first == b'commit')}"
         self.store.compare_set("turn", f"{turn} {number}", after)
         return first == b"commit"
 
-    def _wait_for_turn_after(self, turn: int, number: int, members: list[list[Any]]) -> None:
-        while self._turn()[0] == turn:
-            if not any(self._lives(i) for i, _, _ in members if i != self.worker):
-                self._settle(turn, number, "abort")
+    def _wait_for_next_attempt(self, turn: int, number: int, members: list[list[Any]]) -> None:
+        while self._current_attempt()[0] == turn:
+            if not any(self._is_alive(i) for i, _, _ in members if i != self.worker):
+                self._decide(turn, number, "abort")
             time.sleep(POLL)
 
 
@@ -423,7 +423,7 @@ class Workers:
 # --------------------------------------------------------------------------------------------------
 
 
-def serve(at: str) -> None:
+def serve_store(at: str) -> None:
     """Keep a store at HOST:PORT until killed."""
     host, _, port = at.rpartition(":")
     _check(bool(host) and port.isdigit(), f"--serve {at}: must be HOST:PORT")
@@ -437,14 +437,14 @@ def _example(worker: int, at: str, rounds: int, dies: int | None, told: Any) -> 
     torch.set_num_threads(1)
     rng = torch.Generator().manual_seed(worker)
     x, w = torch.randn(256, 16, generator=rng), torch.zeros(16, requires_grad=True)
-    inner, workers = torch.optim.AdamW([w], lr=0.03), Workers(at, worker, 4, timeout=5.0)
+    inner, workers = torch.optim.AdamW([w], lr=0.03), ElasticExchange(at, worker, 4, timeout=5.0)
     outer = DiLoCo([w], workers, every=5, momentum=0.5)
     met, loss = outer.join() if workers.begin(outer.round) else None, torch.tensor(math.nan)
     while True:
-        while outer.round == 6 and worker < 3 and len(workers._arrived(workers._turn()[0])) == 0:
+        while outer.round == 6 and worker < 3 and len(workers._announced(workers._current_attempt()[0])) == 0:
             time.sleep(POLL)  # worker 3 is being started again
         if met is not None:
-            told.put((met.number, met.workers, w.tolist(), loss.item(), met.sent))
+            told.put((met.number, met.workers, w.tolist(), loss.item(), met.bytes_sent))
             if outer.round == rounds:
                 break
         loss = (x @ w - x.sum(1)).square().mean()
@@ -478,7 +478,7 @@ def check() -> list[str]:
         _, ids, weights, losses, sent = zip(*(told for told in got if told[0] == number))
         assert all(w == weights[0] for w in weights) and all(i == ids[0] for i in ids)
         worst = max(loss for loss in losses if not math.isnan(loss))
-        lines.append(f"{number:>6}{str(ids[0]):>14}{worst:>12.2e}{max(sent):>8}")
+        lines.append(f"{number:>6}{str(ids[0]):>14}{worst:>12.2e}{max(bytes_sent):>8}")
     assert "[0, 1, 2, 3]" in lines[2] and "[0, 1, 2] " in lines[3], lines
     assert worst < 0.1, lines
     return lines
@@ -486,7 +486,7 @@ def check() -> list[str]:
 
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[1] == "--serve":
-        serve(sys.argv[2])
+        serve_store(sys.argv[2])
         return
     lines = check()
     if "--check" not in sys.argv:

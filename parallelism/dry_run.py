@@ -46,7 +46,7 @@ from parallelism.expert_parallel import Placement, exchanged, placed
 from parallelism.parallel_dims import ExpertParallel, ParallelDims
 from training.build import build_optimizer, convert_linears_, meta_model, model_config, cast_params_
 from training.flags import resolve_expert_flags
-from training.lora import lora_
+from training.lora import apply_lora_
 from training.metrics import flops_per_token
 from training.step import LoadBalancer, accumulate, make_attend, loss_sums, update
 
@@ -232,7 +232,7 @@ def count_costs(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, st
     model = meta_model(config)
     layout.shard_model_(model)
     if args.lora:
-        lora_(model, args.lora)
+        apply_lora_(model, args.lora)
     cast_params_(model, args)
     convert_linears_(model, args)
     layout.parallelize_(model, torch.bfloat16 if args.dtype == "bf16" else None)

@@ -69,7 +69,7 @@ from parallelism.zero import DistributedOptimizer
 from training.checkpoint import regions
 from training.chunked_loss import linear_cross_entropy
 from training.optimizers import mup_factors
-from training.recompute import MODES, choose, kept_bytes, segments, wrapped
+from training.recompute import MODES, choose_modes, saved_bytes, layer_groups, checkpoint_wrapper
 
 SAVED_OPS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective saves
 IGNORE = -100  # ignore_index: a target that is not counted
@@ -222,9 +222,9 @@ class ParallelDims:
             return
         blocks = [*model.layers, *(depth.block for depth in model.mtp)]
         for block, mode in zip(blocks, self._recompute_modes(model)):
-            block.forward = wrapped(block.forward, mode, SAVED_OPS)
+            block.forward = checkpoint_wrapper(block.forward, mode, SAVED_OPS)
         if self.args.recompute == "sqrt":
-            model.layer_groups = segments(model.layers)
+            model.layer_groups = layer_groups(model.layers)
         self._enable_chunked_loss(model)
         if self.mesh is None:
             return
@@ -277,7 +277,7 @@ class ParallelDims:
             return dict(node_size=node)
         fsdp_ranks = self.mesh.dense.mesh.movedim(2, -1).flatten(0, -2).tolist()
         nodes = node_groups(node, fsdp_ranks) if node else None
-        all_gather = QuantizedAllGather(plain_ranks=node or 1)
+        all_gather = QuantizedAllGather(unquantized_group_size=node or 1)
         reduce_scatter = QuantizedReduceScatter(nodes=nodes)
         return dict(node_size=node, all_gather=all_gather, reduce_scatter=reduce_scatter)
 
@@ -532,7 +532,7 @@ def modes_within_budget(
         for i, window in enumerate(_windows(config))
     }
     try:
-        return choose([costs[window] for window in _windows(config)], args.recompute)
+        return choose_modes([costs[window] for window in _windows(config)], args.recompute)
     except ValueError as e:
         raise ValueError(f"--recompute {args.recompute}: {e}") from None
 
@@ -555,9 +555,9 @@ def _recompute_costs(
         rope = rope_cos_sin(config, at)
         persistent = [*block.parameters(), *rope, at]
         for mode in MODES[:4]:
-            forward = partial(wrapped(block.forward, mode), x, rope, at, causal_attention)
+            forward = partial(checkpoint_wrapper(block.forward, mode), x, rope, at, causal_attention)
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                kept = kept_bytes(forward, persistent)
+                kept = saved_bytes(forward, persistent)
                 with FlopCounterMode(display=False) as counter:
                     forward().sum().backward()
             flops = float(counter.get_total_flops())

@@ -43,31 +43,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # What is reached of the data sheet, the same for all models, devices, plans and published runs.
-GEMM = 0.60  # bf16 products on H100: 600 to 780 of 989 TFLOP/s on random data, bound by power; the
-GEMM_FP8 = 0.50  # low end, as shapes are given and kernels follow each other. FP8: 1,000 of 1,979
-ATTENTION = {  # forward, backward of 989: D 128, 8k tokens, H100 (arXiv:2407.08608, figures 5, 6)
+GEMM_EFFICIENCY = 0.60  # bf16 products on H100: 600 to 780 of 989 TFLOP/s on random data, bound by power; the
+GEMM_FP8_EFFICIENCY = 0.50  # low end, as shapes are given and kernels follow each other. FP8: 1,000 of 1,979
+ATTENTION_EFFICIENCY = {  # forward, backward of 989: D 128, 8k tokens, H100 (arXiv:2407.08608, figures 5, 6)
     "fa2": (0.34, 0.32),  # FlashAttention-2, which is torch's in 2024: 333 and 318 TFLOP/s
     "fa3": (0.57, 0.54),  # FlashAttention-3 and cuDNN 9: 529 to 602 and 518 to 559
 }
-HBM = 0.90  # of the bandwidth, by elementwise kernels
-LINK = 0.80  # nccl-tests' bus bandwidth: 360 of 450 GB/s over NVLink, 40 of 50 over a NIC
-ASYNC_TP = 0.5  # of its transfers hidden: 1.09 to 1.16x in torchtitan's async TP benchmark
-SMS = 0.15  # of the SMs run a transfer that is hidden: NCCL takes 16 to 24 of 132
-KERNEL = 8e-6  # s: launch, first loads and last wave of a product
+HBM_EFFICIENCY = 0.90  # of the bandwidth, by elementwise kernels
+LINK_EFFICIENCY = 0.80  # nccl-tests' bus bandwidth: 360 of 450 GB/s over NVLink, 40 of 50 over a NIC
+ASYNC_TP_OVERLAP = 0.5  # of its transfers hidden: 1.09 to 1.16x in torchtitan's async TP benchmark
+COMM_SM_FRACTION = 0.15  # of the SMs run a transfer that is hidden: NCCL takes 16 to 24 of 132
+KERNEL_OVERHEAD = 8e-6  # s: launch, first loads and last wave of a product
 # HBM bytes per token and layer, (C, F) forward and backward, counted op by op in bf16: eager, with
 # RMSNorm and rotation in fp32, 36C for a norm, 6C a residual, 38C rotated and repeated heads, 10F
 # SwiGLU; compiled, each tensor once
-TRAFFIC = {False: ((122, 10), (210, 18)), True: ((22, 6), (24, 12))}
-LOSS = 28  # HBM bytes per logit: bf16 and fp32 copies, softmax, its gradient
-LOGITS_KEPT = 10  # bytes of these that are there at once
-CAST = 10  # HBM bytes per output of an FP8 product: amax, read, write, of inputs and of gradients
+LAYER_HBM_BYTES = {False: ((122, 10), (210, 18)), True: ((22, 6), (24, 12))}
+LOSS_HBM_BYTES = 28  # HBM bytes per logit: bf16 and fp32 copies, softmax, its gradient
+LOGITS_BYTES = 10  # bytes of these that are there at once
+CAST_HBM_BYTES = 10  # HBM bytes per output of an FP8 product: amax, read, write, of inputs and of gradients
 GIB = 2**30
-RESERVED = 4 * GIB  # CUDA context, NCCL's buffers, fragments
-FITS = 0.9  # of a device's memory is planned with, for what is measured is up to a fifth more
+RESERVED_BYTES = 4 * GIB  # CUDA context, NCCL's buffers, fragments
+MEMORY_FRACTION = 0.9  # of a device's memory is planned with, for what is measured is up to a fifth more
 
 GPU_HOURS_TO_FAILURE = 54 * 24 * 16384 / 419  # unexpected ones (Llama 3, arXiv:2407.21783, 3.3.4)
-STORAGE = 2e12 / 16384  # bytes/s per GPU: Llama 3's, 2 TB/s sustained (3.3.1)
-RESTART = 600.0  # s to notice, reschedule and load
+STORAGE_BANDWIDTH = 2e12 / 16384  # bytes/s per GPU: Llama 3's, 2 TB/s sustained (3.3.1)
+RESTART_SECONDS = 600.0  # s to notice, reschedule and load
 PUE = 1.1  # energy of the site over that of its servers
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
@@ -88,8 +88,8 @@ class Matrix(NamedTuple):
 
     k: int
     n: int
-    held: int = 1
-    used: int = 1
+    count: int = 1
+    active_count: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,22 +142,22 @@ class Shape:
             m for c in counts for m in [Matrix(C, F, *c)] * ups + [Matrix(F, C, *c)]
         ]
 
-    def kinds(self) -> list[tuple[int, list[Matrix]]]:
+    def layer_matrices(self) -> list[tuple[int, list[Matrix]]]:
         """(how many layers, the matrices of one), in the order in which a token meets them."""
-        each = ((self.layers - self.moe_layers, False), (self.moe_layers, True))
-        return [(n, self.attention() + self.feed_forward(moe)) for n, moe in each if n]
+        layer_total = ((self.layers - self.moe_layers, False), (self.moe_layers, True))
+        return [(n, self.attention() + self.feed_forward(moe)) for n, moe in layer_total if n]
 
     def mean(self, size: Any) -> float:
         """Mean over layers of size(matrices)."""
-        return sum(n * size(matrices) for n, matrices in self.kinds()) / self.layers
+        return sum(n * size(matrices) for n, matrices in self.layer_matrices()) / self.layers
 
 
 @cache
 def parameters(shape: Shape, active: bool = False) -> int:
     """All parameters, or those that one token meets."""
     s, C = shape, shape.dim
-    per = lambda m: m.k * m.n * (m.used if active else m.held) + s.gpt * m.n
-    total = sum(n * sum(per(m) for m in matrices) for n, matrices in s.kinds())
+    per = lambda m: m.k * m.n * (m.active_count if active else m.count) + s.gpt * m.n
+    total = sum(n * sum(per(m) for m in matrices) for n, matrices in s.layer_matrices())
     small = (4 if s.gpt else 2) * C + s.qk_norm * 2 * s.head_dim + s.kv_rank + s.q_rank
     total += s.layers * small + (1 + s.gpt) * C + s.positions * C
     return total + (1 if s.tied else 2) * C * s.vocab
@@ -168,7 +168,7 @@ def model_flops(shape: Shape, seq: int, causal: bool = True) -> float:
     """FLOPs of training on a token: 6 per weight met, embedding not, and attention 6 T H (Dqk + Dv)
     a layer (PaLM, arXiv:2204.02311, app. B: 12 T H D), half of it if only what a causal mask leaves
     counts."""
-    weights = shape.layers * shape.mean(lambda all: sum(m.k * m.n * m.used for m in all))
+    weights = shape.layers * shape.mean(lambda all: sum(m.k * m.n * m.active_count for m in all))
     scores = shape.layers * seq * score_width(shape)
     return 6 * (weights + shape.dim * shape.vocab) + (3 if causal else 6) * scores
 
@@ -178,7 +178,7 @@ def recomputed_flops(shape: Shape, seq: int, recompute: str) -> float:
     """FLOPs per token that recomputation adds: of a forward pass without the head."""
     if recompute == "full":
         return model_flops(shape, seq) / 3 - 2 * shape.dim * shape.vocab
-    second = shape.mean(lambda all: sum(m.k * m.n * m.used for m in all[1::2]))
+    second = shape.mean(lambda all: sum(m.k * m.n * m.active_count for m in all[1::2]))
     return 2 * shape.layers * second if recompute == "selective" else 0.0
 
 
@@ -188,8 +188,8 @@ def score_width(shape: Shape) -> int:
     return shape.heads * (D + v_dim)
 
 
-def _moe(experts: int, used: int, ffn: int, **more: Any) -> dict[str, Any]:
-    return dict(experts=experts, experts_per_token=used, expert_ffn=ffn) | more
+def _moe(experts: int, active_count: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return dict(experts=experts, experts_per_token=active_count, expert_ffn=ffn) | more
 
 
 _MLA = dict(q_rank=1536, kv_rank=512, rope_dim=64, v_dim=128)
@@ -217,7 +217,7 @@ SHAPES = {  # layers, dim, heads, kv_heads, head_dim, ffn, vocab: as in their co
 }  # fmt: skip
 
 
-def shape_of(name: str) -> Shape:
+def load_shape(name: str) -> Shape:
     """A model of SHAPES, or a Hugging Face config.json or the folder that holds it."""
     if name in SHAPES:
         return SHAPES[name]
@@ -317,11 +317,11 @@ class Plan:
         ranks = " x ".join(f"{k} {getattr(self, k)}" for k in ("dp", "tp", "cp", "pp"))
         more = f", ep {self.ep}" * (self.ep > 1)
         pipe = f", {self.schedule}" * (self.pp > 1) + f" v{self.chunks}" * (self.chunks > 1)
-        what = f"zero {self.zero}, micro {self.micro}, recompute {self.recompute}"
-        return f"{ranks}{more}, {what}{pipe}"
+        label = f"zero {self.zero}, micro {self.micro}, recompute {self.recompute}"
+        return f"{ranks}{more}, {label}{pipe}"
 
 
-def problem(shape: Shape, plan: Plan, seq: int, batch: int) -> str | None:
+def find_conflict(shape: Shape, plan: Plan, seq: int, batch: int) -> str | None:
     """Why a plan cannot be, or None. batch: sequences of a step."""
     p, s = plan, shape
     micros, parts = batch // (p.dp * p.micro), p.cp if p.cp == 1 else 2 * p.cp  # zigzag: two each
@@ -387,18 +387,18 @@ def plans(
     pipes = [
         (s, v) for s in free("schedule", SCHEDULES) for v in free("chunks", chunks.get(s, [1]))
     ]
-    rest = list(product(free("micro", (1, 2, 4, 8)), free("zero", (1, 2, 3)), pipes,
+    options = list(product(free("micro", (1, 2, 4, 8)), free("zero", (1, 2, 3)), pipes,
                         free("recompute", RECOMPUTE)))  # fmt: skip
     base = Plan(**fixed)
     for dp, tp, cp, pp in layouts(shape, device, gpus, seq, fixed):
         experts = [d for d in divisors(dp) if d == 1 or shape.experts and shape.experts % d == 0]
         for ep in free("ep", experts) if batch % dp == 0 else ():
-            for micro, zero, (schedule, v), recompute in rest:
+            for micro, zero, (schedule, v), recompute in options:
                 plan = replace(
                     base, dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, micro=micro, zero=zero,
                     schedule=schedule, chunks=v, recompute=recompute,
                 )  # fmt: skip
-                if problem(shape, plan, seq, batch) is None:
+                if find_conflict(shape, plan, seq, batch) is None:
                     yield plan
 
 
@@ -430,12 +430,12 @@ def activation_bytes(shape: Shape, recompute: str, compiled: bool) -> float:
     v_dim, qk = s.v_dim or s.head_dim, s.head_dim + s.rope_dim
     o, keys = s.heads * v_dim, (s.heads if s.kv_rank else s.kv_heads) * (qk + v_dim)
     if recompute == "selective":  # the input, o, lse and every second product
-        odd = s.mean(lambda all: sum(m.n * m.used for m in all[::2]))
+        odd = s.mean(lambda all: sum(m.n * m.active_count for m in all[::2]))
         return 2 * (C + o + odd) + 4 * s.heads
     inner, latents, copies = ffn_width(s), s.q_rank + s.kv_rank, s.experts_per_token * C
     gates = inner if s.gpt else 2 * inner
-    kept = 4 * C + 2 * (s.heads * qk + keys + o + latents + gates) + 4 * s.heads
-    return kept + 2 * copies * s.moe_layers / s.layers + (0 if compiled else 4 * C + 2 * inner)
+    saved = 4 * C + 2 * (s.heads * qk + keys + o + latents + gates) + 4 * s.heads
+    return saved + 2 * copies * s.moe_layers / s.layers + (0 if compiled else 4 * C + 2 * inner)
 
 
 def ffn_width(shape: Shape) -> float:
@@ -449,24 +449,24 @@ def in_flight(plan: Plan, micros: int, last: bool) -> float:
     GPipe, p and 1 in 1F1B (arXiv:2104.04473, 2.2), p +- (p - 1) / v interleaved (2.2.2), p on all
     ranks in ZB-H1 and ZB-V (arXiv:2401.10241, 2; 2405.15362)."""
     p, v = plan.pp, plan.chunks
-    held = {
+    count = {
         "gpipe": micros,
         "1f1b": 1 if last else p,
         "interleaved": p + (p - 1) / v * (-1 if last else 1),
     }
-    return min(micros, held.get(plan.schedule, p))
+    return min(micros, count.get(plan.schedule, p))
 
 
 @cache
 def layer_parameters(shape: Shape) -> tuple[float, float]:
     """Of all layers: (what is not in routed experts, what is)."""
-    routed = [m for m in shape.feed_forward(True) if m.held == shape.experts > 1]
-    experts = shape.moe_layers * sum(m.k * m.n * m.held for m in routed)
+    routed = [m for m in shape.feed_forward(True) if m.count == shape.experts > 1]
+    experts = shape.moe_layers * sum(m.k * m.n * m.count for m in routed)
     ends = (1 if shape.tied else 2) * shape.dim * shape.vocab
     return parameters(shape) - ends - experts, experts
 
 
-def layers_of(shape: Shape, plan: Plan) -> tuple[int, int]:
+def layers_per_rank(shape: Shape, plan: Plan) -> tuple[int, int]:
     """Layers of (the fullest rank, the rank with the head). Stages have equally many; where that
     leaves places, the last stage and the first have fewer, as in Llama 3 (arXiv:2407.21783,
     3.3.2)."""
@@ -482,28 +482,28 @@ def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
     tokens, micros = p.micro * seq / p.cp, batch // (p.dp * p.micro)
     dense, experts = (part / shape.layers / p.tp for part in layer_parameters(shape))
     end = C * shape.vocab / p.tp
-    kept = activation_bytes(shape, p.recompute, p.compiled)
+    saved = activation_bytes(shape, p.recompute, p.compiled)
     # of one layer: gradients, what is made again; under tp an input and an output that are whole
-    made = activation_bytes(shape, "none", p.compiled) * (1 if p.recompute == "none" else 2)
-    made += 4 * C * p.tp if p.tp > 1 else 0
+    working = activation_bytes(shape, "none", p.compiled) * (1 if p.recompute == "none" else 2)
+    working += 4 * C * p.tp if p.tp > 1 else 0
     whole = 2 * (2 * (dense + experts / p.ep) + end) if p.zero == 3 else 0  # two layers and an end
 
-    def rank(layers: int, ends: int, head: bool, flying: float) -> dict[str, float]:
+    def rank_plans(layers: int, ends: int, head: bool, num_in_flight: float) -> dict[str, float]:
         parts = ((layers * dense + ends * end, n), (layers * experts / p.ep, n / p.ep))
         states = [state_bytes(*part, p.zero, gradient=4) for part in parts]
         weights, gradients, optimizer = (sum(both) for both in zip(*states))
-        activations = tokens / p.tp * (flying * layers * kept + made)
-        logits = LOGITS_KEPT * tokens * shape.vocab / p.tp if head else 0
+        activations = tokens / p.tp * (num_in_flight * layers * saved + working)
+        logits = LOGITS_BYTES * tokens * shape.vocab / p.tp if head else 0
         return {
             "weights": weights + whole, "gradients": gradients, "optimizer": optimizer,
-            "activations": activations, "logits": logits, "reserved": RESERVED,
+            "activations": activations, "logits": logits, "reserved": RESERVED_BYTES,
         }  # fmt: skip
 
     both = p.pp == 1 or p.schedule == "zbv"  # a V ends where it began
-    full, last = layers_of(shape, p)
-    ranks = [rank(full, 1 + (both and not shape.tied), both, in_flight(p, micros, last=False))]
-    ranks += [] if both else [rank(last, 1, True, in_flight(p, micros, last=True))]
-    return max(ranks, key=lambda kinds: sum(kinds.values()))
+    full, last = layers_per_rank(shape, p)
+    ranks = [rank_plans(full, 1 + (both and not shape.tied), both, in_flight(p, micros, last=False))]
+    ranks += [] if both else [rank_plans(last, 1, True, in_flight(p, micros, last=True))]
+    return max(ranks, key=lambda layer_matrices: sum(layer_matrices.values()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -519,7 +519,7 @@ def ring(size: float, n: int, stride: int, device: Device, calls: int = 1) -> fl
         return 0.0
     near = min(n, max(1, device.node // stride))
     wire = device.nvlink if near == n else min(device.nvlink, near * device.network)
-    return (n - 1) * (calls * device.alpha[near < n] + size / n / (LINK * wire))
+    return (n - 1) * (calls * device.alpha[near < n] + size / n / (LINK_EFFICIENCY * wire))
 
 
 def all_to_all(size: float, n: int, stride: int, device: Device) -> float:
@@ -528,23 +528,23 @@ def all_to_all(size: float, n: int, stride: int, device: Device) -> float:
         return 0.0
     near = min(n, max(1, device.node // stride))
     inside, outside = (near - 1) / n / device.nvlink, (n - near) / n / device.network
-    return (n - 1) * device.alpha[near < n] + size * max(inside, outside) / LINK
+    return (n - 1) * device.alpha[near < n] + size * max(inside, outside) / LINK_EFFICIENCY
 
 
-def beside(transfer: float, work: float) -> float:
+def exposed_seconds(transfer: float, work: float) -> float:
     """Seconds that a transfer adds to work that it runs beside."""
-    return max(0.0, transfer - work) + SMS * min(transfer, work)
+    return max(0.0, transfer - work) + COMM_SM_FRACTION * min(transfer, work)
 
 
-def products(shape: Shape, device: Device, tokens: float, plan: Plan) -> tuple[float, float]:
+def matmul_seconds(shape: Shape, device: Device, tokens: float, plan: Plan) -> tuple[float, float]:
     """Forward seconds of a layer's matrices, mean over layers: (all, every second one)."""
-    rate = GEMM_FP8 * device.fp8 if plan.fp8 else GEMM * device.bf16
+    rate = GEMM_FP8_EFFICIENCY * device.fp8 if plan.fp8 else GEMM_EFFICIENCY * device.bf16
 
     def seconds(m: Matrix) -> float:
-        flops = 2 * tokens * m.used * m.k * m.n / plan.tp
-        weights = m.k * m.n * max(m.held / plan.ep, 1)
-        moved = 2 * (weights + tokens * m.used * (m.k + m.n)) / plan.tp
-        return max(flops / rate, moved / (HBM * device.hbm)) + KERNEL
+        flops = 2 * tokens * m.active_count * m.k * m.n / plan.tp
+        weights = m.k * m.n * max(m.count / plan.ep, 1)
+        moved = 2 * (weights + tokens * m.active_count * (m.k + m.n)) / plan.tp
+        return max(flops / rate, moved / (HBM_EFFICIENCY * device.hbm)) + KERNEL_OVERHEAD
 
     mean = lambda part: shape.mean(lambda all: sum(seconds(m) for m in all[part]))
     return mean(slice(None)), mean(slice(1, None, 2))
@@ -556,35 +556,35 @@ def layer_seconds(shape: Shape, device: Device, seq: int, plan: Plan) -> dict[st
     layers."""
     p, C, moe = plan, shape.dim, shape.moe_layers / shape.layers
     tokens, full = p.micro * seq / p.cp, p.recompute == "full"
-    remade = p.recompute != "none"
-    work, second = products(shape, device, tokens, p)
-    rates = (share * device.bf16 for share in ATTENTION[p.attention])
+    recomputes = p.recompute != "none"
+    work, second = matmul_seconds(shape, device, tokens, p)
+    rates = (share * device.bf16 for share in ATTENTION_EFFICIENCY[p.attention])
     # 2 products forward, 5 backward (arXiv:2307.08691, 3.1); a query sees seq / 2 keys in the mean
-    look, look_back = (
+    attend, attend_back = (
         part * tokens * seq * score_width(shape) / p.tp / rate
         for part, rate in zip((1, 2.5), rates)
     )
     routed = C * shape.experts_per_token * moe  # elements per token, sorted and put back
-    cast = CAST / 2 * shape.mean(lambda all: sum(m.n * m.used for m in all)) if p.fp8 else 0
-    touch, touch_back = (
-        tokens / p.tp * (c * C + f * ffn_width(shape) + 8 * routed + cast) / (HBM * device.hbm)
-        for c, f in TRAFFIC[p.compiled]
+    cast = CAST_HBM_BYTES / 2 * shape.mean(lambda all: sum(m.n * m.active_count for m in all)) if p.fp8 else 0
+    elementwise, elementwise_back = (
+        tokens / p.tp * (c * C + f * ffn_width(shape) + 8 * routed + cast) / (HBM_EFFICIENCY * device.hbm)
+        for c, f in LAYER_HBM_BYTES[p.compiled]
     )
-    move = ring(2 * C * tokens, p.tp, 1, device) * (1 - ASYNC_TP * p.async_tp)
-    gather = move if p.fp8 else 2 * move  # two inputs, in FP8 of half the bytes
+    tp_transfer = ring(2 * C * tokens, p.tp, 1, device) * (1 - ASYNC_TP_OVERLAP * p.async_tp)
+    gather = tp_transfer if p.fp8 else 2 * tp_transfer  # two inputs, in FP8 of half the bytes
     width = score_width(shape) / p.tp  # of MLA's keys and values; else of a rank's key heads
     width = width if shape.kv_rank else 2 * max(shape.kv_heads / p.tp, 1) * shape.head_dim
-    turn = ring(2 * tokens * width * p.cp, p.cp, p.tp, device)  # k, v; then with their gradients
-    pass_, pass_back = beside(turn, look), beside(2 * turn, look_back)
-    switch = 2 * all_to_all(2 * tokens / p.tp * routed, p.ep, p.tp * p.cp, device)
+    kv_ring = ring(2 * tokens * width * p.cp, p.cp, p.tp, device)  # k, v; then with their gradients
+    cp_exposed, cp_exposed_back = exposed_seconds(kv_ring, attend), exposed_seconds(2 * kv_ring, attend_back)
+    ep_transfer = 2 * all_to_all(2 * tokens / p.tp * routed, p.ep, p.tp * p.cp, device)
     return {
-        "products": (work, 2 * work, work if full else second * remade),
-        "attention": (look, look_back, full * look),
-        "elementwise": (touch, touch_back, remade * touch),
+        "products": (work, 2 * work, work if full else second * recomputes),
+        "attention": (attend, attend_back, full * attend),
+        "elementwise": (elementwise, elementwise_back, recomputes * elementwise),
         # gather and scatter; backward too, and the inputs anew (arXiv:2205.05198, 4.2.2)
-        "tensor parallel": (gather + 2 * move, 4 * move + gather, full * 2 * move),
-        "context parallel": (pass_, pass_back, full * pass_),
-        "expert parallel": (switch, switch, remade * switch),  # dispatch and combine
+        "tensor parallel": (gather + 2 * tp_transfer, 4 * tp_transfer + gather, full * 2 * tp_transfer),
+        "context parallel": (cp_exposed, cp_exposed_back, full * cp_exposed),
+        "expert parallel": (ep_transfer, ep_transfer, recomputes * ep_transfer),  # dispatch and combine
     }
 
 
@@ -618,13 +618,13 @@ def data_parallel(
     )
     gather, reduce = transfer(1 if p.fp8 else 2), transfer(4)  # gradients in fp32
     ends = (gather + reduce) / layers
-    before = beside(gather, slots[0])
+    before = exposed_seconds(gather, slots[0])
     if p.zero == 3:
-        moved = micros * (before + beside(gather + reduce, slots[1]) + ends)
+        moved = micros * (before + exposed_seconds(gather + reduce, slots[1]) + ends)
     else:
-        moved = before + ends + (micros if p.zero == 2 else 1) * beside(reduce, slots[1])
+        moved = before + ends + (micros if p.zero == 2 else 1) * exposed_seconds(reduce, slots[1])
     updated = 30 * (dense / n + experts / over)  # bytes: p, m, v, gradient in; p, m, v, bf16 out
-    return moved, updated / (HBM * device.hbm)
+    return moved, updated / (HBM_EFFICIENCY * device.hbm)
 
 
 @dataclass(frozen=True)
@@ -647,76 +647,76 @@ class Prediction:
 
 def predict(shape: Shape, device: Device, plan: Plan, seq: int, batch: int) -> Prediction:
     """One step over `batch` sequences of `seq` tokens. ValueError if the plan cannot be."""
-    why = problem(shape, plan, seq, batch)
+    why = find_conflict(shape, plan, seq, batch)
     _check(not why, why)
     p = plan
     micros, tokens = batch // (p.dp * p.micro), p.micro * seq / p.cp
     local = replace(p, dp=p.ep, pp=1, zero=1, schedule="1f1b", chunks=1)  # what a layer depends on
     layer = layer_seconds(shape, device, seq, local)
-    forward, backward, again = (sum(kind[i] for kind in layer.values()) for i in range(3))
+    forward, backward, recompute_seconds = (sum(kind[i] for kind in layer.values()) for i in range(3))
     logits = tokens * shape.vocab / p.tp
-    head = 6 * logits * shape.dim / (GEMM * device.bf16) + LOSS * logits / (HBM * device.hbm)
-    full, last = layers_of(shape, p)
+    head = 6 * logits * shape.dim / (GEMM_EFFICIENCY * device.bf16) + LOSS_HBM_BYTES * logits / (HBM_EFFICIENCY * device.hbm)
+    full, last = layers_per_rank(shape, p)
     both = p.pp == 1 or p.schedule == "zbv"
-    each = forward + backward + again
-    slot = max(full * each + both * head, last * each + head)
+    layer_total = forward + backward + recompute_seconds
+    slot = max(full * layer_total + both * head, last * layer_total + head)
     mean = shape.layers / p.pp
     seconds = {kind: micros * mean * (f + b) for kind, (f, b, _) in layer.items()}
-    seconds["recomputation"] = micros * mean * again
+    seconds["recomputation"] = micros * mean * recompute_seconds
     seconds["head and loss"] = micros * head / p.pp
     seconds["uneven stages"] = micros * slot - sum(seconds.values())
     seconds["bubble"] = bubble(p.schedule, p.pp, p.chunks, slot, full * layer["products"][0])
     if p.pp > 1:
         wire = device.network if p.tp * p.cp * p.dp >= device.node else device.nvlink
-        hop = device.alpha[1] + 2 * shape.dim * tokens / p.tp / (LINK * wire)
-        sends = beside(2 * micros * p.chunks * hop, micros * slot)
+        hop = device.alpha[1] + 2 * shape.dim * tokens / p.tp / (LINK_EFFICIENCY * wire)
+        sends = exposed_seconds(2 * micros * p.chunks * hop, micros * slot)
         seconds["stage to stage"] = sends + 2 * (p.pp - 1) * hop
     ends = both * head / 3
-    slots = (full * forward + ends, full * (backward + again) + 2 * ends)
+    slots = (full * forward + ends, full * (backward + recompute_seconds) + 2 * ends)
     sync = data_parallel(shape, device, p, full, micros, slots)
     seconds["data parallel"], seconds["optimizer"] = sync
     step = sum(seconds.values())
     rate = batch * seq / step / p.gpus
     flops = model_flops(shape, seq)
-    hard = flops + recomputed_flops(shape, seq, p.recompute)
+    hardware_flops = flops + recomputed_flops(shape, seq, p.recompute)
     return Prediction(
         p, memory(shape, p, seq, batch), seconds, step, rate,
-        rate * flops / device.bf16, rate * hard / device.bf16,
+        rate * flops / device.bf16, rate * hardware_flops / device.bf16,
     )  # fmt: skip
 
 
-def rank(
+def rank_plans(
     shape: Shape, device: Device, gpus: int, seq: int, batch: int, **fixed: Any
 ) -> list[Prediction]:
     """All `plans` that fit in memory, fastest first. ValueError says why there are none: what
     cannot be divided, or how much memory the nearest plan lacks."""
     possible = list(plans(shape, device, gpus, seq, batch, **fixed))
-    _check(possible, possible or _why_none(shape, device, gpus, seq, batch, fixed))
+    _check(possible, possible or _no_plan_reason(shape, device, gpus, seq, batch, fixed))
     needs = [(sum(memory(shape, p, seq, batch).values()), p) for p in possible]
-    room = FITS * device.memory
-    found = [predict(shape, device, p, seq, batch) for need, p in needs if need <= room]
+    budget = MEMORY_FRACTION * device.memory
+    found = [predict(shape, device, p, seq, batch) for need, p in needs if need <= budget]
     if found:
         return sorted(found, key=lambda got: (got.step, got.bytes))
     need, plan = min(needs, key=lambda pair: pair[0])
-    kinds = memory(shape, plan, seq, batch).items()
+    layer_matrices = memory(shape, plan, seq, batch).items()
     raise ValueError(
         f"nothing fits: the nearest plan ({plan}) needs {need / GIB:.1f} of "
-        f"{room / GIB:.1f} GiB per GPU ({FITS:.0%} of {device.memory / GIB:.1f}): "
-        + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds if size)
-        + f"; short by {(need - room) / GIB:.1f} GiB; take more --gpus, a shorter --seq "
+        f"{budget / GIB:.1f} GiB per GPU ({MEMORY_FRACTION:.0%} of {device.memory / GIB:.1f}): "
+        + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in layer_matrices if size)
+        + f"; short by {(need - budget) / GIB:.1f} GiB; take more --gpus, a shorter --seq "
         "or a larger --device"
     )
 
 
-def _why_none(
+def _no_plan_reason(
     shape: Shape, device: Device, gpus: int, seq: int, batch: int, fixed: dict[str, Any]
 ) -> str:
     found = list(layouts(shape, device, gpus, seq, fixed))
     if not found:
-        pins = " x ".join(f"{k} {fixed[k]}" for k in ("dp", "tp", "cp", "pp") if k in fixed)
-        return f"{gpus} GPUs are not divisible by {pins}"
+        requested = " x ".join(f"{k} {fixed[k]}" for k in ("dp", "tp", "cp", "pp") if k in fixed)
+        return f"{gpus} GPUs are not divisible by {requested}"
     sizes = min(found, key=lambda layout: (batch % layout[0] > 0, layout[0]))
-    why = problem(shape, Plan(**dict(zip(("dp", "tp", "cp", "pp"), sizes)) | fixed), seq, batch)
+    why = find_conflict(shape, Plan(**dict(zip(("dp", "tp", "cp", "pp"), sizes)) | fixed), seq, batch)
     return why or "no plan has all that is set; set less"
 
 
@@ -731,15 +731,15 @@ def checkpoint_interval(cost: float, mtbf: float) -> float:
     return math.sqrt(2 * cost * mtbf)
 
 
-def goodput(cost: float, mtbf: float, interval: float, restart: float = RESTART) -> float:
+def goodput(cost: float, mtbf: float, interval: float, restart: float = RESTART_SECONDS) -> float:
     """Share of time that trains: without what checkpoints cost, what a failure loses, half an
     interval, and what it takes to come back."""
     return max(0.0, 1 - cost / interval - (interval / 2 + restart) / mtbf)
 
 
-def whole_run(
+def estimate_run(
     shape: Shape, device: Device, got: Prediction, seq: int, batch: int, tokens: float,
-    storage: float = STORAGE,
+    storage: float = STORAGE_BANDWIDTH,
 ) -> dict[str, float]:  # fmt: skip
     """A run of `tokens`: FLOPs (6 N D and attention; Kaplan, arXiv:2001.08361, 2.1), days with
     failures, MWh of the site, hours between failures, bytes of a checkpoint (fp32 weights and two
@@ -768,7 +768,7 @@ def whole_run(
 # --------------------------------------------------------------------------------------------------
 
 
-class Run(NamedTuple):
+class PublishedRun(NamedTuple):
     """A published run. batch: sequences of a step; unit: of `value`, per GPU."""
 
     name: str
@@ -782,7 +782,7 @@ class Run(NamedTuple):
     gib: float = 0.0
 
 
-def torchtitan() -> Iterator[Run]:
+def torchtitan_runs() -> Iterator[PublishedRun]:
     """benchmarks/llama3_h100_202412 and asyncTP_llama3_h100_2025-06, in torchtitan's configuration
     of those dates: ZeRO 3 ("op" recomputation for 8B, else full), with pipeline ZeRO 1 and 8
     micro-batches; FlashAttention-2."""
@@ -792,7 +792,7 @@ def torchtitan() -> Iterator[Run]:
     deep = replace(large, dp=8, pp=8, zero=1, micro=4, fp8=True, async_tp=True)
     fused, many = dict(compiled=True), dict(dp=128)
     fp8, hidden = dict(fp8=True), dict(async_tp=True)
-    for model, base, batch, value, gib, what in (
+    for model, base, batch, value, gib, label in (
         ("8b", small, 16, 5762, 82.4, {}), ("8b", small, 16, 6667, 77.0, fused),
         ("8b", small, 16, 8532, 76.8, fused | fp8), ("8b", small, 256, 5605, 67.0, many),
         ("8b", small, 256, 6514, 62.0, many | fused),
@@ -803,16 +803,16 @@ def torchtitan() -> Iterator[Run]:
         ("405b", deep, 256, 100, 82.5, {}),
         ("405b", deep, 256, 128, 72.7, dict(schedule="interleaved", chunks=2)),
     ):  # fmt: skip
-        plan = replace(base, **what)
+        plan = replace(base, **label)
         how = [plan.schedule] * (plan.pp > 1) + ["compiled" if plan.compiled else "eager"]
         how += ["FP8"] * plan.fp8 + ["async TP"] * plan.async_tp
         name = f"torchtitan {model.upper()}, {plan.gpus} GPUs, {', '.join(how)}"
-        yield Run(
+        yield PublishedRun(
             name, SHAPES[f"llama3-{model}"], "h100-96gb-500w", plan, 8192, batch, value, gib=gib
         )
 
 
-def others() -> Iterator[Run]:
+def llama3_and_megatron_runs() -> Iterator[PublishedRun]:
     """Llama 3: arXiv:2407.21783, table 4; nothing recomputed (3.3.2). Not published, and so taken:
     a layer to a chunk, attention as fast as FlashAttention-3, its FLOPs counted as causal.
     Megatron-LM on H100: README, images/model_table.png. Taken: the four sequences of a rank at once
@@ -824,7 +824,7 @@ def others() -> Iterator[Run]:
     ):  # fmt: skip
         plan = Plan(dp, 8, cp, 16, schedule="interleaved", chunks=8)
         name = f"Llama 3 405B, {plan.gpus} GPUs, seq {seq}"
-        yield Run(name, SHAPES["llama3-405b"], "h100", plan, seq, batch, value, "TFLOP/s")
+        yield PublishedRun(name, SHAPES["llama3-405b"], "h100", plan, seq, batch, value, "TFLOP/s")
     new = 4096, 131072, "h100", dict(dp=48)
     old = 2048, 51200, "a100-80gb", dict(attention="fa2", async_tp=False)
     for size, heads, dim, layers, tp, pp, v, batch, value, run in (
@@ -847,10 +847,10 @@ def others() -> Iterator[Run]:
         schedule = "interleaved" if v > 1 else "1f1b"
         plan = Plan(tp=tp, pp=pp, micro=4 if pp == 1 else 1, schedule=schedule, chunks=v, **how)
         name = f"Megatron-LM {size}, {plan.gpus} {device[:4].upper()}"
-        yield Run(name, shape, device, plan, seq, batch, value, "TFLOP/s, not causal")
+        yield PublishedRun(name, shape, device, plan, seq, batch, value, "TFLOP/s, not causal")
 
 
-def compare(run: Run) -> tuple[float, Prediction]:
+def compare_run(run: PublishedRun) -> tuple[float, Prediction]:
     """(what the cost model says in the unit of the run, the rest of it)"""
     got = predict(run.shape, DEVICES[run.device], run.plan, run.seq, run.batch)
     flops = model_flops(run.shape, run.seq, causal="not" not in run.unit)
@@ -862,7 +862,7 @@ def compare(run: Run) -> tuple[float, Prediction]:
 # --------------------------------------------------------------------------------------------------
 
 
-def number(text: str, base: int = 1000) -> int:
+def parse_number(text: str, base: int = 1000) -> int:
     """ "16M" -> 16 base^2; k, M, B and T."""
     power = "kmbt".find(text[-1:].lower()) + 1
     try:
@@ -876,7 +876,7 @@ def number(text: str, base: int = 1000) -> int:
 SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("planner.py", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", help=f"{', '.join(SHAPES)}, or a config.json")
@@ -897,12 +897,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def planned(args: argparse.Namespace) -> str:
+def plan_report(args: argparse.Namespace) -> str:
     """What the program prints for a model."""
     _check(args.device in DEVICES, f"no device {args.device}; take one of {', '.join(DEVICES)}")
-    shape, device = shape_of(args.model), DEVICES[args.device]
-    gpus, top, storage = number(args.gpus), number(args.top), number(args.storage)
-    seq, size = number(args.seq, 1024), number(args.batch, 1024)
+    shape, device = load_shape(args.model), DEVICES[args.device]
+    gpus, top, storage = parse_number(args.gpus), parse_number(args.top), parse_number(args.storage)
+    seq, size = parse_number(args.seq, 1024), parse_number(args.batch, 1024)
     batch, node = size // seq, device.node
     ok = size % seq == 0
     _check(ok, f"batch of {size} tokens is not whole sequences of {seq}; take {(batch or 1) * seq}")
@@ -914,9 +914,9 @@ def planned(args: argparse.Namespace) -> str:
     for name in SIZES:
         _check(fixed.get(name, 1) > 0, f"--{name} {fixed.get(name)} is not positive")
     fixed |= {"fp8": args.fp8, "compiled": not args.eager}
-    found = rank(shape, device, gpus, seq, batch, **fixed)
-    tokens = number(args.tokens) if args.tokens else 20 * parameters(shape, active=True)
-    run = whole_run(shape, device, found[0], seq, batch, tokens, storage)
+    found = rank_plans(shape, device, gpus, seq, batch, **fixed)
+    tokens = parse_number(args.tokens) if args.tokens else 20 * parameters(shape, active=True)
+    run = estimate_run(shape, device, found[0], seq, batch, tokens, storage)
     if args.json:
         return json.dumps({"plans": [asdict(got) for got in found[:top]], "run": run}, indent=2)
     size = f"{parameters(shape) / 1e9:.1f}B parameters"
@@ -963,14 +963,14 @@ def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
     ))  # fmt: skip
 
 
-def comparison() -> str:
+def comparison_table() -> str:
     """Published runs and predictions, a table in Markdown."""
     lines = ["| run | published | predicted | ratio | GiB | predicted |", "|---" * 6 + "|"]
-    for run in (*torchtitan(), *others()):
-        value, got = compare(run)
+    for run in (*torchtitan_runs(), *llama3_and_megatron_runs()):
+        value, got = compare_run(run)
         gib = f"{run.gib:g} | {got.bytes / GIB:.1f}" if run.gib else " | "
-        what = f"| {run.name} | {run.value:g} {run.unit} | {value:.4g} | {value / run.value:.2f} |"
-        lines.append(f"{what} {gib} |")
+        label = f"| {run.name} | {run.value:g} {run.unit} | {value:.4g} | {value / run.value:.2f} |"
+        lines.append(f"{label} {gib} |")
     return "\n".join(lines)
 
 
@@ -980,16 +980,16 @@ def self_check() -> None:
     zero = [sum(state_bytes(7.5e9, 64, stage)) / 1e9 for stage in range(4)]
     assert [round(x, 1) for x in zero] == [120.0, 31.4, 16.6, 1.9]  # arXiv:1910.02054, figure 1
     got = predict(SHAPES["llama3-8b"], DEVICES["h100"], Plan(8, zero=3, micro=2), 8192, 16)
-    assert math.isclose(got.step * got.tokens_per_second * 8, 16 * 8192) and 0.2 < got.mfu < GEMM
+    assert math.isclose(got.step * got.tokens_per_second * 8, 16 * 8192) and 0.2 < got.mfu < GEMM_EFFICIENCY
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
+    args = parse_args(argv)
     if args.model is None:
         self_check()
-        return print(comparison())
+        return print(comparison_table())
     try:
-        print(planned(args))
+        print(plan_report(args))
     except ValueError as e:
         sys.exit(f"planner.py: {e}")
 

@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Group = dist.ProcessGroup | None  # None: all ranks
-Nodes = tuple[dist.ProcessGroup, dist.ProcessGroup]  # this rank's node; its place in every node
+NodeGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # this rank's node; its place in every node
 
 # the older names are all that torch 2.11 has, and deprecated in 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,14 +115,14 @@ def quantized_all_gather(
     """Every rank's (n,), end to end, (P * n,) in the shard's dtype: on all ranks the same rounded
     values, a rank's own too."""
     ranks, n = dist.get_world_size(group), shard.numel()
-    mine = quantize(shard.reshape(1, n), bits, block)
-    all_ = mine.new_empty(ranks, mine.shape[1])
-    all_gather(all_, mine, group=group)
-    return dequantize(all_, n, bits, block).to(shard.dtype).flatten()
+    local = quantize(shard.reshape(1, n), bits, block)
+    gathered = local.new_empty(ranks, local.shape[1])
+    all_gather(gathered, local, group=group)
+    return dequantize(gathered, n, bits, block).to(shard.dtype).flatten()
 
 
 def quantized_reduce_scatter(
-    x: Tensor, group: Group = None, *, bits: int = 4, block: int = 256, nodes: Nodes | None = None
+    x: Tensor, group: Group = None, *, bits: int = 4, block: int = 256, nodes: NodeGroups | None = None
 ) -> Tensor:
     """Slice r of x (P * n,), summed over ranks, on rank r: (n,), in x's dtype. nodes: in two hops,
     over these groups of `node_groups` and not over `group`."""
@@ -131,18 +131,18 @@ def quantized_reduce_scatter(
     ranks = math.prod(sizes)
     _check(x.numel() % ranks == 0, f"{x.numel()} values cannot be cut in {ranks} slices: pad them")
 
-    def summed(x: Tensor, group: Group) -> Tensor:  # (P, k, n) -> (k, n); no block mixes slices
+    def all_to_all_sum(x: Tensor, group: Group) -> Tensor:  # (P, k, n) -> (k, n); no block mixes slices
         sent = quantize(x.flatten(0, 1), bits, block)
         dist.all_to_all_single(received := torch.empty_like(sent), sent, group=group)
         return dequantize(received, x.shape[2], bits, block).view(x.shape).sum(0)
 
     slices = x.reshape(-1, sizes[0], x.numel() // ranks).transpose(0, 1)
-    out = summed(slices, group if nodes is None else nodes[0])
-    out = out if nodes is None else summed(out[:, None], nodes[1])
+    out = all_to_all_sum(slices, group if nodes is None else nodes[0])
+    out = out if nodes is None else all_to_all_sum(out[:, None], nodes[1])
     return out.flatten().to(x.dtype)
 
 
-def node_groups(node_size: int, ranks: Sequence[Sequence[int]] | None = None) -> Nodes:
+def node_groups(node_size: int, ranks: Sequence[Sequence[int]] | None = None) -> NodeGroups:
     """The two groups of this rank, from rows of ranks that shard together (one row, all ranks): a
     node is `node_size` neighbours. Collective over all ranks."""
     _check(node_size > 0, f"node_size must be more than 0, not {node_size}")
@@ -154,7 +154,7 @@ def node_groups(node_size: int, ranks: Sequence[Sequence[int]] | None = None) ->
     return group(nodes), group(nodes.mT)
 
 
-def border_bytes(n: int, ranks: int, node_size: int, *, block: int = 256) -> tuple[int, int]:
+def inter_node_bytes(n: int, ranks: int, node_size: int, *, block: int = 256) -> tuple[int, int]:
     """(ZeRO-3's, ZeRO++'s) bytes that a node sends to others in a step of n parameters in bf16,
     gradients too; P divides n. A ring crosses a node's border once: of an all-gather or a
     reduce-scatter a node sends what a rank does, P - 1 slices."""
@@ -169,35 +169,35 @@ def border_bytes(n: int, ranks: int, node_size: int, *, block: int = 256) -> tup
 # --------------------------------------------------------------------------------------------------
 
 
-class _Communication:
+class _CommBase:
     """torch.distributed.fsdp's Comm, by its methods: the class itself is not public."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class QuantizedAllGather(_Communication):
+class QuantizedAllGather(_CommBase):
     """For FSDPModule.set_custom_all_gather. Groups of up to `plain_ranks` gather what they have:
     hpZ's node, whose shards are rounded already."""
 
-    def __init__(self, bits: int = 8, block: int = 256, plain_ranks: int = 1):
-        self.bits, self.block, self.plain_ranks = bits, block, plain_ranks
+    def __init__(self, bits: int = 8, block: int = 256, unquantized_group_size: int = 1):
+        self.bits, self.block, self.unquantized_group_size = bits, block, unquantized_group_size
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         """In stream order: None, for there is nothing to wait for."""
-        if group.size() <= self.plain_ranks or not input_tensor.is_floating_point():
+        if group.size() <= self.unquantized_group_size or not input_tensor.is_floating_point():
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        how = dict(bits=self.bits, block=self.block)
-        output_tensor.copy_(quantized_all_gather(input_tensor, group, **how))
+        kwargs = dict(bits=self.bits, block=self.block)
+        output_tensor.copy_(quantized_all_gather(input_tensor, group, **kwargs))
         return None
 
 
-class QuantizedReduceScatter(_Communication):
+class QuantizedReduceScatter(_CommBase):
     """For FSDPModule.set_custom_reduce_scatter, whose sums or means; nodes: in two hops."""
 
-    def __init__(self, bits: int = 4, block: int = 256, nodes: Nodes | None = None):
+    def __init__(self, bits: int = 4, block: int = 256, nodes: NodeGroups | None = None):
         self.bits, self.block, self.nodes = bits, block, nodes
 
     def __call__(
@@ -208,8 +208,8 @@ class QuantizedReduceScatter(_Communication):
         if self.nodes is not None:
             ranks = self.nodes[0].size() * self.nodes[1].size()
             _check(ranks == group.size(), f"nodes have {ranks} ranks, the group {group.size()}")
-        how = dict(bits=self.bits, block=self.block, nodes=self.nodes)
-        output_tensor.copy_(quantized_reduce_scatter(input_tensor, group, **how))
+        kwargs = dict(bits=self.bits, block=self.block, nodes=self.nodes)
+        output_tensor.copy_(quantized_reduce_scatter(input_tensor, group, **kwargs))
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
         return None
@@ -220,7 +220,7 @@ class QuantizedReduceScatter(_Communication):
 # --------------------------------------------------------------------------------------------------
 
 
-def _half_steps(x: Tensor, bits: int, block: int) -> Tensor:
+def _max_rounding_error(x: Tensor, bits: int, block: int) -> Tensor:
     """How far each value of (n,) may be off."""
     pieces = x.abs().split(block)
     return torch.cat([p.max().expand_as(p) for p in pieces]) / (2**bits - 2)
@@ -234,19 +234,19 @@ def check(rank: int, ranks: int) -> None:
     x = torch.randn(ranks * n, generator=rng) * torch.logspace(-6, 1, ranks * n)
     shard = x[rank * n :][:n]
     all_gather(want := torch.empty_like(x), shard)
-    all_gather(bound := torch.empty_like(x), _half_steps(shard, 8, block))
+    all_gather(bound := torch.empty_like(x), _max_rounding_error(shard, 8, block))
     assert ((quantized_all_gather(shard, block=block) - want).abs() <= 1.001 * bound).all(), rank
     reduce_scatter(want := x.new_empty(n), x)
     reduce_scatter(
-        bound := x.new_empty(n), torch.cat([_half_steps(part, 4, block) for part in x.split(n)])
+        bound := x.new_empty(n), torch.cat([_max_rounding_error(part, 4, block) for part in x.split(n)])
     )
     # the sums of nodes, which the second hop rounds, are no larger than the sum of maxima
-    for two, times in ((None, 1), (nodes, 2 + 1 / 14)):
-        got = quantized_reduce_scatter(x, block=block, nodes=two)
+    for groups, times in ((None, 1), (nodes, 2 + 1 / 14)):
+        got = quantized_reduce_scatter(x, block=block, nodes=groups)
         assert ((got - want).abs() <= 1.001 * times * bound).all(), (rank, times)
 
 
-def _ms(work: Callable[[], Any], times: int = 7) -> float:
+def _time_ms(work: Callable[[], Any], times: int = 7) -> float:
     spent = []
     for _ in range(times):
         dist.barrier()
@@ -260,29 +260,29 @@ def _ms(work: Callable[[], Any], times: int = 7) -> float:
 def benchmark(rank: int, ranks: int) -> None:
     """Per million parameters: what a rank sends, milliseconds, and how far the result is off. Here
     ranks share one memory and its cores; the bytes are what a network would feel."""
-    n, nodes, say = 2**20, node_groups(2), print if rank == 0 else lambda *_: None
+    n, nodes, log = 2**20, node_groups(2), print if rank == 0 else lambda *_: None
     rng = torch.Generator().manual_seed(rank)
     x, part = torch.randn(n, generator=rng), n // ranks
     plain, out = x.new_empty(n), x.new_empty(part)
     all_gather(plain, x[:part]), reduce_scatter(out, x)
-    far = lambda got, want: ((got - want).norm() / want.norm()).item()
+    relative_error = lambda got, want: ((got - want).norm() / want.norm()).item()
     rows: list[tuple[str, float, Callable[[], Any], float]] = [
         ("all-gather, bf16", 2, lambda: all_gather(plain.bfloat16(), x[:part].bfloat16()), 0.0)
     ]
     for bits in (8, 4):
         run = lambda bits=bits: quantized_all_gather(x[:part], bits=bits)
-        rows.append((f"all-gather, int{bits}", bits / 8 + 4 / 256, run, far(run(), plain)))
+        rows.append((f"all-gather, int{bits}", bits / 8 + 4 / 256, run, relative_error(run(), plain)))
     rows.append(("reduce-scatter, fp32", 4, lambda: reduce_scatter(out.clone(), x), 0.0))
-    for bits, two in ((8, None), (4, None), (4, nodes)):
-        run = lambda bits=bits, two=two: quantized_reduce_scatter(x, bits=bits, nodes=two)
-        name = f"reduce-scatter, int{bits}" + (", two hops" if two else "")
-        rows.append((name, bits / 8 + 4 / 256, run, far(run(), out)))
-    say(f"{ranks} ranks, gloo, {n / 1e6:.2f}M values; bytes of a value, ms, relative error")
+    for bits, groups in ((8, None), (4, None), (4, nodes)):
+        run = lambda bits=bits, groups=groups: quantized_reduce_scatter(x, bits=bits, nodes=groups)
+        name = f"reduce-scatter, int{bits}" + (", two hops" if groups else "")
+        rows.append((name, bits / 8 + 4 / 256, run, relative_error(run(), out)))
+    log(f"{ranks} ranks, gloo, {n / 1e6:.2f}M values; bytes of a value, ms, relative error")
     for name, each, run, error in rows:
-        say(f"{name:>30}{each:>9.3f}{_ms(run):>9.1f}{error:>10.4f}")
+        log(f"{name:>30}{each:>9.3f}{_time_ms(run):>9.1f}{error:>10.4f}")
     for node in (2, 8):
-        before, after = border_bytes(64 * n, 8 * node, node)
-        say(f"a node of {node} in 8 sends {before / after:.2f} times less in a step than in ZeRO-3")
+        before, after = inter_node_bytes(64 * n, 8 * node, node)
+        log(f"a node of {node} in 8 sends {before / after:.2f} times less in a step than in ZeRO-3")
 
 
 def main() -> None:

@@ -157,10 +157,10 @@ def output_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
     return _row_errors(weight, quantized, hessian).sum()
 
 
-def nearest(grid: Any, weight: Tensor, ranges: str = "minmax") -> Tensor:
+def nearest(spec: Any, weight: Tensor, ranges: str = "minmax") -> Tensor:
     """The weight (N, K) as it comes back from the grid, rounded to nearest."""
-    params = grid.find(weight, ranges)
-    return grid.decode(grid.encode(weight, *params), *params)
+    params = spec.choose_qparams(weight, ranges)
+    return spec.dequantize(spec.quantize(weight, *params), *params)
 
 
 def _row_errors(weight: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def _row_errors(weight: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
 def gptq(
     weight: Tensor,
     hessian: Tensor,
-    grid: Any,
+    spec: Any,
     *,
     act_order: bool = False,
     damp: float = 0.01,
@@ -200,25 +200,25 @@ def gptq(
     if keep is not None and (keep.shape != weight.shape or keep.dtype != torch.bool):
         raise ValueError(f"keep must be bool and of weight's shape {list(weight.shape)}")
     W, H = weight.detach().float(), hessian.float()
-    near = find_without(grid, W, keep, ranges)
-    near_codes = grid.encode(W, *near)
+    near = choose_qparams_without(spec, W, keep, ranges)
+    near_codes = spec.quantize(W, *near)
     params = [None if p is None else p.clone() for p in near]
     if act_order:
         order = H.diagonal().argsort(descending=True, stable=True)
-        factor, order = inverse_factor(H[order][:, order], damp), order.tolist()
+        factor, order = inverse_cholesky(H[order][:, order], damp), order.tolist()
     else:
-        factor, order = inverse_factor(H, damp), list(range(len(H)))
+        factor, order = inverse_cholesky(H, damp), list(range(len(H)))
 
     def renew(j: int, w: Tensor) -> None:
         """The params of the group that starts at column j, whose weights by now are w."""
         n = w.shape[1]
         kept = None if keep is None else keep[:, j : j + n]
-        for p, found in zip(params, find_without(grid, w, kept, ranges)):
+        for p, found in zip(params, choose_qparams_without(spec, w, kept, ranges)):
             if p is not None:
                 p[:, j // n, None] = found
 
-    codes = _sweep(W, keep, factor, grid, params, block_size, order, None if act_order else renew)
-    both = grid.decode(codes, *params), grid.decode(near_codes, *near)
+    codes = _sweep(W, keep, factor, spec, params, block_size, order, None if act_order else renew)
+    both = spec.dequantize(codes, *params), spec.dequantize(near_codes, *near)
     both = both if keep is None else [torch.where(keep, W, w) for w in both]
     better = torch.lt(*(_row_errors(W, w, H) for w in both))[:, None]
     codes = torch.where(better, codes, near_codes)
@@ -233,7 +233,7 @@ def _sweep(
     W: Tensor,
     keep: Tensor | None,
     factor: Tensor,
-    grid: Any,
+    spec: Any,
     params: list[Tensor | None],
     block_size: int,
     order: list[int],
@@ -242,7 +242,7 @@ def _sweep(
     """Codes (N, K) of W's columns, rounded in `order`. renew is called as a group begins, but for
     the first, before which nothing has changed."""
     K = W.shape[1]
-    group = grid.group_size or K
+    group = spec.group_size or K
     left = W.t()[order].contiguous()  # (K, N): a column is a row of memory
     codes = [None] * K
     for start, stop in _blocks(K, group, block_size):
@@ -252,8 +252,8 @@ def _sweep(
             if renew is not None and j % group == 0 and j > 0:
                 renew(j, left[j : j + group].t())
             of_group = [None if p is None else p[:, g, None] for p in params]
-            codes[c] = grid.encode(left[j, :, None], *of_group)
-            rounded = grid.decode(codes[c], *of_group)[:, 0]
+            codes[c] = spec.quantize(left[j, :, None], *of_group)
+            rounded = spec.dequantize(codes[c], *of_group)[:, 0]
             if keep is not None:
                 rounded = torch.where(keep[:, c], W[:, c], rounded)
             error = torch.sub(left[j], rounded, out=errors[j - start]).div_(factor[j, j])
@@ -271,21 +271,21 @@ def _blocks(K: int, group: int, size: int) -> Iterator[tuple[int, int]]:
         yield from ((i, min(i + size, end)) for i in range(start, end, size))
 
 
-def find_without(
-    grid: Any, weight: Tensor, keep: Tensor | None, ranges: str = "minmax"
+def choose_qparams_without(
+    spec: Any, weight: Tensor, keep: Tensor | None, ranges: str = "minmax"
 ) -> tuple[Tensor, Tensor | None]:
     """grid.find(weight (N, K)) with each weight of keep (N, K) replaced by the mean of its group's
     others: what is not rounded is not to stretch the grid."""
     if keep is None:
-        return grid.find(weight, ranges)
-    w = weight.float().unflatten(1, (-1, grid.group_size or weight.shape[1]))
+        return spec.choose_qparams(weight, ranges)
+    w = weight.float().unflatten(1, (-1, spec.group_size or weight.shape[1]))
     kept = keep.view_as(w)
     mean = w.masked_fill(kept, 0).sum(-1, keepdim=True)
     mean /= (~kept).sum(-1, keepdim=True).clamp(min=1)
-    return grid.find(torch.where(kept, mean, w).flatten(1), ranges)
+    return spec.choose_qparams(torch.where(kept, mean, w).flatten(1), ranges)
 
 
-def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
+def inverse_cholesky(hessian: Tensor, damp: float) -> Tensor:
     """U (K, K), upper triangular, with (H + damp * mean(diag H) * I)^-1 = U^T U.
 
     From H = R R^T with R upper triangular (a Cholesky factor of H with its order reversed), U is
@@ -338,7 +338,7 @@ def awq_scales(
     weights: Sequence[Tensor],
     mean_abs: Tensor,
     hessian: Tensor,
-    grid: Any,
+    spec: Any,
     *,
     steps: int = 20,
     ranges: str = "minmax",
@@ -363,7 +363,7 @@ def awq_scales(
         s /= (s.max() * s.min()).sqrt()
         error = 0.0
         for w in weights:
-            rounded = nearest(grid, w.float() * s, ranges) / s
+            rounded = nearest(spec, w.float() * s, ranges) / s
             error += _row_errors(w, rounded, hessian).sum().item()
         if error < least:
             best, least = s, error
@@ -505,7 +505,7 @@ def accumulate_saliency(
     return sums
 
 
-def circuit(saliencies: Mapping[str, Tensor], fraction: float) -> dict[str, Tensor]:
+def select_salient(saliencies: Mapping[str, Tensor], fraction: float) -> dict[str, Tensor]:
     """The `fraction` of all weights that are most salient: name -> flat indices, ascending.
 
     One threshold for all matrices, so that a layer that matters keeps more. It is found from the
@@ -543,33 +543,33 @@ class MinMax:
     def __init__(self, bits: int, group_size: int):
         self.top, self.group_size = 2**bits - 1, group_size
 
-    def find(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor]:
+    def choose_qparams(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor]:
         low, high = w.unflatten(1, (-1, self.group_size)).aminmax(dim=-1)
         low, high = low.clamp(max=0), high.clamp(min=0)
         scales = ((high - low) / self.top).clamp(min=1e-8)
         return scales, (-low / scales).round()
 
-    def encode(self, w: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    def quantize(self, w: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         n = w.shape[1] // scales.shape[1]
         q = w / scales.repeat_interleave(n, 1) + zeros.repeat_interleave(n, 1)
         return q.round().clamp(0, self.top).to(torch.uint8)
 
-    def decode(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         n = codes.shape[1] // scales.shape[1]
         return (codes - zeros.repeat_interleave(n, 1)) * scales.repeat_interleave(n, 1)
 
 
-def surgeon(W: Tensor, H: Tensor, grid: Any, damp: float = 0.01) -> Tensor:
+def surgeon(W: Tensor, H: Tensor, spec: Any, damp: float = 0.01) -> Tensor:
     """Codes of `gptq` by the optimal brain surgeon, word for word, in float64: round a column,
     change those after by the update that is optimal for it, take the column out of H^-1."""
     W, H = W.double().clone(), H.double().clone()
     H.diagonal().add_(damp * H.diagonal().mean())
-    inverse, codes, n = H.inverse(), [], grid.group_size
+    inverse, codes, n = H.inverse(), [], spec.group_size
     for j in range(W.shape[1]):
         if j % n == 0:
-            scales, zeros = grid.find(W[:, j : j + n].float())
-        codes.append(grid.encode(W[:, j, None].float(), scales, zeros))
-        error = W[:, j] - grid.decode(codes[-1], scales, zeros)[:, 0].double()
+            scales, zeros = spec.choose_qparams(W[:, j : j + n].float())
+        codes.append(spec.quantize(W[:, j, None].float(), scales, zeros))
+        error = W[:, j] - spec.dequantize(codes[-1], scales, zeros)[:, 0].double()
         W -= error[:, None] * inverse[j] / inverse[j, j]
         inverse = inverse - inverse[:, j, None] * inverse[j] / inverse[j, j]
     return torch.cat(codes, 1)
@@ -583,38 +583,38 @@ def problem(N: int, K: int, device: str) -> tuple[Tensor, Tensor]:
     return torch.randn(N, K, generator=rng).to(device), x.to(device)
 
 
-def methods(grid: Any, W: Tensor, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+def methods(spec: Any, W: Tensor, x: Tensor) -> dict[str, Callable[[], Tensor]]:
     """name -> the weight as it comes back from the grid, the method's way."""
     stats = Stats("hessian", "mean_abs")
     stats.update(x)
 
     def awq() -> Tensor:
-        s = awq_scales([W], stats.mean_abs, stats.hessian, grid)
-        return nearest(grid, W * s) / s
+        s = awq_scales([W], stats.mean_abs, stats.hessian, spec)
+        return nearest(spec, W * s) / s
 
     return {
-        "nearest": lambda: nearest(grid, W),
+        "nearest": lambda: nearest(spec, W),
         "AWQ": awq,
-        "GPTQ": lambda: grid.decode(*gptq(W, stats.hessian, grid)),
-        "act-order": lambda: grid.decode(*gptq(W, stats.hessian, grid, act_order=True)),
+        "GPTQ": lambda: spec.dequantize(*gptq(W, stats.hessian, spec)),
+        "act-order": lambda: spec.dequantize(*gptq(W, stats.hessian, spec, act_order=True)),
     }
 
 
 def check(device: str) -> None:
     """gptq against the surgeon; no method worse than rounding; a fold; the circuit."""
     W, x = problem(32, 96, device)
-    H, grid = x.t() @ x, MinMax(3, 32)
-    codes, near = gptq(W, H, grid, block_size=64)[0], grid.encode(W, *grid.find(W))
+    H, spec = x.t() @ x, MinMax(3, 32)
+    codes, near = gptq(W, H, spec, block_size=64)[0], spec.quantize(W, *spec.choose_qparams(W))
     rows = (codes != near).any(1)  # the others it found worse than rounding, and rounded
-    same = (codes == surgeon(W, H, grid))[rows].float().mean().item()
+    same = (codes == surgeon(W, H, spec))[rows].float().mean().item()
     assert rows.sum() > 16 and same > 0.99, same  # but for ties
-    errors = [output_error(W, f(), H).item() for f in methods(grid, W, x).values()]
+    errors = [output_error(W, f(), H).item() for f in methods(spec, W, x).values()]
     assert max(errors) == errors[0], errors
     norm, linear = nn.LayerNorm(96, device=device), nn.Linear(96, 32, device=device)
     before = linear(norm(x))
     fold_(norm, [linear], smooth_scales(x.abs().amax(0), [linear.weight]))
     assert (linear(norm(x)) - before).norm() <= 1e-5 * before.norm()
-    picked = circuit({"W": W.abs()}, 0.1)["W"]
+    picked = select_salient({"W": W.abs()}, 0.1)["W"]
     assert W.abs().flatten()[picked].min() >= W.abs().flatten().quantile(0.9)
 
 

@@ -38,7 +38,7 @@ from quantization.calibrate import (
     Stats,
     accumulate_saliency,
     awq_scales,
-    circuit,
+    select_salient,
     fold_,
     gptq,
     layer_by_layer,
@@ -48,17 +48,17 @@ from quantization.calibrate import (
 )
 from quantization.sparse import sparsify_
 from quantize import (
-    Codes,
+    QTensors,
     Scheme,
-    check_all,
+    check_weights,
     check_skip,
     from_config,
     quantize_,
     quantize_module,
-    replaceable,
-    scheme_of,
+    quantizable_modules,
+    get_scheme,
     to_config,
-    use_product_,
+    use_linear_fn_,
     weight_only,
 )
 
@@ -128,8 +128,9 @@ def load_and_quantize(
     if args.calibrate is None:
         cpu.keep_freed_memory(False)  # or layers would seem to stay, once they are small
         skip += ("head",) if config.tie_embeddings else ()  # of which --pp's last stage has a copy
-        each = partial(quantize_module, scheme=scheme, skip=skip)
-        return load_checkpoint(args.checkpoint, device, dtype, prepare=prepare, each=each)
+        convert = partial(quantize_module, scheme=scheme, skip=skip)
+        options = dict(prepare=prepare, convert_module=convert)
+        return load_checkpoint(args.checkpoint, device, dtype, **options)
     check_calibration(args, scheme)
     with torch.inference_mode(False), torch.no_grad():  # tacq takes gradients, of its own accord
         model = load_checkpoint(args.checkpoint, device, dtype)
@@ -152,21 +153,21 @@ def fast_(model: Transformer) -> Transformer:
     if next(model.parameters()).is_cuda:
         from quantization.gemm import weight_only_matmul
 
-        def product(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Any, bias: Any) -> Tensor:
+        def linear_fn(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Any, bias: Any) -> Tensor:
             few, group = x.numel() <= 64 * x.shape[-1], x.shape[-1] // scales.shape[1]
             fits = few and (zeros is None or group in (32, 64, 128))
             return (weight_only_matmul if fits else weight_only)(x, qweight, scales, zeros, bias)
 
-        use_product_(model, product)
+        use_linear_fn_(model, linear_fn)
     elif cpu.load_kernels() is not None:
-        use_product_(model, partial(cpu.packed_linear, fallback=weight_only))
+        use_linear_fn_(model, partial(cpu.packed_linear, fallback=weight_only))
     return model
 
 
 def asked_scheme(args: argparse.Namespace) -> Scheme:
     """The scheme that --quantize and --group-size say."""
     try:
-        return scheme_of(args.quantize, args.group_size)
+        return get_scheme(args.quantize, args.group_size)
     except ValueError as e:
         flag = "--group-size" if str(e).startswith("group_size") else "--quantize"
         raise ValueError(f"{flag}: {e}") from None
@@ -209,12 +210,12 @@ def save(args: argparse.Namespace, model: Transformer) -> str:
 
 def check_calibration(args: argparse.Namespace, scheme: Scheme) -> None:
     """ValueError where --calibrate has nothing to decide about --quantize."""
-    rounds = scheme.grid is not None
+    rounds = scheme.spec is not None
     fits = {
         "gptq": rounds,
-        "awq": rounds and bool(scheme.grid.group_size),
-        "tacq": rounds and bool(scheme.grid.group_size),
-        "smoothquant": not scheme.rounds_weights_alone,
+        "awq": rounds and bool(scheme.spec.group_size),
+        "tacq": rounds and bool(scheme.spec.group_size),
+        "smoothquant": not scheme.is_weight_only,
     }
     if not fits[args.calibrate]:
         good = {"gptq": "int8 to int2", "awq": "int4 to int2", "tacq": "int4 to int2"}
@@ -266,13 +267,13 @@ def calibrate_(
         if method in ("awq", "smoothquant"):
             fold_inputs_(block, method, scheme, replay)
             continue  # it computes what it did; rounded below
-        modules = {f"layers.{i}.{name}": m for name, m in replaceable(block).items()}
+        modules = {f"layers.{i}.{name}": m for name, m in quantizable_modules(block).items()}
         with observed(modules) as stats:
             replay()
         swap_(model, modules, scheme, skip, partial(by_gptq, scheme, stats, kept))
-    swap_(model, replaceable(model, skip), scheme, skip, None)
+    swap_(model, quantizable_modules(model, skip), scheme, skip, None)
     for name, (index, values) in kept.items():
-        model.get_submodule(name).keep(index, values)
+        model.get_submodule(name).keep_unquantized(index, values)
 
 
 def swap_(
@@ -280,7 +281,7 @@ def swap_(
     modules: dict[str, nn.Module],
     scheme: Scheme,
     skip: Sequence[str],
-    rounding: Callable[[str, Tensor], Codes] | None,
+    rounding: Callable[[str, Tensor], QTensors] | None,
 ) -> None:
     """Put quantized ones in place of these modules of the model, by their full names."""
     for name, module in modules.items():
@@ -330,17 +331,17 @@ def by_gptq(
     kept: dict[str, tuple[Tensor, Tensor]],
     name: str,
     weight: Tensor,
-) -> Codes:
+) -> QTensors:
     """The codes of one weight; of an expert that no token of the text chose, the nearest."""
     if name not in stats or stats[name].count == 0:
-        scales, zeros = scheme.grid.find(weight)
-        return scheme.grid.encode(weight, scales, zeros), scales, zeros
+        scales, zeros = scheme.spec.choose_qparams(weight)
+        return scheme.spec.quantize(weight, scales, zeros), scales, zeros
     keep = None
     if name in kept:
         keep = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
         keep[kept[name][0]] = True
         keep = keep.view_as(weight)
-    return gptq(weight, stats[name].hessian, scheme.grid, keep=keep)
+    return gptq(weight, stats[name].hessian, scheme.spec, keep=keep)
 
 
 def inputs_of(block: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], list[Tensor]]]:
@@ -377,7 +378,7 @@ def fold_inputs_(block: nn.Module, method: str, scheme: Scheme, replay: Callable
         if method == "smoothquant":
             s = smooth_scales(seen.absmax, weights)
         else:
-            s = awq_scales(weights, seen.mean_abs, seen.hessian, scheme.grid)
+            s = awq_scales(weights, seen.mean_abs, seen.hessian, scheme.spec)
         fold_(producer, [*linears, *parameters], s)
 
 
@@ -385,15 +386,15 @@ def picks(
     model: Transformer, scheme: Scheme, skip: Sequence[str], batches: Sequence[Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """TaCQ: of each linear the flat indices of the weights to keep, and these weights."""
-    matrices = {n: m.weight for n, m in replaceable(model, skip).items() if type(m) is nn.Linear}
+    matrices = {n: m.weight for n, m in quantizable_modules(model, skip).items() if type(m) is nn.Linear}
 
     def loss(tokens: Tensor) -> Tensor:
         logits = model(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
-    quantized = partial(nearest, scheme.grid)
+    quantized = partial(nearest, scheme.spec)
     saliency = accumulate_saliency(model, matrices, loss, batches, quantized)
-    chosen = circuit(saliency, KEPT)
+    chosen = select_salient(saliency, KEPT)
     return {n: (i, matrices[n].detach().view(-1)[i]) for n, i in chosen.items() if len(i)}
 
 
@@ -496,8 +497,8 @@ def quantized_so(
         if scheme == "2:4":
             sparsify_(model, 2, 4, skip)
         elif method is not None:
-            check_all(replaceable(model, skip), scheme_of(scheme, group_size).check, skip)
-            calibrate_(model, method, scheme_of(scheme, group_size), skip, texts)
+            check_weights(quantizable_modules(model, skip), get_scheme(scheme, group_size).check, skip)
+            calibrate_(model, method, get_scheme(scheme, group_size), skip, texts)
         elif scheme is not None:
             quantize_(model, scheme, skip=skip, group_size=group_size)
     except ValueError as e:

@@ -24,12 +24,12 @@ from parallelism.parallel_dims import ParallelDims
 from quantize import fp8_training_, qat_
 from training.data import BOS, EOS
 from training.flags import QAT_SPECS
-from training.lora import lora_
+from training.lora import apply_lora_
 from training.offload import OffloadedOptimizer, OptimizerInBackward
-from training.optimizers import Several, StochasticAdamW, mup_factors, muon_split
+from training.optimizers import ChainedOptimizer, StochasticAdamW, mup_factors, muon_split
 from training.state import saved_run
 from training.step import SINGLE_PROCESS
-from training.upcycle import upcycle_, upcycled_config
+from training.upcycle import upcycle_, upcycle_config
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
@@ -45,7 +45,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
                 f"{args.init} --export DIR --lora-merged"
             )
         config = read_config(args.init / "config.json")
-        return upcycled_config(config, args) if args.upcycle else config
+        return upcycle_config(config, args) if args.upcycle else config
     if args.model in CONFIGS or Path(args.model).exists():
         config = CONFIGS[args.model] if args.model in CONFIGS else read_config(args.model)
         max_seq_len = max(config.max_seq_len, args.seq_len)
@@ -75,7 +75,7 @@ def build_model(
     if new and not deferred:
         layout.init_weights_(allocate(model, "cpu", torch.float32), args.seed)
     if args.lora:
-        lora_(model, args.lora, args.lora_alpha or 2 * args.lora, seed=args.seed)
+        apply_lora_(model, args.lora, args.lora_alpha or 2 * args.lora, seed=args.seed)
     cast_params_(model, args)
     convert_linears_(model, args)
     layout.parallelize_(model, {"bf16": torch.bfloat16}.get(env.dtype))
@@ -174,7 +174,7 @@ def optimizer_factory(args: argparse.Namespace | None) -> Callable[..., torch.op
     return partial(torch.optim.AdamW, **adamw, fused=True)
 
 
-def build_muon(settings: list[dict[str, Any]]) -> Several:
+def build_muon(settings: list[dict[str, Any]]) -> ChainedOptimizer:
     """torch.optim.Muon for the matrices of blocks, with update RMS as AdamW's, and AdamW for the
     rest."""
     parts = [[], []]
@@ -184,4 +184,4 @@ def build_muon(settings: list[dict[str, Any]]) -> Several:
                 part.append(group | {"params": [p for _, p in named]})
     adam = partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
     muon = partial(torch.optim.Muon, lr=0.0, adjust_lr_fn="match_rms_adamw")
-    return Several(*(make(part) for make, part in zip((muon, adam), parts) if part))
+    return ChainedOptimizer(*(make(part) for make, part in zip((muon, adam), parts) if part))

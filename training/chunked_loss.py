@@ -45,8 +45,8 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LEAST_ROWS = 128  # of a chunk by default: with fewer, the passes over dW begin to show
-STRIP = 8192  # rows of dW whose product is there, in a narrower dtype, before it is added
+MIN_CHUNK_ROWS = 128  # of a chunk by default: with fewer, the passes over dW begin to show
+WEIGHT_GRAD_ROWS = 8192  # rows of dW whose product is there, in a narrower dtype, before it is added
 
 
 def _check(condition: bool, message: str) -> None:
@@ -99,17 +99,17 @@ def linear_cross_entropy(
         _check(weight.dtype == dtype, f"hidden is {dtype} and weight {weight.dtype}: without "
                "autocast they must be the same")  # fmt: skip
     V, C = weight.shape
-    chunk = chunk or max(LEAST_ROWS, len(hidden) * C // V)
-    given = (hidden, weight, bias)
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
-    how = _How(dtype, chunk, ignore_index, z_loss, softcap, group, vocab_start)
-    if not any(wanted):
-        return _loss(how, wanted, *given, targets)[0]
-    return _LinearCrossEntropy.apply(how, wanted, *given, targets)
+    chunk = chunk or max(MIN_CHUNK_ROWS, len(hidden) * C // V)
+    params = (hidden, weight, bias)
+    needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in params]
+    config = _LossConfig(dtype, chunk, ignore_index, z_loss, softcap, group, vocab_start)
+    if not any(needs_grad):
+        return _loss(config, needs_grad, *params, targets)[0]
+    return _LinearCrossEntropy.apply(config, needs_grad, *params, targets)
 
 
 @dataclass(frozen=True)
-class _How:
+class _LossConfig:
     dtype: torch.dtype  # of products
     chunk: int
     ignore_index: int
@@ -124,8 +124,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     them changed, and autograd says so."""
 
     @staticmethod
-    def forward(ctx: Any, how: _How, wanted: list[bool], *tensors: Any) -> Tensor:
-        loss, *grads = _loss(how, wanted, *tensors)
+    def forward(ctx: Any, config: _LossConfig, needs_grad: list[bool], *tensors: Any) -> Tensor:
+        loss, *grads = _loss(config, needs_grad, *tensors)
         ctx.save_for_backward(*grads)
         return loss
 
@@ -138,30 +138,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def _loss(
-    how: _How, wanted: list[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor
+    config: _LossConfig, needs_grad: list[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The loss, and its gradients by hidden, weight and bias, where they are wanted."""
-    exact = torch.promote_types(how.dtype, torch.float32)
-    make = lambda i, of, dtype: of.new_zeros(of.shape, dtype=dtype) if wanted[i] else None
-    dhidden, dweight = make(0, hidden, hidden.dtype), make(1, weight, exact)
-    dbias, loss = make(2, bias, exact), hidden.new_zeros((), dtype=exact)
+    acc_dtype = torch.promote_types(config.dtype, torch.float32)
+    make = lambda i, of, dtype: of.new_zeros(of.shape, dtype=dtype) if needs_grad[i] else None
+    dhidden, dweight = make(0, hidden, hidden.dtype), make(1, weight, acc_dtype)
+    dbias, loss = make(2, bias, acc_dtype), hidden.new_zeros((), dtype=acc_dtype)
     with _no_autocast(hidden.device.type):
-        w = weight.to(how.dtype)
-        buffer = weight.new_empty((min(how.chunk, len(hidden)), len(weight)), dtype=exact)
-        for start in range(0, len(hidden), how.chunk):
-            rows = slice(start, start + how.chunk)
-            h = hidden[rows].to(how.dtype)
-            z = _product(h, w.T, buffer[: len(h)])
+        w = weight.to(config.dtype)
+        buffer = weight.new_empty((min(config.chunk, len(hidden)), len(weight)), dtype=acc_dtype)
+        for start in range(0, len(hidden), config.chunk):
+            rows = slice(start, start + config.chunk)
+            h = hidden[rows].to(config.dtype)
+            z = _matmul_out(h, w.T, buffer[: len(h)])
             if bias is not None:
                 z += bias
-            loss += _rows(how, z, t[rows], any(wanted))
+            loss += _chunk_loss(config, z, t[rows], any(needs_grad))
             if dbias is not None:
                 dbias += z.sum(0)
-            d = z.to(how.dtype)
+            d = z.to(config.dtype)
             if dhidden is not None:
                 dhidden[rows] = d @ w
             if dweight is not None:
-                _add_product(dweight, d, h)
+                _addmm_(dweight, d, h)
             del d
     like = lambda grad, of: grad if grad is None else grad.to(of.dtype)
     return loss, dhidden, like(dweight, weight), like(dbias, bias)
@@ -172,47 +172,47 @@ def _no_autocast(kind: str) -> Any:
     return torch.autocast(kind, enabled=False) if available else nullcontext()
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+def _matmul_out(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """a @ b in out, which is made once: fresh pages would cost a CPU more than the product."""
     return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(a @ b)
 
 
-def _add_product(total: Tensor, d: Tensor, h: Tensor) -> None:
+def _addmm_(total: Tensor, d: Tensor, h: Tensor) -> None:
     """total (V, C) += d^T h, of d (n, V) and h (n, C); where these are narrower, strip by strip, so
     that what is not yet added is never as large as total."""
     if d.dtype == total.dtype:
         total.addmm_(d.T, h)
         return
-    for rows, part in zip(total.split(STRIP), d.split(STRIP, dim=1)):
+    for rows, part in zip(total.split(WEIGHT_GRAD_ROWS), d.split(WEIGHT_GRAD_ROWS, dim=1)):
         rows += part.T @ h
 
 
-def _rows(how: _How, z: Tensor, targets: Tensor, wanted: bool) -> Tensor:
+def _chunk_loss(config: _LossConfig, z: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     """Loss of rows of logits z (n, V), or this rank's columns of them; then their gradient is in
     z, if it is wanted."""
-    if how.softcap is not None:
-        z.div_(how.softcap).tanh_().mul_(how.softcap)
-        slope = 1 - (z / how.softcap).square_() if wanted else None
-    column, ignored = targets - how.vocab_start, targets == how.ignore_index
-    others = ignored  # rows whose target has no column here
-    if how.group is not None:
-        others = ignored | (column < 0) | (column >= z.shape[1])
-    column = column.masked_fill(others, 0)[:, None]
-    chosen = z.gather(1, column)[:, 0].masked_fill(others, 0.0)
-    top = z.amax(1)
-    if how.group is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=how.group)
-    sums = z.sub_(top[:, None]).exp_().sum(1)
-    if how.group is not None:
-        both = torch.stack((sums, chosen))
-        dist.all_reduce(both, group=how.group)
-        sums, chosen = both
-    lse = top + sums.log()
-    loss = (lse - chosen + how.z_loss * lse.square()).masked_fill(ignored, 0.0).sum()
-    if wanted:
-        z.mul_(((1 + 2 * how.z_loss * lse) / sums).masked_fill(ignored, 0.0)[:, None])
-        z.scatter_add_(1, column, others.to(z.dtype)[:, None] - 1)
-        if how.softcap is not None:
+    if config.softcap is not None:
+        z.div_(config.softcap).tanh_().mul_(config.softcap)
+        slope = 1 - (z / config.softcap).square_() if needs_grad else None
+    column, ignored = targets - config.vocab_start, targets == config.ignore_index
+    invalid = ignored  # rows whose target has no column here
+    if config.group is not None:
+        invalid = ignored | (column < 0) | (column >= z.shape[1])
+    column = column.masked_fill(invalid, 0)[:, None]
+    target_logits = z.gather(1, column)[:, 0].masked_fill(invalid, 0.0)
+    row_max = z.amax(1)
+    if config.group is not None:
+        dist.all_reduce(row_max, dist.ReduceOp.MAX, group=config.group)
+    sums = z.sub_(row_max[:, None]).exp_().sum(1)
+    if config.group is not None:
+        both = torch.stack((sums, target_logits))
+        dist.all_reduce(both, group=config.group)
+        sums, target_logits = both
+    lse = row_max + sums.log()
+    loss = (lse - target_logits + config.z_loss * lse.square()).masked_fill(ignored, 0.0).sum()
+    if needs_grad:
+        z.mul_(((1 + 2 * config.z_loss * lse) / sums).masked_fill(ignored, 0.0)[:, None])
+        z.scatter_add_(1, column, invalid.to(z.dtype)[:, None] - 1)
+        if config.softcap is not None:
             z.mul_(slope)
     return loss
 
@@ -238,7 +238,7 @@ def reference(
     return loss
 
 
-class Peak(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """Bytes of the storages that operations make and that are alive together, at most."""
 
     def __init__(self) -> None:
@@ -260,23 +260,23 @@ class Peak(TorchDispatchMode):
 def check() -> None:
     """Loss and gradients == the reference's in fp64."""
     rng = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)
+    randn = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)
     targets = torch.randint(0, 97, (50,), generator=rng)
     targets[::7] = -100
-    for how in ({}, {"z_loss": 0.01}, {"softcap": 2.0}, {"bias": draw(97)}):
-        seen = []
-        tensors = [draw(50, 16), draw(97, 16)]
+    for config in ({}, {"z_loss": 0.01}, {"softcap": 2.0}, {"bias": randn(97)}):
+        results = []
+        tensors = [randn(50, 16), randn(97, 16)]
         for run in (linear_cross_entropy, reference):
             leaves = [t.clone().requires_grad_() for t in tensors]
             chunked = {"chunk": 13} if run is linear_cross_entropy else {}
-            loss = run(*leaves, targets, **how, **chunked)
+            loss = run(*leaves, targets, **config, **chunked)
             (loss / 7).backward()
-            seen.append([loss, *(t.grad for t in leaves)])
-        for got, want in zip(*seen):
-            assert torch.allclose(got, want, rtol=1e-11, atol=1e-12), how
+            results.append([loss, *(t.grad for t in leaves)])
+        for got, want in zip(*results):
+            assert torch.allclose(got, want, rtol=1e-11, atol=1e-12), config
 
 
-def contestants() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+def implementations() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Name -> loss of hidden states (N, C), the head's weight (V, C) and targets (N,)."""
     found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "F.cross_entropy(F.linear(...))": reference
@@ -297,13 +297,13 @@ def benchmark(device: str) -> None:
     cuda = device == "cuda"
     N, C, V = (8192, 4096, 131072) if cuda else (256, 128, 131072)
     dtype = torch.bfloat16 if cuda else torch.float32
-    draw = lambda *shape: torch.randn(*shape, device=device).to(dtype).requires_grad_()
-    tensors = [draw(N, C), draw(V, C)]
+    randn = lambda *shape: torch.randn(*shape, device=device).to(dtype).requires_grad_()
+    tensors = [randn(N, C), randn(V, C)]
     targets = torch.randint(0, V, (N,), device=device)
     print(f"{N} tokens, width {C}, vocabulary {V}, {dtype}, {device}; logits {N * V * 4 / 1e6:.0f}"
           " MB in fp32")  # fmt: skip
     print(f"{'':>32}{'ms':>9}{'peak MB':>9}")
-    for name, run in contestants().items():
+    for name, run in implementations().items():
 
         def step() -> None:
             run(*tensors, targets).backward()
@@ -314,7 +314,7 @@ def benchmark(device: str) -> None:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        with nullcontext(Peak()) if cuda else Peak() as tracker:
+        with nullcontext(PeakMemory()) if cuda else PeakMemory() as tracker:
             step()
         peak = torch.cuda.max_memory_allocated() - before if cuda else tracker.peak
         for _ in range(3):

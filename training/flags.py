@@ -20,7 +20,7 @@ from parallelism.parallel_dims import add_flags as add_layout_flags
 from quantize import RECIPES, SCHEMES
 
 # Quantization of --qat, the same as that of generate.py --quantize
-QAT_SPECS = {name: SCHEMES[name].grid for name in ("int8", "int4")}
+QAT_SPECS = {name: SCHEMES[name].spec for name in ("int8", "int4")}
 
 DRAFT_HEAD = "draft_head.safetensors"
 NUM_DRAFT_TOKENS = 4  # consecutive tokens drafted in the validation of a draft head

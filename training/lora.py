@@ -82,7 +82,7 @@ class LoRALinear(nn.Linear):
 # --------------------------------------------------------------------------------------------------
 
 
-def lora_(
+def apply_lora_(
     model: nn.Module,
     rank: int,
     alpha: float | None = None,
@@ -116,11 +116,11 @@ def _adapt(model: nn.Module, names: Sequence[str], rank: int, alpha: float, seed
         _check(not shared, f"{name} shares its weight with another module; take it off the targets")
     model.requires_grad_(False)
     for name in names:
-        _put(model, name, _adapted(model.get_submodule(name), name, rank, alpha / rank, seed))
+        _replace_module(model, name, _make_lora_linear(model.get_submodule(name), name, rank, alpha / rank, seed))
     return model
 
 
-def _adapted(old: nn.Linear, name: str, rank: int, scale: float, seed: int) -> LoRALinear:
+def _make_lora_linear(old: nn.Linear, name: str, rank: int, scale: float, seed: int) -> LoRALinear:
     """A is uniform within 1 / sqrt(C), as PEFT and the paper's own code draw it."""
     with torch.device("meta"):
         new = LoRALinear(old.in_features, old.out_features, old.bias is not None)
@@ -136,29 +136,29 @@ def _adapted(old: nn.Linear, name: str, rank: int, scale: float, seed: int) -> L
     return new.train(old.training)
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
 
 
-def _adapters(model: nn.Module) -> dict[str, LoRALinear]:
+def _lora_linears(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
 
 
-def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """What is trained, under its name in the model: NAME.lora_a (rank, C), NAME.lora_b (F, rank).
     Empty for a model without adapters."""
-    found = _adapters(model).items()
+    found = _lora_linears(model).items()
     return {
         f"{name}.{leaf}": getattr(m, leaf) for name, m in found for leaf in ("lora_a", "lora_b")
     }
 
 
 @contextmanager
-def disabled(model: nn.Module) -> Iterator[nn.Module]:
+def disable_adapters(model: nn.Module) -> Iterator[nn.Module]:
     """The model without its adapters, meanwhile. A backward pass that recomputes activations must
     find the adapters as its forward pass did."""
-    found = list(_adapters(model).values())
+    found = list(_lora_linears(model).values())
     before = [m.enabled for m in found]
     for m in found:
         m.enabled = False
@@ -173,13 +173,13 @@ def disabled(model: nn.Module) -> Iterator[nn.Module]:
 def merge_(model: nn.Module) -> nn.Module:
     """W + scale * B A in place, summed in fp32 (or W's dtype, if that is wider) and rounded once to
     W's, and plain nn.Linear again. What is frozen stays so: requires_grad_ is the caller's."""
-    for name, m in _adapters(model).items():
+    for name, m in _lora_linears(model).items():
         wide = m.lora_a.dtype
         m.weight.copy_(m.weight.to(wide).addmm_(m.lora_b, m.lora_a, alpha=m.scale))
         with torch.device("meta"):
             plain = nn.Linear(m.in_features, m.out_features, m.bias is not None)
         plain.weight, plain.bias = m.weight, m.bias
-        _put(model, name, plain.train(m.training))
+        _replace_module(model, name, plain.train(m.training))
     return model
 
 
@@ -189,7 +189,7 @@ def merge_(model: nn.Module) -> nn.Module:
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # of adapter_config.json: what changes the arithmetic, and the values that are LoRA's own
-PLAIN: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_rslora": (False, None),
@@ -204,12 +204,12 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _as_is(name: str) -> str:
+def _identity(name: str) -> str:
     return name
 
 
 def save_adapters(
-    model: nn.Module, folder: str | os.PathLike, base: str, rename: Callable[[str], str] = _as_is
+    model: nn.Module, folder: str | os.PathLike, base: str, rename: Callable[[str], str] = _identity
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, or leave those that are there.
 
@@ -217,7 +217,7 @@ def save_adapters(
     Hugging Face model, "layers.0.attention.q_proj" -> "model.layers.0.self_attn.q_proj"."""
     from safetensors.torch import save_file
 
-    found = {rename(name): m for name, m in _adapters(model).items()}
+    found = {rename(name): m for name, m in _lora_linears(model).items()}
     _check(bool(found), "the model has no adapters to save; lora_ makes them")
     kinds = {(len(m.lora_a), m.scale) for m in found.values()}
     _check(
@@ -249,10 +249,10 @@ def save_adapters(
         folder / WEIGHTS: lambda tmp: save_file(tensors, tmp, {"format": "pt"}),
         folder / CONFIG: lambda tmp: tmp.write_text(text, encoding="utf-8"),
     }
-    _write_together(writers)
+    _write_atomically(writers)
 
 
-def _write_together(writers: dict[Path, Callable[[Path], Any]]) -> None:
+def _write_atomically(writers: dict[Path, Callable[[Path], Any]]) -> None:
     """All files are on the disk before the first takes its place."""
     made = {path.with_name(f".{path.name}.{os.getpid()}.tmp"): path for path in writers}
     try:
@@ -271,7 +271,7 @@ def _write_together(writers: dict[Path, Callable[[Path], Any]]) -> None:
 
 
 def load_adapters_(
-    model: nn.Module, folder: str | os.PathLike, rename: Callable[[str], str] = _as_is
+    model: nn.Module, folder: str | os.PathLike, rename: Callable[[str], str] = _identity
 ) -> nn.Module:
     """Put a folder's adapters, written by save_adapters or PEFT, on a plain model, in place.
     rename: as save_adapters. ValueError names the file and the field or tensor that does not fit.
@@ -317,7 +317,7 @@ def _read_config(path: Path) -> tuple[int, float]:
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path}: must be PEFT's, with r and lora_alpha ({e!r})") from None
-    for field, known in PLAIN.items():
+    for field, known in SUPPORTED.items():
         value = config.get(field, known[0])
         _check(value in known, f"{path}: {field} is {value!r}; known here: {known[0]!r}")
     return rank, alpha
@@ -346,7 +346,7 @@ def check() -> None:
     torch.manual_seed(0)
     layer, x = nn.Sequential(nn.Linear(12, 20).double()), torch.randn(5, 12, dtype=torch.float64)
     plain = layer(x)
-    lora_(layer, 4, alpha=6, targets=("0",))
+    apply_lora_(layer, 4, alpha=6, targets=("0",))
     assert torch.equal(layer(x), plain)
     module = layer[0]
     with torch.no_grad():
@@ -359,7 +359,7 @@ def check() -> None:
     assert torch.allclose(module.lora_a.grad, 1.5 * module.lora_b.T @ dense.grad)
     assert torch.allclose(module.lora_b.grad, 1.5 * dense.grad @ module.lora_a.T)
     assert module.weight.grad is None
-    with disabled(layer):
+    with disable_adapters(layer):
         assert torch.equal(layer(x), plain)
     merge_(layer)
     assert type(layer[0]) is nn.Linear and torch.allclose(layer(x), want, rtol=0, atol=1e-12)
@@ -387,7 +387,7 @@ def benchmark(device: str) -> None:
         model = nn.Sequential(*(_Block(dim, hidden) for _ in range(4))).to(device)
         trained = [*model.parameters()]
         if rank is not None:
-            trained = [*adapters(lora_(model, rank)).values()]
+            trained = [*adapter_parameters(apply_lora_(model, rank)).values()]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
         def forward() -> Tensor:

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-LARGEST = torch.finfo(torch.bfloat16).max
+BF16_MAX = torch.finfo(torch.bfloat16).max
 # elements updated at a time, so that fp32 copies stay small: on a CPU in the cache, elsewhere 17 MB
 CHUNKS = {"cpu": 2**18}
 CHUNK = 2**22
@@ -76,16 +76,16 @@ def stochastic_round_(
     noise = noise[: source.numel()].to(torch.int32).bitwise_and_(0xFFFF).view(source.shape)
     # numbers of one sign are ordered as their bits are: noise below the cut moves a number away
     # from zero past it as often as the bits there say
-    bits = noise.add_(source.clamp(-LARGEST, LARGEST).view(torch.int32)).bitwise_and_(-0x10000)
+    bits = noise.add_(source.clamp(-BF16_MAX, BF16_MAX).view(torch.int32)).bitwise_and_(-0x10000)
     return target.copy_(torch.where(source.isfinite(), bits.view(torch.float32), source))
 
 
-def _local(t: Tensor) -> Tensor:
+def _local_tensor(t: Tensor) -> Tensor:
     """Of a DTensor this rank's part, which has its memory."""
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def _random(device: torch.device, *key: int) -> torch.Generator:
+def _make_generator(device: torch.device, *key: int) -> torch.Generator:
     """A generator that begins as `key` says. A CPU's hears 32 bits of its seed."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:4], "little"))
@@ -140,18 +140,18 @@ class StochasticAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
         rate, unbias = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-        held = [_local(t.detach()) for t in (p, state["exp_avg"], state["exp_avg_sq"])]
-        random = _random(held[0].device, group["seed"], step, index)
-        chunk = CHUNKS.get(random.device.type, CHUNK)
-        parts = [t.view(-1).split(chunk) for t in (*held, _local(p.grad).contiguous())]
-        for *narrow, grad in zip(*parts):
-            (weight, mean, square), grad = (t.float() for t in narrow), grad.float()
+        local = [_local_tensor(t.detach()) for t in (p, state["exp_avg"], state["exp_avg_sq"])]
+        generator = _make_generator(local[0].device, group["seed"], step, index)
+        chunk = CHUNKS.get(generator.device.type, CHUNK)
+        parts = [t.view(-1).split(chunk) for t in (*local, _local_tensor(p.grad).contiguous())]
+        for *bf16, grad in zip(*parts):
+            (weight, mean, square), grad = (t.float() for t in bf16), grad.float()
             mean.lerp_(grad, 1 - beta1)
             square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             weight.mul_(1 - lr * group["weight_decay"])
             weight.addcdiv_(mean, square.sqrt().div_(unbias).add_(group["eps"]), value=-rate)
-            for to, value in zip(narrow, (weight, mean, square)):
-                stochastic_round_(to, value, random)
+            for to, value in zip(bf16, (weight, mean, square)):
+                stochastic_round_(to, value, generator)
 
 
 class LossScaler:
@@ -167,27 +167,27 @@ class LossScaler:
     same.
     """
 
-    LEAST, MOST = 1.0, 2.0**24
+    MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
 
-    def __init__(self, scale: float = 2.0**16, growth: float = 2.0, every: int = 2000):
-        _check(self.LEAST <= scale <= self.MOST, f"scale must be in 1 .. 2^24, not {scale}")
-        _check(growth >= 1 and every >= 1, f"growth, every must be >= 1, not {growth}, {every}")
-        self.scale, self.growth, self.every, self.good = float(scale), growth, every, 0
+    def __init__(self, scale: float = 2.0**16, growth_factor: float = 2.0, growth_interval: int = 2000):
+        _check(self.MIN_SCALE <= scale <= self.MAX_SCALE, f"scale must be in 1 .. 2^24, not {scale}")
+        _check(growth_factor >= 1 and growth_interval >= 1, f"growth, every must be >= 1, not {growth_factor}, {growth_interval}")
+        self.scale, self.growth_factor, self.growth_interval, self.good_steps = float(scale), growth_factor, growth_interval, 0
 
     def update(self, finite: bool) -> bool:
         """Whether the step is to be taken."""
-        self.good = self.good + 1 if finite else 0
+        self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
-            self.scale = max(self.scale / 2, self.LEAST)
-        elif self.good == self.every:
-            self.scale, self.good = min(self.scale * self.growth, self.MOST), 0
+            self.scale = max(self.scale / 2, self.MIN_SCALE)
+        elif self.good_steps == self.growth_interval:
+            self.scale, self.good_steps = min(self.scale * self.growth_factor, self.MAX_SCALE), 0
         return finite
 
     def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good": self.good}
+        return {"scale": self.scale, "good": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.scale, self.good = float(state["scale"]), int(state["good"])
+        self.scale, self.good_steps = float(state["scale"]), int(state["good"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def learning_rate(
 # --------------------------------------------------------------------------------------------------
 
 
-class Several(torch.optim.Optimizer):
+class ChainedOptimizer(torch.optim.Optimizer):
     """Optimizers of different parameters as one: one list of groups, one state, one state_dict.
 
         matrices, rest = muon_split(model.named_parameters())
@@ -252,9 +252,9 @@ class Several(torch.optim.Optimizer):
         super().__init__([g for o in optimizers for g in o.param_groups], {})
         for o in optimizers:
             self.state.update(o.state)
-        self._share()
+        self._share_state()
 
-    def _share(self) -> None:
+    def _share_state(self) -> None:
         """Groups and state of the parts are those of the whole: the same objects."""
         groups = iter(self.param_groups)
         for o in self.optimizers:
@@ -262,7 +262,7 @@ class Several(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # load_state_dict ends here
         super().__setstate__(state)
-        self._share()
+        self._share_state()
 
     def step(self, closure: None = None) -> None:
         _check(closure is None, "Several.step takes no closure: every part would call it")
@@ -270,13 +270,13 @@ class Several(torch.optim.Optimizer):
             o.step()
 
 
-Named = list[tuple[str, Parameter]]
+NamedParameters = list[tuple[str, Parameter]]
 
 
 def muon_split(
     named_parameters: Iterable[tuple[str, Parameter]],
-    not_matrices: Collection[str] = ("embed", "head"),
-) -> tuple[Named, Named]:
+    exclude: Collection[str] = ("embed", "head"),
+) -> tuple[NamedParameters, NamedParameters]:
     """(hidden matrices, the rest), as (name, parameter), which torch.optim takes.
 
     Muon orthogonalizes a map between hidden states: 2-D, and not a table of rows that are looked up
@@ -285,7 +285,7 @@ def muon_split(
     """
     matrices, rest = [], []
     for name, p in named_parameters:
-        hidden = p.dim() == 2 and not set(name.split(".")) & set(not_matrices)
+        hidden = p.dim() == 2 and not set(name.split(".")) & set(exclude)
         (matrices if hidden else rest).append((name, p))
     return matrices, rest
 
@@ -299,7 +299,7 @@ def mup_factors(
     name: str,
     shape: Sequence[int],
     width: int,
-    base: int,
+    base_width: int,
     *,
     inputs: Collection[str] = ("embed",),
     outputs: Collection[str] = ("head", "router"),
@@ -319,8 +319,8 @@ def mup_factors(
     must be far below the gradients, which shrink with width; weight_decay acts through the
     learning rate: multiplied by m it stays what it was. Names are read between their dots.
     """
-    _check(width > 0 and base > 0, f"width and base must be > 0, not {width} and {base}")
-    m, parts = width / base, set(name.split("."))
+    _check(width > 0 and base_width > 0, f"width and base must be > 0, not {width} and {base_width}")
+    m, parts = width / base_width, set(name.split("."))
     if len(shape) < 2 or parts & set(inputs):
         return 1.0, 1.0
     return (1 / m if parts & set(outputs) else m**-0.5), 1 / m
@@ -333,14 +333,14 @@ def mup_factors(
 
 def check() -> None:
     """Rounding is right on average and keeps what is exact; a run resumed is one that was not."""
-    random, narrow = torch.Generator().manual_seed(0), torch.bfloat16
+    generator, bf16 = torch.Generator().manual_seed(0), torch.bfloat16
     x = torch.tensor([1 + 2**-9, -3.3e-5, 1.7e8])
-    rounded = stochastic_round_(torch.empty(3, 10**5, dtype=narrow), x[:, None].expand(3, 10**5)
-                                .contiguous(), random)  # fmt: skip
+    rounded = stochastic_round_(torch.empty(3, 10**5, dtype=bf16), x[:, None].expand(3, 10**5)
+                                .contiguous(), generator)  # fmt: skip
     assert torch.allclose(rounded.double().mean(1), x.double(), rtol=2e-4)
-    exact = torch.tensor([0.0, -1.5, math.inf, -math.inf, LARGEST, 2**-133])
-    assert torch.equal(stochastic_round_(exact.to(narrow), exact, random).float(), exact)
-    p, q = (Parameter(torch.ones(1000, dtype=narrow)) for _ in range(2))
+    exact = torch.tensor([0.0, -1.5, math.inf, -math.inf, BF16_MAX, 2**-133])
+    assert torch.equal(stochastic_round_(exact.to(bf16), exact, generator).float(), exact)
+    p, q = (Parameter(torch.ones(1000, dtype=bf16)) for _ in range(2))
     whole, first = StochasticAdamW([p]), StochasticAdamW([q])
     for step in range(6):
         if step == 3:
@@ -352,13 +352,13 @@ def check() -> None:
     assert torch.equal(p, q)
 
 
-def contestants() -> dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer]]]:
-    how = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    fused = partial(torch.optim.AdamW, fused=True, **how)
+def implementations() -> dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer]]]:
+    kwargs = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    fused = partial(torch.optim.AdamW, fused=True, **kwargs)
     return {
         "AdamW fused, fp32": (torch.float32, fused),
         "AdamW fused, bf16": (torch.bfloat16, fused),
-        "StochasticAdamW, bf16": (torch.bfloat16, partial(StochasticAdamW, **how)),
+        "StochasticAdamW, bf16": (torch.bfloat16, partial(StochasticAdamW, **kwargs)),
     }
 
 
@@ -366,7 +366,7 @@ def benchmark(device: str) -> None:
     """Milliseconds of a step of 4M parameters; bytes of a parameter and its state, without the
     gradient; and how far weights come that have 0.03 to go in 600 steps of 1e-4."""
     print(f"{device}, {torch.get_num_threads()} threads\n{'':>24}{'ms':>8}{'bytes':>8}{'left':>10}")
-    for name, (dtype, make) in contestants().items():
+    for name, (dtype, make) in implementations().items():
         p = Parameter(torch.randn(2048, 2048, device=device).to(dtype))
         p.grad, optimizer, spent = torch.randn_like(p), make([p]), []
         for _ in range(7):
@@ -374,14 +374,14 @@ def benchmark(device: str) -> None:
             optimizer.step()
             p.flatten()[0].item()  # waits for a GPU
             spent.append(time.perf_counter() - start)
-        held = p.nbytes + sum(t.nbytes for t in optimizer.state[p].values())
+        local = p.nbytes + sum(t.nbytes for t in optimizer.state[p].values())
         w = Parameter(torch.ones(4096, device=device, dtype=dtype))
         aim, optimizer = torch.full_like(w, 1.03, dtype=torch.float32), make([w])
         for _ in range(600):
             w.grad = (w.detach() - aim).to(dtype)
             optimizer.step()
         left, ms = (w.detach().float().mean() - 1.03).abs().item(), 1e3 * statistics.median(spent)
-        print(f"{name:>24}{ms:>8.1f}{held / p.numel():>8.1f}{left:>10.4f}")
+        print(f"{name:>24}{ms:>8.1f}{local / p.numel():>8.1f}{left:>10.4f}")
 
 
 if __name__ == "__main__":

@@ -74,15 +74,15 @@ Forward = Callable[..., Tensor]
 aten = torch.ops.aten
 
 
-def _found(names: Iterable[str]) -> set[Any]:
+def _aten_ops(names: Iterable[str]) -> set[Any]:
     """The operations of aten that this torch has."""
     packets = [getattr(aten, name, None) for name in names]
     return {packet.default for packet in packets if packet is not None}
 
 
-PRODUCTS = _found(["mm", "addmm", "linear", "_scaled_mm", "_grouped_mm"])
+MATMUL_OPS = _aten_ops(["mm", "addmm", "linear", "_scaled_mm", "_grouped_mm"])
 # outputs of attention, and what a router chose, lest it choose otherwise the second time
-KEPT = _found(
+SAVED_OPS = _aten_ops(
     [
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -90,7 +90,7 @@ KEPT = _found(
     ]
 )  # fmt: skip
 
-recomputed = partial(checkpoint, use_reentrant=False)
+non_reentrant_checkpoint = partial(checkpoint, use_reentrant=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ recomputed = partial(checkpoint, use_reentrant=False)
 # --------------------------------------------------------------------------------------------------
 
 
-def wrapped(forward: Forward, mode: str, save: Iterable[Any] = ()) -> Forward:
+def checkpoint_wrapper(forward: Forward, mode: str, save: Iterable[Any] = ()) -> Forward:
     """A block's forward(x, *others) in that mode: the same numbers, gradients too.
 
     attention: any callable among `others` (the attend hook) is the attention, or where there is
@@ -111,9 +111,9 @@ def wrapped(forward: Forward, mode: str, save: Iterable[Any] = ()) -> Forward:
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; known: {', '.join(MODES)}")
     if mode == "attention":
-        return partial(_each_attention, forward)
+        return partial(_checkpoint_attention, forward)
     if mode == "selective":
-        return partial(_selective, forward, partial(_every_second, KEPT.union(save)))
+        return partial(_selective, forward, partial(_save_every_second_matmul, SAVED_OPS.union(save)))
     return forward if mode == "none" else partial(_full, forward)
 
 
@@ -121,54 +121,54 @@ def wrapped(forward: Forward, mode: str, save: Iterable[Any] = ()) -> Forward:
 # forward) would run eagerly without a word.
 
 
-def _full(forward: Forward, x: Tensor, *others: Any) -> Tensor:
-    return recomputed(forward, x, *others)
+def _full(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
+    return non_reentrant_checkpoint(forward, x, *rest_args)
 
 
-def _selective(forward: Forward, contexts: Callable[[], Any], x: Tensor, *others: Any) -> Tensor:
-    return recomputed(partial(_uncached, forward), x, *others, context_fn=contexts)
+def _selective(forward: Forward, context_fn: Callable[[], Any], x: Tensor, *rest_args: Any) -> Tensor:
+    return non_reentrant_checkpoint(partial(_without_cast_cache, forward), x, *rest_args, context_fn=context_fn)
 
 
-class _Checkpointed(TorchFunctionMode):
+class _CheckpointSDPA(TorchFunctionMode):
     """Makes each call of F.scaled_dot_product_attention a checkpoint."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = F.scaled_dot_product_attention
-        how = partial(recomputed, func) if func is run else func
-        return how(*args, **(kwargs or {}))
+        call = partial(non_reentrant_checkpoint, func) if func is run else func
+        return call(*args, **(kwargs or {}))
 
 
-def _each_attention(forward: Forward, x: Tensor, *others: Any) -> Tensor:
-    if not any(callable(other) for other in others):
-        with _Checkpointed():
-            return forward(x, *others)
-    return forward(x, *(partial(recomputed, o) if callable(o) else o for o in others))
+def _checkpoint_attention(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
+    if not any(callable(other) for other in rest_args):
+        with _CheckpointSDPA():
+            return forward(x, *rest_args)
+    return forward(x, *(partial(non_reentrant_checkpoint, o) if callable(o) else o for o in rest_args))
 
 
-def _every_second(kept: set[Any]) -> tuple[Any, Any]:
+def _save_every_second_matmul(saved: set[Any]) -> tuple[Any, Any]:
     """The contexts of one forward pass: `kept` operations and every second product are kept."""
     seen = 0
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal seen
-        seen += op in PRODUCTS
-        keep = op in kept or (op in PRODUCTS and seen % 2 == 0)
+        seen += op in MATMUL_OPS
+        keep = op in saved or (op in MATMUL_OPS and seen % 2 == 0)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def _uncached(forward: Forward, x: Tensor, *others: Any) -> Tensor:
+def _without_cast_cache(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
     """forward without autocast's cache of casts: operations are found again by their number, and
     one that the cache has spared the first time would be one too many the second."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return forward(x, *others)
+        return forward(x, *rest_args)
     with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False):
-        return forward(x, *others)
+        return forward(x, *rest_args)
 
 
-def segments(blocks: Sequence[nn.Module], n: int | None = None) -> list[Forward]:
+def layer_groups(blocks: Sequence[nn.Module], n: int | None = None) -> list[Forward]:
     """n runs of neighbouring blocks (default: the integer next to sqrt(L)), as even as can be, the
     longer ones first; each is one checkpoint.
 
@@ -180,15 +180,15 @@ def segments(blocks: Sequence[nn.Module], n: int | None = None) -> list[Forward]
     if not 1 <= n <= max(1, len(blocks)):
         raise ValueError(f"n must be from 1 to the {len(blocks)} blocks, not {n}")
 
-    def run(part: Sequence[nn.Module], x: Tensor, *others: Any) -> Tensor:
+    def run(part: Sequence[nn.Module], x: Tensor, *rest_args: Any) -> Tensor:
         for block in part:
-            x = block(x, *others)
+            x = block(x, *rest_args)
         return x
 
     size, more = divmod(len(blocks), n)
     ends = [i * size + min(i, more) for i in range(n + 1)]
     parts = [blocks[start:end] for start, end in zip(ends, ends[1:]) if end > start]
-    return [partial(recomputed, partial(run, part)) for part in parts]
+    return [partial(non_reentrant_checkpoint, partial(run, part)) for part in parts]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -203,33 +203,33 @@ def _storages(of: Any) -> dict[StorageWeakRef, int]:
         storage = (of.to_local() if hasattr(of, "to_local") else of).untyped_storage()
         return {StorageWeakRef(storage): storage.nbytes()}
     parts = of.values() if isinstance(of, Mapping) else of
-    found: dict[StorageWeakRef, int] = {}
+    external: dict[StorageWeakRef, int] = {}
     for part in (
         parts if isinstance(parts, Iterable) and not isinstance(parts, (str, bytes)) else ()
     ):
-        found |= _storages(part)
-    return found
+        external |= _storages(part)
+    return external
 
 
-class _Notes(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):
     """Storages that operations make, and others that they read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[StorageWeakRef, int] = {}
-        self.found: dict[StorageWeakRef, int] = {}
+        self.allocated: dict[StorageWeakRef, int] = {}
+        self.external: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # a DTensor: what it does to its shard will be seen
         read = _storages([args, kwargs])
-        self.found |= {ref: n for ref, n in read.items() if ref not in self.made}
+        self.external |= {ref: n for ref, n in read.items() if ref not in self.allocated}
         out = func(*args, **(kwargs or {}))
-        self.made |= {ref: n for ref, n in _storages(out).items() if ref not in self.found}
+        self.allocated |= {ref: n for ref, n in _storages(out).items() if ref not in self.external}
         return out
 
 
-def kept_bytes(run: Callable[[], Any], but: Iterable[Tensor] = ()) -> int:
+def saved_bytes(run: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
     """Bytes that are alive after run() because of the graph of what it returns, one tensor or more.
 
     Every storage counts once, those of `but` (parameters, inputs that are held anyway) not. What
@@ -245,7 +245,7 @@ def kept_bytes(run: Callable[[], Any], but: Iterable[Tensor] = ()) -> int:
 
     gc.freeze()  # only what run leaves behind is searched for garbage, not all there is
     try:
-        with _Notes() as notes, saved_tensors_hooks(pack, lambda x: x):
+        with _StorageTracker() as notes, saved_tensors_hooks(pack, lambda x: x):
             outputs = run()
         graph = [t.grad_fn for t in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
         del outputs
@@ -253,10 +253,10 @@ def kept_bytes(run: Callable[[], Any], but: Iterable[Tensor] = ()) -> int:
         gc.collect()
     finally:
         gc.unfreeze()
-    alive = {ref: n for ref, n in notes.made.items() if not ref.expired()}
-    alive |= {ref: n for ref, n in saved.items() if ref not in notes.made}
+    alive = {ref: n for ref, n in notes.allocated.items() if not ref.expired()}
+    alive |= {ref: n for ref, n in saved.items() if ref not in notes.allocated}
     del graph
-    held = _storages(list(but))
+    held = _storages(list(exclude))
     return sum(n for ref, n in alive.items() if ref not in held)
 
 
@@ -269,11 +269,11 @@ def block_bytes(
     ffn: int,
     *,
     seq: int = 0,
-    stream: int = 4,
-    product: int | None = None,
+    residual_bytes: int = 4,
+    matmul_bytes: int | None = None,
     gated: bool = True,
     fused: bool = True,
-    copies: bool = False,
+    cast_weights: bool = False,
 ) -> dict[str, int]:
     """Bytes that a block of Llama keeps of N `tokens`, run eagerly, in each mode but sqrt.
 
@@ -290,18 +290,18 @@ def block_bytes(
         selective  s C, o, lse, and k, o and up of the products (not gated: k, o and down)
         full       s C
     """
-    p = stream if product is None else product
+    p = residual_bytes if matmul_bytes is None else matmul_bytes
     q, kv = p * heads * head_dim, p * kv_heads * head_dim
-    inputs = (5 if gated else 4) if p != stream else 2
-    norms = 2 * (4 * dim + 4 + stream * dim) + inputs * p * dim
+    inputs = (5 if gated else 4) if p != residual_bytes else 2
+    norms = 2 * (4 * dim + 4 + residual_bytes * dim) + inputs * p * dim
     ends = 2 * q + 2 * kv  # q, k, v, o
     core = 4 * heads if fused else 4 * heads * (3 * head_dim + seq) - (ends - q)
     inner = (4 if gated else 2) * p * ffn
     none, attention = norms + ends + core + inner, norms + ends + inner
     second = kv + p * dim + (p * ffn if gated else p * dim)
-    selective = stream * dim + second + (q + 4 * heads if fused else 0)
-    weights = copies * p * dim * (2 * (heads + kv_heads) * head_dim + (3 if gated else 2) * ffn)
-    per = {"none": none, "attention": attention, "selective": selective, "full": stream * dim}
+    selective = residual_bytes * dim + second + (q + 4 * heads if fused else 0)
+    weights = cast_weights * p * dim * (2 * (heads + kv_heads) * head_dim + (3 if gated else 2) * ffn)
+    per = {"none": none, "attention": attention, "selective": selective, "full": residual_bytes * dim}
     held = {"none": weights, "attention": weights}
     return {mode: tokens * n + held.get(mode, 0) for mode, n in per.items()}
 
@@ -338,7 +338,7 @@ def block_flops(
 Costs = Mapping[str, tuple[int, float]]
 
 
-def choose(costs: Sequence[Costs], budget: int) -> list[str]:
+def choose_modes(costs: Sequence[Costs], budget: int) -> list[str]:
     """A mode per block: of all choices whose bytes fit the budget, one with the least flops.
 
     costs: of each block {mode: (bytes, recomputed flops)}. Exact: a list of all pairs of sums that
@@ -350,7 +350,7 @@ def choose(costs: Sequence[Costs], budget: int) -> list[str]:
     least = sum(min(b for b, _ in modes.values()) for modes in costs)
     if least > budget:
         raise ValueError(f"budget of {budget} bytes: the least that is possible is {least}")
-    price, known = _price(costs, budget)
+    price, known = _lagrange_multiplier(costs, budget)
     over = [{m: f + price * b for m, (b, f) in modes.items()} for modes in costs]
     over = [{m: x - min(row.values()) for m, x in row.items()} for row in over]
     bound = sum(min(f + price * b for b, f in modes.values()) for modes in costs) - price * budget
@@ -376,7 +376,7 @@ def choose(costs: Sequence[Costs], budget: int) -> list[str]:
     return chosen[::-1]
 
 
-def _price(costs: Sequence[Costs], budget: int) -> tuple[float, float]:
+def _lagrange_multiplier(costs: Sequence[Costs], budget: int) -> tuple[float, float]:
     """The least flops per byte at which the cheapest mode of every block fits the budget, and the
     flops of these modes."""
 
@@ -387,9 +387,9 @@ def _price(costs: Sequence[Costs], budget: int) -> tuple[float, float]:
     pairs = [p for modes in costs for p in itertools.product(modes.values(), repeat=2)]
     slopes = {(f - g) / (c - b) for (b, f), (c, g) in pairs if b < c and f > g}
     prices = [0.0, *sorted(slopes), 2 * max(slopes, default=0.0) + 1]
-    just = 1 + 1e-9  # at a slope itself two modes are equally cheap
-    i = bisect.bisect_left(prices, True, key=lambda price: cheapest(price * just)[0] <= budget)
-    return prices[i], cheapest(prices[i] * just)[1]
+    nudge = 1 + 1e-9  # at a slope itself two modes are equally cheap
+    i = bisect.bisect_left(prices, True, key=lambda price: cheapest(price * nudge)[0] <= budget)
+    return prices[i], cheapest(prices[i] * nudge)[1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -432,35 +432,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def run_of(blocks: Sequence[nn.Module], mode: str) -> list[Forward]:
+def apply_mode(blocks: Sequence[nn.Module], mode: str) -> list[Forward]:
     """Blocks in that mode; sqrt over full ones, the one that keeps least."""
     if mode == "sqrt":
         for block in blocks:
-            block.forward = wrapped(block.forward, "full")
-        return segments(blocks)
-    return [wrapped(block.forward, mode) for block in blocks]
+            block.forward = checkpoint_wrapper(block.forward, "full")
+        return layer_groups(blocks)
+    return [checkpoint_wrapper(block.forward, mode) for block in blocks]
 
 
-def loss_of(forwards: Sequence[Forward], x: Tensor) -> Tensor:
+def compute_loss(forwards: Sequence[Forward], x: Tensor) -> Tensor:
     for forward in forwards:
         x = forward(x, attend)
     return x.square().mean()
 
 
-def make(device: str, n: int, *sizes: int) -> list[nn.Module]:
+def make_blocks(device: str, n: int, *sizes: int) -> list[nn.Module]:
     torch.manual_seed(0)
     return [Block(*sizes).to(device) for _ in range(n)]
 
 
-class Peak(_Notes):
+class Peak(_StorageTracker):
     """Bytes that operations made and that were alive together, at most."""
 
     peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.made = {ref: n for ref, n in self.made.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self.made.values()))
+        self.allocated = {ref: n for ref, n in self.allocated.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self.allocated.values()))
         return out
 
 
@@ -469,16 +469,16 @@ def check() -> None:
     force."""
     x, seen = torch.randn(2, 16, 32), {}
     for mode in MODES:
-        blocks = make("cpu", 4, 32, 4, 2, 48)
-        loss = loss_of(run_of(blocks, mode), x)
+        blocks = make_blocks("cpu", 4, 32, 4, 2, 48)
+        loss = compute_loss(apply_mode(blocks, mode), x)
         loss.backward()
         seen[mode] = [loss, *(p.grad for block in blocks for p in block.parameters())]
         assert all(map(torch.equal, seen[mode], seen["none"])), mode
     expected = block_bytes(32, 32, 4, 2, 8, 48)
     for mode, n in expected.items():
-        (block,) = make("cpu", 1, 32, 4, 2, 48)
-        forward = wrapped(block.forward, mode)
-        got = kept_bytes(lambda: forward(x.requires_grad_(), attend), block.parameters())
+        (block,) = make_blocks("cpu", 1, 32, 4, 2, 48)
+        forward = checkpoint_wrapper(block.forward, mode)
+        got = saved_bytes(lambda: forward(x.requires_grad_(), attend), block.parameters())
         assert got == n, (mode, got, n)
     rng = torch.Generator().manual_seed(0)
     for _ in range(50):
@@ -487,13 +487,13 @@ def check() -> None:
         sums = [[sum(c[i] for c in pick) for i in (0, 1)]
                 for pick in itertools.product(*(c.values() for c in costs))]  # fmt: skip
         budget = sums[len(sums) // 2][0]
-        got = choose(costs, budget)
+        got = choose_modes(costs, budget)
         assert sum(c[m][0] for c, m in zip(costs, got)) <= budget
         best = min(f for b, f in sums if b <= budget)
         assert sum(c[m][1] for c, m in zip(costs, got)) == best
 
 
-def measured(device: str, run: Callable[[], Tensor], params: list[nn.Parameter]) -> list[float]:
+def measure(device: str, run: Callable[[], Tensor], params: list[nn.Parameter]) -> list[float]:
     """MB kept between forward and backward pass, MB at the peak of both, and their ms."""
     cuda, times = device == "cuda", []
     amp = torch.autocast(device, torch.bfloat16, enabled=cuda)
@@ -507,7 +507,7 @@ def measured(device: str, run: Callable[[], Tensor], params: list[nn.Parameter])
 
     step()  # so that gradients are there
     with amp:
-        kept = kept_bytes(run, params)
+        saved = saved_bytes(run, params)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -518,7 +518,7 @@ def measured(device: str, run: Callable[[], Tensor], params: list[nn.Parameter])
         start = time.perf_counter()
         step()
         times.append(1e3 * (time.perf_counter() - start))
-    return [kept / 1e6, peak / 1e6, statistics.median(times)]
+    return [saved / 1e6, peak / 1e6, statistics.median(times)]
 
 
 def benchmark(device: str) -> None:
@@ -528,13 +528,13 @@ def benchmark(device: str) -> None:
         n, (B, T), sizes = 32, (8, 2048), (2048, 16, 8, 8192)
     x = torch.randn(B, T, sizes[0], device=device)
     print(f"{n} blocks, {B} x {T} tokens, width {sizes[0]}, {device}, {'bf16' if cuda else 'fp32'}")
-    print(f"{'mode':>10}{'kept MB':>10}{'peak MB':>10}{'ms':>9}")
+    print(f"{'mode':>10}{'saved MB':>10}{'peak MB':>10}{'ms':>9}")
     for mode in MODES:
-        blocks = make(device, n, *sizes)
-        forwards = run_of(blocks, mode)
+        blocks = make_blocks(device, n, *sizes)
+        forwards = apply_mode(blocks, mode)
         params = [p for block in blocks for p in block.parameters()]
-        kept, peak, ms = measured(device, lambda: loss_of(forwards, x), params)
-        print(f"{mode:>10}{kept:>10.1f}{peak:>10.1f}{ms:>9.0f}", flush=True)
+        saved, peak, ms = measure(device, lambda: compute_loss(forwards, x), params)
+        print(f"{mode:>10}{saved:>10.1f}{peak:>10.1f}{ms:>9.0f}", flush=True)
 
 
 if __name__ == "__main__":

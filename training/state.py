@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from huggingface.weights import hf_modules, load_checkpoint, save_checkpoint
 from model import ModelConfig, Transformer
 from parallel import to_local
-from parallelism.diloco import DiLoCo, Workers
+from parallelism.diloco import DiLoCo, ElasticExchange
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.checkpoint import Checkpoints, Found, Piece, find, path_of, read_about, read_whole
 from training.flags import flag
-from training.lora import adapters, lora_, merge_, save_adapters
+from training.lora import adapter_parameters, apply_lora_, merge_, save_adapters
 from training.optimizers import muon_split
 
 CHECKPOINTS = "checkpoints"
@@ -172,8 +172,8 @@ def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> N
         bf16_model = Transformer(config)
     if run.get("lora"):
         model = load_checkpoint(Path(run["init"]), "cpu", torch.float32)
-        lora_(model, run["lora"], run["lora_alpha"] or 2 * run["lora"])
-        names = adapters(model) | dict(model.named_buffers())
+        apply_lora_(model, run["lora"], run["lora_alpha"] or 2 * run["lora"])
+        names = adapter_parameters(model) | dict(model.named_buffers())
         model.load_state_dict(read_weights(path, names), strict=False)
         if not merged:
             save_adapters(model, to, run["init"], rename=hf_modules(model).__getitem__)
@@ -214,7 +214,7 @@ class DiLoCoWorker:
             same = ("seed", "batch_size", "seq_len", "steps", "lr", "diloco_workers")
             about = {flag(name): getattr(args, name) for name in same} | {"tokenizer": tokenizer}
             where = args.diloco_rendezvous, args.diloco_worker, args.diloco_workers
-            self.workers = Workers(*where, timeout=args.diloco_timeout, about=about)
+            self.workers = ElasticExchange(*where, timeout=args.diloco_timeout, run_config=about)
             params = model.parameters() if self.full_params is None else self.full_params.values()
             outer = dict(every=args.diloco, lr=args.outer_lr, momentum=args.outer_momentum)
             self.outer = DiLoCo(params, self.workers, device="cpu", **outer)
@@ -253,7 +253,7 @@ class DiLoCoWorker:
         if self.is_rank0:
             done = self.outer.join() if join else self.outer.step()
             metrics = {"step": self.outer.round * self.every, "round": done.number}
-            metrics |= {"workers": done.workers, "sent_bytes": done.sent}
+            metrics |= {"workers": done.workers, "sent_bytes": done.bytes_sent}
         local_params = dict(model.named_parameters())
         shapes = {} if self.full_params is None else layout.full_shapes(model)
         for name, shape in shapes.items():

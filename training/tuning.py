@@ -73,13 +73,13 @@ from training.data import (
     read_prompts,
 )
 from training.dataset import NextToken, Dataset, load_chat, train_val_split
-from training.lora import LoRALinear, adapters, disabled
+from training.lora import LoRALinear, adapter_parameters, disable_adapters
 
 # (logits (N, V), targets (N,)) -> log-probabilities (N,); replaceable for a sharded vocabulary
 LogProbsFn = Callable[[Tensor, Tensor], Tensor]
 # sum of a tensor over all ranks
 AllReduce = Callable[[Tensor], Tensor]
-PAIRS, PROMPTS = 128, 32  # size of the validation set: at most so much is used
+PAIRS, PROMPTS = 128, 32  # maximum numbers of validation pairs (DPO) and prompts (GRPO)
 
 
 def _check(condition: bool, message: str) -> None:
@@ -134,7 +134,7 @@ class _Reference:
     frozen: nn.Module | None
 
     def check(self, model: nn.Module) -> None:
-        ok = self.frozen is not None or len(adapters(model)) > 0
+        ok = self.frozen is not None or len(adapter_parameters(model)) > 0
         _check(ok, "no reference model: pass a frozen copy as reference, or add LoRA adapters")
 
     @torch.no_grad()
@@ -143,7 +143,7 @@ class _Reference:
     ) -> Tensor:
         if self.frozen is not None:
             return logprobs(self.frozen, micro, attend, logprobs_fn)
-        with disabled(model):
+        with disable_adapters(model):
             return logprobs(model, micro, attend, logprobs_fn)
 
 

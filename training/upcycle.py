@@ -23,7 +23,7 @@ import moe
 from model import ModelConfig, MoE, Transformer
 
 
-def upcycled_config(dense: ModelConfig, args: argparse.Namespace) -> ModelConfig:
+def upcycle_config(dense: ModelConfig, args: argparse.Namespace) -> ModelConfig:
     """--upcycle: the config of the mixture, in the family that can say it. ValueError for a model
     that no mixture of ours is a copy of."""
     what = "is a mixture of experts already" if dense.moe_layers else ""
