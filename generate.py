@@ -1056,12 +1056,18 @@ class EPShards:
 
     def gather_outputs_(self, model: Transformer) -> None:
         """All ranks' experts run the same tokens; an all-reduce adds their outputs."""
-        from parallelism.expert_parallel import local, placed, summed
+        from parallelism.expert_parallel import (
+            all_reduce_combine,
+            remap_expert_ids,
+            select_local_slots,
+        )
 
         placements = self.placements if self.ranks > 1 else ()
         for layer, (module, placement) in enumerate(zip(moe_layers(model), placements)):
-            experts = local(module.experts, self.rank * placement.width, placement.width)
-            module.experts = placed(summed(experts, self.group), placement, offset=layer)
+            n = placement.slots_per_rank
+            experts = select_local_slots(module.experts, self.rank * n, n)
+            experts = all_reduce_combine(experts, self.group)
+            module.experts = remap_expert_ids(experts, placement, offset=layer)
 
     def _place(self, config: ModelConfig, n: int) -> list[Any]:
         from parallelism.expert_parallel import Placement
@@ -1655,9 +1661,10 @@ def run_turn(
     except KeyboardInterrupt:
         steps.close()
     print()
+    interrupted = row.finish_reason == "interrupted"
     print(
         f"[{len(chat.ids)} tokens, {cached} of them from the cache, {len(row.tokens)} new in "
-        f"{time.perf_counter() - start:.2f} s{', interrupted' * (row.finish_reason == 'interrupted')}]",
+        f"{time.perf_counter() - start:.2f} s{', interrupted' * interrupted}]",
         file=sys.stderr,
     )
 
@@ -1833,7 +1840,7 @@ def quantize_report(args: argparse.Namespace) -> None:
 
     rows = []
     say = (lambda line: None) if args.json else partial(print, flush=True)
-    say(quantize_model.REPORT_HEAD)
+    say(quantize_model.REPORT_HEADER)
     for row in quantize_model.report(args, device, dtype, tokenizer, speed):
         say(quantize_model.report_line(row))
         rows.append(row)

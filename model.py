@@ -1,45 +1,43 @@
 """The model: Llama- and DeepSeek-style transformers in plain PyTorch, and their configuration.
 
-This file is the ground truth of the repo. Each sibling makes one thing here faster, smaller or
-larger and proves that it computes the same; so this file says what "the same" is, in the fewest
-lines.
+This file is the reference implementation. Every other file makes one part of it faster, smaller or
+larger, and is tested against it.
 
     tokens -> embed -> [x + attention(norm(x)), x + mlp(norm(x))] * L -> norm -> head -> logits
 
-Every family is that line with other constants, and all constants are fields of ModelConfig:
+All model families share this structure and differ only in fields of ModelConfig:
 
     Llama 1-3.3   RMSNorm, rotary positions (RoFormer, arXiv:2104.09864), grouped-query attention
                   (arXiv:2305.13245), SwiGLU (arXiv:2002.05202)
     Mistral       + a sliding window (arXiv:2310.06825)
     Qwen2, 2.5    + biases on q, k, v; windows on some layers       Qwen3   + norms on q and k
-    Mixtral, Qwen3-MoE     an expert mixture in place of the MLP, in all layers or some
+    Mixtral, Qwen3-MoE     an MoE in place of the MLP, in all layers or some
     DeepSeek-V2, V3, R1    + latent attention (MLA, arXiv:2405.04434), shared experts, group-limited
                   routing, YaRN (arXiv:2309.00071), multi-token prediction (arXiv:2412.19437)
 
-So there are two kinds of attention (`Attention`, `LatentAttention`) and two of feed-forward (`MLP`,
-`MoE`), and nothing else branches. The family itself decides only how config.json and the tensors
-are spelt.
+There are two attention modules (`Attention`, `LatentAttention`) and two feed-forward modules
+(`MLP`, `MoE`). The family only decides the names of config.json fields and of checkpoint tensors.
 
-The hooks everything else attaches to, all visible at the call site:
+Hooks for the other files, all visible at the call site:
 
     attend(spec, q, k, v, positions) -> o
-        owns the cache, the mask and the kernel. The model hands over this step's new, rotated
-        tokens and asks no more.
+        owns the KV cache, the mask and the kernel. The model passes the q, k and v of the new
+        tokens, after RoPE.
     positions
-        where the tokens stand. Never counted inside the model, so that chunks, packed sequences and
-        trees need no change here.
+        the positions of the tokens, always an argument: chunked prefill, packed sequences and
+        token trees need no change here.
     return_hidden
-        the final hidden states instead of logits.
-    products
-        of Attention and MLP: the callable that gives the products of one input with several
-        linear layers; for whoever has that input arrive while it is multiplied.
+        return the final hidden states instead of logits.
+    linear_fn
+        of Attention and MLP: applies several linear layers to one input. Tensor parallelism
+        replaces it to overlap the all-gather of the input with the matmuls.
     MoE.experts
-        the callable that runs tokens through their experts; here the plain loop.
+        runs tokens through their experts; by default a plain loop.
     MoE.observe
-        sees the router's logits and what was chosen; for whoever balances the load.
-    MoE.held, Transformer.tp_shards
-        the experts, and the parts of other tensors, whose weights this process has, where several
-        processes share them out.
+        sees router logits and expert ids, for load balancing.
+    MoE.local_expert_ids, Transformer.tp_shards
+        the experts, and the shards of other tensors, that this process has under expert or tensor
+        parallelism.
 
 A pipeline stage is this model with some layers dropped and `embed`, `norm` or `head` set to None.
 Needs: torch.
@@ -67,7 +65,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that decides what the model computes. The defaults are Llama's."""
+    """The model's hyperparameters. The defaults are Llama's."""
 
     vocab_size: int
     dim: int  # C
@@ -81,12 +79,12 @@ class ModelConfig:
     tie_embeddings: bool = False  # head.weight is embed.weight
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # generation stops at any of them
-    family: str = "llama"  # a key of FAMILIES: how config.json and the tensors are spelt
+    family: str = "llama"  # key of FAMILIES: names of config.json fields and checkpoint tensors
 
     # positions
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None  # {"rope_type": ..., its ROPE_TYPES fields}
-    rotary_dim: int | None = None  # rotate the first so many of the D (None: all)
+    rotary_dim: int | None = None  # rotate the first rotary_dim of the D dims (None: all)
     rope_interleaved: bool = False  # rotate pairs (0, 1), (2, 3), ... not (i, i + D/2)
     alibi: bool = False  # no rotation; a bias linear in the distance (arXiv:2108.12409)
 
@@ -94,29 +92,29 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over D on q and k, before they are rotated
-    windows: tuple[int | None, ...] = ()  # per layer: keys a query sees, None all; (): all, always
+    qk_norm: bool = False  # RMSNorm over D on q and k, before RoPE
+    windows: tuple[int | None, ...] = ()  # per layer: sliding window or None; (): no windows
 
-    # latent attention, where kv_lora_rank > 0; then D = qk_nope_head_dim + qk_rope_head_dim
+    # MLA, if kv_lora_rank > 0; then D = qk_nope_head_dim + qk_rope_head_dim
     kv_lora_rank: int = 0
-    q_lora_rank: int | None = None  # None: queries straight from x
+    q_lora_rank: int | None = None  # None: one q_proj, no low-rank factors
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
 
-    # expert mixtures
-    moe_layers: tuple[int, ...] = ()  # the layers whose MLP is a mixture
+    # mixture of experts
+    moe_layers: tuple[int, ...] = ()  # indices of the layers that have an MoE
     n_experts: int = 0  # E
     n_experts_per_token: int = 0  # K
     expert_ffn_dim: int = 0
-    n_shared_experts: int = 0  # as one MLP, so many times wider than an expert
-    scoring: str = "softmax"  # of the router's logits; or "sigmoid"
-    correction_bias: bool = False  # added to the scores when choosing, not when weighing
-    n_groups: int = 1  # choose from topk_groups of these only
+    n_shared_experts: int = 0  # one MLP, n_shared_experts times as wide as an expert
+    scoring: str = "softmax"  # of the router logits; or "sigmoid"
+    correction_bias: bool = False  # MoE.expert_bias: added for selection, not in the weights
+    n_groups: int = 1  # group-limited routing: select from topk_groups of n_groups groups
     topk_groups: int = 1
-    group_score_topk: int = 1  # a group's score: the sum of its so many best
-    norm_topk: bool = False  # the K weights sum to 1
-    routed_scaling: float = 1.0  # times this
+    group_score_topk: int = 1  # a group's score: the sum of its group_score_topk best scores
+    norm_topk: bool = False  # normalize the K weights to sum 1
+    routed_scaling: float = 1.0  # multiplies the K weights
     n_mtp_layers: int = 0
 
     def __post_init__(self):
@@ -125,14 +123,15 @@ class ModelConfig:
         positive = "vocab_size dim n_layers n_heads n_kv_heads head_dim ffn_dim max_seq_len"
         for name in (*positive.split(), "rope_theta", *self._also_positive()):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{self._hf_name(name)} must be positive, not {getattr(self, name)}")
+                value = getattr(self, name)
+                raise ValueError(f"{self._hf_name(name)} must be positive, not {value}")
         if self.kv_lora_rank and self.n_kv_heads != self.n_heads:
             raise ValueError(
-                f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must be {self._hf_name('n_heads')} "
-                f"({self.n_heads}): latent attention has no groups"
+                f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must be "
+                f"{self._hf_name('n_heads')} ({self.n_heads}): MLA has no query groups"
             )
         if self.kv_lora_rank and (self.alibi or self.qk_norm or self.rotary_dim is not None):
-            raise ValueError("latent attention has no alibi, qk_norm or rotary_dim")
+            raise ValueError("kv_lora_rank cannot be combined with alibi, qk_norm or rotary_dim")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must divide "
@@ -148,7 +147,7 @@ class ModelConfig:
         if self.windows and (
             len(self.windows) != self.n_layers or any(w is not None and w < 1 for w in self.windows)
         ):
-            raise ValueError("sliding windows must be 1 or more, and one (or null) per layer")
+            raise ValueError("windows must have one entry per layer, 1 or more, or null")
         self._check_rope()
         self._check_experts()
 
@@ -178,79 +177,82 @@ class ModelConfig:
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring is {self.scoring!r}; known: 'softmax', 'sigmoid'")
         if not all(0 <= i < self.n_layers for i in self.moe_layers):
-            raise ValueError(f"the expert layers must be from 0 to {self.n_layers - 1}")
+            raise ValueError(f"moe_layers must be from 0 to {self.n_layers - 1}")
         if G < 1 or E % G or not 1 <= self.topk_groups <= G:
             raise ValueError(
-                f"{self._hf_name('n_groups')} ({G}) must divide {self._hf_name('n_experts')} ({E}), "
-                f"and {self._hf_name('topk_groups')} ({self.topk_groups}) be from 1 to {G}"
+                f"{self._hf_name('n_groups')} ({G}) must divide {self._hf_name('n_experts')} "
+                f"({E}), and {self._hf_name('topk_groups')} ({self.topk_groups}) must be from 1 to "
+                f"{G}"
             )
         if K > E // G * self.topk_groups:
             raise ValueError(
                 f"{self._hf_name('n_experts_per_token')} ({K}) is more than the "
-                f"{E // G * self.topk_groups} experts it may choose from"
+                f"{E // G * self.topk_groups} experts to select from"
             )
         if self.group_score_topk > E // G:
-            raise ValueError(f"groups of {E // G} experts have no {self.group_score_topk} best")
+            raise ValueError(
+                f"group_score_topk ({self.group_score_topk}) is more than the {E // G} experts of "
+                "a group"
+            )
 
     def _hf_name(self, name: str) -> str:
-        """The field under its name in config.json as well, for error messages."""
-        keys = [key for ours, key, _ in FAMILIES[self.family].fields if ours == name]
+        """The field's name and its name in config.json, for error messages."""
+        keys = [key for attr, key, _ in FAMILIES[self.family].fields if attr == name]
         return name if keys in ([], [name]) else f"{name} ({keys[0]} in config.json)"
 
     @property
     def rope_dim(self) -> int:
-        """How many dims of a head are rotated."""
+        """Number of rotated dims per head."""
         if self.kv_lora_rank:
             return self.qk_rope_head_dim
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def window(self, index: int) -> int | None:
-        """Keys that a query of layer `index` sees; None: all."""
+        """Sliding window of layer `index`; None: full attention."""
         return self.windows[index] if index < len(self.windows) else None
 
     @property
     def context(self) -> int:
-        """Tokens that a sequence may hold: max_seq_len, or what dynamic NTK or YaRN stretch it
-        to."""
+        """Maximum sequence length: max_seq_len, or what dynamic NTK or YaRN extend it to."""
         rope = self.rope_scaling or {}
-        start = {
+        original = {
             "dynamic": self.max_seq_len,
             "yarn": rope.get("original_max_position_embeddings", 0),
         }.get(rope.get("rope_type"), 0)
-        return max(self.max_seq_len, int(start * rope.get("factor", 1)))
+        return max(self.max_seq_len, int(original * rope.get("factor", 1)))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """The config of a Hugging Face config.json, already parsed. ValueError names the field."""
+        """Build from a parsed Hugging Face config.json. ValueError names the field."""
         kind = hf.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(f"model_type is {kind!r}; known: {', '.join(FAMILIES)}")
         family = FAMILIES[kind]
-        _refuse_unknown(hf, family)
+        _check_fields(hf, family)
         given: dict[str, Any] = {"family": kind, **family.overrides}
         for name, key, type_ in family.fields:
             given[name] = _typed(hf, key, type_, family.defaults.get(key, REQUIRED))
-        for part in family.parts:
-            given |= part.read(hf, given)
+        for converter in family.converters:
+            given |= converter.read(hf, given)
         try:
             return cls(**given)
         except TypeError as e:
             raise ValueError(f"a field of the wrong type ({e})") from None
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that says the same. Readable by transformers 4 and 5. ValueError where
-        the family has no words for it."""
+        """The equivalent config.json, readable by transformers 4 and 5. ValueError if the family's
+        config.json cannot represent this config."""
         family = FAMILIES[self.family]
         hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": self.family}
         hf |= dict(family.constants) | {key: getattr(self, name) for name, key, _ in family.fields}
-        for part in family.parts:
-            hf |= part.write(self)
+        for converter in family.converters:
+            hf |= converter.write(self)
         back = ModelConfig.from_hf(hf)
         lost = [n for n in self.__dataclass_fields__ if getattr(back, n) != getattr(self, n)]
         if lost:
             raise ValueError(
-                f"a {self.family} config.json cannot say {', '.join(lost)} as it is here; "
-                "family='sheaf' can say everything"
+                f"a {self.family} config.json cannot represent the values of {', '.join(lost)}; "
+                "use family='sheaf', which can represent any config"
             )
         return hf
 
@@ -261,13 +263,13 @@ class ModelConfig:
 
 
 def rope_frequencies(config: ModelConfig, positions: Tensor) -> Tensor:
-    """Angle per position of each rotated pair, (rope_dim / 2,) fp32: theta ** (-2i / D), scaled.
+    """Frequencies of RoPE's rotated pairs, (rope_dim / 2,) fp32: theta ** (-2i / D), scaled.
 
     linear: divided by `factor` (position interpolation, arXiv:2306.15595). dynamic: theta grows
-    with the largest of the positions, once that is past max_seq_len (NTK-aware). llama3:
-    wavelengths longer than the trained context are divided by `factor`, short ones kept, those
-    between blended. yarn: the same with a ramp over dimensions ("NTK by parts", arXiv:2309.00071,
-    3.2).
+    with the largest position once it exceeds max_seq_len (NTK-aware). llama3: frequencies whose
+    wavelength exceeds the training context are divided by `factor`, high frequencies are kept,
+    those between are interpolated. yarn: the same with a ramp over dimensions ("NTK by parts",
+    arXiv:2309.00071, 3.2).
     """
     D, rope = config.rope_dim, config.rope_scaling
     theta, kind, device = config.rope_theta, rope and rope["rope_type"], positions.device
@@ -283,10 +285,10 @@ def rope_frequencies(config: ModelConfig, positions: Tensor) -> Tensor:
     original = rope["original_max_position_embeddings"]
     if kind == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = original * freq / (2 * math.pi)  # in the trained context
+        turns = original * freq / (2 * math.pi)  # rotations within the training context
         keep = ((turns - low) / (high - low)).clamp(0, 1)
     else:
-        low, high = (  # the dimensions that turn so often in the trained context
+        low, high = (  # dimensions with beta_fast and beta_slow rotations in the training context
             D * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
             for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
         )
@@ -299,12 +301,12 @@ def rope_frequencies(config: ModelConfig, positions: Tensor) -> Tensor:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's correction of the softmax temperature (arXiv:2309.00071, 3.4)."""
+    """YaRN's attention temperature scaling (arXiv:2309.00071, 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def rope_magnitude(config: ModelConfig) -> float:
-    """What multiplies cos and sin: 1 but for YaRN."""
+    """Factor of cos and sin: 1 except with YaRN."""
     rope = config.rope_scaling or {}
     if rope.get("rope_type") != "yarn" or "attention_factor" in rope:
         return rope.get("attention_factor", 1.0)
@@ -317,8 +319,8 @@ def rope_magnitude(config: ModelConfig) -> float:
 def rope_cos_sin(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of every angle, (B or 1, T, 1, rope_dim / 2) fp32.
 
-    Recomputed in each forward: a few small operations, and no table that a cast to bf16 could
-    spoil, a meta device could lose or a long context could outgrow.
+    Recomputed in each forward, which is cheap. A precomputed buffer would be rounded by a cast to
+    bf16, lost on the meta device and limited to a maximum length.
     """
     angles = positions[..., None].float() * rope_frequencies(config, positions)
     angles = angles.view(-1, *angles.shape[-2:])[:, :, None]  # (B or 1, T, 1, rope_dim / 2)
@@ -342,8 +344,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
 
 
 def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
-    """(Hq,) fp32: 2 ** (-8h / H), h = 1..H, for a power of two H; past the largest one, the odd
-    steps of the series for 2H (arXiv:2108.12409, 3, and its code)."""
+    """ALiBi slopes (Hq,) fp32: 2 ** (-8h / H), h = 1..H, for H a power of two. Otherwise those of
+    the largest power of two P below H, then every other slope of the series for 2P
+    (arXiv:2108.12409, 3, and its code)."""
     h = torch.arange(n_heads, dtype=torch.float32, device=device)
     power = 2 ** math.floor(math.log2(n_heads))
     steps = torch.where(h < power, 2 * (h + 1), 2 * (h - power) + 1)
@@ -351,21 +354,21 @@ def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# The attend hook, and the attention used when none is given
+# The attend hook and its default
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A layer's constants, as its `attend` callable sees them.
+    """A layer's constants, passed to `attend`.
 
-    Latent attention calls in one of two forms, and both are plain attention over the q, k, v given.
+    MLA calls `attend` in one of two forms; both are plain attention over the given q, k, v.
     Absorbed: k is the latent, one head of latent_dim + rope dims, and v a view of its first
     latent_dim columns; a cache stores k alone. Expanded: k and v have all heads, but a cache stores
-    `latent` (B, T, 1, R), and turns what it had stored before into k, v = expand(latent).
+    `latent` (B, T, 1, R) and expands cached latents with k, v = expand(latent).
     """
 
-    index: int  # which layer
+    index: int  # layer index
     scale: float  # multiplies q . k
     window: int | None = None
     softcap: float | None = None
@@ -382,10 +385,10 @@ Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor, Tensor], Tensor]
 def causal_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
 ) -> Tensor:
-    """Causal attention over the new tokens alone: what forward does without a cache.
+    """Causal attention over the new tokens alone: the default `attend`, without a KV cache.
 
-    q (B, T, Hq, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv) -> (B, T, Hq, Dv). Order in the sequence
-    is the mask; positions have done their work in RoPE.
+    q (B, T, Hq, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv) -> (B, T, Hq, Dv). The mask follows the
+    order of the tokens; positions are used by RoPE only.
     """
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if spec.window is not None or spec.alibi_slopes is not None:
@@ -400,13 +403,13 @@ def causal_attention(
 def packed_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
 ) -> Tensor:
-    """causal_attention inside documents that share rows: one begins wherever positions (B, T) is 0,
-    and sees nothing of those before it."""
+    """causal_attention for packed documents: a document starts wherever positions (B, T) is 0 and
+    does not attend to earlier ones."""
     T = q.shape[1]
-    # as if T tokens lay between two documents: none is within a window of at most T
-    apart = torch.arange(T, device=q.device) + T * (positions == 0).cumsum(-1)
+    # shift documents T positions apart, beyond the window of at most T
+    shifted = torch.arange(T, device=q.device) + T * (positions == 0).cumsum(-1)
     spec = replace(spec, window=min(spec.window or T, T))
-    return dense_attention(spec, q, k.transpose(1, 2), v.transpose(1, 2), apart, apart)
+    return dense_attention(spec, q, k.transpose(1, 2), v.transpose(1, 2), shifted, shifted)
 
 
 def dense_attention(
@@ -414,7 +417,7 @@ def dense_attention(
 ) -> Tensor:
     """Attention of queries at positions i (T,) or (B, T) to keys at positions j (S,) or (B, S).
 
-    q (B, T, Hq, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) -> (B, T, Hq, Dv). A query sees the keys
+    q (B, T, Hq, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) -> (B, T, Hq, Dv). A query attends to keys
     with 0 <= i - j < window; ALiBi subtracts slope * (i - j) from the score.
     """
     assert spec.softcap is None and spec.sinks is None, "no family here has softcap or sinks"
@@ -428,7 +431,7 @@ def dense_attention(
         bias = -spec.alibi_slopes[:, None, None] * distance
         mask = bias.masked_fill(~mask, -math.inf).to(q.dtype)  # (B?, Hq, T, S)
     if T == 1:
-        # Queries that share a key head become rows of one query: no key is read twice.
+        # The query heads of one KV head become query rows: each key is read once.
         if mask.shape[1] > 1:
             mask = mask.reshape(-1, Hkv, Hq // Hkv, k.shape[2])
         q = q.reshape(B, Hkv, Hq // Hkv, D)
@@ -441,22 +444,21 @@ def dense_attention(
 
 
 class KVCache:
-    """Keys and values of B sequences in static tensors, slot number = position.
+    """KV cache of B sequences in static tensors; slot index = position.
 
         cache = KVCache(config, 1, 512, dtype, device)
         model(prompt, torch.arange(T), cache.attend)          # prefill, whole or in chunks
         model(token, torch.tensor([T]), cache.attend)         # decode
 
-    New tokens are written at their positions, and a query at position i sees the slots j <= i.
-    That is the whole bookkeeping: a slot written by a forgotten branch is overwritten before it
-    can be seen, so `truncate` moves a number and touches no memory. Nothing depends on a Python
-    counter and no shape changes between steps, so a step compiles once and replays as a CUDA
-    graph.
+    New tokens are written at their positions, and a query at position i attends to slots j <= i.
+    Slots of rejected tokens are overwritten before any query can attend to them, so `truncate`
+    changes a counter and no memory. Nothing depends on a Python counter and shapes are static, so
+    a step compiles once and can be replayed as a CUDA graph.
 
-    Memory: 2 * L * B * Hkv * max_len * D elements; with latent attention L * B * max_len *
-    (kv_lora_rank + qk_rope_head_dim) and no values. L counts the MTP layers, which write slots of
-    their own and leave `length` alone. attend reads all max_len slots unless it is
-    told how many can matter: `functools.partial(cache.attend, limit=n)`, n > every position.
+    Memory: 2 * L * B * Hkv * max_len * D elements; with MLA L * B * max_len *
+    (kv_lora_rank + qk_rope_head_dim), no values. L includes the MTP layers, which have their own
+    tensors and do not change `length`. attend reads all max_len slots unless given a limit:
+    `functools.partial(cache.attend, limit=n)`, with n > every position.
     """
 
     def __init__(
@@ -475,26 +477,26 @@ class KVCache:
         self.max_len = max_len
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.v = [] if config.kv_lora_rank else [torch.zeros_like(k) for k in self.k]
-        self.n_layers = config.n_layers  # those past it are of multi-token prediction
+        self.n_layers = config.n_layers  # MTP layers come after these
         self.end = torch.zeros((), dtype=torch.long, device=device)  # a tensor: no sync per step
 
     @property
     def length(self) -> int:
-        """Slots in use: one more than the last position written."""
+        """Number of slots in use: the last position written + 1."""
         return int(self.end)
 
     def truncate(self, n: int) -> None:
-        """Forget the tokens at positions >= n."""
+        """Drop the tokens at positions >= n."""
         self.end.clamp_(max=n)
 
     def move(self, slots: Tensor, positions: Tensor) -> None:
-        """Put what stands in slots (B, n) at positions (B, n): a path through a tree of drafts."""
+        """Copy slots (B, n) to positions (B, n): the accepted path of a draft tree."""
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         for t in (*self.k, *self.v):
             t[rows, :, positions] = t[rows, :, slots]
 
     def bytes_read(self, limit: int | None = None) -> int:
-        """Bytes one decode step reads from the cache."""
+        """Bytes that one decode step reads from the cache."""
         used = (*self.k[: self.n_layers], *self.v[: self.n_layers])
         per_slot = sum(t[:, :, :1].numel() * t.element_size() for t in used)
         return per_slot * (self.max_len if limit is None else min(limit, self.max_len))
@@ -502,12 +504,12 @@ class KVCache:
     def update(
         self, spec: AttentionSpec, k: Tensor, v: Tensor, positions: Tensor, limit: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Store the new k and v (B, T, Hkv, D), at positions (T,) or (B, T); all keys and values up
-        to `limit`, (B, S, Hkv, D) in k's dtype, slot number = position. One row of new tokens is
-        written to all rows of the cache: a prompt that they share.
+        """Store the new k and v (B, T, Hkv, D) at positions (T,) or (B, T). Returns all keys and
+        values up to `limit`, (B, S, Hkv, D) in k's dtype, slot index = position. A single row of
+        new tokens is written to all rows of the cache (a shared prompt).
 
-        Expanded latents that fill the whole `limit` come back as they were given, in their order:
-        nothing was there before these, and nothing is expanded twice.
+        With expanded MLA, if the new tokens fill the whole `limit`, the given k and v are returned
+        as they are, in their order, instead of being expanded again.
         """
         slots = self.k[spec.index]  # (B, Hkv, S, D)
         _write(slots, positions, k if spec.latent is None else spec.latent)
@@ -533,9 +535,9 @@ class KVCache:
         positions: Tensor,
         limit: int | None = None,
     ) -> Tensor:
-        """The attend hook: q (B, T, Hq, D) over all that `update` gives."""
+        """The attend hook: attention of q (B, T, Hq, D) over the keys and values of `update`."""
         keys, values = self.update(spec, k, v, positions, limit)
-        # new tokens that come back as they were stand at their positions, not at 0, 1, 2
+        # keys returned as given are at `positions`, in any order; otherwise slot j is position j
         j = positions if keys is k else torch.arange(keys.shape[1], device=q.device)
         return dense_attention(spec, q, keys.transpose(1, 2), values.transpose(1, 2), positions, j)
 
@@ -556,7 +558,7 @@ def _write(slots: Tensor, positions: Tensor, new: Tensor) -> None:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (arXiv:1910.07467), the mean of squares in fp32."""
+    """x / rms(x) * weight (arXiv:1910.07467), with the mean of squares in fp32."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -573,13 +575,13 @@ LinearFn = Callable[..., Sequence[Tensor]]
 
 
 def apply_linears(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """The products hook, plainly: x (B, T, C) times every layer's weights."""
+    """Default linear_fn: [linear(x) for each layer], x (B, T, C)."""
     return [linear(x) for linear in linears]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention around the attend hook. Head counts are read off the projections'
-    width, so that a tensor-parallel shard of them needs no other change."""
+    """Grouped-query attention. The number of heads follows from the width of the projections, so
+    tensor parallelism only has to shard their weights."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -587,7 +589,7 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(index, D**-0.5, config.window(index))
         self.head_dim, self.interleaved = D, config.rope_interleaved
         self.alibi_heads = config.n_heads if config.alibi else 0
-        self.first_head = 0  # of those that this process has
+        self.first_head = 0  # index of this process's first query head (tensor parallelism)
         self.linear_fn: LinearFn = apply_linears
         self.q_proj = nn.Linear(C, config.n_heads * D, bias)
         self.k_proj = nn.Linear(C, config.n_kv_heads * D, bias)
@@ -606,25 +608,25 @@ class Attention(nn.Module):
         spec = self.spec
         if self.alibi_heads:
             slopes = alibi_slopes(self.alibi_heads, x.device)
-            mine = slice(self.first_head, self.first_head + q.shape[2])
-            spec = replace(spec, alibi_slopes=slopes[mine])
+            local_heads = slice(self.first_head, self.first_head + q.shape[2])
+            spec = replace(spec, alibi_slopes=slopes[local_heads])
         else:
             q, k = (apply_rope(t, *rope, self.interleaved) for t in (q, k))
         return self.o_proj(attend(spec, q, k, v, positions).flatten(2))
 
 
 class LatentAttention(nn.Module):
-    """MLA (DeepSeek-V2, arXiv:2405.04434, 2.1): keys and values of all heads are linear in one
-    latent of kv_lora_rank dims, plus rope dims that all heads share; only these are cached.
+    """MLA (DeepSeek-V2, arXiv:2405.04434, 2.1): keys and values of all heads are projected from one
+    latent of kv_lora_rank dims, plus rope dims shared by all heads; only these are cached.
 
-    Expanded, k = [W_k latent, rope] and v = W_v latent per head: few dims per score, so prefill
-    and training use it. Absorbed, W_k moves into the query and W_v behind the attention:
+    Expanded: k = [W_k latent, rope] and v = W_v latent per head. Fewer dims per score; used in
+    prefill and training. Absorbed: W_k is applied to the query and W_v to the attention output,
 
         q . W_k c = (W_k^T q) . c          sum_j p_j W_v c_j = W_v (sum_j p_j c_j)
 
-    so that one step reads the cached latents and expands nothing: decode uses it. With T queries
-    over a long past it does fewer operations while T < R (Dk + Dv) / (2R - Dk - Dv), 170 in
-    DeepSeek-V3; `absorb_up_to` sets T, 1 unless a caller raises it.
+    so attention reads the cached latents without expanding them; used in decode. With T queries
+    over a long context, absorbed takes fewer operations while T < R (Dk + Dv) / (2R - Dk - Dv), 170
+    in DeepSeek-V3. Steps of at most `absorb_up_to` tokens, by default 1, use the absorbed form.
     """
 
     def __init__(self, config: ModelConfig, index: int):
@@ -641,7 +643,7 @@ class LatentAttention(nn.Module):
         mscale = yarn_mscale(rope["factor"], all_dim) if all_dim else 1.0
         scale = config.head_dim**-0.5 * mscale**2
         self.spec = AttentionSpec(index, scale, config.window(index))
-        bias, eps = config.qkv_bias, 1e-6  # of these norms DeepSeek's code fixes eps
+        bias, eps = config.qkv_bias, 1e-6  # DeepSeek's code hard-codes eps in these norms
         self.q_proj = None
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(C, H * config.head_dim, bias=False)
@@ -722,10 +724,10 @@ Observe = Callable[[Tensor, Tensor], None]
 def loop_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """The experts hook, plainly: each expert runs the tokens that chose it.
+    """Default experts hook: a loop over experts, each applied to the tokens routed to it.
 
     x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first, w_down (E, C, F)
-    -> (N, C): sum over k of weights[:, k] * expert[ids[:, k]](x). An id of -1 is nobody's.
+    -> (N, C): sum over k of weights[:, k] * expert[ids[:, k]](x). An id of -1 is padding.
     """
     out = torch.zeros_like(x)
     for e in ids[ids >= 0].unique().tolist():
@@ -737,20 +739,19 @@ def loop_experts(
 
 
 class MoE(nn.Module):
-    """A mixture of experts in place of the MLP: shared(x) + sum over the K chosen of weight *
-    expert(x).
+    """Mixture of experts: shared(x) + sum over the top K experts of weight * expert(x).
 
     Routing, in fp32 (Mixtral, arXiv:2401.04088; DeepSeek-V2 2.1.2; DeepSeek-V3 2.1.2): scores are
-    a softmax or sigmoid of the router's logits; the K best are chosen among the experts of the
-    best groups, by the scores plus a correction that only this choice sees; the weights are the
-    chosen scores, normalised or not, times a constant.
+    the softmax or sigmoid of the router logits. The top K experts, within the best groups, are
+    selected by score + expert_bias; their weights are the scores without the bias, optionally
+    normalized, times a constant.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, E, width = config.dim, config.n_experts, config.expert_ffn_dim
         self.config = config
-        self.router = nn.Parameter(torch.empty(E, C))  # no Linear: routing is never quantized
+        self.router = nn.Parameter(torch.empty(E, C))  # not an nn.Linear, so never quantized
         if config.correction_bias:
             self.register_buffer("expert_bias", torch.zeros(E))
         self.w_gate_up = nn.Parameter(torch.empty(E, 2 * width, C))
@@ -758,8 +759,8 @@ class MoE(nn.Module):
         shared = config.n_shared_experts * width
         self.shared = MLP(C, shared) if shared else None
         self.experts: Experts = loop_experts
-        self.observe: Observe | None = None  # is told logits (B, T, E) and ids (B, T, K)
-        self.local_expert_ids: Sequence[int] | None = None  # the experts that the stacks are of; None: all
+        self.observe: Observe | None = None  # called with logits (B, T, E) and ids (B, T, K)
+        self.local_expert_ids: Sequence[int] | None = None  # ids of the stacked experts; None: all
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -805,7 +806,7 @@ class MoE(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `sparse`: an expert mixture for the MLP."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `sparse`: an MoE instead of an MLP."""
 
     def __init__(self, config: ModelConfig, index: int, sparse: bool):
         super().__init__()
@@ -824,8 +825,8 @@ class Block(nn.Module):
 
 class MTP(nn.Module):
     """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, 2.2): from the final
-    hidden state at a position and the token after it, the hidden state that predicts one further.
-    Embedding and head are the model's; see Transformer.predict_further."""
+    hidden state at position t and the embedding of token t + 1, the hidden state that predicts
+    token t + 2. Embedding and head are shared with the model; see Transformer.mtp_forward."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -849,36 +850,36 @@ class MTP(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model. Built under `torch.device("meta")` it allocates nothing."""
+    """The model. Built under `torch.device("meta")`, it allocates no memory."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         L = config.n_layers
-        table = torch.empty(config.vocab_size, config.dim)  # nn.Embedding itself draws, and on the
-        self.embed = nn.Embedding.from_pretrained(table, freeze=False)  # meta device takes seconds
+        # nn.Embedding() would initialize itself, which takes seconds on the meta device
+        table = torch.empty(config.vocab_size, config.dim)
+        self.embed = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, i, i in config.moe_layers) for i in range(L))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = nn.ModuleList(MTP(config, L + i) for i in range(config.n_mtp_layers))
-        # callables in place of the layers, each of some of them in a row (recompute.py)
+        # replace the layers in forward, each runs several consecutive ones (training/recompute.py)
         self.layer_groups: Sequence[Callable[..., Tensor]] | None = None
-        # of parameters that this process has in part: dim, start, stop, shape(part), of(whole), as
-        # parallel.Cut has them
+        # parameter name -> its shard (parallel.TPShard), if this process has only a part of it
         self.tp_shards: dict[str, Any] = {}
         self.tie()
         if not table.is_meta:
             self.init_weights()
 
     def tie(self) -> None:
-        """Make the head share the embedding's weight, where the config says so. For use after
-        loading."""
+        """Share the embedding's weight with the head if the config ties them. Call after loading
+        weights."""
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """N(0, 0.02) matrices, those that write to the residual stream divided by sqrt(2L) (GPT-2,
-        2.3)."""
+        """Initialize matrices with N(0, 0.02), divided by sqrt(2L) for those that write to the
+        residual stream (GPT-2, 2.3)."""
         for name, p in self.named_parameters():
             self.init_weight(name, p, generator)
         for b in self.buffers():
@@ -886,7 +887,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weight(self, name: str, p: Tensor, generator: torch.Generator | None = None) -> None:
-        """init_weights for the parameter of that name, into p of its whole shape."""
+        """init_weights for one parameter; p has its full, unsharded shape."""
         if p.dim() == 1:
             nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
         else:
@@ -903,8 +904,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V), or the hidden states before the head (B, T, C).
 
-        positions: (T,) or (B, T), default 0..T-1. Where `embed` is None, tokens are hidden states
-        (B, T, C) from the stage before; where `head` is None, hidden states come out.
+        positions: (T,) or (B, T), default 0..T-1. If `embed` is None, tokens are hidden states
+        (B, T, C) of the previous pipeline stage; if `head` is None, hidden states are returned.
         """
         x = tokens if self.embed is None else self.embed(tokens)
         if positions is None:
@@ -924,9 +925,9 @@ class Transformer(nn.Module):
         attend: Attend = causal_attention,
         depth: int = 0,
     ) -> Tensor:
-        """Multi-token prediction: hidden (B, T, C), what forward(return_hidden=True) or the depth
-        before gave, and tokens (B, T), each the one after what `hidden` has seen -> hidden states
-        (B, T, C) whose logits, self.head of them, predict the token after that."""
+        """Multi-token prediction: hidden (B, T, C), from forward(return_hidden=True) or the
+        previous depth, and tokens (B, T), the token after each hidden state's last input -> hidden
+        states (B, T, C) whose logits, self.head(...), predict the token after that."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rope = rope_cos_sin(self.config, positions)
@@ -934,35 +935,38 @@ class Transformer(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Families: ours <-> config.json
+# Model families: ModelConfig <-> config.json
 # --------------------------------------------------------------------------------------------------
 
 REQUIRED = object()
-FP8_BLOCK = 128  # DeepSeek's FP8 weights have one scale per block of so many rows and columns
+FP8_BLOCK = 128  # DeepSeek's FP8 weights have one scale per block of 128 x 128
 
 
 @dataclass(frozen=True)
-class Part:
-    """Several config.json fields that together say one thing of ours."""
+class FieldConverter:
+    """Converts config.json fields that do not map one to one to fields of ModelConfig."""
 
-    keys: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]]  # (theirs, ours so far)
+    keys: tuple[str, ...]  # in config.json
+    # (config.json, ModelConfig fields read so far) -> more ModelConfig fields
+    read: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one model_type spells its config.json and its tensors."""
+    """The config.json format of one model_type."""
 
     architecture: str
-    fields: tuple[tuple[str, str, type], ...]  # ours, config.json's, its type
-    parts: tuple[Part, ...] = ()
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # ours, which config.json leaves unsaid
-    constants: Mapping[str, Any] = field(default_factory=dict)  # config.json's, never anything else
+    fields: tuple[tuple[str, str, type], ...]  # (ModelConfig field, config.json field, type)
+    converters: tuple[FieldConverter, ...] = ()
+    # ModelConfig fields that are implied by the model_type
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    # config.json fields with only one allowed value
+    constants: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
 
 
-# config.json's value where the field is absent or null; a field that is not here must be there
+# Defaults of config.json fields that are absent or null; all other fields are required.
 DEFAULTS = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
@@ -977,7 +981,7 @@ DEFAULTS = {
 V2 = DEFAULTS | {"n_group": 1, "topk_group": 1}
 LLAMA_1 = DEFAULTS | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 
-# Fields that are known to change nothing we compute.
+# Fields that do not affect the forward pass.
 HF_IGNORED = set(
     "architectures _name_or_path transformers_version dtype torch_dtype use_cache pretraining_tp "
     "initializer_range attention_dropout pad_token_id output_attentions output_hidden_states "
@@ -985,7 +989,7 @@ HF_IGNORED = set(
     "_attn_implementation_autoset is_llama_config auto_map unsloth_version unsloth_fixed "
     "tokenizer_class task_specific_params max_sequence_length max_window_layers head_dim "
     "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size qk_head_dim "
-    "transformers.js_config "  # and of transformers 4, how to generate, which is no part of a model
+    "transformers.js_config "  # below: generation settings that transformers 4 writes
     "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
     "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
     "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
@@ -993,7 +997,7 @@ HF_IGNORED = set(
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
     "begin_suppress_tokens prefix sep_token_id decoder_start_token_id".split()
 )
-# Fields of which only these values are known: any other changes the result in a way we lack.
+# Fields that are supported with these values only.
 HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attn_logit_softcapping": (None,),
@@ -1019,7 +1023,7 @@ HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_decoder": (None, False, True),
     "pruned_heads": (None, {}),
 }
-# The same of quantization_config, which says how the stored tensors are to be read.
+# The same for the fields of quantization_config, which describes the stored tensors.
 HF_FP8: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "fmt": (None, "e4m3"),
@@ -1030,30 +1034,31 @@ HF_FP8: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _refuse_unknown(hf: Mapping[str, Any], family: Family) -> None:
-    known = {key for _, key, _ in family.fields} | {key for p in family.parts for key in p.keys}
+def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
+    known = {key for _, key, _ in family.fields}
+    known |= {key for converter in family.converters for key in converter.keys}
     rest = set(hf) - known - HF_IGNORED - {"model_type"}
     allowed = HF_NEUTRAL | {key: (None, value) for key, value in family.constants.items()}
     unknown = sorted(rest - set(allowed) - {"quantization_config"})
     if unknown:
         raise ValueError(
             f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}: it may change "
-            "what the model computes; remove it if it does not"
+            "what the model computes; remove it from config.json if it does not"
         )
-    _refuse_other_values(hf, rest, allowed)
+    _check_values(hf, rest, allowed)
     quantized = hf.get("quantization_config")
     if isinstance(quantized, dict) and quantized.get("quant_method") == "sheaf":
-        return  # for whoever gives load_checkpoint a `prepare`
+        return  # handled by the `prepare` argument of load_checkpoint
     if quantized is not None:
         if not isinstance(quantized, dict) or quantized.get("quant_method") != "fp8":
             raise ValueError(f"quantization_config is {quantized!r}; known: quant_method 'fp8'")
         odd = sorted(set(quantized) - set(HF_FP8) - {"modules_to_not_convert"})
         if odd:
             raise ValueError(f"unknown field quantization_config.{odd[0]}")
-        _refuse_other_values(quantized, set(quantized), HF_FP8, "quantization_config.")
+        _check_values(quantized, set(quantized), HF_FP8, "quantization_config.")
 
 
-def _refuse_other_values(
+def _check_values(
     hf: Mapping[str, Any], keys: set[str], allowed: Mapping[str, tuple[Any, ...]], where: str = ""
 ) -> None:
     for key in sorted(keys & set(allowed)):
@@ -1063,7 +1068,7 @@ def _refuse_other_values(
 
 
 def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any = REQUIRED) -> Any:
-    """hf[key] as `kind`, strictly: "32", 32.0 and True are no ints."""
+    """hf[key], checked strictly to be of type `kind`: "32", 32.0 and True are not ints."""
     value = hf.get(key)
     if value is None:
         if default is REQUIRED:
@@ -1079,7 +1084,7 @@ def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any = REQUIRED)
 
 
 def _ints(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """hf[key]: an int, a list of them, or nothing."""
+    """hf[key] as a tuple: an int, a list of ints, or null."""
     value = hf.get(key)
     value = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int for i in value):
@@ -1105,11 +1110,11 @@ def _write_heads(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_window(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """One window for all layers; in Qwen3-MoE behind a switch."""
+    """One sliding window for all layers; Qwen3-MoE also requires use_sliding_window."""
     if given["family"] == "mistral" and "sliding_window" not in hf:
         raise ValueError("sliding_window is missing (null: no window)")
-    on = _typed(hf, "use_sliding_window", bool, given["family"] != "qwen3_moe")
-    window = _typed(hf, "sliding_window", int, None) if on else None
+    enabled = _typed(hf, "use_sliding_window", bool, given["family"] != "qwen3_moe")
+    window = _typed(hf, "sliding_window", int, None) if enabled else None
     return {"windows": () if window is None else (window,) * given["n_layers"]}
 
 
@@ -1119,7 +1124,7 @@ def _write_window(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_layer_windows(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A window for the layers that layer_types names, else for those from max_window_layers on."""
+    """Sliding windows per layer: by layer_types or, if absent, from layer max_window_layers on."""
     L, types, window = given["n_layers"], hf.get("layer_types"), None
     if _typed(hf, "use_sliding_window", bool, False):
         window = _typed(hf, "sliding_window", int)
@@ -1140,13 +1145,13 @@ def _write_layer_windows(config: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": any(windows),
         "sliding_window": max((w for w in windows if w is not None), default=None),
-        "max_window_layers": config.n_layers,  # layer_types says it better
+        "max_window_layers": config.n_layers,  # layer_types takes precedence
         "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
     }
 
 
 def _read_sparse_step(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Every decoder_sparse_step-th layer has experts, but for mlp_only_layers."""
+    """Every decoder_sparse_step-th layer is an MoE layer, except mlp_only_layers."""
     step, dense = _typed(hf, "decoder_sparse_step", int, 1), _ints(hf, "mlp_only_layers")
     if step < 1:
         raise ValueError(f"decoder_sparse_step must be 1 or more, not {step}")
@@ -1170,7 +1175,7 @@ def _write_v2_groups(config: ModelConfig) -> dict[str, Any]:
     return {"topk_method": "greedy" if config.n_groups == 1 else "group_limited_greedy"}
 
 
-# rope type -> the fields it needs and the fields it may have; all but truncate are numbers
+# rope type -> (required fields, optional fields); all but truncate are numbers
 ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -1187,13 +1192,13 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def _read_rope(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """transformers 4's rope_theta + rope_scaling, or 5's rope_parameters."""
+    """rope_theta and rope_scaling of transformers 4, or rope_parameters of transformers 5."""
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = hf.get(key) or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"{key} must be an object, not {rope!r}")
     if rope and hf.get("rope_scaling") not in (None, rope):
-        raise ValueError("rope_parameters and rope_scaling differ; keep the one that is meant")
+        raise ValueError("rope_parameters and rope_scaling differ; remove the wrong one")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ValueError(f"{key}.rope_type is {kind!r}; known: {', '.join(ROPE_TYPES)}")
@@ -1202,16 +1207,16 @@ def _read_rope(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(rope) - {"rope_type", "type", "finetuned", *both, *needed, *optional})
     if unknown:
         raise ValueError(f"unknown field {key}.{unknown[0]} for rope_type {kind!r}")
-    usual = FAMILIES[given["family"]].defaults.get("rope_theta", 10000.0)
-    theta, part = (
+    default_theta = FAMILIES[given["family"]].defaults.get("rope_theta", 10000.0)
+    theta, factor = (
         _typed(rope if rope.get(name) is not None else hf, name, float, default)
-        for name, default in (("rope_theta", usual), ("partial_rotary_factor", 1.0))
+        for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0))
     )
     given = given | {"rope_theta": theta}
-    if part != 1:
+    if factor != 1:
         raise ValueError(
-            f"partial_rotary_factor is {part}; known: 1.0 (transformers' {given['family']} has no "
-            "other either; model_type 'sheaf' does)"
+            f"partial_rotary_factor is {factor}; known: 1.0, as in transformers' "
+            f"{given['family']} (use model_type 'sheaf' for other values)"
         )
     if kind == "default":
         return given
@@ -1234,16 +1239,16 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_sheaf(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    ours = hf.get("config")
-    if not isinstance(ours, dict) or not set(ours) <= set(ModelConfig.__dataclass_fields__):
+    config = hf.get("config")
+    if not isinstance(config, dict) or not set(config) <= set(ModelConfig.__dataclass_fields__):
         raise ValueError("config must be an object of ModelConfig's fields")
     kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
     for f in fields(ModelConfig):
-        value = ours.get(f.name, None if f.default is MISSING else f.default)
+        value = config.get(f.name, None if f.default is MISSING else f.default)
         kind, *optional = str(f.type).split(" | ")
         if kind in kinds and type(value) not in kinds[kind] and not (optional and value is None):
             raise ValueError(f"config.{f.name} must be {kind}, not {value!r}")
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in ours.items()}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
 
 
 COMMON = (
@@ -1280,20 +1285,22 @@ DEEPSEEK = (
     ("routed_scaling", "routed_scaling_factor", float),
 )
 
-HEADS = Part(("eos_token_id",), _read_heads, _write_heads)
-ROPE = Part(
+HEADS = FieldConverter(("eos_token_id",), _read_heads, _write_heads)
+ROPE = FieldConverter(
     ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     _read_rope,
     _write_rope,
 )
-WINDOW = Part(("sliding_window",), _read_window, _write_window)
-SWITCHED_WINDOW = Part(("sliding_window", "use_sliding_window"), _read_window, _write_window)
-LAYER_WINDOWS = Part(
+WINDOW = FieldConverter(("sliding_window",), _read_window, _write_window)
+SWITCHED_WINDOW = FieldConverter(
+    ("sliding_window", "use_sliding_window"), _read_window, _write_window
+)
+LAYER_WINDOWS = FieldConverter(
     ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     _read_layer_windows,
     _write_layer_windows,
 )
-ALL_SPARSE = Part(
+ALL_SPARSE = FieldConverter(
     (),
     lambda hf, given: {
         "moe_layers": tuple(range(given["n_layers"])),
@@ -1301,45 +1308,45 @@ ALL_SPARSE = Part(
     },
     lambda config: {},
 )
-SPARSE_STEP = Part(
+SPARSE_STEP = FieldConverter(
     ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_step, _write_sparse_step
 )
-FIRST_DENSE = Part(
+FIRST_DENSE = FieldConverter(
     ("first_k_dense_replace",),
     lambda hf, given: {
         "moe_layers": tuple(range(_typed(hf, "first_k_dense_replace", int), given["n_layers"]))
     },
     lambda config: {"first_k_dense_replace": config.n_layers - len(config.moe_layers)},
 )
-N_EXPERTS = Part(  # transformers 5 writes the second
+N_EXPERTS = FieldConverter(  # transformers 5 writes num_local_experts
     ("num_experts", "num_local_experts"),
     lambda hf, given: {
         "n_experts": _typed(hf, "num_experts" if "num_experts" in hf else "num_local_experts", int)
     },
     lambda config: {"num_experts": config.n_experts},
 )
-V2_GROUPS = Part(("topk_method",), _read_v2_groups, _write_v2_groups)
-SHEAF = Part(("config",), _read_sheaf, lambda config: {"config": asdict(config)})
+V2_GROUPS = FieldConverter(("topk_method",), _read_v2_groups, _write_v2_groups)
+SHEAF = FieldConverter(("config",), _read_sheaf, lambda config: {"config": asdict(config)})
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         fields=(*DENSE, *BIASES, ("mlp_bias", "mlp_bias", bool)),
-        parts=(HEADS, ROPE),
+        converters=(HEADS, ROPE),
         defaults=LLAMA_1,
     ),
-    "mistral": Family("MistralForCausalLM", fields=DENSE, parts=(HEADS, ROPE, WINDOW)),
+    "mistral": Family("MistralForCausalLM", fields=DENSE, converters=(HEADS, ROPE, WINDOW)),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         fields=DENSE,
-        parts=(HEADS, ROPE, LAYER_WINDOWS),
+        converters=(HEADS, ROPE, LAYER_WINDOWS),
         overrides={"qkv_bias": True},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         fields=(*DENSE, *BIASES),
-        parts=(HEADS, ROPE, LAYER_WINDOWS),
+        converters=(HEADS, ROPE, LAYER_WINDOWS),
         overrides={"qk_norm": True},
         constants={"use_qk_norm": True},
         defaults=DEFAULTS | {"head_dim": 128},
@@ -1347,25 +1354,25 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
         fields=(*DENSE, EXPERTS[0], ("n_experts", "num_local_experts", int)),
-        parts=(HEADS, ROPE, WINDOW, ALL_SPARSE),
+        converters=(HEADS, ROPE, WINDOW, ALL_SPARSE),
         overrides={"norm_topk": True},
         defaults=DEFAULTS | {"rope_theta": 1e6},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         fields=(*DENSE, *BIASES, *EXPERTS, ("norm_topk", "norm_topk_prob", bool)),
-        parts=(HEADS, ROPE, SWITCHED_WINDOW, SPARSE_STEP, N_EXPERTS),
+        converters=(HEADS, ROPE, SWITCHED_WINDOW, SPARSE_STEP, N_EXPERTS),
         overrides={"qk_norm": True},
         constants={"use_qk_norm": True},
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         fields=DEEPSEEK,
-        parts=(HEADS, ROPE, FIRST_DENSE, V2_GROUPS),
+        converters=(HEADS, ROPE, FIRST_DENSE, V2_GROUPS),
         defaults=V2,
         overrides={"rope_interleaved": True},
-        # with norm_topk_prob DeepSeek's code normalises and does not scale, transformers' the
-        # reverse; no published model has it
+        # with norm_topk_prob, DeepSeek's code normalizes and does not scale, transformers does the
+        # reverse; no published model sets it
         constants={"scoring_func": "softmax", "norm_topk_prob": False},
     ),
     "deepseek_v3": Family(
@@ -1376,13 +1383,13 @@ FAMILIES: dict[str, Family] = {
             ("rope_interleaved", "rope_interleave", bool),
             ("n_mtp_layers", "num_nextn_predict_layers", int),
         ),
-        parts=(HEADS, ROPE, FIRST_DENSE),
+        converters=(HEADS, ROPE, FIRST_DENSE),
         overrides={"scoring": "sigmoid", "correction_bias": True, "group_score_topk": 2},
         constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
-    # What no published family can say: ALiBi, interleaved pairs, any mixture of the rest. Every
-    # field under its own name; transformers refuses it, where it would have misread it.
-    "sheaf": Family("Transformer", fields=(), parts=(SHEAF,)),
+    # For configs that no published family can represent: ALiBi, interleaved RoPE, combinations. All
+    # fields of ModelConfig by name; transformers rejects it rather than misread it.
+    "sheaf": Family("Transformer", fields=(), converters=(SHEAF,)),
 }
 
 
@@ -1405,11 +1412,11 @@ _LLAMA31 = {
     },
 }
 
-# Shapes known by name, for `train.py --model` and `generate.py --dummy`.
+# Named configs, for `train.py --model` and `generate.py --dummy`.
 CONFIGS: dict[str, ModelConfig] = {
     "draft": _llama(4096, 128, 4, 2, 1, 352, max_seq_len=512, tie_embeddings=True),  # 1.3M
     "small": _llama(4096, 256, 6, 4, 2, 704, max_seq_len=512, tie_embeddings=True),  # 5.5M
-    "base": _llama(4096, 288, 6, 6, 6, 768, max_seq_len=256),  # 8.3M, the training benchmark
+    "base": _llama(4096, 288, 6, 6, 6, 768, max_seq_len=256),  # 8.3M, used in training benchmarks
     "small-moe": ModelConfig(  # 3.8M, the shape of DeepSeek-V3
         vocab_size=4096,
         dim=192,

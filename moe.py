@@ -153,7 +153,7 @@ def _check_finite(logits: Tensor) -> None:
         _check(ok, f"logits of token {first} are not finite: the model's weights or x are damaged")
 
 
-def capacity_of(n_tokens: int, top_k: int, n_experts: int, factor: float) -> int:
+def expert_capacity(n_tokens: int, top_k: int, n_experts: int, factor: float) -> int:
     """Slots of an expert at that capacity factor (GShard, arXiv:2006.16668): 1.0 is room for all
     if the load is even."""
     _check(factor > 0, f"factor must be positive, not {factor}")
@@ -173,7 +173,7 @@ def limit_capacity(
     if by == "weight":
         first = weights.detach().flatten().argsort(descending=True, stable=True)
     order, bounds = sort_slots(flat[first], n_experts)
-    place = _places(order, bounds, flat[first])
+    place = _positions_in_expert(order, bounds, flat[first])
     place = torch.empty_like(place).scatter_(0, first, place).view_as(ids)
     keep = (place < capacity) & (ids >= 0)
     return weights.masked_fill(~keep, 0.0), ids.masked_fill(~keep, -1)
@@ -276,7 +276,7 @@ def sort_slots(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(keys, experts, out_int32=True)
 
 
-def _places(order: Tensor, bounds: Tensor, flat: Tensor) -> Tensor:
+def _positions_in_expert(order: Tensor, bounds: Tensor, flat: Tensor) -> Tensor:
     """The place of every slot among those of its expert."""
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
@@ -292,7 +292,7 @@ def padded_experts(
     E, C, K = len(w_down), x.shape[1], ids.shape[1]
     weights, ids = limit_capacity(weights, ids, E, capacity)
     flat = ids.flatten()
-    place = _places(*sort_slots(ids, E), flat) + flat * capacity
+    place = _positions_in_expert(*sort_slots(ids, E), flat) + flat * capacity
     row = place.masked_fill(flat < 0, E * capacity)  # the last row is a bin
     token = torch.arange(len(flat), device=x.device) // K
     buffers = x.new_zeros(E * capacity + 1, C).index_put((row,), x[token])
@@ -336,8 +336,8 @@ def sorted_experts(
     if ends[E] < len(order):  # nobody's slots find a row of zeros, and weigh nothing
         weights = weights.masked_fill(ids < 0, 0.0)
         y, place = F.pad(y, (0, 0, 0, 1)), place.clamp(max=ends[E])
-    how = dict(mode="sum", per_sample_weights=weights.type_as(x))
-    return F.embedding_bag(place.view(N, K), y, **how)  # gather and weighted sum in one pass
+    kwargs = dict(mode="sum", per_sample_weights=weights.type_as(x))
+    return F.embedding_bag(place.view(N, K), y, **kwargs)  # gather and weighted sum in one pass
 
 
 # --------------------------------------------------------------------------------------------------
@@ -360,12 +360,12 @@ def _tiles_kernel(bounds_ptr, tiles_ptr, E, T, BLOCK_M: tl.constexpr, BLOCK_E: t
     begin = tl.load(bounds_ptr + i, mask=i < E, other=0)
     n_tiles = (tl.load(bounds_ptr + i + 1, mask=i < E, other=0) - begin + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(tl.where(i < e, n_tiles, 0), 0)
-    mine = tl.where(e == E, T - first, tl.sum(tl.where(i == e, n_tiles, 0), 0))
+    count = tl.where(e == E, T - first, tl.sum(tl.where(i == e, n_tiles, 0), 0))
     start = tl.load(bounds_ptr + e)
-    for j in range(0, mine, BLOCK_E):
+    for j in range(0, count, BLOCK_E):
         tile = j + i
-        tl.store(tiles_ptr + first + tile, tl.where(e == E, -1, e) + tile * 0, mask=tile < mine)
-        tl.store(tiles_ptr + T + first + tile, start + tile * BLOCK_M, mask=tile < mine)
+        tl.store(tiles_ptr + first + tile, tl.where(e == E, -1, e) + tile * 0, mask=tile < count)
+        tl.store(tiles_ptr + T + first + tile, start + tile * BLOCK_M, mask=tile < count)
 
 
 @jit
@@ -592,7 +592,7 @@ def _config(kernel: str, rows: float, n: int, k: int, x: Tensor) -> tuple[int, .
     *blocks, warps, stages = next(c for most, c in CONFIGS[kernel].items() if rows <= most)
     if x.element_size() == 4:
         blocks, stages = [min(b, 64, most) for b, most in zip(blocks, (64, 64, 32))], 2
-    M, N, K = blocks[:1] + [min(b, max(16, _power(size))) for b, size in zip(blocks[1:], (n, k))]
+    M, N, K = blocks[:1] + [min(b, max(16, _next_power_of_2(size))) for b, size in zip(blocks[1:], (n, k))]
     stage = (M + N * (1 + (kernel == "gate_up"))) * K if kernel != "weight_grad" else (N + K) * M
     while stages > 1 and stages * stage * x.element_size() > _shared_memory(x.device):
         stages -= 1
@@ -607,7 +607,7 @@ def _shared_memory(device: torch.device) -> int:
     return getattr(found, "shared_memory_per_block_optin", 1 << 17)
 
 
-def _power(n: int) -> int:
+def _next_power_of_2(n: int) -> int:
     """The power of two from n on."""
     return 1 << max(0, n - 1).bit_length()
 
@@ -616,7 +616,7 @@ def _tiles(bounds: Tensor, M: int, BLOCK_M: int) -> Tensor:
     E = len(bounds) - 1
     T = min(M, -(-M // BLOCK_M) + E)
     tiles = torch.empty((2, T), dtype=torch.int32, device=bounds.device)
-    _tiles_kernel[(E + 1,)](bounds, tiles, E, T, BLOCK_M=BLOCK_M, BLOCK_E=_power(E))
+    _tiles_kernel[(E + 1,)](bounds, tiles, E, T, BLOCK_M=BLOCK_M, BLOCK_E=_next_power_of_2(E))
     return tiles
 
 
@@ -679,7 +679,7 @@ def _down(
 
 def _add_slots(parts: Tensor, ids: Tensor, out: Tensor) -> None:
     (N, C), K = out.shape, ids.shape[1]
-    BLOCK_C = min(1024, _power(C))
+    BLOCK_C = min(1024, _next_power_of_2(C))
     _add_slots_kernel[N, -(-C // BLOCK_C)](parts, ids, out, C, TOP_K=K, BLOCK_C=BLOCK_C)
 
 
@@ -782,16 +782,16 @@ _forward_op.register_autograd(_derivative, setup_context=_save)
 # --------------------------------------------------------------------------------------------------
 
 
-def _codes(stack: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def _quantized_tensors(stack: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """qweight, scales and zeros of a quantized stack that the kernels read: int8, int4 with zeros,
     FP8 (as weights: x stays as it is); None for others."""
-    q, alone = stack.qweight, getattr(stack.scheme, "rounds_weights_alone", True)
+    q, alone = stack.qweight, getattr(stack.scheme, "is_weight_only", True)
     four = q.dtype == torch.uint8 and 2 * q.shape[-1] == stack.shape[-1]
     known = q.dtype == torch.float8_e4m3fn or alone and (q.dtype == torch.int8 or four)
     return (q, stack.scales, stack.zeros) if known else None
 
 
-def uses_kernels(x: Tensor, stacks: Sequence[Any]) -> bool:
+def can_use_triton(x: Tensor, stacks: Sequence[Any]) -> bool:
     """Whether the Triton kernels take these."""
     runs = triton is not None and (x.is_cuda or INTERPRET)
     runs = runs and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -799,7 +799,7 @@ def uses_kernels(x: Tensor, stacks: Sequence[Any]) -> bool:
         if isinstance(stack, Tensor):
             runs = runs and stack.device == x.device
             continue
-        codes = _codes(stack)
+        codes = _quantized_tensors(stack)
         fp8 = codes is not None and codes[0].dtype == torch.float8_e4m3fn
         old = fp8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
         runs = runs and codes is not None and not old
@@ -816,7 +816,7 @@ def _triton_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_d
         if isinstance(w, Tensor):
             held += [w.float() if narrow else w, None, None]
         else:
-            held += _codes(w)
+            held += _quantized_tensors(w)
     grad = any(t.requires_grad for t in (x, weights, *held) if t is not None)
     return _forward_op(x, weights, ids, *held, grad and torch.is_grad_enabled())[0].to(dtype)
 
@@ -872,12 +872,12 @@ def grouped_experts(
             w.to(dtype) if isinstance(w, Tensor) else w for w in (w_gate_up, w_down)
         )
         with torch.autocast(x.device.type, enabled=False):
-            how = dict(backend=backend, linear=linear)
-            return grouped_experts(x.to(dtype), weights, ids, w_gate_up, w_down, **how).type_as(x)
+            kwargs = dict(backend=backend, linear=linear)
+            return grouped_experts(x.to(dtype), weights, ids, w_gate_up, w_down, **kwargs).type_as(x)
     _check_experts(x, weights, ids, w_gate_up, w_down)
     _check(backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     wanted = backend == "triton" or backend == "auto" and x.is_cuda and linear is None
-    if wanted and uses_kernels(x, (w_gate_up, w_down)):
+    if wanted and can_use_triton(x, (w_gate_up, w_down)):
         return _triton_experts(x, weights, ids, w_gate_up, w_down)
     _check(backend != "triton", "backend triton needs a GPU (or TRITON_INTERPRET=1), fp16, bf16 or "
            "fp32, codes that it reads, and no gradient through these; take torch")  # fmt: skip
@@ -917,21 +917,21 @@ def has_static_shapes(module: nn.Module) -> bool:
     grouped = getattr(module.experts, "func", None) is grouped_experts
     options = {**module.experts.keywords} if grouped else {}
     grouped = grouped and options.pop("backend", "auto") in ("auto", "triton") and not options
-    return grouped and weight.is_cuda and uses_kernels(x, stacks)
+    return grouped and weight.is_cuda and can_use_triton(x, stacks)
 
 
 def use_grouped_experts(model: nn.Module, **options: Any) -> nn.Module:
     """Have every mixture below `model` (a module with stacks w_gate_up and w_down beside its
     `experts`) run through grouped_experts; options are its keyword arguments. Returns the model."""
     names = ("experts", "w_gate_up", "w_down")
-    mixtures = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
-    _check(bool(mixtures), "the model has no mixture of experts: nothing to group")
-    for module in mixtures:
+    layers = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
+    _check(bool(layers), "the model has no mixture of experts: nothing to group")
+    for module in layers:
         module.experts = partial(grouped_experts, **options)
     return model
 
 
-def upcycled(gate: Tensor, up: Tensor, down: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+def upcycle_mlp(gate: Tensor, up: Tensor, down: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     """A dense MLP, gate and up (F, C), down (C, F), as n_experts equal ones (sparse upcycling,
     arXiv:2212.05055): while weights of a token sum to 1, the same function."""
     return torch.cat((gate, up)).repeat(n_experts, 1, 1), down.repeat(n_experts, 1, 1)
@@ -956,7 +956,7 @@ def experts_reference(
     return out
 
 
-def random_mixture(
+def random_moe(
     N: int, K: int, E: int, C: int, F_: int, dtype: torch.dtype, device: str, skew: float = 0.0
 ) -> tuple[Tensor, ...]:
     """x, weights, ids, w_gate_up, w_down; with skew some experts are chosen more often."""
@@ -973,13 +973,13 @@ def random_mixture(
 def check(device: str) -> None:
     """Outputs and gradients against the definition in float64; the choice against the bias."""
     dtype = torch.float16 if device == "cuda" else torch.float32
-    ways = [grouped_experts] + [partial(grouped_experts, backend="triton")] * INTERPRET
+    implementations = [grouped_experts] + [partial(grouped_experts, backend="triton")] * INTERPRET
     for N, K, E, C, F_, skew in ((1, 2, 4, 32, 16, 0.0), (37, 3, 5, 40, 24, 9.0)):
-        mixture = random_mixture(N, K, E, C, F_, dtype, device, skew)
-        mixture[2][0, -1] = -1
-        exact = [t.double() if t.is_floating_point() else t for t in mixture]
-        wanted = with_gradients(experts_reference, exact)
-        for got in (with_gradients(way, mixture) for way in ways):
+        inputs = random_moe(N, K, E, C, F_, dtype, device, skew)
+        inputs[2][0, -1] = -1
+        exact = [t.double() if t.is_floating_point() else t for t in inputs]
+        wanted = output_and_gradients(experts_reference, exact)
+        for got in (output_and_gradients(way, inputs) for way in implementations):
             for a, b in zip(got, wanted):
                 error = (a.double() - b).norm() / b.norm()
                 assert error < (1e-5 if dtype == torch.float32 else 5e-3), (N, error)
@@ -991,9 +991,9 @@ def check(device: str) -> None:
     assert load_statistics(count_experts(ids, 8))["max_over_mean"] < 1.2
 
 
-def with_gradients(experts: Callable[..., Tensor], mixture: Sequence[Tensor]) -> list[Tensor]:
+def output_and_gradients(experts: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The output, and the gradients of the sum of its squares."""
-    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in mixture]
+    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
     y = experts(*leaves)
     y.square().sum().backward()
     return [y.detach(), *(t.grad for t in leaves if t.requires_grad)]
@@ -1025,16 +1025,16 @@ def benchmark(device: str) -> None:
         + "".join(f"{1e3 * t:>{width}.3f}" for t, width in zip(times, (9, 12, 9)))
     )
     for N in (1, 64, 4096, 32768) if gpu else (1, 16, 256, 2048):
-        mixture = random_mixture(N, K, E, C, F_, torch.bfloat16, device)
-        used = len(mixture[2].unique()) * 3 * C * F_ * 2 / 1e9
+        inputs = random_moe(N, K, E, C, F_, torch.bfloat16, device)
+        used = len(inputs[2].unique()) * 3 * C * F_ * 2 / 1e9
         flops, repeats = 6 * N * K * C * F_ / 1e12, 15 if gpu or N < 256 else 3
-        ways = experts_reference, partial(grouped_experts, backend="grouped_mm"), grouped_experts
+        implementations = experts_reference, partial(grouped_experts, backend="grouped_mm"), grouped_experts
         with torch.inference_mode():
-            times = [seconds(lambda: way(*mixture), repeats) for way in ways]
+            times = [seconds(lambda: way(*inputs), repeats) for way in implementations]
         print(f"{line(N, 'forward', times)}{flops / times[2]:>9.2f}{used / times[2]:>7.0f}")
         if N >= 4096 or N == 256:
-            leaves = [t.requires_grad_(t.is_floating_point()) for t in mixture]
-            times = [seconds(lambda: way(*leaves).sum().backward(), repeats) for way in ways]
+            leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
+            times = [seconds(lambda: way(*leaves).sum().backward(), repeats) for way in implementations]
             print(f"{line(N, 'and back', times)}{3 * flops / times[2]:>9.2f}")
 
 

@@ -1,41 +1,41 @@
-"""quantize.py: linear layers in 8, 4 or fewer bits, and what that does to their numbers.
+"""Quantized linear layers: int8, int4, FP8, LLM.int8() and FP8 training.
 
-A model that generates one token reads every weight once, so its speed is the size of its weights;
-a model that trains or reads a prompt multiplies matrices, and hardware multiplies 8-bit numbers
-twice as fast as 16-bit ones. Both gain by writing numbers as small codes times shared scales:
+Decoding reads every weight once per token, so it is bound by the bytes of the weights. Training and
+prefill are bound by matmuls, and hardware multiplies 8-bit numbers twice as fast as 16-bit ones.
+Both gain when weights, or weights and activations, are integers or FP8 with shared scales:
 
-    w' = (code - zero) * scale          a Grid: how many bits, and which weights share a scale
+    w' = (q - zero) * scale          a QuantSpec: the bits, and which weights share a scale
 
     scheme         weights                          activations
-    int8           8 bits, a scale per row          16 bits    half the bytes, loss as good as none
+    int8           8 bits, a scale per row          16 bits    half the bytes, almost no loss
     int4           4 bits, a scale and a zero       16 bits    0.3 of the bytes; calibrate.gptq
-                   per group of 32, 64 or 128                  halves what it costs
-    int3, int2     the same                         16 bits    for research: no fast product
+                   per group of 32, 64 or 128                  halves the increase of the loss
+    int3, int2     the same                         16 bits    for research: no fast kernel
     int8-dynamic   8 bits, a scale per row          8 bits, a scale per token (W8A8)
     llm.int8       the same                         the same, but outlier columns in 16 bits
                                                     (LLM.int8(), arXiv:2208.07339)
     fp8            e4m3, a scale per row            e4m3, a scale per token
     fp8-block      e4m3, blocks of 128 x 128        e4m3, tiles of 1 x 128 (DeepSeek-V3)
 
-`quantize_(model, scheme)` swaps every nn.Linear and the stacked experts of mixtures; what has to be
-read as one weight at a time is what it holds in memory (`quantize_module`, while loading). Codes do
-not depend on the device: what is packed on a CPU is right on a GPU. To train, the same grids round
-in the forward pass (`qat_`), and FP8 multiplies in all three products of a layer, over fp32 master
-weights (`fp8_training_`).
+`quantize_(model, scheme)` replaces every nn.Linear and the stacked expert weights of MoE layers.
+`quantize_module` does so for one module, while a checkpoint loads: the peak is one unquantized
+module. The stored tensors do not depend on the device: a model packed on a CPU runs on a GPU. For
+training, `qat_` rounds weights to the same values in the forward pass, and `fp8_training_` runs all
+three matmuls of a layer, forward and backward, in FP8 over fp32 master weights.
 
-When it loses: few bits of weight gain nothing where arithmetic is the limit, with many rows of x:
-the weight is dequantized first. int8-dynamic, llm.int8 and fp8 gain nothing where there is no
-matrix unit for 8 bits, on most CPUs. llm.int8 is slow everywhere, and looks for outliers in all
-rows of a call: a row in a batch is not to the bit the row alone. The products here are plain torch;
-memory-speed ones are cpu.py's and gemm.py's, put in by `use_product_`.
+When it loses: weight-only schemes gain nothing when matmuls are compute-bound, with many rows of
+x: the weight is dequantized first. int8-dynamic, llm.int8 and fp8 gain nothing without 8-bit matrix
+units, as on most CPUs. llm.int8 is slow everywhere, and finds outliers over all rows of a call, so
+a row's result depends on its batch. The matmuls here are plain torch; generation/cpu.py and
+quantization/gemm.py have the kernels that run at memory speed, installed by `use_linear_fn_`.
 
-Hooks: the Linear swap; the experts hook, where an expert's weight is had by indexing; and `product`
-of every layer. Equivalence (test_all.py): dequantized weights to the bit as the formula says; each
-product against fp64 of the dequantized weights; quantizing while loading == after; FP8 training
-within 1 % of bf16's loss. Needs: torch. `python quantize.py` checks itself and prints bytes, error
-and time of each scheme.
+Hooks: the Linear swap; the experts hook, which indexes the stack by expert; `linear_fn` of every
+layer. Equivalence (test_all.py): dequantized weights equal the formula bit for bit; each matmul
+matches fp64 of the dequantized weights; quantizing while loading == after; FP8 training is within
+1 % of bf16's loss. Needs: torch. `python quantize.py` checks itself and prints bytes, error and
+time of each scheme.
 
-Letters: M rows of x, N output and K input features, G groups of a row.
+Shapes: M rows of x, N output and K input features, G groups of a row.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # --------------------------------------------------------------------------------------------------
-# Codes: numbers on a grid
+# Integer quantization: scales, zero points, packing
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """The real numbers that codes of `bits` stand for (Nagel et al., arXiv:2106.08295, 2.2):
+    """Uniform integer quantization (Nagel et al., arXiv:2106.08295, 2.2):
 
-        w' = (code - zero) * scale,    code = clamp(round(w / scale) + zero, low, high)
+        w' = (q - zero) * scale,    q = clamp(round(w / scale) + zero, low, high)
 
-    Symmetric: no zero, codes from -(2^(bits-1) - 1) on; else affine, a zero among the codes, so
-    that 0.0 is always exact. `group_size` columns share a scale: None, a whole row (an output
-    channel); 0, the whole tensor. Weights are w (N, K), codes of the same shape, scales and zeros
-    (N, G); for the whole tensor (1, 1).
+    Symmetric: no zero point, q from -(2^(bits-1) - 1); else affine, with a zero point in q's range,
+    so that 0.0 is always exact. `group_size` columns share a scale: None means a whole row (one
+    output channel), 0 the whole tensor. Weights and q are (N, K), scales and zeros (N, G), or
+    (1, 1) for the whole tensor.
     """
 
     bits: int = 8
@@ -80,12 +80,12 @@ class QuantSpec:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The smallest and the largest code."""
+        """The smallest and the largest q."""
         high = 2 ** (self.bits - 1) - 1
         return (-high, high) if self.symmetric else (0, 2**self.bits - 1)
 
     def check(self, w: Tensor) -> None:
-        """ValueError unless w can be put on this grid."""
+        """ValueError unless w can be quantized with this spec."""
         K, size = w.shape[-1], self.group_size
         if size and K % size:
             fits = ", ".join(str(s) for s in (8, 16, 32, 64, 128) if K % s == 0) or "none"
@@ -94,12 +94,13 @@ class QuantSpec:
                 "or skip this layer"
             )
         if not w.is_meta and not torch.isfinite(w).all():
-            raise ValueError("holds NaN or infinity, which no scale can stand for")
+            raise ValueError("holds NaN or infinity, which cannot be quantized")
 
     def choose_qparams(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor | None]:
         """Scales (N, G) fp32 and zeros (N, G) uint8, None if symmetric. ranges: "minmax" clips
-        nothing, "mse" clips what lowers the squared error of the group (2.3.1 there). The scales of
-        groups are bf16 numbers, for that is how they are stored; a group of zeros has scale 1."""
+        nothing, "mse" clips to the range with the least squared error of the group (2.3.1 there).
+        The scales of groups are rounded to bf16, in which they are stored; a group of zeros has
+        scale 1."""
         self.check(w)
         if ranges not in ("minmax", "mse"):
             raise ValueError(f"ranges must be 'minmax' or 'mse', not {ranges!r}")
@@ -110,103 +111,104 @@ class QuantSpec:
         scales, zeros = self._range_to_qparams(low, high)
         if ranges == "minmax":
             return scales, zeros
-        least = torch.full_like(low, math.inf)
-        for share in torch.linspace(1, 0.4, 25).tolist():
-            s, z = self._range_to_qparams(share * low, share * high)
-            error = (self.dequantize(self.quantize(w, s, z), s, z) - w).view_as(groups).square().sum(-1)
-            better = error < least
-            least, scales = torch.where(better, error, least), torch.where(better, s, scales)
+        best = torch.full_like(low, math.inf)
+        for ratio in torch.linspace(1, 0.4, 25).tolist():
+            s, z = self._range_to_qparams(ratio * low, ratio * high)
+            rounded = self.dequantize(self.quantize(w, s, z), s, z)
+            error = (rounded - w).view_as(groups).square().sum(-1)
+            better = error < best
+            best, scales = torch.where(better, error, best), torch.where(better, s, scales)
             zeros = None if z is None else torch.where(better, z, zeros)
         return scales, zeros
 
     def _range_to_qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scales and zeros that just cover low..high and 0."""
-        bottom, top = self.limits
+        """The smallest scales, and zeros, whose range contains low..high and 0."""
+        q_min, q_max = self.limits
         if self.symmetric:
-            scales = torch.maximum(-low, high) / top
+            scales = torch.maximum(-low, high) / q_max
         else:
             low, high = low.clamp(max=0), high.clamp(min=0)
-            scales = high / (top - bottom) - low / (top - bottom)  # their difference may overflow
+            scales = high / (q_max - q_min) - low / (q_max - q_min)  # high - low may overflow
         if self.group_size:
             scales = (scales * (1 + 2**-8)).bfloat16().float()  # rounded up: nothing is clipped
         scales = torch.where(scales > 0, scales, 1.0)
-        zeros = None if self.symmetric else (-low / scales).round().clamp(bottom, top).byte()
+        zeros = None if self.symmetric else (-low / scales).round().clamp(q_min, q_max).byte()
         return scales, zeros
 
     def quantize(self, w: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        """The nearest codes, ties to even: w (N, K) -> (N, K) int8, uint8 if affine."""
+        """Round to nearest, ties to even: w (N, K) -> q (N, K), int8, or uint8 if affine."""
         expand = partial(_expand_groups, K=w.shape[1])
-        codes = (w.float() / expand(scales)).round()
-        codes = codes if zeros is None else codes + expand(zeros)
-        return codes.clamp(*self.limits).to(torch.int8 if self.symmetric else torch.uint8)
+        qdata = (w.float() / expand(scales)).round()
+        qdata = qdata if zeros is None else qdata + expand(zeros)
+        return qdata.clamp(*self.limits).to(torch.int8 if self.symmetric else torch.uint8)
 
-    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        """What the codes stand for: (N, K) -> (N, K) fp32."""
-        return dequantize(codes, scales, zeros)
+    def dequantize(self, qdata: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """q (N, K) -> w' (N, K) fp32."""
+        return dequantize(qdata, scales, zeros)
 
 
-def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """(codes - zeros) * scales in fp32: codes (..., N, K), scales and zeros (..., N, G)."""
-    expand = partial(_expand_groups, K=codes.shape[-1])
-    wide = codes.float() if zeros is None else codes.float() - expand(zeros)
-    return wide * expand(scales)
+def dequantize(qdata: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """(qdata - zeros) * scales in fp32: qdata (..., N, K), scales and zeros (..., N, G)."""
+    expand = partial(_expand_groups, K=qdata.shape[-1])
+    shifted = qdata.float() if zeros is None else qdata.float() - expand(zeros)
+    return shifted * expand(scales)
 
 
 def _expand_groups(per_group: Tensor, K: int) -> Tensor:
-    """(..., N, G) -> (..., N, K) fp32, or what broadcasts to it."""
+    """(..., N, G) -> (..., N, K) fp32, or (..., N, 1) if G is 1."""
     G = per_group.shape[-1]
     return per_group.float() if G == 1 else per_group.float().repeat_interleave(K // G, -1)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes (..., K) -> bytes (..., K * bits / 8). 4 bits: byte j holds column 2j in its low
-    half and 2j + 1 in its high; 2 and 3: plane after plane, bit b of 8 columns a byte."""
+def pack(qdata: Tensor, bits: int) -> Tensor:
+    """uint8 values (..., K) -> bytes (..., K * bits / 8). 4 bits: byte j holds column 2j in its low
+    half and 2j + 1 in its high half. 2 and 3 bits: bit planes, a byte has bit b of 8 columns."""
     if bits == 8:
-        return codes
+        return qdata
     if bits == 4:
-        return codes[..., ::2] | codes[..., 1::2] << 4
-    eights = codes.unflatten(-1, (-1, 8))
-    place = torch.arange(8, device=codes.device, dtype=torch.uint8)
-    planes = [((eights >> b & 1) << place).sum(-1, dtype=torch.uint8) for b in range(bits)]
+        return qdata[..., ::2] | qdata[..., 1::2] << 4
+    columns = qdata.unflatten(-1, (-1, 8))
+    shift = torch.arange(8, device=qdata.device, dtype=torch.uint8)
+    planes = [((columns >> b & 1) << shift).sum(-1, dtype=torch.uint8) for b in range(bits)]
     return torch.cat(planes, dim=-1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """pack's inverse: bytes (..., K * bits / 8) -> uint8 codes (..., K)."""
+    """The inverse of pack: bytes (..., K * bits / 8) -> uint8 values (..., K)."""
     if bits == 8:
         return packed
     if bits == 4:
         return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    place = torch.arange(8, device=packed.device, dtype=torch.uint8)
-    planes = packed.unflatten(-1, (bits, -1))[..., None] >> place & 1  # (..., bits, K / 8, 8)
-    weight = torch.arange(bits, device=packed.device, dtype=torch.uint8)
-    return (planes << weight[:, None, None]).sum(-3, dtype=torch.uint8).flatten(-2)
+    shift = torch.arange(8, device=packed.device, dtype=torch.uint8)
+    planes = packed.unflatten(-1, (bits, -1))[..., None] >> shift & 1  # (..., bits, K / 8, 8)
+    bit = torch.arange(bits, device=packed.device, dtype=torch.uint8)
+    return (planes << bit[:, None, None]).sum(-3, dtype=torch.uint8).flatten(-2)
 
 
 # --------------------------------------------------------------------------------------------------
-# Products: (x (..., K), qweight, scales, zeros, bias) -> (..., N)
+# Matmuls: (x (..., K), qweight, scales, zeros, bias) -> (..., N)
 # --------------------------------------------------------------------------------------------------
 
 
 def dequantized_linear(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
-    """The reference of weight_only: the weight as it was, then F.linear."""
+    """The reference of weight_only: dequantize the weight, then F.linear."""
     return F.linear(x, dequantize(unpack(qweight, bits), scales, zeros).to(x.dtype), bias)
 
 
 def weight_only(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Few bits a weight, 16 an activation: int8 by row (qweight (N, K) int8), or int4 by group
-    (qweight (N, K / 2) uint8). A step that decodes is as fast as its weights are read, which takes
-    a kernel that unpacks in registers: torch has one for int8 on a CPU, and for int4 after
-    `pack_for_torch_cpu_`; others come in by `use_product_`."""
+    """Quantized weights, 16-bit activations: int8 by row (qweight (N, K) int8), or int4 by group
+    (qweight (N, K / 2) uint8). Decoding is bound by reading weights, so a fast kernel unpacks them
+    in registers: torch has one for int8 on a CPU, and one for int4 after `pack_for_torch_cpu_`;
+    others are installed by `use_linear_fn_`."""
     bits, rows = 8 if zeros is None else 4, x.numel() // x.shape[-1]
-    fits = x.shape[-1] % 32 == 0 == len(qweight) % 16  # else torch's op reads what is not its own,
-    fits = fits and x.dtype != torch.float16  # whose range its sums would leave
-    apart = x.is_cuda or x.requires_grad or torch.compiler.is_compiling()
-    if apart or bits == 4 or not 0 < rows <= 8 or not fits:
+    fits = x.shape[-1] % 32 == 0 == len(qweight) % 16  # else torch's op reads out of bounds
+    fits = fits and x.dtype != torch.float16  # in fp16 its sums would overflow
+    unsupported = x.is_cuda or x.requires_grad or torch.compiler.is_compiling()
+    if unsupported or bits == 4 or not 0 < rows <= 8 or not fits:
         return dequantized_linear(x, qweight, scales, zeros, bias, bits)
     flat = x.reshape(rows, -1).contiguous()
     y = torch._weight_int8pack_mm(flat, qweight, torch.ones_like(scales[:, 0], dtype=x.dtype))
@@ -215,26 +217,26 @@ def weight_only(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (M, K) -> int8 codes and scales (M, 1) fp32: vector-wise, absmax (LLM.int8(),
-    arXiv:2208.07339, 3.1)."""
+    """x (M, K) -> int8 values (M, K) and scales (M, 1) fp32: vector-wise absmax quantization
+    (LLM.int8(), arXiv:2208.07339, 3.1)."""
     scales = x.float().abs().amax(-1, keepdim=True) / 127
     scales = torch.where(scales == 0, 1.0, scales)
-    return (x.float() / scales).round().to(torch.int8), scales  # NaN stays one, as a scale
+    return (x.float() / scales).round().to(torch.int8), scales  # a NaN in x stays NaN, in the scale
 
 
 def int8_dynamic(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: None, bias: Tensor | None
 ) -> Tensor:
-    """int8 times int8, summed in int32: activations quantized by row as they come, weights by
+    """int8 times int8, summed in int32: activations are quantized at run time by row, weights by
     output channel."""
-    codes, rows = quantize_rows(x.reshape(-1, x.shape[-1]))
-    y = int8_matmul(codes, qweight) * rows * scales.t()
+    qdata, rows = quantize_rows(x.reshape(-1, x.shape[-1]))
+    y = int8_matmul(qdata, qweight) * rows * scales.t()
     return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], len(qweight))
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K), b (N, K) int8 -> a @ b^T (M, N) int32. torch's CUDA product wants more than 16 rows
-    and multiples of 8."""
+    """a (M, K), b (N, K) int8 -> a @ b^T (M, N) int32. torch's CUDA matmul requires more than 16
+    rows and multiples of 8."""
     if not a.is_cuda:
         return torch._int_mm(a, b.t())
     M, N = len(a), len(b)
@@ -243,14 +245,14 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b.t())[:M, :N]
 
 
-OUTLIER_THRESHOLD = 6.0  # |x| from which a feature is one (arXiv:2208.07339, 3.2)
+OUTLIER_THRESHOLD = 6.0  # a feature with such an |x| is an outlier (arXiv:2208.07339, 3.2)
 
 
 def llm_int8(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: None, bias: Tensor | None
 ) -> Tensor:
     """LLM.int8() (arXiv:2208.07339, 3.2): columns of x with an outlier are multiplied in x's dtype,
-    the rest in int8, where they no longer stretch the scales of their rows."""
+    the others in int8, so that outliers do not enlarge the scales of the rows."""
     flat = x.reshape(-1, x.shape[-1])
     outlier = (flat.abs() >= OUTLIER_THRESHOLD).any(0)
     y = int8_dynamic(flat.masked_fill(outlier, 0), qweight, scales, None, None)
@@ -258,7 +260,8 @@ def llm_int8(
         y = y + F.linear(flat * outlier, dequantize(qweight, scales, None).to(x.dtype))
     else:
         columns = outlier.nonzero()[:, 0]
-        y = y + F.linear(flat[:, columns], dequantize(qweight[:, columns], scales, None).to(x.dtype))
+        weight = dequantize(qweight[:, columns], scales, None)
+        y = y + F.linear(flat[:, columns], weight.to(x.dtype))
     return (y if bias is None else y + bias).view(*x.shape[:-1], len(qweight))
 
 
@@ -267,44 +270,44 @@ def llm_int8(
 # --------------------------------------------------------------------------------------------------
 
 TILE = 128
-# Rows and columns that share a scale; None: all of them. The columns are those a product sums over.
+# Rows and columns that share a scale; None: all of them. A matmul sums over the columns.
 GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
     "tensorwise": (None, None),
     "rowwise": (1, None),
     "1x128": (1, TILE),
     "128x128": (TILE, TILE),
 }
-ScaledTensor = tuple[Tensor, Tensor]  # codes (M, K), and the scale of each tile
+ScaledTensor = tuple[Tensor, Tensor]  # FP8 values (M, K), and the scale of each tile
 
 
 def round_fp8(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, saturate: bool = False
 ) -> Tensor:
-    """x -> fp32 with the values of x.to(dtype), to the bit, by fp32 arithmetic alone: for a device
-    without that cast, and to say what it does (arXiv:2209.05433, table 1).
+    """The values of x.to(dtype), bit for bit, in fp32 and by fp32 arithmetic alone: the reference
+    of the cast (arXiv:2209.05433, table 1), for a device without it.
 
-    The nearest multiple of a step, ties to the even one. The step halves with each power of two
-    down to the smallest normal number, and no further: what lies below is subnormal. Past the
-    largest number e5m2 has infinity; e4m3fn has none and gives NaN past 448, or with `saturate`,
-    as torch does from 2.13 on, 448.
+    Rounds to the nearest multiple of a step, ties to even. The step halves with each power of two
+    down to the smallest normal number; smaller values are subnormal and share its step. On overflow
+    e5m2 gives infinity; e4m3fn has none and gives NaN above 448, or 448 with `saturate`, as torch
+    does from 2.13 on.
     """
     limits = torch.finfo(dtype)
     x = x.float()
     exponent = torch.frexp(x.abs().clamp(min=limits.smallest_normal)).exponent - 1
     step = torch.ldexp(torch.full_like(x, limits.eps), exponent)
     y = (x / step).round() * step
-    past = limits.max if saturate else math.nan if dtype == torch.float8_e4m3fn else math.inf
-    return torch.where(y.abs() > limits.max, torch.full_like(y, past).copysign(y), y)
+    overflow = limits.max if saturate else math.nan if dtype == torch.float8_e4m3fn else math.inf
+    return torch.where(y.abs() > limits.max, torch.full_like(y, overflow).copysign(y), y)
 
 
 def fp8_scale(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """x (M, K) -> the fp32 scale of each of its tiles, its largest |x| / the largest number of
     `dtype`: (1, 1) tensorwise, (M, 1) rowwise, (M, ceil(K / 128)) or (ceil(M / 128),
-    ceil(K / 128)) in tiles. A tile of zeros has scale 1; one with NaN or infinity has no finite
-    one, so that its product shows it."""
+    ceil(K / 128)) in tiles. A tile of zeros has scale 1. With NaN or infinity in the tile the scale
+    is not finite either, so that the matmul's result shows it."""
     if granularity not in GRANULARITIES:
         raise ValueError(
-            f"granularity {granularity!r} is not known; choose from {', '.join(GRANULARITIES)}"
+            f"granularity {granularity!r} is unknown; choose from {', '.join(GRANULARITIES)}"
         )
     (M, K), (rows, columns) = x.shape, GRANULARITIES[granularity]
     rows, columns = rows or max(M, 1), columns or max(K, 1)  # there may be no tokens
@@ -316,23 +319,23 @@ def fp8_scale(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m
 
 
 def to_fp8(x: Tensor, granularity: str, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledTensor:
-    """x (M, K) -> codes (M, K) of `dtype`, and their scales: x is about codes * scale. Nothing
-    overflows: a tile's largest value becomes the largest code."""
+    """x (M, K) -> FP8 values (M, K) of `dtype` and their scales: x is about values * scale. Nothing
+    overflows: the largest |x| of a tile becomes the largest number of `dtype`."""
     scale = fp8_scale(x, granularity, dtype)
-    codes = (x.float() / _expand_tiles(scale, x.shape)).to(dtype)
-    return codes.contiguous(), scale  # of a transposed x too: tensor cores read along K
+    qdata = (x.float() / _expand_tiles(scale, x.shape)).to(dtype)
+    return qdata.contiguous(), scale  # also if x is a transpose: tensor cores read along K
 
 
-def from_fp8(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes (M, K) and the scales of their tiles -> codes * scale (M, K) fp32."""
-    return codes.float() * _expand_tiles(scale, codes.shape)
+def from_fp8(qdata: Tensor, scale: Tensor) -> Tensor:
+    """FP8 values (M, K) and the scales of their tiles -> values * scale (M, K) fp32."""
+    return qdata.float() * _expand_tiles(scale, qdata.shape)
 
 
 def _expand_tiles(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Scales as they broadcast to (M, K): one along a dimension stays one."""
+    """Scales expanded to broadcast to (M, K); a dimension of size 1 keeps it."""
     for dim, size in enumerate(shape):
         if scale.shape[dim] not in (1, size):
-            # True division: torch.compile on a CPU (2.13) cuts off the rest of size // TILE.
+            # True division: torch.compile on a CPU (2.13) drops the remainder of size // TILE.
             tile = (torch.arange(size, device=scale.device) / TILE).long()
             scale = scale.index_select(dim, tile)
     return scale
@@ -341,22 +344,22 @@ def _expand_tiles(scale: Tensor, shape: torch.Size) -> Tensor:
 def fp8_matmul(
     a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype = torch.float32, fast: bool = False
 ) -> Tensor:
-    """a (M, K), b (N, K), codes and scales of `to_fp8` -> a @ b^T (M, N) in `dtype`, summed in
-    fp32. On FP8 tensor cores where there are some and they take the shape, else the same number
-    from the dequantized operands. fast: let Hopper's tensor cores sum in about 14 bits, as they do
-    unless told (DeepSeek-V3, arXiv:2412.19437, 3.5.2)."""
-    (codes, _), (N, K) = a, b[0].shape
-    cuda = codes.is_cuda and torch.version.cuda is not None
-    if cuda and K % 16 == N % 16 == 0 and torch.cuda.get_device_capability(codes.device) >= (8, 9):
+    """a (M, K), b (N, K), outputs of `to_fp8` -> a @ b^T (M, N) in `dtype`, summed in fp32. Runs on
+    FP8 tensor cores if the GPU has them and they support the shape, else computes the same from the
+    dequantized operands. fast: Hopper's tensor cores sum in about 14 bits, their default
+    (DeepSeek-V3, arXiv:2412.19437, 3.5.2)."""
+    (qdata, _), (N, K) = a, b[0].shape
+    cuda = qdata.is_cuda and torch.version.cuda is not None
+    if cuda and K % 16 == N % 16 == 0 and torch.cuda.get_device_capability(qdata.device) >= (8, 9):
         return scaled_mm(a, b, dtype, fast)
-    with torch.autocast(codes.device.type, enabled=False):
+    with torch.autocast(qdata.device.type, enabled=False):
         return (from_fp8(*a) @ from_fp8(*b).t()).to(dtype)
 
 
 def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """fp8_matmul by torch._scaled_mm, which takes one scale per tensor or per row. Scales that
-    change along K: a product per 128 columns, and its sum promoted, that is scaled and added up in
-    fp32 (DeepSeek-V3, 3.3.2)."""
+    """fp8_matmul by torch._scaled_mm, which takes one scale per tensor or per row. If scales change
+    along K: one matmul per 128 columns, promoted, that is scaled and accumulated in fp32
+    (DeepSeek-V3, 3.3.2)."""
     (a, scale_a), (b, scale_b) = a, b
     (M, K), N = a.shape, len(b)
     if scale_a.numel() == scale_b.numel() == 1:
@@ -366,7 +369,7 @@ def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, fast: bool =
     if scale_a.shape[1] == scale_b.shape[1] == 1:
         scales = scale_a.expand(M, 1).contiguous(), scale_b.expand(N, 1).contiguous().t()
         y = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
-        return y.to(dtype)  # on Hopper the kernel with a scale per row writes bf16 alone
+        return y.to(dtype)  # on Hopper the kernel with a scale per row writes only bf16
     y, one = a.new_zeros(M, N, dtype=torch.float32), scale_a.new_ones(())
     for g, k in enumerate(range(0, K, TILE)):
         columns = slice(k, k + TILE)
@@ -378,8 +381,8 @@ def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, fast: bool =
 def fp8_linear(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: None, bias: Tensor | None
 ) -> Tensor:
-    """qweight (N, K) FP8 with the scales of its tiles. x is rounded to e4m3 as it comes: by rows
-    where a row of the weight has one scale, in tiles of 1 x 128 where it has 128 x 128 blocks."""
+    """qweight (N, K) FP8 with the scales of its tiles. x is quantized to e4m3 at run time: by row
+    if the weight has a scale per row, in tiles of 1 x 128 if it has blocks of 128 x 128."""
     granularity = "rowwise" if scales.shape[1] == 1 else "1x128"
     rows = to_fp8(x.reshape(-1, x.shape[-1]), granularity)
     y = fp8_matmul(rows, (qweight, scales), x.dtype, fast=True)
@@ -397,40 +400,40 @@ LinearFn = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tens
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are stored, on a grid or as FP8 in tiles, and how x is multiplied by them."""
+    """How weights are stored, as integers or as FP8 in tiles, and how x is multiplied by them."""
 
     name: str
     linear_fn: LinearFn
-    spec: QuantSpec | None = None
+    spec: QuantSpec | None = None  # None: FP8
     granularity: str = "rowwise"  # of FP8
 
     @property
     def is_weight_only(self) -> bool:
-        """Whether activations stay in 16 bit."""
+        """Whether activations stay in 16 bits."""
         return self.spec is not None and self.linear_fn not in (int8_dynamic, llm_int8)
 
     def check(self, weight: Tensor) -> None:
-        """ValueError unless weight (..., N, K) can be stored so."""
+        """ValueError unless weight (..., N, K) can be quantized with this scheme."""
         (self.spec or QuantSpec()).check(weight)
 
     def quantize(self, weight: Tensor, ranges: str = "minmax") -> QTensors:
-        """weight (N, K) -> its codes as they are stored."""
+        """weight (N, K) -> the tensors that are stored."""
         if self.spec is None:
             return *to_fp8(weight, self.granularity), None
         scales, zeros = self.spec.choose_qparams(weight, ranges)
         return self.pack(self.spec.quantize(weight, scales, zeros), scales, zeros)
 
-    def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QTensors:
-        """Codes on the grid -> as they are stored: packed, scales of groups in bf16."""
-        codes = codes if self.spec.symmetric else pack(codes, self.spec.bits)
-        return codes, scales.bfloat16() if self.spec.group_size else scales, zeros
+    def pack(self, qdata: Tensor, scales: Tensor, zeros: Tensor | None) -> QTensors:
+        """Unpacked integers -> the tensors that are stored: packed, scales of groups in bf16."""
+        qdata = qdata if self.spec.symmetric else pack(qdata, self.spec.bits)
+        return qdata, scales.bfloat16() if self.spec.group_size else scales, zeros
 
     def dequantize(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        """The weight that the codes stand for, (..., N, K) fp32."""
+        """Stored tensors -> the weight (..., N, K) fp32."""
         if self.spec is None:
             return from_fp8(qweight, scales)
-        codes = qweight if self.spec.symmetric else unpack(qweight, self.spec.bits)
-        return dequantize(codes, scales, zeros)
+        qdata = qweight if self.spec.symmetric else unpack(qweight, self.spec.bits)
+        return dequantize(qdata, scales, zeros)
 
 
 SCHEMES = {
@@ -449,7 +452,7 @@ SCHEMES = {
 
 
 def get_scheme(name: str, group_size: int | None = None) -> Scheme:
-    """The scheme of that name, with another group_size if one is given."""
+    """The scheme of this name, with another group_size if one is given."""
     if not isinstance(name, str) or name not in SCHEMES:
         raise ValueError(f"scheme {name!r} is unknown; known: {', '.join(SCHEMES)}")
     scheme = SCHEMES[name]
@@ -457,7 +460,7 @@ def get_scheme(name: str, group_size: int | None = None) -> Scheme:
         return scheme
     if scheme.spec is None or not scheme.spec.group_size:
         grouped = ", ".join(n for n, s in SCHEMES.items() if s.spec and s.spec.group_size)
-        raise ValueError(f"group_size is for {grouped}; leave it out with {name}")
+        raise ValueError(f"group_size requires one of {grouped}, not {name}")
     if type(group_size) is not int or group_size < 8 or group_size & (group_size - 1):
         raise ValueError(
             f"group_size must be 32, 64, 128 or another power of 2, not {group_size!r}"
@@ -466,24 +469,24 @@ def get_scheme(name: str, group_size: int | None = None) -> Scheme:
 
 
 class QuantizedModule(nn.Module):
-    """A weight (..., N, K) as codes. Its device changes as any module's, its dtype does not: a
-    model that is cast keeps its codes and scales. `product` may be another of the same form."""
+    """A quantized weight (..., N, K). `.to` changes its device, but not the dtypes of its buffers:
+    casting a model keeps qweight and scales. `linear_fn` may be replaced by another LinearFn."""
 
     qweight: Tensor
     scales: Tensor
     zeros: Tensor | None
 
-    def __init__(self, weight: Tensor, scheme: Scheme, codes: QTensors):
+    def __init__(self, weight: Tensor, scheme: Scheme, qtensors: QTensors):
         super().__init__()
         self.scheme, self.linear_fn = scheme, scheme.linear_fn
         self.shape, self.dtype = weight.shape, weight.dtype
-        for name, tensor in zip(("qweight", "scales", "zeros"), codes):  # kernels read row by row
+        for name, tensor in zip(("qweight", "scales", "zeros"), qtensors):  # kernels need row-major
             self.register_buffer(name, None if tensor is None else tensor.contiguous())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
-        held = {name: self._buffers[name] for name in ("qweight", "scales", "zeros")}
+        buffers = {name: self._buffers[name] for name in ("qweight", "scales", "zeros")}
         super()._apply(fn, recurse)
-        for name, tensor in held.items():
+        for name, tensor in buffers.items():
             if tensor is not None and self._buffers[name].dtype != tensor.dtype:
                 self._buffers[name] = tensor.to(self._buffers[name].device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -495,11 +498,11 @@ class QuantizedModule(nn.Module):
 
 
 class QuantizedLinear(QuantizedModule):
-    """nn.Linear with its weight as codes, and perhaps a few of its numbers kept in 16 bit
-    (kept_index into the flat weight, kept_weight)."""
+    """nn.Linear with a quantized weight. A few weights may be kept in 16 bits: kept_weight, and
+    kept_index into the flat weight."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, codes: QTensors):
-        super().__init__(weight, scheme, codes)
+    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, qtensors: QTensors):
+        super().__init__(weight, scheme, qtensors)
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_buffer("kept_index", None)
@@ -507,7 +510,7 @@ class QuantizedLinear(QuantizedModule):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (N, K) that the codes stand for, in the model's dtype."""
+        """The dequantized weight (N, K), in the model's dtype."""
         weight = self.scheme.dequantize(self.qweight, self.scales, self.zeros).to(self.dtype)
         if self.kept_index is not None:
             weight.view(-1)[self.kept_index.long()] = self.kept_weight
@@ -520,13 +523,13 @@ class QuantizedLinear(QuantizedModule):
 
     @torch.no_grad()
     def keep(self, index: Tensor, weight: Tensor) -> None:
-        """Hold these numbers of the flat weight in the model's dtype beside the codes."""
+        """Store these elements of the flat weight in the model's dtype too, and use them."""
         self.kept_index, self.kept_weight = index.int(), weight.to(self.dtype)
 
 
 class QuantizedStack(QuantizedModule):
-    """The weights of E experts (E, N, K) as codes. Indexed, by a number or a tensor of them, it
-    gives what they stand for; so the experts hook takes it for the tensor that it replaces."""
+    """The quantized weights of E experts (E, N, K). Indexing, by an int or a tensor of ids, returns
+    dequantized weights, so that the experts hook can use it like the tensor that it replaces."""
 
     def __getitem__(self, ids: Any) -> Tensor:
         return self.scheme.dequantize(*self._of(ids)).to(self.dtype)
@@ -552,9 +555,9 @@ def loop_experts(
     w_gate_up: Any,
     w_down: Any,
 ) -> Tensor:
-    """The experts hook by linear(x, stack, e): SwiGLU experts, each for the tokens that chose it.
-    x (N, C), weights and ids (N, K), stacks of (2F, C), gate rows first, and (C, F) -> (N, C). An
-    id of -1 is nobody's."""
+    """The experts hook as a loop over experts, with linear(x, stack, e) for its matmuls: SwiGLU
+    experts, each run on the tokens routed to it. x (N, C), weights and ids (N, K), w_gate_up
+    (E, 2F, C), gate rows first, and w_down (E, C, F) -> (N, C). An id of -1 is padding."""
     out = torch.zeros_like(x)
     for e in ids[ids >= 0].unique().tolist():
         token, k = (ids == e).nonzero(as_tuple=True)
@@ -565,16 +568,18 @@ def loop_experts(
 
 
 # --------------------------------------------------------------------------------------------------
-# The swap
+# Replacing the modules of a model
 # --------------------------------------------------------------------------------------------------
 
 STACKS = ("w_gate_up", "w_down")
-Rounding = Callable[[str, Tensor], QTensors]  # (name, weight (N, K)) -> codes, scales, zeros on a grid
+Rounding = Callable[[str, Tensor], QTensors]  # (name, weight (N, K)) -> unpacked q, scales, zeros
 
 
-def quantizable_weights(name: str, module: nn.Module, skip: Sequence[str] = ()) -> dict[str, Tensor]:
-    """The weights of this very module that quantize_ would replace, by full name: an nn.Linear's,
-    or the two stacks of a mixture of experts."""
+def quantizable_weights(
+    name: str, module: nn.Module, skip: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """The weights that quantize_ would replace in this module itself, by full name: an nn.Linear's,
+    or the two stacked expert weights of an MoE layer."""
     found = {}
     if type(module) is nn.Linear:
         found = {name: module.weight}
@@ -589,31 +594,31 @@ def _matches(name: str, part: str) -> bool:
 
 
 def quantizable_modules(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """The modules below `model` that have weights to replace, by name: none whose weight another
-    module uses too, such as a head tied to the embedding."""
+    """The modules below `model` that have weights to quantize, by name, except those that share
+    their weight with another module, such as a head tied to the embedding."""
     modules = dict(model.named_modules())
     owners = Counter(p for m in modules.values() for p in m._parameters.values() if p is not None)
     found = {}
     for name, module in modules.items():
         weights = quantizable_weights(name, module, skip)
-        root = module is model and type(module) is nn.Linear  # which has no place to be put in
+        root = module is model and type(module) is nn.Linear  # has no parent to replace it in
         if weights and not root and all(owners[w] == 1 for w in weights.values()):
             found[name] = module
     return found
 
 
 def check_skip(model: nn.Module, skip: Sequence[str]) -> None:
-    """ValueError for a part of `skip` that names nothing."""
+    """ValueError for an entry of `skip` that matches no module or weight."""
     names = [n for name, m in model.named_modules() for n in (name, *quantizable_weights(name, m))]
     for part in skip:
         if not any(_matches(name, part) for name in names):
-            raise ValueError(f"skip: nothing in the model is named {part!r}")
+            raise ValueError(f"skip: no module of the model matches {part!r}")
 
 
 def check_weights(
     modules: Mapping[str, nn.Module], check: Callable[[Tensor], None], skip: Sequence[str]
 ) -> None:
-    """check(weight) of all of them; its ValueError names the layer."""
+    """Call check(weight) for every weight to quantize; its ValueError names the layer."""
     for name, module in modules.items():
         for full, weight in quantizable_weights(name, module, skip).items():
             try:
@@ -623,7 +628,8 @@ def check_weights(
 
 
 def swap_class_(model: nn.Module, name: str, kind: type[nn.Linear], **attributes: Any) -> None:
-    """Put a `kind` with these attributes over the same parameters in place of model's linear."""
+    """Replace the nn.Linear of this name by a `kind` with the same parameters and these
+    attributes."""
     parent, _, attribute = name.rpartition(".")
     old = model.get_submodule(name)
     with torch.device("meta"):
@@ -643,18 +649,18 @@ def quantize_module(
     rounding: Rounding | None = None,
     ranges: str = "minmax",
 ) -> nn.Module:
-    """What takes this module's place: for an nn.Linear a QuantizedLinear, for others themselves,
-    those with stacked experts with these quantized. `name` is what skip and rounding go by."""
+    """The module to put in this module's place: a QuantizedLinear for an nn.Linear; any other
+    module itself, its stacked expert weights quantized. `name` is passed to skip and rounding."""
     for full, weight in quantizable_weights(name, module, skip).items():
         try:
-            codes = _quantize_weight(full, weight, scheme, rounding, ranges)
+            qtensors = _quantize_weight(full, weight, scheme, rounding, ranges)
         except ValueError as e:
             raise ValueError(f"{full}: {e}") from None
         if type(module) is nn.Linear:
-            return QuantizedLinear(weight, module.bias, scheme, codes).train(module.training)
+            return QuantizedLinear(weight, module.bias, scheme, qtensors).train(module.training)
         leaf = full.rpartition(".")[2]
         delattr(module, leaf)
-        setattr(module, leaf, QuantizedStack(weight, scheme, codes).train(module.training))
+        setattr(module, leaf, QuantizedStack(weight, scheme, qtensors).train(module.training))
         module.experts = partial(loop_experts, expert_linear)
     return module
 
@@ -662,10 +668,10 @@ def quantize_module(
 def _quantize_weight(
     name: str, weight: Tensor, scheme: Scheme, rounding: Rounding | None, ranges: str
 ) -> QTensors:
-    """The codes of a weight (N, K), or of a stack of them, one after the other."""
+    """Quantize a weight (N, K), or a stack (E, N, K) expert by expert."""
     if weight.dim() == 3:
-        some = weight[:1] if weight.is_meta else weight
-        each = [_quantize_weight(f"{name}.{e}", w, scheme, rounding, ranges) for e, w in enumerate(some)]
+        experts = enumerate(weight[:1] if weight.is_meta else weight)
+        each = [_quantize_weight(f"{name}.{e}", w, scheme, rounding, ranges) for e, w in experts]
         stacked = (None if part[0] is None else torch.stack(part) for part in zip(*each))
         if weight.is_meta:
             stacked = (p if p is None else p.expand(len(weight), *p.shape[1:]) for p in stacked)
@@ -685,16 +691,16 @@ def quantize_(
     rounding: Rounding | None = None,
     ranges: str = "minmax",
 ) -> nn.Module:
-    """Replace, in place, the weights of `model` by codes: of every nn.Linear below it (exactly that
-    type) and of stacked experts (parameters w_gate_up (E, 2F, C) and w_down (E, C, F) beside an
-    `experts` hook). Returns the model; on the meta device too, where it gives shapes alone.
+    """Quantize `model` in place: every nn.Linear below it (exactly that type) and stacked experts
+    (parameters w_gate_up (E, 2F, C) and w_down (E, C, F) of a module with an `experts` hook).
+    Returns the model. On the meta device it changes only shapes and modules.
 
-    What stays: norms, embeddings, routers, a Linear whose weight another module shares (a tied
-    head), and `skip`: names, or dotted parts of names ("head", "layers.0", "kv_b_proj"). scheme is
-    one of SCHEMES, group_size that of int4, int3 and int2. `rounding` finds the codes in place of
-    rounding to nearest (calibrate.gptq); `ranges` is Grid.find's. ValueError, before anything is
-    changed, names the layer: unknown scheme, a group_size that does not divide, NaN, a skip that
-    matches nothing. (What `rounding` raises comes through when earlier layers are replaced.)
+    Unchanged: norms, embeddings, routers, a Linear that shares its weight with another module (a
+    tied head), and `skip`: names, or dotted parts of names ("head", "layers.0", "kv_b_proj").
+    scheme is a key of SCHEMES, group_size applies to int4, int3 and int2. `rounding` replaces
+    round-to-nearest (see calibrate.gptq); `ranges` is QuantSpec.choose_qparams's. ValueError,
+    before anything is changed, names the layer: unknown scheme, a group_size that does not divide
+    K, NaN, a skip that matches nothing. (If `rounding` raises, earlier layers are replaced.)
     """
     chosen = get_scheme(scheme, group_size)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -702,11 +708,11 @@ def quantize_(
     todo = quantizable_modules(model, skip)
     if not todo:
         done = any(isinstance(m, QuantizedModule) for m in model.modules())
-        why = "it is quantized already" if done else "or skip leaves none"
-        raise ValueError(f"there is no nn.Linear below this module with a weight of its own: {why}")
+        why = "the model is already quantized" if done else "skip excludes them all, or it has none"
+        raise ValueError(f"no nn.Linear or stacked experts to quantize: {why}")
     check_weights(todo, chosen.check, skip)
     for name in list(todo):
-        module = todo.pop(name)  # nothing here holds the old weight any longer
+        module = todo.pop(name)  # drop the reference to the old weight
         new = quantize_module(name, module, chosen, skip=skip, rounding=rounding, ranges=ranges)
         if new is not module:
             parent, _, leaf = name.rpartition(".")
@@ -715,8 +721,8 @@ def quantize_(
 
 
 def use_linear_fn_(model: nn.Module, linear_fn: LinearFn) -> nn.Module:
-    """Have every layer of int8 and int4 weights multiply by `product`, such as
-    gemm.weight_only_matmul, where it was weight_only. Returns the model."""
+    """Replace weight_only by `linear_fn`, such as gemm.weight_only_matmul, in every int8 and int4
+    layer. Returns the model."""
     for module in model.modules():
         if isinstance(module, QuantizedModule) and module.scheme.linear_fn is weight_only:
             module.linear_fn = linear_fn
@@ -724,23 +730,23 @@ def use_linear_fn_(model: nn.Module, linear_fn: LinearFn) -> nn.Module:
 
 
 def pack_for_torch_cpu_(model: nn.Module) -> nn.Module:
-    """Have int4 layers multiply by torch's own CPU kernel: its layout depends on this CPU and is
-    kept beside the codes, so that the model still saves. bf16, groups of 32, 64, 128 or 256, output
-    features a multiple of 16."""
+    """Run int4 layers with torch's own CPU kernel. Its layout depends on the CPU, so qweight is
+    kept too, for saving. Requires bf16, groups of 32, 64, 128 or 256, and output features a
+    multiple of 16."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and module.scheme.name == "int4":
-            codes, zeros = unpack(module.qweight, 4).int(), module.zeros.float()
-            packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
-            shift = (8 - zeros) * module.scales.float()  # torch's codes are from -8 on
+            qdata, zeros = unpack(module.qweight, 4).int(), module.zeros.float()
+            packed = torch._convert_weight_to_int4pack_for_cpu(qdata, 1)
+            shift = (8 - zeros) * module.scales.float()  # torch's integers start at -8
             both = torch.stack((module.scales.float(), shift), -1).transpose(0, 1)
             args = packed, module.in_features // zeros.shape[1], both.bfloat16().contiguous()
             module.linear_fn = partial(_torch_int4, args)
     return model
 
 
-def _torch_int4(args: tuple, x: Tensor, *codes_and_bias: Tensor | None) -> Tensor:
+def _torch_int4(args: tuple, x: Tensor, *qtensors_and_bias: Tensor | None) -> Tensor:
     y = torch._weight_int4pack_mm_for_cpu(x.reshape(-1, x.shape[-1]), *args)
-    y, bias = y.view(*x.shape[:-1], -1), codes_and_bias[-1]
+    y, bias = y.view(*x.shape[:-1], -1), qtensors_and_bias[-1]
     return y if bias is None else y + bias
 
 
@@ -748,11 +754,11 @@ def _torch_int4(args: tuple, x: Tensor, *codes_and_bias: Tensor | None) -> Tenso
 # config.json
 # --------------------------------------------------------------------------------------------------
 
-VERSION = 1  # of what quantization_config says; raised when an older reader would misread it
+VERSION = 1  # of quantization_config; increased when an older reader would misread it
 
 
 def to_config(model: nn.Module, scheme: str, group_size: int | None, skip: Sequence[str]) -> dict:
-    """quantization_config for config.json: what from_config needs to make the same modules."""
+    """quantization_config for config.json, from which from_config creates the same modules."""
     kept = {
         name: len(m.kept_index)
         for name, m in model.named_modules()
@@ -765,14 +771,14 @@ def to_config(model: nn.Module, scheme: str, group_size: int | None, skip: Seque
 
 
 def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
-    """quantize_ as quantization_config says, on a model on the meta device: its codes are to be
-    loaded. ValueError names the field."""
+    """quantize_ a model on the meta device as quantization_config specifies, so that its tensors
+    can be loaded. ValueError names the field."""
     known = {"quant_method", "version", "scheme", "group_size", "skip", "kept", "calibrated"}
     if config.get("version") != VERSION or set(config) - known:
         odd = ", ".join(sorted(set(config) - known)) or f"version {config.get('version')!r}"
         raise ValueError(
             f"quantization_config: {odd} is unknown here (version {VERSION}); the folder was "
-            "written by another quantize.py, open it with that or quantize the model anew"
+            "written by another quantize.py: load it with that, or quantize the model again"
         )
     skip, kept = config.get("skip"), config.get("kept", {})
     if not isinstance(skip, list) or not all(isinstance(part, str) for part in skip):
@@ -786,13 +792,13 @@ def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     counts = kept.items() if isinstance(kept, dict) else [(str(kept), 0)]
     for name, n in counts:
         if name not in layers or type(n) is not int or not 0 < n <= math.prod(layers[name].shape):
-            raise ValueError(f"quantization_config: kept has {name!r}: {n!r}, no number of weights")
+            raise ValueError(f"quantization_config: kept has an invalid entry {name!r}: {n!r}")
         layers[name].keep_unquantized(torch.empty(n, device="meta"), torch.empty(n, device="meta"))
     return model
 
 
 # --------------------------------------------------------------------------------------------------
-# Training: FP8 products
+# FP8 training
 # --------------------------------------------------------------------------------------------------
 
 # Recipe -> granularity of activations and gradients, and that of weights.
@@ -804,9 +810,9 @@ RECIPES = {
 
 
 class Float8Matmul(torch.autograd.Function):
-    """y = x W^T, and backward dx = g W and dW = g^T x: three products of FP8 operands. Each operand
-    is rounded from what it was in full precision, with scales along the dimension that this
-    product sums over: that of x is K in the first product, and M, the tokens, in the last."""
+    """y = x W^T, and backward dx = g W and dW = g^T x: three matmuls of FP8 operands. Each operand
+    is quantized from full precision, with scales along the dimension that its matmul sums over: for
+    x that is K in the forward matmul, and M, the tokens, in dW."""
 
     @staticmethod
     def forward(
@@ -837,8 +843,8 @@ def float8_linear(
     recipe: str = "rowwise",
     grad_dtype: torch.dtype = torch.float8_e5m2,
 ) -> Tensor:
-    """F.linear for training: x (..., K), weight (N, K) in any dtype, bias (N,) -> (..., N) of x's
-    dtype, or autocast's where that is on."""
+    """F.linear for training, in FP8: x (..., K), weight (N, K) in any dtype, bias (N,) -> (..., N)
+    in x's dtype, or autocast's if enabled."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -848,8 +854,8 @@ def float8_linear(
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear through `float8_linear`. Its weight is the master weight and stays as it was, fp32;
-    FP8 exists within a step alone."""
+    """nn.Linear computed by `float8_linear`. Its weight is the master weight and stays in fp32; FP8
+    copies exist only within a step."""
 
     recipe: str
     grad_dtype: torch.dtype
@@ -866,17 +872,17 @@ def fp8_training_(
     skip: Sequence[str] = ("head", "lm_head"),
     grad_dtype: torch.dtype = torch.float8_e5m2,
 ) -> nn.Module:
-    """Have every nn.Linear below `model`, and the experts of its mixtures, multiply in FP8: in
-    place, over the same parameters, so that optimizer, checkpoints and names do not change.
+    """Make every nn.Linear below `model`, and the experts of its MoE layers, multiply in FP8: in
+    place, with the same parameters, so that optimizer, checkpoints and names do not change.
 
     recipe: tensorwise, one scale per operand, the fastest; rowwise, one per row; blockwise,
     DeepSeek-V3's tiles of 1 x 128 and blocks of 128 x 128, the most accurate. grad_dtype: of the
-    gradients, e5m2 for their range, or e4m3fn for a bit more of mantissa (DeepSeek-V3). Embedding,
-    norms, router and head stay: few of the products and much of the accuracy. Slower than bf16
-    without FP8 tensor cores, and with them in layers narrower than about 4096.
+    gradients, e5m2 for its range, or e4m3fn for one more bit of mantissa (DeepSeek-V3). Embedding,
+    norms, router and head are unchanged: few of the FLOPs and much of the accuracy. Slower than
+    bf16 without FP8 tensor cores, and with them in layers narrower than about 4096.
     """
     if recipe not in RECIPES:
-        raise ValueError(f"FP8 recipe {recipe!r} is not known; choose from {', '.join(RECIPES)}")
+        raise ValueError(f"FP8 recipe {recipe!r} is unknown; choose from {', '.join(RECIPES)}")
     if grad_dtype not in (torch.float8_e5m2, torch.float8_e4m3fn):
         raise ValueError(f"grad_dtype must be float8_e5m2 or float8_e4m3fn, not {grad_dtype}")
     options = dict(recipe=recipe, grad_dtype=grad_dtype)
@@ -890,29 +896,29 @@ def fp8_training_(
 
 
 # --------------------------------------------------------------------------------------------------
-# Training: with the rounding in it
+# Quantization-aware training
 # --------------------------------------------------------------------------------------------------
 
 
 def fake_quantize(weight: Tensor, spec: QuantSpec) -> Tensor:
-    """weight (..., K) -> what `grid` keeps of it: its codes, decoded, in weight's dtype.
+    """weight (..., K) quantized with `spec` and dequantized, in weight's dtype.
 
-    Rounding has no slope, so the gradient goes straight through it to the weight, where the weight
-    lies within the grid's range; what was clamped gets none (arXiv:2106.08295, 4.1). Ranges are
-    found anew from the weight, with no gradient of their own.
+    Straight-through estimator: rounding passes the gradient to the weight unchanged; clamped
+    weights get none (arXiv:2106.08295, 4.1). The ranges are computed from the weight at each call
+    and have no gradient.
     """
     with torch.no_grad():
         w = weight.flatten(0, -2).float()
         scales, zeros = spec.choose_qparams(w)
         q = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
         step = scales.float().repeat_interleave(w.shape[1] // scales.shape[1], 1)
-        inside = ((q - w).abs() <= step).view_as(weight)  # rounding alone moves by half a step
+        inside = ((q - w).abs() <= step).view_as(weight)  # rounding moves by at most half a step
     return q.view_as(weight).to(weight.dtype) + (weight - weight.detach()) * inside  # q + 0
 
 
 class FakeQuantLinear(nn.Linear):
-    """nn.Linear whose weight is rounded in every forward; the weight itself stays as it was, for
-    the optimizer to move."""
+    """nn.Linear whose weight is fake-quantized in every forward pass; the optimizer updates the
+    unrounded weight."""
 
     spec: QuantSpec
 
@@ -921,10 +927,10 @@ class FakeQuantLinear(nn.Linear):
 
 
 def qat_(model: nn.Module, spec: QuantSpec, *, skip: Sequence[str] = ()) -> nn.Module:
-    """Quantization-aware training: have every nn.Linear that quantize_ would replace, and the
-    experts of mixtures, multiply by their rounded weights, in place over the same parameters. What
-    is trained loses nothing more when quantize_ rounds it to the same grid. Inputs are not rounded.
-    ValueError, naming the layer, where the grid does not fit."""
+    """Quantization-aware training: every nn.Linear that quantize_ would replace, and the experts of
+    MoE layers, use fake-quantized weights, in place, with the same parameters. quantize_ with the
+    same spec then costs no further loss. Activations are not quantized. ValueError, naming the
+    layer, if the spec does not fit."""
     todo = quantizable_modules(model, skip)
     check_weights(todo, spec.check, skip)
     for name, module in todo.items():
@@ -952,7 +958,7 @@ def _fake_quantized_experts(
 
 
 def check(device: str) -> None:
-    """Every scheme's product against the weight that it stands for, and the casts against torch."""
+    """Every scheme's matmul against its dequantized weight, and the FP8 casts against torch."""
     rng = torch.Generator().manual_seed(0)
     for name in SCHEMES:
         for N, K, rows in ((48, 64, 1), (64, 256, 5), (7, 96, 130)):
@@ -984,7 +990,7 @@ def seconds(f: Callable[[], object], repeats: int = 9) -> float:
 
 
 def benchmark(device: str, N: int = 2048, K: int = 2048) -> None:
-    """Bytes, error against the unquantized layer and milliseconds, in turn on several layers."""
+    """Bytes, error against the unquantized layer and milliseconds, over several layers in turn."""
     rng = torch.Generator().manual_seed(0)
     print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {N} x {K} bf16")
     print(f"{'scheme':<14}{'bytes':>7}{'error':>9}{'x1':>9}{'x8':>9}{'x128':>9}   ms by rows of x")
@@ -1016,7 +1022,7 @@ def benchmark(device: str, N: int = 2048, K: int = 2048) -> None:
 
 
 if __name__ == "__main__":
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode():
-        check(where)
-        benchmark(where)
+        check(device)
+        benchmark(device)

@@ -1706,15 +1706,24 @@ def test_cache_and_model_may_differ_in_dtype():
     "sheet",
     [
         pytest.param(n, marks=pytest.mark.slow)
-        for n in "alignment calibrate checkpoint cpu data gemm lora offload optimizers quantize "
-        "sampling sparse speculative".split()
+        for n in "calibrate cpu gemm quantize sampling sparse speculative".split()
     ],
 )
-def test_sheet_alone_in_an_empty_folder(sheet, tmp_path):
+def test_file_alone_in_an_empty_folder(sheet, tmp_path):
     """The copy contract: the file alone runs as a program, checks itself and prints its table."""
     shutil.copy(FILES[sheet], tmp_path)
     done = run(f"{sheet}.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0 and len(done.stdout.splitlines()) > 4, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", "alignment data lora offload optimizers".split())
+def test_check_alone_in_an_empty_folder(name, tmp_path):
+    """The same without the table, for files whose table takes minutes."""
+    shutil.copy(FILES[name], tmp_path)
+    code = f"import {name}; {name}.check()"
+    done = run("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
 
 
 IMPORT_ALONE = """
@@ -1746,9 +1755,9 @@ def test_leaves_import_alone(tmp_path):
 @pytest.mark.parametrize(
     "sheet",
     "parallel pipeline context_parallel async_tp inference_parallel expert_parallel diloco "
-    "quantized_collectives zero".split(),
+    "quantized_collectives zero checkpoint".split(),
 )
-def test_sheet_of_ranks_alone_in_an_empty_folder(sheet, tmp_path):
+def test_file_of_ranks_alone_in_an_empty_folder(sheet, tmp_path):
     """The same of those that start processes, without the table."""
     shutil.copy(FILES[sheet], tmp_path)
     done = run(f"{sheet}.py", "--check", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
@@ -6265,7 +6274,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class WholeGrid(C.MinMax):
+class WholeGrid(C.MinMaxSpec):
     """A symmetric grid without zeros, one scale for a row (None) or for all (0)."""
 
     def __init__(self, bits, group_size=None):
@@ -6282,7 +6291,7 @@ class WholeGrid(C.MinMax):
         return codes * scales
 
 
-CALIBRATE_GRIDS = [C.MinMax(2, 32), C.MinMax(3, 64), C.MinMax(4, 32), WholeGrid(3), WholeGrid(4, 0)]
+CALIBRATE_GRIDS = [C.MinMaxSpec(2, 32), C.MinMaxSpec(3, 64), C.MinMaxSpec(4, 32), WholeGrid(3), WholeGrid(4, 0)]
 
 
 def calibrate_layer(seed, N=24, K=192, kind="correlated"):
@@ -6366,7 +6375,7 @@ def test_calibrate_layer_by_layer_feeds_each_layer_from_the_quantized_ones():
         with torch.no_grad():
             expect = [torch.tanh(layers[i](x)) for x in expect]
     assert i == 2 and all(torch.equal(a, b) for a, b in zip(batches, before))
-    with pytest.raises(ValueError, match="inputs has no batches"):
+    with pytest.raises(ValueError, match="inputs is empty"):
         next(C.layer_by_layer(layers, [], forward))
 
 
@@ -6374,7 +6383,7 @@ def test_calibrate_layer_by_layer_feeds_each_layer_from_the_quantized_ones():
 
 
 @pytest.mark.parametrize("block_size", [1, 32, 40, 128, 1000])
-@pytest.mark.parametrize("K, grid", [(96, C.MinMax(3, 32)), (192, C.MinMax(2, 64))])
+@pytest.mark.parametrize("K, grid", [(96, C.MinMaxSpec(3, 32)), (192, C.MinMaxSpec(2, 64))])
 def test_calibrate_gptq_is_the_surgeon(K, grid, block_size):
     """Codes equal those of the update re-solved in float64 column by column, for blocks that do and
     do not divide K or hold a group; rows that fell back to rounding are rounded."""
@@ -6384,7 +6393,7 @@ def test_calibrate_gptq_is_the_surgeon(K, grid, block_size):
     near = grid.choose_qparams(W)
     fell = (codes == grid.quantize(W, *near)).all(1)
     assert fell.float().mean() < 0.5
-    same = (codes == C.surgeon(W, H, grid))[~fell].float().mean()
+    same = (codes == C.gptq_reference(W, H, grid))[~fell].float().mean()
     assert same > 0.985, same  # a tie that falls the other way changes what follows in its row
     assert torch.equal(scales[fell], near[0][fell]) and torch.equal(zeros[fell], near[1][fell])
 
@@ -6393,7 +6402,7 @@ def test_calibrate_the_surgeon_is_what_the_paper_solves():
     """Of all changes to the columns left, the update gives the least output error: compared with
     least squares on the first column."""
     W, x = calibrate_layer(1, N=3, K=32, kind="white")
-    grid, H = C.MinMax(2, 32), (x.t() @ x).double()
+    grid, H = C.MinMaxSpec(2, 32), (x.t() @ x).double()
     params = grid.choose_qparams(W)
     q = grid.dequantize(grid.quantize(W, *params), *params)[:, :1].double()
     rest = W[:, 1:].double() + (W[:, :1] - q) @ H[:1, 1:] @ H[1:, 1:].inverse()
@@ -6414,7 +6423,7 @@ def test_calibrate_gptq_is_never_worse_than_rounding(kind, grid, seeds):
     for seed in seeds:
         W, x = calibrate_layer(seed, kind=kind)
         H = x.t() @ x
-        plain = calibrate_error(W, C.nearest(grid, W), x)
+        plain = calibrate_error(W, C.round_to_nearest(grid, W), x)
         for act_order in (False, True):
             for damp in (0.01, 0.0):
                 q = C.gptq(W, H, grid, act_order=act_order, damp=damp, block_size=128)
@@ -6423,13 +6432,13 @@ def test_calibrate_gptq_is_never_worse_than_rounding(kind, grid, seeds):
                 assert (ours <= plain * (1 + 1e-4) + noise).all()
                 if kind == "correlated" and damp:
                     assert ours.sum() < 0.8 * plain.sum()
-        assert torch.isclose(C.output_error(W, C.nearest(grid, W), H), plain.sum(), rtol=1e-3)
+        assert torch.isclose(C.output_error(W, C.round_to_nearest(grid, W), H), plain.sum(), rtol=1e-3)
 
 
 def test_calibrate_rows_that_the_sweep_makes_worse_are_rounded(monkeypatch):
     """With a sweep that is broken on purpose every row comes back rounded to nearest."""
     W, x = calibrate_layer(0)
-    grid, sweep = C.MinMax(3, 32), C._sweep
+    grid, sweep = C.MinMaxSpec(3, 32), C._sweep
     monkeypatch.setattr(C, "_sweep", lambda *a: sweep(*a) ^ 7)
     codes, scales, zeros = C.gptq(W, x.t() @ x, grid)
     near = grid.choose_qparams(W)
@@ -6437,7 +6446,7 @@ def test_calibrate_rows_that_the_sweep_makes_worse_are_rounded(monkeypatch):
     assert torch.equal(scales, near[0]) and torch.equal(zeros, near[1])
 
 
-@pytest.mark.parametrize("grid", [C.MinMax(3, 32), WholeGrid(3)])
+@pytest.mark.parametrize("grid", [C.MinMaxSpec(3, 32), WholeGrid(3)])
 def test_calibrate_act_order_is_undone(grid):
     """Codes stand at their own columns, on the scales of the original weight: equal to GPTQ without
     act_order of the permuted layer, whole rows; groups keep the scales found up front."""
@@ -6446,7 +6455,7 @@ def test_calibrate_act_order_is_undone(grid):
     codes, scales, _ = C.gptq(W, H, grid, act_order=True)
     assert torch.equal(scales, grid.choose_qparams(W)[0])
     assert C.output_error(W, grid.dequantize(*C.gptq(W, H, grid, act_order=True)), H) < C.output_error(
-        W, C.nearest(grid, W), H
+        W, C.round_to_nearest(grid, W), H
     )
     if grid.group_size is None:
         order = H.diagonal().argsort(descending=True, stable=True)
@@ -6472,7 +6481,7 @@ def test_calibrate_kept_weights_have_no_error_and_no_part_in_the_scales():
     """keep: planted outliers that stretch the grid; kept, the rest is on a fine grid, and the error
     with them put back is at most that of rounding with them kept."""
     W, x = calibrate_layer(4)
-    H, grid = x.t() @ x, C.MinMax(2, 32)
+    H, grid = x.t() @ x, C.MinMaxSpec(2, 32)
     keep = torch.rand(W.shape, generator=seeded()) < 0.02
     W[keep] *= 50
     codes, scales, zeros = C.gptq(W, H, grid, keep=keep)
@@ -6484,7 +6493,7 @@ def test_calibrate_kept_weights_have_no_error_and_no_part_in_the_scales():
     without = C.output_error(W, grid.dequantize(*C.gptq(W, H, grid)), H)
     assert C.output_error(W, ours, H) < 0.2 * without
     one = torch.tensor([[1.0, 100.0, 3.0, 8.0]])
-    low = C.choose_qparams_without(C.MinMax(2, 2), one, torch.tensor([[False, True, True, True]]))[0]
+    low = C.choose_qparams_without(C.MinMaxSpec(2, 2), one, torch.tensor([[False, True, True, True]]))[0]
     torch.testing.assert_close(low, torch.tensor([[1 / 3, 1e-8]]))
 
 
@@ -6492,17 +6501,17 @@ def test_calibrate_kept_weights_have_no_error_and_no_part_in_the_scales():
 def test_calibrate_one_row_and_odd_dtypes(N):
     """A single row keeps the scales found on the way; bf16 weights are taken as they are."""
     W, x = calibrate_layer(6, N=N)
-    H, grid = x.t() @ x, C.MinMax(3, 32)
+    H, grid = x.t() @ x, C.MinMaxSpec(3, 32)
     a, b = C.gptq(W.bfloat16(), H, grid), C.gptq(W.bfloat16().float(), H, grid)
     assert all(torch.equal(p, q) for p, q in zip(a, b))
     W = W.bfloat16().float()
-    assert C.output_error(W, grid.dequantize(*b), H) <= C.output_error(W, C.nearest(grid, W), H)
+    assert C.output_error(W, grid.dequantize(*b), H) <= C.output_error(W, C.round_to_nearest(grid, W), H)
 
 
 def test_calibrate_gptq_refuses_what_it_cannot_use():
     """ValueError names the field and the mend."""
     W, x = calibrate_layer(0)
-    H, grid = x.t() @ x, C.MinMax(3, 32)
+    H, grid = x.t() @ x, C.MinMaxSpec(3, 32)
     bad = H.clone()
     bad[3, 3] = float("nan")
     for args, kw, words in (
@@ -6588,7 +6597,7 @@ def test_calibrate_fold_refuses_what_it_cannot_use():
 def test_calibrate_awq_finds_the_best_alpha():
     """The least output error of 21 alphas, by the inputs themselves; never above rounding's, and
     well below where a few channels are large. One s for all linears that share the input."""
-    grid, K = C.MinMax(3, 64), 128
+    grid, K = C.MinMaxSpec(3, 64), 128
     Ws = [torch.randn(n, K, generator=seeded(n)) for n in (16, 24)]
     x = torch.randn(500, K, generator=seeded())
     x[:, :4] *= 30
@@ -6596,7 +6605,7 @@ def test_calibrate_awq_finds_the_best_alpha():
     stats.update(x)
 
     def error(s):
-        return sum(calibrate_error(W, C.nearest(grid, W * s) / s, x).sum() for W in Ws)
+        return sum(calibrate_error(W, C.round_to_nearest(grid, W * s) / s, x).sum() for W in Ws)
 
     s = C.awq_scales(Ws, stats.mean_abs, stats.hessian, grid)
     every = [stats.mean_abs.pow(i / 20) for i in range(21)]
@@ -6669,7 +6678,7 @@ def test_calibrate_equalization_keeps_swiglu_and_evens_the_ranges():
 
     def rounded():
         """Mean relative error of up's rows, of which small ones suffer most."""
-        change = (up.weight - C.nearest(WholeGrid(6, 0), up.weight)).norm(dim=1)
+        change = (up.weight - C.round_to_nearest(WholeGrid(6, 0), up.weight)).norm(dim=1)
         return (change / up.weight.norm(dim=1).clamp(min=1e-9)).mean().item()
 
     before, coarse = mlp(), rounded()
@@ -6681,7 +6690,7 @@ def test_calibrate_equalization_keeps_swiglu_and_evens_the_ranges():
     for got in (up.weight.abs().amax(1), down.weight.abs().amax(0)):
         torch.testing.assert_close(got[rest], (r1 * r2).sqrt()[rest])
     assert rounded() < 0.8 * coarse
-    with pytest.raises(ValueError, match="first makes 8 channels"):
+    with pytest.raises(ValueError, match="first has 8 output channels"):
         C.equalize_(down, down)
 
 
@@ -6689,7 +6698,7 @@ def test_calibrate_bias_correction_restores_the_mean():
     """Inputs with a mean: the mean output error goes to ~0, and was not."""
     W = torch.randn(12, 32, generator=seeded())
     x = torch.randn(400, 32, generator=seeded(1)) + 2 * torch.randn(32, generator=seeded(2))
-    near = C.nearest(C.MinMax(2, 32), W)
+    near = C.round_to_nearest(C.MinMaxSpec(2, 32), W)
     stats = C.Stats("mean")
     stats.update(x)
     error = (x @ W.t() - x @ near.t()).mean(0)
@@ -6702,7 +6711,7 @@ def test_calibrate_bias_correction_restores_the_mean():
 
 
 def calibrate_2bit(w):
-    return C.nearest(C.MinMax(2, 16), w)
+    return C.round_to_nearest(C.MinMaxSpec(2, 16), w)
 
 
 class CalibrateModel(nn.Module):
@@ -9697,8 +9706,7 @@ def test_fp8_scales(granularity, dtype):
 @pytest.mark.parametrize("scheme", [("rowwise",) * 2, ("1x128", "128x128"), ("tensorwise",) * 2])
 def test_fp8_linear_is_the_product_of_its_operands(shape, scheme):
     """fp8_linear == fp64's product of the dequantized operands, and so is what tensor cores are
-    asked for, scaled_mm (here
- torch's own CPU version of that product)."""
+    asked for, scaled_mm (here torch's own CPU version of that product)."""
     rows, N, K = shape
     x, weight, bias = (
         quantize_normal(2, rows, K),
@@ -10135,8 +10143,8 @@ def compress_draws(sequences, length):
     """Calibration and held-out sequences of the standard library, (1, length) tokens each."""
     model, tokenizer = HF.load_checkpoint(DRAFT), K.load_tokenizer(DRAFT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(W, "SEQUENCES", sequences)
-        patch.setattr(W, "LENGTH", length)
+        patch.setattr(W, "NUM_SEQUENCES", sequences)
+        patch.setattr(W, "SEQ_LEN", length)
         args = compress_args("--quantize-report")
         return [W.calibration_text(args, model, tokenizer, held) for held in (False, True)]
 
@@ -10148,7 +10156,7 @@ def compress_texts():
 
 def compress_loss(model, texts):
     with torch.no_grad():
-        return W.against(model, model, texts)[0]
+        return W.compare(model, model, texts)[0]
 
 
 @pytest.mark.slow
@@ -10173,16 +10181,16 @@ def test_compress_gptq_is_never_worse_than_rounding_on_a_layer(compress_texts, m
     GPTQ's at most rounding's, and lower on most."""
     seen = {}
 
-    def by_gptq(scheme, stats, kept, name, weight):
+    def gptq_rounding(scheme, stats, kept, name, weight):
         found = plain(scheme, stats, kept, name, weight)
         if name in stats and stats[name].count:
             grid, H = scheme.spec, stats[name].hessian
             error = lambda w: C.output_error(weight, w, H).item()
-            seen[name] = error(grid.dequantize(*found)), error(C.nearest(grid, weight))
+            seen[name] = error(grid.dequantize(*found)), error(C.round_to_nearest(grid, weight))
         return found
 
-    plain = W.by_gptq
-    monkeypatch.setattr(W, "by_gptq", by_gptq)
+    plain = W.gptq_rounding
+    monkeypatch.setattr(W, "gptq_rounding", gptq_rounding)
     model = HF.load_checkpoint(MOE)
     W.calibrate_(model, "gptq", Q.get_scheme("int4", 8), ("kv_b_proj",), compress_texts[0][:4])
     assert all(ours <= rounded for ours, rounded in seen.values())
@@ -10205,8 +10213,8 @@ def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
     scheme = Q.SCHEMES[f"int{bits}"]
     model = HF.load_checkpoint(folder).float()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(W, "KEPT", 0.01)
-        tacq = {n: i for n, (i, _) in W.picks(model, scheme, (), texts).items()}
+        patch.setattr(W, "TACQ_KEEP_FRACTION", 0.01)
+        tacq = {n: i for n, (i, _) in W.select_kept_weights(model, scheme, (), texts).items()}
     weights = {n: m.weight.detach() for n, m in Q.quantizable_modules(model).items()}
     rng = torch.Generator().manual_seed(0)
     noise = {n: torch.rand(w.shape, generator=rng) for n, w in weights.items()}
@@ -10237,7 +10245,7 @@ def test_compress_folds_leave_the_model_as_it_was(folder, method, compress_texts
         run = lambda block, x: block(x, rope, positions, M.causal_attention)
         states = [model.embed(t) for t in tokens]
         for _, block, replay in C.layer_by_layer(model.layers, states, run):
-            W.fold_inputs_(block, method, scheme, replay)
+            W.fold_scales_(block, method, scheme, replay)
         assert relative(model(tokens[0]), before) < 1e-5
     after = [p for p in model.parameters() if p.dim() == 1]
     assert sum(not torch.equal(a, b) for a, b in zip(norms, after)) > len(norms) // 2
@@ -10251,7 +10259,7 @@ def test_compress_smoothquant_helps_where_activations_have_outliers(compress_tex
         model = HF.load_checkpoint(DRAFT, dtype=torch.float32)
         rng = torch.Generator().manual_seed(0)
         for block in model.layers:
-            for norm, linears, _ in list(W.inputs_of(block))[:2]:
+            for norm, linears, _ in list(W.fold_mappings(block))[:2]:
                 s = torch.ones(len(norm.weight))
                 s[torch.randperm(len(s), generator=rng)[:4]] = 1 / 60
                 C.fold_(norm, linears, s)
@@ -10261,7 +10269,7 @@ def test_compress_smoothquant_helps_where_activations_have_outliers(compress_tex
     rounded, smooth = Q.quantize_(planted(), "int8-dynamic"), planted()
     W.calibrate_(smooth, "smoothquant", scheme, (), texts)
     with torch.no_grad():
-        kl = [W.against(plain, model, held[:4])[1] for model in (rounded, smooth)]
+        kl = [W.compare(plain, model, held[:4])[1] for model in (rounded, smooth)]
     assert kl[1] < kl[0] / 3, kl
 
 
@@ -10269,7 +10277,7 @@ def test_compress_smoothquant_helps_where_activations_have_outliers(compress_tex
 def test_compress_saved_folder_is_the_model_that_was_saved(scheme, method, tmp_path, monkeypatch):
     """--save, with and without calibration: the folder opens with the same logits, to the bit, and
     holds the tokenizer; saving into it again is refused."""
-    monkeypatch.setattr(W, "SEQUENCES", 2)
+    monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
     saved, out = {}, tmp_path / "out"
     plain = W.save
     monkeypatch.setattr(W, "save", lambda args, model: saved.update(m=model) or plain(args, model))
@@ -10321,8 +10329,8 @@ def test_compress_report(monkeypatch, capsys):
     bf16 was faster; what does not fit the shapes is left out and said."""
     some = [r for r in W.SCHEMES_REPORTED if r[0] in ("16 bit", "int8", "int4", "int4 gptq")]
     monkeypatch.setattr(W, "SCHEMES_REPORTED", tuple(some))
-    monkeypatch.setattr(W, "SEQUENCES", 2)
-    monkeypatch.setattr(W, "BATCHES", (1, 2))
+    monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
+    monkeypatch.setattr(W, "BATCH_SIZES", (1, 2))
     assert G.main(["--checkpoint", str(DRAFT), "--quantize-report", "--json"]) == 0
     rows = {r["scheme"]: r for r in json.loads(capsys.readouterr().out)}
     assert list(rows) == [r[0] for r in some]
@@ -17355,13 +17363,13 @@ def test_route_names_the_first_token_that_is_not_finite(value, dtype):
     ],
 )  # fmt: skip
 def test_capacity_of(sizes, expected):
-    got = O.capacity_of(*sizes)
+    got = O.expert_capacity(*sizes)
     assert got == expected and type(got) is int
 
 
 @pytest.mark.parametrize("factor", [0, 0.0, -1.0])
 def test_capacity_of_refuses(factor):
-    says(lambda: O.capacity_of(8, 2, 4, factor), "factor")
+    says(lambda: O.expert_capacity(8, 2, 4, factor), "factor")
 
 
 def random_slots(seed: int, n: int, k: int, n_experts: int, nobody=0.2, doubles=False):
@@ -18426,7 +18434,7 @@ def test_upcycled_experts_are_copies_that_give_the_dense_layer():
     """Shapes, equality for any weights that sum to 1, and memory of their own."""
     c, f, e = 24, 16, 5
     gate, up, down = randn(0, f, c) / 4, randn(1, f, c) / 4, randn(2, c, f) / 4
-    stacks = O.upcycled(gate, up, down, e)
+    stacks = O.upcycle_mlp(gate, up, down, e)
     assert [s.shape for s in stacks] == [(e, 2 * f, c), (e, c, f)]
     assert all(s.dtype == torch.float32 and s.is_contiguous() for s in stacks)
     x = randn(3, 30, c)
@@ -18442,7 +18450,7 @@ def test_upcycled_experts_are_copies_that_give_the_dense_layer():
         assert torch.equal(stack[1], one)
     assert torch.equal(gate, before)
     assert all(
-        s.dtype == torch.bfloat16 for s in O.upcycled(*(t.bfloat16() for t in (gate, up, down)), 2)
+        s.dtype == torch.bfloat16 for s in O.upcycle_mlp(*(t.bfloat16() for t in (gate, up, down)), 2)
     )
 
 
@@ -18463,7 +18471,7 @@ def test_moe_imports_torch_triton_and_the_standard_library():
 MOE_COMPILE = """
 from types import SimpleNamespace
 
-O.uses_kernels = lambda *_: True
+O.can_use_triton = lambda *_: True
 bf, h, f32, int8, f8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
 
 def go(N, K=8, E=16, C=512, F=256, dtype=bf):
@@ -18799,8 +18807,8 @@ def flat(rank, spec, members=((0, 1, 2, 3),), chunks=1, redundant=None, turn=Fal
     if me is None:
         return None
     placement = placement_of(spec, len(members[0]), redundant)
-    f = Y.exchanged(inner_of(inner), placement.width, group, chunks=chunks)
-    f = Y.placed(f, placement, offset=me if turn else 0)
+    f = Y.all_to_all_dispatch(inner_of(inner), placement.slots_per_rank, group, chunks=chunks)
+    f = Y.remap_expert_ids(f, placement, offset=me if turn else 0)
     return f, placement, me, me, (0, 1), group
 
 
@@ -18808,9 +18816,9 @@ def node(rank, spec, chunks=(1, 1), redundant=None, inner="plain"):
     intra, _ = my_group(rank, [[0, 1], [2, 3]])
     inter, _ = my_group(rank, [[0, 2], [1, 3]])
     placement = placement_of(spec, 4, redundant)
-    f = Y.exchanged(inner_of(inner), placement.width, intra, chunks=chunks[0])
-    f = Y.exchanged(f, placement.width * 2, inter, chunks=chunks[1])
-    return Y.placed(f, placement), placement, rank, rank, (0, 1), None
+    f = Y.all_to_all_dispatch(inner_of(inner), placement.slots_per_rank, intra, chunks=chunks[0])
+    f = Y.all_to_all_dispatch(f, placement.slots_per_rank * 2, inter, chunks=chunks[1])
+    return Y.remap_expert_ids(f, placement), placement, rank, rank, (0, 1), None
 
 
 def tensor(rank, spec, chunks=1):
@@ -18818,8 +18826,8 @@ def tensor(rank, spec, chunks=1):
     tp, half = my_group(rank, [[0, 1], [2, 3]])
     ep, place = my_group(rank, [[0, 2], [1, 3]])
     placement = placement_of(spec, 2, None)
-    f = Y.exchanged(Y.summed(PLAIN_EXPERTS, tp), placement.width, ep, chunks=chunks)
-    return Y.placed(f, placement), placement, place, place, (half, 2), ep
+    f = Y.all_to_all_dispatch(Y.all_reduce_combine(PLAIN_EXPERTS, tp), placement.slots_per_rank, ep, chunks=chunks)
+    return Y.remap_expert_ids(f, placement), placement, place, place, (half, 2), ep
 
 
 def same(rank, spec, members=((0, 1, 2, 3),), redundant=None, inner="plain"):
@@ -18828,8 +18836,8 @@ def same(rank, spec, members=((0, 1, 2, 3),), redundant=None, inner="plain"):
     if me is None:
         return None
     placement = placement_of(spec, len(members[0]), redundant)
-    f = Y.local(inner_of(inner), me * placement.width, placement.width)
-    return Y.placed(Y.summed(f, group), placement), placement, me, 0, (0, 1), group
+    f = Y.select_local_slots(inner_of(inner), me * placement.slots_per_rank, placement.slots_per_rank)
+    return Y.remap_expert_ids(Y.all_reduce_combine(f, group), placement), placement, me, 0, (0, 1), group
 
 
 FORMS = dict(flat=flat, node=node, tensor=tensor, same=same)
@@ -18887,7 +18895,7 @@ def solve(rank, case):
     got = dict(
         out=out.detach().clone(), loss=(out * coef).sum().item(), d=d, half=half, place=place
     )
-    got |= dict(slots=[list(s) for s in placement.slots], ids=ids, width=placement.width)
+    got |= dict(slots=[list(s) for s in placement.slots], ids=ids, width=placement.slots_per_rank)
     if case.need:
         WIRE.phase = "backward"
         (out.sum() if spec.ones else (out * coef).sum()).backward()
@@ -18895,7 +18903,7 @@ def solve(rank, case):
         if case.options.get("redundant") is not None and "stacks" in case.need:
             got |= dict(raw=up.grad.clone())
             for g in (up.grad, down.grad):
-                Y.add_copies_(g, placement, place, group)
+                Y.sum_replica_grads_(g, placement, place, group)
     got |= dict(x=x.grad, router=router.grad, up=up.grad, down=down.grad, held=len(up))
     return got | dict(events=WIRE.events)
 
@@ -19050,10 +19058,10 @@ def whole_model(rank, folder, members, steps=1, chunks=1):
     for m in model.modules():
         if isinstance(m, M.MoE):
             for name in ("w_gate_up", "w_down"):
-                own = Y.held(getattr(m, name).data, placement, place)
+                own = Y.shard_stack(getattr(m, name).data, placement, place)
                 setattr(m, name, nn.Parameter(own.clone()))
-            f = Y.exchanged(PLAIN_EXPERTS, placement.width, ep, chunks=chunks)
-            m.experts = Y.placed(f, placement)
+            f = Y.all_to_all_dispatch(PLAIN_EXPERTS, placement.slots_per_rank, ep, chunks=chunks)
+            m.experts = Y.remap_expert_ids(f, placement)
     mine, count = tokens[2 * rank : 2 * rank + 2], tokens[:, 1:].numel()
     losses, grads = [], {}
     for _ in range(steps):
@@ -19098,9 +19106,9 @@ def wrong(rank, what):
     members = NODES if what == "small group" else ALL
     group, _ = my_group(rank, [list(m) for m in members])
     placement = Y.Placement.even(8, 4)
-    f = Y.exchanged(PLAIN_EXPERTS, placement.width, group)
+    f = Y.all_to_all_dispatch(PLAIN_EXPERTS, placement.slots_per_rank, group)
     if what == "same":
-        f = Y.summed(Y.local(PLAIN_EXPERTS, rank * 2, 2), group)
+        f = Y.all_reduce_combine(Y.select_local_slots(PLAIN_EXPERTS, rank * 2, 2), group)
     up, down = cut(spec, placement, rank, (0, 1))
     x, _, router = share_of(spec, rank)
     weights, ids = routed(spec, x, router, rank)
@@ -19114,7 +19122,7 @@ def wrong(rank, what):
         ids[0, 0] = -2
     if what == "ids shape":
         ids = ids[:-1]
-    f = f if what.startswith("slot") else Y.placed(f, placement)
+    f = f if what.startswith("slot") else Y.remap_expert_ids(f, placement)
     start = time.monotonic()
     kind, words = attempt(lambda: f(x, weights, ids, up, down))
     return dict(kind=kind, words=words, seconds=time.monotonic() - start)
@@ -19127,7 +19135,7 @@ def weights_of_nobody(rank):
     """NaN and inf as the weight of nobody"""
     spec = replace(BASE, choice="holes")
     placement = Y.Placement.even(8, 4)
-    f = Y.placed(Y.exchanged(PLAIN_EXPERTS, 2), placement)
+    f = Y.remap_expert_ids(Y.all_to_all_dispatch(PLAIN_EXPERTS, 2), placement)
     up, down = cut(spec, placement, rank, (0, 1))
     x, _, router = share_of(spec, rank)
     weights, ids = routed(spec, x, router, rank)
@@ -19144,7 +19152,7 @@ def autocast(rank):
     """fp32 x and stacks under bf16 autocast"""
     spec = replace(FOUR_32, counts=(25, 9, 17, 4))
     placement = Y.Placement.even(8, 4)
-    f = Y.placed(Y.exchanged(PLAIN_EXPERTS, 2, chunks=2), placement)
+    f = Y.remap_expert_ids(Y.all_to_all_dispatch(PLAIN_EXPERTS, 2, chunks=2), placement)
     up, down = (t.requires_grad_() for t in cut(spec, placement, rank, (0, 1)))
     x, coef, router = share_of(spec, rank)
     x.requires_grad_()
@@ -19158,7 +19166,7 @@ def autocast(rank):
 def again(rank):
     """Twice the same call: the same bits; the inputs untouched"""
     placement = Y.Placement.even(8, 4)
-    f = Y.placed(Y.exchanged(PLAIN_EXPERTS, 2, chunks=2), placement)
+    f = Y.remap_expert_ids(Y.all_to_all_dispatch(PLAIN_EXPERTS, 2, chunks=2), placement)
     both = []
     for _ in range(2):
         up, down = (t.requires_grad_() for t in cut(BASE, placement, rank, (0, 1)))
@@ -19176,7 +19184,7 @@ def again(rank):
 def two_layers(rank):
     """The same f in two layers on top of each other, and one more backward (retained graph)"""
     placement = Y.Placement.even(8, 4)
-    f = Y.placed(Y.exchanged(PLAIN_EXPERTS, 2, chunks=2), placement)
+    f = Y.remap_expert_ids(Y.all_to_all_dispatch(PLAIN_EXPERTS, 2, chunks=2), placement)
     up, down = (t.requires_grad_() for t in cut(UNEVEN, placement, rank, (0, 1)))
     x, coef, router = share_of(UNEVEN, rank)
     x.requires_grad_()
@@ -19389,7 +19397,7 @@ def test_an_exchange_leaves_nothing_behind(tmp_path):
         x, weights = torch.randn(9, 8, requires_grad=True), torch.rand(9, 2, requires_grad=True)
         stacks = torch.randn(4, 12, 8, requires_grad=True), torch.randn(4, 8, 6)
         ids = torch.randint(4, (9, 2))
-        Y.exchanged(watching, 4, chunks=2)(x, weights, ids, *stacks).sum().backward()
+        Y.all_to_all_dispatch(watching, 4, chunks=2)(x, weights, ids, *stacks).sum().backward()
     finally:
         dist.destroy_process_group()
     gc.collect()
@@ -19490,7 +19498,7 @@ def test_transfers_overlap_experts(name, phase, ranks_done):
 
 
 def test_hot_experts_spread(ranks_done):
-    """Gradients of copies are parts until add_copies_, and then the whole"""
+    """Gradients of copies are parts until all_reduce_replica_grads_, and then the whole"""
     case = EQUAL["copies of 4"]
     got = dict(present(ranks_done["copies of 4"]))
     slots, want = got[0]["slots"], reference(case.spec)
@@ -19602,14 +19610,14 @@ def copies_of(placement, n):
 
 
 def rank_loads(placement, loads):
-    share = loads.double() / torch.as_tensor(placement.copies)
+    share = loads.double() / torch.as_tensor(placement.replica_counts)
     return [sum(share[e].item() for e in s) for s in placement.slots]
 
 
 def test_even_placement():
     p = Y.Placement.even(8, 4)
     assert p.slots == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert (p.n_experts, p.ranks, p.width) == (8, 4, 2) and list(p.copies) == [1] * 8
+    assert (p.n_experts, p.ranks, p.slots_per_rank) == (8, 4, 2) and list(p.replica_counts) == [1] * 8
     assert p == Y.Placement.even(8, 4) == Y.Placement(((0, 1), (2, 3), (4, 5), (6, 7)))
     with pytest.raises(FrozenInstanceError):
         p.slots = ()
@@ -19628,10 +19636,10 @@ def test_placement_by_load():
         copies = copies_of(p, n)
         assert (copies >= 1).all() and copies.sum() == n + extra
         assert (
-            copies.tolist() == [int(c) for c in p.copies] and p.n_experts == n and p.ranks == size
+            copies.tolist() == [int(c) for c in p.replica_counts] and p.n_experts == n and p.ranks == size
         )
         sizes = [len(s) for s in p.slots]
-        assert max(sizes) - min(sizes) <= 1 and p.width == max(sizes) and len(sizes) == size
+        assert max(sizes) - min(sizes) <= 1 and p.slots_per_rank == max(sizes) and len(sizes) == size
         assert all(len(set(s)) == len(s) for s in p.slots), (loads.tolist(), size, extra, p.slots)
         assert isinstance(p.slots, tuple) and all(isinstance(s, tuple) for s in p.slots)
         assert all(type(e) is int for s in p.slots for e in s)
@@ -19705,21 +19713,21 @@ def test_physical():
         ids = torch.randint(-1, n, (50, 3), generator=rng)
         before = ids.clone()
         for offset in (0, 1, 5):
-            got = p.physical(ids, offset=offset)
+            got = p.physical_ids(ids, offset=offset)
             assert got.shape == ids.shape and got.dtype == torch.int64 and torch.equal(ids, before)
             assert torch.equal(got == -1, ids == -1)
             for e, slot in zip(ids.flatten().tolist(), got.flatten().tolist(), strict=True):
-                assert e < 0 or p.slots[slot // p.width][slot % p.width] == e
+                assert e < 0 or p.slots[slot // p.slots_per_rank][slot % p.slots_per_rank] == e
         every = torch.arange(n).expand(12 * size, n)
-        slots = p.physical(every)
-        for e, r in enumerate(map(int, p.copies)):
+        slots = p.physical_ids(every)
+        for e, r in enumerate(map(int, p.replica_counts)):
             column = slots[:, e].tolist()
             assert len(set(column[:r])) == r and column == [column[i % r] for i in range(12 * size)]
             counts = torch.bincount(slots[: 12 * size - 1, e]).tolist()
             held = [c for c in counts if c]
             assert max(held) - min(held) <= 1
-        assert torch.equal(p.physical(every, offset=3)[:-3], slots[3:])
-    empty = Y.Placement.even(4, 2).physical(torch.empty(0, 2, dtype=torch.int64))
+        assert torch.equal(p.physical_ids(every, offset=3)[:-3], slots[3:])
+    empty = Y.Placement.even(4, 2).physical_ids(torch.empty(0, 2, dtype=torch.int64))
     assert empty.shape == (0, 2)
 
 
@@ -19727,7 +19735,7 @@ def test_physical():
 def test_physical_of_no_such_expert(bad):
     ids = torch.tensor([[0, 1], [2, bad]])
     with pytest.raises(ValueError):
-        Y.Placement.even(8, 4).physical(ids)
+        Y.Placement.even(8, 4).physical_ids(ids)
 
 
 def test_held():
@@ -19737,7 +19745,7 @@ def test_held():
         p = Y.Placement.by_load(loads, size, redundant=extra)
         stack = rank_normal(1, len(loads), 3, 2)
         for r in range(size):
-            assert torch.equal(Y.held(stack, p, r), stack[list(p.slots[r])])
+            assert torch.equal(Y.shard_stack(stack, p, r), stack[list(p.slots[r])])
 
 
 def test_local():
@@ -19747,7 +19755,7 @@ def test_local():
     weights, ids = routed(replace(BASE, choice="holes"), x, router, 1)
     assert not dist.is_initialized()
     parts = [
-        Y.local(PLAIN_EXPERTS, first, 2)(
+        Y.select_local_slots(PLAIN_EXPERTS, first, 2)(
             x, weights, ids, up[first : first + 2], down[first : first + 2]
         )
         for first in (0, 2, 4, 6)
@@ -19761,7 +19769,7 @@ def test_local():
 @pytest.mark.parametrize("chunks", [0, -1])
 def test_no_chunks(chunks):
     with pytest.raises(ValueError, match="chunks"):
-        Y.exchanged(PLAIN_EXPERTS, 2, None, chunks=chunks)
+        Y.all_to_all_dispatch(PLAIN_EXPERTS, 2, None, chunks=chunks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -19872,7 +19880,7 @@ def test_static_experts_are_left_to_the_graph(monkeypatch):
     stub = SimpleNamespace(experts=grouped, w_gate_up=on_cuda, w_down=on_cuda)
     for kernels in (True, False):
         with monkeypatch.context() as m:
-            m.setattr(O, "uses_kernels", lambda x, stacks: kernels)
+            m.setattr(O, "can_use_triton", lambda x, stacks: kernels)
             assert O.has_static_shapes(stub) == kernels and not O.has_static_shapes(layer)
             stub.experts = M.loop_experts
             assert not O.has_static_shapes(stub)
@@ -20020,9 +20028,8 @@ def test_held_experts_are_all_that_is_read(kind, folders, monkeypatch):
     folder = folders[kind]
     whole = HF.load_checkpoint(folder, prepare=opener(folder))
     read, plain = [], HF.StoredTensor.read
-    monkeypatch.setattr(
-        HF.StoredTensor, "read", lambda self, *rows: read.append((self.name, *rows)) or plain(self, *rows)
-    )
+    noted = lambda self, *rows: read.append((self.name, *rows)) or plain(self, *rows)
+    monkeypatch.setattr(HF.StoredTensor, "read", noted)
     part = HF.load_checkpoint(folder, prepare=opener(folder, HELD))
     theirs, ours = whole.state_dict(), part.state_dict()
     assert theirs.keys() == ours.keys()
@@ -20089,8 +20096,8 @@ def test_parts_add_up_to_the_whole(folders):
         cut = lambda model: hold(model, dict(enumerate([placement.slots[rank]] * 3)))
         part = HF.load_checkpoint(folders["file"], dtype=torch.float32, prepare=cut)
         module = part.layers[1].mlp
-        experts = Y.placed(
-            Y.local(O.grouped_experts, rank * placement.width, placement.width), placement
+        experts = Y.remap_expert_ids(
+            Y.select_local_slots(O.grouped_experts, rank * placement.slots_per_rank, placement.slots_per_rank), placement
         )
         weights, again = module.route(x)
         assert torch.equal(ids, again)
@@ -20270,7 +20277,7 @@ def test_ep_ranks_that_do_not_divide_the_experts_are_told():
     with pytest.raises(ValueError, match="^--ep: 8 experts .* 3 ranks.*--expert-load"):
         shares._place(config, 2)
     shares.args.num_redundant_experts = 1
-    assert [p.width for p in shares._place(config, 2)] == [3, 3]
+    assert [p.slots_per_rank for p in shares._place(config, 2)] == [3, 3]
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -27310,7 +27317,7 @@ def test_planner_transfers_of_context_and_experts_by_hand():
     flops = 2 * 4096 * (2 * 4096**2 + 2 * 4096 * 1024 + 8 * 4096) / 2 / (0.6 * 989e12)
     few = planner.layer_seconds(shape, PLANNER_H100, 64, planner.Plan(1))["matmuls"][0]
     weights = 2 * (8 * 3 * 4096 * 14336) / (0.9 * 3.35e12)
-    assert weights < few < 1.25 * weights and flops < got["products"][0]
+    assert weights < few < 1.25 * weights and flops < got["matmuls"][0]
 
 
 def test_planner_data_parallel_by_hand():
@@ -27364,7 +27371,7 @@ def test_planner_step_by_hand():
     slot, s = 8 * (f + b + r) + head, got.seconds
     hop = 5e-6 + 2 * 4096 * 8192 / 2 / 40e9
     assert s["recomputation"] == pytest.approx(8 * 8 * r)
-    assert s["products"] == pytest.approx(8 * 8 * sum(layer["products"][:2]))
+    assert s["matmuls"] == pytest.approx(8 * 8 * sum(layer["matmuls"][:2]))
     assert s["head and loss"] == pytest.approx(8 * head / 4)
     assert s["uneven stages"] == pytest.approx(8 * head * 3 / 4)
     assert s["bubble"] == pytest.approx(3 * slot / 2)
@@ -27394,7 +27401,7 @@ def test_planner_step_by_hand():
     got = planner.predict(PLANNER_8B, PLANNER_H100, zbv, 8192, 32)
     layer = planner.layer_seconds(PLANNER_8B, PLANNER_H100, 8192, planner.Plan(1, 2))
     slot = 8 * sum(map(sum, layer.values())) + head
-    assert got.seconds["bubble"] == pytest.approx(3 * (slot - 3 * 8 * layer["products"][0]))
+    assert got.seconds["bubble"] == pytest.approx(3 * (slot - 3 * 8 * layer["matmuls"][0]))
 
 
 def test_planner_time_moves_the_right_way():
@@ -27569,17 +27576,17 @@ def test_planner_rank_is_all_that_fits_in_order():
         ("zero 0 is not 1, 2 or 3", dict(zero=0)),
         (r"16 stages \(pp 16 x 1 chunks\) are more than the model's 8 layers", dict(pp=16)),
         (r"12 stages .* more than the model's 8", dict(pp=4, schedule="interleaved", chunks=3)),
-        ("schedule gpipe is for several stages", dict(schedule="gpipe")),
-        ("1f1b does not go with 2 chunks", dict(pp=2, chunks=2)),
-        ("zbv does not go with 1 chunks", dict(pp=2, schedule="zbv")),
-        ("interleaved does not go with 1 chunks", dict(pp=2, schedule="interleaved")),
+        ("schedule gpipe requires pp > 1", dict(schedule="gpipe")),
+        ("1f1b cannot be combined with 2 chunks", dict(pp=2, chunks=2)),
+        ("zbv cannot be combined with 1 chunks", dict(pp=2, schedule="zbv")),
+        ("interleaved cannot be combined with 1 chunks", dict(pp=2, schedule="interleaved")),
         ("batch of 24 sequences is not divisible by dp 5 x micro 1", dict(dp=5)),
         ("batch of 24 sequences is not divisible by dp 8 x micro 2", dict(dp=8, micro=2)),
         ("3 micro-batches are not divisible by pp 2",
          dict(dp=8, pp=2, schedule="interleaved", chunks=2)),
-        ("zero 2 shares nothing out where dp x cp is 1", dict(zero=2, pp=2)),
-        ("zero 3 gathers weights for every micro-batch", dict(zero=3, pp=2, dp=2)),
-        ("tp 3 does not share out 4 heads and 2 key-value heads", dict(tp=3)),
+        ("zero 2 requires dp x cp > 1", dict(zero=2, pp=2)),
+        ("zero 3 cannot be combined with pp", dict(zero=3, pp=2, dp=2)),
+        ("tp 3 cannot shard 4 heads and 2 key-value heads", dict(tp=3)),
         ("seq 8190 is not divisible by cp's 4 parts x tp 1", dict(cp=2)),
         ("seq 8190 is not divisible by cp's 1 parts x tp 4", dict(tp=4)),
         ("ep 2 does not divide dp 4 and 0 experts", dict(dp=4, ep=2)),
@@ -27634,7 +27641,8 @@ def test_planner_whole_run_by_hand():
 
 
 def test_planner_numbers():
-    assert planner.parse_number("16M", 1024) == 16 * 2**20 and planner.parse_number("15.6T") == 15_600e9
+    assert planner.parse_number("16M", 1024) == 16 * 2**20
+    assert planner.parse_number("15.6T") == 15_600e9
     assert planner.parse_number("4k") == 4000 and planner.parse_number("8192", 1024) == 8192
     assert planner.parse_number("2B") == 2_000_000_000 and planner.parse_number("0.5m") == 500_000
     for text in ("", "M", "x", "-1", "0", "nan", "inf", "1e999", "12q"):
@@ -27643,13 +27651,13 @@ def test_planner_numbers():
 
 
 PLANNER_BAD = [
-    ("--model llama9", "model llama9: no such file, nor one of llama3.2-1b, llama3-8b"),
-    ("--model llama3-8b --device v100", "no device v100; take one of a100-40gb, a100-80gb, h100"),
-    ("--model llama3-8b --gpus 100", "100 GPUs are not whole nodes of 8; take 96"),
+    ("--model llama9", "--model llama9 is no file, nor one of llama3.2-1b, llama3-8b"),
+    ("--model llama3-8b --device v100", "--device v100 is unknown; use one of a100-40gb, a100-80gb, h100"),
+    ("--model llama3-8b --gpus 100", "--gpus 100 is not divisible by nodes of 8; use 96"),
     ("--model llama3-8b --gpus x", "'x' is not a number"),
     ("--model llama3-8b --batch 100k",
-     "batch of 102400 tokens is not whole sequences of 8192; take 98304"),
-    ("--model llama3-8b --batch 4k", "not whole sequences of 8192; take 8192"),
+     "--batch 102400 is not divisible by --seq 8192; use 98304"),
+    ("--model llama3-8b --batch 4k", "is not divisible by --seq 8192; use 8192"),
     ("--model llama3-8b --gpus 64 --pp 64", "64 stages (pp 64 x 1 chunks) are more than"),
     ("--model llama3-8b --gpus 64 --batch 1M --micro 3",
      "batch of 128 sequences is not divisible by dp 1 x micro 3"),
@@ -27657,8 +27665,8 @@ PLANNER_BAD = [
      "batch of 3 sequences is not divisible by dp 64 x micro 1"),
     ("--model llama3-8b --gpus 64 --tp 7", "64 GPUs are not divisible by tp 7"),
     ("--model llama3-8b --gpus 8 --dp 8 --pp 2", "8 GPUs are not divisible by dp 8 x pp 2"),
-    ("--model llama3-8b --tp -1", "--tp -1 is not positive"),
-    ("--model llama3-8b --device a100-80gb --fp8", "a100-80gb has no FP8; leave --fp8 out"),
+    ("--model llama3-8b --tp -1", "--tp must be positive, not -1"),
+    ("--model llama3-8b --device a100-80gb --fp8", "--fp8 cannot be combined with --device a100-80gb"),
 ]  # fmt: skip
 
 
@@ -27675,14 +27683,14 @@ def test_planner_says_what_is_short_where_nothing_fits():
     with pytest.raises(SystemExit) as error:
         planner.main(["--model", "llama3-405b", "--gpus", "8"])
     text = str(error.value)
-    assert "nothing fits: the nearest plan (dp 1 x tp 8 x cp 1 x pp 1, zero 1, micro 1" in text
+    assert "no plan fits: the smallest (dp 1 x tp 8 x cp 1 x pp 1, zero 1, micro 1" in text
     need, kinds = text.split("needs ")[1].split(" of 72.0 GiB per GPU (90% of 80.0): ")
     kinds, short = kinds.split("; short by ")
     parts = {kind.rsplit(" ", 1)[0]: float(kind.rsplit(" ", 1)[1]) for kind in kinds.split(", ")}
     assert parts["weights"] == 94.5 and parts["gradients"] == 189.0 and parts["optimizer"] == 567.0
     assert abs(sum(parts.values()) - float(need)) < 0.4
     assert abs(float(short.split(" GiB")[0]) - (float(need) - 72)) < 0.11
-    assert "take more --gpus" in text and "\n" not in text
+    assert "use more --gpus" in text and "\n" not in text
     shape = planner.SHAPES["llama3-405b"]
     least = min(sum(planner.memory(shape, p, 8192, 512).values())
                 for p in planner.plans(shape, PLANNER_H100, 8, 8192, 512))  # fmt: skip
@@ -27706,7 +27714,7 @@ def test_planner_program_prints_what_was_asked_for(capsys):
     assert len(rows) == 6 and rows[0].split()[:7] == "dp tp cp pp ep zero micro".split()
     speeds = [float(row.split()[-3]) for row in rows[1:]]
     assert speeds == sorted(speeds)
-    shares = [float(x.split()[-1][:-1]) for x in out.split("time of a step, s\n")[1].splitlines()
+    shares = [float(x.split()[-1][:-1]) for x in out.split("time per step, s\n")[1].splitlines()
               if x.startswith("  ")]  # fmt: skip
     assert shares[-1] == 100 and abs(sum(shares[:-1]) - 100) < 1
 
@@ -30359,7 +30367,8 @@ def test_opt_loss_scaler():
     for _ in range(100):
         other.update(True)
     assert other.scale == 2.0**24
-    for wrong in (dict(scale=0.0), dict(growth_factor=0.5), dict(growth_interval=0), dict(scale=math.inf)):
+    bad_scales = (dict(scale=0.0), dict(scale=math.inf))
+    for wrong in (*bad_scales, dict(growth_factor=0.5), dict(growth_interval=0)):
         with pytest.raises(ValueError):
             OP.LossScaler(**wrong)
 
@@ -32446,7 +32455,7 @@ def test_re_guard_resumes():
 
 
 @pytest.mark.slow
-def test_re_sheet_checks_itself(tmp_path):
+def test_re_checks_itself_alone(tmp_path):
     (tmp_path / "recovery.py").write_text(Path(RE.__file__).read_text())
     run = [sys.executable, "recovery.py", "--check"]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -34421,7 +34430,8 @@ def test_rc_kept_bytes_by_hand():
     assert RC.saved_bytes(lambda: w.exp()) == 32  # its own output
     assert RC.saved_bytes(lambda: (w.exp(), w.sin()), [w]) == 32
     assert RC.saved_bytes(lambda: [(w * torch.ones(8)).detach()]) == 0
-    big = lambda: RC.non_reentrant_checkpoint(lambda x, held: (x * held[0][:8]).sin(), w, [torch.ones(1000) * 2])
+    run = lambda x, kept: (x * kept[0][:8]).sin()
+    big = lambda: RC.non_reentrant_checkpoint(run, w, [torch.ones(1000) * 2])
     assert RC.saved_bytes(big, [w]) == 4000
     with torch.no_grad():
         assert RC.saved_bytes(lambda: w * x) == 0
@@ -34541,8 +34551,8 @@ def test_rc_attention_without_a_hook():
     torch.manual_seed(0)
     block, x = Two(32, 4, 2, 48), torch.randn(2, 16, 32, requires_grad=True)
     with sdpa_kernel(SDPBackend.MATH):
-        kept = [RC.saved_bytes(lambda f=RC.checkpoint_wrapper(block.forward, mode): f(x), block.parameters())
-                for mode in ("none", "attention")]  # fmt: skip
+        forwards = [RC.checkpoint_wrapper(block.forward, mode) for mode in ("none", "attention")]
+        kept = [RC.saved_bytes(partial(f, x), block.parameters()) for f in forwards]
         sizes = (32, 32, 4, 2, 8, 48)
         each = [RC.block_bytes(*sizes, seq=16, fused=False)[m] for m in ("none", "attention")]
         assert kept == [2 * n for n in each]

@@ -385,7 +385,7 @@ class Run:
         why, scaler = None, self.scaler
         if scaler is not None and not scaler.update(math.isfinite(norm)):
             why = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
-        if why is None or scaler.scale == scaler.LEAST:
+        if why is None or scaler.scale == scaler.MIN_SCALE:
             try:
                 why = self.guard.judge(row["loss"], norm)
             except Diverged as e:  # raised on all ranks

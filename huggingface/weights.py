@@ -1,13 +1,12 @@
-"""Hugging Face folders: config.json and safetensors, read into a Transformer and written from one.
+"""Load and save Hugging Face checkpoints: a folder with config.json and safetensors files.
 
-`load_checkpoint` reads only headers before it allocates, then copies one tensor at a time from the
-file to its place: the peak is the model and its largest tensor. `save_checkpoint` writes each file
-beside its place and renames it, so that a crash leaves the old checkpoint. A folder that is
-incomplete, truncated or of another model than its config.json says is refused in one line.
+`load_checkpoint` checks all safetensors headers, then copies one tensor at a time into the model:
+peak memory is the model plus its largest tensor. `save_checkpoint` writes temporary files and
+renames them, so a crash leaves the old checkpoint intact. A folder that is incomplete, truncated or
+does not match its config.json raises a ValueError of one line.
 
-What config.json's fields mean is in model.py (`ModelConfig.from_hf`, `to_hf`); here are the names
-of the tensors. Weights are read and written only as safetensors. Needs: torch, safetensors,
-model.py.
+config.json is converted in model.py (`ModelConfig.from_hf`, `to_hf`); this file maps the names of
+tensors. Weights are read and written as safetensors only. Needs: torch, safetensors, model.py.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from torch import Tensor, nn
 
 from model import FP8_BLOCK, ModelConfig, Transformer
 
-# Our parameter -> its name in a checkpoint; below a module, ".weight" and ".bias" are the same. {}
-# is the layer. Experts are stored one by one, gate and up apart: a second {} is the expert, and
-# several names are the row blocks of one tensor here.
+# Module or parameter -> its name in a Hugging Face checkpoint; ".weight" and ".bias" of a module
+# keep their names. {} is the layer. A checkpoint stores one tensor per expert, with separate gate
+# and up: the second {} is the expert, and several names are row blocks of one parameter.
 HF_NAMES: dict[str, str | tuple[str, ...]] = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
@@ -67,7 +66,7 @@ HF_NAMES: dict[str, str | tuple[str, ...]] = {
     "layers.{}.mlp.shared.gate_proj": "model.layers.{}.mlp.shared_experts.gate_proj",
     "layers.{}.mlp.shared.up_proj": "model.layers.{}.mlp.shared_experts.up_proj",
     "layers.{}.mlp.shared.down_proj": "model.layers.{}.mlp.shared_experts.down_proj",
-    "mtp.{}.embed_norm": "model.layers.{}.enorm",  # here {} counts on from the last layer
+    "mtp.{}.embed_norm": "model.layers.{}.enorm",  # in the checkpoint, layer n_layers + depth
     "mtp.{}.hidden_norm": "model.layers.{}.hnorm",
     "mtp.{}.proj": "model.layers.{}.eh_proj",
     "mtp.{}.norm": "model.layers.{}.shared_head.norm",
@@ -80,11 +79,11 @@ MIXTRAL_NAMES = {
     ),
     "layers.{}.mlp.w_down": ("model.layers.{}.block_sparse_moe.experts.{}.w2.weight",),
 }
-FAMILY_NAMES = {"mixtral": MIXTRAL_NAMES}  # where a family differs from HF_NAMES
+FAMILY_NAMES = {"mixtral": MIXTRAL_NAMES}  # overrides of HF_NAMES by family
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
-    """The ModelConfig of a config.json file. ValueError names the file, the field and the mend."""
+    """The ModelConfig of a config.json file. ValueError names the file, the field and the fix."""
     try:
         hf = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
@@ -104,8 +103,8 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
 
 
 def hf_tensors(model: Transformer) -> dict[str, Tensor]:
-    """Every name in this model's checkpoint -> the tensor here that it is: a parameter, a buffer,
-    or of stacked experts a view of one. Loading copies into them, saving reads from them."""
+    """Checkpoint tensor name -> the model's tensor: a parameter, a buffer, or a view of stacked
+    experts. Loading copies into these tensors, saving reads them."""
     tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         tensors |= dict(_hf_entries(model.config, name, tensor, _local_expert_ids(model, name)))
@@ -113,21 +112,21 @@ def hf_tensors(model: Transformer) -> dict[str, Tensor]:
 
 
 def hf_modules(model: Transformer) -> dict[str, str]:
-    """Modules with a weight, adapted or not: the name here -> that in a Hugging Face model."""
-    theirs = {id(tensor): name for name, tensor in hf_tensors(model).items()}
+    """Modules with a weight, with or without LoRA: name in the Transformer -> Hugging Face name."""
+    hf_names = {id(tensor): name for name, tensor in hf_tensors(model).items()}
     return {
-        name.removesuffix(".weight"): theirs[id(p)].removesuffix(".weight")
+        name.removesuffix(".weight"): hf_names[id(p)].removesuffix(".weight")
         for name, p in model.named_parameters(remove_duplicate=False)
-        if name.endswith(".weight") and id(p) in theirs
+        if name.endswith(".weight") and id(p) in hf_names
     }
 
 
 def _full_tensors(model: Transformer) -> dict[str, Tensor]:
-    """hf_tensors, with meta tensors for the whole of those that this process has in part."""
+    """hf_tensors, with full-sized meta tensors in place of this process's shards."""
     tensors = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if (cut := model.tp_shards.get(name)) is not None:
-            tensor = torch.empty(cut.full_shape(tensor.shape), dtype=tensor.dtype, device="meta")
+        if (shard := model.tp_shards.get(name)) is not None:
+            tensor = torch.empty(shard.full_shape(tensor.shape), dtype=tensor.dtype, device="meta")
         if _local_expert_ids(model, name) is not None:
             shape = (model.config.n_experts, *tensor.shape[1:])
             tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -136,7 +135,7 @@ def _full_tensors(model: Transformer) -> dict[str, Tensor]:
 
 
 def _tensors_by_part(model: Transformer) -> dict[str, dict[str, Tensor]]:
-    """_of_whole of each layer, of the embedding, the norm, the head, and all for further tokens."""
+    """_full_tensors by part of the model: each layer, embedding, norm, head, and all of MTP."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         part = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
@@ -145,24 +144,24 @@ def _tensors_by_part(model: Transformer) -> dict[str, dict[str, Tensor]]:
 
 
 def _has_part(model: Transformer, part: str) -> bool:
-    module, _, layer = part.partition(".")
-    held = getattr(model, module)
-    if isinstance(held, nn.ModuleList):
-        return layer in dict(held.named_children()) if layer else len(held) > 0
-    return held is not None
+    name, _, layer = part.partition(".")
+    module = getattr(model, name)
+    if isinstance(module, nn.ModuleList):
+        return layer in dict(module.named_children()) if layer else len(module) > 0
+    return module is not None
 
 
 def _local_expert_ids(model: Transformer, name: str) -> Sequence[int] | None:
-    """The experts that the tensor of this name is a stack of, if they are not all."""
+    """local_expert_ids of the MoE whose stacked expert weight has this name, else None."""
     stack = re.fullmatch(r"(.+)\.w_(?:gate_up|down)(?:\.\w+)?", name)
     return None if stack is None else model.get_submodule(stack[1]).local_expert_ids
 
 
 def _hf_entries(
-    config: ModelConfig, name: str, tensor: Tensor, held: Sequence[int] | None = None
+    config: ModelConfig, name: str, tensor: Tensor, expert_ids: Sequence[int] | None = None
 ) -> list[tuple[str, Tensor]]:
-    """The names under which a checkpoint holds this tensor of the model, each with its part. A
-    stack that holds an expert twice has two parts of one name."""
+    """(checkpoint name, view) for each checkpoint tensor that this tensor is made of. An expert
+    that is stacked twice gives two views of one name."""
     names = HF_NAMES | FAMILY_NAMES.get(config.family, {})
     kind, number, block, rest = re.fullmatch(
         r"(?:(layers|mtp)\.(\d+)\.)?(block\.)?(.+)", name
@@ -171,22 +170,22 @@ def _hf_entries(
         rest = f"{'layers' if block else kind}.{{}}.{rest}"
         number = int(number) + (config.n_layers if kind == "mtp" else 0)
     module, _, leaf = rest.rpartition(".")
-    theirs = names.get(rest) or names[module]
-    if rest not in names:  # below a module, or of a stack of experts that was made one
-        theirs = f"{theirs if isinstance(theirs, str) else 'model.' + module}.{leaf}"
-    if isinstance(theirs, str):
-        return [(theirs.format(number), tensor)]
-    held = range(len(tensor)) if held is None else held
+    hf_name = names.get(rest) or names[module]
+    if rest not in names:  # of a module, or of a module that replaced stacked expert weights
+        hf_name = f"{hf_name if isinstance(hf_name, str) else 'model.' + module}.{leaf}"
+    if isinstance(hf_name, str):
+        return [(hf_name.format(number), tensor)]
+    expert_ids = range(len(tensor)) if expert_ids is None else expert_ids
     return [
-        (their.format(number, e), rows)
-        for e, expert in zip(held, tensor, strict=True)
-        for their, rows in zip(theirs, expert.chunk(len(theirs)), strict=True)
+        (block_name.format(number, e), rows)
+        for e, expert in zip(expert_ids, tensor, strict=True)
+        for block_name, rows in zip(hf_name, expert.chunk(len(hf_name)), strict=True)
     ]
 
 
 def _shard_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The folder's safetensors files: the single one, or those that the index names, each with the
-    tensors that it should hold."""
+    """The folder's safetensors files -> the tensors that the index lists for each; None for the
+    single file of a folder without index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return {single: None}
@@ -212,7 +211,7 @@ def _shard_files(folder: Path) -> dict[Path, set[str] | None]:
     missing = [n for n in sorted(shards) if not (folder / n).exists()]
     if missing:
         raise ValueError(
-            f"{index}: names files that are not there: {_abbreviate(missing)}; download them again"
+            f"{index}: lists missing files: {_abbreviate(missing)}; download them again"
         )
     return {folder / n: shards[n] for n in sorted(shards)}
 
@@ -221,7 +220,7 @@ def _abbreviate(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-# What may be stored, and what it becomes unless the caller says otherwise
+# Supported stored dtypes -> the dtype of the loaded model, by default
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -229,7 +228,7 @@ STORED_DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.bfloat16,
 }
-# What is stored bit by bit, where a swapped module holds tensors of these dtypes
+# Stored dtypes that are loaded unconverted, if a module's tensor has this dtype (quantized modules)
 EXACT_DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
@@ -240,23 +239,23 @@ EXACT_DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, as the file's header describes it."""
+    """A tensor in a safetensors file, as its header describes it."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
-    dtype: str  # as safetensors spells it: F32, BF16, F8_E4M3, ...
+    dtype: str  # safetensors' name: F32, BF16, F8_E4M3, ...
 
-    def read(self, rows: Sequence[int] | None = None, cut: Any = None) -> Tensor:
-        """A view of the file, or a copy of these rows, or of the cut. Opened anew for each: a
-        mapping that lives on keeps in memory every page it has read."""
+    def read(self, rows: Sequence[int] | None = None, shard: Any = None) -> Tensor:
+        """A view of the file, or a copy of these rows, or of the TP shard. Each call opens the file
+        again: a mapping that stays open keeps every page it has read in memory."""
         with _open_safetensors(self.path) as f:
-            if rows is None and cut is None:
+            if rows is None and shard is None:
                 return f.get_tensor(self.name)
-            part = f.get_slice(self.name)
-            if cut is not None:
-                return part[(slice(None),) * cut.dim + (slice(cut.start, cut.stop),)]
-            return torch.cat([part[i : i + 1] for i in rows])
+            data = f.get_slice(self.name)
+            if shard is not None:
+                return data[(slice(None),) * shard.dim + (slice(shard.start, shard.stop),)]
+            return torch.cat([data[i : i + 1] for i in rows])
 
 
 @contextmanager
@@ -271,20 +270,20 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder, from the headers alone. ValueError if the files do not hold what
-    the index says."""
+    """All tensors of the folder, read from the headers only. ValueError if the files do not match
+    the index."""
     stored: dict[str, StoredTensor] = {}
     for path, expected in _shard_files(folder).items():
         with _open_safetensors(path) as f:
             for name in f.keys():
-                part = f.get_slice(name)
-                stored[name] = StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
+                data = f.get_slice(name)
+                stored[name] = StoredTensor(path, name, tuple(data.get_shape()), data.get_dtype())
             found = set(f.keys())
         if expected is not None and found != expected:
-            odd = _abbreviate(sorted(found ^ expected))
+            differing = _abbreviate(sorted(found ^ expected))
             raise ValueError(
-                f"{path}: does not hold the tensors that model.safetensors.index.json says "
-                f"({odd}); the shards are mixed up, download them again"
+                f"{path}: does not contain the tensors that model.safetensors.index.json lists "
+                f"({differing}); download the shards again"
             )
     return stored
 
@@ -297,35 +296,33 @@ def load_checkpoint(
     prepare: Callable[[Transformer], Any] | None = None,
     convert_module: Callable[[str, nn.Module], nn.Module] | None = None,
 ) -> Transformer:
-    """The model of a Hugging Face folder, in eval mode, on `device` in `dtype` (default: that of
-    the stored embedding).
+    """Load a Hugging Face folder as a Transformer in eval mode, on `device`, in `dtype` (default:
+    dtype of the stored embedding).
 
-    Headers are checked first; then tensors go one by one from the file to their place, so that the
-    peak is the model and its largest tensor. FP8 weights with block scales (DeepSeek-V3) are
-    dequantized on the way. ValueError, with file, field and mend, for a folder that is missing,
-    incomplete or wrong.
+    All headers are checked first; then tensors are copied one by one, so peak memory is the model
+    plus its largest tensor. FP8 weights with block scales (DeepSeek-V3) are dequantized. ValueError
+    names the file, the field and the fix if the folder is missing, incomplete or wrong.
 
-    prepare(model) may swap modules of the model while it is on the meta device: the folder holds
-    the tensors of those. It may also cut a mixture's stacks to the experts that this process is to
-    hold and say in MoE.held which these are: of the others nothing is read but the headers, which
-    are checked all the same, so that every process refuses a folder that lacks an expert. The same
-    holds for parameters that it cuts and names in Transformer.tp_shards, and for layers, embedding,
-    norm and head that it drops.
-    each(name, module) gives what takes a module's place as soon as its own tensors are there,
-    before the next are read: a model that is quantized so is never whole in `dtype`. A module that
-    shares a parameter with an earlier one is not offered.
+    prepare(model) is called with the model on the meta device. It may replace modules (the folder
+    then has the tensors of the new ones) and shard the model: reduce stacked expert weights to
+    MoE.local_expert_ids, shard parameters and list them in Transformer.tp_shards, and drop layers,
+    embedding, norm or head. Only this process's shards are read, but all headers are checked, so
+    that every process rejects an incomplete folder.
+    convert_module(name, module) is called when a module's own tensors are loaded, before the next
+    are read, and returns the module to use instead. Quantizing here never needs the whole model in
+    `dtype`. It is not called for a module that shares a parameter with an earlier one.
     """
     folder = Path(path)
     if not folder.is_dir():
         what = "a file; give its folder" if folder.exists() else "no such folder; download it first"
         raise ValueError(
-            f"{folder}: {what} (a checkpoint is a folder with config.json and safetensors)"
+            f"{folder}: {what} (a checkpoint is a folder with config.json and safetensors files)"
         )
     config = read_config(folder / "config.json")
     stored = _stored_tensors(folder)
     L = config.n_layers
     if not any(name.startswith(f"model.layers.{L}.") for name in stored):
-        config = replace(config, n_mtp_layers=0)  # transformers leaves these layers out
+        config = replace(config, n_mtp_layers=0)  # transformers does not save MTP layers
     with torch.device("meta"):
         model = Transformer(config).eval()
     dropped = {}
@@ -356,7 +353,7 @@ def _load_tensors(
     dtype: torch.dtype,
     convert_module: Callable[[str, nn.Module], nn.Module] | None,
 ) -> None:
-    """Module after module: its memory, its tensors, what takes its place."""
+    """For each module: allocate its tensors, read them, call convert_module."""
     made: dict[Tensor, nn.Parameter] = {}
     modules = dict(model.named_modules())
     users = Counter(p for m in modules.values() for p in m.parameters(recurse=False))
@@ -365,66 +362,70 @@ def _load_tensors(
         _allocate_module(module, device, dtype, made)
         own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for leaf, tensor in () if shares else own:
-            held = _local_expert_ids(model, f"{name}.{leaf}")
-            cut = model.tp_shards.get(f"{name}.{leaf}")
-            for stored_name, target in _hf_entries(model.config, f"{name}.{leaf}", tensor, held):
-                part = cut if cut is None or target is tensor else replace(cut, dim=cut.dim - 1)
+            full_name = f"{name}.{leaf}"
+            expert_ids = _local_expert_ids(model, full_name)
+            tp_shard = model.tp_shards.get(full_name)
+            for stored_name, target in _hf_entries(model.config, full_name, tensor, expert_ids):
+                shard = tp_shard
+                if shard is not None and target is not tensor:  # one expert of a stack
+                    shard = replace(shard, dim=shard.dim - 1)
                 scale = stored.get(f"{stored_name}_scale_inv")
-                if scale is None:  # a stack that is stored whole is cut to its rows
-                    rows = held if target is tensor else None
-                    target.copy_(plan[stored_name].read(rows, part))
-                elif part is None:
+                if scale is None:
+                    # of experts that are stored as one tensor, read the local ones
+                    rows = expert_ids if target is tensor else None
+                    target.copy_(plan[stored_name].read(rows, shard))
+                elif shard is None:
                     _dequantize(plan[stored_name].read(), scale.read(), target)
-                else:  # blocks of scales need not end where the part does
-                    whole = target.new_empty(plan[stored_name].shape)
-                    _dequantize(plan[stored_name].read(), scale.read(), whole)
-                    target.copy_(part.of(whole))
-        if convert_module is not None and not shares and (new := convert_module(name, module)) is not module:
+                else:  # a shard may end inside a block of scales
+                    full = target.new_empty(plan[stored_name].shape)
+                    _dequantize(plan[stored_name].read(), scale.read(), full)
+                    target.copy_(shard.slice(full))
+        new = module if convert_module is None or shares else convert_module(name, module)
+        if new is not module:
             parent, _, leaf = name.rpartition(".")
             setattr(modules[parent], leaf, new)
             modules[name] = new
-        # what only this module has may go now; what another shares, it finds here
-        made = {p: new for p, new in made.items() if users[p] > 1}
+        made = {p: new for p, new in made.items() if users[p] > 1}  # only shared ones are needed
 
 
 def _match_tensors(
     folder: Path, stored: dict[str, StoredTensor], wanted: dict[str, Tensor], config: ModelConfig
 ) -> dict[str, StoredTensor]:
-    """The stored tensor of each wanted one. ValueError unless the two are the same set, of the same
-    shapes, in dtypes that can be read."""
+    """Wanted tensor -> stored tensor. ValueError unless names and shapes match and the dtypes are
+    supported."""
     plan = {name: stored[name] for name in wanted if name in stored}
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     if config.tie_embeddings and embed not in stored and head in stored:
-        plan[embed] = stored[head]  # some exporters keep the other of the two
+        plan[embed] = stored[head]  # some exporters store lm_head of the two
     elif config.tie_embeddings and head in wanted and embed in stored:
-        plan[head] = stored[embed]  # a last stage has its own copy
+        plan[head] = stored[embed]  # the last pipeline stage has its own copy
     scaled = [n for n, s in plan.items() if s.dtype == "F8_E4M3" and n.endswith(".weight")]
-    follow = {f"{name}_scale_inv" for name in scaled}
-    follow |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
-    follow |= set(_duplicate_tensors(config))
+    derived = {f"{name}_scale_inv" for name in scaled}
+    derived |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
+    derived |= set(_duplicate_tensors(config))
     missing = [name for name in wanted if name not in plan]
-    missing += [name for name in follow if name.endswith("_scale_inv") and name not in stored]
-    unexpected = [name for name in stored if name not in plan and name not in follow]
+    missing += [name for name in derived if name.endswith("_scale_inv") and name not in stored]
+    unexpected = [name for name in stored if name not in plan and name not in derived]
     if missing or unexpected:
         parts = [
             f"{what} tensors: {_abbreviate(names)}"
             for what, names in (("missing", missing), ("unexpected", unexpected))
             if names
         ]
-        why = "weights and config.json are not of one model"
+        why = "weights and config.json do not match"
         if any(name.endswith(".qweight") for name in stored):
-            why = "these weights are quantized as config.json must say; generate.py opens them"
+            why = "these weights are quantized; open them with generate.py"
         raise ValueError(f"{folder}: {'; '.join(parts)}; {why}")
     for name, s in plan.items():
         if s.shape != tuple(wanted[name].shape):
             raise ValueError(
-                f"{s.path}: {name} has shape {list(s.shape)}, but config.json makes it "
-                f"{list(wanted[name].shape)}; the two are not of one model"
+                f"{s.path}: {name} has shape {list(s.shape)}, but config.json implies "
+                f"{list(wanted[name].shape)}; weights and config.json do not match"
             )
         exact = wanted[name].dtype in EXACT_DTYPES.values()
         known = [d for d, t in EXACT_DTYPES.items() if t == wanted[name].dtype]
         if s.dtype not in (known := known if exact else STORED_DTYPES):
-            raise ValueError(f"{s.path}: {name} holds {s.dtype}; known: {', '.join(known)}")
+            raise ValueError(f"{s.path}: {name} is {s.dtype}; known: {', '.join(known)}")
         blocks = tuple(-(-n // FP8_BLOCK) for n in s.shape)
         if name in scaled and stored[f"{name}_scale_inv"].shape != blocks:
             raise ValueError(f"{s.path}: {name}_scale_inv must have shape {list(blocks)}")
@@ -432,7 +433,7 @@ def _match_tensors(
 
 
 def _duplicate_tensors(config: ModelConfig) -> dict[str, str]:
-    """Tensors that some exporters write though they follow from others: copy -> original."""
+    """Tensors that some exporters write twice: copy -> original."""
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     copies = {head: embed} if config.tie_embeddings else {}
     for i in range(config.n_layers, config.n_layers + config.n_mtp_layers):
@@ -442,23 +443,23 @@ def _duplicate_tensors(config: ModelConfig) -> dict[str, str]:
 
 
 def _check_duplicates(folder: Path, stored: dict[str, StoredTensor], model: Transformer) -> None:
-    """ValueError if a stored copy is none: this model could not be what the file holds."""
-    ours = hf_tensors(model)
+    """ValueError if a stored copy differs from its original, which the model uses for both."""
+    loaded = hf_tensors(model)
     for copy, original in _duplicate_tensors(model.config).items():
-        if copy in stored and original in stored and original in ours:
-            ours_is = "head.weight" if original == "lm_head.weight" else "embed.weight"
-            theirs = stored[copy].read(cut=model.tp_shards.get(ours_is))
-            rows = zip(theirs.split(1024), ours[original].split(1024))
+        if copy in stored and original in stored and original in loaded:
+            name = "head.weight" if original == "lm_head.weight" else "embed.weight"
+            duplicate = stored[copy].read(shard=model.tp_shards.get(name))
+            rows = zip(duplicate.split(1024), loaded[original].split(1024))
             if not all(torch.equal(a.to(b), b) for a, b in rows):
                 raise ValueError(
-                    f"{folder}: {copy} differs from {original}, of which it must be a copy; if the "
-                    "two are meant to differ, set tie_word_embeddings to false in config.json"
+                    f"{folder}: {copy} must be a copy of {original}, but differs from it; if this "
+                    "is intended, set tie_word_embeddings to false in config.json"
                 )
 
 
 def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype) -> Transformer:
-    """Memory for a model built on the meta device, its values still to come: parameters in `dtype`,
-    buffers (routing corrections) as they are, in fp32. What was shared stays shared."""
+    """Allocate uninitialized memory for a model on the meta device: parameters in `dtype`, buffers
+    (expert_bias) in their own dtype. Shared parameters stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         _allocate_module(module, device, dtype, made)
@@ -471,7 +472,7 @@ def _allocate_module(
     dtype: torch.dtype,
     made: dict[Tensor, nn.Parameter],
 ) -> None:
-    """allocate for one module's own tensors; `made` holds what other modules were given."""
+    """Allocate one module's own tensors; `made`: meta parameter -> the one allocated for it."""
     for name, p in list(module.named_parameters(recurse=False)):
         if p not in made:
             made[p] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device))
@@ -481,8 +482,8 @@ def _allocate_module(
 
 
 def _dequantize(weight: Tensor, scale: Tensor, target: Tensor) -> None:
-    """target = weight (rows, columns) in FP8, times its block's scale; one strip of blocks at a
-    time (DeepSeek-V3, arXiv:2412.19437, 3.3.2)."""
+    """target = FP8 weight (rows, columns) * scale of its block, one row of blocks at a time
+    (DeepSeek-V3, arXiv:2412.19437, 3.3.2)."""
     for row in range(0, len(weight), FP8_BLOCK):
         factor = scale[row // FP8_BLOCK].float().repeat_interleave(FP8_BLOCK)[: weight.shape[1]]
         strip = slice(row, row + FP8_BLOCK)
@@ -495,14 +496,14 @@ def save_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model as a Hugging Face folder: config.json and safetensors in its own dtype, in
-    one file, or from max_shard_bytes on in several with an index. `quantization` becomes
-    config.json's quantization_config: what whoever swapped modules needs to swap them again.
+    """Save the model as a Hugging Face folder: config.json and safetensors in the model's dtype,
+    one file, or several with an index if larger than max_shard_bytes. `quantization` is saved as
+    config.json's quantization_config, from which quantized modules are rebuilt on loading.
 
-    Each file appears whole or not at all: it is written beside its place, flushed to disk and
-    renamed; several become the checkpoint when their index does. So a crash or a full disk at any
-    moment leaves the old one. But where the folder held a model of another config, its config.json
-    goes first, and what a crash leaves in between is refused. OSError where the disk refuses.
+    Every file is written to a temporary file, flushed to disk and renamed; several shards become
+    the checkpoint when their index is renamed. A crash or a full disk at any moment leaves the old
+    checkpoint. If the folder has a model of another config, its config.json is deleted first, and
+    load_checkpoint rejects what a crash leaves. OSError if a file cannot be written.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -528,13 +529,14 @@ def save_checkpoint(
 
 
 def _weight_files(folder: Path) -> set[Path]:
-    """The weight files of the checkpoint in the folder, by their names; others are not touched."""
+    """The folder's weight files, as save_checkpoint names them; other files are not touched."""
     shard = re.compile(r"model(-v\d+)?-\d{5}-of-\d{5}\.safetensors|model\.safetensors")
     return {path for path in folder.glob("*.safetensors") if shard.fullmatch(path.name)}
 
 
 def _split_into_shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """The tensors in order, in as few runs as fit max_bytes each (a larger tensor alone)."""
+    """Split in order into as few shards of at most max_bytes as possible; a larger tensor has its
+    own."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -552,7 +554,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> set[Path]:
-    """Shards under names that no file has yet, then the index that makes them the checkpoint."""
+    """Write shards under new file names, then the index."""
     total = sum(t.nbytes for shard in shards for t in shard.values())
     prefix = next(
         p
@@ -580,19 +582,19 @@ def _umask() -> int:
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """write(temporary) then fsync and rename to `path`; on any failure `path` is as it was."""
+    """write(temporary file), fsync, rename to `path`; on any failure `path` is unchanged."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(tmp)
-        os.chmod(tmp, 0o666 & ~_umask())  # safetensors makes its files private
+        os.chmod(tmp, 0o666 & ~_umask())  # safetensors creates files with mode 0600
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(tmp, path)
     except (OSError, SafetensorError) as e:  # a full disk comes as either
-        raise OSError(f"{path}: cannot be written ({e}); the previous file is untouched") from None
+        raise OSError(f"{path}: cannot be written ({e}); the previous file is unchanged") from None
     finally:
         tmp.unlink(missing_ok=True)
-    if os.name == "posix":  # the rename itself lives in the folder
+    if os.name == "posix":  # fsync the folder, which has the rename
         fd = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(fd)

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from model import ModelConfig, Transformer
 from parallel import to_local
 from parallelism.dist_env import DistEnv
-from parallelism.expert_parallel import Placement, exchanged, placed
+from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
 from parallelism.parallel_dims import ExpertParallel, ParallelDims
 from training.build import build_optimizer, convert_linears_, meta_model, model_config, cast_params_
 from training.flags import resolve_expert_flags
@@ -202,7 +202,7 @@ def balanced_experts(
     experts: ExpertParallel, scalars: FakeScalars, config: ModelConfig
 ) -> SimpleNamespace:
     """`experts` with the sizes of uniformly random routing."""
-    own, E, K = experts.placement.width, config.n_experts, config.n_experts_per_token
+    own, E, K = experts.placement.slots_per_rank, config.n_experts, config.n_experts_per_token
     # fraction of tokens that use at least one of `width` experts
     share = lambda width: 1 - comb(E - width, K) / comb(E, K)
     slots = K * own / E / share(own)  # local experts per token that reaches this rank
@@ -215,8 +215,8 @@ def balanced_experts(
             sizes = lambda n, c=chunks, part=share(width) / share(width * ranks), r=ranks: [
                 round((n + c - 1 - j) // c * part) for j in range(c) for _ in range(2 * r)
             ]  # per chunk: to each rank, then from each rank
-            run = with_sizes(exchanged(run, width, group, chunks), sizes)
-        return placed(run, experts.placement)
+            run = with_sizes(all_to_all_dispatch(run, width, group, chunks), sizes)
+        return remap_expert_ids(run, experts.placement)
 
     return SimpleNamespace(**vars(experts), wrap=wrap)
 
@@ -228,7 +228,7 @@ def count_costs(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, st
         experts = layout.experts or ExpertParallel(Placement.even(E, 1), tuple(range(E)), (), 1)
         layout.experts = balanced_experts(experts, scalars, config)
         # builds and caches a table, which must not be of fake tensors
-        experts.placement.physical(torch.zeros(0, 1, dtype=torch.int64))
+        experts.placement.physical_ids(torch.zeros(0, 1, dtype=torch.int64))
     model = meta_model(config)
     layout.shard_model_(model)
     if args.lora:
@@ -265,7 +265,7 @@ def setup(args: argparse.Namespace) -> ModelConfig:
     try:
         dist.init_process_group("fake", rank=0, world_size=args.world_size)
     except (ImportError, RuntimeError, ValueError) as e:
-        raise ValueError(f'--dry-run: torch has no "fake" process group here ({e})') from None
+        raise ValueError(f'--dry-run: torch has no process group "fake" ({e})') from None
     return config
 
 

@@ -1,31 +1,33 @@
-"""expert_parallel.py: the experts of a mixture shared out over ranks.
+"""Expert parallelism: MoE experts sharded over ranks, tokens dispatched to them by all-to-all.
 
-A mixture's weights are its experts', and a token needs K of E. So every rank holds some experts,
-and tokens travel to them (GShard, arXiv:2006.16668). Each function here takes a callable of the
-experts hook's form, (x, weights, ids, w_gate_up, w_down) -> (N, C), and gives one, so that they
-nest. With P a Placement, rank = node * M + number, `mine` the ranks of this node and `others` those
-of this number on every node:
+Most weights of an MoE model belong to its experts, and a token needs only K of E. So every rank
+holds some of the experts, and tokens are sent to them (GShard, arXiv:2006.16668). Each function
+here wraps a callable with the experts hook's signature, (x, weights, ids, w_gate_up, w_down) ->
+(N, C), and returns one, so that they nest. With P a Placement, n = P.slots_per_rank, rank = node *
+M + local_rank, `intra` the ranks of this node and `inter` those with this local_rank on every node:
 
-    all-to-all       placed(exchanged(experts, P.width), P)
-    by nodes first   placed(exchanged(exchanged(experts, P.width, mine), P.width * M, others), P)
-    sliced along F   placed(exchanged(summed(experts, tp), P.width, ep), P)
-    same tokens      placed(summed(local(experts, rank * P.width, P.width)), P)
+    all-to-all    remap_expert_ids(all_to_all_dispatch(experts, n), P)
+    two levels    remap_expert_ids(all_to_all_dispatch(
+                      all_to_all_dispatch(experts, n, intra), n * M, inter), P)
+    EP and TP     remap_expert_ids(all_to_all_dispatch(all_reduce_combine(experts, tp), n, ep), P)
+    same tokens   remap_expert_ids(all_reduce_combine(select_local_slots(experts, rank * n, n)), P)
 
-A token goes once to each rank (in two levels: to each node) that holds any of its experts, with its
-ids and weights; what comes back is one row, already summed there. In two levels the slow links
-between nodes carry it once however many experts it has on the other side (DeepSpeed-MoE,
-arXiv:2207.00032; DeepSeek-V3, arXiv:2412.19437, 3.2.2). In `chunks`, transfers of one overlap with
-the experts of another, and in the backward pass too. A Placement may give hot experts copies.
+A token is sent once to each rank (in two levels: to each node) that holds any of its experts, with
+its ids and weights; one row comes back, already summed over those experts. In two levels the slow
+links between nodes carry a token once, however many experts it has on the other node
+(DeepSpeed-MoE, arXiv:2207.00032; DeepSeek-V3, arXiv:2412.19437, 3.2.2). With `chunks`, the
+transfers of one chunk overlap with the experts of another, in the backward pass too. A Placement
+may hold redundant replicas of hot experts.
 
-What it costs: two transfers of N * min(K, ranks) rows each way, one exchange of sizes that the host
-waits for. When it loses: decoding few tokens, where all ranks can have them all (`summed(local)`);
-a load so skewed that one rank has all the work (copies, or balance).
+Cost: two transfers of N * min(K, ranks) rows each way, and one exchange of sizes that the host
+waits for. When it loses: decoding few tokens, where giving all ranks all tokens is cheaper; a load
+so skewed that one rank does all the work (use replicas, or balance the router).
 
-Gradients: a rank's experts get theirs from the tokens of all ranks: with a loss that is a sum over
-tokens, or is divided by the count of all, nothing more is to be added up but over replicas of the
-rank. Equivalence (test_all.py): outputs, loss and every gradient of one process, 2 and 4 ranks,
-empty ranks too. Needs: torch. `torchrun --nproc-per-node 4 parallelism/expert_parallel.py` checks itself and
-prints a table (--check: none); `python parallelism/expert_parallel.py` starts these itself.
+Gradients: a rank's experts get gradients from the tokens of all ranks. If the loss is a sum over
+tokens, or is divided by the global token count, nothing else must be reduced except over data
+parallel replicas. Equivalence (test_all.py): outputs, loss and every gradient equal one process's,
+on 2 and 4 ranks, with empty ranks too. Needs: torch. `python parallelism/expert_parallel.py` starts
+4 processes, checks itself and prints a table (--check: no table).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-Experts = Callable[..., Tensor]  # (x, weights, ids, w_gate_up, w_down) -> (N, C), the hook's form
+Experts = Callable[..., Tensor]  # (x, weights, ids, w_gate_up, w_down) -> (N, C)
 
 
 def _check(condition: bool, message: str) -> None:
@@ -62,16 +64,16 @@ def _check_ids(ids: Tensor, n: int) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which experts each rank holds, in the order of its stacks; an expert may have copies. Slot
-    ids number all places: rank * width + place."""
+    """Which experts each rank holds, in the order of its weight stacks; experts may have replicas.
+    Slot ids are rank * slots_per_rank + index within the rank."""
 
     slots: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        found = sorted({e for held in self.slots for e in held})
+        found = sorted({e for experts in self.slots for e in experts})
         ok = bool(found) and found == list(range(len(found)))
         _check(ok, f"slots must hold every expert from 0 on, not {found}")
-        ok = all(len(set(held)) == len(held) for held in self.slots)
+        ok = all(len(set(experts)) == len(experts) for experts in self.slots)
         _check(ok, "slots must hold no expert twice on one rank")
 
     @property
@@ -79,123 +81,124 @@ class Placement:
         return len(self.slots)
 
     @property
-    def width(self) -> int:
-        """Places of a rank, where the fullest has no empty one."""
+    def slots_per_rank(self) -> int:
+        """Slots per rank: the number of experts on the rank that has most."""
         return max(map(len, self.slots))
 
     @property
     def n_experts(self) -> int:
-        return 1 + max(e for held in self.slots for e in held)
+        return 1 + max(e for experts in self.slots for e in experts)
 
     @property
-    def copies(self) -> tuple[int, ...]:
-        held = [e for of_rank in self.slots for e in of_rank]
-        return tuple(held.count(e) for e in range(self.n_experts))
+    def replica_counts(self) -> tuple[int, ...]:
+        """Number of replicas of each expert."""
+        experts = [e for of_rank in self.slots for e in of_rank]
+        return tuple(experts.count(e) for e in range(self.n_experts))
 
     @staticmethod
     def even(n_experts: int, ranks: int) -> Placement:
-        """Neighbours together, as many on each rank."""
+        """Consecutive experts, the same number on each rank."""
         ok = ranks >= 1 and n_experts % ranks == 0
-        _check(ok, f"{n_experts} experts cannot be shared evenly by {ranks} ranks: take a divisor, "
+        _check(ok, f"{n_experts} experts do not divide by {ranks} ranks: take a divisor, "
                "or Placement.by_load, where ranks may hold one more")  # fmt: skip
         own = n_experts // ranks
         return Placement(tuple(tuple(range(r * own, (r + 1) * own)) for r in range(ranks)))
 
     @staticmethod
     def by_load(loads: Sequence[float], ranks: int, redundant: int = 0) -> Placement:
-        """Ranks of nearly the same load (DeepSeek-V3, 3.4.1): `redundant` more copies, each for the
-        expert with most load per copy, then every copy, hot ones first, on the least loaded rank
-        that has room and does not hold its expert. Ranks hold the same number, or one more."""
+        """Balance the ranks' loads (DeepSeek-V3, 3.4.1): add `redundant` replicas one at a time to
+        the expert with the most load per replica, then put every replica, hottest first, on the
+        least loaded rank that has room and does not hold its expert. Ranks hold the same number of
+        experts, or one more."""
         loads = [float(load) for load in loads]
         ok = all(0 <= load < math.inf for load in loads)
         _check(ok, f"loads must be 0 or more, not {loads}")
-        copies, total = [1] * len(loads), len(loads) + redundant
+        replicas, total = [1] * len(loads), len(loads) + redundant
         ok = redundant >= 0 and ranks >= 1 and ranks <= total <= len(loads) * ranks
-        _check(ok, f"{len(loads)} experts and {redundant} redundant copies do not fit {ranks} "
-               "ranks: each needs one at least and no expert twice")  # fmt: skip
+        _check(ok, f"{len(loads)} experts and {redundant} redundant replicas do not fit {ranks} "
+               "ranks: each needs at least one expert and none twice")  # fmt: skip
         for _ in range(redundant):
-            open_ = [e for e in range(len(loads)) if copies[e] < ranks]
-            copies[max(open_, key=lambda e: loads[e] / copies[e])] += 1
-        held: list[list[int]] = [[] for _ in range(ranks)]
-        share = [load / n for load, n in zip(loads, copies)]
-        carried = lambda r: sum(share[e] for e in held[r])
-        queue = sorted(range(len(loads)), key=lambda e: (-share[e], -copies[e]))
-        for e in (e for e in queue for _ in range(copies[e])):
-            most = total // ranks  # and one more where total % ranks ranks have it not yet
-            fuller = sum(len(h) > most for h in held) < total % ranks
-            room = [r for r in range(ranks) if len(held[r]) < most + fuller]
-            apart = [r for r in room if e not in held[r]]
-            r = min(apart or room, key=carried)
-            if not apart:  # another rank takes e and gives what r may hold
-                trades = [(q, f) for q in range(ranks) for f in held[q]
-                          if e not in held[q] and f not in held[r]]  # fmt: skip
+            candidates = [e for e in range(len(loads)) if replicas[e] < ranks]
+            replicas[max(candidates, key=lambda e: loads[e] / replicas[e])] += 1
+        slots: list[list[int]] = [[] for _ in range(ranks)]
+        share = [load / n for load, n in zip(loads, replicas)]
+        rank_load = lambda r: sum(share[e] for e in slots[r])
+        queue = sorted(range(len(loads)), key=lambda e: (-share[e], -replicas[e]))
+        for e in (e for e in queue for _ in range(replicas[e])):
+            most = total // ranks  # one more on total % ranks of the ranks
+            one_more = sum(len(s) > most for s in slots) < total % ranks
+            room = [r for r in range(ranks) if len(slots[r]) < most + one_more]
+            allowed = [r for r in room if e not in slots[r]]
+            r = min(allowed or room, key=rank_load)
+            if not allowed:  # swap: another rank takes e and gives an expert that r may hold
+                trades = [(q, f) for q in range(ranks) for f in slots[q]
+                          if e not in slots[q] and f not in slots[r]]  # fmt: skip
                 if trades:
                     q, f = min(trades, key=lambda trade: abs(share[trade[1]] - share[e]))
-                    held[q][held[q].index(f)], e = e, f
-            held[r].append(e)
-        return Placement(tuple(map(tuple, held)))
+                    slots[q][slots[q].index(f)], e = e, f
+            slots[r].append(e)
+        return Placement(tuple(map(tuple, slots)))
 
-    def physical(self, ids: Tensor, offset: int = 0) -> Tensor:
-        """Expert ids (N, K) -> slot ids. Tokens take the copies of an expert in turn, the first
-        token copy `offset`. ValueError, on a CPU, for an id that is no expert's."""
+    def physical_ids(self, ids: Tensor, offset: int = 0) -> Tensor:
+        """Expert ids (N, K) -> slot ids. Tokens use the replicas of an expert round-robin, starting
+        at replica `offset`. ValueError, on a CPU, for an id out of range."""
         _check_ids(ids, self.n_experts)
-        table, copies = _slot_table(self, ids.device)
+        table, replicas = _slot_table(self, ids.device)
         turn = torch.arange(offset, offset + len(ids), device=ids.device)[:, None]
         known = ids.clamp(min=0)
-        return table[known, turn % copies[known]].masked_fill(ids < 0, -1)
+        return table[known, turn % replicas[known]].masked_fill(ids < 0, -1)
 
 
-@lru_cache(None)  # one for each mixture of a model
+@lru_cache(None)  # one for each MoE layer of a model
 def _slot_table(placement: Placement, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(E, most copies) the slots of every expert, and (E,) how many they are."""
-    copies, width = placement.copies, placement.width
-    of = [[r * width + held.index(e) for r, held in enumerate(placement.slots) if e in held]
+    """(E, max replicas) the slots of every expert, and (E,) their number."""
+    replicas, width = placement.replica_counts, placement.slots_per_rank
+    of = [[r * width + own.index(e) for r, own in enumerate(placement.slots) if e in own]
           for e in range(placement.n_experts)]  # fmt: skip
-    table = [slots + [-1] * (max(copies) - len(slots)) for slots in of]
-    return torch.tensor(table, device=device), torch.tensor(copies, device=device)
+    table = [slots + [-1] * (max(replicas) - len(slots)) for slots in of]
+    return torch.tensor(table, device=device), torch.tensor(replicas, device=device)
 
 
-def placed(experts: Experts, placement: Placement, offset: int = 0) -> Experts:
-    """From ids of experts to ids of slots."""
+def remap_expert_ids(experts: Experts, placement: Placement, offset: int = 0) -> Experts:
+    """`experts` takes slot ids; the returned callable takes expert ids."""
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
-        return experts(x, weights, placement.physical(ids, offset), *matrices)
+        return experts(x, weights, placement.physical_ids(ids, offset), *matrices)
 
     return run
 
 
-def local(experts: Experts, first: int, width: int) -> Experts:
-    """`experts` for slots first .. first + width - 1, as 0 .. width - 1; others are nobody's."""
+def select_local_slots(experts: Experts, first: int, width: int) -> Experts:
+    """Run `experts` on slots first .. first + width - 1 only, as 0 .. width - 1; all other ids
+    become -1 (padding)."""
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
-        mine = (ids >= first) & (ids < first + width)
-        return experts(x, weights, torch.where(mine, ids - first, -1), *matrices)
+        is_local = (ids >= first) & (ids < first + width)
+        return experts(x, weights, torch.where(is_local, ids - first, -1), *matrices)
 
     return run
 
 
-def held(stack: Tensor, placement: Placement, rank: int) -> Tensor:
-    """A rank's part of a stack (E, ...)."""
+def shard_stack(stack: Tensor, placement: Placement, rank: int) -> Tensor:
+    """The rank's shard of an expert stack (E, ...)."""
     return stack[list(placement.slots[rank])]
 
 
-def add_copies_(
+def sum_replica_grads_(
     grads: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Where experts have copies, give each the gradient of all, so that they stay copies. grads
-    (slots, ...): of this rank's stack."""
-    several = [e for e, n in enumerate(placement.copies) if n > 1]
-    if not several:
+    """Give every replica of an expert the sum of its replicas' gradients, so that they stay equal.
+    grads (slots, ...): of this rank's stack."""
+    replicated = [e for e, n in enumerate(placement.replica_counts) if n > 1]
+    if not replicated:
         return
-    total = grads.new_zeros(len(several), *grads.shape[1:])
-    mine = [
-        (place, several.index(e)) for place, e in enumerate(placement.slots[rank]) if e in several
-    ]
-    for place, i in mine:
-        total[i] += grads[place]
+    total = grads.new_zeros(len(replicated), *grads.shape[1:])
+    own = [(i, replicated.index(e)) for i, e in enumerate(placement.slots[rank]) if e in replicated]
+    for slot, i in own:
+        total[i] += grads[slot]
     dist.all_reduce(total, group=group)
-    for place, i in mine:
-        grads[place] = total[i]
+    for slot, i in own:
+        grads[slot] = total[i]
 
 
 class _SumOutputs(torch.autograd.Function):
@@ -227,17 +230,17 @@ class _SumGradients(torch.autograd.Function):
 
 
 def _with_gradients(y: Tensor, *inputs: Any) -> Tensor:
-    """y, which asks for gradients wherever another rank's may: where nobody chose an expert of this
-    rank, its experts may have run nothing, but it has its part in the way back."""
+    """y, attached to the graph of `inputs` even where no token chose an expert of this rank: every
+    rank takes part in the collectives of the backward pass."""
     if y.requires_grad:
         return y
-    takers = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    return y + sum(t[:0].sum() for t in takers).type_as(y) if takers else y
+    leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+    return y + sum(t[:0].sum() for t in leaves).type_as(y) if leaves else y
 
 
-def summed(experts: Experts, group: dist.ProcessGroup | None = None) -> Experts:
-    """All ranks of `group` have the same tokens, and each computes a share of the output: of the
-    experts, or of every expert's columns (Megatron, arXiv:1909.08053)."""
+def all_reduce_combine(experts: Experts, group: dist.ProcessGroup | None = None) -> Experts:
+    """All ranks of `group` have the same tokens; each computes a partial output (of its experts, or
+    of its columns of every expert: Megatron, arXiv:1909.08053), and an all-reduce sums them."""
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
         x, weights = _SumGradients.apply(x, weights, group)
@@ -248,15 +251,15 @@ def summed(experts: Experts, group: dist.ProcessGroup | None = None) -> Experts:
 
 
 class _Transfer:
-    """All-to-alls of the rows of some tensors, begun by `start` and awaited by `finish`. The
-    gradients go the other way: begun by the backward pass of `finish`, awaited by that of `start`,
-    and all by one node each, for every rank must begin them in the same order."""
+    """Asynchronous all-to-alls of the rows of several tensors, from `start` to `finish`. Gradients
+    travel the other way, from the backward of `finish` to the backward of `start`. One autograd
+    node for all tensors, so that every rank launches the collectives in the same order."""
 
     def __init__(self, sends: list[int], receives: list[int], group: dist.ProcessGroup | None):
         self.sends, self.receives, self.group = sends, receives, group
 
     def launch(self, tensors: Sequence[Tensor], back: bool = False) -> tuple[Tensor, ...]:
-        """Begin; what the rows will have arrived in by the end of `wait`."""
+        """Launch the all-to-alls; returns the receive buffers, filled when `wait` returns."""
         sends, receives = (self.receives, self.sends) if back else (self.sends, self.receives)
         self.rows = [t.contiguous() for t in tensors]  # alive until they are sent
         self.buffers = tuple(t.new_empty(sum(receives), *t.shape[1:]) for t in tensors)
@@ -303,20 +306,20 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.transfer.launch(grads, back=True)  # filled when _Start hands them on
+        return None, *ctx.transfer.launch(grads, back=True)  # filled by _Start.backward
 
 
-def exchanged(
+def all_to_all_dispatch(
     experts: Experts, width: int, group: dist.ProcessGroup | None = None, chunks: int = 1
 ) -> Experts:
-    """Every rank of `group` has tokens of its own and holds `width` slots: a token goes once to
-    each rank that holds any of its slots, with its ids and weights; `experts` runs there, ids
-    counted from the rank's first slot; the rows that come back are added up in the order of ranks.
+    """Every rank of `group` has its own tokens and `width` slots. A token is sent once to each rank
+    that holds any of its slots, with its ids and weights; `experts` runs there, with ids relative
+    to the rank's first slot; the returned rows are summed in rank order.
 
-    Tokens go in `chunks` pieces, so that one is on its way while the experts run another (Tutel,
-    arXiv:2206.03382, and in the backward pass too). One host synchronisation, for the sizes. Under
-    autocast rows travel in its dtype. ValueError, on a CPU, for an id that no rank holds: it ends
-    the group, whose other ranks wait.
+    With `chunks` > 1 the transfer of one chunk overlaps with the experts of another (Tutel,
+    arXiv:2206.03382), in the backward pass too. One host synchronization, for the sizes. Under
+    autocast rows are sent in its dtype. ValueError, on a CPU, for an id that no rank holds; the
+    group is then unusable, since its other ranks wait in the collective.
     """
 
     _check(chunks >= 1, f"chunks must be at least 1, not {chunks}")
@@ -327,12 +330,12 @@ def exchanged(
         sizes = tuple(x.shape), tuple(weights.shape), tuple(ids.shape)
         _check(ok, "x (N, C), weights (N, K) and ids (N, K) do not fit: {}, {}, {}".format(*sizes))
         _check_ids(ids, ranks * width)
-        inner, dtype = local(experts, rank * width, width), x.dtype
+        inner, dtype = select_local_slots(experts, rank * width, width), x.dtype
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         split = zip(*(t.tensor_split(chunks) for t in (x, weights, ids)))
-        pieces = [_Piece(*parts, width, ranks) for parts in split]
-        sends = torch.stack([piece.wanted.sum(0) for piece in pieces], 1)  # (ranks, chunks)
+        pieces = [_DispatchedChunk(*parts, width, ranks) for parts in split]
+        sends = torch.stack([piece.needed.sum(0) for piece in pieces], 1)  # (ranks, chunks)
         receives = torch.empty_like(sends)
         dist.all_to_all_single(receives, sends, group=group)
         for piece, sizes in zip(pieces, torch.stack((sends, receives)).permute(2, 0, 1).tolist()):
@@ -344,42 +347,44 @@ def exchanged(
     return run
 
 
-class _Piece:
-    """Some of the tokens of an exchange, on their way."""
+class _DispatchedChunk:
+    """One chunk of the tokens of a dispatch: send, compute on the receiving ranks, return."""
 
     def __init__(self, x: Tensor, weights: Tensor, ids: Tensor, width: int, ranks: int):
         self.x, self.weights, self.ids = x, weights, ids
         rank = torch.where(ids < 0, ranks, ids // width)
-        wanted = torch.zeros(len(ids), ranks + 1, dtype=torch.bool, device=ids.device)
-        self.wanted = wanted.scatter_(1, rank, True)[:, :ranks]  # by a token, of a rank
+        needed = torch.zeros(len(ids), ranks + 1, dtype=torch.bool, device=ids.device)
+        self.needed = needed.scatter_(1, rank, True)[:, :ranks]  # (tokens, ranks)
 
     def send(self, sends: list[int], receives: list[int], group: dist.ProcessGroup | None) -> None:
-        token = self.wanted.t().nonzero_static(size=sum(sends))[:, 1]  # rank by rank
-        self.ids_there = _Transfer(sends, receives, group)
-        self.ids_there.launch([self.ids[token]])
-        self.there = _Transfer(sends, receives, group).start(self.x[token], self.weights[token])
-        self.back = _Transfer(receives, sends, group)
+        token = self.needed.t().nonzero_static(size=sum(sends))[:, 1]  # rank by rank
+        self.ids_transfer = _Transfer(sends, receives, group)
+        self.ids_transfer.launch([self.ids[token]])
+        self.dispatch = _Transfer(sends, receives, group).start(self.x[token], self.weights[token])
+        self.combine = _Transfer(receives, sends, group)
 
     def compute(self, experts: Experts, matrices: Sequence[Any]) -> None:
-        (ids,), (x, weights) = self.ids_there.wait(), self.there.finish()
-        self.back.start(_with_gradients(experts(x, weights, ids, *matrices), x, weights, *matrices))
+        (ids,), (x, weights) = self.ids_transfer.wait(), self.dispatch.finish()
+        self.combine.start(
+            _with_gradients(experts(x, weights, ids, *matrices), x, weights, *matrices)
+        )
 
     def receive(self) -> Tensor:
-        rows = self.back.finish()[0]
+        rows = self.combine.finish()[0]
         n = len(rows)
-        if n == 0:  # one to point at: the way back has the same steps on every rank, so that
-            rows = F.pad(rows, (0, 0, 0, 1))  # checkpointing recomputes at the same moment
-        before = self.wanted.sum(0).cumsum(0) - self.wanted.sum(0)
-        place = self.wanted.cumsum(0) - 1 + before
-        place = place.masked_fill(~self.wanted, n)
-        most = min(place.shape[1], self.ids.shape[1])  # ranks that a token goes to
+        if n == 0:  # a row to index: every rank runs the same operations, so that activation
+            rows = F.pad(rows, (0, 0, 0, 1))  # checkpointing recomputes at the same point
+        before = self.needed.sum(0).cumsum(0) - self.needed.sum(0)
+        place = self.needed.cumsum(0) - 1 + before
+        place = place.masked_fill(~self.needed, n)
+        most = min(place.shape[1], self.ids.shape[1])  # ranks that a token is sent to
         place = place.topk(most, dim=1, largest=False).values.sort(dim=1).values
-        there = place < n
-        # a token that goes to fewer takes rows of others, and counts them nothing; not all the same
-        # one, on which a GPU's gradients would queue
+        valid = place < n
+        # a token sent to fewer ranks gathers rows of other tokens and masks them out; different
+        # ones, since a GPU would serialize the gradients of one row
         others = torch.arange(place.numel(), device=place.device).view_as(place) % len(rows)
-        taken = rows[torch.where(there, place, others)]
-        return taken.masked_fill(~there[..., None], 0.0).sum(1)
+        gathered = rows[torch.where(valid, place, others)]
+        return gathered.masked_fill(~valid[..., None], 0.0).sum(1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -390,7 +395,7 @@ class _Piece:
 def loop_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """SwiGLU experts one by one: all that is needed here of the mixture itself."""
+    """SwiGLU experts in a plain loop: the experts hook of the self-check."""
     out = torch.zeros_like(x)
     for e in ids[ids >= 0].unique().tolist():
         token, k = (ids == e).nonzero(as_tuple=True)
@@ -400,21 +405,25 @@ def loop_experts(
     return out
 
 
-def forms(experts: Experts, P: Placement, rank: int) -> dict[str, Experts]:
-    """All-to-all in one level and two, of 4 ranks as 2 nodes, and in chunks."""
-    mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    others = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    inner = exchanged(experts, P.width, mine)
+def variants(experts: Experts, P: Placement, rank: int) -> dict[str, Experts]:
+    """All-to-all in one level and two, with 4 ranks as 2 nodes, and in chunks."""
+    intra = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    inter = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    inner = all_to_all_dispatch(experts, P.slots_per_rank, intra)
     return {
-        "all-to-all": placed(exchanged(experts, P.width), P),
-        "in 2 chunks": placed(exchanged(experts, P.width, chunks=2), P),
-        "in 4 chunks": placed(exchanged(experts, P.width, chunks=4), P),
-        "by nodes first": placed(exchanged(inner, 2 * P.width, others), P),
+        "all-to-all": remap_expert_ids(all_to_all_dispatch(experts, P.slots_per_rank), P),
+        "in 2 chunks": remap_expert_ids(
+            all_to_all_dispatch(experts, P.slots_per_rank, chunks=2), P
+        ),
+        "in 4 chunks": remap_expert_ids(
+            all_to_all_dispatch(experts, P.slots_per_rank, chunks=4), P
+        ),
+        "two levels": remap_expert_ids(all_to_all_dispatch(inner, 2 * P.slots_per_rank, inter), P),
     }
 
 
 def check(rank: int, ranks: int) -> None:
-    """Outputs and gradients of every form == one process's, with an empty rank and with copies."""
+    """Outputs and gradients of every variant == one process's, with an empty rank and replicas."""
     rng = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64)
     E, K, C, width, sizes = 8, 3, 16, 12, [5, 0, 9, 4]
@@ -426,15 +435,17 @@ def check(rank: int, ranks: int) -> None:
     own = lambda t: t.split(sizes)[rank]
     hot = Placement.by_load([9, 1, 1, 1, 1, 1, 1, 5], ranks, redundant=2)
     for P in (Placement.even(E, ranks), hot):
-        for name, form in forms(loop_experts, P, rank).items():
-            leaves = [own(x), own(weights), *(held(w, P, rank) for w in stacks)]
+        for name, variant in variants(loop_experts, P, rank).items():
+            leaves = [own(x), own(weights), *(shard_stack(w, P, rank) for w in stacks)]
             leaves = [t.clone().requires_grad_() for t in leaves]
-            got = form(*leaves[:2], own(ids), *leaves[2:])
+            got = variant(*leaves[:2], own(ids), *leaves[2:])
             got.square().sum().backward()
             for leaf in leaves[2:]:
-                add_copies_(leaf.grad, P, rank)
-            wanted = [own(t.grad) for t in every[:2]] + [held(t.grad, P, rank) for t in every[2:]]
-            for a, b in zip((got, *(t.grad for t in leaves)), (own(y), *wanted)):
+                sum_replica_grads_(leaf.grad, P, rank)
+            expected = [own(t.grad) for t in every[:2]] + [
+                shard_stack(t.grad, P, rank) for t in every[2:]
+            ]
+            for a, b in zip((got, *(t.grad for t in leaves)), (own(y), *expected)):
                 assert torch.allclose(a, b, rtol=1e-10, atol=1e-10), (name, rank)
 
 
@@ -443,22 +454,22 @@ def benchmark(rank: int, ranks: int) -> None:
     rng = torch.Generator().manual_seed(rank)
     N, K, E, C, width = 512, 4, 16, 512, 256
     P = Placement.even(E, ranks)
-    stacks = torch.randn(P.width, 2 * width, C), torch.randn(P.width, C, width)
+    stacks = torch.randn(P.slots_per_rank, 2 * width, C), torch.randn(P.slots_per_rank, C, width)
     x, ids = torch.randn(N, C, generator=rng), torch.rand(N, E, generator=rng).topk(K).indices
     weights = torch.full((N, K), 1 / K)
     nothing = lambda x, weights, ids, *_: x
-    rows = len(torch.unique(ids // P.width + 100 * torch.arange(N)[:, None]))
+    rows = len(torch.unique(ids // P.slots_per_rank + 100 * torch.arange(N)[:, None]))
     say = print if rank == 0 else lambda *_: None
     say(f"{ranks} ranks of {N} tokens, K {K}, E {E}, C {C}, F {width}, fp32: {rows} rows sent")
     say(f"{'ms':>16}{'whole':>9}{'transfers':>11}")
-    for name, whole in forms(loop_experts, P, rank).items():
-        bare, times = forms(nothing, P, rank)[name], []
-        for form in (whole, bare):
+    for name, whole in variants(loop_experts, P, rank).items():
+        bare, times = variants(nothing, P, rank)[name], []
+        for variant in (whole, bare):
             spent = []
             for _ in range(7):
                 dist.barrier()
                 start = time.perf_counter()
-                form(x, weights, ids, *stacks)
+                variant(x, weights, ids, *stacks)
                 dist.barrier()
                 spent.append(time.perf_counter() - start)
             times.append(1e3 * statistics.median(spent[2:]))

@@ -56,7 +56,7 @@ from parallelism.context_parallel import (
     ring_attention,
     ulysses_attention,
 )
-from parallelism.expert_parallel import Placement, exchanged, placed
+from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
 from parallelism.pipeline_model import PipelineStages
 from parallelism.pipeline_model import add_flags as add_stage_flags
 from parallelism.pipeline_model import check as check_stages
@@ -141,8 +141,9 @@ class ExpertParallel:
     def wrap(self, run: Any) -> Any:
         """Wrap the experts hook `run` over local experts to take tokens routed to any expert."""
         for i, (width, group) in enumerate(self.levels):
-            run = exchanged(run, width, group, self.chunks if i == len(self.levels) - 1 else 1)
-        return placed(run, self.placement)
+            chunks = self.chunks if i == len(self.levels) - 1 else 1
+            run = all_to_all_dispatch(run, width, group, chunks)
+        return remap_expert_ids(run, self.placement)
 
 
 class ParallelDims:
@@ -499,11 +500,11 @@ class ParallelDims:
         self, args: argparse.Namespace, config: ModelConfig
     ) -> ExpertParallel:
         placement, ep = Placement.even(config.n_experts, args.ep), args.ep
-        levels, node = ((placement.width, self.mesh.group("ep")),), args.ep_node_size
+        levels, node = ((placement.slots_per_rank, self.mesh.group("ep")),), args.ep_node_size
         if node is not None:
             nodes = self.mesh.experts.mesh.mT.reshape(-1, ep // node, node)
             inner, outer = _new_group(nodes), _new_group(nodes.mT)
-            levels = ((placement.width, inner), (placement.width * node, outer))
+            levels = ((placement.slots_per_rank, inner), (placement.slots_per_rank * node, outer))
         local_expert_ids = placement.slots[self.mesh.rank("ep")]
         return ExpertParallel(placement, local_expert_ids, levels, args.ep_chunks)
 
@@ -555,7 +556,8 @@ def _recompute_costs(
         rope = rope_cos_sin(config, at)
         persistent = [*block.parameters(), *rope, at]
         for mode in MODES[:4]:
-            forward = partial(checkpoint_wrapper(block.forward, mode), x, rope, at, causal_attention)
+            forward = checkpoint_wrapper(block.forward, mode)
+            forward = partial(forward, x, rope, at, causal_attention)
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 kept = saved_bytes(forward, persistent)
                 with FlopCounterMode(display=False) as counter:

@@ -1,32 +1,32 @@
-"""planner.py: which layout trains a model fastest on so many GPUs, before any of them is booked.
+"""Parallelism planner: predicts which layout trains a model fastest on n GPUs, without a GPU.
 
-    python parallelism/planner.py --model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M
+    python parallelism/planner.py --model llama3-405b --gpus 16384 --device h100 --batch 16M
 
 enumerates data x tensor x context x pipeline x expert parallelism, ZeRO stage, micro-batch size,
-recomputation and schedule, drops what does not fit in memory and ranks the rest by predicted time
-of a step. Time is a sum of parts, each a small function with its source:
+recomputation and pipeline schedule, drops plans that do not fit in memory and ranks the rest by
+predicted step time. The time is a sum of terms, each a small function with its source:
 
-    products        FLOPs of every matrix (Kaplan, arXiv:2001.08361, 2.1; attention as in PaLM,
+    matmuls         FLOPs of every matrix (Kaplan, arXiv:2001.08361, 2.1; attention as in PaLM,
                     arXiv:2204.02311, app. B, causal: half) or its bytes, whichever are slower
                     (roofline, Williams et al., CACM 2009)
-    elementwise     bytes through HBM: norms, rotations, SwiGLU, residuals, loss, optimizer
-    transfers       rings, alpha + bytes / beta (Thakur et al., IJHPCA 2005); over nodes the slower
-                    of NVLink and the NICs of those members of a group that share a node
+    elementwise     HBM bytes of norms, rotary embedding, SwiGLU, residuals, loss, optimizer
+    collectives     rings, alpha + bytes / beta (Thakur et al., IJHPCA 2005); between nodes the
+                    slower of NVLink and the NICs of those group members that share a node
     pipeline        bubbles in closed form (arXiv:2104.04473, 2401.10241), uneven stages
-    overlap         max(0, transfer - work beside it), and the SMs that a hidden transfer takes
+    overlap         max(0, transfer - concurrent compute), and the SMs of an overlapped transfer
     memory          states (ZeRO, arXiv:1910.02054), activations (Korthikanti, arXiv:2205.05198)
 
-What hardware reaches of its data sheet is one short list of constants, from what others measure on
-single kernels, the products' shares from its low end, where published runs lie. It serves every
-model, device and plan; `python parallelism/planner.py` compares what comes out with published runs. Beside
-these it says what a run takes: days, energy, failures, checkpoints.
+The fraction of peak that hardware reaches is one short list of constants, from published
+single-kernel measurements; that of matmuls is from their low end, where published runs are. It
+serves every model, device and plan; without --model the program compares predictions with published
+runs. For a whole run it also estimates days, energy, failures and checkpoints.
 
-When it is wrong: kernels far from cuBLAS and FlashAttention; small products, which reach less (the
-smallest published run comes out 1.3x too fast); experts with uneven loads; schedules that hide the
-experts' transfers, which it takes as exposed; networks that others share. Plans a few percent apart
-are equal to it. Memory comes out up to a fifth below what torchtitan reports, fragments included.
-Which hook: none. test_all.py holds each formula against numbers that papers print, and predictions
-within 20% of published runs, that smallest one excepted. Needs: the standard library.
+When it is wrong: kernels far from cuBLAS and FlashAttention; small matmuls, which reach less (the
+smallest published run is predicted 1.3x too fast); unbalanced expert load; schedules that overlap
+expert all-to-alls, which it counts as exposed; shared networks. It cannot separate plans a few
+percent apart. Predicted memory is up to a fifth below what torchtitan reports with fragmentation.
+Hooks: none. test_all.py checks each formula against numbers printed in papers, and predictions
+within 20% of published runs, except that smallest one. Needs: the standard library.
 """
 
 from __future__ import annotations
@@ -42,33 +42,36 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# What is reached of the data sheet, the same for all models, devices, plans and published runs.
-GEMM_EFFICIENCY = 0.60  # bf16 products on H100: 600 to 780 of 989 TFLOP/s on random data, bound by power; the
-GEMM_FP8_EFFICIENCY = 0.50  # low end, as shapes are given and kernels follow each other. FP8: 1,000 of 1,979
-ATTENTION_EFFICIENCY = {  # forward, backward of 989: D 128, 8k tokens, H100 (arXiv:2407.08608, figures 5, 6)
-    "fa2": (0.34, 0.32),  # FlashAttention-2, which is torch's in 2024: 333 and 318 TFLOP/s
+# Fractions of the data sheet's peak, the same for all models, devices, plans and published runs.
+# bf16 matmuls on H100: 600 to 780 of 989 TFLOP/s on random data, limited by power; FP8: 1,000 of
+# 1,979. The low end, as shapes are given and kernels follow each other.
+GEMM_EFFICIENCY = 0.60
+GEMM_FP8_EFFICIENCY = 0.50
+# (forward, backward) of 989 TFLOP/s: D 128, 8k tokens, H100 (arXiv:2407.08608, figures 5 and 6)
+ATTENTION_EFFICIENCY = {
+    "fa2": (0.34, 0.32),  # FlashAttention-2, torch's in 2024: 333 and 318 TFLOP/s
     "fa3": (0.57, 0.54),  # FlashAttention-3 and cuDNN 9: 529 to 602 and 518 to 559
 }
-HBM_EFFICIENCY = 0.90  # of the bandwidth, by elementwise kernels
-LINK_EFFICIENCY = 0.80  # nccl-tests' bus bandwidth: 360 of 450 GB/s over NVLink, 40 of 50 over a NIC
-ASYNC_TP_OVERLAP = 0.5  # of its transfers hidden: 1.09 to 1.16x in torchtitan's async TP benchmark
-COMM_SM_FRACTION = 0.15  # of the SMs run a transfer that is hidden: NCCL takes 16 to 24 of 132
-KERNEL_OVERHEAD = 8e-6  # s: launch, first loads and last wave of a product
-# HBM bytes per token and layer, (C, F) forward and backward, counted op by op in bf16: eager, with
-# RMSNorm and rotation in fp32, 36C for a norm, 6C a residual, 38C rotated and repeated heads, 10F
-# SwiGLU; compiled, each tensor once
+HBM_EFFICIENCY = 0.90  # bandwidth of elementwise kernels
+LINK_EFFICIENCY = 0.80  # nccl-tests' bus bandwidth: 360 of 450 GB/s NVLink, 40 of 50 per NIC
+ASYNC_TP_OVERLAP = 0.5  # hidden part of TP transfers: 1.09 to 1.16x in torchtitan's benchmark
+COMM_SM_FRACTION = 0.15  # of the SMs run an overlapped transfer: NCCL takes 16 to 24 of 132
+KERNEL_OVERHEAD = 8e-6  # s per matmul: launch, first loads and last wave
+# HBM bytes per token and layer, compiled -> (C, F) of forward and backward, counted op by op in
+# bf16. Eager, with RMSNorm and rotary embedding in fp32: 36C per norm, 6C per residual, 38C rotary
+# and repeated heads, 10F SwiGLU. Compiled: each tensor once.
 LAYER_HBM_BYTES = {False: ((122, 10), (210, 18)), True: ((22, 6), (24, 12))}
-LOSS_HBM_BYTES = 28  # HBM bytes per logit: bf16 and fp32 copies, softmax, its gradient
-LOGITS_BYTES = 10  # bytes of these that are there at once
-CAST_HBM_BYTES = 10  # HBM bytes per output of an FP8 product: amax, read, write, of inputs and of gradients
+LOSS_HBM_BYTES = 28  # HBM traffic per logit: bf16 and fp32 copies, softmax, its gradient
+LOGITS_BYTES = 10  # memory per logit at the peak
+CAST_HBM_BYTES = 10  # HBM traffic per FP8 matmul output: amax, read, write; inputs and gradients
 GIB = 2**30
-RESERVED_BYTES = 4 * GIB  # CUDA context, NCCL's buffers, fragments
-MEMORY_FRACTION = 0.9  # of a device's memory is planned with, for what is measured is up to a fifth more
+RESERVED_BYTES = 4 * GIB  # CUDA context, NCCL buffers, fragmentation
+MEMORY_FRACTION = 0.9  # usable part of a device's memory; measured memory is up to a fifth more
 
 GPU_HOURS_TO_FAILURE = 54 * 24 * 16384 / 419  # unexpected ones (Llama 3, arXiv:2407.21783, 3.3.4)
 STORAGE_BANDWIDTH = 2e12 / 16384  # bytes/s per GPU: Llama 3's, 2 TB/s sustained (3.3.1)
-RESTART_SECONDS = 600.0  # s to notice, reschedule and load
-PUE = 1.1  # energy of the site over that of its servers
+RESTART_SECONDS = 600.0  # to detect a failure, reschedule and load
+PUE = 1.1  # site energy / server energy
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
@@ -84,7 +87,7 @@ def _check(ok: Any, message: Any) -> None:
 
 
 class Matrix(NamedTuple):
-    """A weight (k, n), of which a layer holds `held` and a token meets `used`."""
+    """A weight (k, n): a layer has `count` of them, a token uses `active_count`."""
 
     k: int
     n: int
@@ -94,9 +97,9 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only transformer. ffn is F of dense layers; with experts, all layers but the first
-    `dense_layers` have them. kv_rank > 0: latent attention (MLA), head_dim then being the part
-    without positions. gpt: LayerNorm, biases, two matrices in the FFN, learned positions."""
+    """A decoder-only transformer. ffn is F of dense layers; with experts, all layers except the
+    first `dense_layers` are MoE layers. kv_rank > 0: multi-head latent attention (MLA), with
+    head_dim = qk_nope_head_dim. gpt: LayerNorm, biases, two FFN matrices, learned positions."""
 
     layers: int
     dim: int
@@ -143,9 +146,9 @@ class Shape:
         ]
 
     def layer_matrices(self) -> list[tuple[int, list[Matrix]]]:
-        """(how many layers, the matrices of one), in the order in which a token meets them."""
-        layer_total = ((self.layers - self.moe_layers, False), (self.moe_layers, True))
-        return [(n, self.attention() + self.feed_forward(moe)) for n, moe in layer_total if n]
+        """[(number of layers, matrices of one layer in execution order)]"""
+        counts = ((self.layers - self.moe_layers, False), (self.moe_layers, True))
+        return [(n, self.attention() + self.feed_forward(moe)) for n, moe in counts if n]
 
     def mean(self, size: Any) -> float:
         """Mean over layers of size(matrices)."""
@@ -154,7 +157,7 @@ class Shape:
 
 @cache
 def parameters(shape: Shape, active: bool = False) -> int:
-    """All parameters, or those that one token meets."""
+    """Number of parameters, or of those active per token."""
     s, C = shape, shape.dim
     per = lambda m: m.k * m.n * (m.active_count if active else m.count) + s.gpt * m.n
     total = sum(n * sum(per(m) for m in matrices) for n, matrices in s.layer_matrices())
@@ -165,9 +168,8 @@ def parameters(shape: Shape, active: bool = False) -> int:
 
 @cache
 def model_flops(shape: Shape, seq: int, causal: bool = True) -> float:
-    """FLOPs of training on a token: 6 per weight met, embedding not, and attention 6 T H (Dqk + Dv)
-    a layer (PaLM, arXiv:2204.02311, app. B: 12 T H D), half of it if only what a causal mask leaves
-    counts."""
+    """Training FLOPs per token: 6 per active weight without the embedding, and attention
+    6 T H (Dqk + Dv) per layer (PaLM, arXiv:2204.02311, app. B: 12 T H D), half of it if causal."""
     weights = shape.layers * shape.mean(lambda all: sum(m.k * m.n * m.active_count for m in all))
     scores = shape.layers * seq * score_width(shape)
     return 6 * (weights + shape.dim * shape.vocab) + (3 if causal else 6) * scores
@@ -175,7 +177,7 @@ def model_flops(shape: Shape, seq: int, causal: bool = True) -> float:
 
 @cache
 def recomputed_flops(shape: Shape, seq: int, recompute: str) -> float:
-    """FLOPs per token that recomputation adds: of a forward pass without the head."""
+    """FLOPs per token that recomputation adds; full: a forward pass without the head."""
     if recompute == "full":
         return model_flops(shape, seq) / 3 - 2 * shape.dim * shape.vocab
     second = shape.mean(lambda all: sum(m.k * m.n * m.active_count for m in all[1::2]))
@@ -183,7 +185,7 @@ def recomputed_flops(shape: Shape, seq: int, recompute: str) -> float:
 
 
 def score_width(shape: Shape) -> int:
-    """H (Dqk + Dv): FLOPs of forward attention per causal pair of tokens, over 2."""
+    """H (Dqk + Dv): half the forward attention FLOPs per causal pair of tokens."""
     D, v_dim = shape.head_dim + shape.rope_dim, shape.v_dim or shape.head_dim
     return shape.heads * (D + v_dim)
 
@@ -218,12 +220,12 @@ SHAPES = {  # layers, dim, heads, kv_heads, head_dim, ffn, vocab: as in their co
 
 
 def load_shape(name: str) -> Shape:
-    """A model of SHAPES, or a Hugging Face config.json or the folder that holds it."""
+    """A model of SHAPES, or a Hugging Face config.json, or the folder with one."""
     if name in SHAPES:
         return SHAPES[name]
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
-    _check(path.is_file(), f"model {name}: no such file, nor one of {', '.join(SHAPES)}")
+    _check(path.is_file(), f"--model {name} is no file, nor one of {', '.join(SHAPES)}")
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as e:
@@ -258,10 +260,10 @@ class Device:
     memory: float  # bytes
     hbm: float  # bytes/s
     nvlink: float  # bytes/s
-    watts: float  # of the server, at most, per GPU
-    node: int = 8  # GPUs that NVLink joins
+    watts: float  # maximum power of the server, per GPU
+    node: int = 8  # GPUs in one NVLink domain
     network: float = 50e9  # bytes/s: 400 Gb/s
-    alpha: tuple[float, float] = (2e-6, 5e-6)  # s of a step within and between nodes
+    alpha: tuple[float, float] = (2e-6, 5e-6)  # latency in s, within and between nodes
 
 
 # NVIDIA's data sheets (dense rates); watts: DGX A100 6.5 kW, H100 and H200 10.2, B200 14.3, GB200
@@ -288,11 +290,12 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """dp * tp * cp * pp ranks, tp nearest together, then cp, dp, pp. Experts lie over ep ranks of
-    dp. zero: 1 reduces gradients once a step, 2 in every micro-batch, 3 gathers weights for each
-    pass too. recompute: none, selective (attention and every second product are kept, as
-    torchtitan's "op") or full (the block's input is). chunks: stages per rank. micro: sequences.
-    The last four are the software: fused elementwise kernels, FP8 products, attention, async TP."""
+    """dp * tp * cp * pp ranks, tp innermost, then cp, dp, pp. Experts are sharded over ep of the dp
+    ranks. zero: 1 reduces gradients once per step, 2 in every micro-batch, 3 also gathers weights
+    for each pass. recompute: none, selective (saves attention and every second matmul, as
+    torchtitan's "op") or full (saves the block's input). chunks: virtual stages per rank. micro:
+    micro-batch size in sequences. The last four describe the software: fused elementwise kernels,
+    FP8 matmuls, attention kernel, async TP."""
 
     dp: int = 1
     tp: int = 1
@@ -322,9 +325,9 @@ class Plan:
 
 
 def find_conflict(shape: Shape, plan: Plan, seq: int, batch: int) -> str | None:
-    """Why a plan cannot be, or None. batch: sequences of a step."""
+    """Why a plan is invalid, or None. batch: sequences per step."""
     p, s = plan, shape
-    micros, parts = batch // (p.dp * p.micro), p.cp if p.cp == 1 else 2 * p.cp  # zigzag: two each
+    micros, parts = batch // (p.dp * p.micro), p.cp if p.cp == 1 else 2 * p.cp  # zigzag: 2 each
     chunks = {"interleaved": p.chunks > 1, "zbv": p.chunks == 2}.get(p.schedule, p.chunks == 1)
     if p.schedule not in SCHEDULES:
         return f"schedule {p.schedule} is not one of {', '.join(SCHEDULES)}"
@@ -333,22 +336,22 @@ def find_conflict(shape: Shape, plan: Plan, seq: int, batch: int) -> str | None:
     if p.zero not in (1, 2, 3):
         return f"zero {p.zero} is not 1, 2 or 3"
     if p.zero > 1 and p.dp * p.cp == 1:
-        return f"zero {p.zero} shares nothing out where dp x cp is 1; take 1"
-    if p.pp > s.layers or p.pp * p.chunks > s.layers + 2:  # embedding and head may stand alone
+        return f"zero {p.zero} requires dp x cp > 1; use zero 1"
+    if p.pp > s.layers or p.pp * p.chunks > s.layers + 2:  # embedding and head may be own stages
         stages = f"{p.pp * p.chunks} stages (pp {p.pp} x {p.chunks} chunks)"
         return f"{stages} are more than the model's {s.layers} layers; lower pp"
     if p.schedule != "1f1b" and p.pp == 1:
-        return f"schedule {p.schedule} is for several stages; take 1f1b, or a higher pp"
+        return f"schedule {p.schedule} requires pp > 1; use 1f1b, or a higher pp"
     if not chunks:
-        return f"schedule {p.schedule} does not go with {p.chunks} chunks a rank"
+        return f"schedule {p.schedule} cannot be combined with {p.chunks} chunks per rank"
     if batch % (p.dp * p.micro):
         return f"batch of {batch} sequences is not divisible by dp {p.dp} x micro {p.micro}"
     if p.schedule == "interleaved" and micros % p.pp:
         return f"interleaved: {micros} micro-batches are not divisible by pp {p.pp}"
     if p.zero == 3 and p.pp > 1:
-        return "zero 3 gathers weights for every micro-batch of every stage; take 1 or 2 with pp"
+        return "zero 3 cannot be combined with pp: weights per micro-batch; use zero 1 or 2"
     if s.heads % p.tp or s.kv_heads % p.tp and p.tp % s.kv_heads:
-        return f"tp {p.tp} does not share out {s.heads} heads and {s.kv_heads} key-value heads"
+        return f"tp {p.tp} cannot shard {s.heads} heads and {s.kv_heads} key-value heads"
     if seq % (parts * p.tp):
         return f"seq {seq} is not divisible by cp's {parts} parts x tp {p.tp}"
     if p.ep > 1 and (p.dp % p.ep or not s.experts or s.experts % p.ep):
@@ -357,6 +360,7 @@ def find_conflict(shape: Shape, plan: Plan, seq: int, batch: int) -> str | None:
 
 
 def divisors(n: int) -> list[int]:
+    """Divisors of n, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -364,7 +368,7 @@ def divisors(n: int) -> list[int]:
 def layouts(
     shape: Shape, device: Device, gpus: int, seq: int, fixed: dict[str, Any]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(dp, tp, cp, pp) of `gpus` ranks: tp within a node, cp with 2048 tokens a rank or more."""
+    """(dp, tp, cp, pp) of `gpus` ranks: tp within a node, cp with at least 2048 tokens per rank."""
     ranks = divisors(gpus)
     free = lambda name, fits: [fixed[name]] if name in fixed else [d for d in ranks if fits(d)]
     for tp, cp, pp in product(
@@ -380,8 +384,8 @@ def layouts(
 def plans(
     shape: Shape, device: Device, gpus: int, seq: int, batch: int, **fixed: Any
 ) -> Iterator[Plan]:
-    """All plans of `layouts` without a `problem`, with micro-batches of 1, 2, 4 and 8 sequences, 2
-    to 8 chunks a rank where interleaved, ZeRO 1 to 3. fixed: Plan's fields that do not vary."""
+    """All valid plans of `layouts`, with micro-batches of 1, 2, 4 and 8 sequences, 2 to 8 chunks
+    per rank if interleaved, ZeRO 1 to 3. fixed: fields of Plan that are not searched."""
     free = lambda name, values: [fixed[name]] if name in fixed else values
     chunks = {"interleaved": range(2, 9), "zbv": (2,)}
     pipes = [
@@ -408,7 +412,7 @@ def plans(
 
 
 def state_bytes(params: float, ranks: int, zero: int, gradient: int = 2) -> tuple[float, ...]:
-    """Bytes of a rank for (bf16 weights, gradients, Adam's K = 12) in ZeRO's stages 0 to 3
+    """Bytes per rank of (bf16 weights, gradients, Adam's K = 12) in ZeRO stages 0 to 3
     (arXiv:1910.02054, figure 1)."""
     sizes = (2 * params, 3), (gradient * params, 2), (12 * params, 1)
     return tuple(size / ranks if zero >= stage else size for size, stage in sizes)
@@ -416,20 +420,20 @@ def state_bytes(params: float, ranks: int, zero: int, gradient: int = 2) -> tupl
 
 @cache
 def activation_bytes(shape: Shape, recompute: str, compiled: bool) -> float:
-    """Bytes per token that a layer keeps for its backward pass, mean over layers.
+    """Bytes per token that a layer saves for its backward pass, mean over layers.
 
-    none, eager, GPT: 32 C, that is 34 s b h of Korthikanti et al. (arXiv:2205.05198, 4.1) without
-    its two dropout masks, and with flash attention 4 H for the lse instead of 5 a s: inputs of two
-    norms and of what follows each 8 C, q, k, v, o, and F before and after its nonlinearity.
-    compiled: outputs of norms and nonlinearities are made again in the backward pass (the min-cut
-    partitioner of torch.compile; fused kernels). full: 2 C, the block's input.
+    none, eager, GPT: 32 C, which is 34 s b h of Korthikanti et al. (arXiv:2205.05198, 4.1) without
+    the two dropout masks, and with flash attention 4 H for the lse instead of 5 a s: inputs and
+    outputs of two norms 8 C, q, k, v, o, and F before and after its nonlinearity. compiled: outputs
+    of norms and nonlinearities are recomputed in the backward pass (torch.compile's min-cut
+    partitioner; fused kernels). full: 2 C, the block's input.
     """
     s, C = shape, shape.dim
     if recompute == "full":
         return 2 * C
     v_dim, qk = s.v_dim or s.head_dim, s.head_dim + s.rope_dim
     o, keys = s.heads * v_dim, (s.heads if s.kv_rank else s.kv_heads) * (qk + v_dim)
-    if recompute == "selective":  # the input, o, lse and every second product
+    if recompute == "selective":  # the input, o, lse and every second matmul
         odd = s.mean(lambda all: sum(m.n * m.active_count for m in all[::2]))
         return 2 * (C + o + odd) + 4 * s.heads
     inner, latents, copies = ffn_width(s), s.q_rank + s.kv_rank, s.experts_per_token * C
@@ -439,27 +443,27 @@ def activation_bytes(shape: Shape, recompute: str, compiled: bool) -> float:
 
 
 def ffn_width(shape: Shape) -> float:
-    """F that a token meets, mean over layers."""
+    """Active F per token, mean over layers."""
     met = shape.expert_ffn * (shape.experts_per_token + shape.shared_experts)
     return shape.ffn + (met - shape.ffn) * shape.moe_layers / shape.layers
 
 
 def in_flight(plan: Plan, micros: int, last: bool) -> float:
-    """Micro-batches whose activations the first or last rank holds at its worst: all of them in
-    GPipe, p and 1 in 1F1B (arXiv:2104.04473, 2.2), p +- (p - 1) / v interleaved (2.2.2), p on all
+    """Peak number of micro-batches whose activations the first or last rank stores: all in GPipe,
+    p and 1 in 1F1B (arXiv:2104.04473, 2.2), p +- (p - 1) / v interleaved (2.2.2), p on all
     ranks in ZB-H1 and ZB-V (arXiv:2401.10241, 2; 2405.15362)."""
     p, v = plan.pp, plan.chunks
-    count = {
+    in_flight = {
         "gpipe": micros,
         "1f1b": 1 if last else p,
         "interleaved": p + (p - 1) / v * (-1 if last else 1),
     }
-    return min(micros, count.get(plan.schedule, p))
+    return min(micros, in_flight.get(plan.schedule, p))
 
 
 @cache
 def layer_parameters(shape: Shape) -> tuple[float, float]:
-    """Of all layers: (what is not in routed experts, what is)."""
+    """Parameters of all layers: (outside routed experts, of routed experts)."""
     routed = [m for m in shape.feed_forward(True) if m.count == shape.experts > 1]
     experts = shape.moe_layers * sum(m.k * m.n * m.count for m in routed)
     ends = (1 if shape.tied else 2) * shape.dim * shape.vocab
@@ -467,28 +471,28 @@ def layer_parameters(shape: Shape) -> tuple[float, float]:
 
 
 def layers_per_rank(shape: Shape, plan: Plan) -> tuple[int, int]:
-    """Layers of (the fullest rank, the rank with the head). Stages have equally many; where that
-    leaves places, the last stage and the first have fewer, as in Llama 3 (arXiv:2407.21783,
-    3.3.2)."""
+    """Layers of (the fullest rank, the rank with the head). Stages have equal numbers; if the
+    layers do not divide evenly, the last and the first stage have fewer, as in Llama 3
+    (arXiv:2407.21783, 3.3.2)."""
     stage = -(-shape.layers // (plan.pp * plan.chunks))
-    places = stage * plan.pp * plan.chunks - shape.layers
-    return stage * plan.chunks, stage * plan.chunks - min(stage, -(-places // 2))
+    missing = stage * plan.pp * plan.chunks - shape.layers
+    return stage * plan.chunks, stage * plan.chunks - min(stage, -(-missing // 2))
 
 
 def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
-    """Bytes by kind on the fuller of the first rank, which holds the embedding and the most
-    micro-batches, and the last, which holds the head and its logits. Gradients are fp32."""
+    """Bytes by kind on the fuller of the first rank, with the embedding and the most micro-batches,
+    and the last, with the head and its logits. Gradients are fp32."""
     p, C, n = plan, shape.dim, plan.dp * plan.cp
     tokens, micros = p.micro * seq / p.cp, batch // (p.dp * p.micro)
     dense, experts = (part / shape.layers / p.tp for part in layer_parameters(shape))
     end = C * shape.vocab / p.tp
     saved = activation_bytes(shape, p.recompute, p.compiled)
-    # of one layer: gradients, what is made again; under tp an input and an output that are whole
+    # one layer's working set: gradients, recomputed activations; under tp gathered input and output
     working = activation_bytes(shape, "none", p.compiled) * (1 if p.recompute == "none" else 2)
     working += 4 * C * p.tp if p.tp > 1 else 0
     whole = 2 * (2 * (dense + experts / p.ep) + end) if p.zero == 3 else 0  # two layers and an end
 
-    def rank_plans(layers: int, ends: int, head: bool, num_in_flight: float) -> dict[str, float]:
+    def rank_bytes(layers: int, ends: int, head: bool, num_in_flight: float) -> dict[str, float]:
         parts = ((layers * dense + ends * end, n), (layers * experts / p.ep, n / p.ep))
         states = [state_bytes(*part, p.zero, gradient=4) for part in parts]
         weights, gradients, optimizer = (sum(both) for both in zip(*states))
@@ -499,11 +503,12 @@ def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
             "activations": activations, "logits": logits, "reserved": RESERVED_BYTES,
         }  # fmt: skip
 
-    both = p.pp == 1 or p.schedule == "zbv"  # a V ends where it began
+    both = p.pp == 1 or p.schedule == "zbv"  # ZB-V: the first rank has the last stage too
     full, last = layers_per_rank(shape, p)
-    ranks = [rank_plans(full, 1 + (both and not shape.tied), both, in_flight(p, micros, last=False))]
-    ranks += [] if both else [rank_plans(last, 1, True, in_flight(p, micros, last=True))]
-    return max(ranks, key=lambda layer_matrices: sum(layer_matrices.values()))
+    ends = 1 + (both and not shape.tied)
+    ranks = [rank_bytes(full, ends, both, in_flight(p, micros, last=False))]
+    ranks += [] if both else [rank_bytes(last, 1, True, in_flight(p, micros, last=True))]
+    return max(ranks, key=lambda kinds: sum(kinds.values()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -512,9 +517,9 @@ def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
 
 
 def ring(size: float, n: int, stride: int, device: Device, calls: int = 1) -> float:
-    """Seconds of all-gathers or reduce-scatters of `size` bytes in all, whole, over n ranks that
-    are `stride` apart: n - 1 steps of size / n bytes (Thakur et al., 2005, 4.1). Over nodes rings
-    run through every NIC of the members in a node."""
+    """Seconds of `calls` all-gathers or reduce-scatters of `size` unsharded bytes in total over n
+    ranks with stride `stride`: n - 1 steps of size / n bytes (Thakur et al., 2005, 4.1). Between
+    nodes, rings use the NICs of all members in a node."""
     if n == 1 or size == 0:
         return 0.0
     near = min(n, max(1, device.node // stride))
@@ -523,7 +528,7 @@ def ring(size: float, n: int, stride: int, device: Device, calls: int = 1) -> fl
 
 
 def all_to_all(size: float, n: int, stride: int, device: Device) -> float:
-    """Seconds in which each rank sends size / n bytes to each of n, its node's over NVLink."""
+    """Seconds of an all-to-all of size / n bytes per pair of n ranks, over NVLink in a node."""
     if n == 1:
         return 0.0
     near = min(n, max(1, device.node // stride))
@@ -532,12 +537,12 @@ def all_to_all(size: float, n: int, stride: int, device: Device) -> float:
 
 
 def exposed_seconds(transfer: float, work: float) -> float:
-    """Seconds that a transfer adds to work that it runs beside."""
+    """Seconds that a transfer adds to the compute that it overlaps with."""
     return max(0.0, transfer - work) + COMM_SM_FRACTION * min(transfer, work)
 
 
 def matmul_seconds(shape: Shape, device: Device, tokens: float, plan: Plan) -> tuple[float, float]:
-    """Forward seconds of a layer's matrices, mean over layers: (all, every second one)."""
+    """Forward seconds of a layer's matmuls, mean over layers: (all, every second one)."""
     rate = GEMM_FP8_EFFICIENCY * device.fp8 if plan.fp8 else GEMM_EFFICIENCY * device.bf16
 
     def seconds(m: Matrix) -> float:
@@ -559,44 +564,50 @@ def layer_seconds(shape: Shape, device: Device, seq: int, plan: Plan) -> dict[st
     recomputes = p.recompute != "none"
     work, second = matmul_seconds(shape, device, tokens, p)
     rates = (share * device.bf16 for share in ATTENTION_EFFICIENCY[p.attention])
-    # 2 products forward, 5 backward (arXiv:2307.08691, 3.1); a query sees seq / 2 keys in the mean
+    # 2 matmuls forward, 5 backward (arXiv:2307.08691, 3.1); a query sees seq / 2 keys on average
     attend, attend_back = (
         part * tokens * seq * score_width(shape) / p.tp / rate
         for part, rate in zip((1, 2.5), rates)
     )
-    routed = C * shape.experts_per_token * moe  # elements per token, sorted and put back
-    cast = CAST_HBM_BYTES / 2 * shape.mean(lambda all: sum(m.n * m.active_count for m in all)) if p.fp8 else 0
+    routed = C * shape.experts_per_token * moe  # elements per token, permuted and unpermuted
+    outputs = shape.mean(lambda all: sum(m.n * m.active_count for m in all))
+    cast = CAST_HBM_BYTES / 2 * outputs if p.fp8 else 0
+    hbm = HBM_EFFICIENCY * device.hbm
     elementwise, elementwise_back = (
-        tokens / p.tp * (c * C + f * ffn_width(shape) + 8 * routed + cast) / (HBM_EFFICIENCY * device.hbm)
+        tokens / p.tp * (c * C + f * ffn_width(shape) + 8 * routed + cast) / hbm
         for c, f in LAYER_HBM_BYTES[p.compiled]
     )
     tp_transfer = ring(2 * C * tokens, p.tp, 1, device) * (1 - ASYNC_TP_OVERLAP * p.async_tp)
-    gather = tp_transfer if p.fp8 else 2 * tp_transfer  # two inputs, in FP8 of half the bytes
-    width = score_width(shape) / p.tp  # of MLA's keys and values; else of a rank's key heads
+    gather = tp_transfer if p.fp8 else 2 * tp_transfer  # two inputs; FP8 halves the bytes
+    width = score_width(shape) / p.tp  # MLA; otherwise of the rank's key-value heads
     width = width if shape.kv_rank else 2 * max(shape.kv_heads / p.tp, 1) * shape.head_dim
-    kv_ring = ring(2 * tokens * width * p.cp, p.cp, p.tp, device)  # k, v; then with their gradients
-    cp_exposed, cp_exposed_back = exposed_seconds(kv_ring, attend), exposed_seconds(2 * kv_ring, attend_back)
+    kv_ring = ring(2 * tokens * width * p.cp, p.cp, p.tp, device)  # k, v; backward: and gradients
+    cp_exposed = exposed_seconds(kv_ring, attend)
+    cp_exposed_back = exposed_seconds(2 * kv_ring, attend_back)
     ep_transfer = 2 * all_to_all(2 * tokens / p.tp * routed, p.ep, p.tp * p.cp, device)
     return {
-        "products": (work, 2 * work, work if full else second * recomputes),
+        "matmuls": (work, 2 * work, work if full else second * recomputes),
         "attention": (attend, attend_back, full * attend),
         "elementwise": (elementwise, elementwise_back, recomputes * elementwise),
-        # gather and scatter; backward too, and the inputs anew (arXiv:2205.05198, 4.2.2)
-        "tensor parallel": (gather + 2 * tp_transfer, 4 * tp_transfer + gather, full * 2 * tp_transfer),
+        # gather and scatter; in backward also inputs again (arXiv:2205.05198, 4.2.2)
+        "tensor parallel": (
+            gather + 2 * tp_transfer, 4 * tp_transfer + gather, full * 2 * tp_transfer
+        ),
         "context parallel": (cp_exposed, cp_exposed_back, full * cp_exposed),
-        "expert parallel": (ep_transfer, ep_transfer, recomputes * ep_transfer),  # dispatch and combine
+        # dispatch and combine
+        "expert parallel": (ep_transfer, ep_transfer, recomputes * ep_transfer),
     }
 
 
 def bubble(schedule: str, p: int, chunks: int, slot: float, weight: float) -> float:
-    """Idle seconds of a rank in a step. slot: a micro-batch's time on it, forward and backward;
-    weight: that part of it which makes gradients of weights.
+    """Idle seconds of a rank per step. slot: forward and backward time of a micro-batch on the
+    rank; weight: the part of it for weight gradients.
 
         gpipe, 1f1b   (p - 1) slot                arXiv:2104.04473, 2.2
         interleaved   (p - 1) slot / v            2.2.2
         zb-h1         (p - 1) (slot - 2 weight)   arXiv:2401.10241, table 2: F + B - W
-        zbv           (p - 1) (slot - 3 weight)   2401.10241, 6: none where F = B = W; else this
-                                                  is ZB-H2's, and a guess
+        zbv           (p - 1) (slot - 3 weight)   2401.10241, 6: none if F = B = W; otherwise
+                                                  ZB-H2's, an approximation
     """
     left = {"interleaved": slot / chunks, "zb-h1": slot - 2 * weight, "zbv": slot - 3 * weight}
     return (p - 1) * max(0.0, left.get(schedule, slot))
@@ -605,9 +616,9 @@ def bubble(schedule: str, p: int, chunks: int, slot: float, weight: float) -> fl
 def data_parallel(
     shape: Shape, device: Device, plan: Plan, layers: int, micros: int, slots: tuple[float, float]
 ) -> tuple[float, float]:
-    """Seconds of a step of a rank with `layers`: (what transfers of weights and gradients add, the
-    optimizer). slots: forward and backward work of a micro-batch, which hides all of them but the
-    first layer's gather and the last one's reduction."""
+    """Seconds per step of a rank with `layers`: (exposed transfers of weights and gradients, the
+    optimizer). slots: forward and backward compute of a micro-batch, which overlaps all transfers
+    except the first layer's gather and the last one's reduction."""
     p, n = plan, plan.dp * plan.cp
     dense, experts = (part * layers / shape.layers / p.tp for part in layer_parameters(shape))
     dense += shape.dim * shape.vocab / p.tp * (1 if p.pp > 1 or shape.tied else 2)
@@ -629,8 +640,8 @@ def data_parallel(
 
 @dataclass(frozen=True)
 class Prediction:
-    """memory: bytes of a rank by kind; seconds: of a step by kind, whose sum is `step`; tokens/s of
-    one GPU; model FLOPs over the data sheet's bf16 peak, and with recomputation (hfu)."""
+    """memory: bytes per rank by kind; seconds: step time by kind, whose sum is `step`; tokens/s per
+    GPU; mfu: model FLOPs over the bf16 peak; hfu: with recomputation."""
 
     plan: Plan
     memory: dict[str, float]
@@ -646,16 +657,18 @@ class Prediction:
 
 
 def predict(shape: Shape, device: Device, plan: Plan, seq: int, batch: int) -> Prediction:
-    """One step over `batch` sequences of `seq` tokens. ValueError if the plan cannot be."""
+    """One step over `batch` sequences of `seq` tokens. ValueError if the plan is invalid."""
     why = find_conflict(shape, plan, seq, batch)
     _check(not why, why)
     p = plan
     micros, tokens = batch // (p.dp * p.micro), p.micro * seq / p.cp
-    local = replace(p, dp=p.ep, pp=1, zero=1, schedule="1f1b", chunks=1)  # what a layer depends on
+    local = replace(p, dp=p.ep, pp=1, zero=1, schedule="1f1b", chunks=1)  # what affects a layer
     layer = layer_seconds(shape, device, seq, local)
-    forward, backward, recompute_seconds = (sum(kind[i] for kind in layer.values()) for i in range(3))
+    passes = (sum(kind[i] for kind in layer.values()) for i in range(3))
+    forward, backward, recompute_seconds = passes
     logits = tokens * shape.vocab / p.tp
-    head = 6 * logits * shape.dim / (GEMM_EFFICIENCY * device.bf16) + LOSS_HBM_BYTES * logits / (HBM_EFFICIENCY * device.hbm)
+    head = 6 * logits * shape.dim / (GEMM_EFFICIENCY * device.bf16)
+    head += LOSS_HBM_BYTES * logits / (HBM_EFFICIENCY * device.hbm)
     full, last = layers_per_rank(shape, p)
     both = p.pp == 1 or p.schedule == "zbv"
     layer_total = forward + backward + recompute_seconds
@@ -665,7 +678,7 @@ def predict(shape: Shape, device: Device, plan: Plan, seq: int, batch: int) -> P
     seconds["recomputation"] = micros * mean * recompute_seconds
     seconds["head and loss"] = micros * head / p.pp
     seconds["uneven stages"] = micros * slot - sum(seconds.values())
-    seconds["bubble"] = bubble(p.schedule, p.pp, p.chunks, slot, full * layer["products"][0])
+    seconds["bubble"] = bubble(p.schedule, p.pp, p.chunks, slot, full * layer["matmuls"][0])
     if p.pp > 1:
         wire = device.network if p.tp * p.cp * p.dp >= device.node else device.nvlink
         hop = device.alpha[1] + 2 * shape.dim * tokens / p.tp / (LINK_EFFICIENCY * wire)
@@ -688,8 +701,8 @@ def predict(shape: Shape, device: Device, plan: Plan, seq: int, batch: int) -> P
 def rank_plans(
     shape: Shape, device: Device, gpus: int, seq: int, batch: int, **fixed: Any
 ) -> list[Prediction]:
-    """All `plans` that fit in memory, fastest first. ValueError says why there are none: what
-    cannot be divided, or how much memory the nearest plan lacks."""
+    """Predictions of all `plans` that fit in memory, fastest first. ValueError with the reason if
+    there is none: what is not divisible, or how much memory the smallest plan lacks."""
     possible = list(plans(shape, device, gpus, seq, batch, **fixed))
     _check(possible, possible or _no_plan_reason(shape, device, gpus, seq, batch, fixed))
     needs = [(sum(memory(shape, p, seq, batch).values()), p) for p in possible]
@@ -698,12 +711,12 @@ def rank_plans(
     if found:
         return sorted(found, key=lambda got: (got.step, got.bytes))
     need, plan = min(needs, key=lambda pair: pair[0])
-    layer_matrices = memory(shape, plan, seq, batch).items()
+    kinds = memory(shape, plan, seq, batch).items()
     raise ValueError(
-        f"nothing fits: the nearest plan ({plan}) needs {need / GIB:.1f} of "
+        f"no plan fits: the smallest ({plan}) needs {need / GIB:.1f} of "
         f"{budget / GIB:.1f} GiB per GPU ({MEMORY_FRACTION:.0%} of {device.memory / GIB:.1f}): "
-        + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in layer_matrices if size)
-        + f"; short by {(need - budget) / GIB:.1f} GiB; take more --gpus, a shorter --seq "
+        + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds if size)
+        + f"; short by {(need - budget) / GIB:.1f} GiB; use more --gpus, a shorter --seq "
         "or a larger --device"
     )
 
@@ -716,8 +729,9 @@ def _no_plan_reason(
         requested = " x ".join(f"{k} {fixed[k]}" for k in ("dp", "tp", "cp", "pp") if k in fixed)
         return f"{gpus} GPUs are not divisible by {requested}"
     sizes = min(found, key=lambda layout: (batch % layout[0] > 0, layout[0]))
-    why = find_conflict(shape, Plan(**dict(zip(("dp", "tp", "cp", "pp"), sizes)) | fixed), seq, batch)
-    return why or "no plan has all that is set; set less"
+    plan = Plan(**dict(zip(("dp", "tp", "cp", "pp"), sizes)) | fixed)
+    why = find_conflict(shape, plan, seq, batch)
+    return why or "no plan satisfies all fixed flags; fix fewer"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -726,14 +740,14 @@ def _no_plan_reason(
 
 
 def checkpoint_interval(cost: float, mtbf: float) -> float:
-    """Seconds between checkpoints that lose least: sqrt(2 C M) (Young, CACM 1974; Daly, FGCS 2006,
-    whose higher orders vanish for C << M)."""
+    """Optimal seconds between checkpoints: sqrt(2 C M) (Young, CACM 1974; Daly, FGCS 2006, whose
+    higher-order terms vanish for C << M)."""
     return math.sqrt(2 * cost * mtbf)
 
 
 def goodput(cost: float, mtbf: float, interval: float, restart: float = RESTART_SECONDS) -> float:
-    """Share of time that trains: without what checkpoints cost, what a failure loses, half an
-    interval, and what it takes to come back."""
+    """Fraction of time spent training: without the checkpoints' cost and, per failure, half an
+    interval of lost work and the restart."""
     return max(0.0, 1 - cost / interval - (interval / 2 + restart) / mtbf)
 
 
@@ -769,7 +783,7 @@ def estimate_run(
 
 
 class PublishedRun(NamedTuple):
-    """A published run. batch: sequences of a step; unit: of `value`, per GPU."""
+    """A published run. batch: sequences per step; unit: of `value`, per GPU."""
 
     name: str
     shape: Shape
@@ -804,21 +818,22 @@ def torchtitan_runs() -> Iterator[PublishedRun]:
         ("405b", deep, 256, 128, 72.7, dict(schedule="interleaved", chunks=2)),
     ):  # fmt: skip
         plan = replace(base, **label)
-        how = [plan.schedule] * (plan.pp > 1) + ["compiled" if plan.compiled else "eager"]
-        how += ["FP8"] * plan.fp8 + ["async TP"] * plan.async_tp
-        name = f"torchtitan {model.upper()}, {plan.gpus} GPUs, {', '.join(how)}"
+        options = [plan.schedule] * (plan.pp > 1) + ["compiled" if plan.compiled else "eager"]
+        options += ["FP8"] * plan.fp8 + ["async TP"] * plan.async_tp
+        name = f"torchtitan {model.upper()}, {plan.gpus} GPUs, {', '.join(options)}"
         yield PublishedRun(
             name, SHAPES[f"llama3-{model}"], "h100-96gb-500w", plan, 8192, batch, value, gib=gib
         )
 
 
 def llama3_and_megatron_runs() -> Iterator[PublishedRun]:
-    """Llama 3: arXiv:2407.21783, table 4; nothing recomputed (3.3.2). Not published, and so taken:
-    a layer to a chunk, attention as fast as FlashAttention-3, its FLOPs counted as causal.
-    Megatron-LM on H100: README, images/model_table.png. Taken: the four sequences of a rank at once
-    without pipeline, one with it, and as many chunks up to 8 as divide a stage. On A100:
-    arXiv:2205.05198, tables 3 and 5, in TFLOP/s from the seconds of a step; attention, remade
-    there, is taken as FlashAttention-2. Both count all scores."""
+    """Llama 3: arXiv:2407.21783, table 4; no recomputation (3.3.2). Not published, so assumed:
+    one layer per chunk, FlashAttention-3 speed, attention FLOPs counted as causal.
+    Megatron-LM on H100: README, images/model_table.png. Assumed: micro-batches of a
+    rank's four sequences without pipeline, of one with it; the most chunks, up to 8, that divide a
+    stage. On A100:
+    arXiv:2205.05198, tables 3 and 5, in TFLOP/s from the seconds of a step; attention, recomputed
+    there, is modelled as FlashAttention-2. Both count all scores, not only causal ones."""
     for dp, cp, seq, batch, value in (
         (64, 1, 8192, 2048, 430), (128, 1, 8192, 2048, 400), (8, 16, 131072, 128, 380)
     ):  # fmt: skip
@@ -842,16 +857,16 @@ def llama3_and_megatron_runs() -> Iterator[PublishedRun]:
         ("530B", 128, 20480, 105, 8, 35, 3, 280, 174.9, old),
         ("1T", 160, 25600, 128, 8, 64, 1, 512, 175.6, old),
     ):
-        seq, vocab, device, how = run
+        seq, vocab, device, kwargs = run
         shape = Shape(layers, dim, heads, heads, dim // heads, 4 * dim, vocab, gpt=True)
         schedule = "interleaved" if v > 1 else "1f1b"
-        plan = Plan(tp=tp, pp=pp, micro=4 if pp == 1 else 1, schedule=schedule, chunks=v, **how)
+        plan = Plan(tp=tp, pp=pp, micro=4 if pp == 1 else 1, schedule=schedule, chunks=v, **kwargs)
         name = f"Megatron-LM {size}, {plan.gpus} {device[:4].upper()}"
         yield PublishedRun(name, shape, device, plan, seq, batch, value, "TFLOP/s, not causal")
 
 
 def compare_run(run: PublishedRun) -> tuple[float, Prediction]:
-    """(what the cost model says in the unit of the run, the rest of it)"""
+    """(predicted value in the unit of the run, the whole prediction)"""
     got = predict(run.shape, DEVICES[run.device], run.plan, run.seq, run.batch)
     flops = model_flops(run.shape, run.seq, causal="not" not in run.unit)
     return got.tokens_per_second * (1 if run.unit == "tokens/s" else flops / 1e12), got
@@ -877,42 +892,45 @@ SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The program's flags."""
     parser = argparse.ArgumentParser("planner.py", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", help=f"{', '.join(SHAPES)}, or a config.json")
     add("--gpus", default="8")
     add("--device", default="h100", help=", ".join(DEVICES))
-    add("--seq", default="8192", help="tokens of a sequence (k is 1024)")
-    add("--batch", default="4M", help="tokens of a step (k is 1024, M 1024^2)")
-    add("--tokens", help="of the run (T is 1e12); default: 20 per active parameter, Chinchilla's")
+    add("--seq", default="8192", help="tokens per sequence (k is 1024)")
+    add("--batch", default="4M", help="tokens per step (k is 1024, M 1024^2)")
+    add("--tokens", help="of the run (T is 1e12); default: 20 per active parameter (Chinchilla)")
     add("--storage", default="122M", help="bytes/s per GPU for checkpoints; Llama 3 had 2 TB/s")
-    add("--top", default="10", help="plans to list")
-    add("--fp8", action="store_true", help="products of the layers in FP8")
-    add("--eager", action="store_true", help="elementwise kernels are not fused")
+    add("--top", default="10", help="number of plans to print")
+    add("--fp8", action="store_true", help="FP8 matmuls in the layers")
+    add("--eager", action="store_true", help="no torch.compile: elementwise kernels are not fused")
     add("--json", action="store_true")
     for name in SIZES:
-        add(f"--{name}", type=int, help="fixed; else all are tried")
+        add(f"--{name}", type=int, help="fix this field; default: search")
     add("--recompute", choices=RECOMPUTE)
     add("--schedule", choices=SCHEDULES)
     return parser.parse_args(argv)
 
 
 def plan_report(args: argparse.Namespace) -> str:
-    """What the program prints for a model."""
-    _check(args.device in DEVICES, f"no device {args.device}; take one of {', '.join(DEVICES)}")
+    """The program's output for one model."""
+    ok = args.device in DEVICES
+    _check(ok, f"--device {args.device} is unknown; use one of {', '.join(DEVICES)}")
     shape, device = load_shape(args.model), DEVICES[args.device]
     gpus, top, storage = parse_number(args.gpus), parse_number(args.top), parse_number(args.storage)
     seq, size = parse_number(args.seq, 1024), parse_number(args.batch, 1024)
     batch, node = size // seq, device.node
     ok = size % seq == 0
-    _check(ok, f"batch of {size} tokens is not whole sequences of {seq}; take {(batch or 1) * seq}")
+    _check(ok, f"--batch {size} is not divisible by --seq {seq}; use {(batch or 1) * seq}")
     ok = gpus <= node or gpus % node == 0
-    _check(ok, f"{gpus} GPUs are not whole nodes of {node}; take {gpus // node * node}")
-    _check(device.fp8 > device.bf16 or not args.fp8, f"{args.device} has no FP8; leave --fp8 out")
+    _check(ok, f"--gpus {gpus} is not divisible by nodes of {node}; use {gpus // node * node}")
+    ok = device.fp8 > device.bf16 or not args.fp8
+    _check(ok, f"--fp8 cannot be combined with --device {args.device}: it has no FP8")
     names = (*SIZES, "recompute", "schedule")
     fixed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     for name in SIZES:
-        _check(fixed.get(name, 1) > 0, f"--{name} {fixed.get(name)} is not positive")
+        _check(fixed.get(name, 1) > 0, f"--{name} must be positive, not {fixed.get(name)}")
     fixed |= {"fp8": args.fp8, "compiled": not args.eager}
     found = rank_plans(shape, device, gpus, seq, batch, **fixed)
     tokens = parse_number(args.tokens) if args.tokens else 20 * parameters(shape, active=True)
@@ -941,7 +959,7 @@ def table(found: list[Prediction]) -> str:
 
 
 def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
-    """Memory and time of a plan by kind, and what the run takes."""
+    """Memory and time of a plan by kind, and the estimate of the whole run."""
     row = lambda name, value, whole: f"  {name:<20}{value:>9.3f}{value / whole:>8.1%}"
     memory = [row(kind, size / GIB, device.memory / GIB) for kind, size in got.memory.items()]
     seconds = [row(kind, t, got.step) for kind, t in got.seconds.items() if t > 0]
@@ -950,16 +968,16 @@ def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
         f"memory, GiB of {device.memory / GIB:.1f} per GPU",
         *memory,
         row("", got.bytes / GIB, device.memory / GIB),
-        "time of a step, s",
+        "time per step, s",
         *seconds,
         row("", got.step, got.step),
         f"{got.tokens_per_second:,.1f} tokens/s/GPU; MFU {got.mfu:.1%} of bf16's peak, "
-        f"{got.hfu:.1%} with what is recomputed",
+        f"{got.hfu:.1%} with recomputation (HFU)",
         f"{run['tokens'] / 1e12:.3g}T tokens, {run['flops']:.3g} FLOPs: {run['days']:.1f} days, "
         f"{run['mwh']:,.0f} MWh",
         f"mean time between failures {run['mtbf_hours']:.1f} h; a checkpoint of "
         f"{run['checkpoint_bytes'] / 1e12:.3g} TB takes {run['checkpoint_seconds']:.1f} s, best "
-        f"every {run['checkpoint_interval'] / 60:.1f} min; {run['goodput']:.1%} of the time trains",
+        f"every {run['checkpoint_interval'] / 60:.1f} min; goodput {run['goodput']:.1%}",
     ))  # fmt: skip
 
 
@@ -975,12 +993,13 @@ def comparison_table() -> str:
 
 
 def self_check() -> None:
-    """Numbers that papers print, and the plan of a run from its parts."""
+    """Numbers printed in papers, and a prediction's consistency."""
     assert parameters(SHAPES["llama3-405b"]) == 405_853_388_800
     zero = [sum(state_bytes(7.5e9, 64, stage)) / 1e9 for stage in range(4)]
     assert [round(x, 1) for x in zero] == [120.0, 31.4, 16.6, 1.9]  # arXiv:1910.02054, figure 1
     got = predict(SHAPES["llama3-8b"], DEVICES["h100"], Plan(8, zero=3, micro=2), 8192, 16)
-    assert math.isclose(got.step * got.tokens_per_second * 8, 16 * 8192) and 0.2 < got.mfu < GEMM_EFFICIENCY
+    assert math.isclose(got.step * got.tokens_per_second * 8, 16 * 8192)
+    assert 0.2 < got.mfu < GEMM_EFFICIENCY
 
 
 def main(argv: list[str] | None = None) -> None:

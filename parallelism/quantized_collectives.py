@@ -1,40 +1,42 @@
-"""quantized_collectives.py: sharded training whose transfers are of int8 and int4 (ZeRO++).
+"""ZeRO++: FSDP with quantized collectives, int8 all-gathers and int4 reduce-scatters.
 
-ZeRO-3 moves every parameter three times in a step: gathered for the forward pass, gathered for the
-backward pass, its gradient scattered; in bf16 that is 6 bytes, and between nodes they are what a
-step waits for. ZeRO++ (Wang et al., arXiv:2306.10209) makes 1.5 of them:
+ZeRO-3 moves every parameter three times per step: all-gather in the forward pass, all-gather in the
+backward pass, reduce-scatter of its gradient; in bf16 that is 6 bytes, and between nodes these
+transfers bound the step. ZeRO++ (Wang et al., arXiv:2306.10209) sends 1.5 bytes:
 
-    qwZ   weights are gathered as int8, blockwise                                     2 -> 1
-    hpZ   after the forward pass each node keeps what was gathered, shared out over
-          its own ranks: the backward pass gathers inside the node                    2 -> 0
-    qgZ   gradients travel as int4, blockwise, in an all-to-all: each is rounded, sent
-          to its owner, and added up there in fp32                                    2 -> 0.5
+    qwZ   block-quantized int8 all-gather of weights                                2 -> 1
+    hpZ   after the forward pass each node keeps the gathered weights, sharded over
+          its own ranks: the backward all-gather stays inside the node              2 -> 0
+    qgZ   block-quantized int4 all-to-all of gradients, each value quantized, sent
+          to its owner and reduced there in fp32                                    2 -> 0.5
 
-A ring's reduce-scatter would round a sum at each of P - 1 ranks; an all-to-all rounds once. Over
-nodes of L ranks it has two hops, or all L ranks would send the border what can be added up before:
-first inside the node, to the rank that is to have these slices of all nodes, then, L times smaller,
-to the same place in each node. The first hop takes slices out of order, x (N, L, n) -> (L, N, n),
-so that after the second rank (node, local) has slice node * L + local.
+A ring reduce-scatter would round a partial sum at each of P - 1 ranks; an all-to-all rounds once.
+With nodes of L ranks it has two hops, since otherwise all L ranks would send between nodes what can
+be reduced inside: first inside the node, to the rank that collects these slices for all nodes, then
+L times less data to the same local rank of each node. The first hop permutes the slices, x (N, L,
+n) -> (L, N, n), so that after the second one rank (node, local) has slice node * L + local.
 
-A block of `block` values is a step in fp32, max|x| / (2^(bits - 1) - 1), and integers: zeros stay
-zero, and each value moves by half a step at most: its block's maximum / 254, or / 14 in int4. So a
-gathered weight is within half a step; a sum within half a step for each rank that sent a part of
-it, of the second hop's blocks too. One inf or NaN makes its block so: nothing overflows unseen.
+A block of `block` values is stored as an fp32 scale, max|x| / (2^(bits - 1) - 1), and integers:
+zeros are exact, and the error of a value is at most half a scale, which is its block's maximum /
+254, or / 14 in int4. So a gathered weight is within half a scale; a sum within half a scale for
+each rank that contributed, and for the second hop's rounding. One inf or NaN makes its whole block
+non-finite: overflow is not hidden.
 
-Which hook: `quantized_all_gather` and `quantized_reduce_scatter` stand for the plain ones;
-`QuantizedAllGather` and `QuantizedReduceScatter` are what torch's fully_shard takes:
+Hooks: `quantized_all_gather` and `quantized_reduce_scatter` replace the plain collectives;
+`QuantizedAllGather` and `QuantizedReduceScatter` are for torch's fully_shard:
 
     fully_shard(block, mesh=mesh, reshard_after_forward=8)                           # hpZ
-    block.set_custom_all_gather(QuantizedAllGather(plain_ranks=8))                   # qwZ
+    block.set_custom_all_gather(QuantizedAllGather(unquantized_group_size=8))        # qwZ
     block.set_custom_reduce_scatter(QuantizedReduceScatter(nodes=node_groups(8)))    # qgZ
 
-Masters stay exact: fully_shard's optimizer steps shards, which no one rounds. What it costs: noise,
-the more the shorter `bits` (BENCHMARKS.md has what of the loss); passes over the data before and
-after each transfer; with hpZ the bf16 model in each node. When it loses: links as fast as memory;
-blocks that mix a norm's ones with small weights, for fully_shard lays parameters end to end.
-Equivalence (test_all.py): hpZ alone is exact; the others are within the bound, and the bytes handed
-to the collectives are the formula's. Needs: torch. `python parallelism/quantized_collectives.py` starts 4
-processes, checks itself and prints a table (--check: none).
+Master weights stay exact: the optimizer updates the shards, which are never quantized. Cost:
+quantization noise, more with fewer `bits` (BENCHMARKS.md has the loss); passes over the data before
+and after each transfer; with hpZ one bf16 copy of the model per node. When it loses: links as fast
+as memory; blocks that mix a norm's ones with small weights, since fully_shard concatenates
+parameters. Equivalence (test_all.py): hpZ alone is exact; the others are within the bound above,
+and the bytes passed to the collectives match the formula. Needs: torch.
+`python parallelism/quantized_collectives.py` starts 4 processes, checks itself and prints a table
+(--check: no table).
 """
 
 from __future__ import annotations
@@ -54,9 +56,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Group = dist.ProcessGroup | None  # None: all ranks
-NodeGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # this rank's node; its place in every node
+# ranks of this node; ranks with the same local rank on all nodes
+NodeGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
-# the older names are all that torch 2.11 has, and deprecated in 2.13
+# torch 2.11 has only the older names, which 2.13 deprecates
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -67,53 +70,53 @@ def _check(condition: bool, message: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Blocks of integers
+# Blockwise quantization
 # --------------------------------------------------------------------------------------------------
 
 
 def payload_bytes(n: int, bits: int, block: int = 256) -> int:
-    """What n values weigh on the wire: integers, and 4 bytes of step for every block."""
+    """Bytes of n quantized values: the integers, and an fp32 scale per block."""
     return -(-n * bits // 8) + 4 * -(-n // block)
 
 
 def quantize(x: Tensor, bits: int, block: int = 256) -> Tensor:
-    """Rows (R, n) of floats -> (R, payload_bytes(n, bits, block)) uint8: a row's steps, then its
-    integers, of int4 two in a byte, the first one low."""
+    """Rows (R, n) of floats -> (R, payload_bytes(n, bits, block)) uint8: a row's scales, then its
+    integers; int4 packs two per byte, the first in the low bits."""
     _check(bits in (4, 8), f"bits must be 4 or 8, not {bits}")
     _check(block > 0 and block % 2 == 0, f"block must be even and more than 0, not {block}")
     rows, n = x.shape
     blocks = -(-n // block)
     x = F.pad(x.float(), (0, blocks * block - n)).view(rows, blocks, block)
-    step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-    q = (x / step).round_().to(torch.int8).flatten(1)  # of zeros: anything, times 0
+    scale = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    q = (x / scale).round_().to(torch.int8).flatten(1)  # all zeros: 0 / 0, but the scale is 0
     if bits == 4:
         low, high = (q + 8).view(torch.uint8)[:, : n + n % 2].unflatten(1, (-1, 2)).unbind(-1)
         q = low | high << 4
     else:
         q = q[:, :n].view(torch.uint8)
-    return torch.cat((step.flatten(1).view(torch.uint8), q), 1)
+    return torch.cat((scale.flatten(1).view(torch.uint8), q), 1)
 
 
 def dequantize(payload: Tensor, n: int, bits: int, block: int = 256) -> Tensor:
-    """What `quantize` made of (R, n), in fp32."""
+    """Inverse of `quantize` for rows (R, n), in fp32."""
     blocks = -(-n // block)
-    step = payload[:, : 4 * blocks].flatten().view(torch.float32).view(-1, blocks)
+    scale = payload[:, : 4 * blocks].flatten().view(torch.float32).view(-1, blocks)
     q = payload[:, 4 * blocks :]
     if bits == 4:
         q = torch.stack((q & 15, q >> 4), -1).flatten(1)[:, :n].view(torch.int8) - 8
-    return q.view(torch.int8).float().mul_(step.repeat_interleave(block, 1)[:, :n])
+    return q.view(torch.int8).float().mul_(scale.repeat_interleave(block, 1)[:, :n])
 
 
 # --------------------------------------------------------------------------------------------------
-# Two collectives
+# Collectives
 # --------------------------------------------------------------------------------------------------
 
 
 def quantized_all_gather(
     shard: Tensor, group: Group = None, *, bits: int = 8, block: int = 256
 ) -> Tensor:
-    """Every rank's (n,), end to end, (P * n,) in the shard's dtype: on all ranks the same rounded
-    values, a rank's own too."""
+    """All ranks' shards (n,) concatenated, (P * n,) in the shard's dtype. All ranks get the same
+    rounded values, for their own shard too."""
     ranks, n = dist.get_world_size(group), shard.numel()
     local = quantize(shard.reshape(1, n), bits, block)
     gathered = local.new_empty(ranks, local.shape[1])
@@ -122,16 +125,17 @@ def quantized_all_gather(
 
 
 def quantized_reduce_scatter(
-    x: Tensor, group: Group = None, *, bits: int = 4, block: int = 256, nodes: NodeGroups | None = None
-) -> Tensor:
-    """Slice r of x (P * n,), summed over ranks, on rank r: (n,), in x's dtype. nodes: in two hops,
-    over these groups of `node_groups` and not over `group`."""
+    x: Tensor, group: Group = None, *, bits: int = 4, block: int = 256,
+    nodes: NodeGroups | None = None,
+) -> Tensor:  # fmt: skip
+    """Slice r of x (P * n,), summed over ranks, on rank r: (n,) in x's dtype. nodes: two hops over
+    these groups of `node_groups` instead of over `group`."""
 
     sizes = [dist.get_world_size(g) for g in nodes or (group,)]
     ranks = math.prod(sizes)
-    _check(x.numel() % ranks == 0, f"{x.numel()} values cannot be cut in {ranks} slices: pad them")
+    _check(x.numel() % ranks == 0, f"{x.numel()} values do not divide by {ranks} ranks: pad them")
 
-    def all_to_all_sum(x: Tensor, group: Group) -> Tensor:  # (P, k, n) -> (k, n); no block mixes slices
+    def all_to_all_sum(x: Tensor, group: Group) -> Tensor:  # (P, k, n) -> (k, n), one row per slice
         sent = quantize(x.flatten(0, 1), bits, block)
         dist.all_to_all_single(received := torch.empty_like(sent), sent, group=group)
         return dequantize(received, x.shape[2], bits, block).view(x.shape).sum(0)
@@ -143,8 +147,8 @@ def quantized_reduce_scatter(
 
 
 def node_groups(node_size: int, ranks: Sequence[Sequence[int]] | None = None) -> NodeGroups:
-    """The two groups of this rank, from rows of ranks that shard together (one row, all ranks): a
-    node is `node_size` neighbours. Collective over all ranks."""
+    """(intra-node group, inter-node group) of this rank. ranks: one row of ranks per sharding group
+    (default: one row of all); a node is `node_size` consecutive ones. Collective over all ranks."""
     _check(node_size > 0, f"node_size must be more than 0, not {node_size}")
     rows = torch.tensor([range(dist.get_world_size())] if ranks is None else ranks)
     _check(rows.shape[1] % node_size == 0,
@@ -155,9 +159,9 @@ def node_groups(node_size: int, ranks: Sequence[Sequence[int]] | None = None) ->
 
 
 def inter_node_bytes(n: int, ranks: int, node_size: int, *, block: int = 256) -> tuple[int, int]:
-    """(ZeRO-3's, ZeRO++'s) bytes that a node sends to others in a step of n parameters in bf16,
-    gradients too; P divides n. A ring crosses a node's border once: of an all-gather or a
-    reduce-scatter a node sends what a rank does, P - 1 slices."""
+    """(ZeRO-3, ZeRO++) bytes that a node sends to other nodes in a step of n bf16 parameters and
+    gradients; n is divisible by `ranks`. A ring leaves each node over one link: in an all-gather or
+    reduce-scatter a node sends as much as one rank, P - 1 slices."""
     part, nodes = n // ranks, ranks // node_size
     gather = (ranks - 1) * payload_bytes(part, 8, block)
     scatter = node_size * (nodes - 1) * payload_bytes(part, 4, block)
@@ -165,20 +169,20 @@ def inter_node_bytes(n: int, ranks: int, node_size: int, *, block: int = 256) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# For torch's fully_shard
+# Custom collectives for torch's fully_shard
 # --------------------------------------------------------------------------------------------------
 
 
 class _CommBase:
-    """torch.distributed.fsdp's Comm, by its methods: the class itself is not public."""
+    """The interface of torch.distributed.fsdp's Comm, which is not public."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class QuantizedAllGather(_CommBase):
-    """For FSDPModule.set_custom_all_gather. Groups of up to `plain_ranks` gather what they have:
-    hpZ's node, whose shards are rounded already."""
+    """For FSDPModule.set_custom_all_gather. Groups of at most `unquantized_group_size` ranks gather
+    without quantization: hpZ's intra-node groups, whose shards were quantized before."""
 
     def __init__(self, bits: int = 8, block: int = 256, unquantized_group_size: int = 1):
         self.bits, self.block, self.unquantized_group_size = bits, block, unquantized_group_size
@@ -186,7 +190,7 @@ class QuantizedAllGather(_CommBase):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """In stream order: None, for there is nothing to wait for."""
+        """Runs in stream order: returns None if quantized, since there is no work to wait for."""
         if group.size() <= self.unquantized_group_size or not input_tensor.is_floating_point():
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         kwargs = dict(bits=self.bits, block=self.block)
@@ -195,7 +199,7 @@ class QuantizedAllGather(_CommBase):
 
 
 class QuantizedReduceScatter(_CommBase):
-    """For FSDPModule.set_custom_reduce_scatter, whose sums or means; nodes: in two hops."""
+    """For FSDPModule.set_custom_reduce_scatter: sum or mean; nodes: in two hops."""
 
     def __init__(self, bits: int = 4, block: int = 256, nodes: NodeGroups | None = None):
         self.bits, self.block, self.nodes = bits, block, nodes
@@ -204,7 +208,8 @@ class QuantizedReduceScatter(_CommBase):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
         async_op: bool = False,
     ) -> Any:  # fmt: skip
-        _check(op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), f"{op}: only sums and means are made")
+        ok = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        _check(ok, f"reduce op {op} is not supported: use SUM or AVG")
         if self.nodes is not None:
             ranks = self.nodes[0].size() * self.nodes[1].size()
             _check(ranks == group.size(), f"nodes have {ranks} ranks, the group {group.size()}")
@@ -221,13 +226,13 @@ class QuantizedReduceScatter(_CommBase):
 
 
 def _max_rounding_error(x: Tensor, bits: int, block: int) -> Tensor:
-    """How far each value of (n,) may be off."""
+    """Largest rounding error of each value of (n,)."""
     pieces = x.abs().split(block)
     return torch.cat([p.max().expand_as(p) for p in pieces]) / (2**bits - 2)
 
 
 def check(rank: int, ranks: int) -> None:
-    """Both collectives == the plain ones within half a step for each rounding; uneven blocks, and
+    """Both collectives == the plain ones within half a scale per rounding; with uneven blocks and
     values over 7 orders of magnitude."""
     nodes, n, block = node_groups(2), 301, 64
     rng = torch.Generator().manual_seed(rank)
@@ -238,9 +243,10 @@ def check(rank: int, ranks: int) -> None:
     assert ((quantized_all_gather(shard, block=block) - want).abs() <= 1.001 * bound).all(), rank
     reduce_scatter(want := x.new_empty(n), x)
     reduce_scatter(
-        bound := x.new_empty(n), torch.cat([_max_rounding_error(part, 4, block) for part in x.split(n)])
+        bound := x.new_empty(n),
+        torch.cat([_max_rounding_error(part, 4, block) for part in x.split(n)]),
     )
-    # the sums of nodes, which the second hop rounds, are no larger than the sum of maxima
+    # a node's sum, which the second hop rounds, is bounded by the sum of the maxima
     for groups, times in ((None, 1), (nodes, 2 + 1 / 14)):
         got = quantized_reduce_scatter(x, block=block, nodes=groups)
         assert ((got - want).abs() <= 1.001 * times * bound).all(), (rank, times)
@@ -258,8 +264,8 @@ def _time_ms(work: Callable[[], Any], times: int = 7) -> float:
 
 
 def benchmark(rank: int, ranks: int) -> None:
-    """Per million parameters: what a rank sends, milliseconds, and how far the result is off. Here
-    ranks share one memory and its cores; the bytes are what a network would feel."""
+    """Bytes sent per value, milliseconds and relative error. The ranks share one machine's memory
+    and cores: on a network, the bytes decide."""
     n, nodes, log = 2**20, node_groups(2), print if rank == 0 else lambda *_: None
     rng = torch.Generator().manual_seed(rank)
     x, part = torch.randn(n, generator=rng), n // ranks
@@ -271,18 +277,19 @@ def benchmark(rank: int, ranks: int) -> None:
     ]
     for bits in (8, 4):
         run = lambda bits=bits: quantized_all_gather(x[:part], bits=bits)
-        rows.append((f"all-gather, int{bits}", bits / 8 + 4 / 256, run, relative_error(run(), plain)))
+        error = relative_error(run(), plain)
+        rows.append((f"all-gather, int{bits}", bits / 8 + 4 / 256, run, error))
     rows.append(("reduce-scatter, fp32", 4, lambda: reduce_scatter(out.clone(), x), 0.0))
     for bits, groups in ((8, None), (4, None), (4, nodes)):
         run = lambda bits=bits, groups=groups: quantized_reduce_scatter(x, bits=bits, nodes=groups)
         name = f"reduce-scatter, int{bits}" + (", two hops" if groups else "")
         rows.append((name, bits / 8 + 4 / 256, run, relative_error(run(), out)))
-    log(f"{ranks} ranks, gloo, {n / 1e6:.2f}M values; bytes of a value, ms, relative error")
+    log(f"{ranks} ranks, gloo, {n / 1e6:.2f}M values; bytes per value, ms, relative error")
     for name, each, run, error in rows:
         log(f"{name:>30}{each:>9.3f}{_time_ms(run):>9.1f}{error:>10.4f}")
     for node in (2, 8):
         before, after = inter_node_bytes(64 * n, 8 * node, node)
-        log(f"a node of {node} in 8 sends {before / after:.2f} times less in a step than in ZeRO-3")
+        log(f"a node of {node} in 8 sends {before / after:.2f}x fewer bytes per step than ZeRO-3")
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ from quantization.calibrate import (
     fold_,
     gptq,
     layer_by_layer,
-    nearest,
+    round_to_nearest,
     observe,
     smooth_scales,
 )
@@ -62,12 +62,12 @@ from quantize import (
     weight_only,
 )
 
-SEQUENCES, LENGTH = 32, 512  # of calibration text, and tokens in each
+NUM_SEQUENCES, SEQ_LEN = 32, 512  # of calibration text, and tokens in each
 TEXT_FILES = (  # what a folder says about text, which --save takes along
     "tokenizer", "special_tokens_map", "added_tokens", "generation_config", "chat_template",
     "vocab", "merges",
 )  # fmt: skip
-KEPT = 0.0035  # of all weights, that tacq leaves in 16 bit (arXiv:2504.07389, 4)
+TACQ_KEEP_FRACTION = 0.0035  # of all weights, that tacq leaves in 16 bit (arXiv:2504.07389, 4)
 
 # --------------------------------------------------------------------------------------------------
 # Loading and saving
@@ -87,7 +87,7 @@ def load(
     read_config(path)  # says what is wrong with it
     stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
     if stored.get("quant_method") != "sheaf":
-        return fast_(load_and_quantize(args, device, dtype, tokenizer, prepare))
+        return optimize_for_inference_(load_and_quantize(args, device, dtype, tokenizer, prepare))
     if args.quantize is not None:
         raise ValueError(
             f"--quantize: {args.checkpoint} is quantized already ({stored.get('scheme')}); leave "
@@ -100,7 +100,7 @@ def load(
         from_config(model, stored)
 
     try:
-        return fast_(load_checkpoint(args.checkpoint, device, dtype, prepare=swapped))
+        return optimize_for_inference_(load_checkpoint(args.checkpoint, device, dtype, prepare=swapped))
     except ValueError as e:
         if not str(e).startswith("quantization_config"):
             raise
@@ -116,14 +116,14 @@ def load_and_quantize(
 ) -> Transformer:
     """The model of --checkpoint, each layer quantized as it comes, or all calibrated once there."""
     config = read_config(args.checkpoint / "config.json")
-    scheme, skip = asked_scheme(args), skipped(args, config)
+    scheme, skip = requested_scheme(args), skip_names(args, config)
     if args.save is not None and args.save.exists():
         if not args.save.is_dir() or any(args.save.iterdir()):
             raise ValueError(f"--save {args.save}: is there, and no empty folder; name another")
     with torch.device("meta"):
         shapes = Transformer(config)
         quantize_(
-            shapes, args.quantize, skip=checked_skip(shapes, skip), group_size=args.group_size
+            shapes, args.quantize, skip=validate_skip(shapes, skip), group_size=args.group_size
         )
     if args.calibrate is None:
         cpu.keep_freed_memory(False)  # or layers would seem to stay, once they are small
@@ -140,15 +140,15 @@ def load_and_quantize(
 
 def quantize_dummy_(args: argparse.Namespace, model: Transformer) -> None:
     """--quantize of random weights."""
-    asked_scheme(args)
-    skip = checked_skip(model, skipped(args, model.config))
+    requested_scheme(args)
+    skip = validate_skip(model, skip_names(args, model.config))
     if model.config.tie_embeddings and model.embed is None and model.head is not None:
         skip += ("head",)  # --pp's last stage has a copy
     quantize_(model, args.quantize, skip=skip, group_size=args.group_size)
-    fast_(model)
+    optimize_for_inference_(model)
 
 
-def fast_(model: Transformer) -> Transformer:
+def optimize_for_inference_(model: Transformer) -> Transformer:
     """The product for this device in place of quantize.py's plain one."""
     if next(model.parameters()).is_cuda:
         from quantization.gemm import weight_only_matmul
@@ -164,7 +164,7 @@ def fast_(model: Transformer) -> Transformer:
     return model
 
 
-def asked_scheme(args: argparse.Namespace) -> Scheme:
+def requested_scheme(args: argparse.Namespace) -> Scheme:
     """The scheme that --quantize and --group-size say."""
     try:
         return get_scheme(args.quantize, args.group_size)
@@ -173,14 +173,14 @@ def asked_scheme(args: argparse.Namespace) -> Scheme:
         raise ValueError(f"{flag}: {e}") from None
 
 
-def skipped(args: argparse.Namespace, config: ModelConfig) -> tuple[str, ...]:
+def skip_names(args: argparse.Namespace, config: ModelConfig) -> tuple[str, ...]:
     """What stays in 16 bit: --quantize-skip says, and latent attention's kv_b_proj, which decoding
     reads as a matrix and would have to dequantize at every step."""
     asked = tuple(filter(None, args.quantize_skip.split(",")))
     return asked + ("kv_b_proj",) * (config.kv_lora_rank > 0 and "kv_b_proj" not in asked)
 
 
-def checked_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
+def validate_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
     """skip, if it names what the model has; ValueError names the flag."""
     try:
         check_skip(model, skip)
@@ -192,7 +192,7 @@ def checked_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
 def save(args: argparse.Namespace, model: Transformer) -> str:
     """--save: a folder that generate.py opens; what was written, in a line."""
     out, source = args.save, args.checkpoint
-    config = to_config(model, args.quantize, args.group_size, skipped(args, model.config))
+    config = to_config(model, args.quantize, args.group_size, skip_names(args, model.config))
     if args.calibrate is not None:
         config["calibrated"] = args.calibrate
     save_checkpoint(model, out, quantization=config)
@@ -230,7 +230,7 @@ def calibration_text(
     its training part, or what train.py holds out of it."""
     from training.data import read_documents, split  # train.py's, which nothing else here wants
 
-    path, T = args.calibration_text, min(LENGTH, model.config.context)
+    path, T = args.calibration_text, min(SEQ_LEN, model.config.context)
     where = "the standard library" if path is None else f"--calibration-text {path}"
     if path is not None and not path.is_file():
         raise ValueError(f"{where}: no such file")
@@ -238,13 +238,13 @@ def calibration_text(
         texts = split(read_documents(None if path is None else str(path)))[held]
     except ValueError as e:
         raise ValueError(str(e).replace("--data", "--calibration-text")) from None
-    step = max(1, len(texts) // (4 * SEQUENCES))  # from all over it
+    step = max(1, len(texts) // (4 * NUM_SEQUENCES))  # from all over it
     ids: list[int] = []
     for text in (text for first in range(step) for text in texts[first::step]):
         ids += tokenizer.encode(text)
-        if len(ids) > SEQUENCES * T:
+        if len(ids) > NUM_SEQUENCES * T:
             break
-    n = min(SEQUENCES, len(ids) // T)
+    n = min(NUM_SEQUENCES, len(ids) // T)
     if n == 0:
         raise ValueError(f"{where}: {len(ids)} tokens, fewer than one sequence of {T}; give more")
     device = model.embed.weight.device
@@ -258,25 +258,25 @@ def calibrate_(
     """Quantize the model in place as the method finds best on the batches, (1, T) tokens each:
     block after block, each on what the quantized ones before it give. Head and multi-token
     prediction are rounded to nearest."""
-    kept = picks(model, scheme, skip, batches) if method == "tacq" else {}
+    kept = select_kept_weights(model, scheme, skip, batches) if method == "tacq" else {}
     positions = torch.arange(batches[0].shape[1], device=batches[0].device)
     rope = rope_cos_sin(model.config, positions)
     run = lambda block, x: block(x, rope, positions, causal_attention)
     states = [model.embed(tokens) for tokens in batches]
     for i, block, replay in layer_by_layer(model.layers, states, run):
         if method in ("awq", "smoothquant"):
-            fold_inputs_(block, method, scheme, replay)
+            fold_scales_(block, method, scheme, replay)
             continue  # it computes what it did; rounded below
         modules = {f"layers.{i}.{name}": m for name, m in quantizable_modules(block).items()}
-        with observed(modules) as stats:
+        with observe_hessians(modules) as stats:
             replay()
-        swap_(model, modules, scheme, skip, partial(by_gptq, scheme, stats, kept))
-    swap_(model, quantizable_modules(model, skip), scheme, skip, None)
+        quantize_modules_(model, modules, scheme, skip, partial(gptq_rounding, scheme, stats, kept))
+    quantize_modules_(model, quantizable_modules(model, skip), scheme, skip, None)
     for name, (index, values) in kept.items():
         model.get_submodule(name).keep_unquantized(index, values)
 
 
-def swap_(
+def quantize_modules_(
     model: Transformer,
     modules: dict[str, nn.Module],
     scheme: Scheme,
@@ -292,14 +292,14 @@ def swap_(
 
 
 @contextmanager
-def observed(modules: dict[str, nn.Module]) -> Iterator[dict[str, Stats]]:
+def observe_hessians(modules: dict[str, nn.Module]) -> Iterator[dict[str, Stats]]:
     """Hessians of the inputs of these linears and, of mixtures, of each expert's two."""
     mixtures = {name: m for name, m in modules.items() if isinstance(m, MoE)}
     linears = {name: m for name, m in modules.items() if name not in mixtures}
     with observe(linears, "hessian") as stats:
         hooks = {name: m.experts for name, m in mixtures.items()}
         for name, m in mixtures.items():
-            m.experts = partial(_watch_experts, name, stats, m.experts)
+            m.experts = partial(_observe_experts, name, stats, m.experts)
         try:
             yield stats
         finally:
@@ -307,7 +307,7 @@ def observed(modules: dict[str, nn.Module]) -> Iterator[dict[str, Stats]]:
                 m.experts = hooks[name]
 
 
-def _watch_experts(
+def _observe_experts(
     name: str,
     stats: dict[str, Stats],
     experts: Callable[..., Tensor],
@@ -325,7 +325,7 @@ def _watch_experts(
     return experts(x, weights, ids, w_gate_up, w_down)
 
 
-def by_gptq(
+def gptq_rounding(
     scheme: Scheme,
     stats: dict[str, Stats],
     kept: dict[str, tuple[Tensor, Tensor]],
@@ -344,7 +344,7 @@ def by_gptq(
     return gptq(weight, stats[name].hessian, scheme.spec, keep=keep)
 
 
-def inputs_of(block: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], list[Tensor]]]:
+def fold_mappings(block: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], list[Tensor]]]:
     """What a block's scales can be folded into: (producer, the linears that read its output, the
     bare parameters that do)."""
     attention, mlp = block.attention, block.mlp
@@ -366,9 +366,9 @@ def inputs_of(block: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], li
         yield mlp.up_proj, [mlp.down_proj], []
 
 
-def fold_inputs_(block: nn.Module, method: str, scheme: Scheme, replay: Callable[[], None]) -> None:
+def fold_scales_(block: nn.Module, method: str, scheme: Scheme, replay: Callable[[], None]) -> None:
     """AWQ's or SmoothQuant's scales, for every input of the block that has a producer."""
-    places = list(inputs_of(block))
+    places = list(fold_mappings(block))
     first = {str(i): linears[0] for i, (_, linears, _) in enumerate(places)}
     wanted = ("absmax",) if method == "smoothquant" else ("mean_abs", "hessian")
     with observe(first, *wanted) as stats:
@@ -382,7 +382,7 @@ def fold_inputs_(block: nn.Module, method: str, scheme: Scheme, replay: Callable
         fold_(producer, [*linears, *parameters], s)
 
 
-def picks(
+def select_kept_weights(
     model: Transformer, scheme: Scheme, skip: Sequence[str], batches: Sequence[Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """TaCQ: of each linear the flat indices of the weights to keep, and these weights."""
@@ -392,9 +392,9 @@ def picks(
         logits = model(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
-    quantized = partial(nearest, scheme.spec)
+    quantized = partial(round_to_nearest, scheme.spec)
     saliency = accumulate_saliency(model, matrices, loss, batches, quantized)
-    chosen = select_salient(saliency, KEPT)
+    chosen = select_salient(saliency, TACQ_KEEP_FRACTION)
     return {n: (i, matrices[n].detach().view(-1)[i]) for n, i in chosen.items() if len(i)}
 
 
@@ -419,11 +419,11 @@ SCHEMES_REPORTED: tuple[tuple[str, str | None, str | None], ...] = (
     ("fp8-block", "fp8-block", None),
     ("2:4 sparse", "2:4", None),
 )
-BATCHES = (1, 8, 32)
+BATCH_SIZES = (1, 8, 32)
 
 
 @dataclass
-class Row:
+class ReportRow:
     """One scheme: its size, what it loses against 16 bit on held-out text, how fast it decodes."""
 
     scheme: str
@@ -440,7 +440,7 @@ class Row:
 def check_report(args: argparse.Namespace) -> None:
     """ValueError for flags of --quantize-report, before minutes of work."""
     if args.group_size is not None:
-        asked_scheme(argparse.Namespace(quantize="int4", group_size=args.group_size))
+        requested_scheme(argparse.Namespace(quantize="int4", group_size=args.group_size))
     if args.plot is not None:
         from training.metrics import pyplot
 
@@ -457,30 +457,30 @@ def report(
     dtype: torch.dtype | None,
     tokenizer: Tokenizer,
     speed: Callable[[Transformer, int], float],
-) -> Iterator[Row]:
+) -> Iterator[ReportRow]:
     """A Row for each scheme, the first of 16 bit. speed(model, batch) -> tokens per second of
     decoding; it may prepare the model for that."""
     plain = load_checkpoint(args.checkpoint, device, dtype)
-    checked_skip(plain, skipped(args, plain.config))
+    validate_skip(plain, skip_names(args, plain.config))
     texts = calibration_text(args, plain, tokenizer)
     held = calibration_text(args, plain, tokenizer, held=True)
     base = None
     for label, scheme, method in SCHEMES_REPORTED:
         model = load_checkpoint(args.checkpoint, device, dtype)
-        if not quantized_so(args, model, scheme, method, texts):
+        if not try_quantize_(args, model, scheme, method, texts):
             print(f"generate.py: {label} does not fit this model: left out", file=sys.stderr)
             continue
         size = sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
-        loss, kl, agreement = against(plain, model, held)
-        speeds = {b: speed(model, b) for b in BATCHES}
-        slower = [b for b in BATCHES if base and speeds[b] < base.tokens_per_second[b]]
+        loss, kl, agreement = compare(plain, model, held)
+        speeds = {b: speed(model, b) for b in BATCH_SIZES}
+        slower = [b for b in BATCH_SIZES if base and speeds[b] < base.tokens_per_second[b]]
         more = 100 * (loss / base.loss - 1) if base else 0.0
-        row = Row(label, size / 1e6, loss, math.exp(loss), more, kl, agreement, speeds, slower)
+        row = ReportRow(label, size / 1e6, loss, math.exp(loss), more, kl, agreement, speeds, slower)
         base = base or row
         yield row
 
 
-def quantized_so(
+def try_quantize_(
     args: argparse.Namespace,
     model: Transformer,
     scheme: str | None,
@@ -488,7 +488,7 @@ def quantized_so(
     texts: Sequence[Tensor],
 ) -> bool:
     """Quantize the model in place; False if its shapes do not allow it."""
-    skip = skipped(args, model.config)
+    skip = skip_names(args, model.config)
     grouped = scheme in ("int4", "int3", "int2")
     group_size = args.group_size if grouped else None
     try:
@@ -505,11 +505,11 @@ def quantized_so(
         if "divide" not in str(e):
             raise
         return False
-    fast_(model)
+    optimize_for_inference_(model)
     return True
 
 
-def against(
+def compare(
     plain: Transformer, model: Transformer, texts: Sequence[Tensor]
 ) -> tuple[float, float, float]:
     """(loss in nats per token, KL of the next token from plain's, share of equal greedy tokens)."""
@@ -524,7 +524,7 @@ def against(
     return loss / count, kl / count, same / count
 
 
-def report_line(r: Row) -> str:
+def report_line(r: ReportRow) -> str:
     """One row for a person; a star where 16 bit decodes faster."""
     speeds = (f"{v:.1f}{'*' if b in r.slower else ' '}" for b, v in r.tokens_per_second.items())
     return (
@@ -534,11 +534,11 @@ def report_line(r: Row) -> str:
     )
 
 
-REPORT_HEAD = f"{'scheme':<25}{'MB':>9}{'loss':>9}{'more':>9}{'ppl':>9}{'KL':>9}{'same':>7}"
-REPORT_HEAD += "".join(f"{f'tok/s x{b}':>12}" for b in BATCHES)
+REPORT_HEADER = f"{'scheme':<25}{'MB':>9}{'loss':>9}{'more':>9}{'ppl':>9}{'KL':>9}{'same':>7}"
+REPORT_HEADER += "".join(f"{f'tok/s x{b}':>12}" for b in BATCH_SIZES)
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[ReportRow], path: Path) -> None:
     """Loss against bytes, a point for each scheme."""
     from training.metrics import pyplot
 

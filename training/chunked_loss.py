@@ -1,29 +1,31 @@
-"""chunked_loss.py: cross-entropy of a linear layer without its logits.
+"""Fused linear and cross-entropy, chunked over tokens, which never materializes all logits.
 
 The logits of N tokens over a vocabulary of V are the largest tensor of a training step: with V =
-128k, in fp32, 8 rows of them are as much as 1000 hidden states of width 1024, and the plain loss
-holds three (logits, log-softmax, gradient). But rows do not see each other. So take a chunk of
-rows, make its logits, its loss, and at once, before the logits go, what they give to the gradients:
+128k, in fp32, 8 rows of them take as much memory as 1000 hidden states of width 1024, and the plain
+loss stores three such tensors (logits, log-softmax, gradient). But rows are independent: compute
+the logits of a chunk of rows, its loss and, before the logits are overwritten, its contribution to
+the gradients:
 
     logits = hidden W^T         p = softmax(logits)         loss = lse - logits[target]
     dlogits = p - onehot        dhidden = dlogits W         dW = sum over chunks, dlogits^T hidden
 
-as Liger Kernel does (arXiv:2410.10989, 3.2), who chunks so that a chunk's logits are about as large
-as the hidden states; Cut Cross-Entropy (arXiv:2411.09009) goes on to tiles within a kernel. The
-loss is a sum, so that the backward pass only multiplies both gradients by a number. A gradient that
-nobody asked for is not made; without any, this is the loss alone.
+as in Liger Kernel (arXiv:2410.10989, 3.2), whose chunks have logits about as large as the hidden
+states; Cut Cross-Entropy (arXiv:2411.09009) extends this to tiles within a kernel. The loss is a
+sum, so that the backward pass only scales both gradients. Gradients that are not required are not
+computed; without any, only the loss is.
 
     total = linear_cross_entropy(hidden, head.weight, targets) / count
 
-With `group` the vocabulary is cut over ranks, as Megatron-LM has it (arXiv:1909.08053, 3): each has
-some rows of W; maxima, and sums with the targets' logits, are all-reduced for each chunk.
+With `group` the vocabulary is sharded over ranks, as in Megatron-LM (arXiv:1909.08053, 3): each
+rank has some rows of W; for each chunk an all-reduce of the maxima, and one of the sums and the
+targets' logits.
 
-What it costs: a pass over dW, in fp32, for each chunk, and the whole gradient of W from forward to
-backward pass. When it loses: a vocabulary that is not much larger than the width; one backward pass
-only, and none through gradients. Which hook: return_hidden. A sharded weight must be gathered
-first: with fully_shard, call this within the head's own forward. Equivalence (test_all.py): loss
-and gradients == F.cross_entropy of F.linear, within rounding. Needs: torch. `python
-chunked_loss.py` checks itself and prints a table.
+Cost: one pass over dW, in fp32, per chunk, and W's whole gradient exists from the forward to the
+backward pass. When it loses: if the vocabulary is not much larger than the width. Limits: a single
+backward pass, no double backward. Hook: return_hidden. A sharded weight must be gathered first:
+with fully_shard, call this within the head's own forward. Equivalence (test_all.py): loss and
+gradients == F.cross_entropy of F.linear, within rounding. Needs: torch.
+`python training/chunked_loss.py` checks itself and prints a table.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MIN_CHUNK_ROWS = 128  # of a chunk by default: with fewer, the passes over dW begin to show
-WEIGHT_GRAD_ROWS = 8192  # rows of dW whose product is there, in a narrower dtype, before it is added
+MIN_CHUNK_ROWS = 128  # default minimum: with fewer rows, the passes over dW become visible
+WEIGHT_GRAD_ROWS = 8192  # rows of dW in the matmul's dtype at a time, before accumulation in fp32
 
 
 def _check(condition: bool, message: str) -> None:
@@ -67,17 +69,18 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> Tensor:
-    """Sum over targets of lse - logit[target] + z_loss * lse^2, in nats, a scalar in fp32 (fp64 of
-    fp64): of logits hidden weight^T + bias, or softcap * tanh(that / softcap) (Gemma 2).
+    """Sum over targets of lse - logit[target] + z_loss * lse^2, in nats, a scalar in fp32 (fp64 for
+    fp64 inputs); logits = hidden weight^T + bias, or softcap * tanh(that / softcap) (Gemma 2).
 
-    hidden (N, C), weight (V, C), targets (N,) int64, those that are ignore_index do not count, bias
-    (V,). chunk: rows whose logits are there at a time; by default so many that these are as large
-    as hidden, but 128 or more. z_loss: PaLM's (arXiv:2204.02311, 5). group: its ranks have the same
-    hidden and targets, and each the rows of weight and bias from vocab_start on; the loss is the
-    same on all, weight's gradient this rank's rows, hidden's this rank's share: sum them.
+    hidden (N, C), weight (V, C), targets (N,) int64 (ignore_index is skipped), bias (V,). chunk:
+    rows of logits computed at a time; by default so many that the logits are as large as hidden,
+    but at least 128. z_loss: PaLM's coefficient (arXiv:2204.02311, 5). group: vocabulary-parallel
+    ranks with the same hidden and targets, each with the rows of weight and bias from vocab_start
+    on. All get the same loss and the gradient of their own rows of weight; that of hidden is
+    partial and must be summed over the group.
 
-    Products are in the tensors' dtype, or autocast's; the rest in fp32, the sum of dW too. One
-    backward pass: the gradients are made here, and it hands them over.
+    Matmuls run in the tensors' dtype, or autocast's; the rest, accumulation of dW included, in
+    fp32. Allows one backward pass: the gradients are computed here and only scaled there.
     """
     _check(hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
            f"hidden must be (N, C) and weight (V, C), not {tuple(hidden.shape)} and "
@@ -97,7 +100,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(kind)
     else:
         _check(weight.dtype == dtype, f"hidden is {dtype} and weight {weight.dtype}: without "
-               "autocast they must be the same")  # fmt: skip
+               "autocast they must be equal")  # fmt: skip
     V, C = weight.shape
     chunk = chunk or max(MIN_CHUNK_ROWS, len(hidden) * C // V)
     params = (hidden, weight, bias)
@@ -110,7 +113,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _LossConfig:
-    dtype: torch.dtype  # of products
+    dtype: torch.dtype  # of matmuls
     chunk: int
     ignore_index: int
     z_loss: float
@@ -120,8 +123,8 @@ class _LossConfig:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients of a loss of 1 are saved, and multiplied in place: a second backward pass finds
-    them changed, and autograd says so."""
+    """Saves the gradients for an upstream gradient of 1 and scales them in place; autograd raises
+    in a second backward pass, because they were modified."""
 
     @staticmethod
     def forward(ctx: Any, config: _LossConfig, needs_grad: list[bool], *tensors: Any) -> Tensor:
@@ -138,13 +141,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def _loss(
-    config: _LossConfig, needs_grad: list[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor
+    config: _LossConfig, needs_grad: list[bool], hidden: Tensor, weight: Tensor,
+    bias: Tensor | None, t: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss, and its gradients by hidden, weight and bias, where they are wanted."""
+    """The loss, and its gradients of hidden, weight and bias where needs_grad, else None."""
     acc_dtype = torch.promote_types(config.dtype, torch.float32)
-    make = lambda i, of, dtype: of.new_zeros(of.shape, dtype=dtype) if needs_grad[i] else None
-    dhidden, dweight = make(0, hidden, hidden.dtype), make(1, weight, acc_dtype)
-    dbias, loss = make(2, bias, acc_dtype), hidden.new_zeros((), dtype=acc_dtype)
+    zeros = lambda i, x, dtype: x.new_zeros(x.shape, dtype=dtype) if needs_grad[i] else None
+    dhidden, dweight = zeros(0, hidden, hidden.dtype), zeros(1, weight, acc_dtype)
+    dbias, loss = zeros(2, bias, acc_dtype), hidden.new_zeros((), dtype=acc_dtype)
     with _no_autocast(hidden.device.type):
         w = weight.to(config.dtype)
         buffer = weight.new_empty((min(config.chunk, len(hidden)), len(weight)), dtype=acc_dtype)
@@ -163,8 +167,8 @@ def _loss(
             if dweight is not None:
                 _addmm_(dweight, d, h)
             del d
-    like = lambda grad, of: grad if grad is None else grad.to(of.dtype)
-    return loss, dhidden, like(dweight, weight), like(dbias, bias)
+    cast = lambda grad, param: grad if grad is None else grad.to(param.dtype)
+    return loss, dhidden, cast(dweight, weight), cast(dbias, bias)
 
 
 def _no_autocast(kind: str) -> Any:
@@ -173,13 +177,13 @@ def _no_autocast(kind: str) -> Any:
 
 
 def _matmul_out(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a @ b in out, which is made once: fresh pages would cost a CPU more than the product."""
+    """a @ b into a reused buffer: page faults of a new one cost a CPU more than the matmul."""
     return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(a @ b)
 
 
 def _addmm_(total: Tensor, d: Tensor, h: Tensor) -> None:
-    """total (V, C) += d^T h, of d (n, V) and h (n, C); where these are narrower, strip by strip, so
-    that what is not yet added is never as large as total."""
+    """total (V, C) += d^T h for d (n, V), h (n, C); in lower precision WEIGHT_GRAD_ROWS rows at a
+    time, so that the temporary is never as large as total."""
     if d.dtype == total.dtype:
         total.addmm_(d.T, h)
         return
@@ -188,13 +192,13 @@ def _addmm_(total: Tensor, d: Tensor, h: Tensor) -> None:
 
 
 def _chunk_loss(config: _LossConfig, z: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
-    """Loss of rows of logits z (n, V), or this rank's columns of them; then their gradient is in
-    z, if it is wanted."""
+    """Loss of rows of logits z (n, V), or of this rank's columns. z is overwritten: with dlogits if
+    needs_grad."""
     if config.softcap is not None:
         z.div_(config.softcap).tanh_().mul_(config.softcap)
         slope = 1 - (z / config.softcap).square_() if needs_grad else None
     column, ignored = targets - config.vocab_start, targets == config.ignore_index
-    invalid = ignored  # rows whose target has no column here
+    invalid = ignored  # rows whose target is not in this rank's columns
     if config.group is not None:
         invalid = ignored | (column < 0) | (column >= z.shape[1])
     column = column.masked_fill(invalid, 0)[:, None]
@@ -226,7 +230,7 @@ def reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
     ignore_index: int = -100, z_loss: float = 0.0, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same with all logits at once."""
+    """linear_cross_entropy with all logits at once, in plain torch."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.float() if logits.dtype != torch.float64 else logits
     if softcap is not None:
@@ -239,7 +243,7 @@ def reference(
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of the storages that operations make and that are alive together, at most."""
+    """Peak of the bytes that operators allocated and that were alive at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +281,7 @@ def check() -> None:
 
 
 def implementations() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Name -> loss of hidden states (N, C), the head's weight (V, C) and targets (N,)."""
+    """Name -> loss function of hidden (N, C), the head's weight (V, C) and targets (N,)."""
     found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "F.cross_entropy(F.linear(...))": reference
     }
@@ -293,7 +297,7 @@ def implementations() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
 
 
 def benchmark(device: str) -> None:
-    """Milliseconds and MB at the peak, over the inputs, of forward and backward pass."""
+    """Milliseconds and peak MB, without the inputs, of forward and backward pass."""
     cuda = device == "cuda"
     N, C, V = (8192, 4096, 131072) if cuda else (256, 128, 131072)
     dtype = torch.bfloat16 if cuda else torch.float32

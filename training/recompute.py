@@ -1,44 +1,47 @@
-"""recompute.py: activations that are made again in the backward pass instead of being kept.
+"""Activation checkpointing: activations are recomputed in the backward pass instead of stored.
 
-A block of a transformer keeps for its backward pass some 30 numbers for each one of its input. What
-can be made again from less need not be kept: memory for flops (Chen et al., arXiv:1604.06174). The
-modes, per block, from dear to cheap in memory:
+A transformer block saves some 30 numbers for its backward pass for each number of its input. What
+can be recomputed from less need not be saved: memory is traded for FLOPs (Chen et al.,
+arXiv:1604.06174). The modes, per block, by falling memory:
 
-    none        what autograd keeps
-    attention   each attention is a checkpoint of its own: q, k and v are kept, not the T x T
-                matrices between them and its output (Korthikanti et al., arXiv:2205.05198, 5)
-    selective   torchtitan's: kept are the input, the output of the attention op and every second
-                product; norms, rotations, nonlinearities and the other products are made again
-    full        the input alone is kept
-    sqrt        `segments`: sqrt(L) runs of neighbours, and of each the input alone (Chen et al., 4)
+    none        everything that autograd saves
+    attention   each attention is its own checkpoint: q, k and v are saved, not the T x T matrices
+                between them and its output (Korthikanti et al., arXiv:2205.05198, 5)
+    selective   torchtitan's per-op policy: saves the input, the attention op's output and every
+                second matmul; recomputes norms, rotations, nonlinearities and the other matmuls
+    full        saves only the block's input
+    sqrt        `layer_groups`: sqrt(L) groups of consecutive blocks, only the input of each is
+                saved (Chen et al., 4)
 
     for block in model.layers:
-        block.forward = wrapped(block.forward, "selective")  # then block.compile(), fully_shard
+        block.forward = checkpoint_wrapper(block.forward, "selective")
+        # then block.compile(), fully_shard
 
-What it costs: full makes a second forward pass, a third more flops, without the last product;
-selective about half of that; attention its own flops, little where sequences are short.
+Cost: full runs a second forward pass, a third more FLOPs, without the last matmul; selective about
+half of that; attention its own FLOPs, few if sequences are short.
 
-When it loses. attention: where the kernel is fused, flash attention keeps no matrix, and all there
-is to win is lse, four bytes per token and head; the mode is for attention that has scores. sqrt:
-while a run is made again all of it is there at once, L / n blocks; a block of Llama holds 20 to 30
-inputs, so that sqrt alone beats full only from about 900 layers on. Over blocks that are "full"
-themselves it keeps 2 sqrt(L) inputs instead of L, for one more forward pass.
+When it loses. attention: with a fused kernel. Flash attention saves no T x T matrix, so that only
+the lse, four bytes per token and head, is gained; the mode is for attention that materializes
+scores. sqrt: while a group is recomputed, all its activations exist at once, L / n blocks; a Llama
+block saves 20 to 30 times its input, so that sqrt alone beats full only from about 900 layers on.
+Combined with full blocks it saves 2 sqrt(L) inputs instead of L, for one more forward pass.
 
-What is opaque. selective sees operations of torch. An autograd.Function, as a Triton kernel has it,
-is none: its output is not kept, and it runs again in the backward pass, unless its kernel is a
-torch.library.custom_op that is named in `save`. Collectives run again too, on every rank alike.
+What selective cannot see: it works on torch operators. An autograd.Function, such as a Triton
+kernel's, is not one: its output is not saved and it runs again in the backward pass, unless its
+kernel is a torch.library.custom_op that is listed in `save`. Collectives run again too, on every
+rank alike.
 
-Of products the second, fourth ... are kept: of q, k, v, o, gate, up, down these are k, o and up.
-With the first, third ... of torchtitan as many flops are made again, but the output of down is held
-as well, which no backward pass asks for.
+Of the matmuls the second, fourth, ... are saved: of q, k, v, o, gate, up, down these are k, o, up.
+Saving the first, third, ... as torchtitan does recomputes as many FLOPs, but also stores the output
+of down, which no backward pass needs.
 
-`block_bytes` and `block_flops` are the formulas of all this, `kept_bytes` measures, and `choose`
-finds the modes with the least flops that fit a budget. Which hook: a block's forward, and for
-attention the `attend` argument. Equivalence (test_all.py): losses and gradients in every mode are
+`block_bytes` and `block_flops` are closed forms, `saved_bytes` measures, and `choose_modes` finds
+the modes with the fewest recomputed FLOPs within a memory budget. Hooks: a block's forward, and for
+attention the `attend` argument. Equivalence (test_all.py): losses and gradients in every mode equal
 those of none, bit for bit, with dropout, autocast, fully_shard, tensor parallelism and
-block.compile(); but where several passes share an autocast context, selective adds up a weight's
-gradients in fp32 and not in autocast's dtype. Needs: torch. `python training/recompute.py` checks itself and
-prints a table.
+block.compile(). Exception: if several passes share one autocast context, selective accumulates a
+weight's gradients in fp32 and not in autocast's dtype. Needs: torch.
+`python training/recompute.py` checks itself and prints a table.
 """
 
 from __future__ import annotations
@@ -75,13 +78,13 @@ aten = torch.ops.aten
 
 
 def _aten_ops(names: Iterable[str]) -> set[Any]:
-    """The operations of aten that this torch has."""
+    """The ATen operators of these names that this torch version has."""
     packets = [getattr(aten, name, None) for name in names]
     return {packet.default for packet in packets if packet is not None}
 
 
 MATMUL_OPS = _aten_ops(["mm", "addmm", "linear", "_scaled_mm", "_grouped_mm"])
-# outputs of attention, and what a router chose, lest it choose otherwise the second time
+# attention outputs, and the router's choice, which must not differ in the recomputation
 SAVED_OPS = _aten_ops(
     [
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -99,38 +102,41 @@ non_reentrant_checkpoint = partial(checkpoint, use_reentrant=False)
 
 
 def checkpoint_wrapper(forward: Forward, mode: str, save: Iterable[Any] = ()) -> Forward:
-    """A block's forward(x, *others) in that mode: the same numbers, gradients too.
+    """A block's forward(x, *rest_args) with activation checkpointing; same outputs and gradients.
 
-    attention: any callable among `others` (the attend hook) is the attention, or where there is
-    none each call of F.scaled_dot_product_attention. save: further operations, as torch.ops has
-    them, whose outputs selective keeps. ValueError for another mode, and for sqrt, which is not of
-    one block.
+    attention: checkpoints every callable in `rest_args` (the attend hook), or if there is none each
+    call of F.scaled_dot_product_attention. save: additional operators (torch.ops) whose outputs
+    selective saves. ValueError for an unknown mode, and for sqrt, which needs several blocks.
     """
     if mode == "sqrt":
-        raise ValueError("mode sqrt is of a run of blocks, not of one: use segments(blocks)")
+        raise ValueError("mode sqrt is for groups of blocks, not for one: use layer_groups(blocks)")
     if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; known: {', '.join(MODES)}")
+        raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
     if mode == "attention":
         return partial(_checkpoint_attention, forward)
     if mode == "selective":
-        return partial(_selective, forward, partial(_save_every_second_matmul, SAVED_OPS.union(save)))
+        context_fn = partial(_save_every_second_matmul, SAVED_OPS.union(save))
+        return partial(_selective, forward, context_fn)
     return forward if mode == "none" else partial(_full, forward)
 
 
-# torch.compile starts at a function's frame, and skips checkpoint's own: a bare partial(checkpoint,
-# forward) would run eagerly without a word.
+# torch.compile starts at a Python function's frame and skips that of checkpoint itself: a bare
+# partial(checkpoint, forward) would silently run eagerly.
 
 
 def _full(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
     return non_reentrant_checkpoint(forward, x, *rest_args)
 
 
-def _selective(forward: Forward, context_fn: Callable[[], Any], x: Tensor, *rest_args: Any) -> Tensor:
-    return non_reentrant_checkpoint(partial(_without_cast_cache, forward), x, *rest_args, context_fn=context_fn)
+def _selective(
+    forward: Forward, context_fn: Callable[[], Any], x: Tensor, *rest_args: Any
+) -> Tensor:
+    forward = partial(_without_cast_cache, forward)
+    return non_reentrant_checkpoint(forward, x, *rest_args, context_fn=context_fn)
 
 
 class _CheckpointSDPA(TorchFunctionMode):
-    """Makes each call of F.scaled_dot_product_attention a checkpoint."""
+    """Checkpoints each call of F.scaled_dot_product_attention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = F.scaled_dot_product_attention
@@ -139,14 +145,16 @@ class _CheckpointSDPA(TorchFunctionMode):
 
 
 def _checkpoint_attention(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
-    if not any(callable(other) for other in rest_args):
+    if not any(callable(arg) for arg in rest_args):
         with _CheckpointSDPA():
             return forward(x, *rest_args)
-    return forward(x, *(partial(non_reentrant_checkpoint, o) if callable(o) else o for o in rest_args))
+    run = non_reentrant_checkpoint
+    return forward(x, *(partial(run, arg) if callable(arg) else arg for arg in rest_args))
 
 
 def _save_every_second_matmul(saved: set[Any]) -> tuple[Any, Any]:
-    """The contexts of one forward pass: `kept` operations and every second product are kept."""
+    """Contexts of one forward pass, which saves the outputs of `saved` ops and of every second
+    matmul."""
     seen = 0
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -159,8 +167,8 @@ def _save_every_second_matmul(saved: set[Any]) -> tuple[Any, Any]:
 
 
 def _without_cast_cache(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
-    """forward without autocast's cache of casts: operations are found again by their number, and
-    one that the cache has spared the first time would be one too many the second."""
+    """forward without autocast's weight cache: selective checkpointing matches operators by their
+    count, and the recomputation would run casts that the cache skipped in the forward pass."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return forward(x, *rest_args)
@@ -169,11 +177,11 @@ def _without_cast_cache(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
 
 
 def layer_groups(blocks: Sequence[nn.Module], n: int | None = None) -> list[Forward]:
-    """n runs of neighbouring blocks (default: the integer next to sqrt(L)), as even as can be, the
-    longer ones first; each is one checkpoint.
+    """n groups of consecutive blocks (default: sqrt(L), rounded), of equal size up to one block,
+    larger ones first; each group is one checkpoint.
 
-    Each takes and returns what a block does, and calls its blocks as modules, so that their hooks
-    fire, when it is made again too.
+    A group has a block's arguments and result. It calls its blocks as modules, so that their hooks
+    run, in the recomputation too.
     """
     blocks = list(blocks)
     n = max(1, round(math.sqrt(len(blocks)))) if n is None else n
@@ -192,27 +200,27 @@ def layer_groups(blocks: Sequence[nn.Module], n: int | None = None) -> list[Forw
 
 
 # --------------------------------------------------------------------------------------------------
-# What is kept: measured, and by formula
+# Saved activations: measured, and in closed form
 # --------------------------------------------------------------------------------------------------
 
 
 def _storages(of: Any) -> dict[StorageWeakRef, int]:
-    """Those of the tensors in nested lists, tuples and mappings (of a DTensor the local one's), and
-    their bytes. Nothing is held, but no other storage will be taken for one of them."""
+    """{storage: bytes} of the tensors in nested lists, tuples and mappings (of a DTensor, of its
+    local tensor). The references are weak, but their keys are never reused."""
     if isinstance(of, Tensor):
         storage = (of.to_local() if hasattr(of, "to_local") else of).untyped_storage()
         return {StorageWeakRef(storage): storage.nbytes()}
     parts = of.values() if isinstance(of, Mapping) else of
-    external: dict[StorageWeakRef, int] = {}
+    storages: dict[StorageWeakRef, int] = {}
     for part in (
         parts if isinstance(parts, Iterable) and not isinstance(parts, (str, bytes)) else ()
     ):
-        external |= _storages(part)
-    return external
+        storages |= _storages(part)
+    return storages
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Storages that operations make, and others that they read."""
+    """Storages that operators allocate, and external ones that they read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,21 +229,22 @@ class _StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # a DTensor: what it does to its shard will be seen
+            return NotImplemented  # a DTensor: its ops on the local tensor are dispatched later
         read = _storages([args, kwargs])
         self.external |= {ref: n for ref, n in read.items() if ref not in self.allocated}
         out = func(*args, **(kwargs or {}))
-        self.allocated |= {ref: n for ref, n in _storages(out).items() if ref not in self.external}
+        storages = _storages(out)
+        self.allocated |= {ref: n for ref, n in storages.items() if ref not in self.external}
         return out
 
 
 def saved_bytes(run: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
-    """Bytes that are alive after run() because of the graph of what it returns, one tensor or more.
+    """Bytes that the autograd graph of run()'s outputs (one tensor or more) keeps alive.
 
-    Every storage counts once, those of `but` (parameters, inputs that are held anyway) not. What
-    run makes counts wherever it is kept: in the graph, in a checkpoint's closures and caches; a
-    tensor from outside where autograd saves it; outputs where the graph needs them. On any device,
-    meta and fake tensors too.
+    Every storage counts once; those of `exclude` (parameters, inputs that live anyway) do not
+    count. Storages that run allocates count wherever they are referenced: in the graph, or in a
+    checkpoint's closures and caches; external tensors if autograd saves them; outputs if the graph
+    needs them. Works on any device, with meta and fake tensors too.
     """
     saved: dict[StorageWeakRef, int] = {}
 
@@ -243,7 +252,7 @@ def saved_bytes(run: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
         saved.update(_storages(x))
         return x
 
-    gc.freeze()  # only what run leaves behind is searched for garbage, not all there is
+    gc.freeze()  # the collection below then only looks at objects that run created
     try:
         with _StorageTracker() as notes, saved_tensors_hooks(pack, lambda x: x):
             outputs = run()
@@ -256,8 +265,8 @@ def saved_bytes(run: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
     alive = {ref: n for ref, n in notes.allocated.items() if not ref.expired()}
     alive |= {ref: n for ref, n in saved.items() if ref not in notes.allocated}
     del graph
-    held = _storages(list(exclude))
-    return sum(n for ref, n in alive.items() if ref not in held)
+    excluded = _storages(list(exclude))
+    return sum(n for ref, n in alive.items() if ref not in excluded)
 
 
 def block_bytes(
@@ -275,19 +284,20 @@ def block_bytes(
     fused: bool = True,
     cast_weights: bool = False,
 ) -> dict[str, int]:
-    """Bytes that a block of Llama keeps of N `tokens`, run eagerly, in each mode but sqrt.
+    """Bytes that an eager Llama block saves for N `tokens`, in each mode but sqrt.
 
-    stream, product: bytes of a number in the residual stream and in products (4 and 2: fp32 under
-    autocast; default: the same). gated: SwiGLU; else up, one nonlinearity, down. fused: flash
-    attention; else torch's MATH, in sequences of `seq` tokens, which repeats key heads and computes
-    in fp32. copies: the casts of fp32 weights that autocast makes and the graph holds count too.
+    residual_bytes, matmul_bytes: bytes per element of the residual stream and of matmuls (4 and 2:
+    fp32 under autocast; default: equal). gated: SwiGLU; else up, one nonlinearity, down. fused:
+    flash attention; else torch's MATH backend on sequences of `seq` tokens, which repeats key
+    heads and computes in fp32. cast_weights: counts autocast's copies of fp32 weights too, which
+    the graph references.
 
-    With C, Hq, Hkv, D, F and s, p = stream, product:
+    With C, Hq, Hkv, D, F and s, p = residual_bytes, matmul_bytes:
         none       norms 2 (4 C + 4 + s C): input in fp32, 1 / rms, output before the weight; after
-                   it p C, and under autocast each of the products has a cast of its own; q, k, v,
-                   o p D (2 Hq + 2 Hkv) and lse 4 Hq; gate, up, silu and their product 4 p F
-        attention  without lse; q, k, v, o instead of what MATH keeps
-        selective  s C, o, lse, and k, o and up of the products (not gated: k, o and down)
+                   it p C, and under autocast one cast per matmul; q, k, v, o p D (2 Hq + 2 Hkv)
+                   and lse 4 Hq; gate, up, silu and silu(gate) * up 4 p F
+        attention  without lse; q, k, v, o instead of what MATH saves
+        selective  s C, attention output, lse, and matmuls k, o and up (not gated: k, o and down)
         full       s C
     """
     p = residual_bytes if matmul_bytes is None else matmul_bytes
@@ -300,10 +310,12 @@ def block_bytes(
     none, attention = norms + ends + core + inner, norms + ends + inner
     second = kv + p * dim + (p * ffn if gated else p * dim)
     selective = residual_bytes * dim + second + (q + 4 * heads if fused else 0)
-    weights = cast_weights * p * dim * (2 * (heads + kv_heads) * head_dim + (3 if gated else 2) * ffn)
-    per = {"none": none, "attention": attention, "selective": selective, "full": residual_bytes * dim}
-    held = {"none": weights, "attention": weights}
-    return {mode: tokens * n + held.get(mode, 0) for mode, n in per.items()}
+    outputs = 2 * (heads + kv_heads) * head_dim + (3 if gated else 2) * ffn
+    weights = cast_weights * p * dim * outputs
+    full = residual_bytes * dim
+    per = {"none": none, "attention": attention, "selective": selective, "full": full}
+    extra = {"none": weights, "attention": weights}
+    return {mode: tokens * n + extra.get(mode, 0) for mode, n in per.items()}
 
 
 def block_flops(
@@ -318,8 +330,8 @@ def block_flops(
     gated: bool = True,
     fused: bool = True,
 ) -> dict[str, float]:
-    """Flops of products that a block of Llama computes again, in each mode but sqrt. Attention is
-    causal, half of 4 seq D a head. The last product is never made again."""
+    """Matmul FLOPs that a Llama block recomputes, in each mode but sqrt. Attention is causal: half
+    of 4 seq D per token and head. The last matmul is never recomputed."""
     q, kv, up = (2.0 * dim * n for n in (heads * head_dim, kv_heads * head_dim, ffn))
     core = 2.0 * seq * heads * head_dim
     per = {
@@ -332,24 +344,24 @@ def block_flops(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which block in which mode
+# A mode for each block
 # --------------------------------------------------------------------------------------------------
 
 Costs = Mapping[str, tuple[int, float]]
 
 
 def choose_modes(costs: Sequence[Costs], budget: int) -> list[str]:
-    """A mode per block: of all choices whose bytes fit the budget, one with the least flops.
+    """One mode per block: the assignment with the fewest recomputed FLOPs within the byte budget.
 
-    costs: of each block {mode: (bytes, recomputed flops)}. Exact: a list of all pairs of sums that
-    no other beats in both (Pareto), block by block, without those that cannot be completed within
-    the budget, or to less than what is known to be possible. That is told by a price of a byte
-    (Lagrange): what a choice costs over the cheapest at that price adds up, at most to the gap.
-    ValueError, with the least bytes that are possible, where none fits.
+    costs: for each block {mode: (bytes, recomputed FLOPs)}. Exact: dynamic programming over blocks
+    keeps the Pareto front of (bytes, FLOPs) and prunes entries that cannot be completed within the
+    budget or cannot beat a known solution. The second test is a Lagrangian bound: with a price per
+    byte, the excess of each choice over the block's cheapest adds up, at most to the duality gap.
+    ValueError, with the minimum number of bytes, if no assignment fits.
     """
     least = sum(min(b for b, _ in modes.values()) for modes in costs)
     if least > budget:
-        raise ValueError(f"budget of {budget} bytes: the least that is possible is {least}")
+        raise ValueError(f"budget of {budget} bytes is too small: the minimum is {least}")
     price, known = _lagrange_multiplier(costs, budget)
     over = [{m: f + price * b for m, (b, f) in modes.items()} for modes in costs]
     over = [{m: x - min(row.values()) for m, x in row.items()} for row in over]
@@ -377,8 +389,8 @@ def choose_modes(costs: Sequence[Costs], budget: int) -> list[str]:
 
 
 def _lagrange_multiplier(costs: Sequence[Costs], budget: int) -> tuple[float, float]:
-    """The least flops per byte at which the cheapest mode of every block fits the budget, and the
-    flops of these modes."""
+    """The smallest price in FLOPs per byte at which every block's cheapest mode fits the budget,
+    and the FLOPs of these modes."""
 
     def cheapest(price: float) -> tuple[int, float]:
         picks = [min((f + price * b, b, f) for b, f in modes.values()) for modes in costs]
@@ -387,7 +399,7 @@ def _lagrange_multiplier(costs: Sequence[Costs], budget: int) -> tuple[float, fl
     pairs = [p for modes in costs for p in itertools.product(modes.values(), repeat=2)]
     slopes = {(f - g) / (c - b) for (b, f), (c, g) in pairs if b < c and f > g}
     prices = [0.0, *sorted(slopes), 2 * max(slopes, default=0.0) + 1]
-    nudge = 1 + 1e-9  # at a slope itself two modes are equally cheap
+    nudge = 1 + 1e-9  # breaks the tie of two modes at the slope itself
     i = bisect.bisect_left(prices, True, key=lambda price: cheapest(price * nudge)[0] <= budget)
     return prices[i], cheapest(prices[i] * nudge)[1]
 
@@ -409,7 +421,7 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of Llama without rotations: forward(x (B, T, C), attend)."""
+    """A Llama block without rotary embedding: forward(x (B, T, C), attend)."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, ffn: int):
         super().__init__()
@@ -422,7 +434,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         q, k, v, o, gate, up, down = self.linears
         h = self.norms[0](x)
-        heads = (each(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (q, k, v))
+        heads = (proj(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (q, k, v))
         x = x + o(attend(*heads).transpose(1, 2).flatten(2))
         h = self.norms[1](x)
         return x + down(F.silu(gate(h)) * up(h))
@@ -433,7 +445,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def apply_mode(blocks: Sequence[nn.Module], mode: str) -> list[Forward]:
-    """Blocks in that mode; sqrt over full ones, the one that keeps least."""
+    """The blocks' forwards in that mode; sqrt is combined with full, which saves the least."""
     if mode == "sqrt":
         for block in blocks:
             block.forward = checkpoint_wrapper(block.forward, "full")
@@ -453,7 +465,7 @@ def make_blocks(device: str, n: int, *sizes: int) -> list[nn.Module]:
 
 
 class Peak(_StorageTracker):
-    """Bytes that operations made and that were alive together, at most."""
+    """Peak of the bytes that operators allocated and that were alive at the same time."""
 
     peak = 0
 
@@ -465,8 +477,8 @@ class Peak(_StorageTracker):
 
 
 def check() -> None:
-    """Losses and gradients of every mode == those of none; bytes == the formula; choose == brute
-    force."""
+    """Losses and gradients of every mode == those of none; bytes == the closed form; choose_modes
+    == brute force."""
     x, seen = torch.randn(2, 16, 32), {}
     for mode in MODES:
         blocks = make_blocks("cpu", 4, 32, 4, 2, 48)
@@ -494,7 +506,7 @@ def check() -> None:
 
 
 def measure(device: str, run: Callable[[], Tensor], params: list[nn.Parameter]) -> list[float]:
-    """MB kept between forward and backward pass, MB at the peak of both, and their ms."""
+    """MB saved between forward and backward pass, peak MB of both, and their time in ms."""
     cuda, times = device == "cuda", []
     amp = torch.autocast(device, torch.bfloat16, enabled=cuda)
 
@@ -505,13 +517,13 @@ def measure(device: str, run: Callable[[], Tensor], params: list[nn.Parameter]) 
         if cuda:
             torch.cuda.synchronize()
 
-    step()  # so that gradients are there
+    step()  # allocates the gradients
     with amp:
         saved = saved_bytes(run, params)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    with Peak() as tracker:  # of a GPU's backward pass, in another thread, it sees nothing
+    with Peak() as tracker:  # it does not see a GPU's backward pass, which runs in another thread
         step()
     peak = torch.cuda.max_memory_allocated() - before if cuda else tracker.peak
     for _ in range(3):

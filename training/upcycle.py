@@ -53,7 +53,7 @@ def upcycle_(model: Transformer, config: ModelConfig, seed: int) -> Transformer:
         with torch.device("meta"):
             mixture = MoE(config)
         gate, up, down = (p.weight for p in block.mlp.children())
-        gate_up, down = moe.upcycled(gate, up, down, config.n_experts)
+        gate_up, down = moe.upcycle_mlp(gate, up, down, config.n_experts)
         router = torch.empty(mixture.router.shape).normal_(0.0, 0.02, generator=rng)
         mixture.router = nn.Parameter(router.to(gate.device))
         mixture.w_gate_up, mixture.w_down = nn.Parameter(gate_up), nn.Parameter(down)
