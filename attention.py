@@ -971,9 +971,7 @@ def _backward_kernel(
     pid, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     axes = (T, S, n_seqs, cu_q_ptr, cu_k_ptr)
     if pid < n_key_tiles:
-        _backward_dkdv(
-            pid, kv_head, b, axes, x, dk_ptr, dv_ptr, mod, by_key, BLOCK_M1, BLOCK_N1, Z
-        )
+        _backward_dkdv(pid, kv_head, b, axes, x, dk_ptr, dv_ptr, mod, by_key, BLOCK_M1, BLOCK_N1, Z)
     else:
         pid -= n_key_tiles
         head = kv_head * Z.GROUP + pid // n_query_tiles

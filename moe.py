@@ -1,41 +1,40 @@
-"""moe.py: mixtures of experts: routing, balance, and dropless experts at speed.
+"""Mixture of experts (MoE): routing, load balancing, and a grouped matmul for dropless experts.
 
-A mixture has the parameters of E feed-forward networks and the arithmetic of K: a router picks for
-each token the K that run it (Shazeer et al., arXiv:1701.06538). Three things make that work:
+An MoE layer has the parameters of E feed-forward networks and the FLOPs of K: a router selects K
+experts per token (Shazeer et al., arXiv:1701.06538). It has three parts:
 
-1. Routing. `route` is the choice, in the forms of Switch, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3:
-   softmax or sigmoid scores in fp32, the K best, of all experts or of the best groups, a correction
-   that steers the choice and not the weights. `expert_choice` and `limit_capacity` are what it is
-   compared with.
-2. Balance. A router left alone sends more and more to the experts that learned first. Losses push
-   it (Switch, GShard; DeepSeek's per sequence; the z-loss keeps its logits small), or a bias is
-   moved against the load after each step and no gradient says anything (`update_bias_`).
-3. Experts. `grouped_experts` runs all of them at once and drops nothing, however skewed the load
-   (MegaBlocks, arXiv:2211.15841). There a block-sparse product, and slots padded to whole blocks;
-   here slots are sorted, tiles end where an expert's slots end, and five kernels do the rest:
+1. Routing. `route` implements Switch, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3: softmax or sigmoid
+   scores in fp32, the top K of all experts or of the best groups, and an expert bias that affects
+   the choice but not the weights. `expert_choice` and `limit_capacity` are there for comparison.
+2. Load balancing. Without it a router favours the experts that learned first. Auxiliary losses
+   (Switch, GShard; DeepSeek's per sequence; the z-loss keeps logits small) act through gradients;
+   `update_bias_` instead moves the expert bias against the load after each step, without a loss.
+3. Experts. `grouped_experts` runs all experts at once and drops no token, however skewed the load
+   (MegaBlocks, arXiv:2211.15841). MegaBlocks pads slots to whole blocks for a block-sparse matmul;
+   here slots are sorted by expert, a tile ends where an expert's slots end, and five kernels run:
 
-       h = silu(x Wg^T) * (x Wu^T)     rows of x gathered as they are read, both products at once
-       y = p h Wd^T                    rows written where their token finds them
-       out = the sum of its K slots    in one order, without atomics: the same bits every time
-       dh, dp, dSwiGLU from dy Wd      in one epilogue; p h and not y is what p's gradient needs
+       h = silu(x Wg^T) * (x Wu^T)     gathers rows of x as it reads them, both matmuls in one loop
+       y = p h Wd^T                    writes rows in the order of slots
+       out = the sum of its K slots    in a fixed order, without atomics: deterministic
+       dh, dp, dSwiGLU from dy Wd      in one epilogue; dp needs h, so y is not saved
        dWg, dWu, dWd                   one program per tile of an expert, over all its rows
 
-   For a few tokens tiles have 16 rows, and each expert in use is read once. Weights may be int8,
-   int4 or FP8 codes, unpacked in registers. On a CPU, plain torch: sorted once, two products per
-   expert in use, one pass that gathers and sums.
+   For few tokens tiles have 16 rows, and each active expert's weights are read once. Weights may be
+   int8, int4 or FP8, dequantized in registers. On a CPU, plain torch: one sort, two matmuls per
+   active expert, one pass that gathers and sums.
 
-What it costs: a sort of N * K ids, the slots' outputs in memory before they are summed. When it
-loses: K = E, where a dense product is simpler; few tokens spread over many experts are as slow as
-reading these; on a CPU with units for bf16, where a plain loop over large experts is nearly as fast
-as its products. Speeds on a GPU: not yet measured.
+Cost: a sort of N * K ids, and memory for the outputs of all slots before they are summed. When it
+loses: at K = E, where a dense matmul is simpler; few tokens spread over many experts take as long
+as reading those experts; on a CPU with bf16 matrix units a plain loop over large experts is nearly
+as fast. GPU speed: not yet measured.
 
-Hook: the experts of a mixture, `use_grouped_experts(model)`. Equivalence (test_all.py): outputs and
-all gradients of the plain loop, 1e-5 in fp32, in Triton's interpreter without a GPU. `python
-moe.py` checks itself and prints a table. Needs: torch; triton for the kernels. Experts across ranks
-are expert_parallel.py's.
+Hook: experts, by `use_grouped_experts(model)`. Equivalence (test_all.py): outputs and all gradients
+match the plain loop, 1e-5 in fp32, in Triton's interpreter if there is no GPU. `python moe.py`
+checks itself and prints a table. Needs: torch; triton for the kernels. For experts sharded over
+ranks see parallelism/expert_parallel.py.
 
 Shapes: N tokens, K experts per token, E experts, C model width, F expert width, M = N * K slots:
-slot n * K + k is the k-th choice of token n. An id of -1 is nobody's: the slot adds nothing.
+slot n * K + k is the k-th choice of token n. An id of -1 is padding: the slot adds nothing.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ from torch import Tensor, nn
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS, Windows: plain torch serves every call
+except ImportError:  # macOS, Windows: plain torch only
     triton = None
 
 INTERPRET = triton is not None and triton.knobs.runtime.interpret
-# Of fp32 inputs alone: three products of tf32 are as exact as fp32 needs, on the matrix units
+# For fp32 inputs: tf32x3, three tf32 matmuls, has fp32's accuracy on tensor cores
 PRECISION = tl.constexpr("ieee" if INTERPRET else "tf32x3") if triton else None
 jit = triton.jit if triton else (lambda fn=None, **_: fn or (lambda fn: fn))
 
-Experts = Callable[..., Tensor]  # (x, weights, ids, w_gate_up, w_down) -> (N, C), the hook's form
+Experts = Callable[..., Tensor]  # the experts hook: (x, weights, ids, w_gate_up, w_down) -> (N, C)
 
 
 def _check(condition: bool, message: str) -> None:
@@ -76,8 +75,8 @@ def _check(condition: bool, message: str) -> None:
 
 
 def router_logits(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., C), w (E, C) -> (..., E) in fp32, also under autocast: a logit that is off by bf16's
-    rounding is another choice of experts (Switch, arXiv:2101.03961, 2.4)."""
+    """x (..., C), w (E, C) -> (..., E) in fp32, also under autocast: bf16 rounding of logits would
+    change the selected experts (Switch, arXiv:2101.03961, 2.4)."""
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x.float(), w.float())
 
@@ -99,25 +98,26 @@ def route(
     group_score_topk: int = 1,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's experts: logits (N, E) -> weights (N, K) fp32, ids (N, K).
+    """Select each token's experts: logits (N, E) -> weights (N, K) fp32, ids (N, K).
 
     s = softmax or sigmoid of the logits; ids = the top_k largest s + bias among the allowed groups;
-    weights = s[ids], divided by their sum with `renormalize`, times `scale`. `bias` (E,) steers the
-    choice alone (DeepSeek-V3, arXiv:2412.19437, 2.1.2). Groups are n_groups runs of neighbours, the
-    experts of a device or node: a token may choose from the topk_groups whose group_score_topk
-    best experts sum highest (1: device-limited, arXiv:2405.04434, 2.1.2; 2: node-limited, V3).
-    Mixtral, Qwen3-MoE: softmax and renormalize; Switch: top_k 1. ValueError names what cannot be;
-    on a GPU logits that are not finite are not looked for, and their weights are not finite either.
+    weights = s[ids], divided by their sum with `renormalize`, times `scale`. `bias` (E,) affects
+    only the choice (DeepSeek-V3, arXiv:2412.19437, 2.1.2). Groups are n_groups equal ranges of
+    experts, those of a device or node: a token may use the topk_groups groups with the highest sum
+    of their group_score_topk best scores (1: device-limited, arXiv:2405.04434, 2.1.2; 2:
+    node-limited, V3). Mixtral, Qwen3-MoE: softmax and renormalize; Switch: top_k 1. ValueError
+    names the invalid argument; on a GPU logits are not checked, and weights of logits that are not
+    finite are not finite.
     """
     _check_route(logits, top_k, bias, n_groups, topk_groups, group_score_topk)
     scores = _scores(logits, scoring)
     choice = scores.detach() if bias is None else scores.detach() + bias
     if topk_groups < n_groups:
         groups = choice.unflatten(1, (n_groups, -1))
-        worth = groups.topk(group_score_topk, dim=-1).values.sum(-1)
-        best = worth.topk(topk_groups, dim=-1).indices
-        lost = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)
-        choice = groups.masked_fill(lost[..., None], -math.inf).flatten(1)
+        group_scores = groups.topk(group_score_topk, dim=-1).values.sum(-1)
+        best = group_scores.topk(topk_groups, dim=-1).indices
+        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
+        choice = groups.masked_fill(excluded[..., None], -math.inf).flatten(1)
     ids = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(1, ids)
     if renormalize:
@@ -145,17 +145,17 @@ def _check_route(
 
 
 def _check_finite(logits: Tensor) -> None:
-    """On a CPU alone: a GPU would have to be waited for."""
+    """Only on a CPU: on a GPU the check would synchronize."""
     if logits.device.type == "cpu" and not torch.compiler.is_compiling():
         finite = logits.detach().isfinite().all(-1)
         ok = bool(finite.all())
         first = 0 if ok else int(finite.int().argmin())
-        _check(ok, f"logits of token {first} are not finite: the model's weights or x are damaged")
+        _check(ok, f"logits of token {first} are not finite: check the model's weights and x")
 
 
 def expert_capacity(n_tokens: int, top_k: int, n_experts: int, factor: float) -> int:
-    """Slots of an expert at that capacity factor (GShard, arXiv:2006.16668): 1.0 is room for all
-    if the load is even."""
+    """Slots per expert at a capacity factor (GShard, arXiv:2006.16668); 1.0 drops no token if the
+    load is even."""
     _check(factor > 0, f"factor must be positive, not {factor}")
     return max(1, math.ceil(factor * n_tokens * top_k / n_experts))
 
@@ -163,70 +163,71 @@ def expert_capacity(n_tokens: int, top_k: int, n_experts: int, factor: float) ->
 def limit_capacity(
     weights: Tensor, ids: Tensor, n_experts: int, capacity: int, *, by: str = "order"
 ) -> tuple[Tensor, Tensor]:
-    """What is left of weights and ids (N, K) if every expert takes `capacity` slots: its first
-    (Switch) or, by="weight", those that weigh most (V-MoE, arXiv:2106.05974). The others are
-    dropped: id -1, weight 0."""
+    """weights and ids (N, K) when every expert accepts at most `capacity` slots: its first ones
+    (Switch) or, with by="weight", those with the largest weights (V-MoE, arXiv:2106.05974). The
+    others are dropped: id -1, weight 0."""
     _check(capacity >= 1, f"capacity must be at least 1, not {capacity}")
     _check(by in ("order", "weight"), f"by must be order or weight, not {by!r}")
     flat = ids.flatten()
-    first = torch.arange(len(flat), device=ids.device)
+    priority = torch.arange(len(flat), device=ids.device)
     if by == "weight":
-        first = weights.detach().flatten().argsort(descending=True, stable=True)
-    order, bounds = sort_slots(flat[first], n_experts)
-    place = _positions_in_expert(order, bounds, flat[first])
-    place = torch.empty_like(place).scatter_(0, first, place).view_as(ids)
-    keep = (place < capacity) & (ids >= 0)
+        priority = weights.detach().flatten().argsort(descending=True, stable=True)
+    order, bounds = sort_slots(flat[priority], n_experts)
+    position = _positions_in_expert(order, bounds, flat[priority])
+    position = torch.empty_like(position).scatter_(0, priority, position).view_as(ids)
+    keep = (position < capacity) & (ids >= 0)
     return weights.masked_fill(~keep, 0.0), ids.masked_fill(~keep, -1)
 
 
 def expert_choice(
     logits: Tensor, capacity: int, *, scoring: str = "softmax"
 ) -> tuple[Tensor, Tensor]:
-    """Each expert's `capacity` best tokens (Zhou et al., arXiv:2202.09368): logits (N, E) ->
-    weights, ids (N, E); where expert e takes token n, slot (n, e) is e, else -1. Even by
-    construction, but a token's experts depend on the tokens after it: not for decoding."""
+    """Expert-choice routing: each expert selects its `capacity` best tokens (Zhou et al.,
+    arXiv:2202.09368): logits (N, E) -> weights, ids (N, E). ids[n, e] is e if expert e selects
+    token n, else -1. Balanced by construction, but a token's experts depend on later tokens: not
+    for decoding."""
     N, E = logits.shape
     _check(1 <= capacity <= N, f"capacity must be from 1 to the {N} tokens, not {capacity}")
     _check_finite(logits)
     scores = _scores(logits, scoring)
     tokens = scores.detach().topk(capacity, dim=0).indices
-    taken = torch.zeros_like(scores, dtype=torch.bool).scatter(0, tokens, True)
+    selected = torch.zeros_like(scores, dtype=torch.bool).scatter(0, tokens, True)
     ids = torch.arange(E, device=logits.device).expand(N, E)
-    return scores.masked_fill(~taken, 0.0), ids.masked_fill(~taken, -1)
+    return scores.masked_fill(~selected, 0.0), ids.masked_fill(~selected, -1)
 
 
 # --------------------------------------------------------------------------------------------------
-# Balance
+# Load balancing
 # --------------------------------------------------------------------------------------------------
 
 
 def router_probs(logits: Tensor, scoring: str = "softmax") -> Tensor:
-    """Scores that sum to 1, for balance_loss: of sigmoids their shares (DeepSeek-V3, eq. 19)."""
+    """Scores that sum to 1, for balance_loss: sigmoids are normalized (DeepSeek-V3, eq. 19)."""
     scores = _scores(logits, scoring)
     return scores if scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def count_experts(ids: Tensor, n_experts: int) -> Tensor:
-    """Slots of each expert, (E,) int64; no host synchronisation."""
+    """Slots per expert, (E,) int64, without host synchronization."""
     return _counts(ids.reshape(1, -1), n_experts)[0]
 
 
 def _counts(ids: Tensor, n_experts: int) -> Tensor:
     """ids (..., n) -> (..., E)."""
-    place = ids.masked_fill(ids < 0, n_experts).long()
+    index = ids.masked_fill(ids < 0, n_experts).long()
     zeros = torch.zeros(*ids.shape[:-1], n_experts + 1, dtype=torch.int64, device=ids.device)
-    return zeros.scatter_add_(-1, place, torch.ones_like(place))[..., :n_experts]
+    return zeros.scatter_add_(-1, index, torch.ones_like(index))[..., :n_experts]
 
 
 def balance_loss(probs: Tensor, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-    """sum_e f_e P_e, with f_e the slots of expert e over their mean, P_e the mean of its
-    probability: 1 if even, up to E if not. f has no gradient; P pulls the router away from what is
-    chosen often.
+    """Load-balancing loss: sum_e f_e P_e, with f_e the slots of expert e over the mean and P_e its
+    mean probability. 1 if balanced, at most E. f has no gradient; the gradient of P lowers the
+    probability of overloaded experts.
 
     probs (..., N, E), ids (..., N, K); leading dims are averaged over. (N, E) is the loss of GShard
     and Switch (arXiv:2101.03961, eq. 4), (B, T, E) DeepSeek's sequence-wise one (arXiv:2412.19437,
-    eq. 17). counts (..., E): slots to use for f, of all ranks or of the whole batch, in place of
-    those of `ids`: experts may then specialise within a micro-batch (arXiv:2501.11873).
+    eq. 17). counts (..., E): slots to use for f, of all ranks or of the global batch, instead of
+    those of `ids`: experts may then specialize within a micro-batch (arXiv:2501.11873).
     """
     E = probs.shape[-1]
     counts = _counts(ids.flatten(-2), E) if counts is None else counts
@@ -235,22 +236,23 @@ def balance_loss(probs: Tensor, ids: Tensor, counts: Tensor | None = None) -> Te
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """mean of (log sum_e exp logits)^2, which keeps the router's logits small, where fp32 is exact
-    (ST-MoE, arXiv:2202.08906, eq. 5)."""
+    """Router z-loss: the mean of (log sum_e exp logits)^2, which keeps logits small and so their
+    rounding errors (ST-MoE, arXiv:2202.08906, eq. 5)."""
     return logits.float().logsumexp(-1).square().mean()
 
 
 @torch.no_grad()
 def update_bias_(bias: Tensor, counts: Tensor, speed: float) -> None:
-    """After a step, move route's bias (E,) by `speed`: up where the expert got fewer slots than the
-    mean, down where more (arXiv:2408.15664, algorithm 1). bias in fp32: bf16 is too coarse for so
-    small steps. counts (E,): of the step, all ranks."""
+    """Auxiliary-loss-free balancing: after a step, raise route's bias (E,) by `speed` for experts
+    with fewer slots than the mean, lower it for those with more (arXiv:2408.15664, algorithm 1).
+    bias must be fp32: bf16 is too coarse for such small steps. counts (E,): the step's, over all
+    ranks."""
     bias += speed * (counts.double().mean() - counts).sign().to(bias.dtype)
 
 
 def load_statistics(counts: Tensor) -> dict[str, float]:
-    """Of counts (E,) or (L, E): max_over_mean and entropy (over log E, 1 is even) of the worst
-    layer, and `dead`, the experts of all layers that got nothing."""
+    """From counts (E,) or (L, E): max_over_mean and entropy (divided by log E; 1 is balanced) of
+    the worst layer, and `dead`, the number of experts in all layers that got no token."""
     counts = counts.reshape(-1, counts.shape[-1]).double()
     shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     E = counts.shape[-1]
@@ -263,13 +265,13 @@ def load_statistics(counts: Tensor) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Experts: the problem, and plain torch
+# Experts in plain torch
 # --------------------------------------------------------------------------------------------------
 
 
 def sort_slots(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """The slots of ids (N, K), n * K + k, in the order of their experts (and of tokens within one),
-    those of nobody last; and where each expert's begin, (E + 1,): the last bound ends all."""
+    """Sort the slots n * K + k of ids (N, K) by expert, then token, padding last -> (order (N * K,)
+    of slots, bounds (E + 1,) int32: expert e has order[bounds[e]:bounds[e + 1]])."""
     flat = ids.flatten()
     keys, order = flat.masked_fill(flat < 0, n_experts).sort(stable=True)
     experts = torch.arange(n_experts + 1, device=ids.device)
@@ -277,23 +279,23 @@ def sort_slots(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _positions_in_expert(order: Tensor, bounds: Tensor, flat: Tensor) -> Tensor:
-    """The place of every slot among those of its expert."""
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return place - bounds[flat]  # nobody's slots, id -1, come after the last bound
+    """The position of every slot within its expert's slots."""
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=order.device)
+    return position - bounds[flat]  # padding, id -1, comes after the last bound
 
 
 def padded_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor, capacity: int
 ) -> Tensor:
-    """What came before dropless experts, to compare with: every expert has a buffer of `capacity`
-    rows, short ones are padded, slots that find theirs full are dropped (GShard, Switch). Shapes as
-    grouped_experts; equal to it after limit_capacity."""
+    """The method before dropless experts, for comparison: every expert has a padded buffer of
+    `capacity` rows, and slots beyond it are dropped (GShard, Switch). Shapes as grouped_experts,
+    and the same result as its after limit_capacity."""
     E, C, K = len(w_down), x.shape[1], ids.shape[1]
     weights, ids = limit_capacity(weights, ids, E, capacity)
     flat = ids.flatten()
-    place = _positions_in_expert(*sort_slots(ids, E), flat) + flat * capacity
-    row = place.masked_fill(flat < 0, E * capacity)  # the last row is a bin
+    position = _positions_in_expert(*sort_slots(ids, E), flat) + flat * capacity
+    row = position.masked_fill(flat < 0, E * capacity)  # the last row takes all padding
     token = torch.arange(len(flat), device=x.device) // K
     buffers = x.new_zeros(E * capacity + 1, C).index_put((row,), x[token])
     gate, up = torch.bmm(buffers[:-1].view(E, capacity, C), w_gate_up.mT).chunk(2, dim=-1)
@@ -303,7 +305,7 @@ def padded_experts(
 
 def expert_linear(rows: Tensor, stack: Any, e: int) -> Tensor:
     """rows (n, in) -> (n, out), by expert e of a stack: (E, out, in), a sequence of (out, in), or
-    what has a `linear` of its own, as quantized stacks do."""
+    an object with a `linear` method, such as a quantized stack."""
     return stack.linear(rows, e) if hasattr(stack, "linear") else F.linear(rows, stack[e])
 
 
@@ -315,13 +317,13 @@ def sorted_experts(
     w_down: Any,
     linear: Callable[[Tensor, Any, int], Tensor] = expert_linear,
 ) -> Tensor:
-    """grouped_experts in plain torch: slots sorted once, two products per expert in use, and each
-    token gathers what is its own."""
+    """grouped_experts in plain torch: sort the slots once, two matmuls per active expert, then
+    gather and sum the rows of each token."""
     E, (N, K) = w_down.shape[0], ids.shape
     order, bounds = sort_slots(ids, E)
     ends = bounds.tolist()
     sizes = [after - before for before, after in zip(ends, ends[1:])]
-    # split and unbind, for their gradients are one node each; an index's is as large as the whole
+    # split and unbind are one autograd node each; the gradient of an index is as large as the stack
     rows = x[order[: ends[E]] // K].split(sizes)
     w_gate_up, w_down = (
         w.unbind() if isinstance(w, Tensor) and w.requires_grad else w for w in (w_gate_up, w_down)
@@ -331,31 +333,31 @@ def sorted_experts(
         gate, up = linear(rows[e], w_gate_up, e).chunk(2, dim=-1)
         outputs.append(linear(F.silu(gate) * up, w_down, e).type_as(x))
     y = torch.cat(outputs)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=x.device)
-    if ends[E] < len(order):  # nobody's slots find a row of zeros, and weigh nothing
+    row = torch.empty_like(order)
+    row[order] = torch.arange(len(order), device=x.device)
+    if ends[E] < len(order):  # padding reads a row of zeros with weight 0
         weights = weights.masked_fill(ids < 0, 0.0)
-        y, place = F.pad(y, (0, 0, 0, 1)), place.clamp(max=ends[E])
+        y, row = F.pad(y, (0, 0, 0, 1)), row.clamp(max=ends[E])
     kwargs = dict(mode="sum", per_sample_weights=weights.type_as(x))
-    return F.embedding_bag(place.view(N, K), y, **kwargs)  # gather and weighted sum in one pass
+    return F.embedding_bag(row.view(N, K), y, **kwargs)  # gather and weighted sum in one pass
 
 
 # --------------------------------------------------------------------------------------------------
 # Experts: kernels
 # --------------------------------------------------------------------------------------------------
 
-# A product of all experts at once is a matrix product whose rows are the slots sorted by expert, in
-# tiles of BLOCK_M that end where an expert's slots end. How many tiles that is, only the GPU knows;
-# there can be no more than M / BLOCK_M + E. So that many programs start, and those past the last
-# tile end at once: no host synchronisation, and the launch can be captured. Nothing is padded, and
-# no row is copied into the order of experts: rows are gathered as tiles are read, and written where
-# their token looks for them. Sums over a token's K slots are taken in one order: no atomics.
+# A grouped matmul is one matmul whose rows are the slots sorted by expert, in tiles of BLOCK_M that
+# end where an expert's slots end. The number of tiles is known only on the GPU, but is at most
+# M / BLOCK_M + E. So that many programs are launched, and those past the last tile return at once:
+# no host synchronization, and the launch can be captured in a CUDA graph. Nothing is padded, and
+# rows are not copied into expert order: tiles gather their rows when reading, and write them in the
+# order of slots. Each token's K slots are summed in a fixed order, without atomics.
 
 
 @jit
 def _tiles_kernel(bounds_ptr, tiles_ptr, E, T, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """tiles (2, T): the expert of every tile and its first row; -1 past the last tile.
-    Grid (E + 1,): a program per expert, and one for what is left of T."""
+    """tiles (2, T): the expert of every tile (-1 past the last tile) and its first row.
+    Grid (E + 1,): a program per expert, and one for the unused tiles."""
     e, i = tl.program_id(0), tl.arange(0, BLOCK_E)
     begin = tl.load(bounds_ptr + i, mask=i < E, other=0)
     n_tiles = (tl.load(bounds_ptr + i + 1, mask=i < E, other=0) - begin + BLOCK_M - 1) // BLOCK_M
@@ -370,8 +372,8 @@ def _tiles_kernel(bounds_ptr, tiles_ptr, E, T, BLOCK_M: tl.constexpr, BLOCK_E: t
 
 @jit
 def _tile(tiles_ptr, bounds_ptr, T, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
-    """This program's expert (-1: none), its rows, which of them exist, its tile of columns. GROUP_M
-    tiles of rows go together, column by column: those of one expert read the same piece of its
+    """This program's expert (-1: none), its rows, their mask, its tile of columns. GROUP_M tiles of
+    rows run column by column (L2 swizzle), so that tiles of an expert read the same part of its
     weight at the same time."""
     pid = tl.program_id(0)
     first = pid // (GROUP_M * tiles_n) * GROUP_M
@@ -389,8 +391,8 @@ def _load_weight(
     BITS: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Expert e's weight (N, K), columns from `start`, as a tile (BLOCK_K, BLOCK_N) of `dtype`; from
-    codes, each times the scale of its SCALE_N rows and SCALE_K columns, if BITS is 8 or 4."""
+    """A tile (BLOCK_K, BLOCK_N) in `dtype` of expert e's weight (N, K), columns from `start`. If
+    BITS is 8 or 4, dequantized: one scale per SCALE_N rows and SCALE_K columns."""
     k = start + tl.arange(0, BLOCK_K)
     if BITS == 16:
         w_ptrs = w_ptr + e.to(tl.int64) * N * K + n[None, :] * stride_n + k[:, None] * stride_k
@@ -430,11 +432,11 @@ def _gate_up_kernel(
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """h = silu(x Wg^T) * (x Wu^T) for the row of x of every slot. Grid (T * tiles of F,)."""
-    e, row, held, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(F, BLOCK_N), BLOCK_M, GROUP_M)
+    e, row, valid, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(F, BLOCK_N), BLOCK_M, GROUP_M)
     if e < 0:
         return
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate_n = n % F  # past the end some other column, whose neighbours are neighbours too
+    gate_n = n % F  # columns past the end read others, still contiguous
     x_ptrs = x_ptr + (tl.load(order_ptr + row) // TOP_K)[:, None] * C
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     precision: tl.constexpr = PRECISION if dtype == tl.float32 else None
@@ -452,7 +454,7 @@ def _gate_up_kernel(
             SCALE_N, SCALE_K, EVEN, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         up = tl.dot(x, w, up, input_precision=precision)
-    mask, at = held[:, None] & (n < F)[None, :], row.to(tl.int64)[:, None] * F + n[None, :]
+    mask, at = valid[:, None] & (n < F)[None, :], row.to(tl.int64)[:, None] * F + n[None, :]
     tl.store(h_ptr + at, (gate * tl.sigmoid(gate) * up).to(dtype), mask=mask)
     if gate_up_ptr is not None:
         at += row.to(tl.int64)[:, None] * F
@@ -470,7 +472,7 @@ def _down_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """y[slot] = weight[slot] * a W^T. Grid (T * tiles of N,)."""
-    e, row, held, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(N, BLOCK_N), BLOCK_M, GROUP_M)
+    e, row, valid, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(N, BLOCK_N), BLOCK_M, GROUP_M)
     if e < 0:
         return
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -489,12 +491,12 @@ def _down_kernel(
     if weights_ptr is not None:
         y *= tl.load(weights_ptr + slot).to(tl.float32)[:, None]
     y_ptrs = y_ptr + slot[:, None] * N + n[None, :]
-    tl.store(y_ptrs, y.to(dtype), mask=held[:, None] & (n < N)[None, :])
+    tl.store(y_ptrs, y.to(dtype), mask=valid[:, None] & (n < N)[None, :])
 
 
 @jit
 def _add_slots_kernel(y_ptr, ids_ptr, out_ptr, C, TOP_K: tl.constexpr, BLOCK_C: tl.constexpr):
-    """out[n] = sum over k of y[n * K + k], without nobody's. Grid (N, blocks of C)."""
+    """out[n] = sum over k of y[n * K + k], without padding. Grid (N, blocks of C)."""
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK_C,), tl.float32)
@@ -513,10 +515,10 @@ def _down_backward_kernel(
     TOP_K: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """With g = dy Wd and the weight p of a slot: d h = p g, from there through SwiGLU to d gate and
-    d up; p h, whose product with dy is Wd's gradient; and this tile's part of d p = h . g, for
-    which the slot's output need not be kept. Grid (T * tiles of F,)."""
-    e, row, held, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(F, BLOCK_N), BLOCK_M, GROUP_M)
+    """With g = dy Wd and the weight p of a slot: dh = p g, then through SwiGLU d gate and d up;
+    p h, for Wd's gradient (p h)^T dy; and this tile's part of dp = h . g, which does not require
+    the slot's output. Grid (T * tiles of F,)."""
+    e, row, valid, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(F, BLOCK_N), BLOCK_M, GROUP_M)
     if e < 0:
         return
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -532,7 +534,7 @@ def _down_backward_kernel(
             BLOCK_N, BLOCK_K,
         )  # fmt: skip
         g = tl.dot(dy, w, g, input_precision=precision)
-    mask, at = held[:, None] & (n < F)[None, :], row.to(tl.int64)[:, None] * (2 * F) + n[None, :]
+    mask, at = valid[:, None] & (n < F)[None, :], row.to(tl.int64)[:, None] * (2 * F) + n[None, :]
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + F, mask=mask, other=0.0).to(tl.float32)
     p = tl.load(weights_ptr + slot).to(tl.float32)[:, None]
@@ -542,7 +544,7 @@ def _down_backward_kernel(
     tl.store(d_gate_up_ptr + at + F, (dh * gate * s).to(dtype), mask=mask)
     at -= row.to(tl.int64)[:, None] * F
     tl.store(h_ptr + at, (h * p).to(dtype), mask=mask)
-    tl.store(dweights_ptr + tile_n * M + row, tl.sum(tl.where(mask, h * g, 0.0), 1), mask=held)
+    tl.store(dweights_ptr + tile_n * M + row, tl.sum(tl.where(mask, h * g, 0.0), 1), mask=valid)
 
 
 @jit
@@ -551,8 +553,8 @@ def _weight_grad_kernel(
     P, Q, TOP_K: tl.constexpr, A_BY_TOKEN: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dW[e] = the sum over e's rows of a^T b, of which one is by token, the other in the order of
-    experts. One program takes all rows: no atomics. Grid (tiles of (P, Q), E)."""
+    """dW[e] = a^T b over e's rows, one of them stored by token, the other in the order of experts.
+    One program sums all rows: no atomics. Grid (tiles of (P, Q), E)."""
     e, tiles_q = tl.program_id(1), tl.cdiv(Q, BLOCK_Q)
     p = tl.program_id(0) // tiles_q * BLOCK_P + tl.arange(0, BLOCK_P)
     q = tl.program_id(0) % tiles_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -576,8 +578,8 @@ def _weight_grad_kernel(
     tl.store(dw_ptr + at, acc.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
-# By rows that an expert has on average, up to the key: BLOCK_M, BLOCK_N, BLOCK_K, num_warps,
-# num_stages. gate_up has two sums and two tiles of weights. Not yet tuned on a GPU.
+# Key: the largest mean number of rows per expert. Value: BLOCK_M, BLOCK_N, BLOCK_K, num_warps,
+# num_stages. gate_up has two accumulators and two weight tiles. Not yet tuned on a GPU.
 CONFIGS: dict[str, dict[float, tuple[int, int, int, int, int]]] = {
     "gate_up": {16: (16, 64, 128, 4, 3), 64: (64, 64, 64, 4, 4), math.inf: (128, 128, 64, 8, 3)},
     "down": {16: (16, 64, 128, 4, 4), 64: (64, 128, 64, 4, 4), math.inf: (128, 256, 64, 8, 3)},
@@ -587,12 +589,13 @@ CONFIGS: dict[str, dict[float, tuple[int, int, int, int, int]]] = {
 
 
 def _config(kernel: str, rows: float, n: int, k: int, x: Tensor) -> tuple[int, ...]:
-    """CONFIGS' line, its tiles no wider than what there is, in fp32 half as wide, and with as many
-    stages as the GPU's shared memory holds."""
+    """The entry of CONFIGS, with tiles no larger than n and k, smaller in fp32, and with as many
+    stages as fit in the GPU's shared memory."""
     *blocks, warps, stages = next(c for most, c in CONFIGS[kernel].items() if rows <= most)
     if x.element_size() == 4:
         blocks, stages = [min(b, 64, most) for b, most in zip(blocks, (64, 64, 32))], 2
-    M, N, K = blocks[:1] + [min(b, max(16, _next_power_of_2(size))) for b, size in zip(blocks[1:], (n, k))]
+    fit = lambda block, size: min(block, max(16, _next_power_of_2(size)))
+    M, N, K = blocks[0], fit(blocks[1], n), fit(blocks[2], k)
     stage = (M + N * (1 + (kernel == "gate_up"))) * K if kernel != "weight_grad" else (N + K) * M
     while stages > 1 and stages * stage * x.element_size() > _shared_memory(x.device):
         stages -= 1
@@ -603,12 +606,12 @@ def _config(kernel: str, rows: float, n: int, k: int, x: Tensor) -> tuple[int, .
 def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 1 << 18
-    found = torch.cuda.get_device_properties(device)
-    return getattr(found, "shared_memory_per_block_optin", 1 << 17)
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 1 << 17)
 
 
 def _next_power_of_2(n: int) -> int:
-    """The power of two from n on."""
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -620,15 +623,15 @@ def _tiles(bounds: Tensor, M: int, BLOCK_M: int) -> Tensor:
     return tiles
 
 
-def _code_flags(w: Tensor, scales: Tensor | None, zeros: Tensor | None, K: int) -> dict[str, int]:
-    """How _load_weight finds the numbers of a stack (E, N, K): rows and columns of a scale follow
-    from how many scales there are."""
+def _quant_flags(w: Tensor, scales: Tensor | None, zeros: Tensor | None, K: int) -> dict[str, int]:
+    """_load_weight's constexprs for a stack (E, N, K): how many rows and columns share a scale
+    follows from the number of scales."""
     if scales is None:
         return dict(BITS=16, SCALE_N=1, SCALE_K=1)
     rows, columns = scales.shape[1:]
     by_row = rows == w.shape[1]
-    every = K if by_row else 128 * columns  # columns that all scales of a row span
-    scale_k = 1 << 30 if columns == 1 else every // columns
+    spanned = K if by_row else 128 * columns  # columns that all scales of a row span
+    scale_k = 1 << 30 if columns == 1 else spanned // columns
     return dict(BITS=8 if zeros is None else 4, SCALE_N=1 if by_row else 128, SCALE_K=scale_k)
 
 
@@ -637,8 +640,8 @@ def _forward(
     w_gate_up: Tensor, scales_1: Tensor | None, zeros_1: Tensor | None,
     w_down: Tensor, scales_2: Tensor | None, zeros_2: Tensor | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the forward kernels: y (N, C), gate and up (M, 2F) if they are to be saved, and the
-    slots in the order of experts with its bounds. All follows from shapes: it can be captured."""
+    """Launch the forward kernels: y (N, C), gate and up (M, 2F) with `save`, and the order and
+    bounds of sort_slots. Depends only on shapes, so CUDA graphs can capture it."""
     (N, C), K, E, F2 = x.shape, ids.shape[1], *w_gate_up.shape[:2]
     M, F_ = N * K, F2 // 2
     order, bounds = sort_slots(ids, E)
@@ -648,7 +651,7 @@ def _forward(
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     w_gate_up, w_down = w_gate_up.contiguous(), w_down.contiguous()
     h, parts = x.new_empty(M, F_), x.new_empty(M, C)
-    flags = _code_flags(w_gate_up, scales_1, zeros_1, C)
+    flags = _quant_flags(w_gate_up, scales_1, zeros_1, C)
     BM, BN, BK, warps, stages = _config("gate_up", M / E, F_, C, x)
     tiles = _tiles(bounds, M, BM)
     _gate_up_kernel[(tiles.shape[1] * -(-F_ // BN),)](
@@ -656,22 +659,22 @@ def _forward(
         tiles.shape[1], F_, C, TOP_K=K, **flags, EVEN=C % BK == 0, BLOCK_M=BM, BLOCK_N=BN,
         BLOCK_K=BK, GROUP_M=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    codes = w_down, scales_2, zeros_2
-    _down(h, order, bounds, weights, codes, parts, (F_, 1), _code_flags(*codes, F_))
+    tensors = w_down, scales_2, zeros_2
+    _down(h, order, bounds, weights, tensors, parts, (F_, 1), _quant_flags(*tensors, F_))
     _add_slots(parts, ids, y)
     return y, saved, order, bounds
 
 
 def _down(
     a: Tensor, order: Tensor, bounds: Tensor, weights: Tensor | None,
-    codes: tuple[Tensor, Tensor | None, Tensor | None], y: Tensor, strides: tuple[int, int],
+    tensors: tuple[Tensor, Tensor | None, Tensor | None], y: Tensor, strides: tuple[int, int],
     flags: dict[str, int],
 ) -> None:  # fmt: skip
     (M, K), N, E = a.shape, y.shape[1], len(bounds) - 1
     BM, BN, BK, warps, stages = _config("down", M / E, N, K, a)
     tiles = _tiles(bounds, M, BM)
     _down_kernel[(tiles.shape[1] * -(-N // BN),)](
-        a, order, weights, *codes, y, tiles, bounds, tiles.shape[1], N, K, *strides, **flags,
+        a, order, weights, *tensors, y, tiles, bounds, tiles.shape[1], N, K, *strides, **flags,
         EVEN=K % BK == 0, BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK, GROUP_M=8, num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
@@ -687,7 +690,7 @@ def _backward(
     dy: Tensor, x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor,
     gate_up: Tensor, order: Tensor, bounds: Tensor, need_x: bool, need_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the backward kernels: gradients of x, weights and both stacks (empty if not asked)."""
+    """Launch the backward kernels: gradients of x, weights and stacks (empty if not needed)."""
     (N, C), K, (E, _, F_) = x.shape, ids.shape[1], w_down.shape
     M = N * K
     make = Tensor.new_empty if M else Tensor.new_zeros
@@ -769,77 +772,80 @@ def _derivative(ctx, dy, *_):
     need_x, need_weights, _, need_1, _, _, need_2, *_ = ctx.needs_input_grad
     needs = need_x, need_1 or need_2
     dx, dweights, *dw = _backward_op(dy, *ctx.saved_tensors, *needs)
-    given = dx if need_x else None, dweights if need_weights else None
+    dx, dweights = dx if need_x else None, dweights if need_weights else None
     dw = [d if need else None for d, need in zip(dw, (need_1, need_2))]
-    return *given, None, dw[0], None, None, dw[1], None, None, None
+    return dx, dweights, None, dw[0], None, None, dw[1], None, None, None
 
 
 _forward_op.register_autograd(_derivative, setup_context=_save)
 
 
 # --------------------------------------------------------------------------------------------------
-# What is called
+# Public entry points
 # --------------------------------------------------------------------------------------------------
 
 
 def _quantized_tensors(stack: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """qweight, scales and zeros of a quantized stack that the kernels read: int8, int4 with zeros,
-    FP8 (as weights: x stays as it is); None for others."""
-    q, alone = stack.qweight, getattr(stack.scheme, "is_weight_only", True)
-    four = q.dtype == torch.uint8 and 2 * q.shape[-1] == stack.shape[-1]
-    known = q.dtype == torch.float8_e4m3fn or alone and (q.dtype == torch.int8 or four)
-    return (q, stack.scales, stack.zeros) if known else None
+    """qweight, scales and zeros of a quantized stack that the kernels support: int8, int4 with
+    zeros, FP8 (weight-only: x is not quantized); None for others."""
+    q, weight_only = stack.qweight, getattr(stack.scheme, "is_weight_only", True)
+    is_int4 = q.dtype == torch.uint8 and 2 * q.shape[-1] == stack.shape[-1]
+    is_integer = weight_only and (q.dtype == torch.int8 or is_int4)
+    supported = q.dtype == torch.float8_e4m3fn or is_integer
+    return (q, stack.scales, stack.zeros) if supported else None
 
 
 def can_use_triton(x: Tensor, stacks: Sequence[Any]) -> bool:
-    """Whether the Triton kernels take these."""
-    runs = triton is not None and (x.is_cuda or INTERPRET)
-    runs = runs and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    """Whether the Triton kernels support these tensors on this device."""
+    supported = triton is not None and (x.is_cuda or INTERPRET)
+    supported = supported and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
     for stack in stacks:
         if isinstance(stack, Tensor):
-            runs = runs and stack.device == x.device
+            supported = supported and stack.device == x.device
             continue
-        codes = _quantized_tensors(stack)
-        fp8 = codes is not None and codes[0].dtype == torch.float8_e4m3fn
-        old = fp8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
-        runs = runs and codes is not None and not old
-        runs = runs and not (torch.is_grad_enabled() and x.requires_grad)
-    return runs
+        tensors = _quantized_tensors(stack)
+        fp8 = tensors is not None and tensors[0].dtype == torch.float8_e4m3fn
+        no_fp8 = fp8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
+        supported = supported and tensors is not None and not no_fp8
+        supported = supported and not (torch.is_grad_enabled() and x.requires_grad)
+    return supported
 
 
 def _triton_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any) -> Tensor:
     dtype, stacks = x.dtype, (w_gate_up, w_down)
-    narrow = INTERPRET and dtype == torch.bfloat16  # which the interpreter gets wrong
-    x = x.float() if narrow else x
-    held = []
+    upcast = INTERPRET and dtype == torch.bfloat16  # bf16 is wrong in the interpreter
+    x = x.float() if upcast else x
+    tensors = []
     for w in stacks:
         if isinstance(w, Tensor):
-            held += [w.float() if narrow else w, None, None]
+            tensors += [w.float() if upcast else w, None, None]
         else:
-            held += _quantized_tensors(w)
-    grad = any(t.requires_grad for t in (x, weights, *held) if t is not None)
-    return _forward_op(x, weights, ids, *held, grad and torch.is_grad_enabled())[0].to(dtype)
+            tensors += _quantized_tensors(w)
+    grad = any(t.requires_grad for t in (x, weights, *tensors) if t is not None)
+    return _forward_op(x, weights, ids, *tensors, grad and torch.is_grad_enabled())[0].to(dtype)
 
 
 def _grouped_mm_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """By torch's own grouped product, which takes sorted rows and where each expert's end; gather,
-    SwiGLU and sum are apart."""
+    """By torch._grouped_mm, which takes sorted rows and the offsets where each expert's end;
+    gather, SwiGLU and sum are separate operations."""
     (N, C), E, K = x.shape, len(w_down), ids.shape[1]
     ok = C * x.element_size() % 16 == w_down.shape[2] * x.element_size() % 16 == 0
     _check(
-        ok, "backend grouped_mm needs rows of x and w_down of a multiple of 16 bytes; take torch"
+        ok,
+        "backend grouped_mm requires rows of x and w_down of a multiple of 16 bytes; "
+        "use backend torch",
     )
     order, bounds = sort_slots(ids, E)
-    nobody, ends = ids < 0, bounds[1:].clone()
-    ends[-1] = len(order)  # nobody's slots run too, as zeros: rows without a product have no value
-    rows = x[order // K].masked_fill(nobody.flatten()[order, None], 0.0)
+    padding, ends = ids < 0, bounds[1:].clone()
+    ends[-1] = len(order)  # padding runs too, as zeros: rows outside of ends are uninitialized
+    rows = x[order // K].masked_fill(padding.flatten()[order, None], 0.0)
     gate, up = torch._grouped_mm(rows, w_gate_up.contiguous().mT, offs=ends).chunk(2, dim=-1)
     y = torch._grouped_mm(F.silu(gate) * up, w_down.contiguous().mT, offs=ends)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    weights = weights.masked_fill(nobody, 0.0).type_as(x)
-    return (y[place].view(N, K, C) * weights[..., None]).sum(1)
+    row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    weights = weights.masked_fill(padding, 0.0).type_as(x)
+    return (y[row].view(N, K, C) * weights[..., None]).sum(1)
 
 
 BACKENDS = ("auto", "triton", "torch", "grouped_mm")
@@ -856,15 +862,14 @@ def grouped_experts(
     linear: Callable[[Tensor, Any, int], Tensor] | None = None,
 ) -> Tensor:
     """y[n] = sum_k weights[n, k] * Wd_e (silu(Wg_e x[n]) * Wu_e x[n]), e = ids[n, k]: the experts
-    hook, all experts at once, no slot dropped, none padded (MegaBlocks, arXiv:2211.15841).
+    hook, all experts at once, no slot dropped or padded (MegaBlocks, arXiv:2211.15841).
 
     x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first, w_down (E, C, F) ->
-    (N, C) in x's dtype. An id of -1 adds nothing. Gradients to x, weights and both stacks; the same
-    bits every time. Stacks may be quantized (qweight, scales and zeros, as quantize.py's are).
-    backend: "triton" (a GPU, or Triton's interpreter), "torch" (a product per expert in use, by
-    linear(rows, stack, e)), "grouped_mm" (torch's), or "auto": triton on a GPU where it can be, and
-    else torch. ValueError names what does not fit. Under autocast everything is cast as F.linear
-    would.
+    (N, C) in x's dtype. An id of -1 adds nothing. Gradients of x, weights and both stacks;
+    deterministic. Stacks may be quantized (qweight, scales and zeros, as in quantize.py). backend:
+    "triton" (on a GPU, or in Triton's interpreter), "torch" (a matmul per active expert, by
+    linear(rows, stack, e)), "grouped_mm" (torch's), or "auto": triton on a GPU if it supports the
+    tensors, else torch. ValueError names the invalid argument. Autocast casts as for F.linear.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -873,14 +878,16 @@ def grouped_experts(
         )
         with torch.autocast(x.device.type, enabled=False):
             kwargs = dict(backend=backend, linear=linear)
-            return grouped_experts(x.to(dtype), weights, ids, w_gate_up, w_down, **kwargs).type_as(x)
+            y = grouped_experts(x.to(dtype), weights, ids, w_gate_up, w_down, **kwargs)
+            return y.type_as(x)
     _check_experts(x, weights, ids, w_gate_up, w_down)
     _check(backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
-    wanted = backend == "triton" or backend == "auto" and x.is_cuda and linear is None
-    if wanted and can_use_triton(x, (w_gate_up, w_down)):
+    try_triton = backend == "triton" or backend == "auto" and x.is_cuda and linear is None
+    if try_triton and can_use_triton(x, (w_gate_up, w_down)):
         return _triton_experts(x, weights, ids, w_gate_up, w_down)
-    _check(backend != "triton", "backend triton needs a GPU (or TRITON_INTERPRET=1), fp16, bf16 or "
-           "fp32, codes that it reads, and no gradient through these; take torch")  # fmt: skip
+    _check(backend != "triton", "backend triton requires a GPU (or TRITON_INTERPRET=1), fp16, bf16 "
+           "or fp32, and for quantized weights a supported scheme and no gradient; use backend "
+           "torch")  # fmt: skip
     if backend == "grouped_mm":
         return _grouped_mm_experts(x, weights, ids, w_gate_up, w_down)
     return sorted_experts(x, weights, ids, w_gate_up, w_down, linear or expert_linear)
@@ -894,23 +901,23 @@ def _check_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_do
     _check(ok, f"ids must be ({N}, K), not {sizes['ids']}")
     _check(sizes["weights"] == sizes["ids"], f"weights {sizes['weights']} and ids {sizes['ids']} "
            "must have one shape")  # fmt: skip
-    one, two = tuple(w_gate_up.shape), tuple(w_down.shape)
-    ok = len(one) == 3 and one[1] % 2 == 0 and one[2] == C
-    _check(ok, f"w_gate_up must be (E, 2F, {C}), not {one}")
-    wanted = (one[0], C, one[1] // 2)
-    _check(two == wanted, f"w_down must be {wanted}, not {two}")
+    gate_up, down = tuple(w_gate_up.shape), tuple(w_down.shape)
+    ok = len(gate_up) == 3 and gate_up[1] % 2 == 0 and gate_up[2] == C
+    _check(ok, f"w_gate_up must be (E, 2F, {C}), not {gate_up}")
+    expected = (gate_up[0], C, gate_up[1] // 2)
+    _check(down == expected, f"w_down must be {expected}, not {down}")
     for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         ok = not isinstance(w, Tensor) or w.dtype == x.dtype
         _check(ok, f"{name} is {w.dtype}, x {x.dtype}: cast one to the other")
     if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
         low, high = (int(v) for v in ids.aminmax())
-        _check(low >= -1 and high < one[0], f"ids go from {low} to {high}, but w_gate_up has "
-               f"{one[0]} experts")  # fmt: skip
+        _check(low >= -1 and high < gate_up[0], f"ids range from {low} to {high}, but w_gate_up "
+               f"has {gate_up[0]} experts")  # fmt: skip
 
 
 def has_static_shapes(module: nn.Module) -> bool:
-    """Whether a mixture's experts run in this file's kernels on a GPU: then no shape depends on the
-    routing, and a step can be compiled whole and captured."""
+    """Whether an MoE layer's experts run in this file's Triton kernels on a GPU: then no shape
+    depends on the routing, and a step can be compiled and captured in a CUDA graph."""
     stacks = module.w_gate_up, module.w_down
     weight = stacks[0] if isinstance(stacks[0], Tensor) else stacks[0].qweight
     x = torch.empty(0, dtype=stacks[0].dtype, device=weight.device)
@@ -921,19 +928,19 @@ def has_static_shapes(module: nn.Module) -> bool:
 
 
 def use_grouped_experts(model: nn.Module, **options: Any) -> nn.Module:
-    """Have every mixture below `model` (a module with stacks w_gate_up and w_down beside its
-    `experts`) run through grouped_experts; options are its keyword arguments. Returns the model."""
+    """Set the experts hook of every MoE layer below `model` (a module with `experts`, w_gate_up and
+    w_down) to grouped_experts with these keyword arguments. Returns the model."""
     names = ("experts", "w_gate_up", "w_down")
     layers = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
-    _check(bool(layers), "the model has no mixture of experts: nothing to group")
+    _check(bool(layers), "grouped_experts requires an MoE model; this one has no MoE layers")
     for module in layers:
         module.experts = partial(grouped_experts, **options)
     return model
 
 
 def upcycle_mlp(gate: Tensor, up: Tensor, down: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """A dense MLP, gate and up (F, C), down (C, F), as n_experts equal ones (sparse upcycling,
-    arXiv:2212.05055): while weights of a token sum to 1, the same function."""
+    """Copy a dense MLP, gate and up (F, C), down (C, F), to n_experts experts (sparse upcycling,
+    arXiv:2212.05055): the same function if a token's weights sum to 1. -> w_gate_up, w_down."""
     return torch.cat((gate, up)).repeat(n_experts, 1, 1), down.repeat(n_experts, 1, 1)
 
 
@@ -945,8 +952,8 @@ def upcycle_mlp(gate: Tensor, up: Tensor, down: Tensor, n_experts: int) -> tuple
 def experts_reference(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """grouped_experts by its definition, and the loop that it must beat: for each expert find its
-    slots, run them, add them to their tokens."""
+    """Reference implementation of grouped_experts, and its baseline: a loop over experts that
+    selects each one's slots, runs them and adds the results to their tokens."""
     out = torch.zeros_like(x)
     for e in ids[ids >= 0].unique().tolist():
         token, k = (ids == e).nonzero(as_tuple=True)
@@ -959,28 +966,28 @@ def experts_reference(
 def random_moe(
     N: int, K: int, E: int, C: int, F_: int, dtype: torch.dtype, device: str, skew: float = 0.0
 ) -> tuple[Tensor, ...]:
-    """x, weights, ids, w_gate_up, w_down; with skew some experts are chosen more often."""
+    """x, weights, ids, w_gate_up, w_down; with skew some experts are selected more often."""
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(N, E, generator=rng) + skew * torch.arange(E) / E
-    make = lambda *shape: torch.randn(shape, generator=rng)
-    x, w_gate_up = make(N, C), make(E, 2 * F_, C) * C**-0.5
-    w_down = make(E, C, F_) * F_**-0.5
+    randn = lambda *shape: torch.randn(shape, generator=rng)
+    x, w_gate_up = randn(N, C), randn(E, 2 * F_, C) * C**-0.5
+    w_down = randn(E, C, F_) * F_**-0.5
     weights, ids = route(logits, K, renormalize=True)
     return tuple(t.to(device) if t is ids or t is weights else t.to(device, dtype)
                  for t in (x, weights, ids, w_gate_up, w_down))  # fmt: skip
 
 
 def check(device: str) -> None:
-    """Outputs and gradients against the definition in float64; the choice against the bias."""
+    """Outputs and gradients against the reference in float64; the bias balances the load."""
     dtype = torch.float16 if device == "cuda" else torch.float32
     implementations = [grouped_experts] + [partial(grouped_experts, backend="triton")] * INTERPRET
     for N, K, E, C, F_, skew in ((1, 2, 4, 32, 16, 0.0), (37, 3, 5, 40, 24, 9.0)):
         inputs = random_moe(N, K, E, C, F_, dtype, device, skew)
         inputs[2][0, -1] = -1
         exact = [t.double() if t.is_floating_point() else t for t in inputs]
-        wanted = output_and_gradients(experts_reference, exact)
-        for got in (output_and_gradients(way, inputs) for way in implementations):
-            for a, b in zip(got, wanted):
+        expected = output_and_gradients(experts_reference, exact)
+        for actual in (output_and_gradients(f, inputs) for f in implementations):
+            for a, b in zip(actual, expected):
                 error = (a.double() - b).norm() / b.norm()
                 assert error < (1e-5 if dtype == torch.float32 else 5e-3), (N, error)
     rng = torch.Generator().manual_seed(0)
@@ -992,7 +999,7 @@ def check(device: str) -> None:
 
 
 def output_and_gradients(experts: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The output, and the gradients of the sum of its squares."""
+    """The output, and the gradients of the sum of its squares with respect to all inputs."""
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
     y = experts(*leaves)
     y.square().sum().backward()
@@ -1000,7 +1007,7 @@ def output_and_gradients(experts: Callable[..., Tensor], inputs: Sequence[Tensor
 
 
 def seconds(f: Callable[[], object], repeats: int) -> float:
-    """Median time of a call, after one."""
+    """Median seconds of a call, after one warm-up call."""
     times, cuda = [], torch.cuda.is_available()
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -1012,11 +1019,11 @@ def seconds(f: Callable[[], object], repeats: int) -> float:
 
 
 def benchmark(device: str) -> None:
-    """Forward, and forward with backward, beside the loop and torch's grouped product."""
+    """Times of forward, and forward with backward: the loop, torch._grouped_mm, grouped_experts."""
     gpu = device == "cuda"
     E, K, C, F_ = (128, 8, 2048, 768) if gpu else (32, 4, 1024, 512)
-    where = torch.cuda.get_device_name() if gpu else f"cpu, {torch.get_num_threads()} threads"
-    print(f"{where}, torch {torch.__version__}; E {E}, K {K}, C {C}, F {F_}, bf16; ms")
+    name = torch.cuda.get_device_name() if gpu else f"cpu, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}; E {E}, K {K}, C {C}, F {F_}, bf16; ms")
     print(
         f"{'tokens':>7}{'':>10}{'loop':>9}{'grouped_mm':>12}{'grouped':>9}{'TFLOP/s':>9}{'GB/s':>7}"
     )
@@ -1028,20 +1035,22 @@ def benchmark(device: str) -> None:
         inputs = random_moe(N, K, E, C, F_, torch.bfloat16, device)
         used = len(inputs[2].unique()) * 3 * C * F_ * 2 / 1e9
         flops, repeats = 6 * N * K * C * F_ / 1e12, 15 if gpu or N < 256 else 3
-        implementations = experts_reference, partial(grouped_experts, backend="grouped_mm"), grouped_experts
+        grouped_mm = partial(grouped_experts, backend="grouped_mm")
+        implementations = experts_reference, grouped_mm, grouped_experts
         with torch.inference_mode():
-            times = [seconds(lambda: way(*inputs), repeats) for way in implementations]
+            times = [seconds(lambda: f(*inputs), repeats) for f in implementations]
         print(f"{line(N, 'forward', times)}{flops / times[2]:>9.2f}{used / times[2]:>7.0f}")
         if N >= 4096 or N == 256:
             leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
-            times = [seconds(lambda: way(*leaves).sum().backward(), repeats) for way in implementations]
-            print(f"{line(N, 'and back', times)}{3 * flops / times[2]:>9.2f}")
+            step = lambda f: f(*leaves).sum().backward()
+            times = [seconds(lambda: step(f), repeats) for f in implementations]
+            print(f"{line(N, 'fwd + bwd', times)}{3 * flops / times[2]:>9.2f}")
 
 
 if __name__ == "__main__":
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    check(where)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
     if INTERPRET:
-        print("the kernels are right in the interpreter; times there would say nothing")
+        print("the kernels are correct in the interpreter, which is not timed")
     else:
-        benchmark(where)
+        benchmark(device)

@@ -91,6 +91,7 @@ RUN_ID = "run.id"  # file in OUT with a random id of the run
 SIGTERM_GRACE = 10.0  # seconds a step may continue after SIGTERM before its state is dumped
 EXIT_HANG = 75  # exit code of a rank that timed out: EX_TEMPFAIL, try again
 
+
 def resolve_args(args: argparse.Namespace) -> None:
     """With --resume, fill args from the checkpoint. ValueError if OUT or the flags do not fit."""
     saved = saved_run(args.out)

@@ -470,7 +470,9 @@ def build_speculator(
         raise ValueError(
             "--speculate staged cannot be combined with --n: it drafts for one row; use draft"
         )
-    rejection_sampler = RejectionSampler(decoder.sampler, args.draft_coupled, args.forced_acceptance)
+    rejection_sampler = RejectionSampler(
+        decoder.sampler, args.draft_coupled, args.forced_acceptance
+    )
 
     def sample_draft(logits: Tensor, rows: Sequence[int], i: int) -> tuple[Tensor, Tensor | None]:
         rows = None if len(rows) == decoder.batch else rows

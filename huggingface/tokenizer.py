@@ -133,7 +133,7 @@ class StopStrings:
         if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be a list of strings that are not empty, not {stop!r}")
         self.stop = tuple(stop)
-        self.held = ""
+        self.pending = ""
         self.found = False
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -141,21 +141,21 @@ class StopStrings:
         still become one; the stop string and all that follows it are never shown."""
         if self.found:
             return "", True
-        text = self.held + text
+        text = self.pending + text
         hits = [(start + len(s), start) for s in self.stop if (start := text.find(s)) >= 0]
         if hits:
-            self.held, self.found = "", True
+            self.pending, self.found = "", True
             return text[: min(hits)[1]], True
         cut = max(0, len(text) + 1 - max(map(len, self.stop), default=1))
         while cut < len(text) and not any(s.startswith(text[cut:]) for s in self.stop):
             cut += 1
-        self.held = text[cut:]
+        self.pending = text[cut:]
         return text[:cut], False
 
     def finish(self) -> str:
         """What was held back and did not become a stop string."""
-        held, self.held = self.held, ""
-        return held
+        pending, self.pending = self.pending, ""
+        return pending
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Continuation:
     stream: TextStream
     stop: StopStrings
     eos: Sequence[int]
-    show: Callable[[str], Any]
+    on_text: Callable[[str], Any]
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Continuation:
         if token in self.eos:
             return self.end("eos")
         text, found = self.stop.push(self.stream.push(token))
-        self._say(text)
+        self._emit(text)
         if found:
             self.end("stop")
 
@@ -187,12 +187,12 @@ class Continuation:
         if self.finish_reason is None:
             self.finish_reason = why
             text, found = self.stop.push(self.stream.finish())
-            self._say(text + self.stop.finish())
+            self._emit(text + self.stop.finish())
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self.text += text
         if text:
-            self.show(text)
+            self.on_text(text)
 
 
 def logprob_entry(
@@ -241,7 +241,7 @@ def one_line(e: object) -> str:
     return " ".join(str(e).split())
 
 
-NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+TOKEN_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
@@ -285,28 +285,28 @@ class TokenizerConfig:
             path = folder / "special_tokens_map.json"
             self.values |= read_json(path)
             self.sources |= dict.fromkeys(read_json(path), path)
-        named, extra = self._named(), self._extra()
-        self.named = {key: token.content for key, token in named.items()}  # bos_token: "<s>", ...
+        named, extra = self._named_tokens(), self._unnamed_tokens()
+        self.special_tokens = {key: token.content for key, token in named.items()}  # bos_token: "<s>", ...
         listed = [*named.values(), *extra]
         if older:
-            declared = _older_tokens(folder / "added_tokens.json", {t.content for t in listed})
+            declared = _read_added_tokens(folder / "added_tokens.json", {t.content for t in listed})
         else:
-            declared = self._declared()
+            declared = self._declared_tokens()
         first: dict[str, AddedToken] = {}
         for token in (*declared, *listed):  # a token's own declaration goes before a mere mention
             first.setdefault(token.content, token)
         first.pop("", None)
-        specials = set(self.named.values())
-        self.added = [
+        specials = set(self.special_tokens.values())
+        self.added_tokens = [
             replace(t, special=t.special or t.content in specials) for t in first.values()
         ]
 
     def _where(self, key: str) -> str:
         return f"{self.sources[key]}: {key}"
 
-    def _named(self) -> dict[str, AddedToken]:
+    def _named_tokens(self) -> dict[str, AddedToken]:
         """bos_token and its like, then what a model has of its own (image_token, ...)."""
-        tokens = {key: self.values[key] for key in NAMED if self.values.get(key) is not None}
+        tokens = {key: self.values[key] for key in TOKEN_FIELDS if self.values.get(key) is not None}
         for key, value in self.values.items():
             if key.endswith("_token") and isinstance(value, (str, dict)):
                 tokens.setdefault(key, value)
@@ -317,7 +317,7 @@ class TokenizerConfig:
             named |= {key: added_token(value, f"{where}: {key}") for key, value in more.items()}
         return named
 
-    def _extra(self) -> list[AddedToken]:
+    def _unnamed_tokens(self) -> list[AddedToken]:
         """The special tokens without a name, under the key's new name or the old one."""
         new, old = "extra_special_tokens", "additional_special_tokens"
         key = new if self.values.get(new) else old
@@ -328,7 +328,7 @@ class TokenizerConfig:
             raise ValueError(f"{self._where(key)} must be a list of tokens, not {tokens!r}")
         return [added_token(token, self._where(key)) for token in tokens]
 
-    def _declared(self) -> list[AddedToken]:
+    def _declared_tokens(self) -> list[AddedToken]:
         """added_tokens_decoder, in the order of its ids."""
         tokens, where = self.values["added_tokens_decoder"], f"{self.path}: added_tokens_decoder"
         if not isinstance(tokens, dict) or not all(re.fullmatch("[0-9]+", id) for id in tokens):
@@ -353,7 +353,7 @@ class TokenizerConfig:
         )
 
     @property
-    def llama_spaces(self) -> str | None:
+    def llama_prefix_space(self) -> str | None:
         """Where transformers' LlamaTokenizer puts a space before a word: "first" in the text,
         "always" (after every special token too) or "never". None: not of that class.
 
@@ -369,7 +369,7 @@ class TokenizerConfig:
         return "always" if self.flag("legacy") else "first"
 
 
-def _older_tokens(path: Path, special: set[str]) -> list[AddedToken]:
+def _read_added_tokens(path: Path, special: set[str]) -> list[AddedToken]:
     """added_tokens.json: text to id, nothing else."""
     ids = read_json(path)
     if not all(type(id) is int and id >= 0 for id in ids.values()):
@@ -390,30 +390,30 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: Path, config: TokenizerConfig):
         model = path.read_bytes()
-        self.spaces = config.llama_spaces
+        self.prefix_space = config.llama_prefix_space
         try:
             # The file is a protobuf message, and to append to one is to set fields anew. Field 3
             # says how text is normalized: in it 2 is a table of replacements, 3 the space before
             # the first word, 4 the removal of double spaces. LlamaTokenizer has none of the three.
             no_prefix, nothing = b"\x1a\x02\x18\x00", b"\x1a\x06\x12\x00\x18\x00\x20\x00"
-            self.inner = _sentencepiece(model + (nothing if self.spaces else no_prefix))
-            self.start = self.inner if self.spaces else _sentencepiece(model)
+            self.inner = _sentencepiece(model + (nothing if self.prefix_space else no_prefix))
+            self.start = self.inner if self.prefix_space else _sentencepiece(model)
         except RuntimeError as e:
             why = diagnose_file(model)
             if model.lstrip().startswith(b"{"):
                 why = "it is JSON; a tokenizer in JSON is named tokenizer.json"
             raise ValueError(f"{path}: not a sentencepiece model: {why} ({one_line(e)})") from None
         has_prefix = self.start.normalize("a").startswith(SPACE)
-        self.strip_first = has_prefix if self.spaces is None else self.spaces != "never"
-        self._add_tokens(config.added)
-        self.before, self.after = self._around(config)
+        self.strip_first = has_prefix if self.prefix_space is None else self.prefix_space != "never"
+        self._add_tokens(config.added_tokens)
+        self.bos_ids, self.eos_ids = self._bos_and_eos(config)
 
     def _add_tokens(self, added: list[AddedToken]) -> None:
         sp = self.start
         self.vocab_size = sp.vocab_size()
         control = [i for i in range(self.vocab_size) if sp.is_control(i) or sp.is_unknown(i)]
         self.special = set(control)
-        self.added = {i: sp.id_to_piece(i) for i in control}
+        self.added_tokens = {i: sp.id_to_piece(i) for i in control}
         for token in added:
             known = sp.piece_to_id(token.content)
             if token.id is not None:
@@ -422,22 +422,22 @@ class SentencePieceTokenizer(Tokenizer):
                 id = known
             else:
                 id = self.vocab_size
-            self.added[id] = token.content
+            self.added_tokens[id] = token.content
             self.vocab_size = max(self.vocab_size, id + 1)
             if token.special:
                 self.special.add(id)
         declared = {token.content: token for token in added}
-        longest_first = sorted(self.added.items(), key=lambda item: -len(item[1]))
+        longest_first = sorted(self.added_tokens.items(), key=lambda item: -len(item[1]))
         self.added_ids = [id for id, _ in longest_first]
         alternatives = (_pattern(declared.get(s) or AddedToken(s)) for _, s in longest_first)
         self.pattern = re.compile("|".join(alternatives) or "(?!)")
 
-    def _around(self, config: TokenizerConfig) -> tuple[list[int], list[int]]:
+    def _bos_and_eos(self, config: TokenizerConfig) -> tuple[list[int], list[int]]:
         """The ids before and after a text: tokenizer_config.json's rule, else the model's BOS."""
-        ids = {text: id for id, text in self.added.items()}
+        ids = {text: id for id, text in self.added_tokens.items()}
         sides = []
         for name, own in (("bos", self.start.bos_id()), ("eos", self.start.eos_id())):
-            id = ids.get(config.named.get(f"{name}_token"), own)
+            id = ids.get(config.special_tokens.get(f"{name}_token"), own)
             wanted = config.flag(f"add_{name}_token")
             if wanted and id < 0:
                 raise config.no_such_token(f"add_{name}_token", f"{name}_token")
@@ -455,34 +455,34 @@ class SentencePieceTokenizer(Tokenizer):
             ids.append(self.added_ids[match.lastindex - 1])
             end = match.end()
         ids += self._encode_part(text[end:], end == 0)
-        return [*self.before, *ids, *self.after] if bos else ids
+        return [*self.bos_ids, *ids, *self.eos_ids] if bos else ids
 
     def _encode_part(self, text: str, at_start: bool) -> list[int]:
         """Text between added tokens."""
         if not text:
             return []
-        if self.spaces is None:
+        if self.prefix_space is None:
             return (self.start if at_start else self.inner).encode(text)
-        prefix = self.spaces == "always" or (self.spaces == "first" and at_start)
+        prefix = self.prefix_space == "always" or (self.prefix_space == "first" and at_start)
         if prefix and not text.startswith((" ", SPACE)):
             text = " " + text
         return self.inner.encode(text)
 
     def id_to_token(self, id: int) -> str:
-        if id in self.added:
-            return self.added[id]
+        if id in self.added_tokens:
+            return self.added_tokens[id]
         return self.start.id_to_piece(id) if 0 <= id < self.start.vocab_size() else f"<{id}>"
 
     def token_bytes(self, id: int, before: int | None) -> bytes | None:
-        known = id in self.added or 0 <= id < self.start.vocab_size()
+        known = id in self.added_tokens or 0 <= id < self.start.vocab_size()
         if id in self.special or not known:
             return None
         name = self.id_to_token(id)
-        data = _byte(name) or name.replace(SPACE, " ").encode()
+        data = _parse_byte_token(name) or name.replace(SPACE, " ").encode()
         return data.removeprefix(b" ") if before is None and self.strip_first else data
 
 
-def _byte(name: str) -> bytes | None:
+def _parse_byte_token(name: str) -> bytes | None:
     """The byte that sentencepiece calls <0x0A>."""
     return bytes([int(name[3:5], 16)]) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name) else None
 
@@ -510,7 +510,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in ink} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
-BYTE_OF = _byte_alphabet()
+BYTE_LEVEL_ALPHABET = _byte_alphabet()
 
 
 class JSONTokenizer(Tokenizer):
@@ -535,18 +535,18 @@ class JSONTokenizer(Tokenizer):
             ) from None
         self.tk.no_truncation()
         self.tk.no_padding()
-        if config.llama_spaces and b'"ByteLevel"' not in data:
-            self._use_llama_spaces(config.llama_spaces)
-        self._add_tokens(config.added)
+        if config.llama_prefix_space and b'"ByteLevel"' not in data:
+            self._use_llama_prefix_space(config.llama_prefix_space)
+        self._add_tokens(config.added_tokens)
         adds_nothing = not self.tk.encode("").ids
-        if config.flag("add_bos_token") and "bos_token" not in config.named and adds_nothing:
+        if config.flag("add_bos_token") and "bos_token" not in config.special_tokens and adds_nothing:
             raise config.no_such_token("add_bos_token", "bos_token")
         decoder = self.tk.decoder.__getstate__() if self.tk.decoder else b""
         self.byte_level = b'"ByteLevel"' in decoder
         self.byte_fallback = b'"ByteFallback"' in decoder
         self.strip_first = b'"Strip"' in decoder
 
-    def _use_llama_spaces(self, scheme: str) -> None:
+    def _use_llama_prefix_space(self, scheme: str) -> None:
         from tokenizers import decoders, pre_tokenizers
 
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -581,10 +581,10 @@ class JSONTokenizer(Tokenizer):
             return None
         if self.byte_level:
             try:
-                return bytes(BYTE_OF[c] for c in name)
+                return bytes(BYTE_LEVEL_ALPHABET[c] for c in name)
             except KeyError:  # an added token, spelled as it reads
                 return name.encode()
-        if self.byte_fallback and (data := _byte(name)):
+        if self.byte_fallback and (data := _parse_byte_token(name)):
             return data.removeprefix(b" ") if before is None and self.strip_first else data
         if before is None:
             return self.tk.decode([id]).encode()
@@ -708,7 +708,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     files = {"default": path} if path.exists() else {}
     files |= {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if files:
-        return ChatTemplate(path, {n: _read_text(p) for n, p in files.items()}, config.named)
+        return ChatTemplate(path, {n: _read_text(p) for n, p in files.items()}, config.special_tokens)
     found = config.values.get("chat_template")
     if found is None:
         return None
@@ -722,7 +722,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
             f"{config.path}: chat_template must be a string, or a list of objects with a name and "
             "a template; copy the file again"
         )
-    return ChatTemplate(config.path, templates, config.named)
+    return ChatTemplate(config.path, templates, config.special_tokens)
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
@@ -832,7 +832,7 @@ def _strftime_now(form: str) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-class _Bytes(Tokenizer):
+class _ByteTokenizer(Tokenizer):
     """The plainest tokenizer: a token is a byte."""
 
     vocab_size = 256
@@ -847,7 +847,7 @@ class _Bytes(Tokenizer):
 def check() -> None:
     """Streams against what Python says of the whole text."""
     text = "naïve 日本語 🦙 \N{REPLACEMENT CHARACTER} e\u0301"
-    tokenizer = _Bytes()
+    tokenizer = _ByteTokenizer()
     stream = TextStream(tokenizer)
     shown = [stream.push(byte) for byte in tokenizer.encode(text)]
     assert "".join(shown) + stream.finish() == text == tokenizer.decode(tokenizer.encode(text))
@@ -859,7 +859,7 @@ def check() -> None:
 
 def benchmark(tokens: int = 200_000) -> None:
     """Microseconds a token costs between the model and the screen."""
-    tokenizer = _Bytes()
+    tokenizer = _ByteTokenizer()
     ids = tokenizer.encode("def quicksort(items): ...\n" * (tokens // 26))
     for name, stop in (("TextStream", []), ("and two StopStrings", ["</s>", "\nclass "])):
         stream, stops = TextStream(tokenizer), StopStrings(stop)

@@ -452,8 +452,8 @@ def _check_duplicates(folder: Path, stored: dict[str, StoredTensor], model: Tran
             rows = zip(duplicate.split(1024), loaded[original].split(1024))
             if not all(torch.equal(a.to(b), b) for a, b in rows):
                 raise ValueError(
-                    f"{folder}: {copy} must be a copy of {original}, but differs from it; if this "
-                    "is intended, set tie_word_embeddings to false in config.json"
+                    f"{folder}: {copy} differs from {original}, which config.json ties to it; if "
+                    "this is intended, set tie_word_embeddings to false in config.json"
                 )
 
 

@@ -1,50 +1,54 @@
-"""diloco.py: data parallelism over slow links, among workers that come and go.
+"""DiLoCo: low-communication data parallelism, with fault-tolerant, elastic workers.
 
-Data parallelism adds up gradients in every step. Workers that step alone and meet each H-th step
-need 1/H of the bytes. Local SGD (Stich, arXiv:1805.09767) then averages weights; DiLoCo (Douillard
-et al., arXiv:2311.08105) takes what a worker moved by, start - now, for a gradient ("pseudo-
-gradient"), and the mean of these for one step of an outer optimizer, SGD with Nesterov momentum,
-from where all started: with lr 1 and momentum 0 that is averaging. The inner optimizer, AdamW,
-keeps its moments and is not touched.
+Data parallelism all-reduces gradients in every step. If workers synchronize only every H steps,
+communication falls to 1/H. Local SGD (Stich, arXiv:1805.09767) averages the weights. DiLoCo
+(Douillard et al., arXiv:2311.08105) averages the workers' weight changes, start - current, as a
+"pseudo-gradient" and applies one step of an outer optimizer, SGD with Nesterov momentum, to the
+start weights. With outer lr 1 and momentum 0 this is weight averaging. The inner optimizer, AdamW,
+keeps its state on each worker.
 
-    outer = DiLoCo(model.parameters(), over(group), every=500)
-    for batch in batches:  # this worker's own
+    outer = DiLoCo(model.parameters(), process_group_exchange(group), every=500)
+    for batch in batches:  # this worker's shard of the data
         loss(batch).backward(); inner.step(); inner.zero_grad()
-        outer.step()  # each 500th meets the others
+        outer.step()  # every 500th call synchronizes
 
-`average` sends fp16, as OpenDiLoCo does (arXiv:2407.07852), and adds in fp32: each tensor is
-divided by a power of two just over its largest value on any worker, so that nothing overflows, and
-what is lost is 2^-11 of a value, or 2^-25 of the tensor's largest; slices go to their owners in an
-all-to-all, are averaged there in fp32, and come back in fp16. All workers get the same bits.
+`all_reduce_mean` sends fp16, as OpenDiLoCo does (arXiv:2407.07852), and adds in fp32. Each tensor
+is scaled by a power of two above its largest value on any worker, so nothing overflows and the
+rounding error is 2^-11 of a value, or 2^-25 of the tensor's largest. An all-to-all sends fp16
+slices to their owners, which average them in fp32, and an all-gather returns the means in fp16. All
+workers get the same bits.
 
-`over(group)` is for ranks that live and die together. `Workers` are islands: each its own program,
-in no common process group, whom one's death would end too. They share a torch Store, and meet in
-turns, each of which has its keys there:
+`process_group_exchange(group)` is for ranks of one job, which fail together. `ElasticExchange` is
+for workers that are separate jobs without a common process group, so that one can fail or restart
+alone. They coordinate through a torch Store. A round may take several attempts, each with its own
+keys in the store:
 
-1. Who arrives says so. When all who live of the last turn are there, or `timeout` seconds after it
-   came, any member proposes who takes part; compare_set lets the first proposal stand.
-2. These make a gloo group for this turn alone, and average.
-3. Who holds the whole result votes; "commit" is proposed by who sees all votes, "abort" by who had
-   an error, or waited too long. The first word stands. After a commit all who live apply the
-   same result, which all had voted to have; after an abort nobody does, and what is left of them
-   takes the next turn, from inputs that are as they were.
+1. Workers announce themselves. When all live members of the last attempt have, or after `timeout`
+   seconds, any member proposes the group; compare_set makes the first proposal final.
+2. The group creates a gloo process group for this attempt and averages.
+3. Each worker that has the full result votes. A worker that sees all votes proposes "commit"; one
+   that had an error or timed out proposes "abort". The first proposal is final. After a commit, all
+   live workers apply the same result; after an abort none does, and the remaining workers start the
+   next attempt from unchanged inputs.
 
-Each beats in the store; whose beats stop is dead, and not waited for. Who starts while a run is
-under way, or was left out as too slow, takes part in the next turn with nothing: a member sends it
-the start weights and the momentum, and the turn's mean takes all of them to the same place.
+Workers write heartbeats to the store; one without heartbeats is dead and is not waited for. A
+worker that joins a running job, or was excluded as too slow, takes part in the next attempt with
+weight 0: a member sends it the start weights and the momentum, and after the round all workers have
+the same weights.
 
-The store must outlive workers: a folder that all can write to (FileStore: no server), or HOST:PORT
-of `python parallelism/diloco.py --serve HOST:PORT`, a process that does nothing else. If it goes, all stop, and
-go on from checkpoints with another. Links are gloo's: plain TCP, between machines that trust each
-other, by the interface that GLOO_SOCKET_IFNAME names.
+The store must outlive the workers: a shared folder (FileStore, no server), or HOST:PORT of
+`python parallelism/diloco.py --serve HOST:PORT`. If it fails, all workers stop, and resume from
+checkpoints with a new store. Gloo uses unencrypted TCP, so the network must be trusted;
+GLOO_SOCKET_IFNAME selects the interface.
 
-What it costs: two more copies of the weights (start, momentum), which device="cpu" offloads; all
-wait for the slowest, up to `timeout`. When it loses: where links are fast, for steps apart teach
-less than steps together; in few rounds from new weights, as momentum has to gather (the paper
-begins from a trained model; numbers in BENCHMARKS.md); and H beyond about 500.
-Hook: none, it takes parameters. Equivalence (test_all.py): lr 1 and momentum 0 is averaging, H = 1
-of SGD is data parallelism, and the outer step is torch.optim.SGD's. Needs: torch. `python
-diloco.py` starts 4 workers, kills one, checks itself and prints a table (--check: none).
+Cost: two copies of the weights (start, momentum), which device="cpu" offloads; every round waits
+for the slowest worker, up to `timeout`. When it loses: on fast links, as local steps reduce the
+loss less than synchronous steps; in few rounds from random weights, as outer momentum builds up
+slowly (the paper starts from a trained model; numbers in BENCHMARKS.md); with H above about 500.
+Hook: none, it takes parameters. Equivalence (test_all.py): lr 1 and momentum 0 equals weight
+averaging, H = 1 with SGD equals data parallelism, and the outer step equals torch.optim.SGD's.
+Needs: torch. `python parallelism/diloco.py` starts 4 workers, kills one, runs a check and prints a
+table (--check: no table).
 """
 
 from __future__ import annotations
@@ -70,8 +74,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-POLL = 0.02  # seconds between looks into the store
-FAILURES = 5  # turns in a row; then the error is no other worker's
+POLL = 0.02  # seconds between polls of the store
+MAX_FAILURES = 5  # failed attempts in a round before the error is raised
 
 
 def _check(condition: bool, message: str) -> None:
@@ -80,70 +84,73 @@ def _check(condition: bool, message: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The mean, and the step
+# All-reduce and outer optimizer
 # --------------------------------------------------------------------------------------------------
 
 
 def all_reduce_mean(
     group: Any, x: Tensor, weight: float, sizes: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, int]:
-    """Mean over a group's ranks, weighted, of x (n,), which is tensors of these sizes end to end,
-    sent in dtype: in x's dtype, the same bits on all ranks; and the bytes that this rank sent."""
+    """Weighted mean over a group's ranks of x (n,), concatenated tensors of these sizes, sent in
+    `dtype`. Returns the mean in x's dtype, the same bits on all ranks, and the bytes this rank
+    sent."""
     ranks = group.size()
-    tops = torch.stack([x.new_tensor(weight), *(part.abs().max() for part in x.split(sizes))])
-    table = x.new_empty(ranks, len(tops))
-    group.allgather([list(table)], [tops]).wait()
-    weights, tops = table[:, 0], table[:, 1:].amax(0)
-    scales = torch.ldexp(torch.ones_like(tops), torch.frexp(tops).exponent)
-    wire = x.new_zeros(-(-len(x) // ranks) * ranks, dtype=dtype)
-    for out, part, scale in zip(wire[: len(x)].split(sizes), x.split(sizes), scales):
+    amax = torch.stack([x.new_tensor(weight), *(part.abs().max() for part in x.split(sizes))])
+    table = x.new_empty(ranks, len(amax))
+    group.allgather([list(table)], [amax]).wait()
+    weights, amax = table[:, 0], table[:, 1:].amax(0)
+    scales = torch.ldexp(torch.ones_like(amax), torch.frexp(amax).exponent)
+    buffer = x.new_zeros(-(-len(x) // ranks) * ranks, dtype=dtype)
+    for out, part, scale in zip(buffer[: len(x)].split(sizes), x.split(sizes), scales):
         out.copy_(part / scale)
-    group.alltoall_base(received := torch.empty_like(wire), wire, [], []).wait()
+    group.alltoall_base(received := torch.empty_like(buffer), buffer, [], []).wait()
     mean = weights @ received.view(ranks, -1).to(x.dtype) / weights.sum()
-    group.allgather([list(wire.view(ranks, -1))], [mean.to(dtype)]).wait()
-    whole = wire[: len(x)].to(x.dtype)
-    for part, scale in zip(whole.split(sizes), scales):
+    group.allgather([list(buffer.view(ranks, -1))], [mean.to(dtype)]).wait()
+    result = buffer[: len(x)].to(x.dtype)
+    for part, scale in zip(result.split(sizes), scales):
         part.mul_(scale)
-    sent = table[0].nbytes + 2 * wire.nbytes // ranks
-    return whole, (ranks - 1) * sent
+    bytes_per_rank = table[0].nbytes + 2 * buffer.nbytes // ranks
+    return result, (ranks - 1) * bytes_per_rank
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a meeting came to."""
+    """Result of a synchronization round."""
 
     number: int
     mean: Tensor  # (n,), of the pseudo-gradients
-    workers: list[int]  # whose mean it is
-    sent: int  # bytes, by this worker
-    state: Tensor | None = None  # (2, n) start and momentum before it, for one who had not these
+    workers: list[int]  # ids of the workers averaged
+    bytes_sent: int  # by this worker
+    state: Tensor | None = None  # (2, n) start and momentum before the round, for a joining worker
 
 
-Exchange = Callable[["DiLoCo", Tensor, float], Round]  # (its state, pseudo-gradient, weight)
+Exchange = Callable[["DiLoCo", Tensor, float], Round]  # (outer, pseudo-gradient, weight)
 
 
 def process_group_exchange(group: Any = None) -> Exchange:
-    """Meetings of the ranks of a process group; None: of all."""
+    """An Exchange among the ranks of a process group (None: the default group)."""
 
     def exchange(outer: DiLoCo, delta: Tensor, weight: float) -> Round:
         ranks = group or dist.group.WORLD
-        mean, sent = all_reduce_mean(ranks, delta, weight, outer.sizes, outer.dtype)
-        return Round(outer.round, mean, list(range(ranks.size())), sent)
+        mean, nbytes = all_reduce_mean(ranks, delta, weight, outer.sizes, outer.dtype)
+        return Round(outer.round, mean, list(range(ranks.size())), nbytes)
 
     return exchange
 
 
 def _local(p: Tensor) -> Tensor:
-    """A parameter's memory; of a DTensor this rank's shard."""
+    """A parameter's local tensor: this rank's shard of a DTensor."""
     return (p.to_local() if hasattr(p, "to_local") else p).detach()
 
 
 class DiLoCo:
-    """The outer optimizer of parameters that some inner one steps. lr=1, momentum=0: Local SGD.
+    """The outer optimizer of parameters that an inner optimizer updates. lr=1, momentum=0: Local
+    SGD.
 
-    All workers begin with the same weights, of the same shapes, and the same settings. dtype: of
-    what is sent. device: of start weights and momentum, in fp32 or the parameters' own if wider
-    (None: the parameters' device). A pseudo-gradient counts by the steps it is made of.
+    All workers must start with the same weights, shapes and settings. every: inner steps between
+    rounds. dtype: of the communication. device: of start weights and momentum, which are fp32 or
+    the parameters' dtype if wider (None: the parameters' device). Pseudo-gradients are weighted by
+    their number of inner steps.
     """
 
     def __init__(
@@ -170,33 +177,33 @@ class DiLoCo:
         wide = torch.promote_types(first.dtype, torch.float32)
         self.state = first.new_zeros(2, sum(self.sizes), dtype=wide, device=device or first.device)
         self.start, self.velocity = self.state
-        self.start.copy_(self._now())
-        self.round = self.steps = 0  # rounds done, and inner steps since the last
+        self.start.copy_(self._flat_params())
+        self.round = self.steps = 0  # rounds done, inner steps since the last
 
-    def _now(self) -> Tensor:
+    def _flat_params(self) -> Tensor:
         return torch.cat([_local(p).flatten().to(self.state) for p in self.params])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same for all."""
+        """The settings that must be equal on all workers."""
         names = "every", "lr", "momentum", "nesterov", "dtype"
         shapes = hashlib.sha256(str(self.sizes).encode()).hexdigest()[:8]
         return {name: str(getattr(self, name)) for name in names} | {"parameters": shapes}
 
     @torch.no_grad()
     def step(self) -> Round | None:
-        """After every step of the inner optimizer; meets the others in each `every`-th. ValueError
-        for weights that are not finite, which would be everybody's."""
+        """Call after every inner step; every `every`-th call synchronizes. ValueError if this
+        worker's weights are not finite, before they reach the others."""
         self.steps += 1
         if self.steps < self.every:
             return None
-        delta = self.start - self._now()
+        delta = self.start - self._flat_params()
         _check(bool(delta.isfinite().all()), f"weights are not finite in round {self.round}")
         return self._synchronize(delta)
 
     @torch.no_grad()
     def join(self) -> Round:
-        """Meet the others with nothing, for what they have."""
+        """Take part in a round with weight 0, to receive the state of the running job."""
         self.steps = 0
         return self._synchronize(torch.zeros_like(self.start))
 
@@ -205,216 +212,225 @@ class DiLoCo:
         if done.state is not None:
             self.state.copy_(done.state)
         self.velocity.mul_(self.momentum).add_(done.mean)
-        change = done.mean + self.momentum * self.velocity if self.nesterov else self.velocity
-        self.start.sub_(self.lr * change)
+        update = done.mean + self.momentum * self.velocity if self.nesterov else self.velocity
+        self.start.sub_(self.lr * update)
         for p, new in zip(self.params, self.start.split(self.sizes)):
             _local(p).copy_(new.view(_local(p).shape))
         self.round, self.steps = done.number + 1, 0
         return done
 
     def state_dict(self) -> dict[str, Any]:
-        """With the parameters and the inner optimizer's state, all that a checkpoint needs."""
+        """Outer state; a checkpoint also needs the parameters and the inner optimizer's state."""
         return {"state": self.state, "round": self.round, "steps": self.steps}
 
-    def load_state_dict(self, held: dict[str, Any]) -> None:
-        self.state.copy_(held["state"])
-        self.round, self.steps = int(held["round"]), int(held["steps"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state.copy_(state_dict["state"])
+        self.round, self.steps = int(state_dict["round"]), int(state_dict["steps"])
 
 
 # --------------------------------------------------------------------------------------------------
-# Workers that come and go
+# Elastic workers
 # --------------------------------------------------------------------------------------------------
 
 
-def open_store(at: str, timeout: float = 60.0) -> dist.Store:
-    """Of HOST:PORT, which `python parallelism/diloco.py --serve` listens at, or of a folder."""
-    host, _, port = at.rpartition(":")
+def open_store(address: str, timeout: float = 60.0) -> dist.Store:
+    """The store at HOST:PORT, served by `python parallelism/diloco.py --serve`, or in a folder."""
+    host, _, port = address.rpartition(":")
     if host and port.isdigit():
-        wait = timedelta(seconds=timeout)
+        limit = timedelta(seconds=timeout)
         try:
-            return dist.TCPStore(host, int(port), timeout=wait, wait_for_workers=False)
+            return dist.TCPStore(host, int(port), timeout=limit, wait_for_workers=False)
         except RuntimeError:
-            raise ValueError(f"no store at {at}: start python parallelism/diloco.py --serve {at}") from None
-    Path(at).mkdir(parents=True, exist_ok=True)
-    return dist.FileStore(str(Path(at) / "store"))
+            command = f"python parallelism/diloco.py --serve {address}"
+            raise ValueError(f"no store at {address}: start {command}") from None
+    Path(address).mkdir(parents=True, exist_ok=True)
+    return dist.FileStore(str(Path(address) / "store"))
 
 
 class ElasticExchange:
-    """Meetings of the workers 0..n - 1 that are there (`DiLoCo`'s exchange). at: where the store
-    is, with nothing in it of another run. timeout: seconds that a worker may be silent, or come
-    later than another, or an operation of a turn may last. about: what must be the same for all,
-    beside DiLoCo's settings. Call `begin` before the first step, and `close` at the end. A worker
-    that is started again takes the place of the one of its number.
+    """An Exchange among the live workers of 0..num_workers - 1. address: of the store, which must
+    not contain another run. timeout: maximum seconds without a heartbeat, to wait for other
+    workers, and for a communication operation. run_config: settings that must be equal on all
+    workers, in addition to DiLoCo's. Call `begin` before the first step and `close` at the end. A
+    restarted worker replaces the one with its index.
     """
 
     def __init__(
-        self, at: str, worker: int, n: int, *, timeout: float = 60.0,
+        self, address: str, worker: int, num_workers: int, *, timeout: float = 60.0,
         run_config: dict[str, Any] | None = None,
     ):  # fmt: skip
-        _check(0 <= worker < n, f"worker must be from 0 to {n - 1}, not {worker}")
+        ok = 0 <= worker < num_workers
+        _check(ok, f"worker must be from 0 to {num_workers - 1}, not {worker}")
         _check(timeout > 0, f"timeout must be more than 0, not {timeout}")
-        self.at, self.worker, self.n, self.timeout = at, worker, n, timeout
-        self.store, self.token, self.run_config = open_store(at, timeout), uuid.uuid4().hex, run_config or {}
-        self.joining = True  # without the run's state
-        self._last_heartbeat: dict[int, tuple[bytes, float]] = {}  # of each: last beat, when it was new
-        self._last_announcement: dict[int, tuple[int, str]] = {}  # of each: the last turn that it came to
-        self._expected = set(range(n))  # those of the last turn: others come when they come
+        self.address, self.worker, self.num_workers = address, worker, num_workers
+        self.timeout, self.run_config = timeout, run_config or {}
+        self.store, self.token = open_store(address, timeout), uuid.uuid4().hex
+        self.joining = True  # does not have the run's state
+        # by worker: (last heartbeat, local time when it was first seen)
+        self._last_heartbeat: dict[int, tuple[bytes, float]] = {}
+        self._announced_attempt: dict[int, tuple[int, str]] = {}  # by worker: (attempt, token)
+        self._expected = set(range(num_workers))  # members of the last attempt, to wait for
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat_loop, daemon=True)
 
-    # ---- who lives ----
+    # ---- heartbeats ----
 
     def begin(self, round: int) -> bool:
-        """Whether the run is in another round than this one: then `join` first. Else waits until
-        all n have begun, or `timeout` is over."""
+        """Start heartbeats. Returns True if the run is in another round than `round`; the worker
+        must then call DiLoCo.join. Otherwise waits, at most `timeout`, until all workers have
+        begun."""
         self.store.set(f"owner/{self.worker}", self.token)
-        number = int(self.store.compare_set("turn", "", f"0 {round}").split()[1])
+        number = int(self.store.compare_set("attempt", "", f"0 {round}").split()[1])
         self.joining = number != round
         self._heartbeat(self.store)
         self._thread.start()
         end = time.monotonic() + self.timeout
-        while not self.joining and not all(map(self._is_alive, range(self.n))):
+        while not self.joining and not all(map(self._is_alive, range(self.num_workers))):
             if time.monotonic() > end:
                 break
             time.sleep(POLL)
         return self.joining
 
     def _heartbeat_loop(self) -> None:
-        store = open_store(self.at, self.timeout)  # one is not for two threads
+        store = open_store(self.address, self.timeout)  # a store is not thread-safe
         while not self._closed.wait(min(1.0, self.timeout / 8)):
             try:
                 self._heartbeat(store)
-            except RuntimeError:  # the store is gone: whoever meets will say so
+            except RuntimeError:  # the store is gone: the next round raises
                 return
 
     def _heartbeat(self, store: dist.Store) -> None:
-        """Say that this worker lives, and note who else has said so since. No clock is compared."""
-        role = "late" if self.joining else "member"
-        store.set(f"beat/{self.worker}", f"{role} {self.token} {time.monotonic()}")
-        for i in range(self.n):
-            beat = store.get(f"beat/{i}") if store.check([f"beat/{i}"]) else b""
+        """Write this worker's heartbeat and read the others'. Workers' clocks are not compared."""
+        role = "joining" if self.joining else "member"
+        store.set(f"heartbeat/{self.worker}", f"{role} {self.token} {time.monotonic()}")
+        for i in range(self.num_workers):
+            beat = store.get(f"heartbeat/{i}") if store.check([f"heartbeat/{i}"]) else b""
             if beat and beat != self._last_heartbeat.get(i, (b"", 0.0))[0]:
                 self._last_heartbeat[i] = beat, time.monotonic()
 
     def _is_alive(self, worker: int, role: bytes = b"") -> bool:
         beat, when = self._last_heartbeat.get(worker, (b"left", 0.0))
-        there = not beat.startswith(b"left") and beat.startswith(role)
-        return there and time.monotonic() - when < self.timeout
+        active = not beat.startswith(b"left") and beat.startswith(role)
+        return active and time.monotonic() - when < self.timeout
 
     def close(self) -> None:
-        """Leave: others do not wait for this worker."""
+        """Leave the run, so that other workers do not wait for this one."""
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self.store.set(f"beat/{self.worker}", "left")
+        self.store.set(f"heartbeat/{self.worker}", "left")
 
-    # ---- a meeting ----
+    # ---- a round ----
 
     def __call__(self, outer: DiLoCo, delta: Tensor, weight: float) -> Round:
-        _check(bool(self._last_heartbeat), "begin(round) comes before the first meeting")
+        _check(bool(self._last_heartbeat), "call begin(round) before the first step")
         own = outer.settings | self.run_config
         run = json.loads(self.store.compare_set("run", "", json.dumps(own)))
-        other = ", ".join(f"{k} {own.get(k)}, not {run.get(k)}" for k in run | own
-                          if own.get(k) != run.get(k))  # fmt: skip
-        _check(not other, f"this worker differs from the run of this store: {other}")
+        differences = ", ".join(f"{k} {own.get(k)}, not {run.get(k)}" for k in run | own
+                                if own.get(k) != run.get(k))  # fmt: skip
+        _check(not differences, f"settings differ from the run of this store: {differences}")
         failed = 0
         while True:
             owner = self.store.get(f"owner/{self.worker}").decode()
-            _check(owner == self.token, f"worker {self.worker} was started again: this one leaves")
-            turn, number = self._current_attempt()
+            _check(owner == self.token, f"worker {self.worker} was started again; this one stops")
+            attempt, number = self._current_attempt()
             self.joining = weight == 0 or number != outer.round
-            members = self._form_group(turn)
+            members = self._form_group(attempt)
             if [self.worker, self.token, self.joining] not in members:
-                self._wait_for_next_attempt(turn, number, members)
+                self._wait_for_next_attempt(attempt, number, members)
                 continue
             self._expected = {i for i, _, _ in members}
             try:
-                done = self._reduce(turn, number, members, outer, delta, weight)
-            except RuntimeError:  # a peer has died, or is too slow
+                done = self._reduce(attempt, number, members, outer, delta, weight)
+            except RuntimeError:  # a peer died or timed out
                 failed, done = failed + 1, None
-                if failed == FAILURES:
+                if failed == MAX_FAILURES:
                     raise
-            if self._vote(turn, number, members, done is not None):
+            if self._vote(attempt, number, members, done is not None):
                 self.joining = False
                 return done
 
-    def _form_group(self, turn: int) -> list[list[Any]]:
-        """The members of this turn, (worker, token, late) each."""
+    def _form_group(self, attempt: int) -> list[list[Any]]:
+        """The members of this attempt, (worker, token, joining) each."""
         me, end = [self.worker, self.token, self.joining], time.monotonic() + self.timeout
-        self.store.set(f"{turn}/here/{self.worker}", json.dumps(me))
-        while not self.store.check([f"{turn}/members"]):
-            here = self._announced(turn)
-            others = self._expected - {i for i, _, _ in here}
-            patient = time.monotonic() < end
-            if not self.joining and me in here and not (patient and any(map(self._is_alive, others))):
-                self.store.compare_set(f"{turn}/members", "", json.dumps(here))
-            lost = self.joining and not any(self._is_alive(i, b"member") for i in range(self.n))
-            _check(patient or not lost, "no worker that lives has the run's weights: resume all "
-                   "with another, empty, store")  # fmt: skip
+        self.store.set(f"{attempt}/announced/{self.worker}", json.dumps(me))
+        while not self.store.check([f"{attempt}/members"]):
+            announced = self._announced(attempt)
+            others = self._expected - {i for i, _, _ in announced}
+            in_time = time.monotonic() < end
+            wait = in_time and any(map(self._is_alive, others))
+            if not self.joining and me in announced and not wait:
+                self.store.compare_set(f"{attempt}/members", "", json.dumps(announced))
+            workers = range(self.num_workers)
+            lost = self.joining and not any(self._is_alive(i, b"member") for i in workers)
+            _check(in_time or not lost, "no live worker has the run's weights: resume all workers "
+                   "with a new, empty store")  # fmt: skip
             time.sleep(POLL)
-        return json.loads(self.store.get(f"{turn}/members"))
+        return json.loads(self.store.get(f"{attempt}/members"))
 
-    def _announced(self, turn: int) -> list[list[Any]]:
-        keys = [f"{turn}/here/{i}" for i in range(self.n)]
-        here = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
-        for i, token, late in here:
-            if self._last_announcement.get(i) != (turn, token):  # a sign of life, once, as a beat is
-                self._last_announcement[i] = turn, token
-                role = "late" if late else "member"
+    def _announced(self, attempt: int) -> list[list[Any]]:
+        """The workers that have announced themselves, (worker, token, joining) each."""
+        keys = [f"{attempt}/announced/{i}" for i in range(self.num_workers)]
+        announced = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        for i, token, joining in announced:
+            if self._announced_attempt.get(i) != (attempt, token):  # counts as a heartbeat, once
+                self._announced_attempt[i] = attempt, token
+                role = "joining" if joining else "member"
                 self._last_heartbeat[i] = f"{role} {token}".encode(), time.monotonic()
-        return here
+        return announced
 
     def _current_attempt(self) -> tuple[int, int]:
-        """The turn that is next or under way, and which round it is to make."""
-        turn, number = self.store.get("turn").split()
-        return int(turn), int(number)
+        """(attempt, round): the current or next attempt and the round it is for."""
+        attempt, number = self.store.get("attempt").split()
+        return int(attempt), int(number)
 
     def _reduce(
-        self, turn: int, number: int, members: list[list[Any]], outer: DiLoCo, delta: Tensor,
+        self, attempt: int, number: int, members: list[list[Any]], outer: DiLoCo, delta: Tensor,
         weight: float,
     ) -> Round:  # fmt: skip
-        """The mean, by a group of this turn's own; to those who are late also the state."""
-        ids, late = [i for i, _, _ in members], [late for _, _, late in members]
-        rank, source, sent, state = ids.index(self.worker), late.index(False), 0, None
-        wait, store = timedelta(seconds=self.timeout), dist.PrefixStore(f"{turn}/gloo", self.store)
-        group = dist.ProcessGroupGloo(store, rank, len(members), wait)
+        """Average in a process group of this attempt; joining workers also receive the state."""
+        ids, joining = [i for i, _, _ in members], [joining for _, _, joining in members]
+        rank, source, nbytes, state = ids.index(self.worker), joining.index(False), 0, None
+        timeout = timedelta(seconds=self.timeout)
+        store = dist.PrefixStore(f"{attempt}/gloo", self.store)
+        group = dist.ProcessGroupGloo(store, rank, len(members), timeout)
         if self.joining:
             state = torch.empty(outer.state.shape, dtype=outer.state.dtype)
             group.recv([state], source, 0).wait()
-        for joiner in [r for r in range(len(ids)) if late[r]] if rank == source else ():
+        for joiner in [r for r in range(len(ids)) if joining[r]] if rank == source else ():
             group.send([outer.state.cpu()], joiner, 0).wait()
-            sent += outer.state.nbytes
+            nbytes += outer.state.nbytes
         delta, weight = (torch.zeros_like(delta), 0.0) if self.joining else (delta, weight)
         mean, more = all_reduce_mean(group, delta.cpu(), weight, outer.sizes, outer.dtype)
-        workers = [i for i, _, late in members if not late]
-        return Round(number, mean.to(outer.state.device), workers, sent + more, state)
+        workers = [i for i, _, joining in members if not joining]
+        return Round(number, mean.to(outer.state.device), workers, nbytes + more, state)
 
-    def _vote(self, turn: int, number: int, members: list[list[Any]], ok: bool) -> bool:
-        """Whether the turn's result counts: all that had a hand in it say the same."""
-        verdict, word, end = f"{turn}/verdict", "", time.monotonic() + self.timeout
+    def _vote(self, attempt: int, number: int, members: list[list[Any]], ok: bool) -> bool:
+        """Vote on the attempt's result. True, for all members, if it is committed."""
+        decision, proposal, end = f"{attempt}/decision", "", time.monotonic() + self.timeout
         if ok:
-            self.store.set(f"{turn}/ok/{self.worker}", "1")
-        while not word and not self.store.check([verdict]):
-            missing = [i for i, _, _ in members if not self.store.check([f"{turn}/ok/{i}"])]
+            self.store.set(f"{attempt}/vote/{self.worker}", "1")
+        while not proposal and not self.store.check([decision]):
+            missing = [i for i, _, _ in members if not self.store.check([f"{attempt}/vote/{i}"])]
             if not missing:
-                word = "commit"
+                proposal = "commit"
             elif not ok or time.monotonic() > end or not all(map(self._is_alive, missing)):
-                word = "abort"
+                proposal = "abort"
             else:
                 time.sleep(POLL)
-        return self._decide(turn, number, word or "abort")
+        return self._decide(attempt, number, proposal or "abort")
 
-    def _decide(self, turn: int, number: int, word: str) -> bool:
-        """End a turn with the first word said of it; whether that was "commit"."""
-        first = self.store.compare_set(f"{turn}/verdict", "", word)
-        after = f"{turn + 1} {number + (first == b'commit')}"
-        self.store.compare_set("turn", f"{turn} {number}", after)
+    def _decide(self, attempt: int, number: int, proposal: str) -> bool:
+        """End an attempt with the first proposal made; True if that was "commit"."""
+        first = self.store.compare_set(f"{attempt}/decision", "", proposal)
+        after = f"{attempt + 1} {number + (first == b'commit')}"
+        self.store.compare_set("attempt", f"{attempt} {number}", after)
         return first == b"commit"
 
-    def _wait_for_next_attempt(self, turn: int, number: int, members: list[list[Any]]) -> None:
-        while self._current_attempt()[0] == turn:
+    def _wait_for_next_attempt(self, attempt: int, number: int, members: list[list[Any]]) -> None:
+        while self._current_attempt()[0] == attempt:
             if not any(self._is_alive(i) for i, _, _ in members if i != self.worker):
-                self._decide(turn, number, "abort")
+                self._decide(attempt, number, "abort")
             time.sleep(POLL)
 
 
@@ -423,28 +439,31 @@ class ElasticExchange:
 # --------------------------------------------------------------------------------------------------
 
 
-def serve_store(at: str) -> None:
-    """Keep a store at HOST:PORT until killed."""
-    host, _, port = at.rpartition(":")
-    _check(bool(host) and port.isdigit(), f"--serve {at}: must be HOST:PORT")
+def serve_store(address: str) -> None:
+    """Serve a store at HOST:PORT until killed."""
+    host, _, port = address.rpartition(":")
+    _check(bool(host) and port.isdigit(), f"--serve {address}: must be HOST:PORT")
     store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-    print(f"a store at {host}:{store.port}", flush=True)
+    print(f"serving a store at {host}:{store.port}", flush=True)
     threading.Event().wait()
 
 
-def _example(worker: int, at: str, rounds: int, dies: int | None, told: Any) -> None:
-    """A regression on this worker's own 256 samples, 5 steps of AdamW a round, 4 workers."""
+def _example(worker: int, address: str, rounds: int, dies: int | None, results: Any) -> None:
+    """A worker of 4: linear regression on its own 256 samples, 5 AdamW steps per round. dies: the
+    round in which it kills itself."""
     torch.set_num_threads(1)
     rng = torch.Generator().manual_seed(worker)
     x, w = torch.randn(256, 16, generator=rng), torch.zeros(16, requires_grad=True)
-    inner, workers = torch.optim.AdamW([w], lr=0.03), ElasticExchange(at, worker, 4, timeout=5.0)
-    outer = DiLoCo([w], workers, every=5, momentum=0.5)
-    met, loss = outer.join() if workers.begin(outer.round) else None, torch.tensor(math.nan)
+    exchange = ElasticExchange(address, worker, 4, timeout=5.0)
+    inner, outer = torch.optim.AdamW([w], lr=0.03), DiLoCo([w], exchange, every=5, momentum=0.5)
+    done, loss = outer.join() if exchange.begin(outer.round) else None, torch.tensor(math.nan)
     while True:
-        while outer.round == 6 and worker < 3 and len(workers._announced(workers._current_attempt()[0])) == 0:
-            time.sleep(POLL)  # worker 3 is being started again
-        if met is not None:
-            told.put((met.number, met.workers, w.tolist(), loss.item(), met.bytes_sent))
+        while outer.round == 6 and worker < 3:  # wait until worker 3 is started again
+            if exchange._announced(exchange._current_attempt()[0]):
+                break
+            time.sleep(POLL)
+        if done is not None:
+            results.put((done.number, done.workers, w.tolist(), loss.item(), done.bytes_sent))
             if outer.round == rounds:
                 break
         loss = (x @ w - x.sum(1)).square().mean()
@@ -452,30 +471,32 @@ def _example(worker: int, at: str, rounds: int, dies: int | None, told: Any) -> 
         inner.step(), inner.zero_grad()
         if (outer.round, outer.steps) == (dies, 2):
             os.kill(os.getpid(), signal.SIGKILL)
-        met = outer.step()
-    workers.close()
+        done = outer.step()
+    exchange.close()
 
 
 def check() -> list[str]:
-    """4 workers; one is killed in the midst of a round and started again: all go on, whoever meets
-    has the same weights, and the loss falls. A line for each round."""
-    with tempfile.TemporaryDirectory() as at:
+    """4 workers, one of which is killed during a round and restarted: the others must continue, all
+    workers of a round must have equal weights, and the loss must fall. Returns a line per round."""
+    with tempfile.TemporaryDirectory() as folder:
         fork, rounds = multiprocessing.get_context("fork"), 12
-        told, got = fork.SimpleQueue(), []
-        begin = lambda i, dies: fork.Process(target=_example, args=(i, at, rounds, dies, told))
+        results, got = fork.SimpleQueue(), []
+        begin = lambda i, dies: fork.Process(
+            target=_example, args=(i, folder, rounds, dies, results)
+        )
         started = [begin(i, 3 if i == 3 else None) for i in range(4)]
         for p in started:
             p.start()
         started[3].join()
         started[3] = begin(3, None)
         started[3].start()
-        while any(p.is_alive() for p in started) or not told.empty():
-            got += [told.get()] if not told.empty() else []
+        while any(p.is_alive() for p in started) or not results.empty():
+            got += [results.get()] if not results.empty() else []
             time.sleep(POLL / 10)
         assert [p.exitcode for p in started] == [0] * 4, [p.exitcode for p in started]
     lines = []
     for number in range(rounds):
-        _, ids, weights, losses, sent = zip(*(told for told in got if told[0] == number))
+        _, ids, weights, losses, bytes_sent = zip(*(row for row in got if row[0] == number))
         assert all(w == weights[0] for w in weights) and all(i == ids[0] for i in ids)
         worst = max(loss for loss in losses if not math.isnan(loss))
         lines.append(f"{number:>6}{str(ids[0]):>14}{worst:>12.2e}{max(bytes_sent):>8}")

@@ -463,7 +463,7 @@ class ParallelDims:
         if self.args is not None and self.args.optimizer_in_backward:
             return
         if self.buckets is not None:
-            self.buckets.finish()
+            self.buckets.finish_grad_sync()
         elif self.mesh is not None:
             sum_gradients(model, self.mesh, self.tp)
         if self.stages is not None:

@@ -591,7 +591,9 @@ def layer_seconds(shape: Shape, device: Device, seq: int, plan: Plan) -> dict[st
         "elementwise": (elementwise, elementwise_back, recomputes * elementwise),
         # gather and scatter; in backward also inputs again (arXiv:2205.05198, 4.2.2)
         "tensor parallel": (
-            gather + 2 * tp_transfer, 4 * tp_transfer + gather, full * 2 * tp_transfer
+            gather + 2 * tp_transfer,
+            4 * tp_transfer + gather,
+            full * 2 * tp_transfer,
         ),
         "context parallel": (cp_exposed, cp_exposed_back, full * cp_exposed),
         # dispatch and combine

@@ -1,10 +1,10 @@
-"""zero.py: the optimizer of a model shared out over data-parallel ranks.
+"""ZeRO stages 1 and 2: optimizer states, and gradients, sharded over data-parallel ranks.
 
-Adam in mixed precision keeps 16 bytes for a parameter: 2 of weight, 2 of gradient and K = 12 of its
-own (fp32 weight and two moments), and data parallelism keeps them on every rank. ZeRO (Rajbhandari
-et al., arXiv:1910.02054, section 5) gives each of P ranks a P-th: of K in stage 1, of the gradients
-too in stage 2 (`state_bytes` is its formula; stage 3 is FSDP's). An all-reduce is a reduce-scatter
-and an all-gather, and the optimizer steps between the two: the same bytes travel.
+Mixed-precision Adam needs 16 bytes per parameter: 2 for the weight, 2 for the gradient and K = 12
+for optimizer states (fp32 weight and two moments), and plain data parallelism stores them on every
+rank. ZeRO (Rajbhandari et al., arXiv:1910.02054, section 5) stores 1/P per rank: of K in stage 1,
+of the gradients too in stage 2 (`state_bytes` is its formula; stage 3 is FSDP). The all-reduce of
+gradients becomes a reduce-scatter before the step and an all-gather after it: the same traffic.
 
     optimizer = DistributedOptimizer(model.parameters(), partial(torch.optim.AdamW, lr=1e-3))
     for micro in batches[:-1]:
@@ -16,24 +16,26 @@ and an all-gather, and the optimizer steps between the two: the same bytes trave
     optimizer.step()
     optimizer.zero_grad()
 
-As in Megatron-LM, parameters lie side by side in buckets, last used first, cut in P equal slices
-anywhere, in the middle of a matrix too, and are views of them. A hook takes each gradient as it is
-made; when a bucket has all its own, its reduce-scatter begins, and the backward pass goes on beside
-it. Ranks begin buckets in one fixed order and, by the end, all of them, so that a parameter that
-has no gradient on some rank (it counts as zero there) holds nobody up. Gradients are SUMMED. In
-stage 1 they stay whole over micro-batches and are reduced in the last one; in stage 2 in each, and
-then only a slice is kept. Weights below fp32 have fp32 masters, and are reduced in fp32.
+As in Megatron-LM, parameters are views of flat buckets, in reverse order of use; a bucket is split
+into P equal shards, also in the middle of a matrix. A hook adds each gradient to its bucket. When a
+bucket is complete, its reduce-scatter starts and overlaps with the rest of the backward pass. All
+ranks reduce all buckets in one fixed order, so that a parameter without a gradient on some rank
+(zero there) does not cause a deadlock. Gradients are SUMMED, not averaged. Stage 1 accumulates full
+gradients over micro-batches and reduces them in the last one; stage 2 reduces them in every
+micro-batch and keeps only its shard. Weights below fp32 have fp32 master weights, and are reduced
+in fp32.
 
-What it costs: .grad is None after the backward pass, so that clipping goes by `squared_norm`; stage
-2 sends gradients once per micro-batch. When it loses: few parameters or ranks; on gloo, whose
-reduce-scatter is an all-reduce inside and does not tell when it is done (what was sent is freed at
-the end of the backward pass, and not within it). Never for optimizers that are not elementwise
-(LAMB, Muon, Adafactor), which see slices. Which hook: none, it takes parameters. Beside other
-collectives in the backward pass give it a group of its own: ranks may send at other moments.
+Cost: .grad is None after the backward pass, so clipping uses `squared_norm`; stage 2 communicates
+gradients once per micro-batch. When it loses: few parameters or ranks; on gloo, where a
+reduce-scatter is an all-reduce and its completion cannot be polled (full gradients are freed only
+at the end of the backward pass). Not for optimizers that are not elementwise (LAMB, Muon,
+Adafactor), since they would see shards of flattened parameters. Hook: none, it takes parameters. If
+the backward pass has other collectives, give it a process group of its own: the order relative to
+them may differ between ranks.
 
-Equivalence (test_all.py): weights after 10 steps are one process's and DDP's. Needs: torch.
-`torchrun --nproc-per-node 4 parallelism/zero.py` checks itself and prints a table (--check: none); `python
-zero.py` starts these itself.
+Equivalence (test_all.py): weights after 10 steps equal those of one process and of DDP. Needs:
+torch. `python parallelism/zero.py` starts 4 processes, checks itself and prints a table (--check:
+no table).
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-# the older names are all that torch 2.11 has, and deprecated in 2.13
+# torch 2.11 has only the older names, which 2.13 deprecates
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-ALIGN = 64  # bytes: where a parameter may begin; vector loads and TMA ask for 16
+ALIGN = 64  # bytes: alignment of a parameter in its bucket; vector loads and TMA require 16
 
 
 def _check(condition: bool, message: str) -> None:
@@ -68,91 +70,94 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _up(n: int, unit: int) -> int:
+def _round_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
 def state_bytes(
     n_params: int, ranks: int, stage: int, *, weight: int = 2, gradient: int = 2, state: int = 12
 ) -> float:
-    """Bytes of a rank, without activations: (weight + gradient + state) * n_params, of which stage
-    1 shares out the state, 2 the gradient too, 3 all (arXiv:1910.02054, 3.1 and 5: K = state).
+    """Bytes per rank, without activations: (weight + gradient + state) * n_params. Stage 1 shards
+    the optimizer state, 2 also the gradient, 3 all (arXiv:1910.02054, 3.1 and 5: K = state).
 
-    bf16 weights and AdamW are here weight=2, gradient=4, state=12, and fp32 ones 4, 4, 8: their
-    masters are the weights. Padding comes on top.
+    For this file, bf16 weights and AdamW have weight=2, gradient=4, state=12, and fp32 weights 4,
+    4, 8, without separate master weights. Padding is not included.
     """
     _check(stage in (0, 1, 2, 3), f"stage must be 0, 1, 2 or 3, not {stage}")
-    part = lambda first: 1 / ranks if stage >= first else 1
-    return n_params * (weight * part(3) + gradient * part(2) + state * part(1))
+    fraction = lambda first: 1 / ranks if stage >= first else 1
+    return n_params * (weight * fraction(3) + gradient * fraction(2) + state * fraction(1))
 
 
 class _Bucket:
-    """Parameters of one group, dtype and device as views of `flat`. This rank's slice of it is
-    `own`, which the inner optimizer steps as `master`: itself, or in fp32 where it is narrower."""
+    """Parameters of one param group, dtype and device as views of `flat`. This rank's slice of it
+    is `shard`. The inner optimizer updates `master`: the shard itself, or its fp32 copy if the
+    dtype is narrower."""
 
     def __init__(
-        self, params: list[Parameter], group: dist.ProcessGroup | None, reduce: torch.dtype
+        self, params: list[Parameter], group: dist.ProcessGroup | None, reduce_dtype: torch.dtype
     ):
-        self.params, self.group, self.reduce, self.spans = params, group, reduce, {}
+        self.params, self.group, self.reduce_dtype, self.spans = params, group, reduce_dtype, {}
         ranks, rank, first = dist.get_world_size(group), dist.get_rank(group), params[0]
-        line, end = ALIGN // first.element_size(), 0
+        align, end = ALIGN // first.element_size(), 0
         for p in params:
             self.spans[p] = slice(end, end + p.numel())
-            end = _up(end + p.numel(), line)
-        self.flat = first.new_zeros(_up(max(end, 1), ranks * line))
+            end = _round_up(end + p.numel(), align)
+        self.flat = first.new_zeros(_round_up(max(end, 1), ranks * align))
         for p in params:
             self.view(p).copy_(p.detach())
             p.data = self.view(p)
-        dist.broadcast(self.flat, group=group, group_src=0)  # one model, as DDP makes sure of
-        self.own = self.flat.chunk(ranks)[rank]
-        self.master = Parameter(self.own.to(torch.promote_types(first.dtype, torch.float32)))
-        self.apart = self.master.dtype != first.dtype
+        dist.broadcast(self.flat, group=group, group_src=0)  # equal weights on all ranks, as DDP
+        self.shard = self.flat.chunk(ranks)[rank]
+        self.master = Parameter(self.shard.to(torch.promote_types(first.dtype, torch.float32)))
+        self.has_fp32_master = self.master.dtype != first.dtype
         self.clear()
 
-    def view(self, p: Parameter, of: Tensor | None = None) -> Tensor:
-        return (self.flat if of is None else of)[self.spans[p]].view(p.shape)
+    def view(self, p: Parameter, buffer: Tensor | None = None) -> Tensor:
+        return (self.flat if buffer is None else buffer)[self.spans[p]].view(p.shape)
 
     def clear(self) -> None:
-        self.whole = self.work = self.received = self.master.grad = None
+        self.full_grad = self.work = self.grad_shard = self.master.grad = None
         self.missing = set(self.params)
 
-    def gradients(self) -> Tensor:
-        if self.whole is None:
-            self.whole = torch.zeros_like(self.flat, dtype=self.reduce)
-        return self.whole
+    def grad_buffer(self) -> Tensor:
+        if self.full_grad is None:
+            self.full_grad = torch.zeros_like(self.flat, dtype=self.reduce_dtype)
+        return self.full_grad
 
-    def launch(self) -> None:
-        self.received = torch.empty_like(self.own, dtype=self.reduce)
-        self.work = reduce_scatter(self.received, self.gradients(), group=self.group, async_op=True)
+    def start_reduce_scatter(self) -> None:
+        self.grad_shard = torch.empty_like(self.shard, dtype=self.reduce_dtype)
+        full = self.grad_buffer()
+        self.work = reduce_scatter(self.grad_shard, full, group=self.group, async_op=True)
 
-    def land(self) -> None:
-        """Add what has arrived to the master's gradient, and free the whole one."""
+    def finish_reduce_scatter(self) -> None:
+        """Add the reduced shard to the master's gradient, and free the full gradient."""
         self.work.wait()
         if self.master.grad is None:
-            self.master.grad = self.received.to(self.master.dtype)
+            self.master.grad = self.grad_shard.to(self.master.dtype)
         else:
-            self.master.grad.add_(self.received)
-        self.whole = self.work = self.received = None
+            self.master.grad.add_(self.grad_shard)
+        self.full_grad = self.work = self.grad_shard = None
 
     def all_gather(self) -> dist.Work:
-        if self.apart:
-            self.own.copy_(self.master)
-        return all_gather(self.flat, self.own, group=self.group, async_op=True)
+        if self.has_fp32_master:
+            self.shard.copy_(self.master)
+        return all_gather(self.flat, self.shard, group=self.group, async_op=True)
 
-    def slice_of(self, values: Mapping[Parameter, Tensor]) -> Tensor:
-        """This rank's slice of tensors that are shaped like the parameters."""
-        whole = torch.zeros(len(self.flat), dtype=self.master.dtype)
+    def shard_of(self, values: Mapping[Parameter, Tensor]) -> Tensor:
+        """This rank's shard of tensors with the shapes of the parameters."""
+        full = torch.zeros(len(self.flat), dtype=self.master.dtype)
         for p, value in values.items():
-            self.view(p, whole).copy_(value)
-        place = dist.get_rank(self.group) * len(self.own)
-        return whole[place : place + len(self.own)].to(self.flat.device)
+            self.view(p, full).copy_(value)
+        start = dist.get_rank(self.group) * len(self.shard)
+        return full[start : start + len(self.shard)].to(self.flat.device)
 
 
 def _param_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Copies of the groups, with what is trained; ValueError for what cannot lie in a bucket."""
-    given = list(params)
-    grouped = bool(given) and isinstance(given[0], dict)
-    groups, seen = [dict(g) for g in given] if grouped else [{"params": given}], set()
+    """Copies of the param groups with their trainable parameters; ValueError for one that cannot be
+    in a bucket."""
+    params = list(params)
+    grouped = bool(params) and isinstance(params[0], dict)
+    groups, seen = [dict(g) for g in params] if grouped else [{"params": params}], set()
     for g in groups:
         g["params"] = [g["params"]] if isinstance(g["params"], Tensor) else list(g["params"])
         for p in g["params"]:
@@ -162,44 +167,44 @@ def _param_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         for p in g["params"]:
             _check(p not in seen, f"a parameter {tuple(p.shape)} is in two param groups")
             ok = p.numel() == 0 or p.data_ptr() not in seen
-            _check(ok, f"a parameter {tuple(p.shape)} has the memory of another: tie them by being "
-                   "one Parameter, b.weight = a.weight")  # fmt: skip
+            _check(ok, f"a parameter {tuple(p.shape)} shares memory with another: tie them as one "
+                   "Parameter, b.weight = a.weight")  # fmt: skip
             seen |= {p, p.data_ptr()}
     _check(len(seen) > 0, "params has nothing that requires a gradient")
     return groups
 
 
-def _plan(
+def _plan_buckets(
     groups: list[dict[str, Any]], reduce_dtype: torch.dtype | None, limit: int
 ) -> list[SimpleNamespace]:
-    """Buckets (number of the group, params, dtype of the reduction), the first to be full first."""
+    """Buckets (index of the param group, params, reduction dtype), in the order of completion."""
     found = []
-    for number, g in enumerate(groups):
+    for index, g in enumerate(groups):
         open_: dict[Any, SimpleNamespace] = {}
         for n, p in enumerate(reversed(g["params"]), 1):
             dtype = reduce_dtype or torch.promote_types(p.dtype, torch.float32)
             size, bucket = p.numel() * dtype.itemsize, open_.get((p.dtype, p.device))
             if bucket is None or bucket.size + size > limit:
-                bucket = SimpleNamespace(number=number, params=[], dtype=dtype, size=0)
+                bucket = SimpleNamespace(index=index, params=[], dtype=dtype, size=0)
                 open_[p.dtype, p.device] = bucket
                 found.append(bucket)
             bucket.params.append(p)
             bucket.size += size
-            # groups do not tell where in the model their parameters are: evenly all over it, then
-            bucket.over = n / len(g["params"])
-    return sorted(found, key=lambda bucket: bucket.over)
+            # param groups do not say where in the model their parameters are: assume evenly
+            bucket.ready_at = n / len(g["params"])
+    return sorted(found, key=lambda bucket: bucket.ready_at)
 
 
 class DistributedOptimizer:
-    """ZeRO stage 1 or 2 of the optimizer that factory(param groups) makes of flat slices.
+    """ZeRO stage 1 or 2 around the optimizer that factory(param groups) creates for flat shards.
 
-    params: parameters, or param groups as torch.optim takes them; frozen ones are left alone. The
-    groups stay: set `param_groups[i]["lr"]`, or hand `.optimizer` to a scheduler. group: the ranks
-    that hold the same model; its first one's weights are given to all. bucket_bytes: of gradients
-    in reduce_dtype (None: fp32, or the parameters' own if wider); a larger parameter is alone. A
-    parameter's memory becomes its bucket's: build this after model.to(...), load weights by copy,
-    and then `refresh`. A parameter without a gradient has a zero one. All methods but zero_grad are
-    collective: every rank calls them in the same order.
+    params: parameters, or param groups as in torch.optim; frozen ones are skipped. The param groups
+    are kept: set `param_groups[i]["lr"]`, or pass `.optimizer` to a scheduler. group: the data
+    parallel ranks; the weights of its first rank are broadcast. bucket_bytes: size of the gradients
+    of a bucket in reduce_dtype (None: fp32, or the parameters' dtype if wider); a larger parameter
+    gets its own bucket. Parameters become views of buckets: create this after model.to(...), load
+    weights by copy_, then call `refresh`. A missing gradient counts as zero. All methods except
+    zero_grad are collective: every rank must call them in the same order.
     """
 
     def __init__(
@@ -214,20 +219,20 @@ class DistributedOptimizer:
     ):
         _check(stage in (1, 2), f"stage must be 1 or 2, not {stage}: FSDP is stage 3")
         _check(bucket_bytes > 0, f"bucket_bytes must be more than 0, not {bucket_bytes}")
-        _check(dist.is_initialized(), "there is no process group: dist.init_process_group first")
+        _check(dist.is_initialized(), "no process group: call dist.init_process_group first")
         _check(dist.get_rank(group) >= 0, "this rank is not in the group")
         groups, self.group, self.stage = _param_groups(params), group, stage
-        plan = _plan(groups, reduce_dtype, bucket_bytes)
+        plan = _plan_buckets(groups, reduce_dtype, bucket_bytes)
         with torch.no_grad():
             self.buckets = [_Bucket(b.params, group, b.dtype) for b in plan]
-        self._home = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.params}
-        for number, g in enumerate(groups):
-            g["params"] = [b.master for b, at in zip(self.buckets, plan) if at.number == number]
+        self._bucket_index = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.params}
+        for index, g in enumerate(groups):
+            g["params"] = [b.master for b, at in zip(self.buckets, plan) if at.index == index]
         self.optimizer = factory(groups)
-        self._held = self._reduced = False
-        self._next = 0  # the bucket to send next
-        hook = weakref.WeakMethod(self._arrived)  # the model does not keep the optimizer
-        for p in self._home:
+        self._accumulating = self._reduced = False
+        self._next_bucket = 0  # the next bucket to reduce
+        hook = weakref.WeakMethod(self._on_grad_ready)  # no reference from model to optimizer
+        for p in self._bucket_index:
             p.register_post_accumulate_grad_hook(lambda p: hook() and hook()(p))
 
     @property
@@ -235,83 +240,84 @@ class DistributedOptimizer:
         return self.optimizer.param_groups
 
     @torch.no_grad()
-    def _arrived(self, p: Parameter) -> None:
-        self._take(p)
-        if self._held:
+    def _on_grad_ready(self, p: Parameter) -> None:
+        self._add_to_bucket(p)
+        if self._accumulating:
             return
-        self.buckets[self._home[p]].missing.discard(p)
-        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self.buckets[self._next].launch()
-            self._next += 1
-        for bucket in self.buckets:  # free what has come, wait for nothing
+        self.buckets[self._bucket_index[p]].missing.discard(p)
+        while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing:
+            self.buckets[self._next_bucket].start_reduce_scatter()
+            self._next_bucket += 1
+        for bucket in self.buckets:  # free completed ones, without waiting
             if bucket.work is not None and bucket.work.is_completed():
-                bucket.land()
+                bucket.finish_reduce_scatter()
 
-    def _take(self, p: Parameter) -> None:
-        ok = self._home[p] >= self._next and not self._reduced
-        _check(ok, f"a gradient of a parameter {tuple(p.shape)} came after its bucket was sent: "
+    def _add_to_bucket(self, p: Parameter) -> None:
+        ok = self._bucket_index[p] >= self._next_bucket and not self._reduced
+        _check(ok, f"a parameter {tuple(p.shape)} got a gradient after its bucket was reduced: "
                "all backward passes of a step but the last go into accumulate()")  # fmt: skip
-        bucket = self.buckets[self._home[p]]
-        bucket.view(p, bucket.gradients()).add_(p.grad.detach())
+        bucket = self.buckets[self._bucket_index[p]]
+        bucket.view(p, bucket.grad_buffer()).add_(p.grad.detach())
         p.grad = None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """For a backward pass that is not the step's last. Stage 1 sends nothing in it, and there
-        may be several; stage 2 sends its gradients, and waits for them at the end."""
-        self._held = self.stage == 1
+        """For backward passes before the step's last. Stage 1 does not communicate, and the block
+        may have several passes; stage 2 reduces the gradients, and waits for it at the end."""
+        self._accumulating = self.stage == 1
         try:
             yield
         finally:
-            self._held = False
+            self._accumulating = False
         if self.stage == 2:
-            self.finish()
+            self.finish_grad_sync()
             self._reduced = False
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Send the buckets that wait for a gradient that did not come, and wait for all. Other
-        methods call it: only who wants to throw gradients away must."""
+    def finish_grad_sync(self) -> None:
+        """Reduce the buckets that miss a gradient, and wait for all. The other methods call this;
+        callers need it only before discarding gradients."""
         if self._reduced:
             return
-        for p in self._home:
-            if p.grad is not None:  # set by hand, or older than the hooks
-                self._take(p)
-        for bucket in self.buckets[self._next :]:
-            bucket.launch()
+        for p in self._bucket_index:
+            if p.grad is not None:  # set by hand, or before the hooks existed
+                self._add_to_bucket(p)
+        for bucket in self.buckets[self._next_bucket :]:
+            bucket.start_reduce_scatter()
         for bucket in self.buckets:
             if bucket.work is not None:
-                bucket.land()
+                bucket.finish_reduce_scatter()
             bucket.missing = set(bucket.params)
-        self._next, self._reduced = 0, True
+        self._next_bucket, self._reduced = 0, True
 
     def squared_norm(self) -> Tensor:
-        """Of this rank's slices of the gradient: the sum over the group is the model's."""
-        self.finish()
+        """Squared norm of this rank's shards of the gradient; sum it over the group."""
+        self.finish_grad_sync()
         # torch.linalg.vector_norm in fp32 is up to 6e-4 off on a CPU
         squares = [b.master.grad.square().sum() for b in self.buckets]
         return torch.stack([x.to(squares[0].device) for x in squares]).sum()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        self.finish()
+        self.finish_grad_sync()
         for bucket in self.buckets:
             bucket.master.grad.mul_(factor)
 
     @torch.no_grad()
     def step(self) -> None:
-        """ValueError where a parameter was given other memory since this was built."""
-        for p, i in self._home.items():
+        """ValueError if a parameter is no longer a view of its bucket."""
+        for p, i in self._bucket_index.items():
             ok = p.data_ptr() == self.buckets[i].view(p).data_ptr()
             _check(ok, f"a parameter {tuple(p.shape)} has left its bucket: model.to(...) comes "
                    "before DistributedOptimizer(...)")  # fmt: skip
-        self.finish()
+        self.finish_grad_sync()
         self.optimizer.step()
         for work in [bucket.all_gather() for bucket in self.buckets]:
             work.wait()
         self._reduced = False
 
     def zero_grad(self) -> None:
-        _check(self._next == 0, "gradients are on their way: before zero_grad, step() or finish()")
+        _check(self._next_bucket == 0, "gradients are being reduced: call step() or "
+               "finish_grad_sync() before zero_grad()")  # fmt: skip
         for bucket in self.buckets:
             bucket.clear()
             for p in bucket.params:
@@ -320,53 +326,53 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Masters from the weights, after these were loaded, the same on every rank."""
+        """Update the master weights after loading weights, which must be equal on all ranks."""
         for bucket in self.buckets:
-            bucket.master.copy_(bucket.own)
+            bucket.master.copy_(bucket.shard)
 
     @torch.no_grad()
     def gather_state(self) -> dict[Parameter, dict[str, Any]]:
-        """On the group's first rank {parameter: {"step", "exp_avg", ...}}, whole, on the CPU, with
-        "master" for narrow ones; elsewhere {}."""
+        """On the group's first rank {parameter: {"step", "exp_avg", ...}}, unsharded, on the CPU,
+        with "master" for weights below fp32; {} on the others."""
         states: dict[Parameter, dict[str, Any]] = {}
         for b in self.buckets:
-            held = dict(self.optimizer.state.get(b.master, {}))
-            held |= {"master": b.master.data} if b.apart else {}
-            for name, value in sorted(held.items()):  # in one order on all ranks
-                sliced = isinstance(value, Tensor) and value.shape == b.master.shape
-                if sliced:
-                    whole = value.new_empty(len(b.flat))
-                    all_gather(whole, value, group=self.group)
+            state = dict(self.optimizer.state.get(b.master, {}))
+            state |= {"master": b.master.data} if b.has_fp32_master else {}
+            for name, value in sorted(state.items()):  # the same order on all ranks
+                sharded = isinstance(value, Tensor) and value.shape == b.master.shape
+                if sharded:
+                    full = value.new_empty(len(b.flat))
+                    all_gather(full, value, group=self.group)
                 for p in b.params if dist.get_rank(self.group) == 0 else ():
-                    one = b.view(p, whole) if sliced else value
+                    one = b.view(p, full) if sharded else value
                     one = one.to("cpu", copy=True) if isinstance(one, Tensor) else one
                     states.setdefault(p, {})[name] = one
         return states
 
     @torch.no_grad()
     def load_state(self, states: Mapping[Parameter, Mapping[str, Any]]) -> None:
-        """From what `gather_state` gave, on any number of ranks, each of which has all of it. Load
-        the weights first: they are the masters where the state has none."""
+        """Load the result of `gather_state`, on any number of ranks, each with all of it. Load the
+        weights first: they become the master weights if the state has none."""
         self.refresh()
         index = {m: i for i, m in enumerate(m for g in self.param_groups for m in g["params"])}
         inner: dict[int, dict[str, Any]] = {i: {} for i in range(len(index))}
         for b in self.buckets:
-            names, part = set(states.get(b.params[0], {})), inner[index[b.master]]
+            names, state = set(states.get(b.params[0], {})), inner[index[b.master]]
             for p in b.params:
                 ok = p in states and set(states[p]) == names
-                _check(ok, f"the state of a parameter {tuple(p.shape)} is not there, or not all")
+                _check(ok, f"the state of a parameter {tuple(p.shape)} is missing or incomplete")
             for name in sorted(names):
                 values = {p: states[p][name] for p in b.params}
-                shaped = all(getattr(v, "shape", None) == p.shape for p, v in values.items())
-                if shaped and name != "step":
-                    part[name] = b.slice_of(values)
+                elementwise = all(getattr(v, "shape", None) == p.shape for p, v in values.items())
+                if elementwise and name != "step":
+                    state[name] = b.shard_of(values)
                     continue
-                part[name] = copy.deepcopy(values[b.params[0]])  # one number for all of the bucket
+                state[name] = copy.deepcopy(values[b.params[0]])  # one number per bucket
                 for p, v in values.items():
-                    ok = getattr(v, "ndim", 0) == 0 and v == part[name]
+                    ok = getattr(v, "ndim", 0) == 0 and v == state[name]
                     _check(ok, f"{name} of a parameter {tuple(p.shape)} must have its shape, or be "
                            "one number, the same for all")  # fmt: skip
-            b.master.copy_(part.pop("master", b.master))
+            b.master.copy_(state.pop("master", b.master))
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": inner})
 
 
@@ -376,35 +382,37 @@ class DistributedOptimizer:
 
 
 def check(rank: int, ranks: int) -> None:
-    """Weights after 5 steps == AdamW's in one process: both stages, 2 micro-batches a step."""
+    """Weights after 5 steps == AdamW in one process: both stages, 2 micro-batches per step."""
     for stage in (1, 2):
         torch.manual_seed(0)
-        make = lambda: torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(4))).double()
-        mine, alone = make(), make()
-        mine[3].weight, alone[3].weight = mine[0].weight, alone[0].weight  # tied
-        alone.load_state_dict(mine.state_dict())
+        build = lambda: torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(4))).double()
+        model, single = build(), build()
+        model[3].weight, single[3].weight = model[0].weight, single[0].weight  # tied
+        single.load_state_dict(model.state_dict())
         adam = partial(torch.optim.AdamW, lr=1e-2, eps=1e-6)
-        optimizer = DistributedOptimizer(mine.parameters(), adam, stage=stage, bucket_bytes=600)
-        reference = adam(alone.parameters())
+        optimizer = DistributedOptimizer(model.parameters(), adam, stage=stage, bucket_bytes=600)
+        reference = adam(single.parameters())
         for _ in range(5):
             x = torch.randn(ranks, 2, 3, 7, dtype=torch.float64)
             for micro in range(2):
                 with nullcontext() if micro else optimizer.accumulate():
-                    mine(x[rank, micro]).square().sum().backward()
-            alone(x).square().sum().backward()
+                    model(x[rank, micro]).square().sum().backward()
+            single(x).square().sum().backward()
             optimizer.step(), reference.step()
             optimizer.zero_grad(), reference.zero_grad()
-        for a, b in zip(mine.parameters(), alone.parameters()):
+        for a, b in zip(model.parameters(), single.parameters()):
             assert torch.allclose(a, b, rtol=1e-10, atol=1e-10), (stage, rank)
 
 
-def model_to_time() -> torch.nn.Sequential:
+def benchmark_model() -> torch.nn.Sequential:
+    """8 linears, 4.2M parameters."""
     layers = [torch.nn.Linear(n, m) for n, m in [(512, 1024), (1024, 512)] * 4]
     return torch.nn.Sequential(*layers)
 
 
-def contestants() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    from torch.distributed.device_mesh import init_device_mesh  # peers alone, slow to import
+def baselines() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """name -> (model factory, optimizer factory)."""
+    from torch.distributed.device_mesh import init_device_mesh  # only here: slow to import
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -412,35 +420,35 @@ def contestants() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def sharded() -> torch.nn.Module:
-        model = model_to_time()
+        model = benchmark_model()
         for layer in [*model, model]:
             fully_shard(layer, mesh=mesh)
         return model
 
     adam = partial(torch.optim.AdamW, lr=1e-4)
-    shared = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-4)
-    ddp = lambda: DistributedDataParallel(model_to_time(), bucket_cap_mb=4)
-    ours = partial(DistributedOptimizer, factory=adam, bucket_bytes=4 * 2**20)
+    torch_zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-4)
+    ddp = lambda: DistributedDataParallel(benchmark_model(), bucket_cap_mb=4)
+    sheaf_zero = partial(DistributedOptimizer, factory=adam, bucket_bytes=4 * 2**20)
     return {
         "DDP + AdamW": (ddp, adam),
-        "DDP + ZeroRedundancyOptimizer": (ddp, shared),
+        "DDP + ZeroRedundancyOptimizer": (ddp, torch_zero),
         "fully_shard + AdamW": (sharded, adam),
-        "zero.py, stage 1": (model_to_time, partial(ours, stage=1)),
-        "zero.py, stage 2": (model_to_time, partial(ours, stage=2)),
+        "zero.py, stage 1": (benchmark_model, partial(sheaf_zero, stage=1)),
+        "zero.py, stage 2": (benchmark_model, partial(sheaf_zero, stage=2)),
     }
 
 
 def benchmark(rank: int, ranks: int) -> None:
-    """Milliseconds of a step, on this machine, whose ranks share its cores and memory, and MB of a
-    rank's moments. The peers' gradients are means and ours sums, which costs the same."""
-    n = sum(p.numel() for p in model_to_time().parameters())
-    whole, part = (state_bytes(n, ranks, s, weight=0, gradient=0, state=8) / 1e6 for s in (0, 1))
-    say, x = print if rank == 0 else lambda *_: None, torch.randn(64, 512)
-    say(f"{ranks} ranks, gloo, {n / 1e6:.1f}M parameters, fp32, 64 rows each; by the formula the")
-    say(f"moments are {whole:.1f} MB on every rank, or {part:.1f}")
-    say(f"{'':>30}{'ms':>9}{'MB':>9}")
-    for name, (make, factory) in contestants().items():
-        model, spent = make(), []
+    """Milliseconds per step, on one machine whose cores the ranks share, and MB of Adam moments per
+    rank. The baselines average gradients and zero.py sums them, which costs the same."""
+    n = sum(p.numel() for p in benchmark_model().parameters())
+    full, shard = (state_bytes(n, ranks, s, weight=0, gradient=0, state=8) / 1e6 for s in (0, 1))
+    print0, x = print if rank == 0 else lambda *_: None, torch.randn(64, 512)
+    print0(f"{ranks} ranks, gloo, {n / 1e6:.1f}M parameters, fp32, 64 rows each; by the formula")
+    print0(f"moments take {full:.1f} MB per rank, or {shard:.1f} sharded")
+    print0(f"{'':>30}{'ms':>9}{'MB':>9}")
+    for name, (build, factory) in baselines().items():
+        model, times = build(), []
         optimizer = factory(model.parameters())
         for _ in range(9):
             dist.barrier()
@@ -449,18 +457,20 @@ def benchmark(rank: int, ranks: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             dist.barrier()
-            spent.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
         inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", optimizer)
         states = [t for state in inner.state.values() for t in state.values()]
-        held = sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in states)
-        say(f"{name:>30}{1e3 * statistics.median(spent[2:]):>9.1f}{held / 1e6:>9.1f}")
+        size = sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in states)
+        print0(f"{name:>30}{1e3 * statistics.median(times[2:]):>9.1f}{size / 1e6:>9.1f}")
 
 
 def main() -> None:
     if "RANK" not in os.environ:
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        torchrun = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"
+        ]  # fmt: skip
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
+        sys.exit(subprocess.run([*torchrun, *sys.argv], env=os.environ | threads).returncode)
     dist.init_process_group("gloo")
     check(dist.get_rank(), dist.get_world_size())
     if "--check" not in sys.argv:

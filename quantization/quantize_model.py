@@ -1,12 +1,12 @@
-"""quantize_model.py: a model in fewer bits, as generate.py's flags ask for it.
+"""Quantizes a whole model for generate.py: --quantize, --calibrate, --save, --quantize-report.
 
     python generate.py --quantize int8                           quantized while it loads
     python generate.py --quantize int4 --calibrate gptq --save DIR
-    python generate.py --quantize-report                         what each scheme costs and gains
+    python generate.py --quantize-report                         size, loss and speed per scheme
 
-Composition only: the schemes are quantize.py's, what needs data calibrate.py's, the products that
-run them cpu.py's and gemm.py's. What this file adds is the model: which linears read the same
-input, what a block is, where the text comes from.
+Composition only: schemes are in quantize.py, calibration methods in calibrate.py, fast matmuls in
+generation/cpu.py and gemm.py. This file knows the model: which linears read the same input, what a
+block is, and where the calibration text comes from.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ from quantize import (
     weight_only,
 )
 
-NUM_SEQUENCES, SEQ_LEN = 32, 512  # of calibration text, and tokens in each
-TEXT_FILES = (  # what a folder says about text, which --save takes along
+NUM_SEQUENCES, SEQ_LEN = 32, 512  # of the calibration text
+TEXT_FILES = (  # prefixes of tokenizer and generation files, which --save copies
     "tokenizer", "special_tokens_map", "added_tokens", "generation_config", "chat_template",
     "vocab", "merges",
 )  # fmt: skip
-TACQ_KEEP_FRACTION = 0.0035  # of all weights, that tacq leaves in 16 bit (arXiv:2504.07389, 4)
+TACQ_KEEP_FRACTION = 0.0035  # of all weights, in 16 bits (arXiv:2504.07389, 4)
 
 # --------------------------------------------------------------------------------------------------
 # Loading and saving
@@ -81,26 +81,27 @@ def load(
     tokenizer: Callable[[], Tokenizer],
     prepare: Callable[[Transformer], Any] | None = None,
 ) -> Transformer:
-    """The model of --checkpoint, quantized as its folder says, or as --quantize; before that
-    prepare(model) sees it on the meta device."""
+    """The model of --checkpoint, quantized as its config.json or --quantize specifies. First,
+    prepare(model) is called with the model on the meta device."""
     path = args.checkpoint / "config.json"
-    read_config(path)  # says what is wrong with it
+    read_config(path)  # raises ValueError if it is invalid
     stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
     if stored.get("quant_method") != "sheaf":
         return optimize_for_inference_(load_and_quantize(args, device, dtype, tokenizer, prepare))
     if args.quantize is not None:
         raise ValueError(
-            f"--quantize: {args.checkpoint} is quantized already ({stored.get('scheme')}); leave "
-            "the flag out, or start from the checkpoint that it was made of"
+            f"--quantize: {args.checkpoint} is already quantized ({stored.get('scheme')}); remove "
+            "the flag, or give the original checkpoint"
         )
 
-    def swapped(model: Transformer) -> None:
+    def prepare_quantized(model: Transformer) -> None:
         if prepare is not None:
             prepare(model)
         from_config(model, stored)
 
     try:
-        return optimize_for_inference_(load_checkpoint(args.checkpoint, device, dtype, prepare=swapped))
+        model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare_quantized)
+        return optimize_for_inference_(model)
     except ValueError as e:
         if not str(e).startswith("quantization_config"):
             raise
@@ -114,48 +115,48 @@ def load_and_quantize(
     tokenizer: Callable[[], Tokenizer],
     prepare: Callable[[Transformer], Any] | None = None,
 ) -> Transformer:
-    """The model of --checkpoint, each layer quantized as it comes, or all calibrated once there."""
+    """The model of --checkpoint, quantized layer by layer while loading, or calibrated after."""
     config = read_config(args.checkpoint / "config.json")
     scheme, skip = requested_scheme(args), skip_names(args, config)
     if args.save is not None and args.save.exists():
         if not args.save.is_dir() or any(args.save.iterdir()):
-            raise ValueError(f"--save {args.save}: is there, and no empty folder; name another")
+            raise ValueError(f"--save {args.save}: exists and is not an empty folder; name another")
     with torch.device("meta"):
         shapes = Transformer(config)
         quantize_(
             shapes, args.quantize, skip=validate_skip(shapes, skip), group_size=args.group_size
         )
     if args.calibrate is None:
-        cpu.keep_freed_memory(False)  # or layers would seem to stay, once they are small
-        skip += ("head",) if config.tie_embeddings else ()  # of which --pp's last stage has a copy
+        cpu.keep_freed_memory(False)  # else malloc keeps the memory of unquantized layers
+        skip += ("head",) if config.tie_embeddings else ()  # the last stage of --pp has a copy
         convert = partial(quantize_module, scheme=scheme, skip=skip)
         options = dict(prepare=prepare, convert_module=convert)
         return load_checkpoint(args.checkpoint, device, dtype, **options)
     check_calibration(args, scheme)
-    with torch.inference_mode(False), torch.no_grad():  # tacq takes gradients, of its own accord
+    with torch.inference_mode(False), torch.no_grad():  # tacq enables gradients itself
         model = load_checkpoint(args.checkpoint, device, dtype)
         calibrate_(model, args.calibrate, scheme, skip, calibration_text(args, model, tokenizer()))
     return model
 
 
 def quantize_dummy_(args: argparse.Namespace, model: Transformer) -> None:
-    """--quantize of random weights."""
+    """--quantize with --dummy: quantize a model with random weights."""
     requested_scheme(args)
     skip = validate_skip(model, skip_names(args, model.config))
     if model.config.tie_embeddings and model.embed is None and model.head is not None:
-        skip += ("head",)  # --pp's last stage has a copy
+        skip += ("head",)  # the last stage of --pp has a copy
     quantize_(model, args.quantize, skip=skip, group_size=args.group_size)
     optimize_for_inference_(model)
 
 
 def optimize_for_inference_(model: Transformer) -> Transformer:
-    """The product for this device in place of quantize.py's plain one."""
+    """Replace quantize.py's plain torch matmul by the kernel for this device."""
     if next(model.parameters()).is_cuda:
         from quantization.gemm import weight_only_matmul
 
         def linear_fn(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Any, bias: Any) -> Tensor:
-            few, group = x.numel() <= 64 * x.shape[-1], x.shape[-1] // scales.shape[1]
-            fits = few and (zeros is None or group in (32, 64, 128))
+            few_rows, group = x.numel() <= 64 * x.shape[-1], x.shape[-1] // scales.shape[1]
+            fits = few_rows and (zeros is None or group in (32, 64, 128))
             return (weight_only_matmul if fits else weight_only)(x, qweight, scales, zeros, bias)
 
         use_linear_fn_(model, linear_fn)
@@ -165,7 +166,7 @@ def optimize_for_inference_(model: Transformer) -> Transformer:
 
 
 def requested_scheme(args: argparse.Namespace) -> Scheme:
-    """The scheme that --quantize and --group-size say."""
+    """The scheme of --quantize and --group-size."""
     try:
         return get_scheme(args.quantize, args.group_size)
     except ValueError as e:
@@ -174,14 +175,14 @@ def requested_scheme(args: argparse.Namespace) -> Scheme:
 
 
 def skip_names(args: argparse.Namespace, config: ModelConfig) -> tuple[str, ...]:
-    """What stays in 16 bit: --quantize-skip says, and latent attention's kv_b_proj, which decoding
-    reads as a matrix and would have to dequantize at every step."""
-    asked = tuple(filter(None, args.quantize_skip.split(",")))
-    return asked + ("kv_b_proj",) * (config.kv_lora_rank > 0 and "kv_b_proj" not in asked)
+    """Modules not to quantize: those of --quantize-skip, and latent attention's kv_b_proj, which
+    decoding absorbs as a matrix and would have to dequantize at every step."""
+    names = tuple(filter(None, args.quantize_skip.split(",")))
+    return names + ("kv_b_proj",) * (config.kv_lora_rank > 0 and "kv_b_proj" not in names)
 
 
 def validate_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
-    """skip, if it names what the model has; ValueError names the flag."""
+    """Return skip if all its names match; ValueError names the flag."""
     try:
         check_skip(model, skip)
     except ValueError as e:
@@ -190,7 +191,7 @@ def validate_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def save(args: argparse.Namespace, model: Transformer) -> str:
-    """--save: a folder that generate.py opens; what was written, in a line."""
+    """--save: write a folder that generate.py can load. Returns a one-line summary."""
     out, source = args.save, args.checkpoint
     config = to_config(model, args.quantize, args.group_size, skip_names(args, model.config))
     if args.calibrate is not None:
@@ -209,36 +210,38 @@ def save(args: argparse.Namespace, model: Transformer) -> str:
 
 
 def check_calibration(args: argparse.Namespace, scheme: Scheme) -> None:
-    """ValueError where --calibrate has nothing to decide about --quantize."""
-    rounds = scheme.spec is not None
+    """ValueError if the method of --calibrate does not apply to the scheme of --quantize."""
+    is_integer = scheme.spec is not None
     fits = {
-        "gptq": rounds,
-        "awq": rounds and bool(scheme.spec.group_size),
-        "tacq": rounds and bool(scheme.spec.group_size),
+        "gptq": is_integer,
+        "awq": is_integer and bool(scheme.spec.group_size),
+        "tacq": is_integer and bool(scheme.spec.group_size),
         "smoothquant": not scheme.is_weight_only,
     }
     if not fits[args.calibrate]:
-        good = {"gptq": "int8 to int2", "awq": "int4 to int2", "tacq": "int4 to int2"}
-        good = good.get(args.calibrate, "int8-dynamic, llm.int8 and fp8")
-        raise ValueError(f"--calibrate {args.calibrate} is for {good}, not {args.quantize}")
+        schemes = {"gptq": "int8 to int2", "awq": "int4 to int2", "tacq": "int4 to int2"}
+        schemes = schemes.get(args.calibrate, "int8-dynamic, llm.int8 or fp8")
+        raise ValueError(
+            f"--calibrate {args.calibrate} requires --quantize {schemes}, not {args.quantize}"
+        )
 
 
 def calibration_text(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, held: bool = False
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, validation: bool = False
 ) -> list[Tensor]:
-    """Sequences (1, T) of --calibration-text or, without it, of the standard library's source:
-    its training part, or what train.py holds out of it."""
-    from training.data import read_documents, split  # train.py's, which nothing else here wants
+    """Sequences (1, T) of --calibration-text or, without it, of the standard library's source: of
+    the training split, or of train.py's validation split."""
+    from training.data import read_documents, split_documents  # imported only where it is needed
 
     path, T = args.calibration_text, min(SEQ_LEN, model.config.context)
-    where = "the standard library" if path is None else f"--calibration-text {path}"
+    source = "the standard library" if path is None else f"--calibration-text {path}"
     if path is not None and not path.is_file():
-        raise ValueError(f"{where}: no such file")
+        raise ValueError(f"{source}: no such file")
     try:
-        texts = split(read_documents(None if path is None else str(path)))[held]
+        texts = split_documents(read_documents(None if path is None else str(path)))[validation]
     except ValueError as e:
         raise ValueError(str(e).replace("--data", "--calibration-text")) from None
-    step = max(1, len(texts) // (4 * NUM_SEQUENCES))  # from all over it
+    step = max(1, len(texts) // (4 * NUM_SEQUENCES))  # from the whole text
     ids: list[int] = []
     for text in (text for first in range(step) for text in texts[first::step]):
         ids += tokenizer.encode(text)
@@ -246,7 +249,7 @@ def calibration_text(
             break
     n = min(NUM_SEQUENCES, len(ids) // T)
     if n == 0:
-        raise ValueError(f"{where}: {len(ids)} tokens, fewer than one sequence of {T}; give more")
+        raise ValueError(f"{source}: {len(ids)} tokens, fewer than one sequence of {T}; give more")
     device = model.embed.weight.device
     return list(torch.tensor(ids[: n * T], device=device).view(n, 1, T))
 
@@ -255,9 +258,9 @@ def calibration_text(
 def calibrate_(
     model: Transformer, method: str, scheme: Scheme, skip: Sequence[str], batches: Sequence[Tensor]
 ) -> None:
-    """Quantize the model in place as the method finds best on the batches, (1, T) tokens each:
-    block after block, each on what the quantized ones before it give. Head and multi-token
-    prediction are rounded to nearest."""
+    """Quantize the model in place by a calibration method on batches of (1, T) tokens: block by
+    block, each on the outputs of the quantized blocks before it. Head and MTP layers are rounded to
+    nearest."""
     kept = select_kept_weights(model, scheme, skip, batches) if method == "tacq" else {}
     positions = torch.arange(batches[0].shape[1], device=batches[0].device)
     rope = rope_cos_sin(model.config, positions)
@@ -266,7 +269,7 @@ def calibrate_(
     for i, block, replay in layer_by_layer(model.layers, states, run):
         if method in ("awq", "smoothquant"):
             fold_scales_(block, method, scheme, replay)
-            continue  # it computes what it did; rounded below
+            continue  # folding changes no output; the weights are rounded below
         modules = {f"layers.{i}.{name}": m for name, m in quantizable_modules(block).items()}
         with observe_hessians(modules) as stats:
             replay()
@@ -283,7 +286,7 @@ def quantize_modules_(
     skip: Sequence[str],
     rounding: Callable[[str, Tensor], QTensors] | None,
 ) -> None:
-    """Put quantized ones in place of these modules of the model, by their full names."""
+    """Quantize these modules of the model, given by their full names."""
     for name, module in modules.items():
         new = quantize_module(name, module, scheme, skip=skip, rounding=rounding)
         if new is not module:
@@ -293,17 +296,17 @@ def quantize_modules_(
 
 @contextmanager
 def observe_hessians(modules: dict[str, nn.Module]) -> Iterator[dict[str, Stats]]:
-    """Hessians of the inputs of these linears and, of mixtures, of each expert's two."""
-    mixtures = {name: m for name, m in modules.items() if isinstance(m, MoE)}
-    linears = {name: m for name, m in modules.items() if name not in mixtures}
+    """Hessians of the inputs of these linears and of both linears of each expert of MoE layers."""
+    moe_layers = {name: m for name, m in modules.items() if isinstance(m, MoE)}
+    linears = {name: m for name, m in modules.items() if name not in moe_layers}
     with observe(linears, "hessian") as stats:
-        hooks = {name: m.experts for name, m in mixtures.items()}
-        for name, m in mixtures.items():
+        hooks = {name: m.experts for name, m in moe_layers.items()}
+        for name, m in moe_layers.items():
             m.experts = partial(_observe_experts, name, stats, m.experts)
         try:
             yield stats
         finally:
-            for name, m in mixtures.items():
+            for name, m in moe_layers.items():
                 m.experts = hooks[name]
 
 
@@ -318,10 +321,10 @@ def _observe_experts(
     w_down: Tensor,
 ) -> Tensor:
     for e in ids.unique().tolist():
-        mine = x[(ids == e).any(-1)]
-        gate, up = F.linear(mine, w_gate_up[e]).chunk(2, dim=-1)
-        for leaf, seen in (("w_gate_up", mine), ("w_down", F.silu(gate) * up)):
-            stats.setdefault(f"{name}.{leaf}.{e}", Stats("hessian")).update(seen)
+        tokens = x[(ids == e).any(-1)]
+        gate, up = F.linear(tokens, w_gate_up[e]).chunk(2, dim=-1)
+        for leaf, inputs in (("w_gate_up", tokens), ("w_down", F.silu(gate) * up)):
+            stats.setdefault(f"{name}.{leaf}.{e}", Stats("hessian")).update(inputs)
     return experts(x, weights, ids, w_gate_up, w_down)
 
 
@@ -332,7 +335,7 @@ def gptq_rounding(
     name: str,
     weight: Tensor,
 ) -> QTensors:
-    """The codes of one weight; of an expert that no token of the text chose, the nearest."""
+    """The `rounding` of quantize_ by GPTQ; to nearest for an expert that no token was routed to."""
     if name not in stats or stats[name].count == 0:
         scales, zeros = scheme.spec.choose_qparams(weight)
         return scheme.spec.quantize(weight, scales, zeros), scales, zeros
@@ -345,8 +348,8 @@ def gptq_rounding(
 
 
 def fold_mappings(block: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], list[Tensor]]]:
-    """What a block's scales can be folded into: (producer, the linears that read its output, the
-    bare parameters that do)."""
+    """Where scales of a block can be folded: (producer, the linears that read its output, the bare
+    parameters that read it)."""
     attention, mlp = block.attention, block.mlp
     if isinstance(attention, LatentAttention):
         first = attention.q_proj if attention.q_proj is not None else attention.q_a_proj
@@ -357,7 +360,7 @@ def fold_mappings(block: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]
         yield block.attention_norm, [attention.q_proj, attention.k_proj, attention.v_proj], []
     if isinstance(mlp, MoE):
         shared = [] if mlp.shared is None else [mlp.shared.gate_proj, mlp.shared.up_proj]
-        if shared:  # through which the input is seen
+        if shared:  # on which the input is observed
             yield block.mlp_norm, shared, [mlp.router, mlp.w_gate_up]
         mlp = mlp.shared
     else:
@@ -367,26 +370,27 @@ def fold_mappings(block: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]
 
 
 def fold_scales_(block: nn.Module, method: str, scheme: Scheme, replay: Callable[[], None]) -> None:
-    """AWQ's or SmoothQuant's scales, for every input of the block that has a producer."""
-    places = list(fold_mappings(block))
-    first = {str(i): linears[0] for i, (_, linears, _) in enumerate(places)}
-    wanted = ("absmax",) if method == "smoothquant" else ("mean_abs", "hessian")
-    with observe(first, *wanted) as stats:
+    """Fold AWQ's or SmoothQuant's scales into every mapping of the block."""
+    mappings = list(fold_mappings(block))
+    first = {str(i): linears[0] for i, (_, linears, _) in enumerate(mappings)}
+    names = ("absmax",) if method == "smoothquant" else ("mean_abs", "hessian")
+    with observe(first, *names) as stats:
         replay()
-    for i, (producer, linears, parameters) in enumerate(places):
-        seen, weights = stats[str(i)], [m.weight for m in linears]
+    for i, (producer, linears, parameters) in enumerate(mappings):
+        inputs, weights = stats[str(i)], [m.weight for m in linears]
         if method == "smoothquant":
-            s = smooth_scales(seen.absmax, weights)
+            s = smooth_scales(inputs.absmax, weights)
         else:
-            s = awq_scales(weights, seen.mean_abs, seen.hessian, scheme.spec)
+            s = awq_scales(weights, inputs.mean_abs, inputs.hessian, scheme.spec)
         fold_(producer, [*linears, *parameters], s)
 
 
 def select_kept_weights(
     model: Transformer, scheme: Scheme, skip: Sequence[str], batches: Sequence[Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """TaCQ: of each linear the flat indices of the weights to keep, and these weights."""
-    matrices = {n: m.weight for n, m in quantizable_modules(model, skip).items() if type(m) is nn.Linear}
+    """TaCQ: for each linear the flat indices of the weights to keep in 16 bits, and the weights."""
+    modules = quantizable_modules(model, skip)
+    matrices = {n: m.weight for n, m in modules.items() if type(m) is nn.Linear}
 
     def loss(tokens: Tensor) -> Tensor:
         logits = model(tokens[:, :-1])
@@ -394,15 +398,15 @@ def select_kept_weights(
 
     quantized = partial(round_to_nearest, scheme.spec)
     saliency = accumulate_saliency(model, matrices, loss, batches, quantized)
-    chosen = select_salient(saliency, TACQ_KEEP_FRACTION)
-    return {n: (i, matrices[n].detach().view(-1)[i]) for n, i in chosen.items() if len(i)}
+    indices = select_salient(saliency, TACQ_KEEP_FRACTION)
+    return {n: (i, matrices[n].detach().view(-1)[i]) for n, i in indices.items() if len(i)}
 
 
 # --------------------------------------------------------------------------------------------------
-# The report
+# --quantize-report
 # --------------------------------------------------------------------------------------------------
 
-# (label, scheme, calibration); the first is what the others are measured against
+# (label, scheme, calibration); the first is the baseline
 SCHEMES_REPORTED: tuple[tuple[str, str | None, str | None], ...] = (
     ("16 bit", None, None),
     ("int8", "int8", None),
@@ -424,28 +428,29 @@ BATCH_SIZES = (1, 8, 32)
 
 @dataclass
 class ReportRow:
-    """One scheme: its size, what it loses against 16 bit on held-out text, how fast it decodes."""
+    """One scheme: its size, its loss on the validation split compared with 16 bits, and its
+    decoding speed."""
 
     scheme: str
     megabytes: float
     loss: float  # nats per token
     perplexity: float
-    loss_percent: float  # above 16 bit's
-    kl: float  # of the next token's distribution from 16 bit's, nats
-    agreement: float  # share of positions with the same likeliest token
-    tokens_per_second: dict[int, float]  # by batch
-    slower: list[int]  # batches at which 16 bit is faster
+    loss_percent: float  # increase over 16 bits
+    kl: float  # KL divergence of the next-token distribution from 16 bits, nats
+    agreement: float  # fraction of positions with the same argmax
+    tokens_per_second: dict[int, float]  # by batch size
+    slower: list[int]  # batch sizes at which 16 bits is faster
 
 
 def check_report(args: argparse.Namespace) -> None:
-    """ValueError for flags of --quantize-report, before minutes of work."""
+    """Validate the flags of --quantize-report before minutes of work; ValueError names the flag."""
     if args.group_size is not None:
         requested_scheme(argparse.Namespace(quantize="int4", group_size=args.group_size))
     if args.plot is not None:
         from training.metrics import pyplot
 
         if not args.plot.parent.is_dir():
-            raise ValueError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
+            raise ValueError(f"--plot {args.plot}: folder {args.plot.parent} does not exist")
         pyplot()
 
 
@@ -458,25 +463,25 @@ def report(
     tokenizer: Tokenizer,
     speed: Callable[[Transformer, int], float],
 ) -> Iterator[ReportRow]:
-    """A Row for each scheme, the first of 16 bit. speed(model, batch) -> tokens per second of
-    decoding; it may prepare the model for that."""
+    """Yield a ReportRow for each scheme, 16 bits first. speed(model, batch size) -> tokens per
+    second of decoding; it may prepare the model for that."""
     plain = load_checkpoint(args.checkpoint, device, dtype)
     validate_skip(plain, skip_names(args, plain.config))
     texts = calibration_text(args, plain, tokenizer)
-    held = calibration_text(args, plain, tokenizer, held=True)
-    base = None
+    validation = calibration_text(args, plain, tokenizer, validation=True)
+    baseline = None
     for label, scheme, method in SCHEMES_REPORTED:
         model = load_checkpoint(args.checkpoint, device, dtype)
         if not try_quantize_(args, model, scheme, method, texts):
-            print(f"generate.py: {label} does not fit this model: left out", file=sys.stderr)
+            print(f"generate.py: {label} does not fit this model: skipped", file=sys.stderr)
             continue
         size = sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
-        loss, kl, agreement = compare(plain, model, held)
+        loss, kl, agreement = compare(plain, model, validation)
         speeds = {b: speed(model, b) for b in BATCH_SIZES}
-        slower = [b for b in BATCH_SIZES if base and speeds[b] < base.tokens_per_second[b]]
-        more = 100 * (loss / base.loss - 1) if base else 0.0
-        row = ReportRow(label, size / 1e6, loss, math.exp(loss), more, kl, agreement, speeds, slower)
-        base = base or row
+        slower = [b for b in BATCH_SIZES if baseline and speeds[b] < baseline.tokens_per_second[b]]
+        percent, ppl = 100 * (loss / baseline.loss - 1) if baseline else 0.0, math.exp(loss)
+        row = ReportRow(label, size / 1e6, loss, ppl, percent, kl, agreement, speeds, slower)
+        baseline = baseline or row
         yield row
 
 
@@ -487,18 +492,19 @@ def try_quantize_(
     method: str | None,
     texts: Sequence[Tensor],
 ) -> bool:
-    """Quantize the model in place; False if its shapes do not allow it."""
+    """Quantize the model in place; False if the scheme does not fit its shapes."""
     skip = skip_names(args, model.config)
     grouped = scheme in ("int4", "int3", "int2")
     group_size = args.group_size if grouped else None
     try:
         if scheme == "2:4" and any(isinstance(m, MoE) for m in model.modules()):
-            return False  # sparse.py does not prune stacks of experts
+            return False  # sparse.py does not prune stacked experts
         if scheme == "2:4":
             sparsify_(model, 2, 4, skip)
         elif method is not None:
-            check_weights(quantizable_modules(model, skip), get_scheme(scheme, group_size).check, skip)
-            calibrate_(model, method, get_scheme(scheme, group_size), skip, texts)
+            chosen = get_scheme(scheme, group_size)
+            check_weights(quantizable_modules(model, skip), chosen.check, skip)
+            calibrate_(model, method, chosen, skip, texts)
         elif scheme is not None:
             quantize_(model, scheme, skip=skip, group_size=group_size)
     except ValueError as e:
@@ -512,20 +518,21 @@ def try_quantize_(
 def compare(
     plain: Transformer, model: Transformer, texts: Sequence[Tensor]
 ) -> tuple[float, float, float]:
-    """(loss in nats per token, KL of the next token from plain's, share of equal greedy tokens)."""
+    """(loss in nats per token, KL divergence from plain's next-token distribution, fraction of
+    positions with the same argmax)."""
     loss, kl, same, count = 0.0, 0.0, 0, 0
     for tokens in texts:
-        wanted = plain(tokens[:, :-1])[0].float().log_softmax(-1)
-        found = model(tokens[:, :-1])[0].float().log_softmax(-1)
-        loss += F.nll_loss(found, tokens[0, 1:], reduction="sum").item()
-        kl += (wanted.exp() * (wanted - found)).sum().item()
-        same += (wanted.argmax(-1) == found.argmax(-1)).sum().item()
-        count += len(wanted)
+        expected = plain(tokens[:, :-1])[0].float().log_softmax(-1)
+        actual = model(tokens[:, :-1])[0].float().log_softmax(-1)
+        loss += F.nll_loss(actual, tokens[0, 1:], reduction="sum").item()
+        kl += (expected.exp() * (expected - actual)).sum().item()
+        same += (expected.argmax(-1) == actual.argmax(-1)).sum().item()
+        count += len(expected)
     return loss / count, kl / count, same / count
 
 
 def report_line(r: ReportRow) -> str:
-    """One row for a person; a star where 16 bit decodes faster."""
+    """Format one row; a star marks batch sizes at which 16 bits decodes faster."""
     speeds = (f"{v:.1f}{'*' if b in r.slower else ' '}" for b, v in r.tokens_per_second.items())
     return (
         f"{r.scheme:<25}{r.megabytes:>9.2f}{r.loss:>9.4f}{r.loss_percent:>8.2f}%"
@@ -539,13 +546,13 @@ REPORT_HEADER += "".join(f"{f'tok/s x{b}':>12}" for b in BATCH_SIZES)
 
 
 def plot(rows: Sequence[ReportRow], path: Path) -> None:
-    """Loss against bytes, a point for each scheme."""
+    """Plot loss against megabytes, one point per scheme."""
     from training.metrics import pyplot
 
     figure, axes = pyplot().subplots(figsize=(8, 5))
     axes.scatter([r.megabytes for r in rows], [r.loss for r in rows])
     for r in rows:
         axes.annotate(r.scheme, (r.megabytes, r.loss), (4, 4), textcoords="offset points")
-    axes.set(xlabel="MB of weights", ylabel="loss on held-out text (nats per token)")
+    axes.set(xlabel="MB of weights", ylabel="validation loss (nats per token)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -1,34 +1,34 @@
-"""alignment.py: losses that train a language model on preferences and on rewards.
+"""Alignment losses: DPO on preference pairs and GRPO on verifiable rewards.
 
-After pretraining and supervised fine-tuning comes what no text says token by token: which of two
-answers is better, or whether an answer is right. Both are losses on log-probabilities that the
-model gives to whole answers y after a prompt x,
+After pretraining and supervised fine-tuning, a model is trained on which of two completions is
+better, or on a reward of each completion. Both losses use the log-probability of a completion y
+given a prompt x,
 
     log pi(y | x) = sum_t log pi(y_t | x, y_<t)           token_logprobs, sequence_logprobs
 
-beside those of a reference, the model as it was, from which it must not stray too far.
+and that of a frozen reference model, which keeps the policy close to the initial model.
 
-    DPO   Direct preference optimization (Rafailov et al., arXiv:2305.18290, eq. 7): pairs of a
-          chosen and a rejected answer are a classification, no reward model and no sampling:
+    DPO   Direct preference optimization (Rafailov et al., arXiv:2305.18290, eq. 7): binary
+          classification of chosen against rejected completion, no reward model, no sampling:
           -log sigmoid(beta * ((log pi - log ref)(chosen) - (log pi - log ref)(rejected))).
-    GRPO  Group relative policy optimization (DeepSeekMath, arXiv:2402.03300, eq. 3): draw several
-          answers to a prompt from the model itself, give each a reward, and take its distance from
-          the group's mean as the advantage of all its tokens: PPO's clipped loss without a critic.
-    RLVR  rewards that a program can check (Tulu 3, arXiv:2411.15124, section 6): REWARDS.
+    GRPO  Group relative policy optimization (DeepSeekMath, arXiv:2402.03300, eq. 3): sample several
+          completions per prompt from the policy; the advantage of all tokens of a completion is its
+          reward minus the mean reward of its group. PPO's clipped loss without a critic.
+    RLVR  Rewards computed by a program (Tulu 3, arXiv:2411.15124, section 6): REWARDS.
 
-What it costs: DPO two forward passes of each answer (the reference's without gradient); GRPO the
-answers themselves, which take most of its time, and a third pass if kl is not 0. When it loses: DPO
-on pairs far from what the model would say (it lowers both); GRPO where all answers of a group have
-one reward (no gradient), and with a reward that can be had without the task. Dividing by the
-group's deviation weighs prompts that are nearly always or never solved up, and 1 / |y| short
-answers (Dr. GRPO, arXiv:2503.20783): normalize=False, and a mask of ones, leave these out.
+Cost: DPO: two forward passes per completion (the reference's without gradient). GRPO: sampling,
+which takes most of the time, and a third forward pass if kl is not 0. When it loses: DPO on pairs
+that are unlikely under the policy (both log-probabilities fall); GRPO if all rewards of a group are
+equal (no gradient) or the reward can be gained without solving the task. Dividing by the group's
+standard deviation upweights prompts that are nearly always or never solved, and 1 / |y| upweights
+short completions (Dr. GRPO, arXiv:2503.20783): normalize=False and a mask of ones avoid both.
 
-Hook: none; these are functions of tensors. Losses and statistics are sums, so that micro-batches
-and ranks add up: the caller divides by the count of the whole step. Equivalence (test_all.py):
-gradients are those of the formulas in fp64. Needs: torch. `python training/alignment.py` checks itself and
-prints a table.
+Hook: none; functions of tensors. Losses and statistics are sums, so that micro-batches and ranks
+add up; the caller divides by the count of the whole step. Equivalence (test_all.py): gradients are
+those of the formulas in fp64. Needs: torch. `python training/alignment.py` runs a check and prints
+a table.
 
-Shapes: B answers, T tokens, V vocabulary, G groups of n answers.
+Shapes: B completions, T tokens, V vocabulary, G groups of n completions.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def _check(condition: bool, message: str) -> None:
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """log p(target), in nats: logits (..., V), targets (...) -> (...) in fp32 (fp64 of fp64), 0
-    where the target is ignore_index."""
+    """log p(target) in nats: logits (..., V), targets (...) -> (...) in fp32 (fp64 for fp64
+    logits), 0 where the target is ignore_index."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     flat = wide.flatten(0, -2), targets.flatten()
     return -F.cross_entropy(*flat, ignore_index=ignore_index, reduction="none").view_as(targets)
 
 
 def sequence_logprobs(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """log p of all targets of a row that are not ignored: (B, T, V), (B, T) -> (B,)."""
+    """Sum of token_logprobs over each row: (B, T, V), (B, T) -> (B,)."""
     return token_logprobs(logits, targets, ignore_index).sum(-1)
 
 
@@ -84,20 +84,20 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPO's loss (arXiv:2305.18290, eq. 7) of pairs, from their sequence_logprobs, each (B,).
+    """DPO loss (arXiv:2305.18290, eq. 7) of pairs, from their sequence_logprobs, each (B,).
 
-    beta: how dear it is to leave the reference. label_smoothing: the share of pairs whose order is
-    taken to be wrong (conservative DPO, Mitchell's note on noisy preferences).
-    Returns the sum over pairs, and sums of reward_margin, beta * (chosen's log-ratio - rejected's),
-    and of accuracy, 1 where that is above 0."""
+    beta: strength of the implicit KL penalty. label_smoothing: assumed fraction of mislabeled pairs
+    (conservative DPO, Mitchell's note on noisy preferences).
+    Returns the loss and statistics, all summed over pairs: reward_margin = beta * (log-ratio of
+    chosen - log-ratio of rejected), and accuracy, 1 if the margin is above 0."""
     _check(beta > 0, f"beta must be above 0, not {beta}")
     ok = 0 <= label_smoothing < 0.5
     _check(ok, f"label_smoothing must be from 0 to below 0.5, not {label_smoothing}")
     margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
-    right, wrong = F.logsigmoid(margin), F.logsigmoid(-margin)
-    loss = -((1 - label_smoothing) * right + label_smoothing * wrong).sum()
-    kept = margin.detach()
-    return loss, {"reward_margin": kept.sum(), "accuracy": (kept > 0).to(kept.dtype).sum()}
+    correct, flipped = F.logsigmoid(margin), F.logsigmoid(-margin)
+    loss = -((1 - label_smoothing) * correct + label_smoothing * flipped).sum()
+    margin = margin.detach()
+    return loss, {"reward_margin": margin.sum(), "accuracy": (margin > 0).to(margin.dtype).sum()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -106,9 +106,9 @@ def dpo_loss(
 
 
 def group_advantages(rewards: Tensor, normalize: bool = True) -> Tensor:
-    """How much better than its group an answer is: rewards (G, n) -> (G, n), less their mean and,
-    with normalize, over the group's (population) standard deviation (arXiv:2402.03300, 4.1.2);
-    without, Dr. GRPO's (arXiv:2503.20783, 3.2). Exactly 0 where all of a group are equal."""
+    """Group-relative advantages: rewards (G, n) - group mean -> (G, n). normalize: also divide by
+    the group's (population) standard deviation (arXiv:2402.03300, 4.1.2); without: Dr. GRPO
+    (arXiv:2503.20783, 3.2). Exactly 0 if all rewards of a group are equal."""
     _check(rewards.dim() == 2, f"rewards must be (groups, n), not {tuple(rewards.shape)}")
     centred = rewards - rewards.mean(1, keepdim=True)
     centred = centred.masked_fill((rewards == rewards[:, :1]).all(1, keepdim=True), 0.0)
@@ -127,35 +127,35 @@ def grpo_loss(
     clip_high: float | None = None,
     kl: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GRPO's loss (arXiv:2402.03300, eq. 3) summed over tokens, from token_logprobs.
+    """GRPO loss (arXiv:2402.03300, eq. 3) summed over tokens, from token_logprobs.
 
-    logprobs (B, T) of the model; old_logprobs, of the policy that drew the tokens; ref_logprobs, of
-    the reference, asked for if kl is not 0; advantages (B,) or (B, T). mask (B, T) weighs tokens: 0
-    for those that were not drawn; else 1, so that all count alike (DAPO, arXiv:2503.14476, 3.3), or
-    1 / |y|, so that all answers do, as in eq. 3.
+    logprobs (B, T) of the model; old_logprobs of the policy that sampled the tokens; ref_logprobs
+    of the reference model, required if kl is not 0; advantages (B,) or (B, T). mask (B, T) weights
+    tokens: 0 for tokens that were not sampled; else 1, for equal weight per token (DAPO,
+    arXiv:2503.14476, 3.3), or 1 / |y|, for equal weight per completion as in eq. 3.
 
-    With r = exp(logprobs - old_logprobs) a token's loss is -min(r A, clamp(r, 1 - clip, 1 +
-    clip_high) A) + kl * k3, where k3 = exp(d) - d - 1 with d = ref - logprobs is an unbiased and
-    never negative estimate of KL(model || ref) (eq. 4). clip_high None: clip.
+    With r = exp(logprobs - old_logprobs), a token's loss is -min(r A, clamp(r, 1 - clip, 1 +
+    clip_high) A) + kl * k3, where k3 = exp(d) - d - 1, d = ref - logprobs, is an unbiased,
+    non-negative estimate of KL(model || ref) (eq. 4). clip_high None: clip.
 
-    Returns the loss, and sums weighed by the mask: kl (of k3, 0 without a reference) and clipped (1
-    for tokens that the clip robs of their gradient)."""
-    _check(kl == 0 or ref_logprobs is not None, f"kl {kl} needs ref_logprobs")
+    Returns the loss and mask-weighted sums: kl (k3, 0 without a reference) and clipped (1 for
+    tokens whose gradient is clipped)."""
+    _check(kl == 0 or ref_logprobs is not None, f"kl {kl} requires ref_logprobs")
     _check(0 < clip < 1, f"clip must be between 0 and 1, not {clip}")
     high = clip if clip_high is None else clip_high
     _check(high > 0, f"clip_high must be above 0, not {high}")
     A = advantages[:, None] if advantages.dim() == 1 else advantages
-    drawn, mask = mask != 0, mask.to(logprobs.dtype)
-    zero = lambda x: x.masked_fill(~drawn, 0.0)  # what is masked may be anything, inf too
-    ratio = zero(logprobs - old_logprobs).exp()
-    plain, clipped = ratio * A, ratio.clamp(1 - clip, 1 + high) * A
-    loss, k3 = -torch.minimum(plain, clipped), torch.zeros_like(ratio)
+    sampled, mask = mask != 0, mask.to(logprobs.dtype)
+    zero_masked = lambda x: x.masked_fill(~sampled, 0.0)  # masked values may be inf or NaN
+    ratio = zero_masked(logprobs - old_logprobs).exp()
+    unclipped, clipped = ratio * A, ratio.clamp(1 - clip, 1 + high) * A
+    loss, k3 = -torch.minimum(unclipped, clipped), torch.zeros_like(ratio)
     if ref_logprobs is not None:
-        d = zero(ref_logprobs - logprobs)
+        d = zero_masked(ref_logprobs - logprobs)
         k3 = d.exp() - d - 1
         loss = loss + kl * k3 if kl else loss
-    robbed = (clipped < plain).to(mask.dtype)
-    stats = {"kl": (k3 * mask).sum().detach(), "clipped": (robbed * mask).sum()}
+    is_clipped = (clipped < unclipped).to(mask.dtype)
+    stats = {"kl": (k3 * mask).sum().detach(), "clipped": (is_clipped * mask).sum()}
     return (loss * mask).sum(), stats
 
 
@@ -168,20 +168,20 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def exact_reward(prompt: str, completion: str, answer: str) -> float:
-    """1 if the completion is the answer, but for blanks around it."""
+    """1 if the completion equals the answer, ignoring surrounding white space."""
     return float(completion.strip() == answer.strip())
 
 
 def number_reward(prompt: str, completion: str, answer: str) -> float:
-    """1 if the last number in the completion is the last in the answer, as GSM8K is scored
-    (arXiv:2110.14168): "so 1,024.0" answers "#### 1024"."""
+    """1 if the last number in the completion equals the last number in the answer, as in GSM8K
+    (arXiv:2110.14168): "so 1,024.0" matches "#### 1024"."""
     wanted = _last_number(answer)
-    _check(wanted is not None, f'reward "number": the answer {answer!r} holds no number')
+    _check(wanted is not None, f'reward "number": the answer {answer!r} contains no number')
     return float(_last_number(completion) == wanted)
 
 
 def prefix_reward(prompt: str, completion: str, answer: str) -> float:
-    """1 if the completion begins with the answer, but for blanks before it."""
+    """1 if the completion starts with the answer, ignoring leading white space."""
     return float(completion.lstrip().startswith(answer.strip()))
 
 
@@ -193,19 +193,20 @@ REWARDS: dict[str, Reward] = {
 
 
 def load_reward(name: str) -> Reward:
-    """One of REWARDS, or "FILE.py:FUNCTION", which is run as Python: reward(prompt, completion,
-    answer) -> a number. ValueError says what is missing."""
+    """A reward function reward(prompt, completion, answer) -> float: one of REWARDS, or
+    "FILE.py:FUNCTION", which is executed. ValueError if there is none."""
     if name in REWARDS:
         return REWARDS[name]
     path, colon, function = name.rpartition(":")
     ok = bool(colon) and path.endswith(".py") and Path(path).is_file()
-    _check(ok, f"reward {name!r} is none of {', '.join(REWARDS)}, nor FILE.py:FUNCTION of a file")
+    known = ", ".join(REWARDS)
+    _check(ok, f"reward {name!r} must be {known} or FILE.py:FUNCTION of an existing file")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as e:  # whatever a program may do wrong
-        raise ValueError(f"reward {name!r}: {path} does not run: {type(e).__name__}: {e}") from e
+    except Exception as e:  # user code may raise anything
+        raise ValueError(f"reward {name!r}: {path} failed: {type(e).__name__}: {e}") from e
     reward = getattr(module, function, None)
     _check(callable(reward), f"reward {name!r}: {path} has no function {function!r}")
     return reward
@@ -219,8 +220,8 @@ def load_reward(name: str) -> Reward:
 def bandit(
     updates: int, seed: int = 0, *, arms: int = 16, normalize: bool = True, kl: float = 0.0
 ) -> list[float]:
-    """A softmax policy over arms of which one pays 1: its mean reward, exactly, before and after
-    every update of GRPO on 8 groups of 8 draws."""
+    """GRPO on a multi-armed bandit: a softmax policy over arms, only arm 0 has reward 1. Returns
+    the exact expected reward before and after every update of 8 groups of 8 samples."""
     rng = torch.Generator().manual_seed(seed)
     theta = torch.zeros(arms, requires_grad=True)
     optimizer, curve = torch.optim.Adam([theta], lr=0.1), []
@@ -228,11 +229,11 @@ def bandit(
     for _ in range(updates):
         with torch.no_grad():
             curve.append(float(theta.softmax(0)[0]))
-            drawn = torch.multinomial(theta.softmax(0).expand(8, -1), 8, True, generator=rng)
-            old = theta.log_softmax(0)[drawn].view(-1, 1)
-        advantages = group_advantages((drawn == 0).float(), normalize).flatten()
-        logprobs = theta.log_softmax(0)[drawn].view(-1, 1)
-        ref = reference[drawn].view(-1, 1)
+            sampled = torch.multinomial(theta.softmax(0).expand(8, -1), 8, True, generator=rng)
+            old = theta.log_softmax(0)[sampled].view(-1, 1)
+        advantages = group_advantages((sampled == 0).float(), normalize).flatten()
+        logprobs = theta.log_softmax(0)[sampled].view(-1, 1)
+        ref = reference[sampled].view(-1, 1)
         loss, _ = grpo_loss(logprobs, old, ref, advantages, torch.ones(64, 1), kl=kl)
         (loss / 64).backward()
         optimizer.step()
@@ -241,7 +242,7 @@ def bandit(
 
 
 def check() -> None:
-    """Values and gradients of the formulas as written, in fp64; and that a bandit learns."""
+    """Losses and gradients against the formulas in fp64; and a bandit must learn."""
     torch.manual_seed(0)
     new, old, ref = (torch.randn(4, 5, dtype=torch.float64) * 0.3 for _ in range(3))
     A, mask = torch.randn(4, dtype=torch.float64), (torch.rand(4, 5) > 0.3).double()
@@ -279,41 +280,41 @@ def _ms(run: Callable[[], object], device: str) -> float:
 
 
 def benchmark(device: str) -> None:
-    """What the losses cost, forward and backward, beside the head's product that gives the logits;
-    and what a bandit of 16 arms learns from 64 draws an update."""
+    """Time of the losses, forward and backward, next to the head's matmul that gives the logits;
+    and the reward of a 16-armed bandit with 64 samples per update."""
     B, T, C, V = (16, 1024, 2048, 32000) if device == "cuda" else (8, 64, 512, 16000)
     head = torch.randn(V, C, device=device)
     hidden = torch.randn(B, T, C, device=device).requires_grad_()
     targets = torch.randint(V, (B, T), device=device)
 
-    def product() -> Tensor:
+    def head_matmul() -> Tensor:
         with torch.autocast(device, torch.bfloat16):
             return F.linear(hidden, head)
 
-    logits = product().detach().requires_grad_()
-    fixed = token_logprobs(logits, targets).detach()
-    ones, A = torch.ones_like(fixed), torch.randn(B, device=device)
+    logits = head_matmul().detach().requires_grad_()
+    ref = token_logprobs(logits, targets).detach()
+    ones, A = torch.ones_like(ref), torch.randn(B, device=device)
     pairs = lambda x: (x[0::2].sum(-1), x[1::2].sum(-1))
-    x = fixed.clone().requires_grad_()
-    print(f"{B} answers of {T} tokens, C {C}, V {V}: forward and backward, ms")
+    x = ref.clone().requires_grad_()
+    print(f"{B} completions of {T} tokens, C {C}, V {V}: forward and backward, ms")
     for name, run in (
-        ("head's product, bf16", lambda: product().sum()),
+        ("head matmul, bf16", lambda: head_matmul().sum()),
         (
             "log_softmax, gather",
             lambda: logits.float().log_softmax(-1).gather(-1, targets[..., None]),
         ),
         ("token_logprobs", lambda: token_logprobs(logits, targets)),
-        ("dpo_loss", lambda: dpo_loss(*pairs(x), *pairs(fixed))[0]),
-        ("grpo_loss, kl", lambda: grpo_loss(x, fixed, fixed, A, ones, kl=0.1)[0]),
+        ("dpo_loss", lambda: dpo_loss(*pairs(x), *pairs(ref))[0]),
+        ("grpo_loss, kl", lambda: grpo_loss(x, ref, ref, A, ones, kl=0.1)[0]),
     ):
         print(f"  {name:24}{_ms(lambda: run().sum().backward(), device):9.2f}")
     print(f"bandit, mean reward after {'0':>9}{'10':>8}{'20':>8}{'40':>8}{'80':>8} updates")
-    for name, how in (
+    for name, kwargs in (
         ("GRPO", {}),
         ("GRPO, kl 0.2", {"kl": 0.2}),
-        ("Dr. GRPO, no deviation", {"normalize": False}),
+        ("Dr. GRPO, not normalized", {"normalize": False}),
     ):
-        curves = torch.tensor([bandit(80, seed, **how) for seed in range(8)]).mean(0)
+        curves = torch.tensor([bandit(80, seed, **kwargs) for seed in range(8)]).mean(0)
         print(f"  {name:24}" + "".join(f"{curves[i]:8.3f}" for i in (0, 10, 20, 40, 80)))
 
 

@@ -106,9 +106,7 @@ def convert_linears_(model: Transformer, args: argparse.Namespace) -> None:
             tied = ("head",) if model.config.tie_embeddings else ()  # with --pp it is a copy
             qat_(model, QAT_SPECS[args.qat], skip=tied)
         except ValueError as e:
-            raise ValueError(
-                f"--qat {args.qat} (groups of 32): {e}; or use --qat int8"
-            ) from None
+            raise ValueError(f"--qat {args.qat} (groups of 32): {e}; or use --qat int8") from None
 
 
 def compile_model(model: Transformer) -> Any:

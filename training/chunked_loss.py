@@ -141,8 +141,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def _loss(
-    config: _LossConfig, needs_grad: list[bool], hidden: Tensor, weight: Tensor,
-    bias: Tensor | None, t: Tensor,
+    config: _LossConfig,
+    needs_grad: list[bool],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    t: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The loss, and its gradients of hidden, weight and bias where needs_grad, else None."""
     acc_dtype = torch.promote_types(config.dtype, torch.float32)

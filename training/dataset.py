@@ -214,7 +214,8 @@ def prepare_task(args: argparse.Namespace, config: ModelConfig, env: DistEnv) ->
     def write() -> None:
         prepare_tokenizer(args, (), config.vocab_size)
         if load_chat_template(args.out) is None:
-            names = map(load_tokenizer(args.out).id_to_token, (config.bos_id or BOS, *config.eos_ids[:1]))
+            bos_eos = config.bos_id or BOS, *config.eos_ids[:1]
+            names = map(load_tokenizer(args.out).id_to_token, bos_eos)
             text = DEFAULT_CHAT_TEMPLATE.replace("BOS", next(names)).replace("EOS", next(names, ""))
             path = args.out / "chat_template.jinja"
             write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))

@@ -221,7 +221,6 @@ def add_memory_flags(p: argparse.ArgumentParser) -> None:
         "selective: all but every other matmul's; full: of whole blocks; sqrt: of sqrt(layers) "
         "groups of blocks; BYTES (8e9, 500M, 12G): as few as fit a micro-batch into that budget "
         "(%(default)s)",
-
     )
     p.add_argument(
         "--loss-chunk",

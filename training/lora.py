@@ -1,36 +1,35 @@
-"""lora.py: fine-tuning a few parameters beside frozen ones, low-rank adaptation.
+"""LoRA: low-rank adapters on frozen linear layers, with PEFT's file format.
 
-Full fine-tuning keeps a gradient and two moments for every weight, 12 bytes beside its 4, and gives
-a whole checkpoint per task. What a task changes has a low rank, LoRA says (Hu et al.,
-arXiv:2106.09685, section 4.1): freeze W and train a product of two thin matrices beside it,
+Full fine-tuning keeps a gradient and two optimizer states per weight (12 bytes next to its 4) and
+produces a full checkpoint per task. LoRA (Hu et al., arXiv:2106.09685, section 4.1) assumes that
+the weight update has low rank: it freezes W and trains two low-rank factors,
 
     y = x W^T + alpha / rank * (x A^T) B^T      W (F, C) frozen, A (rank, C), B (F, rank)
 
-with A drawn and B zero, so that training begins at the model as it was. After training B A is added
-to W, and the model is as fast as before; or kept apart, a file of megabytes for each task.
+A is initialized randomly and B with zeros, so training starts at the base model. After training,
+B A is merged into W at no inference cost, or kept as an adapter file of a few MB per task.
 
-    lora_(model, rank=16)                             # adapters where the targets are, all frozen
-    optimizer = AdamW(adapters(model).values())       # train as ever
-    save_adapters(model, folder, base="org/model")    # PEFT's format
-    with disabled(model): ...                         # the base model: a reference for DPO or GRPO
-    merge_(model)                                     # plain nn.Linear again
+    apply_lora_(model, rank=16)                             # adapt the targets, freeze all else
+    optimizer = AdamW(adapter_parameters(model).values())
+    save_adapters(model, folder, base="org/model")          # PEFT's format
+    with disable_adapters(model): ...                       # the base model, a reference for DPO
+    merge_(model)                                           # plain nn.Linear again
 
-What it costs: two thin products for each thick one, in training and until merged; activations are
-kept as without it. What it gains: gradients and optimizer states of few parameters (rank 16 on all
-of Llama 2 7B: 0.6%), no gradient of W (a third of a layer's arithmetic), and adapters that travel.
-When it loses: where the data teach more than so few parameters hold, as pretraining does; with
-small matrices, whose products are cheaper than three calls. Stacked experts of mixtures are no
-nn.Linear and are not adapted; nor is a weight that two modules share (a tied head), for it could
-not be merged into one of them.
+Cost: two small matmuls per adapted linear until merged; activation memory is unchanged. Gain:
+gradients and optimizer states of few parameters (rank 16 on all of Llama 2 7B: 0.6%), no gradient
+of W (a third of a layer's FLOPs), and small adapter files. When it loses: where the data require
+more capacity, as in pretraining; with small matrices, where the two extra kernel launches dominate.
+Stacked experts of an MoE are not nn.Linear and are not adapted; nor is a weight that two modules
+share (a tied head), as it cannot be merged into one of them.
 
-Adapters are fp32 beside weights of 16 bits, and are multiplied in the input's dtype. lora_ comes
-before quantized products, compiling and sharding. What is drawn depends on (seed, name) alone: so
-adapters are the same whatever else is adapted, on every rank and device.
+Adapters of 16-bit weights are fp32 and are cast to the input's dtype in the forward pass. Call
+apply_lora_ before quantization, compilation and sharding. Initialization depends only on (seed,
+name), so it is the same for any targets, rank or device.
 
-Hook: the Linear swap; every weight keeps its object and its name. Equivalence (test_all.py): fresh
-and disabled adapters leave every bit of the output; merged is unmerged but for one rounding of each
-weight to its own dtype. Needs: torch, and safetensors for files alone. `python training/lora.py` checks
-itself and prints a table.
+Hook: the Linear swap; every weight keeps its object and its name. Equivalence (test_all.py): with
+fresh or disabled adapters the output is bitwise that of the base model; merged equals unmerged up
+to one rounding of each weight to its dtype. Needs: torch; safetensors for files only. `python
+training/lora.py` runs a check and prints a table.
 
 Shapes: x (..., C), C in features, F out features.
 """
@@ -62,7 +61,7 @@ def _check(condition: bool, message: str) -> None:
 
 
 class LoRALinear(nn.Linear):
-    """x W^T + bias + scale * (x A^T) B^T, W and bias frozen."""
+    """x W^T + bias + scale * (x A^T) B^T; W and bias are frozen."""
 
     lora_a: nn.Parameter  # (rank, C)
     lora_b: nn.Parameter  # (F, rank)
@@ -78,7 +77,7 @@ class LoRALinear(nn.Linear):
 
 
 # --------------------------------------------------------------------------------------------------
-# On and off a model
+# Applying and merging
 # --------------------------------------------------------------------------------------------------
 
 
@@ -89,12 +88,12 @@ def apply_lora_(
     targets: Sequence[str] = TARGETS,
     seed: int = 0,
 ) -> nn.Module:
-    """Adapt every nn.Linear whose name ends in one of the targets, in place, and freeze all else.
-    alpha None: rank, a scale of 1 (the paper's first choice, 4.1). ValueError where nothing is to
-    be adapted, or what is cannot be."""
-    known = lambda name: name.rpartition(".")[2] in targets
-    names = [name for name, module in _linears(model).items() if known(name)]
-    what = "stacked experts are not covered" if targets else "give at least one"
+    """Add adapters, in place, to every nn.Linear whose name ends in one of the targets, and freeze
+    all other parameters. alpha None: alpha = rank, a scale of 1 (the paper's choice, 4.1).
+    ValueError if no module matches or one cannot be adapted."""
+    is_target = lambda name: name.rpartition(".")[2] in targets
+    names = [name for name, module in _linears(model).items() if is_target(name)]
+    what = "stacked experts are not supported" if targets else "give at least one"
     _check(bool(names), f"targets {', '.join(targets)}: no nn.Linear has such a name ({what})")
     return _adapt(model, names, rank, rank if alpha is None else alpha, seed)
 
@@ -104,24 +103,26 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _adapt(model: nn.Module, names: Sequence[str], rank: int, alpha: float, seed: int) -> nn.Module:
-    _check(isinstance(rank, int) and rank > 0, f"rank must be a whole number above 0, not {rank!r}")
+    _check(isinstance(rank, int) and rank > 0, f"rank must be an integer above 0, not {rank!r}")
     _check(0 < alpha < math.inf, f"alpha must be a number above 0, not {alpha!r}")
     users = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     for name in names:
         old = model.get_submodule(name)
-        _check(not isinstance(old, LoRALinear), f"{name} is adapted already; merge_ it first")
+        _check(not isinstance(old, LoRALinear), f"{name} is adapted already; call merge_ first")
         kind = type(old).__name__
-        _check(type(old) is nn.Linear, f"{name} is a {kind}; adapt it while it is an nn.Linear")
+        _check(type(old) is nn.Linear, f"{name} is a {kind}, not an nn.Linear; apply LoRA earlier")
         shared = users[old.weight] > 1
-        _check(not shared, f"{name} shares its weight with another module; take it off the targets")
+        _check(not shared, f"{name} shares its weight with another module; remove it from targets")
     model.requires_grad_(False)
     for name in names:
-        _replace_module(model, name, _make_lora_linear(model.get_submodule(name), name, rank, alpha / rank, seed))
+        old = model.get_submodule(name)
+        _replace_module(model, name, _make_lora_linear(old, name, rank, alpha / rank, seed))
     return model
 
 
 def _make_lora_linear(old: nn.Linear, name: str, rank: int, scale: float, seed: int) -> LoRALinear:
-    """A is uniform within 1 / sqrt(C), as PEFT and the paper's own code draw it."""
+    """A LoRALinear in place of `old`. A is uniform in +-1 / sqrt(C), as in PEFT and the paper's
+    code."""
     with torch.device("meta"):
         new = LoRALinear(old.in_features, old.out_features, old.bias is not None)
     new.weight, new.bias, new.scale, new.enabled = old.weight, old.bias, scale, True
@@ -146,8 +147,8 @@ def _lora_linears(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, under its name in the model: NAME.lora_a (rank, C), NAME.lora_b (F, rank).
-    Empty for a model without adapters."""
+    """The trainable parameters by name: NAME.lora_a (rank, C) and NAME.lora_b (F, rank); empty for
+    a model without adapters."""
     found = _lora_linears(model).items()
     return {
         f"{name}.{leaf}": getattr(m, leaf) for name, m in found for leaf in ("lora_a", "lora_b")
@@ -156,8 +157,8 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[nn.Module]:
-    """The model without its adapters, meanwhile. A backward pass that recomputes activations must
-    find the adapters as its forward pass did."""
+    """Context manager that disables all adapters. A backward pass that recomputes activations must
+    run in the same state as its forward pass."""
     found = list(_lora_linears(model).values())
     before = [m.enabled for m in found]
     for m in found:
@@ -171,8 +172,8 @@ def disable_adapters(model: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def merge_(model: nn.Module) -> nn.Module:
-    """W + scale * B A in place, summed in fp32 (or W's dtype, if that is wider) and rounded once to
-    W's, and plain nn.Linear again. What is frozen stays so: requires_grad_ is the caller's."""
+    """Merge adapters in place: W += scale * B A, computed in fp32 (or W's dtype if wider) and
+    rounded once, and restore plain nn.Linear modules. Frozen weights stay frozen."""
     for name, m in _lora_linears(model).items():
         wide = m.lora_a.dtype
         m.weight.copy_(m.weight.to(wide).addmm_(m.lora_b, m.lora_a, alpha=m.scale))
@@ -184,11 +185,11 @@ def merge_(model: nn.Module) -> nn.Module:
 
 
 # --------------------------------------------------------------------------------------------------
-# Files, as PEFT writes and reads them
+# PEFT files
 # --------------------------------------------------------------------------------------------------
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# of adapter_config.json: what changes the arithmetic, and the values that are LoRA's own
+# fields of adapter_config.json that change the forward pass -> their supported values
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -211,17 +212,18 @@ def _identity(name: str) -> str:
 def save_adapters(
     model: nn.Module, folder: str | os.PathLike, base: str, rename: Callable[[str], str] = _identity
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, or leave those that are there.
+    """Write adapter_config.json and adapter_model.safetensors; on failure existing files are kept.
 
-    base: the name or folder of the model that they go with. rename: module's name here -> in a
-    Hugging Face model, "layers.0.attention.q_proj" -> "model.layers.0.self_attn.q_proj"."""
+    base: name or folder of the base model. rename: module name -> its name in the Hugging Face
+    model, "layers.0.attention.q_proj" -> "model.layers.0.self_attn.q_proj"."""
     from safetensors.torch import save_file
 
     found = {rename(name): m for name, m in _lora_linears(model).items()}
-    _check(bool(found), "the model has no adapters to save; lora_ makes them")
+    _check(bool(found), "the model has no adapters to save; call apply_lora_ first")
     kinds = {(len(m.lora_a), m.scale) for m in found.values()}
     _check(
-        len(kinds) == 1, f"adapters of several ranks or scales, {sorted(kinds)}, are not one file"
+        len(kinds) == 1,
+        f"adapters with different (rank, scale), {sorted(kinds)}, cannot be saved in one file",
     )
     rank, scale = kinds.pop()
     config = {
@@ -253,12 +255,12 @@ def save_adapters(
 
 
 def _write_atomically(writers: dict[Path, Callable[[Path], Any]]) -> None:
-    """All files are on the disk before the first takes its place."""
+    """Write all files to temporary files and fsync them, then rename all."""
     made = {path.with_name(f".{path.name}.{os.getpid()}.tmp"): path for path in writers}
     try:
         for tmp, path in made.items():
             tmp.touch()
-            mode = tmp.stat().st_mode  # safetensors' own is for nobody else
+            mode = tmp.stat().st_mode  # safetensors creates files with mode 0600
             writers[path](tmp)
             tmp.chmod(mode)
             with open(tmp, "rb+") as f:
@@ -273,8 +275,8 @@ def _write_atomically(writers: dict[Path, Callable[[Path], Any]]) -> None:
 def load_adapters_(
     model: nn.Module, folder: str | os.PathLike, rename: Callable[[str], str] = _identity
 ) -> nn.Module:
-    """Put a folder's adapters, written by save_adapters or PEFT, on a plain model, in place.
-    rename: as save_adapters. ValueError names the file and the field or tensor that does not fit.
+    """Add the adapters of a folder, written by save_adapters or PEFT, to a plain model, in place.
+    rename: see save_adapters. ValueError names the file and the field or tensor that does not fit.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -290,17 +292,18 @@ def load_adapters_(
         keys = [f"{PREFIX}{rename(name)}.lora_{x}.weight" for x in "AB"]
         if any(key in tensors for key in keys):
             wanted[name] = keys
-    given = {key for keys in wanted.values() for key in keys}
-    odd = sorted(given ^ tensors.keys())
+    matched = {key for keys in wanted.values() for key in keys}
+    unmatched = sorted(matched ^ tensors.keys())
     _check(
-        bool(wanted) and not odd,
-        f"{folder / WEIGHTS}: {odd[0] if odd else 'empty'}: not a pair for a layer of this model",
+        bool(wanted) and not unmatched,
+        f"{folder / WEIGHTS}: {unmatched[0] if unmatched else 'empty'}: not a pair for a layer of "
+        "this model",
     )
     for name, (a, b) in wanted.items():
         shapes = ((rank, linears[name].in_features), (linears[name].out_features, rank))
         for key, shape in zip((a, b), shapes):
             found = tuple(tensors[key].shape)
-            _check(found == shape, f"{folder / WEIGHTS}: {key} is {found}, and must be {shape}")
+            _check(found == shape, f"{folder / WEIGHTS}: {key} has shape {found}, not {shape}")
     _adapt(model, list(wanted), rank, alpha, seed=0)
     with torch.no_grad():
         for name, (a, b) in wanted.items():
@@ -311,15 +314,15 @@ def load_adapters_(
 
 
 def _read_config(path: Path) -> tuple[int, float]:
-    """(rank, alpha). ValueError where the arithmetic is not that of LoRALinear."""
+    """(rank, alpha). ValueError if the config is not supported by LoRALinear."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path}: must be PEFT's, with r and lora_alpha ({e!r})") from None
+        raise ValueError(f"{path}: not a PEFT config with r and lora_alpha ({e!r})") from None
     for field, known in SUPPORTED.items():
         value = config.get(field, known[0])
-        _check(value in known, f"{path}: {field} is {value!r}; known here: {known[0]!r}")
+        _check(value in known, f"{path}: {field} is {value!r}; supported: {known[0]!r}")
     return rank, alpha
 
 
@@ -329,7 +332,7 @@ def _read_config(path: Path) -> tuple[int, float]:
 
 
 class _Block(nn.Module):
-    """SwiGLU under the names that targets go by."""
+    """SwiGLU MLP with the names of TARGETS."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -341,8 +344,8 @@ class _Block(nn.Module):
 
 
 def check() -> None:
-    """Output and gradients are those of the dense weight W + scale * B A, by the chain rule; and
-    disabling, merging and the file give back what was there."""
+    """Output and gradients must equal those of the dense weight W + scale * B A; disabling the
+    adapters must restore the base model, and merging must keep the output."""
     torch.manual_seed(0)
     layer, x = nn.Sequential(nn.Linear(12, 20).double()), torch.randn(5, 12, dtype=torch.float64)
     plain = layer(x)
@@ -377,7 +380,7 @@ def _seconds(run: Callable[[], Any], device: str, repeats: int = 5) -> float:
 
 
 def benchmark(device: str) -> None:
-    """A step of AdamW and a forward pass, and the bytes of gradients and moments."""
+    """Time of an AdamW step and a forward pass; memory of gradients and optimizer states."""
     dim, hidden, rows = (2048, 8192, 4096) if device == "cuda" else (512, 1536, 256)
     print(f"4 SwiGLU blocks of {dim} x {hidden}, {rows} rows, bf16 autocast, AdamW")
     print(f"{'trained':16}{'parameters':>12}{'state MB':>10}{'ms/step':>9}{'ms forward':>12}")

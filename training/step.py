@@ -261,9 +261,7 @@ def validate(
             with env.autocast():
                 losses = [loss_sums(model, batch, attend, layout)[0] for batch in same_size]
         else:
-            losses = layout.stages.validation_losses(
-                model, same_size, env.autocast, attend, layout
-            )
+            losses = layout.stages.validation_losses(model, same_size, env.autocast, attend, layout)
         total += sum(layout.all_reduce_sum(loss).item() for loss in losses) / layout.dp_size
     layout.reshard(model)
     return total / count
