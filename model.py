@@ -147,7 +147,7 @@ class ModelConfig:
         if self.windows and (
             len(self.windows) != self.n_layers or any(w is not None and w < 1 for w in self.windows)
         ):
-            raise ValueError("windows must have one entry per layer, 1 or more, or null")
+            raise ValueError("sliding windows must have one entry per layer, 1 or more, or null")
         self._check_rope()
         self._check_experts()
 

@@ -522,7 +522,7 @@ class QuantizedLinear(QuantizedModule):
         return self.linear_fn(x, self.qweight, self.scales, self.zeros, self.bias)
 
     @torch.no_grad()
-    def keep(self, index: Tensor, weight: Tensor) -> None:
+    def keep_unquantized(self, index: Tensor, weight: Tensor) -> None:
         """Store these elements of the flat weight in the model's dtype too, and use them."""
         self.kept_index, self.kept_weight = index.int(), weight.to(self.dtype)
 

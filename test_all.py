@@ -2502,7 +2502,9 @@ HOSTILE = {
 
 def hostile_corpus() -> list[str]:
     """Code and hostile texts: some of the characters have pieces, some fall back to bytes."""
-    return [(REPO / name).read_text(encoding="utf-8") for name in ("generation/cpu.py", "train.py")] + [
+    return [
+        (REPO / name).read_text(encoding="utf-8") for name in ("generation/cpu.py", "train.py")
+    ] + [
         text for name, text in HOSTILE.items() if name not in ("emoji", "special", "added", "marks")
     ]
 
@@ -3204,10 +3206,10 @@ def error_of(f, *args, **kwargs) -> str:
 @pytest.mark.parametrize(
     "template, words",
     [
-        ("{% if %}", ["line 1", "does not compile", "mend"]),
+        ("{% if %}", ["line 1", "does not compile", "fix it"]),
         ("a\n{{ x | no_such_filter }}", ["line 2", "no_such_filter"]),
         ("{{ " + "(" * 5000, ["does not compile"]),
-        ("{{ raise_exception('no\nsystem role') }}", ["refuses", "no system role"]),
+        ("{{ raise_exception('no\nsystem role') }}", ["rejects", "no system role"]),
         ("{{ 1 + 'a' }}", ["TypeError"]),
         ("{{ messages[0].content.nothing.more }}", ["UndefinedError", "nothing"]),
         ("{{ range(10 ** 9) | list }}", ["OverflowError"]),
@@ -3242,17 +3244,17 @@ PIECES = (SMALL / "tokenizer.model").read_bytes()
     [
         ("tokenizer.model", b'{"version": "1.0"}', ["JSON", "tokenizer.json"]),
         ("tokenizer.model", b"IQ== 0\nIg== 1\nIw== 2\n", ["tiktoken", "Meta", "tokenizer.json"]),
-        ("tokenizer.model", PIECES[:30000], ["cut short", "copy it again"]),
-        ("tokenizer.model", PIECES[:-1], ["cut short"]),
+        ("tokenizer.model", PIECES[:30000], ["truncated", "copy it again"]),
+        ("tokenizer.model", PIECES[:-1], ["truncated"]),
         ("tokenizer.model", b"", ["empty"]),
         (
             "tokenizer.model",
             b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
             ["git lfs pull"],
         ),
-        ("tokenizer.json", b'{"model_type": "llama"}', ["JSON of another kind"]),
-        ("tokenizer.json", b"[]", ["JSON of another kind"]),
-        ("tokenizer.json", b'{"version": "1.0", "mod', ["cut short"]),
+        ("tokenizer.json", b'{"model_type": "llama"}', ["it is other JSON"]),
+        ("tokenizer.json", b"[]", ["it is other JSON"]),
+        ("tokenizer.json", b'{"version": "1.0", "mod', ["truncated"]),
         ("tokenizer.json", PIECES[:1000], ["copy it again"]),
         ("tokenizer.json", b"", ["empty"]),
     ],
@@ -3266,7 +3268,7 @@ def test_a_file_that_is_not_a_tokenizer(tmp_path, file, data, words):
 
 
 BAD_FIELDS = [
-    ("tokenizer_config", b"{", ["cut short"]),
+    ("tokenizer_config", b"{", ["truncated"]),
     ("tokenizer_config", b"[1]", ["not a JSON object"]),
     ("tokenizer_config", b"\xff", ["copy it again"]),
     ("tokenizer_config", b"[" * 100_000, ["tokenizer_config.json"]),
@@ -3282,8 +3284,8 @@ BAD_FIELDS = [
     ("special_tokens_map", b"", ["empty"]),
     ("special_tokens_map", {"eos_token": []}, ["eos_token"]),
     ("special_tokens_map", {"eos_token": 5}, ["special_tokens_map.json", "eos_token"]),
-    ("added_tokens", {"<a>": "4"}, ["added_tokens.json", "whole number"]),
-    ("added_tokens", {"<a>": -4}, ["added_tokens.json", "whole number"]),
+    ("added_tokens", {"<a>": "4"}, ["added_tokens.json", "an integer"]),
+    ("added_tokens", {"<a>": -4}, ["added_tokens.json", "an integer"]),
     ("added_tokens", b"null", ["not a JSON object"]),
 ]
 
@@ -6291,7 +6293,13 @@ class WholeGrid(C.MinMaxSpec):
         return codes * scales
 
 
-CALIBRATE_GRIDS = [C.MinMaxSpec(2, 32), C.MinMaxSpec(3, 64), C.MinMaxSpec(4, 32), WholeGrid(3), WholeGrid(4, 0)]
+CALIBRATE_GRIDS = [
+    C.MinMaxSpec(2, 32),
+    C.MinMaxSpec(3, 64),
+    C.MinMaxSpec(4, 32),
+    WholeGrid(3),
+    WholeGrid(4, 0),
+]
 
 
 def calibrate_layer(seed, N=24, K=192, kind="correlated"):
@@ -6432,7 +6440,9 @@ def test_calibrate_gptq_is_never_worse_than_rounding(kind, grid, seeds):
                 assert (ours <= plain * (1 + 1e-4) + noise).all()
                 if kind == "correlated" and damp:
                     assert ours.sum() < 0.8 * plain.sum()
-        assert torch.isclose(C.output_error(W, C.round_to_nearest(grid, W), H), plain.sum(), rtol=1e-3)
+        assert torch.isclose(
+            C.output_error(W, C.round_to_nearest(grid, W), H), plain.sum(), rtol=1e-3
+        )
 
 
 def test_calibrate_rows_that_the_sweep_makes_worse_are_rounded(monkeypatch):
@@ -6454,9 +6464,9 @@ def test_calibrate_act_order_is_undone(grid):
     H = x.t() @ x
     codes, scales, _ = C.gptq(W, H, grid, act_order=True)
     assert torch.equal(scales, grid.choose_qparams(W)[0])
-    assert C.output_error(W, grid.dequantize(*C.gptq(W, H, grid, act_order=True)), H) < C.output_error(
-        W, C.round_to_nearest(grid, W), H
-    )
+    assert C.output_error(
+        W, grid.dequantize(*C.gptq(W, H, grid, act_order=True)), H
+    ) < C.output_error(W, C.round_to_nearest(grid, W), H)
     if grid.group_size is None:
         order = H.diagonal().argsort(descending=True, stable=True)
         permuted = C.gptq(W[:, order], H[order][:, order], grid)[0]
@@ -6493,7 +6503,9 @@ def test_calibrate_kept_weights_have_no_error_and_no_part_in_the_scales():
     without = C.output_error(W, grid.dequantize(*C.gptq(W, H, grid)), H)
     assert C.output_error(W, ours, H) < 0.2 * without
     one = torch.tensor([[1.0, 100.0, 3.0, 8.0]])
-    low = C.choose_qparams_without(C.MinMaxSpec(2, 2), one, torch.tensor([[False, True, True, True]]))[0]
+    low = C.choose_qparams_without(
+        C.MinMaxSpec(2, 2), one, torch.tensor([[False, True, True, True]])
+    )[0]
     torch.testing.assert_close(low, torch.tensor([[1 / 3, 1e-8]]))
 
 
@@ -6505,7 +6517,9 @@ def test_calibrate_one_row_and_odd_dtypes(N):
     a, b = C.gptq(W.bfloat16(), H, grid), C.gptq(W.bfloat16().float(), H, grid)
     assert all(torch.equal(p, q) for p, q in zip(a, b))
     W = W.bfloat16().float()
-    assert C.output_error(W, grid.dequantize(*b), H) <= C.output_error(W, C.round_to_nearest(grid, W), H)
+    assert C.output_error(W, grid.dequantize(*b), H) <= C.output_error(
+        W, C.round_to_nearest(grid, W), H
+    )
 
 
 def test_calibrate_gptq_refuses_what_it_cannot_use():
@@ -8263,7 +8277,9 @@ def test_quantize_grid_reads_any_layout():
             scales, zeros = grid.choose_qparams(odd)
             again, zero = grid.choose_qparams(before)
             assert torch.equal(scales, again) and (zeros is None or torch.equal(zeros, zero))
-            assert torch.equal(grid.quantize(odd, scales, zeros), grid.quantize(before, again, zero))
+            assert torch.equal(
+                grid.quantize(odd, scales, zeros), grid.quantize(before, again, zero)
+            )
             assert torch.equal(odd, before)
 
 
@@ -9401,9 +9417,7 @@ def test_quantize_multi_token_prediction():
     assert any(n.startswith("mtp.0.") for n in quantize_stacks(model))
     undone, tokens = quantize_undone(model), random_tokens(model.config, 2, 7)
     with torch.no_grad():
-        answers = [
-            m.mtp_forward(m(tokens, return_hidden=True), tokens) for m in (model, undone)
-        ]
+        answers = [m.mtp_forward(m(tokens, return_hidden=True), tokens) for m in (model, undone)]
     torch.testing.assert_close(*answers, rtol=2e-4, atol=2e-4)
 
 
@@ -11791,7 +11805,10 @@ def test_paged_engine_of_every_form(name, block_size):
     num_blocks = {1: 29, 3: 10, 16: 3}[block_size]
     for swap in (False, True):
         engine = paged_engine(
-            model, num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=5,
+            model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_batched_tokens=5,
             kv_swap=swap,
         )
         (bad,) = engine.generate([[POISON] * (num_blocks * block_size - 2)], greedy(2))
@@ -12333,7 +12350,11 @@ def test_paged_abort_at_any_step(swap):
     cut = set()
     for at in range(60):
         engine = paged_engine(
-            model, num_blocks=9, block_size=4, max_num_batched_tokens=9, max_num_seqs=6,
+            model,
+            num_blocks=9,
+            block_size=4,
+            max_num_batched_tokens=9,
+            max_num_seqs=6,
             kv_swap=swap,
         )
         live = {}
@@ -15955,7 +15976,10 @@ def test_engine_spec_taken_after_an_interruption():
 
         drafter = SpecDrafter([prompt + want])
         a = paged_engine(
-            model, num_blocks=9, drafter=drafter, speculate_k=3,
+            model,
+            num_blocks=9,
+            drafter=drafter,
+            speculate_k=3,
             output_callback=lambda s: Interrupts(s, []),
         )
         b = paged_engine(model, num_blocks=9, drafter=drafter)
@@ -16373,7 +16397,7 @@ def test_draft_head_killed_while_saving(corpus, draft_head_targets, tmp_path, ca
     argv[argv.index("--out") + 1] = str(tmp_path / "full")
     assert T.main(argv) == 2
     assert (
-        "untouched" in capsys.readouterr().err and not (tmp_path / "full" / DH.DRAFT_HEAD).exists()
+        "unchanged" in capsys.readouterr().err and not (tmp_path / "full" / DH.DRAFT_HEAD).exists()
     )
 
 
@@ -16860,7 +16884,9 @@ def test_spec_facts_and_ends(capsys):
     found = json.loads(out)
     assert code == 0 and found["tokens"] == plain["tokens"] and len(found["tokens"]) == 41
     assert found["text"] == plain["text"] and found["finish_reason"] == "length"
-    assert found["tokens_per_verification"] > 1.5 and "tokens per verification, drafts accepted" in err
+    assert (
+        found["tokens_per_verification"] > 1.5 and "tokens per verification, drafts accepted" in err
+    )
     assert len(found["acceptance"]) == 7 and 0 < found["acceptance"][0] <= 1
     kept = found["verifications"] * (found["tokens_per_verification"] - 1)
     assert kept == pytest.approx(sum(found["acceptance"]) * found["verifications"], rel=0.2)
@@ -18450,7 +18476,8 @@ def test_upcycled_experts_are_copies_that_give_the_dense_layer():
         assert torch.equal(stack[1], one)
     assert torch.equal(gate, before)
     assert all(
-        s.dtype == torch.bfloat16 for s in O.upcycle_mlp(*(t.bfloat16() for t in (gate, up, down)), 2)
+        s.dtype == torch.bfloat16
+        for s in O.upcycle_mlp(*(t.bfloat16() for t in (gate, up, down)), 2)
     )
 
 
@@ -18826,7 +18853,9 @@ def tensor(rank, spec, chunks=1):
     tp, half = my_group(rank, [[0, 1], [2, 3]])
     ep, place = my_group(rank, [[0, 2], [1, 3]])
     placement = placement_of(spec, 2, None)
-    f = Y.all_to_all_dispatch(Y.all_reduce_combine(PLAIN_EXPERTS, tp), placement.slots_per_rank, ep, chunks=chunks)
+    f = Y.all_to_all_dispatch(
+        Y.all_reduce_combine(PLAIN_EXPERTS, tp), placement.slots_per_rank, ep, chunks=chunks
+    )
     return Y.remap_expert_ids(f, placement), placement, place, place, (half, 2), ep
 
 
@@ -18836,8 +18865,17 @@ def same(rank, spec, members=((0, 1, 2, 3),), redundant=None, inner="plain"):
     if me is None:
         return None
     placement = placement_of(spec, len(members[0]), redundant)
-    f = Y.select_local_slots(inner_of(inner), me * placement.slots_per_rank, placement.slots_per_rank)
-    return Y.remap_expert_ids(Y.all_reduce_combine(f, group), placement), placement, me, 0, (0, 1), group
+    f = Y.select_local_slots(
+        inner_of(inner), me * placement.slots_per_rank, placement.slots_per_rank
+    )
+    return (
+        Y.remap_expert_ids(Y.all_reduce_combine(f, group), placement),
+        placement,
+        me,
+        0,
+        (0, 1),
+        group,
+    )
 
 
 FORMS = dict(flat=flat, node=node, tensor=tensor, same=same)
@@ -19617,7 +19655,9 @@ def rank_loads(placement, loads):
 def test_even_placement():
     p = Y.Placement.even(8, 4)
     assert p.slots == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert (p.n_experts, p.ranks, p.slots_per_rank) == (8, 4, 2) and list(p.replica_counts) == [1] * 8
+    assert (p.n_experts, p.ranks, p.slots_per_rank) == (8, 4, 2) and list(p.replica_counts) == [
+        1
+    ] * 8
     assert p == Y.Placement.even(8, 4) == Y.Placement(((0, 1), (2, 3), (4, 5), (6, 7)))
     with pytest.raises(FrozenInstanceError):
         p.slots = ()
@@ -19636,10 +19676,14 @@ def test_placement_by_load():
         copies = copies_of(p, n)
         assert (copies >= 1).all() and copies.sum() == n + extra
         assert (
-            copies.tolist() == [int(c) for c in p.replica_counts] and p.n_experts == n and p.ranks == size
+            copies.tolist() == [int(c) for c in p.replica_counts]
+            and p.n_experts == n
+            and p.ranks == size
         )
         sizes = [len(s) for s in p.slots]
-        assert max(sizes) - min(sizes) <= 1 and p.slots_per_rank == max(sizes) and len(sizes) == size
+        assert (
+            max(sizes) - min(sizes) <= 1 and p.slots_per_rank == max(sizes) and len(sizes) == size
+        )
         assert all(len(set(s)) == len(s) for s in p.slots), (loads.tolist(), size, extra, p.slots)
         assert isinstance(p.slots, tuple) and all(isinstance(s, tuple) for s in p.slots)
         assert all(type(e) is int for s in p.slots for e in s)
@@ -20097,7 +20141,10 @@ def test_parts_add_up_to_the_whole(folders):
         part = HF.load_checkpoint(folders["file"], dtype=torch.float32, prepare=cut)
         module = part.layers[1].mlp
         experts = Y.remap_expert_ids(
-            Y.select_local_slots(O.grouped_experts, rank * placement.slots_per_rank, placement.slots_per_rank), placement
+            Y.select_local_slots(
+                O.grouped_experts, rank * placement.slots_per_rank, placement.slots_per_rank
+            ),
+            placement,
         )
         weights, again = module.route(x)
         assert torch.equal(ids, again)
@@ -21374,9 +21421,7 @@ def test_passing_keys_or_queries_sends_what_is_chosen(cp_done):
         100, 0, 64, 8
     )
     assert inference_parallel.should_pass_kv(25, 75, 64, 8)
-    assert not inference_parallel.should_pass_kv(
-        24, 76, 64, 8
-    )
+    assert not inference_parallel.should_pass_kv(24, 76, 64, 8)
     known = dict(ranks=4, flops=1e12, bandwidth=1e10)  # hidden from 4 * 1e12 * 8 * 2 / (128 * 1e10)
     assert inference_parallel.should_pass_kv(
         50, 10**6, 64, 8, **known
@@ -25533,7 +25578,9 @@ DRY_RUNS = {  # name: (ranks, model, flags)
     "adapters, zero 3": (2, "dense", "--dtype bf16 --lora 4 --init INIT --zero 3"),
     "in backward": (1, "dense", "--dtype fp32 --optimizer-in-backward --grad-clip 0"),
     "in backward, zero 3": (
-        2, "dense", "--dtype fp32 --optimizer-in-backward --grad-clip 0 --zero 3 --recompute full",
+        2,
+        "dense",
+        "--dtype fp32 --optimizer-in-backward --grad-clip 0 --zero 3 --recompute full",
     ),
     "one rank, bf16": (1, "tied", "--dtype bf16 --recompute full"),
     "a mixture": (1, "mixture", "--dtype fp32 --aux-loss 0.01"),
@@ -30509,7 +30556,6 @@ def test_opt_muon_split_of_the_model():
     assert not OP.muon_split([("a.w", torch.zeros(2, 2))], exclude=["w"])[0]
 
 
-
 def test_opt_mup_factors():
     of = lambda name, *shape: OP.mup_factors(name, shape, 1024, 64)  # m = 16
     assert of("layers.0.self_attn.q_proj.weight", 1024, 1024) == (0.25, 1 / 16)
@@ -34351,9 +34397,7 @@ def test_rc_bytes_without_a_gate(device, mode, amp):
 
     fused = device == "cpu"  # on meta, torch takes MATH
     got = RC.saved_bytes(run, [*module.parameters(), at, *rope])
-    how = dict(
-        seq=RC_T, fused=fused, gated=False, matmul_bytes=2 if amp else 4, cast_weights=amp
-    )
+    how = dict(seq=RC_T, fused=fused, gated=False, matmul_bytes=2 if amp else 4, cast_weights=amp)
     assert got == RC.block_bytes(*RC_SIZES, **how)[mode]
 
 
@@ -34920,7 +34964,9 @@ def test_cl_default_chunk(monkeypatch):
     """As many logits as hidden states, but 128 rows or more."""
     seen = []
     real = CL._chunk_loss
-    monkeypatch.setattr(CL, "_chunk_loss", lambda how, z, *a: seen.append(len(z)) or real(how, z, *a))
+    monkeypatch.setattr(
+        CL, "_chunk_loss", lambda how, z, *a: seen.append(len(z)) or real(how, z, *a)
+    )
     for N, C, V, want in ((300, 16, 97, [128, 128, 44]), (600, 50, 100, [300, 300])):
         (h, w, _), targets = cl_draw(shape=(N, C, V))
         CL.linear_cross_entropy(h, w, targets)

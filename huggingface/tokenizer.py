@@ -1,40 +1,39 @@
-"""tokenizer.py: text <-> ids, and chat templates: everything a Hugging Face folder says about text.
+"""Tokenizers, incremental detokenization and chat templates of Hugging Face folders.
 
-A model sees ids. Which ids a text becomes is settled by up to six files beside the weights, written
-over the years by three libraries; a reply is only right if every one of them is read as it was when
-the model was trained. This file reads them:
+The ids of a text depend on up to six files next to the weights. All must be read as they were when
+the model was trained, or the model receives wrong prompts. This file reads:
 
-- `tokenizer.json` (byte-level BPE as in GPT-2 and Llama 3, or BPE over sentencepiece's pieces), run
-  by the tokenizers library; else `tokenizer.model`, run by sentencepiece. Special tokens written in
-  the text become their ids; a character no piece covers falls back to its UTF-8 bytes.
-- `tokenizer_config.json`, or the older `special_tokens_map.json` and `added_tokens.json`: the
-  special tokens, whether a text begins with BOS, the chat template (`chat_template.jinja` wins).
-- `generation_config.json`: further ids that end a text.
+- `tokenizer.json` (byte-level BPE as in GPT-2 and Llama 3, or BPE on sentencepiece pieces), run by
+  the tokenizers library; else `tokenizer.model`, run by sentencepiece. Special tokens in the text
+  become their ids; characters without a token fall back to UTF-8 bytes.
+- `tokenizer_config.json`, or the older `special_tokens_map.json` and `added_tokens.json`: special
+  tokens, add_bos_token, the chat template (`chat_template.jinja` takes precedence).
+- `generation_config.json`: additional EOS ids.
 
-Streaming: a token adds bytes, not characters. Each tokenizer says which bytes (`token_bytes`, given
-the token before), and one incremental UTF-8 decoder joins them. So a character is shown when its
-last byte is there, a real U+FFFD is told from half a character, a token costs O(1), and decoding
-a whole text is by definition the same as streaming it.
+Streaming: a token adds bytes, not characters. `token_bytes` returns the bytes of a token, given the
+previous one, and one incremental UTF-8 decoder joins them. So a character is emitted with its last
+byte, a real U+FFFD is distinguished from an incomplete character, a token costs O(1), and decoding
+a whole text equals streaming it by construction.
 
-A chat template is a program from the internet. It runs in Jinja's immutable sandbox, and one that
-reaches for Python's internals is refused (in transformers some such reads give an empty text); one
-that never ends is not found out.
+A chat template is untrusted code. It runs in Jinja's immutable sandbox; access to Python internals
+is an error (in transformers some of it gives an empty string). There is no time limit.
 
-Equivalence (test_all.py): the ids and the rendered chats of transformers 5 (AutoTokenizer). Where
-this file differs on purpose ("there" is transformers):
-- A tokenizer.model is taken at its word. If tokenizer_config.json has no add_bos_token, a text
-  begins with BOS if the model has one (there: never). Unless its tokenizer_class is LlamaTokenizer,
-  white space is treated as the model was trained (there: no space before the first word). An added
-  token keeps its declared id (there: the next free one).
-- Bytes that are not UTF-8 give one U+FFFD for each broken sequence (there, with byte fallback, one
-  for each byte of the run, whole characters included: a stream would have to take text back).
-- A tokenizer.json is taken at its word, but for LlamaTokenizer's rule for spaces (there, some other
-  classes replace its rules by their own, which in the folders they are made for are the same).
-- `split_special_tokens`, special tokens that only a tokenizer_class names, and folders that have
-  just vocab.json and merges.txt are not supported.
+Equivalence (test_all.py): ids and rendered chats of transformers 5 (AutoTokenizer), with these
+intended differences:
+- tokenizer.model: without add_bos_token in tokenizer_config.json, a text starts with BOS if the
+  model has one (transformers: never). Unless tokenizer_class is LlamaTokenizer, white space is
+  handled as in training (transformers: no space before the first word). An added token keeps its
+  declared id (transformers: the next free id).
+- Invalid UTF-8 gives one U+FFFD per invalid sequence (transformers, with byte fallback: one per
+  byte of the run, including its valid characters, which a stream would have to retract).
+- tokenizer.json is used as it is, except for LlamaTokenizer's prefix space (transformers: some
+  other classes replace its rules with their own, equal ones for the models they are made for).
+- `split_special_tokens`, special tokens defined only by a tokenizer_class, and folders with only
+  vocab.json and merges.txt are not supported.
 
 Hook: none; generate.py calls it. Needs: tokenizers, sentencepiece or jinja2 (which comes with
-torch), each only by what uses it. `python huggingface/tokenizer.py` checks itself and times a stream.
+torch), each imported only where it is used. `python huggingface/tokenizer.py` runs a check and
+times streaming.
 """
 
 from __future__ import annotations
@@ -54,40 +53,41 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jinja2
 
-SPACE = "\u2581"  # what sentencepiece writes for a space
+SPACE = "\u2581"  # sentencepiece's symbol for a space
 
 
 # --------------------------------------------------------------------------------------------------
-# The interface, and streams
+# Tokenizer interface and streaming
 # --------------------------------------------------------------------------------------------------
 
 
 class Tokenizer:
-    """Text to ids and back. A kind of tokenizer gives vocab_size, encode, name and token_bytes."""
+    """Tokenizer interface. Subclasses define vocab_size, encode, id_to_token and token_bytes."""
 
-    vocab_size: int  # ids run from 0 to vocab_size - 1, added tokens included
+    vocab_size: int  # ids are 0 .. vocab_size - 1, including added tokens
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Special tokens written in the text become their ids. bos=False leaves out what the
-        tokenizer puts around a text, BOS as a rule: a chat template has written that itself."""
+        """Text -> ids; special tokens in the text become their ids. bos=False omits the tokens
+        added around a text, usually BOS, for text of a chat template, which includes them."""
         raise NotImplementedError
 
     def id_to_token(self, id: int) -> str:
-        """The token as the vocabulary spells it; <id> where it has none."""
+        """The token as written in the vocabulary; <id> if it is not there."""
         raise NotImplementedError
 
     def token_bytes(self, id: int, before: int | None) -> bytes | None:
-        """What the token adds to a text that ends with token `before` (None: to an empty text).
-        None: it is no text, but a special token or an id past the vocabulary."""
+        """The bytes that the token adds after token `before` (None: at the start of the text).
+        None for special tokens and ids beyond the vocabulary, which add no text."""
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens and ids past the vocabulary (of a padded embedding) are skipped."""
+        """Ids -> text. Special tokens and ids beyond the vocabulary (padded embedding) are
+        skipped."""
         stream = TextStream(self)
         return "".join(map(stream.push, ids)) + stream.finish()
 
     def piece(self, id: int) -> str:
-        """One token for display: its text, a special token's name, or bytes as <0xE2><0x96>."""
+        """A single token for display: its text, a special token's name, or bytes <0xE2><0x96>."""
         data = self.token_bytes(id, before=id)
         if data is None:
             return self.id_to_token(id)
@@ -98,10 +98,10 @@ class Tokenizer:
 
 
 class TextStream:
-    """Ids in, printable text out: a character whose bytes are still arriving is held back.
+    """Incremental detokenizer: ids -> text; an incomplete character is held back.
 
-    After a prompt, a reply continues its text: the space before a first word is kept, and bytes
-    complete the character the prompt ended in. Without one, the text begins here.
+    With a prompt, the output continues its text: the space before the first word is kept, and bytes
+    complete the prompt's last character. Without, the output starts a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
@@ -119,26 +119,26 @@ class TextStream:
         return self.utf8.decode(data)
 
     def finish(self) -> str:
-        """U+FFFD if the text ends inside a character, else nothing."""
+        """End of text: U+FFFD if the last character is incomplete, else ""."""
         return self.utf8.decode(b"", final=True)
 
 
 class StopStrings:
-    """Text in, the same text out up to the first stop string, wherever tokens cut it.
+    """Truncates streamed text at the first stop string, which may span tokens.
 
-    The first is the one complete first; of two that end together, the longer.
+    The first is the one that is completed first; of two that end together, the longer.
     """
 
     def __init__(self, stop: Sequence[str]):
         if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop must be a list of strings that are not empty, not {stop!r}")
+            raise ValueError(f"stop must be a list of non-empty strings, not {stop!r}")
         self.stop = tuple(stop)
         self.pending = ""
         self.found = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(What may be shown now, whether a stop string was found). Held back is only what could
-        still become one; the stop string and all that follows it are never shown."""
+        """Returns (text to emit, whether a stop string was found). Only text that may be the start
+        of a stop string is held back; the stop string and text after it are never emitted."""
         if self.found:
             return "", True
         text = self.pending + text
@@ -146,21 +146,21 @@ class StopStrings:
         if hits:
             self.pending, self.found = "", True
             return text[: min(hits)[1]], True
-        cut = max(0, len(text) + 1 - max(map(len, self.stop), default=1))
-        while cut < len(text) and not any(s.startswith(text[cut:]) for s in self.stop):
-            cut += 1
-        self.pending = text[cut:]
-        return text[:cut], False
+        end = max(0, len(text) + 1 - max(map(len, self.stop), default=1))
+        while end < len(text) and not any(s.startswith(text[end:]) for s in self.stop):
+            end += 1
+        self.pending = text[end:]
+        return text[:end], False
 
     def finish(self) -> str:
-        """What was held back and did not become a stop string."""
+        """End of text: the text that was held back."""
         pending, self.pending = self.pending, ""
         return pending
 
 
 @dataclass
 class Continuation:
-    """What a sequence's tokens became: text, as it comes, and why it ended."""
+    """The output of one sequence: detokenized text, streamed to on_text, and finish_reason."""
 
     tokenizer: Tokenizer
     stream: TextStream
@@ -173,7 +173,7 @@ class Continuation:
     finish_reason: str | None = None  # "eos", "stop" or "length"
 
     def push(self, token: int) -> None:
-        """Take the next token. An EOS ends the text and is no part of it; so does a stop string."""
+        """Add a token. EOS and stop strings end the text and are not part of it."""
         self.tokens.append(token)
         if token in self.eos:
             return self.end("eos")
@@ -182,10 +182,10 @@ class Continuation:
         if found:
             self.end("stop")
 
-    def end(self, why: str) -> None:
-        """No token follows: bring out what the streams held back."""
+    def end(self, reason: str) -> None:
+        """No more tokens: emit the text that was held back."""
         if self.finish_reason is None:
-            self.finish_reason = why
+            self.finish_reason = reason
             text, found = self.stop.push(self.stream.finish())
             self._emit(text + self.stop.finish())
 
@@ -198,18 +198,18 @@ class Continuation:
 def logprob_entry(
     tokenizer: Tokenizer, token: int, logprob: float, best: Sequence[float], ids: Sequence[int]
 ) -> dict[str, Any]:
-    """A token, its log-probability under the model's own distribution, and the likeliest ones."""
-    named = lambda i, lp: {"token": i, "text": tokenizer.piece(i), "logprob": round(lp, 5)}
-    return named(token, logprob) | {"top": [named(i, lp) for i, lp in zip(ids, best)]}
+    """JSON of a token's log-probability under the model's distribution, and the top tokens."""
+    entry = lambda i, lp: {"token": i, "text": tokenizer.piece(i), "logprob": round(lp, 5)}
+    return entry(token, logprob) | {"top": [entry(i, lp) for i, lp in zip(ids, best)]}
 
 
 # --------------------------------------------------------------------------------------------------
-# The files beside the tokenizer
+# Tokenizer configuration files
 # --------------------------------------------------------------------------------------------------
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no file."""
+    """The object in a JSON file; {} if the file does not exist."""
     if not path.exists():
         return {}
     data = path.read_bytes()
@@ -223,21 +223,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def diagnose_file(data: bytes) -> str:
-    """The likeliest reason why a file is not what its name says, and the mend."""
+    """The likely reason why a file cannot be parsed, and the fix."""
     if not data:
         return "it is empty; copy it again"
     if data.startswith(b"version https://git-lfs"):
         return "it is a git-lfs pointer; `git lfs pull` fetches the file itself"
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data):
         return (
-            "it is a tiktoken file (a base64 token and its rank on each line), as Meta ships; take "
+            "it is a tiktoken file (a base64 token and its rank per line), as Meta publishes; use "
             "tokenizer.json from the model's Hugging Face folder"
         )
-    return "it is damaged or cut short; copy it again from where the model came from"
+    return "it is damaged or truncated; copy it again from its source"
 
 
 def one_line(e: object) -> str:
-    """A message fit for the end of an error."""
+    """The message in one line."""
     return " ".join(str(e).split())
 
 
@@ -247,13 +247,13 @@ FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is cut out of the text before the tokenizer looks at the rest."""
+    """A token that is matched in the text before the rest is tokenized."""
 
     content: str
-    id: int | None = None  # None: where the vocabulary has it, else the next free one
-    special: bool = True  # not shown in decoded text
-    normalized: bool = False  # looked for in the normalized text
-    lstrip: bool = False  # takes the white space on its left with it
+    id: int | None = None  # None: its id in the vocabulary, else the next free one
+    special: bool = True  # skipped when decoding
+    normalized: bool = False  # matched in the normalized text
+    lstrip: bool = False  # also matches white space on its left
     rstrip: bool = False
     single_word: bool = False
 
@@ -263,7 +263,8 @@ class AddedToken:
 
 
 def added_token(value: Any, where: str, special: bool = True) -> AddedToken:
-    """From JSON: a string, or an object with a content. `where` is the file and the field."""
+    """AddedToken of JSON: a string, or an object with a content. where: file and field, for
+    errors."""
     fields = {"content": value} if isinstance(value, str) else value
     if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
         raise ValueError(f"{where} must be a string or an object with a content, not {value!r}")
@@ -272,28 +273,29 @@ def added_token(value: Any, where: str, special: bool = True) -> AddedToken:
 
 
 class TokenizerConfig:
-    """tokenizer_config.json. If it has no added_tokens_decoder, it is from before there was one,
-    and special_tokens_map.json and added_tokens.json are read too, as in transformers."""
+    """tokenizer_config.json. Older ones without added_tokens_decoder are completed, as in
+    transformers, by special_tokens_map.json and added_tokens.json."""
 
     def __init__(self, folder: Path):
         self.path = folder / "tokenizer_config.json"
         self.model = read_json(folder / "config.json")
         self.values = read_json(self.path)
         self.sources = dict.fromkeys(self.values, self.path)
-        older = "added_tokens_decoder" not in self.values
-        if older:
+        legacy = "added_tokens_decoder" not in self.values
+        if legacy:
             path = folder / "special_tokens_map.json"
             self.values |= read_json(path)
             self.sources |= dict.fromkeys(read_json(path), path)
-        named, extra = self._named_tokens(), self._unnamed_tokens()
-        self.special_tokens = {key: token.content for key, token in named.items()}  # bos_token: "<s>", ...
-        listed = [*named.values(), *extra]
-        if older:
+        named, unnamed = self._named_tokens(), self._unnamed_tokens()
+        # {"bos_token": "<s>", ...}
+        self.special_tokens = {key: token.content for key, token in named.items()}
+        listed = [*named.values(), *unnamed]
+        if legacy:
             declared = _read_added_tokens(folder / "added_tokens.json", {t.content for t in listed})
         else:
             declared = self._declared_tokens()
         first: dict[str, AddedToken] = {}
-        for token in (*declared, *listed):  # a token's own declaration goes before a mere mention
+        for token in (*declared, *listed):  # declarations take precedence
             first.setdefault(token.content, token)
         first.pop("", None)
         specials = set(self.special_tokens.values())
@@ -305,7 +307,7 @@ class TokenizerConfig:
         return f"{self.sources[key]}: {key}"
 
     def _named_tokens(self) -> dict[str, AddedToken]:
-        """bos_token and its like, then what a model has of its own (image_token, ...)."""
+        """bos_token, eos_token, ..., then model-specific ones (image_token, ...)."""
         tokens = {key: self.values[key] for key in TOKEN_FIELDS if self.values.get(key) is not None}
         for key, value in self.values.items():
             if key.endswith("_token") and isinstance(value, (str, dict)):
@@ -318,21 +320,21 @@ class TokenizerConfig:
         return named
 
     def _unnamed_tokens(self) -> list[AddedToken]:
-        """The special tokens without a name, under the key's new name or the old one."""
+        """Special tokens without a name: extra_special_tokens, formerly additional_..."""
         new, old = "extra_special_tokens", "additional_special_tokens"
         key = new if self.values.get(new) else old
         tokens = self.values.get(key) or []
-        if isinstance(tokens, dict):  # these have names
+        if isinstance(tokens, dict):  # named, see _named_tokens
             return []
         if not isinstance(tokens, list):
             raise ValueError(f"{self._where(key)} must be a list of tokens, not {tokens!r}")
         return [added_token(token, self._where(key)) for token in tokens]
 
     def _declared_tokens(self) -> list[AddedToken]:
-        """added_tokens_decoder, in the order of its ids."""
+        """added_tokens_decoder, sorted by id."""
         tokens, where = self.values["added_tokens_decoder"], f"{self.path}: added_tokens_decoder"
         if not isinstance(tokens, dict) or not all(re.fullmatch("[0-9]+", id) for id in tokens):
-            raise ValueError(f"{where} must be an object with ids for keys; copy the file again")
+            raise ValueError(f"{where} must be an object with ids as keys; copy the file again")
         ids = sorted(tokens, key=int)
         return [
             replace(added_token(tokens[id], f"{where}: {id}", special=False), id=int(id))
@@ -340,7 +342,7 @@ class TokenizerConfig:
         ]
 
     def flag(self, key: str) -> bool | None:
-        """A true / false field, None where it is missing."""
+        """A boolean field; None if it is missing."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{self.path}: {key} must be true or false, not {value!r}")
@@ -348,17 +350,17 @@ class TokenizerConfig:
 
     def no_such_token(self, flag: str, name: str) -> ValueError:
         return ValueError(
-            f"{self.path}: {flag} is true, but neither {name} nor the tokenizer names such a "
+            f"{self.path}: {flag} is true, but neither {name} nor the tokenizer defines the "
             f"token; set {name}, or {flag} to false"
         )
 
     @property
     def llama_prefix_space(self) -> str | None:
-        """Where transformers' LlamaTokenizer puts a space before a word: "first" in the text,
-        "always" (after every special token too) or "never". None: not of that class.
+        """Where transformers' LlamaTokenizer adds a prefix space: "first" (start of text), "always"
+        (also after every special token) or "never". None: not a LlamaTokenizer.
 
-        The class ignores what tokenizer.model and tokenizer.json say about this. It is not used for
-        other model types, Mistral's for one, even where tokenizer_config.json asks for it.
+        The class overrides the setting of tokenizer.model and tokenizer.json. transformers does not
+        use it for other model types such as Mistral, even if tokenizer_config.json names it.
         """
         name = self.values.get("tokenizer_class") or self.model.get("tokenizer_class")
         llama = name in ("LlamaTokenizer", "LlamaTokenizerFast")
@@ -370,10 +372,10 @@ class TokenizerConfig:
 
 
 def _read_added_tokens(path: Path, special: set[str]) -> list[AddedToken]:
-    """added_tokens.json: text to id, nothing else."""
+    """added_tokens.json: token -> id."""
     ids = read_json(path)
     if not all(type(id) is int and id >= 0 for id in ids.values()):
-        raise ValueError(f"{path}: must give each token its id, a whole number; copy it again")
+        raise ValueError(f"{path}: must map each token to its id, an integer; copy it again")
     return [
         replace(added_token(text, str(path), text in special), id=id)
         for text, id in sorted(ids.items(), key=lambda item: item[1])
@@ -386,30 +388,31 @@ def _read_added_tokens(path: Path, special: set[str]) -> list[AddedToken]:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A `tokenizer.model`, with the added tokens of the files beside it."""
+    """A `tokenizer.model`, with the added tokens of tokenizer_config.json."""
 
     def __init__(self, path: Path, config: TokenizerConfig):
         model = path.read_bytes()
         self.prefix_space = config.llama_prefix_space
         try:
-            # The file is a protobuf message, and to append to one is to set fields anew. Field 3
-            # says how text is normalized: in it 2 is a table of replacements, 3 the space before
-            # the first word, 4 the removal of double spaces. LlamaTokenizer has none of the three.
-            no_prefix, nothing = b"\x1a\x02\x18\x00", b"\x1a\x06\x12\x00\x18\x00\x20\x00"
-            self.inner = _sentencepiece(model + (nothing if self.prefix_space else no_prefix))
-            self.start = self.inner if self.prefix_space else _sentencepiece(model)
+            # The file is a protobuf message; fields appended to it override earlier ones. Field 3
+            # is the normalizer: its 2 is a replacement table, 3 the space before the first word,
+            # 4 the removal of double spaces. LlamaTokenizer disables all three.
+            no_prefix, no_normalizer = b"\x1a\x02\x18\x00", b"\x1a\x06\x12\x00\x18\x00\x20\x00"
+            override = no_normalizer if self.prefix_space else no_prefix
+            self.sp_no_prefix = _sentencepiece(model + override)
+            self.sp = self.sp_no_prefix if self.prefix_space else _sentencepiece(model)
         except RuntimeError as e:
             why = diagnose_file(model)
             if model.lstrip().startswith(b"{"):
-                why = "it is JSON; a tokenizer in JSON is named tokenizer.json"
+                why = "it is JSON; rename it to tokenizer.json"
             raise ValueError(f"{path}: not a sentencepiece model: {why} ({one_line(e)})") from None
-        has_prefix = self.start.normalize("a").startswith(SPACE)
+        has_prefix = self.sp.normalize("a").startswith(SPACE)
         self.strip_first = has_prefix if self.prefix_space is None else self.prefix_space != "never"
         self._add_tokens(config.added_tokens)
         self.bos_ids, self.eos_ids = self._bos_and_eos(config)
 
     def _add_tokens(self, added: list[AddedToken]) -> None:
-        sp = self.start
+        sp = self.sp
         self.vocab_size = sp.vocab_size()
         control = [i for i in range(self.vocab_size) if sp.is_control(i) or sp.is_unknown(i)]
         self.special = set(control)
@@ -433,10 +436,10 @@ class SentencePieceTokenizer(Tokenizer):
         self.pattern = re.compile("|".join(alternatives) or "(?!)")
 
     def _bos_and_eos(self, config: TokenizerConfig) -> tuple[list[int], list[int]]:
-        """The ids before and after a text: tokenizer_config.json's rule, else the model's BOS."""
+        """Ids added before and after a text: by tokenizer_config.json, else the model's BOS."""
         ids = {text: id for id, text in self.added_tokens.items()}
         sides = []
-        for name, own in (("bos", self.start.bos_id()), ("eos", self.start.eos_id())):
+        for name, own in (("bos", self.sp.bos_id()), ("eos", self.sp.eos_id())):
             id = ids.get(config.special_tokens.get(f"{name}_token"), own)
             wanted = config.flag(f"add_{name}_token")
             if wanted and id < 0:
@@ -447,7 +450,7 @@ class SentencePieceTokenizer(Tokenizer):
         return sides[0], sides[1]
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        text.encode()  # refuses half a surrogate pair, which has no UTF-8, by its position
+        text.encode()  # raises UnicodeEncodeError with the position of a lone surrogate
         ids: list[int] = []
         end = 0
         for match in self.pattern.finditer(text):
@@ -458,23 +461,23 @@ class SentencePieceTokenizer(Tokenizer):
         return [*self.bos_ids, *ids, *self.eos_ids] if bos else ids
 
     def _encode_part(self, text: str, at_start: bool) -> list[int]:
-        """Text between added tokens."""
+        """Encode text between added tokens."""
         if not text:
             return []
         if self.prefix_space is None:
-            return (self.start if at_start else self.inner).encode(text)
+            return (self.sp if at_start else self.sp_no_prefix).encode(text)
         prefix = self.prefix_space == "always" or (self.prefix_space == "first" and at_start)
         if prefix and not text.startswith((" ", SPACE)):
             text = " " + text
-        return self.inner.encode(text)
+        return self.sp_no_prefix.encode(text)
 
     def id_to_token(self, id: int) -> str:
         if id in self.added_tokens:
             return self.added_tokens[id]
-        return self.start.id_to_piece(id) if 0 <= id < self.start.vocab_size() else f"<{id}>"
+        return self.sp.id_to_piece(id) if 0 <= id < self.sp.vocab_size() else f"<{id}>"
 
     def token_bytes(self, id: int, before: int | None) -> bytes | None:
-        known = id in self.added_tokens or 0 <= id < self.start.vocab_size()
+        known = id in self.added_tokens or 0 <= id < self.sp.vocab_size()
         if id in self.special or not known:
             return None
         name = self.id_to_token(id)
@@ -483,7 +486,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _parse_byte_token(name: str) -> bytes | None:
-    """The byte that sentencepiece calls <0x0A>."""
+    """The byte of a byte-fallback token such as <0x0A>."""
     return bytes([int(name[3:5], 16)]) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name) else None
 
 
@@ -496,7 +499,7 @@ def _sentencepiece(model: bytes) -> Any:
 
 
 def _pattern(token: AddedToken) -> str:
-    """A regular expression with one group: the token."""
+    """A regular expression with one group, the token."""
     word = r"(?<!\w)", r"(?!\w)"
     left = (r"\s*" if token.lstrip else "") + (word[0] if token.single_word else "")
     right = (word[1] if token.single_word else "") + (r"\s*" if token.rstrip else "")
@@ -504,19 +507,19 @@ def _pattern(token: AddedToken) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: itself, or from U+0100 on where it has no ink."""
-    ink = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = (b for b in range(256) if b not in ink)
-    return {chr(b): b for b in ink} | {chr(256 + i): b for i, b in enumerate(rest)}
+    """GPT-2's bytes_to_unicode, inverted: printable bytes are themselves, others U+0100 and up."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = (b for b in range(256) if b not in printable)
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 BYTE_LEVEL_ALPHABET = _byte_alphabet()
 
 
 class JSONTokenizer(Tokenizer):
-    """A `tokenizer.json` of the tokenizers library.
+    """A `tokenizer.json`, run by the tokenizers library.
 
-    What goes around a text is in the file itself: as in transformers 5, the add_bos_token of
+    The file itself defines the tokens added around a text; as in transformers 5, add_bos_token of
     tokenizer_config.json does not change it.
     """
 
@@ -526,10 +529,10 @@ class JSONTokenizer(Tokenizer):
         data = path.read_bytes()
         try:
             self.tk = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as e:  # the library raises what its Rust says
+        except Exception as e:  # the Rust library raises plain Exception
             why = diagnose_file(data)
             if _is_json(data):
-                why = "it is JSON of another kind, or too new; copy it, or upgrade tokenizers"
+                why = "it is other JSON, or of a newer version; copy it, or upgrade tokenizers"
             raise ValueError(
                 f"{path}: not a tokenizer of the tokenizers library: {why} ({one_line(e)})"
             ) from None
@@ -539,7 +542,8 @@ class JSONTokenizer(Tokenizer):
             self._use_llama_prefix_space(config.llama_prefix_space)
         self._add_tokens(config.added_tokens)
         adds_nothing = not self.tk.encode("").ids
-        if config.flag("add_bos_token") and "bos_token" not in config.special_tokens and adds_nothing:
+        no_bos = "bos_token" not in config.special_tokens and adds_nothing
+        if config.flag("add_bos_token") and no_bos:
             raise config.no_such_token("add_bos_token", "bos_token")
         decoder = self.tk.decoder.__getstate__() if self.tk.decoder else b""
         self.byte_level = b'"ByteLevel"' in decoder
@@ -566,7 +570,7 @@ class JSONTokenizer(Tokenizer):
         self.vocab_size = max(self.tk.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        text.encode()  # refuses half a surrogate pair, which has no UTF-8, by its position
+        text.encode()  # raises UnicodeEncodeError with the position of a lone surrogate
         return self.tk.encode(text, add_special_tokens=bos).ids
 
     def _name(self, id: int) -> str | None:
@@ -582,7 +586,7 @@ class JSONTokenizer(Tokenizer):
         if self.byte_level:
             try:
                 return bytes(BYTE_LEVEL_ALPHABET[c] for c in name)
-            except KeyError:  # an added token, spelled as it reads
+            except KeyError:  # an added token, which is plain text
                 return name.encode()
         if self.byte_fallback and (data := _parse_byte_token(name)):
             return data.removeprefix(b" ") if before is None and self.strip_first else data
@@ -600,7 +604,7 @@ def _is_json(data: bytes) -> bool:
 
 
 class DummyTokenizer(Tokenizer):
-    """For random weights: text in as bytes, ids out as numbers."""
+    """For dummy weights: encodes text as bytes, decodes ids as <id>."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -616,18 +620,18 @@ class DummyTokenizer(Tokenizer):
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer beside the weights: tokenizer.json, which has the added tokens, goes first."""
+    """The tokenizer of a Hugging Face folder: tokenizer.json if it exists, else tokenizer.model."""
     kinds = {"tokenizer.json": JSONTokenizer, "tokenizer.model": SentencePieceTokenizer}
     for name, kind in kinds.items():
         if (folder / name).exists():
             return kind(folder / name, TokenizerConfig(folder))
     raise ValueError(
-        f"{folder}: holds neither {' nor '.join(kinds)}; copy one from where the model came from"
+        f"{folder}: holds neither {' nor '.join(kinds)}; copy one from the model's source"
     )
 
 
 def eos_ids(folder: Path, config_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Every id that ends a text: config.json's, then generation_config.json's."""
+    """All EOS ids: of config.json, then of generation_config.json."""
     path = folder / "generation_config.json"
     more = read_json(path).get("eos_token_id")
     more = [] if more is None else more if isinstance(more, list) else [more]
@@ -642,17 +646,17 @@ def eos_ids(folder: Path, config_ids: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class ChatTemplate:
-    """The program that writes a conversation as the text the model was trained on.
+    """A Jinja chat template, which renders a conversation as prompt text.
 
-    `templates` are by name: "default", and "tool_use" for a conversation with tools. `source` is
-    the file to name in errors, `variables` what templates may use: bos_token, eos_token, ...
+    source: the file, for errors. templates: by name, "default", and "tool_use" for conversations
+    with tools. variables: available in templates, bos_token, eos_token, ...
     """
 
     def __init__(self, source: Path, templates: dict[str, str], variables: dict[str, str]):
         if "default" not in templates:
             raise ValueError(
                 f"{source}: none of its chat templates ({', '.join(sorted(templates))}) is named "
-                "default; name one so"
+                "default; rename one"
             )
         self.source, self.variables = source, variables
         used = (name for name in ("default", "tool_use") if name in templates)
@@ -662,21 +666,21 @@ class ChatTemplate:
         environment = template_environment()
         try:
             return environment.from_string(text)
-        except Exception as e:  # a program fails in any way it likes
+        except Exception as e:  # a template may raise anything
             line = f" line {e.lineno}," if getattr(e, "lineno", None) else ""
             raise ValueError(
                 f"{self.source}: chat template {name!r},{line} does not compile ({one_line(e)}); "
-                "copy it again, or mend it there"
+                "copy it again or fix it"
             ) from None
 
     def render(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The conversation as text, to be encoded with bos=False.
+        """Render a conversation as text, to be encoded with bos=False.
 
-        messages are {"role": ..., "content": ...}. add_generation_prompt ends the text where the
-        assistant's next turn begins. Further variables (tools, enable_thinking, ...) are the
-        template's own. ValueError: the template refuses the messages, or fails.
+        messages: {"role": ..., "content": ...}. add_generation_prompt appends the start of the
+        assistant's turn. variables: template-specific (tools, enable_thinking, ...). ValueError if
+        the template rejects the messages or fails.
         """
         from jinja2 import TemplateError
         from jinja2.sandbox import SecurityError
@@ -692,23 +696,24 @@ class ChatTemplate:
                 messages=messages, add_generation_prompt=add_generation_prompt, **known
             )
         except SecurityError as e:
-            why = f"reaches out of its sandbox ({one_line(e)}); use one from a source you trust"
-        except Exception as e:  # a program fails in any way it likes
-            why = f"refuses these messages: {one_line(e)}"
-            if type(e) is not TemplateError:  # which is what raise_exception raises
-                why = f"fails on these messages ({type(e).__name__}: {one_line(e)}); change either"
+            why = f"violates the sandbox ({one_line(e)}); use a template from a trusted source"
+        except Exception as e:  # a template may raise anything
+            why = f"rejects these messages: {one_line(e)}"
+            if type(e) is not TemplateError:  # raised by raise_exception in the template
+                why = f"fails on these messages ({type(e).__name__}: {one_line(e)}); fix either"
         raise ValueError(f"{self.source}: the chat template {why}")
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """chat_template.jinja (and additional_chat_templates/*.jinja), else the chat_template of
-    tokenizer_config.json; None if the folder has neither."""
+    """The chat template of a folder: chat_template.jinja (and additional_chat_templates/*.jinja),
+    else chat_template in tokenizer_config.json; None if it has neither."""
     config = TokenizerConfig(folder)
     path = folder / "chat_template.jinja"
     files = {"default": path} if path.exists() else {}
     files |= {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if files:
-        return ChatTemplate(path, {n: _read_text(p) for n, p in files.items()}, config.special_tokens)
+        templates = {name: _read_text(p) for name, p in files.items()}
+        return ChatTemplate(path, templates, config.special_tokens)
     found = config.values.get("chat_template")
     if found is None:
         return None
@@ -726,8 +731,8 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """As templates expect it: a key without a value is not there, and what the model thought has
-    the names that different models' templates know."""
+    """A message as templates expect it: without None values, and with reasoning under both names
+    that templates use."""
     message = {key: value for key, value in message.items() if value is not None}
     for key in ("reasoning_content", "thinking", "reasoning"):
         if key in message:
@@ -744,17 +749,17 @@ def _read_text(path: Path) -> str:
 
 @functools.cache
 def template_environment() -> jinja2.Environment:
-    """Jinja as chat templates expect it, and as strict as transformers has it."""
+    """The Jinja environment of chat templates, as in transformers."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     version = importlib.metadata.version("jinja2")
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 1, 6):
-        raise ValueError(f"jinja2 {version} has holes in its sandbox; pip install -U jinja2")
+        raise ValueError(f"jinja2 {version} has an insecure sandbox; pip install -U jinja2")
 
     class Sandbox(ImmutableSandboxedEnvironment):
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-            # Jinja's own would be an empty text until something is done with it
+            # Jinja's default is an undefined value that renders as an empty string
             raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
 
     def raise_exception(message: str) -> None:
@@ -775,7 +780,7 @@ def template_environment() -> jinja2.Environment:
 
 
 def _jinja_classes() -> tuple[type, type]:
-    """The {% generation %} tag, which marks what the assistant wrote, and namespace()."""
+    """The {% generation %} tag, which marks assistant text, and namespace()."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import SecurityError
@@ -790,7 +795,7 @@ def _jinja_classes() -> tuple[type, type]:
             return nodes.Scope(body, lineno=line)
 
     class PublicNamespace(Namespace):
-        def __init__(*args: Any, **values: Any) -> None:  # a value may be called self
+        def __init__(*args: Any, **values: Any) -> None:  # a value may be named self
             for name in dict(*args[1:], **values):
                 check(name)
             Namespace.__init__(*args, **values)
@@ -807,7 +812,7 @@ def _jinja_classes() -> tuple[type, type]:
 
 
 class _Dict:
-    """dict() for templates. The type itself would let dict.update(message, ...) change one."""
+    """dict() for templates. The type itself would allow dict.update(message, ...)."""
 
     def __call__(self, *args: Any, **values: Any) -> dict:
         return dict(*args, **values)
@@ -817,7 +822,7 @@ class _Dict:
 
 
 def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Plain JSON; Jinja's own filter writes < and > in a way that is safe in HTML."""
+    """Plain JSON; Jinja's own filter escapes < and > for HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -833,7 +838,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _ByteTokenizer(Tokenizer):
-    """The plainest tokenizer: a token is a byte."""
+    """A token is a byte."""
 
     vocab_size = 256
 
@@ -845,7 +850,7 @@ class _ByteTokenizer(Tokenizer):
 
 
 def check() -> None:
-    """Streams against what Python says of the whole text."""
+    """Streaming must equal decoding the whole text."""
     text = "naïve 日本語 🦙 \N{REPLACEMENT CHARACTER} e\u0301"
     tokenizer = _ByteTokenizer()
     stream = TextStream(tokenizer)
@@ -858,7 +863,7 @@ def check() -> None:
 
 
 def benchmark(tokens: int = 200_000) -> None:
-    """Microseconds a token costs between the model and the screen."""
+    """Microseconds per token of detokenization and stop strings."""
     tokenizer = _ByteTokenizer()
     ids = tokenizer.encode("def quicksort(items): ...\n" * (tokens // 26))
     for name, stop in (("TextStream", []), ("and two StopStrings", ["</s>", "\nclass "])):

@@ -19,7 +19,7 @@
 When it loses: a large matmul without an epilogue is faster in cuBLAS or torch._scaled_mm; this
 kernel has no TMA and no warp specialization. Speed on a GPU: not measured yet.
 
-Hook: the matmul of quantize.py's layers, use_product_(model, weight_only_matmul). Equivalence
+Hook: the matmul of quantize.py's layers, use_linear_fn_(model, weight_only_matmul). Equivalence
 (test_all.py): both against fp64 of the dequantized operands, in Triton's interpreter if there is no
 GPU, and compiled for sm_80, 90 and 100. Needs torch, and triton for the kernels; without triton or
 on a CPU the plain-torch references run instead. `python quantization/gemm.py` runs a self-check and
