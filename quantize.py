@@ -342,21 +342,26 @@ def _expand_tiles(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def fp8_matmul(
-    a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype = torch.float32, fast: bool = False
+    a: ScaledTensor,
+    b: ScaledTensor,
+    dtype: torch.dtype = torch.float32,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """a (M, K), b (N, K), outputs of `to_fp8` -> a @ b^T (M, N) in `dtype`, summed in fp32. Runs on
     FP8 tensor cores if the GPU has them and they support the shape, else computes the same from the
-    dequantized operands. fast: Hopper's tensor cores sum in about 14 bits, their default
-    (DeepSeek-V3, arXiv:2412.19437, 3.5.2)."""
+    dequantized operands. use_fast_accum: Hopper's tensor cores accumulate in about 14 bits, their
+    default (DeepSeek-V3, arXiv:2412.19437, 3.5.2)."""
     (qdata, _), (N, K) = a, b[0].shape
     cuda = qdata.is_cuda and torch.version.cuda is not None
     if cuda and K % 16 == N % 16 == 0 and torch.cuda.get_device_capability(qdata.device) >= (8, 9):
-        return scaled_mm(a, b, dtype, fast)
+        return scaled_mm(a, b, dtype, use_fast_accum)
     with torch.autocast(qdata.device.type, enabled=False):
         return (from_fp8(*a) @ from_fp8(*b).t()).to(dtype)
 
 
-def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_mm(
+    a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, use_fast_accum: bool = False
+) -> Tensor:
     """fp8_matmul by torch._scaled_mm, which takes one scale per tensor or per row. If scales change
     along K: one matmul per 128 columns, promoted, that is scaled and accumulated in fp32
     (DeepSeek-V3, 3.3.2)."""
@@ -364,11 +369,13 @@ def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, fast: bool =
     (M, K), N = a.shape, len(b)
     if scale_a.numel() == scale_b.numel() == 1:
         scales = scale_a.reshape(()), scale_b.reshape(())
-        return torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+        options = dict(out_dtype=dtype, use_fast_accum=use_fast_accum)
+        return torch._scaled_mm(a, b.t(), *scales, **options)
     scale_a, scale_b = (_expand_tiles(s, (n, s.shape[1])) for s, n in ((scale_a, M), (scale_b, N)))
     if scale_a.shape[1] == scale_b.shape[1] == 1:
         scales = scale_a.expand(M, 1).contiguous(), scale_b.expand(N, 1).contiguous().t()
-        y = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        options = dict(out_dtype=torch.bfloat16, use_fast_accum=use_fast_accum)
+        y = torch._scaled_mm(a, b.t(), *scales, **options)
         return y.to(dtype)  # on Hopper the kernel with a scale per row writes only bf16
     y, one = a.new_zeros(M, N, dtype=torch.float32), scale_a.new_ones(())
     for g, k in enumerate(range(0, K, TILE)):
@@ -385,7 +392,7 @@ def fp8_linear(
     if the weight has a scale per row, in tiles of 1 x 128 if it has blocks of 128 x 128."""
     granularity = "rowwise" if scales.shape[1] == 1 else "1x128"
     rows = to_fp8(x.reshape(-1, x.shape[-1]), granularity)
-    y = fp8_matmul(rows, (qweight, scales), x.dtype, fast=True)
+    y = fp8_matmul(rows, (qweight, scales), x.dtype, use_fast_accum=True)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.view(*x.shape[:-1], len(qweight))
 
@@ -400,12 +407,12 @@ LinearFn = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tens
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are stored, as integers or as FP8 in tiles, and how x is multiplied by them."""
+    """Storage format of the weights, integers or FP8 in tiles, and the matmul that uses it."""
 
     name: str
     linear_fn: LinearFn
     spec: QuantSpec | None = None  # None: FP8
-    granularity: str = "rowwise"  # of FP8
+    granularity: str = "rowwise"  # of FP8 scales
 
     @property
     def is_weight_only(self) -> bool:
@@ -532,14 +539,14 @@ class QuantizedStack(QuantizedModule):
     dequantized weights, so that the experts hook can use it like the tensor that it replaces."""
 
     def __getitem__(self, ids: Any) -> Tensor:
-        return self.scheme.dequantize(*self._of(ids)).to(self.dtype)
+        return self.scheme.dequantize(*self._expert_qtensors(ids)).to(self.dtype)
 
-    def _of(self, ids: Any) -> QTensors:
+    def _expert_qtensors(self, ids: Any) -> QTensors:
         return self.qweight[ids], self.scales[ids], None if self.zeros is None else self.zeros[ids]
 
     def linear(self, x: Tensor, e: int) -> Tensor:
         """x (n, K) -> (n, N), by expert e."""
-        return self.linear_fn(x, *self._of(e), None)
+        return self.linear_fn(x, *self._expert_qtensors(e), None)
 
 
 def expert_linear(x: Tensor, stack: Tensor | QuantizedStack, e: int) -> Tensor:
@@ -775,9 +782,9 @@ def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     can be loaded. ValueError names the field."""
     known = {"quant_method", "version", "scheme", "group_size", "skip", "kept", "calibrated"}
     if config.get("version") != VERSION or set(config) - known:
-        odd = ", ".join(sorted(set(config) - known)) or f"version {config.get('version')!r}"
+        unknown = ", ".join(sorted(set(config) - known)) or f"version {config.get('version')!r}"
         raise ValueError(
-            f"quantization_config: {odd} is unknown here (version {VERSION}); the folder was "
+            f"quantization_config: {unknown} is unknown here (version {VERSION}); the folder was "
             "written by another quantize.py: load it with that, or quantize the model again"
         )
     skip, kept = config.get("skip"), config.get("kept", {})
@@ -820,18 +827,18 @@ class Float8Matmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.granularities, ctx.grad_dtype = RECIPES[recipe], grad_dtype
-        of_x, of_weight = ctx.granularities
-        return fp8_matmul(to_fp8(x, of_x), to_fp8(weight, of_weight), x.dtype)
+        x_gran, w_gran = ctx.granularities
+        return fp8_matmul(to_fp8(x, x_gran), to_fp8(weight, w_gran), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        (of_x, of_weight), dtype = ctx.granularities, ctx.grad_dtype
+        (x_gran, w_gran), dtype = ctx.granularities, ctx.grad_dtype
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = fp8_matmul(to_fp8(g, of_x, dtype), to_fp8(weight.t(), of_weight), x.dtype)
+            dx = fp8_matmul(to_fp8(g, x_gran, dtype), to_fp8(weight.t(), w_gran), x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = fp8_matmul(to_fp8(g.t(), of_x, dtype), to_fp8(x.t(), of_x), weight.dtype)
+            dw = fp8_matmul(to_fp8(g.t(), x_gran, dtype), to_fp8(x.t(), x_gran), weight.dtype)
         return dx, dw, None, None
 
 

@@ -82,7 +82,14 @@ from training.flags import validate_diloco_flags, resolve_expert_flags, resolve_
 from training.metrics import Metrics, PeakMemory, flops_per_token, peak_flops, plot, profile_step
 from training.metrics import progress_bar, summary, summary_writer
 from training.optimizers import LossScaler, learning_rate
-from training.recovery import Diverged, Guard, Mirror, Watch, stop_on_signals, stragglers
+from training.recovery import (
+    Diverged,
+    Guard,
+    MemoryCheckpoint,
+    Watchdog,
+    stop_on_signals,
+    stragglers,
+)
 from training.state import CHECKPOINTS, DiLoCoWorker, State, export, saved_run
 from training.step import LoadBalancer, accumulate, make_attend, update, validate
 from training.tuning import build_objective
@@ -213,7 +220,7 @@ class Run:
         self.flops = flops_per_token(meta_model(model.config), args.seq_len, passes)
         self.peak = peak_flops(env.device, args.dtype, env.world)
 
-    def _memory_checkpoint(self) -> Mirror | None:
+    def _memory_checkpoint(self) -> MemoryCheckpoint | None:
         args = self.args
         if args.memory_checkpoint_every is None:
             return None
@@ -221,7 +228,7 @@ class Run:
         folder = args.memory_checkpoint_dir or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
         group = dist.new_group(backend="gloo") if self.env.world > 1 else None
         run = (args.out / RUN_ID).read_text()  # tells it from an older run in the same folder
-        return Mirror(folder, f"{run}.{self.layout.shard_id}", group)
+        return MemoryCheckpoint(folder, f"{run}.{self.layout.shard_id}", group)
 
     # ---- checkpoints ----
 
@@ -240,7 +247,7 @@ class Run:
             metadata = self.resume_from_memory(found.step if found else 0)
         if metadata is None and found is not None:
             self.state.load(self.checkpoints, found)
-            metadata, self.first_step = found.about, found.step
+            metadata, self.first_step = found.metadata, found.step
             if self.diloco_worker is not None:
                 self.diloco_worker.load(found)
         if metadata is None:
@@ -282,7 +289,8 @@ class Run:
         if self.diloco_worker is not None:
             outer_pieces, outer = self.diloco_worker.pieces()
             pieces, metadata = pieces | outer_pieces, metadata | {"outer": outer}
-        self.checkpoints.save(step, pieces, metadata, lazy=True)  # copied during the next step
+        # copied to host memory during the next step
+        self.checkpoints.save(step, pieces, metadata, async_staging=True)
 
     def save_to_memory(self, step: int) -> None:
         """Copy the state after `step` to this node's memory and to a peer's."""
@@ -314,7 +322,7 @@ class Run:
                 row = self.step(step)
             row |= stats
             if self.diloco_worker is not None:
-                self.checkpoints.staged()
+                self.checkpoints.wait_for_staging()
                 row |= self.diloco_worker.after_step(step)
                 at, step = row["step"], row["step"] - 1
             stopping, row["data_wait"] = any_stopped_max_wait(signals, row["data_wait"], env.device)
@@ -345,7 +353,7 @@ class Run:
             decay=args.decay_steps, end=args.min_lr_factor,
         )  # fmt: skip
         if args.optimizer_in_backward:
-            self.checkpoints.staged()
+            self.checkpoints.wait_for_staging()
             self.consistent_step = None
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group["scale"]
@@ -382,7 +390,7 @@ class Run:
     def accept_step(self, row: dict[str, Any], norm: float) -> bool:
         """Whether to apply this batch's gradient, given its norm; if not, row["skipped"] has the
         reason. ValueError after too many skipped batches."""
-        self.checkpoints.staged()  # the last step's weights must be copied before they change
+        self.checkpoints.wait_for_staging()  # the last step's weights must be copied first
         why, scaler = None, self.scaler
         if scaler is not None and not scaler.update(math.isfinite(norm)):
             why = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
@@ -419,7 +427,7 @@ class Run:
                 result |= self.objective.validate(self.step_model, size, attend)
             self.layout.reshard(self.step_model)
         result |= {"expert_load": self.balance.last.tolist()} if self.balance.row else {}
-        local = [*self.watchdog.waits(), float(self.memory.bytes())]
+        local = [*self.watchdog.wait_times(), float(self.memory.bytes())]
         ranks = [local]
         if env.world > 1:
             dist.all_gather_object(ranks := [None] * env.world, local)
@@ -507,11 +515,11 @@ class Run:
                 resource.close()
 
 
-def make_watchdog(args: argparse.Namespace, env: DistEnv, on_hang: Callable[[], None]) -> Watch:
+def make_watchdog(args: argparse.Namespace, env: DistEnv, on_hang: Callable[[], None]) -> Watchdog:
     """A watchdog of the calling thread; the first step may take 10 times --hang-timeout."""
     report = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
-    timeouts = dict(timeout=args.hang_timeout, first=10 * args.hang_timeout)
-    return Watch(env.store, env.rank, env.world, **timeouts, report=report, on_hang=on_hang)
+    timeouts = dict(timeout=args.hang_timeout, first_timeout=10 * args.hang_timeout)
+    return Watchdog(env.store, env.rank, env.world, **timeouts, report=report, on_hang=on_hang)
 
 
 def any_stopped_max_wait(

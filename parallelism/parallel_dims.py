@@ -347,7 +347,7 @@ class ParallelDims:
 
     def shard_regions(self, name: str, x: Tensor) -> tuple[tuple[int, ...], list[Any]]:
         """(shape of the full tensor, its regions on this rank) of a parameter or buffer, as
-        checkpoint.Piece takes them."""
+        checkpoint.ShardedTensor takes them."""
         shape, shard = list(x.shape), self.tp.shards.get(name) if self.tp else None
         stacked = self.experts is not None and is_expert_stack(x)
         shape[:1] = [self.experts.placement.n_experts] if stacked else shape[:1]

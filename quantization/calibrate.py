@@ -75,7 +75,9 @@ class Stats:
     def __init__(self, *names: str):
         """ValueError for a name that is not in STATISTICS."""
         if not names or set(names) - set(STATISTICS):
-            raise ValueError(f"statistics are {names}; ask for some of {', '.join(STATISTICS)}")
+            raise ValueError(
+                f"statistics must be one or more of {', '.join(STATISTICS)}, not {names}"
+            )
         self.count, self.sums = 0, dict.fromkeys(names, 0)
 
     @torch.no_grad()
@@ -155,7 +157,7 @@ def layer_by_layer(
 def output_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
     """tr((W - W') H (W - W')^T), a float64 scalar: the squared output error over the calibration
     inputs. weight, quantized (N, K), hessian (K, K)."""
-    _check_problem(weight, hessian, quantized)
+    _check_inputs(weight, hessian, quantized)
     return _row_errors(weight, quantized, hessian).sum()
 
 
@@ -197,13 +199,13 @@ def gptq(
     The sweep is greedy, uses the damped H, and may choose coarser scales for updated weights, so a
     row can end up worse than rounded to nearest. Such a row is rounded to nearest.
     """
-    _check_problem(weight, hessian)
+    _check_inputs(weight, hessian)
     if not damp >= 0 or block_size < 1:
         raise ValueError(f"damp ({damp}) must be 0 or more, block_size ({block_size}) 1 or more")
     if keep is not None and (keep.shape != weight.shape or keep.dtype != torch.bool):
         raise ValueError(f"keep must be bool and of weight's shape {list(weight.shape)}")
     W, H = weight.detach().float(), hessian.float()
-    nearest = choose_qparams_without(spec, W, keep, ranges)
+    nearest = choose_qparams_masked(spec, W, keep, ranges)
     nearest_qweight = spec.quantize(W, *nearest)
     params = [None if p is None else p.clone() for p in nearest]
     if act_order:
@@ -216,12 +218,12 @@ def gptq(
         """Choose the scale and zero of the group from column j on, given its updated weights w."""
         n = w.shape[1]
         kept = None if keep is None else keep[:, j : j + n]
-        for p, new in zip(params, choose_qparams_without(spec, w, kept, ranges)):
+        for p, new in zip(params, choose_qparams_masked(spec, w, kept, ranges)):
             if p is not None:
                 p[:, j // n, None] = new
 
     update = None if act_order else update_qparams
-    qweight = _sweep(W, keep, factor, spec, params, block_size, order, update)
+    qweight = _quantize_columns(W, keep, factor, spec, params, block_size, order, update)
     both = spec.dequantize(qweight, *params), spec.dequantize(nearest_qweight, *nearest)
     both = both if keep is None else [torch.where(keep, W, w) for w in both]
     better = torch.lt(*(_row_errors(W, w, H) for w in both))[:, None]
@@ -233,7 +235,7 @@ def gptq(
     )
 
 
-def _sweep(
+def _quantize_columns(
     W: Tensor,
     keep: Tensor | None,
     factor: Tensor,
@@ -247,22 +249,22 @@ def _sweep(
     of every group but the first, whose weights have not changed."""
     K = W.shape[1]
     group = spec.group_size or K
-    left = W.t()[order].contiguous()  # (K, N): columns are contiguous
+    columns = W.t()[order].contiguous()  # (K, N): columns are contiguous
     qweight = [None] * K
     for start, stop in _blocks(K, group, block_size):
-        errors = left.new_empty(stop - start, len(W))
+        errors = columns.new_empty(stop - start, len(W))
         for j in range(start, stop):
             c, g = order[j], order[j] // group
             if update_qparams is not None and j % group == 0 and j > 0:
-                update_qparams(j, left[j : j + group].t())
+                update_qparams(j, columns[j : j + group].t())
             qparams = [None if p is None else p[:, g, None] for p in params]
-            qweight[c] = spec.quantize(left[j, :, None], *qparams)
+            qweight[c] = spec.quantize(columns[j, :, None], *qparams)
             rounded = spec.dequantize(qweight[c], *qparams)[:, 0]
             if keep is not None:
                 rounded = torch.where(keep[:, c], W[:, c], rounded)
-            error = torch.sub(left[j], rounded, out=errors[j - start]).div_(factor[j, j])
-            left[j + 1 : stop].addr_(factor[j, j + 1 : stop], error, alpha=-1)
-        left[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)  # after the block
+            error = torch.sub(columns[j], rounded, out=errors[j - start]).div_(factor[j, j])
+            columns[j + 1 : stop].addr_(factor[j, j + 1 : stop], error, alpha=-1)
+        columns[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)  # after the block
     return torch.cat(qweight, dim=1)
 
 
@@ -275,7 +277,7 @@ def _blocks(K: int, group: int, size: int) -> Iterator[tuple[int, int]]:
         yield from ((i, min(i + size, end)) for i in range(start, end, size))
 
 
-def choose_qparams_without(
+def choose_qparams_masked(
     spec: Any, weight: Tensor, keep: Tensor | None, ranges: str = "minmax"
 ) -> tuple[Tensor, Tensor | None]:
     """spec.choose_qparams(weight (N, K)) with each weight of keep (N, K) replaced by the mean of
@@ -313,7 +315,7 @@ def inverse_cholesky(hessian: Tensor, damp: float) -> Tensor:
     return torch.linalg.solve_triangular(L.flip(0, 1), eye, upper=True)
 
 
-def _check_problem(weight: Tensor, hessian: Tensor, quantized: Tensor | None = None) -> None:
+def _check_inputs(weight: Tensor, hessian: Tensor, quantized: Tensor | None = None) -> None:
     K = weight.shape[-1]
     for name, t, shape in (
         ("weight", weight, (len(weight), K)),
@@ -356,7 +358,7 @@ def awq_scales(
     measure.
     """
     for w in weights:
-        _check_problem(w, hessian)
+        _check_inputs(w, hessian)
     _check_channels("mean_abs", mean_abs, hessian.shape[0])
     if steps < 1 or not weights:
         raise ValueError(f"steps ({steps}) must be 1 or more, weights ({len(weights)}) at least 1")
@@ -464,14 +466,14 @@ def accumulate_saliency(
     matrices: Mapping[str, nn.Parameter],
     loss: Callable[[Any], Tensor],
     batches: Iterable[Any],
-    quantized: Callable[[Tensor], Tensor],
+    fake_quantize: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
     """|Q(W) - W| * |W| * sum over batches of |dL/dW|, fp32, for each matrix of the model: a
     first-order estimate of what quantizing a weight does to the loss (TaCQ, arXiv:2504.07389, 3).
 
-    loss(batch) -> scalar; quantized(weight) -> the dequantized weight. As in the paper's code |.|
-    is taken per batch, before the sum, so that gradients of different batches do not cancel. Its
-    batches are single sequences.
+    loss(batch) -> scalar; fake_quantize(weight) -> the weight quantized and dequantized. As in the
+    paper's code |.| is taken per batch, before the sum, so that gradients of different batches do
+    not cancel. The paper's batches are single sequences.
 
     Each gradient is added and freed as soon as it is computed: apart from the sums, at most one
     layer's gradients exist. Existing .grad of the matrices are dropped.
@@ -500,13 +502,13 @@ def accumulate_saliency(
     finally:
         for hook in hooks:
             hook.remove()
-        for p, was in required_grad.items():
-            p.requires_grad_(was)
+        for p, requires_grad in required_grad.items():
+            p.requires_grad_(requires_grad)
     if not seen:
         raise ValueError("batches is empty; give at least one batch")
     with torch.no_grad():
         for name, p in matrices.items():
-            sums[name].mul_(quantized(p.detach()).sub(p).abs_().mul_(p.abs()))
+            sums[name].mul_(fake_quantize(p.detach()).sub(p).abs_().mul_(p.abs()))
     return sums
 
 
@@ -520,21 +522,21 @@ def select_salient(saliencies: Mapping[str, Tensor], fraction: float) -> dict[st
         raise ValueError(f"fraction must be from 0 to 1, not {fraction}")
     for name, s in saliencies.items():
         _check_finite(f"saliencies[{name!r}]", s)
-    left = int(fraction * sum(s.numel() for s in saliencies.values()))
-    if left == 0:
+    n_select = int(fraction * sum(s.numel() for s in saliencies.values()))
+    if n_select == 0:
         return {name: torch.empty(0, dtype=torch.long) for name in saliencies}
     best = torch.empty(0)
     for s in saliencies.values():
-        best = torch.cat((best, s.flatten().topk(min(left, s.numel())).values.cpu()))
-        best = best.topk(min(left, len(best))).values
-    ties = left - int((best > best[-1]).sum())  # how many that equal the threshold are selected
-    picks = {}
+        best = torch.cat((best, s.flatten().topk(min(n_select, s.numel())).values.cpu()))
+        best = best.topk(min(n_select, len(best))).values
+    ties = n_select - int((best > best[-1]).sum())  # weights at the threshold that are selected
+    selected = {}
     for name, s in saliencies.items():
         flat = s.flatten()
         equal = (flat == best[-1]).nonzero()[:ties, 0]
         ties -= len(equal)
-        picks[name] = torch.cat(((flat > best[-1]).nonzero()[:, 0], equal)).sort().values
-    return picks
+        selected[name] = torch.cat(((flat > best[-1]).nonzero()[:, 0], equal)).sort().values
+    return selected
 
 
 # --------------------------------------------------------------------------------------------------

@@ -38,25 +38,25 @@ from quantization.calibrate import (
     Stats,
     accumulate_saliency,
     awq_scales,
-    select_salient,
     fold_,
     gptq,
     layer_by_layer,
-    round_to_nearest,
     observe,
+    round_to_nearest,
+    select_salient,
     smooth_scales,
 )
 from quantization.sparse import sparsify_
 from quantize import (
     QTensors,
     Scheme,
-    check_weights,
     check_skip,
+    check_weights,
     from_config,
+    get_scheme,
+    quantizable_modules,
     quantize_,
     quantize_module,
-    quantizable_modules,
-    get_scheme,
     to_config,
     use_linear_fn_,
     weight_only,
@@ -122,10 +122,9 @@ def load_and_quantize(
         if not args.save.is_dir() or any(args.save.iterdir()):
             raise ValueError(f"--save {args.save}: exists and is not an empty folder; name another")
     with torch.device("meta"):
-        shapes = Transformer(config)
-        quantize_(
-            shapes, args.quantize, skip=validate_skip(shapes, skip), group_size=args.group_size
-        )
+        meta_model = Transformer(config)  # validates the flags before any weight is read
+        checked = validate_skip(meta_model, skip)
+        quantize_(meta_model, args.quantize, skip=checked, group_size=args.group_size)
     if args.calibrate is None:
         cpu.keep_freed_memory(False)  # else malloc keeps the memory of unquantized layers
         skip += ("head",) if config.tie_embeddings else ()  # the last stage of --pp has a copy
@@ -396,8 +395,8 @@ def select_kept_weights(
         logits = model(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
-    quantized = partial(round_to_nearest, scheme.spec)
-    saliency = accumulate_saliency(model, matrices, loss, batches, quantized)
+    fake_quantize = partial(round_to_nearest, scheme.spec)
+    saliency = accumulate_saliency(model, matrices, loss, batches, fake_quantize)
     indices = select_salient(saliency, TACQ_KEEP_FRACTION)
     return {n: (i, matrices[n].detach().view(-1)[i]) for n, i in indices.items() if len(i)}
 
@@ -407,7 +406,7 @@ def select_kept_weights(
 # --------------------------------------------------------------------------------------------------
 
 # (label, scheme, calibration); the first is the baseline
-SCHEMES_REPORTED: tuple[tuple[str, str | None, str | None], ...] = (
+REPORT_SCHEMES: tuple[tuple[str, str | None, str | None], ...] = (
     ("16 bit", None, None),
     ("int8", "int8", None),
     ("int4", "int4", None),
@@ -465,18 +464,18 @@ def report(
 ) -> Iterator[ReportRow]:
     """Yield a ReportRow for each scheme, 16 bits first. speed(model, batch size) -> tokens per
     second of decoding; it may prepare the model for that."""
-    plain = load_checkpoint(args.checkpoint, device, dtype)
-    validate_skip(plain, skip_names(args, plain.config))
-    texts = calibration_text(args, plain, tokenizer)
-    validation = calibration_text(args, plain, tokenizer, validation=True)
+    reference = load_checkpoint(args.checkpoint, device, dtype)
+    validate_skip(reference, skip_names(args, reference.config))
+    batches = calibration_text(args, reference, tokenizer)
+    validation = calibration_text(args, reference, tokenizer, validation=True)
     baseline = None
-    for label, scheme, method in SCHEMES_REPORTED:
+    for label, scheme, method in REPORT_SCHEMES:
         model = load_checkpoint(args.checkpoint, device, dtype)
-        if not try_quantize_(args, model, scheme, method, texts):
+        if not try_quantize_(args, model, scheme, method, batches):
             print(f"generate.py: {label} does not fit this model: skipped", file=sys.stderr)
             continue
         size = sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
-        loss, kl, agreement = compare(plain, model, validation)
+        loss, kl, agreement = compare(reference, model, validation)
         speeds = {b: speed(model, b) for b in BATCH_SIZES}
         slower = [b for b in BATCH_SIZES if baseline and speeds[b] < baseline.tokens_per_second[b]]
         percent, ppl = 100 * (loss / baseline.loss - 1) if baseline else 0.0, math.exp(loss)
@@ -490,7 +489,7 @@ def try_quantize_(
     model: Transformer,
     scheme: str | None,
     method: str | None,
-    texts: Sequence[Tensor],
+    batches: Sequence[Tensor],
 ) -> bool:
     """Quantize the model in place; False if the scheme does not fit its shapes."""
     skip = skip_names(args, model.config)
@@ -504,7 +503,7 @@ def try_quantize_(
         elif method is not None:
             chosen = get_scheme(scheme, group_size)
             check_weights(quantizable_modules(model, skip), chosen.check, skip)
-            calibrate_(model, method, chosen, skip, texts)
+            calibrate_(model, method, chosen, skip, batches)
         elif scheme is not None:
             quantize_(model, scheme, skip=skip, group_size=group_size)
     except ValueError as e:
@@ -516,13 +515,13 @@ def try_quantize_(
 
 
 def compare(
-    plain: Transformer, model: Transformer, texts: Sequence[Tensor]
+    reference: Transformer, model: Transformer, batches: Sequence[Tensor]
 ) -> tuple[float, float, float]:
-    """(loss in nats per token, KL divergence from plain's next-token distribution, fraction of
-    positions with the same argmax)."""
+    """(loss in nats per token, KL divergence from the reference's next-token distribution, fraction
+    of positions with the same argmax)."""
     loss, kl, same, count = 0.0, 0.0, 0, 0
-    for tokens in texts:
-        expected = plain(tokens[:, :-1])[0].float().log_softmax(-1)
+    for tokens in batches:
+        expected = reference(tokens[:, :-1])[0].float().log_softmax(-1)
         actual = model(tokens[:, :-1])[0].float().log_softmax(-1)
         loss += F.nll_loss(actual, tokens[0, 1:], reduction="sum").item()
         kl += (expected.exp() * (expected - actual)).sum().item()

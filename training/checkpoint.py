@@ -1,46 +1,47 @@
-"""checkpoint.py: sharded checkpoints that are written while training goes on.
+"""Sharded checkpoints, written asynchronously, that load under any other sharding.
 
-A run of days on many machines is stopped again and again, and goes on from what was saved last.
-Four things are asked of that: the step must not wait for the disk; no rank can hold the whole; the
-next run may be cut in another way, over more ranks or fewer; and what a crash, a full disk or a bad
-disk leaves must never be taken for a checkpoint.
+A long run on many machines is interrupted often and resumes from its last checkpoint. So: a step
+must not wait for the disk; no rank can hold the full state; the next run may use another
+parallelism or number of ranks; and what a crash, a full disk or a bad disk leaves behind must never
+be loaded as a checkpoint.
 
     checkpoints = Checkpoints(Path("run"), keep=2)  # on all ranks, together
-    if found := checkpoints.newest():  # the newest one that is whole; checked by its sha256
+    if found := checkpoints.newest():  # the newest intact one, verified by sha256
         checkpoints.load(found, state)
     checkpoints.save(step, state, {"tokens": 10**9})  # returns when `state` is copied
-    checkpoints.wait()  # at the end; or OSError, of a save that failed
+    checkpoints.wait()  # at the end; OSError if a save failed
 
-`state` is {name: tensor}, and a tensor of which a rank has only parts is a `Piece`: the rectangles
-of the whole that are here. So any cutting is told in one way: a shard of FSDP, a rank's columns of
-two stacked matrices (`regions`), its experts, ZeRO's slice from the middle of one matrix to the
-middle of another (`flat_blocks`). torch.distributed.checkpoint (DCP; ByteCheckpoint,
-arXiv:2407.20143, describes the same idea) stores each rectangle with its place, and a reader takes
-the overlap of what is stored with what it has: no layout of the writer is left in the files. What
-several ranks hold alike one of them copies and writes, the one that has least to write
-(`share_out`): under plain data parallelism, of P ranks each writes a P-th.
+`state` is {name: tensor}. A tensor of which a rank has only parts is a `ShardedTensor` (as in
+Megatron-LM): the chunks (hyperrectangles) of the full tensor that are on this rank. It describes
+any sharding: an FSDP shard, a rank's columns of two stacked matrices (`regions`), its experts,
+ZeRO's flat slice from the middle of one row to the middle of another (`flat_blocks`).
+torch.distributed.checkpoint (DCP; ByteCheckpoint, arXiv:2407.20143, describes the same idea) stores
+each chunk with its offsets, and a reader loads the overlap of stored chunks with its own: the files
+do not depend on the writer's parallelism. A chunk replicated on several ranks is copied and written
+by one of them, the one with the fewest bytes so far (`assign_writes`): under plain data parallelism
+over P ranks each writes 1/P.
 
-save() copies to host memory and leaves the rest to a thread with a process group of its own, as
-CheckFreq (Mohan et al., FAST 21) and DCP's async_save: files in step-00000100.tmp by DCP, their
-sha256, a manifest, fsync, one rename. Ranks agree after each stage; where one failed, say its disk
-is full, all get the same OSError, from wait() or the next save(), and older ones are as they were.
-With `lazy` the copy too is made beside the next forward and backward pass, and staged(), called
-before the weights change, waits for what is left of it.
+save() copies to host memory; a thread with a process group of its own does the rest, as in
+CheckFreq (Mohan et al., FAST 21) and DCP's async_save: DCP writes files to step-00000100.tmp, then
+sha256, manifest, fsync, one rename. Ranks synchronize after each stage; if one fails (a full disk),
+all raise the same OSError from wait() or the next save(), and older checkpoints are unchanged. With
+`async_staging` the copy, too, overlaps with the next forward and backward pass;
+wait_for_staging(), called before the optimizer step, waits for the rest of it.
 
-What it costs: host memory for a copy of what the rank writes; each byte is written, hashed, and
-read again to check it at the start. What it gains (200 MB, 4 ranks on 2 CPU cores): training waits
-38 ms for the copy, 4% of a save of 0.9 s, and with `lazy` 1 ms; DCP's async_save, which allocates
-its copy anew, 73 ms; gathering to rank 0 and torch.save, 1200. (The copy runs at memory's speed,
-5 GB/s, once its buffers are there; the first save takes twice that. A forked process would see the
-weights without a copy, in 15 ms, but can take part in no collective.) When it loses: with no core
-to spare, since writing and hashing slow training down then; under a few MB, where torch.save is as
-good; in a folder that not all ranks see. .metadata is a pickle of DCP's: read only checkpoints
-that you trust. Which hook: none, it takes tensors.
+Cost: host memory for a copy of what the rank writes; each byte is written, hashed, and read again
+to verify it on resume. Gain (200 MB, 4 ranks on 2 CPU cores): training waits 38 ms for the copy,
+4% of a save of 0.9 s, and 1 ms with `async_staging`; DCP's async_save, which allocates a new copy,
+73 ms; gathering to rank 0 and torch.save, 1200. (The copy runs at memory speed, 5 GB/s, once its
+buffers are allocated; the first save takes twice that. A forked process would need no copy and
+15 ms, but cannot use collectives.) When it loses: with no idle core, because writing and hashing
+then slow training down; under a few MB, where torch.save is as good; in a folder that not all
+ranks can access. .metadata is a pickle of DCP's: load only checkpoints that you trust. Hook: none,
+it takes tensors.
 
-Equivalence (test_all.py): saved under one cutting and loaded under any other, over another number
-of ranks, every tensor is bit for bit the same; after kill -9 at random moments of saves there is
-always a whole one. Needs: torch. `python training/checkpoint.py` starts 4 processes, checks itself and
-prints a table (--check: none).
+Equivalence (test_all.py): saved under one sharding and loaded under any other, on another number of
+ranks, every tensor is bit for bit the same; after kill -9 at random moments of saves an intact
+checkpoint always exists. Needs: torch. `python training/checkpoint.py` starts 4 processes, runs a
+self-check and prints a table (--check: no table).
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ from torch.distributed.checkpoint import metadata as M
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Sizes = tuple[int, ...]  # or offsets
-Block = tuple  # (offsets in the whole, index into the local tensor[, sizes to view that as])
-Holding = dict[str, tuple[Sizes, torch.dtype, dict[Sizes, Sizes]]]  # whole, {offsets: sizes}
+Block = tuple  # (offsets in the full tensor, index into the local one[, sizes to view that as])
+LocalChunks = dict[str, tuple[Sizes, torch.dtype, dict[Sizes, Sizes]]]  # full, {offsets: sizes}
 
 MANIFEST = "manifest.json"
-LIMIT = 64 << 20  # bytes: larger rectangles are written as several, cut in rows
-NAME = re.compile(r"step-(\d{8,})$")
+MAX_CHUNK_BYTES = 64 << 20  # larger chunks are split by rows
+STEP_DIR = re.compile(r"step-(\d{8,})$")
 
 
 def _check(condition: bool, message: str) -> None:
@@ -90,49 +91,49 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _rows(at: Sizes, tile: Tensor) -> dict[Sizes, Tensor]:
-    """A rectangle as some of at most LIMIT bytes (or one row): so replicas can share out a large
-    tensor, and a reader of some of its rows need not read them all."""
-    if tile.nbytes <= LIMIT or tile.dim() == 0:
-        return {at: tile}
-    step = max(1, LIMIT * len(tile) // tile.nbytes)
-    return {(at[0] + i, *at[1:]): tile[i : i + step] for i in range(0, len(tile), step)}
+def _split_rows(at: Sizes, chunk: Tensor) -> dict[Sizes, Tensor]:
+    """A chunk as several of at most MAX_CHUNK_BYTES (or one row), so that replicas can share the
+    writing of a large tensor, and a reader of some rows need not read all."""
+    if chunk.nbytes <= MAX_CHUNK_BYTES or chunk.dim() == 0:
+        return {at: chunk}
+    step = max(1, MAX_CHUNK_BYTES * len(chunk) // chunk.nbytes)
+    return {(at[0] + i, *at[1:]): chunk[i : i + step] for i in range(0, len(chunk), step)}
 
 
-class Piece(Tensor):
-    """What this rank has of a tensor of `shape`: `local`, of which `local[index]` is the rectangle
-    that begins at `offsets` of the whole, for each (offsets, index) of `blocks`; with a third
-    entry, sizes, it is `local[index].view(sizes)`. No blocks: this rank has nothing of it.
+class ShardedTensor(Tensor):
+    """This rank's part of a full tensor of `shape`. For each (offsets, index) of `blocks`,
+    `local[index]` is the chunk that begins at `offsets` of the full tensor; with a third entry,
+    sizes, it is `local[index].view(sizes)`. No blocks: this rank has no part of it.
 
-    A Tensor by its metadata alone: torch.distributed.checkpoint asks for one, and for the three
-    methods below (its protocol for tensor classes of others). Arithmetic is for `local`.
+    A Tensor without data, because torch.distributed.checkpoint requires the type and the three
+    dunder methods below (its protocol for tensor subclasses). Compute with `local`.
     """
 
     local: Tensor
-    tiles: dict[Sizes, Tensor]  # {offsets: a view of local}
+    chunks: dict[Sizes, Tensor]  # {offsets: a view of local}
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], blocks: Iterable[Block]) -> Piece:
+    def __new__(cls, local: Tensor, shape: Sequence[int], blocks: Iterable[Block]) -> ShardedTensor:
         like = {"dtype": local.dtype, "device": local.device}
-        piece = Tensor._make_wrapper_subclass(cls, tuple(shape), **like)
-        piece.local, piece.tiles = local.detach(), {}
+        tensor = Tensor._make_wrapper_subclass(cls, tuple(shape), **like)
+        tensor.local, tensor.chunks = local.detach(), {}
         for offsets, index, *sizes in blocks:
-            tile, at = piece.local[index], tuple(offsets)
-            tile = tile.view(*sizes) if sizes else tile
-            inside = tile.dim() == len(at) == len(shape) and all(
-                0 <= o <= o + n <= whole for o, n, whole in zip(at, tile.shape, shape)
+            chunk, at = tensor.local[index], tuple(offsets)
+            chunk = chunk.view(*sizes) if sizes else chunk
+            inside = chunk.dim() == len(at) == len(shape) and all(
+                0 <= o <= o + n <= whole for o, n, whole in zip(at, chunk.shape, shape)
             )
-            said = f"{tuple(tile.shape)} at {at} is not inside {tuple(shape)}"
-            _check(inside, f"blocks: {said}, the shape of the whole")
-            _check(at not in piece.tiles, f"blocks: two begin at {at}")
-            if tile.numel() or 0 in shape:
-                piece.tiles |= _rows(at, tile)
-        return piece
+            message = f"{tuple(chunk.shape)} at {at} is not inside {tuple(shape)}"
+            _check(inside, f"blocks: {message}, the shape of the full tensor")
+            _check(at not in tensor.chunks, f"blocks: two begin at {at}")
+            if chunk.numel() or 0 in shape:
+                tensor.chunks |= _split_rows(at, chunk)
+        return tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> Piece:
-        """A plain tensor as the whole of itself; a DTensor as what this rank has of it."""
-        if isinstance(x, Piece):
+    def of(cls, x: Tensor) -> ShardedTensor:
+        """A plain tensor as a full one; a DTensor as this rank's shard of it."""
+        if isinstance(x, ShardedTensor):
             return x
         if not hasattr(x, "__create_chunk_list__"):
             return cls(x, x.shape, [((0,) * x.dim(), ())])
@@ -150,47 +151,49 @@ class Piece(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[M.ChunkStorageMetadata]:
-        return [M.ChunkStorageMetadata(torch.Size(o), t.shape) for o, t in self.tiles.items()]
+        return [M.ChunkStorageMetadata(torch.Size(o), t.shape) for o, t in self.chunks.items()]
 
     def __get_tensor_shard__(self, index: M.MetadataIndex) -> Tensor:
-        return self.tiles[tuple(index.offset)]
+        return self.chunks[tuple(index.offset)]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Piece(of={tuple(self.shape)}, dtype={self.dtype}, at={list(self.tiles)})"
+        offsets = list(self.chunks)
+        return f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, offsets={offsets})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN206
-        raise TypeError(f"{func}: a Piece says where numbers are; compute with its .local")
+        raise TypeError(f"{func}: a ShardedTensor has no data; compute with its .local")
 
 
 def regions(shape: Sequence[int], dim_indices: Sequence[Sequence[range]]) -> list[Block]:
-    """Blocks of a local tensor that has, along dimension d, the indices of the whole given by the
-    ranges `dim_indices[d]`, one after the other. Dimensions that are not given are there whole.
+    """Blocks of a local tensor that has, along dimension d, the concatenated ranges
+    `dim_indices[d]` of the full tensor. Dimensions that are not given are complete.
 
     >>> regions((8, 6), [[range(0, 2), range(4, 6)]])  # the first halves of two stacked blocks
     [((0, 0), (slice(0, 2), slice(0, 6))), ((4, 0), (slice(2, 4), slice(0, 6)))]
     """
-    _check(len(dim_indices) <= len(shape), f"dim_indices: more than the {len(shape)} of shape")
-    cuts = []
+    message = f"dim_indices: {len(dim_indices)} dimensions, the shape has {len(shape)}"
+    _check(len(dim_indices) <= len(shape), message)
+    per_dim = []
     for d, n in enumerate(shape):
-        joined: list[range] = []
+        merged: list[range] = []
         for r in dim_indices[d] if d < len(dim_indices) else [range(n)]:
             _check(r.step == 1 and 0 <= r.start and r.stop <= n, f"dim_indices[{d}]: {r} of {n}")
-            if joined and joined[-1].stop == r.start:
-                joined[-1] = range(joined[-1].start, r.stop)
+            if merged and merged[-1].stop == r.start:
+                merged[-1] = range(merged[-1].start, r.stop)
             elif r:
-                joined.append(r)
-        ends = list(itertools.accumulate(map(len, joined)))
-        cuts.append([(r.start, slice(end - len(r), end)) for r, end in zip(joined, ends)])
+                merged.append(r)
+        ends = list(itertools.accumulate(map(len, merged)))
+        per_dim.append([(r.start, slice(end - len(r), end)) for r, end in zip(merged, ends)])
     return [
-        (tuple(o for o, _ in cut), tuple(index for _, index in cut))
-        for cut in itertools.product(*cuts)
+        (tuple(o for o, _ in spans), tuple(index for _, index in spans))
+        for spans in itertools.product(*per_dim)
     ]
 
 
 def flat_blocks(shape: Sequence[int], start: int, stop: int) -> list[Block]:
-    """Blocks of a flat local tensor that has the elements start..stop of a row-major whole: at
-    most two for each dimension and one, since a slice ends within a row, and begins within one.
+    """Blocks of a flat local tensor that has the elements start..stop of a row-major full tensor:
+    at most two per dimension plus one, because the slice may begin and end within a row.
 
     >>> flat_blocks((3, 4), 2, 9)
     [((0, 2), (slice(0, 2),), (1, 2)), ((1, 0), (slice(2, 6),), (1, 4)),
@@ -199,85 +202,85 @@ def flat_blocks(shape: Sequence[int], start: int, stop: int) -> list[Block]:
     count = math.prod(shape)
     _check(0 <= start <= stop <= count, f"start, stop: {start}, {stop} are not within {count}")
 
-    def cut(dim: int, at: int, end: int) -> list[tuple[Sizes, Sizes]]:
-        """(offsets, sizes), from dimension `dim` on, of the elements at..end of a slab of those."""
+    def split(dim: int, at: int, end: int) -> list[tuple[Sizes, Sizes]]:
+        """(offsets, sizes), over dimensions `dim` on, of elements at..end of their flat index."""
         if at == end or dim == len(shape):
             return [((), ())] * (end - at)
         rest = shape[dim + 1 :]
         row = math.prod(rest)
 
         def part(r: int, a: int, b: int) -> list[tuple[Sizes, Sizes]]:
-            return [((r, *o), (1, *n)) for o, n in cut(dim + 1, a - r * row, b - r * row)]
+            return [((r, *o), (1, *n)) for o, n in split(dim + 1, a - r * row, b - r * row)]
 
-        first, last = -(-at // row), end // row  # rows first..last are there whole
+        first, last = -(-at // row), end // row  # rows first..last are complete
         if first > last:
             return part(last, at, end)
-        whole = [((first, *(0,) * len(rest)), (last - first, *rest))] if last > first else []
-        return part(first - 1, at, first * row) + whole + part(last, last * row, end)
+        complete = [((first, *(0,) * len(rest)), (last - first, *rest))] if last > first else []
+        return part(first - 1, at, first * row) + complete + part(last, last * row, end)
 
-    blocks, place = [], 0
-    for offsets, sizes in cut(0, start, stop):
-        blocks.append((offsets, (slice(place, place := place + math.prod(sizes)),), sizes))
+    blocks, position = [], 0
+    for offsets, sizes in split(0, start, stop):
+        blocks.append((offsets, (slice(position, position := position + math.prod(sizes)),), sizes))
     return blocks
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint on disk: the steps done, what the caller wrote with it, its folder."""
+class CheckpointInfo:
+    """A checkpoint on disk: the number of steps done, the caller's metadata, its folder."""
 
     step: int
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     path: Path
 
 
-def find(folder: Path) -> list[int]:
+def list_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in `folder`, ascending."""
-    matches = [NAME.match(path.name) for path in Path(folder).glob("step-*")]
+    matches = [STEP_DIR.match(path.name) for path in Path(folder).glob("step-*")]
     return sorted(int(m[1]) for m in matches if m)
 
 
-def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of that step is, if there is one."""
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """The folder of the checkpoint of `step`, which need not exist."""
     return Path(folder) / f"step-{step:08d}"
 
 
-def _sealed(manifest: Mapping[str, Any]) -> str:
+def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`, which vouches for itself by its own checksum."""
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`, verified by the checksum that it contains."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        good = manifest.pop("sha256") == _sealed(manifest)
+        good = manifest.pop("sha256") == _manifest_sha256(manifest)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path / MANIFEST}: cannot be read ({e}); use another one") from None
     _check(good, f"{path / MANIFEST}: its checksum is wrong; use another checkpoint")
     return manifest
 
 
-def read_about(path: Path) -> tuple[int, dict[str, Any]]:
-    """(step, about) of the checkpoint in folder `path`. One process, no group."""
-    manifest = _manifest(Path(path))
+def read_user_metadata(path: Path) -> tuple[int, dict[str, Any]]:
+    """(step, metadata) of the checkpoint in folder `path`. Not collective."""
+    manifest = _read_manifest(Path(path))
     return manifest["step"], manifest["about"]
 
 
-def read_whole(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, those of `names` or all. One process, though it be a rank."""
+def read_full_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """{name: full tensor on the CPU}, of `names` or of all. Not collective."""
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     names = list(saved if names is None else names)
-    lacking = sorted(set(names) - set(saved))
-    _check(not lacking, f"{path}: has no tensor {', '.join(lacking)}")
+    missing = sorted(set(names) - set(saved))
+    _check(not missing, f"{path}: has no tensor {', '.join(missing)}")
     state = {
         name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names
     }
-    _quietly(lambda: dcp.load(state, checkpoint_id=path, no_dist=True))
+    _without_dcp_warning(lambda: dcp.load(state, checkpoint_id=path, no_dist=True))
     return state
 
 
-def _quietly(run: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """run(), without DCP's warning that there is no process group where none is meant."""
-    if group is not None:  # filters belong to all threads: leave them alone
+def _without_dcp_warning(run: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """run(), without DCP's warning that there is no process group when none is needed."""
+    if group is not None:  # filters are global to all threads: do not touch them
         return run()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
@@ -294,7 +297,7 @@ def _digest(path: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -302,68 +305,68 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _fault(path: Path, size: int, digest: str | None) -> str | None:
-    """What is wrong with a file; without a digest its size alone is looked at."""
+def _file_error(path: Path, size: int, digest: str | None) -> str | None:
+    """The error of a corrupt file, or None; without a digest only its size is checked."""
     try:
-        here = _digest(path) if digest else (path.stat().st_size, None)
+        actual = _digest(path) if digest else (path.stat().st_size, None)
     except OSError as e:
         return f"{path}: {e.strerror}"
-    if here[0] != size:
-        return f"{path}: has {here[0]} bytes, not {size}"
-    return None if here[1] == digest else f"{path}: its sha256 is not that of what was written"
+    if actual[0] != size:
+        return f"{path}: has {actual[0]} bytes, not {size}"
+    return None if actual[1] == digest else f"{path}: its sha256 is not the one in the manifest"
 
 
-def _copy_(to: Tensor, tile: Tensor) -> Tensor:
-    """to.copy_(tile). In host memory without torch's threads: a second thread that has used OpenMP
-    leaves it with more threads than cores, and from then on those of training sleep between any
-    two operations (a step of 8M parameters on 2 cores 1.35 times as long)."""
-    if tile.is_cuda:
-        return to.copy_(tile, non_blocking=True)
-    if tile.is_contiguous():
-        ctypes.memmove(to.data_ptr(), tile.data_ptr(), tile.nbytes)
-    elif tile.dim() > 1 and tile[0].is_contiguous():
-        for part, rows in zip(to, tile):
+def _copy_(to: Tensor, chunk: Tensor) -> Tensor:
+    """to.copy_(chunk). Copies in host memory avoid torch's thread pool: once a second thread has
+    used OpenMP there are more OpenMP threads than cores, and those of training then sleep between
+    operations (a step of 8M parameters on 2 cores takes 1.35 times as long)."""
+    if chunk.is_cuda:
+        return to.copy_(chunk, non_blocking=True)
+    if chunk.is_contiguous():
+        ctypes.memmove(to.data_ptr(), chunk.data_ptr(), chunk.nbytes)
+    elif chunk.dim() > 1 and chunk[0].is_contiguous():
+        for part, rows in zip(to, chunk):
             ctypes.memmove(part.data_ptr(), rows.data_ptr(), rows.nbytes)
     else:
-        to.copy_(tile)
+        to.copy_(chunk)
     return to
 
 
-def share_out(holdings: Sequence[Holding]) -> list[set[tuple[str, Sizes]]]:
-    """For each rank, the (name, offsets) of the rectangles that it is to write, from what each
-    rank holds: {name: (shape of the whole, dtype, {offsets: sizes})}. The largest ones first, each
-    to the one of its holders that has least to write so far: replicas are written once.
+def assign_writes(all_local_chunks: Sequence[LocalChunks]) -> list[set[tuple[str, Sizes]]]:
+    """For each rank, the (name, offsets) of the chunks that it writes, from every rank's chunks:
+    {name: (full shape, dtype, {offsets: sizes})}. Each chunk, the largest first, is assigned to
+    the holder with the fewest bytes so far, so that replicas are written once.
 
-    ValueError where ranks differ about a tensor, or all of them together do not have all of it.
+    ValueError if ranks disagree about a tensor, or its chunks do not make up all of it.
     """
-    wholes: dict[str, tuple[Sizes, torch.dtype]] = {}
+    full: dict[str, tuple[Sizes, torch.dtype]] = {}
     sizes: dict[tuple[str, Sizes], Sizes] = {}
     holders: dict[tuple[str, Sizes], list[int]] = {}
-    for rank, holding in enumerate(holdings):
-        for name, (*whole, tiles) in holding.items():
-            same = wholes.setdefault(name, whole) == whole
-            _check(same, f"{name}: is {wholes[name]}, and on rank {rank} {whole}")
-            for at, size in tiles.items():
+    for rank, local_chunks in enumerate(all_local_chunks):
+        for name, (*shape_dtype, chunks) in local_chunks.items():
+            same = full.setdefault(name, shape_dtype) == shape_dtype
+            _check(same, f"{name}: is {full[name]}, but {shape_dtype} on rank {rank}")
+            for at, size in chunks.items():
                 same = sizes.setdefault((name, at), size) == size
-                _check(same, f"{name}: ranks differ about the size of the block at {at}")
+                _check(same, f"{name}: ranks differ about the size of the chunk at {at}")
                 holders.setdefault((name, at), []).append(rank)
-    held = dict.fromkeys(wholes, 0)
+    elements = dict.fromkeys(full, 0)
     for (name, _), size in sizes.items():
-        held[name] += math.prod(size)
-    for name, (shape, _) in wholes.items():
-        said = f"{name}: the ranks' blocks have {held[name]} elements, the whole {shape}"
-        _check(held[name] == math.prod(shape), said)
-    bytes_of = {key: math.prod(n) * wholes[key[0]][1].itemsize for key, n in sizes.items()}
-    load, mine = [0] * len(holdings), [set() for _ in holdings]
+        elements[name] += math.prod(size)
+    for name, (shape, _) in full.items():
+        message = f"{name}: the ranks' chunks have {elements[name]} elements, not those of {shape}"
+        _check(elements[name] == math.prod(shape), message)
+    bytes_of = {key: math.prod(n) * full[key[0]][1].itemsize for key, n in sizes.items()}
+    assigned_bytes, writes = [0] * len(all_local_chunks), [set() for _ in all_local_chunks]
     for key in sorted(sizes, key=lambda key: (-bytes_of[key], key)):
-        rank = min(holders[key], key=load.__getitem__)
-        load[rank] += bytes_of[key]
-        mine[rank].add(key)
-    return mine
+        rank = min(holders[key], key=assigned_bytes.__getitem__)
+        assigned_bytes[rank] += bytes_of[key]
+        writes[rank].add(key)
+    return writes
 
 
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every number of the one is one of the other."""
+def _can_hold(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether `wide` represents every number of `narrow`."""
     if wide == narrow or not (wide.is_floating_point and narrow.is_floating_point):
         return wide == narrow
     a, b = torch.finfo(wide), torch.finfo(narrow)
@@ -374,117 +377,125 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
-        except RuntimeError as e:  # torch.save's, of its half-written archive, hides the disk's
+        # torch.save's error about its incomplete archive hides the disk's error
+        except RuntimeError as e:
             raise e.__context__ or e from None
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, of which the last `keep` stay. All ranks of the default group
-    make one together, and call each method together; or one process without a group.
+    """The checkpoints in `folder`, of which the latest `keep` are kept. Construction and all
+    methods are collective over the default group, or for one process without a group.
 
-    `folder` is one that all ranks see. With `sync`, save() returns when all is written.
+    `folder` must be accessible to all ranks. `sync`: save() returns when everything is written.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, sync: bool = False):
         _check(keep >= 1, f"keep must be 1 or more, not {keep}")
         self.folder, self.keep, self.sync = Path(folder), keep, sync
         alone = not (dist.is_available() and dist.is_initialized())
-        # a group of its own: what its thread sends cannot meet what training sends
+        # a group of its own, so that the thread's collectives cannot match those of training
         self.group = None if alone else dist.new_group(backend="gloo")
         self.rank, self.world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        self.holding: Holding | None = None
-        self.mine: set[tuple[str, Sizes]] = set()  # the tiles that this rank writes
-        self.buffers: dict[tuple[str, Sizes], Tensor] = {}  # their copies
-        self.refused: set[int] = set()
+        self.local_chunks: LocalChunks | None = None
+        self.local_writes: set[tuple[str, Sizes]] = set()  # the chunks that this rank writes
+        self.buffers: dict[tuple[str, Sizes], Tensor] = {}  # their host copies
+        self.corrupt: set[int] = set()
         self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
         self.copied, self.event, self.gpu = threading.Event(), None, None
         self.copied.set()
-        self._together(self._tidy)
-        self._together(lambda: os.listdir(self.folder))
+        self._run_on_all_or_raise(self._clean_up)
+        self._run_on_all_or_raise(lambda: os.listdir(self.folder))
 
     # -- writing
 
     def save(
-        self, step: int, state: Mapping[str, Tensor], about: Mapping[str, Any], lazy: bool = False
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        metadata: Mapping[str, Any],
+        async_staging: bool = False,
     ) -> None:
-        """Copy `state` ({name: Piece, DTensor, or a tensor that is the same on all ranks}) to host
-        memory, begin to write it and `about` (JSON) as step-`step`, and return: from here on the
-        tensors may change; if `lazy`, from staged() on. The save before is waited for, and its
-        OSError raised here.
+        """Copy `state` ({name: ShardedTensor, DTensor, or a tensor equal on all ranks}) to host
+        memory, begin to write it and `metadata` (JSON) as step-`step`, and return: then the tensors
+        may change; with `async_staging` only after wait_for_staging(). Waits for the previous save,
+        and raises its OSError.
 
-        ValueError if the ranks' pieces do not make up the whole, or `about` is not JSON.
+        ValueError if the ranks' chunks do not make up the full tensors, or `metadata` is not JSON.
         """
         self.wait()
         try:
-            about = json.loads(json.dumps(about))
+            metadata = json.loads(json.dumps(metadata))
         except (TypeError, ValueError) as e:
-            raise ValueError(f"about: is not JSON ({e})") from None
-        pieces = {name: Piece.of(x) for name, x in state.items()}
-        self._plan(pieces)
-        self.gpu = next((p.device for p in pieces.values() if p.is_cuda), None)
+            raise ValueError(f"metadata is not JSON ({e})") from None
+        tensors = {name: ShardedTensor.of(x) for name, x in state.items()}
+        self._plan_writes(tensors)
+        self.gpu = next((p.device for p in tensors.values() if p.is_cuda), None)
         ready = torch.cuda.current_stream(self.gpu).record_event() if self.gpu else None
         self.copied, self.event = threading.Event(), None
-        self.pending = self.thread.submit(self._write, step, pieces, about, ready)
+        self.pending = self.thread.submit(self._write, step, tensors, metadata, ready)
         if self.sync:
             self.wait()
-        elif not lazy:
-            self.staged()
+        elif not async_staging:
+            self.wait_for_staging()
 
-    def staged(self) -> None:
-        """Return when the tensors of the last save may change (work given to the current stream
-        of a GPU from here on comes after the copy): call it before the optimizer's step."""
+    def wait_for_staging(self) -> None:
+        """Return when the tensors of the last save may change (on a GPU: for work queued on the
+        current stream from now on). Call it before the optimizer step."""
         self.copied.wait()
         if self.event is not None:
             torch.cuda.current_stream(self.gpu).wait_event(self.event)
 
     def wait(self) -> None:
-        """Return when the save under way is complete. OSError, on all ranks, if it failed on any:
-        what was there before is untouched."""
+        """Return when the current save is complete. OSError on all ranks if it failed on any; older
+        checkpoints are unchanged."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
 
-    def _plan(self, pieces: Mapping[str, Piece]) -> None:
-        """Who writes what: settled in the first save, and again if any rank's cutting changed."""
-        holding = {
-            name: (tuple(p.shape), p.dtype, {at: tuple(t.shape) for at, t in p.tiles.items()})
-            for name, p in pieces.items()
+    def _plan_writes(self, tensors: Mapping[str, ShardedTensor]) -> None:
+        """Assign writes to ranks, in the first save and again if any rank's sharding changed."""
+        local_chunks = {
+            name: (tuple(p.shape), p.dtype, {at: tuple(t.shape) for at, t in p.chunks.items()})
+            for name, p in tensors.items()
         }
-        changed = torch.tensor(holding != self.holding, dtype=torch.int32)
+        changed = torch.tensor(local_chunks != self.local_chunks, dtype=torch.int32)
         if self.group is not None:
             dist.all_reduce(changed, dist.ReduceOp.MAX, self.group)
         if changed:
             self.buffers.clear()
-            self.mine = share_out(self._gather(holding))[self.rank]
-            self.holding = holding
+            self.local_writes = assign_writes(self._gather(local_chunks))[self.rank]
+            self.local_chunks = local_chunks
 
-    def _stage(self, pieces: Mapping[str, Piece], ready: Any) -> dict[str, Piece]:
-        """Copies of the tiles that this rank writes, in host buffers that are used again. From a
-        GPU they are made beside its work, from when it was `ready`, on a stream of their own."""
-        staged: dict[str, Piece] = {}
+    def _stage(self, tensors: Mapping[str, ShardedTensor], ready: Any) -> dict[str, ShardedTensor]:
+        """Copy the chunks that this rank writes to reused host buffers. On a GPU the copies run on
+        a side stream, after the event `ready`."""
+        staged: dict[str, ShardedTensor] = {}
         side = torch.cuda.Stream(self.gpu) if self.gpu else None
         with torch.cuda.stream(side) if side else contextlib.nullcontext():
             if side:
                 side.wait_event(ready)
-            for name, at in sorted(self.mine):
-                tile = pieces[name].tiles[at]
+            for name, at in sorted(self.local_writes):
+                chunk = tensors[name].chunks[at]
                 if (name, at) not in self.buffers:
-                    new = torch.empty(tile.shape, dtype=tile.dtype, pin_memory=tile.is_cuda)
+                    new = torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=chunk.is_cuda)
                     self.buffers[name, at] = new
-                buffer = _copy_(self.buffers[name, at], tile)
-                staged.setdefault(name, Piece(buffer, pieces[name].shape, [])).tiles[at] = buffer
+                buffer = _copy_(self.buffers[name, at], chunk)
+                empty = ShardedTensor(buffer, tensors[name].shape, [])
+                staged.setdefault(name, empty).chunks[at] = buffer
             self.event = side.record_event() if side else None
         return staged
 
-    def _write(self, step: int, pieces: Mapping[str, Piece], about: Any, ready: Any) -> None:
-        """In the thread: copy, write, hash, seal. Each stage is done on all ranks or none."""
-        final = path_of(self.folder, step)
+    def _write(
+        self, step: int, tensors: Mapping[str, ShardedTensor], metadata: Any, ready: Any
+    ) -> None:
+        """In the thread: copy, write, hash, commit. Each stage succeeds on all ranks or on none."""
+        final = checkpoint_path(self.folder, step)
         tmp = final.with_suffix(".tmp")
-        staged: dict[str, Piece] = {}
+        staged: dict[str, ShardedTensor] = {}
 
         def stage() -> None:
             try:
-                staged.update(self._stage(pieces, ready))
+                staged.update(self._stage(tensors, ready))
             finally:
                 self.copied.set()
             if self.event is not None:
@@ -495,51 +506,53 @@ class Checkpoints:
         def write() -> None:
             writer = _Writer(tmp)
             save = partial(dcp.save, staged, storage_writer=writer, process_group=self.group)
-            _quietly(save, self.group)
+            _without_dcp_warning(save, self.group)
 
         def digests() -> dict[str, tuple[int, str]]:
-            mine = lambda name: name.startswith(f"__{self.rank}_" if self.rank else ("__0_", "."))
-            return {name: _digest(tmp / name) for name in os.listdir(tmp) if mine(name)}
+            own = f"__{self.rank}_" if self.rank else ("__0_", ".")
+            return {name: _digest(tmp / name) for name in os.listdir(tmp) if name.startswith(own)}
 
         try:
-            self._together(stage)
-            self._together(write)
-            files = {k: v for part in self._together(digests) for k, v in part.items()}
-            self._together(lambda: self._seal(tmp, final, step, about, files))
+            self._run_on_all_or_raise(stage)
+            self._run_on_all_or_raise(write)
+            files = {k: v for part in self._run_on_all_or_raise(digests) for k, v in part.items()}
+            self._run_on_all_or_raise(lambda: self._commit(tmp, final, step, metadata, files))
         except BaseException as e:
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)
-            raise OSError(f"{final}: was not written, older ones are as they were: {e}") from None
+            raise OSError(f"{final}: not written, older checkpoints are kept: {e}") from None
 
-    def _seal(self, tmp: Path, final: Path, step: int, about: dict, files: dict) -> None:
-        """Rank 0: the manifest, the rename that makes it a checkpoint; then old ones go, and those
-        that newest() refused. Steps after this one are another run's, and stay."""
+    def _commit(self, tmp: Path, final: Path, step: int, metadata: dict, files: dict) -> None:
+        """Rank 0: write the manifest and rename the folder, which makes it a checkpoint; then
+        delete old ones and those that newest() found corrupt. Later steps belong to another run and
+        are kept."""
         if self.rank != 0:
             return
-        for name, (size, _) in files.items():  # another node's too: is this folder shared?
-            if fault := _fault(tmp / name, size, None):
-                raise OSError(fault)
-        manifest = {"step": step, "about": about, "files": dict(sorted(files.items()))}
-        text = json.dumps({**manifest, "sha256": _sealed(json.loads(json.dumps(manifest)))})
+        for name, (size, _) in files.items():  # files of other nodes too: is this folder shared?
+            if error := _file_error(tmp / name, size, None):
+                raise OSError(error)
+        manifest = {"step": step, "about": metadata, "files": dict(sorted(files.items()))}
+        sha256 = _manifest_sha256(json.loads(json.dumps(manifest)))
+        text = json.dumps({**manifest, "sha256": sha256})
         (tmp / MANIFEST).write_text(text, encoding="utf-8")
-        _sync(tmp / MANIFEST)  # DCP has synced the others
-        _sync(tmp)
+        _fsync(tmp / MANIFEST)  # DCP has fsynced the others
+        _fsync(tmp)
         old = final.with_suffix(".old")
-        if final.exists():  # _tidy brings it back, if it comes to that
+        if final.exists():  # _clean_up restores it after a crash here
             final.rename(old)
         tmp.rename(final)
-        _sync(self.folder)
+        _fsync(self.folder)
         shutil.rmtree(old, ignore_errors=True)
-        self.refused.discard(step)
-        good = [s for s in find(self.folder) if s <= step and s not in self.refused]
-        for path in (path_of(self.folder, s) for s in {*good[: -self.keep], *self.refused}):
-            with contextlib.suppress(OSError):  # that costs disk, and not the run
-                # half removed it has the name of a leftover
+        self.corrupt.discard(step)
+        good = [s for s in list_steps(self.folder) if s <= step and s not in self.corrupt]
+        for path in (checkpoint_path(self.folder, s) for s in {*good[: -self.keep], *self.corrupt}):
+            with contextlib.suppress(OSError):  # a failure costs disk space, not the run
+                # if only half deleted, the folder has the name of a leftover
                 shutil.rmtree(path.rename(path.with_suffix(".tmp")))
-        self.refused.clear()
+        self.corrupt.clear()
 
-    def _tidy(self) -> None:
-        """Rank 0: what a killed save has left."""
+    def _clean_up(self) -> None:
+        """Rank 0: remove what a killed save has left."""
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.glob("step-*.old"):
@@ -552,137 +565,138 @@ class Checkpoints:
 
     # -- reading
 
-    def newest(self, verify: bool = True) -> Found | None:
-        """The newest checkpoint whose files are as they were written (without `verify`: have the
-        right sizes), None if there never was any. Each one that is refused is told on stderr.
+    def newest(self, verify: bool = True) -> CheckpointInfo | None:
+        """The newest checkpoint whose files match their sha256 (without `verify`: their sizes), or
+        None if there is no checkpoint. Corrupt ones are skipped with a message on stderr.
 
-        Ranks share out the files, and agree. ValueError if there are some and all are refused.
+        Ranks verify different files and share the result. ValueError if all are corrupt.
         """
         self.wait()
-        steps = self._gather(find(self.folder))[0]
+        steps = self._gather(list_steps(self.folder))[0]
         for step in reversed(steps):
-            path = path_of(self.folder, step)
-            verdicts = self._gather(self._faults(path, verify))
-            faults = list(dict.fromkeys(fault for part in verdicts for fault in part))
-            if not faults:
-                return Found(*read_about(path), path)
-            self.refused.add(step)
+            path = checkpoint_path(self.folder, step)
+            by_rank = self._gather(self._find_errors(path, verify))
+            errors = list(dict.fromkeys(error for part in by_rank for error in part))
+            if not errors:
+                return CheckpointInfo(*read_user_metadata(path), path)
+            self.corrupt.add(step)
             if self.rank == 0:
-                for fault in faults:
-                    print(f"refused checkpoint of step {step}: {fault}", file=sys.stderr)
+                for error in errors:
+                    print(f"skipped corrupt checkpoint of step {step}: {error}", file=sys.stderr)
         _check(
             not steps,
-            f"{self.folder}: its {len(steps)} checkpoints are all damaged; restore one from a "
-            "copy, or start anew in another folder",
+            f"{self.folder}: all {len(steps)} checkpoints are corrupt; restore one from a copy, or "
+            "start a new run in another folder",
         )
         return None
 
-    def _faults(self, path: Path, verify: bool) -> list[str]:
+    def _find_errors(self, path: Path, verify: bool) -> list[str]:
         try:
-            files = _manifest(path)["files"]
+            files = _read_manifest(path)["files"]
         except ValueError as e:
             return [str(e)]
-        mine = sorted(files)[self.rank :: self.world]
-        faults = [_fault(path / n, files[n][0], files[n][1] if verify else None) for n in mine]
-        return [fault for fault in faults if fault]
+        own = sorted(files)[self.rank :: self.world]
+        errors = [_file_error(path / n, files[n][0], files[n][1] if verify else None) for n in own]
+        return [error for error in errors if error]
 
     def load(
-        self, found: Found, state: Mapping[str, Tensor], *, optional: Collection[str] = ()
+        self, found: CheckpointInfo, state: Mapping[str, Tensor], *, optional: Collection[str] = ()
     ) -> None:
-        """Put the checkpoint into the tensors of `state`, as in save, in place; they may be cut in
-        another way, over another number of ranks. Names of `optional` may be missing on either
-        side: such tensors stay as they are.
+        """Load the checkpoint into the tensors of `state` (as in save), in place, under any
+        sharding and number of ranks. Names in `optional` may be missing on either side; such
+        tensors are unchanged.
 
         ValueError, on all ranks and before any tensor changes, if a name is missing on one side, a
-        shape differs, or a dtype cannot hold what was saved.
+        shape differs, or a dtype cannot represent what was saved.
         """
         self.wait()
-        pieces = {name: Piece.of(x) for name, x in state.items()}
+        tensors = {name: ShardedTensor.of(x) for name, x in state.items()}
         saved = dcp.FileSystemReader(found.path).read_metadata().state_dict_metadata
-        wanted = set().union(*self._gather(set(pieces)))
-        faults = [f"{name} is not in the checkpoint" for name in wanted - {*saved, *optional}]
-        faults += [f"{name} is not asked for" for name in set(saved) - {*wanted, *optional}]
-        for name in pieces.keys() & saved.keys():
-            here, there, stored = pieces[name], saved[name].size, saved[name].properties.dtype
-            if here.shape != there:
-                faults.append(f"{name} has shape {tuple(there)}, not {tuple(here.shape)}")
-            elif not _holds(here.dtype, stored):
-                faults.append(f"{name} is {stored}, which {here.dtype} cannot hold")
-        faults = sorted({fault for part in self._gather(faults) for fault in part})
-        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        _check(not faults, f"{found.path}: {'; '.join(faults[:8])}{more}")
-        here = {name: piece for name, piece in pieces.items() if name in saved}
-        read = partial(dcp.load, here, checkpoint_id=found.path, process_group=self.group)
+        wanted = set().union(*self._gather(set(tensors)))
+        errors = [f"{name} is not in the checkpoint" for name in wanted - {*saved, *optional}]
+        unexpected = set(saved) - {*wanted, *optional}
+        errors += [f"{name} is in the checkpoint but not in the state" for name in unexpected]
+        for name in tensors.keys() & saved.keys():
+            tensor, shape, dtype = tensors[name], saved[name].size, saved[name].properties.dtype
+            if tensor.shape != shape:
+                errors.append(f"{name} has shape {tuple(shape)}, not {tuple(tensor.shape)}")
+            elif not _can_hold(tensor.dtype, dtype):
+                errors.append(f"{name} is {dtype}, which {tensor.dtype} cannot represent")
+        errors = sorted({error for part in self._gather(errors) for error in part})
+        more = f" and {len(errors) - 8} more" if len(errors) > 8 else ""
+        _check(not errors, f"{found.path}: {'; '.join(errors[:8])}{more}")
+        present = {name: tensor for name, tensor in tensors.items() if name in saved}
+        read = partial(dcp.load, present, checkpoint_id=found.path, process_group=self.group)
         try:
-            self._together(lambda: _quietly(read, self.group))
+            self._run_on_all_or_raise(lambda: _without_dcp_warning(read, self.group))
         except OSError as e:
             raise ValueError(f"{found.path}: cannot be read: {e}") from None
 
-    # -- among ranks
+    # -- collectives
 
-    def _gather(self, mine: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         if self.group is None:
-            return [mine]
+            return [value]
         every = [None] * self.world
-        dist.all_gather_object(every, mine, self.group)
+        dist.all_gather_object(every, value, self.group)
         return every
 
-    def _together(self, run: Callable[[], Any]) -> list[Any]:
-        """Every rank's run(); where it failed on any, OSError on all, naming each."""
+    def _run_on_all_or_raise(self, run: Callable[[], Any]) -> list[Any]:
+        """Every rank's run(); if it fails on any, OSError on all, naming each failed rank."""
         value, failed = None, []
         try:
             value = run()
         except dcp.api.CheckpointException as e:
-            failed = [_said(rank, cause) for rank, (cause, _) in e.failures.items()]
+            failed = [_error_line(rank, cause) for rank, (cause, _) in e.failures.items()]
         except Exception as e:
-            failed = [_said(self.rank, e)]
+            failed = [_error_line(self.rank, e)]
         parts = self._gather((value, failed))
         if failures := list(dict.fromkeys(f for _, part in parts for f in part)):
             raise OSError("; ".join(failures))
         return [value for value, _ in parts]
 
 
-def _said(rank: int, e: BaseException) -> str:
+def _error_line(rank: int, e: BaseException) -> str:
     return f"rank {rank}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
 
 
 def check(rank: int, world: int, folder: Path) -> None:
-    """Saved in rows, loaded as flat slices; a damaged one is refused; training goes on."""
+    """Save by rows, load as flat slices; a corrupt one is skipped; training continues meanwhile."""
     x = torch.arange(24.0 * world).view(-1, 6)
-    rows = lambda t: Piece(t, x.shape, [((4 * rank, 0), ())])
+    rows = lambda t: ShardedTensor(t, x.shape, [((4 * rank, 0), ())])
     checkpoints = Checkpoints(folder)
     for step in (1, 2):
         state = {"x": rows(x[4 * rank :][:4] + step), "same": torch.tensor(step)}
         checkpoints.save(step, state, {"step": step})
         for t in state.values():
-            t.local.zero_() if isinstance(t, Piece) else t.zero_()
+            t.local.zero_() if isinstance(t, ShardedTensor) else t.zero_()
         for i in range(20):
             dist.all_reduce(y := torch.tensor(i))
-            assert y == i * world, "the save's messages met those of training"
+            assert y == i * world, "the save's collectives matched those of training"
     checkpoints.wait()
     if rank == 0:  # one bit of one file of the newest
-        path = max(path_of(folder, 2).glob("__*"))
+        path = max(checkpoint_path(folder, 2).glob("__*"))
         data = bytearray(path.read_bytes())
         data[-700] ^= 1
         path.write_bytes(data)
     dist.barrier()
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
         found = checkpoints.newest()
-    assert found.step == 1 and ("sha256" in said.getvalue()) == (rank == 0)
+    assert found.step == 1 and ("sha256" in stderr.getvalue()) == (rank == 0)
     start, stop = x.numel() * rank // world, x.numel() * (rank + 1) // world
-    flat = Piece(torch.zeros(stop - start), x.shape, flat_blocks(x.shape, start, stop))
+    flat = ShardedTensor(torch.zeros(stop - start), x.shape, flat_blocks(x.shape, start, stop))
     checkpoints.load(found, {"x": flat, "same": (same := torch.tensor(0))})
     assert torch.equal(flat.local, x.flatten()[start:stop] + 1) and same == 1
-    assert torch.equal(read_whole(found.path)["x"], x + 1)
+    assert torch.equal(read_full_tensors(found.path)["x"], x + 1)
 
 
-def contestants(folder: Path, own: dict[str, Tensor]) -> dict[str, tuple[Callable, ...]]:
-    """{name: (begin(step), before the weights change, end(of what begin gave))}"""
+def benchmark_cases(folder: Path, own: dict[str, Tensor]) -> dict[str, tuple[Callable, ...]]:
+    """{name: (begin(step), a call before the weights change, end(what begin returned))}"""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
-    mine, nothing = Checkpoints(folder), lambda *_: None
-    whole = lambda t: (len(t) * world, *t.shape[1:])
-    state = {n: Piece(t, whole(t), [((len(t) * rank, 0), ())]) for n, t in own.items()}
-    parts = {f"{n}.{rank}": t for n, t in own.items()}  # DCP copies no Pieces
+    saver, nothing = Checkpoints(folder), lambda *_: None
+    full_shape = lambda t: (len(t) * world, *t.shape[1:])
+    state = {n: ShardedTensor(t, full_shape(t), [((len(t) * rank, 0), ())]) for n, t in own.items()}
+    parts = {f"{n}.{rank}": t for n, t in own.items()}  # DCP's async_save copies no ShardedTensors
 
     def one_file(step: int) -> None:
         received = {}
@@ -692,46 +706,50 @@ def contestants(folder: Path, own: dict[str, Tensor]) -> dict[str, tuple[Callabl
             received[name] = every and torch.cat(every)
         if rank == 0:
             torch.save(received, folder / "one")
-            _sync(folder / "one")
+            _fsync(folder / "one")
         dist.barrier()
 
     def peer(step: int) -> Any:
         future = dcp.async_save(parts, checkpoint_id=folder / f"{step}", process_group=group)
         return getattr(future, "upload_completion", future)
 
-    save, wait = partial(mine.save, state=state, about={}), lambda _: mine.wait()
+    save, wait = partial(saver.save, state=state, metadata={}), lambda _: saver.wait()
     return {
-        "save(lazy=True), staged()": (partial(save, lazy=True), mine.staged, wait),
+        "save(async_staging=True)": (
+            partial(save, async_staging=True),
+            saver.wait_for_staging,
+            wait,
+        ),
         "save()": (save, nothing, wait),
-        "save(), wait()": (lambda step: (save(step), mine.wait()), nothing, nothing),
+        "save(), wait()": (lambda step: (save(step), saver.wait()), nothing, nothing),
         "dcp.async_save": (peer, nothing, lambda future: future.result()),
         "gather, torch.save": (one_file, nothing, nothing),
     }
 
 
 def benchmark(rank: int, world: int, folder: Path, mb: int = 200) -> None:
-    """Medians of the ms that training waits and that a save takes, `mb` MB on all ranks."""
+    """Print medians of the time that training waits and that a save takes, for `mb` MB in all."""
     count = torch.cuda.device_count()
     device = f"cuda:{rank % count}" if count else "cpu"
     own = {f"w{i}": torch.randn(mb * 100 // world, 250, device=device) for i in range(10)}
     say = partial(print, flush=True) if rank == 0 else lambda *_: None
-    say(f"{mb} MB on {world} ranks ({device[:4]}), written to one disk and synced")
-    say(f"{'':>28}{'waits, ms':>12}{'whole, ms':>12}{'waits':>8}{'MB/s':>8}")
-    for name, (begin, before, end) in contestants(folder, own).items():
-        waits, whole = [], []
+    say(f"{mb} MB on {world} ranks ({device[:4]}), written to one disk, with fsync")
+    say(f"{'':>28}{'waits, ms':>12}{'total, ms':>12}{'waits':>8}{'MB/s':>8}")
+    for name, (begin, before, end) in benchmark_cases(folder, own).items():
+        waits, totals = [], []
         for step in range(1, 5):
             dist.barrier()
             start = time.perf_counter()
-            given = begin(step)
+            pending = begin(step)
             waited = time.perf_counter() - start
             time.sleep(0.1)  # a forward and backward pass
             middle = time.perf_counter()
             before()
             waits.append(waited + time.perf_counter() - middle)
-            end(given)
+            end(pending)
             dist.barrier()
-            whole.append(time.perf_counter() - start)
-        wait, took = statistics.median(waits[1:]), statistics.median(whole[1:])
+            totals.append(time.perf_counter() - start)
+        wait, took = statistics.median(waits[1:]), statistics.median(totals[1:])
         row = f"{1e3 * wait:>12.1f}{1e3 * took:>12.0f}{wait / took:>8.1%}{mb / took:>8.0f}"
         say(f"{name:>28}{row}")
 

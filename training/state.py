@@ -29,7 +29,15 @@ from parallel import to_local
 from parallelism.diloco import DiLoCo, ElasticExchange
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
-from training.checkpoint import Checkpoints, Found, Piece, find, path_of, read_about, read_whole
+from training.checkpoint import (
+    CheckpointInfo,
+    Checkpoints,
+    ShardedTensor,
+    checkpoint_path,
+    list_steps,
+    read_full_tensors,
+    read_user_metadata,
+)
 from training.flags import flag
 from training.lora import adapter_parameters, apply_lora_, merge_, save_adapters
 from training.optimizers import muon_split
@@ -67,34 +75,37 @@ class State:
             self.optimizer.state.update({p: {"step": torch.zeros((), device=p.device), **zero}})
         return self.optimizer.state[p]
 
-    def _local_pieces(self) -> dict[str, Piece]:
+    def _local_pieces(self) -> dict[str, ShardedTensor]:
         return {
-            name: Piece(to_local(x), *self.layout.shard_regions(like, self.trainable.get(like, x)))
+            name: ShardedTensor(
+                to_local(x), *self.layout.shard_regions(like, self.trainable.get(like, x))
+            )
             for name, (like, x) in self.tensors(self.updates > 0).items()
         }
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, ShardedTensor]:
         """This rank's part of each full tensor, for a checkpoint. Collective."""
         pieces = self._local_pieces()
         if self.layout.buckets is None or not self.updates:
             return pieces
         names = {p: self.layout.checkpoint_name(name) for name, p in self.trainable.items()}
-        whole = lambda x: Piece(x, x.shape, [((0,) * x.dim(), ())])
+        whole = lambda x: ShardedTensor(x, x.shape, [((0,) * x.dim(), ())])
         for p, state in self.layout.buckets.gather_state().items():  # on rank 0
             pieces |= {f"{m}.{names[p]}": whole(x) for m, x in state.items() if x.dim()}
         return pieces
 
     @torch.no_grad()
-    def load(self, saver: Checkpoints, found: Found) -> None:
+    def load(self, saver: Checkpoints, found: CheckpointInfo) -> None:
         """Load a checkpoint, bit for bit. Collective."""
-        self.updates, buckets = found.about["updates"], self.layout.buckets
+        self.updates, buckets = found.metadata["updates"], self.layout.buckets
         pieces, states = self._local_pieces(), {}
         if buckets is not None and self.updates:
             for name, p in self.trainable.items():
                 states[p] = {m: torch.empty(p.shape) for m in self.moments[p]}
                 at = [((0,) * p.dim(), ())]
-                pieces |= {f"{m}.{name}": Piece(x, p.shape, at) for m, x in states[p].items()}
-        optional = ["outer.state"] if "outer" in found.about else []  # DiLoCoWorker loads it
+                full = {f"{m}.{name}": x for m, x in states[p].items()}
+                pieces |= {name: ShardedTensor(x, p.shape, at) for name, x in full.items()}
+        optional = ["outer.state"] if "outer" in found.metadata else []  # DiLoCoWorker loads it
         saver.load(found, pieces, optional=optional)
         if states:
             step = torch.tensor(float(self.updates))
@@ -139,10 +150,10 @@ def saved_run(out: Path) -> tuple[Path, int, dict[str, Any]] | None:
     """(folder, step, metadata) of the newest readable checkpoint in OUT, without verifying its
     tensors. None: there is no checkpoint. ValueError: none can be read."""
     error = None
-    for step in reversed(find(out / CHECKPOINTS)):
-        path = path_of(out / CHECKPOINTS, step)
+    for step in reversed(list_steps(out / CHECKPOINTS)):
+        path = checkpoint_path(out / CHECKPOINTS, step)
         try:
-            return path, *read_about(path)
+            return path, *read_user_metadata(path)
         except ValueError as e:
             error = error or e
     if error is not None:
@@ -153,7 +164,7 @@ def saved_run(out: Path) -> tuple[Path, int, dict[str, Any]] | None:
 def read_state(out: Path) -> dict[str, Tensor]:
     """All full tensors of the newest checkpoint in OUT: "weight.NAME", "exp_avg.NAME", ..."""
     path, *_ = saved_run(out)
-    return read_whole(path)
+    return read_full_tensors(path)
 
 
 def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> None:
@@ -166,7 +177,7 @@ def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> N
     path, _, about = found
     if verify:
         good = Checkpoints(out / CHECKPOINTS).newest()
-        path, about = good.path, good.about
+        path, about = good.path, good.metadata
     config, run = ModelConfig.from_hf(about["config"]), about["run"]
     with torch.device("meta"):
         bf16_model = Transformer(config)
@@ -192,7 +203,7 @@ def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> N
 
 def read_weights(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Full parameters or buffers of a checkpoint, by name."""
-    found = read_whole(path, [f"weight.{name}" for name in names])
+    found = read_full_tensors(path, [f"weight.{name}" for name in names])
     return {name.removeprefix("weight."): x for name, x in found.items()}
 
 
@@ -219,18 +230,19 @@ class DiLoCoWorker:
             outer = dict(every=args.diloco, lr=args.outer_lr, momentum=args.outer_momentum)
             self.outer = DiLoCo(params, self.workers, device="cpu", **outer)
 
-    def pieces(self) -> tuple[dict[str, Piece], dict[str, Any]]:
+    def pieces(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
         """Its part of a checkpoint: tensors, and JSON metadata."""
         if not self.is_rank0:
             return {}, {}
         metadata = self.outer.state_dict()
         state = metadata.pop("state").cpu()
-        return {"outer.state": Piece(state, state.shape, [((0,) * state.dim(), ())])}, metadata
+        tensor = ShardedTensor(state, state.shape, [((0,) * state.dim(), ())])
+        return {"outer.state": tensor}, metadata
 
-    def load(self, found: Found) -> None:
+    def load(self, found: CheckpointInfo) -> None:
         if self.is_rank0:
-            state = read_whole(found.path, ["outer.state"])["outer.state"]
-            self.outer.load_state_dict({"state": state, **found.about["outer"]})
+            state = read_full_tensors(found.path, ["outer.state"])["outer.state"]
+            self.outer.load_state_dict({"state": state, **found.metadata["outer"]})
 
     def begin(self, step: int) -> int:
         """The step to start with: `step`, or that of the other workers if they are ahead."""
