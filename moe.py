@@ -932,7 +932,7 @@ def use_grouped_experts(model: nn.Module, **options: Any) -> nn.Module:
     w_down) to grouped_experts with these keyword arguments. Returns the model."""
     names = ("experts", "w_gate_up", "w_down")
     layers = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
-    _check(bool(layers), "grouped_experts requires an MoE model; this one has no MoE layers")
+    _check(bool(layers), "grouped experts require an MoE model; this one has no MoE layers")
     for module in layers:
         module.experts = partial(grouped_experts, **options)
     return model

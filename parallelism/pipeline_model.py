@@ -62,7 +62,8 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         "--pp-schedule",
         choices=tuple(SCHEDULES),
         default="1f1b",
-        help="who computes what when: python parallelism/schedules.py --schedule NAME draws it (%(default)s)",
+        help="pipeline schedule (%(default)s); python parallelism/schedules.py --schedule NAME "
+        "draws it",
     )
     text = f"parts of the model on each rank, with {' and '.join(LOOPED)} (2)"
     p.add_argument("--virtual-stages", type=int, metavar="V", help=text)

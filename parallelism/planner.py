@@ -42,7 +42,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Fractions of the data sheet's peak, the same for all models, devices, plans and published runs.
+# Fractions of the datasheet's peak, the same for all models, devices, plans and published runs.
 # bf16 matmuls on H100: 600 to 780 of 989 TFLOP/s on random data, limited by power; FP8: 1,000 of
 # 1,979. The low end, as shapes are given and kernels follow each other.
 GEMM_EFFICIENCY = 0.60
@@ -266,7 +266,7 @@ class Device:
     alpha: tuple[float, float] = (2e-6, 5e-6)  # latency in s, within and between nodes
 
 
-# NVIDIA's data sheets (dense rates); watts: DGX A100 6.5 kW, H100 and H200 10.2, B200 14.3, GB200
+# NVIDIA's datasheets (dense rates); watts: DGX A100 6.5 kW, H100 and H200 10.2, B200 14.3, GB200
 # NVL72 120 kW; PCIe: 8 cards of 350 W and the rest of an A100's server.
 DEVICES = {
     "a100-40gb": Device(312e12, 312e12, 40 * GIB, 1.555e12, 300e9, 812, network=25e9),
@@ -275,7 +275,7 @@ DEVICES = {
     "h100-pcie": Device(756e12, 1513e12, 80 * GIB, 2.0e12, 300e9, 762, node=2),
     # Meta's Grand Teton as in torchtitan's benchmarks: HBM2e, 2.4 TB/s, capped at 500 W. Clocks go
     # as the cube root of power (f V^2, V ~ f): (500 / 700)^(1/3) = 0.894 of 989. The same rule says
-    # 821 for H100 NVL (400 W) and 785 for PCIe (350 W), whose data sheets have 835 and 756.
+    # 821 for H100 NVL (400 W) and 785 for PCIe (350 W), whose datasheets have 835 and 756.
     "h100-96gb-500w": Device(884e12, 1769e12, 96 * GIB, 2.4e12, 450e9, 1075),
     "h200": Device(989e12, 1979e12, 141e9, 4.8e12, 450e9, 1275),
     "b200": Device(2250e12, 4500e12, 180e9, 8e12, 900e9, 1788),
