@@ -251,7 +251,7 @@ def one_gloo_loop():
 
 
 def refused(done: subprocess.CompletedProcess, *words: str) -> None:
-    """Exit code 2 and one line on stderr that holds the words: the file, the field, the mend."""
+    """Exit code 2 and one line on stderr that holds the words: the file, the field, the fix."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
         done.stderr
@@ -269,7 +269,7 @@ def refused(done: subprocess.CompletedProcess, *words: str) -> None:
     "cuts", [[40], [1] * 40, [7, 1, 20, 12], [39, 1]], ids=["whole", "one-by-one", "ragged", "last"]
 )
 @pytest.mark.parametrize("per_row", [False, True], ids=["positions-T", "positions-BT"])
-def test_cache_equals_no_cache_however_the_prompt_is_cut(cuts, per_row):
+def test_chunked_prefill_with_a_cache_equals_no_cache(cuts, per_row):
     """Decoding and chunked prefill through KVCache == the full forward."""
     config = tiny()
     model, tokens = random_model(config), random_tokens(config, 2, 40)
@@ -284,7 +284,7 @@ def test_cache_equals_no_cache_however_the_prompt_is_cut(cuts, per_row):
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-5, atol=1e-5)
 
 
-def test_cache_rows_may_stand_at_different_positions():
+def test_cache_rows_may_have_different_lengths():
     """Two sequences of different length decode in one batch as they do alone."""
     config = tiny()
     model, tokens = random_model(config), random_tokens(config, 2, 30)
@@ -299,8 +299,8 @@ def test_cache_rows_may_stand_at_different_positions():
     torch.testing.assert_close(got[1, -1], model(tokens[1:, :13])[0, -1], rtol=1e-5, atol=1e-5)
 
 
-def test_truncate_forgets_and_limit_reads_less():
-    """After truncate the cache goes on as if the tokens had never been; a limit changes no
+def test_truncate_drops_tokens_and_limit_reads_fewer_slots():
+    """After truncate the cache continues as if the tokens had never been; a limit changes no
     number."""
     config = tiny()
     model, tokens = random_model(config), random_tokens(config, 1, 30)
@@ -356,7 +356,7 @@ def test_gqa_equals_mha_with_repeated_heads():
     )
 
 
-def test_rope_depends_on_distance_alone():
+def test_rope_depends_only_on_relative_position():
     """Shifting all positions by any offset changes no logit; shifting some does."""
     config = tiny()
     model, tokens = random_model(config), random_tokens(config, 1, 24)
@@ -375,7 +375,7 @@ def test_rope_is_complex_multiplication():
     torch.testing.assert_close(got, torch.cat((z.real, z.imag), -1).float(), rtol=1e-5, atol=1e-5)
 
 
-def test_stages_with_none_ends_equal_the_whole():
+def test_pipeline_stages_without_embedding_or_head_equal_the_model():
     """A pipeline stage is the model with layers dropped and embed, norm or head None."""
     config = tiny()
     whole, tokens = random_model(config), random_tokens(config, 2, 11)
@@ -578,7 +578,7 @@ def greedy_tokens(model: M.Transformer, prompt: torch.Tensor, n: int) -> list[in
 @pytest.mark.parametrize(
     "name", [pytest.param("deepseek-v2-lite", marks=pytest.mark.slow), "deepseek-v3"]
 )
-def test_absorbed_equals_expanded_and_caches_the_latent_alone(name, tmp_path):
+def test_absorbed_mla_equals_expanded_and_caches_only_the_latent(name, tmp_path):
     """MLA's two forms give equal logits, whole and over a cache cut into chunks; the cache holds
     kv_lora_rank + rope dims per token and layer, nothing else."""
     transformers_model(name).save_pretrained(tmp_path)
@@ -607,7 +607,7 @@ def test_absorbed_equals_expanded_and_caches_the_latent_alone(name, tmp_path):
                     assert relative(logits(absorb_up_to, cuts, limited), whole) <= 1e-5
 
 
-def test_attend_hook_of_latent_attention_is_plain_attention():
+def test_attend_hook_of_mla_is_plain_attention():
     """Whichever form MLA calls in, attention over the very q, k, v that are handed over is right:
     one latent head whose value is a view of the key, or all heads."""
     config = latent()
@@ -667,7 +667,7 @@ def mtp_layer(mtp, depth: int, hidden: torch.Tensor, tokens: torch.Tensor) -> to
     )
 
 
-def test_mtp_over_a_cache_equals_without_and_leaves_its_length():
+def test_mtp_with_a_cache_equals_without_and_keeps_its_length():
     """A draft step over the cache writes slots of its own: same hidden states, length as it was."""
     model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
     cache = M.KVCache(model.config, 1, 16)
@@ -772,7 +772,7 @@ def test_alibi_equals_transformers_with_its_bias_as_a_mask(heads):
         assert relative(torch.cat(parts, 1), expected) <= 1e-4
 
 
-def test_what_no_family_can_say_goes_as_sheaf(tmp_path):
+def test_configs_of_no_hf_family_are_saved_as_sheaf(tmp_path):
     """A Llama config.json has no word for ALiBi: it is refused, not dropped; family "sheaf" keeps
     every field."""
     model = random_model(tiny(alibi=True, windows=(None, 4, 8)))
@@ -1147,7 +1147,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_harmless_additions_change_nothing(name):
+def test_config_keys_without_effect_are_accepted(name):
     """The same model as from the plain file."""
     hf, _ = PUBLISHED[name]
     assert M.ModelConfig.from_hf(hf | HARMLESS[name]) == M.ModelConfig.from_hf(hf)
@@ -1228,7 +1228,7 @@ def test_no_field_of_config_json_is_ignored_silently(field, tmp_path):
         ("Mistral", "layer_types", ["sliding_attention"] * 3),
     ],
 )
-def test_family_fields_are_strict(family, field, value):
+def test_config_fields_are_type_checked(family, field, value):
     """A value that a family's code here does not have is refused, and the field named."""
     changes = next(c for k, c in FAMILIES.values() if k == family)
     hf = getattr(transformers(), f"{family}Config")(**SHAPE | changes).to_dict()
@@ -1311,8 +1311,8 @@ print((status("VmHWM") - before) * 1024)
     assert size <= int(done.stdout) <= 1.05 * size + largest
 
 
-def test_two_spellings_of_rope_agree_or_are_refused():
-    """rope_scaling beside rope_parameters: an empty one is none, equal ones are one, others are a
+def test_conflicting_rope_fields_are_refused():
+    """rope_scaling next to rope_parameters: an empty one is none, equal ones are one, others are a
     question that the file must settle."""
     hf, linear = tiny().to_hf(), {"rope_type": "linear", "factor": 2.0}
     expected = M.ModelConfig.from_hf(hf | {"rope_scaling": linear}).rope_scaling
@@ -1335,7 +1335,7 @@ SHARD_FAULTS = {
 
 @pytest.mark.parametrize("how", SHARD_FAULTS)
 def test_mixed_up_shards_are_refused(how, tmp_path):
-    """One line that names the file and the mend; never a model of the wrong weights."""
+    """One line that names the file and the fix; never a model of the wrong weights."""
     model = random_model(tiny(tie_embeddings=how == "untied copy"))
     HF.save_checkpoint(model, tmp_path, max_shard_bytes=60_000)
     a, b, *_ = files = sorted(tmp_path.glob("model-*.safetensors"))
@@ -1367,7 +1367,7 @@ def test_mixed_up_shards_are_refused(how, tmp_path):
         assert word in str(e.value), e.value
 
 
-def test_a_save_cut_anywhere_is_old_or_new_or_refused(tmp_path):
+def test_interrupted_save_leaves_the_old_or_new_checkpoint_or_is_refused(tmp_path):
     """A model with another rope_theta saved over one of the same shapes, and cut at each write and
     each removal: the folder is the old checkpoint, the new one, or refused; never a mixture.
     Somebody else's files stay."""
@@ -1409,7 +1409,7 @@ def test_a_save_cut_anywhere_is_old_or_new_or_refused(tmp_path):
     assert seen == {"whole", "old", "new", "refused"} and cut > 10
 
 
-def test_saving_over_a_checkpoint_leaves_no_stale_shard(tmp_path):
+def test_saving_over_a_checkpoint_removes_old_shards(tmp_path):
     """Sharded over single, sharded over sharded and single over sharded: what loads is the last
     one, and no file of the others is left. A save that dies before its index leaves the old one."""
     models = [random_model(tiny(), seed) for seed in range(4)]
@@ -1617,8 +1617,8 @@ def test_kill_in_the_middle_of_a_save_leaves_a_loadable_checkpoint(tmp_path):
 
 
 def test_model_alone_in_an_empty_folder(tmp_path):
-    """The copy contract: model.py alone imports, builds and runs; with huggingface/weights.py beside
-    it, it saves and loads."""
+    """The copy contract: model.py alone imports, builds and runs; with huggingface/weights.py next
+    to it, it saves and loads."""
     shutil.copy(REPO / "model.py", tmp_path)
     code = """
 import sys, torch, model as M
@@ -1647,7 +1647,7 @@ print("ran", {"generate", "train", "triton"} & set(sys.modules) or "alone")
 @pytest.mark.parametrize("shape", [(64, 96), (257, 1000), (1030, 33), (3, 5)], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 4, 19])
 @torch.no_grad()
-def test_cpu_linear_is_nearer_to_exact_than_linear(rows, shape, bias):
+def test_cpu_linear_is_closer_to_fp64_than_torch_linear(rows, shape, bias):
     """CPULinear against float64, over the very same parameters: within bf16's final rounding."""
     torch.manual_seed(0)
     plain = torch.nn.Linear(shape[1], shape[0], bias=bias).bfloat16().requires_grad_(False)
@@ -1660,7 +1660,7 @@ def test_cpu_linear_is_nearer_to_exact_than_linear(rows, shape, bias):
     assert relative(got, exact) <= max(2**-8, 1.01 * relative(plain(x).double(), exact))
 
 
-def test_cpu_linear_leaves_other_dtypes_and_gradients_alone():
+def test_cpu_linear_falls_back_to_torch_for_other_dtypes_and_gradients():
     """fp32, and anything under grad mode, goes through F.linear bit for bit, backward included."""
     for dtype in (torch.float32, torch.bfloat16):
         plain, x = torch.nn.Linear(40, 24).to(dtype), torch.randn(1, 40, dtype=dtype)
@@ -1819,7 +1819,7 @@ def test_imported_names_exist():
 
 
 @pytest.mark.parametrize("name", sorted(n for n, p in FILES.items() if imports_of(p)))
-def test_parts_run_by_path_say_what_to_run(name):
+def test_files_without_a_program_name_the_one_to_run(name):
     """One line, and at once; the programs work."""
     if name in ("generate", "train"):
         done = run(FILES[name], "--help", cwd="/")
@@ -1957,7 +1957,7 @@ def off_by_5_percent(p: torch.Tensor) -> torch.Tensor:
 
 
 def frequencies(how, logits, prompt=(), output=(), eos_ids=()) -> torch.Tensor:
-    """400,000 draws by a Sampler, every one in the same state but for seed and position."""
+    """400,000 samples by a Sampler, every one in the same state but for seed and position."""
     V, rows = len(logits), 1000
     sampler = S.Sampler(how, rows, V, eos_ids=eos_ids)
     for row, h in enumerate(list(sampler.params)):
@@ -1990,8 +1990,8 @@ SAMPLING_SETTINGS = [
 
 
 @pytest.mark.parametrize("asked", SAMPLING_SETTINGS, ids=lambda a: ",".join(a) or "defaults")
-def test_draws_follow_the_specified_distribution(asked):
-    """Chi-square of 400,000 draws; the same test rejects a distribution with a 5% error."""
+def test_samples_follow_the_specified_distribution(asked):
+    """Chi-square of 400,000 samples; the same test rejects a distribution with a 5% error."""
     state = dict(prompt=[1, 4, 4], output=[4, 7, 7, 2], eos_ids=[5])
     if not set(asked) & {"min_new_tokens", *S.PENALTIES}:
         state = {}
@@ -2002,7 +2002,7 @@ def test_draws_follow_the_specified_distribution(asked):
     assert p_value(seen, off_by_5_percent(p)) < 1e-6
 
 
-def test_draws_are_independent_of_steps_rows_and_tokens():
+def test_samples_are_independent_across_steps_rows_and_tokens():
     """Pairs of consecutive draws, of neighbouring rows and seeds, are uniform over all pairs; the
     noise of one token is Exp(1) over positions, over seeds and over the vocabulary."""
     sampler = S.Sampler(S.Sampling(), 512, 8)
@@ -2073,7 +2073,7 @@ def test_probabilities_equal_their_definition():
                 torch.testing.assert_close(q.double(), p, rtol=1e-5, atol=1e-7)
 
 
-def test_sets_at_their_edges():
+def test_top_k_top_p_min_p_at_their_limits():
     """top-p stops as soon as it is reached and takes lower ids first; top-k and min-p keep ties;
     a top-p that all tokens just reach, or a rounded sum exceeds, keeps them."""
     kept = lambda logits, **how: S.probabilities(logits, **how).nonzero()[:, -1].tolist()
@@ -2093,7 +2093,7 @@ def test_sets_at_their_edges():
     assert kept(close, top_k=2, temperature=0.5) == [0, 2]
 
 
-def test_rounding_lets_no_crowd_into_the_nucleus():
+def test_top_p_keeps_no_extra_tokens_by_rounding():
     """Twelve tokens reach top_p by less than fp32 can tell: the 50,000 others, each far below
     rounding but a thousandth together, stay out."""
     rng, top_p, V = torch.Generator().manual_seed(0), torch.tensor(0.999).item(), 50_000
@@ -2140,9 +2140,9 @@ def test_equal_to_the_processors_of_transformers(dtype):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-9)
 
 
-def test_penalties_count_what_they_should():
+def test_penalties_count_the_right_tokens():
     """Repetition looks at prompt and output, presence and frequency at the output alone; what is
-    drawn counts from then on, and record(times=-1) undoes it."""
+    sampled counts from then on, and record(times=-1) undoes it."""
     V = 12
     rows = [S.Sampling(temperature=0, **{name: 2.0}) for name in S.PENALTIES]
     sampler = S.Sampler(rows, 3, V)
@@ -2171,8 +2171,8 @@ def test_penalties_count_what_they_should():
 
 
 def test_greedy_is_exact_and_costs_nothing():
-    """argmax, of ties the first, in any dtype and beside rows that draw; without penalties the step
-    has no feature but that, with them it is the argmax of what is specified."""
+    """argmax, of ties the first, in any dtype and next to rows that sample; without penalties the
+    step has no feature but that, with them it is the argmax of what is specified."""
     rng = torch.Generator().manual_seed(1)
     logits = torch.randn(64, 500, generator=rng).bfloat16()  # 500 values of 8 bits: ties at the top
     assert (logits == logits.amax(-1, keepdim=True)).sum() > 64
@@ -2215,7 +2215,7 @@ MIXED_SAMPLINGS = [
 ]
 
 
-def test_a_row_is_the_same_alone_and_among_others():
+def test_sampling_of_a_row_does_not_depend_on_its_batch():
     """Seven different requests in one batch, in another order, and each alone: the same tokens."""
     V, table = 30, table_of_logits(30)
     prompts = [[b, b + 1, 2 * b] for b in range(7)]
@@ -2253,8 +2253,8 @@ def test_seeds_and_samples():
 
 
 def test_rows_come_and_go():
-    """admit: a new sequence in a row writes what it would alone, its neighbour goes on undisturbed,
-    and an interrupted one goes on in another row as if it had never stopped."""
+    """admit: a new sequence in a row writes what it would alone, its neighbour continues
+    undisturbed, and an interrupted one continues in another row as if it had never stopped."""
     V, table = 30, table_of_logits(30)
     alone, others = [], [*MIXED_SAMPLINGS, S.Sampling(logit_bias={5: 3.0})]
     for how in others:
@@ -2284,7 +2284,7 @@ def test_rows_come_and_go():
     assert sampler.step_key != key
 
 
-def test_no_end_of_sequence_before_min_new_tokens():
+def test_no_eos_before_min_new_tokens():
     """Neither of two ends before the fifth token, both likely; then they come. Alone, without ids
     that end a sequence, it asks for nothing."""
     logits = torch.zeros(300, 4)
@@ -2298,7 +2298,7 @@ def test_no_end_of_sequence_before_min_new_tokens():
     assert "min_new_tokens" not in S.Sampler(S.Sampling(min_new_tokens=5), 1, 4).features
 
 
-def test_features_that_no_row_uses_are_not_in_the_step():
+def test_unused_sampling_features_cost_nothing():
     """Each field brings what it needs into the step, and nothing else; settings at their defaults
     bring nothing."""
     features = lambda **how: S.Sampler(S.Sampling(**how), 2, 9, eos_ids=[0]).features
@@ -2317,7 +2317,7 @@ def test_features_that_no_row_uses_are_not_in_the_step():
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_row_with_nothing_to_draw_is_minus_one(temperature):
+def test_rows_without_a_valid_token_give_minus_one(temperature):
     """All -inf, a NaN, an infinity: -1, in that row alone, also where penalties count tokens."""
     logits = torch.zeros(5, 6)
     logits[0], logits[1, 3], logits[2, 2], logits[3, 1:] = -INF, math.nan, INF, -INF
@@ -2330,7 +2330,7 @@ def test_a_row_with_nothing_to_draw_is_minus_one(temperature):
     assert S.Sampler(bad, 5, 6)(logits).tolist() == [-1, -1, -1, 0, 0]
 
 
-def test_noise_that_is_zero_draws_no_token_that_is_ruled_out():
+def test_zero_noise_never_selects_a_masked_token():
     """0 / 0 must not win, nor must a row of zeros be a token."""
     probs = torch.tensor([[0.6, 0.4, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     noise = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 1.0]])
@@ -2409,7 +2409,7 @@ def test_logprobs_are_the_models_own(dtype):
         ],
     ],
 )
-def test_bad_values_are_refused_by_name(field, value):
+def test_bad_sampling_values_are_refused_by_name(field, value):
     """Every field: a ValueError with its name, the value and what would be right."""
     with pytest.raises(ValueError, match=f"^{field} .*must ") as e:
         S.Sampling(**{field: value})
@@ -2417,7 +2417,7 @@ def test_bad_values_are_refused_by_name(field, value):
     assert any(repr(v) in str(e.value) for v in shown)
 
 
-def test_what_only_the_vocabulary_can_tell_is_refused_there():
+def test_token_ids_outside_the_vocabulary_are_refused():
     """Ids beyond it, rows that forbid all of it, and a wrong number of rows or prompts."""
     refused = lambda message: pytest.raises(ValueError, match=message)
     with refused("logit_bias has token id 70000, but the vocabulary ends at 4095"):
@@ -2443,7 +2443,7 @@ def test_what_only_the_vocabulary_can_tell_is_refused_there():
             sampler.start([[1], [2, bad]])
 
 
-def test_sampling_is_a_value():
+def test_sampling_settings_are_immutable_and_hashable():
     """Frozen, hashable, equal however the bias was written, and replaceable."""
     a = S.Sampling(logit_bias={5: 1.0, 2: -INF})
     assert a == S.Sampling(logit_bias=((2, -INF), (5, 1.0))) == replace(a)
@@ -2734,7 +2734,7 @@ def test_tokenizer_model_equals_transformers(text_folders, name):
 
 
 @pytest.mark.parametrize("name", PIECE_FOLDERS)
-def test_tokenizer_model_equals_transformers_on_the_same_folder(text_folders, name):
+def test_tokenizer_model_equals_transformers_on_one_folder(text_folders, name):
     """The same with transformers reading tokenizer.model itself, for which it needs protobuf."""
     pytest.importorskip("google.protobuf", reason="transformers reads tokenizer.model with it")
     folder = text_folders[name] / "sentencepiece"
@@ -2753,7 +2753,7 @@ def test_random_ids_decode_as_in_transformers(text_folders):
             assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_the_shipped_tokenizer_is_sentencepiece_itself(tmp_path):
+def test_shipped_tokenizer_equals_sentencepiece(tmp_path):
     """BOS, then the pieces; without tokenizer_config.json the model's own rules hold, the space
     before the first word and the removal of others included."""
     import sentencepiece
@@ -2798,7 +2798,7 @@ def test_bos_and_eos_rules_of_tokenizer_model(tmp_path):
     assert tokenizer.encode("a") == tokenizer.encode("a", bos=False)
 
 
-def test_ids_past_the_vocabulary_and_special_ones_are_no_text(text_folders, tmp_path):
+def test_special_and_out_of_vocabulary_ids_decode_to_nothing(text_folders, tmp_path):
     """A padded embedding has ids that no token has, a declared id may leave a gap: skipped."""
     gap = tmp_path / "gap"
     write_json(gap, tokenizer_config={"added_tokens_decoder": {"5000": declared("<new>")}})
@@ -2835,7 +2835,7 @@ def test_pieces_for_display(text_folders):
         )
 
 
-def test_no_tokenizer_shows_numbers():
+def test_without_a_tokenizer_token_ids_are_printed():
     """Random weights: bytes in, ids out."""
     tokenizer = K.DummyTokenizer(100)
     assert tokenizer.encode("aé") == [97, 0xC3 % 100, 0xA9 % 100]
@@ -2848,7 +2848,7 @@ def test_no_tokenizer_shows_numbers():
 @pytest.mark.parametrize(
     "name", ["llama3", "qwen", "llama2", "llama2 no prefix", "mistral", "sentencepiece", "shipped"]
 )
-def test_text_stream_equals_decode_of_the_whole(text_folders, name):
+def test_streamed_text_equals_decoding_all_tokens(text_folders, name):
     """Token by token, every prefix of every hostile text is shown as far as its characters are
     whole, and U+FFFD is only shown where the text has one."""
     inside = {"sentencepiece": text_folders["llama2"] / "sentencepiece", "shipped": SMALL}
@@ -2869,7 +2869,7 @@ def test_text_stream_equals_decode_of_the_whole(text_folders, name):
                 assert tokenizer.decode(ids[:cut]) + reply == whole
 
 
-def test_a_character_is_shown_with_its_last_byte(text_folders):
+def test_characters_are_streamed_once_complete(text_folders):
     """Four bytes of an emoji in four tokens: nothing, nothing, nothing, the emoji; then at once."""
     for folder in (text_folders["llama2"], text_folders["llama2"] / "sentencepiece"):
         tokenizer = K.load_tokenizer(folder)
@@ -2901,7 +2901,7 @@ def first_stop(text: str, stop: list[str]) -> int | None:
     return None
 
 
-def test_stop_strings_equal_brute_force_however_the_text_is_cut():
+def test_stop_strings_equal_brute_force_for_any_chunking():
     """What is shown after each push is all the text but what could still become a stop string."""
     rng = random.Random(0)
     for _ in range(3000):
@@ -3138,7 +3138,7 @@ def test_chats_equal_transformers(tmp_path, name):
     assert rendered >= 12
 
 
-def test_where_a_chat_template_stands(tmp_path):
+def test_chat_template_locations(tmp_path):
     """chat_template.jinja before tokenizer_config.json; a folder without one has none."""
     folder = template_folder(tmp_path, "old {{ messages[0].content }}")
     assert K.load_chat_template(folder).render(CHATS[0]) == "old " + CHATS[0][0]["content"]
@@ -3152,7 +3152,7 @@ def test_where_a_chat_template_stands(tmp_path):
     assert K.load_chat_template(write_json(tmp_path / "none", tokenizer_config=NAMES)) is None
 
 
-def test_special_tokens_of_the_older_file(tmp_path):
+def test_special_tokens_map_json_is_read(tmp_path):
     """special_tokens_map.json gives a template its bos_token and its like too."""
     folder = write_json(
         tmp_path,
@@ -3182,7 +3182,7 @@ def test_special_tokens_of_the_older_file(tmp_path):
         "{{ messages['__class__'] }}",
     ],
 )
-def test_the_sandbox_holds(tmp_path, template):
+def test_chat_templates_run_sandboxed(tmp_path, template):
     """A template that reaches for Python's internals, or would change the messages, is refused."""
     ours = K.load_chat_template(template_folder(tmp_path, template))
     messages = [message("user", "a")]
@@ -3260,7 +3260,7 @@ PIECES = (SMALL / "tokenizer.model").read_bytes()
     ],
 )
 def test_a_file_that_is_not_a_tokenizer(tmp_path, file, data, words):
-    """The error names the file, what it is and the mend."""
+    """The error names the file, what it is and the fix."""
     (tmp_path / file).write_bytes(data)
     error = error_of(K.load_tokenizer, tmp_path)
     for word in [str(tmp_path / file), *words]:
@@ -3292,8 +3292,8 @@ BAD_FIELDS = [
 
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("name, content, words", BAD_FIELDS)
-def test_bad_fields_beside_the_tokenizer(text_folders, tmp_path, kind, name, content, words):
-    """The error names the file and the field, whichever tokenizer stands beside it."""
+def test_bad_tokenizer_config_fields(text_folders, tmp_path, kind, name, content, words):
+    """The error names the file and the field, whichever tokenizer stands next to it."""
     source = SMALL if kind == "tokenizer.model" else text_folders["qwen"]
     shutil.copy(source / kind, tmp_path)
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -3303,7 +3303,7 @@ def test_bad_fields_beside_the_tokenizer(text_folders, tmp_path, kind, name, con
         assert word in error
 
 
-def test_bos_that_is_not_there(text_folders, tmp_path):
+def test_missing_bos_token(text_folders, tmp_path):
     """add_bos_token without a BOS token, for both kinds of tokenizer."""
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(bos_id=-1))
     write_json(tmp_path, tokenizer_config={"add_bos_token": True})
@@ -3321,7 +3321,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     assert "tokenizer.json" in error and "tokenizer.model" in error and str(tmp_path) in error
 
 
-def test_half_a_surrogate_pair_is_refused(text_folders):
+def test_lone_surrogates_are_refused(text_folders):
     """What is not Unicode text, as from a command line with broken bytes, is a ValueError."""
     for folder in (SMALL, text_folders["llama3"]):
         assert "surrogate" in error_of(K.load_tokenizer(folder).encode, "a\udcff")
@@ -3344,7 +3344,7 @@ def test_eos_ids(tmp_path):
         assert "generation_config.json" in error_of(K.eos_ids, tmp_path, ())
 
 
-def test_tokenizer_py_stands_alone(tmp_path):
+def test_tokenizer_py_alone_in_a_folder(tmp_path):
     """In an empty folder it imports without any of its libraries, and checks itself."""
     shutil.copy(FILES["tokenizer"], tmp_path)
     heavy = "{'torch', 'transformers', 'sentencepiece', 'tokenizers', 'jinja2'}"
@@ -3393,7 +3393,7 @@ def test_decoder_equals_the_plain_model(length, monkeypatch):
     assert got == tokens[0, length:].tolist()
 
 
-def test_dynamic_rope_prefills_a_prompt_as_one(monkeypatch):
+def test_dynamic_rope_prefills_the_prompt_in_one_chunk(monkeypatch):
     """With dynamic NTK the angles follow the length of the call: the prompt is not cut."""
     config = tiny(max_seq_len=16, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     model, prompt = random_model(config), random_tokens(config, 1, 30)
@@ -3421,7 +3421,7 @@ def test_same_seed_same_tokens():
     assert first == again != other
 
 
-def test_n_samples_equal_n_runs_alone():
+def test_n_samples_equal_n_separate_runs():
     """n continuations in lockstep over one prefilled prompt == n runs with seed, seed + 1, ...;
     penalties and EOS are each row's own."""
     model, prompt = random_model(tiny(), std=0.05), random_tokens(tiny(), 1, 9)[0].tolist()
@@ -3491,7 +3491,7 @@ def byte_tokenizer(folder: Path) -> Path:
     return path
 
 
-def test_logits_that_are_not_finite_are_an_error(tmp_path, capsys):
+def test_non_finite_logits_are_an_error(tmp_path, capsys):
     """NaN weights end in one clear line, not in token 0."""
     model = random_model(tiny())
     model.norm.weight[3] = math.nan
@@ -3580,7 +3580,7 @@ def test_chat_prefills_only_what_is_new(with_template, tmp_path):
     assert ask(chat, "class Stack:\n")[1] <= 1  # a common BOS at most
 
 
-def test_chat_whose_template_rewrites_history_stays_right(tmp_path):
+def test_chat_templates_that_rewrite_history_invalidate_the_cache(tmp_path):
     """A template that drops earlier replies: the cache is cut back to what still holds."""
     template = CHATML.replace("{% for", "{% for m in messages if 0 %}{% endfor %}{% for").replace(
         "{{ m.content }}", "{{ m.content if m.role == 'user' else '...' }}"
@@ -3594,7 +3594,7 @@ def test_chat_whose_template_rewrites_history_stays_right(tmp_path):
     assert held > 10  # the first turn's beginning was kept
 
 
-def test_chat_after_a_stop_string_or_an_interruption_stays_right(tmp_path):
+def test_chat_cache_is_correct_after_stop_strings_and_ctrl_c(tmp_path):
     """What is in the cache and what was said differ after a stop string: the next turn is
     tokenized anew. An abandoned reply is remembered as far as it came."""
     chat = a_chat(chat_folder(tmp_path))
@@ -3621,7 +3621,7 @@ def test_chat_after_a_stop_string_or_an_interruption_stays_right(tmp_path):
 
 
 @pytest.mark.parametrize("with_template", [True, False])
-def test_chat_interrupted_inside_a_layer_stays_right(with_template, tmp_path):
+def test_chat_cache_is_correct_after_ctrl_c_inside_a_layer(with_template, tmp_path):
     """Ctrl-C falls into the middle of a step as a rule, some layers' slots written and some not:
     nothing of that step counts as cached. Neither does a prefill that was cut off."""
     chat = a_chat(chat_folder(tmp_path, CHATML if with_template else None))
@@ -3652,7 +3652,7 @@ def test_chat_interrupted_inside_a_layer_stays_right(with_template, tmp_path):
     assert len(calls) == 29 and len(row.tokens) == 12
 
 
-def test_plain_chat_remembers_after_a_stop_string(tmp_path):
+def test_chat_without_template_keeps_history_after_a_stop_string(tmp_path):
     """Without a template, too, a stop string ends a reply and not the conversation."""
     chat = a_chat(chat_folder(tmp_path, None))
     _, _, whole = ask(chat, "class Stack:\n", 30)
@@ -3796,7 +3796,7 @@ def counting(experts, counts: torch.Tensor):
     return run
 
 
-def test_shipped_deepseek_form_uses_all_its_parts():
+def test_shipped_deepseek_checkpoint_uses_mla_moe_and_mtp():
     """On Python it has not seen (this file): the experts are all in use; the MTP layer, told the
     next token, predicts the one after it about as well as the model the next; absorbed ==
     expanded on trained weights."""
@@ -3822,8 +3822,8 @@ def test_shipped_deepseek_form_uses_all_its_parts():
 
 
 def test_generate_as_a_user_runs_it(capsys):
-    """Prompt by argument and by pipe, text on stdout, one line of facts on stderr; the first text
-    within 5 s."""
+    """Prompt by argument and by pipe, text on stdout, one line of statistics on stderr; the first
+    text within 5 s."""
     start = time.perf_counter()
     p = subprocess.Popen(
         [sys.executable, REPO / "generate.py", "--max-new-tokens", "30"],
@@ -3846,8 +3846,8 @@ def test_generate_as_a_user_runs_it(capsys):
 
 
 def test_generate_json_and_bench(capsys):
-    """--json prints one object: text, ids, facts; --bench repeats and ignores EOS; --dummy needs
-    no files."""
+    """--json prints one object: text, ids, statistics; --bench repeats and ignores EOS; --dummy
+    needs no files."""
     assert G.main(["import os", "--json", "--max-new-tokens", "9", "--temperature", "0"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["tokens"]) == answer["new_tokens"] <= 9
@@ -4041,7 +4041,7 @@ def test_a_closed_pipe_is_no_error():
     assert p.wait(60) == 0 and error == "", error
 
 
-def test_errors_leave_no_traceback():
+def test_errors_print_no_traceback():
     """The same through a real process, where nothing catches what main does not."""
     refused(run("generate.py", "x", "--checkpoint", "/nowhere"), "/nowhere", "config.json")
     refused(run("train.py", "--data", "/nowhere", "--out", "/nowhere/out"), "--data", "/nowhere")
@@ -4053,8 +4053,8 @@ def test_errors_leave_no_traceback():
 
 
 @pytest.mark.slow
-def test_tokenizer_on_the_standard_library():
-    """>= 3.2 characters per token on held-out source at 4096 pieces; lossless; indentation is one
+def test_tokenizer_trained_on_the_standard_library():
+    """>= 3.2 characters per token on validation source at 4096 pieces; lossless; indentation is one
     token."""
     docs = DA.read_documents(None)
     kept = [t for n, t in docs if not DA.is_validation(n)]
@@ -4076,7 +4076,7 @@ def test_tokenizer_on_the_standard_library():
     assert (sp.bos_id(), sp.eos_id()) == (DA.BOS, DA.EOS)
 
 
-def test_batches_are_a_pure_function_that_sees_every_window_once():
+def test_batches_are_a_pure_function_covering_every_window_once():
     """Same (seed, step, index), same sample, alone or in a batch; an epoch repeats no window and
     skips none."""
     tokens, B, S = torch.arange(1000, dtype=torch.int32), 4, 10
@@ -4127,7 +4127,7 @@ def test_accumulation_is_token_weighted(micro):
     assert relative(gradients(mean_of_means)[1], expected) > 1e-2
 
 
-def test_learning_rate_warms_up_and_falls():
+def test_learning_rate_warms_up_and_decays():
     """Linear to the peak over 5% of the steps, cosine to a tenth at the end."""
     rates = [T.learning_rate(s, 1000, 1.0) for s in range(1000)]
     assert rates[0] == 1 / 50 and rates[49] == 1.0 and max(rates) == 1.0
@@ -4135,7 +4135,7 @@ def test_learning_rate_warms_up_and_falls():
     assert abs(rates[525] - 0.55) < 1e-2
 
 
-def test_decay_groups():
+def test_weight_decay_groups():
     """Matrices decay, norms do not, and no parameter is left out or taken twice."""
     model = M.Transformer(tiny(tie_embeddings=True, qkv_bias=True))
     decay, plain = BUILD.build_optimizer(model).param_groups
@@ -4281,7 +4281,7 @@ def finished(corpus, tiny_config, tmp_path_factory) -> Path:
     return out
 
 
-def test_training_learns_and_its_folder_generates(finished, capsys):
+def test_trained_checkpoint_generates_text(finished, capsys):
     """Loss falls below the uniform one; metrics.jsonl has a row a step; generate.py opens the
     folder."""
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
@@ -4350,7 +4350,7 @@ def test_ranks_equal_one_process(finished, corpus, tiny_config, tmp_path):
     )
 
 
-def test_full_disk_while_saving_loses_nothing(finished, corpus, tiny_config, tmp_path):
+def test_full_disk_while_saving_keeps_the_last_checkpoint(finished, corpus, tiny_config, tmp_path):
     """A file that cannot grow any more: one line, exit 2, and the checkpoint saved before still
     resumes."""
     import resource
@@ -4441,7 +4441,7 @@ def test_folder_and_text_file_as_data(tmp_path):
 
 
 def test_bf16_autocast_trains(finished, corpus, tiny_config, tmp_path):
-    """--dtype bf16: fp32 weights, bf16 products, losses near fp32's but not equal to them."""
+    """--dtype bf16: fp32 weights, bf16 matmuls, losses near fp32's but not equal to them."""
     out = tmp_path / "bf16"
     argv = train_argv(corpus, tiny_config, out)
     argv[argv.index("fp32")] = "bf16"
@@ -4451,7 +4451,7 @@ def test_bf16_autocast_trains(finished, corpus, tiny_config, tmp_path):
     assert losses == pytest.approx(reference, rel=0.02) and losses != reference
 
 
-def test_a_diverged_run_keeps_its_last_checkpoint(corpus, tiny_config, tmp_path, capsys):
+def test_diverged_run_keeps_its_last_checkpoint(corpus, tiny_config, tmp_path, capsys):
     """A loss that is no number stops the run with one line; nothing is saved over the good one."""
     out = tmp_path / "wild"
     argv = train_argv(corpus, tiny_config, out, "--lr", "1e30", "--save-every", 1)
@@ -4471,7 +4471,7 @@ def test_jsonl_lines_end_at_newlines_alone(tmp_path):
         DA.read_documents(str(path))
 
 
-def test_deepseek_form_trains_and_resumes_equal(corpus, tmp_path):
+def test_deepseek_model_trains_and_resumes_bit_equal(corpus, tmp_path):
     """MLA, experts and MTP under train.py: the losses of both fall, experts stay in balance, and a
     run cut in two gives the losses and tensors of one, routing corrections included."""
     (tmp_path / "config.json").write_text(json.dumps(latent(vocab_size=320).to_hf()))
@@ -4507,7 +4507,7 @@ def test_deepseek_form_trains_and_resumes_equal(corpus, tmp_path):
     assert HF.load_checkpoint(whole).config.n_mtp_layers == 1
 
 
-def test_training_spares_a_folder_that_is_somebody_elses(corpus, tmp_path, capsys):
+def test_training_does_not_overwrite_foreign_folders(corpus, tmp_path, capsys):
     """--out over a sharded checkpoint is refused before anything is written."""
     HF.save_checkpoint(random_model(tiny()), tmp_path, 60_000)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -4516,7 +4516,7 @@ def test_training_spares_a_folder_that_is_somebody_elses(corpus, tmp_path, capsy
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
 
-def test_losses_are_of_the_next_token_and_of_those_after_it():
+def test_next_token_and_mtp_losses_by_definition():
     """loss_sums == cross-entropies written out: the main one of the next token, each MTP depth of
     one token further, their mean."""
     model, batch = random_model(latent(n_mtp_layers=2)), random_tokens(latent(), 3, 20)
@@ -4536,7 +4536,7 @@ def test_losses_are_of_the_next_token_and_of_those_after_it():
     torch.testing.assert_close(ahead, (expected[1] + expected[2]) / 2)
 
 
-def test_balance_evens_out_the_experts():
+def test_bias_update_balances_expert_load():
     """The correction moves against the load: a router that favours some experts ends near even."""
     config = latent(n_groups=1, topk_groups=1, group_score_topk=1, n_mtp_layers=0)
     model = random_model(config, std=0.3)
@@ -4549,7 +4549,7 @@ def test_balance_evens_out_the_experts():
 
 
 # --------------------------------------------------------------------------------------------------
-# attention.py: a call, drawn at random or given, its outcome, and what it is compared with
+# attention.py: a call, sampled at random or given, its outcome, and what it is compared with
 # --------------------------------------------------------------------------------------------------
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -4592,7 +4592,7 @@ def patch_once_per_launch(interpreter, monkeypatch) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A combination of flags: drawn, built, run, compared
+# A combination of flags: sampled, built, run, compared
 # --------------------------------------------------------------------------------------------------
 
 
@@ -4872,7 +4872,7 @@ def by_hand(
 @pytest.mark.parametrize("T, S", [(7, 7), (5, 9), (9, 5)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("with_sinks", [True, False])
-def test_reference_is_the_definition(T, S, causal, with_sinks):
+def test_reference_equals_the_definition(T, S, causal, with_sinks):
     """All flags at once == the definition in Python loops."""
     q, k, v = qkv(T, S, 2, D=4, Dv=3, dtype=torch.float64)
     bias = normal(2, 4, T, S, dtype=torch.float64)
@@ -4889,7 +4889,7 @@ def test_reference_is_the_definition(T, S, causal, with_sinks):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
-def test_reference_is_sdpa(causal, kv_heads):
+def test_reference_equals_sdpa(causal, kv_heads):
     """Plain, causal and grouped attention == torch's with its own flags."""
     q, k, v = qkv(13, 13, 2, heads=6, kv_heads=kv_heads, Dv=24, dtype=torch.float64)
     got = A.attention_reference(q, k, v, causal=causal)
@@ -4897,14 +4897,14 @@ def test_reference_is_sdpa(causal, kv_heads):
 
 
 @pytest.mark.parametrize("seed", range(0, FUZZ, 4))
-def test_reference_is_sdpa_with_a_mask(seed):
+def test_reference_equals_sdpa_with_a_mask(seed):
     """Any combination == torch's SDPA given all flags as one dense mask, gradients too."""
     double = dict(dtype=torch.float64, extras=torch.float64)
     check(A.attention_reference, draw(seed) | double, by_sdpa, use_lse=False)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
-def test_reference_is_transformers(family):
+def test_reference_equals_transformers(family):
     """Sinks == gpt-oss's eager attention, the softcap == Gemma-2's."""
     name = f"transformers.models.{family}.modeling_{family}"
     eager = pytest.importorskip(name).eager_attention_forward
@@ -4952,7 +4952,7 @@ def test_reference_keeps_the_dtype(dtype):
 
 @pytest.mark.parametrize("T, S", [(23, 23), (5, 23), (23, 5), (1, 1)])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_online_is_the_reference(T, S, chunk):
+def test_online_softmax_equals_the_reference(T, S, chunk):
     """Keys taken a few at a time give the softmax over all, whatever the chunk."""
     q, k, v = qkv(T, S, 2, Dv=24, dtype=torch.float64)
     for flags in (dict(), dict(causal=False), dict(scale=0.7)):
@@ -5004,7 +5004,7 @@ def test_flash_fuzz(seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("D", [64, 128])
-def test_flash_is_as_exact_as_sdpa(dtype, causal, D):
+def test_flash_is_as_accurate_as_sdpa(dtype, causal, D):
     """At real sizes the error against float64 is at most 1.5 times that of torch's SDPA."""
     leaves = dict(zip("qkv", qkv(512, 512, 2, heads=8, kv_heads=2, D=D, dtype=dtype)))
     runs = dict(
@@ -5058,12 +5058,12 @@ CORNERS = dict(
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_flash_corners(corner):
-    """Edges that a random draw seldom meets."""
+    """Corner cases that random sampling seldom meets."""
     check(A.flash_attention, case(**CORNERS[corner]))
 
 
 @pytest.mark.parametrize("n", range(17))
-def test_every_alignment(n):
+def test_flash_every_alignment(n):
     """The diagonal, the window's edge and the prefix's end at every place within a tile."""
     one = dict(heads=1, kv_heads=1)
     check(A.flash_attention, case(sizes=[(33, 33 + n)], **one))
@@ -5088,7 +5088,7 @@ def test_strides_of_vectors_and_masks_do_not_matter():
 
 
 def test_plain_attention_is_fp32_under_autocast(monkeypatch):
-    """Autocast would run its products in bf16."""
+    """Autocast would run its matmuls in bf16."""
     q, k, v = qkv(20, 37, 1, dtype=torch.float32)
     for attend in (A.attention_reference, A.chunked_attention):
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -5096,8 +5096,8 @@ def test_plain_attention_is_fp32_under_autocast(monkeypatch):
         assert torch.equal(got, attend(q, k, v))
 
 
-def test_draw_covers_every_pair():
-    """Each flag is drawn often with and without each other."""
+def test_sampled_cases_cover_every_pair_of_features():
+    """Each flag is sampled often both with and without each other."""
     names = "causal window softcap alibi sinks bias prefix packed block strided".split()
     drawn = [{n: bool(p[n]) for n in names} for p in map(draw, range(FUZZ))]
     for a, b in combinations(names, 2):
@@ -5145,7 +5145,7 @@ MISTAKES = dict(
 
 
 def noticed(p: dict, spoil) -> bool:
-    """Whether the comparison fails when the truth is given spoilt arguments."""
+    """Whether the comparison fails when the reference is given altered arguments."""
     try:
         check(A.attention_reference, p, lambda **a: A.attention_reference(**spoil(a)))
     except AssertionError:
@@ -5154,8 +5154,8 @@ def noticed(p: dict, spoil) -> bool:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_fuzz_finds(mistake):
-    """A mistake on one side fails the comparison in most draws that it concerns."""
+def test_fuzzing_notices_mistakes(mistake):
+    """A mistake on one side fails the comparison in most sampled cases that it concerns."""
     spoils = ((p, partial(MISTAKES[mistake], p)) for p in map(draw, range(FUZZ)))
     concerned = ((p, spoil) for p, spoil in spoils if spoil(build(p)[0] | build(p)[1]))
     found = [noticed(p, spoil) for p, spoil in islice(concerned, 40)]
@@ -5167,7 +5167,7 @@ def test_fuzz_finds(mistake):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_one_output_unless_lse_is_asked_for():
+def test_flash_returns_lse_only_on_request():
     """o alone or (o, lse): float32 of shape (B, Hq, T), and the same o."""
     q, k, v = qkv(5, 9, 2)
     for attend in (A.flash_attention, A.chunked_attention, A.attention_reference):
@@ -5177,7 +5177,7 @@ def test_one_output_unless_lse_is_asked_for():
 
 
 @pytest.mark.parametrize("sinks", [True, False])
-def test_rows_that_see_nothing(sinks):
+def test_fully_masked_rows_are_zero(sinks):
     """Zero output, lse of -inf or the sink, and gradients of exactly zero through them, in rows cut
     off by position, by bias and by tiles alike."""
     q, k, v = (x.requires_grad_() for x in qkv(40, 33, 1))
@@ -5199,7 +5199,7 @@ def test_rows_that_see_nothing(sinks):
     assert all(g.isfinite().all() and g.any() for g in (dq, dk, dv))
 
 
-def test_sink_of_minus_infinity_is_none():
+def test_sink_of_minus_infinity_equals_no_sink():
     """A sink of -inf takes nothing, in empty rows either, and gets no gradient."""
     leaves, flags, weights = build(case(sizes=[(37, 20)], sinks=True))
     leaves["sinks"] = torch.full_like(leaves["sinks"], -INF)
@@ -5209,7 +5209,7 @@ def test_sink_of_minus_infinity_is_none():
     all_close(got, outcome(A.flash_attention, leaves, flags, weights))
 
 
-def test_a_mask_of_the_lowest_number_is_a_mask():
+def test_finfo_min_masks_like_minus_infinity():
     """finfo.min, which transformers adds where keys are hidden, hides them as -inf does."""
     q, k, v = qkv(20, 37, 1)
     hidden = torch.rand(20, 37, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.5
@@ -5234,7 +5234,7 @@ SEPARATE = [(20, 20), (0, 5), (13, 37), (4, 0), (1, 1), (21, 9)]
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_packed_is_separate(busy):
+def test_packed_sequences_equal_separate_calls(busy):
     """Packed sequences give what each gives alone, gradients too."""
     changes = BUSY | dict(prefix=[9, 2, 30, 0, 1, 3]) if busy else {}
     leaves, flags, weights = build(case(packed=True, sizes=SEPARATE, **changes))
@@ -5264,7 +5264,7 @@ def test_packed_is_separate(busy):
     "cuts", [*(pytest.param(c, marks=pytest.mark.slow) for c in ((1,), (20,), (52,))), (7, 30)],
     ids=str,
 )  # fmt: skip
-def test_merged_parts_are_the_whole(cuts, packed):
+def test_merged_partial_attention_equals_the_whole(cuts, packed):
     """Attention to parts of the keys, merged, is attention to all, with its lse and gradients; some
     rows see nothing of one part, or of any."""
     T, S, lead = 32, 53, () if packed else (2,)
@@ -5286,7 +5286,7 @@ def test_merged_parts_are_the_whole(cuts, packed):
     all_close(outcome(merged, leaves, {}, weights), outcome(part, leaves, {}, weights))
 
 
-def test_merge_of_nothing():
+def test_merge_of_fully_masked_parts():
     """Two empty sets make an empty one, with finite gradients; an empty set adds nothing, on either
     side."""
     o, lse = normal(2, 5, 4, 16), normal(2, 4, 5, dtype=torch.float32)
@@ -5303,7 +5303,7 @@ def test_merge_of_nothing():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_same_bits_every_time(packed):
+def test_flash_is_deterministic(packed):
     """Forward and backward, run twice, give the same bits to every gradient."""
     sizes = [(37, 37)] if packed else [(20, 37)] * 2
     p = case(sizes=sizes, packed=packed, heads=3, sinks=True, bias=[False, False, True])
@@ -5312,7 +5312,7 @@ def test_same_bits_every_time(packed):
 
 
 @pytest.mark.parametrize("where", ["between", "padding"])
-def test_poison_stays_where_it_is(where):
+def test_nan_does_not_spread_across_sequences(where):
     """NaN in one packed sequence, or past the last, changes no bit of another's output and
     gradients."""
     ends, n = (int32(0, 20, 33, 54), 54) if where == "between" else (int32(0, 20, 33), 54)
@@ -5345,7 +5345,7 @@ def test_padding_rows():
     ["q", "sinks", "k bias"]
     + [pytest.param(w, marks=pytest.mark.slow) for w in ("k", "v", "bias", "q v")],
 )
-def test_gradients_asked_for_one_by_one(wanted):
+def test_gradients_of_each_subset_of_inputs(wanted):
     """A tensor's gradient is the same whichever others are asked for."""
     leaves, flags, weights = build(case(**BUSY, bias=[True, True, True]))
     full = outcome(A.flash_attention, leaves, flags, weights)
@@ -5461,7 +5461,7 @@ def test_decode_fuzz(seed):
 
 
 @pytest.mark.parametrize("T, lengths, n_splits", [(3, [53, 17], 1), (5, [53, 3], 3), (3, None, 2)])
-def test_decode_alibi_of_both_sides(T, lengths, n_splits):
+def test_decode_alibi_without_causal(T, lengths, n_splits):
     """Without causal, new queries see keys after their own position, also at distance |i - j|."""
     q, k, v = qkv(T, 53, 2)
     slopes = torch.arange(1.0, 5.0, device=DEVICE) / 8
@@ -5470,7 +5470,7 @@ def test_decode_alibi_of_both_sides(T, lengths, n_splits):
 
 @pytest.mark.parametrize("D, rank", [(48, 32), (80, 64)])
 @pytest.mark.parametrize("T, n_splits", [(1, 1), (1, 5), (3, 2), (1, None)])
-def test_decode_latent(D, rank, T, n_splits):
+def test_decode_mla(D, rank, T, n_splits):
     """Absorbed MLA: the values are the first columns of the keys, read from one cache."""
     q, k, _ = qkv(T, 53, 2, heads=6, kv_heads=1, D=D)
     check_decode(q, k, None, [53, 17], n_splits, latent_dim=rank, scale=0.2)
@@ -5491,7 +5491,7 @@ def test_decode_in_a_longer_cache():
 
 @pytest.mark.parametrize("n_splits", [1, 2, 5, 8])
 @pytest.mark.parametrize("T", [1, 3])
-def test_decode_does_not_see_its_batch(T, n_splits):
+def test_decode_of_a_row_does_not_depend_on_its_batch(T, n_splits):
     """A row's bits are the same alone, among others, and among others in another order."""
     q, k, v = qkv(T, 53, 3, heads=2, kv_heads=1)
     lengths, attend = int32(53, 7, 30), partial(A.decode_attention, n_splits=n_splits, window=25)
@@ -5527,7 +5527,7 @@ def test_sparse_blocks(n_q, n_k, local, global_, stride):
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("T, S", [(53, 53), (37, 80)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_block_mask_is_a_dense_mask(block, T, S, causal):
+def test_block_mask_equals_a_dense_mask(block, T, S, causal):
     """Visiting a pattern's tiles == masking all other scores, under a window too."""
     visit = A.sparse_blocks(-(-T // block), -(-S // block), local=1, stride=3).to(DEVICE)
     dense = visit.repeat_interleave(block, 0).repeat_interleave(block, 1)[:T, :S]
@@ -5538,7 +5538,7 @@ def test_block_mask_is_a_dense_mask(block, T, S, causal):
         close(got, want)
 
 
-def test_prefix_joins_causal_and_full():
+def test_prefix_lm_interpolates_causal_and_full():
     """A prefix of nothing is causal, of everything full, and in between the prefix sees itself."""
     q, k, v = qkv(37, 37, 2, heads=2)
     attend = partial(A.flash_attention, q, k, v)
@@ -5597,7 +5597,7 @@ def test_fp8_error(causal):
 
 
 @needs_fp8
-def test_fp8_blocks_have_scales_of_their_own(monkeypatch):
+def test_fp8_blocks_have_their_own_scales(monkeypatch):
     """Where blocks of 128 rows differ in size, the kernel == its roundings in plain torch, but for
     the running maximum that p is rounded against."""
     states = qkv(160, 160, 1, heads=2, kv_heads=1, D=32, dtype=torch.float32)
@@ -5640,7 +5640,7 @@ def tiles_visited(monkeypatch, run) -> int:
 
 
 @pytest.mark.skipif(not A.INTERPRET, reason="counts Python calls, which a GPU does not make")
-def test_only_tiles_that_are_seen_are_computed(monkeypatch):
+def test_only_visible_tiles_are_computed(monkeypatch):
     """A window costs O(T W) tiles, forward and backward: twice the length, twice the tiles; causal
     attention a little over half of all, a packed row the sum of its sequences, a block mask what it
     lists."""
@@ -5669,7 +5669,7 @@ def test_only_tiles_that_are_seen_are_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_compiled_is_the_same(graph):
+def test_compiled_attention_equals_eager(graph):
     """One whole graph, forward and backward, and again for another length."""
     torch.compiler.reset()
     compiled = torch.compile(A.flash_attention, fullgraph=True, backend="aot_eager")
@@ -5680,7 +5680,7 @@ def test_compiled_is_the_same(graph):
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_checkpointed_is_the_same(graph):
+def test_checkpointed_attention_equals_plain(graph):
     """Recomputed in backward, attention has the same bits everywhere."""
     leaves, flags, weights = build(case(**GRAPHS[graph]))
     again = partial(checkpoint, A.flash_attention, use_reentrant=False)
@@ -5920,7 +5920,7 @@ def refuses(name: str, attend, arguments: dict) -> None:
 
 
 @pytest.mark.parametrize("n", range(len(REFUSED)))
-def test_mistakes_are_refused(n):
+def test_bad_attention_arguments_are_refused(n):
     """A call that cannot be meant is refused, by name, by each of the three."""
     name, base, changes = REFUSED[n]
     for attend in (A.flash_attention, A.chunked_attention, A.attention_reference):
@@ -5928,7 +5928,7 @@ def test_mistakes_are_refused(n):
 
 
 @pytest.mark.parametrize("n", range(len(REFUSED_DECODE)))
-def test_decode_mistakes_are_refused(n):
+def test_bad_decode_arguments_are_refused(n):
     """Decoding refuses what cannot be meant."""
     name, changes = REFUSED_DECODE[n]
     refuses(name, A.decode_attention, CACHE | changes)
@@ -5969,7 +5969,7 @@ absorbing = pytest.mark.parametrize(
 
 
 def absorb(model: M.Transformer, up_to: int) -> M.Transformer:
-    """The model, its latent attention in absorbed form for so many tokens at once."""
+    """The model, its latent attention in absorbed form for this many tokens at once."""
     for module in model.modules():
         if isinstance(module, M.LatentAttention):
             module.absorb_up_to = up_to
@@ -5977,7 +5977,7 @@ def absorb(model: M.Transformer, up_to: int) -> M.Transformer:
 
 
 @absorbing
-def test_flash_attention_in_the_model_equals_its_own(config, absorb_up_to, monkeypatch):
+def test_flash_attention_in_the_model_equals_dense_attention(config, absorb_up_to, monkeypatch):
     """Logits, the hidden states of multi-token prediction, and every gradient."""
     plain(monkeypatch)
     model = absorb(random_model(config), absorb_up_to).requires_grad_(True)
@@ -6003,7 +6003,7 @@ def test_flash_attention_in_the_model_equals_its_own(config, absorb_up_to, monke
 
 @absorbing
 @pytest.mark.parametrize("limited", [True, False])
-def test_flash_attention_over_a_cache_equals_the_caches_own(
+def test_flash_attention_over_a_cache_equals_cache_attend(
     config, absorb_up_to, limited, monkeypatch
 ):
     """Prefill in chunks, then decode, step by step; the two caches end up holding the same."""
@@ -6025,9 +6025,7 @@ def test_flash_attention_over_a_cache_equals_the_caches_own(
 
 
 @absorbing
-def test_flash_attention_over_a_ragged_cache_equals_the_caches_own(
-    config, absorb_up_to, monkeypatch
-):
+def test_flash_attention_over_a_ragged_cache_equals_cache_attend(config, absorb_up_to, monkeypatch):
     """Two rows at positions of their own, several new tokens at once and then one; and a shared
     prompt, one row of tokens that goes into both rows of the cache."""
     plain(monkeypatch)
@@ -6063,7 +6061,7 @@ def test_kernels_in_the_model(config):
 
 
 @hooked
-def test_packed_prompts_give_the_logits_of_each_alone(config, monkeypatch):
+def test_packed_prompts_give_the_logits_of_separate_prompts(config, monkeypatch):
     """Three prompts in one row, which cu_seqlens keep apart."""
     plain(monkeypatch)
     model = random_model(config)
@@ -6075,7 +6073,7 @@ def test_packed_prompts_give_the_logits_of_each_alone(config, monkeypatch):
 
 
 @absorbing
-def test_update_answers_with_slots_in_order(config, absorb_up_to):
+def test_cache_update_returns_slots_in_order(config, absorb_up_to):
     """KVCache.update stores, and gives keys and values (B, S, Hkv, D) whose slot is the position:
     views where nothing is expanded or converted."""
     model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 8)
@@ -6097,7 +6095,7 @@ def test_update_answers_with_slots_in_order(config, absorb_up_to):
     assert cache.length == 8
 
 
-def test_attend_of_a_first_chunk_does_not_expand_twice_and_takes_any_order():
+def test_mla_prefill_expands_once_for_any_order_of_positions():
     """A prefill of all `limit` slots calls expand nowhere in the cache, also with its positions
     shuffled, and gives what it gives without a limit."""
     config = latent()
@@ -6136,7 +6134,9 @@ SHORT = ["--temperature", "0", "--max-new-tokens", "20"]
 
 
 @pytest.mark.parametrize("checkpoint", [SMALL, MOE], ids=lambda path: path.name)
-def test_generate_writes_the_same_with_flash_attention(checkpoint, tmp_path, capsys, monkeypatch):
+def test_generate_with_flash_attention_gives_the_same_text(
+    checkpoint, tmp_path, capsys, monkeypatch
+):
     """Greedy text of several rows, and a score."""
     text = tmp_path / "text.py"
     text.write_text((REPO / "pytest.ini").read_text() * 2)
@@ -6153,7 +6153,7 @@ def test_generate_writes_the_same_with_flash_attention(checkpoint, tmp_path, cap
     assert json.loads(score) == pytest.approx(json.loads(flash_score), rel=1e-5)
 
 
-def test_predicting_further_over_a_cache_with_flash_attention(monkeypatch):
+def test_mtp_over_a_cache_with_flash_attention(monkeypatch):
     """Multi-token prediction reads and writes slots of its own through as_attend too."""
     plain(monkeypatch)
     model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
@@ -6166,7 +6166,7 @@ def test_predicting_further_over_a_cache_with_flash_attention(monkeypatch):
     assert relative(torch.cat(got, 1), expected) <= 1e-5
 
 
-def test_generate_runs_the_attention_asked_for(monkeypatch, capsys):
+def test_generate_attention_flag_selects_the_backend(monkeypatch, capsys):
     """Equal text might come of a flag that nobody heard: flash goes through as_attend, in prefill,
     in every step and in a score, sdpa never; a compiled step of sdpa alone reads unused slots."""
     limits = []
@@ -6198,7 +6198,7 @@ def test_generate_runs_the_attention_asked_for(monkeypatch, capsys):
     assert read == [decoder.cache.bytes_read(), decoder.cache.bytes_read(3)]
 
 
-def test_training_hands_attend_to_every_layer():
+def test_training_passes_attend_to_every_layer():
     """The loss, its validation and every depth of multi-token prediction attend with the argument,
     and flash is attention.py's."""
     config, layers = latent(n_mtp_layers=2), []
@@ -6237,7 +6237,7 @@ def losses(rows: list[dict]) -> list[float]:
     return [row[k] for row in rows for k in ("loss", "mtp_loss", "val_loss") if k in row]
 
 
-def test_training_with_flash_attention_takes_the_same_course(
+def test_training_with_flash_attention_has_the_same_losses(
     latent_config, corpus, tmp_path, monkeypatch
 ):
     """Training, validation and multi-token prediction; and a resumed run may change over."""
@@ -6326,7 +6326,7 @@ def calibrate_error(W, got, x):
 # ---- statistics ----
 
 
-def test_calibrate_observed_statistics_are_those_of_all_inputs():
+def test_calibrate_statistics_cover_all_inputs():
     """Two calls, one 3-D, equal the formulas over the rows together; what was not asked is None."""
     lin = nn.Linear(5, 3)
     a, b = (
@@ -6358,7 +6358,7 @@ def test_calibrate_observed_statistics_are_those_of_all_inputs():
     assert not lin._forward_pre_hooks
 
 
-def test_calibrate_layer_by_layer_feeds_each_layer_from_the_quantized_ones():
+def test_calibrate_sequential_feeds_each_layer_from_quantized_layers():
     """Inputs of layer i are the outputs of layers < i as the caller left them; one replay per call;
     the caller's tensors and grad mode are left alone; only one layer's statistics live."""
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
@@ -6392,7 +6392,7 @@ def test_calibrate_layer_by_layer_feeds_each_layer_from_the_quantized_ones():
 
 @pytest.mark.parametrize("block_size", [1, 32, 40, 128, 1000])
 @pytest.mark.parametrize("K, grid", [(96, C.MinMaxSpec(3, 32)), (192, C.MinMaxSpec(2, 64))])
-def test_calibrate_gptq_is_the_surgeon(K, grid, block_size):
+def test_calibrate_gptq_equals_optimal_brain_surgeon(K, grid, block_size):
     """Codes equal those of the update re-solved in float64 column by column, for blocks that do and
     do not divide K or hold a group; rows that fell back to rounding are rounded."""
     W, x = calibrate_layer(5, N=40, K=K)
@@ -6406,7 +6406,7 @@ def test_calibrate_gptq_is_the_surgeon(K, grid, block_size):
     assert torch.equal(scales[fell], near[0][fell]) and torch.equal(zeros[fell], near[1][fell])
 
 
-def test_calibrate_the_surgeon_is_what_the_paper_solves():
+def test_calibrate_optimal_brain_surgeon_is_the_papers_solution():
     """Of all changes to the columns left, the update gives the least output error: compared with
     least squares on the first column."""
     W, x = calibrate_layer(1, N=3, K=32, kind="white")
@@ -6426,7 +6426,7 @@ def test_calibrate_the_surgeon_is_what_the_paper_solves():
 @pytest.mark.parametrize(
     "kind", ["white", "correlated", "rank-deficient", "one-row", "dead", "silent"]
 )
-def test_calibrate_gptq_is_never_worse_than_rounding(kind, grid, seeds):
+def test_calibrate_gptq_never_exceeds_rounding_error(kind, grid, seeds):
     """On every row of every layer, in either order; and on ordinary layers it is much better."""
     for seed in seeds:
         W, x = calibrate_layer(seed, kind=kind)
@@ -6445,7 +6445,7 @@ def test_calibrate_gptq_is_never_worse_than_rounding(kind, grid, seeds):
         )
 
 
-def test_calibrate_rows_that_the_sweep_makes_worse_are_rounded(monkeypatch):
+def test_calibrate_gptq_falls_back_to_rounding_per_row(monkeypatch):
     """With a sweep that is broken on purpose every row comes back rounded to nearest."""
     W, x = calibrate_layer(0)
     grid, sweep = C.MinMaxSpec(3, 32), C._quantize_columns
@@ -6457,7 +6457,7 @@ def test_calibrate_rows_that_the_sweep_makes_worse_are_rounded(monkeypatch):
 
 
 @pytest.mark.parametrize("grid", [C.MinMaxSpec(3, 32), WholeGrid(3)])
-def test_calibrate_act_order_is_undone(grid):
+def test_calibrate_act_order_permutation_is_inverted(grid):
     """Codes stand at their own columns, on the scales of the original weight: equal to GPTQ without
     act_order of the permuted layer, whole rows; groups keep the scales found up front."""
     W, x = calibrate_layer(2)
@@ -6473,7 +6473,7 @@ def test_calibrate_act_order_is_undone(grid):
         assert torch.equal(codes[:, order], permuted)
 
 
-def test_calibrate_dead_columns_are_rounded_and_move_nothing():
+def test_calibrate_gptq_rounds_dead_columns_without_propagation():
     """A column without inputs gets its nearest code, and the others the codes they have alone."""
     W, x = calibrate_layer(3, kind="dead")
     grid, H = WholeGrid(4), x.t() @ x
@@ -6487,7 +6487,7 @@ def test_calibrate_dead_columns_are_rounded_and_move_nothing():
     assert (off[dead] == 0).all() and (off[:, dead] == 0).all()
 
 
-def test_calibrate_kept_weights_have_no_error_and_no_part_in_the_scales():
+def test_calibrate_kept_weights_are_exact_and_excluded_from_scales():
     """keep: planted outliers that stretch the grid; kept, the rest is on a fine grid, and the error
     with them put back is at most that of rounding with them kept."""
     W, x = calibrate_layer(4)
@@ -6522,8 +6522,8 @@ def test_calibrate_one_row_and_odd_dtypes(N):
     )
 
 
-def test_calibrate_gptq_refuses_what_it_cannot_use():
-    """ValueError names the field and the mend."""
+def test_calibrate_gptq_refuses_bad_input():
+    """ValueError names the field and the fix."""
     W, x = calibrate_layer(0)
     H, grid = x.t() @ x, C.MinMaxSpec(3, 32)
     bad = H.clone()
@@ -6556,7 +6556,7 @@ class CalibrateNorm(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [CalibrateNorm, nn.LayerNorm])
-def test_calibrate_fold_leaves_the_output_alone(kind):
+def test_calibrate_fold_keeps_the_output(kind):
     """A norm before q, k, v, a router and stacked experts: all outputs within 1e-5."""
     torch.manual_seed(0)
     norm = kind(16)
@@ -6580,7 +6580,7 @@ def test_calibrate_fold_leaves_the_output_alone(kind):
 
 
 def test_calibrate_fold_into_a_linear():
-    """Rows and bias of the producer; in bf16 powers of two change no bit of the product."""
+    """Rows and bias of the producer; in bf16 powers of two change no bit of the matmul."""
     torch.manual_seed(0)
     g = seeded()
     up, down = nn.Linear(8, 12), nn.Linear(12, 8)
@@ -6595,7 +6595,7 @@ def test_calibrate_fold_into_a_linear():
     assert torch.equal(down(up(x)), before)
 
 
-def test_calibrate_fold_refuses_what_it_cannot_use():
+def test_calibrate_fold_refuses_bad_input():
     """ValueError names the field, and nothing is written."""
     norm, linear = nn.LayerNorm(4), nn.Linear(4, 2)
     for s in (torch.tensor([1.0, 0, 1, 1]), torch.tensor([1.0, float("nan"), 1, 1])):
@@ -6675,7 +6675,7 @@ def test_calibrate_smoothquant():
         C.smooth_scales(absmax / 0 * 0, [weight])
 
 
-def test_calibrate_equalization_keeps_swiglu_and_evens_the_ranges():
+def test_calibrate_cross_layer_equalization_keeps_swiglu_and_balances_ranges():
     """Output of the MLP as before; each channel's range is the same on both sides, sqrt(r1 r2); a
     channel that is all zero is left alone; per-tensor rounding gets better."""
     torch.manual_seed(0)
@@ -6757,7 +6757,7 @@ def calibrate_trained(seed=0):
     return model, data
 
 
-def test_calibrate_tacq_keeps_what_matters():
+def test_calibrate_tacq_keeps_the_salient_weights():
     """2 bits, 5% kept: the loss is below that of random and magnitude picks, on average of models
     and on each against random."""
     totals = dict.fromkeys(("tacq", "magnitude", "random", "none"), 0.0)
@@ -6820,7 +6820,7 @@ def test_calibrate_saliency_is_the_formula_and_frees_gradients():
     assert not frozen["mid"].requires_grad
 
 
-def test_calibrate_saliency_refuses_what_it_cannot_use():
+def test_calibrate_saliency_refuses_bad_input():
     """No batches, a loss of NaN: ValueError, no gradient or hook left."""
     model, data = calibrate_trained()
     mats = {"mid": model.mid.weight}
@@ -6856,10 +6856,10 @@ def test_calibrate_circuit_is_the_global_top_fraction():
         C.select_salient({"a": torch.full((3,), float("nan"))}, 0.5)
 
 
-# ---- the sheet ----
+# ---- python calibrate.py ----
 
 
-def test_calibrate_statistics_must_be_known():
+def test_calibrate_unknown_statistics_are_refused():
     """An unknown statistic, or none: ValueError lists those there are."""
     with pytest.raises(ValueError, match="statistics must be one or more of hessian"):
         C.Stats("median")
@@ -6947,7 +6947,7 @@ def test_sparse_prune_keeps_the_largest(n, m):
         assert not Z.is_pruned(Z.prune(w, n + 1, m), n, m)
 
 
-def test_sparse_importance_takes_the_place_of_magnitude():
+def test_sparse_importance_replaces_magnitude():
     """Wanda: |w| * ||x|| keeps small weights of large inputs; the error of the output is less."""
     w, scale = sparse_normal(32, 64), sparse_normal(64, seed=1).exp()
     x = sparse_normal(200, 64, seed=2) * scale
@@ -6985,7 +6985,7 @@ def test_sparse_pack_round_trip(n, m, dtype):
 
 @pytest.mark.parametrize("v, n, m", [(1, 2, 8), (4, 2, 5), (16, 2, 16), (8, 1, 8), (2, 3, 40)])
 def test_sparse_venom(v, n, m):
-    """Pack, unpack, product and audit against the masked dense weight."""
+    """Pack, unpack, matmul and check against the masked dense weight."""
     w = sparse_normal(16, 3 * m)
     mask = Z.venom_mask(w, v, n, m)
     assert Z.is_venom(mask, v, n, m) and Z.is_pruned(mask, n, m)
@@ -7000,7 +7000,7 @@ def test_sparse_venom(v, n, m):
         torch.testing.assert_close(Z.venom_matmul(x, packed), F.linear(x, w * mask))
 
 
-def test_sparse_venom_chooses_the_columns_of_most_energy():
+def test_sparse_venom_selects_the_columns_of_largest_norm():
     """By its definition, block by block; then the largest in a row; importance decides instead."""
     w = sparse_normal(12, 16).mul(3).round()
     mask = Z.venom_mask(w, 6, 2, 8)
@@ -7015,7 +7015,7 @@ def test_sparse_venom_chooses_the_columns_of_most_energy():
     sparse_same(Z.venom_mask(w, 6, 2, 8, importance=scores), Z.venom_mask(scores, 6, 2, 8))
 
 
-def test_sparse_venom_audit_finds_what_is_not():
+def test_sparse_venom_check_finds_violations():
     """A fifth column in a block, a third weight in a row: each alone is found."""
     mask = Z.venom_mask(sparse_normal(8, 16), 4, 2, 8)
     mask[:4, :8] = False
@@ -7044,7 +7044,7 @@ def sparse_kept_by(w, order, n, m):
 
 
 @pytest.mark.parametrize("n, m", [(1, 2), (2, 4), (1, 4), (3, 4), (4, 8), (2, 8), (4, 32)])
-def test_sparse_swaps_never_keep_less(n, m):
+def test_sparse_permutation_swaps_never_lose_magnitude(n, m):
     """Round after round what stays only grows, on random and on structured weights; and where
     neighbours are alike it grows much."""
     K = 8 * max(m, 8)
@@ -7065,7 +7065,7 @@ def test_sparse_swaps_never_keep_less(n, m):
     sparse_same(order, Z.permute_channels(w, n, m))
 
 
-def test_sparse_swaps_end_where_no_swap_helps():
+def test_sparse_permutation_ends_at_a_local_optimum():
     """The table of gains against pruning anew: after the search all swaps are tried by hand."""
     for n, m in ((1, 3), (2, 4)):
         w = sparse_normal(5, 12, seed=n)
@@ -7077,7 +7077,7 @@ def test_sparse_swaps_end_where_no_swap_helps():
             assert sparse_kept_by(w, swapped, n, m) <= best + 1e-12
 
 
-def test_sparse_swaps_find_the_best_there_is():
+def test_sparse_permutation_finds_the_optimum_of_small_cases():
     """Large channels in one group, none in the next: nothing of them needs to go."""
     w = torch.ones(6, 16, device=DEVICE)
     w[:, 4:8], w[:, 12:] = 0, 0
@@ -7092,13 +7092,13 @@ def test_sparse_swaps_find_the_best_there_is():
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
-def test_sparse_swaps_at_any_scale(scale):
+def test_sparse_permutation_is_scale_invariant(scale):
     """No threshold is absolute."""
     w = sparse_alike(12, 32).double()
     sparse_same(Z.permute_channels(w * scale), Z.permute_channels(w))
 
 
-def test_sparse_folding_changes_nothing():
+def test_sparse_folding_the_permutation_keeps_the_output():
     """SwiGLU with biases, permuted for its down projection: the same function, and pruned a better
     one. With whole numbers, whose sums round nowhere, and ReLU: the same to the bit."""
     mlp, x = sparse_swiglu(torch.float64).to(DEVICE), sparse_normal(7, 24, dtype=torch.float64)
@@ -7121,7 +7121,7 @@ def test_sparse_folding_changes_nothing():
         sparse_same(net(x), before)
 
 
-def test_sparse_folding_several_readers_and_a_norm():
+def test_sparse_folding_with_several_consumers_and_a_norm():
     """Two consumers of one permutation, a norm between: its weight and bias are permuted too."""
     torch.manual_seed(0)
     make, norm, a, b = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3), nn.Linear(16, 4)
@@ -7173,7 +7173,7 @@ def test_sparse_gather_gemv_over_several_tiles():
 
 
 @pytest.mark.skipif(CUDA, reason="of the CPU alone")
-def test_sparse_gather_gemv_where_no_kernel_can_run(monkeypatch):
+def test_sparse_gather_gemv_without_a_kernel(monkeypatch):
     """bf16, which the interpreter gets wrong, and fp64: plain torch serves."""
     for dtype, tol in ((torch.bfloat16, 1e-2), (torch.float64, 1e-12)):
         w, x = sparse_normal(5, 24, dtype=dtype), sparse_normal(3, 24, seed=1, dtype=dtype)
@@ -7194,7 +7194,7 @@ def test_sparse_gather_gemv_operator():
 
 
 def test_sparse_semi_structured():
-    """On a GPU that has it the product of the masked weight; elsewhere ValueError, or dense."""
+    """On a GPU that has it the matmul of the masked weight; elsewhere ValueError, or dense."""
     w = sparse_normal(64, 128, dtype=torch.float16)
     w *= Z.prune(w, 2, 4)
     with pytest.raises(ValueError, match="not 2:4: multiply it by prune"):
@@ -7211,7 +7211,7 @@ def test_sparse_semi_structured():
     assert Z.semi_structured(w.double(), fallback=True).dtype == torch.float64
 
 
-# ---- the swap ----
+# ---- sparsify ----
 
 
 def test_sparse_sparsify():
@@ -7227,14 +7227,14 @@ def test_sparse_sparsify():
         linear.weight *= Z.prune(linear.weight, 2, 8)
         sparse_same(layer.weight, linear.weight)
     assert "2:8" in repr(sparse)
-    for shape in ((1, 1), (2, 9)):  # by the kernel, and by the dense product
+    for shape in ((1, 1), (2, 9)):  # by the kernel, and by the dense matmul
         tokens = torch.arange(shape[0] * shape[1], device=DEVICE).view(shape)
         torch.testing.assert_close(sparse(tokens), dense(tokens), rtol=1e-4, atol=1e-5)
     assert sparse.layers[0](torch.empty(0, 16, device=DEVICE)).shape == (0, 16)
 
 
 def test_sparse_linear_uses_the_kernel_for_few_rows(monkeypatch):
-    """Up to 8 rows, without a gradient, of the weight's dtype; else the dense product."""
+    """Up to 8 rows, without a gradient, of the weight's dtype; else the dense matmul."""
     layer, calls = Z.SparseLinear(nn.Linear(16, 8).to(DEVICE), 2, 4), []
     real = Z.gather_gemv
     monkeypatch.setattr(Z, "gather_gemv", lambda *a: calls.append(1) or real(*a))
@@ -7265,7 +7265,7 @@ def test_sparse_sparsify_skips(skip, n_swapped):
     assert sum(type(x) is Z.SparseLinear for x in swapped) == n_swapped
 
 
-def test_sparse_sparsify_leaves_what_is_shared():
+def test_sparse_sparsify_skips_shared_weights():
     """A tied head, one Linear in two places, and two that share a parameter stay dense."""
     a, b, c = (nn.Linear(8, 8) for _ in range(3))
     b.weight = c.weight
@@ -7299,7 +7299,7 @@ def sparse_scramble(module):
         p.data.normal_()
 
 
-def test_sparse_sparser_is_worse():
+def test_sparse_error_grows_with_sparsity():
     """The denser pattern is nearer to the dense model."""
     tokens = torch.arange(20, device=DEVICE)[None]
     wanted = sparse_model()(tokens)
@@ -7448,7 +7448,7 @@ SPARSE_ALL = [
 )
 def test_sparse_kernel_compiles_for_gpus(arch, cases, tmp_path):
     """To machine code for Ampere, Hopper and Blackwell; values come in loads of 16 bytes; odd sizes
-    compile too, and other sizes of the same kind compile nothing anew."""
+    compile too, and other sizes of the same kind do not recompile."""
     again = ["n = len(built)", "gemv(N=128, K=8192)", "assert len(built) == n"]
     odd = "gemv(3, 8, N=37, K=5 * 8)"
     imports = "import attention as A\nfrom quantization import sparse as Z\n"
@@ -7523,7 +7523,7 @@ GEMM_SHAPES = [  # M, N, K, group: ends of tiles, steps and chunks, whole and no
 @pytest.mark.parametrize("M, N, K, group", GEMM_SHAPES)
 def test_gemm_weight_only(M, N, K, group, one_processor):
     """The kernels for one row of x, few and many, in fp16 and fp32, against the weight written out
-    column by column; so too the plain torch beside them."""
+    column by column; so too the plain torch next to them."""
     for dtype in (torch.float16, torch.float32):
         x, weight = gemm_normal(M, K).to(dtype), gemm_stored(N, K, group)
         want = x.float() @ gemm_dequantized(*weight).T
@@ -7533,7 +7533,7 @@ def test_gemm_weight_only(M, N, K, group, one_processor):
 
 @pytest.mark.parametrize("n_splits", [1, 2, 3, 4])
 @pytest.mark.parametrize("M, group", [(1, None), (1, 32), (7, None), (7, 32), (3, 128)])
-def test_gemm_weight_only_in_splits(M, group, n_splits, one_processor):
+def test_gemm_weight_only_split_k(M, group, n_splits, one_processor):
     """The columns over several programs, some with nothing to do: a bias is added once, and the
     bits are the same again."""
     K = 8448 if M == 1 else 768
@@ -7544,7 +7544,7 @@ def test_gemm_weight_only_in_splits(M, group, n_splits, one_processor):
     assert torch.equal(got, X.weight_only_matmul(x, *weight, bias, n_splits=n_splits))
 
 
-def test_gemm_weight_only_of_any_strides_and_bf16(one_processor):
+def test_gemm_weight_only_any_strides_and_bf16(one_processor):
     """Transposed x, more dimensions, strided codes, bf16, and no row at all."""
     weight = gemm_stored(50, 96, 32)
     x = gemm_normal(96, 6).T
@@ -7560,7 +7560,7 @@ def test_gemm_weight_only_of_any_strides_and_bf16(one_processor):
     assert X.weight_only_matmul(x[:0], *weight).shape == (0, 50)
 
 
-def test_gemm_weight_only_zeros_stay_zeros(one_processor):
+def test_gemm_weight_only_zero_rows_stay_zero(one_processor):
     """A group of one value, q == zero, is exactly 0 whatever x."""
     q, scales, zeros = gemm_stored(8, 64, 32)
     q, zeros = torch.full_like(q, 0x77), torch.full_like(zeros, 7)
@@ -7580,7 +7580,7 @@ def test_gemm_weight_only_compiles_to_one_graph(M, group, one_processor):
     torch.library.opcheck(X._weight_only_op, (x, *weight, None, 0), test_utils=checks)
 
 
-def test_gemm_weight_only_of_one_number(one_processor):
+def test_gemm_weight_only_of_one_element(one_processor):
     """One output: its row is the last of its tile as well as the first."""
     q, scales, _ = gemm_stored(1, 256, None)
     x = gemm_normal(1, 256)
@@ -7604,9 +7604,9 @@ def test_gemm_weight_only_refuses(broken):
 
 
 @pytest.mark.parametrize("scheme, size", [("int8", None), ("int4", 32), ("int4", 16)])
-def test_gemm_is_the_product_of_a_models_layers(scheme, size, one_processor):
-    """use_linear_fn_ puts weight_only_matmul into linears and stacks of experts of a quantized model:
-    the logits of quantize.py's own product; of groups it has no kernel for, it says so."""
+def test_gemm_equals_a_models_linear_layers(scheme, size, one_processor):
+    """use_linear_fn_ puts weight_only_matmul into linears and stacks of experts of a quantized
+    model: the logits of quantize.py's own matmul; of groups it has no kernel for, it says so."""
     widths = dict(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16, ffn_dim=96, expert_ffn_dim=32)
     widths |= dict(n_layers=2, moe_layers=(1,), n_experts_per_token=2)
     model = random_model(latent(**widths)).to(DEVICE)
@@ -7622,7 +7622,7 @@ def test_gemm_is_the_product_of_a_models_layers(scheme, size, one_processor):
             gemm_near(model(tokens), want, 1e-5)
 
 
-# ---- one product, any epilogue ----
+# ---- one matmul, any epilogue ----
 
 
 def gemm_operands(M, N, K, dtype):
@@ -7644,7 +7644,7 @@ def gemm_fma(x, y, z):
 
 
 def gemm_trees(M, N):
-    """The tree, and the same without it, of the product p."""
+    """The tree, and the same without it, of the matmul p."""
     sa, sb, bias = gemm_normal(M).abs() / 9, gemm_normal(N).abs(), gemm_normal(N, seed=2)
     r, acc, row, col, matrix = gemm_normal(M, N), X.acc, X.row, X.col, X.matrix
     shared = acc * row(sa)
@@ -7673,7 +7673,7 @@ def gemm_trees(M, N):
 @pytest.mark.parametrize("tree", gemm_trees(1, 1))
 @pytest.mark.parametrize("M, N, K", [(37, 150, 70), (130, 65, 128)])
 def test_gemm_trees(tree, M, N, K):
-    """Epilogues of every kind of node, one's own too, against plain torch after the product."""
+    """Epilogues of every kind of node, one's own too, against plain torch after the matmul."""
     a, b = gemm_operands(M, N, K, torch.float32)
     rounds = tree == "rounded"
     tree, plain_torch = gemm_trees(M, N)[tree]
@@ -7712,7 +7712,7 @@ def test_gemm_of_many_tiles():
 
 
 def test_gemm_reads_nothing_past_a_row():
-    """A NaN in the next row's first column spoils no product of this one."""
+    """A NaN in the next row's first column spoils no matmul of this one."""
     a, b = gemm_normal(2, 20), gemm_normal(2, 20)
     a[1, 0] = b[1, 0] = math.nan
     assert X.gemm(a, b).isnan().tolist() == [[False, True], [True, True]]
@@ -7736,7 +7736,7 @@ def test_gemm_block_scales(dtype, M, N, K):
     gemm_near(X.gemm_reference(a, b, tree, **scales), want, 1e-6)
 
 
-def test_gemm_multiplies_what_to_fp8_rounds():
+def test_gemm_of_fp8_operands_equals_their_dequantized_matmul():
     """quantize.py's tiles of 1 x 128 and 128 x 128 are the blocks that gemm takes."""
     x, w = gemm_normal(5, 300), gemm_normal(140, 300)
     (a, sa), (b, sb) = Q.to_fp8(x, "1x128"), Q.to_fp8(w, "128x128")
@@ -7817,7 +7817,7 @@ GEMM_ALL = [
     *(f"mm({d}, M={M})" for d in ("bf", "h", "f32", "torch.int8") for M in (64, 256)),
     *("mm(torch.int8, True)", "mm(bf, K=1000)", "mm(bf, tree=X.acc)"),
 ]
-GEMM_SOME = [  # codes of 8 and 4 bits, few rows and many, and every type of product
+GEMM_SOME = [  # codes of 8 and 4 bits, few rows and many, and every type of matmul
     *GEMM_COMPILED,
     *("wo(8, 1)", "wo(8, 1, dtype=f32)", "wo(4, 1, 128)", "wo(8, 1, K=4112)"),
     *(f"wo({b}, {M}, {g})" for b, g in ((8, None), (4, 128)) for M in (2, 64)),
@@ -7840,7 +7840,7 @@ GEMM_FP8 = ["mm(f8, True)", "mm(f8)", "mm(f8, M=64)", "mm(f8, True, M=64)", "mm(
 )
 def test_gemm_kernels_compile_for_gpus(arch, cases, tmp_path):
     """To machine code for Ampere, Hopper and Blackwell within their shared memory; other sizes of
-    the same kind, and other numbers in an epilogue, compile nothing anew."""
+    the same kind, and other numbers in an epilogue, do not recompile."""
     again = ["n = len(built)", "wo(4, 24, 32, N=8192, K=8192, n_splits=2)"]
     again += ["mm(bf, M=512, K=2048, half=0.25)", "assert len(built) == n, built[n:]"]
     imports = "import attention as A\nfrom quantization import gemm as X\n"
@@ -8035,7 +8035,7 @@ def quantize_wide(scales: torch.Tensor, shape) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
-def test_quantize_grid_round_trip_is_within_half_a_step(bits, symmetric, size):
+def test_quantize_round_trip_error_is_within_half_a_step(bits, symmetric, size):
     """A number in the grid's range comes back within scale / 2; one beyond it becomes its end."""
     grid = Q.QuantSpec(bits, size, symmetric)
     w = quantize_normal(24, 96) * torch.logspace(-3, 3, 24)[:, None] + 0.1
@@ -8060,7 +8060,7 @@ def test_quantize_grid_round_trip_is_within_half_a_step(bits, symmetric, size):
 
 
 @pytest.mark.parametrize("bits,symmetric", [(4, True), (4, False), (8, True), (8, False)])
-def test_quantize_finer_grids_err_less(bits, symmetric):
+def test_quantize_more_bits_and_smaller_groups_err_less(bits, symmetric):
     """Per tensor > per channel > per group in squared error, where rows and columns differ."""
     w = quantize_normal(32, 128) * torch.logspace(-1, 1, 32)[:, None]
     w = w * torch.logspace(-1, 1, 128)
@@ -8136,7 +8136,7 @@ def test_quantize_all_zero_group_has_scale_1(bits, symmetric, size):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_quantize_grid_refuses_what_is_not_finite(bad):
+def test_quantize_refuses_non_finite_weights(bad):
     """NaN or infinity in a weight is a ValueError for every range setting."""
     w = quantize_normal(4, 32)
     w[2, 17] = bad
@@ -8145,7 +8145,7 @@ def test_quantize_grid_refuses_what_is_not_finite(bad):
             Q.QuantSpec(4, size, symmetric).choose_qparams(w, ranges)
 
 
-def test_quantize_grid_refuses_what_it_cannot_do():
+def test_quantize_spec_refuses_bad_arguments():
     """Bits outside 2..8, unknown ranges, a group size that does not divide (the message names
     sizes that do)."""
     w = quantize_normal(4, 48)
@@ -8190,7 +8190,7 @@ def test_quantize_huge_and_tiny_weights(bits, symmetric, size):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("value", [1e-44, 3.3e38, 1e-39])
-def test_quantize_the_ends_of_fp32_give_no_nan(value, symmetric):
+def test_quantize_fp32_extremes_give_no_nan(value, symmetric):
     """Subnormal weights, and those whose max - min overflows: finite numbers or a ValueError,
     never NaN or infinity."""
     w = torch.full((2, 32), value)
@@ -8236,7 +8236,7 @@ def test_quantize_ties_go_to_even_before_the_zero_is_added():
         assert grid.dequantize(codes, one, zeros).tolist() == [[c - zero for c in want]]
 
 
-def test_quantize_affine_zero_stays_in_its_range():
+def test_quantize_zero_points_stay_in_range():
     """Rows of one sign put the zero at an end of 0..15, and all 16 codes are used."""
     ramp = torch.linspace(0, 15, 16)
     w = torch.stack([-ramp, ramp, ramp - 7, ramp + 100, -ramp - 100])
@@ -8255,7 +8255,7 @@ def test_quantize_affine_zero_stays_in_its_range():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_quantize_a_slice_of_one_group_is_coded_as_in_the_whole(symmetric):
+def test_quantize_one_groups_columns_equal_the_whole_tensors(symmetric):
     """GPTQ codes column by column: a group's columns with scales[:, g:g+1] give the same."""
     w, grid = quantize_normal(6, 96), Q.QuantSpec(4, 32, symmetric)
     scales, zeros = grid.choose_qparams(w)
@@ -8269,7 +8269,7 @@ def test_quantize_a_slice_of_one_group_is_coded_as_in_the_whole(symmetric):
             assert torch.equal(grid.dequantize(part, s, z), back[:, columns])
 
 
-def test_quantize_grid_reads_any_layout():
+def test_quantize_reads_any_strides():
     """A transposed or strided weight gives what its copy gives, and is not written to."""
     w = quantize_normal(64, 32)
     for odd in (w.t(), w[:, ::2], w.t()[::2], w.expand(2, 64, 32)[1]):
@@ -8302,7 +8302,7 @@ def test_quantize_pack_and_unpack_are_inverse(bits):
         assert torch.equal(Q.unpack(Q.pack(codes, bits), bits), codes)
 
 
-def test_quantize_pack_writes_these_bytes():
+def test_quantize_packed_layout_is_fixed():
     """int4: byte j holds column 2j in its low half and 2j + 1 in its high one."""
     codes = torch.tensor([[1, 2, 15, 0, 0, 15, 9, 9]], dtype=torch.uint8)
     assert Q.pack(codes, 4).tolist() == [[0x21, 0x0F, 0xF0, 0x99]]
@@ -8333,7 +8333,7 @@ def test_quantize_pack_loses_no_column(bits, k):
         ("int2", 2, 8, False),
     ],
 )
-def test_quantize_weights_equal_the_loops_to_the_bit(scheme, bits, size, symmetric, dtype):
+def test_quantize_weights_equal_a_plain_loop_bit_for_bit(scheme, bits, size, symmetric, dtype):
     """The dequantized weight == the white paper's formula, number by number in numpy."""
     w = quantize_normal(10, 64, seed=bits) * torch.logspace(-4, 2, 10)[:, None]
     w[3], w[4], w[5], w[6, :32] = 0, w[4].abs(), -w[5].abs(), 0
@@ -8344,7 +8344,7 @@ def test_quantize_weights_equal_the_loops_to_the_bit(scheme, bits, size, symmetr
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
-def test_quantize_fp8_weights_are_near(scheme):
+def test_quantize_fp8_weights_are_close(scheme):
     """e4m3 with a scale per row, or per 128x128 block: within 2^-4 of each number that is not
     small in its block; the largest does not overflow; scales and codes have their shapes."""
     w = quantize_normal(200, 300)
@@ -8527,7 +8527,7 @@ def test_quantize_skip_reaches_experts_and_layers():
 
 
 @pytest.mark.parametrize("one,other", [("w_down", "w_gate_up"), ("w_gate_up", "w_down")])
-def test_quantize_one_of_the_two_stacks_may_be_skipped(one, other):
+def test_quantize_one_of_two_expert_stacks_may_be_skipped(one, other):
     """Experts with one stack as codes and the other plain give what dequantized weights give."""
     model = quantize_model("mixtral", "int8", skip=(one,))
     layer = model.layers[0].mlp
@@ -8538,9 +8538,9 @@ def test_quantize_one_of_the_two_stacks_may_be_skipped(one, other):
         torch.testing.assert_close(model(tokens), undone(tokens), rtol=2e-4, atol=2e-4)
 
 
-def test_quantize_swaps_exactly_linear_layers():
+def test_quantize_replaces_exactly_the_linear_layers():
     """Subclasses of nn.Linear are somebody's own; cpu.py's swap leaves quantized layers alone, and
-    the two together change no product."""
+    the two together change no matmul."""
 
     class Own(nn.Linear):
         pass
@@ -8589,7 +8589,7 @@ def test_quantize_on_meta_has_the_same_tensors(form, scheme):
 
 @pytest.mark.parametrize("form", ["llama", "latent"])
 @pytest.mark.parametrize("what", ["nan", "group", "scheme", "skip", "ranges", "expert-nan"])
-def test_quantize_failure_leaves_the_model_as_it_was(what, form):
+def test_quantize_failure_leaves_the_model_unchanged(what, form):
     """A ValueError from the last layer, after others could have been swapped: every tensor and
     every module is the one it was; the message names the layer."""
     config = quantize_config(form)
@@ -8644,7 +8644,7 @@ def test_quantize_twice_is_refused(form):
 
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
-def test_quantize_layer_keeps_what_a_linear_has(scheme):
+def test_quantize_layer_keeps_the_attributes_of_linear(scheme):
     """in_features, out_features, bias, train or eval, the dtype of .weight; and no codes among the
     parameters, nothing that asks for a gradient."""
     layer = nn.Linear(64, 24).bfloat16()
@@ -8668,7 +8668,7 @@ def test_quantize_layer_keeps_what_a_linear_has(scheme):
 
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
-def test_quantize_buffers_have_the_layout_that_is_stored(scheme):
+def test_quantize_buffers_have_the_stored_layout(scheme):
     """qweight, scales and zeros: the dtypes and shapes of the file format."""
     layer = quantize_layer(scheme, 24, 128, size=16, dtype=torch.bfloat16)
     bits = {"int4": 4, "int3": 3, "int2": 2}.get(scheme)
@@ -8692,8 +8692,8 @@ def test_quantize_buffers_have_the_layout_that_is_stored(scheme):
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantize_copies_give_the_same_answer(scheme, dtype):
-    """deepcopy, torch.save of the layer and of its state_dict, before and after a product."""
+def test_quantize_deepcopy_and_pickle_give_the_same_output(scheme, dtype):
+    """deepcopy, torch.save of the layer and of its state_dict, before and after a matmul."""
     layer = quantize_layer(scheme, dtype=dtype, bias=True)
     x = quantize_normal(3, 128, dtype=dtype)
     for used in (False, True):
@@ -8720,8 +8720,8 @@ def test_quantize_copies_give_the_same_answer(scheme, dtype):
 
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
-def test_quantize_codes_written_later_are_used(scheme):
-    """Nothing is remembered of the old codes: writing to the buffers in place changes products."""
+def test_quantize_qweight_written_later_is_used(scheme):
+    """Nothing is remembered of the old codes: writing to the buffers in place changes matmuls."""
     for dtype in (torch.float32, torch.bfloat16):
         layer, x = quantize_layer(scheme, dtype=dtype), quantize_normal(2, 128, dtype=dtype)
         other = quantize_layer(scheme, dtype=dtype, seed=3)
@@ -8742,7 +8742,7 @@ def test_quantize_codes_written_later_are_used(scheme):
     ["qwen2", "mixtral"],
     QUANTIZE_SCHEMES,
 )
-def test_quantize_casts_keep_the_codes(form, scheme):
+def test_quantize_dtype_casts_keep_the_qweight(form, scheme):
     """.to(bf16), .half(), .float(), .double(): codes, scales and zeros stay bit for bit, embedding
     and norms are cast, and coming back the weights are what they were."""
     model = quantize_model(form, scheme)
@@ -8838,7 +8838,7 @@ def test_quantize_mse_ranges_reach_the_layers():
 @pytest.mark.parametrize("scheme", QUANTIZE_WEIGHT_ONLY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantize_kept_weights_are_exact(scheme, dtype):
-    """keep(index, weights): these numbers stand in 16 bit beside the codes; .weight and products
+    """keep(index, weights): these numbers stand in 16 bit next to the codes; .weight and matmuls
     have them, whatever was used before."""
     w = quantize_normal(48, 128, dtype=torch.bfloat16)
     layer = quantize_layer(scheme, dtype=dtype, weight=w.float(), size=16)
@@ -8862,14 +8862,14 @@ def test_quantize_kept_weights_are_exact(scheme, dtype):
     assert any("qweight" not in n and t.numel() == 200 for n, t in layer.state_dict().items())
 
 
-# ---- what comes out ----
+# ---- outputs ----
 
 
 @pytest.mark.parametrize(
     "dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)]
 )
 @pytest.mark.parametrize("scheme", QUANTIZE_WEIGHT_ONLY)
-def test_quantize_weight_only_product_is_that_of_the_weights(scheme, dtype, tolerance):
+def test_quantize_weight_only_matmul_equals_that_of_dequantized_weights(scheme, dtype, tolerance):
     """y == x @ weight^T + bias for any number of rows and any layout of x, with and without
     gradients recorded."""
     for n, k, size in ((48, 128, 32), (33, 96, 16), (64, 512, 128), (16, 24, 8), (1, 64, 64)):
@@ -8899,7 +8899,7 @@ def test_quantize_weight_only_product_is_that_of_the_weights(scheme, dtype, tole
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "llm.int8", "fp8", "fp8-block"])
-def test_quantize_activations_cost_so_much(scheme, dtype):
+def test_quantize_activation_quantization_error(scheme, dtype):
     """Products with rounded activations: off by what 8 bits cost and no more, for any rows."""
     low, high = (2e-3, 1.2e-2) if "int8" in scheme else (1e-2, 4e-2)
     for n, k in ((48, 128), (40, 384), (130, 256)):
@@ -8948,8 +8948,8 @@ def test_quantize_every_row_has_its_own_scale(scheme):
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "llm.int8"])
 @pytest.mark.parametrize("rows", [1, 4, 40])
-def test_quantize_int8_product_is_exact_in_the_integers(scheme, rows):
-    """With scales of 1 the answer is the integer product of the codes, though its parts pass 2^24,
+def test_quantize_int8_matmul_is_exact_in_integers(scheme, rows):
+    """With scales of 1 the answer is the integer matmul of the codes, though its parts pass 2^24,
     where fp32 sums round."""
     rng, k, n = torch.Generator().manual_seed(0), 4096, 40
     qx = torch.randint(120, 128, (rows, k), generator=rng)
@@ -8967,7 +8967,7 @@ def test_quantize_int8_product_is_exact_in_the_integers(scheme, rows):
 
 
 def test_quantize_int8_dynamic_equals_its_formula():
-    """y == (round(x / sx) @ q^T) * sx * sw, sx = max |x| / 127 of the row, the product in int64."""
+    """y == (round(x / sx) @ q^T) * sx * sw, sx = max |x| / 127 of the row, the matmul in int64."""
     layer, x = quantize_layer("int8-dynamic", 64, 512, bias=True), quantize_normal(9, 512)
     x[3] *= 1e-6
     sx = x.abs().amax(1, keepdim=True) / 127
@@ -9075,7 +9075,7 @@ def test_quantize_on_load_equals_after_load(form, scheme, tmp_path):
             assert torch.equal(got(tokens), want(tokens))
 
 
-def test_quantize_on_load_refuses_a_nan_by_its_name(tmp_path):
+def test_quantize_on_load_names_the_tensor_with_a_nan(tmp_path):
     """A NaN in the file is a ValueError that names the layer."""
     quantize_saved(tmp_path, "llama")
     path = tmp_path / "model.safetensors"
@@ -9107,7 +9107,7 @@ print(json.dumps({"peak": peak - before, "held": held}))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_quantize_on_load_is_never_whole_in_bf16(tmp_path):
+def test_quantize_on_load_never_materializes_the_bf16_model(tmp_path):
     """A folder of 200 MB becomes int4 within less than three quarters of that."""
     config = tiny(dim=1024, ffn_dim=4096, n_layers=6, n_heads=16, n_kv_heads=16, head_dim=64)
     with torch.device("meta"):
@@ -9128,7 +9128,7 @@ def test_quantize_on_load_is_never_whole_in_bf16(tmp_path):
 
 
 @quantize_pairs
-def test_quantize_save_and_open_is_bit_equal(form, scheme, tmp_path):
+def test_quantize_save_and_load_is_bit_equal(form, scheme, tmp_path):
     """Every tensor, the modules, the logits; in one file and in many; a second save writes the
     same bytes."""
     skip = () if form != "latent" else ("kv_b_proj", "layers.0.mlp")
@@ -9156,7 +9156,7 @@ def test_quantize_save_and_open_is_bit_equal(form, scheme, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block"])
-def test_quantize_open_in_another_dtype(scheme, tmp_path):
+def test_quantize_load_in_another_dtype(scheme, tmp_path):
     """dtype= casts embedding and norms; codes and scales are those of the file."""
     model = quantize_model("qwen2", scheme, torch.bfloat16)
     quantize_written(model, tmp_path, scheme)
@@ -9192,8 +9192,8 @@ def test_quantize_kept_weights_are_saved(tmp_path):
             assert torch.equal(again(tokens), model(tokens))
 
 
-def test_quantize_folder_opened_plainly_says_how(tmp_path):
-    """load_checkpoint without prepare: ValueError with the folder and the mend, never a model."""
+def test_quantize_folder_loaded_without_quantization_says_what_to_do(tmp_path):
+    """load_checkpoint without prepare: ValueError with the folder and the fix, never a model."""
     for form in ("llama", "mixtral"):
         model = quantize_model(form, "int8", torch.bfloat16)
         quantize_written(model, tmp_path / form, "int8")
@@ -9231,7 +9231,7 @@ QUANTIZE_CONFIGS = [
 ]
 
 
-def test_quantize_config_of_another_table_is_refused(tmp_path):
+def test_quantize_config_of_an_unknown_scheme_is_refused(tmp_path):
     """quantization_config changed: ValueError that names the field, the file or the tensor."""
     model = quantize_model("llama", "int4", torch.bfloat16)
     quantize_written(model, tmp_path, "int4")
@@ -9248,7 +9248,7 @@ def test_quantize_config_of_another_table_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["short", "header", "missing", "dtype", "surprise"])
-def test_quantize_folder_that_is_spoilt_is_refused(how, tmp_path):
+def test_quantize_damaged_folders_are_refused(how, tmp_path):
     """A truncated file, a tensor too few or too many, codes of another dtype: ValueError with the
     name."""
     quantize_written(quantize_model("llama", "int4", torch.bfloat16), tmp_path, "int4")
@@ -9385,7 +9385,7 @@ def test_quantize_cache_equals_no_cache(scheme):
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.parametrize("scheme,dtype", [("int4", torch.float32), ("int8", torch.bfloat16)])
-def test_quantize_compiles_whole(scheme, dtype):
+def test_quantize_compiles_to_one_graph(scheme, dtype):
     """torch.compile(fullgraph=True, dynamic=False) of a quantized model == eager, for one token
     and for several."""
     torch.compiler.reset()
@@ -9400,7 +9400,7 @@ def test_quantize_compiles_whole(scheme, dtype):
 
 
 @quantize_some("scheme", ["int4", "llm.int8", "fp8-block"], QUANTIZE_SCHEMES)
-def test_quantize_traces_without_a_break(scheme):
+def test_quantize_traces_without_graph_breaks(scheme):
     """Every scheme is one graph, experts gathered as a compiled step does too."""
     torch.compiler.reset()
     layer = quantize_model("latent", scheme).layers[1].mlp
@@ -9471,7 +9471,7 @@ def quantize_file(tmp_path_factory) -> Path:
 
 
 @quantize_shipped(("small", "llm.int8"), ("moe", "int4"))
-def test_quantize_flag_scores_a_text(name, scheme, quantize_file, capsys):
+def test_quantize_flag_with_perplexity(name, scheme, quantize_file, capsys):
     """--quantize SCHEME --perplexity: near the unquantized score, and not equal to it."""
     folder = REPO / "checkpoints" / name
     base = ["--perplexity", quantize_file, "--checkpoint", folder, "--json"]
@@ -9528,7 +9528,7 @@ def test_quantize_saved_folder_generates_the_same(name, scheme, tmp_path, capsys
     assert (out / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
 
-def test_quantize_save_spares_another_checkpoint(tmp_path, capsys):
+def test_quantize_save_does_not_overwrite_another_checkpoint(tmp_path, capsys):
     """--save into a folder that holds a checkpoint is refused and changes no byte of it."""
     shutil.copytree(MOE, tmp_path / "moe")
     before = {p.name: p.read_bytes() for p in (tmp_path / "moe").iterdir()}
@@ -9543,7 +9543,9 @@ def test_quantize_save_spares_another_checkpoint(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", [False, True], ids=["loading", "saved"])
-def test_quantize_goes_with_every_mode(saved, tmp_path, quantize_file, capsys, monkeypatch):
+def test_quantize_works_in_every_mode_of_generate(
+    saved, tmp_path, quantize_file, capsys, monkeypatch
+):
     """--n, --batch, --bench-serving, --kv-cache-dtype, --attention flash, --interactive, --bench
     with
     --quantize and with a saved folder."""
@@ -9574,7 +9576,7 @@ def test_quantize_goes_with_every_mode(saved, tmp_path, quantize_file, capsys, m
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_quantize_goes_with_compile(scheme, capsys):
+def test_quantize_works_with_compile(scheme, capsys):
     """--compile --quantize: the tokens of the eager run, in fp32."""
     torch.compiler.reset()
     ask = ["import os", "--max-new-tokens", "6", "--temperature", "0", "--json", "--dtype", "fp32"]
@@ -9651,7 +9653,7 @@ def fp8_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 @fp8_formats
-def test_fp8_rounding_is_torchs_cast_to_the_bit(dtype):
+def test_fp8_rounding_equals_torchs_cast_bit_for_bit(dtype):
     """All fp16 values, random fp32 of every magnitude, every number of the format, every tie
     between two of them and its neighbours: the values and signs of torch's cast. Past the range
     torch before 2.13 gives NaN for e4m3, later ones 448: the flag follows."""
@@ -9719,9 +9721,9 @@ def test_fp8_scales(granularity, dtype):
     "shape", [(1, 16, 16), (5, 48, 32), (3, 130, 129), (64, 200, 300)], ids=str
 )
 @pytest.mark.parametrize("scheme", [("rowwise",) * 2, ("1x128", "128x128"), ("tensorwise",) * 2])
-def test_fp8_linear_is_the_product_of_its_operands(shape, scheme):
-    """fp8_linear == fp64's product of the dequantized operands, and so is what tensor cores are
-    asked for, scaled_mm (here torch's own CPU version of that product)."""
+def test_fp8_linear_equals_the_matmul_of_its_rounded_operands(shape, scheme):
+    """fp8_linear == fp64's matmul of the dequantized operands, and so is what tensor cores are
+    asked for, scaled_mm (here torch's own CPU version of that matmul)."""
     rows, N, K = shape
     x, weight, bias = (
         quantize_normal(2, rows, K),
@@ -9742,9 +9744,9 @@ def test_fp8_linear_is_the_product_of_its_operands(shape, scheme):
     assert fp8_apart(cores, Q.from_fp8(a, scale_a) @ Q.from_fp8(qweight, scale).t()) < tolerance
 
 
-def test_fp8_smaller_tiles_stand_outliers_better():
+def test_fp8_smaller_tiles_reduce_outlier_error():
     """One column of outliers costs a tensor's scale most, a row's less, a tile's least, in the
-    values below it; DeepSeek-V3's claim, on the product too."""
+    values below it; DeepSeek-V3's claim, on the matmul too."""
     x, w = quantize_normal(256, 1024), quantize_normal(256, 1024, seed=1) / 32
     x[::64, 7] = 3e5  # with one scale per tensor the rest is subnormal
     inliers = torch.ones_like(x, dtype=torch.bool).index_fill_(1, torch.tensor([7]), False)
@@ -9763,8 +9765,8 @@ def test_fp8_smaller_tiles_stand_outliers_better():
 
 @each_recipe
 @pytest.mark.parametrize("tokens", [(3, 50), (1,), (), (128,), (2, 3, 7), (0,)], ids=str)
-def test_fp8_training_product_and_its_gradients(recipe, tokens):
-    """Output and every gradient == fp64 of the operands rounded along the dimension each product
+def test_fp8_training_matmul_and_its_gradients(recipe, tokens):
+    """Output and every gradient == fp64 of the operands rounded along the dimension each matmul
     sums over; any leading shape, dW in fp32."""
     layer = nn.Sequential(nn.Linear(200, 72))
     plain = copy.deepcopy(layer)
@@ -9797,8 +9799,8 @@ def fp8_layer(recipe: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 @each_recipe
-def test_fp8_training_product_under_autocast(recipe):
-    """The input is bf16 and so is the output, the product's sums are not. e4m3 gradients are nearer
+def test_fp8_training_matmul_under_autocast(recipe):
+    """The input is bf16 and so is the output, the matmul's sums are not. e4m3 gradients are nearer
     than e5m2's."""
     layer, x, g = fp8_layer(recipe)
     with torch.autocast("cpu", torch.bfloat16):
@@ -9826,7 +9828,7 @@ def test_fp8_training_product_under_autocast(recipe):
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", Q.RECIPES)
-def test_fp8_training_product_compiled(recipe):
+def test_fp8_training_matmul_compiled(recipe):
     """Compiled without a graph break it gives the same numbers, forward and backward."""
     layer, x, g = fp8_layer(recipe)
     wrt = [x, *layer.parameters()]
@@ -9836,7 +9838,7 @@ def test_fp8_training_product_compiled(recipe):
         assert fp8_apart(a, b) < 1e-4
 
 
-def test_fp8_and_qat_swap_and_what_stays():
+def test_fp8_and_qat_convert_only_linear_layers():
     """Linear layers and experts change class over the very same parameters; head, embedding, norms,
     router and what skip names stay; a tied head stays in any case; unknown recipes are named."""
     for swap in (
@@ -9870,7 +9872,7 @@ def test_fp8_and_qat_swap_and_what_stays():
 
 @each_recipe
 def test_fp8_experts(recipe):
-    """A mixture's experts multiply in FP8: nearly the plain output and gradients, not quite."""
+    """An MoE layer's experts multiply in FP8: nearly the plain output and gradients, not quite."""
     model = fp8_made(fp8_latent())
     moe = next(m for m in model.modules() if isinstance(m, M.MoE))
     x = quantize_normal(2, 40, 64)
@@ -9943,7 +9945,7 @@ QAT_GRIDS = {
 
 
 @pytest.mark.parametrize("grid", QAT_GRIDS.values(), ids=QAT_GRIDS)
-def test_qat_rounding_goes_straight_through(grid):
+def test_qat_uses_the_straight_through_estimator(grid):
     """The forward has exactly the grid's values, the gradient passes as if there were no rounding,
     but for what the range clamps; stacks of experts row by row alike."""
     w = quantize_normal(24, 64).requires_grad_()
@@ -10010,7 +10012,7 @@ def qat_plain() -> tuple[M.Transformer, Callable]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 2])
-def test_qat_beats_rounding_afterwards(bits, qat_plain):
+def test_qat_beats_post_training_rounding(bits, qat_plain):
     """25 steps more on the shipped draft model: the run that rounds its weights in the forward
     loses less by quantization, and what it validates with is what quantization gives."""
     grid, (model, score) = Q.QuantSpec(bits, 32, symmetric=False), qat_plain
@@ -10027,8 +10029,8 @@ def qat_unswapped(model: M.Transformer) -> M.Transformer:
 
 
 def test_qat_of_experts_and_bad_groups():
-    """The stacks of a mixture are rounded in the forward and get gradients; a group that does not
-    divide names the layer."""
+    """The stacks of an MoE layer are rounded in the forward and get gradients; a group that does
+    not divide names the layer."""
     grid, model = (
         Q.QuantSpec(4, 16, False),
         fp8_made(fp8_latent(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16)),
@@ -10114,7 +10116,7 @@ def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys
     )
 
 
-def test_fp8_flags_that_contradict(fp8_folder, tmp_path, capsys):
+def test_fp8_conflicting_flags_are_refused(fp8_folder, tmp_path, capsys):
     """Both flags, another recipe under --resume (also of a run older than the flag), a group that
     does not divide: exit 2, and the flag named."""
     said = lambda words: words in capsys.readouterr().err
@@ -10146,7 +10148,7 @@ def test_fp8_compiled_runs(flags, fp8_folder, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# compress.py: calibration of whole models, --save, --quantize-report; cpu.py's quantized products
+# compress.py: calibration of whole models, --save, --quantize-report; cpu.py's quantized matmuls
 # --------------------------------------------------------------------------------------------------
 
 
@@ -10155,7 +10157,7 @@ def compress_args(*argv):
 
 
 def compress_draws(sequences, length):
-    """Calibration and held-out sequences of the standard library, (1, length) tokens each."""
+    """Calibration and validation sequences of the standard library, (1, length) tokens each."""
     model, tokenizer = HF.load_checkpoint(DRAFT), K.load_tokenizer(DRAFT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(W, "NUM_SEQUENCES", sequences)
@@ -10192,8 +10194,8 @@ def test_compress_losses_on_the_shipped_model():
 
 
 def test_compress_gptq_is_never_worse_than_rounding_on_a_layer(compress_texts, monkeypatch):
-    """Output error of every linear and every expert of a mixture, on what it really gets as input:
-    GPTQ's at most rounding's, and lower on most."""
+    """Output error of every linear and every expert of an MoE layer, on what it really gets as
+    input: GPTQ's at most rounding's, and lower on most."""
     seen = {}
 
     def gptq_rounding(scheme, stats, kept, name, weight):
@@ -10248,7 +10250,7 @@ def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
 
 @pytest.mark.parametrize("folder", [SMALL, MOE], ids=["llama", "deepseek"])
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
-def test_compress_folds_leave_the_model_as_it_was(folder, method, compress_texts):
+def test_compress_folds_keep_the_models_output(folder, method, compress_texts):
     """AWQ's and SmoothQuant's scales, folded into norms, routers, experts and linears in fp32, move
     the logits by no more than 1e-5 of them."""
     model, tokens = HF.load_checkpoint(folder, dtype=torch.float32), compress_texts[0][:2]
@@ -10289,7 +10291,7 @@ def test_compress_smoothquant_helps_where_activations_have_outliers(compress_tex
 
 
 @pytest.mark.parametrize("scheme, method", [("int4", "gptq"), ("int2", "tacq"), ("int8", None)])
-def test_compress_saved_folder_is_the_model_that_was_saved(scheme, method, tmp_path, monkeypatch):
+def test_compress_saved_folder_loads_to_the_same_model(scheme, method, tmp_path, monkeypatch):
     """--save, with and without calibration: the folder opens with the same logits, to the bit, and
     holds the tokenizer; saving into it again is refused."""
     monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
@@ -10329,8 +10331,8 @@ def test_compress_saved_folder_is_the_model_that_was_saved(scheme, method, tmp_p
         ("--quantize-report --quantize int8", "--quantize"),
     ],
 )
-def test_compress_says_what_is_wrong(argv, words, tmp_path, capsys):
-    """A user's mistake ends in one line that names the flag and the mend."""
+def test_compress_bad_input(argv, words, tmp_path, capsys):
+    """A user's mistake ends in one line that names the flag and the fix."""
     (tmp_path / "FILE").write_text("def f():\n    return 1\n" * 3)
     argv = argv.replace("FILE", str(tmp_path / "FILE")).split()
     assert G.main(["--checkpoint", str(DRAFT), *argv]) == 2
@@ -10404,7 +10406,7 @@ def test_cpu_packed_linear_with_outliers_in_x():
         assert relative(y, exact) < 4e-3
 
 
-def test_cpu_packed_linear_leaves_the_rest_to_its_stand_in():
+def test_cpu_packed_linear_falls_back_for_other_inputs():
     """Other dtypes, gradients and small groups go to `fallback`, with all arguments."""
     codes, small = Q.SCHEMES["int4"].quantize(torch.ones(8, 64)), Q.get_scheme("int4", 8)
     calls = []
@@ -10419,7 +10421,7 @@ def test_cpu_packed_linear_leaves_the_rest_to_its_stand_in():
     assert calls == [5] * 4
 
 
-def test_cpu_products_within_a_compiled_graph():
+def test_cpu_matmuls_within_a_compiled_graph():
     """torch.compile calls both as they are: a graph of one bf16 and one int4 layer equals eager."""
     if cpu.load_kernels() is None:
         pytest.skip("no C compiler builds the kernel here")
@@ -10682,7 +10684,7 @@ def paged_draw(seed: int, small: bool = False) -> dict:
 
 
 def paged_build(p: dict) -> tuple[tuple, dict]:
-    """Arguments for a drawn case: a table over blocks in random order, some of them shared by two
+    """Arguments for a sampled case: a table over blocks in random order, some of them shared by two
     sequences; all that no query may see is NaN (or, in int8, has a NaN scale)."""
     rng = torch.Generator().manual_seed(p["seed"])
     r, bs = random.Random(p["seed"]), p["bs"]
@@ -10756,14 +10758,14 @@ def paged_same(attend, p: dict) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_paged_reference_is_the_definition(seed):
+def test_paged_reference_equals_the_definition(seed):
     """Plain torch == the definition for any table, lengths at block edges, and every flag; what
     lies in unseen slots, NaN, is not felt."""
     paged_same(P.paged_attention_reference, paged_draw(seed))
 
 
 @pytest.mark.parametrize("seed", range(26))
-def test_paged_kernel_is_the_definition(seed, monkeypatch):
+def test_paged_kernel_equals_the_definition(seed, monkeypatch):
     """The kernel == the definition for decode, prefill and mixed batches, any flags and splits."""
     monkeypatch.undo()  # in the interpreter, where there is no GPU
     paged_same(P.paged_attention, paged_draw(1000 + seed, small=True))
@@ -10783,7 +10785,7 @@ def test_paged_kernel_over_many_tiles(seed, monkeypatch):
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
 @pytest.mark.parametrize("seed", range(4))
-def test_paged_unseen_slots_are_not_felt(seed, kernel, monkeypatch):
+def test_paged_masked_slots_have_no_effect(seed, kernel, monkeypatch):
     """NaN behind a sequence's end and in blocks that are no one's changes nothing."""
     if kernel:
         monkeypatch.undo()
@@ -10792,7 +10794,7 @@ def test_paged_unseen_slots_are_not_felt(seed, kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
-def test_paged_attention_does_not_see_its_batch(kernel, monkeypatch):
+def test_paged_attention_of_a_row_does_not_depend_on_its_batch(kernel, monkeypatch):
     """A sequence's output is the same alone, among others, and in other blocks."""
     if kernel:
         monkeypatch.undo()
@@ -10836,7 +10838,7 @@ def paged_spoil(model, cache, num_blocks: int, block_size: int) -> None:
 
 
 def paged_interleave(model, cache, sequences, tables, seed, sizes=(1, 1, 2, 3, 5, 9)):
-    """Run the sequences in random chunks, in random company; logits of each, whole."""
+    """Run the sequences in random chunks, in random batches; logits of each, whole."""
     r, done = random.Random(seed), [0] * len(sequences)
     logits = [[] for _ in sequences]
     while any(n < len(s) for n, s in zip(done, sequences)):
@@ -10875,7 +10877,7 @@ def test_paged_equals_contiguous(name, block_size):
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
 @pytest.mark.parametrize("name", ["gqa", "expanded", "absorbed"])
-def test_paged_blocks_shared_copied_and_moved(name, kv_dtype):
+def test_paged_blocks_are_shared_copied_and_swapped(name, kv_dtype):
     """Two sequences on one prefix, a fork after its copy, and one swapped to the host and back into
     other blocks, from any token on: each == the full forward, and moving changes no bit."""
     model, bs = paged_model(name), 4
@@ -10892,7 +10894,7 @@ def test_paged_blocks_shared_copied_and_moved(name, kv_dtype):
         assert ((logits - want).norm() / want.norm()).item() <= PAGED_SMALL[kv_dtype]
     probe = [P.Chunk([5], 17, a), P.Chunk([5], 19, b), P.Chunk([5], 10, c)]
     step(probe)
-    before = step(probe[:2])  # the rows of the step below: products of other sizes round otherwise
+    before = step(probe[:2])  # the rows of the step below: matmuls of other sizes round otherwise
     kept = cache.read(a, 17), cache.read(b, 19)
     paged_spoil(model, cache, 24, bs)
     cache.write([4, 8, 15, 16, 23], 0, kept[0])
@@ -10932,7 +10934,7 @@ def test_paged_memory(name):
 
 @pytest.mark.parametrize("name", ["gqa", "window", "alibi", "expanded", "absorbed"])
 @pytest.mark.parametrize("form", ["int8", "fp8", "bf16"])
-def test_paged_small_caches_err_little(name, form):
+def test_paged_quantized_kv_errors_are_small(name, form):
     """int8, FP8 and bf16 caches: logits within named bounds of the exact ones, chunked or whole."""
     model = paged_model(name)
     tokens = paged_prompt(60, 4)
@@ -11075,8 +11077,8 @@ def test_paged_eviction():
     a.check([held, order, [one]])
 
 
-def test_paged_child_outlives_its_parent():
-    """A parent evicted, or forgotten, before its child: the child is not found after a parent of
+def test_paged_prefix_tree_child_outlives_its_parent():
+    """A parent evicted before its child: the child is not found after a parent of
     other tokens that took its place."""
     for forget in (False, True):
         a = P.BlockAllocator(3, 2)
@@ -11296,7 +11298,7 @@ def test_paged_scheduler_fuzz(num_blocks, bs, budget, max_num_seqs, prefix):
     assert preempted > 0 or max_num_seqs == 1
 
 
-def test_paged_no_progress_is_lost_to_forks():
+def test_paged_preemption_keeps_progress_of_forks():
     """Three forks of a sequence that fills the cache but for its last block: all come to an end,
     though not even one copy has room."""
     for bs in (1, 3, 4):
@@ -11345,7 +11347,7 @@ class PagedPrefillFirst(P.Scheduler):
         return plan if plan.run else super().schedule()
 
 
-def test_paged_largest_gap_is_one_step():
+def test_paged_decode_gap_is_at_most_one_step():
     """Between two tokens of a sequence lies one budgeted step, whatever comes in; a scheduler that
     runs prompts first breaks that."""
     bound = PAGED_COST[0] + PAGED_COST[1] * 32
@@ -11353,7 +11355,7 @@ def test_paged_largest_gap_is_one_step():
     assert paged_largest_gap(PagedPrefillFirst) > 3 * bound
 
 
-def test_paged_oldest_is_never_starved():
+def test_paged_oldest_request_is_never_starved():
     """A request that needs the whole cache, then a short one at every step for ever: no later one
     delays it by more than those that ran before it."""
     for swap in (False, True):
@@ -11369,7 +11371,7 @@ def test_paged_oldest_is_never_starved():
             assert steps < 40, "starved"
 
 
-def test_paged_nobody_slips_past_the_first_that_waits():
+def test_paged_waiting_queue_is_first_come_first_served():
     """One that does not fit yet holds back those behind it: were they let in, they would be
     preempted for it, their work for nothing."""
     world = PagedWorld(10, 2, budget=16, max_num_seqs=8)
@@ -11385,7 +11387,7 @@ def test_paged_nobody_slips_past_the_first_that_waits():
     assert world.scheduler.n_preempted == 0 or world.finished.index(large) < 2
 
 
-def test_paged_oldest_runs_at_every_step():
+def test_paged_oldest_request_runs_at_every_step():
     """Once in, the oldest is never preempted, whatever comes later; preempted are the latest."""
     world = PagedWorld(8, 2, budget=16, max_num_seqs=8, seed=1, prefix=False)
     preempted = 0
@@ -11399,7 +11401,7 @@ def test_paged_oldest_runs_at_every_step():
     assert preempted > 10
 
 
-def test_paged_urgent_overtakes():
+def test_paged_higher_priority_runs_first():
     """A late urgent request goes before all that wait, and is not the one to be preempted."""
     world = PagedWorld(6, 2, budget=8, max_num_seqs=2)
     world.add([1, 2], 8)
@@ -11422,7 +11424,7 @@ def test_paged_urgent_overtakes():
     world.drain()
 
 
-def test_paged_urgent_is_let_in_by_samples_of_one_prompt():
+def test_paged_higher_priority_preempts_samples_of_one_prompt():
     """What gives way is counted exactly: four forks share all their blocks, and go together; one
     whose blocks the urgent request would find does not go in vain."""
     world = PagedWorld(6, 4, budget=16, max_num_seqs=8)
@@ -11444,8 +11446,8 @@ def test_paged_urgent_is_let_in_by_samples_of_one_prompt():
     world.drain()
 
 
-def test_paged_forgetting_is_not_recursive():
-    """A chain of 3000 blocks is forgotten from its root on; others stay."""
+def test_paged_eviction_of_long_chains_is_iterative():
+    """A chain of 3000 blocks is evicted from its root on; others stay."""
     allocator = P.BlockAllocator(3010, 1)
     chain, other = paged_chain(allocator, [(i,) for i in range(3000)]), allocator.allocate()
     allocator.register(other, 0, (7,))
@@ -11459,9 +11461,9 @@ def test_paged_forgetting_is_not_recursive():
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("where", ["policy", "clock", "sampler", "fork", "listen"])
-def test_paged_interrupted_anywhere(where, swap):
+def test_paged_ctrl_c_at_any_line_keeps_the_engine_consistent(where, swap):
     """Ctrl-C in the policy in the middle of scheduling, at the clock, in the sampler, between two
-    forks: the next steps go on, and every sample has the tokens that it would have had."""
+    forks: the next steps continue, and every sample has the tokens that it would have had."""
     model, (prompts, counts) = paged_model(seed=3), paged_requests(5)
     params = [greedy(n, n=1 + i % 3) for i, n in enumerate(counts)]
     want = paged_greedy(model, prompts, counts)
@@ -11508,7 +11510,7 @@ def test_paged_interrupted_anywhere(where, swap):
             break
 
 
-def test_paged_step_reports_whom_a_listener_ends():
+def test_paged_step_reports_sequences_ended_by_a_listener():
     """An output that ends because another's listener aborts it is among those that step returns."""
 
     class Aborts(PagedListener):
@@ -11523,7 +11525,7 @@ def test_paged_step_reports_whom_a_listener_ends():
     assert {o.id for o in engine.step()} == {"a", "b"} and engine.unfinished == 1
 
 
-def test_paged_what_is_stored_is_not_written_again():
+def test_paged_cached_blocks_are_not_written_again():
     """A token whose keys others already share, and a padding one, write to nobody's block."""
     cache = P.PagedKVCache(tiny(), num_blocks=6, block_size=4)
     chunks = [P.Chunk([5], 7, [2, 4], 8), P.Chunk([6, 7, 8], 3, [3, 1], 4)]
@@ -11533,7 +11535,7 @@ def test_paged_what_is_stored_is_not_written_again():
     assert step.cu_seqlens.tolist() == [0, 1, 4, 4, 4] and step.lengths.tolist() == [8, 6, 0, 0]
 
 
-def test_paged_a_mixed_step_is_never_taken_for_decoding():
+def test_paged_mixed_steps_do_not_use_decode_graphs():
     """Padded, a step is of as many tokens as sequences only if all decode."""
     engine = paged_engine(paged_model(), num_blocks=99, max_num_seqs=64, max_num_batched_tokens=128)
     chunk = lambda n: P.Chunk([5] * n, 0, [0])
@@ -11542,7 +11544,7 @@ def test_paged_a_mixed_step_is_never_taken_for_decoding():
     assert n > r == 64
 
 
-def test_paged_hits_in_flight_are_counted():
+def test_paged_prefix_hits_on_running_requests_are_counted():
     """Two equal prompts in one step: all but the last token of one is a hit; three of four."""
     engine = paged_engine(paged_model(), num_blocks=30, block_size=4, max_num_batched_tokens=64)
     engine.generate([[7] * 16] * 2, greedy(1))
@@ -11571,9 +11573,9 @@ def test_paged_any_strides(kernel, monkeypatch):
     assert relative(got, want) < 1e-5
 
 
-def test_paged_given_away():
+def test_paged_export_and_import_of_requests():
     """What another engine took is refused by name where it does not fit, and then nothing is
-    changed; what fits goes on, and a listener that has heard enough ends it."""
+    changed; what fits continues, and a listener that has heard enough ends it."""
     model = paged_model()
     first = paged_engine(model, num_blocks=40)
     first.add([5] * 30, greedy(20), id="long")
@@ -11604,7 +11606,7 @@ def test_paged_given_away():
     assert output.finish_reason == "stop" and len(output.token_ids) == 1
 
 
-def test_paged_policy_is_a_function():
+def test_paged_policy_is_a_sort_key_function():
     """Shortest first, as a function: prompts finish in order of length, not of arrival."""
     world = PagedWorld(64, 2, budget=64, max_num_seqs=1, policy=lambda s: (s.n_prompt, s.arrival))
     for length in (9, 3, 7, 1, 5, 3):
@@ -11615,8 +11617,9 @@ def test_paged_policy_is_a_function():
     assert arrivals == sorted(arrivals)
 
 
-def test_paged_preempted_in_the_middle_of_a_prefill():
-    """A long prompt, half run, gives way to decodes that need its blocks, and still comes right."""
+def test_paged_preemption_during_prefill():
+    """A long prompt, half run, is preempted by decodes that need its blocks, and still comes
+    right."""
     for prefix in (False, True):
         world, halved = PagedWorld(10, 2, budget=3, max_num_seqs=3, prefix=prefix), False
         early = [world.add([i, i + 1], 9) for i in (1, 4)]
@@ -11630,7 +11633,7 @@ def test_paged_preempted_in_the_middle_of_a_prefill():
         assert halved
 
 
-def test_paged_undo():
+def test_paged_failed_step_is_rolled_back():
     """An undone plan loses nothing: blocks are whole, the sequences wait, and the next plan runs
     no less of them; blocks that were never computed are not found by others."""
     for prefix in (False, True):
@@ -11646,7 +11649,7 @@ def test_paged_undo():
         assert all(s.output[:1] for s in world.finished)
 
 
-def test_paged_one_prefix_is_computed_once():
+def test_paged_shared_prefix_is_computed_once():
     """Requests of one prompt in one step: its tokens once, and one more for each further request
     whose prompt ends with a block, else its unfinished block."""
     for bs in (1, 3, 4, 16):
@@ -11739,7 +11742,7 @@ def test_paged_engine_equals_alone(paged_story, how):
     assert (stats["hit_rate"] > 0.2) if prefix else (stats["hit_rate"] == 0), stats
 
 
-def test_paged_forks_equal_separate(paged_story):
+def test_paged_forked_samples_equal_separate_requests(paged_story):
     """n = 3 of greedy requests, forked after one prefill, in a cache that holds two sequences: all
     samples == alone, with and without swap."""
     model, prompts, params, want, eos = paged_story
@@ -11765,7 +11768,7 @@ def paged_requests(count=6, seed=0):
     return prompts, [r.choice((1, 4, 12, 16)) for _ in prompts]
 
 
-def test_paged_dynamic_rope_does_not_see_its_batch():
+def test_paged_dynamic_rope_of_a_row_does_not_depend_on_its_batch():
     """With dynamic NTK the angles follow the longest position of a call: a sequence past
     max_seq_len must not change the others, or such a model, or request, be refused."""
     rope = {"rope_type": "dynamic", "factor": 4.0}
@@ -11796,7 +11799,7 @@ def paged_dynamic(model, prompt, n) -> list[int]:
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("name", PAGED_CONFIGS)
-def test_paged_engine_of_every_form(name, block_size):
+def test_paged_engine_with_every_model_family(name, block_size):
     """Windows, ALiBi, grouped heads, MLA in both forms: the engine == KVCache, token by token, in
     small blocks and large, chunks of 5, preempted or swapped; after NaN in all blocks."""
     model = paged_model(name, poison=True)
@@ -11822,7 +11825,7 @@ def test_paged_engine_of_every_form(name, block_size):
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["gqa", "absorbed"])
-def test_paged_engine_of_small_caches(name, kv_dtype):
+def test_paged_engine_with_quantized_kv(name, kv_dtype):
     """An int8 or FP8 cache: swapped or recomputed == undisturbed, hit == cold, forked == separate,
     since all read the rounded numbers, no matter who computed them and in which chunk."""
     model = paged_model(name)
@@ -11857,7 +11860,7 @@ def test_paged_engine_smallest_budgets(budget, max_num_seqs):
     paged_idle(engine, 9)
 
 
-def test_paged_gradients_are_off():
+def test_paged_engine_runs_without_gradients():
     """A model whose weights want gradients serves as any other, and no step records one."""
     model = paged_model().requires_grad_(True)
     engine = paged_engine(model, num_blocks=9, block_size=4)
@@ -11896,7 +11899,7 @@ def test_paged_engine_prefix_counts(block_size):
         paged_idle(engine, 80)
 
 
-def test_paged_hits_change_no_output():
+def test_paged_prefix_hits_change_no_output():
     """Cold, hit, hit after an eviction of the tail, hit on another's prefix: tokens and their
     log-probabilities are the model's own."""
     model, base = paged_model(), paged_prompt(12, 7)
@@ -11971,7 +11974,7 @@ def test_paged_samples_equal_separate_runs(swap):
 
 
 @pytest.mark.parametrize("how", [dict(), dict(top_k=6), dict(top_p=0.6), dict(temperature=0.5)])
-def test_paged_default_sampler_draws_from_the_distribution(how):
+def test_paged_default_sampler_samples_from_the_distribution(how):
     """3,000 first tokens of one prompt: the frequencies are those of the definition."""
     model, prompt = paged_model(), paged_prompt(6, 3)
     params = P.SamplingParams(**dict(max_new_tokens=1, ignore_eos=True, n=500) | how)
@@ -12005,7 +12008,7 @@ def test_paged_default_sampler_draws_from_the_distribution(how):
 
 
 def test_paged_logprobs():
-    """Log-probabilities are of the model's own distribution, for drawn tokens too, with n > 1 and
+    """Log-probabilities are of the model's own distribution, for sampled tokens too, with n > 1 and
     preemptions; 0 asks for none but the token's own."""
     model = paged_model()
     prompts, _ = paged_requests(4, seed=6)
@@ -12058,7 +12061,7 @@ def test_paged_ends():
     paged_idle(first, 9)
 
 
-def test_paged_sampler_may_write_on_its_logits():
+def test_paged_sampler_may_modify_logits_in_place():
     """Log-probabilities are the model's own whatever a sampler does to the logits it is handed."""
 
     class Masks(PagedSampler):
@@ -12095,7 +12098,7 @@ class PagedSampler:
         return ids
 
 
-def test_paged_sampler_is_handed_in():
+def test_paged_custom_sampler():
     """A sampler of one's own decides what is allowed and what comes; -1 ends that one sample with
     an error, and no other."""
     model, sampler = paged_model(), PagedSampler()
@@ -12145,7 +12148,7 @@ def paged_survivors(engine, want, ids, limit=400) -> int:
 
 def test_paged_model_fails_at_any_step():
     """The model raises in its k-th call, before, in or after any layer, for every k: it reaches the
-    caller, and the next step goes on to the same tokens; nothing leaks."""
+    caller, and the next step continues to the same tokens; nothing leaks."""
     prompts, counts = paged_requests(5, seed=1)
     model = paged_model(seed=3)
     want = paged_greedy(model, prompts, counts)
@@ -12164,7 +12167,7 @@ def test_paged_model_fails_at_any_step():
 
 
 def test_paged_sampler_fails_at_any_step():
-    """The sampler raises in its k-th call: the caller sees it, and the next step goes on."""
+    """The sampler raises in its k-th call: the caller sees it, and the next step continues."""
     prompts, counts = paged_requests(4, seed=1)
     model = paged_model(seed=3)
     want = paged_greedy(model, prompts, counts)
@@ -12182,9 +12185,10 @@ def test_paged_sampler_fails_at_any_step():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_paged_nan_harms_no_other(temperature):
-    """A request whose logits are NaN ends with an error; those beside it, those that get its blocks
-    and those that share the part of its prompt that is sound go on as if it had never been."""
+def test_paged_nan_in_one_sequence_affects_no_other(temperature):
+    """A request whose logits are NaN ends with an error; those next to it, those that get its
+    blocks and those that share the part of its prompt that is sound continue as if it had never
+    been."""
     clean, model = paged_model(), paged_model(poison=True)
     prompts, counts = paged_requests(5, seed=3)
     params = [greedy(n, temperature=temperature, seed=4) for n in counts]
@@ -12207,7 +12211,7 @@ def test_paged_nan_harms_no_other(temperature):
             paged_idle(engine, 10)
 
 
-def test_paged_transient_nan_is_not_kept():
+def test_paged_transient_nan_does_not_stay_in_the_cache():
     """One call of the model gives NaN, whatever was asked: those in it end with an error or with
     their tokens, and no later request finds what that call wrote."""
     model = paged_model()
@@ -12236,9 +12240,9 @@ def test_paged_transient_nan_is_not_kept():
 
 
 @pytest.mark.parametrize("how", ["abort", "sampler", "length"])
-def test_paged_nan_is_not_inherited(how):
+def test_paged_blocks_with_nan_are_not_reused(how):
     """NaN keys and values stay behind in blocks: of a prompt aborted before its first token, of one
-    whose sampler draws from NaN as if it were nothing. The next tenants feel nothing of it."""
+    whose sampler accepts NaN as if it were nothing. The next tenants feel nothing of it."""
     model = paged_model(poison=True)
     prompts, counts = paged_requests(6)
     want = paged_greedy(model, prompts, counts)
@@ -12258,9 +12262,9 @@ def test_paged_nan_is_not_inherited(how):
 
 
 @pytest.mark.parametrize("call", ["read", "write", "copy"])
-def test_paged_copies_fail(call, monkeypatch):
+def test_paged_failing_swap_copies(call, monkeypatch):
     """Swapping out, swapping in or copying a block raises, as where host memory ends: the next step
-    goes on to the same tokens."""
+    continues to the same tokens."""
     model = paged_model()
     prompts, _ = paged_requests(5)
     want, done = paged_greedy(model, prompts, [16] * 5), getattr(P.PagedKVCache, call)
@@ -12387,7 +12391,7 @@ def test_paged_abort_at_any_step(swap):
     assert cut == set(range(5)) and 10 < at < 59
 
 
-def test_paged_abort_all_and_go_on():
+def test_paged_engine_works_after_abort_all():
     """Abort everything at once, then serve: the engine is as new, and the ids are free again."""
     model = paged_model()
     prompts, counts = paged_requests(6)
@@ -12464,7 +12468,7 @@ def test_paged_listeners():
         paged_engine(model, num_blocks=9).add([5], greedy(3, stop=("x",)))
 
 
-def test_paged_listener_says_eos_and_stop():
+def test_paged_listener_gets_eos_and_stop_reasons():
     """The reason that a listener gives is the sample's, and its last token stays."""
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6]], [9])
@@ -12508,7 +12512,7 @@ def test_paged_listener_that_raises(failure):
 
 
 @pytest.mark.parametrize("what", ["add", "other", "own", "sibling"])
-def test_paged_listener_calls_back(what):
+def test_paged_listener_may_call_the_engine(what):
     """From inside push: add a request, abort another, or one's own. The step survives it."""
     model = paged_model()
     prompts, _ = paged_requests(4)
@@ -12779,7 +12783,7 @@ def test_paged_cache_filled_to_the_last_slot():
             paged_idle(engine, num_blocks)
 
 
-def test_paged_generate_with_bad_ones():
+def test_paged_generate_with_some_bad_requests():
     """Bad prompts among good ones: each says what is wrong with it, the good ones are answered, all
     in order; generate leaves alone what others have added."""
     model = paged_model()
@@ -12809,7 +12813,7 @@ def test_paged_generate_with_bad_ones():
     assert engine.unfinished == 0
 
 
-def test_paged_nobodys_list_is_touched():
+def test_paged_callers_lists_are_not_modified():
     """A prompt's list is neither kept nor written to, one list may come twice, a tuple will do, and
     fresh ids are not those that callers took."""
     model, prompt = paged_model(), [5, 6, 7, 8, 9]
@@ -12828,7 +12832,7 @@ def test_paged_nobodys_list_is_touched():
     assert paged_run(engine)[0].token_ids == want
 
 
-def test_paged_absurd_but_legal_params():
+def test_paged_extreme_but_valid_params():
     """More log-probabilities than there are tokens, top_k of 2**63 - 1, the hottest and the coldest
     temperature: refused by name, or served; never the end of the others."""
     model = paged_model()
@@ -12998,7 +13002,7 @@ PAGED_SOME = [  # the most shared memory, all rules at once, codes, and latents
 )
 def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     """To machine code for Ampere, Hopper and Blackwell, with no GPU at hand, within their shared
-    memory; and other sequences, lengths and tables compile nothing anew."""
+    memory; and other sequences, lengths and tables do not recompile."""
     if arch >= 89 and len(cases) > 2:
         fp8 = "kind=torch.float8_e4m3fn"
         cases = [*cases, f"paged({fp8}, **mixed)", f"paged(576, Hkv=1, latent_dim=512, {fp8})"]
@@ -13064,7 +13068,7 @@ def serving_flags(fields: dict) -> list[str]:
 SERVING_TIGHT = ["--max-num-seqs", "4", "--kv-blocks", "17", "--block-size", "4"]
 
 
-def test_serving_equals_every_request_alone(tmp_path, capsys, monkeypatch):
+def test_serving_batch_equals_single_requests(tmp_path, capsys, monkeypatch):
     """Each result of a file == generate.py --json of that request: text, tokens, ends, samples,
     log-probabilities, with every sampling field; also in a cache so small that requests wait and
     are preempted, computed again or swapped."""
@@ -13132,7 +13136,7 @@ SERVING_BAD = [
 ]
 
 
-def test_serving_answers_what_is_wrong_and_finishes_the_rest(tmp_path, capsys):
+def test_serving_bad_requests_get_an_error_and_the_rest_finish(tmp_path, capsys):
     """Every kind of bad line, between good ones: an error that names file, line and field, under
     the request's id; all the others have their results, the same as without it."""
     path, lines = tmp_path / "in.jsonl", []
@@ -13168,7 +13172,7 @@ def test_serving_answers_what_is_wrong_and_finishes_the_rest(tmp_path, capsys):
     )
 
 
-def test_serving_takes_a_line_s_number_for_its_id(tmp_path):
+def test_serving_default_id_is_the_line_number(tmp_path):
     """A line without an id, and one that cannot be read, has its number: no other may take it."""
     lines = ["{", {"id": 1, "prompt": "x"}, {"prompt": "x"}, {"id": 3, "prompt": "y"}]
     got = serving_batch(serving_file(tmp_path / "in.jsonl", lines), "--max-new-tokens", 2)
@@ -13177,7 +13181,7 @@ def test_serving_takes_a_line_s_number_for_its_id(tmp_path):
     assert "by line 1;" in got[2]["error"] and "by line 3;" in got[4]["error"]
 
 
-def test_serving_lowers_its_default_length_and_refuses_a_request_s_own(tmp_path):
+def test_serving_default_length_is_clamped_and_an_explicit_one_refused(tmp_path):
     """Without max_new_tokens a request may fill what room there is; with one it is taken at its
     word."""
     ids = list(range(100, 150))
@@ -13257,7 +13261,7 @@ def test_serving_survives_kill_and_ctrl_c(tmp_path):
     assert resumed == serving_batch(path, *flags, "--max-num-seqs", "16") and len(resumed) == n
 
 
-def test_serving_leaves_other_files_alone(tmp_path, capsys):
+def test_serving_does_not_overwrite_other_files(tmp_path, capsys):
     """--out that is no file of results, or the requests themselves, is refused and unchanged."""
     path = serving_file(tmp_path / "in.jsonl", serving_requests(1))
     (tmp_path / "notes").write_text("a line\nanother, without an end")
@@ -13278,7 +13282,7 @@ def test_serving_leaves_other_files_alone(tmp_path, capsys):
     assert "--batch" in capsys.readouterr().err
 
 
-def test_serving_messages_go_through_the_chat_template(tmp_path, capsys):
+def test_serving_messages_use_the_chat_template(tmp_path, capsys):
     """messages == --chat of the same, --system-prompt for those without one; a conversation the
     template refuses is that line's error."""
     template = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
@@ -13300,7 +13304,7 @@ def test_serving_messages_go_through_the_chat_template(tmp_path, capsys):
     assert "too long" in results[3]["error"] and "messages" in results[4]["error"]
 
 
-def test_serving_reads_ahead_no_more_than_the_engine_needs(tmp_path):
+def test_serving_reads_ahead_only_as_much_as_the_engine_needs(tmp_path):
     """Of a long file only a window is in the engine; texts stream, sample by sample, and are the
     results'."""
     path = serving_file(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6], "n": 2}] * 60)
@@ -13334,8 +13338,8 @@ class ServingTokenizer(K.DummyTokenizer):
         return f"{before}>{id} ".encode()
 
 
-def test_serving_continues_prompts_and_begins_replies(tmp_path):
-    """After a prompt, in text or ids, the text goes on where that ends; a reply to messages is a
+def test_serving_continues_prompts_and_starts_replies(tmp_path):
+    """After a prompt, in text or ids, the text continues where that ends; a reply to messages is a
     text of its own. The smaller priority runs first."""
     asked = [
         {"prompt": "A", "priority": 5},
@@ -13354,9 +13358,9 @@ def test_serving_continues_prompts_and_begins_replies(tmp_path):
         assert r["text"] == f"{before}>{a} {a}>{b} "
 
 
-def test_serving_rows_that_come_and_go_equal_alone():
-    """Sequences that join, leave, are left out of steps, lose their rows or a step draw what each
-    draws in a sampler of its own, with every feature."""
+def test_serving_staggered_requests_equal_single_requests():
+    """Sequences that join, leave, are left out of steps, lose their rows or a step: each samples
+    what it samples in a sampler of its own, with every feature."""
     asked = [
         {"temperature": 0.0},
         {"temperature": 0.9, "seed": 3},
@@ -13397,7 +13401,7 @@ def test_serving_rows_that_come_and_go_equal_alone():
 
 
 @pytest.mark.parametrize("arrival_cv", [0.5, 1.0, 2.0])
-def test_serving_arrivals_have_the_rate_and_the_burstiness_asked_for(arrival_cv):
+def test_serving_arrivals_have_the_requested_rate_and_cv(arrival_cv):
     """20,000 gaps: mean 1 / rate and coefficient of variation within 5%; at 1 they are a Poisson
     process (as many in a second as vary); same seed, same trace, and another rate stretches it."""
     due = V.arrival_times(20_000, 8.0, arrival_cv, random.Random(1))
@@ -13429,7 +13433,7 @@ def test_serving_workload_is_a_function_of_its_seed():
     assert trace != V.replace(work, seed=10).trace(97)
 
 
-def test_serving_times_a_request_from_when_it_was_due(monkeypatch):
+def test_serving_latency_counts_from_the_arrival_time(monkeypatch):
     """On a clock that stands but for the model (a second a call) and sleep: queue, first token,
     gaps and the whole count from the moment a request was due, though the engine was in a step."""
     now, model = [100.0], random_model(tiny())
@@ -13452,7 +13456,7 @@ def test_serving_times_a_request_from_when_it_was_due(monkeypatch):
     assert "TTFT" in V.summary_table(f)
 
 
-def test_serving_benchmark_tells_a_table_or_json(capsys):
+def test_serving_benchmark_prints_a_table_or_json(capsys):
     """--bench-serving prints a table, with --json one object; the shared prefix is found again."""
     argv = ["--dummy", "draft", "--bench-serving", "12", "--dtype", "fp32"]
     argv += [
@@ -13474,9 +13478,9 @@ def test_serving_benchmark_tells_a_table_or_json(capsys):
     assert all(word in table for word in ("tok/s", "p50", "p99", "queue time", "preemptions"))
 
 
-def test_serving_draws_as_its_mode_does():
-    """--batch draws as a single run does; --bench-serving is greedy unless the flags say how to
-    draw."""
+def test_serving_samples_as_the_offline_mode_does():
+    """--batch samples as a single run does; --bench-serving is greedy unless the flags say how to
+    sample."""
     temperature = lambda *argv: G.parse_args(list(argv)).sampling_params.temperature
     assert temperature("--batch", "f") == temperature() == G.TEMPERATURE
     assert temperature("--bench-serving") == temperature("--bench-serving", "--seed", "3") == 0
@@ -13655,7 +13659,7 @@ def _spec_accept(target, draft, tokens, uniform):
 
 
 def _spec_one_by_one(generator):
-    """speculative_sample as a rule: its last token is a certain draw."""
+    """speculative_sample as a rule: its last token has probability 1."""
 
     def rule(target, draft, tokens, uniform):
         n, last = [], []
@@ -13673,7 +13677,7 @@ def _spec_one_by_one(generator):
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("keep_p, keep_q", [(None, None), (3, 2), (2, 3), (1, 4), (4, 1)])
-def test_spec_accept_leaves_the_distribution_as_it_is(k, keep_p, keep_q):
+def test_spec_accept_preserves_the_distribution(k, keep_p, keep_q):
     """Sequences of three tokens follow the target exactly, whatever is zero in p and in q."""
     p, q = _spec_tables(4, 3 + k, 1, keep_p), _spec_tables(4, 3 + k, 2, keep_q)
     assert _spec_sequences_fit(_spec_accept, p, q, k, 40_000, 3) > SPEC_RIGHT
@@ -13687,7 +13691,7 @@ def test_spec_accept_many_samples(k):
 
 
 @pytest.mark.parametrize("keep, k", [(None, 1), (2, 2), (None, 3)])
-def test_spec_sample_leaves_the_distribution_as_it_is(k, keep):
+def test_spec_sample_preserves_the_distribution(k, keep):
     """speculative_sample, called again and again, makes sequences of the target's distribution."""
     p, q = _spec_tables(4, 3 + k, 21, keep), _spec_tables(4, 3 + k, 22)
     rule = _spec_one_by_one(_spec_generator(23))
@@ -13761,7 +13765,7 @@ def test_spec_accept_equals_a_loop(certain, dtype):
 
 
 @pytest.mark.parametrize("certain", [False, True])
-def test_spec_what_is_beyond_a_length_counts_for_nothing(certain):
+def test_spec_padding_beyond_a_length_has_no_effect(certain):
     """A row of a batch equals the row alone, cut to its length, with NaN in all that is beyond."""
     b, k, v = 48, 5, 6
     target, draft, tokens, uniform = _spec_problem(b, k, v, 7)
@@ -13792,7 +13796,7 @@ def test_spec_what_is_beyond_a_length_counts_for_nothing(certain):
     assert torch.equal(a[0], c[0]) and torch.equal(a[1], c[1])
 
 
-def test_spec_a_length_of_zero_gives_the_first_row():
+def test_spec_length_zero_samples_from_the_first_row():
     """lengths 0 is plain decoding: nothing accepted though u = 0, rest is p_0 itself."""
     target, draft, tokens, uniform = _spec_problem(9, 3, 5, 3)
     lengths = torch.zeros(9, dtype=torch.long)
@@ -13804,7 +13808,7 @@ def test_spec_a_length_of_zero_gives_the_first_row():
 
 @pytest.mark.parametrize("a", [0.0, 0.3, 0.6, 0.9, 1.0])
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_spec_mean_number_accepted(a, k):
+def test_spec_mean_accepted_length_is_the_formula(a, k):
     """With acceptance a = sum(min(p, q)) a step makes (1 - a^(k+1)) / (1 - a) tokens."""
     b, g = 30_000, _spec_generator(31)
     # p and q share the mass a on tokens 0 and 1 and stand apart in the rest.
@@ -13822,7 +13826,7 @@ def test_spec_mean_number_accepted(a, k):
     assert (n.mean() < k) == (a < 1) and (n.mean() > 0) == (a > 0)
 
 
-def test_spec_overlap_is_the_acceptance():
+def test_spec_overlap_is_the_acceptance_rate():
     """Any p and q: the mean accepted of one token is sum(min(p, q)); from p alone it is not."""
     b, g = 50_000, _spec_generator(41)
     for seed in range(4):
@@ -13870,7 +13874,7 @@ def test_spec_an_empty_residual_still_gives_a_distribution():
             assert len(out) in (1, 2) and ((out >= 0) & (out < 6) & (out != 4)).all()
 
 
-def test_spec_probabilities_too_small_for_products():
+def test_spec_probabilities_near_underflow():
     """Ratios of tiny numbers are ratios: 1e-44 / 1e-44 is 1, and nothing is flushed to zero."""
     for tiny, most in [(1e-30, 1 - 2.0**-24), (1e-37, 1 - 2.0**-24), (1e-44, 0.6)]:
         p = torch.tensor([[1.0, 0.0, tiny], [0.25, 0.5, 0.25]]).expand(3, 2, 3)
@@ -13894,7 +13898,7 @@ def test_spec_probabilities_too_small_for_products():
     assert rest.tolist() == [[1, 0, 0], [0, 1, 0]]
 
 
-def test_spec_a_token_without_probability_never_comes_out():
+def test_spec_zero_probability_tokens_are_never_sampled():
     """p(d) = 0 is rejected even at u = 0 and q(d) = 0; q(d) = 0 < p(d) is accepted."""
     p = torch.tensor([[0.0, 0.5, 0.5, 0.0]] * 2).expand(4, 2, 4)
     q = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).expand(4, 1, 4)
@@ -13937,8 +13941,8 @@ def test_spec_greedy_is_one_hot(dtype):
         assert out.tolist() == best[r, : expected[r] + 1].tolist()
 
 
-def test_spec_nothing_drafted():
-    """K = 0: accept gives p_0, and speculative_sample draws one token from it, by chi-square."""
+def test_spec_empty_draft():
+    """K = 0: accept gives p_0, and speculative_sample samples one token from it, by chi-square."""
     p = _spec_random_probs(1, 5, seed=3)
     none = torch.zeros(0, dtype=torch.long)
     for q in (None, torch.zeros(1, 0, 5)):
@@ -13996,7 +14000,7 @@ def test_spec_other_dtypes_keep_the_distribution(dtype):
 
 @pytest.mark.parametrize("bad", [math.nan, 0.0])
 @pytest.mark.parametrize("certain", [False, True])
-def test_spec_a_row_with_nothing_to_draw(bad, certain):
+def test_spec_row_without_a_valid_token(bad, certain):
     """n stops before a NaN or zero row, rest says so there; other rows do not notice."""
     b, k, v = 40, 4, 5
     target, draft, tokens, uniform = _spec_problem(b, k, v, 17)
@@ -14021,7 +14025,7 @@ def test_spec_a_row_with_nothing_to_draw(bad, certain):
 
 
 @pytest.mark.parametrize("bad", [math.nan, 0.0])
-def test_spec_sample_never_draws_from_nothing(bad):
+def test_spec_sample_never_returns_zero_probability(bad):
     """Before a row of NaN or zeros the tokens stand; from it no token is made up."""
     p = torch.eye(3)[[0, 1, 2]].clone()
     q, tokens = torch.eye(3)[[0, 1]], torch.tensor([0, 1])
@@ -14036,7 +14040,7 @@ def test_spec_sample_never_draws_from_nothing(bad):
     assert out.tolist() == [2]
 
 
-def test_spec_generator_decides_alone():
+def test_spec_generator_alone_determines_the_result():
     """Same seed, same tokens; another seed, others; the global RNGs are left alone."""
     target, draft, tokens, uniform = _spec_problem(30, 4, 50, 19)
 
@@ -14067,7 +14071,7 @@ def test_spec_generator_decides_alone():
     assert one == [E.speculative_sample(target[0], draft[0], tokens[0]).tolist() for _ in range(9)]
 
 
-def test_spec_inputs_stay_as_they_were():
+def test_spec_inputs_are_not_modified():
     """Nothing is written into the inputs, also strided and under inference_mode and no_grad."""
     target, draft, tokens, uniform = _spec_problem(6, 3, 5, 23)
     lengths = torch.tensor([3, 2, 1, 0, 3, 3])
@@ -14147,7 +14151,7 @@ def test_spec_matching_equals_a_loop(v):
             drawn = torch.randint(v, (40, k + 1), generator=g)
             tokens = torch.randint(v, (40, k), generator=g)
             tokens = torch.where(torch.rand(40, k, generator=g) < 0.6, drawn[:, :k], tokens)
-            drawn[torch.rand(40, k + 1, generator=g) < 0.05] = -1  # nothing to draw
+            drawn[torch.rand(40, k + 1, generator=g) < 0.05] = -1  # nothing to sample
             lengths = torch.randint(k + 1, (40,), generator=g)
             for cut in (None, lengths):
                 n = E.count_matches(drawn, tokens, *(() if cut is None else (cut,)))
@@ -14164,8 +14168,8 @@ def test_spec_matching_equals_a_loop(v):
     assert E.count_matches(torch.zeros(3, 1, dtype=torch.long), none).tolist() == [0] * 3
 
 
-def test_spec_matching_leaves_the_distribution_as_it_is():
-    """Tokens are drawn as without a draft: the draft decides only how far a step goes."""
+def test_spec_matching_preserves_the_distribution():
+    """Tokens are sampled as without a draft: the draft decides only how far a step goes."""
     p, v = _spec_tables(4, 4, 51), 4
     g, b = _spec_generator(52), 40_000
     code = torch.zeros(b, dtype=torch.long)
@@ -14173,7 +14177,7 @@ def test_spec_matching_leaves_the_distribution_as_it_is():
     for t in range(3):
         drawn.append(_spec_draw(p[t][code], g))
         drafts.append(p[t][code].argmax(-1))
-        code = code * v + drafts[-1]  # the target saw the drafts, not what it drew
+        code = code * v + drafts[-1]  # the target saw the drafts, not what it sampled
     tokens, drawn = torch.stack(drafts[:2], 1), torch.stack(drawn, 1)
     n = E.count_matches(drawn, tokens)
     assert set(n.tolist()) == {0, 1, 2}
@@ -14276,7 +14280,7 @@ def test_spec_tree_order_within_a_level():
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 9])
-def test_spec_chain_is_a_draft(k):
+def test_spec_chain_tree_is_a_sequence_draft(k):
     """Tree.chain(k): one node a level, and its mask is the causal one."""
     tree = E.Tree.chain(k)
     assert tree.parents == tuple(range(-1, k - 1))
@@ -14316,7 +14320,7 @@ def test_spec_best_tree_equals_brute_force(acceptance):
         for depth in (None, 1, 2, 3, 4):
             every = _spec_all_trees(nodes, len(acceptance), depth or nodes)
             if not every:
-                continue  # no tree has so many nodes in so few levels
+                continue  # no tree has this many nodes in so few levels
             best = max(sum(math.prod(acceptance[r] for r in path) for path in t) for t in every)
             tree = (
                 E.best_tree(acceptance, nodes, depth) if depth else E.best_tree(acceptance, nodes)
@@ -14328,7 +14332,7 @@ def test_spec_best_tree_equals_brute_force(acceptance):
     assert tried >= 15
 
 
-def test_spec_best_tree_when_later_ranks_are_better():
+def test_spec_best_tree_with_non_monotone_acceptance():
     """Acceptance that rises with the rank: still the best rank-closed tree, or a ValueError."""
     for acceptance in [(0.1, 0.8), (0.2, 0.1, 0.9)]:
         for nodes in range(1, 6):
@@ -14365,7 +14369,7 @@ def test_spec_best_tree_of_many_nodes():
     assert E.best_tree((0.5, 0.3, 0.2), 3, 1).parents == (-1, -1, -1)
 
 
-def test_spec_best_tree_without_room_ends():
+def test_spec_best_tree_stops_at_its_limits():
     """More nodes than depth and ranks allow: as many as there are, or a ValueError; no hang."""
     for acceptance, nodes, depth, most in [((0.5,), 5, 2, 2), ((0.5, 0.2), 99, 2, 6)]:
         try:
@@ -14406,7 +14410,7 @@ def _spec_tree_rule(target, draft, tokens, uniform, tree, wrong: str = ""):
 
 
 def _spec_tree_rows(tree, p, q, b, g, certain):
-    """Rows for a tree: children drawn from q without replacement, or its likeliest ones."""
+    """Rows for a tree: children sampled from q without replacement, or its likeliest ones."""
     v, nodes = p[0].shape[-1], len(tree.parents)
     code = torch.zeros(b, nodes + 1, dtype=torch.long)
     tokens = torch.zeros(b, nodes, dtype=torch.long)
@@ -14466,7 +14470,7 @@ def _spec_accept_tree(target, draft, tokens, uniform, tree):
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("parents", SPEC_TREES)
 @pytest.mark.parametrize("keep_p, keep_q", [(None, None), (3, 4)])
-def test_spec_tree_leaves_the_distribution_as_it_is(parents, certain, keep_p, keep_q):
+def test_spec_tree_preserves_the_distribution(parents, certain, keep_p, keep_q):
     """First token, first two and first three follow the target exactly, 60,000 rows a tree."""
     p, q = _spec_tables(5, 4, 61, keep_p), _spec_tables(5, 4, 62, keep_q)
     tree = E.Tree(parents)
@@ -14476,7 +14480,7 @@ def test_spec_tree_leaves_the_distribution_as_it_is(parents, certain, keep_p, ke
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("parents", SPEC_TREES[:3])
 def test_spec_wrong_tree_rules_are_noticed(parents, certain):
-    """The check passes SpecInfer's rule and none that forgets to update p or q between siblings."""
+    """The check passes SpecInfer's rule and none that omits to update p or q between siblings."""
     p, q, tree = _spec_tables(5, 4, 61), _spec_tables(5, 4, 62), E.Tree(parents)
     assert _spec_tree_fit(_spec_tree_rule, tree, p, q, 60_000, 63, certain) > SPEC_RIGHT
     wrongs = ["same p", "p not normalised"]
@@ -14508,7 +14512,7 @@ def test_spec_accept_tree_equals_node_by_node(certain):
 
 
 @pytest.mark.parametrize("certain", [False, True])
-def test_spec_a_chain_tree_is_a_plain_draft(certain):
+def test_spec_accept_tree_of_a_chain_equals_accept(certain):
     """accept_tree over Tree.chain(k) gives accept's n and rest, and the path 0, 1, 2, ..."""
     for k in (1, 3, 6):
         target, draft, tokens, uniform = _spec_problem(200, k, 6, 70 + k)
@@ -14533,7 +14537,7 @@ def _spec_slow_follow(drawn, tokens, parents) -> list[int]:
 
 
 def test_spec_follow_tree_equals_a_loop():
-    """The child that equals what was drawn, down to where none does."""
+    """The child that equals what was sampled, down to where none does."""
     rng, lengths = random.Random(3), Counter()
     for seed in range(60):
         parents = _spec_tree(rng, rng.randint(1, 12), 3, 5)
@@ -14582,7 +14586,7 @@ def test_spec_greedy_follows_the_argmaxes_down_the_tree(certain):
     assert min(lengths[i] for i in range(3)) > 20
 
 
-def test_spec_a_full_house_of_siblings_accepts_one():
+def test_spec_siblings_covering_the_vocabulary_accept_one():
     """All V tokens as children: p's mass is covered, so one is always accepted."""
     p, q, tree = _spec_tables(4, 2, 81), _spec_tables(4, 2, 82), E.Tree((-1,) * 4)
     for certain in (False, True):
@@ -14709,7 +14713,7 @@ def test_spec_ngram_ids_are_numbers_not_bytes():
     assert drafter([5, 6, 8, *context], 2) == ([8, 0x00050000], None)
 
 
-def test_spec_ngram_one_drafter_for_many():
+def test_spec_ngram_drafter_serves_many_sequences():
     """Contexts in turn, and one list that grows, shrinks and changes: no memory of the last."""
     rng, drafter = random.Random(12), E.NGram(3, 1)
     contexts = [[rng.randrange(3) for _ in range(20)] for _ in range(6)]
@@ -14750,14 +14754,14 @@ def test_spec_ngram_references():
         tokens, probs = E.NGram(longest, shortest, references)(context, k)
         allowed = _spec_slow_ngram(context, k, longest, shortest, references)
         assert probs is None and references == copies and len(tokens) <= k
-        # What a reference's end leaves open (stop, or go on) stays open here.
+        # What a reference's end leaves open (stop, or continue) stays open here.
         assert any(tokens[: len(x)] == x and bool(x) == bool(tokens) for x in allowed)
         found += allowed not in (_spec_slow_ngram(context, k, longest, shortest), [[]])
     assert found > 300
 
 
 @pytest.mark.parametrize("kind", ["random", "letters", "nearly", "found first", "one letter"])
-def test_spec_ngram_is_quick(kind):
+def test_spec_ngram_lookup_is_fast(kind):
     """32,768 ids: a proposal takes under 5 ms, also where nothing or nearly all matches."""
     rng, n = random.Random(14), 32_768
     context = {
@@ -14800,7 +14804,7 @@ def _spec_serve(policy, rows, costs, steps: int, seed: int = 0, prompt: int = 0)
     """Serve the rows for some steps; yields (ks, expected tokens, seconds) of each step.
 
     costs: seconds of a step, of each token it runs, of each token drafted. What is counted is
-    the expected number of tokens, so that luck in the draws says nothing about the policy.
+    the expected number of tokens, so that luck in the samples says nothing about the policy.
     """
     base, each, draft = costs
     rng = random.Random(seed)
@@ -14844,7 +14848,7 @@ def _spec_best_rate(rows, costs, longest: int = 5) -> tuple[float, int]:
 SPEC_FREE, SPEC_COSTLY = (20e-3, 0.5e-3, 1e-7), (20e-3, 0.5e-3, 2e-3)
 
 
-def test_spec_fixed_is_fixed():
+def test_spec_fixed_policy_is_constant():
     """Fixed(k): k for every row, whatever it is told."""
     rows = [_SpecRow(0.0) for _ in range(3)]
     for k in (0, 1, 7):
@@ -14864,7 +14868,7 @@ def test_spec_fixed_is_fixed():
 
 @pytest.mark.parametrize("costs", [SPEC_FREE, SPEC_COSTLY], ids=["free", "costly"])
 @pytest.mark.parametrize("b", [1, 16, *(pytest.param(b, marks=pytest.mark.slow) for b in (4, 64))])
-def test_spec_goodput_is_near_the_best_fixed(b, costs):
+def test_spec_goodput_policy_is_near_the_best_fixed_k(b, costs):
     """Tokens per second within 5% of the best fixed k of 0..5, at every load and acceptance."""
     best_ks = []
     for a in (0.0, 0.2, 0.5, 0.8, 0.95):
@@ -14898,7 +14902,7 @@ def test_spec_goodput_beats_every_one_fixed_k():
 
 
 @pytest.mark.parametrize("b", [1, 16])
-def test_spec_goodput_goes_to_zero_and_comes_back(b):
+def test_spec_goodput_policy_drops_to_zero_and_recovers(b):
     """Drafts that never fit are given up; when they begin to fit they are taken up again."""
     costs, policy, rows = (20e-3, 0.5e-3, 0.5e-3), E.Goodput(5), [_SpecRow(0.0) for _ in range(b)]
     served = list(_spec_serve(policy, rows, costs, 300))
@@ -14974,8 +14978,8 @@ def test_spec_goodput_rows_come_and_go():
     assert gain / seconds > 0.94 * best
 
 
-def test_spec_goodput_a_drafter_with_nothing_to_say():
-    """Nothing proposed though it was asked for: no error, and it goes on when there is."""
+def test_spec_goodput_drafter_without_proposals():
+    """Nothing proposed though it was asked for: no error, and it continues when there is."""
     policy, rows = E.Goodput(4), [_SpecRow(0.9, drafts=0.0) for _ in range(5)]
     served = list(_spec_serve(policy, rows, SPEC_FREE, 50))
     assert len(served) == 50 and all(0 <= min(ks) <= max(ks) <= 4 for ks, _, _ in served)
@@ -14990,8 +14994,8 @@ def test_spec_goodput_a_drafter_with_nothing_to_say():
 
 
 @pytest.mark.parametrize("costs", [(0, 0, 0), (20e-3, 0, 0), (0, 1e-3, 0), (0, 0, 1e-3)])
-def test_spec_goodput_takes_times_of_zero(costs):
-    """A clock that stands still, in all or in part, is no error, then or when it goes on."""
+def test_spec_goodput_accepts_zero_durations(costs):
+    """A clock that stands still, in all or in part, is no error, then or when it continues."""
     for drafts in (0.0, 1.0):
         policy, rows = E.Goodput(4), [_SpecRow(0.9, drafts=drafts) for _ in range(2)]
         served = list(_spec_serve(policy, rows, costs, 60))
@@ -15000,7 +15004,7 @@ def test_spec_goodput_takes_times_of_zero(costs):
 
 
 @pytest.mark.parametrize("longest", [0, 1, 3, 8])
-def test_spec_goodput_longest_is_kept(longest):
+def test_spec_goodput_respects_max_k(longest):
     """longest bounds k, 0 included, however well it goes; a first choice needs no memory."""
     policy, rows = E.Goodput(longest), [_SpecRow(1.0) for _ in range(2)]
     first = policy.choose(rows)
@@ -15089,7 +15093,7 @@ def spec_same(got, want, close=1e-4) -> None:
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_engine_spec_oracle_saves_steps(many):
+def test_engine_spec_perfect_drafter_saves_steps(many):
     """Where all that is drafted is right, n tokens take one step for the prompt and one for every
     k + 1 more; all are counted, each has its time."""
     model, prompt = paged_model(), paged_prompt(6, 1)
@@ -15111,7 +15115,7 @@ def test_engine_spec_oracle_saves_steps(many):
             paged_idle(engine, 20)
 
 
-def test_engine_spec_liar_costs_no_step():
+def test_engine_spec_wrong_drafter_costs_no_step():
     """Where all is wrong, there are as many steps as without, each token is the same, and prompts
     come in at the same steps; without a cache of prefixes also under pressure."""
     model, (prompts, counts) = paged_model(), paged_requests(9)
@@ -15173,7 +15177,7 @@ def test_engine_spec_equals_plain(how):
 
 
 @pytest.mark.parametrize("name", [name for name in PAGED_CONFIGS if name != "gqa"])
-def test_engine_spec_of_every_form(name):
+def test_engine_spec_with_every_model_family(name):
     """Windows, ALiBi, latent attention."""
     model, (prompts, counts) = paged_model(name), paged_requests(6)
     want = paged_greedy(model, prompts, counts)
@@ -15189,7 +15193,7 @@ def test_engine_spec_of_every_form(name):
 
 @pytest.mark.parametrize("rows", [False, True], ids=["Sampler", "RowSampler"])
 def test_engine_spec_sampled_text_is_the_same(rows):
-    """Drawn with seeds, from the Engine's own sampler and from sampling.py's with penalties, bias
+    """Sampled with seeds, from the Engine's own sampler and from sampling.py's with penalties, bias
     and a least length: the text with drafts is the text without, token for token."""
     model, (prompts, _) = paged_model(), paged_requests(6)
     more = [dict(top_k=20), dict(top_p=0.7), dict(n=3), dict(temperature=0), {}, dict(seed=7)]
@@ -15281,7 +15285,7 @@ def test_engine_spec_ends_inside_an_accepted_run():
             paged_idle(engine, 9)
 
 
-def test_engine_spec_nothing_to_draw_inside_a_run():
+def test_engine_spec_no_valid_token_inside_a_run():
     """-1 after some accepted tokens: these stay, and the sample ends with an error."""
     model, (prompts, _) = paged_model(), paged_requests(3)
     want = paged_greedy(model, prompts, [9] * 3)
@@ -15323,10 +15327,10 @@ def test_engine_spec_nan_is_not_kept():
         paged_idle(engine, 9)
 
 
-# ---- what drafter, verifier and speculate_k are told, and what is asked of them ----
+# ---- the interfaces of drafter, verifier and speculate_k ----
 
 
-def test_engine_spec_drafter_observes_what_is_kept():
+def test_engine_spec_drafter_observes_accepted_tokens():
     """The hidden states it is shown are, at their positions, those of the text that came out, of
     no token that was dropped; each sequence's from its first run on without a gap, but for what
     the prefix cache had; it is told of each end once and nothing after."""
@@ -15356,7 +15360,7 @@ def test_engine_spec_drafter_observes_what_is_kept():
             assert len(seq.tokens) - 1 <= at <= len(seq.tokens)
 
 
-def test_engine_spec_verifier_sees_its_rows():
+def test_engine_spec_verifier_gets_its_own_rows():
     """For each sequence the logits after its last token and after each drafted one, whatever else
     is in the step; the drafts as they were proposed; it is not called where nothing is."""
     model, (prompts, counts) = paged_model(), paged_requests(6)
@@ -15409,7 +15413,7 @@ def test_engine_spec_verifier_sees_its_rows():
 )
 def test_engine_spec_bad_drafts_are_refused(found):
     """More than asked for, what is no token id, more or fewer drafts than sequences: ValueError
-    that names the drafter; with a better one the request goes on."""
+    that names the drafter; with a better one the request continues."""
     model, prompt = paged_model(), paged_prompt(6, 1)
     (want,) = paged_greedy(model, [prompt], [9])
     drafter = SpecBatch([])
@@ -15430,7 +15434,7 @@ def test_engine_spec_bad_drafts_are_refused(found):
 @pytest.mark.parametrize(
     "answer", [lambda d: [], lambda d: [[]], lambda d: [[*d, 1, 1]], lambda d: [[d[0] + 1, 1]]]
 )
-def test_engine_spec_bad_verdicts_are_refused(answer):
+def test_engine_spec_bad_verifier_results_are_refused(answer):
     """No answer, no token, more than drafted and one, others than drafted before the last."""
     model, prompt = paged_model(), paged_prompt(6, 1)
     (want,) = paged_greedy(model, [prompt], [9])
@@ -15466,7 +15470,7 @@ class SpecChooser:
         self.seen.append((sequences, proposed, accepted, tokens, seconds, draft_seconds))
 
 
-def test_engine_spec_chooser_is_asked_and_told():
+def test_engine_spec_speculate_k_policy_is_called_and_updated():
     """Of each sequence that decodes it says how many; what came of it it hears after every step
     that ran one: tokens of the whole step, seconds of the whole step and of the drafter in it."""
     now = [0.0]
@@ -15527,7 +15531,7 @@ def test_engine_spec_without_drafts_nothing_changes():
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_engine_spec_shapes_are_few():
+def test_engine_spec_uses_few_shapes():
     """A step with drafts is padded to twice its sequences or its tokens, and not to the mixed
     shape while it is smaller; there are no more such shapes than powers of two."""
     engine = paged_engine(paged_model(), num_blocks=99, max_num_seqs=32, max_num_batched_tokens=256)
@@ -15555,7 +15559,7 @@ def test_engine_spec_static_shapes_are_used():
 
 
 def test_engine_spec_two_workers():
-    """One engine takes what has its first token or more, another goes on with it: both draft."""
+    """One engine takes what has its first token or more, another continues with it: both draft."""
     model, (prompts, _) = paged_model(), paged_requests(6)
     want = paged_greedy(model, prompts, [16] * 6)
     texts = [p + w for p, w in zip(prompts, want)]
@@ -15581,7 +15585,7 @@ def test_engine_spec_two_workers():
         assert len(first.over) == len(second.over) == 9 and a.stats()["accepted"] > 0
 
 
-# ---- what goes wrong ----
+# ---- failures ----
 
 
 @pytest.mark.parametrize("swap", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -15591,7 +15595,7 @@ def test_engine_spec_two_workers():
      "clock", "policy"],
 )  # fmt: skip
 def test_engine_spec_interrupted_anywhere(where, swap):
-    """A key pressed at any call of whatever the Engine calls: the next steps go on, every sample
+    """Ctrl-C at any call of whatever the Engine calls: the next steps continue, every sample
     has the tokens it would have had, each of them once, and the listener has heard them once."""
     model, (prompts, counts) = paged_model(seed=3), paged_requests(4, seed=1)
     params = [greedy(n, n=1 + i % 3) for i, n in enumerate(counts)]
@@ -15656,7 +15660,7 @@ def test_engine_spec_interrupted_anywhere(where, swap):
 
 
 def test_engine_spec_interrupted_between_two_tokens():
-    """Even a key pressed just where a token has left the queue and is not yet told."""
+    """Even Ctrl-C just where a token has left the queue and is not yet reported."""
     model, prompt = paged_model(), paged_prompt(6, 1)
     (want,) = paged_greedy(model, [prompt], [14])
     for at in range(1, 15):
@@ -15682,7 +15686,7 @@ def test_engine_spec_interrupted_between_two_tokens():
 
 def test_engine_spec_abort_at_any_step():
     """Abort any request after any step, or from inside a listener in the middle of a run: it keeps
-    the right tokens that were told; the others' are the same."""
+    the right tokens that were reported; the others' are the same."""
     model, (prompts, _) = paged_model(seed=2), paged_requests(5)
     want = paged_greedy(model, prompts, [12] * 5)
     texts = [p + w for p, w in zip(prompts, want)]
@@ -15914,7 +15918,7 @@ def test_engine_spec_scheduler_fuzz(num_blocks, bs, budget, max_num_seqs, prefix
 
 
 @pytest.mark.parametrize("num_blocks, bs, budget, max_num_seqs, prefix", SPEC_WORLDS)
-def test_engine_spec_scheduler_takes_from_nobody(num_blocks, bs, budget, max_num_seqs, prefix):
+def test_engine_spec_lookahead_preempts_nobody(num_blocks, bs, budget, max_num_seqs, prefix):
     """Where nothing drafted is right, each step runs and preempts just what it would without, and
     admits the same: drafts cost others nothing. (But for cached prefixes that they push out.)"""
     granted = preempted = 0
@@ -15944,7 +15948,7 @@ def test_engine_spec_scheduler_takes_from_nobody(num_blocks, bs, budget, max_num
     assert granted > 30 and (preempted or max_num_seqs < 4)
 
 
-def test_engine_spec_accepted_tokens_are_found():
+def test_engine_spec_accepted_tokens_enter_the_prefix_cache():
     """Blocks that accepted tokens filled are in the prefix tree: the next turn of a talk hits them
     all, whatever part of it was drafted."""
     model, prompt = paged_model(), paged_prompt(9, 7)
@@ -15962,9 +15966,9 @@ def test_engine_spec_accepted_tokens_are_found():
         assert answer.token_ids == paged_greedy(model, [turn], [1])[0]
 
 
-def test_engine_spec_taken_after_an_interruption():
-    """A key pressed while accepted tokens are told, and the request taken before the next step:
-    what had come goes along, and the other engine goes on after it."""
+def test_engine_spec_export_after_an_interruption():
+    """Ctrl-C while accepted tokens are reported, and the request taken before the next step:
+    what had come goes along, and the other engine continues after it."""
     model, prompt = paged_model(), paged_prompt(6, 1)
     (want,) = paged_greedy(model, [prompt], [14])
     for at in range(1, 10):
@@ -16020,7 +16024,7 @@ def test_engine_spec_aborted_while_others_fork():
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4])
-def test_engine_spec_none_where_samples_fork(block_size):
+def test_engine_spec_no_drafts_at_a_fork(block_size):
     """A prompt whose last token is run by itself, before its samples fork: nothing is drafted until
     they have, and then for each."""
     model, prompt = paged_model(), paged_prompt(8, 4)
@@ -16080,7 +16084,7 @@ def draft_head_made(config: M.ModelConfig, seed: int = 0) -> E.DraftHead:
 
 
 def draft_head_loaded(out: Path) -> tuple[E.DraftHead, dict]:
-    """The file as whoever reads it has to: the shape from its metadata, then the tensors."""
+    """The file as a reader sees it: the shape from its metadata, then the tensors."""
     with safe_open(out / DH.DRAFT_HEAD, framework="pt") as f:
         about = {key: json.loads(value) for key, value in f.metadata().items()}
     head = E.DraftHead(about["dim"], about["ffn_dim"])
@@ -16127,7 +16131,7 @@ def draft_head_plainly(head, model, tokens) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("config", [tiny(), latent(tie_embeddings=True)])
-def test_draft_head_gradient_is_a_plain_loops(config):
+def test_draft_head_gradient_equals_a_plain_loop(config):
     """Loss and gradient == those of a loop over rows, positions and steps, in float64; the model
     gets no gradient."""
     model, tokens = random_model(config).double(), random_tokens(config, 3, 9)
@@ -16160,7 +16164,7 @@ def test_draft_head_micro_batches_are_one_batch(corpus, draft_head_targets, tmp_
                 assert a[key] == pytest.approx(b[key], rel=1e-4), key
 
 
-def test_draft_head_counts_what_decoding_would_take():
+def test_draft_head_validation_predicts_the_acceptance_of_decoding():
     """acceptance_counts == chains walked one by one: tried where the text's next token is
     the target's choice; step i+1 only if draft, choice and text agreed at i."""
     config = tiny(vocab_size=3)
@@ -16180,7 +16184,7 @@ def test_draft_head_counts_what_decoding_would_take():
     assert counts.tolist() == expected.tolist() and counts[1, 1] > counts[0, 3] > 0
 
 
-def test_draft_head_counts_are_greedy_decodings():
+def test_draft_head_acceptance_counts_equal_greedy_decoding():
     """On a text that the target itself wrote, a chain is tried at every position of it, and the
     counts are those of drafting for real: the head fed with its own tokens, the target run on
     them."""
@@ -16207,7 +16211,7 @@ def test_draft_head_counts_are_greedy_decodings():
 
 
 def test_draft_head_learns(draft_head_run, capsys):
-    """The loss falls, on held-out text too, and more drafts are taken; a row a step, validated
+    """The loss falls, on validation text too, and more drafts are taken; a row a step, validated
     when it is due; the file says what was measured last. No model and no state in OUT."""
     rows = metrics(draft_head_run)
     assert [r["step"] for r in rows] == list(range(1, 41))
@@ -16225,7 +16229,7 @@ def test_draft_head_learns(draft_head_run, capsys):
     }
 
 
-def test_draft_head_file_is_the_head(corpus, draft_head_targets, tmp_path, monkeypatch):
+def test_draft_head_file_round_trip(corpus, draft_head_targets, tmp_path, monkeypatch):
     """What is saved is the trained head rounded to bf16, and opens as one that says the same."""
     heads, new = [], DH.new_draft_head
     monkeypatch.setattr(DH, "new_draft_head", lambda *a: heads.append(new(*a)) or heads[-1])
@@ -16239,7 +16243,7 @@ def test_draft_head_file_is_the_head(corpus, draft_head_targets, tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["dense", "untied", "moe"])
-def test_draft_head_leaves_the_model_as_it_is(
+def test_draft_head_training_freezes_the_model(
     name, corpus, draft_head_targets, tmp_path, monkeypatch
 ):
     """Every family trains; the model that was loaded has the checkpoint's parameters and buffers
@@ -16257,7 +16261,8 @@ def test_draft_head_leaves_the_model_as_it_is(
 
 
 def test_draft_head_is_a_function_of_the_seed(draft_head_targets, corpus, tmp_path):
-    """One seed, one head, to the bit, whatever the global generator has drawn; another, another."""
+    """One seed, one head, to the bit, whatever the global generator has sampled; another,
+    another."""
     files: list[dict] = []
     for i, seed in enumerate((0, 0, 1)):
         torch.manual_seed(i)
@@ -16287,7 +16292,7 @@ def test_draft_head_in_bf16(corpus, draft_head_targets, tmp_path, monkeypatch):
     assert rows[0] == pytest.approx(rows[1], rel=2e-2) and rows[0] != rows[1]
 
 
-def test_draft_head_attends_as_told(corpus, draft_head_targets, tmp_path, monkeypatch):
+def test_draft_head_uses_the_attention_flag(corpus, draft_head_targets, tmp_path, monkeypatch):
     """--attention flash reaches every layer of the target, in training and in validation; they
     unroll as many steps as they say."""
     layers, steps, step = [], [], DH.draft_logits
@@ -16310,10 +16315,10 @@ def test_draft_head_attends_as_told(corpus, draft_head_targets, tmp_path, monkey
     assert steps == [DH.UNROLL_STEPS, DH.UNROLL_STEPS, DH.NUM_DRAFT_TOKENS]
 
 
-def test_draft_head_flags_that_contradict(
+def test_draft_head_conflicting_flags(
     draft_head_targets, draft_head_run, corpus, tmp_path, capsys, monkeypatch
 ):
-    """Each is one line that names the flag and the mend, exit 2, before a file is written."""
+    """Each is one line that names the flag and the fix, exit 2, before a file is written."""
     init, out = str(draft_head_targets / "dense"), tmp_path / "new"
     head = ["--train-draft-head", "--out", str(out), "--data", str(corpus)]
     ours = [*head, "--init", init]
@@ -16557,21 +16562,21 @@ SPEC_CASES = [
     [*product(["draft", "staged", "exit", "head"], ["dense"]), ("ngram", "int8")]
     + [("tree", "window"), ("mtp", "moe"), ("tree", "moe")],
 )
-def test_spec_greedy_is_plain_greedy(kind, form, tmp_path):
+def test_spec_greedy_equals_plain_greedy(kind, form, tmp_path):
     same_text_with_drafts(kind, form, 4, 16, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, form", SPEC_CASES)
-def test_spec_greedy_is_plain_greedy_100(kind, form, tmp_path):
+def test_spec_greedy_equals_plain_greedy_100(kind, form, tmp_path):
     """100 prompts on the form that a drafter is for; 12 on each of the others."""
     n = 100 if form == ("moe" if kind == "mtp" else "dense") else 12
     same_text_with_drafts(kind, form, n, 10, tmp_path, ["4"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_spec_certain_draws_are_the_seeds(kind, tmp_path):
-    """--draft-coupled: text drawn with penalties, top-p, a bias and a floor on length, three rows
+def test_spec_coupled_samples_equal_plain_sampling(kind, tmp_path):
+    """--draft-coupled: text sampled with penalties, top-p, a bias and a floor on length, three rows
     that part ways, equals that of the same seeds without drafts; log-probabilities too."""
     config = latent(vocab_size=41, n_mtp_layers=1) if kind == "mtp" else tiny(vocab_size=41)
     model = random_model(config)
@@ -16591,7 +16596,7 @@ def test_spec_certain_draws_are_the_seeds(kind, tmp_path):
     )  # fmt: skip
     assert spec_run(decoder, ids, 30) == expected
     assert sum(decoder.speculator.stats.proposed) > 20
-    for row in range(n):  # each token's logits stand where it was drawn
+    for row in range(n):  # each token's logits stand where it was sampled
         text = [*ids, *expected[row]]
         with torch.inference_mode():
             runs, at = decoder.start(ids), len(ids)
@@ -16634,7 +16639,7 @@ def chi_square_of(triples: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def drawn_triples(kind, samples, tmp_path, *flags, how=None, sabotage=None) -> float:
-    """The chi-square of so many samples of three tokens, by the rounds of a Decoder."""
+    """The chi-square of this many samples of three tokens, by the rounds of a Decoder."""
     V, form = 5, dict(vocab_size=5, dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8)
     small = dict(ffn_dim=24, eos_ids=())
     model = random_model(tiny(**form, **small), 3, 0.5)
@@ -16662,13 +16667,13 @@ def drawn_triples(kind, samples, tmp_path, *flags, how=None, sabotage=None) -> f
 
 
 @pytest.mark.parametrize("kind", ["draft", "tree", pytest.param("mtp", marks=pytest.mark.slow)])
-def test_spec_drawn_text_has_the_targets_distribution(kind, tmp_path):
+def test_spec_sampled_text_has_the_target_distribution(kind, tmp_path):
     assert drawn_triples(kind, 12_000, tmp_path, "--speculate-k", "3") < 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_spec_drawn_text_has_the_targets_distribution_of_many(kind, tmp_path):
+def test_spec_sampled_text_has_the_target_distribution_long(kind, tmp_path):
     """120,000 samples or half of them; of staged drafts, which go a row at a time, 3,600. What an
     error adds to the chi-square grows with the samples: 3 sees with these what 5 would with 5/3 of
     them."""
@@ -16688,14 +16693,14 @@ def wrong_ratio(p, q, tokens, uniform, lengths):
 @pytest.mark.parametrize(
     "wrong", [wrong_residual, pytest.param(wrong_ratio, marks=pytest.mark.slow)]
 )
-def test_spec_drawn_wrongly_is_noticed(wrong, tmp_path, monkeypatch):
+def test_spec_wrong_sampling_is_noticed(wrong, tmp_path, monkeypatch):
     """The same test is red for a residual of p itself, and for a ratio without q."""
     monkeypatch.setattr(D, "accept", wrong)
     assert drawn_triples("draft", 12_000, tmp_path, "--speculate-k", "3") > 8
 
 
 @pytest.mark.slow
-def test_spec_trees_drawn_wrongly_are_noticed(tmp_path, monkeypatch):
+def test_spec_wrong_tree_sampling_is_noticed(tmp_path, monkeypatch):
     """Nor may siblings be decided by one number, or p stay whole after a refusal."""
 
     def one_number(self, view, tree, R):
@@ -16710,8 +16715,8 @@ def test_spec_trees_drawn_wrongly_are_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_spec_noise_of_drafts_is_their_own(tmp_path, monkeypatch):
-    """Drafts drawn with the noise of the target's own tokens, and then verified as if they were
+def test_spec_draft_noise_is_independent_of_target_noise(tmp_path, monkeypatch):
+    """Drafts sampled with the noise of the target's own tokens, and then verified as if they were
     not, would have another distribution: it is noticed."""
     monkeypatch.setattr(S.Sampler, "draft_noise", S.Sampler.noise)
     assert drawn_triples("draft", 24_000, tmp_path, "--speculate-k", "3") > 8
@@ -16763,8 +16768,8 @@ def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
 
 
 def same_tokens_in_batches(kind, form, n, tmp_path, ks=("3", "auto")):
-    """Prompts of other lengths, greedy and drawn, in mixed steps under too few blocks, with k fixed
-    and chosen: tokens equal to those of the Engine without drafts, blocks all given back."""
+    """Prompts of other lengths, greedy and sampled, in mixed steps under too few blocks, with k
+    fixed and chosen: tokens equal to those of the Engine without drafts, blocks all given back."""
     model, draft = spec_target(form), HF.load_checkpoint(DRAFT, dtype=torch.float32)
     head = random_head(tmp_path / "head", model.config.dim) if kind == "head" else None
     prompts, params, expected = batch_of_prompts(form, n)
@@ -16782,13 +16787,13 @@ def same_tokens_in_batches(kind, form, n, tmp_path, ks=("3", "auto")):
     "kind, form",
     [("draft", "dense"), ("head", "dense"), ("mtp", "moe"), ("exit", "window"), ("ngram", "int8")],
 )
-def test_spec_in_batches_is_without(kind, form, tmp_path):
+def test_spec_in_batches_equals_plain_decoding(kind, form, tmp_path):
     same_tokens_in_batches(kind, form, 7, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, form", PAGED_CASES)
-def test_spec_in_batches_is_without_100(kind, form, tmp_path):
+def test_spec_in_batches_equals_plain_decoding_100(kind, form, tmp_path):
     """100 prompts on the form that a drafter is for; 12 on each of the others."""
     n = 100 if form == ("moe" if kind == "mtp" else "dense") else 12
     same_tokens_in_batches(kind, form, n, tmp_path, ["3"])
@@ -16797,8 +16802,8 @@ def test_spec_in_batches_is_without_100(kind, form, tmp_path):
 @pytest.mark.parametrize(
     "kind, samples", [("draft", 6000), pytest.param("draft", 40_000, marks=pytest.mark.slow)]
 )
-def test_spec_drawn_in_batches_has_the_targets_distribution(kind, samples):
-    """Rows of other features beside each other, by the rule: chi-square over three tokens."""
+def test_spec_sampled_in_batches_has_the_target_distribution(kind, samples):
+    """Rows of other features next to each other, by the rule: chi-square over three tokens."""
     form = dict(vocab_size=5, dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24)
     model = random_model(tiny(**form, eos_ids=()), 3, 0.5)
     draft = random_model(tiny(**form | dict(n_layers=1), eos_ids=()), 4, 0.5)
@@ -16867,9 +16872,10 @@ def spec_said(argv, capsys) -> tuple[int, str, str]:
     return code, said.out, said.err
 
 
-def test_spec_facts_and_ends(capsys):
+def test_spec_stats_and_finish_reasons(capsys):
     """Through the command line: text and tokens as without drafts, ended at a stop string, an EOS
-    and a length that lie inside of what was kept; facts as they are; with --bench a speed-up."""
+    and a length that lie inside of what was kept; statistics as they are; with --bench a
+    speed-up."""
     base = [
         "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [",
         "--temperature",
@@ -16907,7 +16913,7 @@ def test_spec_facts_and_ends(capsys):
     )
 
 
-def test_spec_eos_inside_of_a_run():
+def test_spec_eos_inside_accepted_tokens():
     """Of a run that was kept whole, nothing behind an end-of-sequence token is heard."""
     model = spec_target("dense")
     tokenizer, ids = K.load_tokenizer(SMALL), spec_prompts(6)[5]
@@ -16925,7 +16931,7 @@ def test_spec_eos_inside_of_a_run():
     assert ended > 0, "no run went on behind the end"
 
 
-def test_spec_rows_that_part_ways_end_each_at_its_length():
+def test_spec_rows_end_each_at_their_own_length():
     """Rows of one prompt, of which some run ahead to the end of the cache, equal plain rows."""
     model, ids = random_model(tiny(vocab_size=41)), [3, 9, 4, 3, 9]
     how = S.Sampling(temperature=0.7, seed=5)
@@ -16970,14 +16976,15 @@ def test_spec_rows_that_part_ways_end_each_at_its_length():
         (["--speculate", "draft", "--draft-model", "nowhere"], "nowhere"),
     ],
 )
-def test_spec_mistakes_are_named(argv, words, capsys):
+def test_spec_bad_flags_are_named(argv, words, capsys):
     prompt = [] if "--perplexity" in argv else ["x"]
     code, out, err = spec_said([*prompt, *argv], capsys)
     assert code == 2 and words in err and err.count("\n") == 1, err
 
 
-def test_spec_vocabularies_must_be_one(tmp_path, capsys):
-    """Another size, and another token of the same number, are told apart before anything runs."""
+def test_spec_vocabularies_must_match(tmp_path, capsys):
+    """Another size, and another token of the same number, are distinguished before anything
+    runs."""
     config = replace(HF.read_config(DRAFT / "config.json"), vocab_size=4100)
     HF.save_checkpoint(random_model(config).bfloat16(), tmp_path / "size")
     shutil.copy(DRAFT / "tokenizer.model", tmp_path / "size")
@@ -17025,7 +17032,7 @@ def test_spec_chat_keeps_its_cache(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ngram", "draft", "exit", "mtp", "head"])
-def test_spec_compiled_is_eager(kind, tmp_path):
+def test_spec_compiled_equals_eager(kind, tmp_path):
     """--compile: steps that verify, and the drafters' own, in static shapes, give the same text;
     all of them are compiled when the decoder is built."""
     form = "moe" if kind == "mtp" else "dense"
@@ -17044,8 +17051,8 @@ def test_spec_compiled_is_eager(kind, tmp_path):
 
 
 @pytest.mark.parametrize("blocks", [14, 18, 26])
-def test_spec_exit_writes_nothing_before_it_is_swapped_out(blocks):
-    """A drafter over the target's own cache, where sequences give way to each other all the time:
+def test_spec_early_exit_draft_does_not_write_the_targets_cache(blocks):
+    """A drafter over the target's own cache, where sequences preempt each other all the time:
     what one leaves is on the host before another's drafts are written there."""
     model = random_model(tiny(n_layers=4, vocab_size=41))
     prompts = [random_tokens(model.config, 9 + i, seed=i).tolist() for i in range(6)]
@@ -17061,7 +17068,7 @@ def test_spec_exit_writes_nothing_before_it_is_swapped_out(blocks):
     assert engine.stats()["preemptions"] > 0 and engine.stats()["proposed"] > 0
 
 
-def test_spec_keeps_nothing_of_what_is_over():
+def test_spec_finished_sequences_leave_no_state():
     """When requests have ended, neither drafters nor policy remember their sequences."""
     model = random_model(tiny(vocab_size=41))
     for kind in ("ngram", "draft", "exit"):
@@ -17166,7 +17173,7 @@ def random_routing(r: random.Random) -> tuple[torch.Tensor, dict]:
     )
 
 
-def test_route_equals_the_contract_in_plain_python():
+def test_route_equals_plain_python():
     """All options crossed at random, token by token; no token touches more groups than it may."""
     r = random.Random(0)
     for _ in range(300):
@@ -17189,7 +17196,7 @@ def test_route_equals_the_contract_in_plain_python():
                 assert got[i] == pytest.approx(w, rel=3e-6, abs=1e-9), how
 
 
-def test_route_changes_nothing_it_is_given_and_takes_no_tokens():
+def test_route_does_not_modify_inputs_and_accepts_no_tokens():
     logits, bias = randn(0, 5, 8), randn(1, 8)
     kept = logits.clone(), bias.clone()
     O.route(logits, 2, bias=bias, n_groups=4, topk_groups=2, group_score_topk=2, renormalize=True)
@@ -17200,7 +17207,7 @@ def test_route_changes_nothing_it_is_given_and_takes_no_tokens():
     same_maps(O.route(strided, 3), O.route(strided.contiguous(), 3), 0)
 
 
-def test_route_has_gradients_through_weights_alone():
+def test_route_gradients_flow_through_the_weights_only():
     """To the logits as autograd finds for the gathered scores; to the bias none."""
     for scoring in ("softmax", "sigmoid"):
         for renormalize in (False, True):
@@ -17258,7 +17265,7 @@ def hf_router(family: str, cls: str, n_experts: int, bias=None, **how) -> nn.Mod
 @pytest.mark.parametrize("kind", MOE_KINDS)
 @pytest.mark.parametrize("sizes", HF_SIZES, ids=str)
 def test_route_equals_deepseek_of_transformers(sizes, kind):
-    """V2 greedy and group-limited, V3 with and without a correction; ties fall the same way."""
+    """V2 greedy and group-limited, V3 with and without an expert bias; ties fall the same way."""
     n_experts, n_groups, topk_groups, top_k = sizes
     logits = tied_logits(kind, 60, n_experts)
     base = dict(num_experts_per_tok=top_k, n_group=n_groups, topk_group=topk_groups)
@@ -17310,7 +17317,7 @@ ROUTED = {
 
 @pytest.mark.parametrize("changes", ROUTED.values(), ids=ROUTED)
 def test_route_equals_the_model(changes):
-    """model.py's own routing of random tokens; router_logits is the product before it."""
+    """model.py's own routing of random tokens; router_logits is the matmul before it."""
     config = latent(**dict(routed_scaling=2.5) | changes)
     moe = random_model(config).layers[1].mlp
     if config.correction_bias:
@@ -17374,7 +17381,7 @@ def test_route_refuses(changes, word):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_route_names_the_first_token_that_is_not_finite(value, dtype):
+def test_route_names_the_first_non_finite_token(value, dtype):
     logits = torch.zeros(40, 8, dtype=dtype)
     logits[37, 2], logits[23, 7] = value, value
     line = says(lambda: O.route(logits, 2), "logits", "23")
@@ -17422,7 +17429,7 @@ def slow_limit(weights, ids, n_experts, capacity, by):
 
 
 @pytest.mark.parametrize("by", ["order", "weight"])
-def test_limit_capacity_drops_what_it_says(by):
+def test_limit_capacity_drops_the_right_tokens(by):
     """Against a plain reference with many ties; what stays is untouched; nothing where all fits."""
     r = random.Random(1)
     for seed in range(60):
@@ -17446,7 +17453,7 @@ def test_limit_capacity_drops_what_it_says(by):
 
 @pytest.mark.parametrize("by", ["order", "weight"])
 def test_limit_capacity_default_empty_and_gradients(by):
-    """By order if not told; no tokens, all nobody's; gradients pass where a slot stays."""
+    """By order if not told; no tokens, all padding; gradients pass where a slot stays."""
     weights, ids = random_slots(0, 20, 3, 4)
     plain = O.limit_capacity(weights, ids, 4, 3)
     ordered = O.limit_capacity(weights, ids, 4, 3, by="order")
@@ -17653,7 +17660,7 @@ def test_update_bias_sees_small_differences_of_large_counts():
 
 
 @pytest.mark.parametrize("speed, steps", [(0.02, 250)])
-def test_the_correction_balances_a_skewed_router(speed, steps):
+def test_expert_bias_balances_a_skewed_router(speed, steps):
     """Aux-loss-free balancing (arXiv:2408.15664): fixed offsets, fresh noise every step. Before,
     the worst expert has several times the mean; after, under 1.2 times; weights never see it."""
     n_experts, top_k, g = 16, 2, rng(0)
@@ -17702,7 +17709,7 @@ def test_load_statistics():
     assert got["max_over_mean"] == pytest.approx(1.25)
 
 
-def test_balancing_by_what_the_model_shows():
+def test_balancing_with_observed_router_outputs():
     """MoE.observe's logits (B, T, E) and ids (B, T, K) go into the sequence-wise loss as they are;
     its gradient reaches the router."""
     config = latent(n_mtp_layers=0)
@@ -17856,8 +17863,8 @@ def test_grouped_mm_of_odd_widths_is_right_or_refused(shape):
 @pytest.mark.parametrize("pattern", ["one", "last", "none", "twice", "ends", "skew", "holes"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_experts_of_any_load_equal_the_loop(backend, pattern):
-    """All tokens on one expert, most experts empty, nobody's slots, one expert for all slots of a
-    row. Gradients of experts that no token met are exact zeros; nobody's weights get none."""
+    """All tokens on one expert, most experts empty, padding ids, one expert for all slots of a
+    row. Gradients of experts that no token met are exact zeros; their weights get none."""
     args = arguments(2, 45, 24, 16, 6, 3, pattern)
     with poisoned():
         got = experts_outcome(grouped_by(backend), args)
@@ -17879,7 +17886,7 @@ def test_experts_without_tokens(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_graph_is_whole_where_nobody_comes(backend):
+def test_gradients_exist_without_routed_tokens(backend):
     """No tokens, or none that an expert takes: backward runs all the same, as on the ranks that
     wait for this one."""
     for args in (arguments(0, 0, 16, 8, 3, 2), arguments(0, 5, 16, 8, 3, 2, "none")):
@@ -17890,7 +17897,7 @@ def test_the_graph_is_whole_where_nobody_comes(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nobodys_slot_adds_nothing_whatever_its_weight(backend):
+def test_padding_ids_add_nothing_for_any_weight(backend):
     """NaN or infinite weights there, NaN in a row of x that no expert takes."""
     args = arguments(3, 20, 16, 8, 4, 2, "holes")
     args[2][5] = -1
@@ -18028,7 +18035,7 @@ def test_experts_are_deterministic(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_in_another_order_give_rows_in_that_order(backend):
+def test_experts_are_permutation_equivariant(backend):
     """A row does not depend on its neighbours, nor on the order of its slots."""
     args = arguments(11, 61, 24, 16, 3, 3, "holes")
     order = torch.randperm(61, generator=rng(0))
@@ -18124,7 +18131,7 @@ def test_two_calls_in_one_graph(backend):
     assert all(relative(a.double(), b) < 1e-5 for a, b in zip(first, want))
 
 
-def test_linear_is_how_experts_multiply():
+def test_linear_fn_is_used_by_the_experts():
     """`linear` is called once for each stack of each expert in use, for the rows of its slots."""
     args = arguments(18, 25, 16, 8, 6, 2, "holes")
     args[2][args[2] == 3] = -1
@@ -18254,7 +18261,7 @@ def test_padded_experts_equal_grouped_ones_after_the_limit(capacity):
 
 
 class DenseLayer(nn.Module):
-    """What quantize_ takes for a mixture of experts."""
+    """What quantize_ recognizes as an MoE layer."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor):
         super().__init__()
@@ -18288,8 +18295,8 @@ CODES = {  # scheme, options, (n, c, f, e, k)
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
 @pytest.mark.parametrize("scheme, how, shape", CODES.values(), ids=CODES)
-def test_quantized_experts_equal_the_loop_on_what_codes_stand_for(scheme, how, shape, backend):
-    """int8, int4 and FP8, ragged sizes, nobody's slots. (An FP8 stack's own product rounds x, so
+def test_quantized_experts_equal_the_loop_on_dequantized_weights(scheme, how, shape, backend):
+    """int8, int4 and FP8, ragged sizes, padding ids. (An FP8 stack's own matmul rounds x, so
     there the plain backend is told to multiply by the decoded weight.)"""
     args = arguments(20, *shape, "holes")
     layer = quantized(scheme, args, **how)
@@ -18307,7 +18314,7 @@ def test_quantized_experts_equal_the_loop_on_what_codes_stand_for(scheme, how, s
 
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "fp8-block", "int8-dynamic", "llm.int8"])
-def test_quantized_experts_multiply_as_their_stack_does(scheme):
+def test_quantized_experts_use_the_matmul_of_their_stack(scheme):
     """The plain backend == quantize.py's own loop over stack.linear, whatever the scheme."""
     args = arguments(21, 25, 64, 32, 4, 2)
     layer = quantized(scheme, args)
@@ -18319,7 +18326,7 @@ def test_quantized_experts_multiply_as_their_stack_does(scheme):
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 @pytest.mark.parametrize("scheme", ["int3", "int2", "int8-dynamic", "llm.int8"])
-def test_other_codes_are_refused_or_right(scheme, backend):
+def test_other_quantized_formats_are_refused_or_correct(scheme, backend):
     """No codes are read for what they are not."""
     args = arguments(22, 12, 64, 32, 4, 2)
     layer = quantized(scheme, args)
@@ -18336,7 +18343,7 @@ def test_other_codes_are_refused_or_right(scheme, backend):
 @pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block"])
 @pytest.mark.parametrize("skip", ["w_gate_up", "w_down"])
-def test_one_stack_quantized_the_other_not(scheme, skip, backend):
+def test_only_one_stack_quantized(scheme, skip, backend):
     args = arguments(23, 12, 64, 32, 4, 2)
     layer = quantized(scheme, args, skip=f"0.{skip}")
     stacks = {name: getattr(layer, name) for name in ("w_gate_up", "w_down")}
@@ -18349,7 +18356,7 @@ def test_one_stack_quantized_the_other_not(scheme, skip, backend):
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
-def test_quantized_experts_without_tokens_or_takers(scheme, backend):
+def test_quantized_experts_without_tokens_or_experts(scheme, backend):
     args = arguments(24, 4, 64, 32, 4, 2, "none")
     layer = quantized(scheme, args)
     stacks = layer.w_gate_up, layer.w_down
@@ -18374,8 +18381,8 @@ def test_quantized_experts_in_half_precision(scheme, dtype):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_gradients_pass_quantized_experts_on_torch(scheme):
-    """To x and the routing weights (adapters below a quantized mixture); to the codes none."""
+def test_gradients_flow_through_quantized_experts_with_torch(scheme):
+    """To x and the routing weights (adapters below a quantized MoE layer); to the codes none."""
     args = arguments(26, 19, 64, 32, 4, 2)
     layer = quantized(scheme, args)
     stacks = layer.w_gate_up, layer.w_down
@@ -18414,8 +18421,8 @@ MOE_MODELS = {
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, *(dict(backend=b) for b in BACKENDS[::2])], ids=str)
 @pytest.mark.parametrize("config", MOE_MODELS.values(), ids=MOE_MODELS)
-def test_a_model_on_grouped_experts_gives_the_same_logits(config, options):
-    """In every mixture, the MTP layer's too; nothing else of the model changes."""
+def test_model_with_grouped_experts_gives_the_same_logits(config, options):
+    """In every MoE layer, the MTP layer's too; nothing else of the model changes."""
     model, tokens = random_model(config), random_tokens(config, 2, 13)
     want, keys = model(tokens), list(model.state_dict())
     parts = [m for m in model.modules() if isinstance(m, M.MoE)]
@@ -18428,7 +18435,7 @@ def test_a_model_on_grouped_experts_gives_the_same_logits(config, options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("config", MOE_MODELS.values(), ids=MOE_MODELS)
-def test_a_model_on_grouped_experts_trains_the_same(config, backend):
+def test_model_with_grouped_experts_trains_the_same(config, backend):
     """Gradients of every parameter, against the loop's."""
     found = []
     for swap in (False, True):
@@ -18446,7 +18453,7 @@ def test_a_model_on_grouped_experts_trains_the_same(config, backend):
         assert relative(found[1][name], grad) < 1e-4, name
 
 
-def test_a_mixture_itself_and_a_dense_model():
+def test_use_grouped_experts_on_a_lone_moe_and_a_dense_model():
     """A lone MoE is a model too; one without experts is refused, and left as it was."""
     moe = random_model(latent()).layers[1].mlp
     x = randn(0, 2, 5, 64)
@@ -18457,7 +18464,7 @@ def test_a_mixture_itself_and_a_dense_model():
     says(lambda: O.use_grouped_experts(nn.Linear(2, 2)), "experts")
 
 
-def test_upcycled_experts_are_copies_that_give_the_dense_layer():
+def test_upcycled_experts_are_copies_equal_to_the_dense_layer():
     """Shapes, equality for any weights that sum to 1, and memory of their own."""
     c, f, e = 24, 16, 5
     gate, up, down = randn(0, f, c) / 4, randn(1, f, c) / 4, randn(2, c, f) / 4
@@ -18536,7 +18543,7 @@ MOE_FP8 = ["coded(8, (1, 4096), f8)", "coded(8, (128, 128), f8)", "coded(2048, (
 )
 def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
     """To machine code for Ampere, Hopper and Blackwell within their shared memory; another load,
-    and more tokens of the same kind, compile nothing anew."""
+    and more tokens of the same kind, do not recompile."""
     again = ["n = len(built)", "go(4096)", "assert len(built) == n, built[n:]"]
     code = COMPILE.replace("import attention as A\n", "import attention as A, moe as O\n")
     code = code.replace("busy = dict", MOE_COMPILE + "\nbusy = dict", 1)
@@ -19421,7 +19428,7 @@ def test_ranks_equal_one_process_fuzzed(name, ranks_done_slow):
     equal(FUZZ_SLOW[name], ranks_done_slow[name])
 
 
-def test_an_exchange_leaves_nothing_behind(tmp_path):
+def test_all_to_all_leaves_no_references(tmp_path):
     """After its backward pass the rows that travelled are freed: a transfer that held its own part
     of the graph would be a cycle that Python cannot see."""
     seen = []
@@ -19445,7 +19452,7 @@ def test_an_exchange_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_something_was_sent(name, ranks_done):
+def test_experts_over_ranks_send_tokens(name, ranks_done):
     """Not vacuous: collectives ran, forward and backward, and a rank holds a part of the experts"""
     case = EQUAL[name]
     for _, got in present(ranks_done[name]):
@@ -19459,7 +19466,7 @@ def test_something_was_sent(name, ranks_done):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_lost_transfer_shows(name, ranks_done):
+def test_lost_all_to_all_is_noticed(name, ranks_done):
     """Not vacuous: zeros in place of one transfer, forward or back, and nothing is equal"""
     with pytest.raises(AssertionError, match="off by"):
         equal(BROKEN[name], ranks_done[name])
@@ -19467,7 +19474,7 @@ def test_a_lost_transfer_shows(name, ranks_done):
 
 @pytest.mark.parametrize("a, b", [("flat fp64", "node"), ("flat fp64", "chunks 2"),
     ("flat fp64", "chunks 3"), ("uneven", "chunks 40"), ("node", "node chunks")])  # fmt: skip
-def test_forms_agree(a, b, ranks_done):
+def test_dispatch_strategies_agree(a, b, ranks_done):
     for (_, left), (_, right) in zip(present(ranks_done[a]), present(ranks_done[b]), strict=True):
         for key in ("out", "x", "router", "up", "down"):
             ranks_close(left[key], right[key], 1e-12, key)
@@ -19487,7 +19494,7 @@ def hit(ids, slots, of_rank):
 
 @pytest.mark.parametrize("name", WIRED)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_token_travels_once(name, phase, ranks_done):
+def test_tokens_are_sent_once_per_rank(name, phase, ranks_done):
     """To every rank (flat) or node (two levels) once, whatever K; and its row comes back once"""
     case, got = WIRED[name], dict(present(ranks_done[name]))
     spec, per = case.spec, 2 if case.form == "node" else 1
@@ -19516,7 +19523,7 @@ def test_a_token_travels_once(name, phase, ranks_done):
 
 @pytest.mark.parametrize("name", ["order 2", "order 3"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_transfers_overlap_experts(name, phase, ranks_done):
+def test_all_to_all_overlaps_expert_compute(name, phase, ranks_done):
     """The second piece is on its way before the first piece's experts run, and is not waited for"""
     kind = "experts" if phase == "forward" else "experts backward"
     for r, got in present(ranks_done[name]):
@@ -19536,7 +19543,7 @@ def test_transfers_overlap_experts(name, phase, ranks_done):
         assert everything == set(waited), "a transfer that nobody waited for"
 
 
-def test_hot_experts_spread(ranks_done):
+def test_hot_experts_are_replicated(ranks_done):
     """Gradients of copies are parts until all_reduce_replica_grads_, and then the whole"""
     case = EQUAL["copies of 4"]
     got = dict(present(ranks_done["copies of 4"]))
@@ -19554,7 +19561,7 @@ def test_hot_experts_spread(ranks_done):
 
 
 @pytest.mark.parametrize("name", RANK_MODELS)
-def test_a_model_across_ranks(name, ranks_done):
+def test_model_with_expert_parallelism(name, ranks_done):
     """Loss, logits of each share, all gradients and the weights after the steps"""
     _, model, tokens = small_model()
     got, steps = present(ranks_done[name]), RANK_MODELS[name].get("steps", 1)
@@ -19576,7 +19583,7 @@ def test_a_model_across_ranks(name, ranks_done):
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_mistakes_do_not_hang(what, ranks_done):
+def test_errors_on_one_rank_do_not_hang_the_others(what, ranks_done):
     """What a rank can see is a ValueError there, before it waits for anyone"""
     for r, got in present(ranks_done[f"wrong {what}"]):
         seen = what != "one rank" or r == 2
@@ -19585,14 +19592,14 @@ def test_mistakes_do_not_hang(what, ranks_done):
         assert "\n" not in got["words"] or not seen, got["words"]
 
 
-def test_weight_of_nobody_is_nothing(ranks_done):
+def test_weights_of_padding_ids_have_no_effect(ranks_done):
     for _, got in present(ranks_done["nan"]):
         ranks_close(got["out"], got["clean"].detach(), 0, "out")
         assert got["grad"].isfinite().all() and (got["grad"][got["ids"] < 0] == 0).all()
         assert (got["ids"] < 0).any()
 
 
-def test_autocast(ranks_done):
+def test_expert_parallel_under_autocast(ranks_done):
     want = reference(replace(FOUR_32, counts=(25, 9, 17, 4)))
     for r, got in present(ranks_done["autocast"]):
         ranks_close(got["out"], want.out[r], 4e-2, "out")
@@ -19600,13 +19607,13 @@ def test_autocast(ranks_done):
         ranks_close(got["down"], want.down[2 * r : 2 * r + 2], 4e-2, "w_down")
 
 
-def test_again_is_the_same(ranks_done):
+def test_expert_parallel_is_deterministic(ranks_done):
     for _, got in present(ranks_done["again"]):
         assert got["kept"]
         assert all(torch.equal(a, b) for a, b in zip(got["first"], got["second"], strict=True))
 
 
-def test_two_layers(ranks_done):
+def test_expert_parallel_two_layers(ranks_done):
     """A layer on a layer with the same callable; a second backward adds the same once more"""
     spec = UNEVEN
     shares = [share_of(spec, d) for d in range(4)]
@@ -19653,7 +19660,7 @@ def rank_loads(placement, loads):
     return [sum(share[e].item() for e in s) for s in placement.slots]
 
 
-def test_even_placement():
+def test_expert_placement_is_even():
     p = Y.Placement.even(8, 4)
     assert p.slots == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert (p.n_experts, p.ranks, p.slots_per_rank) == (8, 4, 2) and list(p.replica_counts) == [
@@ -19667,7 +19674,7 @@ def test_even_placement():
         Y.Placement.even(10, 4)
 
 
-def test_placement_by_load():
+def test_expert_placement_by_load():
     """Everyone somewhere, sizes within one, no two copies of one expert on a rank, and the copies
     where they lower the load per copy most"""
     for loads, size, extra in load_sets():
@@ -19694,7 +19701,7 @@ def test_placement_by_load():
         assert p == Y.Placement.by_load(loads, size, redundant=extra)
 
 
-def test_placement_is_no_worse_than_contiguous():
+def test_expert_placement_is_no_worse_than_contiguous():
     worse = []
     for loads, size, _ in load_sets():
         if len(loads) % size == 0:
@@ -19705,8 +19712,8 @@ def test_placement_is_no_worse_than_contiguous():
     assert not worse, worse[:2]
 
 
-def test_replicas_are_where_they_help_most():
-    """The largest load of a copy is the smallest that so many copies can give (brute force)"""
+def test_expert_replicas_go_to_the_highest_loads():
+    """The largest load of a copy is the smallest that this many copies can give (brute force)"""
     rng = random.Random(1)
     for _ in range(60):
         n, size = rng.randint(2, 5), rng.randint(2, 4)
@@ -19724,7 +19731,7 @@ def test_replicas_are_where_they_help_most():
         assert ours == pytest.approx(best), (loads.tolist(), size, extra, p.slots)
 
 
-def test_placement_of_nothing_and_floats():
+def test_expert_placement_of_zero_and_float_loads():
     zeros = Y.Placement.by_load(torch.zeros(6), 4, redundant=3)
     assert copies_of(zeros, 6).min() >= 1 and sum(map(len, zeros.slots)) == 9
     assert all(len(set(s)) == len(s) for s in zeros.slots)
@@ -19736,19 +19743,19 @@ def test_placement_of_nothing_and_floats():
     "loads, size, extra",
     [([1, 2], 3, 0), ([1, 2, 3], 2, -1), ([1, 2, 3], 2, 4), ([1, 2, 3], 1, 1), ([1, 2], 5, 2)],
 )
-def test_bad_placements(loads, size, extra):
+def test_bad_expert_placements(loads, size, extra):
     with pytest.raises(ValueError) as e:
         Y.Placement.by_load(torch.tensor(loads), size, redundant=extra)
     assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("n, size", [(10, 4), (3, 4), (7, 2)])
-def test_uneven_even(n, size):
+def test_even_placement_refuses_uneven_counts(n, size):
     with pytest.raises(ValueError, match="by_load"):
         Y.Placement.even(n, size)
 
 
-def test_physical():
+def test_physical_expert_ids():
     """A slot of the right expert; copy (token + offset) % copies; nobody stays nobody"""
     for loads, size, extra in load_sets():
         if not 0 <= extra <= len(loads) * (size - 1):
@@ -19777,13 +19784,13 @@ def test_physical():
 
 
 @pytest.mark.parametrize("bad", [8, 100, -2])
-def test_physical_of_no_such_expert(bad):
+def test_physical_ids_of_unknown_experts(bad):
     ids = torch.tensor([[0, 1], [2, bad]])
     with pytest.raises(ValueError):
         Y.Placement.even(8, 4).physical_ids(ids)
 
 
-def test_held():
+def test_local_expert_ids_of_a_placement():
     for loads, size, extra in load_sets():
         if not 0 <= extra <= len(loads) * (size - 1):
             continue
@@ -19793,7 +19800,7 @@ def test_held():
             assert torch.equal(Y.shard_stack(stack, p, r), stack[list(p.slots[r])])
 
 
-def test_local():
+def test_local_experts_need_no_process_group():
     """Only its own slots, and no process group at all"""
     up, down = stacks_of(BASE)
     x, _, router = share_of(BASE, 1)
@@ -19812,7 +19819,7 @@ def test_local():
 
 
 @pytest.mark.parametrize("chunks", [0, -1])
-def test_no_chunks(chunks):
+def test_bad_chunk_counts_are_refused(chunks):
     with pytest.raises(ValueError, match="chunks"):
         Y.all_to_all_dispatch(PLAIN_EXPERTS, 2, None, chunks=chunks)
 
@@ -19903,7 +19910,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize("how", MODES)
-def test_experts_write_the_same_text(how, capsys, quick):
+def test_experts_flag_gives_the_same_text(how, capsys, quick):
     """generate.py --experts grouped and loop, in fp32: the same tokens, whatever else is asked."""
     texts = [
         answers(capsys, *MODES[how], "--experts", kind)["tokens"] for kind in ("grouped", "loop")
@@ -19911,7 +19918,7 @@ def test_experts_write_the_same_text(how, capsys, quick):
     assert texts[0] == texts[1] and len(texts[0]) == 24
 
 
-def test_static_experts_are_left_to_the_graph(monkeypatch):
+def test_static_experts_stay_in_the_compiled_graph(monkeypatch):
     """Where experts have static shapes (kernels, on CUDA; on a CPU none) a compiled step calls them
     as they are, and an Engine is captured, and compiled if asked; else they are gathered, an Engine
     is not captured, and --compile refused."""
@@ -19948,7 +19955,7 @@ def test_static_experts_are_left_to_the_graph(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.parametrize("how", ["eager", "int8"])
-def test_experts_write_the_same_text_compiled(how, capsys, quick):
+def test_experts_flag_gives_the_same_text_compiled(how, capsys, quick):
     """--compile, in which experts are gathered: the text of the eager step, for both kinds."""
     torch.compiler.reset()
     flags = (*MODES[how], "--max-new-tokens", 12)
@@ -20067,7 +20074,7 @@ def opener(folder: Path, held=None):
 
 
 @pytest.mark.parametrize("kind", ["file", "shards", "fp8", "codes"])
-def test_held_experts_are_all_that_is_read(kind, folders, monkeypatch):
+def test_only_local_experts_are_read(kind, folders, monkeypatch):
     """A process that holds some experts has their slices of the whole model, copies too, and all
     other tensors; of the other experts it reads nothing."""
     folder = folders[kind]
@@ -20098,7 +20105,7 @@ def test_held_experts_are_all_that_is_read(kind, folders, monkeypatch):
         assert not stacks and numbers == {(i, e) for i, held in HELD.items() for e in held}
 
 
-def test_held_experts_quantize_as_they_come(folders):
+def test_local_experts_quantize_while_loading(folders):
     """each(): a part that is quantized on load == that part of the model quantized whole."""
     each = lambda name, module: Q.quantize_module(name, module, Q.get_scheme("int8", None))
     whole = HF.load_checkpoint(folders["file"], convert_module=each)
@@ -20109,7 +20116,7 @@ def test_held_experts_quantize_as_they_come(folders):
 
 
 @pytest.mark.parametrize("change", ["lacks", "shape", "more"])
-def test_held_experts_do_not_hide_a_wrong_folder(change, folders, tmp_path):
+def test_local_experts_do_not_hide_a_damaged_folder(change, folders, tmp_path):
     """An expert that this process does not hold is missed all the same, and an unknown tensor is
     refused: all processes say the same."""
     stored = load_file(folders["file"] / "model.safetensors")
@@ -20130,7 +20137,7 @@ def test_held_experts_do_not_hide_a_wrong_folder(change, folders, tmp_path):
 
 
 @torch.no_grad()
-def test_parts_add_up_to_the_whole(folders):
+def test_outputs_of_local_experts_sum_to_the_whole(folders):
     """Two processes' shares, joined as --ep joins them but by plain addition: the whole layer. And
     a step reads the bytes of its own experts."""
     whole = HF.load_checkpoint(folders["file"], dtype=torch.float32)
@@ -20294,7 +20301,7 @@ def test_ep_two_ranks(tmp_path, capsys, quick):
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_ep_more_ranks(ranks, tmp_path, capsys, quick):
     """Three ranks, which hold unequal numbers, and four: the text of one process; a folder of codes
-    and FP8 products too."""
+    and FP8 matmuls too."""
     saved = tmp_path / "saved"
     argv = ["--checkpoint", str(MOE), "--dtype", "fp32", "--quantize", "int8", "--save", str(saved)]
     assert G.main(argv) == 0
@@ -20317,7 +20324,7 @@ def test_ep_more_ranks(ranks, tmp_path, capsys, quick):
     check_ranks(ranks, tmp_path, capsys, cases)
 
 
-def test_ep_ranks_that_do_not_divide_the_experts_are_told():
+def test_ep_must_divide_the_experts():
     """Three ranks and eight experts: refused, with what helps; with loads or copies they do."""
     config = HF.read_config(MOE / "config.json")
     shares = G.EPShards(G.parse_args(["x", "--ep"]))
@@ -20333,8 +20340,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 @pytest.mark.slow
 def test_ep_as_a_user_runs_it():
-    """torchrun: the prompt by a pipe, the text once, one line of facts; a refusal in one line, and
-    exit code 2 of every rank."""
+    """torchrun: the prompt by a pipe, the text once, one line of statistics; a refusal in one line,
+    and exit code 2 of every rank."""
     argv = ["generate.py", *EP_GREEDY[1:], "--ep"]
     done = run(*TORCHRUN, 2, *argv, stdin=GOLDEN_PROMPT)
     assert done.returncode == 0, done.stderr
@@ -20349,7 +20356,7 @@ def test_ep_as_a_user_runs_it():
     assert len(lines) == 1 and "--batch" in lines[0]
 
 
-def test_ep_alone_is_the_plain_thing(capsys, quick):
+def test_ep_of_one_rank_equals_no_ep(capsys, quick):
     """One process, with and without --ep."""
     assert alone(capsys, (*EP_GREEDY, "--ep"))["tokens"] == alone(capsys, EP_GREEDY)["tokens"]
 
@@ -20410,12 +20417,12 @@ def test_expert_load_files(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# train.py: mixtures
+# train.py: MoE layers
 # --------------------------------------------------------------------------------------------------
 
 
 def mixtral(**changes) -> M.ModelConfig:
-    """A mixture in every layer, without a correction."""
+    """An MoE layer in every block, without an expert bias."""
     base = dict(family="mixtral", n_layers=2, moe_layers=(0, 1), n_experts=4, norm_topk=True)
     return tiny(**base | dict(n_experts_per_token=2, expert_ffn_dim=80) | changes)
 
@@ -20429,7 +20436,7 @@ def routers(model: M.Transformer) -> torch.Tensor:
 
 
 def auxiliary_by_hand(kind: str, config: M.ModelConfig, logits: torch.Tensor, ids: torch.Tensor):
-    """One mixture's auxiliary loss, (B, T, E) and (B, T, K), written out with loops."""
+    """One MoE layer's auxiliary loss, (B, T, E) and (B, T, K), written out with loops."""
     B, length, E = logits.shape
     if kind == "z":
         return (logits.exp().sum(-1).log() ** 2).mean()
@@ -20447,9 +20454,9 @@ def auxiliary_by_hand(kind: str, config: M.ModelConfig, logits: torch.Tensor, id
 
 @pytest.mark.parametrize("kind", ["aux", "seq", "z"])
 @pytest.mark.parametrize("config", [mixtral(), latent()], ids=["mixtral", "latent"])
-def test_auxiliary_losses_are_their_formulas_and_reach_the_router(kind, config):
-    """Each loss of Balance == its definition over every mixture, an MTP layer's included, times its
-    coefficient; and what it adds to the routers' gradients is the definition's gradient."""
+def test_auxiliary_losses_equal_their_formulas_and_reach_the_router(kind, config):
+    """Each loss of Balance == its definition over every MoE layer, an MTP layer's included, times
+    its coefficient; and what it adds to the routers' gradients is the definition's gradient."""
     model, batch = random_model(config).requires_grad_(True), random_tokens(config, 3, 18)
     seen = []
     for m in mixtures(model):
@@ -20503,8 +20510,8 @@ def trained_loads(model: M.Transformer, steps: int, lr: float, speed: float, **c
 
 
 def skewed(config: M.ModelConfig) -> M.Transformer:
-    """Drawn as train.py draws it, but for long router rows and, where there is one, a correction
-    that favours the first experts."""
+    """Sampled as train.py samples it, but for long router rows and, where there is one, a
+    correction that favours the first experts."""
     model = M.Transformer(config)
     model.init_weights(torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -20516,7 +20523,7 @@ def skewed(config: M.ModelConfig) -> M.Transformer:
 
 
 @pytest.mark.slow
-def test_the_bias_balances_a_skewed_router_and_leaves_the_weights_alone():
+def test_bias_updates_balance_a_skewed_router_without_touching_its_weights():
     """A router that favours some experts comes, in training with a moving correction, to a max/mean
     load below 1.2, and not without. The gate weights are the chosen experts' unbiased scores."""
     config = latent(n_groups=1, topk_groups=1, group_score_topk=1, n_mtp_layers=0)
@@ -20532,7 +20539,7 @@ def test_the_bias_balances_a_skewed_router_and_leaves_the_weights_alone():
     assert (ids.sort().values != unbiased.sort().values).any()
 
 
-def test_an_auxiliary_loss_evens_out_a_mixture_without_correction():
+def test_auxiliary_loss_balances_an_moe_without_expert_bias():
     """Left alone a router drifts to its favourites; Switch's loss holds max/mean down, and so does
     the sequence-wise one."""
     config = mixtral(dim=32, ffn_dim=32, expert_ffn_dim=32, n_heads=2, n_kv_heads=1)
@@ -20543,7 +20550,7 @@ def test_an_auxiliary_loss_evens_out_a_mixture_without_correction():
     assert alone > 1.4 and max(switch, sequence) < 1.25, (alone, switch, sequence)
 
 
-def test_validation_neither_counts_nor_collects():
+def test_validation_does_not_count_expert_load():
     """Balance hears training alone; a forward without gradients leaves no trace."""
     config = mixtral()
     model, tokens = random_model(config), random_tokens(config, 2, 200)[0].int()
@@ -20581,10 +20588,10 @@ def moe_configs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["deepseek", "mixtral"])
-def test_metrics_tell_the_load_and_the_auxiliary_loss(corpus, moe_configs, tmp_path, kind, capsys):
+def test_metrics_report_expert_load_and_auxiliary_loss(corpus, moe_configs, tmp_path, kind, capsys):
     """Every row has the load's statistics, validated ones the counts: all slots of the step, none
     of validation. aux_loss is on by default where there is no correction; its coefficient stays
-    with the run. Plain experts give the losses of grouped ones. The picture has two panels more."""
+    with the run. Plain experts give the losses of grouped ones. The plot has two panels more."""
     out, loop = tmp_path / "run", tmp_path / "loop"
     assert T.main(moe_argv(corpus, moe_configs / f"{kind}.json", out)) == 0
     rows = MT.read_metrics(out / "metrics.jsonl")
@@ -20619,8 +20626,8 @@ def test_metrics_tell_the_load_and_the_auxiliary_loss(corpus, moe_configs, tmp_p
 
 
 @pytest.mark.slow
-def test_compiled_mixtures_train_as_they_are(corpus, moe_configs, tmp_path):
-    """--compile changes no loss, auxiliary loss or load of a model with mixtures."""
+def test_compiled_moe_trains_as_eager(corpus, moe_configs, tmp_path):
+    """--compile changes no loss, auxiliary loss or load of a model with MoE layers."""
     more = ("--router-z-loss", 0.1, "--seq-aux-loss", 0.1)
     for name, flags in (("plain", ()), ("compiled", ("--compile",))):
         argv = moe_argv(corpus, moe_configs / "deepseek.json", tmp_path / name, *more, *flags)
@@ -20659,7 +20666,7 @@ def dense_models(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("family", DENSE_FORMS)
-def test_upcycled_computes_what_the_dense_model_did(dense_models, tmp_path, family):
+def test_upcycled_model_equals_the_dense_model(dense_models, tmp_path, family):
     """--upcycle: the same logits (fp32, 1e-5), whatever the router; in the family that can say it,
     read back from its folder as it is."""
     init = dense_models / family
@@ -20718,7 +20725,7 @@ def test_upcycled_model_trains_resumes_and_opens_elsewhere(corpus, dense_models,
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_path, capsys):
+def test_bad_moe_flags_are_refused(corpus, moe_configs, dense_models, tmp_path, capsys):
     """Each mistake is one line that names the flag, exit code 2, before anything is written."""
     biased, ahead = tmp_path / "biased", tmp_path / "ahead"
     HF.save_checkpoint(random_model(tiny(mlp_bias=True)), biased)
@@ -20767,7 +20774,7 @@ def test_what_mixtures_cannot_is_refused(corpus, moe_configs, dense_models, tmp_
 @pytest.fixture(scope="module")
 def lopsided(corpus, moe_configs, tmp_path_factory) -> Path:
     """What ranks are compared with: two steps in one process, then two more by --resume. The first
-    mixture's correction has half of the experts, one rank's of two, chosen by nobody."""
+    MoE layer's correction has half of the experts, one rank's of two, chosen by nobody."""
     path = tmp_path_factory.mktemp("lopsided")
     config = HF.read_config(moe_configs / "deepseek.json")
     config = M.replace(config, n_groups=1, topk_groups=1, group_score_topk=1, family="sheaf")
@@ -20808,10 +20815,10 @@ def same_training(out: Path, reference: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_over_two_ranks_are_one_process(corpus, lopsided, tmp_path):
+def test_training_with_ep_2_equals_one_process(corpus, lopsided, tmp_path):
     """--ep 2 on 2 ranks, of which one gets no token in one layer: the losses, gradient norms,
     loads, weights and Adam moments of one process (fp32, 1e-5), in a checkpoint of the same
-    tensors, which one process goes on from."""
+    tensors, which one process continues from."""
     out = tmp_path / "ep"
     argv, log = ranks_argv(corpus, lopsided, out, "--steps", 2, "--ep", 2), tmp_path / "log"
     assert sc_ranks(argv, 2, log) == [0] * 2, log.read_text()
@@ -20827,8 +20834,8 @@ def test_experts_over_two_ranks_are_one_process(corpus, lopsided, tmp_path):
     [(4, ("--ep", 2, "--ep-chunks", 3)), (4, ("--ep", 4, "--ep-node-size", 2, "--ep-chunks", 2))],
     ids=["two-groups", "two-level"],
 )
-def test_experts_over_ranks_are_one_process(corpus, lopsided, tmp_path, ranks, flags):
-    """The same of several groups, of nodes and of pieces; and both go on from one process's
+def test_training_with_ep_equals_one_process(corpus, lopsided, tmp_path, ranks, flags):
+    """The same of several groups, of nodes and of pieces; and both continue from one process's
     checkpoint."""
     out = tmp_path / "from-the-start"
     log, argv = tmp_path / "log", ranks_argv(corpus, lopsided, out, "--steps", 2, *flags)
@@ -21328,13 +21335,13 @@ def cp_equal(s, results, keys=CP_KEYS):
 
 
 @pytest.mark.parametrize("name", CP_CASES)
-def test_context_parallel_attention_is_the_attention_of_one_process(cp_done, name):
+def test_context_parallel_attention_equals_one_process(cp_done, name):
     """o, lse and all gradients, lse's too: ring, all-gather, Ulysses and 2D == full attention"""
     cp_equal(CP_CASES[name], cp_done[name])
 
 
 @pytest.mark.parametrize("name", CP_PREFIXES)
-def test_pass_kv_and_pass_q_are_attention_with_the_whole_cache(cp_done, name):
+def test_pass_kv_and_pass_q_equal_attention_over_the_whole_cache(cp_done, name):
     """New tokens after a cache spread over ranks in any way, an empty one too"""
     s = CP_PREFIXES[name]
     cp_equal(s, cp_done[name], ("o", "lse"))
@@ -21347,7 +21354,7 @@ def test_context_parallel_attention_of_random_forms(cp_done_slow, name):
     cp_equal(CP_FUZZ[name], cp_done_slow[name])
 
 
-def test_a_ring_begins_each_transfer_before_it_computes(cp_done):
+def test_ring_attention_starts_transfers_before_computing(cp_done):
     """Order of events of 4 ranks: send, attend, wait; backward a block's gradients travel behind"""
     for got in cp_present(cp_done["ring zigzag 4"]):
         kinds = [(kind, number) for kind, number in got["forward"] if kind != "attend"]
@@ -21361,7 +21368,7 @@ def test_a_ring_begins_each_transfer_before_it_computes(cp_done):
         assert events == "sa0" + "sas1" + "sa2s3" + "a4s5"
 
 
-def test_transfers_carry_no_more_than_the_formula(cp_done):
+def test_context_parallel_bytes_equal_the_formula(cp_done):
     """Bytes and calls: ring, window, documents, all-gather, Ulysses"""
     size = lambda s, n: s["B"] * n * s["Hkv"] * (s["D"] + s["Dv"]) * s["dtype"].itemsize
     count = lambda got, *kinds: [e for e in got if e[0] in kinds]
@@ -21396,7 +21403,7 @@ def test_transfers_carry_no_more_than_the_formula(cp_done):
         assert sorted(b for _, b in count(got["backward"], "a2a")) == sorted(bytes_)
 
 
-def test_passing_keys_or_queries_sends_what_is_chosen(cp_done):
+def test_pass_kv_or_pass_q_is_chosen_by_bytes(cp_done):
     """auto takes the smaller message; bytes of both ways"""
     for name, s in CP_PREFIXES.items():
         how = dict(zip(("auto long", "auto short"), ("pass-q", "pass-kv"))).get(name, s["how"])
@@ -21429,7 +21436,7 @@ def test_passing_keys_or_queries_sends_what_is_chosen(cp_done):
     ) and not inference_parallel.should_pass_kv(49, 10**6, 64, 8, **known)
 
 
-def test_a_lost_transfer_spoils_the_result(cp_done):
+def test_lost_ring_transfer_is_noticed(cp_done):
     """Each of the 3 + 6 transfers of a forward and backward pass, zeroed, changes the outcome"""
     ranks = cp_present(cp_done["lost"])
     for number in range(1, 10):
@@ -21439,7 +21446,7 @@ def test_a_lost_transfer_spoils_the_result(cp_done):
         assert max(moved) > 1e-3, f"transfer {number - 1}: {moved}"
 
 
-def test_autograd_keeps_only_this_ranks_rows(cp_done):
+def test_autograd_saves_only_local_rows(cp_done):
     """Saved bytes are those of q, k, v, o and lse, O(T / ranks); plain attention's are O(T^2)"""
     for got in cp_present(cp_done["saved"]):
         for form, T in product(("ring", "gather"), (64, 256)):
@@ -21451,7 +21458,7 @@ def test_autograd_keeps_only_this_ranks_rows(cp_done):
         assert got["plain", 256][0] > 8 * got["plain", 64][0]
 
 
-def test_context_parallel_refuses_what_does_not_fit(cp_done):
+def test_context_parallel_refuses_bad_shapes(cp_done):
     """Before any transfer, with the numbers in the message"""
     says = {
         "odd zigzag": "28 tokens on 4 ranks: zigzag needs a multiple of 8", "placement": "zebra",
@@ -21501,7 +21508,7 @@ def cp_covered(calls, n, m):
     return seen
 
 
-def test_a_band_is_two_calls_at_most():
+def test_a_sliding_window_needs_at_most_two_calls_per_block():
     """Every band low <= t - s < high of every small block, each pair exactly once"""
     for n, m in product(range(1, 6), repeat=2):
         apart = torch.arange(n)[:, None] - torch.arange(m)
@@ -21574,7 +21581,7 @@ def test_zigzag_and_stripes_share_the_work():
             assert spread(pairs) <= 1.05, (placement, step)
 
 
-def test_attention_with_lse_is_the_other_sheets_attention():
+def test_attention_with_lse_equals_attention_py():
     """The plain default == attention.py's reference, long sequences too, with gradients"""
     rng = torch.Generator().manual_seed(0)
     for T, S, causal, window in product((3, 150), (2, 0, 160), (True, False), (None, 4, 140)):
@@ -21791,7 +21798,7 @@ ZERO_TRAIN |= {
 
 
 class ZeroWire:
-    """zero.py's collectives, noted, one of them spoilt"""
+    """zero.py's collectives, noted, one of them altered"""
 
     def __init__(self, spoil=None, done=False):
         self.events, self.spoil, self.done = [], spoil, done
@@ -22298,7 +22305,7 @@ ZERO_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 @pytest.mark.parametrize("name", [n for n in ZERO_TRAIN if "bf16" not in n])
-def test_zero_weights_are_one_process_s(zero_done, name):
+def test_zero_weights_equal_one_process(zero_done, name):
     """After 10 steps of AdamW: also states, whole, and norms; every rank the same bits."""
     case, all_got = ZERO_TRAIN[name], zero_got(zero_done, name)
     want, limit = zero_alone(case), ZERO_LIMIT[case.dtype]
@@ -22338,14 +22345,14 @@ def test_zero_bf16_with_fp32_masters(zero_done, name):
         assert exact
 
 
-def test_zero_weights_are_ddp_s(zero_done):
+def test_zero_weights_equal_ddp(zero_done):
     for got in zero_got(zero_done, "ddp"):
         for n, w in got["ddp"].items():
             assert zero_off(got["weights"][n], w) <= 1e-12, n
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_zero_dropped_reduce_scatter_shows(zero_done, stage):
+def test_zero_lost_reduce_scatter_is_noticed(zero_done, stage):
     want = zero_alone(ZeroTrain(stage=stage, steps=1))["weights"]
     got = zero_got(zero_done, f"spoilt {stage}")[0]["weights"]
     assert max(zero_off(got[n], w) for n, w in want.items()) > 1e-4
@@ -22390,13 +22397,13 @@ def test_zero_counts_of_collectives(zero_done, stage):
 
 
 @pytest.mark.parametrize("name", [n for n in ZERO_OTHER if n.startswith("bytes")])
-def test_zero_bytes_are_the_formula_s(zero_done, name):
+def test_zero_memory_equals_the_formula(zero_done, name):
     for got in zero_got(zero_done, name):
         for formula, live in got:
             assert formula == live
 
 
-def test_zero_formula_is_the_paper_s():
+def test_zero_formula_equals_the_papers_table():
     """arXiv:1910.02054, figure 1 and table 1: 7.5B parameters, 64 ranks, GB"""
     gb = [round(zero.state_bytes(7_500_000_000, 64, stage) / 1e9, 1) for stage in range(4)]
     assert gb == [120.0, 31.4, 16.6, 1.9]
@@ -22404,9 +22411,9 @@ def test_zero_formula_is_the_paper_s():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_zero_states_move_to_another_rank_count(zero_done, dtype):
+def test_zero_states_load_on_another_world_size(zero_done, dtype):
     """Saved whole on 4 ranks: continued there bit for bit, and on 2 ranks in other buckets and the
-    other stage, as one process goes on."""
+    other stage, as one process continues."""
     for rank, got in enumerate(zero_got(zero_done, f"saved {dtype}")):
         assert got["same"] and got["shapes"]
         master = ["master"] if dtype == torch.bfloat16 else []
@@ -22431,7 +22438,7 @@ def test_zero_in_a_subgroup(zero_done):
             assert zero_off(got["weights"][n], w) <= 1e-12, n
 
 
-def test_zero_small_things(zero_done):
+def test_zero_edge_cases(zero_done):
     for got in zero_got(zero_done, "forgotten"):
         assert got["gone"] and not got["events"] and got["grad"] is not None
     for fresh, stale in zero_got(zero_done, "refreshed"):
@@ -22506,7 +22513,7 @@ TP_TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12, "bf16": 2e-2}
 
 
 class TpNet:
-    """What the transfers carry, and when: wraps them, and notes each and every product."""
+    """What the transfers carry, and when: wraps them, and notes each and every matmul."""
 
     def __init__(self):
         self.reset()
@@ -22561,7 +22568,7 @@ class TpArrives:
 
 
 class TpProducts(TorchDispatchMode):
-    """Notes matrix products, several in a row as one."""
+    """Notes matmuls, several in a row as one."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.split("::")[1] in ("mm", "addmm", "addmm_", "bmm", "linear"):
@@ -23098,8 +23105,8 @@ TP_ORDER = {  # transfers begun in capitals, awaited in small letters
 
 @pytest.mark.parametrize("name, phase", TP_ORDER)
 def test_tp_ring_overlaps(tp_done, name, phase):
-    """Every transfer is begun before a product and awaited behind it, in both directions; on links
-    where one takes as long as a product, P steps take P products and no more (but for the first x
+    """Every transfer is begun before a matmul and awaited behind it, in both directions; on links
+    where one takes as long as a matmul, P steps take P matmuls and no more (but for the first x
     of the backward pass, none waits)."""
     for got in tp_present(tp_done[name]):
         events = got[phase][0]
@@ -23521,7 +23528,7 @@ def gtp_check_batch(served: tuple, out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_generate_tp_two_ranks_by_the_clock(tmp_path, capsys, gtp_plain):
+def test_generate_tp_two_ranks_benchmark(tmp_path, capsys, gtp_plain):
     """Where ranks see other times: drafts whose number is measured, requests that arrive. And
     perplexity; quantized in parts it is nearly that of the whole."""
     text = tmp_path / "text.py"
@@ -23621,8 +23628,8 @@ def test_generate_tp_four_ranks(tmp_path, capsys, gtp_plain):
 
 @pytest.mark.slow
 def test_generate_tp_as_a_user_runs_it(tmp_path):
-    """torchrun: the prompt by a pipe, the text once, one line of facts; requests by a pipe too, and
-    a run of them that goes on; a refusal in one line, and no exit code 0."""
+    """torchrun: the prompt by a pipe, the text once, one line of statistics; requests by a pipe
+    too, and a run of them that continues; a refusal in one line, and no exit code 0."""
     argv = ["generate.py", *GTP_FP32, "--temperature", 0, "--max-new-tokens", 12]
     done = run(*TORCHRUN, 2, *argv, "--tp", 2, stdin=GOLDEN_PROMPT)
     assert done.returncode == 0, done.stderr
@@ -23663,7 +23670,7 @@ def test_generate_tp_refuses(flags, words, capsys):
     assert words in err and len(err.splitlines()) == 1
 
 
-def test_generate_tp_one_is_the_plain_thing(capsys, gtp_plain):
+def test_generate_tp_one_equals_no_tp(capsys, gtp_plain):
     """One process, with and without --tp 1, which goes with everything."""
     texts = [alone(capsys, (*GTP_GREEDY[:-1], *more))["text"] for more in ((), ("--tp", 1))]
     assert texts[0] == texts[1]
@@ -23760,12 +23767,12 @@ def test_generate_pp_refuses(flags, words, capsys):
     assert words in err and len(err.splitlines()) == 1
 
 
-def test_generate_pp_one_is_the_plain_thing(capsys, gtp_plain):
+def test_generate_pp_one_equals_no_pp(capsys, gtp_plain):
     texts = [alone(capsys, (*GTP_GREEDY[:-1], *more))["text"] for more in ((), ("--pp", 1))]
     assert texts[0] == texts[1]
 
 
-def test_a_slice_of_a_model_loads_alone(tmp_path):
+def test_pipeline_stage_loads_only_its_layers(tmp_path):
     """load_checkpoint reads the layers that are left, equal to the whole model's; a folder that
     lacks a dropped tensor is refused all the same, for every process."""
     folder = gtp_folder_of(gtp_qwen(n_layers=4, tie_embeddings=True), tmp_path / "m")
@@ -23785,7 +23792,7 @@ def test_a_slice_of_a_model_loads_alone(tmp_path):
         HF.load_checkpoint(folder, prepare=lambda m: ST.keep_stages_(m, [0], layers))
 
 
-def test_dummy_parts_are_of_the_whole(tmp_path):
+def test_dummy_weights_do_not_depend_on_sharding(tmp_path):
     """Random weights of a process that has a part of them: that part of one process's."""
     path = gtp_config_of(latent(), tmp_path / "latent.json")
     held = (5, 2, 2)
@@ -24168,7 +24175,7 @@ def layout_facts(case, layout, model, optimizer) -> dict:
 # ---- the cases ----
 
 NO_SP = "--no-sequence-parallel"
-BF16 = dict(dtype="bf16")  # products, and with --zero all that is gathered
+BF16 = dict(dtype="bf16")  # matmuls, and with --zero all that is gathered
 MOMENTS = ("exp_avg", "exp_avg_sq")
 RECOMPUTE = "--recompute full"
 LAYOUT_CASES = {
@@ -24365,9 +24372,9 @@ PIPELINES = {
 }  # fmt: skip
 MORE_LAYOUTS |= PIPELINES
 
-# Weights that are rounded, or products in eight bits: what is compared is one process that does so
-# too. A scale of FP8 is of what a product is given at once, so that one process takes micro-batches
-# of a row, as its ranks do; where --cp and --ep give products other rows, scales are others too.
+# Weights that are rounded, or matmuls in eight bits: what is compared is one process that does so
+# too. A scale of FP8 is of what a matmul is given at once, so that one process takes micro-batches
+# of a row, as its ranks do; where --cp and --ep give matmuls other rows, scales are others too.
 EIGHT_BITS = dict(dtype="fp32", alone=1)
 ROUGH = dict(EIGHT_BITS, tolerance=0.25)
 ROUNDED_LAYOUTS = {
@@ -25250,7 +25257,7 @@ def tp_share(name: str, p: torch.Tensor, config: M.ModelConfig, tp: int) -> int:
 
 
 @pytest.mark.parametrize("name", LAYOUT_CASES)
-def test_layout_is_one_process(layouts, name):
+def test_layout_equals_one_process(layouts, name):
     """Loss, every gradient, its norm, weights and moments after 3 steps, loads of experts and the
     validation loss: fp64 1e-12, fp32 1e-6, on every rank."""
     agrees(layouts[name], LAYOUT_CASES[name])
@@ -25258,25 +25265,25 @@ def test_layout_is_one_process(layouts, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_LAYOUTS)
-def test_more_layouts_are_one_process(layouts_slow, name):
+def test_more_layouts_equal_one_process(layouts_slow, name):
     agrees(layouts_slow[name], SLOW_LAYOUTS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.parametrize("name", COMPILED_LAYOUTS)
-def test_compiled_layouts_are_one_process(layouts_compiled, name):
+def test_compiled_layouts_equal_one_process(layouts_compiled, name):
     agrees(layouts_compiled[name], COMPILED_LAYOUTS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT_LAYOUTS)
-def test_layouts_of_eight_ranks_are_one_process(layouts_eight, name):
+def test_layouts_of_eight_ranks_equal_one_process(layouts_eight, name):
     agrees(layouts_eight[name], EIGHT_LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["dense", "qwen", "windows", "latent", "alibi", "mixed"])
-def test_what_layouts_are_compared_with(name):
+def test_one_process_reference_of_the_layouts(name):
     """One process's loss and gradient are plain autograd's of the mean over the tokens that count,
     in one piece; targets that do not count have none; and its steps change every weight."""
     case = LayoutCase(name, run="--aux-loss 0" if LAYOUT_MODELS[name].moe_layers else "")
@@ -25295,7 +25302,7 @@ def test_what_layouts_are_compared_with(name):
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_a_lost_transfer_of_a_layout_shows(layouts, name):
+def test_lost_transfer_of_a_layout_is_noticed(layouts, name):
     """Without any one of its transfers a step is wrong by 1e-6 or more, where with all it is right
     to 1e-12; and the transfers are those that are expected."""
     lost_shows(name, layouts[name])
@@ -25303,7 +25310,7 @@ def test_a_lost_transfer_of_a_layout_shows(layouts, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOST_SLOW)
-def test_each_lost_transfer_shows(layouts_slow, name):
+def test_every_lost_transfer_is_noticed(layouts_slow, name):
     lost_shows(name, layouts_slow[name])
     first, (_, every) = layouts_slow[name][0], LOST_SLOW[name]
     assert len(first["lost"]) == len(first["seen"]) > 10 or not every
@@ -25447,7 +25454,7 @@ def same_bits(a: dict, b: dict) -> bool:
 
 def chain_holds(results, task, tmp_path):
     """The start is one process's, to the bit; so is what the next layout read, of what the one
-    before wrote; and each step goes on as one process's."""
+    before wrote; and each step continues as one process's."""
     no_error(results)
     (name, cases), folder = task, Path(results[0]["folder"])
     read = lambda where, i: SD.read_state(folder / f"{name}.{where}{i}")
@@ -25466,7 +25473,7 @@ def chain_holds(results, task, tmp_path):
     return folder / f"{name}.after{len(cases) - 1}", after
 
 
-def test_a_run_goes_through_layouts_and_generates(layouts, tmp_path):
+def test_a_run_resumes_under_other_layouts_and_generates(layouts, tmp_path):
     """Two layouts, a step each; and generate.py opens what they leave, as it is."""
     out, state = chain_holds(layouts["chain"], CHAINS["chain"], tmp_path)
     shutil.copy(REPO / "checkpoints" / "small" / "tokenizer.model", out)
@@ -25479,7 +25486,7 @@ def test_a_run_goes_through_layouts_and_generates(layouts, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS_SLOW)
-def test_runs_go_through_layouts(layouts_slow, name, tmp_path):
+def test_runs_resume_under_other_layouts(layouts_slow, name, tmp_path):
     chain_holds(layouts_slow[name], CHAINS_SLOW[name], tmp_path)
 
 
@@ -25496,7 +25503,7 @@ def test_ranks_have_the_rows_of_one_batch(ranks):
 @pytest.mark.parametrize(
     "refusal", LAYOUTS_REFUSED, ids=[f"{m} {f} on {n}" for m, f, n, *_ in LAYOUTS_REFUSED]
 )
-def test_what_layouts_refuse(refusal):
+def test_bad_layouts_are_refused(refusal):
     """One line, that names the flag and shows the arithmetic, before a rank talks to another."""
     name, flags, world, words, _ = refusal
     case = LayoutCase(name, flags, ranks=world)
@@ -25524,21 +25531,22 @@ def test_frozen_parameters_get_no_gradients(layouts):
 
 
 @pytest.mark.parametrize("name", MESH_WORDS)
-def test_what_meshes_and_cuts_refuse(layouts, name):
+def test_bad_meshes_and_shards_are_refused(layouts, name):
     no_error(layouts["refusals"])
     for got in layouts["refusals"]:
         said = got[name]
         assert said and "\n" not in said and all(w in said for w in MESH_WORDS[name].split("; "))
 
 
-def test_the_composition_table_is_what_is_proven():
-    """parallelism/README.md shows exactly the declared cases and refusals, all of which the tests above run."""
+def test_the_composition_table_lists_the_tested_pairs():
+    """parallelism/README.md shows exactly the declared cases and refusals, all of which the tests
+    above run."""
     text = (REPO / "parallelism" / "README.md").read_text()
     found = re.findall(r"<!-- composition -->\n(.*?)\n<!-- /composition -->", text, re.S)
     assert found == [composition_table(composition())]
 
 
-def test_every_pair_that_makes_sense_is_in_a_case():
+def test_the_composition_table_covers_every_pair():
     """What is not tested is known, and is not much."""
     pairs = composition()
     untested = {pair for pair, how in pairs.items() if how == "not tested"}
@@ -25726,7 +25734,7 @@ def both_runs(results, name):
     return dry, real[0]
 
 
-def test_the_peak_is_of_storages_at_the_size_that_they_have():
+def test_peak_memory_counts_storages_once():
     """Freed, emptied and filled again while they live on, as fully_shard does"""
     resize_, held = torch.UntypedStorage.resize_, [torch.empty(10)]
     with dry_run.MemoryTracker(held) as peak:
@@ -25744,7 +25752,7 @@ def test_the_peak_is_of_storages_at_the_size_that_they_have():
 
 
 @pytest.mark.parametrize("name", [name for name in DRY_RUNS if name not in SLOW_DRY_RUNS])
-def test_a_dry_run_counts_what_a_run_does(name, dry_results):
+def test_dry_run_counts_equal_a_real_run(name, dry_results):
     """Bytes of parameters, gradients, optimizer states and activations, and calls and bytes of
     every transfer, are those of a real first rank, to the byte."""
     dry, real = both_runs(dry_results, name)
@@ -25754,7 +25762,7 @@ def test_a_dry_run_counts_what_a_run_does(name, dry_results):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_DRY_RUNS)
-def test_a_dry_run_counts_what_other_runs_do(name, dry_results_slow):
+def test_dry_run_counts_equal_more_real_runs(name, dry_results_slow):
     """The same for the other layouts. Where a router chooses, a tenth of difference is granted."""
     dry, real = both_runs(dry_results_slow, name)
     assert dry.pop("peak") == pytest.approx(real.pop("peak"), rel=0.1 if name == "routed" else 0.01)
@@ -25773,7 +25781,7 @@ DRY_NUMBERS = 2 * 96 * 48 + 48 + 2 * (2 * 48 + 2 * 48 * 48 + 2 * 48 * 24 + 3 * 4
 DRY_WIDTH = 2 * 24 * 48
 
 
-def test_dry_bytes_of_tensor_parallelism_are_the_formula(dry_results):
+def test_dry_run_tp_bytes_equal_the_formula(dry_results):
     """Of 2 ranks and 2 layers: an all-reduce of B * T * C for attention, one for feed-forward, in
     each direction, one for the embedding and one for the head; or a reduce-scatter and an
     all-gather for each."""
@@ -25792,7 +25800,7 @@ def test_dry_bytes_of_tensor_parallelism_are_the_formula(dry_results):
     assert whole["activations"] - cut["activations"] > 4 * 4 * DRY_WIDTH // 2  # norms are cut
 
 
-def test_dry_bytes_of_sharding_are_the_formula(dry_results):
+def test_dry_run_zero_bytes_equal_the_formula(dry_results):
     """Of 2 ranks: ZeRO 3 gathers all parameters twice and reduces the gradients once; 1 and 2
     gather once, 2 reduces once for each of 2 micro-batches; states and gradients are halves."""
     n, tensors, groups = DRY_NUMBERS, 21, 4
@@ -25811,7 +25819,7 @@ def test_dry_bytes_of_sharding_are_the_formula(dry_results):
         assert sent["fsdp", "reduce-scatter"] == (reductions * groups, reductions * 2 * n)
 
 
-def test_dry_bytes_of_rings_and_experts_are_the_formula(dry_results):
+def test_dry_run_cp_and_ep_bytes_equal_the_formula(dry_results):
     """A ring of 4 passes keys and values on 3 times in each direction, and their gradients 3 times.
     Of 4 experts on 4 ranks, 2 to a node, a token goes to 5/6 of the nodes and from there to 3/5 of
     2 ranks, with C numbers, ids and weights; back with C, and the gradients the same ways."""
@@ -25823,7 +25831,7 @@ def test_dry_bytes_of_rings_and_experts_are_the_formula(dry_results):
     assert sent["ep", "all-to-all"] == (2 * 2 * 8, 2 * bytes_)
 
 
-def test_dry_activations_are_the_formula(dry_results):
+def test_dry_run_activations_equal_the_formula(dry_results):
     """Of fp32 on one rank, N = B * T tokens, each storage once. A layer keeps of each norm its
     input, 1 / rms, and the output before and after the weight; q, o, k, v and lse; gate, up, silu
     and their product: N (6 C + 2 + 2 Hq D + 2 Hkv D + Hq + 4 F). With --recompute full, its
@@ -25854,7 +25862,7 @@ def in_a_fork(work, path):
     return path.read_text(), process.exitcode
 
 
-def test_512_ranks_of_a_block_of_llama3(tmp_path, monkeypatch):
+def test_dry_run_of_512_ranks_of_a_llama3_block(tmp_path, monkeypatch):
     """One layer as wide as Llama 3 8B's, on 512 ranks: its share of parameters, its collectives;
     no file is written."""
     (tmp_path / "wide.json").write_text(json.dumps(DRY_MODELS["wide"].to_hf()))
@@ -25874,7 +25882,7 @@ def test_512_ranks_of_a_block_of_llama3(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_512_ranks_of_a_whole_model():
+def test_dry_run_of_512_ranks_of_a_whole_model():
     """The command that the issue gives: under a minute, under 3 GB."""
     program = (
         "import resource, sys, train; status = train.main(sys.argv[1:]); "
@@ -25909,7 +25917,7 @@ def test_512_ranks_of_a_whole_model():
         ("--dry-run --model nothing", "neither a config.json nor one of"),
     ],
 )
-def test_a_dry_run_refuses(flags, words, tmp_path, monkeypatch, capsys):
+def test_dry_run_refuses(flags, words, tmp_path, monkeypatch, capsys):
     """One line that names the flag."""
     monkeypatch.chdir(tmp_path)
     assert T.main(flags.split()) == 2
@@ -25918,7 +25926,7 @@ def test_a_dry_run_refuses(flags, words, tmp_path, monkeypatch, capsys):
     assert not dist.is_initialized() and not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_needs_the_fake_process_group(monkeypatch, capsys):
+def test_dry_run_needs_the_fake_process_group(monkeypatch, capsys):
     """Under torchrun, and where torch lacks it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert T.main(["--dry-run"]) == 2
@@ -25931,7 +25939,7 @@ def test_a_dry_run_needs_the_fake_process_group(monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# Pipeline schedules: lists, what runs them in time, pictures, stages
+# Pipeline schedules: lists, what runs them in time, plots, stages
 # --------------------------------------------------------------------------------------------------
 
 SCHED_V = ("zbv", "v-half", "v-min", "dualpipev")
@@ -26109,7 +26117,7 @@ def sched_random(rng):
 # The lists
 
 
-def test_sched_every_list_runs():
+def test_sched_every_schedule_runs():
     """Every schedule, m < p too: complete, each action once, on its chunk's rank; no deadlock."""
     names = set()
     for name, p, m, v, s in sched_all():
@@ -26130,7 +26138,7 @@ def test_sched_every_list_runs():
     assert names == set(SC.SCHEDULES)
 
 
-def test_sched_homes():
+def test_sched_stage_to_rank():
     """Lines, loops, Vs; DualPipe: every stage on two ranks, half of the microbatches each way."""
     for name, p, m, v, s in sched_all():
         if name == "dualpipe":
@@ -26157,7 +26165,7 @@ def test_sched_homes():
         assert s.chunk_to_rank == expected
 
 
-def test_sched_first_in_first_out():
+def test_sched_transfers_are_first_in_first_out():
     """What goes from a chunk to the next, forward or backward, is taken in the order it is sent."""
     for name, p, m, v, s in sched_all():
         place = {a[:3]: i for row in s.actions for i, a in enumerate(row)}
@@ -26206,7 +26214,7 @@ SCHED_GOLDEN = {
 
 
 @pytest.mark.parametrize("case", SCHED_GOLDEN, ids=lambda case: "-".join(map(str, case)))
-def test_sched_published_lists(case):
+def test_sched_equals_published_schedules(case):
     """Action for action the lists of PyTorch's own pipelining, and of the papers' rules."""
     s = SC.make_schedule(*case)
     rows = tuple(" ".join(f"{c}{k}{m}" for k, m, c, _ in row) for row in s.actions)
@@ -26234,7 +26242,7 @@ def sched_deepseek(p, m, r):
 
 
 @pytest.mark.parametrize("p,m", [(1, 2), (1, 5), (2, 4), (2, 7), (3, 6), (4, 10), (5, 13)])
-def test_sched_dualpipe_is_deepseeks(p, m):
+def test_sched_dualpipe_equals_deepseeks(p, m):
     """DualPipe and DualPipeV take DeepSeek's eight steps on every rank; W in order of their B."""
     for s, ranks in ((SC.dualpipev(p, m), range(p)), (SC.dualpipe(2 * p, 2 * m), range(2 * p))):
         whole = {a[1:3] for row in s.actions for a in row if a.kind == "W"}
@@ -26275,7 +26283,7 @@ def test_sched_pipedream_versions():
         assert plain == SC.make_schedule("1f1b", p, m).actions
 
 
-def test_sched_pieces_of_one_idea():
+def test_sched_special_cases_coincide():
     """Without its W, ZB-H1 is 1F1B; DualPipeV is the first half of DualPipe's ranks."""
     for p, m in itertools.product(range(1, 7), (1, 3, 8, 14)):
         rows = SC.make_schedule("zb-h1", p, m).actions
@@ -26324,7 +26332,7 @@ def test_sched_simulate_against_a_clock(name):
     assert (paired > 0) == name.startswith("dualpipe")
 
 
-def test_sched_simulate_any_list():
+def test_sched_simulate_any_schedule():
     """The same for lists of no paper: any homes, paths, orders, pairs, with and without W and U."""
     rng = random.Random(5)
     paired = 0
@@ -26525,7 +26533,7 @@ def sched_refused(s):
 
 
 @pytest.mark.parametrize("name", SC.SCHEDULES)
-def test_sched_check_knows_broken_lists(name):
+def test_sched_check_finds_broken_schedules(name):
     """One or two random changes of a good list: refused when, and only when, it cannot be run; and
     of those that would never end every rank that waits is named, with what it waits for."""
     rng = random.Random(name)
@@ -26553,8 +26561,9 @@ def test_sched_check_knows_broken_lists(name):
     assert good >= 5 and bad >= 50, (good, bad)
 
 
-def test_sched_check_says_what_is_wrong():
-    """Dropped, doubled, elsewhere, unknown, too early, in a circle, beside nothing: each named."""
+def test_sched_check_names_the_fault():
+    """Dropped, doubled, elsewhere, unknown, too early, in a cycle, overlapping nothing: each
+    named."""
     s = SC.make_schedule("1f1b", 2, 2)
 
     def refused(text):
@@ -26588,9 +26597,9 @@ def test_sched_check_says_what_is_wrong():
     assert "rank 0 has F3.0" in message
 
 
-def test_sched_beside_is_a_pair():
-    """An action cannot go beside one that it needs, nor a pair be of three: both would be timed as
-    if they could."""
+def test_sched_bad_overlapped_pairs_are_refused():
+    """An action cannot overlap one that it depends on, nor can three overlap: both would be timed
+    as if they could."""
     s = SC.make_schedule("gpipe", 1, 2)
     f0, f1, b1, b0 = s.actions[0]
     for i, row in enumerate((
@@ -26607,7 +26616,7 @@ def test_sched_beside_is_a_pair():
 # Text
 
 
-def test_sched_text_and_back():
+def test_sched_text_round_trip():
     """parse(str(s)) is s, for every schedule."""
     for *what, s in sched_all(ps=(1, 2, 4), ms=(1, 3, 8, 12)):
         assert SC.parse(str(s)) == s, what
@@ -26672,7 +26681,7 @@ def test_sched_parse_refuses(text):
     ("interleaved", 2, 4, -1, "chunks -1"), ("zbv", 2, 4, 2, "chunks zbv"),
     ("zbv", 2, 4, 0, "chunks"), ("zb-v", 2, 4, None, "zb-v zbv"), ("", 2, 4, None, "unknown"),
 ])  # fmt: skip
-def test_sched_numbers_that_do_not_fit(name, p, m, v, words):
+def test_sched_bad_counts_are_refused(name, p, m, v, words):
     """ValueError that names what is wrong."""
     with pytest.raises(ValueError) as refusal:
         SC.make_schedule(name, p, m, v)
@@ -26698,7 +26707,7 @@ def sched_cuts(layers, devices, sizes):
 
 def test_sched_partition_is_brute_force():
     """Hundreds of random small models: times that grow, times of no order, ties, stages that do not
-    fit in memory; device groups; so many stages or any number; one microbatch or many."""
+    fit in memory; device groups; this many stages or any number; one microbatch or many."""
     rng = random.Random(7)
     refused = many = 0
     for case in range(800):
@@ -26803,7 +26812,7 @@ def sched_rows(picture):
     return [(kinds[8:], numbers[8:]) for kinds, numbers in zip(lines[::2], lines[1::2])]
 
 
-def test_sched_picture_is_the_timeline():
+def test_sched_text_plot_equals_the_timeline():
     """At unit costs a column is the shortest action's time: every letter and digit is what the rank
     does there, of a pair first the F, then the B; the counts of letters follow."""
     for name, p, m, v, s in sched_all(ps=(1, 2, 4), ms=(1, 3, 8), vs=(2,)):
@@ -26833,7 +26842,7 @@ def test_sched_picture_is_the_timeline():
     assert numbers[:64] == SCHED_LETTERS + "01"
 
 
-def test_sched_picture_keeps_its_width():
+def test_sched_text_plot_keeps_its_width():
     """Never wider than asked, all ranks on one scale, a rank that ends early ends early there."""
     rng = random.Random(2)
     for name, p, m, v, s in sched_all(ps=(1, 4), ms=(2, 8), vs=(2,)):
@@ -26856,7 +26865,7 @@ def test_sched_picture_keeps_its_width():
     assert SC.render_text(SC.simulate(s, SC.Costs(send=1e300)), 50)
 
 
-def test_sched_svg_is_the_timeline():
+def test_sched_svg_equals_the_timeline():
     """XML; a box per action, inside the image, in the rank's row, none over another, as wide as its
     time, named by its action; a colour per kind."""
     name_of = "{http://www.w3.org/2000/svg}"
@@ -27050,7 +27059,7 @@ def test_planner_flops_are_those_that_torchtitan_and_llama_3_report():
     assert abs(planner.model_flops(shape, 8192) * 15.6e12 / 3.8e25 - 1) < 0.05
 
 
-def test_planner_flops_of_selective_recomputation_are_every_second_product():
+def test_planner_flops_of_selective_recomputation():
     C, kv, F = 4096, 1024, 14336  # of q k v o gate up down: k, o and up
     got = planner.recomputed_flops(PLANNER_8B, 8192, "selective")
     planner_exact(got, 32 * 2 * (C * kv + C * C + C * F))
@@ -27256,7 +27265,7 @@ def test_planner_memory_of_experts():
     planner_exact(got["optimizer"], 12 * (dense / 16 + experts / 2))
 
 
-def test_planner_memory_falls_with_what_should_lower_it():
+def test_planner_memory_is_monotone():
     size = lambda **how: sum(planner.memory(PLANNER_8B, planner.Plan(**how), 8192, 512).values())
     assert size(dp=8) > size(dp=8, zero=2) > size(dp=8, zero=3) > size(dp=64, zero=3)
     assert size() > size(tp=2) > size(tp=8) and size() > size(pp=4) and size() > size(cp=2)
@@ -27337,7 +27346,7 @@ def test_planner_layer_in_fp8_by_hand():
     assert got["tensor parallel"][:2] == pytest.approx((3 * move, 5 * move), rel=1e-9)
 
 
-def test_planner_transfers_of_context_and_experts_by_hand():
+def test_planner_cp_and_ep_transfers_by_hand():
     plan = planner.Plan(1, 8, 4, micro=1)
     got = planner.layer_seconds(PLANNER_8B, PLANNER_H100, 32768, plan)
     keys = 4 * 8192 * 1024 / 8  # bytes of k and v of a rank
@@ -27452,7 +27461,7 @@ def test_planner_step_by_hand():
     assert got.seconds["bubble"] == pytest.approx(3 * (slot - 3 * 8 * layer["matmuls"][0]))
 
 
-def test_planner_time_moves_the_right_way():
+def test_planner_time_is_monotone():
     def step(device=PLANNER_H100, **how):
         plan = planner.Plan(**dict(dp=8) | how)
         return planner.predict(PLANNER_8B, device, plan, 8192, 256).step
@@ -27477,7 +27486,7 @@ def test_planner_time_moves_the_right_way():
 
 @pytest.mark.parametrize("run", PLANNER_RUNS, ids=lambda run: run.name)
 def test_planner_published_run(run):
-    """Within 20% of what was measured; but the smallest, whose products are small, is 1.3x."""
+    """Within 20% of what was measured; but the smallest, whose matmuls are small, is 1.3x."""
     value, got = planner.compare_run(run)
     ratio = value / run.value
     print(f"{run.name}: {value:.4g} {run.unit}, published {run.value:g}, ratio {ratio:.2f}")
@@ -27558,7 +27567,7 @@ def test_planner_has_one_set_of_constants(monkeypatch):
         planner.layer_seconds.cache_clear()
 
 
-def test_planner_devices_are_their_data_sheets():
+def test_planner_devices_match_their_datasheets():
     d = planner.DEVICES
     assert (d["h100"].bf16, d["h100"].fp8, d["h100"].hbm) == (989e12, 1979e12, 3.35e12)
     assert (d["a100-80gb"].bf16, d["a100-80gb"].hbm, d["a100-80gb"].network) == (
@@ -27640,7 +27649,7 @@ def test_planner_rank_is_all_that_fits_in_order():
         ("ep 2 does not divide dp 4 and 0 experts", dict(dp=4, ep=2)),
     ],
 )  # fmt: skip
-def test_planner_plans_that_cannot_be(message, how):
+def test_planner_impossible_plans_are_refused(message, how):
     seq = 8190 if "8190" in message else 8192
     with pytest.raises(ValueError, match=message):
         planner.predict(PLANNER_TINY, PLANNER_H100, planner.Plan(**how), seq, 24)
@@ -27656,7 +27665,7 @@ def test_planner_embedding_and_head_may_be_stages():
 # A whole run and the program ----------------------------------------------------------------------
 
 
-def test_planner_checkpoints_are_youngs():
+def test_planner_checkpoint_interval_is_youngs_formula():
     """Llama 3: 419 unexpected interruptions in 54 days of 16,384 GPUs are one in 3.1 hours."""
     assert round(planner.GPU_HOURS_TO_FAILURE / 16384, 2) == 3.09
     planner_exact(planner.checkpoint_interval(60, 3 * 3600), math.sqrt(2 * 60 * 3 * 3600))
@@ -27688,7 +27697,7 @@ def test_planner_whole_run_by_hand():
     assert never["goodput"] == 0 and never["days"] == math.inf
 
 
-def test_planner_numbers():
+def test_planner_number_formats():
     assert planner.parse_number("16M", 1024) == 16 * 2**20
     assert planner.parse_number("15.6T") == 15_600e9
     assert planner.parse_number("4k") == 4000 and planner.parse_number("8192", 1024) == 8192
@@ -27719,14 +27728,14 @@ PLANNER_BAD = [
 
 
 @pytest.mark.parametrize("line, message", PLANNER_BAD)
-def test_planner_says_what_is_wrong_in_a_line(line, message):
+def test_planner_errors_are_one_line(line, message):
     with pytest.raises(SystemExit) as error:
         planner.main(line.split())
     text = str(error.value)
     assert text.startswith("planner.py: ") and message in text and "\n" not in text
 
 
-def test_planner_says_what_is_short_where_nothing_fits():
+def test_planner_names_the_shortage_where_nothing_fits():
     """On 8 GPUs: 405.9B parameters on tp 8, of 16 bytes each, are 94.5 + 189.0 + 567.0 GiB."""
     with pytest.raises(SystemExit) as error:
         planner.main(["--model", "llama3-405b", "--gpus", "8"])
@@ -27745,7 +27754,7 @@ def test_planner_says_what_is_short_where_nothing_fits():
     assert abs(least / 2**30 - float(need)) < 0.06
 
 
-def test_planner_program_prints_what_was_asked_for(capsys):
+def test_planner_program_prints_the_requested_plan(capsys):
     line = "--model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M --tokens 15.6T"
     began = time.perf_counter()
     planner.main([*line.split(), "--top", "5"])
@@ -27767,7 +27776,7 @@ def test_planner_program_prints_what_was_asked_for(capsys):
     assert shares[-1] == 100 and abs(sum(shares[:-1]) - 100) < 1
 
 
-def test_planner_program_takes_what_is_fixed_and_writes_json(capsys):
+def test_planner_program_accepts_fixed_degrees_and_writes_json(capsys):
     line = "--model llama3-8b --gpus 16 --batch 1M --tp 2 --schedule 1f1b --fp8 --json --top 3"
     planner.main(line.split())
     out = json.loads(capsys.readouterr().out)
@@ -27780,7 +27789,7 @@ def test_planner_program_takes_what_is_fixed_and_writes_json(capsys):
     assert "pp 2, zero 1, micro 1, recompute none, 1f1b" in capsys.readouterr().out
 
 
-def test_planner_stands_alone(tmp_path):
+def test_planner_alone_in_a_folder(tmp_path):
     """Copied into an empty folder it checks itself and prints the table of published runs."""
     shutil.copy(Path(planner.__file__), tmp_path)
     done = subprocess.run(
@@ -28308,13 +28317,13 @@ PL_RANDOM_MORE = {
 
 
 @pytest.mark.parametrize("name", [*PL_SCHEDULES, *PL_RANDOM])
-def test_pl_schedule_is_one_process(pl_done, name):
+def test_pl_schedule_equals_one_process(pl_done, name):
     pl_agrees(pl_done(name), *(PL_SCHEDULES | PL_RANDOM)[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PL_RANDOM_MORE)
-def test_pl_more_random_lists(pl_done_slow, name):
+def test_pl_more_random_schedules(pl_done_slow, name):
     pl_agrees(pl_done_slow(name), *PL_RANDOM_MORE[name])
 
 
@@ -28325,7 +28334,7 @@ def pl_agrees(results, schedules, p, how):
     pl_equal(results, schedules, steps, optimizer, dtype, within)
 
 
-def test_pl_schedules_are_all_there():
+def test_pl_every_schedule_is_tested():
     ran = {s.name for schedules, p, _ in PL_SCHEDULES.values() for s in schedules if p == 4}
     assert ran | {"pipedream"} == set(SC.SCHEDULES)
     lists = [schedules[0] for schedules, *_ in PL_RANDOM.values()]
@@ -28341,7 +28350,7 @@ def test_pl_schedules_are_all_there():
 
 
 def pl_mixed(to, recompute, chunk):
-    """The chunk in bf16 products, hidden states in `to`."""
+    """The chunk in bf16 matmuls, hidden states in `to`."""
 
     def run(x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -28373,7 +28382,7 @@ PL_AUTOCAST = {
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize("name", PL_AUTOCAST)
-def test_pl_autocast_is_one_process(pl_done, name):
+def test_pl_autocast_equals_one_process(pl_done, name):
     """To bf16's rounding, which is another for another kernel."""
     _, m, to, _ = PL_AUTOCAST[name]
     results, (schedule, *_) = pl_done(name), PL_AUTOCAST[name]
@@ -28417,7 +28426,7 @@ PL_AGAIN = {f"again {name}": (name, m) for name, m in (("1f1b", 3), ("zb-h1", 5)
 
 
 @pytest.mark.parametrize("name", PL_AGAIN)
-def test_pl_gradients_add_up_and_forward_alone(pl_done, name):
+def test_pl_gradients_accumulate_and_forward_only(pl_done, name):
     results, (schedule, m) = pl_done(name), PL_AGAIN[name]
     schedule = SC.make_schedule(schedule, 4, m)
     stages = pl_stages(len(schedule.paths[0]))
@@ -28436,7 +28445,7 @@ def test_pl_gradients_add_up_and_forward_alone(pl_done, name):
             assert not said[i].requires_grad and pl_off(said[i], y) <= 1e-12
 
 
-def test_pl_split_leaves_the_module_as_it_was():
+def test_pl_split_backward_leaves_the_module_unchanged():
     """Parameters, names, hooks and outputs; gradients come by autograd where nothing is put off; a
     subclass is left alone."""
     plain, module = (PLChunk([PLMlp(), PLOdd(), nn.Linear(PL_C, 3)]).double() for _ in "ab")
@@ -28470,7 +28479,7 @@ def test_pl_split_leaves_the_module_as_it_was():
     assert calls == ["hook"] * 2
 
 
-def test_pl_split_experts_leaves_both_stacks():
+def test_pl_split_backward_of_experts_defers_both_stacks():
     """And does nothing where nothing is put off; experts without rows get zeros."""
     weight_grads = PL.WeightGradStore()
     g = torch.Generator().manual_seed(0)
@@ -28605,8 +28614,8 @@ def test_pl_pipedream_recomputes_with_the_weights_it_had(pl_done):
     assert all(pl_off(results[-1]["losses"][i], x) <= 1e-12 for i, x in losses[0].items())
 
 
-def test_pl_sums_of_narrow_weights_are_wide():
-    """300 products of a bf16 weight: added up in fp32, and rounded once."""
+def test_pl_weight_gradients_accumulate_in_fp32():
+    """300 matmuls of a bf16 weight: added up in fp32, and rounded once."""
     torch.manual_seed(0)
     layer, weight_grads = nn.Linear(16, 8, bias=False).bfloat16(), PL.WeightGradStore()
     PL.split_backward_(layer, weight_grads)
@@ -28686,7 +28695,7 @@ class PLAlive(TorchDispatchMode):
 
 
 def pl_memory(env):
-    """One rank, two chunks that begin with a product: what is alive before each action"""
+    """One rank, two chunks that begin with a matmul: what is alive before each action"""
     chunk = lambda: nn.Sequential(nn.Linear(PL_C, 8), nn.GELU(), nn.Linear(8, PL_C),
                                   nn.RMSNorm(PL_C)).double()  # fmt: skip
     text = "F0.0 F0.1 B0.1 B0.0 W0.1 F1.0 F1.1 W0.0 B1.1 W1.1 B1.0 W1.0"
@@ -28704,9 +28713,9 @@ def pl_memory(env):
     return said
 
 
-def test_pl_nothing_but_x_and_dy_waits_for_w(pl_done):
+def test_pl_deferred_weight_gradients_keep_only_x_and_dy(pl_done):
     C, H = 6 * PL_C, 6 * 8
-    first, second = [H, H, C], [C, H, H, C]  # x, dy of both products; the very first x was given
+    first, second = [H, H, C], [C, H, H, C]  # x, dy of both matmuls; the very first x was given
     loss = [1]
     for got in pl_done("memory"):
         said = {key if key == "end" else "{}{}.{}".format(*key): sizes for key, sizes in got}
@@ -28738,7 +28747,7 @@ PL_KEPT = {f"kept {name}": (name, m) for name, m in (("1f1b", 16), ("zb-h1", 12)
 
 
 @pytest.mark.parametrize("name", PL_KEPT)
-def test_pl_nothing_is_kept_after_a_step_and_little_in_it(pl_done, name):
+def test_pl_activation_memory_is_bounded_and_freed(pl_done, name):
     """What was sent lives until it has arrived, not until the end: of 1F1B's, on rank r at most
     p - r activations, and as many gradients that the rank before may not have taken."""
     for rank, got in enumerate(pl_done(name)):
@@ -28815,7 +28824,7 @@ PL_TIMES = {f"times {name}": (name, m) for name, m in
 
 
 @pytest.mark.parametrize("name", PL_TIMES)
-def test_pl_measured_order_and_bubble_are_the_simulators(pl_done, name):
+def test_pl_measured_order_and_bubble_match_the_simulator(pl_done, name):
     schedule = SC.make_schedule(PL_TIMES[name][0], 4, PL_TIMES[name][1])
     assert pl_untimely(schedule, *pl_done(name)[0]) == ""
 
@@ -28913,7 +28922,7 @@ def test_pl_decode_that_fails_ends(pl_done):
 
 
 @pytest.mark.parametrize("p", (2, 4))
-def test_pl_decode_is_one_process(pl_done, p):
+def test_pl_decode_equals_one_process(pl_done, p):
     """On every rank, and a ring that was closed leaves nothing for the next."""
     for got in pl_done(f"decode {p}"):
         seen = iter(got["seen"])
@@ -28976,7 +28985,7 @@ def pl_mistakes(env):
     return said
 
 
-def test_pl_mistakes_are_named(pl_done):
+def test_pl_bad_input_is_named(pl_done):
     for rank, said in enumerate(pl_done("mistakes")):
         assert all(said.values()) and all("\n" not in text for text in said.values()), said
         for name, given in (("none", "[]"), ("another", f"[{(rank + 1) % 4}]"),
@@ -29465,7 +29474,7 @@ def dl_done(tmp_path_factory):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 300])
-def test_blocks_of_integers_are_within_half_a_step(n, bits):
+def test_blockwise_int_quantization_is_within_half_a_step(n, bits):
     """Quantize, dequantize == plain words' rounding; the bytes are payload_bytes'"""
     x = torch.stack([dl_values(r, n) for r in range(3)])
     payload = QC.quantize(x, bits, 64)
@@ -29484,7 +29493,7 @@ def test_blocks_of_integers_are_within_half_a_step(n, bits):
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_not_hidden_by_quantization(bad):
+def test_quantized_collectives_propagate_non_finite_values(bad):
     """inf or NaN: the whole block is so, and no other"""
     x = torch.ones(1, 96)
     x[0, 40] = bad
@@ -29494,7 +29503,7 @@ def test_what_is_not_finite_is_not_hidden_by_quantization(bad):
         assert (got[:32] == 1).all() and (got[64:] == 1).all()
 
 
-def test_quantized_collectives_refuse_what_they_cannot(dl_done):
+def test_quantized_collectives_refuse_bad_input(dl_done):
     with pytest.raises(ValueError, match="bits must be 4 or 8, not 5"):
         QC.quantize(torch.ones(1, 8), 5)
     with pytest.raises(ValueError, match="block must be even"):
@@ -29545,7 +29554,7 @@ def test_quantized_reduce_scatter_is_within_half_a_step_for_each_rounding(dl_don
         assert torch.allclose(4 * got["means"], want[rank][0], rtol=1e-5, atol=1e-5)
 
 
-def test_bytes_of_quantized_collectives_are_those_of_the_formula(dl_done):
+def test_quantized_collectives_bytes_equal_the_formula(dl_done):
     """What is handed to torch's collectives, counted"""
     assert dl_done["nodes"] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]],
                                 [[2, 3], [1, 3]]]  # fmt: skip
@@ -29653,7 +29662,7 @@ def test_outer_lr_1_without_momentum_averages_weights(dl_done):
         dl_same(got, dl_simulated(2, 3, 1.0, 0.0))
 
 
-def test_outer_step_is_that_of_torch_sgd(dl_done):
+def test_outer_step_equals_torch_sgd(dl_done):
     """Nesterov and plain momentum over four rounds; the same after a checkpoint"""
     for nesterov in (True, False):
         for got in dl_done[f"outer {nesterov}"]:
@@ -29677,7 +29686,7 @@ def test_h_1_of_sgd_is_data_parallelism_and_bytes_fall_by_h(dl_done):
         assert five[2] == 8 * 3 * (2 * eight + 2 * -(-n // 4) * eight)
 
 
-def test_average_in_fp16_neither_overflows_nor_loses_small_tensors(dl_done):
+def test_fp16_average_neither_overflows_nor_underflows(dl_done):
     """Tensors of 1e-30, 1 and 3e37 in one mean, weights 0..3: 2^-11 of a value, twice, or 2^-24 of
     the largest; the same bits on all ranks"""
     given = [x.double() for _, x in dl_done["half"]]
@@ -29698,7 +29707,7 @@ def test_workers_of_several_ranks_exchange_their_shards(dl_done):
         assert (got - want).abs().max() < 1e-12
 
 
-def test_diloco_refuses_what_cannot_be():
+def test_diloco_refuses_bad_settings():
     exchange = DL.process_group_exchange()
     make = lambda params, **how: DL.DiLoCo(params, exchange, **({"every": 1} | how))
     for how, words in (
@@ -29844,7 +29853,7 @@ def dl_replayed(rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", DL_TROUBLES)
-def test_workers_go_on_without_one_and_take_it_in_again(dl_elastic, trouble):
+def test_workers_continue_without_a_lost_worker_and_readmit_it(dl_elastic, trouble):
     """Whoever met in a round has the same bits; these are the weights that the round's workers make
     with no one's share half in; who was away comes back with all of it"""
     rows, met, has = dl_elastic[trouble], {}, {}
@@ -29865,7 +29874,7 @@ def test_workers_go_on_without_one_and_take_it_in_again(dl_elastic, trouble):
 
 
 @pytest.mark.slow
-def test_a_result_that_one_worker_lacks_is_nobodys(dl_elastic):
+def test_a_result_missing_on_one_worker_is_discarded_by_all(dl_elastic):
     """One that fails after a reduction in which all others did not: the turn is taken again by all,
     and once"""
     tries = {name: told[-1][3] for name, told in dl_elastic["fails with the result"].items()}
@@ -29875,7 +29884,7 @@ def test_a_result_that_one_worker_lacks_is_nobodys(dl_elastic):
 
 
 @pytest.mark.slow
-def test_the_dead_are_not_waited_for_and_the_slow_once(dl_elastic):
+def test_dead_workers_are_skipped_and_slow_ones_awaited_once(dl_elastic):
     """Seconds in the meetings of rounds 2 and 3: of one that died before, whose beats are old;
     and of one that lives and is not there"""
     spent = {what: [row[4] for row in dl_elastic[what]["0"]][2:4] for what in DL_TROUBLES}
@@ -29889,7 +29898,7 @@ def dl_alone(at, worker=0, n=1, about=None, **how):
     return workers, outer
 
 
-def test_workers_refuse_other_settings_and_a_run_that_nobody_has(tmp_path):
+def test_workers_refuse_other_settings_and_unknown_runs(tmp_path):
     """ValueError, which says what is wrong"""
     first, outer = dl_alone(tmp_path)
     with pytest.raises(ValueError, match="begin"):
@@ -29912,13 +29921,13 @@ def test_workers_refuse_other_settings_and_a_run_that_nobody_has(tmp_path):
     third.close()
     fourth, right = dl_alone(tmp_path)
     right.round = 1
-    assert not fourth.begin(1)  # one that has that round's weights goes on
+    assert not fourth.begin(1)  # one that has that round's weights continues
     right.step()
     assert right.round == 2
     fourth.close()
 
 
-def test_workers_meet_at_a_store_that_a_process_serves(tmp_path):
+def test_workers_rendezvous_at_an_external_store(tmp_path):
     """HOST:PORT of diloco.py --serve: two workers, and the store outlives both"""
     port = dl_free_port()
     argv = [sys.executable, "parallelism/diloco.py", "--serve", f"127.0.0.1:{port}"]
@@ -29982,7 +29991,7 @@ class DLStop(list):
         return int(self.left <= 0)
 
 
-def test_one_worker_of_train_py_is_the_plain_run_and_resumes(dl_run, tmp_path, monkeypatch):
+def test_diloco_with_one_worker_equals_the_plain_run_and_resumes(dl_run, tmp_path, monkeypatch):
     """--diloco with outer lr 1 and no momentum: the losses of a run without it, but for fp16; with
     momentum, cut in the midst of a round: those of the uninterrupted run, to the last bit"""
     monkeypatch.chdir(REPO)
@@ -30006,9 +30015,9 @@ def test_one_worker_of_train_py_is_the_plain_run_and_resumes(dl_run, tmp_path, m
     assert dl_metrics(tmp_path / "cut") == dl_metrics(tmp_path / "whole") != one
 
 
-def test_workers_share_out_every_batch(dl_run, tmp_path, monkeypatch):
+def test_diloco_workers_partition_every_batch(dl_run, tmp_path, monkeypatch):
     """The first loss of a run without them is the mean of two workers', each of which finds nobody
-    else and goes on alone"""
+    else and continues alone"""
     monkeypatch.chdir(REPO)
     assert T.main(dl_run(tmp_path / "plain", "--steps 2")) == 0
     first = []
@@ -30023,7 +30032,7 @@ def test_workers_share_out_every_batch(dl_run, tmp_path, monkeypatch):
     assert first[0] != first[1]
 
 
-def test_a_worker_that_was_left_out_goes_on_at_the_others_step(dl_run, tmp_path, monkeypatch):
+def test_readmitted_worker_continues_at_the_others_step(dl_run, tmp_path, monkeypatch):
     """A meeting that ends two rounds further: the steps between are not made"""
     monkeypatch.chdir(REPO)
     jump = lambda self, step: {"step": 8 if step == 1 else step + 1}
@@ -30078,9 +30087,9 @@ def dl_codes(started, seconds):
 
 
 @pytest.mark.slow
-def test_train_py_goes_on_when_one_of_four_workers_is_killed(dl_run, tmp_path):
-    """kill -9 in the midst of a round, then the same command in an empty folder: the others go on,
-    it joins, all end with the same validation loss, and that has fallen"""
+def test_training_continues_when_one_of_four_workers_is_killed(dl_run, tmp_path):
+    """kill -9 in the midst of a round, then the same command in an empty folder: the others
+    continue, it joins, all end with the same validation loss, and that has fallen"""
     flags = "--steps 120 --diloco 6 --save-every 1000 --diloco-rendezvous {} --diloco-workers 4 "
     flags = flags.format(tmp_path / "store") + "--diloco-timeout 15 --diloco-worker {}"
     begin = lambda i, name: dl_start(
@@ -30107,7 +30116,7 @@ def test_train_py_goes_on_when_one_of_four_workers_is_killed(dl_run, tmp_path):
     "inner",
     ["--tp 2", "--pp 2 --micro-batch-size 2", "--zero 3", "--zero 1 --distributed-optimizer"],
 )
-def test_a_worker_of_several_ranks_meets_one_of_one(dl_run, tmp_path, inner):
+def test_workers_of_different_rank_counts_exchange(dl_run, tmp_path, inner):
     """The losses of two workers of one process each, whatever the layout inside one"""
     losses = {}
     for case, ranks in (("", 1), (inner, 2)):
@@ -30144,7 +30153,7 @@ def opt_round(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return target.float()
 
 
-def test_opt_stochastic_rounding_is_right_on_average():
+def test_opt_stochastic_rounding_is_unbiased():
     """Of x with the dropped bits d, d / 65536 go away from zero, for every power of two in d."""
     n = 2**17
     for exponent in (-126, -60, -3, 0, 90):
@@ -30161,12 +30170,12 @@ def test_opt_stochastic_rounding_is_right_on_average():
     assert 30 < (opt_round(x) > 1).sum() < 105  # 64 of 2^22
     x = (torch.tensor(1.0).view(torch.int32) + 0x4000).view(torch.float32).expand(2**18)
     up = opt_round(x.contiguous()) > 1
-    for lag in (1, 2, 3, 4):  # one draw is four numbers: they know nothing of each other
+    for lag in (1, 2, 3, 4):  # one sample is four numbers: they know nothing of each other
         both = (up[lag:] & up[:-lag]).double().mean().item()
         assert abs(both - 1 / 16) < 4.5 * math.sqrt(15 / 256 / len(x))
 
 
-def test_opt_stochastic_rounding_keeps_what_bf16_holds():
+def test_opt_stochastic_rounding_keeps_exact_bf16_values():
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     got = opt_round(every.float())
     assert torch.equal(got.nan_to_num(1.5, 3.0, 4.0), every.float().nan_to_num(1.5, 3.0, 4.0))
@@ -30239,7 +30248,7 @@ class OptLargest(TorchDispatchMode):
         return out
 
 
-def test_opt_stochastic_adamw_holds_fp32_of_a_chunk_only(monkeypatch):
+def test_opt_stochastic_adamw_needs_fp32_of_one_chunk_only(monkeypatch):
     monkeypatch.setattr(OP, "CHUNKS", {"cpu": 1000})
     p = nn.Parameter(torch.ones(70, 50).bfloat16())
     p.grad = torch.ones_like(p)
@@ -30277,7 +30286,7 @@ def test_opt_stochastic_adamw_resumes_to_the_bit():
     assert not torch.equal(r, whole)
 
 
-def test_opt_stochastic_adamw_draws_by_place_and_step():
+def test_opt_stochastic_adamw_noise_depends_on_index_and_step():
     """Noise is a function of (seed, step, place): parameters without gradients keep their place."""
     new = lambda n: [nn.Parameter(torch.full((4000,), 1.0).bfloat16()) for _ in range(n)]
     a, b = new(3), new(3)
@@ -30304,7 +30313,7 @@ def test_opt_stochastic_adamw_draws_by_place_and_step():
     assert not torch.equal(optimizer.state[c[0]]["exp_avg"], first)
 
 
-def test_opt_stochastic_adamw_goes_where_bf16_stands_still():
+def test_opt_stochastic_adamw_learns_where_bf16_adamw_stalls():
     aim, left = 1.03, {}
     for name, make in (("nearest", torch.optim.AdamW), ("stochastic", OP.StochasticAdamW)):
         p = nn.Parameter(torch.ones(512).bfloat16())
@@ -30487,7 +30496,7 @@ def opt_backward(model: nn.Module, step: int) -> None:
     model(x).square().mean().backward()
 
 
-def test_opt_several_is_its_parts():
+def test_opt_chained_optimizer_equals_its_parts():
     one, other, resumed = opt_model(), opt_model(), opt_model()
     several, parts = OP.ChainedOptimizer(*opt_parts(one)), opt_parts(other)
     assert isinstance(several, torch.optim.Optimizer) and len(several.state) == 0
@@ -30515,7 +30524,7 @@ def test_opt_several_is_its_parts():
         assert torch.equal(p, q)
 
 
-def test_opt_several_takes_states_put_into_it():
+def test_opt_chained_optimizer_loads_states():
     """state.update before the first step, as a resumed run does, reaches the parts."""
     model = opt_model()
     muon, adam = opt_parts(model)
@@ -30694,7 +30703,7 @@ OFF_HOST = [off_cpu, off_files]
 
 
 @pytest.mark.parametrize("make", OFF_ALL)
-def test_off_weights_and_states_are_the_resident_optimizers(make: Callable, tmp_path):
+def test_off_weights_and_states_equal_the_resident_optimizer(make: Callable, tmp_path):
     model = off_model()
     optimizer = make(model, tmp_path)
     assert len(optimizer.state) == 0 and not optimizer.state
@@ -30707,7 +30716,7 @@ def test_off_weights_and_states_are_the_resident_optimizers(make: Callable, tmp_
 
 
 @pytest.mark.parametrize("make", OFF_HOST)
-def test_off_gradients_may_be_clipped_and_added_up_before_the_step(make: Callable, tmp_path):
+def test_off_gradients_may_be_accumulated_and_clipped(make: Callable, tmp_path):
     model = off_model()
     optimizer = make(model, tmp_path)
     off_train(model, optimizer, range(4), clip=True)
@@ -30720,7 +30729,7 @@ def test_off_gradients_may_be_clipped_and_added_up_before_the_step(make: Callabl
     off_same(model, optimizer, peer, resident)
 
 
-def test_off_in_backward_gradients_do_not_meet():
+def test_off_in_backward_frees_each_gradient_at_once():
     """When a gradient comes no other is left, and memory is a gradient's less than all."""
     model, held = off_model(), []
     count = lambda p: held.append(sum(q.grad is not None for q in model.parameters()))
@@ -30751,7 +30760,7 @@ def test_off_in_backward_ends_with_remove_or_with_its_last_reference():
 
 
 @pytest.mark.parametrize("make", OFF_ALL)
-def test_off_resumes_by_states_put_into_it(make: Callable, tmp_path):
+def test_off_resumes_from_loaded_states(make: Callable, tmp_path):
     """Weights loaded, then state.update, as train.py does."""
     model = off_model()
     optimizer = make(model, tmp_path)
@@ -30769,7 +30778,7 @@ def test_off_resumes_by_states_put_into_it(make: Callable, tmp_path):
 
 
 @pytest.mark.parametrize("make", OFF_HOST)
-def test_off_states_are_written_in_place_or_put_in_whole(make: Callable, tmp_path):
+def test_off_loading_writes_states_in_place(make: Callable, tmp_path):
     model = off_model()
     optimizer, p = make(model, tmp_path), model[0].weight
     with pytest.raises(KeyError, match="has no state before its first step"):
@@ -30794,7 +30803,7 @@ def test_off_states_are_written_in_place_or_put_in_whole(make: Callable, tmp_pat
 
 
 @pytest.mark.parametrize("files", [False, True])
-def test_off_narrow_weights_have_fp32_masters(files: bool, tmp_path):
+def test_off_bf16_weights_have_fp32_masters(files: bool, tmp_path):
     """bf16 weights are their masters rounded; masters are fp32 AdamW's over bf16 gradients."""
     where = tmp_path if files else "cpu"
     model = off_model(torch.bfloat16)
@@ -30822,7 +30831,7 @@ def test_off_narrow_weights_have_fp32_masters(files: bool, tmp_path):
     assert torch.equal(optimizer.state[p]["master"], p.detach().float())
 
 
-def test_off_files_hold_what_memory_does_not(tmp_path):
+def test_off_state_files_replace_memory(tmp_path):
     model = off_model()
     (tmp_path / "00000.master").write_bytes(b"x" * 10**4)  # of another run, and longer
     optimizer = OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path)
@@ -30893,7 +30902,7 @@ class OffRows(torch.optim.Optimizer):
         p.sub_(rows[:, None], alpha=0.1)
 
 
-def test_off_states_of_other_forms_stay_in_memory(tmp_path):
+def test_off_unsupported_states_stay_in_memory(tmp_path):
     results = []
     for where in ("cpu", tmp_path):
         model = off_model()
@@ -30989,7 +30998,7 @@ def off_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> OffStream:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_off_copies_of_a_gpu_are_waited_for(dtype: torch.dtype, monkeypatch):
+def test_off_gpu_copies_are_synchronized(dtype: torch.dtype, monkeypatch):
     """Gradients and weights through the pinned buffers, with copies that are as late as events
     allow: the same weights."""
     model, peer = off_model(dtype), off_model(dtype)
@@ -31096,7 +31105,7 @@ def data_decoded(rows: torch.Tensor) -> list[tuple]:
     )
 
 
-def test_data_plain_rows_decode_as_they_are():
+def test_data_plain_rows_decode_to_their_text():
     """Ids, and IGNORE behind them: inputs clamped, targets as given, no positions."""
     batch = torch.randint(0, 99, (6, 21), generator=torch.Generator().manual_seed(0))
     for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
@@ -31108,7 +31117,7 @@ def test_data_plain_rows_decode_as_they_are():
     assert torch.equal(DA.decode(batch, True)[2], torch.arange(20).expand(6, 20))
 
 
-def test_data_coded_row_by_hand():
+def test_data_row_encoding_by_hand():
     """Two documents and padding: starts are nobody's target, prompts are read and not targets,
     token 99 of a prompt is no padding, positions restart at every start, in padding too."""
     S, x = DA.START, DA.IGNORE
@@ -31187,7 +31196,7 @@ def test_data_packing_loses_nothing(fit):
         assert (rows < 0).float().mean() < 0.01
 
 
-def test_data_packing_keeps_what_is_no_target():
+def test_data_packing_keeps_the_loss_mask():
     """Prompts and completions side by side, cut where longer than a row."""
     documents = data_documents(100)
     for n, ids in enumerate(documents):
@@ -31201,7 +31210,7 @@ def test_data_packing_keeps_what_is_no_target():
     assert counted == Counter(i for ids in documents for i in ids[1:].tolist() if i >= 0)
 
 
-def test_data_windows_of_one_stream():
+def test_data_windows_cover_one_stream():
     """Without packing: each token but the first is a target once, in order; rows are full."""
     documents = data_documents(40)
     flat = torch.cat(documents)
@@ -31266,7 +31275,7 @@ def test_data_workers_write_the_same_bytes(data_folder, tmp_path, monkeypatch):
     assert data_files(tmp_path) == data_files(data_folder)
 
 
-def test_data_an_interrupted_writer_goes_on(data_folder, tmp_path, monkeypatch):
+def test_data_interrupted_tokenization_resumes(data_folder, tmp_path, monkeypatch):
     """After a failure: documents before the last shard's end are not encoded again, its shards are
     not written again, and all is as if nothing had happened."""
     chunks = DA._chunks
@@ -31314,9 +31323,9 @@ def test_data_other_data_replaces_the_folder(tmp_path):
         data_write(tmp_path, [], about={"of": "nothing"})
 
 
-def test_data_the_stream_does_not_depend_on_the_writer(data_folder, tmp_path):
-    """A reader beside the writer waits for what is not there, and gets the rows of the finished
-    folder, in the same order."""
+def test_data_stream_does_not_depend_on_the_worker_count(data_folder, tmp_path):
+    """A reader that runs with the writer waits for missing shards, and gets the rows of the
+    finished folder, in the same order."""
     gate, good = threading.Semaphore(0), DA.HashTokenizer()()
 
     def slow(documents):
@@ -31359,7 +31368,7 @@ def test_data_the_stream_does_not_depend_on_the_writer(data_folder, tmp_path):
     assert all(torch.equal(x, want.rows(s, range(4))) for s, x in enumerate(rows))
 
 
-def test_data_a_reader_does_not_wait_for_a_dead_writer(data_folder, tmp_path):
+def test_data_readers_do_not_wait_for_a_dead_writer(data_folder, tmp_path):
     """Shards of a killed writer can be read, and the first that is missing is an error."""
     for path in sorted(data_folder.glob("*.rows"))[:2]:
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -31458,7 +31467,7 @@ def test_data_ranks_share_one_stream(ranks, data_folder):
 
 
 def test_data_first_epoch_is_shuffled_in_blocks(data_folder):
-    """Of so many shards each; later ones over all."""
+    """Of this many shards each; later ones over all."""
     shards = DA.Shards(data_folder, block=2)
     where = {}
     for i in range(len(shards)):
@@ -31496,7 +31505,7 @@ def test_data_sources_have_exact_shares(weights, period):
     assert [int(stream.row(g)[0]) // 100 for g in range(50)] == [k for k, _ in taken[:50]]
 
 
-def test_data_sources_as_they_are_given():
+def test_data_source_arguments():
     weight = lambda *given: [(s.path, s.weight) for s in DA.parse_sources(given)]
     assert weight("a.jsonl=3", "b=c", "b=c=0.5", "x=.5", "y=2.") == [
         ("a.jsonl", 3), ("b=c", 1), ("b=c", Fraction(1, 2)), ("x", Fraction(1, 2)), ("y", 2)
@@ -31538,7 +31547,7 @@ def data_read(rows, packed=False):
     return [(text(i), text(t)) for i, t in zip(inputs.tolist(), targets.tolist())]
 
 
-def test_data_chat_targets_are_what_the_assistant_says():
+def test_data_chat_loss_mask_covers_assistant_tokens():
     """With the text that ends its turn; prompts, other turns and what comes after are read."""
     rows = DA.chat_rows([DATA_CHAT, DATA_CHAT[:2]], data_chatml, data_letters, 100, pack=False)
     (all_read, said), (read, once) = data_read(rows)
@@ -31572,7 +31581,7 @@ def test_data_chat_templates_that_change_earlier_turns():
         DA.chat_rows([], data_chatml, data_letters, 99, True)
 
 
-def test_data_preferences_are_two_rows_a_pair():
+def test_data_preference_pairs_are_two_rows():
     """Chosen first; completions are targets, with what ends them; strings or messages."""
     pairs = [("hi", "yes", "no"), (DATA_CHAT[:3], DATA_CHAT[:4], "41")]
     rows = DA.preference_rows(pairs, data_chatml, data_letters, 80)
@@ -32075,32 +32084,32 @@ def re_of(re_ranks, name):
     return [got[name] for got in re_ranks[0]]
 
 
-def test_re_files_are_kept_and_dropped(re_ranks):
+def test_re_memory_checkpoints_are_stored_and_deleted(re_ranks):
     for rank, (names, back, mode) in enumerate(re_of(re_ranks, "re_keeps")):
         other = (rank + 2) % 4
         assert names == sorted(f"{s:08d}-{o}-{rank}.mirror" for s in (2, 3) for o in (rank, other))
         assert back == (3, True) and mode == "700"
 
 
-def test_re_any_one_and_any_two_that_are_not_partners_may_be_lost(re_ranks):
+def test_re_any_ranks_except_two_partners_may_be_lost(re_ranks):
     for got in re_of(re_ranks, "re_lost"):
         for lost, back in got.items():
             partners = {0, 2} <= set(lost) or {1, 3} <= set(lost)
             assert back == ((None, None) if partners else (2, True)), lost
 
 
-def test_re_bad_copies_are_refused(re_ranks):
+def test_re_damaged_replicas_are_refused(re_ranks):
     for got in re_of(re_ranks, "re_bad"):
         assert got == [(3, True), (3, True), (2, True), (2, True), (2, True), (None, None)]
     for why in ("wrong checksum", "bytes of", "not a memory checkpoint", "empty file"):
         assert why in re_ranks[1]
 
 
-def test_re_replicas_save_the_step_under_way(re_ranks):
+def test_re_replicas_allow_completing_the_save(re_ranks):
     assert re_of(re_ranks, "re_replicas") == [[(3, True), (2, True)]] * 4
 
 
-def test_re_ranks_may_be_placed_elsewhere(re_ranks):
+def test_re_ranks_may_move_to_other_hosts(re_ranks):
     assert re_of(re_ranks, "re_moved") == [((5, True), None, None)] * 4
 
 
@@ -32108,7 +32117,7 @@ def test_re_a_group_of_some_ranks(re_ranks):
     assert re_of(re_ranks, "re_group") == [(rank % 2, (1, True)) for rank in range(4)]
 
 
-def test_re_a_folder_may_be_shared(re_ranks):
+def test_re_ranks_may_share_a_folder(re_ranks):
     assert re_of(re_ranks, "re_shared") == [(4 * 2 * 3, (4, True), 2)] * 4
 
 
@@ -32117,7 +32126,7 @@ def test_re_messages_of_many_chunks(re_ranks):
         assert equal and names == [f"00000001-{rank}-{rank}.mirror"] and back == (1, True)
 
 
-def test_re_full_memory_is_an_error_of_all(re_ranks):
+def test_re_full_memory_is_an_error_on_all_ranks(re_ranks):
     for got, after in re_of(re_ranks, "re_full"):
         for why, names, back in (got[:3], got[3:]):
             assert why.startswith("rank 2: ") and "No space" in why
@@ -32135,13 +32144,13 @@ def test_re_refusals(re_ranks):
         assert back == (1, True)
 
 
-def test_re_lives_are_not_mixed(re_ranks):
+def test_re_restart_generations_are_not_mixed(re_ranks):
     for clean, first, both, last, files in re_of(re_ranks, "re_lives"):
         assert clean and first == (9, True) and both == (9, False)
         assert last == (5, True) and files == 4  # the third life's
 
 
-def test_re_who_gives_to_whom():
+def test_re_replica_placement():
     held = [[(1, 5, "a", "f0", 9)], [(1, 5, "b", "f1", 8)], [(1, 5, "a", "f2", 9)], [], []]
     a, b, c = (0, "f0", 9), (1, "f1", 8), (2, "f2", 9)
     keys = ["a", "b", "a", "a", "a"]  # who has its own keeps to it, the others take turns
@@ -32151,7 +32160,7 @@ def test_re_who_gives_to_whom():
     assert RE._choose_copies(["z"], held, set()) is None
 
 
-def test_re_mirror_of_one_process(tmp_path):
+def test_re_memory_checkpoint_of_one_process(tmp_path):
     mirror = RE.MemoryCheckpoint(tmp_path / "a" / "b", "all")
     assert mirror.newest() is None
     mirror.put(1, re_state(0, 1), {"rank": 0})
@@ -32173,7 +32182,7 @@ def test_re_mirror_of_one_process(tmp_path):
 # Watchdog -----------------------------------------------------------------------------------------
 
 
-def test_re_a_rank_that_sleeps_is_named(re_ranks):
+def test_re_sleeping_rank_is_named(re_ranks):
     for rank, told in enumerate(re_of(re_ranks, "re_sleeper")):
         assert len(told) == 1
         phase = "forward" if rank == 2 else "reduce"
@@ -32194,28 +32203,28 @@ def test_re_reports_of_many_ranks_are_short():
     assert "waits, for 1.0 s: rank 0, 1, 2," in text and text.endswith("15, ...")
 
 
-def test_re_a_rank_that_is_behind_is_named(re_ranks):
+def test_re_slow_rank_is_named(re_ranks):
     for told in re_of(re_ranks, "re_furthest"):
         assert "stuck: rank 1 is furthest behind" in told[0] and told[0].count("stuck") == 1
 
 
-def test_re_a_rank_that_left_is_named(re_ranks):
+def test_re_exited_rank_is_named(re_ranks):
     *others, left = re_of(re_ranks, "re_leaver")
     assert left == []
     for told in others:
         assert "stuck: rank 3 has left the loop" in told[0] and told[0].count("stuck") == 1
 
 
-def test_re_a_rank_that_is_stopped_is_named(re_ranks):
+def test_re_suspended_rank_is_named(re_ranks):
     for rank, (told, of_host) in enumerate(re_of(re_ranks, "re_stopped")):
-        if rank != 1:  # what the stopped one says when it goes on is its own business
+        if rank != 1:  # the stopped rank may print anything after it continues
             assert "stuck: rank 1 has no heartbeat: dead or stopped" in told[0]
             assert told[0].count("stuck") == 1
         if rank != 0:
             assert "the store does not answer" in of_host[0]
 
 
-def test_re_waiting_and_working_are_told_apart(re_ranks):
+def test_re_waiting_and_computing_are_distinguished(re_ranks):
     for rank, (spent, passed, text) in enumerate(re_of(re_ranks, "re_waits")):
         waiting, busy = spent
         assert abs(waiting + busy - passed) < 0.05
@@ -32265,7 +32274,7 @@ def re_row(**changes):
     return row | changes
 
 
-def test_re_blame():
+def test_re_find_culprit():
     rows = lambda beat, **changes: {
         r: re_row(beat=beat) | changes.get(f"r{r}", {}) for r in range(3)
     }
@@ -32282,7 +32291,7 @@ def test_re_blame():
     assert RE.find_culprit(late, rows(2), 3) == {}
 
 
-def test_re_watch_of_one_process():
+def test_re_watchdog_of_one_process():
     told, hung = [], threading.Event()
     calls = dict(report=told.append, on_hang=hung.set)
     watch = RE.Watchdog(None, 0, 1, timeout=0.1, first_timeout=60, **calls)
@@ -32308,7 +32317,7 @@ def test_re_watch_of_one_process():
         RE.Watchdog(None, 0, 1, timeout=0, first_timeout=1, report=print, on_hang=int)
 
 
-def test_re_a_process_that_was_stopped_has_not_hung(monkeypatch):
+def test_re_a_suspended_process_is_not_a_hang(monkeypatch):
     told, clock = [], [0.0]
     real = time.perf_counter
     monkeypatch.setattr(RE.time, "perf_counter", lambda: real() + clock[0])
@@ -32366,13 +32375,13 @@ def re_run():
     return curve
 
 
-def test_re_guard_has_no_false_alarms():
+def test_re_loss_guard_has_no_false_alarms():
     for name, curve in re_curves().items():
         guard = RE.Guard()
         assert [guard.judge(x, 1.0) for x in curve.tolist()] == [None] * 2000, name
 
 
-def test_re_guard_on_a_real_run():
+def test_re_loss_guard_on_a_real_run():
     guard, caught = RE.Guard(), []
     for i, (loss, norm) in enumerate(re_run()):
         if i >= 60 and i % 5 == 0:
@@ -32384,7 +32393,7 @@ def test_re_guard_on_a_real_run():
     assert sum(caught) >= 0.9 * len(caught)
 
 
-def test_re_guard_catches_jumps():
+def test_re_loss_guard_catches_spikes():
     for name in ("falling, 4% noise", "no noise", "constant", "slow waves"):
         guard, caught = RE.Guard(), []
         for i, x in enumerate(re_curves()[name].tolist()):
@@ -32394,7 +32403,7 @@ def test_re_guard_catches_jumps():
         assert sum(caught) >= 0.97 * len(caught), (name, sum(caught), len(caught))
 
 
-def test_re_guard_by_hand():
+def test_re_loss_guard_by_hand():
     guard = RE.Guard(max_skipped=5, spike_sigma=4.0, warmup=4)
     assert guard.judge(90.0, 1.0) is None  # nothing is a spike during the warm-up
     guard = RE.Guard(max_skipped=5, spike_sigma=4.0, warmup=4)
@@ -32419,7 +32428,7 @@ def test_re_guard_by_hand():
     assert guard.judge(0.99 * 12 * 1.08, 1.0) is None and guard.judge(12.6 * 1.08, 1.0)
 
 
-def test_re_guard_of_what_is_not_finite():
+def test_re_loss_guard_non_finite():
     guard = RE.Guard()
     assert guard.judge(math.nan, 1.0) == "the loss is nan"
     assert guard.judge(1.0, math.inf) == "the gradient norm is inf"
@@ -32427,7 +32436,7 @@ def test_re_guard_of_what_is_not_finite():
     assert guard.state["taken"] == 0 and guard.judge(1.0, 1.0) is None
 
 
-def test_re_guard_gives_up():
+def test_re_loss_guard_stops_after_the_limit():
     guard = RE.Guard(max_skipped=3)
     for _ in range(2):
         guard.judge(math.nan, 1.0), guard.judge(math.nan, 1.0), guard.judge(1.0, 1.0)
@@ -32451,7 +32460,7 @@ def test_re_guard_gives_up():
     assert bad(RE.Guard(max_skipped=3), 13, 1300).count("the loss is nan") == 100  # 8 of any 100
 
 
-def test_re_a_start_finds_nothing_of_the_one_before():
+def test_re_a_restart_ignores_reports_of_the_previous_one():
     """One store for three starts, as torchrun's is; in any order, and one more asks and dies."""
     wait = timedelta(seconds=20)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)
@@ -32473,7 +32482,7 @@ def test_re_a_start_finds_nothing_of_the_one_before():
         RE.fresh_store(store, 0, 3)
 
 
-def test_re_guard_resumes():
+def test_re_loss_guard_resumes():
     rnd = random.Random(0)
     losses = [rnd.choice([3.0, 3.1, 3.3, 3.0, 2.9, 30.0, math.nan]) for _ in range(300)]
 
@@ -32642,7 +32651,7 @@ def test_lora_names_and_what_is_trained():
     assert model.layers[0].mlp.down_proj.scale == 1.0  # alpha is rank
 
 
-def test_lora_what_is_drawn_depends_on_seed_and_name_alone():
+def test_lora_initialization_depends_on_seed_and_name_only():
     found = lambda model: LO.adapter_parameters(model).items()
     drawn = lambda model: {n: p for n, p in found(model) if n.endswith("lora_a")}
     whole = drawn(LO.apply_lora_(lora_model(), 4))
@@ -32673,7 +32682,7 @@ def test_lora_merged_is_unmerged():
     torch.testing.assert_close(model(tokens), unmerged, rtol=2e-5, atol=2e-5)
 
 
-def test_lora_merge_rounds_once_to_the_weights_own_dtype():
+def test_lora_merge_rounds_once_to_the_weight_dtype():
     model = lora_trained(LO.apply_lora_(lora_model(torch.bfloat16), 4, alpha=6), std=0.05)
     wanted = {}
     for name, m in LO._lora_linears(model).items():
@@ -32701,7 +32710,7 @@ def test_lora_under_autocast_and_with_half_weights():
         assert (x.float() - reference).norm() < 0.05 * reference.norm()
 
 
-def test_lora_compiles_whole_and_sees_adapters_go_off():
+def test_lora_compiles_to_one_graph_and_follows_disabling():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     lora_trained(LO.apply_lora_(model, 2, targets="01"))
     x, run = torch.randn(3, 8), torch.compile(model, backend="eager", fullgraph=True)
@@ -32712,7 +32721,7 @@ def test_lora_compiles_whole_and_sees_adapters_go_off():
     assert (run(x) - off).abs().max() > 0.01
 
 
-def test_lora_finetunes_and_leaves_the_base():
+def test_lora_finetunes_and_freezes_the_base():
     model, tokens = LO.apply_lora_(lora_model(), 4), lora_tokens(4, 12)
     base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.Adam(LO.adapter_parameters(model).values(), lr=1e-2)
@@ -32768,7 +32777,7 @@ def test_lora_refuses():
         LO.apply_lora_(mixture, 2, targets=("gate_proj",))
 
 
-def test_lora_file_is_pefts(tmp_path):
+def test_lora_file_is_in_peft_format(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, tokens = lora_trained(LO.apply_lora_(lora_model(), 4, alpha=6)), lora_tokens()
     LO.save_adapters(model, tmp_path, base="org/base", rename=lora_rename)
@@ -32921,7 +32930,7 @@ def test_align_dpo_by_hand():
     assert same.item() == pytest.approx(2 * math.log(2)) and stats["accuracy"] == 0
 
 
-def test_align_dpo_gradient_is_the_papers():
+def test_align_dpo_gradient_equals_the_papers():
     """Section 4: beta * sigmoid(-margin) up for the chosen one, as much down for the other."""
     chosen, rejected, *refs = (align_randn(6, seed=i).requires_grad_() for i in range(4))
     loss, _ = AL.dpo_loss(chosen, rejected, *refs, beta=0.3)
@@ -32984,7 +32993,7 @@ def test_align_grpo_is_eq_3(kl, high):
 
 
 def test_align_grpo_on_policy_is_the_policy_gradient():
-    """Where nothing has moved, d loss / d logprob is -A of every drawn token: no clip, no KL."""
+    """Where nothing has moved, d loss / d logprob is -A of every sampled token: no clip, no KL."""
     new, _, _, A, mask = align_group()
     loss, stats = AL.grpo_loss(new, new.detach(), new.detach(), A, mask, kl=0.5)
     (grad,) = torch.autograd.grad(loss, new)
@@ -33004,7 +33013,7 @@ def test_align_grpo_clips_one_side_only():
     assert stats["clipped"] == 1 and torch.autograd.grad(loss, new)[0][0] == pytest.approx(-1.3)
 
 
-def test_align_grpo_masked_tokens_are_nothing():
+def test_align_grpo_masked_tokens_have_no_effect():
     new, old, ref, A, mask = align_group()
     mask[1, 2:] = 0
     clean = AL.grpo_loss(new, old, ref, A, mask, kl=0.1)[0]
@@ -33015,7 +33024,7 @@ def test_align_grpo_masked_tokens_are_nothing():
     assert loss == clean and stats["kl"].isfinite() and (grad[1, 2:] == 0).all()
 
 
-def test_align_grpo_of_a_token_each_is_that_of_answers():
+def test_align_grpo_per_token_advantages_equal_per_answer():
     """advantages (B, T) that repeat (B,); 1 / |y| as weights: the mean over answers of eq. 3."""
     new, old, ref, A, mask = align_group()
     one = AL.grpo_loss(new, old, ref, A, mask, kl=0.2)[0]
@@ -33151,7 +33160,7 @@ def tuning_pairs(n=5, seq_len=15):
 # ---- what both objectives do ----
 
 
-def test_tuning_chosen_is_an_endless_row_of_epochs():
+def test_tuning_prompt_order_is_shuffled_epochs():
     steps = [TU.epoch_indices(7, 3, step, 4, range(4)) for step in range(14)]
     row = [i for step in steps for i in step]
     epochs = [row[i : i + 7] for i in range(0, 56, 7)]
@@ -33164,7 +33173,7 @@ def test_tuning_chosen_is_an_endless_row_of_epochs():
     assert TU.epoch_indices(2, 0, 0, 8, range(8)) != []  # a batch of many epochs
 
 
-def test_tuning_logprobs_are_the_models_and_the_head_sees_answers_alone():
+def test_tuning_logprobs_equal_the_models_with_the_head_on_answers_only():
     model, rows = tuning_model(), tuning_pairs().long()
     seen = []
     model.head.register_forward_hook(lambda _, args, out: seen.append(len(args[0])))
@@ -33196,7 +33205,7 @@ def test_tuning_reference_is_the_model_without_adapters():
     assert base.embed.weight.grad is None
 
 
-def test_tuning_adapter_names_are_hugging_faces():
+def test_tuning_adapter_names_are_peft_names():
     for config, ours, theirs in (
         (TUNING_CONFIG, "layers.1.attention.q_proj", "model.layers.1.self_attn.q_proj"),
         (TUNING_CONFIG, "layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
@@ -33209,7 +33218,7 @@ def test_tuning_adapter_names_are_hugging_faces():
         assert HF.hf_modules(model)[ours] == theirs
 
 
-def test_tuning_adapters_travel_in_a_file(tmp_path):
+def test_tuning_adapters_round_trip_through_a_file(tmp_path):
     model, rows = LO.apply_lora_(tuning_model(), 2), tuning_pairs().long()
     for p in LO.adapter_parameters(model).values():
         nn.init.normal_(p, 0.0, 0.2)
@@ -33237,7 +33246,7 @@ def test_tuning_dpo_batches_are_whole_pairs():
         TU.DPO(tuning_model(), rows[:5], 1, (0,), reference=tuning_model())
 
 
-def test_tuning_dpo_loss_is_the_sum_over_pairs_however_cut():
+def test_tuning_dpo_loss_does_not_depend_on_micro_batches():
     model, frozen = tuning_model(), tuning_model(seed=4)
     dpo = TU.DPO(model, tuning_pairs(), 5, range(5), beta=0.4, label_smoothing=0.1,
                  reference=frozen)  # fmt: skip
@@ -33259,7 +33268,7 @@ def test_tuning_dpo_loss_is_the_sum_over_pairs_however_cut():
     assert ranks.row["accuracy"] == row["accuracy"]
 
 
-def test_tuning_dpo_validates_on_pairs_held_out():
+def test_tuning_dpo_validates_on_validation_pairs():
     """The loss and numbers of a step on them, whatever the micro-batch; training's stay."""
     model, frozen = tuning_model(), tuning_model(seed=4)
     how = dict(reference=frozen, beta=0.4)
@@ -33274,8 +33283,8 @@ def test_tuning_dpo_validates_on_pairs_held_out():
     assert TU.DPO(model, tuning_pairs(), 5, range(5), **how).validate(model, 5) == {}
 
 
-def test_tuning_grpo_validates_with_the_likeliest_answers():
-    """Whose mean reward it is; what a step draws afterwards is what it draws without."""
+def test_tuning_grpo_validates_with_greedy_answers():
+    """Whose mean reward it is; what a step samples afterwards is what it samples without."""
     model = tuning_model()
     count = lambda prompt, text, answer: float(len(text))
     how = dict(reward=count, text=lambda ids: "x" * len(ids), max_new_tokens=6)
@@ -33296,7 +33305,7 @@ def test_tuning_grpo_validates_with_the_likeliest_answers():
     assert share.validate(model, 4) == {"val_reward": pytest.approx((sum(lengths) + 100) / 6)}
 
 
-def test_one_example_in_16_is_held_apart():
+def test_one_example_in_16_is_validation():
     """By number, as errors call them; of few the last, which is not trained on."""
     for n in (1, 2, 20, 39, 40, 400):
         kept, held = TX.train_val_split([f"item {i}" for i in range(1, n + 1)])
@@ -33310,7 +33319,7 @@ def test_one_example_in_16_is_held_apart():
         DA.chat_rows({41: []}, lambda *a: "", lambda text: [], 8, False)
 
 
-def test_tuning_dpo_learns_what_is_preferred():
+def test_tuning_dpo_learns_preferences():
     model = tuning_model(std=0.05)
     dpo = TU.DPO(model, tuning_pairs(), 5, range(5), reference=copy.deepcopy(model))
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=3e-3), []
@@ -33330,7 +33339,7 @@ def test_tuning_dpo_learns_what_is_preferred():
 
 
 @pytest.mark.parametrize("config", [TUNING_CONFIG, TUNING_MLA], ids=["llama", "mla-moe"])
-def test_tuning_rollouts_are_of_the_weights_as_they_are(config):
+def test_tuning_rollouts_use_the_current_weights(config):
     """Log-probabilities of training's own forward pass, before and after an update, for prompts
     whose blocks the prefix cache would find again; and no copy of a weight."""
     model = tuning_model(config)
@@ -33376,7 +33385,7 @@ def test_tuning_rollouts_under_autocast():
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_tuning_rollouts_cast_each_weight_once_and_give_it_back():
+def test_tuning_rollouts_cast_each_weight_once_and_restore_it():
     model, auto = LO.apply_lora_(tuning_model(), 2), partial(torch.autocast, "cpu", torch.bfloat16)
     before, seen = dict(model.named_parameters()), []
     engine = TU.make_engine(model, 31, max_num_seqs=8, autocast=auto)
@@ -33426,7 +33435,7 @@ def test_tuning_grpo_rows_are_a_function_of_seed_step_and_weights():
     halves = [tuning_grpo(model, local_ids=mine).batch(2) for mine in ((0, 1), (2, 3))]
     assert torch.equal(torch.cat(halves), rows[2])  # two ranks
     assert not torch.equal(tuning_grpo(model, seed=1).batch(2), rows[2])
-    same = tuning_grpo(model, tasks=tuning_tasks(1)).batch(0)  # one prompt, four times: 16 draws
+    same = tuning_grpo(model, tasks=tuning_tasks(1)).batch(0)  # one prompt, four times: 16 samples
     assert len({tuple(row) for row in same.tolist()}) > 12
 
 
@@ -33465,7 +33474,7 @@ def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
 
 
 @pytest.mark.parametrize("loss_agg_mode", TU.LOSS_AGG_MODES)
-def test_tuning_grpo_loss_is_the_formula_however_cut(loss_agg_mode):
+def test_tuning_grpo_loss_does_not_depend_on_micro_batches(loss_agg_mode):
     model, frozen = tuning_model(), tuning_model(seed=4)
     how = dict(loss_agg_mode=loss_agg_mode, kl=0.2, clip=0.1, clip_high=0.15)
     grpo = tuning_grpo(model, **how, reference=frozen)
@@ -33491,7 +33500,7 @@ def test_tuning_grpo_loss_is_the_formula_however_cut(loss_agg_mode):
     assert row["clipped"] == pytest.approx(clipped, abs=1e-5) and clipped > 0
 
 
-def test_tuning_grpo_takes_several_steps_from_one_drawing():
+def test_tuning_grpo_takes_several_steps_per_rollout():
     model = tuning_model()
     grpo = tuning_grpo(model, updates=2)
     batches = [grpo.batch(step) for step in range(4)]
@@ -33631,7 +33640,7 @@ def ck_case_once(rank, folder):
 
 
 def ck_case_overlap(rank, folder):
-    """A save of half a second, beside which training goes on."""
+    """Training continues during a save of half a second."""
     keeper, x = CK.Checkpoints(folder), torch.full((32, 32), 7.0)
     plain = torch.save
 
@@ -33717,7 +33726,7 @@ def ck_case_full(rank, folder):
         dist.barrier()
         said[how, "left"] = sorted(p.name for p in folder.iterdir())
         dist.barrier()
-    keeper.save(6, state, {"n": 6})  # and goes on
+    keeper.save(6, state, {"n": 6})  # and continues
     found = keeper.newest()
     said["after"] = (found.step, found.metadata, CK.list_steps(folder))
     return said
@@ -33938,19 +33947,19 @@ def test_ck_any_layout_and_world(ck_ranks):
             assert torch.equal(state[name], x) and torch.equal(read[name], x), name
 
 
-def test_ck_replicas_are_written_once_and_shared_out(ck_ranks):
+def test_ck_replicated_tensors_are_written_once(ck_ranks):
     for sizes, buffers, again in ck_said(ck_ranks, "once"):
         assert len(sizes) == 4 and buffers == 2 and again
         assert all(2 * 64 * 64 * 4 < size < 2.3 * 64 * 64 * 4 for size in sizes)
 
 
-def test_ck_training_goes_on_beside_a_save(ck_ranks):
+def test_ck_training_continues_during_a_save(ck_ranks):
     for stall, right, busy, whole in ck_said(ck_ranks, "overlap"):
         assert stall < 0.2 and right and busy and whole
     assert ck_said(ck_ranks, "lazy") == [(True, True)] * 4
 
 
-def test_ck_full_disk_is_told_to_all_and_harms_nothing(ck_ranks):
+def test_ck_full_disk_is_reported_on_all_ranks_and_loses_nothing(ck_ranks):
     for said in ck_said(ck_ranks, "full"):
         assert "rank 2" in said["enospc"] and "No space left" in said["enospc"]
         assert "rank 1" in said["rlimit"] and "too large" in said["rlimit"]
@@ -33964,7 +33973,7 @@ def test_ck_full_disk_is_told_to_all_and_harms_nothing(ck_ranks):
         assert "rank 3" in told and "DefaultCPUAllocator" in told
 
 
-def test_ck_damaged_ones_are_refused_loudly(ck_ranks):
+def test_ck_damaged_checkpoints_are_refused(ck_ranks):
     for rank, said in enumerate(ck_said(ck_ranks, "refuse")):
         assert said["sizes"] == 6 and said["quick"] == ""
         assert said["found"] == (1, {"at": 1})
@@ -34004,7 +34013,7 @@ def test_ck_names_shapes_and_dtypes_must_fit(ck_ranks):
         assert "(9, 2)" in said[1] and "differ about the size" in said[2]
 
 
-def test_ck_dtensors_and_new_cuttings(ck_ranks):
+def test_ck_dtensors_and_resharding(ck_ranks):
     assert ck_said(ck_ranks, "dtensor") == [(True, True)] * 4
     assert ck_said(ck_ranks, "changed") == [[True] * 3] * 4
 
@@ -34012,7 +34021,7 @@ def test_ck_dtensors_and_new_cuttings(ck_ranks):
 # -- one process
 
 
-def test_ck_flat_blocks_are_the_slice():
+def test_ck_flat_ranges_cover_the_slice():
     for shape in ((5,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (4, 1)):
         x = torch.arange(math.prod(shape)).view(shape)
         for start in range(x.numel() + 1):
@@ -34030,7 +34039,7 @@ def test_ck_flat_blocks_are_the_slice():
         CK.flat_blocks((3, 4), 3, 13)
 
 
-def test_ck_regions_are_the_cut():
+def test_ck_regions_equal_the_shards():
     x = torch.arange(8 * 6 * 2).view(8, 6, 2)
     cuts = [
         [],
@@ -34060,7 +34069,7 @@ def test_ck_regions_are_the_cut():
         CK.ShardedTensor(torch.ones(3, 2), (4, 2), [((0, 0), ())]).sum()
 
 
-def test_ck_share_out_balances():
+def test_ck_writes_are_balanced_over_ranks():
     f32 = torch.float32
     whole = {f"w{i}": ((i + 1,), f32, {(0,): (i + 1,)}) for i in range(20)}
     mine = CK.assign_writes([whole] * 3)
@@ -34074,7 +34083,7 @@ def test_ck_share_out_balances():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_ck_pieces_go_through_plain_dcp(tmp_path):
+def test_ck_shards_load_with_plain_dcp(tmp_path):
     x = torch.randn(6, 5)
     cut = [[range(0, 2), range(3, 6)]]
     rest = [[range(2, 3)]]
@@ -34113,7 +34122,7 @@ def test_ck_large_tensors_are_written_in_rows(tmp_path, monkeypatch):
         CK.read_full_tensors(tmp_path / "step-00000001", ["x", "y"])
 
 
-def test_ck_the_last_stay_and_a_step_is_replaced(tmp_path, capsys):
+def test_ck_keep_latest_k_and_replacing_a_step(tmp_path, capsys):
     keeper = CK.Checkpoints(tmp_path, keep=2, sync=True)
     assert keeper.newest() is None and CK.list_steps(tmp_path) == []
     for step in (3, 1_000_000_000, 5, 40):
@@ -34132,7 +34141,7 @@ def test_ck_the_last_stay_and_a_step_is_replaced(tmp_path, capsys):
         CK.read_user_metadata(tmp_path / "step-00000041")
 
 
-def test_ck_leftovers_go_and_none_is_lost_between_renames(tmp_path):
+def test_ck_leftovers_are_removed_and_renames_lose_nothing(tmp_path):
     keeper = CK.Checkpoints(tmp_path, sync=True)
     keeper.save(1, {"x": torch.ones(2)}, {})
     keeper.save(2, {"x": torch.ones(2)}, {})
@@ -34150,7 +34159,7 @@ def test_ck_leftovers_go_and_none_is_lost_between_renames(tmp_path):
     assert keeper.newest().step == 2
 
 
-def test_ck_any_flipped_byte_is_seen(tmp_path, capsys):
+def test_ck_any_flipped_byte_is_detected(tmp_path, capsys):
     keeper = CK.Checkpoints(tmp_path, keep=3, sync=True)
     for step in (1, 2):
         keeper.save(step, {"x": torch.randn(50), "n": torch.tensor(step)}, {"k": [step, "text"]})
@@ -34281,7 +34290,7 @@ RC_MODELS = {
 
 @pytest.mark.parametrize("changes", RC_MODELS.values(), ids=RC_MODELS)
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
-def test_rc_gradients_are_those_of_none(changes, amp):
+def test_rc_gradients_equal_no_recomputation(changes, amp):
     """Bit for bit, in every mode."""
     want = rc_gradients(rc_model("none", **changes), amp=amp)
     assert all(g.abs().max() > 0 for g in want)
@@ -34291,7 +34300,7 @@ def test_rc_gradients_are_those_of_none(changes, amp):
         assert rc_same(rc_gradients(model, runs, amp), want), mode
 
 
-def test_rc_passes_that_share_autocasts_cache():
+def test_rc_autocast_cache_is_shared_by_passes():
     """Twice within one context, whose cache of casts has the second pass do fewer operations than
     it does again. selective adds gradients up as without the cache, in fp32."""
     want = {c: rc_gradients(rc_model("none"), amp=True, passes=2, cached=c) for c in (True, False)}
@@ -34331,8 +34340,8 @@ class RcCount(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", RC_ONE)
-def test_rc_what_is_computed_again(mode):
-    """Of 7 products and one attention. A backward pass has two products per product."""
+def test_rc_recomputed_operations(mode):
+    """Of 7 matmuls and one attention. A backward pass has two matmuls per matmul."""
     torch.manual_seed(0)
     block, inputs = M.Block(M.ModelConfig(**RC_CONFIG), 0, False), rc_inputs()
     y = RC.checkpoint_wrapper(block.forward, mode)(*inputs).sum()
@@ -34355,7 +34364,7 @@ RC_PRECISIONS = {  # dtype of weights and stream, autocast, s, p
 @pytest.mark.parametrize("precision", RC_PRECISIONS)
 @pytest.mark.parametrize("fused", [True, False], ids=["flash", "math"])
 @pytest.mark.parametrize("mode", RC_ONE)
-def test_rc_bytes_are_the_formula(precision, fused, mode):
+def test_rc_bytes_equal_the_formula(precision, fused, mode):
     """What a block of model.py keeps, to the byte, weights' casts too."""
     dtype, amp, s, p = RC_PRECISIONS[precision]
     block = M.Block(M.ModelConfig(**RC_CONFIG), 0, False).to(dtype)
@@ -34468,7 +34477,7 @@ def test_rc_segments_are_all_blocks_in_order(layers):
         assert sizes == sorted(sizes, reverse=True) and (not sizes or sizes[0] - sizes[-1] <= 1)
 
 
-def test_rc_kept_bytes_by_hand():
+def test_rc_saved_bytes_by_hand():
     """Storages once, through views; only what the graph needs, closures and outputs too."""
     w, x = torch.ones(8, requires_grad=True), torch.ones(8)
     assert RC.saved_bytes(lambda: w * x) == 32  # x, not w: nobody wants x's gradient
@@ -34742,7 +34751,7 @@ def test_rc_gradients_of_ranks(name, rc_ranks):
 
 @pytest.mark.slow
 def test_rc_alone_in_a_folder(tmp_path):
-    """The sheet needs nothing of the project."""
+    """The file imports nothing of the project."""
     path = tmp_path / "recompute.py"
     path.write_bytes(open(RC.__file__, "rb").read())
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -34797,7 +34806,7 @@ CL_HOWS = {
 
 @pytest.mark.parametrize("how", CL_HOWS.values(), ids=CL_HOWS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_cl_is_the_definition(how, with_bias):
+def test_cl_equals_the_definition(how, with_bias):
     """Loss and the three gradients in fp64, for chunks that divide the rows or not."""
     index = how.get("ignore_index", -100)
     (h, w, b), targets = cl_draw(index=index)
@@ -34847,7 +34856,7 @@ def test_cl_rounding(precision):
 
 
 def test_cl_sums_of_weight_gradients_are_fp32():
-    """Of bf16 tensors and 256 chunks dW is off as one product is; in bf16 it would be by much
+    """Of bf16 tensors and 256 chunks dW is off as one matmul is; in bf16 it would be by much
     more."""
     (h, w, _), targets = cl_draw(dtype=torch.bfloat16, shape=(256, 32, 40))
     h, w = h.abs(), w / 8  # gradients that do not cancel
@@ -34857,7 +34866,7 @@ def test_cl_sums_of_weight_gradients_are_fp32():
     assert errors[0] < 1.5 * errors[1] < 6e-3
 
 
-def test_cl_autocast_casts_products_alone():
+def test_cl_autocast_casts_only_matmuls():
     """Products see bf16, statistics fp32; nothing changes outside."""
     seen = set()
 
@@ -34888,8 +34897,8 @@ class ClProducts(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_cl_makes_only_gradients_that_are_wanted():
-    """One product for the loss, one more for each gradient; in the backward pass none. The others'
+def test_cl_computes_only_required_gradients():
+    """One matmul for the loss, one more for each gradient; in the backward pass none. The others'
     numbers do not change."""
     tensors, targets = cl_draw()
     want, one = cl_run(lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=l[2]), tensors), None
@@ -34946,7 +34955,7 @@ def test_cl_large_logits_and_no_targets():
         assert all((t == 0).all() for t in got)
 
 
-def test_cl_never_holds_more_than_a_chunk_of_logits():
+def test_cl_logits_memory_is_one_chunk():
     """At the peak: dW, dhidden, and a chunk of logits; a chunk in bf16 more, and a strip of dW,
     under autocast."""
     N, C, V, n = 512, 32, 20000, 64
@@ -35075,7 +35084,7 @@ def test_cl_vocabulary_over_ranks(name, cl_ranks):
 
 
 def test_cl_alone_in_a_folder(tmp_path):
-    """The sheet needs nothing of the project."""
+    """The file imports nothing of the project."""
     path = tmp_path / "chunked_loss.py"
     path.write_bytes(open(CL.__file__, "rb").read())
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -35136,12 +35145,12 @@ def sc_same(a: Path, b: Path) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["attention", "selective", "full", "sqrt", "300K"])
-def test_recomputing_runs_are_the_same_bits(mode, sc_run):
+def test_recomputation_gives_the_same_bits(mode, sc_run):
     assert sc_same(sc_run("plain"), sc_run("again", f"--recompute {mode}"))
 
 
 @pytest.mark.parametrize("where", ["cpu", "files"])
-def test_offloaded_runs_are_the_same_bits_and_resume(where, sc_run, tmp_path):
+def test_offloading_gives_the_same_bits_and_resumes(where, sc_run, tmp_path):
     """Masters and moments elsewhere: one run's bits, also when it was cut in two"""
     flags = f"--offload {'cpu' if where == 'cpu' else tmp_path / 'states'}"
     plain, out = sc_run("plain"), sc_run("off", flags + " --steps 4 --lr-schedule constant")
@@ -35150,7 +35159,7 @@ def test_offloaded_runs_are_the_same_bits_and_resume(where, sc_run, tmp_path):
     assert sc_same(plain, out)
 
 
-def test_steps_in_the_backward_pass_are_the_same(sc_run):
+def test_optimizer_in_backward_gives_the_same_bits(sc_run):
     flags = "--grad-clip 0 --micro-batch-size 4"
     plain, inside = sc_run("plain", flags), sc_run("in", flags + " --optimizer-in-backward")
     drop = lambda rows: [{k: v for k, v in row.items() if k != "grad_norm"} for row in rows]
@@ -35158,7 +35167,7 @@ def test_steps_in_the_backward_pass_are_the_same(sc_run):
     assert same_bits(SD.read_state(plain), SD.read_state(inside))
 
 
-def test_a_chunked_loss_trains_the_same(sc_run):
+def test_chunked_loss_trains_the_same(sc_run):
     """But for rounding; and a z-loss keeps log-sum-exp small"""
     plain, chunked = sc_run("plain"), sc_run("chunked", "--loss-chunk 16")
     for a, b in zip(metrics(plain), metrics(chunked), strict=True):
@@ -35167,7 +35176,7 @@ def test_a_chunked_loss_trains_the_same(sc_run):
     assert z[0]["loss"] > metrics(plain)[0]["loss"] + 1
 
 
-def test_fp16_scales_its_loss_and_skips_what_overflows(sc_run, monkeypatch):
+def test_fp16_loss_scaling_skips_overflowing_steps(sc_run, monkeypatch):
     """Losses are near fp32's; a scale that is too large costs steps, is halved and said; a run cut
     in two knows its scale."""
     plain, half = sc_run("plain"), sc_run("half", "--dtype fp16")
@@ -35230,8 +35239,8 @@ def test_optimizers_and_schedules_learn_and_resume(flags, sc_run):
 
 
 def test_mup_scales_weights_and_rates(sc_run, tmp_path):
-    """At the base width nothing changes; twice as wide, matrices are drawn 1 / sqrt(2) as large,
-    the head 1 / 2, and both move half as fast."""
+    """At the base width nothing changes; twice as wide, matrices are initialized 1 / sqrt(2) as
+    large, the head 1 / 2, and both move half as fast."""
     config = json.loads((sc_run("any", "--steps 1") / "config.json").read_text())
     for tied in ("tied", "untied"):
         text = json.dumps(config | {"tie_word_embeddings": tied == "tied"})
@@ -35296,7 +35305,7 @@ def test_packed_rows_are_separate_documents(attention, config):
 
 
 @pytest.mark.slow
-def test_sources_are_mixed_by_weight_and_streamed(sc_run, corpus, tmp_path):
+def test_data_sources_are_mixed_by_weight_and_streamed(sc_run, corpus, tmp_path):
     """Two sources, packed, tokenized by a worker meanwhile: the rows of a run that waited, under
     --resume too"""
     other = tmp_path / "other.jsonl"
@@ -35331,7 +35340,7 @@ def sc_chats(folder: Path) -> dict[str, Path]:
 
 def test_chats_preferences_and_rewards_train_and_resume(sc_run, tmp_path):
     """sft, dpo and grpo, with adapters and without: each lowers its loss or moves what it is to
-    move, and goes on after a cut as if there had been none."""
+    move, and continues after a cut as if there had been none."""
     init, files = sc_run("init"), sc_chats(tmp_path)
     steps = "--lr-schedule constant --lr 1e-3"
     for name, flags, better in (
@@ -35366,7 +35375,7 @@ def test_chats_preferences_and_rewards_train_and_resume(sc_run, tmp_path):
     assert metrics(whole)[-1].keys() >= {"val_loss", "val_accuracy", "val_reward_margin"}
 
 
-def test_adapters_merged_are_adapters_apart(sc_run, tmp_path, capsys):
+def test_merged_adapters_equal_separate_adapters(sc_run, tmp_path, capsys):
     """--lora leaves the base as it is; its export in PEFT's format, added by generate.py, gives the
     text of the merged export."""
     init = sc_run("init")
@@ -35424,7 +35433,7 @@ def test_from_pretraining_to_serving(tmp_path):
     assert right >= 2 and time.perf_counter() - began < 120, right
 
 
-# ---- what is said ----
+# ---- messages ----
 
 
 def test_metrics_profile_and_export(sc_run, tmp_path, capsys):
@@ -35453,7 +35462,7 @@ def test_metrics_profile_and_export(sc_run, tmp_path, capsys):
 @pytest.mark.parametrize(
     "ranks, flags, rows", [(1, "", 12), (1, "--recompute selective", 24), (2, "--zero 3", 12)]
 )
-def test_the_peak_of_a_step_is_foretold(ranks, flags, rows, corpus, tmp_path):
+def test_dry_run_predicts_the_peak_memory_of_a_step(ranks, flags, rows, corpus, tmp_path):
     """--dry-run's bytes are within 10% of what the process then takes, in an allocator that gives
     back at once what is freed"""
     if not MT.STATUS.exists():
@@ -35503,7 +35512,7 @@ def test_tensorboard_has_each_step_once(sc_run, tmp_path, monkeypatch):
     assert shown == {key: x for key, x in numbers.items() if key[1] != "step"}
 
 
-def test_exposed_communication_is_what_no_kernel_covers():
+def test_exposed_communication_is_not_covered_by_kernels():
     kernel = lambda name, ts, dur: dict(ph="X", cat="kernel", name=name, ts=ts, dur=dur)
     events = [
         kernel("gemm", 0, 10),
@@ -35518,7 +35527,7 @@ def test_exposed_communication_is_what_no_kernel_covers():
 # ---- when it fails ----
 
 
-def test_batches_that_are_no_good_are_skipped_and_many_stop_the_run(sc_run, monkeypatch, capsys):
+def test_bad_batches_are_skipped_and_too_many_stop_the_run(sc_run, monkeypatch, capsys):
     """A loss that is not finite leaves the weights as they were, and is said; too many in a row end
     the run with the last checkpoint whole."""
     real, at = STEP.accumulate, {3}
@@ -35541,7 +35550,7 @@ def test_batches_that_are_no_good_are_skipped_and_many_stop_the_run(sc_run, monk
     assert SD.saved_run(out)[1] == 4 and len(metrics(out)) == 6
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(sc_run, capsys):
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(sc_run, capsys):
     whole, out = sc_run("whole"), sc_run("out")
     path = max((out / SD.CHECKPOINTS / "step-00000008").glob("*.distcp"))
     content = bytearray(path.read_bytes())
@@ -35553,7 +35562,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(sc_run, capsys)
     assert sc_same(whole, out)
 
 
-def test_resume_auto_starts_or_goes_on(sc_run, tmp_path, corpus, tiny_config):
+def test_resume_auto_starts_or_resumes(sc_run, tmp_path, corpus, tiny_config):
     whole = sc_run("whole", "--lr-schedule constant")
     out = sc_run("out", "--resume auto --lr-schedule constant --steps 4")
     assert T.main([*SC_BASE.split(), "--resume", "auto", "--out", str(out)]) == 0
@@ -35655,7 +35664,7 @@ def test_kills_at_any_moment_lose_nothing(world, kills, steps, corpus, tiny_conf
 @pytest.mark.slow
 def test_a_rank_that_dies_costs_at_most_a_step(corpus, tiny_config, tmp_path):
     """Of two replicas one is killed in the middle of step 6: the other keeps its state at once, and
-    the run goes on from step 5, from memory, though the disk has step 4 at most."""
+    the run continues from step 5, from memory, though the disk has step 4 at most."""
     shm, out, log = tmp_path / "shm", tmp_path / "out", tmp_path / "log"
     flags = "--save-every 4 --memory-checkpoint-every 4 --resume auto "
     flags += f"--memory-checkpoint-dir {shm}"
@@ -35698,7 +35707,7 @@ def test_a_hang_names_the_stuck_rank(how, corpus, tiny_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_dead_rank_again(corpus, tiny_config, tmp_path):
+def test_torchrun_restarts_a_dead_rank(corpus, tiny_config, tmp_path):
     """torchrun --max-restarts with --resume auto, one rank killed once: as if none had been."""
     out, flag = tmp_path / "out", tmp_path / "once"
     code = f"""
@@ -35766,7 +35775,7 @@ def test_what_a_resumed_run_may_not_change(sc_run, tmp_path, capsys):
         assert words in error.splitlines()[-1] and "Traceback" not in error, error
 
 
-def test_damaged_folders_are_said_and_stepped_over(sc_run, tmp_path, capsys):
+def test_damaged_checkpoints_are_reported_and_skipped(sc_run, tmp_path, capsys):
     """A byte of a manifest; a checkpoint that is to be exported; metrics that are no rows; a reward
     that fails"""
     whole, out, other = sc_run("whole"), sc_run("out"), sc_run("other")
@@ -35795,9 +35804,9 @@ def test_damaged_folders_are_said_and_stepped_over(sc_run, tmp_path, capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_memory_has_what_no_disk_has_yet(corpus, tiny_config, tmp_path):
-    """Killed before the first save: --resume auto goes on from the copy in memory. What is there of
-    a run that was thrown away is not taken."""
+def test_memory_checkpoints_are_newer_than_disk(corpus, tiny_config, tmp_path):
+    """Killed before the first save: --resume auto continues from the copy in memory. What is there
+    of a run that was thrown away is not taken."""
     shm, log, out = tmp_path / "shm", tmp_path / "log", tmp_path / "out"
     flags = "--save-every 100 --memory-checkpoint-every 2 --resume auto "
     flags += f"--memory-checkpoint-dir {shm}"
@@ -35831,7 +35840,7 @@ def test_memory_has_what_no_disk_has_yet(corpus, tiny_config, tmp_path):
     assert len(metrics(out)) == 8
 
 
-def test_batches_of_pairs_and_prompts_go_evenly_over_ranks(corpus, tiny_config, tmp_path):
+def test_pairs_and_prompts_are_split_evenly_over_ranks(corpus, tiny_config, tmp_path):
     config = HF.read_config(tiny_config)
     for flags in ("--task dpo --batch-size 6", "--task grpo --batch-size 8 --num-generations 8"):
         argv = f"--init {tmp_path} --data {corpus} {flags}".split()
@@ -35854,7 +35863,7 @@ SC_REFUSED = {
 
 
 @pytest.mark.parametrize("flags", SC_REFUSED)
-def test_flags_that_say_nothing_together(flags, sc_run):
+def test_conflicting_train_flags_are_refused(flags, sc_run):
     assert SC_REFUSED[flags] in sc_error(sc_run, flags, "bad")
 
 
@@ -35862,7 +35871,7 @@ def test_flags_that_say_nothing_together(flags, sc_run):
 
 
 @pytest.mark.slow
-def test_flags_of_two_ranks_are_those_of_one_process(corpus, tiny_config, tmp_path):
+def test_flags_over_two_ranks_equal_one_process(corpus, tiny_config, tmp_path):
     """What says nothing of ranks does under these what it does without."""
     files, log = sc_chats(tmp_path), tmp_path / "log"
     init = f"--init {tmp_path / 'init'}"
@@ -35907,7 +35916,7 @@ SC_LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SC_LAYOUTS if name != "one"])
-def test_a_run_goes_on_under_any_other_layout(name, corpus, tiny_config, tmp_path):
+def test_a_run_resumes_under_any_other_layout(name, corpus, tiny_config, tmp_path):
     """What four ranks have written under a layout, read under every other: the next five losses and
     the weights after them are, bit for bit, those from the same state written whole by one
     process."""
