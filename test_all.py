@@ -20105,6 +20105,22 @@ def test_only_local_experts_are_read(kind, folders, monkeypatch):
         assert not stacks and numbers == {(i, e) for i, held in HELD.items() for e in held}
 
 
+@pytest.mark.parametrize("kind", ["file", "shards", "fp8"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tensor_parallel_shards_equal_slices_of_the_full_tensors(kind, rank, folders, monkeypatch):
+    """A rank of --tp 2 loads its slice of every tensor, also where the slice ends inside of a block
+    of FP8 scales."""
+    full = HF.load_checkpoint(folders[kind])
+    mesh = SimpleNamespace(rank=lambda dim: rank, size=lambda dim: 2, group=lambda dim: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    shard = lambda model: parallel.apply_tp(model, mesh, gather_logits=False)
+    local = HF.load_checkpoint(folders[kind], prepare=shard)
+    assert any(".w_down" in name for name in local.tp_shards)
+    for name, tensor in full.state_dict().items():
+        want = local.tp_shards[name].slice(tensor) if name in local.tp_shards else tensor
+        assert torch.equal(local.state_dict()[name], want), name
+
+
 def test_local_experts_quantize_while_loading(folders):
     """each(): a part that is quantized on load == that part of the model quantized whole."""
     each = lambda name, module: Q.quantize_module(name, module, Q.get_scheme("int8", None))

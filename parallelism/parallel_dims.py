@@ -79,54 +79,64 @@ AUTO_CHUNK_LOGITS = 2**29  # bytes of a micro-batch's logits from which --loss-c
 def add_flags(p: argparse.ArgumentParser) -> None:
     """The flags of parallelism."""
     number = partial(p.add_argument, type=int)
-    number("--dp", metavar="N", help="ranks with batches of their own (all that tp and cp leave)")
-    number("--dp-replicate", default=1, metavar="N", help="copies of the shards: HSDP (1)")
+    number("--dp", metavar="N", help="data-parallel degree (world size / (pp x tp x cp))")
+    number("--dp-replicate", default=1, metavar="N", help="replicas of the sharded model: HSDP (1)")
     add_stage_flags(p)
-    number("--tp", default=1, metavar="N", help="ranks that share every matrix (1)")
-    number("--cp", default=1, metavar="N", help="ranks that share every sequence (1)")
-    number("--ep", default=1, metavar="N", help="ranks that share the experts out, of dp x cp (1)")
-    number("--ep-node-size", metavar="RANKS", help="tokens go to each node of so many ranks once")
-    number("--ep-chunks", default=1, help="pieces whose transfers and products overlap (1)")
+    number("--tp", default=1, metavar="N", help="tensor-parallel degree (1)")
+    number("--cp", default=1, metavar="N", help="context-parallel degree (1)")
+    number("--ep", default=1, metavar="N", help="expert-parallel degree; divides dp x cp (1)")
+    text = "ranks per node: send each token once per node, then to its experts' ranks"
+    number("--ep-node-size", metavar="RANKS", help=text)
+    text = "chunks of tokens; the all-to-all of one overlaps the experts of another (1)"
+    number("--ep-chunks", default=1, metavar="N", help=text)
     p.add_argument(
         "--zero",
         type=int,
         choices=(0, 1, 2, 3),
         default=0,
-        help="what data-parallel ranks shard: 1 the optimizer's states, 2 gradients too, 3 "
-        "parameters too, by torch's fully_shard (%(default)s)",
+        help="ZeRO stage, by torch's fully_shard: shard the optimizer states (1), also the gradients "
+        "(2), also the parameters (3) over data-parallel ranks (%(default)s)",
     )
     p.add_argument(
         "--distributed-optimizer",
         action="store_true",
-        help="ZeRO 1 and 2 by zero.py's buckets of gradients, in place of fully_shard",
+        help="--zero 1 and 2 by zero.py's gradient buckets instead of fully_shard",
     )
     p.add_argument(
         "--zero-quantized",
         action="store_true",
-        help="shards are gathered as int8, gradients scattered as int4 (ZeRO++): not exact",
+        help="ZeRO++: all-gather parameters in int8, reduce-scatter gradients in int4; not exact",
     )
-    number("--hpz-size", metavar="RANKS", help="--zero 3 gathers once, then in such nodes")
+    text = (
+        "ranks per node: with --zero 3, all-gather in the backward pass within nodes (ZeRO++ hpZ)"
+    )
+    number("--hpz-size", metavar="RANKS", help=text)
     p.add_argument(
         "--no-sequence-parallel",
         action="store_true",
-        help="with --tp, norms and what is between them whole on every rank",
+        help="with --tp: do not shard norms and residuals along the sequence",
     )
-    p.add_argument("--async-tp", action="store_true", help="tp's transfers overlap with products")
+    p.add_argument(
+        "--async-tp", action="store_true", help="with --tp: overlap communication with matmuls"
+    )
     p.add_argument(
         "--cp-method",
         choices=("zigzag", "striped", "all-gather"),
         default="zigzag",
-        help="which parts of a sequence ranks have on a ring, or all keys gathered (%(default)s)",
+        help="ring attention with zigzag or striped sharding, or all-gather of k and v (%(default)s)",
     )
     number(
-        "--cp-ulysses", default=1, metavar="N", help="of cp, exchange heads; the others ring (1)"
+        "--cp-ulysses",
+        default=1,
+        metavar="N",
+        help="ranks of --cp that shard heads instead of the sequence: Ulysses (1)",
     )
     p.add_argument(
         "--dry-run",
         action="store_true",
-        help="train nothing: print what a step costs the first of --world-size ranks, in bytes",
+        help="do not train: print the memory and communication of a step on rank 0, in bytes",
     )
-    number("--world-size", metavar="N", help="ranks of a --dry-run (1)")
+    number("--world-size", metavar="N", help="number of ranks of --dry-run (1)")
 
 
 @dataclass(frozen=True)
@@ -272,7 +282,7 @@ class ParallelDims:
                 model.head.loss_kwargs |= tp_kwargs
 
     def _fsdp_comm_options(self) -> dict[str, Any]:
-        """What --hpz-size and --zero-quantized tell apply_fsdp."""
+        """The arguments of apply_fsdp from --hpz-size and --zero-quantized."""
         node = self.args.hpz_size
         if not self.args.zero_quantized:
             return dict(node_size=node)

@@ -57,7 +57,7 @@ TRAINABLE = [name for name in SCHEDULES if name != "pipedream"]
 
 def add_flags(p: argparse.ArgumentParser) -> None:
     """The flags of pipeline parallelism."""
-    p.add_argument("--pp", type=int, default=1, metavar="N", help="ranks with layers of their own")
+    p.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel degree (1)")
     p.add_argument(
         "--pp-schedule",
         choices=tuple(SCHEDULES),
@@ -65,11 +65,11 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         help="pipeline schedule (%(default)s); python parallelism/schedules.py --schedule NAME "
         "draws it",
     )
-    text = f"parts of the model on each rank, with {' and '.join(LOOPED)} (2)"
+    text = f"stages per rank, with {' and '.join(LOOPED)} (2)"
     p.add_argument("--virtual-stages", type=int, metavar="V", help=text)
-    text = "layers of each stage, with commas between (by what they compute)"
+    text = "layers of each stage (balanced by FLOPs)"
     p.add_argument("--pp-layers", metavar="N,N,...", help=text)
-    text = "stages, from 0 on, that do as --recompute full says; others as --recompute does"
+    text = "indices of the stages with full recomputation; the others follow --recompute"
     p.add_argument("--pp-recompute", metavar="S,S,...", help=text)
 
 
