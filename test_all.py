@@ -3186,7 +3186,7 @@ def test_chat_templates_run_sandboxed(tmp_path, template):
     """A template that reaches for Python's internals, or would change the messages, is refused."""
     ours = K.load_chat_template(template_folder(tmp_path, template))
     messages = [message("user", "a")]
-    with pytest.raises(ValueError, match="sandbox") as e:
+    with pytest.raises(ValueError, match="violates the sandbox|has no attribute 'update'") as e:
         ours.render(messages)
     assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
     assert messages == [message("user", "a")]
@@ -20758,7 +20758,7 @@ def test_bad_moe_flags_are_refused(corpus, moe_configs, dense_models, tmp_path, 
         ([*dense, "--upcycle", "0"], ["--upcycle", "positive"]),
         (["--init", str(biased), *up], ["--upcycle", "biased", "mlp_bias"]),
         (["--init", str(ahead), *up], ["--upcycle", "ahead", "multi-token"]),
-        (["--init", str(tmp_path / "mixed"), *up], ["--upcycle", "mixed", "mixture"]),
+        (["--init", str(tmp_path / "mixed"), *up], ["--upcycle", "mixed", "is an MoE model already"]),
         (["--train-draft-head", *dense, *up], ["--upcycle", "cannot be combined"]),
         ([*dense, "--aux-loss", "0.1"], ["--aux-loss", "requires a model with MoE layers"]),
         ([*dense, "--router-z-loss", "0.1"], ["--router-z-loss requires a model with MoE layers"]),
