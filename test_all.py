@@ -24842,7 +24842,13 @@ LAYOUTS_REFUSED: list[Refusal] = [
     ("latent", "--ep-node-size 2", 4, "--ep-node-size requires --ep", None),
     ("latent", "--ep-chunks 2", 4, "--ep-chunks requires --ep", None),
     ("dense", "--batch-size 6", 4, "--batch-size 6 must be a multiple of the 4 ranks", None),
-    ("dense", "--batch-size 3 --tp 2", 4, "--batch-size 3; the 2 ranks with different batches", None),
+    (
+        "dense",
+        "--batch-size 3 --tp 2",
+        4,
+        "--batch-size 3; the 2 ranks with different batches",
+        None,
+    ),
     ("dense", "--cp 4 --seq-len 18", 4, "--seq-len 18 must be a multiple of 2 x --cp 4", None),
     ("dense", "--cp 2 --tp 2 --seq-len 12", 4, "--seq-len 12; 2 x --cp 2 x --tp 2", None),
     ("dense", "--tp 4 --seq-len 18", 4, "--seq-len 18; --tp 4; --no-sequence-parallel", None),
@@ -27728,7 +27734,10 @@ def test_planner_number_formats():
 
 PLANNER_BAD = [
     ("--model llama9", "--model llama9 is no file, nor one of llama3.2-1b, llama3-8b"),
-    ("--model llama3-8b --device v100", "--device v100 is unknown; use one of a100-40gb, a100-80gb, h100"),
+    (
+        "--model llama3-8b --device v100",
+        "--device v100 is unknown; use one of a100-40gb, a100-80gb, h100",
+    ),
     ("--model llama3-8b --gpus 100", "--gpus 100 is not divisible by nodes of 8; use 96"),
     ("--model llama3-8b --gpus x", "'x' is not a number"),
     ("--model llama3-8b --batch 100k",
@@ -27742,7 +27751,10 @@ PLANNER_BAD = [
     ("--model llama3-8b --gpus 64 --tp 7", "64 GPUs are not divisible by tp 7"),
     ("--model llama3-8b --gpus 8 --dp 8 --pp 2", "8 GPUs are not divisible by dp 8 x pp 2"),
     ("--model llama3-8b --tp -1", "--tp must be positive, not -1"),
-    ("--model llama3-8b --device a100-80gb --fp8", "--fp8 cannot be combined with --device a100-80gb"),
+    (
+        "--model llama3-8b --device a100-80gb --fp8",
+        "--fp8 cannot be combined with --device a100-80gb",
+    ),
 ]  # fmt: skip
 
 

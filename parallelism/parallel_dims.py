@@ -94,8 +94,8 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         type=int,
         choices=(0, 1, 2, 3),
         default=0,
-        help="ZeRO stage, by torch's fully_shard: shard the optimizer states (1), also the gradients "
-        "(2), also the parameters (3) over data-parallel ranks (%(default)s)",
+        help="ZeRO stage, by torch's fully_shard: shard the optimizer states (1), also the "
+        "gradients (2), also the parameters (3) over data-parallel ranks (%(default)s)",
     )
     p.add_argument(
         "--distributed-optimizer",
@@ -123,7 +123,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         "--cp-method",
         choices=("zigzag", "striped", "all-gather"),
         default="zigzag",
-        help="ring attention with zigzag or striped sharding, or all-gather of k and v (%(default)s)",
+        help="ring attention with zigzag or striped shards, or all-gather of k and v (%(default)s)",
     )
     number(
         "--cp-ulysses",
