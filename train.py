@@ -4,12 +4,12 @@
     python train.py --data A.jsonl=3 --data B --pack --model small --steps 2000 --out runs/mine
     torchrun --nproc-per-node 8 --max-restarts 9 train.py --resume auto --tp 2 --zero 3 ...
                                                  tensor parallel over 2 ranks, ZeRO-3 over 4 data
-                                                 parallel ranks; dead ranks are restarted
+                                                 parallel ranks; restarted after a failure
     python train.py --out runs/mine --export     the newest checkpoint as a Hugging Face folder
     python train.py --init runs/mine --task sft --data chats.jsonl --out runs/chat
-                                                 then --task dpo or grpo; each with --lora 8 or not
-    python train.py --init checkpoints/small --upcycle 8 --out runs/mixture
-                                                 each MLP becomes 8 experts, all copies of it
+                                                 then --task dpo or grpo; all three also --lora 8
+    python train.py --init checkpoints/small --upcycle 8 --out runs/moe
+                                                 MoE: each MLP becomes 8 experts, copies of it
     python train.py --train-draft-head --init checkpoints/small --out runs/head
                                                  a draft head for speculative decoding
     python train.py --diloco 100 --diloco-rendezvous FOLDER --diloco-workers 4 --out RUN0
@@ -20,20 +20,20 @@ A run reads the documents, trains a tokenizer on them, writes token files, and t
 gradient accumulation over micro-batches, clipping, AdamW, periodic validation and checkpoints. OUT
 holds metrics.jsonl and checkpoints/; when the run ends or is stopped, it is also a Hugging Face
 folder (config.json, model.safetensors in bf16, tokenizer) that generate.py and transformers open.
---fp8 and --qat change the matmuls of a step, not what is saved.
+--fp8 and --qat change the matmuls of training, not the format of the saved weights.
 
-Guarantees, proved by test_all.py:
+Guarantees, tested by test_all.py:
 
-- A batch is a pure function of (seed, step, sample index). The loader has no state, so a resumed
-  run prints the losses of an uninterrupted one to the last digit (on CPU).
+- A batch is a pure function of (seed, step, sample index). The loader has no state, so the losses
+  of a resumed run are bitwise those of an uninterrupted one (on CPU).
 - The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the token
   count of the whole step on all ranks, so micro-batch size and rank count change only rounding.
 - Parallelism (--tp --cp --ep --zero ..., parallel_dims.py) changes only rounding: one seed gives
   the same weights and batches under every layout, and a checkpoint resumes under any other.
   Exception: --aux-loss is computed per micro-batch.
-- --recompute and --offload change no bit of the result, --loss-chunk only rounding.
-- A checkpoint is written atomically and is not loaded if a byte of it has changed. SIGTERM and
-  Ctrl-C save and exit; after kill -9 of any rank at any moment the previous checkpoint is intact.
+- With --recompute and --offload results are bitwise the same; --loss-chunk changes only rounding.
+- A checkpoint is written atomically and verified by sha256 before it is loaded. SIGTERM and Ctrl-C
+  save and exit; after kill -9 of any rank at any moment the previous checkpoint is intact.
 
 Files in training/: flags, dataset and data, build, step, state, checkpoint, recovery, optimizers,
 metrics; recompute, chunked_loss, offload (memory); lora, tuning (fine-tuning). In parallelism/:
@@ -63,11 +63,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
-for drawer in "huggingface generation serving quantization training parallelism".split():
-    spec = importlib.util.find_spec(drawer)  # an installed package wins over a folder
-    if spec.submodule_search_locations[0] != str(ROOT / drawer):
-        why = f"{spec.origin} hides the folder {drawer}/; uninstall that package"
-        sys.exit(f"train.py: error: {why}")
+for folder in "huggingface generation serving quantization training parallelism".split():
+    spec = importlib.util.find_spec(folder)  # an installed package of the same name comes first
+    if spec.submodule_search_locations[0] != str(ROOT / folder):
+        sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
 from model import Transformer
 from parallelism.dist_env import DistEnv, init_distributed
@@ -95,12 +94,13 @@ from training.step import LoadBalancer, accumulate, make_attend, update, validat
 from training.tuning import build_objective
 
 RUN_ID = "run.id"  # file in OUT with a random id of the run
-SIGTERM_GRACE = 10.0  # seconds a step may continue after SIGTERM before its state is dumped
+SIGTERM_GRACE = 10.0  # seconds for a step to finish after SIGTERM before the state is dumped
 EXIT_HANG = 75  # exit code of a rank that timed out: EX_TEMPFAIL, try again
 
 
 def resolve_args(args: argparse.Namespace) -> None:
-    """With --resume, fill args from the checkpoint. ValueError if OUT or the flags do not fit."""
+    """With --resume, fill args from the checkpoint. ValueError if OUT or a flag conflicts with
+    the run."""
     saved = saved_run(args.out)
     if args.auto and saved is None:  # there may still be a checkpoint in memory
         args.resume = None
@@ -136,7 +136,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def changed_settings(args: argparse.Namespace, run: Mapping[str, Any]) -> list[str]:
-    """The FIXED arguments that differ from the saved run's; it may lack those of newer flags."""
+    """Names of the FIXED arguments that differ from the saved run's. An argument that the run lacks
+    (saved before the flag existed) is compared only if its flag is given."""
     known = [name for name in FIXED if SAVED[name] in run or flag(name) in args.given]
     return [name for name in known if settings(args)[SAVED[name]] != run.get(SAVED[name])]
 
@@ -152,11 +153,13 @@ def check_output_dir(out: Path) -> None:
     if existing == {DRAFT_HEAD}:
         raise ValueError(f"--out {out}: holds a draft head; choose another folder")
     if existing:
-        raise ValueError(f"--out {out}: holds a model that no run here made; choose another folder")
+        raise ValueError(
+            f"--out {out}: holds a model but no checkpoints of a run; choose another folder"
+        )
 
 
 def train(args: argparse.Namespace) -> None:
-    """Run training from start to end; every stage is one call."""
+    """Set up and run training; every stage is one call."""
     resolve_args(args)
     env = init_distributed(args)
     config = model_config(args)
@@ -172,7 +175,7 @@ def train(args: argparse.Namespace) -> None:
         )
     args.out.mkdir(parents=True, exist_ok=True)
     for leftover in args.out.glob(".*.tmp") if env.rank == 0 else ():
-        leftover.unlink()  # from a save that was killed
+        leftover.unlink()  # temporary file of a save that was killed
     if env.rank == 0 and args.memory_checkpoint_every and not (args.out / RUN_ID).exists():
         (args.out / RUN_ID).write_text(os.urandom(8).hex())
     dataset = (prepare_text if args.task == "text" else prepare_task)(args, config, env)
@@ -211,13 +214,13 @@ class Run:
         self.diloco_worker = None if args.diloco is None else DiLoCoWorker(args, model, layout, env)
         losses = dict(aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
         self.balance = LoadBalancer(model, **losses, layout=layout)
-        compile_here = args.compile and layout.mesh is None  # else layout compiles the blocks
+        compile_here = args.compile and layout.mesh is None  # else layout has compiled the blocks
         self.step_model = compile_model(model) if compile_here else model
         self.attend = layout.attend(make_attend(args.attention, layout.packed))
         self.objective = build_objective(args, model, dataset, env, layout)
         self.tokens = args.batch_size // args.diloco_workers * args.seq_len
-        passes = 4 if args.lora else 6  # no weight gradients for frozen weights
-        self.flops = flops_per_token(meta_model(model.config), args.seq_len, passes)
+        flops_per_weight = 4 if args.lora else 6  # LoRA: no gradient of the frozen weights
+        self.flops = flops_per_token(meta_model(model.config), args.seq_len, flops_per_weight)
         self.peak = peak_flops(env.device, args.dtype, env.world)
 
     def _memory_checkpoint(self) -> MemoryCheckpoint | None:
@@ -227,13 +230,13 @@ class Run:
         name = hashlib.sha256(str(args.out.resolve()).encode()).hexdigest()[:12]
         folder = args.memory_checkpoint_dir or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
         group = dist.new_group(backend="gloo") if self.env.world > 1 else None
-        run = (args.out / RUN_ID).read_text()  # tells it from an older run in the same folder
+        run = (args.out / RUN_ID).read_text()  # an older run in the same folder has another id
         return MemoryCheckpoint(folder, f"{run}.{self.layout.shard_id}", group)
 
     # ---- checkpoints ----
 
     def metadata(self) -> dict[str, Any]:
-        """The JSON that a checkpoint stores beside its tensors."""
+        """The JSON that a checkpoint stores in addition to its tensors."""
         metadata = {"updates": self.state.updates, "guard": self.guard.state_dict()}
         metadata |= {"run": settings(self.args), "config": self.model.config.to_hf()}
         metadata |= {"text": self.dataset.fingerprint}
@@ -254,43 +257,43 @@ class Run:
             if self.memory_checkpoint is not None:
                 self.memory_checkpoint.clear()
             return
-        was, now = metadata.get("text"), self.dataset.fingerprint
-        if None not in (was, now) and was != now:
+        saved, current = metadata.get("text"), self.dataset.fingerprint
+        if None not in (saved, current) and saved != current:
             raise ValueError(
-                f"--data has changed: {now} now, {was} when step {self.first_step} was saved; "
-                "restore it, or start a new run in another --out"
+                f"--data has changed: {current} now, {saved} when step {self.first_step} was "
+                "saved; restore it, or start a new run in another --out"
             )
         self.guard.load_state_dict(metadata["guard"])
         if self.scaler is not None:
             self.scaler.load_state_dict(metadata["scaler"])
 
     def resume_from_memory(self, after: int) -> dict[str, Any] | None:
-        """Load the newest memory checkpoint if it is of this run and newer than step `after`;
-        returns its metadata, or None."""
-        at = self.memory_checkpoint.newest()
-        if at is None or at <= after:
+        """Load the newest memory checkpoint if its settings are this run's and it is newer than
+        step `after`. Returns its metadata, or None."""
+        step = self.memory_checkpoint.newest()
+        if step is None or step <= after:
             return None
         backup = {name: x.clone() for name, (_, x) in self.state.tensors().items()}
         tensors = {name: x for name, (_, x) in self.state.tensors().items()}
-        metadata = self.memory_checkpoint.get(at, tensors)
+        metadata = self.memory_checkpoint.get(step, tensors)
         if changed := changed_settings(self.args, metadata["run"]):
-            self.log(f"memory checkpoint of step {at} ignored: {flag(changed[0])} has changed")
+            self.log(f"memory checkpoint of step {step} ignored: {flag(changed[0])} has changed")
             for name, x in tensors.items():
                 x.copy_(backup[name])
             return None
-        self.first_step, self.state.updates = at, metadata["updates"]
+        self.first_step, self.state.updates = step, metadata["updates"]
         self.state.sync_after_load()
-        self.log(f"resumed after step {at} from memory")
+        self.log(f"resumed after step {step} from memory")
         return metadata
 
     def save(self, step: int) -> None:
         """Start writing a checkpoint of the state after `step`, asynchronously."""
-        pieces, metadata = self.state.pieces(), self.metadata()
+        tensors, metadata = self.state.sharded_state_dict(), self.metadata()
         if self.diloco_worker is not None:
-            outer_pieces, outer = self.diloco_worker.pieces()
-            pieces, metadata = pieces | outer_pieces, metadata | {"outer": outer}
-        # copied to host memory during the next step
-        self.checkpoints.save(step, pieces, metadata, async_staging=True)
+            outer_tensors, outer = self.diloco_worker.sharded_state_dict()
+            tensors, metadata = tensors | outer_tensors, metadata | {"outer": outer}
+        # async_staging: tensors are copied to host memory during the next step
+        self.checkpoints.save(step, tensors, metadata, async_staging=True)
 
     def save_to_memory(self, step: int) -> None:
         """Copy the state after `step` to this node's memory and to a peer's."""
@@ -311,10 +314,11 @@ class Run:
         self.on_sigterm()
         metrics = Metrics(args.out, first, args.tensorboard) if env.rank == 0 else None
         self.watchdog = make_watchdog(args, env, self.on_hang)
-        self.bar, at = progress_bar(first, args.steps, env), first
-        at = at if self.diloco_worker is None else self.diloco_worker.begin(at)
+        self.bar, next_step = progress_bar(first, args.steps, env), first
+        if self.diloco_worker is not None:
+            next_step = self.diloco_worker.begin(next_step)
         for step in self.bar:
-            if step < at:  # done by the other DiLoCo workers without this one
+            if step < next_step:  # the other DiLoCo workers are past this step
                 continue
             profile = profile_step(args.out, self.memory, env.rank)
             wanted = args.profile == step + 1 - first
@@ -324,8 +328,9 @@ class Run:
             if self.diloco_worker is not None:
                 self.checkpoints.wait_for_staging()
                 row |= self.diloco_worker.after_step(step)
-                at, step = row["step"], row["step"] - 1
-            stopping, row["data_wait"] = any_stopped_max_wait(signals, row["data_wait"], env.device)
+                next_step, step = row["step"], row["step"] - 1
+            stopping, wait = sync_stop_and_data_wait(signals, row["data_wait"], env.device)
+            row["data_wait"] = wait
             done = step + 1 == args.steps
             if (step + 1) % args.eval_every == 0 or done:
                 row |= self.evaluate(row)
@@ -344,7 +349,7 @@ class Run:
     def step(self, step: int) -> dict[str, Any]:
         """One step: batch, forward, backward, update. Returns its row of metrics.jsonl."""
         args, env, layout, scaler = self.args, self.env, self.layout, self.scaler
-        start, self.consistent_step = time.perf_counter(), step  # state = that after `step` steps
+        start, self.consistent_step = time.perf_counter(), step  # the state after `step` steps
         self.watchdog.beat(step + 1, "data")
         batch = self.objective.batch(step).to(env.device)
         data_wait = time.perf_counter() - start
@@ -363,7 +368,7 @@ class Run:
         rest = env.autocast, self.attend, self.balance, layout, objective, scale
         try:
             losses = accumulate(self.step_model, batch, args.micro_batch_size, *rest)
-        except RuntimeError:  # another rank may have died; weights are those of the last step
+        except RuntimeError:  # another rank may have died: keep the state after the last step
             self.dump_on_failure()
             raise
         row = {"step": step + 1, **losses}
@@ -391,31 +396,33 @@ class Run:
         """Whether to apply this batch's gradient, given its norm; if not, row["skipped"] has the
         reason. ValueError after too many skipped batches."""
         self.checkpoints.wait_for_staging()  # the last step's weights must be copied first
-        why, scaler = None, self.scaler
+        reason, scaler = None, self.scaler
         if scaler is not None and not scaler.update(math.isfinite(norm)):
-            why = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
-        if why is None or scaler.scale == scaler.MIN_SCALE:
+            reason = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
+        if reason is None or scaler.scale == scaler.MIN_SCALE:
             try:
-                why = self.guard.judge(row["loss"], norm)
+                reason = self.guard.judge(row["loss"], norm)
             except Diverged as e:  # raised on all ranks
                 self.checkpoints.wait()
-                raise ValueError(f"step {row['step']}: {e} ({self.last_good()})") from None
-        if why is not None and self.args.optimizer_in_backward:
+                raise ValueError(f"step {row['step']}: {e} ({self.resume_hint()})") from None
+        if reason is not None and self.args.optimizer_in_backward:
             self.checkpoints.wait()
             raise ValueError(
-                f"step {row['step']}: {why}; the update is already applied ({self.last_good()})"
+                f"step {row['step']}: {reason}; the update is already applied "
+                f"({self.resume_hint()})"
             )
-        if why is not None:
-            row["skipped"] = why
-            self.log(f"step {row['step']}: skipped, {why}")
-        self.state.updates += why is None
-        return why is None
+        if reason is not None:
+            row["skipped"] = reason
+            self.log(f"step {row['step']}: skipped, {reason}")
+        self.state.updates += reason is None
+        return reason is None
 
-    def last_good(self) -> str:
+    def resume_hint(self) -> str:
         return f"the last checkpoint in {self.args.out} is intact; resume from it with a lower --lr"
 
     def evaluate(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Every --eval-every steps: validation, and memory and communication wait of all ranks."""
+        """Validate, and collect peak memory and communication wait of all ranks. Called every
+        --eval-every steps; returns additions to `row`."""
         args, env, result = self.args, self.env, {}
         self.watchdog.beat(row["step"], "validation")
         size, attend = args.micro_batch_size, self.attend
@@ -475,7 +482,7 @@ class Run:
             self.update_lock.release()
 
     def on_hang(self) -> None:
-        """Called in the watchdog's thread when this or another rank is stuck."""
+        """Dump the state and exit; the watchdog's thread calls it when any rank is stuck."""
         try:
             self.dump_on_failure()
         finally:
@@ -516,17 +523,17 @@ class Run:
 
 
 def make_watchdog(args: argparse.Namespace, env: DistEnv, on_hang: Callable[[], None]) -> Watchdog:
-    """A watchdog of the calling thread; the first step may take 10 times --hang-timeout."""
+    """A watchdog for the calling thread; the first step may take 10 times --hang-timeout."""
     report = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
     timeouts = dict(timeout=args.hang_timeout, first_timeout=10 * args.hang_timeout)
     return Watchdog(env.store, env.rank, env.world, **timeouts, report=report, on_hang=on_hang)
 
 
-def any_stopped_max_wait(
+def sync_stop_and_data_wait(
     caught: list[int], wait: float, device: torch.device
 ) -> tuple[bool, float]:
-    """Over all ranks: whether any caught a signal (all must stop at the same step), and the longest
-    wait for data."""
+    """Max-reduce over ranks: whether any caught a signal (all must stop at the same step), and the
+    longest wait for data."""
     maxima = torch.tensor([len(caught), wait], device=device)
     if dist.is_initialized():
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
@@ -555,7 +562,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before the first step; from then on Ctrl-C saves first
+    except KeyboardInterrupt:  # before the first step; later, Ctrl-C saves and exits
         return 130
     finally:
         if dist.is_initialized():

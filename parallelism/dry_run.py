@@ -274,8 +274,8 @@ def dry_run(args: argparse.Namespace) -> str:
     config = setup(args)
     (costs, mesh), model = count_costs(args, config), meta_model(config)
     B, T, world, sent = args.batch_size, args.seq_len, args.world_size, costs["sent"]
-    passes = 4 if args.lora else 6  # no weight gradients for frozen weights
-    flops = flops_per_token(model, T, passes) * B * T / world
+    flops_per_weight = 4 if args.lora else 6  # no weight gradients for frozen weights
+    flops = flops_per_token(model, T, flops_per_weight) * B * T / world
     rows = B * args.tp * args.cp // world
     loads = "; assumes even expert loads" if config.moe_layers else ""
     table = [

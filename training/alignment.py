@@ -19,14 +19,15 @@ and that of a frozen reference model, which keeps the policy close to the initia
 Cost: DPO: two forward passes per completion (the reference's without gradient). GRPO: sampling,
 which takes most of the time, and a third forward pass if kl is not 0. When it loses: DPO on pairs
 that are unlikely under the policy (both log-probabilities fall); GRPO if all rewards of a group are
-equal (no gradient) or the reward can be gained without solving the task. Dividing by the group's
-standard deviation upweights prompts that are nearly always or never solved, and 1 / |y| upweights
-short completions (Dr. GRPO, arXiv:2503.20783): normalize=False and a mask of ones avoid both.
+equal (no gradient) or if the policy can get the reward without solving the task (reward hacking).
+Dividing by the group's standard deviation upweights prompts that are nearly always or never solved,
+and 1 / |y| upweights short completions (Dr. GRPO, arXiv:2503.20783): normalize=False and a mask of
+ones avoid both.
 
-Hook: none; functions of tensors. Losses and statistics are sums, so that micro-batches and ranks
-add up; the caller divides by the count of the whole step. Equivalence (test_all.py): gradients are
-those of the formulas in fp64. Needs: torch. `python training/alignment.py` runs a check and prints
-a table.
+Hook: none; the functions take tensors. Losses and statistics are sums, to be added over
+micro-batches and ranks; the caller divides them by the token or pair count of the whole step.
+Equivalence (test_all.py): gradients equal those of the formulas in fp64. Needs: torch. `python
+training/alignment.py` runs a check and prints a table.
 
 Shapes: B completions, T tokens, V vocabulary, G groups of n completions.
 """
@@ -72,7 +73,7 @@ def sequence_logprobs(logits: Tensor, targets: Tensor, ignore_index: int = -100)
 
 
 # --------------------------------------------------------------------------------------------------
-# Preferences
+# DPO
 # --------------------------------------------------------------------------------------------------
 
 
@@ -101,20 +102,20 @@ def dpo_loss(
 
 
 # --------------------------------------------------------------------------------------------------
-# Rewards
+# GRPO and rewards
 # --------------------------------------------------------------------------------------------------
 
 
 def group_advantages(rewards: Tensor, normalize: bool = True) -> Tensor:
-    """Group-relative advantages: rewards (G, n) - group mean -> (G, n). normalize: also divide by
-    the group's (population) standard deviation (arXiv:2402.03300, 4.1.2); without: Dr. GRPO
-    (arXiv:2503.20783, 3.2). Exactly 0 if all rewards of a group are equal."""
+    """Group-relative advantages: rewards minus their group's mean, (G, n) -> (G, n). normalize:
+    also divide by the group's (population) standard deviation (arXiv:2402.03300, 4.1.2); False is
+    Dr. GRPO (arXiv:2503.20783, 3.2). Exactly 0 if all rewards of a group are equal."""
     _check(rewards.dim() == 2, f"rewards must be (groups, n), not {tuple(rewards.shape)}")
-    centred = rewards - rewards.mean(1, keepdim=True)
-    centred = centred.masked_fill((rewards == rewards[:, :1]).all(1, keepdim=True), 0.0)
+    centered = rewards - rewards.mean(1, keepdim=True)
+    centered = centered.masked_fill((rewards == rewards[:, :1]).all(1, keepdim=True), 0.0)
     if not normalize:
-        return centred
-    return centred / (centred.square().mean(1, keepdim=True).sqrt() + 1e-6)
+        return centered
+    return centered / (centered.square().mean(1, keepdim=True).sqrt() + 1e-6)
 
 
 def grpo_loss(
@@ -136,7 +137,7 @@ def grpo_loss(
 
     With r = exp(logprobs - old_logprobs), a token's loss is -min(r A, clamp(r, 1 - clip, 1 +
     clip_high) A) + kl * k3, where k3 = exp(d) - d - 1, d = ref - logprobs, is an unbiased,
-    non-negative estimate of KL(model || ref) (eq. 4). clip_high None: clip.
+    non-negative estimate of KL(model || ref) (eq. 4). clip_high: default clip.
 
     Returns the loss and mask-weighted sums: kl (k3, 0 without a reference) and clipped (1 for
     tokens whose gradient is clipped)."""
@@ -168,7 +169,7 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def exact_reward(prompt: str, completion: str, answer: str) -> float:
-    """1 if the completion equals the answer, ignoring surrounding white space."""
+    """1 if the completion equals the answer, ignoring surrounding whitespace."""
     return float(completion.strip() == answer.strip())
 
 
@@ -181,7 +182,7 @@ def number_reward(prompt: str, completion: str, answer: str) -> float:
 
 
 def prefix_reward(prompt: str, completion: str, answer: str) -> float:
-    """1 if the completion starts with the answer, ignoring leading white space."""
+    """1 if the completion starts with the answer, ignoring leading whitespace."""
     return float(completion.lstrip().startswith(answer.strip()))
 
 
@@ -193,8 +194,8 @@ REWARDS: dict[str, Reward] = {
 
 
 def load_reward(name: str) -> Reward:
-    """A reward function reward(prompt, completion, answer) -> float: one of REWARDS, or
-    "FILE.py:FUNCTION", which is executed. ValueError if there is none."""
+    """A reward function reward(prompt, completion, answer) -> float: one of REWARDS, or FUNCTION
+    of "FILE.py:FUNCTION"; the file is executed. ValueError if there is no such function."""
     if name in REWARDS:
         return REWARDS[name]
     path, colon, function = name.rpartition(":")
@@ -220,8 +221,9 @@ def load_reward(name: str) -> Reward:
 def bandit(
     updates: int, seed: int = 0, *, arms: int = 16, normalize: bool = True, kl: float = 0.0
 ) -> list[float]:
-    """GRPO on a multi-armed bandit: a softmax policy over arms, only arm 0 has reward 1. Returns
-    the exact expected reward before and after every update of 8 groups of 8 samples."""
+    """GRPO with a softmax policy on a multi-armed bandit: arm 0 has reward 1, all others 0. Returns
+    the exact expected reward before the first update and after each; an update has 8 groups of 8
+    samples."""
     rng = torch.Generator().manual_seed(seed)
     theta = torch.zeros(arms, requires_grad=True)
     optimizer, curve = torch.optim.Adam([theta], lr=0.1), []
@@ -242,7 +244,8 @@ def bandit(
 
 
 def check() -> None:
-    """Losses and gradients against the formulas in fp64; and a bandit must learn."""
+    """Losses and gradients must equal those of the formulas in fp64, and GRPO must learn the
+    bandit."""
     torch.manual_seed(0)
     new, old, ref = (torch.randn(4, 5, dtype=torch.float64) * 0.3 for _ in range(3))
     A, mask = torch.randn(4, dtype=torch.float64), (torch.rand(4, 5) > 0.3).double()
@@ -259,9 +262,9 @@ def check() -> None:
     assert torch.allclose(*grads, rtol=1e-10)
     pair = [torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     loss, stats = dpo_loss(*pair, beta=0.5)
-    odds = ((pair[0] - pair[2]) - (pair[1] - pair[3])) * 0.5
-    want = (1 + (-odds).exp()).log().sum()
-    assert torch.allclose(loss, want) and stats["accuracy"] == (odds > 0).sum()
+    margin = ((pair[0] - pair[2]) - (pair[1] - pair[3])) * 0.5
+    want = (1 + (-margin).exp()).log().sum()
+    assert torch.allclose(loss, want) and stats["accuracy"] == (margin > 0).sum()
     grads = [torch.autograd.grad(x, pair) for x in (loss, want)]
     assert all(map(torch.allclose, *grads))
     curve = bandit(40)
@@ -280,8 +283,8 @@ def _ms(run: Callable[[], object], device: str) -> float:
 
 
 def benchmark(device: str) -> None:
-    """Time of the losses, forward and backward, next to the head's matmul that gives the logits;
-    and the reward of a 16-armed bandit with 64 samples per update."""
+    """Time of the losses, forward and backward, compared with the LM head's matmul, which computes
+    the logits; and the mean reward on a 16-armed bandit with 64 samples per update."""
     B, T, C, V = (16, 1024, 2048, 32000) if device == "cuda" else (8, 64, 512, 16000)
     head = torch.randn(V, C, device=device)
     hidden = torch.randn(B, T, C, device=device).requires_grad_()

@@ -1,8 +1,8 @@
 """LoRA: low-rank adapters on frozen linear layers, with PEFT's file format.
 
-Full fine-tuning keeps a gradient and two optimizer states per weight (12 bytes next to its 4) and
-produces a full checkpoint per task. LoRA (Hu et al., arXiv:2106.09685, section 4.1) assumes that
-the weight update has low rank: it freezes W and trains two low-rank factors,
+Full fine-tuning keeps a gradient and two optimizer states per weight (12 bytes in fp32, and 4
+for the weight) and produces a full checkpoint per task. LoRA (Hu et al., arXiv:2106.09685, section
+4.1) assumes that the weight update has low rank: it freezes W and trains two low-rank factors,
 
     y = x W^T + alpha / rank * (x A^T) B^T      W (F, C) frozen, A (rank, C), B (F, rank)
 
@@ -16,20 +16,20 @@ B A is merged into W at no inference cost, or kept as an adapter file of a few M
     merge_(model)                                           # plain nn.Linear again
 
 Cost: two small matmuls per adapted linear until merged; activation memory is unchanged. Gain:
-gradients and optimizer states of few parameters (rank 16 on all of Llama 2 7B: 0.6%), no gradient
-of W (a third of a layer's FLOPs), and small adapter files. When it loses: where the data require
-more capacity, as in pretraining; with small matrices, where the two extra kernel launches dominate.
-Stacked experts of an MoE are not nn.Linear and are not adapted; nor is a weight that two modules
-share (a tied head), as it cannot be merged into one of them.
+gradients and optimizer states of the adapters only (rank 16 on all TARGETS of Llama 2 7B: 0.6% of
+the parameters), no gradient of W (a third of a layer's FLOPs), and small adapter files. When it
+loses: where the data require more capacity, as in pretraining; with small matrices, where the two
+extra kernel launches dominate. Not supported: stacked experts of an MoE, which are not nn.Linear,
+and a weight shared by two modules (a tied head), which cannot be merged for one of them only.
 
 Adapters of 16-bit weights are fp32 and are cast to the input's dtype in the forward pass. Call
 apply_lora_ before quantization, compilation and sharding. Initialization depends only on (seed,
 name), so it is the same for any targets, rank or device.
 
-Hook: the Linear swap; every weight keeps its object and its name. Equivalence (test_all.py): with
-fresh or disabled adapters the output is bitwise that of the base model; merged equals unmerged up
-to one rounding of each weight to its dtype. Needs: torch; safetensors for files only. `python
-training/lora.py` runs a check and prints a table.
+Hook: the Linear swap; base parameters stay the same objects under the same names. Equivalence
+(test_all.py): with newly initialized or disabled adapters the output is bitwise that of the base
+model; merged equals unmerged up to one rounding of each weight to its dtype. Needs: torch;
+safetensors for files only. `python training/lora.py` runs a check and prints a table.
 
 Shapes: x (..., C), C in features, F out features.
 """
@@ -89,7 +89,7 @@ def apply_lora_(
     seed: int = 0,
 ) -> nn.Module:
     """Add adapters, in place, to every nn.Linear whose name ends in one of the targets, and freeze
-    all other parameters. alpha None: alpha = rank, a scale of 1 (the paper's choice, 4.1).
+    all other parameters. alpha: default rank, a scale alpha / rank of 1 (the paper's choice, 4.1).
     ValueError if no module matches or one cannot be adapted."""
     is_target = lambda name: name.rpartition(".")[2] in targets
     names = [name for name, module in _linears(model).items() if is_target(name)]
@@ -110,7 +110,10 @@ def _adapt(model: nn.Module, names: Sequence[str], rank: int, alpha: float, seed
         old = model.get_submodule(name)
         _check(not isinstance(old, LoRALinear), f"{name} is adapted already; call merge_ first")
         kind = type(old).__name__
-        _check(type(old) is nn.Linear, f"{name} is a {kind}, not an nn.Linear; apply LoRA earlier")
+        _check(
+            type(old) is nn.Linear,
+            f"{name} is a {kind}, not an nn.Linear; apply LoRA before it is converted",
+        )
         shared = users[old.weight] > 1
         _check(not shared, f"{name} shares its weight with another module; remove it from targets")
     model.requires_grad_(False)
@@ -130,10 +133,10 @@ def _make_lora_linear(old: nn.Linear, name: str, rank: int, scale: float, seed: 
     rng = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
     bound = old.in_features**-0.5
     a = torch.empty(rank, old.in_features).uniform_(-bound, bound, generator=rng)
-    like = dict(dtype=torch.promote_types(old.weight.dtype, torch.float32))
-    like["device"] = old.weight.device
-    new.lora_a = nn.Parameter(a.to(**like))
-    new.lora_b = nn.Parameter(torch.zeros(old.out_features, rank, **like))
+    kwargs = dict(dtype=torch.promote_types(old.weight.dtype, torch.float32))
+    kwargs["device"] = old.weight.device
+    new.lora_a = nn.Parameter(a.to(**kwargs))
+    new.lora_b = nn.Parameter(torch.zeros(old.out_features, rank, **kwargs))
     return new.train(old.training)
 
 
@@ -157,8 +160,8 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[nn.Module]:
-    """Context manager that disables all adapters. A backward pass that recomputes activations must
-    run in the same state as its forward pass."""
+    """Context manager that disables all adapters. With activation recomputation, the backward pass
+    must run with adapters enabled or disabled as in the forward pass."""
     found = list(_lora_linears(model).values())
     before = [m.enabled for m in found]
     for m in found:
@@ -275,9 +278,9 @@ def _write_atomically(writers: dict[Path, Callable[[Path], Any]]) -> None:
 def load_adapters_(
     model: nn.Module, folder: str | os.PathLike, rename: Callable[[str], str] = _identity
 ) -> nn.Module:
-    """Add the adapters of a folder, written by save_adapters or PEFT, to a plain model, in place.
-    rename: see save_adapters. ValueError names the file and the field or tensor that does not fit.
-    """
+    """Add the adapters of a folder, written by save_adapters or PEFT, in place, to a model without
+    adapters. rename: see save_adapters. ValueError names the file and the unsupported field or the
+    tensor that does not match the model."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -296,8 +299,8 @@ def load_adapters_(
     unmatched = sorted(matched ^ tensors.keys())
     _check(
         bool(wanted) and not unmatched,
-        f"{folder / WEIGHTS}: {unmatched[0] if unmatched else 'empty'}: not a pair for a layer of "
-        "this model",
+        f"{folder / WEIGHTS}: {unmatched[0] if unmatched else 'empty'}: no pair of lora_A and "
+        "lora_B for a layer of this model",
     )
     for name, (a, b) in wanted.items():
         shapes = ((rank, linears[name].in_features), (linears[name].out_features, rank))
@@ -332,7 +335,7 @@ def _read_config(path: Path) -> tuple[int, float]:
 
 
 class _Block(nn.Module):
-    """SwiGLU MLP with the names of TARGETS."""
+    """SwiGLU MLP with a residual connection; its linears are named as in TARGETS."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()

@@ -58,11 +58,11 @@ PEAK_FLOPS = {
 # --------------------------------------------------------------------------------------------------
 
 
-def flops_per_token(model: Transformer, seq_len: int, passes: int = 6) -> int:
+def flops_per_token(model: Transformer, seq_len: int, flops_per_weight: int = 6) -> int:
     """FLOPs per token of forward and backward: 6 per matmul weight (of experts, the K of E that a
     token uses), and 6 * Hq * (D + Dv) per key that a query attends to (half the sequence on
     average) in every layer. Recomputation is not counted, as in MFU (PaLM, arXiv:2204.02311,
-    appendix B). passes: 6 for training, 4 with frozen weights."""
+    appendix B). flops_per_weight: 6 for training, 4 with frozen weights."""
     c = model.config
     weights = 0.0
     for p in model.parameters():
@@ -76,7 +76,8 @@ def flops_per_token(model: Transformer, seq_len: int, passes: int = 6) -> int:
     windows = [min(w or seq_len, seq_len) for w in windows]
     keys = sum(w - w * w / (2 * seq_len) for w in windows)
     return round(
-        passes * weights + 6 * c.n_heads * (c.head_dim + (c.v_head_dim or c.head_dim)) * keys
+        flops_per_weight * weights
+        + 6 * c.n_heads * (c.head_dim + (c.v_head_dim or c.head_dim)) * keys
     )
 
 

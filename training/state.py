@@ -75,7 +75,7 @@ class State:
             self.optimizer.state.update({p: {"step": torch.zeros((), device=p.device), **zero}})
         return self.optimizer.state[p]
 
-    def _local_pieces(self) -> dict[str, ShardedTensor]:
+    def _local_sharded_tensors(self) -> dict[str, ShardedTensor]:
         return {
             name: ShardedTensor(
                 to_local(x), *self.layout.shard_regions(like, self.trainable.get(like, x))
@@ -83,30 +83,30 @@ class State:
             for name, (like, x) in self.tensors(self.updates > 0).items()
         }
 
-    def pieces(self) -> dict[str, ShardedTensor]:
+    def sharded_state_dict(self) -> dict[str, ShardedTensor]:
         """This rank's part of each full tensor, for a checkpoint. Collective."""
-        pieces = self._local_pieces()
+        tensors = self._local_sharded_tensors()
         if self.layout.buckets is None or not self.updates:
-            return pieces
+            return tensors
         names = {p: self.layout.checkpoint_name(name) for name, p in self.trainable.items()}
         whole = lambda x: ShardedTensor(x, x.shape, [((0,) * x.dim(), ())])
         for p, state in self.layout.buckets.gather_state().items():  # on rank 0
-            pieces |= {f"{m}.{names[p]}": whole(x) for m, x in state.items() if x.dim()}
-        return pieces
+            tensors |= {f"{m}.{names[p]}": whole(x) for m, x in state.items() if x.dim()}
+        return tensors
 
     @torch.no_grad()
     def load(self, saver: Checkpoints, found: CheckpointInfo) -> None:
         """Load a checkpoint, bit for bit. Collective."""
         self.updates, buckets = found.metadata["updates"], self.layout.buckets
-        pieces, states = self._local_pieces(), {}
+        tensors, states = self._local_sharded_tensors(), {}
         if buckets is not None and self.updates:
             for name, p in self.trainable.items():
                 states[p] = {m: torch.empty(p.shape) for m in self.moments[p]}
                 at = [((0,) * p.dim(), ())]
                 full = {f"{m}.{name}": x for m, x in states[p].items()}
-                pieces |= {name: ShardedTensor(x, p.shape, at) for name, x in full.items()}
+                tensors |= {name: ShardedTensor(x, p.shape, at) for name, x in full.items()}
         optional = ["outer.state"] if "outer" in found.metadata else []  # DiLoCoWorker loads it
-        saver.load(found, pieces, optional=optional)
+        saver.load(found, tensors, optional=optional)
         if states:
             step = torch.tensor(float(self.updates))
             buckets.load_state({p: {"step": step, **state} for p, state in states.items()})
@@ -230,7 +230,7 @@ class DiLoCoWorker:
             outer = dict(every=args.diloco, lr=args.outer_lr, momentum=args.outer_momentum)
             self.outer = DiLoCo(params, self.workers, device="cpu", **outer)
 
-    def pieces(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
+    def sharded_state_dict(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
         """Its part of a checkpoint: tensors, and JSON metadata."""
         if not self.is_rank0:
             return {}, {}
