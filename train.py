@@ -66,8 +66,7 @@ ROOT = Path(__file__).resolve().parent
 for drawer in "huggingface generation serving quantization training parallelism".split():
     spec = importlib.util.find_spec(drawer)  # an installed package wins over a folder
     if spec.submodule_search_locations[0] != str(ROOT / drawer):
-        why = f"{spec.origin} hides the folder {drawer}/; uninstall that package"
-        sys.exit(f"train.py: error: {why}")
+        sys.exit(f"train.py: error: {spec.origin} shadows {drawer}/; uninstall that package")
 
 from model import Transformer
 from parallelism.dist_env import DistEnv, init_distributed
