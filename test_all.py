@@ -16016,7 +16016,13 @@ def test_engine_spec_lookahead_preempts_no_sequence(num_blocks, bs, budget, max_
     for seed in range(4):
         twins = [
             SpecWorld(
-                num_blocks, bs, budget, max_num_seqs, False, seed, max_accepted=0,
+                num_blocks,
+                bs,
+                budget,
+                max_num_seqs,
+                False,
+                seed,
+                max_accepted=0,
                 max_drafts=max_drafts,
             )  # fmt: skip
             for max_drafts in (0, 4)
@@ -19931,9 +19937,7 @@ def test_local_experts_need_no_process_group():
         )
         for first in (0, 2, 4, 6)
     ]
-    ranks_close(
-        sum(parts), M.loop_experts(x, weights, ids, up, down), 1e-12, "the sum over ranks"
-    )
+    ranks_close(sum(parts), M.loop_experts(x, weights, ids, up, down), 1e-12, "the sum over ranks")
     assert len(parts) == 4 and parts[0].abs().sum() > 0
 
 

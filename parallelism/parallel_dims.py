@@ -107,9 +107,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ZeRO++: all-gather parameters in int8, reduce-scatter gradients in int4; not exact",
     )
-    text = (
-        "ranks per node: with --zero 3, all-gather in the backward pass within nodes (ZeRO++ hpZ)"
-    )
+    text = "ranks per node: --zero 3 gathers within nodes in the backward pass (ZeRO++ hpZ)"
     number("--hpz-size", metavar="RANKS", help=text)
     p.add_argument(
         "--no-sequence-parallel",
@@ -125,12 +123,8 @@ def add_flags(p: argparse.ArgumentParser) -> None:
         default="zigzag",
         help="ring attention with zigzag or striped shards, or all-gather of k and v (%(default)s)",
     )
-    number(
-        "--cp-ulysses",
-        default=1,
-        metavar="N",
-        help="ranks of --cp that shard heads instead of the sequence: Ulysses (1)",
-    )
+    text = "ranks of --cp that shard heads instead of the sequence: Ulysses (1)"
+    number("--cp-ulysses", default=1, metavar="N", help=text)
     p.add_argument(
         "--dry-run",
         action="store_true",
