@@ -7,7 +7,7 @@
                                                  parallel ranks; restarted after a failure
     python train.py --out runs/mine --export     the newest checkpoint as a Hugging Face folder
     python train.py --init runs/mine --task sft --data chats.jsonl --out runs/chat
-                                                 then --task dpo or grpo; all three also --lora 8
+                                                 then --task dpo or grpo; --lora 8 trains adapters
     python train.py --init checkpoints/small --upcycle 8 --out runs/moe
                                                  MoE: each MLP becomes 8 experts, copies of it
     python train.py --train-draft-head --init checkpoints/small --out runs/head
