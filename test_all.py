@@ -7524,8 +7524,8 @@ def test_sparse_kernel_compiles_for_gpus(arch, cases, tmp_path):
 
 GEMM_LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-tl = X.triton and X.triton.language  # which a kernel's module must have
-# The environment said to interpret while the file was imported, and says so no longer
+tl = X.triton and X.triton.language  # Triton looks it up in the kernel's module
+# TRITON_INTERPRET was set only while gemm.py was imported
 gemm_jit = InterpretedFunction if X.INTERPRET else X.jit
 
 
@@ -7533,21 +7533,21 @@ def gemm_normal(*shape, seed=0):
     return normal(*shape, dtype=torch.float32, rng=seeded(seed + sum(shape)))
 
 
-def gemm_integers(low, high, *shape, dtype=torch.uint8):
+def gemm_randint(low, high, *shape, dtype=torch.uint8):
     return torch.randint(low, high, shape, generator=seeded(sum(shape))).to(DEVICE, dtype)
 
 
-def gemm_stored(N, K, group):
-    """qweight, scales, zeros of a random weight: int8 by row, or int4 in groups."""
+def gemm_weight(N, K, group):
+    """qweight, scales, zeros of a random weight: int8 per row, or int4 in groups."""
     if group is None:
-        codes = gemm_integers(-128, 128, N, K, dtype=torch.int8)
-        return codes, gemm_normal(N, 1).abs() + 0.01, None
+        q = gemm_randint(-128, 128, N, K, dtype=torch.int8)
+        return q, gemm_normal(N, 1).abs() + 0.01, None
     scales = (gemm_normal(N, K // group).abs() + 0.01).bfloat16()
-    return gemm_integers(0, 256, N, K // 2), scales, gemm_integers(0, 16, N, K // group)
+    return gemm_randint(0, 256, N, K // 2), scales, gemm_randint(0, 16, N, K // group)
 
 
-def gemm_dequantized(q, scales, zeros):
-    """Column by column, as the format is written down."""
+def gemm_dequantize(q, scales, zeros):
+    """Column by column, from the definition of the format."""
     if zeros is None:
         return q.float() * scales
     w = torch.empty(len(q), 2 * q.shape[1], device=q.device)
@@ -7558,18 +7558,18 @@ def gemm_dequantized(q, scales, zeros):
     return w
 
 
-def gemm_near(got, want, limit):
+def gemm_assert_close(got, want, limit):
     assert got.isfinite().all() and got.shape == want.shape
     assert relative(got.double(), want.double()) <= limit
 
 
 @pytest.fixture
-def one_processor(monkeypatch):
-    """A small GPU, whose tiles have several rows."""
+def one_sm(monkeypatch):
+    """A GPU with one SM: tiles have several rows."""
     monkeypatch.setattr(X, "_processors", lambda _: 1)
 
 
-GEMM_SHAPES = [  # M, N, K, group: ends of tiles, steps and chunks, whole and not
+GEMM_SHAPES = [  # M, N, K, group: full and partial tiles, K steps and chunks
     (1, 50, 96, None), (1, 9, 2064, None), (1, 9, 4096, None), (1, 50, 50, None), (2, 29, 97, None),
     (7, 50, 352, None), (16, 33, 704, None), (33, 50, 256, None), (64, 50, 100, None),
     (70, 17, 128, None), (1, 50, 96, 32), (1, 57, 704, 64), (1, 9, 4224, 128), (1, 17, 4096, 32),
@@ -7579,48 +7579,48 @@ GEMM_SHAPES = [  # M, N, K, group: ends of tiles, steps and chunks, whole and no
 
 
 @pytest.mark.parametrize("M, N, K, group", GEMM_SHAPES)
-def test_gemm_weight_only(M, N, K, group, one_processor):
-    """The kernels for one row of x, few and many, in fp16 and fp32, against the weight written out
-    column by column; so too the plain torch next to them."""
+def test_gemm_weight_only(M, N, K, group, one_sm):
+    """The kernels for one row of x, few and many, and their plain-torch reference equal a matmul
+    with the dequantized weight, in fp16 and fp32."""
     for dtype in (torch.float16, torch.float32):
-        x, weight = gemm_normal(M, K).to(dtype), gemm_stored(N, K, group)
-        want = x.float() @ gemm_dequantized(*weight).T
-        gemm_near(X.weight_only_matmul(x, *weight), want, GEMM_LIMITS[dtype])
-        gemm_near(X.weight_only_reference(x, *weight), want, GEMM_LIMITS[dtype])
+        x, weight = gemm_normal(M, K).to(dtype), gemm_weight(N, K, group)
+        want = x.float() @ gemm_dequantize(*weight).T
+        gemm_assert_close(X.weight_only_matmul(x, *weight), want, GEMM_LIMITS[dtype])
+        gemm_assert_close(X.weight_only_reference(x, *weight), want, GEMM_LIMITS[dtype])
 
 
 @pytest.mark.parametrize("n_splits", [1, 2, 3, 4])
 @pytest.mark.parametrize("M, group", [(1, None), (1, 32), (7, None), (7, 32), (3, 128)])
-def test_gemm_weight_only_split_k(M, group, n_splits, one_processor):
-    """The columns over several programs, some with nothing to do: a bias is added once, and the
-    bits are the same again."""
+def test_gemm_weight_only_split_k(M, group, n_splits, one_sm):
+    """Split-K, also with splits that have no work: the bias is added once, and a second call gives
+    the same bits."""
     K = 8448 if M == 1 else 768
-    x, weight, bias = gemm_normal(M, K), gemm_stored(3, K, group), 100 * gemm_normal(3)
-    want = x @ gemm_dequantized(*weight).T + bias
+    x, weight, bias = gemm_normal(M, K), gemm_weight(3, K, group), 100 * gemm_normal(3)
+    want = x @ gemm_dequantize(*weight).T + bias
     got = X.weight_only_matmul(x, *weight, bias, n_splits=n_splits)
-    gemm_near(got, want, 1e-5)
+    gemm_assert_close(got, want, 1e-5)
     assert torch.equal(got, X.weight_only_matmul(x, *weight, bias, n_splits=n_splits))
 
 
-def test_gemm_weight_only_any_strides_and_bf16(one_processor):
-    """Transposed x, more dimensions, strided codes, bf16, and no row at all."""
-    weight = gemm_stored(50, 96, 32)
+def test_gemm_weight_only_any_strides_and_bf16(one_sm):
+    """Transposed x, more dimensions, strided qweight, bf16, and zero rows."""
+    weight = gemm_weight(50, 96, 32)
     x = gemm_normal(96, 6).T
-    want = x @ gemm_dequantized(*weight).T
-    gemm_near(X.weight_only_matmul(x, *weight), want, 1e-5)
-    gemm_near(X.weight_only_matmul(x.view(2, 3, 96), *weight), want.view(2, 3, 50), 1e-5)
+    want = x @ gemm_dequantize(*weight).T
+    gemm_assert_close(X.weight_only_matmul(x, *weight), want, 1e-5)
+    gemm_assert_close(X.weight_only_matmul(x.view(2, 3, 96), *weight), want.view(2, 3, 50), 1e-5)
     loose = tuple(t.T.contiguous().T for t in weight)
-    gemm_near(X.weight_only_matmul(x[1], *loose), want[1], 1e-5)
+    gemm_assert_close(X.weight_only_matmul(x[1], *loose), want[1], 1e-5)
     for x in (x[:1].bfloat16(), x.bfloat16()):
         got = X.weight_only_matmul(x, *weight)
         assert got.dtype == torch.bfloat16
-        gemm_near(got, x.float() @ gemm_dequantized(*weight).T, 1e-2)
+        gemm_assert_close(got, x.float() @ gemm_dequantize(*weight).T, 1e-2)
     assert X.weight_only_matmul(x[:0], *weight).shape == (0, 50)
 
 
-def test_gemm_weight_only_zero_rows_stay_zero(one_processor):
-    """A group of one value, q == zero, is exactly 0 whatever x."""
-    q, scales, zeros = gemm_stored(8, 64, 32)
+def test_gemm_weight_only_weights_at_the_zero_point_give_exact_zeros(one_sm):
+    """Weights with q == zero contribute exactly 0 for any x."""
+    q, scales, zeros = gemm_weight(8, 64, 32)
     q, zeros = torch.full_like(q, 0x77), torch.full_like(zeros, 7)
     for rows in (1, 2):
         x = torch.full((rows, 64), 6e4, device=DEVICE).half()
@@ -7628,9 +7628,9 @@ def test_gemm_weight_only_zero_rows_stay_zero(one_processor):
 
 
 @pytest.mark.parametrize("M, group", [(1, None), (5, 32)])
-def test_gemm_weight_only_compiles_to_one_graph(M, group, one_processor):
-    """torch.compile sees one operator, whose schema and fake are what it does."""
-    weight, x = gemm_stored(8, 64, group), gemm_normal(M, 64)
+def test_gemm_weight_only_compiles_to_one_graph(M, group, one_sm):
+    """torch.compile sees one operator, whose schema and fake implementation are correct."""
+    weight, x = gemm_weight(8, 64, group), gemm_normal(M, 64)
     step = lambda x: 2 * X.weight_only_matmul(2 * x, *weight)
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(got, step(x))
@@ -7638,33 +7638,33 @@ def test_gemm_weight_only_compiles_to_one_graph(M, group, one_processor):
     torch.library.opcheck(X._weight_only_op, (x, *weight, None, 0), test_utils=checks)
 
 
-def test_gemm_weight_only_of_one_element(one_processor):
-    """One output: its row is the last of its tile as well as the first."""
-    q, scales, _ = gemm_stored(1, 256, None)
+def test_gemm_weight_only_single_output(one_sm):
+    """M = N = 1: the first row of the tile is also its last."""
+    q, scales, _ = gemm_weight(1, 256, None)
     x = gemm_normal(1, 256)
-    gemm_near(X.weight_only_matmul(x, q, scales, n_splits=2), x @ (q * scales).T, 1e-5)
+    gemm_assert_close(X.weight_only_matmul(x, q, scales, n_splits=2), x @ (q * scales).T, 1e-5)
 
 
-def test_gemm_splits_follow_from_the_shape():
-    """No more than two tiles for a processor, four steps at least for a program."""
+def test_gemm_n_splits_depends_on_the_shape():
+    """At most two tiles per SM, at least four K steps per program."""
     assert X._n_splits(64, 32, 132) == 4 and X._n_splits(64, 8, 132) == 2
     assert X._n_splits(1000, 99, 132) == 1 and X._n_splits(1, 1, 132) == 1
 
 
 @pytest.mark.parametrize("broken", ["qweight", "scales", "zeros", "bias", "n_splits", "x"])
-def test_gemm_weight_only_refuses(broken):
-    """What does not fit is a ValueError with a name, before anything is read."""
+def test_gemm_weight_only_rejects_bad_arguments(broken):
+    """An argument that does not fit is a ValueError with its name, before anything is read."""
     names = ("qweight", "scales", "zeros")
-    given = dict(zip(names, gemm_stored(8, 64, 32)), x=gemm_normal(3, 64), bias=gemm_normal(8))
+    given = dict(zip(names, gemm_weight(8, 64, 32)), x=gemm_normal(3, 64), bias=gemm_normal(8))
     given[broken] = 0 if broken == "n_splits" else given[broken][..., 1:]
     with pytest.raises(ValueError, match="qweight|bias|n_splits"):
         X.weight_only_matmul(**given)
 
 
 @pytest.mark.parametrize("scheme, size", [("int8", None), ("int4", 32), ("int4", 16)])
-def test_gemm_equals_a_models_linear_layers(scheme, size, one_processor):
-    """use_linear_fn_ puts weight_only_matmul into linears and stacks of experts of a quantized
-    model: the logits of quantize.py's own matmul; of groups it has no kernel for, it says so."""
+def test_gemm_in_a_quantized_model_equals_plain_torch(scheme, size, one_sm):
+    """use_linear_fn_ installs weight_only_matmul in linears and expert stacks of a quantized model:
+    logits equal those of quantize.py's own matmul; an unsupported group size is a ValueError."""
     widths = dict(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16, ffn_dim=96, expert_ffn_dim=32)
     widths |= dict(n_layers=2, moe_layers=(1,), n_experts_per_token=2)
     model = random_model(latent(**widths)).to(DEVICE)
@@ -7677,7 +7677,7 @@ def test_gemm_equals_a_models_linear_layers(scheme, size, one_processor):
             with pytest.raises(ValueError, match="groups of 32, 64 or 128"):
                 model(tokens)
         else:
-            gemm_near(model(tokens), want, 1e-5)
+            gemm_assert_close(model(tokens), want, 1e-5)
 
 
 # ---- one matmul, any epilogue ----
@@ -7701,76 +7701,76 @@ def gemm_fma(x, y, z):
     return x * y + z
 
 
-def gemm_trees(M, N):
-    """The tree, and the same without it, of the matmul p."""
+def gemm_epilogues(M, N):
+    """Epilogues by name: the expression, and the same in plain torch on the matmul p."""
     sa, sb, bias = gemm_normal(M).abs() / 9, gemm_normal(N).abs(), gemm_normal(N, seed=2)
     r, acc, row, col, matrix = gemm_normal(M, N), X.acc, X.row, X.col, X.matrix
     shared = acc * row(sa)
     return {
-        "nothing": (acc, lambda p: p),
+        "none": (acc, lambda p: p),
         "all": (
             X.silu(acc * row(sa) * col(sb) + col(bias)) + matrix(r),
             lambda p: F.silu(p * sa[:, None] * sb + bias) + r,
         ),
-        "numbers": (2 + 0.25 * X.relu(acc + -0.5) * 3, lambda p: 2 + F.relu(p - 0.5) * 0.75),
-        "gelu, twice": (
+        "constants": (2 + 0.25 * X.relu(acc + -0.5) * 3, lambda p: 2 + F.relu(p - 0.5) * 0.75),
+        "shared-subtree": (
             X.gelu(shared) * shared * matrix(r.half()),
             lambda p: F.gelu(p * sa[:, None]) * p * sa[:, None] * r.half().float(),
         ),
-        "rounded": (
+        "cast": (
             X.to_fp16(acc * X.scalar(0.1)) + matrix(r),
             lambda p: (p * 0.1).half().float() + r,
         ),
-        "user's": (
+        "user-defined": (
             gemm_shrink(gemm_fma(acc, row(sa[:, None]), 0.25), col(sb[None])),
             lambda p: F.relu(p * sa[:, None] + 0.25 - sb),
         ),
     }
 
 
-@pytest.mark.parametrize("tree", gemm_trees(1, 1))
+@pytest.mark.parametrize("tree", gemm_epilogues(1, 1))
 @pytest.mark.parametrize("M, N, K", [(37, 150, 70), (130, 65, 128)])
-def test_gemm_trees(tree, M, N, K):
-    """Epilogues of every kind of node, one's own too, against plain torch after the matmul."""
+def test_gemm_epilogues(tree, M, N, K):
+    """Every kind of epilogue node, user-defined too, equals plain torch after the matmul."""
     a, b = gemm_operands(M, N, K, torch.float32)
-    rounds = tree == "rounded"
-    tree, plain_torch = gemm_trees(M, N)[tree]
+    rounds = tree == "cast"
+    tree, plain_torch = gemm_epilogues(M, N)[tree]
     want = plain_torch((a.double() @ b.double().T).float())
-    gemm_near(X.gemm(a, b, tree), want, 1e-3 if rounds else 1e-5)
-    gemm_near(X.gemm_reference(a, b, tree), want, 1e-6)
+    gemm_assert_close(X.gemm(a, b, tree), want, 1e-3 if rounds else 1e-5)
+    gemm_assert_close(X.gemm_reference(a, b, tree), want, 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # in silu, rightly
 @pytest.mark.parametrize("dtype", [*GEMM_LIMITS, torch.int8, E4M3], ids=str)
 @pytest.mark.parametrize("M, N, K", [(3, 5, 7), (70, 131, 300), (129, 40, 256)])
 def test_gemm_dtypes(dtype, M, N, K):
-    """Each type of operand, with edges and without, against fp64."""
+    """Each operand dtype, with full and partial tiles, against fp64."""
     a, b = gemm_operands(M, N, K, dtype)
-    tree, plain_torch = gemm_trees(M, N)["all"]
+    tree, plain_torch = gemm_epilogues(M, N)["all"]
     want = plain_torch((a.float().double() @ b.float().double().T).float())
-    gemm_near(X.gemm(a, b, tree, dtype=torch.float32), want, 1e-5)
+    gemm_assert_close(X.gemm(a, b, tree, dtype=torch.float32), want, 1e-5)
     got = X.gemm(a, b, tree)
     assert got.dtype == (dtype if dtype in GEMM_LIMITS else torch.bfloat16)
-    gemm_near(got, want, GEMM_LIMITS[got.dtype])
+    gemm_assert_close(got, want, GEMM_LIMITS[got.dtype])
 
 
 def test_gemm_int8_is_exact():
-    """A sum that passes 2^24 on its way to a small number."""
-    a, b = (gemm_integers(64, 128, 2, 4096, dtype=torch.int8) for _ in range(2))
+    """int32 accumulation: a sum that passes 2^24 before it cancels to a small number."""
+    a, b = (gemm_randint(64, 128, 2, 4096, dtype=torch.int8) for _ in range(2))
     a, b = torch.cat((a, a), 1), torch.cat((b, -b), 1)
     a[:, -1] -= 1
     want = (a.double() @ b.double().T).float()
     assert torch.equal(X.gemm(a, b, dtype=torch.float32).diag(), want.diag())
 
 
-def test_gemm_of_many_tiles():
-    """More rows of tiles than a group of them has."""
+def test_gemm_many_row_tiles():
+    """More row tiles than one tile group has."""
     a, b = gemm_operands(700, 150, 16, torch.float32)
-    gemm_near(X.gemm(a, b), a @ b.T, 1e-5)
+    gemm_assert_close(X.gemm(a, b), a @ b.T, 1e-5)
 
 
-def test_gemm_reads_nothing_past_a_row():
-    """A NaN in the next row's first column spoils no matmul of this one."""
+def test_gemm_does_not_read_past_a_row():
+    """A NaN in the next row's first column does not reach this row's output."""
     a, b = gemm_normal(2, 20), gemm_normal(2, 20)
     a[1, 0] = b[1, 0] = math.nan
     assert X.gemm(a, b).isnan().tolist() == [[False, True], [True, True]]
@@ -7780,7 +7780,7 @@ def test_gemm_reads_nothing_past_a_row():
 @pytest.mark.parametrize("dtype", [E4M3, torch.int8], ids=str)
 @pytest.mark.parametrize("M, N, K", [(3, 130, 128), (70, 257, 300), (129, 40, 520)])
 def test_gemm_block_scales(dtype, M, N, K):
-    """1 x 128 and 128 x 128, the last block of columns and of rows cut short."""
+    """Scales per 1 x 128 and 128 x 128 block, with partial last blocks, against fp64."""
     a, b = gemm_operands(M, N, K, dtype)
     shapes = dict(a_scale=(M, -(-K // 128)), b_scale=(-(-N // 128), -(-K // 128)))
     scales = {name: gemm_normal(*shape) for name, shape in shapes.items()}
@@ -7788,29 +7788,29 @@ def test_gemm_block_scales(dtype, M, N, K):
     for j in range(K):
         wide[0][:, j] *= scales["a_scale"][:, j // 128]
         wide[1][:, j] *= scales["b_scale"][torch.arange(N) // 128, j // 128]
-    tree, plain_torch = gemm_trees(M, N)["all"]
+    tree, plain_torch = gemm_epilogues(M, N)["all"]
     want = plain_torch((wide[0] @ wide[1].T).float())
-    gemm_near(X.gemm(a, b, tree, dtype=torch.float32, **scales), want, 1e-5)
-    gemm_near(X.gemm_reference(a, b, tree, **scales), want, 1e-6)
+    gemm_assert_close(X.gemm(a, b, tree, dtype=torch.float32, **scales), want, 1e-5)
+    gemm_assert_close(X.gemm_reference(a, b, tree, **scales), want, 1e-6)
 
 
-def test_gemm_of_fp8_operands_equals_their_dequantized_matmul():
+def test_gemm_fp8_equals_dequantized_matmul():
     """quantize.py's tiles of 1 x 128 and 128 x 128 are the blocks that gemm takes."""
     x, w = gemm_normal(5, 300), gemm_normal(140, 300)
     (a, sa), (b, sb) = Q.to_fp8(x, "1x128"), Q.to_fp8(w, "128x128")
     got = X.gemm(a, b, a_scale=sa, b_scale=sb, dtype=torch.float32)
-    gemm_near(got, Q.from_fp8(a, sa) @ Q.from_fp8(b, sb).T, 1e-5)
+    gemm_assert_close(got, Q.from_fp8(a, sa) @ Q.from_fp8(b, sb).T, 1e-5)
 
 
-def test_gemm_of_any_strides():
-    """Operands and residuals that are slices and transposes."""
+def test_gemm_any_strides():
+    """Operands and residuals may be slices and transposes."""
     a, b = gemm_normal(40, 9).T, gemm_normal(22, 80)[::2, 1::2]
     r = gemm_normal(11, 9).T
-    gemm_near(X.gemm(a, b, X.acc + X.matrix(r)), a @ b.T + r, 1e-5)
+    gemm_assert_close(X.gemm(a, b, X.acc + X.matrix(r)), a @ b.T + r, 1e-5)
 
 
-def test_gemm_refuses():
-    """Operands, scales and leaves that do not fit: ValueError, with the name."""
+def test_gemm_rejects_bad_arguments():
+    """Operands, scales and epilogue leaves that do not fit: ValueError with the name."""
     a, b = gemm_normal(4, 8), gemm_normal(6, 8)
     ones = dict(a_scale=torch.ones(4, 1), b_scale=torch.ones(1, 1))
     two = ones | dict(b_scale=torch.ones(2, 1))
@@ -7831,8 +7831,8 @@ def test_gemm_refuses():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("triton", ["missing", "interpreted"])
-def test_gemm_alone_in_a_folder(triton, tmp_path):
-    """The one file, copied away, checks itself without Triton, and on its kernels."""
+def test_gemm_standalone(triton, tmp_path):
+    """gemm.py copied to an empty folder passes its self-check, without Triton and interpreted."""
     shutil.copy(FILES["gemm"], tmp_path)
     hide = "import sys; sys.modules['triton'] = None; " if triton == "missing" else ""
     env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET=str(int(triton == "interpreted")))
@@ -7845,11 +7845,11 @@ X._can_use_triton, X._processors = lambda _: True, lambda _: 132
 h, bf, f32, f8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 def wo(bits, M, group=None, dtype=bf, N=4096, K=4096, bias=None, n_splits=None):
-    codes = torch.zeros(N, K, dtype=torch.int8), torch.ones(N, 1), None
+    weight = torch.zeros(N, K, dtype=torch.int8), torch.ones(N, 1), None
     if bits == 4:
         zeros = torch.zeros(N, K // group, dtype=torch.uint8)
-        codes = torch.zeros(N, K // 2, dtype=torch.uint8), zeros.bfloat16(), zeros
-    X.weight_only_matmul(torch.zeros(M, K, dtype=dtype), *codes, bias, n_splits=n_splits)
+        weight = torch.zeros(N, K // 2, dtype=torch.uint8), zeros.bfloat16(), zeros
+    X.weight_only_matmul(torch.zeros(M, K, dtype=dtype), *weight, bias, n_splits=n_splits)
 
 def mm(dtype, scales=False, M=256, N=512, K=1024, half=0.5, tree=None):
     a, b, blocks = torch.zeros(M, K).to(dtype), torch.zeros(N, K).to(dtype), -(-K // 128)
@@ -7875,7 +7875,7 @@ GEMM_ALL = [
     *(f"mm({d}, M={M})" for d in ("bf", "h", "f32", "torch.int8") for M in (64, 256)),
     *("mm(torch.int8, True)", "mm(bf, K=1000)", "mm(bf, tree=X.acc)"),
 ]
-GEMM_SOME = [  # codes of 8 and 4 bits, few rows and many, and every type of matmul
+GEMM_SOME = [  # int8 and int4, few rows and many, and every operand dtype
     *GEMM_COMPILED,
     *("wo(8, 1)", "wo(8, 1, dtype=f32)", "wo(4, 1, 128)", "wo(8, 1, K=4112)"),
     *(f"wo({b}, {M}, {g})" for b, g in ((8, None), (4, 128)) for M in (2, 64)),
@@ -7897,8 +7897,8 @@ GEMM_FP8 = ["mm(f8, True)", "mm(f8)", "mm(f8, M=64)", "mm(f8, True, M=64)", "mm(
     ids=["90-all", "80-some", "100-some"],
 )
 def test_gemm_kernels_compile_for_gpus(arch, cases, tmp_path):
-    """To machine code for Ampere, Hopper and Blackwell within their shared memory; other sizes of
-    the same kind, and other numbers in an epilogue, do not recompile."""
+    """The kernels compile for Ampere, Hopper and Blackwell within their shared memory; other sizes
+    of the same kind, and other constants in an epilogue, do not recompile."""
     again = ["n = len(built)", "wo(4, 24, 32, N=8192, K=8192, n_splits=2)"]
     again += ["mm(bf, M=512, K=2048, half=0.25)", "assert len(built) == n, built[n:]"]
     imports = "import attention as A\nfrom quantization import gemm as X\n"
@@ -7917,12 +7917,12 @@ def test_gemm_kernels_compile_for_gpus(arch, cases, tmp_path):
 QUANTIZE_GROUPED = ("int4", "int3", "int2")
 QUANTIZE_SCHEMES = ("int8", *QUANTIZE_GROUPED, "int8-dynamic", "llm.int8", "fp8", "fp8-block")
 QUANTIZE_WEIGHT_ONLY = ("int8", *QUANTIZE_GROUPED)
-QUANTIZE_ROWWISE = ("int8-dynamic", "fp8", "fp8-block")  # one row of x has nothing of another
-QUANTIZE_GRIDS = [  # bits, symmetric, group_size: each of them with each of the others
+QUANTIZE_ROWWISE = ("int8-dynamic", "fp8", "fp8-block")  # no row of y depends on another's x
+QUANTIZE_SPECS = [  # bits, symmetric, group_size: all pairs of values
     *((2, True, None), (2, False, 32), (3, True, 0), (3, False, 32), (4, True, 32), (4, False, 0)),
     *((4, False, 32), (8, True, None), (8, True, 0), (8, False, 32), (8, False, None)),
 ]
-QUANTIZE_PAIRS = [  # every form and every scheme by default, all of them together when asked
+QUANTIZE_PAIRS = [  # every family and every scheme once; the other combinations are slow tests
     *(("llama", "int4"), ("tied", "int8"), ("qwen2", "fp8"), ("latent", "int3")),
     *(("mixtral", "int2"), ("llama", "llm.int8"), ("latent", "fp8-block")),
     ("mixtral", "int8-dynamic"),
@@ -7960,12 +7960,12 @@ def quantize_layer(
 
 
 def quantize_tiny(**changes) -> M.ModelConfig:
-    """A Llama whose widths hold groups of 16."""
+    """A Llama whose widths are multiples of 16."""
     return tiny(**dict(dim=64, ffn_dim=96) | changes)
 
 
 def quantize_config(name: str) -> M.ModelConfig:
-    """The forms of model that are loaded and saved; all widths hold groups of 8."""
+    """Model families; all widths are multiples of 8."""
     return {
         "llama": lambda: tiny(),
         "tied": lambda: tiny(tie_embeddings=True),
@@ -7982,24 +7982,26 @@ def quantize_config(name: str) -> M.ModelConfig:
     }[name]()
 
 
-QUANTIZE_FORMS = ("llama", "tied", "qwen2", "latent", "mixtral")
+QUANTIZE_FAMILIES = ("llama", "tied", "qwen2", "latent", "mixtral")
 
 
-def quantize_some(names: str, some, *every):
-    """The combinations `some`, and slow: all others."""
+def quantize_cases(names: str, some, *every):
+    """Parametrize over the combinations `some`, and as slow tests over all others."""
     some = [(c,) if isinstance(c, str) else c for c in some]
     rest = [pytest.param(*c, marks=pytest.mark.slow) for c in product(*every) if c not in some]
     return pytest.mark.parametrize(names, [*(pytest.param(*c) for c in some), *rest])
 
 
-quantize_pairs = quantize_some("form,scheme", QUANTIZE_PAIRS, QUANTIZE_FORMS, QUANTIZE_SCHEMES)
+quantize_pairs = quantize_cases(
+    "family,scheme", QUANTIZE_PAIRS, QUANTIZE_FAMILIES, QUANTIZE_SCHEMES
+)
 
 
-def quantize_model(name: str, scheme: str, dtype=torch.float32, **how) -> M.Transformer:
+def quantize_model(name: str, scheme: str, dtype=torch.float32, **kwargs) -> M.Transformer:
     model = random_model(quantize_config(name))
-    for p in model.parameters():  # not the routing corrections: loading keeps them in fp32
+    for p in model.parameters():  # not the expert_bias buffers: loading keeps them in fp32
         p.data = p.data.to(dtype)
-    return Q.quantize_(model, scheme, group_size=quantize_group(scheme), **how)
+    return Q.quantize_(model, scheme, group_size=quantize_group(scheme), **kwargs)
 
 
 def quantize_linears(model: nn.Module) -> dict[str, Q.QuantizedLinear]:
@@ -8010,7 +8012,7 @@ def quantize_stacks(model: nn.Module) -> dict[str, Q.QuantizedStack]:
     return {n: m for n, m in model.named_modules() if isinstance(m, Q.QuantizedStack)}
 
 
-def quantize_same_state(a: nn.Module, b: nn.Module) -> None:
+def quantize_assert_same_state(a: nn.Module, b: nn.Module) -> None:
     """Bit for bit, dtypes too."""
     x, y = a.state_dict(), b.state_dict()
     assert list(x) == list(y)
@@ -8025,7 +8027,7 @@ def quantize_types(model: nn.Module) -> dict[str, type]:
     return {name: type(module) for name, module in model.named_modules()}
 
 
-def quantize_undone(model: M.Transformer) -> M.Transformer:
+def quantize_dequantized(model: M.Transformer) -> M.Transformer:
     """A plain model that holds the dequantized weights."""
     plain = random_model(model.config).to(model.embed.weight.dtype)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -8048,10 +8050,10 @@ def quantize_bf16(x) -> np.ndarray:
     return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def quantize_by_loops(w: torch.Tensor, bits: int, size: int | None, symmetric: bool) -> np.ndarray:
-    """w (N, K) -> dequantized, number by number in numpy's fp32: the min-max grid of the white
-    paper, 2.2 (symmetric without the lowest code; affine with zero in the range). Scales of groups
-    are bf16 numbers, rounded up."""
+def quantize_in_numpy(w: torch.Tensor, bits: int, size: int | None, symmetric: bool) -> np.ndarray:
+    """w (N, K) -> dequantized, element by element in numpy's fp32: min-max quantization as in the
+    white paper, 2.2 (symmetric without the lowest value; affine with zero in the range). Scales of
+    groups are bf16, rounded up."""
     w = w.float().numpy()
     out, (n, k) = np.empty_like(w), w.shape
     step = size or k
@@ -8075,86 +8077,86 @@ def quantize_by_loops(w: torch.Tensor, bits: int, size: int | None, symmetric: b
     return out
 
 
-def quantize_ends(grid, scales, zeros, shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and largest real number of each column's grid."""
-    top = 2 ** (grid.bits - 1) - 1 if grid.symmetric else 2**grid.bits - 1
-    low, high = (-top, top) if grid.symmetric else (0, top)
-    dtype = torch.int8 if grid.symmetric else torch.uint8
+def quantize_range(spec, scales, zeros, shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and largest representable value for each element."""
+    top = 2 ** (spec.bits - 1) - 1 if spec.symmetric else 2**spec.bits - 1
+    low, high = (-top, top) if spec.symmetric else (0, top)
+    dtype = torch.int8 if spec.symmetric else torch.uint8
     return tuple(
-        grid.dequantize(torch.full(shape, code, dtype=dtype), scales, zeros) for code in (low, high)
+        spec.dequantize(torch.full(shape, code, dtype=dtype), scales, zeros) for code in (low, high)
     )
 
 
-def quantize_wide(scales: torch.Tensor, shape) -> torch.Tensor:
-    """scales, one for each number of w."""
+def quantize_expand(scales: torch.Tensor, shape) -> torch.Tensor:
+    """scales expanded to one per weight."""
     return torch.broadcast_to(
         scales.float().repeat_interleave(shape[1] // scales.shape[-1], -1), shape
     )
 
 
-@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_SPECS)
 def test_quantize_round_trip_error_is_within_half_a_step(bits, symmetric, size):
-    """A number in the grid's range comes back within scale / 2; one beyond it becomes its end."""
-    grid = Q.QuantSpec(bits, size, symmetric)
+    """A weight in range comes back within scale / 2; one out of range is clamped."""
+    spec = Q.QuantSpec(bits, size, symmetric)
     w = quantize_normal(24, 96) * torch.logspace(-3, 3, 24)[:, None] + 0.1
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        scales, zeros = grid.choose_qparams(w.to(dtype))
-        codes = grid.quantize(w, scales, zeros)
-        back = grid.dequantize(codes, scales, zeros)
-        assert codes.dtype == (torch.int8 if symmetric else torch.uint8)
-        assert back.dtype == torch.float32 and back.shape == codes.shape == w.shape
+        scales, zeros = spec.choose_qparams(w.to(dtype))
+        q = spec.quantize(w, scales, zeros)
+        back = spec.dequantize(q, scales, zeros)
+        assert q.dtype == (torch.int8 if symmetric else torch.uint8)
+        assert back.dtype == torch.float32 and back.shape == q.shape == w.shape
         assert scales.dtype == torch.float32 and (zeros is None) == symmetric
         assert zeros is None or zeros.dtype == torch.uint8 and zeros.shape == scales.shape
-        low, high = quantize_ends(grid, scales, zeros, w.shape)
-        half = quantize_wide(scales, w.shape) * (0.5 + 1e-5)
+        low, high = quantize_range(spec, scales, zeros, w.shape)
+        half = quantize_expand(scales, w.shape) * (0.5 + 1e-5)
         inside = (w >= low) & (w <= high)
         assert inside.float().mean() > 0.9  # or nothing is tested
         assert ((back - w).abs() <= half)[inside].all()
         nearest = torch.where(w < low, low, high)
         assert torch.equal(back[~inside], nearest[~inside])
-        # what is out of range is out by little: rounding the scale and the zero moves the ends
-        room = quantize_wide(scales, w.shape) * (0.51 + 2**bits * 2**-8)
+        # clamped weights are off by little: rounding scale and zero point shifts the range
+        room = quantize_expand(scales, w.shape) * (0.51 + 2**bits * 2**-8)
         assert ((w - back).abs() <= room).all()
 
 
 @pytest.mark.parametrize("bits,symmetric", [(4, True), (4, False), (8, True), (8, False)])
-def test_quantize_more_bits_and_smaller_groups_err_less(bits, symmetric):
-    """Per tensor > per channel > per group in squared error, where rows and columns differ."""
+def test_quantize_finer_granularity_reduces_the_error(bits, symmetric):
+    """Squared error: per tensor > per channel > per group, for rows and columns of unlike scale."""
     w = quantize_normal(32, 128) * torch.logspace(-1, 1, 32)[:, None]
     w = w * torch.logspace(-1, 1, 128)
     errors = []
     for size in (0, None, 32, 8):
-        grid = Q.QuantSpec(bits, size, symmetric)
-        scales, zeros = grid.choose_qparams(w)
-        back = grid.dequantize(grid.quantize(w, scales, zeros), scales, zeros)
+        spec = Q.QuantSpec(bits, size, symmetric)
+        scales, zeros = spec.choose_qparams(w)
+        back = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
         errors.append((back - w).square().sum().item())
     assert all(a > 1.4 * b for a, b in zip(errors, errors[1:])), errors
 
 
-@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_SPECS)
 def test_quantize_zero_is_exactly_zero(bits, symmetric, size):
-    """Padding and pruned weights stay 0, also in rows that have one sign."""
+    """Padding and pruned weights stay exactly 0, also in rows of one sign."""
     w = quantize_normal(12, 64)
     w[:4], w[4:8] = w[:4].abs() + 3, -w[4:8].abs() - 3
     w[:, ::5] = 0
-    grid = Q.QuantSpec(bits, size, symmetric)
+    spec = Q.QuantSpec(bits, size, symmetric)
     for ranges in ("minmax", "mse"):
-        scales, zeros = grid.choose_qparams(w, ranges)
-        back = grid.dequantize(grid.quantize(w, scales, zeros), scales, zeros)
+        scales, zeros = spec.choose_qparams(w, ranges)
+        back = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
         assert (back[:, ::5] == 0).all()
         assert relative(back, w) < 1 and back.abs().max() > 3  # and not everything is
 
 
-@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_SPECS)
 def test_quantize_mse_ranges_are_never_worse(bits, symmetric, size):
     """The searched range has a squared error <= min-max's in every group, and at few bits a
-    smaller sum."""
+    smaller total."""
     w = quantize_normal(16, 64).pow(3)  # heavy tails
     w[3], w[4], w[5] = 0, 0.7, -1e-20
-    grid, errors = Q.QuantSpec(bits, size, symmetric), []
+    spec, errors = Q.QuantSpec(bits, size, symmetric), []
     for ranges in ("minmax", "mse"):
-        scales, zeros = grid.choose_qparams(w, ranges)
-        back = grid.dequantize(grid.quantize(w, scales, zeros), scales, zeros)
+        scales, zeros = spec.choose_qparams(w, ranges)
+        back = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
         parts = (back - w).double().square()
         parts = parts.sum()[None] if size == 0 else parts.view(16, -1, size or 64).sum(-1)
         errors.append(parts)
@@ -8162,7 +8164,7 @@ def test_quantize_mse_ranges_are_never_worse(bits, symmetric, size):
     assert bits > 4 or errors[1].sum() < 0.995 * errors[0].sum()
 
 
-def test_quantize_min_max_scales_are_the_papers():
+def test_quantize_min_max_scales_equal_the_formula():
     """Symmetric scale = max |w| / (2^(b-1) - 1); affine (max - min) / (2^b - 1), with 0 within."""
     w = quantize_normal(8, 64)
     scales, _ = Q.QuantSpec(8).choose_qparams(w)
@@ -8177,19 +8179,19 @@ def test_quantize_min_max_scales_are_the_papers():
     assert scales.shape == zeros.shape == (8, 4)
 
 
-@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS)
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_SPECS)
 def test_quantize_all_zero_group_has_scale_1(bits, symmetric, size):
-    """An all-zero channel, group or tensor: scale 1, zeros back, never NaN."""
-    grid, w = Q.QuantSpec(bits, size, symmetric), torch.zeros(4, 64)
+    """An all-zero channel, group or tensor has scale 1 and dequantizes to zeros, never NaN."""
+    spec, w = Q.QuantSpec(bits, size, symmetric), torch.zeros(4, 64)
     for ranges in ("minmax", "mse"):
-        scales, zeros = grid.choose_qparams(w, ranges)
+        scales, zeros = spec.choose_qparams(w, ranges)
         assert (scales == 1).all()
-        back = grid.dequantize(grid.quantize(w, scales, zeros), scales, zeros)
+        back = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
         assert torch.equal(back, torch.zeros(4, 64))
         if size != 0:
             mixed = w.clone()
             mixed[2] = quantize_normal(64)
-            scales, _ = grid.choose_qparams(mixed, ranges)
+            scales, _ = spec.choose_qparams(mixed, ranges)
             assert (scales[[0, 1, 3]] == 1).all() and (scales[2] != 1).all()
 
 
@@ -8222,24 +8224,24 @@ def test_quantize_spec_refuses_bad_arguments():
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantize_one_column(bits, symmetric):
-    """K = 1: each number is its own channel and comes back to rounding."""
+    """K = 1: each weight is its own channel and comes back up to fp32 rounding."""
     w = torch.tensor([[3.7], [-0.2], [0.0], [1e-20]])
-    grid = Q.QuantSpec(bits, None, symmetric)
-    scales, zeros = grid.choose_qparams(w)
-    back = grid.dequantize(grid.quantize(w, scales, zeros), scales, zeros)
+    spec = Q.QuantSpec(bits, None, symmetric)
+    scales, zeros = spec.choose_qparams(w)
+    back = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
     torch.testing.assert_close(back, w, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_GRIDS[3:])
+@pytest.mark.parametrize("bits,symmetric,size", QUANTIZE_SPECS[3:])
 def test_quantize_huge_and_tiny_weights(bits, symmetric, size):
-    """The relative error does not depend on the magnitude, to the ends of fp32; bf16 weights are
-    the numbers they are."""
-    grid, base = Q.QuantSpec(bits, size, symmetric), quantize_normal(8, 64).clamp(-3, 3)
+    """The relative error does not depend on the magnitude, to the ends of fp32, for fp32 and bf16
+    weights."""
+    spec, base = Q.QuantSpec(bits, size, symmetric), quantize_normal(8, 64).clamp(-3, 3)
     for magnitude in (1e-30, 1e-34, 1e30, 7e37):
         errors = []
         for w in (base, base * magnitude, (base * magnitude).bfloat16()):
-            scales, zeros = grid.choose_qparams(w)
-            back = grid.dequantize(grid.quantize(w, scales, zeros), scales, zeros)
+            scales, zeros = spec.choose_qparams(w)
+            back = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
             assert torch.isfinite(back).all() and torch.isfinite(scales).all()
             errors.append(relative(back.double(), w.double()))
         assert abs(errors[1] / errors[0] - 1) < 0.02 + 0.05 * (size == 32 and bits == 8)
@@ -8254,13 +8256,13 @@ def test_quantize_fp32_extremes_give_no_nan(value, symmetric):
     w = torch.full((2, 32), value)
     w[:, ::2] *= -1
     for ranges, size in product(("minmax", "mse"), (0, None, 32)):
-        grid = Q.QuantSpec(8, size, symmetric)
+        spec = Q.QuantSpec(8, size, symmetric)
         try:
-            scales, zeros = grid.choose_qparams(w, ranges)
+            scales, zeros = spec.choose_qparams(w, ranges)
         except ValueError:
             continue
         assert (scales > 0).all() and torch.isfinite(scales).all()
-        back = grid.dequantize(grid.quantize(w, scales, zeros), scales, zeros)
+        back = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
         assert torch.isfinite(back).all()
         assert (back - w).abs().max() <= w.abs().max()
 
@@ -8268,114 +8270,114 @@ def test_quantize_fp32_extremes_give_no_nan(value, symmetric):
 @pytest.mark.parametrize("value", [5.0, -5.0])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantize_constant_rows(value, bits):
-    """A row of one value comes back as that value (to the scale's bf16, where there are groups)."""
+    """A row of one value comes back as that value (with groups, to bf16 precision)."""
     w = torch.full((3, 64), value)
     for symmetric in (True, False):
         for size, tolerance in ((0, 1e-6), (None, 1e-6), (32, 2**-7)):
-            grid = Q.QuantSpec(bits, size, symmetric)
-            scales, zeros = grid.choose_qparams(w)
-            back = grid.dequantize(grid.quantize(w, scales, zeros), scales, zeros)
+            spec = Q.QuantSpec(bits, size, symmetric)
+            scales, zeros = spec.choose_qparams(w)
+            back = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
             torch.testing.assert_close(back, w, rtol=tolerance, atol=0)
 
 
-def test_quantize_ties_go_to_even_before_the_zero_is_added():
-    """round(w / scale) + zero, half to even: an odd zero does not turn the ties around."""
+def test_quantize_rounds_half_to_even_before_adding_the_zero_point():
+    """round(w / scale) + zero, half to even: an odd zero point does not change how ties round."""
     w = torch.tensor([[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, 127.0]])
-    grid = Q.QuantSpec(8)
-    scales, zeros = grid.choose_qparams(w)
+    spec = Q.QuantSpec(8)
+    scales, zeros = spec.choose_qparams(w)
     assert scales.item() == 1 and zeros is None
-    assert grid.quantize(w, scales, None).tolist() == [[-2, -2, 0, 0, 2, 2, 4, 127]]
-    grid, one = Q.QuantSpec(4, 8, False), torch.ones(1, 1)
+    assert spec.quantize(w, scales, None).tolist() == [[-2, -2, 0, 0, 2, 2, 4, 127]]
+    spec, one = Q.QuantSpec(4, 8, False), torch.ones(1, 1)
     for zero in (6, 7):
         zeros = torch.tensor([[zero]], dtype=torch.uint8)
         want = [zero + i for i in (-2, -2, 0, 0, 2, 2, 4)] + [15]
-        codes = grid.quantize(w, one, zeros)
-        assert codes.tolist() == [want]
-        assert grid.dequantize(codes, one, zeros).tolist() == [[c - zero for c in want]]
+        q = spec.quantize(w, one, zeros)
+        assert q.tolist() == [want]
+        assert spec.dequantize(q, one, zeros).tolist() == [[c - zero for c in want]]
 
 
 def test_quantize_zero_points_stay_in_range():
-    """Rows of one sign put the zero at an end of 0..15, and all 16 codes are used."""
+    """Rows of one sign have their zero point at an end of 0..15, and all 16 values are used."""
     ramp = torch.linspace(0, 15, 16)
     w = torch.stack([-ramp, ramp, ramp - 7, ramp + 100, -ramp - 100])
-    grid = Q.QuantSpec(4, 16, False)
-    scales, zeros = grid.choose_qparams(w)
+    spec = Q.QuantSpec(4, 16, False)
+    scales, zeros = spec.choose_qparams(w)
     assert zeros.flatten().tolist() == [15, 0, 7, 0, 15]
-    codes = grid.quantize(w, scales, zeros)
-    assert codes[0].tolist() == list(range(15, -1, -1)) and codes[1].tolist() == list(range(16))
-    assert torch.equal(grid.dequantize(codes, scales, zeros)[:3], w[:3])
-    huge = grid.quantize(torch.full((1, 16), 1e30), scales[:1], zeros[:1])
+    q = spec.quantize(w, scales, zeros)
+    assert q[0].tolist() == list(range(15, -1, -1)) and q[1].tolist() == list(range(16))
+    assert torch.equal(spec.dequantize(q, scales, zeros)[:3], w[:3])
+    huge = spec.quantize(torch.full((1, 16), 1e30), scales[:1], zeros[:1])
     assert (huge == 15).all()
-    assert (grid.quantize(torch.full((1, 16), -1e30), scales[:1], zeros[:1]) == 0).all()
+    assert (spec.quantize(torch.full((1, 16), -1e30), scales[:1], zeros[:1]) == 0).all()
     assert (
         Q.QuantSpec(8).quantize(torch.tensor([[-1e9, 1e9]]), torch.ones(1, 1), None).abs() == 127
     ).all()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_quantize_one_groups_columns_equal_the_whole_tensors(symmetric):
-    """GPTQ codes column by column: a group's columns with scales[:, g:g+1] give the same."""
-    w, grid = quantize_normal(6, 96), Q.QuantSpec(4, 32, symmetric)
-    scales, zeros = grid.choose_qparams(w)
-    codes = grid.quantize(w, scales, zeros)
-    back = grid.dequantize(codes, scales, zeros)
+def test_quantize_columns_of_one_group_equal_the_whole_tensor(symmetric):
+    """GPTQ quantizes column by column: columns of group g with scales[:, g:g+1] give the same."""
+    w, spec = quantize_normal(6, 96), Q.QuantSpec(4, 32, symmetric)
+    scales, zeros = spec.choose_qparams(w)
+    q = spec.quantize(w, scales, zeros)
+    back = spec.dequantize(q, scales, zeros)
     for g in range(3):
         s, z = scales[:, g : g + 1], None if zeros is None else zeros[:, g : g + 1]
         for columns in (slice(32 * g, 32 * g + 32), slice(32 * g + 5, 32 * g + 6)):
-            part = grid.quantize(w[:, columns], s, z)
-            assert torch.equal(part, codes[:, columns])
-            assert torch.equal(grid.dequantize(part, s, z), back[:, columns])
+            part = spec.quantize(w[:, columns], s, z)
+            assert torch.equal(part, q[:, columns])
+            assert torch.equal(spec.dequantize(part, s, z), back[:, columns])
 
 
 def test_quantize_reads_any_strides():
-    """A transposed or strided weight gives what its copy gives, and is not written to."""
+    """A transposed or strided weight gives what its copy gives, and is not modified."""
     w = quantize_normal(64, 32)
     for odd in (w.t(), w[:, ::2], w.t()[::2], w.expand(2, 64, 32)[1]):
-        for grid in (Q.QuantSpec(8), Q.QuantSpec(4, 16, False), Q.QuantSpec(4, 0, False)):
+        for spec in (Q.QuantSpec(8), Q.QuantSpec(4, 16, False), Q.QuantSpec(4, 0, False)):
             before = odd.clone()
-            scales, zeros = grid.choose_qparams(odd)
-            again, zero = grid.choose_qparams(before)
+            scales, zeros = spec.choose_qparams(odd)
+            again, zero = spec.choose_qparams(before)
             assert torch.equal(scales, again) and (zeros is None or torch.equal(zeros, zero))
             assert torch.equal(
-                grid.quantize(odd, scales, zeros), grid.quantize(before, again, zero)
+                spec.quantize(odd, scales, zeros), spec.quantize(before, again, zero)
             )
             assert torch.equal(odd, before)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_quantize_pack_and_unpack_are_inverse(bits):
-    """Any codes, with any leading dims, in exactly K * bits / 8 bytes a row."""
+    """Any values, with any leading dims, in exactly K * bits / 8 bytes per row."""
     rng = torch.Generator().manual_seed(bits)
     for lead in ((1,), (5,), (3, 7), (2, 3, 4)):
         for k in (8, 16, 24, 72, 256):
-            codes = torch.randint(2**bits, (*lead, k), generator=rng).to(torch.uint8)
-            packed = Q.pack(codes, bits)
+            q = torch.randint(2**bits, (*lead, k), generator=rng).to(torch.uint8)
+            packed = Q.pack(q, bits)
             assert packed.dtype == torch.uint8 and packed.shape == (*lead, k * bits // 8)
             back = Q.unpack(packed, bits)
-            assert back.dtype == torch.uint8 and torch.equal(back, codes)
-            strided = torch.stack([codes, codes], -1)[..., 0]
+            assert back.dtype == torch.uint8 and torch.equal(back, q)
+            strided = torch.stack([q, q], -1)[..., 0]
             assert torch.equal(Q.pack(strided, bits), packed)
     for code in range(2**bits):
-        codes = torch.full((1, 16), code, dtype=torch.uint8)
-        assert torch.equal(Q.unpack(Q.pack(codes, bits), bits), codes)
+        q = torch.full((1, 16), code, dtype=torch.uint8)
+        assert torch.equal(Q.unpack(Q.pack(q, bits), bits), q)
 
 
 def test_quantize_packed_layout_is_fixed():
     """int4: byte j holds column 2j in its low half and 2j + 1 in its high one."""
-    codes = torch.tensor([[1, 2, 15, 0, 0, 15, 9, 9]], dtype=torch.uint8)
-    assert Q.pack(codes, 4).tolist() == [[0x21, 0x0F, 0xF0, 0x99]]
+    q = torch.tensor([[1, 2, 15, 0, 0, 15, 9, 9]], dtype=torch.uint8)
+    assert Q.pack(q, 4).tolist() == [[0x21, 0x0F, 0xF0, 0x99]]
     assert Q.unpack(torch.tensor([[0x21, 0xF0]], dtype=torch.uint8), 4).tolist() == [[1, 2, 0, 15]]
 
 
 @pytest.mark.parametrize("bits,k", [(4, 7), (2, 6), (3, 12)])
-def test_quantize_pack_loses_no_column(bits, k):
-    """Columns that do not fill whole bytes are refused or come back, never dropped."""
-    codes = torch.full((2, k), 1, dtype=torch.uint8)
+def test_quantize_pack_drops_no_columns(bits, k):
+    """Columns that do not fill whole bytes raise an error or come back, never dropped."""
+    q = torch.full((2, k), 1, dtype=torch.uint8)
     try:
-        packed = Q.pack(codes, bits)
+        packed = Q.pack(q, bits)
     except (ValueError, RuntimeError, AssertionError):
         return
-    assert torch.equal(Q.unpack(packed, bits)[..., :k], codes)
+    assert torch.equal(Q.unpack(packed, bits)[..., :k], q)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -8391,20 +8393,20 @@ def test_quantize_pack_loses_no_column(bits, k):
         ("int2", 2, 8, False),
     ],
 )
-def test_quantize_weights_equal_a_plain_loop_bit_for_bit(scheme, bits, size, symmetric, dtype):
-    """The dequantized weight == the white paper's formula, number by number in numpy."""
+def test_quantize_weights_equal_the_formula_bit_for_bit(scheme, bits, size, symmetric, dtype):
+    """The dequantized weight == the white paper's formula, element by element in numpy."""
     w = quantize_normal(10, 64, seed=bits) * torch.logspace(-4, 2, 10)[:, None]
     w[3], w[4], w[5], w[6, :32] = 0, w[4].abs(), -w[5].abs(), 0
     layer = quantize_layer(scheme, 10, 64, dtype=dtype, size=size or 0, weight=w)
-    want = torch.from_numpy(quantize_by_loops(w.to(dtype), bits, size, symmetric))
+    want = torch.from_numpy(quantize_in_numpy(w.to(dtype), bits, size, symmetric))
     assert layer.weight.dtype == dtype and layer.weight.shape == (10, 64)
     assert torch.equal(layer.weight, want.to(dtype))
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
 def test_quantize_fp8_weights_are_close(scheme):
-    """e4m3 with a scale per row, or per 128x128 block: within 2^-4 of each number that is not
-    small in its block; the largest does not overflow; scales and codes have their shapes."""
+    """e4m3 with a scale per row, or per 128x128 block: relative error within 2^-4 for values that
+    are not small in their block; the largest does not overflow; shapes are as documented."""
     w = quantize_normal(200, 300)
     w[:128, :128] *= 1e4
     w[128:, 128:256] *= 1e-4
@@ -8435,8 +8437,8 @@ def test_quantize_fp8_weights_are_close(scheme):
     assert ((back - w).abs() <= largest * 2**-17)[~normal].all()
 
 
-def test_quantize_schemes_are_listed():
-    """One table of names; an unknown one is a ValueError that lists them all."""
+def test_quantize_unknown_scheme_error_lists_all_schemes():
+    """SCHEMES has every scheme by name; an unknown one is a ValueError that lists them all."""
     assert set(QUANTIZE_SCHEMES) <= set(Q.SCHEMES)
     for scheme in ("int5", "", "INT8", None, "int8 "):
         for call in (
@@ -8451,7 +8453,7 @@ def test_quantize_schemes_are_listed():
 
 
 def test_quantize_group_sizes_are_checked():
-    """A power of two from 8 on that divides every width; the message names the size."""
+    """A power of two of at least 8 that divides every width; the message names the size."""
     assert Q.get_scheme("int4").spec.group_size == 32
     assert Q.get_scheme("int4", 128).spec.group_size == 128
     for size in (0, 1, 4, 24, -32, 48, 33):
@@ -8463,10 +8465,10 @@ def test_quantize_group_sizes_are_checked():
 
 
 @quantize_pairs
-def test_quantize_model_equals_one_with_dequantized_weights(form, scheme):
-    """Every Linear and every stack of experts is swapped, nothing else; the logits are those of a
-    plain model that holds the dequantized weights (weight-only: to rounding)."""
-    plain = random_model(quantize_config(form))
+def test_quantize_model_equals_one_with_dequantized_weights(family, scheme):
+    """Every Linear and every expert stack is replaced, nothing else; the logits equal those of a
+    plain model with the dequantized weights (weight-only: up to rounding)."""
+    plain = random_model(quantize_config(family))
     model = copy.deepcopy(plain)
     tied = plain.config.tie_embeddings
     linears = {n for n, m in plain.named_modules() if type(m) is nn.Linear} - (
@@ -8484,7 +8486,7 @@ def test_quantize_model_equals_one_with_dequantized_weights(form, scheme):
         stays |= name.endswith("bias") or (tied and name == "head.weight")
         assert (name in after) == stays, name
         assert not stays or torch.equal(before[name], after[name]), name
-    undone, tokens = quantize_undone(model), random_tokens(plain.config, 2, 9)
+    undone, tokens = quantize_dequantized(model), random_tokens(plain.config, 2, 9)
     assert (
         relative(undone.layers[1].attention.o_proj.weight, plain.layers[1].attention.o_proj.weight)
         < 0.4
@@ -8499,9 +8501,9 @@ def test_quantize_model_equals_one_with_dequantized_weights(form, scheme):
 
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
-def test_quantize_experts_are_read_by_id(scheme):
-    """stack[e] == the expert quantized alone; stack[ids] == these stacked; a plain loop, cpu.py's
-    and the gathered form give one answer."""
+def test_quantize_expert_stack_indexing(scheme):
+    """stack[e] == the expert quantized alone; stack[ids] == these stacked; the plain loop, cpu.py's
+    kernels and the gathered experts give the same output."""
     plain = random_model(quantize_config("latent"))
     layer, experts = copy.deepcopy(plain.layers[1].mlp), plain.layers[1].mlp
     Q.quantize_(layer, scheme, group_size=quantize_group(scheme))
@@ -8524,9 +8526,9 @@ def test_quantize_experts_are_read_by_id(scheme):
         assert relative(want, experts(x)) < (0.9 if scheme == "int2" else 0.4)
 
 
-def test_quantize_skip_is_by_dotted_parts():
-    """skip names a module or consecutive parts of one: "head" is not "heads", "layers.1" is not
-    "layers.10"."""
+def test_quantize_skip_matches_whole_name_components():
+    """skip matches consecutive dotted components of a module's name: "head" does not match
+    "heads", nor "layers.1" "layers.10"."""
 
     def model():
         tree = nn.ModuleDict({n: nn.Linear(8, 8) for n in ("head", "heads", "ahead", "q_proj")})
@@ -8564,7 +8566,7 @@ def test_quantize_skip_is_by_dotted_parts():
             Q.quantize_(tree, "int8", skip=skip)
         assert repr(skip[-1]) in str(e.value) or skip[-1] in str(e.value)
         assert not quantize_linears(tree)
-    one = model()  # a bare string is one name, or refused; never its letters
+    one = model()  # a bare string is one name, or an error; never its characters
     try:
         Q.quantize_(one, "int8", skip="head")
     except ValueError:
@@ -8572,8 +8574,8 @@ def test_quantize_skip_is_by_dotted_parts():
     assert {n for n, m in one.named_modules() if type(m) is nn.Linear} == {"head", "nest.head"}
 
 
-def test_quantize_skip_reaches_experts_and_layers():
-    """Skipping a layer keeps its experts; skipping kv_b_proj keeps that alone."""
+def test_quantize_skip_covers_experts_and_layers():
+    """Skipping a layer leaves its experts unquantized too; skipping kv_b_proj only that linear."""
     model = quantize_model("latent", "int8", skip=("layers.1", "kv_b_proj"))
     plain = random_model(quantize_config("latent"))
     for name, p in plain.layers[1].named_parameters():
@@ -8586,19 +8588,19 @@ def test_quantize_skip_reaches_experts_and_layers():
 
 @pytest.mark.parametrize("one,other", [("w_down", "w_gate_up"), ("w_gate_up", "w_down")])
 def test_quantize_one_of_two_expert_stacks_may_be_skipped(one, other):
-    """Experts with one stack as codes and the other plain give what dequantized weights give."""
+    """Experts with one stack quantized and the other plain give what dequantized weights give."""
     model = quantize_model("mixtral", "int8", skip=(one,))
     layer = model.layers[0].mlp
     assert isinstance(getattr(layer, other), Q.QuantizedStack)
     assert isinstance(getattr(layer, one), nn.Parameter)
-    undone, tokens = quantize_undone(model), random_tokens(model.config, 1, 6)
+    undone, tokens = quantize_dequantized(model), random_tokens(model.config, 1, 6)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), undone(tokens), rtol=2e-4, atol=2e-4)
 
 
 def test_quantize_replaces_exactly_the_linear_layers():
-    """Subclasses of nn.Linear are somebody's own; cpu.py's swap leaves quantized layers alone, and
-    the two together change no matmul."""
+    """Subclasses of nn.Linear are not replaced; cpu.py's swap does not replace quantized layers,
+    and both together give the same logits."""
 
     class Own(nn.Linear):
         pass
@@ -8627,14 +8629,14 @@ def test_quantize_replaces_exactly_the_linear_layers():
         Q.quantize_(cpu.swap_linear_(nn.Sequential(nn.Linear(8, 8))), "int8")
 
 
-@quantize_some("form,scheme", QUANTIZE_PAIRS[2:4], ["qwen2", "latent"], QUANTIZE_SCHEMES)
-def test_quantize_on_meta_has_the_same_tensors(form, scheme):
-    """Names, shapes and dtypes on the meta device are those of the real thing, and nothing is
+@quantize_cases("family,scheme", QUANTIZE_PAIRS[2:4], ["qwen2", "latent"], QUANTIZE_SCHEMES)
+def test_quantize_on_meta_has_the_same_tensors(family, scheme):
+    """Names, shapes and dtypes on the meta device equal those of a real model, and nothing is
     allocated."""
     for dtype in (torch.float32, torch.bfloat16):
-        real = quantize_model(form, scheme, dtype).state_dict()
+        real = quantize_model(family, scheme, dtype).state_dict()
         with torch.device("meta"):
-            model = M.Transformer(quantize_config(form))
+            model = M.Transformer(quantize_config(family))
         for p in model.parameters():
             p.data = p.data.to(dtype)
         Q.quantize_(model, scheme, group_size=quantize_group(scheme))
@@ -8645,37 +8647,37 @@ def test_quantize_on_meta_has_the_same_tensors(form, scheme):
             assert (t.shape, t.dtype) == (real[name].shape, real[name].dtype), name
 
 
-@pytest.mark.parametrize("form", ["llama", "latent"])
-@pytest.mark.parametrize("what", ["nan", "group", "scheme", "skip", "ranges", "expert-nan"])
-def test_quantize_failure_leaves_the_model_unchanged(what, form):
-    """A ValueError from the last layer, after others could have been swapped: every tensor and
-    every module is the one it was; the message names the layer."""
-    config = quantize_config(form)
-    if what == "group":
+@pytest.mark.parametrize("family", ["llama", "latent"])
+@pytest.mark.parametrize("mistake", ["nan", "group", "scheme", "skip", "ranges", "expert-nan"])
+def test_quantize_failure_leaves_the_model_unchanged(mistake, family):
+    """A ValueError from the last layer, after others could have been replaced: every tensor and
+    module is unchanged; the message names the layer."""
+    config = quantize_config(family)
+    if mistake == "group":
         config = tiny(ffn_dim=72)  # of all widths only down_proj's has no groups of 16
-    if what == "expert-nan" and form == "llama":
+    if mistake == "expert-nan" and family == "llama":
         config = quantize_config("mixtral")
     model = random_model(config)
     last = model.layers[-1].mlp
-    if what == "nan":
+    if mistake == "nan":
         model.head.weight[3, 5] = math.nan
-    if what == "expert-nan":
+    if mistake == "expert-nan":
         last.w_down[-1, 2, 2] = math.nan
-    how = {
+    kwargs = {
         "nan": dict(scheme="int8"),
         "expert-nan": dict(scheme="int8"),
         "group": dict(scheme="int4", group_size=16),
         "scheme": dict(scheme="int9"),
         "skip": dict(scheme="int8", skip=("head", "no_such")),
         "ranges": dict(scheme="int8", ranges="no_such"),
-    }[what]
+    }[mistake]
     modules, before = dict(model.named_modules()), copy.deepcopy(model)
     tensors = {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     with pytest.raises(ValueError) as e:
-        Q.quantize_(model, **how)
+        Q.quantize_(model, **kwargs)
     assert dict(model.named_modules()) == modules
     assert {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())} == tensors
-    quantize_same_state(model, before)
+    quantize_assert_same_state(model, before)
     named = {
         "nan": "head",
         "expert-nan": "w_down",
@@ -8683,19 +8685,19 @@ def test_quantize_failure_leaves_the_model_unchanged(what, form):
         "skip": "no_such",
         "ranges": "no_such",
     }
-    assert named.get(what, "int9") in str(e.value)
+    assert named.get(mistake, "int9") in str(e.value)
 
 
-@pytest.mark.parametrize("form", ["llama", "tied", "latent"])
-def test_quantize_twice_is_refused(form):
-    """A quantized model has nothing left to quantize: ValueError, and it is as it was; so too for
-    a bare Linear and for a module without any."""
-    model = quantize_model(form, "int8")
+@pytest.mark.parametrize("family", ["llama", "tied", "latent"])
+def test_quantize_twice_is_refused(family):
+    """A quantized model has nothing left to quantize: ValueError, and the model is unchanged; the
+    same for a bare Linear and for a module without any."""
+    model = quantize_model(family, "int8")
     before = copy.deepcopy(model)
     for scheme in ("int8", "int4"):
         with pytest.raises(ValueError):
             Q.quantize_(model, scheme, group_size=quantize_group(scheme))
-    quantize_same_state(model, before)
+    quantize_assert_same_state(model, before)
     for nothing in (nn.Linear(8, 8), nn.Sequential(nn.ReLU()), nn.Embedding(4, 8)):
         with pytest.raises(ValueError):
             Q.quantize_(nothing, "int8")
@@ -8703,8 +8705,8 @@ def test_quantize_twice_is_refused(form):
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 def test_quantize_layer_keeps_the_attributes_of_linear(scheme):
-    """in_features, out_features, bias, train or eval, the dtype of .weight; and no codes among the
-    parameters, nothing that asks for a gradient."""
+    """in_features, out_features, bias, training mode and the dtype of .weight; quantized values
+    are buffers, not parameters, and nothing requires a gradient."""
     layer = nn.Linear(64, 24).bfloat16()
     bias = layer.bias.detach().clone()
     model = nn.Sequential(layer, nn.Linear(24, 8, bias=False).bfloat16()).train()
@@ -8717,9 +8719,9 @@ def test_quantize_layer_keeps_the_attributes_of_linear(scheme):
     assert a.weight.shape == (24, 64) and a.weight.dtype == torch.bfloat16
     assert Q.SCHEMES[scheme].name in (a.scheme, getattr(a.scheme, "name", None))
     assert not a.weight.requires_grad
-    codes = {"qweight", "scales", "zeros"}
-    assert not codes & {n.split(".")[-1] for n, _ in model.named_parameters()}
-    assert codes - {"zeros"} <= {n for n, _ in a.named_buffers()}
+    names = {"qweight", "scales", "zeros"}
+    assert not names & {n.split(".")[-1] for n, _ in model.named_parameters()}
+    assert names - {"zeros"} <= {n for n, _ in a.named_buffers()}
     assert (a.zeros is not None) == (scheme in QUANTIZE_GROUPED)
     assert all(p.is_floating_point() for p in model.parameters())
     assert "QuantizedLinear" in repr(a) and "24" in repr(a) and "64" in repr(a)
@@ -8734,8 +8736,8 @@ def test_quantize_buffers_have_the_stored_layout(scheme):
         assert (layer.qweight.dtype, layer.qweight.shape) == (torch.uint8, (24, 128 * bits // 8))
         assert (layer.scales.dtype, layer.scales.shape) == (torch.bfloat16, (24, 8))
         assert (layer.zeros.dtype, layer.zeros.shape) == (torch.uint8, (24, 8))
-        codes = Q.unpack(layer.qweight, bits)
-        assert codes.max() == 2**bits - 1 and codes.min() == 0
+        q = Q.unpack(layer.qweight, bits)
+        assert q.max() == 2**bits - 1 and q.min() == 0
     else:
         fp8 = scheme.startswith("fp8")
         assert layer.qweight.dtype == (torch.float8_e4m3fn if fp8 else torch.int8)
@@ -8763,13 +8765,13 @@ def test_quantize_deepcopy_and_pickle_give_the_same_output(scheme, dtype):
         fresh = quantize_layer(scheme, dtype=dtype, bias=True, seed=7)
         if used:
             with torch.no_grad():
-                fresh(x), fresh(x[:1])  # whatever it prepared for its old codes is of no use
+                fresh(x), fresh(x[:1])  # anything cached for the old weights must not be used
         assert fresh.load_state_dict(torch.load(io.BytesIO(file.getvalue()))).missing_keys == []
         whole = io.BytesIO()
         torch.save(layer, whole)
         whole.seek(0)
         for copied in (copy.deepcopy(layer), torch.load(whole, weights_only=False), fresh):
-            quantize_same_state(copied, layer)
+            quantize_assert_same_state(copied, layer)
             assert torch.equal(copied.weight, layer.weight)
             with torch.no_grad():
                 assert torch.equal(copied(x), layer(x))
@@ -8778,8 +8780,8 @@ def test_quantize_deepcopy_and_pickle_give_the_same_output(scheme, dtype):
 
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
-def test_quantize_qweight_written_later_is_used(scheme):
-    """Nothing is remembered of the old codes: writing to the buffers in place changes matmuls."""
+def test_quantize_in_place_writes_to_buffers_take_effect(scheme):
+    """Nothing of the old weights stays cached: writing to the buffers in place changes matmuls."""
     for dtype in (torch.float32, torch.bfloat16):
         layer, x = quantize_layer(scheme, dtype=dtype), quantize_normal(2, 128, dtype=dtype)
         other = quantize_layer(scheme, dtype=dtype, seed=3)
@@ -8794,16 +8796,16 @@ def test_quantize_qweight_written_later_is_used(scheme):
             assert torch.equal(layer(x[:1]), other(x[:1]))
 
 
-@quantize_some(
-    "form,scheme",
+@quantize_cases(
+    "family,scheme",
     [("qwen2", "fp8"), ("qwen2", "int4"), ("mixtral", "int2"), ("mixtral", "int8-dynamic")],
     ["qwen2", "mixtral"],
     QUANTIZE_SCHEMES,
 )
-def test_quantize_dtype_casts_keep_the_qweight(form, scheme):
-    """.to(bf16), .half(), .float(), .double(): codes, scales and zeros stay bit for bit, embedding
-    and norms are cast, and coming back the weights are what they were."""
-    model = quantize_model(form, scheme)
+def test_quantize_dtype_casts_keep_the_qweight(family, scheme):
+    """.to(bf16), .half(), .float(): qweight, scales and zeros stay bit for bit, embedding and norms
+    are cast, and casting back restores the dequantized weights."""
+    model = quantize_model(family, scheme)
     kept = {
         n: t.clone()
         for n, t in model.state_dict().items()
@@ -8857,25 +8859,25 @@ def test_quantize_gradients_reach_the_input(scheme, dtype):
 
 
 def test_quantize_rounding_by_a_callable():
-    """rounding(name, weight fp32) replaces choose_qparams and quantize: it is given every layer by
-    its name, and its codes are those that are kept."""
-    grid = Q.get_scheme("int4", 16).spec
+    """rounding(name, weight fp32) replaces choose_qparams and quantize: it is called for every
+    layer by name, and the layer stores the values it returns."""
+    spec = Q.get_scheme("int4", 16).spec
     plain, seen = random_model(quantize_tiny()).bfloat16(), {}
 
     def nearest(name, w):
         assert w.dtype == torch.float32 and w.dim() == 2
         seen[name] = w.clone()
-        scales, zeros = grid.choose_qparams(w)
-        return grid.quantize(w, scales, zeros), scales, zeros
+        scales, zeros = spec.choose_qparams(w)
+        return spec.quantize(w, scales, zeros), scales, zeros
 
     model = Q.quantize_(copy.deepcopy(plain), "int4", group_size=16, rounding=nearest)
     weights = {n: m.weight for n, m in plain.named_modules() if type(m) is nn.Linear}
     assert set(seen) == set(weights)
     assert all(torch.equal(seen[n], w.float()) for n, w in weights.items())
-    quantize_same_state(model, Q.quantize_(copy.deepcopy(plain), "int4", group_size=16))
+    quantize_assert_same_state(model, Q.quantize_(copy.deepcopy(plain), "int4", group_size=16))
 
     def zero(name, w):
-        codes, scales, zeros = nearest(name, w)
+        q, scales, zeros = nearest(name, w)
         return zeros.repeat_interleave(16, 1), scales, zeros
 
     silent = Q.quantize_(copy.deepcopy(plain), "int4", group_size=16, rounding=zero)
@@ -8883,21 +8885,21 @@ def test_quantize_rounding_by_a_callable():
 
 
 def test_quantize_mse_ranges_reach_the_layers():
-    """ranges="mse" gives weights nearer to the original than the default, which is min-max."""
+    """ranges="mse" gives weights closer to the original than the default, min-max."""
     w = quantize_normal(32, 128).pow(3)
     errors = []
-    for how in ({}, {"ranges": "minmax"}, {"ranges": "mse"}):
+    for kwargs in ({}, {"ranges": "minmax"}, {"ranges": "mse"}):
         model = nn.Sequential(nn.Linear(128, 32))
         model[0].weight.data.copy_(w)
-        errors.append(relative(Q.quantize_(model, "int4", **how)[0].weight, w))
+        errors.append(relative(Q.quantize_(model, "int4", **kwargs)[0].weight, w))
     assert errors[0] == errors[1] > 1.005 * errors[2]
 
 
 @pytest.mark.parametrize("scheme", QUANTIZE_WEIGHT_ONLY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantize_kept_weights_are_exact(scheme, dtype):
-    """keep(index, weights): these numbers stand in 16 bit next to the codes; .weight and matmuls
-    have them, whatever was used before."""
+    """keep_unquantized(index, weights): these weights are stored in 16 bits; .weight and matmuls
+    use them, also after earlier calls."""
     w = quantize_normal(48, 128, dtype=torch.bfloat16)
     layer = quantize_layer(scheme, dtype=dtype, weight=w.float(), size=16)
     x, old = quantize_normal(3, 128, dtype=dtype), layer.weight.clone()
@@ -8927,9 +8929,9 @@ def test_quantize_kept_weights_are_exact(scheme, dtype):
     "dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)]
 )
 @pytest.mark.parametrize("scheme", QUANTIZE_WEIGHT_ONLY)
-def test_quantize_weight_only_matmul_equals_that_of_dequantized_weights(scheme, dtype, tolerance):
+def test_quantize_weight_only_matmul_equals_dequantized_matmul(scheme, dtype, tolerance):
     """y == x @ weight^T + bias for any number of rows and any layout of x, with and without
-    gradients recorded."""
+    autograd."""
     for n, k, size in ((48, 128, 32), (33, 96, 16), (64, 512, 128), (16, 24, 8), (1, 64, 64)):
         layer = quantize_layer(scheme, n, k, dtype=dtype, bias=True, size=size)
         w, b = layer.weight.float(), layer.bias.detach().float()
@@ -8958,7 +8960,7 @@ def test_quantize_weight_only_matmul_equals_that_of_dequantized_weights(scheme, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "llm.int8", "fp8", "fp8-block"])
 def test_quantize_activation_quantization_error(scheme, dtype):
-    """Products with rounded activations: off by what 8 bits cost and no more, for any rows."""
+    """With quantized activations the error is what 8 bits cost, for any number of rows."""
     low, high = (2e-3, 1.2e-2) if "int8" in scheme else (1e-2, 4e-2)
     for n, k in ((48, 128), (40, 384), (130, 256)):
         layer = quantize_layer(scheme, n, k, dtype=dtype, bias=True)
@@ -8984,9 +8986,9 @@ def test_quantize_activation_quantization_error(scheme, dtype):
 
 
 @pytest.mark.parametrize("scheme", QUANTIZE_ROWWISE)
-def test_quantize_every_row_has_its_own_scale(scheme):
-    """Rows of very different size are rounded alike: doubling a row doubles its answer, to the
-    last bit; a NaN stays in its row."""
+def test_quantize_activation_scales_are_per_row(scheme):
+    """Rows of very different size are rounded alike: scaling a row by 2^n scales its output; a NaN
+    stays in its row."""
     layer, x = quantize_layer(scheme), quantize_normal(6, 128)
     powers = torch.tensor([-20.0, -7, 0, 3, 11, 20]).exp2()[:, None]
     with torch.no_grad():
@@ -9007,8 +9009,8 @@ def test_quantize_every_row_has_its_own_scale(scheme):
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "llm.int8"])
 @pytest.mark.parametrize("rows", [1, 4, 40])
 def test_quantize_int8_matmul_is_exact_in_integers(scheme, rows):
-    """With scales of 1 the answer is the integer matmul of the codes, though its parts pass 2^24,
-    where fp32 sums round."""
+    """With scales of 1 the output is the exact integer matmul, though partial sums pass 2^24, where
+    fp32 would round."""
     rng, k, n = torch.Generator().manual_seed(0), 4096, 40
     qx = torch.randint(120, 128, (rows, k), generator=rng)
     qw = torch.randint(120, 128, (n, k), generator=rng) * 1
@@ -9018,7 +9020,7 @@ def test_quantize_int8_matmul_is_exact_in_integers(scheme, rows):
     assert (layer.scales == 1).all() and torch.equal(layer.qweight.long(), qw)
     want = qx @ qw.t()
     assert want.abs().max() < 2**24 and (want % 2).any()
-    step = 2**-5 if scheme == "llm.int8" else 1.0  # 127 steps stay under its outliers' 6
+    step = 2**-5 if scheme == "llm.int8" else 1.0  # 127 steps: below the outlier threshold, 6
     with torch.no_grad():
         got = layer(qx.float() * step)
     assert torch.equal((got / step).long(), want)
@@ -9039,8 +9041,8 @@ def test_quantize_int8_dynamic_equals_its_formula():
 @pytest.mark.parametrize("k,count,size", [(2048, 6, 60.0), (4096, 4, 100.0), (4096, 1, 80.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantize_llm_int8_survives_outliers(k, count, size, dtype):
-    """A few columns of size 60 to 100, as in large models: at least 10 times less error than
-    int8-dynamic, against the same weights; against the original ones less too."""
+    """A few columns of size 60 to 100, as in large models: an error 10 times smaller than that of
+    int8-dynamic against the same weights, and 2 times smaller against the original ones."""
     w = quantize_normal(64, k) * 0.02
     x = quantize_normal(8, k, seed=4)
     columns = torch.randperm(k, generator=torch.Generator().manual_seed(1))[:count]
@@ -9058,7 +9060,7 @@ def test_quantize_llm_int8_survives_outliers(k, count, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantize_llm_int8_without_outliers_is_int8_dynamic(dtype):
-    """No |x| reaches 6: the same numbers to the bit. One that does is enough to change them."""
+    """Without |x| >= 6 the outputs are equal bit for bit; a single outlier changes them."""
     w, x = quantize_normal(40, 256), quantize_normal(5, 256).clamp(-5.9, 5.9).to(dtype)
     a, b = (quantize_layer(s, 40, 256, weight=w, dtype=dtype) for s in ("llm.int8", "int8-dynamic"))
     with torch.no_grad():
@@ -9081,49 +9083,50 @@ def test_quantize_weight_only_function():
             torch.testing.assert_close(got, F.linear(x, q.weight, b), rtol=1e-4, atol=1e-4)
 
 
-# ---- folders ----
+# ---- saving and loading ----
 
 
-def quantize_saved(folder: Path, name: str, dtype=torch.bfloat16, **how) -> M.ModelConfig:
+def quantize_save_plain(folder: Path, name: str, dtype=torch.bfloat16, **kwargs) -> M.ModelConfig:
     """A plain checkpoint of random weights."""
     model = random_model(quantize_config(name)).to(dtype)
-    HF.save_checkpoint(model, folder, **how)
+    HF.save_checkpoint(model, folder, **kwargs)
     return model.config
 
 
-def quantize_on_load(folder: Path, scheme: str, skip=(), **how) -> M.Transformer:
+def quantize_while_loading(folder: Path, scheme: str, skip=(), **kwargs) -> M.Transformer:
     spec = Q.get_scheme(scheme, quantize_group(scheme))
     each = lambda name, module: Q.quantize_module(name, module, spec, skip=skip)
-    return HF.load_checkpoint(folder, convert_module=each, **how)
+    return HF.load_checkpoint(folder, convert_module=each, **kwargs)
 
 
-def quantize_written(model, folder: Path, scheme: str, skip=(), **how) -> dict:
+def quantize_save(model, folder: Path, scheme: str, skip=(), **kwargs) -> dict:
     quantization = Q.to_config(model, scheme, quantize_group(scheme), list(skip))
-    HF.save_checkpoint(model, folder, quantization=quantization, **how)
+    HF.save_checkpoint(model, folder, quantization=quantization, **kwargs)
     return quantization
 
 
-def quantize_opened(folder: Path, **how) -> M.Transformer:
+def quantize_load(folder: Path, **kwargs) -> M.Transformer:
     quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return HF.load_checkpoint(folder, prepare=lambda m: Q.from_config(m, quantization), **how)
+    return HF.load_checkpoint(folder, prepare=lambda m: Q.from_config(m, quantization), **kwargs)
 
 
 @quantize_pairs
-def test_quantize_on_load_equals_after_load(form, scheme, tmp_path):
-    """Bit for bit, from one file and from many, with a skip, in the stored dtype and in another."""
-    quantize_saved(tmp_path / "one", form)
-    quantize_saved(tmp_path / "many", form, max_shard_bytes=20_000)
+def test_quantize_on_load_equals_after_load(family, scheme, tmp_path):
+    """Quantizing while loading == after loading, bit for bit: from one file or many, with skip, in
+    the stored dtype or another."""
+    quantize_save_plain(tmp_path / "one", family)
+    quantize_save_plain(tmp_path / "many", family, max_shard_bytes=20_000)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     for folder, skip, dtype in (
         ("one", (), None),
         ("many", ("layers.0",), None),
-        ("many", ("q_proj",) if form != "latent" else ("kv_b_proj",), torch.float32),
+        ("many", ("q_proj",) if family != "latent" else ("kv_b_proj",), torch.float32),
     ):
-        got = quantize_on_load(tmp_path / folder, scheme, skip, dtype=dtype)
+        got = quantize_while_loading(tmp_path / folder, scheme, skip, dtype=dtype)
         want = HF.load_checkpoint(tmp_path / folder, dtype=dtype)
         Q.quantize_(want, scheme, skip=skip, group_size=quantize_group(scheme))
         assert quantize_types(got) == quantize_types(want)
-        quantize_same_state(got, want)
+        quantize_assert_same_state(got, want)
         assert not got.training and not any(m.training for m in got.modules())
         assert {n for n, _ in got.named_parameters()} == {n for n, _ in want.named_parameters()}
         if want.config.tie_embeddings:
@@ -9135,13 +9138,13 @@ def test_quantize_on_load_equals_after_load(form, scheme, tmp_path):
 
 def test_quantize_on_load_names_the_tensor_with_a_nan(tmp_path):
     """A NaN in the file is a ValueError that names the layer."""
-    quantize_saved(tmp_path, "llama")
+    quantize_save_plain(tmp_path, "llama")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.2.mlp.up_proj.weight"][4, 4] = math.nan
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ValueError, match="up_proj"):
-        quantize_on_load(tmp_path, "int8")
+        quantize_while_loading(tmp_path, "int8")
 
 
 QUANTIZE_PEAK = """
@@ -9154,19 +9157,19 @@ cpu.keep_freed_memory(False)  # as generate.py --quantize does
 def field(name):
     return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(name)) * 1024
 spec = Q.get_scheme("int4", 32)
-Q.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64)), "int4")  # whatever is imported late
+Q.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64)), "int4")  # triggers lazy imports
 before = max(field("VmHWM"), field("VmRSS"))
 model = HF.load_checkpoint(sys.argv[1], convert_module=lambda n, m: Q.quantize_module(n, m, spec))
 peak = field("VmHWM")
-held = sum(t.nbytes for t in model.state_dict().values())
-print(json.dumps({"peak": peak - before, "held": held}))
+size = sum(t.nbytes for t in model.state_dict().values())
+print(json.dumps({"peak": peak - before, "size": size}))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_quantize_on_load_never_materializes_the_bf16_model(tmp_path):
-    """A folder of 200 MB becomes int4 within less than three quarters of that."""
+    """Loading a checkpoint of 200 MB as int4 peaks below three quarters of that."""
     config = tiny(dim=1024, ffn_dim=4096, n_layers=6, n_heads=16, n_kv_heads=16, head_dim=64)
     with torch.device("meta"):
         model = M.Transformer(config)
@@ -9180,31 +9183,31 @@ def test_quantize_on_load_never_materializes_the_bf16_model(tmp_path):
     assert size > 190e6
     done = run("-c", QUANTIZE_PEAK, tmp_path)
     assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["held"] < 0.32 * size
-    assert facts["peak"] < 0.75 * size, facts
+    got = json.loads(done.stdout)
+    assert got["size"] < 0.32 * size
+    assert got["peak"] < 0.75 * size, got
 
 
 @quantize_pairs
-def test_quantize_save_and_load_is_bit_equal(form, scheme, tmp_path):
-    """Every tensor, the modules, the logits; in one file and in many; a second save writes the
+def test_quantize_save_and_load_is_bit_equal(family, scheme, tmp_path):
+    """Tensors, modules and logits are equal, saved in one file or in many; saving again writes the
     same bytes."""
-    skip = () if form != "latent" else ("kv_b_proj", "layers.0.mlp")
-    model = quantize_model(form, scheme, torch.bfloat16, skip=skip)
-    written = quantize_written(model, tmp_path / "one", scheme, skip)
+    skip = () if family != "latent" else ("kv_b_proj", "layers.0.mlp")
+    model = quantize_model(family, scheme, torch.bfloat16, skip=skip)
+    written = quantize_save(model, tmp_path / "one", scheme, skip)
     assert json.loads(json.dumps(written)) == written
     assert written["quant_method"] == "sheaf" and written["version"] == 1
     assert written["scheme"] == scheme and sorted(written["skip"]) == sorted(skip)
     if scheme in QUANTIZE_GROUPED:
         assert written["group_size"] == 8
-    quantize_written(model, tmp_path / "many", scheme, skip, max_shard_bytes=9_000)
+    quantize_save(model, tmp_path / "many", scheme, skip, max_shard_bytes=9_000)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     tokens = random_tokens(model.config, 2, 6)
     for name in ("one", "many"):
-        again = quantize_opened(tmp_path / name)
+        again = quantize_load(tmp_path / name)
         assert again.config == model.config and not again.training
         assert quantize_types(again) == quantize_types(model)
-        quantize_same_state(again, model)
+        quantize_assert_same_state(again, model)
         assert not any(t.is_meta for t in again.state_dict().values())
         with torch.no_grad():
             assert torch.equal(again(tokens), model(tokens))
@@ -9215,18 +9218,18 @@ def test_quantize_save_and_load_is_bit_equal(form, scheme, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8-block"])
 def test_quantize_load_in_another_dtype(scheme, tmp_path):
-    """dtype= casts embedding and norms; codes and scales are those of the file."""
+    """dtype= casts embedding and norms; qweight and scales are those of the file."""
     model = quantize_model("qwen2", scheme, torch.bfloat16)
-    quantize_written(model, tmp_path, scheme)
+    quantize_save(model, tmp_path, scheme)
     for dtype in (torch.float32, torch.float16):
-        again, want = quantize_opened(tmp_path, dtype=dtype), copy.deepcopy(model).to(dtype)
-        quantize_same_state(again, want)
+        again, want = quantize_load(tmp_path, dtype=dtype), copy.deepcopy(model).to(dtype)
+        quantize_assert_same_state(again, want)
         for a, b in zip(quantize_linears(again).values(), quantize_linears(want).values()):
             assert a.weight.dtype == dtype and torch.equal(a.weight, b.weight)
 
 
 def test_quantize_kept_weights_are_saved(tmp_path):
-    """What TaCQ keeps in 16 bit goes to the folder and comes back, layer by layer as many."""
+    """Weights that TaCQ keeps in 16 bits are saved and loaded, a different number in each layer."""
     model = quantize_model("llama", "int3", torch.bfloat16)
     plain = random_model(quantize_config("llama")).bfloat16()
     kept = {}
@@ -9235,11 +9238,11 @@ def test_quantize_kept_weights_are_saved(tmp_path):
             w = plain.get_submodule(name).weight.flatten()
             kept[name] = index = torch.arange(i, w.numel(), 97)
             layer.keep_unquantized(index, w[index])
-    for how in ({}, {"max_shard_bytes": 9_000}):
-        folder = tmp_path / str(len(how))
-        quantize_written(model, folder, "int3", **how)
-        again = quantize_opened(folder)
-        quantize_same_state(again, model)
+    for kwargs in ({}, {"max_shard_bytes": 9_000}):
+        folder = tmp_path / str(len(kwargs))
+        quantize_save(model, folder, "int3", **kwargs)
+        again = quantize_load(folder)
+        quantize_assert_same_state(again, model)
         for name, layer in quantize_linears(again).items():
             assert torch.equal(layer.weight, model.get_submodule(name).weight)
             if name in kept:
@@ -9250,14 +9253,14 @@ def test_quantize_kept_weights_are_saved(tmp_path):
             assert torch.equal(again(tokens), model(tokens))
 
 
-def test_quantize_folder_loaded_without_quantization_says_what_to_do(tmp_path):
-    """load_checkpoint without prepare: ValueError with the folder and the fix, never a model."""
-    for form in ("llama", "mixtral"):
-        model = quantize_model(form, "int8", torch.bfloat16)
-        quantize_written(model, tmp_path / form, "int8")
+def test_quantize_load_checkpoint_without_prepare_is_refused(tmp_path):
+    """load_checkpoint of a quantized checkpoint without prepare: ValueError with folder and fix."""
+    for family in ("llama", "mixtral"):
+        model = quantize_model(family, "int8", torch.bfloat16)
+        quantize_save(model, tmp_path / family, "int8")
         with pytest.raises(ValueError) as e:
-            HF.load_checkpoint(tmp_path / form)
-        assert "quantiz" in str(e.value) and form in str(e.value)
+            HF.load_checkpoint(tmp_path / family)
+        assert "quantiz" in str(e.value) and family in str(e.value)
         assert len(str(e.value)) < 1200
 
 
@@ -9289,10 +9292,10 @@ QUANTIZE_CONFIGS = [
 ]
 
 
-def test_quantize_config_of_an_unknown_scheme_is_refused(tmp_path):
-    """quantization_config changed: ValueError that names the field, the file or the tensor."""
+def test_quantize_bad_quantization_config_is_refused(tmp_path):
+    """A bad quantization_config is a ValueError that names the field, the file or the tensor."""
     model = quantize_model("llama", "int4", torch.bfloat16)
-    quantize_written(model, tmp_path, "int4")
+    quantize_save(model, tmp_path, "int4")
     path = tmp_path / "config.json"
     hf = json.loads(path.read_text())
     for change, words in QUANTIZE_CONFIGS:
@@ -9300,39 +9303,38 @@ def test_quantize_config_of_an_unknown_scheme_is_refused(tmp_path):
         changed = {k: v for k, v in changed.items() if v is not ...}
         path.write_text(json.dumps(hf | {"quantization_config": changed}))
         with pytest.raises(ValueError) as e:
-            quantize_opened(tmp_path)
+            quantize_load(tmp_path)
         for word in words:
             assert word in str(e.value), (change, word, str(e.value))
 
 
-@pytest.mark.parametrize("how", ["short", "header", "missing", "dtype", "surprise"])
-def test_quantize_damaged_folders_are_refused(how, tmp_path):
-    """A truncated file, a tensor too few or too many, codes of another dtype: ValueError with the
-    name."""
-    quantize_written(quantize_model("llama", "int4", torch.bfloat16), tmp_path, "int4")
+@pytest.mark.parametrize("damage", ["short", "header", "missing", "dtype", "unexpected"])
+def test_quantize_damaged_checkpoints_are_refused(damage, tmp_path):
+    """A truncated file, a missing or unexpected tensor, a wrong dtype: ValueError with the name."""
+    quantize_save(quantize_model("llama", "int4", torch.bfloat16), tmp_path, "int4")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.1.self_attn.q_proj.zeros"
     word = name
-    if how in ("short", "header"):
-        path.write_bytes(path.read_bytes()[: -100 if how == "short" else 30])
+    if damage in ("short", "header"):
+        path.write_bytes(path.read_bytes()[: -100 if damage == "short" else 30])
         word = "model.safetensors"
-    elif how == "missing":
+    elif damage == "missing":
         del tensors[name]
-    elif how == "surprise":
+    elif damage == "unexpected":
         word = "model.layers.1.self_attn.q_proj.mystery"
         tensors[word] = torch.ones(2)
     else:
         tensors[name] = tensors[name].float()
-    if how not in ("short", "header"):
+    if damage not in ("short", "header"):
         save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ValueError) as e:
-        quantize_opened(tmp_path)
+        quantize_load(tmp_path)
     assert word in str(e.value), str(e.value)
 
 
-def test_quantize_alone_in_a_folder(tmp_path):
-    """The one file, copied away, checks itself."""
+def test_quantize_standalone(tmp_path):
+    """quantize.py copied to an empty folder passes its self-check."""
     shutil.copy(REPO / "quantize.py", tmp_path)
     env = {"PYTHONPATH": str(tmp_path)}
     done = run("-c", "import quantize; quantize.check('cpu')", cwd=tmp_path, env=env)
@@ -9344,7 +9346,7 @@ def test_quantize_alone_in_a_folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def quantize_text() -> list[int]:
-    """Some two thousand tokens of the standard library."""
+    """About two thousand tokens of the standard library."""
     import argparse
     import fractions
 
@@ -9367,15 +9369,15 @@ def quantize_bf16_loss(quantize_text) -> Callable[[Path], float]:
 QUANTIZE_8_BITS = ("int8", "int8-dynamic", "llm.int8", "fp8", "fp8-block")
 
 
-@quantize_some(
+@quantize_cases(
     "name,scheme",
     [*(("small", scheme) for scheme in QUANTIZE_8_BITS), ("small", "int4"), ("moe", "int4")],
     ("small", "moe"),
     QUANTIZE_8_BITS,
 )
 def test_quantize_loss_of_the_shipped_models(name, scheme, quantize_text, quantize_bf16_loss):
-    """The trained models lose within half a percent with 8 bits, a few with 4 rounded to
-    nearest."""
+    """The loss of the trained models changes by less than 0.5 % with 8 bits, and by less than 6 %
+    with 4 bits rounded to nearest."""
     assert len(quantize_text) > 2000
     folder, tolerance = REPO / "checkpoints" / name, 0.06 if scheme == "int4" else 0.005
     model = HF.load_checkpoint(folder)
@@ -9387,11 +9389,11 @@ def test_quantize_loss_of_the_shipped_models(name, scheme, quantize_text, quanti
 
 @pytest.mark.parametrize("folder, scheme", [(SMALL, "int4"), (MOE, "int8")], ids=["small", "moe"])
 def test_quantize_engine_equals_greedy_decoding(folder, scheme, quantize_text):
-    """The paged engine on a quantized model gives, batched, the tokens that model gives alone."""
+    """The paged engine on a quantized model gives, batched, the tokens of decoding one by one."""
     model = HF.load_checkpoint(folder, dtype=torch.float32)
     Q.quantize_(model, scheme, group_size=quantize_group(scheme, 32 if folder == SMALL else 8))
-    cuts = ((0, 9), (50, 81), (200, 217), (300, 301), (400, 440))
-    prompts = [quantize_text[a:b] for a, b in cuts]
+    spans = ((0, 9), (50, 81), (200, 217), (300, 301), (400, 440))
+    prompts = [quantize_text[a:b] for a, b in spans]
     with torch.no_grad():
         want = [greedy_tokens(model, torch.tensor([p]), 10) for p in prompts]
     engine = P.Engine(model, num_blocks=64, block_size=16, max_num_batched_tokens=64)
@@ -9403,11 +9405,11 @@ def test_quantize_engine_equals_greedy_decoding(folder, scheme, quantize_text):
 @pytest.mark.parametrize(
     "scheme, skip",
     [*((scheme, ()) for scheme in QUANTIZE_SCHEMES), ("int8-dynamic", ("kv_b_proj",))],
-    ids=[*QUANTIZE_SCHEMES, "but kv_b_proj"],
+    ids=[*QUANTIZE_SCHEMES, "skip kv_b_proj"],
 )
 def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
-    """MLA reads kv_b_proj's weight when absorbed and calls it when expanded: the same answers,
-    token by token over a cache too."""
+    """MLA reads kv_b_proj's weight when absorbed and calls it when expanded: the same output, also
+    token by token with a cache."""
     model = quantize_model("latent", scheme, skip=skip)
     assert (type(model.layers[0].attention.kv_b_proj) is nn.Linear) == bool(skip)
     tokens = random_tokens(model.config, 1, 8)
@@ -9419,7 +9421,7 @@ def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
         cache, parts = M.KVCache(model.config, 1, 16), []
         for i in range(8):
             parts.append(model(tokens[:, i : i + 1], torch.tensor([i]), cache.attend))
-    # llm.int8 looks for its outliers in all rows of a call: a call of one row may see others
+    # llm.int8 finds outliers over all rows of a call: with one row it may find others
     tolerance = 2e-4 if exact else 0.35 if "fp8" in scheme else 0.1
     assert relative(narrow, wide) < tolerance
     assert relative(torch.cat(parts, 1), wide) < (tolerance if scheme != "llm.int8" else 0.1)
@@ -9428,8 +9430,8 @@ def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 def test_quantize_cache_equals_no_cache(scheme):
-    """One token at a time through the cache == the whole forward: a row's answer does not depend
-    on how many rows there are."""
+    """One token at a time through the cache == the whole forward: a row's output does not depend
+    on the number of rows."""
     model = quantize_model("qwen2", scheme)
     tokens = random_tokens(model.config, 2, 7)
     with torch.no_grad():
@@ -9457,9 +9459,9 @@ def test_quantize_compiles_to_one_graph(scheme, dtype):
             assert relative(got.float(), want.float()) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-@quantize_some("scheme", ["int4", "llm.int8", "fp8-block"], QUANTIZE_SCHEMES)
+@quantize_cases("scheme", ["int4", "llm.int8", "fp8-block"], QUANTIZE_SCHEMES)
 def test_quantize_traces_without_graph_breaks(scheme):
-    """Every scheme is one graph, experts gathered as a compiled step does too."""
+    """Every scheme traces to one graph, with the experts gathered as in a compiled step."""
     torch.compiler.reset()
     layer = quantize_model("latent", scheme).layers[1].mlp
     layer.experts = G.gather_experts_if_compiled(layer.experts)
@@ -9470,18 +9472,18 @@ def test_quantize_traces_without_graph_breaks(scheme):
 
 
 def test_quantize_multi_token_prediction():
-    """The MTP layer is quantized too and predicts as one with the dequantized weights."""
+    """The MTP layer is quantized too and equals one with the dequantized weights."""
     model = quantize_model("latent", "int8")
     assert any(n.startswith("mtp.0.") for n in quantize_linears(model))
     assert any(n.startswith("mtp.0.") for n in quantize_stacks(model))
-    undone, tokens = quantize_undone(model), random_tokens(model.config, 2, 7)
+    undone, tokens = quantize_dequantized(model), random_tokens(model.config, 2, 7)
     with torch.no_grad():
         answers = [m.mtp_forward(m(tokens, return_hidden=True), tokens) for m in (model, undone)]
     torch.testing.assert_close(*answers, rtol=2e-4, atol=2e-4)
 
 
 def test_quantize_saves_memory():
-    """int8 is about half of bf16, int4 in groups of 32 about 0.3: of what is quantized."""
+    """Quantized layers take about half of bf16's bytes in int8, 0.3 in int4 with groups of 32."""
     sizes = {}
     for scheme in (None, "int8", "int4", "int2"):
         model = random_model(quantize_tiny(n_layers=2, dim=256, ffn_dim=512)).bfloat16()
@@ -9498,20 +9500,20 @@ def test_quantize_saves_memory():
 
 # ---- generate.py's flags ----
 
-quantize_shipped = lambda *some: quantize_some(
+quantize_shipped = lambda *some: quantize_cases(
     "name,scheme", some, ("small", "moe"), QUANTIZE_SCHEMES
 )
 
 
 def quantize_main(capsys, *argv) -> str:
-    """What the program prints, in this process."""
+    """Run generate.py in this process; returns its stdout."""
     code = G.main([str(a) for a in (*argv, "--device", "cpu")])
     out, err = capsys.readouterr()
     assert code == 0, err
     return out
 
 
-def quantize_refused(capsys, *argv) -> str:
+def quantize_expect_error(capsys, *argv) -> str:
     """Exit code 2 and one line on stderr, which is returned."""
     assert G.main([str(a) for a in (*argv, "--device", "cpu")]) == 2
     out, err = capsys.readouterr()
@@ -9540,48 +9542,48 @@ def test_quantize_flag_with_perplexity(name, scheme, quantize_file, capsys):
     assert got != want and abs(got / want - 1) < bound, (got, want)
 
 
-def test_quantize_flag_refuses(quantize_file, tmp_path, capsys):
-    """Unknown scheme (the known are listed), a group size that is none or does not divide, a skip
-    of nothing, --save or --group-size without --quantize: one line, exit code 2."""
+def test_quantize_bad_flags_are_refused(quantize_file, tmp_path, capsys):
+    """An unknown scheme (the known are listed), a bad group size, a skip that matches no module,
+    --save or --group-size without --quantize: one line, exit code 2."""
     score = ["--perplexity", quantize_file]
-    err = quantize_refused(capsys, *score, "--quantize", "int5")
+    err = quantize_expect_error(capsys, *score, "--quantize", "int5")
     assert all(name in err for name in QUANTIZE_SCHEMES)
-    assert "7" in quantize_refused(capsys, *score, "--quantize", "int4", "--group-size", "7")
-    err = quantize_refused(capsys, *score, "--quantize", "int4", "--checkpoint", MOE)
+    assert "7" in quantize_expect_error(capsys, *score, "--quantize", "int4", "--group-size", "7")
+    err = quantize_expect_error(capsys, *score, "--quantize", "int4", "--checkpoint", MOE)
     assert "72" in err and "8" in err
-    err = quantize_refused(capsys, *score, "--quantize", "int8", "--quantize-skip", "nope")
+    err = quantize_expect_error(capsys, *score, "--quantize", "int8", "--quantize-skip", "nope")
     assert "nope" in err
     out = tmp_path / "out"
-    assert "--quantize" in quantize_refused(capsys, "--save", out)
-    assert "--quantize" in quantize_refused(capsys, *score, "--group-size", "32")
-    assert "--quantize" in quantize_refused(capsys, *score, "--quantize-skip", "head")
+    assert "--quantize" in quantize_expect_error(capsys, "--save", out)
+    assert "--quantize" in quantize_expect_error(capsys, *score, "--group-size", "32")
+    assert "--quantize" in quantize_expect_error(capsys, *score, "--quantize-skip", "head")
     assert not out.exists()
 
 
 @pytest.mark.slow
 def test_quantize_flag_in_a_process():
-    """As a user starts it: the program's own exit code and line."""
+    """generate.py in a process of its own: its exit code and error line."""
     refused(run("generate.py", "--quantize", "int5"), "int5", "llm.int8")
 
 
 @quantize_shipped(("small", "int4"), ("moe", "fp8-block"))
-def test_quantize_saved_folder_generates_the_same(name, scheme, tmp_path, capsys):
-    """--save OUT, then OUT as the checkpoint: the greedy text of quantizing on load; quantizing
-    it again is refused."""
+def test_quantize_saved_checkpoint_generates_the_same_text(name, scheme, tmp_path, capsys):
+    """--save OUT, then --checkpoint OUT: the same greedy text as quantizing while loading;
+    quantizing OUT again is refused."""
     size = ["--group-size", "8"] if scheme in QUANTIZE_GROUPED else []
     folder = REPO / "checkpoints" / name
-    how = ["--checkpoint", folder, "--quantize", scheme, *size]
+    flags = ["--checkpoint", folder, "--quantize", scheme, *size]
     ask = ["def main(", "--max-new-tokens", "12", "--temperature", "0", "--json"]
-    want = json.loads(quantize_main(capsys, *how, *ask))
+    want = json.loads(quantize_main(capsys, *flags, *ask))
     out = tmp_path / "out"
-    quantize_main(capsys, *how, "--save", out)
+    quantize_main(capsys, *flags, "--save", out)
     got = json.loads(quantize_main(capsys, "--checkpoint", out, *ask))
     assert (got["tokens"], got["text"]) == (want["tokens"], want["text"])
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["scheme"] == scheme and config["quant_method"] == "sheaf"
     stored = (folder / "model.safetensors").stat().st_size
     assert (out / "model.safetensors").stat().st_size < 0.9 * stored
-    err = quantize_refused(capsys, "--checkpoint", out, "--quantize", scheme, *ask)
+    err = quantize_expect_error(capsys, "--checkpoint", out, "--quantize", scheme, *ask)
     assert "already" in err or "quantized" in err
     assert (out / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
@@ -9590,13 +9592,13 @@ def test_quantize_save_does_not_overwrite_another_checkpoint(tmp_path, capsys):
     """--save into a folder that holds a checkpoint is refused and changes no byte of it."""
     shutil.copytree(MOE, tmp_path / "moe")
     before = {p.name: p.read_bytes() for p in (tmp_path / "moe").iterdir()}
-    err = quantize_refused(capsys, "--quantize", "int8", "--save", tmp_path / "moe")
+    err = quantize_expect_error(capsys, "--quantize", "int8", "--save", tmp_path / "moe")
     assert str(tmp_path / "moe") in err
     own = ["--checkpoint", tmp_path / "moe", "--quantize", "int8", "--save", tmp_path / "moe"]
-    quantize_refused(capsys, *own)
+    quantize_expect_error(capsys, *own)
     assert {p.name: p.read_bytes() for p in (tmp_path / "moe").iterdir()} == before
     (tmp_path / "file").write_text("x")
-    quantize_refused(capsys, "--quantize", "int8", "--save", tmp_path / "file")
+    quantize_expect_error(capsys, "--quantize", "int8", "--save", tmp_path / "file")
 
 
 @pytest.mark.slow
@@ -9604,30 +9606,31 @@ def test_quantize_save_does_not_overwrite_another_checkpoint(tmp_path, capsys):
 def test_quantize_works_in_every_mode_of_generate(
     saved, tmp_path, quantize_file, capsys, monkeypatch
 ):
-    """--n, --batch, --bench-serving, --kv-cache-dtype, --attention flash, --interactive, --bench
-    with
-    --quantize and with a saved folder."""
-    how = ["--quantize", "int4"]
+    """--n, --batch, --bench-serving, --kv-cache-dtype, --attention flash, --perplexity and --bench
+    with --quantize and with a saved checkpoint."""
+    flags = ["--quantize", "int4"]
     if saved:
         quantize_main(capsys, "--quantize", "int4", "--save", tmp_path / "out")
-        how = ["--checkpoint", tmp_path / "out"]
+        flags = ["--checkpoint", tmp_path / "out"]
     ask = ["class Stack:", "--max-new-tokens", "6", "--temperature", "0", "--json"]
-    one = json.loads(quantize_main(capsys, *how, *ask))
-    flash = json.loads(quantize_main(capsys, *how, *ask, "--attention", "flash", "--dtype", "fp32"))
-    plain = json.loads(quantize_main(capsys, *how, *ask, "--dtype", "fp32"))
+    one = json.loads(quantize_main(capsys, *flags, *ask))
+    flash = json.loads(
+        quantize_main(capsys, *flags, *ask, "--attention", "flash", "--dtype", "fp32")
+    )
+    plain = json.loads(quantize_main(capsys, *flags, *ask, "--dtype", "fp32"))
     assert flash["tokens"] == plain["tokens"] and len(one["tokens"]) == 6
-    assert quantize_main(capsys, *how, *ask[:-1], "--n", "2").strip()
+    assert quantize_main(capsys, *flags, *ask[:-1], "--n", "2").strip()
     requests = tmp_path / "in.jsonl"
     requests.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("def f(", "class A:")))
     for i, more in enumerate(([], ["--kv-cache-dtype", "int8"])):
         out = tmp_path / f"{i}.jsonl"
         batch = ["--batch", requests, "--out", out, "--max-new-tokens", "5", "--temperature", "0"]
-        quantize_main(capsys, *how, *batch, *more)
+        quantize_main(capsys, *flags, *batch, *more)
         assert len(out.read_text().splitlines()) == 2 and "error" not in out.read_text()
     serving = ["--bench-serving", "3", "--input-tokens", "4:6", "--output-tokens", "3:4"]
-    assert quantize_main(capsys, *how, *serving).strip()
-    quantize_main(capsys, *how, "x = 1", "--bench", "1", "--max-new-tokens", "4")
-    score = json.loads(quantize_main(capsys, *how, "--perplexity", quantize_file, "--json"))
+    assert quantize_main(capsys, *flags, *serving).strip()
+    quantize_main(capsys, *flags, "x = 1", "--bench", "1", "--max-new-tokens", "4")
+    score = json.loads(quantize_main(capsys, *flags, "--perplexity", quantize_file, "--json"))
     assert math.isfinite(score["perplexity"])
 
 
@@ -9638,14 +9641,14 @@ def test_quantize_works_with_compile(scheme, capsys):
     """--compile --quantize: the tokens of the eager run, in fp32."""
     torch.compiler.reset()
     ask = ["import os", "--max-new-tokens", "6", "--temperature", "0", "--json", "--dtype", "fp32"]
-    how = ["--quantize", scheme]
-    want = json.loads(quantize_main(capsys, *how, *ask))["tokens"]
-    got = json.loads(quantize_main(capsys, *how, *ask, "--compile"))["tokens"]
+    flags = ["--quantize", scheme]
+    want = json.loads(quantize_main(capsys, *flags, *ask))["tokens"]
+    got = json.loads(quantize_main(capsys, *flags, *ask, "--compile"))["tokens"]
     assert got == want
 
 
 def test_quantize_skip_flag_keeps_layers(tmp_path, capsys):
-    """--quantize-skip NAME,NAME: the saved folder holds those layers in bf16 and opens."""
+    """--quantize-skip NAME,NAME: the saved checkpoint has those layers in bf16, and loads."""
     out = tmp_path / "out"
     quantize_main(capsys, "--quantize", "int8", "--quantize-skip", "layers.0,o_proj", "--save", out)
     tensors = load_file(out / "model.safetensors")
@@ -9672,7 +9675,7 @@ def fp8_latent(**changes) -> M.ModelConfig:
     return latent(**moe | changes)
 
 
-def fp8_made(config: M.ModelConfig, seed: int = 0) -> M.Transformer:
+def fp8_model(config: M.ModelConfig, seed: int = 0) -> M.Transformer:
     with torch.device("meta"):
         model = M.Transformer(config)
     HF.allocate(model, "cpu", torch.float32)
@@ -9680,12 +9683,12 @@ def fp8_made(config: M.ModelConfig, seed: int = 0) -> M.Transformer:
     return model
 
 
-def fp8_apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def fp8_rel_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return relative(a.double(), b.double())
 
 
-def fp8_exact(x: torch.Tensor, granularity: str, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """What is left of x, in fp64, written out tile by tile."""
+def fp8_round(x: torch.Tensor, granularity: str, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    """x quantized and dequantized, in fp64, tile by tile."""
     rows, columns = {"tensorwise": (10**9,) * 2, "rowwise": (1, 10**9)}.get(
         granularity, (1, 128) if granularity == "1x128" else (128, 128)
     )
@@ -9703,32 +9706,32 @@ def fp8_exact(x: torch.Tensor, granularity: str, dtype: torch.dtype = E4M3) -> t
 # ---- FP8 ----
 
 
-def fp8_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    nan = ours.isnan()
-    numbers = torch.equal(ours[~nan], theirs[~nan])
-    signs = torch.equal(ours[~nan].signbit(), theirs[~nan].signbit())
-    return torch.equal(nan, theirs.isnan()) and numbers and signs
+def fp8_same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
+    nan = got.isnan()
+    numbers = torch.equal(got[~nan], want[~nan])
+    signs = torch.equal(got[~nan].signbit(), want[~nan].signbit())
+    return torch.equal(nan, want.isnan()) and numbers and signs
 
 
 @fp8_formats
 def test_fp8_rounding_equals_torchs_cast_bit_for_bit(dtype):
     """All fp16 values, random fp32 of every magnitude, every number of the format, every tie
     between two of them and its neighbours: the values and signs of torch's cast. Past the range
-    torch before 2.13 gives NaN for e4m3, later ones 448: the flag follows."""
+    torch before 2.13 gives NaN for e4m3, later versions 448: `saturate` follows the version."""
     saturate = dtype == E4M3 and bool(torch.tensor(1e4).to(dtype).float().isfinite())
     half = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
     bits = torch.randint(
         -(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(0)
     )
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    grid = codes[codes.isfinite()].unique()
-    ties = (grid[1:] + grid[:-1]) / 2
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    finite = values[values.isfinite()].unique()
+    ties = (finite[1:] + finite[:-1]) / 2
     for x in (
         half,
         half.bfloat16(),
         bits.to(torch.int32).view(torch.float32),
         quantize_normal(100_000) * 300,
-        torch.cat((codes, ties, ties.nextafter(grid[1:]), ties.nextafter(grid[:-1]))),
+        torch.cat((values, ties, ties.nextafter(finite[1:]), ties.nextafter(finite[:-1]))),
     ):
         assert fp8_same_bits(Q.round_fp8(x, dtype, saturate), x.to(dtype).float())
 
@@ -9747,21 +9750,21 @@ def test_fp8_rounding_past_the_range():
 @fp8_formats
 @pytest.mark.parametrize("granularity", Q.GRANULARITIES)
 def test_fp8_scales(granularity, dtype):
-    """A tile's largest value takes the format's largest code; edges are tiles of their own; codes
-    times scales are the tile-by-tile reference, also of a transpose; no value moves by more than
-    half a step; zeros have scale 1."""
+    """A tile's largest value maps to the format's largest; partial tiles have their own scale;
+    dequantizing gives the tile-by-tile reference, also of a transpose; no value moves by more than
+    half a step; all-zero tiles have scale 1."""
     x = quantize_normal(150, 200) * quantize_normal(150, 1, seed=1).exp()
     x[3], x[128:, :128] = 0, 0
     for x in (x, x.t(), x.bfloat16()):
-        codes, scale = Q.to_fp8(x, granularity, dtype)
+        q, scale = Q.to_fp8(x, granularity, dtype)
         M_, K = x.shape
         rows, columns = -(-M_ // 128), -(-K // 128)
         shapes = dict(tensorwise=(1, 1), rowwise=(M_, 1))
         shapes |= {"1x128": (M_, columns), "128x128": (rows, columns)}
         assert scale.shape == shapes[granularity] and scale.dtype == torch.float32
-        assert codes.shape == x.shape and codes.dtype == dtype and codes.is_contiguous()
-        back = Q.from_fp8(codes, scale)
-        assert torch.allclose(back.double(), fp8_exact(x, granularity, dtype), rtol=1e-6, atol=0)
+        assert q.shape == x.shape and q.dtype == dtype and q.is_contiguous()
+        back = Q.from_fp8(q, scale)
+        assert torch.allclose(back.double(), fp8_round(x, granularity, dtype), rtol=1e-6, atol=0)
         assert back.abs().max() == pytest.approx(x.abs().max().item(), rel=1e-6)
         spread = Q._expand_tiles(scale, x.shape).expand(x.shape)
         limits = torch.finfo(dtype)
@@ -9780,8 +9783,8 @@ def test_fp8_scales(granularity, dtype):
 )
 @pytest.mark.parametrize("scheme", [("rowwise",) * 2, ("1x128", "128x128"), ("tensorwise",) * 2])
 def test_fp8_linear_equals_the_matmul_of_its_rounded_operands(shape, scheme):
-    """fp8_linear == fp64's matmul of the dequantized operands, and so is what tensor cores are
-    asked for, scaled_mm (here torch's own CPU version of that matmul)."""
+    """fp8_linear == the fp64 matmul of the dequantized operands, and so does scaled_mm, the call to
+    the tensor cores (here torch's CPU version of it)."""
     rows, N, K = shape
     x, weight, bias = (
         quantize_normal(2, rows, K),
@@ -9790,42 +9793,42 @@ def test_fp8_linear_equals_the_matmul_of_its_rounded_operands(shape, scheme):
     )
     qweight, scale = Q.to_fp8(weight, scheme[1])
     of_x = "rowwise" if scheme[0] == "tensorwise" else scheme[0]
-    truth = fp8_exact(x.flatten(0, 1), of_x) @ fp8_exact(weight, scheme[1]).t() + bias
+    reference = fp8_round(x.flatten(0, 1), of_x) @ fp8_round(weight, scheme[1]).t() + bias
     y = Q.fp8_linear(x, qweight, scale, None, bias)
-    assert y.shape == (2, rows, N) and fp8_apart(y.flatten(0, 1), truth) < 1e-6
+    assert y.shape == (2, rows, N) and fp8_rel_error(y.flatten(0, 1), reference) < 1e-6
     half = Q.fp8_linear(x.bfloat16(), qweight, scale, None, None)
-    assert half.dtype == torch.bfloat16 and fp8_apart(half, y - bias) < 6e-2
+    assert half.dtype == torch.bfloat16 and fp8_rel_error(half, y - bias) < 6e-2
     a, scale_a = Q.to_fp8(x.flatten(0, 1), scheme[0])
     cores = Q.scaled_mm((a, scale_a), (qweight, scale), torch.float32)
     in_rows = scheme[0] == "rowwise" or scheme[0] == "1x128" and K <= 128
-    tolerance = 4e-3 if in_rows else 1e-6  # with a scale per row it comes out in bf16
-    assert fp8_apart(cores, Q.from_fp8(a, scale_a) @ Q.from_fp8(qweight, scale).t()) < tolerance
+    tolerance = 4e-3 if in_rows else 1e-6  # with a scale per row the output is bf16
+    assert fp8_rel_error(cores, Q.from_fp8(a, scale_a) @ Q.from_fp8(qweight, scale).t()) < tolerance
 
 
 def test_fp8_smaller_tiles_reduce_outlier_error():
-    """One column of outliers costs a tensor's scale most, a row's less, a tile's least, in the
-    values below it; DeepSeek-V3's claim, on the matmul too."""
+    """One column of outliers: the error of the other values is largest with a scale per tensor,
+    smaller per row, smallest per tile (DeepSeek-V3's claim); that of the matmul too."""
     x, w = quantize_normal(256, 1024), quantize_normal(256, 1024, seed=1) / 32
     x[::64, 7] = 3e5  # with one scale per tensor the rest is subnormal
     inliers = torch.ones_like(x, dtype=torch.bool).index_fill_(1, torch.tensor([7]), False)
     errors = {
-        g: fp8_apart(Q.from_fp8(*Q.to_fp8(x, g))[inliers], x[inliers])
+        g: fp8_rel_error(Q.from_fp8(*Q.to_fp8(x, g))[inliers], x[inliers])
         for g in ("tensorwise", "rowwise", "1x128")
     }
     assert 1.5 * errors["1x128"] < errors["rowwise"] < errors["tensorwise"] / 5, errors
-    ours = {r: Q.float8_linear(x, w, recipe=r) for r in Q.RECIPES}
+    got = {r: Q.float8_linear(x, w, recipe=r) for r in Q.RECIPES}
     clean = [i for i in range(256) if i % 64]
-    truth = x.double() @ w.double().t()
-    products = {r: fp8_apart(y[clean], truth[clean]) for r, y in ours.items()}
-    assert products["rowwise"] < 0.05 < products["tensorwise"], products
-    assert products["blockwise"] < 0.05
+    want = x.double() @ w.double().t()
+    errors = {r: fp8_rel_error(y[clean], want[clean]) for r, y in got.items()}
+    assert errors["rowwise"] < 0.05 < errors["tensorwise"], errors
+    assert errors["blockwise"] < 0.05
 
 
 @each_recipe
 @pytest.mark.parametrize("tokens", [(3, 50), (1,), (), (128,), (2, 3, 7), (0,)], ids=str)
 def test_fp8_training_matmul_and_its_gradients(recipe, tokens):
-    """Output and every gradient == fp64 of the operands rounded along the dimension each matmul
-    sums over; any leading shape, dW in fp32."""
+    """Output and gradients == fp64 matmuls of operands quantized along each matmul's reduction
+    dimension; any leading shape, dW in fp32."""
     layer = nn.Sequential(nn.Linear(200, 72))
     plain = copy.deepcopy(layer)
     Q.fp8_training_(layer, recipe)
@@ -9834,19 +9837,19 @@ def test_fp8_training_matmul_and_its_gradients(recipe, tokens):
     y.backward(g)
     W, of_x, of_w = plain[0].weight.detach(), *Q.RECIPES[recipe]
     flat, gs = x.detach().reshape(-1, 200), g.reshape(-1, 72)
-    truth = fp8_exact(flat, of_x) @ fp8_exact(W, of_w).t() + plain[0].bias.double()
-    dx = fp8_exact(gs, of_x, E5M2) @ fp8_exact(W.t(), of_w).t()
-    dw = fp8_exact(gs.t(), of_x, E5M2) @ fp8_exact(flat.t(), of_x).t()
+    reference = fp8_round(flat, of_x) @ fp8_round(W, of_w).t() + plain[0].bias.double()
+    dx = fp8_round(gs, of_x, E5M2) @ fp8_round(W.t(), of_w).t()
+    dw = fp8_round(gs.t(), of_x, E5M2) @ fp8_round(flat.t(), of_x).t()
     assert y.shape == (*tokens, 72) and layer[0].weight.grad.dtype == torch.float32
     if flat.numel():
-        assert fp8_apart(y.reshape(-1, 72), truth) < 1e-6
-        assert fp8_apart(x.grad.reshape(-1, 200), dx) < 1e-6
-        assert fp8_apart(layer[0].weight.grad, dw) < 1e-6
-        assert fp8_apart(layer[0].bias.grad, gs.sum(0)) < 1e-5
+        assert fp8_rel_error(y.reshape(-1, 72), reference) < 1e-6
+        assert fp8_rel_error(x.grad.reshape(-1, 200), dx) < 1e-6
+        assert fp8_rel_error(layer[0].weight.grad, dw) < 1e-6
+        assert fp8_rel_error(layer[0].bias.grad, gs.sum(0)) < 1e-5
         wanted = torch.autograd.grad(plain(x), [x, *plain.parameters()], g)
         got = [x.grad, *(p.grad for p in layer.parameters())]
-        assert all(fp8_apart(a, b) < 0.1 for a, b in zip(got, wanted))
-        assert fp8_apart(got[0], wanted[0]) > 1e-3  # it did round
+        assert all(fp8_rel_error(a, b) < 0.1 for a, b in zip(got, wanted))
+        assert fp8_rel_error(got[0], wanted[0]) > 1e-3  # FP8 was used
 
 
 def fp8_layer(recipe: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -9858,8 +9861,8 @@ def fp8_layer(recipe: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 @each_recipe
 def test_fp8_training_matmul_under_autocast(recipe):
-    """The input is bf16 and so is the output, the matmul's sums are not. e4m3 gradients are nearer
-    than e5m2's."""
+    """Input and output are bf16, accumulation is not. Gradients in e4m3 are more accurate than in
+    e5m2."""
     layer, x, g = fp8_layer(recipe)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -9867,44 +9870,44 @@ def test_fp8_training_matmul_under_autocast(recipe):
     of_x, of_w = Q.RECIPES[recipe]
     weight, bias = (p.detach() for p in layer.parameters())
     rows = x.detach().bfloat16().flatten(0, 1)
-    truth = fp8_exact(rows, of_x) @ fp8_exact(weight, of_w).t() + bias
-    assert fp8_apart(y.flatten(0, 1), truth) < 4e-3
+    reference = fp8_round(rows, of_x) @ fp8_round(weight, of_w).t() + bias
+    assert fp8_rel_error(y.flatten(0, 1), reference) < 4e-3
     wrt = [x, *layer.parameters()]
     with torch.autocast("cpu", torch.bfloat16):
         grads = torch.autograd.grad(y, wrt, g.bfloat16())
     assert all(grad.dtype == torch.float32 for grad in grads)
     columns = g.bfloat16().flatten(0, 1).t()
-    dw = fp8_exact(columns, of_x, E5M2) @ fp8_exact(rows.t(), of_x).t()
-    assert fp8_apart(grads[1], dw) < 1e-6
+    dw = fp8_round(columns, of_x, E5M2) @ fp8_round(rows.t(), of_x).t()
+    assert fp8_rel_error(grads[1], dw) < 1e-6
     coarse = torch.autograd.grad(layer(x), wrt, g)
     layer[0].grad_dtype = E4M3
     exact = torch.autograd.grad(F.linear(x, *layer.parameters()), wrt, g)
     for a, b, c in zip(torch.autograd.grad(layer(x), wrt, g)[:2], coarse, exact):
-        assert fp8_apart(a, c) < fp8_apart(b, c)
+        assert fp8_rel_error(a, c) < fp8_rel_error(b, c)
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", Q.RECIPES)
 def test_fp8_training_matmul_compiled(recipe):
-    """Compiled without a graph break it gives the same numbers, forward and backward."""
+    """Compiled without graph breaks == eager, forward and backward."""
     layer, x, g = fp8_layer(recipe)
     wrt = [x, *layer.parameters()]
     eager = [layer(x), *torch.autograd.grad(layer(x), wrt, g)]
     z = torch.compile(layer, fullgraph=True)(x)
     for a, b in zip([z, *torch.autograd.grad(z, wrt, g)], eager):
-        assert fp8_apart(a, b) < 1e-4
+        assert fp8_rel_error(a, b) < 1e-4
 
 
 def test_fp8_and_qat_convert_only_linear_layers():
-    """Linear layers and experts change class over the very same parameters; head, embedding, norms,
-    router and what skip names stay; a tied head stays in any case; unknown recipes are named."""
+    """Linear layers and experts change class and keep their parameters; head, embedding, norms,
+    router and skipped modules stay, a tied head always; an unknown recipe's error lists them."""
     for swap in (
         lambda m, **k: Q.fp8_training_(m, "rowwise", **k),
         lambda m, **k: Q.qat_(m, G8, **k),
     ):
         G8 = Q.QuantSpec(8)
-        model = fp8_made(fp8_latent())
+        model = fp8_model(fp8_latent())
         before = dict(model.named_parameters())
         swap(model, skip=("head", "layers.0", "kv_b_proj"))
         after = dict(model.named_parameters())
@@ -9914,24 +9917,25 @@ def test_fp8_and_qat_convert_only_linear_layers():
         assert {n for n in kinds if "layers.0" in n or "kv_b" in n or n == "head"} == set(stays)
         assert all(m.experts is not M.loop_experts for m in model.modules() if isinstance(m, M.MoE))
         assert not copy.deepcopy(model).training ^ model.training
-        untouched = swap(fp8_made(fp8_tiny()), skip=("proj", "layer", "0.mlp.down"))
+        untouched = swap(fp8_model(fp8_tiny()), skip=("proj", "layer", "0.mlp.down"))
         assert not [n for n, m in untouched.layers.named_modules() if type(m) is nn.Linear]
-        tied = swap(fp8_made(fp8_tiny(tie_embeddings=True)), skip=())
+        tied = swap(fp8_model(fp8_tiny(tie_embeddings=True)), skip=())
         assert type(tied.head) is nn.Linear and type(tied.layers[0].mlp.up_proj) is not nn.Linear
-        assert type(swap(fp8_made(fp8_tiny()), skip=()).head) is not nn.Linear
-    assert type(Q.fp8_training_(fp8_made(fp8_tiny()), "rowwise").head) is nn.Linear
+        assert type(swap(fp8_model(fp8_tiny()), skip=()).head) is not nn.Linear
+    assert type(Q.fp8_training_(fp8_model(fp8_tiny()), "rowwise").head) is nn.Linear
     with pytest.raises(ValueError, match="recipe 'colwise'.*tensorwise, rowwise, blockwise"):
-        Q.fp8_training_(fp8_made(fp8_tiny()), "colwise")
+        Q.fp8_training_(fp8_model(fp8_tiny()), "colwise")
     with pytest.raises(ValueError, match="grad_dtype"):
-        Q.fp8_training_(fp8_made(fp8_tiny()), "rowwise", grad_dtype=torch.float16)
+        Q.fp8_training_(fp8_model(fp8_tiny()), "rowwise", grad_dtype=torch.float16)
     with pytest.raises(ValueError, match="granularity '1x64'.*1x128"):
         Q.to_fp8(quantize_normal(2, 3), "1x64")
 
 
 @each_recipe
 def test_fp8_experts(recipe):
-    """An MoE layer's experts multiply in FP8: nearly the plain output and gradients, not quite."""
-    model = fp8_made(fp8_latent())
+    """Experts of an MoE layer compute in FP8: output and gradients are close to, not equal to, the
+    plain ones."""
+    model = fp8_model(fp8_latent())
     moe = next(m for m in model.modules() if isinstance(m, M.MoE))
     x = quantize_normal(2, 40, 64)
     wanted = moe(x)
@@ -9942,11 +9946,11 @@ def test_fp8_experts(recipe):
     moe.shared = moe.shared and None
     got = moe.experts(x.flatten(0, 1), *moe.route(x.flatten(0, 1)), moe.w_gate_up, moe.w_down)
     plain = M.loop_experts(x.flatten(0, 1), *moe.route(x.flatten(0, 1)), moe.w_gate_up, moe.w_down)
-    assert 1e-3 < fp8_apart(got, plain) < 0.1
+    assert 1e-3 < fp8_rel_error(got, plain) < 0.1
     moe.zero_grad()
     got.sum().backward()
     for p, g in zip((moe.w_gate_up, moe.w_down, moe.router), grads):
-        assert p.grad.shape == p.shape and fp8_apart(p.grad, g) < 0.6
+        assert p.grad.shape == p.shape and fp8_rel_error(p.grad, g) < 0.6
 
 
 # ---- training ----
@@ -9965,9 +9969,9 @@ FP8_BYTES = fp8_tiny(
 )
 
 
-def fp8_trained(text, steps: int, change=lambda model: model) -> tuple[float, float]:
-    """Mean loss of the last 20 steps, and validation loss, after train.py's own steps."""
-    model = fp8_made(FP8_BYTES)
+def fp8_losses(text, steps: int, change=lambda model: model) -> tuple[float, float]:
+    """Mean loss of the last 20 steps and validation loss, trained with train.py's own step."""
+    model = fp8_model(FP8_BYTES)
     change(model)
     optimizer, place = BUILD.build_optimizer(model), T.DistEnv(torch.device("cpu"), "bf16", 0, 1)
     losses = []
@@ -9979,22 +9983,22 @@ def fp8_trained(text, steps: int, change=lambda model: model) -> tuple[float, fl
 
 
 @pytest.fixture(scope="module")
-def fp8_in_bf16(fp8_text) -> Callable[[int], tuple[float, float]]:
-    return lru_cache(lambda steps: fp8_trained(fp8_text, steps))
+def fp8_bf16_losses(fp8_text) -> Callable[[int], tuple[float, float]]:
+    return lru_cache(lambda steps: fp8_losses(fp8_text, steps))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe,steps", [("rowwise", 60), *product(Q.RECIPES, [200])])
-def test_fp8_training_follows_bf16(recipe, steps, fp8_text, fp8_in_bf16):
-    """Steps with every linear layer in FP8, of widths that no tile divides: training and validation
-    loss within 1% of bf16's, and not the same."""
-    loss, val = fp8_trained(fp8_text, steps, lambda model: Q.fp8_training_(model, recipe))
-    want, want_val = fp8_in_bf16(steps)
+def test_fp8_training_follows_bf16(recipe, steps, fp8_text, fp8_bf16_losses):
+    """Training with every linear layer in FP8, of widths that no tile divides: training and
+    validation loss within 1% of bf16's, and not equal."""
+    loss, val = fp8_losses(fp8_text, steps, lambda model: Q.fp8_training_(model, recipe))
+    want, want_val = fp8_bf16_losses(steps)
     assert want < (2.6 if steps == 200 else 3.3) and loss != want
     assert abs(loss / want - 1) < 0.01 and abs(val / want_val - 1) < 0.01
 
 
-QAT_GRIDS = {
+QAT_SPECS = {
     "int8": Q.QuantSpec(8),
     "int4": Q.QuantSpec(4, 32, False),
     "tensor": Q.QuantSpec(4, 0),
@@ -10002,57 +10006,57 @@ QAT_GRIDS = {
 }
 
 
-@pytest.mark.parametrize("grid", QAT_GRIDS.values(), ids=QAT_GRIDS)
-def test_qat_uses_the_straight_through_estimator(grid):
-    """The forward has exactly the grid's values, the gradient passes as if there were no rounding,
-    but for what the range clamps; stacks of experts row by row alike."""
+@pytest.mark.parametrize("spec", QAT_SPECS.values(), ids=QAT_SPECS)
+def test_qat_uses_the_straight_through_estimator(spec):
+    """The forward uses exactly the quantized values; the gradient ignores the rounding, and is zero
+    for clamped weights; expert stacks are quantized row by row alike."""
     w = quantize_normal(24, 64).requires_grad_()
-    q = Q.fake_quantize(w, grid)
-    scales, zeros = grid.choose_qparams(w.detach())
-    assert torch.equal(q, grid.dequantize(grid.quantize(w.detach(), scales, zeros), scales, zeros))
+    q = Q.fake_quantize(w, spec)
+    scales, zeros = spec.choose_qparams(w.detach())
+    assert torch.equal(q, spec.dequantize(spec.quantize(w.detach(), scales, zeros), scales, zeros))
     g = quantize_normal(24, 64, seed=1)
     assert torch.equal(torch.autograd.grad(q, w, g)[0], g)
-    assert torch.equal(Q.fake_quantize(w.view(2, 12, 64), grid).view(24, 64), q)
-    assert Q.fake_quantize(w.bfloat16(), grid).dtype == torch.bfloat16
+    assert torch.equal(Q.fake_quantize(w.view(2, 12, 64), spec).view(24, 64), q)
+    assert Q.fake_quantize(w.bfloat16(), spec).dtype == torch.bfloat16
 
     class Narrow(Q.QuantSpec):  # clamps whatever is beyond half the range
         def choose_qparams(self, w, ranges="minmax"):
             scales, zeros = super().choose_qparams(w)
             return scales / 2, zeros
 
-    narrow = Narrow(grid.bits, grid.group_size, grid.symmetric)
+    narrow = Narrow(spec.bits, spec.group_size, spec.symmetric)
     got = torch.autograd.grad(Q.fake_quantize(w, narrow), w, g)[0]
     scales, zeros = narrow.choose_qparams(w.detach())
-    codes = w.detach() / quantize_wide(scales, w.shape)
-    codes += 0 if zeros is None else quantize_wide(zeros, w.shape)
-    low, high = (-(2 ** (grid.bits - 1)) + 1, 2 ** (grid.bits - 1) - 1)
-    low, high = (low, high) if grid.symmetric else (0, 2**grid.bits - 1)
-    inside = (codes > low - 0.99) & (codes < high + 0.99)
-    outside = (codes < low - 1.01) | (codes > high + 1.01)
+    unclamped = w.detach() / quantize_expand(scales, w.shape)
+    unclamped += 0 if zeros is None else quantize_expand(zeros, w.shape)
+    low, high = (-(2 ** (spec.bits - 1)) + 1, 2 ** (spec.bits - 1) - 1)
+    low, high = (low, high) if spec.symmetric else (0, 2**spec.bits - 1)
+    inside = (unclamped > low - 0.99) & (unclamped < high + 0.99)
+    outside = (unclamped < low - 1.01) | (unclamped > high + 1.01)
     assert outside.any() and torch.equal(got[inside], g[inside]) and (got[outside] == 0).all()
 
 
-def qat_rounded(model: M.Transformer, grid: Q.QuantSpec) -> M.Transformer:
-    """Post-training rounding of what qat_ would round."""
+def qat_ptq(model: M.Transformer, spec: Q.QuantSpec) -> M.Transformer:
+    """Post-training quantization of the weights that qat_ quantizes."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, module in Q.quantizable_modules(model).items():
             for w in Q.quantizable_weights(name, module).values():
-                w.copy_(Q.fake_quantize(w, grid))
+                w.copy_(Q.fake_quantize(w, spec))
     return model
 
 
-def qat_trained(change=lambda model: model) -> tuple[M.Transformer, Callable]:
-    """The shipped draft model after 25 steps on the text it was made from, and how to score one."""
+def qat_train(change=lambda model: model) -> tuple[M.Transformer, Callable]:
+    """The shipped draft model after 25 steps on its training text, and a validation function."""
     import sentencepiece
 
     folder = DRAFT
     sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     docs = DA.read_documents(None)
-    kept, held = ([d for d in docs if DA.is_validation(d[0]) is out] for out in (False, True))
+    train, val = ([d for d in docs if DA.is_validation(d[0]) is out] for out in (False, True))
     tokens, val = (
         torch.tensor([i for _, text in some for i in sp.encode(text)], dtype=torch.int32)
-        for some in (kept[:60], held[:6])
+        for some in (train[:60], val[:6])
     )
     model = HF.load_checkpoint(folder, dtype=torch.float32).train()
     change(model)
@@ -10065,47 +10069,47 @@ def qat_trained(change=lambda model: model) -> tuple[M.Transformer, Callable]:
 
 @pytest.fixture(scope="module")
 def qat_plain() -> tuple[M.Transformer, Callable]:
-    return qat_trained()
+    return qat_train()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 2])
-def test_qat_beats_post_training_rounding(bits, qat_plain):
-    """25 steps more on the shipped draft model: the run that rounds its weights in the forward
-    loses less by quantization, and what it validates with is what quantization gives."""
-    grid, (model, score) = Q.QuantSpec(bits, 32, symmetric=False), qat_plain
-    aware, _ = qat_trained(lambda model: Q.qat_(model, grid))
-    whole, after, seen = score(model), score(qat_rounded(model, grid)), score(aware)
-    assert score(qat_rounded(qat_unswapped(aware), grid)) == seen < whole + 0.8 * (after - whole)
+def test_qat_beats_post_training_quantization(bits, qat_plain):
+    """25 more steps on the shipped draft model: after QAT the loss increases less by quantization,
+    and the validation loss during QAT is that of the quantized model."""
+    spec, (model, score) = Q.QuantSpec(bits, 32, symmetric=False), qat_plain
+    aware, _ = qat_train(lambda model: Q.qat_(model, spec))
+    whole, after, seen = score(model), score(qat_ptq(model, spec)), score(aware)
+    assert score(qat_ptq(qat_to_plain(aware), spec)) == seen < whole + 0.8 * (after - whole)
 
 
-def qat_unswapped(model: M.Transformer) -> M.Transformer:
-    plain = fp8_made(model.config)
+def qat_to_plain(model: M.Transformer) -> M.Transformer:
+    plain = fp8_model(model.config)
     plain.load_state_dict(model.state_dict())
     plain.tie()
     return plain
 
 
-def test_qat_of_experts_and_bad_groups():
-    """The stacks of an MoE layer are rounded in the forward and get gradients; a group that does
-    not divide names the layer."""
-    grid, model = (
+def test_qat_experts_and_bad_group_sizes():
+    """Expert stacks are quantized in the forward and get gradients; the error about a group size
+    that does not divide names the layer."""
+    spec, model = (
         Q.QuantSpec(4, 16, False),
-        fp8_made(fp8_latent(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16)),
+        fp8_model(fp8_latent(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16)),
     )
     tokens = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
-    wanted = qat_rounded(model, grid)(tokens)
-    Q.qat_(model, grid)
+    wanted = qat_ptq(model, spec)(tokens)
+    Q.qat_(model, spec)
     got = model(tokens)
     assert torch.equal(got, wanted)
     got.square().sum().backward()
     moe = next(m for m in model.modules() if isinstance(m, M.MoE))
     assert moe.w_gate_up.grad.abs().sum() > 0 and moe.w_down.grad.abs().sum() > 0
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj: group_size 32 .* 80"):
-        Q.qat_(fp8_made(fp8_tiny(dim=64, ffn_dim=80)), Q.QuantSpec(4, 32, False))
+        Q.qat_(fp8_model(fp8_tiny(dim=64, ffn_dim=80)), Q.QuantSpec(4, 32, False))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.w_down: group_size 32 .* 40"):
         Q.qat_(
-            fp8_made(fp8_latent(expert_ffn_dim=40, n_shared_experts=0, **FP8_WIDE)),
+            fp8_model(fp8_latent(expert_ffn_dim=40, n_shared_experts=0, **FP8_WIDE)),
             Q.QuantSpec(4, 32, False),
         )
 
@@ -10129,7 +10133,7 @@ def fp8_folder(corpus, tmp_path_factory) -> Path:
     return path
 
 
-def fp8_go(fp8_folder: Path, out: Path, config: str, *more) -> int:
+def fp8_train(fp8_folder: Path, out: Path, config: str, *more) -> int:
     argv = [
         "--data",
         fp8_folder / "corpus.jsonl",
@@ -10145,28 +10149,30 @@ def fp8_go(fp8_folder: Path, out: Path, config: str, *more) -> int:
 FP8_FLAGS = [("--fp8", "rowwise"), ("--fp8", "blockwise"), ("--qat", "int4")]
 
 
-@quantize_some("config,flags", list(product(["dense"], FP8_FLAGS[1:])), ["dense", "moe"], FP8_FLAGS)
+@quantize_cases(
+    "config,flags", list(product(["dense"], FP8_FLAGS[1:])), ["dense", "moe"], FP8_FLAGS
+)
 def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys, monkeypatch):
-    """--fp8 and --qat are named in the summary and kept by --resume, whose losses and weights equal
-    an uninterrupted run's to the last bit; the folder is the ordinary one, in bf16."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert fp8_go(fp8_folder, whole, config, *flags) == 0
-    said = capsys.readouterr().err
-    assert f"bf16, {flags[0][2:].upper()} {flags[1]} on cpu" in said
-    leave = lambda caught, wait, device: (len(metrics(cut)) == 2, wait)
-    monkeypatch.setattr(T, "sync_stop_and_data_wait", leave)
-    assert fp8_go(fp8_folder, cut, config, *flags) == 0 and len(metrics(cut)) == 3
+    """--fp8 and --qat are in the summary and kept by --resume, whose losses and weights equal an
+    uninterrupted run's bit for bit; the exported checkpoint is a plain one, in bf16."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert fp8_train(fp8_folder, whole, config, *flags) == 0
+    err = capsys.readouterr().err
+    assert f"bf16, {flags[0][2:].upper()} {flags[1]} on cpu" in err
+    stop = lambda caught, wait, device: (len(metrics(resumed)) == 2, wait)
+    monkeypatch.setattr(T, "sync_stop_and_data_wait", stop)
+    assert fp8_train(fp8_folder, resumed, config, *flags) == 0 and len(metrics(resumed)) == 3
     monkeypatch.undo()
-    assert T.main(["--out", str(cut), "--resume", "--device", "cpu"]) == 0
-    assert metrics(cut) == metrics(whole)
-    a, b = (SD.read_state(out) for out in (cut, whole))
+    assert T.main(["--out", str(resumed), "--resume", "--device", "cpu"]) == 0
+    assert metrics(resumed) == metrics(whole)
+    a, b = (SD.read_state(out) for out in (resumed, whole))
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
     model = HF.load_checkpoint(whole)
     assert model.embed.weight.dtype == torch.bfloat16
     for name, p in model.named_parameters():
         assert torch.equal(p, b[f"weight.{name}"].bfloat16())
     plain = tmp_path / "plain"
-    assert fp8_go(fp8_folder, plain, config) == 0
+    assert fp8_train(fp8_folder, plain, config) == 0
     assert metrics(plain)[-1]["loss"] != metrics(whole)[-1]["loss"]
     assert (
         load_file(plain / "model.safetensors").keys()
@@ -10175,38 +10181,38 @@ def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys
 
 
 def test_fp8_conflicting_flags_are_refused(fp8_folder, tmp_path, capsys):
-    """Both flags, another recipe under --resume (also of a run older than the flag), a group that
-    does not divide: exit 2, and the flag named."""
-    said = lambda words: words in capsys.readouterr().err
+    """Both flags, another recipe under --resume (also of a run older than the flag), a group size
+    that does not divide: exit code 2, and the flag is named."""
+    printed = lambda words: words in capsys.readouterr().err
     out = tmp_path / "run"
-    assert fp8_go(fp8_folder, out, "dense", "--fp8", "rowwise", "--qat", "int8") == 2
-    assert said("--fp8 cannot be combined with --qat")
-    assert fp8_go(fp8_folder, out, "odd", "--qat", "int4") == 2
-    assert said("--qat int4 (groups of 32): layers.0.mlp.down_proj: group_size 32")
-    assert fp8_go(fp8_folder, out, "dense", "--qat", "int8") == 0
+    assert fp8_train(fp8_folder, out, "dense", "--fp8", "rowwise", "--qat", "int8") == 2
+    assert printed("--fp8 cannot be combined with --qat")
+    assert fp8_train(fp8_folder, out, "odd", "--qat", "int4") == 2
+    assert printed("--qat int4 (groups of 32): layers.0.mlp.down_proj: group_size 32")
+    assert fp8_train(fp8_folder, out, "dense", "--qat", "int8") == 0
     capsys.readouterr()
     assert T.main(["--out", str(out), "--resume", "--fp8", "rowwise"]) == 2
-    assert said("--fp8 rowwise differs from the run's None")
+    assert printed("--fp8 rowwise differs from the run's None")
     _, step, about = SD.saved_run(out)
     about["run"] = {k: v for k, v in about["run"].items() if k not in ("fp8", "qat")}
     T.Checkpoints(out / SD.CHECKPOINTS, sync=True).save(step + 1, SD.read_state(out), about)
     assert T.main(["--out", str(out), "--resume", "--qat", "int4"]) == 2
-    assert said("--qat int4 differs from the run's None")
+    assert printed("--qat int4 differs from the run's None")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--fp8", "blockwise"), ("--qat", "int4")])
-def test_fp8_compiled_runs(flags, fp8_folder, tmp_path):
-    """--compile with either gives the losses of the run without it."""
+def test_fp8_compiled_run_equals_eager(flags, fp8_folder, tmp_path):
+    """--compile with --fp8 or --qat gives the losses of the eager run."""
     for out, more in (("eager", ()), ("compiled", ("--compile",))):
         argv = [fp8_folder, tmp_path / out, "one", *flags, "--dtype", "fp32", *more]
-        assert fp8_go(*argv) == 0
+        assert fp8_train(*argv) == 0
     for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled")):
         assert b["loss"] == pytest.approx(a["loss"], rel=2e-3)
 
 
 # --------------------------------------------------------------------------------------------------
-# compress.py: calibration of whole models, --save, --quantize-report; cpu.py's quantized matmuls
+# quantize_model.py: calibration, --save, --quantize-report; cpu.py's quantized matmuls
 # --------------------------------------------------------------------------------------------------
 
 
@@ -10214,19 +10220,19 @@ def compress_args(*argv):
     return G.parse_args([*map(str, argv)])
 
 
-def compress_draws(sequences, length):
+def compress_sequences(sequences, length):
     """Calibration and validation sequences of the standard library, (1, length) tokens each."""
     model, tokenizer = HF.load_checkpoint(DRAFT), K.load_tokenizer(DRAFT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(W, "NUM_SEQUENCES", sequences)
         patch.setattr(W, "SEQ_LEN", length)
         args = compress_args("--quantize-report")
-        return [W.calibration_text(args, model, tokenizer, held) for held in (False, True)]
+        return [W.calibration_text(args, model, tokenizer, val) for val in (False, True)]
 
 
 @pytest.fixture(scope="module")
 def compress_texts():
-    return compress_draws(8, 256)
+    return compress_sequences(8, 256)
 
 
 def compress_loss(model, texts):
@@ -10237,8 +10243,8 @@ def compress_loss(model, texts):
 @pytest.mark.slow
 def test_compress_losses_on_the_shipped_model():
     """int8 and fp8 within 0.5 % of bf16's loss, int4 by GPTQ within 3 % and better than rounded."""
-    texts, held = compress_draws(24, 256)  # of 8 sequences, either may be ahead on some CPU
-    plain = compress_loss(HF.load_checkpoint(SMALL), held)
+    texts, val = compress_sequences(24, 256)  # with 8 sequences the order differs between CPUs
+    plain = compress_loss(HF.load_checkpoint(SMALL), val)
     losses = {}
     for scheme, method in (("int8", None), ("fp8", None), ("int4", None), ("int4", "gptq")):
         model = HF.load_checkpoint(SMALL)
@@ -10246,30 +10252,30 @@ def test_compress_losses_on_the_shipped_model():
             Q.quantize_(model, scheme)
         else:
             W.calibrate_(model, method, Q.get_scheme(scheme), (), texts)
-        losses[scheme, method] = compress_loss(model, held) / plain - 1
+        losses[scheme, method] = compress_loss(model, val) / plain - 1
     assert abs(losses["int8", None]) < 0.005 and abs(losses["fp8", None]) < 0.005, losses
     assert losses["int4", "gptq"] < 0.03 and losses["int4", "gptq"] < losses["int4", None], losses
 
 
 def test_compress_gptq_is_never_worse_than_rounding_on_a_layer(compress_texts, monkeypatch):
-    """Output error of every linear and every expert of an MoE layer, on what it really gets as
-    input: GPTQ's at most rounding's, and lower on most."""
+    """GPTQ's output error of every linear and expert of an MoE model, on its real inputs, is at
+    most that of rounding to nearest, and lower for most."""
     seen = {}
 
     def gptq_rounding(scheme, stats, kept, name, weight):
         found = plain(scheme, stats, kept, name, weight)
         if name in stats and stats[name].count:
-            grid, H = scheme.spec, stats[name].hessian
+            spec, H = scheme.spec, stats[name].hessian
             error = lambda w: C.output_error(weight, w, H).item()
-            seen[name] = error(grid.dequantize(*found)), error(C.round_to_nearest(grid, weight))
+            seen[name] = error(spec.dequantize(*found)), error(C.round_to_nearest(spec, weight))
         return found
 
     plain = W.gptq_rounding
     monkeypatch.setattr(W, "gptq_rounding", gptq_rounding)
     model = HF.load_checkpoint(MOE)
     W.calibrate_(model, "gptq", Q.get_scheme("int4", 8), ("kv_b_proj",), compress_texts[0][:4])
-    assert all(ours <= rounded for ours, rounded in seen.values())
-    assert sum(ours < 0.9 * rounded for ours, rounded in seen.values()) > 0.6 * len(seen)
+    assert all(gptq <= rounded for gptq, rounded in seen.values())
+    assert sum(gptq < 0.9 * rounded for gptq, rounded in seen.values()) > 0.6 * len(seen)
     assert any(".w_down." in name for name in seen) and any("shared" in name for name in seen)
     assert not any("kv_b_proj" in name for name in seen)
 
@@ -10282,9 +10288,9 @@ def test_compress_gptq_is_never_worse_than_rounding_on_a_layer(compress_texts, m
         pytest.param(3, SMALL, (16, 512), marks=pytest.mark.slow),
     ],
 )
-def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
-    """At 2 and 3 bits and an equal budget of 1 %, the loss with TaCQ's picks is the lowest."""
-    texts, held = compress_draws(*draws)
+def test_compress_tacq_selection_beats_random_and_magnitude(bits, folder, draws):
+    """At 2 and 3 bits, keeping 1 % of the weights, TaCQ's selection gives the lowest loss."""
+    texts, val = compress_sequences(*draws)
     scheme = Q.SCHEMES[f"int{bits}"]
     model = HF.load_checkpoint(folder).float()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -10302,15 +10308,15 @@ def test_compress_task_circuits_beat_random_and_magnitude(bits, folder, draws):
         quantized = Q.quantize_(HF.load_checkpoint(folder).float(), scheme.name)
         for n, index in chosen.items():
             quantized.get_submodule(n).keep_unquantized(index, weights[n].view(-1)[index])
-        losses[name] = compress_loss(quantized, held)
+        losses[name] = compress_loss(quantized, val)
     assert losses["tacq"] < min(losses["magnitude"], losses["random"]), losses
 
 
 @pytest.mark.parametrize("folder", [SMALL, MOE], ids=["llama", "deepseek"])
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 def test_compress_folds_keep_the_models_output(folder, method, compress_texts):
-    """AWQ's and SmoothQuant's scales, folded into norms, routers, experts and linears in fp32, move
-    the logits by no more than 1e-5 of them."""
+    """AWQ's and SmoothQuant's scales, folded into norms, routers, experts and linears in fp32,
+    change the logits by at most a relative 1e-5."""
     model, tokens = HF.load_checkpoint(folder, dtype=torch.float32), compress_texts[0][:2]
     positions = torch.arange(tokens[0].shape[1])
     scheme = Q.get_scheme("int8-dynamic") if method == "smoothquant" else Q.get_scheme("int4", 8)
@@ -10327,8 +10333,9 @@ def test_compress_folds_keep_the_models_output(folder, method, compress_texts):
 
 
 def test_compress_smoothquant_helps_where_activations_have_outliers(compress_texts):
-    """Outlier channels planted behind the norms: W8A8 loses less with SmoothQuant than without."""
-    texts, held = compress_texts
+    """With outlier channels planted after the norms, SmoothQuant reduces the KL divergence of W8A8
+    to less than a third."""
+    texts, val = compress_texts
 
     def planted():
         model = HF.load_checkpoint(DRAFT, dtype=torch.float32)
@@ -10344,14 +10351,14 @@ def test_compress_smoothquant_helps_where_activations_have_outliers(compress_tex
     rounded, smooth = Q.quantize_(planted(), "int8-dynamic"), planted()
     W.calibrate_(smooth, "smoothquant", scheme, (), texts)
     with torch.no_grad():
-        kl = [W.compare(plain, model, held[:4])[1] for model in (rounded, smooth)]
+        kl = [W.compare(plain, model, val[:4])[1] for model in (rounded, smooth)]
     assert kl[1] < kl[0] / 3, kl
 
 
 @pytest.mark.parametrize("scheme, method", [("int4", "gptq"), ("int2", "tacq"), ("int8", None)])
 def test_compress_saved_folder_loads_to_the_same_model(scheme, method, tmp_path, monkeypatch):
-    """--save, with and without calibration: the folder opens with the same logits, to the bit, and
-    holds the tokenizer; saving into it again is refused."""
+    """--save, with and without calibration: the checkpoint loads with the same logits, bit for bit,
+    and has the tokenizer; saving into the folder again is refused."""
     monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
     saved, out = {}, tmp_path / "out"
     plain = W.save
@@ -10400,8 +10407,8 @@ def test_compress_bad_input(argv, words, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_compress_report(monkeypatch, capsys):
-    """A row for each scheme: bytes fall, perplexity is of the loss, stars stand where
-    bf16 was faster; what does not fit the shapes is left out and said."""
+    """One row per scheme: bytes fall, perplexity is exp(loss), a star marks schemes slower than
+    bf16; a scheme that does not fit the shapes is left out and reported."""
     some = [r for r in W.REPORT_SCHEMES if r[0] in ("16 bit", "int8", "int4", "int4 gptq")]
     monkeypatch.setattr(W, "REPORT_SCHEMES", tuple(some))
     monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
@@ -10426,61 +10433,61 @@ def test_compress_report(monkeypatch, capsys):
 
 @pytest.mark.parametrize("scheme, group_size", [("int8", None), ("int4", 32), ("int4", 256)])
 @pytest.mark.parametrize("rows", [1, 2, 5, 9, 64, 65, 130])
-def test_cpu_packed_linear_against_float64(scheme, group_size, rows):
-    """Every path (one row, a few, many), rows of the weight that fill no tile, columns that fill no
-    block, with bias: against float64 of the dequantized weights."""
+def test_cpu_packed_linear_equals_float64(scheme, group_size, rows):
+    """Every path (one row, a few, many), with partial tiles and blocks and with bias, against a
+    float64 matmul of the dequantized weights."""
     if cpu.load_kernels() is None:
         pytest.skip("no C compiler builds the kernel here")
     rng = torch.Generator().manual_seed(rows)
     for N, columns in ((64, 256), (7, 96), (13, 704), (50, 1024), (1, 32)):
         if columns % (group_size or 1):
             continue
-        codes = Q.get_scheme(scheme, group_size).quantize(
+        quantized = Q.get_scheme(scheme, group_size).quantize(
             torch.randn(N, columns, generator=rng) * 0.02
         )
-        weight = Q.get_scheme(scheme, group_size).dequantize(*codes).double()
+        weight = Q.get_scheme(scheme, group_size).dequantize(*quantized).double()
         x = torch.randn(rows, columns, generator=rng).bfloat16()
         for bias in (None, torch.randn(N, generator=rng).bfloat16()):
             with torch.inference_mode():
-                y = cpu.packed_linear(x, *codes, bias, fallback=None)
+                y = cpu.packed_linear(x, *quantized, bias, fallback=None)
             exact = F.linear(x.double(), weight, None if bias is None else bias.double())
             assert y.dtype == torch.bfloat16 and relative(y.double(), exact) < 4e-3, (N, columns)
 
 
 def test_cpu_packed_linear_with_outliers_in_x():
-    """A column 1000 times the others costs these no accuracy: x is not cut to one scale."""
+    """A column 1000 times the others costs these no accuracy: x has no single scale."""
     if cpu.load_kernels() is None:
         pytest.skip("no C compiler builds the kernel here")
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(1, 256, generator=rng)
     x[0, 40] = 1000
     for scheme in ("int8", "int4"):
-        codes = Q.SCHEMES[scheme].quantize(torch.randn(64, 256, generator=rng))
-        codes[0][:, 40 if scheme == "int8" else 20] = 0  # of int4 two columns a byte
+        quantized = Q.SCHEMES[scheme].quantize(torch.randn(64, 256, generator=rng))
+        quantized[0][:, 40 if scheme == "int8" else 20] = 0  # of int4 two columns a byte
         with torch.inference_mode():
-            y = cpu.packed_linear(x.bfloat16(), *codes, None, fallback=None).double()
-        weight = Q.SCHEMES[scheme].dequantize(*codes)
+            y = cpu.packed_linear(x.bfloat16(), *quantized, None, fallback=None).double()
+        weight = Q.SCHEMES[scheme].dequantize(*quantized)
         exact = x.bfloat16().double() @ weight.double().t()
         assert relative(y, exact) < 4e-3
 
 
 def test_cpu_packed_linear_falls_back_for_other_inputs():
-    """Other dtypes, gradients and small groups go to `fallback`, with all arguments."""
-    codes, small = Q.SCHEMES["int4"].quantize(torch.ones(8, 64)), Q.get_scheme("int4", 8)
+    """Other dtypes, autograd and small groups call `fallback`, with all arguments."""
+    quantized, small = Q.SCHEMES["int4"].quantize(torch.ones(8, 64)), Q.get_scheme("int4", 8)
     calls = []
     fallback = lambda *args: calls.append(len(args))
     with torch.inference_mode():
-        cpu.packed_linear(torch.ones(1, 64), *codes, None, fallback)
+        cpu.packed_linear(torch.ones(1, 64), *quantized, None, fallback)
         cpu.packed_linear(
             torch.ones(1, 64).bfloat16(), *small.quantize(torch.ones(8, 64)), None, fallback
         )
-        cpu.packed_linear(torch.ones(0, 64).bfloat16(), *codes, None, fallback)
-    cpu.packed_linear(torch.ones(1, 64).bfloat16(), *codes, None, fallback)  # grad mode is on
+        cpu.packed_linear(torch.ones(0, 64).bfloat16(), *quantized, None, fallback)
+    cpu.packed_linear(torch.ones(1, 64).bfloat16(), *quantized, None, fallback)  # grad mode is on
     assert calls == [5] * 4
 
 
 def test_cpu_matmuls_within_a_compiled_graph():
-    """torch.compile calls both as they are: a graph of one bf16 and one int4 layer equals eager."""
+    """A compiled graph of one bf16 and one int4 layer calls both kernels and equals eager."""
     if cpu.load_kernels() is None:
         pytest.skip("no C compiler builds the kernel here")
     torch.manual_seed(0)
@@ -10499,10 +10506,10 @@ def test_cpu_matmuls_within_a_compiled_graph():
 # paged_kv.py: blocks, attention, scheduling, the engine
 # --------------------------------------------------------------------------------------------------
 
-POISON = 96  # a token whose embedding is NaN, where a test says so
-# logits off by so much, relative to theirs: measured 1.5% (4.2% with MLA, whose latent and rope
-# dims share a scale), 5.1% (7.7%) and 0.5%
-PAGED_SMALL = {None: 1e-5, "int8": 0.06, "fp8": 0.1, "bf16": 0.01}
+POISON = 96  # a token whose embedding is NaN in models built with poison=True
+# relative error of logits: measured 1.5% (4.2% with MLA, whose latent and rope dims share a scale),
+# 5.1% (7.7%) and 0.5%
+PAGED_TOLERANCE = {None: 1e-5, "int8": 0.06, "fp8": 0.1, "bf16": 0.01}
 PAGED_CONFIGS = {
     "gqa": tiny(),
     "window": tiny(windows=(5, None, 2)),
@@ -10514,13 +10521,13 @@ PAGED_CONFIGS = {
 
 
 @pytest.fixture(autouse=True)
-def paged_plain(monkeypatch):
-    """The Engine's steps by plain torch: in the interpreter they would take minutes."""
+def paged_torch_attention(monkeypatch):
+    """Run the Engine on plain-torch attention: the interpreted kernel would take minutes."""
     monkeypatch.setattr(P, "INTERPRET", False, raising=False)
 
 
 class PagedProbe(M.Transformer):
-    """A model that counts its tokens and may fail, at the call `fail_at` in layer `fail_in`."""
+    """A model that records the tokens of each call and fails in call `fail_at`, layer `fail_in`."""
 
     def forward(self, tokens, positions=None, attend=M.causal_attention, return_hidden=False):
         self.calls.append(tokens.numel())
@@ -10547,21 +10554,21 @@ def paged_probe(model: M.Transformer) -> M.Transformer:
 
 
 def paged_model(name: str = "gqa", poison: bool = False, seed: int = 0) -> M.Transformer:
-    """A random model that probes; "absorbed" takes MLA's absorbed form at any length."""
+    """A random PagedProbe; "absorbed" uses MLA's absorbed form at any length."""
     model = random_model(PAGED_CONFIGS[name], seed)
     if name == "absorbed":
         for layer in model.layers:
             for module in layer.modules():
                 if hasattr(module, "absorb_up_to"):
                     module.absorb_up_to = 10**9
-    model.head.weight.data[POISON] = 0  # so that no model says it by itself
+    model.head.weight.data[POISON] = 0  # so that no model generates it
     if poison:
         model.embed.weight.data[POISON] = math.nan
     return paged_probe(model)
 
 
 def paged_plain_forward(model: M.Transformer, tokens: list[int]) -> torch.Tensor:
-    """(T, V) logits without a cache, uncounted."""
+    """(T, V) logits without a cache, not recorded as a call."""
     calls, fail_at = list(model.calls), model.fail_at
     model.fail_at = None
     with torch.no_grad():
@@ -10571,7 +10578,7 @@ def paged_plain_forward(model: M.Transformer, tokens: list[int]) -> torch.Tensor
 
 
 def paged_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference over the largest value, or 1."""
+    """The largest difference, divided by the largest value if that exceeds 1."""
     assert got.shape == want.shape, (got.shape, want.shape)
     assert torch.isfinite(got).all()
     return ((got.double() - want.double()).abs().max() / want.abs().max().clamp(min=1)).item()
@@ -10607,14 +10614,14 @@ def greedy(new: int = 8, /, **more) -> P.SamplingParams:
     return P.SamplingParams(**dict(temperature=0.0, max_new_tokens=new, ignore_eos=True) | more)
 
 
-def paged_engine(model, **how) -> P.Engine:
-    """An engine whose max_num_seqs is no more than its budget, which is what it allows."""
-    most = min(64, how.get("max_num_batched_tokens", 64))
-    return P.Engine(model, **dict(block_size=4, max_num_seqs=most) | how)
+def paged_engine(model, **kwargs) -> P.Engine:
+    """An Engine with max_num_seqs at most max_num_batched_tokens, as it requires."""
+    most = min(64, kwargs.get("max_num_batched_tokens", 64))
+    return P.Engine(model, **dict(block_size=4, max_num_seqs=most) | kwargs)
 
 
-def paged_part(engine, kind):
-    """The engine's own allocator or scheduler, by type: their names are nobody's business."""
+def paged_find(engine, kind):
+    """The engine's allocator or scheduler, found by type: attribute names are not tested."""
     seen, todo = set(), [(engine, 0)]
     for x, depth in todo:
         if isinstance(x, kind):
@@ -10631,14 +10638,14 @@ def paged_tables(scheduler) -> list[list[int]]:
 
 
 def paged_check(engine) -> None:
-    """Every invariant, between steps."""
-    scheduler = paged_part(engine, P.Scheduler)
-    paged_part(engine, P.BlockAllocator).check(paged_tables(scheduler))
+    """Check every invariant; called between steps."""
+    scheduler = paged_find(engine, P.Scheduler)
+    paged_find(engine, P.BlockAllocator).check(paged_tables(scheduler))
 
 
 def paged_idle(engine, num_blocks: int) -> None:
-    """Nothing is left of any request."""
-    scheduler, allocator = (paged_part(engine, kind) for kind in (P.Scheduler, P.BlockAllocator))
+    """Assert that no request is left and all blocks are free."""
+    scheduler, allocator = (paged_find(engine, kind) for kind in (P.Scheduler, P.BlockAllocator))
     assert not scheduler.running and not scheduler.waiting
     assert engine.unfinished == 0 and engine.n_waiting == 0
     assert allocator.n_free == num_blocks and not any(allocator.refs)
@@ -10646,7 +10653,7 @@ def paged_idle(engine, num_blocks: int) -> None:
 
 
 def paged_run(engine, check=paged_check, limit: int = 5000) -> list:
-    """Step until all is done; the outputs that finished, in that order."""
+    """Step until all requests end; the finished outputs, in that order."""
     finished = []
     while engine.unfinished:
         finished += [o for o in engine.step() if o.finished and o not in finished]
@@ -10658,7 +10665,7 @@ def paged_run(engine, check=paged_check, limit: int = 5000) -> list:
 
 
 # --------------------------------------------------------------------------------------------------
-# paged_attention: kernel and plain torch, against the definition
+# paged_attention: kernel and plain torch, against float64
 # --------------------------------------------------------------------------------------------------
 
 
@@ -10800,7 +10807,7 @@ def paged_build(p: dict) -> tuple[tuple, dict]:
     return (q, stored["k"], stored["v"], table, cu, lengths), flags
 
 
-def paged_same(attend, p: dict) -> None:
+def paged_compare(attend, p: dict) -> None:
     args, flags = paged_build(p)
     want = paged_naive(*args, **flags)
     got = attend(*args, **flags, n_splits=p["n_splits"], return_lse=True)
@@ -10816,43 +10823,44 @@ def paged_same(attend, p: dict) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_paged_reference_equals_the_definition(seed):
-    """Plain torch == the definition for any table, lengths at block edges, and every flag; what
-    lies in unseen slots, NaN, is not felt."""
-    paged_same(P.paged_attention_reference, paged_draw(seed))
+def test_paged_reference_equals_float64(seed):
+    """Plain torch == float64 for any block table, lengths at block edges, and every flag; NaN in
+    unseen slots has no effect."""
+    paged_compare(P.paged_attention_reference, paged_draw(seed))
 
 
 @pytest.mark.parametrize("seed", range(26))
-def test_paged_kernel_equals_the_definition(seed, monkeypatch):
-    """The kernel == the definition for decode, prefill and mixed batches, any flags and splits."""
+def test_paged_kernel_equals_float64(seed, monkeypatch):
+    """The kernel == float64 for decode, prefill and mixed batches, any flags and splits."""
     monkeypatch.undo()  # in the interpreter, where there is no GPU
-    paged_same(P.paged_attention, paged_draw(1000 + seed, small=True))
+    paged_compare(P.paged_attention, paged_draw(1000 + seed, small=True))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_paged_kernel_over_many_tiles(seed, monkeypatch):
-    """Sequences of several tiles of keys and of queries: the kernel == the definition."""
+    """Sequences of several tiles of keys and of queries: the kernel == float64."""
     monkeypatch.undo()
     r, p = random.Random(seed), paged_draw(3000 + seed, small=True)
     p["bs"] = r.choice((4, 16, 32))
     p["lengths"] = [r.choice((64, 65, 127, 128, 129, 150, 200)) for _ in range(r.randint(1, 2))]
     p["new"] = [min(n, r.choice((1, 1, 17, 40))) for n in p["lengths"]]
     p["window"] = p["window"] and r.choice((1, 20, 64, 100))
-    paged_same(P.paged_attention, p)
+    paged_compare(P.paged_attention, p)
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
 @pytest.mark.parametrize("seed", range(4))
 def test_paged_masked_slots_have_no_effect(seed, kernel, monkeypatch):
-    """NaN behind a sequence's end and in blocks that are no one's changes nothing."""
+    """NaN past a sequence's end and in blocks of no sequence has no effect."""
     if kernel:
         monkeypatch.undo()
     p = paged_draw(2000 + seed, small=True) | dict(lengths=[9, 5, 2], bs=4, half=False)
-    paged_same(P.paged_attention, p | dict(new=[(1, 1, 1), (9, 5, 2), (3, 0, 1), (1, 5, 2)][seed]))
+    new = [(1, 1, 1), (9, 5, 2), (3, 0, 1), (1, 5, 2)][seed]
+    paged_compare(P.paged_attention, p | dict(new=new))
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
-def test_paged_attention_of_a_row_does_not_depend_on_its_batch(kernel, monkeypatch):
+def test_paged_attention_is_batch_invariant(kernel, monkeypatch):
     """A sequence's output is the same alone, among others, and in other blocks."""
     if kernel:
         monkeypatch.undo()
@@ -10889,8 +10897,8 @@ def paged_step(model, cache, chunks) -> list[torch.Tensor]:
     return [logits[a:b] for a, b in zip(cu, cu[1:])][: len(chunks)]
 
 
-def paged_spoil(model, cache, num_blocks: int, block_size: int) -> None:
-    """Other tokens' keys and values in every slot of every block."""
+def paged_overwrite(model, cache, num_blocks: int, block_size: int) -> None:
+    """Overwrite every slot of every block with keys and values of other tokens."""
     tokens = paged_prompt(num_blocks * block_size, 77)
     paged_step(model, cache, [P.Chunk(tokens, 0, list(range(num_blocks)))])
 
@@ -10917,8 +10925,8 @@ def paged_interleave(model, cache, sequences, tables, seed, sizes=(1, 1, 2, 3, 5
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("name", PAGED_CONFIGS)
 def test_paged_equals_contiguous(name, block_size):
-    """Logits over random tables, chunks and company == the full forward, 1e-5, in fp32, in
-    blocks that had other tenants."""
+    """Logits with random block tables, chunks and batches, in blocks used before, == the full
+    forward, 1e-5, in fp32."""
     model = paged_model(name)
     lengths = [1, block_size, block_size + 1, max(1, block_size - 1), 37]
     sequences = [paged_prompt(n, 10 + n + i) for i, n in enumerate(lengths)]
@@ -10927,7 +10935,7 @@ def test_paged_equals_contiguous(name, block_size):
     free = random.Random(block_size).sample(range(num_blocks), num_blocks)
     tables = [[free.pop() for _ in range(n)] for n in need]
     cache = P.PagedKVCache(model.config, num_blocks, block_size)
-    paged_spoil(model, cache, num_blocks, block_size)
+    paged_overwrite(model, cache, num_blocks, block_size)
     got = paged_interleave(model, cache, sequences, tables, seed=block_size)
     for tokens, logits in zip(sequences, got):
         assert paged_error(logits, paged_plain_forward(model, tokens)) <= 1e-5
@@ -10936,11 +10944,11 @@ def test_paged_equals_contiguous(name, block_size):
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
 @pytest.mark.parametrize("name", ["gqa", "expanded", "absorbed"])
 def test_paged_blocks_are_shared_copied_and_swapped(name, kv_dtype):
-    """Two sequences on one prefix, a fork after its copy, and one swapped to the host and back into
-    other blocks, from any token on: each == the full forward, and moving changes no bit."""
+    """Two sequences that share a prefix, a fork after its block copy, and KV swapped to the host
+    and back into other blocks, from any token on: each == the full forward."""
     model, bs = paged_model(name), 4
     cache = P.PagedKVCache(model.config, 24, bs, kv_dtype=kv_dtype)
-    paged_spoil(model, cache, 24, bs)
+    paged_overwrite(model, cache, 24, bs)
     prefix, tails = paged_prompt(10, 1), [paged_prompt(7, 2), paged_prompt(9, 3)]
     step = partial(paged_step, model, cache)
     step([P.Chunk(prefix, 0, [7, 3, 9])])  # 10 tokens: the third block is half full
@@ -10949,14 +10957,14 @@ def test_paged_blocks_are_shared_copied_and_swapped(name, kv_dtype):
     found = step([P.Chunk(tails[0], 10, a), P.Chunk(tails[1], 10, b)])
     for tail, logits in zip(tails, found):
         want = paged_plain_forward(model, prefix + tail)[10:]
-        assert ((logits - want).norm() / want.norm()).item() <= PAGED_SMALL[kv_dtype]
+        assert ((logits - want).norm() / want.norm()).item() <= PAGED_TOLERANCE[kv_dtype]
     probe = [P.Chunk([5], 17, a), P.Chunk([5], 19, b), P.Chunk([5], 10, c)]
     step(probe)
-    before = step(probe[:2])  # the rows of the step below: matmuls of other sizes round otherwise
+    before = step(probe[:2])  # as many rows as below: matmuls of other sizes round differently
     kept = cache.read(a, 17), cache.read(b, 19)
-    paged_spoil(model, cache, 24, bs)
+    paged_overwrite(model, cache, 24, bs)
     cache.write([4, 8, 15, 16, 23], 0, kept[0])
-    cache.write([4, 8, 10, 13, 14], 8, kept[1])  # its first two blocks are there: shared with a's
+    cache.write([4, 8, 10, 13, 14], 8, kept[1])  # its first two blocks are shared with a
     after = step([P.Chunk([5], 17, [4, 8, 15, 16, 23]), P.Chunk([5], 19, [4, 8, 10, 13, 14])])
     for x, y in zip(after, before):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
@@ -10972,7 +10980,7 @@ def paged_bytes(x, depth: int = 0) -> int:
 
 @pytest.mark.parametrize("name", ["gqa", "absorbed"])
 def test_paged_memory(name):
-    """bytes_per_token is what the formats say, and the tensors are that large and no more."""
+    """bytes_per_token follows from the format, and the allocated tensors are no larger."""
     config = PAGED_CONFIGS[name]
     width, heads = config.head_dim, 2 * config.n_kv_heads
     if config.kv_lora_rank:
@@ -10986,24 +10994,24 @@ def test_paged_memory(name):
     for (dtype, kv_dtype), size in want.items():
         cache = P.PagedKVCache(config, 32, 8, dtype, kv_dtype=kv_dtype)
         assert cache.bytes_per_token == config.n_layers * heads * size
-        held = sum(paged_bytes(x) for x in vars(cache).values())
-        assert held <= (32 + 1) * 8 * cache.bytes_per_token, (dtype, kv_dtype)
+        allocated = sum(paged_bytes(x) for x in vars(cache).values())
+        assert allocated <= (32 + 1) * 8 * cache.bytes_per_token, (dtype, kv_dtype)
 
 
 @pytest.mark.parametrize("name", ["gqa", "window", "alibi", "expanded", "absorbed"])
-@pytest.mark.parametrize("form", ["int8", "fp8", "bf16"])
-def test_paged_quantized_kv_errors_are_small(name, form):
-    """int8, FP8 and bf16 caches: logits within named bounds of the exact ones, chunked or whole."""
+@pytest.mark.parametrize("kind", ["int8", "fp8", "bf16"])
+def test_paged_quantized_kv_errors_are_small(name, kind):
+    """int8, FP8 and bf16 caches: logits within given bounds of the exact ones, chunked or whole."""
     model = paged_model(name)
     tokens = paged_prompt(60, 4)
     want = paged_plain_forward(model, tokens)
-    kv_dtype, dtype = (None, torch.bfloat16) if form == "bf16" else (form, torch.float32)
+    kv_dtype, dtype = (None, torch.bfloat16) if kind == "bf16" else (kind, torch.float32)
     for seed, sizes in ((0, (60,)), (1, (1, 7))):
         cache = P.PagedKVCache(model.config, 20, 3, dtype, kv_dtype=kv_dtype)
         table = random.Random(seed).sample(range(20), 20)
         (got,) = paged_interleave(model, cache, [tokens], [table], seed, sizes)
         off = ((got - want).norm() / want.norm()).item()
-        assert 0 < off <= PAGED_SMALL[form], (form, name, off)
+        assert 0 < off <= PAGED_TOLERANCE[kind], (kind, name, off)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -11011,8 +11019,8 @@ def test_paged_quantized_kv_errors_are_small(name, form):
 # --------------------------------------------------------------------------------------------------
 
 
-class PagedLedger:
-    """What the allocator must say: who holds which block, and what stands in it."""
+class PagedAllocatorModel:
+    """A reference model of BlockAllocator: the blocks of each table, and the tokens in them."""
 
     def __init__(self, num_blocks: int, block_size: int, seed: int, prefix_cache: bool = True):
         self.real = P.BlockAllocator(num_blocks, block_size, prefix_cache)
@@ -11027,14 +11035,14 @@ class PagedLedger:
         assert self.real.n_free == self.n - len(refs)
         self.real.check(self.tables)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         block = self.real.allocate()
         assert 0 <= block < self.n and not any(block in t for t in self.tables)
         self.content[block] = ()
         return block
 
-    def walk(self, tokens: list[int]) -> tuple[list[int], int]:
-        """Share what is cached of these tokens: the blocks and the last one's node."""
+    def match_prefix(self, tokens: list[int]) -> tuple[list[int], int]:
+        """Share the cached blocks of these tokens: the blocks and the last one's node."""
         table, node = [], 0
         self.tables.append(table)
         for end in range(self.bs, len(tokens) + 1, self.bs):
@@ -11050,12 +11058,12 @@ class PagedLedger:
 
     def admit(self) -> None:
         tokens = [self.r.randint(0, 1) for _ in range(self.r.randint(1, 5 * self.bs))]
-        table, node = self.walk(tokens)
+        table, node = self.match_prefix(tokens)
         for start in range(len(table) * self.bs, len(tokens), self.bs):
             if not self.real.n_free:
                 return
             self.check()
-            block = self.take()
+            block = self.allocate()
             table.append(block)
             part = tuple(tokens[start : start + self.bs])
             self.content[block] = tuple(tokens[: start + self.bs])
@@ -11066,7 +11074,7 @@ class PagedLedger:
                 node = None
 
     def operate(self) -> None:
-        kind = self.r.choice(("admit", "admit", "release", "release", "fork", "single", "forget"))
+        kind = self.r.choice(("admit", "admit", "release", "release", "fork", "single", "uncache"))
         self.counts[kind] += 1
         if kind == "admit":
             self.admit()
@@ -11076,19 +11084,19 @@ class PagedLedger:
             table = self.r.choice(self.tables)
             self.tables.append([self.real.share(block) for block in table])
         elif kind == "single" and self.real.n_free:
-            self.tables.append([self.take()])
-        elif kind == "forget" and self.tables and self.r.random() < 0.3:
+            self.tables.append([self.allocate()])
+        elif kind == "uncache" and self.tables and self.r.random() < 0.3:
             table = self.r.choice(self.tables)
             for block in table[self.r.randrange(len(table) + 1) :][::-1]:
                 self.real.uncache([block])
-                self.content[block] = ("forgotten",)
+                self.content[block] = ("uncached",)
 
 
 @pytest.mark.parametrize("num_blocks, block_size", [(1, 1), (7, 1), (12, 2), (30, 3)])
 def test_paged_allocator_fuzz(num_blocks, block_size):
-    """10,000 and more operations, every invariant after each: counts are who holds what, a found
-    block holds just the tokens asked for after just that prefix, nothing leaks."""
-    ledger = PagedLedger(num_blocks, block_size, seed=num_blocks)
+    """Over 10,000 random operations, checked after each: refcounts equal the tables that use a
+    block, a cache hit has exactly the requested tokens after that prefix, nothing leaks."""
+    ledger = PagedAllocatorModel(num_blocks, block_size, seed=num_blocks)
     for _ in range(2600):
         ledger.operate()
         ledger.check()
@@ -11106,7 +11114,7 @@ def test_paged_allocator_fuzz(num_blocks, block_size):
 
 
 def paged_chain(allocator, parts) -> list[int]:
-    """Blocks of one sequence, all registered."""
+    """Blocks of one sequence, all registered in the prefix cache."""
     node, table = 0, []
     for part in parts:
         table.append(allocator.allocate())
@@ -11115,37 +11123,37 @@ def paged_chain(allocator, parts) -> list[int]:
 
 
 def test_paged_eviction():
-    """Free blocks go first, then cached ones by last use, children before their parents; a block
-    with a reference never."""
+    """Unused blocks are allocated first, then cached ones in LRU order, children before their
+    parents; a referenced block is never evicted."""
     a = P.BlockAllocator(6, 1)
     first, second = paged_chain(a, [(1,), (2,)]), paged_chain(a, [(3,), (4,)])
-    held = paged_chain(a, [(5,)])
+    used = paged_chain(a, [(5,)])
     a.release(first)
     a.release(second)
     assert a.n_free == 5
     one = a.allocate()  # the one never used
-    assert one not in first + second + held
+    assert one not in first + second + used
     assert a.find(0, (1,)) == first[0] and a.find(a.node(first[0]), (2,)) == first[1]
     for block in first:
         a.share(block)  # used again: now second is the oldest
     a.release(first)
     order = [a.allocate() for _ in range(4)]
     assert order == [second[1], second[0], first[1], first[0]]
-    assert a.n_free == 0 and a.find(0, (5,)) == held[0] and a.find(0, (3,)) is None
-    a.check([held, order, [one]])
+    assert a.n_free == 0 and a.find(0, (5,)) == used[0] and a.find(0, (3,)) is None
+    a.check([used, order, [one]])
 
 
 def test_paged_prefix_tree_child_outlives_its_parent():
-    """A parent evicted before its child: the child is not found after a parent of
-    other tokens that took its place."""
-    for forget in (False, True):
+    """A parent is evicted before its child: the child is not found under other tokens that reuse
+    the parent's block."""
+    for uncache in (False, True):
         a = P.BlockAllocator(3, 2)
         parent, child = table = paged_chain(a, [(1, 1), (2, 2)])
         a.share(child)
         a.release(table)
-        if forget:
+        if uncache:
             a.uncache([parent])
-        others = [a.allocate(), a.allocate()]  # the parent's place is taken
+        others = [a.allocate(), a.allocate()]  # the parent's block is reused
         assert parent in others and a.find(0, (1, 1)) is None
         node = a.register(parent, 0, (9, 9))
         assert a.find(node, (2, 2)) is None and a.find(0, (2, 2)) is None
@@ -11159,8 +11167,8 @@ def test_paged_prefix_tree_child_outlives_its_parent():
 
 
 def test_paged_without_prefix_cache():
-    """prefix_cache=False: no token is taken from another, not even from oneself of before."""
-    world = PagedWorld(8, 3, 9, prefix=False)
+    """prefix_cache=False: no KV is reused, not even a sequence's own after preemption."""
+    world = PagedSimulator(8, 3, 9, prefix=False)
     for _ in range(30):
         world.add([1, 0, 1, 0, 1, 0, 1], 9)
     world.drain()
@@ -11169,7 +11177,7 @@ def test_paged_without_prefix_cache():
 
 
 # --------------------------------------------------------------------------------------------------
-# Scheduler, without a model: a simulated cache that knows what each slot holds
+# Scheduler, without a model: a simulated cache that records what each slot holds
 # --------------------------------------------------------------------------------------------------
 
 
@@ -11186,13 +11194,13 @@ def paged_sequence(tokens, new=4, priority=0, arrival=0, **more) -> P.Sequence:
     )
 
 
-class PagedWorld:
+class PagedSimulator:
     """A scheduler, and slots that hold hashes of the tokens they were computed from."""
 
     def __init__(self, num_blocks, bs, budget, max_num_seqs=64, prefix=True, seed=0, **more):
         self.allocator = P.BlockAllocator(num_blocks, bs, prefix)
         kind = more.pop("kind", P.Scheduler)
-        max_num_seqs = min(max_num_seqs, budget)  # more are refused
+        max_num_seqs = min(max_num_seqs, budget)  # the Scheduler refuses more
         self.scheduler = kind(self.allocator, budget, max_num_seqs, **more)
         self.bs, self.budget, self.max_num_seqs, self.n = bs, budget, max_num_seqs, num_blocks
         self.slots: dict[tuple[int, int], int] = {}
@@ -11226,8 +11234,8 @@ class PagedWorld:
         return seq.block_table[position // self.bs], position % self.bs
 
     def execute(self, plan) -> None:
-        """Copies to the host, between blocks all at once, and back; then all writes, then all
-        reads, as one model call does."""
+        """Swap out, copy blocks all at once, swap in; then all writes, then all reads, as one model
+        call does."""
         for seq, table, n in plan.swap_out:
             at = [(table[p // self.bs], p % self.bs) for p in range(n)]
             seq.swapped_kv = SimpleNamespace(n=n, kv=[self.slots.get(slot) for slot in at])
@@ -11254,7 +11262,7 @@ class PagedWorld:
                 assert self.slots.get(self.slot(seq, p)) == mark, f"token {p} is not what it read"
 
     def fail(self, plan) -> None:
-        """The model fails: some copies are made, some slots are torn."""
+        """The model fails: some copies are made, some slots get garbage."""
         for target, source in plan.copies.items():
             if self.r.random() < 0.5:
                 for x in range(self.bs):
@@ -11276,7 +11284,7 @@ class PagedWorld:
         return plan
 
     def step(self, forks=0.0, failures=0.0, pick=None) -> list[P.Sequence]:
-        """One step; those that got a token."""
+        """One step; the sequences that got a token."""
         plan = self.plan()
         self.steps += 1
         self.last = list(plan.run)
@@ -11309,9 +11317,9 @@ class PagedWorld:
         self.alive = [s for s in self.alive if s is not seq]
         self.finished.append(seq)
 
-    def drain(self, limit=2000, **how) -> None:
+    def drain(self, limit=2000, **kwargs) -> None:
         while self.alive:
-            self.step(**how)
+            self.step(**kwargs)
             limit -= 1
             assert limit, "the scheduler does not come to an end"
         assert self.allocator.n_free == self.n and not any(self.allocator.refs)
@@ -11332,13 +11340,13 @@ class PagedWorld:
 )
 def test_paged_scheduler_fuzz(num_blocks, bs, budget, max_num_seqs, prefix):
     """Random arrivals, priorities, forks, aborts and model failures in a cache too small: each
-    token is computed from just what stands before it, all budgets hold, all end, nothing leaks."""
+    token is computed from exactly the tokens before it, budgets hold, all end, nothing leaks."""
     preempted = 0
     for seed in range(4):
-        world = PagedWorld(
+        sim = PagedSimulator(
             num_blocks, bs, budget, max_num_seqs, prefix, seed, kv_swap=seed % 2 == 1
         )
-        r, room = world.r, num_blocks * bs
+        r, room = sim.r, num_blocks * bs
         family = [[r.randint(0, 1) for _ in range(room)] for _ in range(2)]
         for _ in range(70):
             if r.random() < 0.4:
@@ -11346,56 +11354,56 @@ def test_paged_scheduler_fuzz(num_blocks, bs, budget, max_num_seqs, prefix):
                 length = r.choice((1, bs, bs + 1, 2 * bs, r.randint(1, room)))
                 length = max(1, min(length, room - new))
                 tokens = r.choice(family)[:length]
-                world.add(tokens, new, r.choice((0, 0, 0, 1, -1)))
-            if world.alive and r.random() < 0.06:
-                world.end(r.choice(world.alive))
-                world.check()
-            world.step(forks=0.15, failures=0.06)
-        world.drain(forks=0.1, failures=0.03)
-        preempted += world.scheduler.n_preempted
+                sim.add(tokens, new, r.choice((0, 0, 0, 1, -1)))
+            if sim.alive and r.random() < 0.06:
+                sim.end(r.choice(sim.alive))
+                sim.check()
+            sim.step(forks=0.15, failures=0.06)
+        sim.drain(forks=0.1, failures=0.03)
+        preempted += sim.scheduler.n_preempted
     assert preempted > 0 or max_num_seqs == 1
 
 
 def test_paged_preemption_keeps_progress_of_forks():
-    """Three forks of a sequence that fills the cache but for its last block: all come to an end,
-    though not even one copy has room."""
+    """Three forks of a sequence that fills all blocks but the last finish, though not even one
+    copy-on-write block fits."""
     for bs in (1, 3, 4):
         for length in range(1, 5 * bs):
-            world = PagedWorld(5, bs, 8)
-            world.add([1] * length, 5 * bs - length)
-            world.step(pick=lambda s: 0)
-            for seq in list(world.alive):
+            sim = PagedSimulator(5, bs, 8)
+            sim.add([1] * length, 5 * bs - length)
+            sim.step(pick=lambda s: 0)
+            for seq in list(sim.alive):
                 if seq.num_computed_tokens + 1 == len(seq.tokens) and len(seq.output) == 1:
                     for i in range(2):
-                        child = world.scheduler.fork(seq)
+                        child = sim.scheduler.fork(seq)
                         child.tokens[-1] = i + 1
-                        world.alive.append(child)
-                        world.check()
-            world.drain(limit=300)
+                        sim.alive.append(child)
+                        sim.check()
+            sim.drain(limit=300)
 
 
-PAGED_COST = (2.0, 0.1)  # of a step: seconds, and seconds per token
+PAGED_COST = (2.0, 0.1)  # simulated time: seconds per step, and per token
 
 
 def paged_largest_gap(kind) -> float:
-    """The longest pause between two tokens of one sequence, as long prompts keep coming in."""
-    world = PagedWorld(2000, 4, budget=32, max_num_seqs=16, prefix=False, kind=kind)
+    """The longest time between two tokens of one sequence while long prompts keep arriving."""
+    sim = PagedSimulator(2000, 4, budget=32, max_num_seqs=16, prefix=False, kind=kind)
     clock, last, gap = 0.0, {}, 0.0
     for step in range(150):
         if step % 5 == 0:
-            world.add([world.r.randint(0, 9) for _ in range(200 if step % 3 else 3)], 30)
-        got = world.step()
-        clock += PAGED_COST[0] + PAGED_COST[1] * sum(n for _, n in world.last)
+            sim.add([sim.r.randint(0, 9) for _ in range(200 if step % 3 else 3)], 30)
+        got = sim.step()
+        clock += PAGED_COST[0] + PAGED_COST[1] * sum(n for _, n in sim.last)
         for seq in got:
             if id(seq) in last:
                 gap = max(gap, clock - last[id(seq)])
             last[id(seq)] = clock
-    assert world.scheduler.n_preempted == 0 or kind is not P.Scheduler
+    assert sim.scheduler.n_preempted == 0 or kind is not P.Scheduler
     return gap
 
 
 class PagedPrefillFirst(P.Scheduler):
-    """The wrong rule: while there are prompts to run, decodes wait."""
+    """A wrong policy: decodes wait while there are prompts to run."""
 
     def schedule(self):
         decodes = [s for s in self.running if len(s.tokens) - s.num_computed_tokens == 1]
@@ -11405,107 +11413,107 @@ class PagedPrefillFirst(P.Scheduler):
         return plan if plan.run else super().schedule()
 
 
-def test_paged_decode_gap_is_at_most_one_step():
-    """Between two tokens of a sequence lies one budgeted step, whatever comes in; a scheduler that
-    runs prompts first breaks that."""
+def test_paged_inter_token_latency_is_at_most_one_step():
+    """Between two tokens of a sequence is one step of the token budget, whatever arrives;
+    prefill-first scheduling violates that."""
     bound = PAGED_COST[0] + PAGED_COST[1] * 32
     assert paged_largest_gap(P.Scheduler) <= bound + 1e-9
     assert paged_largest_gap(PagedPrefillFirst) > 3 * bound
 
 
 def test_paged_oldest_request_is_never_starved():
-    """A request that needs the whole cache, then a short one at every step for ever: no later one
-    delays it by more than those that ran before it."""
+    """A request that needs the whole cache, then a short one at every step: it finishes within 40
+    steps, as later ones do not delay it."""
     for swap in (False, True):
-        world = PagedWorld(10, 2, budget=8, max_num_seqs=8, seed=3, kv_swap=swap)
+        sim = PagedSimulator(10, 2, budget=8, max_num_seqs=8, seed=3, kv_swap=swap)
         for i in range(4):
-            world.add([i, 5], 6)
-        world.step()
-        old, steps = world.add([7] * 14, 6), 0
-        while old in world.alive:
-            world.add([world.r.randint(0, 9), 3, world.steps], 8)
-            world.step()
+            sim.add([i, 5], 6)
+        sim.step()
+        old, steps = sim.add([7] * 14, 6), 0
+        while old in sim.alive:
+            sim.add([sim.r.randint(0, 9), 3, sim.steps], 8)
+            sim.step()
             steps += 1
             assert steps < 40, "starved"
 
 
 def test_paged_waiting_queue_is_first_come_first_served():
-    """One that does not fit yet holds back those behind it: were they let in, they would be
-    preempted for it, their work for nothing."""
-    world = PagedWorld(10, 2, budget=16, max_num_seqs=8)
-    world.add([1, 2], 12)
-    world.step()
-    large, small = world.add([7] * 16, 4), world.add([3, 4], 12)
-    world.step()
-    assert large in world.scheduler.waiting
-    while large in world.scheduler.waiting:
-        assert small in world.scheduler.waiting
-        world.step()
-    world.drain()
-    assert world.scheduler.n_preempted == 0 or world.finished.index(large) < 2
+    """A request that does not fit yet blocks those behind it: if admitted, they would be preempted
+    for it and their work lost."""
+    sim = PagedSimulator(10, 2, budget=16, max_num_seqs=8)
+    sim.add([1, 2], 12)
+    sim.step()
+    large, small = sim.add([7] * 16, 4), sim.add([3, 4], 12)
+    sim.step()
+    assert large in sim.scheduler.waiting
+    while large in sim.scheduler.waiting:
+        assert small in sim.scheduler.waiting
+        sim.step()
+    sim.drain()
+    assert sim.scheduler.n_preempted == 0 or sim.finished.index(large) < 2
 
 
 def test_paged_oldest_request_runs_at_every_step():
-    """Once in, the oldest is never preempted, whatever comes later; preempted are the latest."""
-    world = PagedWorld(8, 2, budget=16, max_num_seqs=8, seed=1, prefix=False)
+    """Once admitted, the oldest is never preempted, whatever arrives; the latest are."""
+    sim = PagedSimulator(8, 2, budget=16, max_num_seqs=8, seed=1, prefix=False)
     preempted = 0
     for step in range(200):
         if step % 2 == 0:
-            world.add([world.r.randint(0, 9) for _ in range(world.r.randint(1, 6))], 8)
-        oldest = min(world.alive, key=lambda s: s.arrival)
-        world.step()
-        assert oldest in [s for s, _ in world.last]
-        preempted = world.scheduler.n_preempted
+            sim.add([sim.r.randint(0, 9) for _ in range(sim.r.randint(1, 6))], 8)
+        oldest = min(sim.alive, key=lambda s: s.arrival)
+        sim.step()
+        assert oldest in [s for s, _ in sim.last]
+        preempted = sim.scheduler.n_preempted
     assert preempted > 10
 
 
 def test_paged_higher_priority_runs_first():
-    """A late urgent request goes before all that wait, and is not the one to be preempted."""
-    world = PagedWorld(6, 2, budget=8, max_num_seqs=2)
-    world.add([1, 2], 8)
-    world.add([3, 4], 8)
-    world.step()
-    late = [world.add([i, i], 2) for i in (5, 6, 7)]
-    urgent = world.add([8, 8, 8], 7, priority=-1)
-    world.drain()
-    assert all(world.finished.index(urgent) < world.finished.index(s) for s in late)
-    world = PagedWorld(6, 2, budget=8, max_num_seqs=4)
-    world.add([1, 2], 10)
-    world.step()
-    urgent = world.add([3, 4, 5], 8, priority=-1)
+    """A late request of higher priority runs before all waiting ones, and is not preempted."""
+    sim = PagedSimulator(6, 2, budget=8, max_num_seqs=2)
+    sim.add([1, 2], 8)
+    sim.add([3, 4], 8)
+    sim.step()
+    late = [sim.add([i, i], 2) for i in (5, 6, 7)]
+    urgent = sim.add([8, 8, 8], 7, priority=-1)
+    sim.drain()
+    assert all(sim.finished.index(urgent) < sim.finished.index(s) for s in late)
+    sim = PagedSimulator(6, 2, budget=8, max_num_seqs=4)
+    sim.add([1, 2], 10)
+    sim.step()
+    urgent = sim.add([3, 4, 5], 8, priority=-1)
     entered = False
-    while urgent in world.alive:
-        world.step()
-        entered |= urgent in world.scheduler.running
-        assert not entered or urgent in world.scheduler.running + world.finished
-    assert entered and world.scheduler.n_preempted >= 1
-    world.drain()
+    while urgent in sim.alive:
+        sim.step()
+        entered |= urgent in sim.scheduler.running
+        assert not entered or urgent in sim.scheduler.running + sim.finished
+    assert entered and sim.scheduler.n_preempted >= 1
+    sim.drain()
 
 
 def test_paged_higher_priority_preempts_samples_of_one_prompt():
-    """What gives way is counted exactly: four forks share all their blocks, and go together; one
-    whose blocks the urgent request would find does not go in vain."""
-    world = PagedWorld(6, 4, budget=16, max_num_seqs=8)
-    low = world.add([1] * 15, 8, priority=1)
-    world.step()
-    forks = [world.scheduler.fork(low) for _ in range(3)]
-    world.alive += forks
-    urgent = world.add([2] * 16, 4, priority=0)
-    world.step()
-    assert urgent in world.scheduler.running and world.scheduler.n_preempted >= 1
-    world.drain()
-    world = PagedWorld(20, 4, budget=99, max_num_seqs=8)
-    world.add([5] * 26, 4, priority=-1)
-    world.add([1] * 28, 4, priority=1)
-    world.step()
-    urgent = world.add([1] * 28 + [2] * 32, 4, priority=0)
-    world.step()
-    assert urgent in world.scheduler.running or world.scheduler.n_preempted == 0
-    world.drain()
+    """Preemption counts freed blocks exactly: four forks share all their blocks and are preempted
+    together; one whose blocks the urgent request would hit is not preempted in vain."""
+    sim = PagedSimulator(6, 4, budget=16, max_num_seqs=8)
+    low = sim.add([1] * 15, 8, priority=1)
+    sim.step()
+    forks = [sim.scheduler.fork(low) for _ in range(3)]
+    sim.alive += forks
+    urgent = sim.add([2] * 16, 4, priority=0)
+    sim.step()
+    assert urgent in sim.scheduler.running and sim.scheduler.n_preempted >= 1
+    sim.drain()
+    sim = PagedSimulator(20, 4, budget=99, max_num_seqs=8)
+    sim.add([5] * 26, 4, priority=-1)
+    sim.add([1] * 28, 4, priority=1)
+    sim.step()
+    urgent = sim.add([1] * 28 + [2] * 32, 4, priority=0)
+    sim.step()
+    assert urgent in sim.scheduler.running or sim.scheduler.n_preempted == 0
+    sim.drain()
 
 
 def test_paged_eviction_of_long_chains_is_iterative():
-    """A chain of 3000 blocks is evicted from its root on; others stay."""
+    """A chain of 3000 blocks is evicted from its root without recursion; others stay cached."""
     allocator = P.BlockAllocator(3010, 1)
     chain, other = paged_chain(allocator, [(i,) for i in range(3000)]), allocator.allocate()
     allocator.register(other, 0, (7,))
@@ -11518,41 +11526,41 @@ def test_paged_eviction_of_long_chains_is_iterative():
 
 
 @pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("where", ["policy", "clock", "sampler", "fork", "listen"])
+@pytest.mark.parametrize("where", ["policy", "clock", "sampler", "fork", "output_callback"])
 def test_paged_ctrl_c_at_any_line_keeps_the_engine_consistent(where, swap):
-    """Ctrl-C in the policy in the middle of scheduling, at the clock, in the sampler, between two
-    forks: the next steps continue, and every sample has the tokens that it would have had."""
+    """Ctrl-C in the policy in the middle of scheduling, in the clock, in the sampler, between two
+    forks, in the callback: the next steps continue, and every sample gets the same tokens."""
     model, (prompts, counts) = paged_model(seed=3), paged_requests(5)
     params = [greedy(n, n=1 + i % 3) for i, n in enumerate(counts)]
     want = paged_greedy(model, prompts, counts)
     for at in range(1, 60, 7 if where == "policy" else 1):
         calls = [0]
 
-        def bomb(*_):
+        def interrupt(*_):
             calls[0] += 1
             if calls[0] == at:
                 raise KeyboardInterrupt
             return 0
 
-        more = {"policy": lambda s: bomb() or P.fcfs(s)} if where == "policy" else {}
-        more |= {"clock": lambda: float(bomb())} if where == "clock" else {}
-        if where == "listen":
-            more["output_callback"] = lambda seq: bomb() or PagedListener(seq, [])
+        more = {"policy": lambda s: interrupt() or P.fcfs(s)} if where == "policy" else {}
+        more |= {"clock": lambda: float(interrupt())} if where == "clock" else {}
+        if where == "output_callback":
+            more["output_callback"] = lambda seq: interrupt() or PagedListener(seq, [])
         engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=12, kv_swap=swap, **more)
         outputs = {}
-        for i, (prompt, how) in enumerate(zip(prompts, params)):
+        for i, (prompt, param) in enumerate(zip(prompts, params)):
             while i not in engine.outputs:
                 try:
-                    engine.add(prompt, how, id=i)
+                    engine.add(prompt, param, id=i)
                 except KeyboardInterrupt:
                     pass
             outputs[i] = engine.outputs[i]
         if where == "sampler":
-            draw = engine.sampler
-            engine.sampler = lambda logits, seqs: bomb() or draw(logits, seqs)
+            sample = engine.sampler
+            engine.sampler = lambda logits, seqs: interrupt() or sample(logits, seqs)
         if where == "fork":
             fork = engine.scheduler.fork
-            engine.scheduler.fork = lambda seq: bomb() or fork(seq)
+            engine.scheduler.fork = lambda seq: interrupt() or fork(seq)
         limit = 500
         while engine.unfinished:
             limit -= 1
@@ -11569,7 +11577,7 @@ def test_paged_ctrl_c_at_any_line_keeps_the_engine_consistent(where, swap):
 
 
 def test_paged_step_reports_sequences_ended_by_a_listener():
-    """An output that ends because another's listener aborts it is among those that step returns."""
+    """step returns an output that another request's listener aborted."""
 
     class Aborts(PagedListener):
         def push(self, token):
@@ -11584,7 +11592,7 @@ def test_paged_step_reports_sequences_ended_by_a_listener():
 
 
 def test_paged_cached_blocks_are_not_written_again():
-    """A token whose keys others already share, and a padding one, write to nobody's block."""
+    """A token whose KV is in a shared block, and a padding token, write to the null block."""
     cache = P.PagedKVCache(tiny(), num_blocks=6, block_size=4)
     chunks = [P.Chunk([5], 7, [2, 4], 8), P.Chunk([6, 7, 8], 3, [3, 1], 4)]
     step = cache.step(chunks, (6, 4))
@@ -11594,7 +11602,7 @@ def test_paged_cached_blocks_are_not_written_again():
 
 
 def test_paged_mixed_steps_do_not_use_decode_graphs():
-    """Padded, a step is of as many tokens as sequences only if all decode."""
+    """A padded step has as many tokens as sequences only if all of them decode."""
     engine = paged_engine(paged_model(), num_blocks=99, max_num_seqs=64, max_num_batched_tokens=128)
     chunk = lambda n: P.Chunk([5] * n, 0, [0])
     assert engine._padded_shape([chunk(1)] * 60) == (64, 64)
@@ -11603,7 +11611,7 @@ def test_paged_mixed_steps_do_not_use_decode_graphs():
 
 
 def test_paged_prefix_hits_on_running_requests_are_counted():
-    """Two equal prompts in one step: all but the last token of one is a hit; three of four."""
+    """Two equal prompts in one step: all tokens of the second but the last are hits."""
     engine = paged_engine(paged_model(), num_blocks=30, block_size=4, max_num_batched_tokens=64)
     engine.generate([[7] * 16] * 2, greedy(1))
     assert engine.stats()["hit_rate"] == 15 / 32 and engine.stats()["tokens_run"] == 17
@@ -11632,8 +11640,8 @@ def test_paged_any_strides(kernel, monkeypatch):
 
 
 def test_paged_export_and_import_of_requests():
-    """What another engine took is refused by name where it does not fit, and then nothing is
-    changed; what fits continues, and a listener that has heard enough ends it."""
+    """import_request refuses a request that does not fit, by name, and changes nothing; one that
+    fits continues, and its listener may end it."""
     model = paged_model()
     first = paged_engine(model, num_blocks=40)
     first.add([5] * 30, greedy(20), id="long")
@@ -11657,75 +11665,75 @@ def test_paged_export_and_import_of_requests():
 
     first.add([5, 6], greedy(9), id="again")
     first.step()
-    deaf = paged_engine(model, num_blocks=9, output_callback=lambda s: Enough(s, []))
-    deaf.import_request(first.export_request("again"))
-    assert not deaf.unfinished
-    (output,) = deaf.step()
+    third = paged_engine(model, num_blocks=9, output_callback=lambda s: Enough(s, []))
+    third.import_request(first.export_request("again"))
+    assert not third.unfinished
+    (output,) = third.step()
     assert output.finish_reason == "stop" and len(output.token_ids) == 1
 
 
 def test_paged_policy_is_a_sort_key_function():
     """Shortest first, as a function: prompts finish in order of length, not of arrival."""
-    world = PagedWorld(64, 2, budget=64, max_num_seqs=1, policy=lambda s: (s.n_prompt, s.arrival))
+    sim = PagedSimulator(64, 2, budget=64, max_num_seqs=1, policy=lambda s: (s.n_prompt, s.arrival))
     for length in (9, 3, 7, 1, 5, 3):
-        world.add([length] * length, 3)
-    world.drain()
-    assert [s.n_prompt for s in world.finished] == [1, 3, 3, 5, 7, 9]
-    arrivals = [s.arrival for s in world.finished if s.n_prompt == 3]
+        sim.add([length] * length, 3)
+    sim.drain()
+    assert [s.n_prompt for s in sim.finished] == [1, 3, 3, 5, 7, 9]
+    arrivals = [s.arrival for s in sim.finished if s.n_prompt == 3]
     assert arrivals == sorted(arrivals)
 
 
 def test_paged_preemption_during_prefill():
-    """A long prompt, half run, is preempted by decodes that need its blocks, and still comes
-    right."""
+    """A half-prefilled prompt is preempted by decodes that need its blocks, and still finishes
+    correctly."""
     for prefix in (False, True):
-        world, halved = PagedWorld(10, 2, budget=3, max_num_seqs=3, prefix=prefix), False
-        early = [world.add([i, i + 1], 9) for i in (1, 4)]
-        world.step()
-        late = world.add([8] * 10, 2)
-        while world.alive:
-            before = late.num_computed_tokens if late in world.scheduler.running else 0
-            world.step()
-            halved |= 0 < before < 10 and late in world.scheduler.waiting
-        assert world.finished[-1] is late and all(s in world.finished for s in early)
+        sim, halved = PagedSimulator(10, 2, budget=3, max_num_seqs=3, prefix=prefix), False
+        early = [sim.add([i, i + 1], 9) for i in (1, 4)]
+        sim.step()
+        late = sim.add([8] * 10, 2)
+        while sim.alive:
+            before = late.num_computed_tokens if late in sim.scheduler.running else 0
+            sim.step()
+            halved |= 0 < before < 10 and late in sim.scheduler.waiting
+        assert sim.finished[-1] is late and all(s in sim.finished for s in early)
         assert halved
 
 
 def test_paged_failed_step_is_rolled_back():
-    """An undone plan loses nothing: blocks are whole, the sequences wait, and the next plan runs
-    no less of them; blocks that were never computed are not found by others."""
+    """rollback loses nothing: invariants hold, the sequences are scheduled again, and blocks that
+    were never computed are not in the prefix cache."""
     for prefix in (False, True):
-        world = PagedWorld(20, 2, budget=9, prefix=prefix)
+        sim = PagedSimulator(20, 2, budget=9, prefix=prefix)
         for _ in range(3):
-            world.add([1, 2, 3, 4, 5, 6], 4)
+            sim.add([1, 2, 3, 4, 5, 6], 4)
         for _ in range(4):
-            plan = world.plan()
-            world.scheduler.rollback(plan)
-            world.check()
-            world.add([1, 2, 3, 4, 5, 6], 4)
-        world.drain()
-        assert all(s.output[:1] for s in world.finished)
+            plan = sim.plan()
+            sim.scheduler.rollback(plan)
+            sim.check()
+            sim.add([1, 2, 3, 4, 5, 6], 4)
+        sim.drain()
+        assert all(s.output[:1] for s in sim.finished)
 
 
 def test_paged_shared_prefix_is_computed_once():
-    """Requests of one prompt in one step: its tokens once, and one more for each further request
-    whose prompt ends with a block, else its unfinished block."""
+    """Equal prompts in one step: the prompt is computed once; each further request computes its
+    partial last block, or one token if that block is full."""
     for bs in (1, 3, 4, 16):
         for length in (1, bs - 1, bs, bs + 1, 2 * bs, 3 * bs - 1):
             if length < 1:
                 continue
             for count in (2, 3):
-                world = PagedWorld(40 * count, bs, budget=512)
+                sim = PagedSimulator(40 * count, bs, budget=512)
                 tokens = list(range(length))
                 for _ in range(count):
-                    world.add(tokens, 1)
-                world.step()
+                    sim.add(tokens, 1)
+                sim.step()
                 rest = length % bs or 1
-                assert not world.alive and world.ran == length + (count - 1) * rest, (bs, length)
+                assert not sim.alive and sim.ran == length + (count - 1) * rest, (bs, length)
 
 
 # --------------------------------------------------------------------------------------------------
-# Engine: a trained checkpoint, 320 requests, a cache that holds two or three of them
+# Engine: a trained checkpoint, 320 requests, a cache with room for two or three of them
 # --------------------------------------------------------------------------------------------------
 
 STORY = """Once upon a time, there was a little girl named Lily. She loved to play in the park with
@@ -11761,7 +11769,7 @@ def paged_story():
 
 
 @pytest.mark.parametrize(
-    "how",
+    "kwargs",
     [
         pytest.param(dict(prefix_cache=False), marks=pytest.mark.slow),
         pytest.param(
@@ -11773,12 +11781,12 @@ def paged_story():
     ],
     ids=["recompute", "swap-chunked", "prefix-chunked", "prefix-swap"],
 )
-def test_paged_engine_equals_alone(paged_story, how):
+def test_paged_engine_equals_unbatched(paged_story, kwargs):
     """320 requests on a trained model, arriving at random, batched, chunked, sharing prefixes and
-    preempted again and again == each alone through KVCache, token for token; nothing leaks."""
+    preempted often == each alone through KVCache, token for token; nothing leaks."""
     model, prompts, params, want, eos = paged_story
-    how = dict(num_blocks=12, block_size=4, max_num_batched_tokens=40, max_num_seqs=12) | how
-    engine, r, model.calls = paged_engine(model, eos_ids=(eos,), **how), random.Random(1), []
+    kwargs = dict(num_blocks=12, block_size=4, max_num_batched_tokens=40, max_num_seqs=12) | kwargs
+    engine, r, model.calls = paged_engine(model, eos_ids=(eos,), **kwargs), random.Random(1), []
     todo, outputs = list(range(len(prompts)))[::-1], {}
     while todo or engine.unfinished:
         while todo and engine.n_waiting < 6 and r.random() < 0.8:
@@ -11792,17 +11800,17 @@ def test_paged_engine_equals_alone(paged_story, how):
         assert outputs[i].finished and outputs[i].error is None
         ended = tokens[-1] == eos and not params[i].ignore_eos
         assert outputs[i].finish_reason == ("eos" if ended else "length")
-    paged_idle(engine, how["num_blocks"])
+    paged_idle(engine, kwargs["num_blocks"])
     stats = engine.stats()
     assert stats["preemptions"] >= 60, stats
-    assert max(model.calls) <= how["max_num_batched_tokens"]
-    prefix = how.get("prefix_cache", True)
+    assert max(model.calls) <= kwargs["max_num_batched_tokens"]
+    prefix = kwargs.get("prefix_cache", True)
     assert (stats["hit_rate"] > 0.2) if prefix else (stats["hit_rate"] == 0), stats
 
 
 def test_paged_forked_samples_equal_separate_requests(paged_story):
-    """n = 3 of greedy requests, forked after one prefill, in a cache that holds two sequences: all
-    samples == alone, with and without swap."""
+    """Greedy requests with n = 3, forked after one prefill, in a cache for two sequences: all
+    samples == separate requests, with and without swap."""
     model, prompts, params, want, eos = paged_story
     for swap in (False, True):
         engine = paged_engine(model, num_blocks=10, max_num_seqs=9, kv_swap=swap, eos_ids=(eos,))
@@ -11814,21 +11822,21 @@ def test_paged_forked_samples_equal_separate_requests(paged_story):
 
 
 # --------------------------------------------------------------------------------------------------
-# Engine: every model's form
+# Engine: model families
 # --------------------------------------------------------------------------------------------------
 
 
 def paged_requests(count=6, seed=0):
-    """Prompts on one of two prefixes or on none, and how many tokens each asks for; 29 at most."""
+    """Prompts with one of two prefixes or none, and max_new_tokens of each; 29 tokens at most."""
     r = random.Random(seed)
     heads = [paged_prompt(9, 50), paged_prompt(5, 51), []]
     prompts = [r.choice(heads) + paged_prompt(r.randint(1, 4), i) for i in range(count)]
     return prompts, [r.choice((1, 4, 12, 16)) for _ in prompts]
 
 
-def test_paged_dynamic_rope_of_a_row_does_not_depend_on_its_batch():
-    """With dynamic NTK the angles follow the longest position of a call: a sequence past
-    max_seq_len must not change the others, or such a model, or request, be refused."""
+def test_paged_dynamic_rope_is_batch_invariant():
+    """Dynamic NTK angles depend on the longest position of a call: a sequence past max_seq_len must
+    not change the others, or such a model, or request, must be refused."""
     rope = {"rope_type": "dynamic", "factor": 4.0}
     model = random_model(tiny(max_seq_len=16, rope_scaling=rope))
     long, short = paged_prompt(40, 1), paged_prompt(6, 2)
@@ -11837,16 +11845,16 @@ def test_paged_dynamic_rope_of_a_row_does_not_depend_on_its_batch():
         (want,) = alone.generate([short], greedy(8))
         engine = paged_engine(model, num_blocks=40)
         got = engine.generate([long, short], greedy(8))
-    except ValueError as told:
-        assert "dynamic" in str(told) or "rope" in str(told)
+    except ValueError as e:
+        assert "dynamic" in str(e) or "rope" in str(e)
         return
     assert want.token_ids == paged_greedy(model, [short], [8])[0]
     assert got[1].token_ids == want.token_ids
-    assert got[0].error or got[0].token_ids == paged_dynamic(model, long, 8)
+    assert got[0].error or got[0].token_ids == paged_dynamic_rope_greedy(model, long, 8)
 
 
-def paged_dynamic(model, prompt, n) -> list[int]:
-    """Alone: the prompt in one call, then token by token."""
+def paged_dynamic_rope_greedy(model, prompt, n) -> list[int]:
+    """Unbatched: the prompt in one call, then token by token."""
     cache, ids = M.KVCache(model.config, 1, len(prompt) + n), []
     logits = model(torch.tensor([prompt]), torch.arange(len(prompt)), cache.attend)
     for i in range(n):
@@ -11858,8 +11866,8 @@ def paged_dynamic(model, prompt, n) -> list[int]:
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("name", PAGED_CONFIGS)
 def test_paged_engine_with_every_model_family(name, block_size):
-    """Windows, ALiBi, grouped heads, MLA in both forms: the engine == KVCache, token by token, in
-    small blocks and large, chunks of 5, preempted or swapped; after NaN in all blocks."""
+    """Windows, ALiBi, GQA, MLA in both forms: the engine == KVCache, token by token, in small and
+    large blocks, with chunks of 5, preemption and swap, after NaN in all blocks."""
     model = paged_model(name, poison=True)
     prompts, counts = paged_requests(8)
     counts = [16] * 8 if block_size == 16 else counts
@@ -11884,8 +11892,8 @@ def test_paged_engine_with_every_model_family(name, block_size):
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["gqa", "absorbed"])
 def test_paged_engine_with_quantized_kv(name, kv_dtype):
-    """An int8 or FP8 cache: swapped or recomputed == undisturbed, hit == cold, forked == separate,
-    since all read the rounded numbers, no matter who computed them and in which chunk."""
+    """An int8 or FP8 cache: swapped or recomputed == not preempted, hit == miss, forked ==
+    separate: all read the quantized values, whichever request and chunk computed them."""
     model = paged_model(name)
     prompts, _ = paged_requests(6)
     params = greedy(14, logprobs=1)
@@ -11905,7 +11913,7 @@ def test_paged_engine_with_quantized_kv(name, kv_dtype):
 
 @pytest.mark.parametrize("budget, max_num_seqs", [(1, 1), (2, 2), (3, 2), (512, 1)])
 def test_paged_engine_smallest_budgets(budget, max_num_seqs):
-    """A budget of one token and a single running sequence are slow, and right."""
+    """A budget of one token, or a single running sequence, gives the same tokens."""
     model = paged_model()
     prompts, counts = paged_requests(5, seed=2)
     want = paged_greedy(model, prompts, counts)
@@ -11919,7 +11927,7 @@ def test_paged_engine_smallest_budgets(budget, max_num_seqs):
 
 
 def test_paged_engine_runs_without_gradients():
-    """A model whose weights want gradients serves as any other, and no step records one."""
+    """A model whose weights require gradients is served, and no step records gradients."""
     model = paged_model().requires_grad_(True)
     engine = paged_engine(model, num_blocks=9, block_size=4)
     (output,) = engine.generate([[5, 6, 7]], greedy(3, logprobs=2))
@@ -11933,8 +11941,9 @@ def test_paged_engine_runs_without_gradients():
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_paged_engine_prefix_counts(block_size):
-    """Tokens run: two equal prompts in one step, each prompt's token once and the last one once
-    more; a full hit later, one; the next turn of a talk, what is new since the last full block."""
+    """Tokens computed: for two equal prompts in one step, the prompt and the second's last partial
+    block; for a later hit, that block; for the next turn of a chat, all after the last full block.
+    (Of a prompt that ends with a full block, one token is computed again.)"""
     bs = block_size
     for length in (bs, 2 * bs, 2 * bs + 1, 3 * bs - 1):
         model, prompt, rest = paged_model(), paged_prompt(length, length), length % bs or 1
@@ -11958,22 +11967,22 @@ def test_paged_engine_prefix_counts(block_size):
 
 
 def test_paged_prefix_hits_change_no_output():
-    """Cold, hit, hit after an eviction of the tail, hit on another's prefix: tokens and their
-    log-probabilities are the model's own."""
+    """Miss, hit, hit after the tail was evicted, hit on another request's prefix: tokens and their
+    logprobs are the model's own."""
     model, base = paged_model(), paged_prompt(12, 7)
     prompts = [base, base, base[:8], base[:8] + [4, 4], base + [9], base[:4], base[:11], base]
     engine = paged_engine(model, num_blocks=9, block_size=4)
     for i, prompt in enumerate(prompts * 2):
         (o,) = engine.generate([prompt], greedy(6, logprobs=3))
         paged_check_logprobs(model, prompt, o.samples[0])
-        if i % 3 == 2:  # something else takes a part of the blocks
+        if i % 3 == 2:  # another request evicts some of the blocks
             engine.generate([paged_prompt(9 + i, 100 + i)], greedy(3))
         paged_check(engine)
     assert engine.stats()["hit_rate"] > 0.2
 
 
 def paged_check_logprobs(model, prompt, sample) -> None:
-    """Greedy tokens, and all that was said of them, against one full forward."""
+    """Check greedy tokens and their logprobs against one full forward."""
     logits = paged_plain_forward(model, prompt + sample.token_ids)[len(prompt) - 1 : -1]
     logs = logits.log_softmax(-1)
     assert logits.argmax(-1).tolist() == sample.token_ids
@@ -11986,7 +11995,7 @@ def paged_check_logprobs(model, prompt, sample) -> None:
 
 
 def test_paged_hit_rate():
-    """0 without a cache or a hit; what was found over what was asked."""
+    """Cached prompt tokens over all prompt tokens; 0 without a cache or a hit."""
     model, prompt = paged_model(), paged_prompt(32, 1)
     for on in (True, False):
         engine = paged_engine(model, num_blocks=40, block_size=4, prefix_cache=on)
@@ -12004,18 +12013,18 @@ def test_paged_hit_rate():
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_paged_samples_equal_separate_runs(swap):
-    """Sample i of n == a request of its own with seed + i, alone in a large cache: whatever the
-    company, the forks' copies, the preemptions."""
+    """Sample i of n == a request of its own with seed + i, alone in a large cache, whatever the
+    batch, forks and preemptions."""
     model = paged_model()
     prompts, _ = paged_requests(5, seed=4)
-    how = [
+    settings = [
         dict(temperature=1.0, top_k=0, top_p=1.0, seed=5),
         dict(temperature=0.7, top_k=5, seed=2**63 - 2),
         dict(temperature=1.3, top_p=0.8, seed=0),
         dict(temperature=0.9, top_k=10**12, top_p=0.5, seed=5),
         dict(temperature=0.0, seed=5),
     ]
-    params = [greedy(9, n=3, **x) for x in how]
+    params = [greedy(9, n=3, **x) for x in settings]
     engine = paged_engine(
         model, num_blocks=12, block_size=3, max_num_batched_tokens=8, max_num_seqs=7, kv_swap=swap
     )
@@ -12031,11 +12040,11 @@ def test_paged_samples_equal_separate_runs(swap):
     assert len({tuple(s.token_ids) for s in outputs[4].samples}) == 1
 
 
-@pytest.mark.parametrize("how", [dict(), dict(top_k=6), dict(top_p=0.6), dict(temperature=0.5)])
-def test_paged_default_sampler_samples_from_the_distribution(how):
-    """3,000 first tokens of one prompt: the frequencies are those of the definition."""
+@pytest.mark.parametrize("kwargs", [dict(), dict(top_k=6), dict(top_p=0.6), dict(temperature=0.5)])
+def test_paged_default_sampler_samples_from_the_distribution(kwargs):
+    """3,000 first tokens of one prompt: the frequencies match the distribution (chi-squared)."""
     model, prompt = paged_model(), paged_prompt(6, 3)
-    params = P.SamplingParams(**dict(max_new_tokens=1, ignore_eos=True, n=500) | how)
+    params = P.SamplingParams(**dict(max_new_tokens=1, ignore_eos=True, n=500) | kwargs)
     engine = paged_engine(
         model, num_blocks=600, block_size=4, max_num_batched_tokens=512, max_num_seqs=500
     )
@@ -12052,7 +12061,7 @@ def test_paged_default_sampler_samples_from_the_distribution(how):
         before = p[order].cumsum(0) - p[order]
         p[order[before >= params.top_p]] = 0
     p = p / p.sum()
-    assert all(p[i] > 0 for i in counts), "a token that must not be drawn"
+    assert all(p[i] > 0 for i in counts), "a token of probability 0 was sampled"
     total, chi, cells, few, few_p = sum(counts.values()), 0.0, 0, 0, 0.0
     assert total == 3000
     for i, share in enumerate(p.tolist()):
@@ -12066,8 +12075,8 @@ def test_paged_default_sampler_samples_from_the_distribution(how):
 
 
 def test_paged_logprobs():
-    """Log-probabilities are of the model's own distribution, for sampled tokens too, with n > 1 and
-    preemptions; 0 asks for none but the token's own."""
+    """Logprobs are of the model's own distribution, for sampled tokens too, with n > 1 and
+    preemptions; logprobs=0 returns only the token's own."""
     model = paged_model()
     prompts, _ = paged_requests(4, seed=6)
     engine = paged_engine(model, num_blocks=10, block_size=4, max_num_batched_tokens=7)
@@ -12094,9 +12103,9 @@ def test_paged_logprobs():
     assert not none.logprobs
 
 
-def test_paged_ends():
-    """EOS ends a sample and is its last token, in the prompt it ends nothing, ignored it is a token
-    as any; eos_ids replace the model's; one token asked for is one."""
+def test_paged_eos_and_length():
+    """EOS ends a sample and is its last token; EOS in the prompt, or with ignore_eos, does not;
+    eos_ids replace the model's; max_new_tokens=1 gives one token."""
     model, prompt = paged_model(), [2, 5, 2, 7]
     (free,) = paged_greedy(model, [prompt], [12])
     eos = free[5]
@@ -12120,7 +12129,7 @@ def test_paged_ends():
 
 
 def test_paged_sampler_may_modify_logits_in_place():
-    """Log-probabilities are the model's own whatever a sampler does to the logits it is handed."""
+    """Logprobs are the model's own, whatever a sampler does to the logits it is given."""
 
     class Masks(PagedSampler):
         def __call__(self, logits, sequences):
@@ -12135,7 +12144,7 @@ def test_paged_sampler_may_modify_logits_in_place():
 
 
 class PagedSampler:
-    """Greedy, but for what a test makes of it."""
+    """Greedy; a test may make it raise in call `fail_at`, or return -1 for the keys in `never`."""
 
     def __init__(self):
         self.seen, self.fail_at, self.never = [], None, set()
@@ -12157,8 +12166,8 @@ class PagedSampler:
 
 
 def test_paged_custom_sampler():
-    """A sampler of one's own decides what is allowed and what comes; -1 ends that one sample with
-    an error, and no other."""
+    """A custom sampler checks params and chooses tokens; -1 ends that sample with an error, and no
+    other."""
     model, sampler = paged_model(), PagedSampler()
     prompts, counts = paged_requests(4)
     counts = [9] * 4
@@ -12177,17 +12186,17 @@ def test_paged_custom_sampler():
     assert done["c"].token_ids == [] and done["c"].finish_reason == "error" and done["c"].error
     assert done["a"].error is None and done["d"].finish_reason == "length"
     flat = [x for row in sampler.seen for x in row]
-    assert len(flat) == len(set(flat)), "a token was drawn twice"
+    assert len(flat) == len(set(flat)), "a token was sampled twice"
     paged_idle(engine, 14)
 
 
 # --------------------------------------------------------------------------------------------------
-# Engine: what goes wrong
+# Engine: failures
 # --------------------------------------------------------------------------------------------------
 
 
-def paged_survivors(engine, want, ids, limit=400) -> int:
-    """Step on through whatever is raised; the samples of `ids` are as wanted; times it raised."""
+def paged_run_with_failures(engine, want, ids, limit=400) -> int:
+    """Step until done, whatever raises; check the samples of `ids`; the number of failed steps."""
     live, raised = {}, 0
     while engine.unfinished:
         try:
@@ -12205,8 +12214,8 @@ def paged_survivors(engine, want, ids, limit=400) -> int:
 
 
 def test_paged_model_fails_at_any_step():
-    """The model raises in its k-th call, before, in or after any layer, for every k: it reaches the
-    caller, and the next step continues to the same tokens; nothing leaks."""
+    """The model raises in its k-th call, before, in or after any layer, for every k: the caller
+    gets the exception, and the next steps give the same tokens; nothing leaks."""
     prompts, counts = paged_requests(5, seed=1)
     model = paged_model(seed=3)
     want = paged_greedy(model, prompts, counts)
@@ -12216,7 +12225,7 @@ def test_paged_model_fails_at_any_step():
         engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9, kv_swap=k % 2 == 0)
         for i, (prompt, n) in enumerate(zip(prompts, counts)):
             engine.add(prompt, greedy(n, n=1 + i % 2), id=i)
-        raised = paged_survivors(engine, want, range(5))
+        raised = paged_run_with_failures(engine, want, range(5))
         paged_idle(engine, 9)
         if not raised:
             break
@@ -12225,7 +12234,7 @@ def test_paged_model_fails_at_any_step():
 
 
 def test_paged_sampler_fails_at_any_step():
-    """The sampler raises in its k-th call: the caller sees it, and the next step continues."""
+    """The sampler raises in its k-th call: the caller gets it, and the next steps continue."""
     prompts, counts = paged_requests(4, seed=1)
     model = paged_model(seed=3)
     want = paged_greedy(model, prompts, counts)
@@ -12235,7 +12244,7 @@ def test_paged_sampler_fails_at_any_step():
         engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9, sampler=sampler)
         for i, (prompt, n) in enumerate(zip(prompts, counts)):
             engine.add(prompt, greedy(n, n=1 + i % 2), id=i)
-        raised = paged_survivors(engine, want, range(4))
+        raised = paged_run_with_failures(engine, want, range(4))
         paged_idle(engine, 9)
         if not raised:
             break
@@ -12244,9 +12253,8 @@ def test_paged_sampler_fails_at_any_step():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_paged_nan_in_one_sequence_affects_no_other(temperature):
-    """A request whose logits are NaN ends with an error; those next to it, those that get its
-    blocks and those that share the part of its prompt that is sound continue as if it had never
-    been."""
+    """A request whose logits are NaN ends with an error; requests in its batch, in blocks it used,
+    or with the same prefix up to the NaN give the same tokens as without it."""
     clean, model = paged_model(), paged_model(poison=True)
     prompts, counts = paged_requests(5, seed=3)
     params = [greedy(n, temperature=temperature, seed=4) for n in counts]
@@ -12269,9 +12277,9 @@ def test_paged_nan_in_one_sequence_affects_no_other(temperature):
             paged_idle(engine, 10)
 
 
-def test_paged_transient_nan_does_not_stay_in_the_cache():
-    """One call of the model gives NaN, whatever was asked: those in it end with an error or with
-    their tokens, and no later request finds what that call wrote."""
+def test_paged_transient_nan_is_not_cached():
+    """One model call returns NaN: its requests end with an error or with the right tokens, and no
+    later request hits the KV that the call wrote."""
     model = paged_model()
     prompts, counts = paged_requests(6)
     want = paged_greedy(model, prompts, counts)
@@ -12297,20 +12305,20 @@ def test_paged_transient_nan_does_not_stay_in_the_cache():
     assert failed > 20
 
 
-@pytest.mark.parametrize("how", ["abort", "sampler", "length"])
-def test_paged_blocks_with_nan_are_not_reused(how):
-    """NaN keys and values stay behind in blocks: of a prompt aborted before its first token, of one
-    whose sampler accepts NaN as if it were nothing. The next tenants feel nothing of it."""
+@pytest.mark.parametrize("case", ["abort", "sampler", "length"])
+def test_paged_nan_left_in_blocks_has_no_effect(case):
+    """NaN keys and values left in blocks, by a prompt aborted before its first token or by one
+    whose sampler accepts NaN logits, do not affect the next requests in these blocks."""
     model = paged_model(poison=True)
     prompts, counts = paged_requests(6)
     want = paged_greedy(model, prompts, counts)
-    sampler = None if how == "abort" else PagedSampler()
+    sampler = None if case == "abort" else PagedSampler()
     engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=12, sampler=sampler)
     for _ in range(3):
         engine.add([POISON] * 30, greedy(4), id="bad")
         for _ in range(2):
             engine.step()
-        if how == "length":
+        if case == "length":
             paged_run(engine)
         else:
             engine.abort("bad")
@@ -12320,9 +12328,9 @@ def test_paged_blocks_with_nan_are_not_reused(how):
 
 
 @pytest.mark.parametrize("call", ["read", "write", "copy"])
-def test_paged_failing_swap_copies(call, monkeypatch):
-    """Swapping out, swapping in or copying a block raises, as where host memory ends: the next step
-    continues to the same tokens."""
+def test_paged_failing_swap_or_copy(call, monkeypatch):
+    """Swapping out, swapping in or copying a block raises, as when host memory runs out: the next
+    steps give the same tokens."""
     model = paged_model()
     prompts, _ = paged_requests(5)
     want, done = paged_greedy(model, prompts, [16] * 5), getattr(P.PagedKVCache, call)
@@ -12339,15 +12347,15 @@ def test_paged_failing_swap_copies(call, monkeypatch):
         engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9, kv_swap=True)
         for i, prompt in enumerate(prompts):
             engine.add(prompt, greedy(16, n=2), id=i)
-        assert paged_survivors(engine, want, range(5)) == (len(calls) >= k)
+        assert paged_run_with_failures(engine, want, range(5)) == (len(calls) >= k)
         paged_idle(engine, 9)
     assert len(calls) > 3
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_paged_engine_fuzz(seed):
-    """Random requests, NaN in some, priorities, samples, aborts and failures of the model, in any
-    block size, budget and mode: every token of everything is greedy's, every invariant holds after
+    """Random requests, NaN in some, priorities, samples, aborts and failures of the model, with any
+    block size, budget and mode: every token equals greedy decoding, every invariant holds after
     each step, nothing leaks."""
     model, r = paged_model(poison=True), random.Random(seed)
     pool, _ = paged_requests(12, seed=11)
@@ -12365,7 +12373,7 @@ def test_paged_engine_fuzz(seed):
         kv_swap=r.random() < 0.5,
         prefix_cache=r.random() < 0.8,
     )
-    most = paged_part(engine, P.Scheduler).max_num_seqs
+    most = paged_find(engine, P.Scheduler).max_num_seqs
     which, live, turn = {}, {}, 0
     while turn < 60 or engine.unfinished:
         kind, turn, model.fail_at = r.random(), turn + 1, None
@@ -12410,7 +12418,7 @@ def test_paged_abort_at_any_step(swap):
     prompts = [shared, shared + [4], shared, paged_prompt(5, 3), paged_prompt(17, 4)]
     counts = [9, 12, 6, 12, 8]
     want = paged_greedy(model, prompts, counts)
-    cut = set()
+    aborted = set()
     for at in range(60):
         engine = paged_engine(
             model,
@@ -12438,7 +12446,7 @@ def test_paged_abort_at_any_step(swap):
             and "abort" in {s.finish_reason for s in gone.samples}
         )
         assert gone.token_ids == want[victim][: len(gone.token_ids)]
-        cut.add(victim)
+        aborted.add(victim)
         with pytest.raises(ValueError):
             engine.abort("nobody")
         live |= {o.id: o for o in paged_run(engine)}
@@ -12446,11 +12454,11 @@ def test_paged_abort_at_any_step(swap):
             for sample in live[i].samples:
                 assert sample.token_ids == want[i], (at, victim, i)
         paged_idle(engine, 9)
-    assert cut == set(range(5)) and 10 < at < 59
+    assert aborted == set(range(5)) and 10 < at < 59
 
 
 def test_paged_engine_works_after_abort_all():
-    """Abort everything at once, then serve: the engine is as new, and the ids are free again."""
+    """After all requests are aborted, the engine serves new ones, and their ids may be reused."""
     model = paged_model()
     prompts, counts = paged_requests(6)
     want = paged_greedy(model, prompts, counts)
@@ -12490,18 +12498,18 @@ class PagedListener:
 
 
 def test_paged_listeners():
-    """push hears every token of its sample once and in order, preempted or not; what it says ends
-    the sample; end is called once, with the reason, and not after the listener's own."""
+    """push gets every token of its sample once and in order, preempted or not; the listener may set
+    finish_reason to end the sample; otherwise end is called, once, with the reason."""
     model, log = paged_model(), []
     prompts, _ = paged_requests(5)
     want = paged_greedy(model, prompts, [10] * 5)
     stops = {0: 3, 1: None, 2: 1, 3: None, 4: 10}
 
-    def listen(sequence):
+    def callback(sequence):
         return PagedListener(sequence, log, stops[sequence.request.id])
 
     engine = paged_engine(
-        model, num_blocks=9, block_size=4, max_num_batched_tokens=9, output_callback=listen
+        model, num_blocks=9, block_size=4, max_num_batched_tokens=9, output_callback=callback
     )
     for i, prompt in enumerate(prompts):
         engine.add(prompt, greedy(10, n=2, stop=("x",)), id=i)
@@ -12511,7 +12519,7 @@ def test_paged_listeners():
     paged_run(engine)
     paged_idle(engine, 9)
     heard = {(x.sequence.request.id, x.sequence.index): x for x in log}
-    assert len(log) == len(heard) == 10 or len(heard) >= 8  # of 3, perhaps none had begun
+    assert len(log) == len(heard) == 10 or len(heard) >= 8  # request 3 may not have started
     for (i, _), listener in heard.items():
         if i == 3:
             continue
@@ -12526,8 +12534,8 @@ def test_paged_listeners():
         paged_engine(model, num_blocks=9).add([5], greedy(3, stop=("x",)))
 
 
-def test_paged_listener_gets_eos_and_stop_reasons():
-    """The reason that a listener gives is the sample's, and its last token stays."""
+def test_paged_listener_sets_the_finish_reason():
+    """A finish_reason set by a listener is the sample's, and the last token is kept."""
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6]], [9])
     for reason in ("stop", "eos"):
@@ -12563,15 +12571,15 @@ def test_paged_listener_that_raises(failure):
         )
         for i, prompt in enumerate(prompts):
             engine.add(prompt, greedy(8), id=i)
-        paged_survivors(engine, want, (0, 2, 3))
+        paged_run_with_failures(engine, want, (0, 2, 3))
         paged_idle(engine, 9)
         heard = {x.sequence.request.id: x.tokens for x in log}
         assert all(heard[i] == want[i] for i in (0, 2, 3)), "a token heard twice, or never"
 
 
-@pytest.mark.parametrize("what", ["add", "other", "own", "sibling"])
-def test_paged_listener_may_call_the_engine(what):
-    """From inside push: add a request, abort another, or one's own. The step survives it."""
+@pytest.mark.parametrize("action", ["add", "other", "own", "sibling"])
+def test_paged_listener_may_call_the_engine(action):
+    """Inside push a listener may add a request, or abort another or its own."""
     model = paged_model()
     prompts, _ = paged_requests(4)
     want, late = paged_greedy(model, prompts, [8] * 4), []
@@ -12581,27 +12589,27 @@ def test_paged_listener_may_call_the_engine(what):
             super().push(token)
             if self.sequence.request.id == 1 and len(self.tokens) == 3 and not late:
                 late.append(0)
-                if what == "add":
+                if action == "add":
                     late.append(engine.add(prompts[3], greedy(8)))
                 else:
-                    engine.abort({"other": 2, "own": 1, "sibling": 1}[what])
+                    engine.abort({"other": 2, "own": 1, "sibling": 1}[action])
 
     engine = paged_engine(model, num_blocks=30, output_callback=lambda s: Meddler(s, []))
     for i in range(3):
-        engine.add(prompts[i], greedy(8, n=1 + (i == 1 and what == "sibling")), id=i)
+        engine.add(prompts[i], greedy(8, n=1 + (i == 1 and action == "sibling")), id=i)
     live = {}
     while engine.unfinished:
         live |= {o.id: o for o in engine.step()}
         paged_check(engine)
-    for i in {"add": (0, 1, 2), "other": (0, 1), "own": (0, 2), "sibling": (0, 2)}[what]:
+    for i in {"add": (0, 1, 2), "other": (0, 1), "own": (0, 2), "sibling": (0, 2)}[action]:
         assert live[i].token_ids == want[i]
-    assert what != "add" or live[late[1]].token_ids == want[3]
+    assert action != "add" or live[late[1]].token_ids == want[3]
     paged_idle(engine, 30)
 
 
 def test_paged_streams():
-    """Two streams read in turns, one after a preemption, one begun late: each gives its tokens from
-    the first on, once; a stream of an aborted request ends; of an unknown id is refused."""
+    """Streams read in turns, after a preemption, or started late yield every token once, from the
+    first on; the stream of an aborted request ends; an unknown id is refused."""
     model = paged_model()
     prompts, _ = paged_requests(4)
     want = paged_greedy(model, prompts, [10] * 4)
@@ -12625,9 +12633,9 @@ def test_paged_streams():
     paged_idle(engine, 9)
 
 
-def test_paged_step_reports():
-    """step() gives the outputs that advanced, live, each once; a finished one in the step in which
-    it finished and never again; nothing to do is no call of the model."""
+def test_paged_step_returns_outputs_that_advanced():
+    """step() returns each output that advanced once, the same object at every step, a finished one
+    for the last time in the step in which it finished; without work the model is not called."""
     model = paged_model()
     prompts, counts = paged_requests(6, seed=8)
     engine = paged_engine(model, num_blocks=9, block_size=4, max_num_batched_tokens=9)
@@ -12651,8 +12659,8 @@ def test_paged_step_reports():
 
 
 def test_paged_engine_priorities_and_policy():
-    """priority and policy reach the scheduler: an urgent late request ends before earlier ones, and
-    shortest-first turns the order round."""
+    """priority and policy reach the scheduler: a late urgent request ends before earlier ones, and
+    shortest-first changes the order."""
     model = paged_model()
     engine = paged_engine(model, num_blocks=30, block_size=4, max_num_seqs=1)
     for id, priority in (("a", 0), ("b", 0), ("c", 5), ("d", -2), ("e", 0)):
@@ -12667,7 +12675,7 @@ def test_paged_engine_priorities_and_policy():
 
 
 def test_paged_engine_never_starves():
-    """One large request under an endless stream of small ones ends, and soon."""
+    """One large request finishes soon under an endless stream of small ones."""
     model = paged_model()
     engine = paged_engine(
         model, num_blocks=8, block_size=4, max_num_batched_tokens=16, max_num_seqs=6
@@ -12690,7 +12698,7 @@ def test_paged_engine_never_starves():
 
 
 def test_paged_stats():
-    """Statistics are numbers, before the first request and after the last; shares lie in 0..1."""
+    """Statistics are finite, before the first request and after the last; ratios are in 0..1."""
     model = paged_model()
     engine = paged_engine(model, num_blocks=12, block_size=4, max_num_batched_tokens=9)
     names = "queue_seconds_p50 ttft_seconds_p50 ttft_seconds_p99 itl_seconds_p50 itl_seconds_p99"
@@ -12753,7 +12761,7 @@ def test_paged_stats():
     ],
 )
 def test_paged_params_are_checked(field, value):
-    """A field out of its range is refused by name, when it is made or when it is asked for."""
+    """A field out of its range is refused by name, by SamplingParams or by add."""
     engine = paged_engine(paged_model(), num_blocks=9)
     with pytest.raises(ValueError, match=field):
         engine.add([5], P.SamplingParams(**{"max_new_tokens": 3} | {field: value}))
@@ -12761,7 +12769,7 @@ def test_paged_params_are_checked(field, value):
 
 
 def paged_bad(engine) -> list[tuple[str, list, P.SamplingParams, dict]]:
-    """(word, prompt, params, more) of requests that must be refused: 12 blocks of 4, context 40."""
+    """(word, prompt, params, kwargs) of requests to refuse: 12 blocks of 4, context 40."""
     g = greedy(3)
     return [
         ("prompt", [], g, {}),
@@ -12793,7 +12801,7 @@ def paged_bad(engine) -> list[tuple[str, list, P.SamplingParams, dict]]:
 
 def test_paged_bad_input_is_refused():
     """Each bad request is a ValueError that names the field, before and in the middle of a run; the
-    others end with their tokens; those at the very limit are served."""
+    others get their tokens; requests exactly at the limit are served."""
     model = random_model(tiny(max_seq_len=40))
     model = paged_probe(model)
     engine = paged_engine(
@@ -12827,7 +12835,7 @@ def test_paged_bad_input_is_refused():
 
 
 def test_paged_cache_filled_to_the_last_slot():
-    """A request, and one of four samples, as long as the whole cache: served."""
+    """A request as long as the whole cache is served, with one sample and with four."""
     model = paged_model()
     for bs, num_blocks in ((1, 12), (3, 4), (4, 3), (12, 1)):
         for swap in (False, True):
@@ -12842,8 +12850,8 @@ def test_paged_cache_filled_to_the_last_slot():
 
 
 def test_paged_generate_with_some_bad_requests():
-    """Bad prompts among good ones: each says what is wrong with it, the good ones are answered, all
-    in order; generate leaves alone what others have added."""
+    """Bad requests among good ones: each output has its error, the good ones are answered, all in
+    order; generate does not touch requests added before."""
     model = paged_model()
     prompts, counts = paged_requests(4)
     want = paged_greedy(model, prompts, counts)
@@ -12872,8 +12880,8 @@ def test_paged_generate_with_some_bad_requests():
 
 
 def test_paged_callers_lists_are_not_modified():
-    """A prompt's list is neither kept nor written to, one list may come twice, a tuple will do, and
-    fresh ids are not those that callers took."""
+    """A prompt's list is neither kept nor modified, may be passed twice, may be a tuple, and new
+    ids do not collide with those that callers chose."""
     model, prompt = paged_model(), [5, 6, 7, 8, 9]
     (want,) = paged_greedy(model, [prompt], [6])
     engine = paged_engine(model, num_blocks=12, block_size=4)
@@ -12891,8 +12899,8 @@ def test_paged_callers_lists_are_not_modified():
 
 
 def test_paged_extreme_but_valid_params():
-    """More log-probabilities than there are tokens, top_k of 2**63 - 1, the hottest and the coldest
-    temperature: refused by name, or served; never the end of the others."""
+    """More logprobs than the vocabulary has, top_k of 2**63 - 1, extreme temperatures: refused by
+    name, or served; other requests are not affected."""
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6]], [6])
     engine = paged_engine(model, num_blocks=40, block_size=4)
@@ -12908,8 +12916,8 @@ def test_paged_extreme_but_valid_params():
     ):
         try:
             engine.add([5, 6], params, id=str(params))
-        except ValueError as told:
-            assert "logprobs" in str(told)
+        except ValueError as e:
+            assert "logprobs" in str(e)
     engine.add([5, 6], greedy(6), id="good")
     done = {o.id: o for o in paged_run(engine)}
     assert done["good"].token_ids == want
@@ -12946,11 +12954,11 @@ sizes = dict(vocab_size=97, dim=48, n_layers=2, n_heads=4, n_kv_heads=2, head_di
 model, rng = M.Transformer(M.ModelConfig(**sizes, max_seq_len=99)), torch.Generator().manual_seed(0)
 for p in model.parameters():
     torch.nn.init.normal_(p, 0.0, 0.2, rng)
-draw = lambda n: torch.randint(97, (n,), generator=rng).tolist()
+prompt = lambda n: torch.randint(97, (n,), generator=rng).tolist()
 requests = [([], P.SamplingParams())]
 for i in range(12):
-    how = dict(max_new_tokens=1 + 3 * i % 17, temperature=float(i % 3), n=1 + i % 2, seed=i)
-    requests.append((draw(1 + 7 * i % 30), P.SamplingParams(**how)))
+    params = dict(max_new_tokens=1 + 3 * i % 17, temperature=float(i % 3), n=1 + i % 2, seed=i)
+    requests.append((prompt(1 + 7 * i % 30), P.SamplingParams(**params)))
 build = lambda n, size: P.Engine(model, num_blocks=n, block_size=size, kv_dtype=kv_dtype)
 engine = build(14, 5 + 3 * rank)
 if rank == 0:
@@ -12968,8 +12976,8 @@ dist.barrier()
 
 @pytest.mark.parametrize("kv_dtype", [pytest.param("none", marks=pytest.mark.slow), "int8"])
 def test_paged_prefill_and_decode_in_two_processes(kv_dtype, tmp_path):
-    """Prompts run in one process, tokens come in another, KV goes between them by gloo, from blocks
-    of 5 to blocks of 8: every sample's tokens are those of one process, refusals too."""
+    """Disaggregated prefill: one process runs prompts, another decodes, and KV is sent by gloo from
+    blocks of 5 to blocks of 8: tokens and errors are those of one process."""
     argv = [sys.executable, "-c", PAGED_WORKER]
     env = os.environ | dict(PYTHONPATH=str(REPO), OMP_NUM_THREADS="1")
     workers = [
@@ -12984,8 +12992,9 @@ def test_paged_prefill_and_decode_in_two_processes(kv_dtype, tmp_path):
     "triton",
     [pytest.param(t, marks=pytest.mark.slow) for t in ("missing", "interpreted", "installed")],
 )
-def test_paged_kv_alone_in_a_folder(triton, tmp_path):
-    """The one file, copied away, checks itself: without Triton, with it, and on its kernel."""
+def test_paged_kv_standalone(triton, tmp_path):
+    """paged_kv.py copied to an empty folder passes its self-check: without Triton, with it, and
+    with the kernel interpreted."""
     shutil.copy(REPO / "paged_kv.py", tmp_path)
     code = (
         "import sys; sys.modules['triton'] = None; import torch, paged_kv as P\n"
@@ -13004,7 +13013,7 @@ def test_paged_kv_alone_in_a_folder(triton, tmp_path):
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_paged_op(return_lse):
-    """The operator that a compiled step calls: its schema and its fake are what it does."""
+    """The operator that a compiled step calls: its schema and fake implementation are correct."""
     draws = (paged_build(paged_draw(seed, small=True)) for seed in range(99))
     args, flags = next((a, f) for a, f in draws if a[1].dtype == torch.int8)
     names = ("k_scale", "v_scale", "latent_dim", "scale", "window", "softcap", "alibi_slopes")
@@ -13039,7 +13048,7 @@ PAGED_ALL = [
     "paged(kind=torch.int8)",
     "paged(kind=torch.int8, **mixed)",
 ]
-PAGED_SOME = [  # the most shared memory, all rules at once, codes, and latents
+PAGED_SOME = [  # the most shared memory, all score options at once, int8 KV, and MLA
     *PAGED_COMPILED,
     "paged(**mixed, **busy)",
     "paged(256, **mixed)",
@@ -13059,8 +13068,8 @@ PAGED_SOME = [  # the most shared memory, all rules at once, codes, and latents
     ids=["90-all", "80-some", "100-some"],
 )
 def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
-    """To machine code for Ampere, Hopper and Blackwell, with no GPU at hand, within their shared
-    memory; and other sequences, lengths and tables do not recompile."""
+    """The kernel compiles for Ampere, Hopper and Blackwell, without a GPU, within their shared
+    memory; other sequences, lengths and block tables do not recompile."""
     if arch >= 89 and len(cases) > 2:
         fp8 = "kind=torch.float8_e4m3fn"
         cases = [*cases, f"paged({fp8}, **mixed)", f"paged(576, Hkv=1, latent_dim=512, {fp8})"]
@@ -15863,9 +15872,9 @@ def test_engine_spec_fuzz(seed):
 # ---- scheduler ----
 
 
-class SpecWorld(PagedWorld):
-    """PagedWorld with drafts: their slots are written with the marks of the drafted tokens, and a
-    random number of each sequence's drafts, at most `max_accepted`, is accepted."""
+class SpecSimulator(PagedSimulator):
+    """PagedSimulator with drafts: their slots are written with the marks of the drafted tokens, and
+    a random number of each sequence's drafts, at most `max_accepted`, is accepted."""
 
     def __init__(self, *args, max_accepted=None, max_drafts=4, **more):
         super().__init__(*args, **more)
@@ -15995,7 +16004,9 @@ def test_engine_spec_scheduler_fuzz(num_blocks, bs, budget, max_num_seqs, prefix
     finish and no block leaks."""
     num_drafts = 0
     for seed in range(6):
-        world = SpecWorld(num_blocks, bs, budget, max_num_seqs, prefix, seed, kv_swap=seed % 2 == 1)
+        world = SpecSimulator(
+            num_blocks, bs, budget, max_num_seqs, prefix, seed, kv_swap=seed % 2 == 1
+        )
         arrivals = spec_arrivals(world, seed)
         for turn in range(60):
             for _, tokens, new, priority in (a for a in arrivals if a[0] == turn):
@@ -16015,7 +16026,7 @@ def test_engine_spec_lookahead_preempts_no_sequence(num_blocks, bs, budget, max_
     num_drafts = preempted = 0
     for seed in range(4):
         twins = [
-            SpecWorld(
+            SpecSimulator(
                 num_blocks,
                 bs,
                 budget,
@@ -28909,8 +28920,8 @@ def pl_memory(env):
                             actions=[work])  # fmt: skip
     alive, said = PLAlive(), []
     grads = lambda: [p.grad for module in own.values() for p in module.parameters()]
-    own, pipe = pl_make(lists, env, 1, stages=[chunk(), chunk()],
-                        before_action=lambda a, _: said.append((a, alive.now(*grads()))))  # fmt: skip
+    record = lambda action, _: said.append((action, alive.now(*grads())))
+    own, pipe = pl_make(lists, env, 1, stages=[chunk(), chunk()], before_action=record)
     x = torch.randn(2, *PL_ROWS, PL_C, dtype=torch.float64).unbind()
     with alive:
         losses = pipe.step((*PL_ROWS, PL_C), x, lambda y, i: y.square().sum())
@@ -35678,7 +35689,8 @@ def test_dry_run_predicts_the_peak_memory_of_a_step(ranks, flags, rows, corpus, 
     line = next(x for x in done.stdout.splitlines() if x.startswith("peak of a step"))
     foretold = float(line.split()[-1].replace(",", "")) * 2**20
     more = f"--data {corpus} --out {tmp_path / 'out'} --steps 2 --eval-every 2 --device cpu"
-    code = "import sys, train\nfrom generation import cpu\ncpu.keep_freed_memory(False)\nsys.exit(train.main())"
+    code = "import sys, train\nfrom generation import cpu\n"
+    code += "cpu.keep_freed_memory(False)\nsys.exit(train.main())"
     (tmp_path / "program.py").write_text(code)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     argv = [tmp_path / "program.py", *flags.split(), *more.split()]
