@@ -153,9 +153,7 @@ def check_output_dir(out: Path) -> None:
     if existing == {DRAFT_HEAD}:
         raise ValueError(f"--out {out}: holds a draft head; choose another folder")
     if existing:
-        raise ValueError(
-            f"--out {out}: holds a model but no checkpoints of a run; choose another folder"
-        )
+        raise ValueError(f"--out {out}: holds a model but no run to resume; choose another folder")
 
 
 def train(args: argparse.Namespace) -> None:
