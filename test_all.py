@@ -4429,7 +4429,7 @@ def test_bad_input_to_train(finished, corpus, tiny_config, tmp_path, capsys):
         ([*new, "--lr", "nan"], ["--lr", "nan"]),
         ([*new, "--seed", "-1"], ["--seed"]),
         ([*new, "--steps", "-3"], ["--steps", "-3"]),
-        (["--out", str(SMALL)], ["small", "no run"]),
+        (["--out", str(SMALL)], ["small", "no run to resume"]),
         ([*new, "--init", str(tmp_path / "none")], ["none"]),
         (["--out", str(finished)], ["whole", "12 steps", "--resume"]),
         (["--out", str(finished), "--resume", "--lr", "0.5"], ["--lr", "0.5"]),
@@ -4546,7 +4546,7 @@ def test_training_does_not_overwrite_foreign_folders(corpus, tmp_path, capsys):
     HF.save_checkpoint(random_model(tiny()), tmp_path, 60_000)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert T.main(["--out", str(tmp_path), "--data", str(corpus)]) == 2
-    assert "no checkpoints of a run" in capsys.readouterr().err
+    assert "no run to resume" in capsys.readouterr().err
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
 
@@ -9260,7 +9260,7 @@ def test_quantize_load_checkpoint_without_prepare_is_refused(tmp_path):
         quantize_save(model, tmp_path / family, "int8")
         with pytest.raises(ValueError) as e:
             HF.load_checkpoint(tmp_path / family)
-        assert "quantiz" in str(e.value) and family in str(e.value)
+        assert "open them with generate.py" in str(e.value) and family in str(e.value)
         assert len(str(e.value)) < 1200
 
 
@@ -13370,7 +13370,7 @@ def test_serving_messages_use_the_chat_template(tmp_path, capsys):
         alone = through_main(capsys, "hi", "--chat", "--system-prompt", system, *flags)
         for name in ("prompt_tokens", "tokens", "text"):
             assert results[line][name] == alone[name]
-    assert "too long" in results[3]["error"] and "messages" in results[4]["error"]
+    assert "too long" in results[3]["error"] and "messages must be a list" in results[4]["error"]
 
 
 def test_serving_reads_the_request_file_lazily(tmp_path):
@@ -16447,7 +16447,7 @@ def test_draft_head_conflicting_flags(
         ([*base, "--seq-len", "5"], ["--seq-len", "6"]),
         ([*head, "--init", str(tmp_path / "none")], ["--init", "none"]),
         ([*head, "--init", str(bare)], ["tokenizer.model"]),
-        ([*base, "--out", str(bare)], ["bare", "no checkpoints of a run"]),
+        ([*base, "--out", str(bare)], ["bare", "no run to resume"]),
         ([*base, "--out", init], ["dense", "80 steps"]),
         (again, ["whole", "draft head", "another folder"]),
         (["--out", str(draft_head_run), "--data", str(corpus)], ["whole", "draft head"]),
