@@ -306,7 +306,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rope_magnitude(config: ModelConfig) -> float:
-    """Factor of cos and sin: 1 except with YaRN."""
+    """The scale of cos and sin: 1 except with YaRN."""
     rope = config.rope_scaling or {}
     if rope.get("rope_type") != "yarn" or "attention_factor" in rope:
         return rope.get("attention_factor", 1.0)
@@ -406,7 +406,7 @@ def packed_attention(
     """causal_attention for packed documents: a document starts wherever positions (B, T) is 0 and
     does not attend to earlier ones."""
     T = q.shape[1]
-    # shift documents T positions apart, beyond the window of at most T
+    # offset each document's positions by T: the window, at most T, cannot reach an earlier one
     shifted = torch.arange(T, device=q.device) + T * (positions == 0).cumsum(-1)
     spec = replace(spec, window=min(spec.window or T, T))
     return dense_attention(spec, q, k.transpose(1, 2), v.transpose(1, 2), shifted, shifted)
@@ -431,7 +431,7 @@ def dense_attention(
         bias = -spec.alibi_slopes[:, None, None] * distance
         mask = bias.masked_fill(~mask, -math.inf).to(q.dtype)  # (B?, Hq, T, S)
     if T == 1:
-        # The query heads of one KV head become query rows: each key is read once.
+        # Decode: fold the heads of each GQA group into the query length, to read each key once.
         if mask.shape[1] > 1:
             mask = mask.reshape(-1, Hkv, Hq // Hkv, k.shape[2])
         q = q.reshape(B, Hkv, Hq // Hkv, D)
@@ -452,7 +452,7 @@ class KVCache:
 
     New tokens are written at their positions, and a query at position i attends to slots j <= i.
     Slots of rejected tokens are overwritten before any query can attend to them, so `truncate`
-    changes a counter and no memory. Nothing depends on a Python counter and shapes are static, so
+    only lowers `end`, a device tensor. No step depends on a Python value and shapes are static, so
     a step compiles once and can be replayed as a CUDA graph.
 
     Memory: 2 * L * B * Hkv * max_len * D elements; with MLA L * B * max_len *
@@ -490,7 +490,8 @@ class KVCache:
         self.end.clamp_(max=n)
 
     def move(self, slots: Tensor, positions: Tensor) -> None:
-        """Copy slots (B, n) to positions (B, n): the accepted path of a draft tree."""
+        """Copy keys and values from slots (B, n) to positions (B, n): compacts the accepted path of
+        a draft tree."""
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         for t in (*self.k, *self.v):
             t[rows, :, positions] = t[rows, :, slots]
@@ -626,13 +627,14 @@ class LatentAttention(nn.Module):
 
     so attention reads the cached latents without expanding them; used in decode. With T queries
     over a long context, absorbed takes fewer operations while T < R (Dk + Dv) / (2R - Dk - Dv), 170
-    in DeepSeek-V3. Steps of at most `absorb_up_to` tokens, by default 1, use the absorbed form.
+    in DeepSeek-V3 (R = kv_lora_rank, Dk = qk_nope_head_dim, Dv = v_head_dim). Steps of at most
+    `absorb_up_to` tokens, by default 1, use the absorbed form.
     """
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         C, H, R = config.dim, config.n_heads, config.kv_lora_rank
-        self.nope, self.rope, self.v_dim = (
+        self.nope_dim, self.rope_dim, self.v_dim = (
             config.qk_nope_head_dim,
             config.qk_rope_head_dim,
             config.v_head_dim,
@@ -651,9 +653,9 @@ class LatentAttention(nn.Module):
             self.q_a_proj = nn.Linear(C, config.q_lora_rank, bias)
             self.q_a_norm = RMSNorm(config.q_lora_rank, eps)
             self.q_b_proj = nn.Linear(config.q_lora_rank, H * config.head_dim, bias=False)
-        self.kv_a_proj = nn.Linear(C, R + self.rope, bias)
+        self.kv_a_proj = nn.Linear(C, R + self.rope_dim, bias)
         self.kv_a_norm = RMSNorm(R, eps)
-        self.kv_b_proj = nn.Linear(R, H * (self.nope + self.v_dim), bias=False)
+        self.kv_b_proj = nn.Linear(R, H * (self.nope_dim + self.v_dim), bias=False)
         self.o_proj = nn.Linear(H * self.v_dim, C, config.o_bias)
 
     def forward(
@@ -664,10 +666,10 @@ class LatentAttention(nn.Module):
             q = self.q_proj(x)
         else:
             q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
-        q = q.view(B, T, -1, self.nope + self.rope)
-        q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
+        q = q.view(B, T, -1, self.nope_dim + self.rope_dim)
+        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
         q_rope = apply_rope(q_rope, *rope, self.interleaved)
-        latent, k_rope = self.kv_a_proj(x)[:, :, None].split((self.rank, self.rope), dim=-1)
+        latent, k_rope = self.kv_a_proj(x)[:, :, None].split((self.rank, self.rope_dim), dim=-1)
         k_rope = apply_rope(k_rope, *rope, self.interleaved)
         latent = torch.cat((self.kv_a_norm(latent), k_rope), dim=-1)  # (B, T, 1, R + rope)
         if T <= self.absorb_up_to:
@@ -681,16 +683,16 @@ class LatentAttention(nn.Module):
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """latent (B, S, 1, R + rope) -> k (B, S, Hq, D), v (B, S, Hq, Dv)."""
         B, S, _, _ = latent.shape
-        kv = self.kv_b_proj(latent[:, :, 0, : self.rank]).view(B, S, -1, self.nope + self.v_dim)
-        k_nope, v = kv.split((self.nope, self.v_dim), dim=-1)
+        kv = self.kv_b_proj(latent[:, :, 0, : self.rank]).view(B, S, -1, self.nope_dim + self.v_dim)
+        k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
         k_rope = latent[..., self.rank :].expand(-1, -1, kv.shape[2], -1)
         return torch.cat((k_nope, k_rope), dim=-1), v
 
     def _absorbed(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        weight = self.kv_b_proj.weight.view(-1, self.nope + self.v_dim, self.rank)
-        w_k, w_v = weight.split((self.nope, self.v_dim), dim=1)  # (Hq, Dk, R), (Hq, Dv, R)
+        weight = self.kv_b_proj.weight.view(-1, self.nope_dim + self.v_dim, self.rank)
+        w_k, w_v = weight.split((self.nope_dim, self.v_dim), dim=1)  # (Hq, Dk, R), (Hq, Dv, R)
         q = torch.cat((torch.einsum("bthd,hdr->bthr", q_nope, w_k), q_rope), dim=-1)
         spec = replace(self.spec, latent_dim=self.rank)
         o = attend(spec, q, latent, latent[..., : self.rank], positions)  # (B, T, Hq, R)
@@ -863,7 +865,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = nn.ModuleList(MTP(config, L + i) for i in range(config.n_mtp_layers))
-        # replace the layers in forward, each runs several consecutive ones (training/recompute.py)
+        # if set, forward calls these instead of the layers; each runs several consecutive layers
+        # (training/recompute.py)
         self.layer_groups: Sequence[Callable[..., Tensor]] | None = None
         # parameter name -> its shard (parallel.TPShard), if this process has only a part of it
         self.tp_shards: dict[str, Any] = {}
@@ -926,8 +929,8 @@ class Transformer(nn.Module):
         depth: int = 0,
     ) -> Tensor:
         """Multi-token prediction: hidden (B, T, C), from forward(return_hidden=True) or the
-        previous depth, and tokens (B, T), the token after each hidden state's last input -> hidden
-        states (B, T, C) whose logits, self.head(...), predict the token after that."""
+        previous depth, and tokens (B, T), the inputs shifted left by depth + 1 -> hidden states
+        (B, T, C) whose logits, self.head(...), predict the token after those."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rope = rope_cos_sin(self.config, positions)

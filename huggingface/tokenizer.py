@@ -24,16 +24,16 @@ intended differences:
   model has one (transformers: never). Unless tokenizer_class is LlamaTokenizer, white space is
   handled as in training (transformers: no space before the first word). An added token keeps its
   declared id (transformers: the next free id).
-- Invalid UTF-8 gives one U+FFFD per invalid sequence (transformers, with byte fallback: one per
-  byte of the run, including its valid characters, which a stream would have to retract).
+- Invalid UTF-8 gives one U+FFFD per invalid sequence (transformers' byte fallback: one per byte
+  of the whole run, even for its valid characters, so a stream would have to retract text).
 - tokenizer.json is used as it is, except for LlamaTokenizer's prefix space (transformers: some
   other classes replace its rules with their own, equal ones for the models they are made for).
 - `split_special_tokens`, special tokens defined only by a tokenizer_class, and folders with only
   vocab.json and merges.txt are not supported.
 
-Hook: none; generate.py calls it. Needs: tokenizers, sentencepiece or jinja2 (which comes with
-torch), each imported only where it is used. `python huggingface/tokenizer.py` runs a check and
-times streaming.
+Entry points: load_tokenizer and load_chat_template. Needs: tokenizers, sentencepiece or jinja2
+(which comes with torch), each imported only where it is used. `python huggingface/tokenizer.py`
+runs a check and times streaming.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Tokenizer:
     vocab_size: int  # ids are 0 .. vocab_size - 1, including added tokens
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text -> ids; special tokens in the text become their ids. bos=False omits the tokens
-        added around a text, usually BOS, for text of a chat template, which includes them."""
+        """Text -> ids; special tokens in the text become their ids. bos=False adds no
+        special tokens (BOS, EOS), for rendered chat templates, which contain them already."""
         raise NotImplementedError
 
     def id_to_token(self, id: int) -> str:
@@ -126,7 +126,7 @@ class TextStream:
 class StopStrings:
     """Truncates streamed text at the first stop string, which may span tokens.
 
-    The first is the one that is completed first; of two that end together, the longer.
+    The match is the stop string that ends earliest; on a tie, the longest.
     """
 
     def __init__(self, stop: Sequence[str]):
@@ -395,8 +395,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.prefix_space = config.llama_prefix_space
         try:
             # The file is a protobuf message; fields appended to it override earlier ones. Field 3
-            # is the normalizer: its 2 is a replacement table, 3 the space before the first word,
-            # 4 the removal of double spaces. LlamaTokenizer disables all three.
+            # is normalizer_spec, with 2 = precompiled_charsmap, 3 = add_dummy_prefix,
+            # 4 = remove_extra_whitespaces. LlamaTokenizer disables all three.
             no_prefix, no_normalizer = b"\x1a\x02\x18\x00", b"\x1a\x06\x12\x00\x18\x00\x20\x00"
             override = no_normalizer if self.prefix_space else no_prefix
             self.sp_no_prefix = _sentencepiece(model + override)

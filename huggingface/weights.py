@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from model import FP8_BLOCK, ModelConfig, Transformer
 
 # Module or parameter -> its name in a Hugging Face checkpoint; ".weight" and ".bias" of a module
-# keep their names. {} is the layer. A checkpoint stores one tensor per expert, with separate gate
-# and up: the second {} is the expert, and several names are row blocks of one parameter.
+# keep their names. {} is the layer, a second {} the expert. Several names: tensors of the
+# checkpoint that are concatenated along the rows of one parameter (gate and up of an expert).
 HF_NAMES: dict[str, str | tuple[str, ...]] = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
@@ -171,7 +171,7 @@ def _hf_entries(
         number = int(number) + (config.n_layers if kind == "mtp" else 0)
     module, _, leaf = rest.rpartition(".")
     hf_name = names.get(rest) or names[module]
-    if rest not in names:  # of a module, or of a module that replaced stacked expert weights
+    if rest not in names:  # .weight or .bias, or a tensor of a quantized module
         hf_name = f"{hf_name if isinstance(hf_name, str) else 'model.' + module}.{leaf}"
     if isinstance(hf_name, str):
         return [(hf_name.format(number), tensor)]
@@ -303,11 +303,11 @@ def load_checkpoint(
     plus its largest tensor. FP8 weights with block scales (DeepSeek-V3) are dequantized. ValueError
     names the file, the field and the fix if the folder is missing, incomplete or wrong.
 
-    prepare(model) is called with the model on the meta device. It may replace modules (the folder
-    then has the tensors of the new ones) and shard the model: reduce stacked expert weights to
-    MoE.local_expert_ids, shard parameters and list them in Transformer.tp_shards, and drop layers,
-    embedding, norm or head. Only this process's shards are read, but all headers are checked, so
-    that every process rejects an incomplete folder.
+    prepare(model) is called with the model on the meta device. It may replace modules (the
+    checkpoint must then hold the new modules' tensors) and shard the model: reduce stacked expert
+    weights to MoE.local_expert_ids, shard parameters and list them in Transformer.tp_shards, and
+    drop layers, embedding, norm or head. Only this process's shards are read, but all headers are
+    checked, so that every process rejects an incomplete folder.
     convert_module(name, module) is called when a module's own tensors are loaded, before the next
     are read, and returns the module to use instead. Quantizing here never needs the whole model in
     `dtype`. It is not called for a module that shares a parameter with an earlier one.
@@ -396,7 +396,7 @@ def _match_tensors(
     plan = {name: stored[name] for name in wanted if name in stored}
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     if config.tie_embeddings and embed not in stored and head in stored:
-        plan[embed] = stored[head]  # some exporters store lm_head of the two
+        plan[embed] = stored[head]  # some exporters save only lm_head of the tied pair
     elif config.tie_embeddings and head in wanted and embed in stored:
         plan[head] = stored[embed]  # the last pipeline stage has its own copy
     scaled = [n for n, s in plan.items() if s.dtype == "F8_E4M3" and n.endswith(".weight")]
@@ -500,10 +500,11 @@ def save_checkpoint(
     one file, or several with an index if larger than max_shard_bytes. `quantization` is saved as
     config.json's quantization_config, from which quantized modules are rebuilt on loading.
 
-    Every file is written to a temporary file, flushed to disk and renamed; several shards become
-    the checkpoint when their index is renamed. A crash or a full disk at any moment leaves the old
-    checkpoint. If the folder has a model of another config, its config.json is deleted first, and
-    load_checkpoint rejects what a crash leaves. OSError if a file cannot be written.
+    Every file is written to a temporary file, flushed to disk and renamed; with several shards,
+    renaming the index commits the save. A crash or a full disk at any moment leaves the old
+    checkpoint. If the folder has a model of another config, its config.json is deleted first, so
+    that after a crash the folder is rejected instead of mixing two models. OSError if a file cannot
+    be written.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -535,8 +536,8 @@ def _weight_files(folder: Path) -> set[Path]:
 
 
 def _split_into_shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Split in order into as few shards of at most max_bytes as possible; a larger tensor has its
-    own."""
+    """Split in order into as few shards of at most max_bytes as possible; a tensor above that
+    gets its own shard."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -590,11 +591,11 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(tmp, path)
-    except (OSError, SafetensorError) as e:  # a full disk comes as either
+    except (OSError, SafetensorError) as e:  # a full disk can raise either
         raise OSError(f"{path}: cannot be written ({e}); the previous file is unchanged") from None
     finally:
         tmp.unlink(missing_ok=True)
-    if os.name == "posix":  # fsync the folder, which has the rename
+    if os.name == "posix":  # fsync the folder: the rename is durable
         fd = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(fd)
