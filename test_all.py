@@ -24171,6 +24171,9 @@ def layout_model(case: LayoutCase, args, layout, rank: int = 0) -> M.Transformer
 def layout_steps(case, args, layout, model, first=0):
     """The body of train.run_steps; yields before and after each optimizer step."""
     optimizer = BUILD.build_optimizer(model, layout)
+    if case.dtype != "fp64":  # with eps 1e-8 Adam makes a whole step of a rounding error
+        for group in optimizer.param_groups:
+            group["eps"] = 1e-4
     attend = layout.attend(STEP.make_attend(args.attention))
     losses = dict(aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
     balance = STEP.LoadBalancer(model, **losses, layout=layout)
