@@ -675,7 +675,7 @@ class DraftHead(nn.Module):
     target's head of h'; further drafts continue from h'. EAGLE (arXiv:2401.15077) without its
     attention layer: a draft costs two matmuls and the head, and no KV cache.
 
-    train.py --train-draft-head trains one for a checkpoint.
+    train.py --task draft-head trains one for a checkpoint.
     """
 
     def __init__(self, dim: int, ffn_dim: int):

@@ -104,11 +104,11 @@ from quantization import quantize_model as W
 from generation import cpu
 from training import data as DA
 from parallelism import diloco as DL
+from training import callbacks as CB
 from training import draft_head as DH
 from generation import drafting as D
 from parallelism import dry_run
 from parallelism import expert_parallel as Y
-from training import flags as FL
 import generate as G
 from parallelism import parallel_dims as L
 from training import lora as LO
@@ -4158,7 +4158,7 @@ def test_gradient_accumulation_is_token_weighted(micro):
             ).backward()
 
     loss, expected = gradients(big)
-    got_loss, got = gradients(lambda: STEP.accumulate(model, batch, micro))
+    got_loss, got = gradients(lambda: STEP.forward_backward(model, batch, micro))
     assert math.isclose(loss, got_loss["loss"], rel_tol=1e-6) and relative(got, expected) < 1e-6
     assert relative(gradients(mean_of_means)[1], expected) > 1e-2
 
@@ -4288,11 +4288,21 @@ def saved_steps(out: Path) -> list[int]:
     return SD.list_steps(out / SD.CHECKPOINTS)
 
 
+def optimizer_step(model, optimizer, lr, layout=STEP.SINGLE_PROCESS, max_norm=1.0) -> float:
+    """The update of train.py's loop: clip, step, zero; returns the norm of the gradient."""
+    norm = STEP.clip_gradients(model, max_norm, layout)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("scale", 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
 def save_run(out, model, optimizer, step, args, layout=STEP.SINGLE_PROCESS) -> None:
     """Save the folder of a run after `step` steps."""
-    state = SD.State(model, optimizer, layout)
+    state = SD.TrainState(model, optimizer, layout)
     state.updates, saver = step, T.Checkpoints(out / SD.CHECKPOINTS, sync=True)
-    run = {k: getattr(args, k) for k in T.SAVED if not isinstance(getattr(args, k), Path)}
+    run = {key: x for key, x in args.settings().items() if key != "init"}
     about = {"updates": step, "run": run, "config": model.config.to_hf()}
     saver.save(step, state.sharded_state_dict(), about)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -4301,7 +4311,7 @@ def save_run(out, model, optimizer, step, args, layout=STEP.SINGLE_PROCESS) -> N
 
 def load_run(out, model, optimizer, layout=STEP.SINGLE_PROCESS) -> None:
     saver = T.Checkpoints(out / SD.CHECKPOINTS)
-    SD.State(model, optimizer, layout).load(saver, saver.newest())
+    SD.TrainState(model, optimizer, layout).load(saver, saver.newest())
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -4514,17 +4524,17 @@ def test_deepseek_model_trains_and_resumes_bit_equal(corpus, tmp_path):
     argv += ["--dtype", "fp32", "--save-every", 20, "--out"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert T.main([*map(str, [*argv, whole, "--steps", 40])]) == 0
-    real = T.Run.save
+    real = T.Checkpoints.save
 
     class Stop(Exception):
         pass
 
-    def save_and_stop(run, step):
-        real(run, step)
+    def save_and_stop(checkpoints, *args, **kwargs):
+        real(checkpoints, *args, **kwargs)
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(T.Run, "save", save_and_stop)
+        patch.setattr(T.Checkpoints, "save", save_and_stop)
         T.main([*map(str, [*argv, parts, "--steps", 40])])
     assert T.main(["--out", str(parts), "--resume"]) == 0
     rows = MT.read_metrics(whole / "metrics.jsonl")
@@ -6252,7 +6262,7 @@ def test_training_passes_attend_to_every_layer():
         return M.causal_attention(spec, *qkv_positions)
 
     env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
-    STEP.accumulate(model, batch, 2, attend=attend)
+    STEP.forward_backward(model, batch, 2, attend=attend)
     assert layers == [0, 1, 2, 3, 4]
     layers.clear()
     STEP.validate(model, batch.flatten(), 23, 1, env, attend)
@@ -9977,8 +9987,8 @@ def fp8_losses(text, steps: int, change=lambda model: model) -> tuple[float, flo
     losses = []
     for step in range(steps):
         batch = DA.get_batch(text[:-10_000], 0, step, range(4), 4, 64)
-        losses.append(STEP.accumulate(model, batch, 4, place.autocast)["loss"])
-        STEP.update(model, optimizer, T.learning_rate(step, steps, 1e-3))
+        losses.append(STEP.forward_backward(model, batch, 4, place.autocast)["loss"])
+        optimizer_step(model, optimizer, T.learning_rate(step, steps, 1e-3))
     return sum(losses[-20:]) / 20, STEP.validate(model, text[-4097:], 64, 16, place)
 
 
@@ -10062,8 +10072,8 @@ def qat_train(change=lambda model: model) -> tuple[M.Transformer, Callable]:
     change(model)
     optimizer, place = BUILD.build_optimizer(model), T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     for step in range(25):
-        STEP.accumulate(model, DA.get_batch(tokens, 0, step, range(4), 4, 64), 4)
-        STEP.update(model, optimizer, 3e-4 * (1 - step / 25) * min(1, (step + 1) / 5))
+        STEP.forward_backward(model, DA.get_batch(tokens, 0, step, range(4), 4, 64), 4)
+        optimizer_step(model, optimizer, 3e-4 * (1 - step / 25) * min(1, (step + 1) / 5))
     return model, lambda model: STEP.validate(model, val[:2049], 64, 16, place)
 
 
@@ -16156,7 +16166,7 @@ def test_engine_spec_no_drafts_at_a_fork(block_size):
 
 
 # --------------------------------------------------------------------------------------------------
-# train.py --train-draft-head
+# train.py --task draft-head
 # --------------------------------------------------------------------------------------------------
 
 
@@ -16180,7 +16190,7 @@ def draft_head_targets(corpus, tmp_path_factory) -> Path:
 
 
 def draft_head_argv(corpus, init: Path, out: Path, *more) -> list[str]:
-    argv = ["--train-draft-head", "--init", init, "--out", out, "--data", corpus, "--steps", 6]
+    argv = ["--task", "draft-head", "--init", init, "--out", out, "--data", corpus, "--steps", 6]
     argv += ["--seq-len", 32, "--batch-size", 4, "--lr", 1e-2, "--eval-every", 3, "--dtype", "fp32"]
     return [str(a) for a in (*argv, "--device", "cpu", *more)]
 
@@ -16323,8 +16333,7 @@ def test_draft_head_acceptance_counts_equal_greedy_decoding():
 
 def test_draft_head_learns(draft_head_run, capsys):
     """The loss falls, also on validation text, and acceptance is above chance; metrics have a row
-    per step, with validation when due; the file has the last acceptance. OUT has no model and no
-    training state."""
+    per step, with validation when due; the file has the last acceptance. OUT has no model."""
     rows = metrics(draft_head_run)
     assert [r["step"] for r in rows] == list(range(1, 41))
     assert all(set(r) >= {"step", "loss", "grad_norm", "lr"} for r in rows)
@@ -16337,7 +16346,8 @@ def test_draft_head_learns(draft_head_run, capsys):
     about = saved_draft_head(draft_head_run)[1]
     assert about == {"dim": 32, "ffn_dim": 64, "steps": 40, "acceptance": rows[-1]["acceptance"]}
     assert {p.name for p in draft_head_run.iterdir()} == {
-        *(DH.DRAFT_HEAD, "metrics.jsonl", "tokenizer.model", "train.tokens", "val.tokens")
+        *(DH.DRAFT_HEAD, "metrics.jsonl", "tokenizer.model", "train.tokens", "val.tokens"),
+        SD.CHECKPOINTS,
     }
 
 
@@ -16432,25 +16442,26 @@ def test_draft_head_conflicting_flags(
 ):
     """Each is one line that names the flag and the fix, exit code 2, before any file is written."""
     init, out = str(draft_head_targets / "dense"), tmp_path / "new"
-    head = ["--train-draft-head", "--out", str(out), "--data", str(corpus)]
+    head = ["--task", "draft-head", "--out", str(out), "--data", str(corpus)]
     base = [*head, "--init", init]
     bare = tmp_path / "bare"
     shutil.copytree(init, bare, ignore=shutil.ignore_patterns("tokenizer.model", SD.CHECKPOINTS))
     again = draft_head_argv(corpus, Path(init), draft_head_run)
+    (tmp_path / "head").mkdir()
+    shutil.copy(draft_head_run / DH.DRAFT_HEAD, tmp_path / "head")
     cases = [
-        (head, ["--train-draft-head", "--init"]),
-        ([*base, "--model", "small"], ["--train-draft-head", "--model"]),
-        ([*base, "--model=small"], ["--train-draft-head", "--model"]),
-        ([*base, "--fp8", "rowwise"], ["--train-draft-head", "--fp8"]),
-        ([*base, "--qat", "int8"], ["--train-draft-head", "--qat"]),
-        ([*base, "--resume"], ["--resume", "--train-draft-head", "another --out"]),
+        (head, ["--task draft-head requires --init"]),
+        ([*base, "--fp8", "rowwise"], ["--task draft-head cannot be combined with --fp8"]),
+        ([*base, "--qat", "int8"], ["--task draft-head cannot be combined with --qat"]),
+        ([*base, "--resume"], ["--resume", "nothing was saved yet"]),
         ([*base, "--seq-len", "5"], ["--seq-len", "6"]),
         ([*head, "--init", str(tmp_path / "none")], ["--init", "none"]),
         ([*head, "--init", str(bare)], ["tokenizer.model"]),
         ([*base, "--out", str(bare)], ["bare", "no run to resume"]),
         ([*base, "--out", init], ["dense", "80 steps"]),
-        (again, ["whole", "draft head", "another folder"]),
-        (["--out", str(draft_head_run), "--data", str(corpus)], ["whole", "draft head"]),
+        (again, ["whole", "40 steps", "another folder"]),
+        (["--out", str(draft_head_run), "--data", str(corpus)], ["whole", "40 steps"]),
+        (["--out", str(tmp_path / "head")], ["holds a draft head"]),
     ]
     before = (draft_head_run / DH.DRAFT_HEAD).read_bytes()
     for argv, words in cases:
@@ -16486,29 +16497,26 @@ def test_draft_head_is_saved_on_sigterm(corpus, draft_head_targets, tmp_path):
 
 
 def test_draft_head_killed_while_saving(corpus, draft_head_targets, tmp_path, capsys, monkeypatch):
-    """A save that is killed, the first or a later one, leaves no file or the previous one; the next
-    run deletes the partial file; a full disk is a one-line error."""
-    out, saves, real = tmp_path / "run", [], DH.save_file
+    """A killed save leaves no head; --resume writes the whole run's, and deletes the partial file;
+    a full disk is a one-line error."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
     argv = draft_head_argv(corpus, draft_head_targets / "dense", out, "--save-every", "2")
+    assert T.main(draft_head_argv(corpus, draft_head_targets / "dense", whole)) == 0
 
-    def save_until_killed(tensors, path, about):
-        saves.append(about["steps"])
+    def killed(tensors, path, about):
         Path(path).write_bytes(b"half a head")
-        if len(saves) == kill_at:
-            raise SystemExit  # not caught by any handler, like a kill
-        real(tensors, path, about)
+        raise SystemExit  # not caught by any handler, like a kill
 
-    monkeypatch.setattr(DH, "save_file", save_until_killed)
-    kill_at = 1
-    with pytest.raises(SystemExit):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(DH, "save_file", killed)
         T.main(argv)
     assert not (out / DH.DRAFT_HEAD).exists()
     (out / ".draft_head.safetensors.1.tmp").write_bytes(b"of a real kill")
-    saves, kill_at = [], 2
-    with pytest.raises(SystemExit):
-        T.main(argv)
-    assert saves == ["2", "4"] and saved_draft_head(out)[1]["steps"] == 2
-    assert not list(out.glob(".*.tmp")) and len(metrics(out)) == 4
+    assert T.main(["--out", str(out), "--resume"]) == 0
+    assert saved_draft_head(out)[1] == saved_draft_head(whole)[1]
+    a, b = (load_file(folder / DH.DRAFT_HEAD) for folder in (out, whole))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not list(out.glob(".*.tmp")) and metrics(out) == metrics(whole)
     full = lambda *a: (_ for _ in ()).throw(SafetensorError("No space left on device"))
     monkeypatch.setattr(DH, "save_file", full)
     capsys.readouterr()
@@ -16519,27 +16527,38 @@ def test_draft_head_killed_while_saving(corpus, draft_head_targets, tmp_path, ca
     )
 
 
-def test_draft_head_that_diverges_is_not_saved(corpus, draft_head_targets, tmp_path, capsys):
-    """A non-finite loss: a one-line error, and the file has the last good step."""
+def test_draft_head_resumes_bit_equal(corpus, draft_head_targets, tmp_path):
+    """A run of 4 and then 6 steps is one of 6 steps, with a constant learning rate."""
+    argv = lambda out, *more: draft_head_argv(
+        corpus, draft_head_targets / "dense", tmp_path / out, "--lr-schedule", "constant", *more
+    )
+    assert T.main(argv("whole", "--steps", 6)) == 0 and T.main(argv("parts", "--steps", 4)) == 0
+    assert T.main(["--out", str(tmp_path / "parts"), "--resume", "--steps", "6"]) == 0
+    a, b = (load_file(tmp_path / out / DH.DRAFT_HEAD) for out in ("whole", "parts"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_draft_head_batches_that_diverge_are_skipped(corpus, draft_head_targets, tmp_path, capsys):
+    """A non-finite loss is not applied: the file has the last good weights."""
     out = tmp_path / "wild"
-    more = ("--lr", "1e30", "--save-every", "1")
-    assert T.main(draft_head_argv(corpus, draft_head_targets / "dense", out, *more)) == 2
-    assert "--lr" in capsys.readouterr().err
+    more = ("--lr", "1e30", "--grad-clip", "0", "--warmup-steps", "0")
+    assert T.main(draft_head_argv(corpus, draft_head_targets / "dense", out, *more)) == 0
+    assert "skipped, the loss is" in capsys.readouterr().err
     assert all(p.isfinite().all() for p in saved_draft_head(out)[0].parameters())
 
 
 def test_draft_head_has_its_own_default_learning_rate():
-    """It applies only to --train-draft-head without --lr."""
+    """It applies only to --task draft-head without --lr."""
     rate = lambda *more: T.parse_args([*more]).lr
-    argv = ("--train-draft-head", "--init", "x")
-    assert rate(*argv) == FL.DRAFT_LR != rate() and rate(*argv, "--lr", "0.5") == 0.5
+    argv = ("--task", "draft-head", "--init", "x")
+    assert rate(*argv) == T.TASK_LR["draft-head"] != rate() and rate(*argv, "--lr", "0.5") == 0.5
 
 
 def test_draft_head_is_in_the_help(capsys):
-    """--help and train.py's docstring mention --train-draft-head."""
+    """--help and train.py's docstring mention --task draft-head."""
     with pytest.raises(SystemExit):
         T.parse_args(["--help"])
-    assert "--train-draft-head" in capsys.readouterr().out and "--train-draft-head" in T.__doc__
+    assert "draft-head" in capsys.readouterr().out and "--task draft-head" in T.__doc__
 
 
 @pytest.mark.slow
@@ -20619,7 +20638,7 @@ def test_auxiliary_losses_equal_their_formulas_and_reach_the_router(kind, config
     seen = []
     for m in moe_layers(model):
         m.observe = lambda *routed: seen.append(routed)
-    plain = STEP.accumulate(model, batch, 3)
+    plain = STEP.forward_backward(model, batch, 3)
     assert "aux_loss" not in plain and len(seen) == len(moe_layers(model))
     without = routers(model)
     model.zero_grad()
@@ -20630,7 +20649,7 @@ def test_auxiliary_losses_equal_their_formulas_and_reach_the_router(kind, config
     again.backward()
     added = routers(model)
     model.zero_grad()
-    row = STEP.accumulate(model, batch, 3, balance=STEP.LoadBalancer(model, **{kind: 0.3}))
+    row = STEP.forward_backward(model, batch, 3, balance=STEP.LoadBalancer(model, **{kind: 0.3}))
     assert row["aux_loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert row["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert added.norm() > 1e-3 and relative(routers(model) - without, added) < 1e-4
@@ -20645,7 +20664,9 @@ def test_z_and_sequence_losses_do_not_depend_on_the_microbatch_size():
     def step(micro, **coefficients):
         model.zero_grad()
         balance = STEP.LoadBalancer(model, **coefficients)
-        return STEP.accumulate(model, batch, micro, balance=balance)["aux_loss"], routers(model)
+        return STEP.forward_backward(model, batch, micro, balance=balance)["aux_loss"], routers(
+            model
+        )
 
     for coefficients in (dict(z=0.5), dict(seq=0.5), dict(z=0.1, seq=0.2)):
         whole, gradient = step(4, **coefficients)
@@ -20662,8 +20683,8 @@ def trained_loads(model: M.Transformer, steps: int, lr: float, speed: float, **c
     worst = []
     for step in range(steps):
         batch = random_tokens(model.config, 8, 65, seed=step)
-        STEP.accumulate(model, batch, 8, balance=balance)
-        STEP.update(model, optimizer, lr)
+        STEP.forward_backward(model, batch, 8, balance=balance)
+        optimizer_step(model, optimizer, lr)
         worst.append(balance.update())
     return worst
 
@@ -20763,7 +20784,9 @@ def test_metrics_report_expert_load_and_auxiliary_loss(corpus, moe_configs, tmp_
     busiest = max(max(layer) * len(layer) / sum(layer) for layer in rows[-1]["expert_load"])
     assert rows[-1]["worst_load"] == pytest.approx(busiest, abs=1e-3)
     assert rows[-1]["dead_experts"] == sum(layer.count(0) for layer in rows[-1]["expert_load"])
-    assert T.main(moe_argv(corpus, moe_configs / f"{kind}.json", loop, "--experts", "loop")) == 0
+    assert (
+        T.main(moe_argv(corpus, moe_configs / f"{kind}.json", loop, "--set", "experts=loop")) == 0
+    )
     for a, b in zip(rows, MT.read_metrics(loop / "metrics.jsonl"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
     default = "0.01" if kind == "mixtral" else "0.0"
@@ -20787,7 +20810,7 @@ def test_metrics_report_expert_load_and_auxiliary_loss(corpus, moe_configs, tmp_
 @pytest.mark.slow
 def test_compiled_moe_trains_as_eager(corpus, moe_configs, tmp_path):
     """An MoE model trains with --compile to the losses, auxiliary losses and loads of eager."""
-    more = ("--router-z-loss", 0.1, "--seq-aux-loss", 0.1)
+    more = ("--set", "router_z_loss=0.1", "--set", "seq_aux_loss=0.1")
     for name, flags in (("plain", ()), ("compiled", ("--compile",))):
         argv = moe_argv(corpus, moe_configs / "deepseek.json", tmp_path / name, *more, *flags)
         assert T.main(argv) == 0
@@ -20829,7 +20852,7 @@ def test_upcycled_model_equals_the_dense_model(dense_models, tmp_path, family):
     """--upcycle gives the dense model's logits (fp32, 1e-5) for any router, and the model is saved
     and loaded in a family that can express it."""
     init = dense_models / family
-    args = T.parse_args(["--init", str(init), "--upcycle", "4", "--upcycle-top-k", "3"])
+    args = T.parse_args(["--init", str(init), "--upcycle", "4", "--set", "upcycle_top_k=3"])
     config = BUILD.model_config(args)
     dense = HF.load_checkpoint(init, dtype=torch.float32)
     env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
@@ -20855,14 +20878,14 @@ def test_upcycled_model_trains_resumes_and_opens_in_transformers(corpus, dense_m
     more = ["--init", str(init), "--upcycle", "4", "--steps", "12", "--lr", "5e-3", "--eval-every"]
     argv = lambda to: [*moe_argv(corpus, Path("none"), to), *more, "12", "--save-every", "6"]
     assert T.main(argv(out)) == 0
-    real = T.Run.save
+    real = T.Checkpoints.save
 
-    def save_and_stop(run, step):
-        real(run, step)
+    def save_and_stop(checkpoints, *args, **kwargs):
+        real(checkpoints, *args, **kwargs)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(T.Run, "save", save_and_stop)
+        patch.setattr(T.Checkpoints, "save", save_and_stop)
         assert T.main(argv(stopped)) == 130
     assert T.main(["--out", str(stopped), "--resume"]) == 0
     assert (stopped / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
@@ -20894,10 +20917,16 @@ def test_bad_moe_flags_are_refused(corpus, moe_configs, dense_models, tmp_path, 
     deepseek = ["--model", str(moe_configs / "deepseek.json")]
     cases = [
         (up, ["--upcycle", "--init"]),
-        ([*dense, *up, "--upcycle-top-k", "5"], ["--upcycle-top-k", "--upcycle 4", "not 5"]),
-        ([*dense, *up, "--upcycle-top-k", "1"], ["--upcycle-top-k", "from 2", "not 1"]),
-        ([*dense, "--upcycle-top-k", "3"], ["--upcycle-top-k requires --upcycle"]),
-        ([*deepseek, "--ep-chunks", "3"], ["--ep-chunks requires --ep"]),
+        (
+            [*dense, *up, "--set", "upcycle_top_k=5"],
+            ["--set upcycle_top_k must", "--upcycle 4", "not 5"],
+        ),
+        (
+            [*dense, *up, "--set", "upcycle_top_k=1"],
+            ["--set upcycle_top_k must be from 2", "not 1"],
+        ),
+        ([*dense, "--set", "upcycle_top_k=3"], ["--set upcycle_top_k requires --upcycle"]),
+        ([*deepseek, "--set", "ep_chunks=3"], ["--set ep_chunks requires --ep"]),
         ([*dense, "--upcycle", "0"], ["--upcycle", "positive"]),
         (["--init", str(biased), *up], ["--upcycle", "biased", "mlp_bias"]),
         (["--init", str(mtp), *up], ["--upcycle", "mtp", "multi-token"]),
@@ -20905,16 +20934,22 @@ def test_bad_moe_flags_are_refused(corpus, moe_configs, dense_models, tmp_path, 
             ["--init", str(tmp_path / "mixed"), *up],
             ["--upcycle", "mixed", "is an MoE model already"],
         ),
-        (["--train-draft-head", *dense, *up], ["--upcycle", "cannot be combined"]),
+        (["--task", "draft-head", *dense, *up], ["--upcycle", "cannot be combined"]),
         ([*dense, "--aux-loss", "0.1"], ["--aux-loss", "requires a model with MoE layers"]),
-        ([*dense, "--router-z-loss", "0.1"], ["--router-z-loss requires a model with MoE layers"]),
+        (
+            [*dense, "--set", "router_z_loss=0.1"],
+            ["--set router_z_loss requires a model with MoE layers"],
+        ),
         ([*dense, "--ep", "2"], ["--ep", "requires a model with MoE layers"]),
-        ([*deepseek, "--router-z-loss", "nan"], ["--router-z-loss", "nan"]),
+        (
+            [*deepseek, "--set", "router_z_loss=nan"],
+            ["--set router_z_loss must be 0 or more", "nan"],
+        ),
         ([*deepseek, "--aux-loss", "-1"], ["--aux-loss", "-1"]),
         ([*deepseek, "--ep", "2"], ["--ep 2", "1 ranks"]),
         ([*deepseek, "--ep", "0"], ["--ep", "positive"]),
-        ([*deepseek, "--ep-node-size", "2"], ["--ep-node-size requires --ep"]),
-        ([*deepseek, "--ep-chunks", "0"], ["--ep-chunks", "positive"]),
+        ([*deepseek, "--set", "ep_node_size=2"], ["--set ep_node_size requires --ep"]),
+        ([*deepseek, "--set", "ep_chunks=0"], ["--set ep_chunks must be positive"]),
     ]
     new = ["--out", str(tmp_path / "new"), "--data", str(corpus), "--device", "cpu"]
     for argv, words in cases:
@@ -20925,8 +20960,8 @@ def test_bad_moe_flags_are_refused(corpus, moe_configs, dense_models, tmp_path, 
     args = T.parse_args([*new, *deepseek, "--ep", "3"])
     with pytest.raises(ValueError, match="--ep 3: 8 experts"):
         T.ParallelDims(args, BUILD.model_config(args), 3)
-    args = T.parse_args([*new, *deepseek, "--ep", "4", "--ep-node-size", "3"])
-    with pytest.raises(ValueError, match="--ep-node-size 3 must divide --ep 4"):
+    args = T.parse_args([*new, *deepseek, "--ep", "4", "--set", "ep_node_size=3"])
+    with pytest.raises(ValueError, match="--set ep_node_size=3 must divide --ep 4"):
         T.ParallelDims(args, BUILD.model_config(args), 4)
 
 
@@ -20956,7 +20991,7 @@ def unbalanced_run(corpus, moe_configs, tmp_path_factory) -> Path:
 
 
 def unbalanced_argv(corpus, path: Path, out: Path, *more) -> list[str]:
-    losses = ["--seq-aux-loss", 0.1, "--router-z-loss", 0.01]
+    losses = ["--set", "seq_aux_loss=0.1", "--set", "router_z_loss=0.01"]
     return moe_argv(corpus, Path("none"), out, "--init", path / "init", *losses, *more)
 
 
@@ -20994,11 +21029,14 @@ def test_training_with_ep_2_equals_one_process(corpus, unbalanced_run, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, flags",
-    [(4, ("--ep", 2, "--ep-chunks", 3)), (4, ("--ep", 4, "--ep-node-size", 2, "--ep-chunks", 2))],
+    [
+        (4, ("--ep", 2, "--set", "ep_chunks=3")),
+        (4, ("--ep", 4, "--set", "ep_node_size=2", "--set", "ep_chunks=2")),
+    ],
     ids=["two-groups", "two-level"],
 )
 def test_training_with_ep_equals_one_process(corpus, unbalanced_run, tmp_path, ranks, flags):
-    """The same with two EP groups, two-level all-to-all and --ep-chunks; both resume one process's
+    """The same with two EP groups, two-level all-to-all and --set ep_chunks; both resume one process's
     checkpoint."""
     out = tmp_path / "from-the-start"
     log, argv = tmp_path / "log", unbalanced_argv(corpus, unbalanced_run, out, "--steps", 2, *flags)
@@ -24089,7 +24127,7 @@ class LayoutCase:
         sizes += "bf16" if self.dtype == "bf16" else "fp32"
         argv = [*sizes.split(), *self.run.split(), *([] if single else self.layout.split())]
         args = T.parse_args(argv)
-        T.resolve_expert_flags(args, self.config)
+        T.check_experts(args, self.config)
         return args
 
     def reference(self) -> LayoutCase:
@@ -24181,9 +24219,9 @@ def layout_steps(case, args, layout, model, first=0):
     rest = env.autocast, attend, balance, layout
     for step in range(first, case.steps):
         batch = layout_batch(case, step)[list(layout.samples(args.batch_size))]
-        losses = STEP.accumulate(model, batch, args.micro_batch_size, *rest)
+        losses = STEP.forward_backward(model, batch, args.micro_batch_size, *rest)
         yield step, losses, None, optimizer
-        norm = STEP.update(model, optimizer, 1e-2, layout)
+        norm = optimizer_step(model, optimizer, 1e-2, layout)
         balance.update(layout)
         yield step, losses | {"norm": norm}, balance, optimizer
     tokens = layout_validation_tokens(case)
@@ -24305,7 +24343,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     for key in MOMENTS if layout.buckets is None else ():
         moments = [(n, optimizer.state[p][key]) for n, p in named]
         worst(key, max_shard_error(layout, moments, want[key], layout_rounding_noise(case, key)))
-    state = SD.State(model, optimizer, layout)
+    state = SD.TrainState(model, optimizer, layout)
     state.updates = 1
     for name, piece in state.sharded_state_dict().items():  # this rank's shards of a checkpoint
         key, _, name = name.partition(".")
@@ -24352,7 +24390,7 @@ def layout_stats(case, layout, model, optimizer) -> dict:
 
 # ---- the cases ----
 
-NO_SP = "--no-sequence-parallel"
+NO_SP = "--set sequence_parallel=false"
 BF16 = dict(dtype="bf16")  # matmuls, and with --zero all-gathers
 MOMENTS = ("exp_avg", "exp_avg_sq")
 RECOMPUTE = "--recompute full"
@@ -24362,10 +24400,10 @@ LAYOUT_CASES = {
     "sp": LayoutCase("qwen", "--tp 4", micro=2),
     "async": LayoutCase("dense", "--tp 4 --async-tp", micro=4),
     "ring": LayoutCase("windows", "--cp 4", micro=2),
-    "ep": LayoutCase("latent", "--ep 2", "--router-z-loss 0.1 --seq-aux-loss 0.1"),
+    "ep": LayoutCase("latent", "--ep 2", "--set router_z_loss=0.1 --set seq_aux_loss=0.1"),
     "zero 3": LayoutCase("dense", "--zero 3", batch=8),
     "async x ring x ep": LayoutCase(
-        "latent", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", "--router-z-loss 0.1", micro=2
+        "latent", "--tp 2 --async-tp --cp 2 --ep 2 --zero 3", "--set router_z_loss=0.1", micro=2
     ),
     "pp": LayoutCase("deep", "--pp 4"),
     "zbv": LayoutCase("deep tied", "--pp 4 --pp-schedule zbv", batch=8),
@@ -24373,39 +24411,39 @@ LAYOUT_CASES = {
 }  # fmt: skip
 
 MORE_LAYOUTS = {
-    "ep by nodes": LayoutCase("moe", "--ep 4 --ep-node-size 2 --ep-chunks 2", "--aux-loss 0"),
+    "ep by nodes": LayoutCase("moe", "--ep 4 --set ep_node_size=2 --set ep_chunks=2", "--aux-loss 0"),
     "bucketed": LayoutCase(
-        "moe", "--zero 2 --distributed-optimizer --recompute selective", "--aux-loss 0", batch=8
+        "moe", "--zero 2 --set distributed_optimizer=true --recompute selective", "--aux-loss 0", batch=8
     ),
-    "chunked": LayoutCase("dense", "--tp 2 --zero 3 --recompute sqrt --loss-chunk 24", micro=2),
+    "chunked": LayoutCase("dense", "--tp 2 --zero 3 --recompute sqrt --set loss_chunk=24", micro=2),
     "hsdp": LayoutCase("latent", "--zero 3 --dp-replicate 2 --ep 2", batch=8),
     "dualpipe": LayoutCase(
-        "deep latent", "--pp 4 --pp-schedule dualpipe", "--router-z-loss 0.1", batch=8
+        "deep latent", "--pp 4 --pp-schedule dualpipe", "--set router_z_loss=0.1", batch=8
     ),
     "zb-h1 x sp": LayoutCase("moe", "--pp 2 --pp-schedule zb-h1 --tp 2", "--aux-loss 0"),
     "v-half x zero 3": LayoutCase("four tied", "--pp 2 --pp-schedule v-half --zero 3", batch=8),
     "sp x ep": LayoutCase(
-        "latent", f"--tp 2 --ep 2 --zero 2 {RECOMPUTE}", "--router-z-loss 0.1 --seq-aux-loss 0.1"
+        "latent", f"--tp 2 --ep 2 --zero 2 {RECOMPUTE}", "--set router_z_loss=0.1 --set seq_aux_loss=0.1"
     ),
     "sp x ring": LayoutCase(
-        "dense", "--tp 2 --cp 2 --zero 3 --recompute selective --loss-chunk 24", micro=2
+        "dense", "--tp 2 --cp 2 --zero 3 --recompute selective --set loss_chunk=24", micro=2
     ),
     "bf16": LayoutCase("dense", "--tp 2 --zero 3", batch=8, **BF16),
-    "ring x ep": LayoutCase("latent", f"--cp 2 --ep 2 --zero 1 {RECOMPUTE}", "--router-z-loss 0.1"),
+    "ring x ep": LayoutCase("latent", f"--cp 2 --ep 2 --zero 1 {RECOMPUTE}", "--set router_z_loss=0.1"),
     "tp x all-gather": LayoutCase(
-        "windows", f"--tp 2 {NO_SP} --cp 2 --cp-method all-gather --zero 1", micro=2
+        "windows", f"--tp 2 {NO_SP} --cp 2 --set cp_method=all-gather --zero 1", micro=2
     ),
     "sp x ulysses": LayoutCase("dense", "--tp 2 --cp 2 --cp-ulysses 2 --zero 2", micro=2),
     "mtp": LayoutCase(
-        "mtp", f"--tp 2 {NO_SP} --ep 2 --zero 2 --recompute attention --loss-chunk 24",
-        "--router-z-loss 0.1",
+        "mtp", f"--tp 2 {NO_SP} --ep 2 --zero 2 --recompute attention --set loss_chunk=24",
+        "--set router_z_loss=0.1",
     ),
     "tp x ring x ep": LayoutCase(
-        "moe", f"--tp 2 {NO_SP} --cp 2 --ep 2", "--router-z-loss 0.1 --aux-loss 0"
+        "moe", f"--tp 2 {NO_SP} --cp 2 --ep 2", "--set router_z_loss=0.1 --aux-loss 0"
     ),
     "tp few tokens": LayoutCase("few tokens", f"--tp 4 {NO_SP}"),
-    "striped": LayoutCase("windows", "--cp 4 --cp-method striped", micro=2),
-    "all-gather": LayoutCase("windows", "--cp 4 --cp-method all-gather", micro=4),
+    "striped": LayoutCase("windows", "--cp 4 --set cp_method=striped", micro=2),
+    "all-gather": LayoutCase("windows", "--cp 4 --set cp_method=all-gather", micro=4),
     "ulysses": LayoutCase("dense", "--cp 4 --cp-ulysses 4", micro=4),
     "ulysses x ring": LayoutCase("windows", "--cp 4 --cp-ulysses 2", micro=2),
     "zero 1": LayoutCase("dense", "--zero 1", batch=8),
@@ -24421,12 +24459,12 @@ MORE_LAYOUTS = {
     "dynamic sp": LayoutCase("dynamic", "--tp 4", micro=2),
     "cp 2": LayoutCase("qwen", "--cp 2"),
     "cp long": LayoutCase("windows", "--cp 4", seq=32, micro=4),
-    "latent ring": LayoutCase("latent", "--cp 4", "--router-z-loss 0.1"),
-    "latent ulysses": LayoutCase("latent", "--cp 4 --cp-ulysses 4", "--router-z-loss 0.1"),
-    "latent all-gather": LayoutCase("latent", "--cp 4 --cp-method all-gather --ep 4 --zero 3"),
-    "ulysses x striped": LayoutCase("qwen", "--cp 4 --cp-ulysses 2 --cp-method striped"),
+    "latent ring": LayoutCase("latent", "--cp 4", "--set router_z_loss=0.1"),
+    "latent ulysses": LayoutCase("latent", "--cp 4 --cp-ulysses 4", "--set router_z_loss=0.1"),
+    "latent all-gather": LayoutCase("latent", "--cp 4 --set cp_method=all-gather --ep 4 --zero 3"),
+    "ulysses x striped": LayoutCase("qwen", "--cp 4 --cp-ulysses 2 --set cp_method=striped"),
     "ulysses x all-gather": LayoutCase(
-        "moe", f"--cp 4 --cp-ulysses 2 --cp-method all-gather --ep 2 --zero 2 {RECOMPUTE}",
+        "moe", f"--cp 4 --cp-ulysses 2 --set cp_method=all-gather --ep 2 --zero 2 {RECOMPUTE}",
         "--aux-loss 0",
     ),
     "sp x ulysses x ep": LayoutCase("moe", "--tp 2 --cp 2 --cp-ulysses 2 --ep 2 --zero 3",
@@ -24437,19 +24475,19 @@ MORE_LAYOUTS = {
         "moe", f"--tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 1 {RECOMPUTE}", "--aux-loss 0"
     ),
     "async x all-gather": LayoutCase(
-        "qwen", f"--tp 2 --async-tp --cp 2 --cp-method all-gather --zero 2 {RECOMPUTE}"
+        "qwen", f"--tp 2 --async-tp --cp 2 --set cp_method=all-gather --zero 2 {RECOMPUTE}"
     ),
     "sp x all-gather": LayoutCase(
-        "latent", "--tp 2 --cp 2 --cp-method all-gather --ep 2 --zero 3"
+        "latent", "--tp 2 --cp 2 --set cp_method=all-gather --ep 2 --zero 3"
     ),
     "aux": LayoutCase("moe", f"--tp 4 {NO_SP}", "--aux-loss 0.3", micro=2),
-    "aux sp": LayoutCase("moe", "--tp 4", "--aux-loss 0.3 --router-z-loss 0.1", micro=2),
-    "ep 4": LayoutCase("latent", "--ep 4", "--seq-aux-loss 0.1"),
-    "ep loop": LayoutCase("latent", "--tp 2 --ep 2 --zero 3", "--experts loop"),
+    "aux sp": LayoutCase("moe", "--tp 4", "--aux-loss 0.3 --set router_z_loss=0.1", micro=2),
+    "ep 4": LayoutCase("latent", "--ep 4", "--set seq_aux_loss=0.1"),
+    "ep loop": LayoutCase("latent", "--tp 2 --ep 2 --zero 3", "--set experts=loop"),
     "ep by nodes x zero": LayoutCase(
-        "latent", "--ep 4 --ep-node-size 2 --zero 3", "--router-z-loss 0.1"
+        "latent", "--ep 4 --set ep_node_size=2 --zero 3", "--set router_z_loss=0.1"
     ),
-    "ep by nodes x cp": LayoutCase("latent", "--cp 2 --ep 4 --ep-node-size 2 --ep-chunks 3"),
+    "ep by nodes x cp": LayoutCase("latent", "--cp 2 --ep 4 --set ep_node_size=2 --set ep_chunks=3"),
     "ep x zero 1": LayoutCase("moe", "--ep 2 --zero 1", "--aux-loss 0", batch=8),
     "ep x zero 2": LayoutCase("moe", "--ep 2 --zero 2", "--aux-loss 0", batch=8),
     "ep x zero 3": LayoutCase("moe", f"--ep 2 --zero 3 {RECOMPUTE}", "--aux-loss 0", batch=8),
@@ -24461,7 +24499,7 @@ MORE_LAYOUTS = {
     "sp x zero 1": LayoutCase("moe", "--tp 2 --zero 1", "--aux-loss 0", batch=8),
     "async x zero 3": LayoutCase("qwen", "--tp 2 --async-tp --zero 3", batch=8),
     "hsdp 1": LayoutCase(
-        "qwen", "--zero 1 --dp-replicate 2 --recompute selective --loss-chunk 24", batch=8
+        "qwen", "--zero 1 --dp-replicate 2 --recompute selective --set loss_chunk=24", batch=8
     ),
     "hsdp 2": LayoutCase("moe", "--zero 2 --dp-replicate 2", "--aux-loss 0", batch=8),
     "replicas only": LayoutCase("dense", "--zero 3 --dp-replicate 4", batch=8),
@@ -24470,26 +24508,26 @@ MORE_LAYOUTS = {
                             "--aux-loss 0"),
     "hsdp x ring": LayoutCase("latent", "--cp 2 --ep 2 --zero 2 --dp-replicate 2"),
     "hsdp x all-gather": LayoutCase(
-        "latent", "--cp 2 --cp-method all-gather --zero 1 --dp-replicate 2"
+        "latent", "--cp 2 --set cp_method=all-gather --zero 1 --dp-replicate 2"
     ),
     "hsdp x ulysses": LayoutCase("moe", "--cp 2 --cp-ulysses 2 --zero 3 --dp-replicate 2",
                                  "--aux-loss 0"),
     "mtp dense": LayoutCase("mtp dense", f"--tp 4 {NO_SP}", micro=2),
-    "mtp x zero 1": LayoutCase("mtp", "--ep 4 --zero 1", "--router-z-loss 0.1"),
+    "mtp x zero 1": LayoutCase("mtp", "--ep 4 --zero 1", "--set router_z_loss=0.1"),
     "mtp x zero 2": LayoutCase("mtp", "--ep 2 --zero 2 --dp-replicate 2"),
     "mtp x zero 3": LayoutCase("mtp", "--zero 3 --ep 2"),
-    "bucketed 1": LayoutCase("dense", "--zero 1 --distributed-optimizer", batch=8),
-    "bucketed x ring": LayoutCase("windows", "--cp 2 --zero 1 --distributed-optimizer", batch=8),
+    "bucketed 1": LayoutCase("dense", "--zero 1 --set distributed_optimizer=true", batch=8),
+    "bucketed x ring": LayoutCase("windows", "--cp 2 --zero 1 --set distributed_optimizer=true", batch=8),
     "bucketed x all-gather": LayoutCase(
-        "dense", "--cp 4 --cp-method all-gather --zero 2 --distributed-optimizer", micro=2
+        "dense", "--cp 4 --set cp_method=all-gather --zero 2 --set distributed_optimizer=true", micro=2
     ),
     "bucketed x ulysses": LayoutCase(
-        "latent", "--cp 2 --cp-ulysses 2 --zero 1 --distributed-optimizer"
+        "latent", "--cp 2 --cp-ulysses 2 --zero 1 --set distributed_optimizer=true"
     ),
     "bucketed x mtp": LayoutCase(
-        "mtp", "--zero 1 --distributed-optimizer", "--router-z-loss 0.1"
+        "mtp", "--zero 1 --set distributed_optimizer=true", "--set router_z_loss=0.1"
     ),
-    "mtp x loop": LayoutCase("mtp", "", "--experts loop --seq-aux-loss 0.1"),
+    "mtp x loop": LayoutCase("mtp", "", "--set experts=loop --set seq_aux_loss=0.1"),
     "fp32 one row": LayoutCase("dense", "--tp 2 --cp 2", seq=32, dtype="fp32", batch=1),
     "fp32 zero": LayoutCase("qwen", "--zero 3 --dp-replicate 2", dtype="fp32", batch=8),
     "fp32 ring": LayoutCase("windows", "--cp 4", dtype="fp32", seq=32),
@@ -24497,38 +24535,38 @@ MORE_LAYOUTS = {
     "bf16 sp": LayoutCase("dense", "--tp 2 --cp 2", **BF16),
     "bf16 async": LayoutCase("dense", "--tp 2 --async-tp --cp 2 --cp-ulysses 2", **BF16),
     "bf16 zero": LayoutCase("qwen", "--zero 2 --dp-replicate 2", batch=8, **BF16),
-    "bf16 bucketed": LayoutCase("dense", "--zero 1 --distributed-optimizer", batch=8, **BF16),
+    "bf16 bucketed": LayoutCase("dense", "--zero 1 --set distributed_optimizer=true", batch=8, **BF16),
     "fp32 async": LayoutCase("latent", "--tp 2 --async-tp --ep 2", dtype="fp32"),
 }  # fmt: skip
 
 ZB, V_HALF, DUAL_V = (f"--pp 2 --pp-schedule {name}" for name in ("zb-h1", "v-half", "dualpipev"))
 PIPELINES = {
     "interleaved x ring": LayoutCase(
-        "deep", "--pp 2 --cp 2 --pp-schedule interleaved --pp-layers 1,2,3,2"
+        "deep", "--pp 2 --cp 2 --pp-schedule interleaved --set pp_layers=1,2,3,2"
     ),
     "pp x tp": LayoutCase("qwen", f"--pp 2 --tp 2 {NO_SP} {RECOMPUTE}"),
     "pp x sp": LayoutCase("dense", "--pp 2 --tp 2 --pp-schedule gpipe", micro=2),
     "pp x async": LayoutCase("moe", "--pp 2 --tp 2 --async-tp", "--aux-loss 0"),
-    "pp x all-gather": LayoutCase("windows", "--pp 2 --cp 2 --cp-method all-gather --zero 1"),
+    "pp x all-gather": LayoutCase("windows", "--pp 2 --cp 2 --set cp_method=all-gather --zero 1"),
     "pp x ulysses": LayoutCase("dense", "--pp 2 --cp 2 --cp-ulysses 2 --zero 2"),
-    "pp x ep": LayoutCase("latent", f"--pp 2 --ep 2 --zero 3 {RECOMPUTE}", "--router-z-loss 0.1"),
-    "pp x ep without zero": LayoutCase("latent", "--pp 2 --ep 2", "--seq-aux-loss 0.1"),
-    "pp x zero 1": LayoutCase("qwen", "--pp 2 --pp-recompute 0 --zero 1", batch=8),
+    "pp x ep": LayoutCase("latent", f"--pp 2 --ep 2 --zero 3 {RECOMPUTE}", "--set router_z_loss=0.1"),
+    "pp x ep without zero": LayoutCase("latent", "--pp 2 --ep 2", "--set seq_aux_loss=0.1"),
+    "pp x zero 1": LayoutCase("qwen", "--pp 2 --set pp_recompute=0 --zero 1", batch=8),
     "pp x zero 2": LayoutCase(
-        "moe", "--pp 2 --zero 2", "--aux-loss 0 --router-z-loss 0.1", batch=8, micro=2
+        "moe", "--pp 2 --zero 2", "--aux-loss 0 --set router_z_loss=0.1", batch=8, micro=2
     ),
     "pp x hsdp": LayoutCase("dense", "--pp 2 --dp-replicate 2 --zero 2", batch=8),
     "pp x dp": LayoutCase("qwen", "--pp 2", batch=8, micro=2),
     "breadth-first x zero 3": LayoutCase(
-        "deep tied", "--pp 2 --pp-schedule breadth-first --virtual-stages 4 --zero 3", batch=8
+        "deep tied", "--pp 2 --pp-schedule breadth-first --set virtual_stages=4 --zero 3", batch=8
     ),
     "interleaved": LayoutCase("deep", "--pp 4 --pp-schedule interleaved", batch=8),
     "zb-h2": LayoutCase("deep tied", f"--pp 4 --pp-schedule zb-h2 {RECOMPUTE}", batch=8),
     "v-min": LayoutCase(
-        "deep latent", "--pp 4 --pp-schedule v-min", "--router-z-loss 0.1", batch=8
+        "deep latent", "--pp 4 --pp-schedule v-min", "--set router_z_loss=0.1", batch=8
     ),
     "dualpipev x ep": LayoutCase(
-        "deep latent", f"{DUAL_V} --ep 2 --zero 2", "--router-z-loss 0.1", batch=8
+        "deep latent", f"{DUAL_V} --ep 2 --zero 2", "--set router_z_loss=0.1", batch=8
     ),
     "dualpipe x zero": LayoutCase(
         "deep tied", "--pp 2 --pp-schedule dualpipe --zero 2", batch=16, micro=2
@@ -24537,13 +24575,13 @@ PIPELINES = {
     "zb x tp": LayoutCase("qwen", f"{ZB} --tp 2 {NO_SP} {RECOMPUTE}"),
     "zb x async": LayoutCase("dense", f"{ZB} --tp 2 --async-tp", micro=2),
     "zb x ring": LayoutCase("deep", f"{V_HALF} --cp 2 --zero 1 {RECOMPUTE}"),
-    "zb x all-gather": LayoutCase("windows", f"{ZB} --cp 2 --cp-method all-gather --zero 2"),
+    "zb x all-gather": LayoutCase("windows", f"{ZB} --cp 2 --set cp_method=all-gather --zero 2"),
     "zb x ulysses": LayoutCase("dense", f"{ZB} --cp 2 --cp-ulysses 2 --zero 3"),
-    "zb x ep x loop": LayoutCase("latent", f"{ZB} --ep 2", "--experts loop --router-z-loss 0.1"),
-    "zb x ep": LayoutCase("latent", f"{ZB} --ep 2 --zero 3 {RECOMPUTE}", "--router-z-loss 0.1"),
+    "zb x ep x loop": LayoutCase("latent", f"{ZB} --ep 2", "--set experts=loop --set router_z_loss=0.1"),
+    "zb x ep": LayoutCase("latent", f"{ZB} --ep 2 --zero 3 {RECOMPUTE}", "--set router_z_loss=0.1"),
     "zb x zero 1": LayoutCase("moe", f"{ZB} --zero 1", "--aux-loss 0", batch=8),
     "zb x hsdp": LayoutCase("qwen", f"{ZB} --dp-replicate 2 --zero 3", batch=8),
-    "zb x dp": LayoutCase("latent", ZB, "--router-z-loss 0.1", batch=8),
+    "zb x dp": LayoutCase("latent", ZB, "--set router_z_loss=0.1", batch=8),
     "fp32 zbv": LayoutCase("deep", "--pp 4 --pp-schedule zbv", dtype="fp32"),
     "bf16 pp": LayoutCase("deep", "--pp 2 --tp 2", **BF16),
     "bf16 zb": LayoutCase("deep", f"{V_HALF} --zero 2", batch=8, **BF16),
@@ -24562,14 +24600,14 @@ ROUNDED_LAYOUTS = {
         "aligned moe", "--cp 2 --cp-ulysses 2 --ep 2 --zero 2", "--qat int8 --aux-loss 0"
     ),
     "qat int4": LayoutCase(
-        "aligned moe", "--cp 2 --cp-method all-gather --ep 2 --zero 2 --dp-replicate 2",
+        "aligned moe", "--cp 2 --set cp_method=all-gather --ep 2 --zero 2 --dp-replicate 2",
         "--qat int4 --aux-loss 0",
     ),
     "qat x bucketed": LayoutCase(
-        "aligned", "--zero 1 --distributed-optimizer", "--qat int8", batch=8
+        "aligned", "--zero 1 --set distributed_optimizer=true", "--qat int8", batch=8
     ),
     "fp8 x bucketed": LayoutCase(
-        "aligned", "--zero 2 --distributed-optimizer", "--fp8 rowwise", **FP32_ROWS
+        "aligned", "--zero 2 --set distributed_optimizer=true", "--fp8 rowwise", **FP32_ROWS
     ),
     "fp8 x zero": LayoutCase("aligned", f"--zero 3 {RECOMPUTE}", "--fp8 rowwise", **FP32_ROWS),
     "fp8 x mtp": LayoutCase(
@@ -24583,7 +24621,7 @@ ROUNDED_LAYOUTS = {
         "aligned", "--cp 2 --cp-ulysses 2 --zero 2", "--fp8 rowwise", **LOOSE_8BIT
     ),
     "fp8 x all-gather": LayoutCase(
-        "aligned", "--cp 2 --cp-method all-gather --zero 2 --dp-replicate 2", "--fp8 tensorwise",
+        "aligned", "--cp 2 --set cp_method=all-gather --zero 2 --dp-replicate 2", "--fp8 tensorwise",
         **LOOSE_8BIT,
     ),
     "qat x pp": LayoutCase("aligned", "--pp 2 --zero 1", "--qat int8"),
@@ -24612,11 +24650,11 @@ COMPILED_LAYOUTS = {
         "qwen", "--compile --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 1", **LAYOUT_GRAPHS
     ),
     "compile x all-gather": LayoutCase(
-        "dense", "--compile --cp 4 --cp-method all-gather", dtype="fp32"
+        "dense", "--compile --cp 4 --set cp_method=all-gather", dtype="fp32"
     ),
     "compile x pp": LayoutCase("deep", "--compile --pp 2 --zero 2", **LAYOUT_GRAPHS),
     "compile x bucketed": LayoutCase(
-        "dense", "--compile --zero 2 --distributed-optimizer", **LAYOUT_GRAPHS
+        "dense", "--compile --zero 2 --set distributed_optimizer=true", **LAYOUT_GRAPHS
     ),
     "compile x qat": LayoutCase("aligned", "--compile --zero 3", "--qat int8", **LAYOUT_GRAPHS),
     "compile x fp8": LayoutCase(
@@ -24629,29 +24667,29 @@ EIGHT_LAYOUTS = {
     "tp x cp x dp x zero 3": LayoutCase(
         "windows", f"--tp 2 --cp 2 --zero 3 {RECOMPUTE}", batch=8, ranks=8
     ),
-    "tp x ep x dp": LayoutCase("latent", "--tp 2 --ep 2", "--router-z-loss 0.1", batch=8, ranks=8),
+    "tp x ep x dp": LayoutCase("latent", "--tp 2 --ep 2", "--set router_z_loss=0.1", batch=8, ranks=8),
     "tp x ep x dp x zero 3": LayoutCase(
-        "moe", "--tp 2 --ep 2 --zero 3", "--router-z-loss 0.1 --aux-loss 0", batch=8, ranks=8
+        "moe", "--tp 2 --ep 2 --zero 3", "--set router_z_loss=0.1 --aux-loss 0", batch=8, ranks=8
     ),
     "tp x cp x ep x dp x zero 3": LayoutCase(
-        "latent", f"--tp 2 --async-tp --cp 2 --ep 4 --ep-node-size 2 --zero 3 {RECOMPUTE}",
-        "--router-z-loss 0.1", batch=8, ranks=8,
+        "latent", f"--tp 2 --async-tp --cp 2 --ep 4 --set ep_node_size=2 --zero 3 {RECOMPUTE}",
+        "--set router_z_loss=0.1", batch=8, ranks=8,
     ),
     "pp x tp x dp": LayoutCase(
         "deep tied", "--pp 2 --pp-schedule interleaved --tp 2 --zero 2", batch=8, ranks=8
     ),
     "zbv x tp x ep": LayoutCase(
         "deep latent", f"--pp 2 --pp-schedule zbv --tp 2 --ep 2 --zero 3 {RECOMPUTE}",
-        "--router-z-loss 0.1", batch=8, ranks=8,
+        "--set router_z_loss=0.1", batch=8, ranks=8,
     ),
     "dualpipe x cp": LayoutCase(
         "deep tied", "--pp 4 --pp-schedule dualpipe --cp 2 --zero 1", batch=8, ranks=8
     ),
     "tp 8": LayoutCase("qwen", "--tp 8", micro=2, ranks=8),
     "cp 8": LayoutCase("windows", "--cp 8 --cp-ulysses 2", ranks=8, seq=32),
-    "ep 8": LayoutCase("latent", "--ep 8 --ep-node-size 4 --zero 2", batch=8, ranks=8),
+    "ep 8": LayoutCase("latent", "--ep 8 --set ep_node_size=4 --zero 2", batch=8, ranks=8),
     "tp x hsdp x ep": LayoutCase(
-        "latent", "--tp 2 --zero 3 --dp-replicate 2 --ep 2", "--router-z-loss 0.1", batch=8, ranks=8
+        "latent", "--tp 2 --zero 3 --dp-replicate 2 --ep 2", "--set router_z_loss=0.1", batch=8, ranks=8
     ),
     "tp x cp x hsdp": LayoutCase(
         "dense", f"--tp 2 {NO_SP} --cp 2 --zero 2 --dp-replicate 2", batch=8, ranks=8
@@ -24667,15 +24705,17 @@ def random_layout(seed: int) -> LayoutCase:
         flags = [f"--tp {tp}"] * (tp > 1) + [f"--cp {cp}"] * (cp > 1) + [f"--pp {pp}"] * (pp > 1)
         flags += [f"--pp-schedule {r.choice(ST.TRAINABLE)}"] * (pp > 1)
         flags += [r.choice([NO_SP, "", "--async-tp"])] * (tp > 1)
-        flags += [f"--cp-method {r.choice(['zigzag', 'striped', 'all-gather'])}"] * (cp > 1)
+        flags += [f"--set cp_method={r.choice(['zigzag', 'striped', 'all-gather'])}"] * (cp > 1)
         flags += [f"--cp-ulysses {r.choice([1, 2, 4])}"] * (cp > 1)
         flags += [f"--zero {r.choice([0, 1, 2, 3])}", r.choice(["", RECOMPUTE])]
         flags += [r.choice(["", "--dp-replicate 2"])]
         name = r.choice(["dense", "qwen", "windows", "latent", "moe", "mtp", "alibi"])
         name = r.choice(["deep", "deep tied", "deep latent"]) if pp > 1 else name
         moe = bool(LAYOUT_MODELS[name].moe_layers)
-        flags += [f"--ep {r.choice([1, 2, 4])} --ep-chunks {r.choice([1, 2])}"] * moe
-        run = ["--aux-loss 0 " + r.choice(["", "--router-z-loss 0.2", "--experts loop"])] * moe
+        flags += [f"--ep {r.choice([1, 2, 4])} --set ep_chunks={r.choice([1, 2])}"] * moe
+        run = [
+            "--aux-loss 0 " + r.choice(["", "--set router_z_loss=0.2", "--set experts=loop"])
+        ] * moe
         case = LayoutCase(name, " ".join(flags), " ".join(run), r.choice([4, 8]), r.choice([1, 2]),
                           r.choice([1, 2, 4]), r.choice([16, 32]))  # fmt: skip
         try:
@@ -24793,7 +24833,7 @@ def lost_case(rank: int, task: tuple[LayoutCase, bool], folder: Path) -> dict:
 
     def error():
         model.zero_grad()
-        got = STEP.accumulate(model, batch, case.micro, attend=attend, layout=layout)
+        got = STEP.forward_backward(model, batch, case.micro, attend=attend, layout=layout)
         named = [(n, p.grad) for n, p in model.named_parameters()]
         worst = max_shard_error(layout, named, want["grad"][0])[0]
         norm = layout.clip(model, 1.0).item()
@@ -24832,7 +24872,7 @@ LOST_SLOW = {
         "one layer", "--tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3", micro=4
     ),
     "without each: cp": lost_transfer_case(
-        "one layer", "--tp 2 --cp 2 --cp-method all-gather", every=True, micro=4
+        "one layer", "--tp 2 --cp 2 --set cp_method=all-gather", every=True, micro=4
     ),
     "without each: tp": lost_transfer_case(
         "one layer", f"--tp 2 {NO_SP} --cp 2", every=True, micro=4
@@ -24897,7 +24937,7 @@ COUNTED = {
         ("sp", "--tp 4", {}),
         ("async", "--tp 4 --async-tp", {}),
         ("ring", "--cp 4", {}),
-        ("all-gather", "--cp 4 --cp-method all-gather", {}),
+        ("all-gather", "--cp 4 --set cp_method=all-gather", {}),
         ("ulysses", "--cp 4 --cp-ulysses 4", {}),
         ("zero 1", "--zero 1", dict(batch=8, micro=1)),
         ("zero 2", "--zero 2", dict(batch=8, micro=1)),
@@ -24935,15 +24975,17 @@ def chain_case(rank: int, task: tuple[LayoutCase, ...], folder: Path) -> dict:
         attend = layout.attend(STEP.make_attend(args.attention))
         balance = STEP.LoadBalancer(model, z=args.router_z_loss, layout=layout)
         batch = layout_batch(case, i)[list(layout.samples(case.batch))]
-        STEP.accumulate(model, batch, case.micro, attend=attend, balance=balance, layout=layout)
-        STEP.update(model, optimizer, 1e-3, layout)
+        STEP.forward_backward(
+            model, batch, case.micro, attend=attend, balance=balance, layout=layout
+        )
+        optimizer_step(model, optimizer, 1e-3, layout)
         balance.update(layout)
         STEP.validate(model, layout_validation_tokens(case), case.seq, 2, env, attend, layout)
         save("after", i + 1)
     return {"folder": str(folder)}
 
 
-def chain_of(model, *flags, run="--aux-loss 0 --router-z-loss 0.1"):
+def chain_of(model, *flags, run="--aux-loss 0 --set router_z_loss=0.1"):
     return model.replace(" ", "-"), tuple(LayoutCase(model, f, run, dtype="fp32") for f in flags)
 
 
@@ -24954,9 +24996,9 @@ CHAINS = {
 }  # fmt: skip
 CHAINS_SLOW = {
     "chain tokens": chain_of(
-        "tokens", "--zero 2 --distributed-optimizer",
-        "--cp 4 --cp-ulysses 2 --ep 4 --ep-node-size 2", "--tp 2 --cp 2 --zero 1",
-        "--zero 1 --distributed-optimizer", f"--tp 4 {NO_SP}",
+        "tokens", "--zero 2 --set distributed_optimizer=true",
+        "--cp 4 --cp-ulysses 2 --ep 4 --set ep_node_size=2", "--tp 2 --cp 2 --zero 1",
+        "--zero 1 --set distributed_optimizer=true", f"--tp 4 {NO_SP}",
         "--ep 2 --zero 2 --dp-replicate 2",
     ),
     "chain dense": chain_of(
@@ -24965,7 +25007,7 @@ CHAINS_SLOW = {
     ),
     "chain deep": chain_of(
         "deep latent", "--pp 4 --pp-schedule zbv", f"{DUAL_V} --tp 2", "--tp 2 --zero 3",
-        f"{ZB} --ep 2 --zero 2", "--pp 2 --pp-schedule dualpipe --tp 2", run="--router-z-loss 0.1",
+        f"{ZB} --ep 2 --zero 2", "--pp 2 --pp-schedule dualpipe --tp 2", run="--set router_z_loss=0.1",
     ),
     "chain mtp": chain_of(
         "mtp", "--ep 4 --zero 2", f"--tp 4 {NO_SP}", f"--tp 2 {NO_SP} --ep 2 --zero 3", ""
@@ -24988,7 +25030,7 @@ LAYOUT_MODELS |= ODD
 
 # (model, flags, ranks, words of the message, the rejected pair of features)
 Refusal = tuple[str, str, int, str, tuple[str, str] | None]
-MTP_SHIFTS = "multi-token prediction shifts; --cp; --no-sequence-parallel"
+MTP_SHIFTS = "multi-token prediction shifts; --cp; --set sequence_parallel=false"
 FP8_CUTS = "--fp8 cannot be combined with --tp"
 QAT_CUTS = "--qat cannot be combined with --tp"
 LAYOUTS_REFUSED: list[Refusal] = [
@@ -24999,49 +25041,49 @@ LAYOUTS_REFUSED: list[Refusal] = [
     ("dense", "--dp 4 --tp 2", 4, "--dp 4 x --tp 2 x --cp 1 = 8; 4 ranks", None),
     ("dense", "--dp-replicate 3 --zero 3", 4, "--dp-replicate 3 must divide the 4", None),
     ("dense", "--dp-replicate 4 --tp 2 --zero 3", 4, "--dp-replicate 4 must divide the 2", None),
-    ("dense", "--dp-replicate 2", 4, "--dp-replicate; --zero 1, 2 or 3", None),
+    ("dense", "--dp-replicate 2", 4, "--dp-replicate requires --zero", None),
     ("dense", "--ep 2", 4, "--ep requires a model with MoE layers", None),
     ("latent", "--ep 3", 4, "--ep 3 must divide the 4 ranks", None),
     ("latent", "--ep 4 --tp 2", 4, "--ep 4 must divide the 2 ranks of dp x cp", None),
     ("latent", "--ep 4 --zero 3 --dp-replicate 2", 4, "--ep 4 must divide the 2 ranks", None),
     ("six experts", "--ep 4", 4, "--ep 4: 6 experts", None),
-    ("latent", "--ep 4 --ep-node-size 3", 4, "--ep-node-size 3 must divide --ep 4", None),
-    ("latent", "--ep 4 --ep-node-size 4", 4, "--ep-node-size 4; --ep 4; between", None),
-    ("latent", "--ep 4 --ep-node-size 1", 4, "--ep-node-size 1; --ep 4; between", None),
-    ("latent", "--ep-node-size 2", 4, "--ep-node-size requires --ep", None),
-    ("latent", "--ep-chunks 2", 4, "--ep-chunks requires --ep", None),
+    ("latent", "--ep 4 --set ep_node_size=3", 4, "--set ep_node_size=3 must divide --ep 4", None),
+    ("latent", "--ep 4 --set ep_node_size=4", 4, "--set ep_node_size=4; --ep 4; between", None),
+    ("latent", "--ep 4 --set ep_node_size=1", 4, "--set ep_node_size=1; --ep 4; between", None),
+    ("latent", "--set ep_node_size=2", 4, "--set ep_node_size requires --ep", None),
+    ("latent", "--set ep_chunks=2", 4, "--set ep_chunks requires --ep", None),
     ("dense", "--batch-size 6", 4, "--batch-size 6 must be a multiple of the 4 ranks", None),
     ("dense", "--batch-size 3 --tp 2", 4, "--batch-size 3; the 2 ranks with different batches",
      None),
     ("dense", "--cp 4 --seq-len 18", 4, "--seq-len 18 must be a multiple of 2 x --cp 4", None),
     ("dense", "--cp 2 --tp 2 --seq-len 12", 4, "--seq-len 12; 2 x --cp 2 x --tp 2", None),
-    ("dense", "--tp 4 --seq-len 18", 4, "--seq-len 18; --tp 4; --no-sequence-parallel", None),
-    ("dense", f"--tp 2 {NO_SP} --async-tp", 4, "--async-tp; sequence parallel", None),
+    ("dense", "--tp 4 --seq-len 18", 4, "--seq-len 18; --tp 4; --set sequence_parallel=false", None),
+    ("dense", f"--tp 2 {NO_SP} --async-tp", 4, "--async-tp; --set sequence_parallel=false", None),
     ("dense", "--async-tp", 4, "--async-tp requires --tp", None),
-    ("dense", NO_SP, 4, "--no-sequence-parallel requires --tp", None),
-    ("dense", "--cp-method striped", 4, "--cp-method requires --cp", None),
+    ("dense", NO_SP, 4, "--set sequence_parallel requires --tp", None),
+    ("dense", "--set cp_method=striped", 4, "--set cp_method requires --cp", None),
     ("dense", "--cp-ulysses 2", 4, "--cp-ulysses requires --cp", None),
     ("dense", "--cp 4 --cp-ulysses 3", 4, "--cp-ulysses 3 must divide --cp 4", None),
     ("dense", "--tp 4 --cp 4 --cp-ulysses 4 --seq-len 32", 16, "--cp-ulysses 4; the 2 heads", None),
     ("three keys", "--cp 4 --cp-ulysses 4", 4, "--cp-ulysses 4; 3 key heads", None),
     ("dynamic", "--cp 4", 4, "--cp; dynamic NTK; must not exceed 8", None),
     ("alibi", "--cp 2", 4, "--cp; ALiBi", None),
-    ("moe", "--cp 2 --seq-aux-loss 0.1", 4, "--seq-aux-loss; --cp", None),
+    ("moe", "--cp 2 --set seq_aux_loss=0.1", 4, "--set seq_aux_loss; --cp", None),
     ("dense", "--tp 0", 4, "--tp must be positive", None),
     ("dense", "--pp 3", 4, "--pp 3 x --tp 1 x --cp 1 = 3 must divide the 4 ranks", None),
     ("dense", "--dp 2 --pp 4", 4, "--dp 2 x --pp 4; = 8; 4 ranks", None),
     ("dense", "--pp 4", 4, "--pp 4 makes 4 stages; the model's 2 layers", None),
-    ("deep", "--pp 4 --pp-schedule breadth-first --virtual-stages 3", 4, "12 stages; 8 layers",
+    ("deep", "--pp 4 --pp-schedule breadth-first --set virtual_stages=3", 4, "12 stages; 8 layers",
      None),
     ("dense", "--pp-schedule zbv", 4, "--pp-schedule requires --pp", None),
-    ("dense", "--pp-layers 1,1", 4, "--pp-layers requires --pp", None),
-    ("dense", "--pp 2 --pp-recompute 2", 4, "--pp-recompute 2: stages are from 0 to 1", None),
-    ("dense", "--pp 2 --pp-recompute a", 4, "--pp-recompute a: expected integers", None),
+    ("dense", "--set pp_layers=1,1", 4, "--set pp_layers requires --pp", None),
+    ("dense", "--pp 2 --set pp_recompute=2", 4, "--set pp_recompute=2: stages are from 0 to 1", None),
+    ("dense", "--pp 2 --set pp_recompute=a", 4, "--set pp_recompute=a: expected integers", None),
     ("dense", "--pp 2 --pp-schedule pipedream", 4, "pipedream; whole batches; use 1f1b", None),
-    ("deep", "--pp 2 --pp-layers 3,4", 4, "--pp-layers 3,4; 2 numbers; sum to 8", None),
-    ("deep", "--pp 2 --pp-layers 8,0", 4, "--pp-layers 8,0; 1 or more", None),
-    ("deep", "--pp 2 --pp-layers one", 4, "--pp-layers one: expected integers", None),
-    ("deep", "--pp 2 --virtual-stages 2", 4, "--pp-schedule; chunks require interleaved", None),
+    ("deep", "--pp 2 --set pp_layers=3,4", 4, "--set pp_layers=3,4; 2 numbers; sum to 8", None),
+    ("deep", "--pp 2 --set pp_layers=8,0", 4, "--set pp_layers=8,0; 1 or more", None),
+    ("deep", "--pp 2 --set pp_layers=one", 4, "--set pp_layers=one: expected integers", None),
+    ("deep", "--pp 2 --set virtual_stages=2", 4, "--pp-schedule; chunks require interleaved", None),
     ("deep", "--pp 2 --micro-batch-size 3", 2, "--micro-batch-size 3 must divide the 4", None),
     ("deep", "--pp 4 --pp-schedule interleaved --batch-size 6 --micro-batch-size 1", 4,
      "--pp-schedule interleaved; 4 stages; 6", None),
@@ -25049,15 +25091,15 @@ LAYOUTS_REFUSED: list[Refusal] = [
      "--pp-schedule dualpipe; 8 or more; 4", None),
     ("mtp", "--pp 2", 4, "--pp; multi-token prediction", ("mtp", "pp")),
     ("mtp", ZB, 4, "--pp; multi-token prediction", ("mtp", "zb")),
-    ("dense", "--pp 2 --zero 1 --distributed-optimizer", 4,
-     "--distributed-optimizer cannot be combined with --pp", ("pp", "bucketed")),
-    ("dense", f"{ZB} --zero 1 --distributed-optimizer", 4,
-     "--distributed-optimizer cannot be combined with --pp", ("zb", "bucketed")),
+    ("dense", "--pp 2 --zero 1 --set distributed_optimizer=true", 4,
+     "--set distributed_optimizer cannot be combined with --pp", ("pp", "bucketed")),
+    ("dense", f"{ZB} --zero 1 --set distributed_optimizer=true", 4,
+     "--set distributed_optimizer cannot be combined with --pp", ("zb", "bucketed")),
     ("dense", f"{ZB} --compile", 4, "--compile; splits backward; use 1f1b", ("zb", "compile")),
     ("mtp", "--tp 2", 4, MTP_SHIFTS, ("mtp", "sp")),
     ("mtp", "--tp 2 --async-tp", 4, MTP_SHIFTS, ("mtp", "async")),
     ("mtp", "--cp 2", 4, MTP_SHIFTS, ("mtp", "ring")),
-    ("mtp", "--cp 2 --cp-method all-gather", 4, MTP_SHIFTS, ("mtp", "all-gather")),
+    ("mtp", "--cp 2 --set cp_method=all-gather", 4, MTP_SHIFTS, ("mtp", "all-gather")),
     ("mtp", "--cp 2 --cp-ulysses 2", 4, MTP_SHIFTS, ("mtp", "ulysses")),
     ("aligned", f"--tp 2 {NO_SP} --fp8 rowwise", 4, FP8_CUTS, ("fp8", "tp")),
     ("aligned", "--tp 2 --fp8 rowwise", 4, FP8_CUTS, ("fp8", "sp")),
@@ -25066,15 +25108,15 @@ LAYOUTS_REFUSED: list[Refusal] = [
     ("aligned", "--tp 2 --qat int8", 4, QAT_CUTS, ("qat", "sp")),
     ("aligned", "--tp 2 --async-tp --qat int8", 4, QAT_CUTS, ("qat", "async")),
     *(
-        (name, f"--zero {zero} --distributed-optimizer {flags}", 4,
-         "--distributed-optimizer requires --zero 1 or 2", (feature, "bucketed"))
+        (name, f"--zero {zero} --set distributed_optimizer=true {flags}", 4,
+         "--set distributed_optimizer; --", (feature, "bucketed"))
         for name, zero, flags, feature in (
             ("dense", 1, f"--tp 2 {NO_SP}", "tp"), ("dense", 1, "--tp 2", "sp"),
             ("dense", 1, "--tp 2 --async-tp", "async"), ("latent", 2, "--ep 2", "ep"),
             ("dense", 3, "", "zero 3"), ("dense", 2, "--dp-replicate 2", "hsdp"),
         )
     ),
-    ("dense", "--distributed-optimizer", 4, "--distributed-optimizer requires --zero 1 or 2", None),
+    ("dense", "--set distributed_optimizer=true", 4, "--set distributed_optimizer requires --zero 1 or 2", None),
     ("aligned", "--fp8 rowwise --qat int8", 4, "--fp8 cannot be combined with --qat",
      ("fp8", "qat")),
 ]  # fmt: skip
@@ -25192,8 +25234,8 @@ def features(case: LayoutCase) -> set[str]:
         "dp": case.ranks > a.tp * a.cp * a.pp,
         "pp": a.pp > 1 and not a.pp_schedule.startswith(SPLITTING),
         "zb": a.pp > 1 and a.pp_schedule.startswith(SPLITTING),
-        "tp": a.tp > 1 and a.no_sequence_parallel,
-        "sp": a.tp > 1 and not a.no_sequence_parallel,
+        "tp": a.tp > 1 and not a.sequence_parallel,
+        "sp": a.tp > 1 and a.sequence_parallel,
         "async": a.async_tp,
         "ring": rings and a.cp_method != "all-gather",
         "all-gather": rings and a.cp_method == "all-gather",
@@ -25632,8 +25674,8 @@ def one_process_chain(case: LayoutCase, out: Path, steps: int) -> list[dict]:
         (out / str(step)).mkdir(parents=True)
         save_run(out / str(step), model, optimizer, step, args)
         saved.append(SD.read_state(out / str(step)))
-        STEP.accumulate(model, layout_batch(case, step), 2, balance=balance)
-        STEP.update(model, optimizer, 1e-3)
+        STEP.forward_backward(model, layout_batch(case, step), 2, balance=balance)
+        optimizer_step(model, optimizer, 1e-3)
         balance.update()
     return saved
 
@@ -25781,16 +25823,20 @@ DRY_RUNS = {  # name: (ranks, model, flags)
     "recompute": (1, "dense", "--dtype fp32 --recompute full"),
     "lora": (1, "dense", "--dtype fp32 --lora 4 --init INIT"),
     "lora, zero 3": (2, "dense", "--dtype bf16 --lora 4 --init INIT --zero 3"),
-    "optimizer in backward": (1, "dense", "--dtype fp32 --optimizer-in-backward --grad-clip 0"),
+    "optimizer in backward": (
+        1,
+        "dense",
+        "--dtype fp32 --set optimizer_in_backward=true --grad-clip 0",
+    ),
     "optimizer in backward, zero 3": (
         2,
         "dense",
-        "--dtype fp32 --optimizer-in-backward --grad-clip 0 --zero 3 --recompute full",
+        "--dtype fp32 --set optimizer_in_backward=true --grad-clip 0 --zero 3 --recompute full",
     ),
     "one rank, bf16": (1, "tied", "--dtype bf16 --recompute full"),
     "moe": (1, "moe", "--dtype fp32 --aux-loss 0.01"),
     "tp": (2, "dense", "--dtype fp32 --tp 2"),
-    "tp without sp": (2, "dense", "--dtype fp32 --tp 2 --no-sequence-parallel"),
+    "tp without sp": (2, "dense", "--dtype fp32 --tp 2 --set sequence_parallel=false"),
     "async tp": (2, "tied", "--dtype fp32 --tp 2 --async-tp"),
     "tp with replicated kv heads": (4, "dense", "--dtype fp32 --tp 4"),
     "zero 0": (2, "dense", "--dtype bf16 --zero 0"),
@@ -25799,14 +25845,14 @@ DRY_RUNS = {  # name: (ranks, model, flags)
     "zero 3": (2, "dense", "--dtype fp32 --zero 3"),
     "hsdp": (4, "dense", "--dtype bf16 --zero 3 --dp-replicate 2"),
     "ring": (4, "dense", "--dtype fp32 --cp 4"),
-    "striped": (2, "dense", "--dtype bf16 --cp 2 --cp-method striped --zero 3"),
-    "all-gather": (2, "dense", "--dtype fp32 --cp 2 --cp-method all-gather"),
+    "striped": (2, "dense", "--dtype bf16 --cp 2 --set cp_method=striped --zero 3"),
+    "all-gather": (2, "dense", "--dtype fp32 --cp 2 --set cp_method=all-gather"),
     "ulysses": (4, "dense", "--dtype fp32 --cp 4 --cp-ulysses 2"),
     "tp x cp": (4, "dense", "--dtype fp32 --tp 2 --cp 2 --recompute full"),
     "tp x zero 3": (4, "tied", "--dtype bf16 --tp 2 --zero 3 --batch-size 8"),
     "ep": (2, "moe", "--dtype fp32 --ep 2"),
-    "ep in chunks": (4, "moe", "--dtype fp32 --ep 4 --ep-chunks 2 --zero 3"),
-    "ep by nodes": (4, "moe", "--dtype fp32 --ep 4 --ep-node-size 2"),
+    "ep in chunks": (4, "moe", "--dtype fp32 --ep 4 --set ep_chunks=2 --zero 3"),
+    "ep by nodes": (4, "moe", "--dtype fp32 --ep 4 --set ep_node_size=2"),
     "routed": (4, "routed", "--dtype bf16 --ep 4 --zero 2 --seq-len 64"),
     "tp x ep": (4, "moe", "--dtype fp32 --tp 2 --ep 2 --recompute full"),
 }
@@ -25823,8 +25869,11 @@ def dry_args(folder, model, flags, *more):
 def dry_run_costs(folder, ranks, model, flags):
     """Costs of a dry run; call it in a process of its own."""
     try:
-        args = dry_args(folder, model, flags, "--dry-run", "--world-size", f"{ranks}")
-        return dry_run.count_costs(args, dry_run.setup(args))[0]
+        args = dry_args(folder, model, flags, "--dry-run", f"{ranks}")
+        config = BUILD.model_config(args)
+        T.check_experts(args, config)
+        dry_run.setup(args, config)
+        return dry_run.count_costs(args, config)[0]
     finally:
         dist.destroy_process_group()
 
@@ -25835,7 +25884,7 @@ def dry_real_step(rank, folder, ranks, model, flags):
     if "--batch-size" not in flags:
         args.batch_size = 2 * ranks // (args.tp * args.cp)
     config = BUILD.model_config(args)
-    T.resolve_expert_flags(args, config)
+    T.check_experts(args, config)
     env = T.DistEnv(torch.device("cpu"), args.dtype, rank, ranks)
     layout = T.ParallelDims(args, config, ranks)
     model = BUILD.build_model(args, config, env, layout)
@@ -26066,7 +26115,7 @@ def test_dry_run_of_512_ranks_of_a_llama3_block(tmp_path, monkeypatch):
     (tmp_path / "wide.json").write_text(json.dumps(DRY_MODELS["wide"].to_hf()))
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    argv = f"--dry-run --world-size 512 --model {tmp_path}/wide.json --tp 8 --zero 3 --seq-len 8192"
+    argv = f"--dry-run 512 --model {tmp_path}/wide.json --tp 8 --zero 3 --seq-len 8192"
     out, status = run_in_fork(lambda: T.main(argv.split()), tmp_path / "log")
     assert status == 0, out
     assert "512 ranks: dp_shard 64 x tp 8" in out and not list(Path.cwd().iterdir())
@@ -26087,7 +26136,7 @@ def test_dry_run_of_512_ranks_of_a_whole_model():
         "usage = resource.getrusage(resource.RUSAGE_SELF); "
         "print('peak', usage.ru_maxrss, 'seconds', usage.ru_utime); sys.exit(status)"
     )
-    argv = ["--dry-run", "--world-size", "512", "--model", "llama3-8b", "--tp", "8", "--zero", "3"]
+    argv = ["--dry-run", "512", "--model", "llama3-8b", "--tp", "8", "--zero", "3"]
     argv += ["--seq-len", "8192"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -26101,17 +26150,19 @@ def test_dry_run_of_512_ranks_of_a_whole_model():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--world-size 4 --data nothing", "--world-size requires --dry-run"),
-        ("--dry-run --zero 1 --distributed-optimizer", "combined with --distributed-optimizer"),
-        ("--dry-run --world-size 0", "--world-size must be positive"),
+        (
+            "--dry-run --zero 1 --set distributed_optimizer=true",
+            "combined with --set distributed_optimizer",
+        ),
+        ("--dry-run 0", "--dry-run must be positive"),
         ("--dry-run --resume", "cannot be combined with --resume"),
         ("--dry-run --compile", "cannot be combined with --compile"),
         ("--dry-run --device cuda", "cannot be combined with --device"),
-        ("--dry-run --model small-moe --experts loop", "combined with --experts loop"),
+        ("--dry-run --model small-moe --set experts=loop", "combined with --set experts=loop"),
         ("--dry-run --model small-moe --fp8 rowwise", "combined with --fp8"),
-        ("--dry-run --world-size 3 --tp 2", "must divide the 3 ranks"),
-        ("--dry-run --world-size 4 --batch-size 6", "must be a multiple of the 4 ranks"),
-        ("--dry-run --world-size 2 --dp-replicate 2", "--dp-replicate requires --zero"),
+        ("--dry-run 3 --tp 2", "must divide the 3 ranks"),
+        ("--dry-run 4 --batch-size 6", "must be a multiple of the 4 ranks"),
+        ("--dry-run 2 --dp-replicate 2", "--dp-replicate requires --zero"),
         ("--dry-run --model nothing", "neither a config.json nor one of"),
     ],
 )
@@ -29493,9 +29544,9 @@ def dl_layouts(rank, wire):
     batch = torch.randint(97, (4, 17), generator=torch.Generator().manual_seed(5))
     for flags in (
         "",
-        "--hpz-size 2",
-        "--zero-quantized",
-        "--zero-quantized --hpz-size 2",
+        "--set hpz_size=2",
+        "--set zero_quantized=true",
+        "--set zero_quantized=true --set hpz_size=2",
     ):
         argv = f"--zero 3 --batch-size 4 --seq-len 16 --dtype fp32 {flags}".split()
         args = T.parse_args(argv)
@@ -29506,8 +29557,8 @@ def dl_layouts(rank, wire):
         wire.seen.clear()
         for _ in range(3):
             rows = batch[list(layout.samples(4))]
-            losses.append(STEP.accumulate(model, rows, 1, layout=layout)["loss"])
-            STEP.update(model, optimizer, 1e-2, layout)
+            losses.append(STEP.forward_backward(model, rows, 1, layout=layout)["loss"])
+            optimizer_step(model, optimizer, 1e-2, layout)
             with torch.no_grad():  # as validation does: shards come and go
                 STEP.loss_sums(model, rows, layout=layout)
             layout.reshard(model)
@@ -29793,7 +29844,7 @@ def test_hpz_is_exact(dl_done):
         assert a[0] == b[0]
         assert all(torch.equal(x, y) for x, y in zip(a[1] + a[2], b[1] + b[2]))
     for got in dl_done["layouts"]:
-        plain, node = got[""], got["--hpz-size 2"]
+        plain, node = got[""], got["--set hpz_size=2"]
         assert plain[0] == node[0]
         assert all(torch.equal(x, node[1][name]) for name, x in plain[1].items())
     assert len(dl_done["layouts"][0][""][1]) > 5
@@ -29828,9 +29879,9 @@ def test_zeropp_sends_a_quarter_of_zero_3_between_nodes(dl_done):
 
 
 def test_zero_flags_reach_fully_shard(dl_done):
-    """--zero-quantized changes train.py's steps by little; with --hpz-size by a hop more"""
+    """--set zero_quantized=true changes train.py's steps by little; with hpz_size by a hop more"""
     plain = dl_done["layouts"][0][""]
-    for flags in ("--zero-quantized", "--zero-quantized --hpz-size 2"):
+    for flags in ("--set zero_quantized=true", "--set zero_quantized=true --set hpz_size=2"):
         losses, weights, _ = dl_done["layouts"][0][flags]
         assert all(0 < abs(a - b) < 0.05 for a, b in zip(plain[0], losses)), flags
         assert not any(torch.equal(weights[name], x) for name, x in plain[1].items())
@@ -30215,7 +30266,7 @@ def test_diloco_with_one_worker_equals_the_plain_run_and_resumes(dl_run, tmp_pat
     momentum, cut in the midst of a round: those of the uninterrupted run, to the last bit"""
     monkeypatch.chdir(REPO)
     assert T.main(dl_run(tmp_path / "plain", "--steps 12")) == 0
-    alone = "--steps 12 --diloco 4 --diloco-rendezvous {} --outer-momentum {} --outer-lr {}"
+    alone = "--steps 12 --diloco 4 --diloco-rendezvous {} --set outer_momentum={} --set outer_lr={}"
     flags = alone.format(tmp_path / "a", 0, 1)
     assert T.main(dl_run(tmp_path / "one", flags)) == 0
     plain, one = dl_metrics(tmp_path / "plain"), dl_metrics(tmp_path / "one")
@@ -30242,7 +30293,7 @@ def test_diloco_workers_partition_every_batch(dl_run, tmp_path, monkeypatch):
     first = []
     for i in range(2):
         flags = f"--steps 2 --diloco 2 --diloco-rendezvous {tmp_path / f'store{i}'}"
-        flags += f" --diloco-workers 2 --diloco-worker {i} --diloco-timeout 0.4"
+        flags += f" --diloco-workers 2 --diloco-worker {i} --set diloco_timeout=0.4"
         assert T.main(dl_run(tmp_path / f"{i}", flags)) == 0
         rows = dl_metrics(tmp_path / f"{i}")
         first.append(rows[0]["loss"])
@@ -30254,8 +30305,8 @@ def test_diloco_workers_partition_every_batch(dl_run, tmp_path, monkeypatch):
 def test_readmitted_worker_continues_at_the_others_step(dl_run, tmp_path, monkeypatch):
     """A meeting that ends two rounds further: the steps between are not made"""
     monkeypatch.chdir(REPO)
-    jump = lambda self, step: {"step": 8 if step == 1 else step + 1}
-    monkeypatch.setattr(T.DiLoCoWorker, "after_step", jump)
+    jump = lambda self, step, row: 8 if step == 2 else step
+    monkeypatch.setattr(CB.DiLoCoWorker, "after_update", jump)
     flags = f"--steps 10 --diloco 2 --diloco-rendezvous {tmp_path / 'store'}"
     assert T.main(dl_run(tmp_path / "out", flags)) == 0
     assert [row["step"] for row in dl_metrics(tmp_path / "out")] == [1, 8, 9, 10]
@@ -30265,11 +30316,11 @@ def test_flags_of_diloco_and_of_quantized_zero_are_checked(dl_run, tmp_path, mon
     monkeypatch.chdir(REPO)
     for flags, words in (
         ("--diloco 4", "--diloco requires --diloco-rendezvous"),
-        ("--outer-lr 1", "--outer-lr requires --diloco"),
+        ("--set outer_lr=1", "--set outer_lr requires --diloco"),
         ("--diloco 5 --diloco-rendezvous x", "--steps 500 must be a multiple of --diloco 5 "),
         ("--diloco 5 --diloco-rendezvous x --diloco-worker 1", "from 0 to 0, not 1"),
         ("--diloco 5 --diloco-rendezvous x --diloco-workers 3", "8 must be a multiple"),
-        ("--diloco 5 --diloco-rendezvous x --outer-momentum 1", "--outer-momentum must be"),
+        ("--diloco 5 --diloco-rendezvous x --set outer_momentum=1", "--set outer_momentum must be"),
         ("--diloco 0", "--diloco must be positive"),
     ):
         flags = flags.replace("5 --diloco-r", "7 --diloco-r") if "500" in words else flags
@@ -30277,12 +30328,15 @@ def test_flags_of_diloco_and_of_quantized_zero_are_checked(dl_run, tmp_path, mon
         assert T.main(dl_run(tmp_path / "none", flags)) == 2
         assert words.strip() in capsys.readouterr().err, flags
     for flags, words in (
-        ("--zero-quantized", "--zero-quantized requires --zero"),
-        ("--zero 2 --distributed-optimizer --zero-quantized", "without --distributed-optimizer"),
-        ("--zero 2 --hpz-size 2", "--hpz-size requires --zero 3"),
-        ("--zero 3 --pp 2 --hpz-size 2", "--hpz-size .* without --ep or --pp"),
-        ("--zero 3 --hpz-size 4", "must divide the 4 FSDP ranks"),
-        ("--zero 3 --hpz-size 3", "must divide the 4 FSDP ranks"),
+        ("--set zero_quantized=true", "--set zero_quantized requires --zero"),
+        (
+            "--zero 2 --set distributed_optimizer=true --set zero_quantized=true",
+            "--set distributed_optimizer cannot be combined with --set zero_quantized",
+        ),
+        ("--zero 2 --set hpz_size=2", "--set hpz_size requires --zero 3"),
+        ("--zero 3 --pp 2 --set hpz_size=2", "--set hpz_size cannot be combined with --pp"),
+        ("--zero 3 --set hpz_size=4", "must divide the 4 FSDP ranks"),
+        ("--zero 3 --set hpz_size=3", "must divide the 4 FSDP ranks"),
     ):
         with pytest.raises(ValueError, match=words):
             L.ParallelDims(T.parse_args(flags.split()), dl_tiny_config(), 4)
@@ -30310,7 +30364,7 @@ def test_training_continues_when_one_of_four_workers_is_killed(dl_run, tmp_path)
     """kill -9 in the midst of a round, then the same command in an empty folder: the others
     continue, it joins, all end with the same validation loss, and that has fallen"""
     flags = "--steps 120 --diloco 6 --save-every 1000 --diloco-rendezvous {} --diloco-workers 4 "
-    flags = flags.format(tmp_path / "store") + "--diloco-timeout 15 --diloco-worker {}"
+    flags = flags.format(tmp_path / "store") + "--set diloco_timeout=15 --diloco-worker {}"
     begin = lambda i, name: dl_start(
         dl_run(tmp_path / name, flags.format(i)), tmp_path / f"{name}.log"
     )[0]
@@ -30333,7 +30387,12 @@ def test_training_continues_when_one_of_four_workers_is_killed(dl_run, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "inner",
-    ["--tp 2", "--pp 2 --micro-batch-size 2", "--zero 3", "--zero 1 --distributed-optimizer"],
+    [
+        "--tp 2",
+        "--pp 2 --micro-batch-size 2",
+        "--zero 3",
+        "--zero 1 --set distributed_optimizer=true",
+    ],
 )
 def test_workers_of_different_rank_counts_exchange(dl_run, tmp_path, inner):
     """The losses of two workers of one process each, whatever the layout inside one"""
@@ -30341,7 +30400,7 @@ def test_workers_of_different_rank_counts_exchange(dl_run, tmp_path, inner):
     for case, ranks in (("", 1), (inner, 2)):
         name = f"{ranks}"
         flags = f"--steps 12 --diloco 4 --diloco-rendezvous {tmp_path / name} --diloco-workers 2 "
-        flags += "--diloco-timeout 40 --diloco-worker "
+        flags += "--set diloco_timeout=40 --diloco-worker "
         started = [
             *dl_start(dl_run(tmp_path / f"{name}a", flags + "0"), tmp_path / f"{name}a.log"),
             *dl_start(dl_run(tmp_path / f"{name}b", flags + "1 " + case), tmp_path / "log", ranks),
@@ -35380,7 +35439,10 @@ def test_offloading_gives_the_same_bits_and_resumes(where, sc_run, tmp_path):
 
 def test_optimizer_in_backward_gives_the_same_bits(sc_run):
     flags = "--grad-clip 0 --micro-batch-size 4"
-    plain, inside = sc_run("plain", flags), sc_run("in", flags + " --optimizer-in-backward")
+    plain, inside = (
+        sc_run("plain", flags),
+        sc_run("in", flags + " --set optimizer_in_backward=true"),
+    )
     drop = lambda rows: [{k: v for k, v in row.items() if k != "grad_norm"} for row in rows]
     assert drop(metrics(plain)) == drop(metrics(inside))
     assert bitwise_equal(SD.read_state(plain), SD.read_state(inside))
@@ -35388,10 +35450,10 @@ def test_optimizer_in_backward_gives_the_same_bits(sc_run):
 
 def test_chunked_loss_trains_the_same(sc_run):
     """But for rounding; and a z-loss keeps log-sum-exp small"""
-    plain, chunked = sc_run("plain"), sc_run("chunked", "--loss-chunk 16")
+    plain, chunked = sc_run("plain"), sc_run("chunked", "--set loss_chunk=16")
     for a, b in zip(metrics(plain), metrics(chunked), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["loss"] != 0
-    z = metrics(sc_run("z", "--output-z-loss 0.1"))
+    z = metrics(sc_run("z", "--set output_z_loss=0.1"))
     assert z[0]["loss"] > metrics(plain)[0]["loss"] + 1
 
 
@@ -35445,7 +35507,7 @@ def test_bf16_weights_train_and_resume(sc_run):
 def test_optimizers_and_schedules_learn_and_resume(flags, sc_run):
     """A run cut in two is the one that was not"""
     flags += " --warmup-steps 2"
-    flags += " --decay-steps 2" if "wsd" in flags else " --lr-schedule constant"
+    flags += " --set decay_steps=2" if "wsd" in flags else " --lr-schedule constant"
     whole, cut = sc_run("whole", flags), sc_run("cut", flags + " --save-every 3 --steps 8")
     shutil.rmtree(CK.checkpoint_path(cut / SD.CHECKPOINTS, 8))
     (cut / "model.safetensors").unlink()
@@ -35466,8 +35528,8 @@ def test_mup_scales_weights_and_rates(sc_run, tmp_path):
         (tmp_path / f"{tied}.json").write_text(text)
     model = f"--model {tmp_path / 'untied.json'}"
     plain = sc_run("plain", model)
-    assert sc_same(plain, sc_run("same", f"{model} --mup-base 32"))
-    args = T.parse_args(f"{model} --mup-base 16 --device cpu".split())
+    assert sc_same(plain, sc_run("same", f"{model} --set mup_base=32"))
+    args = T.parse_args(f"{model} --set mup_base=16 --device cpu".split())
     place = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     shape = BUILD.model_config(args)
     half = BUILD.build_model(args, shape, place, T.ParallelDims(args, shape))
@@ -35483,7 +35545,7 @@ def test_mup_scales_weights_and_rates(sc_run, tmp_path):
     assert scales[half.head.weight] == scales[half.layers[0].mlp.up_proj.weight] == 0.5
     assert scales[half.embed.weight] == scales[half.norm.weight] == 1.0
     assert decays[half.head.weight] == 0.2 and decays[half.embed.weight] == 0.1
-    assert "tied" in sc_error(sc_run, f"--mup-base 16 --model {tmp_path / 'tied.json'}", "bad")
+    assert "tied" in sc_error(sc_run, f"--set mup_base=16 --model {tmp_path / 'tied.json'}", "bad")
 
 
 def sc_error(sc_run, flags: str, name: str) -> str:
@@ -35584,8 +35646,8 @@ def test_chats_preferences_and_rewards_train_and_resume(sc_run, tmp_path):
             SD.read_state(whole), SD.read_state(cut)
         )
     assert (tmp_path / "sft" / "chat_template.jinja").exists()
-    flags = f"--task grpo --data {files['prompts']} --num-generations 4 --max-new-tokens 3"
-    flags += " --kl 0.01"
+    flags = f"--task grpo --data {files['prompts']} --set num_generations=4 --set max_new_tokens=3"
+    flags += " --set kl=0.01"
     first = sc_run("grpo", f"--init {tmp_path / 'sft'} {flags} --steps 3")
     again = sc_run("grpo2", f"--init {tmp_path / 'sft'} {flags} --steps 3")
     assert metrics(first) == metrics(again) and len(metrics(first)) == 3
@@ -35603,7 +35665,12 @@ def test_merged_adapters_equal_separate_adapters(sc_run, tmp_path, capsys):
     assert state and all("lora_" in name for name in state)
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
-    assert T.main(["--out", str(out), "--export", str(tmp_path / "merged"), "--lora-merged"]) == 0
+    assert (
+        T.main(
+            ["--out", str(out), "--export", str(tmp_path / "merged"), "--set", "lora_merged=true"]
+        )
+        == 0
+    )
     shutil.copy(init / "tokenizer.model", tmp_path / "merged")
     merged = HF.load_checkpoint(tmp_path / "merged", dtype=torch.float32)
     LO.load_adapters_(base, out, HF.hf_modules(base).__getitem__)
@@ -35638,7 +35705,9 @@ def test_from_pretraining_to_serving(tmp_path):
 
     go("pre", f"--model {tmp_path / 'config.json'} --data {text} --steps 60 --lr 3e-3")
     go("chat", f"--init {tmp_path / 'pre'} --task sft --data {files['chats']} --steps 40 --lr 2e-3")
-    flags = f"--init {tmp_path / 'chat'} --task grpo --data {files['prompts']} --num-generations 8"
+    flags = (
+        f"--init {tmp_path / 'chat'} --task grpo --data {files['prompts']} --set num_generations=8"
+    )
     flags += " --max-new-tokens 4 --steps 150 --lr 1e-3 --lr-schedule constant"
     rewards = [row["reward_mean"] for row in go("rl", flags, 64)]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2, rewards
@@ -35688,7 +35757,7 @@ def test_dry_run_predicts_the_peak_memory_of_a_step(ranks, flags, rows, corpus, 
         pytest.skip("this system does not say what a process holds")
     shape = f"--model base --seq-len 512 --micro-batch-size {rows} --batch-size {rows * ranks}"
     flags += f" {shape} --dtype fp32"
-    done = run("train.py", "--dry-run", "--world-size", ranks, *flags.split())
+    done = run("train.py", "--dry-run", ranks, *flags.split())
     line = next(x for x in done.stdout.splitlines() if x.startswith("peak of a step"))
     foretold = float(line.split()[-1].replace(",", "")) * 2**20
     more = f"--data {corpus} --out {tmp_path / 'out'} --steps 2 --eval-every 2 --device cpu"
@@ -35723,9 +35792,9 @@ def test_tensorboard_has_each_step_once(sc_run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(MT, "summary_writer", lambda: Board)
     monkeypatch.setattr(T, "summary_writer", lambda: Board)
-    out = sc_run("out", "--tensorboard --lr-schedule constant --steps 4")
+    out = sc_run("out", "--set tensorboard=true --lr-schedule constant --steps 4")
     shown |= {(5, "loss"): 0.0, (6, "loss"): 0.0}  # of steps after the last save
-    assert T.main(["--resume", "--out", str(out), "--steps", "8", "--tensorboard"]) == 0
+    assert T.main(["--resume", "--out", str(out), "--steps", "8", "--set", "tensorboard=true"]) == 0
     rows = MT.read_metrics(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == [*range(1, 9)]
     numbers = {(r["step"], k): x for r in rows for k, x in r.items() if isinstance(x, (int, float))}
@@ -35750,7 +35819,7 @@ def test_exposed_communication_is_not_covered_by_kernels():
 def test_bad_batches_are_skipped_and_too_many_stop_the_run(sc_run, monkeypatch, capsys):
     """A loss that is not finite leaves the weights as they were, and is said; too many in a row end
     the run with the last checkpoint whole."""
-    real, at = STEP.accumulate, {3}
+    real, at = STEP.forward_backward, {3}
 
     def poisoned(*args, **how):
         losses = real(*args, **how)
@@ -35758,14 +35827,14 @@ def test_bad_batches_are_skipped_and_too_many_stop_the_run(sc_run, monkeypatch, 
         return losses | ({"loss": math.nan} if poisoned.calls in at else {})
 
     poisoned.calls = 0
-    monkeypatch.setattr(T, "accumulate", poisoned)
+    monkeypatch.setattr(T, "forward_backward", poisoned)
     out = sc_run("once")
     rows = metrics(out)
     assert "the loss is nan" in rows[2]["skipped"] and len(rows) == 8
     assert "step 3: skipped" in capsys.readouterr().err
     assert SD.saved_run(out)[2]["updates"] == 7
     poisoned.calls, at = 0, set(range(5, 99))
-    out = sc_run("often", "--max-skipped-batches 3", rc=2)
+    out = sc_run("often", "--set max_skipped_batches=3", rc=2)
     assert "3 in a row" in capsys.readouterr().err
     assert SD.saved_run(out)[1] == 4 and len(metrics(out)) == 6
 
@@ -35847,7 +35916,7 @@ def test_kills_at_any_moment_lose_nothing(world, kills, steps, corpus, tiny_conf
     are those of a run that nobody killed, bit for bit, and never is there no checkpoint again."""
     more = f"--steps {steps} --save-every 2 --eval-every 1000 --resume auto"
     more += " --memory-checkpoint-every 3" + ("" if world == 1 else " --tp 2 --zero 3")
-    shm = lambda name: f"--memory-checkpoint-dir {tmp_path / (name + '.shm')}"
+    shm = lambda name: f"--set memory_checkpoint_dir={tmp_path / (name + '.shm')}"
     argv = lambda name: sc_argv(corpus, tiny_config, tmp_path / name, f"{more} {shm(name)}")
     log, rng, done, killed, ran = tmp_path / "log", random.Random(world), set(), 0, 0
     assert sc_ranks(argv("whole"), world, log) == [0] * world, log.read_text()[-2000:]
@@ -35887,7 +35956,7 @@ def test_a_rank_that_dies_costs_at_most_a_step(corpus, tiny_config, tmp_path):
     the run continues from step 5, from memory, though the disk has step 4 at most."""
     shm, out, log = tmp_path / "shm", tmp_path / "out", tmp_path / "log"
     flags = "--save-every 4 --memory-checkpoint-every 4 --resume auto "
-    flags += f"--memory-checkpoint-dir {shm}"
+    flags += f"--set memory_checkpoint_dir={shm}"
     whole = sc_argv(corpus, tiny_config, tmp_path / "whole", flags.replace("shm", "shm2"))
     assert sc_ranks(whole, 2, log) == [0, 0], log.read_text()[-2000:]
     real = STEP.loss_sums
@@ -35917,12 +35986,12 @@ def test_a_hang_names_the_stuck_rank(how, corpus, tiny_config, tmp_path):
             os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else time.sleep(30)
         return real(*args, **kw)
 
-    flags = "--steps 30 --hang-timeout 2"
+    flags = "--steps 30 --set hang_timeout=2"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(STEP, "loss_sums", hangs)
         codes = sc_ranks(sc_argv(corpus, tiny_config, out, flags), 2, log)
     said = log.read_text()
-    assert codes[0] == T.EXIT_HANG or codes[1] == T.EXIT_HANG, (codes, said)
+    assert codes[0] == CB.EXIT_HANG or codes[1] == CB.EXIT_HANG, (codes, said)
     assert "stuck: rank 1" in said and "stuck: rank 0" not in said, said
 
 
@@ -35957,8 +36026,8 @@ sys.exit(train.main())
 
 @pytest.mark.slow
 def test_the_wait_for_data_is_that_of_the_slowest_rank(corpus, tiny_config, tmp_path, monkeypatch):
-    real, late = TX.NextToken.batch, lambda: 0.2 * int(os.environ["RANK"])
-    monkeypatch.setattr(TX.NextToken, "batch", lambda *how: time.sleep(late()) or real(*how))
+    real, late = STEP.NextToken.batch, lambda: 0.2 * int(os.environ["RANK"])
+    monkeypatch.setattr(STEP.NextToken, "batch", lambda *how: time.sleep(late()) or real(*how))
     argv = sc_argv(corpus, tiny_config, tmp_path / "out", "--steps 3")
     assert sc_ranks(argv, 2, tmp_path / "log") == [0, 0]
     assert all(row["data_wait"] >= 0.2 for row in MT.read_metrics(tmp_path / "out/metrics.jsonl"))
@@ -35974,8 +36043,8 @@ def test_what_a_resumed_run_may_not_change(sc_run, tmp_path, capsys):
     shards = packed / "data" / "0"
     for out, flags, words in (
         (dpo, "--tp 2", "--task dpo cannot be combined with --tp"),
-        (half, "--optimizer-in-backward --grad-clip 0", "--grad-clip 0.0 differs"),
-        (half, "--optimizer-in-backward", "requires --grad-clip 0"),
+        (half, "--set optimizer_in_backward=true --grad-clip 0", "--grad-clip 0.0 differs"),
+        (half, "--set optimizer_in_backward=true", "cannot be combined with --dtype fp16"),
         (half, "--lora 4", "--lora 4 differs from the run's None"),
         (dpo, "--init elsewhere", "--init elsewhere differs"),
     ):
@@ -36018,7 +36087,7 @@ def test_damaged_checkpoints_are_reported_and_skipped(sc_run, tmp_path, capsys):
     program = tmp_path / "reward.py"
     program.write_text("def f(prompt, completion, answer):\n    return 1 / 0\n")
     files = sc_chats(tmp_path)
-    flags = f"--init {whole} --task grpo --data {files['prompts']} --num-generations 4"
+    flags = f"--init {whole} --task grpo --data {files['prompts']} --set num_generations=4"
     flags += " --max-new-tokens 2"
     sc_run("bad", f"{flags} --reward {program}:f", rc=2)
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
@@ -36029,7 +36098,7 @@ def test_memory_checkpoints_are_newer_than_disk(corpus, tiny_config, tmp_path):
     of a run that was thrown away is not taken."""
     shm, log, out = tmp_path / "shm", tmp_path / "log", tmp_path / "out"
     flags = "--save-every 100 --memory-checkpoint-every 2 --resume auto "
-    flags += f"--memory-checkpoint-dir {shm}"
+    flags += f"--set memory_checkpoint_dir={shm}"
     argv = sc_argv(corpus, tiny_config, out, flags)
 
     def kill(processes):
@@ -36062,23 +36131,28 @@ def test_memory_checkpoints_are_newer_than_disk(corpus, tiny_config, tmp_path):
 
 def test_pairs_and_prompts_are_split_evenly_over_ranks(corpus, tiny_config, tmp_path):
     config = HF.read_config(tiny_config)
-    for flags in ("--task dpo --batch-size 6", "--task grpo --batch-size 8 --num-generations 8"):
+    for flags in (
+        "--task dpo --batch-size 6",
+        "--task grpo --batch-size 8 --set num_generations=8",
+    ):
         argv = f"--init {tmp_path} --data {corpus} {flags}".split()
         with pytest.raises(ValueError, match="must be a multiple of the 2 ranks"):
             L.check(T.parse_args(argv), config, 2)
 
 
 SC_REFUSED = {
-    "--decay-steps 2": "--lr-schedule wsd", "--min-lr-factor 5": "--min-lr-factor",
-    "--memory-checkpoint-dir x": "--memory-checkpoint-every",
-    "--lr-schedule wsd --warmup-steps 6 --decay-steps 6": "more than --steps 8",
+    "--set decay_steps=2": "--lr-schedule wsd", "--set min_lr_factor=5": "--set min_lr_factor",
+    "--set memory_checkpoint_dir=x": "--memory-checkpoint-every",
+    "--lr-schedule wsd --warmup-steps 6 --set decay_steps=6": "more than --steps 8",
     "--offload CPU": "--offload CPU", "--optimizer muon --offload cpu": "--optimizer muon",
     "--recompute most": "--recompute most", "--param-dtype bf16 --dtype fp32": "--param-dtype bf16",
-    "--plot --export": "cannot be combined", "--optimizer-in-backward": "--grad-clip 0",
-    "--lora 4": "--init", "--beta 1": "--task dpo", "--kl 1": "--task grpo",
-    "--optimizer-in-backward --grad-clip 0": "--micro-batch-size",
-    "--loss-chunk x": "--loss-chunk x",
-    "--loss-chunk 0 --output-z-loss 1": "--output-z-loss", "--mup-base 16 --optimizer sgd": "--mup",
+    "--plot --export": "cannot be combined", "--set optimizer_in_backward=true": "--grad-clip 0",
+    "--lora 4": "--init", "--set beta=1": "--task dpo", "--set kl=1": "--task grpo",
+    "--set optimizer_in_backward=true --grad-clip 0": "--micro-batch-size",
+    "--set loss_chunk=x": "--set loss_chunk=x",
+    "--set loss_chunk=0 --set output_z_loss=1": "--set output_z_loss",
+    "--set mup_base=16 --optimizer sgd": "--set mup_base", "--set nothing=1": "no such setting",
+    "--set lr=1": "no such setting", "--set cp_method=ring": "zigzag",
 }  # fmt: skip
 
 
@@ -36100,13 +36174,13 @@ def test_flags_over_two_ranks_equal_one_process(corpus, tiny_config, tmp_path):
         ("--tp 2", "--pack"), ("--zero 3", "--pack --attention flash"),
         ("--pp 2", "--pack --workers 1"), ("--zero 3", "--offload cpu"),
         ("--tp 2", f"--offload {tmp_path / 'states'}"),
-        ("--zero 2", "--optimizer-in-backward --grad-clip 0 --micro-batch-size 4"),
+        ("--zero 2", "--set optimizer_in_backward=true --grad-clip 0 --micro-batch-size 4"),
         ("", "--optimizer muon"), ("--zero 3", "--optimizer sgd --lr 0.5"),
-        ("--tp 2 --zero 1", "--dtype fp16"), ("--tp 2", "--output-z-loss 0.01"),
+        ("--tp 2 --zero 1", "--dtype fp16"), ("--tp 2", "--set output_z_loss=0.01"),
         ("--zero 3", f"{init} --lora 4"),
         ("--zero 3", f"{init} --task sft --data {files['chats']}"),
         ("--zero 3", f"{init} --lora 4 --task dpo --data {files['pairs']}"),
-        ("", f"{init} --task grpo --num-generations 2 --max-new-tokens 3 --data "
+        ("", f"{init} --task grpo --set num_generations=2 --set max_new_tokens=3 --data "
          f"{files['prompts']}"),
     )):  # fmt: skip
         outs = [tmp_path / f"{i}.{world}" for world in (1, 2)]
@@ -36130,7 +36204,7 @@ def test_flags_over_two_ranks_equal_one_process(corpus, tiny_config, tmp_path):
 
 SC_LAYOUTS = {
     "one": (1, ""), "tp x dp": (4, "--tp 2"), "tp": (4, "--tp 4"), "zero 3": (4, "--zero 3"),
-    "pp x ring": (4, "--pp 2 --cp 2"), "bucketed": (4, "--zero 2 --distributed-optimizer"),
+    "pp x ring": (4, "--pp 2 --cp 2"), "bucketed": (4, "--zero 2 --set distributed_optimizer=true"),
 }  # fmt: skip
 
 

@@ -10,17 +10,16 @@
                                                  then --task dpo or grpo; --lora 8 trains adapters
     python train.py --init checkpoints/small --upcycle 8 --out runs/moe
                                                  MoE: each MLP becomes 8 experts, copies of it
-    python train.py --train-draft-head --init checkpoints/small --out runs/head
+    python train.py --init checkpoints/small --task draft-head --out runs/head
                                                  a draft head for speculative decoding
-    python train.py --diloco 100 --diloco-rendezvous FOLDER --diloco-workers 4 --out RUN0
-                                                 worker 0; start --diloco-worker 1, 2, 3 elsewhere.
-                                                 They synchronize every 100 steps (diloco.py)
 
-A run reads the documents, trains a tokenizer on them, writes token files, and then loops: batch,
-gradient accumulation over micro-batches, clipping, AdamW, periodic validation and checkpoints. OUT
-holds metrics.jsonl and checkpoints/; when the run ends or is stopped, it is also a Hugging Face
+TrainConfig is every flag; REQUIRES and EXCLUDES say which flags go together; train() is the program
+from data to the last checkpoint, with one loop. Another loss is an objective (training/step.py),
+another optimizer a branch of build_optimizer (training/build.py), another reaction to a failure a
+callback (training/callbacks.py).
+
+OUT holds metrics.jsonl and checkpoints/; when the run ends or is stopped, it is also a Hugging Face
 folder (config.json, model.safetensors in bf16, tokenizer) that generate.py and transformers open.
---fp8 and --qat change the matmuls of training, not the format of the saved weights.
 
 Guarantees, tested by test_all.py:
 
@@ -31,30 +30,21 @@ Guarantees, tested by test_all.py:
 - Parallelism (--tp --cp --ep --zero ..., parallel_dims.py) changes only rounding: one seed gives
   the same weights and batches under every layout, and a checkpoint resumes under any other.
   Exception: --aux-loss is computed per micro-batch.
-- With --recompute and --offload results are bitwise the same; --loss-chunk changes only rounding.
 - A checkpoint is written atomically and verified by sha256 before it is loaded. SIGTERM and Ctrl-C
   save and exit; after kill -9 of any rank at any moment the previous checkpoint is intact.
-
-Files in training/: flags, dataset and data, build, step, state, checkpoint, recovery, optimizers,
-metrics; recompute, chunked_loss, offload (memory); lora, tuning (fine-tuning). In parallelism/:
-dist_env, parallel_dims.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import importlib.util
 import math
 import os
 import shutil
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,463 +58,769 @@ for folder in "huggingface generation serving quantization training parallelism"
     if spec.submodule_search_locations[0] != str(ROOT / folder):
         sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from model import Transformer
+from model import CONFIGS, ModelConfig
 from parallelism.dist_env import DistEnv, init_distributed
 from parallelism.parallel_dims import ParallelDims
+from parallelism.schedules import LOOPED, SCHEDULES
+from quantize import RECIPES
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
-from training.build import offload_folder
+from training.callbacks import Callbacks, build_callbacks, log
 from training.checkpoint import Checkpoints
-from training.dataset import TOKENIZER_FILES, NextToken, Dataset, prepare_task, prepare_text
-from training.draft_head import train_draft_head
-from training.flags import DRAFT_HEAD, FIXED, SAVED, flag, parse_args
-from training.flags import validate_diloco_flags, resolve_expert_flags, resolve_flags
-from training.metrics import Metrics, PeakMemory, flops_per_token, peak_flops, plot, profile_step
-from training.metrics import progress_bar, summary, summary_writer
+from training.dataset import TOKENIZER_FILES, build_dataset
+from training.draft_head import DRAFT_HEAD, NUM_DRAFT_TOKENS, build_draft_head, save_draft_head
+from training.metrics import Metrics, PeakMemory, Throughput, plot, progress_bar, summary
+from training.metrics import summary_writer
+from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
-from training.recovery import (
-    Diverged,
-    Guard,
-    MemoryCheckpoint,
-    Watchdog,
-    stop_on_signals,
-    stragglers,
-)
-from training.state import CHECKPOINTS, DiLoCoWorker, State, export, saved_run
-from training.step import LoadBalancer, accumulate, make_attend, update, validate
-from training.tuning import build_objective
+from training.recovery import Diverged, Guard, stop_on_signals
+from training.state import CHECKPOINTS, TrainState, export, saved_run
+from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
 
-RUN_ID = "run.id"  # file in OUT with a random id of the run
-SIGTERM_GRACE = 10.0  # seconds for a step to finish after SIGTERM before the state is dumped
-EXIT_HANG = 75  # exit code of a rank that timed out: EX_TEMPFAIL, try again
+# --------------------------------------------------------------------------------------------------
+# Configuration
+# --------------------------------------------------------------------------------------------------
+
+FLOAT = dict(type=float)
+INT = dict(type=int)
+TASK_LR = {"lora": 2e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-5, "draft-head": 1e-2}
 
 
-def resolve_args(args: argparse.Namespace) -> None:
-    """With --resume, fill args from the checkpoint. ValueError if OUT or a flag conflicts with
-    the run."""
-    saved = saved_run(args.out)
-    if args.auto and saved is None:  # there may still be a checkpoint in memory
-        args.resume = None
-    if args.resume is None:
-        check_output_dir(args.out)
-        resolve_flags(args)
+def flag(default: Any, text: str, limit: str = "", **options: Any) -> Any:
+    """A field of TrainConfig with its command line flag. limit: "positive" or "0 or more"; options:
+    those of argparse's add_argument."""
+    return field(default=default, metadata=dict(help=text, limit=limit, rare=False, **options))
+
+
+def rare(default: Any, text: str, limit: str = "", **options: Any) -> Any:
+    """A field that is set by --set NAME=VALUE."""
+    return field(default=default, metadata=dict(help=text, limit=limit, rare=True, **options))
+
+
+@dataclass
+class TrainConfig:
+    """Every setting of a run: a flag of its own, or --set NAME=VALUE for the rarer ones."""
+
+    # run
+    out: Path = flag(Path("runs/stdlib"), "folder of the run", type=Path)
+    model: str = flag("small", f"a config.json, or {', '.join(CONFIGS)}", metavar="CONFIG")
+    init: Path | None = flag(
+        None, "start from this checkpoint and its tokenizer", type=Path, metavar="DIR"
+    )
+    resume: str | None = flag(
+        None, "continue the run in --out; auto: start it if nothing was saved yet",
+        nargs="?", const="yes", choices=("yes", "auto"),
+    )  # fmt: skip
+    steps: int = flag(500, "total number of steps", "positive")
+    seed: int = flag(0, "seed of weights and batches")
+    batch_size: int = flag(8, "sequences per step over all ranks", "positive")
+    micro_batch_size: int = flag(2, "sequences per forward pass and rank", "positive")
+    seq_len: int = flag(512, "tokens per sequence", "positive")
+    device: str | None = flag(None, "default: cuda if available, else cpu")
+    attention: str = flag(
+        "sdpa", "flash: the kernels of attention.py; on CPU its slower torch code",
+        choices=("sdpa", "flash"),
+    )  # fmt: skip
+    compile: bool = flag(False, "torch.compile the model")
+
+    # output and failures
+    eval_every: int = flag(100, "steps between validations", "positive", metavar="STEPS")
+    save_every: int = flag(100, "steps between checkpoints", "positive", metavar="STEPS")
+    keep_latest_k: int = flag(2, "number of checkpoints to keep", "positive", metavar="N")
+    memory_checkpoint_every: int | None = flag(
+        None, "steps between checkpoints to the memory of this node and a peer (never)",
+        "positive", **INT, metavar="STEPS",
+    )  # fmt: skip
+    export: str | None = flag(
+        None, "write the newest checkpoint as a Hugging Face folder, DIR or OUT itself, and exit",
+        nargs="?", const="", metavar="DIR",
+    )  # fmt: skip
+    plot: bool = flag(False, "plot loss, throughput and expert load to OUT/metrics.png and exit")
+    profile: int | None = flag(
+        None, "profile the STEP-th step of this process: Chrome trace and memory in OUT/profile (3)",
+        "positive", **INT, nargs="?", const=3, metavar="STEP",
+    )  # fmt: skip
+    tensorboard: bool = rare(False, "also log to OUT/tensorboard")
+    memory_checkpoint_dir: Path | None = rare(
+        None, "in-memory folder, local to each node (/dev/shm/...)", type=Path
+    )
+    hang_timeout: float = rare(
+        600.0, "seconds of a step (10 times that for the first) until stuck ranks are reported and "
+        "the run exits", "positive",
+    )  # fmt: skip
+    loss_spike_sigma: float = rare(
+        10.0, "skip batches whose loss is this many deviations above the mean; 0: never",
+        "0 or more",
+    )  # fmt: skip
+    max_skipped_batches: int = rare(10, "skipped batches in a row that stop the run", "positive")
+
+    # data
+    data: list[str] | None = flag(
+        None, 'text file, folder, or JSONL with "text" (default: the standard library); repeat it '
+        "to mix sources by weight (1)", action="append", metavar="PATH[=WEIGHT]",
+    )  # fmt: skip
+    pack: bool = flag(
+        False, "pack whole documents into rows by best fit, with per-document positions and "
+        "attention",
+    )  # fmt: skip
+    workers: int = flag(
+        0, "processes that tokenize into shards while training starts; 0: tokenize first",
+        "0 or more", metavar="N",
+    )  # fmt: skip
+
+    # task
+    task: str = flag(
+        "text", 'JSONL of --data: sft {"messages": [...]}, trains on the assistant turns; dpo '
+        '{"prompt", "chosen", "rejected"}; grpo {"prompt", "answer"}. draft-head: the head that '
+        "predicts the frozen --init model's hidden states, for speculative decoding",
+        choices=("text", "sft", "dpo", "grpo", "draft-head"),
+    )  # fmt: skip
+    lora: int | None = flag(
+        None, "train only LoRA adapters of this rank", "positive", **INT, metavar="RANK"
+    )
+    reward: str = flag("exact", "grpo: exact, number, prefix (alignment.py), or FILE.py:FUNCTION")
+    lora_alpha: float | None = rare(
+        None, "adapters are scaled by alpha / rank (2 x rank)", "positive", **FLOAT
+    )
+    lora_merged: bool = rare(False, "merge adapters in exports")
+    beta: float = rare(0.1, "dpo: penalty for leaving the model of --init", "positive")
+    kl: float = rare(0.0, "grpo: coefficient of the KL divergence from --init", "0 or more")
+    num_generations: int = rare(8, "grpo: completions per prompt", "positive")
+    max_new_tokens: int = rare(64, "grpo: tokens per completion", "positive")
+
+    # optimizer
+    optimizer: str = flag(
+        "adamw", "muon: Muon for the matrices of blocks, AdamW for the rest",
+        choices=("adamw", "muon", "sgd"),
+    )  # fmt: skip
+    lr: float = flag(
+        2e-3, "peak learning rate; else " + ", ".join(f"{k} {x:g}" for k, x in TASK_LR.items()),
+        "positive",
+    )  # fmt: skip
+    lr_schedule: str = flag(
+        "cosine", "learning rate after warm-up; wsd: warm-up, stable, decay",
+        choices=("cosine", "linear", "wsd", "constant"),
+    )  # fmt: skip
+    warmup_steps: int | None = flag(
+        None, "linear warm-up (5%% of --steps, at most 500)", "0 or more", **INT, metavar="STEPS"
+    )
+    weight_decay: float = flag(0.1, "of matrices only", "0 or more")
+    grad_clip: float = flag(
+        1.0, "maximum norm of the gradient; 0: no clipping", "0 or more", metavar="NORM"
+    )
+    decay_steps: int | None = rare(
+        None, "final decay of --lr-schedule wsd (20%% of --steps)", "positive", **INT
+    )
+    min_lr_factor: float = rare(0.1, "final learning rate, a fraction of the peak", "0 or more")
+    mup_base: int | None = rare(
+        None, "muP: --lr was tuned at this width and is scaled to the model's", "positive", **INT
+    )
+    optimizer_in_backward: bool = rare(
+        False, "update each parameter in the backward pass and free its gradient"
+    )
+
+    # precision and memory
+    dtype: str = flag(
+        "auto", "dtype of the matmuls (autocast). auto: bf16 if the hardware supports it, else "
+        "fp32; fp16 uses dynamic loss scaling and skips steps that overflow",
+        choices=("auto", "bf16", "fp16", "fp32"),
+    )  # fmt: skip
+    param_dtype: str = flag(
+        "fp32", "dtype of the parameters; bf16: no fp32 copy, AdamW with stochastic rounding",
+        choices=("fp32", "bf16"),
+    )  # fmt: skip
+    fp8: str | None = flag(
+        None, "FP8 matmuls in linear layers, scaled per tensor, row or block; slower but with the "
+        "same numbers on hardware without FP8 tensor cores", choices=tuple(RECIPES),
+    )  # fmt: skip
+    qat: str | None = flag(
+        None, "quantization-aware training for generate.py --quantize: fake-quantize the weights "
+        "in every forward pass", choices=("int8", "int4"),
+    )  # fmt: skip
+    recompute: str | int = flag(
+        "none", "activations recomputed in the backward pass. attention: those of attention; "
+        "selective: all but every other matmul's; full: of whole blocks; sqrt: of sqrt(layers) "
+        "groups of blocks; BYTES (8e9, 500M, 12G): as few as fit a micro-batch into that budget",
+        metavar="none|attention|selective|full|sqrt|BYTES",
+    )  # fmt: skip
+    offload: str | None = flag(
+        None, "keep master weights and optimizer states in host memory or memory-mapped files",
+        metavar="cpu|FOLDER",
+    )  # fmt: skip
+    loss_chunk: int | None = rare(
+        None, "rows of logits computed at a time in the loss; 0: all (chunks of them if all logits "
+        "exceed 512 MiB)", "0 or more", **INT,
+    )  # fmt: skip
+    output_z_loss: float = rare(
+        0.0, "coefficient of log(sum exp(logits)) ** 2, which keeps logits small (PaLM)",
+        "0 or more",
+    )  # fmt: skip
+
+    # mixture of experts
+    upcycle: int | None = flag(
+        None, "turn each MLP of --init into an MoE layer of E copies", "positive", **INT,
+        metavar="E",
+    )  # fmt: skip
+    aux_loss: float | None = flag(
+        None, "Switch load balancing loss (0 with a learned expert bias, else 0.01)", "0 or more",
+        **FLOAT, metavar="COEF",
+    )  # fmt: skip
+    experts: str = rare(
+        "grouped", "grouped matmuls of moe.py, or a loop over experts (always with --fp8)",
+        choices=("grouped", "loop"),
+    )  # fmt: skip
+    seq_aux_loss: float = rare(0.0, "DeepSeek-V3 sequence-wise balancing loss", "0 or more")
+    router_z_loss: float = rare(0.0, "ST-MoE loss that keeps router logits small", "0 or more")
+    upcycle_top_k: int = rare(2, "experts per token of the upcycled model", "positive")
+
+    # parallelism
+    dp: int | None = flag(
+        None, "data-parallel degree (world size / (pp x tp x cp))", "positive", **INT, metavar="N"
+    )
+    dp_replicate: int = flag(1, "replicas of the sharded model: HSDP", "positive", metavar="N")
+    zero: int = flag(
+        0, "ZeRO stage, by torch's fully_shard: shard the optimizer states (1), also the gradients "
+        "(2), also the parameters (3) over data-parallel ranks", choices=(0, 1, 2, 3),
+    )  # fmt: skip
+    tp: int = flag(1, "tensor-parallel degree", "positive", metavar="N")
+    async_tp: bool = flag(False, "with --tp: overlap communication with matmuls")
+    cp: int = flag(1, "context-parallel degree", "positive", metavar="N")
+    cp_ulysses: int = flag(
+        1, "ranks of --cp that shard heads instead of the sequence: Ulysses", "positive",
+        metavar="N",
+    )  # fmt: skip
+    ep: int = flag(1, "expert-parallel degree; divides dp x cp", "positive", metavar="N")
+    pp: int = flag(1, "pipeline-parallel degree", "positive", metavar="N")
+    pp_schedule: str = flag(
+        "1f1b", "pipeline schedule; python parallelism/schedules.py --schedule NAME draws it",
+        choices=tuple(SCHEDULES),
+    )  # fmt: skip
+    dry_run: int | None = flag(
+        None, "do not train: print the memory and communication of a step on rank 0 of RANKS (1)",
+        "positive", **INT, nargs="?", const=1, metavar="RANKS",
+    )  # fmt: skip
+    sequence_parallel: bool = rare(True, "shard norms and residuals of --tp along the sequence")
+    cp_method: str = rare(
+        "zigzag", "ring attention with zigzag or striped shards, or all-gather of k and v",
+        choices=("zigzag", "striped", "all-gather"),
+    )  # fmt: skip
+    ep_node_size: int | None = rare(
+        None, "ranks per node: send each token once per node, then to its experts' ranks",
+        "positive", **INT,
+    )  # fmt: skip
+    ep_chunks: int = rare(
+        1, "chunks of tokens; the all-to-all of one overlaps the experts of another", "positive"
+    )
+    virtual_stages: int | None = rare(
+        None, f"stages per rank, with {' and '.join(LOOPED)} (2)", "positive", **INT
+    )
+    pp_layers: str | None = rare(None, "layers of each stage, N,N,... (balanced by FLOPs)")
+    pp_recompute: str | None = rare(
+        None, "indices of the stages with full recomputation; the others follow --recompute"
+    )
+    distributed_optimizer: bool = rare(
+        False, "--zero 1 and 2 by zero.py's gradient buckets instead of fully_shard"
+    )
+    zero_quantized: bool = rare(
+        False, "ZeRO++: all-gather parameters in int8, reduce-scatter gradients in int4; not exact"
+    )
+    hpz_size: int | None = rare(
+        None, "ranks per node: --zero 3 gathers within nodes in the backward pass (ZeRO++ hpZ)",
+        "positive", **INT,
+    )  # fmt: skip
+
+    # DiLoCo: each worker is a program of its own with its own --out
+    diloco: int | None = flag(
+        None, "synchronize with the other workers every H steps", "positive", **INT, metavar="H"
+    )
+    diloco_rendezvous: str | None = flag(
+        None, "a folder shared by all workers, or HOST:PORT of python parallelism/diloco.py "
+        "--serve", metavar="WHERE",
+    )  # fmt: skip
+    diloco_workers: int = flag(1, "workers that split each batch", "positive", metavar="N")
+    diloco_worker: int = flag(0, "index of this worker", "0 or more", metavar="I")
+    diloco_timeout: float = rare(60.0, "seconds to wait for a worker", "positive")
+    outer_lr: float = rare(0.7, "learning rate of the outer SGD", "positive")
+    outer_momentum: float = rare(0.9, "Nesterov momentum of the outer SGD", "0 or more")
+
+    given: frozenset[str] = frozenset()  # names of the fields that the command line sets
+    auto: bool = False  # --resume auto
+
+    @property
+    def streamed(self) -> bool:
+        """Whether rows are read from shards that are tokenized as the run goes."""
+        return self.pack or self.workers > 0 or len(self.data or ()) > 1
+
+    def is_on(self, condition: str) -> bool:
+        """Whether a field ("fp8") is set to other than its default, None, 0 or False, or
+        ("task=dpo|grpo") to one of these values."""
+        name, _, values = condition.partition("=")
+        value = getattr(self, name)
+        if values:
+            return str(value) in values.split("|")
+        return bool(value) and value != FIELDS[name].default
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint stores and --resume restores, as JSON."""
+        values = {SAVED_AS.get(name, name): getattr(self, name) for name in (*FIXED, *RESTORED)}
+        return {key: str(x.resolve()) if isinstance(x, Path) else x for key, x in values.items()}
+
+    def changed_settings(self, run: Mapping[str, Any]) -> list[str]:
+        """The FIXED fields that differ from a saved run's. One that the run lacks (saved before the
+        field existed) counts only if it is given."""
+        now = self.settings()
+        keys = {name: SAVED_AS.get(name, name) for name in FIXED}
+        known = (n for n, key in keys.items() if key in run or n in self.given)
+        return [n for n in known if now[keys[n]] != run.get(keys[n])]
+
+
+FIELDS = {f.name: f for f in fields(TrainConfig) if f.metadata}
+GROUPS = {  # the first field of each group of --help
+    "out": "run", "eval_every": "output and failures", "data": "data", "task": "task",
+    "optimizer": "optimizer", "dtype": "precision and memory", "upcycle": "mixture of experts",
+    "dp": "parallelism", "diloco": "DiLoCo",
+}  # fmt: skip
+
+# Settings that --resume takes from the checkpoint. FIXED ones determine the result and cannot be
+# changed; the others can (another micro-batch size changes the order of a sum: rounding only).
+FIXED = """
+    seed batch_size seq_len lr data dtype fp8 qat aux_loss seq_aux_loss router_z_loss diloco outer_lr
+    outer_momentum param_dtype optimizer lr_schedule warmup_steps decay_steps min_lr_factor
+    weight_decay grad_clip mup_base output_z_loss pack task lora beta lora_alpha kl num_generations
+    reward max_new_tokens init
+""".split()
+RESTORED = """
+    steps micro_batch_size save_every eval_every compile attention experts diloco_rendezvous
+    diloco_workers diloco_worker diloco_timeout keep_latest_k loss_spike_sigma max_skipped_batches
+    memory_checkpoint_every memory_checkpoint_dir hang_timeout workers lora_merged
+""".split()
+SAVED_AS = {  # keys in checkpoints of fields that once had another name
+    "param_dtype": "weights", "lr_schedule": "schedule", "warmup_steps": "warmup",
+    "decay_steps": "decay", "min_lr_factor": "lr_end", "grad_clip": "clip",
+    "output_z_loss": "logit_z_loss", "router_z_loss": "z_loss", "seq_aux_loss": "sequence_loss",
+    "num_generations": "group", "keep_latest_k": "keep", "loss_spike_sigma": "spike",
+    "max_skipped_batches": "patience", "memory_checkpoint_every": "mirror_every",
+    "memory_checkpoint_dir": "mirror_at", "diloco_rendezvous": "diloco_at",
+}  # fmt: skip
+
+# setting, the setting that it needs
+REQUIRES = [
+    ("upcycle", "init"), ("upcycle_top_k", "upcycle"),
+    ("task=sft|dpo|grpo|draft-head", "init"), ("task=sft|dpo|grpo", "data"), ("lora", "init"),
+    ("lora_alpha", "lora"), ("lora_merged", "lora"), ("beta", "task=dpo"),
+    *((name, "task=grpo") for name in ("kl", "num_generations", "reward", "max_new_tokens")),
+    ("decay_steps", "lr_schedule=wsd"), ("mup_base", "optimizer=adamw"),
+    ("optimizer_in_backward", "grad_clip=0.0"), ("param_dtype=bf16", "optimizer=adamw"),
+    ("memory_checkpoint_dir", "memory_checkpoint_every"),
+    ("dp_replicate", "zero"), ("distributed_optimizer", "zero=1|2"), ("zero_quantized", "zero"),
+    ("hpz_size", "zero=3"), ("async_tp", "tp"), ("sequence_parallel", "tp"), ("cp_method", "cp"),
+    ("cp_ulysses", "cp"), ("ep_node_size", "ep"), ("ep_chunks", "ep"),
+    *((name, "pp") for name in ("pp_schedule", "virtual_stages", "pp_layers", "pp_recompute")),
+    *((name, "diloco") for name in ("diloco_rendezvous", "diloco_workers", "diloco_worker")),
+    *((name, "diloco") for name in ("diloco_timeout", "outer_lr", "outer_momentum")),
+    ("diloco", "diloco_rendezvous"),
+]  # fmt: skip
+
+# setting, settings that it cannot be combined with, why
+EXCLUDES = [
+    ("export", "plot dry_run", "each is a command"),
+    ("plot", "dry_run", "each is a command"),
+    ("fp8", "qat", "both replace the matmuls"),
+    ("resume=yes", "upcycle", "upcycling starts a run"),
+    ("lora", "qat fp8 upcycle", "adapters train on frozen, unchanged matmuls"),
+    ("lora", "tp pp cp ep", "every rank needs the whole model"),
+    ("task=dpo|grpo", "tp pp cp ep", "every rank needs the whole model"),
+    ("task=dpo|grpo", "pack workers loss_chunk output_z_loss", "it has its own rows and loss"),
+    ("task=dpo|grpo", "loss_spike_sigma", "its loss may be 0"),
+    ("task=draft-head", "fp8 qat upcycle lora recompute param_dtype aux_loss", "frozen model"),
+    ("task=draft-head", "seq_aux_loss router_z_loss diloco mup_base pack", "the head has none"),
+    ("optimizer=muon", "offload optimizer_in_backward", "it updates whole matrices"),
+    ("optimizer=muon", "zero tp cp ep pp", "it updates whole matrices"),
+    ("optimizer_in_backward", "offload dtype=fp16", "it has no separate step"),
+    ("optimizer_in_backward", "memory_checkpoint_every", "it is never between two steps"),
+    ("param_dtype=bf16", "offload dtype=fp16|fp32", "stochastic rounding replaces fp32 copies"),
+    ("param_dtype=bf16", "pp", "stochastic rounding makes the copies of a tied head differ"),
+    ("loss_chunk=0", "output_z_loss", "the z-loss is part of the chunked loss"),
+    ("distributed_optimizer", "tp ep dp_replicate pp", "its buckets are data-parallel only"),
+    ("distributed_optimizer", "offload param_dtype=bf16 memory_checkpoint_every zero_quantized",
+     "its buckets hold the optimizer states"),
+    ("fp8", "tp", "its scales are of full matrices"),
+    ("qat", "tp", "its scales are of full matrices"),
+    ("async_tp", "sequence_parallel=False", "it overlaps the sequence's all-gathers"),
+    ("cp", "pack", "documents would be split over ranks"),
+    ("cp", "seq_aux_loss", "it needs whole sequences"),
+    ("pp", "dtype=fp16", "pipelines have no loss scaling"),
+    ("pp", "recompute=sqrt", "groups of blocks would span stages"),
+    ("pp", "loss_chunk output_z_loss", "the last stage computes whole logits"),
+    ("qat", "loss_chunk output_z_loss", "the head is fake-quantized"),
+    ("hpz_size", "ep pp", "weights are gathered within nodes by FSDP alone"),
+    ("diloco", "task=sft|dpo|grpo lora offload", "workers exchange full weights on text"),
+    ("diloco", "optimizer_in_backward memory_checkpoint_every", "rounds are between steps"),
+    ("dry_run", "resume compile device pp diloco pack offload distributed_optimizer",
+     "it models plain steps on fake tensors"),
+    ("dry_run", "task=sft|dpo|grpo|draft-head", "it models plain steps on fake tensors"),
+]  # fmt: skip
+
+
+def shown(condition: str, config: TrainConfig | None = None) -> str:
+    """A condition as on the command line: --zero 1 or 2, --set ep_chunks; with the value that
+    fulfills it in config."""
+    name, _, values = condition.partition("=")
+    rare = FIELDS[name].metadata["rare"]
+    text = f"--set {name}" if rare else "--" + name.replace("_", "-")
+    if values and config is not None and config.is_on(condition):
+        values = str(getattr(config, name))
+    joint = "=" if rare else " "
+    return f"{text}{joint}{values.replace('|', ' or ').lower()}" if values else text
+
+
+def convert(name: str, text: str) -> Any:
+    """The value of --set NAME=TEXT."""
+    about, default = FIELDS[name].metadata, FIELDS[name].default
+    if isinstance(default, bool):
+        about = about | {"choices": ("true", "false"), "type": lambda text: text == "true"}
+    if text not in about.get("choices", (text,)):
+        raise ValueError(f"--set {name}={text}: choose from {', '.join(about['choices'])}")
+    try:
+        return about.get("type", type(default) if default is not None else str)(text)
+    except ValueError:
+        raise ValueError(f"--set {name}={text}: not a number") from None
+
+
+def parse_args(argv: list[str]) -> TrainConfig:
+    """The config of a command line. ValueError for values and combinations that cannot work; with
+    --resume, what a setting requires is checked once the run's settings are restored."""
+    text = "train a Llama- or DeepSeek-style model on text, in one process or under torchrun"
+    parser = group = argparse.ArgumentParser(
+        prog="train.py", description=text, allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )  # fmt: skip
+    for name, f in FIELDS.items():
+        group = parser.add_argument_group(GROUPS[name]) if name in GROUPS else group
+        options = {k: x for k, x in f.metadata.items() if k not in ("limit", "rare")}
+        if f.default is False:
+            options["action"] = "store_true"
+        elif f.default is not None:
+            options.setdefault("type", type(f.default))
+            options["help"] += f" ({f.default})"
+        if not f.metadata["rare"]:
+            group.add_argument(shown(name), **options)
+    others = [f"{n}: {f.metadata['help']}" for n, f in FIELDS.items() if f.metadata["rare"]]
+    parser.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", help="one of: " + "; ".join(others)
+    )
+    values = vars(parser.parse_args(argv))
+    for name, _, value in (text.partition("=") for text in values.pop("set", ())):
+        if name not in FIELDS or not FIELDS[name].metadata["rare"]:
+            raise ValueError(f"--set {name}: no such setting; see python train.py --help")
+        values[name] = convert(name, value)
+    config = TrainConfig(**values, given=frozenset(values), auto=values.get("resume") == "auto")
+    if config.recompute not in ("none", "attention", "selective", "full", "sqrt"):
+        config.recompute = parse_bytes(config.recompute)
+    check_limits(config)
+    check_excluded(config)
+    if not (config.resume or config.export is not None or config.plot):
+        check_combinations(config)
+    return config
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes of --recompute 8e9, 500M or 12G."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    digits, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1)
+    try:
+        return int(float(digits) * unit)
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"--recompute {text}: must be none, attention, selective, full, sqrt or a number of "
+            "bytes"
+        ) from None
+
+
+def check_limits(config: TrainConfig) -> None:
+    """ValueError for a number out of range."""
+    for name, f in FIELDS.items():
+        value, limit = getattr(config, name), f.metadata["limit"]
+        low = 0 if limit == "0 or more" else math.ulp(0.0)
+        if limit and value is not None and not low <= value < math.inf:
+            raise ValueError(f"{shown(name)} must be {limit}, not {value}")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {config.seed}")
+    if config.min_lr_factor > 1 or config.outer_momentum >= 1:
+        name = "outer_momentum" if config.outer_momentum >= 1 else "min_lr_factor"
+        raise ValueError(f"{shown(name)} must be from 0 to 1, not {getattr(config, name)}")
+    if (
+        config.offload is not None
+        and config.offload != "cpu"
+        and config.offload.lower() in ("", "cpu")
+    ):
+        raise ValueError(f"--offload {config.offload}: must be cpu or a folder")
+
+
+def check_excluded(config: TrainConfig) -> None:
+    """ValueError for two settings of EXCLUDES."""
+    for name, others, why in EXCLUDES:
+        for other in others.split() if config.is_on(name) else ():
+            if config.is_on(other):
+                pair = f"{shown(name, config)} cannot be combined with {shown(other, config)}"
+                raise ValueError(f"{pair}: {why}")
+
+
+def check_combinations(config: TrainConfig) -> None:
+    """Set the default learning rate of the task; ValueError for settings that do not fit."""
+    for name, needed in REQUIRES:
+        if (name in config.given or config.is_on(name)) and not config.is_on(needed):
+            raise ValueError(f"{shown(name, config)} requires {shown(needed)}")
+    check_excluded(config)
+    c = config
+    if c.task == "grpo" and c.zero and not c.distributed_optimizer:
+        raise ValueError(
+            "--task grpo cannot be combined with --zero: it generates with unsharded weights"
+        )
+    for name, factor, needed in (
+        ("batch_size", 2 if c.task == "dpo" else 1, "2 with --task dpo: a pair is two rows"),
+        ("micro_batch_size", 2 if c.task == "dpo" else 1, "2 with --task dpo"),
+        ("batch_size", c.num_generations if c.task == "grpo" else 1, "--set num_generations"),
+        ("steps", c.diloco or 1, f"--diloco {c.diloco}"),
+    ):
+        if getattr(c, name) % factor:
+            raise ValueError(f"{shown(name)} {getattr(c, name)} must be a multiple of {needed}")
+    if c.task == "draft-head" and c.seq_len < NUM_DRAFT_TOKENS + 2:
+        least = NUM_DRAFT_TOKENS + 2
+        raise ValueError(f"--task draft-head requires --seq-len {least} or more, not {c.seq_len}")
+    if c.task == "draft-head" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--task draft-head runs in one process; start it without torchrun")
+    if c.diloco_worker >= c.diloco_workers:
+        last = c.diloco_workers - 1
+        raise ValueError(f"--diloco-worker must be from 0 to {last}, not {c.diloco_worker}")
+    if c.upcycle is not None and not 2 <= c.upcycle_top_k <= c.upcycle:
+        raise ValueError(  # with top-1 the gate weight is always 1 and the router cannot learn
+            f"--set upcycle_top_k must be from 2 to --upcycle {c.upcycle}, not {c.upcycle_top_k}"
+        )
+    if (total := (c.warmup_steps or 0) + (c.decay_steps or 0)) > c.steps:
+        raise ValueError(
+            f"--warmup-steps and --set decay_steps are {total} steps, more than --steps {c.steps}"
+        )
+    task = "lora" if c.lora else c.task
+    if "lr" not in c.given and task in TASK_LR and not c.resume:
+        c.lr = TASK_LR[task]
+
+
+def check_experts(config: TrainConfig, model: ModelConfig) -> None:
+    """Set the default of --aux-loss; ValueError for MoE settings of a dense model."""
+    for name in ("aux_loss", "seq_aux_loss", "router_z_loss", "ep"):
+        if not model.moe_layers and getattr(config, name) and config.is_on(name):
+            raise ValueError(f"{shown(name)} requires a model with MoE layers")
+    if config.aux_loss is None:  # runs saved before this flag existed had no such loss
+        unbalanced = model.moe_layers and not model.correction_bias and not config.resume
+        config.aux_loss = 0.01 if unbalanced else 0.0
+
+
+def restore_settings(config: TrainConfig) -> None:
+    """With --resume, fill the config from the checkpoint. ValueError if OUT holds something else, or
+    a given setting contradicts the run's."""
+    saved = saved_run(config.out)
+    if config.resume == "auto" and saved is None:  # there may still be a checkpoint in memory
+        config.resume = None
+    if config.resume is None:
+        check_output_dir(config.out, saved)
+        check_combinations(config)
         return
     if saved is None:
         raise ValueError(
-            f"--resume: {args.out / CHECKPOINTS} has no checkpoint; nothing was saved yet, start "
+            f"--resume: {config.out / CHECKPOINTS} has no checkpoint; nothing was saved yet, start "
             "without --resume"
         )
     run = saved[2]["run"]
-    for name, key in SAVED.items():
-        if flag(name) not in args.given:  # a run saved before the flag existed lacks its key
-            setattr(args, name, run.get(key, getattr(args, name)))
-    if args.dtype == "auto":
-        args.dtype = run["dtype"]
-    for name in changed_settings(args, run):
+    for name in (*FIXED, *RESTORED):
+        if name not in config.given:  # a run saved before the field existed lacks its key
+            setattr(config, name, run.get(SAVED_AS.get(name, name), getattr(config, name)))
+    if config.dtype == "auto":
+        config.dtype = run["dtype"]
+    for name in config.changed_settings(run):
         raise ValueError(
-            f"{flag(name)} {getattr(args, name)} differs from the run's {run.get(SAVED[name])}; "
-            "omit it, or start a new run in another --out"
+            f"{shown(name)} {getattr(config, name)} differs from the run's "
+            f"{run.get(SAVED_AS.get(name, name))}; omit it, or start a new run in another --out"
         )
-    folder = args.memory_checkpoint_dir
-    args.init, args.memory_checkpoint_dir = (p and Path(p) for p in (args.init, folder))
-    resolve_flags(args)
+    for name in ("init", "memory_checkpoint_dir"):
+        setattr(config, name, getattr(config, name) and Path(getattr(config, name)))
+    check_limits(config)
+    check_combinations(config)
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that a checkpoint stores and --resume restores, as JSON."""
-    run = {key: getattr(args, name) for name, key in SAVED.items()}
-    return {key: str(x.resolve()) if isinstance(x, Path) else x for key, x in run.items()}
-
-
-def changed_settings(args: argparse.Namespace, run: Mapping[str, Any]) -> list[str]:
-    """Names of the FIXED arguments that differ from the saved run's. An argument that the run lacks
-    (saved before the flag existed) is compared only if its flag is given."""
-    known = [name for name in FIXED if SAVED[name] in run or flag(name) in args.given]
-    return [name for name in known if settings(args)[SAVED[name]] != run.get(SAVED[name])]
-
-
-def check_output_dir(out: Path) -> None:
+def check_output_dir(out: Path, saved: tuple[Path, int, Any] | None) -> None:
     """ValueError if OUT holds results that a new run would overwrite."""
-    if (saved := saved_run(out)) is not None:
+    if saved is not None:
         raise ValueError(
             f"--out {out}: holds a run of {saved[1]} steps; continue it with --resume, or choose "
             "another folder"
         )
     existing = {path.name for path in out.glob("*.safetensors")}
-    if existing == {DRAFT_HEAD}:
-        raise ValueError(f"--out {out}: holds a draft head; choose another folder")
     if existing:
-        raise ValueError(f"--out {out}: holds a model but no run to resume; choose another folder")
+        what = "a draft head" if existing == {DRAFT_HEAD} else "a model but no run to resume"
+        raise ValueError(f"--out {out}: holds {what}; choose another folder")
 
 
-def train(args: argparse.Namespace) -> None:
-    """Set up and run training; every stage is one call."""
-    resolve_args(args)
-    env = init_distributed(args)
-    config = model_config(args)
-    resolve_expert_flags(args, config)
-    if args.tensorboard:
-        summary_writer()  # fail now if tensorboard is not installed
-    layout = ParallelDims(args, config, env.world, env.device.type)
-    validate_diloco_flags(args, layout.dp_size)
-    if args.seq_len <= config.n_mtp_layers:
-        raise ValueError(
-            f"--seq-len {args.seq_len} must be greater than the model's {config.n_mtp_layers} MTP "
-            "layers"
-        )
-    args.out.mkdir(parents=True, exist_ok=True)
-    for leftover in args.out.glob(".*.tmp") if env.rank == 0 else ():
-        leftover.unlink()  # temporary file of a save that was killed
-    if env.rank == 0 and args.memory_checkpoint_every and not (args.out / RUN_ID).exists():
-        (args.out / RUN_ID).write_text(os.urandom(8).hex())
-    dataset = (prepare_text if args.task == "text" else prepare_task)(args, config, env)
-    if args.train_draft_head:
-        train_draft_head(args, dataset, env)
-        return
+# --------------------------------------------------------------------------------------------------
+# The program
+# --------------------------------------------------------------------------------------------------
+
+
+def train(config: TrainConfig) -> None:
+    """Train until --steps or a signal, from the newest checkpoint if resumed; then export."""
+    restore_settings(config)
+    env = init_distributed(config)  # device, dtype, rank and world size
+    model_cfg = model_config(config)
+    check_experts(config, model_cfg)
+    layout = ParallelDims(config, model_cfg, env.world, env.device.type)  # meshes; checks sizes
+    prepare_output(config, env)
+    dataset = build_dataset(config, model_cfg, env)
     memory = PeakMemory(env.device)
-    model = build_model(args, config, env, layout)
-    optimizer = build_optimizer(model, layout, args)
-    run = Run(args, env, layout, model, optimizer, dataset, memory)
+    if config.task == "draft-head":
+        model = build_draft_head(config, model_cfg, env)
+    else:
+        model = build_model(config, model_cfg, env, layout)  # TP -> recompute -> compile -> FSDP
+    step_model = compile_model(model) if config.compile and layout.mesh is None else model
+    optimizer = build_optimizer(model, layout, config)
+    objective = build_objective(config, model, dataset, env, layout)
+    attend = layout.attend(make_attend(config.attention, layout.packed))
+    losses = dict(aux=config.aux_loss, seq=config.seq_aux_loss, z=config.router_z_loss)
+    balance = LoadBalancer(model, **losses, layout=layout)
+    scaler = LossScaler() if config.dtype == "fp16" else None
+    has_spikes = config.loss_spike_sigma and config.task not in ("dpo", "grpo")
+    guard = Guard(config.max_skipped_batches, config.loss_spike_sigma if has_spikes else math.inf)
+    extra = config, guard, scaler, dataset.fingerprint
+    state = TrainState(model, optimizer, layout, *extra)
+    checkpoints = Checkpoints(config.out / CHECKPOINTS, keep=config.keep_latest_k)
+    callbacks = build_callbacks(config, state, checkpoints, env, memory)
+    speed = Throughput(config, model_cfg, env)
     try:
-        run.resume()
-        run.steps()
-    finally:
-        run.close()
+        step = resume(config, state, checkpoints, callbacks)  # the number of finished steps
+        log_start(config, model, dataset.size, layout, step, env)
+        signals, stopping = stop_on_signals(), False
+        metrics = Metrics(config.out, step, config.tensorboard) if env.rank == 0 else None
+        bar = progress_bar(step, config.steps, env)
+        step = callbacks.start(step)
+        while step < config.steps and not stopping:
+            callbacks.phase(step + 1, "data")
+            speed.start()
+            batch = objective.batch(step).to(env.device)
+            data_wait = speed.elapsed()
 
+            callbacks.phase(step + 1, "forward and backward")
+            lr = set_learning_rate(optimizer, config, step)
+            if config.optimizer_in_backward:
+                checkpoints.wait_for_staging()
+            scale = scaler.scale if scaler else 1.0
+            rest = env.autocast, attend, balance, layout, objective, scale
+            with callbacks.dump_on_error():
+                losses = forward_backward(step_model, batch, config.micro_batch_size, *rest)
 
-class Run:
-    """The training loop with resume, checkpoints, metrics, evaluation and failure handling."""
+            callbacks.phase(step + 1, "update")
+            norm = clip_gradients(model, config.grad_clip, layout, scale)
+            checkpoints.wait_for_staging()  # the last step's weights must be copied first
+            skipped = reason_to_skip(config, step + 1, losses["loss"], norm, guard, scaler)
+            if skipped is None:
+                optimizer.step()
+                state.updates += 1
+            optimizer.zero_grad()
+            balance.update(layout)
+            step += 1
+            callbacks.phase(step, "logging")
 
-    def __init__(
-        self, args: argparse.Namespace, env: DistEnv, layout: ParallelDims, model: Transformer,
-        optimizer: Any, dataset: Dataset, memory: PeakMemory,
-    ):  # fmt: skip
-        self.memory, self.consistent_step, self.update_lock = memory, None, threading.Lock()
-        self.args, self.env, self.layout, self.model = args, env, layout, model
-        self.optimizer, self.dataset, self.first_step, self.watchdog = optimizer, dataset, 0, None
-        self.state = State(model, optimizer, layout, args.optimizer)
-        self.checkpoints = Checkpoints(args.out / CHECKPOINTS, keep=args.keep_latest_k)
-        self.memory_checkpoint = self._memory_checkpoint()
-        sigma = args.loss_spike_sigma or math.inf
-        if args.task in ("dpo", "grpo"):  # their losses are differences and may be 0
-            sigma = math.inf
-        self.guard = Guard(args.max_skipped_batches, sigma)
-        self.scaler = LossScaler() if args.dtype == "fp16" else None
-        self.diloco_worker = None if args.diloco is None else DiLoCoWorker(args, model, layout, env)
-        losses = dict(aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
-        self.balance = LoadBalancer(model, **losses, layout=layout)
-        compile_here = args.compile and layout.mesh is None  # else layout has compiled the blocks
-        self.step_model = compile_model(model) if compile_here else model
-        self.attend = layout.attend(make_attend(args.attention, layout.packed))
-        self.objective = build_objective(args, model, dataset, env, layout)
-        self.tokens = args.batch_size // args.diloco_workers * args.seq_len
-        flops_per_weight = 4 if args.lora else 6  # LoRA: no gradient of the frozen weights
-        self.flops = flops_per_token(meta_model(model.config), args.seq_len, flops_per_weight)
-        self.peak = peak_flops(env.device, args.dtype, env.world)
-
-    def _memory_checkpoint(self) -> MemoryCheckpoint | None:
-        args = self.args
-        if args.memory_checkpoint_every is None:
-            return None
-        name = hashlib.sha256(str(args.out.resolve()).encode()).hexdigest()[:12]
-        folder = args.memory_checkpoint_dir or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
-        group = dist.new_group(backend="gloo") if self.env.world > 1 else None
-        run = (args.out / RUN_ID).read_text()  # an older run in the same folder has another id
-        return MemoryCheckpoint(folder, f"{run}.{self.layout.shard_id}", group)
-
-    # ---- checkpoints ----
-
-    def metadata(self) -> dict[str, Any]:
-        """The JSON that a checkpoint stores in addition to its tensors."""
-        metadata = {"updates": self.state.updates, "guard": self.guard.state_dict()}
-        metadata |= {"run": settings(self.args), "config": self.model.config.to_hf()}
-        metadata |= {"text": self.dataset.fingerprint}
-        return metadata | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
-
-    def resume(self) -> None:
-        """Load the newest intact state, from memory checkpoints or from disk."""
-        args, metadata = self.args, None
-        found = self.checkpoints.newest() if args.resume else None
-        if self.memory_checkpoint is not None and (args.resume or args.auto):
-            metadata = self.resume_from_memory(found.step if found else 0)
-        if metadata is None and found is not None:
-            self.state.load(self.checkpoints, found)
-            metadata, self.first_step = found.metadata, found.step
-            if self.diloco_worker is not None:
-                self.diloco_worker.load(found)
-        if metadata is None:
-            if self.memory_checkpoint is not None:
-                self.memory_checkpoint.clear()
-            return
-        saved, current = metadata.get("text"), self.dataset.fingerprint
-        if None not in (saved, current) and saved != current:
-            raise ValueError(
-                f"--data has changed: {current} now, {saved} when step {self.first_step} was "
-                "saved; restore it, or start a new run in another --out"
-            )
-        self.guard.load_state_dict(metadata["guard"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(metadata["scaler"])
-
-    def resume_from_memory(self, after: int) -> dict[str, Any] | None:
-        """Load the newest memory checkpoint if its settings are this run's and it is newer than
-        step `after`. Returns its metadata, or None."""
-        step = self.memory_checkpoint.newest()
-        if step is None or step <= after:
-            return None
-        backup = {name: x.clone() for name, (_, x) in self.state.tensors().items()}
-        tensors = {name: x for name, (_, x) in self.state.tensors().items()}
-        metadata = self.memory_checkpoint.get(step, tensors)
-        if changed := changed_settings(self.args, metadata["run"]):
-            self.log(f"memory checkpoint of step {step} ignored: {flag(changed[0])} has changed")
-            for name, x in tensors.items():
-                x.copy_(backup[name])
-            return None
-        self.first_step, self.state.updates = step, metadata["updates"]
-        self.state.sync_after_load()
-        self.log(f"resumed after step {step} from memory")
-        return metadata
-
-    def save(self, step: int) -> None:
-        """Start writing a checkpoint of the state after `step`, asynchronously."""
-        tensors, metadata = self.state.sharded_state_dict(), self.metadata()
-        if self.diloco_worker is not None:
-            outer_tensors, outer = self.diloco_worker.sharded_state_dict()
-            tensors, metadata = tensors | outer_tensors, metadata | {"outer": outer}
-        # async_staging: tensors are copied to host memory during the next step
-        self.checkpoints.save(step, tensors, metadata, async_staging=True)
-
-    def save_to_memory(self, step: int) -> None:
-        """Copy the state after `step` to this node's memory and to a peer's."""
-        tensors = {name: x for name, (_, x) in self.state.tensors().items()}
-        self.memory_checkpoint.put(step, tensors, self.metadata())
-
-    # ---- the loop ----
-
-    def steps(self) -> None:
-        """Train from first_step to --steps with progress, metrics, evaluation and checkpoints."""
-        args, env, first = self.args, self.env, self.first_step
-        if env.rank == 0:
-            full_model = meta_model(self.model.config)
-            print(summary(args, full_model, self.dataset.size, first, env), file=sys.stderr)
-            if self.layout.mesh is not None:
-                print(self.layout.mesh, file=sys.stderr)
-        signals, stopping, done = stop_on_signals(), False, False
-        self.on_sigterm()
-        metrics = Metrics(args.out, first, args.tensorboard) if env.rank == 0 else None
-        self.watchdog = make_watchdog(args, env, self.on_hang)
-        self.bar, next_step = progress_bar(first, args.steps, env), first
-        if self.diloco_worker is not None:
-            next_step = self.diloco_worker.begin(next_step)
-        for step in self.bar:
-            if step < next_step:  # the other DiLoCo workers are past this step
-                continue
-            profile = profile_step(args.out, self.memory, env.rank)
-            wanted = args.profile == step + 1 - first
-            with profile if wanted else contextlib.nullcontext({}) as stats:
-                row = self.step(step)
-            row |= stats
-            if self.diloco_worker is not None:
-                self.checkpoints.wait_for_staging()
-                row |= self.diloco_worker.after_step(step)
-                next_step, step = row["step"], row["step"] - 1
-            stopping, wait = sync_stop_and_data_wait(signals, row["data_wait"], env.device)
-            row["data_wait"] = wait
-            done = step + 1 == args.steps
-            if (step + 1) % args.eval_every == 0 or done:
-                row |= self.evaluate(row)
+            row = {"step": step, **losses, "lr": lr, **balance.row, **objective.row, **speed.row()}
+            row |= {} if config.optimizer_in_backward else {"grad_norm": norm}
+            row |= {"skipped": skipped} if skipped else {}
+            step = row["step"] = callbacks.after_update(step, row)  # DiLoCo may skip steps
+            stopping, row["data_wait"] = sync_stop_and_data_wait(signals, data_wait, env.device)
+            done = step == config.steps
+            if step % config.eval_every == 0 or done:
+                callbacks.phase(step, "validation")
+                with env.autocast():
+                    row |= objective.validate(step_model, config.micro_batch_size, attend)
+                layout.reshard(step_model)
+                row |= {"expert_load": balance.last.tolist()} if balance.row else {}
+                row |= callbacks.statistics()
+            log_row(row, env, bar)
             if metrics is not None:
                 metrics.write(row)
-            due = (step + 1) % args.save_every == 0 and "skipped" not in row
-            if due or stopping or done:
-                self.save(step + 1)
-            every = args.memory_checkpoint_every
-            if self.memory_checkpoint is not None and (step + 1) % every == 0:
-                self.save_to_memory(step + 1)
-            if stopping:
-                break
-        self.finish(metrics, stopping and not done)
-
-    def step(self, step: int) -> dict[str, Any]:
-        """One step: batch, forward, backward, update. Returns its row of metrics.jsonl."""
-        args, env, layout, scaler = self.args, self.env, self.layout, self.scaler
-        start, self.consistent_step = time.perf_counter(), step  # the state after `step` steps
-        self.watchdog.beat(step + 1, "data")
-        batch = self.objective.batch(step).to(env.device)
-        data_wait = time.perf_counter() - start
-        lr = learning_rate(
-            step, args.steps, args.lr, schedule=args.lr_schedule, warmup=args.warmup_steps,
-            decay=args.decay_steps, end=args.min_lr_factor,
-        )  # fmt: skip
-        if args.optimizer_in_backward:
-            self.checkpoints.wait_for_staging()
-            self.consistent_step = None
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group["scale"]
-        scale, objective = scaler.scale if scaler else 1.0, self.objective
-        objective = None if isinstance(objective, NextToken) else objective
-        self.watchdog.beat(step + 1, "forward and backward")
-        rest = env.autocast, self.attend, self.balance, layout, objective, scale
-        try:
-            losses = accumulate(self.step_model, batch, args.micro_batch_size, *rest)
-        except RuntimeError:  # another rank may have died: keep the state after the last step
-            self.dump_on_failure()
-            raise
-        row = {"step": step + 1, **losses}
-        self.watchdog.beat(step + 1, "update")
-        with self.update_lock:  # the state must not be copied during the update
-            self.consistent_step = None  # weights may be half updated
-            accept = partial(self.accept_step, row)
-            norm = update(self.model, self.optimizer, lr, layout, args.grad_clip, scale, accept)
-            self.balance.update(layout)
-            self.consistent_step = step + 1
-        row |= {} if args.optimizer_in_backward else {"grad_norm": norm}
-        row["lr"] = lr
-        row |= self.balance.row | self.objective.row
-        elapsed = time.perf_counter() - start
-        row["tokens_per_second"] = round(self.tokens / elapsed, 1)
-        if self.peak:
-            row["mfu"] = round(self.tokens / elapsed * self.flops / self.peak, 4)
-        row["data_wait"] = data_wait
-        mfu = f", MFU {row['mfu']:.1%}" if self.peak else ""
-        text = f"loss {row['loss']:.3f}, {self.tokens / elapsed:,.0f} tok/s{mfu}"
-        self.bar.set_postfix_str(text, refresh=False)
-        return row
-
-    def accept_step(self, row: dict[str, Any], norm: float) -> bool:
-        """Whether to apply this batch's gradient, given its norm; if not, row["skipped"] has the
-        reason. ValueError after too many skipped batches."""
-        self.checkpoints.wait_for_staging()  # the last step's weights must be copied first
-        reason, scaler = None, self.scaler
-        if scaler is not None and not scaler.update(math.isfinite(norm)):
-            reason = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
-        if reason is None or scaler.scale == scaler.MIN_SCALE:
-            try:
-                reason = self.guard.judge(row["loss"], norm)
-            except Diverged as e:  # raised on all ranks
-                self.checkpoints.wait()
-                raise ValueError(f"step {row['step']}: {e} ({self.resume_hint()})") from None
-        if reason is not None and self.args.optimizer_in_backward:
-            self.checkpoints.wait()
-            raise ValueError(
-                f"step {row['step']}: {reason}; the update is already applied "
-                f"({self.resume_hint()})"
-            )
-        if reason is not None:
-            row["skipped"] = reason
-            self.log(f"step {row['step']}: skipped, {reason}")
-        self.state.updates += reason is None
-        return reason is None
-
-    def resume_hint(self) -> str:
-        return f"the last checkpoint in {self.args.out} is intact; resume from it with a lower --lr"
-
-    def evaluate(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Validate, and collect peak memory and communication wait of all ranks. Called every
-        --eval-every steps; returns additions to `row`."""
-        args, env, result = self.args, self.env, {}
-        self.watchdog.beat(row["step"], "validation")
-        size, attend = args.micro_batch_size, self.attend
-        if (tokens := self.dataset.validation) is not None:
-            rest = args.seq_len, size, env, attend, self.layout
-            result["val_loss"] = validate(self.step_model, tokens, *rest)
-        elif not isinstance(self.objective, NextToken):
-            with env.autocast():
-                result |= self.objective.validate(self.step_model, size, attend)
-            self.layout.reshard(self.step_model)
-        result |= {"expert_load": self.balance.last.tolist()} if self.balance.row else {}
-        local = [*self.watchdog.wait_times(), float(self.memory.bytes())]
-        ranks = [local]
-        if env.world > 1:
-            dist.all_gather_object(ranks := [None] * env.world, local)
-        waits, busy, memory = zip(*ranks)
-        result["peak_memory"] = int(max(memory))
-        result["comm_wait"] = round(sum(waits) / max(sum(waits) + sum(busy), 1e-9), 4)
-        losses = f"loss {row['loss']:.4f}"
-        for name in ("val_loss", "val_accuracy", "val_reward"):
-            shown = name[4:] if name != "val_loss" else "validation"
-            losses += f", {shown} {result[name]:.4f}" if name in result else ""
-        self.log(f"step {row['step']}: {losses}, peak {result['peak_memory'] / 2**20:,.0f} MiB")
-        if env.world > 1 and (slow := stragglers([*zip(waits, busy)])):
-            result["stragglers"] = slow
-            self.log(f"step {row['step']}: {slow}")
-        return result
-
-    def finish(self, metrics: Metrics | None, stopped: bool) -> None:
-        """Wait for the last checkpoint and export it as a Hugging Face folder."""
-        args = self.args
-        self.watchdog.close()  # no timeout for the export
-        self.checkpoints.wait()
-        if self.env.rank == 0 and saved_run(args.out):
-            export(args.out, args.out, args.lora_merged)
+            if (step % config.save_every == 0 and skipped is None) or stopping or done:
+                checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
+            callbacks.after_step(step)
+            bar.update(step - bar.n)
+        bar.close()
+        checkpoints.wait()
+        callbacks.finish(stopped=step < config.steps)
+        if metrics is not None:
             metrics.close()
-        if args.offload not in (None, "cpu"):
-            shutil.rmtree(offload_folder(args), ignore_errors=True)
-        if self.memory_checkpoint is not None and not stopped:
-            self.memory_checkpoint.clear()
-        if stopped:
-            saved = f"stopped after step {self.consistent_step}, saved in {args.out}"
-            self.log(f"{saved}; continue with --resume")
-
-    # ---- failures ----
-
-    def dump_on_failure(self) -> None:
-        """Dump the state after the last step to this node's memory, without other ranks."""
-        if self.memory_checkpoint is None or not self.update_lock.acquire(blocking=False):
-            return
-        try:
-            if self.consistent_step is not None:
-                tensors = {name: x for name, (_, x) in self.state.tensors().items()}
-                with torch.no_grad():
-                    self.memory_checkpoint.dump(self.consistent_step, tensors, self.metadata())
-        finally:
-            self.update_lock.release()
-
-    def on_hang(self) -> None:
-        """Dump the state and exit; the watchdog's thread calls it when any rank is stuck."""
-        try:
-            self.dump_on_failure()
-        finally:
-            os._exit(EXIT_HANG)
-
-    def on_sigterm(self) -> None:
-        """Start a thread that dumps the state on SIGTERM if the main thread is blocked in a
-        collective with a dead rank: torchrun kills the process 30 seconds later, and its state may
-        be the only copy."""
-        if self.memory_checkpoint is None or self.env.world == 1:
-            return
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-
-        def wait() -> None:
-            while signal.SIGTERM not in os.read(read_end, 1):
-                continue
-            before = self.consistent_step
-            time.sleep(SIGTERM_GRACE)
-            if self.consistent_step is not None and self.consistent_step == before:
-                self.dump_on_failure()
-
-        threading.Thread(target=wait, daemon=True).start()
-
-    def log(self, line: str) -> None:
-        """Print a line above the progress bar, on rank 0."""
-        if self.env.rank == 0:
-            tqdm.write(line, file=sys.stderr)
-
-    def close(self) -> None:
-        if self.env.world == 1:  # with more ranks, one may be dead and this would hang
+        if env.rank == 0 and config.task == "draft-head":
+            save_draft_head(config.out, model, step)
+        elif env.rank == 0:
+            export(config.out, config.out, config.lora_merged)
+        if step < config.steps:
+            text = f"stopped after step {step}, saved in {config.out}; continue with --resume"
+            log(env, text)
+    except Diverged:
+        checkpoints.wait()  # all ranks are here
+        raise
+    finally:
+        if env.world == 1:  # with more ranks, one may be dead and this would hang
             with contextlib.suppress(OSError):
-                self.checkpoints.wait()
-        for resource in (self.watchdog, self.diloco_worker):
-            if resource is not None:
-                resource.close()
+                checkpoints.wait()
+        callbacks.close()
 
 
-def make_watchdog(args: argparse.Namespace, env: DistEnv, on_hang: Callable[[], None]) -> Watchdog:
-    """A watchdog for the calling thread; the first step may take 10 times --hang-timeout."""
-    report = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
-    timeouts = dict(timeout=args.hang_timeout, first_timeout=10 * args.hang_timeout)
-    return Watchdog(env.store, env.rank, env.world, **timeouts, report=report, on_hang=on_hang)
+def prepare_output(config: TrainConfig, env: DistEnv) -> None:
+    """Make OUT, without the temporary files of a save that was killed."""
+    if config.tensorboard:
+        summary_writer()  # fail now if tensorboard is not installed
+    config.out.mkdir(parents=True, exist_ok=True)
+    for leftover in config.out.glob(".*.tmp") if env.rank == 0 else ():
+        leftover.unlink()
+
+
+def resume(
+    config: TrainConfig, state: TrainState, checkpoints: Checkpoints, callbacks: Callbacks
+) -> int:
+    """Load the newest intact state, from memory checkpoints or from disk; returns its step."""
+    found = checkpoints.newest() if config.resume else None
+    if (step := callbacks.restore(found.step if found else 0)) is not None:
+        return step
+    if found is None:
+        return 0
+    state.load(checkpoints, found)
+    callbacks.load(found)
+    return found.step
+
+
+def set_learning_rate(optimizer: Any, config: TrainConfig, step: int) -> float:
+    """Set and return the learning rate of `step`, a function of the step: nothing to save."""
+    lr = learning_rate(
+        step, config.steps, config.lr, schedule=config.lr_schedule, warmup=config.warmup_steps,
+        decay=config.decay_steps, end=config.min_lr_factor,
+    )  # fmt: skip
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("scale", 1.0)
+    return lr
+
+
+def reason_to_skip(
+    config: TrainConfig, step: int, loss: float, norm: float, guard: Guard,
+    scaler: LossScaler | None,
+) -> str | None:  # fmt: skip
+    """Why this batch's gradient is not applied, the same on all ranks, or None. Diverged after too
+    many skipped batches."""
+    reason = None
+    if scaler is not None and not scaler.update(math.isfinite(norm)):
+        reason = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
+    hint = f"the last checkpoint in {config.out} is intact; resume from it with a lower --lr"
+    if reason is None or scaler.scale == scaler.MIN_SCALE:
+        try:
+            reason = guard.judge(loss, norm)
+        except Diverged as e:
+            raise Diverged(f"step {step}: {e} ({hint})") from None
+    if reason is not None and config.optimizer_in_backward:
+        raise Diverged(f"step {step}: {reason}; the update is already applied ({hint})")
+    return reason
 
 
 def sync_stop_and_data_wait(
@@ -539,24 +835,63 @@ def sync_stop_and_data_wait(
     return n_caught > 0, round(wait, 4)
 
 
+def log_row(row: Mapping[str, Any], env: DistEnv, bar: tqdm) -> None:
+    """Show a step in the progress bar; a skipped one, and validations, on lines of their own."""
+    mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
+    text = f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tok/s{mfu}"
+    bar.set_postfix_str(text, refresh=False)
+    start = f"step {row['step']}: "
+    if "skipped" in row:
+        log(env, f"{start}skipped, {row['skipped']}")
+    if "peak_memory" in row:
+        text = f"loss {row['loss']:.4f}"
+        for name in ("val_loss", "val_accuracy", "val_reward"):
+            shown_as = "validation" if name == "val_loss" else name.removeprefix("val_")
+            text += f", {shown_as} {row[name]:.4f}" if name in row else ""
+        if "acceptance" in row:
+            text += ", accepted " + ", ".join(f"{rate:.0%}" for rate in row["acceptance"])
+        log(env, f"{start}{text}, peak {row['peak_memory'] / 2**20:,.0f} MiB")
+    if "stragglers" in row:
+        log(env, start + row["stragglers"])
+
+
+def log_start(
+    config: TrainConfig, model: torch.nn.Module, n_tokens: int | None, layout: ParallelDims,
+    step: int, env: DistEnv,
+) -> None:  # fmt: skip
+    """One line about the run, and the mesh."""
+    full = model if config.task == "draft-head" else meta_model(model.config)
+    if env.rank == 0:
+        print(summary(config, full, n_tokens, step, env), file=sys.stderr)
+        if layout.mesh is not None:
+            print(layout.mesh, file=sys.stderr)
+
+
+def export_run(config: TrainConfig) -> None:
+    """--export: the newest intact checkpoint of OUT, with its tokenizer."""
+    to = Path(config.export) if config.export else config.out
+    export(config.out, to, config.lora_merged, verify=True)
+    for name in TOKENIZER_FILES if to.resolve() != config.out.resolve() else ():
+        if (config.out / name).exists():
+            shutil.copy(config.out / name, to)
+    print(to)
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-        if args.plot:
-            print(plot(args.out))
-        elif args.export is not None:
-            to = Path(args.export) if args.export else args.out
-            export(args.out, to, args.lora_merged, verify=True)
-            for name in TOKENIZER_FILES if to.resolve() != args.out.resolve() else ():
-                if (args.out / name).exists():
-                    shutil.copy(args.out / name, to)
-            print(to)
-        elif args.dry_run:
+        config = parse_args(sys.argv[1:] if argv is None else argv)
+        if config.plot:
+            print(plot(config.out))
+        elif config.export is not None:
+            export_run(config)
+        elif config.dry_run:
             from parallelism.dry_run import dry_run  # imported late: fake tensors take a second
 
-            print(dry_run(args))
+            model_cfg = model_config(config)
+            check_experts(config, model_cfg)
+            print(dry_run(config, model_cfg))
         else:
-            train(args)
+            train(config)
     except (ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2

@@ -621,11 +621,11 @@ def check_vocabulary(
 
 
 def load_draft_head(folder: str, model: Transformer) -> DraftHead:
-    """The draft head that train.py --train-draft-head wrote. ValueError names the file."""
+    """The draft head that train.py --task draft-head wrote. ValueError names the file."""
     path = Path(folder) / "draft_head.safetensors"
     if not path.exists():
         raise ValueError(
-            f"--speculate head: there is no {path}; train one with train.py --train-draft-head, or "
+            f"--speculate head: there is no {path}; train one with train.py --task draft-head, or "
             "give its folder as --draft-model DIR"
         )
     try:

@@ -10,15 +10,18 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from training.recovery import fresh_store
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class DistEnv:
         return torch.autocast(self.device.type, dtype, enabled=self.dtype != "fp32")
 
 
-def init_distributed(args: argparse.Namespace) -> DistEnv:
+def init_distributed(args: TrainConfig) -> DistEnv:
     """Choose device and dtype; under torchrun, initialize the process group. ValueError if the
     device cannot be used."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

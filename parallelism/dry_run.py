@@ -1,6 +1,6 @@
 """Dry run: memory and communication of a training step on one rank of many, without the ranks.
 
-    python train.py --dry-run --world-size 512 --model llama3-8b --tp 8 --zero 3 --seq-len 8192
+    python train.py --dry-run 512 --model llama3-8b --tp 8 --zero 3 --seq-len 8192
 
 It runs rank 0 of the real program: train.py's model, step and optimizer under parallel_dims.py, on
 torch's "fake" process group, whose collectives return at once, with fake tensors, which have
@@ -21,14 +21,13 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import comb
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,11 +43,13 @@ from parallel import to_local
 from parallelism.dist_env import DistEnv
 from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
 from parallelism.parallel_dims import ExpertParallel, ParallelDims
-from training.build import build_optimizer, convert_linears_, meta_model, model_config, cast_params_
-from training.flags import resolve_expert_flags
+from training.build import build_optimizer, cast_params_, convert_linears_, meta_model
 from training.lora import apply_lora_
 from training.metrics import flops_per_token
-from training.step import LoadBalancer, accumulate, make_attend, loss_sums, update
+from training.step import LoadBalancer, clip_gradients, forward_backward, loss_sums, make_attend
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 # operation -> (kind, bytes each of n ranks sends of an input of b bytes, o of them to itself)
 COLLECTIVES: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
@@ -143,9 +144,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(to_local(t).numel() * t.element_size() for t in tensors)
 
 
-def measure(
-    args: argparse.Namespace, model: Transformer, batch: Tensor, layout: ParallelDims
-) -> dict:
+def measure(args: TrainConfig, model: Transformer, batch: Tensor, layout: ParallelDims) -> dict:
     """Costs of a training step with this rank's `batch`, and of a micro-batch's forward pass: bytes
     by kind, and under "sent" {(mesh dimension, collective): (calls, bytes)}. Collective; works with
     fake and real tensors."""
@@ -154,9 +153,11 @@ def measure(
     balance = LoadBalancer(model, aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
     autocast = DistEnv(batch.device, args.dtype, 0, 1).autocast
     with MemoryTracker([*params, batch]) as memory, CommTracker(layout) as comm:
-        accumulate(model, batch, n, autocast, attend, balance, layout)
+        forward_backward(model, batch, n, autocast, attend, balance, layout)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        update(model, optimizer, args.lr, layout, args.grad_clip)
+        clip_gradients(model, args.grad_clip, layout)
+        optimizer.step()
+        optimizer.zero_grad()
         balance.update(layout)
     saved: dict[int, Any] = {}  # keeps storages alive, so that no id is used twice
 
@@ -221,9 +222,9 @@ def balanced_experts(
     return SimpleNamespace(**vars(experts), wrap=wrap)
 
 
-def count_costs(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, str]:
+def count_costs(args: TrainConfig, config: ModelConfig) -> tuple[dict, str]:
     """The costs of rank 0, and the mesh as one line."""
-    layout, scalars = ParallelDims(args, config, args.world_size), FakeScalars()
+    layout, scalars = ParallelDims(args, config, args.dry_run), FakeScalars()
     if E := config.n_experts:
         experts = layout.experts or ExpertParallel(Placement.even(E, 1), tuple(range(E)), (), 1)
         layout.experts = balanced_experts(experts, scalars, config)
@@ -244,36 +245,27 @@ def count_costs(args: argparse.Namespace, config: ModelConfig) -> tuple[dict, st
     return costs, "1 rank" if layout.mesh is None else str(layout.mesh).split("\n")[0]
 
 
-def setup(args: argparse.Namespace) -> ModelConfig:
-    """Set defaults, start the fake process group, return the model's config. ValueError for flags
-    that cannot be combined with --dry-run."""
+def setup(args: TrainConfig, config: ModelConfig) -> None:
+    """Set defaults and start the fake process group. ValueError for what it cannot count."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("--dry-run runs in one process; use --world-size N instead of torchrun")
-    flags = "--resume --train-draft-head --compile --device --distributed-optimizer --pp --diloco "
-    flags += "--pack --task --offload"
-    for flag in flags.split():
-        if flag in args.given:
-            raise ValueError(f"--dry-run cannot be combined with {flag}")
-    config = model_config(args)
-    resolve_expert_flags(args, config)
+        raise ValueError("--dry-run runs in one process; use --dry-run RANKS instead of torchrun")
     if config.moe_layers and (args.fp8 or args.experts == "loop"):
-        other = "--fp8" if args.fp8 else "--experts loop"
+        other = "--fp8" if args.fp8 else "--set experts=loop"
         raise ValueError(f"--dry-run of an MoE model cannot be combined with {other}")
-    args.dtype, args.world_size = args.dtype.replace("auto", "bf16"), args.world_size or 1
-    if "--batch-size" not in args.given:  # one micro-batch per rank
-        args.batch_size = args.micro_batch_size * max(1, args.world_size // (args.tp * args.cp))
+    args.dtype = args.dtype.replace("auto", "bf16")
+    if "batch_size" not in args.given:  # one micro-batch per rank
+        args.batch_size = args.micro_batch_size * max(1, args.dry_run // (args.tp * args.cp))
     try:
-        dist.init_process_group("fake", rank=0, world_size=args.world_size)
+        dist.init_process_group("fake", rank=0, world_size=args.dry_run)
     except (ImportError, RuntimeError, ValueError) as e:
         raise ValueError(f'--dry-run: torch has no process group "fake" ({e})') from None
-    return config
 
 
-def dry_run(args: argparse.Namespace) -> str:
+def dry_run(args: TrainConfig, config: ModelConfig) -> str:
     """The table that --dry-run prints: one line per cost."""
-    config = setup(args)
+    setup(args, config)
     (costs, mesh), model = count_costs(args, config), meta_model(config)
-    B, T, world, sent = args.batch_size, args.seq_len, args.world_size, costs["sent"]
+    B, T, world, sent = args.batch_size, args.seq_len, args.dry_run, costs["sent"]
     flops_per_weight = 4 if args.lora else 6  # no weight gradients for frozen weights
     flops = flops_per_token(model, T, flops_per_weight) * B * T / world
     rows = B * args.tp * args.cp // world

@@ -16,12 +16,11 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +57,6 @@ from parallelism.context_parallel import (
 )
 from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
 from parallelism.pipeline_model import PipelineStages
-from parallelism.pipeline_model import add_flags as add_stage_flags
 from parallelism.pipeline_model import check as check_stages
 from parallelism.quantized_collectives import (
     QuantizedAllGather,
@@ -71,66 +69,12 @@ from training.chunked_loss import linear_cross_entropy
 from training.optimizers import mup_factors
 from training.recompute import MODES, choose_modes, saved_bytes, layer_groups, checkpoint_wrapper
 
+if TYPE_CHECKING:
+    from train import TrainConfig
+
 SAVED_OPS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective saves
 IGNORE = -100  # ignore_index: a target that is not counted
-AUTO_CHUNK_LOGITS = 2**29  # bytes of a micro-batch's logits from which --loss-chunk auto chunks
-
-
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """The flags of parallelism."""
-    number = partial(p.add_argument, type=int)
-    number("--dp", metavar="N", help="data-parallel degree (world size / (pp x tp x cp))")
-    number("--dp-replicate", default=1, metavar="N", help="replicas of the sharded model: HSDP (1)")
-    add_stage_flags(p)
-    number("--tp", default=1, metavar="N", help="tensor-parallel degree (1)")
-    number("--cp", default=1, metavar="N", help="context-parallel degree (1)")
-    number("--ep", default=1, metavar="N", help="expert-parallel degree; divides dp x cp (1)")
-    text = "ranks per node: send each token once per node, then to its experts' ranks"
-    number("--ep-node-size", metavar="RANKS", help=text)
-    text = "chunks of tokens; the all-to-all of one overlaps the experts of another (1)"
-    number("--ep-chunks", default=1, metavar="N", help=text)
-    p.add_argument(
-        "--zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        default=0,
-        help="ZeRO stage, by torch's fully_shard: shard the optimizer states (1), also the "
-        "gradients (2), also the parameters (3) over data-parallel ranks (%(default)s)",
-    )
-    p.add_argument(
-        "--distributed-optimizer",
-        action="store_true",
-        help="--zero 1 and 2 by zero.py's gradient buckets instead of fully_shard",
-    )
-    p.add_argument(
-        "--zero-quantized",
-        action="store_true",
-        help="ZeRO++: all-gather parameters in int8, reduce-scatter gradients in int4; not exact",
-    )
-    text = "ranks per node: --zero 3 gathers within nodes in the backward pass (ZeRO++ hpZ)"
-    number("--hpz-size", metavar="RANKS", help=text)
-    p.add_argument(
-        "--no-sequence-parallel",
-        action="store_true",
-        help="with --tp: do not shard norms and residuals along the sequence",
-    )
-    p.add_argument(
-        "--async-tp", action="store_true", help="with --tp: overlap communication with matmuls"
-    )
-    p.add_argument(
-        "--cp-method",
-        choices=("zigzag", "striped", "all-gather"),
-        default="zigzag",
-        help="ring attention with zigzag or striped shards, or all-gather of k and v (%(default)s)",
-    )
-    text = "ranks of --cp that shard heads instead of the sequence: Ulysses (1)"
-    number("--cp-ulysses", default=1, metavar="N", help=text)
-    p.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="do not train: print the memory and communication of a step on rank 0, in bytes",
-    )
-    number("--world-size", metavar="N", help="number of ranks of --dry-run (1)")
+AUTO_CHUNK_LOGITS = 2**29  # bytes of a micro-batch's logits above which the loss is chunked
 
 
 @dataclass(frozen=True)
@@ -154,7 +98,7 @@ class ParallelDims:
     """The mesh of a run, and how one rank shards model, batch, gradients and checkpoint."""
 
     def __init__(
-        self, args: argparse.Namespace | None = None, config: ModelConfig | None = None,
+        self, args: TrainConfig | None = None, config: ModelConfig | None = None,
         world: int = 1, device_type: str = "cpu",
     ):  # fmt: skip
         self.args, self.mesh, self.experts, self.has_chunked_loss = args, None, None, False
@@ -213,8 +157,8 @@ class ParallelDims:
             args = self.args
             async_matmuls = (all_gather_matmul, matmul_reduce_scatter) if args.async_tp else None
             options = dict(gather_logits=False, async_matmuls=async_matmuls)
-            sequence_parallel = not args.no_sequence_parallel
-            self.tp = apply_tp(model, self.mesh, sequence_parallel=sequence_parallel, **options)
+            options["sequence_parallel"] = args.sequence_parallel
+            self.tp = apply_tp(model, self.mesh, **options)
 
     def parallelize_(self, model: Transformer, dtype: torch.dtype | None) -> None:
         """Apply, after linear layers are converted: expert dispatch, activation checkpointing,
@@ -266,7 +210,7 @@ class ParallelDims:
         supported = self.stages is None and type(model.head) is nn.Linear
         if requested and not supported:
             raise ValueError(
-                "--loss-chunk and --output-z-loss cannot be combined with --pp or --qat"
+                "--set loss_chunk and output_z_loss need a plain head: no --pp and no --qat"
             )
         if supported and (requested or rows is None and logits >= AUTO_CHUNK_LOGITS):
             model.head.__class__, self.has_chunked_loss = LossHead, True
@@ -276,7 +220,7 @@ class ParallelDims:
                 model.head.loss_kwargs |= tp_kwargs
 
     def _fsdp_comm_options(self) -> dict[str, Any]:
-        """The arguments of apply_fsdp from --hpz-size and --zero-quantized."""
+        """The arguments of apply_fsdp from hpz_size and zero_quantized."""
         node = self.args.hpz_size
         if not self.args.zero_quantized:
             return dict(node_size=node)
@@ -379,7 +323,7 @@ class ParallelDims:
         return ".".join(f"{dim}{self.mesh.rank(dim)}/{self.mesh.size(dim)}" for dim in dims)
 
     def optimizer(self, groups: list[dict[str, Any]], factory: Any) -> Any:
-        """factory(groups), or of slices of them with --distributed-optimizer."""
+        """factory(groups), or of slices of them with distributed_optimizer."""
         if self.mesh is None or not self.args.distributed_optimizer:
             return factory(groups)
         group, stage = self.mesh.group("fsdp"), self.args.zero
@@ -482,7 +426,7 @@ class ParallelDims:
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip the whole model's gradient. Returns its norm before clipping (0 with
-        --optimizer-in-backward, which keeps no gradients)."""
+        optimizer_in_backward, which keeps no gradients)."""
         if self.args is not None and self.args.optimizer_in_backward:
             return torch.zeros(())
         if self.mesh is None:
@@ -500,9 +444,7 @@ class ParallelDims:
         clip_gradients(model, norm, max_norm)
         return norm
 
-    def _make_expert_parallel(
-        self, args: argparse.Namespace, config: ModelConfig
-    ) -> ExpertParallel:
+    def _make_expert_parallel(self, args: TrainConfig, config: ModelConfig) -> ExpertParallel:
         placement, ep = Placement.even(config.n_experts, args.ep), args.ep
         levels, node = ((placement.slots_per_rank, self.mesh.group("ep")),), args.ep_node_size
         if node is not None:
@@ -528,7 +470,7 @@ class LossHead(nn.Linear):
 
 
 def modes_within_budget(
-    args: argparse.Namespace, config: ModelConfig, dtype: torch.dtype | None
+    args: TrainConfig, config: ModelConfig, dtype: torch.dtype | None
 ) -> list[str]:
     """The recomputation modes of the blocks with the least recomputed FLOPs, among those that save
     at most --recompute bytes per micro-batch. Bytes and FLOPs are measured with fake tensors."""
@@ -547,7 +489,7 @@ def _windows(config: ModelConfig) -> list[int | None]:
 
 
 def _recompute_costs(
-    args: argparse.Namespace, config: ModelConfig, index: int, dtype: torch.dtype | None
+    args: TrainConfig, config: ModelConfig, index: int, dtype: torch.dtype | None
 ) -> dict[str, tuple[int, float]]:
     """(saved bytes, recomputed matmul FLOPs) of one block in each mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # only here: slow to import
@@ -597,8 +539,9 @@ def _moe_layers(model: nn.Module) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str, int]:
-    """The mesh sizes. ValueError, naming the flag, if they do not fit the ranks, model or batch."""
+def check(args: TrainConfig, config: ModelConfig, world: int) -> dict[str, int]:
+    """The mesh sizes. ValueError, naming the flag, if they do not fit the ranks, model or batch.
+    Which flags exclude each other is in train.py."""
     tp, cp, ep, copies, node = args.tp, args.cp, args.ep, args.dp_replicate, args.ep_node_size
     over, shared = f"--tp {tp} x --cp {cp}", tp * cp * args.pp
     over = f"--pp {args.pp} x {over}" if args.pp > 1 else over
@@ -611,109 +554,75 @@ def check(args: argparse.Namespace, config: ModelConfig, world: int) -> dict[str
         )
     if dp % copies:
         raise ValueError(f"--dp-replicate {copies} must divide the {dp} data-parallel ranks")
-    if copies > 1 and not args.zero:
-        raise ValueError("--dp-replicate requires --zero 1, 2 or 3")
-    dp_only = tp == ep == copies == 1
-    if args.distributed_optimizer and not (args.zero in (1, 2) and dp_only):
-        raise ValueError(
-            "--distributed-optimizer requires --zero 1 or 2, and cannot be combined with --tp, "
-            "--ep or --dp-replicate"
-        )
-    if args.zero_quantized and (not args.zero or args.distributed_optimizer):
-        raise ValueError(
-            "--zero-quantized requires --zero 1, 2 or 3 without --distributed-optimizer"
-        )
     hpz, shards = args.hpz_size, dp // copies * cp
-    if hpz is not None and not (args.zero == 3 and ep == args.pp == 1):
-        raise ValueError("--hpz-size requires --zero 3 without --ep or --pp")
     if hpz is not None and (not 1 < hpz < shards or shards % hpz):
         raise ValueError(
-            f"--hpz-size {hpz} must divide the {shards} FSDP ranks, and be between 1 and {shards}"
+            f"--set hpz_size={hpz} must divide the {shards} FSDP ranks, and be between 1 and "
+            f"{shards}"
         )
-    if (dp // copies * cp) % ep:
-        raise ValueError(
-            f"--ep {ep} must divide the {world} ranks that torchrun starts"
-            if world == dp // copies
-            else f"--ep {ep} must divide the {dp // copies * cp} ranks of dp x cp"
+    if shards % ep:
+        ranks = (
+            f"{world} ranks that torchrun starts"
+            if world == shards
+            else f"{shards} ranks of dp x cp"
         )
+        raise ValueError(f"--ep {ep} must divide the {ranks}")
     if node is not None and (not 1 < node < ep or ep % node):
-        raise ValueError(f"--ep-node-size {node} must divide --ep {ep} and be between 1 and {ep}")
+        raise ValueError(
+            f"--set ep_node_size={node} must divide --ep {ep} and be between 1 and {ep}"
+        )
     if ep > 1:
         try:
             Placement.even(config.n_experts, ep)
         except ValueError as e:
             raise ValueError(f"--ep {ep}: {e}") from None
-    if args.batch_size % dp:
-        raise ValueError(
-            f"--batch-size {args.batch_size} must be a multiple of the {dp} ranks"
-            + (" with different batches" if dp < world else "")
-        )
+    check_batch(args, dp, world)
     check_model(args, config)
-    check_memory(args, config, world)
+    if args.optimizer_in_backward and world > 1 and not args.zero:
+        raise ValueError("--set optimizer_in_backward requires --zero with several ranks")
     check_stages(args, config, dp * args.diloco_workers)
     return dict(dp_replicate=copies, dp_shard=dp // copies, cp=cp, tp=tp, pp=args.pp, ep=ep)
 
 
-def check_memory(args: argparse.Namespace, config: ModelConfig, world: int) -> None:
-    """ValueError for memory, optimizer and task flags that cannot be combined with this layout."""
-    dp = world // (args.tp * args.cp * args.pp)
+def check_batch(args: TrainConfig, dp: int, world: int) -> None:
+    """ValueError if the batch cannot be divided over dp groups of ranks with different samples."""
     units = {"dpo": 2, "grpo": args.num_generations}.get(args.task, 1)
-    if args.batch_size // units % dp:
-        what = "pairs" if args.task == "dpo" else "prompts"
+    n, workers = args.batch_size // units, args.diloco_workers
+    if n % (dp * workers):
+        what = {1: "sequences", 2: "pairs"}.get(units, "prompts")
+        over = f"{workers} workers x " * (workers > 1) + f"{dp} ranks"
+        text = f"--batch-size {args.batch_size}" + f", {n} {what}," * (units > 1)
+        different = " with different batches" * (dp < world)
+        raise ValueError(f"{text} must be a multiple of the {over}{different}")
+    rows = args.batch_size // max(1, world // args.cp)
+    if args.optimizer_in_backward and rows > args.micro_batch_size:
         raise ValueError(
-            f"--batch-size {args.batch_size} is {args.batch_size // units} {what} of {units} rows, "
-            f"which must be a multiple of the {dp} ranks with different batches"
+            "--set optimizer_in_backward steps in every backward pass: set --micro-batch-size to "
+            f"the {rows} sequences of a rank"
         )
-    parts = [flag for flag in ("pp", "tp", "cp", "ep") if getattr(args, flag) > 1]
-    if isinstance(args.recompute, int) and (parts or config.moe_layers or config.n_mtp_layers):
+
+
+def check_model(args: TrainConfig, config: ModelConfig) -> None:
+    """ValueError for models that a layout or a setting does not support."""
+    sequence = args.tp > 1 and args.sequence_parallel
+    if args.seq_len <= config.n_mtp_layers:
+        raise ValueError(
+            f"--seq-len {args.seq_len} must be greater than the model's {config.n_mtp_layers} MTP "
+            "layers"
+        )
+    if config.n_mtp_layers and (args.cp > 1 or sequence):
+        raise ValueError(
+            "multi-token prediction shifts the sequence, so it cannot be combined with --cp, and "
+            "with --tp it requires --set sequence_parallel=false"
+        )
+    split = any(n > 1 for n in (args.pp, args.tp, args.cp, args.ep))
+    if isinstance(args.recompute, int) and (split or config.moe_layers or config.n_mtp_layers):
         raise ValueError(
             "--recompute BYTES requires a dense model without --pp, --tp, --cp, --ep and MTP: use "
             "selective or full"
         )
-    if args.recompute == "sqrt" and "pp" in parts:
-        raise ValueError("--recompute sqrt cannot be combined with --pp: use full or selective")
-    if args.pack and "cp" in parts:
-        raise ValueError("--pack cannot be combined with --cp, which splits documents over ranks")
     if args.mup_base is not None and config.tie_embeddings:
-        raise ValueError("--mup-base requires an untied head, with its own learning rate")
-    unsharded = not parts and (world == 1 or not args.zero)
-    if args.optimizer == "muon" and not unsharded:
-        raise ValueError(
-            "--optimizer muon needs unsharded matrices: it cannot be combined with --zero, --tp, "
-            "--cp, --ep or --pp"
-        )
-    if args.dtype == "fp16" and "pp" in parts:
-        raise ValueError(
-            "--dtype fp16 cannot be combined with --pp, which has no loss scaling: use bf16"
-        )
-    if (args.offload or args.param_dtype == "bf16") and args.distributed_optimizer:
-        raise ValueError(
-            "--distributed-optimizer cannot be combined with --offload or --param-dtype bf16"
-        )
-    if args.memory_checkpoint_every is not None and args.distributed_optimizer:
-        raise ValueError(
-            "--memory-checkpoint-every cannot be combined with --distributed-optimizer"
-        )
-    if args.optimizer_in_backward:
-        if {*parts} - {"cp"} or (world > 1 and not args.zero) or args.distributed_optimizer:
-            raise ValueError(
-                "--optimizer-in-backward requires one process, or --zero with only --dp and --cp"
-            )
-        if args.batch_size // max(1, world // args.cp) > args.micro_batch_size:
-            raise ValueError(
-                "--optimizer-in-backward steps in every backward pass: set --micro-batch-size to "
-                f"the {args.batch_size // max(1, world // args.cp)} sequences of a rank"
-            )
-
-
-def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
-    """ValueError for models and flags that --tp or --cp do not support."""
-    sequence = args.tp > 1 and not args.no_sequence_parallel
-    if config.n_mtp_layers and (args.cp > 1 or sequence):
-        raise ValueError(
-            "multi-token prediction shifts the sequence, so it cannot be combined with --cp, and "
-            "with --tp it requires --no-sequence-parallel"
-        )
+        raise ValueError("--set mup_base requires an untied head, with its own learning rate")
     if args.seq_len % (args.cp * 2 * (args.tp if sequence else 1)) and args.cp > 1:
         raise ValueError(
             f"--seq-len {args.seq_len} must be a multiple of 2 x --cp {args.cp}"
@@ -722,13 +631,8 @@ def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
     if sequence and args.seq_len % args.tp:
         raise ValueError(
             f"--seq-len {args.seq_len} must be a multiple of --tp {args.tp}, or use "
-            "--no-sequence-parallel"
+            "--set sequence_parallel=false"
         )
-    if args.async_tp and not sequence:
-        raise ValueError("--async-tp requires --tp with sequence parallelism")
-    if args.tp > 1 and (args.fp8 or args.qat):
-        flag = "--fp8" if args.fp8 else "--qat"
-        raise ValueError(f"{flag} cannot be combined with --tp: its scales are of full matrices")
     heads = config.n_heads // args.tp
     if args.cp % args.cp_ulysses or heads % args.cp_ulysses:
         raise ValueError(
@@ -749,5 +653,3 @@ def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
         )
     if args.cp > 1 and config.alibi:
         raise ValueError("--cp does not support models with ALiBi")
-    if args.cp > 1 and args.seq_aux_loss:
-        raise ValueError("--seq-aux-loss cannot be combined with --cp: it needs whole sequences")

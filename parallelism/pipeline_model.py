@@ -26,14 +26,13 @@ from __future__ import annotations
 if __name__ == "__main__" and not __package__:
     raise SystemExit("run: torchrun --nproc-per-node 4 -m parallelism.pipeline_model")
 
-import argparse
 import itertools
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -48,47 +47,25 @@ from parallelism.pipeline import (
     split_backward_,
     split_experts_backward,
 )
-from parallelism.schedules import LOOPED, SCHEDULES, Action, Schedule, make_schedule
+from parallelism.schedules import SCHEDULES, Action, Schedule, make_schedule
 from parallelism.schedules import balance as balance_layers
 from training.data import decode
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 TRAINABLE = [name for name in SCHEDULES if name != "pipedream"]
 
 
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """The flags of pipeline parallelism."""
-    p.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel degree (1)")
-    p.add_argument(
-        "--pp-schedule",
-        choices=tuple(SCHEDULES),
-        default="1f1b",
-        help="pipeline schedule (%(default)s); python parallelism/schedules.py --schedule NAME "
-        "draws it",
-    )
-    text = f"stages per rank, with {' and '.join(LOOPED)} (2)"
-    p.add_argument("--virtual-stages", type=int, metavar="V", help=text)
-    text = "layers of each stage (balanced by FLOPs)"
-    p.add_argument("--pp-layers", metavar="N,N,...", help=text)
-    text = "indices of the stages with full recomputation; the others follow --recompute"
-    p.add_argument("--pp-recompute", metavar="S,S,...", help=text)
-
-
-def check(args: argparse.Namespace, config: ModelConfig, dp_size: int) -> None:
+def check(args: TrainConfig, config: ModelConfig, dp_size: int) -> None:
     """ValueError, naming the flag, for unsupported pipeline settings. dp_size: the number of
     data-parallel ranks that a step's batch is split over."""
-    for flag in ("--pp-schedule", "--virtual-stages", "--pp-layers", "--pp-recompute"):
-        if flag in args.given and args.pp == 1:
-            raise ValueError(f"{flag} requires --pp")
     if args.pp == 1:
         return
     if config.n_mtp_layers:
         raise ValueError(
             "--pp cannot be combined with multi-token prediction, which needs the embedding on the "
             "last stage"
-        )
-    if args.distributed_optimizer:
-        raise ValueError(
-            "--distributed-optimizer cannot be combined with --pp: use --zero without it"
         )
     if args.pp_schedule not in TRAINABLE:
         raise ValueError(
@@ -109,19 +86,21 @@ def check(args: argparse.Namespace, config: ModelConfig, dp_size: int) -> None:
         )
     stages = len(schedule.paths[0])
     stage_layers(args, config, stages)
-    if not set(parse_ints(args.pp_recompute or "", "--pp-recompute")) <= {*range(stages)}:
-        raise ValueError(f"--pp-recompute {args.pp_recompute}: stages are from 0 to {stages - 1}")
+    if not set(parse_ints(args.pp_recompute or "", "--set pp_recompute")) <= {*range(stages)}:
+        raise ValueError(
+            f"--set pp_recompute={args.pp_recompute}: stages are from 0 to {stages - 1}"
+        )
 
 
 def parse_ints(text: str, flag: str) -> list[int]:
-    """The integers of a comma-separated flag value."""
+    """The integers of a comma-separated setting."""
     try:
         return [int(n) for n in text.split(",") if text]
     except ValueError:
-        raise ValueError(f"{flag} {text}: expected integers, such as 8,8,7") from None
+        raise ValueError(f"{flag}={text}: expected integers, such as 8,8,7") from None
 
 
-def _make_schedule(args: argparse.Namespace, microbatches: int) -> Schedule:
+def _make_schedule(args: TrainConfig, microbatches: int) -> Schedule:
     try:
         return make_schedule(args.pp_schedule, args.pp, microbatches, args.virtual_stages)
     except ValueError as e:
@@ -131,15 +110,15 @@ def _make_schedule(args: argparse.Namespace, microbatches: int) -> Schedule:
         ) from None
 
 
-def stage_layers(args: argparse.Namespace, config: ModelConfig, stages: int) -> list[range]:
-    """The layers of every stage: from --pp-layers, or balanced to minimize the slowest stage's
+def stage_layers(args: TrainConfig, config: ModelConfig, stages: int) -> list[range]:
+    """The layers of every stage: from pp_layers, or balanced to minimize the slowest stage's
     FLOPs per token (the head counts as part of the last layer)."""
     L = config.n_layers
     if args.pp_layers is not None:
-        counts = parse_ints(args.pp_layers, "--pp-layers")
+        counts = parse_ints(args.pp_layers, "--set pp_layers")
         if len(counts) != stages or sum(counts) != L or min(counts) < 1:
             raise ValueError(
-                f"--pp-layers {args.pp_layers}: must be {stages} numbers of 1 or more, one per "
+                f"--set pp_layers={args.pp_layers}: must be {stages} numbers of 1 or more, one per "
                 f"stage, that sum to {L}"
             )
         ends = [sum(counts[: i + 1]) for i in range(stages)]
@@ -188,7 +167,7 @@ class PipelineStages:
     """A rank's chunks of the model: partitioning, training steps, gradients of shared modules,
     validation and full tensors for checkpoints along pp."""
 
-    def __init__(self, args: argparse.Namespace, config: ModelConfig, mesh: Mesh):
+    def __init__(self, args: TrainConfig, config: ModelConfig, mesh: Mesh):
         self.args, self.config, self.mesh, self.rank = args, config, mesh, mesh.rank("pp")
         rows = args.batch_size // (mesh.dp_rank_and_size[1] * args.diloco_workers)
         s = _make_schedule(args, rows // args.micro_batch_size)
@@ -262,8 +241,8 @@ class PipelineStages:
                 moe_layer.experts = split_experts_backward(moe_layer.experts, self.weight_grads)
 
     def is_recomputed(self, layer: str) -> bool:
-        """Whether --pp-recompute selects the layer of that name."""
-        stages = parse_ints(self.args.pp_recompute or "", "--pp-recompute")
+        """Whether pp_recompute selects the layer of that name."""
+        stages = parse_ints(self.args.pp_recompute or "", "--set pp_recompute")
         return any(int(layer) in self.layers[stage] for stage in stages)
 
     def build_chunks_(self, model: Transformer, sharded: bool, dtype: torch.dtype | None) -> None:
@@ -327,7 +306,7 @@ class PipelineStages:
     def _shape(self, inputs: Tensor) -> tuple[int, int, int]:
         """The shape of the hidden states sent between ranks."""
         B, T = inputs.shape
-        full = self.args.tp == 1 or self.args.no_sequence_parallel
+        full = self.args.tp == 1 or not self.args.sequence_parallel
         return B, T if full else T // self.args.tp, self.config.dim
 
     def _pipeline(self, model: Transformer, forward: int = 0) -> Pipeline:

@@ -5,13 +5,12 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,8 @@ from huggingface.weights import allocate, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
-from quantize import fp8_training_, qat_
+from quantize import SCHEMES, fp8_training_, qat_
 from training.data import BOS, EOS
-from training.flags import QAT_SPECS
 from training.lora import apply_lora_
 from training.offload import OffloadedOptimizer, OptimizerInBackward
 from training.optimizers import ChainedOptimizer, StochasticAdamW, mup_factors, muon_split
@@ -31,8 +29,14 @@ from training.state import saved_run
 from training.step import SINGLE_PROCESS
 from training.upcycle import upcycle_, upcycle_config
 
+if TYPE_CHECKING:
+    from train import TrainConfig
 
-def model_config(args: argparse.Namespace) -> ModelConfig:
+# Quantization of --qat, the same as that of generate.py --quantize
+QAT_SPECS = {name: SCHEMES[name].spec for name in ("int8", "int4")}
+
+
+def model_config(args: TrainConfig) -> ModelConfig:
     """The config of OUT with --resume, of --init (upcycled with --upcycle), or of --model."""
     if args.resume:
         return ModelConfig.from_hf(saved_run(args.out)[2]["config"])
@@ -42,7 +46,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         if (args.init / "adapter_config.json").exists():
             raise ValueError(
                 f"--init {args.init}: holds LoRA adapters; merge them first with train.py --out "
-                f"{args.init} --export DIR --lora-merged"
+                f"{args.init} --export DIR --set lora_merged=true"
             )
         config = read_config(args.init / "config.json")
         return upcycle_config(config, args) if args.upcycle else config
@@ -54,7 +58,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 
 
 def build_model(
-    args: argparse.Namespace,
+    args: TrainConfig,
     config: ModelConfig,
     env: DistEnv,
     layout: ParallelDims = SINGLE_PROCESS,
@@ -88,13 +92,13 @@ def build_model(
     return model.to(env.device).train()
 
 
-def cast_params_(model: Transformer, args: argparse.Namespace) -> None:
+def cast_params_(model: Transformer, args: TrainConfig) -> None:
     """--param-dtype bf16: cast the parameters; buffers are unchanged."""
     for p in model.parameters() if args.param_dtype == "bf16" else ():
         p.data = p.data.to(torch.bfloat16)
 
 
-def convert_linears_(model: Transformer, args: argparse.Namespace) -> None:
+def convert_linears_(model: Transformer, args: TrainConfig) -> None:
     """Apply --experts, --fp8 and --qat: replace the matmuls of the layers, in place, over the same
     parameters."""
     if args.experts == "grouped" and any(isinstance(m, MoE) for m in model.modules()):
@@ -127,7 +131,7 @@ def meta_model(config: ModelConfig) -> Transformer:
 def build_optimizer(
     model: torch.nn.Module,
     layout: ParallelDims = SINGLE_PROCESS,
-    args: argparse.Namespace | None = None,
+    args: TrainConfig | None = None,
 ) -> Any:
     """The optimizer of args, by default AdamW (arXiv:1711.05101), with weight decay on matrices and
     embeddings, none on norms and biases. A group's "scale" multiplies the learning rate (muP)."""
@@ -156,14 +160,14 @@ def build_optimizer(
     return layout.optimizer(plain, factory)
 
 
-def offload_folder(args: argparse.Namespace) -> Path:
+def offload_folder(args: TrainConfig) -> Path:
     """The subfolder of --offload for this run and rank."""
     run = hashlib.sha256(str(args.out.resolve()).encode()).hexdigest()[:12]
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Path(args.offload) / f"{run}-rank{rank}"
 
 
-def optimizer_factory(args: argparse.Namespace | None) -> Callable[..., torch.optim.Optimizer]:
+def optimizer_factory(args: TrainConfig | None) -> Callable[..., torch.optim.Optimizer]:
     if args is not None and args.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=0.0, momentum=0.9)
     adamw = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8)

@@ -11,7 +11,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import hashlib
 import io
 import threading
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sentencepiece
 import torch
@@ -33,6 +32,9 @@ from parallelism.dist_env import DistEnv, rank0_first
 from training import data
 from training.data import BOS, EOS, get_batch, read_documents, read_tokens, split_documents
 from training.data import write_tokens
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 TOKENIZER_FILES = (
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -81,7 +83,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def prepare_tokenizer(args: argparse.Namespace, texts: Iterable[str], vocab_size: int) -> None:
+def prepare_tokenizer(args: TrainConfig, texts: Iterable[str], vocab_size: int) -> None:
     """Write OUT's tokenizer unless --resume finds it: that of --init, or trained on `texts`."""
     path = args.out / "tokenizer.model"
     if args.resume and any((args.out / name).exists() for name in TOKENIZER_FILES[:2]):
@@ -133,19 +135,13 @@ class Dataset:
     fingerprint: Any  # detects changed data on --resume; None: not known yet
 
 
-@dataclass
-class NextToken:
-    """The next-token objective (--task text, sft). local_ids: this rank's samples of each batch."""
-
-    rows: ReadRows
-    local_ids: Sequence[int]
-    row = {}  # no additional metrics
-
-    def batch(self, step: int) -> Tensor:
-        return self.rows(step, self.local_ids)
+def build_dataset(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
+    """The data set of --task, and OUT's tokenizer. Collective."""
+    text = args.task in ("text", "draft-head")
+    return (prepare_text if text else prepare_task)(args, config, env)
 
 
-def prepare_text(args: argparse.Namespace, config: ModelConfig, env: DistEnv) -> Dataset:
+def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of --task text. Rank 0 writes OUT's tokenizer and token files; with --workers a
     thread continues to tokenize during training. Collective."""
     paths = [s.path for s in data.parse_sources(args.data or ())] or [None]
@@ -179,9 +175,7 @@ def prepare_text(args: argparse.Namespace, config: ModelConfig, env: DistEnv) ->
     return Dataset(stream.rows, validation, size, fingerprint)
 
 
-def write_token_files(
-    args: argparse.Namespace, config: ModelConfig, paths: Sequence[str | None]
-) -> None:
+def write_token_files(args: TrainConfig, config: ModelConfig, paths: Sequence[str | None]) -> None:
     """Write OUT's tokenizer and validation tokens; training tokens too, unless documents are
     streamed into shards."""
     if args.streamed:
@@ -204,7 +198,7 @@ def write_token_files(
         write_tokens(args.out / "train.tokens", encode, train, delimiters)
 
 
-def prepare_task(args: argparse.Namespace, config: ModelConfig, env: DistEnv) -> Dataset:
+def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of --task sft: conversations as rows; for dpo and grpo, which read --data in
     build_objective, only OUT's tokenizer and chat template. Collective."""
     for path in args.data:
@@ -253,7 +247,7 @@ def load_chat(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[in
 
 
 def write_shards(
-    args: argparse.Namespace, config: ModelConfig, folders: Mapping[str | None, Path]
+    args: TrainConfig, config: ModelConfig, folders: Mapping[str | None, Path]
 ) -> None:
     """Tokenize the training documents of each source into its folder of shards."""
     make = partial(make_encoder, args.out, config.vocab_size)
@@ -264,7 +258,7 @@ def write_shards(
         data.tokenize(train, make, folder, *rest, delimiters=delimiters, about=about)
 
 
-def shard_metadata(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
+def shard_metadata(args: TrainConfig, path: str | None) -> dict[str, Any]:
     """What the rows of a source depend on: data, tokenizer, row length, packing."""
     name = next(name for name in TOKENIZER_FILES[:2] if (args.out / name).exists())
     tokenizer = hashlib.sha256((args.out / name).read_bytes()).hexdigest()[:16]
@@ -277,7 +271,7 @@ def document_delimiters(config: ModelConfig) -> data.Delimiters:
     return before, list(config.eos_ids[:1])
 
 
-def open_tokens(args: argparse.Namespace, name: str, what: str) -> Tensor:
+def open_tokens(args: TrainConfig, name: str, what: str) -> Tensor:
     """Memory-map OUT/NAME.tokens. ValueError if it is shorter than one row."""
     tokens = read_tokens(args.out / f"{name}.tokens")
     if len(tokens) < args.seq_len + 1:

@@ -1,11 +1,11 @@
-"""Training of a draft head for speculative decoding, as train.py --train-draft-head.
+"""The draft head of --task draft-head, for speculative decoding.
 
-    python train.py --train-draft-head --init checkpoints/small --out runs/head
+    python train.py --task draft-head --init checkpoints/small --out runs/head
     python generate.py checkpoints/small --speculate head ...
 
-Uses train.py's data, steps and optimizer. The target model is frozen. The head
-(speculative.DraftHead) learns to predict the target's next distributions from its hidden state at a
-position and the tokens that follow. OUT then has draft_head.safetensors and no model.
+The target model is frozen. The head (speculative.DraftHead) learns to predict the target's next
+distributions from its hidden state at a position and the tokens that follow. OUT then has
+draft_head.safetensors and no model.
 """
 
 from __future__ import annotations
@@ -13,13 +13,9 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import json
-import math
-import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +23,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from huggingface.weights import load_checkpoint, write_atomically
-from model import Attend, Transformer, causal_attention
+from model import Attend, ModelConfig, Transformer, causal_attention
 from parallelism.dist_env import DistEnv
 from speculative import DraftHead
-from training.build import build_optimizer, convert_linears_, compile_model
+from training.build import compile_model, convert_linears_
 from training.data import decode
 from training.dataset import Dataset
-from training.flags import DRAFT_HEAD, NUM_DRAFT_TOKENS
-from training.metrics import Metrics, progress_bar, summary
-from training.optimizers import learning_rate
-from training.recovery import stop_on_signals
-from training.step import make_attend, validation_batches, update
+from training.metrics import read_metrics
+from training.step import validation_batches
 
+if TYPE_CHECKING:
+    from train import TrainConfig
+
+DRAFT_HEAD = "draft_head.safetensors"
+NUM_DRAFT_TOKENS = 4  # consecutive tokens drafted in the validation
 UNROLL_STEPS = 2  # drafts per position in training: 2 reach a lower loss per time than all 4
 STEP_DECAY = 0.5  # weight of a draft in the loss, relative to the draft before it
 
@@ -101,72 +99,57 @@ def acceptance_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> T
     return torch.stack(counts, 1)
 
 
-@torch.no_grad()
-def validate_draft_head(
-    head: DraftHead, model: Transformer, tokens: Tensor, args: argparse.Namespace, dist_env: DistEnv
-) -> dict[str, Any]:
-    """Over the validation batches: mean loss, and the acceptance rate of each i-th draft given that
-    those before it were accepted (acceptance_counts; 0 if none was verified)."""
-    losses, counts = [], torch.zeros(2, NUM_DRAFT_TOKENS, device=dist_env.device)
-    for batch in validation_batches(tokens, args.seq_len, args.micro_batch_size, dist_env.device):
-        with dist_env.autocast():
-            logits = draft_logits(head, model, batch[:, :-1], make_attend(args.attention))
-        losses += [draft_loss(logits[0], logits[1][:UNROLL_STEPS]).item()] * len(batch)
-        counts += acceptance_counts(*logits, batch[:, :-1])
-    rates = (counts[1] / counts[0].clamp(min=1)).tolist()
-    return {"val_loss": sum(losses) / len(losses), "acceptance": [round(r, 4) for r in rates]}
+class DraftHeadObjective:
+    """The draft-head objective (training/step.py): a batch's mean draft_loss against the frozen
+    model of --init, loaded in the dtype of the matmuls."""
+
+    def __init__(self, config: TrainConfig, dataset: Dataset, env: DistEnv):
+        dtype = torch.bfloat16 if env.dtype == "bf16" else torch.float32
+        target = load_checkpoint(config.init, env.device, dtype).requires_grad_(False)
+        convert_linears_(target, config)  # the experts
+        self.target = compile_model(target) if config.compile else target
+        self.config, self.dataset, self.env = config, dataset, env
+        self.row: dict[str, Any] = {}
+
+    def batch(self, step: int) -> Tensor:
+        return self.dataset.rows(step, range(self.config.batch_size))
+
+    def count(self, batch: Tensor) -> Tensor:
+        return torch.tensor(len(batch), device=batch.device)
+
+    def loss(self, head: DraftHead, micro_batch: Tensor, rows: slice, attend: Attend) -> Tensor:
+        tokens = decode(micro_batch, packed=False)[0]
+        logits = draft_logits(head, self.target, tokens, attend, UNROLL_STEPS)
+        return draft_loss(*logits) * len(micro_batch)
+
+    @torch.no_grad()
+    def validate(self, head: DraftHead, size: int, attend: Attend) -> dict[str, Any]:
+        """Over the validation batches: mean loss, and the acceptance rate of each i-th draft given
+        that those before it were accepted (acceptance_counts; 0 if none was verified)."""
+        device = self.env.device
+        losses, counts = [], torch.zeros(2, NUM_DRAFT_TOKENS, device=device)
+        tokens, seq_len = self.dataset.validation, self.config.seq_len
+        for batch in validation_batches(tokens, seq_len, size, device):
+            logits = draft_logits(head, self.target, batch[:, :-1], attend)
+            losses += [draft_loss(logits[0], logits[1][:UNROLL_STEPS]).item()] * len(batch)
+            counts += acceptance_counts(*logits, batch[:, :-1])
+        rates = (counts[1] / counts[0].clamp(min=1)).tolist()
+        return {"val_loss": sum(losses) / len(losses), "acceptance": [round(r, 4) for r in rates]}
 
 
-def save_draft_head(out: Path, head: DraftHead, step: int, acceptance: list[float] | None) -> None:
-    """Write OUT/draft_head.safetensors in bf16, with its shape, steps and last acceptance rates
-    (null before the first validation) as metadata."""
+def build_draft_head(config: TrainConfig, target: ModelConfig, env: DistEnv) -> DraftHead:
+    """The head to train, for a target model of that config."""
+    head = new_draft_head(target.dim, config.seed).to(env.device)
+    head.config = target
+    return head
+
+
+def save_draft_head(out: Path, head: DraftHead, step: int) -> None:
+    """Write OUT/draft_head.safetensors in bf16, with its shape, steps and the acceptance rates of
+    the last validation (null before the first) as metadata."""
+    rows = reversed(read_metrics(out / "metrics.jsonl"))
+    acceptance = next((row["acceptance"] for row in rows if "acceptance" in row), None)
     tensors = {name: p.detach().to("cpu", torch.bfloat16) for name, p in head.named_parameters()}
     (dim, ffn_dim), rates = head.down.weight.shape, json.dumps(acceptance)
     metadata = {"dim": str(dim), "ffn_dim": str(ffn_dim), "steps": str(step), "acceptance": rates}
     write_atomically(out / DRAFT_HEAD, lambda tmp: save_file(tensors, tmp, metadata))
-
-
-def train_draft_head(args: argparse.Namespace, dataset: Dataset, dist_env: DistEnv) -> None:
-    """Run --train-draft-head. The model of --init is loaded in the dtype of the matmuls and
-    frozen."""
-    B, T, attend = args.batch_size, args.seq_len, make_attend(args.attention)
-    dtype = torch.bfloat16 if dist_env.dtype == "bf16" else torch.float32
-    model = load_checkpoint(args.init, dist_env.device, dtype).requires_grad_(False)
-    convert_linears_(model, args)  # for --experts
-    head = new_draft_head(model.config.dim, args.seed).to(dist_env.device)
-    print(summary(args, head, dataset.size, 0, dist_env), file=sys.stderr)
-    model = compile_model(model) if args.compile else model
-    optimizer, stop, acceptance = build_optimizer(head), stop_on_signals(), None
-    metrics, bar = Metrics(args.out, 0, args.tensorboard), progress_bar(0, args.steps, dist_env)
-    for step in bar:
-        start, loss = time.perf_counter(), torch.zeros((), device=dist_env.device)
-        batch = decode(dataset.rows(step, range(B)), packed=False)[0].to(dist_env.device)
-        for micro in batch.split(args.micro_batch_size):
-            with dist_env.autocast():
-                logits = draft_logits(head, model, micro, attend, UNROLL_STEPS)
-            micro_loss = draft_loss(*logits) * len(micro) / B
-            micro_loss.backward()
-            loss += micro_loss.detach()
-        lr = learning_rate(step, args.steps, args.lr)
-        row = {"step": step + 1, "loss": loss.item()}
-        row |= {"grad_norm": update(head, optimizer, lr), "lr": lr}
-        if not math.isfinite(row["loss"] + row["grad_norm"]):
-            raise ValueError(f"step {row['step']}: loss {row['loss']}; try a lower --lr")
-        row["tokens_per_second"] = round(B * T / (time.perf_counter() - start), 1)
-
-        stopping, done = bool(stop), step + 1 == args.steps
-        if (step + 1) % args.eval_every == 0 or done:
-            row |= validate_draft_head(head, model, dataset.validation, args, dist_env)
-            acceptance = row["acceptance"]
-            rates = ", ".join(f"{rate:.0%}" for rate in acceptance)
-            message = f"step {step + 1}: validation {row['val_loss']:.4f}, accepted {rates}"
-            bar.write(message, file=sys.stderr)
-        metrics.write(row)
-        bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
-        if (step + 1) % args.save_every == 0 or stopping or done:
-            save_draft_head(args.out, head, step + 1, acceptance)
-        if stopping:
-            message = f"stopped after step {step + 1}, saved {args.out / DRAFT_HEAD}"
-            bar.write(message, file=sys.stderr)
-            break
-    metrics.close()

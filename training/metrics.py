@@ -2,10 +2,10 @@
 
     python train.py --out runs/mine --plot        plot metrics.png
     python train.py ... --profile 10              Chrome trace and memory of the 10th step
-    python train.py ... --tensorboard             also log to TensorBoard
+    python train.py ... --set tensorboard=true also log to TensorBoard
 
 A row of metrics.jsonl is one step, over all ranks, the same under every parallelism: `loss` and
-`val_loss` in nats per target token (dpo: per pair; `loss` includes --output-z-loss), `grad_norm` of
+`val_loss` in nats per target token (dpo: per pair; `loss` includes output_z_loss), `grad_norm` of
 the whole gradient before clipping, `tokens_per_second`, `mfu` if the device's peak is known,
 `data_wait` in seconds of the slowest rank. Steps with validation add `peak_memory` in bytes of the
 rank with the most, and `comm_wait`, the share of time since the last validation that ranks were
@@ -21,14 +21,14 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import contextlib
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,11 @@ from torch import nn
 from tqdm import tqdm
 
 from huggingface.weights import write_atomically
-from model import Transformer
+from model import ModelConfig, Transformer
 from parallelism.dist_env import DistEnv
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 # Dense bf16 matmul peaks in FLOP/s, without sparsity (vendor datasheets). Other devices report no
 # MFU. FP8 peaks are twice these; the MFU of --fp8 is also relative to bf16.
@@ -162,7 +165,7 @@ def summary_writer() -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
-            "--tensorboard requires the optional tensorboard: pip install tensorboard"
+            "--set tensorboard requires the optional tensorboard: pip install tensorboard"
         ) from None
     return SummaryWriter
 
@@ -314,9 +317,8 @@ def _union_length(spans: list[tuple[float, float]]) -> float:
 
 
 def progress_bar(first: int, steps: int, env: DistEnv) -> tqdm:
-    """A progress bar over steps first..steps, shown on rank 0."""
+    """A progress bar of steps first..steps, shown on rank 0."""
     return tqdm(
-        range(first, steps),
         initial=first,
         total=steps,
         disable=env.rank > 0,
@@ -325,8 +327,33 @@ def progress_bar(first: int, steps: int, env: DistEnv) -> tqdm:
     )
 
 
+class Throughput:
+    """Tokens per second and MFU of a step: call start() when it begins."""
+
+    def __init__(self, args: TrainConfig, config: ModelConfig, env: DistEnv):
+        self.tokens = args.batch_size // args.diloco_workers * args.seq_len
+        with torch.device("meta"):
+            model = Transformer(config)
+        # LoRA and draft heads: no gradient of the frozen weights
+        flops_per_weight = 4 if args.lora or args.task == "draft-head" else 6
+        self.flops = flops_per_token(model, args.seq_len, flops_per_weight)
+        self.peak = peak_flops(env.device, args.dtype, env.world)
+
+    def start(self) -> None:
+        self.begin = time.perf_counter()
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def row(self) -> dict[str, float]:
+        """Of the time since start()."""
+        speed = self.tokens / self.elapsed()
+        mfu = {"mfu": round(speed * self.flops / self.peak, 4)} if self.peak else {}
+        return {"tokens_per_second": round(speed, 1)} | mfu
+
+
 def summary(
-    args: argparse.Namespace, model: Transformer, n_tokens: int | None, first: int, env: DistEnv
+    args: TrainConfig, model: Transformer, n_tokens: int | None, first: int, env: DistEnv
 ) -> str:
     """One line about the run: parameters, tokens, steps, dtype, device."""
     size = sum(p.numel() for p in model.parameters()) / 1e6

@@ -1,4 +1,4 @@
-"""The training state: saving, loading and resharding checkpoints, export, and the DiLoCo worker.
+"""The training state: saving, loading and resharding checkpoints, and export.
 
 The state of a run is its parameters, buffers and optimizer states; all else follows from the step.
 State knows which region of each full tensor a rank holds under the current parallelism, so that a
@@ -12,22 +12,17 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from huggingface.weights import hf_modules, load_checkpoint, save_checkpoint
 from model import ModelConfig, Transformer
 from parallel import to_local
-from parallelism.diloco import DiLoCo, ElasticExchange
-from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.checkpoint import (
     CheckpointInfo,
@@ -38,21 +33,56 @@ from training.checkpoint import (
     read_full_tensors,
     read_user_metadata,
 )
-from training.flags import flag
 from training.lora import adapter_parameters, apply_lora_, merge_, save_adapters
-from training.optimizers import muon_split
+from training.optimizers import LossScaler, muon_split
+from training.recovery import Guard
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 CHECKPOINTS = "checkpoints"
 
 
-class State:
-    """Parameters, buffers and optimizer states under a layout. kind: --optimizer; updates: number
-    of optimizer steps taken."""
+class TrainState:
+    """Parameters, buffers and optimizer states under a layout, with the few numbers that a run also
+    resumes from. updates: the number of optimizer steps taken; config None: AdamW."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, layout: ParallelDims, kind: str = "adamw"):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        layout: ParallelDims,
+        config: TrainConfig | None = None,
+        guard: Guard | None = None,
+        scaler: LossScaler | None = None,
+        fingerprint: Any = None,
+    ):
         self.model, self.optimizer, self.layout, self.updates = model, optimizer, layout, 0
+        self.config, self.guard, self.scaler = config, guard, scaler
+        self.fingerprint = fingerprint  # of the data; None: not known yet
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        kind = "adamw" if config is None else config.optimizer
         self.moments = {p: moment_names(kind, name, p) for name, p in self.trainable.items()}
+
+    def metadata(self) -> dict[str, Any]:
+        """The JSON that a checkpoint stores in addition to its tensors."""
+        metadata = {"updates": self.updates, "guard": self.guard.state_dict()}
+        metadata |= {"run": self.config.settings(), "config": self.model.config.to_hf()}
+        metadata |= {"text": self.fingerprint}
+        return metadata | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
+
+    def load_metadata(self, metadata: Mapping[str, Any], step: int) -> None:
+        """Load all but the tensors. ValueError if the run had other data."""
+        saved, current = metadata.get("text"), self.fingerprint
+        if None not in (saved, current) and saved != current:
+            raise ValueError(
+                f"--data has changed: {current} now, {saved} when step {step} was saved; restore "
+                "it, or start a new run in another --out"
+            )
+        self.updates = metadata["updates"]
+        self.guard.load_state_dict(metadata["guard"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(metadata["scaler"])
 
     def tensors(self, moments: bool = True) -> dict[str, tuple[str, Tensor]]:
         """{name in a checkpoint: (local name of the parameter or buffer, local tensor)}. moments:
@@ -111,6 +141,8 @@ class State:
             step = torch.tensor(float(self.updates))
             buckets.load_state({p: {"step": step, **state} for p, state in states.items()})
         self.sync_after_load()
+        if self.config is not None:
+            self.load_metadata(found.metadata, found.step)
 
     @torch.no_grad()
     def sync_after_load(self) -> None:
@@ -205,90 +237,3 @@ def read_weights(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Full parameters or buffers of a checkpoint, by name."""
     found = read_full_tensors(path, [f"weight.{name}" for name in names])
     return {name.removeprefix("weight."): x for name, x in found.items()}
-
-
-class DiLoCoWorker:
-    """--diloco: one DiLoCo worker. Its rank 0 synchronizes full weights on the CPU with the others,
-    so that a worker can use any parallelism. Expert biases are not synchronized."""
-
-    def __init__(
-        self, args: argparse.Namespace, model: Transformer, layout: ParallelDims, env: DistEnv
-    ):
-        self.model, self.layout, self.env = model, layout, env
-        self.every, self.is_rank0 = args.diloco, env.rank == 0
-        self.full_params = None if layout.mesh is None else {}  # stays {} except on rank 0
-        self.gather_full_params()
-        if self.is_rank0:
-            files = (args.out / f"tokenizer.{kind}" for kind in ("model", "json"))
-            content = next(path for path in files if path.exists()).read_bytes()
-            tokenizer = hashlib.sha256(content).hexdigest()[:8]
-            same = ("seed", "batch_size", "seq_len", "steps", "lr", "diloco_workers")
-            about = {flag(name): getattr(args, name) for name in same} | {"tokenizer": tokenizer}
-            where = args.diloco_rendezvous, args.diloco_worker, args.diloco_workers
-            self.workers = ElasticExchange(*where, timeout=args.diloco_timeout, run_config=about)
-            params = model.parameters() if self.full_params is None else self.full_params.values()
-            outer = dict(every=args.diloco, lr=args.outer_lr, momentum=args.outer_momentum)
-            self.outer = DiLoCo(params, self.workers, device="cpu", **outer)
-
-    def sharded_state_dict(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
-        """Its part of a checkpoint: tensors, and JSON metadata."""
-        if not self.is_rank0:
-            return {}, {}
-        metadata = self.outer.state_dict()
-        state = metadata.pop("state").cpu()
-        tensor = ShardedTensor(state, state.shape, [((0,) * state.dim(), ())])
-        return {"outer.state": tensor}, metadata
-
-    def load(self, found: CheckpointInfo) -> None:
-        if self.is_rank0:
-            state = read_full_tensors(found.path, ["outer.state"])["outer.state"]
-            self.outer.load_state_dict({"state": state, **found.metadata["outer"]})
-
-    def begin(self, step: int) -> int:
-        """The step to start with: `step`, or that of the other workers if they are ahead."""
-        late = self.is_rank0 and self.workers.begin(self.outer.round)
-        return self.sync(join=True)["step"] if self.broadcast_object(late) else step
-
-    def after_step(self, step: int) -> dict[str, Any]:
-        """Call after `step`: synchronizes every `every` steps; returns metrics of that, or {}."""
-        if (step + 1) % self.every == 0:
-            return self.sync()
-        if self.is_rank0:
-            self.outer.step()
-        return {}
-
-    def sync(self, join: bool = False) -> dict[str, Any]:
-        """Synchronize with the other workers; join: this worker is late and takes their weights.
-        Returns metrics of the round."""
-        model, layout, metrics = self.model, self.layout, None
-        self.gather_full_params()
-        if self.is_rank0:
-            done = self.outer.join() if join else self.outer.step()
-            metrics = {"step": self.outer.round * self.every, "round": done.number}
-            metrics |= {"workers": done.workers, "sent_bytes": done.bytes_sent}
-        local_params = dict(model.named_parameters())
-        shapes = {} if self.full_params is None else layout.full_shapes(model)
-        for name, shape in shapes.items():
-            full = self.full_params[name] if self.is_rank0 else torch.empty(shape)
-            dist.broadcast(full := full.to(self.env.device), 0)
-            layout.copy_shards_(local_params, name, full)
-        return self.broadcast_object(metrics)
-
-    @torch.no_grad()
-    def gather_full_params(self) -> None:
-        """Gather all shards into full_params on rank 0."""
-        params = {} if self.full_params is None else dict(self.model.named_parameters())
-        for name, x in self.layout.full_tensors(params) if params else ():
-            if self.is_rank0:
-                self.full_params.setdefault(name, torch.empty(x.shape)).copy_(x)
-
-    def broadcast_object(self, x: Any) -> Any:
-        """Rank 0's object, on all ranks."""
-        if self.full_params is None:
-            return x
-        dist.broadcast_object_list(box := [x], 0, device=self.env.device)
-        return box[0]
-
-    def close(self) -> None:
-        if self.is_rank0:
-            self.workers.close()

@@ -1,10 +1,12 @@
 """One training step: losses, gradients accumulated over micro-batches, clipping, the update.
 
-`accumulate` leaves the gradient of the mean loss over all tokens of the step in .grad, on all
-ranks; `update` clips it and takes the optimizer step; `validate` is the mean loss over the
-validation set. Losses are divided by the token count of the whole step, so that the micro-batch
-size and the number of ranks change only rounding. train.py runs these in its loop, dry_run.py
-counts their bytes and FLOPs, draft_head.py trains a draft head with them.
+`forward_backward` leaves the gradient of the mean loss over all tokens of the step in .grad, on all
+ranks; `clip_gradients` clips it; `validate` is the mean loss over the validation set. Losses are
+divided by the token count of the whole step, so that the micro-batch size and the number of ranks
+change only rounding. train.py runs these in its loop, dry_run.py counts their bytes and FLOPs.
+
+What is trained is an objective: an object with the methods of Objective. NextToken is here, DPO and
+GRPO are in tuning.py, the draft head's is in draft_head.py; objectives.py builds that of --task.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ if __name__ == "__main__":
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -87,7 +90,58 @@ def loss_sums(
     return main, mtp / max(1, len(model.mtp))
 
 
-def accumulate(
+class Objective(Protocol):
+    """What train.py trains. row: additions to the step's row of metrics.jsonl."""
+
+    row: dict[str, Any]
+
+    def batch(self, step: int) -> Tensor:
+        """This rank's encoded rows (B, T + 1) (data.py) of a step."""
+
+    def count(self, batch: Tensor) -> Tensor:
+        """What the summed losses of this rank's batch are divided by, such as its targets."""
+
+    def loss(
+        self, model: Any, micro_batch: Tensor, rows: slice, attend: Attend
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The summed loss of batch[rows], or (it, the summed multi-token prediction loss)."""
+
+    def validate(self, model: Any, micro_batch_size: int, attend: Attend) -> dict[str, Any]:
+        """Additions to the row at a validation. Collective."""
+
+
+@dataclass
+class NextToken:
+    """Next-token prediction (--task text, sft). rows(step, indices in its batch) -> (n, T + 1);
+    local_ids: this rank's samples of each batch; validation: see `validate`."""
+
+    rows: Callable[[int, Sequence[int]], Tensor] | None = None
+    local_ids: Sequence[int] = ()
+    validation: Tensor | None = None
+    seq_len: int = 0
+    env: DistEnv | None = None
+    layout: ParallelDims = SINGLE_PROCESS
+    row = {}
+
+    def batch(self, step: int) -> Tensor:
+        return self.rows(step, self.local_ids)
+
+    def count(self, batch: Tensor) -> Tensor:
+        return count_targets(batch, self.layout)
+
+    def loss(
+        self, model: Any, micro_batch: Tensor, rows: slice, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        return loss_sums(model, micro_batch, attend, self.layout)
+
+    def validate(self, model: Any, micro_batch_size: int, attend: Attend) -> dict[str, Any]:
+        if self.validation is None:
+            return {}
+        rest = self.seq_len, micro_batch_size, self.env, attend, self.layout
+        return {"val_loss": validate(model, self.validation, *rest)}
+
+
+def forward_backward(
     model: torch.nn.Module,
     batch: Tensor,
     micro_batch_size: int,
@@ -95,12 +149,12 @@ def accumulate(
     attend: Attend = causal_attention,
     balance: LoadBalancer | None = None,
     layout: ParallelDims = SINGLE_PROCESS,
-    objective: Any = None,
+    objective: Objective | None = None,
     scale: float = 1.0,
 ) -> dict[str, float]:
     """Leave in .grad the gradient of the mean loss over all tokens of the step, plus MTP_WEIGHT
     times the MTP loss and the auxiliary losses of `balance`, times `scale`; return those losses.
-    objective: replaces next-token prediction (tuning.py), with `count` and `loss`.
+    objective: by default NextToken.
 
     The divisor is the token count of the whole step (all micro-batches, all ranks), known before
     the first backward pass: a mean of micro-batch means would give tokens of short micro-batches
@@ -108,8 +162,8 @@ def accumulate(
     of them, so each micro-batch counts by its share of the step's rows.
     """
     tp, cp = layout.size("tp"), layout.size("cp")
-    local_count = objective.count(batch) if objective else count_targets(batch, layout)
-    count = layout.all_reduce_sum(local_count) // (cp * layout.size("pp"))
+    objective = objective or NextToken(layout=layout)
+    count = layout.all_reduce_sum(objective.count(batch)) // (cp * layout.size("pp"))
     rows = len(batch) * layout.dp_size * cp
     if layout.stages is not None:
         rest = autocast, attend, balance, layout
@@ -120,12 +174,10 @@ def accumulate(
             if balance is not None:
                 balance.recording = True
             with autocast():
-                if objective is None:
-                    main, mtp = (x / count for x in loss_sums(model, micro, attend, layout))
-                else:
-                    rows_of_micro = slice(done, done + len(micro))
-                    main = objective.loss(model, micro, rows_of_micro, attend) / count
-                    mtp = torch.zeros_like(main)
+                sums = objective.loss(model, micro, slice(done, done + len(micro)), attend)
+                main, mtp = (x / count for x in sums) if isinstance(sums, tuple) else (
+                    sums / count, sums.new_zeros(())
+                )  # fmt: skip
             aux = main.new_zeros(())
             if balance is not None:
                 aux = balance.pop_losses() * (len(micro) / rows)
@@ -136,7 +188,7 @@ def accumulate(
             done += len(micro)
     layout.sum_gradients(model)
     main, mtp, aux = layout.all_reduce_sum(totals).tolist()
-    losses = {"loss": main} | ({"mtp_loss": mtp} if len(model.mtp) else {})
+    losses = {"loss": main} | ({"mtp_loss": mtp} if len(getattr(model, "mtp", ())) else {})
     return losses | ({"aux_loss": aux} if balance is not None and balance.has_aux_loss else {})
 
 
@@ -220,26 +272,17 @@ class LoadBalancer:
         return stats["max_over_mean"]
 
 
-def update(
+def clip_gradients(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    lr: float,
+    max_norm: float = 1.0,
     layout: ParallelDims = SINGLE_PROCESS,
-    clip: float = 1.0,
     scale: float = 1.0,
-    accept: Callable[[float], bool] = lambda norm: True,
 ) -> float:
-    """Divide the gradient by `scale`, clip its norm over all parameters to `clip` (0: do not), then
-    take the optimizer step if accept(norm) and zero the gradient; returns the unclipped norm."""
+    """Divide the gradient by `scale` and clip its norm over all parameters to `max_norm` (0: do
+    not); returns the unclipped norm."""
     if scale != 1.0:
         layout.scale_gradients(model, 1 / scale)
-    norm = layout.clip(model, clip or math.inf).item()
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("scale", 1.0)
-    if accept(norm):
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm
+    return layout.clip(model, max_norm or math.inf).item()
 
 
 @torch.no_grad()

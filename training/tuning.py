@@ -3,19 +3,10 @@
     python train.py --task dpo --data PAIRS.jsonl ...     direct preference optimization
     python train.py --task grpo --data PROMPTS.jsonl ...  RL on completions sampled from the model
 
-An objective defines the rows of a step and their loss:
+Both are objectives of training/step.py; prompts and padding are not targets. `row` and `validate`
+are collective.
 
-    batch(step)      this rank's encoded rows (rows, T + 1) of data.py; prompts and padding are not
-                     targets
-    count(batch)     this rank's part of the divisor of the step's summed loss (a tensor)
-    loss(model, micro, rows, attend)
-                     the summed loss of micro = batch[rows], rows a slice
-    row              metrics of the last step for metrics.jsonl, over all ranks. Collective
-    validate(model, size, attend)
-                     "val_..." metrics of the validation set in micro-batches of `size` rows, {}
-                     without one. Collective
-
-It has no state that a resumed run would miss: the prompts or pairs of a step and the samples are
+They have no state that a resumed run would miss: the prompts or pairs of a step and the samples are
 functions of (seed, step, index) and the weights. (GRPO with `updates` above 1 samples again if a
 run is resumed between two rollouts.)
 
@@ -37,42 +28,27 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import contextlib
 import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from huggingface.tokenizer import load_tokenizer
-from huggingface.weights import load_checkpoint
-from model import Attend, Transformer, causal_attention
+from model import Attend, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
-from parallelism.dist_env import DistEnv
-from parallelism.parallel_dims import ParallelDims
 from training.alignment import (
     Reward,
     dpo_loss,
     group_advantages,
     grpo_loss,
-    load_reward,
     token_logprobs,
 )
-from training.data import (
-    IGNORE,
-    decode,
-    encode_row,
-    preference_rows,
-    read_preferences,
-    read_prompts,
-)
-from training.dataset import NextToken, Dataset, load_chat, train_val_split
+from training.data import IGNORE, decode, encode_row
 from training.lora import LoRALinear, adapter_parameters, disable_adapters
 
 # (logits (N, V), targets (N,)) -> log-probabilities (N,); replaceable for a sharded vocabulary
@@ -487,48 +463,3 @@ class GRPO:
         }
         metrics |= {"kl": kl / max(1e-9, weight)} if self.kl else {}
         return {name: round(value, 6) for name, value in metrics.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# --task
-# --------------------------------------------------------------------------------------------------
-
-
-def build_objective(
-    args: argparse.Namespace,
-    model: Transformer,
-    dataset: Dataset,
-    env: DistEnv,
-    layout: ParallelDims,
-) -> NextToken | DPO | GRPO:
-    """The objective of --task."""
-    batch_size = args.batch_size // args.diloco_workers
-    if args.task in ("text", "sft"):
-        first = args.diloco_worker * batch_size
-        return NextToken(dataset.rows, [first + i for i in layout.samples(batch_size)])
-    render, encode = load_chat(args.out)
-    frozen = None
-    if not args.lora and (args.task == "dpo" or args.kl):
-        frozen = load_checkpoint(args.init, env.device, next(model.parameters()).dtype)
-        frozen.requires_grad_(False)
-    kwargs: dict[str, Any] = dict(seed=args.seed, reference=frozen)
-    kwargs["all_reduce"] = layout.all_reduce_sum
-    if args.task == "dpo":
-        pairs = [pair for path in args.data for pair in read_preferences(Path(path))]
-        rows, kwargs["validation"] = (
-            preference_rows(part, render, encode, args.seq_len) for part in train_val_split(pairs)
-        )
-        n = args.batch_size // 2
-        return DPO(model, rows, n, layout.samples(n), beta=args.beta, **kwargs)
-    tasks = []
-    for prompt, answer in (pair for path in args.data for pair in read_prompts(Path(path))):
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        tasks.append(Task(messages[-1]["content"], encode(render(messages, True)), answer))
-    tasks, validation = map(list, map(dict.values, train_val_split(tasks)))
-    n = args.batch_size // args.num_generations
-    kwargs |= dict(n=args.num_generations, max_new_tokens=args.max_new_tokens, kl=args.kl)
-    return GRPO(
-        model, make_engine(model, args.seq_len, autocast=env.autocast), tasks,
-        load_reward(args.reward), load_tokenizer(args.out).decode, args.seq_len, n,
-        layout.samples(n), autocast=env.autocast, validation=validation, **kwargs,
-    )  # fmt: skip

@@ -12,9 +12,9 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import argparse
 import contextlib
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,8 +22,11 @@ from torch import nn
 import moe
 from model import ModelConfig, MoE, Transformer
 
+if TYPE_CHECKING:
+    from train import TrainConfig
 
-def upcycle_config(dense: ModelConfig, args: argparse.Namespace) -> ModelConfig:
+
+def upcycle_config(dense: ModelConfig, args: TrainConfig) -> ModelConfig:
     """--upcycle: the MoE config, in the first family whose config.json can represent it. ValueError
     for a model that cannot be upcycled."""
     what = "is an MoE model already" if dense.moe_layers else ""

@@ -1,0 +1,431 @@
+"""What a training run does besides training: memory checkpoints, hang detection, DiLoCo, profiling.
+
+train.py's loop calls `phase` as each phase of a step begins, `after_update` when the weights have
+changed, `after_step` when the step is logged and saved, `statistics` at each validation. A callback
+overrides what it needs. recovery.py, diloco.py and metrics.py have the mechanisms; this file joins
+them to the loop.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from parallelism.diloco import DiLoCo, ElasticExchange
+from parallelism.dist_env import DistEnv, rank0_first
+from training.build import offload_folder
+from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
+from training.metrics import PeakMemory, profile_step
+from training.recovery import MemoryCheckpoint, Watchdog, stragglers
+from training.state import TrainState
+
+if TYPE_CHECKING:
+    from train import TrainConfig
+
+RUN_ID = "run.id"  # file in OUT with a random id of the run
+SIGTERM_GRACE = 10.0  # seconds for a step to finish after SIGTERM before the state is dumped
+EXIT_HANG = 75  # exit code of a rank that timed out: EX_TEMPFAIL, try again
+
+
+class Callback:
+    """Does nothing; steps are counted from 1, and `step` is the one being made, or just made."""
+
+    def restore(self, after: int) -> int | None:
+        """Load a state newer than step `after`; returns its step. Collective, as all others."""
+
+    def load(self, found: CheckpointInfo) -> None:
+        """Load from a checkpoint on disk what `checkpoint` stored."""
+
+    def start(self, step: int) -> int:
+        """Called before the loop, with the number of finished steps; returns the new number."""
+        return step
+
+    def phase(self, step: int, name: str) -> None:
+        """ "data", "forward and backward", "update", "logging" or "validation" begins."""
+
+    def after_update(self, step: int, row: dict[str, Any]) -> int:
+        """May add to the row of metrics.jsonl; returns the number of finished steps."""
+        return step
+
+    def statistics(self) -> dict[str, Any]:
+        """Additions to the row of a validation."""
+        return {}
+
+    def checkpoint(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
+        """Tensors and JSON metadata to store in a checkpoint."""
+        return {}, {}
+
+    def after_step(self, step: int) -> None: ...
+
+    def failed(self) -> None:
+        """The forward or backward pass failed, perhaps because another rank died."""
+
+    def finish(self, stopped: bool) -> None:
+        """The loop has ended; stopped: by a signal."""
+
+    def close(self) -> None: ...
+
+
+class Callbacks(Callback):
+    """Several callbacks, called in turn."""
+
+    def __init__(self, callbacks: list[Callback], state: TrainState):
+        self.callbacks, self.state = callbacks, state
+
+    def restore(self, after: int) -> int | None:
+        return next((s for c in self.callbacks if (s := c.restore(after)) is not None), None)
+
+    def start(self, step: int) -> int:
+        for callback in self.callbacks:
+            step = callback.start(step)
+        return step
+
+    def after_update(self, step: int, row: dict[str, Any]) -> int:
+        for callback in self.callbacks:
+            step = callback.after_update(step, row)
+        return step
+
+    def checkpoint(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
+        """The whole checkpoint: the training state and what the callbacks add."""
+        tensors, metadata = self.state.sharded_state_dict(), self.state.metadata()
+        for callback in self.callbacks:
+            more_tensors, more_metadata = callback.checkpoint()
+            tensors, metadata = tensors | more_tensors, metadata | more_metadata
+        return tensors, metadata
+
+    def statistics(self) -> dict[str, Any]:
+        return {k: x for callback in self.callbacks for k, x in callback.statistics().items()}
+
+    def load(self, found: CheckpointInfo) -> None:
+        for callback in self.callbacks:
+            callback.load(found)
+
+    def phase(self, step: int, name: str) -> None:
+        for callback in self.callbacks:
+            callback.phase(step, name)
+
+    def after_step(self, step: int) -> None:
+        for callback in self.callbacks:
+            callback.after_step(step)
+
+    @contextlib.contextmanager
+    def dump_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            self.failed()
+            raise
+
+    def failed(self) -> None:
+        for callback in self.callbacks:
+            callback.failed()
+
+    def finish(self, stopped: bool) -> None:
+        for callback in self.callbacks:
+            callback.finish(stopped)
+
+    def close(self) -> None:
+        for callback in self.callbacks:
+            callback.close()
+
+
+def build_callbacks(
+    config: TrainConfig, state: TrainState, checkpoints: Checkpoints, env: DistEnv,
+    memory: PeakMemory,
+) -> Callbacks:  # fmt: skip
+    """The callbacks of a run's flags."""
+    callbacks: list[Callback] = []
+    if config.memory_checkpoint_every is not None:
+        callbacks.append(MemoryCheckpoints(config, state, env))
+    callbacks.append(RankMonitor(config, env, memory, Callbacks(callbacks[:], state).failed))
+    if config.diloco is not None:
+        callbacks.append(DiLoCoWorker(config, state, checkpoints, env))
+    if config.profile is not None:
+        callbacks.append(Profiler(config, memory, env.rank))
+    if config.offload not in (None, "cpu"):
+        callbacks.append(OffloadFolder(config))
+    return Callbacks(callbacks, state)
+
+
+class MemoryCheckpoints(Callback):
+    """--memory-checkpoint-every: the state in this node's memory and a peer's (recovery.py), and a
+    dump of the last consistent state when a rank dies or hangs."""
+
+    def __init__(self, config: TrainConfig, state: TrainState, env: DistEnv):
+        self.config, self.state, self.env = config, state, env
+        self.lock, self.consistent_step = threading.Lock(), None
+        out = config.out
+        if not (out / RUN_ID).exists():
+            rank0_first(env, lambda: (out / RUN_ID).write_text(os.urandom(8).hex()))
+        name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
+        folder = config.memory_checkpoint_dir or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
+        group = dist.new_group(backend="gloo") if env.world > 1 else None
+        run = (out / RUN_ID).read_text()  # an older run in the same folder has another id
+        self.saver = MemoryCheckpoint(folder, f"{run}.{state.layout.shard_id}", group)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, (_, x) in self.state.tensors().items()}
+
+    def restore(self, after: int) -> int | None:
+        """Load the newest memory checkpoint if it is newer than step `after` and its settings are
+        this run's; without one, forget those of other runs."""
+        auto = self.config.resume is not None or self.config.auto
+        step = self.saver.newest() if auto else None
+        if step is not None and step > after:
+            tensors = self.tensors()
+            backup = {name: x.clone() for name, x in tensors.items()}
+            metadata = self.saver.get(step, tensors)
+            if not (changed := self.config.changed_settings(metadata["run"])):
+                self.state.load_metadata(metadata, step)
+                self.state.sync_after_load()
+                log(self.env, f"resumed after step {step} from memory")
+                return step
+            log(self.env, f"memory checkpoint of step {step} ignored: {changed[0]} has changed")
+            for name, x in tensors.items():
+                x.copy_(backup[name])
+        if not after:
+            self.saver.clear()
+        return None
+
+    def start(self, step: int) -> int:
+        """Start a thread that dumps the state on SIGTERM if the main thread is blocked in a
+        collective with a dead rank: torchrun kills the process 30 seconds later, and its state may
+        be the only copy."""
+        if self.env.world == 1:
+            return step
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+        def wait() -> None:
+            while signal.SIGTERM not in os.read(read_end, 1):
+                continue
+            before = self.consistent_step
+            time.sleep(SIGTERM_GRACE)
+            if self.consistent_step is not None and self.consistent_step == before:
+                self.failed()
+
+        threading.Thread(target=wait, daemon=True).start()
+        return step
+
+    def phase(self, step: int, name: str) -> None:
+        if name == "data":
+            self.consistent_step = step - 1
+        elif name == "update":  # weights may be half updated: the state must not be copied
+            self.lock.acquire()
+            self.consistent_step = None
+        elif name == "logging":
+            self.consistent_step = step
+            self.lock.release()
+
+    def after_step(self, step: int) -> None:
+        if step % self.config.memory_checkpoint_every == 0:
+            self.saver.put(step, self.tensors(), self.state.metadata())
+
+    def failed(self) -> None:
+        """Dump the state after the last step to this node's memory, without other ranks."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self.consistent_step is not None:
+                with torch.no_grad():
+                    rest = self.tensors(), self.state.metadata()
+                    self.saver.dump(self.consistent_step, *rest)
+        finally:
+            self.lock.release()
+
+    def finish(self, stopped: bool) -> None:
+        if not stopped:
+            self.saver.clear()
+
+
+class RankMonitor(Callback):
+    """Reports ranks that hang, then ends this one so that torchrun restarts the run; at validations
+    peak memory, the share of time that ranks wait for each other, and stragglers."""
+
+    def __init__(self, config: TrainConfig, env: DistEnv, memory: PeakMemory, on_hang: Any):
+        self.config, self.env, self.memory, self.on_hang = config, env, memory, on_hang
+        self.watchdog: Watchdog | None = None
+
+    def start(self, step: int) -> int:
+        timeout = self.config.hang_timeout  # the first step compiles, and connects ranks
+        report = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
+        self.watchdog = Watchdog(
+            self.env.store, self.env.rank, self.env.world, timeout=timeout,
+            first_timeout=10 * timeout, report=report, on_hang=self.exit,
+        )  # fmt: skip
+        return step
+
+    def exit(self) -> None:
+        """Called in the watchdog's thread."""
+        try:
+            self.on_hang()
+        finally:
+            os._exit(EXIT_HANG)
+
+    def phase(self, step: int, name: str) -> None:
+        self.watchdog.beat(step, name)
+
+    def statistics(self) -> dict[str, Any]:
+        local = [*self.watchdog.wait_times(), float(self.memory.bytes())]
+        ranks = [local]
+        if self.env.world > 1:
+            dist.all_gather_object(ranks := [None] * self.env.world, local)
+        waits, busy, memory = zip(*ranks)
+        wait = sum(waits) / max(sum(waits) + sum(busy), 1e-9)
+        row = {"peak_memory": int(max(memory)), "comm_wait": round(wait, 4)}
+        slow = stragglers([*zip(waits, busy)]) if self.env.world > 1 else None
+        return row | ({"stragglers": slow} if slow else {})
+
+    def finish(self, stopped: bool) -> None:
+        self.close()  # no timeout for the export
+
+    def close(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.close()
+            self.watchdog = None
+
+
+class Profiler(Callback):
+    """--profile STEP: a Chrome trace and memory of that step of this process."""
+
+    def __init__(self, config: TrainConfig, memory: PeakMemory, rank: int):
+        self.config, self.memory, self.rank = config, memory, rank
+        self.profile, self.stats = contextlib.ExitStack(), {}
+
+    def start(self, step: int) -> int:
+        self.step = step + self.config.profile
+        return step
+
+    def phase(self, step: int, name: str) -> None:
+        if name == "data" and step == self.step:
+            profile = profile_step(self.config.out, self.memory, self.rank)
+            self.stats = self.profile.enter_context(profile)
+
+    def after_update(self, step: int, row: dict[str, Any]) -> int:
+        self.profile.close()
+        row |= self.stats
+        self.stats = {}
+        return step
+
+
+class OffloadFolder(Callback):
+    """--offload FOLDER: removes the memory-mapped optimizer states when the run ends."""
+
+    def __init__(self, config: TrainConfig):
+        self.folder = offload_folder(config)
+
+    def finish(self, stopped: bool) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class DiLoCoWorker(Callback):
+    """--diloco: one DiLoCo worker. Its rank 0 synchronizes full weights on the CPU with the others,
+    so that a worker can use any parallelism. Expert biases are not synchronized."""
+
+    def __init__(
+        self, config: TrainConfig, state: TrainState, checkpoints: Checkpoints, env: DistEnv
+    ):
+        self.model, self.layout, self.env = state.model, state.layout, env
+        self.checkpoints, self.every, self.is_rank0 = checkpoints, config.diloco, env.rank == 0
+        self.full_params = None if self.layout.mesh is None else {}  # stays {} except on rank 0
+        self.gather_full_params()
+        if self.is_rank0:
+            files = (config.out / f"tokenizer.{kind}" for kind in ("model", "json"))
+            content = next(path for path in files if path.exists()).read_bytes()
+            about = {"tokenizer": hashlib.sha256(content).hexdigest()[:8]}
+            for name in ("seed", "batch_size", "seq_len", "steps", "lr", "diloco_workers"):
+                about["--" + name.replace("_", "-")] = getattr(config, name)
+            where = config.diloco_rendezvous, config.diloco_worker, config.diloco_workers
+            timeout = config.diloco_timeout
+            self.workers = ElasticExchange(*where, timeout=timeout, run_config=about)
+            params = self.full_params
+            params = self.model.parameters() if params is None else params.values()
+            outer = dict(every=self.every, lr=config.outer_lr, momentum=config.outer_momentum)
+            self.outer = DiLoCo(params, self.workers, device="cpu", **outer)
+
+    def checkpoint(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
+        if not self.is_rank0:
+            return {}, {}
+        metadata = self.outer.state_dict()
+        state = metadata.pop("state").cpu()
+        tensor = ShardedTensor(state, state.shape, [((0,) * state.dim(), ())])
+        return {"outer.state": tensor}, {"outer": metadata}
+
+    def load(self, found: CheckpointInfo) -> None:
+        if self.is_rank0:
+            state = read_full_tensors(found.path, ["outer.state"])["outer.state"]
+            self.outer.load_state_dict({"state": state, **found.metadata["outer"]})
+
+    def start(self, step: int) -> int:
+        """Continue with the other workers' step if they are ahead."""
+        late = self.is_rank0 and self.workers.begin(self.outer.round)
+        return self.sync(join=True)["step"] if self.broadcast_object(late) else step
+
+    def after_update(self, step: int, row: dict[str, Any]) -> int:
+        """Synchronize every `every` steps."""
+        self.checkpoints.wait_for_staging()
+        if step % self.every == 0:
+            row |= self.sync()
+        elif self.is_rank0:
+            self.outer.step()
+        return row["step"]
+
+    def sync(self, join: bool = False) -> dict[str, Any]:
+        """Synchronize with the other workers; join: this worker is late and takes their weights.
+        Returns metrics of the round."""
+        model, layout, metrics = self.model, self.layout, None
+        self.gather_full_params()
+        if self.is_rank0:
+            done = self.outer.join() if join else self.outer.step()
+            metrics = {"step": self.outer.round * self.every, "round": done.number}
+            metrics |= {"workers": done.workers, "sent_bytes": done.bytes_sent}
+        local_params = dict(model.named_parameters())
+        shapes = {} if self.full_params is None else layout.full_shapes(model)
+        for name, shape in shapes.items():
+            full = self.full_params[name] if self.is_rank0 else torch.empty(shape)
+            dist.broadcast(full := full.to(self.env.device), 0)
+            layout.copy_shards_(local_params, name, full)
+        return self.broadcast_object(metrics)
+
+    @torch.no_grad()
+    def gather_full_params(self) -> None:
+        """Gather all shards into full_params on rank 0."""
+        params = {} if self.full_params is None else dict(self.model.named_parameters())
+        for name, x in self.layout.full_tensors(params) if params else ():
+            if self.is_rank0:
+                self.full_params.setdefault(name, torch.empty(x.shape)).copy_(x)
+
+    def broadcast_object(self, x: Any) -> Any:
+        """Rank 0's object, on all ranks."""
+        if self.full_params is None:
+            return x
+        dist.broadcast_object_list(box := [x], 0, device=self.env.device)
+        return box[0]
+
+    def close(self) -> None:
+        if self.is_rank0:
+            self.workers.close()
+
+
+def log(env: DistEnv, line: str) -> None:
+    """Print a line above the progress bar, on rank 0."""
+    if env.rank == 0:
+        tqdm.write(line, file=sys.stderr)
