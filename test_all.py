@@ -36044,7 +36044,7 @@ def test_what_a_resumed_run_may_not_change(sc_run, tmp_path, capsys):
     for out, flags, words in (
         (dpo, "--tp 2", "--task dpo cannot be combined with --tp"),
         (half, "--set optimizer_in_backward=true --grad-clip 0", "--grad-clip 0.0 differs"),
-        (half, "--set optimizer_in_backward=true", "cannot be combined with --dtype fp16"),
+        (half, "--set optimizer_in_backward=true", "requires --grad-clip 0"),
         (half, "--lora 4", "--lora 4 differs from the run's None"),
         (dpo, "--init elsewhere", "--init elsewhere differs"),
     ):

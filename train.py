@@ -36,7 +36,6 @@ Guarantees, tested by test_all.py:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import math
@@ -44,7 +43,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +67,8 @@ from training.callbacks import Callbacks, build_callbacks, log
 from training.checkpoint import Checkpoints
 from training.dataset import TOKENIZER_FILES, build_dataset
 from training.draft_head import DRAFT_HEAD, NUM_DRAFT_TOKENS, build_draft_head, save_draft_head
+from training.flags import Settings, check_excludes, check_limits, check_requires, flag
+from training.flags import parse, rare
 from training.metrics import Metrics, PeakMemory, Throughput, plot, progress_bar, summary
 from training.metrics import summary_writer
 from training.objectives import build_objective
@@ -80,36 +81,22 @@ from training.step import LoadBalancer, clip_gradients, forward_backward, make_a
 # Configuration
 # --------------------------------------------------------------------------------------------------
 
-FLOAT = dict(type=float)
-INT = dict(type=int)
 TASK_LR = {"lora": 2e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-5, "draft-head": 1e-2}
-
-
-def flag(default: Any, text: str, limit: str = "", **options: Any) -> Any:
-    """A field of TrainConfig with its command line flag. limit: "positive" or "0 or more"; options:
-    those of argparse's add_argument."""
-    return field(default=default, metadata=dict(help=text, limit=limit, rare=False, **options))
-
-
-def rare(default: Any, text: str, limit: str = "", **options: Any) -> Any:
-    """A field that is set by --set NAME=VALUE."""
-    return field(default=default, metadata=dict(help=text, limit=limit, rare=True, **options))
+RECOMPUTE = ("none", "attention", "selective", "full", "sqrt")
+# fmt: off
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Settings):
     """Every setting of a run: a flag of its own, or --set NAME=VALUE for the rarer ones."""
 
     # run
-    out: Path = flag(Path("runs/stdlib"), "folder of the run", type=Path)
+    out: Path = flag(Path("runs/stdlib"), "folder of the run")
     model: str = flag("small", f"a config.json, or {', '.join(CONFIGS)}", metavar="CONFIG")
-    init: Path | None = flag(
-        None, "start from this checkpoint and its tokenizer", type=Path, metavar="DIR"
-    )
+    init: Path | None = flag(None, "start from this checkpoint and its tokenizer", metavar="DIR")
     resume: str | None = flag(
         None, "continue the run in --out; auto: start it if nothing was saved yet",
-        nargs="?", const="yes", choices=("yes", "auto"),
-    )  # fmt: skip
+        nargs="?", const="yes", choices=("yes", "auto"))
     steps: int = flag(500, "total number of steps", "positive")
     seed: int = flag(0, "seed of weights and batches")
     batch_size: int = flag(8, "sequences per step over all ranks", "positive")
@@ -117,9 +104,7 @@ class TrainConfig:
     seq_len: int = flag(512, "tokens per sequence", "positive")
     device: str | None = flag(None, "default: cuda if available, else cpu")
     attention: str = flag(
-        "sdpa", "flash: the kernels of attention.py; on CPU its slower torch code",
-        choices=("sdpa", "flash"),
-    )  # fmt: skip
+        "sdpa", "flash: attention.py's kernels, slower on a CPU", choices=("sdpa", "flash"))
     compile: bool = flag(False, "torch.compile the model")
 
     # output and failures
@@ -128,59 +113,40 @@ class TrainConfig:
     keep_latest_k: int = flag(2, "number of checkpoints to keep", "positive", metavar="N")
     memory_checkpoint_every: int | None = flag(
         None, "steps between checkpoints to the memory of this node and a peer (never)",
-        "positive", **INT, metavar="STEPS",
-    )  # fmt: skip
+        "positive", metavar="STEPS")
     export: str | None = flag(
         None, "write the newest checkpoint as a Hugging Face folder, DIR or OUT itself, and exit",
-        nargs="?", const="", metavar="DIR",
-    )  # fmt: skip
+        nargs="?", const="", metavar="DIR")
     plot: bool = flag(False, "plot loss, throughput and expert load to OUT/metrics.png and exit")
     profile: int | None = flag(
-        None, "profile the STEP-th step of this process: Chrome trace and memory in OUT/profile (3)",
-        "positive", **INT, nargs="?", const=3, metavar="STEP",
-    )  # fmt: skip
+        None, "profile the STEP-th step of this process to OUT/profile (3)", "positive",
+        nargs="?", const=3, metavar="STEP")
     tensorboard: bool = rare(False, "also log to OUT/tensorboard")
-    memory_checkpoint_dir: Path | None = rare(
-        None, "in-memory folder, local to each node (/dev/shm/...)", type=Path
-    )
+    memory_checkpoint_dir: Path | None = rare(None, "in-memory folder, local to each node")
     hang_timeout: float = rare(
-        600.0, "seconds of a step (10 times that for the first) until stuck ranks are reported and "
-        "the run exits", "positive",
-    )  # fmt: skip
+        600.0, "seconds until a stuck step (10 times that: the first) ends the run", "positive")
     loss_spike_sigma: float = rare(
-        10.0, "skip batches whose loss is this many deviations above the mean; 0: never",
-        "0 or more",
-    )  # fmt: skip
+        10.0, "skip batches whose loss is so many deviations above the mean", "0 or more")
     max_skipped_batches: int = rare(10, "skipped batches in a row that stop the run", "positive")
 
     # data
     data: list[str] | None = flag(
         None, 'text file, folder, or JSONL with "text" (default: the standard library); repeat it '
-        "to mix sources by weight (1)", action="append", metavar="PATH[=WEIGHT]",
-    )  # fmt: skip
-    pack: bool = flag(
-        False, "pack whole documents into rows by best fit, with per-document positions and "
-        "attention",
-    )  # fmt: skip
+        "to mix sources by weight (1)", action="append", metavar="PATH[=WEIGHT]")
+    pack: bool = flag(False, "pack whole documents into rows, each attending only to itself")
     workers: int = flag(
-        0, "processes that tokenize into shards while training starts; 0: tokenize first",
-        "0 or more", metavar="N",
-    )  # fmt: skip
+        0, "processes that tokenize into shards while training starts", "0 or more", metavar="N")
 
     # task
     task: str = flag(
         "text", 'JSONL of --data: sft {"messages": [...]}, trains on the assistant turns; dpo '
-        '{"prompt", "chosen", "rejected"}; grpo {"prompt", "answer"}. draft-head: the head that '
-        "predicts the frozen --init model's hidden states, for speculative decoding",
-        choices=("text", "sft", "dpo", "grpo", "draft-head"),
-    )  # fmt: skip
+        '{"prompt", "chosen", "rejected"}; grpo {"prompt", "answer"}. draft-head: for speculative '
+        "decoding with the frozen --init", choices=("text", "sft", "dpo", "grpo", "draft-head"))
     lora: int | None = flag(
-        None, "train only LoRA adapters of this rank", "positive", **INT, metavar="RANK"
-    )
-    reward: str = flag("exact", "grpo: exact, number, prefix (alignment.py), or FILE.py:FUNCTION")
-    lora_alpha: float | None = rare(
-        None, "adapters are scaled by alpha / rank (2 x rank)", "positive", **FLOAT
-    )
+        None, "train only LoRA adapters of this rank", "positive", metavar="RANK")
+    reward: str = flag(
+        "exact", "grpo: exact, number, prefix (alignment.py), or FILE.py:FUNCTION")
+    lora_alpha: float | None = rare(None, "scale adapters by this / rank (2 x rank)", "positive")
     lora_merged: bool = rare(False, "merge adapters in exports")
     beta: float = rare(0.1, "dpo: penalty for leaving the model of --init", "positive")
     kl: float = rare(0.0, "grpo: coefficient of the KL divergence from --init", "0 or more")
@@ -190,174 +156,113 @@ class TrainConfig:
     # optimizer
     optimizer: str = flag(
         "adamw", "muon: Muon for the matrices of blocks, AdamW for the rest",
-        choices=("adamw", "muon", "sgd"),
-    )  # fmt: skip
+        choices=("adamw", "muon", "sgd"))
     lr: float = flag(
-        2e-3, "peak learning rate; else " + ", ".join(f"{k} {x:g}" for k, x in TASK_LR.items()),
-        "positive",
-    )  # fmt: skip
+        2e-3, "peak learning rate; " + ", ".join(f"{k}: {x:g}" for k, x in TASK_LR.items()),
+        "positive")
     lr_schedule: str = flag(
         "cosine", "learning rate after warm-up; wsd: warm-up, stable, decay",
-        choices=("cosine", "linear", "wsd", "constant"),
-    )  # fmt: skip
+        choices=("cosine", "linear", "wsd", "constant"))
     warmup_steps: int | None = flag(
-        None, "linear warm-up (5%% of --steps, at most 500)", "0 or more", **INT, metavar="STEPS"
-    )
+        None, "linear warm-up (5%% of --steps, at most 500)", "0 or more", metavar="STEPS")
     weight_decay: float = flag(0.1, "of matrices only", "0 or more")
-    grad_clip: float = flag(
-        1.0, "maximum norm of the gradient; 0: no clipping", "0 or more", metavar="NORM"
-    )
-    decay_steps: int | None = rare(
-        None, "final decay of --lr-schedule wsd (20%% of --steps)", "positive", **INT
-    )
-    min_lr_factor: float = rare(0.1, "final learning rate, a fraction of the peak", "0 or more")
-    mup_base: int | None = rare(
-        None, "muP: --lr was tuned at this width and is scaled to the model's", "positive", **INT
-    )
-    optimizer_in_backward: bool = rare(
-        False, "update each parameter in the backward pass and free its gradient"
-    )
+    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: any", "0 or more")
+    decay_steps: int | None = rare(None, "final decay of wsd (20%% of --steps)", "positive")
+    min_lr_factor: float = rare(0.1, "final learning rate, a fraction of --lr", "0 or more")
+    mup_base: int | None = rare(None, "muP: --lr was tuned at this width", "positive")
+    optimizer_in_backward: bool = rare(False, "update in the backward pass, free each gradient")
 
     # precision and memory
     dtype: str = flag(
         "auto", "dtype of the matmuls (autocast). auto: bf16 if the hardware supports it, else "
-        "fp32; fp16 uses dynamic loss scaling and skips steps that overflow",
-        choices=("auto", "bf16", "fp16", "fp32"),
-    )  # fmt: skip
+        "fp32; fp16 uses dynamic loss scaling", choices=("auto", "bf16", "fp16", "fp32"))
     param_dtype: str = flag(
         "fp32", "dtype of the parameters; bf16: no fp32 copy, AdamW with stochastic rounding",
-        choices=("fp32", "bf16"),
-    )  # fmt: skip
+        choices=("fp32", "bf16"))
     fp8: str | None = flag(
-        None, "FP8 matmuls in linear layers, scaled per tensor, row or block; slower but with the "
-        "same numbers on hardware without FP8 tensor cores", choices=tuple(RECIPES),
-    )  # fmt: skip
+        None, "FP8 matmuls in linear layers; slower, with the same numbers, on hardware without",
+        choices=tuple(RECIPES))
     qat: str | None = flag(
-        None, "quantization-aware training for generate.py --quantize: fake-quantize the weights "
-        "in every forward pass", choices=("int8", "int4"),
-    )  # fmt: skip
+        None, "quantization-aware training for generate.py --quantize", choices=("int8", "int4"))
     recompute: str | int = flag(
         "none", "activations recomputed in the backward pass. attention: those of attention; "
         "selective: all but every other matmul's; full: of whole blocks; sqrt: of sqrt(layers) "
         "groups of blocks; BYTES (8e9, 500M, 12G): as few as fit a micro-batch into that budget",
-        metavar="none|attention|selective|full|sqrt|BYTES",
-    )  # fmt: skip
+        metavar="|".join((*RECOMPUTE, "BYTES")))
     offload: str | None = flag(
         None, "keep master weights and optimizer states in host memory or memory-mapped files",
-        metavar="cpu|FOLDER",
-    )  # fmt: skip
+        metavar="cpu|FOLDER")
     loss_chunk: int | None = rare(
-        None, "rows of logits computed at a time in the loss; 0: all (chunks of them if all logits "
-        "exceed 512 MiB)", "0 or more", **INT,
-    )  # fmt: skip
-    output_z_loss: float = rare(
-        0.0, "coefficient of log(sum exp(logits)) ** 2, which keeps logits small (PaLM)",
-        "0 or more",
-    )  # fmt: skip
+        None, "rows of logits computed at a time; 0: all (chunks if they exceed 512 MiB)",
+        "0 or more")
+    output_z_loss: float = rare(0.0, "coefficient of log(sum exp(logits)) ** 2", "0 or more")
 
     # mixture of experts
     upcycle: int | None = flag(
-        None, "turn each MLP of --init into an MoE layer of E copies", "positive", **INT,
-        metavar="E",
-    )  # fmt: skip
+        None, "turn each MLP of --init into an MoE layer of E copies", "positive", metavar="E")
     aux_loss: float | None = flag(
         None, "Switch load balancing loss (0 with a learned expert bias, else 0.01)", "0 or more",
-        **FLOAT, metavar="COEF",
-    )  # fmt: skip
+        metavar="COEF")
     experts: str = rare(
-        "grouped", "grouped matmuls of moe.py, or a loop over experts (always with --fp8)",
-        choices=("grouped", "loop"),
-    )  # fmt: skip
+        "grouped", "grouped matmuls of moe.py, or a loop over experts", choices=("grouped", "loop"))
     seq_aux_loss: float = rare(0.0, "DeepSeek-V3 sequence-wise balancing loss", "0 or more")
     router_z_loss: float = rare(0.0, "ST-MoE loss that keeps router logits small", "0 or more")
     upcycle_top_k: int = rare(2, "experts per token of the upcycled model", "positive")
 
     # parallelism
     dp: int | None = flag(
-        None, "data-parallel degree (world size / (pp x tp x cp))", "positive", **INT, metavar="N"
-    )
+        None, "data-parallel degree (world size / (pp x tp x cp))", "positive", metavar="N")
     dp_replicate: int = flag(1, "replicas of the sharded model: HSDP", "positive", metavar="N")
     zero: int = flag(
         0, "ZeRO stage, by torch's fully_shard: shard the optimizer states (1), also the gradients "
-        "(2), also the parameters (3) over data-parallel ranks", choices=(0, 1, 2, 3),
-    )  # fmt: skip
+        "(2), also the parameters (3) over data-parallel ranks", choices=(0, 1, 2, 3))
     tp: int = flag(1, "tensor-parallel degree", "positive", metavar="N")
     async_tp: bool = flag(False, "with --tp: overlap communication with matmuls")
     cp: int = flag(1, "context-parallel degree", "positive", metavar="N")
     cp_ulysses: int = flag(
-        1, "ranks of --cp that shard heads instead of the sequence: Ulysses", "positive",
-        metavar="N",
-    )  # fmt: skip
+        1, "ranks of --cp that shard heads instead of the sequence", "positive", metavar="N")
     ep: int = flag(1, "expert-parallel degree; divides dp x cp", "positive", metavar="N")
     pp: int = flag(1, "pipeline-parallel degree", "positive", metavar="N")
     pp_schedule: str = flag(
-        "1f1b", "pipeline schedule; python parallelism/schedules.py --schedule NAME draws it",
-        choices=tuple(SCHEDULES),
-    )  # fmt: skip
+        "1f1b", "python parallelism/schedules.py --schedule NAME draws it", choices=tuple(SCHEDULES),
+        metavar="NAME")
     dry_run: int | None = flag(
         None, "do not train: print the memory and communication of a step on rank 0 of RANKS (1)",
-        "positive", **INT, nargs="?", const=1, metavar="RANKS",
-    )  # fmt: skip
-    sequence_parallel: bool = rare(True, "shard norms and residuals of --tp along the sequence")
+        "positive", nargs="?", const=1, metavar="RANKS")
+    sequence_parallel: bool = rare(True, "with --tp: shard norms and residuals by position")
     cp_method: str = rare(
-        "zigzag", "ring attention with zigzag or striped shards, or all-gather of k and v",
-        choices=("zigzag", "striped", "all-gather"),
-    )  # fmt: skip
-    ep_node_size: int | None = rare(
-        None, "ranks per node: send each token once per node, then to its experts' ranks",
-        "positive", **INT,
-    )  # fmt: skip
-    ep_chunks: int = rare(
-        1, "chunks of tokens; the all-to-all of one overlaps the experts of another", "positive"
-    )
+        "zigzag", "ring attention, zigzag or striped, or all-gather of k and v",
+        choices=("zigzag", "striped", "all-gather"))
+    ep_node_size: int | None = rare(None, "ranks per node: tokens are sent once per node", "positive")
+    ep_chunks: int = rare(1, "chunks of tokens whose all-to-all and experts overlap", "positive")
     virtual_stages: int | None = rare(
-        None, f"stages per rank, with {' and '.join(LOOPED)} (2)", "positive", **INT
-    )
+        None, f"stages per rank, with {' and '.join(LOOPED)} (2)", "positive")
     pp_layers: str | None = rare(None, "layers of each stage, N,N,... (balanced by FLOPs)")
-    pp_recompute: str | None = rare(
-        None, "indices of the stages with full recomputation; the others follow --recompute"
-    )
-    distributed_optimizer: bool = rare(
-        False, "--zero 1 and 2 by zero.py's gradient buckets instead of fully_shard"
-    )
-    zero_quantized: bool = rare(
-        False, "ZeRO++: all-gather parameters in int8, reduce-scatter gradients in int4; not exact"
-    )
+    pp_recompute: str | None = rare(None, "stages with full recomputation, S,S,...")
+    distributed_optimizer: bool = rare(False, "--zero 1 and 2 by zero.py, not fully_shard")
+    zero_quantized: bool = rare(False, "ZeRO++: int8 all-gather, int4 reduce-scatter; not exact")
     hpz_size: int | None = rare(
-        None, "ranks per node: --zero 3 gathers within nodes in the backward pass (ZeRO++ hpZ)",
-        "positive", **INT,
-    )  # fmt: skip
+        None, "ranks per node: --zero 3 gathers backward within nodes (ZeRO++ hpZ)", "positive")
 
     # DiLoCo: each worker is a program of its own with its own --out
     diloco: int | None = flag(
-        None, "synchronize with the other workers every H steps", "positive", **INT, metavar="H"
-    )
+        None, "synchronize with the other workers every H steps", "positive", metavar="H")
     diloco_rendezvous: str | None = flag(
         None, "a folder shared by all workers, or HOST:PORT of python parallelism/diloco.py "
-        "--serve", metavar="WHERE",
-    )  # fmt: skip
+        "--serve", metavar="WHERE")
     diloco_workers: int = flag(1, "workers that split each batch", "positive", metavar="N")
     diloco_worker: int = flag(0, "index of this worker", "0 or more", metavar="I")
     diloco_timeout: float = rare(60.0, "seconds to wait for a worker", "positive")
     outer_lr: float = rare(0.7, "learning rate of the outer SGD", "positive")
     outer_momentum: float = rare(0.9, "Nesterov momentum of the outer SGD", "0 or more")
 
-    given: frozenset[str] = frozenset()  # names of the fields that the command line sets
     auto: bool = False  # --resume auto
+    # fmt: on
 
     @property
     def streamed(self) -> bool:
         """Whether rows are read from shards that are tokenized as the run goes."""
         return self.pack or self.workers > 0 or len(self.data or ()) > 1
-
-    def is_on(self, condition: str) -> bool:
-        """Whether a field ("fp8") is set to other than its default, None, 0 or False, or
-        ("task=dpo|grpo") to one of these values."""
-        name, _, values = condition.partition("=")
-        value = getattr(self, name)
-        if values:
-            return str(value) in values.split("|")
-        return bool(value) and value != FIELDS[name].default
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint stores and --resume restores, as JSON."""
@@ -373,7 +278,6 @@ class TrainConfig:
         return [n for n in known if now[keys[n]] != run.get(keys[n])]
 
 
-FIELDS = {f.name: f for f in fields(TrainConfig) if f.metadata}
 GROUPS = {  # the first field of each group of --help
     "out": "run", "eval_every": "output and failures", "data": "data", "task": "task",
     "optimizer": "optimizer", "dtype": "precision and memory", "upcycle": "mixture of experts",
@@ -461,63 +365,16 @@ EXCLUDES = [
 ]  # fmt: skip
 
 
-def shown(condition: str, config: TrainConfig | None = None) -> str:
-    """A condition as on the command line: --zero 1 or 2, --set ep_chunks; with the value that
-    fulfills it in config."""
-    name, _, values = condition.partition("=")
-    rare = FIELDS[name].metadata["rare"]
-    text = f"--set {name}" if rare else "--" + name.replace("_", "-")
-    if values and config is not None and config.is_on(condition):
-        values = str(getattr(config, name))
-    joint = "=" if rare else " "
-    return f"{text}{joint}{values.replace('|', ' or ').lower()}" if values else text
-
-
-def convert(name: str, text: str) -> Any:
-    """The value of --set NAME=TEXT."""
-    about, default = FIELDS[name].metadata, FIELDS[name].default
-    if isinstance(default, bool):
-        about = about | {"choices": ("true", "false"), "type": lambda text: text == "true"}
-    if text not in about.get("choices", (text,)):
-        raise ValueError(f"--set {name}={text}: choose from {', '.join(about['choices'])}")
-    try:
-        return about.get("type", type(default) if default is not None else str)(text)
-    except ValueError:
-        raise ValueError(f"--set {name}={text}: not a number") from None
-
-
 def parse_args(argv: list[str]) -> TrainConfig:
     """The config of a command line. ValueError for values and combinations that cannot work; with
     --resume, what a setting requires is checked once the run's settings are restored."""
     text = "train a Llama- or DeepSeek-style model on text, in one process or under torchrun"
-    parser = group = argparse.ArgumentParser(
-        prog="train.py", description=text, allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )  # fmt: skip
-    for name, f in FIELDS.items():
-        group = parser.add_argument_group(GROUPS[name]) if name in GROUPS else group
-        options = {k: x for k, x in f.metadata.items() if k not in ("limit", "rare")}
-        if f.default is False:
-            options["action"] = "store_true"
-        elif f.default is not None:
-            options.setdefault("type", type(f.default))
-            options["help"] += f" ({f.default})"
-        if not f.metadata["rare"]:
-            group.add_argument(shown(name), **options)
-    others = [f"{n}: {f.metadata['help']}" for n, f in FIELDS.items() if f.metadata["rare"]]
-    parser.add_argument(
-        "--set", action="append", metavar="NAME=VALUE", help="one of: " + "; ".join(others)
-    )
-    values = vars(parser.parse_args(argv))
-    for name, _, value in (text.partition("=") for text in values.pop("set", ())):
-        if name not in FIELDS or not FIELDS[name].metadata["rare"]:
-            raise ValueError(f"--set {name}: no such setting; see python train.py --help")
-        values[name] = convert(name, value)
-    config = TrainConfig(**values, given=frozenset(values), auto=values.get("resume") == "auto")
-    if config.recompute not in ("none", "attention", "selective", "full", "sqrt"):
+    config = parse(TrainConfig, argv, "train.py", text, GROUPS)
+    config.auto = config.resume == "auto"
+    if config.recompute not in RECOMPUTE:
         config.recompute = parse_bytes(config.recompute)
     check_limits(config)
-    check_excluded(config)
+    check_excludes(config, EXCLUDES)
     if not (config.resume or config.export is not None or config.plot):
         check_combinations(config)
     return config
@@ -536,42 +393,18 @@ def parse_bytes(text: str) -> int:
         ) from None
 
 
-def check_limits(config: TrainConfig) -> None:
-    """ValueError for a number out of range."""
-    for name, f in FIELDS.items():
-        value, limit = getattr(config, name), f.metadata["limit"]
-        low = 0 if limit == "0 or more" else math.ulp(0.0)
-        if limit and value is not None and not low <= value < math.inf:
-            raise ValueError(f"{shown(name)} must be {limit}, not {value}")
-    if not 0 <= config.seed < 2**32:
-        raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {config.seed}")
-    if config.min_lr_factor > 1 or config.outer_momentum >= 1:
-        name = "outer_momentum" if config.outer_momentum >= 1 else "min_lr_factor"
-        raise ValueError(f"{shown(name)} must be from 0 to 1, not {getattr(config, name)}")
-    if (
-        config.offload is not None
-        and config.offload != "cpu"
-        and config.offload.lower() in ("", "cpu")
-    ):
-        raise ValueError(f"--offload {config.offload}: must be cpu or a folder")
-
-
-def check_excluded(config: TrainConfig) -> None:
-    """ValueError for two settings of EXCLUDES."""
-    for name, others, why in EXCLUDES:
-        for other in others.split() if config.is_on(name) else ():
-            if config.is_on(other):
-                pair = f"{shown(name, config)} cannot be combined with {shown(other, config)}"
-                raise ValueError(f"{pair}: {why}")
-
-
 def check_combinations(config: TrainConfig) -> None:
     """Set the default learning rate of the task; ValueError for settings that do not fit."""
-    for name, needed in REQUIRES:
-        if (name in config.given or config.is_on(name)) and not config.is_on(needed):
-            raise ValueError(f"{shown(name, config)} requires {shown(needed)}")
-    check_excluded(config)
+    check_requires(config, REQUIRES)
+    check_excludes(config, EXCLUDES)
     c = config
+    if not 0 <= c.seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to 2**32 - 1, not {c.seed}")
+    if c.min_lr_factor > 1 or c.outer_momentum >= 1:
+        name = "outer_momentum" if c.outer_momentum >= 1 else "min_lr_factor"
+        raise ValueError(f"{c.shown(name)} must be from 0 to 1, not {getattr(c, name)}")
+    if c.offload != "cpu" and (c.offload or "x").lower() == "cpu" or c.offload == "":
+        raise ValueError(f"--offload {c.offload}: must be cpu or a folder")
     if c.task == "grpo" and c.zero and not c.distributed_optimizer:
         raise ValueError(
             "--task grpo cannot be combined with --zero: it generates with unsharded weights"
@@ -583,7 +416,7 @@ def check_combinations(config: TrainConfig) -> None:
         ("steps", c.diloco or 1, f"--diloco {c.diloco}"),
     ):
         if getattr(c, name) % factor:
-            raise ValueError(f"{shown(name)} {getattr(c, name)} must be a multiple of {needed}")
+            raise ValueError(f"{c.shown(name)} {getattr(c, name)} must be a multiple of {needed}")
     if c.task == "draft-head" and c.seq_len < NUM_DRAFT_TOKENS + 2:
         least = NUM_DRAFT_TOKENS + 2
         raise ValueError(f"--task draft-head requires --seq-len {least} or more, not {c.seq_len}")
@@ -609,7 +442,7 @@ def check_experts(config: TrainConfig, model: ModelConfig) -> None:
     """Set the default of --aux-loss; ValueError for MoE settings of a dense model."""
     for name in ("aux_loss", "seq_aux_loss", "router_z_loss", "ep"):
         if not model.moe_layers and getattr(config, name) and config.is_on(name):
-            raise ValueError(f"{shown(name)} requires a model with MoE layers")
+            raise ValueError(f"{config.shown(name)} requires a model with MoE layers")
     if config.aux_loss is None:  # runs saved before this flag existed had no such loss
         unbalanced = model.moe_layers and not model.correction_bias and not config.resume
         config.aux_loss = 0.01 if unbalanced else 0.0
@@ -638,7 +471,7 @@ def restore_settings(config: TrainConfig) -> None:
         config.dtype = run["dtype"]
     for name in config.changed_settings(run):
         raise ValueError(
-            f"{shown(name)} {getattr(config, name)} differs from the run's "
+            f"{config.shown(name)} {getattr(config, name)} differs from the run's "
             f"{run.get(SAVED_AS.get(name, name))}; omit it, or start a new run in another --out"
         )
     for name in ("init", "memory_checkpoint_dir"):

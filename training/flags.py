@@ -1,0 +1,149 @@
+"""A dataclass as a command line: its fields are the flags.
+
+    @dataclass
+    class Config(Settings):
+        steps: int = flag(500, "total number of steps", "positive")
+        tp: int = flag(1, "tensor-parallel degree", "positive", metavar="N")
+        ep_chunks: int = rare(1, "chunks of tokens that overlap", "positive")
+
+    config = parse(Config, argv, prog="train.py", description="...", groups={"steps": "run"})
+    check_requires(config, [("ep_chunks", "ep")])
+    check_excludes(config, [("tp", "fp8 qat", "scales are of full matrices")])
+
+Fields made by flag() have a flag of their own, those made by rare() are set by --set NAME=VALUE. A
+condition is the name of a field, fulfilled by any value but None, 0, False and the default, or
+"NAME=A|B", fulfilled by these values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+TYPES = {"int": int, "float": float, "str": str, "Path": Path}  # by the first word of annotations
+
+
+def flag(default: Any, text: str, limit: str = "", **options: Any) -> Any:
+    """A field with a flag. limit: "positive" or "0 or more"; options: as of add_argument."""
+    return field(default=default, metadata=dict(help=text, limit=limit, rare=False, **options))
+
+
+def rare(default: Any, text: str, limit: str = "", **options: Any) -> Any:
+    """A field that is set by --set NAME=VALUE."""
+    return field(default=default, metadata=dict(help=text, limit=limit, rare=True, **options))
+
+
+@dataclass
+class Settings:
+    """The base of a config. given: the names of the fields that the command line sets."""
+
+    given: frozenset[str] = frozenset()
+
+    @classmethod
+    def flags(cls) -> dict[str, Any]:
+        return {f.name: f for f in fields(cls) if f.metadata}
+
+    def is_on(self, condition: str) -> bool:
+        name, _, values = condition.partition("=")
+        value = getattr(self, name)
+        if values:
+            return str(value) in values.split("|")
+        return value not in (None, False) and value != self.flags()[name].default  # 0 == False
+
+    def shown(self, condition: str) -> str:
+        """A condition as on the command line: --zero 1 or 2, --set ep_chunks; of a fulfilled one
+        only the value that fulfills it."""
+        name, _, values = condition.partition("=")
+        is_rare = self.flags()[name].metadata["rare"]
+        text = f"--set {name}" if is_rare else _flag(name)
+        if values and self.is_on(condition):
+            values = str(getattr(self, name))
+        joint = "=" if is_rare else " "
+        return f"{text}{joint}{values.replace('|', ' or ').lower()}" if values else text
+
+
+Config = TypeVar("Config", bound=Settings)
+
+
+def parse(
+    cls: type[Config], argv: Sequence[str], prog: str, description: str, groups: Mapping[str, str]
+) -> Config:
+    """The config of a command line. groups: {the first field of a group of --help: its title}.
+    ValueError for a --set that does not exist or cannot be read; argparse exits for flags."""
+    known = cls.flags()
+    parser = group = argparse.ArgumentParser(
+        prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["settings of --set NAME=VALUE:", *map(_set_help, known.values())]),
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", help="a rarer setting, listed at the end"
+    )
+    for name, f in known.items():
+        group = parser.add_argument_group(groups[name]) if name in groups else group
+        options = {k: x for k, x in f.metadata.items() if k not in ("limit", "rare")}
+        if f.default is False:
+            options["action"] = "store_true"
+        else:
+            options.setdefault("type", TYPES.get(f.type.split()[0], str))
+        options["help"] += f" ({f.default})" if f.default not in (None, False) else ""
+        if not f.metadata["rare"]:
+            group.add_argument(_flag(name), **options)
+    values = vars(parser.parse_args(argv))
+    for name, _, value in (text.partition("=") for text in values.pop("set", ())):
+        if name not in known or not known[name].metadata["rare"]:
+            raise ValueError(f"--set {name}: no such setting; see python {prog} --help")
+        values[name] = _convert(known[name], value)
+    return cls(**values, given=frozenset(values))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _set_help(f: Any) -> str:
+    if not f.metadata["rare"]:
+        return ""
+    default = "" if f.default is None else f" ({str(f.default).lower()})"
+    return f"  {f.name:24}{f.metadata['help']}{default}".replace("%%", "%")
+
+
+def _convert(f: Any, text: str) -> Any:
+    """The value of --set NAME=TEXT."""
+    choices = f.metadata.get("choices", ("true", "false") if f.type == "bool" else (text,))
+    if text not in choices:
+        raise ValueError(f"--set {f.name}={text}: choose from {', '.join(choices)}")
+    try:
+        return text == "true" if f.type == "bool" else TYPES[f.type.split()[0]](text)
+    except ValueError:
+        raise ValueError(f"--set {f.name}={text}: not a number") from None
+
+
+def check_limits(config: Settings) -> None:
+    """ValueError for a number out of range."""
+    for name, f in config.flags().items():
+        value, limit = getattr(config, name), f.metadata["limit"]
+        low = 0 if limit == "0 or more" else math.ulp(0.0)
+        if limit and value is not None and not low <= value < math.inf:
+            raise ValueError(f"{config.shown(name)} must be {limit}, not {value}")
+
+
+def check_requires(config: Settings, table: Sequence[tuple[str, str]]) -> None:
+    """table: (condition, condition that it needs). ValueError for one that lacks it; a field that
+    is given counts, whatever its value."""
+    for name, needed in table:
+        if (name in config.given or config.is_on(name)) and not config.is_on(needed):
+            raise ValueError(f"{config.shown(name)} requires {config.shown(needed)}")
+
+
+def check_excludes(config: Settings, table: Sequence[tuple[str, str, str]]) -> None:
+    """table: (condition, conditions that it excludes, why). ValueError for two such."""
+    for name, others, why in table:
+        for other in others.split() if config.is_on(name) else ():
+            if config.is_on(other):
+                pair = f"{config.shown(name)} cannot be combined with {config.shown(other)}"
+                raise ValueError(f"{pair}: {why}")
