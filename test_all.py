@@ -4198,7 +4198,7 @@ def test_flops_per_token_equals_torch_flop_counter(kind):
         STEP.loss_sums(model, tokens)[0].backward()
     dims = config.head_dim + (config.v_head_dim or config.head_dim)
     unused_half = 3 * config.n_layers * config.n_heads * dims * 32
-    assert counter.get_total_flops() == 2 * 32 * (T.flops_per_token(model, 32) + unused_half)
+    assert counter.get_total_flops() == 2 * 32 * (MT.flops_per_token(model, 32) + unused_half)
 
 
 def test_unknown_device_has_no_mfu(monkeypatch):
@@ -36088,7 +36088,7 @@ def test_damaged_checkpoints_are_reported_and_skipped(sc_run, tmp_path, capsys):
     program.write_text("def f(prompt, completion, answer):\n    return 1 / 0\n")
     files = sc_chats(tmp_path)
     flags = f"--init {whole} --task grpo --data {files['prompts']} --set num_generations=4"
-    flags += " --max-new-tokens 2"
+    flags += " --set max_new_tokens=2"
     sc_run("bad", f"{flags} --reward {program}:f", rc=2)
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
