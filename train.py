@@ -525,7 +525,7 @@ def train(config: TrainConfig) -> None:
     state = TrainState(model, optimizer, layout, *extra)
     checkpoints = Checkpoints(config.out / CHECKPOINTS, keep=config.keep_latest_k)
     callbacks = build_callbacks(config, state, checkpoints, env, memory)
-    speed = Throughput(config, model_cfg, env)
+    speed, bar = Throughput(config, model_cfg, env), None
     try:
         step = resume(config, state, checkpoints, callbacks)  # the number of finished steps
         log_start(config, model, dataset.size, layout, step, env)
@@ -580,7 +580,6 @@ def train(config: TrainConfig) -> None:
                 checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
             callbacks.after_step(step)
             bar.update(step - bar.n)
-        bar.close()
         checkpoints.wait()
         callbacks.finish(stopped=step < config.steps)
         if metrics is not None:
@@ -596,6 +595,8 @@ def train(config: TrainConfig) -> None:
         checkpoints.wait()  # all ranks are here
         raise
     finally:
+        if bar is not None:
+            bar.close()
         if env.world == 1:  # with more ranks, one may be dead and this would hang
             with contextlib.suppress(OSError):
                 checkpoints.wait()
