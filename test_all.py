@@ -30845,10 +30845,6 @@ def test_opt_mup_keeps_the_best_learning_rate():
 # offload.py
 # --------------------------------------------------------------------------------------------------
 
-# --------------------------------------------------------------------------------------------------
-# offload.py
-# --------------------------------------------------------------------------------------------------
-
 OFF_ADAM = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), fused=True)
 
 
@@ -31149,11 +31145,11 @@ def test_off_empty_shards(tmp_path):
 def test_off_refusals():
     p = nn.Parameter(torch.zeros(2))
     for make in (OF.OptimizerInBackward, OF.OffloadedOptimizer):
-        with pytest.raises(ValueError, match="twice"):
+        with pytest.raises(ValueError, match="more than one parameter group"):
             make([{"params": [p]}, {"params": p}], OFF_ADAM)
         with pytest.raises(ValueError, match="no parameter that requires a gradient"):
             make([torch.zeros(2)], OFF_ADAM)
-        with pytest.raises(ValueError, match="must be parameters, not <class 'str'>"):
+        with pytest.raises(TypeError, match="can only optimize Tensors"):
             make(["p"], OFF_ADAM)
     with pytest.raises(ValueError, match='where must be "cpu" or a Path'):
         OF.OffloadedOptimizer([p], OFF_ADAM, "/tmp")
@@ -31287,10 +31283,6 @@ def test_off_of_fully_shard(tmp_path):
     [p.kill() for p in ranks]
     assert [(tmp_path / f"said{r}").read_text() for r in range(2)] == ["", ""]
 
-
-# --------------------------------------------------------------------------------------------------
-# data.py
-# --------------------------------------------------------------------------------------------------
 
 # --------------------------------------------------------------------------------------------------
 # data.py
@@ -32895,7 +32887,7 @@ def test_lora_merged_is_unmerged():
     biases = model.layers[0].attention.q_proj.bias
     LO.merge_(model)
     assert not LO.adapter_parameters(model) and not any("lora" in n for n in model.state_dict())
-    assert all(type(m) is nn.Linear for m in LO._linears(model).values())
+    assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
     assert model.layers[0].attention.q_proj.weight is weights["layers.0.attention.q_proj.weight"]
     assert model.layers[0].attention.q_proj.bias is biases
     torch.testing.assert_close(model(tokens), unmerged, rtol=2e-5, atol=2e-5)
@@ -32904,7 +32896,9 @@ def test_lora_merged_is_unmerged():
 def test_lora_merge_rounds_once_to_the_weight_dtype():
     model = lora_trained(LO.apply_lora_(lora_model(torch.bfloat16), 4, alpha=6), std=0.05)
     wanted = {}
-    for name, m in LO._lora_linears(model).items():
+    for name, m in model.named_modules():
+        if not isinstance(m, LO.LoRALinear):
+            continue
         wanted[name] = (m.weight.double() + 1.5 * m.lora_b.double() @ m.lora_a.double(), m)
     LO.merge_(model)
     for name, (exact, m) in wanted.items():
@@ -33088,10 +33082,6 @@ def test_lora_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         LO.save_adapters(lora_trained(model, seed=9), tmp_path, base="y")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-def test_lora_checks_itself():
-    LO.check()
 
 
 # --------------------------------------------------------------------------------------------------
