@@ -30598,8 +30598,8 @@ def test_opt_stochastic_adamw_refusals():
         OP.StochasticAdamW([narrow], betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="must be >= 0"):
         OP.StochasticAdamW([narrow], lr=-1.0)
-    loss = OP.StochasticAdamW([narrow]).step(lambda: narrow.sum())
-    assert loss.requires_grad and (narrow == 0).all()  # no gradient, no step
+    OP.StochasticAdamW([narrow]).step()
+    assert (narrow == 0).all()  # no gradient, no step
 
 
 @pytest.fixture
@@ -30756,10 +30756,6 @@ def test_opt_chained_optimizer_loads_states():
     assert several.state[bias]["step"] == 42 and adam.state[bias]["step"] == 42
     late = OP.ChainedOptimizer(*(o for o in (muon, adam)))  # of parts that have a state
     assert late.state[bias]["step"] == 42 and adam.state is late.state
-    with pytest.raises(ValueError, match="needs an optimizer"):
-        OP.ChainedOptimizer()
-    with pytest.raises(ValueError, match="no closure"):
-        several.step(lambda: None)
 
 
 OPT_SHAPE = dict(vocab_size=32, n_layers=2, n_kv_heads=1, max_seq_len=16)
