@@ -33463,8 +33463,7 @@ def test_tuning_dpo_batches_are_whole_pairs():
 
 def test_tuning_dpo_loss_does_not_depend_on_micro_batches():
     model, frozen = tuning_model(), tuning_model(seed=4)
-    dpo = TU.DPO(model, tuning_pairs(), 5, range(5), beta=0.4, label_smoothing=0.1,
-                 reference=frozen)  # fmt: skip
+    dpo = TU.DPO(model, tuning_pairs(), 5, range(5), beta=0.4, reference=frozen)
     batch = dpo.batch(0)
     whole = dpo.loss(model, batch, slice(0, 10))
     row = dpo.row
@@ -33474,7 +33473,7 @@ def test_tuning_dpo_loss_does_not_depend_on_micro_batches():
     assert dpo.row == pytest.approx(row, rel=1e-4)
     new, ref = (TU.logprobs(m, batch).sum(1) for m in (model, frozen))
     args = new[0::2], new[1::2], ref[0::2], ref[1::2]
-    want, stats = AL.dpo_loss(*args, 0.4, 0.1)
+    want, stats = AL.dpo_loss(*args, 0.4)
     torch.testing.assert_close(whole, want)
     assert row["reward_margin"] == pytest.approx(stats["reward_margin"].item() / 5, rel=1e-4)
     assert row["accuracy"] == pytest.approx(stats["accuracy"].item() / 5)
@@ -33688,10 +33687,9 @@ def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
     assert facts["no_signal"] == pytest.approx(silent, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss_agg_mode", TU.LOSS_AGG_MODES)
-def test_tuning_grpo_loss_does_not_depend_on_micro_batches(loss_agg_mode):
+def test_tuning_grpo_loss_does_not_depend_on_micro_batches():
     model, frozen = tuning_model(), tuning_model(seed=4)
-    how = dict(loss_agg_mode=loss_agg_mode, kl=0.2, clip=0.1, clip_high=0.15)
+    how = dict(kl=0.2, clip=0.1, clip_high=0.15)
     grpo = tuning_grpo(model, **how, reference=frozen)
     batch = grpo.batch(0)
     with torch.no_grad():  # so that ratios are not 1
@@ -33703,9 +33701,8 @@ def test_tuning_grpo_loss_does_not_depend_on_micro_batches(loss_agg_mode):
     parts = [grpo.loss(model, batch[i : i + 5], slice(i, i + 5)) for i in range(0, 16, 5)]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-5)
     assert grpo.row == pytest.approx(row, rel=1e-3, abs=1e-5)
-    mask = TU.target_mask(batch).float()
-    assert count == {"token": mask.sum(), "sequence": 16, "constant": 16 * 8}[loss_agg_mode]
-    weights = mask / mask.sum(1, keepdim=True) if loss_agg_mode == "sequence" else mask
+    weights = TU.target_mask(batch).float()
+    assert count == weights.sum()
     new, ref = TU.logprobs(model, batch), TU.logprobs(frozen, batch)
     args = new, grpo.old, ref, grpo.advantages, weights, 0.1, 0.15, 0.2
     want, stats = AL.grpo_loss(*args)
@@ -33745,7 +33742,6 @@ def test_tuning_grpo_refuses():
     model = tuning_model()
     for how, why in (
         ({"n": 1}, "n must be 2 or more"),
-        ({"loss_agg_mode": "batch"}, "loss_agg_mode must be one of token, sequence, constant"),
         ({"updates": 0}, "updates must be"),
         ({"tasks": []}, "GRPO needs at least one prompt"),
         ({"tasks": [TU.Task("long", [1] * 25, "")]}, "'long' has 25 tokens.* from 1 to 24"),
