@@ -32032,25 +32032,24 @@ def re_group(rank, folder):
 
 def re_shared(rank, folder):
     """One folder for the ranks of a machine."""
-    mirror = re_filled(folder, rank, (1, 2, 3, 4), keep=3)
+    re_filled(folder, rank, (1, 2, 3, 4))
     dist.barrier()
     back = re_back(RE.MemoryCheckpoint(folder, f"shard {rank}"), rank)
-    return len(re_names(folder)), back, mirror.distance
+    return len(re_names(folder)), back
 
 
 def re_pieces(rank, folder):
-    """Messages of many chunks, states of unequal sizes, and no partner."""
+    """Messages of many chunks, states of unequal sizes."""
     RE.CHUNK = 1000
     try:
         state = {"x": torch.arange(100 + 5000 * rank)}
-        mirror = RE.MemoryCheckpoint(folder / str(rank), f"{rank}", distance=1)
+        mirror = RE.MemoryCheckpoint(folder / str(rank), f"{rank}")
         mirror.put(1, state, {})
         if rank == 2:
             mirror.clear()
         mirror.newest()
         mirror.get(1, into := {"x": torch.zeros_like(state["x"])})
-        alone = re_filled(folder / f"alone {rank}", rank, (1,), distance=0)
-        return torch.equal(into["x"], state["x"]), re_names(alone.folder), re_back(alone, rank)
+        return torch.equal(into["x"], state["x"])
     finally:
         RE.CHUNK = 32 * 2**20
 
@@ -32095,8 +32094,6 @@ def re_refusals(rank, folder):
     less.pop("ids")
     refused(lambda: mirror.get(1, less))
     refused(lambda: mirror.get(1, re_empty(rank) | {"w": torch.zeros(7, 301).double()}))
-    refused(lambda: RE.MemoryCheckpoint(folder, "", keep=1))
-    refused(lambda: RE.MemoryCheckpoint(folder, "", distance=4))
     return got + [re_back(mirror, rank)]
 
 
@@ -32324,12 +32321,11 @@ def test_re_a_group_of_some_ranks(re_ranks):
 
 
 def test_re_ranks_may_share_a_folder(re_ranks):
-    assert re_of(re_ranks, "re_shared") == [(4 * 2 * 3, (4, True), 2)] * 4
+    assert re_of(re_ranks, "re_shared") == [(4 * 2 * 2, (4, True))] * 4
 
 
 def test_re_messages_of_many_chunks(re_ranks):
-    for rank, (equal, names, back) in enumerate(re_of(re_ranks, "re_pieces")):
-        assert equal and names == [f"00000001-{rank}-{rank}.pt"] and back == (1, True)
+    assert re_of(re_ranks, "re_pieces") == [True] * 4
 
 
 def test_re_full_memory_is_an_error_on_all_ranks(re_ranks):
@@ -32342,11 +32338,11 @@ def test_re_full_memory_is_an_error_on_all_ranks(re_ranks):
 
 def test_re_refusals(re_ranks):
     for got in re_of(re_ranks, "re_refusals"):
-        before, other, shape, name, dtype, keep, distance, back = got
+        before, other, shape, name, dtype, back = got
         assert "call it first" in before and "step 2" in other
         assert "w: the copy has torch.float32 (7, 301), the model torch.float32 (7, 300)" in shape
         assert "ids: the copy has torch.int64 (5,), the model nothing" in name
-        assert "float64" in dtype and "keep = 1" in keep and "distance = 4" in distance
+        assert "float64" in dtype
         assert back == (1, True)
 
 

@@ -20,7 +20,7 @@ collective, until somebody looks at the loss. Each part shortens one of these:
     stragglers   From the same samples: how long each rank waits, and for which ranks.
     fresh_store  A store for a restarted run: torchrun's still has the addresses of dead processes.
 
-Cost: host memory for 2 * (`keep` + 1) states; training stops during `put` (see the table); 100
+Cost: host memory for 6 states (two steps and the one being written, each twice); training stops during `put` (see the table); 100
 stack samples per second take 0.4% of a core. When it loses: a power cut, or the loss of two
 machines that are partners, takes both copies, so checkpoints on disk remain necessary; a restart
 with another world size must load those; the timeout must exceed the slowest healthy step.
@@ -32,7 +32,6 @@ and prints a table.
 
 from __future__ import annotations
 
-import itertools
 import json
 import linecache
 import math
@@ -46,9 +45,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -160,25 +161,16 @@ class MemoryCheckpoint:
 
     folder: in a tmpfs of this machine (/dev/shm/<this run>); ranks of a machine may share it.
     key: identifies the state: ranks with equal keys have equal state, as data-parallel replicas do.
-    distance: the partner is rank + distance, by default P // 2; 0: no second copy (one machine).
-    keep: number of steps kept, at least 2, because ranks may be one `put` apart at a failure.
 
     Each restart of a run is a new, higher restart generation: copies of a step that is repeated are
     never mixed with those of an earlier generation.
     """
 
-    def __init__(
-        self, folder: Path | str, key: str, group: Group = None, *,
-        distance: int | None = None, keep: int = 2,
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path | str, key: str, group: Group = None) -> None:
         distributed = dist.is_initialized()
         self.rank = dist.get_rank(group) if distributed else 0
         self.world = dist.get_world_size(group) if distributed else 1
-        self.folder, self.key, self.group, self.keep = Path(folder), key, group, keep
-        self.distance = self.world // 2 if distance is None else distance
-        _check(keep >= 2, f"keep = {keep}: at least 2, or a crash in put leaves no complete step")
-        in_range = f"distance = {distance}: must be from 0 to {self.world - 1}"
-        _check(0 <= self.distance < self.world, in_range)
+        self.folder, self.key, self.group = Path(folder), key, group
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self.folder.glob("*.tmp"):  # left by a killed process; no rank writes yet
             path.unlink(missing_ok=True)
@@ -190,20 +182,21 @@ class MemoryCheckpoint:
         """Store `tensors` and `metadata` (as torch.load's weights_only reads it) as the state after
         `step`, here and at the partner. OSError on all ranks if one has too little memory; the
         previous copies are kept."""
-        own, source = self._path(step, self.rank), (self.rank - self.distance) % self.world
-        path = self._path(step, source)
+        partner, source = ((self.rank + i * (self.world // 2)) % self.world for i in (1, -1))
+        own, path = self._path(step, self.rank), self._path(step, source)
         temporary = path.with_suffix(".tmp")
         try:
             sizes = self._run_on_all_or_raise(lambda: self._save(step, tensors, metadata, True))
             if source != self.rank:
                 self._run_on_all_or_raise(lambda: _allocate(temporary, sizes[source]))
-                self._exchange(own, (self.rank + self.distance) % self.world, temporary, source)
+                self._exchange(own, partner, temporary, source)
                 os.replace(temporary, path)
         except OSError:
             for left in (own, own.with_suffix(".tmp"), temporary):
                 left.unlink(missing_ok=True)
             raise
-        for generation, old in self._list_saved()[self.keep :]:
+        # two steps are kept, because ranks may be one `put` apart at a failure
+        for generation, old in self._list_saved()[2:]:
             for path in self.folder.glob(f"{generation}-{old:08d}-*.pt"):
                 path.unlink(missing_ok=True)
 
@@ -289,7 +282,7 @@ class MemoryCheckpoint:
 
     def _exchange(self, out: Path | None, target: int, into: Path | None, source: int) -> None:
         """Send file `out` to target and receive source's file in `into`, chunk by chunk."""
-        for sent, received in itertools.zip_longest(_chunks(out), _chunks(into)):
+        for sent, received in zip_longest(_chunks(out), _chunks(into)):
             works = []
             if sent is not None:
                 works.append(dist.isend(sent, group_dst=target, group=self.group))
@@ -478,12 +471,9 @@ def _is_waiting(frame: FrameType | None) -> bool:
 
 def _stack(frame: FrameType | None, depth: int = 16) -> str:
     """`file.py:12 inner < file.py:34 outer`."""
-    lines = []
-    while frame is not None and len(lines) < depth:
-        code = frame.f_code
-        lines.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}")
-        frame = frame.f_back
-    return " < ".join(lines)
+    frames = islice(traceback.walk_stack(frame), depth) if frame else ()
+    of = lambda f, line: f"{os.path.basename(f.f_code.co_filename)}:{line} {f.f_code.co_name}"
+    return " < ".join(of(f, line) for f, line in frames)
 
 
 def find_culprit(
@@ -498,16 +488,10 @@ def find_culprit(
             stopped[rank] = "has left the loop"
         elif rank in before and before[rank]["beat"] == after[rank]["beat"]:
             stopped[rank] = "has no heartbeat: dead or stopped"
-    if stopped:
-        return stopped
     busy = {rank: "is not waiting for other ranks" for rank in after if not after[rank]["waits"]}
-    if busy:
-        return busy
     progress = {rank: (row["step"], row["beats"]) for rank, row in after.items()}
-    least = min(progress.values())
-    if least == max(progress.values()):
-        return {}
-    return {rank: "is furthest behind" for rank in progress if progress[rank] == least}
+    behind = {r: "is furthest behind" for r, at in progress.items() if at == min(progress.values())}
+    return stopped or busy or (behind if len(behind) < world else {})
 
 
 def _status_line(rank: int, row: dict) -> str:
@@ -689,11 +673,10 @@ def main() -> None:
             memory.clear()
         assert memory.newest() == 3 and memory.get(3, into) == {"rank": rank}
         assert torch.equal(into["w"], state["w"])
-    alone = MemoryCheckpoint(folder / "alone", key, distance=0)
     if rank == 0:
         print(f"checked; {world} ranks, gloo, 100 MiB of state each: ms")
     for name, run in {
-        "put, own memory only (distance=0)": lambda: alone.put(1, state, {}),
+        "dump, own memory only": lambda: memory.dump(4, state, {}),
         "put, with the partner": lambda: memory.put(4, state, {}),
         "newest": memory.newest,
         "get, own copy": lambda: memory.get(4, into),
