@@ -473,7 +473,7 @@ class Checkpoints:
             self._run_on_all_or_raise(write)
             files = {k: v for part in self._run_on_all_or_raise(digests) for k, v in part.items()}
             self._run_on_all_or_raise(lambda: self._commit(tmp, final, step, metadata, files))
-        except BaseException as e:
+        except Exception as e:
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)
             raise OSError(f"{final}: not written, older checkpoints are kept: {e}") from None

@@ -20,10 +20,11 @@ collective, until somebody looks at the loss. Each part shortens one of these:
     stragglers   From the same samples: how long each rank waits, and for which ranks.
     fresh_store  A store for a restarted run: torchrun's still has the addresses of dead processes.
 
-Cost: host memory for 6 states (two steps and the one being written, each twice); training stops during `put` (see the table); 100
-stack samples per second take 0.4% of a core. When it loses: a power cut, or the loss of two
-machines that are partners, takes both copies, so checkpoints on disk remain necessary; a restart
-with another world size must load those; the timeout must exceed the slowest healthy step.
+Cost: host memory for 6 states (two steps and the one being written, each twice); training stops
+during `put` (see the table); 100 stack samples per second take 0.4% of a core. When it loses: a
+power cut, or the loss of two machines that are partners, takes both copies, so checkpoints on disk
+remain necessary; a restart with another world size must load those; the timeout must exceed the
+slowest healthy step.
 Hooks: none, the training loop calls all of it. Equivalence (test_all.py): what `get` returns is bit
 for bit what was put, with any one rank's memory lost; a resumed guard decides as an uninterrupted
 one. Needs: torch, Linux. `torchrun --nproc-per-node 4 training/recovery.py` checks MemoryCheckpoint
