@@ -270,8 +270,7 @@ NamedParameters = list[tuple[str, Parameter]]
 
 
 def muon_split(
-    named_parameters: Iterable[tuple[str, Parameter]],
-    exclude: Collection[str] = ("embed", "head"),
+    named_parameters: Iterable[tuple[str, Parameter]], exclude: Collection[str] = ("embed", "head")
 ) -> tuple[NamedParameters, NamedParameters]:
     """(hidden matrices, the rest) as lists of (name, parameter), which torch.optim takes.
 

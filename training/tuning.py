@@ -56,22 +56,10 @@ from model import Attend, Transformer, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
-from training.alignment import (
-    Reward,
-    dpo_loss,
-    group_advantages,
-    grpo_loss,
-    load_reward,
-    token_logprobs,
-)
-from training.data import (
-    IGNORE,
-    decode,
-    encode_row,
-    preference_rows,
-    read_preferences,
-    read_prompts,
-)
+from training.alignment import Reward, dpo_loss, group_advantages, grpo_loss, load_reward
+from training.alignment import token_logprobs
+from training.data import IGNORE, decode, encode_row
+from training.data import preference_rows, read_preferences, read_prompts
 from training.dataset import NextToken, Dataset, load_chat, train_val_split
 from training.lora import LoRALinear, adapter_parameters, disable_adapters
 
