@@ -4133,7 +4133,7 @@ def test_gradient_accumulation_is_token_weighted(micro):
     model = random_model(config).requires_grad_(True).double()
     batch = random_tokens(config, 6, 21)
     for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
-        batch[row, valid + 1 :] = L.IGNORE
+        batch[row, valid + 1 :] = DA.PAD
     targets = batch[:, 1:]
 
     def gradients(f):
@@ -4145,7 +4145,7 @@ def test_gradient_accumulation_is_token_weighted(micro):
         loss = F.cross_entropy(
             model(batch[:, :-1].clamp(min=0)).flatten(0, 1),
             targets.flatten(),
-            ignore_index=L.IGNORE,
+            ignore_index=DA.PAD,
         )
         loss.backward()
         return loss.item()
@@ -4154,7 +4154,7 @@ def test_gradient_accumulation_is_token_weighted(micro):
         for part in batch.split(micro):
             logits = model(part[:, :-1].clamp(min=0)).flatten(0, 1)
             (
-                F.cross_entropy(logits, part[:, 1:].flatten(), ignore_index=L.IGNORE) * micro / 6
+                F.cross_entropy(logits, part[:, 1:].flatten(), ignore_index=DA.PAD) * micro / 6
             ).backward()
 
     loss, expected = gradients(big)
@@ -4554,17 +4554,17 @@ def test_next_token_and_mtp_losses_by_definition():
     """loss_sums == cross-entropies written out: the next token's, and the mean over MTP depths,
     each of which predicts one token further."""
     model, batch = random_model(latent(n_mtp_layers=2)), random_tokens(latent(), 3, 20)
-    batch[1, 15:] = L.IGNORE
-    tokens = batch.clamp(min=0)
+    batch[1, 15:] = DA.PAD
+    tokens, summed = batch.clamp(min=0), dict(ignore_index=DA.PAD, reduction="sum")
     hidden = model(tokens[:, :19], return_hidden=True)
-    expected = [F.cross_entropy(model.head(hidden).transpose(1, 2), batch[:, 1:], reduction="sum")]
+    expected = [F.cross_entropy(model.head(hidden).transpose(1, 2), batch[:, 1:], **summed)]
     for depth in range(2):
         hidden = hidden[:, :-1]
         seen = torch.stack([tokens[:, i + 1 + depth] for i in range(hidden.shape[1])], 1)
         hidden = model.mtp_forward(hidden, seen, depth=depth)
         logits = model.head(hidden).transpose(1, 2)
         target = torch.stack([batch[:, i + 2 + depth] for i in range(hidden.shape[1])], 1)
-        expected.append(F.cross_entropy(logits, target, reduction="sum"))
+        expected.append(F.cross_entropy(logits, target, **summed))
     main, mtp = STEP.loss_sums(model, batch)
     torch.testing.assert_close(main, expected[0])
     torch.testing.assert_close(mtp, (expected[1] + expected[2]) / 2)
@@ -24120,12 +24120,13 @@ def layout_weights(name: str) -> dict[str, torch.Tensor]:
 
 
 def layout_batch(case: LayoutCase, step: int) -> torch.Tensor:
-    """(B, T + 1). Ignored targets (-100) are spread unevenly: all but two tokens of some samples,
+    """(B, T + 1). Ignored targets (PAD) are spread unevenly: all but two tokens of some samples,
     none of others, all of others."""
     rng, T_ = torch.Generator().manual_seed(7 + step), case.seq
     batch = torch.randint(0, case.config.vocab_size, (case.batch, T_ + 1), generator=rng)
     for i, row in enumerate(batch):
-        row[{0: slice(3, None), 1: slice(0), 2: slice(1, None), 3: slice(1, T_ // 2)}[i % 4]] = -100
+        ignored = {0: slice(3, None), 1: slice(0), 2: slice(1, None), 3: slice(1, T_ // 2)}[i % 4]
+        row[ignored] = DA.PAD
     return batch
 
 
@@ -25481,9 +25482,9 @@ def test_layout_reference_equals_plain_autograd(name):
         args = case.args(single=True)
         model, batch = layout_model(case, args, STEP.SINGLE_PROCESS), layout_batch(case, 0)
         logits = model(batch[:, :-1].clamp(min=0))
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-100)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=DA.PAD)
         loss.backward()
-    assert 0 < (batch[:, 1:] != -100).sum() < batch[:, 1:].numel() * 0.6
+    assert 0 < (batch[:, 1:] != DA.PAD).sum() < batch[:, 1:].numel() * 0.6
     assert abs(want["rows"][0]["loss"] / loss.item() - 1) < 1e-13
     for key, p in model.named_parameters():
         assert shard_error(want["grad"][0][key], p.grad, p.grad) < 1e-12, key
@@ -31313,13 +31314,13 @@ def data_decoded(rows: torch.Tensor) -> list[tuple]:
 
 
 def test_data_plain_rows_decode_to_their_text():
-    """Ids, and IGNORE behind them: inputs clamped, targets as given, no positions."""
+    """Ids, and padding behind them: inputs clamped, targets as given, no positions."""
     batch = torch.randint(0, 99, (6, 21), generator=torch.Generator().manual_seed(0))
     for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
-        batch[row, valid + 1 :] = DA.IGNORE
+        batch[row, valid + 1 :] = DA.PAD
     inputs, targets, positions = DA.decode(batch, packed=False)
     assert torch.equal(inputs, batch[:, :-1].clamp(min=0)) and positions is None
-    assert torch.equal(targets, batch[:, 1:])
+    assert torch.equal(targets, batch[:, 1:].masked_fill(batch[:, 1:] < 0, DA.IGNORE))
     assert torch.equal(DA.decode(batch.int(), False)[1], targets.int())
     assert torch.equal(DA.decode(batch, True)[2], torch.arange(20).expand(6, 20))
 

@@ -252,16 +252,10 @@ def get_batch(
 
 def decode(batch: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(inputs, targets, positions), each (B, T), of encoded rows (B, T + 1) int64. Targets that do
-    not count are IGNORE. packed: positions restart at each document; else they are None.
-
-    Rows of plain ids may be padded with IGNORE, which is read as token 0. A row is plain if its
-    first value has no START bit and IGNORE is its only negative value; in encoded rows IGNORE is
-    token 99.
-    """
-    coded = torch.where(batch < 0, ~batch, batch)
-    starts = coded >= START
-    plain = ((batch >= 0) | (batch == IGNORE)).all(1, keepdim=True) & ~starts[:, :1]
-    tokens = torch.where(plain & (batch < 0), 0, coded % START)
+    not count are IGNORE. packed: positions restart at each document; else they are None."""
+    tokens = torch.where(batch < 0, ~batch, batch)
+    starts = tokens >= START
+    tokens = tokens % START
     targets = tokens.masked_fill((batch < 0) | starts, IGNORE)[:, 1:]
     if not packed:
         return tokens[:, :-1], targets, None
@@ -626,6 +620,9 @@ class Shards:
         for path in sorted(self.folder.glob("*.rows"))[len(self.maps) :]:
             self.maps.append(read_tokens(path).view(-1, self.width))
             self.row_offsets.append(self.row_offsets[-1] + len(self.maps[-1]))
+        if index is not None and index["rows"] != self.row_offsets[-1]:
+            found = f"{self.folder}: has {self.row_offsets[-1]} rows of the {index['rows']} written"
+            raise ValueError(f"{found}; delete the folder to rebuild")
         self.index = index
 
     def _shard(self, i: int) -> int | None:

@@ -161,12 +161,14 @@ class LossScaler:
     `finite`.
     """
 
-    MAX_SCALE = 2.0**24
+    MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
 
     def __init__(
         self, scale: float = 2.0**16, growth_factor: float = 2.0, growth_interval: int = 2000
     ):
-        _check(1 <= scale <= self.MAX_SCALE, f"scale must be in 1 .. 2^24, not {scale}")
+        _check(
+            self.MIN_SCALE <= scale <= self.MAX_SCALE, f"scale must be in 1 .. 2^24, not {scale}"
+        )
         valid = growth_factor >= 1 and growth_interval >= 1
         _check(valid, "growth_factor and growth_interval must be >= 1")
         self.scale, self.good_steps = float(scale), 0
@@ -176,7 +178,7 @@ class LossScaler:
         """Update the scale; return whether to take the step."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
-            self.scale = max(self.scale / 2, 1.0)
+            self.scale = max(self.scale / 2, self.MIN_SCALE)
         elif self.good_steps == self.growth_interval:
             self.scale, self.good_steps = min(self.scale * self.growth_factor, self.MAX_SCALE), 0
         return finite
