@@ -180,9 +180,8 @@ class MemoryCheckpoint:
         self._found: tuple[int, int, Plan] | None = None
 
     def put(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Store `tensors` and `metadata` (as torch.load's weights_only reads it) as the state after
-        `step`, here and at the partner. OSError on all ranks if one has too little memory; the
-        previous copies are kept."""
+        """Store `tensors` and `metadata` (JSON) as the state after `step`, here and at the partner.
+        OSError on all ranks if one has too little memory; the previous copies are kept."""
         partner, source = ((self.rank + i * (self.world // 2)) % self.world for i in (1, -1))
         own, path = self._path(step, self.rank), self._path(step, source)
         temporary = path.with_suffix(".tmp")
@@ -244,7 +243,7 @@ class MemoryCheckpoint:
         _check(not errors, f"step {step} does not match the model: {errors[:1]}")
         for name, t in stored.items():
             given[name].copy_(t)
-        return header["metadata"]
+        return json.loads(header["metadata"])
 
     def clear(self) -> None:
         """Delete all copies: at the end of a run, because tmpfs uses memory, and before a run that
@@ -254,7 +253,7 @@ class MemoryCheckpoint:
 
     def _save(self, step: int, tensors: Mapping, metadata: Mapping, ordered: bool) -> int:
         header = {"generation": self.restart_generation, "step": step, "key": self.key}
-        header |= {"world": self.world, "metadata": dict(metadata)}
+        header |= {"world": self.world, "metadata": json.dumps(metadata)}
         return _save(self._path(step, self.rank), header, tensors, ordered)
 
     def _header(self, path: Path, verify: bool = False) -> dict | None:
@@ -625,17 +624,15 @@ class Watchdog:
         if self.store is None:
             return _hang_report(0, {0: self._row(1)}, {0: self._row(2)}, 1)
         snapshots = []
-        while len(snapshots) < 2:
-            self._asked.set()
-            try:
+        try:
+            for pause in (3 * self.interval, 0):  # a live rank beats within this time
+                self._asked.set()
                 snapshots.append(self._answers.get(timeout=STORE_TIMEOUT + 2 * self.interval))
-            except queue.Empty:
-                return _status_line(self.rank, row := self._row(0)) + (
-                    "\n  stuck: the store does not answer: its host (rank 0, or torchrun's agent) "
-                    f"is dead or stopped\n    this rank is at {row['stack']}"
-                )
-            if len(snapshots) < 2:
-                time.sleep(3 * self.interval)  # a live rank beats within this time
+                time.sleep(pause)
+        except queue.Empty:
+            row, dead = self._row(0), "its host (rank 0, or torchrun's agent) is dead or stopped"
+            at = f"\n  stuck: the store does not answer: {dead}\n    this rank is at {row['stack']}"
+            return _status_line(self.rank, row) + at
         return _hang_report(self.rank, *snapshots, self.world)
 
 
