@@ -191,11 +191,15 @@ def split_documents(docs: list[Document]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def _open_new(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces `path` once it is complete."""
-    with open(tmp := path.with_name(f".{path.name}.{os.getpid()}.tmp"), "wb") as f:
-        yield f
-        f.flush(), os.fsync(f.fileno())
-    os.replace(tmp, path)
+    """A file that replaces `path` once it is complete; on failure `path` is unchanged."""
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(tmp, "wb") as f:
+            yield f
+            f.flush(), os.fsync(f.fileno())
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 Delimiters = tuple[Sequence[int], Sequence[int]]
