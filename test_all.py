@@ -1759,7 +1759,7 @@ def test_leaves_import_alone(tmp_path):
 @pytest.mark.parametrize(
     "name",
     "parallel pipeline context_parallel async_tp inference_parallel expert_parallel diloco "
-    "quantized_collectives zero checkpoint".split(),
+    "quantized_collectives zero".split(),
 )
 def test_distributed_file_alone_in_an_empty_folder(name, tmp_path):
     """Copied into an empty folder, files that start several ranks pass their --check."""
@@ -4133,7 +4133,7 @@ def test_gradient_accumulation_is_token_weighted(micro):
     model = random_model(config).requires_grad_(True).double()
     batch = random_tokens(config, 6, 21)
     for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
-        batch[row, valid + 1 :] = L.IGNORE
+        batch[row, valid + 1 :] = DA.PAD
     targets = batch[:, 1:]
 
     def gradients(f):
@@ -4145,7 +4145,7 @@ def test_gradient_accumulation_is_token_weighted(micro):
         loss = F.cross_entropy(
             model(batch[:, :-1].clamp(min=0)).flatten(0, 1),
             targets.flatten(),
-            ignore_index=L.IGNORE,
+            ignore_index=DA.PAD,
         )
         loss.backward()
         return loss.item()
@@ -4154,7 +4154,7 @@ def test_gradient_accumulation_is_token_weighted(micro):
         for part in batch.split(micro):
             logits = model(part[:, :-1].clamp(min=0)).flatten(0, 1)
             (
-                F.cross_entropy(logits, part[:, 1:].flatten(), ignore_index=L.IGNORE) * micro / 6
+                F.cross_entropy(logits, part[:, 1:].flatten(), ignore_index=DA.PAD) * micro / 6
             ).backward()
 
     loss, expected = gradients(big)
@@ -4564,17 +4564,17 @@ def test_next_token_and_mtp_losses_by_definition():
     """loss_sums == cross-entropies written out: the next token's, and the mean over MTP depths,
     each of which predicts one token further."""
     model, batch = random_model(latent(n_mtp_layers=2)), random_tokens(latent(), 3, 20)
-    batch[1, 15:] = L.IGNORE
-    tokens = batch.clamp(min=0)
+    batch[1, 15:] = DA.PAD
+    tokens, summed = batch.clamp(min=0), dict(ignore_index=DA.PAD, reduction="sum")
     hidden = model(tokens[:, :19], return_hidden=True)
-    expected = [F.cross_entropy(model.head(hidden).transpose(1, 2), batch[:, 1:], reduction="sum")]
+    expected = [F.cross_entropy(model.head(hidden).transpose(1, 2), batch[:, 1:], **summed)]
     for depth in range(2):
         hidden = hidden[:, :-1]
         seen = torch.stack([tokens[:, i + 1 + depth] for i in range(hidden.shape[1])], 1)
         hidden = model.mtp_forward(hidden, seen, depth=depth)
         logits = model.head(hidden).transpose(1, 2)
         target = torch.stack([batch[:, i + 2 + depth] for i in range(hidden.shape[1])], 1)
-        expected.append(F.cross_entropy(logits, target, reduction="sum"))
+        expected.append(F.cross_entropy(logits, target, **summed))
     main, mtp = STEP.loss_sums(model, batch)
     torch.testing.assert_close(main, expected[0])
     torch.testing.assert_close(mtp, (expected[1] + expected[2]) / 2)
@@ -24158,12 +24158,13 @@ def layout_weights(name: str) -> dict[str, torch.Tensor]:
 
 
 def layout_batch(case: LayoutCase, step: int) -> torch.Tensor:
-    """(B, T + 1). Ignored targets (-100) are spread unevenly: all but two tokens of some samples,
+    """(B, T + 1). Ignored targets (PAD) are spread unevenly: all but two tokens of some samples,
     none of others, all of others."""
     rng, T_ = torch.Generator().manual_seed(7 + step), case.seq
     batch = torch.randint(0, case.config.vocab_size, (case.batch, T_ + 1), generator=rng)
     for i, row in enumerate(batch):
-        row[{0: slice(3, None), 1: slice(0), 2: slice(1, None), 3: slice(1, T_ // 2)}[i % 4]] = -100
+        ignored = {0: slice(3, None), 1: slice(0), 2: slice(1, None), 3: slice(1, T_ // 2)}[i % 4]
+        row[ignored] = DA.PAD
     return batch
 
 
@@ -25523,9 +25524,9 @@ def test_layout_reference_equals_plain_autograd(name):
         args = case.args(single=True)
         model, batch = layout_model(case, args, STEP.SINGLE_PROCESS), layout_batch(case, 0)
         logits = model(batch[:, :-1].clamp(min=0))
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-100)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=DA.PAD)
         loss.backward()
-    assert 0 < (batch[:, 1:] != -100).sum() < batch[:, 1:].numel() * 0.6
+    assert 0 < (batch[:, 1:] != DA.PAD).sum() < batch[:, 1:].numel() * 0.6
     assert abs(want["rows"][0]["loss"] / loss.item() - 1) < 1e-13
     for key, p in model.named_parameters():
         assert shard_error(want["grad"][0][key], p.grad, p.grad) < 1e-12, key
@@ -30657,8 +30658,8 @@ def test_opt_stochastic_adamw_refusals():
         OP.StochasticAdamW([narrow], betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="must be >= 0"):
         OP.StochasticAdamW([narrow], lr=-1.0)
-    loss = OP.StochasticAdamW([narrow]).step(lambda: narrow.sum())
-    assert loss.requires_grad and (narrow == 0).all()  # no gradient, no step
+    OP.StochasticAdamW([narrow]).step()
+    assert (narrow == 0).all()  # no gradient, no step
 
 
 @pytest.fixture
@@ -30815,10 +30816,6 @@ def test_opt_chained_optimizer_loads_states():
     assert several.state[bias]["step"] == 42 and adam.state[bias]["step"] == 42
     late = OP.ChainedOptimizer(*(o for o in (muon, adam)))  # of parts that have a state
     assert late.state[bias]["step"] == 42 and adam.state is late.state
-    with pytest.raises(ValueError, match="needs an optimizer"):
-        OP.ChainedOptimizer()
-    with pytest.raises(ValueError, match="no closure"):
-        several.step(lambda: None)
 
 
 OPT_SHAPE = dict(vocab_size=32, n_layers=2, n_kv_heads=1, max_seq_len=16)
@@ -30899,10 +30896,6 @@ def test_opt_mup_keeps_the_best_learning_rate():
     assert max(best[True]) - min(best[True]) <= 1, best
     assert best[False][0] - best[False][-1] >= 2, best
 
-
-# --------------------------------------------------------------------------------------------------
-# offload.py
-# --------------------------------------------------------------------------------------------------
 
 # --------------------------------------------------------------------------------------------------
 # offload.py
@@ -31208,11 +31201,11 @@ def test_off_empty_shards(tmp_path):
 def test_off_refusals():
     p = nn.Parameter(torch.zeros(2))
     for make in (OF.OptimizerInBackward, OF.OffloadedOptimizer):
-        with pytest.raises(ValueError, match="twice"):
+        with pytest.raises(ValueError, match="more than one parameter group"):
             make([{"params": [p]}, {"params": p}], OFF_ADAM)
         with pytest.raises(ValueError, match="no parameter that requires a gradient"):
             make([torch.zeros(2)], OFF_ADAM)
-        with pytest.raises(ValueError, match="must be parameters, not <class 'str'>"):
+        with pytest.raises(TypeError, match="can only optimize Tensors"):
             make(["p"], OFF_ADAM)
     with pytest.raises(ValueError, match='where must be "cpu" or a Path'):
         OF.OffloadedOptimizer([p], OFF_ADAM, "/tmp")
@@ -31351,10 +31344,6 @@ def test_off_of_fully_shard(tmp_path):
 # data.py
 # --------------------------------------------------------------------------------------------------
 
-# --------------------------------------------------------------------------------------------------
-# data.py
-# --------------------------------------------------------------------------------------------------
-
 
 def data_documents(n: int, seed: int = 0, longest: int = 90) -> list[torch.Tensor]:
     """Ids of documents of 2..longest tokens, and of the lengths at which rows of 16 are cut."""
@@ -31384,13 +31373,13 @@ def data_decoded(rows: torch.Tensor) -> list[tuple]:
 
 
 def test_data_plain_rows_decode_to_their_text():
-    """Ids, and IGNORE behind them: inputs clamped, targets as given, no positions."""
+    """Ids, and padding behind them: inputs clamped, targets as given, no positions."""
     batch = torch.randint(0, 99, (6, 21), generator=torch.Generator().manual_seed(0))
     for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
-        batch[row, valid + 1 :] = DA.IGNORE
+        batch[row, valid + 1 :] = DA.PAD
     inputs, targets, positions = DA.decode(batch, packed=False)
     assert torch.equal(inputs, batch[:, :-1].clamp(min=0)) and positions is None
-    assert torch.equal(targets, batch[:, 1:])
+    assert torch.equal(targets, batch[:, 1:].masked_fill(batch[:, 1:] < 0, DA.IGNORE))
     assert torch.equal(DA.decode(batch.int(), False)[1], targets.int())
     assert torch.equal(DA.decode(batch, True)[2], torch.arange(20).expand(6, 20))
 
@@ -31461,7 +31450,7 @@ def test_data_best_fit_of_many():
     assert DA.best_fit([], 8) == []
 
 
-@pytest.mark.parametrize("fit", ["best_fit", "one_per_row", "next_fit"])
+@pytest.mark.parametrize("fit", ["best_fit", "one_per_row"])
 def test_data_packing_loses_nothing(fit):
     """Each prediction of each document once, behind its own document alone."""
     documents = data_documents(300)
@@ -31504,14 +31493,16 @@ def test_data_windows_cover_one_stream():
 
 def data_texts(n: int = 120) -> list[tuple[str, str]]:
     rng = random.Random(1)
-    return [(f"d{i}", " ".join(f"w{rng.randint(0, 500)}" for _ in range(3 + i % 30)))
-            for i in range(n)]  # fmt: skip
+    return [(f"d{i}", "".join(rng.choices("abcdefgh", k=5 + 2 * (i % 30)))) for i in range(n)]
+
+
+DATA_BYTES = partial(partial, map, str.encode)  # a tokenizer, as tokenize's make_encode
 
 
 def data_write(folder: Path, documents=None, encode=None, **more):
     how = dict(seq_len=16, pack=True, shard_tokens=300) | more
     documents = data_texts() if documents is None else documents
-    return DA.tokenize(documents, encode or DA.HashTokenizer(), folder, **how)
+    return DA.tokenize(documents, encode or DATA_BYTES, folder, **how)
 
 
 def data_files(folder: Path) -> dict[str, bytes]:
@@ -31528,8 +31519,8 @@ def data_folder(tmp_path_factory) -> Path:
 def test_data_shards_hold_the_documents(data_folder):
     """BOS text EOS of each, all predictions, in shards of their own documents alone."""
     shards = DA.Shards(data_folder, {"of": "texts"})
-    encode = DA.HashTokenizer()()
-    documents = [torch.tensor([DA.BOS, *encode([t])[0], DA.EOS]) for _, t in data_texts()]
+    encode = DATA_BYTES()
+    documents = [torch.tensor([DA.BOS, *next(encode([t])), DA.EOS]) for _, t in data_texts()]
     assert len(shards.maps) > 5 and shards.index == {"rows": len(shards), "documents": 120}
     rows = torch.stack([shards.row(i) for i in range(len(shards))])
     assert data_decoded(rows) == data_ways(documents, 16)
@@ -31558,7 +31549,7 @@ def test_data_interrupted_tokenization_resumes(data_folder, tmp_path, monkeypatc
     not written again, and all is as if nothing had happened."""
     chunks = DA._chunks
     monkeypatch.setattr(DA, "_chunks", lambda documents: chunks(documents, 1))
-    good, seen = DA.HashTokenizer()(), []
+    good, seen = DATA_BYTES(), []
 
     def bad(texts):
         seen.extend(texts)
@@ -31604,7 +31595,7 @@ def test_data_other_data_replaces_the_folder(tmp_path):
 def test_data_stream_does_not_depend_on_the_worker_count(data_folder, tmp_path):
     """A reader that runs with the writer waits for missing shards, and gets the rows of the
     finished folder, in the same order."""
-    gate, good = threading.Semaphore(0), DA.HashTokenizer()()
+    gate, good = threading.Semaphore(0), DATA_BYTES()
 
     def slow(documents):
         for document in documents:
@@ -31687,9 +31678,9 @@ def test_data_a_killed_writer_leaves_whole_shards(data_folder, tmp_path):
     """kill -9 at random moments, again and again: the same bytes in the end."""
     program = (
         "import json, sys, time, pathlib, data as DA\n"
-        "good, chunks = DA.HashTokenizer()(), DA._chunks\n"
+        "chunks = DA._chunks\n"
         "DA._chunks = lambda documents: chunks(documents, 1)\n"
-        "slow = lambda texts: time.sleep(0.004) or good(texts)\n"
+        "slow = lambda texts: time.sleep(0.004) or map(str.encode, texts)\n"
         "DA.tokenize(json.loads(sys.argv[2]), lambda: slow, pathlib.Path(sys.argv[1]), 16, True,\n"
         "            about={'of': 'texts'}, shard_tokens=300)\n"
     )
@@ -32040,7 +32031,7 @@ def re_bad(rank, folder):
     def spoil(holder, owner, step, how):
         dist.barrier()
         if rank == holder:
-            (path,) = mirror.folder.glob(f"*-{step:08d}-{owner}-{holder}.mirror")
+            (path,) = mirror.folder.glob(f"*-{step:08d}-{owner}-{holder}.pt")
             how(path)
         dist.barrier()
         got.append(re_back(mirror, rank))
@@ -32101,49 +32092,45 @@ def re_group(rank, folder):
 
 def re_shared(rank, folder):
     """One folder for the ranks of a machine."""
-    mirror = re_filled(folder, rank, (1, 2, 3, 4), keep=3)
+    re_filled(folder, rank, (1, 2, 3, 4))
     dist.barrier()
     back = re_back(RE.MemoryCheckpoint(folder, f"shard {rank}"), rank)
-    return len(re_names(folder)), back, mirror.distance
+    return len(re_names(folder)), back
 
 
 def re_pieces(rank, folder):
-    """Messages of many chunks, states of unequal sizes, and no partner."""
+    """Messages of many chunks, states of unequal sizes."""
     RE.CHUNK = 1000
     try:
         state = {"x": torch.arange(100 + 5000 * rank)}
-        mirror = RE.MemoryCheckpoint(folder / str(rank), f"{rank}", distance=1)
+        mirror = RE.MemoryCheckpoint(folder / str(rank), f"{rank}")
         mirror.put(1, state, {})
         if rank == 2:
             mirror.clear()
         mirror.newest()
         mirror.get(1, into := {"x": torch.zeros_like(state["x"])})
-        alone = re_filled(folder / f"alone {rank}", rank, (1,), distance=0)
-        return torch.equal(into["x"], state["x"]), re_names(alone.folder), re_back(alone, rank)
+        return torch.equal(into["x"], state["x"])
     finally:
         RE.CHUNK = 32 * 2**20
 
 
 def re_full(rank, folder):
     """No space on one rank: all know, nothing is lost, and the next put works."""
-    mirror, got, real, calls = re_filled(folder / str(rank), rank), [], os.posix_fallocate, []
+    mirror, got = re_filled(folder / str(rank), rank), []
 
     def full(*args):
-        calls.append(args)
-        if rank == 2 and len(calls) == fail:
-            raise OSError(28, "No space left on device")
-        return real(*args)
+        raise OSError(28, "No space left on device")
 
-    for fail in (1, 2):  # its own file, its partner's
-        calls.clear()
-        os.posix_fallocate = full
+    for module, name in ((torch, "save"), (os, "posix_fallocate")):  # its own file, its partner's
+        real = getattr(module, name)
+        setattr(module, name, full if rank == 2 else real)
         try:
             mirror.put(4, re_state(rank, 4), {"rank": rank})
             got.append("nothing was raised")
         except OSError as error:
             got.append(str(error))
         finally:
-            os.posix_fallocate = real
+            setattr(module, name, real)
         got += [re_names(mirror.folder), re_back(mirror, rank)]
     mirror.put(5, re_state(rank, 5), {"rank": rank})
     return got, re_back(mirror, rank)
@@ -32167,8 +32154,6 @@ def re_refusals(rank, folder):
     less.pop("ids")
     refused(lambda: mirror.get(1, less))
     refused(lambda: mirror.get(1, re_empty(rank) | {"w": torch.zeros(7, 301).double()}))
-    refused(lambda: RE.MemoryCheckpoint(folder, "", keep=1))
-    refused(lambda: RE.MemoryCheckpoint(folder, "", distance=4))
     return got + [re_back(mirror, rank)]
 
 
@@ -32365,7 +32350,7 @@ def re_of(re_ranks, name):
 def test_re_memory_checkpoints_are_stored_and_deleted(re_ranks):
     for rank, (names, back, mode) in enumerate(re_of(re_ranks, "re_keeps")):
         other = (rank + 2) % 4
-        assert names == sorted(f"{s:08d}-{o}-{rank}.mirror" for s in (2, 3) for o in (rank, other))
+        assert names == sorted(f"{s:08d}-{o}-{rank}.pt" for s in (2, 3) for o in (rank, other))
         assert back == (3, True) and mode == "700"
 
 
@@ -32379,8 +32364,8 @@ def test_re_any_ranks_except_two_partners_may_be_lost(re_ranks):
 def test_re_damaged_replicas_are_refused(re_ranks):
     for got in re_of(re_ranks, "re_bad"):
         assert got == [(3, True), (3, True), (2, True), (2, True), (2, True), (None, None)]
-    for why in ("wrong checksum", "bytes of", "not a memory checkpoint", "empty file"):
-        assert why in re_ranks[1]
+    assert re_ranks[1].count("is not an intact memory checkpoint: wrong CRC-32") >= 2
+    assert re_ranks[1].count("is not an intact memory checkpoint") >= 6
 
 
 def test_re_replicas_allow_completing_the_save(re_ranks):
@@ -32396,12 +32381,11 @@ def test_re_a_group_of_some_ranks(re_ranks):
 
 
 def test_re_ranks_may_share_a_folder(re_ranks):
-    assert re_of(re_ranks, "re_shared") == [(4 * 2 * 3, (4, True), 2)] * 4
+    assert re_of(re_ranks, "re_shared") == [(4 * 2 * 2, (4, True))] * 4
 
 
 def test_re_messages_of_many_chunks(re_ranks):
-    for rank, (equal, names, back) in enumerate(re_of(re_ranks, "re_pieces")):
-        assert equal and names == [f"00000001-{rank}-{rank}.mirror"] and back == (1, True)
+    assert re_of(re_ranks, "re_pieces") == [True] * 4
 
 
 def test_re_full_memory_is_an_error_on_all_ranks(re_ranks):
@@ -32414,11 +32398,11 @@ def test_re_full_memory_is_an_error_on_all_ranks(re_ranks):
 
 def test_re_refusals(re_ranks):
     for got in re_of(re_ranks, "re_refusals"):
-        before, other, shape, name, dtype, keep, distance, back = got
+        before, other, shape, name, dtype, back = got
         assert "call it first" in before and "step 2" in other
-        assert "w: the copy has ['float32', [7, 301]]" in shape and "[7, 300]" in shape
-        assert "ids: the copy has" in name and "None" in name
-        assert "float64" in dtype and "keep = 1" in keep and "distance = 4" in distance
+        assert "w: the copy has torch.float32 (7, 301), the model torch.float32 (7, 300)" in shape
+        assert "ids: the copy has torch.int64 (5,), the model nothing" in name
+        assert "float64" in dtype
         assert back == (1, True)
 
 
@@ -32450,7 +32434,7 @@ def test_re_memory_checkpoint_of_one_process(tmp_path):
             mirror.put(2, re_state(0, 2), {"rank": 0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert re_names(mirror.folder) == ["00000001-0-0.mirror"]
+    assert re_names(mirror.folder) == ["00000001-0-0.pt"]
     mirror.put(2, re_state(0, 2), {"rank": 0})
     assert re_back(mirror, 0) == (2, True)
     mirror.clear()
@@ -32794,9 +32778,11 @@ def test_re_loss_guard_resumes():
 @pytest.mark.slow
 def test_re_checks_itself_alone(tmp_path):
     (tmp_path / "recovery.py").write_text(Path(RE.__file__).read_text())
-    run = [sys.executable, "recovery.py", "--check"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 4 recovery.py".split()
+    done = run(*torchrun, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and "checked; 4 ranks" in done.stdout, done.stderr[-2000:]
+    alone = run("recovery.py", cwd=tmp_path)
+    assert alone.returncode == 1 and alone.stderr.startswith("run: torchrun")
 
 
 def re_killed(rank, port, folder, seconds):
@@ -32954,7 +32940,7 @@ def test_lora_merged_is_unmerged():
     biases = model.layers[0].attention.q_proj.bias
     LO.merge_(model)
     assert not LO.adapter_parameters(model) and not any("lora" in n for n in model.state_dict())
-    assert all(type(m) is nn.Linear for m in LO._linears(model).values())
+    assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
     assert model.layers[0].attention.q_proj.weight is weights["layers.0.attention.q_proj.weight"]
     assert model.layers[0].attention.q_proj.bias is biases
     torch.testing.assert_close(model(tokens), unmerged, rtol=2e-5, atol=2e-5)
@@ -32963,7 +32949,9 @@ def test_lora_merged_is_unmerged():
 def test_lora_merge_rounds_once_to_the_weight_dtype():
     model = lora_trained(LO.apply_lora_(lora_model(torch.bfloat16), 4, alpha=6), std=0.05)
     wanted = {}
-    for name, m in LO._lora_linears(model).items():
+    for name, m in model.named_modules():
+        if not isinstance(m, LO.LoRALinear):
+            continue
         wanted[name] = (m.weight.double() + 1.5 * m.lora_b.double() @ m.lora_a.double(), m)
     LO.merge_(model)
     for name, (exact, m) in wanted.items():
@@ -33149,10 +33137,6 @@ def test_lora_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_lora_checks_itself():
-    LO.check()
-
-
 # --------------------------------------------------------------------------------------------------
 # alignment.py
 # --------------------------------------------------------------------------------------------------
@@ -33181,15 +33165,10 @@ def test_align_logprobs_of_targets():
                 p = logits[b, t].exp() / logits[b, t].exp().sum()
                 want[b, t] = p[targets[b, t]].log()
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    sums = AL.sequence_logprobs(logits, targets)
-    torch.testing.assert_close(sums, want.sum(1), rtol=0, atol=1e-12)
-    assert sums.shape == (3,) and sums[1] == 0
     grads = [torch.autograd.grad((x * align_randn(3, 4)).sum(), logits)[0] for x in (got, want)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
     assert (grads[0][targets < 0] == 0).all() and (grads[0][targets >= 0] != 0).all()
     assert AL.token_logprobs(logits.bfloat16(), targets).dtype == torch.float32
-    other = AL.token_logprobs(logits, targets.clamp(min=0), ignore_index=0)
-    assert other[0, 0] == 0 and other[0, 1] == got[0, 1]
     assert AL.token_logprobs(logits[0, :0], targets[0, :0]).shape == (0,)  # no targets at all
 
 
@@ -33378,12 +33357,26 @@ def test_align_rewards_of_a_file(tmp_path):
         AL.load_reward("number")("", "1", "none")
 
 
+def align_bandit(normalize: bool = True, kl: float = 0.0) -> float:
+    """Expected reward after 60 updates of GRPO with a softmax policy on a 16-armed bandit whose arm
+    0 has reward 1, all others 0; an update has 8 groups of 8 samples."""
+    rng, theta = torch.Generator().manual_seed(1), torch.zeros(16, requires_grad=True)
+    optimizer, reference = torch.optim.Adam([theta], lr=0.1), theta.detach().log_softmax(0)
+    for _ in range(60):
+        logps = theta.log_softmax(0)
+        sampled = torch.multinomial(logps.detach().exp().expand(8, -1), 8, True, generator=rng)
+        advantages = AL.group_advantages((sampled == 0).float(), normalize).flatten()
+        new, ref = (x[sampled].view(-1, 1) for x in (logps, reference))
+        loss, _ = AL.grpo_loss(new, new.detach(), ref, advantages, torch.ones(64, 1), kl=kl)
+        (loss / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(theta.detach().softmax(0)[0])
+
+
 def test_align_a_bandit_learns():
-    plain, held = (AL.bandit(60, seed=1, kl=kl) for kl in (0.0, 1.0))
-    assert plain[0] == pytest.approx(1 / 16) and plain[-1] > 0.97
-    assert 0.3 < held[-1] < 0.9  # the reference holds it back
-    assert AL.bandit(60, seed=1, normalize=False)[-1] > 0.97
-    AL.check()
+    assert align_bandit() > 0.97 and align_bandit(normalize=False) > 0.97
+    assert 0.3 < align_bandit(kl=1.0) < 0.9  # the reference holds it back
 
 
 # --------------------------------------------------------------------------------------------------
@@ -33526,8 +33519,7 @@ def test_tuning_dpo_batches_are_whole_pairs():
 
 def test_tuning_dpo_loss_does_not_depend_on_micro_batches():
     model, frozen = tuning_model(), tuning_model(seed=4)
-    dpo = TU.DPO(model, tuning_pairs(), 5, range(5), beta=0.4, label_smoothing=0.1,
-                 reference=frozen)  # fmt: skip
+    dpo = TU.DPO(model, tuning_pairs(), 5, range(5), beta=0.4, reference=frozen)
     batch = dpo.batch(0)
     whole = dpo.loss(model, batch, slice(0, 10))
     row = dpo.row
@@ -33537,7 +33529,7 @@ def test_tuning_dpo_loss_does_not_depend_on_micro_batches():
     assert dpo.row == pytest.approx(row, rel=1e-4)
     new, ref = (TU.logprobs(m, batch).sum(1) for m in (model, frozen))
     args = new[0::2], new[1::2], ref[0::2], ref[1::2]
-    want, stats = AL.dpo_loss(*args, 0.4, 0.1)
+    want, stats = AL.dpo_loss(*args, 0.4)
     torch.testing.assert_close(whole, want)
     assert row["reward_margin"] == pytest.approx(stats["reward_margin"].item() / 5, rel=1e-4)
     assert row["accuracy"] == pytest.approx(stats["accuracy"].item() / 5)
@@ -33751,10 +33743,9 @@ def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
     assert facts["no_signal"] == pytest.approx(silent, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss_agg_mode", TU.LOSS_AGG_MODES)
-def test_tuning_grpo_loss_does_not_depend_on_micro_batches(loss_agg_mode):
+def test_tuning_grpo_loss_does_not_depend_on_micro_batches():
     model, frozen = tuning_model(), tuning_model(seed=4)
-    how = dict(loss_agg_mode=loss_agg_mode, kl=0.2, clip=0.1, clip_high=0.15)
+    how = dict(kl=0.2, clip=0.1, clip_high=0.15)
     grpo = tuning_grpo(model, **how, reference=frozen)
     batch = grpo.batch(0)
     with torch.no_grad():  # so that ratios are not 1
@@ -33766,9 +33757,8 @@ def test_tuning_grpo_loss_does_not_depend_on_micro_batches(loss_agg_mode):
     parts = [grpo.loss(model, batch[i : i + 5], slice(i, i + 5)) for i in range(0, 16, 5)]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-5)
     assert grpo.row == pytest.approx(row, rel=1e-3, abs=1e-5)
-    mask = TU.target_mask(batch).float()
-    assert count == {"token": mask.sum(), "sequence": 16, "constant": 16 * 8}[loss_agg_mode]
-    weights = mask / mask.sum(1, keepdim=True) if loss_agg_mode == "sequence" else mask
+    weights = TU.target_mask(batch).float()
+    assert count == weights.sum()
     new, ref = TU.logprobs(model, batch), TU.logprobs(frozen, batch)
     args = new, grpo.old, ref, grpo.advantages, weights, 0.1, 0.15, 0.2
     want, stats = AL.grpo_loss(*args)
@@ -33808,7 +33798,6 @@ def test_tuning_grpo_refuses():
     model = tuning_model()
     for how, why in (
         ({"n": 1}, "n must be 2 or more"),
-        ({"loss_agg_mode": "batch"}, "loss_agg_mode must be one of token, sequence, constant"),
         ({"updates": 0}, "updates must be"),
         ({"tasks": []}, "GRPO needs at least one prompt"),
         ({"tasks": [TU.Task("long", [1] * 25, "")]}, "'long' has 25 tokens.* from 1 to 24"),
@@ -33843,6 +33832,18 @@ def ck_pick(x, dim_indices):
     return x.clone()
 
 
+def ck_flat(shape, start, stop):
+    """Blocks of the elements start..stop of a row-major tensor, one for each row."""
+    row, blocks, at = (shape or (1,))[-1], [], start
+    while at < stop:
+        end = min(stop, at - at % row + row)
+        offsets = tuple(map(int, torch.unravel_index(torch.tensor(at), shape))) if shape else ()
+        sizes = (*(1 for _ in shape[1:]), end - at)[: len(shape)]
+        blocks.append((offsets, (slice(at - start, end - start),), sizes))
+        at = end
+    return blocks
+
+
 def ck_cut(layout, whole, rank, world):
     """{name: (local tensor, full shape, blocks)} of a rank under a layout."""
     out = {}
@@ -33851,7 +33852,7 @@ def ck_cut(layout, whole, rank, world):
         if layout == "flat":  # ZeRO: a slice anywhere
             size = x.numel()
             a, b = size * rank // world, size * (rank + 1) // world
-            local, blocks = x.flatten()[a:b].clone(), CK.flat_blocks(shape, a, b)
+            local, blocks = x.flatten()[a:b].clone(), ck_flat(shape, a, b)
         else:
             if n == 0 or layout == "replicas":
                 cut = []
@@ -34055,10 +34056,6 @@ def ck_case_refuse(rank, folder):
         ck_flip(at(2) / ".metadata", 100)
     dist.barrier()
     with contextlib.redirect_stderr(io.StringIO()) as err:
-        said["sizes"] = keeper.newest(verify=False).step
-        keeper.corrupt.clear()
-        said["quick"] = err.getvalue()
-    with contextlib.redirect_stderr(io.StringIO()) as err:
         found = keeper.newest()
         said["err"] = err.getvalue()
     said["found"] = (found.step, found.metadata)
@@ -34253,7 +34250,6 @@ def test_ck_full_disk_is_reported_on_all_ranks_and_loses_nothing(ck_ranks):
 
 def test_ck_damaged_checkpoints_are_refused(ck_ranks):
     for rank, said in enumerate(ck_said(ck_ranks, "refuse")):
-        assert said["sizes"] == 6 and said["quick"] == ""
         assert said["found"] == (1, {"at": 1})
         assert said["kept"] == [1, 7]
         assert "all 2 checkpoints are corrupt" in said["all"]
@@ -34299,22 +34295,14 @@ def test_ck_dtensors_and_resharding(ck_ranks):
 # -- one process
 
 
-def test_ck_flat_ranges_cover_the_slice():
-    for shape in ((5,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (4, 1)):
-        x = torch.arange(math.prod(shape)).view(shape)
-        for start in range(x.numel() + 1):
-            for stop in range(start, x.numel() + 1):
-                blocks = CK.flat_blocks(shape, start, stop)
-                assert len(blocks) <= 2 * len(shape) - 1
-                local, seen = torch.arange(start, stop), 0
-                for offsets, index, sizes in blocks:
-                    place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes))
-                    assert torch.equal(x[place], local[index].view(sizes))
-                    seen += math.prod(sizes)
-                assert seen == stop - start
-    assert CK.flat_blocks((), 0, 1) == [((), (slice(0, 1),), ())]
-    with pytest.raises(ValueError, match="are not within 12"):
-        CK.flat_blocks((3, 4), 3, 13)
+@pytest.mark.slow
+def test_ck_checks_itself_alone(tmp_path):
+    shutil.copy(CK.__file__, tmp_path)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 4 checkpoint.py".split()
+    done = run(*torchrun, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 3, done.stderr[-2000:]
+    alone = run("checkpoint.py", cwd=tmp_path)
+    assert alone.returncode == 1 and alone.stderr.startswith("run: torchrun")
 
 
 def test_ck_regions_equal_the_shards():
@@ -34367,12 +34355,12 @@ def test_ck_shards_load_with_plain_dcp(tmp_path):
     rest = [[range(2, 3)]]
     two = {
         "a": CK.ShardedTensor(ck_pick(x, cut), x.shape, CK.regions(x.shape, cut)),
-        "b": CK.ShardedTensor(x.flatten(), x.shape, CK.flat_blocks(x.shape, 0, 30)),
+        "b": CK.ShardedTensor(x.flatten(), x.shape, ck_flat(x.shape, 0, 30)),
     }
     dcp.save(two, checkpoint_id=tmp_path, no_dist=True)
     local = torch.zeros(30)
     dcp.load(
-        {"b": CK.ShardedTensor(local, x.shape, CK.flat_blocks(x.shape, 0, 30))},
+        {"b": CK.ShardedTensor(local, x.shape, ck_flat(x.shape, 0, 30))},
         checkpoint_id=tmp_path,
         no_dist=True,
     )
@@ -36114,11 +36102,11 @@ def test_memory_checkpoints_are_newer_than_disk(corpus, tiny_config, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(STEP, "loss_sums", slow)
         assert sc_ranks(argv, 1, log, kill) == [-signal.SIGKILL]
-    assert not saved_steps(out) and any(shm.glob("*.mirror"))
+    assert not saved_steps(out) and any(shm.glob("*.pt"))
     kept = tmp_path / "kept"
     shutil.copytree(shm, kept)
     assert sc_ranks(argv, 1, log) == [0] and "from memory" in log.read_text()
-    assert not any(shm.glob("*.mirror"))
+    assert not any(shm.glob("*.pt"))
     whole = tmp_path / "whole"
     assert sc_ranks(sc_argv(corpus, tiny_config, whole, ""), 1, log) == [0]
     assert sc_same(whole, out)

@@ -1,12 +1,9 @@
 """Alignment losses: DPO on preference pairs and GRPO on verifiable rewards.
 
 After pretraining and supervised fine-tuning, a model is trained on which of two completions is
-better, or on a reward of each completion. Both losses use the log-probability of a completion y
-given a prompt x,
-
-    log pi(y | x) = sum_t log pi(y_t | x, y_<t)           token_logprobs, sequence_logprobs
-
-and that of a frozen reference model, which keeps the policy close to the initial model.
+better, or on a reward of each completion. Both losses use the log-probabilities of a completion's
+tokens (`token_logprobs`) under the model and under a frozen reference model, which keeps the policy
+close to the initial one.
 
     DPO   Direct preference optimization (Rafailov et al., arXiv:2305.18290, eq. 7): binary
           classification of chosen against rejected completion, no reward model, no sampling:
@@ -24,20 +21,16 @@ Dividing by the group's standard deviation upweights prompts that are nearly alw
 and 1 / |y| upweights short completions (Dr. GRPO, arXiv:2503.20783): normalize=False and a mask of
 ones avoid both.
 
-Hook: none; the functions take tensors. Losses and statistics are sums, to be added over
-micro-batches and ranks; the caller divides them by the token or pair count of the whole step.
-Equivalence (test_all.py): gradients equal those of the formulas in fp64. Needs: torch. `python
-training/alignment.py` runs a check and prints a table.
-
-Shapes: B completions, T tokens, V vocabulary, G groups of n completions.
+Hook: none; the functions take tensors: B completions, T tokens, V vocabulary, G groups of n
+completions. Losses and statistics are sums, to be added over micro-batches and ranks; the caller
+divides them by the token or pair count of the whole step. Equivalence (test_all.py): gradients
+equal those of the formulas in fp64. `python training/alignment.py` runs a check and prints a table.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import statistics
-import time
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -45,6 +38,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 Reward = Callable[[str, str, str], float]  # (prompt, completion, answer)
 
@@ -54,27 +48,12 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-# --------------------------------------------------------------------------------------------------
-# Log-probabilities
-# --------------------------------------------------------------------------------------------------
-
-
-def token_logprobs(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """log p(target) in nats: logits (..., V), targets (...) -> (...) in fp32 (fp64 for fp64
-    logits), 0 where the target is ignore_index."""
+    logits), 0 where the target is -100."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    flat = wide.flatten(0, -2), targets.flatten()
-    return -F.cross_entropy(*flat, ignore_index=ignore_index, reduction="none").view_as(targets)
-
-
-def sequence_logprobs(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Sum of token_logprobs over each row: (B, T, V), (B, T) -> (B,)."""
-    return token_logprobs(logits, targets, ignore_index).sum(-1)
-
-
-# --------------------------------------------------------------------------------------------------
-# DPO
-# --------------------------------------------------------------------------------------------------
+    nll = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none")
+    return -nll.view_as(targets)
 
 
 def dpo_loss(
@@ -85,25 +64,21 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPO loss (arXiv:2305.18290, eq. 7) of pairs, from their sequence_logprobs, each (B,).
+    """DPO loss (arXiv:2305.18290, eq. 7) of pairs, from the sums of their token_logprobs, each
+    (B,).
 
     beta: strength of the implicit KL penalty. label_smoothing: assumed fraction of mislabeled pairs
     (conservative DPO, Mitchell's note on noisy preferences).
     Returns the loss and statistics, all summed over pairs: reward_margin = beta * (log-ratio of
     chosen - log-ratio of rejected), and accuracy, 1 if the margin is above 0."""
     _check(beta > 0, f"beta must be above 0, not {beta}")
-    ok = 0 <= label_smoothing < 0.5
-    _check(ok, f"label_smoothing must be from 0 to below 0.5, not {label_smoothing}")
+    smoothing_error = f"label_smoothing must be from 0 to below 0.5, not {label_smoothing}"
+    _check(0 <= label_smoothing < 0.5, smoothing_error)
     margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
     correct, flipped = F.logsigmoid(margin), F.logsigmoid(-margin)
     loss = -((1 - label_smoothing) * correct + label_smoothing * flipped).sum()
     margin = margin.detach()
     return loss, {"reward_margin": margin.sum(), "accuracy": (margin > 0).to(margin.dtype).sum()}
-
-
-# --------------------------------------------------------------------------------------------------
-# GRPO and rewards
-# --------------------------------------------------------------------------------------------------
 
 
 def group_advantages(rewards: Tensor, normalize: bool = True) -> Tensor:
@@ -160,6 +135,10 @@ def grpo_loss(
     return (loss * mask).sum(), stats
 
 
+# --------------------------------------------------------------------------------------------------
+# Rewards
+# --------------------------------------------------------------------------------------------------
+
 NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<!\d)-?\.\d+")
 
 
@@ -186,11 +165,7 @@ def prefix_reward(prompt: str, completion: str, answer: str) -> float:
     return float(completion.lstrip().startswith(answer.strip()))
 
 
-REWARDS: dict[str, Reward] = {
-    "exact": exact_reward,
-    "number": number_reward,
-    "prefix": prefix_reward,
-}
+REWARDS = {"exact": exact_reward, "number": number_reward, "prefix": prefix_reward}
 
 
 def load_reward(name: str) -> Reward:
@@ -218,114 +193,41 @@ def load_reward(name: str) -> Reward:
 # --------------------------------------------------------------------------------------------------
 
 
-def bandit(
-    updates: int, seed: int = 0, *, arms: int = 16, normalize: bool = True, kl: float = 0.0
-) -> list[float]:
-    """GRPO with a softmax policy on a multi-armed bandit: arm 0 has reward 1, all others 0. Returns
-    the exact expected reward before the first update and after each; an update has 8 groups of 8
-    samples."""
-    rng = torch.Generator().manual_seed(seed)
-    theta = torch.zeros(arms, requires_grad=True)
-    optimizer, curve = torch.optim.Adam([theta], lr=0.1), []
-    reference = theta.detach().log_softmax(0)
-    for _ in range(updates):
-        with torch.no_grad():
-            curve.append(float(theta.softmax(0)[0]))
-            sampled = torch.multinomial(theta.softmax(0).expand(8, -1), 8, True, generator=rng)
-            old = theta.log_softmax(0)[sampled].view(-1, 1)
-        advantages = group_advantages((sampled == 0).float(), normalize).flatten()
-        logprobs = theta.log_softmax(0)[sampled].view(-1, 1)
-        ref = reference[sampled].view(-1, 1)
-        loss, _ = grpo_loss(logprobs, old, ref, advantages, torch.ones(64, 1), kl=kl)
-        (loss / 64).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*curve, float(theta.detach().softmax(0)[0])]
-
-
 def check() -> None:
-    """Losses and gradients must equal those of the formulas in fp64, and GRPO must learn the
-    bandit."""
+    """grpo_loss and its gradient are those of eq. 3, written token by token in fp64."""
     torch.manual_seed(0)
     new, old, ref = (torch.randn(4, 5, dtype=torch.float64) * 0.3 for _ in range(3))
     A, mask = torch.randn(4, dtype=torch.float64), (torch.rand(4, 5) > 0.3).double()
     new.requires_grad_()
     loss, _ = grpo_loss(new, old, ref, A, mask, clip=0.2, clip_high=0.3, kl=0.1)
-    terms = []
+    want = 0
     for b, t in mask.nonzero().tolist():
         r, q = new[b, t].exp() / old[b, t].exp(), ref[b, t].exp() / new[b, t].exp()
-        k3 = q - q.log() - 1
-        terms.append(torch.min(r * A[b], r.clamp(0.8, 1.3) * A[b]) - 0.1 * k3)
-    want = -torch.stack(terms).sum()
-    assert torch.allclose(loss, want, rtol=1e-12)
+        want -= torch.min(r * A[b], r.clamp(0.8, 1.3) * A[b]) - 0.1 * (q - q.log() - 1)
     grads = [torch.autograd.grad(x, new)[0] for x in (loss, want)]
-    assert torch.allclose(*grads, rtol=1e-10)
-    pair = [torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-    loss, stats = dpo_loss(*pair, beta=0.5)
-    margin = ((pair[0] - pair[2]) - (pair[1] - pair[3])) * 0.5
-    want = (1 + (-margin).exp()).log().sum()
-    assert torch.allclose(loss, want) and stats["accuracy"] == (margin > 0).sum()
-    grads = [torch.autograd.grad(x, pair) for x in (loss, want)]
-    assert all(map(torch.allclose, *grads))
-    curve = bandit(40)
-    assert curve[0] < 0.07 and curve[-1] > 0.8, curve
-
-
-def _ms(run: Callable[[], object], device: str) -> float:
-    spent = []
-    for _ in range(9):
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(spent[2:])
-
-
-def benchmark(device: str) -> None:
-    """Time of the losses, forward and backward, compared with the LM head's matmul, which computes
-    the logits; and the mean reward on a 16-armed bandit with 64 samples per update."""
-    B, T, C, V = (16, 1024, 2048, 32000) if device == "cuda" else (8, 64, 512, 16000)
-    head = torch.randn(V, C, device=device)
-    hidden = torch.randn(B, T, C, device=device).requires_grad_()
-    targets = torch.randint(V, (B, T), device=device)
-
-    def head_matmul() -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            return F.linear(hidden, head)
-
-    logits = head_matmul().detach().requires_grad_()
-    ref = token_logprobs(logits, targets).detach()
-    ones, A = torch.ones_like(ref), torch.randn(B, device=device)
-    pairs = lambda x: (x[0::2].sum(-1), x[1::2].sum(-1))
-    x = ref.clone().requires_grad_()
-    print(f"{B} completions of {T} tokens, C {C}, V {V}: forward and backward, ms")
-    for name, run in (
-        ("head matmul, bf16", lambda: head_matmul().sum()),
-        (
-            "log_softmax, gather",
-            lambda: logits.float().log_softmax(-1).gather(-1, targets[..., None]),
-        ),
-        ("token_logprobs", lambda: token_logprobs(logits, targets)),
-        ("dpo_loss", lambda: dpo_loss(*pairs(x), *pairs(ref))[0]),
-        ("grpo_loss, kl", lambda: grpo_loss(x, ref, ref, A, ones, kl=0.1)[0]),
-    ):
-        print(f"  {name:24}{_ms(lambda: run().sum().backward(), device):9.2f}")
-    print(f"bandit, mean reward after {'0':>9}{'10':>8}{'20':>8}{'40':>8}{'80':>8} updates")
-    for name, kwargs in (
-        ("GRPO", {}),
-        ("GRPO, kl 0.2", {"kl": 0.2}),
-        ("Dr. GRPO, not normalized", {"normalize": False}),
-    ):
-        curves = torch.tensor([bandit(80, seed, **kwargs) for seed in range(8)]).mean(0)
-        print(f"  {name:24}" + "".join(f"{curves[i]:8.3f}" for i in (0, 10, 20, 40, 80)))
+    assert torch.allclose(loss, want, rtol=1e-12) and torch.allclose(*grads, rtol=1e-10)
 
 
 def main() -> None:
+    """Milliseconds of the losses, forward and backward."""
     check()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"checked; {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    benchmark(device)
+    B, T, V = (16, 1024, 32000) if device == "cuda" else (8, 64, 16000)
+    logits = torch.randn(B, T, V, device=device, dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(V, (B, T), device=device)
+    x = token_logprobs(logits, targets).detach().requires_grad_()
+    ref, ones, A = x.detach(), torch.ones_like(x), torch.randn(B, device=device)
+    pairs = lambda x: (x[0::2].sum(-1), x[1::2].sum(-1))
+    gather = lambda: logits.float().log_softmax(-1).gather(-1, targets[..., None])
+    print(f"{device}, {B} completions of {T} tokens, vocabulary {V}: forward and backward, ms")
+    for name, run in {
+        "log_softmax, gather": gather,
+        "token_logprobs": lambda: token_logprobs(logits, targets),
+        "dpo_loss": lambda: dpo_loss(*pairs(x), *pairs(ref))[0],
+        "grpo_loss, kl": lambda: grpo_loss(x, ref, ref, A, ones, kl=0.1)[0],
+    }.items():
+        timer = Timer("run().sum().backward()", globals={"run": run})
+        print(f"{name:24}{1e3 * timer.blocked_autorange().median:9.2f}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ be loaded as a checkpoint.
     checkpoints.wait()  # at the end; OSError if a save failed
 
 `state` is {name: tensor}. A tensor of which a rank has only parts is a `ShardedTensor` (as in
-Megatron-LM): the chunks (hyperrectangles) of the full tensor that are on this rank. It describes
-any sharding: an FSDP shard, a rank's columns of two stacked matrices (`regions`), its experts,
-ZeRO's flat slice from the middle of one row to the middle of another (`flat_blocks`).
+Megatron-LM): the chunks (hyperrectangles) of the full tensor that are on this rank, under any
+sharding: an FSDP shard, a rank's columns of two stacked matrices (`regions`), its experts.
 torch.distributed.checkpoint (DCP; ByteCheckpoint, arXiv:2407.20143, describes the same idea) stores
 each chunk with its offsets, and a reader loads the overlap of stored chunks with its own: the files
 do not depend on the writer's parallelism. A chunk replicated on several ranks is copied and written
@@ -29,19 +28,16 @@ all raise the same OSError from wait() or the next save(), and older checkpoints
 wait_for_staging(), called before the optimizer step, waits for the rest of it.
 
 Cost: host memory for a copy of what the rank writes; each byte is written, hashed, and read again
-to verify it on resume. Gain (200 MB, 4 ranks on 2 CPU cores): training waits 38 ms for the copy,
-4% of a save of 0.9 s, and 1 ms with `async_staging`; DCP's async_save, which allocates a new copy,
-73 ms; gathering to rank 0 and torch.save, 1200. (The copy runs at memory speed, 5 GB/s, once its
-buffers are allocated; the first save takes twice that. A forked process would need no copy and
-15 ms, but cannot use collectives.) When it loses: with no idle core, because writing and hashing
-then slow training down; under a few MB, where torch.save is as good; in a folder that not all
-ranks can access. .metadata is a pickle of DCP's: load only checkpoints that you trust. Hook: none,
-it takes tensors.
+to verify it on resume. Gain (200 MB, 4 ranks on 2 CPU cores): training waits 38 ms for the copy and
+1 ms with `async_staging`; DCP's async_save, which allocates a new copy and neither verifies nor
+keeps the older checkpoint, 73 ms; gathering to rank 0 and torch.save, 1200. When it loses: with no
+idle core, because writing and hashing then slow training down; under a few MB, where torch.save is
+as good; in a folder that not all ranks can access. .metadata is a pickle of DCP's: load only
+checkpoints that you trust. Hook: none, it takes tensors.
 
 Equivalence (test_all.py): saved under one sharding and loaded under any other, on another number of
 ranks, every tensor is bit for bit the same; after kill -9 at random moments of saves an intact
-checkpoint always exists. Needs: torch. `python training/checkpoint.py` starts 4 processes, runs a
-self-check and prints a table (--check: no table).
+checkpoint always exists. `torchrun --nproc-per-node 4 training/checkpoint.py` checks and measures.
 """
 
 from __future__ import annotations
@@ -49,15 +45,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import io
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -191,39 +184,6 @@ def regions(shape: Sequence[int], dim_indices: Sequence[Sequence[range]]) -> lis
     ]
 
 
-def flat_blocks(shape: Sequence[int], start: int, stop: int) -> list[Block]:
-    """Blocks of a flat local tensor that has the elements start..stop of a row-major full tensor:
-    at most two per dimension plus one, because the slice may begin and end within a row.
-
-    >>> flat_blocks((3, 4), 2, 9)
-    [((0, 2), (slice(0, 2),), (1, 2)), ((1, 0), (slice(2, 6),), (1, 4)),
-     ((2, 0), (slice(6, 7),), (1, 1))]
-    """
-    count = math.prod(shape)
-    _check(0 <= start <= stop <= count, f"start, stop: {start}, {stop} are not within {count}")
-
-    def split(dim: int, at: int, end: int) -> list[tuple[Sizes, Sizes]]:
-        """(offsets, sizes), over dimensions `dim` on, of elements at..end of their flat index."""
-        if at == end or dim == len(shape):
-            return [((), ())] * (end - at)
-        rest = shape[dim + 1 :]
-        row = math.prod(rest)
-
-        def part(r: int, a: int, b: int) -> list[tuple[Sizes, Sizes]]:
-            return [((r, *o), (1, *n)) for o, n in split(dim + 1, a - r * row, b - r * row)]
-
-        first, last = -(-at // row), end // row  # rows first..last are complete
-        if first > last:
-            return part(last, at, end)
-        complete = [((first, *(0,) * len(rest)), (last - first, *rest))] if last > first else []
-        return part(first - 1, at, first * row) + complete + part(last, last * row, end)
-
-    blocks, position = [], 0
-    for offsets, sizes in split(0, start, stop):
-        blocks.append((offsets, (slice(position, position := position + math.prod(sizes)),), sizes))
-    return blocks
-
-
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A checkpoint on disk: the number of steps done, the caller's metadata, its folder."""
@@ -289,12 +249,8 @@ def _without_dcp_warning(run: Callable[[], Any], group: dist.ProcessGroup | None
 
 def _digest(path: Path) -> tuple[int, str]:
     """(bytes, sha256) of a file."""
-    digest, size = hashlib.sha256(), 0
     with open(path, "rb") as f:
-        while chunk := f.read(1 << 22):
-            digest.update(chunk)
-            size += len(chunk)
-    return size, digest.hexdigest()
+        return path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:
@@ -305,10 +261,10 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _file_error(path: Path, size: int, digest: str | None) -> str | None:
-    """The error of a corrupt file, or None; without a digest only its size is checked."""
+def _file_error(path: Path, size: int, digest: str) -> str | None:
+    """The error of a corrupt file, or None."""
     try:
-        actual = _digest(path) if digest else (path.stat().st_size, None)
+        actual = _digest(path)
     except OSError as e:
         return f"{path}: {e.strerror}"
     if actual[0] != size:
@@ -517,7 +473,7 @@ class Checkpoints:
             self._run_on_all_or_raise(write)
             files = {k: v for part in self._run_on_all_or_raise(digests) for k, v in part.items()}
             self._run_on_all_or_raise(lambda: self._commit(tmp, final, step, metadata, files))
-        except BaseException as e:
+        except Exception as e:
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)
             raise OSError(f"{final}: not written, older checkpoints are kept: {e}") from None
@@ -528,9 +484,8 @@ class Checkpoints:
         are kept."""
         if self.rank != 0:
             return
-        for name, (size, _) in files.items():  # files of other nodes too: is this folder shared?
-            if error := _file_error(tmp / name, size, None):
-                raise OSError(error)
+        if missing := sorted(files.keys() - set(os.listdir(tmp))):
+            raise OSError(f"{tmp}: does not have {missing[0]}; all ranks must share this folder")
         manifest = {"step": step, "about": metadata, "files": dict(sorted(files.items()))}
         sha256 = _manifest_sha256(json.loads(json.dumps(manifest)))
         text = json.dumps({**manifest, "sha256": sha256})
@@ -565,9 +520,9 @@ class Checkpoints:
 
     # -- reading
 
-    def newest(self, verify: bool = True) -> CheckpointInfo | None:
-        """The newest checkpoint whose files match their sha256 (without `verify`: their sizes), or
-        None if there is no checkpoint. Corrupt ones are skipped with a message on stderr.
+    def newest(self) -> CheckpointInfo | None:
+        """The newest checkpoint whose files match their sha256, or None if there is no checkpoint.
+        Corrupt ones are skipped with a message on stderr.
 
         Ranks verify different files and share the result. ValueError if all are corrupt.
         """
@@ -575,7 +530,7 @@ class Checkpoints:
         steps = self._gather(list_steps(self.folder))[0]
         for step in reversed(steps):
             path = checkpoint_path(self.folder, step)
-            by_rank = self._gather(self._find_errors(path, verify))
+            by_rank = self._gather(self._find_errors(path))
             errors = list(dict.fromkeys(error for part in by_rank for error in part))
             if not errors:
                 return CheckpointInfo(*read_user_metadata(path), path)
@@ -590,14 +545,13 @@ class Checkpoints:
         )
         return None
 
-    def _find_errors(self, path: Path, verify: bool) -> list[str]:
+    def _find_errors(self, path: Path) -> list[str]:
         try:
             files = _read_manifest(path)["files"]
         except ValueError as e:
             return [str(e)]
         own = sorted(files)[self.rank :: self.world]
-        errors = [_file_error(path / n, files[n][0], files[n][1] if verify else None) for n in own]
-        return [error for error in errors if error]
+        return [error for name in own if (error := _file_error(path / name, *files[name]))]
 
     def load(
         self, found: CheckpointInfo, state: Mapping[str, Tensor], *, optional: Collection[str] = ()
@@ -660,113 +614,48 @@ def _error_line(rank: int, e: BaseException) -> str:
     return f"rank {rank}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
 
 
-def check(rank: int, world: int, folder: Path) -> None:
-    """Save by rows, load as flat slices; a corrupt one is skipped; training continues meanwhile."""
-    x = torch.arange(24.0 * world).view(-1, 6)
-    rows = lambda t: ShardedTensor(t, x.shape, [((4 * rank, 0), ())])
-    checkpoints = Checkpoints(folder)
-    for step in (1, 2):
-        state = {"x": rows(x[4 * rank :][:4] + step), "same": torch.tensor(step)}
-        checkpoints.save(step, state, {"step": step})
-        for t in state.values():
-            t.local.zero_() if isinstance(t, ShardedTensor) else t.zero_()
-        for i in range(20):
-            dist.all_reduce(y := torch.tensor(i))
-            assert y == i * world, "the save's collectives matched those of training"
-    checkpoints.wait()
-    if rank == 0:  # one bit of one file of the newest
-        path = max(checkpoint_path(folder, 2).glob("__*"))
-        data = bytearray(path.read_bytes())
-        data[-700] ^= 1
-        path.write_bytes(data)
-    dist.barrier()
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        found = checkpoints.newest()
-    assert found.step == 1 and ("sha256" in stderr.getvalue()) == (rank == 0)
-    start, stop = x.numel() * rank // world, x.numel() * (rank + 1) // world
-    flat = ShardedTensor(torch.zeros(stop - start), x.shape, flat_blocks(x.shape, start, stop))
-    checkpoints.load(found, {"x": flat, "same": (same := torch.tensor(0))})
-    assert torch.equal(flat.local, x.flatten()[start:stop] + 1) and same == 1
-    assert torch.equal(read_full_tensors(found.path)["x"], x + 1)
-
-
-def benchmark_cases(folder: Path, own: dict[str, Tensor]) -> dict[str, tuple[Callable, ...]]:
-    """{name: (begin(step), a call before the weights change, end(what begin returned))}"""
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
-    saver, nothing = Checkpoints(folder), lambda *_: None
-    full_shape = lambda t: (len(t) * world, *t.shape[1:])
-    state = {n: ShardedTensor(t, full_shape(t), [((len(t) * rank, 0), ())]) for n, t in own.items()}
-    parts = {f"{n}.{rank}": t for n, t in own.items()}  # DCP's async_save copies no ShardedTensors
-
-    def one_file(step: int) -> None:
-        received = {}
-        for name, t in own.items():
-            every = [torch.empty(t.shape) for _ in range(world)] if rank == 0 else None
-            dist.gather(t.cpu(), every)
-            received[name] = every and torch.cat(every)
-        if rank == 0:
-            torch.save(received, folder / "one")
-            _fsync(folder / "one")
-        dist.barrier()
-
-    def peer(step: int) -> Any:
-        future = dcp.async_save(parts, checkpoint_id=folder / f"{step}", process_group=group)
-        return getattr(future, "upload_completion", future)
-
-    save, wait = partial(saver.save, state=state, metadata={}), lambda _: saver.wait()
-    return {
-        "save(async_staging=True)": (
-            partial(save, async_staging=True),
-            saver.wait_for_staging,
-            wait,
-        ),
-        "save()": (save, nothing, wait),
-        "save(), wait()": (lambda step: (save(step), saver.wait()), nothing, nothing),
-        "dcp.async_save": (peer, nothing, lambda future: future.result()),
-        "gather, torch.save": (one_file, nothing, nothing),
-    }
-
-
-def benchmark(rank: int, world: int, folder: Path, mb: int = 200) -> None:
-    """Print medians of the time that training waits and that a save takes, for `mb` MB in all."""
-    count = torch.cuda.device_count()
-    device = f"cuda:{rank % count}" if count else "cpu"
-    own = {f"w{i}": torch.randn(mb * 100 // world, 250, device=device) for i in range(10)}
-    say = partial(print, flush=True) if rank == 0 else lambda *_: None
-    say(f"{mb} MB on {world} ranks ({device[:4]}), written to one disk, with fsync")
-    say(f"{'':>28}{'waits, ms':>12}{'total, ms':>12}{'waits':>8}{'MB/s':>8}")
-    for name, (begin, before, end) in benchmark_cases(folder, own).items():
-        waits, totals = [], []
-        for step in range(1, 5):
-            dist.barrier()
-            start = time.perf_counter()
-            pending = begin(step)
-            waited = time.perf_counter() - start
-            time.sleep(0.1)  # a forward and backward pass
-            middle = time.perf_counter()
-            before()
-            waits.append(waited + time.perf_counter() - middle)
-            end(pending)
-            dist.barrier()
-            totals.append(time.perf_counter() - start)
-        wait, took = statistics.median(waits[1:]), statistics.median(totals[1:])
-        row = f"{1e3 * wait:>12.1f}{1e3 * took:>12.0f}{wait / took:>8.1%}{mb / took:>8.0f}"
-        say(f"{name:>28}{row}")
+# --------------------------------------------------------------------------------------------------
+# Self-check and benchmark
+# --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
+    """A state saved by rows loads as columns; milliseconds that training waits for a save."""
     if "RANK" not in os.environ:
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
+        raise SystemExit("run: torchrun --standalone --nproc-per-node 4 training/checkpoint.py")
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    with tempfile.TemporaryDirectory(dir=".", ignore_cleanup_errors=True) as name:
-        dist.broadcast_object_list(names := [name])
-        check(rank, world, Path(names[0]) / "check")
-        if "--check" not in sys.argv:
-            benchmark(rank, world, Path(names[0]) / "table")
-        dist.barrier()
+    folders = [tempfile.mkdtemp(dir=".") if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    gpus, n = torch.cuda.device_count(), 6000 // world
+    full = torch.arange(float(n * world) ** 2, device=f"cuda:{rank % gpus}" if gpus else "cpu")
+    full = full.view(n * world, n * world)
+    rows, columns = (full.narrow(dim, n * rank, n).clone() for dim in (0, 1))
+    state = {"x": ShardedTensor(rows, full.shape, [((n * rank, 0), ())])}
+    part = ShardedTensor(torch.zeros_like(columns), full.shape, [((0, n * rank), ())])
+    checkpoints = Checkpoints(Path(folders[0]))
+    checkpoints.save(1, state, {})
+    checkpoints.load(checkpoints.newest(), {"x": part})
+    assert torch.equal(part.local, columns)
+    # DCP's async_save does not copy subclasses of Tensor
+    peer = partial(dcp.async_save, {f"x.{rank}": rows}, process_group=dist.new_group())
+    futures: list[Any] = []
+    for name, save in {
+        "save": lambda step: checkpoints.save(step, state, {}),
+        "save, async_staging": lambda step: checkpoints.save(step, state, {}, async_staging=True),
+        "dcp.async_save": lambda step: futures.append(peer(checkpoint_id=f"{folders[0]}/{step}")),
+    }.items():
+        for step in (2, 3):  # the first allocates buffers
+            checkpoints.wait(), dist.barrier()
+            start = time.perf_counter()
+            save(step)
+            ms = 1e3 * (time.perf_counter() - start)
+            [future.result() for future in futures]
+        if rank == 0:
+            print(f"{name:>20}{ms:>8.1f} ms for {full.nbytes / 1e6:.0f} MB on {world} ranks")
+    checkpoints.wait(), dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folders[0])
     dist.destroy_process_group()
 
 

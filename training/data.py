@@ -5,7 +5,7 @@ rows (`get_batch`) fills every row but splits documents; one document per row, p
 wastes most of the row or loses the end. Best-fit packing (Ding et al., arXiv:2404.10830) is bin
 packing: documents longer than a row are split into pieces, then every piece, longest first, goes
 whole into the fullest row that still has room for it. No token is lost, almost nothing is padding,
-and no document shorter than a row is split. `best_fit` packs a million in seconds.
+and no document shorter than a row is split.
 
 Targets and document boundaries are encoded in the values, so that a row is a single tensor in
 files, batches and micro-batches (`decode` is the definition):
@@ -15,28 +15,22 @@ files, batches and micro-batches (`decode` is the definition):
     bit 30 (START)  of v, or of ~v: first token of a document. It is never a target, and in packed
                     rows its position is 0, by which attention separates documents
 
-    documents -> tokenize -> folder of shards -> Shards \\
+    documents -> tokenize -> folder of shards -> Shards \
     chats -> chat_rows, pairs -> preference_rows -> Rows -> Stream.rows(step, indices) -> decode
 
 `tokenize` streams documents through worker processes, in order, and writes shards, each atomically
 and from its own documents only. So memory is bounded, a killed run continues after the last shard,
 and `Shards`, in this process (with tokenize in a thread) or on another rank, reads finished shards
-and waits for the others.
+and waits for the others. `Stream.rows(step, indices)` is a pure function of the seed, the step, the
+sample's index in its batch, and the files: no state to save, the same rows on any number of ranks.
 
-`Stream.rows(step, indices)` is a pure function of the seed, the step, the sample's index in its
-batch, and the files: no state to save, the same rows on any number of ranks. Sources are mixed by
-weight, exactly in every period of as many samples as the weights add up to. Each epoch of a source
-visits every row once. The first epoch is shuffled in blocks of a few shards, so that it does not
-depend on how much has been written; later epochs are shuffled globally.
-
-Gain: with rows of 2048 tokens and documents about as long as web pages, best fit fills 99.9%
-(98.5% of rows of 32768, in shards), next fit 81%, one document per row 31%; one stream fills rows
-as well but splits a quarter of the documents that would fit a row. Cost: bin packing, 4 bytes per
-token on disk, and a second or two to start a worker. When it loses: if few documents are shorter
-than a row, there is nothing to gain; if attention ignores positions, documents attend to each
-other; a sorted source (by site, by date) stays roughly sorted in its first epoch; and workers
-beyond the idle cores do not help. In chats each turn is encoded separately, as in generation:
-`encode` must add nothing in front (no BOS, no space).
+Gain: with rows of 2048 tokens and documents about as long as web pages, best fit fills 99.9%, one
+document per row 31%; one stream fills rows as well but splits a quarter of the documents that would
+fit a row. Cost: bin packing, seconds for a million documents; 4 bytes per token on disk. When it
+loses: if few documents are shorter than a row, there is nothing to gain; if attention ignores
+positions, documents attend to each other; a sorted source (by site, by date) stays roughly sorted
+in its first epoch. In chats each turn is encoded separately, as in generation: `encode` must add
+nothing in front (no BOS, no space).
 
 Hook: positions. Equivalence (test_all.py): decoded rows hold every prediction of every document
 once, with its own position, under any packing; and a shard folder is the same to the byte with 0, 1
@@ -56,7 +50,6 @@ import os
 import re
 import signal
 import sysconfig
-import tempfile
 import time
 import zlib
 from bisect import bisect_right
@@ -67,10 +60,11 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 BOS, EOS = 1, 2  # of tokenizers trained by dataset.train_tokenizer
 DELIMITERS = (BOS,), (EOS,)  # tokens before and after a document
@@ -195,23 +189,17 @@ def split_documents(docs: list[Document]) -> tuple[list[str], list[str]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """write(temporary), fsync, rename to `path`; on any failure `path` is unchanged."""
+@contextmanager
+def _open_new(path: Path) -> Iterator[BinaryIO]:
+    """A file that replaces `path` once it is complete; on failure `path` is unchanged."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(tmp)
-        with open(tmp, "rb+") as f:
-            os.fsync(f.fileno())
+        with open(tmp, "wb") as f:
+            yield f
+            f.flush(), os.fsync(f.fileno())
         os.replace(tmp, path)
-    except OSError as e:
-        raise OSError(f"{path}: cannot be written ({e}); the previous file is unchanged") from None
     finally:
         tmp.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)  # makes the rename durable
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 Delimiters = tuple[Sequence[int], Sequence[int]]
@@ -222,14 +210,10 @@ def write_tokens(
 ) -> None:
     """One flat file of int32: BOS document EOS, BOS document EOS, ..."""
     before, after = delimiters
-
-    def write(tmp: Path) -> None:
-        with open(tmp, "wb") as f:
-            for i in range(0, len(texts), 64):
-                for ids in encode(texts[i : i + 64]):
-                    array.array("i", [*before, *ids, *after]).tofile(f)
-
-    _write_atomically(path, write)
+    with _open_new(path) as f:
+        for i in range(0, len(texts), 64):
+            for ids in encode(texts[i : i + 64]):
+                array.array("i", [*before, *ids, *after]).tofile(f)
 
 
 def read_tokens(path: Path) -> Tensor:
@@ -272,16 +256,10 @@ def get_batch(
 
 def decode(batch: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(inputs, targets, positions), each (B, T), of encoded rows (B, T + 1) int64. Targets that do
-    not count are IGNORE. packed: positions restart at each document; else they are None.
-
-    Rows of plain ids may be padded with IGNORE, which is read as token 0. A row is plain if its
-    first value has no START bit and IGNORE is its only negative value; in encoded rows IGNORE is
-    token 99.
-    """
-    coded = torch.where(batch < 0, ~batch, batch)
-    starts = coded >= START
-    plain = ((batch >= 0) | (batch == IGNORE)).all(1, keepdim=True) & ~starts[:, :1]
-    tokens = torch.where(plain & (batch < 0), 0, coded % START)
+    not count are IGNORE. packed: positions restart at each document; else they are None."""
+    tokens = torch.where(batch < 0, ~batch, batch)
+    starts = tokens >= START
+    tokens = tokens % START
     targets = tokens.masked_fill((batch < 0) | starts, IGNORE)[:, 1:]
     if not packed:
         return tokens[:, :-1], targets, None
@@ -423,8 +401,8 @@ def _write_shards(
 
     def write() -> None:
         rows = make_rows(pending, about["seq_len"])
-        path = folder / f"{number:06}-{total:012}.rows"
-        _write_atomically(path, lambda tmp: tmp.write_bytes(rows.numpy().tobytes()))
+        with _open_new(folder / f"{number:06}-{total:012}.rows") as f:
+            f.write(rows.numpy())
 
     for ids in _encode_documents(islice(documents, done, None), make_encode, workers):
         pending.append(torch.frombuffer(ids, dtype=torch.int32))
@@ -527,7 +505,10 @@ def _worker_loop(make_encode: Callable[[], BatchEncode], pipe: Any) -> None:
 
 
 def _receive(pipe: Any) -> list[bytearray]:
-    result = pipe.recv()
+    try:
+        result = pipe.recv()
+    except OSError:  # the worker was killed while it was sending
+        raise EOFError from None
     if isinstance(result, ValueError):
         raise result
     return result
@@ -541,7 +522,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    _write_atomically(path, lambda tmp: tmp.write_text(json.dumps(value), encoding="utf-8"))
+    with _open_new(path) as f:
+        f.write(json.dumps(value).encode())
 
 
 def _remove(folder: Path, pattern: str) -> None:
@@ -640,15 +622,11 @@ class Shards:
             return
         index = _read_json(self.folder / INDEX)  # read first: it is written after all shards
         for path in sorted(self.folder.glob("*.rows"))[len(self.maps) :]:
-            whole = path.stat().st_size % (4 * self.width) == 0
-            _check(whole, f"{path}: size is not a multiple of a row; delete the folder to rebuild")
             self.maps.append(read_tokens(path).view(-1, self.width))
             self.row_offsets.append(self.row_offsets[-1] + len(self.maps[-1]))
-        rows = None if index is None else index["rows"]
-        n = self.row_offsets[-1]
-        complete = rows is None or rows == n
-        _check(complete, f"{self.folder}: holds {n} rows of the {rows} that were written; delete "
-               "the folder to rebuild")  # fmt: skip
+        if index is not None and index["rows"] != self.row_offsets[-1]:
+            found = f"{self.folder}: has {self.row_offsets[-1]} rows of the {index['rows']} written"
+            raise ValueError(f"{found}; delete the folder to rebuild")
         self.index = index
 
     def _shard(self, i: int) -> int | None:
@@ -916,109 +894,38 @@ def _messages(given: str | Messages, role: str) -> Messages:
 # --------------------------------------------------------------------------------------------------
 
 
-def next_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """A simpler Fit: in the given order, a new bin when the last one has no room."""
-    bins, room = [], 0
-    for i, length in enumerate(lengths):
-        if length > room:
-            bins.append([])
-            room = capacity
-        bins[-1].append(i)
-        room -= length
-    return bins
-
-
-def predictions(documents: Iterable[Sequence[int]], seq_len: int) -> list[tuple[int, ...]]:
-    """Reference: each target after all of its context, for documents in pieces of seq_len + 1 that
-    overlap by one."""
-    pieces = (
-        ids[i : i + seq_len + 1] for ids in documents for i in range(0, len(ids) - 1, seq_len)
-    )
-    return sorted(tuple(piece[:n]) for piece in pieces for n in range(2, len(piece) + 1))
-
-
-def decoded_predictions(rows: Tensor) -> list[tuple[int, ...]]:
-    """The predictions that decode makes of packed rows."""
-    found = []
-    for inputs, targets, positions in zip(*(x.tolist() for x in decode(rows.long(), True))):
-        for t, target in enumerate(targets):
-            if target != IGNORE:
-                found.append((*inputs[t - positions[t] : t + 1], target))
-    return sorted(found)
-
-
-class HashTokenizer:
-    """A toy tokenizer: hashes of words, runs of spaces and punctuation."""
-
-    def __call__(self) -> BatchEncode:
-        pieces = re.compile(r"\w+|\s+|[^\w\s]")
-        one = lambda text: [3 + zlib.crc32(p.encode()) % 50_000 for p in pieces.findall(text)]
-        return lambda texts: [one(text) for text in texts]
-
-
-def _document_lengths(n: int, rng: torch.Generator) -> list[int]:
-    """Lengths like those of web pages: log-normal, median 400 tokens, a tail of thousands."""
-    return (torch.randn(n, generator=rng) * 1.2 + 6).exp().clamp(2, 100_000).int().tolist()
-
-
 def check() -> None:
-    """Packed rows hold every prediction once; shards do not depend on the number of workers; an
-    epoch of the stream has every row once."""
+    """Packed rows hold every prediction once, each after its own document alone."""
     rng, T = torch.Generator().manual_seed(0), 32
-    documents = [torch.randint(3, 99, (n // 20 + 2,), generator=rng, dtype=torch.int32)
-                 for n in _document_lengths(200, rng)]  # fmt: skip
-    want = predictions([d.tolist() for d in documents], T)
-    for fit in (best_fit, next_fit, one_per_row):
-        assert decoded_predictions(pack_rows(documents, T, fit)) == want, fit
-    texts = [(f"{i}", "a few words " * (1 + i % 9)) for i in range(100)]
-    with tempfile.TemporaryDirectory() as tmp:
-        for workers in (0, 1):
-            folder = Path(tmp, f"{workers}")
-            index = tokenize(texts, HashTokenizer(), folder, T, True, workers, shard_tokens=500)
-        shards = Shards(folder)
-        assert len(shards) == index["rows"] and shards.maps[0].equal(Shards(Path(tmp, "0")).maps[0])
-        stream = Stream([shards], [1], seed=0, batch_size=len(shards))
-        for epoch in range(2):
-            got = stream.rows(epoch, range(len(shards)))
-            assert sorted(got.tolist()) == sorted(torch.cat(shards.maps).tolist())
+    lengths = torch.randint(2, 100, (200,), generator=rng).tolist()
+    documents = [torch.randint(3, 99, (n,), generator=rng, dtype=torch.int32) for n in lengths]
+    found, wanted = [], []
+    for inputs, targets, positions in zip(*decode(pack_rows(documents, T).long(), packed=True)):
+        for t in (targets != IGNORE).nonzero()[:, 0].tolist():
+            found.append((*inputs[t - positions[t] : t + 1].tolist(), int(targets[t])))
+    for ids in map(torch.Tensor.tolist, documents):
+        wanted += [tuple(ids[(i - 1) // T * T : i + 1]) for i in range(1, len(ids))]
+    assert sorted(found) == sorted(wanted)
 
 
-def benchmark() -> None:
-    """Fill of rows by packing method for 30,000 documents, and tokenizer throughput."""
+def main() -> None:
+    """How full rows of 2048 are, for documents as long as web pages: log-normal, median 400."""
+    check()
     T, rng = 2048, torch.Generator().manual_seed(0)
-    documents = [torch.full((n,), 3, dtype=torch.int32) for n in _document_lengths(30_000, rng)]
-    total = sum(len(d) - 1 for d in documents)
-    truncate = lambda documents, T: pack_rows([d[: T + 1] for d in documents], T, one_per_row)
-    methods = {
-        "best fit": pack_rows,
-        "next fit": lambda documents, T: pack_rows(documents, T, next_fit),
-        "one stream, split": window_rows,
-        "one each, truncated": truncate,
-    }
-    n_split = offset = 0  # documents that would fit a row but are split over two
-    for n in map(len, documents):
-        n_split += n <= T + 1 and offset // T != (offset + n - 2) // T
-        offset += n
-    print(f"{len(documents):,} documents, {total:,} predictions, rows of {T}")
-    print(f"{'':>20}{'rows':>9}{'filled':>9}{'lost':>8}{'split':>12}{'rows/s':>10}")
-    for name, method in methods.items():
-        start = time.perf_counter()
-        rows = method(documents, T)
-        speed = len(rows) / (time.perf_counter() - start)
-        kept = min(total, int(((rows[:, 1:] >= 0) & (rows[:, 1:] < START)).sum()))
-        split = n_split / len(documents) if method is window_rows else 0
-        print(f"{name:>20}{len(rows):>9,}{kept / rows[:, 1:].numel():>9.1%}"
-              f"{1 - kept / total:>8.1%}{split:>12.1%}{speed:>10,.0f}")  # fmt: skip
-    texts = read_documents(None)
-    print(f"\n{'workers':>20}{'tokens/s':>12}   (words of the standard library's source)")
-    for workers in (0, 1, 2):
-        encoded = _encode_documents(texts, HashTokenizer(), workers)
-        next(encoded)  # wait until workers have started
-        start = time.perf_counter()
-        tokens = sum(len(ids) // 4 for ids in encoded)
-        print(f"{workers:>20}{tokens / (time.perf_counter() - start):>12,.0f}")
+    lengths = (torch.randn(20_000, generator=rng) * 1.2 + 6).exp().clamp(2, 100_000).int()
+    documents = [torch.full((n,), 3, dtype=torch.int32) for n in lengths.tolist()]
+    print(
+        f"{len(documents)} documents, rows of {T}\n{'':>16}{'rows':>9}{'filled':>9}{'rows/s':>10}"
+    )
+    for name, make in {
+        "best fit": lambda: pack_rows(documents, T),
+        "one per row": lambda: pack_rows(documents, T, one_per_row),
+        "one stream": lambda: window_rows(documents, T),
+    }.items():
+        seconds, rows = Timer("make()", globals={"make": make}).timeit(1).median, make()
+        filled = ((rows[:, 1:] >= 0) & (rows[:, 1:] < START)).float().mean()
+        print(f"{name:>16}{len(rows):>9}{filled:>9.1%}{len(rows) / seconds:>10,.0f}")
 
 
 if __name__ == "__main__":
-    check()
-    benchmark()
+    main()

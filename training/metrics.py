@@ -67,21 +67,17 @@ def flops_per_token(model: Transformer, seq_len: int, flops_per_weight: int = 6)
     average) in every layer. Recomputation is not counted, as in MFU (PaLM, arXiv:2204.02311,
     appendix B). flops_per_weight: 6 for training, 4 with frozen weights."""
     c = model.config
-    weights = 0.0
-    for p in model.parameters():
-        if p.dim() >= 2:
-            stack = p.dim() == 3  # of experts
-            weights += c.n_experts_per_token * p[0].numel() if stack else p.numel()
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    experts = sum(p[0].numel() for p in model.parameters() if p.dim() == 3)
+    weights += c.n_experts_per_token * experts
     if not c.tie_embeddings:
         weights -= model.embed.weight.numel()  # a lookup, not a matmul
     weights += c.n_mtp_layers * model.head.weight.numel()  # the head runs again for each MTP layer
     windows = (c.windows or (None,) * c.n_layers) + (None,) * c.n_mtp_layers
     windows = [min(w or seq_len, seq_len) for w in windows]
     keys = sum(w - w * w / (2 * seq_len) for w in windows)
-    return round(
-        flops_per_weight * weights
-        + 6 * c.n_heads * (c.head_dim + (c.v_head_dim or c.head_dim)) * keys
-    )
+    attention = 6 * c.n_heads * (c.head_dim + (c.v_head_dim or c.head_dim)) * keys
+    return round(flops_per_weight * weights + attention)
 
 
 def peak_flops(device: torch.device, dtype: str, world: int) -> float:
@@ -144,10 +140,8 @@ class Metrics:
             self.board = summary_writer()(out / "tensorboard", purge_step=first + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        strings = {
-            k: str(x) for k, x in row.items() if isinstance(x, float) and not math.isfinite(x)
-        }
-        self.file.write(json.dumps({**row, **strings}) + "\n")  # JSON has no NaN
+        is_nan = lambda x: isinstance(x, float) and not math.isfinite(x)  # JSON has no NaN, no inf
+        self.file.write(json.dumps({k: str(x) if is_nan(x) else x for k, x in row.items()}) + "\n")
         self.file.flush()
         for name, value in row.items() if self.board else ():
             if isinstance(value, (int, float)) and name != "step":
@@ -164,9 +158,8 @@ def summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError(
-            "--set tensorboard requires the optional tensorboard: pip install tensorboard"
-        ) from None
+        fix = "pip install tensorboard"
+        raise ValueError(f"--set tensorboard requires the optional tensorboard: {fix}") from None
     return SummaryWriter
 
 
@@ -197,9 +190,8 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError(
-            "--plot requires the optional matplotlib: pip install matplotlib"
-        ) from None
+        fix = "pip install matplotlib"
+        raise ValueError(f"--plot requires the optional matplotlib: {fix}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

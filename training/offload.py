@@ -16,34 +16,30 @@ Cost, in backward: the gradients never all exist at once, so no clipping by the 
 gradient accumulation over micro-batches and no skipped step; the loss must be normalized before
 backward. Cost, offloaded: 2 or 4 bytes per parameter over the bus each way per step, and a step at
 the speed of host memory, or of the disk if the page cache is smaller than the states. When it
-loses: wherever the states fit on the device. Alternatives: the resident optimizer, and zero.py,
-which shards the states over ranks.
+loses: wherever the states fit on the device, or on several (parallelism/zero.py).
 
 `step` copies gradients to the host parameter by parameter, each while the CPU steps the previous
 one, and not from hooks in backward: so the caller can first clip or scale them, or accumulate
 micro-batches on the device. Transfers are staged in two pinned buffers the size of the largest
-parameter. Pinning all states (torch allocates pinned memory in powers of two) would save one host
-copy for fp32 weights, and none for bf16, which are rounded on the way.
+parameter.
 
 Hook: parameters' post-accumulate-grad hooks, which fully_shard calls with shards, for the first;
 none for the second. DTensors are stepped as this rank's local shard, so only elementwise optimizers
 (AdamW, not Muon) are possible. Equivalence (test_all.py): weights and states are bit for bit those
 of the resident optimizer (fused AdamW on a CPU). Needs: torch, and for files Linux or macOS.
-`python training/offload.py` runs a self-check and prints a table.
+`python training/offload.py` runs a check and prints a table.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -51,11 +47,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.benchmark import Timer
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # of param groups
 
 
-def _check(condition: bool, message: str) -> None:
+def _check(condition: object, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
@@ -65,19 +62,14 @@ def _local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def _trainable_params(params: Iterable[Any]) -> Iterator[tuple[Parameter, dict[str, Any]]]:
-    """(trainable parameter, settings of its group); params: parameters or torch.optim's groups."""
-    given, seen = list(params), set()
-    grouped = bool(given) and isinstance(given[0], dict)
-    for group in given if grouped else [{"params": given}]:
-        own = group["params"]
-        for p in [own] if isinstance(own, Tensor) else own:
-            _check(isinstance(p, Tensor), f"params must be parameters, not {type(p)}")
-            _check(p not in seen, f"params has a parameter {tuple(p.shape)} twice")
-            seen.add(p)
-            if p.requires_grad:
-                yield p, {k: v for k, v in group.items() if k != "params"}
-    _check(any(p.requires_grad for p in seen), "params has no parameter that requires a gradient")
+def _trainable_params(params: Iterable[Any]) -> list[tuple[Parameter, dict[str, Any]]]:
+    """(trainable parameter, settings of its group) of parameters or torch.optim's groups."""
+    found = []
+    for group in torch.optim.Optimizer(params, {}).param_groups:  # which checks them
+        settings = {k: v for k, v in group.items() if k != "params"}
+        found += [(p, settings) for p in group["params"] if p.requires_grad]
+    _check(found, "params has no parameter that requires a gradient")
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -100,7 +92,7 @@ class OptimizerInBackward:
             for p, settings in _trainable_params(params_or_groups)
         }
         self.param_groups = [g for o in self._optimizers.values() for g in o.param_groups]
-        self.state: MutableMapping[Tensor, dict[str, Any]] = defaultdict(dict)
+        self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         hook = weakref.WeakMethod(self._step)
         on_grad = lambda p: hook() and hook()(p)
         self._handles = [p.register_post_accumulate_grad_hook(on_grad) for p in self._optimizers]
@@ -142,7 +134,7 @@ class _Slot:
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
     def fetch(self, grad: Tensor) -> Callable[[], Tensor]:
-        """Start copying to the host; returns a function that waits for the copy and returns it."""
+        """Start copying to the host; the result waits for the copy and returns it."""
         buffer = self._as(self.down, grad)
         with torch.cuda.stream(self.stream):
             buffer.copy_(grad, non_blocking=True)
@@ -247,15 +239,16 @@ class _StateMapping(Mapping):
     def __setitem__(self, p: Parameter, values: Mapping[str, Any]) -> None:
         host_state = self._host_states[p]
         with torch.no_grad(), host_state.visit() as state:
-            local_values = {
-                k: _local(v.detach()) if isinstance(v, Tensor) else v for k, v in values.items()
-            }
-            host_state.master.data.copy_(local_values.pop("master", _local(p.detach())))
-            for name, v in local_values.items():
-                ok = not isinstance(v, Tensor) or v.dim() == 0 or v.shape == host_state.master.shape
-                _check(ok, f"{name} has shape {tuple(getattr(v, 'shape', ()))}, its parameter "
-                       f"{tuple(host_state.master.shape)}")  # fmt: skip
-                state[name] = v.to("cpu", torch.float32, copy=True) if isinstance(v, Tensor) else v
+            shape = host_state.master.shape
+            host_state.master.data.copy_(_local(values.get("master", p).detach()))
+            for name, v in values.items():
+                if name == "master":
+                    continue
+                if isinstance(v, Tensor):
+                    v = _local(v.detach()).to("cpu", torch.float32, copy=True)
+                    ok = f"{name} has shape {tuple(v.shape)}, its parameter {tuple(shape)}"
+                    _check(v.dim() == 0 or v.shape == shape, ok)
+                state[name] = v
 
     def update(self, values: Mapping[Parameter, Mapping[str, Any]]) -> None:
         for p, state in values.items():
@@ -276,7 +269,7 @@ class OffloadedOptimizer:
     """
 
     def __init__(self, groups: Iterable[Any], factory: Factory, where: str | Path = "cpu"):
-        files, params = isinstance(where, Path), list(_trainable_params(groups))
+        files, params = isinstance(where, Path), _trainable_params(groups)
         _check(files or where == "cpu", f'where must be "cpu" or a Path, not {where!r}')
         devices = {p.device for p, _ in params}
         _check(len(devices) == 1, f"parameters must be on one device, not on {devices}")
@@ -341,90 +334,47 @@ class OffloadedOptimizer:
 # Self-check and benchmark
 # --------------------------------------------------------------------------------------------------
 
-NAMES = ("resident", "in backward", "cpu", "files")
+ADAM = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+KINDS: dict[str, Callable[[list[Parameter], Path], Any]] = {
+    "resident": lambda params, folder: ADAM(params),
+    "in backward": lambda params, folder: OptimizerInBackward(params, ADAM),
+    "cpu": lambda params, folder: OffloadedOptimizer(params, ADAM),
+    "files": lambda params, folder: OffloadedOptimizer(params, ADAM, folder),
+}
 
 
-def adam(groups: list[Any], fused: bool = True) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=fused)
-
-
-def make_optimizer(name: str, model: torch.nn.Module, folder: str) -> Any:
-    params = list(model.parameters())
-    return {
-        "resident": lambda: adam(params),
-        "in backward": lambda: OptimizerInBackward(params, adam),
-        "cpu": lambda: OffloadedOptimizer(params, adam),
-        "files": lambda: OffloadedOptimizer(params, adam, Path(folder)),
-    }[name]()
+def train_step(model: torch.nn.Module, x: Tensor, optimizer: Any) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def check() -> None:
     """Weights after 3 steps are bit for bit those of the resident optimizer."""
-    results = {}
-    for name in NAMES:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Linear(65, 7))
-        with tempfile.TemporaryDirectory() as folder:
-            optimizer = make_optimizer(name, model, folder)
+    start, x, weights = torch.nn.Linear(33, 65), torch.randn(4, 33), []
+    with tempfile.TemporaryDirectory() as folder:
+        for make in KINDS.values():
+            model = copy.deepcopy(start)
+            optimizer = make(list(model.parameters()), Path(folder))
             for _ in range(3):
-                model(torch.randn(4, 33)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        results[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
-        assert torch.equal(results[name], results["resident"]), name
-
-
-def step_ms(name: str, device: str, folder: str, layers: int, width: int) -> float:
-    """Median milliseconds of a training step."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
-    x, spent = torch.randn(64, width, device=device), []
-    optimizer = make_optimizer(name, model.to(device), folder)
-    for _ in range(6):
-        start = time.perf_counter()
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(spent[1:])
-
-
-def peak_rss() -> int:
-    """Peak resident bytes of this process since the last call, from Linux's /proc."""
-    words = Path("/proc/self/status").read_text().split()
-    Path("/proc/self/clear_refs").write_text("5")
-    return 1024 * int(words[words.index("VmHWM:") + 1])
-
-
-def measure(name: str, device: str, folder: str) -> None:
-    """Print one row of the table, in a process of its own."""
-    step_ms(name, device, folder, 1, 16)  # warm-up: lazily loaded libraries
-    before, n = peak_rss(), 16 * 1024**2
-    ms = step_ms(name, device, folder, 16, 1024)
-    row = f"{name:>12}{ms:>8.1f}{(peak_rss() - before) / n - 4 * (device == 'cpu'):>9.1f}"
-    if device == "cuda":
-        row += f"{torch.cuda.max_memory_allocated() / n - 4:>9.1f}"
-    print(row)
+                train_step(model, x, optimizer)
+            weights.append(model.weight)
+    assert all(torch.equal(w, weights[0]) for w in weights)
 
 
 def main() -> None:
+    check()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        if sys.argv[1:]:
-            measure(sys.argv[1], device, folder)
-            return
-        check()
-        if sys.platform != "linux":
-            sys.exit("self-check passed; the table needs Linux's /proc")
-        print(f"{device}, {torch.get_num_threads()} threads, 16.8M parameters, fp32, fused AdamW")
-        gpu = f"{'GPU':>9}" if device == "cuda" else ""
-        print(f"bytes per parameter besides weights\n{'':>12}{'ms':>8}{'host':>9}{gpu}", flush=True)
-        # freed memory is returned to the system, so that it does not count
-        freed = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-        for name in NAMES:
-            run = [sys.executable, __file__, name]
-            subprocess.run(run, env=os.environ | freed, check=True)
+    width = 4096 if device == "cuda" else 1024
+    print(f"{device}, 8 linears of {width} x {width}, fp32, fused AdamW: ms per training step")
+    for name, make in KINDS.items():
+        layers = [torch.nn.Linear(width, width, device=device) for _ in range(8)]
+        model, x = torch.nn.Sequential(*layers), torch.randn(64, width, device=device)
+        with tempfile.TemporaryDirectory() as folder:
+            optimizer = make(list(model.parameters()), Path(folder))
+            run = partial(train_step, model, x, optimizer)
+            ms = 1e3 * Timer("run()", globals={"run": run}).blocked_autorange().median
+        print(f"{name:>12}{ms:>8.1f}")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ its keys are of old weights: it only shares the prompt among the completions of 
 The reference model is a frozen copy or, with LoRA, the model with adapters disabled, which costs no
 memory. The head runs on completion tokens only.
 
-The model must have all layers and see whole sequences (no pipeline or context parallelism); with a
-sharded vocabulary, `logprobs_fn` must handle it, and an Engine cannot sample from the model.
+The model must have all layers and see whole sequences and the whole vocabulary (no pipeline,
+context or tensor parallelism).
 """
 
 from __future__ import annotations
@@ -41,24 +41,16 @@ from torch import Tensor, nn
 
 from model import Attend, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
-from training.alignment import (
-    Reward,
-    dpo_loss,
-    group_advantages,
-    grpo_loss,
-    token_logprobs,
-)
+from training.alignment import Reward, dpo_loss, group_advantages, grpo_loss, token_logprobs
 from training.data import IGNORE, decode, encode_row
 from training.lora import LoRALinear, adapter_parameters, disable_adapters
 
-# (logits (N, V), targets (N,)) -> log-probabilities (N,); replaceable for a sharded vocabulary
-LogProbsFn = Callable[[Tensor, Tensor], Tensor]
 # sum of a tensor over all ranks
 AllReduce = Callable[[Tensor], Tensor]
 PAIRS, PROMPTS = 128, 32  # maximum numbers of validation pairs (DPO) and prompts (GRPO)
 
 
-def _check(condition: bool, message: str) -> None:
+def _check(condition: object, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
@@ -83,44 +75,35 @@ def epoch_indices(
     return indices
 
 
-def logprobs(
-    model: Any,
-    micro: Tensor,
-    attend: Attend = causal_attention,
-    logprobs_fn: LogProbsFn = token_logprobs,
-) -> Tensor:
+def logprobs(model: Any, micro: Tensor, attend: Attend = causal_attention) -> Tensor:
     """Log-probabilities (B, T) of the targets of encoded rows (B, T + 1), 0 where there is no
     target. The head runs only on positions with a target."""
     inputs, targets, positions = decode(micro, packed=False)
     hidden = model(inputs, positions, attend=attend, return_hidden=True)
     mask = targets != IGNORE
-    logps = logprobs_fn(model.head(hidden[mask]), targets[mask])
+    logps = token_logprobs(model.head(hidden[mask]), targets[mask])
     return logps.new_zeros(targets.shape).masked_scatter(mask, logps)
+
+
+@torch.no_grad()
+def reference_logprobs(
+    reference: nn.Module | None, model: nn.Module, micro: Tensor, attend: Attend
+) -> Tensor:
+    """logprobs of the reference model; None: of the model without its adapters."""
+    if reference is not None:
+        return logprobs(reference, micro, attend)
+    with disable_adapters(model):
+        return logprobs(model, micro, attend)
+
+
+def check_reference(reference: nn.Module | None, model: nn.Module) -> None:
+    ok = reference is not None or adapter_parameters(model)
+    _check(ok, "no reference model: pass a frozen copy as reference, or add LoRA adapters")
 
 
 def target_mask(batch: Tensor) -> Tensor:
     """Mask of the targets of encoded rows: (B, T + 1) -> (B, T)."""
     return decode(batch, packed=False)[1] != IGNORE
-
-
-@dataclass
-class _Reference:
-    """Log-probabilities of the reference model: `frozen`, or if None the model without adapters."""
-
-    frozen: nn.Module | None
-
-    def check(self, model: nn.Module) -> None:
-        ok = self.frozen is not None or len(adapter_parameters(model)) > 0
-        _check(ok, "no reference model: pass a frozen copy as reference, or add LoRA adapters")
-
-    @torch.no_grad()
-    def __call__(
-        self, model: nn.Module, micro: Tensor, attend: Attend, logprobs_fn: LogProbsFn
-    ) -> Tensor:
-        if self.frozen is not None:
-            return logprobs(self.frozen, micro, attend, logprobs_fn)
-        with disable_adapters(model):
-            return logprobs(model, micro, attend, logprobs_fn)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,9 +121,7 @@ class DPO:
     local_ids: Sequence[int]  # this rank's pairs of a batch
     seed: int = 0
     beta: float = 0.1
-    label_smoothing: float = 0.0
     reference: nn.Module | None = None  # None: the model without its adapters
-    logprobs_fn: LogProbsFn = token_logprobs
     all_reduce: AllReduce = lambda x: x
     validation: Tensor | None = None  # rows like `rows`
     sums: Tensor = field(default_factory=lambda: torch.zeros(3), init=False)
@@ -148,8 +129,7 @@ class DPO:
     def __post_init__(self):
         n = len(self.rows)
         _check(n > 0 and n % 2 == 0, f"{n} rows are not pairs of chosen and rejected completions")
-        self.reference_logprobs = _Reference(self.reference)
-        self.reference_logprobs.check(self.model)
+        check_reference(self.reference, self.model)
 
     def batch(self, step: int) -> Tensor:
         n = len(self.rows) // 2
@@ -163,16 +143,14 @@ class DPO:
     def loss(
         self, model: nn.Module, micro: Tensor, rows: slice, attend: Attend = causal_attention
     ) -> Tensor:
-        ok = len(micro) % 2 == 0
-        _check(ok, f"a micro-batch of {len(micro)} rows splits a pair; make it even")
-        ref = self.reference_logprobs(model, micro, attend, self.logprobs_fn).sum(-1)
-        new = logprobs(model, micro, attend, self.logprobs_fn).sum(-1)
-        pairs = new[0::2], new[1::2], ref[0::2], ref[1::2]
-        loss, stats = dpo_loss(*pairs, self.beta, self.label_smoothing)
-        sums = [stats["reward_margin"], stats["accuracy"]]
-        self.sums = self.sums.to(loss.device) + torch.stack(
-            [*sums, sums[0].new_tensor(len(ref) // 2)]
-        )
+        even = f"a micro-batch of {len(micro)} rows splits a pair; make it even"
+        _check(len(micro) % 2 == 0, even)
+        ref = reference_logprobs(self.reference, model, micro, attend).sum(-1)
+        new = logprobs(model, micro, attend).sum(-1)
+        loss, stats = dpo_loss(new[0::2], new[1::2], ref[0::2], ref[1::2], self.beta)
+        pairs = torch.tensor(len(micro) / 2, device=loss.device)
+        sums = torch.stack([stats["reward_margin"], stats["accuracy"], pairs])
+        self.sums = self.sums.to(loss.device) + sums
         return loss
 
     @property
@@ -251,29 +229,26 @@ def make_engine(
     *,
     max_num_seqs: int = 64,
     autocast: Callable[[], Any] = contextlib.nullcontext,
-    **kwargs: Any,
 ) -> Engine:
     """An Engine on the model in training (not its torch.compile wrapper), for max_num_seqs
     completions at once, of up to seq_len + 1 tokens with their prompts. autocast: that of training;
-    the cache has its dtype. kwargs: further arguments of Engine.
+    the cache has its dtype.
 
     Without CUDA graphs: under autocast they would keep weights cast at capture time. ValueError for
     sharded parameters: ranks sample different numbers of tokens and cannot all-gather weights."""
     sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
     _check(not sharded, "cannot sample from sharded parameters (fully_shard)")
-    blocks = max_num_seqs * -(-(seq_len + 1) // kwargs.get("block_size", 16))
-    kwargs = {"num_blocks": blocks, "max_num_seqs": max_num_seqs, "static": False, **kwargs}
-    kwargs.setdefault("max_num_batched_tokens", max(512, max_num_seqs))
+    size = max_num_seqs * -(-(seq_len + 1) // 16), 16  # number of blocks, tokens per block
     with _absorb_mla(model):
-        engine = Engine(model, **kwargs)
-    weight = next(model.parameters())
+        engine = Engine(
+            model, num_blocks=size[0], block_size=size[1], max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(512, max_num_seqs), static=False,
+        )  # fmt: skip
+    device = next(model.parameters()).device
     with autocast():
-        if torch.is_autocast_enabled(weight.device.type):
-            dtype = torch.get_autocast_dtype(weight.device.type)
-            size = kwargs["num_blocks"], kwargs.get("block_size", 16)
-            engine.cache = PagedKVCache(
-                model.config, *size, dtype, weight.device, kwargs.get("kv_dtype")
-            )
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+            engine.cache = PagedKVCache(model.config, *size, dtype, device)
     return engine
 
 
@@ -307,16 +282,10 @@ class Task(NamedTuple):
     answer: str
 
 
-LOSS_AGG_MODES = ("token", "sequence", "constant")
-
-
 @dataclass
 class GRPO:
-    """Group relative policy optimization: alignment.grpo_loss of sampled, rewarded completions.
-
-    loss_agg_mode: "token": mean over tokens (DAPO, arXiv:2503.14476); "sequence": mean over
-    completions of the mean over tokens (arXiv:2402.03300, eq. 3); "constant": sum over tokens /
-    (completions * max_new_tokens) (Dr. GRPO, arXiv:2503.20783)."""
+    """Group relative policy optimization: alignment.grpo_loss of sampled, rewarded completions. The
+    loss of a step is the mean over tokens (DAPO, arXiv:2503.14476, 3.3)."""
 
     model: nn.Module
     engine: Engine  # from make_engine(model, seq_len)
@@ -332,30 +301,26 @@ class GRPO:
     clip: float = 0.2
     clip_high: float | None = None
     kl: float = 0.0
-    normalize: bool = True
-    loss_agg_mode: str = "token"
     updates: int = 1  # steps per rollout
     reference: nn.Module | None = None  # used if kl is not 0; None: the model without adapters
     autocast: Callable[[], Any] = contextlib.nullcontext
-    logprobs_fn: LogProbsFn = token_logprobs
     all_reduce: AllReduce = lambda x: x
     validation: Sequence[Task] = ()
 
     def __post_init__(self):
         _check(bool(self.tasks), "tasks: GRPO needs at least one prompt")
         _check(self.n > 1, f"n must be 2 or more, not {self.n}: advantages are within a group")
-        mode, modes = self.loss_agg_mode, ", ".join(LOSS_AGG_MODES)
-        _check(mode in LOSS_AGG_MODES, f"loss_agg_mode must be one of {modes}, not {mode!r}")
         _check(self.updates > 0, f"updates must be 1 or more, not {self.updates}")
         limit = min(self.seq_len + 1, self.engine.capacity) - self.max_new_tokens
         for task in (*self.tasks, *self.validation):
-            n = len(task.prompt_ids)
-            ok = 0 < n <= limit
-            _check(ok, f"prompt {task.prompt[:40]!r} has {n} tokens; with max_new_tokens "
-                   f"{self.max_new_tokens} it may have from 1 to {limit}")  # fmt: skip
-        self.reference_logprobs, self.rollout_index = _Reference(self.reference), None
+            n, room = len(task.prompt_ids), f"with max_new_tokens {self.max_new_tokens}"
+            error = (
+                f"prompt {task.prompt[:40]!r} has {n} tokens; {room} it may have from 1 to {limit}"
+            )
+            _check(0 < n <= limit, error)
+        self.rollout_index = None
         if self.kl:
-            self.reference_logprobs.check(self.model)
+            check_reference(self.reference, self.model)
 
     def batch(self, step: int) -> Tensor:
         index = step // self.updates
@@ -377,7 +342,7 @@ class GRPO:
         repeated = [task for task in tasks for _ in range(self.n)]
         rewards = torch.tensor([self._reward(*pair) for pair in zip(repeated, rollouts)])
         groups = rewards.view(-1, self.n)
-        self.advantages = group_advantages(groups, self.normalize).flatten()
+        self.advantages = group_advantages(groups).flatten()
         self.rows, self.old = self._rows(rollouts)
         lengths = torch.tensor([len(r.completion_ids) for r in rollouts], dtype=torch.float32)
         truncated = [r.completion_ids[-1] not in self.engine.eos for r in rollouts]
@@ -394,14 +359,12 @@ class GRPO:
     def _reward(self, task: Task, rollout: Rollout) -> float:
         ids = rollout.completion_ids
         ids = ids[:-1] if ids[-1] in self.engine.eos else ids
+        which = f"the reward of a completion of {task.prompt[:40]!r}"
         try:
             value = float(self.reward(task.prompt, self.text(ids), task.answer))
         except Exception as e:  # the reward is user code
-            raise ValueError(
-                f"the reward of a completion of {task.prompt[:40]!r}: {type(e).__name__}: {e}"
-            ) from e
-        error = f"the reward of a completion of {task.prompt[:40]!r} is {value}"
-        _check(math.isfinite(value), error)
+            raise ValueError(f"{which}: {type(e).__name__}: {e}") from e
+        _check(math.isfinite(value), f"{which} is {value}")
         return value
 
     def _rows(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
@@ -430,19 +393,14 @@ class GRPO:
         return {"val_reward": round(reward / n, 6)}
 
     def count(self, batch: Tensor) -> Tensor:
-        if self.loss_agg_mode == "token":
-            return target_mask(batch).sum()
-        per_row = 1 if self.loss_agg_mode == "sequence" else self.max_new_tokens
-        return torch.tensor(len(batch) * per_row, device=batch.device)
+        return target_mask(batch).sum()
 
     def loss(
         self, model: nn.Module, micro: Tensor, rows: slice, attend: Attend = causal_attention
     ) -> Tensor:
-        ref = self.reference_logprobs(model, micro, attend, self.logprobs_fn) if self.kl else None
-        new = logprobs(model, micro, attend, self.logprobs_fn)
+        ref = reference_logprobs(self.reference, model, micro, attend) if self.kl else None
+        new = logprobs(model, micro, attend)
         mask = target_mask(micro).to(new.dtype)
-        if self.loss_agg_mode == "sequence":
-            mask = mask / mask.sum(-1, keepdim=True)
         old, advantages = (x[rows].to(new) for x in (self.old, self.advantages))
         rest = self.clip, self.clip_high, self.kl
         loss, stats = grpo_loss(new, old, ref, advantages, mask, *rest)
