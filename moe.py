@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -67,13 +67,6 @@ def _check(condition: bool, message: str) -> None:
 # --------------------------------------------------------------------------------------------------
 # Routing
 # --------------------------------------------------------------------------------------------------
-
-
-def router_logits(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., C), w (E, C) -> (..., E) in fp32, also under autocast: bf16 rounding of logits would
-    change the selected experts (Switch, arXiv:2101.03961, 2.4)."""
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.float(), w.float())
 
 
 def _scores(logits: Tensor, scoring: str) -> Tensor:
@@ -566,6 +559,19 @@ def _quant_flags(w: Tensor, scales: Tensor | None, zeros: Tensor | None, K: int)
     return dict(BITS=8 if zeros is None else 4, SCALE_N=1 if by_row else 128, SCALE_K=scale_k)
 
 
+def _on_device_of_first(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current GPU."""
+
+    @wraps(launch)
+    def run(x: Tensor, *arguments: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return launch(x, *arguments)
+
+    return run
+
+
+@torch.library.custom_op("sheaf::experts_forward", mutates_args=())
+@_on_device_of_first
 def _forward(
     x: Tensor, weights: Tensor, ids: Tensor,
     w_gate_up: Tensor, scales_1: Tensor | None, zeros_1: Tensor | None,
@@ -617,6 +623,8 @@ def _add_slots(parts: Tensor, ids: Tensor, out: Tensor) -> None:
     _add_slots_kernel[N, -(-C // BLOCK_C)](parts, ids, out, C, TOP_K=K, BLOCK_C=BLOCK_C)
 
 
+@torch.library.custom_op("sheaf::experts_backward", mutates_args=())
+@_on_device_of_first
 def _backward(
     dy: Tensor, x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor,
     gate_up: Tensor, order: Tensor, bounds: Tensor, need_x: bool, need_w: bool,
@@ -655,19 +663,7 @@ def _backward(
     return dx, by_slot.view_as(weights).to(weights.dtype), *dw
 
 
-@torch.library.custom_op(
-    "sheaf::experts_forward",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weights, Tensor ids, Tensor w_gate_up, Tensor? scales_1, "
-    "Tensor? zeros_1, Tensor w_down, Tensor? scales_2, Tensor? zeros_2, bool save) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _forward_op(x, *arguments):
-    with torch.cuda.device_of(x):
-        return _forward(x, *arguments)
-
-
-@_forward_op.register_fake
+@_forward.register_fake
 def _(x, weights, ids, w_gate_up, scales_1, zeros_1, w_down, scales_2, zeros_2, save):
     E, F2 = w_gate_up.shape[:2]
     order = ids.new_empty(ids.numel())
@@ -675,19 +671,7 @@ def _(x, weights, ids, w_gate_up, scales_1, zeros_1, w_down, scales_2, zeros_2, 
     return x.new_empty(x.shape), x.new_empty(ids.numel() if save else 0, F2), order, bounds
 
 
-@torch.library.custom_op(
-    "sheaf::experts_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weights, Tensor ids, Tensor w_gate_up, Tensor w_down, "
-    "Tensor gate_up, Tensor order, Tensor bounds, bool need_x, bool need_w) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward_op(dy, *arguments):
-    with torch.cuda.device_of(dy):
-        return _backward(dy, *arguments)
-
-
-@_backward_op.register_fake
+@_backward.register_fake
 def _(dy, x, weights, ids, w_gate_up, w_down, gate_up, order, bounds, need_x, need_w):
     dw = (w.new_empty(w.shape if need_w else 0) for w in (w_gate_up, w_down))
     return x.new_empty(x.shape if need_x else 0), weights.new_empty(weights.shape), *dw
@@ -702,13 +686,13 @@ def _save(ctx, inputs, output):
 def _derivative(ctx, dy, *_):
     need_x, need_weights, _, need_1, _, _, need_2, *_ = ctx.needs_input_grad
     needs = need_x, need_1 or need_2
-    dx, dweights, *dw = _backward_op(dy, *ctx.saved_tensors, *needs)
+    dx, dweights, *dw = _backward(dy, *ctx.saved_tensors, *needs)
     dx, dweights = dx if need_x else None, dweights if need_weights else None
     dw = [d if need else None for d, need in zip(dw, (need_1, need_2))]
     return dx, dweights, None, dw[0], None, None, dw[1], None, None, None
 
 
-_forward_op.register_autograd(_derivative, setup_context=_save)
+_forward.register_autograd(_derivative, setup_context=_save)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -753,7 +737,7 @@ def _triton_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_d
         else:
             tensors += _quantized_tensors(w)
     grad = any(t.requires_grad for t in (x, weights, *tensors) if t is not None)
-    return _forward_op(x, weights, ids, *tensors, grad and torch.is_grad_enabled())[0].to(dtype)
+    return _forward(x, weights, ids, *tensors, grad and torch.is_grad_enabled())[0].to(dtype)
 
 
 def grouped_experts(

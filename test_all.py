@@ -17448,14 +17448,13 @@ ROUTED = {
 
 @pytest.mark.parametrize("changes", ROUTED.values(), ids=ROUTED)
 def test_route_equals_model_py(changes):
-    """The routing of model.py's MoE for random tokens; router_logits is the matmul before it."""
+    """The routing of model.py's MoE for random tokens; the logits are the matmul before it."""
     config = latent(**dict(routed_scaling=2.5) | changes)
     moe = random_model(config).layers[1].mlp
     if config.correction_bias:
         moe.expert_bias.copy_(randn(3, config.n_experts) * 0.2)
     x = randn(0, 150, config.dim)
-    logits = O.router_logits(x, moe.router)
-    torch.testing.assert_close(logits, F.linear(x, moe.router))
+    logits = F.linear(x, moe.router)
     result = O.route(
         logits, config.n_experts_per_token, scoring=config.scoring, renormalize=config.norm_topk,
         bias=moe.expert_bias if config.correction_bias else None, n_groups=config.n_groups,
@@ -17463,22 +17462,6 @@ def test_route_equals_model_py(changes):
         scale=config.routed_scaling,
     )  # fmt: skip
     check_same_routing(result, moe.route(x))
-
-
-def test_router_logits_are_fp32_also_under_autocast():
-    x, w = randn(0, 3, 5, 16), randn(1, 8, 16)
-    exact = (x.double() @ w.double().t()).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        under = O.router_logits(x, w)
-    for got in (under, O.router_logits(x, w)):
-        assert got.dtype == torch.float32 and got.shape == (3, 5, 8) and relative(got, exact) < 1e-6
-    half = O.router_logits(x.bfloat16(), w.bfloat16())
-    exact = x.bfloat16().double() @ w.bfloat16().double().t()
-    assert half.dtype == torch.float32 and relative(half, exact.float()) < 1e-6
-    x.requires_grad_(), w.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        O.router_logits(x, w).square().sum().backward()
-    assert x.grad.dtype == torch.float32 and w.grad.shape == w.shape
 
 
 GRID = torch.zeros(6, 8)
@@ -27167,11 +27150,17 @@ def planner_llama3_and_megatron_runs():
 
 def planner_compare(run):
     """(predicted value in the unit of the run, the whole prediction)"""
-    got = planner.predict(run.shape, planner.DEVICES[run.device], run.plan, run.seq, run.batch)
+    got = planner.predict(run.shape, PLANNER_DEVICES[run.device], run.plan, run.seq, run.batch)
     flops = planner.model_flops(run.shape, run.seq, causal="not" not in run.unit)
     return got.tokens_per_second * (1 if run.unit == "tokens/s" else flops / 1e12), got
 
 
+# Meta's Grand Teton as in torchtitan's benchmarks: HBM2e, 2.4 TB/s, capped at 500 W. Clocks go as
+# the cube root of power (f V^2, V ~ f): (500 / 700)^(1/3) = 0.894 of 989. The same rule says 821 for
+# H100 NVL (400 W) and 785 for PCIe (350 W), whose datasheets have 835 and 756.
+PLANNER_DEVICES = planner.DEVICES | {
+    "h100-96gb-500w": planner.Device(884e12, 1769e12, 96 * 2**30, 2.4e12, 450e9, 1075)
+}
 PLANNER_RUNS = [*planner_torchtitan_runs(), *planner_llama3_and_megatron_runs()]
 PLANNER_TINY = planner.Shape(8, 256, 4, 2, 64, 512, 1024)
 PLANNER_8B, PLANNER_H100 = planner.SHAPES["llama3-8b"], planner.DEVICES["h100"]
@@ -27738,7 +27727,7 @@ def test_planner_has_no_constants_per_run(monkeypatch):
 
 
 def test_planner_devices_match_their_datasheets():
-    d = planner.DEVICES
+    d = PLANNER_DEVICES
     assert (d["h100"].bf16, d["h100"].fp8, d["h100"].hbm) == (989e12, 1979e12, 3.35e12)
     assert (d["a100-80gb"].bf16, d["a100-80gb"].hbm, d["a100-80gb"].network) == (
         312e12, 2.039e12, 25e9)  # fmt: skip

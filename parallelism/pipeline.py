@@ -14,18 +14,11 @@ tags are needed (NCCL has none), and any schedule that has a valid order runs wi
 Messages to higher and to lower ranks use two process groups, since NCCL serializes the messages of
 one pair of ranks. (Create the process group without device_id, which would serialize both groups.)
 
-W, weight gradients computed after input gradients (Zero Bubble, arXiv:2401.10241):
-`split_backward_` makes the nn.Linear layers of a chunk defer dW = dy^T x wherever the schedule has
-a W; x and dy are kept from B to W. `split_experts_backward` does this for experts. The gradients of
-other parameters, such as norms, are computed in B. The weight gradients of bf16 weights are
-accumulated in fp32. With activation checkpointing, nothing is recomputed twice.
-
-U, an optimizer step after each microbatch (PipeDream, arXiv:1806.03377, 3.3): forward passes use
-the newest weights and backward passes the weights of their forward pass (weight stashing).
-Microbatch t on stage s of n (counted from 1) sees t - n + s updates.
-
-`decode` generates on a ring of stages: groups of rows follow each other through the stages, and the
-last rank sends the sampled tokens to the first.
+W, weight gradients after input gradients (Zero Bubble, arXiv:2401.10241): `split_backward_` and
+`split_experts_backward` defer dW = dy^T x from B to a W of the schedule; x and dy are kept, and
+other parameters, such as norms, get their gradients in B. U, an optimizer step after each
+microbatch (PipeDream, arXiv:1806.03377, 3.3): forward passes use the newest weights, backward
+passes those of their forward pass (weight stashing). `decode` generates on a ring of stages.
 
 Equivalence (test_all.py): loss, all gradients and the weights after 3 steps equal one process's for
 every schedule, combined with TP, FSDP and expert parallelism, on gloo; NCCL is untested. When it
@@ -202,10 +195,8 @@ class Pipeline:
     save only their input and recompute their forward pass in the backward pass.
     before_action(action, last): called before each action; last: it is the chunk's last B.
     Schedules with U need modules, and must recompute by `recompute`: checkpointing inside a module
-    would see other weights. Collective over the groups. ValueError if the chunks do not match.
-
-    `microbatch` is the index of the microbatch being run; `events` are the last run's
-    (start, end, action).
+    would see other weights. Collective over the groups. `microbatch` is the index of the microbatch
+    being run; `events` are the last run's (start, end, action), by the host's clock.
     """
 
     def __init__(
@@ -234,17 +225,14 @@ class Pipeline:
         self.split_backwards = {a[1:3] for a in self.actions if a[0] == "W"}
         self.position = {a[:3]: n for rank in schedule.actions for n, a in enumerate(rank)}
         self.last_backward = {a[2]: a for a in self.actions if a[0] == "B"}
-        self.events: list[tuple[float, float, Any]] = []  # (start, end, action), host clock
+        self.events: list[tuple[float, float, Any]] = []
         self.microbatch = 0
         hops = [hop for path in schedule.paths for hop in zip(path, path[1:])]
         self.next_chunk = {("F", a): b for a, b in hops} | {("B", b): a for a, b in hops}
-        sources = range(size)
-        self.incoming = {
-            kinds: [[*self._messages_from(source, kinds)] for source in sources]
-            for kinds in ("FB", "F")
-        }
-        ranks_of = schedule.chunk_to_rank
-        self._connect({tuple(sorted((ranks_of[a], ranks_of[b]))) for a, b in hops})
+        messages = lambda kinds: [[*self._messages_from(rank, kinds)] for rank in range(size)]
+        self.incoming = {kinds: messages(kinds) for kinds in ("FB", "F")}
+        rank_of = schedule.chunk_to_rank
+        self._connect({tuple(sorted((rank_of[a], rank_of[b]))) for a, b in hops})
 
     # ---- messages ----
 
@@ -304,10 +292,10 @@ class Pipeline:
 
     def _release_sent(self, rank: int, position: int) -> None:
         """Free the send buffers that `rank` has received for its actions up to `position`."""
-        arrived = [one for one in self.sent if one[0] == rank and one[1] <= position]
-        for one in arrived:
-            one[2].wait()
-        self.sent = [one for one in self.sent if one[0] != rank or one[1] > position]
+        received = lambda one: one[0] == rank and one[1] <= position
+        for *_, work, _ in filter(received, self.sent):
+            work.wait()
+        self.sent = [one for one in self.sent if not received(one)]
 
     def _send(self, kind: str, m: int, chunk: int, x: Tensor) -> None:
         """Send the output of (kind, m, chunk) to the next chunk's rank."""

@@ -272,10 +272,6 @@ DEVICES = {
     "a100-80gb": Device(312e12, 312e12, 80 * GIB, 2.039e12, 300e9, 812, network=25e9),
     "h100": Device(989e12, 1979e12, 80 * GIB, 3.35e12, 450e9, 1275),
     "h100-pcie": Device(756e12, 1513e12, 80 * GIB, 2.0e12, 300e9, 762, node=2),
-    # Meta's Grand Teton as in torchtitan's benchmarks: HBM2e, 2.4 TB/s, capped at 500 W. Clocks go
-    # as the cube root of power (f V^2, V ~ f): (500 / 700)^(1/3) = 0.894 of 989. The same rule says
-    # 821 for H100 NVL (400 W) and 785 for PCIe (350 W), whose datasheets have 835 and 756.
-    "h100-96gb-500w": Device(884e12, 1769e12, 96 * GIB, 2.4e12, 450e9, 1075),
     "h200": Device(989e12, 1979e12, 141e9, 4.8e12, 450e9, 1275),
     "b200": Device(2250e12, 4500e12, 180e9, 8e12, 900e9, 1788),
     "gb200-nvl72": Device(2500e12, 5000e12, 186e9, 8e12, 900e9, 1667, node=72),
