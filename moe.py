@@ -5,7 +5,7 @@ experts per token (Shazeer et al., arXiv:1701.06538). It has three parts:
 
 1. Routing. `route` implements Switch, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3: softmax or sigmoid
    scores in fp32, the top K of all experts or of the best groups, and an expert bias that affects
-   the choice but not the weights. `expert_choice` and `limit_capacity` are there for comparison.
+   the choice but not the weights.
 2. Load balancing. Without it a router favours the experts that learned first. Auxiliary losses
    (Switch, GShard; DeepSeek's per sequence; the z-loss keeps logits small) act through gradients;
    `update_bias_` instead moves the expert bias against the load after each step, without a loss.
@@ -26,12 +26,8 @@ experts per token (Shazeer et al., arXiv:1701.06538). It has three parts:
 Cost: a sort of N * K ids, and memory for the outputs of all slots before they are summed. When it
 loses: at K = E, where a dense matmul is simpler; few tokens spread over many experts take as long
 as reading those experts; on a CPU with bf16 matrix units a plain loop over large experts is nearly
-as fast. GPU speed: not yet measured.
-
-Hook: experts, by `use_grouped_experts(model)`. Equivalence (test_all.py): outputs and all gradients
-match the plain loop, 1e-5 in fp32, in Triton's interpreter if there is no GPU. `python moe.py`
-checks itself and prints a table. Needs: torch; triton for the kernels. For experts sharded over
-ranks see parallelism/expert_parallel.py.
+as fast. Hook: experts, by `use_grouped_experts(model)`. Equivalence (test_all.py): outputs and all
+gradients match the plain loop, 1e-5 in fp32. Needs: torch; triton for the kernels.
 
 Shapes: N tokens, K experts per token, E experts, C model width, F expert width, M = N * K slots:
 slot n * K + k is the k-th choice of token n. An id of -1 is padding: the slot adds nothing.
@@ -40,15 +36,14 @@ slot n * K + k is the k-th choice of token n. An id of -1 is padding: the slot a
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 try:
     import triton
@@ -72,13 +67,6 @@ def _check(condition: bool, message: str) -> None:
 # --------------------------------------------------------------------------------------------------
 # Routing
 # --------------------------------------------------------------------------------------------------
-
-
-def router_logits(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., C), w (E, C) -> (..., E) in fp32, also under autocast: bf16 rounding of logits would
-    change the selected experts (Switch, arXiv:2101.03961, 2.4)."""
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.float(), w.float())
 
 
 def _scores(logits: Tensor, scoring: str) -> Tensor:
@@ -141,59 +129,11 @@ def _check_route(
     _check(ok, f"group_score_topk must be from 1 to the {size} experts of a group, not {best}")
     ok = bias is None or bias.shape == (E,)
     _check(ok, f"bias must be ({E},), not {None if ok else tuple(bias.shape)}")
-    _check_finite(logits)
-
-
-def _check_finite(logits: Tensor) -> None:
-    """Only on a CPU: on a GPU the check would synchronize."""
-    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would synchronize
         finite = logits.detach().isfinite().all(-1)
-        ok = bool(finite.all())
-        first = 0 if ok else int(finite.int().argmin())
-        _check(ok, f"logits of token {first} are not finite: check the model's weights and x")
-
-
-def expert_capacity(n_tokens: int, top_k: int, n_experts: int, factor: float) -> int:
-    """Slots per expert at a capacity factor (GShard, arXiv:2006.16668); 1.0 drops no token if the
-    load is even."""
-    _check(factor > 0, f"factor must be positive, not {factor}")
-    return max(1, math.ceil(factor * n_tokens * top_k / n_experts))
-
-
-def limit_capacity(
-    weights: Tensor, ids: Tensor, n_experts: int, capacity: int, *, by: str = "order"
-) -> tuple[Tensor, Tensor]:
-    """weights and ids (N, K) when every expert accepts at most `capacity` slots: its first ones
-    (Switch) or, with by="weight", those with the largest weights (V-MoE, arXiv:2106.05974). The
-    others are dropped: id -1, weight 0."""
-    _check(capacity >= 1, f"capacity must be at least 1, not {capacity}")
-    _check(by in ("order", "weight"), f"by must be order or weight, not {by!r}")
-    flat = ids.flatten()
-    priority = torch.arange(len(flat), device=ids.device)
-    if by == "weight":
-        priority = weights.detach().flatten().argsort(descending=True, stable=True)
-    order, bounds = sort_slots(flat[priority], n_experts)
-    position = _positions_in_expert(order, bounds, flat[priority])
-    position = torch.empty_like(position).scatter_(0, priority, position).view_as(ids)
-    keep = (position < capacity) & (ids >= 0)
-    return weights.masked_fill(~keep, 0.0), ids.masked_fill(~keep, -1)
-
-
-def expert_choice(
-    logits: Tensor, capacity: int, *, scoring: str = "softmax"
-) -> tuple[Tensor, Tensor]:
-    """Expert-choice routing: each expert selects its `capacity` best tokens (Zhou et al.,
-    arXiv:2202.09368): logits (N, E) -> weights, ids (N, E). ids[n, e] is e if expert e selects
-    token n, else -1. Balanced by construction, but a token's experts depend on later tokens: not
-    for decoding."""
-    N, E = logits.shape
-    _check(1 <= capacity <= N, f"capacity must be from 1 to the {N} tokens, not {capacity}")
-    _check_finite(logits)
-    scores = _scores(logits, scoring)
-    tokens = scores.detach().topk(capacity, dim=0).indices
-    selected = torch.zeros_like(scores, dtype=torch.bool).scatter(0, tokens, True)
-    ids = torch.arange(E, device=logits.device).expand(N, E)
-    return scores.masked_fill(~selected, 0.0), ids.masked_fill(~selected, -1)
+        first = int(finite.int().argmin()) if len(finite) else 0
+        message = f"logits of token {first} are not finite: check the model's weights and x"
+        _check(bool(finite.all()), message)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -269,6 +209,20 @@ def load_statistics(counts: Tensor) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------
 
 
+def experts_reference(
+    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
+) -> Tensor:
+    """The definition of grouped_experts: a loop over experts that selects each one's slots, runs
+    them and adds the results to their tokens."""
+    out = torch.zeros_like(x)
+    for e in ids[ids >= 0].unique().tolist():
+        token, k = (ids == e).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], w_gate_up[e]).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, w_down[e]) * weights[token, k, None].type_as(x)
+        out = out.index_add(0, token, y)
+    return out
+
+
 def sort_slots(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     """Sort the slots n * K + k of ids (N, K) by expert, then token, padding last -> (order (N * K,)
     of slots, bounds (E + 1,) int32: expert e has order[bounds[e]:bounds[e + 1]])."""
@@ -276,31 +230,6 @@ def sort_slots(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     keys, order = flat.masked_fill(flat < 0, n_experts).sort(stable=True)
     experts = torch.arange(n_experts + 1, device=ids.device)
     return order, torch.searchsorted(keys, experts, out_int32=True)
-
-
-def _positions_in_expert(order: Tensor, bounds: Tensor, flat: Tensor) -> Tensor:
-    """The position of every slot within its expert's slots."""
-    position = torch.empty_like(order)
-    position[order] = torch.arange(len(order), device=order.device)
-    return position - bounds[flat]  # padding, id -1, comes after the last bound
-
-
-def padded_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor, capacity: int
-) -> Tensor:
-    """The method before dropless experts, for comparison: every expert has a padded buffer of
-    `capacity` rows, and slots beyond it are dropped (GShard, Switch). Shapes as grouped_experts,
-    and the same result as its after limit_capacity."""
-    E, C, K = len(w_down), x.shape[1], ids.shape[1]
-    weights, ids = limit_capacity(weights, ids, E, capacity)
-    flat = ids.flatten()
-    position = _positions_in_expert(*sort_slots(ids, E), flat) + flat * capacity
-    row = position.masked_fill(flat < 0, E * capacity)  # the last row takes all padding
-    token = torch.arange(len(flat), device=x.device) // K
-    buffers = x.new_zeros(E * capacity + 1, C).index_put((row,), x[token])
-    gate, up = torch.bmm(buffers[:-1].view(E, capacity, C), w_gate_up.mT).chunk(2, dim=-1)
-    y = F.pad(torch.bmm(F.silu(gate) * up, w_down.mT).flatten(0, 1), (0, 0, 0, 1))
-    return (y[row].view(-1, K, C) * weights[..., None].type_as(x)).sum(1)
 
 
 def expert_linear(rows: Tensor, stack: Any, e: int) -> Tensor:
@@ -594,7 +523,7 @@ def _config(kernel: str, rows: float, n: int, k: int, x: Tensor) -> tuple[int, .
     *blocks, warps, stages = next(c for most, c in CONFIGS[kernel].items() if rows <= most)
     if x.element_size() == 4:
         blocks, stages = [min(b, 64, most) for b, most in zip(blocks, (64, 64, 32))], 2
-    fit = lambda block, size: min(block, max(16, _next_power_of_2(size)))
+    fit = lambda block, size: min(block, max(16, triton.next_power_of_2(size)))
     M, N, K = blocks[0], fit(blocks[1], n), fit(blocks[2], k)
     stage = (M + N * (1 + (kernel == "gate_up"))) * K if kernel != "weight_grad" else (N + K) * M
     while stages > 1 and stages * stage * x.element_size() > _shared_memory(x.device):
@@ -610,16 +539,11 @@ def _shared_memory(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 1 << 17)
 
 
-def _next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def _tiles(bounds: Tensor, M: int, BLOCK_M: int) -> Tensor:
     E = len(bounds) - 1
     T = min(M, -(-M // BLOCK_M) + E)
     tiles = torch.empty((2, T), dtype=torch.int32, device=bounds.device)
-    _tiles_kernel[(E + 1,)](bounds, tiles, E, T, BLOCK_M=BLOCK_M, BLOCK_E=_next_power_of_2(E))
+    _tiles_kernel[(E + 1,)](bounds, tiles, E, T, BLOCK_M=BLOCK_M, BLOCK_E=triton.next_power_of_2(E))
     return tiles
 
 
@@ -635,6 +559,19 @@ def _quant_flags(w: Tensor, scales: Tensor | None, zeros: Tensor | None, K: int)
     return dict(BITS=8 if zeros is None else 4, SCALE_N=1 if by_row else 128, SCALE_K=scale_k)
 
 
+def _on_device_of_first(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current GPU."""
+
+    @wraps(launch)
+    def run(x: Tensor, *arguments: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return launch(x, *arguments)
+
+    return run
+
+
+@torch.library.custom_op("sheaf::experts_forward", mutates_args=())
+@_on_device_of_first
 def _forward(
     x: Tensor, weights: Tensor, ids: Tensor,
     w_gate_up: Tensor, scales_1: Tensor | None, zeros_1: Tensor | None,
@@ -682,10 +619,12 @@ def _down(
 
 def _add_slots(parts: Tensor, ids: Tensor, out: Tensor) -> None:
     (N, C), K = out.shape, ids.shape[1]
-    BLOCK_C = min(1024, _next_power_of_2(C))
+    BLOCK_C = min(1024, triton.next_power_of_2(C))
     _add_slots_kernel[N, -(-C // BLOCK_C)](parts, ids, out, C, TOP_K=K, BLOCK_C=BLOCK_C)
 
 
+@torch.library.custom_op("sheaf::experts_backward", mutates_args=())
+@_on_device_of_first
 def _backward(
     dy: Tensor, x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor,
     gate_up: Tensor, order: Tensor, bounds: Tensor, need_x: bool, need_w: bool,
@@ -724,19 +663,7 @@ def _backward(
     return dx, by_slot.view_as(weights).to(weights.dtype), *dw
 
 
-@torch.library.custom_op(
-    "sheaf::experts_forward",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weights, Tensor ids, Tensor w_gate_up, Tensor? scales_1, "
-    "Tensor? zeros_1, Tensor w_down, Tensor? scales_2, Tensor? zeros_2, bool save) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _forward_op(x, *arguments):
-    with torch.cuda.device_of(x):
-        return _forward(x, *arguments)
-
-
-@_forward_op.register_fake
+@_forward.register_fake
 def _(x, weights, ids, w_gate_up, scales_1, zeros_1, w_down, scales_2, zeros_2, save):
     E, F2 = w_gate_up.shape[:2]
     order = ids.new_empty(ids.numel())
@@ -744,19 +671,7 @@ def _(x, weights, ids, w_gate_up, scales_1, zeros_1, w_down, scales_2, zeros_2, 
     return x.new_empty(x.shape), x.new_empty(ids.numel() if save else 0, F2), order, bounds
 
 
-@torch.library.custom_op(
-    "sheaf::experts_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weights, Tensor ids, Tensor w_gate_up, Tensor w_down, "
-    "Tensor gate_up, Tensor order, Tensor bounds, bool need_x, bool need_w) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward_op(dy, *arguments):
-    with torch.cuda.device_of(dy):
-        return _backward(dy, *arguments)
-
-
-@_backward_op.register_fake
+@_backward.register_fake
 def _(dy, x, weights, ids, w_gate_up, w_down, gate_up, order, bounds, need_x, need_w):
     dw = (w.new_empty(w.shape if need_w else 0) for w in (w_gate_up, w_down))
     return x.new_empty(x.shape if need_x else 0), weights.new_empty(weights.shape), *dw
@@ -771,13 +686,13 @@ def _save(ctx, inputs, output):
 def _derivative(ctx, dy, *_):
     need_x, need_weights, _, need_1, _, _, need_2, *_ = ctx.needs_input_grad
     needs = need_x, need_1 or need_2
-    dx, dweights, *dw = _backward_op(dy, *ctx.saved_tensors, *needs)
+    dx, dweights, *dw = _backward(dy, *ctx.saved_tensors, *needs)
     dx, dweights = dx if need_x else None, dweights if need_weights else None
     dw = [d if need else None for d, need in zip(dw, (need_1, need_2))]
     return dx, dweights, None, dw[0], None, None, dw[1], None, None, None
 
 
-_forward_op.register_autograd(_derivative, setup_context=_save)
+_forward.register_autograd(_derivative, setup_context=_save)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -822,33 +737,7 @@ def _triton_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_d
         else:
             tensors += _quantized_tensors(w)
     grad = any(t.requires_grad for t in (x, weights, *tensors) if t is not None)
-    return _forward_op(x, weights, ids, *tensors, grad and torch.is_grad_enabled())[0].to(dtype)
-
-
-def _grouped_mm_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
-) -> Tensor:
-    """By torch._grouped_mm, which takes sorted rows and the offsets where each expert's end;
-    gather, SwiGLU and sum are separate operations."""
-    (N, C), E, K = x.shape, len(w_down), ids.shape[1]
-    ok = C * x.element_size() % 16 == w_down.shape[2] * x.element_size() % 16 == 0
-    _check(
-        ok,
-        "backend grouped_mm requires rows of x and w_down of a multiple of 16 bytes; "
-        "use backend torch",
-    )
-    order, bounds = sort_slots(ids, E)
-    padding, ends = ids < 0, bounds[1:].clone()
-    ends[-1] = len(order)  # padding runs too, as zeros: rows outside of ends are uninitialized
-    rows = x[order // K].masked_fill(padding.flatten()[order, None], 0.0)
-    gate, up = torch._grouped_mm(rows, w_gate_up.contiguous().mT, offs=ends).chunk(2, dim=-1)
-    y = torch._grouped_mm(F.silu(gate) * up, w_down.contiguous().mT, offs=ends)
-    row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    weights = weights.masked_fill(padding, 0.0).type_as(x)
-    return (y[row].view(N, K, C) * weights[..., None]).sum(1)
-
-
-BACKENDS = ("auto", "triton", "torch", "grouped_mm")
+    return _forward(x, weights, ids, *tensors, grad and torch.is_grad_enabled())[0].to(dtype)
 
 
 def grouped_experts(
@@ -868,8 +757,8 @@ def grouped_experts(
     (N, C) in x's dtype. An id of -1 adds nothing. Gradients of x, weights and both stacks;
     deterministic. Stacks may be quantized (qweight, scales and zeros, as in quantize.py). backend:
     "triton" (on a GPU, or in Triton's interpreter), "torch" (a matmul per active expert, by
-    linear(rows, stack, e)), "grouped_mm" (torch's), or "auto": triton on a GPU if it supports the
-    tensors, else torch. ValueError names the invalid argument. Autocast casts as for F.linear.
+    linear(rows, stack, e)), or "auto": triton on a GPU if it supports the tensors, else torch.
+    ValueError names the invalid argument. Autocast casts as for F.linear.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -881,15 +770,14 @@ def grouped_experts(
             y = grouped_experts(x.to(dtype), weights, ids, w_gate_up, w_down, **kwargs)
             return y.type_as(x)
     _check_experts(x, weights, ids, w_gate_up, w_down)
-    _check(backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    ok = backend in ("auto", "triton", "torch")
+    _check(ok, f"backend must be auto, triton or torch, not {backend!r}")
     try_triton = backend == "triton" or backend == "auto" and x.is_cuda and linear is None
     if try_triton and can_use_triton(x, (w_gate_up, w_down)):
         return _triton_experts(x, weights, ids, w_gate_up, w_down)
     _check(backend != "triton", "backend triton requires a GPU (or TRITON_INTERPRET=1), fp16, bf16 "
            "or fp32, and for quantized weights a supported scheme and no gradient; use backend "
            "torch")  # fmt: skip
-    if backend == "grouped_mm":
-        return _grouped_mm_experts(x, weights, ids, w_gate_up, w_down)
     return sorted_experts(x, weights, ids, w_gate_up, w_down, linear or expert_linear)
 
 
@@ -949,108 +837,55 @@ def upcycle_mlp(gate: Tensor, up: Tensor, down: Tensor, n_experts: int) -> tuple
 # --------------------------------------------------------------------------------------------------
 
 
-def experts_reference(
+def grouped_mm_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """Reference implementation of grouped_experts, and its baseline: a loop over experts that
-    selects each one's slots, runs them and adds the results to their tokens."""
-    out = torch.zeros_like(x)
-    for e in ids[ids >= 0].unique().tolist():
-        token, k = (ids == e).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token], w_gate_up[e]).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, w_down[e]) * weights[token, k, None].type_as(x)
-        out = out.index_add(0, token, y)
-    return out
+    """The peer: torch._grouped_mm, with gather, SwiGLU and sum as separate operations."""
+    order, bounds = sort_slots(ids, len(w_down))
+    gate, up = torch._grouped_mm(x[order // ids.shape[1]], w_gate_up.mT, offs=bounds[1:]).chunk(
+        2, -1
+    )
+    y = torch._grouped_mm(F.silu(gate) * up, w_down.mT, offs=bounds[1:])
+    by_slot = torch.empty_like(y).index_copy(0, order, y).unflatten(0, ids.shape)
+    return (by_slot * weights[..., None].type_as(x)).sum(1)
 
 
-def random_moe(
-    N: int, K: int, E: int, C: int, F_: int, dtype: torch.dtype, device: str, skew: float = 0.0
-) -> tuple[Tensor, ...]:
-    """x, weights, ids, w_gate_up, w_down; with skew some experts are selected more often."""
-    rng = torch.Generator().manual_seed(0)
-    logits = torch.randn(N, E, generator=rng) + skew * torch.arange(E) / E
-    randn = lambda *shape: torch.randn(shape, generator=rng)
-    x, w_gate_up = randn(N, C), randn(E, 2 * F_, C) * C**-0.5
-    w_down = randn(E, C, F_) * F_**-0.5
-    weights, ids = route(logits, K, renormalize=True)
-    return tuple(t.to(device) if t is ids or t is weights else t.to(device, dtype)
-                 for t in (x, weights, ids, w_gate_up, w_down))  # fmt: skip
+def random_moe(N: int, K: int, E: int, C: int, F_: int, dtype: torch.dtype) -> list[Tensor]:
+    """x, weights, ids, w_gate_up, w_down, with gradients."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    randn = lambda *shape: torch.randn(shape, device=device)
+    weights, ids = route(randn(N, E), K, renormalize=True)
+    gate_up, down = randn(E, 2 * F_, C) * C**-0.5, randn(E, C, F_) * F_**-0.5
+    x, gate_up, down = (t.to(dtype).requires_grad_() for t in (randn(N, C), gate_up, down))
+    return [x, weights.requires_grad_(), ids, gate_up, down]
 
 
-def check(device: str) -> None:
-    """Outputs and gradients against the reference in float64; the bias balances the load."""
-    dtype = torch.float16 if device == "cuda" else torch.float32
-    implementations = [grouped_experts] + [partial(grouped_experts, backend="triton")] * INTERPRET
-    for N, K, E, C, F_, skew in ((1, 2, 4, 32, 16, 0.0), (37, 3, 5, 40, 24, 9.0)):
-        inputs = random_moe(N, K, E, C, F_, dtype, device, skew)
-        inputs[2][0, -1] = -1
-        exact = [t.double() if t.is_floating_point() else t for t in inputs]
-        expected = output_and_gradients(experts_reference, exact)
-        for actual in (output_and_gradients(f, inputs) for f in implementations):
-            for a, b in zip(actual, expected):
-                error = (a.double() - b).norm() / b.norm()
-                assert error < (1e-5 if dtype == torch.float32 else 5e-3), (N, error)
-    rng = torch.Generator().manual_seed(0)
-    logits, bias = torch.randn(512, 8, generator=rng) + torch.arange(8) / 3, torch.zeros(8)
-    for _ in range(200):
-        _, ids = route(logits, 2, scoring="sigmoid", bias=bias)
-        update_bias_(bias, count_experts(ids, 8), 1e-2)
-    assert load_statistics(count_experts(ids, 8))["max_over_mean"] < 1.2
-
-
-def output_and_gradients(experts: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The output, and the gradients of the sum of its squares with respect to all inputs."""
-    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
-    y = experts(*leaves)
-    y.square().sum().backward()
-    return [y.detach(), *(t.grad for t in leaves if t.requires_grad)]
-
-
-def seconds(f: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after one warm-up call."""
-    times, cuda = [], torch.cuda.is_available()
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        f()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def benchmark(device: str) -> None:
-    """Times of forward, and forward with backward: the loop, torch._grouped_mm, grouped_experts."""
-    gpu = device == "cuda"
+def main() -> None:
+    inputs = random_moe(37, 3, 5, 40, 24, torch.float32)
+    inputs[2][0, -1] = -1
+    leaves, results = [t for t in inputs if t.requires_grad], []
+    for f in (
+        partial(grouped_experts, backend="triton" if INTERPRET else "auto"),
+        experts_reference,
+    ):
+        y = f(*inputs)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    assert all((a - b).norm() < 1e-5 * b.norm() for a, b in zip(*results))
+    if INTERPRET:
+        return print("the kernels are correct in the interpreter, which is not timed")
+    gpu = inputs[0].is_cuda
     E, K, C, F_ = (128, 8, 2048, 768) if gpu else (32, 4, 1024, 512)
-    name = torch.cuda.get_device_name() if gpu else f"cpu, {torch.get_num_threads()} threads"
-    print(f"{name}, torch {torch.__version__}; E {E}, K {K}, C {C}, F {F_}, bf16; ms")
     print(
-        f"{'tokens':>7}{'':>10}{'loop':>9}{'grouped_mm':>12}{'grouped':>9}{'TFLOP/s':>9}{'GB/s':>7}"
+        f"forward and backward in ms: E {E}, K {K}, C {C}, F {F_}, bf16\n tokens    loop grouped_mm grouped"
     )
-    line = lambda N, what, times: (
-        f"{N:>7}{what:>10}"
-        + "".join(f"{1e3 * t:>{width}.3f}" for t, width in zip(times, (9, 12, 9)))
-    )
-    for N in (1, 64, 4096, 32768) if gpu else (1, 16, 256, 2048):
-        inputs = random_moe(N, K, E, C, F_, torch.bfloat16, device)
-        used = len(inputs[2].unique()) * 3 * C * F_ * 2 / 1e9
-        flops, repeats = 6 * N * K * C * F_ / 1e12, 15 if gpu or N < 256 else 3
-        grouped_mm = partial(grouped_experts, backend="grouped_mm")
-        implementations = experts_reference, grouped_mm, grouped_experts
-        with torch.inference_mode():
-            times = [seconds(lambda: f(*inputs), repeats) for f in implementations]
-        print(f"{line(N, 'forward', times)}{flops / times[2]:>9.2f}{used / times[2]:>7.0f}")
-        if N >= 4096 or N == 256:
-            leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
-            step = lambda f: f(*leaves).sum().backward()
-            times = [seconds(lambda: step(f), repeats) for f in implementations]
-            print(f"{line(N, 'fwd + bwd', times)}{3 * flops / times[2]:>9.2f}")
+    for N in (64, 4096, 32768) if gpu else (1, 16, 256):
+        inputs = random_moe(N, K, E, C, F_, torch.bfloat16)
+        row = f"{N:>7}"
+        for f in (experts_reference, grouped_mm_experts, grouped_experts):
+            step = Timer("f(*inputs).sum().backward()", globals=dict(f=f, inputs=inputs))
+            row += f"{1e3 * step.blocked_autorange().median:9.2f}"
+        print(row)
 
 
 if __name__ == "__main__":
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if INTERPRET:
-        print("the kernels are correct in the interpreter, which is not timed")
-    else:
-        benchmark(device)
+    main()

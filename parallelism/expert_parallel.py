@@ -26,27 +26,25 @@ so skewed that one rank does all the work (use replicas, or balance the router).
 Gradients: a rank's experts get gradients from the tokens of all ranks. If the loss is a sum over
 tokens, or is divided by the global token count, nothing else must be reduced except over data
 parallel replicas. Equivalence (test_all.py): outputs, loss and every gradient equal one process's,
-on 2 and 4 ranks, with empty ranks too. Needs: torch. `python parallelism/expert_parallel.py` starts
-4 processes, checks itself and prints a table (--check: no table).
+on 2 and 4 ranks, with empty ranks too. Needs: torch.
+`torchrun --standalone --nproc-per-node 2 parallelism/expert_parallel.py` runs a check and a table.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 Experts = Callable[..., Tensor]  # (x, weights, ids, w_gate_up, w_down) -> (N, C)
 
@@ -82,7 +80,7 @@ class Placement:
 
     @property
     def slots_per_rank(self) -> int:
-        """Slots per rank: the number of experts on the rank that has most."""
+        """The number of experts on the rank that has most."""
         return max(map(len, self.slots))
 
     @property
@@ -91,7 +89,6 @@ class Placement:
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
-        """Number of replicas of each expert."""
         experts = [e for of_rank in self.slots for e in of_rank]
         return tuple(experts.count(e) for e in range(self.n_experts))
 
@@ -177,11 +174,6 @@ def select_local_slots(experts: Experts, first: int, width: int) -> Experts:
         return experts(x, weights, torch.where(is_local, ids - first, -1), *matrices)
 
     return run
-
-
-def shard_stack(stack: Tensor, placement: Placement, rank: int) -> Tensor:
-    """The rank's shard of an expert stack (E, ...)."""
-    return stack[list(placement.slots[rank])]
 
 
 def sum_replica_grads_(
@@ -326,9 +318,6 @@ def all_to_all_dispatch(
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        ok = len(x) == len(weights) == len(ids) and weights.shape == ids.shape
-        sizes = tuple(x.shape), tuple(weights.shape), tuple(ids.shape)
-        _check(ok, "x (N, C), weights (N, K) and ids (N, K) do not fit: {}, {}, {}".format(*sizes))
         _check_ids(ids, ranks * width)
         inner, dtype = select_local_slots(experts, rank * width, width), x.dtype
         if torch.is_autocast_enabled(x.device.type):
@@ -395,99 +384,51 @@ class _DispatchedChunk:
 def loop_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """SwiGLU experts in a plain loop: the experts hook of the self-check."""
+    """SwiGLU experts in a plain loop."""
     out = torch.zeros_like(x)
     for e in ids[ids >= 0].unique().tolist():
         token, k = (ids == e).nonzero(as_tuple=True)
         gate, up = F.linear(x[token], w_gate_up[e]).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, w_down[e]) * weights[token, k, None].type_as(x)
+        y = F.linear(F.silu(gate) * up, w_down[e]) * weights[token, k, None]
         out = out.index_add(0, token, y)
     return out
 
 
-def variants(experts: Experts, P: Placement, rank: int) -> dict[str, Experts]:
-    """All-to-all in one level and two, with 4 ranks as 2 nodes, and in chunks."""
-    intra = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    inter = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    inner = all_to_all_dispatch(experts, P.slots_per_rank, intra)
-    return {
-        "all-to-all": remap_expert_ids(all_to_all_dispatch(experts, P.slots_per_rank), P),
-        "in 2 chunks": remap_expert_ids(
-            all_to_all_dispatch(experts, P.slots_per_rank, chunks=2), P
-        ),
-        "in 4 chunks": remap_expert_ids(
-            all_to_all_dispatch(experts, P.slots_per_rank, chunks=4), P
-        ),
-        "two levels": remap_expert_ids(all_to_all_dispatch(inner, 2 * P.slots_per_rank, inter), P),
-    }
-
-
-def check(rank: int, ranks: int) -> None:
-    """Outputs and gradients of every variant == one process's, with an empty rank and replicas."""
-    rng = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64)
-    E, K, C, width, sizes = 8, 3, 16, 12, [5, 0, 9, 4]
-    x, weights, stacks = make(18, C), make(18, K), (make(E, 2 * width, C), make(E, C, width))
-    ids = torch.rand(18, E, generator=rng).topk(K).indices
-    every = [t.clone().requires_grad_() for t in (x, weights, *stacks)]
-    y = loop_experts(*every[:2], ids, *every[2:])
-    y.square().sum().backward()
-    own = lambda t: t.split(sizes)[rank]
-    hot = Placement.by_load([9, 1, 1, 1, 1, 1, 1, 5], ranks, redundant=2)
-    for P in (Placement.even(E, ranks), hot):
-        for name, variant in variants(loop_experts, P, rank).items():
-            leaves = [own(x), own(weights), *(shard_stack(w, P, rank) for w in stacks)]
-            leaves = [t.clone().requires_grad_() for t in leaves]
-            got = variant(*leaves[:2], own(ids), *leaves[2:])
-            got.square().sum().backward()
-            for leaf in leaves[2:]:
-                sum_replica_grads_(leaf.grad, P, rank)
-            expected = [own(t.grad) for t in every[:2]] + [
-                shard_stack(t.grad, P, rank) for t in every[2:]
-            ]
-            for a, b in zip((got, *(t.grad for t in leaves)), (own(y), *expected)):
-                assert torch.allclose(a, b, rtol=1e-10, atol=1e-10), (name, rank)
-
-
-def benchmark(rank: int, ranks: int) -> None:
-    """Milliseconds of a forward pass, on this machine, whose ranks share its cores and memory."""
-    rng = torch.Generator().manual_seed(rank)
-    N, K, E, C, width = 512, 4, 16, 512, 256
-    P = Placement.even(E, ranks)
-    stacks = torch.randn(P.slots_per_rank, 2 * width, C), torch.randn(P.slots_per_rank, C, width)
-    x, ids = torch.randn(N, C, generator=rng), torch.rand(N, E, generator=rng).topk(K).indices
-    weights = torch.full((N, K), 1 / K)
-    nothing = lambda x, weights, ids, *_: x
-    rows = len(torch.unique(ids // P.slots_per_rank + 100 * torch.arange(N)[:, None]))
-    say = print if rank == 0 else lambda *_: None
-    say(f"{ranks} ranks of {N} tokens, K {K}, E {E}, C {C}, F {width}, fp32: {rows} rows sent")
-    say(f"{'ms':>16}{'whole':>9}{'transfers':>11}")
-    for name, whole in variants(loop_experts, P, rank).items():
-        bare, times = variants(nothing, P, rank)[name], []
-        for variant in (whole, bare):
-            spent = []
-            for _ in range(7):
-                dist.barrier()
-                start = time.perf_counter()
-                variant(x, weights, ids, *stacks)
-                dist.barrier()
-                spent.append(time.perf_counter() - start)
-            times.append(1e3 * statistics.median(spent[2:]))
-        say(f"{name:>16}{times[0]:>9.2f}{times[1]:>11.2f}")
-
-
 def main() -> None:
+    """Gradients == one process's; milliseconds of a step beside experts without transfers."""
     if "RANK" not in os.environ:
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
-    dist.init_process_group("gloo")
+        sys.exit("run torchrun --standalone --nproc-per-node 2 parallelism/expert_parallel.py")
+    gpu = torch.cuda.is_available()
+    torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
+    dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    _check(ranks == 4, f"the check is for 4 ranks, not {ranks}")
-    check(rank, ranks)
-    if "--check" not in sys.argv:
-        with torch.inference_mode():
-            benchmark(rank, ranks)
+    P = Placement.even(4 * ranks, ranks)
+    dispatch = partial(all_to_all_dispatch, loop_experts, P.slots_per_rank)
+    forms = {f"{n} chunks": remap_expert_ids(dispatch(chunks=n), P) for n in (1, 2)}
+
+    def inputs(N: int, C: int, dtype: torch.dtype) -> list[Tensor]:
+        """x, weights, ids, w_gate_up and w_down of all ranks, equal on every rank."""
+        torch.manual_seed(0)
+        randn = lambda *size: torch.randn(size, dtype=dtype).requires_grad_()
+        ids = torch.rand(N, 4 * ranks).topk(3).indices
+        return [randn(N, C), randn(N, 3), ids, randn(4 * ranks, C, C), randn(4 * ranks, C, C // 2)]
+
+    def step(experts: Experts, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [t for t in inputs if t.requires_grad]
+        return torch.autograd.grad(experts(*inputs).square().sum(), leaves)
+
+    shard = lambda t: t.detach().chunk(ranks)[rank].requires_grad_(t.requires_grad)
+    whole = inputs(9 * ranks, 16, torch.float64)
+    for experts in forms.values():
+        for a, b in zip(step(experts, [*map(shard, whole)]), step(loop_experts, whole)):
+            assert torch.allclose(a, shard(b), rtol=1e-10)
+    N, C = (4096, 2048) if gpu else (256, 256)
+    own = [*map(shard, inputs(N * ranks, C, torch.float32))]
+    forms["no transfers"] = lambda x, weights, ids, *w: loop_experts(x, weights, ids % 4, *w)
+    for name, experts in forms.items():
+        timer = Timer("step(experts, own)", globals=dict(step=step, experts=experts, own=own))
+        ms = 1e3 * timer.timeit(20).mean
+        print(f"{N} tokens per rank, C {C}, {name}: {ms:.2f} ms\n" if rank == 0 else "", end="")
     dist.destroy_process_group()
 
 

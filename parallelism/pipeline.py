@@ -14,37 +14,29 @@ tags are needed (NCCL has none), and any schedule that has a valid order runs wi
 Messages to higher and to lower ranks use two process groups, since NCCL serializes the messages of
 one pair of ranks. (Create the process group without device_id, which would serialize both groups.)
 
-W, weight gradients computed after input gradients (Zero Bubble, arXiv:2401.10241):
-`split_backward_` makes the nn.Linear layers of a chunk defer dW = dy^T x wherever the schedule has
-a W; x and dy are kept from B to W. `split_experts_backward` does this for experts. The gradients of
-other parameters, such as norms, are computed in B. The weight gradients of bf16 weights are
-accumulated in fp32. With activation checkpointing, nothing is recomputed twice.
-
-U, an optimizer step after each microbatch (PipeDream, arXiv:1806.03377, 3.3): forward passes use
-the newest weights and backward passes the weights of their forward pass (weight stashing).
-Microbatch t on stage s of n (counted from 1) sees t - n + s updates.
-
-`decode` generates on a ring of stages: groups of rows follow each other through the stages, and the
-last rank sends the sampled tokens to the first.
+W, weight gradients after input gradients (Zero Bubble, arXiv:2401.10241): `split_backward_` and
+`split_experts_backward` defer dW = dy^T x from B to a W of the schedule; x and dy are kept, and
+other parameters, such as norms, get their gradients in B. U, an optimizer step after each
+microbatch (PipeDream, arXiv:1806.03377, 3.3): forward passes use the newest weights, backward
+passes those of their forward pass (weight stashing). `decode` generates on a ring of stages.
 
 Equivalence (test_all.py): loss, all gradients and the weights after 3 steps equal one process's for
 every schedule, combined with TP, FSDP and expert parallelism, on gloo; NCCL is untested. When it
 loses: fewer microbatches than ranks; stages of unequal time (schedules.partition balances them);
 links on which sending an activation takes as long as computing its stage. DualPipe's overlapped F
 and B run one after the other: its smaller bubble is realized, its compute overlap is not.
-Needs: torch. `python parallelism/pipeline.py` starts 4 processes, runs a check and prints a table
-(--check: no table).
+Needs: torch. `torchrun --standalone --nproc-per-node 2 parallelism/pipeline.py` checks itself.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-import statistics
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +45,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
 Group = dist.ProcessGroup
@@ -202,10 +195,8 @@ class Pipeline:
     save only their input and recompute their forward pass in the backward pass.
     before_action(action, last): called before each action; last: it is the chunk's last B.
     Schedules with U need modules, and must recompute by `recompute`: checkpointing inside a module
-    would see other weights. Collective over the groups. ValueError if the chunks do not match.
-
-    `microbatch` is the index of the microbatch being run; `events` are the last run's
-    (start, end, action).
+    would see other weights. Collective over the groups. `microbatch` is the index of the microbatch
+    being run; `events` are the last run's (start, end, action), by the host's clock.
     """
 
     def __init__(
@@ -234,17 +225,14 @@ class Pipeline:
         self.split_backwards = {a[1:3] for a in self.actions if a[0] == "W"}
         self.position = {a[:3]: n for rank in schedule.actions for n, a in enumerate(rank)}
         self.last_backward = {a[2]: a for a in self.actions if a[0] == "B"}
-        self.events: list[tuple[float, float, Any]] = []  # (start, end, action), host clock
+        self.events: list[tuple[float, float, Any]] = []
         self.microbatch = 0
         hops = [hop for path in schedule.paths for hop in zip(path, path[1:])]
         self.next_chunk = {("F", a): b for a, b in hops} | {("B", b): a for a, b in hops}
-        sources = range(size)
-        self.incoming = {
-            kinds: [[*self._messages_from(source, kinds)] for source in sources]
-            for kinds in ("FB", "F")
-        }
-        ranks_of = schedule.chunk_to_rank
-        self._connect({tuple(sorted((ranks_of[a], ranks_of[b]))) for a, b in hops})
+        messages = lambda kinds: [[*self._messages_from(rank, kinds)] for rank in range(size)]
+        self.incoming = {kinds: messages(kinds) for kinds in ("FB", "F")}
+        rank_of = schedule.chunk_to_rank
+        self._connect({tuple(sorted((rank_of[a], rank_of[b]))) for a, b in hops})
 
     # ---- messages ----
 
@@ -304,10 +292,10 @@ class Pipeline:
 
     def _release_sent(self, rank: int, position: int) -> None:
         """Free the send buffers that `rank` has received for its actions up to `position`."""
-        arrived = [one for one in self.sent if one[0] == rank and one[1] <= position]
-        for one in arrived:
-            one[2].wait()
-        self.sent = [one for one in self.sent if one[0] != rank or one[1] > position]
+        received = lambda one: one[0] == rank and one[1] <= position
+        for *_, work, _ in filter(received, self.sent):
+            work.wait()
+        self.sent = [one for one in self.sent if not received(one)]
 
     def _send(self, kind: str, m: int, chunk: int, x: Tensor) -> None:
         """Send the output of (kind, m, chunk) to the next chunk's rank."""
@@ -521,109 +509,53 @@ def decode(
 # --------------------------------------------------------------------------------------------------
 
 
-def _one_f_one_b(p: int, m: int, split: bool = False) -> SimpleNamespace:
-    """The 1F1B schedule; split: ZB-H1, with W on rank r delayed by r microbatches."""
-    lists = []
-    for r in range(p):
-        work = [("F", i, r) for i in range(min(p - r, m))]
-        for i in range(m + r * split):
-            work += [("B", i, r)] if i < m else []
-            work += [("W", i - r, r)] if split and i >= r else []
-            work += [("F", i + p - r, r)] if i + p - r < m else []
-        lists.append(work)
+def one_f_one_b(p: int, m: int, steady: str = "BF") -> SimpleNamespace:
+    """The 1F1B schedule; steady "BWF": with a W after each B."""
+    ahead = {"B": 0, "W": 0, "F": p}
+    lists = [
+        [("F", i, r) for i in range(min(p - r, m))]
+        + [(k, i + max(ahead[k] - r, 0), r) for i in range(m) for k in steady
+           if i + max(ahead[k] - r, 0) < m] for r in range(p)
+    ]  # fmt: skip
     return SimpleNamespace(
         name="1f1b", microbatches=m, chunk_to_rank=range(p), paths=(range(p),), actions=lists
     )
 
 
-def _model(n: int, C: int, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
-    torch.manual_seed(0)
-    stage = lambda: nn.Sequential(
-        nn.RMSNorm(C), nn.Linear(C, 3 * C), nn.GELU(), nn.Linear(3 * C, C)
-    )
-    return [stage().to(dtype) for _ in range(n)]
-
-
-def check(rank: int, ranks: int, up: Group, down: Group) -> None:
-    """Losses and gradients of 1F1B, with and without W, and tokens of `decode` == one process."""
-    torch.manual_seed(1)
-    m, shape = 6, (2, 3, 8)
-    x, goal = torch.randn(2, m, *shape, dtype=torch.float64).unbind()
-    whole = _model(ranks, 8)
-    outputs = list(x)
-    for stage in whole:
-        outputs = [stage(h) for h in outputs]
-    expected = sum((y - t).square().sum() for y, t in zip(outputs, goal))
-    expected.backward()
-    for split in (False, True):
-        weight_grads, own = WeightGradStore(), _model(ranks, 8)[rank]
-        split_backward_(own, weight_grads)
-        schedule = _one_f_one_b(ranks, m, split)
-        pipe = Pipeline(schedule, {rank: own}, up, down, dtype=x.dtype, weight_grads=weight_grads)
-        losses = pipe.step(shape, x, lambda y, i: (y - goal[i]).square().sum())
-        if rank == ranks - 1:
-            assert torch.allclose(sum(losses.values()), expected, rtol=1e-12)
-        for p, q in zip(own.parameters(), whole[rank].parameters()):
-            assert torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-12)
-    add = lambda x, g: x[..., None].double() + rank if rank == 0 else x + rank
-    first_tokens = [torch.tensor([g, 2 * g]) for g in range(3)]
-    sample = lambda y, g: y[:, 0, 0].long() % 97
-    ring = decode(add, first_tokens, sample, lambda g: (2, 1, 1), up, down, dtype=torch.float64)
-    for _, seen in zip(range(5), ring):
-        assert all(torch.equal(s, t) for s, t in zip(seen, first_tokens))
-        first_tokens = [(t + sum(range(ranks))) % 97 for t in first_tokens]
-    ring.close()
-
-
-def benchmark(rank: int, ranks: int, up: Group, down: Group) -> None:
-    """Milliseconds per step. All ranks share this machine's cores."""
+def main() -> None:
+    """Losses and gradients == one process's; milliseconds of a step beside torch's 1F1B."""
+    if "RANK" not in os.environ:
+        sys.exit("run torchrun --standalone --nproc-per-node 2 parallelism/pipeline.py")
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    m, C, rows = 16, 256, 128
-    print0 = print if rank == 0 else lambda *_: None
-    print0(f"{ranks} stages of 2 matmuls of {C} x {3 * C}")
-    print0(f"{m} microbatches of {rows} rows, fp32, ms per step")
-    x, goal = torch.randn(2, m * rows, C).unbind()
-    loss = lambda y, t: (y - t).square().sum()
-    first, last = rank == 0, rank == ranks - 1
-    stage = PipelineStage(_model(ranks, C, torch.float32)[rank], rank, ranks, torch.device("cpu"))
-    torch_schedule = Schedule1F1B(stage, m, loss_fn=loss, scale_grads=False)
-    args, kwargs = ((x,) if first else ()), (dict(target=goal) if last else {})
-    xs, goals = x.split(rows), goal.split(rows)
-    runs = {"torch's Schedule1F1B": lambda: torch_schedule.step(*args, **kwargs)}
-    for name, split in (("1f1b", False), ("zb-h1", True)):
-        weight_grads, own = WeightGradStore(), _model(ranks, C, torch.float32)[rank]
-        split_backward_(own, weight_grads)
-        schedule = _one_f_one_b(ranks, m, split)
-        pipe = Pipeline(schedule, {rank: own}, up, down, weight_grads=weight_grads)
-        runs[name] = lambda pipe=pipe: pipe.step((rows, C), xs, lambda y, i: loss(y, goals[i]))
-    for name, run in runs.items():
-        print0(f"{name:>22}{_ms(run):>9.1f}")
-
-
-def _ms(work: Callable[[], Any], times: int = 9) -> float:
-    spent = []
-    for _ in range(times):
-        dist.barrier()
-        start = time.perf_counter()
-        work()
-        dist.barrier()
-        spent.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(spent[2:])
-
-
-def main() -> None:
-    if "RANK" not in os.environ:
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
-    dist.init_process_group("gloo")
+    gpu = torch.cuda.is_available()
+    torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
+    dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = p2p_groups([range(ranks)])
-    check(rank, ranks, *groups)
-    if "--check" not in sys.argv:
-        benchmark(rank, ranks, *groups)
-    dist.barrier()
+    device, groups = torch.get_default_device(), p2p_groups([range(ranks)])
+    m, N, C = 4 * ranks, *((4096, 4096) if gpu else (128, 256))
+    torch.manual_seed(0)
+    layer = lambda: nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))
+    whole = nn.Sequential(*(layer() for _ in range(ranks)))
+    x, loss = torch.randn(m * N, C), lambda y, _: y.square().sum()
+    runs = {}
+    for name, steady in (("1f1b", "BF"), ("1f1b with W", "BWF")):
+        chunk, store = copy.deepcopy(whole[rank]), WeightGradStore()
+        split_backward_(chunk, store)
+        schedule = one_f_one_b(ranks, m, steady)
+        pipe = Pipeline(schedule, {rank: chunk}, *groups, device=device, weight_grads=store)
+        runs[name] = partial(pipe.step, (N, C), x.split(N), loss)
+        runs[name]()
+        expected = torch.autograd.grad(whole(x).square().sum(), [*whole[rank].parameters()])
+        for p, grad in zip(chunk.parameters(), expected):
+            assert (p.grad - grad).norm() < 1e-5 * grad.norm()
+    stage = PipelineStage(copy.deepcopy(whole[rank]), rank, ranks, device)
+    peer = Schedule1F1B(stage, m, loss_fn=lambda y, _: y.square().sum(), scale_grads=False)
+    last = dict(target=x) if rank == ranks - 1 else {}
+    runs["torch's Schedule1F1B"] = partial(peer.step, *([x] if rank == 0 else []), **last)
+    for name, run in runs.items():
+        ms = 1e3 * Timer("run()", globals=dict(run=run)).timeit(10).mean
+        print(f"{m} microbatches of {N} x {C}, {name}: {ms:.1f} ms\n" if rank == 0 else "", end="")
     dist.destroy_process_group()
 
 

@@ -36,7 +36,7 @@ stages r and p-1-r, with half of the microbatches in each direction: every stage
 When it loses: more chunks send more activations; a separate W reads its input again and pays only
 while m is not many times p; `zbv` has no bubble for equal times only. Needs: nothing.
 `python parallelism/schedules.py --schedule zbv --stages 4 --microbatches 8` plots a schedule;
-without arguments it runs a check and prints the table above in numbers.
+without arguments it prints the table above in numbers.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ import itertools
 import math
 import re
 import shutil
+import string
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -515,7 +516,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     while ready:
         r = ready.pop()
         while at[r] < len(schedule.actions[r]):
-            actions = _next_slot(schedule.actions[r], at[r])
+            first = schedule.actions[r][at[r]]
+            actions = schedule.actions[r][at[r] : at[r] + 1 + first.overlap]
             dependencies = {one for a in actions for one in schedule.dependencies(a)}
             missing = next((one for one in dependencies if one not in done), None)
             if missing is not None:
@@ -536,10 +538,6 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     _check(not stuck, f"{schedule.name} deadlocks: {'; '.join(stuck)}")
     peaks = tuple(_peak(schedule, actions, split, costs) for actions in schedule.actions)
     return Timeline(schedule, tuple(map(tuple, events)), peaks)
-
-
-def _next_slot(actions: Sequence[Action], at: int) -> Sequence[Action]:
-    return actions[at : at + 1 + actions[at].overlap]
 
 
 def _peak(schedule: Schedule, actions: Iterable[Action], split: set, costs: Costs) -> float:
@@ -670,35 +668,33 @@ def balance(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
 # Plots
 # --------------------------------------------------------------------------------------------------
 
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
 
 def render_text(timeline: Timeline, width: int = 100) -> str:
     """Two lines per rank: the kind of its actions, in lower case for all chunks but its first, and
     the microbatch below (0 again from the 63rd on)."""
-    events = [event for events in timeline.events for event in events]
-    shortest = min(e.end - e.start for e in events if e.end > e.start)
+    digits, lines = string.digits + string.ascii_letters, []
+    shortest = min(e.end - e.start for own in timeline.events for e in own if e.end > e.start)
     columns = round(min(timeline.makespan / shortest, width))
-    scale, lines = columns / timeline.makespan, []
+    scale = columns / timeline.makespan
     for r, own in enumerate(timeline.events):
         kinds, numbers = ["."] * columns, [" "] * columns
         first = min(e.action.chunk for e in own)
-        for start, end, (kind, m, chunk, _) in _bar_events(own):
+        for start, end, (kind, m, chunk, _) in _bars(own):
             for x in range(round(start * scale), round(end * scale)):
                 kinds[x] = kind if chunk == first else kind.lower()
-                numbers[x] = DIGITS[m % len(DIGITS)]
+                numbers[x] = digits[m % len(digits)]
         lines += [f"rank {r:<3}{''.join(kinds)}", f"{'':8}{''.join(numbers)}".rstrip()]
     return "\n".join(lines)
 
 
-def _bar_events(events: Sequence[Event]) -> Iterator[Event]:
+def _bars(events: Sequence[Event]) -> Iterator[Event]:
     """Overlapped pairs as consecutive bars, F taking a third of their time."""
     last = None
     for start, end, action in events:
         third = start + (end - start) / 3
-        second = last is not None and last.action.overlap
-        last = Event(start, end, action)
+        second = last is not None and last.overlap
         yield Event(third if second else start, third if action.overlap else end, action)
+        last = action
 
 
 def render_svg(timeline: Timeline, width: int = 1200, height: int = 28) -> str:
@@ -706,22 +702,22 @@ def render_svg(timeline: Timeline, width: int = 1200, height: int = 28) -> str:
     colors = {"F": "#6b9bd1", "B": "#7bbf7b", "W": "#e8c468", "U": "#b48ead"}
     scale, out = width / timeline.makespan, []
     for r, own in enumerate(timeline.events):
-        first = min(e.action.chunk for e in own)
-        out.append(f'<text x="0" y="{(r + 0.65) * height}">{r}</text>')
-        for start, end, (kind, m, chunk, _) in _bar_events(own):
-            x, w, y = 24 + start * scale, (end - start) * scale, r * height
-            box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="{height - 2}"'
-            opacity = 1 if chunk == first else 0.55
-            title = f"<title>{Action(kind, m, chunk)}</title>"
-            out.append(f'<rect {box} fill="{colors[kind]}" opacity="{opacity}">{title}</rect>')
+        first, y, middle = min(e.action.chunk for e in own), r * height, (r + 0.65) * height
+        out.append(f'<text x="0" y="{middle}">{r}</text>')
+        for start, end, (kind, m, chunk, _) in _bars(own):
+            x, w, opacity = 24 + start * scale, (end - start) * scale, 1 if chunk == first else 0.55
+            out.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{height - 2}" '
+                f'fill="{colors[kind]}" opacity="{opacity}">'
+                f"<title>{Action(kind, m, chunk)}</title></rect>"
+            )
             if w > 9:
-                at = f'x="{x + w / 2:.1f}" y="{y + 0.65 * height:.1f}" text-anchor="middle"'
-                out.append(f"<text {at}>{m}</text>")
+                out.append(
+                    f'<text x="{x + w / 2:.1f}" y="{middle:.1f}" text-anchor="middle">{m}</text>'
+                )
     size = f'width="{width + 24}" height="{len(timeline.events) * height}"'
-    style = 'font-family="monospace" font-size="11"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(out) + "\n</svg>"
-    )
+    style = f'{size} font-family="monospace" font-size="11"'
+    return "\n".join((f'<svg xmlns="http://www.w3.org/2000/svg" {style}>', *out, "</svg>"))
 
 
 def report(timeline: Timeline, width: int = 100) -> str:
@@ -737,32 +733,10 @@ def report(timeline: Timeline, width: int = 100) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Command line
-# --------------------------------------------------------------------------------------------------
-
-
-def self_check() -> None:
-    """The closed forms of the module docstring."""
-    F, B, W, p, m = 5.0, 6.0, 4.0, 4, 16
-    costs, whole = Costs(F, B, W), F + B + W
-    forms = {"gpipe": (p - 1) * whole, "1f1b": (p - 1) * whole, "interleaved": (p - 1) * whole / 2}
-    forms |= {"breadth-first": (p - 1) * whole / 2, "zb-h1": (p - 1) * (F + B - W)}
-    for name, expected in forms.items():
-        schedule = make_schedule(name, p, m)
-        check(parse(str(schedule)))
-        bubble = simulate(schedule, costs).bubble
-        assert abs(bubble - expected) < 1e-9, (name, bubble, expected)
-    equal = {name: simulate(make_schedule(name, p, m)).bubble for name in SCHEDULES}
-    assert (
-        equal["zbv"] == equal["zb-h2"] == 0 and equal["dualpipe"] == 2 and equal["dualpipev"] == 3
-    )
-
-
 def table(p: int = 8, m: int = 32) -> str:
     """A row per schedule at F = B = W = 1."""
-    head = f"p = {p}, m = {m}, F = B = W = 1; a rank computes {3 * m}"
-    rows = [head, f"{'':16}{'bubble':>8}{'time':>8}{'idle':>8}{'memory':>8}"]
+    rows = [f"p = {p}, m = {m}, F = B = W = 1; a rank computes {3 * m}",
+            f"{'':16}{'bubble':>8}{'time':>8}{'idle':>8}{'memory':>8}"]  # fmt: skip
     for name in SCHEDULES:
         t = simulate(make_schedule(name, p, m))
         numbers = f"{t.bubble:8.1f}{t.makespan:8.1f}{t.bubble_fraction:8.1%}{max(t.peaks):8.1f}"
@@ -770,27 +744,35 @@ def table(p: int = 8, m: int = 32) -> str:
     return "\n".join(rows)
 
 
-def main(argv: list[str] | None = None) -> int:
+# --------------------------------------------------------------------------------------------------
+# Command line
+# --------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    text = f"{', '.join(SCHEDULES)}; or a file written by --list"
-    p.add_argument("--schedule", metavar="NAME", help=text)
-    p.add_argument("--stages", type=int, default=4, metavar="P", help="ranks (%(default)s)")
-    p.add_argument("--microbatches", type=int, default=8, metavar="M", help="(%(default)s)")
+    add = p.add_argument
+    text = f"{', '.join(SCHEDULES)}; or a file written by --list (default: a table of all)"
+    add("--schedule", metavar="NAME", help=text)
+    add("--stages", type=int, default=4, metavar="P", help="ranks (%(default)s)")
+    add("--microbatches", type=int, default=8, metavar="M", help="(%(default)s)")
     text = f"chunks per rank, with {' and '.join(LOOPED)} (2)"
-    p.add_argument("--chunks", type=int, metavar="V", help=text)
+    add("--chunks", type=int, metavar="V", help=text)
     for name in ("forward", "backward", "weights"):
         text = "time for a rank's share of the model; backward: input gradients only (1)"
-        p.add_argument(f"--{name}", type=float, default=1.0, metavar="T", help=text)
+        add(f"--{name}", type=float, default=1.0, metavar="T", help=text)
     text = "time of an F overlapped with a full backward pass (DualPipe)"
-    p.add_argument("--overlapped", type=float, metavar="T", help=text)
-    text = "latency between ranks (0)"
-    p.add_argument("--send", type=float, default=0.0, metavar="T", help=text)
-    p.add_argument("--list", action="store_true", help="print the action lists, not the plot")
-    p.add_argument("--plot", type=Path, metavar="FILE.svg", help="also write the plot as SVG")
-    args = p.parse_args(argv)
+    add("--overlapped", type=float, metavar="T", help=text)
+    add("--send", type=float, default=0.0, metavar="T", help="latency between ranks (0)")
+    add("--list", action="store_true", help="print the action lists, not the plot")
+    add("--plot", type=Path, metavar="FILE.svg", help="also write the plot as SVG")
+    return p.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
     try:
         if args.schedule is None:
-            self_check()
             print(table())
             return 0
         if Path(args.schedule).is_file():
