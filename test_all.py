@@ -22809,7 +22809,6 @@ class TpGrid:
     X: int = 2
     Y: int = 2
     replicated: bool = True
-    sharded: bool = False
     dtype: str = "fp64"
     rows: tuple = (3, 2)
     C: int = 16
@@ -22838,9 +22837,6 @@ def tp_run_grid(rank, case, drop=None):
     mlp, x, coef = tp_mlp_of(case)
     weights = [linear.weight for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     ffn = inference_parallel.FFN2D(*weights, x_group, y_group, case.replicated)
-    if case.sharded:
-        parts = *ffn.gate_up.detach().chunk(2), ffn.down.detach()
-        ffn = inference_parallel.FFN2D(*parts, x_group, y_group, case.replicated, sharded=True)
     if not case.replicated:
         x, coef = (t.detach().chunk(case.X * case.Y, -1)[me] for t in (x, coef))
         x = tp_leaf(x)
@@ -22860,7 +22856,6 @@ TP_GRIDS = {
     for replicated in (True, False)
 } | {
     "ffn fp32": TpGrid(dtype="fp32"),
-    "ffn from shards": TpGrid(sharded=True),
     "ffn 1 token": TpGrid(rows=(1, 1), replicated=False),
 }
 TP_DROPS_GRID = {f"drop ffn {n}": n for n in (1, 2, 3, 4)}
@@ -24980,26 +24975,6 @@ def mesh_errors_case(rank: int, task, folder: Path) -> list:
     return errors
 
 
-def offload_case(rank: int, task, folder: Path) -> dict:
-    """Two steps of AdamW with shards on the device, and with offload=True."""
-    mesh, weights, policies, shard = parallel.make_mesh(dp_shard=4), [], [], parallel.fully_shard
-    tokens = torch.arange(64).view(4, 1, 16)[mesh.rank("dp_shard")] % 89
-    for offload in (False, True):
-        torch.manual_seed(0)
-        model = M.Transformer(LAYOUT_MODELS["dense"])
-        with pytest.MonkeyPatch.context() as patch:
-            recorded = lambda m, **kw: (policies.append(kw.get("offload_policy")), shard(m, **kw))
-            patch.setattr(parallel, "fully_shard", recorded)
-            parallel.apply_fsdp(model, mesh, offload=offload)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(tokens).square().sum().backward()
-            optimizer.step()
-        weights.append([parallel.to_local(p.detach()).clone() for p in model.parameters()])
-    return dict(same=all(map(torch.equal, *weights)), offloads=[p is not None for p in policies])
-
-
 def frozen_case(rank: int, task, folder: Path) -> dict:
     """A step on 2 x 2 ranks that trains only o_proj, and a step that trains all parameters."""
     mesh, norms, frozen = parallel.make_mesh(dp_shard=2, tp=2), [], []
@@ -25221,7 +25196,7 @@ LAYOUT_DEFAULT = (
     | {name: (lost_case, case) for name, case in LOST.items()}
     | {name: (count_case, case) for name, case in COUNTED.items()}
     | {name: (chain_case, case) for name, case in CHAINS.items()}
-    | {"mesh errors": (mesh_errors_case, None), "offload": (offload_case, None)}
+    | {"mesh errors": (mesh_errors_case, None)}
     | {"frozen": (frozen_case, None)}
 )
 LAYOUT_SLOW = (
@@ -25575,14 +25550,6 @@ def test_layout_rejects_bad_flags(refusal):
         L.check(case.args(), case.config, world)
     error = str(e.value)
     assert "\n" not in error and all(word in error for word in words.split("; ")), error
-
-
-def test_layout_fsdp_offload_trains_the_same(layouts):
-    """apply_fsdp(offload=True) sets the offload policy on every group; on a CPU, where it has no
-    effect, the weights are equal to the bit."""
-    no_error(layouts["offload"])
-    for got in layouts["offload"]:
-        assert got["same"] and got["offloads"] == [False] * 5 + [True] * 5
 
 
 def test_layout_frozen_parameters_get_no_gradients(layouts):

@@ -16,18 +16,14 @@ PyTorch's fused matmuls require torch.distributed._symmetric_memory, which is no
 NCCL's send and receive move the shards on their own streams.
 
 Hook: parallel.apply_tp(async_matmuls=(all_gather_matmul, matmul_reduce_scatter)). Equivalence
-(test_all.py): values and gradients == all-gather and F.linear, F.linear and reduce-scatter. Needs
-torch. `python parallelism/async_tp.py` starts 4 processes, runs a self-check and prints a table
-(--check: no table).
+(test_all.py): values and gradients == all-gather and F.linear, F.linear and reduce-scatter. Needs:
+torch. A check and a table: `torchrun --standalone --nproc-per-node 2 parallelism/async_tp.py`.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
@@ -37,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.benchmark import Timer
 
 Group = dist.ProcessGroup | None
 
@@ -193,96 +190,36 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: Group = None) -> Ten
 # --------------------------------------------------------------------------------------------------
 
 
-class _Collective(torch.autograd.Function):
-    """All-gather or reduce-scatter; the backward of each is the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gather: bool) -> Tensor:
-        ctx.gather = gather
-        return _collective(x, gather)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _collective(grad, not ctx.gather), None
-
-
-def _collective(x: Tensor, gather: bool) -> Tensor:
-    """All-gather of x (B, t, C), or reduce-scatter of x (B, t * P, C), along the sequence."""
-    ranks = dist.get_world_size()
-    if gather:
-        parts = x.new_empty(ranks * len(x), *x.shape[1:])
-        all_gather(parts, x.contiguous())
-        return parts.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
-    parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    reduce_scatter(out := torch.empty_like(parts[0]), parts.flatten(0, 1))
-    return out
-
-
-def variants(
-    x: Tensor, gate: Tensor, up: Tensor, h: Tensor, down: Tensor
-) -> dict[str, Callable[[], list[Tensor]]]:
-    """Both ends of an MLP, each as collective plus matmul and as a ring."""
-
-    def gather_then_matmul() -> list[Tensor]:
-        gathered = _Collective.apply(x, True)
-        return [F.linear(gathered, w) for w in (gate, up)]
-
-    return {
-        "gather, matmul": gather_then_matmul,
-        "as a ring": lambda: all_gather_matmul(x, [gate, up]),
-        "matmul, scatter": lambda: [_Collective.apply(F.linear(h, down), False)],
-        "as a ring ": lambda: [matmul_reduce_scatter(h, down)],
-    }
-
-
-def check(rank: int, ranks: int) -> None:
-    """Values and gradients of the rings == those of collectives and matmuls."""
-    rng = torch.Generator().manual_seed(rank)
-    make = lambda *s: torch.randn(s, generator=rng, dtype=torch.float64).requires_grad_()
-    leaves = make(2, 3, 8), make(5, 8), make(4, 8), make(2, 3 * ranks, 6), make(8, 6)
-    results = []
-    for run in variants(*leaves).values():
-        ys = run()
-        inputs = leaves[:3] if len(ys) == 2 else leaves[3:]
-        results.append([*ys, *torch.autograd.grad([y.square().sum() for y in ys], inputs)])
-    for a, b in (*zip(*results[:2]), *zip(*results[2:])):
-        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
-
-
-def benchmark(rank: int, ranks: int, t: int, C: int) -> None:
-    """Milliseconds of each variant; the ranks share this machine's cores."""
-    n, rng = 4 * C // ranks, torch.Generator().manual_seed(rank)
-    make = lambda *shape: torch.randn(shape, generator=rng).requires_grad_()
-    x, gate, up, h, down = make(1, t, C), make(n, C), make(n, C), make(1, t * ranks, n), make(C, n)
-    say = print if rank == 0 else lambda *_: None
-    say(f"{ranks} ranks, x (1, {t}, {C}) each, F {4 * C}, fp32")
-    say(f"{'ms':>18}{'forward':>9}{'and backward':>14}")
-    for name, run in variants(x, gate, up, h, down).items():
-        times = []
-        for step in (run, lambda: torch.autograd.backward([y.sum() for y in run()])):
-            samples = []
-            for _ in range(9):
-                dist.barrier()
-                start = time.perf_counter()
-                step()
-                dist.barrier()
-                samples.append(1e3 * (time.perf_counter() - start))
-            times.append(statistics.median(samples[2:]))
-        say(f"{name:>18}{times[0]:>9.2f}{times[1]:>14.2f}")
-
-
 def main() -> None:
+    """Each ring == the collective and F.linear; milliseconds of both."""
     if "RANK" not in os.environ:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*launch, "--nproc-per-node=4", *sys.argv]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run(command, env=os.environ | threads).returncode)
-    dist.init_process_group("gloo")
+        sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/async_tp.py")
+    gpu = torch.cuda.is_available()
+    torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
+    dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    check(rank, ranks)
-    for t, C in () if "--check" in sys.argv else ((32, 256), (128, 512), (256, 1024)):
-        benchmark(rank, ranks, t, C)
-    dist.barrier()
+    t, C = (2048, 4096) if gpu else (128, 512)
+    torch.manual_seed(rank)
+    x, h = torch.randn(1, t, C), torch.randn(1, ranks * t, 4 * C // ranks)
+    up, down = torch.randn(4 * C // ranks, C), torch.randn(C, 4 * C // ranks)
+
+    def gather_then_matmul() -> Tensor:
+        all_gather(full := x.new_empty(ranks * t, C), x[0])
+        return F.linear(full, up)[None]
+
+    def matmul_then_scatter() -> Tensor:
+        reduce_scatter(out := x.new_empty(t, C), F.linear(h[0], down))
+        return out[None]
+
+    for ring, plain in (
+        (lambda: all_gather_matmul(x, [up])[0], gather_then_matmul),
+        (lambda: matmul_reduce_scatter(h, down), matmul_then_scatter),
+    ):
+        torch.testing.assert_close(ring(), plain(), rtol=1e-3, atol=1e-2)
+        # the same number of runs on all ranks
+        ms = [1e3 * Timer("f()", globals=dict(f=f)).timeit(20).mean for f in (ring, plain)]
+        if rank == 0:
+            print(f"x {t} x {C} per rank, fp32: ring {ms[0]:.2f} ms, {plain.__name__} {ms[1]:.2f}")
     dist.destroy_process_group()
 
 

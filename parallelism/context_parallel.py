@@ -26,18 +26,15 @@ or unmasked calls of plain attention.
 When it loses: sequences that fit on one rank, since there is less compute per byte sent; short
 packed documents, each of which costs a call. Equivalence (test_all.py): attention of one process in
 outputs, lse and gradients, for every placement, causal or not, with windows and packed documents.
-Hook: used behind an `attend` callable. Needs: torch. `python parallelism/context_parallel.py`
-starts 4 processes, runs a check and prints a table (--check: no table).
+Hook: used behind an `attend` callable. Needs: torch. A check and a table: `torchrun --standalone
+--nproc-per-node 2 parallelism/context_parallel.py`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
-import subprocess
 import sys
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -48,6 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.benchmark import Timer
 
 Group = dist.ProcessGroup
 # (q, k, v, *, causal, window, scale) -> (o (B, T, Hq, Dv), lse (B, Hq, T)), differentiable
@@ -565,85 +563,41 @@ def ulysses_attention(
 # --------------------------------------------------------------------------------------------------
 
 
-def _groups(ranks: int) -> tuple[Group, Group]:
-    """Groups of a 2D grid: (pairs of neighbours, ranks with equal position in their pair)."""
-    grid = torch.arange(ranks).view(-1, 2)
-    inner, outer = (dist.new_subgroups_by_enumeration(g.tolist())[0] for g in (grid, grid.T))
-    return inner, outer
-
-
-def check(rank: int, ranks: int) -> None:
-    """Outputs and gradients of every variant == attention over the full sequence."""
-    T, rng = 64, torch.Generator().manual_seed(0)
-    whole = [torch.randn(2, T, h, 16, generator=rng).double() for h in (4, 2, 2)]
-    inner, outer = _groups(ranks)
-    ring = partial(ring_attention, group=outer, return_lse=True)
-    ulysses = partial(ulysses_attention, group=inner, attention=ring)
-    pair, rank_in_pair = dist.get_rank(outer), dist.get_rank(inner)
-    for mask in (dict(), dict(causal=False), dict(window=9)):
-        leaves = [x.clone().requires_grad_() for x in whole]
-        o, _ = attention_with_lse(*leaves, **mask)
-        expected = o, *torch.autograd.grad(o.square().sum(), leaves)
-        forms = [(ring_attention, name) for name in ("contiguous", "striped", "zigzag")]
-        forms = [(partial(form, placement=name), cp_positions(T, ranks, rank, name))
-                 for form, name in (*forms, (all_gather_attention, "zigzag"))]  # fmt: skip
-        forms.append((ulysses_attention, cp_positions(T, ranks, rank, "contiguous")))
-        forms.append((ulysses, cp_positions(T, ranks // 2, pair).chunk(2)[rank_in_pair]))
-        for form, at in forms:
-            part = [x[:, at].clone().requires_grad_() for x in whole]
-            o = form(*part, **mask)
-            for got, want in zip((o, *torch.autograd.grad(o.square().sum(), part)), expected):
-                assert torch.allclose(got, want[:, at], rtol=1e-9, atol=1e-12), (form, mask)
-
-
-def benchmark(rank: int, ranks: int) -> None:
-    """Milliseconds of each variant, and the work of the busiest rank relative to the mean."""
-    T, Hq, Hkv, D = 2048, 8, 4, 64
-    inner, outer = _groups(ranks)
-    two = partial(ring_attention, group=outer, return_lse=True)
-    forms = {
-        f"ring, {name}": (partial(ring_attention, placement=name), pairs_per_rank(T, ranks, name))
-        for name in ("contiguous", "striped", "zigzag")
-    }
-    even = pairs_per_rank(T, ranks, "zigzag")
-    forms["all-gather, zigzag"] = all_gather_attention, even
-    forms["Ulysses"] = ulysses_attention, even
-    forms["2D, Ulysses 2 x ring"] = partial(ulysses_attention, group=inner, attention=two), even
-    rng = torch.Generator().manual_seed(rank)
-    shapes = [(1, T // ranks, h, D) for h in (Hq, Hkv, Hkv)]
-    leaves = [torch.randn(s, generator=rng, requires_grad=True) for s in shapes]
-    if rank == 0:
-        print(f"cp {ranks}: T {T}, heads {Hq}/{Hkv}, D {D}, fp32, causal, forward + backward")
-        print(f"{'':>22}{'ms':>9}{'max / mean work':>19}")
-    for name, (form, share) in forms.items():
-        ms = _ms(lambda: torch.autograd.grad(form(*leaves).square().sum(), leaves))
-        if rank == 0:
-            print(f"{name:>22}{ms:>9.1f}{max(share) / statistics.mean(share):>19.2f}")
-
-
-def _ms(run: Callable[[], Any], times: int = 7) -> float:
-    spent = []
-    for _ in range(times):
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        dist.barrier()
-        spent.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(spent[2:])
-
-
 def main() -> None:
+    """Gradients == attention over the full sequence; milliseconds of each variant."""
     if "RANK" not in os.environ:
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
-    dist.init_process_group("gloo")
+        sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/context_parallel.py")
+    gpu = torch.cuda.is_available()
+    torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
+    dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    _check(ranks == 4, f"the check is for 4 ranks, not {ranks}")
-    check(rank, ranks)
-    if "--check" not in sys.argv:
-        benchmark(rank, ranks)
-    dist.barrier()
+    forms = {name: (partial(ring_attention, placement=name), name)
+             for name in ("contiguous", "striped", "zigzag")}  # fmt: skip
+    forms["all-gather"] = all_gather_attention, "zigzag"
+    forms["Ulysses"] = ulysses_attention, "contiguous"
+
+    def step(form: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(form(*inputs).square().sum(), inputs)
+
+    torch.manual_seed(0)
+    T, H, Hkv = 32 * ranks, 2 * ranks, ranks
+    whole = [torch.randn(2, T, h, 16, dtype=torch.double).requires_grad_() for h in (H, Hkv, Hkv)]
+    expected = step(lambda *x: attention_with_lse(*x)[0], whole)
+    for form, placement in forms.values():
+        at = cp_positions(T, ranks, rank, placement)
+        got = step(form, [x.detach()[:, at].requires_grad_() for x in whole])
+        torch.testing.assert_close(got, tuple(x[:, at] for x in expected))
+    T, D = (8192, 128) if gpu else (1024, 64)
+    local = [torch.randn(1, T // ranks, h, D).requires_grad_() for h in (H, Hkv, Hkv)]
+    for name, (form, placement) in forms.items():
+        # the same number of runs on all ranks
+        ms = (
+            1e3 * Timer("step(form, x)", globals=dict(step=step, form=form, x=local)).timeit(5).mean
+        )
+        pairs = pairs_per_rank(T, ranks, placement)
+        if rank == 0:
+            print(f"T {T}, {ranks} ranks, forward + backward, {name}: {ms:.1f} ms, "
+                  f"max / mean work {max(pairs) * ranks / sum(pairs):.2f}")  # fmt: skip
     dist.destroy_process_group()
 
 

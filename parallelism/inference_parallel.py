@@ -16,20 +16,17 @@ Tensor parallelism by heads (parallel.py) is the usual layout. Three cases it ha
 When they lose: on few ranks, where latency dominates (FFN2D has twice the collectives); with a
 batch of one row, which cannot be sharded. Hooks: batch_sharded_attend wraps an `attend` callable;
 FFN2D replaces an MLP. Equivalence (test_all.py): outputs == one rank's, caches of B/P rows, bytes
-sent == the formulas in this file. Needs: torch. `python parallelism/inference_parallel.py` starts 4
-processes, checks itself and prints a table (--check: no table).
+sent == the formulas in this file. Needs: torch. A check and a table: `torchrun --standalone
+--nproc-per-node 2 parallelism/inference_parallel.py`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 Group = dist.ProcessGroup | None  # None: all ranks
 # (q, k, v, *, causal, window, scale) -> (o (B, T, Hq, Dv), lse (B, Hq, T))
@@ -143,8 +141,7 @@ def batch_sharded_attend(
 
 class FFN2D(nn.Module):
     """SwiGLU on X x Y ranks (3.2.2): rank (i, j) has shard i of X along C and shard j of Y along F
-    of every weight: gate, up (F/Y, C/X), down (C/X, F/Y). The arguments are full weights, or these
-    shards if `sharded`. x_group: the ranks of this j in the order of i; y_group: those of this i.
+    of every weight: gate, up (F/Y, C/X), down (C/X, F/Y). The arguments are full weights. x_group: the ranks of this j in the order of i; y_group: those of this i.
 
         x (C/P) gather y -> (C/X) gate, up -> (F/Y) reduce-scatter x -> (F/P) silu(gate) * up
                 gather x -> (F/Y) down     -> (C/X) reduce-scatter y -> (C/P)
@@ -155,17 +152,16 @@ class FFN2D(nn.Module):
 
     def __init__(
         self, gate: Tensor, up: Tensor, down: Tensor, x_group: Group, y_group: Group,
-        replicated: bool = True, sharded: bool = False,
+        replicated: bool = True,
     ):  # fmt: skip
         super().__init__()
         self.groups, self.replicated = (x_group, y_group), replicated
         (i, j), (X, Y) = self.grid_coords()
-        width, dim = len(gate) * (Y if sharded else 1), len(down) * (X if sharded else 1)
+        width, dim = len(gate), len(down)
         ok = width % (X * Y) == 0 and dim % (X * Y) == 0
         _check(ok, f"F {width} and C {dim} must be divisible by {X} x {Y} ranks")
-        if not sharded:
-            gate, up = (w.chunk(Y)[j].chunk(X, 1)[i] for w in (gate, up))
-            down = down.chunk(X)[i].chunk(Y, 1)[j].clone()
+        gate, up = (w.chunk(Y)[j].chunk(X, 1)[i] for w in (gate, up))
+        down = down.chunk(X)[i].chunk(Y, 1)[j].clone()
         self.gate_up, self.down = nn.Parameter(torch.cat((gate, up))), nn.Parameter(down)
 
     def grid_coords(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -367,108 +363,30 @@ def _pass_q(
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Spec:
-    scale: float
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    expand: Callable | None = None
-
-
-def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scale) v (B, T, Hq, Dv) and its log-sum-exp (B, Hq, T); causal masks align
-    bottom-right."""
-    B, T, Hq, D = q.shape
-    q = q.unflatten(2, (k.shape[2], -1))
-    s = torch.einsum("bthgd,bshd->bhgts", q, k) * (D**-0.5 if scale is None else scale)
-    if causal:
-        future = torch.ones(T, k.shape[1], dtype=torch.bool).triu(1 + k.shape[1] - T)
-        s = s.masked_fill(future, -math.inf)
-    o = torch.einsum("bhgts,bshd->bthgd", s.softmax(-1), v)
-    return o.flatten(2, 3), s.logsumexp(-1).flatten(1, 2)
-
-
-def grid(X: int, Y: int) -> tuple[Group, Group]:
-    """(x_group, y_group) of rank i * Y + j."""
-    ranks = torch.arange(X * Y).view(X, Y)
-    make = dist.new_subgroups_by_enumeration
-    return make(ranks.T.tolist())[0], make(ranks.tolist())[0]
-
-
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The feed-forward on one rank."""
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-
-
-def check(rank: int, ranks: int) -> None:
-    """Each layout's output == the output on one rank."""
-    rng = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64)
-    x, gate, up, down = make(3, 2, 16), make(24, 16), make(24, 16), make(16, 24)
-    for X, Y in ((1, 4), (2, 2), (4, 1)):
-        got = FFN2D(gate, up, down, *grid(X, Y))(x)
-        assert torch.allclose(got, swiglu(x, gate, up, down)), (X, Y)
-    q, k, v = make(8, 3, 8, 6), make(8, 5, 1, 6), make(8, 5, 1, 6)
-    options = dict(causal=True, window=None)
-    attend = lambda spec, q, k, v, at: reference_attention(q, k, v, scale=spec.scale, **options)[0]
-    got = batch_sharded_attend(attend)(_Spec(0.3), q.chunk(ranks, 2)[rank], k, v, torch.arange(3))
-    want = attend(_Spec(0.3), q, k, v, None).chunk(ranks, 2)[rank]
-    assert torch.allclose(got, want)
-    q, k, v = make(2, 8, 4, 6), make(2, 19, 2, 6), make(2, 19, 2, 6)
-    want = reference_attention(q, k, v, scale=None, **options)[0].chunk(ranks, 1)[rank]
-    ends = [0, 5, 5, 9, 11]  # of the ranks' caches
-    t = slice(2 * rank, 2 * rank + 2)
-
-    def new_attention(_: Tensor, __: Tensor, ___: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        k_new, v_new = (x[:, 11 : 13 + 2 * rank] for x in (k, v))
-        return reference_attention(q[:, t], k_new, v_new, **kwargs)
-
-    for mode in ("pass-kv", "pass-q"):
-        caches = (x[:, ends[rank] : ends[rank + 1]] for x in (k, v))
-        new = (x[:, 11:][:, t] for x in (k, v))
-        kwargs = dict(new_attention=new_attention, attention=reference_attention, mode=mode)
-        o = prefix_attention(q[:, t], *new, *caches, **kwargs)
-        assert torch.allclose(o, want), mode
-
-
-def benchmark(rank: int, ranks: int) -> None:
-    """Milliseconds of a feed-forward by grid, and kilobytes that a rank sends."""
-    C, F_, rows = 512, 2048, 64
-    x, gate, up, down = torch.randn(rows, C), *torch.randn(2, F_, C), torch.randn(C, F_)
-    say = print if rank == 0 else lambda *_: None
-    say(f"{ranks} ranks, {rows} rows, C {C}, F {F_}, fp32, in and out C / ranks")
-    say(f"{'X x Y':>12}{'ms':>9}{'KB sent':>10}")
-    with torch.no_grad():
-        for X, Y in ((1, 4), (2, 2), (4, 1)):
-            ffn, spent = FFN2D(gate, up, down, *grid(X, Y), replicated=False), []
-            for _ in range(12):
-                dist.barrier()
-                start = time.perf_counter()
-                ffn(x[:, : C // ranks])
-                dist.barrier()
-                spent.append(1e3 * (time.perf_counter() - start))
-            kb = ffn_bytes(rows, C, F_, X, Y, itemsize=4) / 1e3
-            say(f"{f'{X} x {Y}':>12}{statistics.median(spent[2:]):>9.2f}{kb:>10.0f}")
-    for n in (4, 16, 64, 256):
-        X, Y = best_grid(n, 8192, 28672)
-        share = ffn_bytes(1, 8192, 28672, X, Y) / ffn_bytes(1, 8192, 28672, 1, n)
-        say(f"C 8192, F 28672 on {n:>3} ranks: {X} x {Y} sends {share:.2f} x the bytes of 1 x {n}")
-
-
 def main() -> None:
+    """FFN2D == the feed-forward on one rank; milliseconds and bytes of each grid."""
     if "RANK" not in os.environ:
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
-    dist.init_process_group("gloo")
+        sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/inference_parallel.py")
+    gpu = torch.cuda.is_available()
+    torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
+    dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    _check(ranks == 4, f"the self-check requires 4 ranks, not {ranks}")
-    check(rank, ranks)
-    if "--check" not in sys.argv:
-        benchmark(rank, ranks)
-    dist.barrier()
+    C, width, rows = (8192, 28672, 64) if gpu else (512, 2048, 64)
+    torch.manual_seed(0)
+    x, gate, up, down = torch.randn(rows, C), *torch.randn(2, width, C), torch.randn(C, width)
+    make = dist.new_subgroups_by_enumeration
+    for X in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        grid = torch.arange(ranks, device="cpu").view(X, ranks // X)
+        ffn = FFN2D(gate, up, down, make(grid.T.tolist())[0], make(grid.tolist())[0])
+        run = torch.no_grad()(lambda: ffn(x))
+        one_rank = torch.no_grad()(lambda: F.silu(x @ gate.T).mul_(x @ up.T) @ down.T)
+        torch.testing.assert_close(run(), one_rank(), rtol=1e-3, atol=1e-4 * C * width**0.5)
+        # the same number of runs on all ranks
+        ms = [1e3 * Timer("f()", globals=dict(f=f)).timeit(20).mean for f in (run, one_rank)]
+        kb = ffn_bytes(rows, C, width, *grid.shape, itemsize=4, replicated=True) / 1e3
+        if rank == 0:
+            print(f"C {C}, F {width}, {rows} rows, {X} x {ranks // X} ranks: {ms[0]:.2f} ms, {kb:.0f} KB "
+                  f"sent; on one rank {ms[1]:.2f} ms")  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -34,26 +34,24 @@ quantization noise, more with fewer `bits` (BENCHMARKS.md has the loss); passes 
 and after each transfer; with hpZ one bf16 copy of the model per node. When it loses: links as fast
 as memory; blocks that mix a norm's ones with small weights, since fully_shard concatenates
 parameters. Equivalence (test_all.py): hpZ alone is exact; the others are within the bound above,
-and the bytes passed to the collectives match the formula. Needs: torch.
-`python parallelism/quantized_collectives.py` starts 4 processes, checks itself and prints a table
-(--check: no table).
+and the bytes passed to the collectives match the formula. Needs: torch. A check and a table:
+`torchrun --standalone --nproc-per-node 2 parallelism/quantized_collectives.py`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 Group = dist.ProcessGroup | None  # None: all ranks
 # ranks of this node; ranks with the same local rank on all nodes
@@ -225,82 +223,44 @@ class QuantizedReduceScatter(_CommBase):
 # --------------------------------------------------------------------------------------------------
 
 
-def _max_rounding_error(x: Tensor, bits: int, block: int) -> Tensor:
-    """Largest rounding error of each value of (n,)."""
-    pieces = x.abs().split(block)
-    return torch.cat([p.max().expand_as(p) for p in pieces]) / (2**bits - 2)
-
-
-def check(rank: int, ranks: int) -> None:
-    """Both collectives == the plain ones within half a scale per rounding; with uneven blocks and
-    values over 7 orders of magnitude."""
-    nodes, n, block = node_groups(2), 301, 64
-    rng = torch.Generator().manual_seed(rank)
-    x = torch.randn(ranks * n, generator=rng) * torch.logspace(-6, 1, ranks * n)
-    shard = x[rank * n :][:n]
-    all_gather(want := torch.empty_like(x), shard)
-    all_gather(bound := torch.empty_like(x), _max_rounding_error(shard, 8, block))
-    assert ((quantized_all_gather(shard, block=block) - want).abs() <= 1.001 * bound).all(), rank
-    reduce_scatter(want := x.new_empty(n), x)
-    reduce_scatter(
-        bound := x.new_empty(n),
-        torch.cat([_max_rounding_error(part, 4, block) for part in x.split(n)]),
-    )
-    # a node's sum, which the second hop rounds, is bounded by the sum of the maxima
-    for groups, times in ((None, 1), (nodes, 2 + 1 / 14)):
-        got = quantized_reduce_scatter(x, block=block, nodes=groups)
-        assert ((got - want).abs() <= 1.001 * times * bound).all(), (rank, times)
-
-
-def _time_ms(work: Callable[[], Any], times: int = 7) -> float:
-    spent = []
-    for _ in range(times):
-        dist.barrier()
-        start = time.perf_counter()
-        work()
-        dist.barrier()
-        spent.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(spent[2:])
-
-
-def benchmark(rank: int, ranks: int) -> None:
-    """Bytes sent per value, milliseconds and relative error. The ranks share one machine's memory
-    and cores: on a network, the bytes decide."""
-    n, nodes, log = 2**20, node_groups(2), print if rank == 0 else lambda *_: None
-    rng = torch.Generator().manual_seed(rank)
-    x, part = torch.randn(n, generator=rng), n // ranks
-    plain, out = x.new_empty(n), x.new_empty(part)
-    all_gather(plain, x[:part]), reduce_scatter(out, x)
-    relative_error = lambda got, want: ((got - want).norm() / want.norm()).item()
-    rows: list[tuple[str, float, Callable[[], Any], float]] = [
-        ("all-gather, bf16", 2, lambda: all_gather(plain.bfloat16(), x[:part].bfloat16()), 0.0)
-    ]
-    for bits in (8, 4):
-        run = lambda bits=bits: quantized_all_gather(x[:part], bits=bits)
-        error = relative_error(run(), plain)
-        rows.append((f"all-gather, int{bits}", bits / 8 + 4 / 256, run, error))
-    rows.append(("reduce-scatter, fp32", 4, lambda: reduce_scatter(out.clone(), x), 0.0))
-    for bits, groups in ((8, None), (4, None), (4, nodes)):
-        run = lambda bits=bits, groups=groups: quantized_reduce_scatter(x, bits=bits, nodes=groups)
-        name = f"reduce-scatter, int{bits}" + (", two hops" if groups else "")
-        rows.append((name, bits / 8 + 4 / 256, run, relative_error(run(), out)))
-    log(f"{ranks} ranks, gloo, {n / 1e6:.2f}M values; bytes per value, ms, relative error")
-    for name, each, run, error in rows:
-        log(f"{name:>30}{each:>9.3f}{_time_ms(run):>9.1f}{error:>10.4f}")
-    for node in (2, 8):
-        before, after = inter_node_bytes(64 * n, 8 * node, node)
-        log(f"a node of {node} in 8 sends {before / after:.2f}x fewer bytes per step than ZeRO-3")
-
-
 def main() -> None:
+    """Both collectives are within the bound of the plain ones; milliseconds and errors of both."""
     if "RANK" not in os.environ:
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*run, *sys.argv], env=os.environ | threads).returncode)
-    dist.init_process_group("gloo")
-    check(dist.get_rank(), dist.get_world_size())
-    if "--check" not in sys.argv:
-        benchmark(dist.get_rank(), dist.get_world_size())
+        sys.exit(
+            "run: torchrun --standalone --nproc-per-node 2 parallelism/quantized_collectives.py"
+        )
+    gpu = torch.cuda.is_available()
+    torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
+    dist.init_process_group("nccl" if gpu else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    n = 2**26 if gpu else 2**20
+    torch.manual_seed(rank)
+    x = torch.randn(n)
+    shard = x[: n // ranks].contiguous()
+
+    def gather() -> Tensor:
+        all_gather(out := torch.empty_like(x), shard)
+        return out
+
+    def scatter() -> Tensor:
+        reduce_scatter(out := torch.empty_like(shard), x)
+        return out
+
+    # half a scale for each value that was rounded: 1 in a gather, one per rank in a sum
+    largest = x.abs().max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    for plain, quantized, bits, rounded in (
+        (gather, quantized_all_gather, 8, 1),
+        (scatter, quantized_reduce_scatter, 4, ranks),
+    ):
+        own = partial(quantized, shard if plain is gather else x)
+        error = own() - (want := plain())
+        assert error.abs().max() <= 1.001 * rounded * largest / (2**bits - 2)
+        # the same number of runs on all ranks
+        ms = [1e3 * Timer("f()", globals=dict(f=f)).timeit(10).mean for f in (own, plain)]
+        if rank == 0:
+            print(f"{n / 1e6:.0f}M values, {ranks} ranks, {plain.__name__}: int{bits} {ms[0]:.1f} ms, "
+                  f"fp32 {ms[1]:.1f} ms, relative error {error.norm() / want.norm():.4f}")  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -34,21 +34,17 @@ the backward pass has other collectives, give it a process group of its own: the
 them may differ between ranks.
 
 Equivalence (test_all.py): weights after 10 steps equal those of one process and of DDP. Needs:
-torch. `python parallelism/zero.py` starts 4 processes, checks itself and prints a table (--check:
-no table).
+torch. A check and a table: `torchrun --standalone --nproc-per-node 2 parallelism/zero.py`.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import statistics
-import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +53,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.benchmark import Timer
 
 # torch 2.11 has only the older names, which 2.13 deprecates
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -381,100 +378,46 @@ class DistributedOptimizer:
 # --------------------------------------------------------------------------------------------------
 
 
-def check(rank: int, ranks: int) -> None:
-    """Weights after 5 steps == AdamW in one process: both stages, 2 micro-batches per step."""
-    for stage in (1, 2):
+def main() -> None:
+    """Weights after 5 steps == AdamW's in one process; milliseconds of a step beside DDP's."""
+    if "RANK" not in os.environ:
+        sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/zero.py")
+    gpu = torch.cuda.is_available()
+    torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
+    dist.init_process_group("nccl" if gpu else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    from torch.nn.parallel import DistributedDataParallel  # only here: slow to import
+
+    adam = partial(torch.optim.AdamW, lr=1e-2, eps=1e-6)
+
+    def build(C: int, dtype: torch.dtype) -> torch.nn.Module:
         torch.manual_seed(0)
-        build = lambda: torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(4))).double()
-        model, single = build(), build()
-        model[3].weight, single[3].weight = model[0].weight, single[0].weight  # tied
-        single.load_state_dict(model.state_dict())
-        adam = partial(torch.optim.AdamW, lr=1e-2, eps=1e-6)
+        return torch.nn.Sequential(*(torch.nn.Linear(C, C, dtype=dtype) for _ in range(8)))
+
+    def step(model: torch.nn.Module, optimizer: Any, x: Tensor, n: int) -> None:
+        (model(x).square().sum() / n).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for stage in (1, 2):
+        model, single = build(7, torch.float64), build(7, torch.float64)
         optimizer = DistributedOptimizer(model.parameters(), adam, stage=stage, bucket_bytes=600)
         reference = adam(single.parameters())
         for _ in range(5):
-            x = torch.randn(ranks, 2, 3, 7, dtype=torch.float64)
-            for micro in range(2):
-                with nullcontext() if micro else optimizer.accumulate():
-                    model(x[rank, micro]).square().sum().backward()
-            single(x).square().sum().backward()
-            optimizer.step(), reference.step()
-            optimizer.zero_grad(), reference.zero_grad()
-        for a, b in zip(model.parameters(), single.parameters()):
-            assert torch.allclose(a, b, rtol=1e-10, atol=1e-10), (stage, rank)
-
-
-def benchmark_model() -> torch.nn.Sequential:
-    """8 linears, 4.2M parameters."""
-    layers = [torch.nn.Linear(n, m) for n, m in [(512, 1024), (1024, 512)] * 4]
-    return torch.nn.Sequential(*layers)
-
-
-def baselines() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """name -> (model factory, optimizer factory)."""
-    from torch.distributed.device_mesh import init_device_mesh  # only here: slow to import
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def sharded() -> torch.nn.Module:
-        model = benchmark_model()
-        for layer in [*model, model]:
-            fully_shard(layer, mesh=mesh)
-        return model
-
-    adam = partial(torch.optim.AdamW, lr=1e-4)
-    torch_zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-4)
-    ddp = lambda: DistributedDataParallel(benchmark_model(), bucket_cap_mb=4)
-    sheaf_zero = partial(DistributedOptimizer, factory=adam, bucket_bytes=4 * 2**20)
-    return {
-        "DDP + AdamW": (ddp, adam),
-        "DDP + ZeroRedundancyOptimizer": (ddp, torch_zero),
-        "fully_shard + AdamW": (sharded, adam),
-        "zero.py, stage 1": (benchmark_model, partial(sheaf_zero, stage=1)),
-        "zero.py, stage 2": (benchmark_model, partial(sheaf_zero, stage=2)),
-    }
-
-
-def benchmark(rank: int, ranks: int) -> None:
-    """Milliseconds per step, on one machine whose cores the ranks share, and MB of Adam moments per
-    rank. The baselines average gradients and zero.py sums them, which costs the same."""
-    n = sum(p.numel() for p in benchmark_model().parameters())
-    full, shard = (state_bytes(n, ranks, s, weight=0, gradient=0, state=8) / 1e6 for s in (0, 1))
-    print0, x = print if rank == 0 else lambda *_: None, torch.randn(64, 512)
-    print0(f"{ranks} ranks, gloo, {n / 1e6:.1f}M parameters, fp32, 64 rows each; by the formula")
-    print0(f"moments take {full:.1f} MB per rank, or {shard:.1f} sharded")
-    print0(f"{'':>30}{'ms':>9}{'MB':>9}")
-    for name, (build, factory) in baselines().items():
-        model, times = build(), []
-        optimizer = factory(model.parameters())
-        for _ in range(9):
-            dist.barrier()
-            start = time.perf_counter()
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.barrier()
-            times.append(time.perf_counter() - start)
-        inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", optimizer)
-        states = [t for state in inner.state.values() for t in state.values()]
-        size = sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in states)
-        print0(f"{name:>30}{1e3 * statistics.median(times[2:]):>9.1f}{size / 1e6:>9.1f}")
-
-
-def main() -> None:
-    if "RANK" not in os.environ:
-        torchrun = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"
-        ]  # fmt: skip
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        sys.exit(subprocess.run([*torchrun, *sys.argv], env=os.environ | threads).returncode)
-    dist.init_process_group("gloo")
-    check(dist.get_rank(), dist.get_world_size())
-    if "--check" not in sys.argv:
-        benchmark(dist.get_rank(), dist.get_world_size())
+            x = torch.randn(ranks, 3, 7, dtype=torch.float64)  # the same on all ranks
+            step(model, optimizer, x[rank], x.numel()), step(single, reference, x, x.numel())
+        torch.testing.assert_close([*model.parameters()], [*single.parameters()])
+    C = 4096 if gpu else 512
+    x = torch.randn(64, C)
+    sharded, replicated = build(C, x.dtype), DistributedDataParallel(build(C, x.dtype))
+    for name, args in {
+        "ZeRO 2": (sharded, DistributedOptimizer(sharded.parameters(), adam), x, x.numel()),
+        "DDP": (replicated, adam(replicated.parameters()), x, x.numel()),
+    }.items():
+        # the same number of runs on all ranks
+        ms = 1e3 * Timer("step(*args)", globals=dict(step=step, args=args)).timeit(10).mean
+        if rank == 0:
+            print(f"8 linears of {C} x {C}, {ranks} ranks, {name}: {ms:.1f} ms per step")
     dist.destroy_process_group()
 
 
