@@ -842,9 +842,8 @@ def grouped_mm_experts(
 ) -> Tensor:
     """The peer: torch._grouped_mm, with gather, SwiGLU and sum as separate operations."""
     order, bounds = sort_slots(ids, len(w_down))
-    gate, up = torch._grouped_mm(x[order // ids.shape[1]], w_gate_up.mT, offs=bounds[1:]).chunk(
-        2, -1
-    )
+    rows = x[order // ids.shape[1]]
+    gate, up = torch._grouped_mm(rows, w_gate_up.mT, offs=bounds[1:]).chunk(2, dim=-1)
     y = torch._grouped_mm(F.silu(gate) * up, w_down.mT, offs=bounds[1:])
     by_slot = torch.empty_like(y).index_copy(0, order, y).unflatten(0, ids.shape)
     return (by_slot * weights[..., None].type_as(x)).sum(1)
@@ -875,15 +874,14 @@ def main() -> None:
         return print("the kernels are correct in the interpreter, which is not timed")
     gpu = inputs[0].is_cuda
     E, K, C, F_ = (128, 8, 2048, 768) if gpu else (32, 4, 1024, 512)
-    print(
-        f"forward and backward in ms: E {E}, K {K}, C {C}, F {F_}, bf16\n tokens    loop grouped_mm grouped"
-    )
+    print(f"milliseconds of forward and backward; E {E}, K {K}, C {C}, F {F_}, bf16")
+    print(f"{'tokens':>7}{'loop':>11}{'grouped_mm':>11}{'grouped':>11}")
     for N in (64, 4096, 32768) if gpu else (1, 16, 256):
         inputs = random_moe(N, K, E, C, F_, torch.bfloat16)
         row = f"{N:>7}"
         for f in (experts_reference, grouped_mm_experts, grouped_experts):
             step = Timer("f(*inputs).sum().backward()", globals=dict(f=f, inputs=inputs))
-            row += f"{1e3 * step.blocked_autorange().median:9.2f}"
+            row += f"{1e3 * step.blocked_autorange().median:11.2f}"
         print(row)
 
 

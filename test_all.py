@@ -26075,17 +26075,15 @@ def sched_verdict(s):
     return {r for r, row in enumerate(rows) if at[r] < len(row)} or None
 
 
-def sched_clock(s, F, B, W, overlapped, send, sizes):
+def sched_clock(s, F, B, W, overlapped, send):
     """(start, end) of every action by a discrete-event simulation in integer ticks, scaled to the
     units of SC.simulate at the end."""
     split = {a[1:3] for row in s.actions for a in row if a.kind == "W"}
-    stage = {c: i for path in s.paths for i, c in enumerate(path)}
     stages, total = len(s.paths[0]) // len(s.actions), F + B + W
     time = {"F": F, "B": B, "W": W, "U": 0}
 
     def work(a):
-        whole = time[a.kind] + (W if a.kind == "B" and a[1:3] not in split else 0)
-        return whole * sizes[stage[a.chunk]]
+        return time[a.kind] + (W if a.kind == "B" and a[1:3] not in split else 0)
 
     rows = [sched_slots(row) for row in s.actions]
     at, free, ends, out, ticks = [0] * len(rows), [0] * len(rows), {}, {}, {0}
@@ -26111,10 +26109,9 @@ def sched_clock(s, F, B, W, overlapped, send, sizes):
     return {a: (start / unit, end / unit) for a, (start, end) in out.items()}
 
 
-def sched_peak(s, r, sizes, kept):
-    """Peak activation memory: 1 per microbatch from its F to its B, then `kept` until its W."""
+def sched_peak(s, r):
+    """Peak activation memory: 1 per microbatch from its F to its W, or else its B."""
     where = {a[:3]: i for i, a in enumerate(s.actions[r])}
-    stage = {c: i for path in s.paths for i, c in enumerate(path)}
     most = 0
     for i in range(len(where)):
         live = 0
@@ -26122,7 +26119,7 @@ def sched_peak(s, r, sizes, kept):
             if kind == "F" and first <= i:
                 b = where["B", m, chunk]
                 w = where.get(("W", m, chunk), b)
-                live += sizes[stage[chunk]] * (1 if i < b else kept if i < w else 0)
+                live += i < w
         most = max(most, live)
     return most * len(s.actions) / len(s.paths[0])
 
@@ -26398,11 +26395,8 @@ def sched_compare(s, rng):
     """Compares SC.simulate with sched_clock; returns the number of overlapped pairs."""
     F, B, W, send = rng.randint(1, 9), rng.randint(1, 9), rng.randint(1, 9), rng.randint(0, 4)
     overlapped = rng.choice([None, rng.randint(1, F + B + W)])
-    sizes = [rng.randint(1, 4) for _ in s.paths[0]] if rng.random() < 0.7 else None
-    kept = rng.choice([1.0, 0.5, 0.0])
-    t = SC.simulate(s, SC.Costs(F, B, W, overlapped, send, sizes, kept))
-    sizes = sizes or [1] * len(s.paths[0])
-    expected = sched_clock(s, F, B, W, overlapped, send, sizes)
+    t = SC.simulate(s, SC.Costs(F, B, W, overlapped, send))
+    expected = sched_clock(s, F, B, W, overlapped, send)
     assert sum(map(len, t.events)) == len(expected) and len(t.events) == len(s.actions)
     spans, busy = [], []
     for r, (row, events) in enumerate(zip(s.actions, t.events)):
@@ -26412,7 +26406,7 @@ def sched_compare(s, rng):
         slots = [expected[slot[0][:3]] for slot in sched_slots(row)]
         busy.append(sum(end - start for start, end in slots))
         spans.append(slots[-1][1] - slots[0][0])
-        assert t.peaks[r] == pytest.approx(sched_peak(s, r, sizes, kept), abs=1e-9)
+        assert t.peaks[r] == pytest.approx(sched_peak(s, r), abs=1e-9)
     end = max(end for _, end in expected.values())
     assert t.makespan == pytest.approx(end) and t.busy == pytest.approx(busy)
     waits = max(span - work for span, work in zip(spans, busy))

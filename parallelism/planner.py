@@ -701,7 +701,8 @@ def rank_plans(
     """Predictions of all `plans` that fit in memory, fastest first. ValueError with the reason if
     there is none: what is not divisible, or how much memory the smallest plan lacks."""
     possible = list(plans(shape, device, gpus, seq, batch, **fixed))
-    _check(possible, possible or _no_plan_reason(shape, device, gpus, seq, batch, fixed))
+    if not possible:
+        raise ValueError(_no_plan_reason(shape, device, gpus, seq, batch, fixed))
     needs = [(sum(memory(shape, p, seq, batch).values()), p) for p in possible]
     budget = MEMORY_FRACTION * device.memory
     found = [predict(shape, device, p, seq, batch) for need, p in needs if need <= budget]

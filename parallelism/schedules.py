@@ -441,16 +441,13 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
 class Costs:
     """Times of one microbatch on a rank's share of the model, in any unit. B: input gradients only;
     a B without a W takes B + W. overlapped: an F overlapped with such a B (default F + B + W).
-    send: latency between ranks, hidden behind compute. sizes: of each stage, relative to the mean.
-    kept_for_w: fraction of the activations that is kept from B to W."""
+    send: latency between ranks, hidden behind compute."""
 
     F: float = 1.0
     B: float = 1.0
     W: float = 1.0
     overlapped: float | None = None
     send: float = 0.0
-    sizes: Sequence[float] | None = None
-    kept_for_w: float = 1.0
 
     def duration(self, actions: Sequence[Action], schedule: Schedule, split: set) -> float:
         """Time of one action, or of two overlapped actions."""
@@ -459,8 +456,7 @@ class Costs:
         for kind, m, chunk, _ in actions:
             whole = {"F": self.F, "B": self.B, "W": self.W, "U": 0.0}[kind]
             whole += self.W if kind == "B" and (m, chunk) not in split else 0.0
-            size = self.sizes[schedule.stage(chunk)] if self.sizes else 1.0
-            spent += whole * size * ranks / stages
+            spent += whole * ranks / stages
         alone = self.F + self.B + self.W
         factor = 1.0 if self.overlapped is None else self.overlapped / alone
         return spent * (factor if len(actions) > 1 else 1.0)
@@ -536,18 +532,15 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     stuck = [f"rank {r} has {schedule.actions[r][at[r]]}, which needs {Action(*what)}"
              for what, ranks in waiting.items() for r in ranks]  # fmt: skip
     _check(not stuck, f"{schedule.name} deadlocks: {'; '.join(stuck)}")
-    peaks = tuple(_peak(schedule, actions, split, costs) for actions in schedule.actions)
+    peaks = tuple(_peak(schedule, actions, split) for actions in schedule.actions)
     return Timeline(schedule, tuple(map(tuple, events)), peaks)
 
 
-def _peak(schedule: Schedule, actions: Iterable[Action], split: set, costs: Costs) -> float:
-    share, alive, most = len(schedule.actions) / len(schedule.paths[0]), 0.0, 0.0
-    for kind, m, chunk, _ in actions:
-        size = share * (costs.sizes[schedule.stage(chunk)] if costs.sizes else 1.0)
-        part = costs.kept_for_w if (m, chunk) in split else 0.0
-        alive += size * {"F": 1.0, "B": part - 1.0, "W": -part, "U": 0.0}[kind]
-        most = max(most, alive)
-    return most
+def _peak(schedule: Schedule, actions: Iterable[Action], split: set) -> float:
+    """The most activations alive at once: from an F to its W, or to its B if it has no W."""
+    freed_by = lambda a: "W" if a[1:3] in split else "B"
+    alive = itertools.accumulate((a.kind == "F") - (a.kind == freed_by(a)) for a in actions)
+    return max(alive) * len(schedule.actions) / len(schedule.paths[0])
 
 
 def check(schedule: Schedule) -> None:
@@ -750,6 +743,7 @@ def table(p: int = 8, m: int = 32) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The program's flags."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = p.add_argument
     text = f"{', '.join(SCHEDULES)}; or a file written by --list (default: a table of all)"
