@@ -106,9 +106,8 @@ class Mesh:
         """This rank's index among the data-parallel ranks, which have different batches, and their
         number."""
         shards = self.size("dp_shard")
-        return self.rank("dp_replicate") * shards + self.rank("dp_shard"), (
-            self.size("dp_replicate") * shards
-        )
+        rank = self.rank("dp_replicate") * shards + self.rank("dp_shard")
+        return rank, self.size("dp_replicate") * shards
 
     def __str__(self) -> str:
         """A line per tp group, with its index in the other dimensions."""

@@ -24710,8 +24710,8 @@ LOST_SLOW = {
     ),
 }
 LOST_NAMES = {
-    "without: tp": "_Copy.backward _Sum.forward _VocabCrossEntropy.forward _sum_over_tp "
-    "sum_gradients gradient_norm ParallelDims.all_reduce_sum _Ring.forward _Ring.backward",
+    "without: tp": "_Collective.forward _Collective.backward _VocabCrossEntropy.forward "
+    "_sum_over_tp sum_gradients gradient_norm ParallelDims.all_reduce_sum _Ring.forward _Ring.backward",
     "without: async, zero": "_AllGatherMatmul.forward _AllGatherMatmul.backward "
     "_MatmulReduceScatter.forward _MatmulReduceScatter.backward _SeqAllToAll fully_shard",
     "without: hsdp": "fully_shard gradient_norm",

@@ -591,9 +591,8 @@ def main() -> None:
     local = [torch.randn(1, T // ranks, h, D).requires_grad_() for h in (H, Hkv, Hkv)]
     for name, (form, placement) in forms.items():
         # the same number of runs on all ranks
-        ms = (
-            1e3 * Timer("step(form, x)", globals=dict(step=step, form=form, x=local)).timeit(5).mean
-        )
+        timer = Timer("step(form, x)", globals=dict(step=step, form=form, x=local))
+        ms = 1e3 * timer.timeit(5).mean
         pairs = pairs_per_rank(T, ranks, placement)
         if rank == 0:
             print(f"T {T}, {ranks} ranks, forward + backward, {name}: {ms:.1f} ms, "

@@ -385,8 +385,8 @@ def main() -> None:
         ms = [1e3 * Timer("f()", globals=dict(f=f)).timeit(20).mean for f in (run, one_rank)]
         kb = ffn_bytes(rows, C, width, *grid.shape, itemsize=4, replicated=True) / 1e3
         if rank == 0:
-            print(f"C {C}, F {width}, {rows} rows, {X} x {ranks // X} ranks: {ms[0]:.2f} ms, {kb:.0f} KB "
-                  f"sent; on one rank {ms[1]:.2f} ms")  # fmt: skip
+            print(f"C {C}, F {width}, {rows} rows, {X} x {ranks // X} ranks: {ms[0]:.2f} ms, "
+                  f"{kb:.0f} KB sent; on one rank {ms[1]:.2f} ms")  # fmt: skip
     dist.destroy_process_group()
 
 

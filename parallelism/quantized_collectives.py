@@ -44,7 +44,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -237,30 +236,24 @@ def main() -> None:
     torch.manual_seed(rank)
     x = torch.randn(n)
     shard = x[: n // ranks].contiguous()
-
-    def gather() -> Tensor:
-        all_gather(out := torch.empty_like(x), shard)
-        return out
-
-    def scatter() -> Tensor:
-        reduce_scatter(out := torch.empty_like(shard), x)
-        return out
-
-    # half a scale for each value that was rounded: 1 in a gather, one per rank in a sum
+    full, part = torch.empty_like(x), torch.empty_like(shard)
     largest = x.abs().max()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    for plain, quantized, bits, rounded in (
-        (gather, quantized_all_gather, 8, 1),
-        (scatter, quantized_reduce_scatter, 4, ranks),
-    ):
-        own = partial(quantized, shard if plain is gather else x)
-        error = own() - (want := plain())
+    # half a scale for each value that was rounded: 1 in a gather, one per rank in a sum
+    for name, out, plain, quantized, bits, rounded in (
+        ("all-gather", full, lambda: all_gather(full, shard),
+         lambda: quantized_all_gather(shard), 8, 1),
+        ("reduce-scatter", part, lambda: reduce_scatter(part, x),
+         lambda: quantized_reduce_scatter(x), 4, ranks),
+    ):  # fmt: skip
+        plain()
+        error = quantized() - out
         assert error.abs().max() <= 1.001 * rounded * largest / (2**bits - 2)
         # the same number of runs on all ranks
-        ms = [1e3 * Timer("f()", globals=dict(f=f)).timeit(10).mean for f in (own, plain)]
+        ms = [1e3 * Timer("f()", globals=dict(f=f)).timeit(10).mean for f in (quantized, plain)]
         if rank == 0:
-            print(f"{n / 1e6:.0f}M values, {ranks} ranks, {plain.__name__}: int{bits} {ms[0]:.1f} ms, "
-                  f"fp32 {ms[1]:.1f} ms, relative error {error.norm() / want.norm():.4f}")  # fmt: skip
+            print(f"{n / 1e6:.0f}M values, {ranks} ranks, {name}: int{bits} {ms[0]:.1f} ms, fp32 "
+                  f"{ms[1]:.1f} ms, relative error {error.norm() / out.norm():.4f}")  # fmt: skip
     dist.destroy_process_group()
 
 

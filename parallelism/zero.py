@@ -386,16 +386,14 @@ def main() -> None:
     torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    from torch.nn.parallel import DistributedDataParallel  # only here: slow to import
-
     adam = partial(torch.optim.AdamW, lr=1e-2, eps=1e-6)
 
     def build(C: int, dtype: torch.dtype) -> torch.nn.Module:
         torch.manual_seed(0)
         return torch.nn.Sequential(*(torch.nn.Linear(C, C, dtype=dtype) for _ in range(8)))
 
-    def step(model: torch.nn.Module, optimizer: Any, x: Tensor, n: int) -> None:
-        (model(x).square().sum() / n).backward()
+    def step(model: torch.nn.Module, optimizer: Any, x: Tensor) -> None:
+        model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -405,15 +403,13 @@ def main() -> None:
         reference = adam(single.parameters())
         for _ in range(5):
             x = torch.randn(ranks, 3, 7, dtype=torch.float64)  # the same on all ranks
-            step(model, optimizer, x[rank], x.numel()), step(single, reference, x, x.numel())
+            step(model, optimizer, x[rank]), step(single, reference, x)
         torch.testing.assert_close([*model.parameters()], [*single.parameters()])
     C = 4096 if gpu else 512
-    x = torch.randn(64, C)
-    sharded, replicated = build(C, x.dtype), DistributedDataParallel(build(C, x.dtype))
-    for name, args in {
-        "ZeRO 2": (sharded, DistributedOptimizer(sharded.parameters(), adam), x, x.numel()),
-        "DDP": (replicated, adam(replicated.parameters()), x, x.numel()),
-    }.items():
+    x, zero, ddp = torch.randn(64, C), build(C, torch.float32), build(C, torch.float32)
+    zero = zero, DistributedOptimizer(zero.parameters(), adam), x
+    ddp = torch.nn.parallel.DistributedDataParallel(ddp), adam(ddp.parameters()), x
+    for name, args in {"ZeRO 2": zero, "DDP": ddp}.items():
         # the same number of runs on all ranks
         ms = 1e3 * Timer("step(*args)", globals=dict(step=step, args=args)).timeit(10).mean
         if rank == 0:
