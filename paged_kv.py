@@ -48,8 +48,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import queue
-import threading
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -57,11 +55,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, count
+from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -78,20 +76,37 @@ INTERPRET = triton is not None and triton.knobs.runtime.interpret
 # --------------------------------------------------------------------------------------------------
 
 
+# field: (type, test, its range in words). The limits keep all sums and quotients finite in fp32.
+FIELDS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (Real, lambda v: v == 0 or 1e-9 <= v <= 1e9, "0 (greedy), or from 1e-9 to 1e9"),
+    "top_k": (Integral, lambda v: 0 <= v < 2**63, "an integer, 0 (all) or more"),
+    "top_p": (Real, lambda v: 0 < v <= 1, "more than 0 and at most 1"),
+    "min_p": (Real, lambda v: 0 <= v <= 1, "from 0 to 1"),
+    "repetition_penalty": (Real, lambda v: 1e-9 <= v <= 1e9, "from 1e-9 to 1e9 (1 is none)"),
+    "presence_penalty": (Real, lambda v: -1e9 <= v <= 1e9, "from -1e9 to 1e9"),
+    "frequency_penalty": (Real, lambda v: -1e9 <= v <= 1e9, "from -1e9 to 1e9"),
+    "seed": (Integral, lambda v: 0 <= v < 2**63, "an integer from 0 to 2**63 - 1"),
+    "min_new_tokens": (Integral, lambda v: 0 <= v < 2**63, "an integer, 0 or more"),
+    "max_new_tokens": (Integral, lambda v: v >= 1, "an integer, 1 or more"),
+    "n": (Integral, lambda v: v >= 1, "an integer, 1 or more"),
+    "logprobs": (Integral, lambda v: v >= 0, "an integer, 0 or more, or None"),
+}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """A request's parameters. The sampler reads and checks those of the distribution; the Engine
-    those of length, stopping, n and logprobs. ValueError names the field."""
+    """A request's parameters: the sampling distribution, length, stopping, samples and logprobs.
+    The defaults sample from the model's own distribution. ValueError names the field."""
 
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    min_new_tokens: int = 0
+    top_k: int = 0  # the k most likely tokens, and ties with the last of them; 0: all
+    top_p: float = 1.0  # the smallest set of most likely tokens with total probability p; 1: all
+    min_p: float = 0.0  # tokens with at least this fraction of the highest probability
+    repetition_penalty: float = 1.0  # tokens in prompt or output: logit / r if positive, else * r
+    presence_penalty: float = 0.0  # tokens in the output: logit minus this
+    frequency_penalty: float = 0.0  # tokens in the output: logit minus this per occurrence
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added; -inf bans a token
+    min_new_tokens: int = 0  # no end-of-sequence token before this many new tokens
     seed: int = 0  # sample i uses seed + i
     max_new_tokens: int = 200
     ignore_eos: bool = False
@@ -100,20 +115,37 @@ class SamplingParams:
     logprobs: int | None = None  # return each token's log-probability, and the top n
 
     def __post_init__(self):
-        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
-        ok = isinstance(texts, (tuple, list)) and all(isinstance(s, str) and s for s in texts)
-        _check(ok, f"stop must be non-empty strings, not {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(texts))
-        for name, least in (("max_new_tokens", 1), ("n", 1), ("logprobs", 0), ("seed", 0)):
+        for name, (kind, good, wanted) in FIELDS.items():
             value = getattr(self, name)
-            ok = _is_int(value) and least <= value and (name != "seed" or value < 2**63)
-            ok = ok or (name == "logprobs" and value is None)
-            _check(ok, f"{name} must be an integer >= {least}, not {value!r}")
+            if value is None and name == "logprobs":
+                continue
+            ok = isinstance(value, kind) and not isinstance(value, bool) and good(value)
+            _check(ok, f"{name} must be {wanted}, not {value!r}")
+            object.__setattr__(self, name, float(value) if kind is Real else int(value))
+        least, most = self.min_new_tokens, self.max_new_tokens
+        _check(least <= most, f"min_new_tokens {least} is more than max_new_tokens {most}")
         ok = isinstance(self.ignore_eos, bool)
         _check(ok, f"ignore_eos must be true or false, not {self.ignore_eos!r}")
-        least, most = self.min_new_tokens, self.max_new_tokens
-        ok = not _is_int(least) or least <= most
-        _check(ok, f"min_new_tokens {least} is more than max_new_tokens {most}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        ok = isinstance(stop, (tuple, list)) and all(isinstance(s, str) and s for s in stop)
+        _check(ok, f"stop must be non-empty strings, not {stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+
+
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """logit_bias sorted by token id, hashable like the other fields."""
+    try:
+        pairs = sorted((i, b) for i, b in (bias.items() if isinstance(bias, Mapping) else bias))
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r}") from None
+    for i, b in pairs:
+        ok = isinstance(i, Integral) and not isinstance(i, bool) and i >= 0
+        _check(ok, f"logit_bias must have token ids, 0 or more, for keys, not {i!r}")
+        ok = isinstance(b, Real) and not isinstance(b, bool) and (b == -math.inf or abs(b) <= 1e9)
+        _check(ok, f"logit_bias of token {i} must be -inf (banned) or from -1e9 to 1e9, not {b!r}")
+    _check(len(dict(pairs)) == len(pairs), f"logit_bias must name a token once, not as in {bias!r}")
+    return tuple((int(i), float(b)) for i, b in pairs)
 
 
 def _is_int(value: Any) -> bool:
@@ -1378,50 +1410,31 @@ def _check_args(
 # --------------------------------------------------------------------------------------------------
 
 
-UNSUPPORTED = (
-    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "min_new_tokens",
-)  # fmt: skip
-
-
-class Sampler:
-    """The Engine's default sampler: greedy, temperature, top-k, top-p. A sequence's tokens depend
-    on its seed and length only, not on other sequences."""
+class GreedySampler:
+    """The Engine's default sampler. generation/sampling.py's RowSampler supports all parameters."""
 
     def check(self, params: SamplingParams) -> None:
-        """ValueError names a field that is out of range or that this sampler does not support."""
-        number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-        for name, good, wanted in (
-            ("temperature", lambda v: number(v) and 0 <= v < math.inf, "0 (greedy) or more"),
-            ("top_k", lambda v: _is_int(v) and v >= 0, "an integer, 0 (all) or more"),
-            ("top_p", lambda v: number(v) and 0 < v <= 1, "more than 0 and at most 1"),
-        ):
-            value = getattr(params, name)
-            _check(good(value), f"{name} must be {wanted}, not {value!r}")
-        for name in UNSUPPORTED:
-            value = getattr(params, name)
-            ok = value == getattr(SamplingParams, name)
+        """ValueError names a field that changes the distribution."""
+        for name in (
+            "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "logit_bias", "min_new_tokens",
+        ):  # fmt: skip
+            value, neutral = getattr(params, name), getattr(SamplingParams, name)
+            ok = not value if name == "temperature" else value == neutral
             _check(ok, f"{name} {value!r} requires a sampler that supports it: Engine(sampler=...)")
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         """logits (R, V) -> ids (R,); -1 where the logits are not finite."""
         ids = logits.argmax(-1)
-        ids = ids.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), -1)
-        for row, seq in enumerate(sequences):
-            if seq.params.temperature > 0 and int(ids[row]) >= 0:
-                ids[row] = self._sample(logits[row].float(), seq)
-        return ids
+        return ids.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), -1)
 
-    def _sample(self, x: Tensor, seq: Sequence) -> Tensor:
-        k, top_p = seq.params.top_k, seq.params.top_p
-        if 0 < k < len(x):
-            x = x.masked_fill(x < x.topk(k).values[-1], -math.inf)
-        x = (x - x.max()) / seq.params.temperature
-        p, ids = x.softmax(-1).sort(descending=True, stable=True)
-        p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0) if top_p < 1 else p
-        rng = torch.Generator().manual_seed(hash((seq.seed, len(seq.output))) % 2**63)
-        noise = torch.empty(len(x)).exponential_(generator=rng).to(x.device)
-        return ids[(p / noise.clamp(min=1e-30)).argmax()]
+
+class KVTransfer(NamedTuple):
+    """A request sent to another engine: its output so far, and its unfinished sequences with their
+    KV."""
+
+    output: Output
+    sequences: list[Sequence]
 
 
 Draft = tuple[list[int], Tensor | None]  # k tokens, and the q (k, V) they were sampled from or None
@@ -1501,7 +1514,7 @@ class Engine:
             self.allocator, max_num_batched_tokens, max_num_seqs, policy, kv_swap
         )
         self.capacity = min(num_blocks * block_size, getattr(model.config, "context", math.inf))
-        self.sampler = Sampler() if sampler is None else sampler
+        self.sampler = GreedySampler() if sampler is None else sampler
         self.drafter = drafter
         self.verifier = self._verify_by_sampling if verifier is None else verifier
         if _is_int(speculate_k) and speculate_k >= 0:
@@ -2029,65 +2042,6 @@ class EngineMetrics:
             for p in (50, 99):
                 facts[f"{name}_seconds_p{p}"] = times[math.ceil(p / 100 * len(times)) - 1]
         return facts
-
-
-# --------------------------------------------------------------------------------------------------
-# Disaggregated prefill and decode
-# --------------------------------------------------------------------------------------------------
-
-
-class KVTransfer(NamedTuple):
-    """A request sent to another engine: its output so far, and its unfinished sequences with their
-    KV."""
-
-    output: Output
-    sequences: list[Sequence]
-
-
-def prefill_worker(
-    engine: Engine, requests: Iterable[tuple[list[int], SamplingParams]], to: int
-) -> None:
-    """Run each prompt to its first token and send it, with its KV, to rank `to`. Prefill here does
-    not delay decoding there."""
-    send = lambda transfer: dist.send_object_list([transfer], to)
-    for id, (prompt, params) in enumerate(requests):
-        try:
-            engine.add(prompt, params, id=id)
-        except ValueError as e:
-            send(KVTransfer(Output(id, prompt, error=str(e)), []))
-    while engine.unfinished:
-        for output in engine.step():
-            send(KVTransfer(output, []) if output.finished else engine.export_request(output.id))
-    send(None)
-
-
-def decode_worker(engine: Engine, source: int) -> list[Output]:
-    """Decode the requests that rank `source` sends; returns the outputs in their order."""
-    inbox: queue.Queue[KVTransfer | BaseException | None] = queue.Queue(maxsize=64)
-
-    def receive() -> None:
-        box: list[Any] = [...]
-        while box[0] is not None:
-            try:
-                dist.recv_object_list(box, source)
-            except BaseException as e:  # the other worker died
-                return inbox.put(e)
-            inbox.put(box[0])
-
-    threading.Thread(target=receive, daemon=True).start()
-    outputs, more = {}, True
-    while more or engine.unfinished:
-        while more and (not engine.unfinished or not inbox.empty()):
-            transfer = inbox.get()  # blocks only if there is nothing to decode
-            if isinstance(transfer, BaseException):
-                raise transfer
-            more = transfer is not None
-            if more:
-                outputs[transfer.output.id] = transfer.output
-            if more and transfer.sequences:
-                engine.import_request(transfer)
-        engine.step()
-    return [outputs[id] for id in sorted(outputs)]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from generation.sampling import RowSampler
 from huggingface.tokenizer import load_tokenizer
 from huggingface.weights import load_checkpoint
 from model import Attend, Transformer, causal_attention
@@ -288,9 +289,10 @@ def make_engine(
     blocks = max_num_seqs * -(-(seq_len + 1) // kwargs.get("block_size", 16))
     kwargs = {"num_blocks": blocks, "max_num_seqs": max_num_seqs, "static": False, **kwargs}
     kwargs.setdefault("max_num_batched_tokens", max(512, max_num_seqs))
-    with _absorb_mla(model):
-        engine = Engine(model, **kwargs)
     weight = next(model.parameters())
+    sampler = RowSampler(model.config.vocab_size, max_num_seqs, weight.device)
+    with _absorb_mla(model):
+        engine = Engine(model, sampler=sampler, **kwargs)
     with autocast():
         if torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
