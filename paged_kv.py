@@ -62,6 +62,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 try:
     import triton
@@ -1538,7 +1539,8 @@ class Engine:
         self.pending_outputs: deque[tuple[Sequence, int, int, Tensor | None, float]] = deque()
         self.updated_outputs: dict[Any, Output] = {}  # for the caller of step
         self.n_arrivals = 0
-        self.metrics = EngineMetrics()
+        names = ("steps", "tokens_run", "tokens_new", "proposed", "accepted")
+        self.counts = dict.fromkeys(names, 0)
 
     # ---- requests ----
 
@@ -1700,7 +1702,11 @@ class Engine:
             results = map(list, zip(*(counts[seq] for seq in ran)))
             self.speculate_k.observe(ran, *results, row, now - start, draft_seconds)
         self._deliver()
-        self.metrics.step(now - start, row, counts.values(), self._cache_usage())
+        self.counts["steps"] += 1
+        self.counts["tokens_run"] += row
+        for proposed, accepted in counts.values():
+            self.counts["proposed"] += proposed
+            self.counts["accepted"] += accepted
 
     # ---- speculative decoding ----
 
@@ -1841,7 +1847,7 @@ class Engine:
         sample = seq.request.samples[seq.index]
         if token >= 0:
             sample.token_ids.append(token)
-            self.metrics.tokens_new += 1
+            self.counts["tokens_new"] += 1
             seq.tokens.append(token)
             seq.request.timestamps += [now] if seq.index == 0 else []
         if token >= 0 and logp is not None:
@@ -1890,7 +1896,6 @@ class Engine:
         self.sequences[output.id].remove(seq)
         if not self.sequences[output.id]:
             del self.outputs[output.id], self.sequences[output.id]
-            self.metrics.request(output)
         self._call_listener(seq, "end", reason)
         self._forget(seq)
 
@@ -1948,17 +1953,13 @@ class Engine:
 
     # ---- statistics ----
 
-    def _cache_usage(self) -> float:
-        """Fraction of blocks in use."""
-        return 1 - self.allocator.n_free / len(self.allocator.refs)
-
     def stats(self) -> dict[str, float]:
-        """Totals since the start: seconds, fractions and counts."""
-        s = self.scheduler
-        return self.metrics.summary() | {
-            "cache_used": self._cache_usage(),
-            "hit_rate": s.n_hit_tokens / max(1, s.n_admitted_tokens),
-            "preemptions": s.n_preempted,
+        """Totals since the start, and fractions; latencies follow from Output.timestamps."""
+        scheduler = self.scheduler
+        return self.counts | {
+            "cache_used": 1 - self.allocator.n_free / len(self.allocator.refs),
+            "hit_rate": scheduler.n_hit_tokens / max(1, scheduler.n_admitted_tokens),
+            "preemptions": scheduler.n_preempted,
         }
 
 
@@ -2001,209 +2002,49 @@ class CUDAGraphs:
         return static, graph, out
 
 
-class EngineMetrics:
-    """Times and counts for Engine.stats; the last 100,000 times."""
-
-    def __init__(self):
-        self.queue, self.ttft, self.gaps = (deque(maxlen=100_000) for _ in range(3))
-        self.requests = self.steps = self.tokens_run = self.tokens_new = 0
-        self.proposed = self.accepted = 0
-        self.seconds = self.most_used = 0.0
-
-    def step(self, seconds: float, run: int, drafts: Iterable[Any], used: float) -> None:
-        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
-        self.tokens_run += run
-        for proposed, accepted in drafts:
-            self.proposed, self.accepted = self.proposed + proposed, self.accepted + accepted
-        self.most_used = max(self.most_used, used)
-
-    def request(self, output: Output) -> None:
-        """Count a finished request."""
-        self.requests += 1
-        first_run, *tokens = output.timestamps or [None]
-        if tokens:
-            self.queue.append(first_run - output.arrival_time)
-            self.ttft.append(tokens[0] - output.arrival_time)
-            self.gaps.extend(b - a for a, b in zip(tokens, tokens[1:]))
-
-    def summary(self) -> dict[str, float]:
-        facts = {
-            "requests": self.requests,
-            "steps": self.steps,
-            "tokens_run": self.tokens_run,
-            "tokens_new": self.tokens_new,
-            "proposed": self.proposed,
-            "accepted": self.accepted,
-            "tokens_per_second": self.tokens_new / self.seconds if self.seconds else 0.0,
-            "cache_used_most": self.most_used,
-        }
-        for name, times in (("queue", self.queue), ("ttft", self.ttft), ("itl", self.gaps)):
-            times = sorted(times) or [0.0]
-            for p in (50, 99):
-                facts[f"{name}_seconds_p{p}"] = times[math.ceil(p / 100 * len(times)) - 1]
-        return facts
-
-
 # --------------------------------------------------------------------------------------------------
 # Self-check and benchmark
 # --------------------------------------------------------------------------------------------------
 
 
-class _Toy(torch.nn.Module):
-    """A minimal model with the Engine's interface."""
-
-    def __init__(self, device: str):
-        super().__init__()
-        self.config = SimpleNamespace(
-            n_layers=2, n_kv_heads=2, head_dim=16, vocab_size=97, context=512, eos_ids=()
-        )
-        self.embed, self.head = torch.nn.Embedding(97, 64), torch.nn.Linear(64, 97)
-        self.qkv = torch.nn.ModuleList(torch.nn.Linear(64, 4 * 16 + 2 * 2 * 16) for _ in range(2))
-        self.specs = [
-            SimpleNamespace(index=i, scale=0.25, window=(None, 9)[i], softcap=None, sinks=None,
-                            alibi_slopes=None, latent_dim=None, latent=None, expand=None)
-            for i in range(2)
-        ]  # fmt: skip
-        rng = torch.Generator().manual_seed(0)
-        for p in self.parameters():
-            torch.nn.init.normal_(p, 0.0, 0.5, rng)
-        self.to(device)
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Callable, return_hidden: bool = False
-    ) -> Tensor:
-        x = self.embed(tokens) + torch.sin(positions[..., None] / (1 + torch.arange(64).to(tokens)))
-        for spec, qkv in zip(self.specs, self.qkv):
-            q, k, v = qkv(x).unflatten(-1, (8, 16)).split((4, 2, 2), dim=2)
-            x = x + attend(spec, q, k, v, positions).flatten(2)
-        return x if return_hidden else self.head(x)
-
-
-def _batch(
-    lengths: list[int], new: list[int], device: str, dtype: torch.dtype, heads: tuple[int, int, int]
-) -> tuple[Tensor, ...]:
-    """Random arguments of paged_attention: blocks of 16 in random order. heads: Hq, Hkv, D."""
-    (Hq, Hkv, D), rng = heads, torch.Generator().manual_seed(0)
-    W = -(-max(lengths) // 16)
-    counts = [-(-n // 16) for n in lengths]
-    blocks, table = iter(torch.randperm(sum(counts), generator=rng).tolist()), []
-    for n in counts:
-        table.append([next(blocks) for _ in range(n)] + [0] * (W - n))
-    kv = torch.randn(2, Hkv, sum(counts), 16, D, generator=rng).to(device, dtype).movedim(1, 3)
-    q = torch.randn(sum(new), Hq, D, generator=rng).to(device, dtype)
-    cu = torch.tensor([0, *new]).cumsum(0)
-    return (
-        q,
-        *kv,
-        *(x.to(device, torch.int32) for x in (torch.tensor(table), cu, torch.tensor(lengths))),
-    )
-
-
-def _gather_everything(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, cu: Tensor, lengths: Tensor
-) -> Tensor:
-    """Baseline: gather all blocks of all sequences, padded to the longest, then torch's attention.
-    One new token each."""
-    R, (Hq, D), Hkv = len(lengths), q.shape[1:], k.shape[2]
-    k, v = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
-    mask = torch.arange(k.shape[2], device=q.device) < lengths[:, None, None, None]
-    o = F.scaled_dot_product_attention(q.view(R, Hkv, Hq // Hkv, D), k, v, mask)
-    return o.view(R, Hq, D)
-
-
-def _check_attention(device: str) -> None:
-    """paged_attention == its reference."""
-    slopes, sinks = torch.linspace(0.1, 1, 4).to(device), torch.ones(4, device=device)
-    for new in ([1, 1, 1], [5, 1, 30], [1, 0, 64]):
-        args = _batch([20, 33, 64], new, device, torch.float32, (4, 2, 16))
-        for flags in ({}, {"window": 7, "alibi_slopes": slopes}, {"softcap": 2.0, "sinks": sinks}):
-            expected = paged_attention_reference(*args, **flags)
-            got = paged_attention(*args, **flags)
-            assert (got - expected).abs().max() < 1e-4, (new, flags)
-
-
-def _check_engine(device: str) -> None:
-    """Batched == alone, with so few blocks that most sequences are preempted."""
-    model, greedy = _Toy(device), SamplingParams(temperature=0, max_new_tokens=20)
-    rng = torch.Generator().manual_seed(0)
-    start = torch.randint(97, (40,), generator=rng).tolist()
-    prompts = [start[: 7 * i % 41 + 1] + [i] * (i % 3) for i in range(24)]
-    roomy = Engine(model, num_blocks=64)
-    alone = [roomy.generate([p], greedy)[0].token_ids for p in prompts]
-    for kwargs in ({}, {"kv_swap": True}, {"prefix_cache": False}, {"max_num_batched_tokens": 8}):
-        engine = Engine(model, num_blocks=18, block_size=5, max_num_seqs=8, **kwargs)
-        outputs = engine.generate(prompts, greedy)
-        assert [o.token_ids for o in outputs] == alone, kwargs
-        assert engine.stats()["preemptions"] > 0 and engine.allocator.n_free == 18, kwargs
-        engine.allocator.check([])
-
-
-def _seconds(call: Callable[[], Any], device: str, repeats: int = 20) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[repeats // 2]
-
-
-def _attention_table(device: str) -> None:
-    """Decode attention in bf16: time, and bytes of keys and values read per second."""
-    long = 4096 if device == "cuda" else 1024
-    ragged = [long * (i + 1) ** 2 // 32**2 + 16 for i in range(32)]
-    print(f"{'decode attention, Llama 3 heads':34} {'paged':>9} {'gather all':>11}   ms (GB/s)")
-    for name, lengths in (
-        ("16 sequences of 128", [128] * 16),
-        (f"32 sequences of 16 to {long + 16}", ragged),
-        (f"32 sequences of {long}", [long] * 32),
-        ("1 sequence of 8192", [8192]),
-    ):
-        args = _batch(lengths, [1] * len(lengths), device, torch.bfloat16, (32, 8, 128))
-        size = 2 * 2 * 8 * 128 * sum(lengths) / 1e9
-        line = f"{name:34}"
-        for call in (paged_attention, _gather_everything):
-            t = _seconds(lambda: call(*args), device, 20 if device == "cuda" else 3)
-            line += f" {1e3 * t:7.2f} ({size / t:4.0f})"
-        print(line)
-    if device == "cuda":
-        x = torch.empty(2**30, dtype=torch.uint8, device=device)
-        y = torch.empty_like(x)
-        print(f"copy of 1 GiB: {2 * 2**30 / 1e9 / _seconds(lambda: y.copy_(x), device):.0f} GB/s")
-
-
-def _scheduler_table() -> None:
-    """Cost of scheduling a step."""
-    for n in (16, 64, 256):
-        allocator = BlockAllocator(n * 40)
-        scheduler = Scheduler(allocator, 4096, n)
-        for i in range(n):
-            scheduler.add(Sequence(list(range(i, i + 300)), 300, arrival=i))
-        while scheduler.waiting or any(seq.remaining > 1 for seq in scheduler.running):
-            scheduler.commit(scheduler.schedule())
-        begin = time.perf_counter()
-        for step in range(100):
-            for seq in scheduler.running:
-                seq.tokens.append(step)
-            scheduler.commit(scheduler.schedule())
-        ms = 10 * (time.perf_counter() - begin)
-        print(f"scheduling {n} decoding sequences: {ms:.2f} ms per step")
-
-
 def main() -> None:
+    """paged_attention == its reference; decode attention beside torch's over gathered blocks."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.inference_mode():
-        _check_attention(device)
-        if not INTERPRET:  # the interpreter would take minutes
-            _check_engine(device)
-        kind = "the Triton kernel" if INTERPRET or device == "cuda" else "plain torch"
-        print(f"{kind} checked; {torch.get_num_threads()} threads, torch {torch.__version__}")
-        if not INTERPRET:
-            _attention_table(device)
-    _scheduler_table()
+
+    def batch(lengths: list[int], new: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Random arguments, heads of Llama 3, blocks of 16 in random order."""
+        width = -(-max(lengths) // 16)
+        table = torch.randperm(len(lengths) * width).view(-1, width)
+        kv = torch.randn(2, 8, table.numel(), 16, 128, dtype=dtype, device=device).movedim(1, 3)
+        q = torch.randn(sum(new), 32, 128, dtype=dtype, device=device)
+        rows = table, torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths)
+        return (q, *kv, *(x.to(device, torch.int32) for x in rows))
+
+    def gather_all(q, k, v, table, cu, lengths):  # one new token each
+        k, v = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
+        mask = torch.arange(k.shape[2], device=q.device) < lengths[:, None, None, None]
+        return F.scaled_dot_product_attention(q.view(len(q), 8, 4, 128), k, v, mask)
+
+    for flags in ({}, {"window": 7}, {"softcap": 2.0}):
+        args = batch([20, 33, 64], [5, 1, 30], torch.float32)
+        error = (paged_attention(*args, **flags) - paged_attention_reference(*args, **flags)).abs()
+        assert error.max() < 1e-4, (flags, error.max())
+    kind = "the Triton kernel" if _uses_kernel(args[0]) else "plain torch"
+    print(f"{kind} == the reference; {torch.get_num_threads()} threads, torch {torch.__version__}")
+    long = 4096 if device == "cuda" else 64 if INTERPRET else 1024
+    print(
+        f"{'decode attention, bf16':24} {'paged':>14} {'gather all':>14}   ms (GB/s of keys, values)"
+    )
+    for n, length in ((16, long // 8), (32, long), (1, 2 * long)):
+        args, size = batch([length] * n, [1] * n, torch.bfloat16), 4096 * n * length / 1e9
+        timer = lambda f: Timer("f(*args)", globals=dict(f=f, args=args)).blocked_autorange().median
+        t = [timer(paged_attention), timer(gather_all)]
+        print(
+            f"{n:4} sequences of {length:5}"
+            + "".join(f"{1e3 * x:8.2f} ({size / x:4.0f})" for x in t)
+        )
 
 
 if __name__ == "__main__":
-    main()
+    with torch.inference_mode():
+        main()

@@ -12717,30 +12717,24 @@ def test_paged_engine_never_starves():
 
 
 def test_paged_stats():
-    """Statistics are finite, before the first request and after the last; ratios are in 0..1."""
+    """Ratios are in 0..1, before the first request and after the last, counts add up, and a token's
+    timestamp is never before the last one's."""
     model = paged_model()
     engine = paged_engine(model, num_blocks=12, block_size=4, max_num_batched_tokens=9)
-    names = "queue_seconds_p50 ttft_seconds_p50 ttft_seconds_p99 itl_seconds_p50 itl_seconds_p99"
-    names = names.split() + ["tokens_per_second", "cache_used", "hit_rate", "preemptions"]
-    empty = engine.stats()
-    for name in names:
-        assert empty[name] is None or math.isfinite(empty[name]), (name, empty)
+    assert set(engine.stats().values()) == {0}
     prompts, _ = paged_requests(6)
     for prompt in prompts:
         engine.add(prompt, greedy(9))
     for _ in range(4):
         engine.step()
-    middle = engine.stats()
-    assert 0 < middle["cache_used"] <= 1
-    paged_run(engine)
+    assert 0 < engine.stats()["cache_used"] <= 1
+    outputs = paged_run(engine)
     stats = engine.stats()
-    assert all(math.isfinite(stats[name]) and stats[name] >= 0 for name in names), stats
-    assert stats["ttft_seconds_p50"] <= stats["ttft_seconds_p99"] < 60
-    assert 0 < stats["itl_seconds_p50"] <= stats["itl_seconds_p99"] < 60
-    assert stats["queue_seconds_p50"] <= stats["ttft_seconds_p99"]
     assert 0 <= stats["cache_used"] <= 1 and 0 <= stats["hit_rate"] <= 1
-    assert 1 < stats["tokens_per_second"] < 1e6
-    assert isinstance(stats["preemptions"], int)
+    assert stats["tokens_new"] == 6 * 9 <= stats["tokens_run"] and stats["steps"] > 9
+    for o in outputs:
+        times = [o.arrival_time, *o.timestamps]
+        assert times == sorted(times) and len(times) == 2 + len(o.token_ids)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -13021,19 +13015,17 @@ def test_paged_kv_standalone(triton, tmp_path):
     """paged_kv.py copied to an empty folder passes its self-check: without Triton, with it, and
     with the kernel interpreted."""
     shutil.copy(REPO / "paged_kv.py", tmp_path)
-    code = (
-        "import sys; sys.modules['triton'] = None; import torch, paged_kv as P\n"
-        "with torch.inference_mode(): P._check_attention('cpu'), P._check_engine('cpu')"
-    )
+    code = "import runpy, sys; sys.modules['triton'] = None; "
+    code += "runpy.run_path('paged_kv.py', run_name='__main__')"
     argv = ["-c", code] if triton == "missing" else ["paged_kv.py"]
     env = os.environ | (dict(TRITON_INTERPRET="1") if triton == "interpreted" else {})
     done = subprocess.run(
         [sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    kind = "the Triton kernel" if triton == "interpreted" or CUDA else "plain torch"
-    assert triton == "missing" or f"{kind} checked" in done.stdout, done.stdout
-    assert triton != "installed" or "gather all" in done.stdout, done.stdout
+    kernel = triton == "interpreted" or (CUDA and triton == "installed")
+    kind = "the Triton kernel" if kernel else "plain torch"
+    assert f"{kind} == the reference" in done.stdout and "gather all" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
