@@ -2,8 +2,8 @@
 
 Each decode step reads all weights. A batch reads them once for all its sequences, so throughput
 depends on the batch size, which KV memory limits: a contiguous cache reserves the maximum length
-for every sequence, and a static batch runs until its longest sequence ends. Six ideas, each a
-section of this file, keep the batch large:
+for every sequence, and a static batch runs until its longest sequence ends. Five ideas keep the
+batch large:
 
     paging        KV is stored in blocks of a few tokens, with a block table per sequence; a
                   sequence wastes less than one block (PagedAttention, arXiv:2309.06180). Blocks are
@@ -22,12 +22,9 @@ section of this file, keep the batch large:
     one kernel    prefill chunks, decode tokens and mixtures of both are one attention call over a
                   packed token axis, which reads keys through the block tables; keys are split over
                   programs when few queries read many keys (flash-decoding).
-    two workers   disaggregated prefill: one worker runs prompts, another decodes, and KV is sent
-                  between them (DistServe, arXiv:2401.09670), in the format of KV swap.
 
 Cost: attention looks up the block of each key; the scheduler is Python and takes microseconds per
-sequence and step (`python paged_kv.py` prints how many); the batch waits while KV is swapped. When
-it loses: with a single sequence, where a contiguous cache is as fast; with latent attention, which
+sequence and step; the batch waits while KV is swapped. When it loses: with a single sequence, where a contiguous cache is as fast; with latent attention, which
 is absorbed here for any number of tokens and so slower for long prompts; on a CPU, which gains
 nothing from static shapes or compiling.
 
@@ -36,8 +33,7 @@ calls model(tokens (1, N), positions (1, N), attend, return_hidden=True) and mod
 model.config. Sampler, drafter, verifier and output callback are arguments. Equivalence
 (test_all.py): paged == contiguous, batched == alone, chunked == whole, prefix hit == miss,
 preempted == not preempted, forked == separate, speculative == plain decoding.
-Copied alone, this file needs torch, and triton for the kernel; `python paged_kv.py` checks itself
-and prints a benchmark.
+Needs: torch, and triton for the kernel.
 
 Shapes: N new tokens of all sequences, packed; R sequences; T new tokens of one sequence and S its
 cached tokens including the new ones; Hq / Hkv query / key-value heads, D / Dv head dims, V
@@ -51,7 +47,7 @@ import math
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, count
@@ -451,11 +447,10 @@ class Scheduler:
     def commit(self, plan: Plan) -> None:
         """Record that the plan was run. Accepted drafts are recorded by accept."""
         for seq, n in plan.run:
-            seq.num_computed_tokens += n
-            seq.num_written_tokens = max(seq.num_written_tokens, seq.num_computed_tokens)
+            self.accept(seq, n)
 
     def accept(self, seq: Sequence, n: int) -> None:
-        """Record that a sequence's first n drafts were accepted; their KV is in the cache."""
+        """Record that a sequence's next n tokens, or its first n drafts, are in the cache."""
         seq.num_computed_tokens += n
         seq.num_written_tokens = max(seq.num_written_tokens, seq.num_computed_tokens)
 
@@ -1345,8 +1340,9 @@ def paged_attention(
     names the argument of a wrong shape or value.
     """
     q, p, options = _check_args(
-        q, k, v, block_table, cu_seqlens, lengths, k_scale, v_scale, latent_dim, scale, window,
-        softcap, alibi_slopes, sinks,
+        q, k, v, block_table, cu_seqlens, lengths, k_scale=k_scale, v_scale=v_scale,
+        latent_dim=latent_dim, scale=scale, window=window, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
     _check(n_splits is None or n_splits > 0, f"n_splits must be positive, not {n_splits}")
     if _uses_kernel(q) or torch.compiler.is_compiling():
@@ -1357,21 +1353,16 @@ def paged_attention(
 
 
 def paged_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor | None, block_table: Tensor, cu_seqlens: Tensor,
-    lengths: Tensor, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    latent_dim: int | None = None, return_lse: bool = False, **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    *args: Any, n_splits: int | None = None, return_lse: bool = False, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """paged_attention in plain torch: one sequence at a time, all scores at once."""
-    names = ("scale", "window", "softcap", "alibi_slopes", "sinks")
-    args = (k_scale, v_scale, latent_dim, *(options.pop(name, None) for name in names))
-    _check(not options or {*options} == {"n_splits"}, f"unknown arguments: {', '.join(options)}")
-    o, lse = _reference(*_check_args(q, k, v, block_table, cu_seqlens, lengths, *args))
+    o, lse = _reference(*_check_args(*args, **options))
     return (o, lse) if return_lse else o
 
 
 def _check_args(
-    q, k, v, block_table, cu_seqlens, lengths, k_scale, v_scale, latent_dim, scale, window, softcap,
-    slopes, sinks,
+    q, k, v, block_table, cu_seqlens, lengths, *, k_scale=None, v_scale=None, latent_dim=None,
+    scale=None, window=None, softcap=None, alibi_slopes=None, sinks=None,
 ) -> tuple[Tensor, _Pages, _ScoreOptions]:  # fmt: skip
     """Validated, contiguous arguments. ValueError names the argument at fault."""
     shape = lambda x: None if x is None else tuple(x.shape)
@@ -1388,7 +1379,7 @@ def _check_args(
         ("block_table", block_table, (R, *block_table.shape[1:2])),
         ("k_scale", k_scale, k.shape[:3]),
         ("v_scale", v_scale, k.shape[:3]),
-        ("alibi_slopes", slopes, (Hq,)),
+        ("alibi_slopes", alibi_slopes, (Hq,)),
         ("sinks", sinks, (Hq,)),
     ):
         _check(x is None or x.shape == wanted, f"{name} must be {tuple(wanted)}, not {shape(x)}")
@@ -1400,10 +1391,12 @@ def _check_args(
     if v_scale is not None and v_scale.stride() != k_scale.stride():
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     integers = (x.to(torch.int32).contiguous() for x in (block_table, cu_seqlens, lengths))
-    slopes, sinks = (None if x is None else x.float().contiguous() for x in (slopes, sinks))
+    alibi_slopes, sinks = (
+        None if x is None else x.float().contiguous() for x in (alibi_slopes, sinks)
+    )
     scale, softcap = D**-0.5 if scale is None else float(scale), softcap and float(softcap)
     pages = _Pages(k, v, k_scale, v_scale, *integers, latent_dim)
-    return q, pages, _ScoreOptions(scale, window, softcap, slopes, sinks)
+    return q, pages, _ScoreOptions(scale, window, softcap, alibi_slopes, sinks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1637,17 +1630,6 @@ class Engine:
                 self.step()
         return outputs
 
-    def stream(self, id: Any) -> Iterator[int]:
-        """Yield the tokens of a request's sample 0, stepping the engine as needed."""
-        _check(id in self.outputs, f"id {id!r} is not an unfinished request")
-        output, seen = self.outputs[id], 0
-        while seen < len(output.token_ids) or not output.finished:
-            if seen == len(output.token_ids):
-                self.step()
-            else:
-                yield output.token_ids[seen]
-                seen += 1
-
     # ---- a step ----
 
     @torch.inference_mode()
@@ -1815,7 +1797,7 @@ class Engine:
                 child.listener = self.output_callback(child) if self.output_callback else None
                 forks.append(child)
             except Exception as e:
-                self._listener_failed(child, e)
+                self._fail(child, e)
                 self._finish(child, "error")
         return forks
 
@@ -1911,13 +1893,13 @@ class Engine:
             if seq.listener is not None:
                 getattr(seq.listener, method)(value)
         except Exception as e:
-            return self._listener_failed(seq, e)
+            self._fail(seq, e)
+            return False
         return True
 
-    def _listener_failed(self, seq: Sequence, e: Exception) -> bool:
-        """Record the exception as the error of this request only."""
+    def _fail(self, seq: Sequence, e: Exception) -> None:
+        """Record a listener's exception as the error of this request only."""
         seq.request.error = f"its listener failed: {type(e).__name__}: {e}"
-        return False
 
     # ---- KV transfer between engines ----
 

@@ -12626,32 +12626,6 @@ def test_paged_listener_may_call_the_engine(action):
     paged_idle(engine, 30)
 
 
-def test_paged_streams():
-    """Streams read in turns, after a preemption, or started late yield every token once, from the
-    first on; the stream of an aborted request ends; an unknown id is refused."""
-    model = paged_model()
-    prompts, _ = paged_requests(4)
-    want = paged_greedy(model, prompts, [10] * 4)
-    engine = paged_engine(model, num_blocks=9, block_size=4, max_num_batched_tokens=9)
-    ids = [engine.add(p, greedy(10)) for p in prompts]
-    assert len(set(ids)) == 4 and all(isinstance(i, int) for i in ids)
-    streams = {i: engine.stream(i) for i in ids[:3]}
-    got = {i: [] for i in ids[:3]}
-    for turn in range(60):
-        i = ids[turn % 3] if turn % 5 else ids[0]
-        if turn == 4:
-            gone = engine.abort(ids[2])
-        token = next(streams[i], None)
-        got[i] += [token] if token is not None else []
-    assert got[ids[0]] == want[0] and got[ids[1]] == want[1]
-    assert gone.token_ids[: len(got[ids[2]])] == got[ids[2]]
-    rest = list(engine.stream(ids[3])) if engine.unfinished else want[3]
-    assert rest == want[3]
-    with pytest.raises(ValueError):
-        list(engine.stream("nobody"))
-    paged_idle(engine, 9)
-
-
 def test_paged_step_returns_outputs_that_advanced():
     """step() returns each output that advanced once, the same object at every step, a finished one
     for the last time in the step in which it finished; without work the model is not called."""
@@ -13033,8 +13007,7 @@ def test_paged_op(return_lse):
     """The operator that a compiled step calls: its schema and fake implementation are correct."""
     draws = (paged_build(paged_draw(seed, small=True)) for seed in range(99))
     args, flags = next((a, f) for a, f in draws if a[1].dtype == torch.int8)
-    names = ("k_scale", "v_scale", "latent_dim", "scale", "window", "softcap", "alibi_slopes")
-    q, pages, rules = P._check_args(*args, *(flags.get(name) for name in (*names, "sinks")))
+    q, pages, rules = P._check_args(*args, **flags)
     arguments = (q, *pages, *rules, 2, return_lse)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(P._paged_op, arguments, test_utils=checks)
