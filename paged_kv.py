@@ -47,7 +47,7 @@ import math
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, count
@@ -1540,7 +1540,7 @@ class Engine:
     def add(
         self,
         prompt_ids: Iterable[int],
-        params: SamplingParams = SamplingParams(),
+        params: SamplingParams = SamplingParams(temperature=0.0),
         *,
         id: Any = None,
         priority: int = 0,
@@ -1612,7 +1612,7 @@ class Engine:
     def generate(
         self,
         prompts: Iterable[Iterable[int]],
-        params: SamplingParams | list[SamplingParams] = SamplingParams(),
+        params: SamplingParams | list[SamplingParams] = SamplingParams(temperature=0.0),
     ) -> list[Output]:
         """Run all prompts to completion, with params for all or one for each; outputs in the order
         of the prompts. An invalid request's output has an error."""
@@ -1629,6 +1629,17 @@ class Engine:
             while not output.finished:
                 self.step()
         return outputs
+
+    def stream(self, id: Any) -> Iterator[int]:
+        """Yield the tokens of a request's sample 0, stepping the engine as needed."""
+        _check(id in self.outputs, f"id {id!r} is not an unfinished request")
+        output, seen = self.outputs[id], 0
+        while seen < len(output.token_ids) or not output.finished:
+            if seen == len(output.token_ids):
+                self.step()
+            else:
+                yield output.token_ids[seen]
+                seen += 1
 
     # ---- a step ----
 

@@ -2292,9 +2292,9 @@ def test_sampler_admit_replaces_one_row():
         rest = run_sampler(sampler, table, [got[0][-1], got[1][-1]], 19)
         assert got[row] + rest[row] == alone[number], params
         assert got[1 - row] + rest[1 - row] == expected[done : done + 30], params
-    key = sampler.step_key
+    key = sampler.features, sampler.max_k
     sampler.admit(0, P.SamplingParams(top_p=0.5), [])
-    assert sampler.step_key != key
+    assert (sampler.features, sampler.max_k) != key
 
 
 def test_no_eos_before_min_new_tokens():
@@ -12624,6 +12624,32 @@ def test_paged_listener_may_call_the_engine(action):
         assert live[i].token_ids == want[i]
     assert action != "add" or live[late[1]].token_ids == want[3]
     paged_idle(engine, 30)
+
+
+def test_paged_streams():
+    """Streams read in turns, after a preemption, or started late yield every token once, from the
+    first on; the stream of an aborted request ends; an unknown id is refused."""
+    model = paged_model()
+    prompts, _ = paged_requests(4)
+    want = paged_greedy(model, prompts, [10] * 4)
+    engine = paged_engine(model, num_blocks=9, block_size=4, max_num_batched_tokens=9)
+    ids = [engine.add(p, greedy(10)) for p in prompts]
+    assert len(set(ids)) == 4 and all(isinstance(i, int) for i in ids)
+    streams = {i: engine.stream(i) for i in ids[:3]}
+    got = {i: [] for i in ids[:3]}
+    for turn in range(60):
+        i = ids[turn % 3] if turn % 5 else ids[0]
+        if turn == 4:
+            gone = engine.abort(ids[2])
+        token = next(streams[i], None)
+        got[i] += [token] if token is not None else []
+    assert got[ids[0]] == want[0] and got[ids[1]] == want[1]
+    assert gone.token_ids[: len(got[ids[2]])] == got[ids[2]]
+    rest = list(engine.stream(ids[3])) if engine.unfinished else want[3]
+    assert rest == want[3]
+    with pytest.raises(ValueError):
+        list(engine.stream("nobody"))
+    paged_idle(engine, 9)
 
 
 def test_paged_step_returns_outputs_that_advanced():
