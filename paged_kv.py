@@ -24,9 +24,9 @@ batch large:
                   programs when few queries read many keys (flash-decoding).
 
 Cost: attention looks up the block of each key; the scheduler is Python and takes microseconds per
-sequence and step; the batch waits while KV is swapped. When it loses: with a single sequence, where a contiguous cache is as fast; with latent attention, which
-is absorbed here for any number of tokens and so slower for long prompts; on a CPU, which gains
-nothing from static shapes or compiling.
+sequence and step; the batch waits while KV is swapped. When it loses: with a single sequence, where
+a contiguous cache is as fast; with latent attention, which is absorbed here for any number of
+tokens and so slower for long prompts; on a CPU, which gains nothing from static shapes.
 
 Hook: `PagedKVCache.attend` is the model's attend callable; the model does not change. The Engine
 calls model(tokens (1, N), positions (1, N), attend, return_hidden=True) and model.head, and reads
@@ -1532,8 +1532,7 @@ class Engine:
         self.pending_outputs: deque[tuple[Sequence, int, int, Tensor | None, float]] = deque()
         self.updated_outputs: dict[Any, Output] = {}  # for the caller of step
         self.n_arrivals = 0
-        names = ("steps", "tokens_run", "tokens_new", "proposed", "accepted")
-        self.counts = dict.fromkeys(names, 0)
+        self.counts = Counter(steps=0, tokens_run=0, tokens_new=0, proposed=0, accepted=0)
 
     # ---- requests ----
 
@@ -1549,15 +1548,11 @@ class Engine:
         ok = isinstance(prompt_ids, Iterable)
         _check(ok, f"prompt_ids must be a list of token ids, not {prompt_ids!r}")
         prompt = list(prompt_ids)
-        ok = isinstance(params, SamplingParams)
-        _check(ok, f"params must be SamplingParams, not {params!r}")
         self._check_request(prompt, params)
         _check(_is_int(priority), f"priority must be an integer, not {priority!r}")
         _check(isinstance(id, Hashable), f"id must be hashable, not {id!r}")
         if id is None:
-            id = self.n_arrivals
-            while id in self.outputs:
-                id += 1
+            id = next(n for n in count(self.n_arrivals) if n not in self.outputs)
         _check(id not in self.outputs, f"id {id!r} is in use by an unfinished request")
         samples = [Sample() for _ in range(params.n)]
         output = Output(id, prompt, samples, arrival_time=self.clock())
@@ -1572,6 +1567,8 @@ class Engine:
         return id
 
     def _check_request(self, prompt: list[int], params: SamplingParams) -> None:
+        ok = isinstance(params, SamplingParams)
+        _check(ok, f"params must be SamplingParams, not {params!r}")
         V, whole = self.model.config.vocab_size, len(prompt) + params.max_new_tokens
         _check(prompt, "the prompt has no tokens")
         for t in prompt:
@@ -1695,11 +1692,8 @@ class Engine:
             results = map(list, zip(*(counts[seq] for seq in ran)))
             self.speculate_k.observe(ran, *results, row, now - start, draft_seconds)
         self._deliver()
-        self.counts["steps"] += 1
-        self.counts["tokens_run"] += row
-        for proposed, accepted in counts.values():
-            self.counts["proposed"] += proposed
-            self.counts["accepted"] += accepted
+        n_proposed, n_accepted = map(sum, zip(*counts.values())) if counts else (0, 0)
+        self.counts.update(steps=1, tokens_run=row, proposed=n_proposed, accepted=n_accepted)
 
     # ---- speculative decoding ----
 
@@ -1949,7 +1943,7 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Totals since the start, and fractions; latencies follow from Output.timestamps."""
         scheduler = self.scheduler
-        return self.counts | {
+        return dict(self.counts) | {
             "cache_used": 1 - self.allocator.n_free / len(self.allocator.refs),
             "hit_rate": scheduler.n_hit_tokens / max(1, scheduler.n_admitted_tokens),
             "preemptions": scheduler.n_preempted,
@@ -2025,9 +2019,7 @@ def main() -> None:
     kind = "the Triton kernel" if _uses_kernel(args[0]) else "plain torch"
     print(f"{kind} == the reference; {torch.get_num_threads()} threads, torch {torch.__version__}")
     long = 4096 if device == "cuda" else 64 if INTERPRET else 1024
-    print(
-        f"{'decode attention, bf16':24} {'paged':>14} {'gather all':>14}   ms (GB/s of keys, values)"
-    )
+    print(f"{'decode attention, bf16':24} {'paged':>14} {'gather all':>14}   ms (GB/s of KV)")
     for n, length in ((16, long // 8), (32, long), (1, 2 * long)):
         args, size = batch([length] * n, [1] * n, torch.bfloat16), 4096 * n * length / 1e9
         timer = lambda f: Timer("f(*args)", globals=dict(f=f, args=args)).blocked_autorange().median
