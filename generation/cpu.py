@@ -43,7 +43,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 SOURCE = r"""
 #include <stdint.h>
@@ -658,6 +657,8 @@ def swap_linear_(model: nn.Module) -> nn.Module:
 def main() -> None:
     """`linear` with one, few and many rows against float64; GB/s of weights read, beside F.linear,
     with TinyLlama's feed-forward weight. Each call cycles through 250 MB of weights."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.15 s
+
     if load_kernels() is None:
         print("no working C compiler (install gcc, or set CC): F.linear is used")
     for N, C, rows in ((64, 96, 1), (257, 1000, 1), (301, 95, 7), (7, 40, 80)):

@@ -49,7 +49,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 INF = math.inf
 
@@ -554,6 +553,8 @@ class RowSampler:
 def main() -> None:
     """The frequencies of a row's samples match its probabilities; milliseconds per token beside
     softmax and torch.multinomial, which have no setting."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.15 s
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits, n = torch.randn(1, 40).mul(2).to(device), 50_000
     row = Sampler([neutral_params(temperature=1.4, top_k=20, top_p=0.95)], 1, 40, device)
