@@ -268,6 +268,7 @@ class Service:
     ):
         """kwargs: arguments of build_engine."""
         self.tokenizer, self.eos = tokenizer, eos
+        self.ttft, self.itl = deque(maxlen=100_000), deque(maxlen=100_000)  # seconds
         self.engine = build_engine(model, eos, output_callback=self._new_continuation, **kwargs)
 
     def add(self, request: Request) -> None:
@@ -304,6 +305,10 @@ class Service:
                     yield request
             for output in self.engine.step():
                 request = output.id
+                if output.finished and len(output.timestamps) > 1:
+                    tokens = output.timestamps[1:]
+                    self.ttft.append(tokens[0] - output.arrival_time)
+                    self.itl.extend(b - a for a, b in zip(tokens, tokens[1:]))
                 if output.finished and output.error is not None:
                     yield requests.error_result(request.id, request.line, output.error)
                 elif output.finished:
@@ -489,7 +494,7 @@ def read_results(path: Path) -> dict[tuple[Id, int], bool]:
 def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
     """Run the requests that have no result yet, and append each result to `out` as a line. Returns
     a summary line."""
-    total, done, errors = None, 0, 0
+    total, done, errors, start = None, 0, 0, time.perf_counter()
     if requests.path.is_file():  # a pipe can be read only once
         with open(requests.path, "rb") as file:
             total = sum(1 for raw in file if raw.strip())
@@ -509,21 +514,23 @@ def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
     if previous:
         line += f" ({len(previous)} before, {sum(previous.values())} errors)"
     if done > errors:
-        line += f"; {stats_line(service.engine.stats())}"
+        line += f"; {stats_line(service, time.perf_counter() - start)}"
     if errors + sum(previous.values()):
         line += f"; to retry failed requests, delete their lines in {out}"
     return line
 
 
-def stats_line(stats: Mapping[str, Any]) -> str:
-    """Engine.stats() as one line."""
-    ms = lambda name: (
-        f"{1e3 * stats[name + '_seconds_p50']:.1f} ms "
-        f"(p99 {1e3 * stats[name + '_seconds_p99']:.1f})"
+def stats_line(service: Service, seconds: float) -> str:
+    """The requests run so far, as one line."""
+    stats = service.engine.stats()
+    ms = lambda times, p: f"{1e3 * (percentile(times, p) or 0):.1f}"
+    latencies = (
+        f"{name} {ms(times, 50)} ms (p99 {ms(times, 99)})"
+        for name, times in (("TTFT", service.ttft), ("ITL", service.itl))
     )
     return (
-        f"{stats['tokens_per_second']:.1f} tok/s, TTFT {ms('ttft')}, ITL {ms('itl')}, "
-        f"prefix cache hit rate {stats['hit_rate']:.0%}, {stats['preemptions']} preemptions"
+        f"{stats['tokens_new'] / seconds:.1f} tok/s, {', '.join(latencies)}, prefix cache hit rate "
+        f"{stats['hit_rate']:.0%}, {stats['preemptions']} preemptions"
     )
 
 
@@ -622,7 +629,7 @@ def replay(
     return {name: value if value is None else round(value, 6) for name, value in metrics.items()}
 
 
-def percentile(values: list[float], p: float) -> float | None:
+def percentile(values: Collection[float], p: float) -> float | None:
     """The nearest-rank percentile: the smallest value with p percent of the values at or below it;
     None if there are no values."""
     return sorted(values)[math.ceil(p / 100 * len(values)) - 1] if values else None
