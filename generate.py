@@ -19,7 +19,7 @@ large matmuls, compute bound. A decode step runs one token: every weight is read
 the step is memory bound and takes at least (weights + KV cache) / bandwidth. After each run one
 line on stderr reports the achieved bandwidth, and its share of a read bandwidth measured here.
 
-Sampling settings are those of generation/sampling.py, in every mode; its fields are flags. --n
+Sampling settings are the fields of paged_kv.py's SamplingParams, in every mode, as flags. --n
 generates several continuations of one prompt in lockstep, reading the weights once for all; sample
 b equals a run with seed + b. --interactive keeps the KV cache across turns and prefills only new
 tokens.
@@ -90,7 +90,7 @@ for drawer in "huggingface generation serving quantization training parallelism"
         sys.exit(f"generate.py: error: {spec.origin} shadows {drawer}/; uninstall that package")
 
 from generation import cpu
-from generation.sampling import Sampler, Sampling, logprobs_of
+from generation.sampling import Sampler, logprobs_of
 from huggingface.tokenizer import (
     ChatTemplate,
     Continuation,
@@ -105,6 +105,7 @@ from huggingface.tokenizer import (
 )
 from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
 from model import CONFIGS, Attend, KVCache, ModelConfig, MoE, Transformer
+from paged_kv import SamplingParams
 from training.lora import load_adapters_, merge_
 
 IMPORT_SECONDS = time.perf_counter() - START
@@ -197,7 +198,7 @@ class Decoder:
         self,
         model: Transformer,
         max_len: int,
-        params: Sampling,
+        params: SamplingParams,
         batch: int = 1,
         eos: Sequence[int] = (),
         compiled: bool = False,
@@ -474,7 +475,7 @@ class Chat:
         return text, whole
 
     def ask(
-        self, line: str, params: Sampling, max_new: int, row: Continuation, limit: int
+        self, line: str, params: SamplingParams, max_new: int, row: Continuation, limit: int
     ) -> Iterator[int]:
         """Generate the reply into `row`; yields at every step and may be closed at any. The first
         value is the number of cached ids. ValueError if the conversation is too long."""
@@ -546,7 +547,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--adapter", type=Path, metavar="DIR", help="LoRA in PEFT's format, merged into the weights"
     )
     add("--max-new-tokens", type=int, default=200, help="max tokens to generate (%(default)s)")
-    defaults = {f.name: f.default for f in fields(Sampling)}
+    defaults = {f.name: f.default for f in fields(SamplingParams)}
     for name, (kind, text) in SAMPLING_FLAGS.items():
         text, default = f"{text} (%(default)s)", defaults[name]
         if name == "temperature":  # its default depends on the mode
@@ -689,7 +690,7 @@ ENGINE_FLAGS = (
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """The flags, with .sampling_params, a Sampling, and .mesh, set by process_group. ValueError
+    """The flags, with .sampling_params and .mesh, set by process_group. ValueError
     names a flag that is out of range or would have no effect."""
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -701,21 +702,19 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     check_ranges(args)
     check_modes(args, given)
     args.sampling_params, args.mesh = read_sampling(args), None
-    if "" in args.stop:
-        raise ValueError("--stop must not be empty")
     return args
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """ValueError names a flag that is out of range; Sampling checks its own fields."""
+    """ValueError names a flag that is out of range; SamplingParams checks its own fields."""
     for names, good, wanted in (
-        ("max_new_tokens n bench prompt_tokens", lambda v: v >= 1, "at least 1"),
+        ("bench prompt_tokens", lambda v: v >= 1, "at least 1"),
         ("bench_serving kv_blocks block_size", lambda v: v >= 1, "at least 1"),
         ("max_num_batched_tokens max_num_seqs", lambda v: v >= 1, "at least 1"),
         ("ctx_size", lambda v: v >= 2, "at least 2"),
         ("exit_layers tp pp", lambda v: v >= 1, "at least 1"),
         ("forced_acceptance", lambda v: 0 <= v <= 1, "from 0 to 1"),
-        ("logprobs shared_prefix num_redundant_experts", lambda v: v >= 0, "0 or more"),
+        ("shared_prefix num_redundant_experts", lambda v: v >= 0, "0 or more"),
         ("arrival_cv", lambda v: v == 0 or 0.01 <= v <= 100, "0, or from 0.01 to 100"),
         ("request_rate", lambda v: v >= 1e-6, "at least 1e-6"),
     ):
@@ -810,8 +809,8 @@ def check_modes(args: argparse.Namespace, given: set[str]) -> None:
             raise ValueError(f"{_flag(mode)} cannot be combined with {other}")
 
 
-def read_sampling(args: argparse.Namespace) -> Sampling:
-    """The Sampling of the flags; ValueError names the flag."""
+def read_sampling(args: argparse.Namespace) -> SamplingParams:
+    """The SamplingParams of the flags; ValueError names the flag."""
     bias = []
     for entry in filter(None, args.logit_bias.split(",")):
         try:
@@ -820,9 +819,8 @@ def read_sampling(args: argparse.Namespace) -> Sampling:
         except ValueError:
             raise ValueError(f"--logit-bias must be ID:BIAS,..., not {entry!r}") from None
     try:
-        return Sampling(
-            **{name: getattr(args, name) for name in SAMPLING_FLAGS}, logit_bias=tuple(bias)
-        )
+        values = {f.name: getattr(args, f.name) for f in fields(SamplingParams)}
+        return SamplingParams(**values | {"logit_bias": tuple(bias)})
     except ValueError as e:
         name, _, rest = str(e).partition(" ")
         raise ValueError(f"{_flag(name)} {rest}") from None
@@ -1751,10 +1749,6 @@ def batch(args: argparse.Namespace) -> None:
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
     template = None if args.dummy else load_chat_template(args.checkpoint)
     eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
-    names = [f.name for f in fields(serving_batch.SamplingParams)]
-    values = {name: getattr(args, name) for name in names}
-    values["logit_bias"] = args.sampling_params.logit_bias
-    defaults = serving_batch.SamplingParams(**values)
     service = serving_batch.Service(model, tokenizer, eos, **engine_options(args, model))
     enable_speculative_decoding(args, service.engine, tokenizer)
     limit = service.engine.capacity
@@ -1764,7 +1758,7 @@ def batch(args: argparse.Namespace) -> None:
         tokenizer,
         template,
         args.system_prompt,
-        defaults,
+        args.sampling_params,
         limit,
         rank0_then_broadcast,
     )
@@ -1795,8 +1789,7 @@ def bench_serving(args: argparse.Namespace) -> None:
             f"--shared-prefix, --input-tokens and --output-tokens give up to {longest} tokens, but "
             f"the context or the KV cache (--kv-blocks) holds {engine.capacity}"
         )
-    values = {f.name: getattr(args.sampling_params, f.name) for f in fields(Sampling)}
-    params = serving_batch.SamplingParams(**values, ignore_eos=True)
+    params = replace(args.sampling_params, ignore_eos=True)
     trace = workload.trace(model.config.vocab_size)
     shifted = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
     warm_up = [replace(a, due=0.0, ids=shifted(a.ids)) for a in trace[: 2 * args.max_num_seqs]]
@@ -1829,7 +1822,7 @@ def quantize_report(args: argparse.Namespace) -> None:
     @torch.inference_mode()
     def speed(model: Transformer, batch: int) -> float:
         optimize_for_inference_(args, model)
-        decoder = Decoder(model, 128, Sampling(temperature=0.0), batch, (), args.compile)
+        decoder = Decoder(model, 128, SamplingParams(temperature=0.0), batch, (), args.compile)
         decoder.start(list(range(1, 65)))
         runs = []
         for _ in range(32):

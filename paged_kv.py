@@ -2,8 +2,8 @@
 
 Each decode step reads all weights. A batch reads them once for all its sequences, so throughput
 depends on the batch size, which KV memory limits: a contiguous cache reserves the maximum length
-for every sequence, and a static batch runs until its longest sequence ends. Six ideas, each a
-section of this file, keep the batch large:
+for every sequence, and a static batch runs until its longest sequence ends. Five ideas keep the
+batch large:
 
     paging        KV is stored in blocks of a few tokens, with a block table per sequence; a
                   sequence wastes less than one block (PagedAttention, arXiv:2309.06180). Blocks are
@@ -22,22 +22,18 @@ section of this file, keep the batch large:
     one kernel    prefill chunks, decode tokens and mixtures of both are one attention call over a
                   packed token axis, which reads keys through the block tables; keys are split over
                   programs when few queries read many keys (flash-decoding).
-    two workers   disaggregated prefill: one worker runs prompts, another decodes, and KV is sent
-                  between them (DistServe, arXiv:2401.09670), in the format of KV swap.
 
 Cost: attention looks up the block of each key; the scheduler is Python and takes microseconds per
-sequence and step (`python paged_kv.py` prints how many); the batch waits while KV is swapped. When
-it loses: with a single sequence, where a contiguous cache is as fast; with latent attention, which
-is absorbed here for any number of tokens and so slower for long prompts; on a CPU, which gains
-nothing from static shapes or compiling.
+sequence and step; the batch waits while KV is swapped. When it loses: with a single sequence, where
+a contiguous cache is as fast; with latent attention, which is absorbed here for any number of
+tokens and so slower for long prompts; on a CPU, which gains nothing from static shapes.
 
 Hook: `PagedKVCache.attend` is the model's attend callable; the model does not change. The Engine
 calls model(tokens (1, N), positions (1, N), attend, return_hidden=True) and model.head, and reads
 model.config. Sampler, drafter, verifier and output callback are arguments. Equivalence
 (test_all.py): paged == contiguous, batched == alone, chunked == whole, prefix hit == miss,
 preempted == not preempted, forked == separate, speculative == plain decoding.
-Copied alone, this file needs torch, and triton for the kernel; `python paged_kv.py` checks itself
-and prints a benchmark.
+Needs: torch, and triton for the kernel.
 
 Shapes: N new tokens of all sequences, packed; R sequences; T new tokens of one sequence and S its
 cached tokens including the new ones; Hq / Hkv query / key-value heads, D / Dv head dims, V
@@ -48,8 +44,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import queue
-import threading
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -57,11 +51,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, count
+from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -78,20 +72,37 @@ INTERPRET = triton is not None and triton.knobs.runtime.interpret
 # --------------------------------------------------------------------------------------------------
 
 
+# field: (type, test, its range in words). The limits keep all sums and quotients finite in fp32.
+FIELDS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (Real, lambda v: v == 0 or 1e-9 <= v <= 1e9, "0 (greedy), or from 1e-9 to 1e9"),
+    "top_k": (Integral, lambda v: 0 <= v < 2**63, "an integer, 0 (all) or more"),
+    "top_p": (Real, lambda v: 0 < v <= 1, "more than 0 and at most 1"),
+    "min_p": (Real, lambda v: 0 <= v <= 1, "from 0 to 1"),
+    "repetition_penalty": (Real, lambda v: 1e-9 <= v <= 1e9, "from 1e-9 to 1e9 (1 is none)"),
+    "presence_penalty": (Real, lambda v: -1e9 <= v <= 1e9, "from -1e9 to 1e9"),
+    "frequency_penalty": (Real, lambda v: -1e9 <= v <= 1e9, "from -1e9 to 1e9"),
+    "seed": (Integral, lambda v: 0 <= v < 2**63, "an integer from 0 to 2**63 - 1"),
+    "min_new_tokens": (Integral, lambda v: 0 <= v < 2**63, "an integer, 0 or more"),
+    "max_new_tokens": (Integral, lambda v: v >= 1, "an integer, 1 or more"),
+    "n": (Integral, lambda v: v >= 1, "an integer, 1 or more"),
+    "logprobs": (Integral, lambda v: v >= 0, "an integer, 0 or more, or None"),
+}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """A request's parameters. The sampler reads and checks those of the distribution; the Engine
-    those of length, stopping, n and logprobs. ValueError names the field."""
+    """A request's parameters: the sampling distribution, length, stopping, samples and logprobs.
+    The defaults sample from the model's own distribution. ValueError names the field."""
 
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    min_new_tokens: int = 0
+    top_k: int = 0  # the k most likely tokens, and ties with the last of them; 0: all
+    top_p: float = 1.0  # the smallest set of most likely tokens with total probability p; 1: all
+    min_p: float = 0.0  # tokens with at least this fraction of the highest probability
+    repetition_penalty: float = 1.0  # tokens in prompt or output: logit / r if positive, else * r
+    presence_penalty: float = 0.0  # tokens in the output: logit minus this
+    frequency_penalty: float = 0.0  # tokens in the output: logit minus this per occurrence
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added; -inf bans a token
+    min_new_tokens: int = 0  # no end-of-sequence token before this many new tokens
     seed: int = 0  # sample i uses seed + i
     max_new_tokens: int = 200
     ignore_eos: bool = False
@@ -100,20 +111,37 @@ class SamplingParams:
     logprobs: int | None = None  # return each token's log-probability, and the top n
 
     def __post_init__(self):
-        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
-        ok = isinstance(texts, (tuple, list)) and all(isinstance(s, str) and s for s in texts)
-        _check(ok, f"stop must be non-empty strings, not {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(texts))
-        for name, least in (("max_new_tokens", 1), ("n", 1), ("logprobs", 0), ("seed", 0)):
+        for name, (kind, good, wanted) in FIELDS.items():
             value = getattr(self, name)
-            ok = _is_int(value) and least <= value and (name != "seed" or value < 2**63)
-            ok = ok or (name == "logprobs" and value is None)
-            _check(ok, f"{name} must be an integer >= {least}, not {value!r}")
+            if value is None and name == "logprobs":
+                continue
+            ok = isinstance(value, kind) and not isinstance(value, bool) and good(value)
+            _check(ok, f"{name} must be {wanted}, not {value!r}")
+            object.__setattr__(self, name, float(value) if kind is Real else int(value))
+        least, most = self.min_new_tokens, self.max_new_tokens
+        _check(least <= most, f"min_new_tokens {least} is more than max_new_tokens {most}")
         ok = isinstance(self.ignore_eos, bool)
         _check(ok, f"ignore_eos must be true or false, not {self.ignore_eos!r}")
-        least, most = self.min_new_tokens, self.max_new_tokens
-        ok = not _is_int(least) or least <= most
-        _check(ok, f"min_new_tokens {least} is more than max_new_tokens {most}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        ok = isinstance(stop, (tuple, list)) and all(isinstance(s, str) and s for s in stop)
+        _check(ok, f"stop must be non-empty strings, not {stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+
+
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """logit_bias sorted by token id, hashable like the other fields."""
+    try:
+        pairs = sorted((i, b) for i, b in (bias.items() if isinstance(bias, Mapping) else bias))
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r}") from None
+    for i, b in pairs:
+        ok = isinstance(i, Integral) and not isinstance(i, bool) and i >= 0
+        _check(ok, f"logit_bias must have token ids, 0 or more, for keys, not {i!r}")
+        ok = isinstance(b, Real) and not isinstance(b, bool) and (b == -math.inf or abs(b) <= 1e9)
+        _check(ok, f"logit_bias of token {i} must be -inf (banned) or from -1e9 to 1e9, not {b!r}")
+    _check(len(dict(pairs)) == len(pairs), f"logit_bias must name a token once, not as in {bias!r}")
+    return tuple((int(i), float(b)) for i, b in pairs)
 
 
 def _is_int(value: Any) -> bool:
@@ -418,11 +446,10 @@ class Scheduler:
     def commit(self, plan: Plan) -> None:
         """Record that the plan was run. Accepted drafts are recorded by accept."""
         for seq, n in plan.run:
-            seq.num_computed_tokens += n
-            seq.num_written_tokens = max(seq.num_written_tokens, seq.num_computed_tokens)
+            self.accept(seq, n)
 
     def accept(self, seq: Sequence, n: int) -> None:
-        """Record that a sequence's first n drafts were accepted; their KV is in the cache."""
+        """Record that a sequence's next n tokens, or its first n drafts, are in the cache."""
         seq.num_computed_tokens += n
         seq.num_written_tokens = max(seq.num_written_tokens, seq.num_computed_tokens)
 
@@ -1312,8 +1339,9 @@ def paged_attention(
     names the argument of a wrong shape or value.
     """
     q, p, options = _check_args(
-        q, k, v, block_table, cu_seqlens, lengths, k_scale, v_scale, latent_dim, scale, window,
-        softcap, alibi_slopes, sinks,
+        q, k, v, block_table, cu_seqlens, lengths, k_scale=k_scale, v_scale=v_scale,
+        latent_dim=latent_dim, scale=scale, window=window, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
     _check(n_splits is None or n_splits > 0, f"n_splits must be positive, not {n_splits}")
     if _uses_kernel(q) or torch.compiler.is_compiling():
@@ -1324,21 +1352,16 @@ def paged_attention(
 
 
 def paged_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor | None, block_table: Tensor, cu_seqlens: Tensor,
-    lengths: Tensor, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    latent_dim: int | None = None, return_lse: bool = False, **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    *args: Any, n_splits: int | None = None, return_lse: bool = False, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """paged_attention in plain torch: one sequence at a time, all scores at once."""
-    names = ("scale", "window", "softcap", "alibi_slopes", "sinks")
-    args = (k_scale, v_scale, latent_dim, *(options.pop(name, None) for name in names))
-    _check(not options or {*options} == {"n_splits"}, f"unknown arguments: {', '.join(options)}")
-    o, lse = _reference(*_check_args(q, k, v, block_table, cu_seqlens, lengths, *args))
+    o, lse = _reference(*_check_args(*args, **options))
     return (o, lse) if return_lse else o
 
 
 def _check_args(
-    q, k, v, block_table, cu_seqlens, lengths, k_scale, v_scale, latent_dim, scale, window, softcap,
-    slopes, sinks,
+    q, k, v, block_table, cu_seqlens, lengths, *, k_scale=None, v_scale=None, latent_dim=None,
+    scale=None, window=None, softcap=None, alibi_slopes=None, sinks=None,
 ) -> tuple[Tensor, _Pages, _ScoreOptions]:  # fmt: skip
     """Validated, contiguous arguments. ValueError names the argument at fault."""
     shape = lambda x: None if x is None else tuple(x.shape)
@@ -1355,7 +1378,7 @@ def _check_args(
         ("block_table", block_table, (R, *block_table.shape[1:2])),
         ("k_scale", k_scale, k.shape[:3]),
         ("v_scale", v_scale, k.shape[:3]),
-        ("alibi_slopes", slopes, (Hq,)),
+        ("alibi_slopes", alibi_slopes, (Hq,)),
         ("sinks", sinks, (Hq,)),
     ):
         _check(x is None or x.shape == wanted, f"{name} must be {tuple(wanted)}, not {shape(x)}")
@@ -1367,10 +1390,12 @@ def _check_args(
     if v_scale is not None and v_scale.stride() != k_scale.stride():
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     integers = (x.to(torch.int32).contiguous() for x in (block_table, cu_seqlens, lengths))
-    slopes, sinks = (None if x is None else x.float().contiguous() for x in (slopes, sinks))
+    alibi_slopes, sinks = (
+        None if x is None else x.float().contiguous() for x in (alibi_slopes, sinks)
+    )
     scale, softcap = D**-0.5 if scale is None else float(scale), softcap and float(softcap)
     pages = _Pages(k, v, k_scale, v_scale, *integers, latent_dim)
-    return q, pages, _ScoreOptions(scale, window, softcap, slopes, sinks)
+    return q, pages, _ScoreOptions(scale, window, softcap, alibi_slopes, sinks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1378,50 +1403,31 @@ def _check_args(
 # --------------------------------------------------------------------------------------------------
 
 
-UNSUPPORTED = (
-    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "min_new_tokens",
-)  # fmt: skip
-
-
-class Sampler:
-    """The Engine's default sampler: greedy, temperature, top-k, top-p. A sequence's tokens depend
-    on its seed and length only, not on other sequences."""
+class GreedySampler:
+    """The Engine's default sampler. generation/sampling.py's RowSampler supports all parameters."""
 
     def check(self, params: SamplingParams) -> None:
-        """ValueError names a field that is out of range or that this sampler does not support."""
-        number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-        for name, good, wanted in (
-            ("temperature", lambda v: number(v) and 0 <= v < math.inf, "0 (greedy) or more"),
-            ("top_k", lambda v: _is_int(v) and v >= 0, "an integer, 0 (all) or more"),
-            ("top_p", lambda v: number(v) and 0 < v <= 1, "more than 0 and at most 1"),
-        ):
-            value = getattr(params, name)
-            _check(good(value), f"{name} must be {wanted}, not {value!r}")
-        for name in UNSUPPORTED:
-            value = getattr(params, name)
-            ok = value == getattr(SamplingParams, name)
+        """ValueError names a field that changes the distribution."""
+        for name in (
+            "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "logit_bias", "min_new_tokens",
+        ):  # fmt: skip
+            value, neutral = getattr(params, name), getattr(SamplingParams, name)
+            ok = not value if name == "temperature" else value == neutral
             _check(ok, f"{name} {value!r} requires a sampler that supports it: Engine(sampler=...)")
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         """logits (R, V) -> ids (R,); -1 where the logits are not finite."""
         ids = logits.argmax(-1)
-        ids = ids.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), -1)
-        for row, seq in enumerate(sequences):
-            if seq.params.temperature > 0 and int(ids[row]) >= 0:
-                ids[row] = self._sample(logits[row].float(), seq)
-        return ids
+        return ids.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), -1)
 
-    def _sample(self, x: Tensor, seq: Sequence) -> Tensor:
-        k, top_p = seq.params.top_k, seq.params.top_p
-        if 0 < k < len(x):
-            x = x.masked_fill(x < x.topk(k).values[-1], -math.inf)
-        x = (x - x.max()) / seq.params.temperature
-        p, ids = x.softmax(-1).sort(descending=True, stable=True)
-        p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0) if top_p < 1 else p
-        rng = torch.Generator().manual_seed(hash((seq.seed, len(seq.output))) % 2**63)
-        noise = torch.empty(len(x)).exponential_(generator=rng).to(x.device)
-        return ids[(p / noise.clamp(min=1e-30)).argmax()]
+
+class KVTransfer(NamedTuple):
+    """A request sent to another engine: its output so far, and its unfinished sequences with their
+    KV."""
+
+    output: Output
+    sequences: list[Sequence]
 
 
 Draft = tuple[list[int], Tensor | None]  # k tokens, and the q (k, V) they were sampled from or None
@@ -1501,7 +1507,7 @@ class Engine:
             self.allocator, max_num_batched_tokens, max_num_seqs, policy, kv_swap
         )
         self.capacity = min(num_blocks * block_size, getattr(model.config, "context", math.inf))
-        self.sampler = Sampler() if sampler is None else sampler
+        self.sampler = GreedySampler() if sampler is None else sampler
         self.drafter = drafter
         self.verifier = self._verify_by_sampling if verifier is None else verifier
         if _is_int(speculate_k) and speculate_k >= 0:
@@ -1525,14 +1531,14 @@ class Engine:
         self.pending_outputs: deque[tuple[Sequence, int, int, Tensor | None, float]] = deque()
         self.updated_outputs: dict[Any, Output] = {}  # for the caller of step
         self.n_arrivals = 0
-        self.metrics = EngineMetrics()
+        self.counts = Counter(steps=0, tokens_run=0, tokens_new=0, proposed=0, accepted=0)
 
     # ---- requests ----
 
     def add(
         self,
         prompt_ids: Iterable[int],
-        params: SamplingParams = SamplingParams(),
+        params: SamplingParams = SamplingParams(temperature=0.0),
         *,
         id: Any = None,
         priority: int = 0,
@@ -1541,15 +1547,11 @@ class Engine:
         ok = isinstance(prompt_ids, Iterable)
         _check(ok, f"prompt_ids must be a list of token ids, not {prompt_ids!r}")
         prompt = list(prompt_ids)
-        ok = isinstance(params, SamplingParams)
-        _check(ok, f"params must be SamplingParams, not {params!r}")
         self._check_request(prompt, params)
         _check(_is_int(priority), f"priority must be an integer, not {priority!r}")
         _check(isinstance(id, Hashable), f"id must be hashable, not {id!r}")
         if id is None:
-            id = self.n_arrivals
-            while id in self.outputs:
-                id += 1
+            id = next(n for n in count(self.n_arrivals) if n not in self.outputs)
         _check(id not in self.outputs, f"id {id!r} is in use by an unfinished request")
         samples = [Sample() for _ in range(params.n)]
         output = Output(id, prompt, samples, arrival_time=self.clock())
@@ -1564,6 +1566,8 @@ class Engine:
         return id
 
     def _check_request(self, prompt: list[int], params: SamplingParams) -> None:
+        ok = isinstance(params, SamplingParams)
+        _check(ok, f"params must be SamplingParams, not {params!r}")
         V, whole = self.model.config.vocab_size, len(prompt) + params.max_new_tokens
         _check(prompt, "the prompt has no tokens")
         for t in prompt:
@@ -1604,7 +1608,7 @@ class Engine:
     def generate(
         self,
         prompts: Iterable[Iterable[int]],
-        params: SamplingParams | list[SamplingParams] = SamplingParams(),
+        params: SamplingParams | list[SamplingParams] = SamplingParams(temperature=0.0),
     ) -> list[Output]:
         """Run all prompts to completion, with params for all or one for each; outputs in the order
         of the prompts. An invalid request's output has an error."""
@@ -1687,7 +1691,8 @@ class Engine:
             results = map(list, zip(*(counts[seq] for seq in ran)))
             self.speculate_k.observe(ran, *results, row, now - start, draft_seconds)
         self._deliver()
-        self.metrics.step(now - start, row, counts.values(), self._cache_usage())
+        n_proposed, n_accepted = map(sum, zip(*counts.values())) if counts else (0, 0)
+        self.counts.update(steps=1, tokens_run=row, proposed=n_proposed, accepted=n_accepted)
 
     # ---- speculative decoding ----
 
@@ -1796,7 +1801,7 @@ class Engine:
                 child.listener = self.output_callback(child) if self.output_callback else None
                 forks.append(child)
             except Exception as e:
-                self._listener_failed(child, e)
+                self._fail(child, e)
                 self._finish(child, "error")
         return forks
 
@@ -1828,7 +1833,7 @@ class Engine:
         sample = seq.request.samples[seq.index]
         if token >= 0:
             sample.token_ids.append(token)
-            self.metrics.tokens_new += 1
+            self.counts["tokens_new"] += 1
             seq.tokens.append(token)
             seq.request.timestamps += [now] if seq.index == 0 else []
         if token >= 0 and logp is not None:
@@ -1877,7 +1882,6 @@ class Engine:
         self.sequences[output.id].remove(seq)
         if not self.sequences[output.id]:
             del self.outputs[output.id], self.sequences[output.id]
-            self.metrics.request(output)
         self._call_listener(seq, "end", reason)
         self._forget(seq)
 
@@ -1893,13 +1897,13 @@ class Engine:
             if seq.listener is not None:
                 getattr(seq.listener, method)(value)
         except Exception as e:
-            return self._listener_failed(seq, e)
+            self._fail(seq, e)
+            return False
         return True
 
-    def _listener_failed(self, seq: Sequence, e: Exception) -> bool:
-        """Record the exception as the error of this request only."""
+    def _fail(self, seq: Sequence, e: Exception) -> None:
+        """Record a listener's exception as the error of this request only."""
         seq.request.error = f"its listener failed: {type(e).__name__}: {e}"
-        return False
 
     # ---- KV transfer between engines ----
 
@@ -1935,17 +1939,13 @@ class Engine:
 
     # ---- statistics ----
 
-    def _cache_usage(self) -> float:
-        """Fraction of blocks in use."""
-        return 1 - self.allocator.n_free / len(self.allocator.refs)
-
     def stats(self) -> dict[str, float]:
-        """Totals since the start: seconds, fractions and counts."""
-        s = self.scheduler
-        return self.metrics.summary() | {
-            "cache_used": self._cache_usage(),
-            "hit_rate": s.n_hit_tokens / max(1, s.n_admitted_tokens),
-            "preemptions": s.n_preempted,
+        """Totals since the start, and fractions; latencies follow from Output.timestamps."""
+        scheduler = self.scheduler
+        return dict(self.counts) | {
+            "cache_used": 1 - self.allocator.n_free / len(self.allocator.refs),
+            "hit_rate": scheduler.n_hit_tokens / max(1, scheduler.n_admitted_tokens),
+            "preemptions": scheduler.n_preempted,
         }
 
 
@@ -1988,268 +1988,47 @@ class CUDAGraphs:
         return static, graph, out
 
 
-class EngineMetrics:
-    """Times and counts for Engine.stats; the last 100,000 times."""
-
-    def __init__(self):
-        self.queue, self.ttft, self.gaps = (deque(maxlen=100_000) for _ in range(3))
-        self.requests = self.steps = self.tokens_run = self.tokens_new = 0
-        self.proposed = self.accepted = 0
-        self.seconds = self.most_used = 0.0
-
-    def step(self, seconds: float, run: int, drafts: Iterable[Any], used: float) -> None:
-        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
-        self.tokens_run += run
-        for proposed, accepted in drafts:
-            self.proposed, self.accepted = self.proposed + proposed, self.accepted + accepted
-        self.most_used = max(self.most_used, used)
-
-    def request(self, output: Output) -> None:
-        """Count a finished request."""
-        self.requests += 1
-        first_run, *tokens = output.timestamps or [None]
-        if tokens:
-            self.queue.append(first_run - output.arrival_time)
-            self.ttft.append(tokens[0] - output.arrival_time)
-            self.gaps.extend(b - a for a, b in zip(tokens, tokens[1:]))
-
-    def summary(self) -> dict[str, float]:
-        facts = {
-            "requests": self.requests,
-            "steps": self.steps,
-            "tokens_run": self.tokens_run,
-            "tokens_new": self.tokens_new,
-            "proposed": self.proposed,
-            "accepted": self.accepted,
-            "tokens_per_second": self.tokens_new / self.seconds if self.seconds else 0.0,
-            "cache_used_most": self.most_used,
-        }
-        for name, times in (("queue", self.queue), ("ttft", self.ttft), ("itl", self.gaps)):
-            times = sorted(times) or [0.0]
-            for p in (50, 99):
-                facts[f"{name}_seconds_p{p}"] = times[math.ceil(p / 100 * len(times)) - 1]
-        return facts
-
-
-# --------------------------------------------------------------------------------------------------
-# Disaggregated prefill and decode
-# --------------------------------------------------------------------------------------------------
-
-
-class KVTransfer(NamedTuple):
-    """A request sent to another engine: its output so far, and its unfinished sequences with their
-    KV."""
-
-    output: Output
-    sequences: list[Sequence]
-
-
-def prefill_worker(
-    engine: Engine, requests: Iterable[tuple[list[int], SamplingParams]], to: int
-) -> None:
-    """Run each prompt to its first token and send it, with its KV, to rank `to`. Prefill here does
-    not delay decoding there."""
-    send = lambda transfer: dist.send_object_list([transfer], to)
-    for id, (prompt, params) in enumerate(requests):
-        try:
-            engine.add(prompt, params, id=id)
-        except ValueError as e:
-            send(KVTransfer(Output(id, prompt, error=str(e)), []))
-    while engine.unfinished:
-        for output in engine.step():
-            send(KVTransfer(output, []) if output.finished else engine.export_request(output.id))
-    send(None)
-
-
-def decode_worker(engine: Engine, source: int) -> list[Output]:
-    """Decode the requests that rank `source` sends; returns the outputs in their order."""
-    inbox: queue.Queue[KVTransfer | BaseException | None] = queue.Queue(maxsize=64)
-
-    def receive() -> None:
-        box: list[Any] = [...]
-        while box[0] is not None:
-            try:
-                dist.recv_object_list(box, source)
-            except BaseException as e:  # the other worker died
-                return inbox.put(e)
-            inbox.put(box[0])
-
-    threading.Thread(target=receive, daemon=True).start()
-    outputs, more = {}, True
-    while more or engine.unfinished:
-        while more and (not engine.unfinished or not inbox.empty()):
-            transfer = inbox.get()  # blocks only if there is nothing to decode
-            if isinstance(transfer, BaseException):
-                raise transfer
-            more = transfer is not None
-            if more:
-                outputs[transfer.output.id] = transfer.output
-            if more and transfer.sequences:
-                engine.import_request(transfer)
-        engine.step()
-    return [outputs[id] for id in sorted(outputs)]
-
-
 # --------------------------------------------------------------------------------------------------
 # Self-check and benchmark
 # --------------------------------------------------------------------------------------------------
 
 
-class _Toy(torch.nn.Module):
-    """A minimal model with the Engine's interface."""
-
-    def __init__(self, device: str):
-        super().__init__()
-        self.config = SimpleNamespace(
-            n_layers=2, n_kv_heads=2, head_dim=16, vocab_size=97, context=512, eos_ids=()
-        )
-        self.embed, self.head = torch.nn.Embedding(97, 64), torch.nn.Linear(64, 97)
-        self.qkv = torch.nn.ModuleList(torch.nn.Linear(64, 4 * 16 + 2 * 2 * 16) for _ in range(2))
-        self.specs = [
-            SimpleNamespace(index=i, scale=0.25, window=(None, 9)[i], softcap=None, sinks=None,
-                            alibi_slopes=None, latent_dim=None, latent=None, expand=None)
-            for i in range(2)
-        ]  # fmt: skip
-        rng = torch.Generator().manual_seed(0)
-        for p in self.parameters():
-            torch.nn.init.normal_(p, 0.0, 0.5, rng)
-        self.to(device)
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Callable, return_hidden: bool = False
-    ) -> Tensor:
-        x = self.embed(tokens) + torch.sin(positions[..., None] / (1 + torch.arange(64).to(tokens)))
-        for spec, qkv in zip(self.specs, self.qkv):
-            q, k, v = qkv(x).unflatten(-1, (8, 16)).split((4, 2, 2), dim=2)
-            x = x + attend(spec, q, k, v, positions).flatten(2)
-        return x if return_hidden else self.head(x)
-
-
-def _batch(
-    lengths: list[int], new: list[int], device: str, dtype: torch.dtype, heads: tuple[int, int, int]
-) -> tuple[Tensor, ...]:
-    """Random arguments of paged_attention: blocks of 16 in random order. heads: Hq, Hkv, D."""
-    (Hq, Hkv, D), rng = heads, torch.Generator().manual_seed(0)
-    W = -(-max(lengths) // 16)
-    counts = [-(-n // 16) for n in lengths]
-    blocks, table = iter(torch.randperm(sum(counts), generator=rng).tolist()), []
-    for n in counts:
-        table.append([next(blocks) for _ in range(n)] + [0] * (W - n))
-    kv = torch.randn(2, Hkv, sum(counts), 16, D, generator=rng).to(device, dtype).movedim(1, 3)
-    q = torch.randn(sum(new), Hq, D, generator=rng).to(device, dtype)
-    cu = torch.tensor([0, *new]).cumsum(0)
-    return (
-        q,
-        *kv,
-        *(x.to(device, torch.int32) for x in (torch.tensor(table), cu, torch.tensor(lengths))),
-    )
-
-
-def _gather_everything(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, cu: Tensor, lengths: Tensor
-) -> Tensor:
-    """Baseline: gather all blocks of all sequences, padded to the longest, then torch's attention.
-    One new token each."""
-    R, (Hq, D), Hkv = len(lengths), q.shape[1:], k.shape[2]
-    k, v = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
-    mask = torch.arange(k.shape[2], device=q.device) < lengths[:, None, None, None]
-    o = F.scaled_dot_product_attention(q.view(R, Hkv, Hq // Hkv, D), k, v, mask)
-    return o.view(R, Hq, D)
-
-
-def _check_attention(device: str) -> None:
-    """paged_attention == its reference."""
-    slopes, sinks = torch.linspace(0.1, 1, 4).to(device), torch.ones(4, device=device)
-    for new in ([1, 1, 1], [5, 1, 30], [1, 0, 64]):
-        args = _batch([20, 33, 64], new, device, torch.float32, (4, 2, 16))
-        for flags in ({}, {"window": 7, "alibi_slopes": slopes}, {"softcap": 2.0, "sinks": sinks}):
-            expected = paged_attention_reference(*args, **flags)
-            got = paged_attention(*args, **flags)
-            assert (got - expected).abs().max() < 1e-4, (new, flags)
-
-
-def _check_engine(device: str) -> None:
-    """Batched == alone, with so few blocks that most sequences are preempted."""
-    model, greedy = _Toy(device), SamplingParams(temperature=0, max_new_tokens=20)
-    rng = torch.Generator().manual_seed(0)
-    start = torch.randint(97, (40,), generator=rng).tolist()
-    prompts = [start[: 7 * i % 41 + 1] + [i] * (i % 3) for i in range(24)]
-    roomy = Engine(model, num_blocks=64)
-    alone = [roomy.generate([p], greedy)[0].token_ids for p in prompts]
-    for kwargs in ({}, {"kv_swap": True}, {"prefix_cache": False}, {"max_num_batched_tokens": 8}):
-        engine = Engine(model, num_blocks=18, block_size=5, max_num_seqs=8, **kwargs)
-        outputs = engine.generate(prompts, greedy)
-        assert [o.token_ids for o in outputs] == alone, kwargs
-        assert engine.stats()["preemptions"] > 0 and engine.allocator.n_free == 18, kwargs
-        engine.allocator.check([])
-
-
-def _seconds(call: Callable[[], Any], device: str, repeats: int = 20) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[repeats // 2]
-
-
-def _attention_table(device: str) -> None:
-    """Decode attention in bf16: time, and bytes of keys and values read per second."""
-    long = 4096 if device == "cuda" else 1024
-    ragged = [long * (i + 1) ** 2 // 32**2 + 16 for i in range(32)]
-    print(f"{'decode attention, Llama 3 heads':34} {'paged':>9} {'gather all':>11}   ms (GB/s)")
-    for name, lengths in (
-        ("16 sequences of 128", [128] * 16),
-        (f"32 sequences of 16 to {long + 16}", ragged),
-        (f"32 sequences of {long}", [long] * 32),
-        ("1 sequence of 8192", [8192]),
-    ):
-        args = _batch(lengths, [1] * len(lengths), device, torch.bfloat16, (32, 8, 128))
-        size = 2 * 2 * 8 * 128 * sum(lengths) / 1e9
-        line = f"{name:34}"
-        for call in (paged_attention, _gather_everything):
-            t = _seconds(lambda: call(*args), device, 20 if device == "cuda" else 3)
-            line += f" {1e3 * t:7.2f} ({size / t:4.0f})"
-        print(line)
-    if device == "cuda":
-        x = torch.empty(2**30, dtype=torch.uint8, device=device)
-        y = torch.empty_like(x)
-        print(f"copy of 1 GiB: {2 * 2**30 / 1e9 / _seconds(lambda: y.copy_(x), device):.0f} GB/s")
-
-
-def _scheduler_table() -> None:
-    """Cost of scheduling a step."""
-    for n in (16, 64, 256):
-        allocator = BlockAllocator(n * 40)
-        scheduler = Scheduler(allocator, 4096, n)
-        for i in range(n):
-            scheduler.add(Sequence(list(range(i, i + 300)), 300, arrival=i))
-        while scheduler.waiting or any(seq.remaining > 1 for seq in scheduler.running):
-            scheduler.commit(scheduler.schedule())
-        begin = time.perf_counter()
-        for step in range(100):
-            for seq in scheduler.running:
-                seq.tokens.append(step)
-            scheduler.commit(scheduler.schedule())
-        ms = 10 * (time.perf_counter() - begin)
-        print(f"scheduling {n} decoding sequences: {ms:.2f} ms per step")
-
-
 def main() -> None:
+    """paged_attention == its reference; decode attention beside torch's over gathered blocks."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.15 s
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.inference_mode():
-        _check_attention(device)
-        if not INTERPRET:  # the interpreter would take minutes
-            _check_engine(device)
-        kind = "the Triton kernel" if INTERPRET or device == "cuda" else "plain torch"
-        print(f"{kind} checked; {torch.get_num_threads()} threads, torch {torch.__version__}")
-        if not INTERPRET:
-            _attention_table(device)
-    _scheduler_table()
+
+    def batch(lengths: list[int], new: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Random arguments, heads of Llama 3, blocks of 16 in random order."""
+        width = -(-max(lengths) // 16)
+        table = torch.randperm(len(lengths) * width).view(-1, width)
+        kv = torch.randn(2, 8, table.numel(), 16, 128, dtype=dtype, device=device).movedim(1, 3)
+        q = torch.randn(sum(new), 32, 128, dtype=dtype, device=device)
+        rows = table, torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths)
+        return (q, *kv, *(x.to(device, torch.int32) for x in rows))
+
+    def gather_all(q, k, v, table, cu, lengths):  # one new token each
+        k, v = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
+        mask = torch.arange(k.shape[2], device=q.device) < lengths[:, None, None, None]
+        return F.scaled_dot_product_attention(q.view(len(q), 8, 4, 128), k, v, mask)
+
+    args, flags = batch([20, 33, 64], [5, 1, 30], torch.float32), {"window": 7, "softcap": 2.0}
+    error = paged_attention(*args, **flags) - paged_attention_reference(*args, **flags)
+    assert error.abs().max() < 1e-4, error.abs().max()
+    kind = "the Triton kernel" if _uses_kernel(args[0]) else "plain torch"
+    print(f"{kind} == the reference; {torch.get_num_threads()} threads, torch {torch.__version__}")
+    long = 4096 if device == "cuda" else 64 if INTERPRET else 1024
+    print(f"{'decode attention, bf16':24} {'paged':>14} {'gather all':>14}   ms (GB/s of KV)")
+    for n, length in ((16, long // 8), (32, long), (1, 2 * long)):
+        args, size = batch([length] * n, [1] * n, torch.bfloat16), 4096 * n * length / 1e9
+        line = f"{n:4} sequences of {length:5}"
+        for f in (paged_attention, gather_all):
+            t = Timer("f(*args)", globals=dict(f=f, args=args)).blocked_autorange().median
+            line += f"{1e3 * t:8.2f} ({size / t:4.0f})"
+        print(line)
 
 
 if __name__ == "__main__":
-    main()
+    with torch.inference_mode():
+        main()

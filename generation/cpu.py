@@ -25,8 +25,6 @@ is plain F.linear. Inside torch.compile each call is one opaque operator.
 
 Hooks: the Linear swap, `swap_linear_(model)`; one expert's matmul in an MoE layer, `expert_linear`.
 Equivalence (test_all.py): equal to nn.Linear up to rounding, and closer to float64. Needs torch.
-`python generation/cpu.py` runs a self-check and prints the bandwidth of these kernels, of F.linear
-and of a plain read.
 """
 
 from __future__ import annotations
@@ -34,12 +32,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import math
 import os
 import shutil
-import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -456,9 +451,12 @@ def load_kernels() -> ctypes.CDLL | None:
     # OpenMP is not linked: at load its symbols bind to the runtime that torch has already loaded. A
     # second runtime would be a second pool of threads spinning on the same cores.
     flags = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp", "-c"]
-    cache_key = " ".join([SOURCE, compiler, *flags, _cpu_model()]).encode()
-    build_hash = hashlib.sha256(cache_key).hexdigest()
     try:
+        info = Path("/proc/cpuinfo")  # in the key: machines with different CPUs may share a folder
+        lines = info.read_text().splitlines() if info.exists() else []
+        cpu_model = {x for x in lines if x.startswith(("model name", "flags", "Features"))}
+        cache_key = " ".join([SOURCE, compiler, *flags, *sorted(cpu_model)]).encode()
+        build_hash = hashlib.sha256(cache_key).hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sheaf"
         library = cache / f"gemv-{build_hash[:16]}.so"
         if not library.exists():
@@ -485,15 +483,6 @@ def load_kernels() -> ctypes.CDLL | None:
         return lib
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
-
-
-def _cpu_model() -> str:
-    """CPU model and flags, for the cache key: machines with different CPUs may share a folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return "".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}))
 
 
 def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -665,58 +654,30 @@ def swap_linear_(model: nn.Module) -> nn.Module:
 # --------------------------------------------------------------------------------------------------
 
 
-def check() -> None:
-    """CPULinear with one, few and many rows against float64."""
-    rng = torch.Generator().manual_seed(0)
-    shapes = ((64, 96, 1), (257, 1000, 1), (3, 5, 1), (64, 96, 32), (301, 95, 7), (7, 40, 80))
-    for N, C, rows in shapes:
-        linear = nn.Linear(C, N, bias=N % 2 == 1).bfloat16().requires_grad_(False)
-        linear.weight.normal_(generator=rng)
-        x = torch.randn(1, rows, C, generator=rng).bfloat16()
-        bias = None if linear.bias is None else linear.bias.double()
-        exact = F.linear(x.double(), linear.weight.double(), bias)
-        got = swap_linear_(nn.Sequential(linear))(x)
-        error = ((got.double() - exact).norm() / exact.norm()).item()
+def main() -> None:
+    """`linear` with one, few and many rows against float64; GB/s of weights read, beside F.linear,
+    with TinyLlama's feed-forward weight. Each call cycles through 250 MB of weights."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.15 s
+
+    if load_kernels() is None:
+        print("no working C compiler (install gcc, or set CC): F.linear is used")
+    for N, C, rows in ((64, 96, 1), (257, 1000, 1), (301, 95, 7), (7, 40, 80)):
+        weight, x = torch.randn(N, C).bfloat16(), torch.randn(rows, C).bfloat16()
+        exact = x.double() @ weight.double().t()
+        error = ((linear(x, weight) - exact).norm() / exact.norm()).item()
         assert error < 4e-3, (N, C, rows, error)  # half a unit in bf16's last place is 2e-3
-
-
-def seconds(f: Callable[[], object], repeats: int = 9) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        f()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
-def benchmark() -> None:
-    """GB/s of weights read, TinyLlama's shapes; each row of the tables cycles through 250 MB."""
-    capability = torch.backends.cpu.get_cpu_capability()
+    capability, memory = torch.backends.cpu.get_cpu_capability(), torch.ones(2**26)
+    seconds = lambda f: Timer("f()", globals=dict(f=f)).blocked_autorange().median
     print(f"{torch.get_num_threads()} threads, {capability}, torch {torch.__version__}")
-    big = torch.ones(2**27)
-    print(f"plain read of memory: {big.numel() * 4 / seconds(big.sum) / 1e9:.1f} GB/s")
-    print(f"{'weight':>14} {'F.linear':>9} {'gemv':>9}   GB/s, bf16, one row")
-    for N, C in ((2048, 2048), (256, 2048), (5632, 2048), (2048, 5632), (32000, 2048)):
-        weights = [torch.randn(N, C).bfloat16() for _ in range(max(2, 125_000_000 // (N * C)))]
-        x = torch.randn(1, C).bfloat16()
-        size = 2 * N * C * len(weights) / 1e9
-        plain = size / seconds(lambda: [F.linear(x, w) for w in weights])
-        fast = size / seconds(lambda: [gemv(w, x) for w in weights]) if load_kernels() else math.nan
-        print(f"{N:>6} x {C:<5} {plain:>9.1f} {fast:>9.1f}")
-    print(f"{'rows':>14} {'F.linear':>9} {'CPULinear':>9}   GFLOP/s, bf16, weight 5632 x 2048")
+    print(f"plain read of memory: {memory.nbytes / seconds(memory.sum) / 1e9:.1f} GB/s")
+    print(f"{'rows':>6} {'F.linear':>9} {'linear':>9}   GB/s, bf16, weight 5632 x 2048")
     weights = [torch.randn(5632, 2048).bfloat16() for _ in range(11)]
-    for rows in (2, 4, 8, 16, 32, 64, 128, 512):
-        x = torch.randn(rows, 2048).bfloat16()
-        flops = 2 * rows * 2048 * 5632 / 1e9 * len(weights)
-        plain = flops / seconds(lambda: [F.linear(x, w) for w in weights], 3)
-        fast = flops / seconds(lambda: [linear(x, w) for w in weights], 3)
-        print(f"{rows:>14} {plain:>9.0f} {fast:>9.0f}")
+    for rows in (1, 2, 8, 64):
+        x, size = torch.randn(rows, 2048).bfloat16(), 11 * weights[0].nbytes / 1e9
+        torch_s, ours = (seconds(lambda: [f(x, w) for w in weights]) for f in (F.linear, linear))
+        print(f"{rows:>6} {size / torch_s:9.1f} {size / ours:9.1f}")
 
 
 if __name__ == "__main__":
-    if load_kernels() is None:
-        print("no working C compiler (install gcc, or set CC): F.linear is used")
     with torch.inference_mode():
-        check()
-        benchmark()
+        main()

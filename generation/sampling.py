@@ -2,8 +2,7 @@
 
 A single sequence, n samples of one prompt, a batch whose requests have different settings, a step
 captured in a CUDA graph and the verification of drafts must all sample from the same distribution.
-So there is one frozen dataclass of settings, `Sampling`, and two pure functions that define it, in
-this order:
+So two pure functions define that distribution, in this order:
 
     process_logits   repetition penalty, presence and frequency penalties, logit bias, and
                      min_new_tokens (end-of-sequence ids masked)
@@ -14,7 +13,9 @@ this order:
 `Sampler` keeps the state of B rows in static tensors: each setting as a (B, 1) column, token
 counts, seeds, positions. A feature that no row uses has no tensor and no code in the step: greedy
 alone is one argmax. A step never synchronizes with the host, so it compiles into the decode step
-and can be captured in its CUDA graph.
+and can be captured in its CUDA graph. `RowSampler` is the same for paged_kv.py's Engine, whose
+sequences come and go: a row of one Sampler for each. Both take a row's settings from any object
+with the fields of paged_kv.py's SamplingParams, which checks their ranges.
 
 Sampling uses exponential noise (equivalent to Gumbel-max): argmax(p / E) with E ~ Exp(1),
 independent per token, is a sample of p. The noise is a pure function of (seed, position, token id),
@@ -26,98 +27,30 @@ tokens takes a third of the time of torch's exponential_.
 A row that cannot be sampled (all logits -inf, or one NaN) gets the id -1, which no embedding or
 tokenizer accepts.
 
-Cost: `python generation/sampling.py` prints it, per feature and token. Only top-p sorts; tokens
-that cannot be in the nucleus are zeroed first, since zeros sort quickly. A penalty or a bias keeps
-(B, V) tensors. When it loses: on a GPU top-p still sorts all V, where a kernel that searches for
-the threshold (FlashInfer's) is faster; in eager mode a repetition penalty passes over all V, where
-gathering the few tokens seen would do.
+Cost: only top-p sorts; tokens that cannot be in the nucleus are zeroed first, since zeros sort
+quickly. A penalty or a bias keeps (B, V) tensors. When it loses: on a GPU top-p still sorts all V,
+where a kernel that searches for the threshold (FlashInfer's) is faster; in eager mode a repetition
+penalty passes over all V, where gathering the few tokens seen would do.
 
 Hook: none; its input is logits. Equivalence (test_all.py): measured frequencies against the
 specified distribution, `probabilities` against plain Python and the logits processors of
-transformers, batched == alone, compiled == eager. Needs: torch.
+transformers, batched == alone, compiled == eager, a preempted sequence == an uninterrupted one.
+Needs: torch.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 INF = math.inf
-
-# --------------------------------------------------------------------------------------------------
-# Settings
-# --------------------------------------------------------------------------------------------------
-
-# field: (type, test, the range in words). The limits keep every sum and quotient finite in fp32.
-RANGES: dict[str, tuple[type, Callable[[float], bool], str]] = {
-    "temperature": (float, lambda v: v == 0 or 1e-9 <= v <= 1e9, "0 (greedy), or from 1e-9 to 1e9"),
-    "top_k": (int, lambda v: 0 <= v < 2**63, "a whole number, 0 (all) or more"),
-    "top_p": (float, lambda v: 0 < v <= 1, "more than 0 and at most 1"),
-    "min_p": (float, lambda v: 0 <= v <= 1, "from 0 to 1"),
-    "repetition_penalty": (float, lambda v: 1e-9 <= v <= 1e9, "from 1e-9 to 1e9 (1 is none)"),
-    "presence_penalty": (float, lambda v: -1e9 <= v <= 1e9, "from -1e9 to 1e9"),
-    "frequency_penalty": (float, lambda v: -1e9 <= v <= 1e9, "from -1e9 to 1e9"),
-    "min_new_tokens": (int, lambda v: 0 <= v < 2**63, "a whole number, 0 or more"),
-    "seed": (int, lambda v: 0 <= v < 2**63, "a whole number from 0 to 2**63 - 1"),
-}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings of one sequence. The defaults sample from the model's own distribution.
-
-    ValueError names a field that is out of range, its value and the range.
-    """
-
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # the k most likely tokens, and ties with the last of them; 0: all
-    top_p: float = 1.0  # the smallest set of most likely tokens with total probability p; 1: all
-    min_p: float = 0.0  # tokens with at least this fraction of the highest probability
-    repetition_penalty: float = 1.0  # tokens in prompt or output: logit / r if positive, else * r
-    presence_penalty: float = 0.0  # tokens in the output: logit minus this
-    frequency_penalty: float = 0.0  # tokens in the output: logit minus this per occurrence
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added; -inf bans a token
-    min_new_tokens: int = 0  # no end-of-sequence token before this many new tokens
-    seed: int = 0
-
-    def __post_init__(self):
-        for field, (kind, good, wanted) in RANGES.items():
-            value = getattr(self, field)
-            if not _is_number(kind, value) or not good(value):
-                raise ValueError(f"{field} must be {wanted}, not {value!r}")
-            object.__setattr__(self, field, kind(value))
-        bias = self.logit_bias
-        try:
-            pairs = sorted((i, b) for i, b in (bias.items() if isinstance(bias, Mapping) else bias))
-        except (TypeError, ValueError):
-            raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r}") from None
-        for i, b in pairs:
-            if not _is_number(int, i) or i < 0:
-                raise ValueError(f"logit_bias must have token ids, 0 or more, for keys, not {i!r}")
-            if not _is_number(float, b) or not (b == -INF or -1e9 <= b <= 1e9):
-                raise ValueError(
-                    f"logit_bias of token {i} must be -inf (banned) or from -1e9 to 1e9, not {b!r}"
-                )
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError(f"logit_bias must name a token once, not as in {bias!r}")
-        pairs = tuple((int(i), float(b)) for i, b in pairs)  # hashable, like the other fields
-        object.__setattr__(self, "logit_bias", pairs)
-
-
-def _is_number(kind: type, value: object) -> bool:
-    """Whether value is a number of that kind, numpy's included; bools are not."""
-    abstract = Real if kind is float else Integral
-    return isinstance(value, abstract) and not isinstance(value, bool)
-
 
 # --------------------------------------------------------------------------------------------------
 # Logits processing and the sampling distribution
@@ -296,53 +229,57 @@ def uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
 # Rows
 # --------------------------------------------------------------------------------------------------
 
-DEFAULTS = Sampling()
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-WARPERS = ("temperature", "top_k", "top_p", "min_p")
-COLUMNS = {name: torch.float32 for name in (*PENALTIES, *WARPERS)}  # (B, 1) each
-COLUMNS |= {"top_k": torch.long, "min_new_tokens": torch.long}
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+WARPERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+COLUMNS = {**PENALTIES, **WARPERS, "min_new_tokens": 0}  # (B, 1) each, and its neutral value
 TABLES = {"prompt": torch.bool, "output": torch.int32, "bias": torch.float32}  # (B, V) each
 
 
-def features_of(params: Sampling) -> set[str]:
+def neutral_params(**fields: Any) -> SimpleNamespace:
+    """A row's settings: no feature, except these fields of paged_kv.py's SamplingParams."""
+    return SimpleNamespace(**COLUMNS | dict(seed=0, logit_bias=(), ignore_eos=False) | fields)
+
+
+def features_of(params: Any) -> set[str]:
     """What a row's settings require in the step: names of columns and tables, "greedy", "noise"."""
-    names = {name for name in COLUMNS if getattr(params, name) != getattr(DEFAULTS, name)}
+    names = {name for name, neutral in COLUMNS.items() if getattr(params, name) != neutral}
     if params.temperature == 0:
         names = names - {"top_k", "top_p", "min_p"} | {"greedy"}  # they always keep the argmax
     else:
         names.add("noise")
-    if names & set(PENALTIES):
+    if names & PENALTIES.keys():
         names.add("output")
     if "repetition_penalty" in names:
         names.add("prompt")
     if params.logit_bias:
         names.add("bias")
-    return names
+    return names - ({"min_new_tokens"} if params.ignore_eos else set())
 
 
 class Sampler:
-    """B rows, each with its Sampling, and their state: settings, token counts, seeds, positions.
+    """B rows, each with its SamplingParams, and their state: settings, token counts, seeds,
+    positions.
 
     Call start(prompts), then ids = sampler(logits) for every token. All state is in tensors with
-    fixed addresses: a compiled or captured step is valid as long as `step_key` is unchanged.
+    fixed addresses: a compiled or captured step is valid until `features` or `max_k` change.
     """
 
     def __init__(
         self,
-        params: Sampling | Sequence[Sampling],
+        params: Any,
         batch: int,
         vocab_size: int,
         device: torch.device | str = "cpu",
         eos_ids: Sequence[int] = (),
     ):
-        """params: one Sampling for all rows (row b uses seed + b), or one per row.
+        """params: one SamplingParams for all rows (row b uses seed + b), or a list of one per row.
 
         ValueError: an id is not in the vocabulary, or a row bans every token.
         """
-        if isinstance(params, Sampling):
+        if not isinstance(params, list):
             params = [replace(params, seed=(params.seed + b) % 2**63) for b in range(batch)]
         if len(params) != batch:
-            raise ValueError(f"params must be one Sampling or {batch} of them, not {len(params)}")
+            raise ValueError(f"params must be one or a list of {batch}, not of {len(params)}")
         self.vocab_size, self.eos_ids = vocab_size, list(eos_ids)
         self._check_ids("eos_ids", self.eos_ids)
         self.is_eos = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -351,8 +288,7 @@ class Sampler:
         self.seed = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros_like(self.seed)  # tokens in the output so far
         self.tensors: dict[str, Tensor] = {}  # of every feature used so far
-        self.params = [DEFAULTS] * batch
-        self.row_features = [features_of(DEFAULTS)] * batch
+        self.params, self.row_features = [None] * batch, [set()] * batch
         for row, row_params in enumerate(params):
             self._set_row(row, row_params)
         self._update_features()
@@ -375,12 +311,8 @@ class Sampler:
         Works on a copy of the rows' state, without the features that only other rows use. Not for a
         compiled step.
         """
-        part, index = copy.copy(self), torch.tensor(rows, device=self.seed.device)
-        part.params = [self.params[r] for r in rows]
-        part.row_features = [self.row_features[r] for r in rows]
-        part._update_features()
-        part.tensors = {n: t[index] for n, t in self.tensors.items() if n in part.features}
-        part.seed, part.position = self.seed[index], self.position[index]
+        index = torch.tensor(rows, device=self.seed.device)
+        part = self._copy_rows(rows, index)
         ids = part(logits)
         self.position[index] = part.position
         if "output" in part.features:
@@ -417,6 +349,17 @@ class Sampler:
             counts.scatter_add_(1, ids.clamp(min=0)[:, None], torch.full_like(counts[:, :1], times))
         self.position.add_(times)
 
+    def _copy_rows(self, rows: Sequence[int] | None, index: Tensor) -> Sampler:
+        """A copy with the rows of self at `index`, and the features of `rows` alone (None: all)."""
+        part = copy.copy(self)
+        if rows is not None:
+            part.params = [self.params[r] for r in rows]
+            part.row_features = [self.row_features[r] for r in rows]
+            part._update_features()
+        part.tensors = {n: t[index] for n, t in self.tensors.items() if n in part.features}
+        part.seed, part.position = self.seed[index], self.position[index]
+        return part
+
     # ---- speculative decoding ----
 
     def draft_noise(self) -> Tensor:
@@ -436,17 +379,10 @@ class Sampler:
         and as it would be after each of its N draft tokens (R, N) and the drafts before that one.
         mask (N + 1, N + 1) bool: [i, j] is True if draft j - 1 is draft i - 1 or precedes it: lower
         triangular for a sequence, the ancestors for a tree; column 0 is the current state."""
-        (R, N), part, device = tokens.shape, copy.copy(self), self.seed.device
-        index = torch.arange(R, device=device)
-        if rows is not None:
-            part.params = [self.params[r] for r in rows]
-            part.row_features = [self.row_features[r] for r in rows]
-            part._update_features()
-            index = torch.tensor(rows, device=device)
-        index = index.repeat_interleave(N + 1)
-        part.tensors = {n: t[index] for n, t in self.tensors.items() if n in part.features}
-        part.seed = self.seed[index]
-        part.position = self.position[index] + (mask.sum(1) - 1).repeat(R)[:, None]
+        R, N = tokens.shape
+        index = torch.arange(R) if rows is None else torch.tensor(rows)
+        part = self._copy_rows(rows, index.to(self.seed.device).repeat_interleave(N + 1))
+        part.position += (mask.sum(1) - 1).repeat(R)[:, None]
         if "output" in part.features:
             counts = part.tensors["output"].view(R, N + 1, -1)
             for i in range(N):
@@ -474,18 +410,13 @@ class Sampler:
             self._reset_row(row, prompt, ())
 
     def admit(
-        self, row: int, params: Sampling, prompt: Sequence[int], output: Sequence[int] = ()
+        self, row: int, params: Any, prompt: Sequence[int], output: Sequence[int] = ()
     ) -> None:
         """Assign a row to another sequence; other rows are unaffected. A preempted sequence passes
         its output so far and continues as if never interrupted."""
         self._set_row(row, params)
         self._update_features()
         self._reset_row(row, prompt, output)
-
-    @property
-    def step_key(self) -> tuple[frozenset[str], int]:
-        """Identifies the step's code: a new key requires a new compilation or graph capture."""
-        return self.features, self.max_k
 
     def _reset_row(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.seed[row], self.position[row] = self.params[row].seed, len(output)
@@ -495,7 +426,7 @@ class Sampler:
                 count = torch.tensor(ids, dtype=torch.long).bincount(minlength=self.vocab_size)
                 self.tensors[name][row] = count.to(self.tensors[name])
 
-    def _set_row(self, row: int, params: Sampling) -> None:
+    def _set_row(self, row: int, params: Any) -> None:
         """Write a row's settings; a tensor is allocated when the first row uses it, with neutral
         values for the other rows."""
         self.check(params)
@@ -504,9 +435,11 @@ class Sampler:
         self.params[row], self.row_features[row] = params, features_of(params)
         B, V = len(self.params), self.vocab_size
         for name in self.row_features[row] - self.tensors.keys() - {"greedy", "noise"}:
-            shape, dtype = ((B, V), TABLES[name]) if name in TABLES else ((B, 1), COLUMNS[name])
-            neutral = getattr(DEFAULTS, name, 0)
-            self.tensors[name] = torch.full(shape, neutral, dtype=dtype, device=self.seed.device)
+            neutral = COLUMNS.get(name, 0)
+            width, dtype = (V, TABLES[name]) if name in TABLES else (1, None)
+            dtype = dtype or (torch.float32 if isinstance(neutral, float) else torch.long)
+            column = torch.full((B, width), neutral, dtype=dtype, device=self.seed.device)
+            self.tensors[name] = column
         for name in COLUMNS.keys() & self.tensors.keys():
             self.tensors[name][row] = getattr(params, name)
         if "bias" in self.tensors:
@@ -524,11 +457,11 @@ class Sampler:
         # rounded up to a power of two: fewer distinct steps as rows change
         self.max_k = min(self.vocab_size, 1 << (k - 1).bit_length()) if k else 0
 
-    def check(self, params: Sampling) -> None:
+    def check(self, params: Any) -> None:
         """ValueError: an id is not in the vocabulary, or every token is banned."""
         self._check_ids("logit_bias", [i for i, _ in params.logit_bias])
         banned = {i for i, b in params.logit_bias if b == -INF}
-        if params.min_new_tokens:
+        if params.min_new_tokens and not params.ignore_eos:
             banned |= set(self.eos_ids)
         if len(banned) >= self.vocab_size:
             raise ValueError(
@@ -545,135 +478,105 @@ class Sampler:
 
 
 # --------------------------------------------------------------------------------------------------
+# Rows of an Engine's sequences
+# --------------------------------------------------------------------------------------------------
+
+CPU_LOGITS = 2**20  # logits sampled at once on a CPU, see RowSampler
+
+
+class RowSampler:
+    """An Engine's sampler with per-sequence settings: every sequence has a row of one Sampler.
+
+    A step samples only its own rows, in groups with the same features: a greedy row next to sampled
+    ones costs only its argmax (a seventh of sampling), and rows without top_p are not sorted. On a
+    CPU a group is split into chunks of a million logits: 33 rows of 128k took 94 ms at once and 36
+    ms in chunks, since tensors over 32 MB get new pages from the system each time.
+
+    A preempted or waiting sequence may lose its row to another. When it is scheduled again it gets
+    a row with its token counts and position restored. A sequence is an object with params, seed,
+    tokens, n_prompt and output, as paged_kv.py's.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_num_seqs: int, device: Any = "cpu", eos: Collection[int] = ()
+    ):
+        eos = [e for e in eos if e < vocab_size]
+        greedy_rows = [neutral_params(temperature=0)] * max_num_seqs
+        self.sampler = Sampler(greedy_rows, max_num_seqs, vocab_size, device, eos)
+        self.rows: dict[Any, int] = {}  # least recently used first
+        self.num_recorded = [-1] * max_num_seqs  # output tokens that each row has recorded
+        on_cpu = torch.device(device).type == "cpu"
+        self.max_rows = max(1, CPU_LOGITS // vocab_size) if on_cpu else max_num_seqs
+
+    def check(self, params: Any) -> None:
+        """ValueError: a logit_bias outside the vocabulary, or every token is banned."""
+        self.sampler.check(params)
+
+    def __call__(self, logits: Tensor, sequences: list[Any]) -> Tensor:
+        """(R, V) logits -> (R,) ids, recorded; -1 where a row cannot be sampled."""
+        rows, groups = self.assign_rows(sequences), {}
+        for i, row in enumerate(rows):
+            groups.setdefault(frozenset(self.sampler.row_features[row]), []).append(i)
+            # counted before the step: if it is interrupted, the mismatch restores the row
+            self.num_recorded[row] += 1
+        ids = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+        for group in groups.values():
+            for first in range(0, len(group), self.max_rows):
+                part = group[first : first + self.max_rows]
+                contiguous = part[-1] - part[0] == len(part) - 1  # then logits[index] is a view
+                index = slice(part[0], part[-1] + 1) if contiguous else part
+                ids[index] = self.sampler.sample_rows(logits[index], [rows[i] for i in part])
+        return ids
+
+    def assign_rows(self, sequences: list[Any]) -> list[int]:
+        """Each sequence's row, its state restored if it lost its row since its last step."""
+        for seq in sorted(sequences, key=lambda seq: seq not in self.rows):  # rows in use first
+            if seq in self.rows:
+                row = self.rows.pop(seq)
+            else:
+                free = set(range(len(self.num_recorded))) - set(self.rows.values())
+                row = free.pop() if free else self.rows.pop(next(iter(self.rows)))
+                self.num_recorded[row] = -1
+            self.rows[seq] = row
+            if self.num_recorded[row] != len(seq.tokens) - seq.n_prompt:
+                params = replace(seq.params, seed=seq.seed)
+                self.sampler.admit(row, params, seq.tokens[: seq.n_prompt], seq.output)
+                self.num_recorded[row] = len(seq.output)
+        return [self.rows[seq] for seq in sequences]
+
+
+# --------------------------------------------------------------------------------------------------
 # Self-check and benchmark
 # --------------------------------------------------------------------------------------------------
 
 
-def reference(logits: list[float], params: Sampling) -> list[float]:
-    """One row of `probabilities` in plain Python."""
-    T = params.temperature
-    weights = [math.exp((x - max(logits)) / T) for x in logits]
-    order = sorted(range(len(logits)), key=lambda i: -weights[i])  # stable: lower ids first
-    if params.top_k:
-        kth = weights[order[min(params.top_k, len(order)) - 1]]
-        order = [i for i in order if weights[i] >= kth]
-    if params.top_p < 1:
-        total, kept, reached = sum(weights[i] for i in order), [], 0.0
-        while reached < params.top_p * total:
-            kept.append(order[len(kept)])
-            reached += weights[kept[-1]]
-        order = kept
-    order = [i for i in order if weights[i] >= params.min_p * weights[order[0]]]
-    total = sum(weights[i] for i in order)
-    return [weights[i] / total if i in order else 0.0 for i in range(len(logits))]
+def main() -> None:
+    """The frequencies of a row's samples match its probabilities; milliseconds per token beside
+    softmax and torch.multinomial, which have no setting."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.15 s
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits, n = torch.randn(1, 40).mul(2).to(device), 50_000
+    row = Sampler([neutral_params(temperature=1.4, top_k=20, top_p=0.95)], 1, 40, device)
+    p, seeds = row.probabilities(logits)[0], torch.arange(n, device=device)[:, None]
+    ids = sample(p.expand(n, -1), exponential(seeds, row.position, row.steps))
+    error = (ids.bincount(minlength=40) / n - p).abs().max().item()
+    assert error < 0.02, error  # 9 standard deviations
+    print(f"{device}: frequencies of {n} samples are within {error:.4f} of the probabilities")
 
-def check(device: str) -> None:
-    """SplitMix64's published output; probabilities == reference; batched == alone; frequencies;
-    greedy."""
-    steps = torch.arange(1, 4, device=device) * GOLDEN
-    first = [i % 2**64 for i in splitmix(torch.tensor([1234567], device=device), steps).tolist()]
-    assert first == [6457827717110365317, 3203168211198807973, 9817491932198370423], first
-    requests = [
-        Sampling(),
-        Sampling(temperature=0.7, top_k=9, seed=2**62),
-        Sampling(top_p=0.8, seed=1),
-        Sampling(temperature=1.4, top_k=20, top_p=0.95, min_p=0.02, seed=2),
-        Sampling(temperature=0),
-    ]
-    V, rng = 40, torch.Generator().manual_seed(0)
-    logits = torch.randn(len(requests), V, generator=rng).mul(2).to(device)
-    together = Sampler(requests, len(requests), V, device)
-    p = together.probabilities(logits)
-    for row, params in enumerate(requests[:-1]):
-        expected = torch.tensor(reference(logits[row].tolist(), params), device=device)
-        torch.testing.assert_close(p[row], expected, rtol=1e-4, atol=1e-7)
-        together.start([()] * len(requests))
-        alone = Sampler(params, 1, V, device)
-        assert all(together(logits)[row] == alone(logits[row : row + 1])[0] for _ in range(10))
-        seeds = torch.arange(50_000, device=device)[:, None] + params.seed
-        noise = exponential(seeds, together.position[:1], together.steps)
-        ids = sample(p[row].expand_as(noise), noise)
-        seen, expected = ids.bincount(minlength=V), p[row] * len(ids)
-        chi2 = ((seen - expected) ** 2 / expected.clamp(min=1e-9)).sum().item()
-        assert chi2 < 90, (params, chi2)  # 39 degrees of freedom at most: one in 10^5 is above
-    assert together(logits)[-1] == logits[-1].argmax()
-
-
-def transformers_step(params: Sampling, prompt: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """A step of transformers' logits processors and torch.multinomial; None if it lacks them."""
-    from transformers.generation import logits_process as P
-
-    if params.presence_penalty or params.frequency_penalty:
-        return None
-    r, eos, length = params.repetition_penalty, [2], prompt.shape[1]
-    device, bias = str(prompt.device), {(i,): b for i, b in params.logit_bias}
-    steps = [
-        params.repetition_penalty != 1 and P.RepetitionPenaltyLogitsProcessor(r),
-        params.logit_bias and P.SequenceBiasLogitsProcessor(bias),
-        params.min_new_tokens
-        and P.MinNewTokensLengthLogitsProcessor(length, params.min_new_tokens, eos, device),
-        params.temperature not in (0, 1) and P.TemperatureLogitsWarper(params.temperature),
-        params.top_k and P.TopKLogitsWarper(params.top_k),
-        params.top_p < 1 and P.TopPLogitsWarper(params.top_p),
-        params.min_p and P.MinPLogitsWarper(params.min_p),
-    ]
-    steps = P.LogitsProcessorList(s for s in steps if s)
-    if params.temperature == 0:
-        return lambda logits: steps(prompt, logits).argmax(-1)
-    return lambda logits: torch.multinomial(steps(prompt, logits).softmax(-1), 1)
-
-
-def median_seconds(*calls: Callable[[], object], repeats: int = 11) -> list[float]:
-    """Median time of each call, in seconds; calls alternate, so other load affects all alike."""
-    times = [[] for _ in calls]
-    for _ in range(repeats + 2):
-        for call, taken in zip(calls, times):
-            start = time.perf_counter()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            taken.append(time.perf_counter() - start)
-    return [statistics.median(taken[2:]) for taken in times]
-
-
-def benchmark(device: str) -> None:
-    """Milliseconds per token of one row, eager, normal logits with standard deviation 3."""
-    V, rng = 128_256, torch.Generator().manual_seed(0)
-    torch.ones(7_000_000)  # malloc now keeps freed memory, as in a process with a model
-    logits = torch.randn(1, V, generator=rng).mul(3).to(device)
-    prompt = torch.randint(V, (1, 512), generator=rng)
-    has_peer = importlib.util.find_spec("transformers") is not None
-    print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, one row of {V}")
-    print(f"{'':37} {'sheaf':>7} {'transformers':>13}   ms per token, median")
-    for settings in (
-        dict(temperature=0),
-        dict(temperature=0, repetition_penalty=1.1),
-        dict(),
-        dict(temperature=0.7),
-        dict(top_k=50),
-        dict(top_p=0.9),
-        dict(top_k=50, top_p=0.9),
-        dict(min_p=0.05),
-        dict(repetition_penalty=1.1),
-        dict(presence_penalty=0.5),
-        dict(frequency_penalty=0.5),
-        dict(logit_bias={1: 2.0}),
-        dict(min_new_tokens=9),
-    ):
-        name = ", ".join(f"{k} {v}" for k, v in settings.items()) or "defaults"
-        sampler = Sampler(Sampling(**settings), 1, V, device, eos_ids=[2])
-        sampler.start(prompt.tolist())
-        step = transformers_step(Sampling(**settings), prompt.to(device)) if has_peer else None
-        calls = [lambda: sampler(logits)] + [lambda: step(logits)] * (step is not None)
-        sheaf, *hf = (f"{1e3 * s:.2f}" for s in median_seconds(*calls))
-        print(f"{name:37} {sheaf:>7} {(hf or ['-'])[0]:>13}")
-    if not has_peer:
-        print("transformers is not installed: its column is empty")
+    V = 128_256
+    x = torch.randn(1, V).mul(3).to(device)
+    ms = lambda f: 1e3 * Timer("f(x)", globals=dict(f=f, x=x)).blocked_autorange().median
+    print(f"{'ms per token, one row of 128,256':34}")
+    print(f"{'multinomial':34} {ms(lambda x: torch.multinomial(x.softmax(-1), 1)):6.2f}")
+    for fields in (
+        dict(temperature=0), dict(), dict(top_k=50), dict(top_p=0.9), dict(min_p=0.05),
+        dict(repetition_penalty=1.1), dict(logit_bias=((1, 2.0),)),
+    ):  # fmt: skip
+        name = ", ".join(f"{k} {v}" for k, v in fields.items()) or "defaults"
+        print(f"{name:34} {ms(Sampler([neutral_params(**fields)], 1, V, device)):6.2f}")
 
 
 if __name__ == "__main__":
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode():
-        check(device)
-        benchmark(device)
+        main()

@@ -2,7 +2,6 @@
 
 The Engine schedules token ids and KV blocks; it knows neither text nor files. This file adds:
 
-    RowSampler    the Engine's sampler: generation/sampling.py's settings, for each sequence
     Service       requests in, results out: streamed text, stop strings, EOS, log-probabilities
     run_batch     --batch: a JSONL file of requests to a JSONL file of results
     replay        --bench-serving: a Workload's requests at their arrival times, in real time
@@ -58,7 +57,7 @@ from generation.drafting import (
     max_draft_tokens,
     pad_drafts,
 )
-from generation.sampling import Sampler, Sampling
+from generation.sampling import RowSampler
 from huggingface.tokenizer import (
     ChatTemplate,
     Continuation,
@@ -78,71 +77,6 @@ from speculative import FixedK, Goodput, Proposal, DraftRunner, common_prefix_le
 
 CPU_CACHE_BYTES = 2**30
 CUDA_CACHE_SHARE = 0.8  # of the memory left free by the weights; the rest is for activations
-CPU_LOGITS = 2**20  # logits sampled at once on a CPU, see RowSampler
-
-
-class RowSampler:
-    """An Engine's sampler with per-sequence settings: every sequence has a row of one Sampler.
-
-    A step samples only its own rows, in groups with the same features: a greedy row next to sampled
-    ones costs only its argmax (a seventh of sampling), and rows without top_p are not sorted. On a
-    CPU a group is split into chunks of a million logits: 33 rows of 128k took 94 ms at once and 36
-    ms in chunks, since tensors over 32 MB get new pages from the system each time. (Padding to a
-    power of two would be simpler, but 33 rows of 4096 would take 1.8 ms instead of 1.1.)
-
-    A preempted or waiting sequence may lose its row to another. When it is scheduled again it gets
-    a row with its token counts and position restored.
-    """
-
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: Any, eos: Collection[int] = ()):
-        eos = [e for e in eos if e < vocab_size]
-        self.sampler = Sampler(Sampling(temperature=0), max_num_seqs, vocab_size, device, eos)
-        self.rows: dict[Sequence, int] = {}  # least recently used first
-        self.num_recorded = [-1] * max_num_seqs  # output tokens that each row has recorded
-        on_cpu = torch.device(device).type == "cpu"
-        self.max_rows = max(1, CPU_LOGITS // vocab_size) if on_cpu else max_num_seqs
-
-    def check(self, params: SamplingParams) -> None:
-        """ValueError names a field that is out of range or that bans every token."""
-        self.sampler.check(_to_sampling(params, params.seed))
-
-    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        """(R, V) logits -> (R,) ids, recorded; -1 where a row cannot be sampled."""
-        rows, groups = self.assign_rows(sequences), {}
-        for i, row in enumerate(rows):
-            groups.setdefault(frozenset(self.sampler.row_features[row]), []).append(i)
-            # counted before the step: if it is interrupted, the mismatch restores the row
-            self.num_recorded[row] += 1
-        ids = torch.empty(len(rows), dtype=torch.long, device=logits.device)
-        for group in groups.values():
-            for first in range(0, len(group), self.max_rows):
-                part = group[first : first + self.max_rows]
-                contiguous = part[-1] - part[0] == len(part) - 1  # then logits[index] is a view
-                index = slice(part[0], part[-1] + 1) if contiguous else part
-                ids[index] = self.sampler.sample_rows(logits[index], [rows[i] for i in part])
-        return ids
-
-    def assign_rows(self, sequences: list[Sequence]) -> list[int]:
-        """Each sequence's row, its state restored if it lost its row since its last step."""
-        for seq in sorted(sequences, key=lambda seq: seq not in self.rows):  # rows in use first
-            if seq in self.rows:
-                row = self.rows.pop(seq)
-            else:
-                free = set(range(len(self.num_recorded))) - set(self.rows.values())
-                row = free.pop() if free else self.rows.pop(next(iter(self.rows)))
-                self.num_recorded[row] = -1
-            self.rows[seq] = row
-            if self.num_recorded[row] != len(seq.tokens) - seq.n_prompt:
-                params, prompt = _to_sampling(seq.params, seq.seed), seq.tokens[: seq.n_prompt]
-                self.sampler.admit(row, params, prompt, seq.output)
-                self.num_recorded[row] = len(seq.output)
-        return [self.rows[seq] for seq in sequences]
-
-
-def _to_sampling(params: SamplingParams, seed: int) -> Sampling:
-    """The Sampling of a request; with ignore_eos, min_new_tokens must not mask EOS."""
-    kwargs = {f.name: getattr(params, f.name) for f in fields(Sampling)} | {"seed": seed}
-    return Sampling(**kwargs | ({"min_new_tokens": 0} if params.ignore_eos else {}))
 
 
 def num_available_blocks(
@@ -334,6 +268,7 @@ class Service:
     ):
         """kwargs: arguments of build_engine."""
         self.tokenizer, self.eos = tokenizer, eos
+        self.ttft, self.itl = deque(maxlen=100_000), deque(maxlen=100_000)  # seconds
         self.engine = build_engine(model, eos, output_callback=self._new_continuation, **kwargs)
 
     def add(self, request: Request) -> None:
@@ -370,6 +305,10 @@ class Service:
                     yield request
             for output in self.engine.step():
                 request = output.id
+                if output.finished and len(output.timestamps) > 1:
+                    tokens = output.timestamps[1:]
+                    self.ttft.append(tokens[0] - output.arrival_time)
+                    self.itl.extend(b - a for a, b in zip(tokens, tokens[1:]))
                 if output.finished and output.error is not None:
                     yield requests.error_result(request.id, request.line, output.error)
                 elif output.finished:
@@ -555,7 +494,7 @@ def read_results(path: Path) -> dict[tuple[Id, int], bool]:
 def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
     """Run the requests that have no result yet, and append each result to `out` as a line. Returns
     a summary line."""
-    total, done, errors = None, 0, 0
+    total, done, errors, start = None, 0, 0, time.perf_counter()
     if requests.path.is_file():  # a pipe can be read only once
         with open(requests.path, "rb") as file:
             total = sum(1 for raw in file if raw.strip())
@@ -575,21 +514,23 @@ def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
     if previous:
         line += f" ({len(previous)} before, {sum(previous.values())} errors)"
     if done > errors:
-        line += f"; {stats_line(service.engine.stats())}"
+        line += f"; {stats_line(service, time.perf_counter() - start)}"
     if errors + sum(previous.values()):
         line += f"; to retry failed requests, delete their lines in {out}"
     return line
 
 
-def stats_line(stats: Mapping[str, Any]) -> str:
-    """Engine.stats() as one line."""
-    ms = lambda name: (
-        f"{1e3 * stats[name + '_seconds_p50']:.1f} ms "
-        f"(p99 {1e3 * stats[name + '_seconds_p99']:.1f})"
+def stats_line(service: Service, seconds: float) -> str:
+    """The requests run so far, as one line."""
+    stats = service.engine.stats()
+    ms = lambda times, p: f"{1e3 * (percentile(times, p) or 0):.1f}"
+    latencies = (
+        f"{name} {ms(times, 50)} ms (p99 {ms(times, 99)})"
+        for name, times in (("TTFT", service.ttft), ("ITL", service.itl))
     )
     return (
-        f"{stats['tokens_per_second']:.1f} tok/s, TTFT {ms('ttft')}, ITL {ms('itl')}, "
-        f"prefix cache hit rate {stats['hit_rate']:.0%}, {stats['preemptions']} preemptions"
+        f"{stats['tokens_new'] / seconds:.1f} tok/s, {', '.join(latencies)}, prefix cache hit rate "
+        f"{stats['hit_rate']:.0%}, {stats['preemptions']} preemptions"
     )
 
 
@@ -688,7 +629,7 @@ def replay(
     return {name: value if value is None else round(value, 6) for name, value in metrics.items()}
 
 
-def percentile(values: list[float], p: float) -> float | None:
+def percentile(values: Collection[float], p: float) -> float | None:
     """The nearest-rank percentile: the smallest value with p percent of the values at or below it;
     None if there are no values."""
     return sorted(values)[math.ceil(p / 100 * len(values)) - 1] if values else None

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from generation.sampling import RowSampler
 from model import Attend, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
 from training.alignment import Reward, dpo_loss, group_advantages, grpo_loss, token_logprobs
@@ -239,12 +240,13 @@ def make_engine(
     sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
     _check(not sharded, "cannot sample from sharded parameters (fully_shard)")
     size = max_num_seqs * -(-(seq_len + 1) // 16), 16  # number of blocks, tokens per block
+    device = next(model.parameters()).device
+    sampler = RowSampler(model.config.vocab_size, max_num_seqs, device)
     with _absorb_mla(model):
         engine = Engine(
             model, num_blocks=size[0], block_size=size[1], max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(512, max_num_seqs), static=False,
+            max_num_batched_tokens=max(512, max_num_seqs), static=False, sampler=sampler,
         )  # fmt: skip
-    device = next(model.parameters()).device
     with autocast():
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
