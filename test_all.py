@@ -27654,7 +27654,7 @@ def test_planner_time_is_monotone():
     v2, v4 = (step(pp=4, schedule="interleaved", chunks=v) for v in (2, 4))
     assert step(pp=4) > v2 > v4 and step(pp=4) > step(pp=4, schedule="zb-h1")
     assert step(zero=3) > step(zero=1)
-    got = [planner.predict(run.shape, planner.DEVICES[run.device], run.plan, run.seq, run.batch)
+    got = [planner.predict(run.shape, PLANNER_DEVICES[run.device], run.plan, run.seq, run.batch)
            for run in PLANNER_RUNS]  # fmt: skip
     assert all(t >= -1e-9 for p in got for t in p.seconds.values())
 
