@@ -17528,6 +17528,128 @@ def test_route_names_the_first_non_finite_token(value, dtype):
     assert "37" not in line
 
 
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ((8, 2, 4, 1.0), 4), ((8, 2, 4, 1.25), 5), ((9, 2, 4, 1.0), 5), ((9, 1, 4, 1.0), 3),
+        ((1, 1, 64, 1.0), 1), ((1, 1, 64, 0.001), 1), ((0, 2, 4, 1.0), 1), ((8, 2, 4, 0.5), 2),
+        ((4096, 8, 256, 2), 256), ((7, 3, 5, 1.5), 7), ((8, 2, 4, 100.0), 400),
+    ],
+)  # fmt: skip
+def test_expert_capacity(sizes, expected):
+    got = O.expert_capacity(*sizes)
+    assert got == expected and type(got) is int
+
+
+@pytest.mark.parametrize("factor", [0, 0.0, -1.0])
+def test_expert_capacity_refuses_bad_factors(factor):
+    check_error(lambda: O.expert_capacity(8, 2, 4, factor), "factor")
+
+
+def random_slots(seed: int, n: int, k: int, n_experts: int, padding=0.2, duplicates=False):
+    """Weights from a coarse grid (ties); some ids are padding, or duplicates in a row."""
+    g = rng(seed)
+    weights = torch.randint(0, 4, (n, k), generator=g) / 4
+    if duplicates or k > n_experts:
+        ids = torch.randint(0, n_experts, (n, k), generator=g)
+    else:
+        ids = torch.rand(n, n_experts, generator=g).argsort(1)[:, :k]
+    return weights, ids.masked_fill(torch.rand(n, k, generator=g) < padding, -1)
+
+
+def slow_limit_capacity(weights, ids, n_experts, capacity, by):
+    """{(token, k)} of the slots that are kept."""
+    kept = set()
+    for e in range(n_experts):
+        slots = [tuple(s) for s in (ids == e).nonzero().tolist()]
+        if by == "weight":
+            slots.sort(key=lambda s: (-weights[s].item(), s))
+        kept |= set(slots[:capacity])
+    return kept
+
+
+@pytest.mark.parametrize("by", ["order", "weight"])
+def test_limit_capacity_drops_the_right_tokens(by):
+    """== a plain reference, with many ties; kept slots are unchanged; nothing is dropped where all
+    fit."""
+    r = random.Random(1)
+    for seed in range(60):
+        n, k, n_experts = r.randint(1, 12), r.randint(1, 4), r.randint(1, 7)
+        weights, ids = random_slots(seed, n, k, n_experts, duplicates=seed % 3 == 0)
+        before, capacity = (weights.clone(), ids.clone()), r.randint(1, 5)
+        w, i = O.limit_capacity(weights, ids, n_experts, capacity, by=by)
+        assert torch.equal(weights, before[0]) and torch.equal(ids, before[1])  # not in place
+        assert w.shape == i.shape == ids.shape and w.dtype == weights.dtype and i.dtype == ids.dtype
+        kept = slow_limit_capacity(weights, ids, n_experts, capacity, by)
+        for s in ((a, b) for a in range(n) for b in range(k)):
+            if s in kept:
+                assert (w[s], i[s]) == (weights[s], ids[s]), (seed, s)
+            elif ids[s] >= 0:
+                assert w[s] == 0 and i[s] == -1, (seed, s)
+            else:
+                assert i[s] == -1
+        w, i = O.limit_capacity(weights, ids, n_experts, n * k, by=by)
+        assert torch.equal(i, ids) and torch.equal(w[ids >= 0], weights[ids >= 0])
+
+
+@pytest.mark.parametrize("by", ["order", "weight"])
+def test_limit_capacity_default_empty_and_gradients(by):
+    """The default is by order; no tokens, all padding; gradients flow to the slots that are
+    kept."""
+    weights, ids = random_slots(0, 20, 3, 4)
+    plain = O.limit_capacity(weights, ids, 4, 3)
+    ordered = O.limit_capacity(weights, ids, 4, 3, by="order")
+    assert torch.equal(plain[0], ordered[0]) and torch.equal(plain[1], ordered[1])
+    w, i = O.limit_capacity(weights[:0], ids[:0], 4, 3, by=by)
+    assert w.shape == i.shape == (0, 3)
+    w, i = O.limit_capacity(weights, torch.full_like(ids, -1), 4, 1, by=by)
+    assert (i == -1).all()
+    weights = (weights + 1).requires_grad_()
+    w, i = O.limit_capacity(weights, ids, 4, 3, by=by)
+    w.sum().backward()
+    kept = (i >= 0).float()
+    assert torch.equal(weights.grad[ids >= 0], kept[ids >= 0]) and kept.sum() == 12
+
+
+@pytest.mark.parametrize("scoring", [None, "softmax", "sigmoid"])
+def test_expert_choice_equals_plain_python(scoring):
+    """Each expert takes exactly its capacity, the tokens of the highest scores, which are the
+    weights."""
+    kwargs = {} if scoring is None else dict(scoring=scoring)
+    for seed, (n, n_experts) in enumerate([(1, 1), (9, 4), (17, 6), (5, 16)]):
+        logits = randn(seed, n, n_experts) * 2
+        scores = [slow_scores(row, scoring or "softmax") for row in logits.double().tolist()]
+        for capacity in {1, max(1, n // 2), n}:
+            weights, ids = O.expert_choice(logits, capacity, **kwargs)
+            assert weights.dtype == torch.float32 and ids.dtype == torch.int64
+            assert weights.shape == ids.shape == (n, n_experts)
+            for e in range(n_experts):
+                best = sorted(range(n), key=lambda t: -scores[t][e])[:capacity]
+                for t in range(n):
+                    chosen = t in best
+                    assert ids[t, e] == (e if chosen else -1)
+                    assert weights[t, e].item() == pytest.approx(
+                        scores[t][e] if chosen else 0, rel=1e-5
+                    )
+            assert O.count_experts(ids, n_experts).tolist() == [capacity] * n_experts
+    for capacity in (0, -1, n + 1):
+        check_error(lambda: O.expert_choice(logits, capacity, **kwargs), "capacity")
+
+
+def test_expert_choice_runs_and_trains():
+    """Its slots run through the experts; gradients reach the logits as with the plain loop."""
+    x, _, _, *stacks = arguments(0, 11, 16, 8, 4, 2)
+    results = []
+    for experts in (O.grouped_experts, M.loop_experts):
+        logits = randn(2, 11, 4).requires_grad_()
+        o = experts(x, *O.expert_choice(logits, 5), *stacks)
+        o.square().sum().backward()
+        results.append((o.detach(), logits.grad))
+    assert all(relative(a, b) < 1e-5 for a, b in zip(*results)) and results[0][1].norm() > 0
+    bf16, fp32 = (O.expert_choice(logits.detach().to(d), 5) for d in (torch.bfloat16, torch.float))
+    assert bf16[0].dtype == torch.float32 and fp32[0].dtype == torch.float32
+
+
 # --------------------------------------------------------------------------------------------------
 # Load balancing
 # --------------------------------------------------------------------------------------------------
@@ -18250,6 +18372,24 @@ def test_triton_backend_is_refused_without_a_gpu(hidden, tmp_path):
     env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
     done = run("-c", NO_TRITON.format(hidden=hidden), cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 7, 60])
+def test_padded_experts_equal_grouped_experts_with_limited_capacity(capacity):
+    """Output and gradients, slots dropped by order; also without tokens."""
+    for pattern in ("random", "holes", "twice", "one", "none"):
+        args = arguments(19, 20, 16, 8, 4, 3, pattern)
+
+        def limited(x, weights, ids, *stacks):
+            return grouped_by("torch")(x, *O.limit_capacity(weights, ids, 4, capacity), *stacks)
+
+        with nan_filled_memory():
+            got = experts_outcome(lambda *a: O.padded_experts(*a, capacity), args)
+        experts_agree(got, experts_outcome(limited, args))
+        if capacity == 60:
+            experts_agree(got, loop_in_fp64(args))
+    none = arguments(19, 0, 16, 8, 4, 3)
+    assert O.padded_experts(*none, capacity).shape == (0, 16)
 
 
 # ---- quantized stacks ----
