@@ -1730,6 +1730,34 @@ def test_check_alone_in_an_empty_folder(name, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+ENGINE_ALONE = """
+import torch
+from model import KVCache, ModelConfig, Transformer
+from paged_kv import Engine, SamplingParams
+torch.manual_seed(0)
+config = ModelConfig(vocab_size=97, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64)
+model, prompts = Transformer(config).eval(), [[1, 2, 3], [5] * 20, [7]]
+with torch.no_grad():
+    for p in model.parameters():
+        p.copy_(torch.randn(p.shape) * 0.3)
+    outputs = Engine(model, num_blocks=9, block_size=4).generate(prompts, SamplingParams(
+        temperature=0, max_new_tokens=8, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs):
+        tokens = list(prompt)
+        for _ in range(8):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        assert output.token_ids == tokens[len(prompt):], (output, tokens)
+"""
+
+
+def test_engine_alone_in_an_empty_folder(tmp_path):
+    """paged_kv.py beside model.py and nothing else: the Engine's text is greedy decoding's."""
+    for name in ("model.py", "paged_kv.py"):
+        shutil.copy(REPO / name, tmp_path)
+    done = run("-c", ENGINE_ALONE, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+
+
 IMPORT_ALONE = """
 import os, sys, torch
 for path in sys.argv[1:]:
