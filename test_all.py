@@ -1808,9 +1808,13 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[tuple[str, str | None]]:
-    """(project module, name or None) for each import of a file, also inside functions."""
+    """(project module, name or None) for each import of a file, also inside functions, but not
+    those of types alone."""
     own, found = {module_name(p) for p in FILES.values()} | {"test_all"}, set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    tree.body = [node for node in tree.body if node not in types]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, path
             for alias in node.names:

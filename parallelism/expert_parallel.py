@@ -318,6 +318,9 @@ def all_to_all_dispatch(
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ok = len(x) == len(weights) == len(ids) and weights.shape == ids.shape
+        sizes = tuple(x.shape), tuple(weights.shape), tuple(ids.shape)
+        _check(ok, "x (N, C), weights (N, K) and ids (N, K) do not fit: {}, {}, {}".format(*sizes))
         _check_ids(ids, ranks * width)
         inner, dtype = select_local_slots(experts, rank * width, width), x.dtype
         if torch.is_autocast_enabled(x.device.type):

@@ -24,6 +24,9 @@ Needs: paged_kv.py, and a process group of gloo or another that sends objects.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a library; run: torchrun a program that calls prefill_worker")
+
 import queue
 import threading
 from collections.abc import Iterable
