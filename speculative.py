@@ -9,7 +9,7 @@ are removed by truncating the KV cache. Four parts:
     verification  draft d is accepted with probability min(1, p(d) / q(d)); the first rejected one
                   is replaced by a sample of norm(max(p - q, 0)), and if all are accepted one more
                   token is sampled from p. p and q are target and draft distributions after
-                  temperature, top-k, top-p and penalties; greedy is the limit of one-token ones.
+                  temperature, top-k, top-p and penalties; with greedy decoding each is one token.
     trees         several continuations in one forward: each node attends to its ancestors only, and
                   verification tries siblings in turn on the residual of p (SpecInfer,
                   arXiv:2305.09781).
@@ -398,9 +398,10 @@ class DraftRunner:
         for first in range(0, max(map(len, tokens)), PREFILL_CHUNK):
             part = [t[first : first + PREFILL_CHUNK] for t in tokens]
             before = None if hidden is None else [h[first : first + PREFILL_CHUNK] for h in hidden]
-            for h, all in zip(self.run(rows, [s + first for s in starts], part, before), out):
-                all.append(h)
-        return [torch.cat(parts) for parts in out]
+            found = self.run(rows, [s + first for s in starts], part, before)
+            for h, chunks in zip(found, out):
+                chunks.append(h)
+        return [torch.cat(chunks) for chunks in out]
 
     def num_valid(self, row: Row, n: int) -> int:
         """How many of a row's first n positions are still valid in the cache."""

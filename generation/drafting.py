@@ -638,10 +638,10 @@ def load_draft_head(folder: str, model: Transformer) -> DraftHead:
         found = "not a draft head" if up is None else f"for a model {up.shape[1] // 2} wide"
         raise ValueError(f"{path}: {found}, but this model is {C} wide; train a head for it")
     head = DraftHead(C, up.shape[0])
-    wanted = {name: p.shape for name, p in head.state_dict().items()}
-    if wanted != {name: t.shape for name, t in tensors.items()}:
+    expected = {name: p.shape for name, p in head.state_dict().items()}
+    if expected != {name: t.shape for name, t in tensors.items()}:
         raise ValueError(
-            f"{path}: must have the tensors {', '.join(wanted)} in this model's shapes"
+            f"{path}: must have the tensors {', '.join(expected)} in this model's shapes"
         )
     head.load_state_dict(tensors)
     return head.to(weight.device, weight.dtype).eval()

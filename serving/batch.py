@@ -10,7 +10,7 @@ The Engine schedules token ids and KV blocks; it knows neither text nor files. T
 A request file may be long or have invalid lines, and the process may die halfway. So it is read
 only as fast as the engine needs it; an invalid line gets an error result that names line and field
 and does not affect the others; each result is written in one piece as soon as it is finished. The
-results file is the whole state of a run: a restart removes a torn last line and skips the requests
+results file is the whole state of a run: a restart removes an incomplete last line and skips the requests
 that have a result.
 
 In the benchmark, latencies count from a request's arrival time, not from when the engine admits it:
