@@ -469,7 +469,7 @@ LINE_START = b'{"id": '  # the beginning of every line
 def read_results(path: Path) -> dict[tuple[Id, int], bool]:
     """The requests that a results file has results for: (id, line) -> whether it is an error.
 
-    Truncates a torn last line. ValueError if it is not a results file, which is then unchanged.
+    Truncates an incomplete last line. ValueError if it is not a results file, which is then unchanged.
     """
     answered: dict[tuple[Id, int], bool] = {}
     if not path.exists():
