@@ -35775,7 +35775,7 @@ def test_from_pretraining_to_serving(tmp_path):
     flags = (
         f"--init {tmp_path / 'chat'} --task grpo --data {files['prompts']} --set num_generations=8"
     )
-    flags += " --max-new-tokens 4 --steps 150 --lr 1e-3 --lr-schedule constant"
+    flags += " --set max_new_tokens=4 --steps 150 --lr 1e-3 --lr-schedule constant"
     rewards = [row["reward_mean"] for row in go("rl", flags, 64)]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2, rewards
     serve = ["--checkpoint", tmp_path / "rl", "--quantize", "int8", "--speculate", "ngram"]
