@@ -628,7 +628,7 @@ def add_speculation_flags(add: Callable[..., Any]) -> None:
         "speculative decoding; drafts come from: ngram, a lookup in prompt and output; draft, a "
         "smaller model; staged, the same with ngram drafts of its own; tree, a tree of its top "
         "tokens (never compiled); exit, the model's first layers; mtp, its multi-token prediction "
-        "layers; head, a draft head of train.py --train-draft-head"
+        "layers; head, a draft head of train.py --task draft-head"
     )
     names = ("ngram", "draft", "staged", "tree", "exit", "mtp", "head")
     add("--speculate", choices=names, help=text)

@@ -1,7 +1,7 @@
 """The draft head of --task draft-head, for speculative decoding.
 
     python train.py --task draft-head --init checkpoints/small --out runs/head
-    python generate.py checkpoints/small --speculate head ...
+    python generate.py --checkpoint checkpoints/small --speculate head --draft-model runs/head
 
 The target model is frozen. The head (speculative.DraftHead) learns to predict the target's next
 distributions from its hidden state at a position and the tokens that follow. OUT then has
