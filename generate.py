@@ -291,12 +291,14 @@ def parse_args(argv: list[str]) -> GenerateConfig:
     """The config of a command line, with sampling_params. ValueError names a flag that is out of
     range or would have no effect."""
     args = parse(GenerateConfig, argv, "generate.py", __doc__.split("\n")[0], GROUPS)
-    if args.temperature is None:
-        sampled = any(map(args.is_on, ("top_k", "top_p", "min_p"))) or args.bench_serving is None
-        args.temperature = TEMPERATURE if sampled else 0.0
+    for name in ("tp", "pp"):  # 1 is the same as not given
+        setattr(args, name, None if getattr(args, name) == 1 else getattr(args, name))
     check_limits(args)
     check_requires(args, REQUIRES)
     check_excludes(args, EXCLUDES)
+    if args.temperature is None:
+        sampled = any(map(args.is_on, ("top_k", "top_p", "min_p"))) or args.bench_serving is None
+        args.temperature = TEMPERATURE if sampled else 0.0
     if args.arrival_cv and not 0.01 <= args.arrival_cv <= 100:
         raise ValueError(f"--set arrival_cv must be 0 or from 0.01 to 100, not {args.arrival_cv}")
     if not args.request_rate >= 1e-6:
@@ -733,7 +735,7 @@ def pick_attention(name: str) -> AttendFactory:
 
 
 def shard_batch_attention(attention: AttendFactory, group: Any) -> AttendFactory:
-    """--shard-batch: a rank computes attention with all heads for the rows that it caches. A prompt
+    """shard_batch: a rank computes attention with all heads for the rows that it caches. A prompt
     is one row: every rank prefills it for its own heads, and stores its keys in all its rows."""
     from parallelism.inference_parallel import batch_sharded_attend
 

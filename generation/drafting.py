@@ -546,7 +546,7 @@ def build_drafter(
             raise ValueError("--speculate exit requires a model with two or more layers, not one")
         layers = args.exit_layers or model.config.n_layers // 2
         if layers > max_layers:
-            raise ValueError(f"--exit-layers must be from 1 to {max_layers}, not {layers}")
+            raise ValueError(f"--set exit_layers must be from 1 to {max_layers}, not {layers}")
         early = first_layers(model, layers)
         run = make_runner(_base_forward(early), cache)
         return DraftModel(run, early.head, sample_draft, shared=True)

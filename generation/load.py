@@ -158,7 +158,7 @@ def optimize_for_inference_(
     args: GenerateConfig, model: Transformer, shards: Sequence[EPShards | TPShards] = ()
 ) -> Transformer:
     """Install faster kernels than model.py's: on a CPU generation/cpu.py's linear layers, in MoE
-    layers the experts of --experts; then the collectives of --ep and --tp. Returns the model."""
+    layers the grouped experts; then the collectives of --ep and --tp. Returns the model."""
     on_cpu = next(model.parameters()).device.type == "cpu"
     if on_cpu:
         use_cpu_kernels_(model)

@@ -174,7 +174,7 @@ def requested_scheme(args: argparse.Namespace) -> Scheme:
 
 
 def skip_names(args: argparse.Namespace, config: ModelConfig) -> tuple[str, ...]:
-    """Modules not to quantize: those of --quantize-skip, and latent attention's kv_b_proj, which
+    """Modules not to quantize: those of quantize_skip, and latent attention's kv_b_proj, which
     decoding absorbs as a matrix and would have to dequantize at every step."""
     names = tuple(filter(None, args.quantize_skip.split(",")))
     return names + ("kv_b_proj",) * (config.kv_lora_rank > 0 and "kv_b_proj" not in names)
@@ -228,18 +228,18 @@ def check_calibration(args: argparse.Namespace, scheme: Scheme) -> None:
 def calibration_text(
     args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, validation: bool = False
 ) -> list[Tensor]:
-    """Sequences (1, T) of --calibration-text or, without it, of the standard library's source: of
+    """Sequences (1, T) of calibration_text or, without it, of the standard library's source: of
     the training split, or of train.py's validation split."""
     from training.data import read_documents, split_documents  # imported only where it is needed
 
     path, T = args.calibration_text, min(SEQ_LEN, model.config.context)
-    source = "the standard library" if path is None else f"--calibration-text {path}"
+    source = "the standard library" if path is None else f"--set calibration_text={path}"
     if path is not None and not path.is_file():
         raise ValueError(f"{source}: no such file")
     try:
         texts = split_documents(read_documents(None if path is None else str(path)))[validation]
     except ValueError as e:
-        raise ValueError(str(e).replace("--data", "--calibration-text")) from None
+        raise ValueError(str(e).replace("--data", "--set calibration_text")) from None
     step = max(1, len(texts) // (4 * NUM_SEQUENCES))  # from the whole text
     ids: list[int] = []
     for text in (text for first in range(step) for text in texts[first::step]):

@@ -99,7 +99,7 @@ def cast_params_(model: Transformer, args: TrainConfig) -> None:
 
 
 def convert_linears_(model: Transformer, args: TrainConfig) -> None:
-    """Apply --experts, --fp8 and --qat: replace the matmuls of the layers, in place, over the same
+    """Apply experts, --fp8 and --qat: replace the matmuls of the layers, in place, over the same
     parameters."""
     if args.experts == "grouped" and any(isinstance(m, MoE) for m in model.modules()):
         moe.use_grouped_experts(model)
