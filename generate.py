@@ -232,6 +232,11 @@ class GenerateConfig(Settings):
     mesh: Any = None  # parallel.Mesh, set by process_group
     # fmt: on
 
+    def is_on(self, condition: str) -> bool:
+        """Settings.is_on; --tp 1 and --pp 1 are the same as none."""
+        is_one = condition in ("tp", "pp") and getattr(self, condition) == 1
+        return not is_one and super().is_on(condition)
+
 
 GROUPS = {  # the first field of each group of --help
     "prompt": "prompt", "max_new_tokens": "sampling", "device": "model and device",
@@ -291,8 +296,6 @@ def parse_args(argv: list[str]) -> GenerateConfig:
     """The config of a command line, with sampling_params. ValueError names a flag that is out of
     range or would have no effect."""
     args = parse(GenerateConfig, argv, "generate.py", __doc__.split("\n")[0], GROUPS)
-    for name in ("tp", "pp"):  # 1 is the same as not given
-        setattr(args, name, None if getattr(args, name) == 1 else getattr(args, name))
     check_limits(args)
     check_requires(args, REQUIRES)
     check_excludes(args, EXCLUDES)

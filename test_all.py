@@ -13616,8 +13616,8 @@ def test_serving_benchmark_prints_a_table_or_json(capsys):
     argv += [
         "--request-rate",
         "200",
-        "--set output_tokens",
-        "2:5",
+        "--set",
+        "output_tokens=2:5",
         "--shared-prefix",
         "64",
         "--kv-blocks",
@@ -23523,7 +23523,9 @@ import torch.distributed as dist
 import generate as G
 from huggingface import weights as HF
 import model as M
+from generation import ranks as RANKS
 from serving import batch as V
+from serving import run as SRUN
 import speculative as E
 torch.set_num_threads(1)
 G.measured_bandwidth = lambda device: 1e9
@@ -23561,7 +23563,8 @@ def caching(*args):
     made = cache(*args)
     result.setdefault("cache", list(made.k[0].shape))
     return made
-G.load, G.KVCache = loading, caching
+G.load = SRUN.load = loading
+G.KVCache = caching
 HF.safe_open = lambda *args, **kwargs: CountedReads(safe_open(*args, **kwargs))
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=ranks)
 for line in sys.stdin:
@@ -23716,15 +23719,8 @@ def test_generate_tp_two_ranks_equal_one_process(tmp_path, capsys, gtp_without_k
         (*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json"),
         (*GTP_SAMPLED, "--n", 4, "--set", "shard_batch=true", "--checkpoint", deep),
     ]
-    served = (
-        "--batch",
-        gtp_batch_lines(tmp_path),
-        *GTP_FP32,
-        "--set block_size",
-        4,
-        "--max-num-seqs",
-        4,
-    )
+    served = ("--batch", gtp_batch_lines(tmp_path), *GTP_FP32, "--set", "block_size=4")
+    served += ("--max-num-seqs", 4)
     served += ("--max-new-tokens", 12, "--logprobs", 0)
     out = tmp_path / "ranks.jsonl"
     wrong = {
@@ -23797,8 +23793,8 @@ def test_generate_tp_two_ranks_speculation_and_benchmark(tmp_path, capsys, gtp_w
         12,
         *GTP_FP32,
         "--json",
-        "--set output_tokens",
-        "2:9",
+        "--set",
+        "output_tokens=2:9",
         "--max-num-seqs",
         4,
     )
