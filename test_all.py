@@ -110,6 +110,8 @@ from generation import drafting as D
 from parallelism import dry_run
 from parallelism import expert_parallel as Y
 import generate as G
+from generation import config as GCONF
+from training import config as TCONF
 from generation import bench as BENCH
 from generation import cuda_graph as GRAPH
 from generation import load as LOAD
@@ -1813,13 +1815,9 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[tuple[str, str | None]]:
-    """(project module, name or None) for each import of a file, also inside functions, but not
-    those of types alone."""
+    """(project module, name or None) for each import of a file, also inside functions."""
     own, found = {module_name(p) for p in FILES.values()} | {"test_all"}, set()
-    tree = ast.parse(path.read_text())
-    types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
-    tree.body = [node for node in tree.body if node not in types]
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, path
             for alias in node.names:
@@ -13201,7 +13199,7 @@ def serving_flags(fields: dict) -> list[str]:
         if name == "logit_bias":
             value = ",".join(f"{token}:{bias}" for token, bias in value.items())
         for v in value if isinstance(value, list) else [value]:
-            if G.GenerateConfig.flags()[name].metadata["rare"]:
+            if GCONF.GenerateConfig.flags()[name].metadata["rare"]:
                 argv += ["--set", f"{name}={v}"]
             else:
                 flag = "--" + name.replace("_", "-")
@@ -13636,9 +13634,9 @@ def test_serving_batch_samples_and_bench_serving_is_greedy_by_default():
     """--batch samples as a single run does; --bench-serving is greedy unless sampling flags are
     given."""
     temperature = lambda *argv: G.parse_args(list(argv)).sampling_params.temperature
-    assert temperature("--batch", "f") == temperature() == G.TEMPERATURE
+    assert temperature("--batch", "f") == temperature() == GCONF.TEMPERATURE
     assert temperature("--bench-serving") == temperature("--bench-serving", "--seed", "3") == 0
-    assert temperature("--bench-serving", "--top-p", "0.9") == G.TEMPERATURE
+    assert temperature("--bench-serving", "--top-p", "0.9") == GCONF.TEMPERATURE
     assert temperature("--bench-serving", "--temperature", "0.8") == 0.8
 
 
@@ -16622,7 +16620,9 @@ def test_draft_head_has_its_own_default_learning_rate():
     """It applies only to --task draft-head without --lr."""
     rate = lambda *more: T.parse_args([*more]).lr
     argv = ("--task", "draft-head", "--init", "x")
-    assert rate(*argv) == T.TASK_LR["draft-head"] != rate() and rate(*argv, "--lr", "0.5") == 0.5
+    assert (
+        rate(*argv) == TCONF.TASK_LR["draft-head"] != rate() and rate(*argv, "--lr", "0.5") == 0.5
+    )
 
 
 def test_draft_head_is_in_the_help(capsys):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from generation import cpu
+from generation.config import DTYPES, GenerateConfig
 from generation.ranks import run_on_all_or_raise
 from huggingface.tokenizer import DummyTokenizer, Tokenizer, load_tokenizer
 from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
 from training.lora import load_adapters_, merge_
-
-if TYPE_CHECKING:
-    from generate import GenerateConfig
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 def pick_device(name: str | None) -> torch.device:

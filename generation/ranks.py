@@ -12,13 +12,11 @@ if __name__ == "__main__":
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from generate import GenerateConfig
+from generation.config import GenerateConfig
 
 
 @contextmanager

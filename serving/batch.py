@@ -29,7 +29,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
-import argparse
 import difflib
 import json
 import math
@@ -50,6 +49,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from generation.config import GenerateConfig
 from generation.drafting import (
     RejectionSampler,
     build_drafter,
@@ -199,7 +199,7 @@ class RowVerifier:
 
 
 def enable_speculative_decoding(
-    args: argparse.Namespace,
+    args: GenerateConfig,
     engine: Engine,
     tokenizer: Tokenizer,
     load: Callable[[str], tuple[Transformer, Tokenizer]],

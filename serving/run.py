@@ -12,11 +12,12 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from generation.bench import device_name
+from generation.config import GenerateConfig
 from generation.load import load, load_draft, moe_layers, pick_device
 from generation.ranks import (
     Rank0Policy, all_reduce_min, broadcast_object, rank0_then_broadcast, run_on_all_or_raise,
@@ -25,9 +26,6 @@ from huggingface.tokenizer import Tokenizer, eos_ids, load_chat_template
 from huggingface.weights import read_config
 from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch
-
-if TYPE_CHECKING:
-    from generate import GenerateConfig
 
 
 def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:

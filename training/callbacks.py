@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,10 @@ from parallelism.diloco import DiLoCo, ElasticExchange
 from parallelism.dist_env import DistEnv, rank0_first
 from training.build import offload_folder
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
+from training.config import TrainConfig
 from training.metrics import PeakMemory, profile_step
 from training.recovery import MemoryCheckpoint, Watchdog, stragglers
 from training.state import TrainState
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 RUN_ID = "run.id"  # file in OUT with a random id of the run
 SIGTERM_GRACE = 10.0  # seconds for a step to finish after SIGTERM before the state is dumped
