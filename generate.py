@@ -20,10 +20,10 @@ the step is memory bound and takes at least (weights + KV cache) / bandwidth. Af
 line on stderr reports the achieved bandwidth, and its share of a read bandwidth measured here.
 
 generation/config.py has every flag; the sampling flags are the fields of paged_kv.py's
-SamplingParams, in every mode. --n generates several continuations of one prompt in lockstep, reading the weights once
-for all; sample b equals a run with seed + b. --interactive keeps the KV cache across turns and
-prefills only new tokens. --speculate drafts tokens cheaply and verifies them in one step: the same
-distribution, and the same text when greedy (speculative.py).
+SamplingParams, in every mode. --n generates several continuations of one prompt in lockstep,
+reading the weights once for all; sample b equals a run with seed + b. --interactive keeps the KV
+cache across turns and prefills only new tokens. --speculate drafts tokens cheaply and verifies
+them in one step: the same distribution, and the same text when greedy (speculative.py).
 
 --tp, --pp and --ep shard the weights and the KV cache over ranks (generation/load.py,
 parallelism/pipeline_inference.py). The text is that of one process up to summation order; with

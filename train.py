@@ -75,8 +75,8 @@ from training.step import LoadBalancer, clip_gradients, forward_backward, make_a
 
 
 def restore_settings(config: TrainConfig) -> None:
-    """With --resume, fill the config from the checkpoint. ValueError if OUT holds something else, or
-    a given setting contradicts the run's."""
+    """With --resume, fill the config from the checkpoint. ValueError if OUT holds something else,
+    or a given setting contradicts the run's."""
     saved = saved_run(config.out)
     if config.resume == "auto" and saved is None:  # there may still be a checkpoint in memory
         config.resume = None

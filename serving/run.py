@@ -1,5 +1,5 @@
-"""--batch and --bench-serving of generate.py: the Engine that the flags describe, run on a file or a
-random workload (serving/batch.py)."""
+"""--batch and --bench-serving of generate.py: the Engine that the flags describe, on a file of
+requests or on a random workload (serving/batch.py)."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class TrainConfig(Settings):
     ep: int = flag(1, "expert-parallel degree; divides dp x cp", "positive", metavar="N")
     pp: int = flag(1, "pipeline-parallel degree", "positive", metavar="N")
     pp_schedule: str = flag(
-        "1f1b", "python parallelism/schedules.py --schedule NAME draws it", choices=tuple(SCHEDULES),
-        metavar="NAME")
+        "1f1b", "python parallelism/schedules.py --schedule NAME draws it",
+        choices=tuple(SCHEDULES), metavar="NAME")
     dry_run: int | None = flag(
         None, "do not train: print the memory and communication of a step on rank 0 of RANKS (1)",
         "positive", nargs="?", const=1, metavar="RANKS")
@@ -174,7 +174,8 @@ class TrainConfig(Settings):
     cp_method: str = rare(
         "zigzag", "ring attention, zigzag or striped, or all-gather of k and v",
         choices=("zigzag", "striped", "all-gather"))
-    ep_node_size: int | None = rare(None, "ranks per node: tokens are sent once per node", "positive")
+    ep_node_size: int | None = rare(
+        None, "ranks per node: tokens are sent once per node", "positive")
     ep_chunks: int = rare(1, "chunks of tokens whose all-to-all and experts overlap", "positive")
     virtual_stages: int | None = rare(
         None, f"stages per rank, with {' and '.join(LOOPED)} (2)", "positive")
@@ -228,8 +229,8 @@ GROUPS = {  # the first field of each group of --help
 # Settings that --resume takes from the checkpoint. FIXED ones determine the result and cannot be
 # changed; the others can (another micro-batch size changes the order of a sum: rounding only).
 FIXED = """
-    seed batch_size seq_len lr data dtype fp8 qat aux_loss seq_aux_loss router_z_loss diloco outer_lr
-    outer_momentum param_dtype optimizer lr_schedule warmup_steps decay_steps min_lr_factor
+    seed batch_size seq_len lr data dtype fp8 qat aux_loss seq_aux_loss router_z_loss diloco
+    outer_lr outer_momentum param_dtype optimizer lr_schedule warmup_steps decay_steps min_lr_factor
     weight_decay grad_clip mup_base output_z_loss pack task lora beta lora_alpha kl num_generations
     reward max_new_tokens init
 """.split()

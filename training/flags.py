@@ -28,8 +28,8 @@ TYPES = {"int": int, "float": float, "str": str, "Path": Path}  # by the first w
 
 
 def flag(default: Any, text: str, limit: str = "", **options: Any) -> Any:
-    """A field with a flag. limit: "positive" or "N or more"; positional: an argument without a flag;
-    other options: as of add_argument."""
+    """A field with a flag. limit: "positive" or "N or more"; options: as of argparse's
+    add_argument, and positional=True for an argument without a flag."""
     return field(default=default, metadata=dict(help=text, limit=limit, rare=False, **options))
 
 
@@ -136,8 +136,8 @@ def check_limits(config: Settings) -> None:
 
 
 def check_requires(config: Settings, table: Sequence[tuple[str, str]]) -> None:
-    """table: (condition, conditions of which it needs one). ValueError if none is fulfilled; a field
-    that is given counts, whatever its value."""
+    """table: (condition, conditions of which it needs one). ValueError if none is fulfilled; a
+    field that is given counts, whatever its value."""
     for name, needed in table:
         fulfilled = any(map(config.is_on, needed.split()))
         if (name in config.given or config.is_on(name)) and not fulfilled:
