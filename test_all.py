@@ -20390,6 +20390,7 @@ sys.path.insert(0, {str(REPO)!r})
 import torch
 import torch.distributed as dist
 import generate as G
+from generation import ranks as RANKS
 torch.set_num_threads(1)
 G.measured_bandwidth = lambda device: 1e9
 rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -35811,7 +35812,7 @@ def test_from_pretraining_to_serving(tmp_path):
     flags = (
         f"--init {tmp_path / 'chat'} --task grpo --data {files['prompts']} --set num_generations=8"
     )
-    flags += " --max-new-tokens 4 --steps 150 --lr 1e-3 --lr-schedule constant"
+    flags += " --set max_new_tokens=4 --steps 150 --lr 1e-3 --lr-schedule constant"
     rewards = [row["reward_mean"] for row in go("rl", flags, 64)]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2, rewards
     serve = ["--checkpoint", tmp_path / "rl", "--quantize", "int8", "--speculate", "ngram"]
