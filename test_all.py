@@ -110,6 +110,13 @@ from generation import drafting as D
 from parallelism import dry_run
 from parallelism import expert_parallel as Y
 import generate as G
+from generation import config as GCONF
+from training import config as TCONF
+from generation import bench as BENCH
+from generation import cuda_graph as GRAPH
+from generation import load as LOAD
+from generation import ranks as RANKS
+from serving import run as SRUN
 from parallelism import parallel_dims as L
 from training import lora as LO
 from training import metrics as MT
@@ -1808,13 +1815,9 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[tuple[str, str | None]]:
-    """(project module, name or None) for each import of a file, also inside functions, but not
-    those of types alone."""
+    """(project module, name or None) for each import of a file, also inside functions."""
     own, found = {module_name(p) for p in FILES.values()} | {"test_all"}, set()
-    tree = ast.parse(path.read_text())
-    types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
-    tree.body = [node for node in tree.body if node not in types]
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, path
             for alias in node.names:
@@ -3760,7 +3763,7 @@ def test_generate_interactive_as_a_process(tmp_path):
     """Lines in, replies out; Ctrl-C stops a reply, and the next line is answered; /reset, /quit; a
     full context gives a message, and the program continues."""
     argv = [sys.executable, REPO / "generate.py", "--interactive", "--max-new-tokens", "100000"]
-    argv += ["--checkpoint", chat_folder(tmp_path), "--ignore-eos", "--ctx-size", "120"]
+    argv += ["--checkpoint", chat_folder(tmp_path), "--ignore-eos", "--set", "ctx_size=120"]
     p = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV
     )
@@ -3956,12 +3959,14 @@ def test_every_sampling_flag_reaches_the_sampler(capsys):
     greedy = through_main(capsys, *base, "--temperature", "0")
     first, text = greedy["tokens"][0], greedy["text"]
 
-    banned = through_main(capsys, *base, "--temperature", "0", "--logit-bias", f"{first}:-inf")
+    banned = through_main(capsys, *base, "--temperature", "0", "--set", f"logit_bias={first}:-inf")
     assert first not in banned["tokens"]
-    forced = through_main(capsys, *base, "--logit-bias", "2:1000000,5:-3", "--min-new-tokens", "7")
+    forced = through_main(
+        capsys, *base, "--set", "logit_bias=2:1000000,5:-3", "--set", "min_new_tokens=7"
+    )
     assert len(forced["tokens"]) == 8 and forced["tokens"][-1] == 2
     assert forced["finish_reason"] == "eos" and 2 not in forced["tokens"][:-1]
-    ignored = through_main(capsys, *base, "--logit-bias", "2:1000000", "--ignore-eos")
+    ignored = through_main(capsys, *base, "--set", "logit_bias=2:1000000", "--ignore-eos")
     assert ignored["tokens"] == [2] * 40 and ignored["finish_reason"] == "length"
 
     stop = text[20:25]
@@ -3971,9 +3976,9 @@ def test_every_sampling_flag_reaches_the_sampler(capsys):
     for flags in (["--top-k", "1"], ["--top-p", "1e-9"], ["--min-p", "1"]):
         assert through_main(capsys, *base, *flags)["tokens"] == greedy["tokens"], flags
     for flag, value in (
-        ("--repetition-penalty", "50"),
-        ("--presence-penalty", "1000"),
-        ("--frequency-penalty", "1000"),
+        ("--set", "repetition_penalty=50"),
+        ("--set", "presence_penalty=1000"),
+        ("--set", "frequency_penalty=1000"),
     ):
         tokens = through_main(capsys, *base, "--temperature", "0", flag, value)["tokens"]
         assert len(set(tokens)) == len(tokens) < 1 + len(set(greedy["tokens"])) + 40, flag
@@ -4018,19 +4023,19 @@ BAD_GENERATE = [
     (["x", "--temperature", "-1"], "", ["--temperature", "-1"]),
     (["x", "--top-p", "0"], "", ["--top-p"]),
     (["x", "--min-p", "1.5"], "", ["--min-p", "1.5"]),
-    (["x", "--repetition-penalty", "0"], "", ["--repetition-penalty"]),
-    (["x", "--logit-bias", "70000:1"], "", ["--logit-bias", "70000", "4095"]),
-    (["x", "--logit-bias=-1:1"], "", ["--logit-bias", "-1"]),
-    (["x", "--logit-bias", "5=1"], "", ["--logit-bias", "ID:BIAS", "5=1"]),
-    (["x", "--logit-bias", "5:nan"], "", ["--logit-bias", "nan"]),
-    (["x", "--logit-bias", "5:1,5:2"], "", ["--logit-bias", "once"]),
+    (["x", "--set", "repetition_penalty=0"], "", ["--set repetition_penalty"]),
+    (["x", "--set", "logit_bias=70000:1"], "", ["--set logit_bias", "70000", "4095"]),
+    (["x", "--set", "logit_bias=-1:1"], "", ["--set logit_bias", "-1"]),
+    (["x", "--set", "logit_bias=5=1"], "", ["--set logit_bias must be ID:BIAS", "5=1"]),
+    (["x", "--set", "logit_bias=5:nan"], "", ["--set logit_bias", "nan"]),
+    (["x", "--set", "logit_bias=5:1,5:2"], "", ["--set logit_bias", "once"]),
     (["--perplexity", "/nowhere", "--temperature", "0"], "", ["--perplexity", "--temperature"]),
     (["--perplexity", "/nowhere", "--n", "2"], "", ["--perplexity", "--n"]),
     (["--perplexity", "/dev/null"], "", ["--perplexity", "too short"]),
     (["--dummy", "draft", "--checkpoint", "x"], "", ["--dummy", "--checkpoint"]),
     (["x", "--dummy", "draft", "--chat"], "", ["--dummy", "--chat"]),
     (["x", "--max-new-tokens", "0"], "", ["--max-new-tokens"]),
-    (["x", "--min-new-tokens", "300"], "", ["--min-new-tokens", "300", "200"]),
+    (["x", "--set", "min_new_tokens=300"], "", ["min_new_tokens 300", "200"]),
     (["x", "--n", "0"], "", ["--n"]),
     (["x", "--stop", ""], "", ["--stop", "empty"]),
     (["x", "--checkpoint", str(SMALL / "config.json")], "", ["config.json", "its folder"]),
@@ -4038,7 +4043,7 @@ BAD_GENERATE = [
     (["x", "--logprobs", "2"], "", ["--logprobs", "--json"]),
     (["x", "--logprobs", "5000", "--json"], "", ["--logprobs", "4096", "5000"]),
     (["x", "--system-prompt", "s"], "", ["--system-prompt", "--chat"]),
-    (["x", "--ctx-size", "9"], "", ["--ctx-size", "--interactive"]),
+    (["x", "--set", "ctx_size=9"], "", ["--set ctx_size requires --interactive"]),
     (["x", "--interactive"], "", ["--interactive", "prompt"]),
     (["--interactive", "--n", "2"], "", ["--interactive", "--n"]),
     (["--interactive", "--json"], "", ["--interactive", "--json"]),
@@ -8678,7 +8683,7 @@ def test_quantize_replaces_exactly_the_linear_layers():
     tokens = random_tokens(whole.config, 1, 7)
     with torch.no_grad():
         want = whole(tokens)
-        G.use_cpu_kernels_(whole)
+        LOAD.use_cpu_kernels_(whole)
         assert type(whole.layers[0].attention.o_proj) is cpu.CPULinear
         assert isinstance(whole.layers[0].mlp.up_proj, Q.QuantizedLinear)
         assert relative(whole(tokens).float(), want.float()) < 0.02
@@ -9521,7 +9526,7 @@ def test_quantize_traces_without_graph_breaks(scheme):
     """Every scheme traces to one graph, with the experts gathered as in a compiled step."""
     torch.compiler.reset()
     layer = quantize_model("latent", scheme).layers[1].mlp
-    layer.experts = G.gather_experts_if_compiled(layer.experts)
+    layer.experts = GRAPH.gather_experts_if_compiled(layer.experts)
     step = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
     x = quantize_normal(1, 3, 64) * 3
     with torch.inference_mode():
@@ -9608,12 +9613,12 @@ def test_quantize_bad_flags_are_refused(quantize_file, tmp_path, capsys):
     assert "7" in quantize_expect_error(capsys, *score, "--quantize", "int4", "--group-size", "7")
     err = quantize_expect_error(capsys, *score, "--quantize", "int4", "--checkpoint", MOE)
     assert "72" in err and "8" in err
-    err = quantize_expect_error(capsys, *score, "--quantize", "int8", "--quantize-skip", "nope")
+    err = quantize_expect_error(capsys, *score, "--quantize", "int8", "--set", "quantize_skip=nope")
     assert "nope" in err
     out = tmp_path / "out"
     assert "--quantize" in quantize_expect_error(capsys, "--save", out)
     assert "--quantize" in quantize_expect_error(capsys, *score, "--group-size", "32")
-    assert "--quantize" in quantize_expect_error(capsys, *score, "--quantize-skip", "head")
+    assert "--quantize" in quantize_expect_error(capsys, *score, "--set", "quantize_skip=head")
     assert not out.exists()
 
 
@@ -9684,7 +9689,7 @@ def test_quantize_works_in_every_mode_of_generate(
         batch = ["--batch", requests, "--out", out, "--max-new-tokens", "5", "--temperature", "0"]
         quantize_main(capsys, *flags, *batch, *more)
         assert len(out.read_text().splitlines()) == 2 and "error" not in out.read_text()
-    serving = ["--bench-serving", "3", "--input-tokens", "4:6", "--output-tokens", "3:4"]
+    serving = ["--bench-serving", "3", "--set", "input_tokens=4:6", "--set", "output_tokens=3:4"]
     assert quantize_main(capsys, *flags, *serving).strip()
     quantize_main(capsys, *flags, "x = 1", "--bench", "1", "--max-new-tokens", "4")
     score = json.loads(quantize_main(capsys, *flags, "--perplexity", quantize_file, "--json"))
@@ -9705,9 +9710,11 @@ def test_quantize_works_with_compile(scheme, capsys):
 
 
 def test_quantize_skip_flag_keeps_layers(tmp_path, capsys):
-    """--quantize-skip NAME,NAME: the saved checkpoint has those layers in bf16, and loads."""
+    """--set quantize_skip=NAME,NAME: the saved checkpoint has those layers in bf16, and loads."""
     out = tmp_path / "out"
-    quantize_main(capsys, "--quantize", "int8", "--quantize-skip", "layers.0,o_proj", "--save", out)
+    quantize_main(
+        capsys, "--quantize", "int8", "--set", "quantize_skip=layers.0,o_proj", "--save", out
+    )
     tensors = load_file(out / "model.safetensors")
     assert "model.layers.0.mlp.up_proj.weight" in tensors
     assert tensors["model.layers.3.self_attn.o_proj.weight"].dtype == torch.bfloat16
@@ -10425,7 +10432,7 @@ def test_compress_saved_folder_loads_to_the_same_model(scheme, method, tmp_path,
     assert G.main(argv) == 0
     tokens = random_tokens(HF.read_config(DRAFT / "config.json"), 1, 20)
     args = compress_args("--checkpoint", out)
-    opened, _ = G.load(args, torch.device("cpu"))
+    opened, _ = LOAD.load(args, torch.device("cpu"))
     with torch.inference_mode():
         assert torch.equal(opened(tokens), saved["m"](tokens))
     assert (out / "tokenizer.model").read_bytes() == (DRAFT / "tokenizer.model").read_bytes()
@@ -10437,19 +10444,19 @@ def test_compress_saved_folder_loads_to_the_same_model(scheme, method, tmp_path,
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("--quantize int4 --calibrate gptq --calibration-text FILE", "fewer than one sequence"),
+        ("--quantize int4 --calibrate gptq --set calibration_text=FILE", "fewer than one sequence"),
         ("--quantize int4 --calibrate smoothquant", "int8-dynamic"),
         ("--quantize fp8 --calibrate gptq", "int8 to int2"),
         ("--quantize int8 --calibrate tacq", "int4 to int2"),
-        ("--quantize int4 --calibrate gptq --calibration-text nowhere.txt", "no such file"),
+        ("--quantize int4 --calibrate gptq --set calibration_text=nowhere.txt", "no such file"),
         ("--calibrate gptq", "--quantize"),
-        ("--calibration-text FILE", "--calibrate"),
+        ("--set calibration_text=FILE", "--calibrate"),
         ("--save FILE --quantize int8", "--save"),
         ("--quantize int4 --group-size 7", "--group-size"),
         ("--quantize int8 --group-size 64", "--group-size"),
         ("--quantize int5", "int8-dynamic"),
-        ("--quantize int8 --quantize-skip nope", "nope"),
-        ("--plot x.png", "--quantize-report"),
+        ("--quantize int8 --set quantize_skip=nope", "nope"),
+        ("--set plot=x.png", "--quantize-report"),
         ("--quantize-report --quantize int8", "--quantize"),
     ],
 )
@@ -13192,11 +13199,15 @@ def serving_flags(fields: dict) -> list[str]:
         if name == "logit_bias":
             value = ",".join(f"{token}:{bias}" for token, bias in value.items())
         for v in value if isinstance(value, list) else [value]:
-            argv += [G._flag(name)] if v is True else [f"{G._flag(name)}={v}"]
+            if GCONF.GenerateConfig.flags()[name].metadata["rare"]:
+                argv += ["--set", f"{name}={v}"]
+            else:
+                flag = "--" + name.replace("_", "-")
+                argv += [flag] if v is True else [f"{flag}={v}"]
     return argv
 
 
-SERVING_TIGHT = ["--max-num-seqs", "4", "--kv-blocks", "17", "--block-size", "4"]
+SERVING_TIGHT = ["--max-num-seqs", "4", "--kv-blocks", "17", "--set", "block_size=4"]
 
 
 def test_serving_batch_equals_single_requests(tmp_path, capsys, monkeypatch):
@@ -13208,7 +13219,11 @@ def test_serving_batch_equals_single_requests(tmp_path, capsys, monkeypatch):
     for prompt, fields in SERVING_REQUESTS:
         alone.append(through_main(capsys, prompt, *serving_flags(common | fields)))
     requests = [{"prompt": p, "id": f"r{i}"} | f for i, (p, f) in enumerate(SERVING_REQUESTS)]
-    for name, flags in (("a", []), ("b", SERVING_TIGHT), ("c", [*SERVING_TIGHT, "--kv-swap"])):
+    for name, flags in (
+        ("a", []),
+        ("b", SERVING_TIGHT),
+        ("c", [*SERVING_TIGHT, "--set", "kv_swap=true"]),
+    ):
         path = serving_file(tmp_path / f"{name}.jsonl", requests)
         results = serving_batch(path, *serving_flags(common), *flags)
         assert bool(re.search(r" [1-9]\d* preemptions", capsys.readouterr().err)) == bool(flags)
@@ -13599,14 +13614,14 @@ def test_serving_benchmark_prints_a_table_or_json(capsys):
     argv += [
         "--request-rate",
         "200",
-        "--output-tokens",
-        "2:5",
+        "--set",
+        "output_tokens=2:5",
         "--shared-prefix",
         "64",
         "--kv-blocks",
         "99",
     ]
-    assert G.main([*argv, "--json", "--max-num-seqs", "4", "--arrival-cv", "2"]) == 0
+    assert G.main([*argv, "--json", "--max-num-seqs", "4", "--set", "arrival_cv=2"]) == 0
     stats = json.loads(capsys.readouterr().out)
     assert stats["requests"] == 12 and stats["hit_rate"] > 0.3, stats
     assert 24 <= stats["output_tokens"] <= 60 and stats["ttft_seconds_p99"] > 0
@@ -13619,9 +13634,9 @@ def test_serving_batch_samples_and_bench_serving_is_greedy_by_default():
     """--batch samples as a single run does; --bench-serving is greedy unless sampling flags are
     given."""
     temperature = lambda *argv: G.parse_args(list(argv)).sampling_params.temperature
-    assert temperature("--batch", "f") == temperature() == G.TEMPERATURE
+    assert temperature("--batch", "f") == temperature() == GCONF.TEMPERATURE
     assert temperature("--bench-serving") == temperature("--bench-serving", "--seed", "3") == 0
-    assert temperature("--bench-serving", "--top-p", "0.9") == G.TEMPERATURE
+    assert temperature("--bench-serving", "--top-p", "0.9") == GCONF.TEMPERATURE
     assert temperature("--bench-serving", "--temperature", "0.8") == 0.8
 
 
@@ -13637,17 +13652,17 @@ BAD_SERVING = [
     (["--batch", "f", "--request-rate", "3"], ["--request-rate", "--bench-serving"]),
     (["x", "--out", "f"], ["--out", "--batch"]),
     (["x", "--kv-blocks", "9"], ["--kv-blocks", "--batch or --bench-serving"]),
-    (["x", "--kv-swap"], ["--kv-swap", "--batch or --bench-serving"]),
+    (["x", "--set", "kv_swap=true"], ["--set kv_swap requires", "--batch or --bench-serving"]),
     (["--bench-serving", "0"], ["--bench-serving", "0"]),
     (["--bench-serving", "--request-rate", "0"], ["--request-rate", "0"]),
-    (["--bench-serving", "--arrival-cv", "-1"], ["--arrival-cv", "-1"]),
-    (["--bench-serving", "--arrival-cv", "1e-200"], ["--arrival-cv", "0.01"]),
-    (["--bench-serving", "--input-tokens", "9"], ["--input-tokens", "A:B", "9"]),
-    (["--bench-serving", "--output-tokens", "9:3"], ["--output-tokens", "9:3"]),
+    (["--bench-serving", "--set", "arrival_cv=-1"], ["--set arrival_cv must be", "-1"]),
+    (["--bench-serving", "--set", "arrival_cv=1e-200"], ["--set arrival_cv must be", "0.01"]),
+    (["--bench-serving", "--set", "input_tokens=9"], ["--set input_tokens must be A:B", "9"]),
+    (["--bench-serving", "--set", "output_tokens=9:3"], ["--set output_tokens must be", "9:3"]),
     (["--bench-serving", "--max-new-tokens", "9"], ["--bench-serving", "--max-new-tokens"]),
     (["--bench-serving", "--stop", "x"], ["--bench-serving", "--stop"]),
     (["--bench-serving", "--max-num-seqs", "600"], ["--max-num-seqs", "600", "512"]),
-    (["--bench-serving", "--block-size", "0"], ["--block-size", "0"]),
+    (["--bench-serving", "--set", "block_size=0"], ["--set block_size must be"]),
     (["--bench-serving", "--shared-prefix", "500"], ["--shared-prefix", "692", "512"]),
     (["--bench-serving", "--top-p", "0"], ["--top-p"]),
     (["--bench-serving", "--checkpoint", str(MOE), "--compile"], ["--compile", "experts"]),
@@ -16605,7 +16620,9 @@ def test_draft_head_has_its_own_default_learning_rate():
     """It applies only to --task draft-head without --lr."""
     rate = lambda *more: T.parse_args([*more]).lr
     argv = ("--task", "draft-head", "--init", "x")
-    assert rate(*argv) == T.TASK_LR["draft-head"] != rate() and rate(*argv, "--lr", "0.5") == 0.5
+    assert (
+        rate(*argv) == TCONF.TASK_LR["draft-head"] != rate() and rate(*argv, "--lr", "0.5") == 0.5
+    )
 
 
 def test_draft_head_is_in_the_help(capsys):
@@ -16763,7 +16780,7 @@ def test_spec_greedy_equals_plain_greedy_100(kind, form, tmp_path):
 
 @pytest.mark.parametrize("kind", SPEC_KINDS)
 def test_spec_coupled_samples_equal_plain_sampling(kind, tmp_path):
-    """--draft-coupled: text sampled with penalties, top-p, bias and min_new_tokens, in three rows
+    """--set draft_coupled=true: text sampled with penalties, top-p, bias and min_new_tokens, in three rows
     that diverge, equals that of the same seeds without drafts; log-probabilities too."""
     config = latent(vocab_size=41, n_mtp_layers=1) if kind == "mtp" else tiny(vocab_size=41)
     model = random_model(config)
@@ -16778,7 +16795,7 @@ def test_spec_coupled_samples_equal_plain_sampling(kind, tmp_path):
     expected = spec_run(plain, ids, 30)
     assert n == 1 or len({tuple(row) for row in expected}) == 3
     decoder = spec_decoder(
-        model, kind, params, 64, "--draft-coupled", "--speculate-k", "4",
+        model, kind, params, 64, "--set", "draft_coupled=true", "--speculate-k", "4",
         n=n, draft=draft, head=head, keep=True,
     )  # fmt: skip
     assert spec_run(decoder, ids, 30) == expected
@@ -16962,7 +16979,7 @@ def check_same_tokens_in_batches(kind, form, n, tmp_path, ks=("3", "auto")):
     head = random_head(tmp_path / "head", model.config.dim) if kind == "head" else None
     prompts, params, expected = batch_of_prompts(form, n)
     for k, options in zip(ks, (dict(num_blocks=90), dict(num_blocks=90, kv_swap=True))):
-        flags = ("--draft-coupled", "--speculate-k", k)
+        flags = ("--set", "draft_coupled=true", "--speculate-k", k)
         engine = spec_engine(model, kind, *flags, draft=draft, head=head, **options)
         assert generated_tokens(engine, prompts, params) == expected
         stats = engine.stats()
@@ -17126,7 +17143,7 @@ def test_spec_rows_finish_at_different_steps():
     max_len = len(ids) + 40
     for kind in ("ngram", "draft", "exit"):
         decoder = spec_decoder(
-            model, kind, params, max_len, "--draft-coupled", "--speculate-k", "8",
+            model, kind, params, max_len, "--set", "draft_coupled=true", "--speculate-k", "8",
             n=6, draft=random_model(tiny(vocab_size=41), 0, 0.14),
         )  # fmt: skip
         assert spec_run(decoder, ids, 40) == spec_run(G.Decoder(model, max_len, params, 6), ids, 40)
@@ -17145,7 +17162,10 @@ def test_spec_rows_finish_at_different_steps():
             ["--speculate", "head", "--checkpoint", MOE, "--draft-model", SMALL],
             "this model is 192 wide",
         ),
-        (["--speculate", "exit", "--exit-layers", "6"], "--exit-layers must be from 1 to 5, not 6"),
+        (
+            ["--speculate", "exit", "--set", "exit_layers=6"],
+            "--set exit_layers must be from 1 to 5, not 6",
+        ),
         (["--speculate", "ngram", "--speculate-k", "0"], "--speculate-k must be from 1 to 64"),
         (["--speculate", "ngram", "--speculate-k", "many"], "--speculate-k must be from 1 to 64"),
         (["--speculate-k", "3"], "--speculate-k requires --speculate"),
@@ -17154,10 +17174,13 @@ def test_spec_rows_finish_at_different_steps():
             ["--speculate", "ngram", "--draft-model", "x"],
             "--draft-model requires --speculate draft",
         ),
-        (["--speculate", "ngram", "--exit-layers", "2"], "--exit-layers requires --speculate exit"),
         (
-            ["--speculate", "ngram", "--forced-acceptance", "0.5"],
-            "requires --speculate and --bench",
+            ["--speculate", "ngram", "--set", "exit_layers=2"],
+            "--set exit_layers requires --speculate exit",
+        ),
+        (
+            ["--speculate", "ngram", "--set", "forced_acceptance=0.5"],
+            "forced_acceptance requires --bench",
         ),
         (["--speculate", "staged", "--n", "2"], "--speculate staged"),
         (["--speculate", "ngram", "--perplexity", "README.md"], "cannot be combined"),
@@ -17248,7 +17271,7 @@ def test_spec_early_exit_drafts_do_not_corrupt_swapped_kv(blocks):
     alone = V.build_engine(model, num_blocks=200, block_size=4)
     expected = generated_tokens(alone, prompts, params)
     engine = spec_engine(
-        model, "exit", "--exit-layers", "3", "--speculate-k", "3",
+        model, "exit", "--set", "exit_layers=3", "--speculate-k", "3",
         num_blocks=blocks, block_size=4, kv_swap=True,
     )  # fmt: skip
     assert generated_tokens(engine, prompts, params) == expected
@@ -19992,7 +20015,7 @@ def test_bad_chunk_counts_are_refused(chunks):
 
 
 # --------------------------------------------------------------------------------------------------
-# generate.py: --experts
+# generate.py: --set experts
 # --------------------------------------------------------------------------------------------------
 
 MOE_FAMILIES = [name for name in FAMILIES if name.startswith(("mixtral", "qwen3-moe", "deepseek"))]
@@ -20013,14 +20036,14 @@ def test_experts_grouped_equal_loop_experts_in_every_family(name, tmp_path):
     models with multi-token prediction."""
     transformers_model(name).save_pretrained(tmp_path)
     plain, fast = HF.load_checkpoint(tmp_path), HF.load_checkpoint(tmp_path)
-    assert G.optimize_for_inference_(G.parse_args(["x"]), fast) is fast
+    assert LOAD.optimize_for_inference_(G.parse_args(["x"]), fast) is fast
     assert all(map(is_grouped, experts_of(fast)))
     assert len(experts_of(fast)) >= 1
     for shape in ((2, 100), (1, 1)):
         tokens = random_tokens(plain.config, *shape)
         assert relative(fast(tokens), plain(tokens)) <= 1e-5
-    args = G.parse_args(["x", "--experts", "loop"])
-    slow = G.optimize_for_inference_(args, HF.load_checkpoint(tmp_path))
+    args = G.parse_args(["x", "--set", "experts=loop"])
+    slow = LOAD.optimize_for_inference_(args, HF.load_checkpoint(tmp_path))
     assert all(m.experts is M.loop_experts for m in experts_of(slow))
 
 
@@ -20045,7 +20068,7 @@ def test_cpu_experts_equal_the_plain_loop():
     for stack in (layer.w_gate_up, layer.w_down):
         linear_fn = stack.linear_fn
         stack.linear_fn = lambda *a, p=linear_fn: seen.append(len(a[0])) or p(*a)
-    G.optimize_for_inference_(G.parse_args(["x"]), model)
+    LOAD.optimize_for_inference_(G.parse_args(["x"]), model)
     assert is_grouped(layer) and relative(layer(x), want) < 1e-5
     assert sum(seen) == 2 * 9 * model.config.n_experts_per_token
     none = torch.full_like(weights.long(), -1)  # padding ids: no expert for any token
@@ -20078,9 +20101,10 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_experts_grouped_and_loop_generate_the_same_tokens(mode, capsys, quick):
-    """generate.py --experts grouped == --experts loop, token for token in fp32, in every mode."""
+    """generate.py --set experts=grouped == --set experts=loop, token for token in fp32, in every mode."""
     texts = [
-        answers(capsys, *MODES[mode], "--experts", kind)["tokens"] for kind in ("grouped", "loop")
+        answers(capsys, *MODES[mode], "--set", f"experts={kind}")["tokens"]
+        for kind in ("grouped", "loop")
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 24
 
@@ -20090,7 +20114,7 @@ def test_experts_with_static_shapes_stay_in_the_compiled_graph(monkeypatch):
     directly, and an Engine is captured and may be compiled. Otherwise the experts' weights are
     gathered, an Engine is not captured, and --compile is rejected."""
     args = G.parse_args(["--batch", "x", "--compile"])
-    model = G.optimize_for_inference_(args, random_model(latent()))
+    model = LOAD.optimize_for_inference_(args, random_model(latent()))
     layer = model.layers[1].mlp
     on_cuda = SimpleNamespace(
         qweight=SimpleNamespace(is_cuda=True, device="cpu"), dtype=torch.float32
@@ -20107,16 +20131,17 @@ def test_experts_with_static_shapes_stay_in_the_compiled_graph(monkeypatch):
             assert not O.has_static_shapes(stub)
             stub.experts = grouped
     monkeypatch.setattr(G, "compile_step", lambda step, device: step)
+    monkeypatch.setattr(GRAPH, "compile_step", lambda step, device: step)
     for static in (True, False):
         monkeypatch.setattr(O, "has_static_shapes", lambda module: static)
-        G.optimize_for_inference_(args, model)
+        LOAD.optimize_for_inference_(args, model)
         G.Decoder(model, 32, P.SamplingParams(), compiled=True)
         assert all(is_grouped(m) == static for m in experts_of(model))
         args.compile = static
-        assert G.engine_options(args, model)["static"] is static
+        assert SRUN.engine_options(args, model)["static"] is static
     args.compile = True
     with pytest.raises(ValueError, match="--compile"):
-        G.engine_options(args, model)
+        SRUN.engine_options(args, model)
 
 
 @pytest.mark.slow
@@ -20129,7 +20154,7 @@ def test_experts_grouped_and_loop_generate_the_same_tokens_compiled(mode, capsys
     flags = (*MODES[mode], "--max-new-tokens", 12)
     eager = answers(capsys, *flags)["tokens"]
     for kind in ("grouped", "loop"):
-        assert answers(capsys, *flags, "--compile", "--experts", kind)["tokens"] == eager
+        assert answers(capsys, *flags, "--compile", "--set", f"experts={kind}")["tokens"] == eager
 
 
 @pytest.mark.slow
@@ -20155,7 +20180,7 @@ def test_experts_grouped_equal_the_loop_in_other_modes(tmp_path, capsys, monkeyp
         del calls[:]
         outs = []
         for folder in (MOE, saved):
-            same = ["--checkpoint", folder, "--dtype", "fp32", "--experts", kind]
+            same = ["--checkpoint", folder, "--dtype", "fp32", "--set", f"experts={kind}"]
             out = tmp_path / f"{kind}-{folder.name}.jsonl"
             greedy = ["--temperature", 0]
             for more in (
@@ -20167,11 +20192,11 @@ def test_experts_grouped_equal_the_loop_in_other_modes(tmp_path, capsys, monkeyp
             results = sorted(map(json.loads, out.read_text().splitlines()), key=lambda r: r["line"])
             outs.append([r["tokens"] for r in results])
             monkeypatch.setattr("sys.stdin", io.StringIO("def f(\n"))
-            talk = [*same, "--interactive", "--ctx-size", 64, "--max-new-tokens", 8, *greedy]
+            talk = [*same, "--interactive", "--set", "ctx_size=64", "--max-new-tokens", 8, *greedy]
             assert G.main([str(a) for a in talk]) == 0
             outs.append(capsys.readouterr().out)
-        served = [*map(str, base), "--experts", kind, "--bench-serving", "3", "--json"]
-        served += ["--kv-blocks", "64", "--input-tokens", "4:9", "--output-tokens", "2:5"]
+        served = [*map(str, base), "--set", f"experts={kind}", "--bench-serving", "3", "--json"]
+        served += ["--kv-blocks", "64", "--set", "input_tokens=4:9", "--set", "output_tokens=2:5"]
         assert G.main(served) == 0
         assert json.loads(capsys.readouterr().out)["requests"] == 3
         assert bool(calls) == (kind == "grouped")
@@ -20365,6 +20390,7 @@ sys.path.insert(0, {str(REPO)!r})
 import torch
 import torch.distributed as dist
 import generate as G
+from generation import ranks as RANKS
 torch.set_num_threads(1)
 G.measured_bandwidth = lambda device: 1e9
 rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -20373,7 +20399,7 @@ for line in sys.stdin:
     try:
         argv = json.loads(line)
         if argv[0] == "fail":
-            G.run_on_all_or_raise(lambda: open("nowhere") if str(rank) == argv[1] else None)
+            RANKS.run_on_all_or_raise(lambda: open("nowhere") if str(rank) == argv[1] else None)
         args = G.parse_args(argv)
         with torch.inference_mode():
             (G.score_file if args.perplexity else G.generate)(args)
@@ -20465,18 +20491,18 @@ def test_ep_two_ranks_equal_one_process(tmp_path, capsys, quick):
     dummy = ("--dummy", "small-moe", "--prompt-tokens", 5, "--dtype", "fp32", "--temperature", 0)
     cases = [
         (EP_GREEDY, ()),
-        (EP_SAMPLED, ("--num-redundant-experts", 3)),
-        (EP_GREEDY, ("--expert-load", write_expert_load(tmp_path))),
-        ((*EP_GREEDY, "--quantize", "int8"), ("--experts", "loop")),
+        (EP_SAMPLED, ("--set", "num_redundant_experts=3")),
+        (EP_GREEDY, ("--set", f"expert_load={write_expert_load(tmp_path)}")),
+        ((*EP_GREEDY, "--quantize", "int8"), ("--set", "experts=loop")),
         ((*dummy, "--max-new-tokens", 8), ()),
         (("--checkpoint", MOE, "--dtype", "fp32", "--perplexity", text), ()),
     ]
     wrong = {
         ("fail", 0): "No such file",
         ("fail", 1): "rank 1: ",
-        (*EP_GREEDY, "--num-redundant-experts", 9): "--num-redundant-experts: 8 experts",
+        (*EP_GREEDY, "--set", "num_redundant_experts=9"): "--set num_redundant_experts: 8 experts",
         (*EP_GREEDY, "--device", "cuda:1"): "give cuda",
-        (*EP_GREEDY, "--expert-load", tmp_path / "none"): "--expert-load",
+        (*EP_GREEDY, "--set", f"expert_load={tmp_path / 'none'}"): "--set expert_load",
         tuple(SMALL if a == MOE else a for a in EP_GREEDY): "has no MoE layers",
     }
     errors = check_ep_ranks(2, tmp_path, capsys, cases, *wrong)
@@ -20493,18 +20519,18 @@ def test_ep_three_and_four_ranks_equal_one_process(ranks, tmp_path, capsys, quic
     argv = ["--checkpoint", str(MOE), "--dtype", "fp32", "--quantize", "int8", "--save", str(saved)]
     assert G.main(argv) == 0
     capsys.readouterr()
-    load = ("--expert-load", write_expert_load(tmp_path))
+    load = ("--set", f"expert_load={write_expert_load(tmp_path)}")
     quantized = tuple(saved if a == MOE else a for a in EP_GREEDY)
     cases = [
         (EP_GREEDY, load),
         (EP_SAMPLED, load),
-        (EP_SAMPLED, (*load, "--num-redundant-experts", 5)),
+        (EP_SAMPLED, (*load, "--set", "num_redundant_experts=5")),
         (quantized, load),
         (
             (*EP_GREEDY, "--quantize", "int4", "--group-size", 8),
-            (*load, "--num-redundant-experts", 4),
+            (*load, "--set", "num_redundant_experts=4"),
         ),
-        (EP_GREEDY, ("--num-redundant-experts", 1)),
+        (EP_GREEDY, ("--set", "num_redundant_experts=1")),
     ]
     if ranks == 4:
         cases = [(EP_GREEDY, ()), ((*EP_GREEDY, "--quantize", "fp8"), ()), (EP_SAMPLED, load)]
@@ -20512,12 +20538,12 @@ def test_ep_three_and_four_ranks_equal_one_process(ranks, tmp_path, capsys, quic
 
 
 def test_ep_must_divide_the_experts():
-    """8 experts on 3 ranks are rejected unless --expert-load or --num-redundant-experts is
+    """8 experts on 3 ranks are rejected unless --set expert_load or --set num_redundant_experts is
     given."""
     config = HF.read_config(MOE / "config.json")
-    shards = G.EPShards(G.parse_args(["x", "--ep"]))
+    shards = LOAD.EPShards(G.parse_args(["x", "--ep"]))
     shards.ranks = 3
-    with pytest.raises(ValueError, match="^--ep: 8 experts .* 3 ranks.*--expert-load"):
+    with pytest.raises(ValueError, match="^--ep: 8 experts .* 3 ranks.*--set expert_load"):
         shards._place(config, 2)
     shards.args.num_redundant_experts = 1
     assert [p.slots_per_rank for p in shards._place(config, 2)] == [3, 3]
@@ -20563,9 +20589,9 @@ def test_ep_of_one_rank_equals_no_ep(capsys, quick):
         (("--quantize-report",), "--quantize-report"),
         (("--checkpoint", str(SMALL)), "has no MoE layers"),
         (("--dummy", "small", "--prompt-tokens", "4"), "has no MoE layers"),
-        (("--num-redundant-experts", "1"), "--num-redundant-experts"),
-        (("--num-redundant-experts", "-1"), "--num-redundant-experts must be 0 or more"),
-        (("--expert-load", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--set", "num_redundant_experts=1"), "--set num_redundant_experts"),
+        (("--set", "num_redundant_experts=-1"), "--set num_redundant_experts must be 0 or more"),
+        (("--set", "expert_load=nowhere.jsonl"), "nowhere.jsonl"),
     ],
 )
 def test_ep_rejects_unsupported_flags(flags, word, capsys):
@@ -20577,21 +20603,21 @@ def test_ep_rejects_unsupported_flags(flags, word, capsys):
 
 
 def test_ep_flags_require_ep(capsys):
-    for flags in (("--expert-load", "x"), ("--num-redundant-experts", "1")):
+    for flags in (("--set", "expert_load=x"), ("--set", "num_redundant_experts=1")):
         assert G.main(["x", "--checkpoint", str(MOE), *flags]) == 2
         assert "requires --ep" in capsys.readouterr().err
 
 
 def test_expert_load_file_formats(tmp_path):
-    """--expert-load reads the last counts of metrics.jsonl or a bare list; the MTP layer may be
+    """--set expert_load reads the last counts of metrics.jsonl or a bare list; the MTP layer may be
     missing. Counts of another model are rejected with the file's name."""
     config, path = HF.read_config(MOE / "config.json"), write_expert_load(tmp_path)
-    found = G.read_loads(path, config, 5)
+    found = LOAD.read_loads(path, config, 5)
     assert found[0] == [90, 3, 1, 7, 40, 2, 2, 5] and found[4] == [1.0] * 8 and len(found) == 5
     path.write_text(json.dumps([[1.5] * 8] * 5, indent=2))
-    assert G.read_loads(path, config, 5) == [[1.5] * 8] * 5
+    assert LOAD.read_loads(path, config, 5) == [[1.5] * 8] * 5
     path.write_text(json.dumps({"expert_load": [[2] * 8] * 4}))
-    assert G.read_loads(path, config, 4) == [[2] * 8] * 4
+    assert LOAD.read_loads(path, config, 4) == [[2] * 8] * 4
     for wrong in (
         "", "{}", "[]", "null", "[[1]]", json.dumps([[1] * 8] * 3), json.dumps([[-1] * 8] * 4),
         json.dumps([["1"] * 8] * 4), json.dumps([[math.inf] * 8] * 4), json.dumps([[1] * 7] * 4),
@@ -20599,10 +20625,10 @@ def test_expert_load_file_formats(tmp_path):
     ):  # fmt: skip
         path.write_text(wrong)
         with pytest.raises(ValueError, match="metrics.jsonl: has no list of 8 counts"):
-            G.read_loads(path, config, 5)
+            LOAD.read_loads(path, config, 5)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read"):
-        G.read_loads(path, config, 5)
+        LOAD.read_loads(path, config, 5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -20785,7 +20811,7 @@ def moe_configs(tmp_path_factory) -> Path:
 def test_metrics_report_expert_load_and_auxiliary_loss(corpus, moe_configs, tmp_path, kind, capsys):
     """Every row has the load statistics, rows with a validation loss also the counts, of the
     training step only. aux_loss is on by default in models without an expert bias; --resume keeps
-    its coefficient. --experts loop gives the losses of grouped. --plot adds two panels."""
+    its coefficient. --set experts=loop gives the losses of grouped. --plot adds two panels."""
     out, loop = tmp_path / "run", tmp_path / "loop"
     assert T.main(moe_argv(corpus, moe_configs / f"{kind}.json", out)) == 0
     rows = MT.read_metrics(out / "metrics.jsonl")
@@ -20911,7 +20937,7 @@ def test_upcycled_model_trains_resumes_and_opens_in_transformers(corpus, dense_m
     assert len(differences) == 6 and min(differences) > 1e-3  # weights and moments of two layers
     args = G.parse_args(["--checkpoint", str(out), "--device", "cpu", "x"])
     model, tokens = (
-        G.load(args, torch.device("cpu"))[0],
+        LOAD.load(args, torch.device("cpu"))[0],
         random_tokens(mixtral(vocab_size=320), 1, 20),
     )
     assert model.config.family == "mixtral" and model.config.n_experts == 4
@@ -23498,7 +23524,9 @@ import torch.distributed as dist
 import generate as G
 from huggingface import weights as HF
 import model as M
+from generation import ranks as RANKS
 from serving import batch as V
+from serving import run as SRUN
 import speculative as E
 torch.set_num_threads(1)
 G.measured_bandwidth = lambda device: 1e9
@@ -23536,16 +23564,17 @@ def caching(*args):
     made = cache(*args)
     result.setdefault("cache", list(made.k[0].shape))
     return made
-G.load, G.KVCache = loading, caching
+G.load = SRUN.load = loading
+G.KVCache = caching
 HF.safe_open = lambda *args, **kwargs: CountedReads(safe_open(*args, **kwargs))
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=ranks)
 for line in sys.stdin:
     result, out, err = {{"read": 0}}, io.StringIO(), io.StringIO()
     try:
         args = G.parse_args(json.loads(line))
-        modes = ((args.perplexity, G.score_file), (args.batch, G.batch))
-        modes += ((args.bench_serving, G.bench_serving), (True, G.generate))
-        args.mesh = G.build_mesh(args)
+        modes = ((args.perplexity, G.score_file), (args.batch, SRUN.batch))
+        modes += ((args.bench_serving, SRUN.bench_serving), (True, G.generate))
+        args.mesh = RANKS.build_mesh(args)
         streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
         with streams[0], streams[1], torch.inference_mode():
             next(mode for flag, mode in modes if flag)(args)
@@ -23689,17 +23718,10 @@ def test_generate_tp_two_ranks_equal_one_process(tmp_path, capsys, gtp_without_k
         (*GTP_SAMPLED, "--checkpoint", MOE),
         (*GTP_GREEDY, "--checkpoint", biased, "--attention", "flash", "--logprobs", 2),
         (*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json"),
-        (*GTP_SAMPLED, "--n", 4, "--shard-batch", "--checkpoint", deep),
+        (*GTP_SAMPLED, "--n", 4, "--set", "shard_batch=true", "--checkpoint", deep),
     ]
-    served = (
-        "--batch",
-        gtp_batch_lines(tmp_path),
-        *GTP_FP32,
-        "--block-size",
-        4,
-        "--max-num-seqs",
-        4,
-    )
+    served = ("--batch", gtp_batch_lines(tmp_path), *GTP_FP32, "--set", "block_size=4")
+    served += ("--max-num-seqs", 4)
     served += ("--max-new-tokens", 12, "--logprobs", 0)
     out = tmp_path / "ranks.jsonl"
     wrong = {
@@ -23707,13 +23729,19 @@ def test_generate_tp_two_ranks_equal_one_process(tmp_path, capsys, gtp_without_k
         (*GTP_GREEDY, "--tp", 1): "give --tp 2",
         ("--dummy", odd, "--prompt-tokens", 5): "--tp 2 does not divide n_heads 3",
         (*GTP_GREEDY, "--device", "cuda:1"): "give cuda",
-        (*GTP_GREEDY, "--shard-batch", "--n", 4): "requires MLA or MQA (one KV head), not 2",
-        (*dummy, "--shard-batch", "--n", 3): "--n 3 must be a multiple of --tp 2",
+        (
+            *GTP_GREEDY,
+            "--set",
+            "shard_batch=true",
+            "--n",
+            4,
+        ): "requires MLA or MQA (one KV head), not 2",
+        (*dummy, "--set", "shard_batch=true", "--n", 3): "--n 3 must be a multiple of --tp 2",
     }
     lines = (*cases, (*served, "--out", out, "--speculate", "ngram"), *wrong)
     results = gtp_ranks(2, tmp_path, [c if "--tp" in c else (*c, "--tp", 2) for c in lines])
     for case, each in zip(cases, results):
-        flags = [a for a in case if a not in ("--json", "--shard-batch")]
+        flags = [a for a in case if a not in ("--json", "--set", "shard_batch=true")]
         gtp_check_equal(one_process(capsys, flags), each[0], case)
     gtp_check_shards(results, biased)
     gtp_check_batch(served, out)
@@ -23766,8 +23794,8 @@ def test_generate_tp_two_ranks_speculation_and_benchmark(tmp_path, capsys, gtp_w
         12,
         *GTP_FP32,
         "--json",
-        "--output-tokens",
-        "2:9",
+        "--set",
+        "output_tokens=2:9",
         "--max-num-seqs",
         4,
     )
@@ -23786,7 +23814,7 @@ def test_generate_tp_two_ranks_speculation_and_benchmark(tmp_path, capsys, gtp_w
     capsys.readouterr()
     results = gtp_ranks(2, tmp_path, [(*case, "--tp", 2) for case in (*cases, *more, *wrong)])
     for case, each in zip(cases, results):
-        flags = [a for a in case if a not in ("--json", "--shard-batch")]
+        flags = [a for a in case if a not in ("--json", "--set", "shard_batch=true")]
         gtp_check_equal(one_process(capsys, flags), each[0], case)
     loss, int8, int4 = (results[i][0]["nats_per_token"] for i in (0, 4, 5))
     assert int8 == pytest.approx(loss, rel=0.01) and int4 == pytest.approx(loss, rel=0.15)
@@ -23804,24 +23832,33 @@ def test_generate_tp_four_ranks_equal_one_process(tmp_path, capsys, gtp_without_
     linear = gtp_save_random(tiny(vocab_size=4099, family="sheaf", **linear), tmp_path / "alibi")
     deep = gtp_save_random(latent(vocab_size=4096), tmp_path / "latent")
     dummy = ("--dummy", gtp_save_config(latent(), tmp_path / "latent.json"), "--prompt-tokens", 5)
-    experts, load = ("--tp", 2, "--ep"), ("--expert-load", write_expert_load(tmp_path))
+    experts, load = ("--tp", 2, "--ep"), ("--set", f"expert_load={write_expert_load(tmp_path)}")
     cases = [
         (GTP_GREEDY, ("--tp", 4)),
         ((*GTP_SAMPLED, "--checkpoint", biased), ("--tp", 4)),
         ((*GTP_GREEDY, "--checkpoint", deep), ("--tp", 4)),
         ((*GTP_GREEDY, "--checkpoint", linear), ("--tp", 4)),
         ((*GTP_GREEDY, "--checkpoint", MOE), experts),
-        ((*GTP_SAMPLED, "--checkpoint", MOE), (*experts, *load, "--num-redundant-experts", 3)),
+        (
+            (*GTP_SAMPLED, "--checkpoint", MOE),
+            (*experts, *load, "--set", "num_redundant_experts=3"),
+        ),
         ((*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json"), experts),
-        ((*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json", "--experts", "loop"), ("--tp", 4)),
+        (
+            (*dummy, *GTP_FP32, "--max-new-tokens", 8, "--json", "--set", "experts=loop"),
+            ("--tp", 4),
+        ),
         ((*GTP_GREEDY, "--checkpoint", deep, "--speculate", "mtp"), ("--tp", 4)),
-        ((*GTP_SAMPLED, "--n", 4, "--checkpoint", biased), ("--tp", 4, "--shard-batch")),
-        ((*GTP_SAMPLED, "--n", 8, "--checkpoint", deep), ("--tp", 4, "--shard-batch")),
+        (
+            (*GTP_SAMPLED, "--n", 4, "--checkpoint", biased),
+            ("--tp", 4, "--set", "shard_batch=true"),
+        ),
+        ((*GTP_SAMPLED, "--n", 8, "--checkpoint", deep), ("--tp", 4, "--set", "shard_batch=true")),
         (
             (*GTP_SAMPLED, "--n", 4, "--checkpoint", biased, "--attention", "flash"),
-            ("--tp", 4, "--shard-batch"),
+            ("--tp", 4, "--set", "shard_batch=true"),
         ),
-        ((*dummy, *GTP_FP32, "--n", 2, "--json"), (*experts, "--shard-batch")),
+        ((*dummy, *GTP_FP32, "--n", 2, "--json"), (*experts, "--set", "shard_batch=true")),
     ]
     many = (*GTP_GREEDY, "--max-new-tokens", 40)
     for kind in ("exit", "head", "ngram"):
@@ -23835,7 +23872,7 @@ def test_generate_tp_four_ranks_equal_one_process(tmp_path, capsys, gtp_without_
     lines = [(*case, *more) for case, more in cases]
     results = gtp_ranks(4, tmp_path, [*lines, *wrong])
     for (case, _), each in zip(cases, results):
-        flags = [a for a in case if a not in ("--json", "--shard-batch")]
+        flags = [a for a in case if a not in ("--json", "--set", "shard_batch=true")]
         gtp_check_equal(one_process(capsys, flags), each[0], case)
     assert results[0][0]["cache"][1] == 1
     for case, folder, wide in ((0, SMALL, 2), (1, biased, 1), (2, deep, 1)):
@@ -23872,9 +23909,9 @@ def test_generate_tp_under_torchrun(tmp_path):
     "flags, words",
     [
         (("--tp", "2"), "--tp 2: start it with torchrun --nproc-per-node 2"),
-        (("--tp", "0"), "--tp must be at least 1"),
-        (("--shard-batch", "--n", "2"), "--shard-batch requires --tp 2 or more"),
-        (("--tp", "2", "--shard-batch", "--speculate", "ngram"), "--speculate"),
+        (("--tp", "0"), "--tp must be 1 or more"),
+        (("--set", "shard_batch=true", "--n", "2"), "--set shard_batch requires --tp"),
+        (("--tp", "2", "--set", "shard_batch=true", "--speculate", "ngram"), "--speculate"),
         (("--tp", "2", "--interactive"), "--tp cannot be combined with --interactive"),
         (("--tp", "2", "--compile"), "--compile"),
         (("--tp", "2", "--quantize", "int4", "--calibrate", "gptq"), "--calibrate"),
@@ -23913,7 +23950,7 @@ def test_generate_pp_two_ranks_equal_one_process(tmp_path, capsys, gtp_without_k
     shallow = gtp_save_config(tiny(n_layers=1), tmp_path / "one.json")
     cases = [
         GTP_GREEDY,
-        (*GTP_SAMPLED, "--n", 5, "--frequency-penalty", 0.7, "--stop", "\n"),
+        (*GTP_SAMPLED, "--n", 5, "--set", "frequency_penalty=0.7", "--stop", "\n"),
         (*GTP_SAMPLED, "--checkpoint", MOE),
         (*GTP_GREEDY, "--checkpoint", tied, "--attention", "flash"),
         (*dummy, "--n", 3),
@@ -23953,7 +23990,7 @@ def test_generate_pp_four_ranks_equal_one_process(tmp_path, capsys, gtp_without_
     cases = [
         ((*GTP_GREEDY, "--checkpoint", wide), ("--pp", 4)),
         ((*GTP_SAMPLED, "--checkpoint", wide, "--n", 7), ("--pp", 4)),
-        ((*GTP_SAMPLED, "--checkpoint", wide, "--n", 3, "--presence-penalty", 1), both),
+        ((*GTP_SAMPLED, "--checkpoint", wide, "--n", 3, "--set", "presence_penalty=1"), both),
         ((*GTP_SAMPLED, "--checkpoint", deep, "--n", 6), ("--pp", 4)),
         ((*GTP_GREEDY, "--checkpoint", deep), both),
         (GTP_GREEDY, both),
@@ -23971,7 +24008,7 @@ def test_generate_pp_four_ranks_equal_one_process(tmp_path, capsys, gtp_without_
     "flags, words",
     [
         ("--pp 2", "--pp 2 is 2 processes, not 1: start it with torchrun --nproc-per-node 2"),
-        ("--pp 0", "--pp must be at least 1"),
+        ("--pp 0", "--pp must be 1 or more"),
         ("--pp 2 --interactive", "--pp cannot be combined with --interactive"),
         ("--pp 2 --compile", "--compile"),
         ("--pp 2 --speculate ngram", "--speculate"),
@@ -24030,8 +24067,8 @@ def test_dummy_weights_do_not_depend_on_sharding(tmp_path):
         model.tp_shards |= shards
 
     cpu, fp32 = torch.device("cpu"), torch.float32
-    whole = dict(G.dummy_model(str(path), cpu, fp32).named_parameters())
-    model = G.dummy_model(str(path), cpu, fp32, shard)
+    whole = dict(LOAD.dummy_model(str(path), cpu, fp32).named_parameters())
+    model = LOAD.dummy_model(str(path), cpu, fp32, shard)
     assert model.tp_shards and [*whole] == [name for name, _ in model.named_parameters()]
     for name, part in model.named_parameters():
         want = whole[name][list(local_experts)] if part.dim() == 3 else whole[name]
@@ -25703,7 +25740,7 @@ def test_layout_checkpoint_resumes_under_other_layouts_and_generates(layouts, tm
     out, state = check_chain(layouts["chain"], CHAINS["chain"], tmp_path)
     shutil.copy(REPO / "checkpoints" / "small" / "tokenizer.model", out)
     args = G.parse_args(["--checkpoint", str(out), "--device", "cpu", "x"])
-    model, _ = G.load(args, torch.device("cpu"))
+    model, _ = LOAD.load(args, torch.device("cpu"))
     for key, p in model.named_parameters():
         assert p.dtype == torch.bfloat16 and torch.equal(p, state[f"weight.{key}"].bfloat16()), key
     assert G.main(["--checkpoint", str(out), "--device", "cpu", "--max-new-tokens", "3", "x"]) == 0
@@ -35974,6 +36011,23 @@ def sc_ranks(
 def sc_argv(corpus, tiny_config, out: Path, flags: str) -> list[str]:
     argv = [*SC_BASE.split(), "--data", str(corpus), "--model", str(tiny_config), "--out", str(out)]
     return [*argv, *flags.split()]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_every_rank_joins_in_writing_the_run_id(written, tmp_path, monkeypatch):
+    """A rank that finds rank 0's file must still join the collective that follows it."""
+    if written:
+        (tmp_path / CB.RUN_ID).write_text("run")
+    joined = []
+    monkeypatch.setattr(CB, "rank0_first", lambda env, work: joined.append(work()))
+    config = SimpleNamespace(out=tmp_path, memory_checkpoint_dir=tmp_path / "shm")
+    state, env = (
+        SimpleNamespace(layout=SimpleNamespace(shard_id="0")),
+        SimpleNamespace(world=1, rank=0),
+    )
+    CB.MemoryCheckpoints(config, state, env)
+    assert len(joined) == 1
+    assert ((tmp_path / CB.RUN_ID).read_text() == "run") == written
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
-import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from generation.config import GenerateConfig
 from generation.sampling import Sampler, sample
 from huggingface.tokenizer import Tokenizer
 from model import KVCache, ModelConfig, Transformer
@@ -435,20 +435,20 @@ class TreeSpeculator(Speculator):
 # --------------------------------------------------------------------------------------------------
 
 
-def lookahead_slots(args: argparse.Namespace) -> int:
+def lookahead_slots(args: GenerateConfig) -> int:
     """Cache slots needed after those for tokens: one per draft, their number rounded up to a power
     of two, and one for padding."""
     return 1 + max(1 << (max_draft_tokens(args) - 1).bit_length(), MAX_TREE_NODES)
 
 
-def max_draft_tokens(args: argparse.Namespace) -> int:
+def max_draft_tokens(args: GenerateConfig) -> int:
     """The most drafts of a step (nodes of a tree) that --speculate-k allows."""
     if args.speculate_k != "auto":
         return int(args.speculate_k)
     return MAX_TREE_NODES if args.speculate == "tree" else MAX_DRAFT_TOKENS
 
 
-def raise_mla_absorb_limit_(args: argparse.Namespace, model: Transformer) -> None:
+def raise_mla_absorb_limit_(args: GenerateConfig, model: Transformer) -> None:
     """Use absorbed MLA for verification steps as for decode steps. Call before building a
     Decoder."""
     for module in model.modules():
@@ -457,7 +457,7 @@ def raise_mla_absorb_limit_(args: argparse.Namespace, model: Transformer) -> Non
 
 
 def build_speculator(
-    args: argparse.Namespace,
+    args: GenerateConfig,
     decoder: Any,
     tokenizer: Tokenizer,
     load: Callable[[str], tuple[Transformer, Tokenizer]],
@@ -519,7 +519,7 @@ def check_target(model: Transformer) -> None:
 
 
 def build_drafter(
-    args: argparse.Namespace,
+    args: GenerateConfig,
     model: Transformer,
     tokenizer: Tokenizer,
     load: Callable[[str], tuple[Transformer, Tokenizer]],
@@ -546,7 +546,7 @@ def build_drafter(
             raise ValueError("--speculate exit requires a model with two or more layers, not one")
         layers = args.exit_layers or model.config.n_layers // 2
         if layers > max_layers:
-            raise ValueError(f"--exit-layers must be from 1 to {max_layers}, not {layers}")
+            raise ValueError(f"--set exit_layers must be from 1 to {max_layers}, not {layers}")
         early = first_layers(model, layers)
         run = make_runner(_base_forward(early), cache)
         return DraftModel(run, early.head, sample_draft, shared=True)

@@ -13,15 +13,12 @@ if __name__ == "__main__":
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from training.config import TrainConfig
 from training.recovery import fresh_store
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 
 @dataclass(frozen=True)

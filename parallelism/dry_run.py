@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import comb
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,12 +44,10 @@ from parallelism.dist_env import DistEnv
 from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
 from parallelism.parallel_dims import ExpertParallel, ParallelDims
 from training.build import build_optimizer, cast_params_, convert_linears_, meta_model
+from training.config import TrainConfig
 from training.lora import apply_lora_
 from training.metrics import flops_per_token
 from training.step import LoadBalancer, clip_gradients, forward_backward, loss_sums, make_attend
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 # operation -> (kind, bytes each of n ranks sends of an input of b bytes, o of them to itself)
 COLLECTIVES: dict[str, tuple[str, Callable[[int, int, int], int]]] = {

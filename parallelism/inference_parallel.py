@@ -141,7 +141,8 @@ def batch_sharded_attend(
 
 class FFN2D(nn.Module):
     """SwiGLU on X x Y ranks (3.2.2): rank (i, j) has shard i of X along C and shard j of Y along F
-    of every weight: gate, up (F/Y, C/X), down (C/X, F/Y). The arguments are full weights. x_group: the ranks of this j in the order of i; y_group: those of this i.
+    of every weight: gate, up (F/Y, C/X), down (C/X, F/Y). The arguments are full weights.
+    x_group: the ranks of this j in the order of i; y_group: those of this i.
 
         x (C/P) gather y -> (C/X) gate, up -> (F/Y) reduce-scatter x -> (F/P) silu(gate) * up
                 gather x -> (F/Y) down     -> (C/X) reduce-scatter y -> (C/P)

@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,11 +66,9 @@ from parallelism.quantized_collectives import (
 from parallelism.zero import DistributedOptimizer
 from training.checkpoint import regions
 from training.chunked_loss import linear_cross_entropy
+from training.config import TrainConfig
 from training.optimizers import mup_factors
 from training.recompute import MODES, choose_modes, saved_bytes, layer_groups, checkpoint_wrapper
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 SAVED_OPS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective saves
 IGNORE = -100  # ignore_index: a target that is not counted

@@ -22,7 +22,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
-import argparse
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from generation.config import GenerateConfig
 from model import KVCache, Transformer
 from parallelism.pipeline import p2p_groups, decode
 from parallelism.pipeline_model import keep_stages_
@@ -43,7 +43,7 @@ class PPStage:
     """--pp: this rank's layers of the model. Call `shard_` before loading weights, and
     `gather_outputs_` after all module swaps."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: GenerateConfig):
         self.mesh, self.ranks = args.mesh, args.mesh.size("pp")
 
     def shard_(self, model: Transformer) -> None:

@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,8 @@ from parallelism.pipeline import (
 )
 from parallelism.schedules import SCHEDULES, Action, Schedule, make_schedule
 from parallelism.schedules import balance as balance_layers
+from training.config import TrainConfig
 from training.data import decode
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 TRAINABLE = [name for name in SCHEDULES if name != "pipedream"]
 

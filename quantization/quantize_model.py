@@ -14,14 +14,13 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
-import argparse
 import json
 import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from generation import cpu
+from generation.config import GenerateConfig
 from huggingface.tokenizer import Tokenizer
 from huggingface.weights import load_checkpoint, read_config, save_checkpoint
 from model import LatentAttention, ModelConfig, MoE, Transformer, causal_attention, rope_cos_sin
@@ -75,7 +75,7 @@ TACQ_KEEP_FRACTION = 0.0035  # of all weights, in 16 bits (arXiv:2504.07389, 4)
 
 
 def load(
-    args: argparse.Namespace,
+    args: GenerateConfig,
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Callable[[], Tokenizer],
@@ -109,7 +109,7 @@ def load(
 
 
 def load_and_quantize(
-    args: argparse.Namespace,
+    args: GenerateConfig,
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Callable[[], Tokenizer],
@@ -138,7 +138,7 @@ def load_and_quantize(
     return model
 
 
-def quantize_dummy_(args: argparse.Namespace, model: Transformer) -> None:
+def quantize_dummy_(args: GenerateConfig, model: Transformer) -> None:
     """--quantize with --dummy: quantize a model with random weights."""
     requested_scheme(args)
     skip = validate_skip(model, skip_names(args, model.config))
@@ -164,7 +164,7 @@ def optimize_for_inference_(model: Transformer) -> Transformer:
     return model
 
 
-def requested_scheme(args: argparse.Namespace) -> Scheme:
+def requested_scheme(args: GenerateConfig) -> Scheme:
     """The scheme of --quantize and --group-size."""
     try:
         return get_scheme(args.quantize, args.group_size)
@@ -173,8 +173,8 @@ def requested_scheme(args: argparse.Namespace) -> Scheme:
         raise ValueError(f"{flag}: {e}") from None
 
 
-def skip_names(args: argparse.Namespace, config: ModelConfig) -> tuple[str, ...]:
-    """Modules not to quantize: those of --quantize-skip, and latent attention's kv_b_proj, which
+def skip_names(args: GenerateConfig, config: ModelConfig) -> tuple[str, ...]:
+    """Modules not to quantize: those of quantize_skip, and latent attention's kv_b_proj, which
     decoding absorbs as a matrix and would have to dequantize at every step."""
     names = tuple(filter(None, args.quantize_skip.split(",")))
     return names + ("kv_b_proj",) * (config.kv_lora_rank > 0 and "kv_b_proj" not in names)
@@ -189,7 +189,7 @@ def validate_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
     return skip
 
 
-def save(args: argparse.Namespace, model: Transformer) -> str:
+def save(args: GenerateConfig, model: Transformer) -> str:
     """--save: write a folder that generate.py can load. Returns a one-line summary."""
     out, source = args.save, args.checkpoint
     config = to_config(model, args.quantize, args.group_size, skip_names(args, model.config))
@@ -208,7 +208,7 @@ def save(args: argparse.Namespace, model: Transformer) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def check_calibration(args: argparse.Namespace, scheme: Scheme) -> None:
+def check_calibration(args: GenerateConfig, scheme: Scheme) -> None:
     """ValueError if the method of --calibrate does not apply to the scheme of --quantize."""
     is_integer = scheme.spec is not None
     fits = {
@@ -226,20 +226,20 @@ def check_calibration(args: argparse.Namespace, scheme: Scheme) -> None:
 
 
 def calibration_text(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, validation: bool = False
+    args: GenerateConfig, model: Transformer, tokenizer: Tokenizer, validation: bool = False
 ) -> list[Tensor]:
-    """Sequences (1, T) of --calibration-text or, without it, of the standard library's source: of
+    """Sequences (1, T) of calibration_text or, without it, of the standard library's source: of
     the training split, or of train.py's validation split."""
     from training.data import read_documents, split_documents  # imported only where it is needed
 
     path, T = args.calibration_text, min(SEQ_LEN, model.config.context)
-    source = "the standard library" if path is None else f"--calibration-text {path}"
+    source = "the standard library" if path is None else f"--set calibration_text={path}"
     if path is not None and not path.is_file():
         raise ValueError(f"{source}: no such file")
     try:
         texts = split_documents(read_documents(None if path is None else str(path)))[validation]
     except ValueError as e:
-        raise ValueError(str(e).replace("--data", "--calibration-text")) from None
+        raise ValueError(str(e).replace("--data", "--set calibration_text")) from None
     step = max(1, len(texts) // (4 * NUM_SEQUENCES))  # from the whole text
     ids: list[int] = []
     for text in (text for first in range(step) for text in texts[first::step]):
@@ -441,10 +441,10 @@ class ReportRow:
     slower: list[int]  # batch sizes at which 16 bits is faster
 
 
-def check_report(args: argparse.Namespace) -> None:
+def check_report(args: GenerateConfig) -> None:
     """Validate the flags of --quantize-report before minutes of work; ValueError names the flag."""
     if args.group_size is not None:
-        requested_scheme(argparse.Namespace(quantize="int4", group_size=args.group_size))
+        requested_scheme(replace(args, quantize="int4"))
     if args.plot is not None:
         from training.metrics import pyplot
 
@@ -456,7 +456,7 @@ def check_report(args: argparse.Namespace) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def report(
-    args: argparse.Namespace,
+    args: GenerateConfig,
     device: torch.device,
     dtype: torch.dtype | None,
     tokenizer: Tokenizer,
@@ -485,7 +485,7 @@ def report(
 
 
 def try_quantize_(
-    args: argparse.Namespace,
+    args: GenerateConfig,
     model: Transformer,
     scheme: str | None,
     method: str | None,

@@ -10,8 +10,8 @@ The Engine schedules token ids and KV blocks; it knows neither text nor files. T
 A request file may be long or have invalid lines, and the process may die halfway. So it is read
 only as fast as the engine needs it; an invalid line gets an error result that names line and field
 and does not affect the others; each result is written in one piece as soon as it is finished. The
-results file is the whole state of a run: a restart removes an incomplete last line and skips the requests
-that have a result.
+results file is the whole state of a run: a restart removes an incomplete last line and skips the
+requests that have a result.
 
 In the benchmark, latencies count from a request's arrival time, not from when the engine admits it:
 queueing must not make a slow engine look faster.
@@ -29,7 +29,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
-import argparse
 import difflib
 import json
 import math
@@ -50,6 +49,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from generation.config import GenerateConfig
 from generation.drafting import (
     RejectionSampler,
     build_drafter,
@@ -199,7 +199,7 @@ class RowVerifier:
 
 
 def enable_speculative_decoding(
-    args: argparse.Namespace,
+    args: GenerateConfig,
     engine: Engine,
     tokenizer: Tokenizer,
     load: Callable[[str], tuple[Transformer, Tokenizer]],
@@ -469,7 +469,8 @@ LINE_START = b'{"id": '  # the beginning of every line
 def read_results(path: Path) -> dict[tuple[Id, int], bool]:
     """The requests that a results file has results for: (id, line) -> whether it is an error.
 
-    Truncates an incomplete last line. ValueError if it is not a results file, which is then unchanged.
+    Truncates an incomplete last line. ValueError if it is not a results file, which is then
+    unchanged.
     """
     answered: dict[tuple[Id, int], bool] = {}
     if not path.exists():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from model import CONFIGS, ModelConfig, MoE, Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from quantize import SCHEMES, fp8_training_, qat_
+from training.config import TrainConfig
 from training.data import BOS, EOS
 from training.lora import apply_lora_
 from training.offload import OffloadedOptimizer, OptimizerInBackward
@@ -28,9 +29,6 @@ from training.optimizers import ChainedOptimizer, StochasticAdamW, mup_factors, 
 from training.state import saved_run
 from training.step import SINGLE_PROCESS
 from training.upcycle import upcycle_, upcycle_config
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 # Quantization of --qat, the same as that of generate.py --quantize
 QAT_SPECS = {name: SCHEMES[name].spec for name in ("int8", "int4")}
@@ -99,7 +97,7 @@ def cast_params_(model: Transformer, args: TrainConfig) -> None:
 
 
 def convert_linears_(model: Transformer, args: TrainConfig) -> None:
-    """Apply --experts, --fp8 and --qat: replace the matmuls of the layers, in place, over the same
+    """Apply experts, --fp8 and --qat: replace the matmuls of the layers, in place, over the same
     parameters."""
     if args.experts == "grouped" and any(isinstance(m, MoE) for m in model.modules()):
         moe.use_grouped_experts(model)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,10 @@ from parallelism.diloco import DiLoCo, ElasticExchange
 from parallelism.dist_env import DistEnv, rank0_first
 from training.build import offload_folder
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
+from training.config import TrainConfig
 from training.metrics import PeakMemory, profile_step
 from training.recovery import MemoryCheckpoint, Watchdog, stragglers
 from training.state import TrainState
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 RUN_ID = "run.id"  # file in OUT with a random id of the run
 SIGTERM_GRACE = 10.0  # seconds for a step to finish after SIGTERM before the state is dumped
@@ -172,8 +170,12 @@ class MemoryCheckpoints(Callback):
         self.config, self.state, self.env = config, state, env
         self.lock, self.consistent_step = threading.Lock(), None
         out = config.out
-        if not (out / RUN_ID).exists():
-            rank0_first(env, lambda: (out / RUN_ID).write_text(os.urandom(8).hex()))
+
+        def write_run_id() -> None:
+            if not (out / RUN_ID).exists():
+                (out / RUN_ID).write_text(os.urandom(8).hex())
+
+        rank0_first(env, write_run_id)
         name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
         folder = config.memory_checkpoint_dir or Path(f"/dev/shm/sheaf-{os.getuid()}-{name}")
         group = dist.new_group(backend="gloo") if env.world > 1 else None

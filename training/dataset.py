@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sentencepiece
 import torch
@@ -30,11 +30,9 @@ from huggingface.weights import write_atomically
 from model import ModelConfig
 from parallelism.dist_env import DistEnv, rank0_first
 from training import data
+from training.config import TrainConfig
 from training.data import BOS, EOS, get_batch, read_documents, read_tokens, split_documents
 from training.data import write_tokens
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 TOKENIZER_FILES = (
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

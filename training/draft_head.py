@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +27,11 @@ from model import Attend, ModelConfig, Transformer, causal_attention
 from parallelism.dist_env import DistEnv
 from speculative import DraftHead
 from training.build import compile_model, convert_linears_
+from training.config import TrainConfig
 from training.data import decode
 from training.dataset import Dataset
 from training.metrics import read_metrics
 from training.step import validation_batches
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 DRAFT_HEAD = "draft_head.safetensors"
 NUM_DRAFT_TOKENS = 4  # consecutive tokens drafted in the validation

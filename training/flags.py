@@ -28,7 +28,8 @@ TYPES = {"int": int, "float": float, "str": str, "Path": Path}  # by the first w
 
 
 def flag(default: Any, text: str, limit: str = "", **options: Any) -> Any:
-    """A field with a flag. limit: "positive" or "0 or more"; options: as of add_argument."""
+    """A field with a flag. limit: "positive" or "N or more"; options: as of argparse's
+    add_argument, and positional=True for an argument without a flag."""
     return field(default=default, metadata=dict(help=text, limit=limit, rare=False, **options))
 
 
@@ -52,7 +53,8 @@ class Settings:
         value = getattr(self, name)
         if values:
             return str(value) in values.split("|")
-        return value not in (None, False) and value != self.flags()[name].default  # 0 == False
+        is_set = name in self.given or value not in (None, False)  # 0 == False
+        return is_set and value != self.flags()[name].default
 
     def shown(self, condition: str) -> str:
         """A condition as on the command line: --zero 1 or 2, --set ep_chunks; of a fulfilled one
@@ -60,6 +62,7 @@ class Settings:
         name, _, values = condition.partition("=")
         is_rare = self.flags()[name].metadata["rare"]
         text = f"--set {name}" if is_rare else _flag(name)
+        text = f"a {name}" if self.flags()[name].metadata.get("positional") else text
         if values and self.is_on(condition):
             values = str(getattr(self, name))
         joint = "=" if is_rare else " "
@@ -92,7 +95,7 @@ def parse(
             options.setdefault("type", TYPES.get(f.type.split()[0], str))
         options["help"] += f" ({f.default})" if f.default not in (None, False) else ""
         if not f.metadata["rare"]:
-            group.add_argument(_flag(name), **options)
+            group.add_argument(name if options.pop("positional", False) else _flag(name), **options)
     values = vars(parser.parse_args(argv))
     for name, _, value in (text.partition("=") for text in values.pop("set", ())):
         if name not in known or not known[name].metadata["rare"]:
@@ -127,17 +130,19 @@ def check_limits(config: Settings) -> None:
     """ValueError for a number out of range."""
     for name, f in config.flags().items():
         value, limit = getattr(config, name), f.metadata["limit"]
-        low = 0 if limit == "0 or more" else math.ulp(0.0)
+        low = math.ulp(0.0) if limit == "positive" else int(limit.split()[0] or 0) if limit else 0
         if limit and value is not None and not low <= value < math.inf:
             raise ValueError(f"{config.shown(name)} must be {limit}, not {value}")
 
 
 def check_requires(config: Settings, table: Sequence[tuple[str, str]]) -> None:
-    """table: (condition, condition that it needs). ValueError for one that lacks it; a field that
-    is given counts, whatever its value."""
+    """table: (condition, conditions of which it needs one). ValueError if none is fulfilled; a
+    field that is given counts, whatever its value."""
     for name, needed in table:
-        if (name in config.given or config.is_on(name)) and not config.is_on(needed):
-            raise ValueError(f"{config.shown(name)} requires {config.shown(needed)}")
+        fulfilled = any(map(config.is_on, needed.split()))
+        if (name in config.given or config.is_on(name)) and not fulfilled:
+            needed = " or ".join(map(config.shown, needed.split()))
+            raise ValueError(f"{config.shown(name)} requires {needed}")
 
 
 def check_excludes(config: Settings, table: Sequence[tuple[str, str, str]]) -> None:

@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +38,7 @@ from tqdm import tqdm
 from huggingface.weights import write_atomically
 from model import ModelConfig, Transformer
 from parallelism.dist_env import DistEnv
-
-if TYPE_CHECKING:
-    from train import TrainConfig
+from training.config import TrainConfig
 
 # Dense bf16 matmul peaks in FLOP/s, without sparsity (vendor datasheets). Other devices report no
 # MFU. FP8 peaks are twice these; the MFU of --fp8 is also relative to bf16.

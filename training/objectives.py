@@ -6,7 +6,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface.tokenizer import load_tokenizer
 from huggingface.weights import load_checkpoint
@@ -14,14 +14,12 @@ from model import Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.alignment import load_reward
+from training.config import TrainConfig
 from training.data import preference_rows, read_preferences, read_prompts
 from training.dataset import Dataset, load_chat, train_val_split
 from training.draft_head import DraftHeadObjective
 from training.step import NextToken, Objective
 from training.tuning import DPO, GRPO, Task, make_engine
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 
 def build_objective(

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,10 @@ from training.checkpoint import (
     read_full_tensors,
     read_user_metadata,
 )
+from training.config import TrainConfig
 from training.lora import adapter_parameters, apply_lora_, merge_, save_adapters
 from training.optimizers import LossScaler, muon_split
 from training.recovery import Guard
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 CHECKPOINTS = "checkpoints"
 

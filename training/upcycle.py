@@ -14,16 +14,13 @@ if __name__ == "__main__":
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 import moe
 from model import ModelConfig, MoE, Transformer
-
-if TYPE_CHECKING:
-    from train import TrainConfig
+from training.config import TrainConfig
 
 
 def upcycle_config(dense: ModelConfig, args: TrainConfig) -> ModelConfig:

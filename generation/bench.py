@@ -1,0 +1,141 @@
+"""Speed of generate.py: memory bandwidth, timed runs and their summary.
+
+A decode step reads every weight once, so a run's bytes per second are reported beside the read
+bandwidth measured on the same device: what is missing is overhead.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from huggingface.tokenizer import Continuation
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Memory bandwidth of the device, bytes per second: the best of 5 measurements of reading 512
+    MB (on CUDA 1 GB, ten times per measurement, and also of copying it)."""
+    on_cuda = device.type == "cuda"
+    x = torch.ones(2**28 if on_cuda else 2**27, device=device)
+    y = torch.empty_like(x) if on_cuda else None
+    size, repeats, best = x.numel() * x.element_size(), 10 if on_cuda else 1, 0.0
+    for _ in range(5):
+        for moved, fn in ((size, x.sum), (2 * size, lambda: y.copy_(x)))[: 1 + on_cuda]:
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(repeats):
+                fn()
+            synchronize(device)
+            best = max(best, moved * repeats / (time.perf_counter() - start))
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class RunTimings:
+    """Timings of one run, in seconds."""
+
+    tokens: int  # of the longest row
+    prefill_seconds: float  # until the first token
+    decode_seconds: float  # all steps after the first
+    decode_tokens: int  # of all rows, after the first step
+    decode_bytes: int  # read by those steps, without the drafter's
+
+
+def time_steps(steps: Iterable[list[int]], decoder: Any, rows: list[Continuation]) -> RunTimings:
+    """Run all steps and time them."""
+    start = time.perf_counter()
+    n, prefill_seconds, decode_bytes = 0, 0.0, 0
+    for _ in steps:
+        if n == 0:
+            prefill_seconds = time.perf_counter() - start
+        else:
+            decode_bytes += decoder.bytes_per_step()
+        n += 1
+    decode_seconds = time.perf_counter() - start - prefill_seconds
+    tokens = [len(row.tokens) for row in rows]
+    decode_tokens = sum(tokens) - len(tokens)
+    return RunTimings(max(tokens), prefill_seconds, decode_seconds, decode_tokens, decode_bytes)
+
+
+def summarize(
+    runs: list[RunTimings], prompt_tokens: int, load_seconds: float, bandwidth: float
+) -> dict[str, Any]:
+    """Medians over the runs, under the keys that --json prints."""
+    med = lambda f: statistics.median(f(r) for r in runs)
+    summary = {
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": runs[-1].tokens,
+        "load_seconds": load_seconds,
+        "first_token_seconds": med(lambda r: r.prefill_seconds),
+        "prefill_tokens_per_second": prompt_tokens / med(lambda r: r.prefill_seconds),
+    }
+    if runs[-1].tokens > 1:
+        speed = med(lambda r: r.decode_bytes / r.decode_seconds / 1e9)
+        summary |= {
+            "tokens_per_second": med(lambda r: r.decode_tokens / r.decode_seconds),
+            "gigabytes_per_second": speed,
+            "measured_gigabytes_per_second": bandwidth / 1e9,
+            "bandwidth_share": speed * 1e9 / bandwidth,
+        }
+    return {k: round(v, 4) for k, v in summary.items()}
+
+
+def speedup(runs: list[RunTimings], baseline: list[RunTimings]) -> dict[str, Any]:
+    """Speedup over the same runs without drafts; empty without a baseline."""
+    if not baseline or runs[-1].tokens < 2:
+        return {}
+    med = lambda runs: statistics.median(r.decode_tokens / r.decode_seconds for r in runs)
+    return {
+        "plain_tokens_per_second": round(med(baseline), 4),
+        "speed_up": round(med(runs) / med(baseline), 4),
+    }
+
+
+def summary_line(s: dict[str, Any], device: str) -> str:
+    """The summary as one line."""
+    line = (
+        f"[{device}] loaded in {s['load_seconds']:.2f} s, first token after "
+        f"{s['first_token_seconds']:.3f} s ({s['prompt_tokens']} in, "
+        f"{s['prefill_tokens_per_second']:.0f} tok/s)"
+    )
+    if "tokens_per_second" in s:
+        line += (
+            f", then {s['tokens_per_second']:.1f} tok/s reading {s['gigabytes_per_second']:.2f} "
+            f"GB/s, {s['bandwidth_share']:.0%} of the "
+            f"{s['measured_gigabytes_per_second']:.1f} GB/s measured here"
+        )
+    if s.get("verifications"):
+        rates = s["acceptance"]
+        while len(rates) > 1 and rates[-1] == 0 == rates[-2]:
+            rates = rates[:-1]
+        accepted = " ".join(f"{rate:.0%}" for rate in rates)
+        line += f"; {s['tokens_per_verification']:.2f} tokens per verification, "
+        line += f"drafts accepted {accepted}"
+    elif "verifications" in s:
+        line += "; no drafts"
+    if "speed_up" in s:
+        line += f"; {s['speed_up']:.2f}x of {s['plain_tokens_per_second']:.1f} tok/s without drafts"
+    return line
+
+
+def device_name(device: torch.device, mesh: Any = None) -> str:
+    """The device of one rank, and the sizes of --pp and --tp."""
+    name = f"{device.type}, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    dims = [] if mesh is None else [d for d in ("pp", "tp") if mesh.size(d) > 1] or ["tp"]
+    return ", ".join([name, *(f"{d} {mesh.size(d)}" for d in dims)])

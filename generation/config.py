@@ -1,0 +1,274 @@
+"""The configuration of generate.py: every setting, and which settings go together.
+
+A field of GenerateConfig is a flag, or a rarer setting of --set (training/flags.py). Its sampling
+fields are those of paged_kv.py's SamplingParams, in every mode. Every mistake is one line that
+names the setting and the fix.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model import CONFIGS
+from paged_kv import SamplingParams
+from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse, rare
+
+SHIPPED = Path(__file__).resolve().parents[1] / "checkpoints" / "small"
+TEMPERATURE = 0.8
+CHAT_CONTEXT = 8192  # default ctx_size of a conversation, tokens
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+# fmt: off
+
+
+@dataclass
+class GenerateConfig(Settings):
+    """Every setting: a flag of its own, or --set NAME=VALUE for the rarer ones."""
+
+    # prompt
+    prompt: str | None = flag(
+        None, "text to continue; - or a pipe reads it from stdin", positional=True, nargs="?")
+    checkpoint: Path = flag(SHIPPED, "Hugging Face folder", metavar="DIR")
+    adapter: Path | None = flag(
+        None, "LoRA in PEFT's format, merged into the weights", metavar="DIR")
+    chat: bool = flag(False, "apply the chat template to the prompt")
+    interactive: bool = flag(False, "chat; /reset and /quit")
+    system_prompt: str | None = flag(None, "system message of a chat", metavar="TEXT")
+    perplexity: Path | None = flag(None, "only print this text's perplexity", metavar="FILE")
+    json: bool = flag(False, "print one JSON object instead of text")
+    ctx_size: int | None = rare(None, f"tokens of a conversation ({CHAT_CONTEXT})", "2 or more")
+
+    # sampling
+    max_new_tokens: int = flag(200, "tokens to generate at most", "1 or more")
+    n: int = flag(1, "number of continuations; continuation i uses seed + i", "1 or more")
+    temperature: float | None = flag(None, f"0 is greedy ({TEMPERATURE})")
+    top_k: int = flag(0, "sample from the k most likely tokens; 0: all")
+    top_p: float = flag(1.0, "sample from the smallest set of tokens with this total probability")
+    min_p: float = flag(0.0, "sample from tokens with this fraction of the highest probability")
+    seed: int = flag(0, "same seed, same text")
+    stop: list[str] | tuple = flag(
+        (), "stop before this text; repeatable", action="append", metavar="TEXT")
+    ignore_eos: bool = flag(False, "do not stop at end-of-sequence tokens")
+    logprobs: int | None = flag(
+        None, "with --json: log-probabilities of the tokens and of the K most likely ones",
+        metavar="K")
+    repetition_penalty: float = rare(1.0, "divides logits of tokens in prompt or output")
+    presence_penalty: float = rare(0.0, "subtracted from logits of tokens in the output")
+    frequency_penalty: float = rare(0.0, "subtracted, per occurrence in the output")
+    min_new_tokens: int = rare(0, "no end-of-sequence token before this many")
+    logit_bias: str = rare("", "ID:BIAS,... added to logits; -inf bans a token")
+
+    # model and device
+    device: str | None = flag(None, "default: cuda if available, else cpu")
+    dtype: str | None = flag(
+        None, "default: the checkpoint's (bf16 for --dummy)", choices=tuple(DTYPES))
+    attention: str = flag(
+        "sdpa", "flash: attention.py's kernels, slower on a CPU", choices=("sdpa", "flash"))
+    compile: bool = flag(False, "compile the decode step (CUDA graph on CUDA)")
+    bench: int | None = flag(
+        None, "N runs (5) without EOS stop; print medians", "1 or more", nargs="?", const=5,
+        metavar="N")
+    dummy: str | None = flag(
+        None, f"random weights for a config.json, or for {', '.join(CONFIGS)}", metavar="CONFIG")
+    prompt_tokens: int | None = flag(
+        None, "a prompt of N random token ids", "1 or more", metavar="N")
+    experts: str = rare(
+        "grouped", "moe.py's grouped GEMM, or model.py's loop", choices=("grouped", "loop"))
+
+    # many devices, run with torchrun
+    tp: int | None = flag(None, "tensor parallelism over N ranks", "1 or more", metavar="N")
+    pp: int | None = flag(
+        None, "pipeline parallelism over N ranks, the --n rows in groups", "1 or more",
+        metavar="N")
+    ep: bool = flag(False, "expert parallelism over all ranks")
+    shard_batch: bool = rare(
+        False, "with --tp and --n, for MLA or MQA: shard the KV cache by rows instead of heads")
+    expert_load: Path | None = rare(
+        None, "place experts by the load measured in train.py's metrics.jsonl")
+    num_redundant_experts: int = rare(0, "replicas of the most loaded experts", "0 or more")
+
+    # quantization
+    quantize: str | None = flag(
+        None, "int8, int4, int8-dynamic, llm.int8, fp8, ...", metavar="SCHEME")
+    group_size: int | None = flag(
+        None, "weights per scale, for int4, int3 and int2 (32)", metavar="G")
+    calibrate: str | None = flag(
+        None, "calibrated quantization", choices=("gptq", "awq", "smoothquant", "tacq"))
+    save: Path | None = flag(None, "only write the quantized checkpoint", metavar="OUT")
+    quantize_report: bool = flag(
+        False, "only print bytes, loss and speed of every scheme on this checkpoint")
+    quantize_skip: str = rare("", "layers to keep in 16 bit: NAME,... or parts of names")
+    calibration_text: Path | None = rare(
+        None, "the text of --calibrate and --quantize-report (the standard library's source)")
+    plot: Path | None = rare(None, "with --quantize-report: plot loss over bytes")
+
+    # speculative decoding
+    speculate: str | None = flag(
+        None, "drafts from ngram, a lookup in prompt and output; draft, a smaller model; staged, "
+        "the same with ngram drafts of its own; tree, a tree of its top tokens; exit, the model's "
+        "first layers; mtp, its multi-token prediction; head, a draft head of train.py",
+        choices=("ngram", "draft", "staged", "tree", "exit", "mtp", "head"))
+    draft_model: str | None = flag(
+        None, "folder of the draft model or head (shipped for the shipped model)", metavar="DIR")
+    speculate_k: str = flag(
+        "auto", "drafts per step (nodes of a tree); auto: by measured goodput, up to 8",
+        metavar="N|auto")
+    exit_layers: int | None = rare(
+        None, "with --speculate exit: layers that draft (half)", "1 or more")
+    draft_coupled: bool = rare(
+        False, "sample drafts with the target's noise: the text is what --seed gives without them")
+    forced_acceptance: float | None = rare(
+        None, "accept drafts with this probability, unverified: only the speed is valid",
+        "0 or more")
+
+    # many requests
+    batch: Path | None = flag(
+        None, "run a JSONL file of requests: each line has prompt, messages or prompt_ids, "
+        "optionally id, priority and sampling fields, whose defaults are the flags above",
+        metavar="FILE")
+    out: Path | None = flag(
+        None, "results of --batch (FILE.results.jsonl); existing results are kept", metavar="FILE")
+    bench_serving: int | None = flag(
+        None, "throughput and latency of N random requests (64), greedy by default", "1 or more",
+        nargs="?", const=64, metavar="N")
+    request_rate: float = flag(math.inf, "arrivals per second", metavar="R")
+    shared_prefix: int = flag(
+        0, "tokens that all random prompts share", "0 or more", metavar="N")
+    kv_blocks: int | None = flag(
+        None, "KV cache blocks (for --max-num-seqs sequences, within 80%% of free GPU memory or "
+        "1 GB)", "1 or more", metavar="N")
+    max_num_batched_tokens: int = flag(
+        512, "tokens per step at most, prefill included", "1 or more", metavar="N")
+    max_num_seqs: int = flag(64, "running sequences at most", "1 or more", metavar="N")
+    kv_cache_dtype: str | None = flag(None, "quantize the KV cache", choices=("int8", "fp8"))
+    arrival_cv: float = rare(1.0, "variation of the time between arrivals; 1: Poisson", "0 or more")
+    input_tokens: str = rare("16:128", "tokens of a random prompt, uniform from A to B")
+    output_tokens: str = rare("16:64", "tokens of a random output, uniform from A to B")
+    block_size: int = rare(16, "tokens per KV block", "1 or more")
+    prefix_cache: bool = rare(True, "share the KV of equal prefixes")
+    kv_swap: bool = rare(False, "swap preempted KV to host memory instead of recomputing it")
+
+    sampling_params: SamplingParams | None = None
+    mesh: Any = None  # parallel.Mesh, set by process_group
+    # fmt: on
+
+    def is_on(self, condition: str) -> bool:
+        """Settings.is_on; --tp 1 and --pp 1 are the same as none."""
+        is_one = condition in ("tp", "pp") and getattr(self, condition) == 1
+        return not is_one and super().is_on(condition)
+
+
+DESCRIPTION = "text generation from a checkpoint: prompts, chat, perplexity, batches, benchmarks"
+GROUPS = {  # the first field of each group of --help
+    "prompt": "prompt", "max_new_tokens": "sampling", "device": "model and device",
+    "tp": "many devices, with torchrun", "quantize": "quantization",
+    "speculate": "speculative decoding", "batch": "many requests",
+}  # fmt: skip
+SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos repetition_penalty "
+SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias"
+SINGLE = "prompt prompt_tokens interactive chat perplexity bench attention"
+SHARDED = "interactive compile calibrate save quantize_report"
+
+# setting, the settings of which it needs one
+REQUIRES = [
+    ("logprobs", "json batch"), ("system_prompt", "chat interactive batch"),
+    ("ctx_size", "interactive"), ("out", "batch"), ("group_size", "quantize quantize_report"),
+    ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"), ("save", "quantize"),
+    ("calibration_text", "calibrate quantize_report"), ("plot", "quantize_report"),
+    ("draft_model", "speculate=draft|staged|tree|head"), ("speculate_k", "speculate"),
+    ("draft_coupled", "speculate"), ("exit_layers", "speculate=exit"),
+    ("forced_acceptance", "speculate=ngram|draft|staged|exit|mtp|head"),
+    ("forced_acceptance", "bench bench_serving"),
+    *((name, "batch bench_serving") for name in (
+        "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
+        "prefix_cache", "kv_swap")),
+    *((name, "bench_serving") for name in (
+        "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix")),
+    ("expert_load", "ep"), ("num_redundant_experts", "ep"), ("shard_batch", "tp"),
+]  # fmt: skip
+
+# setting, settings that it cannot be combined with, why
+EXCLUDES = [
+    ("batch", f"{SINGLE} json bench_serving", "the requests are in its file"),
+    ("bench_serving", f"{SINGLE} stop n logprobs max_new_tokens min_new_tokens ignore_eos",
+     "its requests are random"),
+    ("interactive", "prompt json bench prompt_tokens chat perplexity logprobs dummy n",
+     "it reads a line at a time"),
+    ("perplexity", f"prompt bench prompt_tokens chat dummy {SAMPLING} compile speculate",
+     "it generates nothing"),
+    ("save", f"{SINGLE} json batch bench_serving dummy {SAMPLING} compile speculate",
+     "it generates nothing"),
+    ("quantize_report", f"{SINGLE} batch bench_serving dummy quantize save speculate {SAMPLING}",
+     "it runs every scheme on a text of its own"),
+    ("calibrate", "dummy", "random weights have no activations to calibrate"),
+    ("ep", f"batch bench_serving speculate {SHARDED}", "every rank has some of the experts"),
+    ("tp", SHARDED, "every rank has a shard of the weights"),
+    ("pp", f"{SHARDED} batch bench_serving speculate perplexity logprobs ep shard_batch",
+     "every rank has some of the layers"),
+    ("shard_batch", "batch bench_serving speculate perplexity", "it shards the --n rows"),
+    ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
+    ("prompt_tokens", "prompt chat", "the prompt is random"),
+    ("dummy", "checkpoint chat", "it has random weights and no tokenizer"),
+    ("bench", "stop logprobs ignore_eos", "runs have a fixed length"),
+]
+
+
+def parse_args(argv: list[str]) -> GenerateConfig:
+    """The config of a command line, with sampling_params. ValueError names a flag that is out of
+    range or would have no effect."""
+    args = parse(GenerateConfig, argv, "generate.py", DESCRIPTION, GROUPS)
+    check_limits(args)
+    check_requires(args, REQUIRES)
+    check_excludes(args, EXCLUDES)
+    if args.temperature is None:
+        sampled = any(map(args.is_on, ("top_k", "top_p", "min_p"))) or args.bench_serving is None
+        args.temperature = TEMPERATURE if sampled else 0.0
+    if args.arrival_cv and not 0.01 <= args.arrival_cv <= 100:
+        raise ValueError(f"--set arrival_cv must be 0 or from 0.01 to 100, not {args.arrival_cv}")
+    if not args.request_rate >= 1e-6:
+        raise ValueError(f"--request-rate must be at least 1e-6, not {args.request_rate}")
+    if args.forced_acceptance is not None and args.forced_acceptance > 1:
+        raise ValueError(
+            f"--set forced_acceptance must be from 0 to 1, not {args.forced_acceptance}"
+        )
+    for name in ("input_tokens", "output_tokens"):
+        text = getattr(args, name)
+        low, _, high = text.partition(":")
+        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+            raise ValueError(f"--set {name} must be A:B, integers 1 <= A <= B, not {text!r}")
+        setattr(args, name, (int(low), int(high)))
+    k = args.speculate_k
+    if k != "auto" and not (k.isdecimal() and 1 <= int(k) <= 64):
+        raise ValueError(f"--speculate-k must be from 1 to 64 or auto, not {k}")
+    if args.max_num_seqs > args.max_num_batched_tokens:
+        raise ValueError(
+            f"--max-num-seqs {args.max_num_seqs} must not exceed --max-num-batched-tokens "
+            f"{args.max_num_batched_tokens}"
+        )
+    args.sampling_params = read_sampling(args)
+    return args
+
+
+def read_sampling(args: GenerateConfig) -> SamplingParams:
+    """The SamplingParams of the flags; ValueError names the flag."""
+    bias = []
+    for entry in filter(None, args.logit_bias.split(",")):
+        try:
+            token, value = entry.split(":")
+            bias.append((int(token), float(value)))
+        except ValueError:
+            raise ValueError(f"--set logit_bias must be ID:BIAS,..., not {entry!r}") from None
+    try:
+        values = {f.name: getattr(args, f.name) for f in fields(SamplingParams)}
+        return SamplingParams(**values | {"logit_bias": tuple(bias)})
+    except ValueError as e:
+        name, _, rest = str(e).partition(" ")
+        raise ValueError(f"{args.shown(name)} {rest}") from None

@@ -1,0 +1,321 @@
+"""Loads the model of generate.py: from a checkpoint or random, quantized, sharded over ranks.
+
+Each rank loads only its own weights: `shard_` reduces the model on the meta device to this rank's
+shards of --pp, --tp and --ep, the weights are read into them, and `gather_outputs_` installs the
+collectives after all module swaps. A prompt's logits are gathered, so that all ranks sample the
+same tokens.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from generation import cpu
+from generation.config import DTYPES, GenerateConfig
+from generation.ranks import run_on_all_or_raise
+from huggingface.tokenizer import DummyTokenizer, Tokenizer, load_tokenizer
+from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
+from model import CONFIGS, ModelConfig, MoE, Transformer
+from training.lora import load_adapters_, merge_
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, after a test allocation; by default CUDA if available. Each rank
+    gets its own GPU."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dist.is_initialized() and name.startswith("cuda:"):
+        raise ValueError(f"--device {name}: each rank uses its own GPU; give cuda")
+    if dist.is_initialized() and name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {name} is not available ({str(e).splitlines()[0]})") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # graphs are captured on the current device
+    return device
+
+
+def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Tokenizer]:
+    """Model and tokenizer of --checkpoint or --dummy. ValueError if they do not match."""
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        if args.compile and not shutil.which(compiler):
+            raise ValueError(f"--compile on a CPU requires a C++ compiler; {compiler} not found")
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    shards = [EPShards(args)] if args.ep else []
+    if (args.pp or 1) > 1:
+        from parallelism.pipeline_inference import PPStage
+
+        shards.append(PPStage(args))
+    shards += [] if args.mesh is None else [TPShards(args)]
+    prepare = partial(shard_model_, shards) if shards else None
+    if args.dummy is not None:
+        model = dummy_model(args.dummy, device, dtype or torch.bfloat16, prepare)
+        if args.quantize is not None:
+            from quantization import quantize_model  # imported here: it imports Triton, 0.2 s
+
+            quantize_model.quantize_dummy_(args, model)
+        return optimize_for_inference_(args, model, shards), DummyTokenizer(model.config.vocab_size)
+    if args.mesh is not None and is_quantized(args.checkpoint):
+        raise ValueError(
+            f"--{'pp' if args.mesh.size('pp') > 1 else 'tp'}: {args.checkpoint} is quantized, and "
+            "quantized weights cannot be sharded; give --quantize and the original checkpoint"
+        )
+    if args.quantize is not None or is_quantized(args.checkpoint):
+        from quantization import quantize_model
+
+        tokenizer = partial(load_tokenizer, args.checkpoint)
+        model = quantize_model.load(args, device, dtype, tokenizer, prepare)
+    else:
+        model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare)
+    if args.adapter is not None:
+        names = hf_modules(model)
+        merge_(load_adapters_(model, args.adapter, lambda name: names.get(name, name)))
+    tokenizer, size = load_tokenizer(args.checkpoint), model.config.vocab_size
+    if tokenizer.vocab_size > size:
+        raise ValueError(
+            f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size "
+            f"in config.json is {size}; they belong to different models"
+        )
+    return optimize_for_inference_(args, model, shards), tokenizer
+
+
+def load_draft(
+    args: GenerateConfig, device: torch.device, name: str
+) -> tuple[Transformer, Tokenizer]:
+    """Model and tokenizer of --draft-model, loaded like --checkpoint or --dummy."""
+    draft_args = copy.copy(args)
+    draft_args.quantize, draft_args.checkpoint = None, Path(name)
+    draft_args.dummy = name if args.dummy is not None else None
+    try:
+        return run_on_all_or_raise(partial(load, draft_args, device))
+    except ValueError as e:
+        raise ValueError(f"--draft-model {name}: {str(e).removeprefix('--dummy ')}") from None
+
+
+def dummy_model(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    prepare: Callable[[Transformer], Any] | None = None,
+) -> Transformer:
+    """A model of a named config or a config.json with random weights. If prepare(model) shards it
+    on the meta device, this rank's shards of them."""
+    if name not in CONFIGS and not Path(name).exists():
+        raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
+    config = CONFIGS[name] if name in CONFIGS else read_config(name)
+    with torch.device("meta"):
+        model = Transformer(config).eval()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    if prepare is not None:
+        prepare(model)
+    allocate(model, device, dtype)
+    rng, local_params = torch.Generator(device).manual_seed(0), dict(model.named_parameters())
+    for name, shape in shapes.items():
+        p, module = local_params.get(name), name.rpartition(".")[0]
+        is_stack = p is not None and p.dim() == 3
+        expert_ids = model.get_submodule(module).local_expert_ids if is_stack else None
+        shard = model.tp_shards.get(name)
+        unsharded = p is not None and expert_ids is None and shard is None
+        full = p if unsharded else torch.empty(shape, dtype=dtype, device=device)
+        model.init_weight(name, full, rng)
+        local = full if expert_ids is None else full[list(expert_ids)]
+        if p is not None and not unsharded:
+            p.data.copy_(local if shard is None else shard.slice(local))
+        if name == "embed.weight" and config.tie_embeddings and "head.weight" in local_params:
+            shard = model.tp_shards.get("head.weight")  # the last pipeline stage's own copy
+            local_params["head.weight"].data.copy_(full if shard is None else shard.slice(full))
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
+def optimize_for_inference_(
+    args: GenerateConfig, model: Transformer, shards: Sequence[EPShards | TPShards] = ()
+) -> Transformer:
+    """Install faster kernels than model.py's: on a CPU generation/cpu.py's linear layers, in MoE
+    layers the grouped experts; then the collectives of --ep and --tp. Returns the model."""
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu:
+        use_cpu_kernels_(model)
+    if args.experts == "grouped" and moe_layers(model):
+        from moe import use_grouped_experts  # imported here: it imports Triton, 0.2 s
+
+        use_grouped_experts(model, **({"linear": cpu.expert_linear} if on_cpu else {}))
+    for shard in shards:
+        shard.gather_outputs_(model)
+    return model
+
+
+def use_cpu_kernels_(model: Transformer) -> None:
+    """Replace linear layers by generation/cpu.py's, and let malloc keep freed memory."""
+    cpu.keep_freed_memory()
+    cpu.swap_linear_(model)
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether --save wrote the folder. load_checkpoint reports an invalid config.json."""
+    try:
+        hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return hf["quantization_config"]["quant_method"] == "sheaf"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def moe_layers(model: Transformer) -> list[MoE]:
+    """The MoE layers in order, those of multi-token prediction last."""
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def shard_model_(shards: Sequence[EPShards | TPShards], model: Transformer) -> None:
+    """Reduce a model to this rank's shards of --ep, --pp and --tp."""
+    for shard in shards:
+        shard.shard_(model)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sharding
+# --------------------------------------------------------------------------------------------------
+
+
+class TPShards:
+    """--tp: this rank's shard of every weight matrix. Call `shard_` before loading weights, and
+    `gather_outputs_` after all module swaps."""
+
+    def __init__(self, args: GenerateConfig):
+        self.mesh, self.ranks, self.shard_batch = args.mesh, args.mesh.size("tp"), args.shard_batch
+
+    def shard_(self, model: Transformer) -> None:
+        """Reduce the model to this rank's shard. ValueError names the flag."""
+        from parallel import apply_tp
+
+        c = model.config
+        if self.shard_batch and not (c.kv_lora_rank or c.n_kv_heads == 1):
+            raise ValueError(
+                f"--set shard_batch requires MLA or MQA (one KV head), not {c.n_kv_heads} KV heads"
+            )
+        try:
+            apply_tp(model, self.mesh, gather_logits=False)
+        except ValueError as e:
+            raise ValueError(f"--{e}") from None  # tp N does not divide ...
+
+    def gather_outputs_(self, model: Transformer) -> None:
+        """All-gather the logits over ranks, and set model.config to this rank's heads, for its KV
+        cache."""
+        c, group = model.config, self.mesh.group("tp")
+        kv_heads = max(1, c.n_kv_heads // self.ranks)
+        model.config = replace(c, n_heads=c.n_heads // self.ranks, n_kv_heads=kv_heads)
+        shard_size = -(-c.vocab_size // self.ranks)
+
+        def gather(head: nn.Module, args: Any, logits: Tensor) -> Tensor:
+            local = F.pad(logits, (0, shard_size - logits.shape[-1])).contiguous()
+            shards = [torch.empty_like(local) for _ in range(self.ranks)]
+            dist.all_gather(shards, local, group=group)
+            return torch.cat(shards, -1)[..., : c.vocab_size]
+
+        if self.ranks > 1 and model.head is not None:
+            model.head.register_forward_hook(gather)
+
+
+class EPShards:
+    """--ep: this rank's experts of every MoE layer; with --tp, experts are sharded over groups of
+    --tp ranks. Call `shard_` before loading weights, and `gather_outputs_` after everything else
+    that sets the experts hook."""
+
+    def __init__(self, args: GenerateConfig):
+        self.args, single = args, not dist.is_initialized()
+        self.group = g = None if args.mesh is None else args.mesh.group("ep")  # None: all ranks
+        self.rank, self.ranks = (0, 1) if single else (dist.get_rank(g), dist.get_world_size(g))
+        self.placements: list[Any] = []
+
+    def shard_(self, model: Transformer) -> None:
+        """Reduce the stacked expert weights to this rank's experts. ValueError names the flag."""
+        if not moe_layers(model):
+            raise ValueError("--ep requires an MoE model; this one has no MoE layers")
+        self.placements = self._place(model.config, len(moe_layers(model)))
+        for module, placement in zip(moe_layers(model), self.placements):
+            module.local_expert_ids = placement.slots[self.rank] if self.ranks > 1 else None
+            for name in ("w_gate_up", "w_down") if self.ranks > 1 else ():
+                stack = getattr(module, name).data
+                stack = stack[list(module.local_expert_ids)]
+                setattr(module, name, nn.Parameter(stack, requires_grad=False))
+
+    def gather_outputs_(self, model: Transformer) -> None:
+        """All ranks' experts run the same tokens; an all-reduce adds their outputs."""
+        from parallelism.expert_parallel import (
+            all_reduce_combine,
+            remap_expert_ids,
+            select_local_slots,
+        )
+
+        placements = self.placements if self.ranks > 1 else ()
+        for layer, (module, placement) in enumerate(zip(moe_layers(model), placements)):
+            n = placement.slots_per_rank
+            experts = select_local_slots(module.experts, self.rank * n, n)
+            experts = all_reduce_combine(experts, self.group)
+            module.experts = remap_expert_ids(experts, placement, offset=layer)
+
+    def _place(self, config: ModelConfig, n: int) -> list[Any]:
+        from parallelism.expert_parallel import Placement
+
+        path, copies, E = self.args.expert_load, self.args.num_redundant_experts, config.n_experts
+        try:
+            if path is None and not copies:
+                return [Placement.even(E, self.ranks)] * n
+            loads = [[1.0] * E] * n if path is None else read_loads(path, config, n)
+            return [Placement.by_load(load, self.ranks, copies) for load in loads]
+        except ValueError as e:
+            flag = "--set num_redundant_experts" if copies else "--ep"
+            error = str(e).replace("Placement.by_load", "give --set expert_load")
+            raise ValueError(error if error.startswith("--") else f"{flag}: {error}") from None
+
+
+def read_loads(path: Path, config: ModelConfig, n: int) -> list[list[float]]:
+    """Token counts per expert of the n MoE layers: the last "expert_load" in train.py's
+    metrics.jsonl, or a JSON file with such a list. MTP layers may be missing."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):  # a line torn by a crash
+            return None
+        return value.get("expert_load") if isinstance(value, dict) else value
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(
+            f"--set expert_load={path}: cannot be read ({e}); give metrics.jsonl"
+        ) from None
+    loads, E = parse(text), config.n_experts
+    if loads is None:
+        loads = next(filter(None, map(parse, reversed(text.splitlines()))), None)
+    ok = isinstance(loads, list) and len(loads) in (n, len(config.moe_layers))
+    for load in loads if ok else ():
+        ok = ok and isinstance(load, list) and len(load) == E
+        ok = ok and all(type(x) in (int, float) and 0 <= x < math.inf for x in load)
+    if not ok:
+        raise ValueError(
+            f"--set expert_load={path}: has no list of {E} counts for each of {n} MoE layers "
+            "(expert_load in metrics.jsonl); give a file of this model"
+        )
+    return loads + [[1.0] * E] * (n - len(loads))

@@ -1,0 +1,150 @@
+"""--batch and --bench-serving of generate.py: the Engine that the flags describe, on a file of
+requests or on a random workload (serving/batch.py)."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from generation.bench import device_name
+from generation.config import GenerateConfig
+from generation.load import load, load_draft, moe_layers, pick_device
+from generation.ranks import (
+    Rank0Policy, all_reduce_min, broadcast_object, rank0_then_broadcast, run_on_all_or_raise,
+)  # fmt: skip
+from huggingface.tokenizer import Tokenizer, eos_ids, load_chat_template
+from huggingface.weights import read_config
+from model import CONFIGS, ModelConfig, Transformer
+from serving import batch as serving_batch
+
+
+def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
+    """The Engine's arguments from the flags."""
+    names = "block_size max_num_batched_tokens max_num_seqs compile"
+    options = {name: getattr(args, name) for name in names.split()}
+    options |= dict(kv_dtype=args.kv_cache_dtype, kv_swap=args.kv_swap)
+    options["prefix_cache"] = args.prefix_cache
+    if moe_layers(model):  # a step without static shapes cannot be captured
+        from moe import has_static_shapes
+
+        options["static"] = all(map(has_static_shapes, moe_layers(model)))
+        if args.compile and not options["static"]:
+            raise ValueError("--compile: these experts have no static shapes; remove --compile")
+    num_blocks = serving_batch.num_available_blocks(
+        model,
+        args.block_size,
+        args.max_num_seqs,
+        args.kv_cache_dtype,
+        draft_layers(args, model.config),
+    )
+    num_blocks = all_reduce_min(num_blocks)
+    if args.mesh is not None:
+        options["static"] = False  # steps with collectives are not captured in CUDA graphs
+    return options | {"num_blocks": args.kv_blocks or num_blocks}
+
+
+def draft_layers(args: GenerateConfig, config: ModelConfig) -> float:
+    """Size of the drafter's own KV cache per token, in layers of the model's cache."""
+    if args.speculate == "mtp":
+        return 1.0
+    if args.speculate != "draft" or args.draft_model is None:
+        return 0.0
+    path = Path(args.draft_model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists() and args.draft_model not in CONFIGS:
+        raise ValueError(f"--draft-model {args.draft_model}: no such folder")
+    c = CONFIGS[args.draft_model] if args.draft_model in CONFIGS else read_config(path)
+    heads = max(1, c.n_kv_heads // (args.tp or 1))  # `config` has this rank's heads already
+    width = lambda c, heads: (
+        c.kv_lora_rank + c.qk_rope_head_dim if c.kv_lora_rank else 2 * heads * c.head_dim
+    )
+    return c.n_layers * width(c, heads) / width(config, config.n_kv_heads)
+
+
+def enable_speculative_decoding(args: GenerateConfig, engine: Any, tokenizer: Tokenizer) -> None:
+    """--speculate, if given, for an Engine."""
+    if args.speculate:
+        load_fn = partial(load_draft, args, engine.model.embed.weight.device)
+        serving_batch.enable_speculative_decoding(args, engine, tokenizer, load_fn)
+        if dist.is_initialized() and args.speculate_k == "auto":
+            engine.speculate_k = Rank0Policy(engine.speculate_k)
+
+
+def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
+    """Of --batch: the results file, and the requests it has results for. ValueError names the
+    flag."""
+    if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
+        raise ValueError(f"--batch {args.batch}: cannot be read; give a JSONL file")
+    out = args.out or args.batch.with_suffix(".results.jsonl")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    if out.exists() and out.samefile(args.batch):
+        raise ValueError(f"--out {out} is the requests file; give another")
+    return out, serving_batch.read_results(out)
+
+
+def batch(args: GenerateConfig) -> None:
+    """--batch: run a file of requests into a file of results."""
+    out, answered = rank0_then_broadcast(partial(batch_files, args))
+    device = run_on_all_or_raise(partial(pick_device, args.device))
+    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    template = None if args.dummy else load_chat_template(args.checkpoint)
+    eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
+    service = serving_batch.Service(model, tokenizer, eos, **engine_options(args, model))
+    enable_speculative_decoding(args, service.engine, tokenizer)
+    limit = service.engine.capacity
+    requests = serving_batch.RequestFile(
+        args.batch,
+        answered,
+        tokenizer,
+        template,
+        args.system_prompt,
+        args.sampling_params,
+        limit,
+        rank0_then_broadcast,
+    )
+    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        line = serving_batch.run_batch(service, requests, out if is_rank0 else Path(os.devnull))
+    except KeyboardInterrupt:
+        print(
+            f"interrupted; finished results are in {out}, the same command resumes", file=sys.stderr
+        )
+        raise
+    print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)
+
+
+def bench_serving(args: GenerateConfig) -> None:
+    """--bench-serving: random requests in real time, after a warm-up with others as long."""
+    flags = {
+        name: getattr(args, name)
+        for name in ("request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix")
+    }
+    workload = serving_batch.Workload(args.bench_serving, seed=args.sampling_params.seed, **flags)
+    device = run_on_all_or_raise(partial(pick_device, args.device))
+    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    engine = serving_batch.build_engine(model, **engine_options(args, model))
+    enable_speculative_decoding(args, engine, tokenizer)
+    longest = args.shared_prefix + args.input_tokens[1] + args.output_tokens[1]
+    if longest > engine.capacity:
+        raise ValueError(
+            f"--shared-prefix, input_tokens and output_tokens give up to {longest} tokens, but "
+            f"the context or the KV cache (--kv-blocks) holds {engine.capacity}"
+        )
+    params = replace(args.sampling_params, ignore_eos=True)
+    trace = workload.trace(model.config.vocab_size)
+    shifted = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
+    warm_up = [replace(a, due=0.0, ids=shifted(a.ids)) for a in trace[: 2 * args.max_num_seqs]]
+    serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
+    metrics = serving_batch.replay(engine, trace, params, broadcast_object)
+    print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))
