@@ -17,23 +17,24 @@
 Generation has two phases, one function each. `prefill` runs the prompt through the model in chunks:
 large matmuls, compute bound. A decode step runs one token: every weight is read and used once, so
 the step is memory bound and takes at least (weights + KV cache) / bandwidth. After each run one
-line on stderr reports the achieved bandwidth, and its share of a read bandwidth measured here.
+line on stderr reports the achieved bandwidth and its share of the bandwidth measured on the device.
 
 generation/config.py has every flag; the sampling flags are the fields of paged_kv.py's
 SamplingParams, in every mode. --n generates several continuations of one prompt in lockstep,
-reading the weights once for all; sample b equals a run with seed + b. --interactive keeps the KV
+reading the weights once for all; continuation i equals a run with seed + i. --interactive keeps the KV
 cache across turns and prefills only new tokens. --speculate drafts tokens cheaply and verifies
 them in one step: the same distribution, and the same text when greedy (speculative.py).
 
 --tp, --pp and --ep shard the weights and the KV cache over ranks (generation/load.py,
 parallelism/pipeline_inference.py). The text is that of one process up to summation order; with
 --quantize also up to quantization, since each rank chooses scales for its own shard. Each rank
-samples for itself: ranks must be machines of the same kind with the same number of threads.
+samples on its own and must get the same tokens: all ranks need the same kind of device and the same
+number of threads. (Without the -- before generate.py, torchrun would take --n for its own flag.)
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls
-generation/cpu.py's matmuls, which read memory faster than compiled ones, and it is worth it with
-quantized weights.
+generation/cpu.py's matmuls, which read memory faster than compiled ones; there --compile pays off
+only with quantized weights.
 """
 
 from __future__ import annotations
@@ -42,13 +43,11 @@ import importlib.util
 import json
 import math
 import os
-import stat
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -61,29 +60,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent
-for drawer in "huggingface generation serving quantization training parallelism".split():
-    spec = importlib.util.find_spec(drawer)  # an installed package wins over a folder
-    if spec.submodule_search_locations[0] != str(ROOT / drawer):
-        sys.exit(f"generate.py: error: {spec.origin} shadows {drawer}/; uninstall that package")
+for folder in "huggingface generation serving quantization training parallelism".split():
+    spec = importlib.util.find_spec(folder)  # an installed package wins over a folder
+    if spec.submodule_search_locations[0] != str(ROOT / folder):
+        sys.exit(f"generate.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from generation.bench import RunTimings, device_name, measured_bandwidth, speedup, summarize
+from generation.bench import RunTimings, device_name, measure_bandwidth, speedup, summarize
 from generation.bench import summary_line, time_steps
+from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
-from generation.cuda_graph import CUDAGraphRunner, compile_step, gather_experts_if_compiled
+from generation.cuda_graph import CUDAGraphRunner, gather_experts_if_compiled
 from generation.load import is_quantized, load, load_draft, moe_layers
 from generation.load import optimize_for_inference_, pick_device
+from generation.perplexity import perplexity, read_text
+from generation.prompt import prompt_ids, prompt_text
 from generation.ranks import Rank0Policy, process_group, rank0_then_broadcast, run_on_all_or_raise
 from generation.sampling import Sampler, logprobs_of
 from huggingface.tokenizer import (
-    ChatTemplate, Continuation, StopStrings, TextStream, Tokenizer, eos_ids, load_chat_template,
-    load_tokenizer, logprob_entry,
+    Continuation, StopStrings, TextStream, Tokenizer, eos_ids, load_chat_template, load_tokenizer,
+    logprob_entry,
 )  # fmt: skip
-from model import Attend, KVCache, ModelConfig, Transformer
+from model import Attend, KVCache, Transformer
 from paged_kv import SamplingParams
 
 IMPORT_SECONDS = time.perf_counter() - START
 
-DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a long prompt's mask and activations
 NOT_FINITE = (
     "the logits after {} tokens are not finite: the weights are damaged, or --dtype has too small "
@@ -104,7 +105,7 @@ def sdpa(cache: KVCache, limit: int | None) -> Attend:
     return partial(cache.attend, limit=limit)
 
 
-def hidden_chunks(
+def prefill_chunks(
     model: Transformer,
     tokens: Tensor,
     cache: KVCache,
@@ -132,9 +133,9 @@ def prefill(
     attention: AttendFactory = sdpa,
     observe: Callable[[int, Tensor], None] = lambda start, hidden: None,
 ) -> Tensor:
-    """Prefill tokens (1, T) from position `start` on into the cache; logits (1, V) of the last.
-    observe: called with every chunk's position and hidden states (1, t, C)."""
-    for first, hidden in hidden_chunks(model, tokens, cache, start, attention):
+    """Prefill tokens (1, T) from position `start` on into the cache; returns the logits (1, V)
+    of the last token. observe: called with each chunk's first position and hidden states."""
+    for first, hidden in prefill_chunks(model, tokens, cache, start, attention):
         observe(start + first, hidden)
         last = hidden[:, -1]  # only the last token's logits are needed
     return model.head(last)
@@ -145,7 +146,8 @@ class Decoder:
 
     In eager mode a step reads only the used part of the cache. Compiled, it gets the whole cache,
     so that shapes are static: one compilation, and on CUDA one captured graph, replayed on the same
-    input tensors. sdpa then reads the whole cache; a kernel that takes the length does not.
+    input tensors. sdpa then reads the whole cache; attention.py's kernels, which take the length as
+    a tensor, read only the used part.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class Decoder:
         return self.check_finite(self._tokens())
 
     def stop(self) -> None:
-        """End decoding of this prompt; nothing to do here."""
+        """Called when all rows have finished: a no-op here; PipelineDecoder stops its stages."""
 
     def store_step(self, logits: Tensor, sampled: Tensor) -> None:
         """With keep_logits, set last_step: logits (B, T, V), ids (B, T) sampled from them."""
@@ -235,21 +237,14 @@ class Decoder:
         return CUDAGraphRunner(step, self.token.device)
 
     def _compile(self) -> Callable[[], None]:
-        from moe import has_static_shapes  # imported here: it imports Triton
+        from moe import has_static_shapes
 
         for module in moe_layers(self.model):
             if not has_static_shapes(module):
                 module.experts = gather_experts_if_compiled(module.experts)
-        step = compile_step(self._step, self.token.device)
-        for _ in range(2):
-            step()  # compiles; cache slots it writes are overwritten by the first prompt
-        if self.token.device.type != "cuda":
-            return step
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
+        runner = self.graph_runner(self._step)
+        runner()  # compiles; cache slots it writes are overwritten by the first prompt
+        return runner
 
     def bytes_per_step(self) -> int:
         """Bytes read by the last step: weights, and the part of the cache that was read."""
@@ -258,8 +253,9 @@ class Decoder:
 
 
 def weight_bytes(model: Transformer, batch: int = 1) -> int:
-    """Bytes of weights a decode step reads: all matmul weights (of E experts the K of each row,
-    assuming uniform routing) and one embedding row per batch row; not the MTP layers."""
+    """Bytes of weights that a decode step reads: all matmul weights (of the experts, the expected
+    share that is used by at least one of the `batch` rows if routing is uniform) and one embedding
+    row per batch row, without the MTP layers."""
     c, total = model.config, 0.0
     embed, head = (getattr(module, "weight", None) for module in (model.embed, model.head))
     for name, p in chain(model.named_parameters(), model.named_buffers()):
@@ -335,7 +331,7 @@ def generate(args: GenerateConfig) -> None:
     quiet = args.json or args.bench
     # with --n, texts cannot be streamed
     show = partial(print, end="", flush=True) if not quiet and args.n == 1 else lambda text: None
-    continues = args.prompt_tokens is None and not args.chat  # a chat reply does not
+    continues = args.prompt_tokens is None and not args.chat  # the text continues the prompt's
 
     def new_rows() -> list[Continuation]:
         stream = lambda: TextStream(tokenizer, ids if continues else ())
@@ -354,7 +350,7 @@ def generate(args: GenerateConfig) -> None:
 
     rows, runs, baseline, speculator = [], [], [], decoder.speculator
     for _ in range(args.bench + 1 if args.bench else 1):
-        if speculator is not None and args.bench:  # alternating: other load affects both alike
+        if speculator is not None and args.bench:  # alternate: other load then affects both
             decoder.speculator = None
             baseline.append(run())
             decoder.speculator = speculator
@@ -362,63 +358,11 @@ def generate(args: GenerateConfig) -> None:
         runs.append(run())
     if args.bench:
         runs, baseline = runs[1:], baseline[1:]  # the first is a warm-up
-    summary = summarize(runs, len(ids), load_seconds, measured_bandwidth(device))
+    summary = summarize(runs, len(ids), load_seconds, measure_bandwidth(device))
     if speculator is not None:
         summary |= speculator.stats.summary() | speedup(runs, baseline)
     report(args, text if continues else "", rows, summary)
     print(summary_line(summary, device_name(device, args.mesh)), file=sys.stderr)
-
-
-def prompt_text(args: GenerateConfig) -> str:
-    """The prompt: the argument, stdin, or the default; ValueError if it is empty."""
-    text = args.prompt
-    if text == "-" or (text is None and stdin_is(stat.S_ISREG)):
-        text = sys.stdin.read()
-    elif text is None:
-        # an empty pipe counts as no prompt: schedulers and test runners start programs with one
-        text = (sys.stdin.read() if stdin_is(stat.S_ISFIFO) else "") or DEFAULT_PROMPT
-    if not text:
-        raise ValueError("the prompt is empty; give some text, as an argument or on stdin")
-    return text
-
-
-def stdin_is(kind: Callable[[int], bool]) -> bool:
-    """Whether stdin's mode satisfies `kind`, such as stat.S_ISFIFO."""
-    try:
-        return kind(os.fstat(sys.stdin.fileno()).st_mode)
-    except (OSError, ValueError, AttributeError):  # there is no stdin
-        return False
-
-
-def prompt_ids(
-    args: GenerateConfig, text: str, tokenizer: Tokenizer, config: ModelConfig
-) -> list[int]:
-    """The prompt's token ids; ValueError if they do not fit the model."""
-    if args.prompt_tokens is not None:
-        n = args.prompt_tokens
-    elif args.chat:
-        template = load_chat_template(args.checkpoint)
-        if template is None:
-            raise ValueError(f"--chat: {args.checkpoint} has no chat template; remove --chat")
-        system = args.system_prompt
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        messages.append({"role": "user", "content": text})
-        ids = tokenizer.encode(template.render(messages), bos=False)
-        n = len(ids)
-    else:
-        ids = tokenizer.encode(text)
-        n = len(ids)
-    if n == 0:
-        raise ValueError("the prompt has no tokens; give some text")
-    if n >= config.context:
-        raise ValueError(
-            f"the prompt has {n} tokens, but the model's context (max_position_embeddings in "
-            f"config.json) is {config.context}; shorten it"
-        )
-    if args.prompt_tokens is not None:
-        rng = torch.Generator().manual_seed(0)
-        ids = torch.randint(config.vocab_size, (n,), generator=rng).tolist()
-    return ids
 
 
 def build_decoder(
@@ -463,7 +407,7 @@ def build_decoder(
     if (args.pp or 1) > 1:
         from parallelism.pipeline_inference import PipelineDecoder
 
-        return PipelineDecoder(decoder, args.mesh, hidden_chunks)
+        return PipelineDecoder(decoder, args.mesh, prefill_chunks)
     if args.speculate:
         load_fn = partial(load_draft, args, model.embed.weight.device)
         speculator = drafting.build_speculator(args, decoder, tokenizer, load_fn)
@@ -478,7 +422,7 @@ def pick_attention(name: str) -> AttendFactory:
     """sdpa, or flash: attention.py's kernels over the same cache slots."""
     if name == "sdpa":
         return sdpa
-    from attention import as_attend  # imported here: it imports Triton, 0.2 s
+    from attention import as_attend
 
     return lambda cache, limit: as_attend(cache, limit=limit)
 
@@ -530,141 +474,7 @@ def interactive_chat(args: GenerateConfig) -> None:
     limit = min(args.ctx_size or CHAT_CONTEXT, model.config.context)
     eos = () if args.ignore_eos else eos_ids(args.checkpoint, model.config.eos_ids)
     decoder = build_decoder(args, model, tokenizer, limit, eos)
-    chat = Chat(decoder, tokenizer, template, args.system_prompt)
-    if template is None:
-        print("This checkpoint has no chat template: it continues your text.", file=sys.stderr)
-    print(f"{limit} tokens of context. /reset: new conversation; /quit: exit.", file=sys.stderr)
-    while (line := read_line()) is not None and line.strip() != "/quit":
-        if line.strip() == "/reset":
-            chat.reset()
-            print("new conversation", file=sys.stderr)
-        elif line:
-            try:
-                run_turn(args, chat, line, eos, limit)
-            except ValueError as e:
-                print(f"generate.py: {e}", file=sys.stderr)
-
-
-def read_line() -> str | None:
-    """A line of user input; None at the end of input."""
-    while True:
-        try:
-            return input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print("\n/quit: exit", file=sys.stderr)
-
-
-def run_turn(args: GenerateConfig, chat: Chat, line: str, eos: Sequence[int], limit: int) -> None:
-    """Stream one reply, then print how many prompt tokens were cached."""
-    show = partial(print, end="", flush=True)
-    start, cached = time.perf_counter(), 0
-    row = Continuation(
-        chat.tokenizer, TextStream(chat.tokenizer), StopStrings(args.stop), eos, show
-    )
-    steps = chat.ask(line, args.sampling_params, args.max_new_tokens, row, limit)
-    try:
-        cached = next(steps)
-        for _ in steps:
-            pass
-    except KeyboardInterrupt:
-        steps.close()
-    print()
-    interrupted = row.finish_reason == "interrupted"
-    print(
-        f"[{len(chat.ids)} tokens, {cached} of them from the cache, {len(row.tokens)} new in "
-        f"{time.perf_counter() - start:.2f} s{', interrupted' * interrupted}]",
-        file=sys.stderr,
-    )
-
-
-class Chat:
-    """A conversation over one KV cache: each turn prefills only tokens that are not cached.
-
-    With a chat template every turn renders the whole conversation; without one, it is all the text
-    so far and the new line. The cache keeps the ids that were generated, even if their text would
-    be tokenized differently: if the new text extends the old, only the new part is tokenized (in
-    context). If not (templates that rewrite earlier turns), the cache is truncated to the longest
-    common prefix.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        system: str | None = None,
-    ):
-        self.decoder, self.tokenizer = decoder, tokenizer
-        self.template, self.system = template, system
-        self.reset()
-
-    def reset(self) -> None:
-        """Start a new conversation."""
-        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.ids: list[int] = []  # prompt and reply of the last turn
-        self.text = ""  # their text
-        self.exact = False  # whether ids decode to exactly this text
-        self.turn = 0
-
-    def ids_for(self, line: str) -> tuple[str, list[int]]:
-        """The conversation with this user message, as text and ids."""
-        if self.template is None:
-            text = self.text + line
-        else:
-            text = self.template.render([*self.messages, {"role": "user", "content": line}])
-        encode = partial(self.tokenizer.encode, bos=self.template is None)
-        whole = encode(text)
-        if self.exact and text.startswith(self.text):
-            before = encode(self.text)
-            if whole[: len(before)] == before:
-                return text, self.ids + whole[len(before) :]
-        return text, whole
-
-    def ask(
-        self, line: str, params: SamplingParams, max_new: int, row: Continuation, limit: int
-    ) -> Iterator[int]:
-        """Generate the reply into `row`; yields at every step and may be closed at any. The first
-        value is the number of cached ids. ValueError if the conversation is too long."""
-        text, ids = self.ids_for(line)
-        if not ids:
-            raise ValueError("the prompt has no tokens; enter some text")
-        if len(ids) >= limit:
-            raise ValueError(
-                f"the conversation has {len(ids)} tokens, but the cache holds {limit}; /reset or "
-                "increase --set ctx_size"
-            )
-        # at least one token must run, for its logits
-        reusable = min(self.decoder.num_cached, len(self.ids), len(ids) - 1)
-        cached = next((i for i in range(reusable) if ids[i] != self.ids[i]), reusable)
-        if self.template is None:  # without a template the text continues the prompt's
-            row.stream = TextStream(self.tokenizer, ids)
-        yield cached
-        self.ids, self.text, self.turn = ids, text, self.turn + 1
-        seed = (params.seed + self.turn - 1) % 2**63  # other noise in each turn
-        self.decoder.sampler.admit(0, replace(params, seed=seed), ())
-        try:
-            for tokens in run_rows(
-                self.decoder, ids, [row], min(max_new, limit - len(ids)), cached=cached
-            ):
-                yield len(tokens[0])
-        finally:  # also after Ctrl-C
-            row.end("interrupted")
-            self._append_turn(line, row)
-
-    def _append_turn(self, line: str, row: Continuation) -> None:
-        self.messages += [
-            {"role": "user", "content": line},
-            {"role": "assistant", "content": row.text},
-        ]
-        tokens, text = row.tokens, row.text
-        if row.finish_reason == "eos" and self.template is None:
-            tokens = tokens[:-1]  # an EOS inside the text would end it there
-        elif row.finish_reason == "eos":
-            text += self.tokenizer.piece(tokens[-1])  # as the template writes it
-        self.ids, self.text = self.ids + tokens, self.text + text
-        self.exact = row.finish_reason != "stop"  # ids then include the stop string
+    chat_loop(args, Chat(decoder, run_rows, tokenizer, template, args.system_prompt), eos, limit)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -674,69 +484,18 @@ class Chat:
 
 def score_file(args: GenerateConfig) -> None:
     """--perplexity: perplexity, nats per token and bits per byte of a text."""
-    try:
-        text = args.perplexity.read_bytes().decode("utf-8")  # without newline translation
-    except UnicodeDecodeError as e:
-        raise ValueError(f"--perplexity {args.perplexity}: not UTF-8 text ({e.reason})") from None
-    except OSError as e:
-        raise ValueError(
-            f"--perplexity {args.perplexity}: {e.strerror}; give a text file"
-        ) from None
+    text = read_text(args.perplexity)
     device = run_on_all_or_raise(partial(pick_device, args.device))
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
-    ids = tokenizer.encode(text)
-    if not text or len(ids) < 2:
-        raise ValueError(
-            f"--perplexity {args.perplexity}: too short ({len(ids)} tokens); give two or more"
-        )
-    total, entries, top = 0.0, [], args.logprobs
-    attention = pick_attention(args.attention)
-    for chosen, best, best_ids in score(model, ids, model.config.context, top or 0, attention):
-        total += chosen.double().sum().item()
-        for row in zip(chosen, best, best_ids) if top is not None else ():
-            token = ids[1 + len(entries)]
-            entries.append(logprob_entry(tokenizer, token, *(x.tolist() for x in row)))
-    if not math.isfinite(total):
-        raise ValueError(NOT_FINITE.format(len(ids)))
-    metrics = {
-        "tokens": len(ids) - 1,
-        "nats_per_token": -total / (len(ids) - 1),
-        "perplexity": math.exp(-total / (len(ids) - 1)),
-        "bits_per_byte": -total / math.log(2) / len(text.encode()),
-    }
+    chunks = partial(prefill_chunks, attention=pick_attention(args.attention))
+    metrics, entries = perplexity(model, tokenizer, text, chunks, args.logprobs)
+    if math.isnan(metrics["perplexity"]):
+        raise ValueError(NOT_FINITE.format(metrics["tokens"] + 1))
     if args.json:
-        print(json.dumps(metrics | ({"logprobs": entries} if top is not None else {})))
+        print(json.dumps(metrics | ({"logprobs": entries} if entries else {})))
     else:
         lines = (f"{name.replace('_', ' ')}: {value:.6g}" for name, value in metrics.items())
         print("\n".join(lines))
-
-
-def score(
-    model: Transformer,
-    ids: Sequence[int],
-    window: int,
-    top: int = 0,
-    attention: AttendFactory = sdpa,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Log-probabilities of ids[1:] given the preceding tokens: yields logprobs_of, by chunk.
-
-    A text longer than `window` is scored with a sliding window of stride window / 2: every token
-    has at least half a window of context.
-    """
-    half = max(1, window // 2)
-    device, dtype = model.embed.weight.device, model.embed.weight.dtype
-    cache = KVCache(model.config, 1, min(window, len(ids)), dtype, device)
-    done = 1  # tokens scored so far; the first needs no score
-    while done < len(ids):
-        begin = 0 if done == 1 else done - half
-        tokens = torch.tensor([ids[begin : begin + window]], device=device)
-        for first, hidden in hidden_chunks(model, tokens, cache, attention=attention):
-            targets = tokens[0, first + 1 : first + 1 + hidden.shape[1]]
-            skip = max(0, done - begin - first - 1)
-            if skip < len(targets):
-                logits = model.head(hidden[0, skip : len(targets)])
-                yield logprobs_of(logits, targets[skip:], top)
-        done = begin + tokens.shape[1]
 
 
 def save_quantized(args: GenerateConfig) -> None:
@@ -815,7 +574,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_cli(argv)
     with open(os.devnull, "w") as devnull, redirect_stdout(devnull), redirect_stderr(devnull):
         try:
-            code = run_cli(argv)  # rank 0 prints the same
+            code = run_cli(argv)  # its output is discarded: rank 0 prints the same
         except RuntimeError:  # rank 0 exited early, for example because its stdout was closed
             code = 1
         if code:

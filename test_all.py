@@ -110,11 +110,14 @@ from generation import drafting as D
 from parallelism import dry_run
 from parallelism import expert_parallel as Y
 import generate as G
+from generation import chat as CHAT
 from generation import config as GCONF
 from training import config as TCONF
 from generation import bench as BENCH
 from generation import cuda_graph as GRAPH
 from generation import load as LOAD
+from generation import perplexity as PPL
+from generation import prompt as PROMPT
 from generation import ranks as RANKS
 from serving import run as SRUN
 from parallelism import parallel_dims as L
@@ -3595,7 +3598,9 @@ def test_score_is_the_log_probability_of_every_token(window, monkeypatch):
     model = random_model(tiny())
     ids = random_tokens(tiny(), 64).tolist()
     monkeypatch.setattr(G, "PREFILL_CHUNK", 10)
-    chosen, best, best_ids = map(torch.cat, zip(*G.score(model, ids, window, top=3)))
+    chosen, best, best_ids = map(
+        torch.cat, zip(*PPL.score(model, ids, window, 3, G.prefill_chunks))
+    )
     assert chosen.shape == (63,) and best.shape == best_ids.shape == (63, 3)
     done, half = 1, max(1, window // 2)
     while done < 64:
@@ -3622,20 +3627,22 @@ def chat_folder(tmp_path: Path, template: str | None = CHATML) -> Path:
     return tmp_path / "chat"
 
 
-def make_chat(folder: Path, params: P.SamplingParams = GREEDY, system: str | None = None) -> G.Chat:
+def make_chat(
+    folder: Path, params: P.SamplingParams = GREEDY, system: str | None = None
+) -> CHAT.Chat:
     model, tokenizer = HF.load_checkpoint(folder, dtype=torch.float32), K.load_tokenizer(folder)
     decoder = G.Decoder(model, 400, params, 1, (2,))
-    return G.Chat(decoder, tokenizer, K.load_chat_template(folder), system)
+    return CHAT.Chat(decoder, G.run_rows, tokenizer, K.load_chat_template(folder), system)
 
 
-def ask(chat: G.Chat, line: str, n: int = 12, stop=(), params=GREEDY) -> tuple[int, int, str]:
+def ask(chat: CHAT.Chat, line: str, n: int = 12, stop=(), params=GREEDY) -> tuple[int, int, str]:
     """(tokens in the prompt, how many of them were cached, the reply)."""
     row = G.Continuation(
         chat.tokenizer, K.TextStream(chat.tokenizer), K.StopStrings(stop), (2,), lambda text: None
     )
     steps = chat.ask(line, params, n, row, 400)
     cached = next(steps)
-    prompt = len(chat.ids_for(line)[1])
+    prompt = len(chat.encode_turn(line)[1])
     for _ in steps:
         pass
     return prompt, cached, row.text
@@ -3648,7 +3655,7 @@ def test_chat_prefills_only_new_tokens(with_template, tmp_path):
     chat = make_chat(chat_folder(tmp_path, CHATML if with_template else None))
     n_ids = 0
     for line in ("class Stack:\n", "def push(self, x):\n", "import os\n", "x = 1\n"):
-        _, ids = chat.ids_for(line)
+        _, ids = chat.encode_turn(line)
         prompt, cached, reply = ask(chat, line)
         assert cached == max(0, n_ids - 1) and prompt > cached
         fresh = G.Decoder(chat.decoder.model, 400, GREEDY, 1, (2,))
@@ -3670,7 +3677,7 @@ def test_chat_templates_that_rewrite_history_invalidate_the_cache(tmp_path):
     )
     chat = make_chat(chat_folder(tmp_path, template), system="be brief")
     for line in ("class Stack:\n", "def push(self, x):\n", "import os\n"):
-        _, ids = chat.ids_for(line)
+        _, ids = chat.encode_turn(line)
         _, cached, _ = ask(chat, line)
         [expected] = new_tokens(G.Decoder(chat.decoder.model, 400, GREEDY), ids, 12)
         assert chat.ids == ids + expected
@@ -3685,7 +3692,7 @@ def test_chat_cache_is_correct_after_stop_strings_and_ctrl_c(tmp_path):
     chat.reset()
     stop = reply[10:14]
     assert ask(chat, "class Stack:\n", 40, [stop])[2] == reply[: reply.index(stop)]
-    text, ids = chat.ids_for("more\n")
+    text, ids = chat.encode_turn("more\n")
     assert ids == chat.tokenizer.encode(text, bos=False) and stop not in text
 
     row = G.Continuation(
@@ -3697,7 +3704,7 @@ def test_chat_cache_is_correct_after_stop_strings_and_ctrl_c(tmp_path):
     steps.close()  # as Ctrl-C does
     assert row.finish_reason == "interrupted" and len(row.tokens) == 5
     assert chat.messages[-1]["content"] == row.text
-    _, ids = chat.ids_for("and more\n")
+    _, ids = chat.encode_turn("and more\n")
     ask(chat, "and more\n")
     [expected] = new_tokens(G.Decoder(chat.decoder.model, 400, GREEDY), ids, 12)
     assert chat.ids == ids + expected
@@ -3742,7 +3749,7 @@ def test_chat_without_template_keeps_history_after_a_stop_string(tmp_path):
     chat.reset()
     stop = whole[10:14]
     _, _, reply = ask(chat, "class Stack:\n", 30, [stop])
-    text, ids = chat.ids_for("more\n")
+    text, ids = chat.encode_turn("more\n")
     assert text == "class Stack:\n" + reply + "more\n" and ids == chat.tokenizer.encode(text)
 
 
@@ -3848,7 +3855,7 @@ def test_shipped_model_writes_recognisable_python(folder):
     model, tokenizer = HF.load_checkpoint(folder), K.load_tokenizer(folder)
     decoder = G.Decoder(model, 256, P.SamplingParams(0.8), batch=8, eos=(2,))
     with torch.inference_mode():
-        rows = new_tokens(decoder, tokenizer.encode(G.DEFAULT_PROMPT), 120, (2,))
+        rows = new_tokens(decoder, tokenizer.encode(PROMPT.DEFAULT_PROMPT), 120, (2,))
     text = "\n".join(map(tokenizer.decode, rows))
     words = re.findall(r"[A-Za-z_]+", text)
     keywords = sum(w in KEYWORDS for w in words)
@@ -3917,7 +3924,7 @@ def test_generate_as_a_process(capsys):
         stderr=subprocess.PIPE,
         cwd=REPO,
     )
-    p.stdout.read(len(G.DEFAULT_PROMPT) + 1)
+    p.stdout.read(len(PROMPT.DEFAULT_PROMPT) + 1)
     waited = time.perf_counter() - start
     out, err = p.communicate(timeout=60)
     assert p.returncode == 0 and waited < 5, (waited, err)
@@ -4001,7 +4008,7 @@ def test_logprobs_and_score_agree(capsys, tmp_path):
     assert all(len(e["top"]) == 3 and e["logprob"] <= e["top"][0]["logprob"] for e in entries)
     ids = [*K.load_tokenizer(SMALL).encode("class Stack:\n"), *answer["tokens"]]
     model = HF.load_checkpoint(SMALL, dtype=torch.float32)
-    [(chosen, _, _)] = G.score(model, ids, 512)
+    [(chosen, _, _)] = PPL.score(model, ids, 512, 0, G.prefill_chunks)
     for entry, logprob in zip(entries, chosen[-30:].tolist()):
         assert abs(entry["logprob"] - logprob) < 1e-3
 
@@ -13214,7 +13221,7 @@ def test_serving_batch_equals_single_requests(tmp_path, capsys, monkeypatch):
     """Each result of --batch == generate.py --json of that request: text, tokens, finish reason,
     samples and log-probabilities, with every sampling field; also with a KV cache so small that
     requests wait and are preempted, with recomputation and with swapping."""
-    monkeypatch.setattr(G, "measured_bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(G, "measure_bandwidth", lambda device: 1.0)
     common, alone = {"max_new_tokens": 30, "seed": 5}, []
     for prompt, fields in SERVING_REQUESTS:
         alone.append(through_main(capsys, prompt, *serving_flags(common | fields)))
@@ -17114,7 +17121,7 @@ def test_spec_stats_and_finish_reasons(capsys):
     code, out, err = spec_cli([*base[:-1], "9", "--bench", "2", *drafts], capsys)
     stats = json.loads(out)
     assert (
-        stats["speed_up"] > 0 and stats["plain_tokens_per_second"] > 0 and "without drafts" in err
+        stats["speedup"] > 0 and stats["baseline_tokens_per_second"] > 0 and "without drafts" in err
     )
 
 
@@ -17225,7 +17232,7 @@ def test_spec_chat_keeps_its_cache(capsys):
         spec_decoder(model, "ngram", GREEDY, 200, "--speculate-k", "5"),
         spec_decoder(model, "exit", GREEDY, 200),
     ):
-        chat, turns = G.Chat(decoder, tokenizer, None), []
+        chat, turns = CHAT.Chat(decoder, G.run_rows, tokenizer, None), []
         for line in ("x = [1, 2, 3]\ny = [1, 2", "\nfor i in x:\n", "\ndef f(x"):
             row = K.Continuation(
                 tokenizer, K.TextStream(tokenizer), K.StopStrings([]), (), lambda text: None
@@ -20096,7 +20103,7 @@ MODES = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(G, "measured_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(G, "measure_bandwidth", lambda device: 1e9)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -20130,7 +20137,6 @@ def test_experts_with_static_shapes_stay_in_the_compiled_graph(monkeypatch):
             stub.experts = partial(O.grouped_experts, backend="torch")
             assert not O.has_static_shapes(stub)
             stub.experts = grouped
-    monkeypatch.setattr(G, "compile_step", lambda step, device: step)
     monkeypatch.setattr(GRAPH, "compile_step", lambda step, device: step)
     for static in (True, False):
         monkeypatch.setattr(O, "has_static_shapes", lambda module: static)
@@ -20392,7 +20398,7 @@ import torch.distributed as dist
 import generate as G
 from generation import ranks as RANKS
 torch.set_num_threads(1)
-G.measured_bandwidth = lambda device: 1e9
+G.measure_bandwidth = lambda device: 1e9
 rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=ranks)
 for line in sys.stdin:
@@ -20501,7 +20507,7 @@ def test_ep_two_ranks_equal_one_process(tmp_path, capsys, quick):
         ("fail", 0): "No such file",
         ("fail", 1): "rank 1: ",
         (*EP_GREEDY, "--set", "num_redundant_experts=9"): "--set num_redundant_experts: 8 experts",
-        (*EP_GREEDY, "--device", "cuda:1"): "give cuda",
+        (*EP_GREEDY, "--device", "cuda:1"): "use --device cuda",
         (*EP_GREEDY, "--set", f"expert_load={tmp_path / 'none'}"): "--set expert_load",
         tuple(SMALL if a == MOE else a for a in EP_GREEDY): "has no MoE layers",
     }
@@ -23529,7 +23535,7 @@ from serving import batch as V
 from serving import run as SRUN
 import speculative as E
 torch.set_num_threads(1)
-G.measured_bandwidth = lambda device: 1e9
+G.measure_bandwidth = lambda device: 1e9
 V.num_available_blocks = lambda *args: 16 - 5 * rank
 if rank:
     E.Goodput.choose = lambda self, rows: [rng.randrange(4) for _ in rows]
@@ -23646,7 +23652,7 @@ def gtp_qwen(**changes) -> M.ModelConfig:
 @pytest.fixture
 def gtp_without_kernels(monkeypatch):
     """Disables the Triton kernels, interpreted in this process but not used by the ranks."""
-    monkeypatch.setattr(G, "measured_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(G, "measure_bandwidth", lambda device: 1e9)
     for module in (A, O, P):
         monkeypatch.setattr(module, "INTERPRET", False, raising=False)
 
@@ -23728,7 +23734,7 @@ def test_generate_tp_two_ranks_equal_one_process(tmp_path, capsys, gtp_without_k
         (*GTP_GREEDY, "--tp", 3): "--tp 3 does not divide the 2 processes",
         (*GTP_GREEDY, "--tp", 1): "give --tp 2",
         ("--dummy", odd, "--prompt-tokens", 5): "--tp 2 does not divide n_heads 3",
-        (*GTP_GREEDY, "--device", "cuda:1"): "give cuda",
+        (*GTP_GREEDY, "--device", "cuda:1"): "use --device cuda",
         (
             *GTP_GREEDY,
             "--set",

@@ -20,7 +20,7 @@ import torch
 from huggingface.tokenizer import Continuation
 
 
-def measured_bandwidth(device: torch.device) -> float:
+def measure_bandwidth(device: torch.device) -> float:
     """Memory bandwidth of the device, bytes per second: the best of 5 measurements of reading 512
     MB (on CUDA 1 GB, ten times per measurement, and also of copying it)."""
     on_cuda = device.type == "cuda"
@@ -48,11 +48,11 @@ def synchronize(device: torch.device) -> None:
 class RunTimings:
     """Timings of one run, in seconds."""
 
-    tokens: int  # of the longest row
+    tokens: int  # new tokens of the longest row
     prefill_seconds: float  # until the first token
     decode_seconds: float  # all steps after the first
     decode_tokens: int  # of all rows, after the first step
-    decode_bytes: int  # read by those steps, without the drafter's
+    decode_bytes: int  # read by those steps, not counting the drafter
 
 
 def time_steps(steps: Iterable[list[int]], decoder: Any, rows: list[Continuation]) -> RunTimings:
@@ -88,20 +88,20 @@ def summarize(
         summary |= {
             "tokens_per_second": med(lambda r: r.decode_tokens / r.decode_seconds),
             "gigabytes_per_second": speed,
-            "measured_gigabytes_per_second": bandwidth / 1e9,
+            "device_gigabytes_per_second": bandwidth / 1e9,
             "bandwidth_share": speed * 1e9 / bandwidth,
         }
     return {k: round(v, 4) for k, v in summary.items()}
 
 
 def speedup(runs: list[RunTimings], baseline: list[RunTimings]) -> dict[str, Any]:
-    """Speedup over the same runs without drafts; empty without a baseline."""
+    """Speedup over `baseline`, the same runs without drafts; {} if there is none."""
     if not baseline or runs[-1].tokens < 2:
         return {}
     med = lambda runs: statistics.median(r.decode_tokens / r.decode_seconds for r in runs)
     return {
-        "plain_tokens_per_second": round(med(baseline), 4),
-        "speed_up": round(med(runs) / med(baseline), 4),
+        "baseline_tokens_per_second": round(med(baseline), 4),
+        "speedup": round(med(runs) / med(baseline), 4),
     }
 
 
@@ -109,14 +109,14 @@ def summary_line(s: dict[str, Any], device: str) -> str:
     """The summary as one line."""
     line = (
         f"[{device}] loaded in {s['load_seconds']:.2f} s, first token after "
-        f"{s['first_token_seconds']:.3f} s ({s['prompt_tokens']} in, "
+        f"{s['first_token_seconds']:.3f} s ({s['prompt_tokens']} prompt tokens, "
         f"{s['prefill_tokens_per_second']:.0f} tok/s)"
     )
     if "tokens_per_second" in s:
         line += (
             f", then {s['tokens_per_second']:.1f} tok/s reading {s['gigabytes_per_second']:.2f} "
             f"GB/s, {s['bandwidth_share']:.0%} of the "
-            f"{s['measured_gigabytes_per_second']:.1f} GB/s measured here"
+            f"{s['device_gigabytes_per_second']:.1f} GB/s measured here"
         )
     if s.get("verifications"):
         rates = s["acceptance"]
@@ -127,8 +127,9 @@ def summary_line(s: dict[str, Any], device: str) -> str:
         line += f"drafts accepted {accepted}"
     elif "verifications" in s:
         line += "; no drafts"
-    if "speed_up" in s:
-        line += f"; {s['speed_up']:.2f}x of {s['plain_tokens_per_second']:.1f} tok/s without drafts"
+    if "speedup" in s:
+        line += f"; {s['speedup']:.2f}x the "
+        line += f"{s['baseline_tokens_per_second']:.1f} tok/s without drafts"
     return line
 
 

@@ -35,14 +35,17 @@ class GenerateConfig(Settings):
 
     # prompt
     prompt: str | None = flag(
-        None, "text to continue; - or a pipe reads it from stdin", positional=True, nargs="?")
-    checkpoint: Path = flag(SHIPPED, "Hugging Face folder", metavar="DIR")
+        None, "text to continue; - or a pipe: read it from stdin", positional=True, nargs="?")
+    checkpoint: Path = flag(
+        SHIPPED, "Hugging Face checkpoint folder (default: the shipped checkpoints/small)",
+        metavar="DIR")
     adapter: Path | None = flag(
         None, "LoRA in PEFT's format, merged into the weights", metavar="DIR")
     chat: bool = flag(False, "apply the chat template to the prompt")
-    interactive: bool = flag(False, "chat; /reset and /quit")
+    interactive: bool = flag(False, "chat in the terminal; commands: /reset, /quit")
     system_prompt: str | None = flag(None, "system message of a chat", metavar="TEXT")
-    perplexity: Path | None = flag(None, "only print this text's perplexity", metavar="FILE")
+    perplexity: Path | None = flag(
+        None, "print the perplexity of this text and exit", metavar="FILE")
     json: bool = flag(False, "print one JSON object instead of text")
     ctx_size: int | None = rare(None, f"tokens of a conversation ({CHAT_CONTEXT})", "2 or more")
 
@@ -52,17 +55,19 @@ class GenerateConfig(Settings):
     temperature: float | None = flag(None, f"0 is greedy ({TEMPERATURE})")
     top_k: int = flag(0, "sample from the k most likely tokens; 0: all")
     top_p: float = flag(1.0, "sample from the smallest set of tokens with this total probability")
-    min_p: float = flag(0.0, "sample from tokens with this fraction of the highest probability")
-    seed: int = flag(0, "same seed, same text")
+    min_p: float = flag(
+        0.0, "sample from tokens with at least this fraction of the highest probability")
+    seed: int = flag(0, "seed of the random numbers")
     stop: list[str] | tuple = flag(
         (), "stop before this text; repeatable", action="append", metavar="TEXT")
     ignore_eos: bool = flag(False, "do not stop at end-of-sequence tokens")
     logprobs: int | None = flag(
         None, "with --json: log-probabilities of the tokens and of the K most likely ones",
         metavar="K")
-    repetition_penalty: float = rare(1.0, "divides logits of tokens in prompt or output")
-    presence_penalty: float = rare(0.0, "subtracted from logits of tokens in the output")
-    frequency_penalty: float = rare(0.0, "subtracted, per occurrence in the output")
+    repetition_penalty: float = rare(
+        1.0, "factor that penalizes tokens in prompt or output; 1: off")
+    presence_penalty: float = rare(0.0, "subtracted from the logits of tokens in the output")
+    frequency_penalty: float = rare(0.0, "subtracted from a logit per occurrence in the output")
     min_new_tokens: int = rare(0, "no end-of-sequence token before this many")
     logit_bias: str = rare("", "ID:BIAS,... added to logits; -inf bans a token")
 
@@ -74,10 +79,11 @@ class GenerateConfig(Settings):
         "sdpa", "flash: attention.py's kernels, slower on a CPU", choices=("sdpa", "flash"))
     compile: bool = flag(False, "compile the decode step (CUDA graph on CUDA)")
     bench: int | None = flag(
-        None, "N runs (5) without EOS stop; print medians", "1 or more", nargs="?", const=5,
-        metavar="N")
+        None, "benchmark: N runs (default: 5) that ignore EOS; print medians", "1 or more",
+        nargs="?", const=5, metavar="N")
     dummy: str | None = flag(
-        None, f"random weights for a config.json, or for {', '.join(CONFIGS)}", metavar="CONFIG")
+        None, f"random weights; CONFIG is a config.json or one of: {', '.join(CONFIGS)}",
+        metavar="CONFIG")
     prompt_tokens: int | None = flag(
         None, "a prompt of N random token ids", "1 or more", metavar="N")
     experts: str = rare(
@@ -99,35 +105,40 @@ class GenerateConfig(Settings):
     quantize: str | None = flag(
         None, "int8, int4, int8-dynamic, llm.int8, fp8, ...", metavar="SCHEME")
     group_size: int | None = flag(
-        None, "weights per scale, for int4, int3 and int2 (32)", metavar="G")
+        None, "weights per scale, for int4, int3 and int2 (default: 32)", metavar="G")
     calibrate: str | None = flag(
         None, "calibrated quantization", choices=("gptq", "awq", "smoothquant", "tacq"))
-    save: Path | None = flag(None, "only write the quantized checkpoint", metavar="OUT")
+    save: Path | None = flag(None, "write the quantized checkpoint to OUT and exit", metavar="OUT")
     quantize_report: bool = flag(
-        False, "only print bytes, loss and speed of every scheme on this checkpoint")
-    quantize_skip: str = rare("", "layers to keep in 16 bit: NAME,... or parts of names")
+        False, "print bytes, loss and speed of every scheme on this checkpoint and exit")
+    quantize_skip: str = rare(
+        "", "layers to keep in 16 bit: comma-separated names or substrings of names")
     calibration_text: Path | None = rare(
-        None, "the text of --calibrate and --quantize-report (the standard library's source)")
-    plot: Path | None = rare(None, "with --quantize-report: plot loss over bytes")
+        None, "text for --calibrate and --quantize-report (default: Python's standard library)")
+    plot: Path | None = rare(None, "with --quantize-report: plot of loss by bytes")
 
     # speculative decoding
     speculate: str | None = flag(
-        None, "drafts from ngram, a lookup in prompt and output; draft, a smaller model; staged, "
-        "the same with ngram drafts of its own; tree, a tree of its top tokens; exit, the model's "
-        "first layers; mtp, its multi-token prediction; head, a draft head of train.py",
+        None, "speculative decoding. Source of the drafts: ngram, a lookup in prompt and output; "
+        "draft, --draft-model; staged, --draft-model, itself sped up by ngram; tree, a tree of the "
+        "top tokens of --draft-model (never compiled); exit, the model's first layers; mtp, the "
+        "model's multi-token prediction layers; head, a draft head of train.py --task draft-head",
         choices=("ngram", "draft", "staged", "tree", "exit", "mtp", "head"))
     draft_model: str | None = flag(
-        None, "folder of the draft model or head (shipped for the shipped model)", metavar="DIR")
+        None, "folder of the draft model or head (default for checkpoints/small: the shipped ones)",
+        metavar="DIR")
     speculate_k: str = flag(
         "auto", "drafts per step (nodes of a tree); auto: by measured goodput, up to 8",
         metavar="N|auto")
     exit_layers: int | None = rare(
-        None, "with --speculate exit: layers that draft (half)", "1 or more")
+        None, "with --speculate exit: number of first layers that draft (default: half of all)",
+        "1 or more")
     draft_coupled: bool = rare(
-        False, "sample drafts with the target's noise: the text is what --seed gives without them")
+        False, "sample drafts with the noise of the target's token and accept those that equal it: "
+        "the text is what --seed gives without drafts, at a lower acceptance rate")
     forced_acceptance: float | None = rare(
-        None, "accept drafts with this probability, unverified: only the speed is valid",
-        "0 or more")
+        None, "with --bench: accept drafts with this probability, unverified; the text has no "
+        "meaning", "0 or more")
 
     # many requests
     batch: Path | None = flag(
@@ -135,15 +146,16 @@ class GenerateConfig(Settings):
         "optionally id, priority and sampling fields, whose defaults are the flags above",
         metavar="FILE")
     out: Path | None = flag(
-        None, "results of --batch (FILE.results.jsonl); existing results are kept", metavar="FILE")
+        None, "results of --batch (default: FILE.results.jsonl); existing results are kept",
+        metavar="FILE")
     bench_serving: int | None = flag(
-        None, "throughput and latency of N random requests (64), greedy by default", "1 or more",
-        nargs="?", const=64, metavar="N")
-    request_rate: float = flag(math.inf, "arrivals per second", metavar="R")
+        None, "throughput and latency of N random requests (default: 64), greedy by default",
+        "1 or more", nargs="?", const=64, metavar="N")
+    request_rate: float = flag(math.inf, "arrivals per second (default: inf)", metavar="R")
     shared_prefix: int = flag(
         0, "tokens that all random prompts share", "0 or more", metavar="N")
     kv_blocks: int | None = flag(
-        None, "KV cache blocks (for --max-num-seqs sequences, within 80%% of free GPU memory or "
+        None, "KV cache blocks (default: for --max-num-seqs, within 80%% of free GPU memory or "
         "1 GB)", "1 or more", metavar="N")
     max_num_batched_tokens: int = flag(
         512, "tokens per step at most, prefill included", "1 or more", metavar="N")

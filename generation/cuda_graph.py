@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def compile_step(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compile to one graph of static shapes. On CUDA this option lets the compiler generate
-    matrix-vector products as reductions, fused with neighbouring ops."""
+    """Compile to one graph of static shapes. On CUDA, coordinate_descent_tuning lets Inductor
+    generate matrix-vector products as reductions, fused with neighbouring ops."""
     options = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
     return torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
@@ -56,8 +56,8 @@ class CUDAGraphRunner:
 
 def gather_experts_if_compiled(experts: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """An experts hook for compiled steps without a grouped kernel: gathers the weights of each
-    token's K experts, so that no shape depends on routing. Outside of torch.compile, in prefill,
-    the given `experts`."""
+    token's K experts, so that no shape depends on routing. Outside of torch.compile, as in prefill,
+    it calls the given `experts`."""
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
 """Loads the model of generate.py: from a checkpoint or random, quantized, sharded over ranks.
 
 Each rank loads only its own weights: `shard_` reduces the model on the meta device to this rank's
-shards of --pp, --tp and --ep, the weights are read into them, and `gather_outputs_` installs the
+shards of --pp, --tp and --ep, the weights are read into them, and `finalize_` installs the
 collectives after all module swaps. A prompt's logits are gathered, so that all ranks sample the
 same tokens.
 """
@@ -41,7 +41,7 @@ def pick_device(name: str | None) -> torch.device:
     gets its own GPU."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized() and name.startswith("cuda:"):
-        raise ValueError(f"--device {name}: each rank uses its own GPU; give cuda")
+        raise ValueError(f"--device {name}: each rank uses its own GPU; use --device cuda")
     if dist.is_initialized() and name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
@@ -71,14 +71,14 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
     if args.dummy is not None:
         model = dummy_model(args.dummy, device, dtype or torch.bfloat16, prepare)
         if args.quantize is not None:
-            from quantization import quantize_model  # imported here: it imports Triton, 0.2 s
+            from quantization import quantize_model
 
             quantize_model.quantize_dummy_(args, model)
         return optimize_for_inference_(args, model, shards), DummyTokenizer(model.config.vocab_size)
     if args.mesh is not None and is_quantized(args.checkpoint):
         raise ValueError(
             f"--{'pp' if args.mesh.size('pp') > 1 else 'tp'}: {args.checkpoint} is quantized, and "
-            "quantized weights cannot be sharded; give --quantize and the original checkpoint"
+            "quantized weights cannot be sharded; use the original checkpoint with --quantize"
         )
     if args.quantize is not None or is_quantized(args.checkpoint):
         from quantization import quantize_model
@@ -118,8 +118,8 @@ def dummy_model(
     dtype: torch.dtype,
     prepare: Callable[[Transformer], Any] | None = None,
 ) -> Transformer:
-    """A model of a named config or a config.json with random weights. If prepare(model) shards it
-    on the meta device, this rank's shards of them."""
+    """A model with random weights, of a named config or a config.json. prepare(model), if given,
+    shards it on the meta device; this rank then gets its shards of the same weights."""
     if name not in CONFIGS and not Path(name).exists():
         raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
     config = CONFIGS[name] if name in CONFIGS else read_config(name)
@@ -142,7 +142,7 @@ def dummy_model(
         if p is not None and not unsharded:
             p.data.copy_(local if shard is None else shard.slice(local))
         if name == "embed.weight" and config.tie_embeddings and "head.weight" in local_params:
-            shard = model.tp_shards.get("head.weight")  # the last pipeline stage's own copy
+            shard = model.tp_shards.get("head.weight")  # tied copy of the last pipeline stage
             local_params["head.weight"].data.copy_(full if shard is None else shard.slice(full))
     for buffer in model.buffers():
         buffer.zero_()
@@ -158,11 +158,11 @@ def optimize_for_inference_(
     if on_cpu:
         use_cpu_kernels_(model)
     if args.experts == "grouped" and moe_layers(model):
-        from moe import use_grouped_experts  # imported here: it imports Triton, 0.2 s
+        from moe import use_grouped_experts
 
         use_grouped_experts(model, **({"linear": cpu.expert_linear} if on_cpu else {}))
     for shard in shards:
-        shard.gather_outputs_(model)
+        shard.finalize_(model)
     return model
 
 
@@ -187,7 +187,7 @@ def moe_layers(model: Transformer) -> list[MoE]:
 
 
 def shard_model_(shards: Sequence[EPShards | TPShards], model: Transformer) -> None:
-    """Reduce a model to this rank's shards of --ep, --pp and --tp."""
+    """Keep only this rank's shards, by --ep, --pp and --tp, of a model."""
     for shard in shards:
         shard.shard_(model)
 
@@ -199,13 +199,13 @@ def shard_model_(shards: Sequence[EPShards | TPShards], model: Transformer) -> N
 
 class TPShards:
     """--tp: this rank's shard of every weight matrix. Call `shard_` before loading weights, and
-    `gather_outputs_` after all module swaps."""
+    `finalize_` when no module is replaced any more (its hook is on model.head)."""
 
     def __init__(self, args: GenerateConfig):
         self.mesh, self.ranks, self.shard_batch = args.mesh, args.mesh.size("tp"), args.shard_batch
 
     def shard_(self, model: Transformer) -> None:
-        """Reduce the model to this rank's shard. ValueError names the flag."""
+        """Keep only this rank's shard of the model. ValueError names the flag."""
         from parallel import apply_tp
 
         c = model.config
@@ -216,9 +216,9 @@ class TPShards:
         try:
             apply_tp(model, self.mesh, gather_logits=False)
         except ValueError as e:
-            raise ValueError(f"--{e}") from None  # tp N does not divide ...
+            raise ValueError(f"--{e}") from None  # the message begins with "tp N does not divide"
 
-    def gather_outputs_(self, model: Transformer) -> None:
+    def finalize_(self, model: Transformer) -> None:
         """All-gather the logits over ranks, and set model.config to this rank's heads, for its KV
         cache."""
         c, group = model.config, self.mesh.group("tp")
@@ -237,9 +237,9 @@ class TPShards:
 
 
 class EPShards:
-    """--ep: this rank's experts of every MoE layer; with --tp, experts are sharded over groups of
-    --tp ranks. Call `shard_` before loading weights, and `gather_outputs_` after everything else
-    that sets the experts hook."""
+    """--ep: this rank's experts of every MoE layer; with --tp, each group of --tp ranks holds one
+    shard of the experts. Call `shard_` before loading weights, and `finalize_` after
+    everything else that sets the experts hook."""
 
     def __init__(self, args: GenerateConfig):
         self.args, single = args, not dist.is_initialized()
@@ -248,7 +248,7 @@ class EPShards:
         self.placements: list[Any] = []
 
     def shard_(self, model: Transformer) -> None:
-        """Reduce the stacked expert weights to this rank's experts. ValueError names the flag."""
+        """Keep only this rank's experts of the stacked weights. ValueError names the flag."""
         if not moe_layers(model):
             raise ValueError("--ep requires an MoE model; this one has no MoE layers")
         self.placements = self._place(model.config, len(moe_layers(model)))
@@ -259,7 +259,7 @@ class EPShards:
                 stack = stack[list(module.local_expert_ids)]
                 setattr(module, name, nn.Parameter(stack, requires_grad=False))
 
-    def gather_outputs_(self, model: Transformer) -> None:
+    def finalize_(self, model: Transformer) -> None:
         """All ranks' experts run the same tokens; an all-reduce adds their outputs."""
         from parallelism.expert_parallel import (
             all_reduce_combine,
@@ -296,7 +296,7 @@ def read_loads(path: Path, config: ModelConfig, n: int) -> list[list[float]]:
     def parse(text: str) -> Any:
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError):  # a line torn by a crash
+        except (ValueError, RecursionError):  # an incomplete line, after a crash
             return None
         return value.get("expert_load") if isinstance(value, dict) else value
 

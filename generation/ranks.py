@@ -36,7 +36,7 @@ def process_group(args: GenerateConfig) -> Iterator[None]:
 
 
 def build_mesh(args: GenerateConfig) -> Any:
-    """The ranks as parallel.Mesh, --tp innermost, then --ep or --pp; None without --tp and --pp.
+    """A parallel.Mesh of all ranks, --tp innermost, then --ep or --pp; None without --tp and --pp.
     ValueError names the flag."""
     ranks, tp = dist.get_world_size() if dist.is_initialized() else 1, args.tp
     if (args.pp or 1) > 1:
@@ -52,7 +52,7 @@ def build_mesh(args: GenerateConfig) -> Any:
             f"--tp {tp}: torchrun started {ranks} processes, and the others would be idle; give "
             f"--tp {ranks}, or add --ep to shard experts over them"
         )
-    from parallel import make_mesh  # imported here: torch's meshes take a second to import
+    from parallel import make_mesh  # imported here: importing torch's DeviceMesh takes a second
 
     return make_mesh(dp_shard=ranks // tp, ep=ranks // tp, tp=tp)
 

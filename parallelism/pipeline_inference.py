@@ -41,7 +41,7 @@ from parallelism.schedules import balance
 
 class PPStage:
     """--pp: this rank's layers of the model. Call `shard_` before loading weights, and
-    `gather_outputs_` after all module swaps."""
+    `finalize_` after all module swaps."""
 
     def __init__(self, args: GenerateConfig):
         self.mesh, self.ranks = args.mesh, args.mesh.size("pp")
@@ -56,7 +56,7 @@ class PPStage:
             raise ValueError(f"--pp {self.ranks}: {e}") from None
         keep_stages_(model, [self.mesh.rank("pp")], layers)
 
-    def gather_outputs_(self, model: Transformer) -> None:
+    def finalize_(self, model: Transformer) -> None:
         """Renumber the layers, and set model.config to this rank's layers, for its KV cache."""
         c, own = model.config, [int(name) for name, _ in model.layers.named_children()]
         for i, block in enumerate(model.layers):
@@ -67,7 +67,7 @@ class PPStage:
 
 class PipelineDecoder:
     """generate.Decoder's interface on every rank of a pipeline; all ranks must make the same calls.
-    prefill_chunks: generate.hidden_chunks."""
+    prefill_chunks: generate.prefill_chunks."""
 
     def __init__(self, decoder: Any, mesh: Any, prefill_chunks: Callable[..., Iterator]):
         self.decoder, self.model, self.prefill_chunks = decoder, decoder.model, prefill_chunks

@@ -39,13 +39,15 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
 
         options["static"] = all(map(has_static_shapes, moe_layers(model)))
         if args.compile and not options["static"]:
-            raise ValueError("--compile: these experts have no static shapes; remove --compile")
+            raise ValueError(
+                "--compile requires the GPU kernels of --experts grouped; remove --compile"
+            )
     num_blocks = serving_batch.num_available_blocks(
         model,
         args.block_size,
         args.max_num_seqs,
         args.kv_cache_dtype,
-        draft_layers(args, model.config),
+        draft_cache_layers(args, model.config),
     )
     num_blocks = all_reduce_min(num_blocks)
     if args.mesh is not None:
@@ -53,8 +55,8 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
     return options | {"num_blocks": args.kv_blocks or num_blocks}
 
 
-def draft_layers(args: GenerateConfig, config: ModelConfig) -> float:
-    """Size of the drafter's own KV cache per token, in layers of the model's cache."""
+def draft_cache_layers(args: GenerateConfig, config: ModelConfig) -> float:
+    """KV cache per token of the drafter's own cache, as a number of layers of the target model."""
     if args.speculate == "mtp":
         return 1.0
     if args.speculate != "draft" or args.draft_model is None:
@@ -81,15 +83,14 @@ def enable_speculative_decoding(args: GenerateConfig, engine: Any, tokenizer: To
 
 
 def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
-    """Of --batch: the results file, and the requests it has results for. ValueError names the
-    flag."""
+    """--batch: the results file, and read_results() of it. ValueError names the flag."""
     if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
         raise ValueError(f"--batch {args.batch}: cannot be read; give a JSONL file")
     out = args.out or args.batch.with_suffix(".results.jsonl")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
     if out.exists() and out.samefile(args.batch):
-        raise ValueError(f"--out {out} is the requests file; give another")
+        raise ValueError(f"--out {out} is the requests file; use another")
     return out, serving_batch.read_results(out)
 
 
@@ -118,14 +119,15 @@ def batch(args: GenerateConfig) -> None:
         line = serving_batch.run_batch(service, requests, out if is_rank0 else Path(os.devnull))
     except KeyboardInterrupt:
         print(
-            f"interrupted; finished results are in {out}, the same command resumes", file=sys.stderr
+            f"interrupted; finished results are in {out}; to resume, run it again", file=sys.stderr
         )
         raise
     print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)
 
 
 def bench_serving(args: GenerateConfig) -> None:
-    """--bench-serving: random requests in real time, after a warm-up with others as long."""
+    """--bench-serving: random requests in real time, after a warm-up with requests of the same
+    lengths and other tokens."""
     flags = {
         name: getattr(args, name)
         for name in ("request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix")

@@ -1,0 +1,71 @@
+"""The prompt of generate.py: an argument, stdin, a chat message or random tokens."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+
+import torch
+
+from generation.config import GenerateConfig
+from huggingface.tokenizer import Tokenizer, load_chat_template
+from model import ModelConfig
+
+DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
+
+
+def prompt_text(args: GenerateConfig) -> str:
+    """The prompt: the argument, stdin, or the default; ValueError if it is empty."""
+    text = args.prompt
+    if text == "-" or (text is None and stdin_is(stat.S_ISREG)):
+        text = sys.stdin.read()
+    elif text is None:
+        # an empty pipe counts as no prompt: schedulers and test runners start programs with one
+        text = (sys.stdin.read() if stdin_is(stat.S_ISFIFO) else "") or DEFAULT_PROMPT
+    if not text:
+        raise ValueError("the prompt is empty; give some text, as an argument or on stdin")
+    return text
+
+
+def stdin_is(kind: Callable[[int], bool]) -> bool:
+    """Whether stdin's mode satisfies `kind`, such as stat.S_ISFIFO."""
+    try:
+        return kind(os.fstat(sys.stdin.fileno()).st_mode)
+    except (OSError, ValueError, AttributeError):  # there is no stdin
+        return False
+
+
+def prompt_ids(
+    args: GenerateConfig, text: str, tokenizer: Tokenizer, config: ModelConfig
+) -> list[int]:
+    """The prompt's token ids; ValueError if they do not fit the model."""
+    if args.prompt_tokens is not None:
+        n = args.prompt_tokens
+    elif args.chat:
+        template = load_chat_template(args.checkpoint)
+        if template is None:
+            raise ValueError(f"--chat: {args.checkpoint} has no chat template; remove --chat")
+        system = args.system_prompt
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": text})
+        ids = tokenizer.encode(template.render(messages), bos=False)
+        n = len(ids)
+    else:
+        ids = tokenizer.encode(text)
+        n = len(ids)
+    if n == 0:
+        raise ValueError("the prompt has no tokens; give some text")
+    if n >= config.context:
+        raise ValueError(
+            f"the prompt has {n} tokens, but the model's context (max_position_embeddings in "
+            f"config.json) is {config.context}; shorten it"
+        )
+    if args.prompt_tokens is not None:
+        rng = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (n,), generator=rng).tolist()
+    return ids
