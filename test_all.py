@@ -36077,6 +36077,114 @@ def test_kills_at_any_moment_lose_nothing(world, kills, steps, corpus, tiny_conf
     assert sc_same(tmp_path / "whole", out) and len(done) > 5
 
 
+# ---- replica groups ----
+
+
+@pytest.fixture
+def lighthouse(monkeypatch):
+    """torchft's server of quorums, of at least as many groups as it is called with"""
+    coordination = pytest.importorskip("torchft.coordination", reason="needs torchft")
+    servers = []
+
+    def start(groups: int) -> None:
+        limits = dict(join_timeout_ms=1000, heartbeat_timeout_ms=2000, quorum_tick_ms=5)
+        servers.append(coordination.LighthouseServer("[::]:0", groups, **limits))
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", servers[-1].address())
+
+    yield start
+    for server in servers:
+        server.shutdown()
+
+
+def replica_group(argv: list[str], group: int, ranks: int = 1) -> list[subprocess.Popen]:
+    """The ranks of a job of train.py"""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        env = os.environ | dict(MASTER_ADDR="localhost", MASTER_PORT=f"{s.getsockname()[1]}")
+    flags = ["--replica-groups", "2", "--replica-group", str(group)]
+    command = [sys.executable, REPO / "train.py", *argv, *flags]
+    env |= dict(WORLD_SIZE=f"{ranks}", OMP_NUM_THREADS="1")
+    start = lambda rank: subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, env=env | dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
+    )
+    return [start(rank) for rank in range(ranks)]
+
+
+@pytest.mark.slow
+def test_replica_groups_equal_one_process(corpus, tiny_config, tmp_path, lighthouse):
+    """Two groups have the losses and gradient norms of one process, and the same bits"""
+    lighthouse(2)
+    argv = lambda name, more="": sc_argv(corpus, tiny_config, tmp_path / name, more)
+    jobs = [*replica_group(argv("a"), 0), *replica_group(argv("b"), 1)]
+    assert [job.wait(120) for job in jobs] == [0, 0]
+    assert T.main(argv("whole")) == 0
+    assert sc_same(tmp_path / "a", tmp_path / "b")
+    rows, whole = metrics(tmp_path / "a"), metrics(tmp_path / "whole")
+    assert [row.pop("replica_groups") for row in rows] == [2] * len(whole)
+    assert rows == [pytest.approx(row, rel=1e-6) for row in whole]  # another order of summation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--zero 3")], ids=["one", "zero3"])
+def test_a_killed_replica_group_comes_back(ranks, flags, corpus, tiny_config, tmp_path, lighthouse):
+    """One of two groups is killed with SIGKILL: the other goes on alone. Started again with nothing,
+    it takes the weights and the step of the other, and both end with the same bits."""
+    lighthouse(1)
+    steps, rest = 400 // ranks, "--save-every 1000 --eval-every 1000"
+    argv = lambda name: sc_argv(
+        corpus, tiny_config, tmp_path / name, f"--steps {steps} {rest} {flags}"
+    )
+    written = lambda name: (tmp_path / name / "metrics.jsonl").exists()
+    rows = lambda name: metrics(tmp_path / name) if written(name) else []
+    a, b = replica_group(argv("a"), 0, ranks), replica_group(argv("b"), 1, ranks)
+    started = [*a, *b]
+
+    def wait(true: Callable[[], bool]) -> None:
+        until = time.monotonic() + 100
+        while not true():
+            assert time.monotonic() < until and a[0].poll() is None
+            time.sleep(0.02)
+
+    try:
+        groups = lambda: rows("a")[-1]["replica_groups"] if rows("a") else 0
+        wait(lambda: groups() == 2 and len(rows("b")) > 4)
+        for rank in b:
+            rank.kill()
+        wait(lambda: groups() == 1)
+        for rank in a:
+            rank.send_signal(signal.SIGSTOP)  # or it would finish while the other starts
+        started += (c := replica_group(argv("c"), 1, ranks))
+        wait(lambda: any((tmp_path / "c").glob("tokenizer.*")))
+        for rank in a:
+            rank.send_signal(signal.SIGCONT)
+        wait(lambda: groups() == 2)
+        assert [rank.wait(200) for rank in (*a, *c)] == [0] * 2 * ranks
+    finally:
+        for rank in started:
+            rank.kill()
+    first, last = rows("c")[0]["step"], rows("c")[-1]["step"]
+    assert first > 4 and last == steps
+    after = {row["step"]: row["loss"] for row in rows("a")}
+    assert all(after[row["step"]] == row["loss"] for row in rows("c"))
+    assert exported_weights(tmp_path / "a") == exported_weights(tmp_path / "c")
+
+
+def test_replica_groups_say_what_is_missing(corpus, tiny_config, tmp_path, monkeypatch, capsys):
+    """Without torchft, or without a lighthouse, one line says what to do; nothing is trained."""
+    argv = sc_argv(corpus, tiny_config, tmp_path / "out", "--replica-groups 2")
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    for module, words in ((None, "pip install torchft"), (SimpleNamespace(
+        Manager=None, ProcessGroupGloo=None, ProcessGroupNCCL=None), "torchft_lighthouse"),
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, "torchft", module)
+        assert T.main(argv) == 2
+        assert words in capsys.readouterr().err.splitlines()[-1]
+    for more, words in ((["--replica-group", "2"], "from 0 to 1, not 2"),
+                        (["--set", "optimizer_in_backward=true"], "--replica-groups")):  # fmt: skip
+        assert T.main([*argv, *more]) == 2
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_costs_at_most_a_step(corpus, tiny_config, tmp_path):
     """Of two replicas one is killed in the middle of step 6: the other keeps its state at once, and

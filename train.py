@@ -58,7 +58,9 @@ for folder in "huggingface generation serving quantization training parallelism"
 from parallelism.dist_env import DistEnv, init_distributed
 from parallelism.parallel_dims import ParallelDims
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
-from training.callbacks import Callbacks, build_callbacks, log
+from training.callbacks import (
+    Callback, Callbacks, DiLoCoWorker, MemoryCheckpoints, OffloadFolder, Profiler, RankMonitor, log,
+)  # fmt: skip
 from training.checkpoint import Checkpoints
 from training.config import FIXED, RESTORED, SAVED_AS, TrainConfig, check_combinations
 from training.config import check_experts, parse_args
@@ -70,6 +72,7 @@ from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
 from training.flags import check_limits
 from training.recovery import Diverged, Guard, stop_on_signals
+from training.replica_groups import ReplicaGroup
 from training.state import CHECKPOINTS, TrainState, export, saved_run
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
 
@@ -160,6 +163,7 @@ def train(config: TrainConfig) -> None:
         bar = progress_bar(step, config.steps, env)
         step = callbacks.start(step)
         while step < config.steps and not stopping:
+            step = callbacks.before_step(step)  # a replica group may be behind the others
             callbacks.phase(step + 1, "data")
             speed.start()
             batch = objective.batch(step).to(env.device)
@@ -173,11 +177,15 @@ def train(config: TrainConfig) -> None:
             rest = env.autocast, attend, balance, layout, objective, scale
             with callbacks.dump_on_error():
                 losses = forward_backward(step_model, batch, config.micro_batch_size, *rest)
+                losses = callbacks.reduce_gradients(losses)
 
             callbacks.phase(step + 1, "update")
             norm = clip_gradients(model, config.grad_clip, layout, scale)
             checkpoints.wait_for_staging()  # the last step's weights must be copied first
-            skipped = reason_to_skip(config, step + 1, losses["loss"], norm, guard, scaler)
+            skipped = callbacks.vote()
+            skipped = skipped or reason_to_skip(
+                config, step + 1, losses["loss"], norm, guard, scaler
+            )
             if skipped is None:
                 optimizer.step()
                 state.updates += 1
@@ -227,6 +235,26 @@ def train(config: TrainConfig) -> None:
             with contextlib.suppress(OSError):
                 checkpoints.wait()
         callbacks.close()
+
+
+def build_callbacks(
+    config: TrainConfig, state: TrainState, checkpoints: Checkpoints, env: DistEnv,
+    memory: PeakMemory,
+) -> Callbacks:  # fmt: skip
+    """The callbacks of the flags."""
+    callbacks: list[Callback] = []
+    if config.memory_checkpoint_every is not None:
+        callbacks.append(MemoryCheckpoints(config, state, env))
+    callbacks.append(RankMonitor(config, env, memory, Callbacks(callbacks[:], state).failed))
+    if config.replica_groups is not None:
+        callbacks.append(ReplicaGroup(config, state, env))
+    if config.diloco is not None:
+        callbacks.append(DiLoCoWorker(config, state, checkpoints, env))
+    if config.profile is not None:
+        callbacks.append(Profiler(config, memory, env.rank))
+    if config.offload not in (None, "cpu"):
+        callbacks.append(OffloadFolder(config))
+    return Callbacks(callbacks, state)
 
 
 def prepare_output(config: TrainConfig, env: DistEnv) -> None:

@@ -32,6 +32,9 @@ through a torch Store, in attempts, each with its own keys:
 A worker without heartbeats is dead and is not waited for. One that joins, or was excluded as too
 slow, takes part with weight 0: a member sends it the start weights and the momentum.
 
+torchft has such a vote too (training/replica_groups.py uses it); this one is kept because it needs
+no server, sends half the bytes, and has a joining worker take part in a round with weight 0.
+
 The store must outlive the workers: a shared folder (FileStore, no server), or HOST:PORT of
 `python parallelism/diloco.py --serve HOST:PORT`. If it fails, all workers stop, and resume from
 checkpoints with a new store. Gloo's TCP is unencrypted: the network must be trusted.

@@ -578,17 +578,18 @@ def check(args: TrainConfig, config: ModelConfig, world: int) -> dict[str, int]:
     check_model(args, config)
     if args.optimizer_in_backward and world > 1 and not args.zero:
         raise ValueError("--set optimizer_in_backward requires --zero with several ranks")
-    check_stages(args, config, dp * args.diloco_workers)
+    check_stages(args, config, dp * args.batch_share[0])
     return dict(dp_replicate=copies, dp_shard=dp // copies, cp=cp, tp=tp, pp=args.pp, ep=ep)
 
 
 def check_batch(args: TrainConfig, dp: int, world: int) -> None:
     """ValueError if the batch cannot be divided over dp groups of ranks with different samples."""
     units = {"dpo": 2, "grpo": args.num_generations}.get(args.task, 1)
-    n, workers = args.batch_size // units, args.diloco_workers
-    if n % (dp * workers):
+    n, jobs = args.batch_size // units, args.batch_share[0]
+    if n % (dp * jobs):
         what = {1: "sequences", 2: "pairs"}.get(units, "prompts")
-        over = f"{workers} workers x " * (workers > 1) + f"{dp} ranks"
+        kind = "groups" if args.replica_groups else "workers"
+        over = f"{jobs} {kind} x " * (jobs > 1) + f"{dp} ranks"
         text = f"--batch-size {args.batch_size}" + f", {n} {what}," * (units > 1)
         different = " with different batches" * (dp < world)
         raise ValueError(f"{text} must be a multiple of the {over}{different}")

@@ -55,6 +55,17 @@ class Callback:
         """Called before the loop, with the number of finished steps; returns the new number."""
         return step
 
+    def before_step(self, step: int) -> int:
+        """Called before each step, with the number of finished steps; returns the new number."""
+        return step
+
+    def reduce_gradients(self, losses: dict[str, float]) -> dict[str, float]:
+        """Called when .grad and the losses are those of this job; returns the losses to log."""
+        return losses
+
+    def vote(self) -> str | None:
+        """Why this step's update must be skipped, or None."""
+
     def phase(self, step: int, name: str) -> None:
         """ "data", "forward and backward", "update", "logging" or "validation" begins."""
 
@@ -94,6 +105,20 @@ class Callbacks(Callback):
         for callback in self.callbacks:
             step = callback.start(step)
         return step
+
+    def before_step(self, step: int) -> int:
+        for callback in self.callbacks:
+            step = callback.before_step(step)
+        return step
+
+    def reduce_gradients(self, losses: dict[str, float]) -> dict[str, float]:
+        for callback in self.callbacks:
+            losses = callback.reduce_gradients(losses)
+        return losses
+
+    def vote(self) -> str | None:
+        reasons = [callback.vote() for callback in self.callbacks]
+        return next(filter(None, reasons), None)
 
     def after_update(self, step: int, row: dict[str, Any]) -> int:
         for callback in self.callbacks:
@@ -142,24 +167,6 @@ class Callbacks(Callback):
     def close(self) -> None:
         for callback in self.callbacks:
             callback.close()
-
-
-def build_callbacks(
-    config: TrainConfig, state: TrainState, checkpoints: Checkpoints, env: DistEnv,
-    memory: PeakMemory,
-) -> Callbacks:  # fmt: skip
-    """The callbacks of a run's flags."""
-    callbacks: list[Callback] = []
-    if config.memory_checkpoint_every is not None:
-        callbacks.append(MemoryCheckpoints(config, state, env))
-    callbacks.append(RankMonitor(config, env, memory, Callbacks(callbacks[:], state).failed))
-    if config.diloco is not None:
-        callbacks.append(DiLoCoWorker(config, state, checkpoints, env))
-    if config.profile is not None:
-        callbacks.append(Profiler(config, memory, env.rank))
-    if config.offload not in (None, "cpu"):
-        callbacks.append(OffloadFolder(config))
-    return Callbacks(callbacks, state)
 
 
 class MemoryCheckpoints(Callback):

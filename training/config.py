@@ -186,6 +186,12 @@ class TrainConfig(Settings):
     hpz_size: int | None = rare(
         None, "ranks per node: --zero 3 gathers backward within nodes (ZeRO++ hpZ)", "positive")
 
+    # fault-tolerant groups: each is a program of its own with its own --out
+    replica_groups: int | None = flag(
+        None, "data-parallel groups that may die and come back, each with its share of every "
+        "batch (torchft)", "positive", metavar="N")
+    replica_group: int = flag(0, "index of this group", "0 or more", metavar="I")
+
     # DiLoCo: each worker is a program of its own with its own --out
     diloco: int | None = flag(
         None, "synchronize with the other workers every H steps", "positive", metavar="H")
@@ -200,6 +206,13 @@ class TrainConfig(Settings):
 
     auto: bool = False  # --resume auto
     # fmt: on
+
+    @property
+    def batch_share(self) -> tuple[int, int]:
+        """(the number of jobs that split each batch, the index of this one)."""
+        if self.replica_groups is not None:
+            return self.replica_groups, self.replica_group
+        return self.diloco_workers, self.diloco_worker
 
     @property
     def streamed(self) -> bool:
@@ -223,7 +236,7 @@ class TrainConfig(Settings):
 GROUPS = {  # the first field of each group of --help
     "out": "run", "eval_every": "output and failures", "data": "data", "task": "task",
     "optimizer": "optimizer", "dtype": "precision and memory", "upcycle": "mixture of experts",
-    "dp": "parallelism", "diloco": "DiLoCo",
+    "dp": "parallelism", "replica_groups": "replica groups", "diloco": "DiLoCo",
 }  # fmt: skip
 
 # Settings that --resume takes from the checkpoint. FIXED ones determine the result and cannot be
@@ -238,6 +251,7 @@ RESTORED = """
     steps micro_batch_size save_every eval_every compile attention experts diloco_rendezvous
     diloco_workers diloco_worker diloco_timeout keep_latest_k loss_spike_sigma max_skipped_batches
     memory_checkpoint_every memory_checkpoint_dir hang_timeout workers lora_merged
+    replica_groups replica_group
 """.split()
 SAVED_AS = {  # keys in checkpoints of fields that once had another name
     "param_dtype": "weights", "lr_schedule": "schedule", "warmup_steps": "warmup",
@@ -263,7 +277,7 @@ REQUIRES = [
     *((name, "pp") for name in ("pp_schedule", "virtual_stages", "pp_layers", "pp_recompute")),
     *((name, "diloco") for name in ("diloco_rendezvous", "diloco_workers", "diloco_worker")),
     *((name, "diloco") for name in ("diloco_timeout", "outer_lr", "outer_momentum")),
-    ("diloco", "diloco_rendezvous"),
+    ("diloco", "diloco_rendezvous"), ("replica_group", "replica_groups"),
 ]  # fmt: skip
 
 # setting, settings that it cannot be combined with, why
@@ -301,7 +315,11 @@ EXCLUDES = [
     ("hpz_size", "ep pp", "weights are gathered within nodes by FSDP alone"),
     ("diloco", "task=sft|dpo|grpo lora offload", "workers exchange full weights on text"),
     ("diloco", "optimizer_in_backward memory_checkpoint_every", "rounds are between steps"),
-    ("dry_run", "resume compile device pp diloco pack offload distributed_optimizer",
+    ("replica_groups", "diloco", "both split the batches"),
+    ("replica_groups", "task=dpo|grpo|draft-head distributed_optimizer offload", "groups average whole gradients"),
+    ("replica_groups", "optimizer_in_backward",
+     "groups average the gradients of whole steps"),
+    ("dry_run", "resume compile device pp diloco replica_groups pack offload distributed_optimizer",
      "it models plain steps on fake tensors"),
     ("dry_run", "task=sft|dpo|grpo|draft-head", "it models plain steps on fake tensors"),
 ]  # fmt: skip
@@ -364,9 +382,10 @@ def check_combinations(config: TrainConfig) -> None:
         raise ValueError(f"--task draft-head requires --seq-len {least} or more, not {c.seq_len}")
     if c.task == "draft-head" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--task draft-head runs in one process; start it without torchrun")
-    if c.diloco_worker >= c.diloco_workers:
-        last = c.diloco_workers - 1
-        raise ValueError(f"--diloco-worker must be from 0 to {last}, not {c.diloco_worker}")
+    parts, part = c.batch_share
+    if part >= parts:
+        name = "--replica-group" if c.replica_groups is not None else "--diloco-worker"
+        raise ValueError(f"{name} must be from 0 to {parts - 1}, not {part}")
     if c.upcycle is not None and not 2 <= c.upcycle_top_k <= c.upcycle:
         raise ValueError(  # with top-1 the gate weight is always 1 and the router cannot learn
             f"--set upcycle_top_k must be from 2 to --upcycle {c.upcycle}, not {c.upcycle_top_k}"

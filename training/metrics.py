@@ -321,7 +321,7 @@ class Throughput:
     """Tokens per second and MFU of a step: call start() when it begins."""
 
     def __init__(self, args: TrainConfig, config: ModelConfig, env: DistEnv):
-        self.tokens = args.batch_size // args.diloco_workers * args.seq_len
+        self.tokens = args.batch_size // args.batch_share[0] * args.seq_len
         with torch.device("meta"):
             model = Transformer(config)
         # LoRA and draft heads: no gradient of the frozen weights

@@ -29,8 +29,9 @@ def build_objective(
     if config.task == "draft-head":
         return DraftHeadObjective(config, dataset, env)
     if config.task in ("text", "sft"):
-        batch_size = config.batch_size // config.diloco_workers
-        first = config.diloco_worker * batch_size
+        parts, part = config.batch_share
+        batch_size = config.batch_size // parts
+        first = part * batch_size
         local_ids = [first + i for i in layout.samples(batch_size)]
         rest = dataset.validation, config.seq_len, env, layout
         return NextToken(dataset.rows, local_ids, *rest)
