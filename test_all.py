@@ -117,6 +117,7 @@ from generation import bench as BENCH
 from generation import cuda_graph as GRAPH
 from generation import load as LOAD
 from generation import perplexity as PPL
+from generation import plot_decode as PLOT
 from generation import prompt as PROMPT
 from generation import ranks as RANKS
 from serving import run as SRUN
@@ -36167,6 +36168,23 @@ def test_a_killed_replica_group_comes_back(ranks, flags, corpus, tiny_config, tm
     after = {row["step"]: row["loss"] for row in rows("a")}
     assert all(after[row["step"]] == row["loss"] for row in rows("c"))
     assert exported_weights(tmp_path / "a") == exported_weights(tmp_path / "c")
+
+
+def test_pictures_of_the_readme(tmp_path):
+    """Every picture is there and small; those that a program draws are what it draws now."""
+    names = re.findall(r"\]\(([\w/]+\.(?:svg|png))\)", (REPO / "README.md").read_text())
+    assert len(names) == 4 and all((REPO / name).stat().st_size < 300_000 for name in names)
+    draw = {
+        "generation/decode.svg": ["generation/plot_decode.py"],
+        "parallelism/zbv.svg": "parallelism/schedules.py --schedule zbv --stages 4 "
+        "--microbatches 8 --plot".split(),
+    }
+    for name, (program, *flags) in draw.items():
+        command = [sys.executable, REPO / program, *flags, tmp_path / "picture.svg"]
+        subprocess.run(command, check=True, capture_output=True)
+        assert (tmp_path / "picture.svg").read_text() == (REPO / name).read_text(), name
+    text = "| program | decode tok/s, each run |\n|---|---|\n| ours | 3, 1, 2 |\n| b | 4 |\n\n| c | 9 |"
+    assert PLOT.decode_speeds(text) == {"ours": 2.0, "b": 4.0}
 
 
 def test_replica_groups_say_what_is_missing(corpus, tiny_config, tmp_path, monkeypatch, capsys):
