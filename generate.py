@@ -21,8 +21,8 @@ line on stderr reports the achieved bandwidth and its share of the bandwidth mea
 
 generation/config.py has every flag; the sampling flags are the fields of paged_kv.py's
 SamplingParams, in every mode. --n generates several continuations of one prompt in lockstep,
-reading the weights once for all; continuation i equals a run with seed + i. --interactive keeps the KV
-cache across turns and prefills only new tokens. --speculate drafts tokens cheaply and verifies
+reading the weights once for all; continuation i equals a run with seed + i. --interactive keeps the
+KV cache across turns and prefills only new tokens. --speculate drafts tokens cheaply and verifies
 them in one step: the same distribution, and the same text when greedy (speculative.py).
 
 --tp, --pp and --ep shard the weights and the KV cache over ranks (generation/load.py,

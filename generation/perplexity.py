@@ -1,4 +1,4 @@
-"""Perplexity of a text (--perplexity of generate.py), in a sliding window of the model's context."""
+"""Perplexity of a text (--perplexity of generate.py) in a sliding window of the model's context."""
 
 from __future__ import annotations
 
