@@ -40,9 +40,8 @@ Shapes: M rows of x, N output and K input features, G groups of a row.
 
 from __future__ import annotations
 
+import copy
 import math
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +50,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.benchmark import Timer
 from torch import Tensor, nn
 
 # --------------------------------------------------------------------------------------------------
@@ -984,52 +984,25 @@ def check(device: str) -> None:
         assert torch.equal(round_fp8(numbers, dtype), numbers.to(dtype).float())
 
 
-def seconds(f: Callable[[], object], repeats: int = 9) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        f()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
-def benchmark(device: str, N: int = 2048, K: int = 2048) -> None:
-    """Bytes, error against the unquantized layer and milliseconds, over several layers in turn."""
-    rng = torch.Generator().manual_seed(0)
-    print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {N} x {K} bf16")
-    print(f"{'scheme':<14}{'bytes':>7}{'error':>9}{'x1':>9}{'x8':>9}{'x128':>9}   ms by rows of x")
-    count = 50_000_000 // (N * K) if device == "cuda" else 4
-    weights = [torch.randn(N, K, generator=rng).mul(0.02) for _ in range(count)]
-    inputs = [
-        torch.randn(rows, K, generator=rng).to(device, torch.bfloat16) for rows in (1, 8, 128)
-    ]
-    exact = None
-    for name in ("bf16", *SCHEMES, "int4, torch's"):
-        layers = nn.Sequential(*(nn.Linear(K, N, bias=False) for _ in weights)).to(torch.bfloat16)
-        for layer, w in zip(layers.requires_grad_(False), weights):
-            layer.weight.copy_(w)
-        layers = layers.to(device)
+def main(size: int = 2048) -> None:
+    """Bytes and error against the unquantized layer, and milliseconds by rows of the input."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    dense = nn.Linear(size, size, bias=False).to(device, torch.bfloat16)
+    inputs = [torch.randn(n, size, device=device, dtype=torch.bfloat16) for n in (1, 8, 128)]
+    exact = dense(inputs[2]).float()
+    print(f"{size} x {size}, {'bytes':>9}{'error':>9}{'ms x1':>9}{'x8':>9}{'x128':>9}")
+    for name in ("bf16", *SCHEMES):
+        layer = nn.Sequential(copy.deepcopy(dense))
         if name != "bf16":
-            quantize_(layers, name.split(",")[0])
-        if name.endswith("torch's"):
-            if device != "cpu":
-                continue
-            pack_for_torch_cpu_(layers)
-        size = sum(t.nbytes for t in (*layers.parameters(), *layers.buffers())) / count
-        y = layers[0](inputs[2]).float()
-        exact = y if exact is None else exact
-        times = [1e3 * seconds(lambda: [f(x) for f in layers]) / count for x in inputs]
-        print(
-            f"{name:<14}{size / (2 * N * K):>7.2f}{(y - exact).norm() / exact.norm():>9.2%}"
-            + "".join(f"{t:>9.3f}" for t in times)
-        )
+            quantize_(layer, name)
+        ratio = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers())) / (2 * size * size)
+        error = (layer(inputs[2]).float() - exact).norm() / exact.norm()
+        time = lambda x: Timer("f(x)", globals=dict(f=layer, x=x)).blocked_autorange().median
+        ms = "".join(f"{1e3 * time(x):>9.3f}" for x in inputs)
+        print(f"{name:<14}{ratio:>7.2f}{error:>9.2%}{ms}", flush=True)
 
 
 if __name__ == "__main__":
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode():
-        check(device)
-        benchmark(device)
+        main()

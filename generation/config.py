@@ -37,8 +37,7 @@ class GenerateConfig(Settings):
     prompt: str | None = flag(
         None, "text to continue; - or a pipe: read it from stdin", positional=True, nargs="?")
     checkpoint: Path = flag(
-        SHIPPED, "Hugging Face checkpoint folder (default: the shipped checkpoints/small)",
-        metavar="DIR")
+        SHIPPED, "Hugging Face checkpoint folder, by default the shipped one", metavar="DIR")
     adapter: Path | None = flag(
         None, "LoRA in PEFT's format, merged into the weights", metavar="DIR")
     chat: bool = flag(False, "apply the chat template to the prompt")
@@ -151,7 +150,7 @@ class GenerateConfig(Settings):
     bench_serving: int | None = flag(
         None, "throughput and latency of N random requests (default: 64), greedy by default",
         "1 or more", nargs="?", const=64, metavar="N")
-    request_rate: float = flag(math.inf, "arrivals per second (default: inf)", metavar="R")
+    request_rate: float = flag(math.inf, "arrivals per second", metavar="R")
     shared_prefix: int = flag(
         0, "tokens that all random prompts share", "0 or more", metavar="N")
     kv_blocks: int | None = flag(

@@ -29,8 +29,6 @@ prints a table.
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.benchmark import Timer
 from torch import Tensor
 
 try:
@@ -687,107 +686,48 @@ def gemm_reference(
 # --------------------------------------------------------------------------------------------------
 
 
-def random_qweight(N: int, K: int, bits: int, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random qweight, scales and zeros: int8, or int4 with groups of 128 (or 32) columns."""
-    rng = torch.Generator().manual_seed(0)
-    if bits == 8:
-        qweight = torch.randint(-127, 128, (N, K), generator=rng, dtype=torch.int8)
-        return qweight.to(device), torch.rand(N, 1, generator=rng).to(device), None
-    G = K // (128 if K % 128 == 0 else 32)
-    packed = torch.randint(256, (N, K // 2), generator=rng, dtype=torch.uint8)
-    scales = torch.rand(N, G, generator=rng).bfloat16()
-    zeros = torch.randint(16, (N, G), generator=rng, dtype=torch.uint8)
-    return packed.to(device), scales.to(device), zeros.to(device)
-
-
 def check(device: str) -> None:
     """Both kernels against plain torch."""
-    dtype = torch.float16 if device == "cuda" else torch.float32
+    rng, dtype = (
+        torch.Generator().manual_seed(0),
+        torch.float16 if device == "cuda" else torch.float32,
+    )
     near = lambda a, b: (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()
-    for bits in (8, 4):
-        for N, K, M in ((48, 128, 1), (50, 352, 7), (129, 256, 33)):
-            w, x = random_qweight(N, K, bits, device), torch.randn(M, K, device=device).to(dtype)
-            exact = weight_only_reference(x.float(), *w)
-            assert near(weight_only_matmul(x, *w), exact), (bits, N, K, M)
-    a, b = (torch.randn(n, 96, device=device).to(dtype) for n in (33, 50))
-    sa, bias, residual = (torch.randn(n, device=device) for n in (33, 50, (33, 50)))
+    for N, K, M in ((48, 128, 1), (50, 352, 7), (129, 256, 33)):
+        x = torch.randn(M, K, generator=rng).to(device, dtype)
+        for w in random_qweights(N, K, device):
+            assert near(weight_only_matmul(x, *w), weight_only_reference(x.float(), *w)), (N, K, M)
+    a, b = (torch.randn(n, 96, generator=rng).to(device, dtype) for n in (33, 50))
+    sa, bias, residual = (torch.randn(n, generator=rng).to(device) for n in (33, 50, (33, 50)))
     tree = silu(acc * row(sa) + col(bias)) + matrix(residual)
     assert near(gemm(a, b, tree), gemm_reference(a, b, tree))
 
 
-def seconds(f: Callable[[], object], repeats: int = 15) -> float:
-    """Median time of a call; on a GPU of a CUDA graph, to exclude launch overhead."""
-    f()
-    if torch.cuda.is_available():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            f()
-        f = lambda: (graph.replay(), torch.cuda.synchronize())
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        f()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+def random_qweights(N: int, K: int, device: str) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """qweight, scales and zeros of int8, and of int4 with groups of 32 columns."""
+    int8 = torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.rand(N, 1), None
+    packed = torch.randint(256, (N, K // 2), dtype=torch.uint8)
+    int4 = packed, torch.rand(N, K // 32).bfloat16(), torch.randint(16, (N, K // 32)).byte()
+    return [tuple(t if t is None else t.to(device) for t in w) for w in (int8, int4)]
 
 
-def benchmark_weight_only(device: str, size: int, count: int) -> None:
-    """Microseconds and GB/s of a square layer; cycles through more weights than the cache holds."""
-    print(f"us per layer (GB/s of weights), {size} x {size}; F.linear: bf16")
-    print(f"{'rows':>5}{'F.linear':>16}{'int8':>16}{'int4-g128':>16}{'dequantized':>16}")
-    dense = [torch.randn(size, size, device=device).bfloat16() for _ in range(count)]
-    packed = {bits: [random_qweight(size, size, bits, device)] * count for bits in (8, 4)}
-    copy = lambda w: tuple(t if t is None else t.clone() for t in w)
-    packed = {bits: [copy(w) for w in ws] for bits, ws in packed.items()}
-    for rows in (1, 2, 4, 8, 16, 32, 64, 128):
+def main() -> None:
+    """Microseconds of a layer beside F.linear in bf16; on a CPU of the plain-torch references."""
+    device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 512)
+    check(device)
+    dense = torch.randn(size, size, device=device).bfloat16()
+    int8, int4 = random_qweights(size, size, device)
+    print(f"us per layer, {size} x {size}\n{'rows':>5}{'F.linear':>10}{'int8':>10}{'int4':>10}")
+    for rows in (1, 8, 64):
         x = torch.randn(rows, size, device=device).bfloat16()
-        cells = []
-        for bits, run in (
-            (16, lambda: [F.linear(x, w) for w in dense]),
-            (8, lambda: [weight_only_matmul(x, *w) for w in packed[8]]),
-            (4.1875, lambda: [weight_only_matmul(x, *w) for w in packed[4]]),
-            (4.1875, lambda: [weight_only_reference(x, *w) for w in packed[4]]),
-        ):
-            t = seconds(run) / count
-            cells.append(f"{1e6 * t:.1f} ({size * size * bits / 8e9 / t:.0f})")
-        print(f"{rows:>5}" + "".join(f"{cell:>16}" for cell in cells))
-
-
-def benchmark_gemm(device: str, size: int) -> None:
-    """TFLOP/s with a fused epilogue, against torch's matmul and separate operations."""
-    flops = 2 * size**3 / 1e12
-    print(f"TFLOP/s, {size}^3, silu(acc * row + bias) + residual: fused, unfused torch")
-    for dtype in (torch.float16, torch.int8, torch.float8_e4m3fn):
-        if device == "cpu" and dtype != torch.float16:
-            continue
-        a, b = (torch.randn(size, size, device=device).mul(8).to(dtype) for _ in range(2))
-        sa, bias = torch.rand(size, device=device), torch.randn(size, device=device)
-        residual = torch.randn(size, size, device=device).half()
-        tree = silu(acc * row(sa) + col(bias)) + matrix(residual)
-        one = torch.ones((), device=device)
-        matmul = {
-            torch.float16: lambda: a @ b.t(),
-            torch.int8: lambda: torch._int_mm(a, b.t()),
-            torch.float8_e4m3fn: lambda: torch._scaled_mm(
-                a, b.t(), one, one, out_dtype=torch.bfloat16
-            ),
-        }[dtype]
-        separate = lambda: (F.silu(matmul() * sa[:, None] + bias) + residual).half()
-        fused, unfused = seconds(lambda: gemm(a, b, tree, dtype=torch.half)), seconds(separate)
-        print(f"{str(dtype):>24} {flops / fused:>8.1f} {flops / unfused:>8.1f}")
-
-
-def benchmark(device: str) -> None:
-    """Both benchmarks; on a CPU the plain-torch references, at smaller sizes."""
-    gpu = device == "cuda"
-    where = torch.cuda.get_device_name() if gpu else f"cpu, {torch.get_num_threads()} threads"
-    print(f"{where}, torch {torch.__version__}" + ("" if gpu else ": plain torch, no kernels"))
-    benchmark_weight_only(device, *((4096, 16) if gpu else (512, 2)))
-    benchmark_gemm(device, 8192 if gpu else 256)
+        us = [
+            1e6 * Timer("f(*args)", globals=dict(f=f, args=args)).blocked_autorange().median
+            for f, args in ((F.linear, (x, dense)), (weight_only_matmul, (x, *int8)),
+                            (weight_only_matmul, (x, *int4)))
+        ]  # fmt: skip
+        print(f"{rows:>5}" + "".join(f"{t:>10.1f}" for t in us))
 
 
 if __name__ == "__main__":
-    where = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode():
-        check(where)
-        benchmark(where)
+        main()

@@ -32,14 +32,13 @@ J = G * n values in a row. V:N:M: N / v blocks of v rows.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.benchmark import Timer
 from torch import Tensor, nn
 
 try:
@@ -481,68 +480,25 @@ def check(device: str) -> None:
         close(gather_gemv_reference(x, *packed, n, m), wanted)
     packed = pack_venom(w, 35, m=16)
     close(venom_matmul(x, packed), F.linear(x, unpack_venom(packed)))
-    permuted = w[:, permute_channels(w)]
-    assert retained_energy(permuted, prune(permuted, 2, 4)) > retained_energy(w, prune(w, 2, 4))
     masked = w[:64, :64] * prune(w[:64, :64], 2, 4)
     close(F.linear(x[:, :64], semi_structured(masked, fallback=True)), F.linear(x[:, :64], masked))
 
 
-def accuracy_table(device: str) -> None:
-    """Magnitude kept and output error, with original and permuted channels."""
-    rng, (N, K) = torch.Generator().manual_seed(0), (256, 704)
-    scale = torch.randn(K // 8, generator=rng).exp().repeat_interleave(8)
-    w, x = ((torch.randn(N, K, generator=rng) * s).to(device) for s in (scale, 1))
-    print(f"random {N} x {K}, channel scales equal in runs of 8, which favours permutation")
-    print("               bytes    kept   error | permuted: kept   error   search")
-    for v, n, m in ((0, 2, 4), (0, 1, 4), (0, 4, 8), (64, 2, 8)):
-        make = (lambda w: venom_mask(w, v, n, m)) if v else (lambda w: prune(w, n, m))
-        packed = pack_venom(w.half(), v, n, m)[:3] if v else pack(w.half(), n, m)
-        start, row = time.perf_counter(), []
-        order = permute_channels(w, n, m)
-        elapsed = time.perf_counter() - start
-        for p in (torch.arange(K, device=device), order):
-            mask, y = make(w[:, p]), F.linear(x, w)
-            error = (F.linear(x[:, p], w[:, p] * mask) - y).norm() / y.norm()
-            row += [f"{retained_energy(w[:, p], mask):7.1%} {error.item():7.1%}"]
-        size = sum(t.nbytes for t in packed) / (2 * w.numel())
-        name = f"{v}:{n}:{m}" if v else f"{n}:{m}"
-        print(f"{name:12} {size:7.1%} {row[0]} | {row[1]:>23} {elapsed:6.2f} s")
-
-
-def seconds(f: Callable[[], object], repeats: int = 11) -> float:
-    """Median time of a call; on a GPU of a CUDA graph, to exclude launch overhead."""
-    f()
-    if torch.cuda.is_available():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            f()
-        f = lambda: (graph.replay(), torch.cuda.synchronize())
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        f()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
-def benchmark(device: str) -> None:
-    """Milliseconds per layer; on a GPU cycles through more weights than its cache holds."""
-    gpu, patterns = device == "cuda", ((2, 4), (1, 4), (2, 8), (4, 32))
-    size, count, dtype = (4096, 8, torch.float16) if gpu else (1024, 2, torch.float32)
-    where = torch.cuda.get_device_name() if gpu else f"cpu, {torch.get_num_threads()} threads"
-    print(f"{where}, torch {torch.__version__}: ms per layer, {size} x {size}, {dtype}")
+def main() -> None:
+    """Milliseconds of a layer in each format, beside F.linear."""
+    device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 1024)
+    check(device)
+    dtype, patterns = torch.float16 if device == "cuda" else torch.float32, ((2, 4), (1, 4), (2, 8))
+    dense = nn.Linear(size, size, bias=False).to(device, dtype)
+    layers = [dense, *(SparseLinear(dense, n, m) for n, m in patterns)]
+    print(f"ms per layer, {size} x {size}, {dtype}")
     print("rows F.linear" + "".join(f"{f'{n}:{m}':>9}" for n, m in patterns))
-    dense = [nn.Linear(size, size, bias=False).to(device, dtype) for _ in range(count)]
-    layers = [dense] + [[SparseLinear(linear, n, m) for linear in dense] for n, m in patterns]
     for rows in (1, 2, 4, 8):
         x = torch.randn(rows, size, device=device, dtype=dtype)
-        times = [1e3 * seconds(lambda: [f(x) for f in fs]) / count for fs in layers]
-        print(f"{rows:4}" + "".join(f"{t:9.3f}" for t in times))
+        time = lambda f: Timer("f(x)", globals=dict(f=f, x=x)).blocked_autorange().median
+        print(f"{rows:4}" + "".join(f"{1e3 * time(layer):9.3f}" for layer in layers))
 
 
 if __name__ == "__main__":
-    where = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode():
-        check(where)
-        accuracy_table(where)
-        benchmark(where)
+        main()

@@ -93,7 +93,7 @@ def parse(
             options["action"] = "store_true"
         else:
             options.setdefault("type", TYPES.get(f.type.split()[0], str))
-        options["help"] += f" ({f.default})" if f.default not in (None, False) else ""
+        options["help"] += f" ({f.default})" if f.default not in (None, False, ()) else ""
         if not f.metadata["rare"]:
             group.add_argument(name if options.pop("positional", False) else _flag(name), **options)
     values = vars(parser.parse_args(argv))
@@ -111,7 +111,7 @@ def _flag(name: str) -> str:
 def _set_help(f: Any) -> str:
     if not f.metadata["rare"]:
         return ""
-    default = "" if f.default is None else f" ({str(f.default).lower()})"
+    default = "" if f.default in (None, "") else f" ({str(f.default).lower()})"
     return f"  {f.name:24}{f.metadata['help']}{default}".replace("%%", "%")
 
 

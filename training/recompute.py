@@ -50,9 +50,6 @@ import bisect
 import gc
 import itertools
 import math
-import statistics
-import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -60,6 +57,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.benchmark import Timer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -409,17 +407,6 @@ def _lagrange_multiplier(costs: Sequence[Costs], budget: int) -> tuple[float, fl
 # --------------------------------------------------------------------------------------------------
 
 
-class Norm(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * h.type_as(x)
-
-
 class Block(nn.Module):
     """A Llama block without rotary embedding: forward(x (B, T, C), attend)."""
 
@@ -440,116 +427,51 @@ class Block(nn.Module):
         return x + down(F.silu(gate(h)) * up(h))
 
 
+class Norm(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * h.type_as(x)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def apply_mode(blocks: Sequence[nn.Module], mode: str) -> list[Forward]:
-    """The blocks' forwards in that mode; sqrt is combined with full, which saves the least."""
-    if mode == "sqrt":
-        for block in blocks:
-            block.forward = checkpoint_wrapper(block.forward, "full")
-        return layer_groups(blocks)
-    return [checkpoint_wrapper(block.forward, mode) for block in blocks]
-
-
-def compute_loss(forwards: Sequence[Forward], x: Tensor) -> Tensor:
-    for forward in forwards:
-        x = forward(x, attend)
-    return x.square().mean()
-
-
-def make_blocks(device: str, n: int, *sizes: int) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Block(*sizes).to(device) for _ in range(n)]
-
-
-class Peak(_StorageTracker):
-    """Peak of the bytes that operators allocated and that were alive at the same time."""
-
-    peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.allocated = {ref: n for ref, n in self.allocated.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self.allocated.values()))
-        return out
-
-
-def check() -> None:
-    """Losses and gradients of every mode == those of none; bytes == the closed form; choose_modes
-    == brute force."""
-    x, seen = torch.randn(2, 16, 32), {}
+def main() -> None:
+    """Gradients of every mode == those of none; MB saved for the backward pass, and the time."""
+    cuda = torch.cuda.is_available()
+    n, (B, T), sizes = (
+        (32, (8, 2048), (2048, 16, 8, 8192)) if cuda else (4, (2, 256), (256, 4, 2, 704))
+    )
+    torch.set_default_device("cuda" if cuda else "cpu")
+    x, expected = torch.randn(B, T, sizes[0]), None
+    print(f"{n} blocks, {B} x {T} tokens, width {sizes[0]}\n{'mode':>10}{'saved MB':>10}{'ms':>9}")
     for mode in MODES:
-        blocks = make_blocks("cpu", 4, 32, 4, 2, 48)
-        loss = compute_loss(apply_mode(blocks, mode), x)
-        loss.backward()
-        seen[mode] = [loss, *(p.grad for block in blocks for p in block.parameters())]
-        assert all(map(torch.equal, seen[mode], seen["none"])), mode
-    expected = block_bytes(32, 32, 4, 2, 8, 48)
-    for mode, n in expected.items():
-        (block,) = make_blocks("cpu", 1, 32, 4, 2, 48)
-        forward = checkpoint_wrapper(block.forward, mode)
-        got = saved_bytes(lambda: forward(x.requires_grad_(), attend), block.parameters())
-        assert got == n, (mode, got, n)
-    rng = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        draws = torch.randint(1, 9, (4, 3, 2), generator=rng).tolist()
-        costs = [{f"{m}": (b, f) for m, (b, f) in enumerate(row)} for row in draws]
-        sums = [[sum(c[i] for c in pick) for i in (0, 1)]
-                for pick in itertools.product(*(c.values() for c in costs))]  # fmt: skip
-        budget = sums[len(sums) // 2][0]
-        got = choose_modes(costs, budget)
-        assert sum(c[m][0] for c, m in zip(costs, got)) <= budget
-        best = min(f for b, f in sums if b <= budget)
-        assert sum(c[m][1] for c, m in zip(costs, got)) == best
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(Block(*sizes) for _ in range(n)))
+        for block in blocks:  # sqrt is combined with full, which saves the least
+            block.forward = checkpoint_wrapper(block.forward, "full" if mode == "sqrt" else mode)
+        forwards = layer_groups(blocks) if mode == "sqrt" else [b.forward for b in blocks]
 
+        def loss() -> Tensor:
+            y = x
+            for forward in forwards:
+                y = forward(y, attend)
+            return y.square().mean()
 
-def measure(device: str, run: Callable[[], Tensor], params: list[nn.Parameter]) -> list[float]:
-    """MB saved between forward and backward pass, peak MB of both, and their time in ms."""
-    cuda, times = device == "cuda", []
-    amp = torch.autocast(device, torch.bfloat16, enabled=cuda)
-
-    def step() -> None:
-        with amp:
-            loss = run()
-        loss.backward()
-        if cuda:
-            torch.cuda.synchronize()
-
-    step()  # allocates the gradients
-    with amp:
-        saved = saved_bytes(run, params)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    with Peak() as tracker:  # it does not see a GPU's backward pass, which runs in another thread
-        step()
-    peak = torch.cuda.max_memory_allocated() - before if cuda else tracker.peak
-    for _ in range(3):
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
-    return [saved / 1e6, peak / 1e6, statistics.median(times)]
-
-
-def benchmark(device: str) -> None:
-    cuda = device == "cuda"
-    n, (B, T), sizes = 16, (2, 256), (256, 4, 2, 704)
-    if cuda:
-        n, (B, T), sizes = 32, (8, 2048), (2048, 16, 8, 8192)
-    x = torch.randn(B, T, sizes[0], device=device)
-    print(f"{n} blocks, {B} x {T} tokens, width {sizes[0]}, {device}, {'bf16' if cuda else 'fp32'}")
-    print(f"{'mode':>10}{'saved MB':>10}{'peak MB':>10}{'ms':>9}")
-    for mode in MODES:
-        blocks = make_blocks(device, n, *sizes)
-        forwards = apply_mode(blocks, mode)
-        params = [p for block in blocks for p in block.parameters()]
-        saved, peak, ms = measure(device, lambda: compute_loss(forwards, x), params)
-        print(f"{mode:>10}{saved:>10.1f}{peak:>10.1f}{ms:>9.0f}", flush=True)
+        params = [*blocks.parameters()]
+        saved = saved_bytes(loss, params)
+        grads = torch.autograd.grad(loss(), params)
+        expected = expected or grads
+        assert all(map(torch.equal, grads, expected)), mode
+        ms = 1e3 * Timer("loss().backward()", globals=dict(loss=loss)).timeit(3).median
+        print(f"{mode:>10}{saved / 1e6:>10.1f}{ms:>9.0f}", flush=True)
 
 
 if __name__ == "__main__":
-    check()
-    if "--check" not in sys.argv:
-        benchmark("cuda" if torch.cuda.is_available() else "cpu")
+    main()
