@@ -1794,7 +1794,7 @@ def test_leaves_import_alone(tmp_path):
 @pytest.mark.parametrize(
     "name",
     "parallel context_parallel async_tp inference_parallel diloco quantized_collectives zero "
-    "expert_parallel pipeline checkpoint".split(),
+    "expert_parallel pipeline checkpoint recovery".split(),
 )
 def test_file_alone_under_torchrun(name, tmp_path):
     """Copied into an empty folder, files that need ranks pass their check and print their table
@@ -32140,33 +32140,6 @@ def re_lost(rank, folder):
     return got
 
 
-def re_bad(rank, folder):
-    """Copies with a byte changed, without an end, or that are not ours."""
-    mirror, got = re_filled(folder / str(rank), rank), []
-
-    def spoil(holder, owner, step, how):
-        dist.barrier()
-        if rank == holder:
-            (path,) = mirror.folder.glob(f"*-{step:08d}-{owner}-{holder}.pt")
-            how(path)
-        dist.barrier()
-        got.append(re_back(mirror, rank))
-
-    def flip(path):
-        data = bytearray(path.read_bytes())
-        data[len(data) * 2 // 3] ^= 1
-        path.write_bytes(data)
-
-    cut = lambda path: os.truncate(path, path.stat().st_size - 1)
-    spoil(1, 1, 3, flip)  # the partner's copy serves, and is a new copy of its own
-    spoil(3, 1, 3, cut)
-    spoil(1, 1, 3, flip)  # so the step before
-    spoil(0, 0, 2, lambda path: path.write_bytes(b"hello"))
-    spoil(2, 0, 2, lambda path: path.write_bytes(b""))
-    spoil(0, 0, 2, lambda path: path.write_bytes(path.read_bytes().replace(b"world", b"w0rld")))
-    return got
-
-
 def re_replicas(rank, folder):
     """Ranks 0 and 2, and 1 and 3, hold the same: 2 and 3 die before the step under way is kept."""
     key, where = rank % 2, folder / str(rank)
@@ -32403,7 +32376,7 @@ def re_waits(rank, store, folder):
     return spent, passed, RE.stragglers(rows)
 
 
-RE_FOLDERS = [re_keeps, re_lost, re_bad, re_replicas, re_moved, re_group, re_shared, re_pieces,
+RE_FOLDERS = [re_keeps, re_lost, re_replicas, re_moved, re_group, re_shared, re_pieces,
               re_full, re_refusals, re_lives]  # fmt: skip
 RE_WATCHED = [re_sleeper, re_furthest, re_leaver, re_waits, re_stopped]
 
@@ -32477,13 +32450,6 @@ def test_re_any_ranks_except_two_partners_may_be_lost(re_ranks):
             assert back == ((None, None) if partners else (2, True)), lost
 
 
-def test_re_damaged_replicas_are_refused(re_ranks):
-    for got in re_of(re_ranks, "re_bad"):
-        assert got == [(3, True), (3, True), (2, True), (2, True), (2, True), (None, None)]
-    assert re_ranks[1].count("is not an intact memory checkpoint: wrong CRC-32") >= 2
-    assert re_ranks[1].count("is not an intact memory checkpoint") >= 6
-
-
 def test_re_replicas_allow_completing_the_save(re_ranks):
     assert re_of(re_ranks, "re_replicas") == [[(3, True), (2, True)]] * 4
 
@@ -32532,10 +32498,10 @@ def test_re_replica_placement():
     held = [[(1, 5, "a", "f0", 9)], [(1, 5, "b", "f1", 8)], [(1, 5, "a", "f2", 9)], [], []]
     a, b, c = (0, "f0", 9), (1, "f1", 8), (2, "f2", 9)
     keys = ["a", "b", "a", "a", "a"]  # who has its own keeps to it, the others take turns
-    assert RE._choose_copies(keys, held, set()) == (1, 5, [a, b, c, c, a])
-    assert RE._choose_copies(keys, held, {(0, "f0")}) == (1, 5, [c, b, c, c, c])
-    assert RE._choose_copies(keys, held, {(1, "f1")}) is None
-    assert RE._choose_copies(["z"], held, set()) is None
+    assert RE._choose_copies(keys, held) == (1, 5, [a, b, c, c, a])
+    assert RE._choose_copies(keys, [[], *held[1:]]) == (1, 5, [c, b, c, c, c])
+    assert RE._choose_copies(keys, [held[0], [], *held[2:]]) is None
+    assert RE._choose_copies(["z"], held) is None
 
 
 def test_re_memory_checkpoint_of_one_process(tmp_path):
@@ -32689,9 +32655,7 @@ def test_re_watchdog_of_one_process():
     hung.clear(), first.beat(0, "compile")
     assert hung.wait(5) and "step 0, compile" in told[1]
     first.close()
-    with pytest.raises(ValueError, match="store = None, but there are 2 ranks"):
-        RE.Watchdog(None, 0, 2, timeout=1, first_timeout=1, report=print, on_hang=int)
-    with pytest.raises(ValueError, match="timeout = 0"):
+    with pytest.raises(ValueError, match="timeout and first_timeout must be > 0"):
         RE.Watchdog(None, 0, 1, timeout=0, first_timeout=1, report=print, on_hang=int)
 
 
@@ -32889,16 +32853,6 @@ def test_re_loss_guard_resumes():
 
 
 # The file alone, and killed processes -------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_re_checks_itself_alone(tmp_path):
-    (tmp_path / "recovery.py").write_text(Path(RE.__file__).read_text())
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 4 recovery.py".split()
-    done = run(*torchrun, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and "checked; 4 ranks" in done.stdout, done.stderr[-2000:]
-    alone = run("recovery.py", cwd=tmp_path)
-    assert alone.returncode == 1 and alone.stderr.startswith("run: torchrun")
 
 
 def re_killed(rank, port, folder, seconds):
@@ -34409,16 +34363,6 @@ def test_ck_dtensors_and_resharding(ck_ranks):
 
 
 # -- one process
-
-
-@pytest.mark.slow
-def test_ck_checks_itself_alone(tmp_path):
-    shutil.copy(CK.__file__, tmp_path)
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 4 checkpoint.py".split()
-    done = run(*torchrun, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 3, done.stderr[-2000:]
-    alone = run("checkpoint.py", cwd=tmp_path)
-    assert alone.returncode == 1 and alone.stderr.startswith("run: torchrun")
 
 
 def test_ck_regions_equal_the_shards():
