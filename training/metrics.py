@@ -43,16 +43,11 @@ from training.config import TrainConfig
 # Dense bf16 matmul peaks in FLOP/s, without sparsity (vendor datasheets). Other devices report no
 # MFU. FP8 peaks are twice these; the MFU of --fp8 is also relative to bf16.
 PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
+    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12,
     "NVIDIA GeForce RTX 4090": 165e12,
-}
+}  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
 # FLOPs and memory
@@ -131,8 +126,11 @@ class Metrics:
     """Appends the rows of a run after step `first` to OUT/metrics.jsonl, flushing each."""
 
     def __init__(self, out: Path, first: int, tensorboard: bool = False):
-        truncate_metrics(out / "metrics.jsonl", first)
-        self.file = open(out / "metrics.jsonl", "a", encoding="utf-8")
+        path = out / "metrics.jsonl"
+        if path.exists():  # steps after the last checkpoint will run again
+            keep = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= first]
+            write_atomically(path, lambda tmp: tmp.write_text("".join(keep)))
+        self.file = open(path, "a", encoding="utf-8")
         self.board = None
         if tensorboard:  # purge_step: TensorBoard drops older data from this step on
             self.board = summary_writer()(out / "tensorboard", purge_step=first + 1)
@@ -156,16 +154,8 @@ def summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        fix = "pip install tensorboard"
-        raise ValueError(f"--set tensorboard requires the optional tensorboard: {fix}") from None
+        raise ValueError("--set tensorboard=true needs it: pip install tensorboard") from None
     return SummaryWriter
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drop rows after `step`: steps after the last checkpoint will run again."""
-    if path.exists():
-        keep = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
-        write_atomically(path, lambda tmp: tmp.write_text("".join(keep)))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -188,8 +178,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        fix = "pip install matplotlib"
-        raise ValueError(f"--plot requires the optional matplotlib: {fix}") from None
+        raise ValueError("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -209,20 +198,19 @@ def plot(out: Path) -> Path:
     for axes in (top, middle):
         axes.sharex(bottom)
         axes.label_outer()
-    done = [r for r in rows if "skipped" not in r]
-    top.plot([r["step"] for r in done], [r["loss"] for r in done], lw=0.8, label="training loss")
+    line = lambda axes, name, rows, *style, **options: axes.plot(
+        [r["step"] for r in rows], [r.get(name, math.nan) for r in rows], *style, **options
+    )
+    line(top, "loss", [r for r in rows if "skipped" not in r], lw=0.8, label="training loss")
     for r in rows:
         if "skipped" in r:
             top.axvline(r["step"], color="C3", lw=0.8)
-    validated = [r for r in rows if "val_loss" in r]
-    steps, losses = [r["step"] for r in validated], [r["val_loss"] for r in validated]
-    top.plot(steps, losses, "o-", label="validation loss")
+    line(top, "val_loss", [r for r in rows if "val_loss" in r], "o-", label="validation loss")
     top.set(ylabel="loss (nats per token)")
     top.legend()
-    middle.plot([r["step"] for r in rows], [r["lr"] for r in rows])
+    line(middle, "lr", rows)
     middle.set(ylabel="learning rate")
-    speeds = [r.get("tokens_per_second", math.nan) for r in rows]
-    bottom.plot([r["step"] for r in rows], speeds, lw=0.8)
+    line(bottom, "tokens_per_second", rows, lw=0.8)
     bottom.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
     if expert_axes:
         plot_experts(figure, *expert_axes, rows)
@@ -277,8 +265,9 @@ def profile_step(out: Path, memory: PeakMemory, rank: int) -> Iterator[dict[str,
         torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}.memory.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
         return
-    used = [(e.key, e.count, e.self_cpu_memory_usage) for e in profiler.key_averages()]
-    rows = [dict(op=op, calls=n, bytes=b) for op, n, b in sorted(used, key=lambda u: -u[2]) if b]
+    used = [e for e in profiler.key_averages() if e.self_cpu_memory_usage]
+    used.sort(key=lambda e: -e.self_cpu_memory_usage)
+    rows = [dict(op=e.key, calls=e.count, bytes=e.self_cpu_memory_usage) for e in used]
     text = json.dumps({"peak_memory": memory.bytes(), "operations": rows}, indent=1)
     (folder / f"rank{rank}.memory.json").write_text(text)
 
@@ -308,13 +297,9 @@ def _union_length(spans: list[tuple[float, float]]) -> float:
 
 def progress_bar(first: int, steps: int, env: DistEnv) -> tqdm:
     """A progress bar of steps first..steps, shown on rank 0."""
-    return tqdm(
-        initial=first,
-        total=steps,
-        disable=env.rank > 0,
-        mininterval=0.5 if sys.stderr.isatty() else 15,
-        dynamic_ncols=True,
-    )
+    seconds = 0.5 if sys.stderr.isatty() else 15
+    shown = dict(disable=env.rank > 0, mininterval=seconds, dynamic_ncols=True)
+    return tqdm(initial=first, total=steps, **shown)
 
 
 class Throughput:
@@ -346,11 +331,10 @@ def summary(
     args: TrainConfig, model: Transformer, n_tokens: int | None, first: int, env: DistEnv
 ) -> str:
     """One line about the run: parameters, tokens, steps, dtype, device."""
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    step_tokens = args.batch_size * args.seq_len
     if first >= args.steps:
         return f"{args.out}: all {first} steps are done; increase --steps to continue"
-    text = ""
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    step_tokens, text = args.batch_size * args.seq_len, ""
     if n_tokens is not None:
         epochs = args.steps * step_tokens / n_tokens
         text = f" on {n_tokens / 1e6:.2f}M tokens, {epochs:.1f} epochs,"
