@@ -572,12 +572,12 @@ class Shards:
         self._refresh()
 
     def _wait(self, ready: Callable[[], bool], what: str = "is not finished") -> None:
-        since = time.monotonic()
+        since, failed = time.monotonic(), self.folder / FAILED
         while not ready():
             if _has_writer(self.folder):
                 since = time.monotonic()
-            elif time.monotonic() - since > self.timeout:
-                failed, why = self.folder / FAILED, f"no process is writing it, and it {what}"
+            elif failed.exists() or time.monotonic() - since > self.timeout:
+                why = f"no process is writing it, and it {what}"
                 if failed.exists():
                     why = f"its writer failed: {failed.read_text(encoding='utf-8').strip()}"
                 raise ValueError(f"{self.folder}: {why}; tokenize again, which continues from here")

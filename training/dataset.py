@@ -126,6 +126,8 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     paths = [s.path for s in data.parse_sources(args.data or ())] or [None]
 
     def write() -> None:
+        for failed in args.out.glob(f"data/*/{data.FAILED}"):  # of an earlier start
+            failed.unlink()
         if not (args.resume and (args.out / "val.tokens").exists()):
             write_token_files(args, config, paths)
 

@@ -261,7 +261,7 @@ def profile_step(out: Path, memory: PeakMemory, rank: int) -> Iterator[dict[str,
     profiler.export_chrome_trace(str(trace := folder / f"rank{rank}.trace.json"))
     if cuda:
         events = json.loads(trace.read_text())["traceEvents"]
-        stats["exposed_communication"] = round(exposed_communication(events)[0], 6)
+        stats["exposed_communication"] = round(exposed_communication(events), 6)
         torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}.memory.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
         return
@@ -272,18 +272,14 @@ def profile_step(out: Path, memory: PeakMemory, rank: int) -> Iterator[dict[str,
     (folder / f"rank{rank}.memory.json").write_text(text)
 
 
-def exposed_communication(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """(seconds of NCCL kernels that no other kernel overlaps, seconds from the first kernel to the
-    end of the last), from the "traceEvents" of a Chrome trace."""
+def exposed_communication(events: Iterable[Mapping[str, Any]]) -> float:
+    """Seconds of NCCL kernels that no other kernel overlaps, from the "traceEvents" of a Chrome
+    trace."""
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for e in events:
         if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             spans["nccl" in e["name"].lower()].append((e["ts"], e["ts"] + e["dur"]))
-    all_spans = spans[True] + spans[False]
-    if not all_spans:
-        return 0.0, 0.0
-    total = max(end for _, end in all_spans) - min(start for start, _ in all_spans)
-    return (_union_length(all_spans) - _union_length(spans[False])) / 1e6, total / 1e6
+    return (_union_length(spans[True] + spans[False]) - _union_length(spans[False])) / 1e6
 
 
 def _union_length(spans: list[tuple[float, float]]) -> float:

@@ -36,6 +36,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -143,6 +144,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 stochastic_round_(to, value, generator)
 
 
+@dataclass
 class LossScaler:
     """Dynamic loss scale for fp16, so that small gradients do not underflow (Micikevicius et al.,
     arXiv:1710.03740, 3.2): halved if a gradient overflows, whose step is skipped, and multiplied by
@@ -156,25 +158,18 @@ class LossScaler:
     `finite`.
     """
 
-    MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
-
-    def __init__(
-        self, scale: float = 2.0**16, growth_factor: float = 2.0, growth_interval: int = 2000
-    ):
-        ok = self.MIN_SCALE <= scale <= self.MAX_SCALE
-        _check(ok, f"scale must be in 1 .. 2^24, not {scale}")
-        valid = growth_factor >= 1 and growth_interval >= 1
-        _check(valid, "growth_factor and growth_interval must be >= 1")
-        self.scale, self.good_steps = float(scale), 0
-        self.growth_factor, self.growth_interval = growth_factor, growth_interval
+    scale: float = 2.0**16
+    growth_factor: float = 2.0
+    growth_interval: int = 2000
+    good_steps: int = field(default=0, init=False)
 
     def update(self, finite: bool) -> bool:
         """Update the scale; return whether to take the step."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
-            self.scale = max(self.scale / 2, self.MIN_SCALE)
+            self.scale = max(self.scale / 2, 1.0)
         elif self.good_steps == self.growth_interval:
-            self.scale, self.good_steps = min(self.scale * self.growth_factor, self.MAX_SCALE), 0
+            self.scale, self.good_steps = min(self.scale * self.growth_factor, 2.0**24), 0
         return finite
 
     def state_dict(self) -> dict[str, float]:
