@@ -32491,7 +32491,8 @@ def test_re_restart_generations_are_not_mixed(re_ranks):
 
 
 def test_re_replica_placement():
-    held = [[(1, 5, "a", "f0", 9)], [(1, 5, "b", "f1", 8)], [(1, 5, "a", "f2", 9)], [], []]
+    copy = lambda key, name, size: [RE.CopyInfo((1, 5), key, name, size)]
+    held = [copy("a", "f0", 9), copy("b", "f1", 8), copy("a", "f2", 9), [], []]
     a, b, c = (0, "f0", 9), (1, "f1", 8), (2, "f2", 9)
     keys = ["a", "b", "a", "a", "a"]  # who has its own keeps to it, the others take turns
     assert RE._choose_copies(keys, held) == (1, 5, [a, b, c, c, a])

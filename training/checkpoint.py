@@ -1,9 +1,8 @@
 """Sharded checkpoints, written asynchronously, that load under any other sharding.
 
-A long run on many machines is interrupted often and resumes from its last checkpoint. So: a step
-must not wait for the disk; no rank can hold the full state; the next run may use another
-parallelism or number of ranks; and what a crash, a full disk or a bad disk leaves behind must never
-be loaded as a checkpoint.
+A long run is interrupted often and resumes from its last checkpoint. So: a step must not wait for
+the disk; no rank can hold the full state; the next run may use another parallelism or number of
+ranks; and what a crash, a full disk or a bad disk leaves behind must never be loaded.
 
     checkpoints = Checkpoints(Path("run"), keep=2)  # on all ranks, together
     if found := checkpoints.newest():  # the newest intact one, verified by sha256
@@ -12,12 +11,11 @@ be loaded as a checkpoint.
     checkpoints.wait()  # at the end; OSError if a save failed
 
 `state` is {name: tensor}. A tensor of which a rank has only parts is a `ShardedTensor` (as in
-Megatron-LM): the chunks (hyperrectangles) of the full tensor that are on this rank, under any
-sharding: an FSDP shard, a rank's columns of two stacked matrices (`regions`), its experts.
-torch.distributed.checkpoint (DCP; ByteCheckpoint, arXiv:2407.20143, describes the same idea) stores
-each chunk with its offsets, and a reader loads the overlap of stored chunks with its own. A chunk
-replicated on several ranks is written by the one with the fewest bytes so far (`assign_writes`):
-under plain data parallelism over P ranks each writes 1/P.
+Megatron-LM): the chunks (hyperrectangles) of the full tensor that are on this rank: an FSDP shard,
+a rank's columns of two stacked matrices (`regions`), its experts. torch.distributed.checkpoint
+(DCP; the idea is that of ByteCheckpoint, arXiv:2407.20143) stores each chunk with its offsets, and
+a reader loads the overlap of stored chunks with its own. A chunk replicated on several ranks is
+written by the one with the fewest bytes so far (`assign_writes`).
 
 save() copies to host memory; a thread with a process group of its own does the rest, as in
 CheckFreq (Mohan et al., FAST 21) and DCP's async_save: DCP writes files to step-00000100.tmp, then
@@ -28,10 +26,10 @@ the optimizer step, waits for the rest of it.
 
 Cost: host memory for a copy of what the rank writes; each byte is written, hashed, and read again
 to verify it on resume. Gain (200 MB, 4 ranks on 2 CPU cores): training waits 38 ms for the copy and
-1 ms with `async_staging`; DCP's async_save, which allocates a new copy and neither verifies nor
-keeps the older checkpoint, 73 ms; gathering to rank 0 and torch.save, 1200. When it loses: with no
-idle core; under a few MB, where torch.save is as good; in a folder that not all ranks can access.
-.metadata is a pickle of DCP's: load only checkpoints that you trust. Hook: none, it takes tensors.
+1 ms with `async_staging`; DCP's async_save, which allocates a new copy and does not verify it, 73.
+When it loses: with no idle core; under a few MB, where torch.save is as good; in a folder that not
+all ranks can access. .metadata is a pickle of DCP's: load only checkpoints that you trust. Hook:
+none, it takes tensors.
 
 Equivalence (test_all.py): saved under one sharding and loaded under any other, on another number of
 ranks, every tensor is bit for bit the same; after kill -9 at random moments of saves an intact

@@ -1,11 +1,10 @@
 """Training data: packing, tokenizing and mixing text, chats and preference pairs into token rows.
 
 A step needs (B, T + 1) ids, but documents vary in length. Splitting one concatenated stream into
-rows (`get_batch`) fills every row but splits documents; one document per row, padded or truncated,
-wastes most of the row or loses the end. Best-fit packing (Ding et al., arXiv:2404.10830) is bin
-packing: documents longer than a row are split into pieces, then every piece, longest first, goes
-whole into the fullest row that still has room for it. No token is lost, almost nothing is padding,
-and no document shorter than a row is split.
+rows (`get_batch`) splits documents; one document per row, padded or truncated, wastes most of the
+row or loses the end. Best-fit packing (Ding et al., arXiv:2404.10830) is bin packing: documents
+longer than a row are split into pieces, then every piece, longest first, goes whole into the
+fullest row that still has room for it. No token is lost, and almost nothing is padding.
 
 Targets and document boundaries are encoded in the values, so that a row is a single tensor in
 files, batches and micro-batches (`decode` is the definition):
@@ -20,15 +19,13 @@ files, batches and micro-batches (`decode` is the definition):
 
 `tokenize` streams documents through worker processes and writes shards, each atomically and from
 its own documents only: memory is bounded, a killed run continues after the last shard, and `Shards`
-reads finished shards while others are written. `Stream.rows(step, indices)` is a pure function of
-the seed, the step, the sample's index in its batch, and the files: no state to save, the same rows
-on any number of ranks.
+reads finished shards while others are written. `Stream.rows` is a pure function of seed, step,
+sample index and files: no state to save, the same rows on any number of ranks.
 
 Gain: with rows of 2048 tokens and documents about as long as web pages, best fit fills 99.9%, one
-document per row 31%; one stream splits a quarter of the documents that would fit a row. Cost:
-seconds of packing for a million documents; 4 bytes per token on disk. When it loses: if few
-documents are shorter than a row; if attention ignores positions, documents attend to each other; a
-sorted source (by site, by date) stays roughly sorted in its first epoch.
+document per row 31%. Cost: seconds of packing for a million documents; 4 bytes per token on disk.
+When it loses: if few documents are shorter than a row; if attention ignores positions, documents
+attend to each other; a sorted source stays roughly sorted in its first epoch.
 
 Hook: positions. Equivalence (test_all.py): decoded rows hold every prediction of every document
 once, with its own position, under any packing; and a shard folder is the same to the byte with 0, 1
@@ -55,7 +52,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -351,9 +348,9 @@ def tokenize(
 
     make_encode is pickled and called once in each of `workers` processes (0: once, in this one).
     delimiters: token ids around each document. pack: best-fit packing, else windows. about (JSON):
-    what else the rows depend on, data and tokenizer; a folder written with the same values is
-    continued after its last shard, or kept if finished; any other is emptied. ValueError: a
-    document cannot be encoded (by name), a worker died, or another process is writing the folder.
+    what else the rows depend on. A folder written with the same values is continued after its last
+    shard, or kept if finished; any other is emptied. ValueError if a document cannot be encoded, a
+    worker dies, or another process is writing the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     own = {"seq_len": seq_len, "pack": pack, "shard_tokens": shard_tokens, "ends": delimiters}
@@ -371,9 +368,11 @@ def tokenize(
         try:
             return _write_shards(documents, make_encode, folder, workers, about)
         except Exception as e:  # recorded for readers on other ranks, and raised
+            if "DataLoader worker" in str(e):  # raised anywhere, by torch's handler of SIGCHLD
+                e = ValueError("a tokenizing worker died (out of memory?); use fewer --workers")
             with suppress(OSError):
                 (folder / FAILED).write_text(f"{e}\n", encoding="utf-8")
-            raise
+            raise e from None
 
 
 def _write_shards(
@@ -417,20 +416,10 @@ def _encode_documents(
         _EncodedChunks(make_encode), sampler=_chunks(documents), batch_size=None, collate_fn=list,
         worker_init_fn=_ignore_interrupts, generator=torch.Generator(), **options,
     )  # fmt: skip
-    chunks = iter(loader)
-    while True:
-        try:
-            encoded = next(chunks, None)
-        except RuntimeError:
-            raise ValueError(
-                "a tokenizing worker died (out of memory?); start again with fewer --workers"
-            ) from None
-        if encoded is None:
-            return
-        for ids in encoded:
-            if isinstance(ids, ValueError):
-                raise ids
-            yield ids
+    for ids in chain.from_iterable(loader):
+        if isinstance(ids, ValueError):
+            raise ids
+        yield ids
 
 
 class _EncodedChunks(Dataset):
@@ -550,10 +539,10 @@ class Rows:
 class Shards:
     """Memory-mapped rows of a folder that tokenize writes or has written, as a source of Stream.
 
-    Reading a row that is not written yet waits for it. ValueError if the writer failed, or if there
-    has been no writer for `timeout` seconds. about: values that the folder's about.json must have,
-    also waited for. block: number of shards shuffled together in the first epoch. The file system
-    must be shared by all ranks, with locks; else write a folder on each node.
+    Reading a row waits until it is written. ValueError if the writer failed, or if there has been
+    none for `timeout` seconds. about: values that the folder's about.json must have, also waited
+    for. block: number of shards shuffled together in the first epoch. The file system must be
+    shared by all ranks, with locks; else write a folder on each node.
     """
 
     def __init__(

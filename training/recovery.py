@@ -52,7 +52,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,9 +72,16 @@ def _check(condition: bool, message: str) -> None:
 # --------------------------------------------------------------------------------------------------
 
 CHUNK = 32 * 2**20  # bytes per message
-# restart generation, step, key, file name, bytes
-CopyInfo = tuple[int, int, str, str, int]
 Plan = list[tuple[int, str, int]]  # per rank: (rank that has its state, file name, bytes)
+
+
+class CopyInfo(NamedTuple):
+    """A file with a copy of the state of the ranks of `key`."""
+
+    version: tuple[int, int]  # restart generation, step
+    key: str
+    name: str
+    size: int  # bytes
 
 
 def _local(t: Tensor) -> Tensor:
@@ -127,13 +134,13 @@ def _choose_copies(
 ) -> tuple[int, int, Plan] | None:
     """(restart generation, step, plan) of the newest state of which every key has a copy of the
     same generation and step."""
-    versions = {copy[:2] for copies in copies_by_rank for copy in copies}
+    versions = {copy.version for copies in copies_by_rank for copy in copies}
     for version in sorted(versions, reverse=True):
         holders: dict[str, dict[int, tuple[int, str, int]]] = {key: {} for key in keys}
         for rank, copies in enumerate(copies_by_rank):
-            for *found, key, name, size in copies:
-                if tuple(found) == version and key in holders:
-                    holders[key].setdefault(rank, (rank, name, size))
+            for copy in copies:
+                if copy.version == version and copy.key in holders:
+                    holders[copy.key].setdefault(rank, (rank, copy.name, copy.size))
         if all(holders.values()):
             plan = []  # a rank without an own copy reads from one of the holders, in turn
             for rank, key in enumerate(keys):
@@ -201,7 +208,7 @@ class MemoryCheckpoint:
             header, _ = torch.load(path, mmap=True)
             if header["world"] == self.world:
                 version = header["generation"], header["step"]
-                copies.append((*version, header["key"], path.name, path.stat().st_size))
+                copies.append(CopyInfo(version, header["key"], path.name, path.stat().st_size))
         self._found = _choose_copies(*zip(*self._gather((self.key, copies))))
         return self._found and self._found[1]
 
