@@ -74,11 +74,6 @@ class LoRALinear(nn.Linear):
         return y + self.scale * F.linear(low, self.lora_b.to(low.dtype))
 
 
-# --------------------------------------------------------------------------------------------------
-# Applying and merging
-# --------------------------------------------------------------------------------------------------
-
-
 def _linears(model: nn.Module, kind: type = nn.Linear) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if isinstance(m, kind)}
 
@@ -164,10 +159,6 @@ def merge_(model: nn.Module) -> nn.Module:
         model.set_submodule(name, plain.train(m.training))
     return model
 
-
-# --------------------------------------------------------------------------------------------------
-# PEFT files
-# --------------------------------------------------------------------------------------------------
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # fields of adapter_config.json that change the forward pass: supported only if absent or empty
@@ -288,7 +279,7 @@ def main() -> None:
     x = torch.randn(dim, dim, device=device)
     print(f"{device}, 4 linears of {dim} x {dim}, {dim} rows, fp32")
     print(f"{'trained':10}{'parameters':>12}{'state MB':>10}{'ms':>9}")
-    for rank in (None, 4, 16, 64):
+    for rank in (None, 4, 64):
         model = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(4))).to(device)
         if rank:
             apply_lora_(model, rank, targets="0123")

@@ -49,10 +49,6 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 4090": 165e12,
 }  # fmt: skip
 
-# --------------------------------------------------------------------------------------------------
-# FLOPs and memory
-# --------------------------------------------------------------------------------------------------
-
 
 def flops_per_token(model: Transformer, seq_len: int, flops_per_weight: int = 6) -> int:
     """FLOPs per token of forward and backward: 6 per matmul weight (of experts, the K of E that a
@@ -117,11 +113,6 @@ def _proc_status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# --------------------------------------------------------------------------------------------------
-# metrics.jsonl
-# --------------------------------------------------------------------------------------------------
-
-
 class Metrics:
     """Appends the rows of a run after step `first` to OUT/metrics.jsonl, flushing each."""
 
@@ -166,11 +157,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
     required = {"step", "loss", "lr"}
     return [row for row in rows if isinstance(row, dict) and required <= row.keys()]
-
-
-# --------------------------------------------------------------------------------------------------
-# Plots
-# --------------------------------------------------------------------------------------------------
 
 
 def pyplot() -> Any:
@@ -236,11 +222,6 @@ def plot_experts(figure: Any, line: Any, heat: Any, rows: list[dict[str, Any]]) 
     image = heat.imshow(shares, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
     heat.set(xlabel="expert", ylabel="MoE layer", title=f"load / mean, step {step}")
     figure.colorbar(image, ax=heat)
-
-
-# --------------------------------------------------------------------------------------------------
-# Profiler
-# --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

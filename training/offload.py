@@ -70,11 +70,6 @@ def _trainable_params(params: Iterable[Any]) -> list[tuple[Parameter, dict[str, 
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Optimizer step in the backward pass
-# --------------------------------------------------------------------------------------------------
-
-
 class OptimizerInBackward:
     """factory([{"params": [p], ...}]) for every parameter p, stepped by the backward pass, which
     leaves p.grad None.
@@ -111,11 +106,6 @@ class OptimizerInBackward:
 
     def zero_grad(self) -> None:
         """No-op: the gradients are already freed."""
-
-
-# --------------------------------------------------------------------------------------------------
-# Optimizer states on the host, in memory or in files
-# --------------------------------------------------------------------------------------------------
 
 
 class _Slot:

@@ -58,11 +58,6 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-# --------------------------------------------------------------------------------------------------
-# bf16 without fp32 master weights
-# --------------------------------------------------------------------------------------------------
-
-
 def stochastic_round_(
     target: Tensor, source: Tensor, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -207,11 +202,6 @@ def learning_rate(
     return peak * (end + (1 - end) * (1 - (done if schedule == "linear" else math.sqrt(done))))
 
 
-# --------------------------------------------------------------------------------------------------
-# Muon for matrices, AdamW for the rest
-# --------------------------------------------------------------------------------------------------
-
-
 class ChainedOptimizer(torch.optim.Optimizer):
     """Several optimizers of disjoint parameters as one: one param_groups, state and state_dict.
 
@@ -263,11 +253,6 @@ def muon_split(
         hidden = p.dim() == 2 and not set(name.split(".")) & set(exclude)
         (matrices if hidden else rest).append((name, p))
     return matrices, rest
-
-
-# --------------------------------------------------------------------------------------------------
-# muP: hyperparameter transfer over widths
-# --------------------------------------------------------------------------------------------------
 
 
 def mup_factors(

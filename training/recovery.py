@@ -67,10 +67,6 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-# --------------------------------------------------------------------------------------------------
-# MemoryCheckpoint
-# --------------------------------------------------------------------------------------------------
-
 CHUNK = 32 * 2**20  # bytes per message
 Plan = list[tuple[int, str, int]]  # per rank: (rank that has its state, file name, bytes)
 
@@ -294,11 +290,6 @@ class MemoryCheckpoint:
         return list(values)
 
 
-# --------------------------------------------------------------------------------------------------
-# Guard
-# --------------------------------------------------------------------------------------------------
-
-
 class Diverged(ValueError):
     """Too many batches were skipped: the weights, the data or the learning rate must change."""
 
@@ -364,11 +355,6 @@ class Guard:
         self.state = dict(state) | {"skipped": list(state["skipped"])}
 
 
-# --------------------------------------------------------------------------------------------------
-# Signals; the store of a restarted run
-# --------------------------------------------------------------------------------------------------
-
-
 def stop_on_signals() -> list[int]:
     """A list to which the first SIGTERM or Ctrl-C appends its number; a second one acts at once."""
     caught: list[int] = []
@@ -409,10 +395,6 @@ def fresh_store(store: dist.Store, rank: int, ranks: int) -> dist.Store:
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
 
-
-# --------------------------------------------------------------------------------------------------
-# Watchdog
-# --------------------------------------------------------------------------------------------------
 
 SAMPLE_INTERVAL = 0.01  # seconds between samples of the watched thread's stack
 MAX_RANKS_LISTED = 16  # in a report
@@ -625,9 +607,8 @@ def main() -> None:
         raise SystemExit("run: torchrun --standalone --nproc-per-node 4 training/recovery.py")
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    root = [tempfile.mkdtemp(dir="/dev/shm") if rank == 0 else None]
-    dist.broadcast_object_list(root)
-    folder, key, state = Path(root[0], str(rank)), f"shard {rank}", {"w": torch.randn(25 * 2**20)}
+    root = tempfile.mkdtemp(dir="/dev/shm")  # one per rank
+    folder, key, state = Path(root), f"shard {rank}", {"w": torch.randn(25 * 2**20)}
     for lost in range(world):
         MemoryCheckpoint(folder, key).put(3, state, {"rank": rank})
         memory, into = MemoryCheckpoint(folder, key), {"w": torch.zeros(25 * 2**20)}
@@ -647,9 +628,7 @@ def main() -> None:
         ms = 1e3 * Timer("run()", globals={"run": run}).timeit(3).median  # as often on all
         if rank == 0:
             print(f"{name:>36}{ms:>9.1f}")
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(root[0])
+    shutil.rmtree(root)
     dist.destroy_process_group()
 
 

@@ -56,11 +56,6 @@ def _check(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
-# --------------------------------------------------------------------------------------------------
-# Shared by both objectives
-# --------------------------------------------------------------------------------------------------
-
-
 def epoch_indices(
     n: int, seed: int, step: int, batch_size: int, local_ids: Sequence[int]
 ) -> list[int]:
@@ -105,11 +100,6 @@ def check_reference(reference: nn.Module | None, model: nn.Module) -> None:
 def target_mask(batch: Tensor) -> Tensor:
     """Mask of the targets of encoded rows: (B, T + 1) -> (B, T)."""
     return decode(batch, packed=False)[1] != IGNORE
-
-
-# --------------------------------------------------------------------------------------------------
-# DPO
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -174,11 +164,6 @@ class DPO:
         (margin, accuracy, n), self.sums = self.sums.tolist(), before
         totals = {"val_loss": loss, "val_reward_margin": margin, "val_accuracy": accuracy}
         return {name: round(x / n, 6) for name, x in totals.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# Rollouts: sampling from the model in training
-# --------------------------------------------------------------------------------------------------
 
 
 class Rollout(NamedTuple):
