@@ -12,8 +12,11 @@ shapes, dtypes and storages but no data. Counted are, as on real ranks:
 - The peak of a step: all storages alive at the same time, model included, at their current size
   (fully_shard frees the memory of storages that stay alive). A GPU's allocator, and libraries on a
   CPU, need some more.
-- Data-dependent shapes: tokens are routed uniformly at random, so that W of E experts get
-  1 - C(E - W, K) / C(E, K) of the tokens; with expert groups it would be fewer.
+Data-dependent shapes: tokens are routed uniformly at random, so that W of E experts get
+1 - C(E - W, K) / C(E, K) of the tokens; with expert groups it would be fewer.
+
+The two trackers are not torch's: MemTracker (torch.distributed._tools) takes one micro-batch per
+step, and CommDebugMode counts calls, not bytes.
 """
 
 from __future__ import annotations
@@ -94,8 +97,7 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, existing: Iterable[Tensor] = ()):
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self.sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]]
-        self.sizes = weakref.WeakKeyDictionary()
+        self.sizes = weakref.WeakKeyDictionary()  # {storage: [bytes]}
         self.original_resize_ = torch.UntypedStorage.resize_
         self.track(existing)
 
@@ -267,6 +269,7 @@ def dry_run(args: TrainConfig, config: ModelConfig) -> str:
     flops_per_weight = 4 if args.lora else 6  # no weight gradients for frozen weights
     flops = flops_per_token(model, T, flops_per_weight) * B * T / world
     rows = B * args.tp * args.cp // world
+    micro = min(rows, args.micro_batch_size)
     loads = "; assumes even expert loads" if config.moe_layers else ""
     table = [
         ("parameters of the model", nbytes(model.parameters()) // 4, nbytes(model.parameters())),
@@ -274,11 +277,7 @@ def dry_run(args: TrainConfig, config: ModelConfig) -> str:
         ("  all-gathered for forward and backward", 0, costs["gathered"]),
         ("gradients, at the end of the step", 0, costs["gradients"]),
         ("optimizer states", 0, costs["optimizer"]),
-        (
-            f"activations of a micro-batch of {min(rows, args.micro_batch_size)}",
-            0,
-            costs["activations"],
-        ),
+        (f"activations of a micro-batch of {micro}", 0, costs["activations"]),
         ("peak of a step", 0, costs["peak"]),
         *((f"sent per step: {' '.join(key)}", *n) for key, n in sorted(sent.items())),
         ("  total", *(sum(column) for column in zip((0, 0), *sent.values()))),

@@ -58,11 +58,8 @@ from parallelism.context_parallel import (
 from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
 from parallelism.pipeline_model import PipelineStages
 from parallelism.pipeline_model import check as check_stages
-from parallelism.quantized_collectives import (
-    QuantizedAllGather,
-    QuantizedReduceScatter,
-    node_groups,
-)
+from parallelism.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+from parallelism.quantized_collectives import node_groups
 from parallelism.zero import DistributedOptimizer
 from training.checkpoint import regions
 from training.chunked_loss import linear_cross_entropy
@@ -137,7 +134,8 @@ class ParallelDims:
         """The indices of this rank's samples of a batch."""
         if self.mesh is None:
             return range(batch_size)
-        return range(*_range_args(self.mesh.dp_rank_and_size, batch_size))
+        rank, size = self.mesh.dp_rank_and_size
+        return range(rank, batch_size, size)
 
     # ---- the model ----
 
@@ -206,10 +204,8 @@ class ParallelDims:
         logits = 4 * args.micro_batch_size * args.seq_len * model.config.vocab_size
         requested = args.output_z_loss > 0 or (rows or 0) > 0
         supported = self.stages is None and type(model.head) is nn.Linear
-        if requested and not supported:
-            raise ValueError(
-                "--set loss_chunk and output_z_loss need a plain head: no --pp and no --qat"
-            )
+        needed = "--set loss_chunk and output_z_loss need a plain head: no --pp and no --qat"
+        _check(supported or not requested, needed)
         if supported and (requested or rows is None and logits >= AUTO_CHUNK_LOGITS):
             model.head.__class__, self.has_chunked_loss = LossHead, True
             model.head.loss_kwargs = dict(chunk=rows, z_loss=args.output_z_loss)
@@ -472,18 +468,12 @@ def modes_within_budget(
 ) -> list[str]:
     """The recomputation modes of the blocks with the least recomputed FLOPs, among those that save
     at most --recompute bytes per micro-batch. Bytes and FLOPs are measured with fake tensors."""
-    costs = {
-        window: _recompute_costs(args, config, i, dtype)
-        for i, window in enumerate(_windows(config))
-    }
+    windows = [config.window(i) for i in range(config.n_layers)]
+    costs = {w: _recompute_costs(args, config, i, dtype) for i, w in enumerate(windows)}
     try:
-        return choose_modes([costs[window] for window in _windows(config)], args.recompute)
+        return choose_modes([costs[window] for window in windows], args.recompute)
     except ValueError as e:
         raise ValueError(f"--recompute {args.recompute}: {e}") from None
-
-
-def _windows(config: ModelConfig) -> list[int | None]:
-    return [config.window(i) for i in range(config.n_layers)]
 
 
 def _recompute_costs(
@@ -512,10 +502,6 @@ def _recompute_costs(
     return costs
 
 
-def _range_args(dp_rank_and_size: tuple[int, int], n: int) -> tuple[int, int, int]:
-    return dp_rank_and_size[0], n, dp_rank_and_size[1]
-
-
 def _new_group(ranks: Tensor) -> Any:
     """The process group of the row of ranks (..., n) that contains this rank. Collective."""
     return dist.new_subgroups_by_enumeration(ranks.flatten(0, -2).tolist())[0]
@@ -537,38 +523,32 @@ def _moe_layers(model: nn.Module) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
+def _check(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
 def check(args: TrainConfig, config: ModelConfig, world: int) -> dict[str, int]:
     """The mesh sizes. ValueError, naming the flag, if they do not fit the ranks, model or batch.
     Which flags exclude each other is in train.py."""
-    tp, cp, ep, copies, node = args.tp, args.cp, args.ep, args.dp_replicate, args.ep_node_size
-    over, shared = f"--tp {tp} x --cp {cp}", tp * cp * args.pp
-    over = f"--pp {args.pp} x {over}" if args.pp > 1 else over
-    if world % shared:
-        raise ValueError(f"{over} = {shared} must divide the {world} ranks that torchrun starts")
+    tp, cp, ep, copies = args.tp, args.cp, args.ep, args.dp_replicate
+    shared, started = tp * cp * args.pp, "ranks that torchrun starts"
+    over = f"--pp {args.pp} x " * (args.pp > 1) + f"--tp {tp} x --cp {cp}"
+    _check(world % shared == 0, f"{over} = {shared} must divide the {world} {started}")
     dp = world // shared
-    if args.dp is not None and args.dp != dp:
-        raise ValueError(
-            f"--dp {args.dp} x {over} = {args.dp * shared}, but torchrun starts {world} ranks"
+    given = f"--dp {args.dp} x {over} = {(args.dp or 1) * shared}"
+    _check(args.dp in (None, dp), f"{given}, but torchrun starts {world} ranks")
+    _check(dp % copies == 0, f"--dp-replicate {copies} must divide the {dp} data-parallel ranks")
+    shards = dp // copies * cp
+    for name, size, over in (("hpz_size", args.hpz_size, shards),
+                             ("ep_node_size", args.ep_node_size, ep)):  # fmt: skip
+        total = f"the {shards} FSDP ranks" if name == "hpz_size" else f"--ep {ep}"
+        _check(
+            size is None or 1 < size < over and over % size == 0,
+            f"--set {name}={size} must divide {total} and be between 1 and {over}",
         )
-    if dp % copies:
-        raise ValueError(f"--dp-replicate {copies} must divide the {dp} data-parallel ranks")
-    hpz, shards = args.hpz_size, dp // copies * cp
-    if hpz is not None and (not 1 < hpz < shards or shards % hpz):
-        raise ValueError(
-            f"--set hpz_size={hpz} must divide the {shards} FSDP ranks, and be between 1 and "
-            f"{shards}"
-        )
-    if shards % ep:
-        ranks = (
-            f"{world} ranks that torchrun starts"
-            if world == shards
-            else f"{shards} ranks of dp x cp"
-        )
-        raise ValueError(f"--ep {ep} must divide the {ranks}")
-    if node is not None and (not 1 < node < ep or ep % node):
-        raise ValueError(
-            f"--set ep_node_size={node} must divide --ep {ep} and be between 1 and {ep}"
-        )
+    ranks = f"{world} {started}" if world == shards else f"{shards} ranks of dp x cp"
+    _check(shards % ep == 0, f"--ep {ep} must divide the {ranks}")
     if ep > 1:
         try:
             Placement.even(config.n_experts, ep)
@@ -576,8 +556,8 @@ def check(args: TrainConfig, config: ModelConfig, world: int) -> dict[str, int]:
             raise ValueError(f"--ep {ep}: {e}") from None
     check_batch(args, dp, world)
     check_model(args, config)
-    if args.optimizer_in_backward and world > 1 and not args.zero:
-        raise ValueError("--set optimizer_in_backward requires --zero with several ranks")
+    reduced = not args.optimizer_in_backward or world == 1 or args.zero
+    _check(reduced, "--set optimizer_in_backward requires --zero with several ranks")
     check_stages(args, config, dp * args.batch_share[0])
     return dict(dp_replicate=copies, dp_shard=dp // copies, cp=cp, tp=tp, pp=args.pp, ep=ep)
 
@@ -586,69 +566,56 @@ def check_batch(args: TrainConfig, dp: int, world: int) -> None:
     """ValueError if the batch cannot be divided over dp groups of ranks with different samples."""
     units = {"dpo": 2, "grpo": args.num_generations}.get(args.task, 1)
     n, jobs = args.batch_size // units, args.batch_share[0]
-    if n % (dp * jobs):
-        what = {1: "sequences", 2: "pairs"}.get(units, "prompts")
-        kind = "groups" if args.replica_groups else "workers"
-        over = f"{jobs} {kind} x " * (jobs > 1) + f"{dp} ranks"
-        text = f"--batch-size {args.batch_size}" + f", {n} {what}," * (units > 1)
-        different = " with different batches" * (dp < world)
-        raise ValueError(f"{text} must be a multiple of the {over}{different}")
+    what = {1: "sequences", 2: "pairs"}.get(units, "prompts")
+    batch = f"--batch-size {args.batch_size}" + f", {n} {what}," * (units > 1)
+    kind = "groups" if args.replica_groups else "workers"
+    over = f"{jobs} {kind} x " * (jobs > 1) + f"{dp} ranks"
+    over += " with different batches" * (dp < world)
+    _check(n % (dp * jobs) == 0, f"{batch} must be a multiple of the {over}")
     rows = args.batch_size // max(1, world // args.cp)
-    if args.optimizer_in_backward and rows > args.micro_batch_size:
-        raise ValueError(
-            "--set optimizer_in_backward steps in every backward pass: set --micro-batch-size to "
-            f"the {rows} sequences of a rank"
-        )
+    _check(
+        not args.optimizer_in_backward or rows <= args.micro_batch_size,
+        "--set optimizer_in_backward steps in every backward pass: set --micro-batch-size to the "
+        f"{rows} sequences of a rank",
+    )
 
 
 def check_model(args: TrainConfig, config: ModelConfig) -> None:
     """ValueError for models that a layout or a setting does not support."""
+    T, cp, depths = args.seq_len, args.cp, config.n_mtp_layers
     sequence = args.tp > 1 and args.sequence_parallel
-    if args.seq_len <= config.n_mtp_layers:
-        raise ValueError(
-            f"--seq-len {args.seq_len} must be greater than the model's {config.n_mtp_layers} MTP "
-            "layers"
-        )
-    if config.n_mtp_layers and (args.cp > 1 or sequence):
-        raise ValueError(
-            "multi-token prediction shifts the sequence, so it cannot be combined with --cp, and "
-            "with --tp it requires --set sequence_parallel=false"
-        )
-    split = any(n > 1 for n in (args.pp, args.tp, args.cp, args.ep))
-    if isinstance(args.recompute, int) and (split or config.moe_layers or config.n_mtp_layers):
-        raise ValueError(
-            "--recompute BYTES requires a dense model without --pp, --tp, --cp, --ep and MTP: use "
-            "selective or full"
-        )
-    if args.mup_base is not None and config.tie_embeddings:
-        raise ValueError("--set mup_base requires an untied head, with its own learning rate")
-    if args.seq_len % (args.cp * 2 * (args.tp if sequence else 1)) and args.cp > 1:
-        raise ValueError(
-            f"--seq-len {args.seq_len} must be a multiple of 2 x --cp {args.cp}"
-            + (f" x --tp {args.tp}" if sequence else "")
-        )
-    if sequence and args.seq_len % args.tp:
-        raise ValueError(
-            f"--seq-len {args.seq_len} must be a multiple of --tp {args.tp}, or use "
-            "--set sequence_parallel=false"
-        )
-    heads = config.n_heads // args.tp
-    if args.cp % args.cp_ulysses or heads % args.cp_ulysses:
-        raise ValueError(
-            f"--cp-ulysses {args.cp_ulysses} must divide --cp {args.cp} and the {heads} heads per "
-            "rank"
-        )
-    kv_heads, ulysses = max(1, config.n_kv_heads // args.tp), args.cp_ulysses
-    if kv_heads % ulysses and ulysses % kv_heads:
-        raise ValueError(
-            f"--cp-ulysses {ulysses} must be a multiple or a divisor of the {kv_heads} key heads "
-            "per rank"
-        )
-    rope = config.rope_scaling or {}
-    if args.cp > 1 and rope.get("rope_type") == "dynamic" and args.seq_len > config.max_seq_len:
-        raise ValueError(
-            f"--cp with dynamic NTK, which depends on the largest position: --seq-len "
-            f"{args.seq_len} must not exceed {config.max_seq_len}"
-        )
-    if args.cp > 1 and config.alibi:
-        raise ValueError("--cp does not support models with ALiBi")
+    _check(T > depths, f"--seq-len {T} must be greater than the model's {depths} MTP layers")
+    _check(
+        not depths or not (cp > 1 or sequence),
+        "multi-token prediction shifts the sequence, so it cannot be combined with --cp, and with "
+        "--tp it requires --set sequence_parallel=false",
+    )
+    plain = not (config.moe_layers or depths) and args.pp == args.tp == cp == args.ep == 1
+    _check(
+        plain or not isinstance(args.recompute, int),
+        "--recompute BYTES requires a dense model without --pp, --tp, --cp, --ep and MTP: use "
+        "selective or full",
+    )
+    untied = args.mup_base is None or not config.tie_embeddings
+    _check(untied, "--set mup_base requires an untied head, with its own learning rate")
+    per_rank = f"--seq-len {T} must be a multiple of"
+    parts, and_tp = cp * 2 * (args.tp if sequence else 1), f" x --tp {args.tp}" * sequence
+    _check(cp == 1 or T % parts == 0, f"{per_rank} 2 x --cp {cp}{and_tp}")
+    either = f"--tp {args.tp}, or use --set sequence_parallel=false"
+    _check(not sequence or T % args.tp == 0, f"{per_rank} {either}")
+    heads, kv_heads = config.n_heads // args.tp, max(1, config.n_kv_heads // args.tp)
+    ulysses = args.cp_ulysses
+    fits = cp % ulysses == 0 and heads % ulysses == 0
+    _check(fits, f"--cp-ulysses {ulysses} must divide --cp {cp} and the {heads} heads per rank")
+    _check(
+        kv_heads % ulysses == 0 or ulysses % kv_heads == 0,
+        f"--cp-ulysses {ulysses} must be a multiple or a divisor of the {kv_heads} key heads per "
+        "rank",
+    )
+    dynamic = (config.rope_scaling or {}).get("rope_type") == "dynamic"
+    _check(
+        cp == 1 or not dynamic or T <= config.max_seq_len,
+        f"--cp with dynamic NTK, which depends on the largest position: --seq-len {T} must not "
+        f"exceed {config.max_seq_len}",
+    )
+    _check(cp == 1 or not config.alibi, "--cp does not support models with ALiBi")

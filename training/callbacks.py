@@ -92,8 +92,21 @@ class Callback:
     def close(self) -> None: ...
 
 
+def _on_each(name: str) -> Any:
+    """A method of Callbacks that calls the method `name` of each callback."""
+
+    def call(self: Callbacks, *args: Any, **kwargs: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, name)(*args, **kwargs)
+
+    return call
+
+
 class Callbacks(Callback):
     """Several callbacks, called in turn."""
+
+    load, phase, after_step = _on_each("load"), _on_each("phase"), _on_each("after_step")
+    failed, finish, close = _on_each("failed"), _on_each("finish"), _on_each("close")
 
     def __init__(self, callbacks: list[Callback], state: TrainState):
         self.callbacks, self.state = callbacks, state
@@ -136,18 +149,6 @@ class Callbacks(Callback):
     def statistics(self) -> dict[str, Any]:
         return {k: x for callback in self.callbacks for k, x in callback.statistics().items()}
 
-    def load(self, found: CheckpointInfo) -> None:
-        for callback in self.callbacks:
-            callback.load(found)
-
-    def phase(self, step: int, name: str) -> None:
-        for callback in self.callbacks:
-            callback.phase(step, name)
-
-    def after_step(self, step: int) -> None:
-        for callback in self.callbacks:
-            callback.after_step(step)
-
     @contextlib.contextmanager
     def dump_on_error(self) -> Iterator[None]:
         try:
@@ -155,18 +156,6 @@ class Callbacks(Callback):
         except RuntimeError:
             self.failed()
             raise
-
-    def failed(self) -> None:
-        for callback in self.callbacks:
-            callback.failed()
-
-    def finish(self, stopped: bool) -> None:
-        for callback in self.callbacks:
-            callback.finish(stopped)
-
-    def close(self) -> None:
-        for callback in self.callbacks:
-            callback.close()
 
 
 class MemoryCheckpoints(Callback):
@@ -354,17 +343,18 @@ class DiLoCoWorker(Callback):
     ):
         self.model, self.layout, self.env = state.model, state.layout, env
         self.checkpoints, self.every, self.is_rank0 = checkpoints, config.diloco, env.rank == 0
-        self.full_params = None if self.layout.mesh is None else {}  # stays {} except on rank 0
+        self.full_params = None if self.layout.mesh is None else {}  # filled on rank 0 alone
         self.gather_full_params()
         if self.is_rank0:
             files = (config.out / f"tokenizer.{kind}" for kind in ("model", "json"))
             content = next(path for path in files if path.exists()).read_bytes()
-            about = {"tokenizer": hashlib.sha256(content).hexdigest()[:8]}
+            same = {"tokenizer": hashlib.sha256(content).hexdigest()[:8]}  # on all workers
             for name in ("seed", "batch_size", "seq_len", "steps", "lr", "diloco_workers"):
-                about["--" + name.replace("_", "-")] = getattr(config, name)
-            where = config.diloco_rendezvous, config.diloco_worker, config.diloco_workers
-            timeout = config.diloco_timeout
-            self.workers = ElasticExchange(*where, timeout=timeout, run_config=about)
+                same["--" + name.replace("_", "-")] = getattr(config, name)
+            self.workers = ElasticExchange(
+                config.diloco_rendezvous, config.diloco_worker, config.diloco_workers,
+                timeout=config.diloco_timeout, run_config=same,
+            )  # fmt: skip
             params = self.full_params
             params = self.model.parameters() if params is None else params.values()
             outer = dict(every=self.every, lr=config.outer_lr, momentum=config.outer_momentum)

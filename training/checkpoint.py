@@ -1,9 +1,8 @@
 """Sharded checkpoints, written asynchronously, that load under any other sharding.
 
-A long run on many machines is interrupted often and resumes from its last checkpoint. So: a step
-must not wait for the disk; no rank can hold the full state; the next run may use another
-parallelism or number of ranks; and what a crash, a full disk or a bad disk leaves behind must never
-be loaded as a checkpoint.
+A long run is interrupted often and resumes from its last checkpoint. So: a step must not wait for
+the disk; no rank can hold the full state; the next run may use another parallelism or number of
+ranks; and what a crash, a full disk or a bad disk leaves behind must never be loaded.
 
     checkpoints = Checkpoints(Path("run"), keep=2)  # on all ranks, together
     if found := checkpoints.newest():  # the newest intact one, verified by sha256
@@ -12,28 +11,25 @@ be loaded as a checkpoint.
     checkpoints.wait()  # at the end; OSError if a save failed
 
 `state` is {name: tensor}. A tensor of which a rank has only parts is a `ShardedTensor` (as in
-Megatron-LM): the chunks (hyperrectangles) of the full tensor that are on this rank, under any
-sharding: an FSDP shard, a rank's columns of two stacked matrices (`regions`), its experts.
-torch.distributed.checkpoint (DCP; ByteCheckpoint, arXiv:2407.20143, describes the same idea) stores
-each chunk with its offsets, and a reader loads the overlap of stored chunks with its own: the files
-do not depend on the writer's parallelism. A chunk replicated on several ranks is copied and written
-by one of them, the one with the fewest bytes so far (`assign_writes`): under plain data parallelism
-over P ranks each writes 1/P.
+Megatron-LM): the chunks (hyperrectangles) of the full tensor that are on this rank: an FSDP shard,
+a rank's columns of two stacked matrices (`regions`), its experts. torch.distributed.checkpoint
+(DCP; the idea is that of ByteCheckpoint, arXiv:2407.20143) stores each chunk with its offsets, and
+a reader loads the overlap of stored chunks with its own. A chunk replicated on several ranks is
+written by the one with the fewest bytes so far (`assign_writes`).
 
 save() copies to host memory; a thread with a process group of its own does the rest, as in
 CheckFreq (Mohan et al., FAST 21) and DCP's async_save: DCP writes files to step-00000100.tmp, then
-sha256, manifest, fsync, one rename. Ranks synchronize after each stage; if one fails (a full disk),
-all raise the same OSError from wait() or the next save(), and older checkpoints are unchanged. With
-`async_staging` the copy, too, overlaps with the next forward and backward pass;
-wait_for_staging(), called before the optimizer step, waits for the rest of it.
+sha256, manifest, fsync, one rename. If a stage fails on one rank (a full disk), all raise the same
+OSError from wait() or the next save(), and older checkpoints are unchanged. With `async_staging`
+the copy, too, overlaps with the next forward and backward pass; wait_for_staging(), called before
+the optimizer step, waits for the rest of it.
 
 Cost: host memory for a copy of what the rank writes; each byte is written, hashed, and read again
 to verify it on resume. Gain (200 MB, 4 ranks on 2 CPU cores): training waits 38 ms for the copy and
-1 ms with `async_staging`; DCP's async_save, which allocates a new copy and neither verifies nor
-keeps the older checkpoint, 73 ms; gathering to rank 0 and torch.save, 1200. When it loses: with no
-idle core, because writing and hashing then slow training down; under a few MB, where torch.save is
-as good; in a folder that not all ranks can access. .metadata is a pickle of DCP's: load only
-checkpoints that you trust. Hook: none, it takes tensors.
+1 ms with `async_staging`; DCP's async_save, which allocates a new copy and does not verify it, 73.
+When it loses: with no idle core; under a few MB, where torch.save is as good; in a folder that not
+all ranks can access. .metadata is a pickle of DCP's: load only checkpoints that you trust. Hook:
+none, it takes tensors.
 
 Equivalence (test_all.py): saved under one sharding and loaded under any other, on another number of
 ranks, every tensor is bit for bit the same; after kill -9 at random moments of saves an intact
@@ -74,6 +70,9 @@ Sizes = tuple[int, ...]  # or offsets
 Block = tuple  # (offsets in the full tensor, index into the local one[, sizes to view that as])
 LocalChunks = dict[str, tuple[Sizes, torch.dtype, dict[Sizes, Sizes]]]  # full, {offsets: sizes}
 
+# DCP warns that there is no process group, which one process does not need
+warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+
 MANIFEST = "manifest.json"
 MAX_CHUNK_BYTES = 64 << 20  # larger chunks are split by rows
 STEP_DIR = re.compile(r"step-(\d{8,})$")
@@ -111,16 +110,9 @@ class ShardedTensor(Tensor):
         tensor = Tensor._make_wrapper_subclass(cls, tuple(shape), **like)
         tensor.local, tensor.chunks = local.detach(), {}
         for offsets, index, *sizes in blocks:
-            chunk, at = tensor.local[index], tuple(offsets)
-            chunk = chunk.view(*sizes) if sizes else chunk
-            inside = chunk.dim() == len(at) == len(shape) and all(
-                0 <= o <= o + n <= whole for o, n, whole in zip(at, chunk.shape, shape)
-            )
-            message = f"{tuple(chunk.shape)} at {at} is not inside {tuple(shape)}"
-            _check(inside, f"blocks: {message}, the shape of the full tensor")
-            _check(at not in tensor.chunks, f"blocks: two begin at {at}")
+            chunk = tensor.local[index].view(*sizes) if sizes else tensor.local[index]
             if chunk.numel() or 0 in shape:
-                tensor.chunks |= _split_rows(at, chunk)
+                tensor.chunks |= _split_rows(tuple(offsets), chunk)
         return tensor
 
     @classmethod
@@ -133,15 +125,12 @@ class ShardedTensor(Tensor):
         return cls(x.to_local(), x.shape, [(c.offsets, ()) for c in x.__create_chunk_list__()])
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = M.TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=M.MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        properties, items = M.TensorProperties(dtype=self.dtype), []
+        for chunk in self.__create_chunk_list__():
+            data = TensorWriteData(chunk, properties, self.size())
+            index = M.MetadataIndex(name, chunk.offsets)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[M.ChunkStorageMetadata]:
         return [M.ChunkStorageMetadata(torch.Size(o), t.shape) for o, t in self.chunks.items()]
@@ -150,8 +139,7 @@ class ShardedTensor(Tensor):
         return self.chunks[tuple(index.offset)]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        offsets = list(self.chunks)
-        return f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, offsets={offsets})"
+        return f"ShardedTensor({tuple(self.shape)}, {self.dtype}, chunks at {list(self.chunks)})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN206
@@ -165,13 +153,10 @@ def regions(shape: Sequence[int], dim_indices: Sequence[Sequence[range]]) -> lis
     >>> regions((8, 6), [[range(0, 2), range(4, 6)]])  # the first halves of two stacked blocks
     [((0, 0), (slice(0, 2), slice(0, 6))), ((4, 0), (slice(2, 4), slice(0, 6)))]
     """
-    message = f"dim_indices: {len(dim_indices)} dimensions, the shape has {len(shape)}"
-    _check(len(dim_indices) <= len(shape), message)
     per_dim = []
     for d, n in enumerate(shape):
         merged: list[range] = []
         for r in dim_indices[d] if d < len(dim_indices) else [range(n)]:
-            _check(r.step == 1 and 0 <= r.start and r.stop <= n, f"dim_indices[{d}]: {r} of {n}")
             if merged and merged[-1].stop == r.start:
                 merged[-1] = range(merged[-1].start, r.stop)
             elif r:
@@ -231,20 +216,10 @@ def read_full_tensors(path: Path, names: Iterable[str] | None = None) -> dict[st
     names = list(saved if names is None else names)
     missing = sorted(set(names) - set(saved))
     _check(not missing, f"{path}: has no tensor {', '.join(missing)}")
-    state = {
-        name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names
-    }
-    _without_dcp_warning(lambda: dcp.load(state, checkpoint_id=path, no_dist=True))
+    empty = lambda meta: torch.empty(meta.size, dtype=meta.properties.dtype)
+    state = {name: empty(saved[name]) for name in names}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
     return state
-
-
-def _without_dcp_warning(run: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """run(), without DCP's warning that there is no process group when none is needed."""
-    if group is not None:  # filters are global to all threads: do not touch them
-        return run()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-        return run()
 
 
 def _digest(path: Path) -> tuple[int, str]:
@@ -253,23 +228,23 @@ def _digest(path: Path) -> tuple[int, str]:
         return path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def _file_error(path: Path, size: int, digest: str) -> str | None:
+    """The error of a corrupt file, or None."""
+    try:
+        found = _digest(path)
+    except OSError as e:
+        return f"{path}: {e.strerror}"
+    if found[0] != size:
+        return f"{path}: has {found[0]} bytes, not {size}"
+    return None if found[1] == digest else f"{path}: its sha256 is not the one in the manifest"
+
+
 def _fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _file_error(path: Path, size: int, digest: str) -> str | None:
-    """The error of a corrupt file, or None."""
-    try:
-        actual = _digest(path)
-    except OSError as e:
-        return f"{path}: {e.strerror}"
-    if actual[0] != size:
-        return f"{path}: has {actual[0]} bytes, not {size}"
-    return None if actual[1] == digest else f"{path}: its sha256 is not the one in the manifest"
 
 
 def _copy_(to: Tensor, chunk: Tensor) -> Tensor:
@@ -360,17 +335,14 @@ class Checkpoints:
         self.copied, self.event, self.gpu = threading.Event(), None, None
         self.copied.set()
         self._run_on_all_or_raise(self._clean_up)
-        self._run_on_all_or_raise(lambda: os.listdir(self.folder))
+        self._run_on_all_or_raise(lambda: os.listdir(self.folder))  # every rank can access it
 
     # -- writing
 
     def save(
-        self,
-        step: int,
-        state: Mapping[str, Tensor],
-        metadata: Mapping[str, Any],
+        self, step: int, state: Mapping[str, Tensor], metadata: Mapping[str, Any],
         async_staging: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy `state` ({name: ShardedTensor, DTensor, or a tensor equal on all ranks}) to host
         memory, begin to write it and `metadata` (JSON) as step-`step`, and return: then the tensors
         may change; with `async_staging` only after wait_for_staging(). Waits for the previous save,
@@ -460,9 +432,7 @@ class Checkpoints:
                 shutil.rmtree(tmp, ignore_errors=True)
 
         def write() -> None:
-            writer = _Writer(tmp)
-            save = partial(dcp.save, staged, storage_writer=writer, process_group=self.group)
-            _without_dcp_warning(save, self.group)
+            dcp.save(staged, storage_writer=_Writer(tmp), process_group=self.group)
 
         def digests() -> dict[str, tuple[int, str]]:
             own = f"__{self.rank}_" if self.rank else ("__0_", ".")
@@ -486,9 +456,8 @@ class Checkpoints:
             return
         if missing := sorted(files.keys() - set(os.listdir(tmp))):
             raise OSError(f"{tmp}: does not have {missing[0]}; all ranks must share this folder")
-        manifest = {"step": step, "about": metadata, "files": dict(sorted(files.items()))}
-        sha256 = _manifest_sha256(json.loads(json.dumps(manifest)))
-        text = json.dumps({**manifest, "sha256": sha256})
+        manifest = {"step": step, "about": metadata, "files": files}
+        text = json.dumps({**manifest, "sha256": _manifest_sha256(manifest)})
         (tmp / MANIFEST).write_text(text, encoding="utf-8")
         _fsync(tmp / MANIFEST)  # DCP has fsynced the others
         _fsync(tmp)
@@ -511,12 +480,10 @@ class Checkpoints:
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.glob("step-*.old"):
-                if old.with_suffix("").exists():
-                    shutil.rmtree(old, ignore_errors=True)
-                else:  # killed between the two renames
+                if not old.with_suffix("").exists():  # killed between the two renames
                     old.rename(old.with_suffix(""))
-            for tmp in self.folder.glob("step-*.tmp"):
-                shutil.rmtree(tmp, ignore_errors=True)
+            for left in (*self.folder.glob("step-*.old"), *self.folder.glob("step-*.tmp")):
+                shutil.rmtree(left, ignore_errors=True)
 
     # -- reading
 
@@ -538,11 +505,8 @@ class Checkpoints:
             if self.rank == 0:
                 for error in errors:
                     print(f"skipped corrupt checkpoint of step {step}: {error}", file=sys.stderr)
-        _check(
-            not steps,
-            f"{self.folder}: all {len(steps)} checkpoints are corrupt; restore one from a copy, or "
-            "start a new run in another folder",
-        )
+        corrupt = f"{self.folder}: all {len(steps)} checkpoints are corrupt"
+        _check(not steps, f"{corrupt}; restore a copy, or start a new run in another folder")
         return None
 
     def _find_errors(self, path: Path) -> list[str]:
@@ -582,7 +546,7 @@ class Checkpoints:
         present = {name: tensor for name, tensor in tensors.items() if name in saved}
         read = partial(dcp.load, present, checkpoint_id=found.path, process_group=self.group)
         try:
-            self._run_on_all_or_raise(lambda: _without_dcp_warning(read, self.group))
+            self._run_on_all_or_raise(read)
         except OSError as e:
             raise ValueError(f"{found.path}: cannot be read: {e}") from None
 
@@ -625,37 +589,33 @@ def main() -> None:
         raise SystemExit("run: torchrun --standalone --nproc-per-node 4 training/checkpoint.py")
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    folders = [tempfile.mkdtemp(dir=".") if rank == 0 else None]
-    dist.broadcast_object_list(folders)
+    folder = [tempfile.mkdtemp(dir=".") if rank == 0 else None]
+    dist.broadcast_object_list(folder)
     gpus, n = torch.cuda.device_count(), 6000 // world
     full = torch.arange(float(n * world) ** 2, device=f"cuda:{rank % gpus}" if gpus else "cpu")
     full = full.view(n * world, n * world)
     rows, columns = (full.narrow(dim, n * rank, n).clone() for dim in (0, 1))
     state = {"x": ShardedTensor(rows, full.shape, [((n * rank, 0), ())])}
     part = ShardedTensor(torch.zeros_like(columns), full.shape, [((0, n * rank), ())])
-    checkpoints = Checkpoints(Path(folders[0]))
-    checkpoints.save(1, state, {})
+    checkpoints = Checkpoints(Path(folder[0]))
+    checkpoints.save(1, state, {})  # the first save allocates buffers
     checkpoints.load(checkpoints.newest(), {"x": part})
     assert torch.equal(part.local, columns)
-    # DCP's async_save does not copy subclasses of Tensor
-    peer = partial(dcp.async_save, {f"x.{rank}": rows}, process_group=dist.new_group())
-    futures: list[Any] = []
     for name, save in {
-        "save": lambda step: checkpoints.save(step, state, {}),
-        "save, async_staging": lambda step: checkpoints.save(step, state, {}, async_staging=True),
-        "dcp.async_save": lambda step: futures.append(peer(checkpoint_id=f"{folders[0]}/{step}")),
+        "save": lambda: checkpoints.save(2, state, {}),
+        "save, async_staging": lambda: checkpoints.save(3, state, {}, async_staging=True),
+        "torch.save": lambda: torch.save(rows, f"{folder[0]}/{rank}"),
     }.items():
-        for step in (2, 3):  # the first allocates buffers
-            checkpoints.wait(), dist.barrier()
-            start = time.perf_counter()
-            save(step)
-            ms = 1e3 * (time.perf_counter() - start)
-            [future.result() for future in futures]
+        dist.barrier()
+        start = time.perf_counter()
+        save()
+        ms = 1e3 * (time.perf_counter() - start)
+        checkpoints.wait()
         if rank == 0:
             print(f"{name:>20}{ms:>8.1f} ms for {full.nbytes / 1e6:.0f} MB on {world} ranks")
-    checkpoints.wait(), dist.barrier()
+    dist.barrier()
     if rank == 0:
-        shutil.rmtree(folders[0])
+        shutil.rmtree(folder[0])
     dist.destroy_process_group()
 
 

@@ -1,11 +1,10 @@
 """Training data: packing, tokenizing and mixing text, chats and preference pairs into token rows.
 
 A step needs (B, T + 1) ids, but documents vary in length. Splitting one concatenated stream into
-rows (`get_batch`) fills every row but splits documents; one document per row, padded or truncated,
-wastes most of the row or loses the end. Best-fit packing (Ding et al., arXiv:2404.10830) is bin
-packing: documents longer than a row are split into pieces, then every piece, longest first, goes
-whole into the fullest row that still has room for it. No token is lost, almost nothing is padding,
-and no document shorter than a row is split.
+rows (`get_batch`) splits documents; one document per row, padded or truncated, wastes most of the
+row or loses the end. Best-fit packing (Ding et al., arXiv:2404.10830) is bin packing: documents
+longer than a row are split into pieces, then every piece, longest first, goes whole into the
+fullest row that still has room for it. No token is lost, and almost nothing is padding.
 
 Targets and document boundaries are encoded in the values, so that a row is a single tensor in
 files, batches and micro-batches (`decode` is the definition):
@@ -18,19 +17,15 @@ files, batches and micro-batches (`decode` is the definition):
     documents -> tokenize -> folder of shards -> Shards \
     chats -> chat_rows, pairs -> preference_rows -> Rows -> Stream.rows(step, indices) -> decode
 
-`tokenize` streams documents through worker processes, in order, and writes shards, each atomically
-and from its own documents only. So memory is bounded, a killed run continues after the last shard,
-and `Shards`, in this process (with tokenize in a thread) or on another rank, reads finished shards
-and waits for the others. `Stream.rows(step, indices)` is a pure function of the seed, the step, the
-sample's index in its batch, and the files: no state to save, the same rows on any number of ranks.
+`tokenize` streams documents through worker processes and writes shards, each atomically and from
+its own documents only: memory is bounded, a killed run continues after the last shard, and `Shards`
+reads finished shards while others are written. `Stream.rows` is a pure function of seed, step,
+sample index and files: no state to save, the same rows on any number of ranks.
 
 Gain: with rows of 2048 tokens and documents about as long as web pages, best fit fills 99.9%, one
-document per row 31%; one stream fills rows as well but splits a quarter of the documents that would
-fit a row. Cost: bin packing, seconds for a million documents; 4 bytes per token on disk. When it
-loses: if few documents are shorter than a row, there is nothing to gain; if attention ignores
-positions, documents attend to each other; a sorted source (by site, by date) stays roughly sorted
-in its first epoch. In chats each turn is encoded separately, as in generation: `encode` must add
-nothing in front (no BOS, no space).
+document per row 31%. Cost: seconds of packing for a million documents; 4 bytes per token on disk.
+When it loses: if few documents are shorter than a row; if attention ignores positions, documents
+attend to each other; a sorted source stays roughly sorted in its first epoch.
 
 Hook: positions. Equivalence (test_all.py): decoded rows hold every prediction of every document
 once, with its own position, under any packing; and a shard folder is the same to the byte with 0, 1
@@ -45,7 +40,6 @@ import fcntl
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import signal
@@ -58,13 +52,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
+from torch.utils.data import DataLoader, Dataset
 
 BOS, EOS = 1, 2  # of tokenizers trained by dataset.train_tokenizer
 DELIMITERS = (BOS,), (EOS,)  # tokens before and after a document
@@ -92,9 +87,7 @@ def _check(condition: Any, message: str) -> None:
 
 def read_documents(data: str | None) -> list[Document]:
     """The documents of --data: a text file, a folder of them, or JSONL with "text"; by default the
-    source of Python's standard library without tests. In a fixed order. ValueError if there is no
-    text.
-    """
+    source of Python's standard library without tests. In a fixed order."""
     return list(stream_documents(data))
 
 
@@ -109,15 +102,12 @@ def stream_documents(data: str | None) -> Iterator[Document]:
     else:
         whole = _text(path) or ""  # split, so that part of a single file can be for validation
         documents = ((f"{i}", whole[i : i + 8192]) for i in range(0, len(whole), 8192))
-    is_empty = True
+    found = False
     for name, text in documents:
         if text.strip():
-            is_empty = False
+            found = True
             yield name, text
-    if is_empty:
-        raise ValueError(
-            f'--data {path}: holds no text (UTF-8 files, or JSONL lines with a "text" field)'
-        )
+    _check(found, f'--data {path}: holds no text (UTF-8 files, or JSONL lines with "text")')
 
 
 def _text(path: Path) -> str | None:
@@ -160,10 +150,9 @@ def _objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _jsonl(path: Path) -> Iterator[Document]:
     for where, found in _objects(path, 'a "text" field'):
         _check("text" in found, f'{where} is not a JSON object with a "text" field')
-        text = found["text"]
-        kind = type(text).__name__
+        kind = type(found["text"]).__name__
         _check(kind == "str", f'{where}: "text" must be a string, not {kind}')
-        yield where.rpartition(" ")[2], text
+        yield where.rpartition(" ")[2], found["text"]
 
 
 def is_validation(name: str) -> bool:
@@ -218,29 +207,24 @@ def write_tokens(
 
 def read_tokens(path: Path) -> Tensor:
     """The file of write_tokens, memory-mapped, (n,) int32."""
-    return torch.from_file(
-        str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32
-    )
+    size = path.stat().st_size // 4
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.int32)
 
 
 def get_batch(
     tokens: Tensor, seed: int, step: int, indices: Iterable[int], batch_size: int, seq_len: int
 ) -> Tensor:
-    """Samples `indices` of the batch of `step`: (len(indices), seq_len + 1); inputs and targets
-    overlap.
+    """Samples `indices` of the batch of `step`: (len(indices), seq_len + 1).
 
-    A pure function of its arguments. Sample g = step * batch_size + index is the g-th window of an
-    infinite sequence of epochs; each epoch splits the tokens into windows at a random offset and
-    shuffles them, so that every window is seen once per epoch.
+    Sample g = step * batch_size + index is the g-th window of an infinite sequence of epochs; each
+    epoch splits the tokens into windows at a random offset and shuffles them.
     """
     n = (len(tokens) - 1) // seq_len - 1  # windows per epoch, with room for the offset
     rows, shuffled = [], {}
     for g in (step * batch_size + i for i in indices):
         epoch, i = divmod(g, max(n, 1))
         if epoch not in shuffled:
-            rng = torch.Generator().manual_seed(  # which uses the low 32 bits only
-                seed * 1_000_003 + epoch
-            )
+            rng = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
             offset = int(torch.randint(seq_len, (), generator=rng)) if n > 0 else 0
             shuffled[epoch] = offset, torch.randperm(max(n, 1), generator=rng)
         offset, order = shuffled[epoch]
@@ -364,9 +348,9 @@ def tokenize(
 
     make_encode is pickled and called once in each of `workers` processes (0: once, in this one).
     delimiters: token ids around each document. pack: best-fit packing, else windows. about (JSON):
-    what else the rows depend on, data and tokenizer; a folder written with the same values is
-    continued after its last shard, or kept if finished; any other is emptied. ValueError: a
-    document cannot be encoded (by name), a worker died, or another process is writing the folder.
+    what else the rows depend on. A folder written with the same values is continued after its last
+    shard, or kept if finished; any other is emptied. ValueError if a document cannot be encoded, a
+    worker dies, or another process is writing the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     own = {"seq_len": seq_len, "pack": pack, "shard_tokens": shard_tokens, "ends": delimiters}
@@ -384,9 +368,11 @@ def tokenize(
         try:
             return _write_shards(documents, make_encode, folder, workers, about)
         except Exception as e:  # recorded for readers on other ranks, and raised
+            if "DataLoader worker" in str(e):  # raised anywhere, by torch's handler of SIGCHLD
+                e = ValueError("a tokenizing worker died (out of memory?); use fewer --workers")
             with suppress(OSError):
                 (folder / FAILED).write_text(f"{e}\n", encoding="utf-8")
-            raise
+            raise e from None
 
 
 def _write_shards(
@@ -422,39 +408,36 @@ def _write_shards(
 def _encode_documents(
     documents: Iterable[Document], make_encode: Callable[[], BatchEncode], workers: int
 ) -> Iterator[bytearray]:
-    """Each document as int32 ids, in order. A worker has one chunk at a time and gets the next one
-    before its result is consumed."""
-    if workers == 0:
-        encode = make_encode()
-        for chunk in _chunks(documents):
-            yield from _encode_chunk(encode, chunk)
-        return
-    context, n = multiprocessing.get_context("spawn"), 0  # safe with threads and CUDA
-    pipes, processes = [], []
-    try:
-        for _ in range(workers):
-            parent_end, child_end = context.Pipe()
-            args = make_encode, child_end
-            processes.append(context.Process(target=_worker_loop, args=args, daemon=True))
-            processes[-1].start()
-            child_end.close()
-            pipes.append(parent_end)
-        for n, chunk in enumerate(_chunks(documents), 1):
-            pipe = pipes[(n - 1) % workers]
-            encoded = _receive(pipe) if n > workers else []
-            pipe.send(chunk)
-            yield from encoded
-        for i in range(max(0, n - workers), n):
-            yield from _receive(pipes[i % workers])
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        raise ValueError(
-            "a tokenizing worker died (out of memory?); start again with fewer --workers"
-        ) from None
-    finally:
-        for pipe, process in zip(pipes, processes):
-            pipe.close()
-            process.terminate()
-            process.join()
+    """Each document as int32 ids, in order."""
+    options: dict[str, Any] = {}
+    if workers:  # spawned: safe with threads and CUDA
+        options = dict(num_workers=workers, multiprocessing_context="spawn", prefetch_factor=1)
+    loader = DataLoader(
+        _EncodedChunks(make_encode), sampler=_chunks(documents), batch_size=None, collate_fn=list,
+        worker_init_fn=_ignore_interrupts, generator=torch.Generator(), **options,
+    )  # fmt: skip
+    for ids in chain.from_iterable(loader):
+        if isinstance(ids, ValueError):
+            raise ids
+        yield ids
+
+
+class _EncodedChunks(Dataset):
+    """A DataLoader's data set whose "indices" are the chunks of documents to encode."""
+
+    def __init__(self, make_encode: Callable[[], BatchEncode]):
+        self.make_encode, self.encode = make_encode, None
+
+    def __getitem__(self, chunk: list[Document]) -> list[bytearray | ValueError]:
+        try:
+            self.encode = self.encode or self.make_encode()
+            return _encode_chunk(self.encode, chunk)
+        except Exception as e:  # returned, because DataLoader adds a traceback to what is raised
+            return [ValueError(f"{e}")]
+
+
+def _ignore_interrupts(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
 
 
 def _chunks(documents: Iterable[Document], characters: int = 1 << 19) -> Iterator[list[Document]]:
@@ -485,33 +468,6 @@ def _with_delimiters(make_encode: Callable[[], BatchEncode], delimiters: Delimit
     """make_encode(), with delimiters added around each document."""
     encode, (before, after) = make_encode(), delimiters
     return lambda texts: [[*before, *ids, *after] for ids in encode(texts)]
-
-
-def _worker_loop(make_encode: Callable[[], BatchEncode], pipe: Any) -> None:
-    """A worker: receives chunks, sends encoded documents or a ValueError, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
-    encode = None
-    try:
-        while True:
-            chunk = pipe.recv()
-            try:
-                encode = encode or make_encode()
-                result = _encode_chunk(encode, chunk)
-            except Exception as e:
-                result = ValueError(f"{e}")
-            pipe.send(result)
-    except (EOFError, OSError):  # the parent has closed the pipe or died
-        return
-
-
-def _receive(pipe: Any) -> list[bytearray]:
-    try:
-        result = pipe.recv()
-    except OSError:  # the worker was killed while it was sending
-        raise EOFError from None
-    if isinstance(result, ValueError):
-        raise result
-    return result
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -583,10 +539,10 @@ class Rows:
 class Shards:
     """Memory-mapped rows of a folder that tokenize writes or has written, as a source of Stream.
 
-    Reading a row that is not written yet waits for it. ValueError if the writer failed, or if there
-    has been no writer for `timeout` seconds. about: values that the folder's about.json must have,
-    also waited for. block: number of shards shuffled together in the first epoch. The file system
-    must be shared by all ranks, with locks; else write a folder on each node.
+    Reading a row waits until it is written. ValueError if the writer failed, or if there has been
+    none for `timeout` seconds. about: values that the folder's about.json must have, also waited
+    for. block: number of shards shuffled together in the first epoch. The file system must be
+    shared by all ranks, with locks; else write a folder on each node.
     """
 
     def __init__(
@@ -605,12 +561,12 @@ class Shards:
         self._refresh()
 
     def _wait(self, ready: Callable[[], bool], what: str = "is not finished") -> None:
-        since = time.monotonic()
+        since, failed = time.monotonic(), self.folder / FAILED
         while not ready():
             if _has_writer(self.folder):
                 since = time.monotonic()
-            elif time.monotonic() - since > self.timeout:
-                failed, why = self.folder / FAILED, f"no process is writing it, and it {what}"
+            elif failed.exists() or time.monotonic() - since > self.timeout:
+                why = f"no process is writing it, and it {what}"
                 if failed.exists():
                     why = f"its writer failed: {failed.read_text(encoding='utf-8').strip()}"
                 raise ValueError(f"{self.folder}: {why}; tokenize again, which continues from here")
@@ -624,9 +580,9 @@ class Shards:
         for path in sorted(self.folder.glob("*.rows"))[len(self.maps) :]:
             self.maps.append(read_tokens(path).view(-1, self.width))
             self.row_offsets.append(self.row_offsets[-1] + len(self.maps[-1]))
-        if index is not None and index["rows"] != self.row_offsets[-1]:
-            found = f"{self.folder}: has {self.row_offsets[-1]} rows of the {index['rows']} written"
-            raise ValueError(f"{found}; delete the folder to rebuild")
+        have, written = self.row_offsets[-1], index["rows"] if index else None
+        error = f"{self.folder}: has {have} of the {written} rows written; delete it to rebuild"
+        _check(written in (None, have), error)
         self.index = index
 
     def _shard(self, i: int) -> int | None:
@@ -896,31 +852,28 @@ def _messages(given: str | Messages, role: str) -> Messages:
 
 def check() -> None:
     """Packed rows hold every prediction once, each after its own document alone."""
-    rng, T = torch.Generator().manual_seed(0), 32
-    lengths = torch.randint(2, 100, (200,), generator=rng).tolist()
-    documents = [torch.randint(3, 99, (n,), generator=rng, dtype=torch.int32) for n in lengths]
+    documents = [torch.randint(3, 99, (n,), dtype=torch.int32) for n in range(2, 99)]
     found, wanted = [], []
-    for inputs, targets, positions in zip(*decode(pack_rows(documents, T).long(), packed=True)):
+    for inputs, targets, positions in zip(*decode(pack_rows(documents, 32).long(), packed=True)):
         for t in (targets != IGNORE).nonzero()[:, 0].tolist():
             found.append((*inputs[t - positions[t] : t + 1].tolist(), int(targets[t])))
     for ids in map(torch.Tensor.tolist, documents):
-        wanted += [tuple(ids[(i - 1) // T * T : i + 1]) for i in range(1, len(ids))]
+        wanted += [tuple(ids[(i - 1) // 32 * 32 : i + 1]) for i in range(1, len(ids))]
     assert sorted(found) == sorted(wanted)
 
 
 def main() -> None:
     """How full rows of 2048 are, for documents as long as web pages: log-normal, median 400."""
     check()
-    T, rng = 2048, torch.Generator().manual_seed(0)
-    lengths = (torch.randn(20_000, generator=rng) * 1.2 + 6).exp().clamp(2, 100_000).int()
-    documents = [torch.full((n,), 3, dtype=torch.int32) for n in lengths.tolist()]
+    lengths = (torch.randn(20_000) * 1.2 + 6).exp().clamp(2, 100_000).int().tolist()
+    documents = [torch.full((n,), 3, dtype=torch.int32) for n in lengths]
     print(
-        f"{len(documents)} documents, rows of {T}\n{'':>16}{'rows':>9}{'filled':>9}{'rows/s':>10}"
+        f"{len(documents)} documents, rows of 2048\n{'':>16}{'rows':>9}{'filled':>9}{'rows/s':>10}"
     )
     for name, make in {
-        "best fit": lambda: pack_rows(documents, T),
-        "one per row": lambda: pack_rows(documents, T, one_per_row),
-        "one stream": lambda: window_rows(documents, T),
+        "best fit": lambda: pack_rows(documents, 2048),
+        "one per row": lambda: pack_rows(documents, 2048, one_per_row),
+        "one stream": lambda: window_rows(documents, 2048),
     }.items():
         seconds, rows = Timer("make()", globals={"make": make}).timeit(1).median, make()
         filled = ((rows[:, 1:] >= 0) & (rows[:, 1:] < START)).float().mean()

@@ -55,29 +55,16 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=pieces,
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9999,
-            split_digits=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=20000,
-            hard_vocab_limit=False,
-            unk_id=0,
-            bos_id=BOS,
-            eos_id=EOS,
-            pad_id=-1,
-            minloglevel=2,
-        )
+            sentence_iterator=pieces, model_writer=model, model_type="bpe", vocab_size=vocab_size,
+            byte_fallback=True, character_coverage=0.9999, split_digits=True,
+            normalization_rule_name="identity", add_dummy_prefix=False,
+            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+            max_sentence_length=20000, hard_vocab_limit=False,
+            unk_id=0, bos_id=BOS, eos_id=EOS, pad_id=-1, minloglevel=2,
+        )  # fmt: skip
     except RuntimeError as e:
-        raise ValueError(
-            f"--data: too little text to train a tokenizer with {vocab_size} pieces ({e})"
-        ) from None
+        error = f"--data: too little text to train a tokenizer with {vocab_size} pieces ({e})"
+        raise ValueError(error) from None
     return model.getvalue()
 
 
@@ -92,10 +79,7 @@ def prepare_tokenizer(args: TrainConfig, texts: Iterable[str], vocab_size: int) 
         return
     existing = [name for name in TOKENIZER_FILES if (args.init / name).exists()]
     if not {*TOKENIZER_FILES[:2]} & {*existing}:
-        raise ValueError(
-            f"--init {args.init}: has neither tokenizer.model nor tokenizer.json, needed to "
-            "tokenize --data"
-        )
+        raise ValueError(f"--init {args.init}: has neither {' nor '.join(TOKENIZER_FILES[:2])}")
     for name in existing:
         content = (args.init / name).read_bytes()
         write_atomically(args.out / name, lambda tmp: tmp.write_bytes(content))
@@ -112,11 +96,8 @@ def make_encoder(folder: Path, vocab_size: int) -> Callable[[list[str]], list[li
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as e:
         raise ValueError(f"{path}: not a sentencepiece model ({e})") from None
-    if pieces.vocab_size() > vocab_size:
-        raise ValueError(
-            f"{path}: its {pieces.vocab_size()} pieces exceed vocab_size {vocab_size} of "
-            "config.json"
-        )
+    if (n := pieces.vocab_size()) > vocab_size:
+        raise ValueError(f"{path}: its {n} pieces exceed vocab_size {vocab_size} of config.json")
     return pieces.encode
 
 
@@ -145,6 +126,8 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     paths = [s.path for s in data.parse_sources(args.data or ())] or [None]
 
     def write() -> None:
+        for failed in args.out.glob(f"data/*/{data.FAILED}"):  # of an earlier start
+            failed.unlink()
         if not (args.resume and (args.out / "val.tokens").exists()):
             write_token_files(args, config, paths)
 
@@ -161,10 +144,9 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     if env.rank == 0:
         write = partial(write_shards, args, config, folders)
         threading.Thread(target=write, daemon=True).start() if args.workers else write()
-    sources = [  # no timeout: another source may be written first; a failed writer is reported
-        data.Shards(folder, shard_metadata(args, path), timeout=1e9)
-        for path, folder in folders.items()
-    ]
+    # no timeout: another source may be written first; a failed writer is reported
+    open_shards = lambda path: data.Shards(folders[path], shard_metadata(args, path), timeout=1e9)
+    sources = [open_shards(path) for path in folders]
     weights = [s.weight for s in data.parse_sources(args.data or ())] or [1]
     stream = data.Stream(sources, weights, args.seed, B)
     finished = all(source.finished for source in sources)
@@ -190,8 +172,8 @@ def write_token_files(args: TrainConfig, config: ModelConfig, paths: Sequence[st
     write_tokens(args.out / "val.tokens", encode, val, delimiters)
     if args.pack:
         folder, about = args.out / "data" / "held", shard_metadata(args, "held")
-        rest = args.seq_len, True
-        data.tokenize([*enumerate(val)], make, folder, *rest, delimiters=delimiters, about=about)
+        settings = dict(delimiters=delimiters, about=about)
+        data.tokenize([*enumerate(val)], make, folder, args.seq_len, True, **settings)
     if not args.streamed:
         write_tokens(args.out / "train.tokens", encode, train, delimiters)
 
@@ -237,23 +219,18 @@ def load_chat(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[in
     """The chat template, (messages, add_generation_prompt) -> text, and the tokenizer, text -> ids,
     as in generate.py --chat."""
     template, tokenizer = load_chat_template(folder), load_tokenizer(folder)
-
-    def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        return template.render(messages, add_generation_prompt=add_generation_prompt)
-
+    render = lambda messages, start: template.render(messages, add_generation_prompt=start)
     return render, partial(tokenizer.encode, bos=False)
 
 
-def write_shards(
-    args: TrainConfig, config: ModelConfig, folders: Mapping[str | None, Path]
-) -> None:
+def write_shards(args: TrainConfig, config: ModelConfig, folders: Mapping[Any, Path]) -> None:
     """Tokenize the training documents of each source into its folder of shards."""
     make = partial(make_encoder, args.out, config.vocab_size)
     delimiters = document_delimiters(config)
     for path, folder in folders.items():
         train = ((n, text) for n, text in data.stream_documents(path) if not data.is_validation(n))
-        rest, about = (args.seq_len, args.pack, args.workers), shard_metadata(args, path)
-        data.tokenize(train, make, folder, *rest, delimiters=delimiters, about=about)
+        settings = dict(delimiters=delimiters, about=shard_metadata(args, path))
+        data.tokenize(train, make, folder, args.seq_len, args.pack, args.workers, **settings)
 
 
 def shard_metadata(args: TrainConfig, path: str | None) -> dict[str, Any]:
@@ -273,8 +250,6 @@ def open_tokens(args: TrainConfig, name: str, what: str) -> Tensor:
     """Memory-map OUT/NAME.tokens. ValueError if it is shorter than one row."""
     tokens = read_tokens(args.out / f"{name}.tokens")
     if len(tokens) < args.seq_len + 1:
-        raise ValueError(
-            f"--data: {len(tokens)} {what} tokens are too few for --seq-len {args.seq_len}; "
-            "give more text, or reduce --seq-len"
-        )
+        few = f"{len(tokens)} {what} tokens are too few for --seq-len {args.seq_len}"
+        raise ValueError(f"--data: {few}; give more text, or reduce --seq-len")
     return tokens

@@ -43,20 +43,11 @@ from training.config import TrainConfig
 # Dense bf16 matmul peaks in FLOP/s, without sparsity (vendor datasheets). Other devices report no
 # MFU. FP8 peaks are twice these; the MFU of --fp8 is also relative to bf16.
 PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
+    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12,
     "NVIDIA GeForce RTX 4090": 165e12,
-}
-
-# --------------------------------------------------------------------------------------------------
-# FLOPs and memory
-# --------------------------------------------------------------------------------------------------
+}  # fmt: skip
 
 
 def flops_per_token(model: Transformer, seq_len: int, flops_per_weight: int = 6) -> int:
@@ -122,17 +113,15 @@ def _proc_status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# --------------------------------------------------------------------------------------------------
-# metrics.jsonl
-# --------------------------------------------------------------------------------------------------
-
-
 class Metrics:
     """Appends the rows of a run after step `first` to OUT/metrics.jsonl, flushing each."""
 
     def __init__(self, out: Path, first: int, tensorboard: bool = False):
-        truncate_metrics(out / "metrics.jsonl", first)
-        self.file = open(out / "metrics.jsonl", "a", encoding="utf-8")
+        path = out / "metrics.jsonl"
+        if path.exists():  # steps after the last checkpoint will run again
+            keep = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= first]
+            write_atomically(path, lambda tmp: tmp.write_text("".join(keep)))
+        self.file = open(path, "a", encoding="utf-8")
         self.board = None
         if tensorboard:  # purge_step: TensorBoard drops older data from this step on
             self.board = summary_writer()(out / "tensorboard", purge_step=first + 1)
@@ -156,16 +145,8 @@ def summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        fix = "pip install tensorboard"
-        raise ValueError(f"--set tensorboard requires the optional tensorboard: {fix}") from None
+        raise ValueError("--set tensorboard=true needs it: pip install tensorboard") from None
     return SummaryWriter
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drop rows after `step`: steps after the last checkpoint will run again."""
-    if path.exists():
-        keep = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
-        write_atomically(path, lambda tmp: tmp.write_text("".join(keep)))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -178,18 +159,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict) and required <= row.keys()]
 
 
-# --------------------------------------------------------------------------------------------------
-# Plots
-# --------------------------------------------------------------------------------------------------
-
-
 def pyplot() -> Any:
     """matplotlib.pyplot with the file backend. ValueError if it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        fix = "pip install matplotlib"
-        raise ValueError(f"--plot requires the optional matplotlib: {fix}") from None
+        raise ValueError("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -209,20 +184,19 @@ def plot(out: Path) -> Path:
     for axes in (top, middle):
         axes.sharex(bottom)
         axes.label_outer()
-    done = [r for r in rows if "skipped" not in r]
-    top.plot([r["step"] for r in done], [r["loss"] for r in done], lw=0.8, label="training loss")
+    line = lambda axes, name, rows, *style, **options: axes.plot(
+        [r["step"] for r in rows], [r.get(name, math.nan) for r in rows], *style, **options
+    )
+    line(top, "loss", [r for r in rows if "skipped" not in r], lw=0.8, label="training loss")
     for r in rows:
         if "skipped" in r:
             top.axvline(r["step"], color="C3", lw=0.8)
-    validated = [r for r in rows if "val_loss" in r]
-    steps, losses = [r["step"] for r in validated], [r["val_loss"] for r in validated]
-    top.plot(steps, losses, "o-", label="validation loss")
+    line(top, "val_loss", [r for r in rows if "val_loss" in r], "o-", label="validation loss")
     top.set(ylabel="loss (nats per token)")
     top.legend()
-    middle.plot([r["step"] for r in rows], [r["lr"] for r in rows])
+    line(middle, "lr", rows)
     middle.set(ylabel="learning rate")
-    speeds = [r.get("tokens_per_second", math.nan) for r in rows]
-    bottom.plot([r["step"] for r in rows], speeds, lw=0.8)
+    line(bottom, "tokens_per_second", rows, lw=0.8)
     bottom.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
     if expert_axes:
         plot_experts(figure, *expert_axes, rows)
@@ -250,11 +224,6 @@ def plot_experts(figure: Any, line: Any, heat: Any, rows: list[dict[str, Any]]) 
     figure.colorbar(image, ax=heat)
 
 
-# --------------------------------------------------------------------------------------------------
-# Profiler
-# --------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def profile_step(out: Path, memory: PeakMemory, rank: int) -> Iterator[dict[str, Any]]:
     """Profile the body. Writes OUT/profile/rank<N>.trace.json for chrome://tracing or Perfetto and,
@@ -273,28 +242,25 @@ def profile_step(out: Path, memory: PeakMemory, rank: int) -> Iterator[dict[str,
     profiler.export_chrome_trace(str(trace := folder / f"rank{rank}.trace.json"))
     if cuda:
         events = json.loads(trace.read_text())["traceEvents"]
-        stats["exposed_communication"] = round(exposed_communication(events)[0], 6)
+        stats["exposed_communication"] = round(exposed_communication(events), 6)
         torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}.memory.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
         return
-    used = [(e.key, e.count, e.self_cpu_memory_usage) for e in profiler.key_averages()]
-    rows = [dict(op=op, calls=n, bytes=b) for op, n, b in sorted(used, key=lambda u: -u[2]) if b]
+    used = [e for e in profiler.key_averages() if e.self_cpu_memory_usage]
+    used.sort(key=lambda e: -e.self_cpu_memory_usage)
+    rows = [dict(op=e.key, calls=e.count, bytes=e.self_cpu_memory_usage) for e in used]
     text = json.dumps({"peak_memory": memory.bytes(), "operations": rows}, indent=1)
     (folder / f"rank{rank}.memory.json").write_text(text)
 
 
-def exposed_communication(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """(seconds of NCCL kernels that no other kernel overlaps, seconds from the first kernel to the
-    end of the last), from the "traceEvents" of a Chrome trace."""
+def exposed_communication(events: Iterable[Mapping[str, Any]]) -> float:
+    """Seconds of NCCL kernels that no other kernel overlaps, from the "traceEvents" of a Chrome
+    trace."""
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for e in events:
         if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             spans["nccl" in e["name"].lower()].append((e["ts"], e["ts"] + e["dur"]))
-    all_spans = spans[True] + spans[False]
-    if not all_spans:
-        return 0.0, 0.0
-    total = max(end for _, end in all_spans) - min(start for start, _ in all_spans)
-    return (_union_length(all_spans) - _union_length(spans[False])) / 1e6, total / 1e6
+    return (_union_length(spans[True] + spans[False]) - _union_length(spans[False])) / 1e6
 
 
 def _union_length(spans: list[tuple[float, float]]) -> float:
@@ -308,13 +274,9 @@ def _union_length(spans: list[tuple[float, float]]) -> float:
 
 def progress_bar(first: int, steps: int, env: DistEnv) -> tqdm:
     """A progress bar of steps first..steps, shown on rank 0."""
-    return tqdm(
-        initial=first,
-        total=steps,
-        disable=env.rank > 0,
-        mininterval=0.5 if sys.stderr.isatty() else 15,
-        dynamic_ncols=True,
-    )
+    seconds = 0.5 if sys.stderr.isatty() else 15
+    shown = dict(disable=env.rank > 0, mininterval=seconds, dynamic_ncols=True)
+    return tqdm(initial=first, total=steps, **shown)
 
 
 class Throughput:
@@ -346,11 +308,10 @@ def summary(
     args: TrainConfig, model: Transformer, n_tokens: int | None, first: int, env: DistEnv
 ) -> str:
     """One line about the run: parameters, tokens, steps, dtype, device."""
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    step_tokens = args.batch_size * args.seq_len
     if first >= args.steps:
         return f"{args.out}: all {first} steps are done; increase --steps to continue"
-    text = ""
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    step_tokens, text = args.batch_size * args.seq_len, ""
     if n_tokens is not None:
         epochs = args.steps * step_tokens / n_tokens
         text = f" on {n_tokens / 1e6:.2f}M tokens, {epochs:.1f} epochs,"

@@ -4,24 +4,22 @@ With AdamW an fp32 parameter takes 4 bytes of weight, 4 of gradient and 8 of opt
 bf16 one with an fp32 master weight takes 2, 2 and 12. Two ways to reduce that on the device:
 
     OptimizerInBackward   Each parameter's optimizer steps as soon as its gradient is accumulated,
-                          within the backward pass, and frees the gradient: only one or two
-                          gradients exist at a time (LOMO, Lv et al., arXiv:2306.09782, 3.2;
-                          torchtitan has it too).
+                          and frees the gradient: only one or two exist at a time (LOMO, Lv et al.,
+                          arXiv:2306.09782, 3.2; torchtitan has it too).
     OffloadedOptimizer    Master weights and optimizer states are in host memory, and the CPU does
                           the step (ZeRO-Offload, arXiv:2101.06840); or they are in memory-mapped
                           files on a disk, mapped one parameter at a time (ZeRO-Infinity,
-                          arXiv:2104.07857), limited by the size of the disk.
+                          arXiv:2104.07857).
 
-Cost, in backward: the gradients never all exist at once, so no clipping by the global norm, no
-gradient accumulation over micro-batches and no skipped step; the loss must be normalized before
-backward. Cost, offloaded: 2 or 4 bytes per parameter over the bus each way per step, and a step at
-the speed of host memory, or of the disk if the page cache is smaller than the states. When it
-loses: wherever the states fit on the device, or on several (parallelism/zero.py).
+Cost, in backward: no clipping by the global norm, no gradient accumulation over micro-batches and
+no skipped step; the loss must be normalized before backward. Cost, offloaded: 2 or 4 bytes per
+parameter over the bus each way per step, and a step at the speed of host memory, or of the disk if
+the page cache is smaller than the states. When it loses: wherever the states fit on the device, or
+on several (parallelism/zero.py).
 
 `step` copies gradients to the host parameter by parameter, each while the CPU steps the previous
-one, and not from hooks in backward: so the caller can first clip or scale them, or accumulate
-micro-batches on the device. Transfers are staged in two pinned buffers the size of the largest
-parameter.
+one, and not from hooks in backward, so that the caller can first clip or accumulate them. Transfers
+are staged in two pinned buffers the size of the largest parameter.
 
 Hook: parameters' post-accumulate-grad hooks, which fully_shard calls with shards, for the first;
 none for the second. DTensors are stepped as this rank's local shard, so only elementwise optimizers
@@ -72,11 +70,6 @@ def _trainable_params(params: Iterable[Any]) -> list[tuple[Parameter, dict[str, 
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Optimizer step in the backward pass
-# --------------------------------------------------------------------------------------------------
-
-
 class OptimizerInBackward:
     """factory([{"params": [p], ...}]) for every parameter p, stepped by the backward pass, which
     leaves p.grad None.
@@ -113,11 +106,6 @@ class OptimizerInBackward:
 
     def zero_grad(self) -> None:
         """No-op: the gradients are already freed."""
-
-
-# --------------------------------------------------------------------------------------------------
-# Optimizer states on the host, in memory or in files
-# --------------------------------------------------------------------------------------------------
 
 
 class _Slot:
@@ -177,9 +165,8 @@ class _FileState(_HostState):
         return super().has_state() or len(self.names) > 1
 
     def _map(self, name: str) -> Tensor:
-        flat = torch.from_file(
-            f"{self.stem}.{name}", shared=True, size=self.shape.numel(), dtype=torch.float32
-        )
+        size = self.shape.numel()
+        flat = torch.from_file(f"{self.stem}.{name}", shared=True, size=size, dtype=torch.float32)
         return flat.view(self.shape)
 
     def _allocate(self, name: str) -> Tensor:
@@ -188,7 +175,7 @@ class _FileState(_HostState):
         path = Path(f"{self.stem}.{name}")
         path.unlink(missing_ok=True)  # never truncate a file that may still be mapped elsewhere
         with open(path, "wb") as f:
-            if hasattr(os, "posix_fallocate"):
+            if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(f.fileno(), 0, 4 * self.shape.numel())
         self.names.append(name)
         return self._map(name)
@@ -343,39 +330,29 @@ KINDS: dict[str, Callable[[list[Parameter], Path], Any]] = {
 }
 
 
-def train_step(model: torch.nn.Module, x: Tensor, optimizer: Any) -> None:
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def check(width: int = 65, timed: bool = False) -> None:
+    """Weights after 3 steps are bit for bit those of the resident optimizer; ms per step."""
+    device, weights = "cuda" if torch.cuda.is_available() else "cpu", []
+    start = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8))).to(device)
+    x = torch.randn(64, width, device=device)
 
+    def step(model: torch.nn.Module, optimizer: Any) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-def check() -> None:
-    """Weights after 3 steps are bit for bit those of the resident optimizer."""
-    start, x, weights = torch.nn.Linear(33, 65), torch.randn(4, 33), []
-    with tempfile.TemporaryDirectory() as folder:
-        for make in KINDS.values():
-            model = copy.deepcopy(start)
-            optimizer = make(list(model.parameters()), Path(folder))
-            for _ in range(3):
-                train_step(model, x, optimizer)
-            weights.append(model.weight)
-    assert all(torch.equal(w, weights[0]) for w in weights)
-
-
-def main() -> None:
-    check()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    width = 4096 if device == "cuda" else 1024
-    print(f"{device}, 8 linears of {width} x {width}, fp32, fused AdamW: ms per training step")
     for name, make in KINDS.items():
-        layers = [torch.nn.Linear(width, width, device=device) for _ in range(8)]
-        model, x = torch.nn.Sequential(*layers), torch.randn(64, width, device=device)
         with tempfile.TemporaryDirectory() as folder:
-            optimizer = make(list(model.parameters()), Path(folder))
-            run = partial(train_step, model, x, optimizer)
-            ms = 1e3 * Timer("run()", globals={"run": run}).blocked_autorange().median
-        print(f"{name:>12}{ms:>8.1f}")
+            model = copy.deepcopy(start)
+            run = partial(step, model, make(list(model.parameters()), Path(folder)))
+            for _ in range(3):
+                run()
+            weights.append(model[0].weight.detach().clone())
+            assert device == "cuda" or torch.equal(weights[-1], weights[0]), name
+            if timed:
+                ms = 1e3 * Timer("run()", globals={"run": run}).blocked_autorange().median
+                print(f"{name:>12}{ms:>8.1f} ms per step of 8 linears of {width} x {width}, fp32")
 
 
 if __name__ == "__main__":
-    main()
+    check(4096 if torch.cuda.is_available() else 1024, timed=True)

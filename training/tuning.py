@@ -56,11 +56,6 @@ def _check(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
-# --------------------------------------------------------------------------------------------------
-# Shared by both objectives
-# --------------------------------------------------------------------------------------------------
-
-
 def epoch_indices(
     n: int, seed: int, step: int, batch_size: int, local_ids: Sequence[int]
 ) -> list[int]:
@@ -105,11 +100,6 @@ def check_reference(reference: nn.Module | None, model: nn.Module) -> None:
 def target_mask(batch: Tensor) -> Tensor:
     """Mask of the targets of encoded rows: (B, T + 1) -> (B, T)."""
     return decode(batch, packed=False)[1] != IGNORE
-
-
-# --------------------------------------------------------------------------------------------------
-# DPO
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -176,11 +166,6 @@ class DPO:
         return {name: round(x / n, 6) for name, x in totals.items()}
 
 
-# --------------------------------------------------------------------------------------------------
-# Rollouts: sampling from the model in training
-# --------------------------------------------------------------------------------------------------
-
-
 class Rollout(NamedTuple):
     """A completion: its tokens, with the EOS that ended it, and their log-probabilities."""
 
@@ -225,12 +210,9 @@ def _cast_weights_once(model: nn.Module) -> Iterator[None]:
 
 
 def make_engine(
-    model: Any,
-    seq_len: int,
-    *,
-    max_num_seqs: int = 64,
+    model: Any, seq_len: int, *, max_num_seqs: int = 64,
     autocast: Callable[[], Any] = contextlib.nullcontext,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """An Engine on the model in training (not its torch.compile wrapper), for max_num_seqs
     completions at once, of up to seq_len + 1 tokens with their prompts. autocast: that of training;
     the cache has its dtype.
@@ -255,11 +237,9 @@ def make_engine(
 
 
 def generate_rollouts(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    n: int,
+    engine: Engine, prompts: Sequence[list[int]], n: int,
     params: SamplingParams | Sequence[SamplingParams],
-) -> list[Rollout]:
+) -> list[Rollout]:  # fmt: skip
     """Sample n completions per prompt with the current weights, grouped by prompt. params: one for
     all prompts, or one per prompt; n and logprobs are set here. ValueError if a prompt does not
     fit."""
@@ -315,11 +295,9 @@ class GRPO:
         _check(self.updates > 0, f"updates must be 1 or more, not {self.updates}")
         limit = min(self.seq_len + 1, self.engine.capacity) - self.max_new_tokens
         for task in (*self.tasks, *self.validation):
-            n, room = len(task.prompt_ids), f"with max_new_tokens {self.max_new_tokens}"
-            error = (
-                f"prompt {task.prompt[:40]!r} has {n} tokens; {room} it may have from 1 to {limit}"
-            )
-            _check(0 < n <= limit, error)
+            n, prompt = len(task.prompt_ids), f"prompt {task.prompt[:40]!r}"
+            room = f"with max_new_tokens {self.max_new_tokens} it may have from 1 to {limit}"
+            _check(0 < n <= limit, f"{prompt} has {n} tokens; {room}")
         self.rollout_index = None
         if self.kl:
             check_reference(self.reference, self.model)
@@ -334,9 +312,8 @@ class GRPO:
 
     def _generate(self, rollout_index: int) -> None:
         """Sample this rank's completions; set advantages, rows and old log-probabilities."""
-        n_tasks = len(self.tasks)
-        picks = epoch_indices(n_tasks, self.seed, rollout_index, self.batch_size, self.local_ids)
-        tasks = [self.tasks[i] for i in picks]
+        order = len(self.tasks), self.seed, rollout_index, self.batch_size, self.local_ids
+        tasks = [self.tasks[i] for i in epoch_indices(*order)]
         params = [self._params(rollout_index, i) for i in self.local_ids]
         prompts = [task.prompt_ids for task in tasks]
         with self.autocast():
@@ -414,12 +391,11 @@ class GRPO:
     def row(self) -> dict[str, float]:
         stats = self.all_reduce(torch.cat((self.rollout_stats.to(self.sums), self.sums)))
         reward, length, truncated, same, count, kl, clipped, weight = stats.tolist()
-        metrics = {
-            "reward_mean": reward / max(1, count),
-            "completion_length": length / max(1, count),
-            "truncated": truncated / max(1, count),  # completions that reached max_new_tokens
-            "no_signal": same / max(1, count),  # completions of groups with equal rewards
-            "clipped": clipped / max(1e-9, weight),
-        }
-        metrics |= {"kl": kl / max(1e-9, weight)} if self.kl else {}
-        return {name: round(value, 6) for name, value in metrics.items()}
+        # truncated: completions that reached max_new_tokens; no_signal: of groups of equal rewards
+        sums = dict(
+            reward_mean=reward, completion_length=length, truncated=truncated, no_signal=same
+        )
+        row = {name: total / max(1, count) for name, total in sums.items()}
+        row |= {"clipped": clipped / max(1e-9, weight)}
+        row |= {"kl": kl / max(1e-9, weight)} if self.kl else {}
+        return {name: round(value, 6) for name, value in row.items()}
