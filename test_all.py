@@ -31771,6 +31771,21 @@ def test_data_readers_do_not_wait_for_a_dead_writer(data_folder, tmp_path):
     assert 0.1 < time.monotonic() - start < 3
 
 
+def test_data_readers_of_later_sources_hear_of_a_failed_writer(tmp_path, monkeypatch):
+    """--workers: all sources are opened at once, and a thread writes them in turn."""
+
+    def fail(*args, **kwargs):
+        raise ValueError("no space")
+
+    monkeypatch.setattr(DA, "tokenize", fail)
+    (tmp_path / "tokenizer.model").touch()
+    args = SimpleNamespace(out=tmp_path, seq_len=8, pack=False, workers=2)
+    with pytest.raises(ValueError, match="no space"):
+        TX.write_shards(args, tiny(), {"a": tmp_path / "0", "b": tmp_path / "1"})
+    with pytest.raises(ValueError, match="its writer failed: no space"):
+        DA.Shards(tmp_path / "1", timeout=1e9)
+
+
 @pytest.mark.slow
 def test_data_workers_that_fail_or_die(tmp_path):
     """A document that a worker cannot encode is named; for a killed one nobody waits."""

@@ -42,6 +42,7 @@ import codecs
 import functools
 import importlib.metadata
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -619,8 +620,9 @@ class DummyTokenizer(Tokenizer):
         return self.id_to_token(id).encode()
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
     """The tokenizer of a Hugging Face folder: tokenizer.json if it exists, else tokenizer.model."""
+    folder = Path(folder)
     kinds = {"tokenizer.json": JSONTokenizer, "tokenizer.model": SentencePieceTokenizer}
     for name, kind in kinds.items():
         if (folder / name).exists():
@@ -704,9 +706,10 @@ class ChatTemplate:
         raise ValueError(f"{self.source}: the chat template {why}")
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
+def load_chat_template(folder: str | os.PathLike) -> ChatTemplate | None:
     """The chat template of a folder: chat_template.jinja (and additional_chat_templates/*.jinja),
     else chat_template in tokenizer_config.json; None if it has neither."""
+    folder = Path(folder)
     config = TokenizerConfig(folder)
     path = folder / "chat_template.jinja"
     files = {"default": path} if path.exists() else {}

@@ -540,13 +540,12 @@ def check(args: TrainConfig, config: ModelConfig, world: int) -> dict[str, int]:
     _check(args.dp in (None, dp), f"{given}, but torchrun starts {world} ranks")
     _check(dp % copies == 0, f"--dp-replicate {copies} must divide the {dp} data-parallel ranks")
     shards = dp // copies * cp
-    for name, size, over in (("hpz_size", args.hpz_size, shards),
-                             ("ep_node_size", args.ep_node_size, ep)):  # fmt: skip
-        total = f"the {shards} FSDP ranks" if name == "hpz_size" else f"--ep {ep}"
-        _check(
-            size is None or 1 < size < over and over % size == 0,
-            f"--set {name}={size} must divide {total} and be between 1 and {over}",
-        )
+    for name, size, total, what in (
+        ("hpz_size", args.hpz_size, shards, f"the {shards} FSDP ranks"),
+        ("ep_node_size", args.ep_node_size, ep, f"--ep {ep}"),
+    ):
+        ok = size is None or 1 < size < total and total % size == 0
+        _check(ok, f"--set {name}={size} must divide {what} and be between 1 and {total}")
     ranks = f"{world} {started}" if world == shards else f"{shards} ranks of dp x cp"
     _check(shards % ep == 0, f"--ep {ep} must divide the {ranks}")
     if ep > 1:

@@ -116,7 +116,7 @@ class Dataset:
 
 def build_dataset(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of --task, and OUT's tokenizer. Collective."""
-    text = args.task in ("text", "draft-head")
+    text = args.task not in ("sft", "dpo", "grpo")  # those read JSONL
     return (prepare_text if text else prepare_task)(args, config, env)
 
 
@@ -226,11 +226,17 @@ def load_chat(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[in
 def write_shards(args: TrainConfig, config: ModelConfig, folders: Mapping[Any, Path]) -> None:
     """Tokenize the training documents of each source into its folder of shards."""
     make = partial(make_encoder, args.out, config.vocab_size)
-    delimiters = document_delimiters(config)
-    for path, folder in folders.items():
+    delimiters, T = document_delimiters(config), args.seq_len
+    for i, (path, folder) in enumerate(folders.items()):
         train = ((n, text) for n, text in data.stream_documents(path) if not data.is_validation(n))
         settings = dict(delimiters=delimiters, about=shard_metadata(args, path))
-        data.tokenize(train, make, folder, args.seq_len, args.pack, args.workers, **settings)
+        try:
+            data.tokenize(train, make, folder, T, args.pack, args.workers, **settings)
+        except Exception as e:  # the readers of later sources must not wait for them
+            for later in [*folders.values()][i + 1 :]:
+                later.mkdir(parents=True, exist_ok=True)
+                (later / data.FAILED).write_text(f"{e}\n", encoding="utf-8")
+            raise
 
 
 def shard_metadata(args: TrainConfig, path: str | None) -> dict[str, Any]:

@@ -17,10 +17,10 @@ B A is merged into W at no inference cost, or kept as an adapter file of a few M
 
 Cost: two small matmuls per adapted linear until merged; activation memory is unchanged. Gain:
 gradients and optimizer states of the adapters only (rank 16 on all TARGETS of Llama 2 7B: 0.6% of
-the parameters), no gradient of W (a third of a layer's FLOPs), and small adapter files. When it
-loses: where the data require more capacity, as in pretraining; with small matrices, where the two
-extra kernel launches dominate. Not supported: stacked experts of an MoE, which are not nn.Linear,
-and a weight shared by two modules (a tied head), which cannot be merged for one of them only.
+the parameters) and no gradient of W (a third of a layer's FLOPs). When it loses: where the data
+require more capacity, as in pretraining; with small matrices, where kernel launches dominate. Not
+supported: stacked experts of an MoE, which are not nn.Linear, and a weight shared by two modules (a
+tied head), which cannot be merged for one of them only.
 
 Adapters of 16-bit weights are fp32 and are cast to the input's dtype in the forward pass. Call
 apply_lora_ before quantization, compilation and sharding. Initialization depends only on (seed,

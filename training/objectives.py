@@ -21,6 +21,8 @@ from training.draft_head import DraftHeadObjective
 from training.step import NextToken, Objective
 from training.tuning import DPO, GRPO, Task, make_engine
 
+ON_ROWS = {"text": NextToken, "sft": NextToken}  # by --task: objectives of rows of tokens
+
 
 def build_objective(
     config: TrainConfig, model: Transformer, dataset: Dataset, env: DistEnv, layout: ParallelDims
@@ -28,13 +30,13 @@ def build_objective(
     """The objective of config.task."""
     if config.task == "draft-head":
         return DraftHeadObjective(config, dataset, env)
-    if config.task in ("text", "sft"):
+    if config.task in ON_ROWS:
         parts, part = config.batch_share
         batch_size = config.batch_size // parts
         first = part * batch_size
         local_ids = [first + i for i in layout.samples(batch_size)]
         rest = dataset.validation, config.seq_len, env, layout
-        return NextToken(dataset.rows, local_ids, *rest)
+        return ON_ROWS[config.task](dataset.rows, local_ids, *rest)
     render, encode = load_chat(config.out)
     frozen = None
     if not config.lora and (config.task == "dpo" or config.kl):
