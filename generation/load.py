@@ -249,15 +249,14 @@ class EPShards:
 
     def shard_(self, model: Transformer) -> None:
         """Keep only this rank's experts of the stacked weights. ValueError names the flag."""
+        from parallelism.expert_parallel import keep_local_experts_
+
         if not moe_layers(model):
             raise ValueError("--ep requires an MoE model; this one has no MoE layers")
         self.placements = self._place(model.config, len(moe_layers(model)))
-        for module, placement in zip(moe_layers(model), self.placements):
-            module.local_expert_ids = placement.slots[self.rank] if self.ranks > 1 else None
-            for name in ("w_gate_up", "w_down") if self.ranks > 1 else ():
-                stack = getattr(module, name).data
-                stack = stack[list(module.local_expert_ids)]
-                setattr(module, name, nn.Parameter(stack, requires_grad=False))
+        if self.ranks > 1:
+            for module, placement in zip(moe_layers(model), self.placements):
+                keep_local_experts_(module, placement.slots[self.rank])
 
     def finalize_(self, model: Transformer) -> None:
         """All ranks' experts run the same tokens; an all-reduce adds their outputs."""

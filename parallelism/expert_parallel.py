@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 Experts = Callable[..., Tensor]  # (x, weights, ids, w_gate_up, w_down) -> (N, C)
@@ -154,6 +154,14 @@ def _slot_table(placement: Placement, device: torch.device) -> tuple[Tensor, Ten
           for e in range(placement.n_experts)]  # fmt: skip
     table = [slots + [-1] * (max(replicas) - len(slots)) for slots in of]
     return torch.tensor(table, device=device), torch.tensor(replicas, device=device)
+
+
+def keep_local_experts_(moe: nn.Module, ids: Sequence[int]) -> None:
+    """Reduce the stacked weights of a MoE layer to these experts, in place. The model may be on the
+    meta device; weights that are loaded or initialized later go to these experts."""
+    moe.local_expert_ids = ids
+    for stack in (moe.w_gate_up, moe.w_down):
+        stack.data = stack.data[list(ids)]
 
 
 def remap_expert_ids(experts: Experts, placement: Placement, offset: int = 0) -> Experts:

@@ -55,7 +55,8 @@ from parallelism.context_parallel import (
     ring_attention,
     ulysses_attention,
 )
-from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
+from parallelism.expert_parallel import Placement, all_to_all_dispatch, keep_local_experts_
+from parallelism.expert_parallel import remap_expert_ids
 from parallelism.pipeline_model import PipelineStages
 from parallelism.pipeline_model import check as check_stages
 from parallelism.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
@@ -145,10 +146,7 @@ class ParallelDims:
         if self.stages is not None:
             self.stages.shard_model_(model)
         for moe_layer in _moe_layers(model) if self.experts else ():
-            moe_layer.local_expert_ids = self.experts.local_expert_ids
-            for name in ("w_gate_up", "w_down"):
-                stack = getattr(moe_layer, name)
-                stack.data = stack.data[list(moe_layer.local_expert_ids)]
+            keep_local_experts_(moe_layer, self.experts.local_expert_ids)
         if self.mesh is not None:
             args = self.args
             async_matmuls = (all_gather_matmul, matmul_reduce_scatter) if args.async_tp else None
