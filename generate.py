@@ -43,7 +43,6 @@ import importlib.util
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +57,7 @@ START = time.perf_counter()  # the imports below count as load time
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 ROOT = Path(__file__).resolve().parent
 for folder in "huggingface generation serving quantization training parallelism".split():
@@ -77,8 +77,7 @@ from generation.prompt import prompt_ids, prompt_text
 from generation.ranks import Rank0Policy, process_group, rank0_then_broadcast, run_on_all_or_raise
 from generation.sampling import Sampler, logprobs_of
 from huggingface.tokenizer import (
-    Continuation, StopStrings, TextStream, Tokenizer, eos_ids, load_chat_template, load_tokenizer,
-    logprob_entry,
+    Continuation, StopStrings, TextStream, Tokenizer, eos_ids, load_chat_template, logprob_entry,
 )  # fmt: skip
 from model import Attend, KVCache, Transformer
 from paged_kv import SamplingParams
@@ -514,34 +513,17 @@ def quantize_report(args: GenerateConfig) -> None:
         raise ValueError(
             f"--quantize-report: {args.checkpoint} is already quantized; give the original"
         )
-    quantize_model.check_report(args)
-    device = pick_device(args.device)
     dtype = DTYPES[args.dtype] if args.dtype else None
-    tokenizer = load_tokenizer(args.checkpoint)
+    quantize_model.print_report(args, pick_device(args.device), dtype, partial(decode_speed, args))
 
-    @torch.inference_mode()
-    def speed(model: Transformer, batch: int) -> float:
-        optimize_for_inference_(args, model)
-        decoder = Decoder(model, 128, SamplingParams(temperature=0.0), batch, (), args.compile)
-        decoder.start(list(range(1, 65)))
-        runs = []
-        for _ in range(32):
-            start = time.perf_counter()
-            decoder.next()
-            runs.append(time.perf_counter() - start)
-        return batch / statistics.median(runs)
 
-    rows = []
-    say = (lambda line: None) if args.json else partial(print, flush=True)
-    say(quantize_model.REPORT_HEADER)
-    for row in quantize_model.report(args, device, dtype, tokenizer, speed):
-        say(quantize_model.report_line(row))
-        rows.append(row)
-    say("* slower than 16 bit")
-    if args.json:
-        print(json.dumps([vars(row) for row in rows]))
-    if args.plot is not None:
-        quantize_model.plot(rows, args.plot)
+@torch.inference_mode()
+def decode_speed(args: GenerateConfig, model: Transformer, batch: int) -> float:
+    """Tokens per second of `batch` rows in lockstep, after a prompt of 64 tokens."""
+    optimize_for_inference_(args, model)
+    decoder = Decoder(model, 128, SamplingParams(temperature=0.0), batch, (), args.compile)
+    decoder.start(list(range(1, 65)))
+    return batch / Timer("next()", globals=dict(next=decoder.next)).timeit(32).median
 
 
 # --------------------------------------------------------------------------------------------------

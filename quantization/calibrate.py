@@ -48,7 +48,6 @@ checks itself and prints each method's output error and time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -56,6 +55,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 # --------------------------------------------------------------------------------------------------
 # Statistics
@@ -625,26 +625,23 @@ def check(device: str) -> None:
     assert W.abs().flatten()[picked].min() >= W.abs().flatten().quantile(0.9)
 
 
-def benchmark(device: str, N: int = 512, K: int = 1024) -> None:
+def main(N: int = 512, K: int = 1024) -> None:
     """Output error of each method relative to the output, and its time in seconds."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
     W, x = random_problem(N, K, device)
     H = x.t() @ x
     size = output_error(W, torch.zeros_like(W), H)
-    print(
-        f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}; weight {N} x {K}"
-    )
-    print("output error, % of the output's norm (seconds); groups of 32")
+    print(f"weight {N} x {K}, groups of 32: output error, % of the output's norm (seconds)")
     for bits in (4, 3, 2):
         cells = []
         for name, method in methods(MinMaxSpec(bits, 32), W, x).items():
-            start = time.perf_counter()
-            error = (output_error(W, method(), H) / size).sqrt().item()
-            cells.append(f"{name} {100 * error:.2f} ({time.perf_counter() - start:.2f})")
+            seconds, out = Timer("f()", globals=dict(f=method)).timeit(1).median, method()
+            error = (output_error(W, out, H) / size).sqrt().item()
+            cells.append(f"{name} {100 * error:.2f} ({seconds:.2f})")
         print(f"{bits} bits   " + "   ".join(cells))
 
 
 if __name__ == "__main__":
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.no_grad():
-        check(device)
-        benchmark(device)
+        main()

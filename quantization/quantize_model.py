@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from generation import cpu
 from generation.config import GenerateConfig
-from huggingface.tokenizer import Tokenizer
+from huggingface.tokenizer import Tokenizer, load_tokenizer
 from huggingface.weights import load_checkpoint, read_config, save_checkpoint
 from model import LatentAttention, ModelConfig, MoE, Transformer, causal_attention, rope_cos_sin
 from quantization.calibrate import (
@@ -548,10 +548,37 @@ def plot(rows: Sequence[ReportRow], path: Path) -> None:
     """Plot loss against megabytes, one point per scheme."""
     from training.metrics import pyplot
 
-    figure, axes = pyplot().subplots(figsize=(8, 5))
+    figure, axes = pyplot().subplots(figsize=(10, 5))
     axes.scatter([r.megabytes for r in rows], [r.loss for r in rows])
-    for r in rows:
-        axes.annotate(r.scheme, (r.megabytes, r.loss), (4, 4), textcoords="offset points")
+    done: list[ReportRow] = []
+    for r in sorted(rows, key=lambda r: r.loss):  # labels of points in one place form a column
+        crowd = sum(
+            abs(r.megabytes / d.megabytes - 1) < 0.03 and r.loss - d.loss < 0.01 for d in done
+        )
+        offset = (6, 12 * crowd - 3)
+        where = (r.megabytes, r.loss), offset
+        axes.annotate(r.scheme, *where, textcoords="offset points", fontsize=8)
+        done.append(r)
+    axes.margins(0.1)
     axes.set(xlabel="MB of weights", ylabel="validation loss (nats per token)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def print_report(
+    args: GenerateConfig, device: torch.device, dtype: torch.dtype | None,
+    speed: Callable[[Transformer, int], float],
+) -> None:  # fmt: skip
+    """--quantize-report: print a line per scheme, or with --json a list of them; plot them to
+    args.plot."""
+    check_report(args)
+    rows, show = [], (lambda line: None) if args.json else partial(print, flush=True)
+    show(REPORT_HEADER)
+    for row in report(args, device, dtype, load_tokenizer(args.checkpoint), speed):
+        show(report_line(row))
+        rows.append(row)
+    show("* slower than 16 bit")
+    if args.json:
+        print(json.dumps([vars(row) for row in rows]))
+    if args.plot is not None:
+        plot(rows, args.plot)
