@@ -1,8 +1,8 @@
 """Flash attention in Triton: forward, backward and decode, each with its plain-torch reference.
 
-Attention is softmax(q k^T) v. Computed literally, it stores the T x S matrix of scores, and reading
-and writing that matrix, not the arithmetic, takes the time. Four functions remove it step by step;
-test_all.py proves each equal to the one before, gradients included:
+softmax(q k^T) v computed literally stores the T x S matrix of scores, and reading and writing it,
+not the arithmetic, takes the time. Four functions remove it step by step; test_all.py proves each
+equal to the one before, gradients included:
 
     attention_reference   all scores at once, every feature, fp32 or fp64
     online_attention      one pass over blocks of keys with a running maximum m, sum l and output
@@ -33,7 +33,6 @@ determinism, and a third time for the gradient of a bias. Without Triton or a GP
 chunked_attention: exact and memory-efficient, but on a CPU slower than torch's fused kernel.
 
 Hook: `as_attend()` returns the model's attend callable, for training, packed prompts and KV caches.
-Needs torch, and triton for the kernels. `python attention.py` runs a self-check and a benchmark.
 TRITON_INTERPRET=1 runs the kernels on a CPU, slowly, for tests.
 
 Shapes: B batch, T queries, S keys, Hq / Hkv query / key-value heads, D / Dv head dims, N packed
@@ -44,7 +43,6 @@ Packed: q (N, Hq, D) etc., lse (Hq, N); sequence n is rows cu_seqlens[n] to cu_s
 from __future__ import annotations
 
 import math
-import time
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,7 +50,9 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
 try:
@@ -302,7 +302,8 @@ def _online(
         l = l * torch.exp(f.sinks.to(dtype)[:, None] - m)
     for start in range(first // chunk * chunk, last, chunk):
         cols = slice(start, min(start + chunk, last))
-        if f.block_mask is None or _any_block_visible(f, rows, cols):
+        a, b = (slice(x.start // f.block_size, -(-x.stop // f.block_size)) for x in (rows, cols))
+        if f.block_mask is None or f.block_mask[:, a, b].any():
             values = v[:, cols]
             if f.lengths is not None:  # an unused slot may hold NaN or inf, and 0 * inf is NaN
                 j = torch.arange(cols.start, cols.stop, device=q.device)
@@ -314,11 +315,6 @@ def _online(
     l = l.masked_fill(empty, 1)
     lse = (m.clamp(min=torch.finfo(dtype).min) + l.log()).masked_fill(empty, -math.inf)
     return acc / l[..., None], lse
-
-
-def _any_block_visible(f: _Flags, rows: slice, cols: slice) -> bool:
-    a, b = (slice(s.start // f.block_size, -(-s.stop // f.block_size)) for s in (rows, cols))
-    return bool(f.block_mask[:, a, b].any())
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, f: _Flags, chunk: int = 256) -> tuple[Tensor, Tensor]:
@@ -1445,7 +1441,7 @@ def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (B, T, H, D) -> e4m3 of the same shape and scales (B, H, ceil(T / 128)) fp32: one scale per
     128 rows of a head, which maps their largest magnitude to 448."""
     T = x.shape[1]
-    blocks = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -T % FP8_BLOCK))
+    blocks = F.pad(x.float(), (0, 0, 0, 0, 0, -T % FP8_BLOCK))
     blocks = blocks.unflatten(1, (-1, FP8_BLOCK))  # (B, blocks, 128, H, D)
     scale = blocks.abs().amax((2, 4), keepdim=True).clamp(min=1e-12) / 448
     x8 = (blocks / scale).to(torch.float8_e4m3fn).flatten(1, 2)[:, :T]
@@ -1492,134 +1488,42 @@ def _fp8_reference(
 
 
 # --------------------------------------------------------------------------------------------------
-# python attention.py: self-check and benchmark
+# Self-check and benchmark
 # --------------------------------------------------------------------------------------------------
 
 
-def _self_check(device: str) -> None:
-    """Largest error of each implementation against the fp64 reference, with all features on."""
-    rng = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=rng).to(device).requires_grad_()
-    q, k, v = make(2, 37, 4, 32), make(2, 53, 2, 32), make(2, 53, 2, 48)
-    mask = sparse_blocks(3, 4, local=2, stride=3).to(device)
-    learned = dict(sinks=make(4), bias=make(4, 37, 53))
-    flags = dict(
-        window=30, softcap=5.0, alibi_slopes=torch.rand(4, generator=rng).to(device),
-        prefix=torch.tensor([20, 3], dtype=torch.int32, device=device),
-        block_mask=BlockMask(mask, 16),
-    )  # fmt: skip
-
-    def outcome(attend: Callable, dtype: torch.dtype) -> list[Tensor]:
-        x, y = [t.to(dtype) for t in (q, k, v)], {n: t.to(dtype) for n, t in learned.items()}
-        o, lse = attend(*x, **flags, **y, return_lse=True)
-        loss = o.sin().sum() + lse.sin().sum()
-        return [o, lse, *torch.autograd.grad(loss, (q, k, v, *learned.values()))]
-
-    want = outcome(attention_reference, torch.float64)
-    for attend in (online_attention, chunked_attention, flash_attention):
-        got = outcome(attend, torch.float32)
-        error = max((a - b).abs().max().item() for a, b in zip(got, want))
-        backend = "Triton" if attend is flash_attention and _can_use_triton(q, v) else "plain torch"
-        print(f"{attend.__name__:18s} {backend:12s} error {error:.1e}, gradients included")
-        assert error < 1e-4, f"{attend.__name__} is wrong on this device"
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return o.transpose(1, 2)
-
-
-def _peak_mib(run: Callable[[], Any]) -> float:
-    """Peak memory of this process during `run`, over the memory before it (Linux; else NaN)."""
-    try:
-        with open("/proc/self/clear_refs", "w") as f:
-            f.write("5")  # reset the peak
-        read = lambda: {w[0]: int(w[1]) for w in map(str.split, open("/proc/self/status"))
-                        if w[0] in ("VmRSS:", "VmHWM:")}  # fmt: skip
-        before = read()["VmRSS:"]
-        run()
-        return (read()["VmHWM:"] - before) / 1024
-    except OSError:
-        run()
-        return math.nan
-
-
-def _cpu_table() -> None:
-    print(
-        "\ncausal, fp32, B 1, H 8, D 64, best of 2       forward                 forward + backward"
-    )
-    for T in (512, 2048):
-        q, k, v = (torch.randn(1, T, 8, 64, requires_grad=True) for _ in range(3))
-        for name, attend in (
-            ("naive", attention_reference), ("chunked", chunked_attention), ("SDPA (CPU)", _sdpa)
-        ):  # fmt: skip
-            step = lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))
-            line = f"T {T:5d}  {name:34s}"
-            for run in (torch.no_grad()(lambda: attend(q, k, v)), step):
-                mib, times = _peak_mib(run), []
-                for _ in range(2):
-                    start = time.perf_counter()
-                    run()
-                    times.append(time.perf_counter() - start)
-                line += f"{1e3 * min(times):8.1f} ms {mib:6.0f} MiB "
-            print(line)
-
-
-def _gpu_tables() -> None:
-    """TFLOP/s (causal FLOPs halved) against SDPA's backends, then decode in GB/s."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from triton.testing import do_bench
-
-    ms = partial(do_bench, return_mode="median")  # clears L2 between runs
-    make = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
-    print("\nbf16, 16k tokens, H * D = 2048: TFLOP/s forward / backward")
-    for D, causal, T in [(d, c, t) for d in (64, 128) for c in (False, True) for t in (2048, 8192)]:
-        q, k, v, do = (make(16384 // T, T, 2048 // D, D).requires_grad_() for _ in range(4))
-        work = 4 * 16384 * T * 2048 / (1 + causal) / 1e9
-        line = f"D {D:3d} {'causal' if causal else 'full':6s} T {T:5d}"
-        for name in ("ours", "FLASH_ATTENTION", "CUDNN_ATTENTION"):
-            backend = SDPBackend.MATH if name == "ours" else getattr(SDPBackend, name)
-            attend = partial(flash_attention if name == "ours" else _sdpa, q, k, v, causal=causal)
-            try:
-                with sdpa_kernel(backend):
-                    forward, o = ms(lambda: attend()), attend()
-                    back = lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-                    line += f"   {name} {work / forward:4.0f} / {2.5 * work / ms(back):4.0f}"
-            except RuntimeError as e:  # backend not available
-                if name == "ours":
-                    raise
-                line += f"   {name} - ({str(e).splitlines()[0][:40]})"
-        print(line)
-    x, y = make(2**29), make(2**29)
-    copy = 2 * x.nbytes / ms(lambda: y.copy_(x)) / 1e6
-    print(f"\ndecode, one token each, bf16: GB/s of cache read; a copy reaches {copy:.0f}")
-    for B, S, Hq, Hkv, D, latent in (
-        (16, 8192, 32, 8, 128, None), (64, 4096, 32, 8, 128, None), (1, 32768, 32, 8, 128, None),
-        (64, 4096, 128, 1, 576, 512),
-    ):  # fmt: skip
-        q, k, v = make(B, 1, Hq, D), make(B, S, Hkv, D), None if latent else make(B, S, Hkv, D)
-        run, graph = partial(decode_attention, q, k, v, latent_dim=latent), torch.cuda.CUDAGraph()
-        eager = ms(run)
-        with torch.cuda.graph(graph):
-            run()
-        read, replay = (k.nbytes + (0 if latent else v.nbytes)) / 1e6, ms(graph.replay)
-        shape = f"B {B:3d} S {S:6d} heads {Hq} / {Hkv} D {D}: {read / replay:5.0f} in a CUDA graph"
-        print(f"{shape} ({read / replay / copy:.0%}), {read / eager:5.0f} launched from Python")
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    qkv = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2)
 
 
 def main() -> None:
+    """Gradients == the reference's; milliseconds beside SDPA; on a GPU also decode in GB/s."""
     cuda = torch.cuda.is_available() and not INTERPRET
-    device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    print(f"torch {torch.__version__}, triton {getattr(triton, '__version__', None)}, {device}")
-    _self_check("cuda" if cuda else "cpu")
+    device, T = "cuda" if cuda else "cpu", 8192 if cuda else 64 if INTERPRET else 2048
+    make = lambda *shape, dtype=None: torch.randn(*shape, dtype=dtype, device=device)
+    small = [make(2, 53, heads, 32).requires_grad_() for heads in (4, 2, 2)]
+    got, want = (
+        torch.autograd.grad(attend(*small, window=30, softcap=5.0).sin().sum(), small)
+        for attend in (flash_attention, attention_reference)
+    )
+    error = max((a - b).abs().max().item() for a, b in zip(got, want))
+    backend = "Triton" if _can_use_triton(small[0], small[2]) else "plain torch"
+    print(f"flash_attention, {backend}: error of the gradients {error:.1e}")
+    assert error < 1e-3, "flash_attention is wrong on this device"
+    ms = lambda run: 1e3 * Timer("run()", globals=dict(run=run)).blocked_autorange().median
+    dtype = torch.bfloat16 if cuda else torch.float32
+    q, k, v = (make(1, T, 8, 64, dtype=dtype).requires_grad_() for _ in range(3))
+    print(f"causal, B 1, T {T}, H 8, D 64, {dtype}: ms forward, ms forward + backward")
+    for attend in (flash_attention, _sdpa):
+        step = lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))
+        forward = ms(torch.no_grad()(lambda: attend(q, k, v)))
+        print(f"{attend.__name__:>18}{forward:>10.2f}{ms(step):>10.2f}")
     if cuda:
-        _gpu_tables()
-    elif not INTERPRET:
-        print("kernels not run: no GPU here; TRITON_INTERPRET=1 python attention.py checks them")
-        _cpu_table()
+        q, k, v = (make(16, t, h, 128, dtype=dtype) for t, h in ((1, 32), (8192, 8), (8192, 8)))
+        out, gigabytes = torch.empty_like(k), (k.nbytes + v.nbytes) / 1e9
+        decode, copy = ms(lambda: decode_attention(q, k, v)), ms(lambda: out.copy_(k))
+        print(f"decode {gigabytes / decode * 1e3:.0f} GB/s, copy {gigabytes / copy * 1e3:.0f} GB/s")
 
 
 if __name__ == "__main__":
