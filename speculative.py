@@ -526,12 +526,14 @@ class DraftModel(Drafter):
     """A smaller model of the same vocabulary, with its own KV cache: a proposal first runs the new
     tokens of the context, mostly one or two, then one token at a time.
 
-    run: a DraftRunner. shared: the model is the target's first layers and uses the target's cache
-    (early exit, arXiv:2404.16710), which already has the context's KV.
+    runner: a DraftRunner. shared: the model is the target's first layers and uses the target's
+    cache (early exit, arXiv:2404.16710), which already has the context's KV.
     """
 
-    def __init__(self, run: Any, head: Callable, sample: SampleFn = argmax, shared: bool = False):
-        self.run, self.head, self.sample, self.shared = run, head, sample, shared
+    def __init__(
+        self, runner: Any, head: Callable, sample: SampleFn = argmax, shared: bool = False
+    ):
+        self.runner, self.head, self.sample, self.shared = runner, head, sample, shared
         self.cached_tokens: dict[Row, list[int]] = {}
         self.forwards = 0
 
@@ -547,7 +549,7 @@ class DraftModel(Drafter):
 
         def follow(h: Tensor, ids: Tensor, i: int) -> Tensor:
             self.forwards += 1
-            return self.run.step(rows, ids, [len(c) + i for c in contexts])
+            return self.runner.step(rows, ids, [len(c) + i for c in contexts])
 
         found = self._chain(rows, ks, h, self.head, follow)
         for row, context, (tokens, _) in zip(rows, contexts, found):
@@ -558,14 +560,14 @@ class DraftModel(Drafter):
         """Run the new tokens of the contexts; hidden states (R, C) of their last tokens."""
         starts = [self._start(row, context) for row, context in zip(rows, contexts)]
         self.forwards += 1
-        h = self.run.extend(rows, starts, [c[s:] for c, s in zip(contexts, starts)])
+        h = self.runner.extend(rows, starts, [c[s:] for c, s in zip(contexts, starts)])
         return torch.stack([x[-1] for x in h])
 
     def _start(self, row: Row, context: list[int]) -> int:
         if self.shared:
             return len(context) - 1
         cached = common_prefix_length(self.cached_tokens.get(row, []), context)
-        return self.run.num_valid(row, min(cached, len(context) - 1))
+        return self.runner.num_valid(row, min(cached, len(context) - 1))
 
 
 def common_prefix_length(a: list[int], b: list[int]) -> int:
@@ -583,8 +585,8 @@ class StagedDrafter(DraftModel):
     deterministic drafts of `inner`, such as NGram, several tokens per forward. One row at a time.
     """
 
-    def __init__(self, run: Any, head: Callable, inner: Callable, sample: SampleFn = argmax):
-        super().__init__(run, head, sample)
+    def __init__(self, runner: Any, head: Callable, inner: Callable, sample: SampleFn = argmax):
+        super().__init__(runner, head, sample)
         self.inner = inner
 
     def propose_batch(
@@ -599,7 +601,7 @@ class StagedDrafter(DraftModel):
             prefix = context + tokens
             draft = self.inner(prefix, k - len(tokens) - 1)[0]
             start, self.forwards = self._start(row, prefix), self.forwards + 1
-            h = self.run.extend([row], [start], [prefix[start:] + draft])[0]
+            h = self.runner.extend([row], [start], [prefix[start:] + draft])[0]
             logits, accepted = self.head(h[len(prefix) - 1 - start :]), 0
             for i in range(len(draft) + 1):
                 ids, q = self.sample(logits[i : i + 1], [row], len(tokens))
@@ -617,13 +619,13 @@ class MTPDrafter(Drafter):
     2 from the target's hidden state at t and token t + 1, then continues from its own hidden
     states. Only the first MTP depth is used.
 
-    run: a DraftRunner over the model's MTP layer. It runs every position with the target's hidden
-    state there, which `observe` receives.
+    runner: a DraftRunner over the model's MTP layer. It runs every position with the target's
+    hidden state there, which `observe` receives.
     """
 
-    def __init__(self, run: Any, head: Callable, sample: SampleFn = argmax):
-        self.run, self.head, self.sample = run, head, sample
-        run.needs_hidden = True
+    def __init__(self, runner: Any, head: Callable, sample: SampleFn = argmax):
+        self.runner, self.head, self.sample = runner, head, sample
+        runner.needs_hidden = True
         # of each row the observed hidden states not yet run: start, pieces (t, C)
         self.pending: dict[Row, tuple[int, list[Tensor]]] = {}
 
@@ -654,12 +656,12 @@ class MTPDrafter(Drafter):
         rows, contexts, ks = ([x[i] for i in some] for x in (rows, contexts, ks))
         tokens = [c[starts[i] + 1 :] for i, c in zip(some, contexts)]
         hidden = [torch.cat(pieces[i]) for i in some]
-        h = self.run.extend(rows, [starts[i] for i in some], tokens, hidden)
+        h = self.runner.extend(rows, [starts[i] for i in some], tokens, hidden)
         for row, context in zip(rows, contexts):
             self.pending[row] = len(context) - 1, []
 
         def follow(h: Tensor, ids: Tensor, i: int) -> Tensor:
-            return self.run.step(rows, ids, [len(c) - 1 + i for c in contexts], h)
+            return self.runner.step(rows, ids, [len(c) - 1 + i for c in contexts], h)
 
         last = torch.stack([x[-1] for x in h])
         for i, proposal in zip(some, self._chain(rows, ks, last, self.head, follow)):
@@ -753,7 +755,7 @@ class TreeDrafter:
             if level:
                 nodes = torch.tensor([i + 1 for i in level], device=logits.device)
                 m.forwards += 1
-                logits = m.head(m.run.nodes(tokens[:, level], tree, base, nodes, limit))
+                logits = m.head(m.runner.nodes(tokens[:, level], tree, base, nodes, limit))
         for row, context in zip(rows, contexts):
             # the tree's drafts are in other cache slots than their positions: not reusable
             m.cached_tokens[row] = list(context)

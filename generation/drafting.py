@@ -10,9 +10,10 @@ nor a KV cache. This file adds:
 serving/batch.py does the same for the Engine.
 
 Verification uses the distributions that the model would sample from without drafts:
-Sampler.expand_for_drafts gives the rows' state after each draft, penalty counts and positions
-included. Deterministic drafts (q is None) leave the sampled text exactly as the seed gives it
-without drafts; drafts sampled from a distribution q use a noise stream of their own.
+Sampler.expand_for_drafts gives the rows' state after each draft, including penalty counts and
+positions. With deterministic drafts (q is None) the sampled text is exactly the one that the seed
+gives without drafts; drafts sampled from a distribution q use independent noise, and the text has
+the same distribution only.
 
 Equivalence (test_all.py): greedy text == greedy text without drafts, for every drafter and cache;
 sampled text has the same distribution, by chi-square over whole continuations. Needs:
@@ -63,9 +64,9 @@ from speculative import (
     tree_attend,
 )
 
-MAX_DRAFT_TOKENS = 8  # drafts per step with --speculate-k auto
-MAX_TREE_NODES = 12  # drafts per step with --speculate tree and --speculate-k auto
-# Prior acceptance rate of a draft model's candidates by rank, until acceptance was measured
+MAX_DRAFT_TOKENS = 8  # most drafts per step with --speculate-k auto
+MAX_TREE_NODES = 12  # most drafts per step with --speculate tree and --speculate-k auto
+# Assumed acceptance rate of a draft model's first, second, ... choice before any is measured
 RANK_PRIOR = (0.6, 0.15, 0.07, 0.04)
 
 
@@ -79,7 +80,7 @@ class RejectionSampler:
 
     coupled: sample drafts with the noise that the target's token will use, and verify them as
     deterministic proposals. Similar distributions then mostly give the same token, and the text is
-    the one that the seed gives without drafts (a coupling; arXiv:2408.07978). Otherwise rejection
+    the one that the seed gives without drafts (a coupling; arXiv:2408.07978). By default, rejection
     sampling (Leviathan et al.), which has the highest possible acceptance rate.
     forced_acceptance: skip verification and accept each draft with this probability, to measure
     speed.
@@ -94,25 +95,26 @@ class RejectionSampler:
         self, logits: Tensor, rows: Sequence[int] | None, i: int
     ) -> tuple[Tensor, Tensor | None]:
         """A drafter's logits (R, V) for the i-th draft of the rows -> ids (R,), q (R, V) or None.
-        Penalties count up to the last accepted token only: any q gives the right distribution."""
-        view = self._view_at(logits.shape[0], rows, i)
-        if "noise" not in view.features:
-            return view.process(logits).argmax(-1), None
-        q = view.probabilities(logits)
+        Penalties ignore earlier drafts of the step: this changes q, but verification is exact for
+        any q."""
+        expanded = self._advanced_copy(logits.shape[0], rows, i)
+        if "noise" not in expanded.features:
+            return expanded.process(logits).argmax(-1), None
+        q = expanded.probabilities(logits)
         if self.coupled:
-            return sample(q, view.noise()).clamp(min=0), None
-        return sample(q, view.draft_noise()).clamp(min=0), q
+            return sample(q, expanded.noise()).clamp(min=0), None
+        return sample(q, expanded.draft_noise()).clamp(min=0), q
 
     def sample_children(self, logits: Tensor, m: int, i: int) -> tuple[Tensor, Tensor | None]:
-        """logits (B, W, V) after W nodes of every row, at level i -> ids (B, W, m) and q or None:
-        the top m, or m sampled without replacement from q (B, W, V)."""
+        """logits (B, W, V) after W nodes of every row, at depth i -> m children of each, and q: the
+        top m and None, or m sampled without replacement from q (B, W, V), and q."""
         B, W, V = logits.shape
-        view = self._view_at(B * W, [row for row in range(B) for _ in range(W)], i)
+        expanded = self._advanced_copy(B * W, [row for row in range(B) for _ in range(W)], i)
         x = logits.flatten(0, 1)
-        if "noise" not in view.features:
-            return view.process(x).topk(m).indices.view(B, W, m), None
-        q = view.probabilities(x)
-        noise = view.noise() if self.coupled else view.draft_noise()
+        if "noise" not in expanded.features:
+            return expanded.process(x).topk(m).indices.view(B, W, m), None
+        q = expanded.probabilities(x)
+        noise = expanded.noise() if self.coupled else expanded.draft_noise()
         ids = (q / noise.clamp(min=1e-30)).topk(m).indices.view(B, W, m)  # Gumbel top-m
         return ids, None if self.coupled else q.view(B, W, V)
 
@@ -129,20 +131,20 @@ class RejectionSampler:
         rows' new tokens, are recorded; -1 where a row cannot be sampled."""
         R, K = tokens.shape
         chain = Tree.chain(K)
-        view = self.sampler.expand_for_drafts(tokens, chain.mask.to(tokens.device), rows)
+        expanded = self.sampler.expand_for_drafts(tokens, chain.mask.to(tokens.device), rows)
         flat = logits.flatten(0, 1)
         if self.forced_acceptance is not None:
-            out = view(flat).view(R, K + 1)
-            accepted = F.pad(self._uniform(view, chain, R) < self.forced_acceptance, (0, 1))
+            out = expanded(flat).view(R, K + 1)
+            accepted = F.pad(self._uniform(expanded, chain, R) < self.forced_acceptance, (0, 1))
             n = count_matches(accepted, torch.ones_like(tokens, dtype=torch.bool), lengths)
             out[:, :-1] = torch.where(accepted[:, :-1], tokens, out[:, :-1])
-        elif probs is None or "noise" not in view.features:
-            out = view(flat).view(R, K + 1)
+        elif probs is None or "noise" not in expanded.features:
+            out = expanded(flat).view(R, K + 1)
             n = count_matches(out, tokens, lengths)
         else:
-            p = view.probabilities(flat).view(R, K + 1, -1)
-            n, residual = accept(p, probs, tokens, self._uniform(view, chain, R), lengths)
-            out = self._append_last(tokens, residual, n, rows)
+            p = expanded.probabilities(flat).view(R, K + 1, -1)
+            n, residual = accept(p, probs, tokens, self._uniform(expanded, chain, R), lengths)
+            out = self._set_last(tokens, residual, n, rows)
         self.sampler.record_run(out, n + 1, rows)
         return out, n
 
@@ -152,46 +154,47 @@ class RejectionSampler:
         """logits (B, N + 1, V) after the root and each node; tokens (B, N) of the nodes, sampled
         from probs (B, N + 1, V) -> out (B, depth + 1), n (B,) as in verify; path (B, depth)."""
         B, N = tokens.shape
-        view = self.sampler.expand_for_drafts(tokens, tree.mask.to(tokens.device))
+        expanded = self.sampler.expand_for_drafts(tokens, tree.mask.to(tokens.device))
         flat = logits.flatten(0, 1)
-        if probs is None or "noise" not in view.features:
-            sampled = view(flat).view(B, N + 1)
+        if probs is None or "noise" not in expanded.features:
+            sampled = expanded(flat).view(B, N + 1)
             path, n = match_tree(sampled, tokens, tree)
             out = sampled.gather(1, torch.cat((path[:, :1] * 0, path.clamp(min=0) + 1), 1))
         else:
-            p = view.probabilities(flat).view(B, N + 1, -1)
-            path, n, residual = accept_tree(p, probs, tokens, self._uniform(view, tree, B), tree)
-            out = self._append_last(tokens.gather(1, path.clamp(min=0)), residual, n, None)
+            p = expanded.probabilities(flat).view(B, N + 1, -1)
+            uniform = self._uniform(expanded, tree, B)
+            path, n, residual = accept_tree(p, probs, tokens, uniform, tree)
+            out = self._set_last(tokens.gather(1, path.clamp(min=0)), residual, n, None)
         self.sampler.record_run(out, n + 1)
         return out, n, path
 
-    def _view_at(self, R: int, rows: Sequence[int] | None, i: int | Tensor) -> Sampler:
+    def _advanced_copy(self, R: int, rows: Sequence[int] | None, i: int | Tensor) -> Sampler:
         """A Sampler of the R rows with positions advanced by i tokens."""
         device = self.sampler.seed.device
-        view = self.sampler.expand_for_drafts(
+        expanded = self.sampler.expand_for_drafts(
             torch.zeros(R, 0, dtype=torch.long, device=device),
             torch.ones(1, 1, dtype=torch.bool, device=device),
             rows,
         )
-        view.position += i
-        return view
+        expanded.position += i
+        return expanded
 
-    def _uniform(self, view: Sampler, tree: Tree, R: int) -> Tensor:
-        """(R, N) numbers in [0, 1) that accept or reject each node, from the seed and position of
-        its parent and its own index, since siblings share a position."""
-        N, device = len(tree.parents), view.seed.device
+    def _uniform(self, expanded: Sampler, tree: Tree, R: int) -> Tensor:
+        """(R, N) uniform numbers in [0, 1), to accept or reject each node: a function of the seed,
+        the position of its parent and its own index, since siblings share a position."""
+        N, device = len(tree.parents), expanded.seed.device
         parents = torch.tensor(tree.parents, dtype=torch.long, device=device) + 1
-        part = copy.copy(view)
+        part = copy.copy(expanded)
         part.seed, part.position = (
-            t.view(R, N + 1)[:, parents].reshape(-1, 1) for t in (view.seed, view.position)
+            t.view(R, N + 1)[:, parents].reshape(-1, 1) for t in (expanded.seed, expanded.position)
         )
         return part.uniform(torch.arange(N, device=device).repeat(R)).view(R, N)
 
-    def _append_last(
+    def _set_last(
         self, tokens: Tensor, residual: Tensor, n: Tensor, rows: Sequence[int] | None
     ) -> Tensor:
-        """tokens (R, K) with index n replaced by a sample of residual (R, V) -> (R, K + 1)."""
-        last = sample(residual, self._view_at(len(n), rows, n[:, None]).noise())
+        """tokens (R, K) -> (R, K + 1), with a sample of residual (R, V) at index n (R,)."""
+        last = sample(residual, self._advanced_copy(len(n), rows, n[:, None]).noise())
         return torch.cat((tokens, last[:, None]), 1).scatter(1, n[:, None], last[:, None])
 
 
@@ -235,8 +238,8 @@ class Speculator:
     each has its own positions; a step runs the last token and the drafts of every row, and cache
     entries of rejected drafts are overwritten when their positions are used again.
 
-    new_policy: makes a FixedK or Goodput; lookahead_slots: cache slots for drafts after those for
-    tokens; compile_fn: compiles or captures a function of tensors with static shapes."""
+    new_policy: makes a FixedK or Goodput; lookahead_slots: cache slots at the end that only drafts
+    use; compile_fn: compiles or captures a function of tensors with static shapes."""
 
     def __init__(
         self,
@@ -257,16 +260,17 @@ class Speculator:
         self.reset()
 
     def warm_up(self, max_drafts: int) -> None:
-        """Compile or capture all shapes in advance, so that the policy does not measure it. What it
-        writes to the caches is overwritten by the first prompt."""
+        """Compile or capture all shapes in advance, so that the policy's measured step times do not
+        include it. The first prompt overwrites what this writes to the caches."""
         decoder, B = self.decoder, len(self.rows)
-        run = getattr(self.drafter, "run", None)
+        runner = getattr(self.drafter, "runner", None)
         for K in (0, *(1 << i for i in range((max_drafts - 1).bit_length() + 1))):
             tokens = torch.zeros(B, K + 1, dtype=torch.long, device=decoder.token.device)
             positions = torch.arange(K + 1, device=tokens.device).expand(B, -1).contiguous()
             hidden, _ = self.forward(tokens, positions)
-            if K < 2 and getattr(run, "static_forward", None) is not None:
-                run.static_forward(tokens, positions, hidden.clone() if run.needs_hidden else None)
+            if K < 2 and getattr(runner, "static_forward", None) is not None:
+                hidden = hidden.clone() if runner.needs_hidden else None
+                runner.static_forward(tokens, positions, hidden)
 
     # ---- called by the Decoder ----
 
@@ -290,20 +294,20 @@ class Speculator:
         begin = time.perf_counter()
         empty: list[Proposal] = [([], None)] * len(self.rows)
         k = max(self.policy.choose(self.rows))
-        n_drafts = k or int(self.drafter_is_free)  # with k = 0 only to estimate the acceptance rate
+        n_drafts = k or int(self.drafter_is_free)  # if k = 0, compared but not verified
         proposals = self._propose(n_drafts) if n_drafts else empty
         lengths = [len(tokens) for tokens, _ in proposals]
         draft_seconds = time.perf_counter() - begin
         out, n = self._verify(proposals if k else empty)
-        runs, tokens = self._append(out, n), len(self.rows)
+        runs, num_tokens = self._append(out, n), len(self.rows)
         if k:
-            tokens *= 1 + max(lengths)
+            num_tokens *= 1 + max(lengths)
             for num_proposed, num_accepted in zip(lengths, n):
                 self.stats.update(num_proposed, num_accepted)
         else:
-            n = [int(guess[:1] == run) for (guess, _), run in zip(proposals, runs)]
+            n = [int(draft[:1] == run) for (draft, _), run in zip(proposals, runs)]
         seconds = time.perf_counter() - begin
-        self.policy.observe(self.rows, lengths, n, tokens, seconds, draft_seconds)
+        self.policy.observe(self.rows, lengths, n, num_tokens, seconds, draft_seconds)
         return runs
 
     def _append(self, out: list[list[int]], n: list[int]) -> list[list[int]]:
@@ -326,7 +330,7 @@ class Speculator:
         d, device = self.decoder, self.decoder.token.device
         K = max(len(tokens) for tokens, _ in proposals)
         if d.compiled and K:
-            K = 1 << (K - 1).bit_length()  # fewer shapes to compile
+            K = 1 << (K - 1).bit_length()  # pad to a power of two: fewer shapes to compile
         last = torch.tensor([[c[-1]] for c in self.contexts], device=device)
         positions = torch.tensor([[len(c) - 1] for c in self.contexts], device=device)
         if K == 0:
@@ -417,13 +421,14 @@ class TreeSpeculator(Speculator):
         )
         logits = d.model.head(hidden)
         out, n, path = self.rejection_sampler.verify_tree(logits, tokens, probs, tree)
-        at = torch.cat((path[:, :1] * 0, path.clamp(min=0) + 1), 1)
-        d.store_step(logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1])), out)
+        slot_offsets = torch.cat((path[:, :1] * 0, path.clamp(min=0) + 1), 1)
+        index = slot_offsets[..., None].expand(-1, -1, logits.shape[-1])
+        d.store_step(logits.gather(1, index), out)
         n = n.tolist()
-        paths = [nodes[:accepted] for nodes, accepted in zip(path.tolist(), n)]
-        if any(nodes != list(range(len(nodes))) for nodes in paths):
+        paths = [path[:accepted] for path, accepted in zip(path.tolist(), n)]
+        if any(path != list(range(len(path))) for path in paths):
             d.cache.move(
-                base[:, None] + at[:, 1:],
+                base[:, None] + slot_offsets[:, 1:],
                 base[:, None] + 1 + torch.arange(tree.depth, device=device),
             )
         self._observe(hidden, n)
@@ -436,8 +441,8 @@ class TreeSpeculator(Speculator):
 
 
 def lookahead_slots(args: GenerateConfig) -> int:
-    """Cache slots needed after those for tokens: one per draft, their number rounded up to a power
-    of two, and one for padding."""
+    """Cache slots that only drafts use: their maximum number, rounded up to a power of two and at
+    least MAX_TREE_NODES, and one for padding."""
     return 1 + max(1 << (max_draft_tokens(args) - 1).bit_length(), MAX_TREE_NODES)
 
 
@@ -465,10 +470,10 @@ def build_speculator(
     """The Speculator of --speculate for a Decoder. load: name -> model and tokenizer of
     --draft-model. ValueError names the flag."""
     model, device, max_drafts = decoder.model, decoder.token.device, max_draft_tokens(args)
-    check_target(model)
+    check_rope_scaling(model)
     if args.speculate == "staged" and decoder.batch > 1:
         raise ValueError(
-            "--speculate staged cannot be combined with --n: it drafts for one row; use draft"
+            "--speculate staged requires --n 1: it drafts for one row; use --speculate draft"
         )
     rejection_sampler = RejectionSampler(
         decoder.sampler, args.draft_coupled, args.forced_acceptance
@@ -479,13 +484,13 @@ def build_speculator(
         return rejection_sampler.sample_draft(logits, rows, i)
 
     def make_runner(forward: Callable[..., Tensor], cache: KVCache) -> ContiguousRunner:
-        fast = None
+        static_forward = None
         if decoder.compiled:
-            attending = lambda tokens, positions, hidden: forward(
+            forward_full_cache = lambda tokens, positions, hidden: forward(
                 tokens, positions, cache.attend, hidden
             )
-            fast = decoder.graph_runner(attending)
-        return ContiguousRunner(forward, cache, device, decoder.batch, fast)
+            static_forward = decoder.graph_runner(forward_full_cache)
+        return ContiguousRunner(forward, cache, device, decoder.batch, static_forward)
 
     new_cache = lambda config: KVCache(
         config, decoder.batch, decoder.cache.max_len, decoder.cache.k[0].dtype, device
@@ -496,25 +501,27 @@ def build_speculator(
     compile_fn = decoder.graph_runner if decoder.compiled else None
     if args.speculate == "tree":
         sizes = [max_drafts] if args.speculate_k != "auto" else [2, 4, 8, MAX_TREE_NODES]
-        policy = partial(TreeGoodput, sizes, RANK_PRIOR, args.speculate_k != "auto")
-        trees = TreeDrafter(drafter, rejection_sampler.sample_children)
-        return TreeSpeculator(decoder, trees, policy, rejection_sampler, lookahead_slots(args))
-    policy = partial(Goodput if args.speculate_k == "auto" else FixedK, max_drafts)
+        new_policy = partial(TreeGoodput, sizes, RANK_PRIOR, args.speculate_k != "auto")
+        tree_drafter = TreeDrafter(drafter, rejection_sampler.sample_children)
+        rest = new_policy, rejection_sampler, lookahead_slots(args)
+        return TreeSpeculator(decoder, tree_drafter, *rest)
+    new_policy = partial(Goodput if args.speculate_k == "auto" else FixedK, max_drafts)
     speculator = Speculator(
-        decoder, drafter, policy, rejection_sampler, lookahead_slots(args), compile_fn
+        decoder, drafter, new_policy, rejection_sampler, lookahead_slots(args), compile_fn
     )
     if decoder.compiled:
         speculator.warm_up(max_drafts)
     return speculator
 
 
-def check_target(model: Transformer) -> None:
-    """ValueError if the model's keys depend on the number of tokens in a forward call."""
+def check_rope_scaling(model: Transformer) -> None:
+    """ValueError for dynamic RoPE scaling, where keys depend on the number of tokens in a forward
+    call."""
     scaling = model.config.rope_scaling or {}
     if scaling.get("rope_type") == "dynamic":
         raise ValueError(
-            "--speculate cannot be combined with rope_scaling 'dynamic': it rotates keys by the "
-            "length of a forward call, which drafts change; set another rope_type in config.json"
+            "--speculate cannot be combined with rope_scaling 'dynamic': its frequencies depend on "
+            "the length of a forward call, which drafts change; remove --speculate"
         )
 
 
@@ -528,8 +535,9 @@ def build_drafter(
     cache: Any,
     new_cache: Callable[[ModelConfig], Any],
 ) -> Any:
-    """The drafter of --speculate. make_runner: (forward, cache) -> a runner of a drafter's model;
-    cache: the target's."""
+    """The drafter of --speculate. load: name -> model and tokenizer of --draft-model; make_runner:
+    (forward, cache) -> a DraftRunner; cache: the target's; new_cache: config -> a cache for a
+    drafter's model. ValueError names the flag."""
     kind = args.speculate
     if kind == "ngram":
         return NGram()
@@ -537,7 +545,7 @@ def build_drafter(
         if not len(model.mtp):
             raise ValueError(
                 f"--speculate mtp: {args.checkpoint} has no multi-token prediction layers "
-                "(num_nextn_predict_layers in config.json); use ngram or draft"
+                "(num_nextn_predict_layers in config.json); use --speculate ngram"
             )
         return MTPDrafter(make_runner(_mtp_forward(model), cache), model.head, sample_draft)
     if kind == "exit":
@@ -548,8 +556,8 @@ def build_drafter(
         if layers > max_layers:
             raise ValueError(f"--set exit_layers must be from 1 to {max_layers}, not {layers}")
         early = first_layers(model, layers)
-        run = make_runner(_base_forward(early), cache)
-        return DraftModel(run, early.head, sample_draft, shared=True)
+        runner = make_runner(_base_forward(early), cache)
+        return DraftModel(runner, early.head, sample_draft, shared=True)
     if kind == "head":
         if args.draft_model is None and args.dummy is not None:
             raise ValueError("--speculate head with --dummy requires --draft-model DIR")
@@ -564,10 +572,10 @@ def build_drafter(
         )
     draft, draft_tokenizer = load(name)
     check_vocabulary(f"--draft-model {name}", draft, draft_tokenizer, model, tokenizer)
-    run = make_runner(_base_forward(draft), new_cache(draft.config))
+    runner = make_runner(_base_forward(draft), new_cache(draft.config))
     if kind == "staged":
-        return StagedDrafter(run, draft.head, NGram(), sample_draft)
-    return DraftModel(run, draft.head, sample_draft)
+        return StagedDrafter(runner, draft.head, NGram(), sample_draft)
+    return DraftModel(runner, draft.head, sample_draft)
 
 
 def _base_forward(model: Transformer) -> Callable[..., Tensor]:
@@ -585,8 +593,8 @@ def _mtp_forward(model: Transformer) -> Callable[..., Tensor]:
 def _shipped_draft_model(checkpoint: Path) -> str | None:
     """The draft model shipped with checkpoints/small."""
     shipped = Path(__file__).resolve().parents[1] / "checkpoints"
-    same = checkpoint.resolve() == shipped / "small"
-    return str(shipped / "draft") if same else None
+    is_small = checkpoint.resolve() == shipped / "small"
+    return str(shipped / "draft") if is_small else None
 
 
 def first_layers(model: Transformer, n: int) -> Transformer:
@@ -612,11 +620,11 @@ def check_vocabulary(
             "target's family"
         )
     for i in range(tokenizer.vocab_size):
-        target, drafted = tokenizer.piece(i), draft_tokenizer.piece(i)
-        if target != drafted:
+        target_piece, draft_piece = tokenizer.piece(i), draft_tokenizer.piece(i)
+        if target_piece != draft_piece:
             raise ValueError(
-                f"{what}: its token {i} is {drafted!r} and the target's {target!r}; use a draft "
-                "model of the target's family"
+                f"{what}: its token {i} is {draft_piece!r} and the target's {target_piece!r}; use "
+                "a draft model of the target's family"
             )
 
 
@@ -634,14 +642,17 @@ def load_draft_head(folder: str, model: Transformer) -> DraftHead:
         raise ValueError(f"{path}: not a safetensors file ({e})") from None
     C, weight = model.config.dim, model.embed.weight
     up = tensors.get("up.weight")
-    if up is None or up.shape[1] != 2 * C:
-        found = "not a draft head" if up is None else f"for a model {up.shape[1] // 2} wide"
-        raise ValueError(f"{path}: {found}, but this model is {C} wide; train a head for it")
+    if up is None:
+        raise ValueError(f"{path}: not a draft head (no up.weight); train one for this model")
+    if up.shape[1] != 2 * C:
+        raise ValueError(
+            f"{path}: has hidden size {up.shape[1] // 2} and the model's {C}; train a head for it"
+        )
     head = DraftHead(C, up.shape[0])
     expected = {name: p.shape for name, p in head.state_dict().items()}
     if expected != {name: t.shape for name, t in tensors.items()}:
         raise ValueError(
-            f"{path}: must have the tensors {', '.join(expected)} in this model's shapes"
+            f"{path}: must have exactly the tensors {', '.join(expected)}, in this model's shapes"
         )
     head.load_state_dict(tensors)
     return head.to(weight.device, weight.dtype).eval()

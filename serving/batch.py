@@ -1,4 +1,4 @@
-"""Batch files and the serving benchmark: text requests through paged_kv.py's Engine.
+"""Offline batch inference from JSONL files, and the serving benchmark, on paged_kv.py's Engine.
 
 The Engine schedules token ids and KV blocks; it knows neither text nor files. This file adds:
 
@@ -7,18 +7,18 @@ The Engine schedules token ids and KV blocks; it knows neither text nor files. T
     replay        --bench-serving: a Workload's requests at their arrival times, in real time
     enable_speculative_decoding    the drafter and verifier of --speculate
 
-A request file may be long or have invalid lines, and the process may die halfway. So it is read
-only as fast as the engine needs it; an invalid line gets an error result that names line and field
-and does not affect the others; each result is written in one piece as soon as it is finished. The
-results file is the whole state of a run: a restart removes an incomplete last line and skips the
-requests that have a result.
+A request file may be long or have invalid lines, and the process may die halfway. So the file is
+read only as fast as the engine needs it; an invalid line gets an error result that names line and
+field and does not affect the others; each result is written in one piece as soon as it is finished.
+The results file is the whole state of a run: a restart removes an incomplete last line and skips
+the requests that have a result.
 
 In the benchmark, latencies count from a request's arrival time, not from when the engine admits it:
 queueing must not make a slow engine look faster.
 
 Equivalence (test_all.py): a request in a batch == the same request alone through generate.py; a run
-killed anywhere and resumed == an uninterrupted run. Both up to the rounding of matmuls of other
-shapes: in bf16, texts may diverge where two tokens have nearly equal probability.
+killed at any point and resumed == an uninterrupted run. Both up to rounding, which depends on the
+batch size: in bf16, texts may diverge where two tokens have nearly equal probability.
 
 Needs: paged_kv.py, generation/sampling.py, huggingface/tokenizer.py, generation/drafting.py and its
 dependencies, tqdm.
@@ -53,7 +53,7 @@ from generation.config import GenerateConfig
 from generation.drafting import (
     RejectionSampler,
     build_drafter,
-    check_target,
+    check_rope_scaling,
     max_draft_tokens,
     pad_drafts,
 )
@@ -111,13 +111,13 @@ def build_engine(
 class PagedDraftRunner(DraftRunner):
     """Runs a drafter's model over a paged cache. Rows are the Engine's sequences; their block
     tables, which have lookahead slots, also index this cache. After a preemption or a prefix-cache
-    hit its blocks hold fewer valid entries than the target's: drafts are then worse, but the text
-    is the same."""
+    hit this cache has fewer valid entries of a sequence than the target's cache: drafts are then
+    worse, but the output has the same distribution."""
 
-    def __init__(self, forward: Callable[..., Tensor], cache: PagedKVCache, first: int = 0):
-        """first: index of the model layer that is layer 0 of the cache."""
+    def __init__(self, forward: Callable[..., Tensor], cache: PagedKVCache, first_layer: int = 0):
+        """first_layer: index of the model layer that is layer 0 of the cache."""
         super().__init__(forward, cache, cache.device)
-        self.first = first
+        self.first_layer = first_layer
         self.tables: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()
 
     def run(
@@ -129,8 +129,8 @@ class PagedDraftRunner(DraftRunner):
     ) -> list[Tensor]:
         chunks = [Chunk(t, s, row.block_table) for row, s, t in zip(rows, starts, tokens) if t]
         step = self.cache.step(chunks)
-        before = None if hidden is None else torch.cat(hidden)[None]
-        h = self._forward(step, step.tokens[None], before)
+        prev_hidden = None if hidden is None else torch.cat(hidden)[None]
+        h = self._forward(step, step.tokens[None], prev_hidden)
         for row in rows:
             self.tables[row] = list(row.block_table)
         return list(h.split([len(t) for t in tokens]))
@@ -138,8 +138,8 @@ class PagedDraftRunner(DraftRunner):
     def step(
         self, rows: list[Sequence], ids: Tensor, at: list[int], hidden: Tensor | None = None
     ) -> Tensor:
-        """One more token of each row, as ContiguousRunner.step. A row with fewer drafts than
-        the others has no slot for further ones; its position is clamped, its result ignored."""
+        """One more token of each row, as ContiguousRunner.step. A row with fewer drafts than the
+        others has no slots for more: its position is clamped and its result is ignored."""
         size = self.cache.block_size
         clamped = [min(p, len(row.block_table) * size - 1) for row, p in zip(rows, at)]
         step = self.cache.step([Chunk([0], p, row.block_table) for row, p in zip(rows, clamped)])
@@ -150,51 +150,55 @@ class PagedDraftRunner(DraftRunner):
         return min(n, num_blocks * self.cache.block_size)
 
     def _forward(self, step: Step, tokens: Tensor, hidden: Tensor | None) -> Tensor:
-        def attend(spec: Any, *given: Tensor) -> Tensor:
-            own = replace(spec, index=spec.index - self.first) if self.first else spec
-            return self.cache.attend(own, *given, step=step)
+        def attend(spec: Any, *qkv_positions: Tensor) -> Tensor:
+            cache_spec = spec
+            if self.first_layer:
+                cache_spec = replace(spec, index=spec.index - self.first_layer)
+            return self.cache.attend(cache_spec, *qkv_positions, step=step)
 
         return self.forward(tokens, step.positions[None], attend, hidden)[0]
 
 
 class RowVerifier:
-    """A RejectionSampler for an Engine: its verifier, and its drafters' sampler, over the rows of
-    its RowSampler. Rows with the same features are verified together."""
+    """Samples and verifies an Engine's drafts: a RejectionSampler over the rows of the Engine's
+    RowSampler. Rows with the same features are verified together."""
 
     def __init__(
-        self, rows: RowSampler, coupled: bool = False, forced_acceptance: float | None = None
+        self, row_sampler: RowSampler, coupled: bool = False, forced_acceptance: float | None = None
     ):
-        self.rows = rows
-        self.rejection_sampler = RejectionSampler(rows.sampler, coupled, forced_acceptance)
+        self.row_sampler = row_sampler
+        self.rejection_sampler = RejectionSampler(row_sampler.sampler, coupled, forced_acceptance)
 
     def sample_draft(self, logits: Tensor, sequences: list[Sequence], i: int) -> Any:
         """The i-th draft of each sequence, as RejectionSampler.sample_draft."""
-        return self.rejection_sampler.sample_draft(logits, self.rows.assign_rows(sequences), i)
+        rows = self.row_sampler.assign_rows(sequences)
+        return self.rejection_sampler.sample_draft(logits, rows, i)
 
     def __call__(
         self, logits: Tensor, sequences: list[Sequence], drafts: list[Proposal]
     ) -> list[list[int]]:
-        """logits (M, V): for each sequence one row more than it has drafts -> its new tokens."""
-        rows, groups = self.rows.assign_rows(sequences), {}
+        """logits (M, V), all sequences concatenated, one row more than drafts for each -> the new
+        tokens of each sequence."""
+        rows, groups = self.row_sampler.assign_rows(sequences), {}
         first = [0, *accumulate(len(tokens) + 1 for tokens, _ in drafts)]
         for i, row in enumerate(rows):
-            groups.setdefault(frozenset(self.rows.sampler.row_features[row]), []).append(i)
-            self.rows.num_recorded[row] = -1  # if the step is interrupted, the row is restored
+            groups.setdefault(frozenset(self.row_sampler.sampler.row_features[row]), []).append(i)
+            self.row_sampler.num_recorded[row] = -1  # restored if the step is interrupted
         runs: list[list[int]] = [[] for _ in rows]
         for group in groups.values():
             K = max(len(drafts[i][0]) for i in group)
-            size = max(1, self.rows.max_rows // (K + 1))
+            size = max(1, self.row_sampler.max_rows // (K + 1))
             for part in (group[j : j + size] for j in range(0, len(group), size)):
                 tokens, lengths, probs = pad_drafts([drafts[i] for i in part], K, logits.device)
-                begin = torch.tensor([first[i] for i in part], device=logits.device)[:, None]
+                first_row = torch.tensor([first[i] for i in part], device=logits.device)[:, None]
                 at = torch.arange(K + 1, device=logits.device).expand(len(part), -1)
-                padded = logits[begin + torch.minimum(at, lengths[:, None])]
+                padded = logits[first_row + torch.minimum(at, lengths[:, None])]
                 part_rows = [rows[i] for i in part]
                 out, n = self.rejection_sampler.verify(padded, tokens, probs, lengths, part_rows)
                 for i, run, accepted in zip(part, out.tolist(), n.tolist()):
                     runs[i] = run[: accepted + 1]
         for seq, row, run in zip(sequences, rows, runs):
-            self.rows.num_recorded[row] = len(seq.tokens) - seq.n_prompt + len(run)
+            self.row_sampler.num_recorded[row] = len(seq.tokens) - seq.n_prompt + len(run)
         return runs
 
 
@@ -209,7 +213,7 @@ def enable_speculative_decoding(
     if args.speculate in ("tree", "staged"):
         raise ValueError(
             f"--speculate {args.speculate} cannot be combined with --batch or --bench-serving: it "
-            "drafts for one prompt; use draft"
+            "drafts for one prompt; use --speculate draft"
         )
     verifier = RowVerifier(engine.sampler, args.draft_coupled, args.forced_acceptance)
 
@@ -227,8 +231,8 @@ def enable_speculative_decoding(
     cache, make_runner = engine.cache, PagedDraftRunner
     if args.speculate == "mtp":
         cache = new_cache(SimpleNamespace(**vars(model.config) | {"n_layers": 1}))
-        make_runner = partial(PagedDraftRunner, first=model.config.n_layers)
-    check_target(model)
+        make_runner = partial(PagedDraftRunner, first_layer=model.config.n_layers)
+    check_rope_scaling(model)
     engine.drafter = build_drafter(
         args, model, tokenizer, load, verifier.sample_draft, make_runner, cache, new_cache
     )
@@ -243,20 +247,20 @@ def enable_speculative_decoding(
 
 Id = str | int
 Result = dict[str, Any]
-QUEUE_FACTOR = 4  # at most 4 x max_num_seqs requests wait in the engine, for its policy to order
+QUEUE_FACTOR = 4  # the engine queues at most 4 x max_num_seqs requests, ordered by its policy
 
 
 @dataclass(eq=False)
 class Request:
-    """One request of a user."""
+    """A parsed line of a request file."""
 
     id: Id
     line: int
     ids: list[int]
     params: SamplingParams
     priority: int = 0  # lower runs first
-    continues: bool = True  # the text continues the prompt's; a chat reply is a text of its own
-    show: Callable[[int, str], Any] | None = None  # called with (sample, text) as text is generated
+    continues: bool = True  # False: a chat reply, detokenized without the prompt
+    on_text: Callable[[int, str], Any] | None = None  # called with (sample, new text)
     samples: dict[int, Continuation] = field(default_factory=dict)
 
 
@@ -284,12 +288,12 @@ class Service:
             stream,
             stop,
             () if request.params.ignore_eos else eos,
-            partial(request.show, i) if request.show else lambda text: None,
+            partial(request.on_text, i) if request.on_text else lambda text: None,
         )
         return request.samples[i]
 
     def results(self, requests: RequestFile) -> Iterator[Result]:
-        """The result of every request of a file, as soon as it is finished."""
+        """Run all requests of a file; yields each result as soon as it is finished."""
         pending, more = iter(requests), True
         while more or self.engine.unfinished:
             max_waiting = QUEUE_FACTOR * self.engine.scheduler.max_num_seqs
@@ -315,7 +319,7 @@ class Service:
                     yield self._result(request, output)
 
     def _result(self, request: Request, output: Output) -> Result:
-        """The keys of generate.py --json: the first sample, and with n > 1 all of them."""
+        """The keys of generate.py --json, for the first sample; with n > 1, `samples` has all."""
         samples: list[Result] = []
         for i, sample in enumerate(output.samples):
             text, tokens = request.samples[i].text, sample.token_ids
@@ -345,13 +349,13 @@ class RequestFile:
     gives its error result instead."""
 
     path: Path
-    answered: Mapping[tuple[Id, int], bool]  # by (id, line), see read_results
+    previous_results: Mapping[tuple[Id, int], bool]  # (id, line) -> whether the result is an error
     tokenizer: Tokenizer
     template: ChatTemplate | None
     system: str | None  # system message for conversations without one
     defaults: SamplingParams
     limit: int  # max tokens of prompt and output
-    # with several processes only rank 0 reads: returns the result of read() on rank 0
+    # returns read() of rank 0 on every rank: only rank 0 reads the file
     rank0_then_broadcast: Callable[[Callable[[], Any]], Any] = lambda read: read()
 
     def __iter__(self) -> Iterator[Request | Result]:
@@ -360,7 +364,7 @@ class RequestFile:
             yield item
 
     def _read(self) -> Iterator[Request | Result]:
-        first: dict[Id, int] = {}  # the first line with the id
+        first: dict[Id, int] = {}  # id -> number of the first line with it
         with open(self.path, "rb") as file:
             for line, raw in enumerate(file, 1):
                 if not raw.strip():
@@ -368,18 +372,18 @@ class RequestFile:
                 id: Id = line
                 try:
                     values = _json_object(raw)
-                    id = _id(values, line)
+                    id = _parse_id(values, line)
                     if first.setdefault(id, line) != line:
                         raise ValueError(
                             f"id {id!r} is already used by line {first[id]}; give another"
                         )
-                    if (id, line) in self.answered:
+                    if (id, line) in self.previous_results:
                         continue
                     item = self._request(values, id, line)
                 except ValueError as e:
                     item = self.error_result(id, line, e)
-                    first.setdefault(id, line)  # the id of an unreadable line is its number
-                if (id, line) not in self.answered:
+                    first.setdefault(id, line)  # without a readable id: the line number
+                if (id, line) not in self.previous_results:
                     yield item
 
     def error_result(self, id: Id, line: int, error: object) -> Result:
@@ -396,8 +400,8 @@ class RequestFile:
             raise ValueError(f"priority must be an integer, not {priority!r}")
         given = {name: values[name] for name in PARAM_FIELDS if name in values}
         if isinstance(given.get("logit_bias"), dict):
-            given["logit_bias"] = _bias(given["logit_bias"])
-        if "max_new_tokens" not in given:  # the default is lowered to fit; a given one may fail
+            given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
+        if "max_new_tokens" not in given:  # only the default is lowered to fit
             room = max(1, self.limit - len(ids))
             given["max_new_tokens"] = min(self.defaults.max_new_tokens, room)
         params = replace(self.defaults, **given)
@@ -413,7 +417,7 @@ class RequestFile:
         value = values[given[0]]
         if given == ["prompt"]:
             if not isinstance(value, str) or not value:
-                raise ValueError("prompt must be a non-empty text")
+                raise ValueError("prompt must be a non-empty string")
             return self._encode(value, bos=True)
         if given == ["prompt_ids"]:
             if not isinstance(value, list) or not all(type(i) is int for i in value):
@@ -444,26 +448,26 @@ def _json_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _id(values: dict[str, Any], default: Any) -> Id:
+def _parse_id(values: dict[str, Any], default: Any) -> Id:
     id = values.get("id", default)
     if type(id) not in (str, int):
         raise ValueError(f"id must be a string or an integer, not {id!r}")
     return id
 
 
-def _bias(bias: dict[str, Any]) -> dict[int, Any]:
+def _parse_logit_bias(bias: dict[str, Any]) -> dict[int, Any]:
     """logit_bias from JSON, which has neither integer keys nor infinity."""
     try:
         return {int(i): -math.inf if b == "-inf" else b for i, b in bias.items()}
     except ValueError:
-        raise ValueError(f"logit_bias must have token ids for keys, not {list(bias)!r}") from None
+        raise ValueError(f"logit_bias must have token ids as keys, not {list(bias)!r}") from None
 
 
 # --------------------------------------------------------------------------------------------------
 # Results files
 # --------------------------------------------------------------------------------------------------
 
-LINE_START = b'{"id": '  # the beginning of every line
+LINE_START = b'{"id": '  # the first bytes of every line of a results file
 
 
 def read_results(path: Path) -> dict[tuple[Id, int], bool]:
@@ -472,24 +476,24 @@ def read_results(path: Path) -> dict[tuple[Id, int], bool]:
     Truncates an incomplete last line. ValueError if it is not a results file, which is then
     unchanged.
     """
-    answered: dict[tuple[Id, int], bool] = {}
+    found: dict[tuple[Id, int], bool] = {}
     if not path.exists():
-        return answered
-    whole = 0
+        return found
+    complete_bytes = 0
     with open(path, "r+b") as file:
         for line, raw in enumerate(file, 1):
             if not raw.endswith(b"\n") and raw[: len(LINE_START)] == LINE_START[: len(raw)]:
                 break
             try:
                 result = _json_object(raw)
-                answered[_id(result, None), result["line"]] = "error" in result
+                found[_parse_id(result, None), result["line"]] = "error" in result
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
                     f"{path}, line {line}: not a result; delete the file or give another --out"
                 ) from None
-            whole += len(raw)
-        file.truncate(whole)
-    return answered
+            complete_bytes += len(raw)
+        file.truncate(complete_bytes)
+    return found
 
 
 def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
@@ -501,7 +505,7 @@ def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
             total = sum(1 for raw in file if raw.strip())
     bar = tqdm(
         total=total,
-        initial=len(requests.answered),
+        initial=len(requests.previous_results),
         mininterval=0.5 if sys.stderr.isatty() else 15,
         dynamic_ncols=True,
     )
@@ -511,9 +515,9 @@ def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
             file.flush()
             done, errors = done + 1, errors + ("error" in result)
             bar.update()
-    line, previous = f"{done} requests, {errors} errors", requests.answered
+    line, previous = f"{done} requests, {errors} errors", requests.previous_results
     if previous:
-        line += f" ({len(previous)} before, {sum(previous.values())} errors)"
+        line += f" (earlier runs: {len(previous)}, {sum(previous.values())} errors)"
     if done > errors:
         line += f"; {stats_line(service, time.perf_counter() - start)}"
     if errors + sum(previous.values()):
@@ -550,18 +554,18 @@ def arrival_times(n: int, rate: float, arrival_cv: float, rng: random.Random) ->
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a trace."""
+    """A request of a Workload, with its arrival time."""
 
-    due: float  # arrival time, seconds after the start
+    arrival_time: float  # seconds after the start
     ids: list[int]  # prompt
     max_new_tokens: int
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Random requests, determined by the seed alone; the rate only scales arrival times."""
+    """Random requests, a function of these fields; request_rate only scales the arrival times."""
 
-    requests: int = 64
+    num_requests: int = 64
     request_rate: float = math.inf  # per second; inf: all at once
     arrival_cv: float = 1.0  # coefficient of variation of the time between arrivals
     input_tokens: tuple[int, int] = (16, 128)  # min, max
@@ -576,10 +580,10 @@ class Workload:
         prefix, randint = tokens(self.shared_prefix), rng.randint
         requests = [
             (prefix + tokens(randint(*self.input_tokens)), randint(*self.output_tokens))
-            for _ in range(self.requests)
+            for _ in range(self.num_requests)
         ]
-        times = arrival_times(self.requests, self.request_rate, self.arrival_cv, rng)
-        return [Arrival(due, ids, n) for due, (ids, n) in zip(times, requests)]
+        times = arrival_times(self.num_requests, self.request_rate, self.arrival_cv, rng)
+        return [Arrival(time, ids, n) for time, (ids, n) in zip(times, requests)]
 
 
 def replay(
@@ -590,19 +594,20 @@ def replay(
 ) -> dict[str, Any]:
     """Run a trace in real time, request i with seed + i; returns its metrics under the keys that
     --json prints, times in seconds. With several ranks, sync_time(time) returns rank 0's time, so
-    that all ranks take the same steps."""
-    counts = lambda: (s.n_hit_tokens, s.n_admitted_tokens, s.n_preempted)
-    s, waiting, due, done = engine.scheduler, deque(enumerate(trace)), {}, []
+    that all ranks schedule the same requests in each step."""
+    counts = lambda: (scheduler.n_hit_tokens, scheduler.n_admitted_tokens, scheduler.n_preempted)
+    scheduler, waiting, done = engine.scheduler, deque(enumerate(trace)), []
+    arrived: dict[Any, float] = {}  # by request id
     before, start = counts(), sync_time(engine.clock())
     while waiting or engine.unfinished:
         now = sync_time(engine.clock()) if waiting else math.inf
-        while waiting and start + waiting[0][1].due <= now:
+        while waiting and start + waiting[0][1].arrival_time <= now:
             i, a = waiting.popleft()
             seed = (params.seed + i) % 2**63
             request = replace(params, max_new_tokens=a.max_new_tokens, seed=seed)
-            due[engine.add(a.ids, request)] = start + a.due
+            arrived[engine.add(a.ids, request)] = start + a.arrival_time
         if not engine.unfinished:
-            time.sleep(max(0.0, start + waiting[0][1].due - sync_time(engine.clock())))
+            time.sleep(max(0.0, start + waiting[0][1].arrival_time - sync_time(engine.clock())))
         done += [output for output in engine.step() if output.finished]
     seconds = sync_time(engine.clock()) - start
     hit_tokens, prompt_tokens, preempted = (b - a for a, b in zip(before, counts()))
@@ -611,7 +616,7 @@ def replay(
     for output in done:
         if output.error is not None:
             raise ValueError(output.error)
-        arrival, (admitted, *tokens) = due[output.id], output.timestamps
+        arrival, (admitted, *tokens) = arrived[output.id], output.timestamps
         for name, t in (("queue", admitted), ("ttft", tokens[0]), ("e2e", tokens[-1])):
             times[name].append(t - arrival)
         times["itl"] += [b - a for a, b in zip(tokens, tokens[1:])]

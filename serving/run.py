@@ -96,7 +96,7 @@ def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
 
 def batch(args: GenerateConfig) -> None:
     """--batch: run a file of requests into a file of results."""
-    out, answered = rank0_then_broadcast(partial(batch_files, args))
+    out, previous_results = rank0_then_broadcast(partial(batch_files, args))
     device = run_on_all_or_raise(partial(pick_device, args.device))
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
     template = None if args.dummy else load_chat_template(args.checkpoint)
@@ -106,7 +106,7 @@ def batch(args: GenerateConfig) -> None:
     limit = service.engine.capacity
     requests = serving_batch.RequestFile(
         args.batch,
-        answered,
+        previous_results,
         tokenizer,
         template,
         args.system_prompt,
@@ -119,7 +119,8 @@ def batch(args: GenerateConfig) -> None:
         line = serving_batch.run_batch(service, requests, out if is_rank0 else Path(os.devnull))
     except KeyboardInterrupt:
         print(
-            f"interrupted; finished results are in {out}; to resume, run it again", file=sys.stderr
+            f"interrupted; finished results are in {out}; to resume, run it again",
+            file=sys.stderr,
         )
         raise
     print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)
@@ -145,8 +146,9 @@ def bench_serving(args: GenerateConfig) -> None:
         )
     params = replace(args.sampling_params, ignore_eos=True)
     trace = workload.trace(model.config.vocab_size)
-    shifted = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
-    warm_up = [replace(a, due=0.0, ids=shifted(a.ids)) for a in trace[: 2 * args.max_num_seqs]]
+    shift = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
+    first = trace[: 2 * args.max_num_seqs]
+    warm_up = [replace(a, arrival_time=0.0, ids=shift(a.ids)) for a in first]
     serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
     metrics = serving_batch.replay(engine, trace, params, broadcast_object)
     print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))

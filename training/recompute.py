@@ -109,7 +109,7 @@ def checkpoint_wrapper(forward: Forward, mode: str, save: Iterable[Any] = ()) ->
     if mode == "sqrt":
         raise ValueError("mode sqrt is for groups of blocks, not for one: use layer_groups(blocks)")
     if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+        raise ValueError(f"unsupported mode {mode!r}; supported: {', '.join(MODES)}")
     if mode == "attention":
         return partial(_checkpoint_attention, forward)
     if mode == "selective":
