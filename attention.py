@@ -1,8 +1,7 @@
 """Flash attention in Triton: forward, backward and decode, each with its plain-torch reference.
 
 softmax(q k^T) v computed literally stores the T x S matrix of scores, and reading and writing it,
-not the arithmetic, takes the time. Four functions remove it step by step; test_all.py proves each
-equal to the one before, gradients included:
+not the arithmetic, takes the time. Four functions remove it step by step:
 
     attention_reference   all scores at once, every feature, fp32 or fp64
     online_attention      one pass over blocks of keys with a running maximum m, sum l and output
@@ -12,9 +11,8 @@ equal to the one before, gradients included:
     flash_attention       the same loop as one Triton kernel that keeps its tiles on chip
                           (FlashAttention 1 and 2, arXiv:2205.14135, 2307.08691)
 
-All of them also return lse = m + log l, with which the outputs over two disjoint sets of keys can
-be merged (`merge_attention`). Split-KV decoding (flash-decoding), ring attention and shared
-prefixes are built on this merge.
+Each also returns lse = m + log l, with which `merge_attention` merges outputs over disjoint sets of
+keys: the basis of split-KV decoding (flash-decoding), ring attention and shared prefixes.
 
 Order of operations on a score:  scale * q.k  ->  softcap * tanh(. / softcap)  ->  + bias
 - alibi_slope * (i - j)  ->  mask. Without `causal` ALiBi takes |i - j|, as in flash-attn. Query t
@@ -22,18 +20,17 @@ has position i = t + S - T (bottom-right alignment). It attends to keys j <= i (
 j < prefix, with i - j < window. A sink is one extra logit per head in the softmax, without a value.
 A fully masked row gives o = 0 and lse = -inf.
 
-Grouped-query attention, packed sequences (cu_seqlens), sliding windows, softcap, ALiBi, sinks,
-bias, prefix and block-sparse masks can be combined (except block masks with packed sequences),
-forward and backward, with gradients for sinks, bias and through lse; any T and S, head dims up to
-256, and different ones for q and v (192 / 128). Unused features are compiled out. The backward pass
-is deterministic: each gradient tile is written by one program, without atomics.
+All features can be combined, except block masks with packed sequences, for any T and S and head
+dims up to 256, different ones for q and v too (192 / 128). Unused features are compiled out. The
+backward pass is deterministic: each gradient tile is written by one program, without atomics.
 
-When it loses: the backward pass computes the scores twice (7 matmuls instead of 5), the price of
-determinism, and a third time for the gradient of a bias. Without Triton or a GPU every call runs
+When it loses: for determinism the backward pass computes the scores twice (7 matmuls instead of 5),
+and a third time for the gradient of a bias. Without Triton or a GPU every call runs
 chunked_attention: exact and memory-efficient, but on a CPU slower than torch's fused kernel.
 
 Hook: `as_attend()` returns the model's attend callable, for training, packed prompts and KV caches.
-TRITON_INTERPRET=1 runs the kernels on a CPU, slowly, for tests.
+Equivalence (test_all.py): each step equals the one before, gradients included. TRITON_INTERPRET=1
+runs the kernels on a CPU, slowly, for tests.
 
 Shapes: B batch, T queries, S keys, Hq / Hkv query / key-value heads, D / Dv head dims, N packed
 tokens. q (B, T, Hq, D), k (B, S, Hkv, D), v (B, S, Hkv, Dv), o (B, T, Hq, Dv), lse (B, Hq, T).
@@ -71,10 +68,9 @@ FP8_BLOCK = 128  # rows per scale
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Block-sparse mask: the scores of query block a and key block b are computed only where
-    mask[a, b] (or mask[h, a, b], per query head); other blocks are skipped. mask: bool,
-    (ceil(T / block_size), ceil(S / block_size)); block_size: a power of two, at least 16. Combined
-    with the other masks by "and"."""
+    """Block-sparse mask: scores of query block a and key block b are computed only where mask[a, b]
+    (or mask[h, a, b], per query head) and skipped elsewhere; the other masks apply too. mask: bool,
+    (ceil(T / block_size), ceil(S / block_size)); block_size: a power of two, at least 16."""
 
     mask: Tensor
     block_size: int = 128
@@ -109,11 +105,17 @@ class _Flags(NamedTuple):
     prefix: Tensor | None  # (B,) or (sequences,) int32
     lengths: Tensor | None  # (B,) int32: number of valid keys, for decode
     block_mask: Tensor | None  # (H or 1, query blocks, key blocks) bool
-    block_size: int
+    block_size: int  # 0 without a block mask
 
+    @property
+    def n_sequences(self) -> int:
+        """Number of packed sequences; 0 if not packed."""
+        return 0 if self.cu_q is None else len(self.cu_q) - 1
+
+    @property
     def max_tile(self) -> int:
         """Largest tile size: a tile must not exceed a block of the block mask."""
-        return 1024 if self.block_mask is None else self.block_size
+        return self.block_size or 1024
 
 
 FLAGS = (
@@ -128,22 +130,12 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_bias(bias: Tensor, full: tuple[int, ...]) -> Tensor:
-    """The bias with four dims, each 1 or that of (B, Hq, T, S)."""
-    _check(bias.dim() <= 4, f"bias has {bias.dim()} dims, more than (B, Hq, T, S)")
-    bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-    ok = all(n in (1, size) for n, size in zip(bias.shape, full))
-    _check(ok, f"bias {tuple(bias.shape)} does not broadcast to {full}")
-    return bias
-
-
-def _check_block_mask(block_mask: BlockMask, sizes: tuple[int, int, int]) -> Tensor:
+def _check_block_mask(block_mask: BlockMask, Hq: int, T: int, S: int) -> Tensor:
     """The block mask's tensor, (Hq or 1, query blocks, key blocks)."""
-    (Hq, T, S), n, mask = sizes, block_mask.block_size, block_mask.mask
+    n, mask = block_mask.block_size, block_mask.mask
     _check(n > 0, f"block_mask: block_size must be positive, not {n}")
     want = (-(-T // n), -(-S // n))
-    ok = mask.dtype == torch.bool and mask.dim() in (2, 3) and mask.shape[-2:] == want
-    ok = ok and (mask.dim() == 2 or len(mask) in (1, Hq))
+    ok = mask.dtype == torch.bool and mask.shape in (want, (1, *want), (Hq, *want))
     _check(ok, f"block_mask: mask must be bool {want}, or one such mask for each query head")
     return mask.reshape(-1, *want).contiguous()
 
@@ -172,8 +164,7 @@ def _prepare(
             _check(ok, f"{name} must be (n_sequences + 1,) int32, not {cu.dtype} {tuple(cu.shape)}")
         _check(len(cu_k) == len(cu_seqlens_q), "cu_seqlens_q and cu_seqlens_k differ in length")
         _check(block_mask is None, "block_mask cannot be combined with cu_seqlens_q")
-    B, T, Hq, D = q.shape
-    S, Hkv = k.shape[1:3]
+    (B, T, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
     _check(k.shape[0] == B and v.shape[:3] == k.shape[:3], "q, k and v differ in batch, or k and v")
     _check(k.shape[3] == D, f"k has head dim {k.shape[3]}, q has {D}")
     _check(Hkv > 0 and Hq % Hkv == 0, f"q has {Hq} heads, not a multiple of k's {Hkv}")
@@ -189,24 +180,24 @@ def _prepare(
     for name, x in (("prefix", prefix), ("lengths", lengths)):
         ok = x is None or (x.shape == (n,) and x.dtype == torch.int32)
         _check(ok, f"{name} must be int32 ({n},), one per sequence")
-    bias = None if bias is None else _check_bias(bias, (B, Hq, T, S))
-    mask = None if block_mask is None else _check_block_mask(block_mask, (Hq, T, S)).to(q.device)
-    block_size = 128 if block_mask is None else block_mask.block_size
-    slopes = alibi_slopes
-    if slopes is not None:
-        slopes = slopes.detach().to(torch.promote_types(q.dtype, torch.float32))
-    vectors = slopes, sinks, cu_seqlens_q, cu_k, prefix, lengths
+    if bias is not None:
+        shape = (1,) * (4 - bias.dim()) + bias.shape
+        ok = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, (B, Hq, T, S)))
+        _check(ok, f"bias {tuple(bias.shape)} does not broadcast to {(B, Hq, T, S)}")
+        bias = bias.reshape(shape)
+    mask, block_size = None, 0
+    if block_mask is not None:
+        mask = _check_block_mask(block_mask, Hq, T, S).to(q.device)
+        block_size = block_mask.block_size
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.detach().to(torch.promote_types(q.dtype, torch.float32))
+    vectors = alibi_slopes, sinks, cu_seqlens_q, cu_k, prefix, lengths
     for x in (k, v, bias, *vectors):
         ok = x is None or x.device == q.device
         _check(ok, f"q is on {q.device}, another argument on {None if ok else x.device}")
-    slopes, sinks, cu_q, cu_k, prefix, lengths = (
-        x if x is None else x.contiguous() for x in vectors
-    )
-    flags = _Flags(
-        bool(causal), scale, window, softcap, slopes, sinks, bias,
-        cu_q, cu_k, prefix, lengths, mask, block_size,
-    )  # fmt: skip
-    return q, k, v, flags
+    slopes, sinks, *vectors = (x if x is None else x.contiguous() for x in vectors)
+    flags = scale, window, softcap, slopes, sinks, bias, *vectors, mask, block_size
+    return q, k, v, _Flags(bool(causal), *flags)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -302,15 +293,17 @@ def _online(
         l = l * torch.exp(f.sinks.to(dtype)[:, None] - m)
     for start in range(first // chunk * chunk, last, chunk):
         cols = slice(start, min(start + chunk, last))
-        a, b = (slice(x.start // f.block_size, -(-x.stop // f.block_size)) for x in (rows, cols))
-        if f.block_mask is None or f.block_mask[:, a, b].any():
-            values = v[:, cols]
-            if f.lengths is not None:  # an unused slot may hold NaN or inf, and 0 * inf is NaN
-                j = torch.arange(cols.start, cols.stop, device=q.device)
-                unused = j >= f.lengths[:, None]
-                values = values.masked_fill(unused[:, :, None, None], 0.0)
-            scores = _scores(q, k, f, rows, cols)
-            acc, m, l = _online_softmax_step((acc, m, l), scores, values)
+        if f.block_mask is not None:
+            a, b = (
+                slice(x.start // f.block_size, -(-x.stop // f.block_size)) for x in (rows, cols)
+            )
+            if not f.block_mask[:, a, b].any():
+                continue
+        values = v[:, cols]
+        if f.lengths is not None:  # an unused slot may hold NaN or inf, and 0 * inf is NaN
+            unused = torch.arange(cols.start, cols.stop, device=q.device) >= f.lengths[:, None]
+            values = values.masked_fill(unused[:, :, None, None], 0.0)
+        acc, m, l = _online_softmax_step((acc, m, l), _scores(q, k, f, rows, cols), values)
     empty = l == 0
     l = l.masked_fill(empty, 1)
     lse = (m.clamp(min=torch.finfo(dtype).min) + l.log()).masked_fill(empty, -math.inf)
@@ -339,8 +332,7 @@ Core = Callable[[Tensor, Tensor, Tensor, _Flags], tuple[Tensor, Tensor]]
 
 def _per_sequence(core: Core, q: Tensor, k: Tensor, v: Tensor, f: _Flags) -> tuple[Tensor, Tensor]:
     """Run core on each packed sequence; rows past the last sequence get o = 0 and lse = -inf."""
-    cu_q, cu_k = f.cu_q.tolist(), f.cu_k.tolist()
-    Hq, N, Dv = q.shape[2], q.shape[1], v.shape[3]
+    cu_q, cu_k, N = f.cu_q.tolist(), f.cu_k.tolist(), q.shape[1]
     parts = []
     for n, (q0, q1, k0, k1) in enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:])):
         bias = f.bias
@@ -349,18 +341,9 @@ def _per_sequence(core: Core, q: Tensor, k: Tensor, v: Tensor, f: _Flags) -> tup
         prefix = None if f.prefix is None else f.prefix[n : n + 1]
         dense = f._replace(cu_q=None, cu_k=None, bias=bias, prefix=prefix)
         parts.append(core(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], dense))
-    dtype = torch.promote_types(q.dtype, torch.float32)
     o, lse = (torch.cat(x, 2) for x in zip(*parts))
     n_padding = N - o.shape[2]
-    o = torch.cat((o, o.new_zeros(1, Hq, n_padding, Dv)), 2)
-    return o, torch.cat((lse, lse.new_full((1, Hq, n_padding), -math.inf, dtype=dtype)), 2)
-
-
-def _run_torch(core: Core, q: Tensor, k: Tensor, v: Tensor, f: _Flags) -> tuple[Tensor, Tensor]:
-    """Run core; output in the public layout: o (B, T, Hq, Dv) in q's dtype, lse (B, Hq, T)."""
-    with torch.autocast(q.device.type, enabled=False):  # autocast would run fp32 matmuls in bf16
-        o, lse = core(q, k, v, f) if f.cu_q is None else _per_sequence(core, q, k, v, f)
-    return o.transpose(1, 2).to(q.dtype), lse
+    return F.pad(o, (0, 0, 0, n_padding)), F.pad(lse, (0, n_padding), value=-math.inf)
 
 
 def _output(o: Tensor, lse: Tensor, f: _Flags, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
@@ -370,22 +353,29 @@ def _output(o: Tensor, lse: Tensor, f: _Flags, return_lse: bool) -> Tensor | tup
     return (o, lse) if return_lse else o
 
 
+def _run_torch(
+    core: Core, q: Tensor, k: Tensor, v: Tensor, f: _Flags, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run core; output in the public layout: o (B, T, Hq, Dv) in q's dtype, lse (B, Hq, T)."""
+    with torch.autocast(q.device.type, enabled=False):  # autocast would run fp32 matmuls in bf16
+        o, lse = core(q, k, v, f) if f.cu_q is None else _per_sequence(core, q, k, v, f)
+    return _output(o.transpose(1, 2).to(q.dtype), lse, f, return_lse)
+
+
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **flags: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Step 1, the reference: flash_attention's arguments, all scores in memory, fp32 (fp64 for
     fp64 inputs), gradients by autograd."""
-    q, k, v, f = _prepare(q, k, v, **flags)
-    return _output(*_run_torch(_naive, q, k, v, f), f, return_lse)
+    return _run_torch(_naive, *_prepare(q, k, v, **flags), return_lse)
 
 
 def online_attention(
     q: Tensor, k: Tensor, v: Tensor, *, chunk: int = 256, return_lse: bool = False, **flags: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Step 2: one pass over the keys, `chunk` keys at a time; all queries at once."""
-    q, k, v, f = _prepare(q, k, v, **flags)
     core = lambda q, k, v, f: _online(q, k, v, f, slice(0, q.shape[1]), chunk)
-    return _output(*_run_torch(core, q, k, v, f), f, return_lse)
+    return _run_torch(core, *_prepare(q, k, v, **flags), return_lse)
 
 
 def chunked_attention(
@@ -394,8 +384,8 @@ def chunked_attention(
     """Step 3: blocks of queries and of keys; each block of queries is recomputed in the backward
     pass. Memory beyond inputs and outputs, in scores: B * Hq * chunk * chunk in the forward pass,
     B * Hq * chunk * S in the backward pass."""
-    q, k, v, f = _prepare(q, k, v, **flags)
-    return _output(*_run_torch(partial(_chunked, chunk=chunk), q, k, v, f), f, return_lse)
+    core = partial(_chunked, chunk=chunk)
+    return _run_torch(core, *_prepare(q, k, v, **flags), return_lse)
 
 
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -1018,22 +1008,18 @@ def _bias_kernel(
 # Launchers
 # --------------------------------------------------------------------------------------------------
 
-# By largest head dim. forward: BLOCK_M, BLOCK_N, num_warps, num_stages, use tensor descriptors
-# (Hopper's TMA). decode: the same, BLOCK_M being the maximum. backward: BLOCK_M and BLOCK_N of the
-# dk and dv tiles, BLOCK_M and BLOCK_N of the dq tiles, num_warps, num_stages.
+# By largest head dim. forward and decode: BLOCK_M (for decode the maximum), BLOCK_N, num_warps,
+# num_stages, use tensor descriptors (Hopper's TMA). backward: BLOCK_M and BLOCK_N of the dk and dv
+# tiles, BLOCK_M and BLOCK_N of the dq tiles, num_warps, num_stages.
 CONFIGS: dict[str, dict[int, tuple]] = {
     "forward": {
-        64: (128, 128, 4, 3, True),
-        128: (128, 128, 8, 2, True),
-        256: (128, 64, 8, 2, True),
+        64: (128, 128, 4, 3, True), 128: (128, 128, 8, 2, True), 256: (128, 64, 8, 2, True)
     },
     "decode": {64: (64, 128, 4, 3, False), 128: (64, 64, 4, 3, False), 512: (64, 32, 8, 2, False)},
     "backward": {
-        64: (32, 128, 128, 64, 8, 3),
-        128: (64, 128, 128, 64, 8, 3),
-        256: (16, 64, 64, 32, 8, 2),
+        64: (32, 128, 128, 64, 8, 3), 128: (64, 128, 128, 64, 8, 3), 256: (16, 64, 64, 32, 8, 2)
     },
-}
+}  # fmt: skip
 
 
 def _config(kind: str, dim: int) -> tuple:
@@ -1088,13 +1074,16 @@ def _n_tiles(length: int, cu: Tensor | None, block: int) -> int:
     return -(-length // block) if cu is None else length // block + len(cu) - 1
 
 
+def _is_aligned(x: Tensor) -> bool:
+    """Whether x has the 16-byte alignment that a TMA descriptor requires."""
+    offsets = x.data_ptr(), *(n * x.element_size() for n in x.stride()[:3])
+    return x.stride(3) == 1 and all(n % 16 == 0 for n in offsets)
+
+
 def _tensor_descriptor(x: Tensor, rows: int) -> Any:
-    """A TMA descriptor for tiles of `rows` rows; None if x is not aligned to 16 bytes."""
+    """A TMA descriptor for tiles of `rows` rows."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    size = x.element_size()
-    if any(n * size % 16 for n in x.stride()[:3]) or x.stride(3) != 1 or x.data_ptr() % 16:
-        return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, x.shape[3]])
 
 
@@ -1112,8 +1101,8 @@ def _forward(
     kind = "decode" if pack and (rows < 128 or BLOCK_DV > 256) else "forward"
     M, N, warps, stages, tma = _config(kind, max(BLOCK_D + BLOCK_R, BLOCK_DV))
     size = _shared_bytes(q)
-    M = min(M if size < 8 else max(16, M // 2), _tile_size(rows), f.max_tile())
-    N = min(N, f.max_tile())
+    M = min(M if size < 8 else max(16, M // 2), _tile_size(rows), f.max_tile)
+    N = min(N, f.max_tile)
     _, shared, major = _device_properties(q.device.index)
     key, per_key = BLOCK_D + BLOCK_R, 0 if f.bias is None else M * f.bias.element_size()
     per_key += (key + (0 if v is None else BLOCK_DV)) * size
@@ -1132,22 +1121,19 @@ def _forward(
         return o, lse
     o_parts, lse_parts = o, lse
     if splits > 1:
-        o_parts = torch.empty((splits, *o.shape), device=q.device)
-        lse_parts = lse.new_empty((splits, B, Hq, T))
+        o_parts, lse_parts = (lse.new_empty(splits, *x.shape) for x in (o, lse))
     k_strides, v_strides = k.stride(), (k if v is None else v).stride()
-    if tma and S and major >= 9 and (D, DV) == (BLOCK_D, BLOCK_DV) and v is not None and not scales:
-        descriptors = _tensor_descriptor(k, N), _tensor_descriptor(v, N)
-        tma = None not in descriptors
-        k, v = descriptors if tma else (k, v)
-    else:
-        tma = False
+    tma = tma and S and major >= 9 and (D, DV) == (BLOCK_D, BLOCK_DV)
+    tma = bool(tma and v is not None and not scales and _is_aligned(k) and _is_aligned(v))
+    if tma:
+        k, v = _tensor_descriptor(k, N), _tensor_descriptor(v, N)
     _forward_kernel[_n_tiles(rows, f.cu_q, M) * splits, Hkv if pack else Hq, B](
         q, k, v, o_parts, lse_parts, _score_mod(f, q, S), _block_lists(f), scales, f.sinks,
         f.lengths, f.cu_q, f.cu_k, q.stride(), k_strides, v_strides, T, S,
-        0 if f.cu_q is None else len(f.cu_q) - 1, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack,
-        SPLITS=splits, CAUSAL=f.causal, SPARSE=0 if f.block_mask is None else f.block_size, TMA=tma,
-        ROUND_P=not INTERPRET, BLOCK_M=M, BLOCK_N=N, BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R,
-        BLOCK_DV=BLOCK_DV, num_warps=8 if scales else warps, num_stages=stages,
+        f.n_sequences, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack, SPLITS=splits, CAUSAL=f.causal,
+        SPARSE=f.block_size, TMA=tma, ROUND_P=not INTERPRET,
+        BLOCK_M=M, BLOCK_N=N, BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R, BLOCK_DV=BLOCK_DV,
+        num_warps=8 if scales else warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[T, Hq, B](
@@ -1177,7 +1163,7 @@ def _backward(
     if T and S:
         *tiles, warps, stages = _config("backward", max(BLOCK_D, BLOCK_DV))
         divisor = 1 if f.bias is None else 2  # leaves shared memory for the tiles of the bias
-        M1, N1, M2, N2 = (max(16, min(n // divisor, f.max_tile())) for n in tiles)
+        M1, N1, M2, N2 = (max(16, min(n // divisor, f.max_tile)) for n in tiles)
         _, shared, major = _device_properties(q.device.index)
         if major >= 10 and max(BLOCK_D, BLOCK_DV) > 128:  # tensor memory has 512 columns
             N1, M2 = min(N1, 32), min(M2, 32)
@@ -1188,10 +1174,9 @@ def _backward(
                 stages -= 1
             else:
                 M1, N1, M2, N2 = (max(16, n // 2) for n in (M1, N1, M2, N2))
-        SPARSE = 0 if f.block_mask is None else f.block_size
-        Z = _Sizes(Hq, Hq // Hkv, D, DV, BLOCK_D, BLOCK_DV, f.causal, SPARSE)
+        Z = _Sizes(Hq, Hq // Hkv, D, DV, BLOCK_D, BLOCK_DV, f.causal, f.block_size)
         x, mod, kwargs = (q, k, v, do, lse2, delta), _score_mod(f, q, S), dict(Z=Z, num_warps=warps)
-        axes = f.cu_q, f.cu_k, T, S, 0 if f.cu_q is None else len(f.cu_q) - 1
+        axes = f.cu_q, f.cu_k, T, S, f.n_sequences
         n_k, n_q = _n_tiles(S, f.cu_k, N1), _n_tiles(T, f.cu_q, M2)
         _backward_kernel[n_k + Hq // Hkv * n_q, Hkv, B](
             x, dq, dk, dv, mod, _block_lists(f), _block_lists(f, True), *axes, n_k, n_q,
@@ -1218,9 +1203,11 @@ def _backward(
 # --------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
+custom_op = partial(torch.library.custom_op, mutates_args=())
+
+
+@custom_op(
     "sheaf::attention_forward",
-    mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {FLAGS}) -> (Tensor, Tensor)",
 )
 def _forward_op(q, k, v, *flags):
@@ -1228,15 +1215,30 @@ def _forward_op(q, k, v, *flags):
         return _forward(q, k, v, _Flags(*flags))
 
 
-@_forward_op.register_fake
-def _(q, k, v, *flags):
+@custom_op(
+    "sheaf::attention_decode",
+    schema=f"(Tensor q, Tensor k, Tensor? v, int latent_dim, int splits, {FLAGS}) "
+    "-> (Tensor, Tensor)",
+)
+def _decode_op(q, k, v, latent_dim, splits, *flags):
+    kwargs = dict(pack=True, splits=splits or _n_splits(q, k), latent_dim=latent_dim)
+    with torch.cuda.device_of(q):
+        return _forward(q, k, v, _Flags(*flags), **kwargs)
+
+
+def _fake_outputs(q, DV):
     B, T, Hq, _ = q.shape
-    return q.new_empty(B, T, Hq, v.shape[3]), q.new_empty(B, Hq, T, dtype=torch.float32)
+    return q.new_empty(B, T, Hq, DV), q.new_empty(B, Hq, T, dtype=torch.float32)
 
 
-@torch.library.custom_op(
+_forward_op.register_fake(lambda q, k, v, *_: _fake_outputs(q, v.shape[3]))
+_decode_op.register_fake(
+    lambda q, k, v, latent_dim, *_: _fake_outputs(q, latent_dim if v is None else v.shape[3])
+)
+
+
+@custom_op(
     "sheaf::attention_backward",
-    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, Tensor dlse, "
     f"bool bias_grad, {FLAGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -1253,41 +1255,25 @@ def _(q, k, v, o, lse, do, dlse, bias_grad, *flags):
 
 
 def _setup_context(ctx, inputs, output):
-    f = _Flags(*inputs[3:])
-    tensors = [x if isinstance(x, Tensor) else None for x in f]
-    ctx.save_for_backward(*inputs[:3], *output, *tensors)
-    ctx.constants = [None if isinstance(x, Tensor) else x for x in f]
+    q, k, v, *flags = inputs
+    tensors = [x if isinstance(x, Tensor) else None for x in flags]
+    ctx.save_for_backward(q, k, v, *output, *tensors)
+    ctx.constants = [None if isinstance(x, Tensor) else x for x in flags]
 
 
 def _autograd_backward(ctx, do, dlse):
     q, k, v, o, lse, *tensors = ctx.saved_tensors
-    f = _Flags(*(c if t is None else t for c, t in zip(ctx.constants, tensors)))
-    needs = dict(zip(_Flags._fields, ctx.needs_input_grad[3:]))
-    dq, dk, dv, dbias, dsinks = _backward_op(q, k, v, o, lse, do, dlse, needs["bias"], *f)
-    grads = {"bias": dbias if needs["bias"] else None, "sinks": dsinks if needs["sinks"] else None}
-    return dq, dk, dv, *(grads.get(name) for name in _Flags._fields)
+    flags = [c if t is None else t for c, t in zip(ctx.constants, tensors)]
+    needs = _Flags(*ctx.needs_input_grad[3:])
+    dq, dk, dv, dbias, dsinks = _backward_op(q, k, v, o, lse, do, dlse, needs.bias, *flags)
+    grads = _Flags(*[None] * len(flags))
+    grads = grads._replace(
+        bias=dbias if needs.bias else None, sinks=dsinks if needs.sinks else None
+    )
+    return dq, dk, dv, *grads
 
 
 _forward_op.register_autograd(_autograd_backward, setup_context=_setup_context)
-
-
-@torch.library.custom_op(
-    "sheaf::attention_decode",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor? v, int latent_dim, int splits, {FLAGS}) "
-    "-> (Tensor, Tensor)",
-)
-def _decode_op(q, k, v, latent_dim, splits, *flags):
-    kwargs = dict(pack=True, splits=splits or _n_splits(q, k), latent_dim=latent_dim)
-    with torch.cuda.device_of(q):
-        return _forward(q, k, v, _Flags(*flags), **kwargs)
-
-
-@_decode_op.register_fake
-def _(q, k, v, latent_dim, splits, *flags):
-    B, T, Hq, _ = q.shape
-    DV = latent_dim if v is None else v.shape[3]
-    return q.new_empty(B, T, Hq, DV), q.new_empty(B, Hq, T, dtype=torch.float32)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1295,13 +1281,12 @@ def _(q, k, v, latent_dim, splits, *flags):
 # --------------------------------------------------------------------------------------------------
 
 
-def _can_use_triton(q: Tensor, v: Tensor, block: int = 128, limit: int = 256) -> bool:
-    """Whether the Triton kernels support these inputs on this device."""
+def _can_use_triton(q: Tensor, v: Tensor, block: int = 0, limit: int = 256) -> bool:
+    """Whether the Triton kernels support these inputs on this device; block: of a block mask."""
     ok = triton is not None and (q.is_cuda or INTERPRET) and q.dtype != torch.float64
     ok = ok and not (INTERPRET and q.dtype == torch.bfloat16)  # wrong results in the interpreter
-    return (
-        ok and max(q.shape[-1], v.shape[-1]) <= limit and block >= 16 and block & (block - 1) == 0
-    )
+    ok = ok and (block == 0 or block >= 16 and block & (block - 1) == 0)
+    return ok and max(q.shape[-1], v.shape[-1]) <= limit
 
 
 def flash_attention(
@@ -1330,7 +1315,7 @@ def flash_attention(
         cu_seqlens_k=cu_seqlens_k, prefix=prefix, block_mask=block_mask,
     )  # fmt: skip
     if not _can_use_triton(q, v, f.block_size):
-        return _output(*_run_torch(_chunked, q, k, v, f), f, return_lse)
+        return _run_torch(_chunked, q, k, v, f, return_lse)
     return _output(*_forward_op(q, k, v, *f), f, return_lse)
 
 
@@ -1359,7 +1344,7 @@ def decode_attention(
     ok = f.cu_q is None and f.block_mask is None
     _check(ok, "decode_attention does not support cu_seqlens_q and block_mask")
     if not _can_use_triton(q, values, limit=1024):
-        return _output(*_run_torch(_chunked, q, k, values, f), f, return_lse)
+        return _run_torch(_chunked, q, k, values, f, return_lse)
     v_in_k = v is None and _split_dim(q.shape[3])[0] == latent_dim
     o, lse = _decode_op(
         q, k, None if v_in_k else values, latent_dim if v_in_k else 0, n_splits or 0, *f
