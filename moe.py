@@ -9,9 +9,9 @@ experts per token (Shazeer et al., arXiv:1701.06538). It has three parts:
 2. Load balancing. Without it a router favours the experts that learned first. Auxiliary losses
    (Switch, GShard; DeepSeek's per sequence; the z-loss keeps logits small) act through gradients;
    `update_bias_` instead moves the expert bias against the load after each step, without a loss.
-3. Experts. `grouped_experts` runs all experts at once and drops no token, however skewed the load
-   (MegaBlocks, arXiv:2211.15841). MegaBlocks pads slots to whole blocks for a block-sparse matmul;
-   here slots are sorted by expert, a tile ends where an expert's slots end, and five kernels run:
+3. Experts. `grouped_experts` runs all experts at once and drops no token, however skewed the load.
+   MegaBlocks (arXiv:2211.15841) pads slots to whole blocks for a block-sparse matmul; here slots
+   are sorted by expert, a tile ends where an expert's slots end, and five kernels run:
 
        h = silu(x Wg^T) * (x Wu^T)     gathers rows of x as it reads them, both matmuls in one loop
        y = p h Wd^T                    writes rows in the order of slots
@@ -27,7 +27,7 @@ Cost: a sort of N * K ids, and memory for the outputs of all slots before they a
 loses: at K = E, where a dense matmul is simpler; few tokens spread over many experts take as long
 as reading those experts; on a CPU with bf16 matrix units a plain loop over large experts is nearly
 as fast. Hook: experts, by `use_grouped_experts(model)`. Equivalence (test_all.py): outputs and all
-gradients match the plain loop, 1e-5 in fp32. Needs: torch; triton for the kernels.
+gradients match the plain loop, 1e-5 in fp32.
 
 Shapes: N tokens, K experts per token, E experts, C model width, F expert width, M = N * K slots:
 slot n * K + k is the k-th choice of token n. An id of -1 is padding: the slot adds nothing.
@@ -36,6 +36,7 @@ slot n * K + k is the k-th choice of token n. An id of -1 is padding: the slot a
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
 from typing import Any
@@ -56,8 +57,6 @@ INTERPRET = triton is not None and triton.knobs.runtime.interpret
 PRECISION = tl.constexpr("ieee" if INTERPRET else "tf32x3") if triton else None
 jit = triton.jit if triton else (lambda fn=None, **_: fn or (lambda fn: fn))
 
-Experts = Callable[..., Tensor]  # the experts hook: (x, weights, ids, w_gate_up, w_down) -> (N, C)
-
 
 def _check(condition: bool, message: str) -> None:
     if not condition:
@@ -75,17 +74,10 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    scoring: str = "softmax",
-    renormalize: bool = False,
-    bias: Tensor | None = None,
-    n_groups: int = 1,
-    topk_groups: int = 1,
-    group_score_topk: int = 1,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, top_k: int, *, scoring: str = "softmax", renormalize: bool = False,
+    bias: Tensor | None = None, n_groups: int = 1, topk_groups: int = 1,
+    group_score_topk: int = 1, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select each token's experts: logits (N, E) -> weights (N, K) fp32, ids (N, K).
 
     s = softmax or sigmoid of the logits; ids = the top_k largest s + bias among the allowed groups;
@@ -97,7 +89,21 @@ def route(
     names the invalid argument; on a GPU logits are not checked, and weights of logits that are not
     finite are not finite.
     """
-    _check_route(logits, top_k, bias, n_groups, topk_groups, group_score_topk)
+    _check(logits.dim() == 2, f"logits must be (N, E), not {tuple(logits.shape)}")
+    E = logits.shape[1]
+    ok = n_groups >= 1 and E % n_groups == 0
+    _check(ok, f"n_groups {n_groups} does not divide the {E} experts")
+    size = E // n_groups
+    for name, n, most in (
+        ("topk_groups", topk_groups, n_groups),
+        ("top_k", top_k, size * topk_groups),
+        ("group_score_topk", group_score_topk, size),
+    ):
+        ok = 1 <= n <= most
+        _check(ok, f"{name} must be from 1 to {most} ({E} experts, {n_groups} groups), not {n}")
+    ok = bias is None or bias.shape == (E,)
+    _check(ok, f"bias must be ({E},), not {None if ok else tuple(bias.shape)}")
+    _check_finite(logits)
     scores = _scores(logits, scoring)
     choice = scores.detach() if bias is None else scores.detach() + bias
     if topk_groups < n_groups:
@@ -111,25 +117,6 @@ def route(
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scale, ids
-
-
-def _check_route(
-    logits: Tensor, top_k: int, bias: Tensor | None, n_groups: int, topk_groups: int, best: int
-) -> None:
-    _check(logits.dim() == 2, f"logits must be (N, E), not {tuple(logits.shape)}")
-    E = logits.shape[1]
-    ok = n_groups >= 1 and E % n_groups == 0
-    _check(ok, f"n_groups {n_groups} does not divide the {E} experts")
-    ok = 1 <= topk_groups <= n_groups
-    _check(ok, f"topk_groups must be from 1 to n_groups ({n_groups}), not {topk_groups}")
-    allowed, size = E // n_groups * topk_groups, E // n_groups
-    ok = 1 <= top_k <= allowed
-    _check(ok, f"top_k must be from 1 to the {allowed} experts to choose from, not {top_k}")
-    ok = 1 <= best <= size
-    _check(ok, f"group_score_topk must be from 1 to the {size} experts of a group, not {best}")
-    ok = bias is None or bias.shape == (E,)
-    _check(ok, f"bias must be ({E},), not {None if ok else tuple(bias.shape)}")
-    _check_finite(logits)
 
 
 def _check_finite(logits: Tensor) -> None:
@@ -196,7 +183,7 @@ def router_probs(logits: Tensor, scoring: str = "softmax") -> Tensor:
 
 def count_experts(ids: Tensor, n_experts: int) -> Tensor:
     """Slots per expert, (E,) int64, without host synchronization."""
-    return _counts(ids.reshape(1, -1), n_experts)[0]
+    return _counts(ids.flatten(), n_experts)
 
 
 def _counts(ids: Tensor, n_experts: int) -> Tensor:
@@ -304,6 +291,9 @@ def padded_experts(
     return (y[row].view(-1, K, C) * weights[..., None].type_as(x)).sum(1)
 
 
+ExpertLinear = Callable[[Tensor, Any, int], Tensor]  # (rows (n, in), stack, e) -> (n, out)
+
+
 def expert_linear(rows: Tensor, stack: Any, e: int) -> Tensor:
     """rows (n, in) -> (n, out), by expert e of a stack: (E, out, in), a sequence of (out, in), or
     an object with a `linear` method, such as a quantized stack."""
@@ -311,12 +301,7 @@ def expert_linear(rows: Tensor, stack: Any, e: int) -> Tensor:
 
 
 def sorted_experts(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w_gate_up: Any,
-    w_down: Any,
-    linear: Callable[[Tensor, Any, int], Tensor] = expert_linear,
+    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any, linear: ExpertLinear
 ) -> Tensor:
     """grouped_experts in plain torch: sort the slots once, two matmuls per active expert, then
     gather and sum the rows of each token."""
@@ -339,8 +324,8 @@ def sorted_experts(
     if ends[E] < len(order):  # padding reads a row of zeros with weight 0
         weights = weights.masked_fill(ids < 0, 0.0)
         y, row = F.pad(y, (0, 0, 0, 1)), row.clamp(max=ends[E])
-    kwargs = dict(mode="sum", per_sample_weights=weights.type_as(x))
-    return F.embedding_bag(row.view(N, K), y, **kwargs)  # gather and weighted sum in one pass
+    # gather and weighted sum in one pass
+    return F.embedding_bag(row.view(N, K), y, mode="sum", per_sample_weights=weights.type_as(x))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -349,10 +334,13 @@ def sorted_experts(
 
 # A grouped matmul is one matmul whose rows are the slots sorted by expert, in tiles of BLOCK_M that
 # end where an expert's slots end. The number of tiles is known only on the GPU, but is at most
-# M / BLOCK_M + E. So that many programs are launched, and those past the last tile return at once:
-# no host synchronization, and the launch can be captured in a CUDA graph. Nothing is padded, and
-# rows are not copied into expert order: tiles gather their rows when reading, and write them in the
-# order of slots. Each token's K slots are summed in a fixed order, without atomics.
+# M / BLOCK_M + E: that many programs are launched, and those past the last tile return at once.
+# There is no host synchronization, and the launch can be captured in a CUDA graph. Rows are neither
+# padded nor copied into expert order: tiles gather them when reading.
+
+# Format of a stack (E, N, K): bits per weight (16: not quantized), rows and columns per scale
+_Format = namedtuple("_Format", "BITS SCALE_N SCALE_K")
+UNQUANTIZED = _Format(16, 1, 1)
 
 
 @jit
@@ -388,12 +376,15 @@ def _tile(tiles_ptr, bounds_ptr, T, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.
 
 @jit
 def _load_weight(
-    w_ptr, scales_ptr, zeros_ptr, e, n, start, N, K, stride_n, stride_k, dtype: tl.constexpr,
-    BITS: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    stack, e, n, start, N, K, stride_n, stride_k, dtype: tl.constexpr, FORMAT: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BLOCK_K, BLOCK_N) in `dtype` of expert e's weight (N, K), columns from `start`. If
-    BITS is 8 or 4, dequantized: one scale per SCALE_N rows and SCALE_K columns."""
+    """A tile (BLOCK_K, BLOCK_N) in `dtype` of expert e's weight (N, K), columns from `start`.
+    stack: pointers to the weights and, for int8, int4 and FP8, to their scales and zeros."""
+    BITS: tl.constexpr = FORMAT.BITS  # a local copy: Triton 3.6 forgets that it is constexpr
+    SCALE_N: tl.constexpr = FORMAT.SCALE_N
+    SCALE_K: tl.constexpr = FORMAT.SCALE_K
+    w_ptr, scales_ptr, zeros_ptr = stack
     k = start + tl.arange(0, BLOCK_K)
     if BITS == 16:
         w_ptrs = w_ptr + e.to(tl.int64) * N * K + n[None, :] * stride_n + k[:, None] * stride_k
@@ -428,9 +419,8 @@ def _gate_up_kernel(
     x_ptr, order_ptr, w_ptr, scales_ptr, zeros_ptr,  # (N, C), (M,), (E, 2F, C), (E, ..) both
     h_ptr, gate_up_ptr,  # (M, F), (M, 2F) or None, in the order of experts
     tiles_ptr, bounds_ptr, T, F, C,
-    TOP_K: tl.constexpr, BITS: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TOP_K: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """h = silu(x Wg^T) * (x Wu^T) for the row of x of every slot. Grid (T * tiles of F,)."""
     e, row, valid, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(F, BLOCK_N), BLOCK_M, GROUP_M)
@@ -441,19 +431,18 @@ def _gate_up_kernel(
     x_ptrs = x_ptr + (tl.load(order_ptr + row) // TOP_K)[:, None] * C
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     precision: tl.constexpr = PRECISION if dtype == tl.float32 else None
+    stack = (w_ptr, scales_ptr, zeros_ptr)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, C, BLOCK_K):
         x = _load_rows(x_ptrs, start, C, EVEN, BLOCK_K)
         w = _load_weight(
-            w_ptr, scales_ptr, zeros_ptr, e, gate_n, start, 2 * F, C, C, 1, dtype, BITS, SCALE_N,
-            SCALE_K, EVEN, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            stack, e, gate_n, start, 2 * F, C, C, 1, dtype, FORMAT, EVEN, BLOCK_N, BLOCK_K
+        )
         gate = tl.dot(x, w, gate, input_precision=precision)
         w = _load_weight(
-            w_ptr, scales_ptr, zeros_ptr, e, gate_n + F, start, 2 * F, C, C, 1, dtype, BITS,
-            SCALE_N, SCALE_K, EVEN, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            stack, e, gate_n + F, start, 2 * F, C, C, 1, dtype, FORMAT, EVEN, BLOCK_N, BLOCK_K
+        )
         up = tl.dot(x, w, up, input_precision=precision)
     mask, at = valid[:, None] & (n < F)[None, :], row.to(tl.int64)[:, None] * F + n[None, :]
     tl.store(h_ptr + at, (gate * tl.sigmoid(gate) * up).to(dtype), mask=mask)
@@ -469,8 +458,8 @@ def _down_kernel(
     w_ptr, scales_ptr, zeros_ptr,  # (E, N, K), (E, ..) both
     y_ptr,  # (M, N) by slot
     tiles_ptr, bounds_ptr, T, N, K, stride_n, stride_k,
-    BITS: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    FORMAT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """y[slot] = weight[slot] * a W^T. Grid (T * tiles of N,)."""
     e, row, valid, tile_n = _tile(tiles_ptr, bounds_ptr, T, tl.cdiv(N, BLOCK_N), BLOCK_M, GROUP_M)
@@ -480,13 +469,13 @@ def _down_kernel(
     a_ptrs = a_ptr + row.to(tl.int64)[:, None] * K
     dtype: tl.constexpr = a_ptr.dtype.element_ty
     precision: tl.constexpr = PRECISION if dtype == tl.float32 else None
+    stack = (w_ptr, scales_ptr, zeros_ptr)
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         a = _load_rows(a_ptrs, start, K, EVEN, BLOCK_K)
         w = _load_weight(
-            w_ptr, scales_ptr, zeros_ptr, e, n % N, start, N, K, stride_n, stride_k,
-            dtype, BITS, SCALE_N, SCALE_K, EVEN, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            stack, e, n % N, start, N, K, stride_n, stride_k, dtype, FORMAT, EVEN, BLOCK_N, BLOCK_K
+        )
         y = tl.dot(a, w, y, input_precision=precision)
     slot = tl.load(order_ptr + row)
     if weights_ptr is not None:
@@ -513,8 +502,8 @@ def _down_backward_kernel(
     dy_ptr, order_ptr, weights_ptr, w_ptr,  # (N, C), (M,), (M,) by slot, (E, C, F)
     gate_up_ptr, d_gate_up_ptr, h_ptr, dweights_ptr,  # (M, 2F) both, (M, F), (tiles of F, M)
     tiles_ptr, bounds_ptr, T, F, C, M,
-    TOP_K: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TOP_K: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """With g = dy Wd and the weight p of a slot: dh = p g, then through SwiGLU d gate and d up;
     p h, for Wd's gradient (p h)^T dy; and this tile's part of dp = h . g, which does not require
@@ -527,13 +516,11 @@ def _down_backward_kernel(
     dy_ptrs = dy_ptr + (slot // TOP_K)[:, None] * C
     dtype: tl.constexpr = dy_ptr.dtype.element_ty
     precision: tl.constexpr = PRECISION if dtype == tl.float32 else None
+    stack = (w_ptr, None, None)
     g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, C, BLOCK_K):
         dy = _load_rows(dy_ptrs, start, C, EVEN, BLOCK_K)
-        w = _load_weight(
-            w_ptr, None, None, e, n % F, start, F, C, 1, F, dtype, 16, 1, 1, EVEN,
-            BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        w = _load_weight(stack, e, n % F, start, F, C, 1, F, dtype, FORMAT, EVEN, BLOCK_N, BLOCK_K)
         g = tl.dot(dy, w, g, input_precision=precision)
     mask, at = valid[:, None] & (n < F)[None, :], row.to(tl.int64)[:, None] * (2 * F) + n[None, :]
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -567,10 +554,8 @@ def _weight_grad_kernel(
         token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP_K
         row_a = token if A_BY_TOKEN else row.to(tl.int64)
         row_b = row.to(tl.int64) if A_BY_TOKEN else token
-        mask_a, mask_b = (
-            (p < P)[:, None] & (row < end)[None, :],
-            (row < end)[:, None] & (q < Q)[None, :],
-        )
+        mask_a = (p < P)[:, None] & (row < end)[None, :]
+        mask_b = (row < end)[:, None] & (q < Q)[None, :]
         a = tl.load(a_ptr + row_a[None, :] * P + p[:, None], mask=mask_a, other=0.0)
         b = tl.load(b_ptr + row_b[:, None] * Q + q[None, :], mask=mask_b, other=0.0)
         acc = tl.dot(a, b, acc, input_precision=precision)
@@ -611,24 +596,39 @@ def _shared_memory(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 1 << 17)
 
 
-def _tiles(bounds: Tensor, M: int, BLOCK_M: int) -> Tensor:
-    E = len(bounds) - 1
+def _launch(
+    kernel: Any, name: str, n: int, k: int, bounds: Tensor, a: Tensor, order: Tensor,
+    *tensors: Tensor | None, sizes: tuple[int, ...] = (), **flags: Any,
+) -> None:  # fmt: skip
+    """Launch a grouped matmul: n columns, sums over k, one row per slot of order."""
+    M, E = len(order), len(bounds) - 1
+    BLOCK_M, BLOCK_N, BLOCK_K, warps, stages = _config(name, M / E, n, k, a)
     T = min(M, -(-M // BLOCK_M) + E)
     tiles = torch.empty((2, T), dtype=torch.int32, device=bounds.device)
     _tiles_kernel[(E + 1,)](bounds, tiles, E, T, BLOCK_M=BLOCK_M, BLOCK_E=triton.next_power_of_2(E))
-    return tiles
+    kernel[(T * -(-n // BLOCK_N),)](
+        a, order, *tensors, tiles, bounds, T, n, k, *sizes, **flags, EVEN=k % BLOCK_K == 0,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=8, num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
 
 
-def _quant_flags(w: Tensor, scales: Tensor | None, zeros: Tensor | None, K: int) -> dict[str, int]:
-    """_load_weight's constexprs for a stack (E, N, K): how many rows and columns share a scale
-    follows from the number of scales."""
+def _add_slots(parts: Tensor, ids: Tensor, out: Tensor) -> None:
+    (N, C), K = out.shape, ids.shape[1]
+    BLOCK_C = min(1024, triton.next_power_of_2(C))
+    _add_slots_kernel[N, -(-C // BLOCK_C)](parts, ids, out, C, TOP_K=K, BLOCK_C=BLOCK_C)
+
+
+def _format(w: Tensor, scales: Tensor | None, zeros: Tensor | None, K: int) -> _Format:
+    """How the stack w (E, N, K) is quantized: the number of scales says how many rows and columns
+    share one."""
     if scales is None:
-        return dict(BITS=16, SCALE_N=1, SCALE_K=1)
+        return UNQUANTIZED
     rows, columns = scales.shape[1:]
     by_row = rows == w.shape[1]
     spanned = K if by_row else 128 * columns  # columns that all scales of a row span
     scale_k = 1 << 30 if columns == 1 else spanned // columns
-    return dict(BITS=8 if zeros is None else 4, SCALE_N=1 if by_row else 128, SCALE_K=scale_k)
+    return _Format(8 if zeros is None else 4, 1 if by_row else 128, scale_k)
 
 
 def _on_device_of_first(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -658,41 +658,19 @@ def _forward(
     if M == 0:
         return y, saved, order, bounds
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    w_gate_up, w_down = w_gate_up.contiguous(), w_down.contiguous()
+    gate_up = w_gate_up.contiguous(), scales_1, zeros_1
+    down = w_down.contiguous(), scales_2, zeros_2
     h, parts = x.new_empty(M, F_), x.new_empty(M, C)
-    flags = _quant_flags(w_gate_up, scales_1, zeros_1, C)
-    BM, BN, BK, warps, stages = _config("gate_up", M / E, F_, C, x)
-    tiles = _tiles(bounds, M, BM)
-    _gate_up_kernel[(tiles.shape[1] * -(-F_ // BN),)](
-        x, order, w_gate_up, scales_1, zeros_1, h, saved if save else None, tiles, bounds,
-        tiles.shape[1], F_, C, TOP_K=K, **flags, EVEN=C % BK == 0, BLOCK_M=BM, BLOCK_N=BN,
-        BLOCK_K=BK, GROUP_M=8, num_warps=warps, num_stages=stages,
+    _launch(
+        _gate_up_kernel, "gate_up", F_, C, bounds, x, order, *gate_up, h, saved if save else None,
+        TOP_K=K, FORMAT=_format(*gate_up, C),
     )  # fmt: skip
-    tensors = w_down, scales_2, zeros_2
-    _down(h, order, bounds, weights, tensors, parts, (F_, 1), _quant_flags(*tensors, F_))
+    _launch(
+        _down_kernel, "down", C, F_, bounds, h, order, weights, *down, parts, sizes=(F_, 1),
+        FORMAT=_format(*down, F_),
+    )  # fmt: skip
     _add_slots(parts, ids, y)
     return y, saved, order, bounds
-
-
-def _down(
-    a: Tensor, order: Tensor, bounds: Tensor, weights: Tensor | None,
-    tensors: tuple[Tensor, Tensor | None, Tensor | None], y: Tensor, strides: tuple[int, int],
-    flags: dict[str, int],
-) -> None:  # fmt: skip
-    (M, K), N, E = a.shape, y.shape[1], len(bounds) - 1
-    BM, BN, BK, warps, stages = _config("down", M / E, N, K, a)
-    tiles = _tiles(bounds, M, BM)
-    _down_kernel[(tiles.shape[1] * -(-N // BN),)](
-        a, order, weights, *tensors, y, tiles, bounds, tiles.shape[1], N, K, *strides, **flags,
-        EVEN=K % BK == 0, BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK, GROUP_M=8, num_warps=warps,
-        num_stages=stages,
-    )  # fmt: skip
-
-
-def _add_slots(parts: Tensor, ids: Tensor, out: Tensor) -> None:
-    (N, C), K = out.shape, ids.shape[1]
-    BLOCK_C = min(1024, triton.next_power_of_2(C))
-    _add_slots_kernel[N, -(-C // BLOCK_C)](parts, ids, out, C, TOP_K=K, BLOCK_C=BLOCK_C)
 
 
 @torch.library.custom_op("sheaf::experts_backward", mutates_args=())
@@ -709,21 +687,23 @@ def _backward(
     dw = [make(w, w.shape if need_w else 0) for w in (w_gate_up, w_down)]
     if M == 0:
         return dx, weights.new_zeros(weights.shape), *dw
-    dy, x, weights, ids = (t.contiguous() for t in (dy, x, weights, ids))
-    w_gate_up, w_down = w_gate_up.contiguous(), w_down.contiguous()
+    dy, x, weights, ids, w_gate_up, w_down = (
+        t.contiguous() for t in (dy, x, weights, ids, w_gate_up, w_down)
+    )
     d_gate_up, h = torch.empty_like(gate_up), x.new_empty(M, F_)
-    BM, BN, BK, warps, stages = _config("down_backward", M / E, F_, C, x)
-    tiles, tiles_n = _tiles(bounds, M, BM), -(-F_ // BN)
+    tiles_n = -(-F_ // _config("down_backward", M / E, F_, C, x)[1])
     dweights = torch.zeros(tiles_n, M, device=x.device)
-    _down_backward_kernel[(tiles.shape[1] * tiles_n,)](
-        dy, order, weights, w_down, gate_up, d_gate_up, h, dweights, tiles, bounds,
-        tiles.shape[1], F_, C, M, TOP_K=K, EVEN=C % BK == 0, BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK,
-        GROUP_M=8, num_warps=warps, num_stages=stages,
+    _launch(
+        _down_backward_kernel, "down_backward", F_, C, bounds, dy, order, weights, w_down, gate_up,
+        d_gate_up, h, dweights, sizes=(M,), TOP_K=K, FORMAT=UNQUANTIZED,
     )  # fmt: skip
     by_slot = torch.empty_like(dweights[0]).scatter_(0, order, dweights.sum(0))
     if need_x:
-        parts, plain = x.new_empty(M, C), dict(BITS=16, SCALE_N=1, SCALE_K=1)
-        _down(d_gate_up, order, bounds, None, (w_gate_up, None, None), parts, (1, C), plain)
+        parts = x.new_empty(M, C)
+        _launch(
+            _down_kernel, "down", C, 2 * F_, bounds, d_gate_up, order, None, w_gate_up, None, None,
+            parts, sizes=(1, C), FORMAT=UNQUANTIZED,
+        )  # fmt: skip
         _add_slots(parts, ids, dx)
     for a, b, out in ((d_gate_up, x, dw[0]), (dy, h, dw[1])) if need_w else ():
         P, Q = out.shape[1:]
@@ -757,11 +737,10 @@ def _save(ctx, inputs, output):
 
 def _derivative(ctx, dy, *_):
     need_x, need_weights, _, need_1, _, _, need_2, *_ = ctx.needs_input_grad
-    needs = need_x, need_1 or need_2
-    dx, dweights, *dw = _backward(dy, *ctx.saved_tensors, *needs)
-    dx, dweights = dx if need_x else None, dweights if need_weights else None
-    dw = [d if need else None for d, need in zip(dw, (need_1, need_2))]
-    return dx, dweights, None, dw[0], None, None, dw[1], None, None, None
+    grads = _backward(dy, *ctx.saved_tensors, need_x, need_1 or need_2)
+    needs = need_x, need_weights, need_1, need_2
+    dx, dweights, dw_1, dw_2 = (grad if need else None for grad, need in zip(grads, needs))
+    return dx, dweights, None, dw_1, None, None, dw_2, None, None, None
 
 
 _forward.register_autograd(_derivative, setup_context=_save)
@@ -813,15 +792,9 @@ def _triton_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_d
 
 
 def grouped_experts(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w_gate_up: Any,
-    w_down: Any,
-    *,
-    backend: str = "auto",
-    linear: Callable[[Tensor, Any, int], Tensor] | None = None,
-) -> Tensor:
+    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any, *, backend: str = "auto",
+    linear: ExpertLinear | None = None,
+) -> Tensor:  # fmt: skip
     """y[n] = sum_k weights[n, k] * Wd_e (silu(Wg_e x[n]) * Wu_e x[n]), e = ids[n, k]: the experts
     hook, all experts at once, no slot dropped or padded (MegaBlocks, arXiv:2211.15841).
 
@@ -921,36 +894,32 @@ def grouped_mm_experts(
     return (by_slot * weights[..., None].type_as(x)).sum(1)
 
 
-def random_moe(N: int, K: int, E: int, C: int, F_: int, dtype: torch.dtype) -> list[Tensor]:
-    """x, weights, ids, w_gate_up, w_down, with gradients."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    randn = lambda *shape: torch.randn(shape, device=device)
-    weights, ids = route(randn(N, E), K, renormalize=True)
-    gate_up, down = randn(E, 2 * F_, C) * C**-0.5, randn(E, C, F_) * F_**-0.5
-    x, gate_up, down = (t.to(dtype).requires_grad_() for t in (randn(N, C), gate_up, down))
-    return [x, weights.requires_grad_(), ids, gate_up, down]
-
-
 def main() -> None:
-    inputs = random_moe(37, 3, 5, 40, 24, torch.float32)
+    """Outputs and gradients == the reference's; milliseconds of forward and backward."""
+    gpu = torch.cuda.is_available()
+    randn = lambda *shape: torch.randn(shape, device="cuda" if gpu else "cpu")
+
+    def inputs_of(N: int, K: int, E: int, C: int, F_: int, dtype: torch.dtype) -> list[Tensor]:
+        weights, ids = route(randn(N, E), K, renormalize=True)
+        x, gate_up, down = randn(N, C), randn(E, 2 * F_, C) * C**-0.5, randn(E, C, F_) * F_**-0.5
+        x, gate_up, down = (t.to(dtype).requires_grad_() for t in (x, gate_up, down))
+        return [x, weights.requires_grad_(), ids, gate_up, down]
+
+    inputs = inputs_of(37, 3, 5, 40, 24, torch.float32)
     inputs[2][0, -1] = -1
-    leaves, results = [t for t in inputs if t.requires_grad], []
-    for f in (
-        partial(grouped_experts, backend="triton" if INTERPRET else "auto"),
-        experts_reference,
-    ):
+    results, grouped = [], partial(grouped_experts, backend="triton" if INTERPRET else "auto")
+    for f in (grouped, experts_reference):
         y = f(*inputs)
+        leaves = [t for t in inputs if t.requires_grad]
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
     assert all((a - b).norm() < 1e-5 * b.norm() for a, b in zip(*results))
     if INTERPRET:
         return print("the kernels are correct in the interpreter, which is not timed")
-    gpu = inputs[0].is_cuda
     E, K, C, F_ = (128, 8, 2048, 768) if gpu else (32, 4, 1024, 512)
     print(f"milliseconds of forward and backward; E {E}, K {K}, C {C}, F {F_}, bf16")
     print(f"{'tokens':>7}{'loop':>11}{'grouped_mm':>11}{'grouped':>11}")
     for N in (64, 4096, 32768) if gpu else (1, 16, 256):
-        inputs = random_moe(N, K, E, C, F_, torch.bfloat16)
-        row = f"{N:>7}"
+        row, inputs = f"{N:>7}", inputs_of(N, K, E, C, F_, torch.bfloat16)
         for f in (experts_reference, grouped_mm_experts, grouped_experts):
             step = Timer("f(*inputs).sum().backward()", globals=dict(f=f, inputs=inputs))
             row += f"{1e3 * step.blocked_autorange().median:11.2f}"
