@@ -1,29 +1,28 @@
 """Triton GEMMs that libraries lack: weight-only int8 / int4, and matmul with a fused epilogue.
 
 1. `weight_only_matmul`: int8 or int4 weights times 16-bit activations. Decoding one token is bound
-   by reading the weights, and dequantizing them to memory first would move more bytes than 16-bit
-   weights do. Here they are dequantized in registers: one row of x runs a GEMV reduction, up to 64
-   rows the tensor cores (as in Marlin, arXiv:2408.11743, and GemLite). K is split over enough
-   programs to fill the GPU (split-K) and the parts are summed in a fixed order, without atomics:
-   deterministic. Beyond about 64 rows compute is the bound and a dequantized weight is faster.
+   by reading the weights, so they are dequantized in registers, not to memory first: one row of x
+   runs a GEMV reduction, up to 64 rows the tensor cores (as in Marlin, arXiv:2408.11743, and
+   GemLite). K is split over enough programs to fill the GPU (split-K) and the parts are summed in a
+   fixed order, without atomics: deterministic.
 2. `gemm`: matmul with an arbitrary epilogue. Each operation after a matmul (scales, bias,
    activation, residual, cast) costs a round trip to memory unless it is fused before the store.
-   Libraries have a kernel for each common chain; here the chain is an expression, a tree of small
-   jit functions inlined into the kernel (Epilogue Visitor Tree, Chen et al., ASPLOS 2024):
+   Libraries fuse the common chains; here the chain is an expression, a tree of small jit functions
+   inlined into the kernel (Epilogue Visitor Tree, Chen et al., ASPLOS 2024):
 
        gemm(a, b, silu(acc * row(sa) * col(sb) + col(bias)) + matrix(residual))
 
    Operands are fp16, bf16, fp32, int8 or e4m3. FP8 partial sums are promoted to fp32 every 128
    columns, where they may also take a blockwise scale (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
 
-When it loses: a large matmul without an epilogue is faster in cuBLAS or torch._scaled_mm; this
-kernel has no TMA and no warp specialization. Speed on a GPU: not measured yet.
+When it loses: beyond about 64 rows, compute is the bound and a weight dequantized in advance is
+faster than `weight_only_matmul`. A large matmul without an epilogue is faster in cuBLAS or
+torch._scaled_mm than `gemm`, which has no TMA and no warp specialization. Speed on a GPU: not
+measured yet.
 
 Hook: the matmul of quantize.py's layers, use_linear_fn_(model, weight_only_matmul). Equivalence
 (test_all.py): both against fp64 of the dequantized operands, in Triton's interpreter if there is no
-GPU, and compiled for sm_80, 90 and 100. Needs torch, and triton for the kernels; without triton or
-on a CPU the plain-torch references run instead. `python quantization/gemm.py` runs a self-check and
-prints a table.
+GPU, and compiled for sm_80, 90 and 100. Without triton or on a CPU the plain-torch references run.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.benchmark import Timer
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 try:
     import triton
@@ -367,14 +366,10 @@ def weight_only_reference(
 # Matmul with a fused epilogue
 # --------------------------------------------------------------------------------------------------
 
-# The epilogue is a tree (Epilogue Visitor Tree, ASPLOS 2024): its leaves are the accumulator and
-# loaded tensors, its inner nodes are functions of tiles. It is written as an expression,
-#
-#     gemm(a, b, silu(acc * row(sa) * col(sb) + col(bias)) + matrix(residual))
-#
-# which builds Nodes and computes nothing. The kernel receives their functions in topological order
-# and the argument indices of each. Both are compile-time constants, so the functions are inlined
-# and the compiled code is the same as if the expression were written in the kernel.
+# The epilogue is an expression that builds a tree of Nodes and computes nothing; its leaves are the
+# accumulator and loaded tensors. The kernel receives the nodes' functions in topological order and
+# the argument indices of each. Both are compile-time constants, so the functions are inlined and
+# the compiled code is the same as if the expression were written in the kernel.
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,9 +388,7 @@ class Node:
     __rmul__ = lambda self, other: multiply(other, self)
 
 
-def epilogue_op(
-    reference: Callable[..., Tensor] | None = None,
-) -> Callable[[Any], Callable[..., Node]]:
+def epilogue_op(reference: Callable[..., Tensor]) -> Callable[[Any], Callable[..., Node]]:
     """Decorator: turns a triton.jit function of fp32 tiles ((BLOCK_M, BLOCK_N), or (BLOCK_M, 1) and
     (1, BLOCK_N) from row and col) into a function of Nodes. reference: the same function in plain
     torch, for gemm_reference and for devices without Triton."""
@@ -404,43 +397,50 @@ def epilogue_op(
 
 @epilogue_op(torch.add)
 @jit
-def add(x, y):
+def add(x: tl.tensor, y: tl.tensor):
+    """x + y"""
     return x + y
 
 
 @epilogue_op(torch.mul)
 @jit
-def multiply(x, y):
+def multiply(x: tl.tensor, y: tl.tensor):
+    """x * y"""
     return x * y
 
 
 @epilogue_op(F.relu)
 @jit
-def relu(x):
+def relu(x: tl.tensor):
+    """max(x, 0)"""
     return tl.maximum(x, 0.0)
 
 
 @epilogue_op(F.silu)
 @jit
-def silu(x):
+def silu(x: tl.tensor):
+    """x * sigmoid(x)"""
     return x * tl.sigmoid(x)
 
 
 @epilogue_op(F.gelu)
 @jit
-def gelu(x):
+def gelu(x: tl.tensor):
+    """x times the normal distribution function of x; not the tanh approximation."""
     return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
 
 
 @epilogue_op(lambda x: x.half().float())
 @jit
-def to_fp16(x):
+def to_fp16(x: tl.tensor):
+    """Round to fp16."""
     return x.to(tl.float16).to(tl.float32)
 
 
 @epilogue_op(lambda x: x.bfloat16().float())
 @jit
-def to_bf16(x):
+def to_bf16(x: tl.tensor):
+    """Round to bf16."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
@@ -624,38 +624,28 @@ def gemm(
     _check((a_scale is None) == (b_scale is None), "a_scale requires b_scale, and b_scale a_scale")
     if a_scale is not None:
         _check(a.element_size() == 1, f"a_scale requires 8-bit operands, not {a.dtype}")
-        wanted = (
-            ("a_scale", a_scale, (M, -(-K // 128))),
-            ("b_scale", b_scale, (-(-N // 128), -(-K // 128))),
-        )
-        for name, x, size in wanted:
+        blocks = -(-K // 128)
+        for name, x, rows in (("a_scale", a_scale, M), ("b_scale", b_scale, -(-N // 128))):
+            size = (rows, blocks)
             ok = x.shape == size and x.dtype == torch.float32
             _check(ok, f"{name} must be {size} fp32, not {tuple(x.shape)} {x.dtype}")
     dtype = dtype or (a.dtype if a.dtype in floats else torch.bfloat16)
     if not _can_use_triton(a):
         return gemm_reference(a, b, tree, a_scale=a_scale, b_scale=b_scale, dtype=dtype)
+    nodes, arg_ids, inputs = _topological_order(tree, M, N)
     if INTERPRET and a.dtype == torch.bfloat16:  # wrong results in the interpreter
         a, b = a.float(), b.float()
-    with torch.cuda.device_of(a):
-        return _launch_gemm(a, b, tree, a_scale, b_scale, dtype)
-
-
-def _launch_gemm(
-    a: Tensor, b: Tensor, tree: Node, a_scale: Tensor | None, b_scale: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    (M, K), N = a.shape, len(b)
-    nodes, arg_ids, inputs = _topological_order(tree, M, N)
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     a_scale, b_scale = (x if x is None else x.contiguous() for x in (a_scale, b_scale))
     BLOCK_M, BLOCK_N, BLOCK_K, warps, stages = GEMM_CONFIGS[a.element_size()][M > 64]
     cast_after = INTERPRET and dtype == torch.bfloat16
     c = torch.empty((M, N), dtype=torch.float32 if cast_after else dtype, device=a.device)
-    _gemm_kernel[(-(-M // BLOCK_M) * -(-N // BLOCK_N),)](
-        a, b, c, a_scale, b_scale, tuple(n.fn for n in nodes), tuple(inputs), arg_ids, M, N, K,
-        a.stride(0), b.stride(0), EVEN=K % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K, GROUP_M=8, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(a):
+        _gemm_kernel[(-(-M // BLOCK_M) * -(-N // BLOCK_N),)](
+            a, b, c, a_scale, b_scale, tuple(n.fn for n in nodes), tuple(inputs), arg_ids, M, N, K,
+            a.stride(0), b.stride(0), EVEN=K % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K, GROUP_M=8, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return c.to(dtype)
 
 
@@ -675,8 +665,6 @@ def gemm_reference(
             value = torch.as_tensor(inputs[-1 - ids[0]], device=a.device).float()
             values.append(value[:, None] if x.leaf == "row" else value)
         else:
-            ok = x.reference is not None
-            _check(ok, f"{x.fn} has no plain-torch reference: use epilogue_op(reference)")
             values.append(x.reference(*(values[i] for i in ids)))
     return values[-1].to(dtype)
 
@@ -686,46 +674,42 @@ def gemm_reference(
 # --------------------------------------------------------------------------------------------------
 
 
-def check(device: str) -> None:
-    """Both kernels against plain torch."""
-    rng, dtype = (
-        torch.Generator().manual_seed(0),
-        torch.float16 if device == "cuda" else torch.float32,
-    )
-    near = lambda a, b: (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()
-    for N, K, M in ((48, 128, 1), (50, 352, 7), (129, 256, 33)):
-        x = torch.randn(M, K, generator=rng).to(device, dtype)
-        for w in random_qweights(N, K, device):
-            assert near(weight_only_matmul(x, *w), weight_only_reference(x.float(), *w)), (N, K, M)
-    a, b = (torch.randn(n, 96, generator=rng).to(device, dtype) for n in (33, 50))
-    sa, bias, residual = (torch.randn(n, generator=rng).to(device) for n in (33, 50, (33, 50)))
-    tree = silu(acc * row(sa) + col(bias)) + matrix(residual)
-    assert near(gemm(a, b, tree), gemm_reference(a, b, tree))
-
-
 def random_qweights(N: int, K: int, device: str) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     """qweight, scales and zeros of int8, and of int4 with groups of 32 columns."""
-    int8 = torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.rand(N, 1), None
-    packed = torch.randint(256, (N, K // 2), dtype=torch.uint8)
-    int4 = packed, torch.rand(N, K // 32).bfloat16(), torch.randint(16, (N, K // 32)).byte()
-    return [tuple(t if t is None else t.to(device) for t in w) for w in (int8, int4)]
+    randint = lambda *args: torch.randint(*args, dtype=torch.uint8, device=device)
+    scales = torch.rand(N, K // 32, device=device).bfloat16()
+    int8 = randint(256, (N, K)).view(torch.int8), scales[:, :1].float(), None
+    return [int8, (randint(256, (N, K // 2)), scales, randint(16, (N, K // 32)))]
+
+
+def check(device: str) -> None:
+    """Both kernels against plain torch."""
+    torch.manual_seed(0)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    randn = lambda *shape: torch.randn(shape, device=device)
+    near = lambda a, b: (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()
+    for N, K, M in ((48, 128, 1), (50, 352, 7), (129, 256, 33)):
+        x = randn(M, K).to(dtype)
+        for w in random_qweights(N, K, device):
+            assert near(weight_only_matmul(x, *w), weight_only_reference(x.float(), *w)), (N, K, M)
+    a, b = randn(33, 96).to(dtype), randn(50, 96).to(dtype)
+    tree = silu(acc * row(randn(33)) + col(randn(50))) + matrix(randn(33, 50))
+    assert near(gemm(a, b, tree), gemm_reference(a, b, tree))
 
 
 def main() -> None:
     """Microseconds of a layer beside F.linear in bf16; on a CPU of the plain-torch references."""
     device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 512)
     check(device)
-    dense = torch.randn(size, size, device=device).bfloat16()
-    int8, int4 = random_qweights(size, size, device)
+    weights = [(torch.randn(size, size, device=device).bfloat16(),)]
+    weights += random_qweights(size, size, device)
     print(f"us per layer, {size} x {size}\n{'rows':>5}{'F.linear':>10}{'int8':>10}{'int4':>10}")
     for rows in (1, 8, 64):
-        x = torch.randn(rows, size, device=device).bfloat16()
-        us = [
-            1e6 * Timer("f(*args)", globals=dict(f=f, args=args)).blocked_autorange().median
-            for f, args in ((F.linear, (x, dense)), (weight_only_matmul, (x, *int8)),
-                            (weight_only_matmul, (x, *int4)))
-        ]  # fmt: skip
-        print(f"{rows:>5}" + "".join(f"{t:>10.1f}" for t in us))
+        x, line = torch.randn(rows, size, device=device).bfloat16(), f"{rows:>5}"
+        for f, w in zip((F.linear, weight_only_matmul, weight_only_matmul), weights):
+            timer = Timer("f(x, *w)", globals=dict(f=f, x=x, w=w))
+            line += f"{1e6 * timer.blocked_autorange().median:>10.1f}"
+        print(line)
 
 
 if __name__ == "__main__":
