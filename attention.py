@@ -118,6 +118,7 @@ class _Flags(NamedTuple):
         return self.block_size or 1024
 
 
+# The fields of _Flags as arguments of a torch.library operator
 FLAGS = (
     "bool causal, float scale, int? window, float? softcap, Tensor? slopes, Tensor? sinks, "
     "Tensor? bias, Tensor? cu_q, Tensor? cu_k, Tensor? prefix, Tensor? lengths, "
@@ -315,16 +316,14 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, f: _Flags, chunk: int = 256) -> tu
     dtype = torch.promote_types(q.dtype, torch.float32)  # block gradients are summed in this dtype
     sinks, bias = (x if x is None else x.to(dtype) for x in (f.sinks, f.bias))
     f = f._replace(sinks=sinks, bias=bias)
-    parts = []
-    for start in range(0, q.shape[1], chunk):
-        args = q, k, v, f, slice(start, min(start + chunk, q.shape[1])), chunk
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(_online, *args, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(_online(*args))
-    if not parts:
-        return _naive(q, k, v, f)
-    return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+    run = _online
+    if torch.is_grad_enabled():
+        run = partial(checkpoint, _online, use_reentrant=False, preserve_rng_state=False)
+    T, parts = q.shape[1], []
+    for start in range(0, max(1, T), chunk):
+        parts.append(run(q, k, v, f, slice(start, min(start + chunk, T)), chunk))
+    o, lse = zip(*parts)
+    return torch.cat(o, 2), torch.cat(lse, 2)
 
 
 Core = Callable[[Tensor, Tensor, Tensor, _Flags], tuple[Tensor, Tensor]]
@@ -424,8 +423,8 @@ _ScoreMod = namedtuple(
 # A block mask as lists: for each block of one axis the indices of its visible blocks of the other,
 # (H, blocks, n), and their number, (H, blocks); blocks is 0 if all heads share one mask
 _BlockLists = namedtuple("_BlockLists", "list_ptr count_ptr blocks n")
-# Constants of the backward kernels; GROUP = Hq / Hkv, SPARSE = block size of the block mask, or 0
-_Sizes = namedtuple("_Sizes", "HQ GROUP D DV BLOCK_D BLOCK_DV CAUSAL SPARSE")
+# Constants of the backward kernels; GROUP = HQ / HKV, SPARSE = block size of the block mask, or 0
+_Sizes = namedtuple("_Sizes", "HQ HKV GROUP D DV BLOCK_D BLOCK_DV CAUSAL SPARSE")
 
 
 @jit
@@ -798,16 +797,11 @@ def _load_q_do(
     x, b, head, T, begin, n_left, ROWS: tl.constexpr, Z: tl.constexpr, CHECK: tl.constexpr
 ):
     """q, do, lse and delta of ROWS queries starting at row `begin`, of which `n_left` are valid."""
-    HQ: tl.constexpr = Z.HQ  # a local copy: Triton 3.6 forgets that an attribute is constexpr
-    D: tl.constexpr = Z.D
-    DV: tl.constexpr = Z.DV
-    BLOCK_D: tl.constexpr = Z.BLOCK_D
-    BLOCK_DV: tl.constexpr = Z.BLOCK_DV
     q_ptr, _, _, do_ptr, lse_ptr, delta_ptr = x
-    at = (b * T + begin) * HQ + head
-    q = _load(q_ptr + at * D, HQ * D, n_left, ROWS, D, BLOCK_D, CHECK)
-    do = _load(do_ptr + at * DV, HQ * DV, n_left, ROWS, DV, BLOCK_DV, CHECK)
-    r, row = tl.arange(0, ROWS), (b * HQ + head) * T + begin
+    at = (b * T + begin) * Z.HQ + head
+    q = _load(q_ptr + at * Z.D, Z.HQ * Z.D, n_left, ROWS, Z.D, Z.BLOCK_D, CHECK)
+    do = _load(do_ptr + at * Z.DV, Z.HQ * Z.DV, n_left, ROWS, Z.DV, Z.BLOCK_DV, CHECK)
+    r, row = tl.arange(0, ROWS), (b * Z.HQ + head) * T + begin
     if CHECK:
         lse = tl.load(lse_ptr + row + r, mask=r < n_left, other=float("inf"))
         delta = tl.load(delta_ptr + row + r, mask=r < n_left, other=0.0)
@@ -821,15 +815,10 @@ def _load_kv(
     x, b, kv_head, S, begin, n_left, ROWS: tl.constexpr, Z: tl.constexpr, CHECK: tl.constexpr
 ):
     """k and v of ROWS keys starting at row `begin`, of which `n_left` are valid."""
-    HKV: tl.constexpr = Z.HQ // Z.GROUP
-    D: tl.constexpr = Z.D
-    DV: tl.constexpr = Z.DV
-    BLOCK_D: tl.constexpr = Z.BLOCK_D
-    BLOCK_DV: tl.constexpr = Z.BLOCK_DV
     _, k_ptr, v_ptr, _, _, _ = x
-    at = (b * S + begin) * HKV + kv_head
-    k = _load(k_ptr + at * D, HKV * D, n_left, ROWS, D, BLOCK_D, CHECK)
-    return k, _load(v_ptr + at * DV, HKV * DV, n_left, ROWS, DV, BLOCK_DV, CHECK)
+    at = (b * S + begin) * Z.HKV + kv_head
+    k = _load(k_ptr + at * Z.D, Z.HKV * Z.D, n_left, ROWS, Z.D, Z.BLOCK_D, CHECK)
+    return k, _load(v_ptr + at * Z.DV, Z.HKV * Z.DV, n_left, ROWS, Z.DV, Z.BLOCK_DV, CHECK)
 
 
 @jit
@@ -859,47 +848,41 @@ def _backward_dkdv(
     BLOCK_N: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the queries of all heads of the group."""
-    GROUP: tl.constexpr = Z.GROUP
-    CAUSAL: tl.constexpr = Z.CAUSAL
-    SPARSE: tl.constexpr = Z.SPARSE
     seq, key, q_start, q_len, k_start, k_len = _locate(pid, axes, True, BLOCK_N)
     n_left = tl.maximum(k_len - key, 0)
     j = key + tl.arange(0, BLOCK_N)[:, None]
     k, v = _load_kv(x, b, kv_head, axes[1], k_start + key, n_left, BLOCK_N, Z, True)
     dk, dv = tl.zeros_like(k).to(tl.float32), tl.zeros_like(v).to(tl.float32)
-    for g in range(GROUP):
-        head = kv_head * GROUP + g
+    for g in range(Z.GROUP):
+        head = kv_head * Z.GROUP + g
         terms = _load_head_terms(mod, b, seq, head, q_start, k_start, q_len, k_len)
         offset, _, prefix, _, _ = terms
         j_last, list_ptr = tl.minimum(key + BLOCK_N, k_len) - 1, 0
         first, inner, outer, last = _query_tiles(
-            key, j_last, q_len, offset, prefix, mod.window, CAUSAL, BLOCK_M
+            key, j_last, q_len, offset, prefix, mod.window, Z.CAUSAL, BLOCK_M
         )
-        if SPARSE:
+        if Z.SPARSE:
             first, inner, outer = 0, 0, 0
-            list_ptr, last = _block_list(lists, head, key, SPARSE, BLOCK_M)
+            list_ptr, last = _block_list(lists, head, key, Z.SPARSE, BLOCK_M)
         last = tl.where(n_left > 0, last, 0)
         for phase in tl.static_range(3):  # diagonal, unmasked tiles, window edge or end
-            if phase == 2 or (not SPARSE and (phase == 1 or CAUSAL)):
+            if phase == 2 or (not Z.SPARSE and (phase == 1 or Z.CAUSAL)):
                 bounds = (first, inner, outer, last)
                 for n in range(bounds[phase], tl.minimum(bounds[phase + 1], last)):
-                    start = _tile_start(n, list_ptr, SPARSE, BLOCK_M)
+                    start = _tile_start(n, list_ptr, Z.SPARSE, BLOCK_M)
                     q, do, lse, delta = _load_q_do(
                         x, b, head, axes[0], q_start + start, q_len - start, BLOCK_M, Z, phase != 1
                     )
                     i = (start + offset + tl.arange(0, BLOCK_M))[None, :]
                     lse, delta = lse[None, :], delta[None, :]
                     p, dlogit, ds = _tile_backward(
-                        q, k, v, do, lse, delta, i, j, terms, mod, CAUSAL, phase != 1, True
+                        q, k, v, do, lse, delta, i, j, terms, mod, Z.CAUSAL, phase != 1, True
                     )
                     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    HKV: tl.constexpr = Z.HQ // GROUP
-    D: tl.constexpr = Z.D
-    DV: tl.constexpr = Z.DV
-    at = (b * axes[1] + k_start + key) * HKV + kv_head
-    _store(dk_ptr + at * D, dk * mod.scale, HKV * D, n_left, BLOCK_N, D, dk.shape[1])
-    _store(dv_ptr + at * DV, dv, HKV * DV, n_left, BLOCK_N, DV, dv.shape[1])
+    at = (b * axes[1] + k_start + key) * Z.HKV + kv_head
+    _store(dk_ptr + at * Z.D, dk * mod.scale, Z.HKV * Z.D, n_left, BLOCK_N, Z.D, Z.BLOCK_D)
+    _store(dv_ptr + at * Z.DV, dv, Z.HKV * Z.DV, n_left, BLOCK_N, Z.DV, Z.BLOCK_DV)
 
 
 @jit
@@ -908,8 +891,6 @@ def _backward_dq(
     Z: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, summed over their visible keys."""
-    CAUSAL: tl.constexpr = Z.CAUSAL
-    SPARSE: tl.constexpr = Z.SPARSE
     seq, query, q_start, q_len, k_start, k_len = _locate(pid, axes, False, BLOCK_M)
     n_left = tl.maximum(q_len - query, 0)
     terms = _load_head_terms(mod, b, seq, head, q_start, k_start, q_len, k_len)
@@ -920,30 +901,28 @@ def _backward_dq(
     dq, list_ptr = tl.zeros_like(q).to(tl.float32), 0
     i_last = tl.minimum(query + BLOCK_M, q_len) - 1 + offset
     first, inner, outer, last = _key_tiles(
-        query + offset, i_last, k_len, prefix, mod.window, CAUSAL, BLOCK_N
+        query + offset, i_last, k_len, prefix, mod.window, Z.CAUSAL, BLOCK_N
     )
-    if SPARSE:
+    if Z.SPARSE:
         first, inner, outer = 0, 0, 0
-        list_ptr, last = _block_list(lists, head, query, SPARSE, BLOCK_N)
+        list_ptr, last = _block_list(lists, head, query, Z.SPARSE, BLOCK_N)
     last = tl.where(n_left > 0, last, 0)
     for phase in tl.static_range(3):
-        if phase == 2 or (not SPARSE and (phase == 1 or mod.window is not None)):
+        if phase == 2 or (not Z.SPARSE and (phase == 1 or mod.window is not None)):
             bounds = (first, inner, outer, last)
             for n in range(bounds[phase], tl.minimum(bounds[phase + 1], last)):
-                start = _tile_start(n, list_ptr, SPARSE, BLOCK_N)
+                start = _tile_start(n, list_ptr, Z.SPARSE, BLOCK_N)
                 k, v = _load_kv(
                     x, b, head // Z.GROUP, axes[1], k_start + start, k_len - start, BLOCK_N, Z,
                     phase != 1,
                 )  # fmt: skip
                 j = start + tl.arange(0, BLOCK_N)[None, :]
                 p, dlogit, ds = _tile_backward(
-                    q, k, v, do, lse, delta, i, j, terms, mod, CAUSAL, phase != 1, False
+                    q, k, v, do, lse, delta, i, j, terms, mod, Z.CAUSAL, phase != 1, False
                 )
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    HQ: tl.constexpr = Z.HQ
-    D: tl.constexpr = Z.D
-    at = (b * axes[0] + q_start + query) * HQ + head
-    _store(dq_ptr + at * D, dq * mod.scale, HQ * D, n_left, BLOCK_M, D, dq.shape[1])
+    at = (b * axes[0] + q_start + query) * Z.HQ + head
+    _store(dq_ptr + at * Z.D, dq * mod.scale, Z.HQ * Z.D, n_left, BLOCK_M, Z.D, Z.BLOCK_D)
 
 
 @jit(do_not_specialize=["T", "S", "n_seqs", "n_key_tiles", "n_query_tiles"])
@@ -973,7 +952,6 @@ def _bias_kernel(
 ):  # fmt: skip
     """Gradient of the bias: d logit summed over the `heads` heads and `batch` sequences that share
     it. Grid (query tiles, Hq / heads, B / batch)."""
-    CAUSAL: tl.constexpr = Z.CAUSAL
     axes = (T, S, n_seqs, cu_q_ptr, cu_k_ptr)
     seq, query, q_start, q_len, k_start, k_len = _locate(tl.program_id(0), axes, False, BLOCK_M)
     t = query + tl.arange(0, BLOCK_M)[:, None]
@@ -995,7 +973,7 @@ def _bias_kernel(
             )
             i, lse, delta = t + k_len - q_len, lse[:, None], delta[:, None]
             p, dlogit, ds = _tile_backward(
-                q, k, v, do, lse, delta, i, j, terms, mod, CAUSAL, True, False
+                q, k, v, do, lse, delta, i, j, terms, mod, Z.CAUSAL, True, False
             )
             if mask_ptr is not None:
                 at = head * mask_strides[0] + query // Z.SPARSE * mask_strides[1]
@@ -1174,7 +1152,7 @@ def _backward(
                 stages -= 1
             else:
                 M1, N1, M2, N2 = (max(16, n // 2) for n in (M1, N1, M2, N2))
-        Z = _Sizes(Hq, Hq // Hkv, D, DV, BLOCK_D, BLOCK_DV, f.causal, f.block_size)
+        Z = _Sizes(Hq, Hkv, Hq // Hkv, D, DV, BLOCK_D, BLOCK_DV, f.causal, f.block_size)
         x, mod, kwargs = (q, k, v, do, lse2, delta), _score_mod(f, q, S), dict(Z=Z, num_warps=warps)
         axes = f.cu_q, f.cu_k, T, S, f.n_sequences
         n_k, n_q = _n_tiles(S, f.cu_k, N1), _n_tiles(T, f.cu_q, M2)

@@ -381,25 +381,22 @@ def _load_weight(
 ):  # fmt: skip
     """A tile (BLOCK_K, BLOCK_N) in `dtype` of expert e's weight (N, K), columns from `start`.
     stack: pointers to the weights and, for int8, int4 and FP8, to their scales and zeros."""
-    BITS: tl.constexpr = FORMAT.BITS  # a local copy: Triton 3.6 forgets that it is constexpr
-    SCALE_N: tl.constexpr = FORMAT.SCALE_N
-    SCALE_K: tl.constexpr = FORMAT.SCALE_K
     w_ptr, scales_ptr, zeros_ptr = stack
     k = start + tl.arange(0, BLOCK_K)
-    if BITS == 16:
+    if FORMAT.BITS == 16:
         w_ptrs = w_ptr + e.to(tl.int64) * N * K + n[None, :] * stride_n + k[:, None] * stride_k
         return tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=(k < K)[:, None], other=0.0)
     else:
-        row_bytes = K * BITS // 8
-        j = start * BITS // 8 + tl.arange(0, BLOCK_K * BITS // 8)
+        row_bytes = K * FORMAT.BITS // 8
+        j = start * FORMAT.BITS // 8 + tl.arange(0, BLOCK_K * FORMAT.BITS // 8)
         q_ptrs = w_ptr + e.to(tl.int64) * N * row_bytes + n[:, None] * row_bytes + j[None, :]
         q = tl.load(q_ptrs, mask=(j < row_bytes)[None, :], other=0.0)
-        if BITS == 4:
+        if FORMAT.BITS == 4:
             q = tl.interleave(q & 0xF, q >> 4)
-        GROUP: tl.constexpr = SCALE_K if SCALE_K < BLOCK_K else BLOCK_K
-        G = tl.cdiv(K, SCALE_K)
-        g = (start // SCALE_K + tl.arange(0, BLOCK_K // GROUP))[None, :]
-        at = (e * tl.cdiv(N, SCALE_N) + n // SCALE_N)[:, None] * G + g
+        GROUP: tl.constexpr = FORMAT.SCALE_K if FORMAT.SCALE_K < BLOCK_K else BLOCK_K
+        G = tl.cdiv(K, FORMAT.SCALE_K)
+        g = (start // FORMAT.SCALE_K + tl.arange(0, BLOCK_K // GROUP))[None, :]
+        at = (e * tl.cdiv(N, FORMAT.SCALE_N) + n // FORMAT.SCALE_N)[:, None] * G + g
         w = tl.reshape(q.to(tl.float32), (BLOCK_N, BLOCK_K // GROUP, GROUP))
         if zeros_ptr is not None:
             w -= tl.load(zeros_ptr + at, mask=g < G, other=0).to(tl.float32)[:, :, None]
