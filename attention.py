@@ -77,15 +77,13 @@ class BlockMask:
 
 
 def sparse_blocks(
-    n_q: int, n_k: int, *, local: int = 0, global_: int = 0, stride: int = 0,
-    device: torch.device | str | None = None,
-) -> Tensor:  # fmt: skip
+    n_q: int, n_k: int, *, local: int = 0, global_: int = 0, stride: int = 0
+) -> Tensor:
     """Block mask of the usual sparse patterns (Sparse Transformers, arXiv:1904.10509; BigBird,
     arXiv:2007.14062), or-ed together: blocks less than `local` apart; the first `global_` blocks,
     as keys and as queries; every `stride`-th block. The last query block is aligned with the last
     key block. bool (n_q, n_k)."""
-    b = torch.arange(n_k, device=device)
-    a = torch.arange(n_k - n_q, n_k, device=device)[:, None]
+    a, b = torch.arange(n_k - n_q, n_k)[:, None], torch.arange(n_k)
     mask = ((a - b).abs() < local) | (b < global_) | (a < global_)
     return mask | ((a - b) % stride == 0) if stride else mask
 
@@ -506,15 +504,9 @@ def _load(
 ):  # fmt: skip
     """Load a tile (ROWS, COLS) at ptr; zero past WIDTH columns and, with CHECK, past n_rows."""
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
-    ptrs = ptr + r * stride + c * stride_c
-    if CHECK and WIDTH < COLS:
-        return tl.load(ptrs, mask=(r < n_rows) & (c < WIDTH), other=0.0)
-    elif CHECK:
-        return tl.load(ptrs, mask=r < n_rows, other=0.0)
-    elif WIDTH < COLS:
-        return tl.load(ptrs, mask=c < WIDTH, other=0.0)
-    else:
-        return tl.load(ptrs)
+    # masks that are always true are removed by the compiler
+    mask = ((r < n_rows) | (not CHECK)) & ((c < WIDTH) | (WIDTH >= COLS))
+    return tl.load(ptr + r * stride + c * stride_c, mask=mask, other=0.0)
 
 
 @jit
@@ -802,12 +794,9 @@ def _load_q_do(
     q = _load(q_ptr + at * Z.D, Z.HQ * Z.D, n_left, ROWS, Z.D, Z.BLOCK_D, CHECK)
     do = _load(do_ptr + at * Z.DV, Z.HQ * Z.DV, n_left, ROWS, Z.DV, Z.BLOCK_DV, CHECK)
     r, row = tl.arange(0, ROWS), (b * Z.HQ + head) * T + begin
-    if CHECK:
-        lse = tl.load(lse_ptr + row + r, mask=r < n_left, other=float("inf"))
-        delta = tl.load(delta_ptr + row + r, mask=r < n_left, other=0.0)
-    else:
-        lse, delta = tl.load(lse_ptr + row + r), tl.load(delta_ptr + row + r)
-    return q, do, lse, delta
+    mask = (r < n_left) | (not CHECK)
+    lse = tl.load(lse_ptr + row + r, mask=mask, other=float("inf"))
+    return q, do, lse, tl.load(delta_ptr + row + r, mask=mask, other=0.0)
 
 
 @jit
@@ -1107,11 +1096,10 @@ def _forward(
         k, v = _tensor_descriptor(k, N), _tensor_descriptor(v, N)
     _forward_kernel[_n_tiles(rows, f.cu_q, M) * splits, Hkv if pack else Hq, B](
         q, k, v, o_parts, lse_parts, _score_mod(f, q, S), _block_lists(f), scales, f.sinks,
-        f.lengths, f.cu_q, f.cu_k, q.stride(), k_strides, v_strides, T, S,
-        f.n_sequences, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack, SPLITS=splits, CAUSAL=f.causal,
-        SPARSE=f.block_size, TMA=tma, ROUND_P=not INTERPRET,
-        BLOCK_M=M, BLOCK_N=N, BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R, BLOCK_DV=BLOCK_DV,
-        num_warps=8 if scales else warps, num_stages=stages,
+        f.lengths, f.cu_q, f.cu_k, q.stride(), k_strides, v_strides, T, S, f.n_sequences, D=D,
+        DV=DV, GROUP=Hq // Hkv, PACK=pack, SPLITS=splits, CAUSAL=f.causal, SPARSE=f.block_size,
+        TMA=tma, ROUND_P=not INTERPRET, BLOCK_M=M, BLOCK_N=N, BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R,
+        BLOCK_DV=BLOCK_DV, num_warps=8 if scales else warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[T, Hq, B](

@@ -385,7 +385,7 @@ def _load_weight(
     k = start + tl.arange(0, BLOCK_K)
     if FORMAT.BITS == 16:
         w_ptrs = w_ptr + e.to(tl.int64) * N * K + n[None, :] * stride_n + k[:, None] * stride_k
-        return tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=(k < K)[:, None], other=0.0)
+        return tl.load(w_ptrs, mask=(k < K)[:, None] | EVEN, other=0.0)
     else:
         row_bytes = K * FORMAT.BITS // 8
         j = start * FORMAT.BITS // 8 + tl.arange(0, BLOCK_K * FORMAT.BITS // 8)
@@ -408,7 +408,7 @@ def _load_weight(
 def _load_rows(ptrs, start, K, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns from `start` of rows that ptrs (BLOCK_M, 1) point to."""
     k = start + tl.arange(0, BLOCK_K)[None, :]
-    return tl.load(ptrs + k) if EVEN else tl.load(ptrs + k, mask=k < K, other=0.0)
+    return tl.load(ptrs + k, mask=(k < K) | EVEN, other=0.0)
 
 
 @jit

@@ -86,22 +86,18 @@ def _gemv_kernel(
     first_row, first = tl.program_id(0) * BLOCK_N, tl.program_id(1) * chunks_per_split
     word = tl.arange(0, 4)[None, :]
     zero_tile = tl.full((BLOCK_C, 4), 0.0, tl.float32)
-    accs = ()
-    for r in tl.static_range(BLOCK_N):
-        accs = accs + (zero_tile,)
+    accs = (zero_tile,) * BLOCK_N
     for start in range(first, tl.minimum(first + chunks_per_split, chunks), BLOCK_C):
         chunk = start + tl.arange(0, BLOCK_C)[:, None]
         at = chunk * 4 + word
-        mask = tl.full((BLOCK_C, 4), True, tl.int1)  # removed by the compiler if EVEN
-        if not EVEN:
-            mask = mask & (chunk < chunks)
-        qs, parts, sum_x = (), (), zero_tile
+        mask = (chunk < chunks) | EVEN  # a mask that is always true is removed by the compiler
+        qs, parts, sum_x = (), (zero_tile,) * BLOCK_N, zero_tile
         for r in tl.static_range(BLOCK_N):
             row = tl.minimum(first_row + r, N - 1).to(tl.int64)
             q = tl.load(q_ptr + row * words + at, mask=mask, other=0, eviction_policy="evict_first")
             if zeros_ptr is None:
                 q = q ^ -0x7F7F7F80  # flips the sign bits: int8 becomes uint8 with zero point 128
-            qs, parts = qs + (q,), parts + (zero_tile,)
+            qs = qs + (q,)
         for half in tl.static_range(2):
             for i in tl.static_range(PER_HALF):
                 k = at * (2 * PER_HALF) + half * PER_HALF + i
@@ -173,13 +169,9 @@ def _skinny_gemm_kernel(
         k = start * GROUP + tl.arange(0, BLOCK_K)[None, :]
         j = start * GROUP * BITS // 8 + tl.arange(0, BLOCK_K * BITS // 8)[None, :]
         g = start + tl.arange(0, GROUPS)
-        mask_x = tl.full((1, BLOCK_K), True, tl.int1)  # removed by the compiler if EVEN
-        mask_q = tl.full((1, BLOCK_K * BITS // 8), True, tl.int1)
-        mask_g = tl.full((GROUPS,), True, tl.int1)
-        if not EVEN:
-            mask_x, mask_q, mask_g = k < K, j < K * BITS // 8, g < G
-        x = tl.load(x_ptrs + k, mask=mask_x, other=0.0)
-        q = tl.load(q_ptrs + j, mask=mask_q, other=0)
+        mask_g = (g < G) | EVEN
+        x = tl.load(x_ptrs + k, mask=(k < K) | EVEN, other=0.0)
+        q = tl.load(q_ptrs + j, mask=(j < K * BITS // 8) | EVEN, other=0)
         if zeros_ptr is None:
             w = q.to(tl.float16 if x.dtype == tl.float16 else tl.float32).to(x.dtype)
             acc = tl.dot(x, tl.trans(w), acc, input_precision=precision)
@@ -568,11 +560,9 @@ def _gemm_kernel(
     precision: tl.constexpr = PRECISION if a_ptr.dtype.element_ty == tl.float32 else None
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INT32_SUM else tl.float32)
     for start in range(0, K, BLOCK_K):
-        if EVEN:
-            a, b = tl.load(a_ptrs), tl.load(b_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=k[None, :] < K - start, other=0.0)
-            b = tl.load(b_ptrs, mask=k[:, None] < K - start, other=0.0)
+        # masks that are always true are removed by the compiler
+        a = tl.load(a_ptrs, mask=(k[None, :] < K - start) | EVEN, other=0.0)
+        b = tl.load(b_ptrs, mask=(k[:, None] < K - start) | EVEN, other=0.0)
         if PROMOTE:
             part = tl.dot(a, b).to(tl.float32)
             if a_scale_ptr is not None:
