@@ -521,14 +521,12 @@ def _epilogue(accumulator, m, n, M, N, FUNCTIONS, ARGS: tl.constexpr, inputs):
     values = (accumulator,)
     for i in tl.static_range(len(FUNCTIONS)):
         if ARGS[i][0] < 0:
-            value = FUNCTIONS[i](inputs[-1 - ARGS[i][0]], m, n, M, N)
-        elif len(ARGS[i]) == 1:
-            value = FUNCTIONS[i](values[ARGS[i][0]])
-        elif len(ARGS[i]) == 2:
-            value = FUNCTIONS[i](values[ARGS[i][0]], values[ARGS[i][1]])
+            args = (inputs[-1 - ARGS[i][0]], m, n, M, N)
         else:
-            value = FUNCTIONS[i](values[ARGS[i][0]], values[ARGS[i][1]], values[ARGS[i][2]])
-        values = values + (value,)
+            args = ()
+            for j in tl.static_range(len(ARGS[i])):
+                args = args + (values[ARGS[i][j]],)
+        values = values + (FUNCTIONS[i](*args),)
     return values[len(FUNCTIONS)]
 
 
@@ -600,9 +598,9 @@ def gemm(
     a (M, K), b (N, K): both fp16, bf16, fp32, int8 (summed in int32) or float8_e4m3fn (summed in
     fp32). a_scale (M, ceil(K / 128)), b_scale (ceil(N / 128), ceil(K / 128)) fp32: blockwise scales
     of 8-bit operands, 1 x 128 and 128 x 128, as in DeepSeek-V3. tree: built from acc, row, col,
-    matrix, scalar, numbers, + and *, relu, silu, gelu, to_fp16, to_bf16 and any @epilogue_op of up
-    to three arguments. -> (M, N) in dtype; None: a's dtype, or bf16 if a has 8 bits. ValueError
-    names the invalid argument.
+    matrix, scalar, numbers, + and *, relu, silu, gelu, to_fp16, to_bf16 and any @epilogue_op.
+    -> (M, N) in dtype; None: a's dtype, or bf16 if a has 8 bits. ValueError names the invalid
+    argument.
     """
     ok = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1]
     _check(ok, f"a must be (M, K) and b (N, K), not {tuple(a.shape)} and {tuple(b.shape)}")
