@@ -748,9 +748,11 @@ _forward.register_autograd(_derivative, setup_context=_save)
 # --------------------------------------------------------------------------------------------------
 
 
-def _quantized_tensors(stack: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """qweight, scales and zeros of a quantized stack that the kernels support: int8, int4 with
+def _stack_tensors(stack: Any) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Weights, scales and zeros of a stack that the kernels support: a tensor, int8, int4 with
     zeros, FP8 (weight-only: x is not quantized); None for others."""
+    if isinstance(stack, Tensor):
+        return stack, None, None
     q, weight_only = stack.qweight, getattr(stack.scheme, "is_weight_only", True)
     is_int4 = q.dtype == torch.uint8 and 2 * q.shape[-1] == stack.shape[-1]
     is_integer = weight_only and (q.dtype == torch.int8 or is_int4)
@@ -763,29 +765,23 @@ def can_use_triton(x: Tensor, stacks: Sequence[Any]) -> bool:
     supported = triton is not None and (x.is_cuda or INTERPRET)
     supported = supported and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
     for stack in stacks:
+        tensors = _stack_tensors(stack)
         if isinstance(stack, Tensor):
             supported = supported and stack.device == x.device
-            continue
-        tensors = _quantized_tensors(stack)
-        fp8 = tensors is not None and tensors[0].dtype == torch.float8_e4m3fn
-        no_fp8 = fp8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
-        supported = supported and tensors is not None and not no_fp8
-        supported = supported and not (torch.is_grad_enabled() and x.requires_grad)
+        elif tensors is None or torch.is_grad_enabled() and x.requires_grad:
+            supported = False
+        elif tensors[0].dtype == torch.float8_e4m3fn and x.is_cuda:
+            supported = supported and torch.cuda.get_device_capability(x.device) >= (8, 9)
     return supported
 
 
 def _triton_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any) -> Tensor:
-    dtype, stacks = x.dtype, (w_gate_up, w_down)
-    upcast = INTERPRET and dtype == torch.bfloat16  # bf16 is wrong in the interpreter
-    x = x.float() if upcast else x
-    tensors = []
-    for w in stacks:
-        if isinstance(w, Tensor):
-            tensors += [w.float() if upcast else w, None, None]
-        else:
-            tensors += _quantized_tensors(w)
-    grad = any(t.requires_grad for t in (x, weights, *tensors) if t is not None)
-    return _forward(x, weights, ids, *tensors, grad and torch.is_grad_enabled())[0].to(dtype)
+    dtype, inputs = x.dtype, [x, *_stack_tensors(w_gate_up), *_stack_tensors(w_down)]
+    if INTERPRET and dtype == torch.bfloat16:  # wrong results in the interpreter
+        inputs = [t.float() if t is not None and t.dtype == dtype else t for t in inputs]
+    x, *stacks = inputs
+    grad = any(t is not None and t.requires_grad for t in (weights, *inputs))
+    return _forward(x, weights, ids, *stacks, grad and torch.is_grad_enabled())[0].to(dtype)
 
 
 def grouped_experts(
