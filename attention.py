@@ -579,6 +579,16 @@ def _logits(s, i, j, terms, mod, CAUSAL: tl.constexpr, MASKED: tl.constexpr):
 # --------------------------------------------------------------------------------------------------
 
 
+@jit
+def _softmax_step(s, m_i, exp2_scale, mod, MASKED: tl.constexpr):
+    """Online softmax: p = exp2(s - m), the factor alpha of all sums so far, the new maximum m."""
+    m_new = tl.maximum(m_i, tl.max(s, 1) * exp2_scale)
+    base = m_new
+    if MASKED or mod.bias_ptr is not None:  # a row may be fully masked so far
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    return tl.exp2(s * exp2_scale - base[:, None]), tl.exp2(m_i - base), m_new
+
+
 @jit(do_not_specialize=["T", "S", "n_seqs"])
 def _forward_kernel(
     q_ptr,  # (B, T, Hq, D)
@@ -681,12 +691,7 @@ def _forward_kernel(
                     s *= q_scale * _block_scale(scales[1], kv_row, S, start)
                 s, tanh = _logits(s, i, j, terms, mod, CAUSAL, phase != 1)
 
-                m_new = tl.maximum(m_i, tl.max(s, 1) * exp2_scale)
-                base = m_new
-                if phase != 1 or mod.bias_ptr is not None:  # a row may be fully masked so far
-                    base = tl.where(m_new == float("-inf"), 0.0, m_new)
-                p = tl.exp2(s * exp2_scale - base[:, None])
-                alpha = tl.exp2(m_i - base)
+                p, alpha, m_i = _softmax_step(s, m_i, exp2_scale, mod, phase != 1)
                 acc *= alpha[:, None]
 
                 if v_ptr is None:
@@ -709,7 +714,6 @@ def _forward_kernel(
                 else:
                     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
                 l_i = l_i * alpha + tl.sum(p, 1)
-                m_i = m_new
 
     total = tl.where(l_i == 0, 1.0, l_i)
     base_row = (split * tl.num_programs(2) + b) * n_heads * T
