@@ -576,11 +576,12 @@ def _config(kernel: str, rows: float, n: int, k: int, x: Tensor) -> tuple[int, .
     stages as fit in the GPU's shared memory."""
     *blocks, warps, stages = next(c for most, c in CONFIGS[kernel].items() if rows <= most)
     if x.element_size() == 4:
-        blocks, stages = [min(b, 64, most) for b, most in zip(blocks, (64, 64, 32))], 2
+        blocks, stages = [min(b, most) for b, most in zip(blocks, (64, 64, 32))], 2
     fit = lambda block, size: min(block, max(16, triton.next_power_of_2(size)))
     M, N, K = blocks[0], fit(blocks[1], n), fit(blocks[2], k)
-    stage = (M + N * (1 + (kernel == "gate_up"))) * K if kernel != "weight_grad" else (N + K) * M
-    while stages > 1 and stages * stage * x.element_size() > _shared_memory(x.device):
+    weight_tiles = 2 if kernel == "gate_up" else 1
+    elements = (N + K) * M if kernel == "weight_grad" else (M + weight_tiles * N) * K
+    while stages > 1 and stages * elements * x.element_size() > _shared_memory(x.device):
         stages -= 1
     return M, N, K, warps, stages
 

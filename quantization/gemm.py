@@ -239,7 +239,8 @@ def _launch_weight_only(
     """Launch the kernels. All choices depend on shapes alone, for CUDA graph capture."""
     (M, K), (N, G), bits = x.shape, scales.shape, 8 if zeros is None else 4
     processors = _processors(x.device.index)
-    if M == 1 and K % (128 // bits) == 0 and qweight.data_ptr() % 16 == 0:
+    use_gemv = M == 1 and K % (128 // bits) == 0 and qweight.data_ptr() % 16 == 0
+    if use_gemv:
         BLOCK_N, BLOCK_C, warps = GEMV_CONFIGS[bits]
         while BLOCK_N > 1 and -(-N // BLOCK_N) < 2 * processors:  # smaller tiles first
             BLOCK_N //= 2
@@ -248,23 +249,23 @@ def _launch_weight_only(
             BLOCK_C, warps = BLOCK_C // 2, warps // 2
         if chunks % BLOCK_C:  # masks use registers
             BLOCK_N = max(1, BLOCK_N // 2)
-        tiles, steps, unit = -(-N // BLOCK_N), -(-chunks // BLOCK_C), BLOCK_C
+        m_tiles, tiles = 1, -(-N // BLOCK_N)
+        steps, unit = -(-chunks // BLOCK_C), BLOCK_C
     else:
-        max_rows = 16 if M <= 16 else 32 if M <= 32 else 64
+        max_rows = min((n for n in (16, 32) if M <= n), default=64)
         BLOCK_M, BLOCK_N, columns, warps, stages = SKINNY_GEMM_CONFIGS[bits][max_rows]
         group = columns if bits == 8 else K // G
         if x.element_size() == 4:
             BLOCK_M, BLOCK_N, stages = 16, 32, 2
         columns = max(columns, group)
-        unit = columns // group  # groups per step
         m_tiles, tiles = -(-M // BLOCK_M), -(-N // BLOCK_N)
-        steps, chunks = -(-K // columns), None
-    n_splits = n_splits or _n_splits(tiles * (1 if chunks else m_tiles), steps, processors)
+        steps, unit = -(-K // columns), columns // group  # groups per step
+    n_splits = n_splits or _n_splits(tiles * m_tiles, steps, processors)
     per_split = -(-steps // n_splits) * unit
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     parts = y if n_splits == 1 else torch.empty((n_splits, M, N), device=x.device)
     tensors = qweight, scales, zeros, bias, parts
-    if chunks:
+    if use_gemv:
         _gemv_kernel[tiles, n_splits](
             x, qweight.view(torch.int32), *tensors[1:], N, G, chunks, words, per_split, BITS=bits,
             GROUP=K // G, EVEN=chunks % BLOCK_C == 0, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C,
