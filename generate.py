@@ -57,7 +57,6 @@ START = time.perf_counter()  # the imports below count as load time
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 ROOT = Path(__file__).resolve().parent
 for folder in "huggingface generation serving quantization training parallelism".split():
@@ -520,6 +519,8 @@ def quantize_report(args: GenerateConfig) -> None:
 @torch.inference_mode()
 def decode_speed(args: GenerateConfig, model: Transformer, batch: int) -> float:
     """Tokens per second of `batch` rows in lockstep, after a prompt of 64 tokens."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     optimize_for_inference_(args, model)
     decoder = Decoder(model, 128, SamplingParams(temperature=0.0), batch, (), args.compile)
     decoder.start(list(range(1, 65)))
@@ -531,18 +532,22 @@ def decode_speed(args: GenerateConfig, model: Transformer, batch: int) -> float:
 # --------------------------------------------------------------------------------------------------
 
 
+def serve(args: GenerateConfig) -> None:
+    """--batch or --bench-serving: the continuous-batching engine."""
+    from serving.run import batch, bench_serving  # here: tqdm and the Engine take 0.1 s
+
+    batch(args) if args.batch else bench_serving(args)
+
+
 @torch.inference_mode()
 def run(args: GenerateConfig) -> None:
     """Run the mode that the flags select."""
-    from serving.run import batch, bench_serving  # here: tqdm and the Engine take 0.1 s
-
     modes = (
         (args.interactive, interactive_chat),
         (args.perplexity, score_file),
         (args.save, save_quantized),
         (args.quantize_report, quantize_report),
-        (args.batch, batch),
-        (args.bench_serving, bench_serving),
+        (args.batch or args.bench_serving, serve),
         (True, generate),
     )
     with process_group(args):
