@@ -49,7 +49,9 @@ L layers. Attention tensors are (B, T, H, D).
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
@@ -57,6 +59,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
 
 # --------------------------------------------------------------------------------------------------
 # Configuration
@@ -1026,7 +1030,13 @@ HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_decoder": (None, False, True),
     "pruned_heads": (None, {}),
 }
-# The same for the fields of quantization_config, which describes the stored tensors.
+# An unknown field with one of these words in its name is a part of the architecture
+ARCHITECTURE = re.compile(
+    "attn|attention|rope|rotary|position|alibi|window|mask|causal|norm|scal|multiplier|temperature|"
+    "soft|clip|logit|embed|head|tie|layer|block|hidden|resid|mlp|ffn|ff_|act|gate|expert|moe|rout|"
+    "bias|conv|ssm|mamba|kv|query|qk|lora|rank|adapter|sink|sparse|quant|dim|size|num|pattern"
+)
+# HF_NEUTRAL for the fields of quantization_config, which describes the stored tensors.
 HF_FP8: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "fmt": (None, "e4m3"),
@@ -1043,11 +1053,14 @@ def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
     rest = set(hf) - known - HF_IGNORED - {"model_type"}
     allowed = HF_NEUTRAL | {key: (None, value) for key, value in family.constants.items()}
     unknown = sorted(rest - set(allowed) - {"quantization_config"})
+    for key in unknown:
+        if hf[key] is not None and ARCHITECTURE.search(key):
+            raise ValueError(
+                f"unknown field {key}: it may change what the model computes; "
+                "remove it from config.json if it does not"
+            )
     if unknown:
-        raise ValueError(
-            f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}: it may change "
-            "what the model computes; remove it from config.json if it does not"
-        )
+        log.warning("config.json: unknown fields are ignored: %s", ", ".join(unknown))
     _check_values(hf, rest, allowed)
     quantized = hf.get("quantization_config")
     if isinstance(quantized, dict) and quantized.get("quant_method") == "sheaf":

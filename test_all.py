@@ -1521,6 +1521,8 @@ def spoil(folder: Path, fault: str) -> None:
             config.write_text(json.dumps(hf | {"model_type": "mamba"}))
         case "unknown field":
             config.write_text(json.dumps(hf | {"sliding_window": 4096}))
+        case "unknown part of the architecture":
+            config.write_text(json.dumps(hf | {"logit_scale": 0.5}))
         case "unknown rope":
             config.write_text(
                 json.dumps(hf | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}})
@@ -1560,6 +1562,7 @@ BAD_FOLDERS = {
     "heads do not divide": ["num_key_value_heads"],
     "unknown type": ["model_type", "mamba", "llama"],
     "unknown field": ["sliding_window"],
+    "unknown part of the architecture": ["logit_scale", "may change"],
     "unknown rope": ["rope_type", "longrope"],
     "bad eos": ["eos_token_id"],
     "not an object": ["config.json"],
@@ -1580,6 +1583,20 @@ def test_bad_checkpoint_folders_are_refused(fault, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and str(tmp_path) in error, error
     assert all(word in error for word in BAD_FOLDERS[fault]), error
+
+
+def test_unknown_config_fields_without_effect_are_one_warning(tmp_path, caplog):
+    """Fields that name no part of the architecture, or are null, are ignored in one warning."""
+    model = random_model(tiny())
+    HF.save_checkpoint(model, tmp_path)
+    assert HF.load_checkpoint(tmp_path).config == model.config and not caplog.records
+    config = tmp_path / "config.json"
+    extra = {"release_notes": "fine-tuned in May", "trained_with": 3, "logit_scale": None}
+    config.write_text(json.dumps(json.loads(config.read_text()) | extra))
+    assert HF.load_checkpoint(tmp_path).config == model.config
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().endswith("ignored: logit_scale, release_notes, trained_with")
 
 
 SAVE_AND_DIE = """
