@@ -75,9 +75,9 @@ from generation.perplexity import perplexity, read_text
 from generation.prompt import prompt_ids, prompt_text
 from generation.ranks import Rank0Policy, process_group, rank0_then_broadcast, run_on_all_or_raise
 from generation.sampling import Sampler, logprobs_of
-from huggingface.tokenizer import (
-    Continuation, StopStrings, TextStream, Tokenizer, eos_ids, load_chat_template, logprob_entry,
-)  # fmt: skip
+from huggingface.chat_template import load_chat_template
+from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
+from huggingface.tokenizer import eos_ids, logprob_entry
 from model import Attend, KVCache, Transformer
 from paged_kv import SamplingParams
 

@@ -136,6 +136,7 @@ from parallelism import pipeline_model as ST
 from training import state as SD
 from training import dataset as TX
 from huggingface import tokenizer as K
+from huggingface.chat_template import ChatTemplate, load_chat_template
 from huggingface import weights as HF
 import train as T
 from training import build as BUILD
@@ -3212,7 +3213,7 @@ def test_chat_templates_equal_transformers(tmp_path, name):
 
     folder = template_folder(tmp_path, TEMPLATES[name])
     hf_tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
-    template = K.load_chat_template(folder)
+    template = load_chat_template(folder)
     rendered = 0
     for messages in CHATS:
         for prompt in (True, False):
@@ -3235,15 +3236,15 @@ def test_chat_template_locations(tmp_path):
     """chat_template.jinja takes precedence over tokenizer_config.json; without either there is no
     template."""
     folder = template_folder(tmp_path, "old {{ messages[0].content }}")
-    assert K.load_chat_template(folder).render(CHATS[0]) == "old " + CHATS[0][0]["content"]
+    assert load_chat_template(folder).render(CHATS[0]) == "old " + CHATS[0][0]["content"]
     (folder / "chat_template.jinja").write_text("new{{ bos_token }}\n")
     hf_tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
-    assert K.load_chat_template(folder).render(CHATS[0]) == "new<s>"
+    assert load_chat_template(folder).render(CHATS[0]) == "new<s>"
     assert hf_tokenizer.apply_chat_template(CHATS[0], tokenize=False) == "new<s>"
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].type }}")
-    assert K.load_chat_template(folder).render(CHATS[0], tools=TOOLS) == "function"
-    assert K.load_chat_template(write_json(tmp_path / "none", tokenizer_config=NAMES)) is None
+    assert load_chat_template(folder).render(CHATS[0], tools=TOOLS) == "function"
+    assert load_chat_template(write_json(tmp_path / "none", tokenizer_config=NAMES)) is None
 
 
 def test_special_tokens_map_json_is_read(tmp_path):
@@ -3257,7 +3258,7 @@ def test_special_tokens_map_json_is_read(tmp_path):
             "image_token": "<i>",
         },
     )
-    assert K.load_chat_template(folder).render(CHATS[0]) == "<b><e><i>"
+    assert load_chat_template(folder).render(CHATS[0]) == "<b><e><i>"
 
 
 @pytest.mark.parametrize(
@@ -3282,7 +3283,7 @@ def test_special_tokens_map_json_is_read(tmp_path):
 )
 def test_chat_templates_run_sandboxed(tmp_path, template):
     """A template that accesses Python's internals, or modifies the messages, is refused."""
-    chat_template = K.load_chat_template(template_folder(tmp_path, template))
+    chat_template = load_chat_template(template_folder(tmp_path, template))
     messages = [message("user", "a")]
     with pytest.raises(ValueError, match="violates the sandbox|has no attribute 'update'") as e:
         chat_template.render(messages)
@@ -3319,18 +3320,18 @@ def error_of(f, *args, **kwargs) -> str:
 def test_bad_chat_templates(tmp_path, template, words):
     """A bad template: one line with the file and the cause."""
     folder = template_folder(tmp_path, template)
-    error = error_of(lambda: K.load_chat_template(folder).render(CHATS[0]))
+    error = error_of(lambda: load_chat_template(folder).render(CHATS[0]))
     for word in [str(folder / "tokenizer_config.json"), *words]:
         assert word in error
 
 
 def test_bad_messages_and_template_files(tmp_path):
     """No messages, messages that are not objects, a template that is not text."""
-    template = K.load_chat_template(template_folder(tmp_path, "x"))
+    template = load_chat_template(template_folder(tmp_path, "x"))
     for messages in ([], ["hi"], [None]):
         assert "messages must be" in error_of(template.render, messages)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    error = error_of(K.load_chat_template, tmp_path)
+    error = error_of(load_chat_template, tmp_path)
     assert "chat_template.jinja" in error and "UTF-8" in error
 
 
@@ -3650,7 +3651,7 @@ def make_chat(
 ) -> CHAT.Chat:
     model, tokenizer = HF.load_checkpoint(folder, dtype=torch.float32), K.load_tokenizer(folder)
     decoder = G.Decoder(model, 400, params, 1, (2,))
-    return CHAT.Chat(decoder, G.run_rows, tokenizer, K.load_chat_template(folder), system)
+    return CHAT.Chat(decoder, G.run_rows, tokenizer, load_chat_template(folder), system)
 
 
 def ask(chat: CHAT.Chat, line: str, n: int = 12, stop=(), params=GREEDY) -> tuple[int, int, str]:
@@ -13518,7 +13519,7 @@ def test_serving_detokenizes_completions_after_their_prompt(tmp_path):
         {"messages": [{"role": "user", "content": "B"}], "priority": 3},
     ]
     path, tokenizer = serving_file(tmp_path / "in.jsonl", lines), ServingTokenizer(97)
-    template = K.ChatTemplate(path, {"default": "{{ messages[0].content }}"}, {})
+    template = ChatTemplate(path, {"default": "{{ messages[0].content }}"}, {})
     service = V.Service(random_model(tiny()), tokenizer, num_blocks=9, max_num_seqs=1)
     defaults = P.SamplingParams(temperature=0, max_new_tokens=2, ignore_eos=True)
     requests = V.RequestFile(path, {}, tokenizer, template, None, defaults, 128)

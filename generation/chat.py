@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from generation.config import GenerateConfig
-from huggingface.tokenizer import ChatTemplate, Continuation, StopStrings, TextStream, Tokenizer
+from huggingface.chat_template import ChatTemplate
+from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
 from paged_kv import SamplingParams
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 
 from generation.config import GenerateConfig
-from huggingface.tokenizer import Tokenizer, load_chat_template
+from huggingface.chat_template import load_chat_template
+from huggingface.tokenizer import Tokenizer
 from model import ModelConfig
 
 DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"

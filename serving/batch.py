@@ -58,8 +58,8 @@ from generation.drafting import (
     pad_drafts,
 )
 from generation.sampling import RowSampler
+from huggingface.chat_template import ChatTemplate
 from huggingface.tokenizer import (
-    ChatTemplate,
     Continuation,
     StopStrings,
     TextStream,

@@ -22,7 +22,8 @@ from generation.load import load, load_draft, moe_layers, pick_device
 from generation.ranks import (
     Rank0Policy, all_reduce_min, broadcast_object, rank0_then_broadcast, run_on_all_or_raise,
 )  # fmt: skip
-from huggingface.tokenizer import Tokenizer, eos_ids, load_chat_template
+from huggingface.chat_template import load_chat_template
+from huggingface.tokenizer import Tokenizer, eos_ids
 from huggingface.weights import read_config
 from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch

@@ -25,7 +25,8 @@ import sentencepiece
 import torch
 from torch import Tensor
 
-from huggingface.tokenizer import load_chat_template, load_tokenizer
+from huggingface.chat_template import load_chat_template
+from huggingface.tokenizer import load_tokenizer
 from huggingface.weights import write_atomically
 from model import ModelConfig
 from parallelism.dist_env import DistEnv, rank0_first

@@ -1,0 +1,216 @@
+"""Chat templates of Hugging Face folders: a conversation as prompt text.
+
+A template is a Jinja program in `chat_template.jinja`, else in `tokenizer_config.json`, and
+untrusted: it runs in Jinja's immutable sandbox, where access to Python internals is an error (in
+transformers some of it gives an empty string). There is no time limit.
+
+Equivalence (test_all.py): the text that transformers 5 renders. Needs: jinja2, which comes with
+torch.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface.tokenizer import TokenizerConfig, one_line
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+class ChatTemplate:
+    """A Jinja chat template, which renders a conversation as prompt text.
+
+    source: the file, for errors. templates: by name, "default", and "tool_use" for conversations
+    with tools. variables: available in templates, bos_token, eos_token, ...
+    """
+
+    def __init__(self, source: Path, templates: dict[str, str], variables: dict[str, str]):
+        if "default" not in templates:
+            raise ValueError(
+                f"{source}: none of its chat templates ({', '.join(sorted(templates))}) is named "
+                "default; rename one"
+            )
+        self.source, self.variables = source, variables
+        used = (name for name in ("default", "tool_use") if name in templates)
+        self.templates = {name: self._compile(name, templates[name]) for name in used}
+
+    def _compile(self, name: str, text: str) -> jinja2.Template:
+        environment = template_environment()
+        try:
+            return environment.from_string(text)
+        except Exception as e:  # a template may raise anything
+            line = f" line {e.lineno}," if getattr(e, "lineno", None) else ""
+            raise ValueError(
+                f"{self.source}: chat template {name!r},{line} does not compile ({one_line(e)}); "
+                "copy it again or fix it"
+            ) from None
+
+    def render(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Render a conversation as text, to be encoded with bos=False.
+
+        messages: {"role": ..., "content": ...}. add_generation_prompt appends the start of the
+        assistant's turn. variables: template-specific (tools, enable_thinking, ...). ValueError if
+        the template rejects the messages or fails.
+        """
+        from jinja2 import TemplateError
+        from jinja2.sandbox import SecurityError
+
+        if not messages or not all(isinstance(m, dict) for m in messages):
+            raise ValueError(f"messages must be a list of one or more objects, not {messages!r}")
+        messages = [_for_template(message) for message in messages]
+        known = {**self.variables, "tools": None, "documents": None, **variables}
+        with_tools = known["tools"] is not None and "tool_use" in self.templates
+        template = self.templates["tool_use" if with_tools else "default"]
+        try:
+            return template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **known
+            )
+        except SecurityError as e:
+            why = f"violates the sandbox ({one_line(e)}); use a template from a trusted source"
+        except Exception as e:  # a template may raise anything
+            why = f"rejects these messages: {one_line(e)}"
+            if type(e) is not TemplateError:  # raised by raise_exception in the template
+                why = f"fails on these messages ({type(e).__name__}: {one_line(e)}); fix either"
+        raise ValueError(f"{self.source}: the chat template {why}")
+
+
+def load_chat_template(folder: str | os.PathLike) -> ChatTemplate | None:
+    """The chat template of a folder: chat_template.jinja (and additional_chat_templates/*.jinja),
+    else chat_template in tokenizer_config.json; None if it has neither."""
+    folder = Path(folder)
+    config = TokenizerConfig(folder)
+    path = folder / "chat_template.jinja"
+    files = {"default": path} if path.exists() else {}
+    files |= {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if files:
+        templates = {name: _read_text(p) for name, p in files.items()}
+        return ChatTemplate(path, templates, config.special_tokens)
+    found = config.values.get("chat_template")
+    if found is None:
+        return None
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    try:
+        templates = {str(entry["name"]): entry["template"] for entry in entries}
+    except (TypeError, KeyError):
+        templates = {"": None}
+    if not all(isinstance(template, str) for template in templates.values()):
+        raise ValueError(
+            f"{config.path}: chat_template must be a string, or a list of objects with a name and "
+            "a template; copy the file again"
+        )
+    return ChatTemplate(config.path, templates, config.special_tokens)
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: without None values, and with reasoning under both names
+    that templates use."""
+    message = {key: value for key, value in message.items() if value is not None}
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        if key in message:
+            return {"thinking": message[key]} | message | {"reasoning_content": message[key]}
+    return message
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text ({e}); copy it again") from None
+
+
+@functools.cache
+def template_environment() -> jinja2.Environment:
+    """The Jinja environment of chat templates, as in transformers."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+    version = importlib.metadata.version("jinja2")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 1, 6):
+        raise ValueError(f"jinja2 {version} has an insecure sandbox; pip install -U jinja2")
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+            # Jinja's default is an undefined value that renders as an empty string
+            raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    generation, namespace = _jinja_classes()
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": _strftime_now,
+        "namespace": namespace,
+        "dict": _Dict(),
+    }
+    return environment
+
+
+def _jinja_classes() -> tuple[type, type]:
+    """The {% generation %} tag, which marks assistant text, and namespace()."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import SecurityError
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class PublicNamespace(Namespace):
+        def __init__(*args: Any, **values: Any) -> None:  # a value may be named self
+            for name in dict(*args[1:], **values):
+                check(name)
+            Namespace.__init__(*args, **values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check(name)
+            Namespace.__setitem__(self, name, value)
+
+    def check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"namespace attribute {name!r}")
+
+    return Generation, PublicNamespace
+
+
+class _Dict:
+    """dict() for templates. The type itself would allow dict.update(message, ...)."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict:
+        return dict.fromkeys(*args)
+
+
+def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Plain JSON; Jinja's own filter escapes < and > for HTML."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
