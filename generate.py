@@ -68,7 +68,6 @@ from generation.bench import RunTimings, device_name, measure_bandwidth, speedup
 from generation.bench import summary_line, time_steps
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
-from generation.cuda_graph import CUDAGraphRunner, gather_experts_if_compiled
 from generation.load import is_quantized, load, load_draft, moe_layers
 from generation.load import optimize_for_inference_, pick_device
 from generation.perplexity import perplexity, read_text
@@ -79,7 +78,7 @@ from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
 from huggingface.tokenizer import eos_ids, logprob_entry
 from model import Attend, KVCache, Transformer
-from paged_kv import SamplingParams
+from paged_kv import CUDAGraphRunner, SamplingParams
 
 IMPORT_SECONDS = time.perf_counter() - START
 
@@ -231,11 +230,14 @@ class Decoder:
         self.position.add_(1)
 
     def graph_runner(self, step: Callable[..., Any]) -> CUDAGraphRunner:
-        """Compile or capture a function of static shapes, for a speculator."""
-        return CUDAGraphRunner(step, self.token.device)
+        """Compile a function of static shapes. On CUDA, coordinate_descent_tuning lets Inductor
+        generate matrix-vector products as reductions, fused with neighbouring ops."""
+        device = self.token.device
+        options = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
+        return CUDAGraphRunner(step, device, **options)
 
     def _compile(self) -> Callable[[], None]:
-        from moe import has_static_shapes
+        from moe import gather_experts_if_compiled, has_static_shapes
 
         for module in moe_layers(self.model):
             if not has_static_shapes(module):

@@ -854,6 +854,21 @@ def has_static_shapes(module: nn.Module) -> bool:
     return grouped and weight.is_cuda and can_use_triton(x, stacks)
 
 
+def gather_experts_if_compiled(experts: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An experts hook for compiled steps without a grouped kernel: gathers the weights of each
+    token's K experts, so that no shape depends on routing. Outside of torch.compile, as in prefill,
+    it calls the given `experts`."""
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return experts(x, weights, ids, w_gate_up, w_down)
+        gate, up = torch.einsum("nc,nkfc->nkf", x, w_gate_up[ids]).chunk(2, dim=-1)
+        y = torch.einsum("nkf,nkcf->nkc", F.silu(gate) * up, w_down[ids])
+        return (y * weights[..., None].type_as(x)).sum(1)
+
+    return run
+
+
 def use_grouped_experts(model: nn.Module, **options: Any) -> nn.Module:
     """Set the experts hook of every MoE layer below `model` (a module with `experts`, w_gate_up and
     w_down) to grouped_experts with these keyword arguments. Returns the model."""

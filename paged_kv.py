@@ -1520,8 +1520,10 @@ class Engine:
         if static is None:  # MoE layers sync with the host for the tokens per expert
             static = weight.is_cuda and _uses_kernel(weight)
             static = compile or (static and not any(hasattr(m, "experts") for m in modules))
-        width = -(-self.capacity // self.allocator.block_size)
-        self.cuda_graphs = CUDAGraphs(self._hidden, width, compile) if static else None
+        self.cuda_graphs = None
+        if static:
+            run = lambda *step: self._hidden(Step(*step))
+            self.cuda_graphs = CUDAGraphRunner(run, weight.device, compile)
         for module in modules:  # a step mixes prefill and decode
             if hasattr(module, "absorb_up_to"):
                 module.absorb_up_to = math.inf
@@ -1789,7 +1791,10 @@ class Engine:
             chunks.append(Chunk(tokens, start, seq.block_table, written))
         if self.cuda_graphs is None:
             return self._hidden(self.cache.step(chunks))
-        return self.cuda_graphs(self.cache.step(chunks, self._padded_shape(chunks, bool(drafts))))
+        step = self.cache.step(chunks, self._padded_shape(chunks, bool(drafts)))
+        width = -(-self.capacity // self.allocator.block_size)
+        table = F.pad(step.block_table, (0, width - step.block_table.shape[1]))
+        return self.cuda_graphs(*step._replace(block_table=table))
 
     def _fork_samples(self, seq: Sequence) -> list[Sequence]:
         """Fork the other samples of a request at the end of its prompt."""
@@ -1949,43 +1954,48 @@ class Engine:
         }
 
 
-class CUDAGraphs:
-    """The model's step with static shapes: compiled on request, and on CUDA captured once per shape
-    as a CUDA graph with its own input tensors. Block tables are padded to `width`."""
+class CUDAGraphRunner:
+    """A function of tensors (or None) with static shapes: compiled on request, and on CUDA captured
+    once per input shapes as a CUDA graph with its own input tensors. Its side effects, such as
+    cache writes, may happen several times; the next call overwrites its output."""
 
-    def __init__(self, run: Callable[[Step], Tensor], width: int, compile: bool):
-        self.run = torch.compile(run, fullgraph=True, dynamic=False) if compile else run
-        self.width, self.pool = width, None
-        self.captured: dict[tuple[int, int], tuple[Step, Any, Tensor]] = {}
+    def __init__(
+        self, function: Callable[..., Any], device: torch.device, compile: bool = True, **options
+    ):
+        """options: of torch.compile, for Inductor."""
+        if compile:
+            # one compilation per shape: about a dozen in an Engine
+            kwargs = dict(fullgraph=True, dynamic=False, recompile_limit=64)
+            function = torch.compile(function, **kwargs, options=options)
+        self.function, self.cuda, self.pool = function, device.type == "cuda", None
+        self.graphs: dict[Any, Callable[..., Any]] = {}  # by input shapes
 
-    def __call__(self, step: Step) -> Tensor:
-        # one compilation of the same function per shape, about a dozen
-        with torch._dynamo.config.patch(recompile_limit=64):
-            if not step.tokens.is_cuda:
-                return self.run(self._pad_block_table(step))
-            key = len(step.tokens), len(step.lengths)
-            if key not in self.captured:
-                self.captured[key] = self._capture(self._pad_block_table(step))
-        static, graph, out = self.captured[key]
-        for buffer, new in zip(static, step):  # entries beyond a table's end are not read
-            buffer[..., : new.shape[-1]].copy_(new)
-        graph.replay()
-        return out
+    def __call__(self, *inputs: Tensor | None) -> Any:
+        key = tuple(None if x is None else x.shape for x in inputs)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(inputs)
+        return self.graphs[key](*inputs)
 
-    def _pad_block_table(self, step: Step) -> Step:
-        pad = self.width - step.block_table.shape[1]
-        return step._replace(block_table=F.pad(step.block_table, (0, pad)))
-
-    def _capture(self, step: Step) -> tuple[Step, Any, Tensor]:
-        static = Step(*(t.clone() for t in step))
-        for _ in range(2):
-            self.run(static)  # warm up: writes the same KV to the same slots
+    def _capture(self, inputs: tuple[Tensor | None, ...]) -> Callable[..., Any]:
+        static_inputs = [None if x is None else x.clone() for x in inputs]
+        self.function(*static_inputs)
+        if not self.cuda:
+            return self.function
+        self.function(*static_inputs)
         torch.cuda.synchronize()
         self.pool = self.pool or torch.cuda.graph_pool_handle()  # shared: graphs run one at a time
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            out = self.run(static)
-        return static, graph, out
+            out = self.function(*static_inputs)
+
+        def replay(*inputs: Tensor | None) -> Any:
+            for static, new in zip(static_inputs, inputs):
+                if static is not None:
+                    static.copy_(new)
+            graph.replay()
+            return out
+
+        return replay
 
 
 # --------------------------------------------------------------------------------------------------
