@@ -261,6 +261,144 @@ def one_gloo_loop():
     dist.distributed_c10d.ProcessGroupGloo = Gloo
 
 
+class RankResults(dict):
+    """{case: [what each rank returned]}. Reading a case that failed fails the test with the error
+    of the rank that failed first."""
+
+    def __init__(self):
+        super().__init__()
+        self.errors: dict[str, str] = {}
+
+    def __missing__(self, name):
+        pytest.fail(self.errors.get(name, f"no time was left for {name!r}"), pytrace=False)
+
+
+def run_on_ranks(
+    folder: Path, cases: dict, world: int = 4, limit: float = 100, hang: float = 60, setup=None,
+    fresh_groups: bool = False,
+) -> RankResults:  # fmt: skip
+    """Run cases, {name: work(rank)}, in order on `world` forked processes with one gloo group, or
+    with fresh_groups one for each case. rank: .rank, .world, .store, .folder, and what setup(rank)
+    adds. Collectives time out after `hang` seconds, and everything after `limit`. A case that
+    raises, hangs or dies fails alone: the rest run in new processes."""
+    x = torch.zeros(1, requires_grad=True)  # torch's lazy imports happen once, before the fork
+    checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    results, end, todo = RankResults(), time.monotonic() + limit, dict(cases)
+    fork = multiprocessing.get_context("fork").Process
+    while todo and time.monotonic() < end:
+        at = folder / f"start{len(results.errors)}"
+        at.mkdir(parents=True)
+        args = world, free_port(), at, todo, hang, setup, fresh_groups
+        started = [fork(target=_rank_process, args=(r, *args), daemon=True) for r in range(world)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(max(0.1, end - time.monotonic()))
+            process.kill()
+        for number, name in enumerate(list(todo)):
+            files = [at / f"{number}.{r}" for r in range(world)]
+            given = [torch.load(f, weights_only=False) if f.exists() else None for f in files]
+            del todo[name]
+            if all(got is not None and got[1] is None for got in given):
+                results[name] = [got for got, _ in given]
+                continue
+            texts = [f"rank {r}: {got[1]}" for r, got in enumerate(given) if got and got[1]]
+            for r, got in enumerate(given):
+                if got is None:
+                    tail = (at / f"log{r}").read_text()[-1500:]
+                    texts.append(f"rank {r}: hung or died in {name!r}\n{tail}")
+            late = lambda text: ("onnection" in text or "imed out" in text, "hung" in text)
+            results.errors[name] = min(texts, key=late)
+            break
+    return results
+
+
+def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
+    """One rank of run_on_ranks: writes (result, error) of each case to FOLDER/number.rank."""
+    gc.freeze()  # objects made before the fork are not collected
+    log = open(folder / f"log{rank}", "w", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log  # pytest's own are elsewhere
+    one_gloo_loop()
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=300))
+
+    def new_group(name):
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world,
+            timeout=timedelta(seconds=hang),
+        )  # fmt: skip
+
+    env, failed = SimpleNamespace(rank=rank, world=world, store=store, folder=folder), False
+    new_group("start")
+    if setup is not None:
+        setup(env)
+    for number, (name, work) in enumerate(cases.items()):
+        faulthandler.dump_traceback_later(3 * hang, exit=True, file=log)
+        got = error = None
+        try:
+            if fresh_groups and number:
+                dist.destroy_process_group()
+                new_group(f"case{number}")
+            got = work(env)
+        except Exception:  # noqa: BLE001, the parent shows it
+            error, failed = traceback.format_exc(), True
+        torch.save((got, error), folder / f"{number}.{rank}.tmp")
+        (folder / f"{number}.{rank}.tmp").rename(folder / f"{number}.{rank}")
+        if failed:
+            os._exit(1)
+    store.set(f"end{rank}", "")
+    store.wait([f"end{r}" for r in range(world)])  # rank 0 has the store
+    time.sleep(0.1 if rank == 0 else 0)
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def on_ranks(name: str, cases, *args, **kwargs):
+    """A module fixture: run_on_ranks of cases, or of cases(folder)."""
+
+    @pytest.fixture(scope="module", name=name)
+    def results(tmp_path_factory):
+        folder = tmp_path_factory.mktemp(name)
+        made = cases(folder) if callable(cases) else cases
+        return run_on_ranks(folder, made, *args, **kwargs)
+
+    return results
+
+
+@pytest.mark.parametrize("fault", ["raises", "dies", "one rank waits"])
+def test_ranks_report_the_case_that_failed(fault, tmp_path):
+    """run_on_ranks: a case that raises, dies or hangs on one rank fails with its own error, and the
+    cases before and after it give their results."""
+
+    def broken(env):
+        if env.rank == 1:
+            if fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "raises":
+                raise ValueError("the first cause")
+        if fault != "one rank waits" or env.rank == 0:
+            dist.barrier()
+
+    def total(env):
+        x = torch.tensor(env.rank + 1)
+        dist.all_reduce(x)
+        return int(x)
+
+    cases = {"before": total, "broken": broken, "after": total}
+    results = run_on_ranks(tmp_path, cases, world=2, hang=2)
+    assert results["before"] == results["after"] == [3, 3]
+    words = {"raises": "the first cause", "dies": "rank ", "one rank waits": "imed out"}[fault]
+    assert words in results.errors["broken"]
+    with pytest.raises(pytest.fail.Exception, match=words):
+        results["broken"]
+
+
 def refused(done: subprocess.CompletedProcess, *words: str) -> None:
     """Exit code 2, and one line on stderr with all the words: the file, the field, the fix."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
@@ -19483,77 +19621,16 @@ def run_case(rank, name, folder):
     return error_case(rank, name.removeprefix("wrong "))
 
 
-def run_rank(rank, port, folder, names):
-    """Every case in a process group of its own: a failure of one does not affect the next"""
+def start_wire(env):
     global WIRE
     WIRE = Wire()
-    one_gloo_loop()
-    store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0, timeout=timedelta(seconds=300))
-    for number, name in enumerate(names):
-        store.set(f"at{number}.{rank}", "")
-        store.wait([f"at{number}.{r}" for r in range(WORLD)])
-        start = time.monotonic()
-        try:
-            dist.init_process_group(
-                "gloo", store=dist.PrefixStore(f"case{number}", store), rank=rank, world_size=WORLD,
-                timeout=timedelta(seconds=HANG),
-            )  # fmt: skip
-            WIRE.reset()
-            got = run_case(rank, name, folder)
-        except Exception:  # noqa: BLE001, the parent shows it
-            lines = traceback.format_exc().splitlines()
-            places = [n.strip().partition("/")[2] for n in lines if "/expert_parallel.py" in n]
-            got = dict(error=" < ".join([lines[-1], *places[::-1]]))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        seconds = time.monotonic() - start
-        torch.save((got, seconds), folder / f"{number}.{rank}.tmp")
-        (folder / f"{number}.{rank}.tmp").rename(folder / f"{number}.{rank}")
-    store.set(f"end{rank}", "")
-    if rank == 0:
-        store.wait([f"end{r}" for r in range(WORLD)])
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run_with_log(rank, port, folder, names):
-    """A forked process, which has all modules; its output goes to a log."""
-    with open(folder / f"log{rank}", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        run_rank(rank, port, folder, names)
-
-
-def run_ranks(folder, names, limit):
-    """Runs the cases on WORLD processes -> {name: [result of each rank]}, {name: seconds}"""
-    names, start, port = list(names), time.monotonic(), free_port()
-    fork = multiprocessing.get_context("fork").Process
-    started = [
-        fork(target=run_with_log, args=(r, port, folder, names), daemon=True) for r in range(WORLD)
-    ]
-    for p in started:
-        p.start()
-    for p in started:
-        p.join(max(1, start + limit - time.monotonic()))
-        p.kill()
-    logs = [open(folder / f"log{r}") for r in range(WORLD)]
-    tails = []
-    for f in logs:
-        tails.append(f.read()[-1500:])
-        f.close()
-    results, seconds = {}, {}
-    for number, name in enumerate(names):
-        files = [folder / f"{number}.{r}" for r in range(WORLD)]
-        loaded = [torch.load(f) if f.exists() else (dict(error=f"no result\n{t}"), 0.0)
-                  for f, t in zip(files, tails)]  # fmt: skip
-        results[name], seconds[name] = [g for g, _ in loaded], max(s for _, s in loaded)
-    seconds["all"] = time.monotonic() - start
-    return results, seconds
+def rank_cases(folder, names):
+    cases = {}
+    for name in names:
+        cases[name] = lambda env, name=name: WIRE.reset() or run_case(env.rank, name, folder)
+    return cases
 
 
 def small_model():
@@ -19577,16 +19654,17 @@ def small_model():
     return config, model, tokens
 
 
-@pytest.fixture(scope="module")
-def ranks_done(tmp_path_factory):
-    folder, (config, model, tokens) = tmp_path_factory.mktemp("ranks"), small_model()
+def default_cases(folder):
+    config, model, tokens = small_model()
     torch.save((asdict(config), model.state_dict(), tokens), folder / "model.pt")
-    return run_ranks(folder, DEFAULT, 240)[0]
+    return rank_cases(folder, DEFAULT)
 
 
-@pytest.fixture(scope="module")
-def ranks_done_slow(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ranks"), SLOW, 500)[0]
+RANK_KWARGS = dict(hang=HANG, setup=start_wire, fresh_groups=True)
+ranks_done = on_ranks("ranks_done", default_cases, limit=240, **RANK_KWARGS)
+ranks_done_slow = on_ranks(
+    "ranks_done_slow", partial(rank_cases, names=SLOW), limit=500, **RANK_KWARGS
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -19603,8 +19681,6 @@ def ranks_close(got, want, tolerance, what):
 
 
 def rank_results(results):
-    errors = {r: g["error"] for r, g in enumerate(results) if g is not None and "error" in g}
-    assert not errors, "\n".join(f"rank {r}: {e}" for r, e in errors.items())
     return [(r, g) for r, g in enumerate(results) if g is not None]
 
 
@@ -21501,83 +21577,29 @@ CP_OTHER = dict(lost=cp_lost_transfers, saved=cp_saved_bytes, errors=cp_errors,
                 autocast=cp_autocast, repeated=cp_repeated, one_input=cp_one_input)  # fmt: skip
 
 
-def cp_child(rank, port, folder, names):
-    with open(folder / f"log{rank}", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        torch.set_num_threads(1)
-        wire, done = CPWire(), {}
-        one_gloo_loop()
-        store = dist.TCPStore("127.0.0.1", port, CP_WORLD, rank == 0)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=CP_WORLD, timeout=timedelta(seconds=CP_HANG)
-        )
-        pairs = [dist.new_group(p) for p in ([0, 1], [2, 3], [0, 2], [1, 3])]
-        single = [dist.new_group([r]) for r in range(CP_WORLD)][rank]
-        groups = {4: None, 2: pairs[rank // 2], 1: single}
-        groups |= dict(inner=groups[2], outer=pairs[2 + rank % 2])
-        try:
-            for name in names:
-                start = time.monotonic()
-                if name in CP_OTHER:
-                    got = CP_OTHER[name](groups, wire)
-                elif name in CP_PREFIXES:
-                    got = cp_prefix(CP_PREFIXES[name], wire)
-                else:
-                    got = cp_run_case(CP_CASES.get(name) or CP_FUZZ[name], groups, wire)
-                done[name] = got, time.monotonic() - start
-        except Exception:  # noqa: BLE001, the parent shows it
-            done[name] = traceback.format_exc(), 0.0
-        torch.save(done, folder / f"{rank}.tmp")
-        (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
-        os._exit(0)  # do not wait for ranks that hang because another failed
+def cp_setup(env):
+    env.wire = CPWire()
+    pairs = [dist.new_group(p) for p in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    single = [dist.new_group([r]) for r in range(CP_WORLD)][env.rank]
+    env.groups = {4: None, 2: pairs[env.rank // 2], 1: single}
+    env.groups |= dict(inner=env.groups[2], outer=pairs[2 + env.rank % 2])
 
 
-def cp_run_ranks(folder, names, limit=100):
-    """Runs the cases on CP_WORLD processes -> {name: [result of each rank]}."""
-    x = torch.randn(1, 8, 1, 4, requires_grad=True)  # torch's lazy imports happen before the fork
-    checkpoint(partial(A.chunked_attention, chunk=4), x, x, x, use_reentrant=False).sum().backward()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fork, end = multiprocessing.get_context("fork").Process, time.monotonic() + limit
-    started = [
-        fork(target=cp_child, args=(r, port, folder, list(names)), daemon=True)
-        for r in range(CP_WORLD)
-    ]
-    for p in started:
-        p.start()
-    for p in started:
-        p.join(max(1, end - time.monotonic()))
-        p.kill()
-    files = [folder / f"{r}.pt" for r in range(CP_WORLD)]
-    done = [torch.load(f, weights_only=False) if f.exists() else {} for f in files]
-    errors = [d[n][0] for d in done for n in d if isinstance(d[n][0], str)]
-    first = min(errors, key=lambda e: "Error: [" in e or "onnection" in e, default="no result")
-    results = {n: [d.get(n, (first, 0))[0] for d in done] for n in names}
-    return results, {n: t for n, (_, t) in done[0].items()}
+def cp_works(cases, run):
+    return {name: lambda env, c=case: run(c, env.groups, env.wire) for name, case in cases.items()}
 
 
-@pytest.fixture(scope="module")
-def cp_done(tmp_path_factory):
-    names = [*CP_CASES, *CP_PREFIXES, *CP_OTHER]
-    return cp_run_ranks(tmp_path_factory.mktemp("cp"), names)[0]
-
-
-@pytest.fixture(scope="module")
-def cp_done_slow(tmp_path_factory):
-    return cp_run_ranks(tmp_path_factory.mktemp("cp"), CP_FUZZ, 500)[0]
+CP_WORKS = cp_works(CP_CASES, cp_run_case) | cp_works(CP_OTHER, lambda f, *args: f(*args))
+CP_WORKS |= cp_works(CP_PREFIXES, lambda case, _, wire: cp_prefix(case, wire))
+cp_done = on_ranks("cp_done", CP_WORKS, hang=CP_HANG, setup=cp_setup)
+cp_done_slow = on_ranks(
+    "cp_done_slow", cp_works(CP_FUZZ, cp_run_case), limit=500, hang=CP_HANG, setup=cp_setup
+)
 
 
 # --------------------------------------------------------------------------------------------------
 # The tests
 # --------------------------------------------------------------------------------------------------
-
-
-def cp_raise_errors(results):
-    for r, got in enumerate(results):
-        assert not isinstance(got, str), f"rank {r}: {got}"
-    return results
 
 
 def cp_relative_error(got, want):
@@ -21587,7 +21609,7 @@ def cp_relative_error(got, want):
 def cp_check_equal(s, results, keys=CP_KEYS):
     """Every rank's outputs and gradients equal its rows of one process's."""
     want, all_positions = cp_reference(s), []
-    for r, got in enumerate(cp_raise_errors(results)):
+    for r, got in enumerate(results):
         for key in keys:
             if key == "lse" and not s.get("lse", True):
                 continue
@@ -21625,7 +21647,7 @@ def test_context_parallel_attention_equals_one_process_fuzz(cp_done_slow, name):
 
 def test_ring_attention_starts_transfers_before_computing(cp_done):
     """On 4 ranks: send, attend, wait; in the backward pass gradients are sent a block later."""
-    for got in cp_raise_errors(cp_done["ring zigzag 4"]):
+    for got in cp_done["ring zigzag 4"]:
         kinds = [(kind, number) for kind, number in got["forward"] if kind != "attend"]
         order = [kind[0] for kind, _ in got["forward"]]
         assert "".join(order).replace("aa", "a") == "sawsawsawa"
@@ -21645,20 +21667,20 @@ def test_context_parallel_bytes_equal_the_formula(cp_done):
         s = CP_CASES[name]
         one = size(s, s["T"] // s["ranks"])
         wide = torch.promote_types(s["dtype"], torch.float32).itemsize // s["dtype"].itemsize
-        for got in cp_raise_errors(cp_done[name]):
+        for got in cp_done[name]:
             assert count(got["forward"], "send") == [("send", one)] * (s["ranks"] - 1)
             sent = sorted(b for _, b in count(got["backward"], "send"))
             assert sent == [one] * (s["ranks"] - 1) + [wide * one] * (s["ranks"] - 1) or wide == 1
             assert sum(sent) == (s["ranks"] - 1) * one * (1 + wide)
             assert not count(got["forward"] + got["backward"], "a2a", "all_gather")
     for window, hops in ((1, 0), (5, 1), (12, 1), (13, 1), (30, 3), (100, 3)):
-        for got in cp_raise_errors(cp_done[f"ring contiguous 4 window {window}"]):
+        for got in cp_done[f"ring contiguous 4 window {window}"]:
             assert len(count(got["forward"], "send")) == hops, window
             assert len(count(got["backward"], "send")) == 2 * hops, window
     for name in ("gather zigzag 4", "gather bf16"):
         s = CP_CASES[name]
         kv, wide = size(s, s["T"] // 4), 2 if s["dtype"] == torch.bfloat16 else 1
-        for got in cp_raise_errors(cp_done[name]):
+        for got in cp_done[name]:
             assert count(got["forward"], "all_gather") == [("all_gather", kv // 2)] * 2
             assert count(got["backward"], "all_gather") == [("all_gather", kv // 2)] * 2
             scattered = [("reduce_scatter", 4 * wide * kv // 2)] * 2
@@ -21667,7 +21689,7 @@ def test_context_parallel_bytes_equal_the_formula(cp_done):
     s = CP_CASES["ulysses even heads"]
     row = s["B"] * s["T"] // 4 * 8
     bytes_ = [row * 8 * 6, row * 4 * 6, row * 4 * 6, row * 8 * 6, row * 8]
-    for got in cp_raise_errors(cp_done["ulysses even heads"]):
+    for got in cp_done["ulysses even heads"]:
         assert [b for _, b in count(got["forward"], "a2a")] == bytes_
         assert sorted(b for _, b in count(got["backward"], "a2a")) == sorted(bytes_)
 
@@ -21677,7 +21699,7 @@ def test_prefix_attention_chooses_pass_kv_or_pass_q_by_bytes(cp_done):
     for name, s in CP_PREFIXES.items():
         mode = dict(zip(("auto long", "auto short"), ("pass-q", "pass-kv"))).get(name, s["mode"])
         B, t, e = s["B"], s["T"] // 4, s["dtype"].itemsize
-        for r, got in enumerate(cp_raise_errors(cp_done[name])):
+        for r, got in enumerate(cp_done[name]):
             sent = [b for kind, b in got["forward"] if kind == "send"]
             returned = [b for kind, b in got["forward"] if kind == "a2a"]
             lengths = [b for kind, b in got["forward"] if kind == "all_gather"]
@@ -21708,7 +21730,7 @@ def test_prefix_attention_chooses_pass_kv_or_pass_q_by_bytes(cp_done):
 
 def test_lost_ring_transfer_is_noticed(cp_done):
     """Zeroing any of the 3 + 6 transfers of a forward and backward pass changes the result."""
-    ranks = cp_raise_errors(cp_done["lost"])
+    ranks = cp_done["lost"]
     for number in range(1, 10):
         errors = [
             max(cp_relative_error(a, b) for a, b in zip(got[number], got[0]) if a.numel())
@@ -21720,7 +21742,7 @@ def test_lost_ring_transfer_is_noticed(cp_done):
 def test_context_parallel_autograd_saves_only_local_rows(cp_done):
     """Autograd saves the bytes of local q, k, v, o and lse, O(T / ranks); plain attention saves
     O(T^2)."""
-    for got in cp_raise_errors(cp_done["saved"]):
+    for got in cp_done["saved"]:
         for form, T in product(("ring", "gather"), (64, 256)):
             saved, own, buffers, _ = got[form, T]
             t = T // 4
@@ -21739,7 +21761,7 @@ def test_context_parallel_refuses_bad_shapes(cp_done):
         "ulysses heads": "6 query heads cannot be split over 4", "ulysses key heads": "3 key heads",
         "mode": "pass-v", "cache": "k_cache", "cached": "[8, 8, 8]", "gradient": "no_grad",
     }  # fmt: skip
-    for got in cp_raise_errors(cp_done["errors"]):
+    for got in cp_done["errors"]:
         assert set(got) == set(messages)
         for name, (message, events) in got.items():
             assert messages[name] in message and "\n" not in message and not events, name
@@ -21753,15 +21775,15 @@ def test_context_parallel_autocast_determinism_and_single_input_gradients(cp_don
     a single input are right."""
     s = cp_case(dtype=torch.float32)
     want = cp_reference({**s, "lse": False})
-    for got in cp_raise_errors(cp_done["autocast"]):
+    for got in cp_done["autocast"]:
         assert got["o"].dtype == torch.bfloat16 and got["dq"].dtype == torch.float32
         assert got["sent"] == 12 * 2 * (6 + 6) * 2
         for key in ("o", "dq", "dk", "dv"):
             assert cp_relative_error(got[key], want[key][:, got["positions"]]) < 5e-2, key
-    for one, two in cp_raise_errors(cp_done["repeated"]):
+    for one, two in cp_done["repeated"]:
         assert all(torch.equal(a, b) for a, b in zip(one, two))
     want = cp_reference(cp_case(lse=False))
-    for got, positions in cp_raise_errors(cp_done["one_input"]):
+    for got, positions in cp_done["one_input"]:
         for (which, form), grad in got.items():
             key = ("dq", "dk", "dv")[which]
             assert cp_relative_error(grad, want[key][:, positions]) < 1e-12, (form, key)
@@ -24435,9 +24457,10 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     errors["pieces"] = math.inf if missing or not pieces["weight"] else 0.0, str(pieces)
     for name, b in model.named_buffers():
         worst("expert bias", (shard_error(b, want["weight"][name], want["weight"][name]), name))
-    loads = 0.0 if torch.equal(getattr(balance, "last", torch.zeros(0)), want["last"]) else math.inf
-    if case.within < 0.1:  # with 8-bit matmuls a router may choose another expert
-        worst("loads", (loads, "experts"))
+    eight_bit = "--fp8" in case.run or "--qat" in case.run  # a router may choose another expert
+    moved = (getattr(balance, "last", torch.zeros(0)) - want["last"]).abs().sum()
+    few = moved <= (0.1 * want["last"].sum() if eight_bit else 0)
+    worst("loads", (0.0 if few else math.inf, f"{moved} tokens"))
     stats = layout_stats(case, layout, model, optimizer)
     return dict(errors=errors, rope_dtypes=rope_dtypes, **stats)
 
