@@ -44,10 +44,12 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, count
@@ -59,11 +61,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # macOS, Windows: plain torch serves every call
-    triton = None
+triton = None  # plain torch serves every call
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):  # its import takes 0.3 s
+    with suppress(ImportError):  # macOS, Windows
+        import triton
+        import triton.language as tl
 
 INTERPRET = triton is not None and triton.knobs.runtime.interpret
 

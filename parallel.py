@@ -51,7 +51,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.benchmark import Timer
 
 Group = dist.ProcessGroup
 
@@ -741,6 +740,8 @@ class _MLP(nn.Module):
 
 def main() -> None:
     """Gradients of a tensor-parallel MLP == one process's; milliseconds beside torch's DTensor."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     if "RANK" not in os.environ:
         sys.exit("run: torchrun --standalone --nproc-per-node 2 parallel.py")
     from torch.distributed.tensor.parallel import (  # only here: slow to import

@@ -13305,7 +13305,9 @@ def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
         fp8 = "kind=torch.float8_e4m3fn"
         cases = [*cases, f"paged({fp8}, **mixed)", f"paged(576, Hkv=1, latent_dim=512, {fp8})"]
     again = ["n = len(built)", "paged(n_splits=4, new=(1,) * 5)", "assert len(built) == n"]
-    code = COMPILE.replace("import attention as A\n", "import attention as A, paged_kv as P\n")
+    imports = "import attention as A\nfrom unittest.mock import patch\n"
+    imports += "with patch('torch.cuda.is_available', lambda: True): import paged_kv as P\n"
+    code = COMPILE.replace("import attention as A\n", imports)
     code = code.replace("busy = dict", PAGED_COMPILE + "\nunused = dict", 1)
     code = code.replace("busy |= dict(bias", "unused |= dict(bias")
     code = code.replace("    eval(case)", "    exec(case)")

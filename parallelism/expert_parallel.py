@@ -44,7 +44,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 Experts = Callable[..., Tensor]  # (x, weights, ids, w_gate_up, w_down) -> (N, C)
 
@@ -407,6 +406,8 @@ def loop_experts(
 
 def main() -> None:
     """Gradients == one process's; milliseconds of a step beside experts without transfers."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     if "RANK" not in os.environ:
         sys.exit("run torchrun --standalone --nproc-per-node 2 parallelism/expert_parallel.py")
     gpu = torch.cuda.is_available()

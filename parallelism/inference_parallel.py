@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 Group = dist.ProcessGroup | None  # None: all ranks
 # (q, k, v, *, causal, window, scale) -> (o (B, T, Hq, Dv), lse (B, Hq, T))
@@ -366,6 +365,8 @@ def _pass_q(
 
 def main() -> None:
     """FFN2D == the feed-forward on one rank; milliseconds and bytes of each grid."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     if "RANK" not in os.environ:
         sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/inference_parallel.py")
     gpu = torch.cuda.is_available()

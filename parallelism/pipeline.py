@@ -45,7 +45,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
 Group = dist.ProcessGroup
@@ -524,6 +523,8 @@ def one_f_one_b(p: int, m: int, steady: str = "BF") -> SimpleNamespace:
 
 def main() -> None:
     """Losses and gradients == one process's; milliseconds of a step beside torch's 1F1B."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     if "RANK" not in os.environ:
         sys.exit("run torchrun --standalone --nproc-per-node 2 parallelism/pipeline.py")
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B

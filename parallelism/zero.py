@@ -53,7 +53,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.benchmark import Timer
 
 # torch 2.11 has only the older names, which 2.13 deprecates
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -380,6 +379,8 @@ class DistributedOptimizer:
 
 def main() -> None:
     """Weights after 5 steps == AdamW's in one process; milliseconds of a step beside DDP's."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     if "RANK" not in os.environ:
         sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/zero.py")
     gpu = torch.cuda.is_available()

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 try:
     import triton
@@ -688,6 +687,8 @@ def check(device: str) -> None:
 
 def main() -> None:
     """Microseconds of a layer beside F.linear in bf16; on a CPU of the plain-torch references."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 512)
     check(device)
     weights = [(torch.randn(size, size, device=device).bfloat16(),)]

@@ -58,7 +58,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 from torch.utils.data import DataLoader, Dataset
 
 BOS, EOS = 1, 2  # of tokenizers trained by dataset.train_tokenizer
@@ -864,6 +863,8 @@ def check() -> None:
 
 def main() -> None:
     """How full rows of 2048 are, for documents as long as web pages: log-normal, median 400."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     check()
     lengths = (torch.randn(20_000) * 1.2 + 6).exp().clamp(2, 100_000).int().tolist()
     documents = [torch.full((n,), 3, dtype=torch.int32) for n in lengths]

@@ -45,7 +45,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.benchmark import Timer
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # of param groups
 
@@ -332,6 +331,8 @@ KINDS: dict[str, Callable[[list[Parameter], Path], Any]] = {
 
 def check(width: int = 65, timed: bool = False) -> None:
     """Weights after 3 steps are bit for bit those of the resident optimizer; ms per step."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     device, weights = "cuda" if torch.cuda.is_available() else "cpu", []
     start = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8))).to(device)
     x = torch.randn(64, width, device=device)

@@ -58,7 +58,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -657,6 +656,8 @@ def stragglers(rows: Iterable[Sequence[float]], slack: float = 0.1) -> str | Non
 
 def main() -> None:
     """The loss of any one rank's memory loses nothing; milliseconds of put and get."""
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     if "RANK" not in os.environ:
         raise SystemExit("run: torchrun --standalone --nproc-per-node 4 training/recovery.py")
     dist.init_process_group("gloo")
