@@ -26,7 +26,6 @@ import linecache
 import math
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import resource
@@ -268,6 +267,7 @@ class RankResults(dict):
     def __init__(self):
         super().__init__()
         self.errors: dict[str, str] = {}
+        self.logs = ""  # of all ranks
 
     def __missing__(self, name):
         pytest.fail(self.errors.get(name, f"no time was left for {name!r}"), pytrace=False)
@@ -295,6 +295,7 @@ def run_on_ranks(
         for process in started:
             process.join(max(0.1, end - time.monotonic()))
             process.kill()
+        results.logs += "".join((at / f"log{r}").read_text() for r in range(world))
         for number, name in enumerate(list(todo)):
             files = [at / f"{number}.{r}" for r in range(world)]
             given = [torch.load(f, weights_only=False) if f.exists() else None for f in files]
@@ -338,7 +339,8 @@ def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
         got = error = None
         try:
             if fresh_groups and number:
-                dist.destroy_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
                 new_group(f"case{number}")
             got = work(env)
         except Exception:  # noqa: BLE001, the parent shows it
@@ -22512,64 +22514,19 @@ ZERO_CASES = {
 # The processes ------------------------------------------------------------------------------------
 
 
-def zero_child(rank, port, folder, cases):
-    gc.freeze()  # objects made before the fork are not collected
-    with open(folder / f"log{rank}", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        one_gloo_loop()
-        wait = timedelta(seconds=300)
-        store = dist.TCPStore("127.0.0.1", port, ZERO_WORLD, rank == 0, timeout=wait)
-        opened = 0  # size of the process group, which cases share until one fails
-        for number, (name, (ranks, work)) in enumerate(cases.items()):
-            if rank >= ranks:
-                continue
-            store.set(f"at{number}.{rank}", str(opened))
-            found = {store.get(f"at{number}.{r}") for r in range(ranks)}
-            start = time.monotonic()
-            try:
-                if found != {str(ranks).encode()}:
-                    if dist.is_initialized():
-                        dist.destroy_process_group()
-                    dist.init_process_group(
-                        "gloo", store=dist.PrefixStore(f"case{number}", store), rank=rank,
-                        world_size=ranks, timeout=timedelta(seconds=ZERO_HANG),
-                    )  # fmt: skip
-                got, opened = work(rank, ranks, folder), ranks
-            except Exception:  # noqa: BLE001, the parent shows it
-                got, opened = dict(error=traceback.format_exc()[-1500:]), 0
-            torch.save((got, time.monotonic() - start), folder / f"{number}.{rank}.tmp")
-            (folder / f"{number}.{rank}.tmp").rename(folder / f"{number}.{rank}")
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store.set(f"end{rank}", "")
-        if rank == 0:
-            store.wait([f"end{r}" for r in range(ZERO_WORLD)])
-
-
 def zero_ranks(folder, cases, limit):
-    """{case: [result of each rank]}"""
-    cases = dict(sorted(cases.items(), key=lambda item: -item[1][0]))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    fork, start = multiprocessing.get_context("fork").Process, time.monotonic()
-    started = [fork(target=zero_child, args=(r, port, folder, cases), daemon=True)
-               for r in range(ZERO_WORLD)]  # fmt: skip
-    for p in started:
-        p.start()
-    for p in started:
-        p.join(max(1, start + limit - time.monotonic()))
-        p.kill()
-    results = {}
-    for number, (name, (ranks, _)) in enumerate(cases.items()):
-        files = [folder / f"{number}.{r}" for r in range(ranks)]
-        results[name] = [torch.load(f, weights_only=False) if f.exists() else
-                         (dict(error="no result"), 0.0) for f in files]  # fmt: skip
-    if "ZERO_TIMES" in os.environ:
-        slow = sorted(((g[0][1], n) for n, g in results.items()), reverse=True)
-        print("\n", slow[:8], sum(t for t, _ in slow), time.monotonic() - start)
-    return {name: [g for g, _ in got] for name, got in results.items()}
+    """run_on_ranks for each number of ranks, the largest first: the others load what it saved."""
+    results = RankResults()
+    for ranks in sorted({ranks for ranks, _ in cases.values()}, reverse=True):
+        works = {
+            name: lambda env, work=work: work(env.rank, env.world, folder)
+            for name, (size, work) in cases.items()
+            if size == ranks
+        }
+        part = run_on_ranks(folder / f"{ranks} ranks", works, ranks, limit, ZERO_HANG)
+        results.update(part)
+        results.errors |= part.errors
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -22584,13 +22541,6 @@ def zero_fuzzed(tmp_path_factory):
 
 
 # The tests ----------------------------------------------------------------------------------------
-
-
-def zero_raise_errors(done, name):
-    for rank, got in enumerate(done[name]):
-        error = got.get("error") if isinstance(got, dict) else None
-        assert error is None, f"{name}, rank {rank}: {error}"
-    return done[name]
 
 
 def zero_relative_error(got, want):
@@ -22608,7 +22558,7 @@ ZERO_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-6}
 def test_zero_weights_equal_one_process(zero_done, name):
     """After AdamW steps the weights, optimizer states and gradient norms equal one process's;
     weights are equal on all ranks to the bit."""
-    case, all_got = ZERO_TRAIN[name], zero_raise_errors(zero_done, name)
+    case, all_got = ZERO_TRAIN[name], zero_done[name]
     want, limit = zero_reference(case), ZERO_LIMIT[case.dtype]
     for got in all_got:
         for n, w in want["weights"].items():
@@ -22630,7 +22580,7 @@ def test_zero_weights_equal_one_process(zero_done, name):
 def test_zero_bf16_with_fp32_masters(zero_done, name):
     """bf16 weights are the rounded fp32 master weights. On 2 ranks they equal, to the bit, one
     process that accumulates gradients in fp32; a reduction in bf16 does not."""
-    case, all_got = ZERO_TRAIN[name], zero_raise_errors(zero_done, name)
+    case, all_got = ZERO_TRAIN[name], zero_done[name]
     want, states = zero_reference(case), all_got[0]["state"]
     exact = True
     for n, state in states.items():
@@ -22648,7 +22598,7 @@ def test_zero_bf16_with_fp32_masters(zero_done, name):
 
 
 def test_zero_weights_equal_ddp(zero_done):
-    for got in zero_raise_errors(zero_done, "ddp"):
+    for got in zero_done["ddp"]:
         for n, w in got["ddp"].items():
             assert zero_relative_error(got["weights"][n], w) <= 1e-12, n
 
@@ -22656,7 +22606,7 @@ def test_zero_weights_equal_ddp(zero_done):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_lost_reduce_scatter_is_noticed(zero_done, stage):
     want = zero_reference(ZeroTrain(stage=stage, steps=1))["weights"]
-    got = zero_raise_errors(zero_done, f"lost {stage}")[0]["weights"]
+    got = zero_done[f"lost {stage}"][0]["weights"]
     assert max(zero_relative_error(got[n], w) for n, w in want.items()) > 1e-4
 
 
@@ -22664,7 +22614,7 @@ def test_zero_lost_reduce_scatter_is_noticed(zero_done, stage):
 def test_zero_reduces_during_the_backward_pass(zero_done, stage):
     """A bucket is reduced as soon as its gradients are complete: in every microbatch in stage 2,
     only in the last in stage 1. .grad is None when other hooks run."""
-    for got in zero_raise_errors(zero_done, f"overlap {stage}"):
+    for got in zero_done[f"overlap {stage}"]:
         events, n = got["events"], got["buckets"]
         assert n == 6 and all(got["grads"]) and got["async_op"] == {True}
         first, last = events[: events.index("end")], events[events.index("end") + 1 :]
@@ -22683,7 +22633,7 @@ def test_zero_reduces_during_the_backward_pass(zero_done, stage):
 def test_zero_frees_gradients_during_the_backward_pass(zero_done):
     """If the backend reports a finished reduce-scatter, the bucket's full gradient is freed: of
     five, none is left."""
-    for got in zero_raise_errors(zero_done, "freed"):
+    for got in zero_done["freed"]:
         assert got["alive"] == [0, 0] and got["events"].count("reduce-scatter") == 12
 
 
@@ -22691,7 +22641,7 @@ def test_zero_frees_gradients_during_the_backward_pass(zero_done):
 def test_zero_collective_counts_equal_the_formula(zero_done, stage):
     """Per step of two microbatches: one all-gather per bucket; one reduce-scatter per bucket, in
     stage 2 one per microbatch; one all-reduce for the norm."""
-    for got in zero_raise_errors(zero_done, f"counts {stage}"):
+    for got in zero_done[f"counts {stage}"]:
         counts = {k.split(".")[-1]: v for k, v in got["counts"].items()}
         n = got["buckets"]
         want = {"_reduce_scatter_base_": n * stage, "_allgather_base_": n, "allreduce_": 1}
@@ -22700,7 +22650,7 @@ def test_zero_collective_counts_equal_the_formula(zero_done, stage):
 
 @pytest.mark.parametrize("name", [n for n in ZERO_OTHER if n.startswith("bytes")])
 def test_zero_memory_equals_the_formula(zero_done, name):
-    for got in zero_raise_errors(zero_done, name):
+    for got in zero_done[name]:
         for formula, live in got:
             assert formula == live
 
@@ -22716,7 +22666,7 @@ def test_zero_memory_formula_equals_the_papers_table():
 def test_zero_optimizer_state_loads_on_another_world_size(zero_done, dtype):
     """State gathered on 4 ranks resumes there to the bit, and on 2 ranks with other buckets and
     the other stage as in one process."""
-    for rank, got in enumerate(zero_raise_errors(zero_done, f"saved {dtype}")):
+    for rank, got in enumerate(zero_done[f"saved {dtype}"]):
         assert got["same"] and got["shapes"]
         master = ["master"] if dtype == torch.bfloat16 else []
         want = ["exp_avg", "exp_avg_sq", *master, "step"]
@@ -22725,14 +22675,14 @@ def test_zero_optimizer_state_loads_on_another_world_size(zero_done, dtype):
         )
     case = ZeroTrain(ranks=4, dtype=dtype, steps=5, micro=2, groups=True)
     want, limit = zero_reference(case)["weights"], 1e-12 if dtype == torch.float64 else 2e-2
-    for got in zero_raise_errors(zero_done, f"loaded {dtype}"):
+    for got in zero_done[f"loaded {dtype}"]:
         for n, w in want.items():
             assert zero_relative_error(got["weights"][n], w) <= limit, n
 
 
 def test_zero_in_a_subgroup_equals_one_process(zero_done):
     want = zero_reference(ZeroTrain())["weights"]
-    for rank, got in enumerate(zero_raise_errors(zero_done, "subgroup")):
+    for rank, got in enumerate(zero_done["subgroup"]):
         if rank % 2 == 0:
             assert got["kind"].startswith("ValueError: this rank is not in the group")
             continue
@@ -22741,21 +22691,21 @@ def test_zero_in_a_subgroup_equals_one_process(zero_done):
 
 
 def test_zero_edge_cases(zero_done):
-    for got in zero_raise_errors(zero_done, "deleted"):
+    for got in zero_done["deleted"]:
         assert got["freed"] and not got["events"] and got["grad"] is not None
-    for fresh, stale in zero_raise_errors(zero_done, "refreshed"):
+    for fresh, stale in zero_done["refreshed"]:
         assert (fresh == 5).all() and not (stale == 5).any()
-    for got in zero_raise_errors(zero_done, "scheduler"):
+    for got in zero_done["scheduler"]:
         assert got["rates"] == [1.0, 0.5, 0.25]
         assert torch.allclose(got["moved"], torch.full((3, 3), 2 * 1.75))
-    for first, second, third in zero_raise_errors(zero_done, "by hand"):
+    for first, second, third in zero_done["by hand"]:
         assert (first == -3).all() and (second == -9).all() and (third == -9).all()
 
 
 def test_zero_bucket_layout(zero_done):
     """Buckets take the last parameters first, one param group per bucket; every parameter and
     shard is aligned to 64 bytes."""
-    for got in zero_raise_errors(zero_done, "layout"):
+    for got in zero_done["layout"]:
         assert got["order"] == [[5], [3], [4, 2, 0], [1]]
         assert got["kept"]
         for starts, (flat, own) in zip(got["start"], got["sizes"], strict=True):
@@ -22785,7 +22735,7 @@ ZERO_ERRORS = {
 
 @pytest.mark.parametrize("name", ZERO_ERRORS)
 def test_zero_rejects_bad_calls(zero_done, name):
-    for got in zero_raise_errors(zero_done, "errors"):
+    for got in zero_done["errors"]:
         assert got[name].startswith("ValueError: ") and ZERO_ERRORS[name] in got[name], got[name]
 
 
@@ -22797,7 +22747,7 @@ def test_zero_requires_a_process_group():
 @pytest.mark.slow
 def test_zero_equals_one_process_fuzz(zero_fuzzed):
     for name in ZERO_FUZZ:
-        for got in zero_raise_errors(zero_fuzzed, name):
+        for got in zero_fuzzed[name]:
             for error, dtype in got:
                 assert error <= {torch.float64: 1e-12, torch.float32: 3e-6}[dtype], (name, got)
 
@@ -23303,56 +23253,13 @@ TP_NAMES = [
 # --------------------------------------------------------------------------------------------------
 
 
-def tp_child(rank, port, folder, names):
+def tp_setup(env):
     global TP_WIRE
     TP_WIRE = TpWire()
-    torch.set_num_threads(1)
-    one_gloo_loop()
-    store = dist.TCPStore("127.0.0.1", port, TP_WORLD, rank == 0, timeout=timedelta(seconds=100))
-    limit = timedelta(seconds=TP_HANG)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=TP_WORLD, timeout=limit)
-    for number, name in enumerate(names):
-        store.set(f"at{number}.{rank}", "")
-        store.wait([f"at{number}.{r}" for r in range(TP_WORLD)])
-        try:
-            got = tp_run_case(rank, name)
-        except Exception:  # noqa: BLE001, the parent shows it
-            got = dict(error=traceback.format_exc()[-1500:])
-        torch.save(got, folder / f"{number}.{rank}")
-    store.set(f"end{rank}", "")
-    if rank == 0:
-        store.wait([f"end{r}" for r in range(TP_WORLD)])
 
 
-@pytest.fixture(scope="module")
-def tp_done(tmp_path_factory):
-    with TpMatmulRecorder():  # torch's lazy imports happen once, before the fork
-        torch.ones(1) + 1
-    folder = tmp_path_factory.mktemp("atp")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    fork, start = multiprocessing.get_context("fork").Process, time.monotonic()
-    started = [
-        fork(target=tp_child, args=(r, port, folder, TP_NAMES), daemon=True)
-        for r in range(TP_WORLD)
-    ]
-    for p in started:
-        p.start()
-    for p in started:
-        p.join(max(1, start + 100 - time.monotonic()))
-        p.kill()
-    files = {
-        name: [folder / f"{n}.{r}" for r in range(TP_WORLD)] for n, name in enumerate(TP_NAMES)
-    }
-    load = lambda f: torch.load(f) if f.exists() else dict(error="no result")
-    return {name: [load(f) for f in of] for name, of in files.items()}
-
-
-def tp_raise_errors(results):
-    errors = [f"rank {r}: {g['error']}" for r, g in enumerate(results) if "error" in g]
-    assert not errors, "\n".join(errors)
-    return results
+TP_WORKS = {name: lambda env, name=name: tp_run_case(env.rank, name) for name in TP_NAMES}
+tp_done = on_ranks("tp_done", TP_WORKS, hang=TP_HANG, setup=tp_setup)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -23364,7 +23271,7 @@ def tp_raise_errors(results):
 def test_tp_ring_equals_all_gather_and_linear(tp_done, name):
     """Outputs and all gradients == all-gather then F.linear, or F.linear then reduce-scatter; a
     second run is equal to the bit; autograd saves only the inputs, x's shard and the weights."""
-    case, results = TP_RINGS[name], tp_raise_errors(tp_done[name])
+    case, results = TP_RINGS[name], tp_done[name]
     tp_check_ring(case, results)
     for got in results:
         assert got["same"]
@@ -23377,7 +23284,7 @@ def test_tp_ring_equals_all_gather_and_linear(tp_done, name):
 @pytest.mark.parametrize("name", TP_AUTOCAST)
 def test_tp_ring_under_autocast(tp_done, name):
     """Under autocast transfers and outputs are bf16, gradients have the leaves' dtype."""
-    case, results = TP_AUTOCAST[name], tp_raise_errors(tp_done[name])
+    case, results = TP_AUTOCAST[name], tp_done[name]
     tp_check_ring(replace(case, dtype="bf16"), [tp_up_to_bf16(got) for got in results])
     shard = case.B * case.t * case.C * 2 * (TP_WORLD - 1)
     for got in results:
@@ -23406,7 +23313,7 @@ def test_tp_ring_overlaps_transfers_with_matmuls(tp_done, name, phase):
     """Every transfer starts before a matmul and is waited for after it, forward and backward. If a
     transfer takes as long as a matmul, P ring steps take the time of P matmuls: all transfers are
     hidden, except the first x of the backward pass."""
-    for got in tp_raise_errors(tp_done[name]):
+    for got in tp_done[name]:
         events = got[phase][0]
         assert "".join(TP_SHORT[e] for e in events) == TP_ORDER[name, phase]
         now, due = 0, {}
@@ -23426,7 +23333,7 @@ def test_tp_ring_bytes_equal_the_formula(tp_done, name):
     """A rank sends as much as in an all-gather or reduce-scatter, (P - 1) / P of the full tensor;
     the backward pass of all_gather_matmul sends twice that, x and its gradient."""
     case = TP_RINGS[name]
-    for got in tp_raise_errors(tp_done[name]):
+    for got in tp_done[name]:
         P = got["P"]
         whole = case.B * case.t * P * case.C * 8
         sent = whole * (P - 1) // P
@@ -23438,14 +23345,14 @@ def test_tp_ring_bytes_equal_the_formula(tp_done, name):
 def test_tp_ring_lost_transfer_is_noticed(tp_done, name):
     """If one transfer is zeroed, the comparison fails."""
     with pytest.raises(AssertionError, match="off by"):
-        tp_check_ring(TP_RINGS[TP_DROPS[name][0]], tp_raise_errors(tp_done[name]))
+        tp_check_ring(TP_RINGS[TP_DROPS[name][0]], tp_done[name])
 
 
 def tp_check_grid(case, results):
     mlp, x, coef = tp_mlp_of(case)
     (mlp(x) * coef).sum().backward()
     y, P, X, Y = mlp(x).detach(), case.X * case.Y, case.X, case.Y
-    for got in tp_raise_errors(results):
+    for got in results:
         i, j, me = got["i"], got["j"], got["me"]
         local = (lambda t: t) if case.replicated else (lambda t: t.chunk(P, -1)[me])
         part = lambda w: w.grad.chunk(Y)[j].chunk(X, 1)[i]
@@ -23503,7 +23410,7 @@ def test_tp_ffn2d_bytes_and_best_grid_equal_the_paper():
 
 def tp_check_rows(case, results):
     outs, k, grad = tp_rows_reference(case)
-    for got in tp_raise_errors(results):
+    for got in results:
         local = k.chunk(got["P"])[got["me"]]
         tp_close(got["k"], local, 1e-12, "cache")
         for n, (a, b) in enumerate(zip(got["outs"], outs, strict=True)):
@@ -23548,7 +23455,7 @@ def test_tp_rejects_bad_shapes(tp_done):
     """Each mistake is a ValueError that names what is wrong."""
     words = ["6 rows .* 4 ranks", "x must be", "weights must", "weights must", "2 weights",
              "divisible", "weight must", "F 8 and C 6 must be"]  # fmt: skip
-    for got in tp_raise_errors(tp_done["errors"]):
+    for got in tp_done["errors"]:
         for error, word in zip(got["errors"], words, strict=True):
             assert re.search(word, error), error
 
@@ -25397,75 +25304,31 @@ def memoized(make, key=lambda *args, **kwargs: (args, tuple(kwargs.items()))):
     return get
 
 
-def layout_child(rank, world, port, folder, todo):
-    """Runs the cases in one process group, with one cached mesh per shape (as in torch). An error
-    ends this process, so that the others fail too and do not hang."""
-    with open(folder / f"log{rank}", "a") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+def layout_setup(env):
+    """Meshes and groups of the same shape are made once."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in this process
-    one_gloo_loop()
-    L.make_mesh, L._new_group = (
-        memoized(parallel.make_mesh),
-        memoized(L._new_group, lambda r: str(r.tolist())),
-    )
+    L.make_mesh = memoized(parallel.make_mesh)
+    L._new_group = memoized(L._new_group, lambda r: str(r.tolist()))
     ST.p2p_groups = memoized(ST.p2p_groups, str)
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=900))
-    dist.init_process_group("gloo", store=dist.PrefixStore("cases", store), rank=rank,
-                            world_size=world, timeout=timedelta(seconds=LAYOUT_HANG))  # fmt: skip
-    for number, name in todo:
-        start, spent = time.monotonic(), time.process_time()
-        try:
-            work, case = LAYOUT_TASKS[name]
-            spec = case[0] if work is lost_case else case
-            with in_dtype(getattr(spec, "dtype", "fp32")):
-                got = work(rank, case, folder)
-        except Exception:  # noqa: BLE001, the parent shows it
-            got = dict(error=traceback.format_exc())
-        seconds = time.monotonic() - start, time.process_time() - spent
-        torch.save((got, seconds), folder / f"{number}.{rank}.tmp")
-        (folder / f"{number}.{rank}.tmp").rename(folder / f"{number}.{rank}")
-        if "error" in got:
-            os._exit(1)
-    store.set(f"end{rank}", "")
-    store.wait([f"end{r}" for r in range(world)])  # stay connected until all have finished
-    os._exit(0)
 
 
-def layout_ranks(folder, world, names, limit):
-    """Runs the cases on `world` processes -> {name: [result of each rank]}. After an error the
-    remaining cases run in new processes."""
-    until, fork = time.monotonic() + limit, multiprocessing.get_context("fork").Process
-    todo = list(enumerate(names))
-    for name in names:  # before the fork, so that all ranks inherit the cached references
-        work, case = LAYOUT_TASKS[name]
+def layout_works(folder, tasks):
+    """The tasks as cases of run_on_ranks. References are computed here, before the processes are
+    forked, which inherit them."""
+    works = {}
+    for name, (work, task) in tasks.items():
+        case = task[0] if work is lost_case else task
         if work in (train_case, lost_case):
-            single = (case if work is train_case else case[0]).reference()
+            single = case.reference()
             for dtype in {single.dtype, "fp64"}:
                 layout_reference(replace(single, dtype=dtype))
-    start = time.monotonic()
-    while todo:
-        port, begun = free_port(), set()
-        args = [(r, world, port, folder, todo) for r in range(world)]
-        started = [fork(target=layout_child, args=a, daemon=True) for a in args]
-        for p in started:
-            p.start()
-        for p in started:
-            p.join(max(1, until - time.monotonic()))
-            p.kill()
-        begun = [n for n, _ in todo if any((folder / f"{n}.{r}").exists() for r in range(world))]
-        todo = [(n, name) for n, name in todo if begun and n > max(begun)]
-    tails = [(folder / f"log{r}").read_text()[-1500:] for r in range(world)]
-    results = {}
-    for number, name in enumerate(names):
-        files = [folder / f"{number}.{r}" for r in range(world)]
-        loaded = [torch.load(f) if f.exists() else (dict(error=f"no result\n{t}"), (0.0, 0.0))
-                  for f, t in zip(files, tails)]  # fmt: skip
-        results[name] = [got for got, _ in loaded]
-        seconds, cpu = (max(times) for times in zip(*(spent for _, spent in loaded)))
-        print(f"{name:30} {seconds:6.2f} s, cpu {cpu:6.2f}")
-    print(f"{world} ranks: {time.monotonic() - start:.1f} s")
-    return results
+
+        def run_task(env, work=work, task=task, dtype=getattr(case, "dtype", "fp32")):
+            with in_dtype(dtype):
+                return work(env.rank, task, folder)
+
+        works[name] = run_task
+    return works
 
 
 LAYOUT_DEFAULT = (
@@ -25483,31 +25346,21 @@ LAYOUT_SLOW = (
 )
 LAYOUT_COMPILED = {name: (train_case, case) for name, case in COMPILED_LAYOUTS.items()}
 LAYOUT_EIGHT = {name: (train_case, case) for name, case in EIGHT_LAYOUTS.items()}
-LAYOUT_TASKS = LAYOUT_DEFAULT | LAYOUT_SLOW | LAYOUT_COMPILED | LAYOUT_EIGHT
 
 
-def layout_fixture(label, work, world, limit):
-    @pytest.fixture(scope="module", name=label)
-    def run_all(tmp_path_factory):
-        return layout_ranks(tmp_path_factory.mktemp(label), world, list(work), limit)
-
-    return run_all
+def layout_ranks(name, tasks, world, limit):
+    works = partial(layout_works, tasks=tasks)
+    return on_ranks(name, works, world, limit, LAYOUT_HANG, layout_setup)
 
 
-layouts = layout_fixture("layouts", LAYOUT_DEFAULT, 4, 200)
-layouts_slow = layout_fixture("layouts_slow", LAYOUT_SLOW, 4, 900)
-layouts_compiled = layout_fixture("layouts_compiled", LAYOUT_COMPILED, 4, 900)
-layouts_eight = layout_fixture("layouts_eight", LAYOUT_EIGHT, 8, 300)
-
-
-def no_error(results):
-    for rank, got in enumerate(results):
-        assert "error" not in got, f"rank {rank}: {got['error']}"
+layouts = layout_ranks("layouts", LAYOUT_DEFAULT, 4, 200)
+layouts_slow = layout_ranks("layouts_slow", LAYOUT_SLOW, 4, 900)
+layouts_compiled = layout_ranks("layouts_compiled", LAYOUT_COMPILED, 4, 900)
+layouts_eight = layout_ranks("layouts_eight", LAYOUT_EIGHT, 8, 300)
 
 
 def check_layout(results, case):
     """All errors on all ranks are within the tolerance, and the shards cover the model exactly."""
-    no_error(results)
     for rank, got in enumerate(results):
         far = {key: found for key, found in got["errors"].items() if not found[0] <= case.within}
         assert not far, f"rank {rank}: {far}"
@@ -25627,7 +25480,6 @@ def test_layout_lost_transfer_is_noticed_more(layouts_slow, name):
 
 
 def check_lost_transfers(name, results):
-    no_error(results)
     for who_ in LOST_NAMES.get(name, "").split():
         assert any(who_ in label[0] for label in results[0]["seen"]), who_
     first = results[0]
@@ -25645,8 +25497,8 @@ def layout_counts(layouts, name):
     """(layers, count_case's result) for 2 and, if run, 3 layers, checked to be equal on all
     ranks."""
     for layers in (2, 3):
-        if (results := layouts.get(f"count: {name}, {layers}")) is not None:
-            no_error(results)
+        if f"count: {name}, {layers}" in COUNTED:
+            results = layouts[f"count: {name}, {layers}"]
             assert all(got["counted"] == results[0]["counted"] for got in results)
             yield layers, results[0]
 
@@ -25695,7 +25547,6 @@ def test_layout_tensor_parallel_never_gathers_logits(layouts):
     """With a vocabulary much larger than the model's width no transfer is as large as the
     logits."""
     (got, *_), case = layouts["count: vocabulary"], COUNTED["count: vocabulary"]
-    no_error(layouts["count: vocabulary"])
     ((in_forward, in_backward),) = got["seen"]
     assert max(numel for _, _, numel, _ in in_forward + in_backward) == 4 * 16 * 32
     assert 4 * 16 * case.config.vocab_size / 4 > 7 * 4 * 16 * 32
@@ -25768,7 +25619,6 @@ def bitwise_equal(a: dict, b: dict) -> bool:
 def check_chain(results, task, tmp_path):
     """The initial state equals one process's to the bit, the state a layout loads equals the one
     that the layout before saved, and each step equals one process's."""
-    no_error(results)
     (name, cases), folder = task, Path(results[0]["folder"])
     read = lambda where, i: SD.read_state(folder / f"{name}.{where}{i}")
     single = one_process_chain(cases[0], tmp_path / "single", len(cases))
@@ -25831,7 +25681,6 @@ def test_layout_rejects_bad_flags(refusal):
 
 def test_layout_frozen_parameters_get_no_gradients(layouts):
     """Frozen parameters get no gradient and do not count in the gradient norm."""
-    no_error(layouts["frozen"])
     for got in layouts["frozen"]:
         some, clipped, whole, _ = got["norms"]
         assert all(got["frozen"]) and len(got["frozen"]) > 9
@@ -25840,7 +25689,6 @@ def test_layout_frozen_parameters_get_no_gradients(layouts):
 
 @pytest.mark.parametrize("name", MESH_ERRORS)
 def test_layout_rejects_bad_meshes_and_shards(layouts, name):
-    no_error(layouts["mesh errors"])
     for got in layouts["mesh errors"]:
         error = got[name]
         assert error and "\n" not in error
@@ -25971,33 +25819,9 @@ def dry_real_step(rank, folder, ranks, model, flags):
     return dry_run.measure(args, model, batch, layout)
 
 
-def dry_child(rank, port, folder, names):
-    """Ranks 0 to 3 make the real runs, process 4 the dry runs."""
-    with open(folder / f"log{rank}", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    store = rank < 4 and dist.TCPStore("127.0.0.1", port, 4, rank == 0)
-    one_gloo_loop()
-    results = {}
-    for name in names:
-        ranks, *spec = DRY_RUNS[name]
-        try:
-            if rank == 4:
-                results[name] = dry_run_costs(folder, ranks, *spec)
-            elif rank < ranks:
-                own = dist.PrefixStore(name, store)
-                dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks,
-                                        timeout=timedelta(seconds=120))  # fmt: skip
-                results[name] = dry_real_step(rank, folder, ranks, *spec)
-        except Exception:  # noqa: BLE001, the parent shows it
-            results[name] = dict(error=traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-    (folder / f"{rank}").write_bytes(pickle.dumps(results))
-    if store:
-        store.set(f"end{rank}", "")
-        store.wait([f"end{r}" for r in range(4)] if rank == 0 else [])
+def dry_alone(*args):
+    dist.destroy_process_group()  # a dry run starts a fake one
+    return dry_run_costs(*args)
 
 
 def dry_run_all(folder, names):
@@ -26005,24 +25829,20 @@ def dry_run_all(folder, names):
     for name, config in DRY_MODELS.items():
         (folder / f"{name}.json").write_text(json.dumps(config.to_hf()))
     HF.save_checkpoint(M.Transformer(DRY_MODELS["dense"]), folder / "init")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    fork = multiprocessing.get_context("fork").Process
-    work = [(r, port, folder, names) for r in range(5)]
-    started = [fork(target=dry_child, args=args, daemon=True) for args in work]
-    for p in started:
-        p.start()
-    deadline = time.monotonic() + 300
-    for p in started:
-        p.join(max(0.1, deadline - time.monotonic()))
-        p.kill()
-    got = []
-    for r in range(5):
-        path = folder / f"{r}"
-        assert path.exists(), f"rank {r}: {(folder / f'log{r}').read_text()[-1500:]}"
-        got.append(pickle.loads(path.read_bytes()))
-    return {n: ([got[r][n] for r in range(DRY_RUNS[n][0])], got[4][n]) for n in names}
+    real = {}
+    for world in sorted({DRY_RUNS[name][0] for name in names}):
+        works = {}
+        for name in names:
+            if DRY_RUNS[name][0] == world:
+                works[name] = lambda env, spec=DRY_RUNS[name]: dry_real_step(
+                    env.rank, folder, *spec
+                )
+        kwargs = dict(limit=300, hang=120, fresh_groups=True)
+        got = run_on_ranks(folder / f"{world}", works, world, **kwargs)
+        real |= {name: got[name] for name in works}
+    works = {name: lambda env, spec=DRY_RUNS[name]: dry_alone(folder, *spec) for name in names}
+    dry = run_on_ranks(folder / "dry", works, world=1, limit=300, fresh_groups=True)
+    return {name: (real[name], dry[name][0]) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -26045,8 +25865,6 @@ SLOW_DRY_RUNS = (
 
 def dry_pair(results, name):
     real, dry = results[name]
-    for r, costs in enumerate([*real, dry]):
-        assert "error" not in costs, f"rank {r}: {costs['error']}"
     return dry, real[0]
 
 
@@ -28757,13 +28575,13 @@ PL_RANDOM_MORE = {
 
 @pytest.mark.parametrize("name", [*PL_SCHEDULES, *PL_RANDOM])
 def test_pl_schedule_equals_one_process(pl_done, name):
-    pl_agrees(pl_done(name), *(PL_SCHEDULES | PL_RANDOM)[name])
+    pl_agrees(pl_done[name], *(PL_SCHEDULES | PL_RANDOM)[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PL_RANDOM_MORE)
 def test_pl_more_random_schedules(pl_done_slow, name):
-    pl_agrees(pl_done_slow(name), *PL_RANDOM_MORE[name])
+    pl_agrees(pl_done_slow[name], *PL_RANDOM_MORE[name])
 
 
 def pl_agrees(results, schedules, p, how):
@@ -28824,7 +28642,7 @@ PL_AUTOCAST = {
 def test_pl_autocast_equals_one_process(pl_done, name):
     """To bf16's rounding, which is another for another kernel."""
     _, m, to, _ = PL_AUTOCAST[name]
-    results, (schedule, *_) = pl_done(name), PL_AUTOCAST[name]
+    results, (schedule, *_) = pl_done[name], PL_AUTOCAST[name]
     schedule = SC.make_schedule(schedule, 4, m)
     stages = pl_stages(len(schedule.paths[0]), torch.float32, 3)
     inputs, targets = pl_data(m)
@@ -28866,7 +28684,7 @@ PL_AGAIN = {f"again {name}": (name, m) for name, m in (("1f1b", 3), ("zb-h1", 5)
 
 @pytest.mark.parametrize("name", PL_AGAIN)
 def test_pl_gradients_accumulate_and_forward_only(pl_done, name):
-    results, (schedule, m) = pl_done(name), PL_AGAIN[name]
+    results, (schedule, m) = pl_done[name], PL_AGAIN[name]
     schedule = SC.make_schedule(schedule, 4, m)
     stages = pl_stages(len(schedule.paths[0]))
     for step, rows in enumerate([PL_ROWS, (1, 5)]):
@@ -29015,7 +28833,7 @@ def test_pl_pipedream_versions_are_the_papers(pl_done, name):
     """arXiv:1806.03377, 3.3: stage s of n sees t - n + s updates, forward and backward; no more
     versions are kept than microbatches; weights are those of one process with such delays."""
     n, m, _ = PL_PIPEDREAM[name]
-    results = pl_done(name)
+    results = pl_done[name]
     for q in range(PL_WORLD // n):
         mine = sorted((got for got in results if got["q"] == q), key=lambda got: got["rank"])
         assert [got["rank"] for got in mine] == list(range(n))
@@ -29046,7 +28864,7 @@ def pl_pipedream_again(env):
 
 
 def test_pl_pipedream_recomputes_with_the_weights_it_had(pl_done):
-    results = pl_done("pipedream again")
+    results = pl_done["pipedream again"]
     losses, weights = pl_delayed(4, 9, 4, lambda t, s: max(0, t - 4 + s), batches=1)
     for got, expected in zip(results, weights, strict=True):
         pl_same(got["weights"], expected, 1e-12, "")
@@ -29156,7 +28974,7 @@ def test_pl_deferred_weight_gradients_keep_only_x_and_dy(pl_done):
     C, H = 6 * PL_C, 6 * 8
     first, second = [H, H, C], [C, H, H, C]  # x, dy of both matmuls; the very first x was given
     loss = [1]
-    for got in pl_done("memory"):
+    for got in pl_done["memory"]:
         said = {key if key == "end" else "{}{}.{}".format(*key): sizes for key, sizes in got}
         assert said["F0.0"] == [] and said["end"] == []
         assert said["W0.1"] == sorted(loss + first + second)
@@ -29189,7 +29007,7 @@ PL_KEPT = {f"kept {name}": (name, m) for name, m in (("1f1b", 16), ("zb-h1", 12)
 def test_pl_activation_memory_is_bounded_and_freed(pl_done, name):
     """What was sent lives until it has arrived, not until the end: of 1F1B's, on rank r at most
     p - r activations, and as many gradients that the rank before may not have taken."""
-    for rank, got in enumerate(pl_done(name)):
+    for rank, got in enumerate(pl_done[name]):
         assert got["left"] == [] and got["after"] == 0, got
         assert got["sent"] >= PL_KEPT[name][1]
         assert got["most"] <= 10 * (1 + (name == "kept zbv")), (rank, got)
@@ -29265,7 +29083,7 @@ PL_TIMES = {f"times {name}": (name, m) for name, m in
 @pytest.mark.parametrize("name", PL_TIMES)
 def test_pl_measured_order_and_bubble_match_the_simulator(pl_done, name):
     schedule = SC.make_schedule(PL_TIMES[name][0], 4, PL_TIMES[name][1])
-    assert pl_untimely(schedule, *pl_done(name)[0]) == ""
+    assert pl_untimely(schedule, *pl_done[name][0]) == ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -29356,14 +29174,14 @@ def pl_decode_fails(env):
 
 
 def test_pl_decode_that_fails_ends(pl_done):
-    said = pl_done("decode fails")
+    said = pl_done["decode fails"]
     assert said[0] == ["failed"] * 2 and all(len(got) == 1 for got in said[1:])
 
 
 @pytest.mark.parametrize("p", (2, 4))
 def test_pl_decode_equals_one_process(pl_done, p):
     """On every rank, and a ring that was closed leaves nothing for the next."""
-    for got in pl_done(f"decode {p}"):
+    for got in pl_done[f"decode {p}"]:
         seen = iter(got["seen"])
         for seed, rows in enumerate(PL_GROUPS):
             for steps in (1, 5, 0, 2):
@@ -29425,7 +29243,7 @@ def pl_mistakes(env):
 
 
 def test_pl_bad_input_is_named(pl_done):
-    for rank, said in enumerate(pl_done("mistakes")):
+    for rank, said in enumerate(pl_done["mistakes"]):
         assert all(said.values()) and all("\n" not in text for text in said.values()), said
         for name, given in (("none", "[]"), ("another", f"[{(rank + 1) % 4}]"),
                             ("more", f"[{rank}, 4]")):  # fmt: skip
@@ -29434,7 +29252,7 @@ def test_pl_bad_input_is_named(pl_done):
         assert f"[{rank}, {7 - rank}] of zbv" in said["half"]
         assert "3 ranks" in said["ranks"] and "4" in said["ranks"]
         assert "update" in said["update"] and "pipedream" in said["update"]
-    said = pl_done("mistakes")[0]
+    said = pl_done["mistakes"][0]
     for name in ("shape", "shape forward"):
         assert "chunk 0" in said[name] and "(1, 2)" in said[name] and "(1, 3)" in said[name]
     for name in ("dtype", "dtype forward"):
@@ -29461,7 +29279,7 @@ def test_pl_stages_may_be_frozen(pl_done):
     for i in range(3):
         y, own = pl_run_all(stages, inputs[i])
         (pl_loss(targets, y, i) + own).backward()
-    for c, grads in [(c, g) for got in pl_done("frozen") for c, g in got["grads"].items()]:
+    for c, grads in [(c, g) for got in pl_done["frozen"] for c, g in got["grads"].items()]:
         pl_same(grads, pl_grads(stages[c]), 1e-12, f"chunk {c}: gradient of ")
 
 
@@ -29484,99 +29302,22 @@ PL_CASES_SLOW = {name: (pl_train, (schedules, p), how)
                  for name, (schedules, p, how) in PL_RANDOM_MORE.items()}  # fmt: skip
 
 
-def pl_child(rank, folder, cases):
-    """Runs the cases; what each returns, or how it failed, goes to a file. The first failure ends
-    it: another rank may wait for what never comes."""
-    log = open(folder / f"log{rank}", "w")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    torch.set_num_threads(1)
-    one_gloo_loop()
-    done, env, name = {}, SimpleNamespace(rank=rank, wire=PLWire()), "the start"
-    try:
-        faulthandler.dump_traceback_later(PL_HANG, exit=True, file=log)
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), PL_WORLD),
-                                rank=rank, world_size=PL_WORLD,
-                                timeout=timedelta(seconds=4 * PL_HANG))  # fmt: skip
-        env.groups = {p: PL.p2p_groups(lines) for p, lines in PL_LINES.items()}
-        env.lost = PL.p2p_groups(PL_LINES[4])
-        for name, (work, args, how) in cases.items():
-            (folder / f"at{rank}").write_text(name)
-            faulthandler.dump_traceback_later(PL_HANG, exit=True, file=log)
-            start, cpu = time.monotonic(), time.process_time()
-            done[name] = work(env, *args, **how)
-            print(f"{name:36}{time.monotonic() - start:7.3f} s, "
-                  f"cpu {time.process_time() - cpu:7.3f}", file=log, flush=True)  # fmt: skip
-        faulthandler.dump_traceback_later(PL_HANG, exit=True, file=log)
-        dist.barrier()
-    except Exception:  # noqa: BLE001, the parent shows it
-        done[name] = traceback.format_exc()
-    torch.save(done, folder / f"{rank}.tmp")
-    (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
-    os._exit(0)
+def pl_setup(env):
+    env.wire = PLWire()
+    env.groups = {p: PL.p2p_groups(lines) for p, lines in PL_LINES.items()}
+    env.lost = PL.p2p_groups(PL_LINES[4])
 
 
-def pl_start(folder, cases, end):
-    """One start of all processes -> {case: what each rank returned}, and whatever went wrong as
-    {case: text}, for the first case alone."""
-    folder.mkdir()
-    fork = multiprocessing.get_context("fork").Process
-    started = [fork(target=pl_child, args=(r, folder, cases), daemon=True) for r in range(PL_WORLD)]
-    for p in started:
-        p.start()
-    for p in started:
-        p.join(max(0.1, end - time.monotonic()))
-        p.kill()
-    done, wrong = [], {}
-    for r in range(PL_WORLD):
-        file, at = folder / f"{r}.pt", folder / f"at{r}"
-        done.append(torch.load(file, weights_only=False) if file.exists() else {})
-        wrong |= {(name, r): got for name, got in done[r].items() if isinstance(got, str)}
-        if not file.exists():
-            tail = (folder / f"log{r}").read_text()[-3000:] if at.exists() else ""
-            name = at.read_text() if at.exists() else next(iter(cases))
-            wrong[name, r] = f"hung there, or died\n{tail}"
-    good = {name: [d[name] for d in done] for name in cases
-            if all(name in d and not isinstance(d[name], str) for d in done)}  # fmt: skip
-    if not wrong:
-        return good, {}
-    order = list(cases)
-    first = min((name for name, _ in wrong), key=lambda name: order.index(name))
-    texts = [f"{name!r}, rank {r}: {text}" for (name, r), text in wrong.items() if name == first]
-    return good, {first: min(texts, key=lambda t: ("gloo/transport" in t, "hung there" in t))}
+def pl_ranks(name, cases, limit):
+    works = {
+        case: lambda env, work=work, args=args, kwargs=kwargs: work(env, *args, **kwargs)
+        for case, (work, args, kwargs) in cases.items()
+    }
+    return on_ranks(name, works, PL_WORLD, limit, PL_HANG, pl_setup)
 
 
-def pl_processes(folder, cases, limit):
-    """-> get(case): what each rank returned; there AssertionError, if it went wrong. After a case
-    that did, the rest run in new processes."""
-    x = torch.zeros(1, requires_grad=True)  # what torch imports late is there to fork
-    checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
-    end, todo, done, wrong = time.monotonic() + limit, dict(cases), {}, {}
-    while todo and time.monotonic() < end:
-        good, bad = pl_start(folder / f"start{len(wrong)}", todo, end)
-        for name in bad:
-            tried = list(todo)[: list(todo).index(name) + 1]
-            wrong |= {one: bad[name] for one in tried if one not in good}
-            todo = {one: case for one, case in todo.items() if one not in tried}
-        done |= good
-        todo = todo if bad else {}
-
-    def get(name):
-        if name not in done:
-            pytest.fail(wrong.get(name, f"no time was left for {name!r}"), pytrace=False)
-        return done[name]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def pl_done(tmp_path_factory):
-    return pl_processes(tmp_path_factory.mktemp("pl"), PL_CASES, 240)
-
-
-@pytest.fixture(scope="module")
-def pl_done_slow(tmp_path_factory):
-    return pl_processes(tmp_path_factory.mktemp("pl"), PL_CASES_SLOW, 600)
+pl_done = pl_ranks("pl_done", PL_CASES, 240)
+pl_done_slow = pl_ranks("pl_done_slow", PL_CASES_SLOW, 600)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -29835,13 +29576,6 @@ def dl_islands(rank):
     return p.full_tensor()
 
 
-def dl_timed(cases):
-    start = time.monotonic()
-    for name, got in cases:
-        print(f"{name:24}{time.monotonic() - start:7.2f} s", flush=True)
-        yield name, got
-
-
 def dl_cases(rank):
     patch, nodes = pytest.MonkeyPatch(), QC.node_groups(2)
     yield "nodes", [sorted(dist.get_process_group_ranks(g)) for g in nodes]
@@ -29864,48 +29598,11 @@ def dl_cases(rank):
     yield "islands", dl_islands(rank)
 
 
-def dl_child(rank, port, folder):
-    with open(folder / f"log{rank}", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        torch.set_num_threads(1)
-        one_gloo_loop()
-        done = {}
-        try:
-            store = dist.TCPStore("127.0.0.1", port, DL_RANKS, rank == 0)
-            wait = timedelta(seconds=60)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=wait)
-            for name, got in dl_timed(dl_cases(rank)):
-                done[name] = got
-            dist.barrier()
-        except Exception:  # noqa: BLE001, the parent shows it
-            done["error"] = traceback.format_exc()
-        torch.save(done, folder / f"{rank}.pt")
-        os._exit(0)
-
-
-def dl_free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def dl_done(tmp_path_factory):
-    folder, port = tmp_path_factory.mktemp("dl"), dl_free_port()
-    fork = multiprocessing.get_context("fork").Process
-    started = [fork(target=dl_child, args=(r, port, folder), daemon=True) for r in range(DL_RANKS)]
-    for p in started:
-        p.start()
-    for p in started:
-        p.join(100)
-        p.kill()
-    files = [folder / f"{r}.pt" for r in range(DL_RANKS)]
-    done = [torch.load(f, weights_only=False) if f.exists() else {} for f in files]
-    errors = [d["error"] for d in done if "error" in d]
-    assert not errors, min(errors, key=lambda e: "onnection" in e)
-    assert all(done), [(folder / f"log{r}").read_text()[-1500:] for r in range(DL_RANKS)]
-    return {name: [d[name] for d in done] for name in done[0]}
+    work = {"all": lambda env: dict(dl_cases(env.rank))}
+    ranks = run_on_ranks(tmp_path_factory.mktemp("dl"), work, DL_RANKS)["all"]
+    return {name: [got[name] for got in ranks] for name in ranks[0]}
 
 
 # ---- quantized collectives ----
@@ -30368,7 +30065,7 @@ def test_workers_refuse_other_settings_and_unknown_runs(tmp_path):
 
 def test_workers_rendezvous_at_an_external_store(tmp_path):
     """HOST:PORT of diloco.py --serve: two workers, and the store outlives both"""
-    port = dl_free_port()
+    port = free_port()
     argv = [sys.executable, "parallelism/diloco.py", "--serve", f"127.0.0.1:{port}"]
     serve = subprocess.Popen(argv, cwd=REPO, env=DL_ENV, stdout=subprocess.PIPE, text=True)
     try:
@@ -31461,47 +31158,31 @@ def off_sharded(mesh) -> nn.Module:
     return model
 
 
-def off_rank(rank: int, ranks: int, folder: Path) -> None:
-    """fully_shard with each optimizer; leaves what is wrong in a file, "" if nothing."""
-    said = "did not end"
-    try:
-        torch.set_num_threads(1)
-        store = dist.FileStore(str(folder / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        mesh = init_device_mesh("cpu", (ranks,))
-        for make in OFF_ALL:
-            models = [off_sharded(mesh) for _ in range(2)]
-            own = make(models[0], folder / f"{rank}-{make.__name__}")
-            peer = OFF_ADAM(off_groups(models[1]))
-            for step in range(3):
-                for model, optimizer in zip(models, (own, peer)):
-                    x = torch.randn(3, 17, generator=torch.Generator().manual_seed(step + rank))
-                    model(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            plain = lambda t: t.to_local() if hasattr(t, "to_local") else t
-            for p, q in zip(*(model.parameters() for model in models)):
-                assert torch.equal(p.to_local(), q.to_local()) and p.grad is None
-                for name in ("step", "exp_avg", "exp_avg_sq"):
-                    assert torch.equal(plain(own.state[p][name]), plain(peer.state[q][name])), name
-        assert rank == 0 or models[0][3].weight.to_local().numel() == 0
-        dist.barrier()
-        said = ""
-    except Exception:
-        said = traceback.format_exc()
-    finally:
-        (folder / f"said{rank}").write_text(said)
-        os._exit(0)
+def off_rank(env) -> None:
+    """fully_shard with each optimizer."""
+    mesh = init_device_mesh("cpu", (env.world,))
+    for make in OFF_ALL:
+        models = [off_sharded(mesh) for _ in range(2)]
+        own = make(models[0], env.folder / f"{env.rank}-{make.__name__}")
+        peer = OFF_ADAM(off_groups(models[1]))
+        for step in range(3):
+            for model, optimizer in zip(models, (own, peer)):
+                x = torch.randn(3, 17, generator=torch.Generator().manual_seed(step + env.rank))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        plain = lambda t: t.to_local() if hasattr(t, "to_local") else t
+        for p, q in zip(*(model.parameters() for model in models)):
+            assert torch.equal(p.to_local(), q.to_local()) and p.grad is None
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(plain(own.state[p][name]), plain(peer.state[q][name])), name
+    assert env.rank == 0 or models[0][3].weight.to_local().numel() == 0
+    dist.barrier()
 
 
 def test_off_of_fully_shard(tmp_path):
     """Two ranks, whose shards are uneven and empty: weights and states are those of AdamW there."""
-    fork = multiprocessing.get_context("fork").Process
-    ranks = [fork(target=off_rank, args=(r, 2, tmp_path), daemon=True) for r in range(2)]
-    [p.start() for p in ranks]
-    [p.join(60) for p in ranks]
-    [p.kill() for p in ranks]
-    assert [(tmp_path / f"said{r}").read_text() for r in range(2)] == ["", ""]
+    run_on_ranks(tmp_path, {"fully_shard": off_rank}, world=2)["fully_shard"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -32471,104 +32152,69 @@ RE_FOLDERS = [re_keeps, re_lost, re_bad, re_replicas, re_moved, re_group, re_sha
 RE_WATCHED = [re_sleeper, re_furthest, re_leaver, re_waits, re_stopped]
 
 
-def re_child(rank, port, folder):
-    gc.freeze()
-    torch.set_num_threads(1)
-    with open(folder / f"log{rank}", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    sys.stderr = os.fdopen(2, "w")  # pytest's own is elsewhere
-    try:
-        RE.STORE_TIMEOUT = 0.5
-        store = dist.TCPStore("127.0.0.1", port, RE_WORLD, rank == 0, timeout=timedelta(seconds=60))
-        dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank,
-                                world_size=RE_WORLD, timeout=timedelta(seconds=60))  # fmt: skip
-        got, spent = {}, {}
-        for case in RE_FOLDERS + RE_WATCHED:
-            start = time.monotonic()
-            where = folder / case.__name__
-            where.mkdir(exist_ok=True)
-            args = (where,) if case in RE_FOLDERS else (store, where)
-            got[case.__name__] = case(rank, *args)
-            spent[case.__name__] = time.monotonic() - start
-        torch.save((got, spent), folder / f"got{rank}")
-        dist.barrier()
-    except BaseException:  # noqa: BLE001, the parent shows it
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+def re_setup(env):
+    RE.STORE_TIMEOUT = 0.5
 
 
-@pytest.fixture(scope="module")
-def re_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recovery")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    fork = multiprocessing.get_context("fork").Process
-    started = [fork(target=re_child, args=(r, port, folder), daemon=True) for r in range(RE_WORLD)]
-    for p in started:
-        p.start()
-    until = time.monotonic() + 60
-    for p in started:
-        p.join(max(1, until - time.monotonic()))
-        p.kill()
-    files = [folder / f"got{r}" for r in range(RE_WORLD)]
-    logs = "\n".join((folder / f"log{r}").read_text()[-1500:] for r in range(RE_WORLD))
-    assert all(f.exists() for f in files), logs
-    loaded = [torch.load(f, weights_only=False) for f in files]
-    print({name: round(seconds, 2) for name, seconds in loaded[0][1].items()})
-    return [got for got, _ in loaded], logs
+def re_works(folder):
+    """The cases, each with a folder of its own."""
+    works = {}
+    for case in RE_FOLDERS + RE_WATCHED:
+        where = folder / case.__name__
+        where.mkdir()
+        if case in RE_FOLDERS:
+            works[case.__name__] = lambda env, case=case, where=where: case(env.rank, where)
+        else:
+            works[case.__name__] = lambda env, case=case, at=where: case(env.rank, env.store, at)
+    return works
 
 
-def re_of(re_ranks, name):
-    return [got[name] for got in re_ranks[0]]
+re_ranks = on_ranks("re_ranks", re_works, RE_WORLD, setup=re_setup)
 
 
 def test_re_memory_checkpoints_are_stored_and_deleted(re_ranks):
-    for rank, (names, back, mode) in enumerate(re_of(re_ranks, "re_keeps")):
+    for rank, (names, back, mode) in enumerate(re_ranks["re_keeps"]):
         other = (rank + 2) % 4
         assert names == sorted(f"{s:08d}-{o}-{rank}.pt" for s in (2, 3) for o in (rank, other))
         assert back == (3, True) and mode == "700"
 
 
 def test_re_any_ranks_except_two_partners_may_be_lost(re_ranks):
-    for got in re_of(re_ranks, "re_lost"):
+    for got in re_ranks["re_lost"]:
         for lost, back in got.items():
             partners = {0, 2} <= set(lost) or {1, 3} <= set(lost)
             assert back == ((None, None) if partners else (2, True)), lost
 
 
 def test_re_damaged_replicas_are_refused(re_ranks):
-    for got in re_of(re_ranks, "re_bad"):
+    for got in re_ranks["re_bad"]:
         assert got == [(3, True), (3, True), (2, True), (2, True), (2, True), (None, None)]
-    assert re_ranks[1].count("is not an intact memory checkpoint: wrong CRC-32") >= 2
-    assert re_ranks[1].count("is not an intact memory checkpoint") >= 6
+    assert re_ranks.logs.count("is not an intact memory checkpoint: wrong CRC-32") >= 2
+    assert re_ranks.logs.count("is not an intact memory checkpoint") >= 6
 
 
 def test_re_replicas_allow_completing_the_save(re_ranks):
-    assert re_of(re_ranks, "re_replicas") == [[(3, True), (2, True)]] * 4
+    assert re_ranks["re_replicas"] == [[(3, True), (2, True)]] * 4
 
 
 def test_re_ranks_may_move_to_other_hosts(re_ranks):
-    assert re_of(re_ranks, "re_moved") == [((5, True), None, None)] * 4
+    assert re_ranks["re_moved"] == [((5, True), None, None)] * 4
 
 
 def test_re_a_group_of_some_ranks(re_ranks):
-    assert re_of(re_ranks, "re_group") == [(rank % 2, (1, True)) for rank in range(4)]
+    assert re_ranks["re_group"] == [(rank % 2, (1, True)) for rank in range(4)]
 
 
 def test_re_ranks_may_share_a_folder(re_ranks):
-    assert re_of(re_ranks, "re_shared") == [(4 * 2 * 2, (4, True))] * 4
+    assert re_ranks["re_shared"] == [(4 * 2 * 2, (4, True))] * 4
 
 
 def test_re_messages_of_many_chunks(re_ranks):
-    assert re_of(re_ranks, "re_pieces") == [True] * 4
+    assert re_ranks["re_pieces"] == [True] * 4
 
 
 def test_re_full_memory_is_an_error_on_all_ranks(re_ranks):
-    for got, after in re_of(re_ranks, "re_full"):
+    for got, after in re_ranks["re_full"]:
         for why, names, back in (got[:3], got[3:]):
             assert why.startswith("rank 2: ") and "No space" in why
             assert back == (3, True) and len(names) == 4 and "00000004" not in str(names)
@@ -32576,7 +32222,7 @@ def test_re_full_memory_is_an_error_on_all_ranks(re_ranks):
 
 
 def test_re_refusals(re_ranks):
-    for got in re_of(re_ranks, "re_refusals"):
+    for got in re_ranks["re_refusals"]:
         before, other, shape, name, dtype, back = got
         assert "call it first" in before and "step 2" in other
         assert "w: the copy has torch.float32 (7, 301), the model torch.float32 (7, 300)" in shape
@@ -32586,7 +32232,7 @@ def test_re_refusals(re_ranks):
 
 
 def test_re_restart_generations_are_not_mixed(re_ranks):
-    for clean, first, both, last, files in re_of(re_ranks, "re_lives"):
+    for clean, first, both, last, files in re_ranks["re_lives"]:
         assert clean and first == (9, True) and both == (9, False)
         assert last == (5, True) and files == 4  # the third life's
 
@@ -32624,7 +32270,7 @@ def test_re_memory_checkpoint_of_one_process(tmp_path):
 
 
 def test_re_sleeping_rank_is_named(re_ranks):
-    for rank, told in enumerate(re_of(re_ranks, "re_sleeper")):
+    for rank, told in enumerate(re_ranks["re_sleeper"]):
         assert len(told) == 1
         phase = "forward" if rank == 2 else "reduce"
         first, stuck, at, *places = told[0].splitlines()
@@ -32645,19 +32291,19 @@ def test_re_reports_of_many_ranks_are_short():
 
 
 def test_re_slow_rank_is_named(re_ranks):
-    for told in re_of(re_ranks, "re_furthest"):
+    for told in re_ranks["re_furthest"]:
         assert "stuck: rank 1 is furthest behind" in told[0] and told[0].count("stuck") == 1
 
 
 def test_re_exited_rank_is_named(re_ranks):
-    *others, left = re_of(re_ranks, "re_leaver")
+    *others, left = re_ranks["re_leaver"]
     assert left == []
     for told in others:
         assert "stuck: rank 3 has left the loop" in told[0] and told[0].count("stuck") == 1
 
 
 def test_re_suspended_rank_is_named(re_ranks):
-    for rank, (told, of_host) in enumerate(re_of(re_ranks, "re_stopped")):
+    for rank, (told, of_host) in enumerate(re_ranks["re_stopped"]):
         if rank != 1:  # the stopped rank may print anything after it continues
             assert "stuck: rank 1 has no heartbeat: dead or stopped" in told[0]
             assert told[0].count("stuck") == 1
@@ -32666,7 +32312,7 @@ def test_re_suspended_rank_is_named(re_ranks):
 
 
 def test_re_waiting_and_computing_are_distinguished(re_ranks):
-    for rank, (spent, passed, text) in enumerate(re_of(re_ranks, "re_waits")):
+    for rank, (spent, passed, text) in enumerate(re_ranks["re_waits"]):
         waiting, busy = spent
         assert abs(waiting + busy - passed) < 0.05
         assert (waiting < 0.4 * passed) if rank == 2 else (waiting > 0.5 * passed)
@@ -34325,22 +33971,6 @@ def ck_case_changed(rank, folder):
 CK_CASES = {name[8:]: case for name, case in list(globals().items()) if name.startswith("ck_case_")}
 
 
-def ck_child(rank, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), CK_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=CK_RANKS)
-    said = {}
-    for name, case in CK_CASES.items():
-        try:
-            said[name] = case(rank, folder / name)
-        except Exception:
-            said[name] = RuntimeError(f"{name}, rank {rank}: {traceback.format_exc()}")
-            break  # the others may stand in a collective of this case
-        dist.barrier()
-    torch.save(said, folder / f"said{rank}")
-    os._exit(0)
-
-
 def ck_start(work, *args, ranks):
     """Forked processes, which have all modules, for work(rank, *args)."""
     fork = multiprocessing.get_context("fork").Process
@@ -34350,29 +33980,18 @@ def ck_start(work, *args, ranks):
     return started
 
 
-@pytest.fixture(scope="module")
-def ck_ranks(tmp_path_factory):
-    """What the cases gave, {name: [of rank 0, of rank 1, ...]}, and the folder."""
-    folder, end = tmp_path_factory.mktemp("ranks"), time.monotonic() + 60
-    for process in (started := ck_start(ck_child, folder, ranks=CK_RANKS)):
-        process.join(max(0.1, end - time.monotonic()))
-        if process.exitcode is None:
-            end = min(end, time.monotonic() + 2)
-    for process in started:
-        process.kill()
-    files = [folder / f"said{r}" for r in range(CK_RANKS)]
-    said = [torch.load(f, weights_only=False) if f.exists() else {} for f in files]
-    died = RuntimeError("another case failed before, or a rank died")
-    given = {name: [part.get(name, died) for part in said] for name in CK_CASES}
-    return given | {"folder": folder}
+def ck_works(folder):
+    works = {}
+    for name, case in CK_CASES.items():
+        works[name] = lambda env, name=name, case=case: (case(env.rank, folder / name), folder)
+    return works
+
+
+ck_ranks = on_ranks("ck_ranks", ck_works, CK_RANKS)
 
 
 def ck_said(ck_ranks, name):
-    """What the ranks gave, or the one's error that the others' come from."""
-    wrong = [said for said in ck_ranks[name] if isinstance(said, RuntimeError)]
-    if wrong:
-        raise max(wrong, key=lambda e: ("Error" in str(e), "gloo" not in str(e)))
-    return ck_ranks[name]
+    return [said for said, _ in ck_ranks[name]]
 
 
 def test_ck_any_layout_and_world(ck_ranks):
@@ -34383,10 +34002,10 @@ def test_ck_any_layout_and_world(ck_ranks):
                 assert said[saved, layout], (saved, layout)
     whole = ck_whole()
     for saved in ("mixed", "flat"):  # by one process
-        keeper = CK.Checkpoints(ck_ranks["folder"] / "reshard" / saved)
+        keeper = CK.Checkpoints(ck_ranks["reshard"][0][1] / "reshard" / saved)
         state = {name: torch.zeros_like(x) for name, x in whole.items()}
         keeper.load(keeper.newest(), state)
-        read = CK.read_full_tensors(ck_ranks["folder"] / "reshard" / saved / "step-00000005")
+        read = CK.read_full_tensors(ck_ranks["reshard"][0][1] / "reshard" / saved / "step-00000005")
         for name, x in whole.items():
             assert torch.equal(state[name], x) and torch.equal(read[name], x), name
 
@@ -35124,44 +34743,18 @@ def rc_cut(mode, sequence):
     return [p.grad for p in model.parameters()]
 
 
-def rc_child(rank, port, folder):
-    torch.set_num_threads(1)
-    results = {}
-    try:
-        store = dist.TCPStore("127.0.0.1", port, 4, rank == 0)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=4,
-                                timeout=timedelta(seconds=60))  # fmt: skip
-        mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
-        for name, run in (("sharded", lambda m: rc_sharded(m, mesh)),
-                          ("tp", lambda m: rc_cut(m, False)),
-                          ("sp", lambda m: rc_cut(m, True))):  # fmt: skip
-            for mode in RC.MODES[: 4 if name != "sharded" else 5]:
-                results[name, mode] = [x.clone() for x in run(mode)]
-    except Exception:  # noqa: BLE001, the parent shows it
-        results["error"] = traceback.format_exc()
-    (folder / f"{rank}").write_bytes(pickle.dumps(results))
-    if "error" not in results:
-        dist.barrier()
-    os._exit(0)
+def rc_modes(run, modes):
+    return {mode: [x.clone() for x in run(mode)] for mode in modes}
 
 
-@pytest.fixture(scope="module")
-def rc_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rc")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    fork = multiprocessing.get_context("fork").Process
-    children = [fork(target=rc_child, args=(r, port, folder), daemon=True) for r in range(4)]
-    for p in children:
-        p.start()
-    for p in children:
-        p.join(120)
-        p.kill()
-    results = [pickle.loads((folder / f"{r}").read_bytes()) for r in range(4)]
-    for r, result in enumerate(results):
-        assert "error" not in result, f"rank {r}: {result['error']}"
-    return results
+RC_WORKS = {
+    "sharded": lambda env: rc_modes(
+        partial(rc_sharded, mesh=init_device_mesh("cpu", (4,))), RC.MODES[:5]
+    ),
+    "tp": lambda env: rc_modes(partial(rc_cut, sequence=False), RC.MODES[:4]),
+    "sp": lambda env: rc_modes(partial(rc_cut, sequence=True), RC.MODES[:4]),
+}
+rc_ranks = on_ranks("rc_ranks", RC_WORKS, limit=240)
 
 
 @pytest.mark.slow
@@ -35169,11 +34762,11 @@ def rc_ranks(tmp_path_factory):
 def test_rc_gradients_of_ranks(name, rc_ranks):
     """Under fully_shard with bf16 parameters, and under tensor parallelism, whose collectives are
     made again: those of none, on every rank, in every mode."""
-    for result in rc_ranks:
-        want = result[name, "none"]
+    for result in rc_ranks[name]:
+        want = result["none"]
         assert all(g.abs().max() > 0 for g in want if g.numel())
         for mode in RC.MODES[1 : 4 if name != "sharded" else 5]:
-            assert rc_same(result[name, mode], want), mode
+            assert rc_same(result[mode], want), mode
 
 
 @pytest.mark.slow
@@ -35468,50 +35061,23 @@ def test_cl_errors(change, words):
 # Of 4 ranks: a vocabulary that is cut
 
 
-def cl_child(rank, port, folder):
-    torch.set_num_threads(1)
-    results = {}
-    try:
-        store = dist.TCPStore("127.0.0.1", port, 4, rank == 0)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=4,
-                                timeout=timedelta(seconds=60))  # fmt: skip
-        ends = [0, 30, 31, 64, CL_V]  # uneven, one has a single row
-        rows = slice(ends[rank], ends[rank + 1])
-        for name, how in (*CL_HOWS.items(), ("large", {})):
-            (h, w, b), targets = cl_draw(index=how.get("ignore_index", -100))
-            h = h * 1e4 if name == "large" else h
-            run = lambda l: CL.linear_cross_entropy(
-                *l[:2], targets, bias=l[2], chunk=13, group=dist.group.WORLD,
-                vocab_start=rows.start, **how,
-            )  # fmt: skip
-            got = cl_run(run, [h, w[rows], b[rows]], scale=0.3)
-            dist.all_reduce(got[1])
-            results[name] = got, rows
-    except Exception:  # noqa: BLE001, the parent shows it
-        results["error"] = traceback.format_exc()
-    (folder / f"{rank}").write_bytes(pickle.dumps(results))
-    if "error" not in results:
-        dist.barrier()
-    os._exit(0)
+def cl_vocabulary(env, name):
+    """The loss and its gradients, and the rows of the vocabulary that this rank has."""
+    how = CL_HOWS.get(name, {})
+    ends = [0, 30, 31, 64, CL_V]  # uneven, one has a single row
+    rows = slice(ends[env.rank], ends[env.rank + 1])
+    (h, w, b), targets = cl_draw(index=how.get("ignore_index", -100))
+    h = h * 1e4 if name == "large" else h
+    run = lambda l: CL.linear_cross_entropy(
+        *l[:2], targets, bias=l[2], chunk=13, group=dist.group.WORLD, vocab_start=rows.start, **how
+    )
+    got = cl_run(run, [h, w[rows], b[rows]], scale=0.3)
+    dist.all_reduce(got[1])
+    return got, rows
 
 
-@pytest.fixture(scope="module")
-def cl_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cl")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    fork = multiprocessing.get_context("fork").Process
-    children = [fork(target=cl_child, args=(r, port, folder), daemon=True) for r in range(4)]
-    for p in children:
-        p.start()
-    for p in children:
-        p.join(100)
-        p.kill()
-    results = [pickle.loads((folder / f"{r}").read_bytes()) for r in range(4)]
-    for r, result in enumerate(results):
-        assert "error" not in result, f"rank {r}: {result['error']}"
-    return results
+CL_WORKS = {name: partial(cl_vocabulary, name=name) for name in (*CL_HOWS, "large")}
+cl_ranks = on_ranks("cl_ranks", CL_WORKS)
 
 
 @pytest.mark.parametrize("name", [*CL_HOWS, "large"])
@@ -35523,8 +35089,7 @@ def test_cl_vocabulary_over_ranks(name, cl_ranks):
     tensors, targets = cl_draw(index=index)
     tensors[0] = tensors[0] * 1e4 if name == "large" else tensors[0]
     want = cl_run(lambda l: CL.reference(*l[:2], targets, bias=l[2], **how), tensors, scale=0.3)
-    for result in cl_ranks:
-        (loss, dh, dw, db), rows = result[name]
+    for (loss, dh, dw, db), rows in cl_ranks[name]:
         for got, true in ((loss, want[0]), (dh, want[1]), (dw, want[2][rows]), (db, want[3][rows])):
             torch.testing.assert_close(got, true, rtol=1e-11, atol=1e-12)
 
