@@ -12329,10 +12329,10 @@ def test_paged_sampler_may_modify_logits_in_place():
 
 
 class PagedSampler:
-    """Greedy; a test may make it raise in call `fail_at`, or return -1 for the keys in `never`."""
+    """Greedy; returns -1 for the keys in `never`."""
 
     def __init__(self):
-        self.seen, self.fail_at, self.never = [], None, set()
+        self.seen, self.never = [], set()
 
     def check(self, params):
         if params.min_p:
@@ -12340,8 +12340,6 @@ class PagedSampler:
 
     def __call__(self, logits, sequences):
         self.seen.append([(s.request.id, s.index, len(s.output)) for s in sequences])
-        if len(self.seen) == self.fail_at:
-            raise RuntimeError("the sampler failed")
         assert logits.shape == (len(sequences), 97)
         ids = logits.argmax(-1)
         for row, s in enumerate(sequences):
@@ -12380,62 +12378,6 @@ def test_paged_custom_sampler():
 # --------------------------------------------------------------------------------------------------
 
 
-def paged_run_with_failures(engine, want, ids, limit=400) -> int:
-    """Step until done, whatever raises; check the samples of `ids`; the number of failed steps."""
-    live, raised = {}, 0
-    while engine.unfinished:
-        try:
-            live |= {o.id: o for o in engine.step()}
-        except (RuntimeError, KeyboardInterrupt):
-            raised += 1
-        paged_check(engine)
-        limit -= 1
-        assert limit, "the engine does not come to an end"
-    for i in ids:
-        for sample in live[i].samples:
-            assert sample.token_ids == want[i], (i, raised)
-            assert sample.finish_reason == "length"
-    return raised
-
-
-def test_paged_model_fails_at_any_step():
-    """The model raises in its k-th call, before, in or after any layer, for every k: the caller
-    gets the exception, and the next steps give the same tokens; nothing leaks."""
-    prompts, counts = paged_requests(5, seed=1)
-    model = paged_model(seed=3)
-    want = paged_greedy(model, prompts, counts)
-    for k in range(1, 80):
-        model.calls, model.fail_at, model.fail_in = [], k, k % 5 - 1
-        model.failure = (RuntimeError("out of memory"), KeyboardInterrupt())[k // 2 % 2]
-        engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9, kv_swap=k % 2 == 0)
-        for i, (prompt, n) in enumerate(zip(prompts, counts)):
-            engine.add(prompt, greedy(n, n=1 + i % 2), id=i)
-        raised = paged_run_with_failures(engine, want, range(5))
-        paged_idle(engine, 9)
-        if not raised:
-            break
-        assert raised == 1
-    assert 10 < k < 79
-
-
-def test_paged_sampler_fails_at_any_step():
-    """The sampler raises in its k-th call: the caller gets it, and the next steps continue."""
-    prompts, counts = paged_requests(4, seed=1)
-    model = paged_model(seed=3)
-    want = paged_greedy(model, prompts, counts)
-    for k in range(1, 80):
-        sampler = PagedSampler()
-        sampler.fail_at = k
-        engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9, sampler=sampler)
-        for i, (prompt, n) in enumerate(zip(prompts, counts)):
-            engine.add(prompt, greedy(n, n=1 + i % 2), id=i)
-        raised = paged_run_with_failures(engine, want, range(4))
-        paged_idle(engine, 9)
-        if not raised:
-            break
-    assert 10 < k < 79
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_paged_nan_in_one_sequence_affects_no_other(temperature):
     """A request whose logits are NaN ends with an error; requests in its batch, in blocks it used,
@@ -12462,34 +12404,6 @@ def test_paged_nan_in_one_sequence_affects_no_other(temperature):
             paged_idle(engine, 10)
 
 
-def test_paged_transient_nan_is_not_cached():
-    """One model call returns NaN: its requests end with an error or with the right tokens, and no
-    later request hits the KV that the call wrote."""
-    model = paged_model()
-    prompts, counts = paged_requests(6)
-    want = paged_greedy(model, prompts, counts)
-    table, failed = model.embed.weight.data, 0
-    for k in range(1, 26):
-        engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9, kv_swap=k % 2 == 0)
-        for i, (prompt, n) in enumerate(zip(prompts, counts)):
-            engine.add(prompt, greedy(n), id=i)
-        live = {}
-        for step in range(1, 100):
-            if step == k:
-                model.embed.weight.data = torch.full_like(table, math.nan)
-            live |= {o.id: o for o in engine.step()}
-            model.embed.weight.data = table
-            if not engine.unfinished:
-                break
-        for i, tokens in enumerate(want):
-            assert live[i].finish_reason == "error" or live[i].token_ids == tokens
-            failed += live[i].finish_reason == "error"
-        outputs = engine.generate(prompts, [greedy(n) for n in counts])
-        assert [o.token_ids for o in outputs] == want, k
-        paged_idle(engine, 9)
-    assert failed > 20
-
-
 @pytest.mark.parametrize("case", ["abort", "sampler", "length"])
 def test_paged_nan_left_in_blocks_has_no_effect(case):
     """NaN keys and values left in blocks, by a prompt aborted before its first token or by one
@@ -12510,136 +12424,6 @@ def test_paged_nan_left_in_blocks_has_no_effect(case):
         outputs = engine.generate(prompts, [greedy(n) for n in counts])
         assert [o.token_ids for o in outputs] == want
         paged_idle(engine, 9)
-
-
-@pytest.mark.parametrize("call", ["read", "write", "copy"])
-def test_paged_failing_swap_or_copy(call, monkeypatch):
-    """Swapping out, swapping in or copying a block raises, as when host memory runs out: the next
-    steps give the same tokens."""
-    model = paged_model()
-    prompts, _ = paged_requests(5)
-    want, done = paged_greedy(model, prompts, [16] * 5), getattr(P.PagedKVCache, call)
-    for k in range(1, 8):
-        calls = []
-
-        def fails(cache, *args, **more):
-            calls.append(args)
-            if len(calls) == k:
-                raise RuntimeError("out of host memory")
-            return done(cache, *args, **more)
-
-        monkeypatch.setattr(P.PagedKVCache, call, fails)
-        engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9, kv_swap=True)
-        for i, prompt in enumerate(prompts):
-            engine.add(prompt, greedy(16, n=2), id=i)
-        assert paged_run_with_failures(engine, want, range(5)) == (len(calls) >= k)
-        paged_idle(engine, 9)
-    assert len(calls) > 3
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_paged_engine_fuzz(seed):
-    """Random requests, NaN in some, priorities, samples, aborts and failures of the model, with any
-    block size, budget and mode: every token equals greedy decoding, every invariant holds after
-    each step, nothing leaks."""
-    model, r = paged_model(poison=True), random.Random(seed)
-    pool, _ = paged_requests(12, seed=11)
-    pool += [p[:4] for p in pool[:4]] + [p[:8] for p in pool[:4]]
-    want = paged_greedy(model, pool, [20] * len(pool))
-    pool += [[POISON] + pool[0], [POISON] * 9, [5, POISON] + pool[1]]
-    bs, budget = r.choice((1, 2, 3, 4, 5, 16)), r.choice((2, 3, 5, 9, 16, 64))
-    num_blocks = -(-r.randint(34, 50) // bs)
-    engine = paged_engine(
-        model,
-        num_blocks=num_blocks,
-        block_size=bs,
-        max_num_batched_tokens=budget,
-        max_num_seqs=r.randint(1, min(8, budget)),
-        kv_swap=r.random() < 0.5,
-        prefix_cache=r.random() < 0.8,
-    )
-    most = paged_find(engine, P.Scheduler).max_num_seqs
-    which, live, turn = {}, {}, 0
-    while turn < 60 or engine.unfinished:
-        kind, turn, model.fail_at = r.random(), turn + 1, None
-        if kind < 0.5 and turn < 60:
-            i, p, n = len(which), r.randrange(len(pool)), r.choice((1, 2, 5, 9, 20))
-            which[i] = p, n
-            engine.add(
-                pool[p],
-                greedy(n, n=min(most, r.choice((1, 1, 1, 2, 3)))),
-                id=i,
-                priority=r.choice((0, 0, 0, -1, 2)),
-            )
-        elif kind < 0.57 and engine.unfinished:
-            i = r.choice([i for i in which if i not in live or not live[i].finished])
-            live[i] = engine.abort(i)
-        elif kind < 0.65:
-            model.fail_at, model.fail_in = len(model.calls) + 1, r.randint(-1, 3)
-        try:
-            live |= {o.id: o for o in engine.step()}
-        except RuntimeError:
-            assert model.fail_at
-        paged_check(engine)
-        assert turn < 2000, "the engine does not come to an end"
-    for i, (p, n) in which.items():
-        for sample in live[i].samples:
-            if POISON in pool[p]:
-                assert not sample.token_ids and sample.finish_reason in ("abort", "error")
-                continue
-            whole = n if sample.finish_reason == "length" else len(sample.token_ids)
-            assert sample.token_ids == want[p][:whole]
-            assert sample.finish_reason in ("abort", "length")
-    paged_idle(engine, num_blocks)
-    assert max(model.calls) <= budget
-
-
-@pytest.mark.parametrize("swap", [False, True])
-def test_paged_abort_at_any_step(swap):
-    """Abort any request, waiting, in prefill, decoding, preempted, forked, or one whose prefix
-    another shares, after any number of steps: the others' tokens are the same; nothing leaks."""
-    model = paged_model(seed=2)
-    shared = paged_prompt(14, 9)
-    prompts = [shared, shared + [4], shared, paged_prompt(5, 3), paged_prompt(17, 4)]
-    counts = [9, 12, 6, 12, 8]
-    want = paged_greedy(model, prompts, counts)
-    aborted = set()
-    for at in range(60):
-        engine = paged_engine(
-            model,
-            num_blocks=9,
-            block_size=4,
-            max_num_batched_tokens=9,
-            max_num_seqs=6,
-            kv_swap=swap,
-        )
-        live = {}
-        for i, (prompt, n) in enumerate(zip(prompts, counts)):
-            engine.add(prompt, greedy(n, n=1 + (i == 3)), id=i)
-        for _ in range(at):
-            live |= {o.id: o for o in engine.step()}
-        if not engine.unfinished:
-            break
-        victim = next(
-            i for i in (*range(at % 5, 5), *range(5)) if i not in live or not live[i].finished
-        )
-        gone = engine.abort(victim)
-        paged_check(engine)
-        assert (
-            gone.finished
-            and gone.id == victim
-            and "abort" in {s.finish_reason for s in gone.samples}
-        )
-        assert gone.token_ids == want[victim][: len(gone.token_ids)]
-        aborted.add(victim)
-        with pytest.raises(ValueError):
-            engine.abort("nobody")
-        live |= {o.id: o for o in paged_run(engine)}
-        for i in set(range(5)) - {victim}:
-            for sample in live[i].samples:
-                assert sample.token_ids == want[i], (at, victim, i)
-        paged_idle(engine, 9)
-    assert aborted == set(range(5)) and 10 < at < 59
 
 
 def test_paged_engine_works_after_abort_all():
@@ -12736,9 +12520,9 @@ def test_paged_listener_sets_the_finish_reason():
         assert o.token_ids == want[:4] and o.finish_reason == reason
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("no one listens"), KeyboardInterrupt()])
-def test_paged_listener_that_raises(failure):
-    """A listener raises at its k-th token: the others get all their tokens, nothing leaks."""
+def test_paged_listener_that_raises():
+    """A listener raises at its k-th token: its request ends with that error, the others get all
+    their tokens, nothing leaks."""
     model = paged_model()
     prompts, _ = paged_requests(4)
     want = paged_greedy(model, prompts, [8] * 4)
@@ -12749,15 +12533,17 @@ def test_paged_listener_that_raises(failure):
             def push(self, token):
                 super().push(token)
                 if self.sequence.request.id == 1 and len(self.tokens) == k:
-                    raise failure
+                    raise RuntimeError("no one listens")
 
         engine = paged_engine(
             model, num_blocks=9, max_num_batched_tokens=9, output_callback=lambda s: Raises(s, log)
         )
         for i, prompt in enumerate(prompts):
             engine.add(prompt, greedy(8), id=i)
-        paged_run_with_failures(engine, want, (0, 2, 3))
+        failing = engine.outputs[1]
+        paged_run(engine)
         paged_idle(engine, 9)
+        assert failing.token_ids == want[1][:k] and "no one listens" in failing.error
         heard = {x.sequence.request.id: x.tokens for x in log}
         assert all(heard[i] == want[i] for i in (0, 2, 3)), "a token heard twice, or never"
 
@@ -15544,31 +15330,6 @@ def test_engine_spec_no_valid_token_inside_a_run():
         paged_idle(engine, 20)
 
 
-def test_engine_spec_nan_does_not_reach_later_requests():
-    """If a step with drafts gives NaN, its requests end with an error or with the right tokens, and
-    no later request reads the KV that it wrote."""
-    model, (prompts, counts) = paged_model(), paged_requests(5)
-    want = paged_greedy(model, prompts, counts)
-    texts, table = [p + w for p, w in zip(prompts, want)], model.embed.weight.data
-    for k in range(1, 14):
-        drafter = SpecBatched(texts, 0.2, ragged=True)
-        options = dict(num_blocks=9, max_num_batched_tokens=14, drafter=drafter)
-        engine = paged_engine(model, **options, kv_swap=k % 2 == 0)
-        for i, (prompt, n) in enumerate(zip(prompts, counts)):
-            engine.add(prompt, greedy(n), id=i)
-        live, step = dict(engine.outputs), 0
-        while engine.unfinished:
-            step += 1
-            model.embed.weight.data = torch.full_like(table, math.nan) if step == k else table
-            engine.step()
-        model.embed.weight.data = table
-        for i, tokens in enumerate(want):
-            assert live[i].finish_reason == "error" or live[i].token_ids == tokens
-        outputs = engine.generate(prompts, [*map(greedy, counts)])
-        assert [o.token_ids for o in outputs] == want, k
-        paged_idle(engine, 9)
-
-
 # ---- interfaces of drafter, verifier and speculate_k ----
 
 
@@ -15834,75 +15595,92 @@ def test_engine_spec_two_workers():
 # ---- failures ----
 
 
-@pytest.mark.parametrize("swap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def drafting(drafts: bool, texts, p_wrong=0.2, seed=0, policy=None) -> dict:
+    """Engine options: no drafts, or drafts of random length and quality."""
+    drafter = SpecBatched(texts, p_wrong, ragged=True, seed=seed)
+    policy = policy or SpecPolicy(lambda seq: 4)
+    return dict(drafter=drafter, speculate_k=policy) if drafts else {}
+
+
+DRAFT_HOOKS = "drafter verifier observe forget choose feedback model sampler push clock policy"
+INTERRUPTED = [  # with drafts, KV swap, where
+    *((False, None, where) for where in "layers model sampler read write copy push".split()),
+    *((True, False, where) for where in DRAFT_HOOKS.split()),
+]
+INTERRUPTED_SLOW = [(True, True, where) for where in DRAFT_HOOKS.split()]
+
+
 @pytest.mark.parametrize(
-    "where",
-    ["drafter", "verifier", "observe", "forget", "choose", "feedback", "model", "sampler", "push",
-     "clock", "policy"],
-)  # fmt: skip
-def test_engine_spec_interrupted_anywhere(where, swap):
-    """Ctrl-C in any call that the Engine makes: the next steps continue, every sample gets the
-    tokens that it would have had, once each, and the callback gets them once."""
+    "drafts, swap, where",
+    [*INTERRUPTED, *(pytest.param(*row, marks=pytest.mark.slow) for row in INTERRUPTED_SLOW)],
+)
+def test_engine_interrupted_anywhere(drafts, swap, where):
+    """An error or Ctrl-C in any call that the Engine makes, or in any layer of the model: the
+    caller gets it, the next steps continue, every sample and its listener get the tokens that they
+    would have had, once each, and nothing leaks."""
     model, (prompts, counts) = paged_model(seed=3), paged_requests(4, seed=1)
-    params = [greedy(n, n=1 + i % 3) for i, n in enumerate(counts)]
+    copies = where in ("read", "write", "copy")
+    if copies:
+        prompts, counts = paged_requests(5)[0], [16] * 5
+    params = [greedy(n, n=2 if copies else 1 + i % 3) for i, n in enumerate(counts)]
     want = paged_greedy(model, prompts, counts)
-    texts = [p + w for p, w in zip(prompts, want)]
-    few = where in ("policy", "clock")
-    for at in range(1, 400, 9 if few else 2):
-        calls, log = [0], []
+    texts, few = [p + w for p, w in zip(prompts, want)], where in ("policy", "clock")
+    for at in range(1, 400, 9 if few else 2 if drafts else 1):
+        error = RuntimeError("failed") if at // 2 % 2 and where != "push" else KeyboardInterrupt()
+        calls, log, raised, limit = [0], [], 0, 400
 
         def bomb(*_):
             calls[0] += 1
             if calls[0] == at:
-                raise KeyboardInterrupt
+                raise error
             return 0.0
-
-        def around(call):
-            return lambda *args: bomb() or call(*args)
 
         class Records(PagedListener):
             def push(self, token):
                 super().push(token)
                 bomb() if where == "push" else None
 
-        drafter, k_policy = SpecBatched(texts, 0.2, ragged=True, seed=at), SpecPolicy(lambda seq: 4)
-        options = dict(policy=lambda s: bomb() or P.fcfs(s)) if where == "policy" else {}
+        options = drafting(drafts, texts, seed=at)
+        options |= dict(policy=lambda s: bomb() or P.fcfs(s)) if where == "policy" else {}
         engine = paged_engine(
-            model, num_blocks=9, max_num_batched_tokens=14, kv_swap=swap, drafter=drafter,
-            speculate_k=k_policy, output_callback=lambda s: Records(s, log), **options,
+            model, num_blocks=9, max_num_batched_tokens=14 if drafts else 9,
+            kv_swap=copies or at % 2 == 0 if swap is None else swap,
+            output_callback=lambda s: Records(s, log), **options,
         )  # fmt: skip
         for i, (prompt, p) in enumerate(zip(prompts, params)):
             engine.add(prompt, p, id=i)
-        outputs = dict(engine.outputs)
-        for name, owner, attribute in (
-            ("drafter", drafter, "propose_batch"),
-            ("verifier", engine, "verifier"),
-            ("observe", drafter, "observe"),
-            ("forget", drafter, "forget"),
-            ("choose", k_policy, "choose"),
-            ("feedback", k_policy, "observe"),
-            ("model", engine, "_hidden"),
-            ("sampler", engine, "sampler"),
-            ("clock", engine, "clock"),
-        ):
-            if name == where:
-                setattr(owner, attribute, around(getattr(owner, attribute)))
-        limit = 300
+        outputs, drafter = dict(engine.outputs), engine.drafter
+        hooks = dict(model=(engine, "_hidden"), drafter=(drafter, "propose_batch"))
+        hooks |= dict(observe=(drafter, "observe"), forget=(drafter, "forget"))
+        hooks |= dict(choose=(engine.speculate_k, "choose"))
+        hooks |= dict(feedback=(engine.speculate_k, "observe"))
+        hooks |= {name: (engine, name) for name in ("verifier", "sampler", "clock")}
+        hooks |= {name: (engine.cache, name) for name in ("read", "write", "copy")}
+        model.calls, model.fail_at = [], None
+        if where == "layers":
+            model.fail_at, model.fail_in, model.failure = at, at % 5 - 1, error
+        elif where in hooks:
+            owner, name = hooks[where]
+            setattr(owner, name, lambda *args, call=getattr(owner, name): bomb() or call(*args))
         while engine.unfinished:
-            limit -= 1
-            assert limit, "the engine does not finish"
             try:
                 engine.step()
-            except KeyboardInterrupt:
-                paged_check(engine)
+            except (RuntimeError, KeyboardInterrupt) as e:
+                assert e is error
+                raised += 1
+            paged_check(engine)
+            limit -= 1
+            assert limit, "the engine does not finish"
         for i, output in outputs.items():
             assert [s.token_ids for s in output.samples] == [want[i]] * params[i].n, (where, at, i)
+            assert {s.finish_reason for s in output.samples} == {"length"}
         for listener in log:
             assert listener.tokens == want[listener.sequence.request.id], (where, at)
         paged_idle(engine, 9)
-        if calls[0] < at:
+        if not raised:
             break
-    assert at > 3 and calls[0] < at or few
+        assert raised == 1
+    assert few or at > 3 and not raised
 
 
 def test_engine_spec_interrupted_between_two_tokens():
@@ -15930,71 +15708,112 @@ def test_engine_spec_interrupted_between_two_tokens():
         paged_idle(engine, 9)
 
 
-def test_engine_spec_abort_at_any_step():
-    """Abort any request after any step, or from a callback in the middle of a run: it keeps the
-    tokens that were reported; the other requests' tokens are the same."""
-    model, (prompts, _) = paged_model(seed=2), paged_requests(5)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_engine_transient_nan_is_not_cached(drafts):
+    """One model call returns NaN: its requests end with an error or with the right tokens, and no
+    later request hits the KV that the call wrote."""
+    model, (prompts, counts) = paged_model(), paged_requests(6)
+    want, failed = paged_greedy(model, prompts, counts), 0
+    texts, table = [p + w for p, w in zip(prompts, want)], model.embed.weight.data
+    for k in range(1, 14 if drafts else 26):
+        engine = paged_engine(
+            model, num_blocks=9, max_num_batched_tokens=14 if drafts else 9, kv_swap=k % 2 == 0,
+            **drafting(drafts, texts),
+        )  # fmt: skip
+        for i, (prompt, n) in enumerate(zip(prompts, counts)):
+            engine.add(prompt, greedy(n), id=i)
+        live, step = dict(engine.outputs), 0
+        while engine.unfinished:
+            step += 1
+            model.embed.weight.data = torch.full_like(table, math.nan) if step == k else table
+            engine.step()
+        model.embed.weight.data = table
+        for i, tokens in enumerate(want):
+            assert live[i].finish_reason == "error" or live[i].token_ids == tokens
+            failed += live[i].finish_reason == "error"
+        outputs = engine.generate(prompts, [*map(greedy, counts)])
+        assert [o.token_ids for o in outputs] == want, k
+        paged_idle(engine, 9)
+    assert failed > 20
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_engine_abort_at_any_step(drafts):
+    """Abort any request, waiting, in prefill, decoding, preempted, forked, or one whose prefix
+    another shares, after any number of steps, or from a listener in the middle of a run: it keeps
+    the tokens that were delivered, the others' tokens are the same, and nothing leaks."""
+    model, shared = paged_model(seed=2), paged_prompt(14, 9)
+    prompts = [shared, shared + [4], shared, paged_prompt(5, 3), paged_prompt(17, 4)]
     want = paged_greedy(model, prompts, [12] * 5)
-    texts = [p + w for p, w in zip(prompts, want)]
-    for at in range(24):
-        victim, log = at % 5, []
+    texts, aborted = [p + w for p, w in zip(prompts, want)], set()
+    for at in range(120):
+        victim, log = at // 2 % 5, []
 
         class Aborts(PagedListener):
             def push(self, token):
                 super().push(token)
                 total = sum(len(x.tokens) for x in log)
-                if at % 2 and total >= 2 * at and victim in engine.outputs:
+                if at % 2 and total >= at and victim in engine.outputs:
                     engine.abort(victim)
 
-        drafter = SpecBatched(texts, 0.2, ragged=True, seed=at)
         engine = paged_engine(
-            model, num_blocks=10, max_num_batched_tokens=14, kv_swap=at % 3 == 0, drafter=drafter,
-            output_callback=lambda seq: Aborts(seq, log),
+            model, num_blocks=9, block_size=4, max_num_batched_tokens=14 if drafts else 9,
+            max_num_seqs=6, kv_swap=at % 3 == 0, output_callback=lambda seq: Aborts(seq, log),
+            **drafting(drafts, texts, seed=at),
         )  # fmt: skip
         for i, prompt in enumerate(prompts):
             engine.add(prompt, greedy(12, n=1 + (i == 3)), id=i)
         outputs = dict(engine.outputs)
-        for _ in range(at // 2):
+        for _ in range(at // 2 if at % 2 == 0 else 0):
             engine.step()
+        if not engine.unfinished:
+            break
         if victim in engine.outputs and at % 2 == 0:
-            engine.abort(victim)
+            gone = engine.abort(victim)
+            assert gone.finished and gone.id == victim
             spec_check(engine)
+            with pytest.raises(ValueError, match="nobody"):
+                engine.abort("nobody")
         paged_run(engine, spec_check)
         for i, output in outputs.items():
             for sample in output.samples:
                 whole = 12 if sample.finish_reason != "abort" else len(sample.token_ids)
                 assert sample.token_ids == want[i][:whole]
                 assert i == victim or sample.finish_reason == "length"
+                aborted |= {i} if sample.finish_reason == "abort" else set()
         for listener in log:
             sample = outputs[listener.sequence.request.id].samples[listener.sequence.index]
             assert listener.tokens == sample.token_ids and listener.ends == [sample.finish_reason]
-        assert {*drafter.seen} <= {*drafter.finished}
-        paged_idle(engine, 10)
+        assert not drafts or {*engine.drafter.seen} <= {*engine.drafter.finished}
+        paged_idle(engine, 9)
+    assert aborted == set(range(5)) and 10 < at < 119
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_engine_spec_fuzz(seed):
-    """Random requests, samples, priorities, aborts and failures, any block size, budget and mode,
-    with drafts of random length and quality: every token is that of plain greedy decoding, and no
-    block leaks."""
-    model, r = paged_model(), random.Random(seed)
-    pool, _ = paged_requests(10, seed=11)
-    pool += [p[:4] for p in pool[:3]] + [p[:8] for p in pool[:3]]
+@pytest.mark.parametrize("drafts, seed", [*product([False], range(12)), *product([True], range(8))])
+def test_engine_fuzz(drafts, seed):
+    """Random requests, NaN in some, samples, priorities, aborts and failures of the model, with any
+    block size, budget and mode, without drafts and with drafts of random length and quality: every
+    token is that of greedy decoding, every invariant holds after each step, nothing leaks."""
+    model, r = paged_model(poison=not drafts), random.Random(seed)
+    pool, _ = paged_requests(12, seed=11)
+    pool += [p[:4] for p in pool[:4]] + [p[:8] for p in pool[:4]]
     want = paged_greedy(model, pool, [20] * len(pool))
     texts = [p + w for p, w in zip(pool, want)]
+    if not drafts:  # a rejected draft must not be NaN
+        pool += [[POISON] + pool[0], [POISON] * 9, [5, POISON] + pool[1]]
     bs, budget = r.choice((1, 2, 3, 4, 5, 16)), r.choice((2, 3, 5, 9, 16, 64))
     num_blocks = -(-r.randint(34, 50) // bs)
-    drafter = SpecBatched(texts, r.choice((0, 0.2, 0.6)), ragged=True, seed=seed)
+    policy = SpecPolicy(lambda seq: r.randint(0, 6))
     engine = paged_engine(
         model, num_blocks=num_blocks, block_size=bs, max_num_batched_tokens=budget,
         max_num_seqs=r.randint(1, min(8, budget)), kv_swap=r.random() < 0.5,
-        prefix_cache=r.random() < 0.8, drafter=drafter,
-        speculate_k=SpecPolicy(lambda seq: r.randint(0, 6)),
+        prefix_cache=r.random() < 0.8,
+        **drafting(drafts, texts, r.choice((0, 0.2, 0.6)), seed, policy),
     )  # fmt: skip
     most, which, live, turn = engine.scheduler.max_num_seqs, {}, {}, 0
-    while turn < 50 or engine.unfinished:
+    while turn < 60 or engine.unfinished:
         kind, turn, model.fail_at = r.random(), turn + 1, None
-        if kind < 0.5 and turn < 50:
+        if kind < 0.5 and turn < 60:
             i, p, n = len(which), r.randrange(len(pool)), r.choice((1, 2, 5, 9, 20))
             which[i] = p, n
             params = greedy(n, n=min(most, r.choice((1, 1, 1, 2, 3))))
@@ -16008,15 +15827,20 @@ def test_engine_spec_fuzz(seed):
             live |= {o.id: o for o in engine.step()}
             spec_check(engine, 6)
         except RuntimeError:
+            assert model.fail_at
             paged_check(engine)
         assert turn < 2000, "the engine does not finish"
     for i, (p, n) in which.items():
         for sample in live[i].samples:
+            if POISON in pool[p]:
+                assert not sample.token_ids and sample.finish_reason in ("abort", "error")
+                continue
             whole = n if sample.finish_reason == "length" else len(sample.token_ids)
             assert sample.token_ids == want[p][:whole]
             assert sample.finish_reason in ("abort", "length")
     paged_idle(engine, num_blocks)
-    assert max(model.calls) <= budget and {*drafter.seen} <= {*drafter.finished}
+    assert max(model.calls) <= budget
+    assert not drafts or {*engine.drafter.seen} <= {*engine.drafter.finished}
 
 
 # ---- scheduler ----
