@@ -874,10 +874,10 @@ def test_partial_rotary_in_both_layouts_equals_transformers(kind):
     state = {}
     for key, value in hf_model.state_dict().items():
         if "qkv_proj" in key:
-            for part, rows in zip("qkv", value.split((64, 32, 32))):
+            for part, rows in zip("qkv", value.split((64, 32, 32)), strict=True):
                 state[key.replace("qkv_proj", f"{part}_proj")] = rows
         elif "gate_up_proj" in key:
-            for part, rows in zip(("gate", "up"), value.chunk(2)):
+            for part, rows in zip(("gate", "up"), value.chunk(2), strict=True):
                 state[key.replace("gate_up_proj", f"{part}_proj")] = rows
         else:
             state[key] = value
@@ -1570,7 +1570,7 @@ def test_saving_over_a_checkpoint_removes_old_shards(tmp_path):
     file of the others remains. A save that fails before its index leaves the old one."""
     models = [random_model(tiny(), seed) for seed in range(4)]
     tokens = random_tokens(tiny(), 1, 9)
-    for model, limit in zip(models, (10**9, 60_000, 60_000, 10**9)):
+    for model, limit in zip(models, (10**9, 60_000, 60_000, 10**9), strict=True):
         HF.save_checkpoint(model, tmp_path, limit)
         assert torch.equal(HF.load_checkpoint(tmp_path)(tokens), model(tokens))
         if limit > 10**6:
@@ -1609,7 +1609,7 @@ def test_sharded_folder_and_stored_dtype(tmp_path):
         loaded = HF.load_checkpoint(tmp_path, dtype=dtype)
         assert all(
             p.dtype == expected and torch.equal(p, q.to(expected))
-            for p, q in zip(loaded.parameters(), model.parameters())
+            for p, q in zip(loaded.parameters(), model.parameters(), strict=True)
         )
 
 
@@ -1620,7 +1620,9 @@ def test_loaded_weights_are_not_views_of_the_file(tmp_path):
     loaded, path = HF.load_checkpoint(tmp_path), tmp_path / "model.safetensors"
     with open(path, "r+b") as f:
         f.write(b"\0" * path.stat().st_size)
-    assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters()))
+    assert all(
+        torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True)
+    )
 
 
 def spoil(folder: Path, fault: str) -> None:
@@ -2456,7 +2458,7 @@ def test_sampling_is_batch_invariant():
     prompts = [[b, b + 1, 2 * b] for b in range(7)]
     first = [p[-1] for p in prompts]
     alone = []
-    for params, prompt in zip(MIXED_SAMPLINGS, prompts):
+    for params, prompt in zip(MIXED_SAMPLINGS, prompts, strict=True):
         one = S.Sampler(params, 1, V, eos_ids=[2])
         one.start([prompt])
         alone += run_sampler(one, table, prompt[-1:], 40)
@@ -3915,7 +3917,9 @@ def test_chat_cache_is_correct_after_ctrl_c_inside_a_layer(with_template, tmp_pa
         used, cache = chat.decoder.num_cached, M.KVCache(model.config, 1, 400)
         if used:
             model(torch.tensor([chat.ids[:used]]), attend=cache.attend)
-        for ours, fresh in zip((*chat.decoder.cache.k, *chat.decoder.cache.v), cache.k + cache.v):
+        for ours, fresh in zip(
+            (*chat.decoder.cache.k, *chat.decoder.cache.v), cache.k + cache.v, strict=True
+        ):
             torch.testing.assert_close(ours[:, :, :used], fresh[:, :, :used], atol=1e-4, rtol=1e-4)
     assert len(calls) == 29 and len(row.tokens) == 12
 
@@ -4187,7 +4191,7 @@ def test_logprobs_and_score_agree(capsys, tmp_path):
     ids = [*K.load_tokenizer(SMALL).encode("class Stack:\n"), *answer["tokens"]]
     model = HF.load_checkpoint(SMALL, dtype=torch.float32)
     [(chosen, _, _)] = PPL.score(model, ids, 512, 0, G.prefill_chunks)
-    for entry, logprob in zip(entries, chosen[-30:].tolist()):
+    for entry, logprob in zip(entries, chosen[-30:].tolist(), strict=True):
         assert abs(entry["logprob"] - logprob) < 1e-3
 
     text = "import os\nimport sys\n\n\ndef main():\n    pass\n" * 60
@@ -4404,7 +4408,10 @@ def test_learning_rate_warms_up_and_decays():
     """Linear to the peak over 5% of the steps, cosine to a tenth at the end."""
     rates = [T.learning_rate(s, 1000, 1.0) for s in range(1000)]
     assert rates[0] == 1 / 50 and rates[49] == 1.0 and max(rates) == 1.0
-    assert all(a > b for a, b in zip(rates[50:], rates[51:])) and abs(rates[-1] - 0.1) < 1e-4
+    assert (
+        all(a > b for a, b in zip(rates[50:], rates[51:]))
+        and abs(rates[-1] - 0.1) < 1e-4
+    )
     assert abs(rates[525] - 0.55) < 1e-2
 
 
@@ -4984,7 +4991,9 @@ def build(p: dict) -> tuple[dict, dict, tuple]:
     if p["sinks"]:
         leaves["sinks"] = make(heads, dtype=p["extras"])
     if p["bias"]:
-        shape = [n if kept else 1 for n, kept in zip(full[-len(p["bias"]) :], p["bias"])]
+        shape = [
+            n if kept else 1 for n, kept in zip(full[-len(p["bias"]) :], p["bias"], strict=True)
+        ]
         bias = make(*shape, dtype=p["extras"])
         bias[torch.rand(shape, generator=rng).to(DEVICE) < 0.1] = -INF
         bias[..., : bias.shape[-1] // 2 * p["bias_front"]] = -INF
@@ -5015,7 +5024,7 @@ def outcome(attend, leaves: dict, flags: dict, weights: tuple, use_lse=True) -> 
         loss = loss + (lse.double().masked_fill(lse == -INF, 0) * weights[1].double()).sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     values = dict(o=o.detach(), lse=lse.detach()) if use_lse else dict(o=o.detach())
-    return values | {f"d{name}": g for name, g in zip(leaves, gradients)}
+    return values | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -5165,7 +5174,7 @@ def test_reference_equals_the_definition(T, S, causal, with_sinks):
     visit = normal(4, -(-T // 2), -(-S // 2)) > -0.7
     flags["block_mask"] = A.BlockMask(visit, 2)
     got = A.attention_reference(q, k, v, **flags, return_lse=True)
-    for a, b in zip(got, by_hand(q, k, v, **flags)):
+    for a, b in zip(got, by_hand(q, k, v, **flags), strict=True):
         close(a, b, TOLERANCE[torch.float64])
 
 
@@ -5288,7 +5297,7 @@ def test_flash_fuzz(seed):
 @pytest.mark.parametrize("D", [64, 128])
 def test_flash_is_as_accurate_as_sdpa(dtype, causal, D):
     """At real sizes the error against float64 is at most 1.5 times that of torch's SDPA."""
-    leaves = dict(zip("qkv", qkv(512, 512, 2, heads=8, kv_heads=2, D=D, dtype=dtype)))
+    leaves = dict(zip("qkv", qkv(512, 512, 2, heads=8, kv_heads=2, D=D, dtype=dtype), strict=True))
     runs = dict(
         leaves=leaves, flags=dict(causal=causal), weights=[normal(2, 512, 8, D, dtype=dtype)]
     )
@@ -5498,7 +5507,7 @@ def test_finfo_min_masks_like_minus_infinity():
     hidden = torch.rand(20, 37, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.5
     low, never = (torch.where(hidden, x, 0.0) for x in (torch.finfo(torch.float32).min, -INF))
     a, b = (A.flash_attention(q, k, v, causal=False, bias=x, return_lse=True) for x in (low, never))
-    for got, want in zip(a, b):
+    for got, want in zip(a, b, strict=True):
         close(got, want)
 
 
@@ -5551,7 +5560,7 @@ def test_merged_partial_attention_equals_the_whole(bounds, packed):
     """Attention over parts of the keys, merged, == attention over all, with lse and gradients; some
     rows are fully masked in one part, or in all."""
     T, S, lead = 32, 53, () if packed else (2,)
-    leaves = dict(zip("qkv", qkv(T, S, *lead, heads=2, kv_heads=1)))
+    leaves = dict(zip("qkv", qkv(T, S, *lead, heads=2, kv_heads=1), strict=True))
     i, j = torch.arange(T, device=DEVICE)[:, None] + S - T, torch.arange(S, device=DEVICE)
     hidden = (j > i) | (i - j >= 12) | (i == 30)
     bias = torch.zeros(T, S, device=DEVICE).masked_fill(hidden, -INF)
@@ -5563,7 +5572,7 @@ def test_merged_partial_attention_equals_the_whole(bounds, packed):
         return A.flash_attention(q, k, v, causal=False, bias=bias[:, a:b], **ends, return_lse=True)
 
     def merged(q, k, v, **more):
-        parts = [part(q, k, v, a, b) for a, b in zip((0, *bounds), (*bounds, S))]
+        parts = [part(q, k, v, a, b) for a, b in zip((0, *bounds), (*bounds, S), strict=True)]
         return reduce(lambda x, y: A.merge_attention(*x, *y), parts)
 
     all_close(outcome(merged, leaves, {}, weights), outcome(part, leaves, {}, weights))
@@ -5600,7 +5609,7 @@ def test_nan_does_not_spread_across_sequences(where):
     and gradients."""
     ends, n = (int32(0, 20, 33, 54), 54) if where == "between" else (int32(0, 20, 33), 54)
     bad = slice(20, 33) if where == "between" else slice(33, 54)
-    leaves, (w, u) = dict(zip("qkv", qkv(n, n))), (normal(n, 4, 16), normal(4, n))
+    leaves, (w, u) = dict(zip("qkv", qkv(n, n), strict=True)), (normal(n, 4, 16), normal(4, n))
     w[bad], u[:, bad] = 0, 0
     clean = outcome(A.flash_attention, leaves, dict(cu_seqlens_q=ends), (w, u))
     poisoned = {name: x.clone() for name, x in leaves.items()}
@@ -5658,7 +5667,7 @@ def test_strides_do_not_matter(layout):
         o = A.flash_attention(q, k, v)
         return (o.detach(), *torch.autograd.grad(o, (q, k, v), w))
 
-    for got, want in zip(run(lambda x: x), run(torch.Tensor.contiguous)):
+    for got, want in zip(run(lambda x: x), run(torch.Tensor.contiguous), strict=True):
         close(got, want, 1e-6)
 
 
@@ -5683,7 +5692,7 @@ def check_decode(q, k, v, lengths, n_splits, **flags):
         for b, n in enumerate(used)
     ]
     assert got[0].dtype == q.dtype
-    for x, want in zip(got, zip(*rows)):
+    for x, want in zip(got, zip(*rows), strict=True):
         close(x, torch.cat(want), TOLERANCE[q.dtype])
 
 
@@ -5763,7 +5772,7 @@ def test_decode_in_a_slice_of_a_larger_cache():
     """The cache may be a slice of a larger buffer: slots outside it, full of NaN, are not read."""
     q, k, v = qkv(1, 64, 2)
     view = [torch.full((2, 2, 128, 16), math.nan, device=DEVICE, dtype=FLOAT) for _ in "kv"]
-    for whole, x in zip(view, (k, v)):
+    for whole, x in zip(view, (k, v), strict=True):
         whole[:, :, 32:96] = x.transpose(1, 2)
     k_view, v_view = (x[:, :, 32:96].transpose(1, 2) for x in view)
     lengths = int32(64, 40)
@@ -5817,7 +5826,9 @@ def test_block_mask_equals_a_dense_mask(block, T, S, causal):
     bias = torch.zeros(T, S, device=DEVICE).masked_fill(~dense, -INF)
     q, k, v = qkv(T, S, 1, heads=2, kv_heads=1)
     attend = partial(A.flash_attention, q, k, v, causal=causal, window=40, return_lse=True)
-    for got, want in zip(attend(block_mask=A.BlockMask(visit, block)), attend(bias=bias)):
+    for got, want in zip(
+        attend(block_mask=A.BlockMask(visit, block)), attend(bias=bias), strict=True
+    ):
         close(got, want)
 
 
@@ -5886,7 +5897,7 @@ def test_fp8_blocks_have_their_own_scales(monkeypatch):
     """With blocks of 128 rows of different magnitude, the kernel == the same roundings in plain
     torch, except for the running maximum used to round p."""
     states = qkv(160, 160, 1, heads=2, kv_heads=1, D=32, dtype=torch.float32)
-    for x, factor in zip(states, (2, 3, 8)):
+    for x, factor in zip(states, (2, 3, 8), strict=True):
         x[:, 128:] *= factor
     got = A.flash_attention_fp8(*states, causal=False)
     monkeypatch.setattr(A, "_can_use_triton", lambda *_, **__: False)
@@ -6112,8 +6123,10 @@ def test_opcheck(op):
 # Invalid arguments
 # --------------------------------------------------------------------------------------------------
 
-DENSE = dict(zip("qkv", qkv(7, 9, 2)))
-PACKED = dict(zip("qkv", qkv(7, 9)), cu_seqlens_q=int32(0, 3, 7), cu_seqlens_k=int32(0, 4, 9))
+DENSE = dict(zip("qkv", qkv(7, 9, 2), strict=True))
+PACKED = dict(
+    zip("qkv", qkv(7, 9), strict=True), cu_seqlens_q=int32(0, 3, 7), cu_seqlens_k=int32(0, 4, 9)
+)
 CACHE = dict(DENSE, lengths=int32(9, 5))
 VISIT = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
 REFUSED = [
@@ -6261,7 +6274,7 @@ def test_flash_attention_in_the_model_equals_dense_attention(config, absorb_up_t
             grads = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
             answers.append((out, grads))
         (dense, dense_grads), (flash, flash_grads) = answers
-        assert all(relative(a, b) <= 1e-5 for a, b in zip(flash, dense))
+        assert all(relative(a, b) <= 1e-5 for a, b in zip(flash, dense, strict=True))
         assert flash_grads.keys() == dense_grads.keys()
         size = max(g.norm() for g in dense_grads.values())
         for name, g in dense_grads.items():  # with one token the gradient of q is 0: rounding noise
@@ -6288,7 +6301,7 @@ def test_flash_attention_over_a_cache_equals_cache_attend(
     assert flash_cache.length == dense_cache.length == start
     assert all(
         (a - b).norm() <= 1e-5 * b.norm()
-        for a, b in zip(flash_cache.k + flash_cache.v, dense_cache.k + dense_cache.v)
+        for a, b in zip(flash_cache.k + flash_cache.v, dense_cache.k + dense_cache.v, strict=True)
     )
 
 
@@ -6336,7 +6349,7 @@ def test_packed_prompts_give_the_logits_of_separate_prompts(config, monkeypatch)
     prompts = [random_tokens(config, n, seed=n) for n in (7, 1, 20)]
     tokens, positions, cu_seqlens = A.pack(prompts)
     got = model(tokens, positions, A.as_attend(cu_seqlens=cu_seqlens))[0]
-    for prompt, part in zip(prompts, got.split([len(p) for p in prompts])):
+    for prompt, part in zip(prompts, got.split([len(p) for p in prompts]), strict=True):
         assert relative(part, model(prompt[None])[0]) <= 1e-5
 
 
@@ -6651,7 +6664,7 @@ def test_calibrate_sequential_feeds_each_layer_from_quantized_layers():
         layers[i] = nn.Linear(4, 4)  # replaced, not only changed
         with torch.no_grad():
             expect = [torch.tanh(layers[i](x)) for x in expect]
-    assert i == 2 and all(torch.equal(a, b) for a, b in zip(batches, before))
+    assert i == 2 and all(torch.equal(a, b) for a, b in zip(batches, before, strict=True))
     with pytest.raises(ValueError, match="inputs is empty"):
         next(C.layer_by_layer(layers, [], forward))
 
@@ -6787,7 +6800,7 @@ def test_calibrate_one_row_and_odd_dtypes(N):
     W, x = calibrate_layer(6, N=N)
     H, spec = x.t() @ x, C.MinMaxSpec(3, 32)
     a, b = C.gptq(W.bfloat16(), H, spec), C.gptq(W.bfloat16().float(), H, spec)
-    assert all(torch.equal(p, q) for p, q in zip(a, b))
+    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
     W = W.bfloat16().float()
     assert C.output_error(W, spec.dequantize(*b), H) <= C.output_error(
         W, C.round_to_nearest(spec, W), H
@@ -6847,7 +6860,7 @@ def test_calibrate_fold_keeps_the_output(kind):
 
     before, weight = [o.detach() for o in outputs()], norm.weight.detach().clone()
     C.fold_(norm, [q, k, router, stack], s)
-    for a, b in zip(outputs(), before):
+    for a, b in zip(outputs(), before, strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
     torch.testing.assert_close(norm.weight.detach(), weight / s)
 
@@ -7082,7 +7095,7 @@ def test_calibrate_saliency_is_the_formula_and_frees_gradients():
     assert not any(p._post_accumulate_grad_hooks for p in mats.values())
     want = {n: 0 for n in mats}
     for batch in batches:
-        for n, g in zip(mats, torch.autograd.grad(model(batch), list(mats.values()))):
+        for n, g in zip(mats, torch.autograd.grad(model(batch), list(mats.values())), strict=True):
             want[n] = want[n] + g.abs()
     for n, w in mats.items():
         w = w.detach()
@@ -7213,7 +7226,7 @@ def test_sparse_prune_keeps_the_largest(n, m):
     w = sparse_normal(9, 2 * m).mul(2).round()
     w[3] = 0
     mask = Z.prune(w, n, m)
-    for row, kept in zip(w.tolist(), mask.tolist()):
+    for row, kept in zip(w.tolist(), mask.tolist(), strict=True):
         for g in range(0, 2 * m, m):
             order = sorted(range(g, g + m), key=lambda i: -abs(row[i]))
             assert [i for i in range(g, g + m) if kept[i]] == sorted(order[:n])
@@ -7869,7 +7882,9 @@ def test_gemm_n_splits_depends_on_the_shape():
 def test_gemm_weight_only_rejects_bad_arguments(broken):
     """An argument that does not fit is a ValueError with its name, before anything is read."""
     names = ("qweight", "scales", "zeros")
-    given = dict(zip(names, gemm_weight(8, 64, 32)), x=gemm_normal(3, 64), bias=gemm_normal(8))
+    given = dict(
+        zip(names, gemm_weight(8, 64, 32), strict=True), x=gemm_normal(3, 64), bias=gemm_normal(8)
+    )
     given[broken] = 0 if broken == "n_splits" else given[broken][..., 1:]
     with pytest.raises(ValueError, match="qweight|bias|n_splits"):
         X.weight_only_matmul(**given)
@@ -9427,7 +9442,9 @@ def test_quantize_load_in_another_dtype(scheme, tmp_path):
     for dtype in (torch.float32, torch.float16):
         again, want = quantize_load(tmp_path, dtype=dtype), copy.deepcopy(model).to(dtype)
         quantize_assert_same_state(again, want)
-        for a, b in zip(quantize_linears(again).values(), quantize_linears(want).values()):
+        for a, b in zip(
+            quantize_linears(again).values(), quantize_linears(want).values(), strict=True
+        ):
             assert a.weight.dtype == dtype and torch.equal(a.weight, b.weight)
 
 
@@ -10045,7 +10062,7 @@ def test_fp8_training_matmul_and_its_gradients(recipe, tokens):
         assert fp8_rel_error(layer[0].bias.grad, gs.sum(0)) < 1e-5
         wanted = torch.autograd.grad(plain(x), [x, *plain.parameters()], g)
         got = [x.grad, *(p.grad for p in layer.parameters())]
-        assert all(fp8_rel_error(a, b) < 0.1 for a, b in zip(got, wanted))
+        assert all(fp8_rel_error(a, b) < 0.1 for a, b in zip(got, wanted, strict=True))
         assert fp8_rel_error(got[0], wanted[0]) > 1e-3  # FP8 was used
 
 
@@ -10092,7 +10109,7 @@ def test_fp8_training_matmul_compiled(recipe):
     wrt = [x, *layer.parameters()]
     eager = [layer(x), *torch.autograd.grad(layer(x), wrt, g)]
     z = torch.compile(layer, fullgraph=True)(x)
-    for a, b in zip([z, *torch.autograd.grad(z, wrt, g)], eager):
+    for a, b in zip([z, *torch.autograd.grad(z, wrt, g)], eager, strict=True):
         assert fp8_rel_error(a, b) < 1e-4
 
 
@@ -10146,7 +10163,7 @@ def test_fp8_experts(recipe):
     assert 1e-3 < fp8_rel_error(got, plain) < 0.1
     moe.zero_grad()
     got.sum().backward()
-    for p, g in zip((moe.w_gate_up, moe.w_down, moe.router), grads):
+    for p, g in zip((moe.w_gate_up, moe.w_down, moe.router), grads, strict=True):
         assert p.grad.shape == p.shape and fp8_rel_error(p.grad, g) < 0.6
 
 
@@ -10404,7 +10421,7 @@ def test_fp8_compiled_run_equals_eager(flags, fp8_folder, tmp_path):
     for out, more in (("eager", ()), ("compiled", ("--compile",))):
         argv = [fp8_folder, tmp_path / out, "one", *flags, "--dtype", "fp32", *more]
         assert fp8_train(*argv) == 0
-    for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled")):
+    for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=2e-3)
 
 
@@ -10526,7 +10543,7 @@ def test_compress_folds_keep_the_models_output(folder, method, compress_texts):
             W.fold_scales_(block, method, scheme, replay)
         assert relative(model(tokens[0]), before) < 1e-5
     after = [p for p in model.parameters() if p.dim() == 1]
-    assert sum(not torch.equal(a, b) for a, b in zip(norms, after)) > len(norms) // 2
+    assert sum(not torch.equal(a, b) for a, b in zip(norms, after, strict=True)) > len(norms) // 2
 
 
 def test_compress_smoothquant_helps_where_activations_have_outliers(compress_texts):
@@ -10787,7 +10804,10 @@ def paged_greedy(model, prompts, counts, eos=(), rows=400) -> list[list[int]]:
         first = paged_greedy(model, prompts[:rows], counts[:rows], eos)
         return first + paged_greedy(model, prompts[rows:], counts[rows:], eos)
     tokens = [list(p) for p in prompts]
-    done, longest = [False] * len(prompts), max(len(p) + n for p, n in zip(prompts, counts))
+    done, longest = (
+        [False] * len(prompts),
+        max(len(p) + n for p, n in zip(prompts, counts, strict=True)),
+    )
     cache = M.KVCache(model.config, len(prompts), longest)
     with torch.no_grad():
         for t in range(longest - 1):
@@ -10799,7 +10819,7 @@ def paged_greedy(model, prompts, counts, eos=(), rows=400) -> list[list[int]]:
                     tokens[i].append(token)
                     n = len(tokens[i]) - len(prompts[i])
                     done[i] = n == counts[i] or token in eos
-    return [row[len(p) :] for row, p in zip(tokens, prompts)]
+    return [row[len(p) :] for row, p in zip(tokens, prompts, strict=True)]
 
 
 def paged_prompt(length: int, seed: int, low: int = 3, high: int = 90) -> list[int]:
@@ -10968,7 +10988,7 @@ def paged_build(p: dict) -> tuple[tuple, dict]:
             row[:same] = other[:same]
         rows.append(row)
     seen = torch.zeros(blocks, bs, dtype=torch.bool)
-    for row, n in zip(rows, p["lengths"]):
+    for row, n in zip(rows, p["lengths"], strict=True):
         for x in range(n):
             seen[row[x // bs], x % bs] = True
     table = torch.tensor([row + [junk] * (width - len(row)) for row in rows], dtype=torch.int32)
@@ -11015,7 +11035,7 @@ def paged_compare(attend, p: dict) -> None:
     alone = attend(*args, **flags, n_splits=p["n_splits"])
     assert torch.allclose(alone, got[0], atol=1e-5) and alone.dtype == args[0].dtype, p
     tolerance = 3e-3 if p["half"] else 1e-5
-    for name, a, b in zip(("o", "lse"), got, want):
+    for name, a, b in zip(("o", "lse"), got, want, strict=True):
         assert a.shape == b.shape, (name, a.shape, b.shape, p)
         if b.numel():
             assert torch.isfinite(a).all(), (name, p)
@@ -11077,7 +11097,7 @@ def test_paged_attention_is_batch_invariant(kernel, monkeypatch):
         torch.testing.assert_close(alone, whole[rows], rtol=1e-6, atol=1e-6)
     moved = torch.randperm(len(k), generator=torch.Generator().manual_seed(0))
     back = torch.empty_like(k), torch.empty_like(v)
-    for new, old in zip(back, (k, v)):
+    for new, old in zip(back, (k, v), strict=True):
         new[moved] = old
     again = P.paged_attention(q, *back, moved[table.long()].int(), cu, lengths, **flags)
     torch.testing.assert_close(again, whole, rtol=1e-6, atol=1e-6)
@@ -11108,7 +11128,7 @@ def paged_interleave(model, cache, sequences, tables, seed, sizes=(1, 1, 2, 3, 5
     """Run the sequences in random chunks, in random batches; logits of each, whole."""
     r, done = random.Random(seed), [0] * len(sequences)
     logits = [[] for _ in sequences]
-    while any(n < len(s) for n, s in zip(done, sequences)):
+    while any(n < len(s) for n, s in zip(done, sequences, strict=True)):
         chunks, rows = [], []
         for i in r.sample(range(len(sequences)), len(sequences)):
             n = min(r.choice(sizes), len(sequences[i]) - done[i])
@@ -11117,7 +11137,7 @@ def paged_interleave(model, cache, sequences, tables, seed, sizes=(1, 1, 2, 3, 5
                 chunks.append(P.Chunk(new, done[i], tables[i]))
                 rows.append(i)
         if chunks:
-            for i, found in zip(rows, paged_step(model, cache, chunks)):
+            for i, found in zip(rows, paged_step(model, cache, chunks), strict=True):
                 logits[i].append(found)
                 done[i] += len(found)
     return [torch.cat(parts) for parts in logits]
@@ -11138,7 +11158,7 @@ def test_paged_equals_contiguous(name, block_size):
     cache = P.PagedKVCache(model.config, num_blocks, block_size)
     paged_overwrite(model, cache, num_blocks, block_size)
     got = paged_interleave(model, cache, sequences, tables, seed=block_size)
-    for tokens, logits in zip(sequences, got):
+    for tokens, logits in zip(sequences, got, strict=True):
         assert paged_error(logits, paged_plain_forward(model, tokens)) <= 1e-5
 
 
@@ -11156,7 +11176,7 @@ def test_paged_blocks_are_shared_copied_and_swapped(name, kv_dtype):
     cache.copy([(9, 0), (9, 20)])
     a, b, c = [7, 3, 9, 12, 1], [7, 3, 0, 11, 2], [7, 3, 20]
     found = step([P.Chunk(tails[0], 10, a), P.Chunk(tails[1], 10, b)])
-    for tail, logits in zip(tails, found):
+    for tail, logits in zip(tails, found, strict=True):
         want = paged_plain_forward(model, prefix + tail)[10:]
         assert ((logits - want).norm() / want.norm()).item() <= PAGED_TOLERANCE[kv_dtype]
     probe = [P.Chunk([5], 17, a), P.Chunk([5], 19, b), P.Chunk([5], 10, c)]
@@ -11167,7 +11187,7 @@ def test_paged_blocks_are_shared_copied_and_swapped(name, kv_dtype):
     cache.write([4, 8, 15, 16, 23], 0, kept[0])
     cache.write([4, 8, 10, 13, 14], 8, kept[1])  # its first two blocks are shared with a
     after = step([P.Chunk([5], 17, [4, 8, 15, 16, 23]), P.Chunk([5], 19, [4, 8, 10, 13, 14])])
-    for x, y in zip(after, before):
+    for x, y in zip(after, before, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
@@ -11749,7 +11769,7 @@ def test_paged_ctrl_c_at_any_line_keeps_the_engine_consistent(where, swap):
             more["output_callback"] = lambda seq: interrupt() or PagedListener(seq, [])
         engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=12, kv_swap=swap, **more)
         outputs = {}
-        for i, (prompt, param) in enumerate(zip(prompts, params)):
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             while i not in engine.outputs:
                 try:
                     engine.add(prompt, param, id=i)
@@ -11962,10 +11982,10 @@ def paged_story():
     free = paged_greedy(model, prompts, counts)
     eos = Counter(i for row in free for i in row).most_common(8)[-1][0]
     want = []
-    for tokens, ignored in zip(free, ignore):
+    for tokens, ignored in zip(free, ignore, strict=True):
         end = tokens.index(eos) + 1 if eos in tokens and not ignored else len(tokens)
         want.append(tokens[:end])
-    params = [greedy(n, ignore_eos=x) for n, x in zip(counts, ignore)]
+    params = [greedy(n, ignore_eos=x) for n, x in zip(counts, ignore, strict=True)]
     return model, prompts, params, want, eos
 
 
@@ -12082,10 +12102,14 @@ def test_paged_engine_with_quantized_kv(name, kv_dtype):
         busy = paged_engine(
             model, num_blocks=9, max_num_batched_tokens=7, kv_dtype=kv_dtype, kv_swap=swap
         )
-        for o, (tokens, logprobs) in zip(busy.generate(prompts, replace(params, n=2)), want):
+        for o, (tokens, logprobs) in zip(
+            busy.generate(prompts, replace(params, n=2)), want, strict=True
+        ):
             for sample in o.samples:
                 assert sample.token_ids == tokens
-                assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(sample.logprobs, logprobs))
+                assert all(
+                    abs(a[0] - b[0]) < 1e-3 for a, b in zip(sample.logprobs, logprobs, strict=True)
+                )
         assert busy.stats()["preemptions"] > 3
         paged_idle(busy, 9)
 
@@ -12166,7 +12190,9 @@ def paged_check_logprobs(model, prompt, sample) -> None:
     logs = logits.log_softmax(-1)
     assert logits.argmax(-1).tolist() == sample.token_ids
     assert len(sample.logprobs) == len(sample.token_ids)
-    for row, token, (logprob, ids, values) in zip(logs, sample.token_ids, sample.logprobs):
+    for row, token, (logprob, ids, values) in zip(
+        logs, sample.token_ids, sample.logprobs, strict=True
+    ):
         assert abs(logprob - row[token].item()) < 1e-4
         best = row.topk(len(ids))
         assert ids == best.indices.tolist()
@@ -12216,7 +12242,7 @@ def test_paged_samples_equal_separate_runs(swap):
     outputs = engine.generate(prompts, params)
     assert engine.stats()["preemptions"] > 3
     paged_idle(engine, 12)
-    for prompt, param, output in zip(prompts, params, outputs):
+    for prompt, param, output in zip(prompts, params, outputs, strict=True):
         for i, sample in enumerate(output.samples):
             alone = paged_engine(model, True, num_blocks=99, block_size=16, prefix_cache=False)
             one = replace(param, n=1, seed=(param.seed + i) % 2**63)
@@ -12273,11 +12299,13 @@ def test_paged_logprobs():
     ]
     outputs = engine.generate(prompts, params)
     assert engine.stats()["preemptions"] > 0
-    for prompt, param, output in zip(prompts, params, outputs):
+    for prompt, param, output in zip(prompts, params, outputs, strict=True):
         for sample in output.samples:
             logits = paged_plain_forward(model, prompt + sample.token_ids)[len(prompt) - 1 : -1]
             assert len(sample.logprobs) == len(sample.token_ids) == 8
-            for row, token, entry in zip(logits.log_softmax(-1), sample.token_ids, sample.logprobs):
+            for row, token, entry in zip(
+                logits.log_softmax(-1), sample.token_ids, sample.logprobs, strict=True
+            ):
                 logprob, ids, values = entry
                 assert abs(logprob - row[token].item()) < 1e-4
                 assert len(ids) == len(values) == param.logprobs
@@ -12359,7 +12387,7 @@ def test_paged_custom_sampler():
     engine = paged_engine(model, num_blocks=14, block_size=3, sampler=sampler)
     with pytest.raises(ValueError, match="min_p"):
         engine.add(prompts[0], greedy(3, min_p=0.5))
-    for id, prompt in zip("abcd", prompts):
+    for id, prompt in zip("abcd", prompts, strict=True):
         engine.add(prompt, greedy(9, n=2 if id == "b" else 1, repetition_penalty=1.5), id=id)
     done = {o.id: o for o in paged_run(engine)}
     assert done["a"].token_ids == want[0] and done["d"].token_ids == want[3]
@@ -12394,7 +12422,7 @@ def test_paged_nan_in_one_sequence_affects_no_other(temperature):
         for turn in range(3):
             bad = [prompts[0][:8] + [POISON], [POISON] + prompts[1], [POISON] * 11]
             ids = [engine.add(p, replace(params[0], max_new_tokens=5, n=2)) for p in bad[:2]]
-            good = [engine.add(p, x) for p, x in zip(prompts, params)]
+            good = [engine.add(p, x) for p, x in zip(prompts, params, strict=True)]
             ids.append(engine.add(bad[2], replace(params[0], n=3)))
             done = {o.id: o for o in paged_run(engine)}
             assert [done[i].token_ids for i in good] == want
@@ -12611,7 +12639,7 @@ def test_paged_step_returns_outputs_that_advanced():
     prompts, counts = paged_requests(6, seed=8)
     engine = paged_engine(model, num_blocks=9, block_size=4, max_num_batched_tokens=9)
     assert engine.step() == [] and not model.calls and engine.unfinished == 0
-    for i, (prompt, n) in enumerate(zip(prompts, counts)):
+    for i, (prompt, n) in enumerate(zip(prompts, counts, strict=True)):
         engine.add(prompt, greedy(n, n=2), id=i)
     assert engine.unfinished == 6 and engine.n_waiting >= 6
     sizes, finished, objects = Counter(), set(), {}
@@ -12829,11 +12857,15 @@ def test_paged_generate_with_some_bad_requests():
         ([5], greedy(3, n=5)),
         ([5], greedy(3, presence_penalty=0.3)),
     ]
-    mixed = [x for pair in zip(bad, zip(prompts, map(greedy, counts))) for x in pair]
+    mixed = [
+        x
+        for pair in zip(bad, zip(prompts, map(greedy, counts), strict=True), strict=True)
+        for x in pair
+    ]
     outputs = engine.generate([p for p, _ in mixed], [x for _, x in mixed])
     assert [o.token_ids for o in outputs[1::2]] == want
     assert all(o.error is None for o in outputs[1::2])
-    for output, word in zip(outputs[::2], ("prompt", "97", "n", "presence_penalty")):
+    for output, word in zip(outputs[::2], ("prompt", "97", "n", "presence_penalty"), strict=True):
         assert word in output.error and output.token_ids == [] and output.finished
     assert outputs[0].finish_reason == "error"
     paged_run(engine)
@@ -13104,7 +13136,9 @@ def test_serving_batch_equals_single_requests(tmp_path, capsys, monkeypatch):
         path = serving_file(tmp_path / f"{name}.jsonl", requests)
         results = serving_batch(path, *serving_flags(common), *flags)
         assert bool(re.search(r" [1-9]\d* preemptions", capsys.readouterr().err)) == bool(flags)
-        for line, ((_, fields), expected) in enumerate(zip(SERVING_REQUESTS, alone), 1):
+        for line, ((_, fields), expected) in enumerate(
+            zip(SERVING_REQUESTS, alone, strict=True), 1
+        ):
             serving_compare(results[line], expected, fields)
 
 
@@ -13378,7 +13412,7 @@ def test_serving_detokenizes_completions_after_their_prompt(tmp_path):
     requests = V.RequestFile(path, {}, tokenizer, template, None, defaults, 128)
     results = list(service.results(requests))
     assert [r["line"] for r in results] == [3, 2, 1]
-    for r, before in zip(results, (None, 8, ord("A"))):
+    for r, before in zip(results, (None, 8, ord("A")), strict=True):
         a, b = r["tokens"]
         assert r["text"] == f"{before}>{a} {a}>{b} "
 
@@ -13407,7 +13441,7 @@ def test_serving_row_sampler_equals_one_sampler_per_sequence():
         step = rng.sample(seqs, rng.randint(1, 3))
         ids = rows(table[[seq.tokens[-1] for seq in step]], step)
         if rng.random() < 0.9:  # else the step is interrupted and its tokens are lost
-            for seq, id in zip(step, ids.tolist()):
+            for seq, id in zip(step, ids.tolist(), strict=True):
                 seq.tokens.append(id)
     for seq in seqs:
         case = {name: getattr(seq.params, name) for name in P.SamplingParams.__dataclass_fields__}
@@ -13441,7 +13475,7 @@ def test_serving_arrivals_have_the_requested_rate_and_cv(arrival_cv):
             counts[int(at)] += 1
         assert abs(statistics.pvariance(counts) / statistics.fmean(counts) - 1) < 0.1
     stretched = V.arrival_times(20_000, 4.0, arrival_cv, random.Random(1))
-    assert all(math.isclose(2 * a, b) for a, b in zip(due, stretched))
+    assert all(math.isclose(2 * a, b) for a, b in zip(due, stretched, strict=True))
 
 
 def test_serving_workload_is_deterministic_given_its_seed():
@@ -15059,7 +15093,7 @@ class SpecDrafter:
         draft = max(known, key=len, default=[])
         draft += [self.r.randrange(self.vocab) for _ in range(n - len(draft))]
         wrong = [self.r.random() < self.p_wrong for _ in draft]
-        return [(t + w) % self.vocab for t, w in zip(draft, wrong)], None
+        return [(t + w) % self.vocab for t, w in zip(draft, wrong, strict=True)], None
 
 
 class SpecBatched(SpecDrafter):
@@ -15074,9 +15108,9 @@ class SpecBatched(SpecDrafter):
 
     def propose_batch(self, sequences, contexts, ks):
         assert len(sequences) == len(set(sequences)) == len(ks) and min(ks) > 0
-        assert all(seq.tokens == tokens for seq, tokens in zip(sequences, contexts))
+        assert all(seq.tokens == tokens for seq, tokens in zip(sequences, contexts, strict=True))
         assert not set(sequences) & set(self.finished)
-        return [super(SpecBatched, self).__call__(*call) for call in zip(contexts, ks)]
+        return [super(SpecBatched, self).__call__(*call) for call in zip(contexts, ks, strict=True)]
 
     def observe(self, seq, start, hidden):
         assert seq not in self.finished and start >= 0 and len(hidden)
@@ -15088,7 +15122,7 @@ class SpecBatched(SpecDrafter):
 
 
 def spec_texts(prompts, outputs) -> list[list[int]]:
-    return [p + s.token_ids for p, o in zip(prompts, outputs) for s in o.samples]
+    return [p + s.token_ids for p, o in zip(prompts, outputs, strict=True) for s in o.samples]
 
 
 def spec_check(engine, k=5) -> None:
@@ -15101,7 +15135,7 @@ def spec_check(engine, k=5) -> None:
 
 
 def spec_generate(engine, prompts, params, priorities=None, check=spec_check) -> list:
-    for i, (prompt, p) in enumerate(zip(prompts, params)):
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         engine.add(prompt, p, id=i, priority=priorities[i] if priorities else 0)
     outputs = dict(engine.outputs)
     paged_run(engine, check)
@@ -15115,7 +15149,7 @@ def spec_compare(got, want, close=1e-4) -> None:
             assert x.token_ids == y.token_ids and x.finish_reason == y.finish_reason
             for (p, ids, ps), (q, _, qs) in zip(x.logprobs, y.logprobs, strict=True):
                 assert abs(p - q) < close and len(ids) == len(ps) == len(qs)
-                assert all(abs(s - t) < close for s, t in zip(ps, qs))
+                assert all(abs(s - t) < close for s, t in zip(ps, qs, strict=True))
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -15208,7 +15242,7 @@ def test_engine_spec_with_every_model_family(name):
     """Sliding windows, ALiBi, MLA."""
     model, (prompts, counts) = paged_model(name), paged_requests(6)
     want = paged_greedy(model, prompts, counts)
-    drafter = SpecDrafter([p + w for p, w in zip(prompts, want)], 0.3, ragged=True)
+    drafter = SpecDrafter([p + w for p, w in zip(prompts, want, strict=True)], 0.3, ragged=True)
     engine = paged_engine(
         model, num_blocks=9, max_num_batched_tokens=16, kv_swap=True, drafter=drafter
     )
@@ -15317,7 +15351,7 @@ def test_engine_spec_no_valid_token_inside_a_run():
     """-1 after some accepted tokens: these are kept, and the sample ends with an error."""
     model, (prompts, _) = paged_model(), paged_requests(3)
     want = paged_greedy(model, prompts, [9] * 3)
-    texts = [p + w for p, w in zip(prompts, want)]
+    texts = [p + w for p, w in zip(prompts, want, strict=True)]
     for at in range(9):
         sampler = PagedSampler()
         sampler.never = {(1, 0, at)}
@@ -15339,7 +15373,7 @@ def test_engine_spec_drafter_observes_accepted_tokens():
     prefixes are not run); forget is called once per sequence, and nothing after it."""
     model, (prompts, counts) = paged_model(), paged_requests(6)
     want = paged_greedy(model, prompts, counts)
-    texts = [p + w for p, w in zip(prompts, want)]
+    texts = [p + w for p, w in zip(prompts, want, strict=True)]
     for prefix, n in ((False, 1), (True, 2)):
         drafter = SpecBatched(texts, 0.3, ragged=True)
         engine = paged_engine(
@@ -15369,7 +15403,7 @@ def test_engine_spec_verifier_gets_its_own_rows():
     drafts."""
     model, (prompts, counts) = paged_model(), paged_requests(6)
     want = paged_greedy(model, prompts, counts)
-    texts, probs, mixed, called = [p + w for p, w in zip(prompts, want)], {}, 0, []
+    texts, probs, mixed, called = [p + w for p, w in zip(prompts, want, strict=True)], {}, 0, []
 
     class Uniform(SpecDrafter):
         def __call__(self, tokens, k):
@@ -15382,7 +15416,7 @@ def test_engine_spec_verifier_gets_its_own_rows():
         assert len(heads) == len(drafts) and any(tokens for tokens, _ in drafts)
         mixed += any(p is None for _, p in drafts)
         row, runs = 0, []
-        for seq, (tokens, p) in zip(heads, drafts):
+        for seq, (tokens, p) in zip(heads, drafts, strict=True):
             assert (p is None and tokens == []) or p is probs[tuple(seq.tokens)]
             expected = paged_plain_forward(model, seq.tokens + tokens)[len(seq.tokens) - 1 :]
             rows, row = logits[row : row + len(expected)], row + len(expected)
@@ -15482,7 +15516,7 @@ def test_engine_spec_speculate_k_policy_is_called_and_updated():
     now = [0.0]
     model, (prompts, counts) = paged_model(), paged_requests(6)
     want = paged_greedy(model, prompts, counts)
-    drafter = SpecDrafter([p + w for p, w in zip(prompts, want)], 0.3)
+    drafter = SpecDrafter([p + w for p, w in zip(prompts, want, strict=True)], 0.3)
 
     def propose(tokens, k):
         now[0] += 0.25
@@ -15508,9 +15542,13 @@ def test_engine_spec_speculate_k_policy_is_called_and_updated():
     assert sum(sum(x[2]) for x in policy.seen) == stats["accepted"]
     assert len(policy.rows) == len(policy.seen) < stats["steps"]
     assert any(not sum(x[1]) for x in policy.seen)
-    for rows, (seqs, proposed, accepted, tokens, seconds, draft) in zip(policy.rows, policy.seen):
+    for rows, (seqs, proposed, accepted, tokens, seconds, draft) in zip(
+        policy.rows, policy.seen, strict=True
+    ):
         assert rows == seqs and len(proposed) == len(accepted) == len(seqs)
-        assert all(a <= p <= s.request.id % 4 for s, p, a in zip(seqs, proposed, accepted))
+        assert all(
+            a <= p <= s.request.id % 4 for s, p, a in zip(seqs, proposed, accepted, strict=True)
+        )
         assert draft == 0.25 * sum(p > 0 for p in proposed) and seconds == 1 + draft
         assert len(seqs) + sum(proposed) <= tokens <= 24
 
@@ -15557,7 +15595,7 @@ def test_engine_spec_uses_few_shapes():
 def test_engine_spec_static_shapes_are_used():
     model, (prompts, counts) = paged_model(), paged_requests(4)
     want = paged_greedy(model, prompts, counts)
-    drafter = SpecDrafter([p + w for p, w in zip(prompts, want)], 0.3, ragged=True)
+    drafter = SpecDrafter([p + w for p, w in zip(prompts, want, strict=True)], 0.3, ragged=True)
     engine = paged_engine(model, num_blocks=40, static=True, drafter=drafter, max_num_seqs=16)
     outputs = spec_generate(engine, prompts, [*map(greedy, counts)])
     assert [o.token_ids for o in outputs] == want and len({*model.calls} - {64}) >= 3
@@ -15569,7 +15607,7 @@ def test_engine_spec_two_workers():
     engines draft."""
     model, (prompts, _) = paged_model(), paged_requests(6)
     want = paged_greedy(model, prompts, [16] * 6)
-    texts = [p + w for p, w in zip(prompts, want)]
+    texts = [p + w for p, w in zip(prompts, want, strict=True)]
     for bs in (1, 3, 4):
         first, second = SpecBatched(texts), SpecBatched(texts, 0.3, ragged=True)
         a = paged_engine(model, num_blocks=99, block_size=bs, drafter=first)
@@ -15624,7 +15662,7 @@ def test_engine_interrupted_anywhere(drafts, swap, where):
         prompts, counts = paged_requests(5)[0], [16] * 5
     params = [greedy(n, n=2 if copies else 1 + i % 3) for i, n in enumerate(counts)]
     want = paged_greedy(model, prompts, counts)
-    texts, few = [p + w for p, w in zip(prompts, want)], where in ("policy", "clock")
+    texts, few = [p + w for p, w in zip(prompts, want, strict=True)], where in ("policy", "clock")
     for at in range(1, 400, 9 if few else 2 if drafts else 1):
         error = RuntimeError("failed") if at // 2 % 2 and where != "push" else KeyboardInterrupt()
         calls, log, raised, limit = [0], [], 0, 400
@@ -15647,7 +15685,7 @@ def test_engine_interrupted_anywhere(drafts, swap, where):
             kv_swap=copies or at % 2 == 0 if swap is None else swap,
             output_callback=lambda s: Records(s, log), **options,
         )  # fmt: skip
-        for i, (prompt, p) in enumerate(zip(prompts, params)):
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             engine.add(prompt, p, id=i)
         outputs, drafter = dict(engine.outputs), engine.drafter
         hooks = dict(model=(engine, "_hidden"), drafter=(drafter, "propose_batch"))
@@ -15714,13 +15752,13 @@ def test_engine_transient_nan_is_not_cached(drafts):
     later request hits the KV that the call wrote."""
     model, (prompts, counts) = paged_model(), paged_requests(6)
     want, failed = paged_greedy(model, prompts, counts), 0
-    texts, table = [p + w for p, w in zip(prompts, want)], model.embed.weight.data
+    texts, table = [p + w for p, w in zip(prompts, want, strict=True)], model.embed.weight.data
     for k in range(1, 14 if drafts else 26):
         engine = paged_engine(
             model, num_blocks=9, max_num_batched_tokens=14 if drafts else 9, kv_swap=k % 2 == 0,
             **drafting(drafts, texts),
         )  # fmt: skip
-        for i, (prompt, n) in enumerate(zip(prompts, counts)):
+        for i, (prompt, n) in enumerate(zip(prompts, counts, strict=True)):
             engine.add(prompt, greedy(n), id=i)
         live, step = dict(engine.outputs), 0
         while engine.unfinished:
@@ -15745,7 +15783,7 @@ def test_engine_abort_at_any_step(drafts):
     model, shared = paged_model(seed=2), paged_prompt(14, 9)
     prompts = [shared, shared + [4], shared, paged_prompt(5, 3), paged_prompt(17, 4)]
     want = paged_greedy(model, prompts, [12] * 5)
-    texts, aborted = [p + w for p, w in zip(prompts, want)], set()
+    texts, aborted = [p + w for p, w in zip(prompts, want, strict=True)], set()
     for at in range(120):
         victim, log = at // 2 % 5, []
 
@@ -15798,7 +15836,7 @@ def test_engine_fuzz(drafts, seed):
     pool, _ = paged_requests(12, seed=11)
     pool += [p[:4] for p in pool[:4]] + [p[:8] for p in pool[:4]]
     want = paged_greedy(model, pool, [20] * len(pool))
-    texts = [p + w for p, w in zip(pool, want)]
+    texts = [p + w for p, w in zip(pool, want, strict=True)]
     if not drafts:  # a rejected draft must not be NaN
         pool += [[POISON] + pool[0], [POISON] * 9, [5, POISON] + pool[1]]
     bs, budget = r.choice((1, 2, 3, 4, 5, 16)), r.choice((2, 3, 5, 9, 16, 64))
@@ -16584,7 +16622,7 @@ def spec_run(decoder, ids, new: int) -> list[list[int]]:
     """The first `new` tokens of each row."""
     rows = decoder.start(ids)
     while min(map(len, rows)) < new:
-        rows = [row + more for row, more in zip(rows, decoder.next())]
+        rows = [row + more for row, more in zip(rows, decoder.next(), strict=True)]
     return [row[:new] for row in rows]
 
 
@@ -16634,7 +16672,7 @@ def check_same_text(kind, form, n, new, tmp_path, ks=("4", "auto")):
         decoder = spec_decoder(
             model, kind, GREEDY, max_len, "--speculate-k", k, draft=draft, head=head
         )
-        for ids, expected in zip(prompts, plain_texts(form, n, new)):
+        for ids, expected in zip(prompts, plain_texts(form, n, new), strict=True):
             assert spec_run(decoder, ids, new) == expected, ids
         stats = decoder.speculator.stats
         proposed, accepted = proposed + sum(stats.proposed), accepted + sum(stats.accepted)
@@ -16709,7 +16747,7 @@ def exact_triple_probs(model, params, prompt) -> torch.Tensor:
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes]))[:, -1]
         step = {}
-        for prefix, row in zip(prefixes, logits):
+        for prefix, row in zip(prefixes, logits, strict=True):
             each = specified(row, params, prompt, list(prefix))
             step |= {(*prefix, t): p[prefix] * each[t].item() for t in range(V)}
         p = step
@@ -16850,7 +16888,9 @@ def check_same_tokens_in_batches(kind, form, n, tmp_path, ks=("3", "auto")):
     model, draft = spec_target(form), HF.load_checkpoint(DRAFT, dtype=torch.float32)
     head = random_head(tmp_path / "head", model.config.dim) if kind == "head" else None
     prompts, params, expected = batch_of_prompts(form, n)
-    for k, options in zip(ks, (dict(num_blocks=90), dict(num_blocks=90, kv_swap=True))):
+    for k, options in zip(
+        ks, (dict(num_blocks=90), dict(num_blocks=90, kv_swap=True)), strict=True
+    ):
         flags = ("--set", "draft_coupled=true", "--speculate-k", k)
         engine = spec_engine(model, kind, *flags, draft=draft, head=head, **options)
         assert generated_tokens(engine, prompts, params) == expected
@@ -16914,7 +16954,7 @@ def test_spec_tree_logits_equal_those_of_each_path(form):
     for row, ids in enumerate(prompts):  # each row by itself: the cache of the other is not touched
         alone = M.KVCache(model.config, 1, 64)
         model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1), alone.attend)
-        for whole, one in zip((*cache.k, *cache.v), (*alone.k, *alone.v)):
+        for whole, one in zip((*cache.k, *cache.v), (*alone.k, *alone.v), strict=True):
             whole[row] = one[0]
     N = len(tree.parents)
     nodes = torch.tensor([[rng.randrange(3, 4096) for _ in range(N)] for _ in prompts])
@@ -17103,7 +17143,7 @@ def test_spec_chat_keeps_its_cache(capsys):
     assert replies[0][1][0] > 20
     assert [tokens for _, tokens in replies[1]] == [tokens for _, tokens in replies[0]]
     assert replies[2] == replies[1] or [t for _, t in replies[2]] == [t for _, t in replies[0]]
-    assert all(abs(a[0] - b[0]) <= 1 for a, b in zip(replies[1], replies[0]))
+    assert all(abs(a[0] - b[0]) <= 1 for a, b in zip(replies[1], replies[0], strict=True))
 
 
 @pytest.mark.slow
@@ -17199,7 +17239,7 @@ def slow_scores(row: list[float], scoring: str) -> list[float]:
 def slow_route(row, top_k, scoring, renormalize, bias, n_groups, topk_groups, best, scale) -> dict:
     """The routing of one token in plain Python: {expert: weight}."""
     scores = slow_scores(row, scoring)
-    choice = [s + b for s, b in zip(scores, bias or [0.0] * len(row))]
+    choice = [s + b for s, b in zip(scores, bias or [0.0] * len(row), strict=True)]
     size = len(row) // n_groups
     groups = [choice[g * size : (g + 1) * size] for g in range(n_groups)]
     group_scores = [sum(sorted(group, reverse=True)[:best]) for group in groups]
@@ -17211,7 +17251,9 @@ def slow_route(row, top_k, scoring, renormalize, bias, n_groups, topk_groups, be
 
 
 def routing_maps(weights: torch.Tensor, ids: torch.Tensor) -> list[dict]:
-    return [dict(zip(i, w)) for i, w in zip(ids.tolist(), weights.tolist())]
+    return [
+        dict(zip(i, w, strict=True)) for i, w in zip(ids.tolist(), weights.tolist(), strict=True)
+    ]
 
 
 def check_same_routing(got, expected, atol: float = 1e-6) -> None:
@@ -17262,7 +17304,7 @@ def test_route_equals_plain_python():
         size = logits.shape[1] // kwargs["n_groups"]
         bias = None if kwargs["bias"] is None else kwargs["bias"].tolist()
         rows = logits.double().tolist()
-        for got, row, row_ids in zip(routing_maps(weights, ids), rows, ids.tolist()):
+        for got, row, row_ids in zip(routing_maps(weights, ids), rows, ids.tolist(), strict=True):
             expected = slow_route(
                 row, top_k, kwargs["scoring"], kwargs["renormalize"], bias, kwargs["n_groups"],
                 kwargs["topk_groups"], kwargs["group_score_topk"], kwargs["scale"],
@@ -17830,7 +17872,7 @@ def arguments(seed: int, n: int, c: int, f: int, e: int, k: int, pattern="random
 
 def experts_outcome(experts, args, wanted=MOE_ARGUMENTS, grad_out=None) -> dict:
     """The output, and the gradients for a fixed random output gradient."""
-    leaves = dict(zip(("x", "weights", "ids", "w_gate_up", "w_down"), args))
+    leaves = dict(zip(("x", "weights", "ids", "w_gate_up", "w_down"), args, strict=True))
     leaves = {k: v.detach().clone() if v.is_contiguous() else v.detach() for k, v in leaves.items()}
     for name in wanted:
         leaves[name].requires_grad_()
@@ -18031,7 +18073,7 @@ def test_experts_in_half_precision(backend, dtype, routing):
     args[1] = args[1].to(dtype) if routing == "half" else args[1]
     want = loop_in_fp64(args)
     got, loop = experts_outcome(grouped_by(backend), args), experts_outcome(M.loop_experts, args)
-    leaves = dict(zip(("x", "weights", "ids", "w_gate_up", "w_down"), args))
+    leaves = dict(zip(("x", "weights", "ids", "w_gate_up", "w_down"), args, strict=True))
     assert got["o"].dtype == dtype and all(got[n].dtype == leaves[n].dtype for n in MOE_ARGUMENTS)
     for name, b in want.items():
         error = relative(got[name].double(), b)
@@ -18123,7 +18165,7 @@ def test_experts_under_torch_func():
     got = torch.func.grad(loss, argnums=(0, 1, 2, 3))(x, weights, *stacks)
     leaves = [t.clone().requires_grad_() for t in (x, weights, *stacks)]
     want = torch.autograd.grad(loss(*leaves), leaves)
-    assert all(relative(a, b) < 1e-6 for a, b in zip(got, want))
+    assert all(relative(a, b) < 1e-6 for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -18183,8 +18225,8 @@ def test_experts_called_twice_in_one_graph(backend):
 
     first, second = loss(grouped_by(backend), torch.clone)
     want, _ = loss(M.loop_experts, torch.Tensor.double)
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert all(relative(a.double(), b) < 1e-5 for a, b in zip(first, want))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(relative(a.double(), b) < 1e-5 for a, b in zip(first, want, strict=True))
 
 
 def test_linear_fn_is_used_by_the_experts():
@@ -18214,7 +18256,13 @@ def test_linear_fn_is_used_by_the_experts():
 
 
 def changed_arguments(**changes) -> list[torch.Tensor]:
-    args = dict(zip(("x", "weights", "ids", "w_gate_up", "w_down"), arguments(0, 6, 16, 8, 3, 2)))
+    args = dict(
+        zip(
+            ("x", "weights", "ids", "w_gate_up", "w_down"),
+            arguments(0, 6, 16, 8, 3, 2),
+            strict=True,
+        )
+    )
     return list((args | changes).values())
 
 
@@ -19272,7 +19320,9 @@ def call_twice(rank):
         before = [t.detach().clone() for t in (x, weights, ids, up, down)]
         out = f(x, weights, ids, up, down)
         (out * coef).sum().backward()
-        unchanged = all(torch.equal(a, b) for a, b in zip(before, (x, weights, ids, up, down)))
+        unchanged = all(
+            torch.equal(a, b) for a, b in zip(before, (x, weights, ids, up, down), strict=True)
+        )
         both.append([out.detach(), x.grad, up.grad, down.grad])
     return dict(first=both[0], second=both[1], unchanged=unchanged)
 
@@ -20252,7 +20302,7 @@ def one_process(capsys, case) -> dict:
 def check_ep_ranks(ranks, tmp_path, capsys, cases, *others) -> list[dict]:
     """Each case (flags, extra flags under --ep) equals one process; returns the others' outputs."""
     found = ep_ranks(ranks, tmp_path, *((*case, *more) for case, more in cases), *others)
-    for (case, more), got in zip(cases, found):
+    for (case, more), got in zip(cases, found, strict=True):
         want = one_process(capsys, case)
         assert [got.get(k) for k in ("tokens", "samples")] == [
             want.get(k) for k in ("tokens", "samples")
@@ -21027,7 +21077,9 @@ def cp_reference(s):
     scores = scores.masked_fill(~seen, -torch.inf)
     o = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
     lse = scores.logsumexp(-1)
-    return dict(zip(CP_KEYS, (o, lse, *torch.autograd.grad((o, lse), leaves, (go, gl)))))
+    return dict(
+        zip(CP_KEYS, (o, lse, *torch.autograd.grad((o, lse), leaves, (go, gl))), strict=True)
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -21128,7 +21180,7 @@ def cp_run_case(s, groups, wire):
         (go[:, positions], gl[:, :, positions].to(lse.dtype))[: 1 + s["lse"]],
     )  # fmt: skip
     return dict(
-        zip(CP_KEYS, (o.detach(), lse.detach(), *grads)), positions=positions, forward=forward,
+        zip(CP_KEYS, (o.detach(), lse.detach(), *grads), strict=True), positions=positions, forward=forward,
         backward=wire.events,
     )  # fmt: skip
 
@@ -21243,7 +21295,11 @@ def cp_autocast(groups, wire):
         o = CP.ring_attention(*leaves)
     sent = wire.events[0][1]
     grads = torch.autograd.grad(o, leaves, go[:, positions].to(o.dtype))
-    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads)), positions=positions, sent=sent)
+    return dict(
+        zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True),
+        positions=positions,
+        sent=sent,
+    )
 
 
 def cp_repeated(groups, wire):
@@ -21388,7 +21444,9 @@ def test_context_parallel_bytes_equal_the_formula(cp_done):
 def test_prefix_attention_chooses_pass_kv_or_pass_q_by_bytes(cp_done):
     """auto picks the smaller message; the bytes sent by pass-KV and pass-Q equal the formulas."""
     for name, s in CP_PREFIXES.items():
-        mode = dict(zip(("auto long", "auto short"), ("pass-q", "pass-kv"))).get(name, s["mode"])
+        mode = dict(zip(("auto long", "auto short"), ("pass-q", "pass-kv"), strict=True)).get(
+            name, s["mode"]
+        )
         B, t, e = s["B"], s["T"] // 4, s["dtype"].itemsize
         for r, got in enumerate(cp_done[name]):
             sent = [b for kind, b in got["forward"] if kind == "send"]
@@ -21424,7 +21482,11 @@ def test_lost_ring_transfer_is_noticed(cp_done):
     ranks = cp_done["lost"]
     for number in range(1, 10):
         errors = [
-            max(cp_relative_error(a, b) for a, b in zip(got[number], got[0]) if a.numel())
+            max(
+                cp_relative_error(a, b)
+                for a, b in zip(got[number], got[0], strict=True)
+                if a.numel()
+            )
             for got in ranks
         ]
         assert max(errors) > 1e-3, f"transfer {number - 1}: {errors}"
@@ -21472,7 +21534,7 @@ def test_context_parallel_autocast_determinism_and_single_input_gradients(cp_don
         for key in ("o", "dq", "dk", "dv"):
             assert cp_relative_error(got[key], want[key][:, got["positions"]]) < 5e-2, key
     for one, two in cp_done["repeated"]:
-        assert all(torch.equal(a, b) for a, b in zip(one, two))
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     want = cp_reference(cp_case(lse=False))
     for got, positions in cp_done["one_input"]:
         for (which, form), grad in got.items():
@@ -21586,7 +21648,7 @@ def test_attention_with_lse_equals_attention_reference():
         gl = torch.randn(got[1].shape, generator=rng, dtype=torch.float64)
         gl = gl.masked_fill(want[1] == -torch.inf, 0)
         grads = [torch.autograd.grad(x, leaves, (go, gl), allow_unused=True) for x in (got, want)]
-        for a, b in zip((*got, *grads[0]), (*want, *grads[1])):
+        for a, b in zip((*got, *grads[0]), (*want, *grads[1]), strict=True):
             if b is not None and a is not None:
                 assert torch.allclose(a, b, rtol=1e-11, atol=1e-11), (T, S, causal, window)
 
@@ -21695,7 +21757,7 @@ def zero_reference(case, state=None, first=0):
     optimizer = zero_factory(case)(groups)
     for step in range(first, first + case.steps):
         if case.scheduled:
-            for g, lr in zip(groups, zero_rates(case, step)):
+            for g, lr in zip(groups, zero_rates(case, step), strict=True):
                 g["lr"] = lr
         for m in masters.values():
             m.grad = torch.zeros_like(m)
@@ -21710,7 +21772,7 @@ def zero_reference(case, state=None, first=0):
         if case.clip:
             nn.utils.clip_grad_norm_(masters.values(), case.clip)
         if case.scheduled:
-            for g, lr in zip(optimizer.param_groups, zero_rates(case, step)):
+            for g, lr in zip(optimizer.param_groups, zero_rates(case, step), strict=True):
                 g["lr"] = lr
         optimizer.step()
         for p, m in masters.items():
@@ -21731,7 +21793,7 @@ def zero_steps(rank, case, model, optimizer, first=0, group=None):
     norms = []
     for step in range(first, first + case.steps):
         if case.scheduled:
-            for g, lr in zip(optimizer.param_groups, zero_rates(case, step)):
+            for g, lr in zip(optimizer.param_groups, zero_rates(case, step), strict=True):
                 g["lr"] = lr
         for micro in range(case.micro):
             last = micro == case.micro - 1
@@ -22058,7 +22120,7 @@ def zero_layout(rank, ranks, folder):
     groups = [dict(params=params[::2]), dict(params=params[1::2])]
     optimizer = zero.DistributedOptimizer(groups, partial(torch.optim.SGD, lr=1), bucket_bytes=160)
     kept = all(torch.equal(p.detach().float(), torch.full((n,), float(n)))
-               for p, n in zip(params, (5, 70, 33, 64, 1, 17)))  # fmt: skip
+               for p, n in zip(params, (5, 70, 33, 64, 1, 17), strict=True))  # fmt: skip
     index = {p: i for i, p in enumerate(params)}
     order = [[index[p] for p in b.params] for b in optimizer.buckets]
     start = [[p.data_ptr() - b.flat.data_ptr() for p in b.params] for b in optimizer.buckets]
@@ -22186,8 +22248,8 @@ def zero_fuzz(rank, ranks, folder, seed):
         optimizer.zero_grad()
         reference.step()
     errors = [((a - b).abs().max() / b.abs().max()).item() if b.numel() else 0.0
-              for a, b in zip(params, single)]  # fmt: skip
-    return [(e, p.dtype) for e, p in zip(errors, params)]
+              for a, b in zip(params, single, strict=True)]  # fmt: skip
+    return [(e, p.dtype) for e, p in zip(errors, params, strict=True)]
 
 
 ZERO_FUZZ = {f"fuzz {s}": (2 + 2 * (s % 2), partial(zero_fuzz, seed=s)) for s in range(80)}
@@ -22565,7 +22627,10 @@ def tp_ring_problem(case, seed, P):
     if case.kind == "gather":
         x = make(0, B, case.t, case.C)
         w = [make(1 + i, n, case.C) for i, n in enumerate(case.n)]
-        b = [make(4 + i, n) if has else [None] * P for i, (n, has) in enumerate(zip(case.n, bias))]
+        b = [
+            make(4 + i, n) if has else [None] * P
+            for i, (n, has) in enumerate(zip(case.n, bias, strict=True))
+        ]
         coef = [make(7 + i, B, T, n) for i, n in enumerate(case.n)]
     else:
         x, w, b = make(0, B, T, case.n[0]), [make(1, case.C, case.n[0])], []
@@ -22583,7 +22648,7 @@ def tp_leaf(t, grad=True):
 
 
 def tp_loss_of(outs, coefs, unused=()):
-    terms = [o if c.unique().numel() == 1 else o * c for o, c in zip(outs, coefs)]
+    terms = [o if c.unique().numel() == 1 else o * c for o, c in zip(outs, coefs, strict=True)]
     return sum(t.sum() for i, t in enumerate(terms) if i not in unused)
 
 
@@ -22633,7 +22698,7 @@ def tp_ring_reference(case, P, seed=3):
     )
     if case.kind == "gather":
         whole = torch.cat(x, 1)
-        outs = [[F.linear(whole, *pair) for pair in zip(*ts)] for ts in zip(w, b)]
+        outs = [[F.linear(whole, *pair) for pair in zip(*ts)] for ts in zip(w, b, strict=True)]
     else:
         outs = [sum(map(F.linear, x, w[0])).split(case.t, 1)]
     terms = [tp_loss_of([o[p] for o in outs], [c[p] for c in coef], case.unused) for p in range(P)]
@@ -23458,7 +23523,7 @@ def test_generate_tp_two_ranks_speculation_and_benchmark(tmp_path, capsys, gtp_w
     }
     capsys.readouterr()
     results = gtp_ranks(2, tmp_path, [(*case, "--tp", 2) for case in (*cases, *more, *wrong)])
-    for case, each in zip(cases, results):
+    for case, each in zip(cases, results, strict=True):
         flags = without_shards(case)
         gtp_check_equal(one_process(capsys, flags), each[0], case)
     loss, int8, int4 = (results[i][0]["nats_per_token"] for i in (0, 4, 5))
@@ -23516,7 +23581,7 @@ def test_generate_tp_four_ranks_equal_one_process(tmp_path, capsys, gtp_without_
     }
     lines = [(*case, *more) for case, more in cases]
     results = gtp_ranks(4, tmp_path, [*lines, *wrong])
-    for (case, _), each in zip(cases, results):
+    for (case, _), each in zip(cases, results, strict=True):
         flags = without_shards(case)
         gtp_check_equal(one_process(capsys, flags), each[0], case)
     assert results[0][0]["cache"][1] == 1
@@ -23579,7 +23644,7 @@ def test_generate_tp_one_equals_no_tp(capsys, gtp_without_kernels):
 
 
 def gpp_check_equal(capsys, cases, results):
-    for case, each in zip(cases, results):
+    for case, each in zip(cases, results, strict=True):
         without = [a for a in case if a != "--json"]
         gtp_check_equal(one_process(capsys, without), each[0], case)
 
@@ -24041,7 +24106,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
         key, _, name = name.partition(".")
         for at, tile in piece.chunks.items():
             whole = want[key][name]
-            there = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape))]
+            there = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
             noise = layout_rounding_noise(case, key).get(name, 1)
             worst(f"piece of {key}", (shard_error(tile, there, whole) / noise, name))
             pieces[key] += tile.numel()
@@ -25254,7 +25319,7 @@ def test_layout_context_parallel_transfers_equal_the_formula(layouts, name):
     for layers, got in layout_counts(layouts, name):
         ((in_forward, in_backward),) = got["seen"]
         for kind, both in CP_COUNTS[name].items():
-            for n, seen in zip(both, (in_forward, in_backward)):
+            for n, seen in zip(both, (in_forward, in_backward), strict=True):
                 assert count_seen(seen, kind) == n * layers, (kind, Counter(s[:2] for s in seen))
         assert len(in_forward) == layers * sum(n for n, _ in CP_COUNTS[name].values())
         assert len(in_backward) == layers * sum(n for _, n in CP_COUNTS[name].values())
@@ -26181,7 +26246,7 @@ def sched_compare(s, rng):
     expected = sched_clock(s, F, B, W, overlapped, send)
     assert sum(map(len, t.events)) == len(expected) and len(t.events) == len(s.actions)
     spans, busy = [], []
-    for r, (row, events) in enumerate(zip(s.actions, t.events)):
+    for r, (row, events) in enumerate(zip(s.actions, t.events, strict=True)):
         assert tuple(e.action for e in events) == row
         for start, end, action in events:
             assert (start, end) == pytest.approx(expected[action[:3]], abs=1e-9)
@@ -26191,7 +26256,7 @@ def sched_compare(s, rng):
         assert t.peaks[r] == pytest.approx(sched_peak(s, r), abs=1e-9)
     end = max(end for _, end in expected.values())
     assert t.makespan == pytest.approx(end) and t.busy == pytest.approx(busy)
-    waits = max(span - work for span, work in zip(spans, busy))
+    waits = max(span - work for span, work in zip(spans, busy, strict=True))
     assert t.bubble == pytest.approx(waits, abs=1e-9)
     assert t.bubble_fraction == pytest.approx(1 - sum(busy) / end / len(busy), abs=1e-9)
     return sum(a.overlap for row in s.actions for a in row)
@@ -26642,7 +26707,9 @@ def test_sched_balance_equals_brute_force():
 def sched_rows(plot):
     lines = plot.split("\n")
     assert all(line.startswith(f"rank {r:<3}") for r, line in enumerate(lines[::2]))
-    return [(kinds[8:], numbers[8:]) for kinds, numbers in zip(lines[::2], lines[1::2])]
+    return [
+        (kinds[8:], numbers[8:]) for kinds, numbers in zip(lines[::2], lines[1::2], strict=True)
+    ]
 
 
 def test_sched_text_plot_equals_the_timeline():
@@ -26654,7 +26721,7 @@ def test_sched_text_plot_equals_the_timeline():
         share = 1 / v if name != "dualpipe" else 1
         assert len(rows) == p
         split = {a[1:3] for row in s.actions for a in row if a.kind == "W"}
-        for (kinds, numbers), events in zip(rows, t.events):
+        for (kinds, numbers), events in zip(rows, t.events, strict=True):
             assert len(kinds) == round(t.makespan / share) and len(numbers) <= len(kinds)
             own = min(e.action.chunk for e in events)
             count = dict.fromkeys("FBWUfbwu", 0)
@@ -26691,7 +26758,7 @@ def test_sched_text_plot_keeps_its_width():
             assert columns == width or t.makespan / columns <= min(
                 e.end - e.start for row in t.events for e in row if e.end > e.start
             ) * (1 + 1 / columns)
-            for (kinds, _), events in zip(rows, t.events) if columns < width else ():
+            for (kinds, _), events in zip(rows, t.events, strict=True) if columns < width else ():
                 last = len(kinds.rstrip("."))
                 assert abs(last - events[-1].end / t.makespan * columns) <= 1
                 first = len(kinds) - len(kinds.lstrip("."))
@@ -26712,7 +26779,7 @@ def test_sched_svg_equals_the_timeline():
         assert len(boxes) == len(actions)
         titles = [box.find(name_of + "title").text for box in boxes]
         assert titles == [str(a._replace(overlap=False)) for a in actions]
-        assert len({(a.kind, box.get("fill")) for a, box in zip(actions, boxes)}) == len(
+        assert len({(a.kind, box.get("fill")) for a, box in zip(actions, boxes, strict=True)}) == len(
             {a.kind for a in actions}
         ) == len({box.get("fill") for box in boxes})  # fmt: skip
         at = 0
@@ -27463,7 +27530,7 @@ def test_planner_runs_equal_the_publications():
         assert abs(planner.parameters(run.shape) / 1e9 / size - 1) < 0.05
     # arXiv:2205.05198, table 5: seconds per step, and MFU
     for run, seconds, mfu in zip(
-        PLANNER_RUNS[-4:], (1.10, 13.75, 37.83, 71.49), (41.5, 51.4, 56.0, 56.3)
+        PLANNER_RUNS[-4:], (1.10, 13.75, 37.83, 71.49), (41.5, 51.4, 56.0, 56.3), strict=True
     ):
         tokens = run.batch * 2048 / seconds / run.plan.gpus
         flops = tokens * planner.model_flops(run.shape, 2048, causal=False)
@@ -27505,7 +27572,7 @@ def test_planner_has_no_constants_per_run(monkeypatch):
         for name, (value, uses) in slower.items():
             with monkeypatch.context() as patch:
                 patch.setattr(planner, name, value)
-                for run, before, after in zip(PLANNER_RUNS, usual, times()):
+                for run, before, after in zip(PLANNER_RUNS, usual, times(), strict=True):
                     assert after < before if uses(run.plan) else after <= before, run.name
                     assert uses(run.plan) or after == before or name in head_may_hide, run.name
     finally:
@@ -28194,7 +28261,7 @@ def pl_schedule_cases():
     for v in (1, 3):
         cases[f"interleaved, {v} chunks"] = [SC.make_schedule("interleaved", 4, 4, v)], 4, {}
     names = [name for name in SC.SCHEDULES if name != "pipedream"] + ["zbv"]
-    for n, (one, other) in enumerate(zip(names[::2], names[1::2])):
+    for n, (one, other) in enumerate(zip(names[::2], names[1::2], strict=True)):
         pair = [SC.make_schedule(name, 2, m) for name, m in ((one, 4), (other, 6))]
         cases[f"{one} and {other} on 2"] = pair, 2, dict(steps=1 + 2 * (n % 2), optimizer="adamw")
     for n, name in enumerate(names[:-1]):
@@ -28440,7 +28507,7 @@ def test_pl_split_backward_of_experts_defers_both_stacks():
             assert up.grad is None and down.grad is None and len(queue) == 6
             for one in queue:
                 one()
-        for p, q in zip((x, weights, up, down), expected):
+        for p, q in zip((x, weights, up, down), expected, strict=True):
             assert pl_off(p.grad, q) <= 1e-12
             p.grad = None
 
@@ -28598,8 +28665,8 @@ def pl_delayed(n, m, seed, version, batches=2):
             losses[-1][t] = pl_loss(targets, y, t)
             (losses[-1][t] + own).backward()
             losses[-1][t] = losses[-1][t].detach()
-            for stage, old, stepper, past in zip(stages, used, steppers, history):
-                for p, q in zip(stage.parameters(), old.parameters()):
+            for stage, old, stepper, past in zip(stages, used, steppers, history, strict=True):
+                for p, q in zip(stage.parameters(), old.parameters(), strict=True):
                     p.grad = q.grad
                 if stepper is not None:
                     stepper.step()
@@ -29244,7 +29311,7 @@ def dl_half(rank):
     """What fp16 makes of tensors of all sizes, weighted: (mean, what was given)"""
     rng = torch.Generator().manual_seed(rank)
     scales, sizes = (1e-30, 1.0, 3e37, 0.0), [50, 333, 70, 9]
-    parts = [torch.randn(n, generator=rng) * s / 4 for n, s in zip(sizes, scales)]
+    parts = [torch.randn(n, generator=rng) * s / 4 for n, s in zip(sizes, scales, strict=True)]
     x = torch.cat(parts) * 1000.0 ** (rank - 3)
     mean, _ = DL.all_reduce_mean(dist.group.WORLD, x, float(rank), sizes, torch.float16)
     return mean, x
@@ -29305,7 +29372,7 @@ def test_blockwise_int_quantization_is_within_half_a_step(n, bits):
     assert payload.shape == (3, -(-n * bits // 8) + 4 * -(-n // 64))
     assert payload.shape[1] == QC.payload_bytes(n, bits, 64)
     got = QC.dequantize(payload, n, bits, 64)
-    for row, given in zip(got, x):
+    for row, given in zip(got, x, strict=True):
         want, half = dl_reference(given, bits, 64)
         assert torch.allclose(row, want, rtol=1e-6, atol=0), n
         assert ((row - given).abs() <= half * (1 + 1e-5)).all()
@@ -29393,9 +29460,9 @@ def test_quantized_collectives_bytes_equal_the_formula(dl_done):
 
 def test_hpz_is_exact(dl_done):
     """Secondary shards in the node: losses, gradients and weights of ZeRO-3, bit for bit"""
-    for a, b in zip(dl_done["sharded "], dl_done["sharded hpz"]):
+    for a, b in zip(dl_done["sharded "], dl_done["sharded hpz"], strict=True):
         assert a[0] == b[0]
-        assert all(torch.equal(x, y) for x, y in zip(a[1] + a[2], b[1] + b[2]))
+        assert all(torch.equal(x, y) for x, y in zip(a[1] + a[2], b[1] + b[2], strict=True))
     for got in dl_done["layouts"]:
         plain, node = got[""], got["--set hpz_size=2"]
         assert plain[0] == node[0]
@@ -29406,11 +29473,11 @@ def test_hpz_is_exact(dl_done):
 @pytest.mark.parametrize("how", ["quantized", "quantized hpz"])
 def test_fully_shard_with_quantized_transfers_stays_close(dl_done, how):
     """Not equal, and near: losses, gradients and weights on all ranks the same"""
-    for plain, got in zip(dl_done["sharded "], dl_done[f"sharded {how}"]):
-        assert all(0 < abs(a - b) < 0.02 * a for a, b in zip(plain[0], got[0]))
-        for x, y in zip(plain[1], got[1]):
+    for plain, got in zip(dl_done["sharded "], dl_done[f"sharded {how}"], strict=True):
+        assert all(0 < abs(a - b) < 0.02 * a for a, b in zip(plain[0], got[0], strict=True))
+        for x, y in zip(plain[1], got[1], strict=True):
             assert 1e-3 < (x - y).norm() / x.norm() < 0.2
-        for x, y, first in zip(plain[2], got[2], dl_done[f"sharded {how}"][0][2]):
+        for x, y, first in zip(plain[2], got[2], dl_done[f"sharded {how}"][0][2], strict=True):
             assert torch.equal(y, first) and (x - y).norm() / x.norm() < 0.02
 
 
@@ -29436,7 +29503,7 @@ def test_zero_flags_reach_fully_shard(dl_done):
     plain = dl_done["layouts"][0][""]
     for flags in ("--set zero_quantized=true", "--set zero_quantized=true --set hpz_size=2"):
         losses, weights, _ = dl_done["layouts"][0][flags]
-        assert all(0 < abs(a - b) < 0.05 for a, b in zip(plain[0], losses)), flags
+        assert all(0 < abs(a - b) < 0.05 for a, b in zip(plain[0], losses, strict=True)), flags
         assert not any(torch.equal(weights[name], x) for name, x in plain[1].items())
     for got in dl_done["layouts"]:  # (what travels, among how many)
         seen = [
@@ -29490,7 +29557,7 @@ def test_outer_step_equals_torch_sgd(dl_done):
     for nesterov in (True, False):
         for got in dl_done[f"outer {nesterov}"]:
             dl_same(got, dl_simulated(4, 2, 0.7, 0.9, nesterov))
-    for got, whole in zip(dl_done["resumed"], dl_done["outer True"]):
+    for got, whole in zip(dl_done["resumed"], dl_done["outer True"], strict=True):
         dl_same(got, whole, 0)
 
 
@@ -29501,7 +29568,7 @@ def test_h_1_of_sgd_is_data_parallelism_and_bytes_fall_by_h(dl_done):
     for _ in range(40):
         (rows @ (w - 1)).square().mean().backward()
         inner.step(), inner.zero_grad()
-    for one, five in zip(dl_done["sgd 1"], dl_done["sgd 5"]):
+    for one, five in zip(dl_done["sgd 1"], dl_done["sgd 5"], strict=True):
         assert (one[0] - w).abs().max() <= 1e-12
         assert one[2] == one[3] == 5 * five[2] == 5 * five[3] > 0
         assert one[1][-1] < 0.1 * one[1][0] and five[1][-1] < 0.15 * five[1][0]
@@ -29665,7 +29732,7 @@ def dl_replayed(rows):
     """The weights after each round, from who took part in it: exact, in fp64"""
     params, velocity, history = dl_params(), [torch.zeros_like(p) for p in dl_params()], {}
     for number in sorted(rows):
-        for p, v in zip(params, velocity):
+        for p, v in zip(params, velocity, strict=True):
             moved = [sum(dl_moves(w, 3 * number + s, p) for s in range(3)) for w in rows[number]]
             mean = sum(moved) / len(moved)
             v.mul_(0.9).add_(mean)
@@ -29684,7 +29751,10 @@ def test_workers_continue_without_a_lost_worker_and_readmit_it(dl_elastic, troub
         for number, workers, weights, *_ in told:
             assert met.setdefault(number, workers) == workers, (name, number)
             first = has.setdefault(number, weights)
-            assert all(torch.equal(a, b) for a, b in zip(weights, first)), (name, number)
+            assert all(torch.equal(a, b) for a, b in zip(weights, first, strict=True)), (
+                name,
+                number,
+            )
     assert sorted(met) == list(range(DL_ROUNDS))
     want = dl_replayed(met)
     for number in has:
@@ -29767,7 +29837,7 @@ def test_workers_rendezvous_at_an_external_store(tmp_path):
         assert [p.exitcode for p in started] == [0, 0]
         a, b = (torch.load(tmp_path / f"{i}.rows", weights_only=False) for i in range(2))
         assert [row[:2] for row in a] == [(0, [0, 1]), (1, [0, 1])]
-        assert all(torch.equal(x, y) for x, y in zip(a[-1][2], b[-1][2]))
+        assert all(torch.equal(x, y) for x, y in zip(a[-1][2], b[-1][2], strict=True))
         assert serve.poll() is None
     finally:
         serve.kill()
@@ -30339,7 +30409,7 @@ def test_opt_chained_optimizer_equals_its_parts():
             resumed.load_state_dict(one.state_dict())
             again = OP.ChainedOptimizer(*opt_parts(resumed))
             again.load_state_dict(held)
-    for p, q in zip(one.parameters(), other.parameters()):
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q) and several.state[p].keys() == parts[p.dim() < 2].state[q].keys()
     assert len(several.state) == 4
     for step in range(3, 6):
@@ -30347,7 +30417,7 @@ def test_opt_chained_optimizer_equals_its_parts():
         for group in again.param_groups:
             group["lr"] = 0.05 / (step + 1)
         again.step(), again.zero_grad()
-    for p, q in zip(one.parameters(), resumed.parameters()):
+    for p, q in zip(one.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
@@ -30588,7 +30658,7 @@ def test_off_resumes_from_loaded_states(make: Callable, tmp_path):
     again = off_model()
     second = make(again, tmp_path / "second")
     again.load_state_dict(model.state_dict())
-    of = dict(zip(model.parameters(), again.parameters()))
+    of = dict(zip(model.parameters(), again.parameters(), strict=True))
     second.state.update({of[p]: {**state} for p, state in held.items()})
     for state in held.values():  # what was handed over is not what is kept
         state["exp_avg"].zero_() if make is not off_in_backward else None
@@ -30632,11 +30702,11 @@ def test_off_bf16_weights_have_fp32_masters(files: bool, tmp_path):
     reference = OFF_ADAM(masters)
     for step in range(4):
         off_backward(model, step, torch.bfloat16)
-        for p, m in zip(params, masters):
+        for p, m in zip(params, masters, strict=True):
             m.grad = p.grad.float()
         optimizer.step(), reference.step()
         optimizer.zero_grad()
-        for p, m in zip(params, masters):
+        for p, m in zip(params, masters, strict=True):
             assert torch.equal(p, m.detach().bfloat16())
             assert torch.equal(optimizer.state[p]["master"], m)
             assert torch.equal(optimizer.state[p]["exp_avg_sq"], reference.state[m]["exp_avg_sq"])
@@ -30698,7 +30768,7 @@ def test_off_other_optimizers(tmp_path):
         optimizer = OF.OffloadedOptimizer(model.parameters(), sgd, where)
         resident = sgd([p for p in peer.parameters() if p.requires_grad])
         off_train(model, optimizer, range(3)), off_train(peer, resident, range(3))
-        for p, q in zip(model.parameters(), peer.parameters()):
+        for p, q in zip(model.parameters(), peer.parameters(), strict=True):
             assert torch.equal(p, q)
             if q.requires_grad:
                 buffer = optimizer.state[p]["momentum_buffer"]
@@ -30830,7 +30900,7 @@ def test_off_gpu_copies_are_synchronized(dtype: torch.dtype, monkeypatch):
             off_backward(m, step, dtype)
             o.step()
             o.zero_grad()
-        for p, q in zip(model.parameters(), peer.parameters()):
+        for p, q in zip(model.parameters(), peer.parameters(), strict=True):
             assert torch.equal(p, q)
     assert len(side.queue) == 2 * 5 * 3 and side.most >= 2  # one ahead
     assert side.waits == 3
@@ -30853,7 +30923,7 @@ def off_rank(env) -> None:
         own = make(models[0], env.folder / f"{env.rank}-{make.__name__}")
         peer = OFF_ADAM(off_groups(models[1]))
         for step in range(3):
-            for model, optimizer in zip(models, (own, peer)):
+            for model, optimizer in zip(models, (own, peer), strict=True):
                 x = torch.randn(3, 17, generator=torch.Generator().manual_seed(step + env.rank))
                 model(x).square().mean().backward()
                 optimizer.step()
@@ -31058,7 +31128,7 @@ def test_data_shards_hold_the_documents(data_folder):
     assert data_decoded(rows) == data_ways(documents, 16)
     names = sorted(p.stem.partition("-")[2] for p in data_folder.glob("*.rows"))
     begin = 0
-    for end, part in zip(map(int, names), shards.maps):
+    for end, part in zip(map(int, names), shards.maps, strict=True):
         assert data_decoded(part) == data_ways(documents[begin:end], 16)
         sizes = [len(ids) for ids in documents[begin:end]]
         assert sum(sizes[:-1]) < 300 and (sum(sizes) >= 300 or end == 120)
@@ -31293,7 +31363,7 @@ def test_data_first_epoch_is_shuffled_in_blocks(data_folder):
     first, second = (
         [where[tuple(stream.row(e * n + i).tolist())] for i in range(n)] for e in (0, 1)
     )
-    for begin, end in zip(shards.row_offsets[::2], [*shards.row_offsets[2::2], n]):
+    for begin, end in zip(shards.row_offsets[::2], [*shards.row_offsets[2::2], n], strict=True):
         assert sorted(first[begin:end]) == list(range(begin, end))
         assert end - begin < 4 or first[begin:end] != sorted(first[begin:end])
     assert sorted(second) == list(range(n)) and sorted(second[: n // 2]) != list(range(n // 2))
@@ -31360,7 +31430,7 @@ def data_read(rows, packed=False):
     """(what is read, what are targets) of each row, as text."""
     inputs, targets, _ = DA.decode(rows.long(), packed)
     text = lambda ids: "".join(chr(i) for i in ids if i > 0)
-    return [(text(i), text(t)) for i, t in zip(inputs.tolist(), targets.tolist())]
+    return [(text(i), text(t)) for i, t in zip(inputs.tolist(), targets.tolist(), strict=True)]
 
 
 def test_data_chat_loss_mask_covers_assistant_tokens():
@@ -32143,7 +32213,7 @@ def re_run():
         rows = data[torch.randint(len(data), (512,))]
         loss = torch.nn.functional.cross_entropy(model(rows[:, :3]), rows[:, 3])
         grads = torch.autograd.grad(loss, list(model.parameters()))
-        for p, grad in zip(model.parameters(), grads):
+        for p, grad in zip(model.parameters(), grads, strict=True):
             p.data -= 0.5 * grad
         curve.append((loss.item(), sum(g.square().sum() for g in grads).sqrt().item()))
     return curve
@@ -33169,7 +33239,7 @@ def test_tuning_rollouts_cast_each_weight_once_and_restore_it():
         assert set(seen) == {torch.bfloat16}
         (want,) = engine.generate([[1, 5, 7]], replace(params, n=2, logprobs=0))
     assert set(seen) == {torch.bfloat16, torch.float32}
-    for answer, sample in zip(answers, want.samples):  # not a bit is another
+    for answer, sample in zip(answers, want.samples, strict=True):  # not a bit is another
         assert answer.completion_ids == sample.token_ids
         assert answer.logprobs == [logp for logp, _, _ in sample.logprobs]
     after = dict(model.named_parameters())
@@ -33238,7 +33308,7 @@ def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
     facts = grpo.row
     assert facts["reward_mean"] == pytest.approx(sum(rewards) / 15, rel=1e-5)
     assert facts["completion_length"] == pytest.approx(counted.sum().item() / 15, abs=1e-5)
-    ends = [row[int(c.nonzero()[-1]) + 1] for row, c in zip(tokens, counted)]
+    ends = [row[int(c.nonzero()[-1]) + 1] for row, c in zip(tokens, counted, strict=True)]
     assert facts["truncated"] == pytest.approx(sum(int(t) != 2 for t in ends) / 15, abs=1e-5)
     groups = want.view(5, 3)
     silent = (groups == 0).all(1).sum().item() / 5
@@ -33742,6 +33812,7 @@ def test_ck_damaged_checkpoints_are_refused(ck_ranks):
                 ("manifest.json", "checksum is wrong"),
                 (".metadata", "sha256"),
             ),
+            strict=True,
         ):
             assert all(word in line for word in words), line
 
@@ -33780,13 +33851,13 @@ def test_ck_regions_equal_the_shards():
         [[range(2, 2)]],
     ]
     counts = [1, 2, 2, 2, 0]
-    for cut, count in zip(cuts, counts):
+    for cut, count in zip(cuts, counts, strict=True):
         local, blocks = ck_pick(x, cut), CK.regions(x.shape, cut)
         assert len(blocks) == count
         piece = CK.ShardedTensor(local, x.shape, blocks)
         again = torch.full_like(x, -1)
         for offsets, tile in piece.chunks.items():
-            again[tuple(slice(o, o + n) for o, n in zip(offsets, tile.shape))] = tile
+            again[tuple(slice(o, o + n) for o, n in zip(offsets, tile.shape, strict=True))] = tile
             assert tile.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         assert torch.equal(ck_pick(again, cut), local) and (again >= 0).sum() == local.numel()
     with pytest.raises(TypeError, match="local"):
@@ -34251,8 +34322,10 @@ def test_rc_choose_is_exact():
                 continue
             modes = RC.choose_modes(costs, budget)
             assert len(modes) == len(costs)
-            assert sum(c[m][0] for c, m in zip(costs, modes)) <= budget
-            assert sum(c[m][1] for c, m in zip(costs, modes)) == pytest.approx(best, rel=1e-12)
+            assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
+            assert sum(c[m][1] for c, m in zip(costs, modes, strict=True)) == pytest.approx(
+                best, rel=1e-12
+            )
 
 
 def test_rc_choose_is_fast():
@@ -34269,7 +34342,7 @@ def test_rc_choose_is_fast():
         for i in range(5):
             budget = low + (high - low) * i // 4
             modes = RC.choose_modes(costs, budget)
-            assert sum(c[m][0] for c, m in zip(costs, modes)) <= budget
+            assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
         assert time.process_time() - start < 3
     low = 128 * kept["full"]
     assert RC.choose_modes(alike, low) == ["full"] * 128
@@ -34475,7 +34548,7 @@ def cl_draw(seed=0, dtype=torch.float64, shape=(CL_N, CL_C, CL_V), ignored=7, in
 def cl_truth(hidden, weight, targets, bias=None, index=-100, z_loss=0.0, softcap=None):
     """From the definition, row by row."""
     total = hidden.new_zeros(())
-    for h, t in zip(hidden, targets.tolist()):
+    for h, t in zip(hidden, targets.tolist(), strict=True):
         if t != index:
             logits = weight @ h + (0 if bias is None else bias)
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -34618,7 +34691,7 @@ def test_cl_computes_only_required_gradients():
     tensors, targets = cl_draw()
     want, one = cl_run(lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=l[2]), tensors), None
     for wanted in itertools.product([False, True], repeat=3):
-        leaves = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted)]
+        leaves = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
         with ClProducts() as ran:
             loss = CL.linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], chunk=7)
             one = one or ran.flops
@@ -34661,7 +34734,7 @@ def test_cl_large_logits_and_no_targets():
     (h, w, _), targets = cl_draw(dtype=torch.float32)
     got = cl_run(lambda l: CL.linear_cross_entropy(*l, targets, chunk=9), [h * 1e4, w])
     want = cl_run(lambda l: CL.reference(*l, targets), [h * 1e4, w])
-    for a, b in zip(got, want):
+    for a, b in zip(got, want, strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
     for rows in (0, CL_N):
@@ -34913,7 +34986,7 @@ def test_mup_scales_weights_and_rates(sc_run, tmp_path):
     half = BUILD.build_model(args, shape, place, T.ParallelDims(args, shape))
     args.mup_base = 32
     whole = BUILD.build_model(args, shape, place, T.ParallelDims(args, shape))
-    for (name, a), (_, b) in zip(half.named_parameters(), whole.named_parameters()):
+    for (name, a), (_, b) in zip(half.named_parameters(), whole.named_parameters(), strict=True):
         factor = 1.0 if a.dim() == 1 or "embed" in name else 0.5 if "head" in name else 0.5**0.5
         torch.testing.assert_close(a, b * factor)
     args.mup_base = 16
@@ -34958,7 +35031,7 @@ def test_packed_rows_are_separate_documents(attention, config):
     alone.sum().backward()
     assert (alone[1] > 0) == (config == "mtp")
     torch.testing.assert_close(packed, alone)
-    for p, g in zip(model.parameters(), grads):
+    for p, g in zip(model.parameters(), grads, strict=True):
         torch.testing.assert_close(g, p.grad, atol=1e-5, rtol=1e-4)
     assert STEP.count_targets(rows, layout) == 8 + 13 + 3
 
@@ -35704,7 +35777,7 @@ def test_flags_over_two_ranks_equal_one_process(corpus, tiny_config, tmp_path):
          f"{files['prompts']}"),
     )):  # fmt: skip
         outs = [tmp_path / f"{i}.{world}" for world in (1, 2)]
-        for world, own, out in zip((1, 2), ("", layout), outs):
+        for world, own, out in zip((1, 2), ("", layout), outs, strict=True):
             argv = sc_argv(corpus, tiny_config, out, f"--steps 4 {flags} {own}")
             if "--init" in flags:
                 argv = [a for a in argv if a not in ("--model", str(tiny_config))]
