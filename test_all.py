@@ -4408,10 +4408,7 @@ def test_learning_rate_warms_up_and_decays():
     """Linear to the peak over 5% of the steps, cosine to a tenth at the end."""
     rates = [T.learning_rate(s, 1000, 1.0) for s in range(1000)]
     assert rates[0] == 1 / 50 and rates[49] == 1.0 and max(rates) == 1.0
-    assert (
-        all(a > b for a, b in zip(rates[50:], rates[51:]))
-        and abs(rates[-1] - 0.1) < 1e-4
-    )
+    assert all(a > b for a, b in zip(rates[50:], rates[51:])) and abs(rates[-1] - 0.1) < 1e-4
     assert abs(rates[525] - 0.55) < 1e-2
 
 
@@ -11235,6 +11232,18 @@ def test_paged_quantized_kv_errors_are_small(name, kind):
         assert 0 < off <= PAGED_TOLERANCE[kind], (kind, name, off)
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_paged_quantized_kv_scales_fit_small_values(kind):
+    """Each head's vector has its own scale: keys and values of 1e-3 keep their relative error."""
+    rng, spec = torch.Generator().manual_seed(0), M.AttentionSpec(0, 16**-0.5)
+    q, k, v = (torch.randn(1, 9, h, 16, generator=rng) * 1e-3 for h in (4, 2, 2))
+    cache = P.PagedKVCache(tiny(), 3, 4, kv_dtype=kind)
+    step = cache.step([P.Chunk([0] * 9, 0, [2, 0, 1])])
+    got = cache.attend(spec, q, k, v, step.positions[None], step=step)
+    want = M.causal_attention(spec, q, k, v, step.positions)
+    assert 0 < relative(got, want) < {"int8": 0.01, "fp8": 0.04}[kind]
+
+
 # --------------------------------------------------------------------------------------------------
 # BlockAllocator
 # --------------------------------------------------------------------------------------------------
@@ -16236,6 +16245,19 @@ def test_draft_head_starts_as_the_identity(config):
     for i, draft in enumerate(drafts, 1):
         assert draft.shape == (2, 14 - i, config.vocab_size)
         torch.testing.assert_close(draft, model.head(model(tokens, return_hidden=True)[:, :-i]))
+
+
+def test_draft_head_equals_its_formula():
+    """h' = h + down(silu(up([norm(h), norm(e)]))), norm(x) = x / sqrt(mean(x^2) + 1e-6) * weight."""
+    rng, head = torch.Generator().manual_seed(0), E.DraftHead(16, 24)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.normal_(0, 0.3, generator=rng)
+    h, e = torch.randn(2, 3, 5, 16, generator=rng) * 1e-3  # so small that 1e-6 matters
+    norm = lambda x, weight: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    both = torch.cat((norm(h, head.hidden_norm.weight), norm(e, head.embed_norm.weight)), -1)
+    want = h + F.silu(both @ head.up.weight.T) @ head.down.weight.T
+    torch.testing.assert_close(head(h, e), want)
 
 
 def slow_draft_head_loss(head, model, tokens) -> torch.Tensor:
