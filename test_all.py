@@ -1,6 +1,6 @@
 """Tests of every technique against an independent reference, of every error, and of the programs.
 
-    pytest -n 2 test_all.py            no GPU, no network, six to seven minutes on two cores
+    pytest -n 2 test_all.py            no GPU, no network, four to eight minutes on two cores
     pytest -n 2 test_all.py -m slow    compilation, large models, long fault-injection tests
     pytest test_all.py -k cache        one technique (-n 2 needs pytest-xdist)
 

@@ -88,7 +88,7 @@ class GenerateConfig(Settings):
     experts: str = rare(
         "grouped", "moe.py's grouped GEMM, or model.py's loop", choices=("grouped", "loop"))
 
-    # many devices, run with torchrun
+    # many devices
     tp: int | None = flag(None, "tensor parallelism over N ranks", "1 or more", metavar="N")
     pp: int | None = flag(
         None, "pipeline parallelism over N ranks, the --n rows in groups", "1 or more",
@@ -180,7 +180,7 @@ class GenerateConfig(Settings):
 DESCRIPTION = "text generation from a checkpoint: prompts, chat, perplexity, batches, benchmarks"
 GROUPS = {  # the first field of each group of --help
     "prompt": "prompt", "max_new_tokens": "sampling", "device": "model and device",
-    "tp": "many devices, with torchrun", "quantize": "quantization",
+    "tp": "many devices: torchrun --nproc-per-node N -- generate.py ...", "quantize": "quantization",
     "speculate": "speculative decoding", "batch": "many requests",
 }  # fmt: skip
 SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos repetition_penalty "
