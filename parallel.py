@@ -744,11 +744,7 @@ def main() -> None:
 
     if "RANK" not in os.environ:
         sys.exit("run: torchrun --standalone --nproc-per-node 2 parallel.py")
-    from torch.distributed.tensor.parallel import (  # only here: slow to import
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import parallel as dtensor  # here: slow to import
 
     gpu = torch.cuda.is_available()
     torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
@@ -773,8 +769,9 @@ def main() -> None:
     C, T = (4096, 4096) if gpu else (512, 512)
     ours, peer, x = build(C, torch.float32), build(C, torch.float32), torch.randn(1, T, C)
     apply_tp(ours, mesh)
-    plan = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel())
-    parallelize_module(peer, mesh.world["tp"], plan | {"mlp.down_proj": RowwiseParallel()})
+    plan = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), dtensor.ColwiseParallel())
+    plan["mlp.down_proj"] = dtensor.RowwiseParallel()
+    dtensor.parallelize_module(peer, mesh.world["tp"], plan)
     for name, model in {"apply_tp": ours, "parallelize_module": peer}.items():
         # the same number of runs on all ranks
         ms = 1e3 * Timer("step(m, x)", globals=dict(step=step, m=model, x=x)).timeit(10).mean
