@@ -740,11 +740,10 @@ class _MLP(nn.Module):
 
 def main() -> None:
     """Gradients of a tensor-parallel MLP == one process's; milliseconds beside torch's DTensor."""
-    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
-
     if "RANK" not in os.environ:
         sys.exit("run: torchrun --standalone --nproc-per-node 2 parallel.py")
     from torch.distributed.tensor import parallel as dtensor  # here: slow to import
+    from torch.utils.benchmark import Timer
 
     gpu = torch.cuda.is_available()
     torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")

@@ -379,10 +379,10 @@ class DistributedOptimizer:
 
 def main() -> None:
     """Weights after 5 steps == AdamW's in one process; milliseconds of a step beside DDP's."""
-    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
-
     if "RANK" not in os.environ:
         sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/zero.py")
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     gpu = torch.cuda.is_available()
     torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
     dist.init_process_group("nccl" if gpu else "gloo")
