@@ -16910,9 +16910,7 @@ def check_same_tokens_in_batches(kind, form, n, tmp_path, ks=("3", "auto")):
     model, draft = spec_target(form), HF.load_checkpoint(DRAFT, dtype=torch.float32)
     head = random_head(tmp_path / "head", model.config.dim) if kind == "head" else None
     prompts, params, expected = batch_of_prompts(form, n)
-    for k, options in zip(
-        ks, (dict(num_blocks=90), dict(num_blocks=90, kv_swap=True)), strict=True
-    ):
+    for k, options in zip(ks, (dict(num_blocks=90), dict(num_blocks=90, kv_swap=True))):
         flags = ("--set", "draft_coupled=true", "--speculate-k", k)
         engine = spec_engine(model, kind, *flags, draft=draft, head=head, **options)
         assert generated_tokens(engine, prompts, params) == expected
@@ -20324,7 +20322,7 @@ def one_process(capsys, case) -> dict:
 def check_ep_ranks(ranks, tmp_path, capsys, cases, *others) -> list[dict]:
     """Each case (flags, extra flags under --ep) equals one process; returns the others' outputs."""
     found = ep_ranks(ranks, tmp_path, *((*case, *more) for case, more in cases), *others)
-    for (case, more), got in zip(cases, found, strict=True):
+    for (case, more), got in zip(cases, found):
         want = one_process(capsys, case)
         assert [got.get(k) for k in ("tokens", "samples")] == [
             want.get(k) for k in ("tokens", "samples")
@@ -23545,7 +23543,7 @@ def test_generate_tp_two_ranks_speculation_and_benchmark(tmp_path, capsys, gtp_w
     }
     capsys.readouterr()
     results = gtp_ranks(2, tmp_path, [(*case, "--tp", 2) for case in (*cases, *more, *wrong)])
-    for case, each in zip(cases, results, strict=True):
+    for case, each in zip(cases, results):
         flags = without_shards(case)
         gtp_check_equal(one_process(capsys, flags), each[0], case)
     loss, int8, int4 = (results[i][0]["nats_per_token"] for i in (0, 4, 5))
@@ -23603,7 +23601,7 @@ def test_generate_tp_four_ranks_equal_one_process(tmp_path, capsys, gtp_without_
     }
     lines = [(*case, *more) for case, more in cases]
     results = gtp_ranks(4, tmp_path, [*lines, *wrong])
-    for (case, _), each in zip(cases, results, strict=True):
+    for (case, _), each in zip(cases, results):
         flags = without_shards(case)
         gtp_check_equal(one_process(capsys, flags), each[0], case)
     assert results[0][0]["cache"][1] == 1
@@ -23666,7 +23664,7 @@ def test_generate_tp_one_equals_no_tp(capsys, gtp_without_kernels):
 
 
 def gpp_check_equal(capsys, cases, results):
-    for case, each in zip(cases, results, strict=True):
+    for case, each in zip(cases, results):
         without = [a for a in case if a != "--json"]
         gtp_check_equal(one_process(capsys, without), each[0], case)
 
