@@ -1032,9 +1032,11 @@ HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # An unknown field with one of these words in its name is a part of the architecture
 ARCHITECTURE = re.compile(
-    "attn|attention|rope|rotary|position|alibi|window|mask|causal|norm|scal|multiplier|temperature|"
-    "soft|clip|logit|embed|head|tie|layer|block|hidden|resid|mlp|ffn|ff_|act|gate|expert|moe|rout|"
-    "bias|conv|ssm|mamba|kv|query|qk|lora|rank|adapter|sink|sparse|quant|dim|size|num|pattern"
+    "attn|attention|rope|rotary|theta|freq|position|alibi|window|mask|causal|norm|rms|eps|scal|"
+    "multiplier|temperature|mup|soft|clip|logit|embed|head|tie|share|layer|block|depth|width|dim|"
+    "size|num|hidden|resid|skip|mlp|ffn|ff_|glu|act|gate|expert|moe|rout|bias|conv|ssm|mamba|"
+    "memory|recur|kv|query|qk|lora|rank|adapter|sink|sparse|quant|pattern|encoder|vision|image|"
+    "audio"
 )
 # HF_NEUTRAL for the fields of quantization_config, which describes the stored tensors.
 HF_FP8: dict[str, tuple[Any, ...]] = {
@@ -1053,12 +1055,12 @@ def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
     rest = set(hf) - known - HF_IGNORED - {"model_type"}
     allowed = HF_NEUTRAL | {key: (None, value) for key, value in family.constants.items()}
     unknown = sorted(rest - set(allowed) - {"quantization_config"})
-    for key in unknown:
-        if hf[key] is not None and ARCHITECTURE.search(key):
-            raise ValueError(
-                f"unknown field {key}: it may change what the model computes; "
-                "remove it from config.json if it does not"
-            )
+    risky = [key for key in unknown if hf[key] is not None and ARCHITECTURE.search(key)]
+    if risky:
+        raise ValueError(
+            f"unknown field{'s' * (len(risky) > 1)} {', '.join(risky)}: it may change "
+            "what the model computes; remove it from config.json if it does not"
+        )
     if unknown:
         log.warning("config.json: unknown fields are ignored: %s", ", ".join(unknown))
     _check_values(hf, rest, allowed)
