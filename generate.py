@@ -538,7 +538,8 @@ def serve(args: GenerateConfig) -> None:
     """--batch or --bench-serving: the continuous-batching engine."""
     from serving.run import batch, bench_serving  # here: tqdm and the Engine take 0.1 s
 
-    batch(args) if args.batch else bench_serving(args)
+    mode = batch if args.batch else bench_serving
+    mode(args)
 
 
 @torch.inference_mode()

@@ -61,9 +61,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-triton = None  # plain torch serves every call
-if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):  # its import takes 0.3 s
-    with suppress(ImportError):  # macOS, Windows
+triton = None  # then plain torch serves every call; the import takes 0.3 s that a CPU can save
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
+    with suppress(ImportError):  # not installed
         import triton
         import triton.language as tl
 

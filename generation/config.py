@@ -180,8 +180,8 @@ class GenerateConfig(Settings):
 DESCRIPTION = "text generation from a checkpoint: prompts, chat, perplexity, batches, benchmarks"
 GROUPS = {  # the first field of each group of --help
     "prompt": "prompt", "max_new_tokens": "sampling", "device": "model and device",
-    "tp": "many devices: torchrun --nproc-per-node N -- generate.py ...", "quantize": "quantization",
-    "speculate": "speculative decoding", "batch": "many requests",
+    "tp": "many devices: torchrun --nproc-per-node N -- generate.py ...",
+    "quantize": "quantization", "speculate": "speculative decoding", "batch": "many requests",
 }  # fmt: skip
 SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos repetition_penalty "
 SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias"
