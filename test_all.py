@@ -1878,24 +1878,28 @@ def test_cache_and_model_may_differ_in_dtype():
 
 ON_GPU = "Triton" if CUDA else "plain torch"
 TRITON_MODES = {"missing": "plain torch", "interpreted": "Triton", "installed": ON_GPU}
-TABLE = r"\n.*\n"  # more than two lines
+TABLE = r"(.*\n){3}"  # three lines or more
+ATTENTION_TABLE = r"flash_attention, {}: error[\s\S]*_sdpa +[\d.]+ +[\d.]+"
 ALONE = [  # file, the call or "" for the program, whether Triton is there, regex of the output
     ("quantize", "check('cpu')", "installed", ""),
-    ("attention", "", "missing", "flash_attention, plain torch: error"),
+    ("attention", "", "missing", ATTENTION_TABLE.format("plain torch")),
 ]
 ALONE_SLOW = [
-    *((name, "", "installed", TABLE) for name in "calibrate cpu gemm moe quantize".split()),
+    *((name, "", "installed", TABLE) for name in "calibrate cpu gemm quantize".split()),
+    ("moe", "", "installed", r"(.*\n){5}"),
     *((name, "", "installed", TABLE) for name in "sampling sparse speculative".split()),
     *((name, "", "installed", "") for name in "chunked_loss recompute".split()),
     # their tables take minutes
     *((name, "check()", "installed", "") for name in "alignment data lora".split()),
     *((name, "check()", "installed", "") for name in "offload optimizers".split()),
     *(
-        (name, call, mode, "")
-        for name, call in (("gemm", "check('cpu')"), ("sparse", "check('cpu')"), ("moe", ""))
+        (name, "check('cpu')", mode, "")
+        for name in ("gemm", "sparse")
         for mode in ("missing", "interpreted")
     ),
-    *(("attention", "", mode, rf"flash_attention, {kind}: error[\s\S]*_sdpa +[\d.]+ +[\d.]+")
+    ("moe", "", "missing", r"(.*\n){5}"),
+    ("moe", "", "interpreted", r"\A.*\n\Z"),
+    *(("attention", "", mode, ATTENTION_TABLE.format(kind))
       for mode, kind in TRITON_MODES.items() if mode != "missing"),
     *(("paged_kv", "", mode, rf"{kind}( kernel)? == the reference[\s\S]*gather all")
       for mode, kind in TRITON_MODES.items()),
@@ -1916,6 +1920,7 @@ def test_file_alone_in_an_empty_folder(name, call, triton, words, tmp_path):
     env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET=str(int(triton == "interpreted")))
     done = run("-c", hide + code, cwd=tmp_path, env=env)
     assert done.returncode == 0 and re.search(words, done.stdout), (done.stdout, done.stderr)
+    assert {path.name for path in tmp_path.iterdir()} <= {f"{name}.py", "__pycache__"}
 
 
 ENGINE_ALONE = """
@@ -11234,9 +11239,9 @@ def test_paged_quantized_kv_errors_are_small(name, kind):
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_paged_quantized_kv_scales_fit_small_values(kind):
-    """Each head's vector has its own scale: keys and values of 1e-3 keep their relative error."""
+    """Each head's vector has its own scale: keys and values of 1e-6 keep their relative error."""
     rng, spec = torch.Generator().manual_seed(0), M.AttentionSpec(0, 16**-0.5)
-    q, k, v = (torch.randn(1, 9, h, 16, generator=rng) * 1e-3 for h in (4, 2, 2))
+    q, k, v = (torch.randn(1, 9, h, 16, generator=rng) * 1e-6 for h in (4, 2, 2))
     cache = P.PagedKVCache(tiny(), 3, 4, kv_dtype=kind)
     step = cache.step([P.Chunk([0] * 9, 0, [2, 0, 1])])
     got = cache.attend(spec, q, k, v, step.positions[None], step=step)
@@ -15727,7 +15732,7 @@ def test_engine_interrupted_anywhere(drafts, swap, where):
         if not raised:
             break
         assert raised == 1
-    assert few or at > 3 and not raised
+    assert few or at > (3 if drafts or copies else 10) and not raised
 
 
 def test_engine_spec_interrupted_between_two_tokens():
