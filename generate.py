@@ -366,11 +366,7 @@ def generate(args: GenerateConfig) -> None:
 
 
 def build_decoder(
-    args: GenerateConfig,
-    model: Transformer,
-    tokenizer: Tokenizer,
-    max_len: int,
-    eos: Sequence[int],
+    args: GenerateConfig, model: Transformer, tokenizer: Tokenizer, max_len: int, eos: Sequence[int]
 ) -> Decoder:
     """A decoder with max_len cache slots per row. ValueError names the flag."""
     top, V = args.logprobs, model.config.vocab_size

@@ -120,8 +120,7 @@ def batch(args: GenerateConfig) -> None:
         line = serving_batch.run_batch(service, requests, out if is_rank0 else Path(os.devnull))
     except KeyboardInterrupt:
         print(
-            f"interrupted; finished results are in {out}; to resume, run it again",
-            file=sys.stderr,
+            f"interrupted; finished results are in {out}; to resume, run it again", file=sys.stderr
         )
         raise
     print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)

@@ -56,10 +56,7 @@ def model_config(args: TrainConfig) -> ModelConfig:
 
 
 def build_model(
-    args: TrainConfig,
-    config: ModelConfig,
-    env: DistEnv,
-    layout: ParallelDims = SINGLE_PROCESS,
+    args: TrainConfig, config: ModelConfig, env: DistEnv, layout: ParallelDims = SINGLE_PROCESS
 ) -> Transformer:
     """The model to train, this rank's part under `layout`, in --param-dtype: loaded from --init, or
     initialized from --seed. Weights are initialized on the CPU, so one seed gives one model."""
@@ -127,9 +124,7 @@ def meta_model(config: ModelConfig) -> Transformer:
 
 
 def build_optimizer(
-    model: torch.nn.Module,
-    layout: ParallelDims = SINGLE_PROCESS,
-    args: TrainConfig | None = None,
+    model: torch.nn.Module, layout: ParallelDims = SINGLE_PROCESS, args: TrainConfig | None = None
 ) -> Any:
     """The optimizer of args, by default AdamW (arXiv:1711.05101), with weight decay on matrices and
     embeddings, none on norms and biases. A group's "scale" multiplies the learning rate (muP)."""
