@@ -748,7 +748,7 @@ class Wire:
 
     events: dicts of kind ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
     "send", "receive" or "exchange", a batch of both), nbytes (what this rank hands over), numel and
-    dtype of it, ranks (of the group) and is_async. When an asynchronous one is waited for, a dict
+    dtype of it, ranks (of the group), is_async and tag. When an asynchronous one is waited for, a dict
     of kind "wait" and of, its number, follows; note() adds events of the test's own.
     lose: the number, among transfers, of one whose result is lost: this rank keeps its own part of
     it, zeros where it has none. lose may also be a predicate of the event."""
@@ -814,6 +814,7 @@ class Wire:
             is_async=bool(named.get("async_op", kind in ("send", "receive", "exchange"))),
             splits=named.get("input_split_sizes"),
             to=named.get("group_dst", named.get("dst")),
+            tag=named["p2p_op_list"][0].tag if kind == "exchange" else named.get("tag"),
         )
         event = self.note(kind, **more)
         lost = self.lose(event) if callable(self.lose) else number == self.lose
@@ -6875,7 +6876,8 @@ def quantize_assert_same_model(got: M.Transformer, want: M.Transformer) -> None:
     assert [n for n, _ in got.named_parameters()] == [n for n, _ in want.named_parameters()]
     assert bitwise_equal(quantize_raw(got), quantize_raw(want))
     tokens = random_tokens(want.config, 2, 6)
-    assert torch.equal(got(tokens), want(tokens))
+    with torch.no_grad():
+        assert torch.equal(got(tokens), want(tokens))
 
 
 @quantize_pairs
@@ -16044,27 +16046,17 @@ def test_tuning_grpo_refuses():
 
 
 # --------------------------------------------------------------------------------------------------
-# context_parallel.py: four gloo processes run all cases and save the results; the tests compare
-# them with one process
+# context_parallel.py, on four ranks, against attention in one process
 # --------------------------------------------------------------------------------------------------
 
-
-CP_WORLD, CP_HANG = 4, 10
 CP_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 CP_KEYS = ("o", "lse", "dq", "dk", "dv")
 
 
-# --------------------------------------------------------------------------------------------------
-# Cases
-# --------------------------------------------------------------------------------------------------
-
-
 def cp_case(form="ring", **more):
-    spec = dict(
-        form=form, ranks=4, placement="contiguous" if form == "ulysses" else "zigzag", causal=True,
-        window=None, cu=None, B=1, T=48, Hq=4, Hkv=2, D=6, Dv=6, dtype=torch.float64, scale=None,
-        attention="plain", lse=True, seed=0, mode="plain",
-    )  # fmt: skip
+    spec = dict(form=form, ranks=4, causal=True, window=None, cu=None, B=1, T=48, Hq=4, Hkv=2, D=6)
+    spec |= dict(placement="contiguous" if form == "ulysses" else "zigzag", attention="plain")
+    spec |= dict(Dv=6, dtype=torch.float64, scale=None, lse=True, seed=0, mode="plain")
     return {**spec, **more}
 
 
@@ -16132,8 +16124,8 @@ def cp_prefixes():
         out[f"{mode} flash"] = dict(mode=mode, cached=[2, 3, 4, 5], attention="flash")
     out["auto long"] = dict(mode="auto", cached=[200] * 4, T=8, Hq=4, Hkv=1)  # 8/808 < 1/2
     out["auto short"] = dict(mode="auto", cached=[1] * 4, T=8, Hq=4, Hkv=1)  # 8/12 >= 1/2
-    base = dict(form="prefix", B=2, T=16, Hq=4, Hkv=2, D=6, Dv=5, dtype=torch.float64, seed=3,
-                placement="zigzag", attention="plain", known_lengths=False, scale=0.4)  # fmt: skip
+    base = dict(form="prefix", B=2, T=16, Hq=4, Hkv=2, D=6, Dv=5, dtype=torch.float64, seed=3)
+    base |= dict(placement="zigzag", attention="plain", known_lengths=False, scale=0.4)
     return {name: {**base, **more} for name, more in out.items()}
 
 
@@ -16145,14 +16137,14 @@ def cp_fuzz(seed):
     boundaries = sorted(rng.choices(range(T + 1), k=rng.randint(0, 6)))
     placement = rng.choice(["contiguous", "zigzag", "striped"])
     Hkv = rng.choice([1, 2, 4])
-    return cp_case(
-        form, ranks=ranks, T=T, causal=rng.random() < 0.7, Hq=rng.choice([4, 8]), Hkv=Hkv,
-        window=rng.choice([None, None, rng.randint(1, T + 3)]), D=rng.choice([1, 4, 7]),
-        Dv=rng.choice([1, 4, 9]), B=rng.choice([1, 2]), seed=seed, scale=rng.choice([None, 1.7]),
-        cu=rng.choice([None, [0, *boundaries, T]]), lse=rng.random() < 0.8,
-        attention=rng.choice(["plain", "flash"]),
-        placement="contiguous" if form == "ulysses" else placement,
-    )  # fmt: skip
+    more = dict(window=rng.choice([None, None, rng.randint(1, T + 3)]), D=rng.choice([1, 4, 7]))
+    more |= dict(Dv=rng.choice([1, 4, 9]), B=rng.choice([1, 2]), scale=rng.choice([None, 1.7]))
+    more |= dict(
+        cu=rng.choice([None, [0, *boundaries, T]]), attention=rng.choice(["plain", "flash"])
+    )
+    more |= dict(placement="contiguous" if form == "ulysses" else placement, Hq=rng.choice([4, 8]))
+    more |= dict(causal=rng.random() < 0.7, lse=rng.random() < 0.8, seed=seed)
+    return cp_case(form, ranks=ranks, T=T, Hkv=Hkv, **more)
 
 
 CP_CASES, CP_PREFIXES = cp_cases(), cp_prefixes()
@@ -16161,7 +16153,7 @@ CP_FUZZ = {f"fuzz {seed}": cp_fuzz(seed) for seed in range(200)}
 
 def cp_inputs(s, T, K=0):
     """q (B, T, Hq, D), k and v of T + K keys, and gradients of o and lse"""
-    rng = torch.Generator().manual_seed(s["seed"])
+    rng = seeded(s["seed"])
     make = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64).to(s["dtype"])
     B, Hq, Hkv = s["B"], s["Hq"], s["Hkv"]
     q, k, v = make(B, T, Hq, s["D"]), make(B, T + K, Hkv, s["D"]), make(B, T + K, Hkv, s["Dv"])
@@ -16192,56 +16184,12 @@ def cp_reference(s):
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# The processes
-# --------------------------------------------------------------------------------------------------
-
-
-class CPWire:
-    """Records every transfer and attention call in order; can lose one p2p transfer."""
-
-    def __init__(self):
-        self.reset()
-        self.p2p, self.a2a = dist.batch_isend_irecv, dist.all_to_all_single
-        self.collectives = dict(all_gather=CP.all_gather, reduce_scatter=CP.reduce_scatter)
-        dist.batch_isend_irecv, dist.all_to_all_single = self.batch, self.all_to_all
-        for name in self.collectives:
-            setattr(CP, name, partial(self.collective, name))
-            setattr(inference_parallel, name, partial(self.collective, name))
-
-    def reset(self):
-        self.events, self.lost, self.buffers = [], None, []
-
-    def batch(self, ops):
-        bytes_ = sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
-        number = sum(e[0] == "send" for e in self.events)
-        self.events.append(("send", bytes_))
-        into = [op.tensor for op in ops if op.op is dist.irecv]
-        self.buffers += [weakref.ref(x) for x in into]
-        return [CPWork(self.p2p(ops), self, number, into)]
-
-    def all_to_all(self, out, x, *args, **kwargs):
-        self.events.append(("a2a", x.nbytes))
-        return self.a2a(out, x, *args, **kwargs)
-
-    def collective(self, name, out, x, **kwargs):
-        self.events.append((name, x.nbytes))
-        self.buffers.append(weakref.ref(out))
-        return self.collectives[name](out, x, **kwargs)
-
-
-class CPWork:
-    def __init__(self, works, wire, number, into):
-        self.works, self.wire, self.number, self.into = works, wire, number, into
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        self.wire.events.append(("wait", self.number))
-        if self.wire.lost == self.number:
-            for x in self.into:
-                x.zero_()
-        self.into = []
+def cp_setup(env):
+    env.wire = Wire()
+    pairs = [dist.new_group(p) for p in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    single = [dist.new_group([r]) for r in range(4)][env.rank]
+    env.groups = {4: None, 2: pairs[env.rank // 2], 1: single}
+    env.groups |= dict(inner=env.groups[2], outer=pairs[2 + env.rank % 2])
 
 
 def cp_attention(kind, wire):
@@ -16250,406 +16198,325 @@ def cp_attention(kind, wire):
         function = partial(A.chunked_attention, chunk=5, return_lse=True)
 
     def run(q, k, v, **kwargs):
-        wire.events.append(("attend", q.shape[1] * k.shape[1]))
+        wire.note("attend")
         return function(q, k, v, **kwargs)
 
     return run
 
 
-def cp_run_case(s, groups, wire):
-    """Runs a case: this rank's outputs and gradients."""
-    q, k, v, go, gl = cp_inputs(s, s["T"])
-    rank, form, ranks = dist.get_rank(), s["form"], s["ranks"]
+def cp_function(env, s):
+    """(attention of a case as a function of this rank's q, k, v, the rank's positions)"""
+    rank, form, ranks, groups = env.rank, s["form"], s["ranks"], env.groups
     kwargs = dict(causal=s["causal"], window=s["window"], scale=s["scale"], return_lse=s["lse"])
-    attention = cp_attention(s["attention"], wire)
+    attention = cp_attention(s["attention"], env.wire)
     cu = torch.tensor(s["cu"], dtype=torch.int32) if s["mode"] == "tensor" else s["cu"]
     if form.startswith("2d"):
-        inner, outer = groups["inner"], groups["outer"]
         positions = CP.cp_positions(s["T"], 2, rank // 2, s["placement"]).chunk(2)[rank % 2]
         ring = CP.all_gather_attention if "gather" in form else CP.ring_attention
-        ring = partial(ring, group=outer, attention=attention, placement=s["placement"],
-                       cu_seqlens=cu, return_lse=True)  # fmt: skip
-        run = partial(CP.ulysses_attention, group=inner, attention=ring, **kwargs)
-    else:
-        positions = CP.cp_positions(s["T"], ranks, rank % ranks, s["placement"])
-        kwargs |= dict(group=groups[ranks], attention=attention, cu_seqlens=cu)
-        if form == "ulysses":
-            run = partial(CP.ulysses_attention, **kwargs)
-        else:
-            run = CP.ring_attention if form == "ring" else CP.all_gather_attention
-            run = partial(run, placement=s["placement"], **kwargs)
+        more = dict(placement=s["placement"], cu_seqlens=cu, return_lse=True)
+        ring = partial(ring, group=groups["outer"], attention=attention, **more)
+        run = partial(CP.ulysses_attention, group=groups["inner"], attention=ring, **kwargs)
+        return run, positions
+    positions = CP.cp_positions(s["T"], ranks, rank % ranks, s["placement"])
+    kwargs |= dict(group=groups[ranks], attention=attention, cu_seqlens=cu)
+    if form == "ulysses":
+        return partial(CP.ulysses_attention, **kwargs), positions
+    run = CP.ring_attention if form == "ring" else CP.all_gather_attention
+    run = partial(run, placement=s["placement"], **kwargs)
+    return partial(checkpoint, run, use_reentrant=False) if s[
+        "mode"
+    ] == "checkpoint" else run, positions
+
+
+def cp_run(env, s):
+    """This rank's outputs and gradients, the events of the forward and of the backward pass."""
+    q, k, v, go, gl = cp_inputs(s, s["T"])
+    run, positions = cp_function(env, s)
     leaves = [x[:, positions].requires_grad_() for x in (q, k, v)]
-    if s["mode"] == "checkpoint":
-        run = partial(checkpoint, run, use_reentrant=False)
-    wire.reset()
+    env.wire.reset()
     out = run(*leaves)
-    forward, wire.events = wire.events, []
+    forward, env.wire.events = env.wire.events, []
     o, lse = out if s["lse"] else (out, torch.zeros(0))
-    grads = torch.autograd.grad(
-        (o, lse) if s["lse"] else (o,), leaves,
-        (go[:, positions], gl[:, :, positions].to(lse.dtype))[: 1 + s["lse"]],
-    )  # fmt: skip
-    return dict(
-        zip(CP_KEYS, (o.detach(), lse.detach(), *grads), strict=True), positions=positions, forward=forward,
-        backward=wire.events,
-    )  # fmt: skip
+    outs = (o, lse) if s["lse"] else (o,)
+    weights = go[:, positions], gl[:, :, positions].to(lse.dtype)
+    grads = torch.autograd.grad(outs, leaves, weights[: len(outs)])
+    got = dict(zip(CP_KEYS, (o.detach(), lse.detach(), *grads), strict=True))
+    return got, positions, forward, env.wire.events
 
 
-def cp_prefix(s, wire):
-    cached, rank, T = s["cached"], dist.get_rank(), s["T"]
+def cp_error(got, rows, whole):
+    """The largest difference to this rank's rows, relative to the largest value of all."""
+    return (got.double() - rows).abs().max().item() / whole.abs().max().clamp(min=1e-30).item()
+
+
+def cp_check_equal(s, got, positions, keys=CP_KEYS):
+    """Outputs and gradients equal this rank's rows of one process's, in the right dtype."""
+    want, high = cp_reference(s), torch.promote_types(s["dtype"], torch.float32)
+    for key in keys:
+        if key == "lse" and not s.get("lse", True):
+            continue
+        rows = want[key].index_select(2 if key == "lse" else 1, positions)
+        assert got[key].shape == rows.shape and torch.isfinite(got[key]).all(), key
+        assert got[key].dtype == (high if key == "lse" else s["dtype"]), key
+        assert cp_error(got[key], rows, want[key]) <= CP_TOLERANCE[s["dtype"]], key
+    every = [None] * 4
+    dist.all_gather_object(every, positions)
+    whole = torch.cat(every[: s.get("ranks", 4)]).sort().values
+    assert torch.equal(whole, torch.arange(s["T"]))
+
+
+def cp_bytes(events, *kinds):
+    return [e["nbytes"] for e in events if e["kind"] in kinds]
+
+
+def cp_check_transfers(s, forward, backward):
+    """Number and bytes of the transfers of ring and all-gather, without documents, by formula."""
+    ranks, t = s["ranks"], s["T"] // s["ranks"]
+    wide = torch.promote_types(s["dtype"], torch.float32).itemsize // s["dtype"].itemsize
+    k, v = (s["B"] * t * s["Hkv"] * d * s["dtype"].itemsize for d in (s["D"], s["Dv"]))
+    if s["form"] == "ring":
+        hops = ranks - 1 if s["window"] is None else min(ranks - 1, -(-(s["window"] - 1) // t))
+        assert cp_bytes(forward, "exchange") == [k + v] * hops
+        assert sorted(cp_bytes(backward, "exchange")) == [k + v] * hops + [wide * (k + v)] * hops
+        assert not cp_bytes(forward + backward, "all_to_all", "all_gather")
+    elif s["form"] == "gather" and ranks > 1 and s["window"] is None:
+        for events in (forward, backward):
+            assert sorted(cp_bytes(events, "all_gather")) == sorted((k, v))
+        scattered = sorted(cp_bytes(backward, "reduce_scatter"))
+        assert scattered == sorted((ranks * wide * k, ranks * wide * v))
+        assert not cp_bytes(forward + backward, "exchange", "all_to_all")
+
+
+def cp_equals_one_process(env, s):
+    got, positions, forward, backward = cp_run(env, s)
+    cp_check_equal(s, got, positions)
+    counted = s["window"] is None or (s["placement"] == "contiguous" and s["causal"])
+    if counted and s["cu"] is None and s["mode"] == "plain":
+        cp_check_transfers(s, forward, backward)
+
+
+def cp_prefix(env, s):
+    """New tokens over a cache whose keys lie in any order on any rank; auto picks the smaller
+    message, and the bytes sent are the formulas'."""
+    cached, T, wire = s["cached"], s["T"], env.wire
     q, k, v, *_ = cp_inputs(s, T, sum(cached))
-    order = torch.randperm(sum(cached), generator=torch.Generator().manual_seed(1))
-    local = order.split(cached)[rank]  # cached keys in any order, on any rank
-    positions = CP.cp_positions(T, CP_WORLD, rank, s["placement"])
+    local = torch.randperm(sum(cached), generator=seeded(1)).split(cached)[env.rank]
+    positions = CP.cp_positions(T, 4, env.rank, s["placement"])
     new = positions + sum(cached)
-    wire.reset()
     attention = cp_attention(s["attention"], wire)
     ring = partial(CP.ring_attention, placement=s["placement"], attention=attention)
-    o, lse = inference_parallel.prefix_attention(
-        q[:, positions], k[:, new], v[:, new], k[:, local], v[:, local], mode=s["mode"],
-        new_attention=partial(ring, return_lse=True), attention=attention, scale=s["scale"],
-        cached=cached if s["known_lengths"] else None, return_lse=True,
-    )  # fmt: skip
-    return dict(o=o, lse=lse, positions=positions, forward=wire.events)
+    more = dict(mode=s["mode"], new_attention=partial(ring, return_lse=True), attention=attention)
+    more |= dict(scale=s["scale"], cached=cached if s["known_lengths"] else None, return_lse=True)
+    wire.reset()
+    args = q[:, positions], k[:, new], v[:, new], k[:, local], v[:, local]
+    o, lse = inference_parallel.prefix_attention(*args, **more)
+    events = wire.events
+    cp_check_equal(s, dict(o=o, lse=lse), positions, ("o", "lse"))
+    B, t, e, d = s["B"], T // 4, s["dtype"].itemsize, s["D"] + s["Dv"]
+    assert cp_bytes(events, "all_gather") == ([] if s["known_lengths"] else [8])
+    ring = [B * t * s["Hkv"] * d * e] * 3  # over the new tokens
+    mode = s["mode"] if s["mode"] != "auto" else "pass-q" if sum(cached) > 4 else "pass-kv"
+    if mode == "pass-kv":
+        keys = [B * cached[(env.rank - i) % 4] * s["Hkv"] * d * e for i in range(3)]
+        assert cp_bytes(events, "exchange") == keys + ring and not cp_bytes(events, "all_to_all")
+    else:
+        assert cp_bytes(events, "exchange") == [B * t * s["Hq"] * s["D"] * e] * 3 + ring
+        returned = [4 * B * t * s["Hq"] * s["Dv"] * e, 4 * B * t * s["Hq"] * max(4, e)]
+        assert cp_bytes(events, "all_to_all") == returned
 
 
-def cp_lost_transfers(groups, wire):
-    """Results of a forward and backward pass with no p2p transfer lost, then with each lost."""
-    s, out = cp_case(T=32), []
+CP_OTHERS: dict[str, Callable] = {}
+
+
+def cp_other(work):
+    CP_OTHERS[work.__name__.removeprefix("cp_")] = work
+    return work
+
+
+@cp_other
+def cp_transfers_start_before_computing(env):
+    """On 4 ranks: send, attend, wait; in the backward pass gradients are sent a block later."""
+    _, _, forward, backward = cp_run(env, CP_CASES["ring zigzag 4"])
+    order = "".join(e["kind"][0].replace("e", "s") for e in forward)
+    assert order.replace("aa", "a") == "sawsawsawa"
+    assert [e["of"] for e in forward if e["kind"] == "wait"] == [0, 1, 2]
+    first = next(e["number"] for e in backward if e["kind"] == "exchange")
+    text = [str(e["of"] - first) if e["kind"] == "wait" else e["kind"][0] for e in backward]
+    # K and V are transfers 0, 1 and 3, gradients 2, 4 and 5: waited for a block later
+    assert "".join(text).replace("e", "s").replace("aa", "a") == "sa0sas1sa2s3a4s5"
+
+
+@cp_other
+def cp_ulysses_bytes(env):
+    """q, k, v, o and lse each cross once in each direction."""
+    _, _, forward, backward = cp_run(env, CP_CASES["ulysses even heads"])
+    row = 48 // 4 * 8
+    bytes_ = [row * 8 * 6, row * 4 * 6, row * 4 * 6, row * 8 * 6, row * 8]
+    assert cp_bytes(forward, "all_to_all") == bytes_
+    assert sorted(cp_bytes(backward, "all_to_all")) == sorted(bytes_)
+
+
+@cp_other
+def cp_lost_transfer_is_noticed(env):
+    """Losing any of the 3 + 6 transfers of a forward and backward pass changes the result."""
+    s, right = cp_case(T=32), None
+    q, k, v, go, gl = cp_inputs(s, 32)
+    positions = CP.cp_positions(32, 4, env.rank)
     for number in (None, *range(9)):
-        q, k, v, go, gl = cp_inputs(s, 32)
-        positions = CP.cp_positions(32, 4, dist.get_rank())
-        leaves = [x[:, positions].requires_grad_() for x in (q, k, v)]
-        wire.reset()
-        wire.lost = number
+        leaves = [x[:, positions].clone().requires_grad_() for x in (q, k, v)]
+        env.wire.reset(number)
         o, lse = CP.ring_attention(*leaves, return_lse=True)
         grads = torch.autograd.grad((o, lse), leaves, (go[:, positions], gl[:, :, positions]))
-        out.append((o.detach(), lse.detach(), *grads))
-    return out
+        got = o.detach(), lse.detach(), *grads
+        right = right or got
+        env.wire.reset()
+        worst = torch.tensor(max(cp_error(a, b, b) for a, b in zip(got, right, strict=True)))
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        assert (worst == 0) if number is None else (worst > 1e-3), number
 
 
-def cp_saved_bytes(groups, wire):
-    """Bytes saved by autograd, and gathered tensors still alive, per form and length."""
-    out = {}
-    for form, T in product(("ring", "gather", "plain"), (64, 256)):
-        saved = {}
+@cp_other
+def cp_autograd_saves_only_local_rows(env):
+    """The bytes of local q, k, v, o and lse, O(T / ranks), with no received tensor alive; plain
+    attention saves O(T^2)."""
+    totals = {}
+    for form, T in product((CP.ring_attention, CP.all_gather_attention, None), (64, 256)):
+        saved, received, s = {}, [], cp_case(T=T, dtype=torch.float32, Dv=10)
+        positions = CP.cp_positions(T, 4, env.rank) if form else torch.arange(T)
+        leaves = [x[:, positions].clone().requires_grad_() for x in cp_inputs(s, T)[:3]]
+        own = {x.untyped_storage().data_ptr() for x in leaves}
+
+        def attention(q, k, v, **kwargs):
+            for x in (k, v):
+                if x.untyped_storage().data_ptr() not in own:
+                    received.append(weakref.ref(x if x._base is None else x._base))
+            return CP.attention_with_lse(q, k, v, **kwargs)
 
         def keep(x):
             saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        s = cp_case(T=T, dtype=torch.float32, Dv=10)
-        positions = CP.cp_positions(T, 4, dist.get_rank())
-        leaves = [x[:, positions].clone().requires_grad_() for x in cp_inputs(s, T)[:3]]
-        if form == "plain":
-            leaves = [x.requires_grad_() for x in cp_inputs(s, T)[:3]]
-        run = dict(ring=CP.ring_attention, gather=CP.all_gather_attention,
-                   plain=CP.attention_with_lse)[form]  # fmt: skip
-        own, keys = {x.untyped_storage().data_ptr() for x in leaves}, []
-
-        def attention(q, k, v, **kwargs):
-            for x in (k, v):
-                if x.untyped_storage().data_ptr() not in own:
-                    keys.append(weakref.ref(x if x._base is None else x._base))
-            return CP.attention_with_lse(q, k, v, **kwargs)
-
-        if form != "plain":
-            run = partial(run, attention=attention)
-        wire.reset()
+        run = partial(form, attention=attention) if form else CP.attention_with_lse
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             y = run(*leaves)
-        own, keys = sum(x.nbytes for x in leaves), [*keys, *wire.buffers]
-        buffers = len(keys) > 3, sum(x() is not None for x in keys)
-        out[form, T] = sum(saved.values()), own, buffers, y is None
-    return out
+        totals[form, T] = sum(saved.values())
+        if form:
+            local = sum(x.nbytes for x in leaves)
+            assert totals[form, T] == local + T // 4 * 4 * 10 * 4 + T // 4 * 4 * 4, form
+            assert len(received) > 1 and not any(x() is not None for x in received), form
+        del y
+    assert totals[CP.ring_attention, 256] == 4 * totals[CP.ring_attention, 64]
+    assert totals[None, 256] > 8 * totals[None, 64]
 
 
-def cp_errors(groups, wire):
+@cp_other
+def cp_bad_shapes_are_refused(env):
+    """A ValueError of one line with the numbers, before any transfer."""
     rand = lambda T=8, H=2, D=4: torch.randn(1, T, H, D)
-    x, q = rand(), rand(H=4)
-    half = dict(group=groups[4])
+    x, q, half = rand(), rand(H=4), dict(group=env.groups[4])
     prefix = partial(inference_parallel.prefix_attention, new_attention=None, attention=None)
-    tries = {
-        "odd zigzag": lambda: CP.ring_attention(rand(7), rand(7), rand(7), **half),
-        "placement": lambda: CP.ring_attention(x, x, x, placement="zebra"),
-        "window": lambda: CP.ring_attention(x, x, x, window=0),
-        "borders": lambda: CP.ring_attention(x, x, x, cu_seqlens=[0, 8]),
-        "falling borders": lambda: CP.all_gather_attention(x, x, x, cu_seqlens=[0, 9, 8, 32]),
-        "lengths": lambda: CP.all_gather_attention(x, rand(6), rand(6)),
-        "values": lambda: CP.ring_attention(x, x, rand(H=1)),
-        "heads": lambda: CP.ring_attention(rand(H=3), x, x),
-        "ulysses heads": lambda: CP.ulysses_attention(rand(H=6), x, x),
-        "ulysses key heads": lambda: CP.ulysses_attention(rand(H=12), rand(H=3), rand(H=3)),
-        "mode": lambda: prefix(q, x, x, x, x, mode="pass-v"),
-        "cache": lambda: prefix(q, x, x, rand(H=4), x),
-        "cached": lambda: prefix(q, x, x, x, x, cached=[8, 8, 8]),
-        "gradient": lambda: prefix(q.clone().requires_grad_(), x, x, x, x),
-    }
-    out = {}
-    for name, run in tries.items():
-        wire.reset()
-        with pytest.raises(ValueError) as caught:
+    ring, gather, ulysses = CP.ring_attention, CP.all_gather_attention, CP.ulysses_attention
+    for run, words in (
+        (partial(ring, rand(7), rand(7), rand(7), **half), "28 tokens on 4 ranks: zigzag needs"),
+        (partial(ring, x, x, x, placement="zebra"), "zebra"),
+        (partial(ring, x, x, x, window=0), "window"),
+        (partial(ring, x, x, x, cu_seqlens=[0, 8]), "the 32 tokens"),
+        (partial(gather, x, x, x, cu_seqlens=[0, 9, 8, 32]), "rise"),
+        (partial(gather, x, rand(6), rand(6)), r"\(1, 6, 2, 4\)"),
+        (partial(ring, x, x, rand(H=1)), r"\(1, 8, 1, 4\)"),
+        (partial(ring, rand(H=3), x, x), "3 heads"),
+        (partial(ulysses, rand(H=6), x, x), "6 query heads cannot be split over 4"),
+        (partial(ulysses, rand(H=12), rand(H=3), rand(H=3)), "3 key heads"),
+        (partial(prefix, q, x, x, x, x, mode="pass-v"), "pass-v"),
+        (partial(prefix, q, x, x, rand(H=4), x), "k_cache"),
+        (partial(prefix, q, x, x, x, x, cached=[8, 8, 8]), r"\[8, 8, 8\]"),
+        (partial(prefix, q.clone().requires_grad_(), x, x, x, x), "no_grad"),
+    ):
+        env.wire.reset()
+        with pytest.raises(ValueError, match=words) as caught:
             run()
-        out[name] = str(caught.value), wire.events
-    return out
+        assert not env.wire.events and "\n" not in str(caught.value)
 
 
-def cp_autocast(groups, wire):
-    """Under autocast: activations are sent in bf16, gradients have the inputs' dtype."""
+@cp_other
+def cp_autocast(env):
+    """Activations are sent in bf16, gradients have the inputs' dtype."""
     s = cp_case(dtype=torch.float32)
     q, k, v, go, _ = cp_inputs(s, s["T"])
-    positions = CP.cp_positions(s["T"], 4, dist.get_rank())
+    positions = CP.cp_positions(s["T"], 4, env.rank)
     leaves = [x[:, positions].requires_grad_() for x in (q, k, v)]
-    wire.reset()
+    env.wire.reset()
     with torch.autocast("cpu", torch.bfloat16):
         o = CP.ring_attention(*leaves)
-    sent = wire.events[0][1]
+    assert cp_bytes(env.wire.events, "exchange")[0] == 12 * 2 * (6 + 6) * 2
+    assert o.dtype == torch.bfloat16
     grads = torch.autograd.grad(o, leaves, go[:, positions].to(o.dtype))
-    return dict(
-        zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True),
-        positions=positions,
-        sent=sent,
-    )
+    want = cp_reference({**s, "lse": False})
+    for key, got in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
+        assert key == "o" or got.dtype == torch.float32
+        assert cp_error(got.detach(), want[key][:, positions], want[key]) < 5e-2, key
 
 
-def cp_repeated(groups, wire):
-    run = [cp_run_case(CP_CASES[name], groups, wire) for name in ("ring zigzag 4 fp32",) * 2]
-    return [[r[key] for key in CP_KEYS] for r in run]
+@cp_other
+def cp_second_run_is_equal_to_the_bit(env):
+    one, two = (cp_run(env, CP_CASES["ring zigzag 4 fp32"])[0] for _ in range(2))
+    assert bitwise_equal(one, two)
 
 
-def cp_one_input(groups, wire):
+@cp_other
+def cp_gradient_of_one_input(env):
     """Gradients with respect to only one of q, k, v."""
     q, k, v, go, _ = cp_inputs(cp_case(), 48)
-    positions = CP.cp_positions(48, 4, dist.get_rank())
-    out = {}
+    positions, want = CP.cp_positions(48, 4, env.rank), cp_reference(cp_case(lse=False))
     for which, run in product(range(3), (CP.ring_attention, CP.all_gather_attention)):
         leaves = [x[:, positions] for x in (q, k, v)]
         leaves[which].requires_grad_()
-        o = run(*leaves)
-        out[which, run.__name__] = torch.autograd.grad(o, leaves[which], go[:, positions])[0]
-    return out, positions
-
-
-CP_OTHER = dict(lost=cp_lost_transfers, saved=cp_saved_bytes, errors=cp_errors,
-                autocast=cp_autocast, repeated=cp_repeated, one_input=cp_one_input)  # fmt: skip
-
-
-def cp_setup(env):
-    env.wire = CPWire()
-    pairs = [dist.new_group(p) for p in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    single = [dist.new_group([r]) for r in range(CP_WORLD)][env.rank]
-    env.groups = {4: None, 2: pairs[env.rank // 2], 1: single}
-    env.groups |= dict(inner=env.groups[2], outer=pairs[2 + env.rank % 2])
+        (grad,) = torch.autograd.grad(run(*leaves), leaves[which], go[:, positions])
+        key = ("dq", "dk", "dv")[which]
+        assert cp_error(grad, want[key][:, positions], want[key]) < 1e-12, (run, key)
 
 
 def cp_works(cases, run):
-    return {name: lambda env, c=case: run(c, env.groups, env.wire) for name, case in cases.items()}
+    return {name: lambda env, case=case: run(env, case) for name, case in cases.items()}
 
 
-CP_WORKS = cp_works(CP_CASES, cp_run_case) | cp_works(CP_OTHER, lambda f, *args: f(*args))
-CP_WORKS |= cp_works(CP_PREFIXES, lambda case, _, wire: cp_prefix(case, wire))
-cp_done = on_ranks("cp_done", CP_WORKS, hang=CP_HANG, setup=cp_setup)
-cp_done_slow = on_ranks(
-    "cp_done_slow", cp_works(CP_FUZZ, cp_run_case), limit=500, hang=CP_HANG, setup=cp_setup
-)
+CP_WORKS = cp_works(CP_CASES, cp_equals_one_process) | cp_works(CP_PREFIXES, cp_prefix) | CP_OTHERS
+cp_done = on_ranks("cp_done", CP_WORKS, hang=10, setup=cp_setup)
+CP_SLOW = cp_works(CP_FUZZ, cp_equals_one_process)
+cp_done_slow = on_ranks("cp_done_slow", CP_SLOW, limit=500, hang=10, setup=cp_setup)
 
 
-# --------------------------------------------------------------------------------------------------
-# The tests
-# --------------------------------------------------------------------------------------------------
-
-
-def cp_relative_error(got, want):
-    return (got.double() - want).abs().max().item() / want.abs().max().clamp(min=1e-30).item()
-
-
-def cp_check_equal(s, results, keys=CP_KEYS):
-    """Every rank's outputs and gradients equal its rows of one process's."""
-    want, all_positions = cp_reference(s), []
-    for r, got in enumerate(results):
-        for key in keys:
-            if key == "lse" and not s.get("lse", True):
-                continue
-            rows = want[key].index_select(2 if key == "lse" else 1, got["positions"])
-            assert got[key].shape == rows.shape and torch.isfinite(got[key]).all(), (r, key)
-            high = torch.promote_types(s["dtype"], torch.float32)
-            assert got[key].dtype == (high if key == "lse" else s["dtype"]), (r, key)
-            whole = want[key].abs().max().item() + 1e-300
-            error = (got[key].double() - rows).abs().max().item() / whole
-            assert error <= CP_TOLERANCE[s["dtype"]], f"rank {r} {key}: off by {error:.3g}"
-        all_positions.append(got["positions"])
-    ranks = s.get("ranks", CP_WORLD)
-    assert torch.equal(torch.cat(all_positions[:ranks]).sort().values, torch.arange(s["T"]))
-
-
-@pytest.mark.parametrize("name", CP_CASES)
-def test_cp_attention_equals_one_process(cp_done, name):
-    """o, lse and all gradients: ring, all-gather, Ulysses and 2D == attention in one process."""
-    cp_check_equal(CP_CASES[name], cp_done[name])
-
-
-@pytest.mark.parametrize("name", CP_PREFIXES)
-def test_cp_pass_kv_and_pass_q_equal_attention_over_the_whole_cache(cp_done, name):
-    """Attention of new tokens over a cache split across ranks in any way, or empty."""
-    s = CP_PREFIXES[name]
-    cp_check_equal(s, cp_done[name], ("o", "lse"))
+@pytest.mark.parametrize("name", CP_WORKS)
+def test_cp_equals_one_process(cp_done, name):
+    """o, lse and all gradients of ring, all-gather, Ulysses, 2D and prefix attention == attention
+    in one process; their transfers are counted, timed and lost."""
+    cp_done[name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CP_FUZZ)
-def test_cp_attention_equals_one_process_fuzz(cp_done_slow, name):
+@pytest.mark.parametrize("name", CP_SLOW)
+def test_cp_equals_one_process_fuzz(cp_done_slow, name):
     """The same for random shapes, masks, document boundaries and placements."""
-    cp_check_equal(CP_FUZZ[name], cp_done_slow[name])
+    cp_done_slow[name]
 
 
-def test_cp_ring_attention_starts_transfers_before_computing(cp_done):
-    """On 4 ranks: send, attend, wait; in the backward pass gradients are sent a block later."""
-    for got in cp_done["ring zigzag 4"]:
-        kinds = [(kind, number) for kind, number in got["forward"] if kind != "attend"]
-        order = [kind[0] for kind, _ in got["forward"]]
-        assert "".join(order).replace("aa", "a") == "sawsawsawa"
-        assert [n for kind, n in kinds if kind == "wait"] == [0, 1, 2]
-        events = "".join(
-            kind[0] if kind != "wait" else str(n) for kind, n in got["backward"]
-        ).replace("aa", "a")
-        # K and V are transfers 0, 1 and 3, gradients 2, 4 and 5: waited for a block later
-        assert events == "sa0" + "sas1" + "sa2s3" + "a4s5"
-
-
-def test_cp_bytes_equal_the_formula(cp_done):
-    """Bytes and number of transfers of ring, sliding window, all-gather and Ulysses."""
-    size = lambda s, n: s["B"] * n * s["Hkv"] * (s["D"] + s["Dv"]) * s["dtype"].itemsize
-    count = lambda got, *kinds: [e for e in got if e[0] in kinds]
-    for name in ("ring zigzag 4", "ring striped 2", "ring bf16", "ring Dv", "ring contiguous 4"):
-        s = CP_CASES[name]
-        one = size(s, s["T"] // s["ranks"])
-        wide = torch.promote_types(s["dtype"], torch.float32).itemsize // s["dtype"].itemsize
-        for got in cp_done[name]:
-            assert count(got["forward"], "send") == [("send", one)] * (s["ranks"] - 1)
-            sent = sorted(b for _, b in count(got["backward"], "send"))
-            assert sent == [one] * (s["ranks"] - 1) + [wide * one] * (s["ranks"] - 1) or wide == 1
-            assert sum(sent) == (s["ranks"] - 1) * one * (1 + wide)
-            assert not count(got["forward"] + got["backward"], "a2a", "all_gather")
-    for window, hops in ((1, 0), (5, 1), (12, 1), (13, 1), (30, 3), (100, 3)):
-        for got in cp_done[f"ring contiguous 4 window {window}"]:
-            assert len(count(got["forward"], "send")) == hops, window
-            assert len(count(got["backward"], "send")) == 2 * hops, window
-    for name in ("gather zigzag 4", "gather bf16"):
-        s = CP_CASES[name]
-        kv, wide = size(s, s["T"] // 4), 2 if s["dtype"] == torch.bfloat16 else 1
-        for got in cp_done[name]:
-            assert count(got["forward"], "all_gather") == [("all_gather", kv // 2)] * 2
-            assert count(got["backward"], "all_gather") == [("all_gather", kv // 2)] * 2
-            scattered = [("reduce_scatter", 4 * wide * kv // 2)] * 2
-            assert count(got["backward"], "reduce_scatter") == scattered
-            assert not count(got["forward"] + got["backward"], "send", "a2a")
-    s = CP_CASES["ulysses even heads"]
-    row = s["B"] * s["T"] // 4 * 8
-    bytes_ = [row * 8 * 6, row * 4 * 6, row * 4 * 6, row * 8 * 6, row * 8]
-    for got in cp_done["ulysses even heads"]:
-        assert [b for _, b in count(got["forward"], "a2a")] == bytes_
-        assert sorted(b for _, b in count(got["backward"], "a2a")) == sorted(bytes_)
-
-
-def test_cp_prefix_attention_chooses_pass_kv_or_pass_q_by_bytes(cp_done):
-    """auto picks the smaller message; the bytes sent by pass-KV and pass-Q equal the formulas."""
-    for name, s in CP_PREFIXES.items():
-        mode = dict(zip(("auto long", "auto short"), ("pass-q", "pass-kv"), strict=True)).get(
-            name, s["mode"]
-        )
-        B, t, e = s["B"], s["T"] // 4, s["dtype"].itemsize
-        for r, got in enumerate(cp_done[name]):
-            sent = [b for kind, b in got["forward"] if kind == "send"]
-            returned = [b for kind, b in got["forward"] if kind == "a2a"]
-            lengths = [b for kind, b in got["forward"] if kind == "all_gather"]
-            assert lengths == ([] if s["known_lengths"] else [8])
-            ring = [B * t * s["Hkv"] * (s["D"] + s["Dv"]) * e] * 3  # ring over the new tokens
-            if mode == "pass-kv":
-                rows = [s["cached"][(r - i) % 4] for i in range(3)]
-                keys = [B * n * s["Hkv"] * (s["D"] + s["Dv"]) * e for n in rows]
-                assert sent == keys + ring, name
-                assert not returned
-            else:
-                assert sent == [B * t * s["Hq"] * s["D"] * e] * 3 + ring, name
-                o, lse = 4 * B * t * s["Hq"] * s["Dv"] * e, 4 * B * t * s["Hq"] * max(4, e)
-                assert returned == [o, lse]
-    assert (
-        inference_parallel.should_pass_kv(100, 0, 8, 8) is False
-    )  # full prefill of MHA: q is half of K and V
-    assert inference_parallel.should_pass_kv(100, 0, 8, 4) and inference_parallel.should_pass_kv(
-        100, 0, 64, 8
-    )
-    assert inference_parallel.should_pass_kv(25, 75, 64, 8)
-    assert not inference_parallel.should_pass_kv(24, 76, 64, 8)
+def test_cp_pass_kv_or_pass_q():
+    """By bytes, and where the transfer of keys is hidden; bad positions are refused."""
+    choose = inference_parallel.should_pass_kv
+    assert choose(100, 0, 8, 8) is False  # full prefill of MHA: q is half of K and V
+    assert choose(100, 0, 8, 4) and choose(100, 0, 64, 8) and choose(25, 75, 64, 8)
+    assert not choose(24, 76, 64, 8)
     known = dict(ranks=4, flops=1e12, bandwidth=1e10)  # hidden from 4 * 1e12 * 8 * 2 / (128 * 1e10)
-    assert inference_parallel.should_pass_kv(
-        50, 10**6, 64, 8, **known
-    ) and not inference_parallel.should_pass_kv(49, 10**6, 64, 8, **known)
+    assert choose(50, 10**6, 64, 8, **known) and not choose(49, 10**6, 64, 8, **known)
 
 
-def test_cp_lost_ring_transfer_is_noticed(cp_done):
-    """Zeroing any of the 3 + 6 transfers of a forward and backward pass changes the result."""
-    ranks = cp_done["lost"]
-    for number in range(1, 10):
-        errors = [
-            max(
-                cp_relative_error(a, b)
-                for a, b in zip(got[number], got[0], strict=True)
-                if a.numel()
-            )
-            for got in ranks
-        ]
-        assert max(errors) > 1e-3, f"transfer {number - 1}: {errors}"
-
-
-def test_cp_autograd_saves_only_local_rows(cp_done):
-    """Autograd saves the bytes of local q, k, v, o and lse, O(T / ranks); plain attention saves
-    O(T^2)."""
-    for got in cp_done["saved"]:
-        for form, T in product(("ring", "gather"), (64, 256)):
-            saved, own, buffers, _ = got[form, T]
-            t = T // 4
-            assert saved == own + t * 4 * 10 * 4 + t * 4 * 4, form
-            assert buffers == (True, 0), f"{form}: {buffers} still alive"
-        assert got["ring", 256][0] == 4 * got["ring", 64][0]
-        assert got["plain", 256][0] > 8 * got["plain", 64][0]
-
-
-def test_cp_refuses_bad_shapes(cp_done):
-    """Bad shapes raise before any transfer, with the numbers in the message."""
-    messages = {
-        "odd zigzag": "28 tokens on 4 ranks: zigzag needs a multiple of 8", "placement": "zebra",
-        "window": "window", "borders": "the 32 tokens", "falling borders": "rise",
-        "lengths": "(1, 6, 2, 4)", "values": "(1, 8, 1, 4)", "heads": "3 heads",
-        "ulysses heads": "6 query heads cannot be split over 4", "ulysses key heads": "3 key heads",
-        "mode": "pass-v", "cache": "k_cache", "cached": "[8, 8, 8]", "gradient": "no_grad",
-    }  # fmt: skip
-    for got in cp_done["errors"]:
-        assert set(got) == set(messages)
-        for name, (message, events) in got.items():
-            assert messages[name] in message and "\n" not in message and not events, name
-    for T, ranks, placement in ((10, 4, "contiguous"), (12, 4, "zigzag"), (9, 2, "striped")):
-        with pytest.raises(ValueError, match=f"{T} tokens on {ranks} ranks: {placement} needs"):
-            CP.cp_positions(T, ranks, 0, placement)
-
-
-def test_cp_autocast_determinism_and_single_input_gradients(cp_done):
-    """Under autocast activations are sent in bf16; a second run is equal to the bit; gradients of
-    a single input are right."""
-    s = cp_case(dtype=torch.float32)
-    want = cp_reference({**s, "lse": False})
-    for got in cp_done["autocast"]:
-        assert got["o"].dtype == torch.bfloat16 and got["dq"].dtype == torch.float32
-        assert got["sent"] == 12 * 2 * (6 + 6) * 2
-        for key in ("o", "dq", "dk", "dv"):
-            assert cp_relative_error(got[key], want[key][:, got["positions"]]) < 5e-2, key
-    for one, two in cp_done["repeated"]:
-        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    want = cp_reference(cp_case(lse=False))
-    for got, positions in cp_done["one_input"]:
-        for (which, form), grad in got.items():
-            key = ("dq", "dk", "dv")[which]
-            assert cp_relative_error(grad, want[key][:, positions]) < 1e-12, (form, key)
+REFUSED |= {
+    f"cp: positions of {T} tokens": (
+        partial(CP.cp_positions, T, ranks, 0, placement),
+        f"{T} tokens on {ranks} ranks: {placement} needs",
+    )
+    for T, ranks, placement in ((10, 4, "contiguous"), (12, 4, "zigzag"), (9, 2, "striped"))
+}
 
 
 def cp_pair_counts(calls, n, m):
@@ -16744,7 +16611,7 @@ def test_cp_zigzag_and_striped_placements_balance_the_work():
 def test_cp_attention_with_lse_equals_attention_reference():
     """attention_with_lse == attention.attention_reference with gradients, for long sequences
     too."""
-    rng = torch.Generator().manual_seed(0)
+    rng = seeded()
     for T, S, causal, window in product((3, 150), (2, 0, 160), (True, False), (None, 4, 140)):
         shapes = (2, T, 4, 5), (2, S, 2, 5), (2, S, 2, 3)
         leaves = [
@@ -17394,102 +17261,77 @@ for n in (0, -1):
 
 
 # --------------------------------------------------------------------------------------------------
-# async_tp.py and inference_parallel.py: four gloo processes run all cases once and save the
-# results; the tests compare them with one process
+# async_tp.py and inference_parallel.py, on four ranks, against one process
 # --------------------------------------------------------------------------------------------------
 
-
-TP_WORLD, TP_HANG = 4, 12
 TP_PAIRS = ((0, 1), (2, 3))
 TP_ALL = ((0, 1, 2, 3),)
 TP_TYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 TP_TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12, "bf16": 2e-2}
-
-
-class TpWire:
-    """Records all transfers, their bytes and order; can lose one. Records matmuls too."""
-
-    def __init__(self):
-        self.reset()
-        dist.batch_isend_irecv = partial(self.exchange, dist.batch_isend_irecv)
-        dist.all_to_all_single = partial(self.collective, dist.all_to_all_single, "all-to-all")
-        inference_parallel.all_gather = partial(
-            self.collective, inference_parallel.all_gather, "gather"
-        )
-        inference_parallel.reduce_scatter = partial(
-            self.collective, inference_parallel.reduce_scatter, "scatter"
-        )
-
-    def reset(self, drop=None):
-        self.events, self.bytes, self.count, self.drop = [], 0, 0, drop
-
-    def exchange(self, call, ops):
-        self.count += 1
-        sent, got = (
-            [op for op in ops if op.op is dist.isend],
-            [op for op in ops if op.op is dist.irecv],
-        )
-        assert len(sent) == len(got) == 1
-        self.bytes += sent[0].tensor.nbytes
-        name = "gs"[sent[0].tag]
-        self.events.append(f"begin {name}")
-        arrived = partial(self.arrived, name, got[0].tensor if self.count == self.drop else None)
-        first, *rest = call(ops)
-        return [*rest, TpWork(first, arrived)]
-
-    def arrived(self, name, lost):
-        self.events.append(f"wait {name}")
-        if lost is not None:
-            lost.zero_()
-
-    def collective(self, call, kind, out, x, group=None):
-        n = dist.get_world_size(group)
-        self.count += 1
-        self.bytes += (out if kind == "gather" else x).nbytes * (n - 1) // n
-        self.events.append(kind)
-        call(out, x, group=group)
-        if self.count == self.drop:
-            out.zero_()
-
-
-class TpWork:
-    def __init__(self, work, arrived):
-        self.work, self.arrived = work, arrived
-
-    def wait(self):
-        self.work.wait()
-        self.arrived()
+TP_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+TP_WORKS: dict[str, Callable] = {}  # name -> case(env), which asserts
 
 
 class TpMatmulRecorder(TorchDispatchMode):
-    """Records matmuls, consecutive ones as one event."""
+    """Notes matmuls on the wire, consecutive ones as one event."""
+
+    def __init__(self, wire):
+        super().__init__()
+        self.wire = wire
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.split("::")[1] in ("mm", "addmm", "addmm_", "bmm", "linear"):
-            if not TP_WIRE.events or TP_WIRE.events[-1] != "matmul":
-                TP_WIRE.events.append("matmul")
+            if not self.wire.events or self.wire.events[-1]["kind"] != "matmul":
+                self.wire.note("matmul")
         return func(*args, **(kwargs or {}))
 
 
-TP_WIRE: TpWire | None = None  # set in each child process
-TP_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+def tp_sent(events) -> int:
+    """Bytes that a rank sends to the others."""
+    sent = 0
+    for e in events:
+        if e["kind"] == "exchange":
+            sent += e["nbytes"]
+        elif "ranks" in e:
+            n = len(e["ranks"])
+            sent += e["nbytes"] * (n - 1) // (1 if e["kind"] == "all_gather" else n)
+    return sent
 
 
 def tp_normal(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def tp_group_of(rank, members):
+    """(the group that this rank is in, its rank there, the group's size)"""
     for m in members:
         if m not in TP_GROUPS:  # connecting is slow, so groups are cached
             TP_GROUPS[m] = dist.new_group(list(m))
     m = next(m for m in members if rank in m)
-    return TP_GROUPS[m], dist.get_rank(TP_GROUPS[m]), len(m)  # new_group numbers ranks in order
+    return TP_GROUPS[m], dist.get_rank(TP_GROUPS[m]), len(m)
 
 
-# --------------------------------------------------------------------------------------------------
-# Rings
-# --------------------------------------------------------------------------------------------------
+def tp_close(got, want, tolerance, what):
+    assert (got is None) == (want is None), f"{what}: {got}"
+    if want is not None:
+        assert got.shape == want.shape, f"{what}: {got.shape}"
+        error, size = (got - want).abs().max().item(), want.abs().max().item()
+        assert error <= tolerance * size, f"{what}: off by {error:.3g} of {size:.3g}"
+
+
+def tp_noticed(check, *args) -> None:
+    """On some rank the check fails, for a value is off."""
+    failed = torch.tensor(0)
+    try:
+        check(*args)
+    except AssertionError as error:
+        assert "off by" in str(error)
+        failed.fill_(1)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    assert failed
+
+
+# ---- rings ----
 
 
 @dataclass(frozen=True)
@@ -17552,42 +17394,11 @@ def tp_ring_call(case, x, w, b, group):
         return [async_tp.matmul_reduce_scatter(x, w[0], group)]
 
 
-def tp_run_ring(rank, case, seed=3, drop=None):
-    group, me, P = tp_group_of(rank, case.members)
-    x, w, b, coef = tp_ring_problem(case, seed, P)
-    got, runs = {}, []
-    for again in range(2):
-        x_shard = tp_leaf(x[me])
-        ws = [tp_leaf(t[me], i not in case.frozen) for i, t in enumerate(w)]
-        bs = [tp_leaf(t[me]) for t in b]
-        saved = []
-        TP_WIRE.reset(drop)
-        keep = lambda t: saved.append((tuple(t.shape), t.data_ptr())) or t
-        with TpMatmulRecorder(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            outs = tp_ring_call(case, x_shard, ws, bs, group)
-        got |= dict(forward=(TP_WIRE.events, TP_WIRE.bytes), saved=[s for s, _ in saved])
-        got["copied"] = [s for s, p in saved if p not in [t.data_ptr() for t in (x_shard, *ws)]]
-        TP_WIRE.reset(drop and drop - 100)
-        with TpMatmulRecorder():
-            tp_loss_of(outs, [c[me] for c in coef], case.unused).backward()
-        got["backward"] = TP_WIRE.events, TP_WIRE.bytes
-        grad = lambda t: None if t is None else t.grad
-        values = dict(out=[o.detach() for o in outs], x=[x_shard.grad])
-        runs.append(values | dict(w=[grad(t) for t in ws], b=[grad(t) for t in bs]))
-    flat = [[t for ts in run.values() for t in ts if t is not None] for run in runs]
-    got["same"] = all(torch.equal(p, q) for p, q in zip(*flat, strict=True))
-    return got | runs[0] | dict(me=me, P=P)
-
-
-def tp_ring_reference(case, P, seed=3):
-    """One process: cat, F.linear and sum; in fp64 if the case is in bf16."""
+def tp_ring_reference(case, me, P, seed=3):
+    """One process: cat, F.linear and sum, in fp64 if the case is in bf16; the values of rank me."""
     x, w, b, coef = tp_ring_problem(case, seed, P)
     up = lambda t: None if t is None else tp_leaf(t.double() if case.dtype == "bf16" else t.clone())
-    x, w, b = (
-        [up(t) for t in x],
-        [[up(t) for t in ts] for ts in w],
-        [[up(t) for t in ts] for ts in b],
-    )
+    x, w, b = [*map(up, x)], [[*map(up, ts)] for ts in w], [[*map(up, ts)] for ts in b]
     if case.kind == "gather":
         whole = torch.cat(x, 1)
         outs = [[F.linear(whole, *pair) for pair in zip(*ts)] for ts in zip(w, b, strict=True)]
@@ -17596,15 +17407,44 @@ def tp_ring_reference(case, P, seed=3):
     terms = [tp_loss_of([o[p] for o in outs], [c[p] for c in coef], case.unused) for p in range(P)]
     sum(terms).backward()
     zero = lambda t: None if t is None else torch.zeros_like(t) if t.grad is None else t.grad
-    return [
-        dict(
-            out=[o[p].detach() for o in outs],
-            x=[zero(x[p])],
-            w=[None if i in case.frozen else zero(t[p]) for i, t in enumerate(w)],
-            b=[zero(t[p]) for t in b],
-        )
-        for p in range(P)
-    ]
+    ws = [None if i in case.frozen else zero(t[me]) for i, t in enumerate(w)]
+    outs = [o[me].detach() for o in outs]
+    return dict(out=outs, x=[zero(x[me])], w=ws, b=[zero(t[me]) for t in b])
+
+
+def tp_run_ring(env, case, drop=None):
+    """Two runs with transfer `drop` lost; 100 + n is the n-th of the backward pass."""
+    group, me, P = tp_group_of(env.rank, case.members)
+    x, w, b, coef = tp_ring_problem(case, 3, P)
+    got, runs, wire = dict(me=me, P=P), [], env.wire
+    for _ in range(2):
+        x_shard, bs = tp_leaf(x[me]), [tp_leaf(t[me]) for t in b]
+        ws = [tp_leaf(t[me], i not in case.frozen) for i, t in enumerate(w)]
+        saved = []
+        keep = lambda t: saved.append((tuple(t.shape), t.data_ptr())) or t
+        wire.reset(None if drop is None else drop - 1)
+        with TpMatmulRecorder(wire), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            outs = tp_ring_call(case, x_shard, ws, bs, group)
+        own = [t.data_ptr() for t in (x_shard, *ws)]
+        got |= dict(forward=wire.events, saved=[shape for shape, _ in saved])
+        got["copied"] = [shape for shape, address in saved if address not in own]
+        wire.reset(None if drop is None else drop - 101)
+        with TpMatmulRecorder(wire):
+            tp_loss_of(outs, [c[me] for c in coef], case.unused).backward()
+        got["backward"] = wire.events
+        wire.reset()
+        grad = lambda t: None if t is None else t.grad
+        values = dict(out=[o.detach() for o in outs], x=[x_shard.grad])
+        runs.append(values | dict(w=[grad(t) for t in ws], b=[grad(t) for t in bs]))
+    flat = [[t for ts in run.values() for t in ts if t is not None] for run in runs]
+    assert all(torch.equal(p, q) for p, q in zip(*flat, strict=True))  # to the bit
+    return got | runs[0]
+
+
+def tp_check_ring(case, got):
+    for key, values in tp_ring_reference(case, got["me"], got["P"]).items():
+        for i, (x, want) in enumerate(zip(got[key], values, strict=True)):
+            tp_close(x, want, TP_TOLERANCE[case.dtype], f"{key}{i}")
 
 
 TP_RINGS = {
@@ -17635,32 +17475,77 @@ TP_AUTOCAST = {
     "autocast gather": TpRing(autocast=True, dtype="fp32", t=8, C=32, n=(16,), bias=(True,)),
     "autocast scatter": TpRing("scatter", autocast=True, dtype="fp32", t=8, C=32, n=(16,)),
 }
-TP_DROPS = {  # transfer number; 100 + n is the n-th of the backward pass
-    f"drop {kind} {n}": (kind, n)
+TP_ORDER = {  # upper case: transfer started; lower case: waited for; *: matmul
+    ("gather", "forward"): "G*gG*gG*g*",
+    ("scatter", "forward"): "*S*sS*sS*s",
+    ("gather", "backward"): "G*SgG*sSgG*sSg*s",
+    ("scatter", "backward"): "G*gG*gG*g*",
+    ("gather all frozen", "backward"): "*S*sS*sS*s",
+    ("gather of 1", "backward"): "*",
+}
+TP_COUNTED = "gather", "gather of 2", "gather 3 weights", "scatter", "scatter of 2"
+
+
+def tp_check_order(events, want: str, P: int) -> None:
+    """Every transfer starts before a matmul and is waited for after it. If a transfer takes as long
+    as a matmul, P ring steps take the time of P matmuls: all transfers are hidden, except the first
+    x of the backward pass."""
+    names = {e["number"]: "GS"[e["tag"]] for e in events if e["kind"] == "exchange"}
+    letters = {"matmul": lambda e: "*", "exchange": lambda e: names[e["number"]]}
+    letters["wait"] = lambda e: names[e["of"]].lower()
+    order = "".join(letters[e["kind"]](e) for e in events)
+    assert order == want
+    now, due = 0, {}
+    for letter in order:
+        if letter.isupper():
+            due[letter] = now + 1
+        now = now + 1 if letter == "*" else now
+        now = max(now, due[letter.upper()]) if letter.islower() else now
+    assert now == P
+
+
+def tp_ring_equals_all_gather_and_linear(env, name, case):
+    """Outputs and all gradients == all-gather then F.linear, or F.linear then reduce-scatter;
+    autograd saves only the inputs, x's shard and the weights. A rank sends as much as in an
+    all-gather, twice that in the backward pass of all_gather_matmul: x and its gradient."""
+    got = tp_run_ring(env, case)
+    P, gather = got["P"], case.kind == "gather"
+    if case.autocast:
+        assert all(o.dtype == torch.bfloat16 for o in got["out"])
+        assert all(t.dtype == torch.float32 for t in (*got["x"], *got["w"], *got["b"]))
+        assert tp_sent(got["forward"]) == case.B * case.t * case.C * 2 * (P - 1)
+        half = {key: [t.bfloat16() for t in got[key]] for key in ("out", "x", "w", "b")}
+        tp_check_ring(replace(case, dtype="bf16"), got | half)
+        return
+    tp_check_ring(case, got)
+    x = (case.B, case.t, case.C) if gather else (case.B, case.t * P, case.n[0])
+    w = [(n, case.C) if gather else (case.C, n) for n in case.n]
+    assert sorted(got["saved"]) == sorted([x, *w]) and not got["copied"]
+    if name in TP_COUNTED:
+        sent = case.B * case.t * case.C * 8 * (P - 1)
+        assert tp_sent(got["forward"]) == sent
+        assert tp_sent(got["backward"]) == (2 if gather else 1) * sent
+    for phase in ("forward", "backward"):
+        if (name, phase) in TP_ORDER:
+            tp_check_order(got[phase], TP_ORDER[name, phase], P)
+
+
+def tp_ring_lost(env, kind, n):
+    tp_noticed(tp_check_ring, TP_RINGS[kind], tp_run_ring(env, TP_RINGS[kind], n))
+
+
+TP_WORKS |= {
+    name: partial(tp_ring_equals_all_gather_and_linear, name=name, case=ring)
+    for name, ring in (TP_RINGS | TP_AUTOCAST).items()
+}
+TP_WORKS |= {
+    f"{kind}: transfer {n} is lost": partial(tp_ring_lost, kind=kind, n=n)
     for kind, numbers in (("gather", (1, 3, 101, 102, 106)), ("scatter", (1, 2, 3, 101, 103)))
     for n in numbers
 }
 
 
-def tp_close(got, want, tolerance, what):
-    assert (got is None) == (want is None), f"{what}: {got}"
-    if want is not None:
-        assert got.shape == want.shape, f"{what}: {got.shape}"
-        error, size = (got - want).abs().max().item(), want.abs().max().item()
-        assert error <= tolerance * size, f"{what}: off by {error:.3g} of {size:.3g}"
-
-
-def tp_check_ring(case, results, seed=3):
-    want = tp_ring_reference(case, results[0]["P"], seed)
-    for r, got in enumerate(results):
-        for key, values in want[got["me"]].items():
-            for i, (g, v) in enumerate(zip(got[key], values, strict=True)):
-                tp_close(g, v, TP_TOLERANCE[case.dtype], f"rank {r} {key}{i}")
-
-
-# --------------------------------------------------------------------------------------------------
-# Feed-forward with 2D sharding
-# --------------------------------------------------------------------------------------------------
+# ---- feed-forward with 2D sharding ----
 
 
 @dataclass(frozen=True)
@@ -17682,31 +17567,38 @@ def tp_mlp_of(case):
     return mlp, tp_leaf(x), tp_normal(51, *case.rows, case.C).to(x)
 
 
-def tp_grid_of(rank, case):
+def tp_run_grid(env, case, drop=None):
     X, Y = case.X, case.Y
-    size = X * Y
-    base = [range(k, k + size) for k in range(0, TP_WORLD, size)]
+    base = [range(k, k + X * Y) for k in range(0, 4, X * Y)]
     columns = [tuple(b[i * Y + j] for i in range(X)) for b in base for j in range(Y)]
     lines = [tuple(b[i * Y + j] for j in range(Y)) for b in base for i in range(X)]
-    return tp_group_of(rank, columns)[0], tp_group_of(rank, lines)[0], rank % size
-
-
-def tp_run_grid(rank, case, drop=None):
-    x_group, y_group, me = tp_grid_of(rank, case)
+    groups, me = [tp_group_of(env.rank, m)[0] for m in (columns, lines)], env.rank % (X * Y)
     mlp, x, coef = tp_mlp_of(case)
     weights = [linear.weight for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    ffn = inference_parallel.FFN2D(*weights, x_group, y_group, case.replicated)
+    ffn = inference_parallel.FFN2D(*weights, *groups, case.replicated)
     if not case.replicated:
-        x, coef = (t.detach().chunk(case.X * case.Y, -1)[me] for t in (x, coef))
+        x, coef = (t.detach().chunk(X * Y, -1)[me] for t in (x, coef))
         x = tp_leaf(x)
-    TP_WIRE.reset(drop)
+    env.wire.reset(None if drop is None else drop - 1)
     y = ffn(x)
-    got = dict(bytes=TP_WIRE.bytes, events=TP_WIRE.events, me=me, y=y.detach())
-    TP_WIRE.reset()
+    events = env.wire.events
+    env.wire.reset()
     (y * coef).sum().backward()
-    i, j = divmod(me, case.Y)
-    got |= dict(i=i, j=j, x=x.grad, gate_up=ffn.gate_up.grad, down=ffn.down.grad)
-    return got
+    values = dict(y=y.detach(), x=x.grad, gate_up=ffn.gate_up.grad, down=ffn.down.grad)
+    return me, events, values
+
+
+def tp_check_grid(case, me, values):
+    mlp, x, coef = tp_mlp_of(case)
+    (mlp(x) * coef).sum().backward()
+    (i, j), P = divmod(me, case.Y), case.X * case.Y
+    local = (lambda t: t) if case.replicated else (lambda t: t.chunk(P, -1)[me])
+    part = lambda w: w.grad.chunk(case.Y)[j].chunk(case.X, 1)[i]
+    gate_up = torch.cat((part(mlp.gate_proj.weight), part(mlp.up_proj.weight)))
+    down = mlp.down_proj.weight.grad.chunk(case.X)[i].chunk(case.Y, 1)[j]
+    wanted = dict(y=local(mlp(x).detach()), x=local(x.grad), gate_up=gate_up, down=down)
+    for key, want in wanted.items():
+        tp_close(values[key], want, TP_TOLERANCE[case.dtype], key)
 
 
 TP_GRIDS = {
@@ -17714,12 +17606,49 @@ TP_GRIDS = {
     for X, Y in ((1, 4), (2, 2), (4, 1), (1, 2), (2, 1), (1, 1))
     for replicated in (True, False)
 } | {"ffn fp32": TpGrid(dtype="fp32"), "ffn 1 token": TpGrid(rows=(1, 1), replicated=False)}
-TP_DROPS_GRID = {f"drop ffn {n}": n for n in (1, 2, 3, 4)}
 
 
-# --------------------------------------------------------------------------------------------------
-# Attention with the batch sharded over ranks
-# --------------------------------------------------------------------------------------------------
+def tp_ffn2d_equals_the_mlp(env, case):
+    """With gradients, x replicated or sharded, on every grid; bytes sent == formula."""
+    me, events, values = tp_run_grid(env, case)
+    tp_check_grid(case, me, values)
+    sizes = case.rows[0] * case.rows[1], case.C, case.F, case.X, case.Y
+    itemsize = TP_TYPES[case.dtype].itemsize
+    want = inference_parallel.ffn_bytes(*sizes, itemsize, case.replicated)
+    assert tp_sent(events) == pytest.approx(want, rel=1e-12)
+
+
+def tp_ffn2d_lost(env, n):
+    case = TP_GRIDS["ffn 2x2 sharded"]
+    me, _, values = tp_run_grid(env, case, n)
+    tp_noticed(tp_check_grid, case, me, values)
+
+
+TP_WORKS |= {name: partial(tp_ffn2d_equals_the_mlp, case=c) for name, c in TP_GRIDS.items()}
+TP_WORKS |= {f"ffn: transfer {n} is lost": partial(tp_ffn2d_lost, n=n) for n in (1, 2, 3, 4)}
+
+
+def test_async_tp_ffn2d_bytes_and_best_grid_equal_the_paper():
+    """2D sends less than Megatron's 1D on many ranks, as 1 / sqrt(ranks), but not on few; best_grid
+    is the best of all grids and near the paper's closed form."""
+    C, width = 8192, 28672
+    grid = inference_parallel.best_grid
+    of = lambda X, Y, **more: inference_parallel.ffn_bytes(1, C, width, X, Y, **more)
+    one = lambda P, **more: of(1, P, **more)
+    two = lambda P, **more: of(*grid(P, C, width, **more), **more)
+    assert grid(4, C, width) == (1, 4) and grid(64, C, width) == (4, 16)
+    for P in (16, 64, 256):
+        assert two(P) < one(P) < 2 * C * 2
+        assert two(P) <= min(of(X, P // X) for X in (1, 2, 4, 8, 16))
+    assert two(64) < 0.5 * one(64) and 0.45 < two(1024) / two(256) < 0.6
+    assert two(64) < two(64, replicated=True) < one(64)
+    assert one(64) == one(64, replicated=True) == 2 * C * 63 / 64 * 2
+    for P in (256, 1024, 4096):
+        X, _ = grid(P, C, width)
+        assert 0.5 <= X / (2 / 3 * P * C / width) ** 0.5 <= 2
+
+
+# ---- attention with the batch sharded over ranks ----
 
 
 @dataclass(frozen=True)
@@ -17736,11 +17665,10 @@ class TpBatchShard:
 def tp_attention_of(case):
     common = dict(vocab_size=9, dim=24, n_layers=1, n_heads=4, ffn_dim=8, max_seq_len=32)
     if case.family.startswith("mla"):
-        q = 20 if case.family == "mla q" else None
-        config = M.ModelConfig(
-            **common, n_kv_heads=4, head_dim=12, family="deepseek_v3", rope_interleaved=True,
-            kv_lora_rank=10, q_lora_rank=q, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
-        )  # fmt: skip
+        common |= dict(n_kv_heads=4, head_dim=12, family="deepseek_v3", rope_interleaved=True)
+        common |= dict(kv_lora_rank=10, q_lora_rank=20 if case.family == "mla q" else None)
+        common |= dict(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+        config = M.ModelConfig(**common)
         layer = M.LatentAttention(config, 0)
         layer.absorb_up_to = case.absorb
     else:
@@ -17776,31 +17704,6 @@ def tp_rows_calls(case, config):
         start += T
 
 
-def tp_run_rows(rank, case, drop=None):
-    group, me, P = tp_group_of(rank, case.members)
-    config, layer = tp_attention_of(case)
-    tp_shard_heads(layer, me, P)
-    cache = M.KVCache(config, case.B // P, 24, torch.float64)
-    outs, sent = [], []
-    with torch.no_grad():
-        for x, rope, positions, limit in tp_rows_calls(case, config):
-            TP_WIRE.reset(drop)
-            attend = inference_parallel.batch_sharded_attend(partial(cache.attend, **limit), group)
-            y = layer(x, rope, positions, attend)
-            sent.append((TP_WIRE.bytes, list(TP_WIRE.events)))
-            dist.all_reduce(y, group=group)
-            outs.append(y)
-    # gradients without a cache: each rank's are those of its heads
-    TP_WIRE.reset()
-    x, rope, positions, _ = next(iter(tp_rows_calls(case, config)))
-    x = tp_leaf(x)
-    attend = inference_parallel.batch_sharded_attend(M.causal_attention, group)
-    y = layer(x, rope, positions, attend)
-    (y * tp_normal(80, *y.shape)).sum().backward()
-    dist.all_reduce(x.grad, group=group)
-    return dict(outs=outs, sent=sent, k=cache.k[0], me=me, P=P, grad=x.grad)
-
-
 def tp_rows_reference(case):
     config, layer = tp_attention_of(case)
     cache, outs = M.KVCache(config, case.B, 24, torch.float64), []
@@ -17812,6 +17715,40 @@ def tp_rows_reference(case):
     y = layer(x, rope, positions, M.causal_attention)
     (y * tp_normal(80, *y.shape)).sum().backward()
     return outs, cache.k[0], x.grad
+
+
+def tp_run_rows(env, case, drop=None):
+    group, me, P = tp_group_of(env.rank, case.members)
+    config, layer = tp_attention_of(case)
+    tp_shard_heads(layer, me, P)
+    cache, outs, sent = M.KVCache(config, case.B // P, 24, torch.float64), [], []
+    with torch.no_grad():
+        for x, rope, positions, limit in tp_rows_calls(case, config):
+            env.wire.reset(None if drop is None else drop - 1)
+            attend = inference_parallel.batch_sharded_attend(partial(cache.attend, **limit), group)
+            y = layer(x, rope, positions, attend)
+            sent.append(env.wire.events)
+            env.wire.reset()
+            dist.all_reduce(y, group=group)
+            outs.append(y)
+    # gradients without a cache: each rank's are those of its heads
+    x, rope, positions, _ = next(iter(tp_rows_calls(case, config)))
+    x = tp_leaf(x)
+    attend = inference_parallel.batch_sharded_attend(M.causal_attention, group)
+    y = layer(x, rope, positions, attend)
+    (y * tp_normal(80, *y.shape)).sum().backward()
+    dist.all_reduce(x.grad, group=group)
+    return dict(outs=outs, sent=sent, k=cache.k[0], me=me, P=P, grad=x.grad)
+
+
+def tp_check_rows(case, got):
+    outs, k, grad = tp_rows_reference(case)
+    tp_close(got["k"], k.chunk(got["P"])[got["me"]], 1e-12, "cache")
+    for n, (a, b) in enumerate(zip(got["outs"], outs, strict=True)):
+        tp_close(a, b, 1e-12, f"step {n}")
+    # MLA's rope head is shared: ranks round its gradient to fp32 in RoPE before summing
+    tolerance = 1e-6 if case.family.startswith("mla") else 1e-12
+    tp_close(got["grad"], grad, tolerance, "gradient of x")
 
 
 TP_ROWS = {
@@ -17826,291 +17763,80 @@ TP_ROWS = {
     "rows mla absorbed": TpBatchShard("mla", absorb=99),
     "rows mla ragged": TpBatchShard("mla q", ragged=True, B=8),
 }
-TP_DROPS_ROWS = {"drop rows 1": 1, "drop rows 2": 2}
 
 
-def tp_run_errors(rank, _):
-    attend = inference_parallel.batch_sharded_attend(M.causal_attention)
-    spec = M.AttentionSpec(0, 1.0)
-    q, k, x, w = (
-        torch.ones(6, 1, 1, 2),
-        torch.ones(6, 1, 1, 2),
-        torch.ones(2, 3, 4),
-        torch.ones(5, 4),
-    )
-    calls = [
-        lambda: attend(spec, q, k, k, torch.zeros(1)),
-        lambda: async_tp.all_gather_matmul(x[0], [w]),
-        lambda: async_tp.all_gather_matmul(x, []),
-        lambda: async_tp.all_gather_matmul(x, [w, torch.ones(5, 3)]),
-        lambda: async_tp.all_gather_matmul(x, [w, w], None, [None]),
-        lambda: async_tp.matmul_reduce_scatter(x, w),
-        lambda: async_tp.matmul_reduce_scatter(torch.ones(2, 8, 3), w),
-        lambda: inference_parallel.FFN2D(
-            torch.ones(8, 6), torch.ones(8, 6), torch.ones(6, 8), None, None
-        ),
-    ]
-    errors = []
-    for call in calls:
-        try:
-            call()
-            errors.append("nothing")
-        except ValueError as error:
-            errors.append(str(error))
-    return dict(errors=errors)
-
-
-def tp_run_case(rank, name):
-    if name in TP_RINGS or name in TP_AUTOCAST:
-        return tp_run_ring(rank, (TP_RINGS | TP_AUTOCAST)[name])
-    if name in TP_DROPS:
-        kind, n = TP_DROPS[name]
-        return tp_run_ring(rank, TP_RINGS[kind], drop=n)
-    if name in TP_GRIDS:
-        return tp_run_grid(rank, TP_GRIDS[name])
-    if name in TP_DROPS_GRID:
-        return tp_run_grid(rank, TP_GRIDS["ffn 2x2 sharded"], TP_DROPS_GRID[name])
-    if name in TP_ROWS:
-        return tp_run_rows(rank, TP_ROWS[name])
-    if name in TP_DROPS_ROWS:
-        return tp_run_rows(rank, TP_ROWS["rows mqa"], TP_DROPS_ROWS[name])
-    return tp_run_errors(rank, name)
-
-
-TP_NAMES = [
-    *TP_RINGS,
-    *TP_AUTOCAST,
-    *TP_DROPS,
-    *TP_GRIDS,
-    *TP_DROPS_GRID,
-    *TP_ROWS,
-    *TP_DROPS_ROWS,
-    "errors",
-]
-
-
-# --------------------------------------------------------------------------------------------------
-# The processes
-# --------------------------------------------------------------------------------------------------
-
-
-def tp_setup(env):
-    global TP_WIRE
-    TP_WIRE = TpWire()
-
-
-TP_WORKS = {name: lambda env, name=name: tp_run_case(env.rank, name) for name in TP_NAMES}
-tp_done = on_ranks("tp_done", TP_WORKS, hang=TP_HANG, setup=tp_setup)
-
-
-# --------------------------------------------------------------------------------------------------
-# The tests
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", TP_RINGS)
-def test_async_tp_ring_equals_all_gather_and_linear(tp_done, name):
-    """Outputs and all gradients == all-gather then F.linear, or F.linear then reduce-scatter; a
-    second run is equal to the bit; autograd saves only the inputs, x's shard and the weights."""
-    case, results = TP_RINGS[name], tp_done[name]
-    tp_check_ring(case, results)
-    for got in results:
-        assert got["same"]
-        x = (case.B, case.t, case.C) if case.kind == "gather" else None
-        x = x or (case.B, case.t * got["P"], case.n[0])
-        w = [(n, case.C) if case.kind == "gather" else (case.C, n) for n in case.n]
-        assert sorted(got["saved"]) == sorted([x, *w]) and not got["copied"]
-
-
-@pytest.mark.parametrize("name", TP_AUTOCAST)
-def test_async_tp_ring_under_autocast(tp_done, name):
-    """Under autocast transfers and outputs are bf16, gradients have the leaves' dtype."""
-    case, results = TP_AUTOCAST[name], tp_done[name]
-    tp_check_ring(replace(case, dtype="bf16"), [tp_up_to_bf16(got) for got in results])
-    shard = case.B * case.t * case.C * 2 * (TP_WORLD - 1)
-    for got in results:
-        assert all(o.dtype == torch.bfloat16 for o in got["out"])
-        assert all(t.dtype == torch.float32 for t in (*got["x"], *got["w"], *got["b"]))
-        assert got["forward"][1] == shard
-
-
-def tp_up_to_bf16(got):
-    return got | {k: [t.bfloat16() for t in got[k]] for k in ("out", "x", "w", "b")}
-
-
-TP_SHORT = {"begin g": "G", "wait g": "g", "begin s": "S", "wait s": "s", "matmul": "*"}
-TP_ORDER = {  # upper case: transfer started; lower case: waited for; *: matmul
-    ("gather", "forward"): "G*gG*gG*g*",
-    ("scatter", "forward"): "*S*sS*sS*s",
-    ("gather", "backward"): "G*SgG*sSgG*sSg*s",
-    ("scatter", "backward"): "G*gG*gG*g*",
-    ("gather all frozen", "backward"): "*S*sS*sS*s",
-    ("gather of 1", "backward"): "*",
-}
-
-
-@pytest.mark.parametrize("name, phase", TP_ORDER)
-def test_async_tp_ring_overlaps_transfers_with_matmuls(tp_done, name, phase):
-    """Every transfer starts before a matmul and is waited for after it, forward and backward. If a
-    transfer takes as long as a matmul, P ring steps take the time of P matmuls: all transfers are
-    hidden, except the first x of the backward pass."""
-    for got in tp_done[name]:
-        events = got[phase][0]
-        assert "".join(TP_SHORT[e] for e in events) == TP_ORDER[name, phase]
-        now, due = 0, {}
-        for event in events:
-            what, _, ring = event.partition(" ")
-            if what == "begin":
-                due[ring] = now + 1
-            now = now + 1 if what == "matmul" else now
-            now = max(now, due[ring]) if what == "wait" else now
-        assert now == got["P"]
-
-
-@pytest.mark.parametrize(
-    "name", ["gather", "gather of 2", "gather 3 weights", "scatter", "scatter of 2"]
-)
-def test_async_tp_ring_bytes_equal_the_formula(tp_done, name):
-    """A rank sends as much as in an all-gather or reduce-scatter, (P - 1) / P of the full tensor;
-    the backward pass of all_gather_matmul sends twice that, x and its gradient."""
-    case = TP_RINGS[name]
-    for got in tp_done[name]:
-        P = got["P"]
-        whole = case.B * case.t * P * case.C * 8
-        sent = whole * (P - 1) // P
-        assert got["forward"][1] == sent
-        assert got["backward"][1] == (2 if case.kind == "gather" else 1) * sent
-
-
-@pytest.mark.parametrize("name", TP_DROPS)
-def test_async_tp_ring_lost_transfer_is_noticed(tp_done, name):
-    """If one transfer is zeroed, the comparison fails."""
-    with pytest.raises(AssertionError, match="off by"):
-        tp_check_ring(TP_RINGS[TP_DROPS[name][0]], tp_done[name])
-
-
-def tp_check_grid(case, results):
-    mlp, x, coef = tp_mlp_of(case)
-    (mlp(x) * coef).sum().backward()
-    y, P, X, Y = mlp(x).detach(), case.X * case.Y, case.X, case.Y
-    for got in results:
-        i, j, me = got["i"], got["j"], got["me"]
-        local = (lambda t: t) if case.replicated else (lambda t: t.chunk(P, -1)[me])
-        part = lambda w: w.grad.chunk(Y)[j].chunk(X, 1)[i]
-        gate_up = torch.cat((part(mlp.gate_proj.weight), part(mlp.up_proj.weight)))
-        down = mlp.down_proj.weight.grad.chunk(X)[i].chunk(Y, 1)[j]
-        wanted = dict(y=local(y), x=local(x.grad), gate_up=gate_up, down=down)
-        for key, want in wanted.items():
-            tp_close(got[key], want, TP_TOLERANCE[case.dtype], key)
-
-
-@pytest.mark.parametrize("name", TP_GRIDS)
-def test_async_tp_ffn2d_equals_the_mlp(tp_done, name):
-    """FFN2D == the MLP in one process with gradients, x replicated or sharded, on every grid; bytes
-    sent == formula."""
-    case = TP_GRIDS[name]
-    tp_check_grid(case, tp_done[name])
-    itemsize = TP_TYPES[case.dtype].itemsize
-    rows = case.rows[0] * case.rows[1]
-    want = inference_parallel.ffn_bytes(
-        rows, case.C, case.F, case.X, case.Y, itemsize, case.replicated
-    )
-    for got in tp_done[name]:
-        assert got["bytes"] == pytest.approx(want, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", TP_DROPS_GRID)
-def test_async_tp_ffn2d_lost_transfer_is_noticed(tp_done, name):
-    with pytest.raises(AssertionError, match="off by"):
-        tp_check_grid(TP_GRIDS["ffn 2x2 sharded"], tp_done[name])
-
-
-def test_async_tp_ffn2d_bytes_and_best_grid_equal_the_paper():
-    """2D sends less than Megatron's 1D on many ranks, as 1 / sqrt(ranks), but not on few; best_grid
-    is the best of all grids and near the paper's closed form."""
-    C, width = 8192, 28672
-    one = lambda P, **more: inference_parallel.ffn_bytes(1, C, width, 1, P, **more)
-    two = lambda P, **more: inference_parallel.ffn_bytes(
-        1, C, width, *inference_parallel.best_grid(P, C, width, **more), **more
-    )
-    assert inference_parallel.best_grid(4, C, width) == (1, 4) and inference_parallel.best_grid(
-        64, C, width
-    ) == (4, 16)
-    for P in (16, 64, 256):
-        assert two(P) < one(P) < 2 * C * 2
-        assert two(P) <= min(
-            inference_parallel.ffn_bytes(1, C, width, X, P // X) for X in (1, 2, 4, 8, 16)
-        )
-    assert two(64) < 0.5 * one(64) and 0.45 < two(1024) / two(256) < 0.6
-    assert two(64) < two(64, replicated=True) < one(64)
-    assert one(64) == one(64, replicated=True) == 2 * C * 63 / 64 * 2
-    for P in (256, 1024, 4096):
-        X, _ = inference_parallel.best_grid(P, C, width)
-        assert 0.5 <= X / (2 / 3 * P * C / width) ** 0.5 <= 2
-
-
-def tp_check_rows(case, results):
-    outs, k, grad = tp_rows_reference(case)
-    for got in results:
-        local = k.chunk(got["P"])[got["me"]]
-        tp_close(got["k"], local, 1e-12, "cache")
-        for n, (a, b) in enumerate(zip(got["outs"], outs, strict=True)):
-            tp_close(a, b, 1e-12, f"step {n}")
-        # MLA's rope head is shared: ranks round its gradient to fp32 in RoPE before summing
-        tolerance = 1e-6 if case.family.startswith("mla") else 1e-12
-        tp_close(got["grad"], grad, tolerance, "gradient of x")
-
-
-@pytest.mark.parametrize("name", TP_ROWS)
-def test_async_tp_batch_sharded_attention_equals_one_process(tp_done, name):
+def tp_batch_sharded_attention(env, case):
     """Chunked prefill, then decode, with caches of B / P rows == one process with a cache of B
     rows, for MQA, GQA, MLA and ALiBi; also the gradients without a cache. Each cache has only its
     rows; two all-to-alls send the formula's bytes."""
-    case = TP_ROWS[name]
-    tp_check_rows(case, tp_done[name])
-    for got in tp_done[name]:
-        P = got["P"]
-        for T, (sent, events) in zip(case.steps, got["sent"], strict=True):
-            if case.family.startswith("mla"):
-                absorbed = T <= case.absorb
-                dims = 14 + 10 if absorbed else 2 * (12 + 6)
-                if not absorbed and (not case.limits or T != case.steps[0]):
-                    assert events == ["all-to-all", "gather", "all-to-all", "all-to-all"]
-                    continue
-            else:
-                dims = 12
-            slopes = (4 // P) * 4 * (P - 1) if case.family == "alibi" else 0
-            assert events == [*["gather"] * (slopes > 0), "all-to-all", "all-to-all"]
-            assert (
-                sent == inference_parallel.batch_sharded_bytes(case.B * T, 4, dims, P, 8) + slopes
-            )
+    got = tp_run_rows(env, case)
+    tp_check_rows(case, got)
+    P = got["P"]
+    for T, events in zip(case.steps, got["sent"], strict=True):
+        kinds, dims = [e["kind"] for e in events], 12
+        if case.family.startswith("mla"):
+            absorbed = T <= case.absorb
+            dims = 14 + 10 if absorbed else 2 * (12 + 6)
+            if not absorbed and (not case.limits or T != case.steps[0]):
+                assert kinds == ["all_to_all", "all_gather", "all_to_all", "all_to_all"]
+                continue
+        slopes = (4 // P) * 4 * (P - 1) if case.family == "alibi" else 0
+        assert kinds == [*["all_gather"] * (slopes > 0), "all_to_all", "all_to_all"]
+        want = inference_parallel.batch_sharded_bytes(case.B * T, 4, dims, P, 8)
+        assert tp_sent(events) == want + slopes
 
 
-@pytest.mark.parametrize("name", TP_DROPS_ROWS)
-def test_async_tp_batch_sharded_lost_transfer_is_noticed(tp_done, name):
-    with pytest.raises(AssertionError, match="off by"):
-        tp_check_rows(TP_ROWS["rows mqa"], tp_done[name])
+def tp_batch_sharded_lost(env, n):
+    case = TP_ROWS["rows mqa"]
+    tp_noticed(tp_check_rows, case, tp_run_rows(env, case, n))
 
 
-def test_async_tp_rejects_bad_shapes(tp_done):
+def tp_rejects_bad_shapes(env):
     """Each mistake is a ValueError that names what is wrong."""
-    words = ["6 rows .* 4 ranks", "x must be", "weights must", "weights must", "2 weights",
-             "divisible", "weight must", "F 8 and C 6 must be"]  # fmt: skip
-    for got in tp_done["errors"]:
-        for error, word in zip(got["errors"], words, strict=True):
-            assert re.search(word, error), error
+    attend = inference_parallel.batch_sharded_attend(M.causal_attention)
+    q, x, w = torch.ones(6, 1, 1, 2), torch.ones(2, 3, 4), torch.ones(5, 4)
+    gather, scatter = async_tp.all_gather_matmul, async_tp.matmul_reduce_scatter
+    sizes = torch.ones(8, 6), torch.ones(8, 6), torch.ones(6, 8)
+    for words, call in (
+        ("6 rows .* 4 ranks", lambda: attend(M.AttentionSpec(0, 1.0), q, q, q, torch.zeros(1))),
+        ("x must be", lambda: gather(x[0], [w])),
+        ("weights must", lambda: gather(x, [])),
+        ("weights must", lambda: gather(x, [w, torch.ones(5, 3)])),
+        ("2 weights", lambda: gather(x, [w, w], None, [None])),
+        ("divisible", lambda: scatter(x, w)),
+        ("weight must", lambda: scatter(torch.ones(2, 8, 3), w)),
+        ("F 8 and C 6 must be", lambda: inference_parallel.FFN2D(*sizes, None, None)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+TP_WORKS |= {name: partial(tp_batch_sharded_attention, case=c) for name, c in TP_ROWS.items()}
+TP_WORKS |= {f"rows: transfer {n} is lost": partial(tp_batch_sharded_lost, n=n) for n in (1, 2)}
+TP_WORKS["bad shapes"] = tp_rejects_bad_shapes
+
+
+def tp_setup(env):
+    env.wire = Wire()
+
+
+tp_done = on_ranks("tp_done", TP_WORKS, hang=12, setup=tp_setup)
+
+
+@pytest.mark.parametrize("name", TP_WORKS)
+def test_async_tp_equals_one_process(tp_done, name):
+    """Rings, the 2D feed-forward and batch-sharded attention: values, gradients, order and bytes of
+    the transfers; a lost one is noticed."""
+    tp_done[name]
 
 
 # --------------------------------------------------------------------------------------------------
-# zero.py: four gloo processes, forked once, run all cases below, each on the first 2 or all 4 of
-# them; the tests compare their results with one process here
+# zero.py, on two and four ranks, against one process
 # --------------------------------------------------------------------------------------------------
 
 
-ZERO_WORLD, ZERO_HANG = 4, 12  # processes; seconds
-
-
-# The problem ------------------------------------------------------------------------------------
+def zero_normal(rng, *shape, dtype=torch.float64) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype))
 
 
 class ZeroNet(nn.Module):
@@ -18119,10 +17845,7 @@ class ZeroNet(nn.Module):
 
     def __init__(self, dtype):
         super().__init__()
-        r = torch.Generator().manual_seed(1)
-        make = lambda *shape: nn.Parameter(
-            torch.randn(shape, generator=r, dtype=torch.float64).to(dtype)
-        )
+        make = partial(zero_normal, seeded(1), dtype=dtype)
         self.table, self.scale, self.frozen = make(11, 6), make(), make(6)
         self.frozen.requires_grad_(False)
         self.up, self.bias, self.some = make(13, 6), make(13), make(7, 6)
@@ -18159,7 +17882,7 @@ class ZeroTrain:
 
 
 def zero_batch(case, step, rank, micro):
-    r = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    r = seeded(1000 * step + 10 * rank + micro)
     return torch.randint(0, 11, (5,), generator=r), torch.randint(0, 11, (5,), generator=r)
 
 
@@ -18231,10 +17954,8 @@ def zero_reference(case, state=None, first=0):
 
 
 def zero_optimizer(model, case, group=None):
-    return zero.DistributedOptimizer(
-        zero_groups(model, case), zero_factory(case), group, stage=case.stage,
-        bucket_bytes=case.bucket_bytes, reduce_dtype=case.reduce,
-    )  # fmt: skip
+    kwargs = dict(stage=case.stage, bucket_bytes=case.bucket_bytes, reduce_dtype=case.reduce)
+    return zero.DistributedOptimizer(zero_groups(model, case), zero_factory(case), group, **kwargs)
 
 
 def zero_steps(rank, case, model, optimizer, first=0, group=None):
@@ -18258,16 +17979,17 @@ def zero_steps(rank, case, model, optimizer, first=0, group=None):
     return norms
 
 
-def zero_train(rank, case):
-    model = ZeroNet(case.dtype)
-    if rank == 1:  # rank 0's weights are broadcast
-        nn.init.zeros_(model.up)
-    optimizer = zero_optimizer(model, case)
-    norms = zero_steps(rank, case, model, optimizer)
-    names = {p: n for n, p in model.named_parameters()}
-    state = {names[p]: s for p, s in optimizer.gather_state().items()}
-    weights = {n: p.clone() for n, p in model.state_dict().items()}
-    return dict(weights=weights, norms=norms, buckets=len(optimizer.buckets), state=state)
+def zero_error(got, want):
+    """Largest difference, relative to the largest value."""
+    assert got.shape == want.shape and got.dtype == want.dtype
+    if not want.numel():
+        return 0.0
+    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+
+
+def zero_close(model, want: dict, limit: float) -> None:
+    for name, w in model.state_dict().items():
+        assert zero_error(w, want[name]) <= limit, name
 
 
 ZERO_TRAIN = {
@@ -18291,101 +18013,150 @@ ZERO_TRAIN |= {
     "idle first": ZeroTrain(ranks=2, idle=0, stage=1, steps=4),
     "reduced in bf16": ZeroTrain(dtype=torch.bfloat16, reduce=torch.bfloat16, steps=3),
 }
+ZERO_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
-# Other cases --------------------------------------------------------------------------------------
+def zero_train(env, case):
+    """After the steps weights, norms and optimizer states equal one process's, weights on all ranks
+    to the bit; bf16 weights are the rounded fp32 masters, exact on two ranks."""
+    model, want = ZeroNet(case.dtype), zero_reference(case)
+    if env.rank == 1:  # rank 0's weights are broadcast
+        nn.init.zeros_(model.up)
+    optimizer = zero_optimizer(model, case)
+    norms = zero_steps(env.rank, case, model, optimizer)
+    names = {p: n for n, p in model.named_parameters()}
+    state = {names[p]: s for p, s in optimizer.gather_state().items()}
+    assert bool(state) == (env.rank == 0)
+    weights, every = dict(model.state_dict()), [None] * env.world
+    dist.all_gather_object(every, weights)
+    assert all(bitwise_equal(each, weights) for each in every)
+    assert torch.equal(model.frozen, ZeroNet(case.dtype).frozen)
+    if case.dtype != torch.bfloat16:
+        fewest, most = {500: (3, 9), 1: (8, 8), 1 << 20: (1, 1)}[case.bucket_bytes]
+        assert fewest <= len(optimizer.buckets) <= most
+        limit = ZERO_LIMIT[case.dtype]
+        zero_close(model, want["weights"], limit)
+        assert all(abs(a - b) <= limit * b for a, b in zip(norms, want["norms"], strict=True))
+        for name, values in state.items():
+            assert values.keys() == want["state"][name].keys()
+            assert all(
+                zero_error(x, want["state"][name][k]) <= 10 * limit for k, x in values.items()
+            )
+        return
+    zero_close(model, want["weights"], 1e-2 if env.world == 2 else 5e-2)
+    exact = all(torch.equal(weights[name], want["weights"][name]) for name in want["state"])
+    assert not exact if case.reduce else exact or env.world > 2
+    for name, values in state.items():
+        assert values["master"].dtype == torch.float32
+        assert torch.equal(values["master"].bfloat16(), weights[name])
+        if env.world == 2 and not case.reduce:
+            assert zero_error(values["exp_avg_sq"], want["state"][name]["exp_avg_sq"]) < 1e-5
 
 
-class ZeroWire:
-    """Records zero.py's collectives; can lose one reduce-scatter."""
+# ---- other cases ----
 
-    def __init__(self, lost=None, done=False):
-        self.events, self.lost, self.done = [], lost, done
-        self.real = zero.reduce_scatter, zero.all_gather
+ZERO_OTHER: dict[str, tuple[int, Callable]] = {}  # name -> (ranks, case(env), which asserts)
 
-    def __enter__(self):
-        zero.reduce_scatter, zero.all_gather = self.reduce_scatter, self.all_gather
-        return self
 
-    def __exit__(self, *_):
-        zero.reduce_scatter, zero.all_gather = self.real
+def zero_case(ranks=2, **values):
+    """The function is a case; or, with name=(values), a case for each value."""
 
-    def reduce_scatter(self, out, whole, **kwargs):
-        self.events.append(("reduce-scatter", whole.dtype, len(whole), kwargs["async_op"]))
-        if sum(e[0] == "reduce-scatter" for e in self.events) == self.lost:
-            out.copy_(whole[: len(out)])
-            return ZeroDoneWork()
-        work = self.real[0](out, whole, **kwargs)
-        if self.done:  # other backends report completion; gloo's reduce-scatter does not
-            work.wait()
-            return ZeroDoneWork()
+    def add(work):
+        name = work.__name__.removeprefix("zero_")
+        ZERO_OTHER[name] = ranks, work
+        for key, options in values.items():
+            del ZERO_OTHER[name]
+            for value in options:
+                ZERO_OTHER[f"{name} {value}"] = ranks, partial(work, **{key: value})
         return work
 
-    def all_gather(self, whole, own, **kwargs):
-        self.events.append(("all-gather", whole.dtype, len(whole), kwargs["async_op"]))
-        return self.real[1](whole, own, **kwargs)
+    return add
 
 
-class ZeroDoneWork:
-    def wait(self):
-        return True
-
-    def is_completed(self):
-        return True
+ZERO_SGD = partial(torch.optim.SGD, lr=1.0)
 
 
-def zero_lost_transfer(rank, ranks, folder, stage):
-    case, model = ZeroTrain(stage=stage, steps=1), ZeroNet(torch.float64)
-    with ZeroWire(lost=2):
-        zero_steps(rank, case, model, zero_optimizer(model, case))
-    return dict(weights=dict(model.state_dict()))
+@zero_case(stage=(1, 2))
+def zero_lost_reduce_scatter_is_noticed(env, stage):
+    case, model, wire = ZeroTrain(stage=stage, steps=1), ZeroNet(torch.float64), env.wire
+    wire.reset(lambda e: e["kind"] == "reduce_scatter" and len(wire.of("reduce_scatter")) == 2)
+    zero_steps(env.rank, case, model, zero_optimizer(model, case))
+    wire.reset()
+    want = zero_reference(case)["weights"]
+    assert max(zero_error(x, want[name]) for name, x in model.state_dict().items()) > 1e-4
 
 
-def zero_overlap(rank, ranks, folder, stage, done=False):
-    """Events of two microbatches through six layers and the optimizer step; the number of full
-    gradients still allocated when the first layer's arrive."""
-    model = nn.Sequential(*(nn.Linear(33, 33) for _ in range(6)))
+def zero_done_scatter(scatter, out, whole, **kwargs):
+    """Other backends report completion; gloo's reduce-scatter does not."""
+    scatter(out, whole, **kwargs).wait()
+    return SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
+
+
+@zero_case(stage=(1, 2, "freed"))
+def zero_reduces_during_the_backward_pass(env, stage):
+    """A bucket is reduced as soon as its gradients are complete: in every microbatch in stage 2,
+    only in the last in stage 1; .grad is None when other hooks run. If the backend reports a
+    finished reduce-scatter, the bucket's full gradient is freed: of five, none is left."""
+    model, wire, alive = nn.Sequential(*(nn.Linear(33, 33) for _ in range(6))), env.wire, []
+    freed, stage = stage == "freed", 2 if stage == "freed" else stage
+    kwargs = dict(stage=stage, bucket_bytes=4 * 34 * 33)
     adam = partial(torch.optim.AdamW, lr=0.1)
-    each = 4 * 34 * 33
-    optimizer = zero.DistributedOptimizer(model.parameters(), adam, stage=stage, bucket_bytes=each)
-    with ZeroWire(done=done) as wire:
-        for i, p in enumerate(model.parameters()):
-            p.register_post_accumulate_grad_hook(lambda p, i=i: wire.events.append((i, p.grad)))
-        alive = []
+    optimizer = zero.DistributedOptimizer(model.parameters(), adam, **kwargs)
+
+    def note(p):
+        wire.note("none" if p.grad is None else "grad")
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(note)
+    count = lambda g: alive.append(sum(b.full_grad is not None for b in optimizer.buckets))
+    wire.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        if freed:
+            patch.setattr(zero, "reduce_scatter", partial(zero_done_scatter, zero.reduce_scatter))
         for micro in range(2):
             with contextlib.nullcontext() if micro else optimizer.accumulate():
-                h = torch.ones(2, 33)
-                for i, layer in enumerate(model):
-                    h = layer(h)
-                    if i == 0:
-                        h.register_hook(
-                            lambda g: alive.append(
-                                sum(b.full_grad is not None for b in optimizer.buckets)
-                            )
-                        )
-                h.square().sum().backward()
-            wire.events.append("end")
+                h = model[0](torch.ones(2, 33))
+                h.register_hook(count)
+                model[1:](h).square().sum().backward()
+            wire.note("end")
         optimizer.step()
-    events = [e[0] if isinstance(e, tuple) and isinstance(e[0], str) else e for e in wire.events]
-    events = [(e[0], e[1] is None) if isinstance(e, tuple) else e for e in events]
-    flags = {e[3] for e in wire.events if isinstance(e[0], str) and len(e) == 4}
-    grads = [p.grad is None for p in model.parameters()]
-    got = dict(events=events, alive=alive, buckets=len(optimizer.buckets), grads=grads)
-    return got | dict(async_op=flags)
+    transfers = wire.of("reduce_scatter", "all_gather")
+    assert {e["is_async"] for e in transfers} == {True}
+    assert all(p.grad is None for p in model.parameters()) and len(optimizer.buckets) == 6
+    events = [e["kind"] for e in wire.events if e["kind"] != "wait"]
+    if freed:
+        assert alive == [0, 0] and events.count("reduce_scatter") == 12
+        return
+    first, last = events[: events.index("end")], events[events.index("end") + 1 :]
+    last, after = last[: last.index("end")], last[last.index("end") + 1 :]
+    for part, sent in ((first, stage == 2), (last, True)):
+        hooks = [i for i, kind in enumerate(part) if kind == "none"]
+        assert part.count("reduce_scatter") == 6 * sent and len(hooks) == 12
+        assert "grad" not in part
+        if sent:
+            assert part[: hooks[-1]].count("reduce_scatter") >= 5
+            assert part.index("reduce_scatter") < hooks[2]
+    assert after == ["all_gather"] * 6
+    assert alive == [5, 5 + (stage == 1)]  # full gradients at the first layer
 
 
-def zero_counts(rank, ranks, folder, stage):
+@zero_case(stage=(1, 2))
+def zero_collective_counts_equal_the_formula(env, stage):
+    """Per step of two microbatches: one all-gather per bucket; one reduce-scatter per bucket, in
+    stage 2 one per microbatch; one all-reduce for the norm."""
     params = [nn.Parameter(torch.ones(20 + i)) for i in range(6)]
     adam = partial(torch.optim.AdamW, lr=0.1)
     optimizer = zero.DistributedOptimizer(params, adam, stage=stage, bucket_bytes=200)
     with CommDebugMode() as mode:
         for micro in range(2):
             with contextlib.nullcontext() if micro else optimizer.accumulate():
-                sum(p.square().sum() for p in params[: 6 - rank]).backward()
+                sum(p.square().sum() for p in params[: 6 - env.rank]).backward()
         dist.all_reduce(optimizer.squared_norm())
         optimizer.step()
-    counts = {str(op): n for op, n in mode.get_comm_counts().items()}
-    return dict(counts=counts, buckets=len(optimizer.buckets))
+    counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()}
+    n = len(optimizer.buckets)
+    assert n > 2
+    assert counts == {"_reduce_scatter_base_": n * stage, "_allgather_base_": n, "allreduce_": 1}
 
 
 def zero_live_storages():
@@ -18396,128 +18167,140 @@ def zero_live_storages():
     return {s.data_ptr(): s.nbytes() for s in storages}, tensors
 
 
-def zero_bytes(rank, ranks, folder, stage, dtype):
-    """[(bytes by formula, bytes allocated)] after a step, and after a microbatch of the next."""
+def zero_memory_equals_the_formula(env, stage, dtype):
+    """Bytes allocated after a step, and after a microbatch of the next."""
     before, kept = zero_live_storages()  # kept alive, so that no address is reused
     model = nn.Sequential(*(nn.Linear(128, 128, dtype=dtype) for _ in range(4)))
+    kwargs = dict(stage=stage, bucket_bytes=70_000)
     adam = partial(torch.optim.AdamW, lr=0.1)
-    optimizer = zero.DistributedOptimizer(
-        model.parameters(), adam, stage=stage, bucket_bytes=70_000
-    )
-    n = sum(p.numel() for p in model.parameters())
-    sizes = dict(weight=dtype.itemsize, gradient=4, state=12 if dtype != torch.float32 else 8)
-    x = torch.ones(3, 128, dtype=dtype)
+    optimizer = zero.DistributedOptimizer(model.parameters(), adam, **kwargs)
+    n, x = sum(p.numel() for p in model.parameters()), torch.ones(3, 128, dtype=dtype)
+    sizes = dict(weight=dtype.itemsize, state=12 if dtype != torch.float32 else 8)
     model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    found = []
     for gradient in (0, 4):
         if gradient:
             with optimizer.accumulate():
                 model(x).sum().backward()
-        sizes["gradient"] = gradient
-        formula = zero.state_bytes(n, ranks, stage, **sizes)
         steps = 4 * len(optimizer.buckets)
         live = sum(n for at, n in zero_live_storages()[0].items() if at not in before) - x.nbytes
-        found.append((formula, live - steps))
-    return found
+        formula = zero.state_bytes(n, env.world, stage, gradient=gradient, **sizes)
+        assert live - steps == formula, gradient
+    del kept
 
 
-def zero_saved(rank, ranks, folder, dtype):
-    """3 steps, save, 2 more: the same uninterrupted and resumed from the file."""
-    case = ZeroTrain(ranks=ranks, dtype=dtype, steps=3, micro=2, groups=True)
-    model = ZeroNet(dtype)
+ZERO_OTHER |= {
+    f"memory {stage} {ranks} {dtype}": (
+        ranks,
+        partial(zero_memory_equals_the_formula, stage=stage, dtype=dtype),
+    )
+    for stage, (ranks, dtype) in product((1, 2), ((2, torch.float32), (4, torch.bfloat16)))
+}
+ZERO_BOTH = torch.float64, torch.bfloat16
+
+
+@zero_case(4, dtype=ZERO_BOTH)
+def zero_state_resumes_to_the_bit(env, dtype):
+    """3 steps, gathered state to a file, 2 more: the same uninterrupted and from the file."""
+    case, model = ZeroTrain(ranks=4, dtype=dtype, steps=3, micro=2, groups=True), ZeroNet(dtype)
     optimizer = zero_optimizer(model, case)
-    zero_steps(rank, case, model, optimizer)
+    zero_steps(env.rank, case, model, optimizer)
     names = {p: n for n, p in model.named_parameters()}
-    if rank % 2:  # the key order of optimizer states may differ between ranks
+    if env.rank % 2:  # the key order of optimizer states may differ between ranks
         for state in optimizer.optimizer.state.values():
             for key in reversed(list(state)):
                 state[key] = state.pop(key)
     states = {names[p]: s for p, s in optimizer.gather_state().items()}
-    if rank == 0:
-        torch.save((model.state_dict(), states), folder / f"state {dtype}")
+    assert bool(states) == (env.rank == 0)
+    master = ["master"] if dtype == torch.bfloat16 else []
+    for p, name in names.items() if env.rank == 0 else ():
+        if name in states:
+            assert sorted(states[name]) == ["exp_avg", "exp_avg_sq", *master, "step"]
+            assert all(x.shape == p.shape for key, x in states[name].items() if key != "step")
+    if env.rank == 0:
+        torch.save((model.state_dict(), states), env.shared / f"state {dtype}")
     dist.barrier()
-    zero_steps(rank, replace(case, steps=2), model, optimizer, first=3)
-    other = zero_loaded(rank, ranks, folder, dtype)["weights"]
-    same = all(torch.equal(a, other[n]) for n, a in model.state_dict().items())
-    shapes = all(t.shape == names_p.shape for names_p, n in names.items() if n in states
-                 for k, t in states[n].items() if k != "step")  # fmt: skip
-    return dict(same=same, shapes=shapes, keys={n: sorted(s) for n, s in states.items()})
+    zero_steps(env.rank, replace(case, steps=2), model, optimizer, first=3)
+    other, again = zero_load(env, replace(case, steps=2))
+    zero_steps(env.rank, replace(case, steps=2), other, again, first=3)
+    assert bitwise_equal(dict(model.state_dict()), dict(other.state_dict()))
 
 
-def zero_loaded(rank, ranks, folder, dtype):
-    """2 more steps with the batches of 4 ranks: on 2 ranks each takes two ranks' batches."""
-    case = ZeroTrain(ranks=4, dtype=dtype, steps=2, micro=2, groups=True, stage=1, bucket_bytes=300)
-    weights, states = torch.load(folder / f"state {dtype}")
-    model = ZeroNet(dtype)
-    if ranks == 4:
-        case = replace(case, stage=2, bucket_bytes=500)
+def zero_load(env, case):
+    weights, states = torch.load(env.shared / f"state {case.dtype}")
+    model = ZeroNet(case.dtype)
     optimizer = zero_optimizer(model, case)
     model.load_state_dict(weights)
     names = dict(model.named_parameters())
     optimizer.load_state({names[n]: s for n, s in states.items()})
-    if ranks == 4:
-        zero_steps(rank, case, model, optimizer, first=3)
-        return dict(weights=dict(model.state_dict()))
+    return model, optimizer
+
+
+@zero_case(2, dtype=ZERO_BOTH)
+def zero_state_loads_on_fewer_ranks(env, dtype):
+    """2 more steps on 2 ranks, with other buckets and the other stage; each rank takes two ranks'
+    batches."""
+    case = ZeroTrain(ranks=4, dtype=dtype, steps=5, micro=2, groups=True)
+    model, optimizer = zero_load(env, replace(case, stage=1, bucket_bytes=300))
     for step in range(3, 5):
         with optimizer.accumulate():
             for i in range(4):
-                zero_loss(model, case, step, rank * 2 + i // 2, i % 2).backward()
+                zero_loss(model, case, step, env.rank * 2 + i // 2, i % 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return dict(weights={n: p.clone() for n, p in model.state_dict().items()})
+    zero_close(model, zero_reference(case)["weights"], 1e-12 if dtype == torch.float64 else 2e-2)
 
 
-def zero_subgroup(rank, ranks, folder):
+@zero_case(4)
+def zero_subgroup(env):
     """Only ranks 1 and 3 train, in a group of their own."""
     group = dist.new_group([1, 3])
-    if rank % 2 == 0:
-        kind = zero_error_of(
-            lambda: zero.DistributedOptimizer([nn.Parameter(torch.ones(2))], None, group)
-        )
-        return dict(kind=kind)
+    if env.rank % 2 == 0:
+        with pytest.raises(ValueError, match="this rank is not in the group"):
+            zero.DistributedOptimizer([nn.Parameter(torch.ones(2))], None, group)
+        return
     case, model = ZeroTrain(ranks=2), ZeroNet(torch.float64)
     optimizer = zero_optimizer(model, case, group)
-    zero_steps(rank // 2, case, model, optimizer, group=group)
-    return dict(weights=dict(model.state_dict()))
+    zero_steps(env.rank // 2, case, model, optimizer, group=group)
+    zero_close(model, zero_reference(case)["weights"], 1e-12)
 
 
-def zero_ddp(rank, ranks, folder):
-    case = ZeroTrain(ranks=ranks, some="odd steps")
-    model = ZeroNet(case.dtype)
+@zero_case()
+def zero_equals_ddp(env):
+    case = ZeroTrain(ranks=env.world, some="odd steps")
+    model, sharded = ZeroNet(case.dtype), ZeroNet(case.dtype)
     ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = zero_factory(case)([p for p in model.parameters() if p.requires_grad])
     for step in range(case.steps):
-        tokens, targets = zero_batch(case, step, rank, 0)
+        tokens, targets = zero_batch(case, step, env.rank, 0)
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-        logits = ddp(tokens, case.uses(rank, step))
-        F.cross_entropy(logits, targets).backward()
+        F.cross_entropy(ddp(tokens, case.uses(env.rank, step)), targets).backward()
         optimizer.step()
-    sharded = ZeroNet(case.dtype)
-    zero_steps(rank, case, sharded, zero_optimizer(sharded, case))
-    return dict(ddp=dict(model.state_dict()), weights=dict(sharded.state_dict()))
+    zero_steps(env.rank, case, sharded, zero_optimizer(sharded, case))
+    zero_close(sharded, dict(model.state_dict()), 1e-12)
 
 
-def zero_deleted_optimizer(rank, ranks, folder):
-    """A deleted optimizer is freed and its hooks no longer run."""
+@zero_case()
+def zero_deleted_optimizer_is_freed(env):
+    """And its hooks no longer run."""
     model = nn.Linear(3, 3)
-    optimizer = zero.DistributedOptimizer(model.parameters(), partial(torch.optim.SGD, lr=1.0))
+    optimizer = zero.DistributedOptimizer(model.parameters(), ZERO_SGD)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     ref = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    with ZeroWire() as wire:
-        model(torch.ones(1, 3)).sum().backward()
-    return dict(freed=ref() is None, events=wire.events, grad=model.weight.grad)
+    env.wire.reset()
+    model(torch.ones(1, 3)).sum().backward()
+    assert ref() is None and not env.wire.events and model.weight.grad is not None
 
 
-def zero_refreshed(rank, ranks, folder):
-    """bf16 weights changed after construction, with and without refresh()."""
-    got = []
+@zero_case()
+def zero_refresh_rereads_the_weights(env):
+    """bf16 weights changed after construction: kept with refresh(), overwritten without."""
     for refresh in (True, False):
         model = nn.Linear(3, 3, dtype=torch.bfloat16)
         optimizer = zero.DistributedOptimizer(model.parameters(), partial(torch.optim.SGD, lr=0.0))
@@ -18526,143 +18309,105 @@ def zero_refreshed(rank, ranks, folder):
         if refresh:
             optimizer.refresh()
         optimizer.step()
-        got.append(model.weight.detach().clone())
-    return got
+        assert (model.weight == 5).all() if refresh else not (model.weight == 5).any()
 
 
-def zero_scheduler(rank, ranks, folder):
-    model = nn.Linear(3, 3, bias=False)
-    optimizer = zero.DistributedOptimizer(model.parameters(), partial(torch.optim.SGD, lr=1.0))
+@zero_case()
+def zero_follows_a_scheduler_and_gradients_by_hand(env):
+    """A torch scheduler over .optimizer; steps without zero_grad accumulate, as in torch."""
+    model, rates = nn.Linear(3, 3, bias=False), []
+    optimizer = zero.DistributedOptimizer(model.parameters(), ZERO_SGD)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 0.5**step)
-    rates, before = [], model.weight.detach().clone()
+    before = model.weight.detach().clone()
     for _ in range(3):
         rates.append(optimizer.param_groups[0]["lr"])
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return dict(rates=rates, moved=before - model.weight.detach())
-
-
-def zero_manual_gradients(rank, ranks, folder):
-    """Gradients assigned by hand; steps without zero_grad accumulate, as in torch."""
+    assert rates == [1.0, 0.5, 0.25]
+    close(before - model.weight.detach(), torch.full((3, 3), 2 * 1.75), 1e-5)
     p = nn.Parameter(torch.zeros(5))
-    optimizer = zero.DistributedOptimizer([p], partial(torch.optim.SGD, lr=1.0))
-    p.grad = torch.full((5,), 1.0 + rank)
-    optimizer.step()
-    first = p.detach().clone()
-    p.grad = torch.full((5,), 1.0 + rank)
-    optimizer.step()
-    second = p.detach().clone()
+    optimizer = zero.DistributedOptimizer([p], ZERO_SGD)
+    for total in (-3, -9):
+        p.grad = torch.full((5,), 1.0 + env.rank)
+        optimizer.step()
+        assert (p == total).all()
     optimizer.zero_grad()
     p.grad = torch.ones(5)
     optimizer.zero_grad()  # discards the gradient
     optimizer.step()
-    return first, second, p.detach().clone()
+    assert (p == -9).all()
 
 
-def zero_layout(rank, ranks, folder):
-    """Order of the buckets, offsets in them, and their sizes."""
-    params = [nn.Parameter(torch.full((n,), float(n))) for n in (5, 70, 33, 64, 1, 17)]
+@zero_case(4)
+def zero_bucket_layout(env):
+    """Buckets take the last parameters first, one param group per bucket; every parameter and
+    shard is aligned to 64 bytes, and keeps its values."""
+    sizes = (5, 70, 33, 64, 1, 17)
+    params = [nn.Parameter(torch.full((n,), float(n))) for n in sizes]
     params[3].data = params[3].data.bfloat16()
     groups = [dict(params=params[::2]), dict(params=params[1::2])]
-    optimizer = zero.DistributedOptimizer(groups, partial(torch.optim.SGD, lr=1), bucket_bytes=160)
-    kept = all(torch.equal(p.detach().float(), torch.full((n,), float(n)))
-               for p, n in zip(params, (5, 70, 33, 64, 1, 17), strict=True))  # fmt: skip
+    optimizer = zero.DistributedOptimizer(groups, ZERO_SGD, bucket_bytes=160)
+    assert all((p == n).all() and len(p) == n for p, n in zip(params, sizes, strict=True))
     index = {p: i for i, p in enumerate(params)}
-    order = [[index[p] for p in b.params] for b in optimizer.buckets]
-    start = [[p.data_ptr() - b.flat.data_ptr() for p in b.params] for b in optimizer.buckets]
-    sizes = [(b.flat.nbytes, b.shard.nbytes) for b in optimizer.buckets]
-    groups = [[len(p) for p in g["params"]] for g in optimizer.param_groups]
-    return dict(order=order, start=start, sizes=sizes, groups=groups, kept=kept)
+    assert [[index[p] for p in b.params] for b in optimizer.buckets] == [[5], [3], [4, 2, 0], [1]]
+    for b in optimizer.buckets:
+        assert all((p.data_ptr() - b.flat.data_ptr()) % 64 == 0 for p in b.params)
+        assert b.shard.nbytes % 64 == 0 and b.flat.nbytes == 4 * b.shard.nbytes
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3]
 
 
-def zero_error_of(call):
-    try:
-        call()
-    except Exception as e:  # noqa: BLE001, its type is the result
-        return f"{type(e).__name__}: {e}"
-    return ""
-
-
-def zero_errors(rank, ranks, folder):
-    sgd, found = partial(torch.optim.SGD, lr=1.0), {}
-    make = lambda *a, **k: zero.DistributedOptimizer(*a, sgd, **k)
-    p, q = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    tie = nn.Parameter(torch.ones(3))
+@zero_case()
+def zero_rejects_bad_calls(env):
+    make = lambda params, **kwargs: zero.DistributedOptimizer(params, ZERO_SGD, **kwargs)
+    p, q, tie = (nn.Parameter(torch.ones(3)) for _ in range(3))
     tie.data = p.data
     meta = nn.Parameter(torch.ones(3, device="meta"))
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    wrong = {
-        "stage": lambda: make([p], stage=3),
-        "bucket": lambda: make([p], bucket_bytes=0),
-        "nothing": lambda: make([]),
-        "frozen": lambda: make([frozen]),
-        "two groups": lambda: make([dict(params=[p]), dict(params=[q, p])]),
-        "memory": lambda: make([p, tie]),
-        "meta": lambda: make([meta]),
-        "names": lambda: make([("p", p)]),
-        "bytes": lambda: zero.state_bytes(1, 1, 4),
-    }
-    for name, call in wrong.items():
-        found[name] = zero_error_of(call)
-    made = lambda: (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(1, 3))
-    model, x = made()
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(1, 3)
+    other = copy.deepcopy(model)
+    sums = lambda: model(x).sum().backward()
+
+    def refuses(words, call, *args, **kwargs):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call(*args, **kwargs)
+
+    refuses("stage must be 1 or 2, not 3", make, [p], stage=3)
+    refuses("bucket_bytes must be more than 0", make, [p], bucket_bytes=0)
+    refuses("nothing that requires a gradient", make, [])
+    refuses("nothing that requires a gradient", make, [frozen])
+    two = [dict(params=[p]), dict(params=[q, p])]
+    refuses("a parameter (3,) is in two param groups", make, two)
+    refuses("one Parameter", make, [p, tie])
+    refuses("plain parameters with memory", make, [meta])
+    refuses("plain parameters with memory", make, [("p", p)])
     optimizer = make(model.parameters(), bucket_bytes=1)
-    model(x).sum().backward()
-    found["twice"] = zero_error_of(lambda: model(x).sum().backward())
+    sums()
+    refuses("but the last go into accumulate()", sums)
     model.zero_grad()
-    found["zero_grad"] = zero_error_of(optimizer.zero_grad)
+    refuses("finish_grad_sync() before zero_grad()", optimizer.zero_grad)
     optimizer.finish_grad_sync()
-    found["after finish"] = zero_error_of(lambda: model(x).sum().backward())
+    refuses("but the last go into accumulate()", sums)
     model.zero_grad()
     optimizer.step()
     model.to(torch.float64)
-    found["moved"] = zero_error_of(optimizer.step)
-    model, x = made()
-    optimizer = make(model.parameters())
-    found["load"] = zero_error_of(lambda: optimizer.load_state({model[0].weight: {}}))
-    state = {p: {"momentum_buffer": torch.ones(4, 4)} for p in model.parameters()}
-    found["load shape"] = zero_error_of(lambda: optimizer.load_state(state))
-    state = {p: {"step": torch.tensor(float(i))} for i, p in enumerate(model.parameters())}
-    found["load step"] = zero_error_of(lambda: optimizer.load_state(state))
-    return found
+    refuses("a parameter (3,) has left its bucket", optimizer.step)
+    optimizer = make(other.parameters())
+    refuses("the state of a parameter (3,) is missing", optimizer.load_state, {other[0].weight: {}})
+    state = {p: {"momentum_buffer": torch.ones(4, 4)} for p in other.parameters()}
+    refuses("momentum_buffer of a parameter (3,)", optimizer.load_state, state)
+    state = {p: {"step": torch.tensor(float(i))} for i, p in enumerate(other.parameters())}
+    refuses("step of a parameter", optimizer.load_state, state)
 
 
-ZERO_OTHER = {
-    **{f"lost {s}": (2, partial(zero_lost_transfer, stage=s)) for s in (1, 2)},
-    **{f"overlap {s}": (2, partial(zero_overlap, stage=s)) for s in (1, 2)},
-    "freed": (2, partial(zero_overlap, stage=2, done=True)),
-    **{f"counts {s}": (2, partial(zero_counts, stage=s)) for s in (1, 2)},
-    **{
-        f"bytes {s} {r} {t}": (r, partial(zero_bytes, stage=s, dtype=t))
-        for s in (1, 2)
-        for r, t in ((2, torch.float32), (4, torch.bfloat16))
-    },
-    **{
-        f"{name} {t}": (r, partial(work, dtype=t))
-        for name, r, work in (("saved", 4, zero_saved), ("loaded", 2, zero_loaded))
-        for t in (torch.float64, torch.bfloat16)
-    },
-    "subgroup": (4, zero_subgroup),
-    "ddp": (2, zero_ddp),
-    "deleted": (2, zero_deleted_optimizer),
-    "refreshed": (2, zero_refreshed),
-    "scheduler": (2, zero_scheduler),
-    "by hand": (2, zero_manual_gradients),
-    "layout": (4, zero_layout),
-    "errors": (2, zero_errors),
-}
-
-
-def zero_fuzz(rank, ranks, folder, seed):
+def zero_fuzz(env, seed):
     """Random sizes, dtypes, groups, orders of use and unused parameters, with known gradients."""
-    r = random.Random(seed)
+    r, rank, ranks = random.Random(seed), env.rank, env.world
     dtypes = r.choice([[torch.float64], [torch.float64, torch.float32], [torch.float32]])
-    make = torch.Generator().manual_seed(seed)
-    rand = lambda shape, dtype: torch.randn(shape, generator=make, dtype=torch.float64).to(dtype)
-    shapes = [tuple(r.choice([1, 2, 3, 7, 16, 40]) for _ in range(r.choice([0, 1, 1, 2])))
-              for _ in range(r.randint(1, 12))]  # fmt: skip
+    rng, size = seeded(seed), lambda: r.choice([1, 2, 3, 7, 16, 40])
+    rand = lambda shape, dtype: zero_normal(rng, *shape, dtype=dtype).detach()
+    shapes = [[size() for _ in range(r.choice([0, 1, 1, 2]))] for _ in range(r.randint(1, 12))]
     params = [nn.Parameter(rand(s, r.choice(dtypes))) for s in shapes]
     single = [nn.Parameter(p.detach().clone()) for p in params]
     n, micros = r.randint(1, min(3, len(params))), r.randint(1, 3)
@@ -18695,32 +18440,29 @@ def zero_fuzz(rank, ranks, folder, seed):
         optimizer.step()
         optimizer.zero_grad()
         reference.step()
-    errors = [((a - b).abs().max() / b.abs().max()).item() if b.numel() else 0.0
-              for a, b in zip(params, single, strict=True)]  # fmt: skip
-    return [(e, p.dtype) for e, p in zip(errors, params, strict=True)]
+    for a, b in zip(params, single, strict=True):
+        limit = 1e-12 if a.dtype == torch.float64 else 3e-6
+        assert zero_error(a, b) <= limit
 
 
 ZERO_FUZZ = {f"fuzz {s}": (2 + 2 * (s % 2), partial(zero_fuzz, seed=s)) for s in range(80)}
 ZERO_CASES = {
-    **{name: (c.ranks, lambda rank, ranks, folder, c=c: zero_train(rank, c))
-       for name, c in ZERO_TRAIN.items()},
-    **ZERO_OTHER,
-}  # fmt: skip
-
-
-# The processes ------------------------------------------------------------------------------------
+    name: (case.ranks, partial(zero_train, case=case)) for name, case in ZERO_TRAIN.items()
+}
+ZERO_CASES |= ZERO_OTHER
 
 
 def zero_ranks(folder, cases, limit):
     """run_on_ranks for each number of ranks, the largest first: the others load what it saved."""
+    zero_reference(ZeroTrain(steps=1))  # torch's lazy imports happen once, before the fork
     results = RankResults()
-    for ranks in sorted({ranks for ranks, _ in cases.values()}, reverse=True):
-        works = {
-            name: lambda env, work=work: work(env.rank, env.world, folder)
-            for name, (size, work) in cases.items()
-            if size == ranks
-        }
-        part = run_on_ranks(folder / f"{ranks} ranks", works, ranks, limit, ZERO_HANG)
+
+    def setup(env):
+        env.wire, env.shared = Wire(), folder
+
+    for size in (4, 2):
+        works = {name: work for name, (ranks, work) in cases.items() if ranks == size}
+        part = run_on_ranks(folder / f"{size} ranks", works, size, limit, 12, setup)
         results.update(part)
         results.errors |= part.errors
     return results
@@ -18728,7 +18470,6 @@ def zero_ranks(folder, cases, limit):
 
 @pytest.fixture(scope="module")
 def zero_done(tmp_path_factory):
-    zero_reference(ZeroTrain(steps=1))  # torch's lazy imports happen once, before the fork
     return zero_ranks(tmp_path_factory.mktemp("zero"), ZERO_CASES, 200)
 
 
@@ -18737,119 +18478,17 @@ def zero_fuzzed(tmp_path_factory):
     return zero_ranks(tmp_path_factory.mktemp("zero"), ZERO_FUZZ, 120)
 
 
-# The tests ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ZERO_CASES)
+def test_zero_equals_one_process(zero_done, name):
+    """Weights, states and norms equal one process's; transfers are counted, timed and lost."""
+    zero_done[name]
 
 
-def zero_relative_error(got, want):
-    """Largest difference, relative to the largest value."""
-    assert got.shape == want.shape and got.dtype == want.dtype
-    if not want.numel():
-        return 0.0
-    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
-
-
-ZERO_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-6}
-
-
-@pytest.mark.parametrize("name", [n for n in ZERO_TRAIN if "bf16" not in n])
-def test_zero_weights_equal_one_process(zero_done, name):
-    """After AdamW steps the weights, optimizer states and gradient norms equal one process's;
-    weights are equal on all ranks to the bit."""
-    case, all_got = ZERO_TRAIN[name], zero_done[name]
-    want, limit = zero_reference(case), ZERO_LIMIT[case.dtype]
-    for got in all_got:
-        for n, w in want["weights"].items():
-            assert torch.equal(got["weights"][n], all_got[0]["weights"][n]), (name, n)
-            assert zero_relative_error(got["weights"][n], w) <= limit, (name, n)
-        for a, b in zip(got["norms"], want["norms"], strict=True):
-            assert abs(a - b) <= limit * b
-    assert [bool(g["state"]) for g in all_got] == [True] + [False] * (case.ranks - 1)
-    for n, state in want["state"].items():
-        for key, value in state.items():
-            error = zero_relative_error(all_got[0]["state"][n][key], value)
-            assert error <= 10 * limit, (name, n, key)
-    buckets = {500: (3, 9), 1: (8, 8), 1 << 20: (1, 1)}[case.bucket_bytes]
-    assert buckets[0] <= all_got[0]["buckets"] <= buckets[1]
-    assert torch.equal(all_got[0]["weights"]["frozen"], ZeroNet(case.dtype).frozen)
-
-
-@pytest.mark.parametrize("name", [n for n in ZERO_TRAIN if "bf16" in n])
-def test_zero_bf16_with_fp32_masters(zero_done, name):
-    """bf16 weights are the rounded fp32 master weights. On 2 ranks they equal, to the bit, one
-    process that accumulates gradients in fp32; a reduction in bf16 does not."""
-    case, all_got = ZERO_TRAIN[name], zero_done[name]
-    want, states = zero_reference(case), all_got[0]["state"]
-    exact = True
-    for n, state in states.items():
-        assert state["master"].dtype == torch.float32
-        assert torch.equal(state["master"].bfloat16(), all_got[-1]["weights"][n])
-        exact &= torch.equal(all_got[0]["weights"][n], want["weights"][n])
-        close = 1e-2 if case.ranks == 2 else 5e-2
-        assert zero_relative_error(all_got[0]["weights"][n], want["weights"][n]) < close
-    if case.reduce:
-        assert not exact
-    elif case.ranks == 2:
-        for n, state in want["state"].items():
-            assert zero_relative_error(states[n]["exp_avg_sq"], state["exp_avg_sq"]) < 1e-5, n
-        assert exact
-
-
-def test_zero_weights_equal_ddp(zero_done):
-    for got in zero_done["ddp"]:
-        for n, w in got["ddp"].items():
-            assert zero_relative_error(got["weights"][n], w) <= 1e-12, n
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_lost_reduce_scatter_is_noticed(zero_done, stage):
-    want = zero_reference(ZeroTrain(stage=stage, steps=1))["weights"]
-    got = zero_done[f"lost {stage}"][0]["weights"]
-    assert max(zero_relative_error(got[n], w) for n, w in want.items()) > 1e-4
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_reduces_during_the_backward_pass(zero_done, stage):
-    """A bucket is reduced as soon as its gradients are complete: in every microbatch in stage 2,
-    only in the last in stage 1. .grad is None when other hooks run."""
-    for got in zero_done[f"overlap {stage}"]:
-        events, n = got["events"], got["buckets"]
-        assert n == 6 and all(got["grads"]) and got["async_op"] == {True}
-        first, last = events[: events.index("end")], events[events.index("end") + 1 :]
-        last, after = last[: last.index("end")], last[last.index("end") + 1 :]
-        for part, sent in ((first, stage == 2), (last, True)):
-            assert part.count("reduce-scatter") == (n if sent else 0)
-            hooks = [i for i, e in enumerate(part) if isinstance(e, tuple)]
-            assert all(is_none for _, is_none in (part[i] for i in hooks)) and len(hooks) == 12
-            if sent:
-                before = part[: hooks[-1]].count("reduce-scatter")
-                assert before >= n - 1 and part.index("reduce-scatter") < hooks[2]
-        assert after == ["all-gather"] * n
-        assert got["alive"] == [5, 5 + (stage == 1)]  # full gradients at the first layer
-
-
-def test_zero_frees_gradients_during_the_backward_pass(zero_done):
-    """If the backend reports a finished reduce-scatter, the bucket's full gradient is freed: of
-    five, none is left."""
-    for got in zero_done["freed"]:
-        assert got["alive"] == [0, 0] and got["events"].count("reduce-scatter") == 12
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_collective_counts_equal_the_formula(zero_done, stage):
-    """Per step of two microbatches: one all-gather per bucket; one reduce-scatter per bucket, in
-    stage 2 one per microbatch; one all-reduce for the norm."""
-    for got in zero_done[f"counts {stage}"]:
-        counts = {k.split(".")[-1]: v for k, v in got["counts"].items()}
-        n = got["buckets"]
-        want = {"_reduce_scatter_base_": n * stage, "_allgather_base_": n, "allreduce_": 1}
-        assert counts == want and n > 2
-
-
-@pytest.mark.parametrize("name", [n for n in ZERO_OTHER if n.startswith("bytes")])
-def test_zero_memory_equals_the_formula(zero_done, name):
-    for got in zero_done[name]:
-        for formula, live in got:
-            assert formula == live
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZERO_FUZZ)
+def test_zero_equals_one_process_fuzz(zero_fuzzed, name):
+    """The same for random sizes, dtypes, groups, orders of use and unused parameters."""
+    zero_fuzzed[name]
 
 
 def test_zero_memory_formula_equals_the_papers_table():
@@ -18859,94 +18498,13 @@ def test_zero_memory_formula_equals_the_papers_table():
     assert zero.state_bytes(128, 4, 2, weight=4, gradient=4, state=8) == 128 * (4 + 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_zero_optimizer_state_loads_on_another_world_size(zero_done, dtype):
-    """State gathered on 4 ranks resumes there to the bit, and on 2 ranks with other buckets and
-    the other stage as in one process."""
-    for rank, got in enumerate(zero_done[f"saved {dtype}"]):
-        assert got["same"] and got["shapes"]
-        master = ["master"] if dtype == torch.bfloat16 else []
-        want = ["exp_avg", "exp_avg_sq", *master, "step"]
-        assert all(keys == want for keys in got["keys"].values()) and bool(got["keys"]) == (
-            not rank
-        )
-    case = ZeroTrain(ranks=4, dtype=dtype, steps=5, micro=2, groups=True)
-    want, limit = zero_reference(case)["weights"], 1e-12 if dtype == torch.float64 else 2e-2
-    for got in zero_done[f"loaded {dtype}"]:
-        for n, w in want.items():
-            assert zero_relative_error(got["weights"][n], w) <= limit, n
-
-
-def test_zero_in_a_subgroup_equals_one_process(zero_done):
-    want = zero_reference(ZeroTrain())["weights"]
-    for rank, got in enumerate(zero_done["subgroup"]):
-        if rank % 2 == 0:
-            assert got["kind"].startswith("ValueError: this rank is not in the group")
-            continue
-        for n, w in want.items():
-            assert zero_relative_error(got["weights"][n], w) <= 1e-12, n
-
-
-def test_zero_edge_cases(zero_done):
-    for got in zero_done["deleted"]:
-        assert got["freed"] and not got["events"] and got["grad"] is not None
-    for fresh, stale in zero_done["refreshed"]:
-        assert (fresh == 5).all() and not (stale == 5).any()
-    for got in zero_done["scheduler"]:
-        assert got["rates"] == [1.0, 0.5, 0.25]
-        assert torch.allclose(got["moved"], torch.full((3, 3), 2 * 1.75))
-    for first, second, third in zero_done["by hand"]:
-        assert (first == -3).all() and (second == -9).all() and (third == -9).all()
-
-
-def test_zero_bucket_layout(zero_done):
-    """Buckets take the last parameters first, one param group per bucket; every parameter and
-    shard is aligned to 64 bytes."""
-    for got in zero_done["layout"]:
-        assert got["order"] == [[5], [3], [4, 2, 0], [1]]
-        assert got["kept"]
-        for starts, (flat, own) in zip(got["start"], got["sizes"], strict=True):
-            assert all(s % 64 == 0 for s in starts) and own % 64 == 0 and flat == 4 * own
-        assert [len(g) for g in got["groups"]] == [1, 3]
-
-
-ZERO_ERRORS = {
-    "stage": "stage must be 1 or 2, not 3",
-    "bucket": "bucket_bytes must be more than 0",
-    "nothing": "nothing that requires a gradient",
-    "frozen": "nothing that requires a gradient",
-    "two groups": "a parameter (3,) is in two param groups",
-    "memory": "one Parameter",
-    "meta": "plain parameters with memory",
-    "names": "plain parameters with memory",
-    "bytes": "stage must be 0, 1, 2 or 3, not 4",
-    "twice": "but the last go into accumulate()",
-    "zero_grad": "finish_grad_sync() before zero_grad()",
-    "after finish": "but the last go into accumulate()",
-    "moved": "a parameter (3,) has left its bucket",
-    "load": "the state of a parameter (3,) is missing",
-    "load shape": "momentum_buffer of a parameter (3,)",
-    "load step": "step of a parameter",
+REFUSED |= {
+    "zero: stage of the formula": (lambda: zero.state_bytes(1, 1, 4), "stage .* not 4"),
+    "zero: no process group": (
+        lambda: zero.DistributedOptimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD),
+        "init_process_group first",
+    ),
 }
-
-
-@pytest.mark.parametrize("name", ZERO_ERRORS)
-def test_zero_rejects_bad_calls(zero_done, name):
-    for got in zero_done["errors"]:
-        assert got[name].startswith("ValueError: ") and ZERO_ERRORS[name] in got[name], got[name]
-
-
-def test_zero_requires_a_process_group():
-    with pytest.raises(ValueError, match="init_process_group first"):
-        zero.DistributedOptimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD)
-
-
-@pytest.mark.slow
-def test_zero_equals_one_process_fuzz(zero_fuzzed):
-    for name in ZERO_FUZZ:
-        for got in zero_fuzzed[name]:
-            for error, dtype in got:
-                assert error <= {torch.float64: 1e-12, torch.float32: 3e-6}[dtype], (name, got)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -24268,6 +23826,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
             off = abs(numbers[key] - number) / abs(number) if number else abs(numbers[key])
             worst(key, [(off / noise.get("all", 1), f"step {step}")])
         if steps % 2 and step < case.steps and not layout.buckets:
+            noise = layout_rounding_noise(case, "grad", step)
             grads = [(n, p.grad) for n, p in named]
             worst("gradient", shard_errors(layout, grads, want["grad"][step], noise))
             if step == 0:
