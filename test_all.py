@@ -18475,7 +18475,7 @@ def zero_done(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def zero_fuzzed(tmp_path_factory):
-    return zero_ranks(tmp_path_factory.mktemp("zero"), ZERO_FUZZ, 120)
+    return zero_ranks(tmp_path_factory.mktemp("zero"), ZERO_FUZZ, 300)
 
 
 @pytest.mark.parametrize("name", ZERO_CASES)
