@@ -10544,6 +10544,18 @@ def test_drafting_tree_logits_equal_those_of_each_path(form):
         close(after[row, 0], model(text)[0, -1], 1e-4)
 
 
+def test_drafting_forced_acceptance_ignores_the_logits():
+    """0 accepts no draft, 1 every draft; the token after them is the sampler's own."""
+    logits, tokens = torch.randn(2, 4, 9, generator=seeded()), torch.zeros(2, 3, dtype=torch.long)
+    own = logits.argmax(-1)
+    for probability, accepted in ((0.0, [0, 0]), (1.0, [3, 2])):
+        verifier = D.RejectionSampler(S.Sampler(GREEDY, 2, 9), forced_acceptance=probability)
+        out, n = verifier.verify(logits, tokens, None, torch.tensor([3, 2]))
+        assert n.tolist() == accepted
+        for row, count in enumerate(accepted):
+            assert out[row, : count + 1].tolist() == [0] * count + [own[row, count].item()]
+
+
 def test_drafting_stats_and_finish_reasons(capsys):
     """Command line: text and tokens as without drafts, ended by a stop string or a length inside an
     accepted run; the statistics are consistent; --bench has the speed-up."""

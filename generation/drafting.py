@@ -137,7 +137,8 @@ class RejectionSampler:
             out = expanded(flat).view(R, K + 1)
             accepted = F.pad(self._uniform(expanded, chain, R) < self.forced_acceptance, (0, 1))
             n = count_matches(accepted, torch.ones_like(tokens, dtype=torch.bool), lengths)
-            out[:, :-1] = torch.where(accepted[:, :-1], tokens, out[:, :-1])
+            kept = torch.arange(K, device=out.device) < n[:, None]
+            out[:, :-1] = torch.where(kept, tokens, out[:, :-1])
         elif probs is None or "noise" not in expanded.features:
             out = expanded(flat).view(R, K + 1)
             n = count_matches(out, tokens, lengths)
