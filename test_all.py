@@ -60,6 +60,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, combinations, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -748,8 +749,8 @@ class Wire:
 
     events: dicts of kind ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
     "send", "receive" or "exchange", a batch of both), nbytes (what this rank hands over), numel and
-    dtype of it, ranks (of the group), is_async and tag. When an asynchronous one is waited for, a dict
-    of kind "wait" and of, its number, follows; note() adds events of the test's own.
+    dtype of it, ranks (of the group), is_async and tag. When an asynchronous one is waited for, a
+    dict of kind "wait" and of, its number, follows; note() adds events of the test's own.
     lose: the number, among transfers, of one whose result is lost: this rank keeps its own part of
     it, zeros where it has none. lose may also be a predicate of the event."""
 
@@ -9453,8 +9454,6 @@ def test_moe_quantized_experts_fuzz(seed):
 # --------------------------------------------------------------------------------------------------
 # cpu.py; files alone in a folder; import rules
 # --------------------------------------------------------------------------------------------------
-
-from graphlib import CycleError, TopologicalSorter  # harness
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (257, 1000), (1030, 33), (3, 5)], ids=str)
