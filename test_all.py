@@ -26170,13 +26170,6 @@ def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_
 # checkpoint.py
 # --------------------------------------------------------------------------------------------------
 
-CHECKPOINT: dict[str, Callable] = {}  # name -> case(rank, folder), which asserts on four ranks
-
-
-def checkpoint_case(work):
-    CHECKPOINT[work.__name__.removeprefix("ck_")] = work
-    return work
-
 
 def ck_whole():
     rng = seeded()
@@ -26226,30 +26219,24 @@ def ck_state(layout, whole, rank):
     return {name: ck_shard(layout, name, x, rank) for name, x in whole.items()}
 
 
-def ck_flip(path, at):
+def flip_byte(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def no_space(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def ck_rows(local, shape, first):
     return CK.ShardedTensor(local, shape, [((first, 0), ())])
 
 
-def ck_raises(error=OSError, code=errno.ENOSPC):
-    """A function that fails as on a full disk."""
-
-    def fail(*args, **kwargs):
-        raise error(code, os.strerror(code))
-
-    return fail
-
-
 # ---- on four ranks ----
 
 
-@checkpoint_case
-def ck_any_layout_loads_under_any_other(rank, folder):
+def checkpoint_case_any_layout_loads_under_any_other(rank, folder):
     """Bit for bit, also by one process that reads all."""
     whole, zeros = ck_whole(), {name: torch.zeros_like(x) for name, x in ck_whole().items()}
     for saved in ("mixed", "flat"):
@@ -26264,8 +26251,7 @@ def ck_any_layout_loads_under_any_other(rank, folder):
         assert bitwise_equal(CK.read_full_tensors(found.path), whole)
 
 
-@checkpoint_case
-def ck_replicas_are_written_once(rank, folder):
+def checkpoint_case_replicas_are_written_once(rank, folder):
     """Each of four ranks writes a quarter, from buffers that the next save uses again."""
     keeper = CK.Checkpoints(folder, sync=True)
     state = {f"w{i}": torch.full((64, 64), float(i)) for i in range(8)}
@@ -26277,8 +26263,7 @@ def ck_replicas_are_written_once(rank, folder):
     assert len(sizes) == 4 and all(1 < size / (2 * 64 * 64 * 4) < 1.15 for size in sizes)
 
 
-@checkpoint_case
-def ck_training_goes_on_during_a_save(rank, folder):
+def checkpoint_case_training_goes_on_during_a_save(rank, folder):
     """Collectives and changes of the weights while a save of half a second is under way; with
     async_staging save() returns before the copy, wait_for_staging() after it."""
     keeper, x = CK.Checkpoints(folder), torch.full((32, 32), 7.0)
@@ -26307,8 +26292,7 @@ def ck_training_goes_on_during_a_save(rank, folder):
     assert (CK.read_full_tensors(folder / "step-00000002")["a"] == 7).all()
 
 
-@checkpoint_case
-def ck_full_disk_is_an_error_on_all_ranks(rank, folder):
+def checkpoint_case_full_disk_is_an_error_on_all_ranks(rank, folder):
     """In any stage on one rank: the error names it, older checkpoints stay, the next save works.
     Without wait(), the next save tells of it."""
     keeper = CK.Checkpoints(folder)
@@ -26328,7 +26312,7 @@ def ck_full_disk_is_an_error_on_all_ranks(rank, folder):
     ):
         with pytest.MonkeyPatch.context() as patch:
             if rank == victim:
-                patch.setattr(module, name, ck_raises()) if module else limit()
+                patch.setattr(module, name, no_space) if module else limit()
             keeper.save(step, state, {})
             with pytest.raises(OSError, match=f"rank {victim}: .*{words}"):
                 keeper.save(9, state, {}) if victim == 2 else keeper.wait()
@@ -26341,8 +26325,7 @@ def ck_full_disk_is_an_error_on_all_ranks(rank, folder):
     assert (found.step, found.metadata, CK.list_steps(folder)) == (6, {"n": 6}, [1, 6])
 
 
-@checkpoint_case
-def ck_damaged_checkpoints_are_refused(rank, folder):
+def checkpoint_case_damaged_checkpoints_are_refused(rank, folder):
     """Any file changed, cut or gone: skipped with its name, and deleted once there is a better
     one; an error if none is intact."""
     keeper, whole = CK.Checkpoints(folder, keep=9, sync=True), ck_whole()
@@ -26350,12 +26333,12 @@ def ck_damaged_checkpoints_are_refused(rank, folder):
     for step in range(1, 7):
         keeper.save(step, ck_state("rows", whole, rank), {"at": step})
     if rank == 0:
-        ck_flip(at(6) / "__2_0.distcp", 700)
+        flip_byte(at(6) / "__2_0.distcp", 700)
         os.truncate(at(5) / "__1_0.distcp", (at(5) / "__1_0.distcp").stat().st_size - 1)
         (at(4) / "__0_0.distcp").unlink()
         text = (at(3) / "manifest.json").read_text()
         (at(3) / "manifest.json").write_text(text.replace('"at": 3', '"at": 2'))
-        ck_flip(at(2) / ".metadata", 100)
+        flip_byte(at(2) / ".metadata", 100)
     dist.barrier()
     with contextlib.redirect_stderr(io.StringIO()) as err:
         found = keeper.newest()
@@ -26378,8 +26361,7 @@ def ck_damaged_checkpoints_are_refused(rank, folder):
         keeper.newest()
 
 
-@checkpoint_case
-def ck_names_shapes_and_dtypes_must_fit(rank, folder):
+def checkpoint_case_names_shapes_and_dtypes_must_fit(rank, folder):
     """Pipeline stages, ranks of other names, load under another split; what does not fit is an
     error on all ranks that names it, and no tensor changes."""
     keeper = CK.Checkpoints(folder, sync=True)
@@ -26414,8 +26396,7 @@ def ck_names_shapes_and_dtypes_must_fit(rank, folder):
     assert CK.list_steps(folder) == [1]
 
 
-@checkpoint_case
-def ck_dtensors_load_as_rows(rank, folder):
+def checkpoint_case_dtensors_load_as_rows(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x, ends = torch.arange(70.0).view(7, 10), [0, 3, 3, 4, 7]
     keeper = CK.Checkpoints(folder, sync=True)
@@ -26431,8 +26412,7 @@ def ck_dtensors_load_as_rows(rank, folder):
     assert all(torch.equal(part.local, x[a:b]) for part in rows.values())
 
 
-@checkpoint_case
-def ck_one_rank_changes_its_shards(rank, folder):
+def checkpoint_case_one_rank_changes_its_shards(rank, folder):
     """Who writes what is settled anew by all when one rank's parts change between saves."""
     keeper, x = CK.Checkpoints(folder, sync=True), torch.arange(12.0).view(6, 2)
     part = lambda a, b: ck_rows(x[a:b].clone(), (6, 2), a)
@@ -26447,6 +26427,10 @@ def ck_one_rank_changes_its_shards(rank, folder):
         keeper.save(step, {"x": plan[rank]}, {})
         dist.barrier()
         assert torch.equal(CK.read_full_tensors(folder / f"step-{step:08d}")["x"], x)
+
+
+CASE = "checkpoint_case_"  # case(rank, folder), which asserts on each of four ranks
+CHECKPOINT = {n.removeprefix(CASE): f for n, f in globals().items() if n.startswith(CASE)}
 
 
 def ck_works(folder):
@@ -26570,7 +26554,7 @@ def test_checkpoint_any_flipped_byte_is_detected(tmp_path, capsys):
     for path in files:
         good = path.read_bytes()
         for at in rng.sample([i for i, byte in enumerate(good) if not chr(byte).isspace()], 25):
-            ck_flip(path, at)
+            flip_byte(path, at)
             assert keeper.newest().step == 1, (path.name, at)
             assert path.name in capsys.readouterr().err
             path.write_bytes(good)
@@ -26656,13 +26640,6 @@ def kill_while(work, *args, ready, delay: float, ranks: int = 2, victims: int = 
 
 # ---- MemoryCheckpoint and Watchdog on four ranks ----
 
-RECOVERY: dict[str, Callable] = {}  # name -> case(env), which asserts on each of four ranks
-
-
-def recovery_case(work):
-    RECOVERY[work.__name__.removeprefix("re_")] = work
-    return work
-
 
 class ReSharded:
     """What MemoryCheckpoint needs of a DTensor."""
@@ -26717,8 +26694,7 @@ def re_names(folder):
     return sorted(path.name.split("-", 1)[1] for path in folder.iterdir())
 
 
-@recovery_case
-def re_any_placement_and_loss(env):
+def recovery_case_any_placement_and_loss(env):
     """In groups of four or two, with folders of their own or shared, moved ranks, small or large
     messages: the state is restored unless a rank and its partner have lost their memory."""
     pairs, chunk, outcomes = [dist.new_group([0, 1]), dist.new_group([2, 3])], RE.CHUNK, []
@@ -26743,31 +26719,15 @@ def re_any_placement_and_loss(env):
     assert 4 < sum(outcomes) < 20
 
 
-@recovery_case
-def re_two_steps_are_kept(env):
-    """The last two states and those of the partner, in a folder that others cannot read."""
-    memory, partner = re_memory(env.folder / str(env.rank), env.rank, (1, 2, 3)), (env.rank + 2) % 4
-    kept = {f"{s:08d}-{owner}-{env.rank}.pt" for s in (2, 3) for owner in (env.rank, partner)}
-    assert set(re_names(memory.folder)) == kept
-    assert oct(memory.folder.stat().st_mode)[-3:] == "700"
-    re_restores(memory, 3, env.rank)
-
-
-def re_flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) * 2 // 3] ^= 1
-    path.write_bytes(data)
-
-
-@recovery_case
-def re_damaged_copies_are_refused(env):
+def recovery_case_damaged_copies_are_refused(env):
     """A flipped byte, a missing end, another file, an empty one, a changed header: the partner's
     copy serves, then the step before, then nothing."""
     memory = re_memory(env.folder / f"bad {env.rank}", env.rank, (1, 2, 3))
+    flip = lambda path: flip_byte(path, path.stat().st_size * 2 // 3)
     for holder, owner, step, damage, found in (
-        (1, 1, 3, re_flip, 3),  # the partner's copy serves, and is copied back
+        (1, 1, 3, flip, 3),  # the partner's copy serves, and is copied back
         (3, 1, 3, lambda path: os.truncate(path, path.stat().st_size - 1), 3),
-        (1, 1, 3, re_flip, 2),
+        (1, 1, 3, flip, 2),
         (0, 0, 2, lambda path: path.write_bytes(b"hello"), 2),
         (2, 0, 2, lambda path: path.write_bytes(b""), 2),
         (0, 0, 2, lambda path: path.write_bytes(path.read_bytes().replace(b"world", b"w0r")), None),
@@ -26781,11 +26741,10 @@ def re_damaged_copies_are_refused(env):
             re_restores(memory, found, env.rank)
         if env.rank == holder:
             assert f"{path.name} is not an intact memory checkpoint" in err.getvalue()
-            assert damage is not re_flip or "wrong CRC-32" in err.getvalue()
+            assert damage is not flip or "wrong CRC-32" in err.getvalue()
 
 
-@recovery_case
-def re_replicas_complete_a_save(env):
+def recovery_case_replicas_complete_a_save(env):
     """Ranks 0 and 2, and 1 and 3, hold the same: 2 and 3 die before the step under way is kept."""
     key, folder = env.rank % 2, env.folder / f"replica {env.rank}"
     memory = re_memory(folder, key, (1, 2))
@@ -26802,8 +26761,7 @@ def re_replicas_complete_a_save(env):
     re_restores(re_memory(folder, key), 2, key)
 
 
-@recovery_case
-def re_ranks_move_or_change(env):
+def recovery_case_ranks_move_or_change(env):
     """Ranks are placed elsewhere after a restart: found. Fewer ranks or other keys: nothing."""
     folders = [env.folder / f"moved {(env.rank + i) % 4}" for i in range(2)]
     re_memory(folders[0], env.rank, (5,))
@@ -26815,29 +26773,26 @@ def re_ranks_move_or_change(env):
     re_restores(re_memory(folders[1], env.rank), 5, env.rank)
 
 
-@recovery_case
-def re_full_memory_is_an_error_on_all_ranks(env):
-    """No space for rank 2's file or its partner's copy: nothing is lost, the next put works."""
+def recovery_case_full_memory_is_an_error_on_all_ranks(env):
+    """No space for rank 2's file or its partner's copy: both ranks' last two states stay, in a folder
+    that others cannot read, and the next put works."""
     memory = re_memory(env.folder / f"full {env.rank}", env.rank, (1, 2, 3))
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    owners = {env.rank, (env.rank + 2) % 4}
+    kept = {f"{step:08d}-{owner}-{env.rank}.pt" for step in (2, 3) for owner in owners}
+    assert oct(memory.folder.stat().st_mode)[-3:] == "700"
     for module, name in ((torch, "save"), (os, "posix_fallocate")):
         with pytest.MonkeyPatch.context() as patch:
             if env.rank == 2:
-                patch.setattr(module, name, full)
+                patch.setattr(module, name, no_space)
             with pytest.raises(OSError, match="^rank 2: .*No space"):
                 memory.put(4, re_state(env.rank, 4), {"rank": env.rank})
-        names = re_names(memory.folder)
-        assert len(names) == 4 and not any("00000004" in name for name in names)
+        assert set(re_names(memory.folder)) == kept
         re_restores(memory, 3, env.rank)
     memory.put(5, re_state(env.rank, 5), {"rank": env.rank})
     re_restores(memory, 5, env.rank)
 
 
-@recovery_case
-def re_another_model_is_refused(env):
+def recovery_case_another_model_is_refused(env):
     """On all ranks, whichever differs: a shape, a missing name, a dtype, or the wrong step."""
     memory = re_memory(env.folder / f"refused {env.rank}", env.rank, (1,))
     with pytest.raises(ValueError, match="call it first"):
@@ -26857,8 +26812,7 @@ def re_another_model_is_refused(env):
     re_restores(memory, 1, env.rank)
 
 
-@recovery_case
-def re_restart_generations_are_not_mixed(env):
+def recovery_case_restart_generations_are_not_mixed(env):
     """Copies of a step that a restarted run repeats are not mixed with those of its first time."""
     folder = env.folder / f"generations {env.rank}"
     re_memory(folder, env.rank, (8, 9))
@@ -26898,8 +26852,7 @@ def re_file_barrier(env, name, ranks=range(4)):
         time.sleep(0.005)
 
 
-@recovery_case
-def re_sleeping_rank_is_named(env):
+def recovery_case_sleeping_rank_is_named(env):
     """Rank 2 sleeps in its second step: each rank reports it, its line and everybody's phase."""
     watch, reports = re_watchdog(env, "sleep", first_timeout=30.0)
     for step in (6, 7):
@@ -26920,13 +26873,12 @@ def re_sleeping_rank_is_named(env):
     phase = "forward" if env.rank == 2 else "reduce"
     assert first.startswith(f"rank {env.rank} has been in step 7, {phase}, for 0.")
     assert stuck == "  stuck: rank 2 is not waiting for other ranks"
-    assert "re_sleeping_rank" in at
+    assert "recovery_case_sleeping_rank" in at
     assert re.fullmatch(r"  step 7, forward, busy, for 0\.\d s: rank 2", busy)
     assert re.fullmatch(r"  step 7, reduce, waits, for 0\.\d s: rank 0, 1, 3", waiting)
 
 
-@recovery_case
-def re_slowest_rank_is_named(env):
+def recovery_case_slowest_rank_is_named(env):
     """All wait; rank 1 in a phase before the others'."""
     own = env.store.clone()
     watch, reports = re_watchdog(env, "behind")
@@ -26940,8 +26892,7 @@ def re_slowest_rank_is_named(env):
     assert "stuck: rank 1 is furthest behind" in reports[0] and reports[0].count("stuck") == 1
 
 
-@recovery_case
-def re_exited_rank_is_named(env):
+def recovery_case_exited_rank_is_named(env):
     """Rank 3 is done one step early."""
     watch, reports = re_watchdog(env, "leave")
     for step in range(2 if env.rank == 3 else 3):
@@ -26958,8 +26909,7 @@ def re_exited_rank_is_named(env):
         assert "stuck: rank 3 has left the loop" in text and text.count("stuck") == 1
 
 
-@recovery_case
-def re_busy_and_waiting_times(env):
+def recovery_case_busy_and_waiting_times(env):
     """Rank 2 works for 60 ms a step where the others do for 10: it is the straggler."""
     watch = RE.Watchdog(None, 0, 1, timeout=30.0, first_timeout=30.0, report=print, on_hang=int)
     dist.barrier()
@@ -26978,8 +26928,7 @@ def re_busy_and_waiting_times(env):
     assert "time): rank 2 (" in text and text.count("rank") == 1
 
 
-@recovery_case
-def re_suspended_rank_is_named(env):
+def recovery_case_suspended_rank_is_named(env):
     """SIGSTOP of rank 1, then of rank 0, the store's host; the stopped one may report anything."""
     pids = [None] * 4
     dist.all_gather_object(pids, os.getpid())
@@ -27006,6 +26955,8 @@ def re_setup(env):
     RE.STORE_TIMEOUT = 0.5
 
 
+CASE = "recovery_case_"  # case(env), which asserts on each of four ranks
+RECOVERY = {n.removeprefix(CASE): f for n, f in globals().items() if n.startswith(CASE)}
 re_ranks = on_ranks("re_ranks", RECOVERY, setup=re_setup)
 
 
@@ -27295,10 +27246,13 @@ def test_recovery_guard_statistics():
     assert guard.judge(0.99 * 12 * 1.08, 1.0) is None and guard.judge(12.6 * 1.08, 1.0)
 
 
-@pytest.mark.parametrize("row", [(math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0)])
-def test_recovery_guard_skips_batches_that_are_not_finite(row):
-    guard, why = RE.Guard(), "gradient norm is inf" if row[0] == 1 else f"loss is {row[0]}"
-    assert guard.judge(*row) == f"the {why}" and guard.state["taken"] == 0
+@pytest.mark.parametrize(
+    "loss, norm, why",
+    [(math.nan, 1, "loss is nan"), (1, INF, "gradient norm is inf"), (-INF, 1, "loss is -inf")],
+)
+def test_recovery_guard_skips_batches_that_are_not_finite(loss, norm, why):
+    guard = RE.Guard()
+    assert guard.judge(loss, norm) == f"the {why}" and guard.state["taken"] == 0
     assert guard.judge(1.0, 1.0) is None
 
 
@@ -27347,16 +27301,10 @@ def test_recovery_guard_resumes():
         assert b.state_dict() == one.state_dict()
 
 
-RE_CALLS = dict(report=print, on_hang=int)
+re_watch = partial(RE.Watchdog, first_timeout=1, report=print, on_hang=int)
 REFUSED |= {
-    "recovery: ranks without a store": (
-        lambda: RE.Watchdog(None, 0, 2, timeout=1, first_timeout=1, **RE_CALLS),
-        "store = None",
-    ),
-    "recovery: no timeout": (
-        lambda: RE.Watchdog(None, 0, 1, timeout=0, first_timeout=1, **RE_CALLS),
-        "timeout = 0",
-    ),
+    "recovery: ranks without a store": (lambda: re_watch(None, 0, 2, timeout=1), "store = None"),
+    "recovery: no timeout": (lambda: re_watch(None, 0, 1, timeout=0), "timeout = 0"),
     "recovery: another state": (lambda: RE.Guard().load_state_dict({"mean": 1.0}), "state has"),
     "recovery: a short warm-up": (lambda: RE.Guard(warmup=1), "warmup"),
 }
