@@ -12960,7 +12960,6 @@ def data_killed(rank, folder):
     data_write(folder, encode=lambda: slow)
 
 
-@pytest.mark.slow
 def test_data_killed_at_any_moment(data_folder, tmp_path, data_small_chunks):
     """A writer killed five times leaves whole shards alone, and the next ends with the same bytes."""
     rng, whole = random.Random(0), data_files(data_folder)
