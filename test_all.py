@@ -12303,104 +12303,57 @@ REFUSED |= {f"data: {i}": (call, words) for i, (words, call) in enumerate(data_r
 # --------------------------------------------------------------------------------------------------
 
 
-def opt_neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bf16 numbers at and next to fp32 x, that nearer to zero first."""
-    low = (x.view(torch.int32) & -0x10000).view(torch.float32)
-    return low, torch.where(low == x, low, ((x.view(torch.int32) & -0x10000) + 0x10000)
-                            .view(torch.float32))  # fmt: skip
+def bf16_neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 numbers next to fp32 x, that nearer to zero first; twice x if it is one."""
+    bits = x.view(torch.int32) & -0x10000
+    low, high = bits.view(torch.float32), (bits + 0x10000).view(torch.float32)
+    return low, torch.where(low == x, low, high)
 
 
-def opt_round(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+def stochastic_round(x: torch.Tensor) -> torch.Tensor:
     target = torch.full(x.shape, 7.0, dtype=torch.bfloat16)
-    assert OP.stochastic_round_(target, x, torch.Generator().manual_seed(seed)) is target
-    return target.float()
+    assert OP.stochastic_round_(target, x, seeded()) is target
+    return target
 
 
 def test_optimizers_stochastic_rounding_is_unbiased():
-    """Of x with the dropped bits d, d / 65536 go away from zero, for every power of two in d."""
-    n = 2**17
-    for exponent in (-126, -60, -3, 0, 90):
-        for dropped in (0x0100, 0x0400, 0x3000, 0x8000, 0xC001, 0xFF00):
-            for sign in (1, -1):
-                bits = torch.tensor(2.0**exponent * 1.25).view(torch.int32) + dropped
-                x = sign * bits.view(torch.float32).expand(n).contiguous()
-                low, high = opt_neighbours(x)
-                got = opt_round(x, seed=dropped + sign + exponent)
-                assert ((got == low) | (got == high)).all()
-                share, p = (got == high).double().mean().item(), dropped / 65536
-                assert abs(share - p) < 4.5 * math.sqrt(p * (1 - p) / n), (exponent, dropped)
-    x = (torch.tensor(1.0).view(torch.int32) + 1).view(torch.float32).expand(2**22).contiguous()
-    assert 30 < (opt_round(x) > 1).sum() < 105  # 64 of 2^22
-    x = (torch.tensor(1.0).view(torch.int32) + 0x4000).view(torch.float32).expand(2**18)
-    up = opt_round(x.contiguous()) > 1
-    for lag in (1, 2, 3, 4):  # one sample is four numbers: they know nothing of each other
-        both = (up[lag:] & up[:-lag]).double().mean().item()
-        assert abs(both - 1 / 16) < 4.5 * math.sqrt(15 / 256 / len(x))
+    """x whose dropped bits are d goes away from zero with probability d / 65536, independently."""
+    with_bits = lambda x, d: (x.view(torch.int32) + d).view(torch.float32)
+    dropped = torch.tensor([0x0100, 0x0400, 0x3000, 0x8000, 0xC001, 0xFF00], dtype=torch.int32)
+    exponents = torch.tensor([-126.0, -60.0, -3.0, 0.0, 90.0])
+    x = torch.cat((1.25 * exponents.exp2(), -1.25 * exponents.exp2()))[:, None]
+    x, p, n = with_bits(x, dropped), dropped.double() / 2**16, 2**17
+    low, high = bf16_neighbours(x)
+    got = stochastic_round(x.expand(n, *x.shape)).float()
+    assert ((got == low) | (got == high)).all()
+    share = (got == high).double().mean(0)
+    assert ((share - p).abs() < 4.5 * (p * (1 - p) / n).sqrt()).all()
+    rounds_up = lambda d, n: stochastic_round(with_bits(torch.ones(n), d)) > 1
+    assert 30 < rounds_up(1, 2**22).sum() < 105  # 64 of 2^22
+    up = rounds_up(0x4000, 2**18)
+    for lag in (1, 2, 3, 4):  # a random number has the noise of four elements
+        both = (up[lag:] & up[:-lag]).double().mean()
+        assert abs(both - 1 / 16) < 4.5 * math.sqrt(15 / 256 / len(up))
 
 
 def test_optimizers_stochastic_rounding_keeps_exact_bf16_values():
+    """bf16 values keep their bits, infinities and -0 too; NaN stays NaN; finite stays finite."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    got = opt_round(every.float())
-    assert torch.equal(got.nan_to_num(1.5, 3.0, 4.0), every.float().nan_to_num(1.5, 3.0, 4.0))
-    assert torch.equal(got.isnan(), every.isnan()) and torch.equal(got.isinf(), every.isinf())
-    signs = got.signbit() == every.float().signbit()
-    assert (signs | every.isnan()).all()
+    got, is_nan = stochastic_round(every.float()), every.isnan()
+    assert torch.equal(got[~is_nan].view(torch.int16), every[~is_nan].view(torch.int16))
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32)
+    assert got[is_nan].isnan().all()
+    assert stochastic_round(nans.view(torch.float32).repeat(500)).isnan().all()
     beyond = torch.tensor([3.4e38, -3.4e38, torch.finfo(torch.float32).max]).repeat(2000)
     largest = torch.finfo(torch.bfloat16).max
-    assert torch.equal(opt_round(beyond), largest * beyond.sign())
-    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32)
-    assert opt_round(nans.view(torch.float32).repeat(500)).isnan().all()
-    assert opt_round(torch.zeros(0)).numel() == 0
+    assert torch.equal(stochastic_round(beyond).float(), largest * beyond.sign())
+    assert stochastic_round(torch.zeros(0)).numel() == 0
     across = torch.randn(6, 10).T
-    assert torch.equal(opt_round(across), opt_round(across.contiguous()))
+    assert torch.equal(stochastic_round(across), stochastic_round(across.contiguous()))
 
 
-@pytest.mark.parametrize(
-    "target, source", [("float16", "float32"), ("bfloat16", "float64"), ("bfloat16", "bfloat16")]
-)
-def test_optimizers_stochastic_rounding_refuses_other_types(target: str, source: str):
-    a, b = (torch.zeros(3, dtype=getattr(torch, name)) for name in (target, source))
-    with pytest.raises(ValueError, match="takes bf16 and fp32"):
-        OP.stochastic_round_(a, b)
-    with pytest.raises(ValueError, match="of one shape"):
-        OP.stochastic_round_(torch.zeros(3, dtype=torch.bfloat16), torch.zeros(4))
-
-
-OPT_HOW = dict(lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3)
-
-
-@pytest.mark.parametrize("before", [0, 1, 6])
-def test_optimizers_stochastic_adamw_is_adamw_on_average(before: int, monkeypatch):
-    """Every weight and moment after a step is one of the two neighbours of fp32 AdamW's, and that
-    one is their mean; more than a chunk, so that chunks are too."""
-    monkeypatch.setattr(OP, "CHUNKS", {"cpu": 5000})
-    reps, n, random = 2**12, 24, torch.Generator().manual_seed(before)
-    draw = lambda scale: (torch.randn(n, generator=random) * scale).bfloat16()
-    w, g, m, v = draw(1.0), draw(0.1), draw(0.1), draw(0.1).abs()
-    p, q = nn.Parameter(w.repeat(reps, 1)), nn.Parameter(w.float())
-    p.grad, q.grad = g.repeat(reps, 1), g.float()
-    mine, peer = OP.StochasticAdamW([p], **OPT_HOW), torch.optim.AdamW([q], **OPT_HOW)
-    if before:
-        step = torch.tensor(float(before))
-        for of, t in ((mine, p), (peer, q)):
-            like = lambda x, t=t: x.to(t.dtype).expand(t.shape).clone()
-            of.state[t] = {"step": step.clone(), "exp_avg": like(m), "exp_avg_sq": like(v)}
-    mine.step(), peer.step()
-    assert mine.state[p]["step"] == before + 1
-    for a, b in (
-        (p, q),
-        *((mine.state[p][k], peer.state[q][k]) for k in ("exp_avg", "exp_avg_sq")),
-    ):
-        assert a.dtype == torch.bfloat16
-        low, high = opt_neighbours(b.detach())
-        ulp = (high - low).abs().clamp(min=1e-30)
-        a, b = a.detach().double(), b.detach().double()
-        assert ((a - b).abs() <= 1.001 * ulp).all()
-        assert ((a.mean(0) - b).abs() < 4.5 * 0.5 * ulp / reps**0.5 + 1e-6 * b.abs()).all()
-
-
-class OptLargest(TorchDispatchMode):
-    """The most fp32 numbers that any operation gave."""
+class LargestFloat32(TorchDispatchMode):
+    """The most fp32 numbers that any operation returned."""
 
     most = 0
 
@@ -12411,305 +12364,198 @@ class OptLargest(TorchDispatchMode):
         return out
 
 
-def test_optimizers_stochastic_adamw_needs_fp32_of_one_chunk_only(monkeypatch):
-    monkeypatch.setattr(OP, "CHUNKS", {"cpu": 1000})
-    p = nn.Parameter(torch.ones(70, 50).bfloat16())
-    p.grad = torch.ones_like(p)
-    with OptLargest() as seen:
-        OP.StochasticAdamW([p], lr=0.1).step()
-    assert seen.most == 1000 and (p != 1).all()
+ADAMW_SETTINGS = dict(lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3)
 
 
-def opt_steps(make, steps: range, p, state=None):
-    optimizer = make([p])
-    if state is not None:
-        optimizer.load_state_dict(state)
-    for step in steps:
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
-        optimizer.step()
-    return optimizer
+@pytest.mark.parametrize("steps_before", [0, 1, 6])
+def test_optimizers_stochastic_adamw_is_adamw_on_average(steps_before, monkeypatch):
+    """Weights and moments after a step are neighbours of fp32 AdamW's, which is their mean."""
+    monkeypatch.setattr(OP, "CHUNKS", {"cpu": 5000})
+    copies, n, rng = 2**12, 24, seeded(steps_before)
+    draw = lambda scale: (torch.randn(n, generator=rng) * scale).bfloat16()
+    w, g, m, v = draw(1.0), draw(0.1), draw(0.1), draw(0.1).abs()
+    p, q = nn.Parameter(w.repeat(copies, 1)), nn.Parameter(w.float())
+    p.grad, q.grad = g.repeat(copies, 1), g.float()
+    own = OP.StochasticAdamW([p], **ADAMW_SETTINGS)
+    peer = torch.optim.AdamW([q], **ADAMW_SETTINGS)
+    for optimizer, t in ((own, p), (peer, q)) if steps_before else ():
+        like = lambda x, t=t: x.to(t.dtype).expand(t.shape).clone()
+        step = torch.tensor(float(steps_before))
+        optimizer.state[t] = {"step": step, "exp_avg": like(m), "exp_avg_sq": like(v)}
+    with LargestFloat32() as seen:
+        own.step()
+    peer.step()
+    assert own.state[p]["step"] == steps_before + 1 and seen.most == 5000
+    moments = [(own.state[p][k], peer.state[q][k]) for k in ("exp_avg", "exp_avg_sq")]
+    for a, b in ((p.detach(), q.detach()), *moments):
+        assert a.dtype == torch.bfloat16
+        low, high = bf16_neighbours(b)
+        ulp = (high - low).abs().clamp(min=1e-30)
+        a, b = a.double(), b.double()
+        assert ((a - b).abs() <= 1.001 * ulp).all()
+        assert ((a.mean(0) - b).abs() < 4.5 * 0.5 * ulp / copies**0.5 + 1e-6 * b.abs()).all()
 
 
 def test_optimizers_stochastic_adamw_resumes_to_the_bit():
-    make = lambda params, seed=3: OP.StochasticAdamW(params, **OPT_HOW, seed=seed)
-    new = lambda: nn.Parameter(torch.linspace(-1, 1, 5001).bfloat16())
-    whole, p, q = new(), new(), new()
-    straight = opt_steps(make, range(8), whole)
-    first = opt_steps(make, range(3), p)
-    assert first.state[p]["exp_avg"].dtype == torch.bfloat16
-    with torch.no_grad():
-        q.copy_(p)
-    second = opt_steps(make, range(3, 8), q, first.state_dict())
-    assert torch.equal(q, whole)
-    for key in ("step", "exp_avg", "exp_avg_sq"):
-        assert torch.equal(second.state[q][key], straight.state[whole][key])
-        assert second.state[q][key].dtype == straight.state[whole][key].dtype
-    r = new()
-    opt_steps(lambda params: make(params, seed=4), range(8), r)
-    assert not torch.equal(r, whole)
+    """Three steps, state_dict and five more equal eight steps; another seed does not."""
+
+    def steps(p, todo: range, state=None, seed=3):
+        optimizer = OP.StochasticAdamW([p], **ADAMW_SETTINGS, seed=seed)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for step in todo:
+            p.grad = torch.randn(p.shape, generator=seeded(step)).bfloat16()
+            optimizer.step()
+        return optimizer
+
+    whole, part, other = (nn.Parameter(torch.linspace(-1, 1, 5001).bfloat16()) for _ in range(3))
+    want = steps(whole, range(8)).state[whole]
+    state = steps(part, range(3)).state_dict()
+    resumed = nn.Parameter(part.detach().clone())
+    got = steps(resumed, range(3, 8), state).state[resumed]
+    assert torch.equal(resumed, whole) and bitwise_equal(got, want)
+    assert want["exp_avg"].dtype == want["exp_avg_sq"].dtype == torch.bfloat16
+    steps(other, range(8), seed=4)
+    assert not torch.equal(other, whole)
 
 
 def test_optimizers_stochastic_adamw_noise_depends_on_index_and_step():
-    """Noise is a function of (seed, step, place): parameters without gradients keep their place."""
-    new = lambda n: [nn.Parameter(torch.full((4000,), 1.0).bfloat16()) for _ in range(n)]
-    a, b = new(3), new(3)
-    for params in (a, b):
+    """Noise is a function of (seed, step, index), independent for each of them."""
+
+    def step(n: int, with_grad: range):
+        params = [nn.Parameter(torch.ones(4000).bfloat16()) for _ in range(n)]
         optimizer = OP.StochasticAdamW([{"params": params[:1]}, {"params": params[1:]}], lr=1e-3)
-        for p in params if params is a else params[2:]:
-            p.grad = torch.ones_like(p)
+        for i in with_grad:
+            params[i].grad = torch.ones(4000).bfloat16()
         optimizer.step()
-    assert torch.equal(a[2], b[2]) and (b[0] == 1).all() and len(optimizer.state) == 1
-    assert not torch.equal(a[0], a[1]) and not torch.equal(a[1], a[2])
-    down = [p.detach() < 1 for p in a]  # 1 - 0.001 lies 0.256 of the way to the next
-    for mask in down:
-        assert abs(mask.double().mean() - 0.2587) < 0.035
-    assert abs((down[0] & down[1]).double().mean() - 0.067) < 0.025
-    c = new(1)
-    c[0].grad = torch.ones_like(c[0])
-    optimizer = OP.StochasticAdamW(c, lr=1e-3)
-    optimizer.step()
-    assert torch.equal(c[0], a[0])
-    first = optimizer.state[c[0]]["exp_avg"].clone()  # 0.1, which bf16 does not hold
+        return params, optimizer
+
+    all_of_3, _ = step(3, range(3))
+    last_of_3, optimizer = step(3, range(2, 3))
+    assert torch.equal(all_of_3[2], last_of_3[2]) and (last_of_3[0] == 1).all()
+    assert len(optimizer.state) == 1
+    (alone, _), optimizer = step(2, range(1))
+    assert torch.equal(alone, all_of_3[0])
+    down = [p.detach() < 1 for p in all_of_3]  # 1 - 0.001 lies 0.256 of the way to the next
     with torch.no_grad():
-        c[0].fill_(1.0), optimizer.state[c[0]]["exp_avg"].zero_()
+        before = optimizer.state[alone]["exp_avg"].clone()  # 0.1, which bf16 does not hold
+        optimizer.state[alone]["exp_avg"].zero_()
     optimizer.step()
-    assert not torch.equal(optimizer.state[c[0]]["exp_avg"], first)
+    assert not torch.equal(optimizer.state[alone]["exp_avg"], before)
+    assert all(abs(mask.double().mean() - 0.2587) < 0.035 for mask in down)
+    for a, b in combinations(down, 2):
+        assert abs((a & b).double().mean() - 0.067) < 0.025
 
 
-def test_optimizers_stochastic_adamw_learns_where_bf16_adamw_stalls():
-    aim, left = 1.03, {}
-    for name, make in (("nearest", torch.optim.AdamW), ("stochastic", OP.StochasticAdamW)):
-        p = nn.Parameter(torch.ones(512).bfloat16())
-        optimizer = make([p], lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
-        for _ in range(300):
-            p.grad = p.detach() - aim
-            optimizer.step()
-        left[name] = (p.detach().float().mean() - aim).abs().item()
-    assert left["nearest"] == pytest.approx(0.03) and left["stochastic"] < 0.003
-
-
-@pytest.mark.slow
-def test_optimizers_stochastic_adamw_trains_as_fp32_does():
-    """A small model in bf16 throughout: within 2% of the loss of fp32 weights under autocast, where
-    rounding to nearest is more than 8% above."""
-    loss = {
-        "fp32": opt_train(torch.float32, torch.optim.AdamW),
-        "nearest": opt_train(torch.bfloat16, torch.optim.AdamW),
-        "stochastic": opt_train(torch.bfloat16, OP.StochasticAdamW),
-    }
-    assert abs(loss["stochastic"] / loss["fp32"] - 1) < 0.02, loss
-    assert loss["nearest"] / loss["fp32"] > 1.08, loss
-
-
-def opt_train(dtype: torch.dtype, make, steps: int = 300) -> float:
-    torch.manual_seed(0)
-    model = M.Transformer(M.ModelConfig(
-        dim=64, ffn_dim=64, n_heads=4, n_kv_heads=4, head_dim=16, **OPT_TREND
-    )).to(dtype)  # fmt: skip
-    optimizer = make(model.parameters(), lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    random, losses = torch.Generator().manual_seed(1), []
-    follows = torch.randint(32, (32, 32), generator=random)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = OP.learning_rate(step, steps, 4e-4)
-        rows = opt_rows(follows, random)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            logits = model(rows[:, 1:-1]).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 2:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return sum(losses[-30:]) / 30
-
-
-OPT_TREND = dict(vocab_size=32, n_layers=2, max_seq_len=16)
-
-
-def opt_rows(follows: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """(8, 17): every token is a fixed random function of the two before it."""
-    rows = torch.randint(32, (8, 17), generator=random)
-    for t in range(2, 17):
-        rows[:, t] = follows[rows[:, t - 1], rows[:, t - 2]]
-    return rows
-
-
-def test_optimizers_stochastic_adamw_refusals():
-    with pytest.raises(ValueError, match=r"parameter \(2,\) is torch.float32"):
-        OP.StochasticAdamW([nn.Parameter(torch.zeros(2))])
-    narrow = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="betas"):
-        OP.StochasticAdamW([narrow], betas=(0.9, 1.0))
-    with pytest.raises(ValueError, match="must be >= 0"):
-        OP.StochasticAdamW([narrow], lr=-1.0)
-    OP.StochasticAdamW([narrow]).step()
-    assert (narrow == 0).all()  # no gradient, no step
-
-
-@pytest.fixture
-def opt_alone():
-    """A process group of this process alone."""
+def test_optimizers_stochastic_adamw_of_dtensors():
+    """A DTensor is stepped as the plain parameter, and its state is a DTensor, as torch's is."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_optimizers_stochastic_adamw_of_dtensors(opt_alone):
-    mesh, w, g = init_device_mesh("cpu", (1,)), torch.randn(40, 3), torch.randn(40, 3).bfloat16()
-    plain = nn.Parameter(w.bfloat16())
-    sharded = nn.Parameter(distribute_tensor(w.bfloat16(), mesh, [Shard(0)]))
-    plain.grad, sharded.grad = g, distribute_tensor(g, mesh, [Shard(0)])
-    for p in (plain, sharded):
-        optimizer = OP.StochasticAdamW([p], lr=0.1)
-        optimizer.step()
-    assert torch.equal(sharded.to_local(), plain)
-    assert isinstance(optimizer.state[sharded]["exp_avg"], DTensor)  # as torch's AdamW has them
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        w, g = (torch.randn(40, 3, generator=seeded(i)).bfloat16() for i in (0, 1))
+        shard = lambda t: distribute_tensor(t.clone(), mesh, [Shard(0)])
+        plain, sharded = nn.Parameter(w.clone()), nn.Parameter(shard(w))
+        plain.grad, sharded.grad = g, shard(g)
+        for p in (plain, sharded):
+            optimizer = OP.StochasticAdamW([p], lr=0.1)
+            optimizer.step()
+        assert torch.equal(sharded.to_local(), plain) and not torch.equal(plain, w)
+        assert isinstance(optimizer.state[sharded]["exp_avg"], DTensor)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_optimizers_loss_scaler():
+    """Halved by an overflow, grown after growth_interval good steps, within 1 and 2^24."""
     scaler = OP.LossScaler(scale=8.0, growth_factor=4.0, growth_interval=3)
-    given = [True, True, False, True, True, True, True, True, True, False]
     seen = []
-    for finite in given:
+    for finite in (True, True, False, True, True, True, True, True, True, False):
         assert scaler.update(finite) is finite
         seen.append(scaler.scale)
     assert seen == [8, 8, 4, 4, 4, 16, 16, 16, 64, 32]
     scaler.update(True), scaler.update(True)
     other = OP.LossScaler(growth_interval=3, growth_factor=4.0)
-    assert other.scale == 65536 and type(other.scale) is float
+    assert other.scale == 65536 and OP.LossScaler().growth_interval == 2000
     other.load_state_dict(scaler.state_dict())
     assert scaler.state_dict() == {"scale": 32.0, "good": 2}
     other.update(True), scaler.update(True)
     assert other.scale == scaler.scale == 128
-    for _ in range(100):
-        scaler.update(False)
-    assert scaler.scale == 1.0
-    for _ in range(100):
-        other.update(True)
-    assert other.scale == 2.0**24
+    for finite, limit in ((False, 1.0), (True, 2.0**24)):
+        assert [scaler.update(finite) for _ in range(100)] and scaler.scale == limit
 
 
-def test_optimizers_loss_scaler_finds_a_scale_for_fp16():
-    """A gradient that underflows at scale 1, and overflows at 2^24: a scale between is found."""
-    scaler, taken = OP.LossScaler(scale=2.0**24, growth_interval=5), 0
-    for _ in range(60):
-        grad = torch.tensor([3e-8, 0.5]).mul(scaler.scale).half()
-        if scaler.update(bool(grad.isfinite().all())):
-            taken += 1
-            assert grad[0] > 0
-    assert taken > 40 and 2**12 < scaler.scale < 2**18
-
-
-def test_optimizers_learning_rate_is_that_of_train_py():
-    def before(step: int, steps: int, peak: float) -> float:
-        warmup = min(500, max(1, steps // 20))
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-
-    for steps in (1, 2, 19, 40, 999, 20000):
-        for step in {*range(0, min(steps, 60)), *range(0, steps + 30, 37), steps - 1, steps + 5}:
-            for peak in (1e-3, 0.7, 3e-4):
-                assert OP.learning_rate(step, steps, peak) == before(step, steps, peak)
-
-
-def test_optimizers_learning_rate_schedules():
-    rate = lambda step, schedule, **how: OP.learning_rate(step, 1000, 2.0, schedule=schedule, **how)
+def test_optimizers_learning_rates():
+    """Linear warm-up, then each schedule through its points, never rising, level at the end."""
+    rate = lambda schedule, step, steps=1000, **how: OP.learning_rate(
+        step, steps, 2.0, schedule=schedule, **how
+    )
     for schedule in OP.SCHEDULES:
-        assert [rate(s, schedule) for s in (0, 24, 49)] == [2 / 50, 1.0, 2.0]
-        assert rate(3, schedule, warmup=4) == 2.0 and rate(0, schedule, warmup=0) == 2.0
+        assert [rate(schedule, s) for s in (0, 24, 49)] == [2 / 50, 1.0, 2.0]
+        assert rate(schedule, 3, warmup=4) == 2.0 == rate(schedule, 0, warmup=0)
+        assert rate(schedule, 499, 20_000) == 2.0 > rate(schedule, 498, 20_000)  # at most 500
+        assert rate(schedule, 0, 19) == 2.0
         low = 2.0 if schedule == "constant" else 0.2
-        assert rate(1000, schedule) == pytest.approx(low, rel=1e-12) == rate(5000, schedule)
-        after = [rate(s, schedule) for s in range(50, 1001)]
+        assert rate(schedule, 1000) == pytest.approx(low, rel=1e-12) == rate(schedule, 5000)
+        after = [rate(schedule, s) for s in range(50, 1001)]
         assert after == sorted(after, reverse=True)
-    assert rate(525, "linear", end=0.0) == pytest.approx(1.0)
-    assert rate(525, "cosine", end=0.5) == pytest.approx(1.5)
-    assert {rate(s, "wsd") for s in range(50, 801)} == {2.0} and rate(801, "wsd") < 2.0
-    assert rate(850, "wsd", end=0.0) == pytest.approx(2 * (1 - math.sqrt(0.25)))
-    assert rate(950, "wsd", decay=100, end=0.5) == pytest.approx(2 - math.sqrt(0.5))
-    assert rate(900, "wsd", decay=100) == 2.0 > rate(901, "wsd", decay=100)
-    longer = lambda s: OP.learning_rate(s, 5000, 2.0, schedule="wsd", warmup=50)
-    assert all(longer(s) == rate(s, "wsd") for s in range(801))
-    assert OP.learning_rate(6, 8, 1.0, schedule="wsd", warmup=6, decay=8) == 1.0  # no jump
-    with pytest.raises(ValueError, match="cosine, linear, wsd, constant"):
-        rate(1, "step")
-    for wrong in (dict(warmup=-1), dict(decay=0)):
-        with pytest.raises(ValueError, match="warmup must be >= 0, decay >= 1"):
-            rate(1, "wsd", **wrong)
-
-
-def opt_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def opt_parts(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    matrices, rest = OP.muon_split(model.named_parameters())
-    muon = torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw")
-    return muon, torch.optim.AdamW(rest, lr=0.01)
-
-
-def opt_backward(model: nn.Module, step: int) -> None:
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
-    model(x).square().mean().backward()
+    assert rate("linear", 525, end=0.0) == pytest.approx(1.0)
+    assert rate("linear", 250, warmup=0, end=0.0) == pytest.approx(1.5)
+    assert rate("cosine", 525, end=0.5) == pytest.approx(1.5)
+    assert rate("cosine", 250, warmup=0, end=0.0) == pytest.approx(1 + math.sqrt(0.5))
+    assert {rate("wsd", s) for s in range(50, 801)} == {2.0} and rate("wsd", 801) < 2.0
+    assert rate("wsd", 850, end=0.0) == pytest.approx(2 * (1 - math.sqrt(0.25)))
+    assert rate("wsd", 950, decay=100, end=0.5) == pytest.approx(2 - math.sqrt(0.5))
+    assert rate("wsd", 900, decay=100) == 2.0 > rate("wsd", 901, decay=100)
+    assert all(rate("wsd", s, 5000, warmup=50) == rate("wsd", s) for s in range(801))
+    assert rate("wsd", 6, 8, warmup=6, decay=8) == 2.0  # the decay begins after the warm-up
 
 
 def test_optimizers_chained_optimizer_equals_its_parts():
-    one, other, resumed = opt_model(), opt_model(), opt_model()
-    several, parts = OP.ChainedOptimizer(*opt_parts(one)), opt_parts(other)
-    assert isinstance(several, torch.optim.Optimizer) and len(several.state) == 0
-    for step in range(6):
-        opt_backward(one, step), opt_backward(other, step)
-        for group in [*several.param_groups, *(g for o in parts for g in o.param_groups)]:
-            group["lr"] = 0.05 / (step + 1)
-        several.step(), [o.step() for o in parts]
-        several.zero_grad(), [o.zero_grad() for o in parts]
-        assert all(p.grad is None for p in one.parameters())
-        if step == 2:
-            held = copy.deepcopy(several.state_dict())  # torch's shares its tensors
-            resumed.load_state_dict(one.state_dict())
-            again = OP.ChainedOptimizer(*opt_parts(resumed))
-            again.load_state_dict(held)
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q) and several.state[p].keys() == parts[p.dim() < 2].state[q].keys()
-    assert len(several.state) == 4
-    for step in range(3, 6):
-        opt_backward(resumed, step)
-        for group in again.param_groups:
-            group["lr"] = 0.05 / (step + 1)
-        again.step(), again.zero_grad()
-    for p, q in zip(one.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q)
+    """Muon and AdamW stepped as one, also resumed, have the weights and states of the two apart."""
 
+    def start():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        matrices, rest = OP.muon_split(model.named_parameters())
+        muon = torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw")
+        return model, muon, torch.optim.AdamW(rest, lr=0.01)
 
-def test_optimizers_chained_optimizer_loads_states():
-    """state.update before the first step, as a resumed run does, reaches the parts."""
-    model = opt_model()
-    muon, adam = opt_parts(model)
-    several = OP.ChainedOptimizer(muon, adam)
-    bias = model[0].bias
-    state = {"step": torch.tensor(41.0), "exp_avg": torch.ones(8), "exp_avg_sq": torch.ones(8)}
-    several.state.update({bias: state})
-    opt_backward(model, 0)
-    several.step()
-    assert several.state[bias]["step"] == 42 and adam.state[bias]["step"] == 42
-    late = OP.ChainedOptimizer(*(o for o in (muon, adam)))  # of parts that have a state
-    assert late.state[bias]["step"] == 42 and adam.state is late.state
+    def train(model, steps: range, *optimizers):
+        for step in steps:
+            for group in (group for o in optimizers for group in o.param_groups):
+                group["lr"] = 0.05 / (step + 1)
+            model(torch.randn(5, 6, generator=seeded(step))).square().mean().backward()
+            for o in optimizers:
+                o.step(), o.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
 
-
-OPT_SHAPE = dict(vocab_size=32, n_layers=2, n_kv_heads=1, max_seq_len=16)
-
-
-def opt_transformer(width: int, **more) -> M.Transformer:
-    return M.Transformer(M.ModelConfig(
-        dim=width, n_heads=2, head_dim=8, ffn_dim=2 * width, **OPT_SHAPE, **more
-    ))  # fmt: skip
+    (model, *parts), (half, *half_parts) = start(), start()
+    train(model, range(6), *parts)
+    first = OP.ChainedOptimizer(*half_parts)
+    assert isinstance(first, torch.optim.Optimizer) and len(first.state) == 0
+    train(half, range(3), first)
+    for how in ("load_state_dict", "update"):
+        again, *again_parts = start()
+        again.load_state_dict(half.state_dict())
+        kept = copy.deepcopy(first.state_dict())  # torch's shares its tensors
+        chained = OP.ChainedOptimizer(*again_parts)
+        if how == "load_state_dict":
+            chained.load_state_dict(kept)
+        else:
+            params = [p for group in chained.param_groups for p in group["params"]]
+            chained.state.update({params[i]: state for i, state in kept["state"].items()})
+            chained = OP.ChainedOptimizer(*again_parts)  # of parts that now have a state
+        train(again, range(3, 6), chained)
+        assert len(chained.state) == 4 and all(o.state is chained.state for o in again_parts)
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            want = parts[p.dim() < 2].state[p]
+            assert torch.equal(p, q) and chained.state[q].keys() == want.keys()
+            assert all(torch.equal(chained.state[q][key], x) for key, x in want.items())
 
 
 def test_optimizers_muon_split_of_the_model():
-    mixture = dict(n_experts=4, n_experts_per_token=2, expert_ffn_dim=16, moe_layers=(1,))
-    model = opt_transformer(16, **mixture)
+    """Matrices of layers and the router to Muon; embedding, head, norms and stacks to AdamW."""
+    model = M.Transformer(mixtral(moe_layers=(1,)))
     matrices, rest = OP.muon_split(model.named_parameters())
     names, others = {n for n, _ in matrices}, {n for n, _ in rest}
     assert names | others == {n for n, _ in model.named_parameters()} and not names & others
@@ -12722,59 +12568,71 @@ def test_optimizers_muon_split_of_the_model():
 
 
 def test_optimizers_mup_factors():
+    """(initialization, learning rate) of hidden, output, embedding and vector parameters."""
     of = lambda name, *shape: OP.mup_factors(name, shape, 1024, 64)  # m = 16
     assert of("layers.0.self_attn.q_proj.weight", 1024, 1024) == (0.25, 1 / 16)
     assert of("layers.0.mlp.w_down", 8, 1024, 2048) == (0.25, 1 / 16)
     assert of("head.weight", 32000, 1024) == of("layers.1.mlp.router", 8, 1024) == (1 / 16, 1 / 16)
-    for name, shape in (("embed.weight", (32000, 1024)), ("norm.weight", (1024,))):
-        assert of(name, *shape) == (1.0, 1.0)
+    assert of("embed.weight", 32000, 1024) == of("norm.weight", 1024) == (1.0, 1.0)
     assert of("layers.0.self_attn.q_proj.bias", 1024) == (1.0, 1.0)
-    assert OP.mup_factors("w", (3, 3), 64, 64) == OP.mup_factors("head.w", (3, 3), 64, 64) == (1, 1)
     assert OP.mup_factors("lm_head.w", (9, 9), 128, 64, outputs=("lm_head",)) == (0.5, 0.5)
-    with pytest.raises(ValueError, match="width and base"):
-        OP.mup_factors("w", (3, 3), 0, 64)
-
-
-def opt_run(width: int, lr: float, mup: bool, base: int = 64) -> float:
-    """Loss of steps 33 to 40 of a model that learns a random map from two tokens to the next."""
-    torch.manual_seed(0)
-    heads = dict(n_heads=width // 16, n_kv_heads=width // 16, head_dim=16)
-    model = M.Transformer(M.ModelConfig(dim=width, ffn_dim=width, **heads, **OPT_TREND))
-    groups = []
-    for name, p in model.named_parameters():
-        init, rate = OP.mup_factors(name, p.shape, width, base) if mup else (1.0, 1.0)
-        if p.dim() == 2:  # by fan-in where it grows: of the base, or, as usual, of each
-            table = name.startswith("embed")
-            nn.init.normal_(p, 0.0, 1.0 if table else init * (base if mup else width) ** -0.5)
-        groups.append({"params": [p], "lr": lr * rate})
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    random, losses = torch.Generator().manual_seed(1), []
-    follows = torch.randint(32, (32, 32), generator=random)
-    for _ in range(40):
-        rows = opt_rows(follows, random)
-        loss = F.cross_entropy(model(rows[:, 1:-1]).flatten(0, 1), rows[:, 2:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return sum(losses[-8:]) / 8
 
 
 @pytest.mark.slow
 def test_optimizers_mup_keeps_the_best_learning_rate():
-    """Width 64 to 512: with muP the best of a grid of powers of two stays within a step of it, and
-    wider is better there; with the usual initialization and one rate for all it moves by two or
-    more."""
-    widths, grid, best = (64, 128, 256, 512), range(-11, -4), {}
-    for mup in (True, False):
-        of = widths if mup else (widths[0], widths[-1])
-        losses = {w: {e: opt_run(w, 2.0**e, mup) for e in grid} for w in of}
-        best[mup] = [min(grid, key=of.get) for of in losses.values()]
-        if mup:
-            lowest = [min(of.values()) for of in losses.values()]
-            assert lowest == sorted(lowest, reverse=True)
-    assert max(best[True]) - min(best[True]) <= 1, best
-    assert best[False][0] - best[False][-1] >= 2, best
+    """With muP the best rate is that of one 8 times as wide, without it 4 or more times as large."""
+
+    def final_loss(width: int, lr: float, mup: bool) -> float:
+        """Of 40 steps in which a model learns a random map from two tokens to the next."""
+        torch.manual_seed(0)
+        shape = dict(dim=width, ffn_dim=width, n_heads=width // 16, n_kv_heads=width // 16)
+        model, groups = M.Transformer(tiny(vocab_size=32, n_layers=2, max_seq_len=16, **shape)), []
+        for name, p in model.named_parameters():
+            init, rate = OP.mup_factors(name, p.shape, width, 64) if mup else (1.0, 1.0)
+            if p.dim() == 2:  # by fan-in where it grows: of the base, or, as usual, of each
+                by_fan_in = init * (64 if mup else width) ** -0.5
+                nn.init.normal_(p, 0.0, 1.0 if name.startswith("embed") else by_fan_in)
+            groups.append({"params": [p], "lr": lr * rate})
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        rng, losses = seeded(1), []
+        follows = torch.randint(32, (32, 32), generator=rng)
+        for _ in range(40):
+            rows = torch.randint(32, (8, 17), generator=rng)
+            for t in range(2, 17):
+                rows[:, t] = follows[rows[:, t - 1], rows[:, t - 2]]
+            loss = F.cross_entropy(model(rows[:, 1:-1]).transpose(1, 2), rows[:, 2:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return sum(losses[-8:])
+
+    def best(width: int, mup: bool) -> tuple[int, float]:
+        """The exponent of the best rate, and its loss."""
+        loss, exponent = min((final_loss(width, 2.0**e, mup), e) for e in range(-11, -4))
+        return exponent, loss
+
+    rates, lowest = zip(*(best(width, True) for width in (64, 128, 256, 512)))
+    assert max(rates) - min(rates) <= 1 and list(lowest) == sorted(lowest, reverse=True)
+    assert best(64, False)[0] - best(512, False)[0] >= 2
+
+
+for a, b in (("float32", "float16"), ("float64", "bfloat16"), ("bfloat16", "bfloat16")):
+    source, target = (torch.zeros(3, dtype=getattr(torch, name)) for name in (a, b))
+    call = partial(OP.stochastic_round_, target, source)
+    REFUSED[f"optimizers: rounding {a} to {b}"] = call, "takes bf16 and fp32"
+for field, value in dict(betas=(0.9, 1.0), lr=-1.0, eps=-1e-8, weight_decay=-0.1).items():
+    call = partial(OP.StochasticAdamW, [nn.Parameter(target)], **{field: value})
+    REFUSED[f"optimizers: {field} {value}"] = call, field
+for field, value in dict(schedule="step", warmup=-1, decay=0).items():
+    call = partial(OP.learning_rate, 1, 1000, 2.0, **{field: value})
+    REFUSED[f"optimizers: {field} {value}"] = call, f"{field}.*{value}"
+REFUSED |= {
+    "optimizers: shapes": (partial(OP.stochastic_round_, target, torch.zeros(4)), "one shape"),
+    "optimizers: fp32": (partial(OP.StochasticAdamW, [nn.Parameter(source.float())]), "float32"),
+    "optimizers: width": (lambda: OP.mup_factors("w", (3, 3), 0, 64), "width"),
+    "optimizers: base width": (lambda: OP.mup_factors("w", (3, 3), 64, -1), "base_width"),
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -12782,10 +12640,11 @@ def test_optimizers_mup_keeps_the_best_learning_rate():
 # --------------------------------------------------------------------------------------------------
 
 OFF_ADAM = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), fused=True)
+OFF_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # its first state is None
 
 
 def off_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Two matrices, biases, a frozen one, and a scale that is used twice."""
+    """Two matrices, biases, a frozen layer, and a scale that is used twice."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17), nn.Linear(17, 5))
     model[3].requires_grad_(False)
@@ -12793,196 +12652,165 @@ def off_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype)
 
 
-def off_groups(model: nn.Module) -> list[dict]:
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def off_groups(params) -> list[dict]:
     """As train.py makes them: decay for matrices only, and frozen ones among them."""
-    params = [*model.parameters()]
+    params = [*params]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "eps": 1e-5},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
-def off_backward(model: nn.Module, step: int, dtype: torch.dtype = torch.float32) -> None:
-    x = torch.randn(3, 17, generator=torch.Generator().manual_seed(step)).to(dtype)
+def off_backward(model: nn.Module, step: int) -> None:
+    x = torch.randn(3, 17, generator=seeded(step)).to(model.scale.dtype)
     x = model[2](torch.tanh(model[0](x) * model.scale)) * model.scale
     model[3](x).float().square().mean().backward()
 
 
-def off_train(model, optimizer, steps: range, clip: bool = False, dtype=torch.float32) -> None:
+def off_make(kind: str, params, factory, folder: Path):
+    groups = off_groups(params)
+    if kind == "in backward":
+        return OF.OptimizerInBackward(groups, factory)
+    return OF.OffloadedOptimizer(groups, factory, folder / "states" if kind == "files" else "cpu")
+
+
+class Resident:
+    """The reference: an optimizer of fp32 copies of the weights, all in memory."""
+
+    def __init__(self, model: nn.Module, factory):
+        self.params = trainable(model)
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.params]
+        self.optimizer = factory(off_groups(self.masters))
+        self.param_groups = self.optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, master in zip(self.params, self.masters, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        self.optimizer.step()
+        for p, master in zip(self.params, self.masters, strict=True):
+            p.copy_(master)
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    def assert_equal(self, model: nn.Module, optimizer) -> None:
+        """Weights, states and masters, to the last bit."""
+        own = trainable(model)
+        assert {*optimizer.state} == {*own}
+        for p, q, master in zip(own, self.params, self.masters, strict=True):
+            want, got = self.optimizer.state[master], optimizer.state[p]
+            want = want | ({"master": master.detach()} if q.dtype != torch.float32 else {})
+            assert torch.equal(p, q) and bitwise_equal(dict(got), want)
+
+
+def off_train(model, optimizer, steps: range, hard: bool = False) -> None:
+    """hard: gradients of two batches, clipped, and at odd steps none for a parameter."""
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = 0.05 / (step + 1)
-        off_backward(model, step, dtype)
-        if clip:
+        off_backward(model, step)
+        if hard:
+            off_backward(model, step + 50)
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            model[0].weight.grad = None if step % 2 else model[0].weight.grad
         optimizer.step()
         optimizer.zero_grad()
-
-
-def off_resident(steps: range, clip: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = off_model()
-    optimizer = OFF_ADAM(off_groups(model))
-    off_train(model, optimizer, steps, clip)
-    return model, optimizer
-
-
-def off_same(model, optimizer, peer, resident) -> None:
-    """Weights and states, to the last bit."""
-    for p, q in zip(model.parameters(), peer.parameters(), strict=True):
-        assert torch.equal(p, q)
-        if q.requires_grad:
-            state, other = optimizer.state[p], resident.state[q]
-            assert list(state) == list(other) == ["step", "exp_avg", "exp_avg_sq"]
-            for name, t in other.items():
-                assert torch.equal(state[name], t) and state[name].dtype == torch.float32
-
-
-def off_in_backward(model: nn.Module, tmp_path: Path) -> OF.OptimizerInBackward:
-    return OF.OptimizerInBackward(off_groups(model), OFF_ADAM)
-
-
-def off_cpu(model: nn.Module, tmp_path: Path) -> OF.OffloadedOptimizer:
-    return OF.OffloadedOptimizer(off_groups(model), OFF_ADAM)
-
-
-def off_files(model: nn.Module, tmp_path: Path) -> OF.OffloadedOptimizer:
-    return OF.OffloadedOptimizer(off_groups(model), OFF_ADAM, tmp_path / "deep" / "states")
-
-
-OFF_ALL = [off_in_backward, off_cpu, off_files]
-OFF_HOST = [off_cpu, off_files]
-
-
-@pytest.mark.parametrize("make", OFF_ALL)
-def test_offload_weights_and_states_equal_the_resident_optimizer(make: Callable, tmp_path):
-    model = off_model()
-    optimizer = make(model, tmp_path)
-    assert len(optimizer.state) == 0 and not optimizer.state
-    assert len(optimizer.param_groups) == 5  # one for each that is trained
-    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0, 0.1}
-    off_train(model, optimizer, range(5))
-    off_same(model, optimizer, *off_resident(range(5)))
-    assert len(optimizer.state) == 5 and model[3].weight not in optimizer.state
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("make", OFF_HOST)
-def test_offload_gradients_may_be_accumulated_and_clipped(make: Callable, tmp_path):
-    model = off_model()
-    optimizer = make(model, tmp_path)
-    off_train(model, optimizer, range(4), clip=True)
-    peer, resident = off_resident(range(4), clip=True)
-    off_same(model, optimizer, peer, resident)
-    for m, o in ((model, optimizer), (peer, resident)):
-        off_backward(m, 7), off_backward(m, 8)
-        m[0].weight.grad = None  # a parameter without a gradient is left alone
-        o.step(), o.zero_grad()
-    off_same(model, optimizer, peer, resident)
+@pytest.mark.parametrize("factory", [OFF_ADAM, OFF_SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("in backward", torch.float32),  # it has no masters
+        *product(("cpu", "files"), (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_offload_equals_the_resident_optimizer(kind, factory, dtype, tmp_path):
+    """Weights, states and fp32 masters have the resident optimizer's bits, also if resumed."""
+    in_backward = kind == "in backward"
+    model, peer = off_model(dtype), off_model(dtype)
+    optimizer = off_make(kind, model.parameters(), factory, tmp_path)
+    resident = Resident(peer, factory)
+    assert len(optimizer.state) == 0 and not optimizer.state
+    assert len(optimizer.param_groups) == 5  # one for each parameter that is trained
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0, 0.1}
+    off_train(model, optimizer, range(3)), off_train(peer, resident, range(3))
+    resident.assert_equal(model, optimizer)
+    states = [optimizer.state[p] for p in trainable(model)]
+    kept = [{name: x.clone() for name, x in state.items()} for state in states]
+    again = off_model(dtype)
+    again.load_state_dict(model.state_dict())
+    resumed = off_make(kind, again.parameters(), factory, tmp_path / "resumed")
+    resumed.state.update(dict(zip(trainable(again), kept, strict=True)))
+    for state in kept if not in_backward else ():
+        [x.zero_() for x in state.values()]
+    for m, o in ((again, resumed), (peer, resident)):
+        off_train(m, o, range(3, 7), hard=not in_backward)
+    resident.assert_equal(again, resumed)
 
 
 def test_offload_in_backward_frees_each_gradient_at_once():
-    """When a gradient comes no other is left, and memory is a gradient's less than all."""
+    """When a gradient comes no other is left; hooks end with remove or the last reference."""
     model, held = off_model(), []
     count = lambda p: held.append(sum(q.grad is not None for q in model.parameters()))
-    for p in model.parameters():  # before the optimizer's own hooks
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(count)
-    optimizer = OF.OptimizerInBackward(model.parameters(), OFF_ADAM)
-    off_backward(model, 0)
-    assert held == [1] * 5  # the scale is used twice, and steps once
-    assert optimizer.state[model.scale]["step"] == 1
-    optimizer.step(), optimizer.zero_grad()
-    assert optimizer.state[model.scale]["step"] == 1
+    for p in trainable(model):  # before the optimizer's own hooks
+        p.register_post_accumulate_grad_hook(count)
+    for end in ("remove", "free"):
+        held.clear()
+        optimizer = OF.OptimizerInBackward(model.parameters(), OFF_ADAM)
+        off_backward(model, 0)
+        optimizer.step(), optimizer.zero_grad()
+        assert held == [1] * 5 and optimizer.state[model.scale]["step"] == 1
+        if end == "remove":
+            optimizer.remove()
+        else:
+            del optimizer
+            gc.collect()
+        before = model.scale.detach().clone()
+        off_backward(model, 0)
+        assert model.scale.grad is not None and torch.equal(model.scale, before)
+        model.zero_grad()
 
 
-def test_offload_in_backward_ends_with_remove_or_with_its_last_reference():
-    model = off_model()
-    optimizer = OF.OptimizerInBackward(model.parameters(), OFF_ADAM)
-    optimizer.remove()
-    before = copy.deepcopy(model.state_dict())
-    off_backward(model, 0)
-    assert model.scale.grad is not None and torch.equal(model.scale, before["scale"])
-    model.zero_grad()
-    optimizer = OF.OptimizerInBackward(model.parameters(), OFF_ADAM)
-    del optimizer
-    gc.collect()
-    off_backward(model, 0)
-    assert model.scale.grad is not None and torch.equal(model.scale, before["scale"])
-
-
-@pytest.mark.parametrize("make", OFF_ALL)
-def test_offload_resumes_from_loaded_states(make: Callable, tmp_path):
-    """Weights loaded, then state.update, as train.py does."""
-    model = off_model()
-    optimizer = make(model, tmp_path)
-    off_train(model, optimizer, range(3))
-    held = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in optimizer.state}
-    again = off_model()
-    second = make(again, tmp_path / "second")
-    again.load_state_dict(model.state_dict())
-    of = dict(zip(model.parameters(), again.parameters(), strict=True))
-    second.state.update({of[p]: {**state} for p, state in held.items()})
-    for state in held.values():  # what was handed over is not what is kept
-        state["exp_avg"].zero_() if make is not off_in_backward else None
-    off_train(again, second, range(3, 6))
-    off_same(again, second, *off_resident(range(6)))
-
-
-@pytest.mark.parametrize("make", OFF_HOST)
-def test_offload_loading_writes_states_in_place(make: Callable, tmp_path):
-    model = off_model()
-    optimizer, p = make(model, tmp_path), model[0].weight
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["cpu", "files"])
+def test_offload_states_and_weights_are_loaded_in_place(kind, dtype, tmp_path):
+    """States are written in place or assigned; masters come from them, or from the weights."""
+    model, peer = off_model(dtype), off_model(dtype)
+    optimizer, p = off_make(kind, model.parameters(), OFF_ADAM, tmp_path), model[0].weight
+    resident = Resident(peer, OFF_ADAM)
     with pytest.raises(KeyError, match="has no state before its first step"):
         optimizer.state[p]
-    off_train(model, optimizer, range(1))
-    optimizer.state[p]["exp_avg"].fill_(3.0)
-    assert (optimizer.state[p]["exp_avg"] == 3).all()
+    off_train(model, optimizer, range(1)), off_train(peer, resident, range(1))
+    kept = {name: x.clone() for name, x in optimizer.state[p].items()}
     with pytest.raises(TypeError):
         optimizer.state[p]["exp_avg"] = torch.zeros(33, 17)  # would be lost
+    optimizer.state[p]["exp_avg"].fill_(3.0)
+    resident.optimizer.state[resident.masters[1]]["exp_avg"].fill_(3.0)
+    with torch.no_grad():
+        p.fill_(0.3), peer[0].weight.fill_(0.3)
+        [master.copy_(q) for q, master in zip(resident.params, resident.masters, strict=True)]
+    optimizer.refresh()
+    off_train(model, optimizer, range(1, 3)), off_train(peer, resident, range(1, 3))
+    resident.assert_equal(model, optimizer)
+    optimizer.state[p] = kept
+    assert bitwise_equal(dict(optimizer.state[p]), kept)
+    if dtype == torch.bfloat16:
+        optimizer.state[p] = {name: x for name, x in kept.items() if name != "master"}
+        assert torch.equal(optimizer.state[p]["master"], p.detach().float())
     with pytest.raises(ValueError, match=r"exp_avg has shape \(2,\), its parameter \(33, 17\)"):
         optimizer.state[p] = {"exp_avg": torch.zeros(2)}
-    with torch.no_grad():
-        p.fill_(0.25)
-    optimizer.refresh()
-    peer, resident = off_resident(range(1))
-    with torch.no_grad():
-        peer[0].weight.fill_(0.25)
-        resident.state[peer[0].weight]["exp_avg"].fill_(3.0)
-    for m, o in ((model, optimizer), (peer, resident)):
-        off_train(m, o, range(1, 3))
-    off_same(model, optimizer, peer, resident)
 
 
-@pytest.mark.parametrize("files", [False, True])
-def test_offload_bf16_weights_have_fp32_masters(files: bool, tmp_path):
-    """bf16 weights are their masters rounded; masters are fp32 AdamW's over bf16 gradients."""
-    where = tmp_path if files else "cpu"
-    model = off_model(torch.bfloat16)
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = OF.OffloadedOptimizer(params, OFF_ADAM, where)
-    masters = [nn.Parameter(p.detach().float()) for p in params]
-    reference = OFF_ADAM(masters)
-    for step in range(4):
-        off_backward(model, step, torch.bfloat16)
-        for p, m in zip(params, masters, strict=True):
-            m.grad = p.grad.float()
-        optimizer.step(), reference.step()
-        optimizer.zero_grad()
-        for p, m in zip(params, masters, strict=True):
-            assert torch.equal(p, m.detach().bfloat16())
-            assert torch.equal(optimizer.state[p]["master"], m)
-            assert torch.equal(optimizer.state[p]["exp_avg_sq"], reference.state[m]["exp_avg_sq"])
-    p, m = params[0], masters[0].detach().clone()
-    kept = {k: v.clone() for k, v in optimizer.state[p].items()}
-    optimizer.refresh()
-    assert torch.equal(optimizer.state[p]["master"], p.detach().float())
-    optimizer.state[p] = kept
-    assert torch.equal(optimizer.state[p]["master"], m)
-    optimizer.state[p] = {k: v for k, v in kept.items() if k != "master"}
-    assert torch.equal(optimizer.state[p]["master"], p.detach().float())
-
-
-def test_offload_state_files_replace_memory(tmp_path):
+def test_offload_state_files_replace_memory(tmp_path, monkeypatch):
+    """Masters and states are in new files, not in memory; a full disk is an OSError, no crash."""
     model = off_model()
     (tmp_path / "00000.master").write_bytes(b"x" * 10**4)  # of another run, and longer
     optimizer = OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path)
@@ -12991,111 +12819,61 @@ def test_offload_state_files_replace_memory(tmp_path):
     for home in optimizer._host_states.values():
         assert home.master.numel() == 0
         assert set(home.optimizer.state[home.master]) == {"step"} or home.p.dim() == 0
-    sizes = {f.name: f.stat().st_size for f in tmp_path.iterdir()}
-    of = {p: i for i, p in enumerate(p for p in model.parameters() if p.requires_grad)}
-    for p, i in of.items():
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            if p.dim() > 0:
-                assert sizes[f"{i:05d}.{name}"] == p.nbytes
-    at = of[model[0].weight]
-    file = torch.from_file(str(tmp_path / f"{at:05d}.master"), size=33 * 17)
-    assert torch.equal(file.view(33, 17), model[0].weight)
-    held = optimizer.state[model[0].weight]["exp_avg"]
+    for i, p in enumerate(trainable(model)):
+        for name in ("master", "exp_avg", "exp_avg_sq") if p.dim() > 0 else ("master",):
+            assert (tmp_path / f"{i:05d}.{name}").stat().st_size == p.nbytes
+    p = model[0].weight
+    file = torch.from_file(str(tmp_path / "00001.master"), size=33 * 17)
+    assert torch.equal(file.view(33, 17), p)
+    held = optimizer.state[p]["exp_avg"]
     before = held.clone()
-    off_train(model, OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path), range(2))
-    assert torch.equal(held, before)  # of files that have been replaced
-
-
-def test_offload_a_full_disk_is_an_error_and_no_crash(tmp_path, monkeypatch):
-    model = off_model()
-    optimizer = OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path)
+    second = OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path)
+    off_backward(model, 2)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    off_backward(model, 0)
-    with monkeypatch.context() as m:
-        m.setattr(os, "posix_fallocate", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(OSError, match="No space left"):
-            optimizer.step()
+            second.step()
         with pytest.raises(OSError, match="No space left"):
             OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path / "other")
-
-
-def test_offload_other_optimizers(tmp_path):
-    """Whatever they keep: SGD's momentum, which its first step puts in place of None."""
-    for where in ("cpu", tmp_path):
-        model, peer = off_model(), off_model()
-        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        optimizer = OF.OffloadedOptimizer(model.parameters(), sgd, where)
-        resident = sgd([p for p in peer.parameters() if p.requires_grad])
-        off_train(model, optimizer, range(3)), off_train(peer, resident, range(3))
-        for p, q in zip(model.parameters(), peer.parameters(), strict=True):
-            assert torch.equal(p, q)
-            if q.requires_grad:
-                buffer = optimizer.state[p]["momentum_buffer"]
-                assert torch.equal(buffer, resident.state[q]["momentum_buffer"])
-
-
-class OffRows(torch.optim.Optimizer):
-    """Keeps a mean of each row's gradient, a state of another shape than the parameter's, and one
-    of another dtype."""
-
-    def __init__(self, params):
-        super().__init__(params, dict(lr=0.1))
-
-    @torch.no_grad()
-    def step(self) -> None:
-        p = self.param_groups[0]["params"][0]
-        rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0]))
-        rows.lerp_(p.grad.mean(1), 0.5)
-        self.state[p].setdefault("steps", torch.zeros(p.shape, dtype=torch.int64)).add_(2**40 + 1)
-        p.sub_(rows[:, None], alpha=0.1)
+    off_train(model, OF.OffloadedOptimizer(model.parameters(), OFF_ADAM, tmp_path), range(2))
+    assert torch.equal(held, before)
 
 
 def test_offload_unsupported_states_stay_in_memory(tmp_path):
+    """A state of another shape than the parameter's, and one of another dtype."""
+
+    class Rows(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, dict(lr=0.1))
+
+        @torch.no_grad()
+        def step(self) -> None:
+            p = self.param_groups[0]["params"][0]
+            state = self.state[p]
+            rows = state.setdefault("rows", torch.zeros(p.shape[0]))
+            state.setdefault("steps", torch.zeros(p.shape, dtype=torch.int64)).add_(2**40 + 1)
+            p.sub_(rows.lerp_(p.grad.mean(1), 0.5)[:, None], alpha=0.1)
+
     results = []
     for where in ("cpu", tmp_path):
         model = off_model()
-        optimizer = OF.OffloadedOptimizer([model[0].weight], OffRows, where)
-        off_train(model, optimizer, range(3))
-        state = optimizer.state[model[0].weight]
-        results.append((model[0].weight, state["rows"], state["steps"]))
-    assert all(torch.equal(a, b) for a, b in zip(*results)) and results[0][1].shape == (33,)
-    assert (results[1][2] == 3 * (2**40 + 1)).all()
+        optimizer = OF.OffloadedOptimizer([model[0].weight], Rows, where)
+        for step in range(3):
+            off_backward(model, step)
+            optimizer.step(), optimizer.zero_grad()
+        results.append(dict(optimizer.state[model[0].weight]) | {"p": model[0].weight.detach()})
+    assert bitwise_equal(*results) and results[0]["rows"].shape == (33,)
+    assert (results[1]["steps"] == 3 * (2**40 + 1)).all()
     assert [f.name for f in tmp_path.iterdir()] == ["00000.master"]
 
 
-def test_offload_empty_shards(tmp_path):
-    """Of a parameter with fewer rows than ranks some ranks have none."""
-    p = nn.Parameter(torch.zeros(0, 4))
-    for make in (OF.OptimizerInBackward, OF.OffloadedOptimizer,
-                 partial(OF.OffloadedOptimizer, where=tmp_path)):  # fmt: skip
-        optimizer = make([p], OFF_ADAM)
-        (p.sum() * 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer.state[p]["exp_avg"].shape == (0, 4)
-
-
-def test_offload_refusals():
-    p = nn.Parameter(torch.zeros(2))
-    for make in (OF.OptimizerInBackward, OF.OffloadedOptimizer):
-        with pytest.raises(ValueError, match="more than one parameter group"):
-            make([{"params": [p]}, {"params": p}], OFF_ADAM)
-        with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-            make([torch.zeros(2)], OFF_ADAM)
-        with pytest.raises(TypeError, match="can only optimize Tensors"):
-            make(["p"], OFF_ADAM)
-    with pytest.raises(ValueError, match='where must be "cpu" or a Path'):
-        OF.OffloadedOptimizer([p], OFF_ADAM, "/tmp")
-    on_meta = nn.Parameter(torch.zeros(2, device="meta"))
-    with pytest.raises(ValueError, match="on one device"):
-        OF.OffloadedOptimizer([p, on_meta], OFF_ADAM)
-
-
-class OffStream(TorchDispatchMode):
-    """A stream on a CPU: copies issued under it happen when somebody waits for them, no sooner."""
+class LateCopies(TorchDispatchMode):
+    """torch.cuda on a CPU, with one stream: copies under it happen when something waits for them,
+    not before."""
 
     def __init__(self):
         super().__init__()
@@ -13109,99 +12887,86 @@ class OffStream(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def run(self, to: int) -> None:
-        while self.done < to:
-            self.queue[self.done]()
-            self.done += 1
+        for copy_ in self.queue[self.done : to]:
+            copy_()
+        self.done = max(self.done, to)
 
-    def wait_stream(self, other) -> None:  # for gradients
+    def Event(self):
+        event = SimpleNamespace(at=0, synchronize=lambda: self.run(event.at))
+        is_current = lambda: torch.utils._python_dispatch._get_current_dispatch_mode() is self
+        event.record = lambda: setattr(event, "at", len(self.queue) if is_current() else 0)
+        return event
+
+    def wait_stream(self, main) -> None:  # for gradients
         assert self.done == len(self.queue)
         self.waits += 1
 
 
-def off_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> OffStream:
-    side, now = OffStream(), []
-
-    class Event:
-        at = 0
-
-        def record(self) -> None:
-            assert now == [side]
-            self.at = len(side.queue)
-
-        def synchronize(self) -> None:
-            side.run(self.at)
-
-    @contextmanager
-    def stream(s):
-        now.append(s)
-        with s:
-            yield
-        now.pop()
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offload_gpu_copies_are_synchronized(dtype, monkeypatch):
+    """Through pinned buffers, with copies as late as events allow: the same weights."""
+    side, model, peer = LateCopies(), off_model(dtype), off_model(dtype)
+    optimizer = OF.OffloadedOptimizer(off_groups(model.parameters()), OFF_ADAM)
+    resident = Resident(peer, OFF_ADAM)
     main = SimpleNamespace(wait_stream=lambda s: s.run(len(s.queue)))
-    fake = SimpleNamespace(
-        Event=Event, Stream=OffStream, stream=stream, current_stream=lambda device: main
-    )
+    fake = SimpleNamespace(Event=side.Event, Stream=LateCopies, stream=lambda stream: stream)
+    fake.current_stream = lambda device: main
     monkeypatch.setattr(OF.torch, "cuda", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
-    side.device = "cpu"
-    return side
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offload_gpu_copies_are_synchronized(dtype: torch.dtype, monkeypatch):
-    """Gradients and weights through the pinned buffers, with copies that are as late as events
-    allow: the same weights."""
-    model, peer = off_model(dtype), off_model(dtype)
-    optimizer, plain = (OF.OffloadedOptimizer(m.parameters(), OFF_ADAM) for m in (model, peer))
-    side = off_fake_cuda(monkeypatch)
-    optimizer._stream = side
+    optimizer._stream, side.device = side, "cpu"
     optimizer._slots = [OF._Slot(4 * 33 * 17, side) for _ in range(2)]
-    for step in range(3):
-        for m, o in ((model, optimizer), (peer, plain)):
-            off_backward(m, step, dtype)
-            o.step()
-            o.zero_grad()
-        for p, q in zip(model.parameters(), peer.parameters(), strict=True):
-            assert torch.equal(p, q)
+    off_train(model, optimizer, range(3)), off_train(peer, resident, range(3))
+    resident.assert_equal(model, optimizer)
     assert len(side.queue) == 2 * 5 * 3 and side.most >= 2  # one ahead
     assert side.waits == 3
 
 
-def off_sharded(mesh) -> nn.Module:
-    """Rows shared out: 33 and 17 unevenly, and of one row nothing for the second rank."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17), nn.Linear(17, 1))
-    for layer in (model[0], model[2], model[3], model):
-        fully_shard(layer, mesh=mesh)
-    return model
-
-
-def off_rank(env) -> None:
-    """fully_shard with each optimizer."""
-    mesh = init_device_mesh("cpu", (env.world,))
-    for make in OFF_ALL:
-        models = [off_sharded(mesh) for _ in range(2)]
-        own = make(models[0], env.folder / f"{env.rank}-{make.__name__}")
-        peer = OFF_ADAM(off_groups(models[1]))
-        for step in range(3):
-            for model, optimizer in zip(models, (own, peer), strict=True):
-                x = torch.randn(3, 17, generator=torch.Generator().manual_seed(step + env.rank))
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        plain = lambda t: t.to_local() if hasattr(t, "to_local") else t
-        for p, q in zip(*(model.parameters() for model in models)):
-            assert torch.equal(p.to_local(), q.to_local()) and p.grad is None
-            for name in ("step", "exp_avg", "exp_avg_sq"):
-                assert torch.equal(plain(own.state[p][name]), plain(peer.state[q][name])), name
-    assert env.rank == 0 or models[0][3].weight.to_local().numel() == 0
-    dist.barrier()
-
-
 def test_offload_of_fully_shard(tmp_path):
     """Two ranks, whose shards are uneven and empty: weights and states are those of AdamW there."""
-    run_on_ranks(tmp_path, {"fully_shard": off_rank}, world=2)["fully_shard"]
+
+    def sharded(mesh) -> nn.Module:
+        """Rows shared out: 33 and 17 unevenly, and of one row nothing for the second rank."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17), nn.Linear(17, 1))
+        for layer in (model[0], model[2], model[3], model):
+            fully_shard(layer, mesh=mesh)
+        return model
+
+    def work(env) -> None:
+        mesh = init_device_mesh("cpu", (env.world,))
+        plain = lambda t: t.to_local() if hasattr(t, "to_local") else t
+        for kind in ("in backward", "cpu", "files"):
+            model, peer = sharded(mesh), sharded(mesh)
+            own = off_make(kind, model.parameters(), OFF_ADAM, env.folder / f"rank{env.rank}")
+            resident = OFF_ADAM(off_groups(peer.parameters()))
+            for step, (m, o) in product(range(3), ((model, own), (peer, resident))):
+                m(torch.randn(3, 17, generator=seeded(step + env.rank))).square().mean().backward()
+                o.step(), o.zero_grad()
+            for p, q in zip(model.parameters(), peer.parameters(), strict=True):
+                assert torch.equal(p.to_local(), q.to_local()) and p.grad is None
+                got, want = (
+                    {k: plain(x) for k, x in s.items()} for s in (own.state[p], resident.state[q])
+                )
+                assert bitwise_equal(got, want) and len(want) == 3
+        assert env.rank == 0 or model[3].weight.to_local().numel() == 0
+        dist.barrier()
+
+    run_on_ranks(tmp_path, {"fully_shard": work}, world=2)["fully_shard"]
+
+
+off_param = nn.Parameter(torch.zeros(2))
+on_meta = nn.Parameter(torch.zeros(2, device="meta"))
+for make in (OF.OptimizerInBackward, OF.OffloadedOptimizer):
+    for groups, words in (
+        ([{"params": [off_param]}, {"params": off_param}], "more than one parameter group"),
+        ([torch.zeros(2)], "no parameter that requires a gradient"),
+    ):
+        REFUSED[f"offload: {make.__name__}, {words}"] = partial(make, groups, OFF_ADAM), words
+for groups, where, words in (
+    ([off_param], "/tmp", 'where must be "cpu" or a Path'),
+    ([off_param, on_meta], "cpu", "on one device"),
+):
+    REFUSED[f"offload: {words}"] = partial(OF.OffloadedOptimizer, groups, OFF_ADAM, where), words
 
 
 # --------------------------------------------------------------------------------------------------
@@ -21083,8 +20848,6 @@ def test_generate_pp_stage_loads_only_its_layers(generate_files, tmp_path):
 
 
 SUMS = [(a, b) for a in range(5) for b in range(5)]
-
-
 ASKED = [(f"{a}+{b}=", str(a + b)) for a, b in SUMS]
 TRAIN_FILES = {  # JSONL, from rows
     "chats": [{"messages": [message("user", q), message("assistant", a)]} for q, a in ASKED],
@@ -21109,12 +20872,16 @@ TRAIN_MODELS = {  # checkpoints of random weights, without a tokenizer
     "biased": tiny(mlp_bias=True),
     "with-mtp": tiny(family="sheaf", n_mtp_layers=1),
     "tied": tiny(tie_embeddings=True),
+    "small-tied": tiny(**SMALL_MOE, n_kv_heads=1, tie_embeddings=True),
 }
 TRAIN_RUNS = {
     "plain": "",
     "fp16": "--dtype fp16",
     "packed": "--pack",
+    "moe": "--model {deepseek}/config.json --lr 5e-3",
     "head": "--task draft-head --init {plain}",
+    "head-target": "--model {small-tied}/config.json --steps 80 --lr 2e-2 --batch-size 16",
+    "trained-head": "--task draft-head --init {head-target} --steps 40 --eval-every 20 --lr 1e-2",
     "sft": "--init {plain} --task sft --data {chats} --lr 1e-3",
     "dpo": "--init {plain} --task dpo --data {pairs} --lr 1e-3",
     "grpo": "--init {sft} --task grpo --data {prompts} --steps 4 --lr 1e-3"
@@ -21212,8 +20979,7 @@ def interrupt(argv: list[str], out: Path, after: int) -> None:
 
 
 def assert_same_training(a: Path, b: Path, tolerance: float = 0.0, state: float = 1e-2) -> None:
-    """The same rows, weights and moments: to the bit, or losses within a relative tolerance, norms
-    of gradients within ten times that, and weights within `state`."""
+    """Same rows, weights, moments: the same bits, or within a tolerance (ten times it for norms)."""
     for x, y in zip(metrics(a), metrics(b), strict=True):
         assert x.keys() ^ y.keys() <= {"grad_norm"}, (x, y)  # absent if updated in backward
         for key in x.keys() & y.keys():
@@ -21281,10 +21047,8 @@ TRAIN = [
     Row(TRAIN_RUNS["dpo"]),
     Row(TRAIN_RUNS["dpo"] + " --lora 4", ranks="--zero 3"),
     Row(TRAIN_RUNS["grpo"], ranks=""),
-    Row("--model {deepseek}/config.json --lr 5e-3"),
-    Row(
-        "--model {deepseek}/config.json --set experts=loop", "--model {deepseek}/config.json", 1e-5
-    ),
+    Row(TRAIN_RUNS["moe"]),
+    Row(TRAIN_RUNS["moe"] + " --set experts=loop", TRAIN_RUNS["moe"], 1e-5),
     Row("--model {mixtral}/config.json --set experts=loop", "--model {mixtral}/config.json", 1e-5),
     Row(MTP_LOSSES),
     Row(f"{MTP_LOSSES} --compile", MTP_LOSSES, 1e-5, slow=True),
@@ -21304,8 +21068,7 @@ def train_rows(keep: Callable[[Row], bool]) -> list:
 
 @pytest.mark.parametrize("row", train_rows(lambda row: row.off is not None))
 def test_train_with_a_flag_equals_without(row, train_runs):
-    """Flags that must not change the result: the same bits, or the same but for rounding, which
-    lower precision makes visible."""
+    """Flags that must not change the result: the same bits, or the same but for rounding."""
     on, off = train_runs.finished(row.on), train_runs.finished(row.off)
     assert_same_training(on, off, row.tolerance, 0.1)
     assert ("dtype" in row.on) == (row.tolerance > 1e-3) and row.on != row.off
@@ -21315,8 +21078,7 @@ def test_train_with_a_flag_equals_without(row, train_runs):
 
 @pytest.mark.parametrize("row", train_rows(lambda row: not 0 < row.tolerance < 1e-3))
 def test_train_interrupted_and_resumed_equals_whole(row, train_runs, tmp_path):
-    """A run learns; one that SIGTERM stopped at step 3, and --resume continued, has its rows, bits
-    of weights and moments, and exports; the global random generator does not matter."""
+    """A run learns; one that SIGTERM stopped at step 3 and --resume continued has its bits."""
     whole, out = train_runs.finished(row.on), tmp_path / "out"
     rows = metrics(whole)
     assert [r["step"] for r in rows] == [*range(1, 5 if "grpo" in row.on else 9)]
@@ -21420,8 +21182,7 @@ TRAIN_RUNS["mixed-aux"] = "--model {mixtral}/config.json"
 
 @pytest.mark.parametrize("flags", TRAIN_BAD)
 def test_train_refuses_bad_flags_and_files(flags, train_runs, monkeypatch, capsys):
-    """One line that names the flag or the file, exit code 2; no model is written, and what exists
-    is not touched."""
+    """Exit code 2, one line that names the flag or file, and nothing is written or changed."""
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     if flags.startswith("WORLD_SIZE"):
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -21442,28 +21203,23 @@ def test_train_refuses_bad_flags_and_files(flags, train_runs, monkeypatch, capsy
     assert before == {p: at for p, at in files().items() if not p.is_relative_to(new)}
 
 
-def train_layout_refused(flags: str, world: int, config: M.ModelConfig) -> Callable[[], object]:
-    return lambda: T.ParallelDims(T.parse_args(flags.split()), config, world)
-
-
 for flags, world, words in (
     ("--init x --data x --task dpo --batch-size 6", 2, "--batch-size.* 2 ranks"),
     ("--init x --data x --task grpo --batch-size 8", 2, "--batch-size.* 2 ranks"),
     ("--ep 3", 3, "--ep 3: 8 experts"),
     ("--ep 4 --set ep_node_size=3", 4, "--set ep_node_size=3 must divide --ep 4"),
 ):
-    model = latent() if "--ep" in flags else tiny()
-    REFUSED[f"train: {flags}"] = train_layout_refused(flags, world, model), words
+    layout = lambda flags, *more: T.ParallelDims(T.parse_args(flags.split()), *more)
+    call = partial(layout, flags, latent() if "--ep" in flags else tiny(), world)
+    REFUSED[f"train: {flags}"] = call, words
 
 
 def test_train_numeric_flags_refuse_what_is_no_number():
-    """Every numeric setting refuses nan, inf, -1 and text with an error that names it; 0 and 1e30
-    are accepted or refused so. Bytes have units."""
-    numeric = {
-        n: f for n, f in T.TrainConfig.flags().items() if f.type.startswith(("int", "float"))
-    }
+    """nan, inf, -1 and text are errors that name the setting; 0 and 1e30 may be valid."""
+    flags = T.TrainConfig.flags().items()
+    numeric = [(name, f) for name, f in flags if f.type.startswith(("int", "float"))]
     assert len(numeric) > 50
-    for (name, f), value in product(numeric.items(), "nan inf -1 x 0 1e30".split()):
+    for (name, f), value in product(numeric, "nan inf -1 x 0 1e30".split()):
         shown, said = f"--{name.replace('_', '-')}", io.StringIO()
         argv = [shown, value]
         if f.metadata["rare"]:
@@ -21479,19 +21235,13 @@ def test_train_numeric_flags_refuse_what_is_no_number():
             assert value in ("0", "1e30"), argv
             continue
         assert shown in said.getvalue().splitlines()[-1], (argv, said.getvalue())
-    size = lambda text: T.parse_args(["--recompute", text]).recompute
-    assert [size("300K"), size("2M"), size("12G"), size("8e9")] == [
-        300 << 10,
-        2 << 20,
-        12 << 30,
-        8e9,
-    ]
+    for text, size in {"300K": 300 << 10, "2M": 2 << 20, "12G": 12 << 30, "8e9": 8e9}.items():
+        assert T.parse_args(["--recompute", text]).recompute == size
 
 
 @pytest.mark.slow
 def test_train_tokenizer_of_the_standard_library():
-    """A tokenizer of 4096 pieces has >= 3.2 characters per token on validation source, is lossless,
-    and has indentation as one token."""
+    """4096 pieces: >= 3.2 characters per token of validation source, lossless, indents whole."""
     docs = DA.read_documents(None)
     training, validation = ([t for n, t in docs if DA.is_validation(n) == v] for v in (False, True))
     assert 0.02 < len(validation) / len(docs) < 0.15
@@ -21509,8 +21259,7 @@ def test_train_tokenizer_of_the_standard_library():
 
 
 def test_train_batches_are_a_pure_function_covering_every_window_once():
-    """The same (seed, step, index) gives the same sample, alone or in a batch; an epoch has every
-    window exactly once."""
+    """(seed, step, index) determines a sample; an epoch has every window once."""
     tokens, B, S = torch.arange(1000, dtype=torch.int32), 4, 10
     n = (1000 - 1) // S - 1
     whole = torch.cat([DA.get_batch(tokens, 5, step, range(B), B, S) for step in range(n // B + 1)])
@@ -21522,75 +21271,47 @@ def test_train_batches_are_a_pure_function_covering_every_window_once():
 
 
 def test_train_reads_folders_and_lines(tmp_path):
-    """--data takes a folder (hidden and binary files skipped, sorted); a JSONL line ends at a
-    newline alone."""
+    """--data skips hidden and binary files of a folder; a JSONL line ends at a newline alone."""
     (tmp_path / "b").mkdir()
-    for name, text in {
-        "b/two.txt": b"second",
-        "a.md": b"first",
-        ".no": b"",
-        "c": b"\xff\0",
-    }.items():
-        (tmp_path / name).write_bytes(text)
+    files = {"b/two.txt": b"second", "a.md": b"first", ".no": b"", "c": b"\xff\0"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     assert DA.read_documents(str(tmp_path)) == [("a.md", "first"), ("b/two.txt", "second")]
     line = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n"
     (tmp_path / "x.jsonl").write_text(line, encoding="utf-8")
     assert DA.read_documents(str(tmp_path / "x.jsonl")) == [("1", "a\u2028b\x85c")]
 
 
-def test_train_gradient_accumulation_is_token_weighted():
-    """Micro-batches with unequal token counts give loss and gradient of one big batch by
-    definition; a mean of means does not."""
-    model, batch = random_model(tiny()).requires_grad_(True).double(), random_tokens(tiny(), 6, 21)
+@pytest.mark.parametrize("config", [tiny(), latent(n_mtp_layers=2)], ids=["dense", "mtp"])
+def test_train_losses_and_gradient_equal_their_definition(config):
+    """Mean cross-entropy over the step's tokens, plus 0.3 times that of the MTP depths."""
+    model, batch = random_model(config).requires_grad_(True).double(), random_tokens(config, 6, 21)
     for row, valid in enumerate((20, 3, 11, 1, 17, 6)):
         batch[row, valid + 1 :] = DA.PAD
+    tokens, n_depths = batch.clamp(min=0), config.n_mtp_layers
 
-    def gradients(loss):
-        model.zero_grad(set_to_none=True)
-        value = loss()
-        return value, torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    def mean_of_means(micro):
-        total = 0.0
-        for part in batch.split(micro):
-            logits = model(part[:, :-1].clamp(min=0)).transpose(1, 2)
-            loss = F.cross_entropy(logits, part[:, 1:], ignore_index=DA.PAD) * len(part) / 6
-            loss.backward()
-            total += loss.item()
-        return total
-
-    loss, expected = gradients(lambda: mean_of_means(6))
-    for micro in (1, 2, 3, 4):
-        got_loss, got = gradients(lambda: STEP.forward_backward(model, batch, micro)["loss"])
-        assert got_loss == pytest.approx(loss, rel=1e-6) and relative(got, expected) < 1e-6
-        assert relative(gradients(lambda: mean_of_means(micro))[1], expected) > 1e-2
-
-
-def test_train_next_token_and_mtp_losses_by_definition():
-    """loss_sums == cross-entropies written out: the next token's, and the mean over MTP depths,
-    each of which predicts one token further."""
-    model, batch = random_model(latent(n_mtp_layers=2)), random_tokens(latent(), 3, 20)
-    batch[1, 15:] = DA.PAD
-    tokens, summed = batch.clamp(min=0), dict(ignore_index=DA.PAD, reduction="sum")
-    hidden = model(tokens[:, :19], return_hidden=True)
-    expected = [F.cross_entropy(model.head(hidden).transpose(1, 2), batch[:, 1:], **summed)]
-    for depth in range(2):
-        seen, target = tokens[:, 1 + depth : 19], batch[:, 2 + depth :]
-        hidden = model.mtp_forward(hidden[:, :-1], seen, depth=depth)
+    def entropy(hidden, targets):
         logits = model.head(hidden).transpose(1, 2)
-        expected.append(F.cross_entropy(logits, target, **summed))
-    main, mtp = STEP.loss_sums(model, batch)
-    torch.testing.assert_close(main, expected[0])
-    torch.testing.assert_close(mtp, (expected[1] + expected[2]) / 2)
+        return F.cross_entropy(logits, targets, ignore_index=DA.PAD, reduction="sum") / 58
+
+    hidden, mtp = model(tokens[:, :-1], return_hidden=True), torch.zeros(())
+    main = entropy(hidden, batch[:, 1:])
+    for depth in range(n_depths):
+        hidden = model.mtp_forward(hidden[:, :-1], tokens[:, 1 + depth : -1], depth=depth)
+        mtp = mtp + entropy(hidden, batch[:, 2 + depth :]) / n_depths
+    want = torch.autograd.grad(main + 0.3 * mtp, [*model.parameters()])
+    for micro in (1, 2, 4, 6):
+        model.zero_grad()
+        got = STEP.forward_backward(model, batch, micro)
+        assert got["loss"] == pytest.approx(main.item(), rel=1e-6)
+        assert got.get("mtp_loss", 0.0) == pytest.approx(mtp.item(), rel=1e-6)
+        assert all(
+            relative(p.grad, g) < 1e-6 for p, g in zip(model.parameters(), want, strict=True)
+        )
 
 
 def test_train_learning_rates(train_runs):
-    """Linear to the peak over 5% of the steps, cosine to a tenth at the end; wsd is constant until
-    its decay; a task has its own default unless --lr is given."""
-    rates = [T.learning_rate(s, 1000, 1.0) for s in range(1000)]
-    assert rates[0] == 1 / 50 and rates[49] == 1.0 and max(rates) == 1.0
-    assert rates[50:] == sorted(rates[50:], reverse=True) and len(set(rates)) > 990
-    assert abs(rates[525] - 0.55) < 1e-2 and abs(rates[-1] - 0.1) < 1e-4
+    """A run follows its schedule's flags; a task has its own default unless --lr is given."""
     wsd = "--lr-schedule wsd --warmup-steps 2 --set decay_steps=2"
     rates = [row["lr"] for row in metrics(train_runs.finished(wsd))]
     assert rates[0] < rates[1] == rates[2] == rates[6] == 2e-3 > rates[7]
@@ -21613,14 +21334,12 @@ def test_train_weight_decay_groups():
     assert len(ids) == len(set(ids)) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "latent-experts"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "latent"])
 def test_train_flops_per_token_equals_torch_flop_counter(kind):
-    """The FLOP formula behind MFU == torch's own count of forward + backward, except the masked
-    half of causal attention."""
+    """MFU's FLOPs == torch's count of forward + backward, less the masked half of attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    latent_experts = latent(n_mtp_layers=0)
-    config = latent_experts if kind == "latent-experts" else tiny(tie_embeddings=kind == "tied")
+    config = latent(n_mtp_layers=0) if kind == "latent" else tiny(tie_embeddings=kind == "tied")
     model, tokens = M.Transformer(config), random_tokens(config, 2, 33)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         STEP.loss_sums(model, tokens)[0].backward()
@@ -21631,16 +21350,15 @@ def test_train_flops_per_token_equals_torch_flop_counter(kind):
 
 def test_train_mfu_needs_a_known_device(monkeypatch):
     """peak_flops is 0, and no MFU printed, for devices with an unknown peak, and in fp32."""
-    peak_of = lambda device, dtype="bf16": MT.peak_flops(torch.device(device), dtype, 4)
-    assert peak_of("cpu") == 0
-    for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 0), ("Mystery 9000", 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_of("cuda") == 4 * peak and peak_of("cuda", "fp32") == 0
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    names = {0: "NVIDIA H200", 1: "NVIDIA H200 NVL", 2: "Mystery 9000"}
+    peak_of = lambda device, dtype: MT.peak_flops(torch.device(device), dtype, 4)
+    assert [peak_of(f"cuda:{i}", "bf16") for i in names] == [4 * 989e12, 0, 0]
+    assert peak_of("cpu", "bf16") == 0 == peak_of("cuda:0", "fp32")
 
 
 def test_train_as_a_process_then_generate(finished, corpus, tmp_path, capsys):
-    """The loss falls; metrics.jsonl has one row per step; generate.py loads the folder, and --init
-    continues from its weights and with its tokenizer."""
+    """The loss falls, a row per step; generate.py loads the folder, --init continues from it."""
     rows = MT.read_metrics(finished / "metrics.jsonl")
     assert [r["step"] for r in rows] == [*range(1, 13)] and rows[-1]["loss"] < rows[0]["loss"] - 0.5
     assert all(r["tokens_per_second"] > 0 and r["grad_norm"] > 0 for r in rows)
@@ -21659,37 +21377,12 @@ def test_train_as_a_process_then_generate(finished, corpus, tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def draft_head_targets(corpus, tmp_path_factory) -> Path:
-    """Three frozen models: dense with tied embeddings, trained briefly so that a head can learn it;
-    dense with an untied head, in bf16; MLA with experts and MTP."""
-    path = tmp_path_factory.mktemp("targets")
-    small = dict(vocab_size=320, dim=32, n_layers=2, n_heads=2, n_kv_heads=1)
-    (path / "shape.json").write_text(json.dumps(tiny(**small, tie_embeddings=True).to_hf()))
-    argv = ["--data", corpus, "--model", path / "shape.json", "--out", path / "dense"]
-    trained(*argv, *"--seq-len 32 --steps 80 --lr 2e-2 --device cpu --dtype fp32".split())
-    for name, config, dtype in (
-        ("untied", tiny(**small), torch.bfloat16),
-        ("moe", latent(vocab_size=320, tie_embeddings=True), torch.float32),
-    ):
-        HF.save_checkpoint(random_model(config).to(dtype), path / name)
-        shutil.copy(path / "dense" / "tokenizer.model", path / name)
-    return path
-
-
-def draft_head_argv(corpus, init: Path, out: Path, *more) -> list[str]:
-    argv = ["--task", "draft-head", "--init", init, "--out", out, "--data", corpus, "--steps", 6]
-    argv += ["--seq-len", 32, "--batch-size", 4, "--lr", 1e-2, "--eval-every", 3, "--dtype", "fp32"]
-    return [str(a) for a in (*argv, "--device", "cpu", *more)]
-
-
 def random_draft_head(config: M.ModelConfig) -> E.DraftHead:
     """A draft head that is not the identity."""
     head = DH.new_draft_head(config.dim, 0)
-    with torch.no_grad():
-        head.down.weight.normal_(0, 0.1, generator=seeded(0))
-        for norm in (head.hidden_norm, head.embed_norm):
-            norm.weight.normal_(1, 0.2, generator=seeded(1))
+    nn.init.normal_(head.down.weight, 0, 0.1, seeded(0))
+    for norm in (head.hidden_norm, head.embed_norm):
+        nn.init.normal_(norm.weight, 1, 0.2, seeded(1))
     return head
 
 
@@ -21702,19 +21395,9 @@ def saved_draft_head(out: Path) -> tuple[E.DraftHead, dict]:
     return head, about
 
 
-@pytest.fixture(scope="module")
-def draft_head_run(corpus, draft_head_targets, tmp_path_factory) -> Path:
-    """A complete run for the dense model, 40 steps."""
-    out = tmp_path_factory.mktemp("heads") / "whole"
-    more = ("--steps", 40, "--eval-every", 20)
-    trained(*draft_head_argv(corpus, draft_head_targets / "dense", out, *more))
-    return out
-
-
 @pytest.mark.parametrize("config", [tiny(), tiny(tie_embeddings=True), latent()])
 def test_draft_head_starts_as_the_identity(config):
-    """Before the first step each draft's logits are the target's own at the position that it starts
-    from."""
+    """Before the first step a draft's logits are the target's own at its start."""
     model, tokens = random_model(config), random_tokens(config, 2, 14)
     target, drafts = DH.draft_logits(DH.new_draft_head(config.dim, 0), model, tokens)
     assert torch.equal(target, model(tokens)) and len(drafts) == DH.NUM_DRAFT_TOKENS == 4
@@ -21733,11 +21416,9 @@ def draft_head_reference(head: E.DraftHead, model: M.Transformer, tokens: torch.
             if i == 1:
                 g = hidden[t]
             if t + i < len(row):
-                both = (
-                    norm(g, head.hidden_norm.weight),
-                    norm(embedded[t + i], head.embed_norm.weight),
-                )
-                g = g + F.silu(torch.cat(both) @ head.up.weight.T) @ head.down.weight.T
+                e = norm(embedded[t + i], head.embed_norm.weight)
+                both = torch.cat((norm(g, head.hidden_norm.weight), e))
+                g = g + F.silu(both @ head.up.weight.T) @ head.down.weight.T
                 p = model.head(hidden[t + i]).softmax(-1)
                 terms[i].append(-(p * model.head(g).log_softmax(-1)).sum())
     means = [torch.stack(terms[i]).mean() for i in (1, 2, 3, 4)]
@@ -21746,8 +21427,7 @@ def draft_head_reference(head: E.DraftHead, model: M.Transformer, tokens: torch.
 
 @pytest.mark.parametrize("config", [tiny(), latent(tie_embeddings=True)])
 def test_draft_head_loss_and_gradient_equal_a_plain_loop(config, monkeypatch):
-    """Loss and gradient == those of a loop over rows, positions and steps, in float64; the model
-    gets no gradients."""
+    """In float64 == a loop over rows, positions and steps; the model gets no gradients."""
     model, tokens = random_model(config).double(), random_tokens(config, 3, 9)
     head = random_draft_head(config).double()
     expected = draft_head_reference(head, model, tokens)
@@ -21764,9 +21444,8 @@ def test_draft_head_loss_and_gradient_equal_a_plain_loop(config, monkeypatch):
 
 @pytest.mark.parametrize("text", ["random", "generated"])
 def test_draft_head_acceptance_counts_equal_greedy_decoding(text):
-    """The counts are those of real drafting, in which the head runs on its own tokens, and the
-    target verifies them: started wherever the text's next token is the target's argmax, always if
-    the target generated the text, and continued while the output is the text."""
+    """Those of drafts that start wherever the text's next token is the target's argmax, and go on,
+    by the head's own tokens, while the output is the text."""
     config = tiny(vocab_size=3 if text == "random" else 7)
     model, head = random_model(config, std=0.4), random_draft_head(config)
     tokens = torch.randint(3, (4, 40), generator=seeded())
@@ -21788,31 +21467,31 @@ def test_draft_head_acceptance_counts_equal_greedy_decoding(text):
     assert counts.tolist() == expected.tolist() and 0 < counts[1, 1] < counts[1, 0] < counts[0, 0]
 
 
-def test_draft_head_learns(draft_head_run):
-    """The loss falls, also on validation text, and acceptance is above chance. OUT has no model,
-    but the trained head, rounded to bf16, with its shape and the last acceptance."""
-    rows = metrics(draft_head_run)
+def test_draft_head_learns(train_runs):
+    """The loss falls, acceptance is above chance; OUT has the trained head in bf16, no model."""
+    out = train_runs["trained-head"]
+    rows = metrics(out)
     validated = [r for r in rows if "val_loss" in r]
     assert [r["step"] for r in validated] == [20, 40]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
     assert validated[-1]["val_loss"] == pytest.approx(rows[-1]["loss"], rel=0.1)
     assert all(len(r["acceptance"]) == 4 and 0 <= min(r["acceptance"]) for r in validated)
     assert validated[-1]["acceptance"][0] > 0.2  # 1 / 320 by chance
-    head, about = saved_draft_head(draft_head_run)
+    head, about = saved_draft_head(out)
     assert about == {"dim": 32, "ffn_dim": 64, "steps": 40, "acceptance": rows[-1]["acceptance"]}
-    state = SD.read_state(draft_head_run)
+    state = SD.read_state(out)
     assert all(torch.equal(p, state[f"weight.{n}"].bfloat16()) for n, p in head.named_parameters())
     names = "metrics.jsonl tokenizer.model train.tokens val.tokens".split()
-    assert {p.name for p in draft_head_run.iterdir()} == {*names, DH.DRAFT_HEAD, SD.CHECKPOINTS}
+    assert {p.name for p in out.iterdir()} == {*names, DH.DRAFT_HEAD, SD.CHECKPOINTS}
 
 
-@pytest.mark.parametrize("name, dtype", [("dense", "fp32"), ("untied", "fp32"), ("moe", "bf16")])
-def test_draft_head_training_freezes_the_model(
-    name, dtype, corpus, draft_head_targets, tmp_path, monkeypatch
-):
-    """Heads, in fp32, train for every family, in the target's --dtype and with its --attention, by
-    UNROLL_STEPS steps, and validate by NUM_DRAFT_TOKENS; the model and its folder are unchanged."""
-    init, models, layers, seen = draft_head_targets / name, [], [], []
+@pytest.mark.parametrize(
+    "target, dtype", [("head-target", "fp32"), ("plain", "fp32"), ("moe", "bf16")]
+)
+def test_draft_head_training_freezes_the_model(target, dtype, train_runs, tmp_path, monkeypatch):
+    """An fp32 head trains by UNROLL_STEPS and validates by NUM_DRAFT_TOKENS steps, with --dtype and
+    --attention, on tied, untied and MLA MoE models, which it leaves as they are."""
+    init, models, layers, seen = train_runs[target], [], [], []
     load, logits = DH.load_checkpoint, DH.draft_logits
 
     def attend(spec, *more):
@@ -21830,28 +21509,22 @@ def test_draft_head_training_freezes_the_model(
     monkeypatch.setattr(STEP, "as_attend", lambda: attend)
     monkeypatch.setattr(DH, "validation_batches", lambda *a: [torch.ones(2, 33, dtype=torch.long)])
     before = {p: p.read_bytes() for p in init.rglob("*") if p.is_file()}
-    more = ("--attention", "flash", "--micro-batch-size", 4, "--dtype", dtype)
-    trained(*draft_head_argv(corpus, init, tmp_path / "run", *more))
-    rows = metrics(tmp_path / "run")
-    assert rows[-1]["loss"] < rows[0]["loss"]
+    flags = f"--task draft-head --init {init} --attention flash --micro-batch-size 4 --lr 1e-2"
+    out = train_runs.run(f"{flags} --dtype {dtype}", tmp_path / "out")
+    assert saved_draft_head(out)[0].down.weight.any()  # 0 before the first step
     assert before == {p: p.read_bytes() for p in init.rglob("*") if p.is_file()}
     fresh = load(init, "cpu", models[0].embed.weight.dtype)
     assert bitwise_equal(models[0].state_dict(), fresh.state_dict())
-    assert layers == [*range(fresh.config.n_layers)] * 8
-    rest = torch.float32, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    unrolled = [DH.UNROLL_STEPS] * 3 + [DH.NUM_DRAFT_TOKENS]
-    assert seen == [(steps, *rest) for steps in unrolled * 2]
+    assert layers == [*range(fresh.config.n_layers)] * 10
+    dtypes = torch.float32, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    unrolled = [DH.UNROLL_STEPS] * 4 + [DH.NUM_DRAFT_TOKENS]
+    assert seen == [(steps, *dtypes) for steps in unrolled * 2]
 
 
-def test_draft_head_stopped_killed_or_diverged(
-    corpus, draft_head_targets, tmp_path, capsys, monkeypatch
-):
-    """A signal saves the head so far; a killed save leaves none, and --resume writes the whole
-    run's; a full disk is a one-line error; a loss that is not finite is not applied."""
-    out, whole, wild = tmp_path / "run", tmp_path / "whole", tmp_path / "wild"
-    argv = lambda *more: draft_head_argv(corpus, draft_head_targets / "dense", *more)
-    trained(*argv(whole))
-    interrupt(argv(out), out, 2)
+def test_draft_head_stopped_killed_or_diverged(train_runs, tmp_path, capsys, monkeypatch):
+    """A signal saves the head so far; a killed or failed save leaves none; no bad loss is applied."""
+    out, head = tmp_path / "out", TRAIN_RUNS["head"]
+    interrupt(train_runs.argv(head, out), out, 2)
     about = {"dim": 32, "ffn_dim": 64, "steps": 2, "acceptance": None}
     assert saved_draft_head(out)[1] == about
     (out / DH.DRAFT_HEAD).unlink()
@@ -21866,15 +21539,15 @@ def test_draft_head_stopped_killed_or_diverged(
     assert not (out / DH.DRAFT_HEAD).exists()
     (out / ".draft_head.safetensors.1.tmp").write_bytes(b"of a real kill")
     resume(out)
-    assert_same_training(whole, out)
+    assert_same_training(train_runs["head"], out)
     assert not list(out.glob(".*.tmp"))
     with monkeypatch.context() as patch:
         full = SafetensorError("No space left on device")
         patch.setattr(DH, "save_file", lambda *a: (_ for _ in ()).throw(full))
-        assert T.main(argv(tmp_path / "full")) == 2
+        train_runs.run(head, tmp_path / "full", 2)
     assert "unchanged" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "full" / DH.DRAFT_HEAD).exists()
-    trained(*argv(wild, "--lr", "1e30", "--grad-clip", "0", "--warmup-steps", "0"))
+    wild = train_runs.run(f"{head} --lr 1e30 --grad-clip 0 --warmup-steps 0", tmp_path / "wild")
     assert "skipped, the loss is" in capsys.readouterr().err
     assert all(p.isfinite().all() for p in saved_draft_head(wild)[0].parameters())
 
@@ -21910,9 +21583,8 @@ def auxiliary_loss_reference(
 @pytest.mark.parametrize("kind", ["aux", "seq", "z"])
 @pytest.mark.parametrize("config", [mixtral(), latent()], ids=["mixtral", "latent"])
 def test_train_moe_auxiliary_losses_equal_their_formulas(kind, config):
-    """Each auxiliary loss == its coefficient times the formula summed over the MoE layers, the MTP
-    layer's included, and adds the formula's gradient; the z-loss and the sequence-wise loss do not
-    depend on the micro-batch size, Switch's, a product of means over a micro-batch, does."""
+    """Coefficient times the formula, summed over the MoE and MTP layers, and its gradient; only
+    Switch's, a product of means over a micro-batch, depends on the micro-batch size."""
     model, batch = random_model(config).requires_grad_(True), random_tokens(config, 4, 18)
     layers, routed = moe_layers(model), []
     for m in layers:
@@ -21944,20 +21616,18 @@ def test_train_moe_auxiliary_losses_equal_their_formulas(kind, config):
             assert abs(row["aux_loss"] - expected) > 3e-4
 
 
+SMALL_MIXTRAL = mixtral(dim=32, ffn_dim=32, expert_ffn_dim=32, n_heads=2, n_kv_heads=1)
+ONE_GROUP = dict(n_groups=1, topk_groups=1, group_score_topk=1)
 BALANCED = {  # -> the model, and what balances it
-    "bias": (
-        latent(n_groups=1, topk_groups=1, group_score_topk=1, n_mtp_layers=0),
-        dict(speed=0.02),
-    ),
-    "aux": (mixtral(dim=32, ffn_dim=32, expert_ffn_dim=32, n_heads=2, n_kv_heads=1), dict(aux=0.1)),
-    "seq": (mixtral(dim=32, ffn_dim=32, expert_ffn_dim=32, n_heads=2, n_kv_heads=1), dict(seq=0.1)),
+    "bias": (latent(**ONE_GROUP, n_mtp_layers=0), dict(speed=0.02)),
+    "aux": (SMALL_MIXTRAL, dict(aux=0.1)),
+    "seq": (SMALL_MIXTRAL, dict(seq=0.1)),
 }
 
 
 @pytest.mark.parametrize("kind", BALANCED)
 def test_train_moe_losses_and_bias_updates_balance_experts(kind):
-    """Training with a skewed router, whose largest load over the mean stays above 1.4, ends near
-    1 with expert-bias updates, with Switch's loss, and with the sequence-wise loss."""
+    """A skewed router's largest load falls from > 1.4 times the mean to < 1.25, by each method."""
     config, balancing = BALANCED[kind]
 
     def load(**options) -> float:
@@ -21995,11 +21665,9 @@ def test_train_moe_validation_does_not_count_expert_load():
 
 @pytest.mark.parametrize("kind", ["deepseek", "mixtral"])
 def test_train_moe_metrics_report_expert_load(kind, train_runs):
-    """Every row has the load statistics, rows with a validation loss also the counts, of the
-    training step only. Without an expert bias aux_loss is on by default; a bias is updated, and
-    exported in fp32; main and MTP losses fall."""
-    model, learning = f"--model {{{kind}}}/config.json", kind == "deepseek"
-    out = train_runs.finished(f"{model} --lr 5e-3" if learning else model)
+    """Rows have load statistics, validated ones the step's counts; without an expert bias aux_loss
+    is on by default, a bias is updated and exported in fp32; main and MTP losses fall."""
+    out = train_runs["moe" if kind == "deepseek" else "mixed-aux"]
     rows = MT.read_metrics(out / "metrics.jsonl")
     for row in rows:
         assert 1 <= row["worst_load"] <= 8 and 0 < row["load_entropy"] <= 1
@@ -22016,8 +21684,7 @@ def test_train_moe_metrics_report_expert_load(kind, train_runs):
     assert all(x.dtype == torch.float32 and x.any() for x in biases)
     keys = ("loss", "mtp_loss") if kind == "deepseek" else ("loss",)
     assert all(rows[-1][key] < rows[0][key] for key in keys)
-    n_mtp = HF.load_checkpoint(out).config.n_mtp_layers
-    assert n_mtp == len(keys) - 1
+    assert HF.load_checkpoint(out).config.n_mtp_layers == len(keys) - 1
 
 
 # ---- upcycling ----
@@ -22033,16 +21700,14 @@ DENSE_FORMS = {
 
 @pytest.mark.parametrize("family", DENSE_FORMS)
 def test_train_moe_upcycled_model_equals_the_dense_model(family, tmp_path):
-    """--upcycle gives the dense model's logits (fp32, 1e-5) for any router, and the model is saved
-    and loaded in a family that can express it."""
+    """--upcycle has the dense logits for any router, and is saved in a family that can hold it."""
     fields, upcycled_family = DENSE_FORMS[family]
     small = dict(vocab_size=320, n_layers=2, dim=32, n_heads=2, n_kv_heads=1)
     HF.save_checkpoint(random_model(tiny(**small, **fields)), tmp_path / "dense")
     flags = f"--init {tmp_path / 'dense'} --upcycle 4 --set upcycle_top_k=3"
     args = T.parse_args(flags.split())
-    config = BUILD.model_config(args)
+    config, env = BUILD.model_config(args), T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     dense = HF.load_checkpoint(tmp_path / "dense", dtype=torch.float32)
-    env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     model = BUILD.build_model(args, config, env).eval().requires_grad_(False)
     assert config.family == upcycled_family and config.moe_layers == (0, 1)
     assert M.ModelConfig.from_hf(config.to_hf()) == config == model.config
@@ -22057,8 +21722,7 @@ def test_train_moe_upcycled_model_equals_the_dense_model(family, tmp_path):
 
 
 def test_train_moe_upcycled_run_learns_and_opens_in_transformers(train_runs):
-    """An upcycled run starts at the dense loss, its experts diverge, and generate.py and
-    transformers open the folder."""
+    """An upcycled run starts at the dense loss, its experts diverge, and transformers opens it."""
     out = train_runs.finished("--init {plain} --upcycle 4")
     first, dense = metrics(out)[0]["loss"], metrics(train_runs["plain"])[-1]["loss"]
     assert abs(first - dense) < 0.3
@@ -22079,17 +21743,14 @@ def test_train_moe_upcycled_run_learns_and_opens_in_transformers(train_runs):
 
 @pytest.fixture(scope="module")
 def unbalanced_init(train_runs) -> Path:
-    """A model whose first MoE layer's expert bias keeps half of the experts, all those of one EP
-    rank of two, from being chosen."""
+    """A model whose first MoE layer's expert bias excludes all experts of one EP rank of two."""
     config = HF.read_config(train_runs["deepseek"] / "config.json")
-    config = replace(config, n_groups=1, topk_groups=1, group_score_topk=1, family="sheaf")
-    model = M.Transformer(config)
+    model = M.Transformer(replace(config, **ONE_GROUP, family="sheaf"))
     model.init_weights(seeded())
     model.layers[1].mlp.expert_bias[4:] = -9.0
     path = train_runs["folder"] / "unbalanced"
     HF.save_checkpoint(model, path)
-    tokenizer = train_runs.finished("--model {deepseek}/config.json --lr 5e-3")
-    shutil.copy(tokenizer / "tokenizer.model", path)
+    shutil.copy(train_runs["moe"] / "tokenizer.model", path)
     return path
 
 
@@ -22102,15 +21763,12 @@ def unbalanced_init(train_runs) -> Path:
         (4, "--ep 4 --set ep_node_size=2 --set ep_chunks=2"),
     ],
 )
-def test_train_moe_with_expert_parallelism_equals_one_process(
+def test_train_moe_expert_parallelism_equals_one_process(
     world, flags, train_runs, unbalanced_init, tmp_path
 ):
-    """Losses, gradient norms, loads, weights and Adam moments are those of one process (fp32,
-    1e-5), though a rank gets no token in one layer; each resumes the other's checkpoint."""
-    base = (
-        f"--init {unbalanced_init} --set seq_aux_loss=0.1 --set router_z_loss=0.01 --save-every 2"
-    )
-    base += " --eval-every 2 --lr-schedule constant"
+    """Also if a rank gets no token of a layer; each resumes the other's checkpoint."""
+    base = f"--init {unbalanced_init} --save-every 2 --eval-every 2 --lr-schedule constant"
+    base += " --set seq_aux_loss=0.1 --set router_z_loss=0.01"
     half, whole = (train_runs.finished(f"{base} --steps {n}") for n in (2, 4))
     out, crossed = tmp_path / "out", tmp_path / "crossed"
     train_runs.on_ranks(f"{base} --steps 2 {flags}", out, world)
@@ -24469,8 +24127,7 @@ REFUSED |= {
 
 
 def test_train_scale_precision(train_runs, tmp_path, monkeypatch):
-    """A loss scale that is too large costs steps, is halved and said; --param-dtype bf16 has bf16
-    weights and moments, --dtype bf16 fp32 ones."""
+    """A loss scale that is too large is halved; --param-dtype sets the moments' dtype too."""
     monkeypatch.setattr(T, "LossScaler", partial(OP.LossScaler, 2.0**24))
     out = train_runs.run("--dtype fp16 --steps 20", tmp_path / "large")
     rows = metrics(out)
@@ -24482,17 +24139,13 @@ def test_train_scale_precision(train_runs, tmp_path, monkeypatch):
     assert about["scaler"]["scale"] == 2.0 ** (24 - len(skipped))
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert not any("skipped" in row for row in metrics(train_runs["fp16"]))
-    for flags, dtype in (
-        ("--param-dtype bf16 --dtype bf16", "bfloat16"),
-        ("--dtype bf16", "float32"),
-    ):
-        state = SD.read_state(train_runs.finished(flags))
-        assert {x.dtype for x in state.values()} == {getattr(torch, dtype)}
+    for more, dtype in {"--param-dtype bf16": torch.bfloat16, "": torch.float32}.items():
+        state = SD.read_state(train_runs.finished(f"{more} --dtype bf16".strip()))
+        assert {x.dtype for x in state.values()} == {dtype}
 
 
 def test_train_scale_mup_scales_weights_and_rates(train_runs):
-    """At twice the base width, matrices are initialized 1 / sqrt(2) as large, the head 1 / 2, and
-    both move half as fast. (At the base width nothing changes: a row of TRAIN.)"""
+    """Twice the base width: matrices are 1 / sqrt(2), the head 1 / 2 as large, rates half."""
     args = T.parse_args(train_runs.argv("--set mup_base=16", Path("x")))
     place, shape = T.DistEnv(torch.device("cpu"), "fp32", 0, 1), BUILD.model_config(args)
     half = BUILD.build_model(args, shape, place, T.ParallelDims(args, shape))
@@ -24549,8 +24202,7 @@ def test_train_scale_tasks_have_their_metrics(train_runs):
 
 
 def test_train_scale_merged_adapters_equal_separate_adapters(train_runs, tmp_path, capsys):
-    """--lora leaves the base as it is; its export in PEFT's format, added by generate.py, gives the
-    text of the merged export."""
+    """--lora keeps the base; its PEFT export in generate.py gives the merged export's text."""
     init, merged = train_runs["plain"], tmp_path / "merged"
     out = train_runs.finished("--init {plain} --lora 4 --lr 1e-2")
     assert all("lora_" in name for name in SD.read_state(out))
@@ -24575,33 +24227,32 @@ def test_train_scale_merged_adapters_equal_separate_adapters(train_runs, tmp_pat
 
 @pytest.mark.slow
 def test_train_scale_from_pretraining_to_serving(train_runs, tmp_path):
-    """Pretrain, fine-tune on chats, reinforce, quantize, serve with speculation, as a user would:
-    under two minutes, and the toy reward rises."""
+    """Pretrain, fine-tune, reinforce, quantize, serve: in two minutes, and the reward rises."""
     began, text = time.perf_counter(), tmp_path / "sums.txt"
     text.write_text("".join(f"{a}+{b}={a + b}\n" for _ in range(150) for a, b in SUMS))
     (tmp_path / "config.json").write_text(json.dumps(tiny(vocab_size=300, dim=64).to_hf()))
     base = "--seq-len 32 --device cpu --dtype fp32 --save-every 1000 --eval-every 1000"
 
-    def go(name: str, flags: str, batch: int = 32) -> list[dict]:
-        sizes = f"--batch-size {batch} --micro-batch-size {batch} --out {tmp_path / name}"
-        done = run("train.py", *train_runs.split(f"{base} {sizes} {flags}"))
+    def program(*argv) -> str:
+        done = run(*argv)
         assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def train(name: str, flags: str, batch: int = 32) -> list[dict]:
+        flags += f" --batch-size {batch} --micro-batch-size {batch} --out {tmp_path / name}"
+        program("train.py", *train_runs.split(f"{base} {flags}"))
         return metrics(tmp_path / name)
 
     init = lambda name: f"--init {tmp_path / name} --task"
-    go("pre", f"--model {tmp_path / 'config.json'} --data {text} --steps 60 --lr 3e-3")
-    go("chat", f"{init('pre')} sft --data {{chats}} --steps 40 --lr 2e-3")
-    flags = "grpo --data {prompts} --steps 150 --lr 1e-3 --lr-schedule constant"
-    more = "--set num_generations=8 --set max_new_tokens=4"
-    rewards = [row["reward_mean"] for row in go("rl", f"{init('chat')} {flags} {more}", 64)]
+    train("pre", f"--model {tmp_path / 'config.json'} --data {text} --steps 60 --lr 3e-3")
+    train("chat", f"{init('pre')} sft --data {{chats}} --steps 40 --lr 2e-3")
+    flags = f"{init('chat')} grpo --data {{prompts}} --steps 150 --lr 1e-3 --lr-schedule constant"
+    flags += " --set num_generations=8 --set max_new_tokens=4"
+    rewards = [row["reward_mean"] for row in train("rl", flags, 64)]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2, rewards
-    serve = ["--checkpoint", tmp_path / "rl", "--quantize", "int8", "--speculate", "ngram"]
-    right = 0
-    for a, b in SUMS[::6]:
-        ask = [f"{a}+{b}=", "--chat", "--max-new-tokens", "4", "--temperature", "0"]
-        done = run("generate.py", *ask, *serve)
-        assert done.returncode == 0, done.stderr
-        right += done.stdout.strip() == str(a + b)
+    serve = "--chat --max-new-tokens 4 --temperature 0 --quantize int8 --speculate ngram"
+    serve = ["--checkpoint", tmp_path / "rl", *serve.split()]
+    right = sum(program("generate.py", q, *serve).strip() == a for q, a in ASKED[::6])
     assert right >= 2 and time.perf_counter() - began < 120, right
 
 
@@ -24609,8 +24260,7 @@ def test_train_scale_from_pretraining_to_serving(train_runs, tmp_path):
 
 
 def test_train_scale_metrics_profile_and_export(train_runs, tmp_path):
-    """A row has time, memory and waits; --profile leaves a trace and a table of memory; --export
-    writes the folder again, with its tokenizer; the loss includes --set output_z_loss."""
+    """Rows have time and memory; --profile leaves a trace; --export writes the folder again."""
     out = train_runs.run("--profile 2", tmp_path / "out")
     rows = MT.read_metrics(out / "metrics.jsonl")
     assert all(r["tokens_per_second"] > 0 and r["data_wait"] >= 0 for r in rows)
@@ -24621,20 +24271,18 @@ def test_train_scale_metrics_profile_and_export(train_runs, tmp_path):
     assert any("linear" in name or "mm" in name for name in names)
     memory = json.loads((out / "profile" / "rank0.memory.json").read_text())
     assert memory["operations"][0]["bytes"] > 0
-    before = (out / "model.safetensors").read_bytes()
+    before = exported_weights(out)
     (out / "model.safetensors").unlink()
     trained("--out", out, "--export")
     trained("--out", out, "--export", tmp_path / "to")
     for folder in (out, tmp_path / "to"):
-        assert (folder / "model.safetensors").read_bytes() == before
-        assert (folder / "tokenizer.model").exists()
+        assert exported_weights(folder) == before and (folder / "tokenizer.model").exists()
     z = metrics(train_runs.finished("--set output_z_loss=0.01"))
     assert z[0]["loss"] > rows[0]["loss"] + 0.3
 
 
 def test_train_scale_plot(finished, train_runs, tmp_path, capsys):
-    """--plot writes a PNG, with two more panels for MoE; without matplotlib, one line with the pip
-    command."""
+    """--plot writes a PNG, two panels more for MoE; without matplotlib, the pip command."""
     moe = train_runs.copy("mixed-aux", tmp_path / "moe")
     if not importlib.util.find_spec("matplotlib"):
         capsys.readouterr()
@@ -24653,8 +24301,7 @@ def test_train_scale_plot(finished, train_runs, tmp_path, capsys):
     "ranks, flags, rows", [(1, "", 12), (1, "--recompute selective", 24), (2, "--zero 3", 12)]
 )
 def test_train_scale_dry_run_predicts_the_peak_memory(ranks, flags, rows, corpus, tmp_path):
-    """--dry-run's bytes are within 10% of what the process then takes, in an allocator that gives
-    back at once what is freed."""
+    """--dry-run is within 10% of what a process takes whose allocator gives back freed memory."""
     if not MT.STATUS.exists():
         pytest.skip("this system does not say what a process holds")
     flags += f" --model base --seq-len 512 --micro-batch-size {rows} --batch-size {rows * ranks}"
@@ -24674,25 +24321,21 @@ def test_train_scale_dry_run_predicts_the_peak_memory(ranks, flags, rows, corpus
 
 
 def test_train_scale_tensorboard_has_each_step_once(train_runs, tmp_path, monkeypatch):
-    """What it shows after a run that was interrupted and resumed is metrics.jsonl: it drops what it
-    has of the steps from purge_step on."""
+    """After an interruption it shows metrics.jsonl: rows from purge_step on are dropped."""
     shown: dict[tuple[int, str], float] = {}
 
-    class Board:
-        def __init__(self, folder, purge_step):
-            assert folder == out / "tensorboard"
-            for key in [key for key in shown if key[0] >= purge_step]:
-                del shown[key]
+    def add_scalar(name, value, step):
+        assert (step, name) not in shown
+        shown[step, name] = value
 
-        def add_scalar(self, name, value, step):
-            assert (step, name) not in shown
-            shown[step, name] = value
-
-        def close(self):
-            pass
+    def writer(folder, purge_step):
+        assert folder == out / "tensorboard"
+        for key in [key for key in shown if key[0] >= purge_step]:
+            del shown[key]
+        return SimpleNamespace(add_scalar=add_scalar, close=lambda: None)
 
     for module in (MT, T):
-        monkeypatch.setattr(module, "summary_writer", lambda: Board)
+        monkeypatch.setattr(module, "summary_writer", lambda: writer)
     out, flags = tmp_path / "out", ("--set", "tensorboard=true")
     interrupt([*train_runs.argv("", out), *flags], out, 3)
     shown |= {(4, "loss"): 0.0, (5, "loss"): 0.0}  # of steps after the last save
@@ -24704,13 +24347,11 @@ def test_train_scale_tensorboard_has_each_step_once(train_runs, tmp_path, monkey
 
 
 def test_train_scale_exposed_communication_is_not_covered_by_kernels():
-    """Seconds of NCCL kernels alone: of 5..20, 0..10 and 18..22 are covered; a CPU's operation and
-    kernels without NCCL are none."""
+    """NCCL's 5..20 less other kernels' 0..10 and 18..22 is 8; a CPU's do not count."""
     spans = {"gemm": (0, 10), "ncclDevKernel_AllReduce": (5, 15), "sum": (18, 4)}
-    events = [
-        dict(ph="X", cat="kernel", name=name, ts=ts, dur=dur) for name, (ts, dur) in spans.items()
-    ]
-    events += [dict(ph="X", cat="cpu_op", name="aten::mm", ts=0, dur=99)]
+    event = lambda cat, name, ts, dur: dict(ph="X", cat=cat, name=name, ts=ts, dur=dur)
+    events = [event("kernel", name, *span) for name, span in spans.items()]
+    events.append(event("cpu_op", "aten::mm", 0, 99))
     assert MT.exposed_communication(events) == 8e-6
     assert MT.exposed_communication(events[::2]) == MT.exposed_communication([]) == 0.0
 
@@ -24732,8 +24373,7 @@ def test_train_scale_pictures_of_the_readme(tmp_path):
 
 
 def test_train_scale_bad_batches_are_skipped(train_runs, tmp_path, monkeypatch, capsys):
-    """A loss that is not finite leaves the weights as they were, and is said; too many in a row end
-    the run with the last checkpoint whole."""
+    """A loss that is not finite is not applied; too many end the run, the checkpoint is whole."""
     real, calls = T.forward_backward, itertools.count(1)
 
     def poisoned(*args, **kwargs):
@@ -24755,8 +24395,7 @@ def test_train_scale_bad_batches_are_skipped(train_runs, tmp_path, monkeypatch, 
 
 
 def test_train_scale_full_disk_keeps_the_last_checkpoint(train_runs, tmp_path, capsys):
-    """A save that hits the file size limit: one line, exit 2, and the last checkpoint still
-    resumes."""
+    """A save over the file size limit: one line, exit 2, and the last checkpoint resumes."""
     out = train_runs.copy("plain", tmp_path / "full")
     kept = [out / "model.safetensors", *(out / SD.CHECKPOINTS).rglob("*")]
     state = lambda: {p: p.read_bytes() for p in kept if p.is_file()}
@@ -24775,8 +24414,7 @@ def test_train_scale_full_disk_keeps_the_last_checkpoint(train_runs, tmp_path, c
 
 
 def test_train_scale_damaged_checkpoints_are_skipped(train_runs, tmp_path, capsys):
-    """A byte of the tensors or of the manifest: --resume and --export go back to step 4, and say
-    so; rows of metrics after it, and lines that are no rows, go."""
+    """--resume and --export go back to step 4 and say so; later or broken rows of metrics go."""
     export, whole = tmp_path / "folder", train_runs["plain"]
     for name in ("data", "manifest", "export"):
         out = train_runs.copy("plain", tmp_path / name)
@@ -24798,8 +24436,7 @@ def test_train_scale_damaged_checkpoints_are_skipped(train_runs, tmp_path, capsy
 
 
 def test_train_scale_changed_data_is_refused(train_runs, tmp_path, capsys):
-    """Text that is not what it was, rows that are gone, and a reward that fails: the last line says
-    so."""
+    """Changed text, missing rows, a reward that fails: the last line says so."""
     half, packed = (train_runs.copy(name, tmp_path / name) for name in ("fp16", "packed"))
     pairs, program, dpo = tmp_path / "pairs", tmp_path / "reward.py", tmp_path / "dpo"
     pairs.write_text(train_runs["pairs"].read_text())
@@ -24846,8 +24483,7 @@ def test_train_scale_every_rank_joins_in_writing_the_run_id(written, tmp_path, m
 
 @contextmanager
 def sabotaged(out: Path, rank: int, rows: int, fault: Callable[[], object]):
-    """In train.py's processes that are forked meanwhile, `fault` happens in the forward passes of
-    a rank once OUT has so many rows of metrics."""
+    """In forked train.py processes, `fault` happens on a rank once OUT has so many metrics rows."""
     real, path = STEP.loss_sums, out / "metrics.jsonl"
 
     def faulty(*args, **kwargs):
@@ -24865,47 +24501,39 @@ def kill_self(with_signal: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), with_signal)
 
 
-def test_train_scale_memory_checkpoints_are_newer_than_disk(train_runs, tmp_path):
-    """Killed before the first save: --resume auto continues from the copy in memory. What is there
-    of a run that was thrown away is not taken."""
-    shm, kept, out = tmp_path / "shm", tmp_path / "kept", tmp_path / "out"
-    flags = "--save-every 100 --memory-checkpoint-every 2 --resume auto "
-    flags += f"--set memory_checkpoint_dir={shm}"
-    with sabotaged(out, 0, 5, kill_self):
-        codes = train_on_ranks(train_runs.argv(flags, out), 1, tmp_path / "log")
-    assert codes == [-signal.SIGKILL] and not saved_steps(out) and any(shm.glob("*.pt"))
+@pytest.mark.parametrize(
+    "world, every, step", [(1, 2, 4), pytest.param(2, 4, 5, marks=pytest.mark.slow)]
+)
+def test_train_scale_a_killed_rank_resumes_from_memory(world, every, step, train_runs, tmp_path):
+    """Killed in step 6, before a save to disk: --resume auto continues from the newest copy in
+    memory, which another rank makes at once; that of a run that was thrown away is not taken."""
+    shm, kept, whole, out = (tmp_path / name for name in ("shm", "kept", "whole", "out"))
+    flags = f"--save-every 100 --memory-checkpoint-every {every} --resume auto"
+    flags += " --set memory_checkpoint_dir="
+    train_runs.on_ranks(f"{flags}{tmp_path / 'other'}", whole, world)
+    flags += str(shm)
+    with sabotaged(out, world - 1, 5, kill_self):
+        codes = train_on_ranks(train_runs.argv(flags, out), world, tmp_path / "log")
+    assert codes[-1] == -signal.SIGKILL and all(codes)
+    assert not saved_steps(out) and any(shm.glob("*.pt"))
     shutil.copytree(shm, kept)
-    assert "resumed after step 4 from memory" in train_runs.on_ranks(flags, out, 1)
+    assert f"resumed after step {step} from memory" in train_runs.on_ranks(flags, out, world)
     assert not any(shm.glob("*.pt"))
-    assert_same_training(out, train_runs["plain"])
+    assert_same_training(out, whole)
     shutil.rmtree(out)
     shutil.copytree(kept, shm, dirs_exist_ok=True)
-    assert "from memory" not in train_runs.on_ranks(flags, out, 1)
+    assert "from memory" not in train_runs.on_ranks(flags, out, world)
     assert len(metrics(out)) == 8
 
 
 @pytest.mark.slow
-def test_train_scale_a_rank_that_dies_costs_at_most_a_step(train_runs, tmp_path):
-    """Of two replicas one is killed in the middle of step 6: the other keeps its state at once, and
-    the run continues from step 5, from memory, though the disk has step 4 at most."""
-    out, whole, log = tmp_path / "out", tmp_path / "whole", tmp_path / "log"
-    flags = "--memory-checkpoint-every 4 --resume auto --set memory_checkpoint_dir="
-    train_runs.on_ranks(f"{flags}{tmp_path / 'shm2'}", whole)
-    flags += str(tmp_path / "shm")
-    with sabotaged(out, 1, 5, kill_self):
-        codes = train_on_ranks(train_runs.argv(flags, out), 2, log)
-    assert codes[1] == -signal.SIGKILL and codes[0] != 0
-    assert "resumed after step 5 from memory" in train_runs.on_ranks(flags, out)
-    assert_same_training(out, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "sleeps"])
-def test_train_scale_a_hang_names_the_stuck_rank(how, train_runs, tmp_path):
+@pytest.mark.parametrize(
+    "stop", [partial(kill_self, signal.SIGSTOP), partial(time.sleep, 30)], ids=["stopped", "sleeps"]
+)
+def test_train_scale_a_hang_names_the_stuck_rank(stop, train_runs, tmp_path):
     """One of two ranks is stopped, or sleeps: the other says so, and ends with its own code."""
     out, log = tmp_path / "out", tmp_path / "log"
-    stops = {"stopped": partial(kill_self, signal.SIGSTOP), "sleeps": partial(time.sleep, 30)}
-    with sabotaged(out, 1, 4, stops[how]):
+    with sabotaged(out, 1, 4, stop):
         codes = train_on_ranks(train_runs.argv("--steps 30 --set hang_timeout=2", out), 2, log)
     said = log.read_text()
     assert CB.EXIT_HANG in codes, (codes, said)
@@ -24917,7 +24545,7 @@ def test_train_scale_torchrun_restarts_a_dead_rank(train_runs, tmp_path):
     """torchrun --max-restarts with --resume auto, one rank killed once: as if none had been."""
     out, flag, program = tmp_path / "out", tmp_path / "once", tmp_path / "program.py"
     program.write_text(f"""
-import os, pathlib, signal, sys
+import os, pathlib, sys
 import train
 from training import step
 real, flag = step.loss_sums, pathlib.Path({str(flag)!r})
@@ -24925,7 +24553,7 @@ def dies(*args, **kwargs):
     rows = pathlib.Path({str(out)!r}, "metrics.jsonl")
     if os.environ["RANK"] == "1" and not flag.exists() and rows.read_text().count("\\n") >= 5:
         flag.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), 9)
     return real(*args, **kwargs)
 step.loss_sums = dies
 sys.exit(train.main())
@@ -24952,8 +24580,7 @@ def test_train_scale_the_wait_for_data_is_that_of_the_slowest_rank(
 @pytest.mark.slow
 @pytest.mark.parametrize("world, kills, steps", [(1, 30, 150), (4, 20, 60)])
 def test_train_scale_kills_at_any_moment_lose_nothing(world, kills, steps, train_runs, tmp_path):
-    """SIGKILL of one rank at random moments, during saves too, --resume auto each time: the losses
-    are those of a run that nobody killed, bit for bit, and never is there no checkpoint again."""
+    """SIGKILL of one rank at random moments, --resume auto each time: the bits of a whole run."""
     more = f"--steps {steps} --save-every 2 --eval-every 1000 --resume auto"
     more += " --memory-checkpoint-every 3" + ("" if world == 1 else " --tp 2 --zero 3")
     flags = lambda name: f"{more} --set memory_checkpoint_dir={tmp_path / name}.shm"
@@ -25046,8 +24673,7 @@ def test_train_scale_replica_groups_equal_one_process(train_runs, tmp_path, ligh
 def test_train_scale_a_killed_replica_group_comes_back(
     ranks, flags, train_runs, tmp_path, lighthouse
 ):
-    """One of two groups is killed with SIGKILL: the other goes on alone. Started again with nothing,
-    it takes the weights and the step of the other, and both end with the same bits."""
+    """The other group goes on alone; restarted, it takes the other's state: the same bits."""
     lighthouse(1)
     steps = 400 // ranks
     flags += f" --steps {steps} --save-every 1000 --eval-every 1000"
@@ -25102,9 +24728,7 @@ TRAIN_LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TRAIN_LAYOUTS if name != "one"])
 def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_path):
-    """What four ranks have written under a layout, read under every other: the next five losses and
-    the weights after them are, bit for bit, those from the same state written whole by one
-    process."""
+    """The same bits as from that state written whole by one process."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     shape = json.loads(train_runs["tiny"].read_text()) | heads
     (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -25115,7 +24739,7 @@ def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_
         train_runs.on_ranks(f"{base} {own} {flags}", out, world)
         return out
 
-    parts = go(tmp_path / "parts", name, "--keep-latest-k 9 --steps 3")
+    parts = go(tmp_path / "parts", name, "--steps 3")
     whole = Path(shutil.copytree(parts, tmp_path / "whole"))
     assert len(list((parts / SD.CHECKPOINTS / "step-00000003").glob("*.distcp"))) > 1
     shutil.rmtree(whole / SD.CHECKPOINTS)
