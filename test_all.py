@@ -19513,10 +19513,6 @@ def sched_compare_paper(s, F, B, W, FB):
     least, most = memory or (None, None)
     assert most is None or max(t.peaks) == pytest.approx(most), numbers
     assert least is None or min(t.peaks) == pytest.approx(least), numbers
-    if s.name in ("gpipe", "1f1b"):
-        m = s.microbatches
-        assert t.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
-        assert t.makespan == pytest.approx((F + B + W) * (m + p - 1))
     return bubble is not None
 
 
@@ -19533,47 +19529,39 @@ def test_schedules_have_the_bubbles_and_memory_of_their_papers():
     assert compared.keys() == SC.SCHEDULES.keys() and min(compared.values()) > 10, compared
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_schedules_of_many_ranks_have_the_bubbles_and_memory_of_their_papers(name):
-    """The same at p = 64: relative to 1F1B's p the peaks approach 1/2 and 1/3."""
-    assert sched_compare_paper(SC.make_schedule(name, 64, 128), 1, 1, 1, 3)
-
-
 def test_schedules_bubbles_equal_published_numbers():
     """DeepSeek-V3 (arXiv:2412.19437, table 2), PP = 8, F = 1, B = 2 with W = 1 of it, F&B = 3:
-    bubbles 1F1B 21, ZB1P 7, DualPipe 6; memory 1, 1, 1 + 1/PP. ZBV has none."""
+    bubbles 1F1B 21, ZB1P 7, DualPipe 6; memory 1, 1, 1 + 1/PP."""
     for name, bubble, peak in (("1f1b", 21, 8), ("zb-h1", 7, 8), ("dualpipe", 6, 9)):
         t = SC.simulate(SC.make_schedule(name, 8, 20), SC.Costs(1, 1, 1, 3))
         assert (t.bubble, max(t.peaks)) == (bubble, peak)
-    t = SC.simulate(SC.make_schedule("zbv", 4, 8))
-    assert (t.makespan, t.bubble, t.peaks) == (25.5, 0, (4, 4, 4, 4))
 
 
 # ---- invalid schedules ----
 
 
 def sched_mutate(s, rng):
+    """The schedule with one random change of one action."""
     rows = [list(row) for row in s.actions]
     r, q = rng.randrange(len(rows)), rng.randrange(len(rows))
     i, j = rng.randrange(len(rows[r])), rng.randrange(len(rows[q]))
-    one, kind = rows[r][i], rng.randrange(8)
-    if kind == 0:
+    one, change = rows[r][i], rng.randrange(8)
+    if change == 0:
         del rows[r][i]
-    elif kind == 1:
+    elif change == 1:
         rows[q].insert(j, one)
-    elif kind == 2:
+    elif change == 2:
         rows[r][i], rows[q][j] = rows[q][j], one
-    elif kind == 3:
+    elif change == 3:
         rows[r].insert(rng.randrange(len(rows[r])), rows[r].pop(i))
-    elif kind == 4:
-        rows[r][i] = one._replace(kind=rng.choice("FBWUX"))
-    elif kind == 5:
-        rows[r][i] = one._replace(microbatch=rng.randint(-1, s.microbatches))
-    elif kind == 6:
-        rows[r][i] = one._replace(chunk=rng.randint(-1, len(s.chunk_to_rank)))
     else:
-        rows[r][i] = one._replace(overlap=not one.overlap)
+        kind, m = rng.choice("FBWUX"), rng.randint(-1, s.microbatches)
+        chunk, fields = (
+            rng.randint(-1, len(s.chunk_to_rank)),
+            ("kind", "microbatch", "chunk", "overlap"),
+        )
+        value = (kind, m, chunk, not one.overlap)[change - 4]
+        rows[r][i] = one._replace(**{fields[change - 4]: value})
     return replace(s, actions=tuple(map(tuple, rows)))
 
 
@@ -19607,34 +19595,18 @@ def test_schedules_check_rejects_what_cannot_run():
     assert len(verdicts) >= 6 and min(verdicts.values()) >= 3, verdicts
 
 
-SCHED_RIGHT = ("F0.0 F1.0 B0.0 B1.0", "F0.1 B0.1 F1.1 B1.1")
-
-
-def sched_of(*rows):
-    """1F1B's schedule of 2 ranks and 2 microbatches, with other lists."""
-    word = re.compile(r"(\w)(-?\d+)\.(-?\d+)(\+?)")
-    action = lambda kind, m, chunk, pair: SC.Action(kind, int(m), int(chunk), bool(pair))
-    rows = [row.replace("...", ok) for row, ok in zip(rows, SCHED_RIGHT, strict=True)]
-    actions = tuple(tuple(action(*a) for a in word.findall(row)) for row in rows)
-    return replace(SC.make_schedule("1f1b", 2, 2), actions=actions)
-
-
-SCHED_FAULTS = {  # rank 0's list | rank 1's; ...: as it should be
-    "F0.0 F1.0 B0.0 | ...": r"B1\.0",
-    "... W1.0 W1.0 | ...": r"rank 0 has W1\.0 twice",
-    "... | ... W0.0": r"rank 1 has W0\.0",
-    "X0.0 ... | ...": r"rank 0 has X0\.0",
-    "... F-1.0 | ...": r"rank 0 has F-1\.0",
-    "W0.0 ... | ...": r"rank 0 has W0\.0",
-    "... U0.0 | ...": r"U1\.0",
-    "F0.0 F1.0 B0.0 U0.0 W0.0 B1.0 U1.0 | ...": r"U0\.0.*W0\.0",
-    "F0.0 B0.0 F1.0 B1.0 | F0.1 F1.1 B1.1 B0.1": r"rank 0 has B0\.0, which needs B0\.1",
-}
-for sched_text, sched_words in SCHED_FAULTS.items():
-    sched_call = partial(lambda rows: SC.check(sched_of(*rows.split("|"))), sched_text)
-    REFUSED[f"schedules: {sched_text}"] = sched_call, sched_words
-
+SCHED_RIGHT = dict(  # 1F1B of 2 ranks and 2 microbatches
+    head="# 1f1b: 2 microbatches\n0@0 > 1@1", one="F0.0 F1.0 B0.0 B1.0", two="F0.1 B0.1 F1.1 B1.1"
+)
 SCHED_BAD_TEXT = {
+    "{head}\nF0.0 F1.0 B0.0\n{two}": r"B1\.0",
+    "{head}\n{one} W1.0 W1.0\n{two}": r"rank 0 has W1\.0 twice",
+    "{head}\n{one}\n{two} W0.0": r"rank 1 has W0\.0",
+    "{head}\n{one} F2.0\n{two}": r"rank 0 has F2\.0",
+    "{head}\nW0.0 {one}\n{two}": r"rank 0 has W0\.0",
+    "{head}\n{one} U0.0\n{two}": r"U1\.0",
+    "{head}\nF0.0 F1.0 B0.0 U0.0 W0.0 B1.0 U1.0\n{two}": r"U0\.0.*W0\.0",
+    "{head}\nF0.0 B0.0 F1.0 B1.0\nF0.1 F1.1 B1.1 B0.1": r"rank 0 has B0\.0, which needs B0\.1",
     "": "line 1",
     "# x: 0 microbatches\n0@0": "line 1",
     "# x: 1 microbatches": "paths",
@@ -19650,7 +19622,8 @@ SCHED_BAD_TEXT = {
     "# x: 1 microbatches\n0@0 > 1@2\nF0.0 B0.0\n\nF0.1 B0.1": "rank 1",
 }
 for sched_text, sched_words in SCHED_BAD_TEXT.items():
-    REFUSED[f"schedules: {sched_text!r}"] = partial(SC.parse, sched_text), sched_words
+    sched_call = partial(SC.parse, sched_text.format(**SCHED_RIGHT))
+    REFUSED[f"schedules: {sched_text!r}"] = sched_call, sched_words
 
 for sched_row in (
     ("interleaved", 4, 6, None, "4 .*6"),
@@ -19855,18 +19828,17 @@ def test_schedules_text_plot_keeps_its_width():
     """The text plot is as wide as requested, or less if a column is the shortest action; all ranks
     have one time scale; first and last actions are at their columns."""
     rng = random.Random(2)
-    for s in sched_all((1, 4), (2, 8), (2,)):
+    for s, width in product(sched_all((1, 4), (2, 8), (2,)), (10, 33, 100, 1000)):
         t = SC.simulate(s, SC.Costs(*(rng.random() + 0.1 for _ in range(3)), 1.3, rng.random()))
         shortest = min(e.end - e.start for row in t.events for e in row if e.end > e.start)
-        for width in (10, 33, 100, 1000):
-            rows = sched_rows(SC.render_text(t, width))
-            (columns,) = {len(kinds) for kinds, _ in rows}
-            assert columns == min(width, round(t.makespan / shortest))
-            assert max(len(numbers) for _, numbers in rows) <= columns
-            for (kinds, _), events in zip(rows, t.events, strict=True) if columns < width else ():
-                ends = len(kinds) - len(kinds.lstrip(".")), len(kinds.rstrip("."))
-                times = events[0].start, events[-1].end
-                assert ends == pytest.approx([x / t.makespan * columns for x in times], abs=1)
+        rows = sched_rows(SC.render_text(t, width))
+        (columns,) = {len(kinds) for kinds, _ in rows}
+        assert columns == min(width, round(t.makespan / shortest))
+        assert max(len(numbers) for _, numbers in rows) <= columns
+        for (kinds, _), events in zip(rows, t.events, strict=True) if columns < width else ():
+            ends = len(kinds) - len(kinds.lstrip(".")), len(kinds.rstrip("."))
+            times = events[0].start, events[-1].end
+            assert ends == pytest.approx([x / t.makespan * columns for x in times], abs=1)
     assert SC.render_text(SC.simulate(s, SC.Costs(send=1e300)), 50)
 
 
@@ -19984,7 +19956,7 @@ def test_schedules_alone_in_a_folder(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# planner.py: published numbers, published runs, brute force, monotony, and pinned numbers
+# planner.py: published numbers, published runs, pinned numbers, and brute force
 # --------------------------------------------------------------------------------------------------
 
 PLANNER_TINY = planner.Shape(8, 256, 4, 2, 64, 512, 1024)
@@ -20334,41 +20306,7 @@ def test_planner_whole_run_is_pinned():
     assert share(1200) == pytest.approx(1 - 60 / 1200 - (600 + 300) / 10800)
 
 
-# ---- monotony and brute force ----
-
-
-def test_planner_memory_and_time_are_monotone():
-    """Each list of plans falls in memory, or in time."""
-
-    def size(**plan):
-        return sum(planner.memory(PLANNER_8B, planner.Plan(**plan), 8192, 512).values())
-
-    def step(device=PLANNER_H100, **plan):
-        return planner.predict(
-            PLANNER_8B, device, planner.Plan(**dict(dp=8) | plan), 8192, 256
-        ).step
-
-    loops = "pp=4 schedule=interleaved chunks"
-    for measure, text in (
-        (size, "dp=8 > dp=8 zero=2 > dp=8 zero=3 > dp=64 zero=3"),
-        (size, " > tp=2 > tp=8"),
-        (size, "micro=2 > > pp=4"),
-        (size, " > cp=2"),
-        (size, "compiled=False > > recompute=selective > recompute=full"),
-        (size, f"pp=4 schedule=gpipe > {loops}=2 > pp=4"),
-        (step, "compiled=False > > fp8=True"),
-        (step, "recompute=full > recompute=selective > "),
-        (step, "attention=fa2 > "),
-        (step, "tp=4 async_tp=False > tp=4"),
-        (step, f"pp=4 > {loops}=2 > {loops}=4"),
-        (step, "pp=4 > pp=4 schedule=zb-h1"),
-        (step, "zero=3 > "),
-    ):
-        values = [measure(**planner_fields(plan)) for plan in text.split(">")]
-        assert values == sorted(set(values), reverse=True), text
-    for field in ("bf16", "hbm", "nvlink", "network"):
-        better = replace(PLANNER_H100, **{field: 2 * getattr(PLANNER_H100, field)})
-        assert step(better, tp=2, pp=2) < step(tp=2, pp=2), field
+# ---- brute force ----
 
 
 @pytest.mark.parametrize(
@@ -20465,19 +20403,16 @@ def test_planner_error_names_the_missing_memory():
         planner.main(["--model", "llama3-405b", "--gpus", "8"])
     said, shape = str(caught.value), planner.SHAPES["llama3-405b"]
     assert said.startswith("planner.py: no plan fits") and "\n" not in said
-    words = r"needs ([\d.]+) of 72.0 GiB.*80.0\): (.*); short by ([\d.]+) "
-    need, kinds, short = re.search(words, said).groups()
-    parts = dict(kind.rsplit(" ", 1) for kind in kinds.split(", "))
-    assert [*parts.items()][:3] == [
-        ("weights", "94.5"),
-        ("gradients", "189.0"),
-        ("optimizer", "567.0"),
-    ]
+    assert ": weights 94.5, gradients 189.0, optimizer 567.0, " in said
+    need, kinds, short = re.search(
+        r"needs (\S+) of 72.0 .*80.0\): (.*); short by (\S+) ", said
+    ).groups()
+    sizes = [float(kind.split()[-1]) for kind in kinds.split(", ")]
     every = planner.plans(shape, PLANNER_H100, 8, 8192, 512)
     least, plan = min((sum(planner.memory(shape, p, 8192, 512).values()), str(p)) for p in every)
-    assert f"{least / 2**30:.1f}" == need and f"({plan})" in said
-    assert f"{least / 2**30 - 72:.1f}" == short
-    assert sum(map(float, parts.values())) == pytest.approx(float(need), abs=0.4)
+    assert f"({plan})" in said
+    assert (need, short) == (f"{least / 2**30:.1f}", f"{least / 2**30 - 72:.1f}")
+    assert sum(sizes) == pytest.approx(float(need), abs=0.4)
 
 
 # ---- the program ----
