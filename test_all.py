@@ -14470,14 +14470,13 @@ def test_recompute_choose_is_fast():
     alike = [{m: (kept[m], again[m]) for m in kept}] * 128
     vary = lambda size, flops: (int(size * rng.uniform(0.5, 2)), flops * rng.uniform(0.5, 2))
     other = [{m: vary(*cost) for m, cost in costs.items()} for costs in alike]
-    for costs in (alike, other):
-        low, high = (sum(pick(b for b, _ in c.values()) for c in costs) for pick in (min, max))
-        start = time.process_time()
-        for i in range(5):
-            budget = low + (high - low) * i // 4
-            modes = RC.choose_modes(costs, budget)
-            assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
-        assert time.process_time() - start < 3
+    start = time.process_time()
+    for costs, quarter in product((alike, other), range(5)):
+        low, high = (sum(pick(c.values())[0] for c in costs) for pick in (min, max))
+        budget = low + (high - low) * quarter // 4
+        modes = RC.choose_modes(costs, budget)
+        assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
+    assert time.process_time() - start < 4
     room = 128 * kept["full"] + 40 * (kept["selective"] - kept["full"])
     assert Counter(RC.choose_modes(alike, room)) == dict(selective=40, full=88)
 
@@ -14619,6 +14618,7 @@ def cl_draw(dtype=torch.float64, shape=(CL_N, CL_C, CL_V), ignored=7, index=-100
     rng, (N, C, V) = seeded(), shape
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64) for s in ((N, C), (V, C), (V,))]
     targets = torch.randint(0, V, (N,), generator=rng)
+    targets[1:7] = torch.tensor([29, 30, 31, 63, 64, 96]) % V  # both sides of cl_vocabulary's cuts
     targets[::ignored] = index
     tensors[0] *= factor
     return [t.to(dtype) for t in tensors], targets
@@ -18827,8 +18827,7 @@ def pl_random(seed):
     return PLCase((schedule,), steps=1, optimizer=optimizer, delay=0.003 * (seed % 2))
 
 
-PL_CASES = dict(pl_cases()) | {f"random {seed}": pl_random(seed) for seed in range(8)}
-PL_CASES_SLOW = {f"random {seed}": pl_random(seed) for seed in range(8, 108)}
+PL_CASES = dict(pl_cases()) | {f"random {seed}": pl_random(seed) for seed in range(16)}
 PL_LOST = {f"lost {n}": replace(PL_CASES["1f1b 3 optimizer=None"], lose=n) for n in range(4)}
 
 
@@ -18836,13 +18835,6 @@ PL_LOST = {f"lost {n}": replace(PL_CASES["1f1b 3 optimizer=None"], lose=n) for n
 def test_pipeline_equals_one_process(pl_done, name):
     """Losses, gradients, weights and logits under every schedule, with all kinds of chunks."""
     pl_check(pl_done[name], PL_CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PL_CASES_SLOW)
-def test_pipeline_equals_one_process_with_more_random_schedules(pl_done_slow, name):
-    """The same for any order of actions that can run."""
-    pl_check(pl_done_slow[name], PL_CASES_SLOW[name])
 
 
 @pytest.mark.parametrize("name", PL_LOST)
@@ -18854,13 +18846,11 @@ def test_pipeline_notices_a_lost_message(pl_done, name):
 
 def test_pipeline_cases_cover_every_schedule():
     """All names on 4 ranks; random lists with an idle rank, two paths, neighbours on one rank."""
-    assert {s.name for case in PL_CASES.values() for s in case.schedules if case.p == 4} == {
-        "random",
-        *SC.SCHEDULES,
-    }
-    lists = [case.schedules[0] for name, case in PL_CASES.items() if name.startswith("random")]
+    four = [s for case in PL_CASES.values() for s in case.schedules if case.p == 4]
+    assert {s.name for s in four} == {"random", *SC.SCHEDULES}
+    lists = [s for s in four if s.name == "random"]
     assert not all(all(s.actions) for s in lists) and {len(s.paths) for s in lists} == {1, 2}
-    homes = [[s.chunk_to_rank[c] for c in path] for s in lists for path in s.paths]
+    homes = ([s.chunk_to_rank[c] for c in path] for s in lists for path in s.paths)
     assert any(a == b for ranks in homes for a, b in itertools.pairwise(ranks))
 
 
@@ -18884,54 +18874,32 @@ def test_pipeline_pipedream_keeps_few_versions(pl_done, name):
 
 def test_pipeline_split_backward_leaves_the_module_unchanged():
     """Parameters, names, hooks and outputs; only while there is a queue are the weight gradients of
-    plain nn.Linears put off."""
-    parts = lambda: [PLPart("mlp"), PLPart("odd"), nn.Linear(PL_C, 3)]
+    plain nn.Linears and of experts put off."""
+    parts = lambda: [*map(PLPart, ("mlp", "odd", "experts")), nn.Linear(PL_C, 3)]
     plain, module = (PLChunk(parts()).double() for _ in "ab")
     module.load_state_dict(plain.state_dict())
     calls, before, weight_grads = [], dict(module.named_parameters()), PL.WeightGradStore()
-    module.parts[2].register_forward_hook(lambda *_: calls.append("hook"))
+    module.parts[3].register_forward_hook(lambda *_: calls.append("hook"))
     PL.split_backward_(module, weight_grads)
+    module.parts[2].experts = PL.split_experts_backward(pl_experts, weight_grads)
     after = dict(module.named_parameters())
     assert list(before) == list(after) and all(p is after[name] for name, p in before.items())
-    assert list(module.state_dict()) == list(plain.state_dict())
-    assert type(module.parts[1].doubled) is PLDoubled and isinstance(module.parts[2], nn.Linear)
-    layers = "parts.0.up.w", "parts.0.down.w", "parts.2.w", "parts.1.apart.w"
+    assert type(module.parts[1].doubled) is PLDoubled and isinstance(module.parts[3], nn.Linear)
+    layers = "0.up 0.down 1.apart 2.up 2.down 2.gate 3".split()
+    late = {f"parts.{name}.weight" for name in layers} | {"parts.2.w_gate_up", "parts.2.w_down"}
     x = normal(2, 3, PL_C, dtype=torch.float64).cpu()
-    for late, queue in ((set(), None), ({n for n in before if n.startswith(layers)}, [])):
+    for queue, deferred in ((None, set()), ([], late)):
         weight_grads.queue = queue
         for one in (plain, module):
             one.zero_grad()
             one(x).square().sum().backward()
-        weight_grads.queue = None
-        missing, never = (
-            {name for name, grad in pl_grads(one).items() if grad is None}
-            for one in (module, plain)
-        )
-        assert missing == never | late and len(queue or []) == len(late)
+        weight_grads.queue, grads = None, [pl_grads(one) for one in (module, plain)]
+        missing, never = ({name for name, grad in g.items() if grad is None} for g in grads)
+        assert missing == never | deferred and never.isdisjoint(late)
         for run in queue or []:
             run()
         pl_same(pl_grads(module), pl_grads(plain), 1e-12)
     assert calls == ["hook"] * 2
-
-
-def test_pipeline_split_experts_backward_defers_both_stacks():
-    """And does nothing without a queue; experts without rows get zeros."""
-    weight_grads, ids = PL.WeightGradStore(), torch.tensor([[0, 2], [2, 0], [0, 3], [3, 2], [2, 3]])
-    sizes = (5, PL_C), (5, 2), (4, 6, PL_C), (4, PL_C, 3)
-    x, weights, *stacks = (normal(*s, dtype=torch.float64).cpu().requires_grad_() for s in sizes)
-    leaves, loss = (x, weights, *stacks), pl_experts(x, weights, ids, *stacks).square().sum()
-    want = torch.autograd.grad(loss, leaves)
-    run = PL.split_experts_backward(pl_experts, weight_grads)
-    for queue in (None, []):
-        weight_grads.queue = queue
-        run(x, weights, ids, *stacks).square().sum().backward()
-        if queue is not None:
-            assert all(stack.grad is None for stack in stacks) and len(queue) == 6
-        for late in queue or []:
-            late()
-        for p, w in zip(leaves, want, strict=True):
-            close(p.grad, w, 1e-12)
-            p.grad = None
 
 
 def test_pipeline_weight_gradients_accumulate_in_fp32():
@@ -19156,13 +19124,11 @@ def pl_setup(env):
     assert all(up is not down for up, down in env.groups.values())
 
 
-pl_works = lambda cases: {name: partial(pl_train, case=case) for name, case in cases.items()}
-PL_WORKS = pl_works(PL_CASES | PL_LOST)
+PL_WORKS = {n: partial(pl_train, case=case) for n, case in (PL_CASES | PL_LOST).items()}
 PL_WORKS |= {f"kept {spec}": partial(pl_kept, spec=spec) for spec in PL_KEPT}
 PL_WORKS |= {f"decode {p}": partial(pl_decode, p=p) for p in (2, 4)}
 PL_WORKS |= {"memory": pl_memory, "mistakes": pl_mistakes, "decode fails": pl_decode_fails}
 pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup)
-pl_done_slow = on_ranks("pl_done_slow", pl_works(PL_CASES_SLOW), 4, 600, 40, pl_setup)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -19529,14 +19495,6 @@ def test_schedules_have_the_bubbles_and_memory_of_their_papers():
     assert compared.keys() == SC.SCHEDULES.keys() and min(compared.values()) > 10, compared
 
 
-def test_schedules_bubbles_equal_published_numbers():
-    """DeepSeek-V3 (arXiv:2412.19437, table 2), PP = 8, F = 1, B = 2 with W = 1 of it, F&B = 3:
-    bubbles 1F1B 21, ZB1P 7, DualPipe 6; memory 1, 1, 1 + 1/PP."""
-    for name, bubble, peak in (("1f1b", 21, 8), ("zb-h1", 7, 8), ("dualpipe", 6, 9)):
-        t = SC.simulate(SC.make_schedule(name, 8, 20), SC.Costs(1, 1, 1, 3))
-        assert (t.bubble, max(t.peaks)) == (bubble, peak)
-
-
 # ---- invalid schedules ----
 
 
@@ -19667,9 +19625,7 @@ def test_schedules_parse_any_text():
         try:
             got = SC.parse(text)
         except ValueError as e:
-            assert re.match(
-                r"(line \d|the paths|rank \d|[FBU]\d+\.\d+ is |\S+ deadlocks)[^\n]*$", str(e)
-            )
+            assert "\n" not in str(e)
             outcome[False] += 1
         else:
             assert sched_verdict(got) is None and SC.parse(str(got)) == got
@@ -19786,60 +19742,42 @@ def test_schedules_balance_equals_brute_force(costs, stages):
 # ---- plots and the command line ----
 
 
-def sched_rows(plot):
-    """(kinds, numbers) of each rank"""
-    lines = plot.split("\n")
-    assert all(line.startswith(f"rank {r:<3}") for r, line in enumerate(lines[::2]))
-    return [(one[8:], two[8:]) for one, two in zip(lines[::2], lines[1::2], strict=True)]
-
-
 SCHED_PLOTS = {
-    ("zbv", 2, 3): """
+    ("zbv", 2, 3, 30, SC.Costs()): """
 rank 0  FFFfbwfbwBWfbwBWBW.
         012000111002221122
 rank 1  .FfFfbwFBWfbwBbBWwW
          001100200211122122""",
-    ("dualpipe", 2, 4): """
+    ("dualpipe", 2, 4, 30, SC.Costs()): """
 rank 0  FfFbbfBBbbBW
         021223003311
 rank 1  fFfBBFbbBBbw
         203001221133""",
-    ("interleaved", 2, 4): """
+    ("interleaved", 2, 4, 30, SC.Costs(1, 2, 0, None, 0.5)): """
 rank 0  FF..fF...bbFbbfBfBB.bb.bbBB.BB
         01  02   0031120311 22 3322 33
 rank 1  ..FF.fbbfbbFBBFBfbbfbb.BBBB...
           01 00011120031222333 2233""",
+    ("zb-h1", 3, 4, 17, SC.Costs(1.5, 2, 1, None, 0.3)): """
+rank 0  FFF...BBFFBWBB.BW
+        012   00331122 33
+rank 1  .FF..BFBB.FBWBBW.
+         01  0211 321333
+rank 2  ..FBBFBFBBWFBWW..
+          0001122203312""",
 }
 
 
 def test_schedules_text_plots_are_pinned():
     """Upper case for a rank's first chunk, lower case for others; of an overlapped pair its F, then
     its B; dots for waiting; the microbatch below, in base 62."""
-    for case, plot in SCHED_PLOTS.items():
-        costs = SC.Costs(1, 2, 0, None, 0.5) if "interleaved" in case else SC.Costs()
+    for (*case, width, costs), plot in SCHED_PLOTS.items():
         timeline = SC.simulate(SC.make_schedule(*case), costs)
-        assert SC.render_text(timeline, 30) == plot.strip("\n"), case
-    ((_, numbers),) = sched_rows(SC.render_text(SC.simulate(SC.make_schedule("gpipe", 1, 64)), 200))
+        assert SC.render_text(timeline, width) == plot.strip("\n"), case
+    assert SC.render_text(SC.simulate(timeline.schedule, SC.Costs(send=1e300)), 50)
+    numbers = SC.render_text(SC.simulate(SC.make_schedule("gpipe", 1, 64)), 200).split("\n")[1][8:]
     letters = "abcdefghijklmnopqrstuvwxyz"
     assert numbers[:64] == f"0123456789{letters}{letters.upper()}01"
-
-
-def test_schedules_text_plot_keeps_its_width():
-    """The text plot is as wide as requested, or less if a column is the shortest action; all ranks
-    have one time scale; first and last actions are at their columns."""
-    rng = random.Random(2)
-    for s, width in product(sched_all((1, 4), (2, 8), (2,)), (10, 33, 100, 1000)):
-        t = SC.simulate(s, SC.Costs(*(rng.random() + 0.1 for _ in range(3)), 1.3, rng.random()))
-        shortest = min(e.end - e.start for row in t.events for e in row if e.end > e.start)
-        rows = sched_rows(SC.render_text(t, width))
-        (columns,) = {len(kinds) for kinds, _ in rows}
-        assert columns == min(width, round(t.makespan / shortest))
-        assert max(len(numbers) for _, numbers in rows) <= columns
-        for (kinds, _), events in zip(rows, t.events, strict=True) if columns < width else ():
-            ends = len(kinds) - len(kinds.lstrip(".")), len(kinds.rstrip("."))
-            times = events[0].start, events[-1].end
-            assert ends == pytest.approx([x / t.makespan * columns for x in times], abs=1)
-    assert SC.render_text(SC.simulate(s, SC.Costs(send=1e300)), 50)
 
 
 def test_schedules_svg_equals_the_timeline():
