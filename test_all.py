@@ -12973,426 +12973,297 @@ for groups, where, words in (
 # recompute.py
 # --------------------------------------------------------------------------------------------------
 
-RC_B, RC_T, RC_L = 2, 16, 4
-RC_CONFIG = dict(
-    vocab_size=64, dim=40, n_layers=RC_L, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48
-)
-RC_SIZES = (RC_B * RC_T, 40, 4, 2, 8, 48)  # N, C, Hq, Hkv, D, F
-RC_ONE = RC.MODES[:4]
-
-
-def rc_inputs(dtype=torch.float32, device="cpu"):
-    """What a block is given: x, rotations, positions, attend."""
-    config = M.ModelConfig(**RC_CONFIG)
-    at = torch.arange(RC_T, device=device)
-    x = torch.randn(RC_B, RC_T, config.dim, dtype=dtype, device=device)
-    return x.requires_grad_(), M.rope_cos_sin(config, at), at, M.causal_attention
+RC_SHAPE = dict(vocab_size=64, dim=40, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48)
+RC_BLOCK_MODES = RC.MODES[:4]  # without sqrt, which is of several blocks
 
 
 def rc_model(mode, **changes):
     torch.manual_seed(0)
-    model = M.Transformer(M.ModelConfig(**RC_CONFIG | changes))
+    model = M.Transformer(M.ModelConfig(**RC_SHAPE | changes))
     for block in model.layers:
         block.forward = RC.checkpoint_wrapper(block.forward, "full" if mode == "sqrt" else mode)
+    if mode == "sqrt":
+        model.layer_groups = RC.layer_groups(model.layers)
     return model
 
 
-def rc_loss(model, tokens, runs):
-    """As M.Transformer.forward, through `runs` instead of its layers."""
-    x, at = model.embed(tokens), torch.arange(tokens.shape[1])
-    rope = M.rope_cos_sin(model.config, at)
-    for run in runs:
-        x = run(x, rope, at, M.causal_attention)
-    return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1).float(), tokens.flatten())
+def rc_dropout(*args):
+    """An attend hook with random numbers, which recomputation must make again."""
+    return F.dropout(M.causal_attention(*args), 0.5)
 
 
-def rc_gradients(model, runs=None, amp=False, passes=1, cached=True):
-    """Loss and gradients; `passes` forward passes share a context of autocast."""
-    tokens = torch.arange(RC_B * RC_T).view(RC_B, RC_T) * 7 % 64
+def rc_gradients(model, amp=False, passes=1, cached=True, attend=rc_dropout):
+    """Losses and gradients; `passes` forward passes share a context of autocast."""
+    torch.manual_seed(1)
+    batches = [(torch.arange(32).view(2, 16) * 7 + i) % 64 for i in range(passes)]
     with torch.autocast("cpu", torch.bfloat16, enabled=amp, cache_enabled=cached):
-        losses = [rc_loss(model, (tokens + i) % 64, runs or model.layers) for i in range(passes)]
+        logits = [model(tokens, attend=attend) for tokens in batches]
+    pairs = zip(logits, batches, strict=True)
+    losses = [F.cross_entropy(x.flatten(0, 1).float(), tokens.flatten()) for x, tokens in pairs]
     sum(losses).backward()
     return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters())]
 
 
 def rc_same(a, b):
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+    return all(map(torch.equal, a, b)) and len(a) == len(b)
 
 
 RC_MODELS = {
     "dense": {},
     "mixture": dict(moe_layers=(0, 2), n_experts=4, n_experts_per_token=2, expert_ffn_dim=16),
-    "latent": dict(
-        n_kv_heads=4, head_dim=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-        v_head_dim=8,
-    ),
+    "latent": dict(n_kv_heads=4, head_dim=12, kv_lora_rank=16)
+    | dict(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
     "alibi": dict(alibi=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("changes", RC_MODELS.values(), ids=RC_MODELS)
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
 def test_recompute_gradients_equal_no_recomputation(changes, amp):
-    """Bit for bit, in every mode."""
-    want = rc_gradients(rc_model("none", **changes), amp=amp)
+    """Bit for bit, in every mode, with dropout."""
+    want = rc_gradients(rc_model("none", **changes), amp)
     assert all(g.abs().max() > 0 for g in want)
     for mode in RC.MODES[1:]:
-        model = rc_model(mode, **changes)
-        runs = RC.layer_groups(model.layers) if mode == "sqrt" else None
-        assert rc_same(rc_gradients(model, runs, amp), want), mode
+        assert rc_same(rc_gradients(rc_model(mode, **changes), amp), want), mode
 
 
 def test_recompute_autocast_cache_is_shared_by_passes():
     """Twice within one context, whose cache of casts has the second pass do fewer operations than
     it does again. selective adds gradients up as without the cache, in fp32."""
-    want = {c: rc_gradients(rc_model("none"), amp=True, passes=2, cached=c) for c in (True, False)}
+    want = {c: rc_gradients(rc_model("none"), True, 2, cached=c) for c in (True, False)}
     assert not rc_same(*want.values())
     for mode in RC.MODES[1:]:
-        model = rc_model(mode)
-        runs = RC.layer_groups(model.layers) if mode == "sqrt" else None
-        got = rc_gradients(model, runs, True, passes=2)
+        got = rc_gradients(rc_model(mode), True, 2)
         # the head, which is last, has the cache
         assert rc_same(got[:-1], want[mode != "selective"][:-1]), mode
 
 
-def rc_block(*sizes: int) -> nn.Module:
-    """The same weights at each call"""
-    torch.manual_seed(0)
-    return RC.Block(*sizes)
+class MatmulFlops(TorchDispatchMode):
+    """.flops of the matmuls that ran; those of attention count half, as causal ones."""
 
-
-def test_recompute_gradients_with_dropout():
-    """The random numbers are made again as they were."""
-    drop = lambda q, k, v: F.dropout(RC.attend(q, k, v), 0.5)
-    x, seen = torch.randn(2, 8, 32), {}
-    for mode in RC_ONE:
-        block = rc_block(32, 4, 2, 48)
-        torch.manual_seed(1)
-        y = RC.checkpoint_wrapper(block.forward, mode)(x, drop)
-        y.square().sum().backward()
-        seen[mode] = [y.detach(), *(p.grad for p in block.parameters())]
-    assert all(rc_same(seen[mode], seen["none"]) for mode in RC_ONE)
-
-
-class RcCount(torch.utils._python_dispatch.TorchDispatchMode):
-    """How often each operation ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = {}
+    flops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        self.counts[name] = self.counts.get(name, 0) + 1
+        if name in ("mm", "addmm_", "bmm"):
+            a, b = args[-2:]
+            self.flops += (2 - (name == "bmm")) * a.numel() * b.shape[-1]
+        elif name == "_scaled_dot_product_flash_attention_for_cpu":
+            q, k = args[:2]
+            self.flops += 2 * q.numel() * k.shape[-2]
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", RC_ONE)
-def test_recomputed_operations(mode):
-    """Of 7 matmuls and one attention. A backward pass has two matmuls per matmul."""
-    torch.manual_seed(0)
-    block, inputs = M.Block(M.ModelConfig(**RC_CONFIG), 0, False), rc_inputs()
-    y = RC.checkpoint_wrapper(block.forward, mode)(*inputs).sum()
-    with RcCount() as ran:
-        y.backward()
-    attention = ran.counts.get("_scaled_dot_product_flash_attention_for_cpu", 0)
-    again = {"none": (0, 0), "attention": (0, 1), "selective": (3, 0), "full": (6, 1)}
-    assert (ran.counts["mm"] - 14, attention) == again[mode]
-    assert (ran.counts.get("rsqrt", 0) > 0) == (mode in ("selective", "full"))
-
-
-RC_PRECISIONS = {  # dtype of weights and stream, autocast, s, p
-    "fp32": (torch.float32, False, 4, 4),
-    "autocast": (torch.float32, True, 4, 2),
-    "bf16": (torch.bfloat16, False, 2, 2),
-    "bf16 autocast": (torch.bfloat16, True, 2, 2),
+RC_PRECISIONS = {  # device, dtype of weights and stream, autocast, bytes of an element
+    "fp32": ("cpu", torch.float32, False, {}),
+    "autocast": ("cpu", torch.float32, True, dict(matmul_bytes=2)),
+    "bf16": ("cpu", torch.bfloat16, False, dict(residual_bytes=2)),
+    "bf16 autocast": ("cpu", torch.bfloat16, True, dict(residual_bytes=2, matmul_bytes=2)),
+    "meta": ("meta", torch.float32, False, {}),
 }
 
 
 @pytest.mark.parametrize("precision", RC_PRECISIONS)
 @pytest.mark.parametrize("fused", [True, False], ids=["flash", "math"])
-@pytest.mark.parametrize("mode", RC_ONE)
-def test_recompute_bytes_equal_the_formula(precision, fused, mode):
-    """What a block of model.py keeps, to the byte, weights' casts too."""
-    dtype, amp, s, p = RC_PRECISIONS[precision]
-    block = M.Block(M.ModelConfig(**RC_CONFIG), 0, False).to(dtype)
-    x, rope, at, attend = rc_inputs(dtype)
-    forward = RC.checkpoint_wrapper(block.forward, mode)
+@pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "plain"])
+def test_recompute_bytes_and_flops_equal_the_formulas(precision, fused, gated):
+    """What a block of model.py keeps, to the byte, weights' casts too, and the FLOPs that its
+    backward pass has more than without recomputation."""
+    device, dtype, amp, how = RC_PRECISIONS[precision]
+    fused &= device == "cpu"  # on meta, torch takes MATH
+    config = M.ModelConfig(**RC_SHAPE)
+    block = M.Block(config, 0, False).to(device, dtype)
+    if not gated:
+        mlp = block.mlp
+        del mlp.gate_proj
+        mlp.forward = lambda x: mlp.down_proj(F.silu(mlp.up_proj(x)))
+    at = torch.arange(16, device=device)
+    rope = M.rope_cos_sin(config, at)
+    x = torch.randn(2, 16, 40, dtype=dtype, device=device, requires_grad=True)
+    sizes = 32, 40, 4, 2, 8, 48  # N, C, Hq, Hkv, D, F
+    how = dict(seq=16, gated=gated, fused=fused) | how
+    casts = 2 * sum(p.numel() for p in block.parameters() if p.dim() == 2)
+    with_casts = RC.block_bytes(*sizes, **how, cast_weights=precision == "autocast")
+    more = RC.block_flops(*sizes, seq=16, gated=gated, fused=fused)
+    flops = {}
+    for mode in RC_BLOCK_MODES:
+        forward = RC.checkpoint_wrapper(block.forward, mode)
 
-    def run():
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            return forward(x, rope, at, attend)
+        def run():
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                return forward(x, rope, at, M.causal_attention)
 
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH):
-        got = RC.saved_bytes(run, [*block.parameters(), at, *rope])
-    how = dict(seq=RC_T, residual_bytes=s, matmul_bytes=p, fused=fused)
-    assert got == RC.block_bytes(*RC_SIZES, **how, cast_weights=p < s)[mode]
-    weights = sum(q.numel() for q in block.parameters() if q.dim() == 2)
-    fewer = 2 * weights if p < s and mode in ("none", "attention") else 0
-    assert got - fewer == RC.block_bytes(*RC_SIZES, **how)[mode]
-
-
-class RcPlain(torch.nn.Module):
-    """A block with up, one nonlinearity, down."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = M.Block(M.ModelConfig(**RC_CONFIG), 0, False)
-        self.block.mlp.forward = self.mlp
-
-    def mlp(self, x):
-        return self.block.mlp.down_proj(F.silu(self.block.mlp.up_proj(x)))
-
-    def forward(self, *inputs):
-        return self.block(*inputs)
-
-
-@pytest.mark.parametrize("device, amp", [("cpu", False), ("cpu", True), ("meta", False)])
-@pytest.mark.parametrize("mode", RC_ONE)
-def test_recompute_bytes_without_a_gate(device, mode, amp):
-    module = RcPlain().to(device)
-    x, rope, at, attend = rc_inputs(device=device)
-    forward = RC.checkpoint_wrapper(module.forward, mode)
-
-    def run():
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            return forward(x, rope, at, attend)
-
-    fused = device == "cpu"  # on meta, torch takes MATH
-    got = RC.saved_bytes(run, [*module.parameters(), at, *rope])
-    how = dict(seq=RC_T, fused=fused, gated=False, matmul_bytes=2 if amp else 4, cast_weights=amp)
-    assert got == RC.block_bytes(*RC_SIZES, **how)[mode]
-
-
-def test_recompute_formula_of_llama3_8b():
-    """In numbers: 8192 tokens of bf16 under FSDP. none: norms 2 (4 C + 4 + 2 C) + 4 C, q, k, v, o
-    2 (2 * 4096 + 2 * 1024), lse 128, 8 F."""
-    sizes = (8192, 4096, 32, 8, 128, 14336)
-    got = RC.block_bytes(*sizes, residual_bytes=2)
-    none = 2 * (6 * 4096 + 4) + 4 * 4096 + 2 * (2 * 4096 + 2 * 1024) + 128 + 8 * 14336
-    assert got["none"] == 8192 * none
-    assert got["attention"] == 8192 * (none - 128)
-    assert got["selective"] == 8192 * (2 * (4096 + 4096 + 1024 + 4096 + 14336) + 128)
-    assert got["full"] == 8192 * 2 * 4096
-    flops = RC.block_flops(*sizes, seq=8192)
-    assert flops["attention"] == 2 * 8192 * 8192 * 4096 == 8192 * 4 * 8192 * 4096 / 2
-    assert flops["selective"] == 2 * 8192 * 4096 * (4096 + 1024 + 14336)
-    assert flops["full"] == flops["attention"] + 2 * 8192 * 4096 * (2 * 5120 + 2 * 14336)
-    plain = RC.block_flops(*sizes, seq=8192, gated=False, fused=False)
-    assert plain["full"] == flops["full"] - 2 * 8192 * 4096 * 14336
-    assert plain["selective"] == 2 * 8192 * 4096 * (4096 + 1024 + 14336) + flops["attention"]
-
-
-def test_recompute_bytes_of_segments():
-    """sqrt keeps an input per run; what is made again at a time is a run, or of full blocks their
-    inputs."""
-    model = rc_model("none")
-    x, *others = rc_inputs()
-    but = [*model.parameters(), others[1], *others[0]]
-    for n in (1, 2, 3, RC_L):
-        runs = RC.layer_groups(model.layers, n)
-
-        def forward(x=x, runs=runs):
-            for run in runs:
-                x = run(x, *others)
-            return x
-
-        assert RC.saved_bytes(forward, but) == n * x.nbytes
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH):
+            kept = RC.saved_bytes(run, [*block.parameters(), at, *rope])
+            loss = run().sum()
+            with MatmulFlops() as ran:
+                loss.backward()
+            with torch.no_grad():
+                assert RC.saved_bytes(run) == 0
+        flops[mode] = ran.flops
+        has_casts = precision == "autocast" and mode in ("none", "attention")
+        assert kept == with_casts[mode], mode
+        assert kept - casts * has_casts == RC.block_bytes(*sizes, **how)[mode], mode
+        skipped = 0.5 if mode == "attention" and not fused else 1  # the second of MATH's matmuls
+        assert flops[mode] - flops["none"] == skipped * more[mode], mode
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 5, 10, 32])
 def test_recompute_segments_are_all_blocks_in_order(layers):
-    seen = []
-
-    class Note(torch.nn.Module):
-        def __init__(self, i):
-            super().__init__()
-            self.i = i
-
-        def forward(self, x, other):
-            seen.append((self.i, other))
-            return x + 1
-
-    blocks = [Note(i) for i in range(layers)]
+    """n groups, by default the root of the layers, of equal sizes up to one, larger ones first;
+    each keeps its input alone."""
+    seen, x = [], torch.ones(3, requires_grad=True)
+    block = lambda i, x, other: seen.append((i, other)) or x.sin()
     for n in (None, *range(1, layers + 1)):
+        groups = RC.layer_groups([partial(block, i) for i in range(layers)], n)
         seen.clear()
-        runs, x, sizes = RC.layer_groups(blocks, n), torch.zeros(()), []
-        for run in runs:
-            x = run(x, "o")
-            sizes.append(len(seen) - sum(sizes))
-        assert seen == [(i, "o") for i in range(layers)] and x == layers
-        assert len(runs) == (min(layers, max(1, round(layers**0.5))) if n is None else n)
+        ends = [0]
+
+        def forward(y=x):
+            for group in groups:
+                y = group(y, "o")
+                ends.append(len(seen))
+            return y
+
+        kept = RC.saved_bytes(forward)
+        assert seen == [(i, "o") for i in range(layers)]
+        assert len(groups) == (min(layers, max(1, round(layers**0.5))) if n is None else n)
+        sizes = [b - a for a, b in itertools.pairwise(ends)]
         assert sizes == sorted(sizes, reverse=True) and (not sizes or sizes[0] - sizes[-1] <= 1)
+        assert kept == len(groups) * x.nbytes
 
 
 def test_recompute_saved_bytes_by_hand():
     """Storages once, through views; only what the graph needs, closures and outputs too."""
     w, x = torch.ones(8, requires_grad=True), torch.ones(8)
-    assert RC.saved_bytes(lambda: w * x) == 32  # x, not w: nobody wants x's gradient
-    assert RC.saved_bytes(lambda: w * w[:4].repeat(2), [w]) == 32  # the copy
-    assert RC.saved_bytes(lambda: w * w) == 32
-    assert RC.saved_bytes(lambda: w * x, [x]) == 0
-    assert RC.saved_bytes(lambda: w + torch.ones(8)) == 0
-    assert RC.saved_bytes(lambda: w + x.view(2, 4).flatten()) == 0  # there before, and not saved
-    assert RC.saved_bytes(lambda: w.exp()) == 32  # its own output
-    assert RC.saved_bytes(lambda: (w.exp(), w.sin()), [w]) == 32
-    assert RC.saved_bytes(lambda: [(w * torch.ones(8)).detach()]) == 0
-    run = lambda x, kept: (x * kept[0][:8]).sin()
-    big = lambda: RC.non_reentrant_checkpoint(run, w, [torch.ones(1000) * 2])
-    assert RC.saved_bytes(big, [w]) == 4000
-    with torch.no_grad():
-        assert RC.saved_bytes(lambda: w * x) == 0
-
-
-def rc_best(costs, budget):
-    picks = itertools.product(*(c.values() for c in costs))
-    sums = [(sum(b for b, _ in pick), sum(f for _, f in pick)) for pick in picks]
-    return min((f for b, f in sums if b <= budget), default=None), min(b for b, _ in sums)
+    multiply = lambda x, kept: (x * kept[0][:8]).sin()
+    kept = lambda: RC.non_reentrant_checkpoint(multiply, w, [torch.ones(1000) * 2])
+    for want, run, exclude in (
+        (32, lambda: w * x, []),  # x, not w: nobody wants x's gradient
+        (32, lambda: w * w[:4].repeat(2), [w]),  # the copy
+        (32, lambda: w * w, []),
+        (0, lambda: w * x, [x]),
+        (0, lambda: w + torch.ones(8), []),
+        (0, lambda: w + x.view(2, 4).flatten(), []),  # there before, and not saved
+        (32, lambda: w.exp(), []),  # its own output
+        (32, lambda: (w.exp(), w.sin()), [w]),
+        (0, lambda: [(w * torch.ones(8)).detach()], []),
+        (4000, kept, [w]),
+    ):
+        assert RC.saved_bytes(run, exclude) == want, inspect.getsource(run)
 
 
 def test_recompute_choose_is_exact():
-    """As brute force, of few blocks, for every budget; none or one with too little."""
-    rng = random.Random(0)
-    for trial in range(150):
+    """As brute force, of few blocks, for every budget; refused with too little."""
+    rng, outcomes = random.Random(0), Counter()
+    for _ in range(150):
         high = rng.choice([3, 10, 1000])
+        flops = lambda: rng.choice([rng.randint(0, high), rng.random()])
+        names = [f"m{i}" for i in range(rng.randint(1, 4))]
         costs = [
-            {f"m{m}": (rng.randint(0, high), rng.choice([rng.randint(0, high), rng.random()]))
-             for m in range(rng.randint(1, 4))}
-            for _ in range(rng.randint(0, 5))
-        ]  # fmt: skip
+            {m: (rng.randint(0, high), flops()) for m in names} for _ in range(rng.randint(0, 5))
+        ]
         costs += costs[:1] * rng.randint(0, 1)
+        picks = [[*zip((0, 0), *pick)] for pick in itertools.product(*(c.values() for c in costs))]
+        picks = [tuple(map(sum, pick)) for pick in picks]
         for budget in {0, 1, high // 2, high, 2 * high, 3 * high}:
-            best, least = rc_best(costs, budget)
+            best = min((flops for size, flops in picks if size <= budget), default=None)
+            outcomes[best is None] += 1
             if best is None:
+                least = min(size for size, _ in picks)
                 with pytest.raises(ValueError, match=f"budget of {budget} .* is {least}$"):
                     RC.choose_modes(costs, budget)
                 continue
-            modes = RC.choose_modes(costs, budget)
-            assert len(modes) == len(costs)
-            assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
-            assert sum(c[m][1] for c, m in zip(costs, modes, strict=True)) == pytest.approx(
-                best, rel=1e-12
-            )
+            chosen = [c[m] for c, m in zip(costs, RC.choose_modes(costs, budget), strict=True)]
+            assert sum(size for size, _ in chosen) <= budget
+            assert sum(flops for _, flops in chosen) == pytest.approx(best, rel=1e-12)
+    assert min(outcomes.values()) > 100
 
 
 def test_recompute_choose_is_fast():
     """128 blocks of Llama 3 8B, alike, and all different, at every quarter of the range."""
-    sizes = (8192, 4096, 32, 8, 128, 14336)
+    sizes, rng = (8192, 4096, 32, 8, 128, 14336), random.Random(0)
     kept, again = RC.block_bytes(*sizes, residual_bytes=2), RC.block_flops(*sizes, seq=8192)
     alike = [{m: (kept[m], again[m]) for m in kept}] * 128
-    rng = random.Random(0)
-    other = [{m: (int(b * rng.uniform(0.5, 2)), f * rng.uniform(0.5, 2)) for m, (b, f) in c.items()}
-             for c in alike]  # fmt: skip
-    for costs in (alike, other):
-        low, high = (sum(pick(b for b, _ in c.values()) for c in costs) for pick in (min, max))
-        start = time.process_time()
-        for i in range(5):
-            budget = low + (high - low) * i // 4
-            modes = RC.choose_modes(costs, budget)
-            assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
-        assert time.process_time() - start < 3
-    low = 128 * kept["full"]
-    assert RC.choose_modes(alike, low) == ["full"] * 128
-    assert RC.choose_modes(alike, 128 * kept["none"]) == ["none"] * 128
-    modes = RC.choose_modes(alike, low + 40 * (kept["selective"] - kept["full"]))
-    assert modes.count("selective") == 40 and modes.count("full") == 88
+    vary = lambda size, flops: (int(size * rng.uniform(0.5, 2)), flops * rng.uniform(0.5, 2))
+    other = [{m: vary(*cost) for m, cost in costs.items()} for costs in alike]
+    start = time.process_time()
+    for costs, quarter in product((alike, other), range(5)):
+        low, high = (sum(pick(c.values())[0] for c in costs) for pick in (min, max))
+        budget = low + (high - low) * quarter // 4
+        modes = RC.choose_modes(costs, budget)
+        assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
+    assert time.process_time() - start < 4
+    room = 128 * kept["full"] + 40 * (kept["selective"] - kept["full"])
+    assert Counter(RC.choose_modes(alike, room)) == dict(selective=40, full=88)
 
 
-class RcOpaque(torch.autograd.Function):
-    """Attention that operations do not show; `core` computes it."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, core):
-        o = core(q, k, v)
-        ctx.save_for_backward(q, k, v, o)
-        return o
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, o = ctx.saved_tensors
-        return (
-            grad * k.mean(2, keepdim=True),
-            grad.mean(1, True).expand_as(k) * o.sum(),
-            v * 2,
-            None,
-        )
-
-
-@pytest.fixture(scope="module")
-def rc_custom_op():
-    @torch.library.custom_op("rc_test::core", mutates_args=())
-    def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        core.calls += 1
-        return (q * k.mean(2, keepdim=True).mean(1, True) + v.mean(1, True)).contiguous()
-
-    core.calls = 0
-    return core
-
-
-@pytest.mark.parametrize("mode", RC_ONE)
-@pytest.mark.parametrize("named", [False, True])
-def test_recompute_opaque_functions(mode, named, rc_custom_op):
+def test_recompute_opaque_functions():
     """An autograd.Function runs again under selective, but for a custom operation that is named:
     that of its forward is found again. Gradients are the same."""
-    core, seen = rc_custom_op, {}
-    attend = lambda q, k, v: RcOpaque.apply(q, k, v, core)
-    save = [torch.ops.rc_test.core.default] if named else []
-    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
-    for at in ("none", mode):
-        block = rc_block(32, 4, 4, 48)
-        core.calls = 0
-        y = RC.checkpoint_wrapper(block.forward, at, save)(x, attend)
+    calls = []
+
+    @torch.library.custom_op("rc_test::core", mutates_args=())
+    def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return q * k.mean() + v
+
+    class Opaque(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            o = core(q, k, v)
+            ctx.save_for_backward(o)
+            return o
+
+        @staticmethod
+        def backward(ctx, grad):
+            (o,) = ctx.saved_tensors
+            return grad * o, grad + o, grad - o
+
+    def gradients(mode, save=()):
+        torch.manual_seed(0)
+        block, x = RC.Block(32, 4, 4, 48), torch.randn(2, 8, 32)
+        calls.clear()
+        y = RC.checkpoint_wrapper(block.forward, mode, save)(x, Opaque.apply)
         y.square().sum().backward()
-        seen[at] = [y.detach(), *(p.grad for p in block.parameters())], core.calls
-    assert rc_same(seen[mode][0], seen["none"][0])
-    again = {"none": 0, "attention": 1, "selective": 1 - named, "full": 1}
-    assert seen[mode][1] == 1 + again[mode]
+        return [y.detach(), *(p.grad for p in block.parameters())], len(calls)
+
+    want, _ = gradients("none")
+    for named in (False, True):
+        save = [torch.ops.rc_test.core.default] * named
+        for mode, again in dict(none=0, attention=1, selective=1 - named, full=1).items():
+            got, n = gradients(mode, save)
+            assert rc_same(got, want) and n == 1 + again, (mode, named)
 
 
 def test_recompute_attention_without_a_hook():
-    """Where no argument is callable, each F.scaled_dot_product_attention is the checkpoint, and it
-    alone."""
+    """Where no argument is callable, each F.scaled_dot_product_attention is a checkpoint of its
+    own: what stays is its q, k, v and its input."""
+    x, linear = torch.randn(2, 4, 16, 8, requires_grad=True), nn.Linear(8, 8)
 
-    class Two(RC.Block):
-        def forward(self, x):
-            return super().forward(super().forward(x, RC.attend), RC.attend)
+    def forward(x):
+        for _ in range(2):
+            v = linear(x)
+            x = F.scaled_dot_product_attention(x.sin(), x.cos(), v, is_causal=True)
+        return x
 
-    torch.manual_seed(0)
-    block, x = Two(32, 4, 2, 48), torch.randn(2, 16, 32, requires_grad=True)
+    grads = {}
     with sdpa_kernel(SDPBackend.MATH):
-        forwards = [RC.checkpoint_wrapper(block.forward, mode) for mode in ("none", "attention")]
-        kept = [RC.saved_bytes(partial(f, x), block.parameters()) for f in forwards]
-        sizes = (32, 32, 4, 2, 8, 48)
-        each = [RC.block_bytes(*sizes, seq=16, fused=False)[m] for m in ("none", "attention")]
-        assert kept == [2 * n for n in each]
-        grads = []
         for mode in ("none", "attention"):
-            block.zero_grad()
-            RC.checkpoint_wrapper(block.forward, mode)(x).sum().backward()
-            grads.append([p.grad for p in block.parameters()])
-    assert rc_same(*grads)
+            run = partial(RC.checkpoint_wrapper(forward, mode), x)
+            kept = RC.saved_bytes(run, linear.parameters())
+            assert (kept == 2 * 4 * x.nbytes) == (mode == "attention")
+            grads[mode] = torch.autograd.grad(run().square().sum(), [x, *linear.parameters()])
+    assert rc_same(*grads.values())
 
 
-def test_recompute_without_gradients():
-    """A forward pass alone keeps nothing and runs nothing twice."""
-    inputs = rc_inputs()
-    block = M.Block(M.ModelConfig(**RC_CONFIG), 0, False)
-    with torch.no_grad():
-        want = block(*inputs)
-        for mode in RC_ONE:
-            assert torch.equal(RC.checkpoint_wrapper(block.forward, mode)(*inputs), want)
-
-
-def test_recompute_errors():
-    for mode, words in (
-        ("sqrt", r"layer_groups\(blocks\)"),
-        ("some", "supported: none, attention"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            RC.checkpoint_wrapper(print, mode)
-    for n in (0, 4, -1):
-        with pytest.raises(ValueError, match=f"from 1 to the 3 blocks, not {n}"):
-            RC.layer_groups([torch.nn.Identity()] * 3, n)
+for rc_mode, rc_words in dict(
+    sqrt=r"layer_groups\(blocks\)", some="supported: none, attention"
+).items():
+    REFUSED[f"recompute: mode {rc_mode}"] = partial(RC.checkpoint_wrapper, print, rc_mode), rc_words
+for rc_n in (0, 4, -1):
+    rc_call = partial(RC.layer_groups, [nn.Identity()] * 3, rc_n)
+    REFUSED[f"recompute: {rc_n} groups"] = rc_call, f"from 1 to the 3 blocks, not {rc_n}"
 
 
 @pytest.mark.parametrize(
@@ -13403,77 +13274,53 @@ def test_recompute_compiled_blocks(mode):
     """block.compile() compiles every block, whole, in every mode, sqrt's within runs too; the same
     gradients."""
     torch._dynamo.reset()
-    want = rc_gradients(rc_model("none"))
+    want = rc_gradients(rc_model("none"), attend=M.causal_attention)
     graphs, model = [], rc_model(mode)
+    backend = lambda graph, _: graphs.append(graph) or graph.forward
     for block in model.layers:
-        block.compile(
-            backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True
-        )
-    runs = RC.layer_groups(model.layers) if mode == "sqrt" else None
-    assert rc_same(rc_gradients(model, runs), want)
-    assert graphs
+        block.compile(backend=backend, fullgraph=True)
+    assert rc_same(rc_gradients(model, attend=M.causal_attention), want) and graphs
     torch._dynamo.reset()
 
 
-# Of 4 ranks: sharded, and cut by tensor parallelism
+def rc_shard(model):
+    """fully_shard around every block and the model, with bf16 parameters"""
+    types = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    mesh = init_device_mesh("cpu", (4,))
+    for module in (*model.layers, model.embed, model.norm, model.head):
+        fully_shard(module, mesh=mesh, mp_policy=types)
 
 
-def rc_sharded(mode, mesh):
-    """fully_shard around every block and the model, with bf16 parameters, under autocast; two
-    micro-batches."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = rc_model(mode)
-    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32,
-                                                         cast_forward_inputs=False))  # fmt: skip
-    runs = RC.layer_groups(model.layers) if mode == "sqrt" else None
-    for block in model.layers:
-        fully_shard(block, **how)
-    for module in (model.embed, model.norm, model.head):
-        fully_shard(module, **how)
-    rc_gradients(model, runs, amp=True)
-    got = rc_gradients(model, runs, amp=True)
-    return [got[0], *(g.to_local() for g in got[1:])]
+def rc_on_ranks(env, shard, amp=False, **changes):
+    """Two micro-batches, in every mode"""
+    results = {}
+    for mode in RC.MODES:
+        model = rc_model(mode, **changes)
+        shard(model)
+        rc_gradients(model, amp)
+        got = rc_gradients(model, amp)
+        results[mode] = [x.to_local() if isinstance(x, DTensor) else x for x in got]
+        assert rc_same(results[mode], results["none"]), mode
+    assert all(g.abs().max() > 0 for g in results["none"] if g.numel())
 
 
-def rc_cut(mode, sequence):
-    """Tensor parallelism, as parallel.py has it."""
-    import parallel as P
-
-    torch.manual_seed(0)
-    model = M.Transformer(M.ModelConfig(**RC_CONFIG | dict(n_kv_heads=4)))
-    P.apply_tp(model, P.make_mesh(tp=4), sequence_parallel=sequence)
-    for block in model.layers:
-        block.forward = RC.checkpoint_wrapper(block.forward, "full" if mode == "sqrt" else mode)
-    tokens = torch.arange(RC_B * RC_T).view(RC_B, RC_T) * 7 % 64
-    model(tokens).float().logsumexp(-1).sum().backward()
-    return [p.grad for p in model.parameters()]
+def rc_tp(model, sequence):
+    parallel.apply_tp(model, parallel.make_mesh(tp=4), sequence_parallel=sequence)
 
 
-def rc_modes(run, modes):
-    return {mode: [x.clone() for x in run(mode)] for mode in modes}
-
-
-RC_WORKS = {
-    "sharded": lambda env: rc_modes(
-        partial(rc_sharded, mesh=init_device_mesh("cpu", (4,))), RC.MODES[:5]
-    ),
-    "tp": lambda env: rc_modes(partial(rc_cut, sequence=False), RC.MODES[:4]),
-    "sp": lambda env: rc_modes(partial(rc_cut, sequence=True), RC.MODES[:4]),
-}
+RC_WORKS = {"sharded": partial(rc_on_ranks, shard=rc_shard, amp=True)}
+for rc_name, rc_sequence in dict(tp=False, sp=True).items():
+    rc_cut = partial(rc_tp, sequence=rc_sequence)
+    RC_WORKS[rc_name] = partial(rc_on_ranks, shard=rc_cut, n_kv_heads=4)
 rc_ranks = on_ranks("rc_ranks", RC_WORKS, limit=240)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sharded", "tp", "sp"])
+@pytest.mark.parametrize("name", RC_WORKS)
 def test_recompute_gradients_of_ranks(name, rc_ranks):
     """Under fully_shard with bf16 parameters, and under tensor parallelism, whose collectives are
     made again: those of none, on every rank, in every mode."""
-    for result in rc_ranks[name]:
-        want = result["none"]
-        assert all(g.abs().max() > 0 for g in want if g.numel())
-        for mode in RC.MODES[1 : 4 if name != "sharded" else 5]:
-            assert rc_same(result[mode], want), mode
+    rc_ranks[name]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -13483,65 +13330,71 @@ def test_recompute_gradients_of_ranks(name, rc_ranks):
 CL_N, CL_C, CL_V = 50, 16, 97
 
 
-def cl_draw(seed=0, dtype=torch.float64, shape=(CL_N, CL_C, CL_V), ignored=7, index=-100):
-    """hidden, weight, bias, targets"""
-    rng, (N, C, V) = torch.Generator().manual_seed(seed), shape
+def cl_draw(dtype=torch.float64, shape=(CL_N, CL_C, CL_V), ignored=7, index=-100, factor=1):
+    """[hidden, weight, bias], targets, of which every `ignored`-th is none"""
+    rng, (N, C, V) = seeded(), shape
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64) for s in ((N, C), (V, C), (V,))]
     targets = torch.randint(0, V, (N,), generator=rng)
+    targets[1:7] = torch.tensor([29, 30, 31, 63, 64, 96]) % V  # both sides of cl_vocabulary's cuts
     targets[::ignored] = index
+    tensors[0] *= factor
     return [t.to(dtype) for t in tensors], targets
 
 
-def cl_truth(hidden, weight, targets, bias=None, index=-100, z_loss=0.0, softcap=None):
+def cl_truth(hidden, weight, bias, targets, ignore_index=-100, z_loss=0.0, softcap=None):
     """From the definition, row by row."""
-    total = hidden.new_zeros(())
+    total = 0 * (hidden.sum() + weight.sum() + bias.sum())
     for h, t in zip(hidden, targets.tolist(), strict=True):
-        if t != index:
-            logits = weight @ h + (0 if bias is None else bias)
+        if t != ignore_index:
+            logits = weight @ h + bias
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            lse = logits.exp().sum().log()
+            lse = logits.logsumexp(0)
             total = total + lse - logits[t] + z_loss * lse**2
     return total
 
 
-def cl_run(function, tensors, scale=1.0, **how):
+def cl_run(function, tensors, scale=1.0):
     """Loss and gradients of scale * loss."""
     leaves = [t.clone().requires_grad_() for t in tensors]
-    loss = function(leaves, **how)
+    loss = function(*leaves)
     (loss * scale).backward()
     return [loss.detach(), *(t.grad for t in leaves)]
 
 
-CL_HOWS = {
-    "plain": {},
-    "z": dict(z_loss=0.03),
-    "softcap": dict(softcap=1.5),
-    "all": dict(z_loss=0.03, softcap=1.5, ignore_index=5),
+def cl_ours(h, w, b, *, targets, **how):
+    return CL.linear_cross_entropy(h, w, targets, bias=b, **how)
+
+
+CL_CASES = {  # changes of the data, options
+    "plain": ({}, {}),
+    "z loss": ({}, dict(z_loss=0.03)),
+    "softcap": ({}, dict(softcap=1.5)),
+    "all": (dict(index=5), dict(z_loss=0.03, softcap=1.5, ignore_index=5)),
+    "large logits": (dict(factor=300), {}),  # their exponentials are inf
+    "no targets": (dict(ignored=1), dict(z_loss=1.0)),
 }
 
 
-@pytest.mark.parametrize("how", CL_HOWS.values(), ids=CL_HOWS)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_chunked_loss_equals_the_definition(how, with_bias):
-    """Loss and the three gradients in fp64, for chunks that divide the rows or not."""
-    index = how.get("ignore_index", -100)
-    (h, w, b), targets = cl_draw(index=index)
-    tensors = [h, w, b] if with_bias else [h, w]
-    bias = lambda leaves: leaves[2] if with_bias else None
-    extra = {k: v for k, v in how.items() if k != "ignore_index"}
-    truth = lambda l: cl_truth(l[0], l[1], targets, bias(l), index, **extra)
-    want = cl_run(truth, tensors, scale=0.3)
-    for chunk in (None, 1, 7, 25, CL_N, 1000):
-        ours = lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=bias(l), chunk=chunk, **how)
-        for got, true in zip(cl_run(ours, tensors, scale=0.3), want, strict=True):
-            torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-12)
-    reference = lambda l: CL.reference(*l[:2], targets, bias=bias(l), **how)
-    for got, true in zip(cl_run(reference, tensors, scale=0.3), want, strict=True):
-        torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("data, how", CL_CASES.values(), ids=CL_CASES)
+def test_chunked_loss_equals_the_definition(data, how):
+    """Loss and the three gradients in fp64: of chunks that divide the rows or not, without a bias,
+    and of micro-batches, one without rows, which add up in what hidden is made of."""
+    (h, w, b), targets = cl_draw(**data)
+    truth, within = partial(cl_truth, targets=targets, **how), 1e-11 if "factor" in data else 1e-12
 
+    def compare(ours, truth, *tensors):
+        for got, true in zip(cl_run(ours, tensors, 0.3), cl_run(truth, tensors, 0.3), strict=True):
+            torch.testing.assert_close(got, true, rtol=within, atol=1e-12)
 
-def cl_error(got, true):
-    return ((got.double() - true).norm() / true.norm()).item()
+    for n in (None, 1, 7, 25, CL_N, 1000):
+        compare(partial(cl_ours, targets=targets, chunk=n, **how), truth, h, w, b)
+    compare(lambda h, w, b: CL.reference(h, w, targets, bias=b, **how), truth, h, w, b)
+    no_bias = lambda h, w: CL.linear_cross_entropy(h, w, targets, **how)
+    compare(no_bias, lambda h, w: truth(h, w, 0 * b), h, w)
+    parts = slice(0, 20), slice(20, 20), slice(20, CL_N)
+    part = lambda h, w, b, rows: cl_ours(h.tanh()[rows], w, b, targets=targets[rows], **how)
+    micro = lambda h, w, b: sum(part(h, w, b, rows) for rows in parts)
+    compare(micro, lambda h, w, b: truth(h.tanh(), w, b), h, w, b)
 
 
 CL_BOUNDS = {  # dtype of the tensors, autocast: of loss, dhidden, dweight, dbias
@@ -13554,106 +13407,57 @@ CL_BOUNDS = {  # dtype of the tensors, autocast: of loss, dhidden, dweight, dbia
 @pytest.mark.parametrize("precision", CL_BOUNDS)
 def test_chunked_loss_rounding(precision):
     """Against fp64 of the same numbers, in small chunks; at most a half worse than the plain loss
-    (dW is rounded once per chunk more). Gradients are in their tensors' dtypes, the loss in
-    fp32."""
+    (dW is rounded once per chunk more). Gradients are in their tensors' dtypes, the loss in fp32.
+    Autocast's numbers are bf16's."""
     dtype, amp, bounds = CL_BOUNDS[precision]
-    tensors, targets = cl_draw(dtype=torch.bfloat16 if amp else dtype, shape=(600, 64, 500))
+    tensors, targets = cl_draw(torch.bfloat16 if amp else dtype, (600, 64, 500))
     tensors = [t.to(dtype) / 4 for t in tensors]
-    exact = lambda l: CL.reference(*l[:2], targets, bias=l[2])
+    exact = lambda h, w, b: CL.reference(h, w, targets, bias=b)
+    ours = partial(cl_ours, targets=targets, chunk=10)
     want = cl_run(exact, [t.double() for t in tensors])
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        ours = lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=l[2], chunk=10)
-        got = cl_run(ours, tensors)
-        plain = cl_run(exact, tensors)
+        got, plain = cl_run(ours, tensors), cl_run(exact, tensors)
     assert got[0].dtype == torch.float32 and all(g.dtype == dtype for g in got[1:])
     for a, p, true, bound in zip(got, plain, want, bounds, strict=True):
-        assert cl_error(a, true) <= max(bound / 5, 1.5 * cl_error(p, true))
-        assert cl_error(a, true) < bound
+        assert relative(a.double(), true) <= max(bound / 5, 1.5 * relative(p.double(), true))
+        assert relative(a.double(), true) < bound
+    if amp:
+        low = cl_run(ours, [t.bfloat16() for t in tensors])
+        assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(got, low, strict=True))
 
 
 def test_chunked_loss_sums_of_weight_gradients_are_fp32():
     """Of bf16 tensors and 256 chunks dW is off as one matmul is; in bf16 it would be by much
     more."""
-    (h, w, _), targets = cl_draw(dtype=torch.bfloat16, shape=(256, 32, 40))
+    (h, w, _), targets = cl_draw(torch.bfloat16, (256, 32, 40))
     h, w = h.abs(), w / 8  # gradients that do not cancel
-    want = cl_run(lambda l: CL.reference(*l, targets), [h.double(), w.double()])
-    errors = [cl_error(cl_run(lambda l: CL.linear_cross_entropy(*l, targets, chunk=n), [h, w])[2],
-                       want[2]) for n in (1, 256)]  # fmt: skip
-    assert errors[0] < 1.5 * errors[1] < 6e-3
-
-
-def test_chunked_loss_autocast_casts_only_matmuls():
-    """Products see bf16, statistics fp32; nothing changes outside."""
-    seen = set()
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.update((func.overloadpacket.__name__, t.dtype) for t in args
-                        if isinstance(t, torch.Tensor) and t.is_floating_point())  # fmt: skip
-            return func(*args, **(kwargs or {}))
-
-    tensors, targets = cl_draw(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16), Watch():
-        cl_run(lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=l[2]), tensors)
-        assert torch.is_autocast_enabled("cpu")
-    assert {d for name, d in seen if name == "mm"} == {torch.bfloat16}
-    assert {d for name, d in seen if name in ("exp_", "log", "amax", "add_")} >= {torch.float32}
-    assert ("exp_", torch.bfloat16) not in seen and ("log", torch.bfloat16) not in seen
-
-
-class PeakMemory(TorchDispatchMode):
-    """Peak of the bytes that operators allocated and that were alive at the same time"""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {StorageWeakRef(t.untyped_storage()) for t in args if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            ref = StorageWeakRef(t.untyped_storage()) if isinstance(t, torch.Tensor) else None
-            if ref is not None and ref not in known:
-                self.alive[ref] = t.untyped_storage().nbytes()
-        self.alive = {ref: n for ref, n in self.alive.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self.alive.values()))
-        return out
-
-
-class ClProducts(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("mm", "addmm_"):
-            a, b = args[-2:]
-            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        return func(*args, **(kwargs or {}))
+    want = cl_run(lambda h, w: CL.reference(h, w, targets), [h.double(), w.double()])[2]
+    runs = (partial(CL.linear_cross_entropy, targets=targets, chunk=n) for n in (1, 256))
+    many, one = (relative(cl_run(run, [h, w])[2].double(), want) for run in runs)
+    assert many < 1.5 * one < 6e-3
 
 
 def test_chunked_loss_computes_only_required_gradients():
     """One matmul for the loss, one more for each gradient; in the backward pass none. The others'
     numbers do not change."""
     tensors, targets = cl_draw()
-    want, one = cl_run(lambda l: CL.linear_cross_entropy(*l[:2], targets, bias=l[2]), tensors), None
+    want, one = cl_run(partial(cl_ours, targets=targets), tensors), 2 * CL_N * CL_C * CL_V
     for wanted in itertools.product([False, True], repeat=3):
         leaves = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
-        with ClProducts() as ran:
-            loss = CL.linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], chunk=7)
-            one = one or ran.flops
+        with MatmulFlops() as ran:
+            loss = cl_ours(*leaves, targets=targets, chunk=7)
             assert ran.flops == (1 + sum(wanted[:2])) * one and loss.requires_grad == any(wanted)
             if any(wanted):
                 loss.backward()
-            assert ran.flops == (1 + sum(wanted[:2])) * one
+        assert ran.flops == (1 + sum(wanted[:2])) * one
         torch.testing.assert_close(loss.detach(), want[0])
-        for leaf, w, grad in zip(leaves, wanted, want[1:]):
+        for leaf, w, grad in zip(leaves, wanted, want[1:], strict=True):
             assert (leaf.grad is None) != w
             if w:
                 torch.testing.assert_close(leaf.grad, grad)
-    with torch.no_grad(), ClProducts() as ran:
+    with torch.no_grad(), MatmulFlops() as ran:
         CL.linear_cross_entropy(*(t.requires_grad_() for t in tensors[:2]), targets)
-    assert one == 2 * CL_N * CL_C * CL_V == ran.flops
+    assert ran.flops == one
 
 
 def test_chunked_loss_one_backward_pass():
@@ -13665,129 +13469,114 @@ def test_chunked_loss_one_backward_pass():
         loss.backward()
 
 
-def test_chunked_loss_micro_batches_add_up():
-    """Gradients of several calls accumulate as always, in leaves and in what hidden comes from."""
-    (h, w, _), targets = cl_draw()
-    leaves = [h.clone().requires_grad_(), w.clone().requires_grad_()]
-    for rows in (slice(0, 20), slice(20, CL_N)):
-        CL.linear_cross_entropy(leaves[0].tanh()[rows], leaves[1], targets[rows]).backward()
-    want = cl_run(lambda l: CL.reference(l[0].tanh(), l[1], targets), [h, w])
-    for leaf, grad in zip(leaves, want[1:]):
-        torch.testing.assert_close(leaf.grad, grad, rtol=1e-12, atol=1e-12)
+class LiveMemory(TorchDispatchMode):
+    """The storages that operators allocate and that are alive, and the most bytes at a time."""
 
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
 
-def test_chunked_loss_large_logits_and_no_targets():
-    """Logits of +-1e4 give no inf; rows without a target give nothing; no rows, nothing."""
-    (h, w, _), targets = cl_draw(dtype=torch.float32)
-    got = cl_run(lambda l: CL.linear_cross_entropy(*l, targets, chunk=9), [h * 1e4, w])
-    want = cl_run(lambda l: CL.reference(*l, targets), [h * 1e4, w])
-    for a, b in zip(got, want, strict=True):
-        assert a.isfinite().all()
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
-    for rows in (0, CL_N):
-        none = torch.full((rows,), -100)
-        got = cl_run(lambda l: CL.linear_cross_entropy(*l, none, z_loss=1.0), [h[:rows], w])
-        assert all((t == 0).all() for t in got)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        storages, known = (
+            {
+                StorageWeakRef(t.untyped_storage()): t.untyped_storage().nbytes()
+                for t in tree_leaves(tree)
+                if torch.is_tensor(t)
+            }
+            for tree in (out, (args, kwargs))
+        )
+        self.alive |= {ref: n for ref, n in storages.items() if ref not in known}
+        self.peak = max(self.peak, sum(self.sizes()))
+        return out
+
+    def sizes(self, *but) -> list[int]:
+        """The bytes of each storage that is alive, without those of these tensors."""
+        self.alive = {ref: n for ref, n in self.alive.items() if not ref.expired()}
+        without = {StorageWeakRef(t.untyped_storage()) for t in but if t is not None}
+        return sorted(n for ref, n in self.alive.items() if n and ref not in without)
 
 
 def test_chunked_loss_logits_memory_is_one_chunk():
     """At the peak: dW, dhidden, and a chunk of logits; a chunk in bf16 more, and a strip of dW,
     under autocast."""
     N, C, V, n = 512, 32, 20000, 64
-    (h, w, _), targets = cl_draw(dtype=torch.float32, shape=(N, C, V))
+    tensors, targets = cl_draw(torch.float32, (N, C, V))
+    ours = partial(CL.linear_cross_entropy, targets=targets, chunk=n)
     peaks = {}
     for amp in (False, True):
-        for name, f in (("plain", CL.reference), ("ours", CL.linear_cross_entropy)):
-            leaves, how = [h.clone().requires_grad_(), w.clone().requires_grad_()], {}
-            with torch.autocast("cpu", torch.bfloat16, enabled=amp), PeakMemory() as peak:
-                how |= dict(chunk=n) if name == "ours" else {}
-                f(*leaves, targets, **how).backward()
-            peaks[name, amp] = peak.peak
+        for run in (ours, partial(CL.reference, targets=targets)):
+            leaves = [t.clone().requires_grad_() for t in tensors[:2]]
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp), LiveMemory() as memory:
+                run(*leaves).backward()
+            peaks[run is ours, amp] = memory.peak
     gradients, logits, slack = 4 * (V * C + N * C), 4 * n * V, 40_000
-    assert gradients + logits <= peaks["ours", False] < gradients + logits + slack
+    assert gradients + logits <= peaks[True, False] < gradients + logits + slack
     more = 2 * n * V + 2 * V * C + 2 * n * C + 2 * CL.WEIGHT_GRAD_ROWS * C
-    assert peaks["ours", True] < gradients + logits + more + slack
-    assert peaks["plain", False] >= 3 * 4 * N * V
+    assert peaks[True, True] < gradients + logits + more + slack
+    assert peaks[False, False] >= 3 * 4 * N * V
 
 
 def test_chunked_loss_default_chunk(monkeypatch):
     """As many logits as hidden states, but 128 rows or more."""
-    seen = []
-    real = CL._chunk_loss
-    monkeypatch.setattr(
-        CL, "_chunk_loss", lambda how, z, *a: seen.append(len(z)) or real(how, z, *a)
-    )
-    for N, C, V, want in ((300, 16, 97, [128, 128, 44]), (600, 50, 100, [300, 300])):
-        (h, w, _), targets = cl_draw(shape=(N, C, V))
-        CL.linear_cross_entropy(h, w, targets)
+    seen, real = [], CL._chunk_loss
+    count = lambda config, z, *rest: seen.append(len(z)) or real(config, z, *rest)
+    monkeypatch.setattr(CL, "_chunk_loss", count)
+    for shape, want in (((300, 16, 97), [128, 128, 44]), ((600, 50, 100), [300, 300])):
+        tensors, targets = cl_draw(shape=shape)
+        cl_ours(*tensors, targets=targets)
         assert seen == want
         seen.clear()
 
 
-def test_chunked_loss_target_outside():
+@pytest.mark.parametrize("wrong", [CL_V, -1])
+def test_chunked_loss_target_outside(wrong):
     """Neither a column nor ignore_index: refused, as F.cross_entropy does."""
-    (h, w, _), targets = cl_draw()
-    for wrong in (CL_V, -1):
-        targets[3] = wrong
-        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-            CL.linear_cross_entropy(h, w, targets)
+    tensors, targets = cl_draw()
+    targets[3] = wrong
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        cl_ours(*tensors, targets=targets)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda a: a.update(hidden=a["hidden"][:, :-1]), r"hidden must be \(N, C\) and weight"),
-        (lambda a: a.update(hidden=a["hidden"][None]), r"hidden must be \(N, C\) and weight"),
-        (lambda a: a.update(targets=a["targets"][:-1]), r"targets must be \(50,\) int64, not \(49"),
-        (lambda a: a.update(targets=a["targets"].int()), r"not \(50,\) torch.int32"),
-        (lambda a: a.update(bias=a["weight"][:, 0][1:]), r"bias must be \(97,\), not \(96,\)"),
-        (lambda a: a.update(chunk=0), "chunk must be 1 or more rows, not 0"),
-        (lambda a: a.update(softcap=0.0), "softcap must be more than 0"),
-        (lambda a: a.update(weight=a["weight"].bfloat16()), "without autocast they must be"),
-    ],
-)
-def test_chunked_loss_errors(change, words):
-    (h, w, _), targets = cl_draw()
-    args = dict(hidden=h, weight=w, targets=targets)
-    change(args)
-    with pytest.raises(ValueError, match=words):
-        CL.linear_cross_entropy(**args)
+CL_GIVEN = dict(zip(("hidden", "weight", "bias"), cl_draw()[0]), targets=cl_draw()[1])
+for cl_words, cl_change in {
+    r"hidden must be \(N, C\) and weight": dict(hidden=CL_GIVEN["hidden"][:, :-1]),
+    r"hidden must be \(N, C\).* not \(1, 50": dict(hidden=CL_GIVEN["hidden"][None]),
+    r"targets must be \(50,\) int64, not \(49": dict(targets=CL_GIVEN["targets"][:-1]),
+    r"targets must be .* not \(50,\) torch.int32": dict(targets=CL_GIVEN["targets"].int()),
+    r"bias must be \(97,\), not \(96,\)": dict(bias=CL_GIVEN["bias"][1:]),
+    "chunk must be 1 or more rows, not 0": dict(chunk=0),
+    "softcap must be more than 0": dict(softcap=0.0),
+    "without autocast they must be": dict(weight=CL_GIVEN["weight"].bfloat16()),
+}.items():
+    cl_call = partial(CL.linear_cross_entropy, **CL_GIVEN | cl_change)
+    REFUSED[f"chunked_loss: {cl_words}"] = cl_call, cl_words
 
 
-# Of 4 ranks: a vocabulary that is cut
-
-
-def cl_vocabulary(env, name):
-    """The loss and its gradients, and the rows of the vocabulary that this rank has."""
-    how = CL_HOWS.get(name, {})
+def cl_vocabulary(env, data, how):
+    """The loss of the whole on every rank; weight's and bias's gradients are its rows, hidden's
+    the sum."""
     ends = [0, 30, 31, 64, CL_V]  # uneven, one has a single row
     rows = slice(ends[env.rank], ends[env.rank + 1])
-    (h, w, b), targets = cl_draw(index=how.get("ignore_index", -100))
-    h = h * 1e4 if name == "large" else h
-    run = lambda l: CL.linear_cross_entropy(
-        *l[:2], targets, bias=l[2], chunk=13, group=dist.group.WORLD, vocab_start=rows.start, **how
-    )
-    got = cl_run(run, [h, w[rows], b[rows]], scale=0.3)
+    (h, w, b), targets = cl_draw(**data)
+    loss, dh, dw, db = cl_run(partial(cl_truth, targets=targets, **how), [h, w, b], 0.3)
+    more = dict(chunk=13, group=dist.group.WORLD, vocab_start=rows.start)
+    got = cl_run(partial(cl_ours, targets=targets, **more, **how), [h, w[rows], b[rows]], 0.3)
     dist.all_reduce(got[1])
-    return got, rows
+    for x, true in zip(got, (loss, dh, dw[rows], db[rows]), strict=True):
+        torch.testing.assert_close(x, true, rtol=1e-11, atol=1e-12)
 
 
-CL_WORKS = {name: partial(cl_vocabulary, name=name) for name in (*CL_HOWS, "large")}
+CL_WORKS = {
+    name: partial(cl_vocabulary, data=data, how=how) for name, (data, how) in CL_CASES.items()
+}
 cl_ranks = on_ranks("cl_ranks", CL_WORKS)
 
 
-@pytest.mark.parametrize("name", [*CL_HOWS, "large"])
+@pytest.mark.parametrize("name", CL_WORKS)
 def test_chunked_loss_vocabulary_over_ranks(name, cl_ranks):
-    """The loss of the whole on every rank; weight's and bias's gradients are its rows, hidden's
-    the sum. Logits of 1e5 overflow nothing."""
-    how = dict(CL_HOWS.get(name, {}))
-    index = how.get("ignore_index", -100)
-    tensors, targets = cl_draw(index=index)
-    tensors[0] = tensors[0] * 1e4 if name == "large" else tensors[0]
-    want = cl_run(lambda l: CL.reference(*l[:2], targets, bias=l[2], **how), tensors, scale=0.3)
-    for (loss, dh, dw, db), rows in cl_ranks[name]:
-        for got, true in ((loss, want[0]), (dh, want[1]), (dw, want[2][rows]), (db, want[3][rows])):
-            torch.testing.assert_close(got, true, rtol=1e-11, atol=1e-12)
+    """A vocabulary that is cut over four ranks gives the loss and gradients of the whole."""
+    cl_ranks[name]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -17616,15 +17405,41 @@ def pl_make(env, schedule, p, stages, *, split=True, run=None, **more):
     return own, PL.Pipeline(schedule, chunks, *env.groups[p], weight_grads=weight_grads, **more)
 
 
+def pl_check_step(env, case, pipe, own, runs):
+    """The schedule's messages, its actions in order with their times and each chunk's last B; every
+    chunk ran once for each F, and again if it is recomputed."""
+    actions = [*pipe.schedule.actions[pipe.rank]]
+    link = pipe.schedule, pipe.rank, env.groups[case.p], pipe.shape, case.dtype
+    pl_check_wire(env.wire.events, *link)
+    for c, chunk in own.items():  # one that saves nothing is not recomputed
+        again = (case.recompute or case.checkpointed) and len(chunk.parts) > 0
+        assert runs.count(chunk) == (1 + again) * sum(a[0] == "F" and a[2] == c for a in actions)
+    noted = env.wire.of("action")
+    assert [e["action"] for e in noted] == [a for *_, a in pipe.events] == actions
+    last = {a[2]: a for a in actions if a[0] == "B"}
+    assert [e["action"] for e in noted if e["last"]] == sorted(last.values(), key=actions.index)
+    clock = [t for event in pipe.events for t in event[:2]]
+    assert clock == sorted(clock)
+
+
+def pl_forward(case, q, pipe):
+    """The logits of one more batch, the only thing that runs."""
+    rows, inputs, _ = case.data(q, case.steps)
+    logits = pipe.forward((*rows, PL_C), inputs)
+    assert [a for *_, a in pipe.events] == [a for a in pipe.actions if a[0] == "F"]
+    pairs = pipe.forward((*rows, PL_C), inputs, lambda y, i: (i, y))
+    assert pairs.keys() == logits.keys()
+    assert all(i == j and torch.equal(y, logits[i]) for i, (j, y) in pairs.items())
+    return logits
+
+
 def pl_train(env, case):
     """The rank's part of a case -> losses, gradients, weights and logits by microbatch or chunk"""
     q = next(i for i, line in enumerate(PL_LINES[case.p]) if env.rank in line)
     if q >= len(case.schedules):
         return None
     schedule, rng, runs, versions, alive = case.schedules[q], random.Random(env.rank), [], [], [0]
-
-    def count_versions(*_):
-        alive.append(len({ref.cdata for ref in versions if not ref.expired()}))
+    count_versions = lambda: alive.append(len({v.cdata for v in versions if not v.expired()}))
 
     def before(action, last):
         env.wire.note("action", action=action, last=last)
@@ -17633,52 +17448,33 @@ def pl_train(env, case):
 
     def before_forward(chunk, _):
         runs.append(chunk)
-        kept = [StorageWeakRef(p.untyped_storage()) for p in islice(chunk.parameters(), 1)]
-        versions.extend(kept)
+        versions.extend(StorageWeakRef(p.untyped_storage()) for p in islice(chunk.parameters(), 1))
 
     def update(c):
         count_versions()
         pl_update(steppers[c])
 
     recompute = range(len(schedule.chunk_to_rank)) if case.recompute else ()
-    run = case.run if case.autocast else None
-    more = dict(split=case.split, run=run, dtype=case.dtype, recompute=recompute)
-    stages = case.stages(q)
-    own, pipe = pl_make(env, schedule, case.p, stages, before_action=before, **more)
+    more = dict(split=case.split, run=case.run if case.autocast else None, dtype=case.dtype)
+    more |= dict(recompute=recompute, before_action=before)
+    own, pipe = pl_make(env, schedule, case.p, case.stages(q), **more)
     steppers = {c: case.optimizer_of(chunk) for c, chunk in own.items()}
     for chunk in own.values():
         chunk.register_forward_pre_hook(before_forward)
-    actions, losses, grads = list(schedule.actions[pipe.rank]), [], []
-    has_updates = any(a[0] == "U" for row in schedule.actions for a in row)
+    losses, grads = [], []
+    updates = [update] * any(a[0] == "U" for row in schedule.actions for a in row)
     for step in range(case.steps):
         rows, inputs, targets = case.data(q, step)
         runs.clear()
         env.wire.reset(case.lose if env.rank == 1 else None)
-        more = [update] if has_updates else []
-        losses.append(pipe.step((*rows, PL_C), inputs, partial(pl_loss, targets), *more))
-        link = schedule, pipe.rank, env.groups[case.p], (*rows, PL_C), case.dtype
-        pl_check_wire(env.wire.events, *link)
-        for c, chunk in own.items():  # one that saves nothing is not recomputed
-            count = sum(a[0] == "F" and a[2] == c for a in actions)
-            again = (case.recompute or case.checkpointed) and len(chunk.parts) > 0
-            assert runs.count(chunk) == count * (1 + again)
-        noted = env.wire.of("action")
-        assert [e["action"] for e in noted] == [a for *_, a in pipe.events] == actions
-        last = {a[2]: a for a in actions if a[0] == "B"}
-        assert [e["action"] for e in noted if e["last"]] == sorted(last.values(), key=actions.index)
-        clock = [t for event in pipe.events for t in event[:2]]
-        assert clock == sorted(clock)
+        losses.append(pipe.step((*rows, PL_C), inputs, partial(pl_loss, targets), *updates))
+        pl_check_step(env, case, pipe, own, runs)
         grads.append({c: pl_grads(chunk) for c, chunk in own.items()})
-        for stepper in steppers.values() if case.optimizer and not has_updates else ():
+        for stepper in steppers.values() if case.optimizer and not updates else ():
             pl_update(stepper)
     gone = all(ref.expired() for ref in versions)
     begun = {tuple(action[:3]): start for start, _, action in pipe.events}
-    rows, inputs, _ = case.data(q, case.steps)
-    logits = pipe.forward((*rows, PL_C), inputs)
-    assert [a for *_, a in pipe.events] == [a for a in actions if a[0] == "F"]
-    last = pipe.forward((*rows, PL_C), inputs, lambda y, i: (i, y))
-    assert all(i == j and torch.equal(y, logits[i]) for i, (j, y) in last.items())
-    assert last.keys() == logits.keys()
+    logits = pl_forward(case, q, pipe)
     chunks = {c: ([g[c] for g in grads], pl_weights(chunk)) for c, chunk in own.items()}
     found = dict(q=q, losses=losses, chunks=chunks, logits=logits, begun=begun)
     return dict(**found, versions=max(alive), gone=gone)
@@ -17748,8 +17544,7 @@ def pl_random(seed):
     return PLCase((schedule,), steps=1, optimizer=optimizer, delay=0.003 * (seed % 2))
 
 
-PL_CASES = dict(pl_cases()) | {f"random {seed}": pl_random(seed) for seed in range(8)}
-PL_CASES_SLOW = {f"random {seed}": pl_random(seed) for seed in range(8, 108)}
+PL_CASES = dict(pl_cases()) | {f"random {seed}": pl_random(seed) for seed in range(16)}
 PL_LOST = {f"lost {n}": replace(PL_CASES["1f1b 3 optimizer=None"], lose=n) for n in range(4)}
 
 
@@ -17757,13 +17552,6 @@ PL_LOST = {f"lost {n}": replace(PL_CASES["1f1b 3 optimizer=None"], lose=n) for n
 def test_pipeline_equals_one_process(pl_done, name):
     """Losses, gradients, weights and logits under every schedule, with all kinds of chunks."""
     pl_check(pl_done[name], PL_CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PL_CASES_SLOW)
-def test_pipeline_equals_one_process_with_more_random_schedules(pl_done_slow, name):
-    """The same for any order of actions that can run."""
-    pl_check(pl_done_slow[name], PL_CASES_SLOW[name])
 
 
 @pytest.mark.parametrize("name", PL_LOST)
@@ -17775,13 +17563,11 @@ def test_pipeline_notices_a_lost_message(pl_done, name):
 
 def test_pipeline_cases_cover_every_schedule():
     """All names on 4 ranks; random lists with an idle rank, two paths, neighbours on one rank."""
-    assert {s.name for case in PL_CASES.values() for s in case.schedules if case.p == 4} == {
-        "random",
-        *SC.SCHEDULES,
-    }
-    lists = [case.schedules[0] for name, case in PL_CASES.items() if name.startswith("random")]
+    four = [s for case in PL_CASES.values() for s in case.schedules if case.p == 4]
+    assert {s.name for s in four} == {"random", *SC.SCHEDULES}
+    lists = [s for s in four if s.name == "random"]
     assert not all(all(s.actions) for s in lists) and {len(s.paths) for s in lists} == {1, 2}
-    homes = [[s.chunk_to_rank[c] for c in path] for s in lists for path in s.paths]
+    homes = ([s.chunk_to_rank[c] for c in path] for s in lists for path in s.paths)
     assert any(a == b for ranks in homes for a, b in itertools.pairwise(ranks))
 
 
@@ -17805,54 +17591,32 @@ def test_pipeline_pipedream_keeps_few_versions(pl_done, name):
 
 def test_pipeline_split_backward_leaves_the_module_unchanged():
     """Parameters, names, hooks and outputs; only while there is a queue are the weight gradients of
-    plain nn.Linears put off."""
-    plain, module = (
-        PLChunk([PLPart("mlp"), PLPart("odd"), nn.Linear(PL_C, 3)]).double() for _ in "ab"
-    )
+    plain nn.Linears and of experts put off."""
+    parts = lambda: [*map(PLPart, ("mlp", "odd", "experts")), nn.Linear(PL_C, 3)]
+    plain, module = (PLChunk(parts()).double() for _ in "ab")
     module.load_state_dict(plain.state_dict())
     calls, before, weight_grads = [], dict(module.named_parameters()), PL.WeightGradStore()
-    module.parts[2].register_forward_hook(lambda *_: calls.append("hook"))
-    assert PL.split_backward_(module, weight_grads) is None
+    module.parts[3].register_forward_hook(lambda *_: calls.append("hook"))
+    PL.split_backward_(module, weight_grads)
+    module.parts[2].experts = PL.split_experts_backward(pl_experts, weight_grads)
     after = dict(module.named_parameters())
     assert list(before) == list(after) and all(p is after[name] for name, p in before.items())
-    assert list(module.state_dict()) == list(plain.state_dict())
-    assert type(module.parts[1].doubled) is PLDoubled and isinstance(module.parts[2], nn.Linear)
-    layers = ("parts.0.up.w", "parts.0.down.w", "parts.2.w", "parts.1.apart.w")
-    late = [name for name in before if name.startswith(layers)]
+    assert type(module.parts[1].doubled) is PLDoubled and isinstance(module.parts[3], nn.Linear)
+    layers = "0.up 0.down 1.apart 2.up 2.down 2.gate 3".split()
+    late = {f"parts.{name}.weight" for name in layers} | {"parts.2.w_gate_up", "parts.2.w_down"}
     x = normal(2, 3, PL_C, dtype=torch.float64).cpu()
-    for queue in (None, []):
+    for queue, deferred in ((None, set()), ([], late)):
         weight_grads.queue = queue
         for one in (plain, module):
             one.zero_grad()
             one(x).square().sum().backward()
-        weight_grads.queue, todo = None, queue or []
-        missing = {name for name, grad in pl_grads(module).items() if grad is None}
-        never = {name for name, grad in pl_grads(plain).items() if grad is None}
-        assert missing == never | set(late if queue is not None else ())
-        assert len(todo) == (0 if queue is None else len(late))
-        for run in todo:
+        weight_grads.queue, grads = None, [pl_grads(one) for one in (module, plain)]
+        missing, never = ({name for name, grad in g.items() if grad is None} for g in grads)
+        assert missing == never | deferred and never.isdisjoint(late)
+        for run in queue or []:
             run()
         pl_same(pl_grads(module), pl_grads(plain), 1e-12)
     assert calls == ["hook"] * 2
-
-
-def test_pipeline_split_experts_backward_defers_both_stacks():
-    """And does nothing without a queue; experts without rows get zeros."""
-    weight_grads, ids = PL.WeightGradStore(), torch.tensor([[0, 2], [2, 0], [0, 3], [3, 2], [2, 3]])
-    sizes = ((5, PL_C), (5, 2), (4, 6, PL_C), (4, PL_C, 3))
-    x, weights, *stacks = (normal(*s, dtype=torch.float64).cpu().requires_grad_() for s in sizes)
-    run = PL.split_experts_backward(pl_experts, weight_grads)
-    leaves, loss = (x, weights, *stacks), pl_experts(x, weights, ids, *stacks).square().sum()
-    want = torch.autograd.grad(loss, leaves)
-    for weight_grads.queue in (None, []):
-        run(x, weights, ids, *stacks).square().sum().backward()
-        if weight_grads.queue is not None:
-            assert all(stack.grad is None for stack in stacks) and len(weight_grads.queue) == 6
-            for late in weight_grads.queue:
-                late()
-        for p, w in zip(leaves, want, strict=True):
-            close(p.grad, w, 1e-12)
-            p.grad = None
 
 
 def test_pipeline_weight_gradients_accumulate_in_fp32():
@@ -17882,88 +17646,56 @@ def test_pipeline_weight_gradients_accumulate_in_fp32():
 # ---- what is kept ----
 
 
-class PLAlive(TorchDispatchMode):
-    """All storages that were made under it, and are not gone."""
-
-    def __init__(self):
-        super().__init__()
-        self.refs = {}
-
-    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
-        out = call(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, out)):
-            if isinstance(x, torch.Tensor):  # those that were given do not count, nor their views
-                storage = x.untyped_storage()
-                ref = StorageWeakRef(storage)
-                size = (
-                    storage.nbytes() // x.itemsize if any(x is y for y in tree_leaves(out)) else 0
-                )
-                self.refs.setdefault(ref.cdata, (ref, size))
-        return out
-
-    def now(self, *but):
-        """Numbers of elements of the living, without those of `but`."""
-        without = {StorageWeakRef(x.untyped_storage()).cdata for x in but if x is not None}
-        refs = (x for cdata, x in self.refs.items() if cdata not in without)
-        return sorted(size for ref, size in refs if size and not ref.expired())
-
-
 def pl_memory(env):
-    """One rank, two chunks that begin with a matmul -> what is alive before each action"""
-    chunk = lambda: nn.Sequential(
-        nn.Linear(PL_C, 8), nn.GELU(), nn.Linear(8, PL_C), nn.RMSNorm(PL_C)
-    ).double()
+    """One rank, two chunks that begin with a matmul: what is alive between B and W, in elements, is
+    x and dy of both matmuls, but the given x."""
+    C, H = 6 * PL_C, 6 * 8  # of all rows
+    first, second, loss = [H, H, C], [C, H, H, C], [1]
+    layers = lambda: (nn.Linear(PL_C, 8), nn.GELU(), nn.Linear(8, PL_C), nn.RMSNorm(PL_C))
     text = "F0.0 F0.1 B0.1 B0.0 W0.1 F1.0 F1.1 W0.0 B1.1 W1.1 B1.0 W1.0"
     schedule = SC.parse(f"# one: 2 microbatches\n0@0 > 1@0\n{text}")
-    alive, said = PLAlive(), {}
-    living = lambda *but: alive.now(*but, *(p.grad for c in own.values() for p in c.parameters()))
-    note = lambda action, _: said.update({str(action): living()})
-    own, pipe = pl_make(
-        env, schedule, 1, [chunk(), chunk()], dtype=torch.float64, before_action=note
-    )
+    memory, alive = LiveMemory(), {}
+    note = lambda action, _: alive.update({str(action): living()})
+    stages = [nn.Sequential(*layers()).double() for _ in "ab"]
+    own, pipe = pl_make(env, schedule, 1, stages, dtype=torch.float64, before_action=note)
+    grads = lambda: (p.grad for chunk in own.values() for p in chunk.parameters())
+    living = lambda *but: [n / 8 for n in memory.sizes(*grads(), *but)]
     x = torch.randn(2, 2, 3, PL_C, dtype=torch.float64).unbind()
-    with alive:
+    with memory:
         losses = pipe.step((2, 3, PL_C), x, lambda y, i: y.square().sum())
-        said["end"] = living(*losses.values())
-    return said
+        assert alive["F0.0"] == living(*losses.values()) == []
+    assert alive["W0.1"] == sorted(loss + first + second)
+    assert alive["F1.0"] == sorted(loss + first)
+    assert alive["W1.0"] == sorted(2 * loss + first)
 
 
 def test_pipeline_deferred_weight_gradients_keep_only_x_and_dy(pl_done):
-    """What is alive between B and W, in elements: x and dy of both matmuls, but the given x."""
-    C, H = 6 * PL_C, 6 * 8
-    first, second, loss = [H, H, C], [C, H, H, C], [1]
-    for said in pl_done["memory"]:
-        assert said["F0.0"] == [] and said["end"] == []
-        assert said["W0.1"] == sorted(loss + first + second)
-        assert said["F1.0"] == sorted(loss + first)
-        assert said["W1.0"] == sorted(2 * loss + first)
+    pl_done["memory"]
 
 
 PL_KEPT = {"1f1b 16": 10, "zb-h1 12": 10, "zbv 8": 20}  # the most sent tensors alive at once
 
 
 def pl_kept(env, spec):
-    """Most sent tensors that lived at once, how many were sent, and what a step leaves behind"""
-    schedule, alive, most = pl_schedule(spec, 4), PLAlive(), [0]
+    """What was sent lives until it has arrived, not until the end: of 1F1B's, on rank r at most
+    p - r activations, and as many gradients that the rank before may not have taken."""
+    schedule, memory, alive = pl_schedule(spec, 4), LiveMemory(), []
     living = lambda: sum(not e["storage"].expired() for e in env.wire.of("send"))
     env.wire.reset()
     case = PLCase((schedule,))
     _, inputs, targets = case.data(0, 0)
-    count = lambda *_: most.append(living())
-    own, pipe = pl_make(env, schedule, 4, case.stages(0), dtype=torch.float64, before_action=count)
-    with alive:
+    more = dict(dtype=torch.float64, before_action=lambda *_: alive.append(living()))
+    own, pipe = pl_make(env, schedule, 4, case.stages(0), **more)
+    with memory:
         losses = pipe.step((2, 3, PL_C), inputs, partial(pl_loss, targets))
-        left = alive.now(*(p.grad for c in own.values() for p in c.parameters()), *losses.values())
-    return max(most), len(env.wire.of("send")), living(), left
+    grads = (p.grad for chunk in own.values() for p in chunk.parameters())
+    assert memory.sizes(*grads, *losses.values()) == [] and living() == 0
+    assert len(env.wire.of("send")) >= schedule.microbatches and 0 < max(alive) <= PL_KEPT[spec]
 
 
 @pytest.mark.parametrize("spec", PL_KEPT)
 def test_pipeline_memory_is_bounded_and_freed(pl_done, spec):
-    """What was sent lives until it has arrived, not until the end: of 1F1B's, on rank r at most
-    p - r activations, and as many gradients that the rank before may not have taken."""
-    for most, sent, after, left in pl_done[f"kept {spec}"]:
-        assert left == [] and after == 0
-        assert sent >= int(spec.split()[1]) and 0 < most <= PL_KEPT[spec]
+    pl_done[f"kept {spec}"]
 
 
 # ---- generation ----
@@ -17997,51 +17729,45 @@ PL_RINGS = [  # (seed, rows of each group of rows, steps)
 ]
 
 
-def pl_starts(seed, rows):
-    return [torch.randint(PL_V, (n,), generator=seeded(seed)) for n in rows]
-
-
 def pl_decode(env, p):
     """Rings after each other on the same groups, all stopped somewhere, and collectives between
-    them -> the tokens that each has seen"""
+    them: every rank sees the tokens of one process."""
     up, down = env.groups[p]
-    rank, said, rng = dist.get_rank(up), [], random.Random(env.rank)
+    rank, rng = dist.get_rank(up), random.Random(env.rank)
     q = next(i for i, line in enumerate(PL_LINES[p]) if env.rank in line)
     for seed, rows, steps in PL_RINGS:
+        stages = [PLRing(r, p, seed + q) for r in range(p)]
         ring = PLRing(rank, p, seed + q)
 
         def stage(x, g):
             time.sleep(0.002 * (rng.random() < 0.1))
             return ring(x, g)
 
-        shape, starts = lambda g: (rows[g], 1, PL_C), pl_starts(seed + q, rows)
-        tokens = PL.decode(stage, starts, ring.draw, shape, up, down, dtype=torch.float64)
-        said.append([next(tokens) for _ in range(steps)])
+        first = [torch.randint(PL_V, (n,), generator=seeded(seed + q)) for n in rows]
+        shape, want = lambda g: (rows[g], 1, PL_C), [*first]
+        tokens = PL.decode(stage, first, ring.draw, shape, up, down, dtype=torch.float64)
+        for _ in range(steps):
+            seen = next(tokens)
+            assert len(seen) == len(want) and all(map(torch.equal, seen, want))
+            for g, x in enumerate(want):
+                y = reduce(lambda x, stage: stage(x, g), stages, x[:, None])
+                want[g] = stages[-1].draw(y, g)
         tokens.close()
-        for group in (up, down):
+        for group in (up, down):  # nothing is left for the next ring
             total = torch.tensor([rank + 1.0])
             dist.all_reduce(total, group=group)
             assert total.item() == p * (p + 1) / 2
-    return q, said
 
 
 @pytest.mark.parametrize("p", (2, 4))
 def test_pipeline_decode_equals_one_process(pl_done, p):
-    """On every rank, and a ring that was closed leaves nothing for the next."""
-    for q, said in pl_done[f"decode {p}"]:
-        for (seed, rows, steps), seen in zip(PL_RINGS, said, strict=True):
-            stages, tokens = [PLRing(r, p, seed + q) for r in range(p)], pl_starts(seed + q, rows)
-            assert len(seen) == steps
-            for step in seen:
-                assert all(map(torch.equal, step, tokens)) and len(step) == len(tokens)
-                for g, x in enumerate(tokens):
-                    y = reduce(lambda x, stage: stage(x, g), stages, x[:, None])
-                    tokens[g] = stages[-1].draw(y, g)
+    pl_done[f"decode {p}"]
 
 
 def pl_decode_fails(env):
-    """A stage of rank 0 fails, in the first round and in the second -> what each rank has seen"""
-    said, end = [], torch.arange(2)
+    """A stage of rank 0 fails, in the first round or in the second: the error is the stage's own,
+    and nobody waits for what does not come."""
+    end = torch.arange(2)
     for rounds, groups in ((0, env.lost), (1, env.groups[4])):
         left = [None] * rounds
 
@@ -18050,67 +17776,59 @@ def pl_decode_fails(env):
                 left.pop()  # an IndexError, sooner or later
             return x.double().view(-1, 1, 1)
 
-        more = dict(zip(("up", "down"), groups), dtype=torch.float64)
-        tokens = PL.decode(stage, [end], lambda y, g: end, lambda g: (2, 1, 1), **more)
-        said += [next(tokens) for _ in range(rounds)]
+        shape, draw = lambda g: (2, 1, 1), lambda y, g: end
+        tokens = PL.decode(stage, [end], draw, shape, *groups, dtype=torch.float64)
+        assert len([next(tokens) for _ in range(rounds)]) == rounds
         if env.rank == 0:
             with pytest.raises(IndexError):
                 next(tokens)
         tokens.close()
-    return said
 
 
 def test_pipeline_decode_that_fails_ends(pl_done):
-    """The error is the stage's own, and nobody waits for what does not come."""
-    assert [len(said) for said in pl_done["decode fails"]] == [1] * 4
+    pl_done["decode fails"]
 
 
 # ---- bad input ----
 
 
 def pl_mistakes(env):
-    """-> the errors, by name, and the shapes of all that was sent"""
+    """Wrong chunks, ranks, groups, outputs, a missing update: refused before a message is sent."""
     env.wire.reset()
-    rank, (up, down), chunk, said = env.rank, env.groups[4], nn.Linear(3, 3), {}
-    lists = partial(SC.make_schedule, "1f1b")
-
-    def refused(name, words, call):
-        with pytest.raises(ValueError, match=words) as caught:
-            call()
-        said[name] = str(caught.value)
-
-    for name, schedule, chunks, words in (
-        ("none", lists(4, 2), [], rf"rank {rank} .*\[{rank}\] of 1f1b.*\[\]"),
-        ("another", lists(4, 2), [(rank + 1) % 4], rf"rank {rank} .*\[{(rank + 1) % 4}\]"),
-        ("more", lists(4, 2), [rank, 4], rf"rank {rank} .*\[{rank}, 4\]"),
-        ("half", SC.make_schedule("zbv", 4, 2), [rank], rf"\[{rank}, {7 - rank}\] of zbv"),
-        ("ranks", lists(3, 2), [rank], "3 ranks.* 4"),
-    ):
-        refused(name, words, lambda: PL.Pipeline(schedule, dict.fromkeys(chunks, chunk), up, down))
+    rank, (up, down), chunk = env.rank, env.groups[4], nn.Linear(3, 3)
+    lists, other = partial(SC.make_schedule, "1f1b"), (rank + 1) % 4
+    make = lambda schedule, *chunks: PL.Pipeline(schedule, dict.fromkeys(chunks, chunk), up, down)
     ring = PL.decode(chunk, [torch.zeros(1)], chunk, len, *env.groups[1], dtype=torch.float32)
-    refused("one", "2 ranks.* 1", lambda: next(ring))
-    refused("order", r"\[1, 0\]", lambda: PL.p2p_groups([[1, 0], [2, 3]]))
-    pipe = PL.Pipeline(SC.make_schedule("pipedream", 4, 2), {rank: chunk}, up, down)
     loss, x = lambda y, i: y.sum(), torch.zeros(2, 1, 3, requires_grad=True)
-    refused("update", "pipedream.*update", lambda: pipe.step((1, 3), x, loss))
+    updates = make(SC.make_schedule("pipedream", 4, 2), rank)
+    refused = [
+        (rf"rank {rank} .*\[{rank}\] of 1f1b.*\[\]", lambda: make(lists(4, 2))),
+        (rf"rank {rank} .*\[{other}\]", lambda: make(lists(4, 2), other)),
+        (rf"rank {rank} .*\[{rank}, 4\]", lambda: make(lists(4, 2), rank, 4)),
+        (rf"\[{rank}, {7 - rank}\] of zbv", lambda: make(SC.make_schedule("zbv", 4, 2), rank)),
+        ("3 ranks.* 4", lambda: make(lists(3, 2), rank)),
+        ("2 ranks.* 1", lambda: next(ring)),
+        (r"\[1, 0\]", lambda: PL.p2p_groups([[1, 0], [2, 3]])),
+        ("pipedream.*update", lambda: updates.step((1, 3), x, loss)),
+    ]
     unconnected = type("Unconnected", (PL.Pipeline,), {"_connect": lambda pipe, pairs: None})
-    for name, run, words in (
-        ("shape", lambda x: x[:, :2], r"chunk 0 .*\(1, 2\).*\(1, 3\)"),
-        ("dtype", lambda x: x.double(), "float64.*float32"),
+    for run, words in (
+        (lambda x: x[:, :2], r"chunk 0 .*\(1, 2\).*\(1, 3\)"),
+        (lambda x: x.double(), "float64.*float32"),
     ):
         if rank == 0:  # its output is refused before it is sent
             pipe = unconnected(lists(4, 2), {0: run}, *env.lost)
-            refused(name, words, lambda: pipe.step((1, 3), x, loss))
-            refused(f"{name} forward", words, lambda: pipe.forward((1, 3), x))
-    return said, {e["shape"] for e in env.wire.of("send")}
+            refused += [(words, partial(pipe.step, (1, 3), x, loss))]
+            refused += [(words, partial(pipe.forward, (1, 3), x))]
+    for words, call in refused:
+        with pytest.raises(ValueError, match=words) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert {e["shape"] for e in env.wire.of("send")} == {(1,)}, "more than the connections"
 
 
 def test_pipeline_bad_input_is_named(pl_done):
-    """Wrong chunks, ranks, groups, outputs, a missing update: refused before a message is sent."""
-    for rank, (said, sent) in enumerate(pl_done["mistakes"]):
-        assert len(said) == (12 if rank == 0 else 8)
-        assert sent == {(1,)}, "more than the connections"
-        assert not any("\n" in text for text in said.values())
+    pl_done["mistakes"]
 
 
 # ---- the one start of 4 processes ----
@@ -18123,13 +17841,11 @@ def pl_setup(env):
     assert all(up is not down for up, down in env.groups.values())
 
 
-pl_works = lambda cases: {name: partial(pl_train, case=case) for name, case in cases.items()}
-PL_WORKS = pl_works(PL_CASES | PL_LOST)
+PL_WORKS = {n: partial(pl_train, case=case) for n, case in (PL_CASES | PL_LOST).items()}
 PL_WORKS |= {f"kept {spec}": partial(pl_kept, spec=spec) for spec in PL_KEPT}
 PL_WORKS |= {f"decode {p}": partial(pl_decode, p=p) for p in (2, 4)}
 PL_WORKS |= {"memory": pl_memory, "mistakes": pl_mistakes, "decode fails": pl_decode_fails}
 pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup)
-pl_done_slow = on_ranks("pl_done_slow", pl_works(PL_CASES_SLOW), 4, 600, 40, pl_setup)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -18480,10 +18196,6 @@ def sched_compare_paper(s, F, B, W, FB):
     least, most = memory or (None, None)
     assert most is None or max(t.peaks) == pytest.approx(most), numbers
     assert least is None or min(t.peaks) == pytest.approx(least), numbers
-    if s.name in ("gpipe", "1f1b"):
-        m = s.microbatches
-        assert t.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
-        assert t.makespan == pytest.approx((F + B + W) * (m + p - 1))
     return bubble is not None
 
 
@@ -18500,47 +18212,31 @@ def test_schedules_have_the_bubbles_and_memory_of_their_papers():
     assert compared.keys() == SC.SCHEDULES.keys() and min(compared.values()) > 10, compared
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_schedules_of_many_ranks_have_the_bubbles_and_memory_of_their_papers(name):
-    """The same at p = 64: relative to 1F1B's p the peaks approach 1/2 and 1/3."""
-    assert sched_compare_paper(SC.make_schedule(name, 64, 128), 1, 1, 1, 3)
-
-
-def test_schedules_bubbles_equal_published_numbers():
-    """DeepSeek-V3 (arXiv:2412.19437, table 2), PP = 8, F = 1, B = 2 with W = 1 of it, F&B = 3:
-    bubbles 1F1B 21, ZB1P 7, DualPipe 6; memory 1, 1, 1 + 1/PP. ZBV has none."""
-    for name, bubble, peak in (("1f1b", 21, 8), ("zb-h1", 7, 8), ("dualpipe", 6, 9)):
-        t = SC.simulate(SC.make_schedule(name, 8, 20), SC.Costs(1, 1, 1, 3))
-        assert (t.bubble, max(t.peaks)) == (bubble, peak)
-    t = SC.simulate(SC.make_schedule("zbv", 4, 8))
-    assert (t.makespan, t.bubble, t.peaks) == (25.5, 0, (4, 4, 4, 4))
-
-
 # ---- invalid schedules ----
 
 
 def sched_mutate(s, rng):
+    """The schedule with one random change of one action."""
     rows = [list(row) for row in s.actions]
     r, q = rng.randrange(len(rows)), rng.randrange(len(rows))
     i, j = rng.randrange(len(rows[r])), rng.randrange(len(rows[q]))
-    one, kind = rows[r][i], rng.randrange(8)
-    if kind == 0:
+    one, change = rows[r][i], rng.randrange(8)
+    if change == 0:
         del rows[r][i]
-    elif kind == 1:
+    elif change == 1:
         rows[q].insert(j, one)
-    elif kind == 2:
+    elif change == 2:
         rows[r][i], rows[q][j] = rows[q][j], one
-    elif kind == 3:
+    elif change == 3:
         rows[r].insert(rng.randrange(len(rows[r])), rows[r].pop(i))
-    elif kind == 4:
-        rows[r][i] = one._replace(kind=rng.choice("FBWUX"))
-    elif kind == 5:
-        rows[r][i] = one._replace(microbatch=rng.randint(-1, s.microbatches))
-    elif kind == 6:
-        rows[r][i] = one._replace(chunk=rng.randint(-1, len(s.chunk_to_rank)))
     else:
-        rows[r][i] = one._replace(overlap=not one.overlap)
+        kind, m = rng.choice("FBWUX"), rng.randint(-1, s.microbatches)
+        chunk, fields = (
+            rng.randint(-1, len(s.chunk_to_rank)),
+            ("kind", "microbatch", "chunk", "overlap"),
+        )
+        value = (kind, m, chunk, not one.overlap)[change - 4]
+        rows[r][i] = one._replace(**{fields[change - 4]: value})
     return replace(s, actions=tuple(map(tuple, rows)))
 
 
@@ -18574,34 +18270,18 @@ def test_schedules_check_rejects_what_cannot_run():
     assert len(verdicts) >= 6 and min(verdicts.values()) >= 3, verdicts
 
 
-SCHED_RIGHT = ("F0.0 F1.0 B0.0 B1.0", "F0.1 B0.1 F1.1 B1.1")
-
-
-def sched_of(*rows):
-    """1F1B's schedule of 2 ranks and 2 microbatches, with other lists."""
-    word = re.compile(r"(\w)(-?\d+)\.(-?\d+)(\+?)")
-    action = lambda kind, m, chunk, pair: SC.Action(kind, int(m), int(chunk), bool(pair))
-    rows = [row.replace("...", ok) for row, ok in zip(rows, SCHED_RIGHT, strict=True)]
-    actions = tuple(tuple(action(*a) for a in word.findall(row)) for row in rows)
-    return replace(SC.make_schedule("1f1b", 2, 2), actions=actions)
-
-
-SCHED_FAULTS = {  # rank 0's list | rank 1's; ...: as it should be
-    "F0.0 F1.0 B0.0 | ...": r"B1\.0",
-    "... W1.0 W1.0 | ...": r"rank 0 has W1\.0 twice",
-    "... | ... W0.0": r"rank 1 has W0\.0",
-    "X0.0 ... | ...": r"rank 0 has X0\.0",
-    "... F-1.0 | ...": r"rank 0 has F-1\.0",
-    "W0.0 ... | ...": r"rank 0 has W0\.0",
-    "... U0.0 | ...": r"U1\.0",
-    "F0.0 F1.0 B0.0 U0.0 W0.0 B1.0 U1.0 | ...": r"U0\.0.*W0\.0",
-    "F0.0 B0.0 F1.0 B1.0 | F0.1 F1.1 B1.1 B0.1": r"rank 0 has B0\.0, which needs B0\.1",
-}
-for sched_text, sched_words in SCHED_FAULTS.items():
-    sched_call = partial(lambda rows: SC.check(sched_of(*rows.split("|"))), sched_text)
-    REFUSED[f"schedules: {sched_text}"] = sched_call, sched_words
-
+SCHED_RIGHT = dict(  # 1F1B of 2 ranks and 2 microbatches
+    head="# 1f1b: 2 microbatches\n0@0 > 1@1", one="F0.0 F1.0 B0.0 B1.0", two="F0.1 B0.1 F1.1 B1.1"
+)
 SCHED_BAD_TEXT = {
+    "{head}\nF0.0 F1.0 B0.0\n{two}": r"B1\.0",
+    "{head}\n{one} W1.0 W1.0\n{two}": r"rank 0 has W1\.0 twice",
+    "{head}\n{one}\n{two} W0.0": r"rank 1 has W0\.0",
+    "{head}\n{one} F2.0\n{two}": r"rank 0 has F2\.0",
+    "{head}\nW0.0 {one}\n{two}": r"rank 0 has W0\.0",
+    "{head}\n{one} U0.0\n{two}": r"U1\.0",
+    "{head}\nF0.0 F1.0 B0.0 U0.0 W0.0 B1.0 U1.0\n{two}": r"U0\.0.*W0\.0",
+    "{head}\nF0.0 B0.0 F1.0 B1.0\nF0.1 F1.1 B1.1 B0.1": r"rank 0 has B0\.0, which needs B0\.1",
     "": "line 1",
     "# x: 0 microbatches\n0@0": "line 1",
     "# x: 1 microbatches": "paths",
@@ -18617,7 +18297,8 @@ SCHED_BAD_TEXT = {
     "# x: 1 microbatches\n0@0 > 1@2\nF0.0 B0.0\n\nF0.1 B0.1": "rank 1",
 }
 for sched_text, sched_words in SCHED_BAD_TEXT.items():
-    REFUSED[f"schedules: {sched_text!r}"] = partial(SC.parse, sched_text), sched_words
+    sched_call = partial(SC.parse, sched_text.format(**SCHED_RIGHT))
+    REFUSED[f"schedules: {sched_text!r}"] = sched_call, sched_words
 
 for sched_row in (
     ("interleaved", 4, 6, None, "4 .*6"),
@@ -18661,9 +18342,7 @@ def test_schedules_parse_any_text():
         try:
             got = SC.parse(text)
         except ValueError as e:
-            assert re.match(
-                r"(line \d|the paths|rank \d|[FBU]\d+\.\d+ is |\S+ deadlocks)[^\n]*$", str(e)
-            )
+            assert "\n" not in str(e)
             outcome[False] += 1
         else:
             assert sched_verdict(got) is None and SC.parse(str(got)) == got
@@ -18780,61 +18459,42 @@ def test_schedules_balance_equals_brute_force(costs, stages):
 # ---- plots and the command line ----
 
 
-def sched_rows(plot):
-    """(kinds, numbers) of each rank"""
-    lines = plot.split("\n")
-    assert all(line.startswith(f"rank {r:<3}") for r, line in enumerate(lines[::2]))
-    return [(one[8:], two[8:]) for one, two in zip(lines[::2], lines[1::2], strict=True)]
-
-
 SCHED_PLOTS = {
-    ("zbv", 2, 3): """
+    ("zbv", 2, 3, 30, SC.Costs()): """
 rank 0  FFFfbwfbwBWfbwBWBW.
         012000111002221122
 rank 1  .FfFfbwFBWfbwBbBWwW
          001100200211122122""",
-    ("dualpipe", 2, 4): """
+    ("dualpipe", 2, 4, 30, SC.Costs()): """
 rank 0  FfFbbfBBbbBW
         021223003311
 rank 1  fFfBBFbbBBbw
         203001221133""",
-    ("interleaved", 2, 4): """
+    ("interleaved", 2, 4, 30, SC.Costs(1, 2, 0, None, 0.5)): """
 rank 0  FF..fF...bbFbbfBfBB.bb.bbBB.BB
         01  02   0031120311 22 3322 33
 rank 1  ..FF.fbbfbbFBBFBfbbfbb.BBBB...
           01 00011120031222333 2233""",
+    ("zb-h1", 3, 4, 17, SC.Costs(1.5, 2, 1, None, 0.3)): """
+rank 0  FFF...BBFFBWBB.BW
+        012   00331122 33
+rank 1  .FF..BFBB.FBWBBW.
+         01  0211 321333
+rank 2  ..FBBFBFBBWFBWW..
+          0001122203312""",
 }
 
 
 def test_schedules_text_plots_are_pinned():
     """Upper case for a rank's first chunk, lower case for others; of an overlapped pair its F, then
     its B; dots for waiting; the microbatch below, in base 62."""
-    for case, plot in SCHED_PLOTS.items():
-        costs = SC.Costs(1, 2, 0, None, 0.5) if "interleaved" in case else SC.Costs()
+    for (*case, width, costs), plot in SCHED_PLOTS.items():
         timeline = SC.simulate(SC.make_schedule(*case), costs)
-        assert SC.render_text(timeline, 30) == plot.strip("\n"), case
-    ((_, numbers),) = sched_rows(SC.render_text(SC.simulate(SC.make_schedule("gpipe", 1, 64)), 200))
+        assert SC.render_text(timeline, width) == plot.strip("\n"), case
+    assert SC.render_text(SC.simulate(timeline.schedule, SC.Costs(send=1e300)), 50)
+    numbers = SC.render_text(SC.simulate(SC.make_schedule("gpipe", 1, 64)), 200).split("\n")[1][8:]
     letters = "abcdefghijklmnopqrstuvwxyz"
     assert numbers[:64] == f"0123456789{letters}{letters.upper()}01"
-
-
-def test_schedules_text_plot_keeps_its_width():
-    """The text plot is as wide as requested, or less if a column is the shortest action; all ranks
-    have one time scale; first and last actions are at their columns."""
-    rng = random.Random(2)
-    for s in sched_all((1, 4), (2, 8), (2,)):
-        t = SC.simulate(s, SC.Costs(*(rng.random() + 0.1 for _ in range(3)), 1.3, rng.random()))
-        shortest = min(e.end - e.start for row in t.events for e in row if e.end > e.start)
-        for width in (10, 33, 100, 1000):
-            rows = sched_rows(SC.render_text(t, width))
-            (columns,) = {len(kinds) for kinds, _ in rows}
-            assert columns == min(width, round(t.makespan / shortest))
-            assert max(len(numbers) for _, numbers in rows) <= columns
-            for (kinds, _), events in zip(rows, t.events, strict=True) if columns < width else ():
-                ends = len(kinds) - len(kinds.lstrip(".")), len(kinds.rstrip("."))
-                times = events[0].start, events[-1].end
-                assert ends == pytest.approx([x / t.makespan * columns for x in times], abs=1)
-    assert SC.render_text(SC.simulate(s, SC.Costs(send=1e300)), 50)
 
 
 def test_schedules_svg_equals_the_timeline():
@@ -18951,7 +18611,7 @@ def test_schedules_alone_in_a_folder(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# planner.py: published numbers, published runs, brute force, monotony, and pinned numbers
+# planner.py: published numbers, published runs, pinned numbers, and brute force
 # --------------------------------------------------------------------------------------------------
 
 PLANNER_TINY = planner.Shape(8, 256, 4, 2, 64, 512, 1024)
@@ -19301,41 +18961,7 @@ def test_planner_whole_run_is_pinned():
     assert share(1200) == pytest.approx(1 - 60 / 1200 - (600 + 300) / 10800)
 
 
-# ---- monotony and brute force ----
-
-
-def test_planner_memory_and_time_are_monotone():
-    """Each list of plans falls in memory, or in time."""
-
-    def size(**plan):
-        return sum(planner.memory(PLANNER_8B, planner.Plan(**plan), 8192, 512).values())
-
-    def step(device=PLANNER_H100, **plan):
-        return planner.predict(
-            PLANNER_8B, device, planner.Plan(**dict(dp=8) | plan), 8192, 256
-        ).step
-
-    loops = "pp=4 schedule=interleaved chunks"
-    for measure, text in (
-        (size, "dp=8 > dp=8 zero=2 > dp=8 zero=3 > dp=64 zero=3"),
-        (size, " > tp=2 > tp=8"),
-        (size, "micro=2 > > pp=4"),
-        (size, " > cp=2"),
-        (size, "compiled=False > > recompute=selective > recompute=full"),
-        (size, f"pp=4 schedule=gpipe > {loops}=2 > pp=4"),
-        (step, "compiled=False > > fp8=True"),
-        (step, "recompute=full > recompute=selective > "),
-        (step, "attention=fa2 > "),
-        (step, "tp=4 async_tp=False > tp=4"),
-        (step, f"pp=4 > {loops}=2 > {loops}=4"),
-        (step, "pp=4 > pp=4 schedule=zb-h1"),
-        (step, "zero=3 > "),
-    ):
-        values = [measure(**planner_fields(plan)) for plan in text.split(">")]
-        assert values == sorted(set(values), reverse=True), text
-    for field in ("bf16", "hbm", "nvlink", "network"):
-        better = replace(PLANNER_H100, **{field: 2 * getattr(PLANNER_H100, field)})
-        assert step(better, tp=2, pp=2) < step(tp=2, pp=2), field
+# ---- brute force ----
 
 
 @pytest.mark.parametrize(
@@ -19432,19 +19058,16 @@ def test_planner_error_names_the_missing_memory():
         planner.main(["--model", "llama3-405b", "--gpus", "8"])
     said, shape = str(caught.value), planner.SHAPES["llama3-405b"]
     assert said.startswith("planner.py: no plan fits") and "\n" not in said
-    words = r"needs ([\d.]+) of 72.0 GiB.*80.0\): (.*); short by ([\d.]+) "
-    need, kinds, short = re.search(words, said).groups()
-    parts = dict(kind.rsplit(" ", 1) for kind in kinds.split(", "))
-    assert [*parts.items()][:3] == [
-        ("weights", "94.5"),
-        ("gradients", "189.0"),
-        ("optimizer", "567.0"),
-    ]
+    assert ": weights 94.5, gradients 189.0, optimizer 567.0, " in said
+    need, kinds, short = re.search(
+        r"needs (\S+) of 72.0 .*80.0\): (.*); short by (\S+) ", said
+    ).groups()
+    sizes = [float(kind.split()[-1]) for kind in kinds.split(", ")]
     every = planner.plans(shape, PLANNER_H100, 8, 8192, 512)
     least, plan = min((sum(planner.memory(shape, p, 8192, 512).values()), str(p)) for p in every)
-    assert f"{least / 2**30:.1f}" == need and f"({plan})" in said
-    assert f"{least / 2**30 - 72:.1f}" == short
-    assert sum(map(float, parts.values())) == pytest.approx(float(need), abs=0.4)
+    assert f"({plan})" in said
+    assert (need, short) == (f"{least / 2**30:.1f}", f"{least / 2**30 - 72:.1f}")
+    assert sum(sizes) == pytest.approx(float(need), abs=0.4)
 
 
 # ---- the program ----
