@@ -15806,7 +15806,6 @@ def cp_draw(seed):
     more |= dict(cu=rng.choice([None, [0, *boundaries, T]]), Hkv=rng.choice([1, 2, 4]))
     more |= dict(attention=rng.choice(["plain", "flash"]), Hq=rng.choice([4, 8]), placement=at)
     more |= dict(causal=rng.random() < 0.7, lse=rng.random() < 0.8, seed=seed)
-    more |= dict(dtype=rng.choice([torch.float64, torch.float64, torch.float32]))
     more |= dict(mode=rng.choice(["plain", "plain", "tensor" if more["cu"] else "checkpoint"]))
     return cp_case(form, ranks=ranks, T=T, **more)
 
@@ -15826,13 +15825,17 @@ def cp_draw_prefix(mode, seed):
 
 CP_CASES = {f"drawn {seed}": cp_draw(seed) for seed in range(105)}
 for form in ("ring", "gather"):
-    CP_CASES |= {f"{form} {at}": cp_case(form, placement=at) for at in CP_PLACEMENTS}
+    for at in CP_PLACEMENTS:
+        CP_CASES[f"{form} {at}"] = cp_case(form, placement=at)
+        CP_CASES[f"{form} {at} fp32"] = cp_case(form, placement=at, dtype=torch.float32, B=2)
     CP_CASES[f"{form} bf16"] = cp_case(form, dtype=torch.bfloat16)
     CP_CASES[f"{form} one token"] = cp_case(form, T=4, placement="contiguous")
     CP_CASES[f"{form} two tokens"] = cp_case(form, T=8)
     for window in (1, 12, 13, 14, 100):  # 12 tokens or 6 + 6
         to = dict(window=window, placement="contiguous")
         CP_CASES[f"{form} window {window}"] = cp_case(form, **to)
+for form in ("ulysses", "2d", "2d-gather"):
+    CP_CASES[f"{form} fp32"] = cp_case(form, dtype=torch.float32, window=7)
 CP_CASES["ulysses"] = cp_case("ulysses", Hq=8, Hkv=4)
 CP_FUZZ = {f"drawn {seed}": cp_draw(seed) for seed in range(105, 305)}
 CP_PREFIX = dict(form="prefix", B=2, T=16, Hq=4, Hkv=2, D=6, Dv=5, dtype=torch.float64, seed=3)
