@@ -7632,7 +7632,7 @@ def test_spec_rules_preserve_the_distribution(parents, greedy_draft):
 
 
 SPEC_WRONGS = "from p, target alone, absolute, bonus from the row before, shifted, inverse"
-SPEC_WRONG_IN_TREES = "p not normalised, q not normalised, with replacement"
+SPEC_WRONG_IN_TREES = ", p not normalised, q not normalised, with replacement"
 SPEC_WRONG_IF_SAMPLED = "target alone, q not normalised, with replacement"
 
 
@@ -7641,13 +7641,12 @@ SPEC_WRONG_IF_SAMPLED = "target alone, q not normalised, with replacement"
 def test_spec_wrong_rules_fail_the_check(parents, greedy_draft):
     """The check passes the reference and none of nine plausible mistakes."""
     p, q, tree = spec_tables(5, 4, 61), spec_tables(5, 4, 62), E.Tree(parents)
-    wrongs = SPEC_WRONGS.split(", ")
-    wrongs += SPEC_WRONG_IN_TREES.split(", ") if parents in SPEC_TREES else []
-    assert spec_p_value(spec_rule, tree, p, q, 60_000, 63, greedy_draft) > SPEC_RIGHT
-    for wrong in wrongs:
-        if not greedy_draft or wrong not in SPEC_WRONG_IF_SAMPLED:
-            rule = partial(spec_rule, wrong=wrong)
-            assert spec_p_value(rule, tree, p, q, 60_000, 63, greedy_draft) < SPEC_WRONG, wrong
+    wrongs = SPEC_WRONGS + (SPEC_WRONG_IN_TREES if parents in SPEC_TREES else "")
+    for wrong in ("", *wrongs.split(", ")):
+        rule = partial(spec_rule, wrong=wrong)
+        if not wrong or not greedy_draft or wrong not in SPEC_WRONG_IF_SAMPLED:
+            found = spec_p_value(rule, tree, p, q, 60_000, 63, greedy_draft)
+            assert found < SPEC_WRONG if wrong else found > SPEC_RIGHT, wrong
 
 
 def spec_random_tree(rng: random.Random, nodes: int, fanout: int = 3, depth: int = 9) -> E.Tree:
@@ -7730,9 +7729,6 @@ def spec_check(c: SimpleNamespace) -> torch.Tensor:
     assert torch.equal(torch.get_rng_state(), before)
     for x, y in zip(c.rows, copies, strict=True):
         assert x is None or torch.equal(x.nan_to_num(), y.nan_to_num())
-    if c.one_hot:  # greedy decoding follows the argmaxes
-        alone = E.match_tree(c.rows[0].nan_to_num().argmax(-1), c.rows[2], c.tree)
-        assert c.is_chain or torch.equal(alone[0], expected[0])
     return expected[1]
 
 
@@ -7770,8 +7766,6 @@ def test_spec_accept_and_accept_tree_equal_the_reference():
 
 
 SPEC_BY_HAND = [  # p after the last token and the draft, q, draft, uniform -> n, the next token's p
-    ([[1, 0, 1e-30], [0.25, 0.5, 0.25]], [0, 1, 1e-30], 2, SPEC_MAX_UNIFORM, 1, [0.25, 0.5, 0.25]),
-    ([[1, 0, 1e-37], [0.25, 0.5, 0.25]], [0, 1, 1e-37], 2, SPEC_MAX_UNIFORM, 1, [0.25, 0.5, 0.25]),
     ([[1, 0, 1e-44], [0.25, 0.5, 0.25]], [0, 1, 1e-44], 2, 0.6, 1, [0.25, 0.5, 0.25]),
     ([[0, 1, 1e-40], [1, 0, 0]], [1, 0, 2e-40], 2, 0.49, 1, [1, 0, 0]),
     ([[0, 1, 1e-40], [1, 0, 0]], [1, 0, 2e-40], 2, 0.51, 0, [0, 1, 0]),
@@ -7805,18 +7799,13 @@ def test_spec_accept_by_hand():
 
 
 def test_spec_sample_depends_only_on_its_generator():
-    """speculative_sample: the same seed gives the same tokens, other seeds others, by default
-    torch's generator; rows past a rejected draft are not used."""
-    p, q, _, _ = spec_case(1, tree=E.Tree.chain(4), greedy_draft=False, dtype=torch.float32).rows
-    rows = p[-1], q[-1, :4], torch.arange(4)
-    rows = (rows[0].nan_to_num(0.2), rows[1].nan_to_num(0.2), rows[2])
-    run = lambda rng=None: [E.speculative_sample(*rows, generator=rng).tolist() for _ in range(20)]
+    """speculative_sample: tokens depend on the seed, by default of torch's generator; rows past a
+    rejected draft are not used."""
+    p, q, draft = torch.full((5, 7), 1 / 7), torch.eye(7)[:4] / 2 + 1 / 14, torch.arange(4)
+    run = lambda rng=None: [E.speculative_sample(p, q, draft, rng).tolist() for _ in range(20)]
     assert run(seeded(1)) == run(seeded(1)) and len({str(run(seeded(s))) for s in range(5)}) == 5
-    assert len(set(map(tuple, run(seeded(1))))) > 1
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        runs.append(run())
+    with torch.random.fork_rng():
+        runs = [torch.manual_seed(5) and run() for _ in range(2)]
     assert runs[0] == runs[1]
     p = torch.tensor([[0.0, 0.0, 1.0], [math.nan] * 3, [0.0] * 3])
     out = E.speculative_sample(p, torch.eye(3)[:2], torch.tensor([0, 1]), generator=seeded(0))
@@ -7830,8 +7819,7 @@ def spec_of_shapes(text: str) -> list[torch.Tensor]:
 
 
 for shapes in (  # instead of 4,5 3,5 3
-    "3,5 3,5 3;5,5 3,5 3;4,5 2,5 3;4,5 1,5 3;4,5 3,5 2;4,5 3,5 1;4,5 3,4 3;4,5 3,1 3;4,1 3,5 3;"
-    "5 3,5 3;1,4,5 1,3,5 1,3;4,5 3,5 3,1;4,5 5 3"
+    "3,5 3,5 3;4,5 2,5 3;4,5 1,5 3;4,5 3,5 2;4,5 3,4 3;4,5 3,1 3;1,4,5 1,3,5 1,3;4,5 3,5 3,1"
 ).split(";"):
     call = partial(E.speculative_sample, *spec_of_shapes(shapes))
     REFUSED[f"speculative_sample: {shapes}"] = call, "target_probs .*draft_probs .*draft_tokens"
@@ -7843,51 +7831,40 @@ for bad in (0.0, math.nan):
     )
 
 
-def test_spec_rules_do_not_broadcast():
-    """accept and accept_tree do not accept a target, draft, uniform or tokens of another shape."""
-    for shapes in (  # target, draft, uniform, tokens, instead of 2,4,5 2,3,5 2,3 2,3
-        "2,3,5 2,3,5 2,3 2,3;2,4,5 2,1,5 2,3 2,3;2,4,5 2,3,4 2,3 2,3;2,4,5 2,3,5 2,3 2,2;"
-        "2,4,5 2,3,5 2,2 2,3;1,4,5 2,3,5 2,3 2,3"
-    ).split(";"):
-        target, draft, uniform, tokens = spec_of_shapes(shapes)
-        with pytest.raises((ValueError, RuntimeError, IndexError)):
-            E.accept(target, draft, tokens, uniform)
-    for shapes in ("2,3,5 2,4,5 2,3 2,3", "2,4,5 2,2,5 2,3 2,3", "2,4,5 2,4,5 2,3 2,2"):
-        target, draft, uniform, tokens = spec_of_shapes(shapes)
-        with pytest.raises((ValueError, RuntimeError, IndexError)):
-            E.accept_tree(target, draft, tokens, uniform, E.Tree((-1, -1, 0)))
+@pytest.mark.parametrize(
+    "shapes",  # target, draft, uniform, tokens, instead of 2,4,5 2,3,5 2,3 2,3
+    "2,3,5 2,3,5 2,3 2,3;2,4,5 2,1,5 2,3 2,3;2,4,5 2,3,4 2,3 2,3;2,4,5 2,3,5 2,3 2,2;"
+    "2,4,5 2,3,5 2,2 2,3;1,4,5 2,3,5 2,3 2,3;"
+    "2,3,5 2,4,5 2,3 2,3 tree;2,4,5 2,2,5 2,3 2,3 tree;2,4,5 2,4,5 2,3 2,2 tree".split(";"),
+)
+def test_spec_rules_do_not_broadcast(shapes):
+    """accept and accept_tree fail on a target, draft, uniform or tokens of another shape."""
+    target, draft, uniform, tokens = spec_of_shapes(shapes.removesuffix(" tree"))
+    rule = partial(E.accept_tree, tree=E.Tree((-1, -1, 0))) if "tree" in shapes else E.accept
+    with pytest.raises((RuntimeError, IndexError)):
+        rule(target, draft, tokens, uniform)
 
 
-def test_spec_matches_equal_a_loop():
-    """From the root, the child that equals the sampled token, until there is none; of a chain,
-    also up to each row's length."""
+def test_spec_matches_equal_the_reference():
+    """Drafts against sampled tokens: the path and n of spec_rule with a target that is certain of
+    these tokens; of a chain, also up to each row's length."""
     rng, seen = random.Random(3), Counter()
     for seed in range(80):
-        tree = (
-            E.Tree.chain(seed % 8) if seed % 2 else spec_random_tree(rng, rng.randint(1, 12), 3, 5)
-        )
+        tree = spec_random_tree(rng, rng.randint(1, 12), 3, 5)
+        tree = E.Tree.chain(seed % 8) if seed % 2 else tree
         nodes = len(tree.parents)
         tokens = torch.zeros(30, nodes, dtype=torch.long)
         for r, parent in product(range(30), set(tree.parents)):  # siblings differ
             children = [c for c in range(nodes) if tree.parents[c] == parent]
             tokens[r, children] = torch.tensor(rng.sample(range(3), len(children)))
-        sampled = torch.randint(-1, 3, (30, nodes + 1), generator=seeded(seed))
-        lengths = torch.arange(30) % (nodes + 1)
+        sampled = torch.randint(0, 4, (30, nodes + 1), generator=seeded(seed))
+        rows = F.one_hot(sampled, 4), None, tokens, torch.full(tokens.shape, 0.5)
         path, n = E.match_tree(sampled, tokens, tree)
-        assert path.dtype == torch.long and path.shape == (30, tree.depth)
-        for r in range(30):
-            at, expected = -1, []
-            while True:
-                children = [c for c in range(nodes) if tree.parents[c] == at]
-                matching = [c for c in children if tokens[r, c] == sampled[r, at + 1]]
-                if not matching:
-                    break
-                at = matching[0]
-                expected.append(at)
-            assert path[r].tolist() == expected + [-1] * (tree.depth - len(expected))
-            assert n[r] == len(expected)
-            seen[len(expected)] += 1
+        assert path.dtype == n.dtype == torch.long
+        assert all(map(torch.equal, (path, n), spec_rule(*rows, tree)))
+        seen.update(n.tolist())
         if seed % 2:
+            lengths = torch.arange(30) % (nodes + 1)
             assert torch.equal(E.count_matches(sampled, tokens), n)
             assert torch.equal(E.count_matches(sampled, tokens, lengths), n.minimum(lengths))
     assert min(seen[i] for i in range(4)) > 15
@@ -8019,7 +7996,6 @@ def test_spec_ngram_lookup_is_fast():
     rng, n = random.Random(14), 32_768
     for context, expected in (
         ([rng.randrange(50_000) for _ in range(n - 1)] + [50_000], []),
-        ([rng.randrange(4) for _ in range(n)], None),
         ([0, 0, 0, 1] * (n // 4 - 1) + [0, 0, 2, 1], [0, 0, 2, 1] * 2),  # nearly matches
         ([5, 6, 7, 8, 9] + [8] * (n - 9) + [5, 6, 7, 8], [9] + [8] * 7),
         ([3] * n, [3] * 8),
@@ -8027,9 +8003,8 @@ def test_spec_ngram_lookup_is_fast():
         drafter, seconds = E.NGram(), []
         for _ in range(15):
             start = time.thread_time()
-            tokens, _ = drafter(context, 8)
+            assert drafter(context, 8)[0] == expected
             seconds.append(time.thread_time() - start)
-        assert len(tokens) == 8 if expected is None else tokens == expected
         assert min(seconds) < 5e-3  # the minimum, in thread time: the machine may be shared
 
 
@@ -8100,20 +8075,6 @@ def test_spec_goodput_policy_is_near_the_best_fixed_k(b, costs):
     assert len(best_ks) >= 3 or best_ks == {0}  # no single k is best for all
 
 
-def test_spec_goodput_beats_every_fixed_k():
-    """Over all loads and acceptance rates no fixed k comes near the adaptive policy."""
-    worst = Counter()
-    for b, a, costs in product((1, 64), (0.0, 0.95), (SPEC_FREE, SPEC_COSTLY)):
-        rows = [SpecRow(a) for _ in range(b)]
-        policies = {"auto": E.Goodput(5)} | {k: E.FixedK(k) for k in range(6)}
-        for name, policy in policies.items():
-            served = [*spec_simulate(policy, rows, costs, 200 if name == "auto" else 102)]
-            assert name == "auto" or all(ks == [name] * b for ks, _, _ in served)
-            short = 1 - spec_throughput(served) / spec_best_throughput(a, b, costs)[0]
-            worst[name] = max(worst[name], short)
-    assert worst.pop("auto") < 0.1 < min(worst.values())
-
-
 SPEC_QUICK, SPEC_CHEAP = (20e-3, 0.5e-3, 0.5e-3), (20e-3, 0.1e-3, 1e-7)
 SPEC_PHASES = {  # rows, acceptance, share with a proposal, costs, steps, mean k at the end
     "no proposals, then some": [
@@ -8180,7 +8141,7 @@ def test_spec_goodput_in_changing_batches():
     """Sequences of some sixty tokens, 0 to 24 at a time, prefills in between: near the best fixed
     k."""
     rng, policy, costs = random.Random(21), E.Goodput(5), (20e-3, 0.5e-3, 0.2e-3)
-    totals, sizes, rows = {k: [0.0, 0.0] for k in ("auto", *range(6))}, Counter(), [SpecRow(0.8)]
+    totals, sizes, rows = torch.zeros(2, 7, dtype=torch.float64), Counter(), [SpecRow(0.8)]
     for step in range(700):
         rows = [row for row in rows if rng.random() > 0.05]
         if rng.random() < 0.6:
@@ -8190,15 +8151,14 @@ def test_spec_goodput_in_changing_batches():
         if not rows:
             continue
         [(_, tokens, spent)] = spec_simulate(policy, rows, costs, 1, seed=step, prompt=30)
-        if step < 100:
-            continue
-        seconds = lambda k: costs[0] + costs[1] * (b * (k + 1) + 15) + costs[2] * b * k
-        fixed = {k: (b * spec_expected_tokens(0.8, k), seconds(k)) for k in range(6)}
-        for k, (more, time_spent) in (fixed | {"auto": (tokens, spent)}).items():
-            totals[k] = [totals[k][0] + more, totals[k][1] + time_spent]
-    speeds = {k: tokens / seconds for k, (tokens, seconds) in totals.items()}
-    auto, best = speeds.pop("auto"), max(speeds.values())
-    assert len(sizes) > 12 and best > 1.3 * speeds[0] and auto > 0.94 * best
+        if step >= 100:  # a fixed k of 0..5, and the policy
+            seconds = [
+                costs[0] + costs[1] * (b * (k + 1) + 15) + costs[2] * b * k for k in range(6)
+            ]
+            fixed = [b * spec_expected_tokens(0.8, k) for k in range(6)]
+            totals += torch.tensor([[*fixed, tokens], [*seconds, spent]])
+    *speeds, auto = (totals[0] / totals[1]).tolist()
+    assert len(sizes) > 12 and max(speeds) > 1.3 * speeds[0] and auto > 0.94 * max(speeds)
 
 
 # ---- moe.py: routing ----
@@ -8295,82 +8255,37 @@ def test_moe_route_check_notices_an_ignored_option(change):
             moe_check_route(spoilt, *moe_draw_routing(seed))
 
 
-def moe_tied_logits(kind: str, n: int, n_experts: int) -> torch.Tensor:
-    g = seeded(n_experts)
-    normal = torch.randn(n, n_experts, generator=g)
-    return {
-        "normal": normal,
-        "rounded": (normal * 4).round() / 4,
-        "grid": torch.randint(0, 3, (n, n_experts), generator=g) * 0.5,
-        "one high": torch.zeros_like(normal).scatter(1, normal.argmax(1, keepdim=True), 1.0),
-        "equal": normal[:, :1].round().expand(n, n_experts).clone(),
-    }[kind]
-
-
-def moe_routers(n_experts: int, n_groups: int, topk_groups: int, top_k: int):
-    """(a router of transformers or model.py: logits -> (..., weights, ids), options of route)."""
-
-    def router(family, cls, bias=None, **config):
-        package = f"transformers.models.{family}.modeling_{family}"
-        sizes = dict(num_experts=n_experts, num_local_experts=n_experts, hidden_size=n_experts)
-        sizes |= dict(num_experts_per_tok=top_k, n_group=n_groups, topk_group=topk_groups)
-        module = importlib.import_module(package)
-        made = getattr(module, cls)(SimpleNamespace(**sizes, **config))
-        made.weight.copy_(torch.eye(n_experts))  # its logits are its hidden states
-        if bias is not None:
-            made.e_score_correction_bias.copy_(bias)
-        return made
-
-    groups = dict(n_groups=n_groups, topk_groups=topk_groups)
-    for method, more in (("greedy", {}), ("group_limited_greedy", groups)):
-        config = dict(topk_method=method, routed_scaling_factor=16.0)
-        yield router("deepseek_v2", "DeepseekV2TopkRouter", **config), dict(scale=16.0) | more
-    steps = torch.randint(-2, 3, (n_experts,), generator=seeded(1)) * 0.25
-    noise = torch.randn(n_experts, generator=seeded(7)) * 0.1
-    groups |= dict(group_score_topk=2)
-    for bias, norm in product((torch.zeros(n_experts), noise, steps), (True, False)):
-        options = groups | dict(scoring="sigmoid", renormalize=norm, bias=bias, scale=2.5)
-        config = dict(norm_topk_prob=norm, routed_scaling_factor=2.5)
-        yield router("deepseek_v3", "DeepseekV3TopkRouter", bias, **config), options
-        sizes = dict(n_experts=n_experts, n_experts_per_token=top_k, norm_topk=norm, **groups)
-        layer = M.MoE(latent(routed_scaling=2.5, **sizes))
-        layer.expert_bias.copy_(bias)
-        yield layer.select_experts, options
-    for norm in (True, False):
-        yield router("qwen3_moe", "Qwen3MoeTopKRouter", norm_topk_prob=norm), dict(renormalize=norm)
-    yield router("mixtral", "MixtralTopKRouter"), dict(renormalize=True)
-    yield router("mixtral", "MixtralTopKRouter").bfloat16(), dict(renormalize=True)
-
-
-MOE_ROUTER_SIZES = [(8, 4, 2, 3), (8, 1, 1, 8), (16, 4, 2, 5), (60, 1, 1, 4), (64, 8, 4, 6)]
-MOE_ROUTER_SIZES += [(160, 8, 3, 6), (256, 8, 4, 8), (512, 8, 4, 8)]  # also where k * 64 <= n
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("sizes", MOE_ROUTER_SIZES, ids=str)
-def test_moe_route_equals_transformers_and_model_py(sizes):
-    """DeepSeek-V2 and V3, Mixtral, Qwen3-MoE, and model.py's MoE, with ties broken the same way."""
-    transformers()
-    for router, options in moe_routers(*sizes):
-        for kind in ("normal", "rounded", "grid", "one high", "equal"):
-            logits = moe_tied_logits(kind, 60, sizes[0])
-            logits = logits.to(getattr(getattr(router, "weight", None), "dtype", torch.float32))
-            *_, weights, ids = router(logits)
-            got_weights, got_ids = O.route(logits, sizes[-1], **options)
-            order, got_order = ids.argsort(-1), got_ids.argsort(-1)
-            assert torch.equal(got_ids.gather(1, got_order), ids.gather(1, order)), (options, kind)
-            want = weights.float().gather(1, order)
-            torch.testing.assert_close(got_weights.gather(1, got_order), want, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("sizes", [(8, 1, 1, 8), (16, 4, 2, 5), (160, 8, 3, 6), (512, 8, 4, 8)])
+def test_moe_route_breaks_ties_as_model_py(sizes):
+    """The experts, their order and weights of model.py's MoE, which equals transformers, for logits
+    with many ties, and for equal ones."""
+    n_experts, n_groups, topk_groups, top_k = sizes
+    steps = torch.randint(-2, 3, (n_experts,), generator=seeded(1)) * 0.25
+    grid = torch.randint(0, 3, (60, n_experts), generator=seeded(2)) * 0.5
+    shared = dict(n_groups=n_groups, topk_groups=topk_groups, group_score_topk=2)
+    for scoring, norm, bias in product(("softmax", "sigmoid"), (True, False), (None, steps)):
+        options = dict(n_experts=n_experts, n_experts_per_token=top_k, norm_topk=norm)
+        options |= dict(routed_scaling=2.5, correction_bias=bias is not None)
+        layer = M.MoE(latent(scoring=scoring, **shared, **options))
+        if bias is not None:
+            layer.expert_bias.copy_(bias)
+        for logits in (grid, grid[:, :1].expand(60, n_experts)):
+            weights, ids = layer.select_experts(logits)
+            more = dict(scoring=scoring, renormalize=norm, bias=bias, scale=2.5)
+            got_weights, got_ids = O.route(logits, top_k, **shared, **more)
+            assert torch.equal(got_ids, ids)
+            close(got_weights, weights, 1e-6)
 
 
 MOE_LOGITS = torch.zeros(40, 8)
 MOE_ROUTE_REFUSED = {
-    "top_k": [dict(top_k=k) for k in (0, -1, 9)] + [dict(top_k=5, n_groups=4, topk_groups=2)],
+    "top_k": [dict(top_k=0), dict(top_k=9), dict(top_k=5, n_groups=4, topk_groups=2)],
     "n_groups": [dict(n_groups=3), dict(n_groups=0)],
-    "topk_groups": [dict(n_groups=4, topk_groups=n) for n in (0, 5)] + [dict(topk_groups=2)],
-    "group_score_topk": [dict(n_groups=4, group_score_topk=3), dict(group_score_topk=9)],
+    "topk_groups": [dict(n_groups=4, topk_groups=0), dict(topk_groups=2)],
+    "group_score_topk": [dict(n_groups=4, group_score_topk=3), dict(group_score_topk=0)],
     "scoring": [dict(scoring="relu")],
-    "bias": [dict(bias=torch.zeros(shape)) for shape in ((7,), (40, 8), (), (1,))],
+    "bias": [dict(bias=torch.zeros(shape)) for shape in ((7,), (40, 8), (1,))],
     "logits": [dict(logits=torch.zeros(shape)) for shape in ((8,), (2, 3, 8))],
 }
 for field, rows in MOE_ROUTE_REFUSED.items():
@@ -8383,7 +8298,7 @@ for dtype, value in ((torch.float32, math.nan), (torch.bfloat16, INF), (torch.fl
     first = r"^(?!.*37).*logits.*\b23\b"  # the first token that is not finite
     REFUSED[f"moe: route, a logit of {value}"] = partial(O.route, hostile, 2), first
     REFUSED[f"moe: expert_choice, a logit of {value}"] = partial(O.expert_choice, hostile, 2), first
-for n in (0, -1, 41):
+for n in (0, 41):
     call = partial(O.expert_choice, MOE_LOGITS, n)
     REFUSED[f"moe: expert_choice, capacity {n}"] = call, rf"capacity.*{n}"
 for factor in (0, -1.0):
@@ -8533,19 +8448,6 @@ def test_moe_balance_loss_equals_the_formula():
                 close(given.grad, exact.grad, limit)
 
 
-def test_moe_balance_loss_of_known_loads():
-    """1 if the load is even, E if all tokens go to one expert; two skewed sequences that are even
-    together are 2 per sequence and 1 over the batch."""
-    even, alone = torch.arange(8).view(8, 1) % 4, torch.zeros(8, 1, dtype=torch.long)
-    skewed = torch.randn(8, 4, generator=seeded()).softmax(-1)
-    one_hot = lambda ids, n: F.one_hot(ids[..., 0], n).float()
-    pair = torch.tensor([[[0], [0]], [[1], [1]]])
-    assert O.balance_loss(skewed, even).item() == pytest.approx(1)
-    assert O.balance_loss(one_hot(alone, 4), alone).item() == pytest.approx(4)
-    assert O.balance_loss(one_hot(pair, 2), pair).item() == pytest.approx(2)
-    assert O.balance_loss(one_hot(pair, 2).flatten(0, 1), pair.flatten(0, 1)).item() == 1
-
-
 def test_moe_update_bias_moves_against_the_load():
     """In place, by `speed` and only where the count is not the mean; also a leaf that requires
     gradients, and counts that differ by less than fp32 can tell."""
@@ -8659,17 +8561,13 @@ def moe_check(experts, args, limit=1e-5, **more) -> None:
 
 MOE_CASES = {  # n, c, f, e, k, which experts
     "one": (1, 16, 8, 1, 1),
-    "two": (2, 40, 24, 3, 2),
     "ragged": (37, 40, 24, 5, 3),
     "wide": (130, 80, 72, 2, 1),
     "many experts": (5, 16, 8, 40, 4),
     "dense": (9, 32, 40, 4, 4),
-    "one expert": (21, 16, 24, 1, 1),
     "one token": (1, 48, 56, 6, 4),
-    "narrow": (12, 72, 8, 3, 1),
     "odd": (37, 18, 10, 3, 2),
     "prime": (13, 17, 9, 5, 3),
-    "tiny": (3, 1, 1, 2, 2),
     "no tokens": (0, 16, 8, 3, 2),
     **{p: (45, 24, 16, 6, 3, p) for p in "one last none twice ends holes".split()},
     "skew": (90, 16, 8, 5, 3, "skew"),
@@ -8702,10 +8600,11 @@ def moe_autocast(experts):
     return torch.autocast("cpu", torch.bfloat16)(experts)
 
 
+MOE_HALF = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MOE_FORMS = {  # how it is called: inputs changed, the function wrapped, options of moe_check
-    "gaps": dict(change=moe_gaps),
-    "transposed": dict(change=moe_transposed),
-    "expanded": dict(change=lambda t: t[:1].expand_as(t)),
+    "gaps": dict(change=lambda args: [*map(moe_gaps, args)]),
+    "transposed": dict(change=lambda args: [*map(moe_transposed, args)]),
+    "expanded": dict(change=lambda args: [t[:1].expand_as(t) for t in args]),
     "transposed gradient": dict(grad_out=moe_transposed),
     "expanded gradient": dict(grad_out=lambda g: g[:1, :1].expand_as(g)),
     "checkpoint": dict(wrap=lambda f: partial(checkpoint, f, use_reentrant=False)),
@@ -8714,45 +8613,39 @@ MOE_FORMS = {  # how it is called: inputs changed, the function wrapped, options
     **{f"gradient of {name}": dict(wanted=(name,)) for name in MOE_LEAVES},
     "gradients of activations": dict(wanted=("x", "weights")),
     "gradients of stacks": dict(wanted=("w_gate_up", "w_down")),
+    **{
+        f"{dtype}, weights in {routing}": dict(
+            change=partial(moe_cast, dtype=dtype, routing=routing), limit=limit
+        )
+        for dtype, limit in MOE_HALF.items()
+        for routing in (dtype, torch.float32)
+    },
+    "autocast": dict(wrap=moe_autocast, limit=2e-2),
+    "autocast of bf16 x": dict(
+        wrap=moe_autocast, change=lambda args: [args[0].bfloat16(), *args[1:]], limit=2e-2
+    ),
+    "fp64, by auto": dict(
+        wrap=lambda f: O.grouped_experts, change=partial(moe_cast, dtype=torch.float64), limit=1e-12
+    ),
 }
 
 
 @pytest.mark.parametrize("form", MOE_FORMS.values(), ids=MOE_FORMS)
 @pytest.mark.parametrize("backend", MOE_BACKENDS)
 def test_moe_experts_called_in_any_form_equal_the_loop(backend, form):
-    """Strides with gaps, swapped or 0, checkpointing, and gradients of only some inputs."""
+    """Strides with gaps, swapped or 0, checkpointing, gradients of only some inputs, other dtypes
+    and autocast. The output has x's dtype."""
     options = dict(form)
-    change = options.pop("change", lambda t: t)
+    change = options.pop("change", lambda args: args)
     wrap = options.pop("wrap", lambda f: f)
-    args = moe_inputs(15, 18, 16, 24, 4, 2, "holes")
-    moe_check(wrap(MOE_BACKENDS[backend]), [*map(change, args)], **options)
-
-
-MOE_HALF = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
-MOE_DTYPES = [torch.float16, torch.bfloat16, "autocast", torch.float64]
-
-
-@pytest.mark.parametrize("dtype", MOE_DTYPES, ids=str)
-@pytest.mark.parametrize("backend", MOE_BACKENDS)
-def test_moe_experts_in_other_dtypes(backend, dtype):
-    """fp16 and bf16, routed in the same dtype or fp32; fp32 stacks under autocast, with x in either
-    dtype; fp64, which backend "auto" gives to torch. The output has x's dtype."""
-    experts, args = MOE_BACKENDS[backend], moe_inputs(7, 19, 40, 24, 5, 3)
-    if dtype == "autocast":
-        for x in (args[0], args[0].bfloat16()):
-            moe_check(moe_autocast(experts), [x, *args[1:]], 2e-2)
-    elif dtype == torch.float64:
-        experts = O.grouped_experts if backend == "triton" else experts
-        moe_check(experts, moe_cast(args, dtype), 1e-12)
-    else:
-        for routing in (dtype, torch.float32):
-            moe_check(experts, moe_cast(args, dtype, routing), MOE_HALF[dtype])
+    args = change(moe_inputs(15, 18, 16, 24, 4, 2, "holes"))
+    moe_check(wrap(MOE_BACKENDS[backend]), args, **options)
 
 
 @pytest.mark.parametrize("backend", MOE_BACKENDS)
-def test_moe_experts_twice_in_one_graph(backend):
-    """Two layers that share their stacks, bit-identical in a second call, with the allocator in
-    another state, and in a second backward through the retained graph."""
+def test_moe_experts_are_deterministic(backend):
+    """Two layers that share their stacks: the loop's gradients, and the same bits in a second call,
+    in a second backward through the retained graph, and without gradients."""
     x, weights, ids, *stacks = moe_inputs(17, 21, 24, 16, 3, 2, "holes")
 
     def outcome(experts, cast):
@@ -8760,28 +8653,21 @@ def test_moe_experts_twice_in_one_graph(backend):
         y = experts(leaves[0], leaves[1], ids, *leaves[2:])
         total = experts(y, leaves[1], ids.flip(0), *leaves[2:]).square().sum()
         grads = [torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2)]
-        assert all(map(torch.equal, *grads))
-        return dict(zip(("y", "total", *MOE_LEAVES), (y.detach(), total.detach(), *grads[0])))
+        assert all(map(torch.equal, *grads)) and y.requires_grad
+        return dict(zip(("y", *MOE_LEAVES), (y.detach(), *grads[0]), strict=True))
 
-    first = outcome(MOE_BACKENDS[backend], torch.clone)
-    blocks = [torch.full((i * 37 + 5,), 3.0) for i in range(20)]
-    assert bitwise_equal(outcome(MOE_BACKENDS[backend], torch.clone), first) and len(blocks) == 20
+    experts = MOE_BACKENDS[backend]
+    first = outcome(experts, torch.clone)
     moe_agree(first, outcome(M.loop_experts, torch.Tensor.double))
-
-
-@pytest.mark.parametrize("backend", MOE_BACKENDS)
-def test_moe_experts_without_gradients(backend):
-    """The same bits under no_grad, in inference_mode, also of tensors made there, and for inputs
-    that require no gradients."""
-    experts, args = MOE_BACKENDS[backend], moe_inputs(14, 13, 16, 8, 3, 2)
-    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in args]
-    want = experts(*leaves)
-    with torch.no_grad():
-        results = [experts(*leaves), experts(*args)]
-    with torch.inference_mode():
-        results += [experts(*leaves), experts(*(t.clone() for t in args))]
-    assert want.requires_grad and not any(o.requires_grad for o in (*results, experts(*args)))
-    assert all(torch.equal(o, want) for o in results)
+    other_memory = [torch.full((i * 37 + 5,), 3.0) for i in range(20)]
+    assert bitwise_equal(outcome(experts, torch.clone), first) and len(other_memory) == 20
+    leaves = [t.clone().requires_grad_() for t in (weights, *stacks)]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            made = x.clone(), leaves[0], ids, *leaves[1:]
+            results = [experts(*made), experts(*(t.clone() for t in made))]
+        results.append(experts(x, weights, ids, *stacks))
+        assert all(torch.equal(y, first["y"]) and not y.requires_grad for y in results)
 
 
 @pytest.mark.parametrize("backend", MOE_BACKENDS)
@@ -8859,7 +8745,7 @@ def moe_call(backend="auto", **changes):
 
 MOE_SHAPES_REFUSED = {
     "x": [(16,), (2, 3, 16), (6, 15), (7, 16)],
-    "weights": [(6, 1), (1, 2), (6,)],
+    "weights": [(6, 1), (6,)],
     "ids": [(5, 2), (6,), (6, 0)],
     "w_gate_up": [(3, 15, 16), (3, 16, 15), (16, 16)],
     "w_down": [(3, 15, 8), (3, 16, 7), (4, 16, 8), (16, 8)],
@@ -8871,7 +8757,7 @@ for name, shapes in MOE_SHAPES_REFUSED.items():
         REFUSED[f"moe: {name} {shape}"] = partial(moe_call, **{name: wrong}), words
 MOE_SHORT = dict(weights=torch.zeros(5, 2), ids=torch.zeros(5, 2, dtype=torch.long))
 REFUSED["moe: weights and ids of 5 tokens"] = partial(moe_call, **MOE_SHORT), r"\bids\b"
-for n, backend in ((3, "auto"), (-2, "torch"), (1000, "triton"), (-(2**40), "auto")):
+for n, backend in ((3, "auto"), (-2, "torch"), (-(2**40), "triton")):
     wrong = torch.tensor([[0, 1]] * 5 + [[2, n]])
     REFUSED[f"moe: id {n}, {backend}"] = partial(moe_call, backend, ids=wrong), rf"ids.*{n}"
 for backend in ("cuda", ""):
