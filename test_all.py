@@ -2004,19 +2004,12 @@ def llama2_json():
 
 
 def byte_level_json(bos: str | None = None, **model):
-    """A tokenizer.json in Llama 3's and Qwen's form: byte-level BPE after a regular expression."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    """A tokenizer.json in Llama 3's and Qwen's form: byte-level BPE."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from tokenizers import pre_tokenizers, processors, trainers
 
-    words = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    tk = Tokenizer(models.BPE(**model))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = pre_tokenizers.Split(Regex(words), "isolated")
-    tk.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tk.decoder = decoders.ByteLevel()
+    tk, byte_level = Tokenizer(models.BPE(**model)), pre_tokenizers.ByteLevel(False)
+    tk.pre_tokenizer, tk.decoder = byte_level, decoders.ByteLevel()
     options = dict(initial_alphabet=byte_level.alphabet(), show_progress=False)
     if bos is None:
         tk.normalizer = normalizers.NFC()
@@ -8051,29 +8044,14 @@ def spec_throughput(served: list) -> float:
     return sum(x[1] for x in served[100:]) / sum(x[2] for x in served[100:])
 
 
-def spec_best_throughput(a: float, b: int, costs) -> tuple[float, int]:
-    """Of b rows with the best fixed k of 0..5, and that k."""
+def spec_best_throughput(a: float, b: int, costs) -> float:
+    """Of b rows with the best fixed k of 0..5."""
     gain = lambda k: b * spec_expected_tokens(a, k)
     cost = lambda k: costs[0] + b * (costs[1] * (k + 1) + costs[2] * k)
-    return max((gain(k) / cost(k), k) for k in range(6))
+    return max(gain(k) / cost(k) for k in range(6))
 
 
 SPEC_FREE, SPEC_COSTLY = (20e-3, 0.5e-3, 1e-7), (20e-3, 0.5e-3, 2e-3)
-
-
-@pytest.mark.parametrize("costs", [SPEC_FREE, SPEC_COSTLY], ids=["free", "costly"])
-@pytest.mark.parametrize("b", [1, 16, *(pytest.param(b, marks=pytest.mark.slow) for b in (4, 64))])
-def test_spec_goodput_policy_is_near_the_best_fixed_k(b, costs):
-    """Tokens per second within 5% of the best fixed k of 0..5, at every load and acceptance."""
-    best_ks = set()
-    for a in (0.0, 0.2, 0.5, 0.8, 0.95):
-        best, k = spec_best_throughput(a, b, costs)
-        best_ks.add(k)
-        served = [*spec_simulate(E.Goodput(5), [SpecRow(a) for _ in range(b)], costs, 500, seed=b)]
-        assert all(max(ks) <= 5 for ks, _, _ in served)
-        assert spec_throughput(served) > 0.95 * best, (a, k)
-    assert len(best_ks) >= 3 or best_ks == {0}  # no single k is best for all
-
 
 SPEC_QUICK, SPEC_CHEAP = (20e-3, 0.5e-3, 0.5e-3), (20e-3, 0.1e-3, 1e-7)
 SPEC_PHASES = {  # rows, acceptance, share with a proposal, costs, steps, mean k at the end
@@ -8097,27 +8075,32 @@ for costs, drafts in product(((0, 0, 0), (20e-3, 0, 0), (0, 1e-3, 0), (0, 0, 1e-
         (2, 0.9, drafts, costs, 60, 0, 4),
         (2, 0.9, drafts, SPEC_FREE, 60, 0, 4),
     ]
+for b, a, costs in product((1, 16), (0.0, 0.2, 0.5, 0.8, 0.95), (SPEC_FREE, SPEC_COSTLY)):
+    SPEC_PHASES[f"near the best fixed k: {b}, {a}, {costs}"] = [(b, a, 1.0, costs, 500, 0, 5)]
 for k in (0, 1, 3, 8):
     SPEC_PHASES[f"at most {k}"] = [(2, 1.0, 1.0, (20e-3, 1e-5, 1e-7), 300, 0.85 * k, k)]
 
 
 @pytest.mark.parametrize("name", SPEC_PHASES)
 def test_spec_goodput_follows_the_conditions(name):
-    """k falls where drafts are rejected or tokens make a step expensive, and rises again where not;
-    it is bounded by max_k, and no missing proposal or duration of zero is an error."""
+    """k falls where drafts are rejected or tokens make a step expensive, and rises again where not,
+    so that tokens per second are near the best fixed k's; it is bounded by max_k, and no missing
+    proposal or duration of zero is an error."""
     phases = SPEC_PHASES[name]
     max_k = max(phase[-1] for phase in phases)
     policy, rows = E.Goodput(max_k), [SpecRow(0.0) for _ in range(64)]
-    assert len(policy.choose(rows)) == 64 and policy.choose([]) == []
+    assert E.Goodput(max_k).choose(rows) == [0] * 64  # first it measures a step without drafts
     for seed, (b, a, drafts, costs, steps, low, high) in enumerate(phases):
         for row in rows:
             row.acceptance, row.drafts = a, drafts
-        served = [*spec_simulate(policy, rows[:b], costs, steps, seed)]
+        served = [*spec_simulate(policy, rows[:b], costs, steps, seed + b)]
         assert all(max(ks) <= max_k for ks, _, _ in served)
         mean = sum(sum(ks) for ks, _, _ in served[-50:]) / (50 * b)
         assert low <= mean <= high, (seed, mean)
-        if name.startswith("few"):
-            assert spec_throughput(served) > 0.93 * spec_best_throughput(a, b, costs)[0]
+        if name.startswith(("few", "near")):
+            least = 0.95 if name.startswith("near") else 0.93
+            assert spec_throughput(served) > least * spec_best_throughput(a, b, costs)
+    assert policy.choose([]) == []
 
 
 def test_spec_goodput_chooses_k_per_sequence():
@@ -8129,10 +8112,6 @@ def test_spec_goodput_chooses_k_per_sequence():
     served = [*spec_simulate(policy, rows, costs, 400)]
     high, low = (sum(sum(ks[i::2]) for ks, _, _ in served[-100:]) / 800 for i in (0, 1))
     assert high > 3 and low < 1 and high > low + 2.5
-    gain = lambda k: 8 * (spec_expected_tokens(0.95, k) + spec_expected_tokens(0.05, k))
-    cost = lambda k: costs[0] + 16 * (costs[1] * (k + 1) + costs[2] * k)
-    one_k = max(gain(k) / cost(k) for k in range(6))
-    assert spec_throughput(served) > one_k
     assert sum(policy.choose(good + bad)[:8]) > 8 + sum(policy.choose(bad + good)[:8])
     assert min(policy.choose(good[:2])) > 1
 
@@ -8164,18 +8143,13 @@ def test_spec_goodput_in_changing_batches():
 # ---- moe.py: routing ----
 
 
-def moe_plain_scores(row: list[float], scoring: str) -> list[float]:
-    if scoring == "sigmoid":
-        return [1 / (1 + math.exp(-v)) for v in row]
-    powers = [math.exp(v - max(row)) for v in row]
-    return [p / sum(powers) for p in powers]
-
-
 def moe_plain_route(
     row, top_k, scoring, renormalize, bias, n_groups, topk_groups, group_score_topk, scale
 ) -> dict[int, float]:
     """The routing of one token in plain Python: {expert: weight}."""
-    scores = moe_plain_scores(row, scoring)
+    scores = [1 / (1 + math.exp(-v)) for v in row]
+    if scoring == "softmax":
+        scores = [1 / sum(math.exp(other - v) for other in row) for v in row]
     choice = [s + b for s, b in zip(scores, bias or [0.0] * len(row), strict=True)]
     size = len(row) // n_groups
     groups = [sorted(choice[g * size : (g + 1) * size], reverse=True) for g in range(n_groups)]
@@ -8253,29 +8227,6 @@ def test_moe_route_check_notices_an_ignored_option(change):
     with pytest.raises(AssertionError):
         for seed in range(40):
             moe_check_route(spoilt, *moe_draw_routing(seed))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("sizes", [(8, 1, 1, 8), (16, 4, 2, 5), (160, 8, 3, 6), (512, 8, 4, 8)])
-def test_moe_route_breaks_ties_as_model_py(sizes):
-    """The experts, their order and weights of model.py's MoE, which equals transformers, for logits
-    with many ties, and for equal ones."""
-    n_experts, n_groups, topk_groups, top_k = sizes
-    steps = torch.randint(-2, 3, (n_experts,), generator=seeded(1)) * 0.25
-    grid = torch.randint(0, 3, (60, n_experts), generator=seeded(2)) * 0.5
-    shared = dict(n_groups=n_groups, topk_groups=topk_groups, group_score_topk=2)
-    for scoring, norm, bias in product(("softmax", "sigmoid"), (True, False), (None, steps)):
-        options = dict(n_experts=n_experts, n_experts_per_token=top_k, norm_topk=norm)
-        options |= dict(routed_scaling=2.5, correction_bias=bias is not None)
-        layer = M.MoE(latent(scoring=scoring, **shared, **options))
-        if bias is not None:
-            layer.expert_bias.copy_(bias)
-        for logits in (grid, grid[:, :1].expand(60, n_experts)):
-            weights, ids = layer.select_experts(logits)
-            more = dict(scoring=scoring, renormalize=norm, bias=bias, scale=2.5)
-            got_weights, got_ids = O.route(logits, top_k, **shared, **more)
-            assert torch.equal(got_ids, ids)
-            close(got_weights, weights, 1e-6)
 
 
 MOE_LOGITS = torch.zeros(40, 8)
@@ -8404,15 +8355,6 @@ def test_moe_router_probs_and_z_loss():
     assert logits.grad.norm() > 0
 
 
-def test_moe_count_experts():
-    """Slots per expert for ids of any shape, without padding."""
-    for shape in ((20, 3), (0, 3), (60,), (4, 5, 3)):
-        ids = torch.randint(-1, 6, shape, generator=seeded())
-        got = O.count_experts(ids, 9)
-        assert got.dtype == torch.int64
-        assert got.tolist() == [(ids == e).sum().item() for e in range(9)]
-
-
 def moe_plain_balance(probs, ids, counts) -> torch.Tensor:
     """sum_e f_e P_e of each leading index by its formula, then their mean."""
     n_experts, losses = probs.shape[-1], []
@@ -8519,9 +8461,9 @@ def moe_outcome(experts, args, wanted=MOE_LEAVES, grad_out=None) -> dict[str, to
     return {"o": o.detach()} | {name: leaves[name].grad for name in wanted}
 
 
-def moe_loop(*args) -> torch.Tensor:
+def moe_loop(*args, loop=M.loop_experts) -> torch.Tensor:
     """model.py's plain loop, with gradients also of what it does not use."""
-    return M.loop_experts(*args) + 0 * sum(t.sum() for t in args)
+    return loop(*args) + 0 * sum(t.sum() for t in args)
 
 
 def moe_exact(args, wanted=MOE_LEAVES, grad_out=None) -> dict[str, torch.Tensor]:
@@ -8578,12 +8520,8 @@ MOE_CASES = {  # n, c, f, e, k, which experts
 @pytest.mark.parametrize("backend", [*MOE_BACKENDS, "reference"])
 def test_moe_experts_equal_the_loop(backend, case):
     """Output and all four gradients, for any size and load."""
-    if backend == "reference":  # without rows, it has no gradient
-        args = moe_inputs(0, *case)
-        wanted = MOE_LEAVES if (args[2] >= 0).any() else ()
-        moe_check(O.experts_reference, args, wanted=wanted)
-    else:
-        moe_check(MOE_BACKENDS[backend], moe_inputs(0, *case))
+    reference = partial(moe_loop, loop=O.experts_reference)
+    moe_check(MOE_BACKENDS.get(backend, reference), moe_inputs(0, *case))
 
 
 def moe_gaps(t: torch.Tensor) -> torch.Tensor:
@@ -8769,27 +8707,13 @@ wrong = moe_cast(moe_inputs(0, 6, 16, 8, 3, 2), torch.float64)
 REFUSED["moe: triton in fp64"] = partial(O.grouped_experts, *wrong, backend="triton"), "backend"
 
 
-MOE_NO_TRITON = """
-import sys
-if {hidden}: sys.modules["triton"] = None
-import torch, moe as O
-args = O.route(torch.randn(4, 2), 2) + (torch.randn(2, 16, 16), torch.randn(2, 16, 8))
-results = [O.grouped_experts(torch.ones(4, 16), *args, backend=b) for b in ("auto", "torch")]
-assert torch.equal(*results)
-O.grouped_experts(torch.ones(4, 16), *args, backend="triton")
-"""
+def moe_triton_without_gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(O, "INTERPRET", False)
+        moe_call("triton")
 
 
-@pytest.mark.skipif(CUDA, reason="Triton runs there")
-@pytest.mark.parametrize(
-    "hidden", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no gpu", "no triton"]
-)
-def test_moe_alone_without_triton_is_plain_torch(hidden, tmp_path):
-    """moe.py works alone in a folder; without a GPU, or Triton, only backend triton is refused."""
-    shutil.copy(REPO / "moe.py", tmp_path)
-    env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
-    done = run("-c", MOE_NO_TRITON.format(hidden=hidden), cwd=tmp_path, env=env)
-    assert re.match("ValueError: .*backend", done.stderr.splitlines()[-1]), done.stderr
+REFUSED["moe: triton without a GPU"] = moe_triton_without_gpu, "backend"
 
 
 # ---- quantized stacks ----
@@ -8896,7 +8820,7 @@ MOE_MODELS = {
 @pytest.mark.parametrize("config", MOE_MODELS.values(), ids=MOE_MODELS)
 def test_moe_model_on_grouped_experts_trains_the_same(config, options):
     """Logits and every parameter's gradient equal the loop's. Every MoE layer is changed, also the
-    MTP layer's, and nothing else."""
+    MTP layer's, and nothing else; a layer alone is accepted, and copied."""
 
     def outcome(model):
         logits = model(tokens[:, :-1])
@@ -8907,20 +8831,15 @@ def test_moe_model_on_grouped_experts_trains_the_same(config, options):
     tokens = random_tokens(config, 1, 10)
     plain, model = (random_model(config).requires_grad_(True).train() for _ in range(2))
     assert O.use_grouped_experts(model, **options) is model
+    alone = O.use_grouped_experts(copy.deepcopy(plain.layers[2].mlp), **options)
     layers = [m for m in model.modules() if isinstance(m, M.MoE)]
     assert all(m.experts is not M.loop_experts for m in layers) and len(layers) == 3
     assert [*model.state_dict()] == [*plain.state_dict()]
+    x = torch.randn(2, 5, config.dim, generator=seeded())
+    assert torch.equal(copy.deepcopy(alone)(x), model.layers[2].mlp(x))
     got = outcome(model)
     assert any("router" in name for name in got)
     moe_agree(got, outcome(plain), 1e-4)
-
-
-def test_moe_use_grouped_experts_on_one_layer():
-    """A single MoE layer is accepted; a copy of it gives the same."""
-    moe, x = random_model(latent()).layers[1].mlp, torch.randn(2, 5, 64, generator=seeded())
-    want = moe(x)
-    assert O.use_grouped_experts(moe) is moe and moe.experts is not M.loop_experts
-    assert relative(moe(x), want) < 1e-5 and torch.equal(copy.deepcopy(moe)(x), moe(x))
 
 
 REFUSED |= {
