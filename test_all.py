@@ -1937,8 +1937,8 @@ print("ran", {"generate", "train", "triton"} & set(sys.modules) or "alone")
 # tokenizer.py
 # --------------------------------------------------------------------------------------------------
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
+UNKNOWN, PIECES = "\N{REPLACEMENT CHARACTER}", (SMALL / "tokenizer.model").read_bytes()
 HOSTILE = {
     "empty": "",
     "space": " ",
@@ -1961,12 +1961,10 @@ HOSTILE = {
 
 
 def hostile_corpus() -> list[str]:
-    """Code and hostile texts: some characters get pieces, some fall back to bytes."""
-    return [
-        (REPO / name).read_text(encoding="utf-8") for name in ("generation/cpu.py", "train.py")
-    ] + [
-        text for name, text in HOSTILE.items() if name not in ("emoji", "special", "added", "marks")
-    ]
+    """Lines of code and of hostile texts: some characters get pieces, some fall back to bytes."""
+    texts = [FILES[name].read_text(encoding="utf-8") for name in ("cpu", "train")]
+    texts += [HOSTILE[n] for n in HOSTILE if n not in ("emoji", "special", "added", "marks")]
+    return "\n".join(texts).split("\n")
 
 
 def write_json(folder: Path, **files) -> Path:
@@ -1980,64 +1978,24 @@ def write_json(folder: Path, **files) -> Path:
 # ---- Tokenizer folders as published ----
 
 
-def sentencepiece_model(**changes) -> bytes:
-    """tokenizer.model in Llama 2's form: BPE, byte fallback, no normalization, a space before the
-    first word."""
-    import sentencepiece
-
-    options = dict(
-        model_type="bpe",
-        vocab_size=900,
-        byte_fallback=True,
-        character_coverage=0.995,
-        split_digits=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    out = io.BytesIO()
-    lines = (t[i : i + 4000] for t in hostile_corpus() for i in range(0, len(t), 4000))
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=out, **options | changes
-    )
-    return out.getvalue()
-
-
-def llama2_json(model: bytes):
-    """A tokenizer.json in Llama 2's form, from the pieces of a tokenizer.model."""
+def llama2_json():
+    """A tokenizer.json in Llama 2's form, from the pieces of the shipped tokenizer.model: BPE, byte
+    fallback, no normalization, a space before the first word."""
     import sentencepiece
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    sp = sentencepiece.SentencePieceProcessor(model_proto=PIECES)
     vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
-    merges = [
-        (vocab[piece], len(piece[:i]), piece[:i], piece[i:])
-        for piece in vocab
-        for i in range(1, len(piece))
-        if piece[:i] in vocab and piece[i:] in vocab
-    ]
-    tk = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[(left, right) for _, _, left, right in sorted(merges)],
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    splits = [(piece[:i], piece[i:]) for piece in vocab for i in range(1, len(piece))]
+    merges = [pair for pair in splits if pair[0] in vocab and pair[1] in vocab]
+    merges.sort(key=lambda pair: (vocab["".join(pair)], len(pair[0])))
+    options = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tk = Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     tk.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        [normalizers.Prepend(K.SPACE), normalizers.Replace(" ", K.SPACE)]
     )
-    tk.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = [decoders.Replace(K.SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tk.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     tk.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
@@ -2046,49 +2004,26 @@ def llama2_json(model: bytes):
 
 
 def byte_level_json(bos: str | None = None, **model):
-    """A tokenizer.json in Llama 3's and Qwen's form: byte-level BPE after a regular expression."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    """A tokenizer.json in Llama 3's and Qwen's form: byte-level BPE."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from tokenizers import pre_tokenizers, processors, trainers
 
-    words = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    tk = Tokenizer(models.BPE(**model))
+    tk, byte_level = Tokenizer(models.BPE(**model)), pre_tokenizers.ByteLevel(False)
+    tk.pre_tokenizer, tk.decoder = byte_level, decoders.ByteLevel()
+    options = dict(initial_alphabet=byte_level.alphabet(), show_progress=False)
     if bos is None:
         tk.normalizer = normalizers.NFC()
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tk.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(words), "isolated"), byte_level]
-    )
-    tk.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, initial_alphabet=byte_level.alphabet(), show_progress=False
-    )
-    tk.train_from_iterator(hostile_corpus(), trainer)
+    tk.train_from_iterator(hostile_corpus(), trainers.BpeTrainer(vocab_size=900, **options))
     tk.add_special_tokens(["<|begin|>", "<|end|>", "<|pad|>"])
     plain = ["<think>", "<｜tool end｜>"]  # the second has characters outside the byte alphabet
     tk.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     if bos is not None:
+        ids = [(bos, tk.token_to_id(bos))]
         template = processors.TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A {bos} $B",
-            special_tokens=[(bos, tk.token_to_id(bos))],
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=ids
         )
         tk.post_processor = processors.Sequence([processors.ByteLevel(), template])
     return tk
-
-
-def save_tokenizer(tk, folder: Path, **files) -> Path:
-    write_json(folder, **files)
-    tk.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-LLAMA = {"model_type": "llama"}
-NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-LLAMA2 = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False, **NAMES}
-QWEN = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|end|>"}
 
 
 def added_token(content: str, **flags) -> dict:
@@ -2101,198 +2036,181 @@ ADDED = {
     "0": added_token("<unk>", special=True),
     "1": added_token("<s>", special=True),
     "2": added_token("</s>", special=True),
-    "N": added_token("[PAD]"),  # special nevertheless: it is the pad_token
-    "N+1": added_token("<tool>"),
-    "N+2": added_token("</tool>", rstrip=True),
-    "N+3": added_token("<mask>", lstrip=True, special=True),
-    "N+4": added_token("<think>", single_word=True),
-    "N+5": added_token("<tool>x"),
+    "4096": added_token("[PAD]"),  # special nevertheless: it is the pad_token
+    "4097": added_token("<tool>"),
+    "4098": added_token("</tool>", rstrip=True),
+    "4099": added_token("<mask>", lstrip=True, special=True),
+    "4100": added_token("<think>", single_word=True),
+    "4101": added_token("<tool>x"),
 }
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+BEGIN = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+FAST, LLAMA = ({"tokenizer_class": name} for name in ("PreTrainedTokenizerFast", "LlamaTokenizer"))
+LLAMA2 = LLAMA | NAMES | {"add_bos_token": True, "legacy": False}
+QWEN = FAST | {"bos_token": None, "eos_token": "<|end|>"}
+QWEN["added_tokens_decoder"] = {"903": added_token("<think>", special=True, rstrip=True)}
+
+
+def llama_files(config: dict, model_type: str = "llama", **more) -> dict:
+    return dict(tokenizer_config=config, config={"model_type": model_type}, **more)
+
+
+FOLDERS = {  # name -> which tokenizer.json, the other JSON files of the folder
+    "llama3": ("llama3", llama_files(BEGIN | FAST)),
+    "no config": ("llama3", {}),
+    "qwen": ("qwen", llama_files(QWEN)),
+    "deepseek": (
+        "qwen",
+        llama_files(BEGIN | {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}),
+    ),
+    "older files": (
+        "qwen",
+        dict(
+            added_tokens={"e\u0301!": 905},  # matched in normalized text
+            tokenizer_config={"extra_special_tokens": ["[PAD]", "<tool>"]},
+            special_tokens_map={
+                "eos_token": added_token("<|end|>"),
+                "pad_token": "<mask>",
+                "additional_special_tokens": ["</tool>"],
+            },
+        ),
+    ),
+    "llama2": ("llama2", llama_files(LLAMA2)),
+    "llama2 without config.json": ("llama2", dict(tokenizer_config=LLAMA2)),
+    "llama2 legacy": ("llama2", llama_files(LLAMA2 | {"legacy": True})),
+    "llama2 no prefix": ("llama2", llama_files(LLAMA2 | {"add_prefix_space": False})),
+    "llama2 added": (
+        "llama2",
+        llama_files(LLAMA2 | {"added_tokens_decoder": ADDED, "pad_token": "[PAD]"}),
+    ),
+    "llama2 older": (
+        "llama2",
+        llama_files(
+            LLAMA2 | {"legacy": None, "unk_token": None},
+            added_tokens={"</tool>": 4097, "<tool>": 4096, "[PAD]": 4098},
+            special_tokens_map={"pad_token": added_token("[PAD]"), "unk_token": "<unk>"},
+        ),
+    ),
+    "mistral": ("llama2", llama_files(LLAMA2 | {"legacy": True}, "mistral")),
+    "other class": ("llama2", llama_files(LLAMA2 | FAST)),
+}
+PIECE_FOLDERS = [f"{name}/pieces" for name in FOLDERS if name.startswith("llama2")]
 
 
 @pytest.fixture(scope="module")
-def text_folders(tmp_path_factory) -> dict[str, Path]:
-    """Hugging Face folders with a tokenizer.json, in the forms in which models are published."""
+def text_folders(tmp_path_factory) -> Path:
+    """FOLDERS, and in those of Llama 2 a folder with tokenizer.model in place of tokenizer.json."""
     root = tmp_path_factory.mktemp("text")
-    model = sentencepiece_model()
-    llama2, llama3 = llama2_json(model), byte_level_json("<|begin|>", ignore_merges=True)
-    size = llama2.get_vocab_size()
-    added = {(str(size + int(k[1:] or 0)) if "N" in k else k): v for k, v in ADDED.items()}
-    llama3_config = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-    save_tokenizer(
-        llama3,
-        root / "llama3",
-        config=LLAMA,
-        tokenizer_config=llama3_config | {"tokenizer_class": "PreTrainedTokenizerFast"},
-    )
-    qwen = byte_level_json()
-    changed = {str(qwen.token_to_id("<think>")): added_token("<think>", special=True, rstrip=True)}
-    qwen_config = QWEN | {"added_tokens_decoder": changed}
-    save_tokenizer(qwen, root / "qwen", config=LLAMA, tokenizer_config=qwen_config)
-    deepseek = llama3_config | {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
-    save_tokenizer(byte_level_json(), root / "deepseek", config=LLAMA, tokenizer_config=deepseek)
-    save_tokenizer(
-        qwen,
-        root / "older files",
-        added_tokens={"e\u0301!": qwen.get_vocab_size()},  # matched in normalized text
-        tokenizer_config={"extra_special_tokens": ["[PAD]", "<tool>"]},
-        special_tokens_map={
-            "eos_token": added_token("<|end|>"),
-            "pad_token": "<mask>",
-            "additional_special_tokens": ["</tool>"],
-        },
-    )
-    save_tokenizer(llama3, root / "no config")
-    for name, changes, config in (
-        ("llama2", {}, LLAMA),
-        ("llama2 without config.json", {}, {}),
-        ("llama2 legacy", {"legacy": True}, LLAMA),
-        ("llama2 no prefix", {"add_prefix_space": False}, LLAMA),
-        ("llama2 added", {"added_tokens_decoder": added, "pad_token": "[PAD]"}, LLAMA),
-        ("llama2 older", {"legacy": None, "unk_token": None}, LLAMA),
-        ("mistral", {"legacy": True}, {"model_type": "mistral"}),
-        ("llama2 other class", {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA),
-    ):
-        files = {"tokenizer_config": LLAMA2 | changes} | ({"config": config} if config else {})
-        if name == "llama2 older":
-            files["added_tokens"] = {"</tool>": size + 1, "<tool>": size, "[PAD]": size + 2}
-            files["special_tokens_map"] = {"pad_token": added_token("[PAD]"), "unk_token": "<unk>"}
-        save_tokenizer(llama2, root / name, **files)
-        write_json(root / name / "sentencepiece", **files)
-        (root / name / "sentencepiece" / "tokenizer.model").write_bytes(model)
-    return {path.name: path for path in root.iterdir()}
+    made = {
+        "llama2": llama2_json(),
+        "llama3": byte_level_json("<|begin|>", ignore_merges=True),
+        "qwen": byte_level_json(),
+    }
+    for name, (kind, files) in FOLDERS.items():
+        made[kind].save(str(write_json(root / name, **files) / "tokenizer.json"))
+    for name in PIECE_FOLDERS:
+        files = FOLDERS[name.removesuffix("/pieces")][1]
+        (write_json(root / name, **files) / "tokenizer.model").write_bytes(PIECES)
+    return root
 
 
-JSON_FOLDERS = ["llama3", "qwen", "deepseek", "older files", "no config", "llama2"]
-JSON_FOLDERS += ["llama2 without config.json", "llama2 legacy", "llama2 no prefix", "llama2 added"]
-JSON_FOLDERS += ["llama2 older", "mistral", "llama2 other class"]
-PIECE_FOLDERS = ["llama2", "llama2 without config.json", "llama2 legacy", "llama2 no prefix"]
-PIECE_FOLDERS += ["llama2 added", "llama2 older"]
-
-
-def assert_same_tokenizer(hf_tokenizer, tokenizer: K.Tokenizer) -> None:
-    """Same ids, with and without special tokens, and the same decoded text, for all HOSTILE."""
-    assert tokenizer.vocab_size == len(hf_tokenizer)
-    for name, text in HOSTILE.items():
-        ids = tokenizer.encode(text)
-        assert ids == hf_tokenizer.encode(text), name
-        expected = hf_tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.encode(text, bos=False) == expected, name
-        assert tokenizer.decode(ids) == hf_tokenizer.decode(ids, skip_special_tokens=True), name
-
-
-@pytest.mark.parametrize("name", JSON_FOLDERS)
-def test_tokenizer_json_equals_transformers(text_folders, name):
-    """tokenizer.json: ids and text of AutoTokenizer, also with special and added tokens in the
-    text."""
-    hf_tokenizer = transformers().AutoTokenizer.from_pretrained(text_folders[name])
-    assert_same_tokenizer(hf_tokenizer, K.load_tokenizer(text_folders[name]))
-
-
-@pytest.mark.parametrize("name", PIECE_FOLDERS)
-def test_tokenizer_model_equals_transformers(text_folders, name):
-    """tokenizer.model alone: the ids of AutoTokenizer on the tokenizer.json of the same pieces, and
-    on the same file, for which it needs protobuf."""
-    pytest.importorskip("google.protobuf", reason="transformers reads tokenizer.model with it")
-    folder = text_folders[name] / "sentencepiece"
-    for source in (text_folders[name], folder):
-        hf_tokenizer = transformers().AutoTokenizer.from_pretrained(source)
-        assert_same_tokenizer(hf_tokenizer, K.load_tokenizer(folder))
-
-
-def test_tokenizer_random_ids_decode_as_in_transformers(text_folders):
-    """Byte-level ids in any order, broken characters included, give transformers' text."""
-    rng = random.Random(0)
-    for name in ("llama3", "qwen"):
-        hf_tokenizer = transformers().AutoTokenizer.from_pretrained(text_folders[name])
-        tokenizer = K.load_tokenizer(text_folders[name])
-        for _ in range(50):
+@pytest.mark.parametrize("name", [*FOLDERS, *PIECE_FOLDERS])
+def test_tokenizer_equals_transformers(text_folders, name):
+    """Ids, with and without BOS, and text are those of AutoTokenizer, for every hostile text; for
+    tokenizer.model also on the tokenizer.json of the same pieces. Byte-level ids in any order,
+    parts of characters included, give its text. A lone surrogate is an error."""
+    folder = text_folders / name
+    tokenizer, rng = K.load_tokenizer(folder), random.Random(0)
+    sources = [folder]
+    if name in PIECE_FOLDERS:
+        pytest.importorskip("google.protobuf", reason="transformers reads tokenizer.model with it")
+        sources.append(folder.parent)
+    for source in sources:
+        reference = transformers().AutoTokenizer.from_pretrained(source)
+        assert tokenizer.vocab_size == len(reference)
+        for text in HOSTILE.values():
+            ids = tokenizer.encode(text)
+            assert ids == reference.encode(text)
+            without = reference.encode(text, add_special_tokens=False)
+            assert tokenizer.encode(text, bos=False) == without
+            assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+        for _ in range(50 if name in ("llama3", "qwen") else 0):
             ids = [rng.randrange(tokenizer.vocab_size) for _ in range(60)]
-            assert tokenizer.decode(ids) == hf_tokenizer.decode(ids, skip_special_tokens=True)
+            assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    with pytest.raises(UnicodeEncodeError, match="surrogate"):
+        tokenizer.encode("a\udcff")
 
 
-def test_tokenizer_shipped_equals_sentencepiece(tmp_path):
-    """BOS, then sentencepiece's ids; without tokenizer_config.json the model's own rules apply,
-    such as the space before the first word and the removal of extra spaces."""
+def test_tokenizer_model_without_config_equals_sentencepiece(tmp_path):
+    """BOS, if there is one, then sentencepiece's ids: the model's own rules apply, such as the
+    space before the first word and the removal of extra spaces."""
     import sentencepiece
 
-    for model in (
-        (SMALL / "tokenizer.model").read_bytes(),
-        sentencepiece_model(),
-        sentencepiece_model(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True),
-    ):
+    other = io.BytesIO()  # NFKC, extra spaces removed, no BOS
+    options = dict(model_type="bpe", vocab_size=900, bos_id=-1, byte_fallback=True, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(hostile_corpus()), model_writer=other, **options
+    )
+    for model, bos in ((PIECES, [1]), (other.getvalue(), [])):
         (tmp_path / "tokenizer.model").write_bytes(model)
         sp = sentencepiece.SentencePieceProcessor(model_proto=model)
         tokenizer = K.load_tokenizer(tmp_path)
         for name in HOSTILE.keys() - {"special", "added"}:
-            assert tokenizer.encode(HOSTILE[name]) == [1] + sp.encode(HOSTILE[name]), name
-            assert tokenizer.encode(HOSTILE[name], bos=False) == sp.encode(HOSTILE[name]), name
             ids = sp.encode(HOSTILE[name])
+            assert tokenizer.encode(HOSTILE[name]) == [*bos, *ids], name
+            assert tokenizer.encode(HOSTILE[name], bos=False) == ids, name
             assert tokenizer.decode(ids) == sp.decode(ids), name
-        assert (
-            tokenizer.encode("a</s> b", bos=False)
-            == sp.encode("a") + [2] + tokenizer.encode("<s> b", bos=False)[1:]
-        )
+        after = [sp.eos_id(), sp.piece_to_id("b")]  # no space before the b
+        assert tokenizer.encode("a</s>b", bos=False) == [*sp.encode("a"), *after]
+    write_json(tmp_path, tokenizer_config={"add_bos_token": True})
+    with pytest.raises(ValueError, match="add_bos_token"):
+        K.load_tokenizer(tmp_path)
 
 
-def test_tokenizer_bos_and_eos_rules_of_model(tmp_path):
-    """add_bos_token and add_eos_token of tokenizer_config.json decide, else the model's own BOS."""
-    (tmp_path / "tokenizer.model").write_bytes((SMALL / "tokenizer.model").read_bytes())
-    for config, around in (
-        ({}, ([1], [])),
-        ({"add_bos_token": False}, ([], [])),
-        ({"add_bos_token": True, "add_eos_token": True}, ([1], [2])),
-        ({"add_eos_token": True, "eos_token": "<s>"}, ([1], [1])),
-        ({"add_bos_token": True, "bos_token": "<new>"}, ([4096], [])),
+def test_tokenizer_model_with_config(tmp_path):
+    """add_bos_token and add_eos_token of tokenizer_config.json decide what is around a text."""
+    (tmp_path / "tokenizer.model").write_bytes(PIECES)
+    for config, before, after in (
+        ({}, [1], []),
+        ({"add_bos_token": False}, [], []),
+        ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
+        ({"add_eos_token": True, "eos_token": "<s>"}, [1], [1]),
+        ({"add_bos_token": True, "bos_token": "<new>"}, [4096], []),
     ):
-        write_json(tmp_path, tokenizer_config=config)
-        tokenizer = K.load_tokenizer(tmp_path)
+        tokenizer = K.load_tokenizer(write_json(tmp_path, tokenizer_config=config))
         inner = tokenizer.encode("def f", bos=False)
-        assert tokenizer.encode("def f") == [*around[0], *inner, *around[1]], config
-        assert tokenizer.vocab_size == 4096 + (around[0] == [4096])
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(bos_id=-1))
-    (tmp_path / "tokenizer_config.json").unlink()
+        assert tokenizer.encode("def f") == [*before, *inner, *after], config
+        assert tokenizer.vocab_size == 4096 + (before == [4096])
+
+
+def test_tokenizer_json_that_adds_its_own_bos(text_folders, tmp_path):
+    """add_bos_token without bos_token is refused, unless tokenizer.json adds BOS by itself."""
+    write_json(tmp_path, tokenizer_config={"add_bos_token": True})
+    shutil.copy(text_folders / "qwen/tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match="tokenizer_config.json.*set bos_token"):
+        K.load_tokenizer(tmp_path)
+    shutil.copy(text_folders / "llama3/tokenizer.json", tmp_path)
     tokenizer = K.load_tokenizer(tmp_path)
-    assert tokenizer.encode("a") == tokenizer.encode("a", bos=False)
+    assert [tokenizer.piece(i) for i in tokenizer.encode("")] == ["<|begin|>"]
 
 
-def test_tokenizer_special_and_out_of_vocabulary_ids_decode_to_nothing(text_folders, tmp_path):
-    """Ids without a token, of a padded embedding or in a gap before an added token, decode to
-    nothing."""
-    gap = tmp_path / "gap"
-    write_json(gap, tokenizer_config={"added_tokens_decoder": {"5000": added_token("<new>")}})
-    shutil.copy(SMALL / "tokenizer.model", gap)
-    tokenizer = K.load_tokenizer(gap)
+def test_tokenizer_pieces_and_ids_without_a_token(text_folders, tmp_path):
+    """Ids past the vocabulary, or in a gap before an added token, decode to nothing. piece() shows
+    a token's text, a special token's name, the bytes of a part of a character, an id without a
+    token."""
+    write_json(tmp_path, tokenizer_config={"added_tokens_decoder": {"5000": added_token("<new>")}})
+    shutil.copy(SMALL / "tokenizer.model", tmp_path)
+    tokenizer, text = K.load_tokenizer(tmp_path), "def f():\n  return '🦙'"
     assert tokenizer.vocab_size == 5001 and tokenizer.encode("<new>") == [1, 5000]
     assert tokenizer.decode([4500, 5000, 4999]) == "<new>" and tokenizer.piece(4500) == "<4500>"
-    for folder in (
-        text_folders["llama3"],
-        text_folders["llama2 added"] / "sentencepiece",
-        SMALL,
-        gap,
-    ):
+    for folder in (tmp_path, *(text_folders / n for n in ("llama3", "llama2", "llama2/pieces"))):
         tokenizer = K.load_tokenizer(folder)
-        ids = tokenizer.encode("hi there")
-        past = [tokenizer.vocab_size, tokenizer.vocab_size + 7, 10**9]
-        assert tokenizer.decode([*past, *ids, *past]) == "hi there"
-        assert tokenizer.piece(past[0]) == f"<{past[0]}>"
-
-
-def test_tokenizer_pieces_for_display(text_folders):
-    """piece() is a token's text; special tokens show their names, parts of characters their
-    bytes."""
-    for folder in (
-        text_folders["llama3"],
-        text_folders["llama2"],
-        text_folders["llama2"] / "sentencepiece",
-    ):
-        tokenizer = K.load_tokenizer(folder)
-        ids = tokenizer.encode(" def f():\n  return '🦙'")
-        pieces = [tokenizer.piece(i) for i in ids]
-        assert pieces[0] in ("<|begin|>", "<s>")
-        assert "".join(pieces[1:]).replace("<0xF0><0x9F><0xA6><0x99>", "🦙") in (
-            " def f():\n  return '🦙'"
-        )
+        ids, size = tokenizer.encode(text), tokenizer.vocab_size
+        assert tokenizer.decode([size, size + 7, 10**9, *ids, size]) == text
+        name, *pieces = map(tokenizer.piece, ids)
+        shown = "".join(pieces).replace("<0xF0><0x9F><0xA6><0x99>", "🦙")
+        assert name in ("<|begin|>", "<s>") and shown.removeprefix(" ") == text
+        assert tokenizer.piece(size) == f"<{size}>"
 
 
 def test_tokenizer_dummy_prints_ids():
@@ -2305,14 +2223,14 @@ def test_tokenizer_dummy_prints_ids():
 # ---- Streams ----
 
 
-@pytest.mark.parametrize(
-    "name", ["llama3", "qwen", "llama2", "llama2 no prefix", "mistral", "sentencepiece", "shipped"]
-)
+STREAMED = ["llama3", "qwen", "llama2", "llama2 no prefix", "mistral", "llama2/pieces", SMALL]
+
+
+@pytest.mark.parametrize("name", STREAMED)
 def test_stream_text_equals_decoding_all_tokens(text_folders, name):
     """Streamed token by token, every prefix of every hostile text shows its complete characters,
-    and U+FFFD only where the text has one."""
-    inside = {"sentencepiece": text_folders["llama2"] / "sentencepiece", "shipped": SMALL}
-    tokenizer = K.load_tokenizer(inside[name] if name in inside else text_folders[name])
+    and U+FFFD only where the text has one; a reply continues its prompt."""
+    tokenizer = K.load_tokenizer(text_folders / name)  # SMALL is an absolute path
     for text in HOSTILE.values():
         ids = tokenizer.encode(text)
         whole = tokenizer.decode(ids)
@@ -2321,36 +2239,16 @@ def test_stream_text_equals_decoding_all_tokens(text_folders, name):
             shown += stream.push(token)
             assert whole.startswith(shown)
         assert shown == whole and stream.finish() == ""
-        for split in range(len(ids)):  # a prompt, and its reply
-            stream = K.TextStream(tokenizer, ids[:split])
+        for split in range(len(ids)):
+            stream, prompt = K.TextStream(tokenizer, ids[:split]), tokenizer.decode(ids[:split])
             reply = "".join(map(stream.push, ids[split:])) + stream.finish()
             assert whole.endswith(reply)
-            if not tokenizer.decode(ids[:split]).endswith(UNKNOWN):
-                assert tokenizer.decode(ids[:split]) + reply == whole
-
-
-def test_stream_shows_characters_once_complete(text_folders):
-    """The four bytes of an emoji in four tokens: nothing three times, then the emoji."""
-    for folder in (text_folders["llama2"], text_folders["llama2"] / "sentencepiece"):
-        tokenizer = K.load_tokenizer(folder)
-        byte = [tokenizer.encode("🦙", bos=False)[-4:], tokenizer.encode("a", bos=False)[-1:]]
-        stream = K.TextStream(tokenizer, tokenizer.encode("x"))
-        assert [stream.push(i) for i in byte[0] + byte[0]] == ["", "", "", "🦙"] * 2
-        assert [stream.push(i) for i in byte[0][:2]] == ["", ""]  # incomplete, then a letter
-        assert stream.push(byte[1][0]).startswith(UNKNOWN) and stream.finish() == ""
-        stream.push(byte[0][0])
-        assert stream.finish() == UNKNOWN
-
-
-def test_stream_a_reply_keeps_its_leading_space_only_after_a_prompt(text_folders):
-    """Sentencepiece stores the space before a word in its piece: the stream strips it at the start
-    of a text, and keeps it after a prompt."""
-    for folder in (text_folders["llama2"], text_folders["llama2"] / "sentencepiece"):
-        tokenizer = K.load_tokenizer(folder)
-        bos, *reply = tokenizer.encode("return x")
-        for prompt, text in (([], "return x"), ([bos], "return x"), ([bos, *reply], " return x")):
-            stream = K.TextStream(tokenizer, prompt)
-            assert "".join(map(stream.push, reply)) + stream.finish() == text
+            assert prompt + reply == whole or prompt.endswith(UNKNOWN)
+    byte = tokenizer.encode("🦙", bos=False)[-4:]
+    stream = K.TextStream(tokenizer, tokenizer.encode("x"))
+    assert [stream.push(i) for i in byte + byte] == ["", "", "", "🦙"] * 2
+    assert [stream.push(i) for i in (*byte[:2], byte[0])] == ["", "", UNKNOWN]
+    assert stream.finish() == UNKNOWN
 
 
 def first_stop(text: str, stop: list[str]) -> int | None:
@@ -2373,185 +2271,61 @@ def test_stream_stop_strings_equal_brute_force_for_any_chunking():
             part = text[len(seen) : len(seen) + rng.randint(0, 6)]
             new, found = stops.push(part)
             seen, shown = seen + part, shown + new
-            stop_at = first_stop(seen, stop)
-            assert found == (stop_at is not None)
-            pending = [n for n in range(len(seen) + 1) if any(s.startswith(seen[n:]) for s in stop)]
-            assert shown == seen[: min(pending, default=len(seen)) if stop_at is None else stop_at]
+            end = first_stop(seen, stop)
+            assert found == (end is not None)
+            pending = [n for n in range(len(seen)) if any(s.startswith(seen[n:]) for s in stop)]
+            assert shown == seen[: min(pending, default=len(seen)) if end is None else end]
         shown += stops.finish()
         assert shown == text[: first_stop(text, stop) if found else len(text)]
-        if found:
-            assert stops.push("more") == ("", True) and stops.finish() == ""
-
-
-REFUSED |= {
-    f"stop strings: {stop!r}": (partial(K.StopStrings, stop), "stop must be")
-    for stop in ([""], ["a", ""], "abc", [1])
-}
+        assert not found or stops.push("more") == ("", True) and stops.finish() == ""
 
 
 # ---- Chat templates ----
 
-CHATML_CHAT = """\
-{%- if messages[0]['role'] != 'system' %}
-    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{%- if tools %}
-    {{- '# Tools\\n' }}
-    {%- for tool in tools %}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- tools | tojson(indent=2) }}
-{%- endif %}
-{%- set ns = namespace(last=messages|length - 1, seen='') %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if message.role == "user" and message.content is string %}
-        {%- set ns.last = index %}
-        {%- break %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == "tool" and loop.previtem is undefined %}{%- continue %}{%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.reasoning_content is defined %}
-        {{- '<think>' + message.reasoning_content + message.thinking + '</think>' }}
-    {%- endif %}
-    {%- if message.role == 'assistant' and '</think>' in message.content %}
-        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
-        {{- content if loop.index0 < ns.last else message.content }}
-    {%- else %}
-        {{- message.content | trim }}
-    {%- endif %}
-    {{- '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-LLAMA2_CHAT = (
-    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
-    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
-    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}"
-    "{% if loop.index0 == 0 and system_message != false %}"
-    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
-    "{% else %}{% set content = message['content'] %}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}"
-    "{% endif %}{% endfor %}"
-)
-LLAMA3_CHAT = """\
-{{- bos_token }}
-{%- if custom_tools is defined %}
-    {%- set tools = custom_tools %}
-{%- endif %}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}
-        {%- set date_string = "26 Jul 2024" %}
-    {%- endif %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{%- if tools is not none %}
-    {{- "Environment: ipython\\n" }}
-    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
-{%- endif %}
-{{- "Today Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- elif 'tool_calls' in message %}
-        {{- '{"name": "' + message.tool_calls[0].name + '"}' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-MISTRAL_CHAT = """\
-{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if message["role"] == "user" %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- elif message["role"] == "assistant" %}
-        {%- generation %}{{- " " + message["content"]|trim + eos_token}}{%- endgeneration %}
-    {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported, not " + message.role) }}
-    {%- endif %}
-{%- endfor %}
-{{- user_messages | length }} {{ unk_token }}{{ sep_token }}
-"""
-DEEPSEEK_CHAT = (
-    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
-    "{% endif %}"
-    "{% set ns = namespace(is_first=false, is_tool=false, system_prompt='', self=1) %}"
-    "{%- for message in messages %}{%- if message['role'] == 'system' %}"
-    "{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}"
-    "{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}"
-    "{%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}"
-    "{{'<｜User｜>' + message['content']}}{%- endif %}"
-    "{%- if message['role'] == 'assistant' and message['content'] is not none %}"
-    "{% set content = message['content'] %}{% if '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}"
-    "{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>'}}{%- endif %}{%- endfor -%}"
-    "{% set extra = dict(a=1, b=[1, 'ü<']) %}{{ extra | tojson }}{{ dict.fromkeys(['k']) }}"
-    "{% if add_generation_prompt and not ns.is_tool %}{{'<｜Assistant｜><think>\\n'}}{% endif %}"
-)
-PLAIN = """\
+TEMPLATES = {  # what templates of published models use
+    "white space": """\
 {% for message in messages %}
     {% if message.role != "tool" %}
   {{ message.role }}: {{ message.content }}
     {% endif %}
   {# a comment #}
 {% endfor %}
-"""
-TEMPLATES = {
-    "plain": PLAIN,
-    "chatml": CHATML_CHAT,
-    "llama2": LLAMA2_CHAT,
-    "llama3": LLAMA3_CHAT,
-    "mistral": MISTRAL_CHAT,
-    "deepseek": DEEPSEEK_CHAT,
+""",
+    "special tokens": "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ sep_token }}{{ image_token }}",
+    "variables": "{{ add_generation_prompt }} {{ tools }} {{ documents is none }} {{ nothing }}"
+    "{{ enable_thinking is defined and enable_thinking is false }}",
+    "all of a message": "{{ messages | tojson(sort_keys=True) }}",
+    "fields of a message": "{% for m in messages %}{{ m.content | trim }}, {{ m.thinking }}, "
+    "{{ m.reasoning_content is defined }}, {{ 'tool_calls' in m }}, {{ m.role[0] }}{% endfor %}",
+    "tojson": "{{ tools | tojson }}{{ tools | tojson(indent=2) }}{{ messages[0].content | tojson }}"
+    "{{ tools | tojson(ensure_ascii=true, separators=(',', ':')) }}",
+    "raise_exception": "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}"
+    "{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}{% endfor %}",
+    "namespace": "{% set ns = namespace(last=0, text='', self=1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% set ns.text = ns.text + m.role %}{% endfor %}{{ ns.last }}{{ ns.text }}{{ ns.self }}",
+    "loop controls": "{% for m in messages[::-1] %}{% if m.role == 'tool' %}{% continue %}"
+    "{% endif %}{{ m.role }}{% if m.role == 'user' and m.content is string %}{% break %}{% endif %}"
+    "{% endfor %}",
+    "generation": "{% for m in messages %}{% set text = m.content %}"
+    "{%- generation %}{% set text = 'inner' %}{{ text }}{{ m.role }}{% endgeneration %}{{ text }}"
+    "{% endfor %}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+    "dates and dict": "{{ strftime_now('%d %b %Y') }}{{ dict(a=1, b=[1, 'ü<']) | tojson }}"
+    "{{ dict.fromkeys(['k']) }}{{ dict([(1, 2)]) }}",
     "list": [
         {"name": "default", "template": "{{ messages[0].content }}"},
         {"name": "tool_use", "template": "tools: {{ tools | tojson }}{{ messages[0].content }}"},
         {"name": "rag", "template": "{% if %}"},
     ],
 }
-
-
 CHATS = [
     [message("user", "  hi 🦙 <b>&'\"\n")],
     [message("system", "Be brief."), message("user", "1 < 2?")],
-    [
-        message("user", "a"),
-        message("assistant", "<think>\nhm\n</think>\n\nb "),
-        message("user", "<s>{{ c }}{% d %}"),
-    ],
+    [message("user", "a"), message("assistant", "</think>\n\nb "), message("user", "<s>{{ c }}")],
     [message("user", "a"), message("assistant", "b") | {"tool_calls": None, "reasoning": "c"}],
+    [message("user", "a"), message("assistant", "b") | {"reasoning_content": "c", "thinking": "d"}],
     [
         message("user", "a"),
         message("assistant", None) | {"tool_calls": [{"name": "f"}]},
@@ -2561,13 +2335,18 @@ CHATS = [
 TOOLS = [{"type": "function", "function": {"name": "fü", "parameters": {"a": "<b>"}}}]
 
 
-def template_folder(folder: Path, template, **more) -> Path:
+def template_folder(folder: Path, template) -> Path:
     """A folder with a chat template, and a tokenizer of one token."""
     from tokenizers import Tokenizer, models
 
-    config = NAMES | {"sep_token": added_token("<sep>") | {"__type": "AddedToken"}}
+    config = {"sep_token": added_token("<sep>") | {"__type": "AddedToken"}, "bos_token": "<s>"}
+    names = {"eos_token": "<e>", "unk_token": added_token("<unk>"), "image_token": "<i>"}
+    write_json(
+        folder, tokenizer_config=config | {"chat_template": template}, special_tokens_map=names
+    )
     tk = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    return save_tokenizer(tk, folder, tokenizer_config=config | {"chat_template": template} | more)
+    tk.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -2576,245 +2355,161 @@ def test_template_equals_transformers(tmp_path, name):
     import jinja2
 
     folder = template_folder(tmp_path, TEMPLATES[name])
-    hf_tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
-    template = load_chat_template(folder)
-    rendered = 0
-    for messages in CHATS:
-        for prompt in (True, False):
-            for more in ({}, {"tools": TOOLS}, {"enable_thinking": False, "eos_token": "!"}):
-                arguments = dict(add_generation_prompt=prompt, **more)
-                try:
-                    expected = hf_tokenizer.apply_chat_template(
-                        messages, tokenize=False, **arguments
-                    )
-                except jinja2.TemplateError:
-                    with pytest.raises(ValueError, match="chat template"):
-                        template.render(messages, **arguments)
-                    continue
-                assert template.render(messages, **arguments) == expected
-                rendered += 1
-    assert rendered >= 12
+    reference = transformers().AutoTokenizer.from_pretrained(folder)
+    template, rendered = load_chat_template(folder), 0
+    variables = ({}, {"tools": TOOLS}, {"enable_thinking": False, "eos_token": "!"})
+    for messages, prompt, more in product(CHATS, (True, False), variables):
+        arguments = dict(add_generation_prompt=prompt, **more)
+        try:
+            expected = reference.apply_chat_template(messages, tokenize=False, **arguments)
+        except jinja2.TemplateError:
+            with pytest.raises(ValueError, match="chat template (rejects|fails)"):
+                template.render(messages, **arguments)
+        else:
+            assert template.render(messages, **arguments) == expected
+            rendered += 1
+    assert rendered == (24 if name == "raise_exception" else 36)
 
 
 def test_template_locations(tmp_path):
-    """chat_template.jinja takes precedence over tokenizer_config.json; without either there is no
-    template."""
+    """chat_template.jinja and additional_chat_templates take precedence over tokenizer_config.json;
+    without any there is no template. One that is not text is refused."""
     folder = template_folder(tmp_path, "old {{ messages[0].content }}")
     assert load_chat_template(folder).render(CHATS[0]) == "old " + CHATS[0][0]["content"]
     (folder / "chat_template.jinja").write_text("new{{ bos_token }}\n")
-    hf_tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
+    reference = transformers().AutoTokenizer.from_pretrained(folder)
     assert load_chat_template(folder).render(CHATS[0]) == "new<s>"
-    assert hf_tokenizer.apply_chat_template(CHATS[0], tokenize=False) == "new<s>"
+    assert reference.apply_chat_template(CHATS[0], tokenize=False) == "new<s>"
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].type }}")
     assert load_chat_template(folder).render(CHATS[0], tools=TOOLS) == "function"
     assert load_chat_template(write_json(tmp_path / "none", tokenizer_config=NAMES)) is None
-
-
-def test_template_reads_special_tokens_map_json(tmp_path):
-    """special_tokens_map.json provides a template's bos_token, eos_token and others."""
-    folder = write_json(
-        tmp_path,
-        tokenizer_config={"chat_template": "{{ bos_token }}{{ eos_token }}{{ image_token }}"},
-        special_tokens_map={
-            "bos_token": added_token("<b>"),
-            "eos_token": "<e>",
-            "image_token": "<i>",
-        },
-    )
-    assert load_chat_template(folder).render(CHATS[0]) == "<b><e><i>"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.__class__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='system') }}",
-        "{{ dict.update(messages[0], role='system') }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ messages | attr('__class__') }}",
-        "{{ messages | map(attribute='__class__') | list }}",
-        "{{ '{0.__class__.__mro__}'.format(messages) }}",
-        "{{ namespace(__class__=1) }}",
-        "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
-        "{{ namespace.__init__ }}",
-        "{% generation %}{{ self.__init__ }}{% endgeneration %}",
-        "{{ messages['__class__'] }}",
-    ],
-)
-def test_template_is_sandboxed(tmp_path, template):
-    """A template that accesses Python's internals, or modifies the messages, is refused."""
-    chat_template = load_chat_template(template_folder(tmp_path, template))
-    messages = [message("user", "a")]
-    with pytest.raises(ValueError, match="violates the sandbox|has no attribute 'update'") as e:
-        chat_template.render(messages)
-    assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
-    assert messages == [message("user", "a")]
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="chat_template.jinja: not UTF-8"):
+        load_chat_template(folder)
 
 
 # ---- Bad input ----
 
 
-def error_of(f, *args, **kwargs) -> str:
-    """The message of the ValueError, which must be one line."""
-    with pytest.raises(ValueError) as e:
-        f(*args, **kwargs)
-    assert "\n" not in str(e.value)
-    return str(e.value)
-
-
-@pytest.mark.parametrize(
-    "template, words",
-    [
-        ("{% if %}", ["line 1", "does not compile", "fix it"]),
-        ("a\n{{ x | no_such_filter }}", ["line 2", "no_such_filter"]),
-        ("{{ " + "(" * 5000, ["does not compile"]),
-        ("{{ raise_exception('no\nsystem role') }}", ["rejects", "no system role"]),
-        ("{{ 1 + 'a' }}", ["TypeError"]),
-        ("{{ messages[0].content.nothing.more }}", ["UndefinedError", "nothing"]),
-        ("{{ range(10 ** 9) | list }}", ["OverflowError"]),
-        ([{"name": "rag", "template": ""}], ["default", "rag"]),
-        ([{"name": "default"}], ["chat_template must be"]),
-        (7, ["chat_template must be"]),
-    ],
-)
-def test_template_errors(tmp_path, template, words):
-    """A bad template: one line with the file and the cause."""
-    folder = template_folder(tmp_path, template)
-    error = error_of(lambda: load_chat_template(folder).render(CHATS[0]))
-    for word in [str(folder / "tokenizer_config.json"), *words]:
-        assert word in error
-
-
-def test_template_bad_messages_and_files(tmp_path):
-    """No messages, messages that are not objects, a template that is not text."""
-    template = load_chat_template(template_folder(tmp_path, "x"))
-    for messages in ([], ["hi"], [None]):
-        assert "messages must be" in error_of(template.render, messages)
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    error = error_of(load_chat_template, tmp_path)
-    assert "chat_template.jinja" in error and "UTF-8" in error
-
-
-PIECES = (SMALL / "tokenizer.model").read_bytes()
-
-
-@pytest.mark.parametrize(
-    "file, data, words",
-    [
-        ("tokenizer.model", b'{"version": "1.0"}', ["JSON", "tokenizer.json"]),
-        ("tokenizer.model", b"IQ== 0\nIg== 1\nIw== 2\n", ["tiktoken", "Meta", "tokenizer.json"]),
-        ("tokenizer.model", PIECES[:30000], ["truncated", "copy it again"]),
-        ("tokenizer.model", PIECES[:-1], ["truncated"]),
-        ("tokenizer.model", b"", ["empty"]),
-        (
-            "tokenizer.model",
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
-            ["git lfs pull"],
-        ),
-        ("tokenizer.json", b'{"model_type": "llama"}', ["it is other JSON"]),
-        ("tokenizer.json", b"[]", ["it is other JSON"]),
-        ("tokenizer.json", b'{"version": "1.0", "mod', ["truncated"]),
-        ("tokenizer.json", PIECES[:1000], ["copy it again"]),
-        ("tokenizer.json", b"", ["empty"]),
-    ],
-)
-def test_tokenizer_files_that_are_not_tokenizers_are_refused(tmp_path, file, data, words):
-    """The error names the file, what it contains and the fix."""
-    (tmp_path / file).write_bytes(data)
-    error = error_of(K.load_tokenizer, tmp_path)
-    for word in [str(tmp_path / file), *words]:
-        assert word in error
-
-
-BAD_FIELDS = [
-    ("tokenizer_config", b"{", ["truncated"]),
-    ("tokenizer_config", b"[1]", ["not a JSON object"]),
-    ("tokenizer_config", b"\xff", ["copy it again"]),
-    ("tokenizer_config", b"[" * 100_000, ["tokenizer_config.json"]),
-    ("tokenizer_config", {"add_bos_token": "yes"}, ["add_bos_token", "true or false"]),
-    ("tokenizer_config", {"bos_token": 3}, ["bos_token", "string"]),
-    ("tokenizer_config", {"bos_token": {"text": "<s>"}}, ["bos_token", "content"]),
-    ("tokenizer_config", {"added_tokens_decoder": ["<s>"]}, ["added_tokens_decoder"]),
-    ("tokenizer_config", {"added_tokens_decoder": {"a": "<s>"}}, ["added_tokens_decoder", "ids"]),
-    ("tokenizer_config", {"added_tokens_decoder": {"3": 4}}, ["added_tokens_decoder: 3"]),
-    ("tokenizer_config", {"additional_special_tokens": "<s>"}, ["additional_special_tokens"]),
-    ("tokenizer_config", {"extra_special_tokens": [1]}, ["extra_special_tokens"]),
-    ("tokenizer_config", {"extra_special_tokens": {"a_token": 1}}, ["a_token"]),
-    ("special_tokens_map", b"", ["empty"]),
-    ("special_tokens_map", {"eos_token": []}, ["eos_token"]),
-    ("special_tokens_map", {"eos_token": 5}, ["special_tokens_map.json", "eos_token"]),
-    ("added_tokens", {"<a>": "4"}, ["added_tokens.json", "an integer"]),
-    ("added_tokens", {"<a>": -4}, ["added_tokens.json", "an integer"]),
-    ("added_tokens", b"null", ["not a JSON object"]),
+BAD_TEMPLATES = [  # chat_template, a regex of the error
+    ("{% if %}", "line 1, does not compile .*fix it"),
+    ("a\n{{ x | no_such_filter }}", "line 2, .*no_such_filter"),
+    ("{{ " + "(" * 5000, "does not compile"),
+    ("{{ raise_exception('no\nsystem role') }}", "rejects .*no system role"),
+    ("{{ 1 + 'a' }}", "TypeError"),
+    ("{{ range(10 ** 9) | list }}", "OverflowError"),
+    ([{"name": "rag", "template": ""}], "rag.*default"),
+    ([{"name": "default"}], "chat_template must be"),
+    (7, "chat_template must be"),
+    ("{{ dict.update(messages[0], role='system') }}", "has no attribute 'update'"),
+    ("{{ ''.__class__.__mro__ }}", "violates the sandbox"),
+    ("{{ messages.append(1) }}", "violates the sandbox"),
+    ("{{ messages[0].update(role='system') }}", "violates the sandbox"),
+    ("{{ messages | attr('__class__') }}", "violates the sandbox"),
+    ("{{ messages | map(attribute='__class__') | list }}", "violates the sandbox"),
+    ("{{ '{0.__class__.__mro__}'.format(messages) }}", "violates the sandbox"),
+    ("{{ namespace(__class__=1) }}", "violates the sandbox"),
+    ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", "violates the sandbox"),
+    ("{% generation %}{{ self.__init__ }}{% endgeneration %}", "violates the sandbox"),
+    ("{{ messages['__class__'] }}", "violates the sandbox"),
 ]
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
-@pytest.mark.parametrize("name, content, words", BAD_FIELDS)
-def test_tokenizer_bad_config_fields(text_folders, tmp_path, kind, name, content, words):
-    """The error names the file and the field, with either kind of tokenizer file."""
-    source = SMALL if kind == "tokenizer.model" else text_folders["qwen"]
-    shutil.copy(source / kind, tmp_path)
-    data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    (tmp_path / f"{name}.json").write_bytes(data)
-    error = error_of(K.load_tokenizer, tmp_path)
-    for word in [str(tmp_path), f"{name}.json", *words]:
-        assert word in error
+@pytest.mark.parametrize("template, words", BAD_TEMPLATES)
+def test_template_bad_ones_are_refused(tmp_path, template, words):
+    """A template that fails, accesses Python's internals or changes the messages: one line with the
+    file and the cause."""
+    folder, messages = template_folder(tmp_path, template), [message("user", "a")]
+    with pytest.raises(ValueError, match=words) as e:
+        load_chat_template(folder).render(messages)
+    assert str(folder / "tokenizer_config.json") in str(e.value) and "\n" not in str(e.value)
+    assert messages == [message("user", "a")]
 
 
-def test_tokenizer_missing_bos_token(text_folders, tmp_path):
-    """add_bos_token without a BOS token is refused, for both kinds of tokenizer file."""
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(bos_id=-1))
-    write_json(tmp_path, tokenizer_config={"add_bos_token": True})
-    assert "add_bos_token" in error_of(K.load_tokenizer, tmp_path)
-    shutil.copy(text_folders["qwen"] / "tokenizer.json", tmp_path)
-    error = error_of(K.load_tokenizer, tmp_path)
-    assert "tokenizer_config.json" in error and "set bos_token" in error
-    shutil.copy(text_folders["llama3"] / "tokenizer.json", tmp_path)  # adds one by itself
-    assert K.load_tokenizer(tmp_path).piece(K.load_tokenizer(tmp_path).encode("")[0]) == "<|begin|>"
+REFUSED |= {
+    f"stop strings: {stop!r}": (partial(K.StopStrings, stop), "stop must be")
+    for stop in ([""], ["a", ""], "abc", [1])
+}
+REFUSED |= {
+    f"chat template: messages {messages}": (
+        lambda m=messages: ChatTemplate(Path(), {"default": "x"}, {}).render(m),
+        "messages must be",
+    )
+    for messages in ([], ["hi"], [None])
+}
+REFUSED["tokenizer: no file"] = (
+    lambda: K.load_tokenizer(REPO / "serving"),
+    "serving: .*tokenizer.json nor tokenizer.model",
+)
+TIKTOKEN, POINTER = b"IQ== 0\nIg== 1\nIw== 2\n", b"version https://git-lfs.github.com/spec/v1\n"
+BAD_FILES = [  # file, content, a regex of the error
+    ("tokenizer.model", b'{"version": "1.0"}', "JSON; rename it to tokenizer.json"),
+    ("tokenizer.model", TIKTOKEN, "tiktoken.*Meta.*tokenizer.json"),
+    ("tokenizer.model", PIECES[:-1], "truncated; copy it again"),
+    ("tokenizer.model", b"", "empty"),
+    ("tokenizer.model", POINTER, "git lfs pull"),
+    ("tokenizer.json", {"model_type": "llama"}, "it is other JSON"),
+    ("tokenizer.json", b'{"version": "1.0", "mod', "truncated"),
+    ("tokenizer.json", PIECES[:1000], "copy it again"),
+    ("tokenizer_config.json", [1], "not a JSON object"),
+    ("tokenizer_config.json", b"\xff", "copy it again"),
+    ("tokenizer_config.json", b"[" * 100_000, "copy it again"),
+    ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
+    ("tokenizer_config.json", {"bos_token": 3}, "bos_token must be a string"),
+    ("tokenizer_config.json", {"bos_token": {"text": "<s>"}}, "bos_token .*content"),
+    ("tokenizer_config.json", {"added_tokens_decoder": ["<s>"]}, "added_tokens_decoder must"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"a": "<s>"}}, "added_tokens_decoder .*ids"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"3": 4}}, "added_tokens_decoder: 3 must"),
+    ("tokenizer_config.json", {"additional_special_tokens": "<s>"}, "additional_special_tokens"),
+    ("tokenizer_config.json", {"extra_special_tokens": [1]}, "extra_special_tokens must"),
+    ("tokenizer_config.json", {"extra_special_tokens": {"a_token": 1}}, "a_token must"),
+    ("special_tokens_map.json", b"", "empty"),
+    ("special_tokens_map.json", {"eos_token": []}, "eos_token must"),
+    ("added_tokens.json", {"<a>": "4"}, "an integer"),
+    ("added_tokens.json", {"<a>": -4}, "an integer"),
+    *(
+        ("generation_config.json", {"eos_token_id": value}, "eos_token_id must be")
+        for value in ("2", [1, None], True)
+    ),
+]
 
 
-def test_tokenizer_no_file_and_lone_surrogates(text_folders, tmp_path):
-    """No file: the error names the folder and both possible files. A lone surrogate in the text, as
-    from a command line with invalid bytes, is a ValueError."""
-    error = error_of(K.load_tokenizer, tmp_path)
-    assert "tokenizer.json" in error and "tokenizer.model" in error and str(tmp_path) in error
-    for folder in (SMALL, text_folders["llama3"]):
-        assert "surrogate" in error_of(K.load_tokenizer(folder).encode, "a\udcff")
+@pytest.mark.parametrize("file, content, words", BAD_FILES)
+def test_tokenizer_bad_files_are_refused(tmp_path, file, content, words):
+    """One line with the file, the field or what the file contains instead, and the fix; with either
+    kind of tokenizer file."""
+    content = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (tmp_path / "tokenizer.model").write_bytes(PIECES)
+    for kind in ("tokenizer.model", "tokenizer.json"):
+        if kind == "tokenizer.json" and file != "tokenizer.model":
+            template_folder(tmp_path, "")
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(ValueError, match=words) as e:
+            K.eos_ids(tmp_path, ())
+            K.load_tokenizer(tmp_path)
+        assert str(tmp_path / file) in str(e.value) and "\n" not in str(e.value)
 
 
 def test_tokenizer_eos_ids_of_config_and_generation_config(tmp_path):
-    """EOS ids of config.json, then of generation_config.json, an int or a list, without duplicates;
-    other values are refused."""
+    """EOS ids of config.json, then of generation_config.json, an int or a list, without
+    duplicates."""
     assert K.eos_ids(tmp_path, (2,)) == (2,)
     for value, ids in ((5, (2, 5)), ([5, 2, 7, 5], (2, 5, 7)), (None, (2,)), ([], (2,))):
-        write_json(tmp_path, generation_config={"eos_token_id": value})
-        assert K.eos_ids(tmp_path, (2,)) == ids
-    write_json(tmp_path, generation_config={})
-    assert K.eos_ids(tmp_path, ()) == ()
-    for value in ("2", [1, None], 1.5, True, {"a": 1}):
-        write_json(tmp_path, generation_config={"eos_token_id": value})
-        error = error_of(K.eos_ids, tmp_path, ())
-        assert "generation_config.json" in error and "eos_token_id" in error
-    for data in (b"{", b"[2]", b""):
-        (tmp_path / "generation_config.json").write_bytes(data)
-        assert "generation_config.json" in error_of(K.eos_ids, tmp_path, ())
+        folder = write_json(tmp_path, generation_config={"eos_token_id": value})
+        assert K.eos_ids(folder, (2,)) == ids
+    assert K.eos_ids(write_json(tmp_path, generation_config={}), ()) == ()
 
 
 def test_tokenizer_py_alone_in_a_folder(tmp_path):
-    """Copied into an empty folder, tokenizer.py imports none of its optional libraries, and checks
-    itself."""
+    """Copied into an empty folder, tokenizer.py checks itself, and imports no optional library."""
     shutil.copy(FILES["tokenizer"], tmp_path)
     heavy = "{'torch', 'transformers', 'sentencepiece', 'tokenizers', 'jinja2'}"
-    code = f"import sys, tokenizer; assert not {heavy} & set(sys.modules)"
-    for argv in (["-c", code], ["tokenizer.py"]):
-        done = run(*argv, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    assert "us per token" in done.stdout
+    main = "runpy.run_path('tokenizer.py', run_name='__main__')"
+    done = run(
+        "-c", f"import runpy, sys; {main}; assert not {heavy} & {{*sys.modules}}", cwd=tmp_path
+    )
+    assert done.returncode == 0 and "us per token" in done.stdout, done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -7367,7 +7062,7 @@ def test_spec_rules_preserve_the_distribution(parents, greedy_draft):
 
 
 SPEC_WRONGS = "from p, target alone, absolute, bonus from the row before, shifted, inverse"
-SPEC_WRONG_IN_TREES = "p not normalised, q not normalised, with replacement"
+SPEC_WRONG_IN_TREES = ", p not normalised, q not normalised, with replacement"
 SPEC_WRONG_IF_SAMPLED = "target alone, q not normalised, with replacement"
 
 
@@ -7376,13 +7071,12 @@ SPEC_WRONG_IF_SAMPLED = "target alone, q not normalised, with replacement"
 def test_spec_wrong_rules_fail_the_check(parents, greedy_draft):
     """The check passes the reference and none of nine plausible mistakes."""
     p, q, tree = spec_tables(5, 4, 61), spec_tables(5, 4, 62), E.Tree(parents)
-    wrongs = SPEC_WRONGS.split(", ")
-    wrongs += SPEC_WRONG_IN_TREES.split(", ") if parents in SPEC_TREES else []
-    assert spec_p_value(spec_rule, tree, p, q, 60_000, 63, greedy_draft) > SPEC_RIGHT
-    for wrong in wrongs:
-        if not greedy_draft or wrong not in SPEC_WRONG_IF_SAMPLED:
-            rule = partial(spec_rule, wrong=wrong)
-            assert spec_p_value(rule, tree, p, q, 60_000, 63, greedy_draft) < SPEC_WRONG, wrong
+    wrongs = SPEC_WRONGS + (SPEC_WRONG_IN_TREES if parents in SPEC_TREES else "")
+    for wrong in ("", *wrongs.split(", ")):
+        rule = partial(spec_rule, wrong=wrong)
+        if not wrong or not greedy_draft or wrong not in SPEC_WRONG_IF_SAMPLED:
+            found = spec_p_value(rule, tree, p, q, 60_000, 63, greedy_draft)
+            assert found < SPEC_WRONG if wrong else found > SPEC_RIGHT, wrong
 
 
 def spec_random_tree(rng: random.Random, nodes: int, fanout: int = 3, depth: int = 9) -> E.Tree:
@@ -7465,9 +7159,6 @@ def spec_check(c: SimpleNamespace) -> torch.Tensor:
     assert torch.equal(torch.get_rng_state(), before)
     for x, y in zip(c.rows, copies, strict=True):
         assert x is None or torch.equal(x.nan_to_num(), y.nan_to_num())
-    if c.one_hot:  # greedy decoding follows the argmaxes
-        alone = E.match_tree(c.rows[0].nan_to_num().argmax(-1), c.rows[2], c.tree)
-        assert c.is_chain or torch.equal(alone[0], expected[0])
     return expected[1]
 
 
@@ -7505,8 +7196,6 @@ def test_spec_accept_and_accept_tree_equal_the_reference():
 
 
 SPEC_BY_HAND = [  # p after the last token and the draft, q, draft, uniform -> n, the next token's p
-    ([[1, 0, 1e-30], [0.25, 0.5, 0.25]], [0, 1, 1e-30], 2, SPEC_MAX_UNIFORM, 1, [0.25, 0.5, 0.25]),
-    ([[1, 0, 1e-37], [0.25, 0.5, 0.25]], [0, 1, 1e-37], 2, SPEC_MAX_UNIFORM, 1, [0.25, 0.5, 0.25]),
     ([[1, 0, 1e-44], [0.25, 0.5, 0.25]], [0, 1, 1e-44], 2, 0.6, 1, [0.25, 0.5, 0.25]),
     ([[0, 1, 1e-40], [1, 0, 0]], [1, 0, 2e-40], 2, 0.49, 1, [1, 0, 0]),
     ([[0, 1, 1e-40], [1, 0, 0]], [1, 0, 2e-40], 2, 0.51, 0, [0, 1, 0]),
@@ -7540,18 +7229,13 @@ def test_spec_accept_by_hand():
 
 
 def test_spec_sample_depends_only_on_its_generator():
-    """speculative_sample: the same seed gives the same tokens, other seeds others, by default
-    torch's generator; rows past a rejected draft are not used."""
-    p, q, _, _ = spec_case(1, tree=E.Tree.chain(4), greedy_draft=False, dtype=torch.float32).rows
-    rows = p[-1], q[-1, :4], torch.arange(4)
-    rows = (rows[0].nan_to_num(0.2), rows[1].nan_to_num(0.2), rows[2])
-    run = lambda rng=None: [E.speculative_sample(*rows, generator=rng).tolist() for _ in range(20)]
+    """speculative_sample: tokens depend on the seed, by default of torch's generator; rows past a
+    rejected draft are not used."""
+    p, q, draft = torch.full((5, 7), 1 / 7), torch.eye(7)[:4] / 2 + 1 / 14, torch.arange(4)
+    run = lambda rng=None: [E.speculative_sample(p, q, draft, rng).tolist() for _ in range(20)]
     assert run(seeded(1)) == run(seeded(1)) and len({str(run(seeded(s))) for s in range(5)}) == 5
-    assert len(set(map(tuple, run(seeded(1))))) > 1
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        runs.append(run())
+    with torch.random.fork_rng():
+        runs = [torch.manual_seed(5) and run() for _ in range(2)]
     assert runs[0] == runs[1]
     p = torch.tensor([[0.0, 0.0, 1.0], [math.nan] * 3, [0.0] * 3])
     out = E.speculative_sample(p, torch.eye(3)[:2], torch.tensor([0, 1]), generator=seeded(0))
@@ -7565,8 +7249,7 @@ def spec_of_shapes(text: str) -> list[torch.Tensor]:
 
 
 for shapes in (  # instead of 4,5 3,5 3
-    "3,5 3,5 3;5,5 3,5 3;4,5 2,5 3;4,5 1,5 3;4,5 3,5 2;4,5 3,5 1;4,5 3,4 3;4,5 3,1 3;4,1 3,5 3;"
-    "5 3,5 3;1,4,5 1,3,5 1,3;4,5 3,5 3,1;4,5 5 3"
+    "3,5 3,5 3;4,5 2,5 3;4,5 1,5 3;4,5 3,5 2;4,5 3,4 3;4,5 3,1 3;1,4,5 1,3,5 1,3;4,5 3,5 3,1"
 ).split(";"):
     call = partial(E.speculative_sample, *spec_of_shapes(shapes))
     REFUSED[f"speculative_sample: {shapes}"] = call, "target_probs .*draft_probs .*draft_tokens"
@@ -7578,51 +7261,40 @@ for bad in (0.0, math.nan):
     )
 
 
-def test_spec_rules_do_not_broadcast():
-    """accept and accept_tree do not accept a target, draft, uniform or tokens of another shape."""
-    for shapes in (  # target, draft, uniform, tokens, instead of 2,4,5 2,3,5 2,3 2,3
-        "2,3,5 2,3,5 2,3 2,3;2,4,5 2,1,5 2,3 2,3;2,4,5 2,3,4 2,3 2,3;2,4,5 2,3,5 2,3 2,2;"
-        "2,4,5 2,3,5 2,2 2,3;1,4,5 2,3,5 2,3 2,3"
-    ).split(";"):
-        target, draft, uniform, tokens = spec_of_shapes(shapes)
-        with pytest.raises((ValueError, RuntimeError, IndexError)):
-            E.accept(target, draft, tokens, uniform)
-    for shapes in ("2,3,5 2,4,5 2,3 2,3", "2,4,5 2,2,5 2,3 2,3", "2,4,5 2,4,5 2,3 2,2"):
-        target, draft, uniform, tokens = spec_of_shapes(shapes)
-        with pytest.raises((ValueError, RuntimeError, IndexError)):
-            E.accept_tree(target, draft, tokens, uniform, E.Tree((-1, -1, 0)))
+@pytest.mark.parametrize(
+    "shapes",  # target, draft, uniform, tokens, instead of 2,4,5 2,3,5 2,3 2,3
+    "2,3,5 2,3,5 2,3 2,3;2,4,5 2,1,5 2,3 2,3;2,4,5 2,3,4 2,3 2,3;2,4,5 2,3,5 2,3 2,2;"
+    "2,4,5 2,3,5 2,2 2,3;1,4,5 2,3,5 2,3 2,3;"
+    "2,3,5 2,4,5 2,3 2,3 tree;2,4,5 2,2,5 2,3 2,3 tree;2,4,5 2,4,5 2,3 2,2 tree".split(";"),
+)
+def test_spec_rules_do_not_broadcast(shapes):
+    """accept and accept_tree fail on a target, draft, uniform or tokens of another shape."""
+    target, draft, uniform, tokens = spec_of_shapes(shapes.removesuffix(" tree"))
+    rule = partial(E.accept_tree, tree=E.Tree((-1, -1, 0))) if "tree" in shapes else E.accept
+    with pytest.raises((RuntimeError, IndexError)):
+        rule(target, draft, tokens, uniform)
 
 
-def test_spec_matches_equal_a_loop():
-    """From the root, the child that equals the sampled token, until there is none; of a chain,
-    also up to each row's length."""
+def test_spec_matches_equal_the_reference():
+    """Drafts against sampled tokens: the path and n of spec_rule with a target that is certain of
+    these tokens; of a chain, also up to each row's length."""
     rng, seen = random.Random(3), Counter()
     for seed in range(80):
-        tree = (
-            E.Tree.chain(seed % 8) if seed % 2 else spec_random_tree(rng, rng.randint(1, 12), 3, 5)
-        )
+        tree = spec_random_tree(rng, rng.randint(1, 12), 3, 5)
+        tree = E.Tree.chain(seed % 8) if seed % 2 else tree
         nodes = len(tree.parents)
         tokens = torch.zeros(30, nodes, dtype=torch.long)
         for r, parent in product(range(30), set(tree.parents)):  # siblings differ
             children = [c for c in range(nodes) if tree.parents[c] == parent]
             tokens[r, children] = torch.tensor(rng.sample(range(3), len(children)))
-        sampled = torch.randint(-1, 3, (30, nodes + 1), generator=seeded(seed))
-        lengths = torch.arange(30) % (nodes + 1)
+        sampled = torch.randint(0, 4, (30, nodes + 1), generator=seeded(seed))
+        rows = F.one_hot(sampled, 4), None, tokens, torch.full(tokens.shape, 0.5)
         path, n = E.match_tree(sampled, tokens, tree)
-        assert path.dtype == torch.long and path.shape == (30, tree.depth)
-        for r in range(30):
-            at, expected = -1, []
-            while True:
-                children = [c for c in range(nodes) if tree.parents[c] == at]
-                matching = [c for c in children if tokens[r, c] == sampled[r, at + 1]]
-                if not matching:
-                    break
-                at = matching[0]
-                expected.append(at)
-            assert path[r].tolist() == expected + [-1] * (tree.depth - len(expected))
-            assert n[r] == len(expected)
-            seen[len(expected)] += 1
+        assert path.dtype == n.dtype == torch.long
+        assert all(map(torch.equal, (path, n), spec_rule(*rows, tree)))
+        seen.update(n.tolist())
         if seed % 2:
+            lengths = torch.arange(30) % (nodes + 1)
             assert torch.equal(E.count_matches(sampled, tokens), n)
             assert torch.equal(E.count_matches(sampled, tokens, lengths), n.minimum(lengths))
     assert min(seen[i] for i in range(4)) > 15
@@ -7754,7 +7426,6 @@ def test_spec_ngram_lookup_is_fast():
     rng, n = random.Random(14), 32_768
     for context, expected in (
         ([rng.randrange(50_000) for _ in range(n - 1)] + [50_000], []),
-        ([rng.randrange(4) for _ in range(n)], None),
         ([0, 0, 0, 1] * (n // 4 - 1) + [0, 0, 2, 1], [0, 0, 2, 1] * 2),  # nearly matches
         ([5, 6, 7, 8, 9] + [8] * (n - 9) + [5, 6, 7, 8], [9] + [8] * 7),
         ([3] * n, [3] * 8),
@@ -7762,9 +7433,8 @@ def test_spec_ngram_lookup_is_fast():
         drafter, seconds = E.NGram(), []
         for _ in range(15):
             start = time.thread_time()
-            tokens, _ = drafter(context, 8)
+            assert drafter(context, 8)[0] == expected
             seconds.append(time.thread_time() - start)
-        assert len(tokens) == 8 if expected is None else tokens == expected
         assert min(seconds) < 5e-3  # the minimum, in thread time: the machine may be shared
 
 
@@ -7811,43 +7481,14 @@ def spec_throughput(served: list) -> float:
     return sum(x[1] for x in served[100:]) / sum(x[2] for x in served[100:])
 
 
-def spec_best_throughput(a: float, b: int, costs) -> tuple[float, int]:
-    """Of b rows with the best fixed k of 0..5, and that k."""
+def spec_best_throughput(a: float, b: int, costs) -> float:
+    """Of b rows with the best fixed k of 0..5."""
     gain = lambda k: b * spec_expected_tokens(a, k)
     cost = lambda k: costs[0] + b * (costs[1] * (k + 1) + costs[2] * k)
-    return max((gain(k) / cost(k), k) for k in range(6))
+    return max(gain(k) / cost(k) for k in range(6))
 
 
 SPEC_FREE, SPEC_COSTLY = (20e-3, 0.5e-3, 1e-7), (20e-3, 0.5e-3, 2e-3)
-
-
-@pytest.mark.parametrize("costs", [SPEC_FREE, SPEC_COSTLY], ids=["free", "costly"])
-@pytest.mark.parametrize("b", [1, 16, *(pytest.param(b, marks=pytest.mark.slow) for b in (4, 64))])
-def test_spec_goodput_policy_is_near_the_best_fixed_k(b, costs):
-    """Tokens per second within 5% of the best fixed k of 0..5, at every load and acceptance."""
-    best_ks = set()
-    for a in (0.0, 0.2, 0.5, 0.8, 0.95):
-        best, k = spec_best_throughput(a, b, costs)
-        best_ks.add(k)
-        served = [*spec_simulate(E.Goodput(5), [SpecRow(a) for _ in range(b)], costs, 500, seed=b)]
-        assert all(max(ks) <= 5 for ks, _, _ in served)
-        assert spec_throughput(served) > 0.95 * best, (a, k)
-    assert len(best_ks) >= 3 or best_ks == {0}  # no single k is best for all
-
-
-def test_spec_goodput_beats_every_fixed_k():
-    """Over all loads and acceptance rates no fixed k comes near the adaptive policy."""
-    worst = Counter()
-    for b, a, costs in product((1, 64), (0.0, 0.95), (SPEC_FREE, SPEC_COSTLY)):
-        rows = [SpecRow(a) for _ in range(b)]
-        policies = {"auto": E.Goodput(5)} | {k: E.FixedK(k) for k in range(6)}
-        for name, policy in policies.items():
-            served = [*spec_simulate(policy, rows, costs, 200 if name == "auto" else 102)]
-            assert name == "auto" or all(ks == [name] * b for ks, _, _ in served)
-            short = 1 - spec_throughput(served) / spec_best_throughput(a, b, costs)[0]
-            worst[name] = max(worst[name], short)
-    assert worst.pop("auto") < 0.1 < min(worst.values())
-
 
 SPEC_QUICK, SPEC_CHEAP = (20e-3, 0.5e-3, 0.5e-3), (20e-3, 0.1e-3, 1e-7)
 SPEC_PHASES = {  # rows, acceptance, share with a proposal, costs, steps, mean k at the end
@@ -7871,27 +7512,32 @@ for costs, drafts in product(((0, 0, 0), (20e-3, 0, 0), (0, 1e-3, 0), (0, 0, 1e-
         (2, 0.9, drafts, costs, 60, 0, 4),
         (2, 0.9, drafts, SPEC_FREE, 60, 0, 4),
     ]
+for b, a, costs in product((1, 16), (0.0, 0.2, 0.5, 0.8, 0.95), (SPEC_FREE, SPEC_COSTLY)):
+    SPEC_PHASES[f"near the best fixed k: {b}, {a}, {costs}"] = [(b, a, 1.0, costs, 500, 0, 5)]
 for k in (0, 1, 3, 8):
     SPEC_PHASES[f"at most {k}"] = [(2, 1.0, 1.0, (20e-3, 1e-5, 1e-7), 300, 0.85 * k, k)]
 
 
 @pytest.mark.parametrize("name", SPEC_PHASES)
 def test_spec_goodput_follows_the_conditions(name):
-    """k falls where drafts are rejected or tokens make a step expensive, and rises again where not;
-    it is bounded by max_k, and no missing proposal or duration of zero is an error."""
+    """k falls where drafts are rejected or tokens make a step expensive, and rises again where not,
+    so that tokens per second are near the best fixed k's; it is bounded by max_k, and no missing
+    proposal or duration of zero is an error."""
     phases = SPEC_PHASES[name]
     max_k = max(phase[-1] for phase in phases)
     policy, rows = E.Goodput(max_k), [SpecRow(0.0) for _ in range(64)]
-    assert len(policy.choose(rows)) == 64 and policy.choose([]) == []
+    assert E.Goodput(max_k).choose(rows) == [0] * 64  # first it measures a step without drafts
     for seed, (b, a, drafts, costs, steps, low, high) in enumerate(phases):
         for row in rows:
             row.acceptance, row.drafts = a, drafts
-        served = [*spec_simulate(policy, rows[:b], costs, steps, seed)]
+        served = [*spec_simulate(policy, rows[:b], costs, steps, seed + b)]
         assert all(max(ks) <= max_k for ks, _, _ in served)
         mean = sum(sum(ks) for ks, _, _ in served[-50:]) / (50 * b)
         assert low <= mean <= high, (seed, mean)
-        if name.startswith("few"):
-            assert spec_throughput(served) > 0.93 * spec_best_throughput(a, b, costs)[0]
+        if name.startswith(("few", "near")):
+            least = 0.95 if name.startswith("near") else 0.93
+            assert spec_throughput(served) > least * spec_best_throughput(a, b, costs)
+    assert policy.choose([]) == []
 
 
 def test_spec_goodput_chooses_k_per_sequence():
@@ -7903,10 +7549,6 @@ def test_spec_goodput_chooses_k_per_sequence():
     served = [*spec_simulate(policy, rows, costs, 400)]
     high, low = (sum(sum(ks[i::2]) for ks, _, _ in served[-100:]) / 800 for i in (0, 1))
     assert high > 3 and low < 1 and high > low + 2.5
-    gain = lambda k: 8 * (spec_expected_tokens(0.95, k) + spec_expected_tokens(0.05, k))
-    cost = lambda k: costs[0] + 16 * (costs[1] * (k + 1) + costs[2] * k)
-    one_k = max(gain(k) / cost(k) for k in range(6))
-    assert spec_throughput(served) > one_k
     assert sum(policy.choose(good + bad)[:8]) > 8 + sum(policy.choose(bad + good)[:8])
     assert min(policy.choose(good[:2])) > 1
 
@@ -7915,7 +7557,7 @@ def test_spec_goodput_in_changing_batches():
     """Sequences of some sixty tokens, 0 to 24 at a time, prefills in between: near the best fixed
     k."""
     rng, policy, costs = random.Random(21), E.Goodput(5), (20e-3, 0.5e-3, 0.2e-3)
-    totals, sizes, rows = {k: [0.0, 0.0] for k in ("auto", *range(6))}, Counter(), [SpecRow(0.8)]
+    totals, sizes, rows = torch.zeros(2, 7, dtype=torch.float64), Counter(), [SpecRow(0.8)]
     for step in range(700):
         rows = [row for row in rows if rng.random() > 0.05]
         if rng.random() < 0.6:
@@ -7925,32 +7567,26 @@ def test_spec_goodput_in_changing_batches():
         if not rows:
             continue
         [(_, tokens, spent)] = spec_simulate(policy, rows, costs, 1, seed=step, prompt=30)
-        if step < 100:
-            continue
-        seconds = lambda k: costs[0] + costs[1] * (b * (k + 1) + 15) + costs[2] * b * k
-        fixed = {k: (b * spec_expected_tokens(0.8, k), seconds(k)) for k in range(6)}
-        for k, (more, time_spent) in (fixed | {"auto": (tokens, spent)}).items():
-            totals[k] = [totals[k][0] + more, totals[k][1] + time_spent]
-    speeds = {k: tokens / seconds for k, (tokens, seconds) in totals.items()}
-    auto, best = speeds.pop("auto"), max(speeds.values())
-    assert len(sizes) > 12 and best > 1.3 * speeds[0] and auto > 0.94 * best
+        if step >= 100:  # a fixed k of 0..5, and the policy
+            seconds = [
+                costs[0] + costs[1] * (b * (k + 1) + 15) + costs[2] * b * k for k in range(6)
+            ]
+            fixed = [b * spec_expected_tokens(0.8, k) for k in range(6)]
+            totals += torch.tensor([[*fixed, tokens], [*seconds, spent]])
+    *speeds, auto = (totals[0] / totals[1]).tolist()
+    assert len(sizes) > 12 and max(speeds) > 1.3 * speeds[0] and auto > 0.94 * max(speeds)
 
 
 # ---- moe.py: routing ----
-
-
-def moe_plain_scores(row: list[float], scoring: str) -> list[float]:
-    if scoring == "sigmoid":
-        return [1 / (1 + math.exp(-v)) for v in row]
-    powers = [math.exp(v - max(row)) for v in row]
-    return [p / sum(powers) for p in powers]
 
 
 def moe_plain_route(
     row, top_k, scoring, renormalize, bias, n_groups, topk_groups, group_score_topk, scale
 ) -> dict[int, float]:
     """The routing of one token in plain Python: {expert: weight}."""
-    scores = moe_plain_scores(row, scoring)
+    scores = [1 / (1 + math.exp(-v)) for v in row]
+    if scoring == "softmax":
+        scores = [1 / sum(math.exp(other - v) for other in row) for v in row]
     choice = [s + b for s, b in zip(scores, bias or [0.0] * len(row), strict=True)]
     size = len(row) // n_groups
     groups = [sorted(choice[g * size : (g + 1) * size], reverse=True) for g in range(n_groups)]
@@ -8030,82 +7666,14 @@ def test_moe_route_check_notices_an_ignored_option(change):
             moe_check_route(spoilt, *moe_draw_routing(seed))
 
 
-def moe_tied_logits(kind: str, n: int, n_experts: int) -> torch.Tensor:
-    g = seeded(n_experts)
-    normal = torch.randn(n, n_experts, generator=g)
-    return {
-        "normal": normal,
-        "rounded": (normal * 4).round() / 4,
-        "grid": torch.randint(0, 3, (n, n_experts), generator=g) * 0.5,
-        "one high": torch.zeros_like(normal).scatter(1, normal.argmax(1, keepdim=True), 1.0),
-        "equal": normal[:, :1].round().expand(n, n_experts).clone(),
-    }[kind]
-
-
-def moe_routers(n_experts: int, n_groups: int, topk_groups: int, top_k: int):
-    """(a router of transformers or model.py: logits -> (..., weights, ids), options of route)."""
-
-    def router(family, cls, bias=None, **config):
-        package = f"transformers.models.{family}.modeling_{family}"
-        sizes = dict(num_experts=n_experts, num_local_experts=n_experts, hidden_size=n_experts)
-        sizes |= dict(num_experts_per_tok=top_k, n_group=n_groups, topk_group=topk_groups)
-        module = importlib.import_module(package)
-        made = getattr(module, cls)(SimpleNamespace(**sizes, **config))
-        made.weight.copy_(torch.eye(n_experts))  # its logits are its hidden states
-        if bias is not None:
-            made.e_score_correction_bias.copy_(bias)
-        return made
-
-    groups = dict(n_groups=n_groups, topk_groups=topk_groups)
-    for method, more in (("greedy", {}), ("group_limited_greedy", groups)):
-        config = dict(topk_method=method, routed_scaling_factor=16.0)
-        yield router("deepseek_v2", "DeepseekV2TopkRouter", **config), dict(scale=16.0) | more
-    steps = torch.randint(-2, 3, (n_experts,), generator=seeded(1)) * 0.25
-    noise = torch.randn(n_experts, generator=seeded(7)) * 0.1
-    groups |= dict(group_score_topk=2)
-    for bias, norm in product((torch.zeros(n_experts), noise, steps), (True, False)):
-        options = groups | dict(scoring="sigmoid", renormalize=norm, bias=bias, scale=2.5)
-        config = dict(norm_topk_prob=norm, routed_scaling_factor=2.5)
-        yield router("deepseek_v3", "DeepseekV3TopkRouter", bias, **config), options
-        sizes = dict(n_experts=n_experts, n_experts_per_token=top_k, norm_topk=norm, **groups)
-        layer = M.MoE(latent(routed_scaling=2.5, **sizes))
-        layer.expert_bias.copy_(bias)
-        yield layer.select_experts, options
-    for norm in (True, False):
-        yield router("qwen3_moe", "Qwen3MoeTopKRouter", norm_topk_prob=norm), dict(renormalize=norm)
-    yield router("mixtral", "MixtralTopKRouter"), dict(renormalize=True)
-    yield router("mixtral", "MixtralTopKRouter").bfloat16(), dict(renormalize=True)
-
-
-MOE_ROUTER_SIZES = [(8, 4, 2, 3), (8, 1, 1, 8), (16, 4, 2, 5), (60, 1, 1, 4), (64, 8, 4, 6)]
-MOE_ROUTER_SIZES += [(160, 8, 3, 6), (256, 8, 4, 8), (512, 8, 4, 8)]  # also where k * 64 <= n
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("sizes", MOE_ROUTER_SIZES, ids=str)
-def test_moe_route_equals_transformers_and_model_py(sizes):
-    """DeepSeek-V2 and V3, Mixtral, Qwen3-MoE, and model.py's MoE, with ties broken the same way."""
-    transformers()
-    for router, options in moe_routers(*sizes):
-        for kind in ("normal", "rounded", "grid", "one high", "equal"):
-            logits = moe_tied_logits(kind, 60, sizes[0])
-            logits = logits.to(getattr(getattr(router, "weight", None), "dtype", torch.float32))
-            *_, weights, ids = router(logits)
-            got_weights, got_ids = O.route(logits, sizes[-1], **options)
-            order, got_order = ids.argsort(-1), got_ids.argsort(-1)
-            assert torch.equal(got_ids.gather(1, got_order), ids.gather(1, order)), (options, kind)
-            want = weights.float().gather(1, order)
-            torch.testing.assert_close(got_weights.gather(1, got_order), want, rtol=1e-6, atol=1e-6)
-
-
 MOE_LOGITS = torch.zeros(40, 8)
 MOE_ROUTE_REFUSED = {
-    "top_k": [dict(top_k=k) for k in (0, -1, 9)] + [dict(top_k=5, n_groups=4, topk_groups=2)],
+    "top_k": [dict(top_k=0), dict(top_k=9), dict(top_k=5, n_groups=4, topk_groups=2)],
     "n_groups": [dict(n_groups=3), dict(n_groups=0)],
-    "topk_groups": [dict(n_groups=4, topk_groups=n) for n in (0, 5)] + [dict(topk_groups=2)],
-    "group_score_topk": [dict(n_groups=4, group_score_topk=3), dict(group_score_topk=9)],
+    "topk_groups": [dict(n_groups=4, topk_groups=0), dict(topk_groups=2)],
+    "group_score_topk": [dict(n_groups=4, group_score_topk=3), dict(group_score_topk=0)],
     "scoring": [dict(scoring="relu")],
-    "bias": [dict(bias=torch.zeros(shape)) for shape in ((7,), (40, 8), (), (1,))],
+    "bias": [dict(bias=torch.zeros(shape)) for shape in ((7,), (40, 8), (1,))],
     "logits": [dict(logits=torch.zeros(shape)) for shape in ((8,), (2, 3, 8))],
 }
 for field, rows in MOE_ROUTE_REFUSED.items():
@@ -8118,7 +7686,7 @@ for dtype, value in ((torch.float32, math.nan), (torch.bfloat16, INF), (torch.fl
     first = r"^(?!.*37).*logits.*\b23\b"  # the first token that is not finite
     REFUSED[f"moe: route, a logit of {value}"] = partial(O.route, hostile, 2), first
     REFUSED[f"moe: expert_choice, a logit of {value}"] = partial(O.expert_choice, hostile, 2), first
-for n in (0, -1, 41):
+for n in (0, 41):
     call = partial(O.expert_choice, MOE_LOGITS, n)
     REFUSED[f"moe: expert_choice, capacity {n}"] = call, rf"capacity.*{n}"
 for factor in (0, -1.0):
@@ -8224,15 +7792,6 @@ def test_moe_router_probs_and_z_loss():
     assert logits.grad.norm() > 0
 
 
-def test_moe_count_experts():
-    """Slots per expert for ids of any shape, without padding."""
-    for shape in ((20, 3), (0, 3), (60,), (4, 5, 3)):
-        ids = torch.randint(-1, 6, shape, generator=seeded())
-        got = O.count_experts(ids, 9)
-        assert got.dtype == torch.int64
-        assert got.tolist() == [(ids == e).sum().item() for e in range(9)]
-
-
 def moe_plain_balance(probs, ids, counts) -> torch.Tensor:
     """sum_e f_e P_e of each leading index by its formula, then their mean."""
     n_experts, losses = probs.shape[-1], []
@@ -8266,19 +7825,6 @@ def test_moe_balance_loss_equals_the_formula():
             want.backward()
             for given, limit in ((leaf, 1e-6), (half, 1e-2)):
                 close(given.grad, exact.grad, limit)
-
-
-def test_moe_balance_loss_of_known_loads():
-    """1 if the load is even, E if all tokens go to one expert; two skewed sequences that are even
-    together are 2 per sequence and 1 over the batch."""
-    even, alone = torch.arange(8).view(8, 1) % 4, torch.zeros(8, 1, dtype=torch.long)
-    skewed = torch.randn(8, 4, generator=seeded()).softmax(-1)
-    one_hot = lambda ids, n: F.one_hot(ids[..., 0], n).float()
-    pair = torch.tensor([[[0], [0]], [[1], [1]]])
-    assert O.balance_loss(skewed, even).item() == pytest.approx(1)
-    assert O.balance_loss(one_hot(alone, 4), alone).item() == pytest.approx(4)
-    assert O.balance_loss(one_hot(pair, 2), pair).item() == pytest.approx(2)
-    assert O.balance_loss(one_hot(pair, 2).flatten(0, 1), pair.flatten(0, 1)).item() == 1
 
 
 def test_moe_update_bias_moves_against_the_load():
@@ -8352,9 +7898,9 @@ def moe_outcome(experts, args, wanted=MOE_LEAVES, grad_out=None) -> dict[str, to
     return {"o": o.detach()} | {name: leaves[name].grad for name in wanted}
 
 
-def moe_loop(*args) -> torch.Tensor:
+def moe_loop(*args, loop=M.loop_experts) -> torch.Tensor:
     """model.py's plain loop, with gradients also of what it does not use."""
-    return M.loop_experts(*args) + 0 * sum(t.sum() for t in args)
+    return loop(*args) + 0 * sum(t.sum() for t in args)
 
 
 def moe_exact(args, wanted=MOE_LEAVES, grad_out=None) -> dict[str, torch.Tensor]:
@@ -8394,17 +7940,13 @@ def moe_check(experts, args, limit=1e-5, **more) -> None:
 
 MOE_CASES = {  # n, c, f, e, k, which experts
     "one": (1, 16, 8, 1, 1),
-    "two": (2, 40, 24, 3, 2),
     "ragged": (37, 40, 24, 5, 3),
     "wide": (130, 80, 72, 2, 1),
     "many experts": (5, 16, 8, 40, 4),
     "dense": (9, 32, 40, 4, 4),
-    "one expert": (21, 16, 24, 1, 1),
     "one token": (1, 48, 56, 6, 4),
-    "narrow": (12, 72, 8, 3, 1),
     "odd": (37, 18, 10, 3, 2),
     "prime": (13, 17, 9, 5, 3),
-    "tiny": (3, 1, 1, 2, 2),
     "no tokens": (0, 16, 8, 3, 2),
     **{p: (45, 24, 16, 6, 3, p) for p in "one last none twice ends holes".split()},
     "skew": (90, 16, 8, 5, 3, "skew"),
@@ -8415,12 +7957,8 @@ MOE_CASES = {  # n, c, f, e, k, which experts
 @pytest.mark.parametrize("backend", [*MOE_BACKENDS, "reference"])
 def test_moe_experts_equal_the_loop(backend, case):
     """Output and all four gradients, for any size and load."""
-    if backend == "reference":  # without rows, it has no gradient
-        args = moe_inputs(0, *case)
-        wanted = MOE_LEAVES if (args[2] >= 0).any() else ()
-        moe_check(O.experts_reference, args, wanted=wanted)
-    else:
-        moe_check(MOE_BACKENDS[backend], moe_inputs(0, *case))
+    reference = partial(moe_loop, loop=O.experts_reference)
+    moe_check(MOE_BACKENDS.get(backend, reference), moe_inputs(0, *case))
 
 
 def moe_gaps(t: torch.Tensor) -> torch.Tensor:
@@ -8437,10 +7975,11 @@ def moe_autocast(experts):
     return torch.autocast("cpu", torch.bfloat16)(experts)
 
 
+MOE_HALF = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MOE_FORMS = {  # how it is called: inputs changed, the function wrapped, options of moe_check
-    "gaps": dict(change=moe_gaps),
-    "transposed": dict(change=moe_transposed),
-    "expanded": dict(change=lambda t: t[:1].expand_as(t)),
+    "gaps": dict(change=lambda args: [*map(moe_gaps, args)]),
+    "transposed": dict(change=lambda args: [*map(moe_transposed, args)]),
+    "expanded": dict(change=lambda args: [t[:1].expand_as(t) for t in args]),
     "transposed gradient": dict(grad_out=moe_transposed),
     "expanded gradient": dict(grad_out=lambda g: g[:1, :1].expand_as(g)),
     "checkpoint": dict(wrap=lambda f: partial(checkpoint, f, use_reentrant=False)),
@@ -8449,45 +7988,39 @@ MOE_FORMS = {  # how it is called: inputs changed, the function wrapped, options
     **{f"gradient of {name}": dict(wanted=(name,)) for name in MOE_LEAVES},
     "gradients of activations": dict(wanted=("x", "weights")),
     "gradients of stacks": dict(wanted=("w_gate_up", "w_down")),
+    **{
+        f"{dtype}, weights in {routing}": dict(
+            change=partial(moe_cast, dtype=dtype, routing=routing), limit=limit
+        )
+        for dtype, limit in MOE_HALF.items()
+        for routing in (dtype, torch.float32)
+    },
+    "autocast": dict(wrap=moe_autocast, limit=2e-2),
+    "autocast of bf16 x": dict(
+        wrap=moe_autocast, change=lambda args: [args[0].bfloat16(), *args[1:]], limit=2e-2
+    ),
+    "fp64, by auto": dict(
+        wrap=lambda f: O.grouped_experts, change=partial(moe_cast, dtype=torch.float64), limit=1e-12
+    ),
 }
 
 
 @pytest.mark.parametrize("form", MOE_FORMS.values(), ids=MOE_FORMS)
 @pytest.mark.parametrize("backend", MOE_BACKENDS)
 def test_moe_experts_called_in_any_form_equal_the_loop(backend, form):
-    """Strides with gaps, swapped or 0, checkpointing, and gradients of only some inputs."""
+    """Strides with gaps, swapped or 0, checkpointing, gradients of only some inputs, other dtypes
+    and autocast. The output has x's dtype."""
     options = dict(form)
-    change = options.pop("change", lambda t: t)
+    change = options.pop("change", lambda args: args)
     wrap = options.pop("wrap", lambda f: f)
-    args = moe_inputs(15, 18, 16, 24, 4, 2, "holes")
-    moe_check(wrap(MOE_BACKENDS[backend]), [*map(change, args)], **options)
-
-
-MOE_HALF = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
-MOE_DTYPES = [torch.float16, torch.bfloat16, "autocast", torch.float64]
-
-
-@pytest.mark.parametrize("dtype", MOE_DTYPES, ids=str)
-@pytest.mark.parametrize("backend", MOE_BACKENDS)
-def test_moe_experts_in_other_dtypes(backend, dtype):
-    """fp16 and bf16, routed in the same dtype or fp32; fp32 stacks under autocast, with x in either
-    dtype; fp64, which backend "auto" gives to torch. The output has x's dtype."""
-    experts, args = MOE_BACKENDS[backend], moe_inputs(7, 19, 40, 24, 5, 3)
-    if dtype == "autocast":
-        for x in (args[0], args[0].bfloat16()):
-            moe_check(moe_autocast(experts), [x, *args[1:]], 2e-2)
-    elif dtype == torch.float64:
-        experts = O.grouped_experts if backend == "triton" else experts
-        moe_check(experts, moe_cast(args, dtype), 1e-12)
-    else:
-        for routing in (dtype, torch.float32):
-            moe_check(experts, moe_cast(args, dtype, routing), MOE_HALF[dtype])
+    args = change(moe_inputs(15, 18, 16, 24, 4, 2, "holes"))
+    moe_check(wrap(MOE_BACKENDS[backend]), args, **options)
 
 
 @pytest.mark.parametrize("backend", MOE_BACKENDS)
-def test_moe_experts_twice_in_one_graph(backend):
-    """Two layers that share their stacks, bit-identical in a second call, with the allocator in
-    another state, and in a second backward through the retained graph."""
+def test_moe_experts_are_deterministic(backend):
+    """Two layers that share their stacks: the loop's gradients, and the same bits in a second call,
+    in a second backward through the retained graph, and without gradients."""
     x, weights, ids, *stacks = moe_inputs(17, 21, 24, 16, 3, 2, "holes")
 
     def outcome(experts, cast):
@@ -8495,28 +8028,21 @@ def test_moe_experts_twice_in_one_graph(backend):
         y = experts(leaves[0], leaves[1], ids, *leaves[2:])
         total = experts(y, leaves[1], ids.flip(0), *leaves[2:]).square().sum()
         grads = [torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2)]
-        assert all(map(torch.equal, *grads))
-        return dict(zip(("y", "total", *MOE_LEAVES), (y.detach(), total.detach(), *grads[0])))
+        assert all(map(torch.equal, *grads)) and y.requires_grad
+        return dict(zip(("y", *MOE_LEAVES), (y.detach(), *grads[0]), strict=True))
 
-    first = outcome(MOE_BACKENDS[backend], torch.clone)
-    blocks = [torch.full((i * 37 + 5,), 3.0) for i in range(20)]
-    assert bitwise_equal(outcome(MOE_BACKENDS[backend], torch.clone), first) and len(blocks) == 20
+    experts = MOE_BACKENDS[backend]
+    first = outcome(experts, torch.clone)
     moe_agree(first, outcome(M.loop_experts, torch.Tensor.double))
-
-
-@pytest.mark.parametrize("backend", MOE_BACKENDS)
-def test_moe_experts_without_gradients(backend):
-    """The same bits under no_grad, in inference_mode, also of tensors made there, and for inputs
-    that require no gradients."""
-    experts, args = MOE_BACKENDS[backend], moe_inputs(14, 13, 16, 8, 3, 2)
-    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in args]
-    want = experts(*leaves)
-    with torch.no_grad():
-        results = [experts(*leaves), experts(*args)]
-    with torch.inference_mode():
-        results += [experts(*leaves), experts(*(t.clone() for t in args))]
-    assert want.requires_grad and not any(o.requires_grad for o in (*results, experts(*args)))
-    assert all(torch.equal(o, want) for o in results)
+    other_memory = [torch.full((i * 37 + 5,), 3.0) for i in range(20)]
+    assert bitwise_equal(outcome(experts, torch.clone), first) and len(other_memory) == 20
+    leaves = [t.clone().requires_grad_() for t in (weights, *stacks)]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            made = x.clone(), leaves[0], ids, *leaves[1:]
+            results = [experts(*made), experts(*(t.clone() for t in made))]
+        results.append(experts(x, weights, ids, *stacks))
+        assert all(torch.equal(y, first["y"]) and not y.requires_grad for y in results)
 
 
 @pytest.mark.parametrize("backend", MOE_BACKENDS)
@@ -8594,7 +8120,7 @@ def moe_call(backend="auto", **changes):
 
 MOE_SHAPES_REFUSED = {
     "x": [(16,), (2, 3, 16), (6, 15), (7, 16)],
-    "weights": [(6, 1), (1, 2), (6,)],
+    "weights": [(6, 1), (6,)],
     "ids": [(5, 2), (6,), (6, 0)],
     "w_gate_up": [(3, 15, 16), (3, 16, 15), (16, 16)],
     "w_down": [(3, 15, 8), (3, 16, 7), (4, 16, 8), (16, 8)],
@@ -8606,7 +8132,7 @@ for name, shapes in MOE_SHAPES_REFUSED.items():
         REFUSED[f"moe: {name} {shape}"] = partial(moe_call, **{name: wrong}), words
 MOE_SHORT = dict(weights=torch.zeros(5, 2), ids=torch.zeros(5, 2, dtype=torch.long))
 REFUSED["moe: weights and ids of 5 tokens"] = partial(moe_call, **MOE_SHORT), r"\bids\b"
-for n, backend in ((3, "auto"), (-2, "torch"), (1000, "triton"), (-(2**40), "auto")):
+for n, backend in ((3, "auto"), (-2, "torch"), (-(2**40), "triton")):
     wrong = torch.tensor([[0, 1]] * 5 + [[2, n]])
     REFUSED[f"moe: id {n}, {backend}"] = partial(moe_call, backend, ids=wrong), rf"ids.*{n}"
 for backend in ("cuda", ""):
@@ -8618,27 +8144,13 @@ wrong = moe_cast(moe_inputs(0, 6, 16, 8, 3, 2), torch.float64)
 REFUSED["moe: triton in fp64"] = partial(O.grouped_experts, *wrong, backend="triton"), "backend"
 
 
-MOE_NO_TRITON = """
-import sys
-if {hidden}: sys.modules["triton"] = None
-import torch, moe as O
-args = O.route(torch.randn(4, 2), 2) + (torch.randn(2, 16, 16), torch.randn(2, 16, 8))
-results = [O.grouped_experts(torch.ones(4, 16), *args, backend=b) for b in ("auto", "torch")]
-assert torch.equal(*results)
-O.grouped_experts(torch.ones(4, 16), *args, backend="triton")
-"""
+def moe_triton_without_gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(O, "INTERPRET", False)
+        moe_call("triton")
 
 
-@pytest.mark.skipif(CUDA, reason="Triton runs there")
-@pytest.mark.parametrize(
-    "hidden", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no gpu", "no triton"]
-)
-def test_moe_alone_without_triton_is_plain_torch(hidden, tmp_path):
-    """moe.py works alone in a folder; without a GPU, or Triton, only backend triton is refused."""
-    shutil.copy(REPO / "moe.py", tmp_path)
-    env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
-    done = run("-c", MOE_NO_TRITON.format(hidden=hidden), cwd=tmp_path, env=env)
-    assert re.match("ValueError: .*backend", done.stderr.splitlines()[-1]), done.stderr
+REFUSED["moe: triton without a GPU"] = moe_triton_without_gpu, "backend"
 
 
 # ---- quantized stacks ----
@@ -8745,7 +8257,7 @@ MOE_MODELS = {
 @pytest.mark.parametrize("config", MOE_MODELS.values(), ids=MOE_MODELS)
 def test_moe_model_on_grouped_experts_trains_the_same(config, options):
     """Logits and every parameter's gradient equal the loop's. Every MoE layer is changed, also the
-    MTP layer's, and nothing else."""
+    MTP layer's, and nothing else; a layer alone is accepted, and copied."""
 
     def outcome(model):
         logits = model(tokens[:, :-1])
@@ -8756,20 +8268,15 @@ def test_moe_model_on_grouped_experts_trains_the_same(config, options):
     tokens = random_tokens(config, 1, 10)
     plain, model = (random_model(config).requires_grad_(True).train() for _ in range(2))
     assert O.use_grouped_experts(model, **options) is model
+    alone = O.use_grouped_experts(copy.deepcopy(plain.layers[2].mlp), **options)
     layers = [m for m in model.modules() if isinstance(m, M.MoE)]
     assert all(m.experts is not M.loop_experts for m in layers) and len(layers) == 3
     assert [*model.state_dict()] == [*plain.state_dict()]
+    x = torch.randn(2, 5, config.dim, generator=seeded())
+    assert torch.equal(copy.deepcopy(alone)(x), model.layers[2].mlp(x))
     got = outcome(model)
     assert any("router" in name for name in got)
     moe_agree(got, outcome(plain), 1e-4)
-
-
-def test_moe_use_grouped_experts_on_one_layer():
-    """A single MoE layer is accepted; a copy of it gives the same."""
-    moe, x = random_model(latent()).layers[1].mlp, torch.randn(2, 5, 64, generator=seeded())
-    want = moe(x)
-    assert O.use_grouped_experts(moe) is moe and moe.experts is not M.loop_experts
-    assert relative(moe(x), want) < 1e-5 and torch.equal(copy.deepcopy(moe)(x), moe(x))
 
 
 REFUSED |= {
