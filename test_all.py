@@ -4180,19 +4180,13 @@ def paged_forward(model: M.Transformer, tokens: list[int]) -> torch.Tensor:
         return M.Transformer.forward(model, torch.tensor([tokens]))[0]
 
 
-def paged_greedy(model, prompts, counts, eos=()) -> list[list[int]]:
-    """Greedy tokens from the model's own KVCache, all rows one position at a time."""
-    rows, ends = [list(p) for p in prompts], [len(p) + n for p, n in zip(prompts, counts)]
-    cache = M.KVCache(model.config, len(rows), max(ends))
+def paged_greedy(model, prompts, counts) -> list[list[int]]:
+    """Greedy tokens of each prompt alone, from the model's own KVCache; not recorded as calls."""
+    pairs = zip(prompts, counts, strict=True)
     with torch.no_grad():
-        for t in range(max(ends) - 1):
-            new = torch.tensor([[row[min(t, len(row) - 1)]] for row in rows])
-            attend = partial(cache.attend, limit=t + 1)
-            best = M.Transformer.forward(model, new, torch.tensor([t]), attend)[:, 0].argmax(-1)
-            for row, prompt, end, token in zip(rows, prompts, ends, best.tolist(), strict=True):
-                if len(row) == t + 1 < end and (row == [*prompt] or row[-1] not in eos):
-                    row.append(token)
-    return [row[len(p) :] for row, p in zip(rows, prompts, strict=True)]
+        rows = [greedy_tokens(model, torch.tensor([prompt]), n) for prompt, n in pairs]
+    model.calls.clear()
+    return rows
 
 
 def paged_prompt(length: int, seed: int, low: int = 3, high: int = 90) -> list[int]:
@@ -4623,16 +4617,13 @@ def test_paged_allocator_equals_its_ledger():
 
 
 def test_paged_eviction_of_long_chains_is_iterative():
-    """A chain of 3000 blocks is evicted from its root without recursion; others stay cached."""
-    allocator, node, chain = P.BlockAllocator(3010, 1), 0, []
-    for i in range(3000):
-        chain.append(allocator.allocate())
-        node = allocator.register(chain[-1], node, (i,))
-    other = allocator.allocate()
-    allocator.register(other, 0, (7,))
+    """A chain of 3000 blocks is evicted from its root without recursion."""
+    allocator, node = P.BlockAllocator(3000, 1), 0
+    chain = [allocator.allocate() for _ in range(3000)]
+    for i, block in enumerate(chain):
+        node = allocator.register(block, node, (i,))
     allocator.uncache(chain[:1])
-    assert allocator.find(0, (0,)) is None and allocator.find(0, (7,)) == other
-    allocator.check([chain, [other]])
+    assert not allocator.entries and not allocator.children
 
 
 # ---- Scheduler on simulated slots ----
@@ -4640,24 +4631,17 @@ def test_paged_eviction_of_long_chains_is_iterative():
 
 class PagedSimulator:
     """A Scheduler, and slots that hold hashes of the tokens they were computed from. Every plan is
-    checked against the scheduler's promises. A random number of each sequence's drafts, at most
-    max_accepted, is accepted."""
+    checked against the scheduler's promises. A random number of each sequence's drafts is accepted."""
 
-    def __init__(
-        self, num_blocks, bs, budget, max_num_seqs, prefix, seed=0, kind=P.Scheduler, **more
-    ):
-        self.max_drafts, self.max_accepted = more.pop("max_drafts", 0), more.pop("max_accepted", 9)
+    def __init__(self, num_blocks, bs, budget, max_num_seqs, prefix, seed=0, max_drafts=0, **more):
         self.policy = more.get("policy", lambda seq: (seq.priority, seq.arrival))
         self.allocator = P.BlockAllocator(num_blocks, bs, prefix)
-        self.scheduler = kind(self.allocator, budget, min(max_num_seqs, budget), **more)
-        self.bs, self.room = bs, num_blocks * bs
+        self.scheduler = P.Scheduler(self.allocator, budget, min(max_num_seqs, budget), **more)
+        self.bs, self.room, self.max_drafts = bs, num_blocks * bs, max_drafts
         self.r = random.Random(seed)
-        self.draft_rng = random.Random(1)  # separate: a twin without drafts has the same self.r
         self.slots: dict[tuple[int, int], int] = {}
         self.alive, self.ran, self.arrival, self.num_drafts = [], {}, 0, 0
-        self.steps = self.starved = (
-            0  # starved: steps in which the most urgent sequence did not run
-        )
+        self.steps = self.starved = 0  # starved: steps without the most urgent sequence
 
     def key(self, seq):
         return self.policy(seq), seq.arrival, seq.index
@@ -4681,7 +4665,7 @@ class PagedSimulator:
         s, refs = self.scheduler, self.allocator.refs
         assert not any(seq.num_draft_tokens for seq in s.waiting)
         for seq in s.running:
-            seq.num_draft_tokens = self.draft_rng.randint(0, self.max_drafts)
+            seq.num_draft_tokens = self.r.randint(0, self.max_drafts)
         wanted = {seq: seq.num_draft_tokens for seq in s.running}
         first, waiting = min(self.alive, key=self.key, default=None), [*s.waiting]
         decoding = [seq for seq in s.running if seq.remaining <= 1]
@@ -4731,7 +4715,7 @@ class PagedSimulator:
         drafts, written = {}, {}
         for seq, n in plan.run:
             assert n >= 1 and seq.num_computed_tokens + n <= len(seq.tokens)
-            drafts[seq] = [self.draft_rng.randint(0, 1) for _ in range(plan.drafts.get(seq, 0))]
+            drafts[seq] = [self.r.randint(0, 1) for _ in range(plan.drafts.get(seq, 0))]
             marks = self.marks(seq.tokens + drafts[seq])
             for p in range(seq.num_computed_tokens, seq.num_computed_tokens + n):
                 at = self.slot(seq, p)
@@ -4743,46 +4727,27 @@ class PagedSimulator:
                 assert self.slots.get(self.slot(seq, p)) == mark, f"token {p} is not what it read"
         return drafts
 
-    def fail(self, plan) -> None:
-        """The model fails: some copies are made, some slots that it would write get garbage."""
-        copies = [(*pair, x) for pair in plan.copies.items() for x in range(self.bs)]
-        for to, source, x in copies:
-            if self.r.random() < 0.5:
-                self.slots[to, x] = self.slots.get((source, x))
-        for seq, n in plan.run:
-            if self.r.random() < 0.5:
-                for p, mark in enumerate(self.marks(seq.tokens)[: seq.num_computed_tokens + n]):
-                    at = self.slot(seq, p)
-                    if p >= seq.num_computed_tokens and self.slots.get(at) != mark:
-                        self.slots[at] = -1
-        self.scheduler.rollback(plan)
-        self.check()
-
-    def step(self, forks=0.0, failures=0.0, lost=0.0) -> None:
-        """lost: probability that a sequence's new tokens are lost after the model ran."""
-        plan = self.plan()
+    def step(self) -> None:
+        """A step that may fork sequences, or fail: then its plan is rolled back."""
+        plan, s = self.plan(), self.scheduler
         self.steps += 1
-        if self.r.random() < failures:
-            return self.fail(plan)
+        if self.r.random() < 0.05:
+            s.rollback(plan)
+            return self.check()
         drafts = self.execute(plan)
-        self.scheduler.commit(plan)
+        s.commit(plan)
         for seq in self.ran:
             if seq.num_computed_tokens < len(seq.tokens):
                 continue
-            row, room = [seq], lambda: len(self.scheduler.running) < self.scheduler.max_num_seqs
-            while self.r.random() < forks and room() and not drafts[seq]:
-                row.append(self.scheduler.fork(seq))
+            row = [seq]
+            while self.r.random() < 0.12 and len(s.running) < s.max_num_seqs and not drafts[seq]:
+                row.append(s.fork(seq))
                 row[-1].index = len(self.alive) + 1000 * self.steps  # keys are unique
                 self.alive.append(row[-1])
                 self.check()
-            if self.draft_rng.random() < lost:
-                continue
-            n = self.draft_rng.randint(0, min(self.max_accepted, len(drafts[seq])))
-            self.scheduler.accept(seq, n)
-            reported = self.draft_rng.randint(0, n) if lost else n
-            seq.tokens += drafts[seq][:reported]
-            if reported < n:
-                continue  # interrupted in the middle of the run
+            n = self.r.randint(0, len(drafts[seq]))
+            s.accept(seq, n)
+            seq.tokens += drafts[seq][:n]
             for x in row:
                 x.tokens.append(self.r.randint(0, 1))
                 if len(x.output) >= x.params.max_new_tokens:
@@ -4793,27 +4758,20 @@ class PagedSimulator:
         self.scheduler.finish(seq)
         self.alive.remove(seq)
 
-    def arrivals(self, seed, turns=60) -> dict[int, tuple]:
-        """Arguments of add for some of the turns, a function of the seed: prefixes of two texts."""
-        r, found = random.Random(seed), {}
-        family = [[r.randint(0, 1) for _ in range(self.room)] for _ in range(2)]
-        for turn in range(turns):
-            if r.random() < 0.4:
-                new, bs = r.randint(1, max(1, min(self.room // 3, 30))), self.bs
+    def play(self) -> None:
+        """Arrivals, whose prompts are prefixes of two texts, forks, aborts and failures; then no
+        more arrivals, until all is done."""
+        r, bs = self.r, self.bs
+        texts = [[r.randint(0, 1) for _ in range(self.room)] for _ in range(2)]
+        for turn in range(2000):
+            if turn < 60 and r.random() < 0.4:
+                new = r.randint(1, max(1, min(self.room // 3, 30)))
                 length = r.choice((1, bs, bs + 1, 2 * bs, r.randint(1, self.room)))
                 length = max(1, min(length, self.room - new, 80))
-                found[turn] = r.choice(family)[:length], new, r.choice((0, 0, 0, 1, -1))
-        return found
-
-    def play(self, seed, lost=0.0) -> None:
-        """Arrivals, forks, aborts and failures; then no more arrivals, until all is done."""
-        arrivals = self.arrivals(seed)
-        for turn in range(2000):
-            if turn in arrivals:
-                self.add(*arrivals[turn])
-            if turn < 60 and self.alive and self.r.random() < 0.05:
-                self.end(self.r.choice(self.alive))
-            self.step(forks=0.12, failures=0.05, lost=lost)
+                self.add(r.choice(texts)[:length], new, r.choice((0, 0, 0, 1, -1)))
+            if turn < 60 and self.alive and r.random() < 0.05:
+                self.end(r.choice(self.alive))
+            self.step()
             if turn >= 60 and not self.alive:
                 break
         assert not self.alive, "the scheduler does not come to an end"
@@ -4835,37 +4793,19 @@ PAGED_WORLDS = [  # blocks, block size, budget, sequences, prefix cache
 
 @pytest.mark.parametrize("world", PAGED_WORLDS)
 def test_paged_scheduler_keeps_its_promises(world):
-    """Any arrivals, priorities, forks, aborts, failures and lost tokens, drafts or none: each token
-    is computed from exactly the tokens before it, budgets and order hold, decoding sequences run
-    in every step, the most urgent one is never preempted or starved, all end, nothing leaks."""
+    """Any arrivals, priorities, forks, aborts and failures, drafts or none: each token is computed
+    from exactly the tokens before it, budgets and order hold, decoding sequences run in every step,
+    the most urgent one is never preempted or starved, all end, nothing leaks."""
     drafts = preempted = 0
     for seed in range(8):
         more = dict(kv_swap=seed % 2 == 1, max_drafts=seed % 4 // 2 * 4)
         if seed == 4:
             more["policy"] = lambda seq: seq.n_prompt
         sim = PagedSimulator(*world, seed=seed, **more)
-        sim.play(seed, lost=seed // 5 / 10)
+        sim.play()
         drafts, preempted = drafts + sim.num_drafts, preempted + sim.scheduler.n_preempted
     assert drafts > 30 or world[2] == 1
     assert preempted > 0 or world[0] == 400
-
-
-class PagedPrefillFirst(P.Scheduler):
-    """A wrong policy: decodes wait while there are prompts to run."""
-
-    def schedule(self):
-        decodes = [s for s in self.running if s.remaining == 1]
-        self.running[:] = [s for s in self.running if s not in decodes]
-        plan = super().schedule()
-        self.running[:] = decodes + self.running
-        return plan if plan.run else super().schedule()
-
-
-def test_paged_wrong_scheduler_is_noticed():
-    """The checks of every plan find decodes that wait for prompts."""
-    with pytest.raises(AssertionError, match="a next token waits|the first one waits"):
-        for seed in range(8):
-            PagedSimulator(10, 2, 13, 6, True, seed, PagedPrefillFirst).play(seed)
 
 
 def test_paged_no_sequence_is_preempted_in_vain():
@@ -4880,51 +4820,24 @@ def test_paged_no_sequence_is_preempted_in_vain():
     assert urgent in sim.scheduler.running or sim.scheduler.n_preempted == 0
 
 
-@pytest.mark.parametrize("world", PAGED_WORLDS[1:])
-def test_paged_lookahead_preempts_no_sequence(world):
-    """If no draft is accepted, each step runs, admits and preempts exactly what it would without
-    drafts: lookahead costs other sequences nothing (except cached prefixes that it evicts)."""
-    drafts = 0
-    for seed in range(4):
-        more = dict(seed=seed, max_accepted=0, kv_swap=seed % 2 == 1)
-        twins = [PagedSimulator(*world[:4], False, **more, max_drafts=n) for n in (0, 4)]
-        arrivals = twins[0].arrivals(seed)
-        for turn in range(2000):
-            runs = []
-            for sim in twins:
-                if turn in arrivals:
-                    sim.add(*arrivals[turn])
-                sim.step()
-                runs.append([(seq.arrival, seq.index, n) for seq, n in sim.ran.items()])
-            assert runs[0] == runs[1]
-            if turn > 60 and not twins[0].alive:
-                break
-        assert not twins[1].alive
-        assert twins[0].scheduler.n_preempted == twins[1].scheduler.n_preempted
-        drafts += twins[1].num_drafts
-    assert drafts > 30
-
-
 # ---- the Engine: helpers ----
 
 
 class PagedSampler:
-    """Greedy, and takes NaN logits; -1 for the keys (request, sample, position) in `never`. Spoils
-    the logits that it was given."""
+    """Greedy, and takes NaN logits. Records what it samples and spoils the logits."""
 
-    def __init__(self, never=()):
-        self.seen, self.never = [], set(never)
+    def __init__(self):
+        self.seen = []
 
     def check(self, params):
         pass
 
     def __call__(self, logits, sequences):
-        keys = [(s.request.id, s.index, len(s.output)) for s in sequences]
-        assert logits.shape == (len(keys), 97)
-        self.seen += keys
-        ids = [-1 if key in self.never else int(row.argmax()) for key, row in zip(keys, logits)]
+        self.seen += [(s.request.id, s.index, len(s.output)) for s in sequences]
+        assert logits.shape == (len(sequences), 97)
+        ids = logits.argmax(-1)
         logits.fill_(-INF)
-        return torch.tensor(ids)
+        return ids
 
 
 class PagedListener:
@@ -5085,10 +4998,13 @@ def paged_texts(prompts, tokens) -> list[list[int]]:
 # ---- the Engine as a state machine ----
 
 
+EOS = 13
+
+
 @cache
 def engine_pool() -> tuple[M.Transformer, list[list[int]], list[list[int]]]:
-    """A model, prompts, some of them prefixes of others, and their greedy tokens; then prompts with
-    a token whose embedding is NaN."""
+    """A model, prompts, some of them prefixes of others, and their greedy tokens, half of them with
+    EOS; then prompts with a token whose embedding is NaN."""
     model, pool = paged_model(poison=True), paged_requests(12, seed=11)[0]
     pool += [p[:4] for p in pool[:4]] + [p[:8] for p in pool[:4]]
     want = paged_greedy(model, pool, [20] * len(pool))
@@ -5102,16 +5018,17 @@ ENGINE_ACTIONS = "stop abort add raise refuse".split()
 
 class EngineMachine(RuleBasedStateMachine):
     """Two Engines of one model, and every event that may hit them. promises: for each request its
-    prompt, length, engine, and how else it may end. bombs: name of a call -> how
-    many calls before it raises, and what."""
+    tokens, how it ends or may end, and its engine. bombs: name of a call -> how many calls before
+    it raises, and what."""
 
     events = Counter()
     which, steps = strategies.sampled_from(range(20)), strategies.sampled_from((3, 1, 2, 6, 0))
-    requests = strategies.tuples(  # prompt, new tokens, samples, priority
+    requests = strategies.tuples(  # prompt, new tokens, samples, priority, ignore_eos
         which,
         strategies.sampled_from((20, 9, 5, 2, 1)),
         strategies.sampled_from((1, 1, 2, 3)),
         strategies.sampled_from((0, 0, 0, -1, 2)),
+        strategies.booleans(),
     )
 
     @initialize(
@@ -5142,6 +5059,7 @@ class EngineMachine(RuleBasedStateMachine):
             more |= dict(num_blocks=-(-slots // size), block_size=size, prefix_cache=prefix)
             more |= dict(max_num_batched_tokens=budget, max_num_seqs=min(rows, budget))
             more |= dict(policy=lambda s: self.hook("policy") or P.fcfs(s), kv_swap=swap)
+            more |= dict(eos_ids=(EOS,))
             more |= dict(sampler=PagedSampler() if takes_nan else None, output_callback=self.listen)
             engine = paged_engine(self.model, **more)
             engine.sampler = self.refusing(engine.sampler)
@@ -5207,7 +5125,7 @@ class EngineMachine(RuleBasedStateMachine):
         if action == "abort":
             self.end_one(len(self.log))
         elif action == "add":
-            self.add_one(len(self.log), 5, 1, 0)
+            self.add_one(len(self.log), 5, 1, 0, True)
         self.stepping = True
         if action == "stop":
             ends.add("stop")
@@ -5216,12 +5134,18 @@ class EngineMachine(RuleBasedStateMachine):
             ends.add("error")
             raise RuntimeError("no one listens")
 
-    def add_one(self, which, n, samples, priority):
+    def add_one(self, which, n, samples, priority, ignore_eos):
         engine, which, id = self.engines[0], which % len(self.pool), len(self.promises)
-        params = greedy(n, n=min(samples, engine.scheduler.max_num_seqs))
+        params = greedy(n, n=min(samples, engine.scheduler.max_num_seqs), logprobs=1)
+        ends, tokens, reason = {"error"}, None, "length"  # of a prompt with NaN
+        if which < len(self.want):
+            params = replace(params, ignore_eos=ignore_eos)
+            ends, tokens = set(), self.want[which][:n]
+            if EOS in tokens and not ignore_eos:
+                tokens, reason = tokens[: tokens.index(EOS) + 1], "eos"
         engine.add(self.pool[which], params, id=id, priority=priority)
-        ends = {"error"} if which >= len(self.want) else set()
-        promise = SimpleNamespace(which=which, n=n, ends=ends, engine=0, output=engine.outputs[id])
+        promise = SimpleNamespace(tokens=tokens, reason=reason, n=n, ends=ends, engine=0)
+        promise.output = engine.outputs[id]
         promise.known, self.promises[id] = self.progress(promise), promise
 
     @staticmethod
@@ -5342,21 +5266,31 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_is_well(self):
-        """Tokens are greedy's, each listener heard its own once, and blocks add up."""
-        for engine in getattr(self, "engines", []):
+        """Tokens are greedy's, each listener heard its own once, and blocks and counts add up."""
+        if not hasattr(self, "promises"):
+            return
+        for engine in self.engines:
             paged_check(engine)
-        for promise in getattr(self, "promises", {}).values():
-            clean, output = promise.which < len(self.want), promise.output
+        n_tokens = 0
+        for promise in self.promises.values():
+            output = promise.output
             for sample in output.samples:
                 tokens, reason = sample.token_ids, sample.finish_reason
-                if clean:
-                    assert tokens == self.want[promise.which][: len(tokens)]
-                assert clean or self.takes_nan or not tokens
-                assert len(tokens) <= promise.n and reason in {None, "length", *promise.ends}
-                assert reason != "length" or len(tokens) == promise.n
+                if promise.tokens is not None:
+                    assert tokens == promise.tokens[: len(tokens)]
+                    assert reason or len(tokens) < len(promise.tokens)
+                assert promise.tokens is not None or self.takes_nan or not tokens
+                assert reason in {None, promise.reason, *promise.ends}
+                whole = promise.n if promise.tokens is None else len(promise.tokens)
+                assert len(tokens) == whole if reason == promise.reason else len(tokens) <= whole
+                assert len(sample.logprobs) == len(tokens)
+                n_tokens += len(tokens)
+            assert len(output.timestamps[1:]) == len(output.token_ids)
             reasons = [sample.finish_reason for sample in output.samples]
             assert bool(output.error) == ("error" in reasons)
-        for x in getattr(self, "log", []):
+            self.events["eos"] += "eos" in reasons
+        assert sum(engine.counts["tokens_new"] for engine in self.engines) == n_tokens
+        for x in self.log:
             sample = self.promises[x.sequence.request.id].output.samples[x.sequence.index]
             assert x.tokens == sample.token_ids
             assert x.ends == ([sample.finish_reason] if sample.finish_reason else [])
@@ -5390,7 +5324,7 @@ def test_engine_keeps_its_promises():
     )
     hypothesis.stateful.run_state_machine_as_test(EngineMachine, settings=settings)
     wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted", "moved"}
-    wanted |= {"preemptions", "accepted", "hit_rate"}
+    wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
     missing = {event for event in wanted if not EngineMachine.events[event]}
     assert not missing, missing
 
@@ -5402,7 +5336,7 @@ ENGINES = {  # name: model, options
     "large": ("gqa", dict(num_blocks=200, max_num_batched_tokens=200)),
     "recompute": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16)),
     "swap": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16, kv_swap=True)),
-    "no-prefix": ("gqa", dict(num_blocks=9, prefix_cache=False, kv_swap=True)),
+    "no-prefix": ("gqa", dict(num_blocks=9, prefix_cache=False, max_num_batched_tokens=12)),
     "chunked": ("gqa", dict(num_blocks=12, max_num_batched_tokens=5)),
     "one-token": ("gqa", dict(num_blocks=9, max_num_batched_tokens=1)),
     "two-tokens": ("gqa", dict(num_blocks=9, max_num_batched_tokens=2)),
@@ -5411,6 +5345,10 @@ ENGINES = {  # name: model, options
     "blocks-of-3": ("gqa", dict(num_blocks=11, block_size=3, kv_swap=True)),
     "blocks-of-16": ("gqa", dict(num_blocks=3, block_size=16, max_num_batched_tokens=16)),
     "static": ("gqa", dict(num_blocks=12, max_num_batched_tokens=16, static=True)),
+    "windows": ("window", dict(num_blocks=10, block_size=3, max_num_batched_tokens=14)),
+    "alibi": ("alibi", dict(num_blocks=29, block_size=1, max_num_batched_tokens=9, kv_swap=True)),
+    "alibi+window": ("alibi+window", dict(num_blocks=3, block_size=16, kv_swap=True)),
+    "latent": ("absorbed", dict(num_blocks=10, block_size=3, max_num_batched_tokens=5)),
     "int8": ("gqa", dict(num_blocks=9, kv_dtype="int8", kv_swap=True)),
     "fp8": ("gqa", dict(num_blocks=9, kv_dtype="fp8", max_num_batched_tokens=7)),
     "int8-latent": ("absorbed", dict(num_blocks=9, kv_dtype="int8", max_num_batched_tokens=7)),
@@ -5420,19 +5358,22 @@ ENGINES = {  # name: model, options
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_options_change_no_output(name):
-    """Shared prefixes, priorities, several samples; without drafts, and with drafts all right,
-    mixed or all wrong: tokens, log-probabilities and timestamps are those of a calm engine, which
-    are the model's own; no token is sampled twice and no step exceeds its budget."""
+    """Shared prefixes, priorities, several samples, in blocks that held NaN; without drafts, and
+    with drafts all right, mixed or all wrong: tokens, log-probabilities and timestamps are those of
+    a calm engine, which are the model's own; no token is sampled twice, no step exceeds its budget,
+    and wrong drafts cost no step."""
     config, options = ENGINES[name]
-    model, (prompts, _), r = paged_model(config), paged_requests(8, seed=5), random.Random(0)
+    model = paged_model(config, poison=True)
+    (prompts, _), r = paged_requests(8, seed=5), random.Random(0)
     kv_dtype, budget = options.get("kv_dtype"), options.get("max_num_batched_tokens", 512)
     rows = options.get("max_num_seqs", min(64, budget))
+    priorities = [0, 0, -1, 2, 0, -1, 0, -1]
     params = [
         greedy(r.choice((1, 2, 9, 16)), n=min(rows, 1 + i % 3), logprobs=(0, 2, None, 97)[i % 4])
         for i in range(len(prompts))
     ]
     calm = paged_engine(model, num_blocks=200, kv_dtype=kv_dtype, prefix_cache=False)
-    want = paged_serve(calm, prompts, params)
+    want, seen = paged_serve(calm, prompts, params), {}
     if kv_dtype is None:
         for case_ in zip(prompts, params, want, strict=True):
             paged_answers(model, *case_)
@@ -5443,88 +5384,26 @@ def test_engine_options_change_no_output(name):
             drafter = PagedDrafter(texts, p_wrong, ragged=p_wrong > 0)
             more = dict(drafter=drafter, speculate_k=3 + (p_wrong == 0))
         engine = paged_engine(model, **options, **more, sampler=sampler)
-        got = paged_serve(engine, prompts, params, [r.choice((0, 0, -1, 2)) for _ in prompts])
+        engine.add([POISON] * (engine.capacity - 2), greedy(2), id="NaN")
+        paged_run(engine)
+        got = paged_serve(engine, prompts, params, priorities)
         # int8 KV: another rounding of one key may be the neighbouring quantized value
         paged_same(got, want, 1e-3 if kv_dtype else 1e-4)
         assert len(sampler.seen) == len(set(sampler.seen)) or p_wrong is None
         assert max(model.calls) <= (64 if name == "static" else budget)
-        stats = engine.stats()
+        stats = seen[p_wrong] = engine.stats()
         assert stats["hit_rate"] == 0 or name != "no-prefix"
         few = budget < 3 or rows == 1
         assert stats["preemptions"] > 0 or name in ("large", "chunked", "static") or few
         if p_wrong is not None:
             assert (stats["proposed"] > 0) == (budget > 1)
             assert (stats["accepted"] > 0) == (p_wrong < 1 and budget > 1)
-            assert len(drafter.finished) == sum(len(o.samples) for o in got)
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("name", PAGED_CONFIGS)
-def test_engine_with_every_model_family(name, block_size):
-    """Windows, ALiBi, GQA, MLA in both forms: the engine == KVCache, in small and large blocks,
-    with chunks of 5, preemption, swap, drafts, after NaN in all blocks."""
-    model = paged_model(name, poison=True)
-    prompts, counts = paged_requests(8)
-    counts = [16] * 8 if block_size == 16 else counts
-    want, num_blocks = paged_greedy(model, prompts, counts), {1: 29, 3: 10, 16: 3}[block_size]
-    for drafts in (False, True):
-        engine = paged_engine(
-            model,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_batched_tokens=5 + 9 * drafts,
-            kv_swap=not drafts,
-            drafter=PagedDrafter(paged_texts(prompts, want), 0.3, ragged=True) if drafts else None,
-        )
-        (bad,) = engine.generate([[POISON] * (num_blocks * block_size - 2)], greedy(2))
-        assert bad.finish_reason == "error" and bad.error
-        got = paged_serve(engine, prompts, [*map(greedy, counts)])
-        assert [o.token_ids for o in got] == want
-        stats = engine.stats()
-        assert stats["preemptions"] > 0 and (stats["accepted"] > 0) == drafts
-
-
-STORY = """Once upon a time, there was a little girl named Lily. She loved to play in the park with
-her dog. One day, she saw a big red ball under a tree. "Look, a ball!" said Lily. Her dog ran fast
-and took the ball in his mouth. They played all day until the sun went down. Then mom called them
-home. "It is time for dinner," she said. Tom was a boy who liked to build towers. He had blue and
-green blocks, and he put one block on the other. The tower was very tall. Suddenly the wind came and
-the tower fell. Tom was sad, but his friend helped him to build it again. They were very happy."""
-
-
-def test_engine_equals_unbatched_on_a_trained_model():
-    """300 requests of the draft checkpoint, some of three samples, arriving at random, sharing
-    prefixes, swapped often, ended by EOS or length == each alone through KVCache; nothing leaks."""
-    model = paged_probe(HF.load_checkpoint(DRAFT, dtype=torch.float32))
-    ids, r = [i for i in K.load_tokenizer(DRAFT).encode(STORY) if i > 2], random.Random(0)
-    heads, prompts = [ids[at : at + n] for at, n in ((0, 11), (40, 8), (90, 5))], []
-    for _ in range(300):
-        at, n = r.randrange(len(ids) - 24), r.choice((1, 3, 4, 5, 8, r.randint(1, 15)))
-        prompts.append(
-            r.choice((ids[at : at + n], r.choice(heads) + ids[at : at + r.randint(0, 4)]))
-        )
-    counts = [r.choice((1, 4, 12, 16, 20)) for _ in prompts]
-    want = paged_greedy(model, prompts, counts)
-    eos = Counter(i for row in want for i in row).most_common(8)[-1][0]
-    params = [greedy(n, ignore_eos=r.random() < 0.5, n=r.choice((1, 1, 1, 1, 3))) for n in counts]
-    options = dict(num_blocks=16, block_size=3, max_num_batched_tokens=40, max_num_seqs=12)
-    engine, model.calls = paged_engine(model, eos_ids=(eos,), kv_swap=True, **options), []
-    todo, outputs = list(range(len(prompts)))[::-1], {}
-    while todo or engine.unfinished:
-        while todo and engine.n_waiting < 6 and r.random() < 0.8:
-            i = todo.pop()
-            engine.add(prompts[i], params[i], id=i)
-        outputs |= {o.id: o for o in engine.step()}
-        paged_check(engine)
-    paged_idle(engine)
-    for i, (tokens, p) in enumerate(zip(want, params, strict=True)):
-        ended = eos in tokens and not p.ignore_eos
-        tokens = tokens[: tokens.index(eos) + 1] if ended else tokens
-        assert outputs[i].error is None and paged_tokens([outputs[i]]) == [[tokens] * p.n]
-        assert {s.finish_reason for s in outputs[i].samples} == {"eos" if ended else "length"}
-    stats = engine.stats()
-    assert stats["preemptions"] >= 60 and stats["hit_rate"] > 0.2, stats
-    assert max(model.calls) <= 40
+            assert len(drafter.finished) == 1 + sum(len(o.samples) for o in got)
+    if name == "no-prefix":  # drafts evict cached prefixes
+        plain, wrong = seen[None], seen[1]
+        for key in ("steps", "tokens_new", "preemptions"):
+            assert plain[key] == wrong[key] > 0, key
+        assert wrong["tokens_run"] == plain["tokens_run"] + wrong["proposed"]
 
 
 ENGINE_SAMPLED = [  # each with temperature 0.5, 14 tokens
@@ -5574,53 +5453,6 @@ def test_engine_samples_equal_separate_runs():
                 paged_answers(model, prompt, p, output)
         stats = engine.stats()
         assert stats["preemptions"] > 3 and (stats["accepted"] > 20) == (p_wrong in (0, 0.3))
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("how", "eos length stop listener sampler".split())
-def test_engine_ends_at_every_position(how, drafts):
-    """EOS, the length, a listener's stop, its error and a sampler's -1 at each position, also in a
-    run of accepted drafts: the output ends there, its listener got exactly these tokens, nothing
-    after them is counted, and another request in the batch is not affected."""
-    model, prompt, other = paged_model(), [2, 5, 2, 7], paged_prompt(6, 1)
-    free, whole = paged_greedy(model, [prompt, other], [14, 14])
-    for at in range(0 if how == "sampler" else 1, 12):
-        log, eos, end = [], (96, free[at - 1]) if how == "eos" else (96,), at
-        assert not {2, 7} & {*eos}
-
-        def act(listener):
-            if listener.sequence.request.id == 0 and len(listener.tokens) == at:
-                if how == "listener":
-                    raise RuntimeError("no one listens")
-                listener.finish_reason = "stop" if how == "stop" else None
-
-        if how == "eos":
-            end = free.index(free[at - 1]) + 1
-        drafter = PagedDrafter([prompt + free, other + whole])
-        sampler = PagedSampler({(0, 0, at)} if how == "sampler" else ())
-        engine = paged_engine(
-            model,
-            num_blocks=20,
-            sampler=sampler,
-            eos_ids=eos,
-            drafter=drafter if drafts else None,
-            output_callback=lambda seq: PagedListener(seq, log, act),
-        )
-        params = greedy(at if how == "length" else 14, ignore_eos=how != "eos", logprobs=1)
-        output, good = paged_serve(engine, [prompt, other], [params, greedy(14)])
-        reasons = dict(eos="eos", length="length", stop="stop", listener="error", sampler="error")
-        assert output.token_ids == free[:end] == log[0].tokens
-        assert output.finish_reason == reasons[how] and log[0].ends == [reasons[how]]
-        assert bool(output.error) == (reasons[how] == "error")
-        assert "no one listens" in (output.error or "") or how != "listener"
-        assert len(output.logprobs) == end == len(output.timestamps) - 1
-        assert good.token_ids == whole == log[1].tokens and good.finish_reason == "length"
-        assert engine.stats()["tokens_new"] == end + 14
-        assert len(sampler.seen) == len(set(sampler.seen))
-        assert not drafts or drafter.finished in (
-            [x.sequence for x in log],
-            [x.sequence for x in log[::-1]],
-        )
 
 
 # ---- the Engine: prefixes, order, limits, input ----
@@ -5692,16 +5524,16 @@ def test_engine_streams():
 
 
 def test_engine_cache_filled_to_the_last_slot():
-    """A request as long as the whole cache is served, with one sample and with four."""
+    """A request as long as the whole cache is served, with one sample and with four; a longer one
+    is refused."""
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6, 7, 8]], [8])
-    for bs, num_blocks, swap in product((1, 3, 4, 12), (12,), (False, True)):
-        engine = paged_engine(model, num_blocks=num_blocks // bs, block_size=bs, kv_swap=swap)
-        for n in (1, 4):
-            (o,) = paged_serve(engine, [[5, 6, 7, 8]], greedy(8, n=n))
-            assert o.error is None and paged_tokens([o]) == [[want] * n]
-        (o,) = engine.generate([[5, 6, 7, 8]], greedy(9))
-        assert "max_new_tokens" in o.error and o.token_ids == [] and o.finish_reason == "error"
+    for bs, swap, n in product((1, 3, 12), (False, True), (1, 4)):
+        engine = paged_engine(model, num_blocks=12 // bs, block_size=bs, kv_swap=swap)
+        (o,) = paged_serve(engine, [[5, 6, 7, 8]], greedy(8, n=n))
+        assert o.error is None and paged_tokens([o]) == [[want] * n]
+        with pytest.raises(ValueError, match="max_new_tokens 9 exceed the KV cache of 12 tokens"):
+            engine.add([5, 6, 7, 8], greedy(9))
 
 
 ENGINE_REFUSED = [  # field, prompt, params, more: 12 blocks of 4, 6 rows, context 40
@@ -5728,64 +5560,48 @@ ENGINE_REFUSED = [  # field, prompt, params, more: 12 blocks of 4, 6 rows, conte
 
 
 def test_engine_refuses_and_goes_on():
-    """Each bad request is a ValueError that names the field, before and in the middle of a run; the
-    others get their tokens; requests exactly at the limits are served."""
+    """Each bad request in the middle of a run is a ValueError that names the field, and in
+    generate() an output with that error; the others get their tokens, and those exactly at the
+    limits."""
     model = paged_probe(random_model(tiny(max_seq_len=40)))
     engine = paged_engine(model, num_blocks=12, max_num_seqs=6, max_num_batched_tokens=11)
     prompts, counts = paged_requests(4)
-    for i, (prompt, n) in enumerate(zip(prompts, counts, strict=True)):
-        engine.add(prompt, greedy(n), id=i)
-    live = dict(engine.outputs)
-    for _ in range(2):
-        for field, prompt, params, more in ENGINE_REFUSED:
-            with pytest.raises(ValueError, match=rf"\b{field}\b") as caught:
-                engine.add(prompt, greedy(3, **params) if params else greedy(3), **more)
-            assert "\n" not in str(caught.value)
-        with pytest.raises(ValueError, match="params"):
-            engine.add([5], dict(n=1))
-        assert engine.unfinished == 4 and engine.n_waiting + len(engine.scheduler.running) == 4
-        engine.step()
-    paged_run(engine)
-    assert [live[i].token_ids for i in range(4)] == paged_greedy(model, prompts, counts)
-    edge = [([5] * 37, greedy(3, n=6, logprobs=97)), ([5], greedy(39)), ([6] * 39, greedy(1))]
-    outputs = paged_serve(engine, *map(list, zip(*edge, strict=True)))
-    for (prompt, params), output in zip(edge, outputs, strict=True):
+    want = paged_greedy(model, prompts, counts)
+    ids = [engine.add(p, greedy(n), id=i) for i, (p, n) in enumerate(zip(prompts, counts))]
+    live = list(engine.outputs.values())
+    engine.step()
+    for field, prompt, params, more in ENGINE_REFUSED:
+        with pytest.raises(ValueError, match=rf"\b{field}\b") as caught:
+            engine.add(prompt, greedy(3, **params), **more)
+        assert "\n" not in str(caught.value) and [*engine.outputs] == ids
+    bad = [row for row in ENGINE_REFUSED if not row[3]]
+    edge = [([5] * 37, dict(n=6, logprobs=97)), ([5], dict(max_new_tokens=39))]
+    edge = [(prompt, greedy(3, **more)) for prompt, more in edge]
+    requests = edge + [(prompt, greedy(3, **params)) for _, prompt, params, _ in bad]
+    *served, first, second = engine.generate(*map(list, zip(*requests[::-1], strict=True)))
+    for (prompt, params), output in zip(edge, (second, first), strict=True):
         paged_answers(model, prompt, params, output)
-
-
-def test_engine_generate_answers_the_good_requests():
-    """Bad requests among good ones: each output has its error, the good ones are answered, all in
-    order; a request added before is not touched."""
-    model, (prompts, counts) = paged_model(), paged_requests(4)
-    want, bad = paged_greedy(model, prompts, counts), ([], [5, 97], [5] * 60)
-    engine = paged_engine(model, num_blocks=12)
-    before = engine.outputs[engine.add(prompts[0], greedy(counts[0]))]
-    params = [*map(greedy, counts), *map(greedy, (3, 3, 3))]
-    *good, first, second, third = engine.generate([*prompts, *bad], params)
-    assert [o.token_ids for o in good] == want and all(o.error is None for o in good)
-    for output, word in ((first, "prompt"), (second, "97"), (third, "max_new_tokens")):
-        assert word in output.error and output.token_ids == output.logprobs == []
-        assert output.finished and output.finish_reason == "error"
+    for (field, prompt, *_), output in zip(bad[::-1], served, strict=True):
+        assert re.search(rf"\b{field}\b", output.error) and output.prompt_ids == prompt
+        assert output.token_ids == output.logprobs == [] and output.finish_reason == "error"
     paged_run(engine)
-    assert before.token_ids == want[0] and engine.generate([], greedy(3)) == []
+    assert [o.token_ids for o in live] == want and engine.generate([], greedy(3)) == []
 
 
 def test_engine_callers_lists_are_not_modified():
     """A prompt's list is neither kept nor modified, may be passed twice, may be a tuple, and new
-    ids do not collide with those that callers chose."""
+    ids do not collide with those that callers chose, which may be used again."""
     model, prompt = paged_model(), [5, 6, 7, 8, 9]
     (want,) = paged_greedy(model, [prompt], [6])
     engine = paged_engine(model, num_blocks=12)
-    for i in (0, 1, 2, 3):
-        engine.add(tuple(prompt), greedy(6), id=i)
-    first, second = engine.add(prompt, greedy(6)), engine.add(prompt, greedy(6))
-    assert len({0, 1, 2, 3, first, second}) == 6
-    prompt.append(97)
-    done = paged_run(engine)
-    assert prompt == [5, 6, 7, 8, 9, 97]
-    assert all(o.token_ids == want and [*o.prompt_ids] == prompt[:5] for o in done.values())
-    engine.add(prompt[:5], greedy(6), id=0)
-    assert paged_run(engine)[0].token_ids == want
+    for _ in range(2):
+        ids = [engine.add(tuple(prompt), greedy(6), id=i) for i in range(4)]
+        ids += [engine.add(prompt, greedy(6)) for _ in range(2)]
+        assert len({*ids}) == 6
+        prompt.append(97)
+        done = paged_run(engine)
+        assert prompt.pop() == 97 and prompt == [5, 6, 7, 8, 9]
+        assert all(o.token_ids == want and [*o.prompt_ids] == prompt for o in done.values())
 
 
 def test_engine_extreme_but_valid_params():
@@ -5793,54 +5609,56 @@ def test_engine_extreme_but_valid_params():
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6]], [6])
     engine = paged_engine(model, sampler=S.RowSampler(97, 64, "cpu"))
-    some = dict(temperature=1.0)
     as_greedy = [
-        dict(temperature=1e-9),
         dict(temperature=1e-9, top_p=1e-12),
-        some | dict(top_p=1e-12),
-        some | dict(top_k=1),
-        some | dict(min_p=1),
-        dict(min_new_tokens=6, logprobs=97, logit_bias={5: 0, 6: -0.0}),
+        dict(top_p=1e-12),
+        dict(top_k=1),
+        dict(min_p=1),
+        dict(temperature=0, min_new_tokens=6, logprobs=97, logit_bias={5: 0, 6: -0.0}),
     ]
     others = [
-        dict(temperature=1e9, min_p=0, logprobs=0),
-        some | dict(top_k=2**63 - 1, top_p=1),
-        some | dict(seed=2**63 - 1, n=3),
-        some | dict(repetition_penalty=1e-9, presence_penalty=1e9, frequency_penalty=1e9),
-        some | dict(repetition_penalty=1e9, presence_penalty=-1e9, frequency_penalty=-1e9),
-        some | dict(logit_bias={3: 1e9, 4: -1e9, 7: -INF}),
+        dict(temperature=1e9, min_p=0, logprobs=0, top_k=2**63 - 1, top_p=1, seed=2**63 - 1, n=3),
+        dict(repetition_penalty=1e-9, presence_penalty=1e9, frequency_penalty=1e9),
+        dict(repetition_penalty=1e9, presence_penalty=-1e9, frequency_penalty=-1e9),
+        dict(logit_bias={3: 1e9, 4: -1e9, 7: -INF}),
     ]
-    outputs = engine.generate([[5, 6]] * 12, [greedy(6, **more) for more in as_greedy + others])
+    same = dict(max_new_tokens=6, ignore_eos=True)
+    params = [P.SamplingParams(**same | more) for more in as_greedy + others]
+    outputs = engine.generate([[5, 6]] * 9, params)
     assert all(o.error is None and len(s.token_ids) == 6 for o in outputs for s in o.samples)
-    assert [o.token_ids for o in outputs[:6]] == [want] * 6
+    assert [o.token_ids for o in outputs[:5]] == [want] * 5
     assert outputs[-1].token_ids == [3] * 6
 
 
 PARAMS_REFUSED = dict(
-    temperature=(-1.0, 1e-10, 2e9, math.nan, "hot", None, True),
-    top_k=(-1, 1.5, 2**63),
-    top_p=(0.0, 1.1, math.nan, "x"),
-    min_p=(2.0, -0.1),
-    repetition_penalty=(0.0, 2e9),
-    presence_penalty=(math.nan, 2e9, -2e9),
-    frequency_penalty=(math.inf, -INF),
-    seed=(-1, 2**63),
-    min_new_tokens=(-1, 201),
+    temperature=(-0.1, 1e-10, 2e9, math.nan, INF, "hot", None, True),
+    top_k=(-1, 2.0, 2**63, True, None),
+    top_p=(0, -0.5, 1.01, math.nan, "0.9"),
+    min_p=(1.5, -0.01, math.nan, None),
+    repetition_penalty=(0, -1.0, 2e9, INF, math.nan),
+    presence_penalty=(2e9, -2e9, INF, math.nan, "2"),
+    frequency_penalty=(2e9, -2e9, -INF, math.nan, "2"),
+    seed=(-1, 2**63, 0.5, None),
+    min_new_tokens=(-1, 1.5, math.nan, 201),
     max_new_tokens=(-1, 0, 1.5),
     n=(0, -2, True),
     logprobs=(-1, 0.5),
     ignore_eos=(1, None),
     stop=(5, "", ("a", ""), {"a"}),
     logit_bias=(
-        *({-1: 0.0}, {1.5: 0.0}, {True: 0.0}, {"a": 0.0}, {5: math.nan}, {5: 2e9}, {5: INF}),
-        *({5: True}, {5: "x"}, {5: None}, 7, (3,), ((3, 1.0), (3, 2.0))),
+        *({-1: 0.0}, {1.5: 0.0}, {True: 0.0}, {"5": 0.0}, {5: math.nan}, {5: 2e9}, {5: INF}),
+        *({5: True}, {5: "x"}, {5: None}, 7, None, "ab", (3,), ((3, 1.0), (3, 2.0))),
     ),
 )
 for paged_field, paged_values in PARAMS_REFUSED.items():
-    for paged_value in paged_values:
-        paged_changes = {paged_field: paged_value}
-        paged_refused = partial(P.SamplingParams, **paged_changes)
-        REFUSED[f"SamplingParams: {paged_changes}"] = paged_refused, rf"\b{paged_field}\b"
+    for x in paged_values:
+        paged_shown = next(iter(x.items())) if isinstance(x, dict) else [x]
+        paged_shown = "|".join(re.escape(repr(value)) for value in paged_shown)
+        paged_refused = partial(P.SamplingParams, **{paged_field: x})
+        REFUSED[f"SamplingParams: {paged_field}={x!r}"] = (
+            paged_refused,
+            rf"^(?=.*({paged_shown})){paged_field} .*(must|more than)",
+        )
 
 
 def engine_call(method, *args, **options):
@@ -5853,6 +5671,7 @@ PAGED_DYNAMIC = M.Transformer(tiny(rope_scaling=dict(rope_type="dynamic", factor
 for paged_field, paged_refused in {
     "rope_scaling": partial(paged_engine, PAGED_DYNAMIC),
     "params": partial(engine_call, "generate", [[5], [6]], [greedy(3)]),
+    "SamplingParams": partial(engine_call, "add", [5], dict(n=1)),
     "unknown": partial(engine_call, "abort", "unknown"),
     "not known": partial(engine_call, "export_request", "not known"),
     "nobody": lambda: list(engine_call("stream", "nobody")),
@@ -5873,41 +5692,41 @@ for paged_changes in [
 
 def test_engine_export_and_import_of_requests():
     """import_request refuses a request that does not fit, or whose id is taken, and changes nothing;
-    a listener may end one that arrives."""
+    arrivals keep their order, and a listener may end one."""
     model = paged_model()
-    first, small = paged_engine(model), paged_engine(model, num_blocks=3)
-    first.add([5] * 30, greedy(20), id="long")
-    first.add([5, 6], greedy(9), id="short")
+    first, small = paged_engine(model), paged_engine(model, num_blocks=3, max_num_seqs=1)
+    for id, length, n in (("long", 30, 20), *(("abc"[i], 2, 9 - i) for i in range(3))):
+        first.add([5] * length, greedy(n), id=id)
     first.step()
     with pytest.raises(ValueError, match="max_new_tokens"):
         small.import_request(first.export_request("long"))
-    assert small.unfinished == 0 and first.unfinished == 1
-    transfer = first.export_request("short")
-    small.import_request(transfer)
-    with pytest.raises(ValueError, match="short"):
+    assert small.unfinished == 0 and first.unfinished == 3
+    transfers = [first.export_request(id) for id in "cab"]
+    for transfer in transfers:
         small.import_request(transfer)
-    assert paged_run(small)["short"].token_ids == paged_greedy(model, [[5, 6]], [9])[0]
-    for reason in ("stop", "error"):
+    with pytest.raises(ValueError, match="'a'"):
+        small.import_request(transfers[1])
+    done, want = paged_run(small), paged_greedy(model, [[5, 5]], [9])[0]
+    assert [(id, o.token_ids) for id, o in done.items()] == [
+        ("c", want[:7]),
+        ("a", want),
+        ("b", want[:8]),
+    ]
 
-        def act(listener):
-            if reason == "error":
-                raise RuntimeError("no one listens")
-            listener.finish_reason = "stop"
+    def stop(listener):
+        listener.finish_reason = "stop"
 
+    def fail(listener):
+        raise RuntimeError("no one listens")
+
+    for act, reason in ((stop, "stop"), (fail, "error")):
         first.add([5, 6], greedy(9), id="again")
         first.step()
         third = paged_engine(model, output_callback=lambda s: PagedListener(s, [], act))
         third.import_request(first.export_request("again"))
-        assert not third.unfinished
         (output,) = third.step()
         assert output.finish_reason == reason and len(output.token_ids) == 1
-    second = paged_engine(model, max_num_seqs=1)  # arrivals keep their order
-    for id in "abc":
-        first.add([5, 6], greedy(4), id=id)
-    first.step()
-    for id in "cab":
-        second.import_request(first.export_request(id))
-    assert [*paged_run(second)] == ["c", "a", "b"]
+        assert not third.unfinished
 
 
 @pytest.mark.parametrize(
@@ -6048,24 +5867,6 @@ def test_engine_spec_right_drafts_save_steps(batched):
         assert stats["steps"] == steps and stats["tokens_new"] == new
         assert stats["proposed"] == stats["accepted"] == new - steps
         assert stats["tokens_run"] == len(prompt) + new - 1
-
-
-def test_engine_spec_wrong_drafts_add_no_steps():
-    """If every draft is wrong, tokens and number of steps are those without drafts, and prompts are
-    admitted at the same steps; without a prefix cache also under memory pressure."""
-    model, (prompts, counts) = paged_model(), paged_requests(9)
-    for swap in (False, True):
-        options = dict(num_blocks=9, max_num_batched_tokens=12, kv_swap=swap, prefix_cache=False)
-        plain = paged_engine(model, **options)
-        want = paged_serve(plain, prompts, [*map(greedy, counts)])
-        drafter = PagedDrafter(paged_texts(prompts, [o.token_ids for o in want]), p_wrong=1)
-        engine = paged_engine(model, **options, drafter=drafter)
-        paged_same(paged_serve(engine, prompts, [*map(greedy, counts)]), want)
-        a, b = plain.stats(), engine.stats()
-        assert b["accepted"] == 0 < b["proposed"] and a["preemptions"] > 2
-        assert a["proposed"] == 0 and b["tokens_run"] == a["tokens_run"] + b["proposed"]
-        for name in ("steps", "tokens_new", "preemptions", "hit_rate"):
-            assert a[name] == b[name], name
 
 
 def test_engine_spec_no_drafts_cost_nothing():
@@ -6213,44 +6014,21 @@ def test_engine_spec_speculate_k_policy_is_called_and_updated():
         assert seconds == 1 + draft_seconds and len(seqs) + sum(proposed) <= tokens <= 24
 
 
-BAD_DRAFTS = [
-    [([1, 2, 3, 4], None)],
-    [([97], None)],
-    [([-1], None)],
-    [([1.0], None)],
-    [([True], None)],
-    [],
-    [([1], None)] * 2,
-]
-BAD_RUNS = [lambda d: [], lambda d: [[]], lambda d: [[*d, 1, 1]], lambda d: [[d[0] + 1, 1]]]
+def bad_draft(drafts, runs=None) -> None:
+    """Serve a request with a drafter that answers `drafts`, and a verifier that answers `runs`."""
+    drafter, verifier = PagedDrafter([]), runs if runs is None else lambda *_: runs
+    drafter.propose_batch = lambda *_: drafts
+    options = dict(drafter=drafter, verifier=verifier, speculate_k=3)
+    paged_engine(paged_model(), **options).generate([[5, 6]], greedy(9))
 
 
-@pytest.mark.parametrize(
-    "drafts, verify", [*product(BAD_DRAFTS, [None]), *product([None], BAD_RUNS)]
-)
-def test_engine_spec_invalid_drafts_and_runs_are_refused(drafts, verify):
-    """More drafts than requested, something that is no token id, a wrong number of proposals; no
-    result, no token, one too many, or another than the draft: a ValueError that names drafter or
-    verifier; with valid answers the request continues."""
-    model, prompt = paged_model(), paged_prompt(6, 1)
-    (want,) = paged_greedy(model, [prompt], [9])
-    drafter = PagedDrafter([prompt + want])
-    engine = paged_engine(model, num_blocks=9, drafter=drafter, speculate_k=3)
-    engine.add(prompt, greedy(9))
-    (output,) = engine.step()
-    right = drafter.propose_batch, engine.verifier
-    if verify is None:
-        drafter.propose_batch = lambda *_: drafts
-    else:
-        engine.verifier = lambda logits, sequences, drafts: verify(drafts[0][0])
-    for _ in range(2):
-        with pytest.raises(ValueError, match="drafter" if verify is None else "verifier"):
-            for _ in range(2):  # a failed step starts again with the prompt, without drafts
-                engine.step()
-        paged_check(engine)
-    drafter.propose_batch, engine.verifier = right
-    paged_run(engine)
-    assert output.token_ids == want
+for paged_value in ([1, 2, 3, 4], [97], [-1], [1.0], [True]):
+    REFUSED[f"Engine: draft {paged_value}"] = partial(bad_draft, [(paged_value, None)]), "drafter"
+for paged_value in ([], [([1], None)] * 2):
+    REFUSED[f"Engine: drafts {paged_value}"] = partial(bad_draft, paged_value), "drafter"
+for paged_value in ([], [[]], [[7, 1, 1]], [[8, 1]]):
+    paged_refused = partial(bad_draft, [([7], None)], paged_value)
+    REFUSED[f"Engine: verified {paged_value}"] = paged_refused, "verifier"
 
 
 # --------------------------------------------------------------------------------------------------
