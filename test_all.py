@@ -4423,54 +4423,35 @@ def paged_spoil(cache, blocks) -> None:
     ],
 )
 def test_paged_cache_equals_full_forward(name, kind, bs):
-    """Random batches of random chunks; some sequences share a prefix; some move to the host and
-    back into other blocks, or their last block is copied, as for a fork: the logits are the full
-    forward's, within the format's error, and a move changes no bit."""
+    """Random batches of random chunks: the logits are the full forward's, within the format's
+    error. After each chunk a sequence's KV is read and written to other blocks, which held NaN:
+    that changes no bit."""
     model, r, num_blocks = paged_model(name), random.Random(bs), 300
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     kv_dtype = None if kind == "bf16" else kind
     cache = P.PagedKVCache(model.config, num_blocks, bs, dtype, kv_dtype=kv_dtype)
     paged_spoil(cache, range(num_blocks))
-    head, free = paged_prompt(2 * bs, 1), r.sample(range(num_blocks), num_blocks)
-    sizes = [1, bs, bs + 1, max(1, bs - 1), 37]
-    sequences = [head + paged_prompt(n, n + i) for i, n in enumerate(sizes)]
-    tables, done = [[] for _ in sequences], [0] * len(sequences)
-    logits, seen = [[] for _ in sequences], Counter()
-    while any(n < len(s) for n, s in zip(done, sequences, strict=True)):
-        chunks, rows = [], []
-        for i in r.sample(range(len(sequences)), len(sequences)):
-            table, event = tables[i], r.choice("run run run skip move copy".split())
-            if i and done[0] < 2 * bs:
-                continue
-            if i and not done[i] and r.random() < 0.5:
-                table[:], done[i], seen["shared"] = tables[0][:2], 2 * bs, seen["shared"] + 1
-            if event == "run" and done[i] < len(sequences[i]):
-                new = sequences[i][done[i] :][: r.choice((1, 1, 2, 3, 5, 9))]
-                while len(table) * bs < done[i] + len(new):
-                    table.append(free.pop())
-                chunks.append(P.Chunk(new, done[i], table))
-                rows.append(i)
-            elif event == "move" and done[i]:
-                kept, same = cache.read(table, done[i]), r.randint(0, len(table) - 1)
-                table[same:] = [free.pop() for _ in table[same:]]
-                cache.write(table, same * bs, kept)
-                back = cache.read(table, done[i])
-                raw = lambda swapped: [x.view(torch.uint8) for x in swapped[1:] if x is not None]
-                assert all(map(torch.equal, raw(kept), raw(back))) and back.n == done[i]
-                seen["moved"] += 1
-            elif event == "copy" and table:
-                old, table[-1] = table[-1], free.pop()
-                cache.copy([(old, table[-1])])
-                seen["copied"] += 1
-        if chunks:
-            for i, found in zip(rows, paged_step(model, cache, chunks), strict=True):
-                logits[i].append(found)
-                done[i] += len(found)
+    free = r.sample(range(num_blocks), num_blocks)
+    sequences = [paged_prompt(n, n) for n in (1, bs, bs + 1, 2 * bs - 1, 37)]
+    tables = [[free.pop() for _ in range(0, len(tokens), bs)] for tokens in sequences]
+    logits, done = [[] for _ in sequences], [0] * len(sequences)
+    while todo := [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]:
+        rows = r.sample(todo, r.randint(1, len(todo)))
+        parts = [sequences[i][done[i] :][: r.choice((1, 2, 3, 5, 9))] for i in rows]
+        chunks = [P.Chunk(part, done[i], tables[i]) for part, i in zip(parts, rows, strict=True)]
+        for i, found in zip(rows, paged_step(model, cache, chunks), strict=True):
+            logits[i].append(found)
+            done[i] += len(found)
+            kept, old = cache.read(tables[i], done[i]), tables[i]
+            tables[i] = [free.pop(0) for _ in old]
+            cache.write(tables[i], 0, kept)
+            for a, b in zip(kept[1:], cache.read(tables[i], done[i])[1:], strict=True):
+                assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            paged_spoil(cache, old)
+            free += old
     for tokens, parts in zip(sequences, logits, strict=True):
-        got = torch.cat(parts)
-        off = relative(got, paged_forward(model, tokens)[-len(got) :])
+        off = relative(torch.cat(parts), paged_forward(model, tokens))
         assert off <= PAGED_TOLERANCE[kind] and (off > 0 or kind is None)
-    assert min(seen[x] for x in ("shared", "moved", "copied")) > 0, seen
 
 
 @pytest.mark.parametrize("name", ["gqa", "absorbed"])
@@ -4728,7 +4709,8 @@ class PagedSimulator:
         return drafts
 
     def step(self) -> None:
-        """A step that may fork sequences, or fail: then its plan is rolled back."""
+        """A step that may fork sequences, lose new tokens, as when interrupted after the model ran,
+        or fail: then its plan is rolled back."""
         plan, s = self.plan(), self.scheduler
         self.steps += 1
         if self.r.random() < 0.05:
@@ -4745,10 +4727,10 @@ class PagedSimulator:
                 row[-1].index = len(self.alive) + 1000 * self.steps  # keys are unique
                 self.alive.append(row[-1])
                 self.check()
-            n = self.r.randint(0, len(drafts[seq]))
+            n, lost = self.r.randint(0, len(drafts[seq])), self.r.random() < 0.05
             s.accept(seq, n)
-            seq.tokens += drafts[seq][:n]
-            for x in row:
+            seq.tokens += drafts[seq][: self.r.randint(0, n) if lost else n]
+            for x in row if not lost else ():
                 x.tokens.append(self.r.randint(0, 1))
                 if len(x.output) >= x.params.max_new_tokens:
                     self.end(x)
@@ -4793,9 +4775,9 @@ PAGED_WORLDS = [  # blocks, block size, budget, sequences, prefix cache
 
 @pytest.mark.parametrize("world", PAGED_WORLDS)
 def test_paged_scheduler_keeps_its_promises(world):
-    """Any arrivals, priorities, forks, aborts and failures, drafts or none: each token is computed
-    from exactly the tokens before it, budgets and order hold, decoding sequences run in every step,
-    the most urgent one is never preempted or starved, all end, nothing leaks."""
+    """Any arrivals, priorities, forks, aborts, failures and lost tokens, drafts or none: each token
+    is computed from exactly the tokens before it, budgets and order hold, decoding sequences run in
+    every step, the most urgent one is never preempted or starved, all end, nothing leaks."""
     drafts = preempted = 0
     for seed in range(8):
         more = dict(kv_swap=seed % 2 == 1, max_drafts=seed % 4 // 2 * 4)
@@ -9555,7 +9537,6 @@ CLOSE = torch.tensor([20.0, 1.0, 1.0 + 1.2e-7])  # distinct, but equal after sub
 KEPT = [  # logits, settings, the tokens that they keep
     (FOUR, dict(top_p=0.5), [0]),
     (FOUR, dict(top_p=0.51), [0, 1]),
-    (FOUR, dict(top_p=0.8), [0, 1, 2]),
     (FOUR, dict(top_p=1e-320), [0]),
     (FOUR, dict(top_k=3), [0, 1, 2, 3]),
     (FOUR, dict(top_k=99), [0, 1, 2, 3]),
@@ -9605,38 +9586,6 @@ def test_sampling_extremes_of_temperature_and_dtype():
             torch.set_default_dtype(before)
 
 
-def test_sampling_equals_transformers_logits_processors():
-    """Filters, temperature, repetition penalty, bias and min_new_tokens, each and all together."""
-    HP = pytest.importorskip("transformers.generation.logits_process")
-    prompt, logits = torch.randint(3000, (4, 40)), 3 * torch.randn(4, 3000, generator=seeded(2))
-    processors = {
-        "repetition_penalty": (1.3, HP.RepetitionPenaltyLogitsProcessor),
-        "logit_bias": ({8: -INF}, lambda v: HP.SequenceBiasLogitsProcessor({(8,): v[8]})),
-        "min_new_tokens": (3, lambda v: HP.MinNewTokensLengthLogitsProcessor(40, v, [5, 6])),
-        "temperature": (0.6, HP.TemperatureLogitsWarper),
-        "top_k": (40, HP.TopKLogitsWarper),
-        "top_p": (0.9, HP.TopPLogitsWarper),
-        "min_p": (0.03, HP.MinPLogitsWarper),
-    }
-    for names in (*([name] for name in processors), list(processors)):
-        expected = logits
-        for value, make in map(processors.get, names):
-            expected = make(value)(prompt, expected)
-        params = P.SamplingParams(**{name: processors[name][0] for name in names})
-        sampler = S.Sampler(params, 4, 3000, eos_ids=[5, 6])
-        sampler.start(prompt.tolist())
-        probs, expected = sampler.probabilities(logits), expected.softmax(-1)
-        assert torch.equal(probs > 0, expected > 0), names
-        torch.testing.assert_close(probs, expected, rtol=2e-5, atol=1e-9)
-
-
-def off_by_5_percent(p: torch.Tensor) -> torch.Tensor:
-    """A wrong distribution: the second most likely token's probability is 5% too high."""
-    wrong = p.clone()
-    wrong[p.topk(2).indices[1]] *= 1.05
-    return wrong / wrong.sum()
-
-
 MIXED_SAMPLINGS = [
     P.SamplingParams(seed=5),
     P.SamplingParams(temperature=0),
@@ -9651,15 +9600,12 @@ MIXED_SAMPLINGS = [
 @pytest.mark.parametrize("params", [p for p in MIXED_SAMPLINGS if p.temperature])
 def test_sampling_follows_the_specified_distribution(params):
     """400,000 samples, all in the same state except seed and position, pass a chi-square test,
-    which rejects a distribution with a 5% error."""
-    state, logits = (
-        dict(prompt=[1, 4, 4], output=[4, 7, 7, 2]),
-        torch.randn(16, generator=seeded(11)),
-    )
+    which rejects a distribution whose second most likely token is 5% too likely."""
+    state = dict(prompt=[1, 4, 4], output=[4, 7, 7, 2])
+    logits, seen = torch.randn(16, generator=seeded(11)), torch.zeros(16, dtype=torch.long)
     sampler = S.Sampler(params, 1000, 16)
     for row, each in enumerate(list(sampler.params)):
         sampler.admit(row, each, **state)
-    seen = torch.zeros(16, dtype=torch.long)
     for _ in range(400):
         ids = sampler(logits.expand(1000, 16))
         sampler.record(ids, times=-1)
@@ -9667,7 +9613,8 @@ def test_sampling_follows_the_specified_distribution(params):
         seen += ids.bincount(minlength=16)
     p = specified(logits, params, **state)
     assert p_value(seen, p) > 1e-3, (seen, p * seen.sum())
-    assert p_value(seen, off_by_5_percent(p)) < 1e-6
+    p[p.topk(2).indices[1]] *= 1.05
+    assert p_value(seen, p / p.sum()) < 1e-6
 
 
 def test_sampling_is_independent_across_steps_rows_and_tokens():
@@ -9694,13 +9641,9 @@ def test_sampling_is_independent_across_steps_rows_and_tokens():
 def test_sampling_noise_is_splitmix_and_stays_within_bounds(monkeypatch):
     """The published outputs of SplitMix64; the extreme 63-bit values give noise that is neither 0
     nor infinite; noise of 0 never selects a token of probability 0."""
-    steps = torch.arange(1, 6) * S.GOLDEN
+    steps = torch.arange(1, 4) * S.GOLDEN
     got = [i % 2**64 for i in S.splitmix(torch.tensor([1234567]), steps).tolist()]
-    published = (
-        "6457827717110365317 3203168211198807973 9817491932198370423 4593380528125082431 "
-        "16408922859458223821"
-    )
-    assert got == [*map(int, published.split())]
+    assert got == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     seeds = torch.tensor([[0], [1], [2**32], [2**62], [2**63 - 1]])
     noise = S.exponential(seeds, torch.zeros(5, 1, dtype=torch.long), torch.arange(1, 9) * S.GOLDEN)
     assert len(set(noise.flatten().tolist())) == 40
@@ -9738,21 +9681,21 @@ def test_sampling_counts_tokens_as_they_are_generated():
     sampler = S.Sampler(MIXED_SAMPLINGS, 7, 50, eos_ids=[2, 9])
     sampler.start(prompts)
     for _ in range(20):
-        logits = BIGRAMS[[(prompts[b] + outputs[b])[-1] for b in range(7)]]
-        got, before = sampler.probabilities(logits), sampler.process(logits)
-        expected = [
-            specified(logits[b], params, prompts[b], outputs[b], [2, 9])
-            for b, params in enumerate(MIXED_SAMPLINGS)
-        ]
-        torch.testing.assert_close(got.double(), torch.stack(expected), rtol=1e-5, atol=1e-7)
-        ids = torch.arange(40, 47)
+        texts = zip(MIXED_SAMPLINGS, prompts, outputs, strict=True)
+        logits = BIGRAMS[[(prompt + output)[-1] for _, prompt, output in texts]]
+        texts = zip(logits, MIXED_SAMPLINGS, prompts, outputs, strict=True)
+        want = torch.stack([specified(*text, [2, 9]) for text in texts])
+        torch.testing.assert_close(
+            sampler.probabilities(logits).double(), want, rtol=1e-5, atol=1e-7
+        )
+        before, ids = sampler.process(logits), torch.arange(40, 47)
         sampler.record(ids)
         assert not torch.equal(sampler.process(logits), before)
         sampler.record(ids, times=-1)
         assert torch.equal(sampler.process(logits), before)
-        for b, i in enumerate(sampler(logits).tolist()):
-            assert expected[b][i] > 0
-            outputs[b].append(i)
+        for row, output, token in zip(want, outputs, sampler(logits).tolist(), strict=True):
+            assert row[token] > 0
+            output.append(token)
         assert (sampler.position == len(outputs[0])).all()
 
 
@@ -9765,12 +9708,11 @@ def test_sampling_depends_on_nothing_but_seed_and_logits():
         every = S.Sampler([MIXED_SAMPLINGS[b] for b in order], 7, 50, eos_ids=[2])
         for _ in range(2):
             every.start([prompts[b] for b in order])
-            assert run_sampler(every, [prompts[b][-1] for b in order], 40) == [
-                alone[b] for b in order
-            ]
+            got = run_sampler(every, [prompts[b][-1] for b in order], 40)
+            assert got == [alone[b] for b in order]
     assert alone[0] != alone[3] and 4 not in alone[4] and 2 not in alone[5][:12]
-    kept, others = P.SamplingParams(seed=77, presence_penalty=0.3), MIXED_SAMPLINGS[:]
-    others.append(P.SamplingParams(logit_bias={5: 3.0}))
+    kept = P.SamplingParams(seed=77, presence_penalty=0.3)
+    others = [*MIXED_SAMPLINGS, P.SamplingParams(logit_bias={5: 3.0})]
     expected = [1, *sampled_alone(kept, [1], 30 * len(others))]
     sampler = S.Sampler(P.SamplingParams(temperature=0), 2, 50, eos_ids=[2])
     for number, params in enumerate(others):
@@ -9788,14 +9730,13 @@ def test_sampling_depends_on_nothing_but_seed_and_logits():
 def test_sampling_seeds():
     """n rows == n single runs with seed, seed + 1, ... modulo 2**63; seeds that differ only above
     bit 32 give different tokens."""
-    for seed in (0, 41, 2**63 - 2):
+    runs = set()
+    for seed in (0, 2**31, 2**32, 2**62, 2**63 - 2):
         rows = run_sampler(S.Sampler(P.SamplingParams(seed=seed), 4, 50), [7] * 4, 30)
         seeds = [(seed + b) % 2**63 for b in range(4)]
         assert rows == [sampled_alone(P.SamplingParams(seed=s), [7], 30) for s in seeds]
-        assert len(set(map(tuple, rows))) == 4
-    seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1]
-    runs = {tuple(sampled_alone(P.SamplingParams(seed=s), [7], 30)) for s in seeds}
-    assert len(runs) == len(seeds)
+        runs |= {*map(tuple, rows)}
+    assert len(runs) == 18  # the last two seeds are 0 and 1 again
 
 
 def test_sampling_greedy_is_exact():
@@ -9804,14 +9745,12 @@ def test_sampling_greedy_is_exact():
     logits = torch.randn(64, 500, generator=seeded(1)).bfloat16()  # 8 bits: ties at the top
     assert (logits == logits.amax(-1, keepdim=True)).sum() > 64
     alone = S.Sampler(P.SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1), 64, 500)
-    best = logits.float().argmax(-1)
-    assert alone.process(logits) is logits and torch.equal(alone(logits), best)
-    assert torch.equal(alone.probabilities(logits).argmax(-1), best)
     mixed = S.Sampler([P.SamplingParams(temperature=t % 2, top_p=0.9) for t in range(64)], 64, 500)
-    for _ in range(5):
-        got = mixed(logits)
-        assert torch.equal(got[::2], best[::2]) and not torch.equal(got[1::2], best[1::2])
-    assert (S.probabilities(logits, 0).max(-1).values == 1).all()
+    best, got = logits.float().argmax(-1), mixed(logits)
+    assert alone.process(logits) is logits and torch.equal(alone(logits), best)
+    for p in (alone.probabilities(logits), S.probabilities(logits, 0)):
+        assert torch.equal(p, F.one_hot(best, 500).to(p.dtype))
+    assert torch.equal(got[::2], best[::2]) and not torch.equal(got[1::2], best[1::2])
 
 
 SAMPLING_FEATURES = [  # settings, and what a step then computes
@@ -9857,8 +9796,7 @@ def test_sampling_rows_without_a_valid_token_give_minus_one(temperature):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampling_logprobs_are_of_the_raw_logits(dtype):
-    """logprobs_of == fp32 log-softmax of the raw logits: of the chosen id, and the top ones in
-    order."""
+    """logprobs_of == fp32 log-softmax of the raw logits: of the chosen id, and the top in order."""
     logits = torch.randn(2, 5, 40, generator=seeded(3)).to(dtype)
     ids, logp = logits.argmin(-1), logits.double().log_softmax(-1)
     for top in (40, 3, 0):
@@ -9868,27 +9806,6 @@ def test_sampling_logprobs_are_of_the_raw_logits(dtype):
         close(best, logp.sort(descending=True).values[..., :top], 1e-6)
         close(best, logp.gather(-1, where), 1e-6)
 
-
-BAD_SAMPLING = {
-    "temperature": [-0.1, 1e-10, math.nan, INF, "1", None, True],
-    "top_k": [-1, 2.0, 2**63, True, None],
-    "top_p": [0, -0.5, 1.01, math.nan, "0.9"],
-    "min_p": [-0.01, 1.5, math.nan, None],
-    "repetition_penalty": [0, -1.0, INF, math.nan],
-    "presence_penalty": [INF, -INF, math.nan, "2"],
-    "frequency_penalty": [INF, -INF, math.nan, "2"],
-    "min_new_tokens": [-1, 1.5, math.nan],
-    "seed": [-1, 2**63, 0.5, None],
-    "logit_bias": [None, 5, {-1: 1.0}, {"5": 1.0}, {1.5: 1.0}, {5: INF}, {5: math.nan}]
-    + [{5: None}, {5: True}, {True: 1.0}, [(5, 1.0), (5, 2.0)], [5], "ab"],
-}
-for name, value in [(name, value) for name in BAD_SAMPLING for value in BAD_SAMPLING[name]]:
-    shown = next(iter(value.items())) if isinstance(value, dict) else [value]
-    shown = "|".join(re.escape(repr(v)) for v in shown)
-    REFUSED[f"sampling: {name}={value!r}"] = (
-        partial(P.SamplingParams, **{name: value}),
-        rf"^(?=.*({shown})){name} .*must ",
-    )
 
 BAN_ALL = dict(logit_bias={i: -INF for i in range(8)})  # but 8
 BAN_8 = P.SamplingParams(min_new_tokens=1, **BAN_ALL)
@@ -10099,7 +10016,8 @@ def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
 )
 def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
     """Prompts of different lengths, greedy and sampled, in mixed steps with too few blocks, k fixed
-    and adaptive: tokens equal those of the Engine without drafts, and all blocks are freed."""
+    and adaptive: tokens equal those of the Engine without drafts, all blocks are freed, and neither
+    drafter nor policy keeps state of a sequence."""
     model, (prompts, params, expected) = spec_target(form), batch_of_prompts(form, n)
     head = random_head(tmp_path, model.config.dim)
     for k, kv_swap in [("3", False), ("auto", True)][: 2 if n == 7 else 1]:
@@ -10111,6 +10029,9 @@ def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
         assert stats["proposed"] > stats["accepted"] and (stats["accepted"] > 0 or kind == "head")
         assert engine.allocator.n_free == 90
         engine.allocator.check([])
+        assert not getattr(engine.drafter, "cached_tokens", {})
+        policy = engine.speculate_k
+        assert k != "auto" or not (policy.counts or policy.last_trials)
 
 
 @pytest.mark.parametrize("kind", SPEC_KINDS)
@@ -10195,37 +10116,20 @@ def test_drafting_sampled_text_has_the_target_distribution(kind, samples, tmp_pa
     assert sampled_p_value(kind, samples, tmp_path, k) > floor
 
 
-def wrong_accept(wrong: str):
-    """`accept` with one of the mistakes of spec_rule."""
-
-    def accept(p, q, tokens, uniform, lengths):
-        tree, q = E.Tree.chain(tokens.shape[1]), torch.cat([q, q[:, :1]], 1)
-        return spec_rule(p, q, tokens, uniform, tree, lengths, wrong)[1:]
-
-    return accept
-
-
 def one_number(self, view, tree, R, uniform=D.RejectionSampler._uniform):
     """One uniform number for all siblings."""
     return uniform(self, view, tree, R)[:, :1].expand(-1, len(tree.parents))
 
 
 DRAFTING_MISTAKES = {  # drafter, samples, what is replaced by what
-    "p is the residual": ("draft", 12_000, D, "accept", wrong_accept("from p")),
-    "a ratio without q": ("draft", 12_000, D, "accept", wrong_accept("target alone")),
     "siblings share a number": ("tree", 12_000, D.RejectionSampler, "_uniform", one_number),
     "no residual in trees": ("tree", 12_000, D, "accept_tree", partial(spec_rule, wrong="from p")),
     "drafts share the noise": ("draft", 24_000, S.Sampler, "draft_noise", S.Sampler.noise),
 }
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        pytest.param(name, marks=pytest.mark.slow if number else ())
-        for number, name in enumerate(DRAFTING_MISTAKES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", DRAFTING_MISTAKES)
 def test_drafting_mistakes_fail_the_chi_square(mistake, tmp_path, monkeypatch):
     """The same check fails if verification is wrong, or drafts are sampled with the noise of the
     target's own tokens but verified as independent."""
@@ -10241,8 +10145,8 @@ def test_drafting_in_batches_has_the_target_distribution(samples):
     model = random_model(tiny(**FIVE), 3, 0.5)
     draft = random_model(tiny(**FIVE | dict(n_layers=1)), 4, 0.5)
     engine = spec_engine(model, "draft", "--speculate-k", "3", draft=draft, max_num_seqs=64)
-    settings = [P.SamplingParams(temperature=1.1, frequency_penalty=0.5), P.SamplingParams(top_k=4)]
-    settings = [replace(each, max_new_tokens=3, n=32) for each in settings]
+    settings = dict(temperature=1.1, frequency_penalty=0.5), dict(top_k=4)
+    settings = [P.SamplingParams(**more, max_new_tokens=3, n=32) for more in settings]
     params = [replace(settings[i % 2], seed=64 * i) for i in range(samples // 64 * 2)]
     rows = torch.tensor(generated_tokens(engine, [FIVE_PROMPT] * len(params), params))
     triples = rows @ torch.tensor([25, 5, 1])
@@ -10303,27 +10207,23 @@ def test_drafting_stats_and_finish_reasons(capsys):
     accepted run; the statistics are consistent; --bench has the speed-up."""
 
     def output(*argv) -> tuple[dict, str]:
-        base = ["--temperature", "0", "--dtype", "fp32", "--json", "--max-new-tokens", "41"]
+        base = "--temperature 0 --dtype fp32 --json --max-new-tokens 41".split()
         assert G.main([SPEC_TEXTS[5].removesuffix("1, 2"), *base, *argv]) == 0
         captured = capsys.readouterr()
         return json.loads(captured.out), captured.err
 
-    drafts, same = (
-        ["--speculate", "ngram", "--speculate-k", "7"],
-        ("text", "tokens", "finish_reason"),
-    )
-    (plain, _), (found, err) = output(), output(*drafts)
-    assert [found[name] for name in same] == [plain[name] for name in same]
-    assert found["finish_reason"] == "length" and len(found["tokens"]) == 41
-    per_step = found["tokens_per_verification"]
-    assert per_step > 1.5 and "tokens per verification, drafts accepted" in err
-    assert len(found["acceptance"]) == 7 and 0 < found["acceptance"][0] <= 1
-    assert per_step - 1 == pytest.approx(sum(found["acceptance"]), rel=0.2)
-    for at in (6, 13, 24):
-        stop = plain["text"][at : at + 4]
-        (a, _), (b, _) = output("--stop", stop), output("--stop", stop, *drafts)
-        assert [a[name] for name in same] == [b[name] for name in same], stop
-        assert a["finish_reason"] == "stop" and a["text"] == plain["text"].partition(stop)[0]
+    drafts, (plain, _) = ["--speculate", "ngram", "--speculate-k", "7"], output()
+    for at in (None, 6, 13, 24):
+        stop = plain["text"][at : at + 4] if at else "no such text"
+        (a, _), (b, err) = output("--stop", stop), output("--stop", stop, *drafts)
+        assert [a[x] == b[x] for x in ("text", "tokens", "finish_reason")] == [True] * 3, stop
+        assert a["finish_reason"] == ("stop" if at else "length")
+        assert a["text"] == plain["text"].partition(stop)[0]
+        if at is None:
+            per_step = b["tokens_per_verification"]
+            assert per_step > 1.5 and "tokens per verification, drafts accepted" in err
+            assert len(b["tokens"]) == 41 and len(b["acceptance"]) == 7
+            assert per_step - 1 == pytest.approx(sum(b["acceptance"]), rel=0.2)
     stats, err = output("--max-new-tokens", "9", "--bench", "2", *drafts)
     assert stats["speedup"] > 0 and stats["baseline_tokens_per_second"] > 0
     assert "without drafts" in err
@@ -10349,18 +10249,17 @@ def test_drafting_eos_inside_accepted_tokens():
     assert ended > 0, "no accepted run continued after the end"
 
 
-def test_drafting_rows_finish_at_different_steps():
+@pytest.mark.parametrize("kind", ["ngram", "draft", "exit"])
+def test_drafting_rows_finish_at_different_steps(kind):
     """Rows of one prompt, some of which reach the end of the cache first, equal plain rows."""
     model, ids = random_model(tiny(vocab_size=41)), [3, 9, 4, 3, 9]
     params, max_len = P.SamplingParams(temperature=0.7, seed=5), len(ids) + 40
     more = dict(n=6, draft=random_model(tiny(vocab_size=41), 0, 0.14))
     flags = ("--set", "draft_coupled=true", "--speculate-k", "8")
-    expected = spec_run(G.Decoder(model, max_len, params, 6), ids, 40)
-    for kind in ("ngram", "draft", "exit"):
-        decoder = spec_decoder(model, kind, params, max_len, *flags, **more)
-        assert spec_run(decoder, ids, 40) == expected
-        assert len({len(c) for c in decoder.speculator.contexts}) == 1  # at their ends
-        assert decoder.speculator.stats.proposed[0] < 6 * 40
+    decoder = spec_decoder(model, kind, params, max_len, *flags, **more)
+    assert spec_run(decoder, ids, 40) == spec_run(G.Decoder(model, max_len, params, 6), ids, 40)
+    assert len({len(c) for c in decoder.speculator.contexts}) == 1  # at their ends
+    assert decoder.speculator.stats.proposed[0] < 6 * 40
 
 
 @pytest.mark.parametrize(
@@ -10461,19 +10360,6 @@ def test_drafting_early_exit_does_not_corrupt_swapped_kv(blocks):
     engine = spec_engine(model, "exit", *flags, num_blocks=blocks, block_size=4, kv_swap=True)
     assert generated_tokens(engine, prompts, params) == expected
     assert engine.stats()["preemptions"] > 0 and engine.stats()["proposed"] > 0
-
-
-def test_drafting_finished_sequences_leave_no_state():
-    """After requests finish, neither drafters nor policy keep state of their sequences."""
-    model, draft = random_model(tiny(vocab_size=41)), random_model(tiny(vocab_size=41, n_layers=1))
-    params = P.SamplingParams(temperature=0, max_new_tokens=12)
-    for kind in ("ngram", "draft", "exit"):
-        engine = spec_engine(model, kind, draft=draft)
-        for first in range(3, 30, 3):
-            generated_tokens(engine, [[first, first + 1, first], [first + 2]], params)
-        policy = engine.speculate_k
-        assert not policy.counts and not policy.last_trials
-        assert not getattr(engine.drafter, "cached_tokens", {})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -23107,7 +22993,7 @@ ATTENTION_IN_STEPS = {  # (first position of each row, new tokens) of every call
 @pytest.mark.parametrize("steps", ATTENTION_IN_STEPS.values(), ids=ATTENTION_IN_STEPS)
 def test_attention_in_a_cache_equals_cache_attend(config, absorb_up_to, steps, monkeypatch):
     """Prefill in chunks, steps of one or more tokens, and rows at different positions, with and
-    without a limit: equal logits, and equal caches at the end."""
+    without a limit: equal hidden states, those of MTP too, and equal caches at the end."""
     use_plain_torch(monkeypatch)
     model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 30)
     for limited in (True, False):
@@ -23117,9 +23003,13 @@ def test_attention_in_a_cache_equals_cache_attend(config, absorb_up_to, steps, m
             new, positions = tokens[: len(firsts)].gather(1, positions), positions.squeeze(0)
             positions = positions[0] if len(set(firsts)) == 1 and len(firsts) > 1 else positions
             limit = max(firsts) + n if limited else None
-            got = model(new, positions, A.as_attend(flash, limit=limit))
-            want = model(new, positions, partial(dense.attend, limit=limit))
-            assert relative(got, want) <= 1e-5, positions
+            found = []
+            for attend in (A.as_attend(flash, limit=limit), partial(dense.attend, limit=limit)):
+                found.append([model(new, positions, attend, return_hidden=True)])
+                if len(model.mtp):
+                    found[-1] += [model.mtp_forward(*found[-1], new, positions, attend)]
+            for got, want in zip(*found, strict=True):
+                assert relative(got, want) <= 1e-5, positions
         assert flash.length == dense.length == max(firsts) + n
         pairs = zip(flash.k + flash.v, dense.k + dense.v, strict=True)
         assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in pairs)
@@ -23141,28 +23031,6 @@ def test_attention_in_the_model_with_kernels(config):
         loss = model(tokens, attend=attend).square().mean()
         grads.append(torch.autograd.grad(loss, model.embed.weight)[0])
     assert relative(*grads) <= 1e-5
-
-
-@attention_in_each
-def test_attention_in_cache_update_returns_slots_in_order(config, absorb_up_to):
-    """KVCache.update stores the new tokens and returns keys and values (B, S, Hkv, D) with slot =
-    position: views of the cache where nothing is expanded or converted."""
-    model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 8)
-    cache, seen = M.KVCache(config, 2, 16), []
-
-    def attend(spec, q, k, v, positions):
-        keys, values = cache.update(spec, k, v, positions, 12)
-        seen.append((spec, k, v, keys, values))
-        return M.dense_attention(
-            spec, q, keys.transpose(1, 2), values.transpose(1, 2), positions, torch.arange(12)
-        )
-
-    assert relative(model(tokens, torch.arange(8), attend), model(tokens)) <= 1e-5
-    for spec, k, v, keys, values in seen:
-        assert keys.shape == (*k.shape[:1], 12, *k.shape[2:]) and values.shape[1] == 12
-        assert relative(keys[:, :8], k) <= 1e-6 and relative(values[:, :8], v) <= 1e-6
-        assert spec.expand or keys.data_ptr() == cache.k[spec.index].data_ptr()
-    assert cache.length == 8 and len(seen) == config.n_layers
 
 
 def test_attention_in_mla_prefill_expands_once_for_any_order_of_positions():
@@ -23196,31 +23064,14 @@ def test_attention_in_a_compiled_step_equals_eager(config, monkeypatch):
             assert relative(step(*new, attends[0]), model(*new, attends[1])) <= 1e-5
 
 
-def test_attention_in_mtp_over_a_cache(monkeypatch):
-    """MTP reads and writes its own cache slots through as_attend too."""
-    use_plain_torch(monkeypatch)
-    model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
-    attend = A.as_attend(M.KVCache(model.config, 1, 16))
-    hidden = model(tokens, attend=attend, return_hidden=True)[:, :-1]
-    expected, got = model.mtp_forward(hidden, tokens[:, 1:]), []
-    for chunk in (slice(0, 7), *(slice(i, i + 1) for i in range(7, 11))):
-        positions = torch.arange(chunk.start, chunk.stop)
-        got.append(model.mtp_forward(hidden[:, chunk], tokens[:, 1:][:, chunk], positions, attend))
-    assert relative(torch.cat(got, 1), expected) <= 1e-5
-
-
 def test_attention_in_training_is_passed_to_every_layer():
     """Training loss, validation and every MTP depth use the given attend, and make_attend("flash")
     is attention.py's."""
     config, layers = latent(n_mtp_layers=2), []
     model, batch = random_model(config).requires_grad_(True), random_tokens(config, 2, 12)
-
-    def attend(spec, *qkv_positions):
-        layers.append(spec.index)
-        return M.causal_attention(spec, *qkv_positions)
-
-    env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
+    attend = lambda spec, *qkv: layers.append(spec.index) or M.causal_attention(spec, *qkv)
     STEP.forward_backward(model, batch, 2, attend=attend)
+    env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     STEP.validate(model, batch.flatten(), 23, 1, env, attend)
     assert layers == [0, 1, 2, 3, 4] * 2
     assert STEP.make_attend("sdpa") is M.causal_attention
@@ -23546,31 +23397,21 @@ def full_errors(layout, tensors, wanted, noise):
             yield error / noise.get(name, 1), name
 
 
-def saved_errors(case, state, want, pieces):
-    """(key, (error, name)) of each region of a checkpoint on this rank; counts numbers by key."""
-    for name, sharded in state.sharded_state_dict().items():
-        key, _, name = name.partition(".")
-        whole, noise = want[key][name], layout_rounding_noise(case, key).get(name, 1)
-        for at, tile in sharded.chunks.items():
-            there = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
-            yield f"piece of {key}", (shard_error(tile, there, whole) / noise, name)
-            pieces[key] += tile.numel()
-
-
 def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
-    """A run of one rank: the largest error of everything, relative to one process, and its shards
+    """A run of one rank, each of whose numbers and shards equals that of one process; its shards
     and rows, which the parent sums over ranks."""
     want = layout_reference(case.reference())
     with pytest.MonkeyPatch.context() as patch:
         compile_ = partialmethod(nn.Module.compile, backend=case.compiler)
         patch.setattr(nn.Module, "compile", compile_)
         args, layout, model, _ = layout_rank(case, rank)
-    named, steps, errors, pieces, ropes = list(model.named_parameters()), 0, {}, Counter(), set()
+    named, steps, pieces, ropes = list(model.named_parameters()), 0, Counter(), set()
     first_layer = next(iter(model.layers))
     first_layer.register_forward_pre_hook(lambda m, a: ropes.update(t.dtype for t in a[1]))
 
-    def worst(key, found):
-        errors[key] = max(errors.get(key, (0.0, "")), *found)
+    def check(key, found):
+        far = [(error, name) for error, name in found if not error <= case.within]
+        assert not far, f"{key} of rank {rank}: {max(far)}"
 
     for step, numbers, balance, optimizer in layout_steps(case, args, layout, model):
         expected = want["rows"][steps]
@@ -23578,39 +23419,41 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
         noise = layout_rounding_noise(case, *(("grad", step) if "norm" in expected else ["weight"]))
         for key, number in expected.items():
             off = abs(numbers[key] - number) / abs(number) if number else abs(numbers[key])
-            worst(key, [(off / noise.get("all", 1), f"step {step}")])
+            check(key, [(off / noise.get("all", 1), f"step {step}")])
         if steps % 2 and step < case.steps and not layout.buckets:
             noise = layout_rounding_noise(case, "grad", step)
             grads = [(n, p.grad) for n, p in named]
-            worst("gradient", shard_errors(layout, grads, want["grad"][step], noise))
+            check("gradient", shard_errors(layout, grads, want["grad"][step], noise))
             if step == 0:
-                found = full_errors(layout, grads, want["grad"][0], noise)
-                worst("full gradient", [(0.0, ""), *found])
+                check("full gradient", full_errors(layout, grads, want["grad"][0], noise))
     inputs = layout, named, want["weight"], layout_rounding_noise(case, "weight")
-    worst("weight", shard_errors(*inputs))
-    worst("full weight", [(0.0, ""), *full_errors(*inputs)])
+    check("weight", shard_errors(*inputs))
+    check("full weight", full_errors(*inputs))
     for key in MOMENTS if layout.buckets is None else ():
         moments = [(n, optimizer.state[p][key]) for n, p in named]
-        worst(key, shard_errors(layout, moments, want[key], layout_rounding_noise(case, key)))
+        check(key, shard_errors(layout, moments, want[key], layout_rounding_noise(case, key)))
     state = SD.TrainState(model, optimizer, layout)
     state.updates = 1
-    for key, found in saved_errors(case, state, want, pieces):
-        worst(key, [found])
+    for name, sharded in state.sharded_state_dict().items():
+        key, _, name = name.partition(".")
+        whole, noise = want[key][name], layout_rounding_noise(case, key).get(name, 1)
+        for at, tile in sharded.chunks.items():  # of a checkpoint
+            there = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
+            check(f"saved {key}", [(shard_error(tile, there, whole) / noise, name)])
+            pieces[key] += tile.numel()
     whole = sum(x.numel() for x in want["exp_avg"].values())
-    missing = layout.buckets is not None and rank == 0 and pieces["exp_avg"] != whole
-    worst("pieces", [(math.inf if missing or not pieces["weight"] else 0.0, str(pieces))])
+    assert pieces["weight"], pieces
+    assert layout.buckets is None or rank > 0 or pieces["exp_avg"] == whole, pieces
     for name, b in model.named_buffers():
-        worst("expert bias", [(shard_error(b, want["weight"][name], want["weight"][name]), name)])
+        check(name, [(shard_error(b, want["weight"][name], want["weight"][name]), name)])
     eight_bit = "--fp8" in case.run or "--qat" in case.run  # a router may choose another expert
     moved = (getattr(balance, "last", torch.zeros(0)) - want["last"]).abs().sum()
-    few = moved <= (0.1 * want["last"].sum() if eight_bit else 0)
-    worst("loads", [(0.0 if few else math.inf, f"{moved} tokens")])
+    assert moved <= (0.1 * want["last"].sum() if eight_bit else 0), f"{moved} tokens moved"
+    assert ropes <= {torch.float32, torch.float64}, "RoPE was rounded"
     at = layout.positions(case.seq, torch.device("cpu"))
     numel = lambda x: parallel.to_local(x).numel()
     plain = named if layout.buckets is None else ()  # the moments of buckets are slices
     return dict(
-        errors=errors,
-        ropes=ropes,
         sizes={d: layout.mesh.size(d) for d in (*parallel.DIMS, "ep")},
         numel={n: numel(p) for n, p in named},
         moments={n: numel(optimizer.state[p]["exp_avg"]) for n, p in plain},
@@ -23654,13 +23497,11 @@ slow ep by nodes    | moe tied | --ep 4 --set ep_node_size=2 --set ep_chunks=2 |
 slow ep by nodes cp | latent | --cp 2 --ep 4 --set ep_node_size=2 --set ep_chunks=3 |
 slow ep by nodes z3 | latent | --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS}
 slow replicas only  | biased | --zero 3 --dp-replicate 4 | | batch=8
-slow tp few tokens  | few-tokens tied | --tp 4 {NO_SP} |
 slow sp few tokens  | few-tokens tied | --tp 4 | | micro=4
 slow alibi          | alibi | --tp 4 --async-tp | | micro=2
 slow llama          | llama | --tp 4 --async-tp | | micro=2
 slow yarn           | yarn | --tp 2 --cp 2 | | micro=2
 slow dynamic        | dynamic | --tp 4 | | micro=2
-slow aux            | moe tied | --tp 4 {NO_SP} | --aux-loss 0.3 | micro=2
 slow aux sp         | moe tied | --tp 4 | --aux-loss 0.3 {Z_LOSS} | micro=2
 slow long           | windows | --cp 4 | | seq=32 micro=4
 slow experts=loop   | latent | --tp 2 --ep 2 --zero 3 | --set experts=loop
@@ -23668,14 +23509,10 @@ slow chunks         | biased | --tp 2 --zero 3 --recompute sqrt {CHUNKED} | | mi
 slow chunks mtp     | latent mtp2 tied | --tp 2 {NO_SP} --ep 2 --zero 2 {CHUNKED} | {Z_LOSS}
 slow fp32 one row   | biased | --tp 2 --cp 2 | | seq=32 dtype=fp32 batch=1
 slow fp32 zero      | norms tied | --zero 3 --dp-replicate 2 | | dtype=fp32 batch=8
-slow fp32 ring      | windows | --cp 4 | | dtype=fp32 seq=32
 slow fp32 ep        | moe tied | --tp 2 --ep 2 --zero 3 | --aux-loss 0 | dtype=fp32
-slow fp32 zbv       | biased deep | --pp 4 --pp-schedule zbv | | dtype=fp32
 slow bf16           | biased | --tp 2 --zero 3 | | batch=8 dtype=bf16
-slow bf16 tp        | biased | --tp 4 {NO_SP} | | dtype=bf16
 slow bf16 async     | biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 | | dtype=bf16
 slow bf16 buckets   | biased | --zero 1 {BUCKETS} | | batch=8 dtype=bf16
-slow bf16 pp        | biased deep | --pp 2 --tp 2 | | dtype=bf16
 slow bf16 zb        | biased deep | --pp 2 --pp-schedule v-half --zero 2 | | batch=8 dtype=bf16
 slow pp_layers      | biased deep | --pp 2 --cp 2 --pp-schedule interleaved --set pp_layers=1,2,3,2 |
 slow pp_recompute   | norms tied | --pp 2 --set pp_recompute=0 --zero 1 | | batch=8
@@ -23683,7 +23520,6 @@ slow fp8 tensors | moe tied aligned | --zero 2 --dp-replicate 2 | --fp8 tensorwi
 slow inductor       | biased | --compile --cp 4 --set cp_method=all-gather | | dtype=fp32
 slow tp 8           | norms tied | --tp 8 | | micro=2 ranks=8
 slow cp 8           | windows | --cp 8 --cp-ulysses 2 | | ranks=8 seq=32
-slow ep 8           | latent | --ep 8 --set ep_node_size=4 --zero 2 | | batch=8 ranks=8
 slow ep 4 of 8      | latent | --tp 2 --cp 2 --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS} | batch=8 ranks=8
 slow pp 4 of 8      | tied deep | --pp 4 --pp-schedule dualpipe --cp 2 --zero 1 | | batch=8 ranks=8
 """
@@ -23874,9 +23710,9 @@ def sent_among_several(wire: Wire) -> list[dict]:
     return seen
 
 
-def lost_case(rank: int, case: LayoutCase, folder: Path, every: bool) -> dict:
-    """One step and its transfers; then the step without each of them, or without the first and the
-    last of each kind, size and group."""
+def lost_case(rank: int, case: LayoutCase, folder: Path) -> dict:
+    """One step and its transfers; then the step without the first and the last of each kind, size
+    and group."""
     want, wire = layout_reference(case.reference()), layout_wire()
     _, layout, model, attend = layout_rank(case, rank)
     rows = case.rows(0, layout)
@@ -23894,8 +23730,7 @@ def lost_case(rank: int, case: LayoutCase, folder: Path, every: bool) -> dict:
     wire.reset()
     undisturbed, seen, lost = error(), sent_among_several(wire), {}
     labels = [(event["kind"], event["numel"], len(event["ranks"])) for event in seen]
-    ends = {label: i for i, label in enumerate(labels)}.values()
-    lose = [{*range(len(seen))} if every else {*ends, *map(labels.index, labels)}]
+    lose = [{*map(labels.index, labels), *{label: i for i, label in enumerate(labels)}.values()}]
     dist.broadcast_object_list(lose)  # sizes, and so labels, differ by a row of the vocabulary
     for i in sorted(lose[0]):
         wire.reset(seen[i]["number"])
@@ -23906,18 +23741,15 @@ def lost_case(rank: int, case: LayoutCase, folder: Path, every: bool) -> dict:
     return dict(labels=labels, lost=lost, undisturbed=(undisturbed, error()), embedding=embedding)
 
 
-# each: all transfers are lost in turn, else the first and the last of each kind, size and group
 LOST = f"""
-tp                    | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
-hsdp                  | single biased | --zero 2 --dp-replicate 2 |
-slow async, zero      | single biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3 | | micro=4
-slow each: all-gather | single biased | --tp 2 --cp 2 --set cp_method=all-gather | | micro=4
-slow each: tp         | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
-slow each: tp 4       | single biased | --tp 4 {NO_SP} | | micro=4
-slow each: sp         | single biased | --tp 2 --zero 1 |
-slow each: async      | single biased | --tp 4 --async-tp | | micro=4
-slow each: zero       | biased        | --zero 3 | | batch=8
-slow each: 2D         | single biased | --cp 4 --cp-ulysses 2 | | micro=4
+tp               | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
+hsdp             | single biased | --zero 2 --dp-replicate 2 |
+slow async, zero | single biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3 | | micro=4
+slow all-gather  | single biased | --tp 2 --cp 2 --set cp_method=all-gather | | micro=4
+slow sp          | single biased | --tp 2 --zero 1 |
+slow async       | single biased | --tp 4 --async-tp | | micro=4
+slow zero        | biased        | --zero 3 | | batch=8
+slow 2D          | single biased | --cp 4 --cp-ulysses 2 | | micro=4
 """
 LOST = {name: replace(case, steps=1) for name, case in layout_rows(LOST).items()}
 
@@ -23933,8 +23765,7 @@ def test_layout_lost_transfer_is_noticed(layouts, name):
     quiet = [first["labels"][i] for i in first["lost"] if max(g["lost"][i] for g in results) < 1e-6]
     # except fully_shard's all-gather of the embedding for its backward pass, which does not use it
     assert {label[:2] for label in quiet} <= {("all_gather", first["embedding"])}, quiet
-    every = len(first["lost"]) == len(first["labels"])
-    assert len(first["lost"]) > 5 and (every or "each" not in name)
+    assert len(first["lost"]) > 5
 
 
 def count_case(rank: int, case: LayoutCase, folder: Path) -> tuple[list, float]:
@@ -23963,7 +23794,7 @@ GATHER, SCATTER = "all_gather float32 of 4", "reduce_scatter float32 of 4"
 IN_TWO, SCATTER_TWO = "all_gather float32 of 2", "reduce_scatter float32 of 2"
 QUANTIZED = "--set zero_quantized=true"
 BOTH, ALL_GATHER = (2, 0, 2, 0), "--cp 4 --set cp_method=all-gather"
-COUNTS = {
+COUNTS = {  # of each microbatch, or the same of both
     f"--tp 4 {NO_SP}": [CROSS_ENTROPY | {"all_reduce 2048": (2, 1, 2, 1)}],
     "--tp 4": [
         CROSS_ENTROPY | {"all_gather 512": (2, 1, 2, 1), "reduce_scatter 2048": (2, 1, 2, 1)}
@@ -23975,17 +23806,15 @@ COUNTS = {
     ALL_GATHER: [{"all_gather 256": BOTH, "reduce_scatter 1024": (0, 0, 2, 0)}],
     "--zero 1": [{GATHER: ONCE}, {SCATTER: LAST}],
     "--zero 2": [{GATHER: ONCE, SCATTER: LAST}, {SCATTER: LAST}],
-    "--zero 3": [{GATHER: TWICE, SCATTER: LAST}] * 2,
+    "--zero 3": [{GATHER: TWICE, SCATTER: LAST}],
     "--zero 3 --dp-replicate 2": [
         {IN_TWO: TWICE, SCATTER_TWO: LAST, "all_reduce float32 of 2": LAST}
-    ]
-    * 2,
-    "--zero 3 --set hpz_size=2": [{GATHER: ONCE, IN_TWO: LAST, SCATTER: LAST}] * 2,
-    f"--zero 3 {QUANTIZED}": [{"all_gather uint8 of 4": TWICE, "all_to_all uint8 of 4": LAST}] * 2,
+    ],
+    "--zero 3 --set hpz_size=2": [{GATHER: ONCE, IN_TWO: LAST, SCATTER: LAST}],
+    f"--zero 3 {QUANTIZED}": [{"all_gather uint8 of 4": TWICE, "all_to_all uint8 of 4": LAST}],
     f"--zero 3 {QUANTIZED} --set hpz_size=2": [
         {"all_gather uint8 of 4": ONCE, IN_TWO: LAST, "all_to_all uint8 of 2": (0, 0, 2, 4)}
-    ]
-    * 2,
+    ],
 }
 COUNT_SIZES = dict(batch=4, micro=4), dict(batch=8, micro=1)  # ZeRO: 2 microbatches
 COUNTED = {flags: ("three biased", flags) for flags in COUNTS}
@@ -24007,7 +23836,8 @@ def test_layout_transfers_equal_the_formula(layouts, name):
         for i in (0, 2):
             count = {key: n[i] * case.config.n_layers + n[i + 1] for key, n in formula.items()}
             want.append({key: n for key, n in count.items() if n})
-    assert list(map(Counter, first)) == want
+    assert list(map(Counter, first)) == want * (len(first) // len(want))
+    assert len(first) == (4 if "--zero" in case.layout else 2)
     if QUANTIZED in name:
         assert 0 < abs(loss / layouts("count --zero 3")[0][1] - 1) < 0.05
 
@@ -24106,11 +23936,9 @@ def test_layout_checkpoint_resumes_under_other_layouts_and_generates(layouts, na
 # model | ranks | flags | a regex of the message, which names the flag
 LAYOUTS_REFUSED = f"""
 plain | 1 | --tp 2 | --tp 2 .* = 2 .*1 ranks
-plain | 4 | --tp 3 | --tp 3 .* = 3 .*4 ranks
 plain | 4 | --tp 2 --cp 4 | --tp 2 x --cp 4 = 8
 plain | 4 | --tp 0 | --tp
 plain | 4 | --dp 3 | --dp 3 .*4 ranks
-plain | 4 | --dp 4 --tp 2 | --dp 4 x --tp 2 .* = 8
 plain | 4 | --dp 2 --pp 4 | --dp 2 x --pp 4 .* = 8
 plain | 4 | --dp-replicate 3 --zero 3 | --dp-replicate 3 .* 4
 plain | 4 | --dp-replicate 4 --tp 2 --zero 3 | --dp-replicate 4 .* 2
@@ -24141,7 +23969,6 @@ three-keys | 4 | --cp 4 --cp-ulysses 4 | --cp-ulysses 4 .*3 key heads
 dynamic | 4 | --cp 4 | --cp .*dynamic NTK.* 8$
 alibi | 4 | --cp 2 | --cp .*ALiBi
 moe | 4 | --cp 2 --set seq_aux_loss=0.1 | seq_aux_loss.*--cp|--cp.*seq_aux_loss
-plain | 4 | --pp 3 | --pp 3 .* = 3 .*4 ranks
 plain | 4 | --pp 4 | --pp 4 makes 4 stages.*2 layers
 deep | 4 | --pp 4 --pp-schedule breadth-first --set virtual_stages=3 | --pp 4 .*12 stages.*8 layers
 plain | 4 | --pp-schedule zbv | --pp-schedule requires --pp
@@ -24198,28 +24025,17 @@ MESH_ERRORS = [  # a call that must fail, a regex of its message
 ]
 
 
-def mesh_errors_case(rank: int, task, folder: Path) -> list[str]:
-    """Errors of make_mesh, apply_tp and apply_fsdp; none may leave a rank hanging."""
-    errors, mesh = [], parallel.make_mesh(tp=4)
-    for call, _ in MESH_ERRORS:
-        try:
+def mesh_errors_case(rank: int, task, folder: Path) -> None:
+    mesh = parallel.make_mesh(tp=4)
+    for call, words in MESH_ERRORS:
+        with pytest.raises(ValueError, match=words) as caught:
             call(mesh)
-            errors.append("none")
-        except ValueError as e:
-            errors.append(str(e))
-    return errors
+        assert "\n" not in str(caught.value)
 
 
-def test_layout_rejects_bad_meshes_and_shards(layouts):
-    """Sizes that do not fit are an error of one line on every rank, which names the size."""
-    for errors in layouts("mesh errors"):
-        for error, (_, words) in zip(errors, MESH_ERRORS, strict=True):
-            assert re.search(words, error) and "\n" not in error
-
-
-def frozen_case(rank: int, task, folder: Path) -> dict:
+def frozen_case(rank: int, task, folder: Path) -> None:
     """A step on 2 x 2 ranks that trains only o_proj, and a step that trains all parameters."""
-    mesh, norms, frozen = parallel.make_mesh(dp_shard=2, tp=2), [], []
+    mesh, norms = parallel.make_mesh(dp_shard=2, tp=2), []
     tokens = torch.arange(32).view(2, 1, 16)[mesh.rank("dp_shard")] % 89
     for some in (True, False):
         torch.manual_seed(0)
@@ -24229,19 +24045,18 @@ def frozen_case(rank: int, task, folder: Path) -> dict:
             p.requires_grad_("o_proj" in name or not some)
         model(tokens).square().sum().backward()
         parallel.sum_gradients(model, mesh, tp)
-        norms.append(parallel.gradient_norm(model, mesh, tp).item())
-        parallel.clip_gradients(model, torch.tensor(norms[-1]), 1.0)
-        frozen += [p.grad is None for p in model.parameters() if not p.requires_grad]
-        norms.append(parallel.gradient_norm(model, mesh, tp).item())
-    return dict(norms=norms, frozen=frozen)
+        assert all((p.grad is None) != p.requires_grad for p in model.parameters())
+        norms.append(parallel.gradient_norm(model, mesh, tp))
+        parallel.clip_gradients(model, norms[-1], 1.0)
+        assert parallel.gradient_norm(model, mesh, tp).item() == pytest.approx(1, rel=1e-4)
+    assert 0 < norms[0] < 0.9 * norms[1]
 
 
-def test_layout_frozen_parameters_get_no_gradients(layouts):
-    """Frozen parameters get no gradient and do not count in the gradient norm."""
-    for got in layouts("frozen"):
-        some, clipped, whole, _ = got["norms"]
-        assert all(got["frozen"]) and len(got["frozen"]) > 9
-        assert clipped == pytest.approx(1, rel=1e-4) and 0 < some < 0.9 * whole
+@pytest.mark.parametrize("name", ["mesh errors", "frozen"])
+def test_layout_rejects_bad_meshes_and_freezes_parameters(layouts, name):
+    """Sizes that do not fit are an error of one line on every rank, which names the size. Frozen
+    parameters get no gradient and do not count in the gradient norm."""
+    assert layouts(name) == [None] * 4
 
 
 # ---- processes ----
@@ -24260,7 +24075,7 @@ def layout_setup(env):
 
 
 LAYOUT_TASKS = {name: (train_case, case) for name, case in LAYOUT_CASES.items()}
-LAYOUT_TASKS |= {f"lost {name}": (lost_case, case, "each" in name) for name, case in LOST.items()}
+LAYOUT_TASKS |= {f"lost {name}": (lost_case, case) for name, case in LOST.items()}
 LAYOUT_TASKS |= {f"count {name}": (count_case, case) for name, case in COUNTED.items()}
 LAYOUT_TASKS |= {f"chain {name}": (chain_case, cases, name) for name, cases in CHAINS.items()}
 LAYOUT_TASKS |= {"mesh errors": (mesh_errors_case, None), "frozen": (frozen_case, None)}
@@ -24306,10 +24121,6 @@ def test_layout_equals_one_process(layouts, name):
     model exactly: each rank has its shard of every parameter and of its Adam moments, and every
     token of a batch is on one rank, replicated only along tp and pp."""
     results, case = layouts(name), LAYOUT_CASES[name]
-    for rank, got in enumerate(results):
-        far = {key: found for key, found in got["errors"].items() if not found[0] <= case.within}
-        assert not far, f"rank {rank}: {far}"
-        assert got["ropes"] <= {torch.float32, torch.float64}, "RoPE was rounded"
     args, sizes, ranks = case.args(), results[0]["sizes"], len(results)
     whole, plan = layout_meta_model(case.model), "\n".join(got["plan"] for got in results)
     moe = [f"{name}." for name, module in whole.named_modules() if isinstance(module, M.MoE)]
@@ -24367,16 +24178,13 @@ slow lora       | 1 | dense  | --dtype fp32 --lora 4 --init INIT
 slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --init INIT --zero 3
 slow backward   | 1 | dense  | --dtype fp32 {IN_BACKWARD}
 slow backward 3 | 2 | dense  | --dtype fp32 {IN_BACKWARD} --zero 3 --recompute full
-slow bf16       | 1 | tied   | --dtype bf16 --recompute full
 slow async tp   | 2 | tied   | --dtype fp32 --tp 2 --async-tp
 slow kv copies  | 4 | dense  | --dtype fp32 --tp 4
 slow hsdp       | 4 | dense  | --dtype bf16 --zero 3 --dp-replicate 2
 slow striped    | 2 | dense  | --dtype bf16 --cp 2 --set cp_method=striped --zero 3
 slow all-gather | 2 | dense  | --dtype fp32 --cp 2 --set cp_method=all-gather
 slow ulysses    | 4 | dense  | --dtype fp32 --cp 4 --cp-ulysses 2
-slow tp x cp    | 4 | dense  | --dtype fp32 --tp 2 --cp 2 --recompute full
 slow tp zero 3  | 4 | tied   | --dtype bf16 --tp 2 --zero 3 --batch-size 8
-slow ep         | 2 | moe    | --dtype fp32 --ep 2
 slow ep chunks  | 4 | moe    | --dtype fp32 --ep 4 --set ep_chunks=2 --zero 3
 slow routed     | 4 | routed | --dtype bf16 --ep 4 --zero 2 --seq-len 64
 """
@@ -24573,21 +24381,6 @@ def test_dry_run_of_512_ranks_of_a_llama3_block(tmp_path, monkeypatch):
     numbers |= {"tp reduce-scatter": 6, "fsdp reduce-scatter": 4}
     for name, n in numbers.items():
         assert int(re.search(rf"{name} +([\d,]+)", out)[1].replace(",", "")) == n, out
-
-
-@pytest.mark.slow
-def test_dry_run_of_512_ranks_of_a_whole_model():
-    """--dry-run of Llama 3 8B on 512 ranks takes under a minute and under 3 GB."""
-    program = (
-        "import resource, sys, train; status = train.main(sys.argv[1:]); "
-        "usage = resource.getrusage(resource.RUSAGE_SELF); "
-        "print('peak', usage.ru_maxrss, 'seconds', usage.ru_utime); sys.exit(status)"
-    )
-    flags = "--dry-run 512 --model llama3-8b --tp 8 --zero 3 --seq-len 8192"
-    done = run("-c", program, *flags.split())
-    assert done.returncode == 0, done.stderr
-    peak, seconds = re.search(r"peak (\d+) seconds ([\d.]+)", done.stdout).groups()
-    assert int(peak) < 3e6 and float(seconds) < 60, done.stdout
 
 
 BAD_DRY_RUNS = """
