@@ -4432,7 +4432,8 @@ def test_paged_cache_equals_full_forward(name, kind, bs):
     cache = P.PagedKVCache(model.config, num_blocks, bs, dtype, kv_dtype=kv_dtype)
     paged_spoil(cache, range(num_blocks))
     free = r.sample(range(num_blocks), num_blocks)
-    sequences = [paged_prompt(n, n) for n in (1, bs, bs + 1, 2 * bs - 1, 37)]
+    sizes = 1, bs, bs + 1, max(1, bs - 1), 37
+    sequences = [paged_prompt(2 * bs, 1) + paged_prompt(n, n + i) for i, n in enumerate(sizes)]
     tables = [[free.pop() for _ in range(0, len(tokens), bs)] for tokens in sequences]
     logits, done = [[] for _ in sequences], [0] * len(sequences)
     while todo := [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]:
