@@ -3408,19 +3408,13 @@ def paged_forward(model: M.Transformer, tokens: list[int]) -> torch.Tensor:
         return M.Transformer.forward(model, torch.tensor([tokens]))[0]
 
 
-def paged_greedy(model, prompts, counts, eos=()) -> list[list[int]]:
-    """Greedy tokens from the model's own KVCache, all rows one position at a time."""
-    rows, ends = [list(p) for p in prompts], [len(p) + n for p, n in zip(prompts, counts)]
-    cache = M.KVCache(model.config, len(rows), max(ends))
+def paged_greedy(model, prompts, counts) -> list[list[int]]:
+    """Greedy tokens of each prompt alone, from the model's own KVCache; not recorded as calls."""
+    pairs = zip(prompts, counts, strict=True)
     with torch.no_grad():
-        for t in range(max(ends) - 1):
-            new = torch.tensor([[row[min(t, len(row) - 1)]] for row in rows])
-            attend = partial(cache.attend, limit=t + 1)
-            best = M.Transformer.forward(model, new, torch.tensor([t]), attend)[:, 0].argmax(-1)
-            for row, prompt, end, token in zip(rows, prompts, ends, best.tolist(), strict=True):
-                if len(row) == t + 1 < end and (row == [*prompt] or row[-1] not in eos):
-                    row.append(token)
-    return [row[len(p) :] for row, p in zip(rows, prompts, strict=True)]
+        rows = [greedy_tokens(model, torch.tensor([prompt]), n) for prompt, n in pairs]
+    model.calls.clear()
+    return rows
 
 
 def paged_prompt(length: int, seed: int, low: int = 3, high: int = 90) -> list[int]:
@@ -3657,54 +3651,36 @@ def paged_spoil(cache, blocks) -> None:
     ],
 )
 def test_paged_cache_equals_full_forward(name, kind, bs):
-    """Random batches of random chunks; some sequences share a prefix; some move to the host and
-    back into other blocks, or their last block is copied, as for a fork: the logits are the full
-    forward's, within the format's error, and a move changes no bit."""
+    """Random batches of random chunks: the logits are the full forward's, within the format's
+    error. After each chunk a sequence's KV is read and written to other blocks, which held NaN:
+    that changes no bit."""
     model, r, num_blocks = paged_model(name), random.Random(bs), 300
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     kv_dtype = None if kind == "bf16" else kind
     cache = P.PagedKVCache(model.config, num_blocks, bs, dtype, kv_dtype=kv_dtype)
     paged_spoil(cache, range(num_blocks))
-    head, free = paged_prompt(2 * bs, 1), r.sample(range(num_blocks), num_blocks)
-    sizes = [1, bs, bs + 1, max(1, bs - 1), 37]
-    sequences = [head + paged_prompt(n, n + i) for i, n in enumerate(sizes)]
-    tables, done = [[] for _ in sequences], [0] * len(sequences)
-    logits, seen = [[] for _ in sequences], Counter()
-    while any(n < len(s) for n, s in zip(done, sequences, strict=True)):
-        chunks, rows = [], []
-        for i in r.sample(range(len(sequences)), len(sequences)):
-            table, event = tables[i], r.choice("run run run skip move copy".split())
-            if i and done[0] < 2 * bs:
-                continue
-            if i and not done[i] and r.random() < 0.5:
-                table[:], done[i], seen["shared"] = tables[0][:2], 2 * bs, seen["shared"] + 1
-            if event == "run" and done[i] < len(sequences[i]):
-                new = sequences[i][done[i] :][: r.choice((1, 1, 2, 3, 5, 9))]
-                while len(table) * bs < done[i] + len(new):
-                    table.append(free.pop())
-                chunks.append(P.Chunk(new, done[i], table))
-                rows.append(i)
-            elif event == "move" and done[i]:
-                kept, same = cache.read(table, done[i]), r.randint(0, len(table) - 1)
-                table[same:] = [free.pop() for _ in table[same:]]
-                cache.write(table, same * bs, kept)
-                back = cache.read(table, done[i])
-                raw = lambda swapped: [x.view(torch.uint8) for x in swapped[1:] if x is not None]
-                assert all(map(torch.equal, raw(kept), raw(back))) and back.n == done[i]
-                seen["moved"] += 1
-            elif event == "copy" and table:
-                old, table[-1] = table[-1], free.pop()
-                cache.copy([(old, table[-1])])
-                seen["copied"] += 1
-        if chunks:
-            for i, found in zip(rows, paged_step(model, cache, chunks), strict=True):
-                logits[i].append(found)
-                done[i] += len(found)
+    free = r.sample(range(num_blocks), num_blocks)
+    sizes = 1, bs, bs + 1, max(1, bs - 1), 37
+    sequences = [paged_prompt(2 * bs, 1) + paged_prompt(n, n + i) for i, n in enumerate(sizes)]
+    tables = [[free.pop() for _ in range(0, len(tokens), bs)] for tokens in sequences]
+    logits, done = [[] for _ in sequences], [0] * len(sequences)
+    while todo := [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]:
+        rows = r.sample(todo, r.randint(1, len(todo)))
+        parts = [sequences[i][done[i] :][: r.choice((1, 2, 3, 5, 9))] for i in rows]
+        chunks = [P.Chunk(part, done[i], tables[i]) for part, i in zip(parts, rows, strict=True)]
+        for i, found in zip(rows, paged_step(model, cache, chunks), strict=True):
+            logits[i].append(found)
+            done[i] += len(found)
+            kept, old = cache.read(tables[i], done[i]), tables[i]
+            tables[i] = [free.pop(0) for _ in old]
+            cache.write(tables[i], 0, kept)
+            for a, b in zip(kept[1:], cache.read(tables[i], done[i])[1:], strict=True):
+                assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            paged_spoil(cache, old)
+            free += old
     for tokens, parts in zip(sequences, logits, strict=True):
-        got = torch.cat(parts)
-        off = relative(got, paged_forward(model, tokens)[-len(got) :])
+        off = relative(torch.cat(parts), paged_forward(model, tokens))
         assert off <= PAGED_TOLERANCE[kind] and (off > 0 or kind is None)
-    assert min(seen[x] for x in ("shared", "moved", "copied")) > 0, seen
 
 
 @pytest.mark.parametrize("name", ["gqa", "absorbed"])
@@ -3851,16 +3827,13 @@ def test_paged_allocator_equals_its_ledger():
 
 
 def test_paged_eviction_of_long_chains_is_iterative():
-    """A chain of 3000 blocks is evicted from its root without recursion; others stay cached."""
-    allocator, node, chain = P.BlockAllocator(3010, 1), 0, []
-    for i in range(3000):
-        chain.append(allocator.allocate())
-        node = allocator.register(chain[-1], node, (i,))
-    other = allocator.allocate()
-    allocator.register(other, 0, (7,))
+    """A chain of 3000 blocks is evicted from its root without recursion."""
+    allocator, node = P.BlockAllocator(3000, 1), 0
+    chain = [allocator.allocate() for _ in range(3000)]
+    for i, block in enumerate(chain):
+        node = allocator.register(block, node, (i,))
     allocator.uncache(chain[:1])
-    assert allocator.find(0, (0,)) is None and allocator.find(0, (7,)) == other
-    allocator.check([chain, [other]])
+    assert not allocator.entries and not allocator.children
 
 
 # ---- Scheduler on simulated slots ----
@@ -3868,24 +3841,17 @@ def test_paged_eviction_of_long_chains_is_iterative():
 
 class PagedSimulator:
     """A Scheduler, and slots that hold hashes of the tokens they were computed from. Every plan is
-    checked against the scheduler's promises. A random number of each sequence's drafts, at most
-    max_accepted, is accepted."""
+    checked against the scheduler's promises. A random number of each sequence's drafts is accepted."""
 
-    def __init__(
-        self, num_blocks, bs, budget, max_num_seqs, prefix, seed=0, kind=P.Scheduler, **more
-    ):
-        self.max_drafts, self.max_accepted = more.pop("max_drafts", 0), more.pop("max_accepted", 9)
+    def __init__(self, num_blocks, bs, budget, max_num_seqs, prefix, seed=0, max_drafts=0, **more):
         self.policy = more.get("policy", lambda seq: (seq.priority, seq.arrival))
         self.allocator = P.BlockAllocator(num_blocks, bs, prefix)
-        self.scheduler = kind(self.allocator, budget, min(max_num_seqs, budget), **more)
-        self.bs, self.room = bs, num_blocks * bs
+        self.scheduler = P.Scheduler(self.allocator, budget, min(max_num_seqs, budget), **more)
+        self.bs, self.room, self.max_drafts = bs, num_blocks * bs, max_drafts
         self.r = random.Random(seed)
-        self.draft_rng = random.Random(1)  # separate: a twin without drafts has the same self.r
         self.slots: dict[tuple[int, int], int] = {}
         self.alive, self.ran, self.arrival, self.num_drafts = [], {}, 0, 0
-        self.steps = self.starved = (
-            0  # starved: steps in which the most urgent sequence did not run
-        )
+        self.steps = self.starved = 0  # starved: steps without the most urgent sequence
 
     def key(self, seq):
         return self.policy(seq), seq.arrival, seq.index
@@ -3909,7 +3875,7 @@ class PagedSimulator:
         s, refs = self.scheduler, self.allocator.refs
         assert not any(seq.num_draft_tokens for seq in s.waiting)
         for seq in s.running:
-            seq.num_draft_tokens = self.draft_rng.randint(0, self.max_drafts)
+            seq.num_draft_tokens = self.r.randint(0, self.max_drafts)
         wanted = {seq: seq.num_draft_tokens for seq in s.running}
         first, waiting = min(self.alive, key=self.key, default=None), [*s.waiting]
         decoding = [seq for seq in s.running if seq.remaining <= 1]
@@ -3959,7 +3925,7 @@ class PagedSimulator:
         drafts, written = {}, {}
         for seq, n in plan.run:
             assert n >= 1 and seq.num_computed_tokens + n <= len(seq.tokens)
-            drafts[seq] = [self.draft_rng.randint(0, 1) for _ in range(plan.drafts.get(seq, 0))]
+            drafts[seq] = [self.r.randint(0, 1) for _ in range(plan.drafts.get(seq, 0))]
             marks = self.marks(seq.tokens + drafts[seq])
             for p in range(seq.num_computed_tokens, seq.num_computed_tokens + n):
                 at = self.slot(seq, p)
@@ -3971,47 +3937,29 @@ class PagedSimulator:
                 assert self.slots.get(self.slot(seq, p)) == mark, f"token {p} is not what it read"
         return drafts
 
-    def fail(self, plan) -> None:
-        """The model fails: some copies are made, some slots that it would write get garbage."""
-        copies = [(*pair, x) for pair in plan.copies.items() for x in range(self.bs)]
-        for to, source, x in copies:
-            if self.r.random() < 0.5:
-                self.slots[to, x] = self.slots.get((source, x))
-        for seq, n in plan.run:
-            if self.r.random() < 0.5:
-                for p, mark in enumerate(self.marks(seq.tokens)[: seq.num_computed_tokens + n]):
-                    at = self.slot(seq, p)
-                    if p >= seq.num_computed_tokens and self.slots.get(at) != mark:
-                        self.slots[at] = -1
-        self.scheduler.rollback(plan)
-        self.check()
-
-    def step(self, forks=0.0, failures=0.0, lost=0.0) -> None:
-        """lost: probability that a sequence's new tokens are lost after the model ran."""
-        plan = self.plan()
+    def step(self) -> None:
+        """A step that may fork sequences, lose new tokens, as when interrupted after the model ran,
+        or fail: then its plan is rolled back."""
+        plan, s = self.plan(), self.scheduler
         self.steps += 1
-        if self.r.random() < failures:
-            return self.fail(plan)
+        if self.r.random() < 0.05:
+            s.rollback(plan)
+            return self.check()
         drafts = self.execute(plan)
-        self.scheduler.commit(plan)
+        s.commit(plan)
         for seq in self.ran:
             if seq.num_computed_tokens < len(seq.tokens):
                 continue
-            row, room = [seq], lambda: len(self.scheduler.running) < self.scheduler.max_num_seqs
-            while self.r.random() < forks and room() and not drafts[seq]:
-                row.append(self.scheduler.fork(seq))
+            row = [seq]
+            while self.r.random() < 0.12 and len(s.running) < s.max_num_seqs and not drafts[seq]:
+                row.append(s.fork(seq))
                 row[-1].index = len(self.alive) + 1000 * self.steps  # keys are unique
                 self.alive.append(row[-1])
                 self.check()
-            if self.draft_rng.random() < lost:
-                continue
-            n = self.draft_rng.randint(0, min(self.max_accepted, len(drafts[seq])))
-            self.scheduler.accept(seq, n)
-            reported = self.draft_rng.randint(0, n) if lost else n
-            seq.tokens += drafts[seq][:reported]
-            if reported < n:
-                continue  # interrupted in the middle of the run
-            for x in row:
+            n, lost = self.r.randint(0, len(drafts[seq])), self.r.random() < 0.05
+            s.accept(seq, n)
+            seq.tokens += drafts[seq][: self.r.randint(0, n) if lost else n]
+            for x in row if not lost else ():
                 x.tokens.append(self.r.randint(0, 1))
                 if len(x.output) >= x.params.max_new_tokens:
                     self.end(x)
@@ -4021,27 +3969,20 @@ class PagedSimulator:
         self.scheduler.finish(seq)
         self.alive.remove(seq)
 
-    def arrivals(self, seed, turns=60) -> dict[int, tuple]:
-        """Arguments of add for some of the turns, a function of the seed: prefixes of two texts."""
-        r, found = random.Random(seed), {}
-        family = [[r.randint(0, 1) for _ in range(self.room)] for _ in range(2)]
-        for turn in range(turns):
-            if r.random() < 0.4:
-                new, bs = r.randint(1, max(1, min(self.room // 3, 30))), self.bs
+    def play(self) -> None:
+        """Arrivals, whose prompts are prefixes of two texts, forks, aborts and failures; then no
+        more arrivals, until all is done."""
+        r, bs = self.r, self.bs
+        texts = [[r.randint(0, 1) for _ in range(self.room)] for _ in range(2)]
+        for turn in range(2000):
+            if turn < 60 and r.random() < 0.4:
+                new = r.randint(1, max(1, min(self.room // 3, 30)))
                 length = r.choice((1, bs, bs + 1, 2 * bs, r.randint(1, self.room)))
                 length = max(1, min(length, self.room - new, 80))
-                found[turn] = r.choice(family)[:length], new, r.choice((0, 0, 0, 1, -1))
-        return found
-
-    def play(self, seed, lost=0.0) -> None:
-        """Arrivals, forks, aborts and failures; then no more arrivals, until all is done."""
-        arrivals = self.arrivals(seed)
-        for turn in range(2000):
-            if turn in arrivals:
-                self.add(*arrivals[turn])
-            if turn < 60 and self.alive and self.r.random() < 0.05:
-                self.end(self.r.choice(self.alive))
-            self.step(forks=0.12, failures=0.05, lost=lost)
+                self.add(r.choice(texts)[:length], new, r.choice((0, 0, 0, 1, -1)))
+            if turn < 60 and self.alive and r.random() < 0.05:
+                self.end(r.choice(self.alive))
+            self.step()
             if turn >= 60 and not self.alive:
                 break
         assert not self.alive, "the scheduler does not come to an end"
@@ -4064,36 +4005,18 @@ PAGED_WORLDS = [  # blocks, block size, budget, sequences, prefix cache
 @pytest.mark.parametrize("world", PAGED_WORLDS)
 def test_paged_scheduler_keeps_its_promises(world):
     """Any arrivals, priorities, forks, aborts, failures and lost tokens, drafts or none: each token
-    is computed from exactly the tokens before it, budgets and order hold, decoding sequences run
-    in every step, the most urgent one is never preempted or starved, all end, nothing leaks."""
+    is computed from exactly the tokens before it, budgets and order hold, decoding sequences run in
+    every step, the most urgent one is never preempted or starved, all end, nothing leaks."""
     drafts = preempted = 0
     for seed in range(8):
         more = dict(kv_swap=seed % 2 == 1, max_drafts=seed % 4 // 2 * 4)
         if seed == 4:
             more["policy"] = lambda seq: seq.n_prompt
         sim = PagedSimulator(*world, seed=seed, **more)
-        sim.play(seed, lost=seed // 5 / 10)
+        sim.play()
         drafts, preempted = drafts + sim.num_drafts, preempted + sim.scheduler.n_preempted
     assert drafts > 30 or world[2] == 1
     assert preempted > 0 or world[0] == 400
-
-
-class PagedPrefillFirst(P.Scheduler):
-    """A wrong policy: decodes wait while there are prompts to run."""
-
-    def schedule(self):
-        decodes = [s for s in self.running if s.remaining == 1]
-        self.running[:] = [s for s in self.running if s not in decodes]
-        plan = super().schedule()
-        self.running[:] = decodes + self.running
-        return plan if plan.run else super().schedule()
-
-
-def test_paged_wrong_scheduler_is_noticed():
-    """The checks of every plan find decodes that wait for prompts."""
-    with pytest.raises(AssertionError, match="a next token waits|the first one waits"):
-        for seed in range(8):
-            PagedSimulator(10, 2, 13, 6, True, seed, PagedPrefillFirst).play(seed)
 
 
 def test_paged_no_sequence_is_preempted_in_vain():
@@ -4108,51 +4031,24 @@ def test_paged_no_sequence_is_preempted_in_vain():
     assert urgent in sim.scheduler.running or sim.scheduler.n_preempted == 0
 
 
-@pytest.mark.parametrize("world", PAGED_WORLDS[1:])
-def test_paged_lookahead_preempts_no_sequence(world):
-    """If no draft is accepted, each step runs, admits and preempts exactly what it would without
-    drafts: lookahead costs other sequences nothing (except cached prefixes that it evicts)."""
-    drafts = 0
-    for seed in range(4):
-        more = dict(seed=seed, max_accepted=0, kv_swap=seed % 2 == 1)
-        twins = [PagedSimulator(*world[:4], False, **more, max_drafts=n) for n in (0, 4)]
-        arrivals = twins[0].arrivals(seed)
-        for turn in range(2000):
-            runs = []
-            for sim in twins:
-                if turn in arrivals:
-                    sim.add(*arrivals[turn])
-                sim.step()
-                runs.append([(seq.arrival, seq.index, n) for seq, n in sim.ran.items()])
-            assert runs[0] == runs[1]
-            if turn > 60 and not twins[0].alive:
-                break
-        assert not twins[1].alive
-        assert twins[0].scheduler.n_preempted == twins[1].scheduler.n_preempted
-        drafts += twins[1].num_drafts
-    assert drafts > 30
-
-
 # ---- the Engine: helpers ----
 
 
 class PagedSampler:
-    """Greedy, and takes NaN logits; -1 for the keys (request, sample, position) in `never`. Spoils
-    the logits that it was given."""
+    """Greedy, and takes NaN logits. Records what it samples and spoils the logits."""
 
-    def __init__(self, never=()):
-        self.seen, self.never = [], set(never)
+    def __init__(self):
+        self.seen = []
 
     def check(self, params):
         pass
 
     def __call__(self, logits, sequences):
-        keys = [(s.request.id, s.index, len(s.output)) for s in sequences]
-        assert logits.shape == (len(keys), 97)
-        self.seen += keys
-        ids = [-1 if key in self.never else int(row.argmax()) for key, row in zip(keys, logits)]
+        self.seen += [(s.request.id, s.index, len(s.output)) for s in sequences]
+        assert logits.shape == (len(sequences), 97)
+        ids = logits.argmax(-1)
         logits.fill_(-INF)
-        return torch.tensor(ids)
+        return ids
 
 
 class PagedListener:
@@ -4313,10 +4209,13 @@ def paged_texts(prompts, tokens) -> list[list[int]]:
 # ---- the Engine as a state machine ----
 
 
+EOS = 13
+
+
 @cache
 def engine_pool() -> tuple[M.Transformer, list[list[int]], list[list[int]]]:
-    """A model, prompts, some of them prefixes of others, and their greedy tokens; then prompts with
-    a token whose embedding is NaN."""
+    """A model, prompts, some of them prefixes of others, and their greedy tokens, half of them with
+    EOS; then prompts with a token whose embedding is NaN."""
     model, pool = paged_model(poison=True), paged_requests(12, seed=11)[0]
     pool += [p[:4] for p in pool[:4]] + [p[:8] for p in pool[:4]]
     want = paged_greedy(model, pool, [20] * len(pool))
@@ -4330,16 +4229,17 @@ ENGINE_ACTIONS = "stop abort add raise refuse".split()
 
 class EngineMachine(RuleBasedStateMachine):
     """Two Engines of one model, and every event that may hit them. promises: for each request its
-    prompt, length, engine, and how else it may end. bombs: name of a call -> how
-    many calls before it raises, and what."""
+    tokens, how it ends or may end, and its engine. bombs: name of a call -> how many calls before
+    it raises, and what."""
 
     events = Counter()
     which, steps = strategies.sampled_from(range(20)), strategies.sampled_from((3, 1, 2, 6, 0))
-    requests = strategies.tuples(  # prompt, new tokens, samples, priority
+    requests = strategies.tuples(  # prompt, new tokens, samples, priority, ignore_eos
         which,
         strategies.sampled_from((20, 9, 5, 2, 1)),
         strategies.sampled_from((1, 1, 2, 3)),
         strategies.sampled_from((0, 0, 0, -1, 2)),
+        strategies.booleans(),
     )
 
     @initialize(
@@ -4370,6 +4270,7 @@ class EngineMachine(RuleBasedStateMachine):
             more |= dict(num_blocks=-(-slots // size), block_size=size, prefix_cache=prefix)
             more |= dict(max_num_batched_tokens=budget, max_num_seqs=min(rows, budget))
             more |= dict(policy=lambda s: self.hook("policy") or P.fcfs(s), kv_swap=swap)
+            more |= dict(eos_ids=(EOS,))
             more |= dict(sampler=PagedSampler() if takes_nan else None, output_callback=self.listen)
             engine = paged_engine(self.model, **more)
             engine.sampler = self.refusing(engine.sampler)
@@ -4435,7 +4336,7 @@ class EngineMachine(RuleBasedStateMachine):
         if action == "abort":
             self.end_one(len(self.log))
         elif action == "add":
-            self.add_one(len(self.log), 5, 1, 0)
+            self.add_one(len(self.log), 5, 1, 0, True)
         self.stepping = True
         if action == "stop":
             ends.add("stop")
@@ -4444,12 +4345,18 @@ class EngineMachine(RuleBasedStateMachine):
             ends.add("error")
             raise RuntimeError("no one listens")
 
-    def add_one(self, which, n, samples, priority):
+    def add_one(self, which, n, samples, priority, ignore_eos):
         engine, which, id = self.engines[0], which % len(self.pool), len(self.promises)
-        params = greedy(n, n=min(samples, engine.scheduler.max_num_seqs))
+        params = greedy(n, n=min(samples, engine.scheduler.max_num_seqs), logprobs=1)
+        ends, tokens, reason = {"error"}, None, "length"  # of a prompt with NaN
+        if which < len(self.want):
+            params = replace(params, ignore_eos=ignore_eos)
+            ends, tokens = set(), self.want[which][:n]
+            if EOS in tokens and not ignore_eos:
+                tokens, reason = tokens[: tokens.index(EOS) + 1], "eos"
         engine.add(self.pool[which], params, id=id, priority=priority)
-        ends = {"error"} if which >= len(self.want) else set()
-        promise = SimpleNamespace(which=which, n=n, ends=ends, engine=0, output=engine.outputs[id])
+        promise = SimpleNamespace(tokens=tokens, reason=reason, n=n, ends=ends, engine=0)
+        promise.output = engine.outputs[id]
         promise.known, self.promises[id] = self.progress(promise), promise
 
     @staticmethod
@@ -4570,21 +4477,31 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_is_well(self):
-        """Tokens are greedy's, each listener heard its own once, and blocks add up."""
-        for engine in getattr(self, "engines", []):
+        """Tokens are greedy's, each listener heard its own once, and blocks and counts add up."""
+        if not hasattr(self, "promises"):
+            return
+        for engine in self.engines:
             paged_check(engine)
-        for promise in getattr(self, "promises", {}).values():
-            clean, output = promise.which < len(self.want), promise.output
+        n_tokens = 0
+        for promise in self.promises.values():
+            output = promise.output
             for sample in output.samples:
                 tokens, reason = sample.token_ids, sample.finish_reason
-                if clean:
-                    assert tokens == self.want[promise.which][: len(tokens)]
-                assert clean or self.takes_nan or not tokens
-                assert len(tokens) <= promise.n and reason in {None, "length", *promise.ends}
-                assert reason != "length" or len(tokens) == promise.n
+                if promise.tokens is not None:
+                    assert tokens == promise.tokens[: len(tokens)]
+                    assert reason or len(tokens) < len(promise.tokens)
+                assert promise.tokens is not None or self.takes_nan or not tokens
+                assert reason in {None, promise.reason, *promise.ends}
+                whole = promise.n if promise.tokens is None else len(promise.tokens)
+                assert len(tokens) == whole if reason == promise.reason else len(tokens) <= whole
+                assert len(sample.logprobs) == len(tokens)
+                n_tokens += len(tokens)
+            assert len(output.timestamps[1:]) == len(output.token_ids)
             reasons = [sample.finish_reason for sample in output.samples]
             assert bool(output.error) == ("error" in reasons)
-        for x in getattr(self, "log", []):
+            self.events["eos"] += "eos" in reasons
+        assert sum(engine.counts["tokens_new"] for engine in self.engines) == n_tokens
+        for x in self.log:
             sample = self.promises[x.sequence.request.id].output.samples[x.sequence.index]
             assert x.tokens == sample.token_ids
             assert x.ends == ([sample.finish_reason] if sample.finish_reason else [])
@@ -4618,7 +4535,7 @@ def test_engine_keeps_its_promises():
     )
     hypothesis.stateful.run_state_machine_as_test(EngineMachine, settings=settings)
     wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted", "moved"}
-    wanted |= {"preemptions", "accepted", "hit_rate"}
+    wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
     missing = {event for event in wanted if not EngineMachine.events[event]}
     assert not missing, missing
 
@@ -4630,7 +4547,7 @@ ENGINES = {  # name: model, options
     "large": ("gqa", dict(num_blocks=200, max_num_batched_tokens=200)),
     "recompute": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16)),
     "swap": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16, kv_swap=True)),
-    "no-prefix": ("gqa", dict(num_blocks=9, prefix_cache=False, kv_swap=True)),
+    "no-prefix": ("gqa", dict(num_blocks=9, prefix_cache=False, max_num_batched_tokens=12)),
     "chunked": ("gqa", dict(num_blocks=12, max_num_batched_tokens=5)),
     "one-token": ("gqa", dict(num_blocks=9, max_num_batched_tokens=1)),
     "two-tokens": ("gqa", dict(num_blocks=9, max_num_batched_tokens=2)),
@@ -4638,7 +4555,12 @@ ENGINES = {  # name: model, options
     "blocks-of-1": ("gqa", dict(num_blocks=33, block_size=1, max_num_batched_tokens=16)),
     "blocks-of-3": ("gqa", dict(num_blocks=11, block_size=3, kv_swap=True)),
     "blocks-of-16": ("gqa", dict(num_blocks=3, block_size=16, max_num_batched_tokens=16)),
-    "static": ("gqa", dict(num_blocks=12, max_num_batched_tokens=16, static=True)),
+    "static": ("gqa", dict(num_blocks=12, max_num_seqs=8, static=True)),
+    "static-latent": ("absorbed", dict(num_blocks=12, max_num_seqs=8, static=True)),
+    "windows": ("window", dict(num_blocks=10, block_size=3, max_num_batched_tokens=14)),
+    "alibi": ("alibi", dict(num_blocks=29, block_size=1, max_num_batched_tokens=9, kv_swap=True)),
+    "alibi+window": ("alibi+window", dict(num_blocks=3, block_size=16, kv_swap=True)),
+    "latent": ("absorbed", dict(num_blocks=10, block_size=3, max_num_batched_tokens=5)),
     "int8": ("gqa", dict(num_blocks=9, kv_dtype="int8", kv_swap=True)),
     "fp8": ("gqa", dict(num_blocks=9, kv_dtype="fp8", max_num_batched_tokens=7)),
     "int8-latent": ("absorbed", dict(num_blocks=9, kv_dtype="int8", max_num_batched_tokens=7)),
@@ -4648,19 +4570,22 @@ ENGINES = {  # name: model, options
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_options_change_no_output(name):
-    """Shared prefixes, priorities, several samples; without drafts, and with drafts all right,
-    mixed or all wrong: tokens, log-probabilities and timestamps are those of a calm engine, which
-    are the model's own; no token is sampled twice and no step exceeds its budget."""
+    """Shared prefixes, priorities, several samples, in blocks that held NaN; without drafts, and
+    with drafts all right, mixed or all wrong: tokens, log-probabilities and timestamps are those of
+    a calm engine, which are the model's own; no token is sampled twice, no step exceeds its budget,
+    wrong drafts cost no step, and static steps have few shapes."""
     config, options = ENGINES[name]
-    model, (prompts, _), r = paged_model(config), paged_requests(8, seed=5), random.Random(0)
+    model = paged_model(config, poison=True)
+    (prompts, _), r = paged_requests(8, seed=5), random.Random(0)
     kv_dtype, budget = options.get("kv_dtype"), options.get("max_num_batched_tokens", 512)
     rows = options.get("max_num_seqs", min(64, budget))
+    priorities = [0, 0, -1, 2, 0, -1, 0, -1]
     params = [
         greedy(r.choice((1, 2, 9, 16)), n=min(rows, 1 + i % 3), logprobs=(0, 2, None, 97)[i % 4])
         for i in range(len(prompts))
     ]
     calm = paged_engine(model, num_blocks=200, kv_dtype=kv_dtype, prefix_cache=False)
-    want = paged_serve(calm, prompts, params)
+    want, seen, shapes = paged_serve(calm, prompts, params), {}, set()
     if kv_dtype is None:
         for case_ in zip(prompts, params, want, strict=True):
             paged_answers(model, *case_)
@@ -4671,88 +4596,33 @@ def test_engine_options_change_no_output(name):
             drafter = PagedDrafter(texts, p_wrong, ragged=p_wrong > 0)
             more = dict(drafter=drafter, speculate_k=3 + (p_wrong == 0))
         engine = paged_engine(model, **options, **more, sampler=sampler)
-        got = paged_serve(engine, prompts, params, [r.choice((0, 0, -1, 2)) for _ in prompts])
+        engine.add([POISON] * (engine.capacity - 2), greedy(2), id="NaN")
+        paged_run(engine)
+        got = paged_serve(engine, prompts, params, priorities)
         # int8 KV: another rounding of one key may be the neighbouring quantized value
         paged_same(got, want, 1e-3 if kv_dtype else 1e-4)
         assert len(sampler.seen) == len(set(sampler.seen)) or p_wrong is None
-        assert max(model.calls) <= (64 if name == "static" else budget)
-        stats = engine.stats()
+        assert max(model.calls) <= budget
+        if engine.cuda_graphs:
+            shapes |= {(key[0][0], key[-1][0]) for key in engine.cuda_graphs.graphs}
+        stats = seen[p_wrong] = engine.stats()
         assert stats["hit_rate"] == 0 or name != "no-prefix"
         few = budget < 3 or rows == 1
-        assert stats["preemptions"] > 0 or name in ("large", "chunked", "static") or few
+        assert stats["preemptions"] > 0 or name in ("large", "chunked") or few
         if p_wrong is not None:
             assert (stats["proposed"] > 0) == (budget > 1)
             assert (stats["accepted"] > 0) == (p_wrong < 1 and budget > 1)
-            assert len(drafter.finished) == sum(len(o.samples) for o in got)
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("name", PAGED_CONFIGS)
-def test_engine_with_every_model_family(name, block_size):
-    """Windows, ALiBi, GQA, MLA in both forms: the engine == KVCache, in small and large blocks,
-    with chunks of 5, preemption, swap, drafts, after NaN in all blocks."""
-    model = paged_model(name, poison=True)
-    prompts, counts = paged_requests(8)
-    counts = [16] * 8 if block_size == 16 else counts
-    want, num_blocks = paged_greedy(model, prompts, counts), {1: 29, 3: 10, 16: 3}[block_size]
-    for drafts in (False, True):
-        engine = paged_engine(
-            model,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_batched_tokens=5 + 9 * drafts,
-            kv_swap=not drafts,
-            drafter=PagedDrafter(paged_texts(prompts, want), 0.3, ragged=True) if drafts else None,
-        )
-        (bad,) = engine.generate([[POISON] * (num_blocks * block_size - 2)], greedy(2))
-        assert bad.finish_reason == "error" and bad.error
-        got = paged_serve(engine, prompts, [*map(greedy, counts)])
-        assert [o.token_ids for o in got] == want
-        stats = engine.stats()
-        assert stats["preemptions"] > 0 and (stats["accepted"] > 0) == drafts
-
-
-STORY = """Once upon a time, there was a little girl named Lily. She loved to play in the park with
-her dog. One day, she saw a big red ball under a tree. "Look, a ball!" said Lily. Her dog ran fast
-and took the ball in his mouth. They played all day until the sun went down. Then mom called them
-home. "It is time for dinner," she said. Tom was a boy who liked to build towers. He had blue and
-green blocks, and he put one block on the other. The tower was very tall. Suddenly the wind came and
-the tower fell. Tom was sad, but his friend helped him to build it again. They were very happy."""
-
-
-def test_engine_equals_unbatched_on_a_trained_model():
-    """300 requests of the draft checkpoint, some of three samples, arriving at random, sharing
-    prefixes, swapped often, ended by EOS or length == each alone through KVCache; nothing leaks."""
-    model = paged_probe(HF.load_checkpoint(DRAFT, dtype=torch.float32))
-    ids, r = [i for i in K.load_tokenizer(DRAFT).encode(STORY) if i > 2], random.Random(0)
-    heads, prompts = [ids[at : at + n] for at, n in ((0, 11), (40, 8), (90, 5))], []
-    for _ in range(300):
-        at, n = r.randrange(len(ids) - 24), r.choice((1, 3, 4, 5, 8, r.randint(1, 15)))
-        prompts.append(
-            r.choice((ids[at : at + n], r.choice(heads) + ids[at : at + r.randint(0, 4)]))
-        )
-    counts = [r.choice((1, 4, 12, 16, 20)) for _ in prompts]
-    want = paged_greedy(model, prompts, counts)
-    eos = Counter(i for row in want for i in row).most_common(8)[-1][0]
-    params = [greedy(n, ignore_eos=r.random() < 0.5, n=r.choice((1, 1, 1, 1, 3))) for n in counts]
-    options = dict(num_blocks=16, block_size=3, max_num_batched_tokens=40, max_num_seqs=12)
-    engine, model.calls = paged_engine(model, eos_ids=(eos,), kv_swap=True, **options), []
-    todo, outputs = list(range(len(prompts)))[::-1], {}
-    while todo or engine.unfinished:
-        while todo and engine.n_waiting < 6 and r.random() < 0.8:
-            i = todo.pop()
-            engine.add(prompts[i], params[i], id=i)
-        outputs |= {o.id: o for o in engine.step()}
-        paged_check(engine)
-    paged_idle(engine)
-    for i, (tokens, p) in enumerate(zip(want, params, strict=True)):
-        ended = eos in tokens and not p.ignore_eos
-        tokens = tokens[: tokens.index(eos) + 1] if ended else tokens
-        assert outputs[i].error is None and paged_tokens([outputs[i]]) == [[tokens] * p.n]
-        assert {s.finish_reason for s in outputs[i].samples} == {"eos" if ended else "length"}
-    stats = engine.stats()
-    assert stats["preemptions"] >= 60 and stats["hit_rate"] > 0.2, stats
-    assert max(model.calls) <= 40
+            assert len(drafter.finished) == 1 + sum(len(o.samples) for o in got)
+    if name == "no-prefix":  # drafts evict cached prefixes
+        plain, wrong = seen[None], seen[1]
+        for key in ("steps", "tokens_new", "preemptions"):
+            assert plain[key] == wrong[key] > 0, key
+        assert wrong["tokens_run"] == plain["tokens_run"] + wrong["proposed"]
+    if name.startswith("static"):  # tokens and rows, padded: for decode, drafts and prompts
+        assert all(n & (n - 1) == 0 == r & (r - 1) for n, r in shapes)
+        assert {n for n, r in shapes if n == r} == {1, 2, 4, 8}
+        assert len([n for n, r in shapes if n == 2 * r]) > 1
+        assert len([n for n, r in shapes if n > 2 * r]) <= 2
 
 
 ENGINE_SAMPLED = [  # each with temperature 0.5, 14 tokens
@@ -4804,79 +4674,27 @@ def test_engine_samples_equal_separate_runs():
         assert stats["preemptions"] > 3 and (stats["accepted"] > 20) == (p_wrong in (0, 0.3))
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("how", "eos length stop listener sampler".split())
-def test_engine_ends_at_every_position(how, drafts):
-    """EOS, the length, a listener's stop, its error and a sampler's -1 at each position, also in a
-    run of accepted drafts: the output ends there, its listener got exactly these tokens, nothing
-    after them is counted, and another request in the batch is not affected."""
-    model, prompt, other = paged_model(), [2, 5, 2, 7], paged_prompt(6, 1)
-    free, whole = paged_greedy(model, [prompt, other], [14, 14])
-    for at in range(0 if how == "sampler" else 1, 12):
-        log, eos, end = [], (96, free[at - 1]) if how == "eos" else (96,), at
-        assert not {2, 7} & {*eos}
-
-        def act(listener):
-            if listener.sequence.request.id == 0 and len(listener.tokens) == at:
-                if how == "listener":
-                    raise RuntimeError("no one listens")
-                listener.finish_reason = "stop" if how == "stop" else None
-
-        if how == "eos":
-            end = free.index(free[at - 1]) + 1
-        drafter = PagedDrafter([prompt + free, other + whole])
-        sampler = PagedSampler({(0, 0, at)} if how == "sampler" else ())
-        engine = paged_engine(
-            model,
-            num_blocks=20,
-            sampler=sampler,
-            eos_ids=eos,
-            drafter=drafter if drafts else None,
-            output_callback=lambda seq: PagedListener(seq, log, act),
-        )
-        params = greedy(at if how == "length" else 14, ignore_eos=how != "eos", logprobs=1)
-        output, good = paged_serve(engine, [prompt, other], [params, greedy(14)])
-        reasons = dict(eos="eos", length="length", stop="stop", listener="error", sampler="error")
-        assert output.token_ids == free[:end] == log[0].tokens
-        assert output.finish_reason == reasons[how] and log[0].ends == [reasons[how]]
-        assert bool(output.error) == (reasons[how] == "error")
-        assert "no one listens" in (output.error or "") or how != "listener"
-        assert len(output.logprobs) == end == len(output.timestamps) - 1
-        assert good.token_ids == whole == log[1].tokens and good.finish_reason == "length"
-        assert engine.stats()["tokens_new"] == end + 14
-        assert len(sampler.seen) == len(set(sampler.seen))
-        assert not drafts or drafter.finished in (
-            [x.sequence for x in log],
-            [x.sequence for x in log[::-1]],
-        )
-
-
 # ---- the Engine: prefixes, order, limits, input ----
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_engine_computes_shared_prefixes_once(block_size):
+@pytest.mark.parametrize("bs", [1, 4, 16])
+def test_engine_computes_shared_prefixes_once(bs):
     """Tokens computed: for two equal prompts in one step, the prompt and the second's last partial
     block; for a later hit, that block; for the next turn of a chat, all after the last full block.
     (Of a prompt that ends with a full block, one token is computed again.)"""
-    bs = block_size
     for length in (bs, 2 * bs, 2 * bs + 1, 3 * bs - 1):
         model, prompt, rest = paged_model(), paged_prompt(length, length), length % bs or 1
         engine = paged_engine(model, num_blocks=80, block_size=bs)
         (want,) = paged_greedy(model, [prompt], [9])
-        outputs = paged_serve(engine, [prompt] * 2, greedy(1))
-        assert [o.token_ids for o in outputs] == [want[:1]] * 2 and model.calls == [length + rest]
-        hits = length - rest
-        assert engine.stats()["hit_rate"] == hits / (2 * length)
-        assert engine.stats()["tokens_run"] == length + rest
-        model.calls.clear()
-        (again,) = engine.generate([prompt], greedy(1))
-        assert model.calls == [rest] and again.token_ids == want[:1]
+        first, second = paged_serve(engine, [prompt] * 2, greedy(1))
+        assert model.calls == [length + rest] == [engine.stats()["tokens_run"]]
+        assert engine.stats()["hit_rate"] == (length - rest) / (2 * length)
         (talk,) = engine.generate([prompt], greedy(9))
-        turn = prompt + talk.token_ids + [5]
-        model.calls.clear()
+        assert model.calls[1:] == [rest] + [1] * 8
+        assert talk.token_ids == want and first.token_ids == second.token_ids == want[:1]
+        turn = prompt + want + [5]
         (answer,) = engine.generate([turn], greedy(1, logprobs=3))
-        assert model.calls == [len(turn) - (len(turn) - 2) // bs * bs]  # 2: one was never run
+        assert model.calls[10:] == [len(turn) - (len(turn) - 2) // bs * bs]  # 2: one was never run
         paged_answers(model, turn, greedy(1, logprobs=3), answer)
 
 
@@ -4895,41 +4713,37 @@ def test_engine_priorities_and_policy():
 
 
 def test_engine_streams():
-    """Streams read in turns, after a preemption, or started late yield every token once, from the
+    """Streams read in turns, after preemptions, or started late yield every token once, from the
     first on; the stream of an aborted request ends; statistics are 0 before the first step."""
     model, (prompts, _) = paged_model(), paged_requests(4)
     want = paged_greedy(model, prompts, [10] * 4)
     engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9)
     assert engine.step() == [] and not model.calls and set(engine.stats().values()) == {0}
     ids = [engine.add(p, greedy(10)) for p in prompts]
-    assert len(set(ids)) == 4 and all(isinstance(i, int) for i in ids)
-    streams, got = {i: engine.stream(i) for i in ids[:3]}, {i: [] for i in ids[:3]}
+    streams, got = [engine.stream(i) for i in ids[:3]], [[], [], []]
     for turn in range(60):
-        i = ids[turn % 3] if turn % 5 else ids[0]
         if turn == 4:
             assert 0 < engine.stats()["cache_used"] <= 1
             gone = engine.abort(ids[2])
-        token = next(streams[i], None)
-        got[i] += [token] if token is not None else []
-    assert got[ids[0]] == want[0] and got[ids[1]] == want[1]
-    assert gone.token_ids[: len(got[ids[2]])] == got[ids[2]] and gone.finish_reason == "abort"
-    late = engine.add(prompts[3], greedy(10))
+        got[turn % 3] += islice(streams[turn % 3], 1 + turn % 2)
+    assert got[:2] == want[:2] and got[2] == gone.token_ids and gone.finish_reason == "abort"
+    late = engine.add(prompts[2], greedy(10))
     engine.step()
-    assert [*engine.stream(late)] == want[3]
+    assert [*engine.stream(late)] == want[2]
     paged_run(engine)
 
 
 def test_engine_cache_filled_to_the_last_slot():
-    """A request as long as the whole cache is served, with one sample and with four."""
+    """A request as long as the whole cache is served, with one sample and with four; a longer one
+    is refused."""
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6, 7, 8]], [8])
-    for bs, num_blocks, swap in product((1, 3, 4, 12), (12,), (False, True)):
-        engine = paged_engine(model, num_blocks=num_blocks // bs, block_size=bs, kv_swap=swap)
-        for n in (1, 4):
-            (o,) = paged_serve(engine, [[5, 6, 7, 8]], greedy(8, n=n))
-            assert o.error is None and paged_tokens([o]) == [[want] * n]
-        (o,) = engine.generate([[5, 6, 7, 8]], greedy(9))
-        assert "max_new_tokens" in o.error and o.token_ids == [] and o.finish_reason == "error"
+    for bs, swap, n in product((1, 3, 12), (False, True), (1, 4)):
+        engine = paged_engine(model, num_blocks=12 // bs, block_size=bs, kv_swap=swap)
+        (o,) = paged_serve(engine, [[5, 6, 7, 8]], greedy(8, n=n))
+        assert o.error is None and paged_tokens([o]) == [[want] * n]
+        with pytest.raises(ValueError, match="max_new_tokens 9 exceed the KV cache of 12 tokens"):
+            engine.add([5, 6, 7, 8], greedy(9))
 
 
 ENGINE_REFUSED = [  # field, prompt, params, more: 12 blocks of 4, 6 rows, context 40
@@ -4956,64 +4770,48 @@ ENGINE_REFUSED = [  # field, prompt, params, more: 12 blocks of 4, 6 rows, conte
 
 
 def test_engine_refuses_and_goes_on():
-    """Each bad request is a ValueError that names the field, before and in the middle of a run; the
-    others get their tokens; requests exactly at the limits are served."""
+    """Each bad request in the middle of a run is a ValueError that names the field, and in
+    generate() an output with that error; the others get their tokens, and those exactly at the
+    limits."""
     model = paged_probe(random_model(tiny(max_seq_len=40)))
     engine = paged_engine(model, num_blocks=12, max_num_seqs=6, max_num_batched_tokens=11)
     prompts, counts = paged_requests(4)
-    for i, (prompt, n) in enumerate(zip(prompts, counts, strict=True)):
-        engine.add(prompt, greedy(n), id=i)
-    live = dict(engine.outputs)
-    for _ in range(2):
-        for field, prompt, params, more in ENGINE_REFUSED:
-            with pytest.raises(ValueError, match=rf"\b{field}\b") as caught:
-                engine.add(prompt, greedy(3, **params) if params else greedy(3), **more)
-            assert "\n" not in str(caught.value)
-        with pytest.raises(ValueError, match="params"):
-            engine.add([5], dict(n=1))
-        assert engine.unfinished == 4 and engine.n_waiting + len(engine.scheduler.running) == 4
-        engine.step()
-    paged_run(engine)
-    assert [live[i].token_ids for i in range(4)] == paged_greedy(model, prompts, counts)
-    edge = [([5] * 37, greedy(3, n=6, logprobs=97)), ([5], greedy(39)), ([6] * 39, greedy(1))]
-    outputs = paged_serve(engine, *map(list, zip(*edge, strict=True)))
-    for (prompt, params), output in zip(edge, outputs, strict=True):
+    want = paged_greedy(model, prompts, counts)
+    ids = [engine.add(p, greedy(n), id=i) for i, (p, n) in enumerate(zip(prompts, counts))]
+    live = list(engine.outputs.values())
+    engine.step()
+    for field, prompt, params, more in ENGINE_REFUSED:
+        with pytest.raises(ValueError, match=rf"\b{field}\b") as caught:
+            engine.add(prompt, greedy(3, **params), **more)
+        assert "\n" not in str(caught.value) and [*engine.outputs] == ids
+    bad = [row for row in ENGINE_REFUSED if not row[3]]
+    edge = [([5] * 37, dict(n=6, logprobs=97)), ([5], dict(max_new_tokens=39))]
+    edge = [(prompt, greedy(3, **more)) for prompt, more in edge]
+    requests = edge + [(prompt, greedy(3, **params)) for _, prompt, params, _ in bad]
+    *served, first, second = engine.generate(*map(list, zip(*requests[::-1], strict=True)))
+    for (prompt, params), output in zip(edge, (second, first), strict=True):
         paged_answers(model, prompt, params, output)
-
-
-def test_engine_generate_answers_the_good_requests():
-    """Bad requests among good ones: each output has its error, the good ones are answered, all in
-    order; a request added before is not touched."""
-    model, (prompts, counts) = paged_model(), paged_requests(4)
-    want, bad = paged_greedy(model, prompts, counts), ([], [5, 97], [5] * 60)
-    engine = paged_engine(model, num_blocks=12)
-    before = engine.outputs[engine.add(prompts[0], greedy(counts[0]))]
-    params = [*map(greedy, counts), *map(greedy, (3, 3, 3))]
-    *good, first, second, third = engine.generate([*prompts, *bad], params)
-    assert [o.token_ids for o in good] == want and all(o.error is None for o in good)
-    for output, word in ((first, "prompt"), (second, "97"), (third, "max_new_tokens")):
-        assert word in output.error and output.token_ids == output.logprobs == []
-        assert output.finished and output.finish_reason == "error"
+    for (field, prompt, *_), output in zip(bad[::-1], served, strict=True):
+        assert re.search(rf"\b{field}\b", output.error) and output.prompt_ids == prompt
+        assert output.token_ids == output.logprobs == [] and output.finish_reason == "error"
     paged_run(engine)
-    assert before.token_ids == want[0] and engine.generate([], greedy(3)) == []
+    assert [o.token_ids for o in live] == want and engine.generate([], greedy(3)) == []
 
 
 def test_engine_callers_lists_are_not_modified():
     """A prompt's list is neither kept nor modified, may be passed twice, may be a tuple, and new
-    ids do not collide with those that callers chose."""
+    ids do not collide with those that callers chose, which may be used again."""
     model, prompt = paged_model(), [5, 6, 7, 8, 9]
     (want,) = paged_greedy(model, [prompt], [6])
     engine = paged_engine(model, num_blocks=12)
-    for i in (0, 1, 2, 3):
-        engine.add(tuple(prompt), greedy(6), id=i)
-    first, second = engine.add(prompt, greedy(6)), engine.add(prompt, greedy(6))
-    assert len({0, 1, 2, 3, first, second}) == 6
-    prompt.append(97)
-    done = paged_run(engine)
-    assert prompt == [5, 6, 7, 8, 9, 97]
-    assert all(o.token_ids == want and [*o.prompt_ids] == prompt[:5] for o in done.values())
-    engine.add(prompt[:5], greedy(6), id=0)
-    assert paged_run(engine)[0].token_ids == want
+    for _ in range(2):
+        ids = [engine.add(tuple(prompt), greedy(6), id=i) for i in range(4)]
+        ids += [engine.add(prompt, greedy(6)) for _ in range(2)]
+        assert len({*ids}) == 6
+        prompt.append(97)
+        done = paged_run(engine)
+        assert prompt.pop() == 97 and prompt == [5, 6, 7, 8, 9]
+        assert all(o.token_ids == want and [*o.prompt_ids] == prompt for o in done.values())
 
 
 def test_engine_extreme_but_valid_params():
@@ -5021,54 +4819,56 @@ def test_engine_extreme_but_valid_params():
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6]], [6])
     engine = paged_engine(model, sampler=S.RowSampler(97, 64, "cpu"))
-    some = dict(temperature=1.0)
     as_greedy = [
-        dict(temperature=1e-9),
         dict(temperature=1e-9, top_p=1e-12),
-        some | dict(top_p=1e-12),
-        some | dict(top_k=1),
-        some | dict(min_p=1),
-        dict(min_new_tokens=6, logprobs=97, logit_bias={5: 0, 6: -0.0}),
+        dict(top_p=1e-12),
+        dict(top_k=1),
+        dict(min_p=1),
+        dict(temperature=0, min_new_tokens=6, logprobs=97, logit_bias={5: 0, 6: -0.0}),
     ]
     others = [
-        dict(temperature=1e9, min_p=0, logprobs=0),
-        some | dict(top_k=2**63 - 1, top_p=1),
-        some | dict(seed=2**63 - 1, n=3),
-        some | dict(repetition_penalty=1e-9, presence_penalty=1e9, frequency_penalty=1e9),
-        some | dict(repetition_penalty=1e9, presence_penalty=-1e9, frequency_penalty=-1e9),
-        some | dict(logit_bias={3: 1e9, 4: -1e9, 7: -INF}),
+        dict(temperature=1e9, min_p=0, logprobs=0, top_k=2**63 - 1, top_p=1, seed=2**63 - 1, n=3),
+        dict(repetition_penalty=1e-9, presence_penalty=1e9, frequency_penalty=1e9),
+        dict(repetition_penalty=1e9, presence_penalty=-1e9, frequency_penalty=-1e9),
+        dict(logit_bias={3: 1e9, 4: -1e9, 7: -INF}),
     ]
-    outputs = engine.generate([[5, 6]] * 12, [greedy(6, **more) for more in as_greedy + others])
+    same = dict(max_new_tokens=6, ignore_eos=True)
+    params = [P.SamplingParams(**same | more) for more in as_greedy + others]
+    outputs = engine.generate([[5, 6]] * 9, params)
     assert all(o.error is None and len(s.token_ids) == 6 for o in outputs for s in o.samples)
-    assert [o.token_ids for o in outputs[:6]] == [want] * 6
+    assert [o.token_ids for o in outputs[:5]] == [want] * 5
     assert outputs[-1].token_ids == [3] * 6
 
 
 PARAMS_REFUSED = dict(
-    temperature=(-1.0, 1e-10, 2e9, math.nan, "hot", None, True),
-    top_k=(-1, 1.5, 2**63),
-    top_p=(0.0, 1.1, math.nan, "x"),
-    min_p=(2.0, -0.1),
-    repetition_penalty=(0.0, 2e9),
-    presence_penalty=(math.nan, 2e9, -2e9),
-    frequency_penalty=(math.inf, -INF),
-    seed=(-1, 2**63),
-    min_new_tokens=(-1, 201),
+    temperature=(-0.1, 1e-10, 2e9, math.nan, INF, "hot", None, True),
+    top_k=(-1, 2.0, 2**63, True, None),
+    top_p=(0, -0.5, 1.01, math.nan, "0.9"),
+    min_p=(1.5, -0.01, math.nan, None),
+    repetition_penalty=(0, -1.0, 2e9, INF, math.nan),
+    presence_penalty=(2e9, -2e9, INF, math.nan, "2"),
+    frequency_penalty=(2e9, -2e9, -INF, math.nan, "2"),
+    seed=(-1, 2**63, 0.5, None),
+    min_new_tokens=(-1, 1.5, math.nan, 201),
     max_new_tokens=(-1, 0, 1.5),
     n=(0, -2, True),
     logprobs=(-1, 0.5),
     ignore_eos=(1, None),
     stop=(5, "", ("a", ""), {"a"}),
     logit_bias=(
-        *({-1: 0.0}, {1.5: 0.0}, {True: 0.0}, {"a": 0.0}, {5: math.nan}, {5: 2e9}, {5: INF}),
-        *({5: True}, {5: "x"}, {5: None}, 7, (3,), ((3, 1.0), (3, 2.0))),
+        *({-1: 0.0}, {1.5: 0.0}, {True: 0.0}, {"5": 0.0}, {5: math.nan}, {5: 2e9}, {5: INF}),
+        *({5: True}, {5: "x"}, {5: None}, 7, None, "ab", (3,), ((3, 1.0), (3, 2.0))),
     ),
 )
 for paged_field, paged_values in PARAMS_REFUSED.items():
-    for paged_value in paged_values:
-        paged_changes = {paged_field: paged_value}
-        paged_refused = partial(P.SamplingParams, **paged_changes)
-        REFUSED[f"SamplingParams: {paged_changes}"] = paged_refused, rf"\b{paged_field}\b"
+    for x in paged_values:
+        paged_shown = next(iter(x.items())) if isinstance(x, dict) else [x]
+        paged_shown = "|".join(re.escape(repr(value)) for value in paged_shown)
+        paged_refused = partial(P.SamplingParams, **{paged_field: x})
+        REFUSED[f"SamplingParams: {paged_field}={x!r}"] = (
+            paged_refused,
+            rf"^(?=.*({paged_shown})){paged_field} .*(must|more than)",
+        )
 
 
 def engine_call(method, *args, **options):
@@ -5081,6 +4881,7 @@ PAGED_DYNAMIC = M.Transformer(tiny(rope_scaling=dict(rope_type="dynamic", factor
 for paged_field, paged_refused in {
     "rope_scaling": partial(paged_engine, PAGED_DYNAMIC),
     "params": partial(engine_call, "generate", [[5], [6]], [greedy(3)]),
+    "SamplingParams": partial(engine_call, "add", [5], dict(n=1)),
     "unknown": partial(engine_call, "abort", "unknown"),
     "not known": partial(engine_call, "export_request", "not known"),
     "nobody": lambda: list(engine_call("stream", "nobody")),
@@ -5101,66 +4902,51 @@ for paged_changes in [
 
 def test_engine_export_and_import_of_requests():
     """import_request refuses a request that does not fit, or whose id is taken, and changes nothing;
-    a listener may end one that arrives."""
+    arrivals keep their order, and a listener may end one."""
     model = paged_model()
-    first, small = paged_engine(model), paged_engine(model, num_blocks=3)
-    first.add([5] * 30, greedy(20), id="long")
-    first.add([5, 6], greedy(9), id="short")
+    first, small = paged_engine(model), paged_engine(model, num_blocks=3, max_num_seqs=1)
+    for id, length, n in (("long", 30, 20), *(("abc"[i], 2, 9 - i) for i in range(3))):
+        first.add([5] * length, greedy(n), id=id)
     first.step()
     with pytest.raises(ValueError, match="max_new_tokens"):
         small.import_request(first.export_request("long"))
-    assert small.unfinished == 0 and first.unfinished == 1
-    transfer = first.export_request("short")
-    small.import_request(transfer)
-    with pytest.raises(ValueError, match="short"):
+    assert small.unfinished == 0 and first.unfinished == 3
+    transfers = [first.export_request(id) for id in "cab"]
+    for transfer in transfers:
         small.import_request(transfer)
-    assert paged_run(small)["short"].token_ids == paged_greedy(model, [[5, 6]], [9])[0]
-    for reason in ("stop", "error"):
+    with pytest.raises(ValueError, match="'a'"):
+        small.import_request(transfers[1])
+    done, want = paged_run(small), paged_greedy(model, [[5, 5]], [9])[0]
+    assert [(id, o.token_ids) for id, o in done.items()] == [
+        ("c", want[:7]),
+        ("a", want),
+        ("b", want[:8]),
+    ]
 
-        def act(listener):
-            if reason == "error":
-                raise RuntimeError("no one listens")
-            listener.finish_reason = "stop"
+    def stop(listener):
+        listener.finish_reason = "stop"
 
+    def fail(listener):
+        raise RuntimeError("no one listens")
+
+    for act, reason in ((stop, "stop"), (fail, "error")):
         first.add([5, 6], greedy(9), id="again")
         first.step()
         third = paged_engine(model, output_callback=lambda s: PagedListener(s, [], act))
         third.import_request(first.export_request("again"))
-        assert not third.unfinished
         (output,) = third.step()
         assert output.finish_reason == reason and len(output.token_ids) == 1
-    second = paged_engine(model, max_num_seqs=1)  # arrivals keep their order
-    for id in "abc":
-        first.add([5, 6], greedy(4), id=id)
-    first.step()
-    for id in "cab":
-        second.import_request(first.export_request(id))
-    assert [*paged_run(second)] == ["c", "a", "b"]
+        assert not third.unfinished
 
 
-@pytest.mark.parametrize(
-    "name, compiled",
-    [("gqa", False), ("absorbed", False), pytest.param("gqa", True, marks=pytest.mark.slow)],
-)
-def test_engine_static_shapes_change_no_token(name, compiled):
-    """Steps padded to few shapes, eager or compiled, with drafts or none: the same tokens; decode
-    steps have as many tokens as sequences, powers of two, and all others have more."""
-    requests, rows = (5, 2) if compiled else (9, 8)  # a shape takes seconds to compile
-    model, (prompts, counts) = paged_model(name), paged_requests(requests)
-    want, shapes = paged_greedy(model, prompts, counts), set()
-    drafter = PagedDrafter(paged_texts(prompts, want), 0.3, ragged=True)
-    for more in ({}, dict(drafter=drafter)) if not compiled else ({},):
-        model.calls = []
-        engine = paged_engine(
-            model, num_blocks=60, max_num_seqs=rows, compile=compiled, static=True, **more
-        )
-        got = paged_serve(engine, prompts, [*map(greedy, counts)])
-        assert [o.token_ids for o in got] == want
-        shapes |= {(key[0][0], key[-1][0]) for key in engine.cuda_graphs.graphs}
-    assert all(n >= r and n & (n - 1) == 0 == r & (r - 1) for n, r in shapes)
-    decode, drafted = {(n, n) for n, _ in shapes}, {(2 * r, r) for _, r in shapes}
-    assert {n for n, r in shapes if n == r} <= {1, 2, 4, 8}
-    assert len(shapes - decode - drafted) <= 2 and (compiled or len(shapes & drafted) > 1), shapes
+@pytest.mark.slow
+def test_engine_compiled_steps_change_no_token():
+    """Compiled steps of few shapes give the same tokens."""
+    model, (prompts, counts) = paged_model(), paged_requests(5)
+    engine = paged_engine(model, num_blocks=60, max_num_seqs=2, compile=True)
+    outputs = paged_serve(engine, prompts, [*map(greedy, counts)])
+    assert [o.token_ids for o in outputs] == paged_greedy(model, prompts, counts)
+    assert 1 < len(engine.cuda_graphs.graphs) <= 4
 
 
 def engine_of_rank(kv_dtype, env) -> None:
@@ -5278,44 +5064,18 @@ def test_engine_spec_right_drafts_save_steps(batched):
         assert stats["tokens_run"] == len(prompt) + new - 1
 
 
-def test_engine_spec_wrong_drafts_add_no_steps():
-    """If every draft is wrong, tokens and number of steps are those without drafts, and prompts are
-    admitted at the same steps; without a prefix cache also under memory pressure."""
-    model, (prompts, counts) = paged_model(), paged_requests(9)
-    for swap in (False, True):
-        options = dict(num_blocks=9, max_num_batched_tokens=12, kv_swap=swap, prefix_cache=False)
-        plain = paged_engine(model, **options)
-        want = paged_serve(plain, prompts, [*map(greedy, counts)])
-        drafter = PagedDrafter(paged_texts(prompts, [o.token_ids for o in want]), p_wrong=1)
-        engine = paged_engine(model, **options, drafter=drafter)
-        paged_same(paged_serve(engine, prompts, [*map(greedy, counts)]), want)
-        a, b = plain.stats(), engine.stats()
-        assert b["accepted"] == 0 < b["proposed"] and a["preemptions"] > 2
-        assert a["proposed"] == 0 and b["tokens_run"] == a["tokens_run"] + b["proposed"]
-        for name in ("steps", "tokens_new", "preemptions", "hit_rate"):
-            assert a[name] == b[name], name
-
-
 def test_engine_spec_no_drafts_cost_nothing():
     """Without a drafter: one clock read per request and two per step, one call of the sampler per
     step. A drafter without proposals, and speculate_k = 0, change no call of model or sampler."""
     model, (prompts, counts) = paged_model(), paged_requests(6)
     seen, refuse = [], lambda *_: pytest.fail("there is nothing to propose or verify")
-    for options in ({}, dict(drafter=lambda *_: ([], None)), dict(drafter=refuse, speculate_k=0)):
+    for more in ({}, dict(drafter=lambda *_: ([], None)), dict(drafter=refuse, speculate_k=0)):
         sampler, ticks, model.calls = PagedSampler(), itertools.count(), []
-        engine = paged_engine(
-            model,
-            num_blocks=9,
-            max_num_batched_tokens=12,
-            sampler=sampler,
-            kv_swap=True,
-            verifier=refuse,
-            clock=lambda: float(next(ticks)),
-            **options,
-        )
+        more |= dict(sampler=sampler, verifier=refuse, clock=lambda: float(next(ticks)))
+        engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=12, kv_swap=True, **more)
         outputs = paged_serve(engine, prompts, [greedy(n, n=2) for n in counts])
         seen.append((model.calls, sampler.seen, paged_tokens(outputs)))
-        if not options:
+        if "drafter" not in more:
             assert next(ticks) == len(prompts) + 2 * engine.stats()["steps"]
     assert seen[0] == seen[1] == seen[2]
 
@@ -5381,22 +5141,19 @@ def test_engine_spec_verifier_gets_its_own_rows():
         return draft, probs[tuple(tokens)]
 
     def verify(logits, sequences, drafts):
-        rows, runs = list(logits), []
-        for seq, (tokens, p) in zip(sequences, drafts, strict=True):
-            assert (p is None and tokens == []) or p is probs[tuple(seq.tokens)]
+        rows, runs = logits.split([len(tokens) + 1 for tokens, _ in drafts]), []
+        for seq, (tokens, p), own in zip(sequences, drafts, rows, strict=True):
+            assert p is probs[tuple(seq.tokens)] if tokens else p is None
             expected = paged_forward(model, seq.tokens + tokens)[len(seq.tokens) - 1 :]
-            own, rows = torch.stack(rows[: len(expected)]), rows[len(expected) :]
             assert relative(own, expected) < 1e-4
             ids = own.argmax(-1).tolist()
             n = next((i for i, t in enumerate(tokens) if ids[i] != t), len(tokens))
             runs.append(ids[: n + 1])
-        assert not rows
         called.append([len(tokens) for tokens, _ in drafts])
         return runs
 
-    engine = paged_engine(
-        model, num_blocks=12, max_num_batched_tokens=12, drafter=propose, verifier=verify
-    )
+    more = dict(num_blocks=12, max_num_batched_tokens=12)
+    engine = paged_engine(model, drafter=propose, verifier=verify, **more)
     outputs = paged_serve(engine, prompts, [*map(greedy, counts)])
     assert [o.token_ids for o in outputs] == want and all(map(any, called))
     assert any(not all(ns) for ns in called) and engine.stats()["steps"] > len(called)
@@ -5407,8 +5164,7 @@ def test_engine_spec_speculate_k_policy_is_called_and_updated():
     """The policy chooses k for every decoding sequence; after every step with one it observes
     drafts and accepted drafts, the tokens and seconds of the whole step and the drafter's
     seconds."""
-    now, (prompts, counts) = [0.0], paged_requests(6)
-    model = paged_model()
+    now, model, (prompts, counts) = [0.0], paged_model(), paged_requests(6)
     want = paged_greedy(model, prompts, counts)
     drafter = PagedDrafter(paged_texts(prompts, want), 0.3)
 
@@ -5416,69 +5172,39 @@ def test_engine_spec_speculate_k_policy_is_called_and_updated():
         now[0] += seconds
 
     policy = PagedPolicy(lambda seq: seq.request.id % 4)
-    engine = paged_engine(
-        model,
-        max_num_batched_tokens=24,
-        max_num_seqs=5,
-        drafter=lambda *call: slow(0.25) or drafter(*call),
-        speculate_k=policy,
-        clock=lambda: now[0],
-    )
+    more = dict(drafter=lambda *call: slow(0.25) or drafter(*call), clock=lambda: now[0])
+    more |= dict(speculate_k=policy, max_num_batched_tokens=24, max_num_seqs=5)
+    engine = paged_engine(model, **more)
     model.register_forward_pre_hook(lambda *_: slow(1))
     outputs = paged_serve(engine, prompts, [*map(greedy, counts)])
-    assert [o.token_ids for o in outputs] == want
     stats = engine.stats()
-    assert sum(sum(x[1]) for x in policy.seen) == stats["proposed"] == sum(drafter.requested)
-    assert sum(sum(x[2]) for x in policy.seen) == stats["accepted"] > 0
-    assert len(policy.seen) < stats["steps"] and any(not sum(x[1]) for x in policy.seen)
-    for rows, (seqs, proposed, accepted, tokens, seconds, draft_seconds) in zip(
-        policy.rows, policy.seen, strict=True
-    ):
-        assert rows == seqs
+    assert [o.token_ids for o in outputs] == want and len(policy.seen) < stats["steps"]
+    assert policy.rows == [x[0] for x in policy.seen]
+    _, all_proposed, all_accepted, *_ = zip(*policy.seen, strict=True)
+    assert sum(map(sum, all_proposed)) == stats["proposed"] == sum(drafter.requested)
+    assert sum(map(sum, all_accepted)) == stats["accepted"] > 0 and not all(map(sum, all_proposed))
+    for seqs, proposed, accepted, tokens, seconds, draft_seconds in policy.seen:
         for seq, p, a in zip(seqs, proposed, accepted, strict=True):
             assert a <= p <= seq.request.id % 4
         assert draft_seconds == 0.25 * sum(p > 0 for p in proposed)
         assert seconds == 1 + draft_seconds and len(seqs) + sum(proposed) <= tokens <= 24
 
 
-BAD_DRAFTS = [
-    [([1, 2, 3, 4], None)],
-    [([97], None)],
-    [([-1], None)],
-    [([1.0], None)],
-    [([True], None)],
-    [],
-    [([1], None)] * 2,
-]
-BAD_RUNS = [lambda d: [], lambda d: [[]], lambda d: [[*d, 1, 1]], lambda d: [[d[0] + 1, 1]]]
+def bad_draft(drafts, runs=None) -> None:
+    """Serve a request with a drafter that answers `drafts`, and a verifier that answers `runs`."""
+    drafter, verifier = PagedDrafter([]), runs if runs is None else lambda *_: runs
+    drafter.propose_batch = lambda *_: drafts
+    options = dict(drafter=drafter, verifier=verifier, speculate_k=3)
+    paged_engine(paged_model(), **options).generate([[5, 6]], greedy(9))
 
 
-@pytest.mark.parametrize(
-    "drafts, verify", [*product(BAD_DRAFTS, [None]), *product([None], BAD_RUNS)]
-)
-def test_engine_spec_invalid_drafts_and_runs_are_refused(drafts, verify):
-    """More drafts than requested, something that is no token id, a wrong number of proposals; no
-    result, no token, one too many, or another than the draft: a ValueError that names drafter or
-    verifier; with valid answers the request continues."""
-    model, prompt = paged_model(), paged_prompt(6, 1)
-    (want,) = paged_greedy(model, [prompt], [9])
-    drafter = PagedDrafter([prompt + want])
-    engine = paged_engine(model, num_blocks=9, drafter=drafter, speculate_k=3)
-    engine.add(prompt, greedy(9))
-    (output,) = engine.step()
-    right = drafter.propose_batch, engine.verifier
-    if verify is None:
-        drafter.propose_batch = lambda *_: drafts
-    else:
-        engine.verifier = lambda logits, sequences, drafts: verify(drafts[0][0])
-    for _ in range(2):
-        with pytest.raises(ValueError, match="drafter" if verify is None else "verifier"):
-            for _ in range(2):  # a failed step starts again with the prompt, without drafts
-                engine.step()
-        paged_check(engine)
-    drafter.propose_batch, engine.verifier = right
-    paged_run(engine)
-    assert output.token_ids == want
+for paged_value in ([1, 2, 3, 4], [97], [-1], [1.0], [True]):
+    REFUSED[f"Engine: draft {paged_value}"] = partial(bad_draft, [(paged_value, None)]), "drafter"
+for paged_value in ([], [([1], None)] * 2):
+    REFUSED[f"Engine: drafts {paged_value}"] = partial(bad_draft, paged_value), "drafter"
+for paged_value in ([], [[]], [[7, 1, 1]], [[8, 1]]):
+    paged_refused = partial(bad_draft, [([7], None)], paged_value)
+    REFUSED[f"Engine: verified {paged_value}"] = paged_refused, "verifier"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -8756,7 +8482,6 @@ CLOSE = torch.tensor([20.0, 1.0, 1.0 + 1.2e-7])  # distinct, but equal after sub
 KEPT = [  # logits, settings, the tokens that they keep
     (FOUR, dict(top_p=0.5), [0]),
     (FOUR, dict(top_p=0.51), [0, 1]),
-    (FOUR, dict(top_p=0.8), [0, 1, 2]),
     (FOUR, dict(top_p=1e-320), [0]),
     (FOUR, dict(top_k=3), [0, 1, 2, 3]),
     (FOUR, dict(top_k=99), [0, 1, 2, 3]),
@@ -8806,38 +8531,6 @@ def test_sampling_extremes_of_temperature_and_dtype():
             torch.set_default_dtype(before)
 
 
-def test_sampling_equals_transformers_logits_processors():
-    """Filters, temperature, repetition penalty, bias and min_new_tokens, each and all together."""
-    HP = pytest.importorskip("transformers.generation.logits_process")
-    prompt, logits = torch.randint(3000, (4, 40)), 3 * torch.randn(4, 3000, generator=seeded(2))
-    processors = {
-        "repetition_penalty": (1.3, HP.RepetitionPenaltyLogitsProcessor),
-        "logit_bias": ({8: -INF}, lambda v: HP.SequenceBiasLogitsProcessor({(8,): v[8]})),
-        "min_new_tokens": (3, lambda v: HP.MinNewTokensLengthLogitsProcessor(40, v, [5, 6])),
-        "temperature": (0.6, HP.TemperatureLogitsWarper),
-        "top_k": (40, HP.TopKLogitsWarper),
-        "top_p": (0.9, HP.TopPLogitsWarper),
-        "min_p": (0.03, HP.MinPLogitsWarper),
-    }
-    for names in (*([name] for name in processors), list(processors)):
-        expected = logits
-        for value, make in map(processors.get, names):
-            expected = make(value)(prompt, expected)
-        params = P.SamplingParams(**{name: processors[name][0] for name in names})
-        sampler = S.Sampler(params, 4, 3000, eos_ids=[5, 6])
-        sampler.start(prompt.tolist())
-        probs, expected = sampler.probabilities(logits), expected.softmax(-1)
-        assert torch.equal(probs > 0, expected > 0), names
-        torch.testing.assert_close(probs, expected, rtol=2e-5, atol=1e-9)
-
-
-def off_by_5_percent(p: torch.Tensor) -> torch.Tensor:
-    """A wrong distribution: the second most likely token's probability is 5% too high."""
-    wrong = p.clone()
-    wrong[p.topk(2).indices[1]] *= 1.05
-    return wrong / wrong.sum()
-
-
 MIXED_SAMPLINGS = [
     P.SamplingParams(seed=5),
     P.SamplingParams(temperature=0),
@@ -8852,15 +8545,12 @@ MIXED_SAMPLINGS = [
 @pytest.mark.parametrize("params", [p for p in MIXED_SAMPLINGS if p.temperature])
 def test_sampling_follows_the_specified_distribution(params):
     """400,000 samples, all in the same state except seed and position, pass a chi-square test,
-    which rejects a distribution with a 5% error."""
-    state, logits = (
-        dict(prompt=[1, 4, 4], output=[4, 7, 7, 2]),
-        torch.randn(16, generator=seeded(11)),
-    )
+    which rejects a distribution whose second most likely token is 5% too likely."""
+    state = dict(prompt=[1, 4, 4], output=[4, 7, 7, 2])
+    logits, seen = torch.randn(16, generator=seeded(11)), torch.zeros(16, dtype=torch.long)
     sampler = S.Sampler(params, 1000, 16)
     for row, each in enumerate(list(sampler.params)):
         sampler.admit(row, each, **state)
-    seen = torch.zeros(16, dtype=torch.long)
     for _ in range(400):
         ids = sampler(logits.expand(1000, 16))
         sampler.record(ids, times=-1)
@@ -8868,7 +8558,8 @@ def test_sampling_follows_the_specified_distribution(params):
         seen += ids.bincount(minlength=16)
     p = specified(logits, params, **state)
     assert p_value(seen, p) > 1e-3, (seen, p * seen.sum())
-    assert p_value(seen, off_by_5_percent(p)) < 1e-6
+    p[p.topk(2).indices[1]] *= 1.05
+    assert p_value(seen, p / p.sum()) < 1e-6
 
 
 def test_sampling_is_independent_across_steps_rows_and_tokens():
@@ -8895,13 +8586,9 @@ def test_sampling_is_independent_across_steps_rows_and_tokens():
 def test_sampling_noise_is_splitmix_and_stays_within_bounds(monkeypatch):
     """The published outputs of SplitMix64; the extreme 63-bit values give noise that is neither 0
     nor infinite; noise of 0 never selects a token of probability 0."""
-    steps = torch.arange(1, 6) * S.GOLDEN
+    steps = torch.arange(1, 4) * S.GOLDEN
     got = [i % 2**64 for i in S.splitmix(torch.tensor([1234567]), steps).tolist()]
-    published = (
-        "6457827717110365317 3203168211198807973 9817491932198370423 4593380528125082431 "
-        "16408922859458223821"
-    )
-    assert got == [*map(int, published.split())]
+    assert got == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     seeds = torch.tensor([[0], [1], [2**32], [2**62], [2**63 - 1]])
     noise = S.exponential(seeds, torch.zeros(5, 1, dtype=torch.long), torch.arange(1, 9) * S.GOLDEN)
     assert len(set(noise.flatten().tolist())) == 40
@@ -8939,21 +8626,21 @@ def test_sampling_counts_tokens_as_they_are_generated():
     sampler = S.Sampler(MIXED_SAMPLINGS, 7, 50, eos_ids=[2, 9])
     sampler.start(prompts)
     for _ in range(20):
-        logits = BIGRAMS[[(prompts[b] + outputs[b])[-1] for b in range(7)]]
-        got, before = sampler.probabilities(logits), sampler.process(logits)
-        expected = [
-            specified(logits[b], params, prompts[b], outputs[b], [2, 9])
-            for b, params in enumerate(MIXED_SAMPLINGS)
-        ]
-        torch.testing.assert_close(got.double(), torch.stack(expected), rtol=1e-5, atol=1e-7)
-        ids = torch.arange(40, 47)
+        texts = zip(MIXED_SAMPLINGS, prompts, outputs, strict=True)
+        logits = BIGRAMS[[(prompt + output)[-1] for _, prompt, output in texts]]
+        texts = zip(logits, MIXED_SAMPLINGS, prompts, outputs, strict=True)
+        want = torch.stack([specified(*text, [2, 9]) for text in texts])
+        torch.testing.assert_close(
+            sampler.probabilities(logits).double(), want, rtol=1e-5, atol=1e-7
+        )
+        before, ids = sampler.process(logits), torch.arange(40, 47)
         sampler.record(ids)
         assert not torch.equal(sampler.process(logits), before)
         sampler.record(ids, times=-1)
         assert torch.equal(sampler.process(logits), before)
-        for b, i in enumerate(sampler(logits).tolist()):
-            assert expected[b][i] > 0
-            outputs[b].append(i)
+        for row, output, token in zip(want, outputs, sampler(logits).tolist(), strict=True):
+            assert row[token] > 0
+            output.append(token)
         assert (sampler.position == len(outputs[0])).all()
 
 
@@ -8966,12 +8653,11 @@ def test_sampling_depends_on_nothing_but_seed_and_logits():
         every = S.Sampler([MIXED_SAMPLINGS[b] for b in order], 7, 50, eos_ids=[2])
         for _ in range(2):
             every.start([prompts[b] for b in order])
-            assert run_sampler(every, [prompts[b][-1] for b in order], 40) == [
-                alone[b] for b in order
-            ]
+            got = run_sampler(every, [prompts[b][-1] for b in order], 40)
+            assert got == [alone[b] for b in order]
     assert alone[0] != alone[3] and 4 not in alone[4] and 2 not in alone[5][:12]
-    kept, others = P.SamplingParams(seed=77, presence_penalty=0.3), MIXED_SAMPLINGS[:]
-    others.append(P.SamplingParams(logit_bias={5: 3.0}))
+    kept = P.SamplingParams(seed=77, presence_penalty=0.3)
+    others = [*MIXED_SAMPLINGS, P.SamplingParams(logit_bias={5: 3.0})]
     expected = [1, *sampled_alone(kept, [1], 30 * len(others))]
     sampler = S.Sampler(P.SamplingParams(temperature=0), 2, 50, eos_ids=[2])
     for number, params in enumerate(others):
@@ -8989,14 +8675,13 @@ def test_sampling_depends_on_nothing_but_seed_and_logits():
 def test_sampling_seeds():
     """n rows == n single runs with seed, seed + 1, ... modulo 2**63; seeds that differ only above
     bit 32 give different tokens."""
-    for seed in (0, 41, 2**63 - 2):
+    runs = set()
+    for seed in (0, 2**31, 2**32, 2**62, 2**63 - 2):
         rows = run_sampler(S.Sampler(P.SamplingParams(seed=seed), 4, 50), [7] * 4, 30)
         seeds = [(seed + b) % 2**63 for b in range(4)]
         assert rows == [sampled_alone(P.SamplingParams(seed=s), [7], 30) for s in seeds]
-        assert len(set(map(tuple, rows))) == 4
-    seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1]
-    runs = {tuple(sampled_alone(P.SamplingParams(seed=s), [7], 30)) for s in seeds}
-    assert len(runs) == len(seeds)
+        runs |= {*map(tuple, rows)}
+    assert len(runs) == 18  # the last two seeds are 0 and 1 again
 
 
 def test_sampling_greedy_is_exact():
@@ -9005,14 +8690,12 @@ def test_sampling_greedy_is_exact():
     logits = torch.randn(64, 500, generator=seeded(1)).bfloat16()  # 8 bits: ties at the top
     assert (logits == logits.amax(-1, keepdim=True)).sum() > 64
     alone = S.Sampler(P.SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1), 64, 500)
-    best = logits.float().argmax(-1)
-    assert alone.process(logits) is logits and torch.equal(alone(logits), best)
-    assert torch.equal(alone.probabilities(logits).argmax(-1), best)
     mixed = S.Sampler([P.SamplingParams(temperature=t % 2, top_p=0.9) for t in range(64)], 64, 500)
-    for _ in range(5):
-        got = mixed(logits)
-        assert torch.equal(got[::2], best[::2]) and not torch.equal(got[1::2], best[1::2])
-    assert (S.probabilities(logits, 0).max(-1).values == 1).all()
+    best, got = logits.float().argmax(-1), mixed(logits)
+    assert alone.process(logits) is logits and torch.equal(alone(logits), best)
+    for p in (alone.probabilities(logits), S.probabilities(logits, 0)):
+        assert torch.equal(p, F.one_hot(best, 500).to(p.dtype))
+    assert torch.equal(got[::2], best[::2]) and not torch.equal(got[1::2], best[1::2])
 
 
 SAMPLING_FEATURES = [  # settings, and what a step then computes
@@ -9058,8 +8741,7 @@ def test_sampling_rows_without_a_valid_token_give_minus_one(temperature):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampling_logprobs_are_of_the_raw_logits(dtype):
-    """logprobs_of == fp32 log-softmax of the raw logits: of the chosen id, and the top ones in
-    order."""
+    """logprobs_of == fp32 log-softmax of the raw logits: of the chosen id, and the top in order."""
     logits = torch.randn(2, 5, 40, generator=seeded(3)).to(dtype)
     ids, logp = logits.argmin(-1), logits.double().log_softmax(-1)
     for top in (40, 3, 0):
@@ -9069,27 +8751,6 @@ def test_sampling_logprobs_are_of_the_raw_logits(dtype):
         close(best, logp.sort(descending=True).values[..., :top], 1e-6)
         close(best, logp.gather(-1, where), 1e-6)
 
-
-BAD_SAMPLING = {
-    "temperature": [-0.1, 1e-10, math.nan, INF, "1", None, True],
-    "top_k": [-1, 2.0, 2**63, True, None],
-    "top_p": [0, -0.5, 1.01, math.nan, "0.9"],
-    "min_p": [-0.01, 1.5, math.nan, None],
-    "repetition_penalty": [0, -1.0, INF, math.nan],
-    "presence_penalty": [INF, -INF, math.nan, "2"],
-    "frequency_penalty": [INF, -INF, math.nan, "2"],
-    "min_new_tokens": [-1, 1.5, math.nan],
-    "seed": [-1, 2**63, 0.5, None],
-    "logit_bias": [None, 5, {-1: 1.0}, {"5": 1.0}, {1.5: 1.0}, {5: INF}, {5: math.nan}]
-    + [{5: None}, {5: True}, {True: 1.0}, [(5, 1.0), (5, 2.0)], [5], "ab"],
-}
-for name, value in [(name, value) for name in BAD_SAMPLING for value in BAD_SAMPLING[name]]:
-    shown = next(iter(value.items())) if isinstance(value, dict) else [value]
-    shown = "|".join(re.escape(repr(v)) for v in shown)
-    REFUSED[f"sampling: {name}={value!r}"] = (
-        partial(P.SamplingParams, **{name: value}),
-        rf"^(?=.*({shown})){name} .*must ",
-    )
 
 BAN_ALL = dict(logit_bias={i: -INF for i in range(8)})  # but 8
 BAN_8 = P.SamplingParams(min_new_tokens=1, **BAN_ALL)
@@ -9300,7 +8961,8 @@ def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
 )
 def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
     """Prompts of different lengths, greedy and sampled, in mixed steps with too few blocks, k fixed
-    and adaptive: tokens equal those of the Engine without drafts, and all blocks are freed."""
+    and adaptive: tokens equal those of the Engine without drafts, all blocks are freed, and neither
+    drafter nor policy keeps state of a sequence."""
     model, (prompts, params, expected) = spec_target(form), batch_of_prompts(form, n)
     head = random_head(tmp_path, model.config.dim)
     for k, kv_swap in [("3", False), ("auto", True)][: 2 if n == 7 else 1]:
@@ -9312,6 +8974,9 @@ def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
         assert stats["proposed"] > stats["accepted"] and (stats["accepted"] > 0 or kind == "head")
         assert engine.allocator.n_free == 90
         engine.allocator.check([])
+        assert not getattr(engine.drafter, "cached_tokens", {})
+        policy = engine.speculate_k
+        assert k != "auto" or not (policy.counts or policy.last_trials)
 
 
 @pytest.mark.parametrize("kind", SPEC_KINDS)
@@ -9396,37 +9061,20 @@ def test_drafting_sampled_text_has_the_target_distribution(kind, samples, tmp_pa
     assert sampled_p_value(kind, samples, tmp_path, k) > floor
 
 
-def wrong_accept(wrong: str):
-    """`accept` with one of the mistakes of spec_rule."""
-
-    def accept(p, q, tokens, uniform, lengths):
-        tree, q = E.Tree.chain(tokens.shape[1]), torch.cat([q, q[:, :1]], 1)
-        return spec_rule(p, q, tokens, uniform, tree, lengths, wrong)[1:]
-
-    return accept
-
-
 def one_number(self, view, tree, R, uniform=D.RejectionSampler._uniform):
     """One uniform number for all siblings."""
     return uniform(self, view, tree, R)[:, :1].expand(-1, len(tree.parents))
 
 
 DRAFTING_MISTAKES = {  # drafter, samples, what is replaced by what
-    "p is the residual": ("draft", 12_000, D, "accept", wrong_accept("from p")),
-    "a ratio without q": ("draft", 12_000, D, "accept", wrong_accept("target alone")),
     "siblings share a number": ("tree", 12_000, D.RejectionSampler, "_uniform", one_number),
     "no residual in trees": ("tree", 12_000, D, "accept_tree", partial(spec_rule, wrong="from p")),
     "drafts share the noise": ("draft", 24_000, S.Sampler, "draft_noise", S.Sampler.noise),
 }
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        pytest.param(name, marks=pytest.mark.slow if number else ())
-        for number, name in enumerate(DRAFTING_MISTAKES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", DRAFTING_MISTAKES)
 def test_drafting_mistakes_fail_the_chi_square(mistake, tmp_path, monkeypatch):
     """The same check fails if verification is wrong, or drafts are sampled with the noise of the
     target's own tokens but verified as independent."""
@@ -9442,8 +9090,8 @@ def test_drafting_in_batches_has_the_target_distribution(samples):
     model = random_model(tiny(**FIVE), 3, 0.5)
     draft = random_model(tiny(**FIVE | dict(n_layers=1)), 4, 0.5)
     engine = spec_engine(model, "draft", "--speculate-k", "3", draft=draft, max_num_seqs=64)
-    settings = [P.SamplingParams(temperature=1.1, frequency_penalty=0.5), P.SamplingParams(top_k=4)]
-    settings = [replace(each, max_new_tokens=3, n=32) for each in settings]
+    settings = dict(temperature=1.1, frequency_penalty=0.5), dict(top_k=4)
+    settings = [P.SamplingParams(**more, max_new_tokens=3, n=32) for more in settings]
     params = [replace(settings[i % 2], seed=64 * i) for i in range(samples // 64 * 2)]
     rows = torch.tensor(generated_tokens(engine, [FIVE_PROMPT] * len(params), params))
     triples = rows @ torch.tensor([25, 5, 1])
@@ -9504,27 +9152,23 @@ def test_drafting_stats_and_finish_reasons(capsys):
     accepted run; the statistics are consistent; --bench has the speed-up."""
 
     def output(*argv) -> tuple[dict, str]:
-        base = ["--temperature", "0", "--dtype", "fp32", "--json", "--max-new-tokens", "41"]
+        base = "--temperature 0 --dtype fp32 --json --max-new-tokens 41".split()
         assert G.main([SPEC_TEXTS[5].removesuffix("1, 2"), *base, *argv]) == 0
         captured = capsys.readouterr()
         return json.loads(captured.out), captured.err
 
-    drafts, same = (
-        ["--speculate", "ngram", "--speculate-k", "7"],
-        ("text", "tokens", "finish_reason"),
-    )
-    (plain, _), (found, err) = output(), output(*drafts)
-    assert [found[name] for name in same] == [plain[name] for name in same]
-    assert found["finish_reason"] == "length" and len(found["tokens"]) == 41
-    per_step = found["tokens_per_verification"]
-    assert per_step > 1.5 and "tokens per verification, drafts accepted" in err
-    assert len(found["acceptance"]) == 7 and 0 < found["acceptance"][0] <= 1
-    assert per_step - 1 == pytest.approx(sum(found["acceptance"]), rel=0.2)
-    for at in (6, 13, 24):
-        stop = plain["text"][at : at + 4]
-        (a, _), (b, _) = output("--stop", stop), output("--stop", stop, *drafts)
-        assert [a[name] for name in same] == [b[name] for name in same], stop
-        assert a["finish_reason"] == "stop" and a["text"] == plain["text"].partition(stop)[0]
+    drafts, (plain, _) = ["--speculate", "ngram", "--speculate-k", "7"], output()
+    for at in (None, 6, 13, 24):
+        stop = plain["text"][at : at + 4] if at else "no such text"
+        (a, _), (b, err) = output("--stop", stop), output("--stop", stop, *drafts)
+        assert [a[x] == b[x] for x in ("text", "tokens", "finish_reason")] == [True] * 3, stop
+        assert a["finish_reason"] == ("stop" if at else "length")
+        assert a["text"] == plain["text"].partition(stop)[0]
+        if at is None:
+            per_step = b["tokens_per_verification"]
+            assert per_step > 1.5 and "tokens per verification, drafts accepted" in err
+            assert len(b["tokens"]) == 41 and len(b["acceptance"]) == 7
+            assert per_step - 1 == pytest.approx(sum(b["acceptance"]), rel=0.2)
     stats, err = output("--max-new-tokens", "9", "--bench", "2", *drafts)
     assert stats["speedup"] > 0 and stats["baseline_tokens_per_second"] > 0
     assert "without drafts" in err
@@ -9550,18 +9194,17 @@ def test_drafting_eos_inside_accepted_tokens():
     assert ended > 0, "no accepted run continued after the end"
 
 
-def test_drafting_rows_finish_at_different_steps():
+@pytest.mark.parametrize("kind", ["ngram", "draft", "exit"])
+def test_drafting_rows_finish_at_different_steps(kind):
     """Rows of one prompt, some of which reach the end of the cache first, equal plain rows."""
     model, ids = random_model(tiny(vocab_size=41)), [3, 9, 4, 3, 9]
     params, max_len = P.SamplingParams(temperature=0.7, seed=5), len(ids) + 40
     more = dict(n=6, draft=random_model(tiny(vocab_size=41), 0, 0.14))
     flags = ("--set", "draft_coupled=true", "--speculate-k", "8")
-    expected = spec_run(G.Decoder(model, max_len, params, 6), ids, 40)
-    for kind in ("ngram", "draft", "exit"):
-        decoder = spec_decoder(model, kind, params, max_len, *flags, **more)
-        assert spec_run(decoder, ids, 40) == expected
-        assert len({len(c) for c in decoder.speculator.contexts}) == 1  # at their ends
-        assert decoder.speculator.stats.proposed[0] < 6 * 40
+    decoder = spec_decoder(model, kind, params, max_len, *flags, **more)
+    assert spec_run(decoder, ids, 40) == spec_run(G.Decoder(model, max_len, params, 6), ids, 40)
+    assert len({len(c) for c in decoder.speculator.contexts}) == 1  # at their ends
+    assert decoder.speculator.stats.proposed[0] < 6 * 40
 
 
 @pytest.mark.parametrize(
@@ -9662,19 +9305,6 @@ def test_drafting_early_exit_does_not_corrupt_swapped_kv(blocks):
     engine = spec_engine(model, "exit", *flags, num_blocks=blocks, block_size=4, kv_swap=True)
     assert generated_tokens(engine, prompts, params) == expected
     assert engine.stats()["preemptions"] > 0 and engine.stats()["proposed"] > 0
-
-
-def test_drafting_finished_sequences_leave_no_state():
-    """After requests finish, neither drafters nor policy keep state of their sequences."""
-    model, draft = random_model(tiny(vocab_size=41)), random_model(tiny(vocab_size=41, n_layers=1))
-    params = P.SamplingParams(temperature=0, max_new_tokens=12)
-    for kind in ("ngram", "draft", "exit"):
-        engine = spec_engine(model, kind, draft=draft)
-        for first in range(3, 30, 3):
-            generated_tokens(engine, [[first, first + 1, first], [first + 2]], params)
-        policy = engine.speculate_k
-        assert not policy.counts and not policy.last_trials
-        assert not getattr(engine.drafter, "cached_tokens", {})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -20508,7 +20138,7 @@ ATTENTION_IN_STEPS = {  # (first position of each row, new tokens) of every call
 @pytest.mark.parametrize("steps", ATTENTION_IN_STEPS.values(), ids=ATTENTION_IN_STEPS)
 def test_attention_in_a_cache_equals_cache_attend(config, absorb_up_to, steps, monkeypatch):
     """Prefill in chunks, steps of one or more tokens, and rows at different positions, with and
-    without a limit: equal logits, and equal caches at the end."""
+    without a limit: equal hidden states, those of MTP too, and equal caches at the end."""
     use_plain_torch(monkeypatch)
     model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 30)
     for limited in (True, False):
@@ -20518,9 +20148,13 @@ def test_attention_in_a_cache_equals_cache_attend(config, absorb_up_to, steps, m
             new, positions = tokens[: len(firsts)].gather(1, positions), positions.squeeze(0)
             positions = positions[0] if len(set(firsts)) == 1 and len(firsts) > 1 else positions
             limit = max(firsts) + n if limited else None
-            got = model(new, positions, A.as_attend(flash, limit=limit))
-            want = model(new, positions, partial(dense.attend, limit=limit))
-            assert relative(got, want) <= 1e-5, positions
+            found = []
+            for attend in (A.as_attend(flash, limit=limit), partial(dense.attend, limit=limit)):
+                found.append([model(new, positions, attend, return_hidden=True)])
+                if len(model.mtp):
+                    found[-1] += [model.mtp_forward(*found[-1], new, positions, attend)]
+            for got, want in zip(*found, strict=True):
+                assert relative(got, want) <= 1e-5, positions
         assert flash.length == dense.length == max(firsts) + n
         pairs = zip(flash.k + flash.v, dense.k + dense.v, strict=True)
         assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in pairs)
@@ -20542,28 +20176,6 @@ def test_attention_in_the_model_with_kernels(config):
         loss = model(tokens, attend=attend).square().mean()
         grads.append(torch.autograd.grad(loss, model.embed.weight)[0])
     assert relative(*grads) <= 1e-5
-
-
-@attention_in_each
-def test_attention_in_cache_update_returns_slots_in_order(config, absorb_up_to):
-    """KVCache.update stores the new tokens and returns keys and values (B, S, Hkv, D) with slot =
-    position: views of the cache where nothing is expanded or converted."""
-    model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 8)
-    cache, seen = M.KVCache(config, 2, 16), []
-
-    def attend(spec, q, k, v, positions):
-        keys, values = cache.update(spec, k, v, positions, 12)
-        seen.append((spec, k, v, keys, values))
-        return M.dense_attention(
-            spec, q, keys.transpose(1, 2), values.transpose(1, 2), positions, torch.arange(12)
-        )
-
-    assert relative(model(tokens, torch.arange(8), attend), model(tokens)) <= 1e-5
-    for spec, k, v, keys, values in seen:
-        assert keys.shape == (*k.shape[:1], 12, *k.shape[2:]) and values.shape[1] == 12
-        assert relative(keys[:, :8], k) <= 1e-6 and relative(values[:, :8], v) <= 1e-6
-        assert spec.expand or keys.data_ptr() == cache.k[spec.index].data_ptr()
-    assert cache.length == 8 and len(seen) == config.n_layers
 
 
 def test_attention_in_mla_prefill_expands_once_for_any_order_of_positions():
@@ -20597,31 +20209,14 @@ def test_attention_in_a_compiled_step_equals_eager(config, monkeypatch):
             assert relative(step(*new, attends[0]), model(*new, attends[1])) <= 1e-5
 
 
-def test_attention_in_mtp_over_a_cache(monkeypatch):
-    """MTP reads and writes its own cache slots through as_attend too."""
-    use_plain_torch(monkeypatch)
-    model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
-    attend = A.as_attend(M.KVCache(model.config, 1, 16))
-    hidden = model(tokens, attend=attend, return_hidden=True)[:, :-1]
-    expected, got = model.mtp_forward(hidden, tokens[:, 1:]), []
-    for chunk in (slice(0, 7), *(slice(i, i + 1) for i in range(7, 11))):
-        positions = torch.arange(chunk.start, chunk.stop)
-        got.append(model.mtp_forward(hidden[:, chunk], tokens[:, 1:][:, chunk], positions, attend))
-    assert relative(torch.cat(got, 1), expected) <= 1e-5
-
-
 def test_attention_in_training_is_passed_to_every_layer():
     """Training loss, validation and every MTP depth use the given attend, and make_attend("flash")
     is attention.py's."""
     config, layers = latent(n_mtp_layers=2), []
     model, batch = random_model(config).requires_grad_(True), random_tokens(config, 2, 12)
-
-    def attend(spec, *qkv_positions):
-        layers.append(spec.index)
-        return M.causal_attention(spec, *qkv_positions)
-
-    env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
+    attend = lambda spec, *qkv: layers.append(spec.index) or M.causal_attention(spec, *qkv)
     STEP.forward_backward(model, batch, 2, attend=attend)
+    env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     STEP.validate(model, batch.flatten(), 23, 1, env, attend)
     assert layers == [0, 1, 2, 3, 4] * 2
     assert STEP.make_attend("sdpa") is M.causal_attention
@@ -20947,31 +20542,21 @@ def full_errors(layout, tensors, wanted, noise):
             yield error / noise.get(name, 1), name
 
 
-def saved_errors(case, state, want, pieces):
-    """(key, (error, name)) of each region of a checkpoint on this rank; counts numbers by key."""
-    for name, sharded in state.sharded_state_dict().items():
-        key, _, name = name.partition(".")
-        whole, noise = want[key][name], layout_rounding_noise(case, key).get(name, 1)
-        for at, tile in sharded.chunks.items():
-            there = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
-            yield f"piece of {key}", (shard_error(tile, there, whole) / noise, name)
-            pieces[key] += tile.numel()
-
-
 def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
-    """A run of one rank: the largest error of everything, relative to one process, and its shards
+    """A run of one rank, each of whose numbers and shards equals that of one process; its shards
     and rows, which the parent sums over ranks."""
     want = layout_reference(case.reference())
     with pytest.MonkeyPatch.context() as patch:
         compile_ = partialmethod(nn.Module.compile, backend=case.compiler)
         patch.setattr(nn.Module, "compile", compile_)
         args, layout, model, _ = layout_rank(case, rank)
-    named, steps, errors, pieces, ropes = list(model.named_parameters()), 0, {}, Counter(), set()
+    named, steps, pieces, ropes = list(model.named_parameters()), 0, Counter(), set()
     first_layer = next(iter(model.layers))
     first_layer.register_forward_pre_hook(lambda m, a: ropes.update(t.dtype for t in a[1]))
 
-    def worst(key, found):
-        errors[key] = max(errors.get(key, (0.0, "")), *found)
+    def check(key, found):
+        far = [(error, name) for error, name in found if not error <= case.within]
+        assert not far, f"{key} of rank {rank}: {max(far)}"
 
     for step, numbers, balance, optimizer in layout_steps(case, args, layout, model):
         expected = want["rows"][steps]
@@ -20979,39 +20564,41 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
         noise = layout_rounding_noise(case, *(("grad", step) if "norm" in expected else ["weight"]))
         for key, number in expected.items():
             off = abs(numbers[key] - number) / abs(number) if number else abs(numbers[key])
-            worst(key, [(off / noise.get("all", 1), f"step {step}")])
+            check(key, [(off / noise.get("all", 1), f"step {step}")])
         if steps % 2 and step < case.steps and not layout.buckets:
             noise = layout_rounding_noise(case, "grad", step)
             grads = [(n, p.grad) for n, p in named]
-            worst("gradient", shard_errors(layout, grads, want["grad"][step], noise))
+            check("gradient", shard_errors(layout, grads, want["grad"][step], noise))
             if step == 0:
-                found = full_errors(layout, grads, want["grad"][0], noise)
-                worst("full gradient", [(0.0, ""), *found])
+                check("full gradient", full_errors(layout, grads, want["grad"][0], noise))
     inputs = layout, named, want["weight"], layout_rounding_noise(case, "weight")
-    worst("weight", shard_errors(*inputs))
-    worst("full weight", [(0.0, ""), *full_errors(*inputs)])
+    check("weight", shard_errors(*inputs))
+    check("full weight", full_errors(*inputs))
     for key in MOMENTS if layout.buckets is None else ():
         moments = [(n, optimizer.state[p][key]) for n, p in named]
-        worst(key, shard_errors(layout, moments, want[key], layout_rounding_noise(case, key)))
+        check(key, shard_errors(layout, moments, want[key], layout_rounding_noise(case, key)))
     state = SD.TrainState(model, optimizer, layout)
     state.updates = 1
-    for key, found in saved_errors(case, state, want, pieces):
-        worst(key, [found])
+    for name, sharded in state.sharded_state_dict().items():
+        key, _, name = name.partition(".")
+        whole, noise = want[key][name], layout_rounding_noise(case, key).get(name, 1)
+        for at, tile in sharded.chunks.items():  # of a checkpoint
+            there = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
+            check(f"saved {key}", [(shard_error(tile, there, whole) / noise, name)])
+            pieces[key] += tile.numel()
     whole = sum(x.numel() for x in want["exp_avg"].values())
-    missing = layout.buckets is not None and rank == 0 and pieces["exp_avg"] != whole
-    worst("pieces", [(math.inf if missing or not pieces["weight"] else 0.0, str(pieces))])
+    assert pieces["weight"], pieces
+    assert layout.buckets is None or rank > 0 or pieces["exp_avg"] == whole, pieces
     for name, b in model.named_buffers():
-        worst("expert bias", [(shard_error(b, want["weight"][name], want["weight"][name]), name)])
+        check(name, [(shard_error(b, want["weight"][name], want["weight"][name]), name)])
     eight_bit = "--fp8" in case.run or "--qat" in case.run  # a router may choose another expert
     moved = (getattr(balance, "last", torch.zeros(0)) - want["last"]).abs().sum()
-    few = moved <= (0.1 * want["last"].sum() if eight_bit else 0)
-    worst("loads", [(0.0 if few else math.inf, f"{moved} tokens")])
+    assert moved <= (0.1 * want["last"].sum() if eight_bit else 0), f"{moved} tokens moved"
+    assert ropes <= {torch.float32, torch.float64}, "RoPE was rounded"
     at = layout.positions(case.seq, torch.device("cpu"))
     numel = lambda x: parallel.to_local(x).numel()
     plain = named if layout.buckets is None else ()  # the moments of buckets are slices
     return dict(
-        errors=errors,
-        ropes=ropes,
         sizes={d: layout.mesh.size(d) for d in (*parallel.DIMS, "ep")},
         numel={n: numel(p) for n, p in named},
         moments={n: numel(optimizer.state[p]["exp_avg"]) for n, p in plain},
@@ -21055,13 +20642,11 @@ slow ep by nodes    | moe tied | --ep 4 --set ep_node_size=2 --set ep_chunks=2 |
 slow ep by nodes cp | latent | --cp 2 --ep 4 --set ep_node_size=2 --set ep_chunks=3 |
 slow ep by nodes z3 | latent | --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS}
 slow replicas only  | biased | --zero 3 --dp-replicate 4 | | batch=8
-slow tp few tokens  | few-tokens tied | --tp 4 {NO_SP} |
 slow sp few tokens  | few-tokens tied | --tp 4 | | micro=4
 slow alibi          | alibi | --tp 4 --async-tp | | micro=2
 slow llama          | llama | --tp 4 --async-tp | | micro=2
 slow yarn           | yarn | --tp 2 --cp 2 | | micro=2
 slow dynamic        | dynamic | --tp 4 | | micro=2
-slow aux            | moe tied | --tp 4 {NO_SP} | --aux-loss 0.3 | micro=2
 slow aux sp         | moe tied | --tp 4 | --aux-loss 0.3 {Z_LOSS} | micro=2
 slow long           | windows | --cp 4 | | seq=32 micro=4
 slow experts=loop   | latent | --tp 2 --ep 2 --zero 3 | --set experts=loop
@@ -21069,14 +20654,10 @@ slow chunks         | biased | --tp 2 --zero 3 --recompute sqrt {CHUNKED} | | mi
 slow chunks mtp     | latent mtp2 tied | --tp 2 {NO_SP} --ep 2 --zero 2 {CHUNKED} | {Z_LOSS}
 slow fp32 one row   | biased | --tp 2 --cp 2 | | seq=32 dtype=fp32 batch=1
 slow fp32 zero      | norms tied | --zero 3 --dp-replicate 2 | | dtype=fp32 batch=8
-slow fp32 ring      | windows | --cp 4 | | dtype=fp32 seq=32
 slow fp32 ep        | moe tied | --tp 2 --ep 2 --zero 3 | --aux-loss 0 | dtype=fp32
-slow fp32 zbv       | biased deep | --pp 4 --pp-schedule zbv | | dtype=fp32
 slow bf16           | biased | --tp 2 --zero 3 | | batch=8 dtype=bf16
-slow bf16 tp        | biased | --tp 4 {NO_SP} | | dtype=bf16
 slow bf16 async     | biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 | | dtype=bf16
 slow bf16 buckets   | biased | --zero 1 {BUCKETS} | | batch=8 dtype=bf16
-slow bf16 pp        | biased deep | --pp 2 --tp 2 | | dtype=bf16
 slow bf16 zb        | biased deep | --pp 2 --pp-schedule v-half --zero 2 | | batch=8 dtype=bf16
 slow pp_layers      | biased deep | --pp 2 --cp 2 --pp-schedule interleaved --set pp_layers=1,2,3,2 |
 slow pp_recompute   | norms tied | --pp 2 --set pp_recompute=0 --zero 1 | | batch=8
@@ -21084,7 +20665,6 @@ slow fp8 tensors | moe tied aligned | --zero 2 --dp-replicate 2 | --fp8 tensorwi
 slow inductor       | biased | --compile --cp 4 --set cp_method=all-gather | | dtype=fp32
 slow tp 8           | norms tied | --tp 8 | | micro=2 ranks=8
 slow cp 8           | windows | --cp 8 --cp-ulysses 2 | | ranks=8 seq=32
-slow ep 8           | latent | --ep 8 --set ep_node_size=4 --zero 2 | | batch=8 ranks=8
 slow ep 4 of 8      | latent | --tp 2 --cp 2 --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS} | batch=8 ranks=8
 slow pp 4 of 8      | tied deep | --pp 4 --pp-schedule dualpipe --cp 2 --zero 1 | | batch=8 ranks=8
 """
@@ -21275,9 +20855,9 @@ def sent_among_several(wire: Wire) -> list[dict]:
     return seen
 
 
-def lost_case(rank: int, case: LayoutCase, folder: Path, every: bool) -> dict:
-    """One step and its transfers; then the step without each of them, or without the first and the
-    last of each kind, size and group."""
+def lost_case(rank: int, case: LayoutCase, folder: Path) -> dict:
+    """One step and its transfers; then the step without the first and the last of each kind, size
+    and group."""
     want, wire = layout_reference(case.reference()), layout_wire()
     _, layout, model, attend = layout_rank(case, rank)
     rows = case.rows(0, layout)
@@ -21295,8 +20875,7 @@ def lost_case(rank: int, case: LayoutCase, folder: Path, every: bool) -> dict:
     wire.reset()
     undisturbed, seen, lost = error(), sent_among_several(wire), {}
     labels = [(event["kind"], event["numel"], len(event["ranks"])) for event in seen]
-    ends = {label: i for i, label in enumerate(labels)}.values()
-    lose = [{*range(len(seen))} if every else {*ends, *map(labels.index, labels)}]
+    lose = [{*map(labels.index, labels), *{label: i for i, label in enumerate(labels)}.values()}]
     dist.broadcast_object_list(lose)  # sizes, and so labels, differ by a row of the vocabulary
     for i in sorted(lose[0]):
         wire.reset(seen[i]["number"])
@@ -21307,18 +20886,15 @@ def lost_case(rank: int, case: LayoutCase, folder: Path, every: bool) -> dict:
     return dict(labels=labels, lost=lost, undisturbed=(undisturbed, error()), embedding=embedding)
 
 
-# each: all transfers are lost in turn, else the first and the last of each kind, size and group
 LOST = f"""
-tp                    | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
-hsdp                  | single biased | --zero 2 --dp-replicate 2 |
-slow async, zero      | single biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3 | | micro=4
-slow each: all-gather | single biased | --tp 2 --cp 2 --set cp_method=all-gather | | micro=4
-slow each: tp         | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
-slow each: tp 4       | single biased | --tp 4 {NO_SP} | | micro=4
-slow each: sp         | single biased | --tp 2 --zero 1 |
-slow each: async      | single biased | --tp 4 --async-tp | | micro=4
-slow each: zero       | biased        | --zero 3 | | batch=8
-slow each: 2D         | single biased | --cp 4 --cp-ulysses 2 | | micro=4
+tp               | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
+hsdp             | single biased | --zero 2 --dp-replicate 2 |
+slow async, zero | single biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3 | | micro=4
+slow all-gather  | single biased | --tp 2 --cp 2 --set cp_method=all-gather | | micro=4
+slow sp          | single biased | --tp 2 --zero 1 |
+slow async       | single biased | --tp 4 --async-tp | | micro=4
+slow zero        | biased        | --zero 3 | | batch=8
+slow 2D          | single biased | --cp 4 --cp-ulysses 2 | | micro=4
 """
 LOST = {name: replace(case, steps=1) for name, case in layout_rows(LOST).items()}
 
@@ -21334,8 +20910,7 @@ def test_layout_lost_transfer_is_noticed(layouts, name):
     quiet = [first["labels"][i] for i in first["lost"] if max(g["lost"][i] for g in results) < 1e-6]
     # except fully_shard's all-gather of the embedding for its backward pass, which does not use it
     assert {label[:2] for label in quiet} <= {("all_gather", first["embedding"])}, quiet
-    every = len(first["lost"]) == len(first["labels"])
-    assert len(first["lost"]) > 5 and (every or "each" not in name)
+    assert len(first["lost"]) > 5
 
 
 def count_case(rank: int, case: LayoutCase, folder: Path) -> tuple[list, float]:
@@ -21364,7 +20939,7 @@ GATHER, SCATTER = "all_gather float32 of 4", "reduce_scatter float32 of 4"
 IN_TWO, SCATTER_TWO = "all_gather float32 of 2", "reduce_scatter float32 of 2"
 QUANTIZED = "--set zero_quantized=true"
 BOTH, ALL_GATHER = (2, 0, 2, 0), "--cp 4 --set cp_method=all-gather"
-COUNTS = {
+COUNTS = {  # of each microbatch, or the same of both
     f"--tp 4 {NO_SP}": [CROSS_ENTROPY | {"all_reduce 2048": (2, 1, 2, 1)}],
     "--tp 4": [
         CROSS_ENTROPY | {"all_gather 512": (2, 1, 2, 1), "reduce_scatter 2048": (2, 1, 2, 1)}
@@ -21376,17 +20951,15 @@ COUNTS = {
     ALL_GATHER: [{"all_gather 256": BOTH, "reduce_scatter 1024": (0, 0, 2, 0)}],
     "--zero 1": [{GATHER: ONCE}, {SCATTER: LAST}],
     "--zero 2": [{GATHER: ONCE, SCATTER: LAST}, {SCATTER: LAST}],
-    "--zero 3": [{GATHER: TWICE, SCATTER: LAST}] * 2,
+    "--zero 3": [{GATHER: TWICE, SCATTER: LAST}],
     "--zero 3 --dp-replicate 2": [
         {IN_TWO: TWICE, SCATTER_TWO: LAST, "all_reduce float32 of 2": LAST}
-    ]
-    * 2,
-    "--zero 3 --set hpz_size=2": [{GATHER: ONCE, IN_TWO: LAST, SCATTER: LAST}] * 2,
-    f"--zero 3 {QUANTIZED}": [{"all_gather uint8 of 4": TWICE, "all_to_all uint8 of 4": LAST}] * 2,
+    ],
+    "--zero 3 --set hpz_size=2": [{GATHER: ONCE, IN_TWO: LAST, SCATTER: LAST}],
+    f"--zero 3 {QUANTIZED}": [{"all_gather uint8 of 4": TWICE, "all_to_all uint8 of 4": LAST}],
     f"--zero 3 {QUANTIZED} --set hpz_size=2": [
         {"all_gather uint8 of 4": ONCE, IN_TWO: LAST, "all_to_all uint8 of 2": (0, 0, 2, 4)}
-    ]
-    * 2,
+    ],
 }
 COUNT_SIZES = dict(batch=4, micro=4), dict(batch=8, micro=1)  # ZeRO: 2 microbatches
 COUNTED = {flags: ("three biased", flags) for flags in COUNTS}
@@ -21408,7 +20981,8 @@ def test_layout_transfers_equal_the_formula(layouts, name):
         for i in (0, 2):
             count = {key: n[i] * case.config.n_layers + n[i + 1] for key, n in formula.items()}
             want.append({key: n for key, n in count.items() if n})
-    assert list(map(Counter, first)) == want
+    assert list(map(Counter, first)) == want * (len(first) // len(want))
+    assert len(first) == (4 if "--zero" in case.layout else 2)
     if QUANTIZED in name:
         assert 0 < abs(loss / layouts("count --zero 3")[0][1] - 1) < 0.05
 
@@ -21507,11 +21081,9 @@ def test_layout_checkpoint_resumes_under_other_layouts_and_generates(layouts, na
 # model | ranks | flags | a regex of the message, which names the flag
 LAYOUTS_REFUSED = f"""
 plain | 1 | --tp 2 | --tp 2 .* = 2 .*1 ranks
-plain | 4 | --tp 3 | --tp 3 .* = 3 .*4 ranks
 plain | 4 | --tp 2 --cp 4 | --tp 2 x --cp 4 = 8
 plain | 4 | --tp 0 | --tp
 plain | 4 | --dp 3 | --dp 3 .*4 ranks
-plain | 4 | --dp 4 --tp 2 | --dp 4 x --tp 2 .* = 8
 plain | 4 | --dp 2 --pp 4 | --dp 2 x --pp 4 .* = 8
 plain | 4 | --dp-replicate 3 --zero 3 | --dp-replicate 3 .* 4
 plain | 4 | --dp-replicate 4 --tp 2 --zero 3 | --dp-replicate 4 .* 2
@@ -21542,7 +21114,6 @@ three-keys | 4 | --cp 4 --cp-ulysses 4 | --cp-ulysses 4 .*3 key heads
 dynamic | 4 | --cp 4 | --cp .*dynamic NTK.* 8$
 alibi | 4 | --cp 2 | --cp .*ALiBi
 moe | 4 | --cp 2 --set seq_aux_loss=0.1 | seq_aux_loss.*--cp|--cp.*seq_aux_loss
-plain | 4 | --pp 3 | --pp 3 .* = 3 .*4 ranks
 plain | 4 | --pp 4 | --pp 4 makes 4 stages.*2 layers
 deep | 4 | --pp 4 --pp-schedule breadth-first --set virtual_stages=3 | --pp 4 .*12 stages.*8 layers
 plain | 4 | --pp-schedule zbv | --pp-schedule requires --pp
@@ -21599,28 +21170,17 @@ MESH_ERRORS = [  # a call that must fail, a regex of its message
 ]
 
 
-def mesh_errors_case(rank: int, task, folder: Path) -> list[str]:
-    """Errors of make_mesh, apply_tp and apply_fsdp; none may leave a rank hanging."""
-    errors, mesh = [], parallel.make_mesh(tp=4)
-    for call, _ in MESH_ERRORS:
-        try:
+def mesh_errors_case(rank: int, task, folder: Path) -> None:
+    mesh = parallel.make_mesh(tp=4)
+    for call, words in MESH_ERRORS:
+        with pytest.raises(ValueError, match=words) as caught:
             call(mesh)
-            errors.append("none")
-        except ValueError as e:
-            errors.append(str(e))
-    return errors
+        assert "\n" not in str(caught.value)
 
 
-def test_layout_rejects_bad_meshes_and_shards(layouts):
-    """Sizes that do not fit are an error of one line on every rank, which names the size."""
-    for errors in layouts("mesh errors"):
-        for error, (_, words) in zip(errors, MESH_ERRORS, strict=True):
-            assert re.search(words, error) and "\n" not in error
-
-
-def frozen_case(rank: int, task, folder: Path) -> dict:
+def frozen_case(rank: int, task, folder: Path) -> None:
     """A step on 2 x 2 ranks that trains only o_proj, and a step that trains all parameters."""
-    mesh, norms, frozen = parallel.make_mesh(dp_shard=2, tp=2), [], []
+    mesh, norms = parallel.make_mesh(dp_shard=2, tp=2), []
     tokens = torch.arange(32).view(2, 1, 16)[mesh.rank("dp_shard")] % 89
     for some in (True, False):
         torch.manual_seed(0)
@@ -21630,19 +21190,18 @@ def frozen_case(rank: int, task, folder: Path) -> dict:
             p.requires_grad_("o_proj" in name or not some)
         model(tokens).square().sum().backward()
         parallel.sum_gradients(model, mesh, tp)
-        norms.append(parallel.gradient_norm(model, mesh, tp).item())
-        parallel.clip_gradients(model, torch.tensor(norms[-1]), 1.0)
-        frozen += [p.grad is None for p in model.parameters() if not p.requires_grad]
-        norms.append(parallel.gradient_norm(model, mesh, tp).item())
-    return dict(norms=norms, frozen=frozen)
+        assert all((p.grad is None) != p.requires_grad for p in model.parameters())
+        norms.append(parallel.gradient_norm(model, mesh, tp))
+        parallel.clip_gradients(model, norms[-1], 1.0)
+        assert parallel.gradient_norm(model, mesh, tp).item() == pytest.approx(1, rel=1e-4)
+    assert 0 < norms[0] < 0.9 * norms[1]
 
 
-def test_layout_frozen_parameters_get_no_gradients(layouts):
-    """Frozen parameters get no gradient and do not count in the gradient norm."""
-    for got in layouts("frozen"):
-        some, clipped, whole, _ = got["norms"]
-        assert all(got["frozen"]) and len(got["frozen"]) > 9
-        assert clipped == pytest.approx(1, rel=1e-4) and 0 < some < 0.9 * whole
+@pytest.mark.parametrize("name", ["mesh errors", "frozen"])
+def test_layout_rejects_bad_meshes_and_freezes_parameters(layouts, name):
+    """Sizes that do not fit are an error of one line on every rank, which names the size. Frozen
+    parameters get no gradient and do not count in the gradient norm."""
+    assert layouts(name) == [None] * 4
 
 
 # ---- processes ----
@@ -21661,7 +21220,7 @@ def layout_setup(env):
 
 
 LAYOUT_TASKS = {name: (train_case, case) for name, case in LAYOUT_CASES.items()}
-LAYOUT_TASKS |= {f"lost {name}": (lost_case, case, "each" in name) for name, case in LOST.items()}
+LAYOUT_TASKS |= {f"lost {name}": (lost_case, case) for name, case in LOST.items()}
 LAYOUT_TASKS |= {f"count {name}": (count_case, case) for name, case in COUNTED.items()}
 LAYOUT_TASKS |= {f"chain {name}": (chain_case, cases, name) for name, cases in CHAINS.items()}
 LAYOUT_TASKS |= {"mesh errors": (mesh_errors_case, None), "frozen": (frozen_case, None)}
@@ -21707,10 +21266,6 @@ def test_layout_equals_one_process(layouts, name):
     model exactly: each rank has its shard of every parameter and of its Adam moments, and every
     token of a batch is on one rank, replicated only along tp and pp."""
     results, case = layouts(name), LAYOUT_CASES[name]
-    for rank, got in enumerate(results):
-        far = {key: found for key, found in got["errors"].items() if not found[0] <= case.within}
-        assert not far, f"rank {rank}: {far}"
-        assert got["ropes"] <= {torch.float32, torch.float64}, "RoPE was rounded"
     args, sizes, ranks = case.args(), results[0]["sizes"], len(results)
     whole, plan = layout_meta_model(case.model), "\n".join(got["plan"] for got in results)
     moe = [f"{name}." for name, module in whole.named_modules() if isinstance(module, M.MoE)]
@@ -21768,16 +21323,13 @@ slow lora       | 1 | dense  | --dtype fp32 --lora 4 --init INIT
 slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --init INIT --zero 3
 slow backward   | 1 | dense  | --dtype fp32 {IN_BACKWARD}
 slow backward 3 | 2 | dense  | --dtype fp32 {IN_BACKWARD} --zero 3 --recompute full
-slow bf16       | 1 | tied   | --dtype bf16 --recompute full
 slow async tp   | 2 | tied   | --dtype fp32 --tp 2 --async-tp
 slow kv copies  | 4 | dense  | --dtype fp32 --tp 4
 slow hsdp       | 4 | dense  | --dtype bf16 --zero 3 --dp-replicate 2
 slow striped    | 2 | dense  | --dtype bf16 --cp 2 --set cp_method=striped --zero 3
 slow all-gather | 2 | dense  | --dtype fp32 --cp 2 --set cp_method=all-gather
 slow ulysses    | 4 | dense  | --dtype fp32 --cp 4 --cp-ulysses 2
-slow tp x cp    | 4 | dense  | --dtype fp32 --tp 2 --cp 2 --recompute full
 slow tp zero 3  | 4 | tied   | --dtype bf16 --tp 2 --zero 3 --batch-size 8
-slow ep         | 2 | moe    | --dtype fp32 --ep 2
 slow ep chunks  | 4 | moe    | --dtype fp32 --ep 4 --set ep_chunks=2 --zero 3
 slow routed     | 4 | routed | --dtype bf16 --ep 4 --zero 2 --seq-len 64
 """
@@ -21974,21 +21526,6 @@ def test_dry_run_of_512_ranks_of_a_llama3_block(tmp_path, monkeypatch):
     numbers |= {"tp reduce-scatter": 6, "fsdp reduce-scatter": 4}
     for name, n in numbers.items():
         assert int(re.search(rf"{name} +([\d,]+)", out)[1].replace(",", "")) == n, out
-
-
-@pytest.mark.slow
-def test_dry_run_of_512_ranks_of_a_whole_model():
-    """--dry-run of Llama 3 8B on 512 ranks takes under a minute and under 3 GB."""
-    program = (
-        "import resource, sys, train; status = train.main(sys.argv[1:]); "
-        "usage = resource.getrusage(resource.RUSAGE_SELF); "
-        "print('peak', usage.ru_maxrss, 'seconds', usage.ru_utime); sys.exit(status)"
-    )
-    flags = "--dry-run 512 --model llama3-8b --tp 8 --zero 3 --seq-len 8192"
-    done = run("-c", program, *flags.split())
-    assert done.returncode == 0, done.stderr
-    peak, seconds = re.search(r"peak (\d+) seconds ([\d.]+)", done.stdout).groups()
-    assert int(peak) < 3e6 and float(seconds) < 60, done.stdout
 
 
 BAD_DRY_RUNS = """
