@@ -61,7 +61,7 @@ from datetime import timedelta
 from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, combinations, islice, permutations, product
+from itertools import accumulate, combinations, islice, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,7 +155,7 @@ from training import step as STEP
 from training import tuning as TU
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
-from torch.distributed.tensor.debug import CommDebugMode  # which imports Triton
+import torch.distributed.tensor.debug  # noqa: F401, which imports Triton
 
 REPO = Path(__file__).resolve().parent
 DRAWERS = "huggingface generation serving quantization training parallelism".split()
@@ -2840,14 +2840,14 @@ def named_case(name: str) -> dict:
     return case(**CORNERS[name]) if name in CORNERS else draw(int(name))
 
 
-NAMES = [*map(str, range(0, FUZZ, 4)), *CORNERS]
-FINITE_SINKS = [n for n in NAMES if n != "sinks_of_minus_infinity"]  # NaN without the kernels
+CASE_NAMES = [*map(str, range(0, FUZZ, 4)), *CORNERS]
+FINITE_SINKS = [n for n in CASE_NAMES if n != "sinks_of_minus_infinity"]  # NaN without the kernels
 PLAIN = [partial(A.chunked_attention, chunk=n) for n in (7, 16)]
 PLAIN += [partial(A.online_attention, chunk=7), A.flash_attention]
 SLOW_SEEDS = [pytest.param(str(n), marks=pytest.mark.slow) for n in range(20, FUZZ)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASE_NAMES)
 def test_attention_reference_equals_sdpa(name):
     """The reference == torch's SDPA with all flags as one dense mask: o, lse and gradients."""
     double = dict(dtype=torch.float64, extras=torch.float64, tolerance=None)
@@ -10492,7 +10492,10 @@ SPARSE_BAD = {
     "uneven": (lambda: Z.prune(torch.ones(2, 6), 2, 4), r"m=4 .* 6 columns \(.*: 2, 3, 6\)"),
     "3-D": (lambda: Z.prune(torch.ones(2, 4, 4), 2, 4), r"must be \(N, K\), not \(2, 4, 4\)"),
     "importance": (lambda: Z.prune(torch.ones(2, 8), 2, 4, torch.ones(2, 4)), "importance .* must"),
-    "NaN importance": (lambda: Z.prune(torch.ones(2, 4), 2, 4, torch.ones(2, 4) * INF), "NaN or"),
+    "NaN importance": (
+        lambda: Z.prune(torch.ones(2, 4), 2, 4, torch.ones(2, 4) * math.nan),
+        "NaN or",
+    ),
     "full mask": (lambda: Z.pack(torch.ones(2, 4), 2, 4, torch.ones(2, 4)), "keep n=2 of m=4"),
     "mask": (lambda: Z.pack(torch.ones(2, 8), 2, 4, torch.zeros(2, 4)), "mask must have the"),
     "V rows": (lambda: Z.venom_mask(torch.ones(6, 8), 4), "4:2:8 must .* divide .* 6 rows"),
@@ -24097,7 +24100,7 @@ def test_bad_input_is_refused(call, words):
 # several processes by one and the same, for two such at a time take more than twice as long. (Under
 # pytest 9.2 pytest-xdist 3.8 cannot tell, its issue 1386: then both workers start them.)
 RANK_FIXTURES += "zero_done zero_fuzzed layouts dry_results dl_elastic generate_on_ranks".split()
-STORIES = "paged_story train_runs finished draft_head_run fp8_folder".split()
+STORIES = "paged_story train_runs finished fp8_folder".split()
 GROUPS = {name: name for name in STORIES} | dict.fromkeys(RANK_FIXTURES, "ranks")
 for name, test in [*globals().items()]:
     if name.startswith("test_"):
