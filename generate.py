@@ -10,6 +10,7 @@
     python generate.py --speculate ngram                     speculative decoding
     python generate.py --batch requests.jsonl                many requests, continuous batching
     python generate.py --bench-serving 200 --request-rate 10 throughput and latency under load
+    python generate.py --offload cpu ...                     layers in host memory, or in files
     torchrun --nproc-per-node 4 generate.py --tp 4 ...       tensor parallelism over 4 ranks
     torchrun --nproc-per-node 4 -- generate.py --pp 4 --n 8  pipeline parallelism over 4 ranks
     torchrun --nproc-per-node 4 generate.py --ep ...         expert parallelism over 4 ranks
@@ -158,15 +159,17 @@ class Decoder:
         keep_logits: bool = False,
         attention: AttendFactory = sdpa,
         cached_rows: int | None = None,
+        rollback: int | None = None,
     ):
         """max_len: cache slots per row. cached_rows: rows cached here, if `attention` shards the
-        batch. keep_logits: store each step's logits in `last_step`."""
+        batch. rollback: see KVCache. keep_logits: store each step's logits in `last_step`."""
         first = next(model.parameters())
         device, dtype = first.device, first.dtype
         V = model.config.vocab_size
         self.model, self.batch, self.compiled, self.num_cached = model, batch, compiled, 0
         self.attention = attention
-        self.cache = KVCache(model.config, cached_rows or batch, max_len, dtype, device)
+        rows = cached_rows or batch
+        self.cache = KVCache(model.config, rows, max_len, dtype, device, rollback)
         self.sampler = Sampler(params, batch, V, device, [e for e in eos if e < V])
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
@@ -379,15 +382,19 @@ def build_decoder(
         if rows % ranks:
             raise ValueError(f"--set shard_batch: --n {rows} must be a multiple of --tp {ranks}")
         rows //= ranks
+    # ring buffers for layers with sliding windows, where every step attends through KVCache.attend
+    # and none goes back further than the rejected drafts
+    ring = attention is sdpa and not args.interactive and args.speculate != "tree"
+    lookahead = 0
     if args.speculate:
         from generation import drafting
 
-        max_len += drafting.lookahead_slots(args)
+        lookahead = drafting.lookahead_slots(args)
         drafting.raise_mla_absorb_limit_(args, model)
     try:
         decoder = Decoder(
             model,
-            max_len,
+            max_len + lookahead,
             args.sampling_params,
             args.n,
             eos,
@@ -395,6 +402,7 @@ def build_decoder(
             keep_logits=top is not None,
             attention=attention,
             cached_rows=rows,
+            rollback=lookahead if ring else None,
         )
     except ValueError as e:
         if not str(e).startswith("logit_bias"):
@@ -555,7 +563,8 @@ def run(args: GenerateConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    distributed = any(a.partition("=")[0] in ("--ep", "--tp", "--pp") for a in argv)
+    flags = ("--ep", "--tp", "--pp", "--disaggregate")
+    distributed = any(a.partition("=")[0] in flags for a in argv)
     if not distributed or "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
         return run_cli(argv)
     with open(os.devnull, "w") as devnull, redirect_stdout(devnull), redirect_stderr(devnull):

@@ -97,6 +97,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over D on q and k, before RoPE
+    qk_cosine: bool = False  # cosine attention: q / |q| . k / |k| times a learned factor per head
     windows: tuple[int | None, ...] = ()  # per layer: sliding window or None; (): no windows
 
     # MLA, if kv_lora_rank > 0; then D = qk_nope_head_dim + qk_rope_head_dim
@@ -134,8 +135,11 @@ class ModelConfig:
                 f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must be "
                 f"{self._hf_name('n_heads')} ({self.n_heads}): MLA has no query groups"
             )
-        if self.kv_lora_rank and (self.alibi or self.qk_norm or self.rotary_dim is not None):
-            raise ValueError("kv_lora_rank cannot be combined with alibi, qk_norm or rotary_dim")
+        for name in ("alibi", "qk_norm", "qk_cosine", "rotary_dim") if self.kv_lora_rank else ():
+            if getattr(self, name) not in (False, None):
+                raise ValueError(f"kv_lora_rank cannot be combined with {name}")
+        if self.qk_cosine and self.qk_norm:
+            raise ValueError("qk_cosine cannot be combined with qk_norm: both normalize q and k")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must divide "
@@ -463,6 +467,11 @@ class KVCache:
     (kv_lora_rank + qk_rope_head_dim), no values. L includes the MTP layers, which have their own
     tensors and do not change `length`. attend reads all max_len slots unless given a limit:
     `functools.partial(cache.attend, limit=n)`, with n > every position.
+
+    With `rollback`, a layer with a sliding window W has a ring buffer of W + rollback slots, slot =
+    position % slots (Mistral 7B, arXiv:2310.06825, section 2): its memory does not grow with
+    max_len. truncate may then drop at most `rollback` tokens, and `update` and `move` cannot be
+    used.
     """
 
     def __init__(
@@ -472,14 +481,19 @@ class KVCache:
         max_len: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        rollback: int | None = None,
     ):
         layers = config.n_layers + config.n_mtp_layers
         heads, dim = config.n_kv_heads, config.head_dim
         if config.kv_lora_rank:
             heads, dim = 1, config.kv_lora_rank + config.qk_rope_head_dim
-        shape = (batch_size, heads, max_len, dim)
+        slots = [max_len] * layers
+        if rollback is not None and not config.kv_lora_rank:
+            windows = map(config.window, range(layers))
+            slots = [min(max_len, w + rollback) if w else max_len for w in windows]
         self.max_len = max_len
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        new = lambda n: torch.zeros(batch_size, heads, n, dim, dtype=dtype, device=device)
+        self.k = [new(n) for n in slots]
         self.v = [] if config.kv_lora_rank else [torch.zeros_like(k) for k in self.k]
         self.n_layers = config.n_layers  # MTP layers come after these
         self.end = torch.zeros((), dtype=torch.long, device=device)  # a tensor: no sync per step
@@ -503,8 +517,7 @@ class KVCache:
     def bytes_read(self, limit: int | None = None) -> int:
         """Bytes that one decode step reads from the cache."""
         used = (*self.k[: self.n_layers], *self.v[: self.n_layers])
-        per_slot = sum(t[:, :, :1].numel() * t.element_size() for t in used)
-        return per_slot * (self.max_len if limit is None else min(limit, self.max_len))
+        return sum(t[:, :, :limit].numel() * t.element_size() for t in used)
 
     def update(
         self, spec: AttentionSpec, k: Tensor, v: Tensor, positions: Tensor, limit: int | None = None
@@ -517,6 +530,7 @@ class KVCache:
         as they are, in their order, instead of being expanded again.
         """
         slots = self.k[spec.index]  # (B, Hkv, S, D)
+        assert slots.shape[2] == self.max_len, "a ring buffer has no slot for each position"
         _write(slots, positions, k if spec.latent is None else spec.latent)
         if spec.index < self.n_layers:
             self.end.copy_(positions.max() + 1)
@@ -541,10 +555,47 @@ class KVCache:
         limit: int | None = None,
     ) -> Tensor:
         """The attend hook: attention of q (B, T, Hq, D) over the keys and values of `update`."""
+        if self.k[spec.index].shape[2] < self.max_len:
+            return self._attend_to_ring(spec, q, k, v, positions, limit)
         keys, values = self.update(spec, k, v, positions, limit)
         # keys returned as given are at `positions`, in any order; otherwise slot j is position j
         j = positions if keys is k else torch.arange(keys.shape[1], device=q.device)
         return dense_attention(spec, q, keys.transpose(1, 2), values.transpose(1, 2), positions, j)
+
+    def _attend_to_ring(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        limit: int | None,
+    ) -> Tensor:
+        """attend for a layer with a ring buffer; the positions of a row are consecutive."""
+        rings = self.k[spec.index], self.v[spec.index]
+        (T, R), new = (k.shape[1], rings[0].shape[2]), (k, v)
+        read = lambda: [ring[: len(k), :, :limit].to(k.dtype) for ring in rings]
+        write = lambda: [_write(r, positions[..., -R:] % R, x[:, -R:]) for r, x in zip(rings, new)]
+        if T <= R - spec.window + 1:  # no new token overwrites a key that another attends to
+            write()
+            keys, values = read()
+            j = self._ring_positions(R, keys.shape[2], positions[..., -1:])
+        else:
+            cached, added = read(), (k.transpose(1, 2), v.transpose(1, 2))
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(cached, added))
+            j = self._ring_positions(R, cached[0].shape[2], positions[..., :1] - 1)
+            j = torch.cat((j, positions), dim=-1)
+            write()
+        if spec.index < self.n_layers:
+            self.end.copy_(positions.max() + 1)
+        return dense_attention(spec, q, keys, values, positions, j)
+
+    @staticmethod
+    def _ring_positions(R: int, n: int, last: Tensor) -> Tensor:
+        """Position in each of the first n slots of a ring of R, (..., n), if `last` (..., 1) is the
+        newest: last - R + 1 to last. In place of those before 0, one that no query attends to."""
+        j = last - (last - torch.arange(n, device=last.device)) % R
+        return j.where(j >= 0, 1 << 40)
 
 
 def _write(slots: Tensor, positions: Tensor, new: Tensor) -> None:
@@ -602,6 +653,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.n_heads * D, C, config.o_bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
+        self.temperature = None
+        if config.qk_cosine:  # logits from -10 to 10 at first (Swin V2, arXiv:2111.09883, 3.3)
+            self.temperature = nn.Parameter(torch.ones(config.n_heads))
+            self.spec = replace(self.spec, scale=10.0)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
@@ -610,6 +665,9 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.temperature is not None:
+            q, k = (F.normalize(t.float(), dim=-1).type_as(t) for t in (q, k))
+            q = q * self.temperature[:, None]
         spec = self.spec
         if self.alibi_heads:
             slopes = alibi_slopes(self.alibi_heads, x.device)

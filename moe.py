@@ -810,6 +810,7 @@ def grouped_experts(
     _check_experts(x, weights, ids, w_gate_up, w_down)
     ok = backend in ("auto", "triton", "torch")
     _check(ok, f"backend must be auto, triton or torch, not {backend!r}")
+    _check(linear is None or backend != "triton", "linear requires backend auto or torch")
     try_triton = backend == "triton" or backend == "auto" and x.is_cuda and linear is None
     if try_triton and can_use_triton(x, (w_gate_up, w_down)):
         return _triton_experts(x, weights, ids, w_gate_up, w_down)

@@ -199,7 +199,7 @@ class SwappedKV(NamedTuple):
     """KV of a sequence's first n tokens in host memory, contiguous, all layers."""
 
     n: int
-    kv: Tensor  # (L, 2 or 1, Hkv, n, D)
+    kv: Tensor  # (L, 2 or 1, Hkv, n, D); with a sliding window of fewer: the last ones
     scales: Tensor | None  # (L, 2 or 1, Hkv, n)
 
 
@@ -370,6 +370,25 @@ def fcfs(seq: Sequence) -> Any:
     return seq.priority, seq.arrival
 
 
+class LongestPrefix:
+    """Policy: of `patience` successive arrivals, those with the most cached prompt tokens first, so
+    that requests with a common prefix run while it is cached (RadixAttention, section 3). A request
+    is overtaken by at most patience - 1 later ones of its priority."""
+
+    def __init__(self, patience: int = 64):
+        _check(_is_int(patience) and patience > 0, f"patience must be >= 1, not {patience!r}")
+        self.patience = patience
+        self.scheduler: Scheduler | None = None
+
+    def begin_step(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def __call__(self, seq: Sequence) -> Any:
+        # running ones first: their prefixes are in use, and none is preempted for a longer match
+        cached = math.inf if seq.running else len(self.scheduler.cached_prefix(seq))
+        return seq.priority, seq.arrival // self.patience, -cached, seq.arrival
+
+
 @dataclass
 class Plan:
     """The scheduler's output for one step. KV copies happen in the order of these fields, before
@@ -388,7 +407,12 @@ class Plan:
 class Scheduler:
     """Decides which tokens to run in the next step. Integers only: no model, no clock.
 
-    policy: sequence -> sort key of the scheduling order; ties go to the older sequence.
+    policy: sequence -> sort key of the scheduling order; ties go to the older sequence. Optional
+    method: begin_step(scheduler), called before each step.
+    continuous: admit sequences as soon as others end; False: once all have ended (request-level
+    batching, the baseline of Orca).
+    max_blocks: blocks of a sequence, then reused in turn: for a model whose layers all have sliding
+    windows (Mistral 7B, arXiv:2310.06825, section 2). They hold the window and a step's tokens.
     """
 
     def __init__(
@@ -398,6 +422,8 @@ class Scheduler:
         max_num_seqs: int = 64,
         policy: Callable[[Sequence], Any] = fcfs,
         kv_swap: bool = False,
+        continuous: bool = True,
+        max_blocks: int | None = None,
     ):
         _check(
             1 <= max_num_seqs <= max_num_batched_tokens,
@@ -406,7 +432,10 @@ class Scheduler:
         )
         self.allocator, self.block_size = allocator, allocator.block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
-        self.kv_swap = kv_swap
+        self.kv_swap, self.continuous, self.max_blocks = kv_swap, continuous, max_blocks
+        ok = max_blocks is None or not allocator.prefix_cache
+        _check(ok, "max_blocks requires prefix_cache=False: reused blocks hold no prefix")
+        self.begin_step = getattr(policy, "begin_step", lambda scheduler: None)
         self.key = lambda seq: (policy(seq), seq.arrival, seq.index)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -422,7 +451,9 @@ class Scheduler:
             seq.num_written_tokens = min(seq.num_written_tokens, len(seq.tokens))
             if seq.num_lookahead_blocks:
                 self._free_lookahead(seq)
-        queue = heapq.nsmallest(self.max_num_seqs, self.waiting, key=self.key)
+        self.begin_step(self)
+        waiting = self.waiting if self.continuous or not self.running else []
+        queue = heapq.nsmallest(self.max_num_seqs, waiting, key=self.key)
         ranked = sorted(self.running + queue, key=self.key)
         rank = {seq: n for n, seq in enumerate(ranked)}
         order = [seq for seq in ranked if seq.running]
@@ -435,7 +466,7 @@ class Scheduler:
         prompts = [seq for seq in order if seq.remaining > 1]
         admitting = True
         for seq in sorted(prompts + queue, key=rank.get):
-            if plan.budget and not seq.running:
+            if not seq.running and (plan.budget or not self.continuous):
                 # a sequence that does not fit blocks those behind it: else it might never fit
                 admitting = admitting and self._admit(seq, plan)
             if plan.budget and seq.running:
@@ -497,6 +528,7 @@ class Scheduler:
         copy a shared one. If none is free the last in order is preempted; False if that is the
         sequence itself."""
         at = seq.num_computed_tokens // self.block_size
+        at = at if self.max_blocks is None else at % self.max_blocks
         while True:
             new = at == len(seq.block_table)
             shared = not new and self.allocator.refs[seq.block_table[at]] > 1
@@ -511,17 +543,20 @@ class Scheduler:
         if shared:
             # if `block` is released and reallocated in this step, the last copy to it counts
             plan.copies[block] = seq.block_table[at]
-            self.allocator.release([seq.block_table.pop()])
-        seq.block_table.append(block)
+            self.allocator.release([seq.block_table[at]])
+        seq.block_table[at : at + 1] = [block]
         return True
 
     def _allocate_lookahead(self, seq: Sequence, plan: Plan) -> None:
         """Allocate slots for the requested drafts, limited by the remaining budget, by free blocks,
         and by max_new_tokens less the one token that every step adds."""
         at, refs = len(seq.tokens), self.allocator.refs
-        if any(refs[block] > 1 for block in seq.block_table[at // self.block_size :]):
+        first = at // self.block_size if self.max_blocks is None else 0
+        if any(refs[block] > 1 for block in seq.block_table[first:]):
             return  # shared with a fork until both have sampled
-        room = (len(seq.block_table) + self.allocator.n_free) * self.block_size - at
+        room = len(seq.block_table) + self.allocator.n_free
+        reuse = self.max_blocks is not None and room >= self.max_blocks
+        room = math.inf if reuse else room * self.block_size - at
         left = seq.n_prompt + seq.params.max_new_tokens - at - 1
         n = min(seq.num_draft_tokens, plan.budget, room, left)
         if n > 0:
@@ -544,13 +579,7 @@ class Scheduler:
     def _fits(self, seq: Sequence, without: Iterable[Sequence] = ()) -> bool:
         """Whether a sequence can be admitted if those in `without` are preempted: blocks for all
         its tokens, and one more for each running sequence."""
-        hits, node, refs = set(), 0, self.allocator.refs
-        for at in range(0, len(seq.tokens), self.block_size):
-            block = self.allocator.find(node, tuple(seq.tokens[at : at + self.block_size]))
-            if block is None:
-                break
-            hits.add(block)
-            node = self.allocator.node(block)
+        hits, refs = set(self.cached_prefix(seq)), self.allocator.refs
         used = Counter(block for s in without for block in s.block_table)
         freed = sum(refs[block] == n for block, n in used.items() if block not in hits)
         running = set(self.running).difference(without)
@@ -603,9 +632,21 @@ class Scheduler:
         seq.running, seq.num_draft_tokens, seq.num_lookahead_blocks = False, 0, 0
 
     def _num_blocks_for(self, n: int) -> int:
-        return -(-n // self.block_size)
+        n = -(-n // self.block_size)
+        return n if self.max_blocks is None else min(n, self.max_blocks)
 
     # ---- the prefix tree ----
+
+    def cached_prefix(self, seq: Sequence) -> list[int]:
+        """The blocks of the prefix tree with a sequence's first tokens, as many as there are."""
+        blocks, node = [], 0
+        for at in range(0, len(seq.tokens), self.block_size):
+            block = self.allocator.find(node, tuple(seq.tokens[at : at + self.block_size]))
+            if block is None:
+                break
+            blocks.append(block)
+            node = self.allocator.node(block)
+        return blocks
 
     def _match_prefix(self, seq: Sequence) -> None:
         """Share the blocks of its next tokens that are in the prefix tree. Those computed in this
@@ -818,19 +859,24 @@ class PagedKVCache:
 
     def read(self, table: list[int], n: int) -> SwappedKV:
         """Copy KV of a sequence's first n tokens to the host."""
-        used = torch.tensor(table[: -(-n // self.block_size)], device=self.device)
-        one = lambda t: _raw(t).index_select(2, used).cpu().flatten(2, 3)[:, :, :n]
+        slots = self._slots(table, max(0, n - len(table) * self.block_size), n)
+        one = lambda t: _raw(t).flatten(2, 3).index_select(2, slots).cpu()
         stack = lambda tensors: torch.stack([one(t) for t in tensors])
         return SwappedKV(n, stack(self.pages), stack(self.scales) if self.scales else None)
 
     def write(self, table: list[int], first: int, host: SwappedKV) -> None:
         """Copy KV from position `first` on from the host to blocks."""
-        p = torch.arange(first, host.n)
-        slots = torch.tensor(table)[p // self.block_size] * self.block_size + p % self.block_size
-        slots = slots.to(self.device)
+        n = min(host.n - first, host.kv.shape[3], len(table) * self.block_size)
+        slots = self._slots(table, host.n - n, host.n)
         for to, source in ((self.pages, host.kv), (self.scales, host.scales)):
             for t, x in zip(to, source if source is not None else ()):
-                _raw(t).flatten(2, 3).index_copy_(2, slots, x[:, :, first:].to(self.device))
+                _raw(t).flatten(2, 3).index_copy_(2, slots, x[:, :, -n:].to(self.device))
+
+    def _slots(self, table: list[int], start: int, end: int) -> Tensor:
+        """Slots of positions start to end; the blocks of a sliding window are reused in turn."""
+        p = torch.arange(start, end)
+        blocks = torch.tensor(table)[p // self.block_size % len(table)]
+        return (blocks * self.block_size + p % self.block_size).to(self.device)
 
 
 def _raw(x: Tensor) -> Tensor:
@@ -1377,7 +1423,7 @@ def _check_args(
     _check(ok, f"latent_dim must be from 1 to k's {D}, not {latent_dim}")
     for name, x, wanted in (
         ("cu_seqlens", cu_seqlens, (R + 1,)),
-        ("block_table", block_table, (R, *block_table.shape[1:2])),
+        ("block_table", block_table, (R, block_table.shape[-1])),
         ("k_scale", k_scale, k.shape[:3]),
         ("v_scale", v_scale, k.shape[:3]),
         ("alibi_slopes", alibi_slopes, (Hq,)),
@@ -1459,6 +1505,7 @@ class Engine:
         max_num_seqs: int | None = None,
         policy: Callable[[Sequence], Any] = fcfs,
         kv_swap: bool = False,
+        continuous: bool = True,
         prefix_cache: bool = True,
         kv_dtype: str | None = None,
         sampler: Any = None,
@@ -1472,8 +1519,8 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ):
         """max_num_batched_tokens: token budget of a step, which bounds inter-token latency.
-        max_num_seqs: samples that run at once, by default 64 or the budget. policy: see Scheduler.
-        kv_swap: preemption swaps KV to host memory. kv_dtype: see PagedKVCache.
+        max_num_seqs: samples that run at once, by default 64 or the budget. policy, continuous: see
+        Scheduler. kv_swap: preemption swaps KV to host memory. kv_dtype: see PagedKVCache.
 
         sampler: an object with check(params), which raises ValueError, and __call__(logits (R, V),
         sequences) -> ids (R,), -1 where no token can be sampled. output_callback: called with each
@@ -1505,10 +1552,14 @@ class Engine:
             model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype
         )
         max_num_seqs = min(64, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs
+        windows, max_blocks = getattr(model.config, "windows", ()), None
+        if windows and all(windows) and not prefix_cache:
+            n = max(windows) + max_num_batched_tokens - 1  # tokens that a step reads or writes
+            max_blocks = 1 + -(-(n - 1) // block_size)  # that they can lie in
         self.scheduler = Scheduler(
-            self.allocator, max_num_batched_tokens, max_num_seqs, policy, kv_swap
-        )
-        self.capacity = min(num_blocks * block_size, getattr(model.config, "context", math.inf))
+            self.allocator, max_num_batched_tokens, max_num_seqs, policy, kv_swap, continuous,
+            max_blocks,
+        )  # fmt: skip
         self.sampler = GreedySampler() if sampler is None else sampler
         self.drafter = drafter
         self.verifier = self._verify_by_sampling if verifier is None else verifier
@@ -1536,6 +1587,14 @@ class Engine:
         self.updated_outputs: dict[Any, Output] = {}  # for the caller of step
         self.n_arrivals = 0
         self.counts = Counter(steps=0, tokens_run=0, tokens_new=0, proposed=0, accepted=0)
+
+    @property
+    def capacity(self) -> int | float:
+        """Tokens that a sequence can have, prompt and output."""
+        blocks, reused = len(self.allocator.refs), self.scheduler.max_blocks
+        unlimited = reused is not None and reused <= blocks
+        cache = math.inf if unlimited else blocks * self.allocator.block_size
+        return min(cache, getattr(self.model.config, "context", math.inf))
 
     # ---- requests ----
 
@@ -1580,7 +1639,7 @@ class Engine:
         asked = f"{len(prompt)} prompt tokens plus max_new_tokens {params.max_new_tokens}"
         context = getattr(self.model.config, "context", math.inf)
         _check(whole <= context, f"{asked} exceed the model's context of {context}; reduce one")
-        cache = len(self.allocator.refs) * self.allocator.block_size
+        cache = self.capacity
         _check(whole <= cache, f"{asked} exceed the KV cache of {cache} tokens; reduce one")
         most = self.scheduler.max_num_seqs
         _check(params.n <= most, f"n must be at most max_num_seqs ({most}), not {params.n}")
@@ -1790,7 +1849,10 @@ class Engine:
             tokens = seq.tokens[seq.num_computed_tokens : seq.num_computed_tokens + n]
             tokens += drafts.get(seq, NO_DRAFT)[0]
             start, written = seq.num_computed_tokens, seq.num_written_tokens
-            chunks.append(Chunk(tokens, start, seq.block_table, written))
+            table, width = seq.block_table, -(-(start + len(tokens)) // self.allocator.block_size)
+            if width > len(table):  # the blocks of a sliding window are reused in turn
+                table = [table[i % len(table)] for i in range(width)]
+            chunks.append(Chunk(tokens, start, table, written))
         if self.cuda_graphs is None:
             return self._hidden(self.cache.step(chunks))
         step = self.cache.step(chunks, self._padded_shape(chunks, bool(drafts)))

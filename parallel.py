@@ -48,7 +48,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -68,7 +69,7 @@ def _check(condition: bool, message: str) -> None:
 # The mesh
 # --------------------------------------------------------------------------------------------------
 
-DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp needs the fastest links
+DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the grid; make_mesh places the ranks
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,11 @@ def make_mesh(
     *,
     device_type: str = "cpu",
 ) -> Mesh:
-    """The grid of all ranks, tp innermost, then cp, dp_shard, dp_replicate, pp. Experts are sharded
-    over `ep` neighbouring ranks of dp_shard x cp. ValueError if the product of the sizes is not the
-    world size. Collective: all ranks call it with the same sizes."""
+    """The grid of all ranks, innermost first tp, cp, pp, dp_shard, dp_replicate: the more bytes per
+    step a dimension sends, and the less of them can overlap, the nearer its ranks (Llama 3,
+    arXiv:2407.21783, 3.3.2). Experts are sharded over `ep` ranks of dp_shard x cp. ValueError if
+    the product of the sizes is not the world size. Collective: all ranks call it with the same
+    sizes."""
     sizes = dict(zip(DIMS, (pp, dp_replicate, dp_shard, cp, tp)))
     for name, size in {**sizes, "ep": ep}.items():
         _check(size >= 1, f"{name} must be at least 1, not {size}")
@@ -148,11 +151,13 @@ def make_mesh(
         f"ep {ep} must divide dp_shard {dp_shard} x cp {cp} = {fsdp}, the ranks with different "
         "tokens",
     )
-    make = partial(init_device_mesh, device_type)
-    grid = make((pp, dp_replicate, dp_shard, cp, tp), mesh_dim_names=DIMS)
-    dense = make((pp, dp_replicate, fsdp, tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-    names = ("pp", "dp_replicate", "expert_fsdp", "ep", "tp")
-    return Mesh(grid, dense, make((pp, dp_replicate, fsdp // ep, ep, tp), mesh_dim_names=names))
+    ranks = torch.arange(world).view(dp_replicate, dp_shard, pp, cp, tp).permute(2, 0, 1, 3, 4)
+    view = lambda names, *shape: DeviceMesh(
+        device_type, ranks.reshape(pp, dp_replicate, *shape, tp), mesh_dim_names=names
+    )
+    dense = view(("pp", "dp_replicate", "fsdp", "tp"), fsdp)
+    experts = view(("pp", "dp_replicate", "expert_fsdp", "ep", "tp"), fsdp // ep, ep)
+    return Mesh(view(DIMS, dp_shard, cp), dense, experts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,6 +244,7 @@ PLAN = {
     "attention.q_proj": "heads",
     "attention.k_proj": "kv_heads",
     "attention.v_proj": "kv_heads",
+    "attention.temperature": "heads",
     "attention.q_b_proj": "heads",
     "attention.kv_b_proj": "heads",
     "attention.o_proj": "row",
@@ -314,10 +320,10 @@ def apply_tp(
 
     sequence_parallel: between regions a rank has a shard of the sequence, and each all-reduce
     becomes an all-gather and a reduce-scatter (Korthikanti et al., arXiv:2205.05198): the same
-    bytes, 1 / tp of the norms' work and activations. (The gathered input of a region is kept for
-    the weight gradients; Megatron-LM gathers it again.) async_matmuls: (all_gather_matmul,
-    matmul_reduce_scatter) of async_tp.py, which overlap communication with the matmuls and keep
-    only shards.
+    bytes, 1 / tp of the norms' work and activations. The gathered input of attention and MLP is not
+    kept: backward gathers it again for the weight gradients, as in Megatron-LM. async_matmuls:
+    (all_gather_matmul, matmul_reduce_scatter) of async_tp.py, which overlap communication with the
+    matmuls and keep only shards.
     gather_logits=False leaves each rank the logits of its vocabulary shard, for
     vocab_cross_entropy. The gather is a hook on the head module: it is lost if the head is swapped.
     With more ranks than key heads, key heads are replicated.
@@ -367,6 +373,9 @@ def _connect(
         if kind == "region" and async_matmuls and hasattr(module, "linear_fn"):
             module.linear_fn = partial(_async_column_linears, async_matmuls[0], group)
             setattr(module, row, AsyncRowLinear(getattr(module, row), async_matmuls[1], group))
+        elif kind == "region" and tp.sequence and hasattr(module, "linear_fn"):
+            module.linear_fn = partial(_column_linears, enter, group)
+            module.register_forward_hook(partial(_exit_region, leave, row, rank))
         elif kind == "region":
             # an MoE router needs its input uncast; matmuls under autocast would cast theirs anyway
             cast = (lambda x: x) if hasattr(module, "experts") else _as_autocast
@@ -404,6 +413,48 @@ def _async_column_linears(
     """The hook for several column-parallel linears of one input: one all-gather ring for all."""
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     return matmul(x, weights, group, biases)
+
+
+class _GatherLinears(torch.autograd.Function):
+    """[F.linear(all_gather(x), w_i, b_i)] of x (B, t, C); saves x, and gathers it again in backward
+    while the gradient of the input is computed (Korthikanti et al., 4.2.2)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, n: int, *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases, ctx.group = tensors[:n], tensors[n:], group
+        ctx.save_for_backward(x, *weights)
+        full = _all_gather(x, group)
+        return tuple(F.linear(full, w, b) for w, b in zip(weights, biases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (x, *weights), n, ranks = ctx.saved_tensors, len(grads), dist.get_world_size(ctx.group)
+        need, gathered = ctx.needs_input_grad[3:], None
+        if any(need[:n]):
+            gathered = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+            work = all_gather(gathered, x.contiguous(), group=ctx.group, async_op=True)
+        grad_x = sum(grad @ w for grad, w in zip(grads, weights))
+        grad_w, grad_b = [None] * n, [g.sum((0, 1)) if b else None for g, b in zip(grads, need[n:])]
+        if gathered is not None:
+            work.wait()
+            full = gathered.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2).flatten(0, 1)
+            grad_w = [g.flatten(0, 1).t() @ full if w else None for g, w in zip(grads, need)]
+        return _reduce_scatter(grad_x, ctx.group), None, None, *grad_w, *grad_b
+
+
+def _column_linears(
+    enter: Callable[[Tensor], Tensor], group: Group, x: Tensor, *linears: nn.Module
+) -> list[Tensor]:
+    """The hook for the column-parallel linears of one input under sequence parallelism. Quantized
+    and LoRA linears need the gathered input, which is then kept."""
+    x = _as_autocast(x)
+    if any(type(linear) is not nn.Linear for linear in linears):
+        x = enter(x)
+        return [linear(x) for linear in linears]
+    biases = [linear.bias for linear in linears]
+    tensors = [t if t is None else _as_autocast(t) for t in (*(m.weight for m in linears), *biases)]
+    return list(_GatherLinears.apply(x, group, len(linears), *tensors))
 
 
 def _plan_kind(name: str) -> str | None:

@@ -85,6 +85,9 @@ class GenerateConfig(Settings):
         metavar="CONFIG")
     prompt_tokens: int | None = flag(
         None, "a prompt of N random token ids", "1 or more", metavar="N")
+    offload: str | None = flag(
+        None, "keep the layers in host memory, or in files of FOLDER, and copy each to the device "
+        "when it is used", metavar="cpu|FOLDER")
     experts: str = rare(
         "grouped", "moe.py's grouped GEMM, or model.py's loop", choices=("grouped", "loop"))
 
@@ -96,6 +99,9 @@ class GenerateConfig(Settings):
     ep: bool = flag(False, "expert parallelism over all ranks")
     shard_batch: bool = rare(
         False, "with --tp and --n, for MLA or MQA: shard the KV cache by rows instead of heads")
+    ffn_2d: bool = rare(
+        False, "with --tp: shard the feed-forward's weights along both dimensions, and gather them "
+        "for long prompts, where that sends fewer bytes")
     expert_load: Path | None = rare(
         None, "place experts by the load measured in train.py's metrics.jsonl")
     num_redundant_experts: int = rare(0, "replicas of the most loaded experts", "0 or more")
@@ -129,6 +135,9 @@ class GenerateConfig(Settings):
     speculate_k: str = flag(
         "auto", "drafts per step (nodes of a tree); auto: by measured goodput, up to 8",
         metavar="N|auto")
+    reference: Path | None = flag(
+        None, "with --speculate ngram: text to copy drafts from, besides the prompt and the output",
+        metavar="FILE")
     exit_layers: int | None = rare(
         None, "with --speculate exit: number of first layers that draft (default: half of all)",
         "1 or more")
@@ -160,11 +169,20 @@ class GenerateConfig(Settings):
         512, "tokens per step at most, prefill included", "1 or more", metavar="N")
     max_num_seqs: int = flag(64, "running sequences at most", "1 or more", metavar="N")
     kv_cache_dtype: str | None = flag(None, "quantize the KV cache", choices=("int8", "fp8"))
+    disaggregate: str | None = flag(
+        None, "under torchrun: goodput of P prefill and D decode processes, or of every split and "
+        "of colocated engines", metavar="P:D|auto")
+    slo: str = rare("1:0.1", "seconds to the first token, and per further token, for goodput")
     arrival_cv: float = rare(1.0, "variation of the time between arrivals; 1: Poisson", "0 or more")
     input_tokens: str = rare("16:128", "tokens of a random prompt, uniform from A to B")
     output_tokens: str = rare("16:64", "tokens of a random output, uniform from A to B")
     block_size: int = rare(16, "tokens per KV block", "1 or more")
     prefix_cache: bool = rare(True, "share the KV of equal prefixes")
+    policy: str = rare(
+        "fcfs", "order of waiting requests; longest-prefix: the most cached prompt tokens first",
+        choices=("fcfs", "longest-prefix"))
+    continuous: bool = rare(
+        True, "admit requests as soon as others end; false: once all have ended, for comparison")
     kv_swap: bool = rare(False, "swap preempted KV to host memory instead of recomputing it")
 
     sampling_params: SamplingParams | None = None
@@ -196,14 +214,17 @@ REQUIRES = [
     ("calibration_text", "calibrate quantize_report"), ("plot", "quantize_report"),
     ("draft_model", "speculate=draft|staged|tree|head"), ("speculate_k", "speculate"),
     ("draft_coupled", "speculate"), ("exit_layers", "speculate=exit"),
+    ("reference", "speculate=ngram|staged"),
     ("forced_acceptance", "speculate=ngram|draft|staged|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
     *((name, "batch bench_serving") for name in (
         "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
-        "prefix_cache", "kv_swap")),
+        "prefix_cache", "policy", "continuous", "kv_swap")),
     *((name, "bench_serving") for name in (
-        "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix")),
+        "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",
+        "disaggregate")), ("slo", "disaggregate"),
     ("expert_load", "ep"), ("num_redundant_experts", "ep"), ("shard_batch", "tp"),
+    ("ffn_2d", "tp"),
 ]  # fmt: skip
 
 # setting, settings that it cannot be combined with, why
@@ -224,7 +245,11 @@ EXCLUDES = [
     ("tp", SHARDED, "every rank has a shard of the weights"),
     ("pp", f"{SHARDED} batch bench_serving speculate perplexity logprobs ep shard_batch",
      "every rank has some of the layers"),
+    ("ffn_2d", "ep pp quantize", "it shards dense 16-bit weights over all ranks"),
     ("shard_batch", "batch bench_serving speculate perplexity", "it shards the --n rows"),
+    ("offload", "quantize calibrate save quantize_report adapter compile tp pp ep",
+     "layers are copied to the device one by one"),
+    ("disaggregate", "tp pp ep json speculate", "each process has a whole model"),
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("dummy", "checkpoint chat", "it has random weights and no tokenizer"),
@@ -256,6 +281,9 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
             raise ValueError(f"--set {name} must be A:B, integers 1 <= A <= B, not {text!r}")
         setattr(args, name, (int(low), int(high)))
+    if args.disaggregate not in (None, "auto"):
+        args.disaggregate = parse_pair("--disaggregate", args.disaggregate, int)
+    args.slo = parse_pair("--set slo", args.slo, float)
     k = args.speculate_k
     if k != "auto" and not (k.isdecimal() and 1 <= int(k) <= 64):
         raise ValueError(f"--speculate-k must be from 1 to 64 or auto, not {k}")
@@ -266,6 +294,17 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         )
     args.sampling_params = read_sampling(args)
     return args
+
+
+def parse_pair(flag: str, text: str, number: type) -> tuple:
+    """A:B, two positive numbers; ValueError names the flag."""
+    try:
+        a, b = map(number, text.split(":"))
+        if not 0 < min(a, b) <= max(a, b) < math.inf:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{flag} must be A:B, two positive numbers, not {text!r}") from None
+    return a, b
 
 
 def read_sampling(args: GenerateConfig) -> SamplingParams:

@@ -39,6 +39,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from generation.config import GenerateConfig
+from generation.perplexity import read_text
 from generation.sampling import Sampler, sample
 from huggingface.tokenizer import Tokenizer
 from model import KVCache, ModelConfig, Transformer
@@ -539,9 +540,12 @@ def build_drafter(
     """The drafter of --speculate. load: name -> model and tokenizer of --draft-model; make_runner:
     (forward, cache) -> a DraftRunner; cache: the target's; new_cache: config -> a cache for a
     drafter's model. ValueError names the flag."""
-    kind = args.speculate
+    kind, references = args.speculate, ()
+    if args.reference is not None:
+        text = read_text(args.reference, "--reference")
+        references = [tokenizer.encode(text, False)]
     if kind == "ngram":
-        return NGram()
+        return NGram(references=references)
     if kind == "mtp":
         if not len(model.mtp):
             raise ValueError(
@@ -575,7 +579,7 @@ def build_drafter(
     check_vocabulary(f"--draft-model {name}", draft, draft_tokenizer, model, tokenizer)
     runner = make_runner(_base_forward(draft), new_cache(draft.config))
     if kind == "staged":
-        return StagedDrafter(runner, draft.head, NGram(), sample_draft)
+        return StagedDrafter(runner, draft.head, NGram(references=references), sample_draft)
     return DraftModel(runner, draft.head, sample_draft)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from generation import cpu
 from generation.config import DTYPES, GenerateConfig
 from generation.ranks import run_on_all_or_raise
+from generation.stream import LayerStream
 from huggingface.tokenizer import DummyTokenizer, Tokenizer, load_tokenizer
 from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
@@ -69,7 +70,10 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
     shards += [] if args.mesh is None else [TPShards(args)]
     prepare = partial(shard_model_, shards) if shards else None
     if args.dummy is not None:
-        model = dummy_model(args.dummy, device, dtype or torch.bfloat16, prepare)
+        host = torch.device("cpu") if args.offload else device
+        model = dummy_model(args.dummy, host, dtype or torch.bfloat16, prepare)
+        if args.offload:
+            stream_layers_(model, LayerStream(args.offload, device))
         if args.quantize is not None:
             from quantization import quantize_model
 
@@ -85,6 +89,8 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
 
         tokenizer = partial(load_tokenizer, args.checkpoint)
         model = quantize_model.load(args, device, dtype, tokenizer, prepare)
+    elif args.offload:
+        model = load_streamed(args, device, dtype)
     else:
         model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare)
     if args.adapter is not None:
@@ -99,12 +105,44 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
     return optimize_for_inference_(args, model, shards), tokenizer
 
 
+def load_streamed(
+    args: GenerateConfig, device: torch.device, dtype: torch.dtype | None
+) -> Transformer:
+    """--offload: the layers of --checkpoint go to the host or to files, each before the next is
+    read."""
+    stream, parts = LayerStream(args.offload, device), []
+
+    def add_loaded_layers(name: str, module: nn.Module) -> nn.Module:
+        """Called in the order of named_modules: earlier layers than this module's are complete."""
+        model, (part, _, rest) = parts[0], name.partition(".")
+        n = int(rest.partition(".")[0]) if part == "layers" and rest else len(stream.host)
+        for layer in model.layers[len(stream.host) : n]:
+            stream.add(layer)
+        return module
+
+    options = dict(prepare=parts.append, convert_module=add_loaded_layers)
+    model = load_checkpoint(args.checkpoint, "cpu", dtype, **options)
+    stream_layers_(model, stream)
+    return model
+
+
+def stream_layers_(model: Transformer, stream: LayerStream) -> None:
+    """Move the layers that are not in the stream yet to the host, the rest to the device."""
+    for layer in model.layers[len(stream.host) :]:
+        stream.add(layer)
+    stream.start(model.layers)
+    for name, module in model.named_children():
+        if name != "layers":
+            module.to(stream.device)
+    model.tie()
+
+
 def load_draft(
     args: GenerateConfig, device: torch.device, name: str
 ) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer of --draft-model, loaded like --checkpoint or --dummy."""
     draft_args = copy.copy(args)
-    draft_args.quantize, draft_args.checkpoint = None, Path(name)
+    draft_args.quantize, draft_args.checkpoint, draft_args.offload = None, Path(name), None
     draft_args.dummy = name if args.dummy is not None else None
     try:
         return run_on_all_or_raise(partial(load, draft_args, device))
@@ -203,6 +241,7 @@ class TPShards:
 
     def __init__(self, args: GenerateConfig):
         self.mesh, self.ranks, self.shard_batch = args.mesh, args.mesh.size("tp"), args.shard_batch
+        self.ffn_2d = args.ffn_2d
 
     def shard_(self, model: Transformer) -> None:
         """Keep only this rank's shard of the model. ValueError names the flag."""
@@ -234,6 +273,34 @@ class TPShards:
 
         if self.ranks > 1 and model.head is not None:
             model.head.register_forward_hook(gather)
+        if self.ranks > 1 and self.ffn_2d:
+            shard_ffn_2d_(model, group)
+
+
+@torch.no_grad()
+def shard_ffn_2d_(model: Transformer, group: Any) -> None:
+    """Replace every MLP, sharded over the ranks of `group`, by an FFN2D on the grid that sends the
+    fewest bytes, layer by layer."""
+    from torch.distributed.device_mesh import DeviceMesh  # here: its import takes a second
+
+    from parallelism.inference_parallel import FFN2D, all_gather_dim, best_grid
+
+    config, ranks = model.config, dist.get_process_group_ranks(group)
+    if config.moe_layers or config.mlp_bias:
+        what = "MoE layers" if config.moe_layers else "biases in the MLP (mlp_bias)"
+        raise ValueError(f"--set ffn_2d=true: the model has {what}, which FFN2D does not support")
+    X, Y = best_grid(len(ranks), config.dim, config.ffn_dim, replicated=True)
+    device = model.layers[0].mlp.gate_proj.weight.device.type
+    mesh = DeviceMesh(device, torch.tensor(ranks).view(X, Y), mesh_dim_names=("x", "y"))
+    groups = mesh.get_group("x"), mesh.get_group("y")
+    for block in model.layers:
+        mlp = block.mlp
+        gate, up = (all_gather_dim(p.weight, group, 0) for p in (mlp.gate_proj, mlp.up_proj))
+        down = all_gather_dim(mlp.down_proj.weight, group, 1)
+        try:
+            block.mlp = FFN2D(gate, up, down, *groups, gather_weights=True).requires_grad_(False)
+        except ValueError as e:
+            raise ValueError(f"--set ffn_2d=true: {e}") from None
 
 
 class EPShards:

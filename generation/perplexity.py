@@ -21,14 +21,14 @@ Prefill = Callable[[Transformer, Tensor, KVCache], Iterator[tuple[int, Tensor]]]
 """generate.prefill_chunks"""
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, flag: str = "--perplexity") -> str:
     """A UTF-8 text, without newline translation. ValueError names the flag."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as e:
-        raise ValueError(f"--perplexity {path}: not UTF-8 text ({e.reason})") from None
+        raise ValueError(f"{flag} {path}: not UTF-8 text ({e.reason})") from None
     except OSError as e:
-        raise ValueError(f"--perplexity {path}: {e.strerror}; give a text file") from None
+        raise ValueError(f"{flag} {path}: {e.strerror}; give a text file") from None
 
 
 def perplexity(

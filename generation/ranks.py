@@ -21,8 +21,10 @@ from generation.config import GenerateConfig
 
 @contextmanager
 def process_group(args: GenerateConfig) -> Iterator[None]:
-    """With --ep, --tp or --pp under torchrun: initialize torch.distributed. Sets args.mesh."""
-    if not (args.ep or args.tp or args.pp) or "WORLD_SIZE" not in os.environ:
+    """With --ep, --tp, --pp or --disaggregate under torchrun: initialize torch.distributed. Sets
+    args.mesh."""
+    several = args.ep or args.tp or args.pp or args.disaggregate
+    if not several or "WORLD_SIZE" not in os.environ:
         args.mesh = build_mesh(args)
         yield
         return

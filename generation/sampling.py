@@ -441,7 +441,8 @@ class Sampler:
             column = torch.full((B, width), neutral, dtype=dtype, device=self.seed.device)
             self.tensors[name] = column
         for name in COLUMNS.keys() & self.tensors.keys():
-            self.tensors[name][row] = getattr(params, name)
+            used = name in self.row_features[row]
+            self.tensors[name][row] = getattr(params, name) if used else COLUMNS[name]
         if "bias" in self.tensors:
             bias = torch.zeros(V, dtype=torch.float32)
             for i, b in params.logit_bias:

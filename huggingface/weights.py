@@ -46,6 +46,7 @@ HF_NAMES: dict[str, str | tuple[str, ...]] = {
     "layers.{}.attention.o_proj": "model.layers.{}.self_attn.o_proj",
     "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
     "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    "layers.{}.attention.temperature": "model.layers.{}.self_attn.temperature",
     "layers.{}.attention.q_a_proj": "model.layers.{}.self_attn.q_a_proj",
     "layers.{}.attention.q_a_norm": "model.layers.{}.self_attn.q_a_layernorm",
     "layers.{}.attention.q_b_proj": "model.layers.{}.self_attn.q_b_proj",

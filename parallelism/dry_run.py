@@ -62,12 +62,27 @@ COLLECTIVES: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
 }
 
 
+GPUS_PER_NODE = 8
+
+
+def cross_node_share(kind: str, ranks: Sequence[int]) -> float:
+    """Share of a group's bytes that cross nodes: of the edges of a ring, of the pairs of an
+    all-to-all."""
+    nodes = [rank // GPUS_PER_NODE for rank in ranks]
+    edges = [(a, b) for a in nodes for b in nodes] if kind == "all-to-all" else []
+    edges = edges or list(zip(nodes, nodes[1:] + nodes[:1]))
+    local = sum(a == b for a, b in edges)
+    own = len(nodes) if kind == "all-to-all" else 0  # nobody sends to itself
+    return 1 - (local - own) / (len(edges) - own)
+
+
 class CommTracker(TorchDispatchMode):
-    """Records the bytes sent by every collective over two ranks or more, by mesh dimension."""
+    """Records the bytes sent by every collective over two ranks or more, by mesh dimension, and
+    how many of them cross nodes, on average over the group."""
 
     def __init__(self, layout: ParallelDims):
         super().__init__()
-        self.sent, self.dims, mesh = {}, {}, layout.mesh
+        self.sent, self.dims, mesh, self.cross_node = {}, {}, layout.mesh, 0.0
         self.ep = layout.size("ep") > 1
         for view in () if mesh is None else (mesh.experts, mesh.world, mesh.dense):
             self.dims |= {view.get_group(d).group_name: d for d in view.mesh_dim_names}
@@ -88,6 +103,8 @@ class CommTracker(TorchDispatchMode):
             key = "ep" if kind == "all-to-all" and self.ep and dim != "cp" else dim, kind
             if n > 1:
                 self.sent.setdefault(key, []).append(sends(b, n, own))
+                share = cross_node_share(kind, dist.get_process_group_ranks(group))
+                self.cross_node += share * sends(b, n, own)
         return func(*args, **(kwargs or {}))
 
 
@@ -174,6 +191,7 @@ def measure(args: TrainConfig, model: Transformer, batch: Tensor, layout: Parall
     costs = {name: nbytes(tensors) for name, tensors in kinds.items()}
     costs["peak"] = memory.peak_bytes
     costs["activations"] = sum(storage.nbytes() for storage in saved.values())
+    costs["cross_node"] = round(comm.cross_node)
     return costs | {"sent": {key: (len(sizes), sum(sizes)) for key, sizes in comm.sent.items()}}
 
 
@@ -281,6 +299,7 @@ def dry_run(args: TrainConfig, config: ModelConfig) -> str:
         ("peak of a step", 0, costs["peak"]),
         *((f"sent per step: {' '.join(key)}", *n) for key, n in sorted(sent.items())),
         ("  total", *(sum(column) for column in zip((0, 0), *sent.values()))),
+        (f"  of it between nodes of {GPUS_PER_NODE} GPUs", 0, costs["cross_node"]),
     ]
     return "\n".join((
         f"{args.init or args.model}, {args.dtype}; {mesh}; costs of rank 0",

@@ -8,7 +8,9 @@ Tensor parallelism by heads (parallel.py) is the usual layout. Three cases it ha
                           arXiv:2211.05102, 3.3).
     FFN2D                 Megatron's feed-forward sends the same bytes for any number of ranks.
                           Sharded along both C and F it sends about 1/sqrt(P) of that, in four
-                          collectives instead of two (3.2.2): for many ranks and many rows.
+                          collectives instead of two (3.2.2): for many ranks and many rows. With
+                          still more rows (long prompts) it shards these instead, and gathers the
+                          weights (3.2.3).
     prefix_attention      Prefill after a cached prefix with both sharded over ranks (context
                           parallelism): passes KV or Q around the ring, whichever is smaller
                           (arXiv:2411.01783).
@@ -66,7 +68,8 @@ class _Collective(torch.autograd.Function):
         return ctx.backward_fn(grad), None, None
 
 
-def _gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+def all_gather_dim(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """The ranks' tensors, concatenated along dim."""
     ranks, dim = dist.get_world_size(group), dim % x.dim()
     if ranks == 1:
         return x
@@ -110,7 +113,7 @@ def batch_sharded_attend(
     gathered, expanded and exchanged, so prefill in one chunk, or raise `absorb_up_to`. ValueError
     if P does not divide B: pad the batch.
     """
-    gather, scatter = (partial(fn, group=group, dim=0) for fn in (_gather, _scatter))
+    gather, scatter = (partial(fn, group=group, dim=0) for fn in (all_gather_dim, _scatter))
     to_batch, to_heads = (partial(fn, group=group) for fn in (_heads_to_batch, _batch_to_heads))
 
     def all_to_all(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -148,16 +151,22 @@ class FFN2D(nn.Module):
 
     Input and output are (..., C/P), shard i * Y + j, in which norm and residual can stay; or, if
     `replicated`, (..., C), equal on all ranks, for one more gather. X = 1 is Megatron's layout.
+
+    gather_weights, with `replicated` and for inference: where it sends fewer bytes, a rank computes
+    1/P of the rows with all weights, which it gathers and drops (3.2.3, weight-gathered).
     """
 
     def __init__(
         self, gate: Tensor, up: Tensor, down: Tensor, x_group: Group, y_group: Group,
-        replicated: bool = True,
+        replicated: bool = True, gather_weights: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.groups, self.replicated = (x_group, y_group), replicated
+        self.gather_weights = gather_weights
+        _check(replicated or not gather_weights, "gather_weights requires replicated=True")
         (i, j), (X, Y) = self.grid_coords()
         width, dim = len(gate), len(down)
+        self.sizes = dim, width
         ok = width % (X * Y) == 0 and dim % (X * Y) == 0
         _check(ok, f"F {width} and C {dim} must be divisible by {X} x {Y} ranks")
         gate, up = (w.chunk(Y)[j].chunk(X, 1)[i] for w in (gate, up))
@@ -169,9 +178,32 @@ class FFN2D(nn.Module):
         getters = dist.get_rank, dist.get_world_size
         return tuple(tuple(get(group) for group in self.groups) for get in getters)
 
+    def sends_weights(self, rows: int) -> bool:
+        """Whether gathering the weights sends fewer bytes than the activations of B * T =
+        `rows`."""
+        (X, Y), (C, F) = self.grid_coords()[1], self.sizes
+        stationary = ffn_bytes(rows, C, F, X, Y, replicated=True)
+        return self.gather_weights and gathered_ffn_bytes(rows, C, F, X * Y) < stationary
+
+    def _weight_gathered(self, x: Tensor) -> Tensor:
+        (i, j), (X, Y) = self.grid_coords()
+        gather_all = lambda w, x_dim, y_dim: all_gather_dim(
+            all_gather_dim(w, self.groups[0], x_dim), self.groups[1], y_dim
+        )
+        gate, up = (gather_all(w, 1, 0) for w in self.gate_up.chunk(2))
+        down = gather_all(self.down, 0, 1)
+        rows, n = x.flatten(0, -2), X * Y
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % n))
+        local = padded.chunk(n)[i * Y + j]
+        y = F.linear(F.silu(F.linear(local, gate)) * F.linear(local, up), down)
+        y = all_gather_dim(all_gather_dim(y, self.groups[1], 0), self.groups[0], 0)
+        return y[: len(rows)].view(x.shape)
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.sends_weights(x.shape[:-1].numel()):
+            return self._weight_gathered(x)
         ((i, j), (X, Y)), apply = self.grid_coords(), _Collective.apply
-        gather_x, gather_y = (partial(_gather, group=group) for group in self.groups)
+        gather_x, gather_y = (partial(all_gather_dim, group=group) for group in self.groups)
         scatter_x, scatter_y = (partial(_scatter, group=group) for group in self.groups)
         gather_all = lambda t: gather_x(gather_y(t))
         if self.replicated:
@@ -196,6 +228,12 @@ def ffn_bytes(
     width, hidden = (Y - 1) / Y * C / X, (X - 1) / X * F / Y
     back = (X * Y - 1) / (X * Y) * C if replicated else width
     return rows * itemsize * (width + back + 3 * hidden)
+
+
+def gathered_ffn_bytes(rows: int, C: int, F: int, P: int, itemsize: int = 2) -> float:
+    """Bytes that a rank sends in FFN2D if the weights are gathered: its shard of three matrices,
+    and its rows of the output, to P - 1 ranks. Fewer than Megatron's 2 rows C if rows > 3 F."""
+    return (P - 1) / P * (3 * C * F + rows * C) * itemsize
 
 
 def best_grid(ranks: int, C: int, F: int, replicated: bool = False) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 import moe
 from attention import flash_attention
-from model import Attend, Block, ModelConfig, MoE, Transformer, causal_attention, rope_cos_sin
+from model import MLP, Attend, Block, ModelConfig, MoE, Transformer, causal_attention, rope_cos_sin
 from parallel import (
     TensorParallel,
     apply_fsdp,
@@ -66,7 +66,8 @@ from training.checkpoint import regions
 from training.chunked_loss import linear_cross_entropy
 from training.config import TrainConfig
 from training.optimizers import mup_factors
-from training.recompute import MODES, choose_modes, saved_bytes, layer_groups, checkpoint_wrapper
+from training.recompute import MODES, checkpoint_wrapper, choose_modes, chunk_tokens
+from training.recompute import layer_groups, saved_bytes
 
 SAVED_OPS = [torch.ops.sheaf.attention_forward.default]  # whose outputs --recompute selective saves
 IGNORE = -100  # ignore_index: a target that is not counted
@@ -164,6 +165,9 @@ class ParallelDims:
         if self.args is None:
             return
         blocks = [*model.layers, *(depth.block for depth in model.mtp)]
+        for block in blocks if self.args.mlp_chunk else ():
+            if isinstance(block.mlp, MLP):
+                block.mlp.forward = chunk_tokens(block.mlp.forward, self.args.mlp_chunk)
         for block, mode in zip(blocks, self._recompute_modes(model)):
             block.forward = checkpoint_wrapper(block.forward, mode, SAVED_OPS)
         if self.args.recompute == "sqrt":

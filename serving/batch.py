@@ -228,6 +228,8 @@ def enable_speculative_decoding(
             args.kv_cache_dtype,
         )
 
+    if args.speculate != "ngram":  # these drafters read the keys of all tokens
+        engine.scheduler.max_blocks = None
     cache, make_runner = engine.cache, PagedDraftRunner
     if args.speculate == "mtp":
         cache = new_cache(SimpleNamespace(**vars(model.config) | {"n_layers": 1}))
@@ -631,7 +633,9 @@ def replay(
         "hit_rate": hit_tokens / max(1, prompt_tokens),
         "preemptions": preempted,
     }
-    metrics |= {f"{n}_seconds_p{p}": percentile(t, p) for n, t in times.items() for p in (50, 99)}
+    for name, t in times.items():
+        metrics |= {f"{name}_seconds_p{p}": percentile(t, p) for p in (50, 99)}
+        metrics[f"{name}_seconds_mean"] = sum(t) / len(t) if t else None
     return {name: value if value is None else round(value, 6) for name, value in metrics.items()}
 
 
@@ -646,7 +650,8 @@ def summary_table(m: Mapping[str, Any]) -> str:
     ms = lambda value: "-" if value is None else f"{1e3 * value:.1f}"
     names = {"queue": "queue time", "ttft": "TTFT", "itl": "ITL", "e2e": "end to end"}
     rows = [
-        f"{text:16} {ms(m[name + '_seconds_p50']):>9} {ms(m[name + '_seconds_p99']):>9}"
+        f"{text:16}"
+        + "".join(f" {ms(m[f'{name}_seconds_{x}']):>9}" for x in ("mean", "p50", "p99"))
         for name, text in names.items()
     ]
     return "\n".join(
@@ -654,7 +659,7 @@ def summary_table(m: Mapping[str, Any]) -> str:
             f"{m['requests']} requests in {m['seconds']:.2f} s, {m['prompt_tokens']} input tokens, "
             f"{m['output_tokens']} output tokens: {m['output_tokens_per_second']:.1f} output "
             f"tok/s, {m['total_tokens_per_second']:.1f} total tok/s",
-            f"{'ms':16} {'p50':>9} {'p99':>9}",
+            f"{'ms':16} {'mean':>9} {'p50':>9} {'p99':>9}",
             *rows,
             f"prefix cache hit rate {m['hit_rate']:.0%}, {m['preemptions']} preemptions",
         ]

@@ -1,8 +1,8 @@
-"""Disaggregated prefill and decode: one worker runs prompts, another decodes.
+"""Disaggregated prefill and decode: some workers run prompts, others decode.
 
 A prompt's chunk and the decoding sequences of one engine share each step, so a prompt delays every
-next token. Two engines, each on its own ranks, do not disturb each other, and each can have its own
-batch size and parallelism (DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677).
+next token. Engines in processes of their own do not disturb each other, and each phase can have its
+own batch size and number of workers (DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677).
 `prefill_worker` runs each prompt to its first token, exports the request with its KV in host memory
 (Engine.export_request, the format of KV swap, so block sizes may differ) and sends it;
 `decode_worker` imports it and goes on:
@@ -10,13 +10,18 @@ batch size and parallelism (DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.1
     torch.distributed.init_process_group("gloo")
     engine = Engine(model, num_blocks=1024)
     if dist.get_rank() == 0:
-        prefill_worker(engine, [(prompt_ids, params), ...], to=1)
+        prefill_worker(engine, [(0, prompt_ids, params), ...], targets=[1])
     else:
-        outputs = decode_worker(engine, source=0)
+        outputs = decode_worker(engine, sources=[0])
+
+`torchrun --nproc-per-node 4 generate.py --bench-serving 100 --disaggregate auto` measures goodput,
+the highest request rate at which 90% of the requests meet two limits, on the time to the first
+token and on the time per further token (DistServe, section 2.2), of every split of the processes
+into prefill and decode workers, and of as many engines that do both.
 
 Cost: the KV of each prompt crosses the network once, pickled by send_object_list. When it loses:
-short prompts, where the transfer takes longer than the prefill; few requests, which leave one of
-the two engines idle. No program has a flag for it: the functions are called as above.
+short prompts, where the transfer takes longer than the prefill; few requests, which leave workers
+idle; loose limits, which colocated engines meet at a higher rate.
 
 Equivalence (test_all.py): outputs == those of one engine, sampled ones and errors included.
 Needs: paged_kv.py, and a process group of gloo or another that sends objects.
@@ -25,40 +30,64 @@ Needs: paged_kv.py, and a process group of gloo or another that sends objects.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a library; run: torchrun a program that calls prefill_worker")
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
+import math
 import queue
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from paged_kv import Engine, KVTransfer, Output, SamplingParams
 
+Request = tuple[int, list[int], SamplingParams]  # id, prompt, parameters
 
-def prefill_worker(
-    engine: Engine, requests: Iterable[tuple[list[int], SamplingParams]], to: int
-) -> None:
-    """Run each prompt to its first token and send it, with its KV, to rank `to`. Prefill here does
-    not delay decoding there."""
-    send = lambda transfer: dist.send_object_list([transfer], to)
-    for id, (prompt, params) in enumerate(requests):
+
+def add_arrived(
+    engine: Engine, requests: Iterator[Request | None], refuse: Callable[[Output], Any]
+) -> bool:
+    """Queue the requests up to the first None, which says that the next one has not arrived yet.
+    False if there are no more. refuse(output with the error) is called for an invalid request."""
+    while (request := next(requests, ...)) is not None:
+        if request is ...:
+            return False
+        id, prompt, params = request
         try:
             engine.add(prompt, params, id=id)
         except ValueError as e:
-            send(KVTransfer(Output(id, prompt, error=str(e)), []))
-    while engine.unfinished:
+            refuse(Output(id, prompt, error=str(e)))
+    if not engine.unfinished:
+        time.sleep(1e-4)
+    return True
+
+
+def prefill_worker(
+    engine: Engine, requests: Iterable[Request | None], targets: Sequence[int]
+) -> None:
+    """Run each prompt to its first token and send it, with its KV, to rank targets[id % n]."""
+    arrivals, more = iter(requests), True
+
+    def send(output: Output) -> None:
+        transfer = KVTransfer(output, []) if output.finished else engine.export_request(output.id)
+        dist.send_object_list([transfer], targets[output.id % len(targets)])
+
+    while more or engine.unfinished:
+        more = more and add_arrived(engine, arrivals, send)
         for output in engine.step():
-            send(KVTransfer(output, []) if output.finished else engine.export_request(output.id))
-    send(None)
+            send(output)
+    for rank in targets:
+        dist.send_object_list([None], rank)
 
 
-def decode_worker(engine: Engine, source: int) -> list[Output]:
-    """Decode the requests that rank `source` sends; returns the outputs in their order."""
+def decode_worker(engine: Engine, sources: Sequence[int]) -> list[Output]:
+    """Decode the requests that the ranks `sources` send; returns the outputs in order of id."""
     inbox: queue.Queue[KVTransfer | BaseException | None] = queue.Queue(maxsize=64)
 
-    def receive() -> None:
+    def receive(source: int) -> None:
         box: list[Any] = [...]
         while box[0] is not None:
             try:
@@ -67,17 +96,109 @@ def decode_worker(engine: Engine, source: int) -> list[Output]:
                 return inbox.put(e)
             inbox.put(box[0])
 
-    threading.Thread(target=receive, daemon=True).start()
-    outputs, more = {}, True
+    for source in sources:
+        threading.Thread(target=receive, args=(source,), daemon=True).start()
+    outputs, more = {}, len(sources)
     while more or engine.unfinished:
         while more and (not engine.unfinished or not inbox.empty()):
             transfer = inbox.get()  # blocks only if there is nothing to decode
             if isinstance(transfer, BaseException):
                 raise transfer
-            more = transfer is not None
-            if more:
+            more -= transfer is None
+            if transfer is not None:
                 outputs[transfer.output.id] = transfer.output
-            if more and transfer.sequences:
-                engine.import_request(transfer)
+                if transfer.sequences:
+                    engine.import_request(transfer)
         engine.step()
     return [outputs[id] for id in sorted(outputs)]
+
+
+def colocated_worker(engine: Engine, requests: Iterable[Request | None]) -> list[Output]:
+    """Prefill and decode in one engine; returns the outputs as they finish."""
+    outputs, arrivals, more = [], iter(requests), True
+    while more or engine.unfinished:
+        more = more and add_arrived(engine, arrivals, outputs.append)
+        outputs += [output for output in engine.step() if output.finished]
+    return outputs
+
+
+# --------------------------------------------------------------------------------------------------
+# Goodput
+# --------------------------------------------------------------------------------------------------
+
+
+def run_trace(
+    engine: Engine, trace: Sequence[Any], params: SamplingParams, n_prefill: int
+) -> list[tuple[float, float]]:
+    """Run a trace of (arrival_time, ids, max_new_tokens) in real time: the first n_prefill ranks
+    run prompts, the others decode; 0: every rank does both, for its share. Collective. Returns on
+    all ranks the (time to first token, time per further token) of each request, in seconds."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    start = time.perf_counter()
+    engine.clock = lambda: time.perf_counter() - start
+
+    def arrivals(workers: int) -> Iterator[Request | None]:
+        for i in range(rank, len(trace), workers):
+            while engine.clock() < trace[i].arrival_time:
+                yield None
+            new, seed = trace[i].max_new_tokens, (params.seed + i) % 2**63
+            yield i, trace[i].ids, replace(params, max_new_tokens=new, seed=seed)
+
+    outputs = []
+    if not n_prefill:
+        outputs = colocated_worker(engine, arrivals(ranks))
+    elif rank < n_prefill:
+        prefill_worker(engine, arrivals(n_prefill), range(n_prefill, ranks))
+    else:
+        outputs = decode_worker(engine, range(n_prefill))
+    latencies = {}
+    for output in outputs:
+        if output.error is not None:
+            raise ValueError(output.error)
+        _, first, *later = output.timestamps
+        per_token = (later[-1] - first) / len(later) if later else 0.0
+        latencies[output.id] = first - trace[output.id].arrival_time, per_token
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, latencies)
+    merged = {id: pair for part in gathered for id, pair in part.items()}
+    return [merged[i] for i in range(len(trace))]
+
+
+def goodput(
+    attainment: Callable[[float], float], rate: float, target: float = 0.9, steps: int = 4
+) -> float:
+    """The highest request rate with attainment(rate) >= target, the share of requests within the
+    limits: from `rate` on doubled or halved, then bisected (on a logarithmic scale); 0 if none down
+    to a thousandth of it, inf if a thousand times as many meet them."""
+    met, missed, tried = 0.0, math.inf, rate
+    for _ in range(steps + 10):
+        if attainment(tried) >= target:
+            met = tried
+        else:
+            missed = tried
+        if met and missed < math.inf:
+            if steps == 0:
+                break
+            steps, tried = steps - 1, math.sqrt(met * missed)
+        else:
+            tried = 2 * met if met else missed / 2
+    return met if missed < math.inf else math.inf
+
+
+def search(
+    engine: Engine,
+    make_trace: Callable[[float], Sequence[Any]],
+    params: SamplingParams,
+    limits: tuple[float, float],
+    splits: Sequence[int],
+    rate: float,
+) -> dict[int, float]:
+    """{prefill ranks (0: colocated): goodput in requests per second}. make_trace(rate): the trace;
+    limits: on the time to first token and per further token, seconds. Collective."""
+
+    def attainment(rate: float, n_prefill: int) -> float:
+        latencies = run_trace(engine, make_trace(rate), params, n_prefill)
+        return sum(a <= limits[0] and b <= limits[1] for a, b in latencies) / len(latencies)
+
+    return {n: goodput(lambda rate, n=n: attainment(rate, n), rate) for n in splits}

@@ -7,6 +7,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -26,7 +27,9 @@ from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Tokenizer, eos_ids
 from huggingface.weights import read_config
 from model import CONFIGS, ModelConfig, Transformer
+from paged_kv import LongestPrefix, fcfs
 from serving import batch as serving_batch
+from serving.disaggregated import search
 
 
 def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
@@ -34,7 +37,8 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
     names = "block_size max_num_batched_tokens max_num_seqs compile"
     options = {name: getattr(args, name) for name in names.split()}
     options |= dict(kv_dtype=args.kv_cache_dtype, kv_swap=args.kv_swap)
-    options["prefix_cache"] = args.prefix_cache
+    options |= dict(prefix_cache=args.prefix_cache, continuous=args.continuous)
+    options["policy"] = LongestPrefix() if args.policy == "longest-prefix" else fcfs
     if moe_layers(model):  # a step without static shapes cannot be captured
         from moe import has_static_shapes
 
@@ -51,8 +55,8 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
         draft_cache_layers(args, model.config),
     )
     num_blocks = all_reduce_min(num_blocks)
-    if args.mesh is not None:
-        options["static"] = False  # steps with collectives are not captured in CUDA graphs
+    if args.mesh is not None or args.offload:
+        options["static"] = False  # collectives and streamed layers are not captured in CUDA graphs
     return options | {"num_blocks": args.kv_blocks or num_blocks}
 
 
@@ -145,6 +149,9 @@ def bench_serving(args: GenerateConfig) -> None:
             f"the context or the KV cache (--kv-blocks) holds {engine.capacity}"
         )
     params = replace(args.sampling_params, ignore_eos=True)
+    if args.disaggregate:
+        print(goodput_table(args, engine, workload, params))
+        return
     trace = workload.trace(model.config.vocab_size)
     shift = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
     first = trace[: 2 * args.max_num_seqs]
@@ -152,3 +159,30 @@ def bench_serving(args: GenerateConfig) -> None:
     serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
     metrics = serving_batch.replay(engine, trace, params, broadcast_object)
     print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))
+
+
+def goodput_table(
+    args: GenerateConfig, engine: Any, workload: serving_batch.Workload, params: Any
+) -> str:
+    """--disaggregate: goodput of colocated engines and of splits into prefill and decode."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    splits = range(ranks)
+    if args.disaggregate != "auto":
+        splits = [0, args.disaggregate[0]]
+        if ranks != sum(args.disaggregate):
+            raise ValueError(
+                f"--disaggregate {':'.join(map(str, args.disaggregate))}: start it with torchrun "
+                f"--nproc-per-node {sum(args.disaggregate)}, not {ranks}"
+            )
+    elif ranks == 1:
+        raise ValueError("--disaggregate auto: start it with torchrun --nproc-per-node 2 or more")
+    vocab = engine.model.config.vocab_size
+    make_trace = lambda rate: replace(workload, request_rate=rate).trace(vocab)
+    rate = args.request_rate if args.request_rate < math.inf else 1.0
+    found = search(engine, make_trace, params, args.slo, splits, rate)
+    best = max(found, key=found.get)
+    lines = [f"{'prefill':>9}{'decode':>8}   goodput, requests/s"]
+    for n, x in found.items():
+        name = f"{n:>9}{ranks - n:>8}" if n else f"{f'colocated {ranks}':>17}"
+        lines.append(f"{name}{x:>10.2f}{'  best' if n == best else ''}")
+    return "\n".join(lines)

@@ -133,6 +133,9 @@ class TrainConfig(Settings):
     offload: str | None = flag(
         None, "keep master weights and optimizer states in host memory or memory-mapped files",
         metavar="cpu|FOLDER")
+    mlp_chunk: int | None = rare(
+        None, "tokens that a feed-forward computes at a time, recomputed in the backward pass",
+        "1 or more")
     loss_chunk: int | None = rare(
         None, "rows of logits computed at a time; 0: all (chunks if they exceed 512 MiB)",
         "0 or more")
@@ -287,6 +290,7 @@ EXCLUDES = [
     ("fp8", "qat", "both replace the matmuls"),
     ("resume=yes", "upcycle", "upcycling starts a run"),
     ("lora", "qat fp8 upcycle", "adapters train on frozen, unchanged matmuls"),
+    ("mlp_chunk", "tp pp fp8 qat task=draft-head", "it splits the tokens of each matmul"),
     ("lora", "tp pp cp ep", "every rank needs the whole model"),
     ("task=dpo|grpo", "tp pp cp ep", "every rank needs the whole model"),
     ("task=dpo|grpo", "pack workers loss_chunk output_z_loss", "it has its own rows and loss"),

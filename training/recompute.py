@@ -117,6 +117,17 @@ def checkpoint_wrapper(forward: Forward, mode: str, save: Iterable[Any] = ()) ->
     return forward if mode == "none" else partial(_full, forward)
 
 
+def chunk_tokens(forward: Forward, size: int) -> Forward:
+    """The feed-forward's forward(x (B, T, C)) on `size` tokens at a time, each chunk recomputed in
+    the backward pass: of its intermediates, those of one chunk are alive, and none is kept, so that
+    kept bytes do not depend on F (Blockwise Parallel Transformer, arXiv:2305.19370)."""
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([_full(forward, chunk) for chunk in x.split(size, dim=1)], dim=1)
+
+    return run
+
+
 # torch.compile starts at a Python function's frame and skips that of checkpoint itself: a bare
 # partial(checkpoint, forward) would silently run eagerly.
 
