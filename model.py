@@ -576,7 +576,7 @@ class KVCache:
         (T, R), new = (k.shape[1], rings[0].shape[2]), (k, v)
         read = lambda: [ring[: len(k), :, :limit].to(k.dtype) for ring in rings]
         write = lambda: [_write(r, positions[..., -R:] % R, x[:, -R:]) for r, x in zip(rings, new)]
-        if T <= R - spec.window + 1:  # no new token overwrites a key that another attends to
+        if T <= R - spec.window + 1:  # writing first overwrites only keys outside every window
             write()
             keys, values = read()
             j = self._ring_positions(R, keys.shape[2], positions[..., -1:])
@@ -592,8 +592,8 @@ class KVCache:
 
     @staticmethod
     def _ring_positions(R: int, n: int, last: Tensor) -> Tensor:
-        """Position in each of the first n slots of a ring of R, (..., n), if `last` (..., 1) is the
-        newest: last - R + 1 to last. In place of those before 0, one that no query attends to."""
+        """Position stored in each of the first n slots of a ring of R, (..., n), when `last`
+        (..., 1) is the newest. Slots not written yet get 2**40, which no query attends to."""
         j = last - (last - torch.arange(n, device=last.device)) % R
         return j.where(j >= 0, 1 << 40)
 

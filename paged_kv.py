@@ -199,8 +199,12 @@ class SwappedKV(NamedTuple):
     """KV of a sequence's first n tokens in host memory, contiguous, all layers."""
 
     n: int
-    kv: Tensor  # (L, 2 or 1, Hkv, n, D); with a sliding window of fewer: the last ones
-    scales: Tensor | None  # (L, 2 or 1, Hkv, n)
+    kv: Tensor  # (L, 2 or 1, Hkv, n, D); if blocks are reused (sliding window), the last m <= n
+    scales: Tensor | None  # (L, 2 or 1, Hkv, n or m)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.kv.shape[3] == self.n
 
 
 @dataclass(eq=False)
@@ -371,9 +375,9 @@ def fcfs(seq: Sequence) -> Any:
 
 
 class LongestPrefix:
-    """Policy: of `patience` successive arrivals, those with the most cached prompt tokens first, so
-    that requests with a common prefix run while it is cached (RadixAttention, section 3). A request
-    is overtaken by at most patience - 1 later ones of its priority."""
+    """Policy: arrivals are grouped `patience` at a time; within a group the longest cached prefix
+    goes first, so that requests with a common prefix run while it is cached (RadixAttention,
+    section 3). A request is overtaken by at most patience - 1 later ones of its priority."""
 
     def __init__(self, patience: int = 64):
         _check(_is_int(patience) and patience > 0, f"patience must be >= 1, not {patience!r}")
@@ -411,8 +415,9 @@ class Scheduler:
     method: begin_step(scheduler), called before each step.
     continuous: admit sequences as soon as others end; False: once all have ended (request-level
     batching, the baseline of Orca).
-    max_blocks: blocks of a sequence, then reused in turn: for a model whose layers all have sliding
-    windows (Mistral 7B, arXiv:2310.06825, section 2). They hold the window and a step's tokens.
+    max_blocks: most blocks of a sequence; position p is in block_table[p // block_size %
+    max_blocks]. For a model whose layers all have sliding windows (Mistral 7B, arXiv:2310.06825,
+    section 2): enough for the window and a step's tokens. None: no limit.
     """
 
     def __init__(
@@ -603,7 +608,8 @@ class Scheduler:
         if seq.swapped_kv is not None and seq.swapped_kv.n > seq.num_computed_tokens:
             plan.swap_in.append((seq, seq.num_written_tokens))
             seq.num_computed_tokens = seq.num_written_tokens = seq.swapped_kv.n
-            self._register(seq, plan)
+            if seq.swapped_kv.is_whole:  # else the first blocks are empty
+                self._register(seq, plan)
         else:
             seq.swapped_kv = None
         return True
@@ -1554,8 +1560,8 @@ class Engine:
         max_num_seqs = min(64, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs
         windows, max_blocks = getattr(model.config, "windows", ()), None
         if windows and all(windows) and not prefix_cache:
-            n = max(windows) + max_num_batched_tokens - 1  # tokens that a step reads or writes
-            max_blocks = 1 + -(-(n - 1) // block_size)  # that they can lie in
+            n = max(windows) + max_num_batched_tokens - 1  # most positions that a step touches
+            max_blocks = 1 + -(-(n - 1) // block_size)  # most blocks of those, at any alignment
         self.scheduler = Scheduler(
             self.allocator, max_num_batched_tokens, max_num_seqs, policy, kv_swap, continuous,
             max_blocks,
@@ -1591,10 +1597,11 @@ class Engine:
     @property
     def capacity(self) -> int | float:
         """Tokens that a sequence can have, prompt and output."""
-        blocks, reused = len(self.allocator.refs), self.scheduler.max_blocks
-        unlimited = reused is not None and reused <= blocks
-        cache = math.inf if unlimited else blocks * self.allocator.block_size
-        return min(cache, getattr(self.model.config, "context", math.inf))
+        blocks, max_blocks = len(self.allocator.refs), self.scheduler.max_blocks
+        window_fits = max_blocks is not None and max_blocks <= blocks
+        cache = math.inf if window_fits else blocks * self.allocator.block_size
+        whole = blocks * self.allocator.block_size
+        return min(cache, getattr(self.model.config, "context", whole))
 
     # ---- requests ----
 

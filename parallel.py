@@ -69,7 +69,13 @@ def _check(condition: bool, message: str) -> None:
 # The mesh
 # --------------------------------------------------------------------------------------------------
 
-DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the grid; make_mesh places the ranks
+DIMS = (
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+)  # of a Mesh; not the order of ranks: see make_mesh
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,9 @@ def make_mesh(
     *,
     device_type: str = "cpu",
 ) -> Mesh:
-    """The grid of all ranks, innermost first tp, cp, pp, dp_shard, dp_replicate: the more bytes per
-    step a dimension sends, and the less of them can overlap, the nearer its ranks (Llama 3,
-    arXiv:2407.21783, 3.3.2). Experts are sharded over `ep` ranks of dp_shard x cp. ValueError if
+    """The grid of all ranks, numbered with tp varying fastest, then cp, pp, dp_shard, dp_replicate:
+    dimensions with more traffic that cannot overlap have nearer ranks (Llama 3, arXiv:2407.21783,
+    3.3.2). Experts are sharded over `ep` ranks of dp_shard x cp. ValueError if
     the product of the sizes is not the world size. Collective: all ranks call it with the same
     sizes."""
     sizes = dict(zip(DIMS, (pp, dp_replicate, dp_shard, cp, tp)))

@@ -170,8 +170,8 @@ class GenerateConfig(Settings):
     max_num_seqs: int = flag(64, "running sequences at most", "1 or more", metavar="N")
     kv_cache_dtype: str | None = flag(None, "quantize the KV cache", choices=("int8", "fp8"))
     disaggregate: str | None = flag(
-        None, "under torchrun: goodput of P prefill and D decode processes, or of every split and "
-        "of colocated engines", metavar="P:D|auto")
+        None, "measure goodput under torchrun: P prefill and D decode processes against colocated "
+        "engines; auto: every split", metavar="P:D|auto")
     slo: str = rare("1:0.1", "seconds to the first token, and per further token, for goodput")
     arrival_cv: float = rare(1.0, "variation of the time between arrivals; 1: Poisson", "0 or more")
     input_tokens: str = rare("16:128", "tokens of a random prompt, uniform from A to B")
@@ -281,6 +281,9 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
             raise ValueError(f"--set {name} must be A:B, integers 1 <= A <= B, not {text!r}")
         setattr(args, name, (int(low), int(high)))
+    if args.offload is not None and args.offload != "cpu" and "/" not in args.offload:
+        if not Path(args.offload).is_dir():
+            raise ValueError(f"--offload {args.offload}: must be cpu or a folder that exists")
     if args.disaggregate not in (None, "auto"):
         args.disaggregate = parse_pair("--disaggregate", args.disaggregate, int)
     args.slo = parse_pair("--set slo", args.slo, float)

@@ -113,10 +113,10 @@ def load_streamed(
     stream, parts = LayerStream(args.offload, device), []
 
     def add_loaded_layers(name: str, module: nn.Module) -> nn.Module:
-        """Called in the order of named_modules: earlier layers than this module's are complete."""
+        """Called in the order of named_modules: all layers before this module's are loaded."""
         model, (part, _, rest) = parts[0], name.partition(".")
-        n = int(rest.partition(".")[0]) if part == "layers" and rest else len(stream.host)
-        for layer in model.layers[len(stream.host) : n]:
+        n_loaded = int(rest.partition(".")[0]) if part == "layers" and rest else len(stream.host)
+        for layer in model.layers[len(stream.host) : n_loaded]:
             stream.add(layer)
         return module
 

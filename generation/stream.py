@@ -69,20 +69,21 @@ class LayerStream:
         stream = LayerStream("cpu", device)
         for layer in model.layers:
             stream.add(layer)               # moves its tensors to the host
-        stream.start(model.layers)          # from now on they can be called, best in this order
+        stream.start(model.layers)          # call them in this order; another one waits for copies
 
-    The layers must share no tensor. bandwidth: of a simulated link, bytes per second, for
+    where: "cpu" for host memory (pinned for CUDA, where torch rounds each layer up to a power of two
+    bytes), or a folder for files. The layers must share no tensor. bandwidth: of a simulated link, bytes per second, for
     measurements on a CPU; a copy then takes at least bytes / bandwidth.
     """
 
     def __init__(self, where: str | Path, device: torch.device, bandwidth: float | None = None):
         self.where, self.device, self.bandwidth = where, torch.device(device), bandwidth
         self.on_cuda = self.device.type == "cuda"
-        self.copies = torch.cuda.Stream(self.device) if self.on_cuda else None
+        self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None
         self.worker = ThreadPoolExecutor(1, "layer-stream")
         self.host: dict[nn.Module, list[Tensor]] = {}
         self.buffers: list[Tensor] = []  # two, on the device
-        self.used: list[Any] = [None, None]  # CUDA events: the layer in the buffer has computed
+        self.computed: list[Any] = [None, None]  # CUDA events: the last layer in it has computed
         self.pending: tuple[nn.Module, int, Future] | None = None  # layer, buffer, its copy
 
     def add(self, layer: nn.Module) -> nn.Module:
@@ -101,6 +102,11 @@ class LayerStream:
         nbytes = max(packed_bytes(self.host[layer]) for layer in layers)
         new = partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
         self.buffers = [new(), new()]
+        if self.on_cuda:  # their memory may still be in use by earlier kernels
+            stream = torch.cuda.current_stream(self.device)
+            self.computed = [stream.record_event(), stream.record_event()]
+            for buffer in self.buffers:
+                buffer.record_stream(self.copy_stream)
         for layer, following in zip(layers, layers[1:] + layers[:1]):
             layer.register_forward_pre_hook(partial(self._before, following))
             layer.register_forward_hook(self._after)
@@ -108,6 +114,8 @@ class LayerStream:
     def close(self) -> None:
         """Wait for the last copy, and end the thread."""
         self.worker.shutdown()
+        if self.on_cuda:
+            self.copy_stream.synchronize()
 
     def _before(self, following: nn.Module, layer: nn.Module, args: Any) -> None:
         if self.pending is None or self.pending[0] is not layer:  # the first call, or another order
@@ -126,11 +134,13 @@ class LayerStream:
 
     def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
         if self.on_cuda:
-            self.used[layer._stream_buffer] = torch.cuda.current_stream(self.device).record_event()
+            self.computed[layer._stream_buffer] = torch.cuda.current_stream(
+                self.device
+            ).record_event()
         self._release(layer)
 
     def _release(self, layer: nn.Module) -> None:
-        """Point the layer's tensors at one element each, of their shape and dtype."""
+        """Free the layer's memory: each tensor becomes one element, expanded to its shape."""
         for t in tensors_of(layer):
             t.data = torch.zeros((), dtype=t.dtype, device=self.device).expand(t.shape)
 
@@ -143,12 +153,11 @@ class LayerStream:
         """Copy, or on CUDA enqueue the copy; returns the event to wait for."""
         start, device = time.perf_counter(), views(self.buffers[index], host)
         if self.on_cuda:
-            with torch.cuda.stream(self.copies):
-                if self.used[index] is not None:
-                    self.copies.wait_event(self.used[index])
+            with torch.cuda.stream(self.copy_stream):
+                self.copy_stream.wait_event(self.computed[index])
                 for to, source in zip(device, host):
                     to.copy_(source, non_blocking=True)
-                return self.copies.record_event()
+                return self.copy_stream.record_event()
         for to, source in zip(device, host):
             to.copy_(source)
         if self.bandwidth is not None:

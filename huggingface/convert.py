@@ -27,7 +27,7 @@ import torch
 from huggingface.weights import load_checkpoint, save_checkpoint
 from model import Attention, Transformer
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")  # not copied
+WEIGHTS = "*.safetensors *.bin *.pth *.pt *.gguf *.index.json config.json".split()  # not copied
 
 
 @torch.no_grad()
@@ -64,12 +64,12 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"{args.out}: is not empty; give another folder")
         model = pool_kv_heads_(load_checkpoint(args.checkpoint), args.kv_heads)
         save_checkpoint(model, args.out)
+        for path in args.checkpoint.iterdir():  # tokenizer, chat template
+            if path.is_file() and not any(map(path.match, WEIGHTS)):
+                shutil.copy(path, args.out)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    for path in args.checkpoint.iterdir():  # tokenizer, chat template
-        if path.is_file() and not any(map(path.match, WEIGHTS)):
-            shutil.copy(path, args.out)
     return 0
 
 

@@ -72,8 +72,8 @@ def cross_node_share(kind: str, ranks: Sequence[int]) -> float:
     edges = [(a, b) for a in nodes for b in nodes] if kind == "all-to-all" else []
     edges = edges or list(zip(nodes, nodes[1:] + nodes[:1]))
     local = sum(a == b for a, b in edges)
-    own = len(nodes) if kind == "all-to-all" else 0  # nobody sends to itself
-    return 1 - (local - own) / (len(edges) - own)
+    self_pairs = len(nodes) if kind == "all-to-all" else 0  # nobody sends to itself
+    return 1 - (local - self_pairs) / (len(edges) - self_pairs)
 
 
 class CommTracker(TorchDispatchMode):
@@ -299,7 +299,7 @@ def dry_run(args: TrainConfig, config: ModelConfig) -> str:
         ("peak of a step", 0, costs["peak"]),
         *((f"sent per step: {' '.join(key)}", *n) for key, n in sorted(sent.items())),
         ("  total", *(sum(column) for column in zip((0, 0), *sent.values()))),
-        (f"  of it between nodes of {GPUS_PER_NODE} GPUs", 0, costs["cross_node"]),
+        (f"  of which between nodes of {GPUS_PER_NODE} GPUs", 0, costs["cross_node"]),
     ]
     return "\n".join((
         f"{args.init or args.model}, {args.dtype}; {mesh}; costs of rank 0",

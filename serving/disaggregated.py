@@ -50,8 +50,8 @@ Request = tuple[int, list[int], SamplingParams]  # id, prompt, parameters
 def add_arrived(
     engine: Engine, requests: Iterator[Request | None], refuse: Callable[[Output], Any]
 ) -> bool:
-    """Queue the requests up to the first None, which says that the next one has not arrived yet.
-    False if there are no more. refuse(output with the error) is called for an invalid request."""
+    """Add requests until the iterator yields None: the next one has not arrived yet. False once it
+    is exhausted. refuse(output with the error) is called for an invalid request."""
     while (request := next(requests, ...)) is not None:
         if request is ...:
             return False
@@ -98,17 +98,21 @@ def decode_worker(engine: Engine, sources: Sequence[int]) -> list[Output]:
 
     for source in sources:
         threading.Thread(target=receive, args=(source,), daemon=True).start()
-    outputs, more = {}, len(sources)
-    while more or engine.unfinished:
-        while more and (not engine.unfinished or not inbox.empty()):
+    outputs, open_sources = {}, len(sources)
+    while open_sources or engine.unfinished:
+        while open_sources and (not engine.unfinished or not inbox.empty()):
             transfer = inbox.get()  # blocks only if there is nothing to decode
             if isinstance(transfer, BaseException):
                 raise transfer
-            more -= transfer is None
-            if transfer is not None:
-                outputs[transfer.output.id] = transfer.output
+            if transfer is None:
+                open_sources -= 1
+                continue
+            output = outputs[transfer.output.id] = transfer.output
+            try:
                 if transfer.sequences:
                     engine.import_request(transfer)
+            except ValueError as e:  # this engine has a smaller cache, for example
+                outputs[output.id] = Output(output.id, output.prompt_ids, error=str(e))
         engine.step()
     return [outputs[id] for id in sorted(outputs)]
 
@@ -152,27 +156,28 @@ def run_trace(
         prefill_worker(engine, arrivals(n_prefill), range(n_prefill, ranks))
     else:
         outputs = decode_worker(engine, range(n_prefill))
-    latencies = {}
-    for output in outputs:
-        if output.error is not None:
-            raise ValueError(output.error)
+    latencies, errors = {}, [output.error for output in outputs if output.error is not None]
+    for output in outputs if not errors else ():
         _, first, *later = output.timestamps
         per_token = (later[-1] - first) / len(later) if later else 0.0
         latencies[output.id] = first - trace[output.id].arrival_time, per_token
     gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, latencies)
-    merged = {id: pair for part in gathered for id, pair in part.items()}
+    dist.all_gather_object(gathered, (latencies, errors))
+    if errors := [error for _, part in gathered for error in part]:
+        raise ValueError(errors[0])
+    merged = {id: pair for part, _ in gathered for id, pair in part.items()}
     return [merged[i] for i in range(len(trace))]
 
 
 def goodput(
     attainment: Callable[[float], float], rate: float, target: float = 0.9, steps: int = 4
 ) -> float:
-    """The highest request rate with attainment(rate) >= target, the share of requests within the
-    limits: from `rate` on doubled or halved, then bisected (on a logarithmic scale); 0 if none down
-    to a thousandth of it, inf if a thousand times as many meet them."""
+    """The highest request rate with attainment(rate) >= target. attainment(rate): the share of
+    requests within the limits. `rate` is doubled or halved until one rate meets the target and one
+    does not, then bisected `steps` times on a logarithmic scale. 0 if a 16th of it does not meet
+    the target, inf if 1024 times as much does."""
     met, missed, tried = 0.0, math.inf, rate
-    for _ in range(steps + 10):
+    while rate / 16 <= tried <= 1024 * rate:
         if attainment(tried) >= target:
             met = tried
         else:
@@ -201,4 +206,6 @@ def search(
         latencies = run_trace(engine, make_trace(rate), params, n_prefill)
         return sum(a <= limits[0] and b <= limits[1] for a, b in latencies) / len(latencies)
 
+    for n in splits:  # the first run of each compiles and allocates
+        run_trace(engine, make_trace(math.inf), params, n)
     return {n: goodput(lambda rate, n=n: attainment(rate, n), rate) for n in splits}

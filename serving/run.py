@@ -12,6 +12,7 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,11 @@ def goodput_table(
     elif ranks == 1:
         raise ValueError("--disaggregate auto: start it with torchrun --nproc-per-node 2 or more")
     vocab = engine.model.config.vocab_size
-    make_trace = lambda rate: replace(workload, request_rate=rate).trace(vocab)
+    seeds = count(workload.seed)  # new prompts for each run: no prefix is cached
+
+    def make_trace(rate: float) -> list[serving_batch.Arrival]:
+        return replace(workload, request_rate=rate, seed=next(seeds)).trace(vocab)
+
     rate = args.request_rate if args.request_rate < math.inf else 1.0
     found = search(engine, make_trace, params, args.slo, splits, rate)
     best = max(found, key=found.get)

@@ -119,8 +119,8 @@ def checkpoint_wrapper(forward: Forward, mode: str, save: Iterable[Any] = ()) ->
 
 def chunk_tokens(forward: Forward, size: int) -> Forward:
     """The feed-forward's forward(x (B, T, C)) on `size` tokens at a time, each chunk recomputed in
-    the backward pass: of its intermediates, those of one chunk are alive, and none is kept, so that
-    kept bytes do not depend on F (Blockwise Parallel Transformer, arXiv:2305.19370)."""
+    the backward pass. Only one chunk's intermediates are in memory at a time, and only its input is
+    saved, so saved bytes do not depend on F (Blockwise Parallel Transformer, arXiv:2305.19370)."""
 
     def run(x: Tensor) -> Tensor:
         return torch.cat([_full(forward, chunk) for chunk in x.split(size, dim=1)], dim=1)
