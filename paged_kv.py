@@ -605,11 +605,12 @@ class Scheduler:
         self.n_admitted_tokens += len(seq.tokens)
         while len(seq.block_table) < self._num_blocks_for(len(seq.tokens)):
             seq.block_table.append(self.allocator.allocate())
-        if seq.swapped_kv is not None and seq.swapped_kv.n > seq.num_computed_tokens:
+        kv = seq.swapped_kv  # without its first tokens it cannot be shared, and is recomputed
+        usable = kv is not None and (kv.is_whole or not self.allocator.prefix_cache)
+        if usable and kv.n > seq.num_computed_tokens:
             plan.swap_in.append((seq, seq.num_written_tokens))
             seq.num_computed_tokens = seq.num_written_tokens = seq.swapped_kv.n
-            if seq.swapped_kv.is_whole:  # else the first blocks are empty
-                self._register(seq, plan)
+            self._register(seq, plan)
         else:
             seq.swapped_kv = None
         return True
