@@ -71,9 +71,9 @@ class LayerStream:
             stream.add(layer)               # moves its tensors to the host
         stream.start(model.layers)          # call them in this order; another one waits for copies
 
-    where: "cpu" for host memory (pinned for CUDA, where torch rounds each layer up to a power of two
-    bytes), or a folder for files. The layers must share no tensor. bandwidth: of a simulated link, bytes per second, for
-    measurements on a CPU; a copy then takes at least bytes / bandwidth.
+    where: "cpu" for host memory (pinned for CUDA, where torch rounds each layer up to a power of
+    two bytes), or a folder for files. The layers must share no tensor. bandwidth: of a simulated
+    link, bytes per second, for measurements on a CPU; a copy then takes at least bytes / bandwidth.
     """
 
     def __init__(self, where: str | Path, device: torch.device, bandwidth: float | None = None):
