@@ -153,7 +153,9 @@ def _skinny_gemm_kernel(
     """The same for M rows of x, on the tensor cores. Grid (tiles of N, SPLITS, tiles of M).
 
     A step computes GROUPS groups of GROUP columns as a batch of matmuls: full cache lines are read
-    even for small groups, and each group has its own sum to scale.
+    even for small groups, and each group has its own sum to scale. A flat GEMM (FlashDecoding++,
+    arXiv:2311.01282, 4): M is padded to 16, the smallest tile of tl.dot, not to 64, and the next
+    tiles are loaded during this one's matmul, into num_stages - 1 buffers (two in the paper).
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
