@@ -420,6 +420,8 @@ _ScoreMod = namedtuple(
 # A block mask as lists: for each block of one axis the indices of its visible blocks of the other,
 # (H, blocks, n), and their number, (H, blocks); blocks is 0 if all heads share one mask
 _BlockLists = namedtuple("_BlockLists", "list_ptr count_ptr blocks n")
+# l = sum exp(s - fixed_max) of each split, (SPLITS, B, Hq, T) fp32, and the range of l
+_Sums = namedtuple("_Sums", "ptr fixed_max low high")
 # Constants of the backward kernels; GROUP = HQ / HKV, SPARSE = block size of the block mask, or 0
 _Sizes = namedtuple("_Sizes", "HQ HKV GROUP D DV BLOCK_D BLOCK_DV CAUSAL SPARSE")
 
@@ -596,6 +598,7 @@ def _forward_kernel(
     o_ptr, lse_ptr,  # (SPLITS, B, T, Hq, DV), (SPLITS, B, Hq, T) fp32
     mod, lists, scales,  # scales: of FP8 q, k, v, each (B, H, blocks) fp32
     sinks_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr,  # (Hq,), (B,) int32, (n_seqs + 1,) int32
+    fixed_max, sums,  # of decode_attention's two passes, or None
     q_strides, k_strides, v_strides, T, S, n_seqs,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     SPLITS: tl.constexpr, CAUSAL: tl.constexpr, SPARSE: tl.constexpr, TMA: tl.constexpr,
@@ -607,6 +610,7 @@ def _forward_kernel(
     PACK: the rows of a tile are the queries of all GROUP heads of one key head, so that decode
     reads each key once and fills the tensor cores. SPLITS: the number of programs that split the
     keys of a tile. D = BLOCK_D + BLOCK_R if it is the sum of two powers of two (192, 576).
+    fixed_max: o is acc, lse is l = sum exp(s - fixed_max). sums: only rows with l out of range.
     """
     PER_ROW: tl.constexpr = GROUP if PACK else 1
     n_heads = tl.num_programs(1) * PER_ROW
@@ -622,9 +626,15 @@ def _forward_kernel(
     if lengths_ptr is not None:
         k_len = tl.minimum(tl.load(lengths_ptr + b), S)
     row = first_row + tl.arange(0, BLOCK_M)
-    valid = (row < n_rows)[:, None]
+    valid = row < n_rows
     t = row // PER_ROW
     head = tl.program_id(1) * PER_ROW + row % PER_ROW
+    if sums is not None:
+        at = tl.where(valid, (b * n_heads + head) * T + t, 0)
+        rows = tl.num_programs(2) * n_heads * T
+        valid &= _out_of_range(sums, at, split, rows, SPLITS)
+        if tl.max(valid.to(tl.int32), 0) == 0:
+            return
     kv_head = tl.program_id(1) // (GROUP // PER_ROW)
     terms = _load_head_terms(mod, b, seq, head[:, None], q_start, k_start, q_len, k_len)
     offset, _, prefix, _, _ = terms
@@ -633,9 +643,10 @@ def _forward_kernel(
     q_ptrs = q_ptr + b * q_strides[0] + (q_start + t).to(tl.int64) * q_strides[1]
     q_ptrs = (q_ptrs + head.to(tl.int64) * q_strides[2])[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
-    q = tl.load(q_ptrs + offs_d, mask=valid & (offs_d < D), other=0.0)
+    q = tl.load(q_ptrs + offs_d, mask=valid[:, None] & (offs_d < D), other=0.0)
     if BLOCK_R:
-        q_rest = tl.load(q_ptrs + BLOCK_D + tl.arange(0, BLOCK_R)[None, :], mask=valid, other=0.0)
+        q_ptrs = q_ptrs + BLOCK_D + tl.arange(0, BLOCK_R)[None, :]
+        q_rest = tl.load(q_ptrs, mask=valid[:, None], other=0.0)
     stride_kt, stride_vt = tl.cast(k_strides[1], tl.int64), tl.cast(v_strides[1], tl.int64)
     if not TMA:
         kv_head = kv_head.to(tl.int64)  # descriptors take int32, pointer offsets may exceed 2^31
@@ -649,6 +660,9 @@ def _forward_kernel(
     if sinks_ptr is not None and split == 0:  # the sink's logit starts the sum, in one split only
         m_i = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         l_i += 1.0
+    if fixed_max is not None:
+        l_i *= tl.exp2(m_i - fixed_max * LOG2E)
+        p_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # its columns are summed once, at the end
     exp2_scale, list_ptr = _exp2_scale(mod), 0
     i_last = tl.minimum(n_rows, first_row + BLOCK_M) - 1
     first, inner, outer, last = _key_tiles(
@@ -690,8 +704,12 @@ def _forward_kernel(
                     s *= q_scale * _block_scale(scales[1], kv_row, S, start)
                 s, tanh = _logits(s, i, j, terms, mod, CAUSAL, phase != 1)
 
-                p, alpha, m_i = _softmax_step(s, m_i, exp2_scale, mod, phase != 1)
-                acc *= alpha[:, None]
+                if fixed_max is None:
+                    p, alpha, m_i = _softmax_step(s, m_i, exp2_scale, mod, phase != 1)
+                    acc *= alpha[:, None]
+                else:
+                    p = tl.exp2(s * exp2_scale - fixed_max * LOG2E)
+                    p_sum += p
 
                 if v_ptr is None:
                     v = k
@@ -712,16 +730,19 @@ def _forward_kernel(
                     acc += tl.dot((p * 256).to(v.dtype), v, input_precision=PRECISION) * v_scale
                 else:
                     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-                l_i = l_i * alpha + tl.sum(p, 1)
+                if fixed_max is None:
+                    l_i = l_i * alpha + tl.sum(p, 1)
 
-    total = tl.where(l_i == 0, 1.0, l_i)
+    total = tl.where((l_i == 0) | (fixed_max is not None), 1.0, l_i)
     base_row = (split * tl.num_programs(2) + b) * n_heads * T
     o_ptrs = o_ptr + (base_row + (q_start + t).to(tl.int64) * n_heads + head)[:, None] * DV
     offs_v = tl.arange(0, BLOCK_DV)[None, :]
     o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
-    tl.store(o_ptrs + offs_v, o, mask=valid & (offs_v < DV))
+    tl.store(o_ptrs + offs_v, o, mask=valid[:, None] & (offs_v < DV))
     lse = tl.where(l_i == 0, float("-inf"), (m_i + tl.log2(total)) / LOG2E)
-    tl.store(lse_ptr + base_row + head.to(tl.int64) * T + q_start + t, lse, mask=row < n_rows)
+    if fixed_max is not None:  # an acc that is not finite is out of range too
+        lse = tl.where(tl.sum(acc * 0.0, 1) == 0, l_i + tl.sum(p_sum, 1), float("inf"))
+    tl.store(lse_ptr + base_row + head.to(tl.int64) * T + q_start + t, lse, mask=valid)
 
 
 @jit
@@ -730,22 +751,40 @@ def _block_scale(scale_ptr, row, length, start):
 
 
 @jit
+def _out_of_range(sums, at, split, rows, SPLITS: tl.constexpr):
+    """Whether row `at` needs the exact softmax in `split`: its l there overflows, or its l over all
+    splits underflows. A small l in some splits alone loses nothing."""
+    own = tl.load(sums.ptr + split * rows + at)
+    total = tl.zeros_like(own)
+    for s in tl.static_range(SPLITS):
+        total += tl.load(sums.ptr + s * rows + at)
+    return (own >= sums.high) | (total <= sums.low)
+
+
+@jit
 def _combine_kernel(
     o_parts_ptr, lse_parts_ptr,  # (SPLITS, B, T, Hq, DV) fp32, (SPLITS, B, Hq, T) fp32
-    o_ptr, lse_ptr, DV: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    o_ptr, lse_ptr, sums, DV: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge all splits, as merge_attention. Grid (T, Hq, B)."""
+    """Merge all splits, as merge_attention. Grid (T, Hq, B). sums: splits in range are acc and l;
+    if all are, every w is 1, and the merge only adds."""
     t, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     T, n_heads = tl.num_programs(0), tl.num_programs(1)
     rows = tl.num_programs(2) * n_heads * T
     at, at_lse = (b * T + t) * n_heads + head, (b * n_heads + head) * T + t
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
     lse = tl.load(lse_parts_ptr + s * rows + at_lse, mask=s < SPLITS, other=float("-inf"))
+    l = 1.0
+    if sums is not None:
+        exact = _out_of_range(sums, at_lse, tl.minimum(s, SPLITS - 1), rows, SPLITS)
+        l = tl.load(sums.ptr + s * rows + at_lse, mask=s < SPLITS, other=1.0)
+        l = tl.where(exact, 1.0, l)
+        lse = tl.where(exact | (s >= SPLITS), lse, sums.fixed_max)
     top = tl.max(lse, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     w = tl.exp2((lse - top) * LOG2E)
-    total = tl.sum(w, 0)
+    total = tl.sum(w * l, 0)
     parts = o_parts_ptr + (s * rows + at).to(tl.int64)[:, None] * DV + d[None, :]
     mask = (s < SPLITS)[:, None] & (d < DV)[None, :]
     acc = tl.sum(w[:, None] * tl.load(parts, mask=mask, other=0.0), 0)
@@ -996,6 +1035,12 @@ CONFIGS: dict[str, dict[int, tuple]] = {
     },
 }  # fmt: skip
 
+# The range of l = sum exp(s - fixed_max). fp16: p <= l must not exceed 65504, and with l >= 1, as
+# with a running maximum, p loses little below the smallest fp16. Otherwise e^-60 to e^60: a p that
+# fp32 cannot hold is e^-27 of l at most, and values of up to e^28 do not overflow.
+SAFE_SUMS = {torch.float16: (1.0, 6e4)}
+WIDE_SUMS = (1e-26, 1e26)
+
 
 def _config(kind: str, dim: int) -> tuple:
     table = CONFIGS[kind]
@@ -1064,8 +1109,8 @@ def _tensor_descriptor(x: Tensor, rows: int) -> Any:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor | None, f: _Flags, *, pack: bool = False, splits: int = 1,
-    latent_dim: int = 0, scales: tuple[Tensor, Tensor, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
+    latent_dim: int = 0, fixed_max: float | None = None,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel: o (B, T, Hq, Dv), lse (B, Hq, T)."""
     (B, T, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
@@ -1097,22 +1142,29 @@ def _forward(
     o_parts, lse_parts = o, lse
     if splits > 1:
         o_parts, lse_parts = (lse.new_empty(splits, *x.shape) for x in (o, lse))
+    # of each launch: where it writes lse or l, fixed_max, the l that it reads
+    passes, sums = [(lse_parts, None, None)], None
+    if fixed_max is not None and splits > 1 and kind == "decode":
+        sums = _Sums(torch.empty_like(lse_parts), fixed_max, *SAFE_SUMS.get(q.dtype, WIDE_SUMS))
+        passes = [(sums.ptr, fixed_max, None), (lse_parts, None, sums)]
     k_strides, v_strides = k.stride(), (k if v is None else v).stride()
     tma = tma and S and major >= 9 and (D, DV) == (BLOCK_D, BLOCK_DV)
     tma = bool(tma and v is not None and not scales and _is_aligned(k) and _is_aligned(v))
     if tma:
         k, v = _tensor_descriptor(k, N), _tensor_descriptor(v, N)
-    _forward_kernel[_n_tiles(rows, f.cu_q, M) * splits, Hkv if pack else Hq, B](
-        q, k, v, o_parts, lse_parts, _score_mod(f, q, S), _block_lists(f), scales, f.sinks,
-        f.lengths, f.cu_q, f.cu_k, q.stride(), k_strides, v_strides, T, S, f.n_sequences, D=D,
-        DV=DV, GROUP=Hq // Hkv, PACK=pack, SPLITS=splits, CAUSAL=f.causal, SPARSE=f.block_size,
-        TMA=tma, ROUND_P=not INTERPRET, BLOCK_M=M, BLOCK_N=N, BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R,
-        BLOCK_DV=BLOCK_DV, SPECIALIZE=WARP_SPECIALIZE and tma and major >= 10,
-        num_warps=8 if scales else warps, num_stages=stages,
-    )  # fmt: skip
+    for lse_or_l, *fixed in passes:
+        _forward_kernel[_n_tiles(rows, f.cu_q, M) * splits, Hkv if pack else Hq, B](
+            q, k, v, o_parts, lse_or_l, _score_mod(f, q, S), _block_lists(f), scales, f.sinks,
+            f.lengths, f.cu_q, f.cu_k, *fixed, q.stride(), k_strides, v_strides, T, S,
+            f.n_sequences, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack, SPLITS=splits,
+            CAUSAL=f.causal, SPARSE=f.block_size,
+            TMA=tma, ROUND_P=not INTERPRET, BLOCK_M=M, BLOCK_N=N, BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R,
+            BLOCK_DV=BLOCK_DV, SPECIALIZE=WARP_SPECIALIZE and tma and major >= 10,
+            num_warps=8 if scales else warps, num_stages=stages,
+        )  # fmt: skip
     if splits > 1:
         _combine_kernel[T, Hq, B](
-            o_parts, lse_parts, o, lse, DV=DV, SPLITS=splits, BLOCK_DV=_tile_size(DV),
+            o_parts, lse_parts, o, lse, sums, DV=DV, SPLITS=splits, BLOCK_DV=_tile_size(DV),
             BLOCK_S=_tile_size(splits),
         )  # fmt: skip
     return o, lse
@@ -1192,13 +1244,13 @@ def _forward_op(q, k, v, *flags):
 
 @custom_op(
     "sheaf::attention_decode",
-    schema=f"(Tensor q, Tensor k, Tensor? v, int latent_dim, int splits, {FLAGS}) "
-    "-> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor? v, int latent_dim, int splits, float? fixed_max, "
+    f"{FLAGS}) -> (Tensor, Tensor)",
 )
-def _decode_op(q, k, v, latent_dim, splits, *flags):
+def _decode_op(q, k, v, latent_dim, splits, fixed_max, *flags):
     kwargs = dict(pack=True, splits=splits or _n_splits(q, k), latent_dim=latent_dim)
     with torch.cuda.device_of(q):
-        return _forward(q, k, v, _Flags(*flags), **kwargs)
+        return _forward(q, k, v, _Flags(*flags), fixed_max=fixed_max, **kwargs)
 
 
 def _fake_outputs(q, DV):
@@ -1296,8 +1348,8 @@ def flash_attention(
 
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor | None, lengths: Tensor | None = None, *,
-    latent_dim: int | None = None, n_splits: int | None = None, return_lse: bool = False,
-    **flags: Any,
+    latent_dim: int | None = None, n_splits: int | None = None, fixed_max: float | None = None,
+    return_lse: bool = False, **flags: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of a few new queries over a KV cache: o (B, T, Hq, Dv). Not differentiable.
 
@@ -1308,12 +1360,23 @@ def decode_attention(
 
     The keys of a sequence are split over n_splits programs (flash-decoding); None: enough to fill
     the GPU. With a fixed n_splits the output is batch-invariant, bit for bit.
+
+    fixed_max (FlashDecoding++, arXiv:2311.01282, 3): the splits sum exp(s - fixed_max) without a
+    running maximum and without rescaling, and the merge only adds. Exact for any input: where lse -
+    fixed_max of a row is above 11 (fp16) or 60 (bf16, fp32) in a split, or below 0 or -60 over all
+    splits, a second launch, which otherwise returns at once, computes the row again in that split
+    with the running maximum. Choose fixed_max from the lse of typical inputs. When it loses: many
+    rows are out of range and their keys are read twice, or the cache is so short that the second
+    launch costs more than is saved (speed: not measured yet). No effect with one split, with 128 or
+    more rows (queries * heads) per key head, and without Triton.
     """
     ok = (v is None) == (latent_dim is not None)
     _check(ok, "decode_attention requires either v or latent_dim")
     ok = latent_dim is None or 0 < latent_dim <= k.shape[-1]
     _check(ok, f"latent_dim must be from 1 to {k.shape[-1]} (k's head dim), not {latent_dim}")
     _check(n_splits is None or n_splits > 0, f"n_splits must be positive, not {n_splits}")
+    ok = fixed_max is None or math.isfinite(fixed_max)
+    _check(ok, f"fixed_max must be finite, not {fixed_max}")
     values = k[..., :latent_dim] if v is None else v
     q, k, values, f = _prepare(q, k, values, lengths=lengths, **flags)
     ok = f.cu_q is None and f.block_mask is None
@@ -1321,9 +1384,8 @@ def decode_attention(
     if not _can_use_triton(q, values, limit=1024):
         return _run_torch(_chunked, q, k, values, f, return_lse)
     v_in_k = v is None and _split_dim(q.shape[3])[0] == latent_dim
-    o, lse = _decode_op(
-        q, k, None if v_in_k else values, latent_dim if v_in_k else 0, n_splits or 0, *f
-    )
+    values, latent_dim = (None, latent_dim) if v_in_k else (values, 0)
+    o, lse = _decode_op(q, k, values, latent_dim, n_splits or 0, fixed_max, *f)
     return _output(o, lse, f, return_lse)
 
 
@@ -1348,14 +1410,16 @@ def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def as_attend(
-    cache: Any = None, *, cu_seqlens: Tensor | None = None, limit: int | None = None
-) -> Callable[..., Tensor]:
+    cache: Any = None, *, cu_seqlens: Tensor | None = None, limit: int | None = None,
+    fixed_max: float | None = None,
+) -> Callable[..., Tensor]:  # fmt: skip
     """The model's attend callable, (spec, q, k, v, positions) -> o, backed by this file's kernels.
 
     Without arguments: causal attention over the new tokens, for training. With cu_seqlens: the
     batch is one row of packed sequences. With a cache (any object whose update(spec, k, v,
     positions, limit) stores the new tokens and returns all keys and values, slot = position):
     decode and chunked prefill; positions of a row must be consecutive and below `limit`.
+    fixed_max: decode_attention's.
     """
     _check(cache is None or cu_seqlens is None, "cache cannot be combined with cu_seqlens")
 
@@ -1375,7 +1439,8 @@ def as_attend(
         k, v = cache.update(spec, k, v, positions, limit)
         lengths = (positions[..., -1] + 1).to(torch.int32).expand(len(q)).contiguous()
         v = v if spec.latent_dim is None else None
-        return decode_attention(q, k, v, lengths, latent_dim=spec.latent_dim, **flags)
+        flags |= dict(latent_dim=spec.latent_dim, fixed_max=fixed_max)
+        return decode_attention(q, k, v, lengths, **flags)
 
     return attend
 

@@ -375,7 +375,7 @@ def build_decoder(
     top, V = args.logprobs, model.config.vocab_size
     if top is not None and top > V:
         raise ValueError(f"--logprobs must be at most the vocabulary size {V}, not {top}")
-    attention, rows = pick_attention(args.attention), args.n
+    attention, rows = pick_attention(args.attention, args.fixed_max), args.n
     if args.shard_batch and args.mesh is not None:
         attention = shard_batch_attention(attention, args.mesh.group("tp"))
         ranks = args.mesh.size("tp")
@@ -422,13 +422,13 @@ def build_decoder(
     return decoder
 
 
-def pick_attention(name: str) -> AttendFactory:
+def pick_attention(name: str, fixed_max: float | None = None) -> AttendFactory:
     """sdpa, or flash: attention.py's kernels over the same cache slots."""
     if name == "sdpa":
         return sdpa
     from attention import as_attend
 
-    return lambda cache, limit: as_attend(cache, limit=limit)
+    return lambda cache, limit: as_attend(cache, limit=limit, fixed_max=fixed_max)
 
 
 def shard_batch_attention(attention: AttendFactory, group: Any) -> AttendFactory:
@@ -491,7 +491,8 @@ def score_file(args: GenerateConfig) -> None:
     text = read_text(args.perplexity)
     device = run_on_all_or_raise(partial(pick_device, args.device))
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
-    chunks = partial(prefill_chunks, attention=pick_attention(args.attention))
+    attention = pick_attention(args.attention, args.fixed_max)
+    chunks = partial(prefill_chunks, attention=attention)
     metrics, entries = perplexity(model, tokenizer, text, chunks, args.logprobs)
     if math.isnan(metrics["perplexity"]):
         raise ValueError(NOT_FINITE.format(metrics["tokens"] + 1))

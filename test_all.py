@@ -3019,7 +3019,8 @@ def check_decode(p: dict) -> None:
     used = p["lengths"] or [S] * B
     for b, n in enumerate(used):
         k[b, n:], v[b, n:] = math.nan, math.nan
-    more = dict(n_splits=p["n_splits"], latent_dim=latent_dim, return_lse=True)
+    more = dict(n_splits=p["n_splits"], fixed_max=p.get("fixed_max"))
+    more |= dict(latent_dim=latent_dim, return_lse=True)
     got = A.decode_attention(q, k, None if latent_dim else v, lengths, **flags, **more)
     v, want = k[..., :latent_dim] if latent_dim else v, []
     for b, n in enumerate(used):
@@ -3043,7 +3044,8 @@ def draw_decode(seed: int) -> dict:
     if r.random() < 0.8:
         p["lengths"] = [r.choice((0, 1, 2, S // 2, r.randint(0, S), S)) for _ in range(B)]
     heads, kv_heads = r.choice(HEADS)
-    return p | dict(heads=heads, kv_heads=kv_heads, n_splits=r.choice((None, 1, 2, 5, 8)))
+    p |= dict(heads=heads, kv_heads=kv_heads, n_splits=r.choice((None, 1, 2, 5, 8)))
+    return p | dict(fixed_max=r.choice((None, 0.0, 3.0, -20.0, 18.0, 90.0)))
 
 
 MLA = dict(heads=6, scale=0.2, lengths=[53, 17])  # the values are columns of the keys
@@ -3054,6 +3056,7 @@ DECODE_CORNERS = dict(
     mla=dict(MLA, D=48, latent_dim=32, sizes=[(1, 53)] * 2, n_splits=5),
     mla_one_split=dict(MLA, D=80, latent_dim=64, sizes=[(1, 53)] * 2, n_splits=1),
     mla_queries=dict(MLA, D=80, latent_dim=64, sizes=[(3, 53)] * 2, n_splits=None),
+    mla_fixed_max=dict(MLA, D=80, latent_dim=64, sizes=[(3, 53)] * 2, n_splits=2, fixed_max=2.0),
     mla_of_any_rank=dict(MLA, D=48, latent_dim=24, sizes=[(3, 53)] * 2, n_splits=2),
 )
 
@@ -3360,6 +3363,44 @@ def test_attention_only_visible_tiles_are_computed(monkeypatch):
     assert count(128, block_mask=mask, grad=True) == 8 * visited
 
 
+FIXED_MAX_CASES = [  # sign of outliers, at which of 128 keys, splits computed exactly
+    (0, [], []),
+    (1, [70], [1]),
+    (-1, slice(64), []),
+    (-1, slice(128), [0, 1]),
+]
+
+
+@pytest.mark.skipif(not A.INTERPRET, reason="counts Python calls of the interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows, on purpose
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_decode_fixed_max_falls_back_where_outliers_are(dtype, monkeypatch):
+    """The running maximum is used in the splits of the row whose sum leaves the range, once per
+    tile, and nowhere else: other rows keep their bits. All equal the exact softmax."""
+    from triton.runtime import interpreter
+
+    seen, step, program = [], A._softmax_step, interpreter.interpreter_builder
+    spy = lambda *args: seen.append(program.grid_idx) or step(*args)
+    monkeypatch.setattr(A, "_softmax_step", spy)
+    q, k, v = qkv(1, 128, 2, dtype=dtype)  # two heads for each key head; two splits of two tiles
+    q[..., 0], q[1, 0, 1, 0] = 0, 4  # column 0 of k is added to the scores of one row
+    attend = partial(A.decode_attention, n_splits=2)
+    for sign, keys, splits in FIXED_MAX_CASES:
+        seen.clear()
+        k[..., 0], k[1, keys, 0, 0] = 0, sign * (100 if dtype == torch.float32 else 15)
+        got = attend(q, k, v, fixed_max=0.5)
+        assert sorted(seen) == [(split, 0, 1) for split in splits for _ in range(2)]
+        close(got, A.attention_reference(*(x.double() for x in (q, k, v))), TOLERANCE[dtype])
+        before = before if sign else got
+        assert (got != before).any(-1).nonzero().tolist() == [[1, 0, 1]] * abs(sign)
+    if dtype == torch.float32:  # the values of a split overflow, not its scores
+        v[1, 70, 0], k[..., 0] = 1e38, 0
+        seen.clear()
+        got = attend(q, k, v, fixed_max=-30.0)
+        assert seen == [(1, 0, 1)] * 2
+        close(got, attend(q, k, v))
+
+
 GRAPHS = dict(
     plain=[dict(), dict(sizes=[(21, 21)])],
     busy=[dict(BUSY, bias=[False, True, True], heads=3, block=16)],
@@ -3382,6 +3423,7 @@ def test_attention_compiled_or_checkpointed_equals_eager(graph):
 
 
 COMPILED = ["flash()", "decode(n_splits=8)", "decode(576, Hq=128, Hkv=1, latent_dim=512)"]
+COMPILED.append("decode(n_splits=8, fixed_max=4.0, softcap=5.0, sinks=make(8))")
 ALL_COMPILED = [
     *COMPILED,
     "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
@@ -3453,7 +3495,7 @@ def test_attention_opcheck(op):
         arguments = (q, k, v, o, lse, torch.ones_like(o), torch.ones_like(lse), True, *f)
     elif op == "decode":
         q, k, v, f = A._prepare(*qkv(1, 37, 2), lengths=int32(37, 20), window=9)
-        arguments = (q, k, v, 0, 2, *f)
+        arguments = (q, k, v, 0, 2, 1.0, *f)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(getattr(A, f"_{op}_op"), arguments, test_utils=checks)
 
@@ -3493,6 +3535,7 @@ DECODE_BAD = dict(
     v=[None],
     lengths=[int32(9), int32(9, 5).long()],
     n_splits=[0],
+    fixed_max=[math.nan, -INF],
     block_mask=[A.BlockMask(VISIT, 16)],
 )
 for what, attend, base, bad in (
@@ -11246,7 +11289,8 @@ def compile_all(arch):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_gemm_kernels_compile_for_gpus(arch, tmp_path):
     """The kernels compile for Ampere, Hopper and Blackwell within their shared memory; other sizes
-    of the same kind, and other constants in an epilogue, do not recompile."""
+    of the same kind, and other constants in an epilogue, do not recompile. A flat GEMM loads
+    the next tiles during a matmul."""
     again = ["n = len(built)", "wo(4, 24, 32, N=8192, K=8192, n_splits=2)"]
     again += ["mm(bf, M=512, K=2048, half=0.25)", "assert len(built) == n, built[n:]"]
     imports = "import attention as A\nfrom quantization import gemm as X\n"
@@ -11256,6 +11300,9 @@ def test_gemm_kernels_compile_for_gpus(arch, tmp_path):
     printed = compile_kernels(code, tmp_path, arch, "compile_all(arch)", *again)
     kernels = ("gemm", "gemv", "reduce_splits", "skinny_gemm")
     assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
+    compile_kernels(code, tmp_path / "flat", arch, "wo(8, 16), wo(4, 16, 32)")
+    flat = [path.read_text() for path in tmp_path.rglob("flat/**/_skinny_gemm_kernel.ttgir")]
+    assert len(flat) == 2 and all("async_copy_global_to_local" in text for text in flat)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -18447,6 +18494,7 @@ kv_blocks max_num_seqs block_size | --bench-serving |
 max_num_batched_tokens | --bench-serving --max-num-seqs 1 |
 request_rate          | --bench-serving     | inf 1e30
 shared_prefix arrival_cv | --bench-serving  | 0
+fixed_max             | --attention flash   | -1 0 1e30
 """
 
 
@@ -18683,7 +18731,9 @@ def test_generate_attention_flag_selects_the_backend(monkeypatch):
     """The flag is not ignored: flash calls as_attend in prefill, in every step and in --perplexity,
     with as many slots as are used; sdpa never."""
     limits = []
-    as_attend = lambda cache, *, limit: limits.append(limit) or partial(cache.attend, limit=limit)
+    as_attend = lambda cache, *, limit, fixed_max: (
+        limits.append(limit) or partial(cache.attend, limit=limit)
+    )
     monkeypatch.setattr(A, "as_attend", as_attend)
     for flags, n in (
         ("--max-new-tokens 3 --ignore-eos", 3),
@@ -18694,6 +18744,16 @@ def test_generate_attention_flag_selects_the_backend(monkeypatch):
             assert attention == "flash" or limits == []
         assert limits == [*range(limits[0], limits[0] + n)]
         limits.clear()
+
+
+def test_generate_fixed_max_reaches_the_kernels(monkeypatch):
+    """--set fixed_max is decode_attention's argument, in generation and in --perplexity."""
+    decode, seen = A.decode_attention, []
+    spy = lambda *args, fixed_max, **kwargs: seen.append(fixed_max) or decode(*args, **kwargs)
+    monkeypatch.setattr(A, "decode_attention", spy)
+    for n, flags in enumerate(("x --max-new-tokens 2", f"--perplexity {REPO}/pytest.ini")):
+        generated(f"{flags} --attention flash --set fixed_max={n}")
+    assert set(seen) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("window", [100, 64, 17])

@@ -76,6 +76,9 @@ class GenerateConfig(Settings):
         None, "default: the checkpoint's (bf16 for --dummy)", choices=tuple(DTYPES))
     attention: str = flag(
         "sdpa", "flash: attention.py's kernels, slower on a CPU", choices=("sdpa", "flash"))
+    fixed_max: float | None = rare(
+        None, "with --attention flash: constant in place of the softmax's running maximum where a "
+        "long cache is split, see attention.py's decode_attention", "-1000 or more")
     compile: bool = flag(False, "compile the decode step (CUDA graph on CUDA)")
     bench: int | None = flag(
         None, "benchmark: N runs (default: 5) that ignore EOS; print medians", "1 or more",
@@ -224,7 +227,7 @@ REQUIRES = [
         "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",
         "disaggregate")), ("slo", "disaggregate"),
     ("expert_load", "ep"), ("num_redundant_experts", "ep"), ("shard_batch", "tp"),
-    ("ffn_2d", "tp"),
+    ("ffn_2d", "tp"), ("fixed_max", "attention=flash"),
 ]  # fmt: skip
 
 # setting, settings that it cannot be combined with, why
