@@ -7890,6 +7890,8 @@ def test_moe_load_statistics():
         ([0] * 6, 0.0, 0.0, 6.0),
         ([7], 1.0, 1.0, 0.0),  # one expert: even
         ([2.5, 7.5], 1.5, low, 0.0),
+        ([[1, 1, 1, 1], [1, 3, -1, -1]], 1.5, low, 0.0),  # -1: no such expert
+        ([[2, 2, 2, 2], [0, 0, 5, -1]], 3.0, 0.0, 2.0),
     ]
     for counts, *want in table:
         got = O.load_statistics(torch.tensor(counts))
@@ -8196,7 +8198,7 @@ REFUSED["moe: triton without a GPU"] = moe_triton_without_gpu, "backend"
 
 def moe_quantized(scheme: str, args, dtype=torch.float32, **options) -> tuple[list, list]:
     """The inputs with quantized stacks, and with the same stacks dequantized, in dtype."""
-    layer = M.MoE(latent(n_shared_experts=0))  # only its stacks are used
+    layer = M.MoE(latent(n_shared_experts=0), 1)  # only its stacks are used
     layer.w_gate_up, layer.w_down = (nn.Parameter(stack) for stack in args[3:])
     layer = Q.quantize_(nn.ModuleList([layer]), scheme, **options)[0].to(dtype)
     stacks = [layer.w_gate_up, layer.w_down]
@@ -19315,30 +19317,35 @@ def test_generate_ep_must_divide_the_experts():
     shards = LOAD.EPShards(G.parse_args(["x", "--ep"]))
     shards.ranks = 3
     with pytest.raises(ValueError, match="^--ep: 8 experts .* 3 ranks.*--set expert_load"):
-        shards._place(config, 2)
+        shards._place(config, [8, 8])
     shards.args.num_redundant_experts = 1
-    assert [p.slots_per_rank for p in shards._place(config, 2)] == [3, 3]
+    assert [p.slots_per_rank for p in shards._place(config, [8, 8])] == [3, 3]
+    shards.ranks = 2
+    assert [p.replica_counts for p in shards._place(config, [2, 4])] == [(2, 1), (2, 1, 1, 1)]
 
 
 def test_generate_ep_expert_load_file_formats(tmp_path):
     """--set expert_load reads the last counts of metrics.jsonl or a bare list; the MTP layer may be
     missing. Counts of another model are rejected with the file's name."""
     config, path = HF.read_config(MOE / "config.json"), write_expert_load(tmp_path)
-    found = LOAD.read_loads(path, config, 5)
+    found = LOAD.read_loads(path, config, [8] * 5)
     assert found[0] == [90, 3, 1, 7, 40, 2, 2, 5] and found[4] == [1.0] * 8 and len(found) == 5
     path.write_text(json.dumps([[1.5] * 8] * 5, indent=2))
-    assert LOAD.read_loads(path, config, 5) == [[1.5] * 8] * 5
+    assert LOAD.read_loads(path, config, [8] * 5) == [[1.5] * 8] * 5
     path.write_text(json.dumps({"expert_load": [[2] * 8] * 4}))
-    assert LOAD.read_loads(path, config, 4) == [[2] * 8] * 4
+    assert LOAD.read_loads(path, config, [8] * 4) == [[2] * 8] * 4
+    pyramid = [[2] * n for n in (2, 4, 4, 8)]  # of an MTP layer there is none
+    path.write_text(json.dumps({"expert_load": pyramid}))
+    assert LOAD.read_loads(path, config, [2, 4, 4, 8, 8]) == [*pyramid, [1.0] * 8]
     wrong = [[[1] * 8] * 3, [[-1] * 8] * 4, [["1"] * 8] * 4, [[math.inf] * 8] * 4, [[1] * 7] * 4]
     wrong += [{}, [], None, [[1]], {"expert_load": 3}, [1, 2, 3, 4]]
     for text in (*map(json.dumps, wrong), "", '{"step": 1}\n{"step": 2}', "[" * 99_999):
         path.write_text(text)
         with pytest.raises(ValueError, match="metrics.jsonl: has no list of 8 counts"):
-            LOAD.read_loads(path, config, 5)
+            LOAD.read_loads(path, config, [8] * 5)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read"):
-        LOAD.read_loads(path, config, 5)
+        LOAD.read_loads(path, config, [8] * 5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -19362,6 +19369,7 @@ GENERATE_RANKS = """
 2 | --ep                              | {greedy} --dummy small-moe --prompt-tokens 5 |
 2 | --ep {copies}=3 | {sampled} --checkpoint {moe} |
 2 | --ep {load}  | {perplexity} --checkpoint {moe} |
+2 | --ep {copies}=1                   | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
 2 | --pp 2                            | {greedy} |
 2 | --pp 2                            | {sampled} --n 5 --set frequency_penalty=0.7 --stop ) |
 2 | --pp 2                            | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |
@@ -20386,6 +20394,12 @@ def test_draft_head_stopped_killed_or_diverged(train_runs, tmp_path, capsys, mon
 # --------------------------------------------------------------------------------------------------
 
 
+PYRAMID = latent(
+    family="sheaf", layer_experts=(4, 8), n_experts_per_token=1, scoring="softmax",
+    norm_topk=False, topk_groups=4, group_score_topk=1,
+)  # fmt: skip
+
+
 def moe_layers(model: M.Transformer) -> list[M.MoE]:
     return [m for m in model.modules() if isinstance(m, M.MoE)]
 
@@ -20410,7 +20424,9 @@ def auxiliary_loss_reference(
 
 
 @pytest.mark.parametrize("kind", ["aux", "seq", "z"])
-@pytest.mark.parametrize("config", [mixtral(), latent()], ids=["mixtral", "latent"])
+@pytest.mark.parametrize(
+    "config", [mixtral(), latent(), PYRAMID], ids=["mixtral", "latent", "pyramid"]
+)
 def test_train_moe_auxiliary_losses_equal_their_formulas(kind, config):
     """Coefficient times the formula, summed over the MoE and MTP layers, and its gradient; only
     Switch's, a product of means over a micro-batch, depends on the micro-batch size."""
@@ -20490,6 +20506,61 @@ def test_train_moe_validation_does_not_count_expert_load():
     model(random_tokens(config, 2, 9))
     assert balance.counts.sum(1).tolist() == [2 * 9 * 2] * 2 and len(balance.terms) == 6
     assert balance.pop_losses() > 0 and balance.pop_losses() == 0
+
+
+def test_train_moe_pyramid_counts_each_layers_own_experts():
+    """Layers of 4 and 8 experts and an MTP layer of 8: loads, statistics and bias updates are of
+    the experts that exist."""
+    model, batch = random_model(PYRAMID).requires_grad_(True), random_tokens(PYRAMID, 4, 18)
+    layers, balance = moe_layers(model), STEP.LoadBalancer(model, speed=0.5)
+    assert [len(layer.expert_bias) for layer in layers] == [4, 8, 8]
+    STEP.forward_backward(model, batch, 4, balance=balance)
+    worst, load = balance.update(), balance.expert_load()
+    assert [(len(row), sum(row)) for row in load] == [(4, 68), (8, 68), (8, 64)]
+    assert worst == pytest.approx(max(max(row) * len(row) / sum(row) for row in load))
+    assert balance.row["dead_experts"] == sum(row.count(0) for row in load)
+    for layer, row in zip(layers, load, strict=True):
+        mean = sum(row) / len(row)
+        assert layer.expert_bias.tolist() == [0.5 * ((n < mean) - (n > mean)) for n in row]
+
+
+@torch.no_grad()
+def test_train_moe_residual_pyramid_is_a_dense_mlp_and_one_expert(tmp_path):
+    """DeepSpeed-MoE: a layer's output is the dense MLP's and its best expert's, times the router's
+    probability; later layers have more experts. A checkpoint, whole or the experts of one rank,
+    has the same weights; the weights read in a decode step depend on each layer's E."""
+    model, x = random_model(replace(PYRAMID, correction_bias=False)), torch.randn(2, 9, 64)
+    for layer in moe_layers(model):
+        mlp, best = layer.shared, (x @ layer.router.mT).softmax(-1).max(-1)
+        want = (F.silu(x @ mlp.gate_proj.weight.mT) * (x @ mlp.up_proj.weight.mT)) @ (
+            mlp.down_proj.weight.mT
+        )
+        for at in product(range(2), range(9)):
+            gate, up = (layer.w_gate_up[best.indices[at]] @ x[at]).chunk(2)
+            want[at] += best.values[at] * (layer.w_down[best.indices[at]] @ (F.silu(gate) * up))
+        close(layer(x), want, 1e-5)
+    HF.save_checkpoint(model, tmp_path)
+    ids = [[3, 1], [7, 0, 2], [5]]
+
+    def keep_(m: M.Transformer) -> None:
+        for layer, own in zip(moe_layers(m), ids, strict=True):
+            Y.keep_local_experts_(layer, own)
+
+    whole, part = HF.load_checkpoint(tmp_path), HF.load_checkpoint(tmp_path, prepare=keep_)
+    assert whole.config == model.config
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in whole.state_dict().items())
+    for a, b, own in zip(*map(moe_layers, (part, model)), ids, strict=True):
+        assert torch.equal(a.w_down, b.w_down[own]) and torch.equal(a.w_gate_up, b.w_gate_up[own])
+    read = [G.weight_bytes(model, batch) for batch in (1, 2)]
+    rows = sum(
+        layer.w_down[0].numel() * 3 * (1 - 1 / len(layer.router)) for layer in moe_layers(model)[:2]
+    )
+    assert read[1] - read[0] == pytest.approx(4 * (rows + 64), abs=1)
+
+
+for counts in ((4,), (4, 9), (0, 8), (4, 8.0), (6, 8)):  # groups of 2 do not divide 6
+    words = "n_groups" if counts == (6, 8) else "layer_experts"
+    REFUSED[f"layer_experts {counts}"] = partial(replace, PYRAMID, layer_experts=counts), words
 
 
 @pytest.mark.parametrize("kind", ["deepseek", "mixtral"])
@@ -20874,6 +20945,7 @@ LAYOUT_WORDS = {  # a model is a list of these words, the later ones stronger
     "latent": dict(LAYOUT_LATENT, **LAYOUT_EXPERTS, moe_layers=(1,)),
     "mtp": dict(n_mtp_layers=1),
     "mtp2": dict(n_mtp_layers=2),
+    "pyramid": dict(LAYOUT_EXPERTS, moe_layers=(0, 1), layer_experts=(4, 8), correction_bias=True),
     "tied": dict(tie_embeddings=True),
     "deep": dict(n_layers=8),
     "deep-moe": dict(n_layers=8, moe_layers=(1, 2, 4, 7)),
@@ -21217,6 +21289,7 @@ sp           | norms tied       | --tp 4                                  | | mi
 async        | biased           | --tp 4 --async-tp                       | | micro=4
 ring         | windows          | --cp 4                                  | | micro=2
 ep           | latent           | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
+ep pyramid   | pyramid          | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
 zero 3       | biased           | --zero 3                                | | batch=8
 tp x cp x ep | latent           | --tp 2 --async-tp --cp 2 --ep 2 --zero 3 | {Z_LOSS} | micro=2
 pp           | biased deep      | --pp 4                                  |
@@ -21225,6 +21298,7 @@ fp32         | biased           | --tp 2 --cp 2 {RECOMPUTE}               | | mi
 hpz          | biased           | --zero 3 --set hpz_size=2               | | batch=8
 slow ep by nodes    | moe tied | --ep 4 --set ep_node_size=2 --set ep_chunks=2 | --aux-loss 0
 slow ep by nodes cp | latent | --cp 2 --ep 4 --set ep_node_size=2 --set ep_chunks=3 |
+slow ep pyramid z3  | pyramid mtp | --ep 4 --set ep_node_size=2 --zero 3 | --aux-loss 0
 slow ep by nodes z3 | latent | --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS}
 slow replicas only  | biased | --zero 3 --dp-replicate 4 | | batch=8
 slow sp few tokens  | few-tokens tied | --tp 4 | | micro=4
@@ -21889,6 +21963,7 @@ DRY_MODELS = {
     "tied": replace(DRY, tie_embeddings=True),
     "moe": replace(DRY, family="mixtral", moe_layers=(0, 1), **DRY_EXPERTS),
     "routed": replace(M.CONFIGS["small-moe"], **DRY_ROUTED),
+    "pyramid": replace(DRY, family="sheaf", moe_layers=(0, 1), layer_experts=(2, 4), **DRY_EXPERTS),
     "wide": replace(M.CONFIGS["llama3-8b"], n_layers=1),
 }
 IN_BACKWARD = "--set optimizer_in_backward=true --grad-clip 0"
@@ -21896,6 +21971,7 @@ DRY_RUNS = f"""
 one rank     | 1 | dense | --dtype fp32
 recompute    | 1 | dense | --dtype fp32 --recompute full
 moe          | 1 | moe   | --dtype fp32 --aux-loss 0.01
+pyramid      | 2 | pyramid | --dtype fp32 --ep 2
 tp           | 2 | dense | --dtype fp32 --tp 2
 tp no sp     | 2 | dense | --dtype fp32 --tp 2 --set sequence_parallel=false
 zero 0       | 2 | dense | --dtype bf16 --zero 0
@@ -21957,7 +22033,8 @@ def dry_real_step(env, folder, ranks, model, flags):
     moe_layers = [m for m in model.modules() if isinstance(m, M.MoE)]
     for moe in moe_layers if config.n_experts == 4 else ():
         plain = moe.router_logits
-        moe.router_logits = lambda x, f=plain: f(x) + pairs.repeat(len(x) // 6, 1)
+        of = pairs[:, : len(moe.router)]
+        moe.router_logits = lambda x, f=plain, of=of: f(x) + of.repeat(len(x) // 6, 1)
     rows = len(layout.samples(args.batch_size))
     batch = (torch.arange(args.seq_len + 1) % 4 * 24 + 5).expand(rows, -1)
     return dry_run.measure(args, model, batch, layout)
