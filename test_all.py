@@ -61,7 +61,7 @@ from datetime import timedelta
 from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, combinations, islice, product
+from itertools import accumulate, chain, combinations, islice, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14346,6 +14346,7 @@ class EpCase:
     members: tuple = EP_ALL  # the expert-parallel groups
     chunks: tuple = (1, 1)  # of the dispatch, and of the one between nodes
     redundant: int | None = None  # replicas, placed by load
+    lost: tuple = ()  # ranks of an overlapping placement that are left out
     offset: bool = False  # the rank's index is the first replica that it uses
     inner: str = "plain"
     layers: int = 1
@@ -14448,6 +14449,9 @@ def ep_placement(case: EpCase) -> Y.Placement:
     if case.redundant is None:
         return Y.Placement.even(case.experts, ranks)
     loads = O.count_experts(torch.cat(ep_reference(case).ids), case.experts)
+    if case.lost:
+        spread = Y.Placement.by_load(loads, ranks + len(case.lost), case.redundant, "overlap")
+        return spread.without(case.lost)
     return Y.Placement.by_load(loads, ranks, redundant=case.redundant)
 
 
@@ -14582,6 +14586,7 @@ EP_EQUAL = {
     "replicas, uneven": replace(EP_ODD, offset=True),
     "replicas everywhere": replace(EP_HOT, experts=3, redundant=9),
     "replicas of 2": replace(EP_HOT, members=EP_ACROSS, counts=(9, 4), redundant=1),
+    "a lost rank": replace(EP_HOT, members=((0, 2, 3),), counts=(9, 0, 4), redundant=16, lost=(1,)),
     "replicas of 3": replace(EP_ODD, members=((0, 2, 3),), counts=(9, 0, 4), redundant=5),
 }
 
@@ -14865,6 +14870,34 @@ def test_ep_placement_by_load(seed):
             assert rank_load(p) <= rank_load(Y.Placement.even(n, ranks)) * (1 + 1e-6)
 
 
+def ep_survival(slots, lost: int) -> float:
+    """The share of the subsets of ranks, of this size, without which all experts are left."""
+    kept = [*combinations(slots, len(slots) - lost)]
+    return sum({*chain(*own)} == {*chain(*slots)} for own in kept) / len(kept)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ep_overlap_survives_lost_ranks_best(seed):
+    """The probability that all experts survive is exact, and that of "overlap" is at least that of
+    replicas in turn and of many random placements of as many, and of Placement.by_load's."""
+    for loads, ranks, extra in map(ep_loads, range(seed, 120, 3)):
+        p = Y.Placement.by_load(loads, ranks, extra, "overlap")
+        sizes, rng = [*map(len, p.slots)], random.Random(seed)
+        assert {*sizes} == {-(-(len(loads) + extra) // ranks)} and ranks == p.ranks
+        copies = [e for e, n in enumerate(p.replica_counts) for _ in range(n)]
+        others = [[copies[r::ranks] for r in range(ranks)]]
+        for _ in range(30):
+            rng.shuffle(copies)
+            others.append([copies[r::ranks] for r in range(ranks)])
+        others.append(Y.Placement.by_load(loads, ranks, len(copies) - len(loads)).slots)
+        for lost in range(1, ranks):
+            best = ep_survival(p.slots, lost)
+            assert p.recovery_probability(lost) == best >= max(ep_survival(o, lost) for o in others)
+            if ranks > 5:  # from samples
+                assert p.recovery_probability(lost, 20) == pytest.approx(best, abs=0.5)
+    assert ep_survival(p.slots, 0) == p.recovery_probability(0) == 1
+
+
 def test_ep_physical_ids():
     """A slot of the right expert, replicas in turn from `offset` on, and padding stays padding."""
     for loads, ranks, extra in map(ep_loads, range(80)):
@@ -14905,6 +14938,9 @@ for loads, ranks, extra in (
     REFUSED[f"ep: {loads} on {ranks} with {extra} more"] = call, rf"{extra} redundant.*{ranks}"
 for load in (-1.0, math.nan, INF):
     REFUSED[f"ep: a load of {load}"] = partial(Y.Placement.by_load, [1.0, load], 2), "loads"
+REFUSED["ep: spread"] = partial(Y.Placement.by_load, [1.0], 1, 0, "wide"), "spread.*wide"
+REFUSED["ep: lost"] = partial(Y.Placement.even(4, 2).without, [1]), r"ranks \[1\].*experts \[2, 3\]"
+REFUSED["ep: all lost"] = partial(Y.Placement.even(4, 2).recovery_probability, 2), "lost.* 2"
 for slots in ((), ((0, 2),), ((1,),), ((0, 0),), ((0, 1), (1, 1))):
     REFUSED[f"ep: slots {slots}"] = partial(Y.Placement, slots), "slots"
 for wrong in (8, 100, -2):
@@ -18520,6 +18556,7 @@ x --set ffn_2d=true                         | --set ffn_2d requires --tp
 --bench-serving --disaggregate 1:1          | --disaggregate 1:1 torchrun --nproc-per-node 2
 --bench-serving --disaggregate auto         | --disaggregate auto torchrun
 x --set expert_load=x                       | --set expert_load requires --ep
+x --ep --set expert_spread=overlap          | --set expert_spread requires num_redundant_experts
 --tp 2                                      | --tp 2 torchrun --nproc-per-node 2
 --n 2 --set shard_batch=true                | --set shard_batch requires --tp
 --pp 2                                      | --pp 2 processes, not 1 --nproc-per-node 2
@@ -19369,7 +19406,7 @@ GENERATE_RANKS = """
 2 | --ep                              | {greedy} --dummy small-moe --prompt-tokens 5 |
 2 | --ep {copies}=3 | {sampled} --checkpoint {moe} |
 2 | --ep {load}  | {perplexity} --checkpoint {moe} |
-2 | --ep {copies}=1                   | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
+2 | --ep {copies}=1 --set expert_spread=overlap | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
 2 | --pp 2                            | {greedy} |
 2 | --pp 2                            | {sampled} --n 5 --set frequency_penalty=0.7 --stop ) |
 2 | --pp 2                            | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |

@@ -351,7 +351,8 @@ class EPShards:
                 return [Placement.even(E, self.ranks) for E in counts]
             equal = [[1.0] * E for E in counts]
             loads = equal if path is None else read_loads(path, config, counts)
-            return [Placement.by_load(load, self.ranks, copies) for load in loads]
+            spread = self.args.expert_spread
+            return [Placement.by_load(load, self.ranks, copies, spread) for load in loads]
         except ValueError as e:
             flag = "--set num_redundant_experts" if copies else "--ep"
             error = str(e).replace("Placement.by_load", "give --set expert_load")

@@ -17,7 +17,9 @@ its ids and weights; one row comes back, already summed over those experts. In t
 links between nodes carry a token once, however many experts it has on the other node
 (DeepSpeed-MoE, arXiv:2207.00032; DeepSeek-V3, arXiv:2412.19437, 3.2.2). With `chunks`, the
 transfers of one chunk overlap with the experts of another, in the backward pass too. A Placement
-may hold redundant replicas of hot experts.
+may hold redundant replicas of hot experts, so that ranks are loaded evenly, or so that the experts
+survive the loss of ranks (Lazarus, arXiv:2407.04656): P.recovery_probability(lost) compares them,
+and P.without(ranks) places the experts on the ranks that are left, without moving a weight.
 
 Cost: two transfers of N * min(K, ranks) rows each way, and one exchange of sizes that the host
 waits for. When it loses: decoding few tokens, where giving all ranks all tokens is cheaper; a load
@@ -34,10 +36,12 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -101,11 +105,15 @@ class Placement:
         return Placement(tuple(tuple(range(r * own, (r + 1) * own)) for r in range(ranks)))
 
     @staticmethod
-    def by_load(loads: Sequence[float], ranks: int, redundant: int = 0) -> Placement:
-        """Balance the ranks' loads (DeepSeek-V3, 3.4.1): add `redundant` replicas one at a time to
-        the expert with the most load per replica, then put every replica, hottest first, on the
-        least loaded rank that has room and does not hold its expert. Ranks hold the same number of
-        experts, or one more."""
+    def by_load(
+        loads: Sequence[float], ranks: int, redundant: int = 0, spread: str = "balance"
+    ) -> Placement:
+        """Add `redundant` replicas one at a time to the expert with the most load per replica, then
+        place them all. spread "balance" (DeepSeek-V3, 3.4.1): every replica, hottest first, goes
+        to the least loaded rank that has room and does not hold its expert. Ranks hold the same
+        number of experts, or one more. "overlap": most likely to survive lost ranks, see
+        _max_rank_overlap; ranks with one expert less get another replica."""
+        _check(spread in ("balance", "overlap"), f"spread must be balance or overlap, not {spread}")
         loads = [float(load) for load in loads]
         ok = all(0 <= load < math.inf for load in loads)
         _check(ok, f"loads must be 0 or more, not {loads}")
@@ -113,9 +121,13 @@ class Placement:
         ok = redundant >= 0 and ranks >= 1 and ranks <= total <= len(loads) * ranks
         _check(ok, f"{len(loads)} experts and {redundant} redundant replicas do not fit {ranks} "
                "ranks: each needs at least one expert and none twice")  # fmt: skip
+        if spread == "overlap":
+            redundant += -total % ranks  # fills every rank
         for _ in range(redundant):
             candidates = [e for e in range(len(loads)) if replicas[e] < ranks]
             replicas[max(candidates, key=lambda e: loads[e] / replicas[e])] += 1
+        if spread == "overlap":
+            return Placement(_max_rank_overlap(loads, replicas, ranks))
         slots: list[list[int]] = [[] for _ in range(ranks)]
         share = [load / n for load, n in zip(loads, replicas)]
         rank_load = lambda r: sum(share[e] for e in slots[r])
@@ -135,6 +147,26 @@ class Placement:
             slots[r].append(e)
         return Placement(tuple(map(tuple, slots)))
 
+    def without(self, lost: Sequence[int]) -> Placement:
+        """The placement on the other ranks, which keep the experts that they hold. ValueError if
+        only lost ranks hold an expert."""
+        left = tuple(own for rank, own in enumerate(self.slots) if rank not in lost)
+        gone = {e for own in self.slots for e in own} - {e for own in left for e in own}
+        _check(not gone, f"only the lost ranks {[*lost]} hold experts {sorted(gone)}: reload them")
+        return Placement(left)
+
+    def recovery_probability(self, lost: int, samples: int = 20_000) -> float:
+        """The probability that the other ranks hold all experts when `lost` random ranks are lost:
+        exact if there are at most `samples` ways to lose them, else of as many random ones."""
+        _check(0 <= lost < self.ranks, f"lost must be from 0 to {self.ranks - 1}, not {lost}")
+        holders = {frozenset(r for r, own in enumerate(self.slots) if e in own)
+                   for e in range(self.n_experts)}  # fmt: skip
+        draws, rng = combinations(range(self.ranks), lost), random.Random(0)
+        if math.comb(self.ranks, lost) > samples:
+            draws = (rng.sample(range(self.ranks), lost) for _ in range(samples))
+        survived = [not any(map(set(ranks).issuperset, holders)) for ranks in draws]
+        return sum(survived) / len(survived)
+
     def physical_ids(self, ids: Tensor, offset: int = 0) -> Tensor:
         """Expert ids (N, K) -> slot ids. Tokens use the replicas of an expert round-robin, starting
         at replica `offset`. ValueError, on a CPU, for an id out of range."""
@@ -143,6 +175,41 @@ class Placement:
         turn = torch.arange(offset, offset + len(ids), device=ids.device)[:, None]
         known = ids.clamp(min=0)
         return table[known, turn % replicas[known]].masked_fill(ids < 0, -1)
+
+
+def _max_rank_overlap(
+    loads: Sequence[float], replicas: Sequence[int], ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    """The placement that most likely survives the loss of random ranks (Lazarus, 4.2). With c slots
+    per rank, the c experts with the fewest replicas have them on the same ranks, then the next c on
+    others, and so on: all c are lost together or none is. The replicas that are left, of experts
+    with more than the first of their group, fill the free slots.
+
+    If c does not divide the experts, one group is smaller; the later in this order, the better.
+    Where that gives an expert two replicas on one rank, another expert gets a replica instead, and
+    the placement starts again from these counts."""
+    E, c, counts = len(loads), sum(replicas) // ranks, list(replicas)
+    attempts = [position for _ in range(E * ranks) for position in reversed(range(E // c + 1))]
+    for position in attempts:
+        order = sorted(range(E), key=lambda e: (counts[e], loads[e] / counts[e]))
+        slots: list[list[int]] = []
+        for i in range(-(-E // c)):
+            size = E % c if i == position and E % c else c
+            group, order = order[:size], order[size:]
+            slots += [[*group] for _ in range(min(counts[group[0]], ranks - len(slots)))]
+        slots += [[] for _ in range(ranks - len(slots))]
+        used = [sum(e in own for own in slots) for e in range(E)]
+        for own in sorted(slots, key=len, reverse=True):
+            while len(own) < c:
+                e = max(
+                    {*range(E)} - {*own}, key=lambda e: (counts[e] - used[e], loads[e] / used[e])
+                )
+                own.append(e)
+                used[e] += 1
+        if used == counts:
+            break
+        counts = used if position == 0 else counts
+    return tuple(map(tuple, slots))
 
 
 @lru_cache(None)  # one for each MoE layer of a model
