@@ -61,7 +61,7 @@ from datetime import timedelta
 from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, chain, combinations, islice, product
+from itertools import accumulate, chain, combinations, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14346,6 +14346,8 @@ class EpCase:
     members: tuple = EP_ALL  # the expert-parallel groups
     chunks: tuple = (1, 1)  # of the dispatch, and of the one between nodes
     redundant: int | None = None  # replicas, placed by load
+    quantize: str | None = None  # rows in transfers
+    order: tuple | None = None
     lost: tuple = ()  # ranks of an overlapping placement that are left out
     offset: bool = False  # the rank's index is the first replica that it uses
     inner: str = "plain"
@@ -14397,6 +14399,23 @@ def ep_route(case: EpCase, x, router, d: int):
     return logits.softmax(-1).gather(1, ids.clamp(min=0)), ids
 
 
+class EpRounded(torch.autograd.Function):
+    """Rows as int8 or fp8 with a scale per row, and so the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, kind):
+        ctx.kind, x32 = kind, x.float()
+        if kind is None:
+            return x.view_as(x)
+        step = x32.abs().amax(1, keepdim=True).clamp(min=1e-30) / {"int8": 127, "fp8": 448}[kind]
+        q = x32.div(step)
+        return (q.round() if kind == "int8" else q.to(torch.float8_e4m3fn)).float().mul(step).to(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return EpRounded.apply(grad, ctx.kind), None
+
+
 @lru_cache(None)
 def ep_reference(case: EpCase) -> SimpleNamespace:
     """One process with model.py's loop: outputs and gradients of all tokens, routers and stacks."""
@@ -14409,7 +14428,9 @@ def ep_reference(case: EpCase) -> SimpleNamespace:
         given = enumerate(zip(outs, routers, strict=True))
         routed = [ep_route(case, x, router, d) for d, (x, router) in given]
         weights, ids = map(torch.cat, zip(*routed, strict=True))
-        outs = M.loop_experts(torch.cat(outs), weights, ids, up, down).split(case.counts)
+        rows = EpRounded.apply(torch.cat(outs), case.quantize)
+        outs = EpRounded.apply(M.loop_experts(rows, weights, ids, up, down), case.quantize)
+        outs = outs.split(case.counts)
     leaves = [*xs, *routers, up, down]
     terms = [(o * coef).sum() for o, (_, coef, _) in zip(outs, shares, strict=True)]
     grads = torch.autograd.grad(sum(terms) + 0 * sum(t.sum() for t in leaves), leaves)
@@ -14463,12 +14484,13 @@ def ep_experts(env, case: EpCase):
         return None
     placement, inner, shard = ep_placement(case), ep_inner(env, case), (0, 1)
     n, tokens = placement.slots_per_rank, me
-    dispatch = partial(Y.all_to_all_dispatch, chunks=case.chunks[0])
+    dispatch = partial(Y.all_to_all_dispatch, quantize=case.quantize)
+    outer, dispatch = dispatch, partial(dispatch, chunks=case.chunks[0], order=case.order)
     if case.form == "flat":
         f = dispatch(inner, n, group)
     if case.form == "node":
         (intra, _), (inter, _) = ep_group(env, EP_PAIRS), ep_group(env, EP_ACROSS)
-        f = Y.all_to_all_dispatch(dispatch(inner, n, intra), 2 * n, inter, chunks=case.chunks[1])
+        f = outer(dispatch(inner, n, intra), 2 * n, inter, chunks=case.chunks[1])
     if case.form == "tensor":  # ranks 0 and 1 have the same tokens and halves of the same experts
         tp, half = ep_group(env, EP_PAIRS)
         f, shard = dispatch(Y.all_reduce_combine(inner, tp), n, group), (half, 2)
@@ -14548,6 +14570,7 @@ EP_HOT = EpCase(choice="zipf", counts=(31, 8, 19, 0), top_k=2, seed=2, redundant
 EP_ODD = EpCase(experts=7, counts=(6, 0, 9, 5), top_k=2, seed=3, redundant=2)
 EP_SAME = EpCase("replicated", counts=(9,))
 EP_HALVES = EpCase("tensor", members=EP_ACROSS, counts=(5, 9))
+EP_INT8 = EpCase(top_k=1, counts=(16, 9, 0, 13), quantize="int8")  # K = 1: rounded once each way
 EP_FP32, EP_STACKS = torch.float32, "up down"
 EP_EQUAL = {
     "fp64": EpCase(),
@@ -14586,6 +14609,9 @@ EP_EQUAL = {
     "replicas, uneven": replace(EP_ODD, offset=True),
     "replicas everywhere": replace(EP_HOT, experts=3, redundant=9),
     "replicas of 2": replace(EP_HOT, members=EP_ACROSS, counts=(9, 4), redundant=1),
+    "int8": EP_INT8,
+    "fp8": replace(EP_INT8, quantize="fp8", chunks=(2,), mode="checkpoint"),
+    "node int8": replace(EP_INT8, form="node"),
     "a lost rank": replace(EP_HOT, members=((0, 2, 3),), counts=(9, 0, 4), redundant=16, lost=(1,)),
     "replicas of 3": replace(EP_ODD, members=((0, 2, 3),), counts=(9, 0, 4), redundant=5),
 }
@@ -14622,10 +14648,15 @@ EP_BYTES = {
     "bytes, node": replace(EP_WIDE, form="node"),
     "bytes, node chunks": replace(EP_WIDE, form="node", chunks=(1, 3)),
     "bytes, node holes": replace(EP_WIDE, form="node", choice="holes"),
+    "bytes, int8": replace(EP_WIDE, quantize="int8", top_k=1),
     "bytes, own": replace(EP_WIDE, choice="own", top_k=3),
 }
 EP_BUSY = replace(EP_WIDE, counts=(40, 13, 8, 27), inner="noted")
 EP_ORDER = {f"{n} chunks in flight": replace(EP_BUSY, chunks=(n,)) for n in (2, 3)}
+EP_ORDERS = {
+    f"order {t}": tuple(Y.best_order(t, 2)) for t in ((20, 0, 8, 10, 5), (2, 10, 0, 0, 10))
+}
+EP_ORDERS = {name: replace(EP_BUSY, chunks=(2,), order=order) for name, order in EP_ORDERS.items()}
 EP_LOSSES = {  # the rows, their results, the gradients of both, and the sums of replicas
     "flat": (EpCase(), "all_to_all", 4),
     "node": (EpCase("node"), "all_to_all", 8),
@@ -14638,7 +14669,7 @@ EP_LOST = {
     for name, (case, kind, last) in EP_LOSSES.items()
     for n in range(1, last + 1)
 }
-EP_SOLVED = EP_EQUAL | EP_BYTES | EP_ORDER | EP_LOST
+EP_SOLVED = EP_EQUAL | EP_BYTES | EP_ORDER | EP_ORDERS | EP_LOST
 EP_MISTAKES = "id E|id -2|one rank|replicated|slot E|slot -2|small group|ids shape".split("|")
 
 
@@ -14723,7 +14754,7 @@ def ep_check(case: EpCase, results: list) -> None:
         moe_agree(given, expected, tolerance)
 
 
-@pytest.mark.parametrize("name", [*EP_EQUAL, *EP_BYTES, *EP_ORDER])
+@pytest.mark.parametrize("name", [*EP_EQUAL, *EP_BYTES, *EP_ORDER, *EP_ORDERS])
 def test_ep_equals_one_process(name, ranks_done):
     """Output, and the gradients of tokens, router and expert stacks."""
     ep_check(EP_SOLVED[name], ranks_done[name])
@@ -14763,7 +14794,7 @@ def test_ep_sends_a_token_once(name, phase, ranks_done):
         torch.stack([((owner[ids] == part) & (ids >= 0)).any(1) for part in range(4 // size)], 1)
         for ids in (got["ids"] for got in results)
     ]
-    if case.choice == "router":  # a row per slot would be more
+    if case.choice == "router" and case.top_k > 1:  # a row per slot would be more
         assert 1.5 * sum(t.sum() for t in sent_to) < sum(got["ids"].numel() for got in results)
     for rank, got in enumerate(results):
         nbytes = Counter()
@@ -14776,7 +14807,8 @@ def test_ep_sends_a_token_once(name, phase, ranks_done):
             peer = part if size == 1 else 2 * part + rank % 2
             rows = (sent_to[rank][:, part].sum() + sent_to[peer][:, rank // size].sum()).item()
             sides = 2 * case.top_k * 16 * rows + 16 * 64  # ids, weights, sizes
-            assert 0 <= nbytes[part] - 4 * case.dim * rows <= sides, (rank, part)
+            row = case.dim + 4 if case.quantize else 4 * case.dim
+            assert 0 <= nbytes[part] - row * rows <= sides, (rank, part)
 
 
 @pytest.mark.parametrize("name", EP_ORDER)
@@ -14795,6 +14827,73 @@ def test_ep_transfers_overlap_with_experts(name, phase, ranks_done):
         begun = [n for n in wide if started[n] < runs[0]]
         assert len(begun) >= 2 and in_flight[0] and in_flight[1], in_flight
         assert any(runs[0] < started[n] and waits[n] > runs[1] for n in wide)
+
+
+@pytest.mark.parametrize("name", [*EP_ORDER, *EP_ORDERS])
+def test_ep_tasks_run_in_the_chosen_order(name, ranks_done):
+    """A send starts a transfer of rows; the compute task of a chunk waits for it, and starts another
+    one, which a receive waits for. The backward pass runs them in reverse."""
+    case, steps = EP_SOLVED[name], dict(send=["start"], receive=["wait"])
+    steps["compute"] = ["wait", "experts", "start"]
+    tasks = [stage for stage, _ in case.order or Y.default_order(*case.chunks[:1])]
+    flipped = dict(steps, send=["wait"], receive=["start"])
+    for got in ranks_done[name]:
+        for events, want in zip(
+            ep_phases(got),
+            ([steps[t] for t in tasks], [flipped[t] for t in reversed(tasks)]),
+            strict=True,
+        ):
+            wide = {e["number"] for e in events if e.get("is_async") and ep_is_wide(e, case)}
+            names = {e["kind"]: e["kind"] for e in events} | dict(all_to_all="start")
+            found = [e for e in events if e["kind"] == "experts" or e.get("number") in wide
+                     or e.get("of") in wide]  # fmt: skip
+            assert [names[e["kind"]] for e in found] == [x for step in want for x in step]
+
+
+def ep_makespan(compute: tuple, times: tuple) -> float:
+    """The time of the tasks (chunk, 0 to 2) on the compute stream; each of the first two of a chunk
+    is followed by a transfer, which begins after the transfers before it."""
+    end, finished, link = 0, {}, 0
+    for chunk, task in compute:
+        end = max(end, finished.get((chunk, task - 1), 0)) + times[2 * task]
+        if task < 2:
+            link = max(link, end) + times[2 * task + 1]
+            finished[chunk, task] = link
+    return end
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_ep_best_order_equals_brute_force(chunks):
+    """The chosen order is a best one of all, better than one chunk after the other; Y.makespan is its
+    time. ScheMoE's order is best if dispatch and combine take equally long."""
+    rng, every = random.Random(chunks), {*permutations([*range(chunks)] * 3)}
+    every = [[(c, o[:i].count(c)) for i, c in enumerate(o)] for o in every]
+    shorter = 0
+    for equal in (True, False) * 12:
+        times = [rng.choice([0, 1, 2, 5, 10, 20]) for _ in range(5)]
+        times[3] = times[1] if equal else times[3]
+        best, order = min(ep_makespan(o, times) for o in every), Y.best_order(times, chunks)
+        taken = [(i, Y.STAGES.index(stage)) for stage, i in order]
+        assert best == ep_makespan(taken, times) == Y.makespan(order, times) <= chunks * sum(times)
+        assert not equal or Y.makespan(Y.default_order(chunks), times) == best
+        shorter += best < chunks * sum(times)
+    assert shorter > 12 or chunks == 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_ep_quantized_rows_are_within_half_a_step(kind):
+    """A scale per row; zeros are exact, inf and NaN do not become finite, empty inputs stay empty."""
+    x = torch.randn(40, 24, generator=seeded()) * torch.logspace(-9, 9, 40)[:, None]
+    x[3], x[4, 2], x[5, 7] = 0, INF, math.nan
+    payload = Y.quantize_rows(x, kind)
+    got = Y.dequantize_rows(payload, kind, torch.float32)
+    assert payload.shape == (40, 28) and payload.dtype == torch.uint8 and not got[3].any()
+    assert not got[[4, 5]].isfinite().any() and not Y.quantize_rows(x[:0], kind).numel()
+    step = x.abs().amax(1, keepdim=True) / (127 if kind == "int8" else 448)
+    if kind == "fp8":  # 3 bits after the leading one; below 2 ** -6 steps are equal
+        step = torch.maximum(x.abs() / 8, step * 2**-9)
+    good = [i for i in range(40) if i not in (4, 5)]
+    assert ((got - x).abs() <= 0.5001 * step)[good].all()
 
 
 @pytest.mark.parametrize("mistake", EP_MISTAKES)
@@ -14938,6 +15037,9 @@ for loads, ranks, extra in (
     REFUSED[f"ep: {loads} on {ranks} with {extra} more"] = call, rf"{extra} redundant.*{ranks}"
 for load in (-1.0, math.nan, INF):
     REFUSED[f"ep: a load of {load}"] = partial(Y.Placement.by_load, [1.0, load], 2), "loads"
+dispatch = partial(Y.all_to_all_dispatch, O.grouped_experts, 2)
+REFUSED["ep: int4 rows"] = partial(dispatch, quantize="int4"), "quantize.*int8.*int4"
+REFUSED["ep: half an order"] = partial(dispatch, order=[("send", 0)]), "order.* 1 chunks"
 REFUSED["ep: spread"] = partial(Y.Placement.by_load, [1.0], 1, 0, "wide"), "spread.*wide"
 REFUSED["ep: lost"] = partial(Y.Placement.even(4, 2).without, [1]), r"ranks \[1\].*experts \[2, 3\]"
 REFUSED["ep: all lost"] = partial(Y.Placement.even(4, 2).recovery_probability, 2), "lost.* 2"
@@ -21794,6 +21896,7 @@ latent | 4 | --ep 4 --set ep_node_size=3 | ep_node_size=3 .*--ep 4
 latent | 4 | --ep 4 --set ep_node_size=4 | ep_node_size=4 .*--ep 4
 latent | 4 | --ep 4 --set ep_node_size=1 | ep_node_size=1 .*--ep 4
 latent | 4 | --set ep_node_size=2 | ep_node_size requires --ep
+latent | 4 | --set ep_quantized=int8 | ep_quantized requires --ep
 latent | 4 | --set ep_chunks=2 | ep_chunks requires --ep
 plain | 4 | --batch-size 6 | --batch-size 6 .*4 ranks$
 plain | 4 | --batch-size 3 --tp 2 | --batch-size 3 .*2 ranks with different
@@ -22017,6 +22120,7 @@ zero 2       | 2 | dense | --dtype bf16 --zero 2 --batch-size 8
 zero 3       | 2 | dense | --dtype fp32 --zero 3
 ring         | 4 | dense | --dtype fp32 --cp 4
 ep by nodes  | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2
+ep int8      | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2 --set ep_quantized=int8
 tp x ep      | 4 | moe   | --dtype fp32 --tp 2 --ep 2 --recompute full
 slow lora       | 1 | dense  | --dtype fp32 --lora 4 --init INIT
 slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --init INIT --zero 3
@@ -22173,8 +22277,9 @@ def test_dry_run_cp_and_ep_bytes_equal_the_formula(dry_results):
     C numbers, ids and weights; C numbers return; gradients take the same paths."""
     sent = dry_results("ring")[1]["sent"]
     assert sent["cp", "send"] == (2 * 18, 2 * 18 * 2 * (24 // 4) * 24 * 4)
-    hops = [8 + rows * (4 * 4 * 48 + 8 * 2 + 2 * 4 * 2) for rows in (40, 48)]
-    assert dry_results("ep by nodes")[1]["sent"]["ep", "all-to-all"] == (2 * 2 * 8, 2 * sum(hops))
+    for name, width in (("ep by nodes", 4 * 48), ("ep int8", 48 + 4)):
+        hops = [8 + rows * (4 * width + 8 * 2 + 2 * 4 * 2) for rows in (40, 48)]
+        assert dry_results(name)[1]["sent"]["ep", "all-to-all"] == (2 * 2 * 8, 2 * sum(hops))
 
 
 def test_dry_run_activations_equal_the_formula(dry_results):

@@ -82,6 +82,7 @@ class ExpertParallel:
     ranks: int
     levels: tuple[tuple[int, Any], ...]  # innermost first: (ranks per member, group)
     chunks: int
+    quantize: str | None = None
 
     def local_expert_ids(self, n_experts: int) -> tuple[int, ...]:
         """This rank's experts of a layer with n_experts."""
@@ -92,7 +93,8 @@ class ExpertParallel:
         placement = Placement.even(n_experts, self.ranks)
         for i, (members, group) in enumerate(self.levels):
             chunks = self.chunks if i == len(self.levels) - 1 else 1
-            run = all_to_all_dispatch(run, members * placement.slots_per_rank, group, chunks)
+            width = members * placement.slots_per_rank
+            run = all_to_all_dispatch(run, width, group, chunks, self.quantize)
         return remap_expert_ids(run, placement)
 
 
@@ -452,7 +454,7 @@ class ParallelDims:
             nodes = self.mesh.experts.mesh.mT.reshape(-1, ep // node, node)
             inner, outer = _new_group(nodes), _new_group(nodes.mT)
             levels = ((1, inner), (node, outer))
-        return ExpertParallel(self.mesh.rank("ep"), ep, levels, args.ep_chunks)
+        return ExpertParallel(self.mesh.rank("ep"), ep, levels, args.ep_chunks, args.ep_quantized)
 
 
 class LossHead(nn.Linear):
