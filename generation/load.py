@@ -386,7 +386,7 @@ def read_loads(path: Path, config: ModelConfig, counts: list[int]) -> list[list[
         ok = ok and all(type(x) in (int, float) and 0 <= x < math.inf for x in load)
     if not ok:
         raise ValueError(
-            f"--set expert_load={path}: has no list of {config.n_experts} counts for each of {n} MoE layers "
-            "(expert_load in metrics.jsonl); give a file of this model"
+            f"--set expert_load={path}: has no list of {max(counts)} counts for each of {n} MoE "
+            "layers (expert_load in metrics.jsonl); give a file of this model"
         )
     return loads + [[1.0] * E for E in counts[len(loads) :]]

@@ -235,9 +235,8 @@ def balanced_experts(
             sizes = lambda n, c=chunks, part=share(width) / share(width * ranks), r=ranks: [
                 round((n + c - 1 - j) // c * part) for j in range(c) for _ in range(2 * r)
             ]  # per chunk: to each rank, then from each rank
-            run = with_sizes(
-                all_to_all_dispatch(run, width, group, chunks, experts.quantize), sizes
-            )
+            run = all_to_all_dispatch(run, width, group, chunks, experts.quantize)
+            run = with_sizes(run, sizes)
         return remap_expert_ids(run, Placement.even(E, experts.ranks))
 
     kwargs = vars(experts) | dict(wrap=wrap, local_expert_ids=experts.local_expert_ids)

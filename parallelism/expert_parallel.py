@@ -112,10 +112,9 @@ class Placement:
         loads: Sequence[float], ranks: int, redundant: int = 0, spread: str = "balance"
     ) -> Placement:
         """Add `redundant` replicas one at a time to the expert with the most load per replica, then
-        place them all. spread "balance" (DeepSeek-V3, 3.4.1): every replica, hottest first, goes
-        to the least loaded rank that has room and does not hold its expert. Ranks hold the same
-        number of experts, or one more. "overlap": most likely to survive lost ranks, see
-        _max_rank_overlap; ranks with one expert less get another replica."""
+        place them all. spread "balance" (DeepSeek-V3, 3.4.1): each, hottest first, on the least
+        loaded rank that has room and does not hold its expert; ranks hold the same number of
+        experts, or one more. "overlap": see _max_rank_overlap; all ranks hold the same number."""
         _check(spread in ("balance", "overlap"), f"spread must be balance or overlap, not {spread}")
         loads = [float(load) for load in loads]
         ok = all(0 <= load < math.inf for load in loads)
@@ -437,21 +436,17 @@ def makespan(order: Order, times: Sequence[float]) -> float:
 def best_order(times: Sequence[float], chunks: int) -> Order:
     """The order with the smallest makespan of `times`, by branch and bound from the default order;
     for all_to_all_dispatch on all ranks. Another one is better only if dispatch and combine differ,
-    for instance if only one is quantized. Seconds for up to 6 chunks."""
-    send, dispatch, compute, combine, receive = times
+    for instance if a rank receives more than it sends. A second for 5 chunks."""
     best = default_order(chunks)
     least = makespan(best, times)
 
     def search(order: list[tuple[str, int]], done: tuple[int, ...]) -> None:
         nonlocal best, least
-        left = [chunks - n for n in done]  # of each stage
-        now = makespan(order, times)
-        bound = now + left[0] * send + left[1] * compute + left[2] * receive
-        if left[1]:  # the last chunk's combine and receive follow its compute
-            bound = max(bound, now + left[0] * send + left[1] * compute + combine + receive)
+        left = [(chunks - n) * task for n, task in zip(done, times[::2])]  # seconds of each stage
+        bound = makespan(order, times) + sum(left)
         if bound >= least:
             return
-        if not any(left):
+        if len(order) == 3 * chunks:
             best, least = order, bound
         for stage, n in enumerate(done):  # chunks are alike: each stage takes them in turn
             if n < (chunks, *done)[stage]:
@@ -478,9 +473,9 @@ def all_to_all_dispatch(
     """
 
     _check(chunks >= 1, f"chunks must be at least 1, not {chunks}")
-    ok = quantize is None or quantize in QUANTIZED
+    ok = quantize in (None, *QUANTIZED)
     _check(ok, f"quantize must be {' or '.join(QUANTIZED)}, not {quantize!r}")
-    order = default_order(chunks) if order is None else order
+    order = order or default_order(chunks)
     ok = sorted(order) == sorted(default_order(chunks))
     _check(ok, f"order must send, compute and receive each of {chunks} chunks once, not {order}")
 
@@ -499,17 +494,21 @@ def all_to_all_dispatch(
         receives = torch.empty_like(sends)
         dist.all_to_all_single(receives, sends, group=group)
         sizes = torch.stack((sends, receives)).permute(2, 0, 1).tolist()
-        outputs = {}
-        for stage, i in order:
-            if stage == "send":
-                pieces[i].send(*sizes[i], group)
-            elif stage == "compute":
-                pieces[i].compute(inner, matrices)
-            else:
-                outputs[i] = pieces[i].receive()
-        return torch.cat([outputs[i] for i in range(chunks)]).to(dtype)
+        return _run_tasks(pieces, order, sizes, group, inner, matrices).to(dtype)
 
     return run
+
+
+def _run_tasks(
+    pieces: list[_DispatchedChunk], order: Order, sizes: list, group: Any, experts: Experts,
+    matrices: Sequence[Any],
+) -> Tensor:  # fmt: skip
+    """Run the tasks of all chunks in this order; returns the rows of all chunks."""
+    tasks = {"send": lambda i: pieces[i].send(*sizes[i], group),
+             "compute": lambda i: pieces[i].compute(experts, matrices),
+             "receive": lambda i: pieces[i].receive()}  # fmt: skip
+    done = {(stage, i): tasks[stage](i) for stage, i in order}
+    return torch.cat([done["receive", i] for i in range(len(pieces))])
 
 
 class _DispatchedChunk:

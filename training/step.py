@@ -217,14 +217,15 @@ class LoadBalancer:
         self.config, self.terms, self.recording = model.config, [], True
         self.moe_layers = [m for m in model.modules() if isinstance(m, MoE)]
         whole = layout.stages is None
-        layers = [self.config.experts_of(i) for i in sorted(self.config.moe_layers)]
-        self.sizes = [len(m.router) for m in self.moe_layers] if whole else layers
+        self.sizes = [len(m.router) for m in self.moe_layers]  # E of each row of counts
+        if not whole:
+            self.sizes = [self.config.experts_of(i) for i in sorted(self.config.moe_layers)]
         n = len(self.sizes)
         self.has_aux_loss = n > 0 and max(aux, seq, z) > 0
         shape, device = (n, self.config.n_experts), next(model.parameters()).device
         self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.absent = torch.arange(shape[1]) >= torch.tensor(self.sizes).view(-1, 1)
-        self.absent = self.absent.to(device)  # of a layer with fewer experts than n_experts
+        sizes = torch.tensor(self.sizes, device=device).view(-1, 1)
+        self.absent = torch.arange(shape[1], device=device) >= sizes
         self.rows = range(n) if whole else layout.stages.local_moe_layers()  # rows of counts
         observe = torch.compiler.disable(self._observe)  # it stores tensors outside the graph
         for i, layer in zip(self.rows, self.moe_layers, strict=True):
