@@ -1547,7 +1547,7 @@ CONFIGS: dict[str, ModelConfig] = {
         norm_topk=True,
         n_mtp_layers=1,
     ),
-    "small-pr-moe": _llama(  # 9.4M, a pyramid of residual experts
+    "small-pr-moe": _llama(  # 9.0M, a pyramid of residual experts
         *(4096, 256, 6, 4, 2, 704),
         max_seq_len=512,
         tie_embeddings=True,

@@ -64,6 +64,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, chain, combinations, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import hypothesis
 import numpy as np
@@ -20657,6 +20658,9 @@ def test_train_moe_pyramid_counts_each_layers_own_experts():
     assert [(len(row), sum(row)) for row in load] == [(4, 68), (8, 68), (8, 64)]
     assert worst == pytest.approx(max(max(row) * len(row) / sum(row) for row in load))
     assert balance.row["dead_experts"] == sum(row.count(0) for row in load)
+    figure, row = MagicMock(), {"step": 1, "expert_load": load, **balance.row}
+    MT.plot_experts(figure, figure, figure.heat, [row])  # a row of 8 for each layer
+    assert [*map(len, figure.heat.imshow.call_args[0][0])] == [8, 8, 8]
     for layer, row in zip(layers, load, strict=True):
         mean = sum(row) / len(row)
         assert layer.expert_bias.tolist() == [0.5 * ((n < mean) - (n > mean)) for n in row]
