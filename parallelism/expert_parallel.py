@@ -413,7 +413,7 @@ STAGES = "send", "compute", "receive"
 
 def default_order(chunks: int) -> Order:
     """Send all chunks, then compute all, then receive all: the best order if dispatch and combine
-    take equally long (ScheMoE, section 4.2)."""
+    take equally long (ScheMoE)."""
     return [(stage, i) for stage in STAGES for i in range(chunks)]
 
 
