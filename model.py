@@ -110,6 +110,7 @@ class ModelConfig:
     # mixture of experts
     moe_layers: tuple[int, ...] = ()  # indices of the layers that have an MoE
     n_experts: int = 0  # E
+    layer_experts: tuple[int, ...] = ()  # E of each of the moe_layers, at most n_experts; (): equal
     n_experts_per_token: int = 0  # K
     expert_ffn_dim: int = 0
     n_shared_experts: int = 0  # one MLP, n_shared_experts times as wide as an expert
@@ -179,9 +180,20 @@ class ModelConfig:
             yield from ("n_experts", "n_experts_per_token", "expert_ffn_dim")
 
     def _check_experts(self) -> None:
-        E, K, G = self.n_experts, self.n_experts_per_token, self.n_groups
+        K, G, counts = self.n_experts_per_token, self.n_groups, self.layer_experts
+        if counts and (
+            len(counts) != len(self.moe_layers)
+            or not all(type(n) is int and n > 0 for n in counts)
+            or max(counts) != self.n_experts
+        ):
+            raise ValueError(
+                f"layer_experts must be one positive number for each of the {len(self.moe_layers)} "
+                f"moe_layers, and n_experts ({self.n_experts}) the largest, not {counts}"
+            )
         if not self.moe_layers:
             return
+        counts = counts or (self.n_experts,)
+        E = next((n for n in counts if G > 0 and n % G), min(counts))
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring is {self.scoring!r}; known: 'softmax', 'sigmoid'")
         if not all(0 <= i < self.n_layers for i in self.moe_layers):
@@ -218,6 +230,11 @@ class ModelConfig:
     def window(self, index: int) -> int | None:
         """Sliding window of layer `index`; None: full attention."""
         return self.windows[index] if index < len(self.windows) else None
+
+    def experts_of(self, index: int) -> int:
+        """E of MoE layer `index`; MTP layers, from n_layers on, are like the last layer."""
+        at = self.moe_layers.index(min(index, self.n_layers - 1))
+        return self.layer_experts[at] if self.layer_experts else self.n_experts
 
     @property
     def context(self) -> int:
@@ -809,11 +826,15 @@ class MoE(nn.Module):
     the softmax or sigmoid of the router logits. The top K experts, within the best groups, are
     selected by score + expert_bias; their weights are the scores without the bias, optionally
     normalized, times a constant.
+
+    DeepSpeed-MoE (arXiv:2201.05596, 4.1) needs no other code. Its Residual-MoE, a dense MLP and one
+    expert that corrects it, is n_shared_experts=1, n_experts_per_token=1 and norm_topk=False. Its
+    Pyramid-MoE has more experts in later layers: layer_experts.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        C, E, width = config.dim, config.n_experts, config.expert_ffn_dim
+        C, E, width = config.dim, config.experts_of(index), config.expert_ffn_dim
         self.config = config
         self.router = nn.Parameter(torch.empty(E, C))  # not an nn.Linear, so never quantized
         if config.correction_bias:
@@ -878,7 +899,10 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = LatentAttention(config, index) if latent else Attention(config, index)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MoE(config) if sparse else MLP(config.dim, config.ffn_dim, config.mlp_bias)
+        if sparse:
+            self.mlp = MoE(config, index)
+        else:
+            self.mlp = MLP(config.dim, config.ffn_dim, config.mlp_bias)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
@@ -1522,6 +1546,18 @@ CONFIGS: dict[str, ModelConfig] = {
         group_score_topk=2,
         norm_topk=True,
         n_mtp_layers=1,
+    ),
+    "small-pr-moe": _llama(  # 9.0M, a pyramid of residual experts
+        *(4096, 256, 6, 4, 2, 704),
+        max_seq_len=512,
+        tie_embeddings=True,
+        family="sheaf",
+        moe_layers=(1, 3, 5),
+        n_experts=8,
+        layer_experts=(4, 4, 8),
+        n_experts_per_token=1,
+        expert_ffn_dim=352,
+        n_shared_experts=1,
     ),
     "tinyllama-1.1b": _llama(32000, 2048, 22, 32, 4, 5632, norm_eps=1e-5),
     "llama2-7b": _llama(32000, 4096, 32, 32, 32, 11008, max_seq_len=4096, norm_eps=1e-5),

@@ -225,11 +225,14 @@ def update_bias_(bias: Tensor, counts: Tensor, speed: float) -> None:
 
 def load_statistics(counts: Tensor) -> dict[str, float]:
     """From counts (E,) or (L, E): max_over_mean and entropy (divided by log E; 1 is balanced) of
-    the worst layer, and `dead`, the number of experts in all layers that got no token."""
+    the worst layer, and `dead`, the number of experts in all layers that got no token. A layer with
+    fewer experts than E is padded with -1."""
     counts = counts.reshape(-1, counts.shape[-1]).double()
-    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    E = counts.shape[-1]
-    entropy = -torch.xlogy(shares, shares).sum(-1) / math.log(E) if E > 1 else shares.sum(-1)
+    E = (counts >= 0).double().sum(-1)
+    shares = counts.clamp(min=0)
+    shares = shares / shares.sum(-1, keepdim=True).clamp(min=1)
+    entropy = -torch.xlogy(shares, shares).sum(-1) / E.log()
+    entropy = torch.where(E > 1, entropy, shares.sum(-1))
     return {
         "max_over_mean": (shares.amax(-1) * E).max().item(),
         "entropy": entropy.min().item(),

@@ -61,9 +61,10 @@ from datetime import timedelta
 from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, combinations, islice, product
+from itertools import accumulate, chain, combinations, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import hypothesis
 import numpy as np
@@ -7933,6 +7934,8 @@ def test_moe_load_statistics():
         ([0] * 6, 0.0, 0.0, 6.0),
         ([7], 1.0, 1.0, 0.0),  # one expert: even
         ([2.5, 7.5], 1.5, low, 0.0),
+        ([[1, 1, 1, 1], [1, 3, -1, -1]], 1.5, low, 0.0),  # -1: no such expert
+        ([[2, 2, 2, 2], [0, 0, 5, -1]], 3.0, 0.0, 2.0),
     ]
     for counts, *want in table:
         got = O.load_statistics(torch.tensor(counts))
@@ -8239,7 +8242,7 @@ REFUSED["moe: triton without a GPU"] = moe_triton_without_gpu, "backend"
 
 def moe_quantized(scheme: str, args, dtype=torch.float32, **options) -> tuple[list, list]:
     """The inputs with quantized stacks, and with the same stacks dequantized, in dtype."""
-    layer = M.MoE(latent(n_shared_experts=0))  # only its stacks are used
+    layer = M.MoE(latent(n_shared_experts=0), 1)  # only its stacks are used
     layer.w_gate_up, layer.w_down = (nn.Parameter(stack) for stack in args[3:])
     layer = Q.quantize_(nn.ModuleList([layer]), scheme, **options)[0].to(dtype)
     stacks = [layer.w_gate_up, layer.w_down]
@@ -14391,6 +14394,9 @@ class EpCase:
     members: tuple = EP_ALL  # the expert-parallel groups
     chunks: tuple = (1, 1)  # of the dispatch, and of the one between nodes
     redundant: int | None = None  # replicas, placed by load
+    quantize: str | None = None  # rows in transfers
+    order: tuple | None = None
+    lost: tuple = ()  # ranks of an overlapping placement that are left out
     offset: bool = False  # the rank's index is the first replica that it uses
     inner: str = "plain"
     layers: int = 1
@@ -14441,6 +14447,23 @@ def ep_route(case: EpCase, x, router, d: int):
     return logits.softmax(-1).gather(1, ids.clamp(min=0)), ids
 
 
+def ep_rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
+    return Y.dequantize_rows(Y.quantize_rows(x, kind), kind, x.dtype)
+
+
+class EpRounded(torch.autograd.Function):
+    """Rows as int8 or fp8 with a scale per row, and so the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, kind):
+        ctx.kind = kind
+        return x.view_as(x) if kind is None else ep_rounded(x, kind)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return EpRounded.apply(grad, ctx.kind), None
+
+
 @lru_cache(None)
 def ep_reference(case: EpCase) -> SimpleNamespace:
     """One process with model.py's loop: outputs and gradients of all tokens, routers and stacks."""
@@ -14453,7 +14476,9 @@ def ep_reference(case: EpCase) -> SimpleNamespace:
         given = enumerate(zip(outs, routers, strict=True))
         routed = [ep_route(case, x, router, d) for d, (x, router) in given]
         weights, ids = map(torch.cat, zip(*routed, strict=True))
-        outs = M.loop_experts(torch.cat(outs), weights, ids, up, down).split(case.counts)
+        rows = EpRounded.apply(torch.cat(outs), case.quantize)
+        outs = EpRounded.apply(M.loop_experts(rows, weights, ids, up, down), case.quantize)
+        outs = outs.split(case.counts)
     leaves = [*xs, *routers, up, down]
     terms = [(o * coef).sum() for o, (_, coef, _) in zip(outs, shares, strict=True)]
     grads = torch.autograd.grad(sum(terms) + 0 * sum(t.sum() for t in leaves), leaves)
@@ -14493,6 +14518,9 @@ def ep_placement(case: EpCase) -> Y.Placement:
     if case.redundant is None:
         return Y.Placement.even(case.experts, ranks)
     loads = O.count_experts(torch.cat(ep_reference(case).ids), case.experts)
+    if case.lost:
+        spread = Y.Placement.by_load(loads, ranks + len(case.lost), case.redundant, "overlap")
+        return spread.without(case.lost)
     return Y.Placement.by_load(loads, ranks, redundant=case.redundant)
 
 
@@ -14504,12 +14532,13 @@ def ep_experts(env, case: EpCase):
         return None
     placement, inner, shard = ep_placement(case), ep_inner(env, case), (0, 1)
     n, tokens = placement.slots_per_rank, me
-    dispatch = partial(Y.all_to_all_dispatch, chunks=case.chunks[0])
+    dispatch = partial(Y.all_to_all_dispatch, quantize=case.quantize)
+    outer, dispatch = dispatch, partial(dispatch, chunks=case.chunks[0], order=case.order)
     if case.form == "flat":
         f = dispatch(inner, n, group)
     if case.form == "node":
         (intra, _), (inter, _) = ep_group(env, EP_PAIRS), ep_group(env, EP_ACROSS)
-        f = Y.all_to_all_dispatch(dispatch(inner, n, intra), 2 * n, inter, chunks=case.chunks[1])
+        f = outer(dispatch(inner, n, intra), 2 * n, inter, chunks=case.chunks[1])
     if case.form == "tensor":  # ranks 0 and 1 have the same tokens and halves of the same experts
         tp, half = ep_group(env, EP_PAIRS)
         f, shard = dispatch(Y.all_reduce_combine(inner, tp), n, group), (half, 2)
@@ -14589,6 +14618,7 @@ EP_HOT = EpCase(choice="zipf", counts=(31, 8, 19, 0), top_k=2, seed=2, redundant
 EP_ODD = EpCase(experts=7, counts=(6, 0, 9, 5), top_k=2, seed=3, redundant=2)
 EP_SAME = EpCase("replicated", counts=(9,))
 EP_HALVES = EpCase("tensor", members=EP_ACROSS, counts=(5, 9))
+EP_INT8 = EpCase(top_k=1, counts=(16, 9, 0, 13), quantize="int8")  # K = 1: rounded once each way
 EP_FP32, EP_STACKS = torch.float32, "up down"
 EP_EQUAL = {
     "fp64": EpCase(),
@@ -14627,6 +14657,10 @@ EP_EQUAL = {
     "replicas, uneven": replace(EP_ODD, offset=True),
     "replicas everywhere": replace(EP_HOT, experts=3, redundant=9),
     "replicas of 2": replace(EP_HOT, members=EP_ACROSS, counts=(9, 4), redundant=1),
+    "int8": EP_INT8,
+    "fp8": replace(EP_INT8, quantize="fp8", chunks=(2,), mode="checkpoint"),
+    "node int8": replace(EP_INT8, form="node"),
+    "a lost rank": replace(EP_HOT, members=((0, 2, 3),), counts=(9, 0, 4), redundant=16, lost=(1,)),
     "replicas of 3": replace(EP_ODD, members=((0, 2, 3),), counts=(9, 0, 4), redundant=5),
 }
 
@@ -14662,10 +14696,15 @@ EP_BYTES = {
     "bytes, node": replace(EP_WIDE, form="node"),
     "bytes, node chunks": replace(EP_WIDE, form="node", chunks=(1, 3)),
     "bytes, node holes": replace(EP_WIDE, form="node", choice="holes"),
+    "bytes, int8": replace(EP_WIDE, quantize="int8", top_k=1),
     "bytes, own": replace(EP_WIDE, choice="own", top_k=3),
 }
 EP_BUSY = replace(EP_WIDE, counts=(40, 13, 8, 27), inner="noted")
 EP_ORDER = {f"{n} chunks in flight": replace(EP_BUSY, chunks=(n,)) for n in (2, 3)}
+EP_ORDERS = {
+    f"order {t}": tuple(Y.best_order(t, 2)) for t in ((20, 0, 8, 10, 5), (2, 10, 0, 0, 10))
+}
+EP_ORDERS = {name: replace(EP_BUSY, chunks=(2,), order=order) for name, order in EP_ORDERS.items()}
 EP_LOSSES = {  # the rows, their results, the gradients of both, and the sums of replicas
     "flat": (EpCase(), "all_to_all", 4),
     "node": (EpCase("node"), "all_to_all", 8),
@@ -14678,7 +14717,7 @@ EP_LOST = {
     for name, (case, kind, last) in EP_LOSSES.items()
     for n in range(1, last + 1)
 }
-EP_SOLVED = EP_EQUAL | EP_BYTES | EP_ORDER | EP_LOST
+EP_SOLVED = EP_EQUAL | EP_BYTES | EP_ORDER | EP_ORDERS | EP_LOST
 EP_MISTAKES = "id E|id -2|one rank|replicated|slot E|slot -2|small group|ids shape".split("|")
 
 
@@ -14763,7 +14802,7 @@ def ep_check(case: EpCase, results: list) -> None:
         moe_agree(given, expected, tolerance)
 
 
-@pytest.mark.parametrize("name", [*EP_EQUAL, *EP_BYTES, *EP_ORDER])
+@pytest.mark.parametrize("name", [*EP_EQUAL, *EP_BYTES, *EP_ORDER, *EP_ORDERS])
 def test_ep_equals_one_process(name, ranks_done):
     """Output, and the gradients of tokens, router and expert stacks."""
     ep_check(EP_SOLVED[name], ranks_done[name])
@@ -14803,7 +14842,7 @@ def test_ep_sends_a_token_once(name, phase, ranks_done):
         torch.stack([((owner[ids] == part) & (ids >= 0)).any(1) for part in range(4 // size)], 1)
         for ids in (got["ids"] for got in results)
     ]
-    if case.choice == "router":  # a row per slot would be more
+    if case.choice == "router" and case.top_k > 1:  # a row per slot would be more
         assert 1.5 * sum(t.sum() for t in sent_to) < sum(got["ids"].numel() for got in results)
     for rank, got in enumerate(results):
         nbytes = Counter()
@@ -14816,7 +14855,8 @@ def test_ep_sends_a_token_once(name, phase, ranks_done):
             peer = part if size == 1 else 2 * part + rank % 2
             rows = (sent_to[rank][:, part].sum() + sent_to[peer][:, rank // size].sum()).item()
             sides = 2 * case.top_k * 16 * rows + 16 * 64  # ids, weights, sizes
-            assert 0 <= nbytes[part] - 4 * case.dim * rows <= sides, (rank, part)
+            row = case.dim + 4 if case.quantize else 4 * case.dim
+            assert 0 <= nbytes[part] - row * rows <= sides, (rank, part)
 
 
 @pytest.mark.parametrize("name", EP_ORDER)
@@ -14835,6 +14875,72 @@ def test_ep_transfers_overlap_with_experts(name, phase, ranks_done):
         begun = [n for n in wide if started[n] < runs[0]]
         assert len(begun) >= 2 and in_flight[0] and in_flight[1], in_flight
         assert any(runs[0] < started[n] and waits[n] > runs[1] for n in wide)
+
+
+@pytest.mark.parametrize("name", [*EP_ORDER, *EP_ORDERS])
+def test_ep_tasks_run_in_the_chosen_order(name, ranks_done):
+    """A send starts a transfer of rows; the compute task of a chunk waits for it, and starts another
+    one, which a receive waits for. The backward pass runs them in reverse."""
+    case, steps = EP_SOLVED[name], dict(send=["start"], receive=["wait"])
+    steps["compute"] = ["wait", "experts", "start"]
+    tasks = [stage for stage, _ in case.order or Y.default_order(*case.chunks[:1])]
+    flipped = dict(steps, send=["wait"], receive=["start"])
+    for got in ranks_done[name]:
+        for events, want in zip(
+            ep_phases(got),
+            ([steps[t] for t in tasks], [flipped[t] for t in reversed(tasks)]),
+            strict=True,
+        ):
+            wide = {e["number"] for e in events if e.get("is_async") and ep_is_wide(e, case)}
+            names = {e["kind"]: e["kind"] for e in events} | dict(all_to_all="start")
+            found = [e for e in events if e["kind"] == "experts" or e.get("number") in wide
+                     or e.get("of") in wide]  # fmt: skip
+            assert [names[e["kind"]] for e in found] == [x for step in want for x in step]
+
+
+def ep_makespan(compute: tuple, times: tuple) -> float:
+    """The time of the tasks (chunk, 0 to 2) on the compute stream; each of the first two of a chunk
+    is followed by a transfer, which begins after the transfers before it."""
+    end, finished, link = 0, {}, 0
+    for chunk, task in compute:
+        end = max(end, finished.get((chunk, task - 1), 0)) + times[2 * task]
+        if task < 2:
+            link = max(link, end) + times[2 * task + 1]
+            finished[chunk, task] = link
+    return end
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_ep_best_order_equals_brute_force(chunks):
+    """The chosen order is a best one of all, better than one chunk after the other; Y.makespan is its
+    time. ScheMoE's order is best if dispatch and combine take equally long."""
+    rng, every = random.Random(chunks), {*permutations([*range(chunks)] * 3)}
+    every = [[(c, o[:i].count(c)) for i, c in enumerate(o)] for o in every]
+    shorter = 0
+    for equal in (True, False) * 12:
+        times = [rng.choice([0, 1, 2, 5, 10, 20]) for _ in range(5)]
+        times[3] = times[1] if equal else times[3]
+        best, order = min(ep_makespan(o, times) for o in every), Y.best_order(times, chunks)
+        taken = [(i, Y.STAGES.index(stage)) for stage, i in order]
+        assert best == ep_makespan(taken, times) == Y.makespan(order, times) <= chunks * sum(times)
+        assert not equal or Y.makespan(Y.default_order(chunks), times) == best
+        shorter += best < chunks * sum(times)
+    assert shorter > 12 or chunks == 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_ep_quantized_rows_are_within_half_a_step(kind):
+    """A scale per row; zeros are exact, inf and NaN do not become finite, empty inputs stay empty."""
+    x = torch.randn(40, 24, generator=seeded()) * torch.logspace(-9, 9, 40)[:, None]
+    x[3], x[4, 2], x[5, 7] = 0, INF, math.nan
+    payload, got = Y.quantize_rows(x, kind), ep_rounded(x, kind)
+    assert payload.shape == (40, 28) and payload.dtype == torch.uint8 and not got[3].any()
+    assert not got[[4, 5]].isfinite().any() and not Y.quantize_rows(x[:0], kind).numel()
+    step = x.abs().amax(1, keepdim=True) / (127 if kind == "int8" else 448)
+    if kind == "fp8":  # 3 bits after the leading one; below 2 ** -6 steps are equal
+        step = torch.maximum(x.abs() / 8, step * 2**-9)
+    good = [i for i in range(40) if i not in (4, 5)]
+    assert ((got - x).abs() <= 0.5001 * step)[good].all()
 
 
 @pytest.mark.parametrize("mistake", EP_MISTAKES)
@@ -14910,6 +15016,34 @@ def test_ep_placement_by_load(seed):
             assert rank_load(p) <= rank_load(Y.Placement.even(n, ranks)) * (1 + 1e-6)
 
 
+def ep_survival(slots, lost: int) -> float:
+    """The share of the subsets of ranks, of this size, without which all experts are left."""
+    kept = [*combinations(slots, len(slots) - lost)]
+    return sum({*chain(*own)} == {*chain(*slots)} for own in kept) / len(kept)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ep_overlap_survives_lost_ranks_best(seed):
+    """The probability that all experts survive is exact, and that of "overlap" is at least that of
+    replicas in turn and of many random placements of as many, and of Placement.by_load's."""
+    for loads, ranks, extra in map(ep_loads, range(seed, 120, 3)):
+        p = Y.Placement.by_load(loads, ranks, extra, "overlap")
+        sizes, rng = [*map(len, p.slots)], random.Random(seed)
+        assert {*sizes} == {-(-(len(loads) + extra) // ranks)} and ranks == p.ranks
+        copies = [e for e, n in enumerate(p.replica_counts) for _ in range(n)]
+        others = [[copies[r::ranks] for r in range(ranks)]]
+        for _ in range(30):
+            rng.shuffle(copies)
+            others.append([copies[r::ranks] for r in range(ranks)])
+        others.append(Y.Placement.by_load(loads, ranks, len(copies) - len(loads)).slots)
+        for lost in range(1, ranks):
+            best = ep_survival(p.slots, lost)
+            assert p.recovery_probability(lost) == best >= max(ep_survival(o, lost) for o in others)
+            if ranks > 5:  # from samples
+                assert p.recovery_probability(lost, 20) == pytest.approx(best, abs=0.5)
+    assert ep_survival(p.slots, 0) == p.recovery_probability(0) == 1
+
+
 def test_ep_physical_ids():
     """A slot of the right expert, replicas in turn from `offset` on, and padding stays padding."""
     for loads, ranks, extra in map(ep_loads, range(80)):
@@ -14950,6 +15084,12 @@ for loads, ranks, extra in (
     REFUSED[f"ep: {loads} on {ranks} with {extra} more"] = call, rf"{extra} redundant.*{ranks}"
 for load in (-1.0, math.nan, INF):
     REFUSED[f"ep: a load of {load}"] = partial(Y.Placement.by_load, [1.0, load], 2), "loads"
+dispatch = partial(Y.all_to_all_dispatch, O.grouped_experts, 2)
+REFUSED["ep: int4 rows"] = partial(dispatch, quantize="int4"), "quantize.*int8.*int4"
+REFUSED["ep: half an order"] = partial(dispatch, order=[("send", 0)]), "order.* 1 chunks"
+REFUSED["ep: spread"] = partial(Y.Placement.by_load, [1.0], 1, 0, "wide"), "spread.*wide"
+REFUSED["ep: lost"] = partial(Y.Placement.even(4, 2).without, [1]), r"ranks \[1\].*experts \[2, 3\]"
+REFUSED["ep: all lost"] = partial(Y.Placement.even(4, 2).recovery_probability, 2), "lost.* 2"
 for slots in ((), ((0, 2),), ((1,),), ((0, 0),), ((0, 1), (1, 1))):
     REFUSED[f"ep: slots {slots}"] = partial(Y.Placement, slots), "slots"
 for wrong in (8, 100, -2):
@@ -18566,6 +18706,7 @@ x --set ffn_2d=true                         | --set ffn_2d requires --tp
 --bench-serving --disaggregate 1:1          | --disaggregate 1:1 torchrun --nproc-per-node 2
 --bench-serving --disaggregate auto         | --disaggregate auto torchrun
 x --set expert_load=x                       | --set expert_load requires --ep
+x --ep --set expert_spread=overlap          | --set expert_spread requires num_redundant_experts
 --tp 2                                      | --tp 2 torchrun --nproc-per-node 2
 --n 2 --set shard_batch=true                | --set shard_batch requires --tp
 --pp 2                                      | --pp 2 processes, not 1 --nproc-per-node 2
@@ -19375,30 +19516,35 @@ def test_generate_ep_must_divide_the_experts():
     shards = LOAD.EPShards(G.parse_args(["x", "--ep"]))
     shards.ranks = 3
     with pytest.raises(ValueError, match="^--ep: 8 experts .* 3 ranks.*--set expert_load"):
-        shards._place(config, 2)
+        shards._place(config, [8, 8])
     shards.args.num_redundant_experts = 1
-    assert [p.slots_per_rank for p in shards._place(config, 2)] == [3, 3]
+    assert [p.slots_per_rank for p in shards._place(config, [8, 8])] == [3, 3]
+    shards.ranks = 2
+    assert [p.replica_counts for p in shards._place(config, [2, 4])] == [(2, 1), (2, 1, 1, 1)]
 
 
 def test_generate_ep_expert_load_file_formats(tmp_path):
     """--set expert_load reads the last counts of metrics.jsonl or a bare list; the MTP layer may be
     missing. Counts of another model are rejected with the file's name."""
     config, path = HF.read_config(MOE / "config.json"), write_expert_load(tmp_path)
-    found = LOAD.read_loads(path, config, 5)
+    found = LOAD.read_loads(path, config, [8] * 5)
     assert found[0] == [90, 3, 1, 7, 40, 2, 2, 5] and found[4] == [1.0] * 8 and len(found) == 5
     path.write_text(json.dumps([[1.5] * 8] * 5, indent=2))
-    assert LOAD.read_loads(path, config, 5) == [[1.5] * 8] * 5
+    assert LOAD.read_loads(path, config, [8] * 5) == [[1.5] * 8] * 5
     path.write_text(json.dumps({"expert_load": [[2] * 8] * 4}))
-    assert LOAD.read_loads(path, config, 4) == [[2] * 8] * 4
+    assert LOAD.read_loads(path, config, [8] * 4) == [[2] * 8] * 4
+    pyramid = [[2] * n for n in (2, 4, 4, 8)]  # of an MTP layer there is none
+    path.write_text(json.dumps({"expert_load": pyramid}))
+    assert LOAD.read_loads(path, config, [2, 4, 4, 8, 8]) == [*pyramid, [1.0] * 8]
     wrong = [[[1] * 8] * 3, [[-1] * 8] * 4, [["1"] * 8] * 4, [[math.inf] * 8] * 4, [[1] * 7] * 4]
     wrong += [{}, [], None, [[1]], {"expert_load": 3}, [1, 2, 3, 4]]
     for text in (*map(json.dumps, wrong), "", '{"step": 1}\n{"step": 2}', "[" * 99_999):
         path.write_text(text)
         with pytest.raises(ValueError, match="metrics.jsonl: has no list of 8 counts"):
-            LOAD.read_loads(path, config, 5)
+            LOAD.read_loads(path, config, [8] * 5)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read"):
-        LOAD.read_loads(path, config, 5)
+        LOAD.read_loads(path, config, [8] * 5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -19422,6 +19568,7 @@ GENERATE_RANKS = """
 2 | --ep                              | {greedy} --dummy small-moe --prompt-tokens 5 |
 2 | --ep {copies}=3 | {sampled} --checkpoint {moe} |
 2 | --ep {load}  | {perplexity} --checkpoint {moe} |
+2 | --ep {copies}=1 --set expert_spread=overlap | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
 2 | --pp 2                            | {greedy} |
 2 | --pp 2                            | {sampled} --n 5 --set frequency_penalty=0.7 --stop ) |
 2 | --pp 2                            | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |
@@ -20446,6 +20593,12 @@ def test_draft_head_stopped_killed_or_diverged(train_runs, tmp_path, capsys, mon
 # --------------------------------------------------------------------------------------------------
 
 
+PYRAMID = latent(
+    family="sheaf", layer_experts=(4, 8), n_experts_per_token=1, scoring="softmax",
+    norm_topk=False, topk_groups=4, group_score_topk=1,
+)  # fmt: skip
+
+
 def moe_layers(model: M.Transformer) -> list[M.MoE]:
     return [m for m in model.modules() if isinstance(m, M.MoE)]
 
@@ -20470,7 +20623,9 @@ def auxiliary_loss_reference(
 
 
 @pytest.mark.parametrize("kind", ["aux", "seq", "z"])
-@pytest.mark.parametrize("config", [mixtral(), latent()], ids=["mixtral", "latent"])
+@pytest.mark.parametrize(
+    "config", [mixtral(), latent(), PYRAMID], ids=["mixtral", "latent", "pyramid"]
+)
 def test_train_moe_auxiliary_losses_equal_their_formulas(kind, config):
     """Coefficient times the formula, summed over the MoE and MTP layers, and its gradient; only
     Switch's, a product of means over a micro-batch, depends on the micro-batch size."""
@@ -20550,6 +20705,64 @@ def test_train_moe_validation_does_not_count_expert_load():
     model(random_tokens(config, 2, 9))
     assert balance.counts.sum(1).tolist() == [2 * 9 * 2] * 2 and len(balance.terms) == 6
     assert balance.pop_losses() > 0 and balance.pop_losses() == 0
+
+
+def test_train_moe_pyramid_counts_each_layers_own_experts():
+    """Layers of 4 and 8 experts and an MTP layer of 8: loads, statistics and bias updates are of
+    the experts that exist."""
+    model, batch = random_model(PYRAMID).requires_grad_(True), random_tokens(PYRAMID, 4, 18)
+    layers, balance = moe_layers(model), STEP.LoadBalancer(model, speed=0.5)
+    assert [len(layer.expert_bias) for layer in layers] == [4, 8, 8]
+    STEP.forward_backward(model, batch, 4, balance=balance)
+    worst, load = balance.update(), balance.expert_load()
+    assert [(len(row), sum(row)) for row in load] == [(4, 68), (8, 68), (8, 64)]
+    assert worst == pytest.approx(max(max(row) * len(row) / sum(row) for row in load))
+    assert balance.row["dead_experts"] == sum(row.count(0) for row in load)
+    figure, row = MagicMock(), {"step": 1, "expert_load": load, **balance.row}
+    MT.plot_experts(figure, figure, figure.heat, [row])  # a row of 8 for each layer
+    assert [*map(len, figure.heat.imshow.call_args[0][0])] == [8, 8, 8]
+    for layer, row in zip(layers, load, strict=True):
+        mean = sum(row) / len(row)
+        assert layer.expert_bias.tolist() == [0.5 * ((n < mean) - (n > mean)) for n in row]
+
+
+@torch.no_grad()
+def test_train_moe_residual_pyramid_is_a_dense_mlp_and_one_expert(tmp_path):
+    """DeepSpeed-MoE: a layer's output is the dense MLP's and its best expert's, times the router's
+    probability; later layers have more experts. A checkpoint, whole or the experts of one rank,
+    has the same weights; the weights read in a decode step depend on each layer's E."""
+    model, x = random_model(replace(PYRAMID, correction_bias=False)), torch.randn(2, 9, 64)
+    for layer in moe_layers(model):
+        mlp, best = layer.shared, (x @ layer.router.mT).softmax(-1).max(-1)
+        want = (F.silu(x @ mlp.gate_proj.weight.mT) * (x @ mlp.up_proj.weight.mT)) @ (
+            mlp.down_proj.weight.mT
+        )
+        for at in product(range(2), range(9)):
+            gate, up = (layer.w_gate_up[best.indices[at]] @ x[at]).chunk(2)
+            want[at] += best.values[at] * (layer.w_down[best.indices[at]] @ (F.silu(gate) * up))
+        close(layer(x), want, 1e-5)
+    HF.save_checkpoint(model, tmp_path)
+    ids = [[3, 1], [7, 0, 2], [5]]
+
+    def keep_(m: M.Transformer) -> None:
+        for layer, own in zip(moe_layers(m), ids, strict=True):
+            Y.keep_local_experts_(layer, own)
+
+    whole, part = HF.load_checkpoint(tmp_path), HF.load_checkpoint(tmp_path, prepare=keep_)
+    assert whole.config == model.config
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in whole.state_dict().items())
+    for a, b, own in zip(*map(moe_layers, (part, model)), ids, strict=True):
+        assert torch.equal(a.w_down, b.w_down[own]) and torch.equal(a.w_gate_up, b.w_gate_up[own])
+    read = [G.weight_bytes(model, batch) for batch in (1, 2)]
+    rows = sum(
+        layer.w_down[0].numel() * 3 * (1 - 1 / len(layer.router)) for layer in moe_layers(model)[:2]
+    )
+    assert read[1] - read[0] == pytest.approx(4 * (rows + 64), abs=1)
+
+
+for counts in ((4,), (4, 9), (0, 8), (4, 8.0), (6, 8)):  # groups of 2 do not divide 6
+    words = "n_groups" if counts == (6, 8) else "layer_experts"
+    REFUSED[f"layer_experts {counts}"] = partial(replace, PYRAMID, layer_experts=counts), words
 
 
 @pytest.mark.parametrize("kind", ["deepseek", "mixtral"])
@@ -20934,6 +21147,7 @@ LAYOUT_WORDS = {  # a model is a list of these words, the later ones stronger
     "latent": dict(LAYOUT_LATENT, **LAYOUT_EXPERTS, moe_layers=(1,)),
     "mtp": dict(n_mtp_layers=1),
     "mtp2": dict(n_mtp_layers=2),
+    "pyramid": dict(LAYOUT_EXPERTS, moe_layers=(0, 1), layer_experts=(4, 8), correction_bias=True),
     "tied": dict(tie_embeddings=True),
     "deep": dict(n_layers=8),
     "deep-moe": dict(n_layers=8, moe_layers=(1, 2, 4, 7)),
@@ -21277,6 +21491,7 @@ sp           | norms tied       | --tp 4                                  | | mi
 async        | biased           | --tp 4 --async-tp                       | | micro=4
 ring         | windows          | --cp 4                                  | | micro=2
 ep           | latent           | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
+ep pyramid   | pyramid          | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
 zero 3       | biased           | --zero 3                                | | batch=8
 tp x cp x ep | latent           | --tp 2 --async-tp --cp 2 --ep 2 --zero 3 | {Z_LOSS} | micro=2
 pp           | biased deep      | --pp 4                                  |
@@ -21285,6 +21500,7 @@ fp32         | biased           | --tp 2 --cp 2 {RECOMPUTE}               | | mi
 hpz          | biased           | --zero 3 --set hpz_size=2               | | batch=8
 slow ep by nodes    | moe tied | --ep 4 --set ep_node_size=2 --set ep_chunks=2 | --aux-loss 0
 slow ep by nodes cp | latent | --cp 2 --ep 4 --set ep_node_size=2 --set ep_chunks=3 |
+slow ep pyramid z3  | pyramid mtp | --ep 4 --set ep_node_size=2 --zero 3 | --aux-loss 0
 slow ep by nodes z3 | latent | --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS}
 slow replicas only  | biased | --zero 3 --dp-replicate 4 | | batch=8
 slow sp few tokens  | few-tokens tied | --tp 4 | | micro=4
@@ -21743,6 +21959,7 @@ latent | 4 | --ep 4 --set ep_node_size=3 | ep_node_size=3 .*--ep 4
 latent | 4 | --ep 4 --set ep_node_size=4 | ep_node_size=4 .*--ep 4
 latent | 4 | --ep 4 --set ep_node_size=1 | ep_node_size=1 .*--ep 4
 latent | 4 | --set ep_node_size=2 | ep_node_size requires --ep
+latent | 4 | --set ep_quantized=int8 | ep_quantized requires --ep
 latent | 4 | --set ep_chunks=2 | ep_chunks requires --ep
 plain | 4 | --batch-size 6 | --batch-size 6 .*4 ranks$
 plain | 4 | --batch-size 3 --tp 2 | --batch-size 3 .*2 ranks with different
@@ -21949,6 +22166,7 @@ DRY_MODELS = {
     "tied": replace(DRY, tie_embeddings=True),
     "moe": replace(DRY, family="mixtral", moe_layers=(0, 1), **DRY_EXPERTS),
     "routed": replace(M.CONFIGS["small-moe"], **DRY_ROUTED),
+    "pyramid": replace(DRY, family="sheaf", moe_layers=(0, 1), layer_experts=(2, 4), **DRY_EXPERTS),
     "wide": replace(M.CONFIGS["llama3-8b"], n_layers=1),
 }
 IN_BACKWARD = "--set optimizer_in_backward=true --grad-clip 0"
@@ -21956,6 +22174,7 @@ DRY_RUNS = f"""
 one rank     | 1 | dense | --dtype fp32
 recompute    | 1 | dense | --dtype fp32 --recompute full
 moe          | 1 | moe   | --dtype fp32 --aux-loss 0.01
+pyramid      | 2 | pyramid | --dtype fp32 --ep 2
 tp           | 2 | dense | --dtype fp32 --tp 2
 tp no sp     | 2 | dense | --dtype fp32 --tp 2 --set sequence_parallel=false
 zero 0       | 2 | dense | --dtype bf16 --zero 0
@@ -21964,6 +22183,7 @@ zero 2       | 2 | dense | --dtype bf16 --zero 2 --batch-size 8
 zero 3       | 2 | dense | --dtype fp32 --zero 3
 ring         | 4 | dense | --dtype fp32 --cp 4
 ep by nodes  | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2
+ep int8      | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2 --set ep_quantized=int8
 tp x ep      | 4 | moe   | --dtype fp32 --tp 2 --ep 2 --recompute full
 slow lora       | 1 | dense  | --dtype fp32 --lora 4 --init INIT
 slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --init INIT --zero 3
@@ -22017,7 +22237,8 @@ def dry_real_step(env, folder, ranks, model, flags):
     moe_layers = [m for m in model.modules() if isinstance(m, M.MoE)]
     for moe in moe_layers if config.n_experts == 4 else ():
         plain = moe.router_logits
-        moe.router_logits = lambda x, f=plain: f(x) + pairs.repeat(len(x) // 6, 1)
+        of = pairs[:, : len(moe.router)]
+        moe.router_logits = lambda x, f=plain, of=of: f(x) + of.repeat(len(x) // 6, 1)
     rows = len(layout.samples(args.batch_size))
     batch = (torch.arange(args.seq_len + 1) % 4 * 24 + 5).expand(rows, -1)
     return dry_run.measure(args, model, batch, layout)
@@ -22119,8 +22340,9 @@ def test_dry_run_cp_and_ep_bytes_equal_the_formula(dry_results):
     C numbers, ids and weights; C numbers return; gradients take the same paths."""
     sent = dry_results("ring")[1]["sent"]
     assert sent["cp", "send"] == (2 * 18, 2 * 18 * 2 * (24 // 4) * 24 * 4)
-    hops = [8 + rows * (4 * 4 * 48 + 8 * 2 + 2 * 4 * 2) for rows in (40, 48)]
-    assert dry_results("ep by nodes")[1]["sent"]["ep", "all-to-all"] == (2 * 2 * 8, 2 * sum(hops))
+    for name, width in (("ep by nodes", 4 * 48), ("ep int8", 48 + 4)):
+        hops = [8 + rows * (4 * width + 8 * 2 + 2 * 4 * 2) for rows in (40, 48)]
+        assert dry_results(name)[1]["sent"]["ep", "all-to-all"] == (2 * 2 * 8, 2 * sum(hops))
 
 
 def test_dry_run_activations_equal_the_formula(dry_results):

@@ -205,7 +205,7 @@ def train(config: TrainConfig) -> None:
                 with env.autocast():
                     row |= objective.validate(step_model, config.micro_batch_size, attend)
                 layout.reshard(step_model)
-                row |= {"expert_load": balance.last.tolist()} if balance.row else {}
+                row |= {"expert_load": balance.expert_load()} if balance.row else {}
                 row |= callbacks.statistics()
             log_row(row, env, bar)
             if metrics is not None:

@@ -108,6 +108,9 @@ class GenerateConfig(Settings):
     expert_load: Path | None = rare(
         None, "place experts by the load measured in train.py's metrics.jsonl")
     num_redundant_experts: int = rare(0, "replicas of the most loaded experts", "0 or more")
+    expert_spread: str = rare(
+        "balance", "place replicas for an even load, or with the largest probability that all "
+        "experts survive lost ranks", choices=("balance", "overlap"))
 
     # quantization
     quantize: str | None = flag(
@@ -226,7 +229,8 @@ REQUIRES = [
     *((name, "bench_serving") for name in (
         "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",
         "disaggregate")), ("slo", "disaggregate"),
-    ("expert_load", "ep"), ("num_redundant_experts", "ep"), ("shard_batch", "tp"),
+    ("expert_load", "ep"), ("num_redundant_experts", "ep"),
+    ("expert_spread", "num_redundant_experts"), ("shard_batch", "tp"),
     ("ffn_2d", "tp"), ("fixed_max", "attention=flash"),
 ]  # fmt: skip
 

@@ -320,7 +320,8 @@ class EPShards:
 
         if not moe_layers(model):
             raise ValueError("--ep requires an MoE model; this one has no MoE layers")
-        self.placements = self._place(model.config, len(moe_layers(model)))
+        counts = [len(module.router) for module in moe_layers(model)]
+        self.placements = self._place(model.config, counts)
         if self.ranks > 1:
             for module, placement in zip(moe_layers(model), self.placements):
                 keep_local_experts_(module, placement.slots[self.rank])
@@ -340,24 +341,28 @@ class EPShards:
             experts = all_reduce_combine(experts, self.group)
             module.experts = remap_expert_ids(experts, placement, offset=layer)
 
-    def _place(self, config: ModelConfig, n: int) -> list[Any]:
+    def _place(self, config: ModelConfig, counts: list[int]) -> list[Any]:
+        """A placement for each MoE layer; counts: of its experts."""
         from parallelism.expert_parallel import Placement
 
-        path, copies, E = self.args.expert_load, self.args.num_redundant_experts, config.n_experts
+        path, copies = self.args.expert_load, self.args.num_redundant_experts
         try:
             if path is None and not copies:
-                return [Placement.even(E, self.ranks)] * n
-            loads = [[1.0] * E] * n if path is None else read_loads(path, config, n)
-            return [Placement.by_load(load, self.ranks, copies) for load in loads]
+                return [Placement.even(E, self.ranks) for E in counts]
+            equal = [[1.0] * E for E in counts]
+            loads = equal if path is None else read_loads(path, config, counts)
+            spread = self.args.expert_spread
+            return [Placement.by_load(load, self.ranks, copies, spread) for load in loads]
         except ValueError as e:
             flag = "--set num_redundant_experts" if copies else "--ep"
             error = str(e).replace("Placement.by_load", "give --set expert_load")
             raise ValueError(error if error.startswith("--") else f"{flag}: {error}") from None
 
 
-def read_loads(path: Path, config: ModelConfig, n: int) -> list[list[float]]:
-    """Token counts per expert of the n MoE layers: the last "expert_load" in train.py's
-    metrics.jsonl, or a JSON file with such a list. MTP layers may be missing."""
+def read_loads(path: Path, config: ModelConfig, counts: list[int]) -> list[list[float]]:
+    """Token counts per expert of MoE layers that have these `counts` of experts: the last
+    "expert_load" in train.py's metrics.jsonl, or a JSON file with such a list. MTP layers may be
+    missing."""
 
     def parse(text: str) -> Any:
         try:
@@ -372,16 +377,16 @@ def read_loads(path: Path, config: ModelConfig, n: int) -> list[list[float]]:
         raise ValueError(
             f"--set expert_load={path}: cannot be read ({e}); give metrics.jsonl"
         ) from None
-    loads, E = parse(text), config.n_experts
+    loads, n = parse(text), len(counts)
     if loads is None:
         loads = next(filter(None, map(parse, reversed(text.splitlines()))), None)
     ok = isinstance(loads, list) and len(loads) in (n, len(config.moe_layers))
-    for load in loads if ok else ():
+    for load, E in zip(loads, counts) if ok else ():
         ok = ok and isinstance(load, list) and len(load) == E
         ok = ok and all(type(x) in (int, float) and 0 <= x < math.inf for x in load)
     if not ok:
         raise ValueError(
-            f"--set expert_load={path}: has no list of {E} counts for each of {n} MoE layers "
-            "(expert_load in metrics.jsonl); give a file of this model"
+            f"--set expert_load={path}: has no list of {max(counts)} counts for each of {n} MoE "
+            "layers (expert_load in metrics.jsonl); give a file of this model"
         )
-    return loads + [[1.0] * E] * (n - len(loads))
+    return loads + [[1.0] * E for E in counts[len(loads) :]]

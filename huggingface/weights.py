@@ -129,7 +129,8 @@ def _full_tensors(model: Transformer) -> dict[str, Tensor]:
         if (shard := model.tp_shards.get(name)) is not None:
             tensor = torch.empty(shard.full_shape(tensor.shape), dtype=tensor.dtype, device="meta")
         if _local_expert_ids(model, name) is not None:
-            shape = (model.config.n_experts, *tensor.shape[1:])
+            E = len(model.get_submodule(name.rpartition(".w_")[0]).router)
+            shape = (E, *tensor.shape[1:])
             tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
         tensors |= dict(_hf_entries(model.config, name, tensor))
     return tensors

@@ -221,33 +221,37 @@ def balanced_experts(
     experts: ExpertParallel, scalars: FakeScalars, config: ModelConfig
 ) -> SimpleNamespace:
     """`experts` with the sizes of uniformly random routing."""
-    own, E, K = experts.placement.slots_per_rank, config.n_experts, config.n_experts_per_token
-    # fraction of tokens that use at least one of `width` experts
-    share = lambda width: 1 - comb(E - width, K) / comb(E, K)
-    slots = K * own / E / share(own)  # local experts per token that reaches this rank
-    with_sizes = partial(partial, scalars.with_sizes)
+    K, with_sizes = config.n_experts_per_token, partial(partial, scalars.with_sizes)
 
-    def wrap(run: Any) -> Any:
+    def wrap(run: Any, E: int) -> Any:
+        own = E // experts.ranks
+        # fraction of tokens that use at least one of `width` experts
+        share = lambda width: 1 - comb(E - width, K) / comb(E, K)
+        slots = K * own / E / share(own)  # local experts per token that reaches this rank
         run = with_sizes(run, lambda n: [round(n * slots) * e // own for e in range(own + 1)])
-        for i, (width, group) in enumerate(experts.levels):
+        for i, (members, group) in enumerate(experts.levels):
+            width = members * own
             chunks, ranks = experts.chunks if i == len(experts.levels) - 1 else 1, group.size()
             sizes = lambda n, c=chunks, part=share(width) / share(width * ranks), r=ranks: [
                 round((n + c - 1 - j) // c * part) for j in range(c) for _ in range(2 * r)
             ]  # per chunk: to each rank, then from each rank
-            run = with_sizes(all_to_all_dispatch(run, width, group, chunks), sizes)
-        return remap_expert_ids(run, experts.placement)
+            run = all_to_all_dispatch(run, width, group, chunks, experts.quantize)
+            run = with_sizes(run, sizes)
+        return remap_expert_ids(run, Placement.even(E, experts.ranks))
 
-    return SimpleNamespace(**vars(experts), wrap=wrap)
+    kwargs = vars(experts) | dict(wrap=wrap, local_expert_ids=experts.local_expert_ids)
+    return SimpleNamespace(**kwargs)
 
 
 def count_costs(args: TrainConfig, config: ModelConfig) -> tuple[dict, str]:
     """The costs of rank 0, and the mesh as one line."""
     layout, scalars = ParallelDims(args, config, args.dry_run), FakeScalars()
-    if E := config.n_experts:
-        experts = layout.experts or ExpertParallel(Placement.even(E, 1), tuple(range(E)), (), 1)
+    if config.moe_layers:
+        experts = layout.experts or ExpertParallel(0, 1, (), 1)
         layout.experts = balanced_experts(experts, scalars, config)
-        # builds and caches a table, which must not be of fake tensors
-        experts.placement.physical_ids(torch.zeros(0, 1, dtype=torch.int64))
+        for E in config.layer_experts or (config.n_experts,):
+            # builds and caches a table, which must not be of fake tensors
+            Placement.even(E, experts.ranks).physical_ids(torch.zeros(0, 1, dtype=torch.int64))
     model = meta_model(config)
     layout.shard_model_(model)
     if args.lora:

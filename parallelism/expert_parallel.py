@@ -16,8 +16,12 @@ A token is sent once to each rank (in two levels: to each node) that holds any o
 its ids and weights; one row comes back, already summed over those experts. In two levels the slow
 links between nodes carry a token once, however many experts it has on the other node
 (DeepSpeed-MoE, arXiv:2207.00032; DeepSeek-V3, arXiv:2412.19437, 3.2.2). With `chunks`, the
-transfers of one chunk overlap with the experts of another, in the backward pass too. A Placement
-may hold redundant replicas of hot experts.
+transfers of one chunk overlap with the experts of another, in the backward pass too, in the `order`
+that best_order finds for given times (ScheMoE, EuroSys 2024). With `quantize`, rows travel as int8
+or FP8: 1 byte per value and 4 per row, and each transfer rounds once. A Placement
+may hold redundant replicas of hot experts, so that ranks are loaded evenly, or so that the experts
+survive the loss of ranks (Lazarus, arXiv:2407.04656): P.recovery_probability(lost) compares them,
+and P.without(ranks) places the experts on the ranks that are left, without moving a weight.
 
 Cost: two transfers of N * min(K, ranks) rows each way, and one exchange of sizes that the host
 waits for. When it loses: decoding few tokens, where giving all ranks all tokens is cheaper; a load
@@ -26,7 +30,8 @@ so skewed that one rank does all the work (use replicas, or balance the router).
 Gradients: a rank's experts get gradients from the tokens of all ranks. If the loss is a sum over
 tokens, or is divided by the global token count, nothing else must be reduced except over data
 parallel replicas. Equivalence (test_all.py): outputs, loss and every gradient equal one process's,
-on 2 and 4 ranks, with empty ranks too. Needs: torch.
+on 2 and 4 ranks, with empty ranks too; quantized, each is within half a step per rounding.
+Needs: torch.
 `torchrun --standalone --nproc-per-node 2 parallelism/expert_parallel.py` runs a check and a table.
 """
 
@@ -34,10 +39,12 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -101,11 +108,14 @@ class Placement:
         return Placement(tuple(tuple(range(r * own, (r + 1) * own)) for r in range(ranks)))
 
     @staticmethod
-    def by_load(loads: Sequence[float], ranks: int, redundant: int = 0) -> Placement:
-        """Balance the ranks' loads (DeepSeek-V3, 3.4.1): add `redundant` replicas one at a time to
-        the expert with the most load per replica, then put every replica, hottest first, on the
-        least loaded rank that has room and does not hold its expert. Ranks hold the same number of
-        experts, or one more."""
+    def by_load(
+        loads: Sequence[float], ranks: int, redundant: int = 0, spread: str = "balance"
+    ) -> Placement:
+        """Add `redundant` replicas one at a time to the expert with the most load per replica, then
+        place them all. spread "balance" (DeepSeek-V3, 3.4.1): each, hottest first, on the least
+        loaded rank that has room and does not hold its expert; ranks hold the same number of
+        experts, or one more. "overlap": see _max_rank_overlap; all ranks hold the same number."""
+        _check(spread in ("balance", "overlap"), f"spread must be balance or overlap, not {spread}")
         loads = [float(load) for load in loads]
         ok = all(0 <= load < math.inf for load in loads)
         _check(ok, f"loads must be 0 or more, not {loads}")
@@ -113,9 +123,13 @@ class Placement:
         ok = redundant >= 0 and ranks >= 1 and ranks <= total <= len(loads) * ranks
         _check(ok, f"{len(loads)} experts and {redundant} redundant replicas do not fit {ranks} "
                "ranks: each needs at least one expert and none twice")  # fmt: skip
+        if spread == "overlap":
+            redundant += -total % ranks  # fills every rank
         for _ in range(redundant):
             candidates = [e for e in range(len(loads)) if replicas[e] < ranks]
             replicas[max(candidates, key=lambda e: loads[e] / replicas[e])] += 1
+        if spread == "overlap":
+            return Placement(_max_rank_overlap(loads, replicas, ranks))
         slots: list[list[int]] = [[] for _ in range(ranks)]
         share = [load / n for load, n in zip(loads, replicas)]
         rank_load = lambda r: sum(share[e] for e in slots[r])
@@ -135,6 +149,26 @@ class Placement:
             slots[r].append(e)
         return Placement(tuple(map(tuple, slots)))
 
+    def without(self, lost: Sequence[int]) -> Placement:
+        """The placement on the other ranks, which keep the experts that they hold. ValueError if
+        only lost ranks hold an expert."""
+        left = tuple(own for rank, own in enumerate(self.slots) if rank not in lost)
+        gone = {e for own in self.slots for e in own} - {e for own in left for e in own}
+        _check(not gone, f"only the lost ranks {[*lost]} hold experts {sorted(gone)}: reload them")
+        return Placement(left)
+
+    def recovery_probability(self, lost: int, samples: int = 20_000) -> float:
+        """The probability that the other ranks hold all experts when `lost` random ranks are lost:
+        exact if there are at most `samples` ways to lose them, else of as many random ones."""
+        _check(0 <= lost < self.ranks, f"lost must be from 0 to {self.ranks - 1}, not {lost}")
+        holders = {frozenset(r for r, own in enumerate(self.slots) if e in own)
+                   for e in range(self.n_experts)}  # fmt: skip
+        draws, rng = combinations(range(self.ranks), lost), random.Random(0)
+        if math.comb(self.ranks, lost) > samples:
+            draws = (rng.sample(range(self.ranks), lost) for _ in range(samples))
+        survived = [not any(map(set(ranks).issuperset, holders)) for ranks in draws]
+        return sum(survived) / len(survived)
+
     def physical_ids(self, ids: Tensor, offset: int = 0) -> Tensor:
         """Expert ids (N, K) -> slot ids. Tokens use the replicas of an expert round-robin, starting
         at replica `offset`. ValueError, on a CPU, for an id out of range."""
@@ -143,6 +177,41 @@ class Placement:
         turn = torch.arange(offset, offset + len(ids), device=ids.device)[:, None]
         known = ids.clamp(min=0)
         return table[known, turn % replicas[known]].masked_fill(ids < 0, -1)
+
+
+def _max_rank_overlap(
+    loads: Sequence[float], replicas: Sequence[int], ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    """The placement that most likely survives the loss of random ranks (Lazarus, 4.2). With c slots
+    per rank, the c experts with the fewest replicas have them on the same ranks, then the next c on
+    others, and so on: all c are lost together or none is. The replicas that are left, of experts
+    with more than the first of their group, fill the free slots.
+
+    If c does not divide the experts, one group is smaller; the later in this order, the better.
+    Where that gives an expert two replicas on one rank, another expert gets a replica instead, and
+    the placement starts again from these counts."""
+    E, c, counts = len(loads), sum(replicas) // ranks, list(replicas)
+    attempts = [position for _ in range(E * ranks) for position in reversed(range(E // c + 1))]
+    for position in attempts:
+        order = sorted(range(E), key=lambda e: (counts[e], loads[e] / counts[e]))
+        slots: list[list[int]] = []
+        for i in range(-(-E // c)):
+            size = E % c if i == position and E % c else c
+            group, order = order[:size], order[size:]
+            slots += [[*group] for _ in range(min(counts[group[0]], ranks - len(slots)))]
+        slots += [[] for _ in range(ranks - len(slots))]
+        used = [sum(e in own for own in slots) for e in range(E)]
+        for own in sorted(slots, key=len, reverse=True):
+            while len(own) < c:
+                e = max(
+                    {*range(E)} - {*own}, key=lambda e: (counts[e] - used[e], loads[e] / used[e])
+                )
+                own.append(e)
+                used[e] += 1
+        if used == counts:
+            break
+        counts = used if position == 0 else counts
+    return tuple(map(tuple, slots))
 
 
 @lru_cache(None)  # one for each MoE layer of a model
@@ -249,30 +318,59 @@ def all_reduce_combine(experts: Experts, group: dist.ProcessGroup | None = None)
     return run
 
 
+QUANTIZED = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # largest value
+
+
+def quantize_rows(x: Tensor, kind: str) -> Tensor:
+    """x (N, C) -> (N, C + 4) uint8: C values in `kind` of QUANTIZED, and the row's fp32 scale, its
+    max|x| / the largest value. A row with inf or NaN has no finite value."""
+    dtype, largest = QUANTIZED[kind]
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-38)  # a row of zeros
+    q = (x / scale).round() if kind == "int8" else x / scale
+    return torch.cat((q.to(dtype).view(torch.uint8), scale.view(torch.uint8)), 1)
+
+
+def dequantize_rows(payload: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Inverse of quantize_rows: (N, C + 4) uint8 -> (N, C)."""
+    q, scale = payload[:, :-4].contiguous(), payload[:, -4:].contiguous()
+    return (q.view(QUANTIZED[kind][0]).float() * scale.view(torch.float32)).to(dtype)
+
+
 class _Transfer:
     """Asynchronous all-to-alls of the rows of several tensors, from `start` to `finish`. Gradients
     travel the other way, from the backward of `finish` to the backward of `start`. One autograd
-    node for all tensors, so that every rank launches the collectives in the same order."""
+    node for all tensors, so that every rank launches the collectives in the same order. quantize:
+    of QUANTIZED, to send the first tensor so, and its gradient."""
 
-    def __init__(self, sends: list[int], receives: list[int], group: dist.ProcessGroup | None):
-        self.sends, self.receives, self.group = sends, receives, group
+    def __init__(
+        self, sends: list[int], receives: list[int], group: dist.ProcessGroup | None,
+        quantize: str | None = None,
+    ):  # fmt: skip
+        self.sends, self.receives, self.group, self.quantize = sends, receives, group, quantize
 
     def launch(self, tensors: Sequence[Tensor], back: bool = False) -> tuple[Tensor, ...]:
-        """Launch the all-to-alls; returns the receive buffers, filled when `wait` returns."""
+        """Launch the all-to-alls, whose result `wait` returns; returns tensors of its shapes."""
         sends, receives = (self.receives, self.sends) if back else (self.sends, self.receives)
         self.rows = [t.contiguous() for t in tensors]  # alive until they are sent
-        self.buffers = tuple(t.new_empty(sum(receives), *t.shape[1:]) for t in tensors)
+        self.dtype, n = tensors[0].dtype, sum(receives)
+        shaped = tuple(t.new_empty(1).expand(n, *t.shape[1:]) for t in tensors)
+        if self.quantize:
+            self.rows[0] = quantize_rows(self.rows[0], self.quantize)
+        self.buffers = tuple(t.new_empty(n, *t.shape[1:]) for t in self.rows)
         sizes = dict(output_split_sizes=receives, input_split_sizes=sends, group=self.group)
         self.works = [
             dist.all_to_all_single(buffer, t, **sizes, async_op=True)
             for buffer, t in zip(self.buffers, self.rows)
         ]
-        return self.buffers
+        return shaped
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self.works:
             work.wait()
         buffers, self.buffers, self.rows, self.works = self.buffers, (), [], []
+        if self.quantize:
+            buffers = dequantize_rows(buffers[0], self.quantize, self.dtype), *buffers[1:]
         return buffers
 
     def start(self, *tensors: Tensor) -> _Transfer:
@@ -293,8 +391,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.transfer.wait()
-        return None, *grads
+        return None, *ctx.transfer.wait()
 
 
 class _Finish(torch.autograd.Function):
@@ -305,23 +402,82 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.transfer.launch(grads, back=True)  # filled by _Start.backward
+        return None, *ctx.transfer.launch(grads, back=True)  # received by _Start.backward
+
+
+Order = Sequence[
+    tuple[str, int]
+]  # ("send", "compute" or "receive", chunk), see all_to_all_dispatch
+STAGES = "send", "compute", "receive"
+
+
+def default_order(chunks: int) -> Order:
+    """Send all chunks, then compute all, then receive all: the best order if dispatch and combine
+    take equally long (ScheMoE)."""
+    return [(stage, i) for stage in STAGES for i in range(chunks)]
+
+
+def makespan(order: Order, times: Sequence[float]) -> float:
+    """Seconds of a layer's tasks in this order. times: of one chunk's send (select and compress
+    rows), dispatch, compute (decompress, experts, compress), combine, receive (decompress, sum).
+    Dispatch and combine run on the communication stream, as they are launched: at the end of a send
+    or compute. The other tasks run on the compute stream."""
+    send, dispatch, compute, combine, receive = times
+    seconds = dict(send=(send, dispatch), compute=(compute, combine), receive=(receive, 0.0))
+    now, link, arrived = 0.0, 0.0, {}
+    for stage, i in order:
+        task, transfer = seconds[stage]
+        now = max(now, arrived.get(i, 0.0)) + task
+        if stage != "receive":
+            arrived[i] = link = max(link, now) + transfer
+    return now
+
+
+def best_order(times: Sequence[float], chunks: int) -> Order:
+    """The order with the smallest makespan of `times`, by branch and bound from the default order;
+    for all_to_all_dispatch on all ranks. Another one is better only if dispatch and combine differ,
+    for instance if a rank receives more than it sends. A second for 5 chunks."""
+    best = default_order(chunks)
+    least = makespan(best, times)
+
+    def search(order: list[tuple[str, int]], done: tuple[int, ...]) -> None:
+        nonlocal best, least
+        left = [(chunks - n) * task for n, task in zip(done, times[::2])]  # seconds of each stage
+        bound = makespan(order, times) + sum(left)
+        if bound >= least:
+            return
+        if len(order) == 3 * chunks:
+            best, least = order, bound
+        for stage, n in enumerate(done):  # chunks are alike: each stage takes them in turn
+            if n < (chunks, *done)[stage]:
+                more = tuple(m + (s == stage) for s, m in enumerate(done))
+                search([*order, (STAGES[stage], n)], more)
+
+    search([], (0, 0, 0))
+    return best
 
 
 def all_to_all_dispatch(
-    experts: Experts, width: int, group: dist.ProcessGroup | None = None, chunks: int = 1
-) -> Experts:
+    experts: Experts, width: int, group: dist.ProcessGroup | None = None, chunks: int = 1,
+    quantize: str | None = None, order: Order | None = None,
+) -> Experts:  # fmt: skip
     """Every rank of `group` has its own tokens and `width` slots. A token is sent once to each rank
     that holds any of its slots, with its ids and weights; `experts` runs there, with ids relative
     to the rank's first slot; the returned rows are summed in rank order.
 
     With `chunks` > 1 the transfer of one chunk overlaps with the experts of another (Tutel,
-    arXiv:2206.03382), in the backward pass too. One host synchronization, for the sizes. Under
-    autocast rows are sent in its dtype. ValueError, on a CPU, for an id that no rank holds; the
-    group is then unusable, since its other ranks wait in the collective.
+    arXiv:2206.03382), in the backward pass too, which runs the `order` (default_order) in reverse.
+    quantize: "int8" or "fp8", to send rows and their gradients so. One host synchronization, for
+    the sizes. Under autocast rows are sent in its dtype. ValueError, on a CPU, for an id that no
+    rank holds; the group is then unusable, since its other ranks wait in the collective.
     """
 
     _check(chunks >= 1, f"chunks must be at least 1, not {chunks}")
+    ok = quantize in (None, *QUANTIZED)
+    _check(ok, f"quantize must be {' or '.join(QUANTIZED)}, not {quantize!r}")
+    order = order or default_order(chunks)
+    ok = sorted(order) == sorted(default_order(chunks))
+    _check(ok, f"order must send, compute and receive each of {chunks} chunks once, not {order}")
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, *matrices: Any) -> Tensor:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -333,24 +489,35 @@ def all_to_all_dispatch(
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         split = zip(*(t.tensor_split(chunks) for t in (x, weights, ids)))
-        pieces = [_DispatchedChunk(*parts, width, ranks) for parts in split]
+        pieces = [_DispatchedChunk(*parts, width, ranks, quantize) for parts in split]
         sends = torch.stack([piece.needed.sum(0) for piece in pieces], 1)  # (ranks, chunks)
         receives = torch.empty_like(sends)
         dist.all_to_all_single(receives, sends, group=group)
-        for piece, sizes in zip(pieces, torch.stack((sends, receives)).permute(2, 0, 1).tolist()):
-            piece.send(*sizes, group)
-        for piece in pieces:
-            piece.compute(inner, matrices)
-        return torch.cat([piece.receive() for piece in pieces]).to(dtype)
+        sizes = torch.stack((sends, receives)).permute(2, 0, 1).tolist()
+        return _run_tasks(pieces, order, sizes, group, inner, matrices).to(dtype)
 
     return run
+
+
+def _run_tasks(
+    pieces: list[_DispatchedChunk], order: Order, sizes: list, group: Any, experts: Experts,
+    matrices: Sequence[Any],
+) -> Tensor:  # fmt: skip
+    """Run the tasks of all chunks in this order; returns the rows of all chunks."""
+    tasks = {"send": lambda i: pieces[i].send(*sizes[i], group),
+             "compute": lambda i: pieces[i].compute(experts, matrices),
+             "receive": lambda i: pieces[i].receive()}  # fmt: skip
+    done = {(stage, i): tasks[stage](i) for stage, i in order}
+    return torch.cat([done["receive", i] for i in range(len(pieces))])
 
 
 class _DispatchedChunk:
     """One chunk of the tokens of a dispatch: send, compute on the receiving ranks, return."""
 
-    def __init__(self, x: Tensor, weights: Tensor, ids: Tensor, width: int, ranks: int):
-        self.x, self.weights, self.ids = x, weights, ids
+    def __init__(
+        self, x: Tensor, weights: Tensor, ids: Tensor, width: int, ranks: int, quantize: str | None
+    ):
+        self.x, self.weights, self.ids, self.quantize = x, weights, ids, quantize
         rank = torch.where(ids < 0, ranks, ids // width)
         needed = torch.zeros(len(ids), ranks + 1, dtype=torch.bool, device=ids.device)
         self.needed = needed.scatter_(1, rank, True)[:, :ranks]  # (tokens, ranks)
@@ -359,8 +526,9 @@ class _DispatchedChunk:
         token = self.needed.t().nonzero_static(size=sum(sends))[:, 1]  # rank by rank
         self.ids_transfer = _Transfer(sends, receives, group)
         self.ids_transfer.launch([self.ids[token]])
-        self.dispatch = _Transfer(sends, receives, group).start(self.x[token], self.weights[token])
-        self.combine = _Transfer(receives, sends, group)
+        self.dispatch = _Transfer(sends, receives, group, self.quantize)
+        self.dispatch.start(self.x[token], self.weights[token])
+        self.combine = _Transfer(receives, sends, group, self.quantize)
 
     def compute(self, experts: Experts, matrices: Sequence[Any]) -> None:
         (ids,), (x, weights) = self.ids_transfer.wait(), self.dispatch.finish()

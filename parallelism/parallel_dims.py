@@ -78,17 +78,24 @@ AUTO_CHUNK_LOGITS = 2**29  # bytes of a micro-batch's logits above which the los
 class ExpertParallel:
     """The experts of this rank, and the all-to-alls that dispatch tokens to other ranks."""
 
-    placement: Placement
-    local_expert_ids: tuple[int, ...]
-    levels: tuple[tuple[int, Any], ...]  # innermost first: (slots per member, group)
+    rank: int
+    ranks: int
+    levels: tuple[tuple[int, Any], ...]  # innermost first: (ranks per member, group)
     chunks: int
+    quantize: str | None = None
 
-    def wrap(self, run: Any) -> Any:
+    def local_expert_ids(self, n_experts: int) -> tuple[int, ...]:
+        """This rank's experts of a layer with n_experts."""
+        return Placement.even(n_experts, self.ranks).slots[self.rank]
+
+    def wrap(self, run: Any, n_experts: int) -> Any:
         """Wrap the experts hook `run` over local experts to take tokens routed to any expert."""
-        for i, (width, group) in enumerate(self.levels):
+        placement = Placement.even(n_experts, self.ranks)
+        for i, (members, group) in enumerate(self.levels):
             chunks = self.chunks if i == len(self.levels) - 1 else 1
-            run = all_to_all_dispatch(run, width, group, chunks)
-        return remap_expert_ids(run, self.placement)
+            width = members * placement.slots_per_rank
+            run = all_to_all_dispatch(run, width, group, chunks, self.quantize)
+        return remap_expert_ids(run, placement)
 
 
 class ParallelDims:
@@ -109,7 +116,7 @@ class ParallelDims:
             if args.pp > 1:
                 self.stages = PipelineStages(args, config, self.mesh)
             if args.ep > 1:
-                self.experts = self._make_expert_parallel(args, config)
+                self.experts = self._make_expert_parallel(args)
             if args.cp > 1:
                 cp_ranks = self.mesh.world.mesh.movedim(3, -1).reshape(-1, args.cp)
                 nested = cp_ranks.view(-1, args.cp // args.cp_ulysses, args.cp_ulysses)
@@ -147,7 +154,8 @@ class ParallelDims:
         if self.stages is not None:
             self.stages.shard_model_(model)
         for moe_layer in _moe_layers(model) if self.experts else ():
-            keep_local_experts_(moe_layer, self.experts.local_expert_ids)
+            ids = self.experts.local_expert_ids(len(moe_layer.router))
+            keep_local_experts_(moe_layer, ids)
         if self.mesh is not None:
             args = self.args
             async_matmuls = (all_gather_matmul, matmul_reduce_scatter) if args.async_tp else None
@@ -161,7 +169,7 @@ class ParallelDims:
         if self.stages is not None:
             self.stages.defer_weight_grads_(model)
         for moe_layer in _moe_layers(model) if self.experts else ():
-            moe_layer.experts = self.experts.wrap(moe_layer.experts)
+            moe_layer.experts = self.experts.wrap(moe_layer.experts, len(moe_layer.router))
         if self.args is None:
             return
         blocks = [*model.layers, *(depth.block for depth in model.mtp)]
@@ -262,7 +270,7 @@ class ParallelDims:
     def copy_shard_(self, name: str, p: Tensor, full: Tensor) -> None:
         """Copy into p its shard of a full tensor. p: a parameter, or a tensor sharded like it."""
         if self.experts and is_expert_stack(p):
-            full = full[list(self.experts.local_expert_ids)]
+            full = full[list(self.experts.local_expert_ids(len(full)))]
         copy_shard_(p, full, self.tp.shards.get(name) if self.tp else None)
 
     def full_tensors(
@@ -294,11 +302,11 @@ class ParallelDims:
         checkpoint.ShardedTensor takes them."""
         shape, shard = list(x.shape), self.tp.shards.get(name) if self.tp else None
         stacked = self.experts is not None and is_expert_stack(x)
-        shape[:1] = [self.experts.placement.n_experts] if stacked else shape[:1]
+        shape[0] *= self.experts.ranks if stacked else 1
         shape = shape if shard is None else list(shard.full_shape(shape))
         dims = [[range(n)] for n in shape]
         if stacked:
-            dims[0] = [range(e, e + 1) for e in self.experts.local_expert_ids]
+            dims[0] = [range(e, e + 1) for e in self.experts.local_expert_ids(shape[0])]
         if shard is not None:
             starts = range(shard.start, shard.blocks * shard.block_size, shard.block_size)
             dims[shard.dim] = [range(s, s + shard.stop - shard.start) for s in starts]
@@ -440,15 +448,13 @@ class ParallelDims:
         clip_gradients(model, norm, max_norm)
         return norm
 
-    def _make_expert_parallel(self, args: TrainConfig, config: ModelConfig) -> ExpertParallel:
-        placement, ep = Placement.even(config.n_experts, args.ep), args.ep
-        levels, node = ((placement.slots_per_rank, self.mesh.group("ep")),), args.ep_node_size
+    def _make_expert_parallel(self, args: TrainConfig) -> ExpertParallel:
+        ep, levels, node = args.ep, ((1, self.mesh.group("ep")),), args.ep_node_size
         if node is not None:
             nodes = self.mesh.experts.mesh.mT.reshape(-1, ep // node, node)
             inner, outer = _new_group(nodes), _new_group(nodes.mT)
-            levels = ((placement.slots_per_rank, inner), (placement.slots_per_rank * node, outer))
-        local_expert_ids = placement.slots[self.mesh.rank("ep")]
-        return ExpertParallel(placement, local_expert_ids, levels, args.ep_chunks)
+            levels = ((1, inner), (node, outer))
+        return ExpertParallel(self.mesh.rank("ep"), ep, levels, args.ep_chunks, args.ep_quantized)
 
 
 class LossHead(nn.Linear):
@@ -550,9 +556,9 @@ def check(args: TrainConfig, config: ModelConfig, world: int) -> dict[str, int]:
         _check(ok, f"--set {name}={size} must divide {what} and be between 1 and {total}")
     ranks = f"{world} {started}" if world == shards else f"{shards} ranks of dp x cp"
     _check(shards % ep == 0, f"--ep {ep} must divide the {ranks}")
-    if ep > 1:
+    for n in config.layer_experts or (config.n_experts,) if ep > 1 else ():
         try:
-            Placement.even(config.n_experts, ep)
+            Placement.even(n, ep)
         except ValueError as e:
             raise ValueError(f"--ep {ep}: {e}") from None
     check_batch(args, dp, world)

@@ -180,6 +180,8 @@ class TrainConfig(Settings):
     ep_node_size: int | None = rare(
         None, "ranks per node: tokens are sent once per node", "positive")
     ep_chunks: int = rare(1, "chunks of tokens whose all-to-all and experts overlap", "positive")
+    ep_quantized: str | None = rare(
+        None, "send tokens in int8 or fp8, a scale per token; not exact", choices=("int8", "fp8"))
     virtual_stages: int | None = rare(
         None, f"stages per rank, with {' and '.join(LOOPED)} (2)", "positive")
     pp_layers: str | None = rare(None, "layers of each stage, N,N,... (balanced by FLOPs)")
@@ -277,6 +279,7 @@ REQUIRES = [
     ("dp_replicate", "zero"), ("distributed_optimizer", "zero=1|2"), ("zero_quantized", "zero"),
     ("hpz_size", "zero=3"), ("async_tp", "tp"), ("sequence_parallel", "tp"), ("cp_method", "cp"),
     ("cp_ulysses", "cp"), ("ep_node_size", "ep"), ("ep_chunks", "ep"),
+    ("ep_quantized", "ep"),
     *((name, "pp") for name in ("pp_schedule", "virtual_stages", "pp_layers", "pp_recompute")),
     *((name, "diloco") for name in ("diloco_rendezvous", "diloco_workers", "diloco_worker")),
     *((name, "diloco") for name in ("diloco_timeout", "outer_lr", "outer_momentum")),

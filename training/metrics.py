@@ -219,6 +219,8 @@ def plot_experts(figure: Any, line: Any, heat: Any, rows: list[dict[str, Any]]) 
     loads = [(r["step"], r["expert_load"]) for r in rows if "expert_load" in r]
     step, load = loads[-1] if loads else (0, [[0]])
     shares = [[n * len(layer) / max(1, sum(layer)) for n in layer] for layer in load]
+    width = max(map(len, shares))  # layers may have fewer experts than others
+    shares = [[*row, *[math.nan] * (width - len(row))] for row in shares]
     image = heat.imshow(shares, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
     heat.set(xlabel="expert", ylabel="MoE layer", title=f"load / mean, step {step}")
     figure.colorbar(image, ax=heat)

@@ -217,10 +217,15 @@ class LoadBalancer:
         self.config, self.terms, self.recording = model.config, [], True
         self.moe_layers = [m for m in model.modules() if isinstance(m, MoE)]
         whole = layout.stages is None
-        n = len(self.moe_layers) if whole else len(self.config.moe_layers)
+        self.sizes = [len(m.router) for m in self.moe_layers]  # E of each row of counts
+        if not whole:
+            self.sizes = [self.config.experts_of(i) for i in sorted(self.config.moe_layers)]
+        n = len(self.sizes)
         self.has_aux_loss = n > 0 and max(aux, seq, z) > 0
         shape, device = (n, self.config.n_experts), next(model.parameters()).device
         self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        sizes = torch.tensor(self.sizes, device=device).view(-1, 1)
+        self.absent = torch.arange(shape[1], device=device) >= sizes
         self.rows = range(n) if whole else layout.stages.local_moe_layers()  # rows of counts
         observe = torch.compiler.disable(self._observe)  # it stores tensors outside the graph
         for i, layer in zip(self.rows, self.moe_layers, strict=True):
@@ -253,16 +258,17 @@ class LoadBalancer:
 
     def update(self, layout: ParallelDims = SINGLE_PROCESS) -> float | None:
         """End of a step: update the expert biases; .last = token counts (MoE layers, E) of the step
-        over all ranks, .row = their statistics for metrics.jsonl. Returns the load of the busiest
-        expert over the mean, in the worst layer (1 is perfect; None: no MoE layers)."""
+        over all ranks (-1: no such expert), .row = their statistics for metrics.jsonl. Returns the
+        load of the busiest expert over the mean, in the worst layer (1 is perfect; None: no MoE
+        layers)."""
         self.row: dict[str, Any] = {}
         if not len(self.counts):
             return None
-        self.last = layout.all_reduce_sum(self.counts.clone())
+        self.last = layout.all_reduce_sum(self.counts.clone()).masked_fill_(self.absent, -1)
         self.counts.zero_()
         for i, layer in zip(self.rows, self.moe_layers):
             if self.config.correction_bias:
-                moe.update_bias_(layer.expert_bias, self.last[i], self.speed)
+                moe.update_bias_(layer.expert_bias, self.last[i, : self.sizes[i]], self.speed)
         stats = moe.load_statistics(self.last)
         self.row = {
             "worst_load": round(stats["max_over_mean"], 3),
@@ -270,6 +276,10 @@ class LoadBalancer:
             "dead_experts": int(stats["dead"]),
         }
         return stats["max_over_mean"]
+
+    def expert_load(self) -> list[list[int]]:
+        """The token counts of the last step, by MoE layer and expert."""
+        return [row[:n] for row, n in zip(self.last.tolist(), self.sizes)]
 
 
 def clip_gradients(

@@ -49,9 +49,9 @@ def upcycle_(model: Transformer, config: ModelConfig, seed: int) -> Transformer:
     """Sparse upcycling (arXiv:2212.05055), in place: every MLP becomes the MoE of `config`, with
     copies of the MLP as experts and a small random router. The model's output is unchanged."""
     rng = torch.Generator().manual_seed(seed)
-    for block in model.layers:
+    for i, block in enumerate(model.layers):
         with torch.device("meta"):
-            moe_layer = MoE(config)
+            moe_layer = MoE(config, i)
         gate, up, down = (p.weight for p in block.mlp.children())
         gate_up, down = moe.upcycle_mlp(gate, up, down, config.n_experts)
         router = torch.empty(moe_layer.router.shape).normal_(0.0, 0.02, generator=rng)
