@@ -38,6 +38,7 @@ import linecache
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import resource
@@ -5172,43 +5173,86 @@ def test_engine_compiled_steps_change_no_token():
     assert 1 < len(engine.cuda_graphs.graphs) <= 4
 
 
-def engine_of_rank(kv_dtype, env) -> None:
-    """Rank 0 runs prompts, rank 1 decodes, from blocks of 5 to blocks of 8."""
+def join_placement(placement, name: str = "gqa") -> tuple:
+    """This rank's worker of a placement, and its shard of a model."""
+    model = paged_model(name)
+    worker = disaggregated.Worker(placement, 2 if name == "gqa" else 1)
+    shards = LOAD.TPShards(SimpleNamespace(mesh=worker, shard_batch=False, ffn_2d=False))
+    shards.shard_(model), shards.finalize_(model)
+    return worker, model
+
+
+def engine_of_rank(text, name, kv_dtype, env) -> tuple:
+    """Some ranks run prompts, the others decode, from blocks of 5 to blocks of 8. Returns what this
+    rank sends (bytes of KV, and in all), its outputs, and on rank 0 those of one process."""
     P.INTERPRET = False
-    model, r = paged_model(), random.Random(0)
+    worker, model = join_placement(placement := GCONF.parse_placement(text), name)
+    sent, send, n = [0, 0], dist.send_object_list, placement.n_prefill
     requests = [([], P.SamplingParams())]
     for i in range(12):
         more = dict(max_new_tokens=1 + 3 * i % 17, temperature=float(i % 3), n=1 + i % 2, seed=i)
         requests.append((paged_prompt(1 + 7 * i % 30, i), P.SamplingParams(**more)))
 
-    def build(**options):
+    def build(model, **options):
         more = dict(sampler=S.RowSampler(97, 64, "cpu"), kv_dtype=kv_dtype)
         return paged_engine(model, **options, **more)
 
-    engine = build(num_blocks=14, block_size=5 + 3 * env.rank)
-    if env.rank == 0:
-        numbered = [(i, *request) for i, request in enumerate(requests)]
-        disaggregated.prefill_worker(engine, numbered, [1])
+    def counted(objects, rank):
+        for seq in objects[0].sequences if objects[0] else ():
+            sent[0] += sum(x.nbytes for x in seq.swapped_kv[1:] if x is not None)
+        sent[1] += len(pickle.dumps(objects))
+        send(objects, rank)
+
+    prompts, params = map(list, zip(*requests))
+    engine, outputs = build(model, num_blocks=14, block_size=5 if worker.index < n else 8), []
+    if worker.index < n:
+        numbered = [*zip(range(13), prompts, params)] if worker.rank("tp") == 0 else []
+        dist.send_object_list = counted
+        todo = disaggregated.from_first_rank(iter(numbered[worker.index :: n]), worker.tp_group)
+        disaggregated.prefill_worker(engine, todo, worker.peers)
+        dist.send_object_list = send
     else:
-        outputs = disaggregated.decode_worker(engine, [0])
-        want = build(num_blocks=99, block_size=16).generate(*map(list, zip(*requests)))
-        assert paged_tokens(outputs) == paged_tokens(want)
-        assert [o.error for o in outputs] == [o.error for o in want] and outputs[0].error
+        outputs = disaggregated.decode_worker(engine, worker.peers, worker.tp_group)
     paged_idle(engine)
+    whole = build(paged_model(name), num_blocks=99)
+    return sent, outputs, whole.generate(prompts, params) if env.rank == 0 else []
 
 
+# placement, model, type of KV: bytes of KV per token (layers, parts, heads, dim, size of an element)
+ENGINE_PLACEMENTS = {
+    ("1x1:2x1", "gqa", None): 3 * 2 * 2 * 16 * 4,
+    ("2x1:1x1", "gqa", "int8"): 3 * 2 * 2 * (16 + 4),
+    ("1x1:1x2", "gqa", None): 3 * 2 * 2 * 16 * 4,
+    ("1x2:1x1", "gqa", None): 3 * 2 * 2 * 16 * 4,
+    ("1x1:1x2", "absorbed", None): 3 * 1 * 2 * 32 * 4,
+}
 engine_ranks = on_ranks(
-    "engine_ranks",
-    {"fp32": partial(engine_of_rank, None), "int8": partial(engine_of_rank, "int8")},
-    world=2,
+    "engine_ranks", {case: partial(engine_of_rank, *case) for case in ENGINE_PLACEMENTS}, world=3
 )
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
-def test_engine_prefill_and_decode_in_two_processes(kind, engine_ranks):
-    """Disaggregated prefill: one process runs prompts, another decodes, and KV is sent by gloo:
-    tokens and errors are those of one process."""
-    assert engine_ranks[kind] == [None, None]
+@pytest.mark.parametrize("case", ENGINE_PLACEMENTS, ids=str)
+def test_engine_prefill_and_decode_in_processes(case, engine_ranks):
+    """Disaggregated prefill: workers of one or more ranks run prompts, others decode, and KV is
+    sent by gloo: tokens and errors are those of one process, and a rank gets its heads' KV only."""
+    placement, ranks = GCONF.parse_placement(case[0]), engine_ranks[case]
+    whole, n = ranks[0][2], placement.n_decode
+    for i, worker in enumerate(placement.workers[placement.n_prefill :]):
+        for got in (ranks[rank][1] for rank in worker):
+            assert paged_tokens(got) == paged_tokens(whole[i::n]) and (got[0].error or i)
+            assert [o.error for o in got] == [o.error for o in whole[i::n]]
+    sent = [len(o.prompt_ids) for o in whole for s in o.samples if len(s.token_ids) > 1]
+    kv, pickled = (sum(sent[i] for sent, *_ in ranks) for i in range(2))
+    assert kv == sum(sent) * ENGINE_PLACEMENTS[case] and kv < pickled < kv + 100_000
+
+
+@given(*map(strategies.sampled_from, ((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16))))
+def test_engine_ranks_get_their_kv_heads(H, p, d):
+    """KV heads that a decode rank gets, in order == those it caches, sharded or replicated."""
+    heads = lambda i, tp: [*range(H)][i * H // tp :][: max(1, H // tp)]
+    slices = disaggregated.Placement(1, p, 1, d).kv_slices(H)
+    for j in range(d):
+        assert sum((heads(i, p)[x] for i, to, x in slices if to == j), []) == heads(j, d)
 
 
 PAGED_COMPILE = """
@@ -10108,29 +10152,85 @@ def test_serving_goodput_is_the_highest_rate_that_meets_the_limits():
     assert goodput(lambda rate: 1.0, 1.0) == INF and goodput(lambda rate: 0.89, 1.0) == 0
 
 
-def disaggregated_trace(env):
-    """Latencies of 6 requests of 20 ms steps: colocated, and 1 prefill process with 2 for
-    decode."""
-    engine = paged_engine(paged_model(), num_blocks=64, sampler=S.RowSampler(97, 64, "cpu"))
+def disaggregated_trace(placement, fails, env):
+    """Latencies of 6 requests. fails: rank 1 raises in its third step."""
+    worker, model = join_placement(placement)
+    engine = paged_engine(model, num_blocks=64, sampler=S.RowSampler(97, 64, "cpu"))
+    if fails and env.rank == 1:
+        model.hook = lambda: model.calls[2:] and 1 / 0
     arrive = [0.0, 0.0, 0.05, 0.1, 0.1, 0.4]
     trace = [
         SimpleNamespace(arrival_time=t, ids=paged_prompt(9 + i, i), max_new_tokens=1 + i)
         for i, t in enumerate(arrive)
     ]
-    out = {}
-    for n in (0, 1):
-        got = disaggregated.run_trace(engine, trace, greedy(), n)
-        assert len(got) == 6 and all(0 < a < 20 and b >= 0 for a, b in got), got
-        assert got[0][1] == 0 and all(b > 0 for _, b in got[1:])
-        out[n] = got
-    return out
+    try:
+        got = disaggregated.run_trace(engine, trace, greedy(), worker)
+    except (RuntimeError, ZeroDivisionError):
+        (env.folder / f"failed{env.rank}").touch()
+        raise
+    assert len(got) == 6 and all(0 < a < 20 and b >= 0 for a, b in got), got
+    assert got[0][1] == 0 and all(b > 0 for _, b in got[1:])
+    return got
+
+
+def goodput_of_rank(config, env):
+    """The table of --disaggregate auto, or the error."""
+    (path := env.folder / f"config{env.rank}.json").write_text(json.dumps(config.to_hf()))
+    flags = f"--device cpu --dummy {path} --bench-serving 2 --disaggregate auto --request-rate 9e9"
+    flags += " --set slo=9:9 --set input_tokens=1:4 --set output_tokens=1:2 --kv-blocks 9"
+    done = run_generate(*flags.split())
+    return done.out if done.code == 0 else done.err
 
 
 def test_serving_trace_on_ranks(tmp_path):
-    """Colocated, and one prefill with two decode processes: every request's two times, positive and
-    the same on all ranks."""
-    a, b, c = run_on_ranks(tmp_path, {"x": disaggregated_trace}, 3)["x"]
-    assert a == b == c
+    """Every placement on 3 ranks: each request's two times, positive and the same on all ranks, and
+    --disaggregate auto has a row. If one rank of a worker fails, all end with an error."""
+    every = disaggregated.placements(3, (1, 2))
+    cases = {p: partial(disaggregated_trace, p, False) for p in every}
+    cases |= dict(gqa=partial(goodput_of_rank, tiny()), mla=partial(goodput_of_rank, latent()))
+    cases["fails"] = partial(disaggregated_trace, every[-1], True)
+    ranks = run_on_ranks(tmp_path, cases, 3)
+    assert all(ranks[name].count(ranks[name][0]) == 3 for name in list(cases)[:-1])
+    for table in (ranks["gqa"][0], ranks["mla"][0]):
+        rows = [":".join(line.split()[:2]) for line in table.splitlines()[1:]]
+        assert sorted(rows) == ["1x1:1x2", "1x1:2x1", "1x2:1x1", "2x1:1x1", "colocated:3x1"], table
+        assert table.count("best") == 1
+    assert "ZeroDivisionError" in ranks.errors["fails"]
+    assert len([*tmp_path.glob("*/failed*")]) == 3
+
+
+def test_serving_placements_of_a_model(monkeypatch):
+    """--disaggregate auto tries the sizes of both phases' workers that divide the model; one line
+    refuses others, and what does not work with several ranks."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    parse = lambda flags: G.parse_args(f"--bench-serving --disaggregate {flags}".split())
+    found = lambda flags, **c: SRUN.candidate_placements(parse(flags), tiny(**c))
+    tps = lambda *args, **c: {p[1::2] for p in found(*args, **c) if p.n_prefill}
+    assert tps("auto") == {*product((1, 2), (1, 2))} and tps("auto --compile") == {(1, 1)}
+    assert tps("auto", n_heads=6, n_kv_heads=3, ffn_dim=96) == {(1, 1), (1, 3), (3, 1)}
+    assert found("1x2:2") == [(0, 1, 4, 1), (0, 1, 2, 2), (1, 2, 2, 1)]
+    lines = {"1x3:1": "n_heads 4", "1x2:1x2 --compile": "--compile", "1x2:1": "3, not 4"}
+    for flags, words in lines.items():
+        with pytest.raises(ValueError, match=f"^--disaggregate {flags[:3]}.*{words}.*$"):
+            found(flags)
+
+
+def test_serving_search_finds_the_best_placement(monkeypatch):
+    """With simulated workers, fastest on 2 ranks for prefill and on 1 for decoding: all numbers and
+    sizes of the workers of both phases are tried, and the goodput is that of the slower phase."""
+    join = lambda placement, n_kv_heads: SimpleNamespace(placement=placement, tp_group=None)
+    speed = lambda n, tp, best: 10.0 * n * tp / (1 + abs(tp - best))
+    speeds = lambda p: (speed(*p[:2], 2) if p[0] else 15.0, speed(*p[2:], 1))
+    run = lambda engine, rate, params, worker: [[rate / x for x in speeds(worker.placement)]]
+    monkeypatch.setattr(disaggregated, "Worker", join)
+    monkeypatch.setattr(disaggregated, "run_trace", run)
+    every, sizes = disaggregated.placements(4, (1, 2)), (range(1, 4), (1, 2)) * 2
+    want = [p for p in product(*sizes) if p[0] * p[1] + p[2] * p[3] == 4]
+    assert sorted(every) == [(0, 1, 2, 2), (0, 1, 4, 1), *want]
+    found = disaggregated.search(lambda _: None, lambda rate: rate, greedy(), (1, 1), every, 2, 1.0)
+    assert max(found, key=found.get) == (1, 2, 2, 1) and [*found] == every
+    assert all(0.9 < x / min(speeds(p)) <= 1 for p, x in found.items())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -18702,7 +18802,7 @@ x --set ffn_2d=true                         | --set ffn_2d requires --tp
 --bench-serving --set policy=sjf            | --set policy fcfs longest-prefix
 --bench-serving --set slo=1:1               | --set slo requires --disaggregate
 --bench-serving --disaggregate 1:1 --set slo=1 | --set slo A:B
---bench-serving --disaggregate 1:0          | --disaggregate A:B 1:0
+--bench-serving --disaggregate 1x0:1        | --disaggregate PxT:DxT 1x0:1
 --bench-serving --disaggregate 1:1          | --disaggregate 1:1 torchrun --nproc-per-node 2
 --bench-serving --disaggregate auto         | --disaggregate auto torchrun
 x --set expert_load=x                       | --set expert_load requires --ep

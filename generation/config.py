@@ -11,6 +11,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from model import CONFIGS
 from paged_kv import SamplingParams
+from serving.disaggregated import Placement
 from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse, rare
 
 SHIPPED = Path(__file__).resolve().parents[1] / "checkpoints" / "small"
@@ -176,8 +178,9 @@ class GenerateConfig(Settings):
     max_num_seqs: int = flag(64, "running sequences at most", "1 or more", metavar="N")
     kv_cache_dtype: str | None = flag(None, "quantize the KV cache", choices=("int8", "fp8"))
     disaggregate: str | None = flag(
-        None, "measure goodput under torchrun: P prefill and D decode processes against colocated "
-        "engines; auto: every split", metavar="P:D|auto")
+        None, "measure goodput under torchrun: P prefill and D decode workers of T tensor-parallel "
+        "ranks each (default 1) against colocated engines; auto: every placement on all ranks",
+        metavar="P[xT]:D[xT]|auto")
     slo: str = rare("1:0.1", "seconds to the first token, and per further token, for goodput")
     arrival_cv: float = rare(1.0, "variation of the time between arrivals; 1: Poisson", "0 or more")
     input_tokens: str = rare("16:128", "tokens of a random prompt, uniform from A to B")
@@ -256,7 +259,7 @@ EXCLUDES = [
     ("shard_batch", "batch bench_serving speculate perplexity", "it shards the --n rows"),
     ("offload", "quantize calibrate save quantize_report adapter compile tp pp ep",
      "layers are copied to the device one by one"),
-    ("disaggregate", "tp pp ep json speculate", "each process has a whole model"),
+    ("disaggregate", "tp pp ep json speculate", "each placement shards the model by itself"),
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("dummy", "checkpoint chat", "it has random weights and no tokenizer"),
@@ -292,7 +295,7 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         if not Path(args.offload).is_dir():
             raise ValueError(f"--offload {args.offload}: must be cpu or a folder that exists")
     if args.disaggregate not in (None, "auto"):
-        args.disaggregate = parse_pair("--disaggregate", args.disaggregate, int)
+        args.disaggregate = parse_placement(args.disaggregate)
     args.slo = parse_pair("--set slo", args.slo, float)
     k = args.speculate_k
     if k != "auto" and not (k.isdecimal() and 1 <= int(k) <= 64):
@@ -315,6 +318,14 @@ def parse_pair(flag: str, text: str, number: type) -> tuple:
     except ValueError:
         raise ValueError(f"{flag} must be A:B, two positive numbers, not {text!r}") from None
     return a, b
+
+
+def parse_placement(text: str) -> Placement:
+    """P:D, workers, or PxT:DxT, workers and ranks of each; ValueError names the flag."""
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?:([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if match is None:
+        raise ValueError(f"--disaggregate must be P:D, PxT:DxT or auto, not {text!r}")
+    return Placement(*(int(n or 1) for n in match.groups()))
 
 
 def read_sampling(args: GenerateConfig) -> SamplingParams:

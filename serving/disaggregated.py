@@ -2,7 +2,7 @@
 
 A prompt's chunk and the decoding sequences of one engine share each step, so a prompt delays every
 next token. Engines in processes of their own do not disturb each other, and each phase can have its
-own batch size and number of workers (DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677).
+own batch size, workers and parallelism (DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677).
 `prefill_worker` runs each prompt to its first token, exports the request with its KV in host memory
 (Engine.export_request, the format of KV swap, so block sizes may differ) and sends it;
 `decode_worker` imports it and goes on:
@@ -10,18 +10,24 @@ own batch size and number of workers (DistServe, arXiv:2401.09670; Splitwise, ar
     torch.distributed.init_process_group("gloo")
     engine = Engine(model, num_blocks=1024)
     if dist.get_rank() == 0:
-        prefill_worker(engine, [(0, prompt_ids, params), ...], targets=[1])
+        prefill_worker(engine, [(0, prompt_ids, params), ...], targets=[{1: slice(None)}])
     else:
-        outputs = decode_worker(engine, sources=[0])
+        outputs = decode_worker(engine, sources=[[0]])
+
+A worker may be several tensor-parallel ranks with an engine each. They run the same steps: the
+first rank decides what is added before each. A prefill rank sends a decode rank the KV heads that
+the latter caches, and no others.
 
 `torchrun --nproc-per-node 4 generate.py --bench-serving 100 --disaggregate auto` measures goodput,
 the highest request rate at which 90% of the requests meet two limits, on the time to the first
-token and on the time per further token (DistServe, section 2.2), of every split of the processes
-into prefill and decode workers, and of as many engines that do both.
+token and on the time per further token (DistServe, section 2.2), of every placement on all ranks:
+number and tensor parallelism of the workers of each phase, and of colocated engines. DistServe
+(sections 4.1, 4.2) searches the same and pipeline parallelism, by simulation; here each is run.
 
-Cost: the KV of each prompt crosses the network once, pickled by send_object_list. When it loses:
-short prompts, where the transfer takes longer than the prefill; few requests, which leave workers
-idle; loose limits, which colocated engines meet at a higher rate.
+Cost: the KV of each prompt crosses the network once, pickled by send_object_list; `auto` loads the
+model for every placement. When it loses: short prompts, where the transfer takes longer than the
+prefill; few requests, which leave workers idle; loose limits, which colocated engines meet at a
+higher rate.
 
 Equivalence (test_all.py): outputs == those of one engine, sampled ones and errors included.
 Needs: paged_kv.py, and a process group of gloo or another that sends objects.
@@ -32,19 +38,112 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
+import gc
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from itertools import accumulate, product
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from paged_kv import Engine, KVTransfer, Output, SamplingParams
+from paged_kv import Engine, KVTransfer, Output, SamplingParams, SwappedKV
 
 Request = tuple[int, list[int], SamplingParams]  # id, prompt, parameters
+
+
+class Placement(NamedTuple):
+    """Workers of each phase, and tensor-parallel ranks of each worker; the first ranks are those of
+    prefill. n_prefill 0: colocated, the decode workers run the prompts too."""
+
+    n_prefill: int
+    prefill_tp: int
+    n_decode: int
+    decode_tp: int
+
+    def __str__(self) -> str:
+        return "{}x{}:{}x{}".format(*self)
+
+    @property
+    def workers(self) -> list[range]:
+        """The ranks of each worker."""
+        sizes = [self.prefill_tp] * self.n_prefill + [self.decode_tp] * self.n_decode
+        return [range(end - n, end) for n, end in zip(sizes, accumulate(sizes))]
+
+    def kv_slices(self, n_kv_heads: int) -> list[tuple[int, int, slice]]:
+        """What a prefill worker sends to a decode worker: (sender and receiver, as ranks within the
+        workers; which of the sender's heads). Heads are sharded or replicated as by apply_tp."""
+        heads = lambda i, tp: range(i * n_kv_heads // tp, -(-(i + 1) * n_kv_heads // tp))
+        slices = []
+        for i, j in product(range(self.prefill_tp), range(self.decode_tp)):
+            have, need = heads(i, self.prefill_tp), heads(j, self.decode_tp)
+            first, stop = max(have.start, need.start), min(have.stop, need.stop)
+            if first < stop and i * n_kv_heads % self.prefill_tp == 0:  # the first of replicas
+                slices.append((i, j, slice(first - have.start, stop - have.start)))
+        return slices
+
+
+def placements(ranks: int, tps: Iterable[int]) -> list[Placement]:
+    """Every placement on `ranks` ranks with workers of a size in tps, colocated ones first."""
+    return [
+        Placement(n // p, p, (ranks - n) // d, d)
+        for n in range(ranks)
+        for p, d in product(tps if n else (1,), tps)
+        if n % p == 0 == (ranks - n) % d
+    ]
+
+
+class Worker:
+    """This rank's worker of a placement; the `mesh` of parallel.apply_tp, with no dimension but tp.
+    peers: for each worker of the other phase, its ranks that exchange KV with this rank, and which
+    of the sender's heads. n_kv_heads: of the whole model; 1 if all heads share a latent."""
+
+    def __init__(self, placement: Placement, n_kv_heads: int):
+        """Collective: makes the process groups of all workers."""
+        self.placement, workers, rank = placement, placement.workers, dist.get_rank()
+        groups = [dist.new_group(list(w)) if len(w) > 1 else None for w in workers]
+        self.index = next(i for i, ranks in enumerate(workers) if rank in ranks)
+        self.ranks, self.tp_group = workers[self.index], groups[self.index]
+        slices, n, me = placement.kv_slices(n_kv_heads), placement.n_prefill, self.rank("tp")
+        self.peers = [{w[i]: x for i, j, x in slices if j == me} for w in workers[:n]]
+        if self.index < n:
+            self.peers = [{w[j]: x for i, j, x in slices if i == me} for w in workers[n:]]
+
+    def group(self, dim: str) -> Any:
+        return self.tp_group
+
+    def size(self, dim: str) -> int:
+        return len(self.ranks)
+
+    def rank(self, dim: str) -> int:
+        return dist.get_rank() - self.ranks[0]
+
+
+def from_first_rank(items: Iterator, group: Any) -> Iterator:
+    """The items of a worker's first rank, on all its ranks. group None: it has one rank."""
+
+    def next_item() -> Any:
+        box = [next(items, ...) if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(box, group=group, group_src=0)
+        return box[0]
+
+    return items if group is None else iter(next_item, ...)
+
+
+def map_kv(fn: Callable[[list[Tensor]], Tensor], *parts: KVTransfer) -> KVTransfer:
+    """The first transfer, with fn of the KV tensors (L, 2 or 1, Hkv, n, ...) of all `parts`."""
+    sequences = []
+    for seqs in zip(*(part.sequences for part in parts)):
+        (n, *_), *kv = zip(*(seq.swapped_kv for seq in seqs))
+        kv = [None if x[0] is None else fn(x) for x in kv]
+        sequences.append(replace(seqs[0], swapped_kv=SwappedKV(n, *kv)))
+    return KVTransfer(parts[0].output, sequences)
 
 
 def add_arrived(
@@ -66,42 +165,66 @@ def add_arrived(
 
 
 def prefill_worker(
-    engine: Engine, requests: Iterable[Request | None], targets: Sequence[int]
+    engine: Engine, requests: Iterable[Request | None], targets: Sequence[Mapping[int, slice]]
 ) -> None:
-    """Run each prompt to its first token and send it, with its KV, to rank targets[id % n]."""
+    """Run each prompt to its first token and send it to the ranks of targets[id % n], with the
+    slice of this engine's KV heads that each maps to."""
     arrivals, more = iter(requests), True
 
     def send(output: Output) -> None:
         transfer = KVTransfer(output, []) if output.finished else engine.export_request(output.id)
-        dist.send_object_list([transfer], targets[output.id % len(targets)])
+        for rank, heads in targets[output.id % len(targets)].items():
+            part = map_kv(lambda x: x[0][:, :, heads].contiguous(), transfer)  # not a view: pickled
+            dist.send_object_list([part], rank)
 
     while more or engine.unfinished:
         more = more and add_arrived(engine, arrivals, send)
         for output in engine.step():
             send(output)
-    for rank in targets:
+    for rank in (rank for target in targets for rank in target):
         dist.send_object_list([None], rank)
 
 
-def decode_worker(engine: Engine, sources: Sequence[int]) -> list[Output]:
-    """Decode the requests that the ranks `sources` send; returns the outputs in order of id."""
-    inbox: queue.Queue[KVTransfer | BaseException | None] = queue.Queue(maxsize=64)
+def start_receiving(sources: Sequence[Iterable[int]]) -> tuple[list[queue.Queue], queue.Queue]:
+    """A queue for each source, of its transfers and last None, or the exception that ended it; and
+    one of the indices of sources in the order of arrival. Threads fill them."""
+    inboxes: list[queue.Queue] = [queue.Queue() for _ in sources]
+    order: queue.Queue[int] = queue.Queue()
 
-    def receive(source: int) -> None:
-        box: list[Any] = [...]
-        while box[0] is not None:
+    def receive(i: int, transfer: Any = ...) -> None:
+        while transfer is not None and not isinstance(transfer, BaseException):
+            parts: list[KVTransfer | None] = []
             try:
-                dist.recv_object_list(box, source)
+                for rank in sources[i]:
+                    dist.recv_object_list(box := [None], rank)
+                    parts += box
+                transfer = parts[0] and map_kv(partial(torch.cat, dim=2), *parts)
             except BaseException as e:  # the other worker died
-                return inbox.put(e)
-            inbox.put(box[0])
+                transfer = e
+            inboxes[i].put(transfer)
+            order.put(i)
 
-    for source in sources:
-        threading.Thread(target=receive, args=(source,), daemon=True).start()
-    outputs, open_sources = {}, len(sources)
+    for i in range(len(sources)):
+        threading.Thread(target=receive, args=(i,), daemon=True).start()
+    return inboxes, order
+
+
+def decode_worker(
+    engine: Engine, sources: Sequence[Iterable[int]], group: Any = None
+) -> list[Output]:
+    """Decode the requests that prefill workers send; returns the outputs in order of id. sources:
+    of each such worker the ranks that send this engine's KV heads, in order of heads. group: of
+    this worker, if it has several ranks."""
+    inboxes, order = start_receiving(sources)
+
+    def arrived() -> Iterator[int | None]:
+        while True:  # blocks only if there is nothing to decode
+            yield None if engine.unfinished and order.empty() else order.get()
+
+    outputs, open_sources, arrivals = {}, len(sources), from_first_rank(arrived(), group)
     while open_sources or engine.unfinished:
-        while open_sources and (not engine.unfinished or not inbox.empty()):
-            transfer = inbox.get()  # blocks only if there is nothing to decode
+        while open_sources and (i := next(arrivals)) is not None:
+            transfer = inboxes[i].get()
             if isinstance(transfer, BaseException):
                 raise transfer
             if transfer is None:
@@ -132,36 +255,36 @@ def colocated_worker(engine: Engine, requests: Iterable[Request | None]) -> list
 
 
 def run_trace(
-    engine: Engine, trace: Sequence[Any], params: SamplingParams, n_prefill: int
+    engine: Engine, trace: Sequence[Any], params: SamplingParams, worker: Worker
 ) -> list[tuple[float, float]]:
-    """Run a trace of (arrival_time, ids, max_new_tokens) in real time: the first n_prefill ranks
-    run prompts, the others decode; 0: every rank does both, for its share. Collective. Returns on
-    all ranks the (time to first token, time per further token) of each request, in seconds."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    """Run a trace of (arrival_time, ids, max_new_tokens) in real time on all workers of a
+    placement; each runs prompts for its share. Collective. Returns on all ranks the (time to first
+    token, time per further token) of each request, in seconds."""
+    n_prefill, _, n_decode, _ = worker.placement
     dist.barrier()
     start = time.perf_counter()
     engine.clock = lambda: time.perf_counter() - start
 
-    def arrivals(workers: int) -> Iterator[Request | None]:
-        for i in range(rank, len(trace), workers):
+    def arrivals() -> Iterator[Request | None]:
+        for i in range(worker.index, len(trace), n_prefill or n_decode):
             while engine.clock() < trace[i].arrival_time:
                 yield None
             new, seed = trace[i].max_new_tokens, (params.seed + i) % 2**63
             yield i, trace[i].ids, replace(params, max_new_tokens=new, seed=seed)
 
-    outputs = []
+    outputs, requests = [], from_first_rank(arrivals(), worker.tp_group)
     if not n_prefill:
-        outputs = colocated_worker(engine, arrivals(ranks))
-    elif rank < n_prefill:
-        prefill_worker(engine, arrivals(n_prefill), range(n_prefill, ranks))
+        outputs = colocated_worker(engine, requests)
+    elif worker.index < n_prefill:
+        prefill_worker(engine, requests, worker.peers)
     else:
-        outputs = decode_worker(engine, range(n_prefill))
+        outputs = decode_worker(engine, worker.peers, worker.tp_group)
     latencies, errors = {}, [output.error for output in outputs if output.error is not None]
     for output in outputs if not errors else ():
         _, first, *later = output.timestamps
         per_token = (later[-1] - first) / len(later) if later else 0.0
         latencies[output.id] = first - trace[output.id].arrival_time, per_token
-    gathered: list[Any] = [None] * ranks
+    gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (latencies, errors))
     if errors := [error for _, part in gathered for error in part]:
         raise ValueError(errors[0])
@@ -192,20 +315,33 @@ def goodput(
 
 
 def search(
-    engine: Engine,
+    build: Callable[[Worker], Engine],
     make_trace: Callable[[float], Sequence[Any]],
     params: SamplingParams,
     limits: tuple[float, float],
-    splits: Sequence[int],
+    candidates: Sequence[Placement],
+    n_kv_heads: int,
     rate: float,
-) -> dict[int, float]:
-    """{prefill ranks (0: colocated): goodput in requests per second}. make_trace(rate): the trace;
-    limits: on the time to first token and per further token, seconds. Collective."""
+) -> dict[Placement, float]:
+    """{placement: goodput in requests per second}. build(worker): this rank's engine; make_trace
+    (rate): the trace; limits: on the time to first token and per further token, seconds;
+    n_kv_heads: see Worker. Collective."""
 
-    def attainment(rate: float, n_prefill: int) -> float:
-        latencies = run_trace(engine, make_trace(rate), params, n_prefill)
-        return sum(a <= limits[0] and b <= limits[1] for a, b in latencies) / len(latencies)
+    def measure(placement: Placement) -> float:
+        if torch.cuda.is_available():  # free the last engine, whose CUDA graphs refer to it
+            gc.collect()
+            torch.cuda.empty_cache()
+        worker = Worker(placement, n_kv_heads)
+        engine = build(worker)
 
-    for n in splits:  # the first run of each compiles and allocates
-        run_trace(engine, make_trace(math.inf), params, n)
-    return {n: goodput(lambda rate, n=n: attainment(rate, n), rate) for n in splits}
+        def attainment(rate: float) -> float:
+            latencies = run_trace(engine, make_trace(rate), params, worker)
+            return sum(a <= limits[0] and b <= limits[1] for a, b in latencies) / len(latencies)
+
+        attainment(math.inf)  # the first run compiles and allocates
+        found = goodput(attainment, rate)
+        if worker.tp_group is not None:
+            dist.destroy_process_group(worker.tp_group)
+        return found
+
+    return {placement: measure(placement) for placement in candidates}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from generation.bench import device_name
 from generation.config import GenerateConfig
-from generation.load import load, load_draft, moe_layers, pick_device
+from generation.load import is_quantized, load, load_draft, moe_layers, pick_device
 from generation.ranks import (
     Rank0Policy, all_reduce_min, broadcast_object, rank0_then_broadcast, run_on_all_or_raise,
 )  # fmt: skip
@@ -30,7 +30,7 @@ from huggingface.weights import read_config
 from model import CONFIGS, ModelConfig, Transformer
 from paged_kv import LongestPrefix, fcfs
 from serving import batch as serving_batch
-from serving.disaggregated import search
+from serving.disaggregated import Placement, Worker, placements, search
 
 
 def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
@@ -140,6 +140,23 @@ def bench_serving(args: GenerateConfig) -> None:
     }
     workload = serving_batch.Workload(args.bench_serving, seed=args.sampling_params.seed, **flags)
     device = run_on_all_or_raise(partial(pick_device, args.device))
+    params = replace(args.sampling_params, ignore_eos=True)
+    if args.disaggregate:
+        print(goodput_table(args, device, workload, params))
+        return
+    engine = load_engine(args, device)
+    vocab = engine.model.config.vocab_size
+    trace = workload.trace(vocab)
+    shift = lambda ids: [(i + 1) % vocab for i in ids]
+    first = trace[: 2 * args.max_num_seqs]
+    warm_up = [replace(a, arrival_time=0.0, ids=shift(a.ids)) for a in first]
+    serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
+    metrics = serving_batch.replay(engine, trace, params, broadcast_object)
+    print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))
+
+
+def load_engine(args: GenerateConfig, device: Any) -> Any:
+    """The Engine of --bench-serving, of this rank's shard of the model."""
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
     engine = serving_batch.build_engine(model, **engine_options(args, model))
     enable_speculative_decoding(args, engine, tokenizer)
@@ -149,45 +166,58 @@ def bench_serving(args: GenerateConfig) -> None:
             f"--shared-prefix, input_tokens and output_tokens give up to {longest} tokens, but "
             f"the context or the KV cache (--kv-blocks) holds {engine.capacity}"
         )
-    params = replace(args.sampling_params, ignore_eos=True)
-    if args.disaggregate:
-        print(goodput_table(args, engine, workload, params))
-        return
-    trace = workload.trace(model.config.vocab_size)
-    shift = lambda ids: [(i + 1) % model.config.vocab_size for i in ids]
-    first = trace[: 2 * args.max_num_seqs]
-    warm_up = [replace(a, arrival_time=0.0, ids=shift(a.ids)) for a in first]
-    serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
-    metrics = serving_batch.replay(engine, trace, params, broadcast_object)
-    print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))
+    return engine
+
+
+def candidate_placements(args: GenerateConfig, config: ModelConfig) -> list[Placement]:
+    """The placements that --disaggregate compares. ValueError names the flag."""
+    given, ranks = args.disaggregate, dist.get_world_size() if dist.is_initialized() else 1
+    needed = max(2, ranks) if given == "auto" else given.workers[-1].stop
+    if ranks != needed:
+        raise ValueError(
+            f"--disaggregate {given}: start it with torchrun --nproc-per-node {needed}, not {ranks}"
+        )
+    whole = any(map(args.is_on, ("compile", "calibrate", "adapter", "offload")))
+    whole = whole or args.dummy is None and is_quantized(args.checkpoint)
+    heads, sizes = config.n_kv_heads, (config.n_heads, config.ffn_dim, config.expert_ffn_dim or 0)
+    fits = lambda t: not (whole or any(n % t for n in sizes) or max(heads, t) % min(heads, t))
+    tps = range(1, ranks + 1) if given == "auto" else {given.prefill_tp, given.decode_tp}
+    fitting = [t for t in tps if t == 1 or fits(t)]
+    if given == "auto":
+        return placements(ranks, fitting)
+    if len(fitting) < len(tps):
+        raise ValueError(
+            f"--disaggregate {given}: the ranks of a worker must divide n_heads {sizes[0]}, n_kv_"
+            f"heads {heads} and ffn_dim {sizes[1]}; workers of several ranks require weights that "
+            "are not quantized before, and no --compile, --calibrate, --adapter or --offload"
+        )
+    return [p for p in placements(ranks, fitting) if p == given or not p.n_prefill]
 
 
 def goodput_table(
-    args: GenerateConfig, engine: Any, workload: serving_batch.Workload, params: Any
+    args: GenerateConfig, device: Any, workload: serving_batch.Workload, params: Any
 ) -> str:
     """--disaggregate: goodput of colocated engines and of splits into prefill and decode."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    splits = range(ranks)
-    if args.disaggregate != "auto":
-        splits = [0, args.disaggregate[0]]
-        if ranks != sum(args.disaggregate):
-            raise ValueError(
-                f"--disaggregate {':'.join(map(str, args.disaggregate))}: start it with torchrun "
-                f"--nproc-per-node {sum(args.disaggregate)}, not {ranks}"
-            )
-    elif ranks == 1:
-        raise ValueError("--disaggregate auto: start it with torchrun --nproc-per-node 2 or more")
-    vocab = engine.model.config.vocab_size
+    name = args.dummy or args.checkpoint / "config.json"
+    config = CONFIGS[name] if name in CONFIGS else run_on_all_or_raise(partial(read_config, name))
     seeds = count(workload.seed)  # new prompts for each run: no prefix is cached
 
     def make_trace(rate: float) -> list[serving_batch.Arrival]:
-        return replace(workload, request_rate=rate, seed=next(seeds)).trace(vocab)
+        run = replace(workload, request_rate=rate, seed=next(seeds))
+        return run.trace(config.vocab_size)
+
+    def build(worker: Worker) -> Any:
+        args.mesh = worker if worker.size("tp") > 1 else None
+        return load_engine(args, device)
 
     rate = args.request_rate if args.request_rate < math.inf else 1.0
-    found = search(engine, make_trace, params, args.slo, splits, rate)
+    kv_heads = 1 if config.kv_lora_rank else config.n_kv_heads
+    candidates = candidate_placements(args, config)
+    found = search(build, make_trace, params, args.slo, candidates, kv_heads, rate)
     best = max(found, key=found.get)
     lines = [f"{'prefill':>9}{'decode':>8}   goodput, requests/s"]
-    for n, x in found.items():
-        name = f"{n:>9}{ranks - n:>8}" if n else f"{f'colocated {ranks}':>17}"
-        lines.append(f"{name}{x:>10.2f}{'  best' if n == best else ''}")
+    for p, x in found.items():
+        name, decode = f"{p.n_prefill}x{p.prefill_tp}", f"{p.n_decode}x{p.decode_tp}"
+        name = f"{name:>9}{decode:>8}" if p.n_prefill else f"{f'colocated {decode}':>17}"
+        lines.append(f"{name}{x:>10.2f}{'  best' if p == best else ''}")
     return "\n".join(lines)
