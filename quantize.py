@@ -511,6 +511,7 @@ class QuantizedLinear(QuantizedModule):
         super().__init__(weight, scheme, qtensors)
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.has_added_bias = False
         self.register_buffer("kept_index", None)
         self.register_buffer("kept_weight", None)
 
@@ -531,6 +532,13 @@ class QuantizedLinear(QuantizedModule):
     def keep_unquantized(self, index: Tensor, weight: Tensor) -> None:
         """Store these elements of the flat weight in the model's dtype too, and use them."""
         self.kept_index, self.kept_weight = index.int(), weight.to(self.dtype)
+
+    @torch.no_grad()
+    def add_to_bias(self, delta: Tensor) -> None:
+        """Add delta (N,) to the bias, or make it the bias of a layer that has none."""
+        self.has_added_bias |= self.bias is None
+        bias = delta if self.bias is None else self.bias + delta
+        self.bias = nn.Parameter(bias.to(self.dtype), requires_grad=False)
 
 
 class QuantizedStack(QuantizedModule):
@@ -765,21 +773,21 @@ VERSION = 1  # of quantization_config; increased when an older reader would misr
 
 def to_config(model: nn.Module, scheme: str, group_size: int | None, skip: Sequence[str]) -> dict:
     """quantization_config for config.json, from which from_config creates the same modules."""
-    kept = {
-        name: len(m.kept_index)
-        for name, m in model.named_modules()
-        if isinstance(m, QuantizedLinear) and m.kept_index is not None
-    }
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    kept = {n: len(m.kept_index) for n, m in layers.items() if m.kept_index is not None}
+    added = [n for n, m in layers.items() if m.has_added_bias]
     chosen = get_scheme(scheme, group_size)
     size = chosen.spec and chosen.spec.group_size
     config = {"quant_method": "sheaf", "version": VERSION, "scheme": scheme, "group_size": size}
-    return config | {"skip": list(skip)} | ({"kept": kept} if kept else {})
+    config |= {"skip": list(skip)} | ({"kept": kept} if kept else {})
+    return config | ({"added_bias": added} if added else {})
 
 
 def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """quantize_ a model on the meta device as quantization_config specifies, so that its tensors
     can be loaded. ValueError names the field."""
-    known = {"quant_method", "version", "scheme", "group_size", "skip", "kept", "calibrated"}
+    known = {"quant_method", "version", "scheme", "group_size", "skip", "calibrated"}
+    known |= {"kept", "added_bias"}
     if config.get("version") != VERSION or set(config) - known:
         unknown = ", ".join(sorted(set(config) - known)) or f"version {config.get('version')!r}"
         raise ValueError(
@@ -800,6 +808,11 @@ def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
         if name not in layers or type(n) is not int or not 0 < n <= math.prod(layers[name].shape):
             raise ValueError(f"quantization_config: kept has an invalid entry {name!r}: {n!r}")
         layers[name].keep_unquantized(torch.empty(n, device="meta"), torch.empty(n, device="meta"))
+    added = config.get("added_bias", [])
+    if not isinstance(added, list) or not all(isinstance(n, str) and n in layers for n in added):
+        raise ValueError("quantization_config: added_bias must be a list of quantized layers")
+    for name in added:
+        layers[name].add_to_bias(torch.empty(layers[name].out_features, device="meta"))
     return model
 
 

@@ -6255,9 +6255,12 @@ def test_quantize_save_and_load_is_bit_equal(family, scheme, tmp_path):
         index = torch.arange(i, layer.weight.numel(), 97)  # a different number in each layer
         if i % 3 and scheme in ("int4", "int2"):
             layer.keep_unquantized(index, quantize_normal(len(index)))
+        if i % 2:
+            layer.add_to_bias(quantize_normal(layer.out_features))
     written = quantize_save(model, one, scheme, skip)
     about = dict(quant_method="sheaf", version=1, scheme=scheme, group_size=quantize_group(scheme))
-    assert {k: v for k, v in written.items() if k != "kept"} == about | {"skip": list(skip)}
+    optional = ("kept", "added_bias")
+    assert {k: v for k, v in written.items() if k not in optional} == about | {"skip": list(skip)}
     quantize_save(model, many, scheme, skip, max_shard_bytes=9_000)
     assert len(list(many.glob("*.safetensors"))) > 3
     quantize_assert_same_model(quantize_load(one), model)
@@ -6309,6 +6312,8 @@ QUANTIZE_CONFIGS = (  # a field of quantization_config, what the error names, va
     ("skip", "lm_head", ["head"]),
     ("mystery", "mystery", 1),
     ("kept", "kept", {"nowhere": 3}, {"norm": 3}, {"head": 0}, {"head": "x"}, {"head": 9999}, [1]),
+    ("added_bias", "added_bias", ["norm"], ["nowhere"], [3], "head", {"head": 1}),
+    ("added_bias", "lm_head.bias", ["head"]),
 )
 
 
@@ -6421,6 +6426,7 @@ def quantize_main(capsys, *argv) -> str:
         ("--quantize fp8 --calibrate awq", "--calibrate .*int4 to int2"),
         ("--calibrate gptq", "--quantize"),
         ("--set calibration_text=FILE", "--calibrate"),
+        ("--quantize int4 --calibrate equalize --set calibration_text=FILE", "--calibrate gptq"),
         ("--set plot=x.png", "--quantize-report"),
         ("--quantize-report --quantize int8", "--quantize"),
         ("--quantize-report --group-size 7", "--group-size"),
@@ -6450,6 +6456,8 @@ def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
         ("draft", "int4", "--calibrate gptq"),
         ("draft", "int2", "--calibrate tacq"),
         ("draft", "int8-dynamic", "--calibrate smoothquant"),
+        ("draft", "int8", "--calibrate equalize"),
+        ("moe", "int8", "--calibrate bias"),
     ],
     ("small", "moe"),
     ("int8", "int8-dynamic", "llm.int8", "fp8"),
@@ -6470,6 +6478,8 @@ def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, m
         assert torch.equal(opened(tokens), saved[0](tokens))
     kept = [m for m in opened.modules() if getattr(m, "kept_index", None) is not None]
     assert bool(kept) == ("tacq" in more)
+    added = [m.bias for m in opened.modules() if getattr(m, "has_added_bias", False)]
+    assert bool(added) == ("bias" in more) and all(b.abs().max() > 0 for b in added)
     if "calibrate" not in more:
         ask = "def main(", "--max-new-tokens", 12, "--temperature", 0, "--json"
         texts = [quantize_main(capsys, *f, *ask) for f in (flags, ("--checkpoint", out))]
@@ -6965,6 +6975,66 @@ def test_quantize_model_smoothquant_helps_where_activations_have_outliers(quanti
     with torch.no_grad():
         kl = [W.compare(plain, model, val[:4])[1] for model in (rounded, smooth)]
     assert kl[1] < kl[0] / 3, kl
+
+
+@pytest.mark.parametrize("folder", [SMALL, MOE], ids=["llama", "deepseek"])
+def test_quantize_model_equalize_undoes_uneven_ranges(folder, quantize_calibration):
+    """With uneven channels between up and down projections, also of experts, equalization changes
+    the fp32 logits by at most 1e-5, and the KL divergence of int8 is as with even channels."""
+
+    @torch.no_grad()
+    def planted():
+        model, rng = HF.load_checkpoint(folder, dtype=torch.float32), seeded()
+        w = dict(model.named_parameters())
+        for name in (n for n in w if re.search("down_proj|w_down", n)):
+            up = w.get(name.replace("down", "up"))
+            up = w[name.replace("down", "gate_up")].chunk(2, 1)[1] if up is None else up
+            s = torch.randn(up.shape[:-1], generator=rng).mul(2).exp()
+            up.mul_(s[..., None]), w[name].div_(s[..., None, :])
+        return model
+
+    model, val, skip = planted(), quantize_calibration[1][:2], ("kv_b_proj",) * (folder == MOE)
+    even = HF.load_checkpoint(folder, dtype=torch.float32)
+    even, uneven = (Q.quantize_(m, "int8", skip=skip) for m in (even, planted()))
+    W.calibrate_(equalized := planted(), "equalize", Q.SCHEMES["int8"], skip, [])
+    with torch.no_grad():
+        kl = [W.compare(model, m, val)[1] for m in (equalized, even, uneven)]
+        want = model(val[0])
+        for block in model.layers:
+            W.equalize_block_(block)
+        assert 0 < relative(model(val[0]), want) < 1e-5
+    assert kl[0] < 1.5 * kl[1] and kl[0] < kl[2] / 3, kl
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_quantize_model_equalize_of_values(kv_heads):
+    """v and o projections get equal ranges, the logits stay; with grouped heads nothing changes."""
+    model = random_model(tiny(n_heads=4, n_kv_heads=kv_heads, qkv_bias=True))
+    attention, tokens = model.layers[0].attention, random_tokens(model.config, 2, 12)
+    before, want = attention.v_proj.weight.clone(), model(tokens)
+    W.equalize_block_(model.layers[0])
+    v, o = attention.v_proj.weight, attention.o_proj.weight
+    assert relative(model(tokens), want) < 1e-5 and torch.equal(v, before) == (kv_heads == 2)
+    assert kv_heads == 2 or torch.allclose(v.abs().amax(1), o.abs().amax(0))
+
+
+@pytest.mark.parametrize("scheme", ["int4", "fp8"])
+def test_quantize_model_bias_correction_restores_the_mean(scheme, quantize_calibration):
+    """The mean output error of every channel goes to ~0 on the calibration text, which each block
+    reads from the corrected ones before it; also where there is a bias already."""
+    model, texts = HF.load_checkpoint(DRAFT, dtype=torch.float32), quantize_calibration[0][:3]
+    model.layers[1].attention.o_proj.bias = nn.Parameter(torch.ones(model.config.dim))
+    W.calibrate_(got := copy.deepcopy(model), "bias", Q.SCHEMES[scheme], (), texts)
+    for i, block in enumerate(model.layers):
+        hybrid, linears = copy.deepcopy(got), quantize_kinds(block, nn.Linear)
+        hybrid.layers[i] = block
+        with C.observe(linears, "mean") as stats, torch.no_grad():
+            hybrid(torch.cat(texts))
+            for name, linear in linears.items():
+                new = got.layers[i].get_submodule(name)
+                plain = (new.weight - linear.weight) @ stats[name].mean
+                error = plain + new.bias - (0 if linear.bias is None else linear.bias)
+                assert error.norm() < 1e-3 * plain.norm(), (i, name)
 
 
 @pytest.mark.slow

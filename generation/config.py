@@ -120,7 +120,8 @@ class GenerateConfig(Settings):
     group_size: int | None = flag(
         None, "weights per scale, for int4, int3 and int2 (default: 32)", metavar="G")
     calibrate: str | None = flag(
-        None, "calibrated quantization", choices=("gptq", "awq", "smoothquant", "tacq"))
+        None, "calibrated quantization",
+        choices=("gptq", "awq", "smoothquant", "tacq", "equalize", "bias"))
     save: Path | None = flag(None, "write the quantized checkpoint to OUT and exit", metavar="OUT")
     quantize_report: bool = flag(
         False, "print bytes, loss and speed of every scheme on this checkpoint and exit")
@@ -220,7 +221,8 @@ REQUIRES = [
     ("logprobs", "json batch"), ("system_prompt", "chat interactive batch"),
     ("ctx_size", "interactive"), ("out", "batch"), ("group_size", "quantize quantize_report"),
     ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"), ("save", "quantize"),
-    ("calibration_text", "calibrate quantize_report"), ("plot", "quantize_report"),
+    ("calibration_text", "calibrate=gptq|awq|smoothquant|tacq|bias quantize_report"),
+    ("plot", "quantize_report"),
     ("draft_model", "speculate=draft|staged|tree|head"), ("speculate_k", "speculate"),
     ("draft_coupled", "speculate"), ("exit_layers", "speculate=exit"),
     ("reference", "speculate=ngram|staged"),

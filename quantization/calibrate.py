@@ -16,7 +16,9 @@ exploits this differently; the last one uses the gradient of the loss:
     smooth_scales    the opposite direction, for int8 activations: divides outlier channels, and
                      multiplies their columns (SmoothQuant, arXiv:2211.10438)
     equalize_        without data: gives a channel the same range on both sides, and
-    bias_correction  adds the mean output error to the bias (both arXiv:2106.08295, 4)
+    bias_correction  adds the mean output error to the bias (arXiv:1906.04721; 2106.08295, 4).
+                     On models with even ranges equalize_ gains nothing; the biases 2 to 9% of
+                     the KL divergence at 4 bits
     select_salient   Task-Circuit Quantization, TaCQ (arXiv:2504.07389): selects the few weights
                      whose rounding would increase the loss most, to keep them in 16 bits
 

@@ -38,6 +38,8 @@ from quantization.calibrate import (
     Stats,
     accumulate_saliency,
     awq_scales,
+    bias_correction,
+    equalize_,
     fold_,
     gptq,
     layer_by_layer,
@@ -49,6 +51,7 @@ from quantization.calibrate import (
 from quantization.sparse import sparsify_
 from quantize import (
     QTensors,
+    QuantizedLinear,
     Scheme,
     check_skip,
     check_weights,
@@ -134,7 +137,9 @@ def load_and_quantize(
     check_calibration(args, scheme)
     with torch.inference_mode(False), torch.no_grad():  # tacq enables gradients itself
         model = load_checkpoint(args.checkpoint, device, dtype)
-        calibrate_(model, args.calibrate, scheme, skip, calibration_text(args, model, tokenizer()))
+        needs_text = args.calibrate != "equalize"
+        batches = calibration_text(args, model, tokenizer()) if needs_text else []
+        calibrate_(model, args.calibrate, scheme, skip, batches)
     return model
 
 
@@ -216,6 +221,8 @@ def check_calibration(args: GenerateConfig, scheme: Scheme) -> None:
         "awq": is_integer and bool(scheme.spec.group_size),
         "tacq": is_integer and bool(scheme.spec.group_size),
         "smoothquant": not scheme.is_weight_only,
+        "equalize": True,
+        "bias": True,
     }
     if not fits[args.calibrate]:
         schemes = {"gptq": "int8 to int2", "awq": "int4 to int2", "tacq": "int4 to int2"}
@@ -259,7 +266,11 @@ def calibrate_(
 ) -> None:
     """Quantize the model in place by a calibration method on batches of (1, T) tokens: block by
     block, each on the outputs of the quantized blocks before it. Head and MTP layers are rounded to
-    nearest."""
+    nearest. "equalize" reads no batches."""
+    if method == "equalize":
+        for block in model.layers:
+            equalize_block_(block)
+        return quantize_modules_(model, quantizable_modules(model, skip), scheme, skip, None)
     kept = select_kept_weights(model, scheme, skip, batches) if method == "tacq" else {}
     positions = torch.arange(batches[0].shape[1], device=batches[0].device)
     rope = rope_cos_sin(model.config, positions)
@@ -270,6 +281,9 @@ def calibrate_(
             fold_scales_(block, method, scheme, replay)
             continue  # folding changes no output; the weights are rounded below
         modules = {f"layers.{i}.{name}": m for name, m in quantizable_modules(block).items()}
+        if method == "bias":
+            quantize_and_correct_biases_(model, modules, scheme, skip, replay)
+            continue
         with observe_hessians(modules) as stats:
             replay()
         quantize_modules_(model, modules, scheme, skip, partial(gptq_rounding, scheme, stats, kept))
@@ -384,6 +398,48 @@ def fold_scales_(block: nn.Module, method: str, scheme: Scheme, replay: Callable
         fold_(producer, [*linears, *parameters], s)
 
 
+def equalize_block_(block: nn.Module) -> None:
+    """Equalize each pair of linears with nothing but a product per channel between them: up and
+    down projections, also of experts; v and o projections, unless query heads share value heads."""
+    attention, mlp, pairs = block.attention, block.mlp, []
+    if isinstance(mlp, MoE):
+        for gate_up, down in zip(mlp.w_gate_up, mlp.w_down):
+            pairs.append((view_as_linear(gate_up.chunk(2)[1]), view_as_linear(down)))
+        mlp = mlp.shared
+    pairs += [] if mlp is None else [(mlp.up_proj, mlp.down_proj)]
+    v_proj = getattr(attention, "v_proj", None)  # None in latent attention
+    if v_proj is not None and v_proj.out_features == attention.o_proj.in_features:
+        pairs.append((v_proj, attention.o_proj))
+    for first, second in pairs:
+        equalize_(first, second)
+
+
+def view_as_linear(weight: Tensor) -> nn.Linear:
+    """An nn.Linear without bias whose weight (N, K) is this view, for writing into it."""
+    linear = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def quantize_and_correct_biases_(
+    model: Transformer,
+    modules: dict[str, nn.Module],
+    scheme: Scheme,
+    skip: Sequence[str],
+    replay: Callable[[], None],
+) -> None:
+    """Round the modules of a block to nearest, and correct the mean output of its linears by their
+    biases. Stacked experts have no biases, so theirs is not corrected."""
+    linears = {name: m for name, m in modules.items() if type(m) is nn.Linear}
+    with observe(linears, "mean") as stats:
+        replay()
+    quantize_modules_(model, modules, scheme, skip, None)
+    for name, linear in linears.items():
+        new, mean = model.get_submodule(name), stats[name].mean
+        if isinstance(new, QuantizedLinear) and mean is not None:
+            new.add_to_bias(bias_correction(linear.weight, new.weight, mean))
+
+
 def select_kept_weights(
     model: Transformer, scheme: Scheme, skip: Sequence[str], batches: Sequence[Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -412,6 +468,8 @@ REPORT_SCHEMES: tuple[tuple[str, str | None, str | None], ...] = (
     ("int4", "int4", None),
     ("int4 gptq", "int4", "gptq"),
     ("int4 awq", "int4", "awq"),
+    ("int4 equalize", "int4", "equalize"),
+    ("int4 bias", "int4", "bias"),
     ("int3 gptq", "int3", "gptq"),
     ("int2 gptq", "int2", "gptq"),
     ("int2 tacq", "int2", "tacq"),
