@@ -1204,6 +1204,9 @@ def test_model_yarn_divides_each_dimension_by_its_wavelength():
     assert torch.allclose(ratio[turns > 32], torch.ones(()))
     assert torch.allclose(ratio[turns < 1], torch.full((), 8.0))
     assert (ratio.diff() > -1e-5).all()
+    config, at = tiny(head_dim=64, rope_scaling=rope | {"factor": 1.0}), torch.arange(300)
+    for got, rope in zip(M.rope_cos_sin(config, at), M.rope_cos_sin(tiny(head_dim=64), at)):
+        close(got, rope, 1e-4)
 
 
 def test_model_alibi_decodes_past_its_training_length():
@@ -18098,6 +18101,7 @@ class PlannerRun:
     value: float
     unit: str = "tokens/s"
     gib: float = 0.0
+    mfu: float = 0.0
 
 
 def planner_torchtitan_runs():
@@ -18143,15 +18147,15 @@ def planner_llama3_and_megatron_runs():
     stage. On A100: arXiv:2205.05198, tables 3 and 5, in TFLOP/s from the seconds of a step;
     attention, recomputed there, is modelled as FlashAttention-2. Both count all scores, not only
     causal ones."""
-    for dp, cp, seq, batch, value in (
-        (64, 1, 8192, 2048, 430),
-        (128, 1, 8192, 2048, 400),
-        (8, 16, 131072, 128, 380),
+    for dp, cp, seq, batch, value, mfu in (
+        (64, 1, 8192, 2048, 430, 0.43),
+        (128, 1, 8192, 2048, 400, 0.41),
+        (8, 16, 131072, 128, 380, 0.38),
     ):
         plan = planner.Plan(dp, 8, cp, 16, schedule="interleaved", chunks=8)
         shape = planner.SHAPES["llama3-405b"]
         name = f"Llama 3 405B, {plan.gpus} GPUs, seq {seq}"
-        yield PlannerRun(name, shape, PLANNER_H100, plan, seq, batch, value, "TFLOP/s")
+        yield PlannerRun(name, shape, PLANNER_H100, plan, seq, batch, value, "TFLOP/s", mfu=mfu)
     new = 4096, 131072, "h100", dict(dp=48)
     old = 2048, 51200, "a100-80gb", dict(attention="fa2", async_tp=False)
     for size, heads, dim, layers, tp, pp, v, batch, value, run in (
@@ -18184,11 +18188,14 @@ PLANNER_RUNS = [*planner_torchtitan_runs(), *planner_llama3_and_megatron_runs()]
 @pytest.mark.parametrize("run", PLANNER_RUNS, ids=lambda run: run.name)
 def test_planner_prediction_is_near_the_published_run(run):
     """Within 20% of the published measurement; 1.3x for the smallest model, whose matmuls are
-    small. Reported memory is up to a fifth more."""
+    small. Reported memory is up to a fifth more. Llama 3's three runs are predicted 7 to 15% too
+    fast, in TFLOP/s and in MFU, which is published in whole percents."""
     got = planner.predict(run.shape, run.device, run.plan, run.seq, run.batch)
     flops = planner.model_flops(run.shape, run.seq, causal="not" not in run.unit)
     value = got.tokens_per_second * (1 if run.unit == "tokens/s" else flops / 1e12)
     least, most = (1.2, 1.35) if "1.7B" in run.name else (0.8, 1.2)
+    least, most = (1.07, 1.15) if run.mfu else (least, most)
+    assert not run.mfu or least < got.mfu / run.mfu < most, got.mfu
     assert least < value / run.value < most, value
     assert not run.gib or 0.8 < got.bytes / 2**30 / run.gib < 1.05
     assert min(got.seconds.values()) >= -1e-9
@@ -21662,7 +21669,7 @@ async        | biased           | --tp 4 --async-tp                       | | mi
 ring         | windows          | --cp 4                                  | | micro=2
 ep           | latent           | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
 ep pyramid   | pyramid          | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
-zero 3       | biased           | --zero 3                                | | batch=8
+zero 3       | biased           | --zero 3                                | | batch=8 steps=10
 tp x cp x ep | latent           | --tp 2 --async-tp --cp 2 --ep 2 --zero 3 | {Z_LOSS} | micro=2
 pp           | biased deep      | --pp 4                                  |
 zbv          | norms tied deep  | --pp 4 --pp-schedule zbv                | | batch=8
