@@ -1418,7 +1418,8 @@ def as_attend(
     Without arguments: causal attention over the new tokens, for training. With cu_seqlens: the
     batch is one row of packed sequences. With a cache (any object whose update(spec, k, v,
     positions, limit) stores the new tokens and returns all keys and values, slot = position):
-    decode and chunked prefill; positions of a row must be consecutive and below `limit`.
+    decode and chunked prefill; positions of a row must be consecutive and below `limit`. With
+    spec.sparse a block mask is used for whole sequences, else a bias, which skips nothing.
     fixed_max: decode_attention's.
     """
     _check(cache is None or cu_seqlens is None, "cache cannot be combined with cu_seqlens")
@@ -1431,17 +1432,27 @@ def as_attend(
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             alibi_slopes=spec.alibi_slopes, sinks=spec.sinks,
         )  # fmt: skip
+        if cache is not None:
+            k, v = cache.update(spec, k, v, positions, limit)
+        T, S = q.shape[1], k.shape[1]
+        if spec.sparse is not None and T == S:
+            starts = torch.arange(0, S, spec.sparse.block_size, device=q.device)
+            mask = spec.sparse.mask(starts, starts)
+            flags["block_mask"] = BlockMask(mask, spec.sparse.block_size)
+        elif spec.sparse is not None:
+            mask = spec.sparse.mask(positions, torch.arange(S, device=q.device))
+            flags["bias"] = q.new_zeros(()).where(mask, -math.inf).view(-1, 1, T, S)
         if cu_seqlens is not None:
             _check(len(q) == 1, f"cu_seqlens requires a batch of 1 packed row, not {len(q)}")
             return flash_attention(q[0], k[0], v[0], cu_seqlens_q=cu_seqlens, **flags)[None]
-        if cache is None:
-            return flash_attention(q, k, v, **flags)
-        k, v = cache.update(spec, k, v, positions, limit)
+        if cache is None or "block_mask" in flags:
+            return flash_attention(q, k, v, causal=spec.causal, **flags)
         lengths = (positions[..., -1] + 1).to(torch.int32).expand(len(q)).contiguous()
         v = v if spec.latent_dim is None else None
         flags |= dict(latent_dim=spec.latent_dim, fixed_max=fixed_max)
         return decode_attention(q, k, v, lengths, **flags)
 
+    attend.qk_history = getattr(cache, "qk_history", None)
     return attend
 
 

@@ -26,8 +26,13 @@ Hooks for the other files, all visible at the call site:
     positions
         the positions of the tokens, always an argument: chunked prefill, packed sequences and
         token trees need no change here.
+    attend.qk_history
+        optional, an attribute of the attend callable or of the object whose method it is: the q
+        and k of earlier tokens, for qk_conv. Without it, rows must start at position 0.
     return_hidden
         return the final hidden states instead of logits.
+    source, CrossAttention.attend
+        keys and values of another sequence (Transformer.source_kv), and what attends to them.
     linear_fn
         of Attention and MLP: applies several linear layers to one input. Tensor parallelism
         replaces it to overlap the all-gather of the input with the matmuls.
@@ -54,7 +59,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +104,10 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over D on q and k, before RoPE
     qk_cosine: bool = False  # cosine attention: q / |q| . k / |k| times a learned factor per head
     windows: tuple[int | None, ...] = ()  # per layer: sliding window or None; (): no windows
+    qk_conv: int = 0  # width of a causal depthwise convolution of q and k, before RoPE; 0: none
+    sparse_layers: tuple[int, ...] = ()  # indices of the layers with block-sparse attention
+    sparse_blocks: tuple[int, ...] = (64, 3, 1, 0)  # the SparseBlocks of those layers
+    cross_attention_layers: tuple[int, ...] = ()  # indices of the layers with a CrossAttention
 
     # MLA, if kv_lora_rank > 0; then D = qk_nope_head_dim + qk_rope_head_dim
     kv_lora_rank: int = 0
@@ -136,7 +145,8 @@ class ModelConfig:
                 f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must be "
                 f"{self._hf_name('n_heads')} ({self.n_heads}): MLA has no query groups"
             )
-        for name in ("alibi", "qk_norm", "qk_cosine", "rotary_dim") if self.kv_lora_rank else ():
+        names = ("alibi", "qk_norm", "qk_cosine", "rotary_dim", "qk_conv")
+        for name in names if self.kv_lora_rank else ():
             if getattr(self, name) not in (False, None):
                 raise ValueError(f"kv_lora_rank cannot be combined with {name}")
         if self.qk_cosine and self.qk_norm:
@@ -157,6 +167,14 @@ class ModelConfig:
             len(self.windows) != self.n_layers or any(w is not None and w < 1 for w in self.windows)
         ):
             raise ValueError("sliding windows must have one entry per layer, 1 or more, or null")
+        if self.qk_conv < 0 or self.qk_conv == 1:
+            raise ValueError(f"qk_conv must be 0, or a width of 2 or more, not {self.qk_conv}")
+        for name in ("moe_layers", "sparse_layers", "cross_attention_layers"):
+            if not all(0 <= i < self.n_layers for i in getattr(self, name)):
+                raise ValueError(f"{name} must be from 0 to {self.n_layers - 1}")
+        blocks = self.sparse_blocks
+        if len(blocks) != 4 or min(blocks[:2]) < 1 or min(blocks[2:]) < 0:
+            raise ValueError(f"sparse_blocks must be at least (1, 1, 0, 0), not {blocks}")
         self._check_rope()
         self._check_experts()
 
@@ -196,8 +214,6 @@ class ModelConfig:
         E = next((n for n in counts if G > 0 and n % G), min(counts))
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring is {self.scoring!r}; known: 'softmax', 'sigmoid'")
-        if not all(0 <= i < self.n_layers for i in self.moe_layers):
-            raise ValueError(f"moe_layers must be from 0 to {self.n_layers - 1}")
         if G < 1 or E % G or not 1 <= self.topk_groups <= G:
             raise ValueError(
                 f"{self._hf_name('n_groups')} ({G}) must divide {self._hf_name('n_experts')} "
@@ -235,6 +251,16 @@ class ModelConfig:
         """E of MoE layer `index`; MTP layers, from n_layers on, are like the last layer."""
         at = self.moe_layers.index(min(index, self.n_layers - 1))
         return self.layer_experts[at] if self.layer_experts else self.n_experts
+
+    def sparse(self, index: int) -> SparseBlocks | None:
+        """Block-sparse pattern of layer `index`; None: full attention."""
+        return SparseBlocks(*self.sparse_blocks) if index in self.sparse_layers else None
+
+    @property
+    def contiguous_only(self) -> str:
+        """The option, if any, that paged KV, draft trees and --cp do not support, else ""."""
+        options = ("qk_conv", "sparse_layers", "cross_attention_layers")
+        return next((name for name in options if getattr(self, name)), "")
 
     @property
     def context(self) -> int:
@@ -383,6 +409,23 @@ def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
+class SparseBlocks(NamedTuple):
+    """Block-sparse causal attention: queries of block a attend to keys of block b if a - b < local,
+    b < global_, a < global_, or stride divides a - b (Sparse Transformers, arXiv:1904.10509;
+    BigBird, arXiv:2007.14062)."""
+
+    block_size: int  # positions; attention.py's kernels take powers of two from 16 on
+    local: int
+    global_: int
+    stride: int  # 0: none
+
+    def mask(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether positions i (..., T) may attend to positions j (..., S): (..., T, S) bool."""
+        a, b = i[..., None] // self.block_size, j[..., None, :] // self.block_size
+        mask = (a - b < self.local) | (b < self.global_) | (a < self.global_)
+        return mask | ((a - b) % self.stride == 0) if self.stride else mask
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """A layer's constants, passed to `attend`.
@@ -396,6 +439,8 @@ class AttentionSpec:
     index: int  # layer index
     scale: float  # multiplies q . k
     window: int | None = None
+    sparse: SparseBlocks | None = None
+    causal: bool = True  # False: no mask (cross attention)
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
@@ -413,15 +458,17 @@ def causal_attention(
     """Causal attention over the new tokens alone: the default `attend`, without a KV cache.
 
     q (B, T, Hq, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv) -> (B, T, Hq, Dv). The mask follows the
-    order of the tokens; positions are used by RoPE only.
+    order of the tokens; positions are used by RoPE only. Without spec.causal there is no mask.
     """
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if spec.window is not None or spec.alibi_slopes is not None:
+    if any(x is not None for x in (spec.window, spec.sparse, spec.alibi_slopes)):
         order = torch.arange(q.shape[1], device=q.device)
         return dense_attention(spec, q, k, v, order, order)
     assert spec.softcap is None and spec.sinks is None, "no family here has softcap or sinks"
     q = q.transpose(1, 2)
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
+    o = F.scaled_dot_product_attention(
+        q, k, v, is_causal=spec.causal, scale=spec.scale, enable_gqa=True
+    )
     return o.transpose(1, 2)
 
 
@@ -430,6 +477,8 @@ def packed_attention(
 ) -> Tensor:
     """causal_attention for packed documents: a document starts wherever positions (B, T) is 0 and
     does not attend to earlier ones."""
+    if spec.sparse is not None:
+        raise ValueError("packed rows do not support sparse_layers: use a row per document")
     T = q.shape[1]
     # offset each document's positions by T: the window, at most T, cannot reach an earlier one
     shifted = torch.arange(T, device=q.device) + T * (positions == 0).cumsum(-1)
@@ -452,6 +501,8 @@ def dense_attention(
     mask = distance >= 0
     if spec.window is not None:
         mask = mask & (distance < spec.window)
+    if spec.sparse is not None:
+        mask = mask & spec.sparse.mask(i, j).view(-1, 1, T, k.shape[2])
     if spec.alibi_slopes is not None:
         bias = -spec.alibi_slopes[:, None, None] * distance
         mask = bias.masked_fill(~mask, -math.inf).to(q.dtype)  # (B?, Hq, T, S)
@@ -488,7 +539,7 @@ class KVCache:
     With `rollback`, a layer with a sliding window W has a ring buffer of W + rollback slots, slot =
     position % slots (Mistral 7B, arXiv:2310.06825, section 2): its memory does not grow with
     max_len. truncate may then drop at most `rollback` tokens, and `update` and `move` cannot be
-    used.
+    used. With qk_conv K a layer also keeps q and k of K - 1 + rollback (None: max_len) tokens.
     """
 
     def __init__(
@@ -512,6 +563,9 @@ class KVCache:
         new = lambda n: torch.zeros(batch_size, heads, n, dim, dtype=dtype, device=device)
         self.k = [new(n) for n in slots]
         self.v = [] if config.kv_lora_rank else [torch.zeros_like(k) for k in self.k]
+        slots = max_len if rollback is None else min(max_len, config.qk_conv - 1 + rollback)
+        heads = config.n_heads + config.n_kv_heads
+        self.qk = [new(slots) for _ in self.k] if config.qk_conv else []  # before convolution
         self.n_layers = config.n_layers  # MTP layers come after these
         self.end = torch.zeros((), dtype=torch.long, device=device)  # a tensor: no sync per step
 
@@ -607,12 +661,28 @@ class KVCache:
             self.end.copy_(positions.max() + 1)
         return dense_attention(spec, q, keys, values, positions, j)
 
+    def qk_history(self, index: int, qk: Tensor, positions: Tensor, n: int) -> Tensor:
+        """Store a layer's q and k before convolution, qk (B, T, Hq + Hkv, D), at consecutive
+        positions. Returns those of the n tokens before and qk, (B, n + T, Hq + Hkv, D)."""
+        ring = self.qk[index]
+        R, rows = ring.shape[2], torch.arange(len(qk), device=qk.device)[:, None]
+        before = positions[..., :1] - torch.arange(n, 0, -1, device=qk.device)
+        history = torch.cat((ring[rows, :, before % R].to(qk.dtype), qk), dim=1)
+        _write(ring, positions[..., -R:] % R, qk[:, -R:])
+        return history
+
     @staticmethod
     def _ring_positions(R: int, n: int, last: Tensor) -> Tensor:
         """Position stored in each of the first n slots of a ring of R, (..., n), when `last`
         (..., 1) is the newest. Slots not written yet get 2**40, which no query attends to."""
         j = last - (last - torch.arange(n, device=last.device)) % R
         return j.where(j >= 0, 1 << 40)
+
+
+def qk_history(attend: Attend) -> Callable[..., Tensor] | None:
+    """attend.qk_history, or that of the object whose method, or a partial of it, attend is."""
+    owner = getattr(getattr(attend, "func", attend), "__self__", attend)
+    return getattr(owner, "qk_history", None)
 
 
 def _write(slots: Tensor, positions: Tensor, new: Tensor) -> None:
@@ -659,7 +729,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         C, D, bias = config.dim, config.head_dim, config.qkv_bias
-        self.spec = AttentionSpec(index, D**-0.5, config.window(index))
+        self.spec = AttentionSpec(index, D**-0.5, config.window(index), config.sparse(index))
         self.head_dim, self.interleaved = D, config.rope_interleaved
         self.alibi_heads = config.n_heads if config.alibi else 0
         self.first_head = 0  # index of this process's first query head (tensor parallelism)
@@ -674,12 +744,18 @@ class Attention(nn.Module):
         if config.qk_cosine:  # logits from -10 to 10 at first (Swin V2, arXiv:2111.09883, 3.3)
             self.temperature = nn.Parameter(torch.ones(config.n_heads))
             self.spec = replace(self.spec, scale=10.0)
+        self.q_conv = self.k_conv = None
+        if config.qk_conv:  # (H, D, K) as vectors: optimizers treat matrices as maps
+            self.q_conv = nn.Parameter(torch.empty(config.n_heads * D * config.qk_conv))
+            self.k_conv = nn.Parameter(torch.empty(config.n_kv_heads * D * config.qk_conv))
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
     ) -> Tensor:
         projected = self.linear_fn(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
+        if self.q_conv is not None:
+            q, k = self._convolve(q, k, positions, attend)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.temperature is not None:
@@ -693,6 +769,44 @@ class Attention(nn.Module):
         else:
             q, k = (apply_rope(t, *rope, self.interleaved) for t in (q, k))
         return self.o_proj(attend(spec, q, k, v, positions).flatten(2))
+
+    def _convolve(
+        self, q: Tensor, k: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, ...]:
+        """Causal depthwise convolution of q and k over the sequence, K weights for each head and dim
+        (Primer's multi-DConv-head attention, arXiv:2109.08668, 3, but for v)."""
+        T, qk, weight = q.shape[1], torch.cat((q, k), 2), torch.cat((self.q_conv, self.k_conv))
+        weight = weight.view(qk.shape[2], self.head_dim, -1)  # the last of K is the token's own
+        before, history = weight.shape[-1] - 1, qk_history(attend)
+        if history is None:
+            qk = F.pad(qk, (0, 0, 0, 0, before, 0))
+        else:
+            qk = history(self.spec.index, qk, positions, before)
+        out = 0.0
+        for d in range(before + 1):  # the token d before, if the sequence has one
+            exists = (positions >= d)[..., None, None]
+            out = out + qk[:, before - d :][:, :T] * exists * weight[..., before - d]
+        return out.type_as(q).split((q.shape[2], k.shape[2]), dim=2)
+
+
+class CrossAttention(Attention):
+    """Attention to another sequence, the source, without mask and RoPE (Attention Is All You Need,
+    arXiv:1706.03762, 3.2.3). Its keys and values are computed once, for all steps. `attend` may be
+    replaced by attention.py's as_attend()."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(replace(config, qk_norm=False, qk_cosine=False, qk_conv=0), index)
+        self.spec = AttentionSpec(index, self.head_dim**-0.5, causal=False)
+        self.attend: Attend = causal_attention
+
+    def source_kv(self, source: Tensor) -> list[Tensor]:
+        """source (B, S, C) -> k, v (B, S, Hkv, D)."""
+        projected = self.linear_fn(source, self.k_proj, self.v_proj)
+        return [t.unflatten(-1, (-1, self.head_dim)) for t in projected]
+
+    def forward(self, x: Tensor, kv: Sequence[Tensor], positions: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(self.attend(self.spec, q, *kv, positions).flatten(2))
 
 
 class LatentAttention(nn.Module):
@@ -723,7 +837,7 @@ class LatentAttention(nn.Module):
         all_dim = rope.get("mscale_all_dim")
         mscale = yarn_mscale(rope["factor"], all_dim) if all_dim else 1.0
         scale = config.head_dim**-0.5 * mscale**2
-        self.spec = AttentionSpec(index, scale, config.window(index))
+        self.spec = AttentionSpec(index, scale, config.window(index), config.sparse(index))
         bias, eps = config.qkv_bias, 1e-6  # DeepSeek's code hard-codes eps in these norms
         self.q_proj = None
         if config.q_lora_rank is None:
@@ -890,14 +1004,22 @@ class MoE(nn.Module):
 # --------------------------------------------------------------------------------------------------
 
 
+SourceKV = Mapping[int, Sequence[Tensor]]  # layer index -> CrossAttention.source_kv
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `sparse`: an MoE instead of an MLP."""
+    """x + attention(norm(x)), in some layers x + cross_attention(norm(x), source), then x +
+    mlp(norm(x)); `sparse`: an MoE instead of an MLP."""
 
     def __init__(self, config: ModelConfig, index: int, sparse: bool):
         super().__init__()
         latent = config.kv_lora_rank > 0
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = LatentAttention(config, index) if latent else Attention(config, index)
+        self.cross_attention = None
+        if index in config.cross_attention_layers:
+            self.cross_attention_norm = RMSNorm(config.dim, config.norm_eps)
+            self.cross_attention = CrossAttention(config, index)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         if sparse:
             self.mlp = MoE(config, index)
@@ -905,9 +1027,19 @@ class Block(nn.Module):
             self.mlp = MLP(config.dim, config.ffn_dim, config.mlp_bias)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        positions: Tensor,
+        attend: Attend,
+        source: SourceKV | None = None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, positions, attend)
+        if self.cross_attention is not None:
+            if source is None:
+                raise ValueError("cross_attention_layers requires forward(..., source=...)")
+            kv = source[self.cross_attention.spec.index]
+            x = x + self.cross_attention(self.cross_attention_norm(x), kv, positions)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -977,7 +1109,10 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_weight(self, name: str, p: Tensor, generator: torch.Generator | None = None) -> None:
         """init_weights for one parameter; p has its full, unsharded shape."""
-        if p.dim() == 1:
+        if name.endswith("_conv"):  # as in Primer's code
+            nn.init.constant_(p, 0.5 / self.config.qk_conv)
+            p.view(-1, self.config.qk_conv)[:, -1] = 0.5
+        elif p.dim() == 1:
             nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
         else:
             residual = name.endswith(("o_proj.weight", "down_proj.weight", "w_down"))
@@ -990,21 +1125,39 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         attend: Attend = causal_attention,
         return_hidden: bool = False,
+        source: SourceKV | None = None,
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V), or the hidden states before the head (B, T, C).
 
         positions: (T,) or (B, T), default 0..T-1. If `embed` is None, tokens are hidden states
         (B, T, C) of the previous pipeline stage; if `head` is None, hidden states are returned.
+        source: source_kv(...), if the config has cross_attention_layers.
         """
         x = tokens if self.embed is None else self.embed(tokens)
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=x.device)
+        positions = self._positions(tokens, positions, attend)
         rope = rope_cos_sin(self.config, positions)
+        more = () if source is None else (source,)
         for layer in self.layer_groups or self.layers:
-            x = layer(x, rope, positions, attend)
+            x = layer(x, rope, positions, attend, *more)
         if self.norm is not None:
             x = self.norm(x)
         return x if return_hidden or self.head is None else self.head(x)
+
+    def source_kv(self, source: Tensor) -> SourceKV:
+        """forward's `source`, for all steps: keys and values of hidden states (B, S, C), such as
+        those of an encoder, for each layer with cross attention."""
+        layers = (m for layer in self.layers if (m := layer.cross_attention) is not None)
+        return {m.spec.index: m.source_kv(source) for m in layers}
+
+    def _positions(self, tokens: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
+        """Positions, by default 0..T-1. ValueError if qk_conv needs earlier tokens than these."""
+        if positions is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        if self.config.qk_conv and qk_history(attend) is None:
+            expected = F.pad(positions[..., :-1] + 1, (1, 0))
+            if not ((positions == 0) | (positions == expected)).all():
+                raise ValueError("qk_conv requires q and k of earlier tokens: use KVCache.attend")
+        return positions
 
     def mtp_forward(
         self,
@@ -1017,8 +1170,7 @@ class Transformer(nn.Module):
         """Multi-token prediction: hidden (B, T, C), from forward(return_hidden=True) or the
         previous depth, and tokens (B, T), the inputs shifted left by depth + 1 -> hidden states
         (B, T, C) whose logits, self.head(...), predict the token after those."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = self._positions(tokens, positions, attend)
         rope = rope_cos_sin(self.config, positions)
         return self.mtp[depth](hidden, self.embed(tokens), rope, positions, attend)
 

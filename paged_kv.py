@@ -752,6 +752,8 @@ class PagedKVCache:
     ):
         """config: an object with n_layers, n_kv_heads, head_dim, and for latent attention
         kv_lora_rank and qk_rope_head_dim."""
+        option = getattr(config, "contiguous_only", "")
+        _check(not option, f"the Engine and its paged KV cache do not support {option}")
         if kv_dtype is not None:
             supported = ", ".join(KV_DTYPES)
             _check(kv_dtype in KV_DTYPES, f"kv_dtype must be one of {supported}, not {kv_dtype!r}")

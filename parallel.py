@@ -251,6 +251,8 @@ PLAN = {
     "attention.k_proj": "kv_heads",
     "attention.v_proj": "kv_heads",
     "attention.temperature": "heads",
+    "attention.q_conv": "heads",
+    "attention.k_conv": "kv_heads",
     "attention.q_b_proj": "heads",
     "attention.kv_b_proj": "heads",
     "attention.o_proj": "row",

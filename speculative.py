@@ -294,7 +294,7 @@ def tree_attend(
         if spec.alibi_slopes is not None:
             bias = -spec.alibi_slopes[:, None, None] * distance[:, None]
             mask = bias.masked_fill(~mask, -math.inf).to(q.dtype)
-        assert getattr(spec, "softcap", None) is None and getattr(spec, "sinks", None) is None
+        assert all(getattr(spec, x, None) is None for x in ("softcap", "sinks", "sparse"))
         q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
         o = F.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, scale=spec.scale, enable_gqa=True

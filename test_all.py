@@ -1153,17 +1153,20 @@ def test_model_routing_is_fp32_under_autocast():
     assert again.dtype == torch.float32 and torch.equal(weights, again) and torch.equal(ids, same)
 
 
-@pytest.mark.parametrize("windows", [(7, 7, 7), (None, 5, 9)], ids=["all", "mixed"])
+@pytest.mark.parametrize(
+    "windows, K", [((7, 7, 7), 0), ((None, 5, 9), 0), ((None, 5, 9), 4)], ids=str
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_model_ring_cache_equals_full_attention_past_several_windows(windows, seed):
+def test_model_ring_cache_equals_full_attention_past_several_windows(windows, K, seed):
     """Chunks of any size, shared and per-row positions, limits, rejected drafts; a layer's ring
-    keeps window + rollback slots however long the text is."""
-    config = tiny(family="sheaf", windows=windows, alibi=seed == 3)
+    keeps window + rollback slots however long the text is, and qk_conv's K - 1 + rollback."""
+    config = tiny(family="sheaf", windows=windows, alibi=seed == 3, qk_conv=K, qk_norm=K > 0)
     model, rng, T = random_model(config), random.Random(seed), 80
     tokens, rollback = random_tokens(config, 2, T + 8), rng.choice((0, 1, 3, 6))
     cache = M.KVCache(config, 2, T + 8, rollback=rollback)
     slots = [k.shape[2] for k in cache.k]
     assert slots == [T + 8 if w is None else w + rollback for w in windows]
+    assert [x.shape[2] for x in cache.qk] == [K - 1 + rollback] * (3 if K else 0)
     got, end = [], 0
     while end < T:
         n = min(T - end, rng.choice((1, 1, 2, 5, 30)))
@@ -1240,6 +1243,87 @@ def test_model_cosine_attention(tmp_path):
     HF.save_checkpoint(model, tmp_path)
     tokens = random_tokens(config, 1, 9)
     assert torch.equal(HF.load_checkpoint(tmp_path)(tokens), model(tokens))
+
+
+def test_model_qk_conv():
+    """q and k == a causal depthwise conv1d of their projections, in packed documents each on its
+    own (arXiv:2109.08668, 3); one token at a time and after truncate == the whole text."""
+    config = tiny(family="sheaf", qk_conv=3, alibi=True, qk_norm=True)
+    model, tokens = random_model(config), random_tokens(config, 2, 20)
+    attention, x, seen = model.layers[0].attention, torch.randn(2, 9, 48), []
+    attention.q_norm = attention.k_norm = None
+    attend = lambda spec, q, k, v, positions: seen.append((q, k)) or q
+    attention(x, None, torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3]), attend)
+    parts = (attention.q_proj, attention.q_conv), (attention.k_proj, attention.k_conv)
+    for got, (linear, weight) in zip(*seen, parts, strict=True):
+        padded = (F.pad(part.mT, (2, 0)) for part in linear(x).split((4, 1, 4), 1))
+        kernel = weight.view(-1, 1, 3)
+        want = [F.conv1d(part, kernel, groups=len(kernel)).mT for part in padded]
+        close(got.flatten(2), torch.cat(want, 1), 1e-5)
+    model, cache = random_model(config), M.KVCache(config, 2, 30)
+    run_in_chunks(model, tokens.flip(1), [20], cache)
+    cache.truncate(0)
+    close(run_in_chunks(model, tokens, [1] * 20, cache), model(tokens), 1e-4)
+    with pytest.raises(ValueError, match="qk_conv"):
+        model(tokens[:, :1], torch.tensor([20]), lambda *qkv: cache.attend(*qkv))
+
+
+def test_model_sparse_layers_are_masked():
+    """sparse_layers == their sparse_blocks as a mask; other layers see all."""
+    config = tiny(family="sheaf", sparse_layers=(0, 2), sparse_blocks=(4, 1, 1, 3))
+    model, blocks = random_model(config), A.sparse_blocks(7, 7, local=1, global_=1, stride=3)
+    masks = {i: A.BlockMask(blocks, 4) for i in config.sparse_layers}
+    masked = lambda spec, q, k, v, _: A.attention_reference(
+        q, k, v, block_mask=masks.get(spec.index)
+    )
+    tokens = random_tokens(config, 2, 27)
+    close(model(tokens), model(tokens, attend=masked), 1e-4)
+    got = run_in_chunks(model, tokens, [9, 1, 1, 14, 2], M.KVCache(config, 2, 27))
+    close(got, model(tokens), 1e-4)
+
+
+def test_model_cross_attention(monkeypatch):
+    """Every query sees all keys of the source, of another length, by SDPA or flash; in a generation
+    source_kv is computed once per layer and gives the logits of recomputing it at every step."""
+    use_plain_torch(monkeypatch)
+    config = tiny(family="sheaf", cross_attention_layers=(0, 2), qk_norm=True)
+    model, tokens, source = (
+        random_model(config),
+        random_tokens(config, 2, 9),
+        torch.randn(2, 13, 48),
+    )
+    layer, x = model.layers[0].cross_attention, torch.randn(2, 5, 48)
+    heads = lambda x, linear: linear(x).unflatten(-1, (-1, 16)).transpose(1, 2)
+    k, v = (
+        heads(source, linear).repeat_interleave(2, 1) for linear in (layer.k_proj, layer.v_proj)
+    )
+    o = F.scaled_dot_product_attention(heads(x, layer.q_proj), k, v).transpose(1, 2).flatten(2)
+    for attend in (layer.attend, A.as_attend()):
+        layer.attend = attend
+        close(layer(x, layer.source_kv(source), torch.arange(5)), layer.o_proj(o), 1e-5)
+    full, calls, cache = model(tokens, source=model.source_kv(source)), [], M.KVCache(config, 2, 9)
+    for i in config.cross_attention_layers:
+        projection = model.layers[i].cross_attention.k_proj
+        projection.register_forward_hook(lambda *_, i=i: calls.append(i))
+    kv = model.source_kv(source)
+    for i in range(9):
+        step = model(tokens[:, i : i + 1], torch.tensor([i]), cache.attend, source=kv)
+        close(step, full[:, i : i + 1], 1e-4)
+    assert calls == [0, 2]
+    assert (model(tokens, source=model.source_kv(source[:, :12])) - full).abs().min(1)[0].max() > 0
+    with pytest.raises(ValueError, match="cross_attention_layers requires.*source"):
+        model(tokens)
+
+
+REFUSED |= {
+    f"config: {changes}": (partial(make, **changes), next(iter(changes)))
+    for make, changes in (
+        *((tiny, dict(qk_conv=K)) for K in (1, -1)),
+        (latent, dict(qk_conv=3)),
+        *((tiny, {name: (3,)}) for name in ("sparse_layers", "cross_attention_layers")),
+        *((tiny, dict(sparse_blocks=b)) for b in ((0, 1, 0, 0), (4, 0, 1, 0), (4, 1, 0))),
+    )
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1460,7 +1544,8 @@ def test_family_sheaf_saves_every_field(tmp_path):
     with pytest.raises(ValueError, match="alibi.*sheaf"):
         HF.save_checkpoint(model, tmp_path)
     scaling = {"rope_type": "linear", "factor": 2.0}
-    changed = replace(model.config, family="sheaf", rope_scaling=scaling)
+    changed = replace(model.config, family="sheaf", rope_scaling=scaling, sparse_layers=(1,))
+    changed = replace(changed, qk_conv=3, cross_attention_layers=(0, 2))
     HF.save_checkpoint(random_model(changed), tmp_path)
     assert HF.load_checkpoint(tmp_path).config == changed
     hf = changed.to_hf()
@@ -3257,6 +3342,13 @@ def test_attention_sparse_blocks(n_q, n_k, local, global_, stride):
         want = abs(qb - kb) < local or kb < global_ or qb < global_
         want = want or stride > 0 and (qb - kb) % stride == 0
         assert got[row, kb].item() == want, (row, kb)
+    i, j, causal = (
+        4 * torch.arange(n_q) + 4 * (n_k - n_q),
+        4 * torch.arange(n_k) + 3,
+        got.tril(n_k - n_q),
+    )
+    spec = M.SparseBlocks(4, local, global_, stride)
+    assert torch.equal(spec.mask(i, j).tril(n_k - n_q), causal)
 
 
 @pytest.mark.parametrize("lengths", [(3, 1, 4), (5,), (2, 0, 3)], ids=str)
@@ -5107,6 +5199,11 @@ def engine_call(method, *args, **options):
 PAGED_DYNAMIC = M.Transformer(tiny(rope_scaling=dict(rope_type="dynamic", factor=4)))
 for paged_field, paged_refused in {
     "rope_scaling": partial(paged_engine, PAGED_DYNAMIC),
+    "qk_conv": lambda: paged_engine(M.Transformer(tiny(qk_conv=3))),
+    "sparse_layers": lambda: paged_engine(M.Transformer(tiny(sparse_layers=(1,)))),
+    "cross_attention_layers": lambda: paged_engine(
+        M.Transformer(tiny(cross_attention_layers=(1,)))
+    ),
     "params": partial(engine_call, "generate", [[5], [6]], [greedy(3)]),
     "SamplingParams": partial(engine_call, "add", [5], dict(n=1)),
     "unknown": partial(engine_call, "abort", "unknown"),
@@ -9740,6 +9837,10 @@ DYNAMIC_ROPE = tiny(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
 REFUSED["drafting: keys that depend on the length of a call"] = (
     lambda: spec_decoder(random_model(DYNAMIC_ROPE), "ngram", GREEDY, 32),
     "rope_scaling 'dynamic'",
+)
+REFUSED["drafting: a tree with qk_conv"] = (
+    lambda: spec_decoder(random_model(tiny(qk_conv=3)), "tree", GREEDY, 32),
+    "--speculate tree .*qk_conv",
 )
 
 
@@ -18720,6 +18821,7 @@ def generate_files(tmp_path_factory) -> dict[str, Path]:
     for name, config in configs.items():
         (at / f"{name}.json").write_text(json.dumps(config.to_hf()))
     biases = dict(o_bias=True, qkv_bias=True, mlp_bias=True)
+    primer = dict(family="sheaf", qk_norm=True, sparse_blocks=(4, 1, 1, 0))
     models = dict(
         qwen=qwen(),
         windowed=qwen(n_layers=3, windows=(None, 5, 5)),
@@ -18727,6 +18829,7 @@ def generate_files(tmp_path_factory) -> dict[str, Path]:
         tied=qwen(tie_embeddings=True, n_layers=3),
         wide=qwen(tie_embeddings=True, n_layers=6),
         alibi=tiny(vocab_size=4099, family="sheaf", alibi=True, tie_embeddings=True, **biases),
+        primer=tiny(vocab_size=4099, qk_conv=3, sparse_layers=(1,), **primer),
         deep=latent(vocab_size=4096),
         deeper=latent(vocab_size=4096, n_layers=4, moe_layers=(1, 2, 3)),
     )
@@ -18758,6 +18861,9 @@ greedy samples perplexity interactive |                                 | --atte
 greedy samples perplexity       | --checkpoint {moe}                    | --attention flash |
 greedy samples                  | --checkpoint {windowed}               | --attention flash |
 greedy                          | --checkpoint {windowed} --speculate ngram | --attention flash |
+greedy samples perplexity       | --checkpoint {primer}                 | --attention flash |
+greedy samples interactive      | --checkpoint {primer}                 | --speculate ngram |
+slow greedy                     | --checkpoint {primer}                 | --compile         |
 greedy samples perplexity batch |                                       | --offload cpu     |
 greedy batch                    | --checkpoint {moe}                    | --offload {disk}  |
 greedy                          | --speculate ngram                     | --reference {text} |
@@ -19772,6 +19878,8 @@ slow 4 | --tp 4                       | {greedy} |
 slow 4 | --tp 4                       | {sampled} --checkpoint {mqa} |
 slow 4 | --tp 4                       | {greedy} --checkpoint {deep} |
 slow 4 | --tp 4                       | {greedy} --checkpoint {alibi} |
+slow 2 | --tp 2                       | {greedy} --checkpoint {primer} |
+slow 2 | --pp 2                       | {sampled} --checkpoint {primer} |
 slow 4 | --tp 4 --set experts=loop    | {greedy} --dummy {latent} --prompt-tokens 5 |
 slow 4 | --tp 4 --speculate mtp       | {greedy} --checkpoint {deep} |
 slow 4 | --tp 4 --speculate exit      | {greedy} --max-new-tokens 40 |
@@ -21070,6 +21178,9 @@ ATTENTION_IN = {  # name -> (config, how many tokens MLA absorbs at once)
     "alibi": (tiny(alibi=True), 1),
     "alibi and windows": (tiny(alibi=True, windows=(5, None, 3)), 1),
     "q norm": (tiny(qk_norm=True, n_kv_heads=1), 1),
+    "convolved": (tiny(qk_conv=3), 1),
+    "sparse": (tiny(sparse_layers=(0, 2), sparse_blocks=(4, 1, 1, 3)), 1),
+    "sparse latent": (latent(sparse_layers=(0, 1), sparse_blocks=(4, 2, 0, 0)), 1),
     "latent": (latent(), 0),
     "latent absorbs 1": (latent(), 1),
     "latent absorbs 9": (latent(), 9),
@@ -21103,6 +21214,11 @@ def test_attention_in_the_model_equals_dense_attention(config, absorb_up_to, mon
             assert (grads[name] - g).norm() <= 1e-5 * max(g.norm(), 0.01 * size), name
     prompts = [random_tokens(config, n, seed=n) for n in (7, 1, 20)]
     tokens, positions, cu_seqlens = A.pack(prompts)
+    if config.sparse_layers:
+        for attend in (A.as_attend(cu_seqlens=cu_seqlens), M.packed_attention):
+            with pytest.raises(ValueError, match="block_mask|sparse_layers"):
+                model(tokens, positions, attend)
+        return
     packed = model(tokens, positions, A.as_attend(cu_seqlens=cu_seqlens))[0]
     for prompt, part in zip(prompts, packed.split([len(p) for p in prompts]), strict=True):
         assert relative(part, model(prompt[None])[0]) <= 1e-5
@@ -21142,13 +21258,20 @@ def test_attention_in_a_cache_equals_cache_attend(config, absorb_up_to, steps, m
         assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in pairs)
 
 
-@pytest.mark.parametrize("config", [tiny(alibi=True, windows=(5, None, 3)), latent()])
-def test_attention_in_the_model_with_kernels(config):
+@pytest.mark.parametrize(
+    "config, n",
+    [
+        (tiny(alibi=True, windows=(5, None, 3)), 9),
+        (latent(), 9),
+        (tiny(sparse_layers=(0, 2), sparse_blocks=(16, 1, 0, 0)), 36),
+    ],
+)
+def test_attention_in_the_model_with_kernels(config, n):
     """Prefill, absorbed and expanded decode, and gradients through the Triton kernels."""
-    model, tokens = random_model(config).to(DEVICE), random_tokens(config, 1, 9).to(DEVICE)
-    cache, want = M.KVCache(config, 1, 12, device=DEVICE), model(tokens)
+    model, tokens = random_model(config).to(DEVICE), random_tokens(config, 1, n).to(DEVICE)
+    cache, want = M.KVCache(config, 1, n + 3, device=DEVICE), model(tokens)
     got = []
-    for chunk in (slice(0, 6), slice(6, 8), slice(8, 9)):
+    for chunk in (slice(0, n - 3), slice(n - 3, n - 1), slice(n - 1, n)):
         positions = torch.arange(chunk.start, chunk.stop, device=DEVICE)
         got.append(model(tokens[:, chunk], positions, A.as_attend(cache)))
     assert relative(torch.cat(got, 1), want) <= 1e-5
@@ -21317,6 +21440,7 @@ LAYOUT_WORDS = {  # a model is a list of these words, the later ones stronger
     "norms": dict(qk_norm=True, vocab_size=95),
     "windows": dict(n_layers=3, windows=(5, None, 12), n_kv_heads=4),
     "alibi": dict(alibi=True, n_kv_heads=4),
+    "primer": dict(qk_conv=3, qk_norm=True, sparse_layers=(1,), sparse_blocks=(4, 1, 0, 0)),
     "yarn": dict(rope_scaling=LAYOUT_YARN),
     "dynamic": dict(max_seq_len=8, rope_scaling=dict(rope_type="dynamic", factor=4.0)),
     "llama": dict(family="llama", head_dim=4, qkv_bias=True, o_bias=True),
@@ -21331,6 +21455,7 @@ LAYOUT_WORDS = {  # a model is a list of these words, the later ones stronger
     "single": dict(n_layers=1),
     "three": dict(n_layers=3),
     "aligned": dict(vocab_size=128, ffn_dim=64, expert_ffn_dim=32, qkv_bias=False),
+    "cross": dict(cross_attention_layers=(1,)),
     "few-tokens": dict(vocab_size=7, n_layers=1),  # 2, 2, 2, 1 on 4 ranks
     "1021-tokens": dict(vocab_size=1021),
     "tokens": dict(LAYOUT_EXPERTS, vocab_size=4096, moe_layers=(1,), qkv_bias=True),
@@ -21649,11 +21774,11 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
 def tp_shards_of(name: str, p: torch.Tensor, config: M.ModelConfig, tp: int) -> int:
     """Number of distinct shards of a parameter along tp, independent of the product's plan."""
     leaf = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    if leaf in ("k_proj", "v_proj"):
+    if leaf in ("k_proj", "v_proj", "k_conv"):
         return min(tp, config.n_kv_heads)
     if leaf in ("o_proj", "down_proj"):
         return tp if p.dim() == 2 else 1
-    columns = "q_proj q_b_proj kv_b_proj gate_proj up_proj w_gate_up w_down embed head"
+    columns = "q_proj q_conv q_b_proj kv_b_proj gate_proj up_proj w_gate_up w_down embed head"
     return tp if leaf in columns.split() else 1
 
 
@@ -21682,6 +21807,7 @@ slow ep by nodes z3 | latent | --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS}
 slow replicas only  | biased | --zero 3 --dp-replicate 4 | | batch=8
 slow sp few tokens  | few-tokens tied | --tp 4 | | micro=4
 slow alibi          | alibi | --tp 4 --async-tp | | micro=2
+slow primer         | primer | --tp 4 --zero 3 | | micro=2
 slow llama          | llama | --tp 4 --async-tp | | micro=2
 slow yarn           | yarn | --tp 2 --cp 2 | | micro=2
 slow dynamic        | dynamic | --tp 4 | | micro=2
@@ -22153,6 +22279,9 @@ plain | 16 | --tp 4 --cp 4 --cp-ulysses 4 --seq-len 32 | --cp-ulysses 4 .*2 head
 three-keys | 4 | --cp 4 --cp-ulysses 4 | --cp-ulysses 4 .*3 key heads
 dynamic | 4 | --cp 4 | --cp .*dynamic NTK.* 8$
 alibi | 4 | --cp 2 | --cp .*ALiBi
+primer | 4 | --cp 2 | --cp .*qk_conv
+primer | 1 | --pack | --pack .*sparse_layers
+cross | 1 | --seq-len 16 | cross_attention_layers
 moe | 4 | --cp 2 --set seq_aux_loss=0.1 | seq_aux_loss.*--cp|--cp.*seq_aux_loss
 plain | 4 | --pp 4 | --pp 4 makes 4 stages.*2 layers
 deep | 4 | --pp 4 --pp-schedule breadth-first --set virtual_stages=3 | --pp 4 .*12 stages.*8 layers

@@ -473,6 +473,8 @@ def build_speculator(
     --draft-model. ValueError names the flag."""
     model, device, max_drafts = decoder.model, decoder.token.device, max_draft_tokens(args)
     check_rope_scaling(model)
+    if args.speculate == "tree" and (name := model.config.contiguous_only):
+        raise ValueError(f"--speculate tree does not support {name}: use --speculate ngram")
     if args.speculate == "staged" and decoder.batch > 1:
         raise ValueError(
             "--speculate staged requires --n 1: it drafts for one row; use --speculate draft"

@@ -36,6 +36,8 @@ def pool_kv_heads_(model: Transformer, n_kv_heads: int) -> Transformer:
     config = model.config
     if config.kv_lora_rank:
         raise ValueError("--kv-heads: latent attention (kv_lora_rank) has no key-value heads")
+    if config.qk_conv:
+        raise ValueError("--kv-heads does not support qk_conv: heads have kernels of their own")
     if not (0 < n_kv_heads <= config.n_kv_heads and config.n_kv_heads % n_kv_heads == 0):
         raise ValueError(
             f"--kv-heads {n_kv_heads} must divide the checkpoint's {config.n_kv_heads} "

@@ -476,10 +476,10 @@ def modes_within_budget(
 ) -> list[str]:
     """The recomputation modes of the blocks with the least recomputed FLOPs, among those that save
     at most --recompute bytes per micro-batch. Bytes and FLOPs are measured with fake tensors."""
-    windows = [config.window(i) for i in range(config.n_layers)]
-    costs = {w: _recompute_costs(args, config, i, dtype) for i, w in enumerate(windows)}
+    kinds = [(config.window(i), config.sparse(i)) for i in range(config.n_layers)]
+    costs = {kind: _recompute_costs(args, config, i, dtype) for i, kind in enumerate(kinds)}
     try:
-        return choose_modes([costs[window] for window in windows], args.recompute)
+        return choose_modes([costs[kind] for kind in kinds], args.recompute)
     except ValueError as e:
         raise ValueError(f"--recompute {args.recompute}: {e}") from None
 
@@ -626,3 +626,7 @@ def check_model(args: TrainConfig, config: ModelConfig) -> None:
         f"exceed {config.max_seq_len}",
     )
     _check(cp == 1 or not config.alibi, "--cp does not support models with ALiBi")
+    option = config.contiguous_only
+    _check(cp == 1 or not option, f"--cp does not support models with {option}")
+    _check(not (args.pack and config.sparse_layers), "--pack does not support sparse_layers")
+    _check(not config.cross_attention_layers, "train.py has no source for cross_attention_layers")

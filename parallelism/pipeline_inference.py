@@ -61,8 +61,9 @@ class PPStage:
         c, own = model.config, [int(name) for name, _ in model.layers.named_children()]
         for i, block in enumerate(model.layers):
             block.attention.spec = replace(block.attention.spec, index=i)
-        sparse = tuple(i for i, layer in enumerate(own) if layer in c.moe_layers)
-        model.config = replace(c, n_layers=len(own), windows=(), moe_layers=sparse, n_mtp_layers=0)
+        moe = tuple(i for i, layer in enumerate(own) if layer in c.moe_layers)
+        none = dict(windows=(), sparse_layers=(), n_mtp_layers=0)
+        model.config = replace(c, n_layers=len(own), moe_layers=moe, **none)
 
 
 class PipelineDecoder:
@@ -153,5 +154,6 @@ class PipelineDecoder:
 def slice_cache_rows(cache: KVCache, rows: Sequence[int]) -> KVCache:
     """A cache of consecutive rows of `cache`, sharing its memory."""
     part, span = copy.copy(cache), slice(rows[0], rows[-1] + 1)
-    part.k, part.v = ([t[span] for t in ts] for ts in (cache.k, cache.v))
+    for name in ("k", "v", "qk"):
+        setattr(part, name, [t[span] for t in getattr(cache, name)])
     return part
