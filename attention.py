@@ -1434,19 +1434,18 @@ def as_attend(
         )  # fmt: skip
         if cache is not None:
             k, v = cache.update(spec, k, v, positions, limit)
-        T, S = q.shape[1], k.shape[1]
-        if spec.sparse is not None and T == S:
-            starts = torch.arange(0, S, spec.sparse.block_size, device=q.device)
-            mask = spec.sparse.mask(starts, starts)
-            flags["block_mask"] = BlockMask(mask, spec.sparse.block_size)
-        elif spec.sparse is not None:
-            mask = spec.sparse.mask(positions, torch.arange(S, device=q.device))
+        T, S, sparse = q.shape[1], k.shape[1], getattr(spec, "sparse", None)
+        if sparse is not None and T == S:
+            starts = torch.arange(0, S, sparse.block_size, device=q.device)
+            flags["block_mask"] = BlockMask(sparse.mask(starts, starts), sparse.block_size)
+        elif sparse is not None:
+            mask = sparse.mask(positions, torch.arange(S, device=q.device))
             flags["bias"] = q.new_zeros(()).where(mask, -math.inf).view(-1, 1, T, S)
         if cu_seqlens is not None:
             _check(len(q) == 1, f"cu_seqlens requires a batch of 1 packed row, not {len(q)}")
             return flash_attention(q[0], k[0], v[0], cu_seqlens_q=cu_seqlens, **flags)[None]
         if cache is None or "block_mask" in flags:
-            return flash_attention(q, k, v, causal=spec.causal, **flags)
+            return flash_attention(q, k, v, causal=getattr(spec, "causal", True), **flags)
         lengths = (positions[..., -1] + 1).to(torch.int32).expand(len(q)).contiguous()
         v = v if spec.latent_dim is None else None
         flags |= dict(latent_dim=spec.latent_dim, fixed_max=fixed_max)
