@@ -198,7 +198,7 @@ class ModelConfig:
             yield from ("n_experts", "n_experts_per_token", "expert_ffn_dim")
 
     def _check_experts(self) -> None:
-        K, G, counts = self.n_experts_per_token, self.n_groups, self.layer_experts
+        counts = self.layer_experts
         if counts and (
             len(counts) != len(self.moe_layers)
             or not all(type(n) is int and n > 0 for n in counts)
@@ -210,10 +210,14 @@ class ModelConfig:
             )
         if not self.moe_layers:
             return
-        counts = counts or (self.n_experts,)
-        E = next((n for n in counts if G > 0 and n % G), min(counts))
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring is {self.scoring!r}; known: 'softmax', 'sigmoid'")
+        for E in counts or (self.n_experts,):
+            self._check_routing(E)
+
+    def _check_routing(self, E: int) -> None:
+        """Whether K of E experts can be selected within the best groups."""
+        K, G = self.n_experts_per_token, self.n_groups
         if G < 1 or E % G or not 1 <= self.topk_groups <= G:
             raise ValueError(
                 f"{self._hf_name('n_groups')} ({G}) must divide {self._hf_name('n_experts')} "
@@ -411,7 +415,7 @@ def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
 
 class SparseBlocks(NamedTuple):
     """Block-sparse causal attention: queries of block a attend to keys of block b if a - b < local,
-    b < global_, a < global_, or stride divides a - b (Sparse Transformers, arXiv:1904.10509;
+    if a or b is one of the first global_ blocks, or if stride divides a - b (Sparse Transformers, arXiv:1904.10509;
     BigBird, arXiv:2007.14062)."""
 
     block_size: int  # positions; attention.py's kernels take powers of two from 16 on
@@ -774,7 +778,7 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, positions: Tensor, attend: Attend
     ) -> tuple[Tensor, ...]:
         """Causal depthwise convolution of q and k over the sequence, K weights for each head and dim
-        (Primer's multi-DConv-head attention, arXiv:2109.08668, 3, but for v)."""
+        (Primer's multi-DConv-head attention, arXiv:2109.08668, 3, which also convolves v)."""
         T, qk, weight = q.shape[1], torch.cat((q, k), 2), torch.cat((self.q_conv, self.k_conv))
         weight = weight.view(qk.shape[2], self.head_dim, -1)  # the last of K is the token's own
         before, history = weight.shape[-1] - 1, qk_history(attend)

@@ -196,15 +196,16 @@ class Output:
 
 
 class SwappedKV(NamedTuple):
-    """KV of a sequence's first n tokens in host memory, contiguous, all layers."""
+    """KV of a sequence's first n tokens in host memory, contiguous; of the last m <= n in a layer
+    whose blocks are reused (sliding window)."""
 
     n: int
-    kv: Tensor  # (L, 2 or 1, Hkv, n, D); if blocks are reused (sliding window), the last m <= n
-    scales: Tensor | None  # (L, 2 or 1, Hkv, n or m)
+    kv: list[Tensor]  # of each layer (2 or 1, Hkv, n or m, D)
+    scales: list[Tensor]  # (2 or 1, Hkv, n or m), if quantized
 
     @property
     def is_whole(self) -> bool:
-        return self.kv.shape[3] == self.n
+        return all(x.shape[2] == self.n for x in self.kv)
 
 
 @dataclass(eq=False)
@@ -228,6 +229,7 @@ class Sequence:
     arrival: int = 0
     n_unforked: int = 1  # samples still to fork at the end of the prompt, itself included
     block_table: list[int] = field(default_factory=list)
+    ring: int = 0  # while it runs: the number of its ring buffer, see PagedKVCache
     num_computed_tokens: int = 0
     num_written_tokens: int = 0
     num_cached_blocks: int = 0
@@ -399,8 +401,8 @@ class Plan:
     the model runs."""
 
     budget: int = 0  # tokens left
-    # (sequence, its block table, number of tokens)
-    swap_out: list[tuple[Sequence, list[int], int]] = field(default_factory=list)
+    # (sequence, its block table, its ring, number of tokens)
+    swap_out: list[tuple[Sequence, list[int], int, int]] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # destination block -> source block
     swap_in: list[tuple[Sequence, int]] = field(default_factory=list)  # first token to copy
     run: list[tuple[Sequence, int]] = field(default_factory=list)  # number of its tokens to run
@@ -444,6 +446,7 @@ class Scheduler:
         self.key = lambda seq: (policy(seq), seq.arrival, seq.index)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.ring_copies: dict[int, int] = {}  # destination -> source: forks since the last step
         self.n_preempted = self.n_admitted_tokens = self.n_hit_tokens = 0
 
     def schedule(self, plan: Plan | None = None) -> Plan:
@@ -510,9 +513,11 @@ class Scheduler:
             self.waiting.remove(seq)
 
     def fork(self, seq: Sequence) -> Sequence:
-        """The next sample of its request: a sequence with the same tokens, sharing all blocks."""
+        """The next sample of its request: a sequence with the same tokens, sharing all blocks. Its
+        ring buffer is copied before the next step (ring_copies)."""
         index = max(seq.index + 1, seq.params.n - seq.n_unforked + 1)
-        child = replace(seq, index=index, n_unforked=1)
+        child = replace(seq, index=index, n_unforked=1, ring=self._free_ring())
+        self.ring_copies[child.ring] = seq.ring
         child.tokens, child.listener = list(seq.tokens), None
         child.block_table = [*map(self.allocator.share, seq.block_table)]
         seq.n_unforked = max(1, seq.n_unforked - 1)
@@ -597,6 +602,7 @@ class Scheduler:
         """Start running a sequence: share its cached blocks and allocate the rest."""
         if not self._fits(seq):
             return False
+        seq.ring = self._free_ring()
         self.waiting.remove(seq)
         self.running.append(seq)
         seq.running = True
@@ -626,7 +632,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence, plan: Plan) -> None:
         """Release its blocks and return it to the queue."""
         if self.kv_swap and seq.num_computed_tokens:
-            plan.swap_out.append((seq, list(seq.block_table), seq.num_computed_tokens))
+            plan.swap_out.append((seq, [*seq.block_table], seq.ring, seq.num_computed_tokens))
         self._release(seq)
         self.waiting.append(seq)
         self.n_preempted += 1
@@ -637,6 +643,10 @@ class Scheduler:
         seq.block_table, seq.num_computed_tokens, seq.num_written_tokens = [], 0, 0
         seq.num_cached_blocks, seq.prefix_node = 0, 0
         seq.running, seq.num_draft_tokens, seq.num_lookahead_blocks = False, 0, 0
+
+    def _free_ring(self) -> int:
+        used = {seq.ring for seq in self.running}
+        return next(ring for ring in count() if ring not in used)  # fewer than max_num_seqs run
 
     def _num_blocks_for(self, n: int) -> int:
         n = -(-n // self.block_size)
@@ -710,6 +720,7 @@ class Chunk(NamedTuple):
     start: int
     block_table: list[int]  # blocks for all positions up to the last of `tokens`
     num_written_tokens: int = 0  # KV before this position is in the cache and not written
+    ring: int = 0  # the sequence's ring buffer
 
 
 class Step(NamedTuple):
@@ -721,6 +732,8 @@ class Step(NamedTuple):
     block_table: Tensor  # (R, W) int32
     cu_seqlens: Tensor  # (R + 1,) int32: sequence r has rows cu_seqlens[r] to cu_seqlens[r + 1]
     lengths: Tensor  # (R,) int32: cached tokens including the new ones
+    ring_slots: Tensor | None = None  # slots and block_table of the layers with ring buffers
+    ring_table: Tensor | None = None
 
 
 KV_DTYPES = {"int8": (torch.int8, 127), "fp8": (torch.float8_e4m3fn, 448)}  # and the maximum value
@@ -739,6 +752,10 @@ class PagedKVCache:
 
     kv_dtype "int8" or "fp8" (e4m3) quantizes each head's vector of a token with its own absmax
     scale in fp32: with D = 128 it takes 0.52 of the memory of bf16.
+
+    With rings, a layer with a sliding window has `rings` ring buffers of ring_blocks blocks in
+    place of num_blocks: in ring i, position p is in block i * ring_blocks + p // block_size %
+    ring_blocks. A sequence then takes memory for all its tokens only in layers without a window.
     """
 
     def __init__(
@@ -749,9 +766,11 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         kv_dtype: str | None = None,
+        rings: int = 0,
+        ring_blocks: int = 0,
     ):
-        """config: an object with n_layers, n_kv_heads, head_dim, and for latent attention
-        kv_lora_rank and qk_rope_head_dim."""
+        """config: an object with n_layers, n_kv_heads, head_dim, for latent attention kv_lora_rank
+        and qk_rope_head_dim, and for rings windows."""
         option = getattr(config, "contiguous_only", "")
         _check(not option, f"the Engine and its paged KV cache do not support {option}")
         if kv_dtype is not None:
@@ -768,50 +787,66 @@ class PagedKVCache:
         if getattr(config, "kv_lora_rank", None):
             parts, heads, dim = 1, 1, config.kv_lora_rank + config.qk_rope_head_dim
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
-        shape, layers = (parts, heads, num_blocks + 1, block_size), range(config.n_layers)
-        self.pages = [torch.zeros(*shape, dim, dtype=dtype, device=device) for _ in layers]
+        self.num_ring_blocks, self.ring_blocks = rings * ring_blocks, ring_blocks
+        self.windowed = {i for i, w in enumerate(config.windows) if w} if rings else set()
+        blocks = [num_blocks, self.num_ring_blocks]
+        blocks = [blocks[layer in self.windowed] + 1 for layer in range(config.n_layers)]
+        shapes = [(parts, heads, n, block_size) for n in blocks]
+        self.pages = [torch.zeros(*s, dim, dtype=dtype, device=device) for s in shapes]
         self.scales: list[Tensor] = []  # of quantized pages: (2 or 1, Hkv, blocks + 1, block_size)
         if kv_dtype is not None:
-            self.scales = [torch.ones(shape, device=device) for _ in layers]
-        whole = [*self.pages, *self.scales]
-        self.bytes_per_token = sum(t.nbytes for t in whole) // (num_blocks + 1) // block_size
+            self.scales = [torch.ones(s, device=device) for s in shapes]
+        nbytes = sum(t.nbytes for t in self._tensors(windowed=False))
+        self.bytes_per_token = nbytes // (num_blocks + 1) // block_size  # rings excluded
 
     def step(self, chunks: list[Chunk], shape: tuple[int, int] | None = None) -> Step:
         """The tensors of a step. With shape (N, R), padded to N tokens and R sequences."""
-        bs, null_slot = self.block_size, self.num_blocks * self.block_size
-        tokens, positions, slots, cu, width = [], [], [], [0], 1
+        tokens, positions, cu, width = [], [], [0], 1
         for c in chunks:
             end = c.start + len(c.tokens)
-            assert len(c.block_table) * bs >= end, "a token without a block"
+            assert len(c.block_table) * self.block_size >= end, "a token without a block"
             tokens += c.tokens
             positions += range(c.start, end)
-            slots += [
-                c.block_table[p // bs] * bs + p % bs if p >= c.num_written_tokens else null_slot
-                for p in range(c.start, end)
-            ]
             cu.append(len(tokens))
-            width = max(width, -(-end // bs))
-        (n, r), w = shape or (len(tokens), len(chunks)), width
+            width = max(width, -(-end // self.block_size))
+        n, r = shape or (len(tokens), len(chunks))
         assert n >= len(tokens) and r >= len(chunks), (n, r)
-        # tables are padded with their own first block, so that no sequence reads another's KV
-        table = array("i")
-        for c in chunks:
-            table.extend(c.block_table[:w])
-            table.extend(array("i", c.block_table[:1]) * (w - len(c.block_table)))
-        table.extend(array("i", [0]) * (w * (r - len(chunks))))
-        table = torch.frombuffer(table, dtype=torch.int32).view(r, w)
         lengths = [c.start + len(c.tokens) for c in chunks] + [0] * (r - len(chunks))
         cu += [cu[-1]] * (r - len(chunks))
-        pad = n - len(tokens)
+        pad = [0] * (n - len(tokens))
         i32, i64 = partial(torch.tensor, dtype=torch.int32), partial(torch.tensor, dtype=torch.long)
-        rows = i64(tokens + [0] * pad), i64(positions + [0] * pad), i64(slots + [null_slot] * pad)
-        return Step(*(t.to(self.device) for t in (*rows, table, i32(cu), i32(lengths))))
+        layout = partial(self._layout, chunks, (n, r, width))
+        slots, table = layout([c.block_table for c in chunks], self.num_blocks)
+        tensors = [i64(tokens + pad), i64(positions + pad), slots, table, i32(cu), i32(lengths)]
+        if self.windowed:
+            tensors += layout([self._ring(c.ring) for c in chunks], self.num_ring_blocks)
+        return Step(*(t.to(self.device) for t in tensors))
+
+    def _layout(
+        self, chunks: list[Chunk], shape: tuple[int, int, int], tables: list[list[int]], null: int
+    ) -> tuple[Tensor, Tensor]:
+        """Slots (N,), padded with those of block `null`, and block_table (R, W); shape: (N, R, W).
+        A table shorter than its positions is used in turn."""
+        (n, r, w), bs, null_slot = shape, self.block_size, null * self.block_size
+        slots, table = [], array("i")
+        for c, own in zip(chunks, tables):
+            slots += [
+                own[p // bs % len(own)] * bs + p % bs if p >= c.num_written_tokens else null_slot
+                for p in range(c.start, c.start + len(c.tokens))
+            ]
+            # padded with its own blocks, so that no sequence reads another's KV
+            table.extend((own * -(-w // len(own)))[:w])
+        table.extend(array("i", [0]) * (w * (r - len(chunks))))
+        slots = torch.tensor(slots + [null_slot] * (n - len(slots)), dtype=torch.long)
+        return slots, torch.frombuffer(table, dtype=torch.int32).view(r, w)
 
     def attend(
         self, spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, step: Step
     ) -> Tensor:
         """The attend hook: writes k and v (B, T, Hkv, D) of the step's tokens to their slots, then
         attends with q (B, T, Hq, D) to all cached tokens of each sequence."""
+        if spec.index in self.windowed:
+            step = step._replace(slots=step.ring_slots, block_table=step.ring_table)
         self._store(spec.index, step.slots, spec.latent if spec.latent is not None else k, v)
         pages, scales = self.pages[spec.index], self.scales[spec.index] if self.scales else None
         flat = q.flatten(0, 1)
@@ -859,27 +894,47 @@ class PagedKVCache:
         out.append(o.new_zeros(len(q) - cu[-1], *o.shape[1:]))
         return torch.cat(out)
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks; pairs: (source, destination)."""
+    def copy(self, pairs: list[tuple[int, int]], windowed: bool = False) -> None:
+        """Copy blocks; pairs: (source, destination). windowed: of the layers with ring buffers."""
         if pairs:
             source, target = torch.tensor(pairs, device=self.device).t()
-            for t in map(_raw, (*self.pages, *self.scales)):
+            for t in map(_raw, self._tensors(windowed)):
                 t.index_copy_(2, target, t.index_select(2, source))
 
-    def read(self, table: list[int], n: int) -> SwappedKV:
-        """Copy KV of a sequence's first n tokens to the host."""
-        slots = self._slots(table, max(0, n - len(table) * self.block_size), n)
-        one = lambda t: _raw(t).flatten(2, 3).index_select(2, slots).cpu()
-        stack = lambda tensors: torch.stack([one(t) for t in tensors])
-        return SwappedKV(n, stack(self.pages), stack(self.scales) if self.scales else None)
+    def copy_rings(self, copies: dict[int, int]) -> None:
+        """Copy ring buffers; copies: destination -> source."""
+        blocks = (zip(self._ring(source), self._ring(to)) for to, source in copies.items())
+        self.copy([pair for ring in blocks for pair in ring], True)
 
-    def write(self, table: list[int], first: int, host: SwappedKV) -> None:
-        """Copy KV from position `first` on from the host to blocks."""
-        n = min(host.n - first, host.kv.shape[3], len(table) * self.block_size)
-        slots = self._slots(table, host.n - n, host.n)
-        for to, source in ((self.pages, host.kv), (self.scales, host.scales)):
-            for t, x in zip(to, source if source is not None else ()):
-                _raw(t).flatten(2, 3).index_copy_(2, slots, x[:, :, -n:].to(self.device))
+    def read(self, table: list[int], n: int, ring: int = 0) -> SwappedKV:
+        """Copy KV of a sequence's first n tokens to the host."""
+
+        def one(layer: int, t: Tensor) -> Tensor:
+            blocks = self._ring(ring) if layer in self.windowed else table
+            slots = self._slots(blocks, max(0, n - len(blocks) * self.block_size), n)
+            return _raw(t).flatten(2, 3).index_select(2, slots).cpu()
+
+        kv, scales = ([*map(one, count(), tensors)] for tensors in (self.pages, self.scales))
+        return SwappedKV(n, kv, scales)
+
+    def write(self, table: list[int], first: int, host: SwappedKV, ring: int = 0) -> None:
+        """Copy KV from position `first` on from the host to blocks; 0 where the host has none."""
+        for tensors, source in ((self.pages, host.kv), (self.scales, host.scales)):
+            for layer, (t, x) in enumerate(zip(tensors, source)):
+                blocks = self._ring(ring) if layer in self.windowed else table
+                n = min(host.n - first, len(blocks) * self.block_size)
+                slots, x = self._slots(blocks, host.n - n, host.n), x[:, :, -n:]
+                x = F.pad(x, (0, 0) * (x.dim() - 3) + (n - x.shape[2], 0))  # may have held NaN
+                _raw(t).flatten(2, 3).index_copy_(2, slots, x.to(self.device))
+
+    def _ring(self, ring: int) -> list[int]:
+        """Blocks of a ring buffer."""
+        return [*range(ring * self.ring_blocks, (ring + 1) * self.ring_blocks)]
+
+    def _tensors(self, windowed: bool) -> list[Tensor]:
+        """Pages and scales of the layers with, or without, ring buffers."""
+        layers = [i for i in range(len(self.pages)) if (i in self.windowed) == windowed]
+        return [tensors[i] for tensors in (self.pages, self.scales) if tensors for i in layers]
 
     def _slots(self, table: list[int], start: int, end: int) -> Tensor:
         """Slots of positions start to end; the blocks of a sliding window are reused in turn."""
@@ -1487,6 +1542,14 @@ class KVTransfer(NamedTuple):
     sequences: list[Sequence]
 
 
+def num_window_blocks(
+    windows: Iterable[int | None], block_size: int, max_num_batched_tokens: int
+) -> int:
+    """Most blocks of a sequence that one step reads and writes in layers with windows; 0: none."""
+    n = max((w for w in windows if w), default=0) + max_num_batched_tokens - 1  # positions
+    return 1 + -(-(n - 1) // block_size) if any(windows) else 0  # at any alignment
+
+
 Draft = tuple[list[int], Tensor | None]  # k tokens, and the q (k, V) they were sampled from or None
 NO_DRAFT: Draft = [], None
 
@@ -1557,17 +1620,17 @@ class Engine:
         )
         self.model, self.clock, self.output_callback = model, clock, output_callback
         self.allocator = BlockAllocator(num_blocks, block_size, prefix_cache)
-        self.cache = PagedKVCache(
-            model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype
-        )
         max_num_seqs = min(64, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs
-        windows, max_blocks = getattr(model.config, "windows", ()), None
-        if windows and all(windows) and not prefix_cache:
-            n = max(windows) + max_num_batched_tokens - 1  # most positions that a step touches
-            max_blocks = 1 + -(-(n - 1) // block_size)  # most blocks of those, at any alignment
+        windows = () if prefix_cache else getattr(model.config, "windows", ())
+        ring_blocks = num_window_blocks(windows, block_size, max_num_batched_tokens)
         self.scheduler = Scheduler(
             self.allocator, max_num_batched_tokens, max_num_seqs, policy, kv_swap, continuous,
-            max_blocks,
+            ring_blocks if windows and all(windows) else None,
+        )  # fmt: skip
+        mixed = any(windows) and not all(windows) and max_num_seqs * ring_blocks < num_blocks
+        self.cache = PagedKVCache(
+            model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype,
+            max_num_seqs if mixed else 0, ring_blocks,
         )  # fmt: skip
         self.sampler = GreedySampler() if sampler is None else sampler
         self.drafter = drafter
@@ -1845,11 +1908,13 @@ class Engine:
 
     def _copy_kv(self, plan: Plan) -> None:
         """Execute the plan's KV copies."""
-        for seq, table, n in plan.swap_out:
-            seq.swapped_kv = self.cache.read(table, n)
+        self.cache.copy_rings(self.scheduler.ring_copies)  # of forks of the last step
+        self.scheduler.ring_copies.clear()
+        for seq, table, ring, n in plan.swap_out:
+            seq.swapped_kv = self.cache.read(table, n, ring)
         self.cache.copy([(source, to) for to, source in plan.copies.items()])
         for seq, first in plan.swap_in:
-            self.cache.write(seq.block_table, first, seq.swapped_kv)
+            self.cache.write(seq.block_table, first, seq.swapped_kv, seq.ring)
             seq.swapped_kv = None
 
     def _run(self, plan: Plan, drafts: dict[Sequence, Draft]) -> Tensor:
@@ -1862,13 +1927,14 @@ class Engine:
             table, width = seq.block_table, -(-(start + len(tokens)) // self.allocator.block_size)
             if width > len(table):  # the blocks of a sliding window are reused in turn
                 table = [table[i % len(table)] for i in range(width)]
-            chunks.append(Chunk(tokens, start, table, written))
+            chunks.append(Chunk(tokens, start, table, written, seq.ring))
         if self.cuda_graphs is None:
             return self._hidden(self.cache.step(chunks))
         step = self.cache.step(chunks, self._padded_shape(chunks, bool(drafts)))
         width = -(-self.capacity // self.allocator.block_size)
-        table = F.pad(step.block_table, (0, width - step.block_table.shape[1]))
-        return self.cuda_graphs(*step._replace(block_table=table))
+        pad = lambda x: x if x is None else F.pad(x, (0, width - x.shape[1]))
+        step = step._replace(block_table=pad(step.block_table), ring_table=pad(step.ring_table))
+        return self.cuda_graphs(*step)
 
     def _fork_samples(self, seq: Sequence) -> list[Sequence]:
         """Fork the other samples of a request at the end of its prompt."""
@@ -1991,9 +2057,10 @@ class Engine:
         self._deliver()
         _check(id in self.outputs, f"id {id!r} is not an unfinished request")
         sequences, output = self.sequences.pop(id), self.outputs.pop(id)
+        self.cache.copy_rings(self.scheduler.ring_copies)
         for seq in sequences:
             assert seq.running and seq.remaining == 1, "only requests in decode can be exported"
-            seq.swapped_kv = self.cache.read(seq.block_table, seq.num_computed_tokens)
+            seq.swapped_kv = self.cache.read(seq.block_table, seq.num_computed_tokens, seq.ring)
             seq.listener = None
             self.scheduler.finish(seq)
             self._forget(seq)

@@ -3990,8 +3990,8 @@ def test_paged_cache_equals_full_forward(name, kind, bs):
             kept, old = cache.read(tables[i], done[i]), tables[i]
             tables[i] = [free.pop(0) for _ in old]
             cache.write(tables[i], 0, kept)
-            for a, b in zip(kept[1:], cache.read(tables[i], done[i])[1:], strict=True):
-                assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(*map(tree_leaves, (kept, cache.read(tables[i], done[i]))), strict=True):
+                assert a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
             paged_spoil(cache, old)
             free += old
     for tokens, parts in zip(sequences, logits, strict=True):
@@ -4230,7 +4230,7 @@ class PagedSimulator:
     def execute(self, plan) -> dict[P.Sequence, list[int]]:
         """Swap out, copy blocks all at once, swap in; then all writes, then all reads, as one model
         call does. Returns the drafts, whose slots are written too."""
-        for seq, table, n in plan.swap_out:
+        for seq, table, _, n in plan.swap_out:
             at = [(table[p // self.bs], p % self.bs) for p in range(n)]
             seq.swapped_kv = SimpleNamespace(
                 n=n, is_whole=True, kv=[self.slots.get(slot) for slot in at]
@@ -4532,10 +4532,10 @@ EOS = 13
 
 
 @cache
-def engine_pool() -> tuple[M.Transformer, list[list[int]], list[list[int]]]:
+def engine_pool(name: str) -> tuple[M.Transformer, list[list[int]], list[list[int]]]:
     """A model, prompts, some of them prefixes of others, and their greedy tokens, half of them with
     EOS; then prompts with a token whose embedding is NaN."""
-    model, pool = paged_model(poison=True), paged_requests(12, seed=11)[0]
+    model, pool = paged_model(name, poison=True), paged_requests(12, seed=11)[0]
     pool += [p[:4] for p in pool[:4]] + [p[:8] for p in pool[:4]]
     want = paged_greedy(model, pool, [20] * len(pool))
     return model, pool + [[POISON] + pool[0], [POISON] * 9, [5, POISON] + pool[1]], want
@@ -4574,7 +4574,7 @@ class EngineMachine(RuleBasedStateMachine):
         first=strategies.lists(requests, min_size=5, max_size=8),
     )
     def start(self, drafts, bs, budget, slots, rows, p_wrong, swap, prefix, takes_nan, first):
-        self.model, self.pool, self.want = engine_pool()
+        self.model, self.pool, self.want = engine_pool("gqa" if prefix else "window")
         self.model.calls, self.model.hook = [], lambda: self.hook("model")
         self.promises, self.log, self.engines = {}, [], []
         self.bombs, self.thrown, self.meddling, self.stepping = {}, None, None, False
@@ -4753,7 +4753,8 @@ class EngineMachine(RuleBasedStateMachine):
         """An error or Ctrl-C in one of the next calls that the Engine makes."""
         name = draft_name if self.drafts and calls % 2 else name
         error = KeyboardInterrupt if name == "push" else error
-        self.bombs[name] = calls // 2, error()
+        rare = name in ("read", "write", "choose")
+        self.bombs[name] = 0 if rare else calls // 2, error()
         self.run(1 + steps)
 
     @rule(action=strategies.sampled_from(ENGINE_ACTIONS), steps=steps)
@@ -4855,6 +4856,7 @@ def test_engine_keeps_its_promises():
     hypothesis.stateful.run_state_machine_as_test(EngineMachine, settings=settings)
     wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted", "moved"}
     wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
+    print(EngineMachine.events)
     missing = {event for event in wanted if not EngineMachine.events[event]}
     assert not missing, missing
 
@@ -4862,6 +4864,8 @@ def test_engine_keeps_its_promises():
 # ---- the Engine: tables of options, samplers and ends ----
 
 
+RINGS = dict(num_blocks=11, block_size=3, max_num_batched_tokens=5, max_num_seqs=2)
+RINGS |= dict(prefix_cache=False)
 ENGINES = {  # name: model, options
     "large": ("gqa", dict(num_blocks=200, max_num_batched_tokens=200)),
     "recompute": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16)),
@@ -4877,6 +4881,9 @@ ENGINES = {  # name: model, options
     "static": ("gqa", dict(num_blocks=12, max_num_seqs=8, static=True)),
     "static-latent": ("absorbed", dict(num_blocks=12, max_num_seqs=8, static=True)),
     "windows": ("window", dict(num_blocks=10, block_size=3, max_num_batched_tokens=14)),
+    "rings": ("window", RINGS),
+    "rings-int8": ("window", RINGS | dict(kv_dtype="int8", kv_swap=True)),
+    "rings-of-1": ("alibi+window", RINGS | dict(num_blocks=30, block_size=1, kv_swap=True)),
     "alibi": ("alibi", dict(num_blocks=29, block_size=1, max_num_batched_tokens=9, kv_swap=True)),
     "alibi+window": ("alibi+window", dict(num_blocks=3, block_size=16, kv_swap=True)),
     "latent": ("absorbed", dict(num_blocks=10, block_size=3, max_num_batched_tokens=5)),
@@ -4923,7 +4930,7 @@ def test_engine_options_change_no_output(name):
         assert len(sampler.seen) == len(set(sampler.seen)) or p_wrong is None
         assert max(model.calls) <= budget
         if engine.cuda_graphs:
-            shapes |= {(key[0][0], key[-1][0]) for key in engine.cuda_graphs.graphs}
+            shapes |= {(key[0][0], key[5][0]) for key in engine.cuda_graphs.graphs}
         stats = seen[p_wrong] = engine.stats()
         assert stats["hit_rate"] == 0 or name != "no-prefix"
         few = budget < 3 or rows == 1
@@ -5446,7 +5453,7 @@ def test_engine_sliding_window_kv_moves_to_an_engine_with_a_prefix_cache():
     while not windowed.outputs[id].token_ids:
         windowed.step()
     transfer = windowed.export_request(id)
-    assert transfer.sequences[0].swapped_kv.kv.shape[3] < 60
+    assert all(kv.shape[2] < 60 for kv in transfer.sequences[0].swapped_kv.kv)
     whole.import_request(transfer)
     while whole.unfinished:
         whole.step()

@@ -127,8 +127,8 @@ class PagedDraftRunner(DraftRunner):
         tokens: list[list[int]],
         hidden: list[Tensor] | None,
     ) -> list[Tensor]:
-        chunks = [Chunk(t, s, row.block_table) for row, s, t in zip(rows, starts, tokens) if t]
-        step = self.cache.step(chunks)
+        chunk = lambda row, s, t: Chunk(t, s, row.block_table, ring=row.ring)
+        step = self.cache.step([chunk(*x) for x in zip(rows, starts, tokens) if x[2]])
         prev_hidden = None if hidden is None else torch.cat(hidden)[None]
         h = self._forward(step, step.tokens[None], prev_hidden)
         for row in rows:
@@ -142,7 +142,8 @@ class PagedDraftRunner(DraftRunner):
         others has no slots for more: its position is clamped and its result is ignored."""
         size = self.cache.block_size
         clamped = [min(p, len(row.block_table) * size - 1) for row, p in zip(rows, at)]
-        step = self.cache.step([Chunk([0], p, row.block_table) for row, p in zip(rows, clamped)])
+        chunks = [Chunk([0], p, row.block_table, ring=row.ring) for row, p in zip(rows, clamped)]
+        step = self.cache.step(chunks)
         return self._forward(step, ids[None], None if hidden is None else hidden[None])
 
     def num_valid(self, row: Any, n: int) -> int:
