@@ -415,8 +415,8 @@ def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
 
 class SparseBlocks(NamedTuple):
     """Block-sparse causal attention: queries of block a attend to keys of block b if a - b < local,
-    if a or b is one of the first global_ blocks, or if stride divides a - b (Sparse Transformers, arXiv:1904.10509;
-    BigBird, arXiv:2007.14062)."""
+    if a or b is one of the first global_ blocks, or if stride divides a - b (Sparse Transformers,
+    arXiv:1904.10509; BigBird, arXiv:2007.14062)."""
 
     block_size: int  # positions; attention.py's kernels take powers of two from 16 on
     local: int
@@ -777,7 +777,7 @@ class Attention(nn.Module):
     def _convolve(
         self, q: Tensor, k: Tensor, positions: Tensor, attend: Attend
     ) -> tuple[Tensor, ...]:
-        """Causal depthwise convolution of q and k over the sequence, K weights for each head and dim
+        """Causal depthwise convolution of q and k over the sequence, K weights per head and dim
         (Primer's multi-DConv-head attention, arXiv:2109.08668, 3, which also convolves v)."""
         T, qk, weight = q.shape[1], torch.cat((q, k), 2), torch.cat((self.q_conv, self.k_conv))
         weight = weight.view(qk.shape[2], self.head_dim, -1)  # the last of K is the token's own

@@ -4188,8 +4188,24 @@ class PagedSimulator:
         assert len(s.running) <= s.max_num_seqs
         assert self.allocator.prefix_cache or not (s.n_hit_tokens or self.allocator.entries)
 
+    def longest_match(self, tokens) -> int:
+        """Blocks of the longest prefix of tokens that is cached, among all that are."""
+        entries = {own: (parent, part) for parent, part, own in self.allocator.entries.values()}
+        prefixes = []
+        for node in entries:
+            prefix = ()
+            while node:
+                node, part = entries[node]
+                prefix = part + prefix
+            prefixes.append(prefix)
+        assert len(prefixes) == len(set(prefixes)), "two blocks hold one prefix"
+        return max((len(p) for p in prefixes if p == (*tokens,)[: len(p)]), default=0) // self.bs
+
     def plan(self) -> P.Plan:
         s, refs = self.scheduler, self.allocator.refs
+        longest = {seq: self.longest_match(seq.tokens) for seq in s.waiting}
+        assert all(len(s.cached_prefix(seq)) == n for seq, n in longest.items())
+        entries, n_hit_tokens = {*self.allocator.entries.values()}, s.n_hit_tokens
         assert not any(seq.num_draft_tokens for seq in s.waiting)
         for seq in s.running:
             seq.num_draft_tokens = self.r.randint(0, self.max_drafts)
@@ -4205,6 +4221,10 @@ class PagedSimulator:
         self.starved = self.starved + 1 if first and first not in self.ran else 0
         assert self.starved == 0 or first in waiting and self.starved < 3, "the first one waits"
         assert all(seq in self.ran for seq in decoding if seq.running), "a next token waits"
+        if entries <= {*self.allocator.entries.values()}:  # none was evicted before it was matched
+            matched = [min(longest[seq] * self.bs, len(seq.tokens) - 1)
+                       for seq in waiting if seq.running]  # fmt: skip
+            assert s.n_hit_tokens - n_hit_tokens >= sum(matched), "a match is not the longest"
         admitted = [self.key(seq) for seq in waiting if seq.running]
         left = [self.key(seq) for seq in waiting if not seq.running]
         assert not (admitted and left) or max(admitted) < min(left), "one overtakes another"
@@ -4856,7 +4876,6 @@ def test_engine_keeps_its_promises():
     hypothesis.stateful.run_state_machine_as_test(EngineMachine, settings=settings)
     wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted", "moved"}
     wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
-    print(EngineMachine.events)
     missing = {event for event in wanted if not EngineMachine.events[event]}
     assert not missing, missing
 
@@ -5439,6 +5458,25 @@ def test_engine_sliding_window_reuses_blocks(seed):
     for id, (ids, new) in requests.items():
         want = greedy_tokens(model, torch.tensor([ids]), new)
         assert [s.token_ids for s in outputs[id].samples] == [want] * len(outputs[id].samples)
+
+
+@pytest.mark.parametrize("windows", [(None, 7, 7), (7, None, 5)], ids=["qwen2", "gemma"])
+def test_engine_mixed_windows_keep_constant_memory(windows):
+    """Some layers windowed: their bytes are those of the windows, in any pool and after any number
+    of tokens; the text is that of the whole cache."""
+    model = random_model(tiny(windows=windows, family="sheaf"))
+    ids, nbytes = random_tokens(model.config, 1, 60), {}
+    for num_blocks in (50, 200):
+        options = dict(max_num_batched_tokens=8, max_num_seqs=2, prefix_cache=False)
+        engine = P.Engine(model, num_blocks=num_blocks, block_size=4, **options)
+        [output] = engine.generate([ids[0].tolist()], greedy(40))
+        assert output.token_ids == greedy_tokens(model, ids, 40)
+        nbytes[num_blocks] = [page.nbytes for page in engine.cache.pages]
+    slot = 2 * 2 * 16 * 4  # k and v, two heads of 16, fp32
+    slots = 2 * 4 * math.ceil((7 + 8 - 2) / 4 + 1) + 4  # two rings, and the block of padding
+    for layer, window in enumerate(windows):
+        small, large = (nbytes[num_blocks][layer] for num_blocks in nbytes)
+        assert (small, large) == ((slots * slot,) * 2 if window else (51 * 4 * slot, 201 * 4 * slot))
 
 
 def test_engine_sliding_window_kv_moves_to_an_engine_with_a_prefix_cache():
