@@ -5325,7 +5325,7 @@ def engine_of_rank(text, name, kv_dtype, env) -> tuple:
 
     def counted(objects, rank):
         for seq in objects[0].sequences if objects[0] else ():
-            sent[0] += sum(x.nbytes for x in seq.swapped_kv[1:] if x is not None)
+            sent[0] += sum(x.nbytes for x in sum(seq.swapped_kv[1:], []))
         sent[1] += len(pickle.dumps(objects))
         send(objects, rank)
 

@@ -136,12 +136,12 @@ def from_first_rank(items: Iterator, group: Any) -> Iterator:
     return items if group is None else iter(next_item, ...)
 
 
-def map_kv(fn: Callable[[list[Tensor]], Tensor], *parts: KVTransfer) -> KVTransfer:
-    """The first transfer, with fn of the KV tensors (L, 2 or 1, Hkv, n, ...) of all `parts`."""
+def map_kv(fn: Callable[[Sequence[Tensor]], Tensor], *parts: KVTransfer) -> KVTransfer:
+    """The first transfer, with fn of each layer's KV tensors (2 or 1, Hkv, n, ...) of all parts."""
     sequences = []
     for seqs in zip(*(part.sequences for part in parts)):
-        (n, *_), *kv = zip(*(seq.swapped_kv for seq in seqs))
-        kv = [None if x[0] is None else fn(x) for x in kv]
+        (n, *_), *kv = zip(*(seq.swapped_kv for seq in seqs))  # kv and scales, of each part
+        kv = [[fn(layer) for layer in zip(*tensors)] for tensors in kv]
         sequences.append(replace(seqs[0], swapped_kv=SwappedKV(n, *kv)))
     return KVTransfer(parts[0].output, sequences)
 
@@ -174,7 +174,7 @@ def prefill_worker(
     def send(output: Output) -> None:
         transfer = KVTransfer(output, []) if output.finished else engine.export_request(output.id)
         for rank, heads in targets[output.id % len(targets)].items():
-            part = map_kv(lambda x: x[0][:, :, heads].contiguous(), transfer)  # not a view: pickled
+            part = map_kv(lambda x: x[0][:, heads].contiguous(), transfer)  # not a view: pickled
             dist.send_object_list([part], rank)
 
     while more or engine.unfinished:
@@ -198,7 +198,7 @@ def start_receiving(sources: Sequence[Iterable[int]]) -> tuple[list[queue.Queue]
                 for rank in sources[i]:
                     dist.recv_object_list(box := [None], rank)
                     parts += box
-                transfer = parts[0] and map_kv(partial(torch.cat, dim=2), *parts)
+                transfer = parts[0] and map_kv(partial(torch.cat, dim=1), *parts)
             except BaseException as e:  # the other worker died
                 transfer = e
             inboxes[i].put(transfer)
