@@ -415,8 +415,8 @@ def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
 
 class SparseBlocks(NamedTuple):
     """Block-sparse causal attention: queries of block a attend to keys of block b if a - b < local,
-    if a or b is one of the first global_ blocks, or if stride divides a - b (Sparse Transformers,
-    arXiv:1904.10509; BigBird, arXiv:2007.14062)."""
+    if b < global_, or if stride divides a - b (Sparse Transformers, arXiv:1904.10509; BigBird,
+    arXiv:2007.14062)."""
 
     block_size: int  # positions; attention.py's kernels take powers of two from 16 on
     local: int
@@ -426,7 +426,7 @@ class SparseBlocks(NamedTuple):
     def mask(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether positions i (..., T) may attend to positions j (..., S): (..., T, S) bool."""
         a, b = i[..., None] // self.block_size, j[..., None, :] // self.block_size
-        mask = (a - b < self.local) | (b < self.global_) | (a < self.global_)
+        mask = (a - b < self.local) | (b < self.global_)
         return mask | ((a - b) % self.stride == 0) if self.stride else mask
 
 

@@ -13005,6 +13005,18 @@ def test_recompute_segments_are_all_blocks_in_order(layers):
         assert kept == len(groups) * x.nbytes
 
 
+@pytest.mark.parametrize("root", [4, 8])
+def test_recompute_peak_of_segments_is_their_inputs_and_one_segment(root):
+    """Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174, 3): of root^2 blocks that
+    each save 8 tensors, root inputs and the 8 * root tensors of one segment are alive at most, and
+    a few in computation."""
+    x = torch.ones(2**16, requires_grad=True)
+    block = lambda x: reduce(lambda y, _: y.sin(), range(8), x)
+    groups = RC.layer_groups([block] * root**2)
+    run = lambda: reduce(lambda y, group: group(y), groups, x).sum().backward()
+    assert 9 * root - 1 <= peak_bytes(run) / x.nbytes <= 9 * root + 4
+
+
 def test_recompute_saved_bytes_by_hand():
     """Storages once, through views; only what the graph needs, closures and outputs too."""
     w, x = torch.ones(8, requires_grad=True), torch.ones(8)
@@ -22197,6 +22209,34 @@ def test_layout_transfers_equal_the_formula(layouts, name):
         assert 0 < abs(loss / layouts("count --zero 3")[0][1] - 1) < 0.05
 
 
+def gathers_case(rank: int, case: LayoutCase, folder: Path) -> int:
+    """The number of all-gathers of a block's weights in one step."""
+    wire, (args, layout, model, _) = layout_wire(), layout_rank(case, rank)
+    wire.reset()
+    next(layout_steps(case, args, layout, model))
+    sent = Counter(e["numel"] for e in sent_among_several(wire) if e["kind"] == "all_gather")
+    return max(sent.values())
+
+
+GATHERED = {
+    (schedule, n): LayoutCase(
+        "deep", f"--pp 2 --pp-schedule {schedule} --set virtual_stages=2 --zero 3", batch=2 * n,
+        dtype="fp32", steps=1,
+    )
+    for schedule in ("breadth-first", "interleaved") for n in (4, 8)
+}  # fmt: skip
+
+
+def test_layout_breadth_first_gathers_each_chunk_once(layouts):
+    """With --zero 3 and two chunks of two blocks on a rank, three gathers each whatever the number
+    of microbatches: the second chunk's serves its backward pass too (arXiv:2211.05953, 4). The
+    depth-first schedule gathers each time it switches chunks."""
+    gathers = {key: set(layouts(f"gathers {key}")) for key in GATHERED}
+    assert gathers["breadth-first", 4] == gathers["breadth-first", 8] == {3 * 2}
+    few, many = (min(gathers["interleaved", n]) for n in (4, 8))
+    assert many > 1.5 * few > 1.5 * 6, gathers
+
+
 # ---- checkpoints ----
 
 
@@ -22436,6 +22476,7 @@ def layout_setup(env):
 LAYOUT_TASKS = {name: (train_case, case) for name, case in LAYOUT_CASES.items()}
 LAYOUT_TASKS |= {f"lost {name}": (lost_case, case) for name, case in LOST.items()}
 LAYOUT_TASKS |= {f"count {name}": (count_case, case) for name, case in COUNTED.items()}
+LAYOUT_TASKS |= {f"gathers {key}": (gathers_case, case) for key, case in GATHERED.items()}
 LAYOUT_TASKS |= {f"chain {name}": (chain_case, cases, name) for name, cases in CHAINS.items()}
 LAYOUT_TASKS |= {"mesh errors": (mesh_errors_case, None), "frozen": (frozen_case, None)}
 
