@@ -5344,7 +5344,7 @@ def engine_of_rank(text, name, kv_dtype, env) -> tuple:
     return sent, outputs, whole.generate(prompts, params) if env.rank == 0 else []
 
 
-# placement, model, type of KV: bytes of KV per token (layers, parts, heads, dim, size of an element)
+# placement, model, type of KV: bytes of KV per token (layers, parts, heads, dim, element size)
 ENGINE_PLACEMENTS = {
     ("1x1:2x1", "gqa", None): 3 * 2 * 2 * 16 * 4,
     ("2x1:1x1", "gqa", "int8"): 3 * 2 * 2 * (16 + 4),
@@ -15210,8 +15210,8 @@ def test_ep_transfers_overlap_with_experts(name, phase, ranks_done):
 
 @pytest.mark.parametrize("name", [*EP_ORDER, *EP_ORDERS])
 def test_ep_tasks_run_in_the_chosen_order(name, ranks_done):
-    """A send starts a transfer of rows; the compute task of a chunk waits for it, and starts another
-    one, which a receive waits for. The backward pass runs them in reverse."""
+    """A send starts a transfer of rows; the compute task of a chunk waits for it, and starts
+    another one, which a receive waits for. The backward pass runs them in reverse."""
     case, steps = EP_SOLVED[name], dict(send=["start"], receive=["wait"])
     steps["compute"] = ["wait", "experts", "start"]
     tasks = [stage for stage, _ in case.order or Y.default_order(*case.chunks[:1])]
@@ -15243,8 +15243,8 @@ def ep_makespan(compute: tuple, times: tuple) -> float:
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_ep_best_order_equals_brute_force(chunks):
-    """The chosen order is a best one of all, better than one chunk after the other; Y.makespan is its
-    time. ScheMoE's order is best if dispatch and combine take equally long."""
+    """The chosen order is a best one of all, better than one chunk after the other; Y.makespan is
+    its time. ScheMoE's order is best if dispatch and combine take equally long."""
     rng, every = random.Random(chunks), {*permutations([*range(chunks)] * 3)}
     every = [[(c, o[:i].count(c)) for i, c in enumerate(o)] for o in every]
     shorter = 0
@@ -15261,7 +15261,7 @@ def test_ep_best_order_equals_brute_force(chunks):
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_ep_quantized_rows_are_within_half_a_step(kind):
-    """A scale per row; zeros are exact, inf and NaN do not become finite, empty inputs stay empty."""
+    """A scale per row; zeros are exact, inf and NaN do not become finite, empty stays empty."""
     x = torch.randn(40, 24, generator=seeded()) * torch.logspace(-9, 9, 40)[:, None]
     x[3], x[4, 2], x[5, 7] = 0, INF, math.nan
     payload, got = Y.quantize_rows(x, kind), ep_rounded(x, kind)
@@ -17473,7 +17473,7 @@ pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup)
 SCHED_V = ("zbv", "v-half", "v-min", "dualpipev")
 
 
-# ---- reference implementations from the definitions; none calls SC.check or Schedule's methods ----
+# ---- reference implementations from the definitions, without SC.check and Schedule's methods ----
 
 
 def sched_make(name, p, m, v=None):

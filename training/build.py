@@ -161,6 +161,8 @@ def offload_folder(args: TrainConfig) -> Path:
 
 
 def optimizer_factory(args: TrainConfig | None) -> Callable[..., torch.optim.Optimizer]:
+    """params -> the optimizer of --optimizer and --param-dtype, with learning rate 0 (the schedule
+    sets it); args None: AdamW."""
     if args is not None and args.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=0.0, momentum=0.9)
     adamw = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8)

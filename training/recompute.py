@@ -438,6 +438,8 @@ class Block(nn.Module):
 
 
 class Norm(nn.Module):
+    """RMSNorm of the self-check's blocks: x (..., C) -> (..., C), statistics in fp32."""
+
     def __init__(self, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
@@ -449,6 +451,7 @@ class Norm(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention: q (B, Hq, T, D), k and v (B, Hkv, T, D) -> (B, Hq, T, D)."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 

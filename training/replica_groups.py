@@ -15,9 +15,9 @@ whose share of the batches is left out until it is back. It needs no checkpoint.
 
 Cost: an all-reduce of the gradients between groups, not overlapped with the backward pass, and a
 quorum of a few milliseconds. When it loses: within one failure domain, where --zero alone is
-faster. A gradient is the mean over the groups of their means over tokens. Equivalence (test_all.py):
-two groups equal one process of the whole batch, and a group that was killed and started again ends
-with the bits of the other. Needs: the optional torchft.
+faster. A gradient is the mean over the groups of their means over tokens. Equivalence
+(test_all.py): two groups equal one process of the whole batch, and a group that was killed and
+started again ends with the bits of the other. Needs: the optional torchft.
 """
 
 from __future__ import annotations

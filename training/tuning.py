@@ -93,6 +93,7 @@ def reference_logprobs(
 
 
 def check_reference(reference: nn.Module | None, model: nn.Module) -> None:
+    """ValueError unless there is a reference model, or adapters without which `model` is one."""
     ok = reference is not None or adapter_parameters(model)
     _check(ok, "no reference model: pass a frozen copy as reference, or add LoRA adapters")
 
