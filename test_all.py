@@ -1287,20 +1287,19 @@ def test_model_cross_attention(monkeypatch):
     source_kv is computed once per layer and gives the logits of recomputing it at every step."""
     use_plain_torch(monkeypatch)
     config = tiny(family="sheaf", cross_attention_layers=(0, 2), qk_norm=True)
-    model, tokens, source = (
-        random_model(config),
-        random_tokens(config, 2, 9),
-        torch.randn(2, 13, 48),
-    )
-    layer, x = model.layers[0].cross_attention, torch.randn(2, 5, 48)
+    model, tokens, source = random_model(config), random_tokens(config, 2, 9), normal(2, 13, 48)
+    block, x, at = model.layers[0], normal(2, 5, 48), torch.arange(5)
+    layer = block.cross_attention
     heads = lambda x, linear: linear(x).unflatten(-1, (-1, 16)).transpose(1, 2)
-    k, v = (
-        heads(source, linear).repeat_interleave(2, 1) for linear in (layer.k_proj, layer.v_proj)
-    )
+    k, v = (heads(source, part).repeat_interleave(2, 1) for part in (layer.k_proj, layer.v_proj))
     o = F.scaled_dot_product_attention(heads(x, layer.q_proj), k, v).transpose(1, 2).flatten(2)
     for attend in (layer.attend, A.as_attend()):
         layer.attend = attend
-        close(layer(x, layer.source_kv(source), torch.arange(5)), layer.o_proj(o), 1e-5)
+        close(layer(x, layer.source_kv(source), at), layer.o_proj(o), 1e-5)
+    rope, kv = M.rope_cos_sin(config, at), layer.source_kv(source)
+    h = x + block.attention(block.attention_norm(x), rope, at, M.causal_attention)
+    h = h + layer(block.cross_attention_norm(h), kv, at)
+    close(block(x, rope, at, M.causal_attention, {0: kv}), h + block.mlp(block.mlp_norm(h)), 1e-5)
     full, calls, cache = model(tokens, source=model.source_kv(source)), [], M.KVCache(config, 2, 9)
     for i in config.cross_attention_layers:
         projection = model.layers[i].cross_attention.k_proj
