@@ -14,6 +14,8 @@ All model families share this structure and differ only in fields of ModelConfig
     Mixtral, Qwen3-MoE     an MoE in place of the MLP, in all layers or some
     DeepSeek-V2, V3, R1    + latent attention (MLA, arXiv:2405.04434), shared experts, group-limited
                   routing, YaRN (arXiv:2309.00071), multi-token prediction (arXiv:2412.19437)
+    sheaf         what no family above has: ALiBi, cosine attention, convolved q and k, block-sparse
+                  layers, cross attention, a number of experts per layer
 
 There are two attention modules (`Attention`, `LatentAttention`) and two feed-forward modules
 (`MLP`, `MoE`). The family only decides the names of config.json fields and of checkpoint tensors.

@@ -8,6 +8,7 @@ batch large:
     paging        KV is stored in blocks of a few tokens, with a block table per sequence; a
                   sequence wastes less than one block (PagedAttention, arXiv:2309.06180). Blocks are
                   reference-counted: samples of one prompt share its blocks, with copy-on-write.
+                  Without a prefix cache, layers with sliding windows keep the window's blocks only.
     prefix cache  full blocks are looked up by content, in a tree whose edges are the tokens of a
                   block (RadixAttention, arXiv:2312.07104). Blocks of finished sequences stay cached
                   until their memory is needed, and are evicted in LRU order.
