@@ -405,10 +405,8 @@ class _Finish(torch.autograd.Function):
         return None, *ctx.transfer.launch(grads, back=True)  # received by _Start.backward
 
 
-Order = Sequence[
-    tuple[str, int]
-]  # ("send", "compute" or "receive", chunk), see all_to_all_dispatch
 STAGES = "send", "compute", "receive"
+Order = Sequence[tuple[str, int]]  # (stage, chunk), see all_to_all_dispatch
 
 
 def default_order(chunks: int) -> Order:
