@@ -267,7 +267,7 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
         if p is embed and head is not embed:
             total += batch * p[0].nbytes
         elif p.dim() == 3:
-            E = c.experts_of(int(name.split(".")[1]))
+            E = len(model.get_submodule(name.rpartition(".w_")[0]).router)
             total += p.nbytes * (1 - (1 - c.n_experts_per_token / E) ** batch)
         else:
             total += p.nbytes

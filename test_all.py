@@ -19911,6 +19911,7 @@ GENERATE_RANKS = """
 2 | --pp 2                            | {greedy} |
 2 | --pp 2                            | {sampled} --n 5 --set frequency_penalty=0.7 --stop ) |
 2 | --pp 2                            | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |
+2 | --pp 2                            | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
 slow 2 | --tp 2                       | {perplexity} |
 slow 2 | --tp 2 --quantize int8       | {perplexity} | 0.01
 slow 2 | --tp 2 --quantize int4       | {perplexity} | 0.15

@@ -61,9 +61,11 @@ class PPStage:
         c, own = model.config, [int(name) for name, _ in model.layers.named_children()]
         for i, block in enumerate(model.layers):
             block.attention.spec = replace(block.attention.spec, index=i)
-        moe = tuple(i for i, layer in enumerate(own) if layer in c.moe_layers)
+        counts = {i: c.experts_of(layer) for i, layer in enumerate(own) if layer in c.moe_layers}
+        moe = dict(moe_layers=tuple(counts), n_experts=max(counts.values(), default=c.n_experts))
+        moe["layer_experts"] = tuple(counts.values()) if c.layer_experts else ()
         none = dict(windows=(), sparse_layers=(), n_mtp_layers=0)
-        model.config = replace(c, n_layers=len(own), moe_layers=moe, **none)
+        model.config = replace(c, n_layers=len(own), **moe, **none)
 
 
 class PipelineDecoder:
