@@ -61,6 +61,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -687,7 +689,9 @@ class KVCache:
 
 def qk_history(attend: Attend) -> Callable[..., Tensor] | None:
     """attend.qk_history, or that of the object whose method, or a partial of it, attend is."""
-    owner = getattr(getattr(attend, "func", attend), "__self__", attend)
+    method = attend.func if isinstance(attend, partial) else attend
+    # not getattr(method, "__self__", method), which torch.compile takes to be the default
+    owner = method.__self__ if isinstance(method, MethodType) else method
     return getattr(owner, "qk_history", None)
 
 

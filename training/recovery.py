@@ -589,8 +589,8 @@ class Watchdog:
             limit = self.first_timeout if where[0] == self._first_step else self.timeout
             if where[0] is not None and spent > limit:
                 text = self._diagnose()
-                if self._where is not seen:
-                    continue  # it was only slow
+                if self._where is not seen or self._over.is_set():
+                    continue  # it was only slow, or an exception has ended the wait
                 self.report(text)
                 self.on_hang()
                 return
