@@ -25179,6 +25179,19 @@ def test_recovery_watchdog_of_one_process():
     first.close()
 
 
+def test_recovery_a_wait_that_an_exception_ends_is_not_a_hang(monkeypatch):
+    """Closed while its own hang is diagnosed, as when a collective fails because a peer ended."""
+    reports = []
+    calls = dict(report=reports.append, on_hang=int)
+    watch = RE.Watchdog(None, 0, 1, timeout=0.1, first_timeout=0.1, **calls)
+    diagnosed = threading.Event()
+    monkeypatch.setattr(watch, "_diagnose", lambda: (watch._over.set(), diagnosed.set()))
+    watch.beat(1, "a")
+    assert diagnosed.wait(5)
+    watch.close()
+    assert not reports
+
+
 def test_recovery_a_suspended_process_is_not_a_hang(monkeypatch):
     """A clock that jumps by 1000 s counts as one second."""
     reports, jump, real = [], [0.0], time.perf_counter
