@@ -39,6 +39,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import platform
 import random
 import re
 import resource
@@ -117,7 +118,7 @@ from quantization import calibrate as C
 from training import checkpoint as CK
 from training import chunked_loss as CL
 from quantization import quantize_model as W
-from generation import cpu
+from generation import cpu, cpu_decode
 from training import data as DA
 from parallelism import diloco as DL
 from training import callbacks as CB
@@ -8774,14 +8775,224 @@ def test_cpu_linear_falls_back_to_torch(monkeypatch):
         assert torch.equal(swapped[0].weight.grad, expected)
     if shutil.which(os.environ.get("CC", "cc")):
         exact = x.double() @ plain.weight.detach().double().t()
-        got = cpu.gemv(plain.weight, x)
+        got = cpu.matmul(cpu.matrix(plain.weight), x)
         assert cpu.load_kernels() is not None and relative(got.double(), exact) < 2**-8
-    monkeypatch.setenv("CC", "/no/such/compiler")
-    assert cpu.load_kernels.__wrapped__() is None
     monkeypatch.setattr(cpu, "load_kernels", lambda: None)
     with torch.no_grad():
         got = cpu.linear(x, plain.weight, plain.bias)
     assert torch.equal(got, plain(x))
+
+
+@pytest.mark.parametrize(
+    "variable, value, words",
+    [
+        ("CC", "/no/such/compiler", "no C compiler '/no/such/compiler'"),
+        ("CC", "false", "returned non-zero exit status 1"),
+        ("XDG_CACHE_HOME", "/proc/cache", "/proc/cache"),
+    ],
+)
+def test_cpu_kernels_that_cannot_be_compiled(variable, value, words, monkeypatch, caplog):
+    """No compiler, one that fails, a cache folder that cannot be written: one line says so."""
+    monkeypatch.setenv(variable, value)
+    assert cpu.load_kernels.__wrapped__("x86-64") is None
+    (line,) = caplog.messages
+    assert words in line and "slower" in line and "\n" not in line
+
+
+CPU_TARGETS = {"avx512": "native", "avx2": "haswell", "plain": "x86-64"}
+
+
+@pytest.fixture(params=CPU_TARGETS)
+def cpu_kernels(request, monkeypatch):
+    """The kernels compiled for this CPU, for AVX2, and without intrinsics."""
+    if platform.machine() != "x86_64" and request.param != "avx512":
+        pytest.skip(f"-march={CPU_TARGETS[request.param]} is for x86, not {platform.machine()}")
+    if (lib := cpu.load_kernels(CPU_TARGETS[request.param])) is None:
+        pytest.skip("no C compiler works here")
+    monkeypatch.setattr(cpu, "load_kernels", lambda: lib)
+    return lib
+
+
+@torch.inference_mode()
+def test_cpu_kernels_equal_float64(cpu_kernels):
+    """bf16, q8_0 and q4_0 with x rounded as they do: partial spans, strips and panels, one row to
+    many, weights that are not aligned; the same bits from one thread and from two."""
+    shapes, rng = [(1, 32), (7, 96), (50, 1024), (129, 544)], seeded()
+    for (N, C), rows, name in product(shapes, (1, 2, 5, 16, 21, 65), ("bf16", "q8_0", "q4_0")):
+        weight, x = (torch.randn(n, C, generator=rng) for n in (N + 1, rows))
+        bias = torch.randn(N, generator=rng).bfloat16()
+        if name == "bf16":
+            x, parts = x.bfloat16(), (weight.bfloat16()[1:],)
+            exact, rounded = parts[0].double(), x.double()
+        else:  # x in fp32, since ties may be rounded either way
+            parts = tuple(t[1:] for t in Q.SCHEMES[name].quantize(weight)[:2])
+            exact = Q.SCHEMES[name].dequantize(*parts, None).double()
+            q, scales = Q.quantize_rows(x.reshape(-1, 32))
+            rounded = (q * scales).view_as(x).double()
+        m, exact = cpu.matrix(*parts, bias=bias), rounded @ exact.t() + bias.double()
+        y = cpu.matmul(m, x.float())
+        assert relative(y.double(), exact) < 1e-5, (N, C, rows, name)
+        with torch_threads(2):
+            assert torch.equal(cpu.matmul(m, x.float()), y)
+
+
+@torch.inference_mode()
+def test_cpu_kernels_with_extreme_values(cpu_kernels):
+    """NaN or infinity in a row of x makes that row NaN or infinite and no other; denormal weights
+    and rows of zeros are exact."""
+    for name, rows in product(("bf16", "q8_0", "q4_0"), (1, 3, 18)):
+        weight, x = torch.randn(20, 64, generator=seeded()), torch.ones(rows, 64).bfloat16()
+        parts = (weight.bfloat16(),) if name == "bf16" else Q.SCHEMES[name].quantize(weight)[:2]
+        m = cpu.matrix(*parts)
+        clean = cpu.matmul(m, x)
+        for value in (math.nan, math.inf, -math.inf):
+            dirty = x.clone()
+            dirty[0, 40] = value
+            y = cpu.matmul(m, dirty)
+            assert not y[0].isfinite().any() and torch.equal(y[1:], clean[1:])
+        assert not cpu.matmul(m, x * 0).any()
+    tiny_scale = torch.full((20, 2), 2.0**-24).half()  # fp16's smallest denormal
+    m = cpu.matrix(torch.full((20, 64), 3, dtype=torch.int8), tiny_scale)
+    assert torch.equal(cpu.matmul(m, x.float()), torch.full((rows, 20), 3 * 64 * 2.0**-24))
+
+
+@quantize_kernels
+@torch.inference_mode()
+def test_cpu_block_linear_equals_the_reference():
+    """With bias, in fp32 and bf16, eager and as an operator; fallback for gradients and no rows."""
+    for scheme, dtype in product(("q8_0", "q4_0"), (torch.float32, torch.bfloat16)):
+        parts = Q.SCHEMES[scheme].quantize(torch.randn(30, 96, generator=seeded()))
+        x, bias = torch.randn(3, 2, 96).to(dtype), torch.randn(30).to(dtype)
+        want, limit = Q.block_linear(x, *parts, bias), 1e-5 if dtype == torch.float32 else 4e-3
+        for linear in (partial(cpu.block_linear, fallback=None), torch.ops.sheaf.cpu_block_linear):
+            got = linear(x, *parts, bias)
+            assert got.dtype == dtype and relative(got.double(), want.double()) < limit
+        for x, grad in ((x[:0], False), (x, True)):
+            with torch.set_grad_enabled(grad):
+                got = cpu.block_linear(x, *parts, bias, lambda *args: args)
+            assert all(a is b for a, b in zip(got, (x, *parts, bias), strict=True))
+
+
+@contextmanager
+def torch_threads(n: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def fused_model(scheme: str | None, config: M.ModelConfig) -> tuple[M.Transformer, M.Transformer]:
+    """A bf16 model run by FusedLayers, and the same weights in fp32."""
+    model, reference = random_model(config).bfloat16(), M.Transformer(config)
+    if scheme is not None:
+        Q.quantize_(model, scheme)
+        Q.use_linear_fn_(model, partial(cpu.block_linear, fallback=None), Q.block_linear)
+    weights = {n: p.float() for n, p in model.named_parameters()}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Q.QuantizedLinear)}
+    weights |= {f"{n}.weight": m.weight.float() for n, m in layers.items()}
+    if scheme is not None:
+        for n, m in layers.items():
+            weights[f"{n}.weight"] = m.scheme.dequantize(m.qweight, m.scales, None)
+    reference.load_state_dict(weights)
+    cpu_decode.install_(cpu.swap_linear_(model))
+    assert type(model.layer_groups[0]) is cpu_decode.FusedLayers
+    return model, reference
+
+
+FUSED_CONFIGS = {
+    "plain": dict(),
+    "bias and norms": dict(qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "windows": dict(windows=(7, None, 9)),
+    "interleaved": dict(family="sheaf", rope_interleaved=True, rotary_dim=16),
+}
+
+
+@pytest.mark.parametrize("scheme", [None, "q8_0", "q4_0"])
+@pytest.mark.parametrize("options", FUSED_CONFIGS.values(), ids=FUSED_CONFIGS)
+@torch.inference_mode()
+def test_cpu_decode_equals_the_layers(scheme, options, cpu_kernels, monkeypatch):
+    """Decode steps of batches, and steps of several tokens, in rows, rings and blocks: the logits
+    of the fp32 model up to the rounding of activations, and the same slots of the cache written.
+    No layer runs on its own."""
+    config = tiny(dim=64, ffn_dim=96, head_dim=32, n_heads=4, **options)
+    model, reference = fused_model(scheme, config)
+    monkeypatch.setattr(M.Block, "forward", M.Block.forward)
+    for layer in model.layers:
+        layer.forward = lambda *args: pytest.fail("a layer ran")
+    limit, bs = (0.02 if scheme is None else 0.05), 4
+    for B, T, ring in ((1, 1, False), (3, 1, True), (2, 3, False)):
+        rollback = 0 if ring else None
+        tokens = random_tokens(config, B, 24)
+        rows = M.KVCache(config, B, 30, torch.bfloat16, rollback=rollback)
+        wanted = M.KVCache(config, B, 30, rollback=rollback)
+        rings = B if any(config.windows or ()) else 0
+        blocks = P.PagedKVCache(config, 8 * B, bs, torch.bfloat16, rings=rings, ring_blocks=4)
+        tables = [[*range(r, 8 * B, B)] for r in range(B)]
+        for t in range(0, 24, T):
+            positions, new = torch.arange(t, t + T), tokens[:, t : t + T]
+            want = reference(new, positions, wanted.attend)
+            got = model(new, positions, partial(rows.attend, limit=t + T))
+            chunks = [P.Chunk(new[r].tolist(), t, tables[r], ring=r) for r in range(B)]
+            step = blocks.step(chunks)
+            attend = partial(blocks.attend, step=step)
+            paged = model(step.tokens[None], step.positions[None], attend).view_as(got)
+            assert relative(got.float(), want) < limit and rows.length == t + T
+            assert torch.equal(got, paged)
+        for layer in range(config.n_layers):
+            assert relative(rows.k[layer].float(), wanted.k[layer]) < limit
+            assert relative(rows.v[layer].float(), wanted.v[layer]) < limit
+            if not config.window(layer) and T == 1:
+                for r, table in enumerate(tables):
+                    kept = blocks.pages[layer][:, :, table].flatten(2, 3)[:, :, :24]
+                    assert torch.equal(kept[0], rows.k[layer][r, :, :24])
+                    assert torch.equal(kept[1], rows.v[layer][r, :, :24])
+
+
+@quantize_kernels
+@torch.inference_mode()
+def test_cpu_decode_leaves_other_calls_to_the_layers():
+    """Many tokens, other caches and attend functions, gradients, positions beyond the cache: as
+    without FusedLayers."""
+    config = tiny(dim=64, ffn_dim=96)
+    model, _ = fused_model(None, config)
+    fused, model.layer_groups = model.layer_groups, None
+    tokens = random_tokens(config, 2, 70)
+
+    def outputs() -> list[torch.Tensor]:
+        bf16, fp32 = (M.KVCache(config, 2, 80, dtype) for dtype in (torch.bfloat16, torch.float32))
+        shared = M.KVCache(config, 3, 80, torch.bfloat16)
+        paged = P.PagedKVCache(config, 8, 16, torch.bfloat16, kv_dtype="int8")
+        step = paged.step([P.Chunk([5, 6], 0, [0])])
+        yield model(tokens, torch.arange(70), bf16.attend)
+        yield model(tokens[:, :1], torch.zeros(1, dtype=torch.long), fp32.attend)
+        yield model(tokens[:1, :1], torch.zeros(1, dtype=torch.long), shared.attend)
+        yield model(step.tokens[None], step.positions[None], partial(paged.attend, step=step))
+        yield model(tokens[:, :5])
+        yield model(tokens[:, :5], attend=lambda *args: M.causal_attention(*args))
+        with torch.inference_mode(False), torch.enable_grad():
+            yield model(tokens[:, :5].clone())
+        with pytest.raises(IndexError):
+            model(tokens[:, :1], torch.tensor([80]), bf16.attend)
+
+    want = list(outputs())
+    model.layer_groups = fused
+    for a, b in zip(outputs(), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@quantize_kernels
+def test_cpu_decode_supports_no_other_models():
+    """fp32, latent attention, MoE, ALiBi, convolution, other quantization, hooks, fp32 caches."""
+    configs = [tiny(alibi=True, family="sheaf"), tiny(qk_conv=3, family="sheaf"), latent()]
+    configs += [mixtral()]
+    models = [random_model(config).bfloat16() for config in configs] + [random_model(tiny())]
+    models += [Q.quantize_(random_model(tiny(dim=64, ffn_dim=96)).bfloat16(), "int4")]
+    models += [cpu.swap_linear_(random_model(tiny()).bfloat16())]
+    models[-1].layers[1].mlp.down_proj.register_forward_hook(lambda *args: None)
+    for model in models:
+        assert cpu_decode.install_(cpu.swap_linear_(model)).layer_groups is None
 
 
 @torch.inference_mode()

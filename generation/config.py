@@ -116,7 +116,7 @@ class GenerateConfig(Settings):
 
     # quantization
     quantize: str | None = flag(
-        None, "int8, int4, int8-dynamic, llm.int8, fp8, ...", metavar="SCHEME")
+        None, "int8, int4, q8_0, q4_0, fp8, ...", metavar="SCHEME")
     group_size: int | None = flag(
         None, "weights per scale, for int4, int3 and int2 (default: 32)", metavar="G")
     calibrate: str | None = flag(

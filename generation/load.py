@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from generation import cpu
+from generation.cpu_decode import install_
 from generation.config import DTYPES, GenerateConfig
 from generation.ranks import run_on_all_or_raise
 from generation.stream import LayerStream
@@ -201,7 +202,7 @@ def optimize_for_inference_(
         use_grouped_experts(model, **({"linear": cpu.expert_linear} if on_cpu else {}))
     for shard in shards:
         shard.finalize_(model)
-    return model
+    return install_(model) if on_cpu else model
 
 
 def use_cpu_kernels_(model: Transformer) -> None:

@@ -53,6 +53,7 @@ from quantize import (
     QTensors,
     QuantizedLinear,
     Scheme,
+    block_linear,
     check_skip,
     check_weights,
     from_config,
@@ -166,6 +167,7 @@ def optimize_for_inference_(model: Transformer) -> Transformer:
         use_linear_fn_(model, linear_fn)
     elif cpu.load_kernels() is not None:
         use_linear_fn_(model, partial(cpu.packed_linear, fallback=weight_only))
+        use_linear_fn_(model, partial(cpu.block_linear, fallback=block_linear), block_linear)
     return model
 
 
@@ -465,7 +467,9 @@ def select_kept_weights(
 REPORT_SCHEMES: tuple[tuple[str, str | None, str | None], ...] = (
     ("16 bit", None, None),
     ("int8", "int8", None),
+    ("q8_0", "q8_0", None),
     ("int4", "int4", None),
+    ("q4_0", "q4_0", None),
     ("int4 gptq", "int4", "gptq"),
     ("int4 awq", "int4", "awq"),
     ("int4 equalize", "int4", "equalize"),

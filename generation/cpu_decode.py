@@ -1,0 +1,210 @@
+"""Decode steps on a CPU: all layers of a dense model in one C call (cpu.c's `decode`).
+
+A layer of a 1B model reads 90 MB in 2 ms. As separate operators it is a dozen calls, each of which
+starts a team of threads and waits for the slowest. Here one team runs all layers, with the residual
+stream and attention in fp32.
+
+    install_(model)        # sets model.layer_groups; the model is used as before
+
+FusedLayers runs forward calls of few tokens whose keys and values are in a KVCache or PagedKVCache:
+decode steps of one sequence or a batch, short prompts, drafts. Other calls it passes to the layers.
+It supports bf16 models of Attention with RoPE and MLP layers, with and without sliding windows,
+biases and qk_norm; linear layers in bf16, or quantized to q8_0 or q4_0.
+
+When it loses: a step of many tokens with long contexts, where sdpa's blocks reuse what they read.
+
+Hook: Transformer.layer_groups. Equivalence (test_all.py): equal to the layers in fp32 up to the
+rounding of each linear layer's input; the cache gets the same keys and values. Needs: torch, a C
+compiler.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from generation import cpu
+from model import MLP, Attend, Attention, KVCache, Transformer, apply_linears
+from paged_kv import PagedKVCache, Step
+from quantize import BlockScheme, QuantizedLinear
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Layer(ctypes.Structure):
+    """cpu.c's Layer."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "attention_norm mlp_norm q_norm k_norm"),
+        *_fields(cpu.Matrix, "q k v o gate up down"),
+        *_fields(ctypes.c_void_p, "k_cache v_cache"),
+        *_fields(ctypes.c_int64, "block_size block_stride head_stride slot_stride ring window"),
+        *_fields(ctypes.c_void_p, "tables slots"),
+        *_fields(ctypes.c_int64, "width"),
+    ]
+
+
+class Model(ctypes.Structure):
+    """cpu.c's Model."""
+
+    _fields_ = [
+        *_fields(ctypes.POINTER(Layer), "layers"),
+        *_fields(ctypes.c_int64, "L C F Hq Hkv D rope_dim interleaved"),
+        *_fields(ctypes.c_float, "eps scale"),
+    ]
+
+
+class FusedLayers:
+    """Consecutive layers of a model, called like one of them. Each must be `supported`. The tensors
+    of their weights may change in place, but not be replaced."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.layers, self.tensors = layers, []
+        self.structs = (Layer * len(layers))(*map(self._layer, layers))
+        a, gate = layers[0].attention, layers[0].mlp.gate_proj
+        heads = [proj.out_features // a.head_dim for proj in (a.q_proj, a.k_proj)]
+        self.model = Model(
+            self.structs, len(layers), gate.in_features, gate.out_features, *heads, a.head_dim, 0,
+            a.interleaved, layers[0].mlp_norm.eps, a.spec.scale,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        positions: Tensor,
+        attend: Attend,
+        *source: Any,
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C), as a layer's forward."""
+        few = x.shape[0] * x.shape[1] <= cpu.max_matmul_rows() and x.dtype == torch.bfloat16
+        if few and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            tensors = self._locate_kv(x, positions, attend)
+            if tensors is not None:
+                return self._decode(x, rope, positions)
+        for layer in self.layers:
+            x = layer(x, rope, positions, attend, *source)
+        return x
+
+    def _decode(self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        hidden, positions = x.float().contiguous(), positions.expand(B, T).contiguous()
+        cos, sin = (t.expand(B, T, 1, -1).contiguous() for t in rope)
+        self.model.rope_dim = 2 * cos.shape[-1]
+        pointers = [t.data_ptr() for t in (hidden, cos, sin, positions)]
+        cpu.load_kernels().decode(ctypes.byref(self.model), *pointers, B * T)
+        return hidden.type_as(x)
+
+    def _layer(self, layer: nn.Module) -> Layer:
+        """The struct of a layer, without its keys and values."""
+        a, mlp = layer.attention, layer.mlp
+        norms = (layer.attention_norm, layer.mlp_norm, a.q_norm, a.k_norm)
+        linears = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj)
+        pointers = [self._pointer(None if norm is None else norm.weight) for norm in norms]
+        matrices = [self._matrix(linear) for linear in (*linears, mlp.down_proj)]
+        return Layer(*pointers, *matrices, window=a.spec.window or 0)
+
+    def _matrix(self, linear: nn.Module) -> cpu.Matrix:
+        quantized = isinstance(linear, QuantizedLinear)
+        weight, scales = (linear.qweight, linear.scales) if quantized else (linear.weight, None)
+        matrix = cpu.matrix(weight, scales, linear.bias)
+        self.tensors += matrix.tensors
+        return matrix
+
+    def _pointer(self, tensor: Tensor | None) -> int | None:
+        self.tensors.append(tensor)
+        return None if tensor is None else tensor.data_ptr()
+
+    def _locate_kv(self, x: Tensor, positions: Tensor, attend: Attend) -> list[Tensor] | None:
+        """Set the structs' places of keys and values; returns the tensors that they point to. None
+        if `attend` is not the method of a cache that `decode` can use."""
+        method, kwargs = attend, {}
+        if isinstance(attend, partial) and not attend.args:
+            method, kwargs = attend.func, attend.keywords
+        cache = method.__self__ if isinstance(method, MethodType) else None
+        if method == getattr(cache, "attend", None):
+            if type(cache) is KVCache:
+                return self._locate_in_rows(x, positions, cache)
+            if type(cache) is PagedKVCache:
+                return self._locate_in_blocks(cache, kwargs["step"])
+        return None
+
+    def _locate_in_rows(self, x: Tensor, positions: Tensor, cache: KVCache) -> list[Tensor] | None:
+        """A row of the cache is a block."""
+        B, T, _ = x.shape
+        last, k = (
+            int(positions.max()),
+            [cache.k[layer.attention.spec.index] for layer in self.layers],
+        )
+        rings = [t.shape[2] if t.shape[2] < cache.max_len else 0 for t in k]
+        if k[0].dtype != x.dtype or len(k[0]) != B or last >= cache.max_len or T > 1 and any(rings):
+            return None
+        tables = torch.arange(B, dtype=torch.int32).repeat_interleave(T)
+        for struct, layer, keys, ring in zip(self.structs, self.layers, k, rings):
+            values = cache.v[layer.attention.spec.index]
+            struct.k_cache, struct.v_cache = keys.data_ptr(), values.data_ptr()
+            struct.block_stride, struct.head_stride, struct.slot_stride, _ = keys.stride()
+            struct.block_size, struct.ring = keys.shape[2], ring
+            struct.tables, struct.slots, struct.width = tables.data_ptr(), None, 1
+        cache.end.fill_(last + 1)
+        return [tables]
+
+    def _locate_in_blocks(self, cache: PagedKVCache, step: Step) -> list[Tensor] | None:
+        if cache.scales or cache.pages[0].dtype != torch.bfloat16:
+            return None
+        counts = step.cu_seqlens.diff()
+        kinds = [(step.slots, step.block_table), (step.ring_slots, step.ring_table)]
+        kinds = [
+            None if table is None else (slots, table.repeat_interleave(counts, 0).contiguous())
+            for slots, table in kinds
+        ]
+        for struct, layer in zip(self.structs, self.layers):
+            index = layer.attention.spec.index
+            (keys, values), (slots, table) = cache.pages[index], kinds[index in cache.windowed]
+            struct.k_cache, struct.v_cache = keys.data_ptr(), values.data_ptr()
+            struct.head_stride, struct.block_stride, struct.slot_stride, _ = keys.stride()
+            struct.block_size, struct.ring = cache.block_size, 0
+            struct.tables, struct.slots = table.data_ptr(), slots.data_ptr()
+            struct.width = table.shape[1]
+        return [t for kind in kinds if kind for t in kind]
+
+
+def supported(layer: nn.Module, scale: float) -> bool:
+    """Whether FusedLayers can run a layer."""
+    a, mlp = layer.attention, layer.mlp
+    if type(a) is not Attention or type(mlp) is not MLP or layer.cross_attention is not None:
+        return False
+    plain = a.linear_fn is mlp.linear_fn is apply_linears and a.temperature is a.q_conv is None
+    plain = plain and not a.alibi_heads and a.spec.sparse is None and a.spec.scale == scale
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
+    on_cpu = all(t.device.type == "cpu" for t in layer.parameters())
+    bf16 = all(t.dtype == torch.bfloat16 for t in layer.parameters())
+    linears = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return plain and not hooked and on_cpu and bf16 and all(map(_is_supported_linear, linears))
+
+
+def _is_supported_linear(linear: nn.Module) -> bool:
+    if isinstance(linear, QuantizedLinear):
+        return isinstance(linear.scheme, BlockScheme) and linear.kept_index is None
+    return type(linear) is cpu.CPULinear
+
+
+def install_(model: Transformer) -> Transformer:
+    """Let FusedLayers run a model's layers, if it supports them. Call it after all other changes of
+    the model. Returns the model."""
+    layers = list(model.layers)
+    plain = model.layer_groups is None and cpu.load_kernels() is not None and layers
+    if plain and all(supported(layer, layers[0].attention.spec.scale) for layer in layers):
+        model.layer_groups = [FusedLayers(layers)]
+    return model
