@@ -21592,8 +21592,39 @@ def test_attention_in_training_is_passed_to_every_layer():
     env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     STEP.validate(model, batch.flatten(), 23, 1, env, attend)
     assert layers == [0, 1, 2, 3, 4] * 2
-    assert STEP.make_attend("sdpa") is M.causal_attention
+    assert STEP.make_attend("sdpa") is STEP.short_attention
     assert STEP.make_attend("flash").__module__ == "attention"
+
+
+@pytest.mark.parametrize("heads, T", [((4, 4), 2), ((4, 2), 9), ((6, 1), 512)], ids=str)
+def test_train_short_attention_equals_causal_attention(heads, T, monkeypatch):
+    """Outputs and gradients in bf16, as close to fp32's as sdpa's, without calling sdpa."""
+    spec, rng = M.AttentionSpec(0, 0.3), seeded()
+    shapes = [(2, T, h, d) for h, d in zip((heads[0], heads[1], heads[1]), (16, 16, 24))]
+    qkv = [torch.randn(*shape, generator=rng).bfloat16().requires_grad_() for shape in shapes]
+    positions, g = torch.arange(T), torch.randn(2, T, heads[0], 24, generator=rng)
+
+    def run(attend, inputs) -> list[torch.Tensor]:
+        o = attend(spec, *inputs, positions)
+        return [o, *torch.autograd.grad(o, inputs, g.type_as(o))]
+
+    exact = run(M.causal_attention, [x.detach().float().requires_grad_() for x in qkv])
+    limits = [2 * relative(a, b) + 4e-3 for a, b in zip(run(M.causal_attention, qkv), exact)]
+    monkeypatch.setattr(STEP, "causal_attention", None)
+    for got, want, limit in zip(run(STEP.short_attention, qkv), exact, limits, strict=True):
+        assert got.dtype == torch.bfloat16 and relative(got.float(), want) < limit
+
+
+def test_train_short_attention_leaves_the_rest_to_causal_attention():
+    """fp32, long sequences, windows, ALiBi and no mask: the same bits."""
+    spec, rng = M.AttentionSpec(0, 0.3), seeded()
+    cases = [(spec, torch.float32, 8), (spec, torch.bfloat16, 513)]
+    for changes in (dict(window=3), dict(alibi_slopes=torch.ones(2)), dict(causal=False)):
+        cases.append((replace(spec, **changes), torch.bfloat16, 8))
+    for spec, dtype, T in cases:
+        args = [torch.randn(1, T, 2, 16, generator=rng).to(dtype) for _ in range(3)]
+        outputs = [f(spec, *args, torch.arange(T)) for f in (STEP.short_attention, M.causal_attention)]
+        assert torch.equal(*outputs)
 
 
 @pytest.fixture(scope="module")
