@@ -21616,15 +21616,17 @@ def test_train_short_attention_equals_causal_attention(heads, T, monkeypatch):
 
 
 def test_train_short_attention_leaves_the_rest_to_causal_attention():
-    """fp32, long sequences, windows, ALiBi and no mask: the same bits."""
+    """fp32, long sequences, windows, ALiBi, no mask and no gradients: the same bits."""
     spec, rng = M.AttentionSpec(0, 0.3), seeded()
-    cases = [(spec, torch.float32, 8), (spec, torch.bfloat16, 513)]
+    cases = [(spec, torch.float32, 8, True), (spec, torch.bfloat16, 513, True)]
+    cases.append((spec, torch.bfloat16, 8, False))
     for changes in (dict(window=3), dict(alibi_slopes=torch.ones(2)), dict(causal=False)):
-        cases.append((replace(spec, **changes), torch.bfloat16, 8))
-    for spec, dtype, T in cases:
+        cases.append((replace(spec, **changes), torch.bfloat16, 8, True))
+    for spec, dtype, T, grad in cases:
         args = [torch.randn(1, T, 2, 16, generator=rng).to(dtype) for _ in range(3)]
-        outputs = [f(spec, *args, torch.arange(T)) for f in (STEP.short_attention, M.causal_attention)]
-        assert torch.equal(*outputs)
+        with torch.set_grad_enabled(grad):
+            want = M.causal_attention(spec, *args, torch.arange(T))
+            assert torch.equal(STEP.short_attention(spec, *args, torch.arange(T)), want)
 
 
 @pytest.fixture(scope="module")

@@ -54,10 +54,12 @@ class PackedFlash:
 
 def short_attention(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """causal_attention with all scores of a layer in memory, for up to 512 tokens in bf16 on a CPU,
-    where torch's flash kernel takes three times as long. The scores are rounded to bf16."""
+    where torch's flash kernel takes three times as long. The scores are rounded to bf16, so without
+    gradients, as in validation, causal_attention is used."""
     (B, T, Hq, _), Hkv = q.shape, k.shape[2]
     plain = spec.causal and all(x is None for x in (spec.window, spec.sparse, spec.alibi_slopes))
-    if not plain or q.dtype != torch.bfloat16 or q.device.type != "cpu" or T > 512:
+    on_cpu = q.dtype == torch.bfloat16 and q.device.type == "cpu"
+    if not plain or not on_cpu or T > 512 or not torch.is_grad_enabled():
         return causal_attention(spec, q, k, v, positions)
     # the heads of a group are more queries of the same keys: (B * Hkv, group * T, D)
     q, k, v = (x.transpose(1, 2).reshape(B * Hkv, -1, x.shape[-1]) for x in (q, k, v))
