@@ -8982,6 +8982,47 @@ def test_cpu_decode_leaves_other_calls_to_the_layers():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("scheme", [None, "q8_0", "q4_0"])
+@torch.inference_mode()
+def test_cpu_experts_equal_the_formula(scheme, cpu_kernels):
+    """Experts of one row, of many and of none, slots without an expert: the loop over experts in
+    float64 with dequantized weights, up to the rounding of activations."""
+    E, C, F_ = 5, 64, 96
+    limit = 6e-3 if scheme is None else 0.02
+    for N, K in ((1, 2), (7, 3), (40, 2)):
+        rng = seeded(N)
+        x, weights = torch.randn(N, C, generator=rng).bfloat16(), torch.rand(N, K, generator=rng)
+        ids = torch.randint(-1, E - 1, (N, K), generator=rng)  # the last expert has no rows
+        stacks = [torch.randn(E, n, k, generator=rng).bfloat16() for n, k in ((2 * F_, C), (C, F_))]
+        plain = [stack.double() for stack in stacks]
+        if scheme is not None:
+            chosen = Q.SCHEMES[scheme]
+            parts = [[chosen.quantize(w) for w in stack] for stack in stacks]
+            parts = [[*map(torch.stack, list(zip(*each))[:2]), None] for each in parts]
+            plain = [chosen.dequantize(*each).double() for each in parts]
+            stacks = [Q.QuantizedStack(w, chosen, each) for w, each in zip(stacks, parts)]
+        want = M.loop_experts(x.double(), weights.double(), ids, *plain)
+        got = cpu_decode.run_experts(x, weights, ids, *stacks, fallback=None)
+        assert got.dtype == torch.bfloat16 and relative(got.double(), want) < limit
+
+
+@quantize_kernels
+def test_cpu_experts_fall_back():
+    """Many rows for each expert, fp32, other quantization, gradients: `fallback` is called."""
+    ids, weights = torch.zeros(70, 2, dtype=torch.long), torch.ones(70, 2)
+    x, stacks = torch.ones(70, 32).bfloat16(), [torch.ones(2, 8, 32), torch.ones(2, 32, 4)]
+    bf16 = [stack.bfloat16() for stack in stacks]
+    int8 = [Q.QuantizedStack(s, Q.SCHEMES["int8"], (s.char(), s[..., :1], None)) for s in bf16]
+    cases = [(x, ids, bf16, False), (x[:3].float(), ids[:3], stacks, False)]
+    cases += [(x[:3], ids[:3], int8, False), (x[:3], ids[:3], bf16, True)]
+    cases += [(x[:0], ids[:0], bf16, False)]
+    for x, ids, stacks, grad in cases:
+        with torch.set_grad_enabled(grad):
+            args = (x, weights[: len(x)], ids, *stacks)
+            got = cpu_decode.run_experts(*args, fallback=lambda *args: args)
+        assert all(a is b for a, b in zip(got, args, strict=True))
+
+
 @quantize_kernels
 def test_cpu_decode_supports_no_other_models():
     """fp32, latent attention, MoE, ALiBi, convolution, other quantization, hooks, fp32 caches."""
@@ -19857,7 +19898,10 @@ def experts_of(model: M.Transformer) -> list[M.MoE]:
 
 
 def is_grouped(module: M.MoE) -> bool:
-    return getattr(module.experts, "func", None) is O.grouped_experts
+    hook = module.experts  # on a CPU run_experts, with a fallback
+    if getattr(hook, "func", None) is cpu_decode.run_experts:
+        hook = hook.keywords["fallback"]
+    return getattr(hook, "func", None) is O.grouped_experts
 
 
 @torch.no_grad()

@@ -73,6 +73,7 @@ def load_kernels(march: str = "native") -> ctypes.CDLL | None:
         for name, pointers, sizes in (
             ("linear", 3, 1),
             ("decode", 5, 1),
+            ("experts", 7, 1),
             ("gemv_int8", 4, 2),
             ("gemv_int4", 5, 3),
             ("unpack", 4, 3),

@@ -153,3 +153,47 @@ void decode(
     }
     free(q);
 }
+
+/* The experts of an MoE layer. Slots are pairs of a token and one of its experts, sorted by expert:
+   expert e has slots starts[e] to starts[e + 1]. x (tokens, C); gate_up (E * 2F, C), for each expert
+   gate rows first; down (E * C, F). Adds weights[slot] * expert(x[token]) to y (tokens, C). */
+void experts(
+    const Matrix *gate_up, const Matrix *down, const int64_t *starts, const int64_t *tokens,
+    const float *weights, const float *x, float *y, int64_t E
+) {
+    const int64_t C = gate_up->C, F = down->C, widest = C > F ? C : F;
+    int64_t most = 0;
+    for (int64_t e = 0; e < E; e++)
+        most = starts[e + 1] - starts[e] > most ? starts[e + 1] - starts[e] : most;
+    float *hidden = malloc(most * (2 * F + C) * sizeof(float)), *out = hidden + most * 2 * F;
+    #pragma omp parallel
+    {
+        const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
+        const int64_t f[] = {SHARE(F)}, c[] = {SHARE(C)};
+        Rows in = new_rows(most, widest);
+        float *rows = malloc(most * widest * sizeof(float));
+        for (int64_t e = 0; e < E; e++) {
+            const int64_t first = starts[e], R = starts[e + 1] - first, gate = e * 2 * F;
+            if (R == 0) continue;
+            for (int64_t r = 0; r < R; r++)
+                memcpy(rows + r * C, x + tokens[first + r] * C, C * sizeof(float));
+            round_rows(&in, rows, R, C, gate_up->format);
+            matmul(gate_up, &in, R, hidden - gate, 2 * F, 0, gate + f[0], gate + f[1]);
+            matmul(gate_up, &in, R, hidden - gate, 2 * F, 0, gate + F + f[0], gate + F + f[1]);
+            for (int64_t r = 0; r < R; r++)
+                for (int64_t i = r * 2 * F + f[0]; i < r * 2 * F + f[1]; i++)
+                    hidden[i] *= hidden[i + F] / (1 + exponential(-hidden[i]));
+            #pragma omp barrier
+            for (int64_t r = 0; r < R; r++)
+                memcpy(rows + r * F, hidden + r * 2 * F, F * sizeof(float));
+            round_rows(&in, rows, R, F, down->format);
+            matmul(down, &in, R, out - e * C, C, 0, e * C + c[0], e * C + c[1]);
+            for (int64_t r = 0; r < R; r++)
+                for (int64_t i = c[0]; i < c[1]; i++)
+                    y[tokens[first + r] * C + i] += weights[first + r] * out[r * C + i];
+            #pragma omp barrier
+        }
+        free(in.values), free(rows);
+    }
+    free(hidden);
+}

@@ -1,19 +1,21 @@
-"""Decode steps on a CPU: all layers of a dense model in one C call (cpu.c's `decode`).
+"""Decode steps on a CPU: all layers of a dense model in one C call, all experts of a layer in one.
 
 A layer of a 1B model reads 90 MB in 2 ms. As separate operators it is a dozen calls, each of which
 starts a team of threads and waits for the slowest. Here one team runs all layers, with the residual
 stream and attention in fp32.
 
-    install_(model)        # sets model.layer_groups; the model is used as before
+    install_(model)             # sets model.layer_groups; the model is used as before
+    use_fused_experts_(model)   # sets the experts hook of MoE layers
 
 FusedLayers runs forward calls of few tokens whose keys and values are in a KVCache or PagedKVCache:
 decode steps of one sequence or a batch, short prompts, drafts. Other calls it passes to the layers.
 It supports bf16 models of Attention with RoPE and MLP layers, with and without sliding windows,
-biases and qk_norm; linear layers in bf16, or quantized to q8_0 or q4_0.
+biases and qk_norm; linear layers in bf16, or quantized to q8_0 or q4_0. `run_experts` does the same
+for the experts of an MoE layer with few tokens for each.
 
 When it loses: a step of many tokens with long contexts, where sdpa's blocks reuse what they read.
 
-Hook: Transformer.layer_groups. Equivalence (test_all.py): equal to the layers in fp32 up to the
+Hooks: Transformer.layer_groups, MoE.experts. Equivalence (test_all.py): equal to the layers in fp32 up to the
 rounding of each linear layer's input; the cache gets the same keys and values. Needs: torch, a C
 compiler.
 """
@@ -33,9 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from generation import cpu
-from model import MLP, Attend, Attention, KVCache, Transformer, apply_linears
+from model import MLP, Attend, Attention, Experts, KVCache, MoE, Transformer, apply_linears
 from paged_kv import PagedKVCache, Step
-from quantize import BlockScheme, QuantizedLinear
+from quantize import BlockScheme, QuantizedLinear, QuantizedStack
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -178,6 +180,43 @@ class FusedLayers:
             struct.tables, struct.slots = table.data_ptr(), slots.data_ptr()
             struct.width = table.shape[1]
         return [t for kind in kinds if kind for t in kind]
+
+
+def run_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any, *, fallback: Experts
+) -> Tensor:
+    """moe.py's experts hook: x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first,
+    w_down (E, C, F) -> (N, C). One C call for all experts if they have few rows each in bf16, their
+    stacks in bf16, q8_0 or q4_0; else `fallback`, with the same arguments."""
+    (N, C), K, E = x.shape, ids.shape[1], w_down.shape[0]
+    few = 0 < N * K <= E * cpu.max_matmul_rows() and x.dtype == torch.bfloat16
+    plain = few and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    stacks = [_stack(stack) for stack in (w_gate_up, w_down)] if plain else [None]
+    if None in stacks:
+        return fallback(x, weights, ids, w_gate_up, w_down)
+    slots, order = ids.flatten().sort(stable=True)
+    starts = torch.searchsorted(slots, torch.arange(E + 1))  # ids of -1 come before starts[0]
+    tokens, weights = order // K, weights.flatten()[order].float()
+    rows, y = x.float().contiguous(), torch.zeros(N, C)
+    pointers = (t.data_ptr() for t in (starts, tokens, weights, rows, y))
+    cpu.load_kernels().experts(*map(ctypes.byref, stacks), *pointers, E)
+    return y.type_as(x)
+
+
+def use_fused_experts_(model: nn.Module) -> None:
+    """Let run_experts run the experts of MoE layers, with the present hook as its fallback."""
+    for module in model.modules():
+        if isinstance(module, MoE) and cpu.load_kernels() is not None:
+            module.experts = partial(run_experts, fallback=module.experts)
+
+
+def _stack(stack: Any) -> cpu.Matrix | None:
+    """(E, N, C) as a matrix (E * N, C); None if `experts` does not support it."""
+    if isinstance(stack, QuantizedStack) and isinstance(stack.scheme, BlockScheme):
+        return cpu.matrix(stack.qweight.flatten(0, 1), stack.scales.flatten(0, 1))
+    if not isinstance(stack, Tensor) or stack.dtype != torch.bfloat16:
+        return None
+    return cpu.matrix(stack.flatten(0, 1)) if stack.is_contiguous() else None
 
 
 def supported(layer: nn.Module, scale: float) -> bool:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from generation import cpu
-from generation.cpu_decode import install_
+from generation.cpu_decode import install_, use_fused_experts_
 from generation.config import DTYPES, GenerateConfig
 from generation.ranks import run_on_all_or_raise
 from generation.stream import LayerStream
@@ -200,6 +200,8 @@ def optimize_for_inference_(
         from moe import use_grouped_experts
 
         use_grouped_experts(model, **({"linear": cpu.expert_linear} if on_cpu else {}))
+        if on_cpu:
+            use_fused_experts_(model)
     for shard in shards:
         shard.finalize_(model)
     return install_(model) if on_cpu else model
