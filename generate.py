@@ -260,7 +260,8 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
     share that is used by at least one of the `batch` rows if routing is uniform) and one embedding
     row per batch row, without the MTP layers."""
     c, total = model.config, 0.0
-    embed, head = (getattr(module, "weight", None) for module in (model.embed, model.head))
+    # not head.weight, which a quantized layer would dequantize
+    embed, head = (getattr(m, "_parameters", {}).get("weight") for m in (model.embed, model.head))
     for name, p in chain(model.named_parameters(), model.named_buffers()):
         if name.startswith("mtp.") or name.endswith(".expert_bias"):
             continue

@@ -99,10 +99,13 @@ class QuantSpec:
                 f"group_size {size} does not divide its {K} columns; give one that does ({fits}), "
                 "or skip this layer"
             )
-        if not w.is_meta and not torch.isfinite(w).all():
+        if w.is_meta or w.numel() == 0:
+            return
+        low, high = map(float, w.detach().aminmax())
+        if not math.isfinite(low) or not math.isfinite(high):
             raise ValueError("holds NaN or infinity, which cannot be quantized")
         largest = torch.finfo(self.scale_dtype).max * self.limits[1]
-        if size and not w.is_meta and w.abs().max() > largest:
+        if size and max(-low, high) > largest:
             raise ValueError(f"holds values beyond {largest:.3g}, too large for the scales' dtype")
 
     def choose_qparams(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor | None]:
@@ -427,6 +430,8 @@ def fp8_linear(
 QTensors = tuple[Tensor, Tensor, Tensor | None]  # qweight, scales, zeros
 LinearFn = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
+QUANTIZED_AT_ONCE = 2**19  # weights; on a CPU their temporaries of 2 MB stay in the cache
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -454,8 +459,19 @@ class Scheme:
         """weight (N, K) -> the tensors that are stored."""
         if self.spec is None:
             return *to_fp8(weight, self.granularity), None
-        scales, zeros = self.spec.choose_qparams(weight, ranges)
-        return self.pack(self.spec.quantize(weight, scales, zeros), scales, zeros)
+        if weight.is_meta and self.spec.group_size != 0:  # the shapes are those of one row, N times
+            row = self.quantize(torch.zeros(1, weight.shape[1]))
+            meta = partial(torch.empty, device="meta")
+            shape = lambda t: (len(weight), *t.shape[1:])
+            return tuple(t if t is None else meta(shape(t), dtype=t.dtype) for t in row)
+        rows = len(weight)
+        if weight.device.type == "cpu" and self.spec.group_size != 0:
+            rows = max(1, QUANTIZED_AT_ONCE // weight.shape[1])
+        parts = []
+        for block in weight.split(max(1, rows)):
+            scales, zeros = self.spec.choose_qparams(block, ranges)
+            parts.append(self.pack(self.spec.quantize(block, scales, zeros), scales, zeros))
+        return tuple(None if each[0] is None else torch.cat(each) for each in zip(*parts))
 
     def pack(self, qdata: Tensor, scales: Tensor, zeros: Tensor | None) -> QTensors:
         """Unpacked integers -> the tensors that are stored: packed, scales of groups in bf16."""

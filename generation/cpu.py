@@ -264,16 +264,17 @@ def expert_linear(x: Tensor, stack: Any, e: int) -> Tensor:
     return stack.linear(x, e) if hasattr(stack, "linear") else linear(x, stack[e])
 
 
-def keep_freed_memory(keep: bool = True) -> bool:
-    """Keep freed tensors' memory in the process for later tensors (mallopt(3)); False if the C
-    library is not glibc. The process then stays at its peak size. keep=False: blocks of 128 KB and
-    more are returned to the system at once, even those that glibc would keep."""
+def keep_freed_memory(largest: int = 2**30) -> bool:
+    """Keep the memory of freed tensors of up to `largest` bytes in the process for later tensors
+    (mallopt(3)); False if the C library is not glibc. The process then stays at its peak size. That
+    of larger tensors, and with 0 of all from 128 KB on, is returned to the system at once."""
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    mapped, trimmed = (2**30, 2**31 - 1) if keep else (2**17, 2**17)
+    mapped = max(largest, 2**17)
+    trimmed = min(16 * largest, 2**31 - 1) or mapped
     return bool(mallopt(M_MMAP_THRESHOLD, mapped) and mallopt(M_TRIM_THRESHOLD, trimmed))
 
 

@@ -54,34 +54,117 @@ INLINE int64_t offset(const Layer *l, int64_t r, int64_t position) {
     return slot_offset(l, block * l->block_size + position % l->block_size);
 }
 
-/* Attention of the query heads (group, D) of one kv head, for token r, at `position`. */
+/* Where token r's sequence has positions first to first + S - 1; no division for each. */
+static void offsets(const Layer *l, int64_t r, int64_t first, int64_t S, int64_t *at) {
+    if (l->ring) first %= l->ring;
+    int64_t block = first / l->block_size, i = first % l->block_size;
+    for (int64_t j = 0; j < S; j++) {
+        at[j] = l->tables[r * l->width + block] * l->block_stride + i * l->slot_stride;
+        if (++i == l->block_size) block++, i = 0;
+        if (l->ring && block * l->block_size + i == l->ring) block = i = 0;
+    }
+}
+
+enum { AHEAD = 64 }; /* keys and values to prefetch */
+
+/* scores (group, stride): q (group, D) times S keys. */
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+/* 16 keys at a time, transposed, so that no sum crosses lanes; q is rounded to bf16. */
+static void score(
+    const float *q, const uint16_t *k, const int64_t *at, int64_t S, int64_t group, int64_t D,
+    float *scores, int64_t stride
+) {
+    const int64_t pairs = (D + 1) / 2;
+    uint32_t rounded[group][pairs];
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t d = 0; d < D; d += 2) {
+            const uint32_t high = d + 1 < D ? float_to_bf16(q[g * D + d + 1]) : 0;
+            rounded[g][d / 2] = high << 16 | float_to_bf16(q[g * D + d]);
+        }
+    for (int64_t j = 0; j < S; j += 16)
+        for (int64_t d = 0; d < D; d += 32) {
+            const __mmask32 mask = D - d < 32 ? (1u << (D - d)) - 1 : ~0u;
+            __m512i r[16];
+            for (int i = 0; i < 16; i++) {
+                r[i] = _mm512_maskz_loadu_epi16(mask, k + at[j + i < S ? j + i : j] + d);
+                __builtin_prefetch(k + at[j + i + AHEAD < S ? j + i + AHEAD : j] + d);
+            }
+            transpose(r);
+            for (int64_t g = 0; g < group; g++) {
+                __m512 sum = d ? _mm512_loadu_ps(scores + g * stride + j) : _mm512_setzero_ps();
+                for (int p = 0; p < 16 && d / 2 + p < pairs; p++) {
+                    const __m512i both = _mm512_set1_epi32(rounded[g][d / 2 + p]);
+                    sum = _mm512_dpbf16_ps(sum, (__m512bh)r[p], (__m512bh)both);
+                }
+                _mm512_storeu_ps(scores + g * stride + j, sum);
+            }
+        }
+}
+#else
+static void score(
+    const float *q, const uint16_t *k, const int64_t *at, int64_t S, int64_t group, int64_t D,
+    float *scores, int64_t stride
+) {
+    for (int64_t j = 0; j < S; j++)
+        for (int64_t g = 0; g < group; g++) {
+            float sum = 0;
+            for (int64_t d = 0; d < D; d++) sum += q[g * D + d] * bf16_to_float(k[at[j] + d]);
+            scores[g * stride + j] = sum;
+        }
+}
+#endif
+
+/* out (G, D) = probabilities (G, stride) times S values, 16 columns at a time in registers. */
+INLINE void weighted_sum(
+    const float *p, int64_t stride, const uint16_t *v, const int64_t *at, int64_t S, int64_t D,
+    float *out, const int G
+) {
+    typedef float floats __attribute__((vector_size(64)));
+    typedef uint16_t bf16s __attribute__((vector_size(32), aligned(2)));
+    typedef uint32_t words __attribute__((vector_size(64)));
+    int64_t d = 0;
+    for (; d + 16 <= D; d += 16) {
+        floats sum[G];
+        for (int g = 0; g < G; g++) sum[g] = (floats){0};
+        for (int64_t j = 0; j < S; j++) {
+            const bf16s bits = *(const bf16s *)(v + at[j] + d);
+            __builtin_prefetch(v + at[j + AHEAD < S ? j + AHEAD : j] + d);
+            const floats row = (floats)(__builtin_convertvector(bits, words) << 16);
+            for (int g = 0; g < G; g++) sum[g] += row * p[g * stride + j];
+        }
+        for (int g = 0; g < G; g++) memcpy(out + g * D + d, &sum[g], 64);
+    }
+    for (; d < D; d++)
+        for (int g = 0; g < G; g++) {
+            float sum = 0;
+            for (int64_t j = 0; j < S; j++) sum += p[g * stride + j] * bf16_to_float(v[at[j] + d]);
+            out[g * D + d] = sum;
+        }
+}
+
+/* Attention of the query heads (group, D) of one kv head, for token r, at `position`. scores holds
+   (group, longest), at (longest,). */
 static void attend(
     const Model *m, const Layer *l, const float *q, int64_t head, int64_t r, int64_t position,
-    float *scores, float *out
+    int64_t longest, float *scores, int64_t *at, float *out
 ) {
     const int64_t D = m->D, group = m->Hq / m->Hkv;
     const int64_t first = l->window && position >= l->window ? position - l->window + 1 : 0;
     const int64_t S = position + 1 - first;
-    for (int64_t j = 0; j < S; j++) {
-        const uint16_t *k = l->k_cache + offset(l, r, first + j) + head * l->head_stride;
-        for (int64_t g = 0; g < group; g++) {
-            float sum = 0;
-            for (int64_t d = 0; d < D; d++) sum += q[g * D + d] * bf16_to_float(k[d]);
-            scores[g * S + j] = sum * m->scale;
-        }
-    }
+    offsets(l, r, first, S, at);
+    score(q, l->k_cache + head * l->head_stride, at, S, group, D, scores, longest);
     for (int64_t g = 0; g < group; g++) {
-        float *s = scores + g * S, largest = s[0], total = 0;
+        float *s = scores + g * longest, largest = s[0], total = 0;
         for (int64_t j = 1; j < S; j++) largest = s[j] > largest ? s[j] : largest;
-        for (int64_t j = 0; j < S; j++) total += s[j] = exponential(s[j] - largest);
+        for (int64_t j = 0; j < S; j++) total += s[j] = exponential((s[j] - largest) * m->scale);
         for (int64_t j = 0; j < S; j++) s[j] /= total;
     }
-    memset(out, 0, group * D * sizeof(float));
-    for (int64_t j = 0; j < S; j++) {
-        const uint16_t *v = l->v_cache + offset(l, r, first + j) + head * l->head_stride;
-        for (int64_t g = 0; g < group; g++)
-            for (int64_t d = 0; d < D; d++) out[g * D + d] += scores[g * S + j] * bf16_to_float(v[d]);
-    }
+    const uint16_t *v = l->v_cache + head * l->head_stride;
+    int64_t g = 0;
+    for (; g + 8 <= group; g += 8)
+        weighted_sum(scores + g * longest, longest, v, at, S, D, out + g * D, 8);
+    for (; g < group; g++)
+        weighted_sum(scores + g * longest, longest, v, at, S, D, out + g * D, 1);
 }
 
 /* x (R, C): the inputs of the first layer, overwritten by the outputs of the last. Token r is at
@@ -94,15 +177,16 @@ void decode(
     const int64_t widest = C > F ? (C > Q ? C : Q) : (F > Q ? F : Q);
     int64_t longest = 0;
     for (int64_t r = 0; r < R; r++) longest = positions[r] > longest ? positions[r] : longest;
+    longest = longest / 16 * 16 + 16; /* keys, in whole registers */
     float *q = malloc(R * (2 * Q + 2 * KV + F) * sizeof(float));
     float *k = q + R * Q, *v = k + R * KV, *attended = v + R * KV, *hidden = attended + R * Q;
     #pragma omp parallel
     {
         const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
         Rows in = new_rows(R, widest);
-        const int64_t scores_size = m->Hq / m->Hkv * (longest + 1);
-        float *normed = malloc((R * (C + F) + scores_size) * sizeof(float));
+        float *normed = malloc((R * (C + F) + m->Hq / m->Hkv * longest) * sizeof(float));
         float *up = normed + R * C, *scores = up + R * F;
+        int64_t *slots = malloc(longest * sizeof(int64_t));
         for (int64_t i = 0; i < m->L; i++) {
             const Layer *l = m->layers + i;
             for (int64_t r = 0; r < R; r++)
@@ -130,7 +214,7 @@ void decode(
                 const int64_t group = m->Hq / m->Hkv, at = r * Q + h * group * D;
                 for (int64_t g = 0; g < group; g++)
                     rope(m, l->q_norm, cos + r * n, sin + r * n, q + at + g * D);
-                attend(m, l, q + at, h, r, positions[r], scores, attended + at);
+                attend(m, l, q + at, h, r, positions[r], longest, scores, slots, attended + at);
             }
             round_rows(&in, attended, R, Q, l->o.format);
             matmul(&l->o, &in, R, x, C, 1, SHARE(C));
@@ -149,7 +233,7 @@ void decode(
             matmul(&l->down, &in, R, x, C, 1, SHARE(C));
             #pragma omp barrier
         }
-        free(in.values), free(normed);
+        free(in.values), free(normed), free(slots);
     }
     free(q);
 }

@@ -15,9 +15,9 @@ for the experts of an MoE layer with few tokens for each.
 
 When it loses: a step of many tokens with long contexts, where sdpa's blocks reuse what they read.
 
-Hooks: Transformer.layer_groups, MoE.experts. Equivalence (test_all.py): equal to the layers in fp32 up to the
-rounding of each linear layer's input; the cache gets the same keys and values. Needs: torch, a C
-compiler.
+Hooks: Transformer.layer_groups, MoE.experts. Equivalence (test_all.py): equal to the layers in fp32
+up to the rounding of each linear layer's input; the cache gets the same keys and values. Needs:
+torch, a C compiler.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class FusedLayers:
 def run_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any, *, fallback: Experts
 ) -> Tensor:
-    """moe.py's experts hook: x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first,
+    """MoE's experts hook: x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first,
     w_down (E, C, F) -> (N, C). One C call for all experts if they have few rows each in bf16, their
     stacks in bf16, q8_0 or q4_0; else `fallback`, with the same arguments."""
     (N, C), K, E = x.shape, ids.shape[1], w_down.shape[0]

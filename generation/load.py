@@ -151,6 +151,9 @@ def load_draft(
         raise ValueError(f"--draft-model {name}: {str(e).removeprefix('--dummy ')}") from None
 
 
+PERIOD = 2**18 + 3
+
+
 def dummy_model(
     name: str,
     device: torch.device,
@@ -176,7 +179,7 @@ def dummy_model(
         shard = model.tp_shards.get(name)
         unsharded = p is not None and expert_ids is None and shard is None
         full = p if unsharded else torch.empty(shape, dtype=dtype, device=device)
-        model.init_weight(name, full, rng)
+        fill_dummy(model, name, full, rng)
         local = full if expert_ids is None else full[list(expert_ids)]
         if p is not None and not unsharded:
             p.data.copy_(local if shard is None else shard.slice(local))
@@ -186,6 +189,19 @@ def dummy_model(
     for buffer in model.buffers():
         buffer.zero_()
     return model
+
+
+@torch.no_grad()
+def fill_dummy(model: Transformer, name: str, p: Tensor, rng: torch.Generator) -> None:
+    """Transformer.init_weight for benchmarks: repeats PERIOD random numbers, since drawing a
+    billion takes seconds. PERIOD is odd, so that no two rows of a matrix are equal."""
+    if p.dim() == 1 or p.numel() <= PERIOD:
+        model.init_weight(name, p, rng)
+        return
+    block = torch.empty(PERIOD, 1, dtype=p.dtype, device=p.device)
+    model.init_weight(name, block, rng)
+    for part in p.view(-1).split(PERIOD):
+        part.copy_(block[: len(part), 0])
 
 
 def optimize_for_inference_(

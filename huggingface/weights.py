@@ -29,6 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from model import FP8_BLOCK, ModelConfig, Transformer
 
@@ -365,12 +366,15 @@ def _load_tensors(
     """For each module: allocate its tensors, read them, call convert_module."""
     made: dict[Tensor, nn.Parameter] = {}
     modules = dict(model.named_modules())
+    size = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    bar = progress_bar(size, "loading")
     users = Counter(p for m in modules.values() for p in m.parameters(recurse=False))
     for name, module in modules.items():
         shares = any(p in made for p in module.parameters(recurse=False))
         _allocate_module(module, device, dtype, made)
         own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for leaf, tensor in () if shares else own:
+            bar.update(tensor.numel())
             full_name = f"{name}.{leaf}"
             expert_ids = _local_expert_ids(model, full_name)
             tp_shard = model.tp_shards.get(full_name)
@@ -395,6 +399,14 @@ def _load_tensors(
             setattr(modules[parent], leaf, new)
             modules[name] = new
         made = {p: new for p, new in made.items() if users[p] > 1}  # only shared ones are needed
+    bar.close()
+
+
+def progress_bar(size: int, what: str) -> tqdm:
+    """A bar of `size` weights on rank 0's terminal, if it takes longer than 2 seconds."""
+    disable = True if os.environ.get("RANK", "0") != "0" else None  # None: unless it is a terminal
+    return tqdm(total=size, desc=what, unit="", unit_scale=True, delay=2, leave=False,
+                disable=disable)  # fmt: skip
 
 
 def _match_tensors(

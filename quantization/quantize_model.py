@@ -48,7 +48,6 @@ from quantization.calibrate import (
     select_salient,
     smooth_scales,
 )
-from quantization.sparse import sparsify_
 from quantize import (
     QTensors,
     QuantizedLinear,
@@ -130,7 +129,7 @@ def load_and_quantize(
         checked = validate_skip(meta_model, skip)
         quantize_(meta_model, args.quantize, skip=checked, group_size=args.group_size)
     if args.calibrate is None:
-        cpu.keep_freed_memory(False)  # else malloc keeps the memory of unquantized layers
+        cpu.keep_freed_memory(2**22)  # temporaries; unquantized layers are returned
         skip += ("head",) if config.tie_embeddings else ()  # the last stage of --pp has a copy
         convert = partial(quantize_module, scheme=scheme, skip=skip)
         options = dict(prepare=prepare, convert_module=convert)
@@ -147,6 +146,7 @@ def load_and_quantize(
 def quantize_dummy_(args: GenerateConfig, model: Transformer) -> None:
     """--quantize with --dummy: quantize a model with random weights."""
     requested_scheme(args)
+    cpu.keep_freed_memory(2**22)  # temporaries; unquantized layers are returned
     skip = validate_skip(model, skip_names(args, model.config))
     if model.config.tie_embeddings and model.embed is None and model.head is not None:
         skip += ("head",)  # the last stage of --pp has a copy
@@ -561,6 +561,8 @@ def try_quantize_(
         if scheme == "2:4" and any(isinstance(m, MoE) for m in model.modules()):
             return False  # sparse.py does not prune stacked experts
         if scheme == "2:4":
+            from quantization.sparse import sparsify_  # here: it imports Triton
+
             sparsify_(model, 2, 4, skip)
         elif method is not None:
             chosen = get_scheme(scheme, group_size)
