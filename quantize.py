@@ -460,7 +460,8 @@ class Scheme:
         if self.spec is None:
             return *to_fp8(weight, self.granularity), None
         if weight.is_meta and self.spec.group_size != 0:  # the shapes are those of one row, N times
-            row = self.quantize(torch.zeros(1, weight.shape[1]))
+            with torch.device("cpu"):  # callers may have set it to meta
+                row = self.quantize(torch.zeros(1, weight.shape[1]))
             meta = partial(torch.empty, device="meta")
             shape = lambda t: (len(weight), *t.shape[1:])
             return tuple(t if t is None else meta(shape(t), dtype=t.dtype) for t in row)
