@@ -8828,6 +8828,8 @@ def test_cpu_linear_falls_back_to_torch(monkeypatch):
         exact = x.double() @ plain.weight.detach().double().t()
         got = cpu.matmul(cpu.matrix(plain.weight), x)
         assert cpu.load_kernels() is not None and relative(got.double(), exact) < 2**-8
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shape"):
+        cpu.linear(x[:, :32], plain.weight, plain.bias)
     monkeypatch.setattr(cpu, "load_kernels", lambda: None)
     with torch.no_grad():
         got = cpu.linear(x, plain.weight, plain.bias)

@@ -150,6 +150,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear on the fastest CPU path, for inference: x (..., C), weight (N, C) -> (..., N)."""
     rows = x.numel() // weight.shape[1]
     supported = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+    supported = supported and x.shape[-1] == weight.shape[1]  # else F.linear reports it
     if supported and weight.is_contiguous() and not torch.is_grad_enabled():
         if torch.compiler.is_compiling():
             return torch.ops.sheaf.cpu_linear(x, weight, bias)

@@ -26,6 +26,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from functools import partial
 from types import MethodType
@@ -72,7 +73,7 @@ class FusedLayers:
     of their weights may change in place, but not be replaced."""
 
     def __init__(self, layers: Sequence[nn.Module]):
-        self.layers, self.tensors = layers, []
+        self.layers, self.tensors, self.lock = layers, [], threading.Lock()
         self.structs = (Layer * len(layers))(*map(self._layer, layers))
         a, gate = layers[0].attention, layers[0].mlp.gate_proj
         heads = [proj.out_features // a.head_dim for proj in (a.q_proj, a.k_proj)]
@@ -92,9 +93,10 @@ class FusedLayers:
         """x (B, T, C) -> (B, T, C), as a layer's forward."""
         few = x.shape[0] * x.shape[1] <= cpu.max_matmul_rows() and x.dtype == torch.bfloat16
         if few and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            tensors = self._locate_kv(x, positions, attend)
-            if tensors is not None:
-                return self._decode(x, rope, positions)
+            with self.lock:  # threads share the structs
+                tensors = self._locate_kv(x, positions, attend)
+                if tensors is not None:
+                    return self._decode(x, rope, positions)
         for layer in self.layers:
             x = layer(x, rope, positions, attend, *source)
         return x
