@@ -58,6 +58,7 @@ import xml.etree.ElementTree
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from fractions import Fraction
@@ -7285,11 +7286,14 @@ def test_quantize_cpu_packed_linear_equals_float64(size):
 
 @quantize_kernels
 def test_quantize_cpu_packed_linear_falls_back_for_other_inputs():
-    """Other dtypes, no rows, small groups and autograd call `fallback`, with all arguments."""
-    parts = {size: Q.get_scheme("int4", size).quantize(torch.ones(8, 64)) for size in (8, 32)}
-    x, calls = torch.ones(1, 64).bfloat16(), []
-    cases = (x.float(), 32, False), (x, 8, False), (x[:0], 32, False), (x, 32, True)
-    for x, size, grad in cases:
+    """Other dtypes, no rows, other groups and autograd call `fallback`, with all arguments."""
+    int4, sizes = Q.SCHEMES["int4"], (8, 32, 48, 96)
+    schemes = {n: replace(int4, spec=replace(int4.spec, group_size=n)) for n in sizes}
+    columns = {8: 64, 32: 64, 48: 48, 96: 192}
+    parts = {n: schemes[n].quantize(torch.ones(8, columns[n])) for n in sizes}
+    x, wide, calls = torch.ones(1, 64).bfloat16(), torch.ones(1, 192).bfloat16(), []
+    cases = (x.float(), 32, False), (x, 8, False), (x[:0], 32, False), (wide[:, :48], 48, False)
+    for x, size, grad in (*cases, (wide, 96, False), (x, 32, True)):
         with torch.set_grad_enabled(grad):
             cpu.packed_linear(x, *parts[size], None, lambda *args: calls.append(args))
         for got, want in zip(calls.pop(), (x, *parts[size], None), strict=True):
@@ -8828,8 +8832,14 @@ def test_cpu_linear_falls_back_to_torch(monkeypatch):
         exact = x.double() @ plain.weight.detach().double().t()
         got = cpu.matmul(cpu.matrix(plain.weight), x)
         assert cpu.load_kernels() is not None and relative(got.double(), exact) < 2**-8
-    with torch.no_grad(), pytest.raises(RuntimeError, match="shape"):
-        cpu.linear(x[:, :32], plain.weight, plain.bias)
+    with torch.no_grad():
+        bias = torch.randn(48).bfloat16()[::2]  # not contiguous
+        assert torch.equal(cpu.linear(x, plain.weight, bias), F.linear(x, plain.weight, bias))
+        wrong = [(x.view(2, 20), None), (x.repeat(1, 2), None), (x, bias.float())]
+        wrong.append((x, bias[:20].contiguous()))
+        for x_wrong, bias in wrong:
+            with pytest.raises(RuntimeError):
+                cpu.linear(x_wrong, plain.weight, bias)
     monkeypatch.setattr(cpu, "load_kernels", lambda: None)
     with torch.no_grad():
         got = cpu.linear(x, plain.weight, plain.bias)
@@ -8897,7 +8907,7 @@ def test_cpu_kernels_equal_float64(cpu_kernels):
 @torch.inference_mode()
 def test_cpu_kernels_with_extreme_values(cpu_kernels):
     """NaN or infinity in a row of x makes that row NaN or infinite and no other; denormal weights
-    and rows of zeros are exact."""
+    and rows of zeros are exact; ties round to even."""
     for name, rows in product(("bf16", "q8_0", "q4_0"), (1, 3, 18)):
         weight, x = torch.randn(20, 64, generator=seeded()), torch.ones(rows, 64).bfloat16()
         parts = (weight.bfloat16(),) if name == "bf16" else Q.SCHEMES[name].quantize(weight)[:2]
@@ -8912,12 +8922,17 @@ def test_cpu_kernels_with_extreme_values(cpu_kernels):
     tiny_scale = torch.full((20, 2), 2.0**-24).half()  # fp16's smallest denormal
     m = cpu.matrix(torch.full((20, 64), 3, dtype=torch.int8), tiny_scale)
     assert torch.equal(cpu.matmul(m, x.float()), torch.full((rows, 20), 3 * 64 * 2.0**-24))
+    ones, tie = torch.ones(4, 32, dtype=torch.int8), torch.zeros(1, 32).bfloat16()
+    tie[0, :2] = torch.tensor([1, 3 / 256])  # their sum rounds to even, up
+    y = cpu.packed_linear(tie, ones, torch.ones(4, 1), None, None, fallback=None)
+    assert torch.equal(y, torch.full((1, 4), 1 + 4 / 256).bfloat16())
 
 
 @quantize_kernels
 @torch.inference_mode()
 def test_cpu_block_linear_equals_the_reference():
-    """With bias, in fp32 and bf16, eager and as an operator; fallback for gradients and no rows."""
+    """With bias, in fp32 and bf16, eager and as an operator; fallback for gradients, no rows and
+    other columns."""
     for scheme, dtype in product(("q8_0", "q4_0"), (torch.float32, torch.bfloat16)):
         parts = Q.SCHEMES[scheme].quantize(torch.randn(30, 96, generator=seeded()))
         x, bias = torch.randn(3, 2, 96).to(dtype), torch.randn(30).to(dtype)
@@ -8925,7 +8940,7 @@ def test_cpu_block_linear_equals_the_reference():
         for linear in (partial(cpu.block_linear, fallback=None), torch.ops.sheaf.cpu_block_linear):
             got = linear(x, *parts, bias)
             assert got.dtype == dtype and relative(got.double(), want.double()) < limit
-        for x, grad in ((x[:0], False), (x, True)):
+        for x, grad in ((x[:0], False), (x, True), (x[..., :64], False)):
             with torch.set_grad_enabled(grad):
                 got = cpu.block_linear(x, *parts, bias, lambda *args: args)
             assert all(a is b for a, b in zip(got, (x, *parts, bias), strict=True))
@@ -9012,9 +9027,9 @@ def test_cpu_decode_equals_the_layers(scheme, options, cpu_kernels, monkeypatch)
 @quantize_kernels
 @torch.inference_mode()
 def test_cpu_decode_leaves_other_calls_to_the_layers():
-    """Many tokens, other caches and attend functions, gradients, positions beyond the cache: as
-    without FusedLayers."""
-    config = tiny(dim=64, ffn_dim=96)
+    """Many tokens, several in rings, other caches and attend functions, padded steps, gradients,
+    positions outside the cache: as without FusedLayers."""
+    config = tiny(dim=64, ffn_dim=96, windows=(7, None, None))
     model, _ = fused_model(None, config)
     fused, model.layer_groups = model.layer_groups, None
     tokens = random_tokens(config, 2, 70)
@@ -9024,6 +9039,14 @@ def test_cpu_decode_leaves_other_calls_to_the_layers():
         shared = M.KVCache(config, 3, 80, torch.bfloat16)
         paged = P.PagedKVCache(config, 8, 16, torch.bfloat16, kv_dtype="int8")
         step = paged.step([P.Chunk([5, 6], 0, [0])])
+        bf16_blocks = P.PagedKVCache(config, 8, 16, torch.bfloat16)
+        padded = bf16_blocks.step([P.Chunk([5, 6], 0, [0])], (4, 2))
+        attend = partial(bf16_blocks.attend, step=padded)
+        yield model(padded.tokens[None], padded.positions[None], attend)
+        yield model(tokens[:, :1], torch.tensor([-1]), bf16.attend)
+        rings = M.KVCache(config, 2, 80, torch.bfloat16, rollback=0)
+        for start, end in ((0, 65), (65, 68)):
+            yield model(tokens[:, start:end], torch.arange(start, end), rings.attend)
         yield model(tokens, torch.arange(70), bf16.attend)
         yield model(tokens[:, :1], torch.zeros(1, dtype=torch.long), fp32.attend)
         yield model(tokens[:1, :1], torch.zeros(1, dtype=torch.long), shared.attend)
@@ -9067,14 +9090,15 @@ def test_cpu_experts_equal_the_formula(scheme, cpu_kernels):
 
 @quantize_kernels
 def test_cpu_experts_fall_back():
-    """Many rows for each expert, fp32, other quantization, gradients: `fallback` is called."""
+    """Many rows for each expert, fp32, other quantization, gradients, other columns: `fallback` is
+    called."""
     ids, weights = torch.zeros(70, 2, dtype=torch.long), torch.ones(70, 2)
     x, stacks = torch.ones(70, 32).bfloat16(), [torch.ones(2, 8, 32), torch.ones(2, 32, 4)]
     bf16 = [stack.bfloat16() for stack in stacks]
     int8 = [Q.QuantizedStack(s, Q.SCHEMES["int8"], (s.char(), s[..., :1], None)) for s in bf16]
     cases = [(x, ids, bf16, False), (x[:3].float(), ids[:3], stacks, False)]
     cases += [(x[:3], ids[:3], int8, False), (x[:3], ids[:3], bf16, True)]
-    cases += [(x[:0], ids[:0], bf16, False)]
+    cases += [(x[:0], ids[:0], bf16, False), (x[:3, :16], ids[:3], bf16, False)]
     for x, ids, stacks, grad in cases:
         with torch.set_grad_enabled(grad):
             args = (x, weights[: len(x)], ids, *stacks)
@@ -9084,15 +9108,50 @@ def test_cpu_experts_fall_back():
 
 @quantize_kernels
 def test_cpu_decode_supports_no_other_models():
-    """fp32, latent attention, MoE, ALiBi, convolution, other quantization, hooks, fp32 caches."""
+    """fp32, latent attention, MoE, ALiBi, convolution, other quantization, hooks, other constants
+    of attention, layers of different sizes."""
     configs = [tiny(alibi=True, family="sheaf"), tiny(qk_conv=3, family="sheaf"), latent()]
     configs += [mixtral()]
     models = [random_model(config).bfloat16() for config in configs] + [random_model(tiny())]
     models += [Q.quantize_(random_model(tiny(dim=64, ffn_dim=96)).bfloat16(), "int4")]
     models += [cpu.swap_linear_(random_model(tiny()).bfloat16())]
     models[-1].layers[1].mlp.down_proj.register_forward_hook(lambda *args: None)
+    for change in (dict(mlp=M.MLP(48, 40)), dict(attention_norm=M.RMSNorm(48, 0.1))):
+        models.append(random_model(tiny()).bfloat16())
+        models[-1].layers[1]._modules |= {n: m.bfloat16() for n, m in change.items()}
+    models.append(random_model(tiny()).bfloat16())
+    models[-1].layers[0].attention.spec = M.AttentionSpec(0, 0.25, softcap=30.0)
     for model in models:
         assert cpu_decode.install_(cpu.swap_linear_(model)).layer_groups is None
+
+
+@quantize_kernels
+@torch.inference_mode()
+def test_cpu_decode_of_copies_slices_and_threads():
+    """A deep copy runs its own weights and a model's first layers are no others. Threads with their
+    own caches, here with int32 positions, get what one gets."""
+    config = tiny(dim=64, ffn_dim=96)
+    model, _ = fused_model(None, config)
+    tokens = random_tokens(config, 1, 24)
+
+    def run(model: M.Transformer, seed: int = 0) -> torch.Tensor:
+        cache, ids = M.KVCache(config, 1, 24, torch.bfloat16), (tokens + seed) % config.vocab_size
+        steps = torch.arange(24, dtype=torch.int32)[:, None]
+        with torch.inference_mode():
+            logits = [model(ids[:, i : i + 1], t, cache.attend) for i, t in enumerate(steps)]
+        return torch.cat(logits)
+
+    want, twin = run(model), copy.deepcopy(model)
+    for p in model.parameters():
+        p.zero_()
+    assert torch.equal(run(twin), want) and not run(model).any()
+    model, early = twin, D.first_layers(twin, 1)
+    got, early.layer_groups = run(early), None
+    assert 0 < relative(got.float(), run(early).float()) < 0.02  # not bit for bit: both are fused
+    want = [run(model, seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for a, b in zip(pool.map(partial(run, model), range(4)), want, strict=True):
+            assert torch.equal(a, b)
 
 
 @torch.inference_mode()

@@ -28,20 +28,20 @@
 
 enum { BF16, Q8_0, Q4_0 }; /* formats of a Matrix; the last two are llama.cpp's */
 enum { BLOCK = 32 };       /* columns of Q8_0 and Q4_0 that share a scale */
-enum { SPAN = 512 };       /* rows of x are padded with zeros to a multiple of it */
+enum { SPAN = 512 };       /* int8 rows of x are padded with zeros to a multiple of it */
 enum { PREFETCH = 1024 };  /* bytes ahead in a row */
-enum { W_MAX = 6, R_MAX = 4 };
+enum { W_MAX = 6, R_MAX = 4 }; /* most rows of a matrix and of x that a dot_* multiplies */
 enum { PANEL_ROWS = 8 };   /* rows of x that dot_panel multiplies at a time */
 
 typedef struct {
-    const void *w;          /* (N, C) bf16 or int8; Q4_0: (N, C / 2), columns i, i + 16 of a block */
+    const void *w;          /* (N, C) bf16 or int8; or Q4_0's bytes (N, C / 2) */
     const uint16_t *scales; /* (N, C / BLOCK) fp16; NULL for bf16 */
     const uint16_t *bias;   /* (N,) bf16, or NULL */
     int64_t N, C, format;
 } Matrix;
 
 typedef struct {     /* rows of a matmul's input, rounded to what the weights are multiplied with */
-    void *values;    /* (R, P): bf16, or fp32 on a CPU without bf16 dot products; or int8 */
+    void *values;    /* (R, P): for bf16 `real`, else int8 */
     float *scales;   /* (R, P / BLOCK) of int8 */
     float *offsets;  /* (R, P / BLOCK): -zero point of w * scale * sum of the block's int8 */
     int64_t P;       /* C, padded */
@@ -75,14 +75,15 @@ INLINE float fp16_to_float(uint16_t fp16) {
     return value;
 }
 
-/* e^x within 2e-7, 0 below -87, infinity above 89. Unlike expf it vectorizes. */
+/* e^x with a relative error of 2e-7 + 5e-8 |x|; 0 below -87.7, infinity above 88.4, but NaN for
+   -infinity. Unlike expf it vectorizes. */
 INLINE float exponential(float x) {
     x = x > 89 ? 89 : x;
     float t = x * 1.44269504f, whole = floorf(t + 0.5f), f = t - whole;
     float p = 1.5403530e-4f;
     p = p * f + 1.3333558e-3f, p = p * f + 9.6181291e-3f, p = p * f + 5.5504109e-2f;
     p = p * f + 0.24022651f, p = p * f + 0.69314718f, p = p * f + 1;
-    int32_t bits = ((int32_t)(whole < -126 ? -127 : whole) + 127) << 23;
+    uint32_t bits = (uint32_t)((int32_t)(whole < -126 ? -127 : whole) + 127) << 23; /* 2^whole */
     float power;
     memcpy(&power, &bits, 4);
     return p * power;
@@ -92,9 +93,8 @@ INLINE float exponential(float x) {
    Dot products of W rows of a matrix with R rows of x, all of whose sums are in registers
 
    The rows are n, n + apart, ..., n + (W - 1) * apart, and r, ..., r + R - 1: y[i][k] is row r + i
-   times row n + k * apart. W and R are constants. A single row of x reads w ahead of the prefetcher;
-   several rows prefetch the next W rows of w, which the later calls for the same w then find in the
-   cache. */
+   times row n + k * apart. W and R are constants. With one row of x, w is prefetched further ahead
+   than the hardware does; with several, the next W rows of w are. */
 
 #ifdef __AVX512BF16__
 typedef __m512 vec;

@@ -115,6 +115,8 @@ def matrix(weight: Tensor, scales: Tensor | None = None, bias: Tensor | None = N
     name = "bf16" if scales is None else "q8_0" if weight.dtype == torch.int8 else "q4_0"
     N, C = weight.shape[0], weight.shape[1] * (2 if name == "q4_0" else 1)
     tensors = (weight, scales, bias)
+    assert all(t is None or t.is_contiguous() for t in tensors), "C reads row-major memory"
+    assert scales is None or scales.numel() * 32 == N * C, "not one scale per 32 columns"
     m = Matrix(*(None if t is None else t.data_ptr() for t in tensors), N, C, FORMATS[name])
     m.tensors = tensors
     return m
@@ -122,6 +124,7 @@ def matrix(weight: Tensor, scales: Tensor | None = None, bias: Tensor | None = N
 
 def matmul(m: Matrix, x: Tensor) -> Tensor:
     """x (..., C) -> (..., N) in x's dtype, rounded once."""
+    assert x.shape[-1] == m.C, (x.shape, m.C)
     rows = x.float().contiguous()
     y = torch.empty(*x.shape[:-1], m.N)
     load_kernels().linear(ctypes.byref(m), rows.data_ptr(), y.data_ptr(), x.numel() // m.C)
@@ -146,14 +149,22 @@ def linear_via_fp32(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Te
     return y.to(x.dtype).reshape(*x.shape[:-1], N)
 
 
+def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernels, which get addresses and no shapes, can read these operands. If not,
+    F.linear runs, or reports the error."""
+    params = (weight,) if bias is None else (weight, bias)
+    bf16 = all(t.dtype == torch.bfloat16 and t.is_cpu for t in (x, *params))
+    fits = x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+    return bf16 and fits and x.numel() > 0 and all(t.is_contiguous() for t in params)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear on the fastest CPU path, for inference: x (..., C), weight (N, C) -> (..., N)."""
-    rows = x.numel() // weight.shape[1]
-    supported = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
-    supported = supported and x.shape[-1] == weight.shape[1]  # else F.linear reports it
-    if supported and weight.is_contiguous() and not torch.is_grad_enabled():
+    """F.linear on the fastest CPU path, for inference: x (..., C), weight (N, C), bias (N,) ->
+    (..., N)."""
+    if _is_supported(x, weight, bias) and not torch.is_grad_enabled():
         if torch.compiler.is_compiling():
             return torch.ops.sheaf.cpu_linear(x, weight, bias)
+        rows = x.numel() // weight.shape[1]
         if 0 < rows <= max_matmul_rows():
             return matmul(matrix(weight, bias=bias), x)
         if rows >= 4 and torch.backends.cpu.get_cpu_capability() == "AVX2":
@@ -172,13 +183,17 @@ def packed_linear(
     """F.linear with a quantized weight: x (..., C), bias (N,) -> (..., N). int8: qweight (N, C),
     scales (N, 1) fp32, zeros None. int4: qweight (N, C / 2) uint8, the even column in the low
     nibble, scales (N, G) bf16, zeros (N, G) uint8. fallback, with the same arguments, is called for
-    unsupported inputs: x not bf16, group size below 32, gradients. Requires load_kernels()."""
+    unsupported inputs: x not bf16, groups that are not whole rows or of 32, 64, 128, ... columns,
+    grad mode. Requires load_kernels()."""
     C, N, G = x.shape[-1], len(qweight), scales.shape[-1]
     rows, width = x.numel() // C, qweight.shape[1] * (1 if zeros is None else 2)
     if C != width:
         raise ValueError(f"x must have {width} columns, as the weight, not {C}")
-    on_cpu = x.device.type == qweight.device.type == "cpu" and qweight.is_contiguous()
-    fits = x.dtype == torch.bfloat16 and rows > 0 and (zeros is None or C // G >= 32)
+    on_cpu = x.is_cpu and qweight.is_cpu and qweight.is_contiguous() and scales.is_contiguous()
+    fits = x.dtype == torch.bfloat16 and rows > 0
+    if zeros is not None:  # cpu_weight_only.c unpacks 32 columns at a time
+        size = C // G
+        fits = fits and size * G == C and size % 32 == 0 and (G == 1 or size & (size - 1) == 0)
     if torch.is_grad_enabled() or not fits or not on_cpu:
         return fallback(x, qweight, scales, zeros, bias)
     if torch.compiler.is_compiling():
@@ -212,13 +227,14 @@ def block_linear(
     fallback: Callable[..., Tensor],
 ) -> Tensor:
     """F.linear with a weight in q8_0 or q4_0, as in `matrix`, and x rounded to int8 per 32 columns:
-    x (..., C), bias (N,) -> (..., N). fallback, with the same arguments, is called for inputs that
-    require gradients. Requires load_kernels()."""
+    x (..., C), bias (N,) -> (..., N). fallback, with the same arguments, is called in grad mode and
+    for an x without rows, with other columns, or not on a CPU. Requires load_kernels()."""
+    C = qweight.shape[1] * (1 if qweight.dtype == torch.int8 else 2)
+    if torch.is_grad_enabled() or x.numel() == 0 or x.shape[-1] != C or not x.is_cpu:
+        return fallback(x, qweight, scales, zeros, bias)
     if torch.compiler.is_compiling():
         return torch.ops.sheaf.cpu_block_linear(x, qweight, scales, zeros, bias)
     m = matrix(qweight, scales)
-    if torch.is_grad_enabled() or x.numel() == 0 or x.shape[-1] != m.C:
-        return fallback(x, qweight, scales, zeros, bias)
     y = matmul(m, x if bias is None else x.float())
     return y if bias is None else (y + bias).to(x.dtype)
 

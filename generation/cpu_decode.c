@@ -1,18 +1,19 @@
 /* Decode steps, included by cpu.c: all layers of a dense model for R tokens.
 
-   One team of threads runs the whole step. A barrier separates the parts that read what another
-   thread wrote: q, k, v | attention | output projection | gate and up | down. What is cheap (norms,
-   rounding the input of a matmul) every thread repeats for itself, which saves a barrier. The
-   residual stream, norms and attention are fp32. */
+   One team of threads runs the whole step. A barrier, or the end of an `omp for`, stands between
+   parts that read what other threads wrote: q, k, v | rope of k, write to the cache | attention |
+   output projection | gate and up | down. Norms and the rounding of a matmul's input are cheap:
+   every thread does them for itself, which saves a barrier. The residual stream, norms and
+   attention are fp32. */
 
 typedef struct {
     const uint16_t *attention_norm, *mlp_norm, *q_norm, *k_norm; /* the last two (D,) or NULL */
     Matrix q, k, v, o, gate, up, down;
     uint16_t *k_cache, *v_cache; /* bf16, in blocks of block_size positions */
     int64_t block_size, block_stride, head_stride, slot_stride; /* strides in elements */
-    int64_t ring;                /* a position is taken modulo this; 0: as it is */
+    int64_t ring;                /* slots of a ring buffer, slot = position % ring; 0: not a ring */
     int64_t window;              /* sliding window; 0: none */
-    const int32_t *tables;       /* (R, width) blocks of each token's sequence */
+    const int32_t *tables;       /* (R, width): block table of each token's sequence */
     const int64_t *slots;        /* (R,) where k and v are written; NULL: at the token's position */
     int64_t width;
 } Layer;
@@ -22,6 +23,23 @@ typedef struct {
     int64_t L, C, F, Hq, Hkv, D, rope_dim, interleaved;
     float eps, scale;
 } Model;
+
+typedef struct { /* a step of R tokens: its input, and what its threads share */
+    int64_t R;
+    const float *cos, *sin;                   /* (R, rope_dim / 2) */
+    const int64_t *positions;                 /* (R,) */
+    float *x;                                 /* (R, C): the residual stream */
+    float *q, *k, *v, *attended, *hidden;     /* (R, Q), (R, KV), (R, KV), (R, Q), (R, F) */
+} Step;
+
+typedef struct { /* thread t of T, and its own buffers */
+    int64_t t, T;
+    Rows in;
+    float *normed, *up;                       /* (R, C), (R, F) */
+    float *scores;                            /* (Hq / Hkv, longest) */
+    int64_t *at;                              /* (longest,): where the keys are */
+    int64_t longest;                          /* most keys of a token, in whole registers */
+} Thread;
 
 static void rms_norm(const float *x, const uint16_t *weight, float eps, int64_t C, float *y) {
     float squares = 0;
@@ -35,11 +53,12 @@ static void rope(
     const Model *m, const uint16_t *norm, const float *cos, const float *sin, float *x
 ) {
     if (norm) rms_norm(x, norm, m->eps, m->D, x);
-    const int64_t n = m->rope_dim / 2, step = m->interleaved ? 2 : 1, far = m->interleaved ? 1 : n;
+    const int64_t n = m->rope_dim / 2, stride = m->interleaved ? 2 : 1;
+    const int64_t apart = m->interleaved ? 1 : n; /* of the two dims of a pair */
     for (int64_t i = 0; i < n; i++) {
-        const float a = x[i * step], b = x[i * step + far];
-        x[i * step] = a * cos[i] - b * sin[i];
-        x[i * step + far] = b * cos[i] + a * sin[i];
+        const float a = x[i * stride], b = x[i * stride + apart];
+        x[i * stride] = a * cos[i] - b * sin[i];
+        x[i * stride + apart] = b * cos[i] + a * sin[i];
     }
 }
 
@@ -47,8 +66,8 @@ INLINE int64_t slot_offset(const Layer *l, int64_t slot) {
     return slot / l->block_size * l->block_stride + slot % l->block_size * l->slot_stride;
 }
 
-/* Where token r's sequence has `position`. */
-INLINE int64_t offset(const Layer *l, int64_t r, int64_t position) {
+/* Where the cache has `position` of token r's sequence. */
+INLINE int64_t kv_offset(const Layer *l, int64_t r, int64_t position) {
     if (l->ring) position %= l->ring;
     const int64_t block = l->tables[r * l->width + position / l->block_size];
     return slot_offset(l, block * l->block_size + position % l->block_size);
@@ -142,16 +161,16 @@ INLINE void weighted_sum(
         }
 }
 
-/* Attention of the query heads (group, D) of one kv head, for token r, at `position`. scores holds
-   (group, longest), at (longest,). */
+/* Attention of the query heads (group, D) of one kv head, for token r, at `position`. */
 static void attend(
     const Model *m, const Layer *l, const float *q, int64_t head, int64_t r, int64_t position,
-    int64_t longest, float *scores, int64_t *at, float *out
+    Thread *own, float *out
 ) {
-    const int64_t D = m->D, group = m->Hq / m->Hkv;
+    const int64_t D = m->D, group = m->Hq / m->Hkv, longest = own->longest, *at = own->at;
+    float *scores = own->scores;
     const int64_t first = l->window && position >= l->window ? position - l->window + 1 : 0;
     const int64_t S = position + 1 - first;
-    offsets(l, r, first, S, at);
+    offsets(l, r, first, S, own->at);
     score(q, l->k_cache + head * l->head_stride, at, S, group, D, scores, longest);
     for (int64_t g = 0; g < group; g++) {
         float *s = scores + g * longest, largest = s[0], total = 0;
@@ -167,86 +186,98 @@ static void attend(
         weighted_sum(scores + g * longest, longest, v, at, S, D, out + g * D, 1);
 }
 
+/* x += attention(norm(x)). KV head h of token r is task r * Hkv + h. */
+static void attention_block(const Model *m, const Layer *l, const Step *s, Thread *own) {
+    const int64_t R = s->R, C = m->C, D = m->D, Q = m->Hq * D, KV = m->Hkv * D, n = m->rope_dim / 2;
+    const int64_t t = own->t, T = own->T, group = m->Hq / m->Hkv;
+    for (int64_t r = 0; r < R; r++)
+        rms_norm(s->x + r * C, l->attention_norm, m->eps, C, own->normed + r * C);
+    round_rows(&own->in, own->normed, R, C, l->q.format);
+    matmul(&l->q, &own->in, R, s->q, Q, 0, SHARE(Q));
+    matmul(&l->k, &own->in, R, s->k, KV, 0, SHARE(KV));
+    matmul(&l->v, &own->in, R, s->v, KV, 0, SHARE(KV));
+    #pragma omp barrier
+    #pragma omp for schedule(static)
+    for (int64_t task = 0; task < R * m->Hkv; task++) {
+        const int64_t r = task / m->Hkv, h = task % m->Hkv;
+        float *key = s->k + r * KV + h * D, *value = s->v + r * KV + h * D;
+        rope(m, l->k_norm, s->cos + r * n, s->sin + r * n, key);
+        int64_t at = l->slots ? slot_offset(l, l->slots[r]) : kv_offset(l, r, s->positions[r]);
+        at += h * l->head_stride;
+        for (int64_t d = 0; d < D; d++) {
+            l->k_cache[at + d] = float_to_bf16(key[d]);
+            l->v_cache[at + d] = float_to_bf16(value[d]);
+        }
+    }
+    #pragma omp for schedule(dynamic) /* sequences differ in length */
+    for (int64_t task = 0; task < R * m->Hkv; task++) {
+        const int64_t r = task / m->Hkv, h = task % m->Hkv, at = r * Q + h * group * D;
+        for (int64_t g = 0; g < group; g++)
+            rope(m, l->q_norm, s->cos + r * n, s->sin + r * n, s->q + at + g * D);
+        attend(m, l, s->q + at, h, r, s->positions[r], own, s->attended + at);
+    }
+    round_rows(&own->in, s->attended, R, Q, l->o.format);
+    matmul(&l->o, &own->in, R, s->x, C, 1, SHARE(C));
+    #pragma omp barrier
+}
+
+/* x += down(silu(gate(norm(x))) * up(norm(x))) */
+static void mlp_block(const Model *m, const Layer *l, const Step *s, Thread *own) {
+    const int64_t R = s->R, C = m->C, F = m->F, t = own->t, T = own->T, f[] = {SHARE(F)};
+    float *hidden = s->hidden;
+    for (int64_t r = 0; r < R; r++)
+        rms_norm(s->x + r * C, l->mlp_norm, m->eps, C, own->normed + r * C);
+    round_rows(&own->in, own->normed, R, C, l->gate.format);
+    matmul(&l->gate, &own->in, R, hidden, F, 0, f[0], f[1]);
+    matmul(&l->up, &own->in, R, own->up, F, 0, f[0], f[1]);
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t i = r * F + f[0]; i < r * F + f[1]; i++)
+            hidden[i] *= own->up[i] / (1 + exponential(-hidden[i]));
+    #pragma omp barrier
+    round_rows(&own->in, hidden, R, F, l->down.format);
+    matmul(&l->down, &own->in, R, s->x, C, 1, SHARE(C));
+    #pragma omp barrier
+}
+
 /* x (R, C): the inputs of the first layer, overwritten by the outputs of the last. Token r is at
    positions[r]; cos and sin (R, rope_dim / 2). A sequence may have several tokens. */
 void decode(
     const Model *m, float *x, const float *cos, const float *sin, const int64_t *positions,
     int64_t R
 ) {
-    const int64_t C = m->C, F = m->F, D = m->D, Q = m->Hq * D, KV = m->Hkv * D;
-    const int64_t widest = C > F ? (C > Q ? C : Q) : (F > Q ? F : Q);
-    int64_t longest = 0;
-    for (int64_t r = 0; r < R; r++) longest = positions[r] > longest ? positions[r] : longest;
-    longest = longest / 16 * 16 + 16; /* keys, in whole registers */
-    float *q = malloc(R * (2 * Q + 2 * KV + F) * sizeof(float));
-    float *k = q + R * Q, *v = k + R * KV, *attended = v + R * KV, *hidden = attended + R * Q;
+    const int64_t C = m->C, F = m->F, Q = m->Hq * m->D, KV = m->Hkv * m->D;
+    const int64_t widest = C > F ? (C > Q ? C : Q) : (F > Q ? F : Q); /* input of a matmul */
+    int64_t last = 0;
+    for (int64_t r = 0; r < R; r++) last = positions[r] > last ? positions[r] : last;
+    const int64_t longest = last / 16 * 16 + 16, group = m->Hq / m->Hkv;
+    float *q = malloc(R * (2 * Q + 2 * KV + F) * sizeof(float)), *k = q + R * Q, *v = k + R * KV;
+    float *attended = v + R * KV, *hidden = attended + R * Q;
+    const Step step = {R, cos, sin, positions, x, q, k, v, attended, hidden};
     #pragma omp parallel
     {
-        const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
-        Rows in = new_rows(R, widest);
-        float *normed = malloc((R * (C + F) + m->Hq / m->Hkv * longest) * sizeof(float));
+        float *normed = malloc((R * (C + F) + group * longest) * sizeof(float));
         float *up = normed + R * C, *scores = up + R * F;
-        int64_t *slots = malloc(longest * sizeof(int64_t));
+        int64_t *at = malloc(longest * sizeof(int64_t));
+        const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
+        Thread own = {t, T, new_rows(R, widest), normed, up, scores, at, longest};
         for (int64_t i = 0; i < m->L; i++) {
-            const Layer *l = m->layers + i;
-            for (int64_t r = 0; r < R; r++)
-                rms_norm(x + r * C, l->attention_norm, m->eps, C, normed + r * C);
-            round_rows(&in, normed, R, C, l->q.format);
-            matmul(&l->q, &in, R, q, Q, 0, SHARE(Q));
-            matmul(&l->k, &in, R, k, KV, 0, SHARE(KV));
-            matmul(&l->v, &in, R, v, KV, 0, SHARE(KV));
-            #pragma omp barrier
-            #pragma omp for schedule(static)
-            for (int64_t task = 0; task < R * m->Hkv; task++) {
-                const int64_t r = task / m->Hkv, h = task % m->Hkv, n = m->rope_dim / 2;
-                float *key = k + r * KV + h * D, *value = v + r * KV + h * D;
-                rope(m, l->k_norm, cos + r * n, sin + r * n, key);
-                int64_t at = l->slots ? slot_offset(l, l->slots[r]) : offset(l, r, positions[r]);
-                at += h * l->head_stride;
-                for (int64_t d = 0; d < D; d++) {
-                    l->k_cache[at + d] = float_to_bf16(key[d]);
-                    l->v_cache[at + d] = float_to_bf16(value[d]);
-                }
-            }
-            #pragma omp for schedule(dynamic)
-            for (int64_t task = 0; task < R * m->Hkv; task++) {
-                const int64_t r = task / m->Hkv, h = task % m->Hkv, n = m->rope_dim / 2;
-                const int64_t group = m->Hq / m->Hkv, at = r * Q + h * group * D;
-                for (int64_t g = 0; g < group; g++)
-                    rope(m, l->q_norm, cos + r * n, sin + r * n, q + at + g * D);
-                attend(m, l, q + at, h, r, positions[r], longest, scores, slots, attended + at);
-            }
-            round_rows(&in, attended, R, Q, l->o.format);
-            matmul(&l->o, &in, R, x, C, 1, SHARE(C));
-            #pragma omp barrier
-            for (int64_t r = 0; r < R; r++)
-                rms_norm(x + r * C, l->mlp_norm, m->eps, C, normed + r * C);
-            round_rows(&in, normed, R, C, l->gate.format);
-            const int64_t share[] = {SHARE(F)};
-            matmul(&l->gate, &in, R, hidden, F, 0, share[0], share[1]);
-            matmul(&l->up, &in, R, up, F, 0, share[0], share[1]);
-            for (int64_t r = 0; r < R; r++)
-                for (int64_t f = r * F + share[0]; f < r * F + share[1]; f++)
-                    hidden[f] *= up[f] / (1 + exponential(-hidden[f]));
-            #pragma omp barrier
-            round_rows(&in, hidden, R, F, l->down.format);
-            matmul(&l->down, &in, R, x, C, 1, SHARE(C));
-            #pragma omp barrier
+            attention_block(m, m->layers + i, &step, &own);
+            mlp_block(m, m->layers + i, &step, &own);
         }
-        free(in.values), free(normed), free(slots);
+        free(own.in.values), free(normed), free(at);
     }
     free(q);
 }
 
-/* The experts of an MoE layer. Slots are pairs of a token and one of its experts, sorted by expert:
-   expert e has slots starts[e] to starts[e + 1]. x (tokens, C); gate_up (E * 2F, C), for each expert
-   gate rows first; down (E * C, F). Adds weights[slot] * expert(x[token]) to y (tokens, C). */
+/* Adds weight * expert(x) to y for every pair of a token and one of its experts. x and y (N, C);
+   gate_up (E * 2F, C), for each expert gate rows first; down (E * C, F). The pairs are sorted by
+   expert: those of expert e are starts[e] to starts[e + 1] in tokens and weights. */
 void experts(
     const Matrix *gate_up, const Matrix *down, const int64_t *starts, const int64_t *tokens,
     const float *weights, const float *x, float *y, int64_t E
 ) {
     const int64_t C = gate_up->C, F = down->C, widest = C > F ? C : F;
-    int64_t most = 0;
+    int64_t most = 0; /* pairs of an expert */
     for (int64_t e = 0; e < E; e++)
         most = starts[e + 1] - starts[e] > most ? starts[e + 1] - starts[e] : most;
     float *hidden = malloc(most * (2 * F + C) * sizeof(float)), *out = hidden + most * 2 * F;

@@ -8,10 +8,10 @@ stream and attention in fp32.
     use_fused_experts_(model)   # sets the experts hook of MoE layers
 
 FusedLayers runs forward calls of few tokens whose keys and values are in a KVCache or PagedKVCache:
-decode steps of one sequence or a batch, short prompts, drafts. Other calls it passes to the layers.
-It supports bf16 models of Attention with RoPE and MLP layers, with and without sliding windows,
-biases and qk_norm; linear layers in bf16, or quantized to q8_0 or q4_0. `run_experts` does the same
-for the experts of an MoE layer with few tokens for each.
+decode steps of one sequence or a batch, short prompts, drafts. Other calls run layer by layer. It
+supports bf16 models of Attention with RoPE and MLP layers, with and without sliding windows, biases
+and qk_norm; linear layers in bf16, or quantized to q8_0 or q4_0. `run_experts` runs the experts of
+an MoE layer, with few tokens for each, in one C call.
 
 When it loses: a step of many tokens with long contexts, where sdpa's blocks reuse what they read.
 
@@ -36,7 +36,18 @@ import torch
 from torch import Tensor, nn
 
 from generation import cpu
-from model import MLP, Attend, Attention, Experts, KVCache, MoE, Transformer, apply_linears
+from model import (
+    MLP,
+    Attend,
+    Attention,
+    AttentionSpec,
+    Block,
+    Experts,
+    KVCache,
+    MoE,
+    Transformer,
+    apply_linears,
+)
 from paged_kv import PagedKVCache, Step
 from quantize import BlockScheme, QuantizedLinear, QuantizedStack
 
@@ -69,18 +80,22 @@ class Model(ctypes.Structure):
 
 
 class FusedLayers:
-    """Consecutive layers of a model, called like one of them. Each must be `supported`. The tensors
-    of their weights may change in place, but not be replaced."""
+    """Consecutive layers of a model, called like one of them. Each must be `supported`. The values
+    of their parameters may change in place; no parameter, module or hook may be replaced or added.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.layers, self.tensors, self.lock = layers, [], threading.Lock()
         self.structs = (Layer * len(layers))(*map(self._layer, layers))
-        a, gate = layers[0].attention, layers[0].mlp.gate_proj
-        heads = [proj.out_features // a.head_dim for proj in (a.q_proj, a.k_proj)]
+        first, a = self.structs[0], layers[0].attention
+        heads = first.q.N // a.head_dim, first.k.N // a.head_dim
         self.model = Model(
-            self.structs, len(layers), gate.in_features, gate.out_features, *heads, a.head_dim, 0,
+            self.structs, len(layers), first.gate.C, first.gate.N, *heads, a.head_dim, 0,
             a.interleaved, layers[0].mlp_norm.eps, a.spec.scale,
         )  # fmt: skip
+
+    def __reduce__(self) -> tuple[type[FusedLayers], tuple[Sequence[nn.Module]]]:
+        return FusedLayers, (self.layers,)  # a copy of the model has its own addresses
 
     def __call__(
         self,
@@ -91,11 +106,12 @@ class FusedLayers:
         *source: Any,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C), as a layer's forward."""
-        few = x.shape[0] * x.shape[1] <= cpu.max_matmul_rows() and x.dtype == torch.bfloat16
+        few = 0 < x.shape[0] * x.shape[1] <= cpu.max_matmul_rows()
+        few = few and x.dtype == torch.bfloat16 and x.is_cpu
         if few and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            with self.lock:  # threads share the structs
-                tensors = self._locate_kv(x, positions, attend)
-                if tensors is not None:
+            with self.lock:  # the structs have the addresses of one call's keys and values
+                kv_tensors = self._locate_kv(x, positions, attend)  # referenced until `decode` ends
+                if kv_tensors is not None:
                     return self._decode(x, rope, positions)
         for layer in self.layers:
             x = layer(x, rope, positions, attend, *source)
@@ -103,7 +119,7 @@ class FusedLayers:
 
     def _decode(self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
         B, T, _ = x.shape
-        hidden, positions = x.float().contiguous(), positions.expand(B, T).contiguous()
+        hidden, positions = x.float().contiguous(), positions.long().expand(B, T).contiguous()
         cos, sin = (t.expand(B, T, 1, -1).contiguous() for t in rope)
         self.model.rope_dim = 2 * cos.shape[-1]
         pointers = [t.data_ptr() for t in (hidden, cos, sin, positions)]
@@ -112,11 +128,10 @@ class FusedLayers:
 
     def _layer(self, layer: nn.Module) -> Layer:
         """The struct of a layer, without its keys and values."""
-        a, mlp = layer.attention, layer.mlp
+        a = layer.attention
         norms = (layer.attention_norm, layer.mlp_norm, a.q_norm, a.k_norm)
-        linears = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj)
         pointers = [self._pointer(None if norm is None else norm.weight) for norm in norms]
-        matrices = [self._matrix(linear) for linear in (*linears, mlp.down_proj)]
+        matrices = map(self._matrix, _linears(layer))
         return Layer(*pointers, *matrices, window=a.spec.window or 0)
 
     def _matrix(self, linear: nn.Module) -> cpu.Matrix:
@@ -131,8 +146,8 @@ class FusedLayers:
         return None if tensor is None else tensor.data_ptr()
 
     def _locate_kv(self, x: Tensor, positions: Tensor, attend: Attend) -> list[Tensor] | None:
-        """Set the structs' places of keys and values; returns the tensors that they point to. None
-        if `attend` is not the method of a cache that `decode` can use."""
+        """Set the structs' addresses of keys and values. Returns the new tensors that they point
+        to, or None if `attend` is not the method of a cache that `decode` can use."""
         method, kwargs = attend, {}
         if isinstance(attend, partial) and not attend.args:
             method, kwargs = attend.func, attend.keywords
@@ -141,18 +156,17 @@ class FusedLayers:
             if type(cache) is KVCache:
                 return self._locate_in_rows(x, positions, cache)
             if type(cache) is PagedKVCache:
-                return self._locate_in_blocks(cache, kwargs["step"])
+                return self._locate_in_blocks(x, cache, kwargs["step"])
         return None
 
     def _locate_in_rows(self, x: Tensor, positions: Tensor, cache: KVCache) -> list[Tensor] | None:
-        """A row of the cache is a block."""
+        """_locate_kv for a KVCache, whose rows `decode` reads as one block each."""
         B, T, _ = x.shape
-        last, k = (
-            int(positions.max()),
-            [cache.k[layer.attention.spec.index] for layer in self.layers],
-        )
+        first, last = (int(p) for p in positions.aminmax())
+        k = [cache.k[layer.attention.spec.index] for layer in self.layers]
         rings = [t.shape[2] if t.shape[2] < cache.max_len else 0 for t in k]
-        if k[0].dtype != x.dtype or len(k[0]) != B or last >= cache.max_len or T > 1 and any(rings):
+        fits = k[0].dtype == x.dtype and len(k[0]) == B and 0 <= first and last < cache.max_len
+        if not fits or T > 1 and any(rings):
             return None
         tables = torch.arange(B, dtype=torch.int32).repeat_interleave(T)
         for struct, layer, keys, ring in zip(self.structs, self.layers, k, rings):
@@ -160,14 +174,16 @@ class FusedLayers:
             struct.k_cache, struct.v_cache = keys.data_ptr(), values.data_ptr()
             struct.block_stride, struct.head_stride, struct.slot_stride, _ = keys.stride()
             struct.block_size, struct.ring = keys.shape[2], ring
-            struct.tables, struct.slots, struct.width = tables.data_ptr(), None, 1
+            struct.tables, struct.width, struct.slots = tables.data_ptr(), 1, None
         cache.end.fill_(last + 1)
         return [tables]
 
-    def _locate_in_blocks(self, cache: PagedKVCache, step: Step) -> list[Tensor] | None:
-        if cache.scales or cache.pages[0].dtype != torch.bfloat16:
+    def _locate_in_blocks(self, x: Tensor, cache: PagedKVCache, step: Step) -> list[Tensor] | None:
+        """_locate_kv for a PagedKVCache."""
+        counts = step.cu_seqlens.diff()  # new tokens of each sequence
+        padded = int(step.cu_seqlens[-1]) != x.shape[0] * x.shape[1]
+        if padded or cache.scales or cache.pages[0].dtype != x.dtype:
             return None
-        counts = step.cu_seqlens.diff()
         kinds = [(step.slots, step.block_table), (step.ring_slots, step.ring_table)]
         kinds = [
             None if table is None else (slots, table.repeat_interleave(counts, 0).contiguous())
@@ -188,10 +204,12 @@ def run_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any, *, fallback: Experts
 ) -> Tensor:
     """MoE's experts hook: x (N, C), weights and ids (N, K), w_gate_up (E, 2F, C) gate rows first,
-    w_down (E, C, F) -> (N, C). One C call for all experts if they have few rows each in bf16, their
-    stacks in bf16, q8_0 or q4_0; else `fallback`, with the same arguments."""
+    w_down (E, C, F) -> (N, C). One C call for all experts if x is bf16 on a CPU, the experts have
+    few rows each and their stacks are bf16, q8_0 or q4_0; else `fallback`, with the same arguments.
+    """
     (N, C), K, E = x.shape, ids.shape[1], w_down.shape[0]
-    few = 0 < N * K <= E * cpu.max_matmul_rows() and x.dtype == torch.bfloat16
+    few = 0 < N * K <= E * cpu.max_matmul_rows() and x.dtype == torch.bfloat16 and x.is_cpu
+    few = few and w_gate_up.shape[2] == w_down.shape[1] == C
     plain = few and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     stacks = [_stack(stack) for stack in (w_gate_up, w_down)] if plain else [None]
     if None in stacks:
@@ -216,29 +234,48 @@ def _stack(stack: Any) -> cpu.Matrix | None:
     """(E, N, C) as a matrix (E * N, C); None if `experts` does not support it."""
     if isinstance(stack, QuantizedStack) and isinstance(stack.scheme, BlockScheme):
         return cpu.matrix(stack.qweight.flatten(0, 1), stack.scales.flatten(0, 1))
-    if not isinstance(stack, Tensor) or stack.dtype != torch.bfloat16:
+    if not isinstance(stack, Tensor) or stack.dtype != torch.bfloat16 or not stack.is_cpu:
         return None
     return cpu.matrix(stack.flatten(0, 1)) if stack.is_contiguous() else None
 
 
-def supported(layer: nn.Module, scale: float) -> bool:
-    """Whether FusedLayers can run a layer."""
+def supported(layer: nn.Module, first: nn.Module) -> bool:
+    """Whether FusedLayers can run a layer of a model, whose first layer is given: `decode` reads
+    sizes and constants from that one."""
+    if type(layer) is not Block or layer.cross_attention is not None:
+        return False
     a, mlp = layer.attention, layer.mlp
-    if type(a) is not Attention or type(mlp) is not MLP or layer.cross_attention is not None:
+    if type(a) is not Attention or type(mlp) is not MLP:
         return False
     plain = a.linear_fn is mlp.linear_fn is apply_linears and a.temperature is a.q_conv is None
-    plain = plain and not a.alibi_heads and a.spec.sparse is None and a.spec.scale == scale
+    plain = plain and a.spec == AttentionSpec(a.spec.index, a.spec.scale, a.spec.window)
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
-    on_cpu = all(t.device.type == "cpu" for t in layer.parameters())
-    bf16 = all(t.dtype == torch.bfloat16 for t in layer.parameters())
-    linears = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    return plain and not hooked and on_cpu and bf16 and all(map(_is_supported_linear, linears))
+    bf16 = all(t.is_cpu and t.dtype == torch.bfloat16 for t in layer.parameters())
+    fits = plain and not a.alibi_heads and not hooked and bf16
+    linears = all(map(_is_supported_linear, _linears(layer)))
+    return fits and linears and _constants(layer) == _constants(first)
+
+
+def _linears(layer: nn.Module) -> list[nn.Module]:
+    """In the order of the fields of Layer."""
+    a, mlp = layer.attention, layer.mlp
+    projections = (a.q_proj, a.k_proj, a.v_proj, a.o_proj)
+    return [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+def _constants(layer: nn.Module) -> list[Any]:
+    """What all layers of a Model have in common."""
+    a = layer.attention
+    norms = [n for n in (layer.attention_norm, layer.mlp_norm, a.q_norm, a.k_norm) if n is not None]
+    linears = _linears(layer)
+    shapes = [x.shape if isinstance(x, QuantizedLinear) else x.weight.shape for x in linears]
+    return [a.spec.scale, a.head_dim, a.interleaved, {norm.eps for norm in norms}, shapes]
 
 
 def _is_supported_linear(linear: nn.Module) -> bool:
     if isinstance(linear, QuantizedLinear):
         return isinstance(linear.scheme, BlockScheme) and linear.kept_index is None
-    return type(linear) is cpu.CPULinear
+    return type(linear) is cpu.CPULinear and linear.weight.is_contiguous()
 
 
 def install_(model: Transformer) -> Transformer:
@@ -246,6 +283,6 @@ def install_(model: Transformer) -> Transformer:
     the model. Returns the model."""
     layers = list(model.layers)
     plain = model.layer_groups is None and cpu.load_kernels() is not None and layers
-    if plain and all(supported(layer, layers[0].attention.spec.scale) for layer in layers):
+    if plain and all(supported(layer, layers[0]) for layer in layers):
         model.layer_groups = [FusedLayers(layers)]
     return model

@@ -111,11 +111,10 @@ static void reorder_x(const uint16_t *x, int64_t C, uint16_t *order, float *x_sc
 #if defined(__AVX512BF16__) || defined(__AVX2__)
 /* Two rows at a time with explicit prefetch: a row is so short that the hardware prefetcher is too
    late. */
-static inline __attribute__((always_inline)) void rows_int4(
+INLINE void rows_int4(
     const uint8_t *const w[2], const uint16_t *const scales[2], const uint16_t *x,
     const float *x_scales, int64_t C, int64_t group_size, const int groups, float total[2]
 ) {
-    enum { PREFETCH = 1024 };
     const group_map lane_group = group_of_lanes(groups);
     vec sum[2] = {{0}, {0}};
     int64_t c = 0;

@@ -39,6 +39,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from generation.config import GenerateConfig
+from generation.cpu_decode import install_
 from generation.perplexity import read_text
 from generation.sampling import Sampler, sample
 from huggingface.tokenizer import Tokenizer
@@ -608,8 +609,8 @@ def first_layers(model: Transformer, n: int) -> Transformer:
     """The model's first n layers with its embedding and head, sharing all parameters."""
     early = copy.copy(model)
     early._modules = dict(model._modules)
-    early.layers = model.layers[:n]
-    return early
+    early.layers, early.layer_groups = model.layers[:n], None  # its groups run all layers
+    return early if model.layer_groups is None else install_(early)
 
 
 def check_vocabulary(
