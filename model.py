@@ -266,7 +266,7 @@ class ModelConfig:
 
     @property
     def contiguous_only(self) -> str:
-        """The option, if any, that paged KV, draft trees and --cp do not support, else ""."""
+        """The option, if any, that paged KV, draft trees and context parallelism lack, else ""."""
         options = ("qk_conv", "sparse_layers", "cross_attention_layers")
         return next((name for name in options if getattr(self, name)), "")
 
@@ -1019,9 +1019,9 @@ SourceKV = Mapping[int, Sequence[Tensor]]  # layer index -> CrossAttention.sourc
 
 class Block(nn.Module):
     """x + attention(norm(x)), in some layers x + cross_attention(norm(x), source), then x +
-    mlp(norm(x)); `sparse`: an MoE instead of an MLP."""
+    mlp(norm(x)); `moe`: an MoE instead of an MLP."""
 
-    def __init__(self, config: ModelConfig, index: int, sparse: bool):
+    def __init__(self, config: ModelConfig, index: int, moe: bool):
         super().__init__()
         latent = config.kv_lora_rank > 0
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -1031,10 +1031,8 @@ class Block(nn.Module):
             self.cross_attention_norm = RMSNorm(config.dim, config.norm_eps)
             self.cross_attention = CrossAttention(config, index)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        if sparse:
-            self.mlp = MoE(config, index)
-        else:
-            self.mlp = MLP(config.dim, config.ffn_dim, config.mlp_bias)
+        dense = config.dim, config.ffn_dim, config.mlp_bias
+        self.mlp = MoE(config, index) if moe else MLP(*dense)
 
     def forward(
         self,
@@ -1510,6 +1508,10 @@ def _read_sheaf(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         kind, *optional = str(f.type).split(" | ")
         if kind in kinds and type(value) not in kinds[kind] and not (optional and value is None):
             raise ValueError(f"config.{f.name} must be {kind}, not {value!r}")
+        types = (int, type(None)) if optional else (int,)
+        ok = isinstance(value, (list, tuple)) and all(type(x) in types for x in value)
+        if kind.startswith("tuple") and not ok:
+            raise ValueError(f"config.{f.name} must be a list of integers, not {value!r}")
     return {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
 
 

@@ -1315,6 +1315,8 @@ def test_model_cross_attention(monkeypatch):
     assert (model(tokens, source=model.source_kv(source[:, :12])) - full).abs().min(1)[0].max() > 0
     with pytest.raises(ValueError, match="cross_attention_layers requires.*source"):
         model(tokens)
+    with pytest.raises(ValueError, match="generate.py has no source"):
+        LOAD.optimize_for_inference_(G.parse_args(["x"]), model)
 
 
 REFUSED |= {
@@ -1551,7 +1553,9 @@ def test_family_sheaf_saves_every_field(tmp_path):
     HF.save_checkpoint(random_model(changed), tmp_path)
     assert HF.load_checkpoint(tmp_path).config == changed
     hf = changed.to_hf()
-    for field, value in (("dim", "48"), ("alibi", 1), ("rotary_dim", 2.0), ("vocab_size", None)):
+    wrong = [("dim", "48"), ("alibi", 1), ("rotary_dim", 2.0), ("vocab_size", None)]
+    wrong += [("sparse_layers", [1.0]), ("windows", [None, True, 8]), ("moe_layers", 1)]
+    for field, value in wrong:
         with pytest.raises(ValueError, match=field):
             M.ModelConfig.from_hf(hf | {"config": hf["config"] | {field: value}})
     with pytest.raises(ValueError, match="vocab_size must be int, not None"):
@@ -2143,7 +2147,9 @@ def test_weights_pooled_kv_heads_are_means(family, tmp_path, capsys):
             for x, y in zip(a.parameters(), b.parameters(), strict=True):
                 close(y, x.unflatten(0, (4, 16)).mean(0), 1e-6)
     other = [argv[0], str(tmp_path / "other"), "--kv-heads", "3"]
-    for bad, words in ((other, "--kv-heads 3 must divide .* 4"), ([*argv, "1"], "is not empty")):
+    file = [argv[0], str(tmp_path / "mha" / "config.json"), "--kv-heads", "1"]
+    refused = {"--kv-heads 3 must divide .* 4": other, "not empty": [*argv, "1"], "folder": file}
+    for words, bad in refused.items():
         assert CONVERT.main(bad) == 2
         assert re.search(words, capsys.readouterr().err)
 
@@ -10802,7 +10808,8 @@ def test_serving_placements_of_a_model(monkeypatch):
     assert tps("auto") == {*product((1, 2), (1, 2))} and tps("auto --compile") == {(1, 1)}
     assert tps("auto", n_heads=6, n_kv_heads=3, ffn_dim=96) == {(1, 1), (1, 3), (3, 1)}
     assert found("1x2:2") == [(0, 1, 4, 1), (0, 1, 2, 2), (1, 2, 2, 1)]
-    lines = {"1x3:1": "n_heads 4", "1x2:1x2 --compile": "--compile", "1x2:1": "3, not 4"}
+    lines = {"1x3:1": "3 ranks .* n_heads 4", "1x2:1x2 --compile": "2 ranks .* no --compile"}
+    lines |= {"1x2:1": "3, not 4"}
     for flags, words in lines.items():
         with pytest.raises(ValueError, match=f"^--disaggregate {flags[:3]}.*{words}.*$"):
             found(flags)
@@ -19408,11 +19415,13 @@ x --set kv_swap=true                        | --set kv_swap requires --batch or 
 --ep --checkpoint {MOE} --set num_redundant_experts=1 | --set num_redundant_experts
 --ep --checkpoint {MOE} --set expert_load=nowhere.jsonl | --set expert_load nowhere.jsonl
 x --offload cpu --compile                   | --offload --compile
-x --offload /dev/null/x                     | /dev/null
+x --offload /dev/null/x                     | --offload /dev/null/x
+x --offload=                                | --offload cpu folder
 x --reference README.md                     | --reference requires --speculate ngram
 x --speculate ngram --reference /nowhere    | --reference /nowhere
 x --set ffn_2d=true                         | --set ffn_2d requires --tp
 --bench-serving --set policy=sjf            | --set policy fcfs longest-prefix
+--bench-serving --set policy=longest-prefix --set prefix_cache=false | policy prefix_cache=false
 --bench-serving --set slo=1:1               | --set slo requires --disaggregate
 --bench-serving --disaggregate 1:1 --set slo=1 | --set slo A:B
 --bench-serving --disaggregate 1x0:1        | --disaggregate PxT:DxT 1x0:1

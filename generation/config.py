@@ -262,6 +262,7 @@ EXCLUDES = [
     ("offload", "quantize calibrate save quantize_report adapter compile tp pp ep",
      "layers are copied to the device one by one"),
     ("disaggregate", "tp pp ep json speculate", "each placement shards the model by itself"),
+    ("policy", "prefix_cache=False", "no prompt is cached"),
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("dummy", "checkpoint chat", "it has random weights and no tokenizer"),
@@ -294,11 +295,11 @@ def parse_args(argv: list[str]) -> GenerateConfig:
             raise ValueError(f"--set {name} must be A:B, integers 1 <= A <= B, not {text!r}")
         setattr(args, name, (int(low), int(high)))
     if args.offload is not None and args.offload != "cpu" and "/" not in args.offload:
-        if not Path(args.offload).is_dir():
-            raise ValueError(f"--offload {args.offload}: must be cpu or a folder that exists")
+        if not args.offload or not Path(args.offload).is_dir():
+            raise ValueError(f"--offload {args.offload!r}: must be cpu or a folder that exists")
     if args.disaggregate not in (None, "auto"):
         args.disaggregate = parse_placement(args.disaggregate)
-    args.slo = parse_pair("--set slo", args.slo, float)
+    args.slo = parse_slo(args.slo)
     k = args.speculate_k
     if k != "auto" and not (k.isdecimal() and 1 <= int(k) <= 64):
         raise ValueError(f"--speculate-k must be from 1 to 64 or auto, not {k}")
@@ -311,14 +312,14 @@ def parse_args(argv: list[str]) -> GenerateConfig:
     return args
 
 
-def parse_pair(flag: str, text: str, number: type) -> tuple:
-    """A:B, two positive numbers; ValueError names the flag."""
+def parse_slo(text: str) -> tuple[float, float]:
+    """A:B, seconds to the first token and per further token; ValueError names the flag."""
     try:
-        a, b = map(number, text.split(":"))
+        a, b = map(float, text.split(":"))
         if not 0 < min(a, b) <= max(a, b) < math.inf:
             raise ValueError
     except ValueError:
-        raise ValueError(f"{flag} must be A:B, two positive numbers, not {text!r}") from None
+        raise ValueError(f"--set slo must be A:B, two positive numbers, not {text!r}") from None
     return a, b
 
 

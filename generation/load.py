@@ -31,7 +31,7 @@ from generation import cpu
 from generation.cpu_decode import install_, use_fused_experts_
 from generation.config import DTYPES, GenerateConfig
 from generation.ranks import run_on_all_or_raise
-from generation.stream import LayerStream
+from generation.stream import LayerStream, host_memory
 from huggingface.tokenizer import DummyTokenizer, Tokenizer, load_tokenizer
 from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
@@ -74,7 +74,7 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
         host = torch.device("cpu") if args.offload else device
         model = dummy_model(args.dummy, host, dtype or torch.bfloat16, prepare)
         if args.offload:
-            stream_layers_(model, LayerStream(args.offload, device))
+            stream_layers_(model, layer_stream(args, device))
         if args.quantize is not None:
             from quantization import quantize_model
 
@@ -106,12 +106,21 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
     return optimize_for_inference_(args, model, shards), tokenizer
 
 
+def layer_stream(args: GenerateConfig, device: torch.device) -> LayerStream:
+    """The stream of --offload. ValueError if its folder cannot be written."""
+    try:
+        host_memory(1, args.offload, pin=False)
+    except OSError as e:
+        raise ValueError(f"--offload {args.offload}: {e.strerror}; give another folder") from None
+    return LayerStream(args.offload, device)
+
+
 def load_streamed(
     args: GenerateConfig, device: torch.device, dtype: torch.dtype | None
 ) -> Transformer:
     """--offload: the layers of --checkpoint go to the host or to files, each before the next is
     read."""
-    stream, parts = LayerStream(args.offload, device), []
+    stream, parts = layer_stream(args, device), []
 
     def add_loaded_layers(name: str, module: nn.Module) -> nn.Module:
         """Called in the order of named_modules: all layers before this module's are loaded."""
@@ -208,7 +217,10 @@ def optimize_for_inference_(
     args: GenerateConfig, model: Transformer, shards: Sequence[EPShards | TPShards] = ()
 ) -> Transformer:
     """Install faster kernels than model.py's: on a CPU generation/cpu.py's linear layers, in MoE
-    layers the grouped experts; then the collectives of --ep and --tp. Returns the model."""
+    layers the grouped experts; then the collectives of --ep and --tp. Returns the model. ValueError
+    if it needs a source."""
+    if model.config.cross_attention_layers:
+        raise ValueError("generate.py has no source for cross_attention_layers")
     on_cpu = next(model.parameters()).device.type == "cpu"
     if on_cpu:
         use_cpu_kernels_(model)

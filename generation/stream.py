@@ -17,6 +17,7 @@ or macOS. `python generation/stream.py` runs a check and prints a table.
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 import time
@@ -134,9 +135,8 @@ class LayerStream:
 
     def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
         if self.on_cuda:
-            self.computed[layer._stream_buffer] = torch.cuda.current_stream(
-                self.device
-            ).record_event()
+            stream = torch.cuda.current_stream(self.device)
+            self.computed[layer._stream_buffer] = stream.record_event()
         self._release(layer)
 
     def _release(self, layer: nn.Module) -> None:
@@ -181,11 +181,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         streamed: dict[str, nn.Module] = {"resident": resident}
         for where in ("cpu", folder):
-            model = (
-                nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).bfloat16().to(device)
-            )
-            model.load_state_dict(resident.state_dict())
-            stream = LayerStream(where, device)
+            model, stream = copy.deepcopy(resident), LayerStream(where, device)
             for layer in model:
                 stream.add(layer)
             stream.start(model)

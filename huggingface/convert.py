@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kv-heads", type=int, required=True, help="key-value heads of OUT")
     args = parser.parse_args(argv)
     try:
-        if args.out.exists() and any(args.out.iterdir()):
-            raise ValueError(f"{args.out}: is not empty; give another folder")
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+            raise ValueError(f"{args.out}: is not empty, or no folder; give another")
         model = pool_kv_heads_(load_checkpoint(args.checkpoint), args.kv_heads)
         save_checkpoint(model, args.out)
         for path in args.checkpoint.iterdir():  # tokenizer, chat template

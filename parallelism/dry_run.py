@@ -239,8 +239,7 @@ def balanced_experts(
             run = with_sizes(run, sizes)
         return remap_expert_ids(run, Placement.even(E, experts.ranks))
 
-    kwargs = vars(experts) | dict(wrap=wrap, local_expert_ids=experts.local_expert_ids)
-    return SimpleNamespace(**kwargs)
+    return SimpleNamespace(**vars(experts), wrap=wrap, local_expert_ids=experts.local_expert_ids)
 
 
 def count_costs(args: TrainConfig, config: ModelConfig) -> tuple[dict, str]:

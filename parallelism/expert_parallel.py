@@ -203,9 +203,8 @@ def _max_rank_overlap(
         used = [sum(e in own for own in slots) for e in range(E)]
         for own in sorted(slots, key=len, reverse=True):
             while len(own) < c:
-                e = max(
-                    {*range(E)} - {*own}, key=lambda e: (counts[e] - used[e], loads[e] / used[e])
-                )
+                absent = {*range(E)} - {*own}
+                e = max(absent, key=lambda e: (counts[e] - used[e], loads[e] / used[e]))
                 own.append(e)
                 used[e] += 1
         if used == counts:

@@ -557,10 +557,7 @@ def check(args: TrainConfig, config: ModelConfig, world: int) -> dict[str, int]:
     ranks = f"{world} {started}" if world == shards else f"{shards} ranks of dp x cp"
     _check(shards % ep == 0, f"--ep {ep} must divide the {ranks}")
     for n in config.layer_experts or (config.n_experts,) if ep > 1 else ():
-        try:
-            Placement.even(n, ep)
-        except ValueError as e:
-            raise ValueError(f"--ep {ep}: {e}") from None
+        _check(n % ep == 0, f"--ep {ep}: {n} experts of an MoE layer do not divide by {ep} ranks")
     check_batch(args, dp, world)
     check_model(args, config)
     reduced = not args.optimizer_in_backward or world == 1 or args.zero

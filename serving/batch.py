@@ -127,8 +127,8 @@ class PagedDraftRunner(DraftRunner):
         tokens: list[list[int]],
         hidden: list[Tensor] | None,
     ) -> list[Tensor]:
-        chunk = lambda row, s, t: Chunk(t, s, row.block_table, ring=row.ring)
-        step = self.cache.step([chunk(*x) for x in zip(rows, starts, tokens) if x[2]])
+        new = zip(rows, starts, tokens)
+        step = self.cache.step([Chunk(t, s, r.block_table, ring=r.ring) for r, s, t in new if t])
         prev_hidden = None if hidden is None else torch.cat(hidden)[None]
         h = self._forward(step, step.tokens[None], prev_hidden)
         for row in rows:

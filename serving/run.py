@@ -48,13 +48,9 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
             raise ValueError(
                 "--compile requires the GPU kernels of --experts grouped; remove --compile"
             )
-    num_blocks = serving_batch.num_available_blocks(
-        model,
-        args.block_size,
-        args.max_num_seqs,
-        args.kv_cache_dtype,
-        draft_cache_layers(args, model.config),
-    )
+    sizes = args.block_size, args.max_num_seqs, args.kv_cache_dtype
+    draft_layers = draft_cache_layers(args, model.config)
+    num_blocks = serving_batch.num_available_blocks(model, *sizes, draft_layers)
     num_blocks = all_reduce_min(num_blocks)
     if args.mesh is not None or args.offload:
         options["static"] = False  # collectives and streamed layers are not captured in CUDA graphs
@@ -111,15 +107,9 @@ def batch(args: GenerateConfig) -> None:
     enable_speculative_decoding(args, service.engine, tokenizer)
     limit = service.engine.capacity
     requests = serving_batch.RequestFile(
-        args.batch,
-        previous_results,
-        tokenizer,
-        template,
-        args.system_prompt,
-        args.sampling_params,
-        limit,
-        rank0_then_broadcast,
-    )
+        args.batch, previous_results, tokenizer, template, args.system_prompt,
+        args.sampling_params, limit, rank0_then_broadcast,
+    )  # fmt: skip
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
         line = serving_batch.run_batch(service, requests, out if is_rank0 else Path(os.devnull))
@@ -177,21 +167,28 @@ def candidate_placements(args: GenerateConfig, config: ModelConfig) -> list[Plac
         raise ValueError(
             f"--disaggregate {given}: start it with torchrun --nproc-per-node {needed}, not {ranks}"
         )
-    whole = any(map(args.is_on, ("compile", "calibrate", "adapter", "offload")))
-    whole = whole or args.dummy is None and is_quantized(args.checkpoint)
-    heads, sizes = config.n_kv_heads, (config.n_heads, config.ffn_dim, config.expert_ffn_dim or 0)
-    fits = lambda t: not (whole or any(n % t for n in sizes) or max(heads, t) % min(heads, t))
     tps = range(1, ranks + 1) if given == "auto" else {given.prefill_tp, given.decode_tp}
-    fitting = [t for t in tps if t == 1 or fits(t)]
+    missing = {t: missing_for_tp(args, config, t) for t in tps}
     if given == "auto":
-        return placements(ranks, fitting)
-    if len(fitting) < len(tps):
-        raise ValueError(
-            f"--disaggregate {given}: the ranks of a worker must divide n_heads {sizes[0]}, n_kv_"
-            f"heads {heads} and ffn_dim {sizes[1]}; workers of several ranks require weights that "
-            "are not quantized before, and no --compile, --calibrate, --adapter or --offload"
-        )
-    return [p for p in placements(ranks, fitting) if p == given or not p.n_prefill]
+        return placements(ranks, [t for t in tps if not missing[t]])
+    for t in tps:
+        if missing[t]:
+            raise ValueError(f"--disaggregate {given}: workers of {t} ranks require {missing[t]}")
+    return [p for p in placements(ranks, tps) if p == given or not p.n_prefill]
+
+
+def missing_for_tp(args: GenerateConfig, config: ModelConfig, tp: int) -> str:
+    """What workers of tp ranks require, and these flags or this model lack; "" if nothing."""
+    for name in ("compile", "calibrate", "adapter", "offload") if tp > 1 else ():
+        if args.is_on(name):
+            return f"no {args.shown(name)}"
+    if tp > 1 and args.dummy is None and is_quantized(args.checkpoint):
+        return "a checkpoint that is not quantized"
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "expert_ffn_dim"):
+        size = getattr(config, name)
+        if size % tp and (name != "n_kv_heads" or tp % size):  # KV heads may be replicated
+            return f"{name} {size} to be a multiple of {tp}"
+    return ""
 
 
 def goodput_table(
@@ -199,7 +196,7 @@ def goodput_table(
 ) -> str:
     """--disaggregate: goodput of colocated engines and of splits into prefill and decode."""
     name = args.dummy or args.checkpoint / "config.json"
-    config = CONFIGS[name] if name in CONFIGS else run_on_all_or_raise(partial(read_config, name))
+    config = CONFIGS.get(name) or run_on_all_or_raise(partial(read_config, name))
     seeds = count(workload.seed)  # new prompts for each run: no prefix is cached
 
     def make_trace(rate: float) -> list[serving_batch.Arrival]:
@@ -217,7 +214,7 @@ def goodput_table(
     best = max(found, key=found.get)
     lines = [f"{'prefill':>9}{'decode':>8}   goodput, requests/s"]
     for p, x in found.items():
-        name, decode = f"{p.n_prefill}x{p.prefill_tp}", f"{p.n_decode}x{p.decode_tp}"
-        name = f"{name:>9}{decode:>8}" if p.n_prefill else f"{f'colocated {decode}':>17}"
-        lines.append(f"{name}{x:>10.2f}{'  best' if p == best else ''}")
+        prefill = f"{p.n_prefill}x{p.prefill_tp}" if p.n_prefill else "colocated"
+        decode = f"{p.n_decode}x{p.decode_tp}"
+        lines.append(f"{prefill:>9}{decode:>8}{x:>10.2f}{'  best' if p == best else ''}")
     return "\n".join(lines)
