@@ -69,7 +69,7 @@ from generation.bench import RunTimings, device_name, measure_bandwidth, speedup
 from generation.bench import summary_line, time_steps
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
-from generation.load import is_quantized, load, load_draft, moe_layers
+from generation.load import is_quantized, load, load_draft, moe_layers, open_gguf
 from generation.load import optimize_for_inference_, pick_device
 from generation.perplexity import perplexity, read_text
 from generation.prompt import prompt_ids, prompt_text
@@ -506,9 +506,10 @@ def score_file(args: GenerateConfig) -> None:
 
 
 def save_quantized(args: GenerateConfig) -> None:
-    """--save: the quantized checkpoint."""
+    """--save: the quantized checkpoint, or a GGUF file."""
     from quantization import quantize_model
 
+    quantize_model.check_save(args)
     model, _ = load(args, pick_device(args.device))
     print(quantize_model.save(args, model))
 
@@ -560,7 +561,7 @@ def run(args: GenerateConfig) -> None:
         (args.batch or args.bench_serving, serve),
         (True, generate),
     )
-    with process_group(args):
+    with process_group(args), open_gguf(args):
         next(mode for flag, mode in modes if flag)(args)
 
 

@@ -11,7 +11,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     model family config weights tokenizer stream template    model.py, huggingface/
     attention paged engine quantize fp8 spec moe             the leaves
     files cpu sampling drafting serving                      generation/, serving/
-    calibrate sparse gemm                                    quantization/
+    calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora alignment tuning       training/
     cp ep async_tp zero pipeline schedules planner           parallelism/
     generate train draft_head attention_in                   the programs
@@ -128,6 +128,9 @@ from generation import drafting as D
 from parallelism import dry_run
 from parallelism import expert_parallel as Y
 import generate as G
+from quantization import gguf as GGUF
+from quantization import gguf_file as GF
+from huggingface import gguf_tokenizer as GT
 from generation import chat as CHAT
 from generation import config as GCONF
 from training import config as TCONF
@@ -12005,6 +12008,541 @@ def test_gemm_kernels_compile_for_gpus(arch, tmp_path):
     compile_kernels(code, tmp_path / "flat", arch, "wo(8, 16), wo(4, 16, 32)")
     flat = [path.read_text() for path in tmp_path.rglob("flat/**/_skinny_gemm_kernel.ttgir")]
     assert len(flat) == 2 and all("async_copy_global_to_local" in text for text in flat)
+
+
+# --------------------------------------------------------------------------------------------------
+# gguf.py, gguf_tokenizer.py
+# --------------------------------------------------------------------------------------------------
+
+# Tokens of llama.cpp, which runs the same files. After a change of checkpoints/small, with a Python
+# that has llama-cpp-python: LLAMA_CPP=PEER/bin/python pytest -n0 test_all.py -k gguf_llama_cpp
+LLAMA_CPP_TOKENS = REPO / "checkpoints" / "llama_cpp_tokens.json"
+LLAMA_CPP_SCRIPT = """
+import json, sys
+from llama_cpp import Llama
+path, new, prompts = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+model, out = Llama(path, n_ctx=256, n_threads=1, logits_all=True, verbose=False), []
+for prompt in prompts:
+    text = isinstance(prompt, str)
+    ids = model.tokenize(prompt.encode(), special=True) if text else prompt
+    model.reset()
+    model.eval(ids)
+    for _ in range(new):  # greedy
+        model.eval([int(model.scores[model.n_tokens - 1].argmax())])
+    best = model.scores[: model.n_tokens].argmax(-1).tolist()
+    out.append([ids, best[len(ids) - 1 : -1] if new else best])
+print(json.dumps(out))
+"""
+LLAMA_CPP_PROMPTS = [
+    GOLDEN_PROMPT,
+    "class Stack:\n    def push(self",
+    "    return x + 1\n\n\ndef ",
+    "import os\n# naïve 日本語 🦙\nif",
+    "a</s>b <s>",
+]
+
+
+needs_gguf = pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="pip install gguf==0.19.0"
+)
+
+
+def llama_cpp(name: str, path: Path, new: int, prompts: list) -> list:
+    """For each prompt, its ids and llama.cpp's `new` greedy tokens, or its best next token after
+    every id: from the committed file, or made and committed anew."""
+    known = json.loads(LLAMA_CPP_TOKENS.read_text()) if LLAMA_CPP_TOKENS.exists() else {}
+    if peer := os.environ.get("LLAMA_CPP"):
+        argv = [peer, "-c", LLAMA_CPP_SCRIPT, path, str(new), json.dumps(prompts)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        known[name] = json.loads(done.stdout.splitlines()[-1])
+        rows = (f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known))
+        LLAMA_CPP_TOKENS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    return known[name]
+
+
+def gguf_opened(path: Path, *flags: str) -> tuple[M.Transformer, K.Tokenizer]:
+    args = G.parse_args(["--checkpoint", str(path), "--device", "cpu", *flags])
+    with LOAD.open_gguf(args):
+        return LOAD.load(args, torch.device("cpu"))
+
+
+@needs_gguf
+@pytest.mark.parametrize("scheme, gap", [("bf16", 0.1), ("q8_0", 0.1), ("q4_0", 0.5)])
+def test_gguf_llama_cpp_generates_the_same(scheme, gap, tmp_path, capsys):
+    """The shipped model, written as GGUF: the ids of llama.cpp for every prompt, and its greedy
+    tokens but for ties. Read again, the text is that of the folder with the same --quantize."""
+    path = tmp_path / "small.gguf"
+    flags = [] if scheme == "bf16" else ["--quantize", scheme]
+    quantize_main(capsys, *flags, "--save", path)
+    tensors = GGUF.Header(path).tensors.items()
+    assert {tensor.type for name, tensor in tensors if "norm" in name} == {"F32"}
+    model, tokenizer = gguf_opened(path, "--dtype", "fp32")
+    golden = llama_cpp(scheme, path, 40, LLAMA_CPP_PROMPTS)
+    for prompt, (ids, tokens) in zip(LLAMA_CPP_PROMPTS, golden, strict=True):
+        assert tokenizer.encode(prompt) == ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids + tokens]))[0, len(ids) - 1 : -1]
+        lost = logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert lost.max() < gap and (lost == 0).float().mean() > 0.9, lost.max()
+    ask = GOLDEN_PROMPT, "--max-new-tokens", 24, "--temperature", 0, "--json"
+    sources = (*flags, "--checkpoint", SMALL), ("--checkpoint", path)
+    texts = [json.loads(quantize_main(capsys, *source, *ask))["text"] for source in sources]
+    assert texts[0] == texts[1]
+    packed = quantize_kinds(gguf_opened(path)[0], Q.QuantizedLinear)
+    assert len(packed) == (0 if scheme == "bf16" else 42)
+    assert all(module.scheme.name == scheme for module in packed.values())
+
+
+def gguf_tokenizer_folder(folder: Path, pre: str = "qwen2") -> Path:
+    """A byte-level tokenizer with the split of this name, and a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    byte_level = pre_tokenizers.ByteLevel(False, use_regex=False)
+    tk = Tokenizer(models.BPE(ignore_merges=pre in GT.WHOLE_WORDS))
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in GT.SPLITS[pre]]
+    tk.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tk.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    if pre.startswith("deepseek"):
+        tk.normalizer = normalizers.Sequence([])
+    tk.decoder = decoders.ByteLevel()
+    options = dict(initial_alphabet=byte_level.alphabet(), show_progress=False)
+    tk.train_from_iterator(hostile_corpus(), trainers.BpeTrainer(vocab_size=900, **options))
+    data = json.loads(tk.to_str())
+    data["model"]["vocab"]["zqzq"] = 900  # no merges lead to it
+    tk = Tokenizer.from_str(json.dumps(data))
+    tk.add_special_tokens(["<|begin|>", "<|end|>"])
+    tk.save(str(folder / "tokenizer.json"))
+    write_json(folder, tokenizer_config=BEGIN | {"chat_template": CHATML})
+    return folder
+
+
+MLA = LATENT | dict(topk_method="greedy", n_shared_experts=1, vocab_size=1000)
+GGUF_FAMILIES = {  # name: a row of FAMILIES, or transformers' config class and changes of SHAPE
+    **{name: FAMILIES[name] for name in ("llama", "llama-biases-wide-heads", "llama-tied")},
+    **{name: FAMILIES[name] for name in ("llama-linear", "llama-yarn", "mistral-no-window")},
+    **{name: FAMILIES[name] for name in ("qwen2", "qwen3", "mixtral")},
+    "llama-llama3": ("Llama", rope("llama3", **LLAMA3 | dict(original_max_position_embeddings=8192))),
+    "mistral": ("Mistral", dict(sliding_window=40)),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | dict(norm_topk_prob=True)),
+    "deepseek-v2": ("DeepseekV2", MLA | dict(routed_scaling_factor=2.0)),
+    "deepseek-v2-lite": ("DeepseekV2", LATENT | LITE | dict(num_hidden_layers=27)),
+    "deepseek-v3": ("DeepseekV3", LATENT | dict(n_group=4, topk_group=2, num_mtp_layers=0)
+                    | rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0)),
+}  # fmt: skip
+
+
+@needs_gguf
+@pytest.mark.parametrize("name", GGUF_FAMILIES)
+def test_gguf_llama_cpp_family_written_and_read(name, tmp_path, monkeypatch):
+    """Written and read again: the config, every tensor bit for bit, the ids of the tokenizer and
+    the chat template. The best next tokens are llama.cpp's."""
+    kind, changes = GGUF_FAMILIES[name]
+    monkeypatch.setitem(FAMILIES, name, (kind, changes | dict(vocab_size=1000)))
+    transformers_model(name).save_pretrained(tmp_path / "hf")
+    folder = gguf_tokenizer_folder(tmp_path / "hf")
+    (folder / "model.gguf").write_bytes(b"is not read where there is model.safetensors")
+    model, path = HF.load_checkpoint(folder), tmp_path / f"{name}.gguf"
+    GGUF.write(path, model.config, HF.hf_tensors(model), folder)
+    with GGUF.as_folder(path) as opened:
+        again, tokenizer = HF.load_checkpoint(opened), K.load_tokenizer(opened)
+        template = load_chat_template(opened)
+    c, tensors = model.config, GGUF.Header(path).tensors
+    if c.qkv_bias and c.family == "llama":  # in pairs (2i, 2i + 1), as the rows of the weight
+        bias = model.layers[0].attention.q_proj.bias.view(c.n_heads, 2, -1).mT.flatten()
+        assert torch.equal(tensors["blk.0.attn_q.bias"].read(), bias)
+    if c.kv_lora_rank:  # llama.cpp's W_k (H, R, Dk)
+        kv = model.layers[0].attention.kv_b_proj.weight.view(c.n_heads, -1, c.kv_lora_rank)
+        k = kv[:, : c.qk_nope_head_dim].transpose(1, 2)
+        assert torch.equal(tensors["blk.0.attn_k_b.weight"].read(), k)
+        meta = GGUF.Header(path).metadata  # and as before llama.cpp had the absorbed form
+        old = {k: x for k, x in meta.items() if not k.endswith("_mla")}
+        old |= {f"deepseek2.attention.{key}_length": meta[f"deepseek2.attention.{key}_length_mla"]
+                for key in ("key", "value")}  # fmt: skip
+        old["deepseek2.attention.head_count_kv"] = c.n_heads
+        hf = GGUF.read_config(path, meta, tensors, None)
+        assert GGUF.read_config(path, old, tensors, None) == hf
+        meta |= {"deepseek2.expert_group_count": 2, "deepseek2.expert_group_used_count": 1}
+        hf = GGUF.read_config(path, meta, tensors, None)
+        assert M.ModelConfig.from_hf(hf).n_groups == 2
+        assert GGUF.hf_names(hf)["blk.0.attn_kv_b.weight"].endswith("self_attn.kv_b_proj.weight")
+    if name == "mixtral":
+        up = model.layers[0].mlp.w_gate_up[:, c.ffn_dim :]
+        assert torch.equal(tensors["blk.0.ffn_up_exps.weight"].read(), up)
+    free = dict(family=model.config.family, bos_id=model.config.bos_id)
+    free |= dict(windows=(40,) * 3, max_seq_len=48) if name == "mistral" else {}
+    assert replace(again.config, **free) == model.config
+    assert bitwise_equal(dict(again.state_dict()), dict(model.state_dict()))
+    reference = K.load_tokenizer(folder)
+    for text in HOSTILE.values():
+        assert tokenizer.encode(text) == reference.encode(text)
+    assert template.render([message("user", "x")]) == "<user>x</user>\n<assistant>"
+    ids = torch.randint(3, 900, (1, 40), generator=torch.Generator().manual_seed(1))
+    ((_, best),) = llama_cpp(name, path, 0, ids.tolist())
+    with torch.inference_mode():
+        got = again(ids)[0].argmax(-1).tolist()
+    assert sum(a == b for a, b in zip(got, best, strict=True)) >= 38
+
+
+GGUF_REFUSED = {  # a row of FAMILIES, and what GGUF cannot represent
+    "llama-dynamic": "rope.scaling.type",
+    "llama-llama3": "rope_freqs",
+    "llama-yarn-options": "rope_scaling",
+    "qwen3-windows": "qkv_bias",
+    "qwen3-moe": "norm_topk",
+    "qwen3-moe-step": "moe_layers",
+    "deepseek-v3-half-rope": "rope_interleaved",
+}
+
+
+@needs_gguf
+@pytest.mark.parametrize("name", GGUF_REFUSED)
+def test_gguf_what_llama_cpp_would_misread_is_not_written(name, tmp_path):
+    """A config that would be read as another one: a ValueError names the field, and no file."""
+    transformers_model(name).save_pretrained(tmp_path)
+    gguf_tokenizer_folder(tmp_path)
+    model, path = HF.load_checkpoint(tmp_path), tmp_path / "out.gguf"
+    with pytest.raises(ValueError, match=GGUF_REFUSED[name]):
+        GGUF.write(path, model.config, HF.hf_tensors(model), tmp_path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("pre", GT.SPLITS)
+def test_gguf_tokenizer_of_every_split(pre, tmp_path):
+    """Byte-level tokenizers written and read again give the same ids; BOS as the tokenizer adds
+    it; another split is refused."""
+    folder = gguf_tokenizer_folder(tmp_path, pre)
+    metadata = GT.write(folder, 1000)
+    assert metadata["tokenizer.ggml.pre"] == pre and len(metadata["tokenizer.ggml.tokens"]) == 1000
+    reference = K.load_tokenizer(folder)
+    (tmp_path / "again").mkdir()
+    for bos, eos in ((False, False), (True, False), (True, True)):
+        metadata["tokenizer.ggml.add_bos_token"] = bos
+        metadata["tokenizer.ggml.add_eos_token"] = eos
+        first, last = (metadata[f"tokenizer.ggml.{x}_token_id"] for x in ("bos", "eos"))
+        for name, data in GT.read(Path("x.gguf"), metadata).items():
+            (tmp_path / "again" / name).write_bytes(data)
+        tokenizer = K.load_tokenizer(tmp_path / "again")
+        for text in (
+            *HOSTILE.values(),
+            "x<|end|>y",
+            "12345 a1b\r\n\n  don't WE'LL élan, ǅ中文。  ",
+        ):
+            ids = reference.encode(text)
+            assert tokenizer.encode(text) == [first] * bos + ids + [last] * eos
+            assert tokenizer.decode(ids) == reference.decode(ids)
+        for name in (name for name, same in GT.SYNONYMS.items() if same == pre):
+            same = metadata | {"tokenizer.ggml.pre": name}
+            assert GT.read(Path("x.gguf"), same) == GT.read(Path("x.gguf"), metadata)
+        default = {k: x for k, x in metadata.items() if k != "tokenizer.ggml.add_bos_token"}
+        added = metadata | {"tokenizer.ggml.add_bos_token": pre in GT.WHOLE_WORDS}
+        assert GT.read(Path("x.gguf"), default) == GT.read(Path("x.gguf"), added)
+        ids = tokenizer.encode("zqzq", bos=False)
+        assert (ids == [900]) == (pre in GT.WHOLE_WORDS) and tokenizer.decode(ids) == "zqzq"
+    edited = json.loads((folder / "tokenizer.json").read_text())
+    split = copy.deepcopy(edited)
+    split["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] += "|x"
+    for other in (split, edited | {"normalizer": {"type": "Lowercase"}}):
+        (folder / "tokenizer.json").write_text(json.dumps(other))
+        with pytest.raises(ValueError, match="tokenizer.json: llama.cpp has no such tokenizer"):
+            GT.write(folder, 1000)
+
+
+@pytest.mark.parametrize("space", [False, True])
+def test_gguf_tokenizer_of_pieces(space, tmp_path):
+    """A tokenizer.model written and read again gives sentencepiece's ids, with and without a space
+    before the text, added tokens included; a unigram model or one that normalizes is refused."""
+    import sentencepiece
+
+    def train(**more) -> None:
+        out = io.BytesIO()
+        options = dict(model_type="bpe", vocab_size=900, byte_fallback=True, minloglevel=2)
+        options |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
+        options |= dict(add_dummy_prefix=space) | more
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(hostile_corpus()), model_writer=out, **options
+        )
+        (tmp_path / "tokenizer.model").write_bytes(out.getvalue())
+
+    train()
+    added = {"900": added_token("<tool>"), "901": added_token("<|im_end|>", special=True)}
+    added["0"] = added_token("<unk>", special=True)
+    write_json(tmp_path, tokenizer_config=NAMES | {"added_tokens_decoder": added})
+    metadata, reference = GT.write(tmp_path, 910), K.load_tokenizer(tmp_path)
+    assert metadata["tokenizer.ggml.token_type"][0] == GT.UNKNOWN
+    assert metadata["tokenizer.ggml.add_space_prefix"] == space
+    (tmp_path / "again").mkdir()
+    for name, data in GT.read(Path("x.gguf"), metadata).items():
+        (tmp_path / "again" / name).write_bytes(data)
+    tokenizer = K.load_tokenizer(tmp_path / "again")
+    read = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    kinds = {id: token["special"] for id, token in read["added_tokens_decoder"].items()}
+    assert (kinds["900"], kinds["901"]) == (False, True) and "902" not in kinds  # 902: padding
+    for name in HOSTILE.keys() - {"special", "added"}:
+        ids = reference.encode(HOSTILE[name])
+        assert tokenizer.encode(HOSTILE[name]) == ids, name
+        assert tokenizer.decode(ids) == reference.decode(ids)
+    first = reference.encode("a", bos=False)
+    assert tokenizer.encode("a<tool>a<|im_end|>", bos=False) == [*first, 900, *first, 901]
+    for more, why in (
+        (dict(model_type="unigram"), "unigram"),
+        (dict(remove_extra_whitespaces=True), "normalizes"),
+    ):
+        train(**more)
+        with pytest.raises(ValueError, match=why):
+            GT.write(tmp_path, 910)
+
+
+def gguf_mixed(path: Path) -> dict[str, torch.Tensor]:
+    """A llama file of 256 columns with a format per tensor, written with the gguf package; returns
+    its tensors as that package dequantizes them."""
+    gguf, rng = GF.package(), np.random.default_rng(0)
+    writer, tensors = gguf.GGUFWriter(path, "llama"), {}
+    for name, value in dict(block_count=3, context_length=64, embedding_length=256, head_count=4,
+                            feed_forward_length=512, head_count_kv=2, vocab_size=300).items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    writer.add_layer_norm_rms_eps(1e-5)
+
+    def add(name: str, kind: str, *shape: int) -> None:
+        type_ = gguf.GGMLQuantizationType[kind]
+        values = rng.standard_normal(shape).astype(np.float32) * 0.05
+        if "_K" in kind:  # the package cannot quantize to them: random blocks with small scales
+            block, size = gguf.GGML_QUANT_SIZES[type_]
+            data = rng.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+            halves = [(-2, None)] if kind == "Q6_K" else [(0, 2), (2, 4)]
+            for a, b in halves:
+                scale = (rng.random(data.shape[:2]) * 1e-3).astype(np.float16)
+                data[..., a:b] = scale[..., None].view(np.uint8)
+            data = data.reshape(shape[0], -1)
+        else:
+            data = gguf.quants.quantize(values, type_)
+        tensors[name] = torch.from_numpy(gguf.quants.dequantize(data, type_).copy())
+        writer.add_tensor(name, data, raw_dtype=type_)
+
+    add("token_embd.weight", "Q4_K", 300, 256)
+    add("output_norm.weight", "F32", 256)
+    add("output.weight", "Q6_K", 300, 256)
+    for i, kinds in enumerate(
+        [
+            "Q4_0 Q8_0 Q5_K F16 Q6_K Q4_0 Q8_0",
+            "Q4_K Q5_K Q4_0 BF16 Q8_0 F32 Q4_K",
+            "Q4_K Q4_K Q6_K Q4_K Q5_1 Q4_1 Q5_0",
+        ]
+    ):
+        shapes = dict(
+            attn_q=(256, 256), attn_k=(128, 256), attn_v=(128, 256), attn_output=(256, 256)
+        )
+        shapes |= dict(ffn_gate=(512, 256), ffn_up=(512, 256), ffn_down=(256, 512))
+        for (stem, shape), kind in zip(shapes.items(), kinds.split(), strict=True):
+            add(f"blk.{i}.{stem}.weight", kind, *shape)
+        for stem in ("attn_norm", "ffn_norm"):
+            add(f"blk.{i}.{stem}.weight", "F32", 256)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    tokens += [f"t{i}" for i in range(300 - len(tokens))]
+    writer.add_tokenizer_model("llama"), writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(300)])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 41])
+    writer.add_bos_token_id(1), writer.add_eos_token_id(2), writer.add_unk_token_id(0)
+    writer.write_header_to_file(), writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(), writer.close()
+    return tensors
+
+
+@needs_gguf
+def test_gguf_formats_by_layer(tmp_path):
+    """Q8_0 and Q4_0 layers stay quantized, the others are dequantized: all weights are the gguf
+    package's, the rows of q and k back in their order. --quantize dequantizes all first."""
+    path = tmp_path / "mixed.gguf"
+    want = gguf_mixed(path)
+    model, _ = gguf_opened(path, "--dtype", "fp32")
+    packed = {n: m.scheme.name for n, m in quantize_kinds(model, Q.QuantizedLinear).items()}
+    assert packed == {
+        "layers.0.attention.q_proj": "q4_0", "layers.0.attention.k_proj": "q8_0",
+        "layers.0.mlp.up_proj": "q4_0", "layers.0.mlp.down_proj": "q8_0",
+        "layers.1.attention.v_proj": "q4_0", "layers.1.mlp.gate_proj": "q8_0",
+    }  # fmt: skip
+    names = dict(attn_q="attention.q_proj", attn_k="attention.k_proj", attn_v="attention.v_proj",
+                 attn_output="attention.o_proj", ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj",
+                 ffn_down="mlp.down_proj", attn_norm="attention_norm", ffn_norm="mlp_norm")  # fmt: skip
+    top = dict(token_embd="embed", output_norm="norm", output="head")
+    for name, tensor in want.items():
+        stem, layer = name.split(".")[-2], name.split(".")[1]
+        module = model.get_submodule(top[stem] if stem in top else f"layers.{layer}.{names[stem]}")
+        if stem in ("attn_q", "attn_k"):  # dims 0, 32, 1, 33, ... of each head of 64
+            order = torch.arange(len(tensor)).view(-1, 32, 2).mT.flatten()
+            tensor = tensor[order]
+        assert torch.equal(module.weight.float(), tensor), name
+    int8, _ = gguf_opened(path, "--quantize", "int8")
+    assert {m.scheme.name for m in quantize_kinds(int8, Q.QuantizedLinear).values()} == {"int8"}
+    whole, _ = gguf_opened(path, "--dtype", "fp32", "--offload", "cpu")
+    assert not quantize_kinds(whole, Q.QuantizedLinear)
+
+
+@needs_gguf
+@pytest.mark.parametrize("scheme", ["q8_0", "q4_0"])
+def test_gguf_quantized_experts_stay_quantized(scheme, tmp_path):
+    """Mixtral, quantized, written and read again: the same modules and bits, in stacks too."""
+    config = dict(num_hidden_layers=2, num_local_experts=4, vocab_size=1000, intermediate_size=96)
+    config |= dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    config = M.ModelConfig.from_hf(SHAPE | config | dict(
+        model_type="mixtral", rms_norm_eps=1e-5, num_experts_per_tok=2, sliding_window=None))  # fmt: skip
+    model = Q.quantize_(random_model(config).bfloat16(), scheme)
+    path = tmp_path / "x.gguf"
+    GGUF.write(path, config, HF.hf_tensors(model), gguf_tokenizer_folder(tmp_path))
+    again, _ = gguf_opened(path, "--set", "experts=loop")
+    assert len(quantize_kinds(again, Q.QuantizedStack)) == 4
+    infos = GGUF.Header(path).tensors
+    assert infos["blk.0.ffn_gate_inp.weight"].type == "F32"
+    infos["blk.0.ffn_up_exps.weight"] = replace(infos["blk.0.ffn_up_exps.weight"], type="Q5_0")
+    stacks = {name for name in GGUF.packable(config.to_hf(), infos) if "w_" in name}
+    assert stacks == {
+        f"model.layers.{w}" for w in ("0.mlp.w_down", "1.mlp.w_down", "1.mlp.w_gate_up")
+    }
+    assert bitwise_equal(quantize_raw(again), quantize_raw(model))
+
+
+def gguf_header(path: Path) -> int:
+    """Bytes before the first tensor."""
+    return min(tensor.offset for tensor in GGUF.Header(path).tensors.values())
+
+
+@needs_gguf
+def test_gguf_damaged_files_are_refused(tmp_path, capsys):
+    """Cut anywhere, or with changed counts, lengths, types, shapes or offsets: one ValueError that
+    names the file. A changed value gives another model, or the error; never another exception."""
+    path, bad = tmp_path / "whole.gguf", tmp_path / "bad.gguf"
+    gguf_mixed(path)
+    data, rng = path.read_bytes(), random.Random(0)
+    end = gguf_header(path)
+
+    def refused(changed: bytes) -> bool:
+        bad.write_bytes(changed)
+        try:
+            with GGUF.as_folder(bad, packed=False) as folder:
+                K.load_tokenizer(folder)
+                HF.load_checkpoint(folder)
+        except ValueError as e:
+            assert str(bad) in str(e) and "\n" not in str(e), e
+            return True
+        return False
+
+    assert not refused(data)
+    assert refused(data[:4] + b"\1" + data[5:])  # version 1
+    infos = data.index(b"token_embd.weight") - 8
+    for n in [*range(32), *rng.sample(range(end), 40), *rng.sample(range(end, len(data) - 32), 10)]:
+        assert refused(data[:n]), n
+    for at in [*range(4, 24), *rng.sample(range(infos, end - 32), 60)]:
+        changed = bytearray(data)
+        changed[at] ^= 1 << rng.randrange(8)
+        assert refused(bytes(changed)), at
+    for at in rng.sample(range(24, infos), 60):
+        changed = bytearray(data)
+        changed[at] ^= 1 << rng.randrange(8)
+        refused(bytes(changed))
+
+
+GGUF_CHANGES = (  # key, value, words of the error
+    ("general.architecture", "gemma3", "general.architecture is 'gemma3'"),
+    ("llama.final_logit_softcapping", 30.0, "unknown field llama.final_logit_softcapping"),
+    ("llama.block_count", 3000, "block_count"),
+    ("llama.block_count", 2, "is a tensor that llama lacks"),
+    ("llama.attention.head_count", 2**24, "head_count"),
+    ("llama.attention.key_length", 32, "shape"),
+    ("llama.rope.dimension_count", "x", "dimension_count cannot be 'x'"),
+    ("llama.rope.scaling.factor", [2.0], "rope.scaling.factor cannot be '[2.0]'"),
+    ("llama.rope.scaling.type", 1, "rope.scaling.type cannot be"),
+    ("general.architecture", ["llama"], "general.architecture is ['llama']"),
+    ("llama.embedding_length", 128, "shape"),
+    ("llama.context_length", None, "context_length is missing"),
+    ("llama.rope.scaling.type", "longrope", "rope.scaling.type is 'longrope'"),
+    ("qwen2.rope.freq_base", 1e6, "does not belong"),
+    ("split.count", 2, "llama-gguf-split"),
+    ("general.alignment", 33, "general.alignment"),
+    ("tokenizer.ggml.model", "t5", "tokenizer.ggml.model is 't5'"),
+    ("tokenizer.ggml.tokens", 3, "tokenizer.ggml.tokens"),
+    ("tokenizer.ggml.tokens", ["a"] * 300, "tokenizer.ggml.tokens"),
+    ("tokenizer.ggml.bos_token_id", 300, "bos_token_id"),
+    ("tokenizer.ggml.eot_token_id", 300, "eot_token_id"),
+    ("tokenizer.ggml.scores", [0.0], "tokenizer.ggml.scores"),
+    ("tokenizer.chat_template", 3, "chat_template"),
+)
+
+
+GGUF_NEUTRAL = {  # what converters also write, and does not change the model
+    "general.type": "model", "general.quantization_version": 2, "general.tags": ["a", "b"],
+    "general.sampling.temp": 0.7, "quantize.imatrix.file": "x.dat", "split.count": 0,
+    "llama.rope.scaling.type": "none", "llama.attention.causal": True, "llama.expert_count": 0,
+    "llama.expert_used_count": 0, "llama.tensor_data_layout": "Meta AI original pth",
+    "llama.rope.dimension_count": 64, "llama.rope.scaling.finetuned": True,
+    "tokenizer.ggml.pre": "default", "tokenizer.ggml.add_sep_token": False,
+    "tokenizer.ggml.seperator_token_id": 2, "tokenizer.ggml.remove_extra_whitespaces": False,
+    "tokenizer.ggml.precompiled_charsmap": [0, 1], "tokenizer.chat_template.tool_use": "x",
+}  # fmt: skip
+
+
+@needs_gguf
+def test_gguf_metadata_of_converters(tmp_path):
+    """Keys without an effect are accepted. A text ends at every token that llama.cpp takes for an
+    end, whether the metadata names it or not."""
+    gguf_mixed(tmp_path / "file.gguf")
+    header = GGUF.Header(tmp_path / "file.gguf")
+    meta, names = header.metadata, header.tensors
+    read = lambda meta: M.ModelConfig.from_hf(GGUF.read_config(header.path, meta, names, None))
+    assert read(meta | GGUF_NEUTRAL) == read(meta)
+    assert GT.read(header.path, meta | GGUF_NEUTRAL) == GT.read(header.path, meta)
+    assert json.loads(GT.read(header.path, meta)["tokenizer_config.json"])["add_bos_token"]
+    scaling = read(meta | {"llama.rope.scaling.factor": 2.0}).rope_scaling
+    assert scaling == {"rope_type": "linear", "factor": 2.0}  # llama.cpp's default type
+    meta["tokenizer.ggml.tokens"][270:272] = ["<|eom_id|>", "<|eot_id|>"]
+    assert read(meta | {"tokenizer.ggml.eot_token_id": 271}).eos_ids == (2, 271, 270)
+
+
+@needs_gguf
+@pytest.mark.parametrize("key, value, words", GGUF_CHANGES)
+def test_gguf_unknown_metadata_is_refused(key, value, words, tmp_path, monkeypatch, capsys):
+    """generate.py: exit code 2 and one line with the file and the field."""
+    path, init = tmp_path / "file.gguf", GGUF.Header.__init__
+    gguf_mixed(path)
+
+    def changed(header, *args) -> None:
+        init(header, *args)
+        header.metadata = {k: v for k, v in header.metadata.items() if k != key}
+        header.metadata |= {} if value is None else {key: value}
+        header.place([]) if key == "general.alignment" else None
+
+    monkeypatch.setattr(GGUF.Header, "__init__", changed)
+    assert G.main(["--checkpoint", str(path), "x"]) == 2
+    line = capsys.readouterr().err.strip().splitlines()
+    assert len(line) == 1 and str(path) in line[0] and words in line[0], line
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--checkpoint nowhere.gguf", "nowhere.gguf: No such file"),
+        ("--checkpoint FILE.gguf", "FILE.gguf: magic"),
+        ("--save FILE.gguf", "--save .*FILE.gguf: exists"),
+        ("--save OUT.gguf --quantize int8", "--save .*: GGUF has q8_0 and q4_0"),
+        ("--save OUT.gguf --dummy small", "--dummy"),
+        ("--save OUT", "--quantize"),
+    ],
+)
+def test_gguf_bad_flags_are_refused(argv, words, tmp_path, capsys):
+    """Exit code 2 and one line; no file changes."""
+    (tmp_path / "FILE.gguf").write_bytes(b"GGML" * 9)
+    argv = re.sub("FILE|OUT", lambda m: str(tmp_path / m[0]), argv).split()
+    assert G.main([*argv, "--device", "cpu"]) == 2
+    line = capsys.readouterr().err.strip().splitlines()
+    assert len(line) == 1 and re.search(words, line[0]), line
+    assert [p.name for p in tmp_path.iterdir()] == ["FILE.gguf"]
+
+
+def test_gguf_package_is_optional(monkeypatch, capsys):
+    """Without the gguf package: one line that names it, and every other checkpoint loads."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert G.main(["--checkpoint", "x.gguf"]) == 2
+    assert "pip install gguf==" in capsys.readouterr().err
+    assert K.load_tokenizer(SMALL) and HF.load_checkpoint(SMALL)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ class GenerateConfig(Settings):
     prompt: str | None = flag(
         None, "text to continue; - or a pipe: read it from stdin", positional=True, nargs="?")
     checkpoint: Path = flag(
-        SHIPPED, "Hugging Face checkpoint folder, by default the shipped one", metavar="DIR")
+        SHIPPED, "Hugging Face checkpoint folder, by default the shipped one, or a GGUF file",
+        metavar="DIR|FILE.gguf")
     adapter: Path | None = flag(
         None, "LoRA in PEFT's format, merged into the weights", metavar="DIR")
     chat: bool = flag(False, "apply the chat template to the prompt")
@@ -122,7 +123,9 @@ class GenerateConfig(Settings):
     calibrate: str | None = flag(
         None, "calibrated quantization",
         choices=("gptq", "awq", "smoothquant", "tacq", "equalize", "bias"))
-    save: Path | None = flag(None, "write the quantized checkpoint to OUT and exit", metavar="OUT")
+    save: Path | None = flag(
+        None, "write the quantized checkpoint to the folder OUT and exit; OUT.gguf: a GGUF file, "
+        "quantized or not", metavar="OUT")
     quantize_report: bool = flag(
         False, "print bytes, loss and speed of every scheme on this checkpoint and exit")
     quantize_skip: str = rare(
@@ -220,7 +223,7 @@ SHARDED = "interactive compile calibrate save quantize_report"
 REQUIRES = [
     ("logprobs", "json batch"), ("system_prompt", "chat interactive batch"),
     ("ctx_size", "interactive"), ("out", "batch"), ("group_size", "quantize quantize_report"),
-    ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"), ("save", "quantize"),
+    ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"),
     ("calibration_text", "calibrate=gptq|awq|smoothquant|tacq|bias quantize_report"),
     ("plot", "quantize_report"),
     ("draft_model", "speculate=draft|staged|tree|head"), ("speculate_k", "speculate"),

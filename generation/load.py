@@ -16,7 +16,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from generation.stream import LayerStream, host_memory
 from huggingface.tokenizer import DummyTokenizer, Tokenizer, load_tokenizer
 from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
+from quantization import gguf
 from training.lora import load_adapters_, merge_
 
 
@@ -54,6 +56,18 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # graphs are captured on the current device
     return device
+
+
+@contextmanager
+def open_gguf(args: GenerateConfig) -> Iterator[None]:
+    """--checkpoint FILE.gguf: within this context, args.checkpoint is a folder made of it. Its
+    layers stay quantized unless they must become something else."""
+    if args.checkpoint.suffix != ".gguf" or args.checkpoint.is_dir():
+        yield
+        return
+    dense = args.quantize or args.mesh or args.adapter or args.offload or args.quantize_report
+    with gguf.as_folder(args.checkpoint, packed=not dense) as args.checkpoint:
+        yield
 
 
 def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Tokenizer]:
@@ -155,7 +169,8 @@ def load_draft(
     draft_args.quantize, draft_args.checkpoint, draft_args.offload = None, Path(name), None
     draft_args.dummy = name if args.dummy is not None else None
     try:
-        return run_on_all_or_raise(partial(load, draft_args, device))
+        with open_gguf(draft_args):
+            return run_on_all_or_raise(partial(load, draft_args, device))
     except ValueError as e:
         raise ValueError(f"--draft-model {name}: {str(e).removeprefix('--dummy ')}") from None
 

@@ -88,19 +88,23 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: str | os.PathLike) -> ChatTemplate | None:
-    """The chat template of a folder: chat_template.jinja (and additional_chat_templates/*.jinja),
-    else chat_template in tokenizer_config.json; None if it has neither."""
-    folder = Path(folder)
-    config = TokenizerConfig(folder)
+    """The chat template of a folder; None if it has none."""
+    config = TokenizerConfig(Path(folder))
+    path, templates = chat_template_texts(Path(folder), config)
+    return ChatTemplate(path, templates, config.special_tokens) if templates else None
+
+
+def chat_template_texts(folder: Path, config: TokenizerConfig) -> tuple[Path, dict[str, str]]:
+    """Their file, and the templates by name: of chat_template.jinja (and
+    additional_chat_templates/*.jinja), else of chat_template in tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     files = {"default": path} if path.exists() else {}
     files |= {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if files:
-        templates = {name: _read_text(p) for name, p in files.items()}
-        return ChatTemplate(path, templates, config.special_tokens)
+        return path, {name: _read_text(p) for name, p in files.items()}
     found = config.values.get("chat_template")
     if found is None:
-        return None
+        return config.path, {}
     entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
     try:
         templates = {str(entry["name"]): entry["template"] for entry in entries}
@@ -111,7 +115,7 @@ def load_chat_template(folder: str | os.PathLike) -> ChatTemplate | None:
             f"{config.path}: chat_template must be a string, or a list of objects with a name and "
             "a template; copy the file again"
         )
-    return ChatTemplate(config.path, templates, config.special_tokens)
+    return config.path, templates
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

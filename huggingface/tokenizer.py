@@ -398,6 +398,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(f"{path}: not a sentencepiece model: {why} ({one_line(e)})") from None
         has_prefix = self.sp.normalize("a").startswith(SPACE)
         self.strip_first = has_prefix if self.prefix_space is None else self.prefix_space != "never"
+        self.space_after_added = config.flag("add_space_prefix") or False  # of a GGUF file
         self._add_tokens(config.added_tokens)
         self.bos_ids, self.eos_ids = self._bos_and_eos(config)
 
@@ -455,7 +456,8 @@ class SentencePieceTokenizer(Tokenizer):
         if not text:
             return []
         if self.prefix_space is None:
-            return (self.sp if at_start else self.sp_no_prefix).encode(text)
+            prefix = at_start or self.space_after_added
+            return (self.sp if prefix else self.sp_no_prefix).encode(text)
         prefix = self.prefix_space == "always" or (self.prefix_space == "first" and at_start)
         if prefix and not text.startswith((" ", SPACE)):
             text = " " + text

@@ -282,6 +282,10 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the folder, read from the headers only. ValueError if the files do not match
     the index."""
+    if (folder / "model.gguf").exists() and not any(folder.glob("*.safetensors")):
+        from quantization.gguf import stored_tensors
+
+        return stored_tensors(folder)
     stored: dict[str, StoredTensor] = {}
     for path, expected in _shard_files(folder).items():
         with _open_safetensors(path) as f:

@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,8 +32,10 @@ from torch import Tensor, nn
 from generation import cpu
 from generation.config import GenerateConfig
 from huggingface.tokenizer import Tokenizer, load_tokenizer
-from huggingface.weights import load_checkpoint, read_config, save_checkpoint
+from huggingface.weights import hf_modules, hf_tensors, load_checkpoint, read_config
+from huggingface.weights import save_checkpoint, write_atomically
 from model import LatentAttention, ModelConfig, MoE, Transformer, causal_attention, rope_cos_sin
+from quantization import gguf
 from quantization.calibrate import (
     Stats,
     accumulate_saliency,
@@ -58,6 +60,7 @@ from quantize import (
     from_config,
     get_scheme,
     quantizable_modules,
+    quantizable_weights,
     quantize_,
     quantize_module,
     to_config,
@@ -100,7 +103,10 @@ def load(
     def prepare_quantized(model: Transformer) -> None:
         if prepare is not None:
             prepare(model)
-        from_config(model, stored)
+        if "gguf" in stored:
+            quantize_stored_(model, stored["gguf"])
+        else:
+            from_config(model, stored)
 
     try:
         model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare_quantized)
@@ -109,6 +115,19 @@ def load(
         if not str(e).startswith("quantization_config"):
             raise
         raise ValueError(f"{path}: {e}") from None
+
+
+def quantize_stored_(model: Transformer, schemes: Mapping[str, str]) -> None:
+    """Quantize, on the meta device, the layers that a GGUF file has in a scheme of quantize.py:
+    Hugging Face name of a linear layer or a stack of experts -> scheme."""
+    names = hf_modules(model)
+    for name, module in quantizable_modules(model).items():
+        weights = {
+            w: schemes.get(names.get(w, f"model.{w}")) for w in quantizable_weights(name, module)
+        }
+        for scheme in set(weights.values()) - {None}:
+            skip = [weight for weight in weights if weights[weight] != scheme]
+            quantize_modules_(model, {name: module}, get_scheme(scheme), skip, None)
 
 
 def load_and_quantize(
@@ -121,9 +140,6 @@ def load_and_quantize(
     """The model of --checkpoint, quantized layer by layer while loading, or calibrated after."""
     config = read_config(args.checkpoint / "config.json")
     scheme, skip = requested_scheme(args), skip_names(args, config)
-    if args.save is not None and args.save.exists():
-        if not args.save.is_dir() or any(args.save.iterdir()):
-            raise ValueError(f"--save {args.save}: exists and is not an empty folder; name another")
     with torch.device("meta"):
         meta_model = Transformer(config)  # validates the flags before any weight is read
         checked = validate_skip(meta_model, skip)
@@ -196,9 +212,29 @@ def validate_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
     return skip
 
 
+def check_save(args: GenerateConfig) -> None:
+    """ValueError if --save would overwrite something, or writes nothing new, or GGUF lacks the
+    scheme of --quantize."""
+    out = args.save
+    if out.suffix != ".gguf" and args.quantize is None:
+        raise ValueError(f"--save {out} requires --quantize, or a name that ends in .gguf")
+    if out.exists() and (not out.is_dir() or any(out.iterdir()) or out.suffix == ".gguf"):
+        raise ValueError(f"--save {out}: exists and is not an empty folder; name another")
+    if out.suffix == ".gguf" and args.quantize not in (None, "q8_0", "q4_0"):
+        raise ValueError(f"--save {out}: GGUF has q8_0 and q4_0, not --quantize {args.quantize}")
+
+
 def save(args: GenerateConfig, model: Transformer) -> str:
-    """--save: write a folder that generate.py can load. Returns a one-line summary."""
+    """--save: write a folder that generate.py can load, or a GGUF file. Returns a one-line
+    summary."""
     out, source = args.save, args.checkpoint
+    if out.suffix == ".gguf":
+        try:
+            tensors = hf_tensors(model)
+            write_atomically(out, lambda tmp: gguf.write(tmp, model.config, tensors, source))
+        except ValueError as e:
+            raise ValueError(f"--save {out}: {e}") from None
+        return f"{out}: {out.stat().st_size / 1e6:.1f} MB"
     config = to_config(model, args.quantize, args.group_size, skip_names(args, model.config))
     if args.calibrate is not None:
         config["calibrated"] = args.calibrate
