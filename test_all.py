@@ -395,7 +395,7 @@ CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-GOLDEN_PROMPT = "def open(self, name, mode='r'):\n"
+GOLDEN_PROMPT = "class Config:\n    def __init__(self, **kwargs):\n"
 
 
 def message(role: str, content: str | None) -> dict:
@@ -12067,7 +12067,7 @@ def gguf_opened(path: Path, *flags: str) -> tuple[M.Transformer, K.Tokenizer]:
 
 
 @needs_gguf
-@pytest.mark.parametrize("scheme, gap", [("bf16", 0.1), ("q8_0", 0.1), ("q4_0", 0.5)])
+@pytest.mark.parametrize("scheme, gap", [("bf16", 0.02), ("q8_0", 0.1), ("q4_0", 0.1)])
 def test_gguf_llama_cpp_generates_the_same(scheme, gap, tmp_path, capsys):
     """The shipped model, written as GGUF: the ids of llama.cpp for every prompt, and its greedy
     tokens but for ties. Read again, the text is that of the folder with the same --quantize."""
@@ -20345,24 +20345,20 @@ def test_generate_interactive_as_a_process(tmp_path):
     assert p.returncode == 0 and len(out) > 20, err
 
 
-GOLDEN_TEXT = '''    """Print a file-like object.
-
-    The file is a file object, and the file is a file object.
-    """
-    if mode is None:
-        return mode
-
-    def open(self, mode=None):
-        """Close the file to open a file.
-
-        If mode is'''
+README_SAMPLES = re.findall(
+    r"^\$ python generate\.py (.*) \$'(.*)'\n((?:(?!\$ |```).*\n)+)",
+    (REPO / "README.md").read_text().split("```console\n")[1],
+    re.MULTILINE,
+)
 
 
-def test_generate_golden_greedy_text():
-    """The shipped checkpoint's greedy text is exactly GOLDEN_TEXT: model, loader, tokenizer and
+@pytest.mark.parametrize("flags, prompt, text", README_SAMPLES)
+def test_generate_golden_greedy_text(flags, prompt, text):
+    """README's samples are exactly what the shipped checkpoint writes: model, loader, tokenizer and
     decode together."""
-    done = generated("--temperature 0 --max-new-tokens 64", GOLDEN_PROMPT)
-    assert done["out"] == GOLDEN_PROMPT + GOLDEN_TEXT + "\n"
+    prompt = prompt.replace("\\n", "\n")
+    assert text.startswith(prompt) and len(README_SAMPLES) == 3
+    assert generated(flags, prompt)["out"].rstrip() == text.rstrip()
 
 
 def test_generate_shipped_checkpoints():
