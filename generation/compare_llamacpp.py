@@ -1,12 +1,13 @@
-"""Decoding speed beside llama.cpp's, in turn: TinyLlama-1.1B's shape, random weights.
+"""Decoding speed beside llama.cpp's, in turn, on the same GGUF files: TinyLlama-1.1B's shape, random
+weights.
 
     python generation/compare_llamacpp.py --python PEER/bin/python --folder FOLDER
 
 Prints the first table of BENCHMARKS.md, which plot_decode.py draws. PEER is an environment with
 llama-cpp-python, built for this machine, and gguf: CMAKE_ARGS=-DGGML_NATIVE=ON pip install
-llama-cpp-python gguf. FOLDER keeps its weights, 4 GB. Each run is a
-new process, reads 128 tokens and decodes 32, three times, and reports the median. The bound is the
-fastest read of memory that our runs measured, over the bytes of a step.
+llama-cpp-python gguf. FOLDER keeps the files, 4 GB. Each run is a new process, reads 128 tokens and
+decodes 32, three times, and reports the median. The bound is the fastest read of memory that our
+runs measured, over the bytes of a step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 GENERATE = Path(__file__).resolve().parents[1] / "generate.py"
-FORMATS = {"bf16": [], "q8_0": ["--quantize", "q8_0"], "q4_0": ["--quantize", "q4_0"]}
-OURS = "--dummy tinyllama-1.1b --prompt-tokens 128 --max-new-tokens 33 --temperature 0 --bench 3"
+FORMATS = ("bf16", "q8_0", "q4_0")
+OURS = "--prompt-tokens 128 --max-new-tokens 33 --temperature 0 --bench 3 --json"
 
 WRITE_GGUF = """
 import sys, numpy as np, gguf
@@ -32,8 +33,8 @@ w.add_block_count(L), w.add_context_length(2048), w.add_embedding_length(C)
 w.add_feed_forward_length(F), w.add_head_count(Hq), w.add_head_count_kv(Hkv)
 w.add_layer_norm_rms_eps(1e-5), w.add_rope_dimension_count(64), w.add_vocab_size(V)
 w.add_tokenizer_model("llama"), w.add_token_list([f"<t{i}>".encode() for i in range(V)])
-w.add_token_scores([0.0] * V), w.add_token_types([1] * V)
-w.add_bos_token_id(1), w.add_eos_token_id(2)
+w.add_token_scores([0.0] * V), w.add_token_types([2, 3, 3] + [1] * (V - 3))
+w.add_unk_token_id(0), w.add_bos_token_id(1), w.add_eos_token_id(2)
 def add(name, N, K):
     weight = rng.standard_normal((N, K), dtype=np.float32) * 0.02
     w.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
@@ -80,7 +81,7 @@ def run(command: Sequence[str | Path]) -> str:
 
 def compare(name: str, gguf: Path, python: str, threads: int, rounds: int) -> list[str]:
     """The table's rows of one format: ours, llama.cpp and the bound."""
-    ours = [sys.executable, GENERATE, *OURS.split(), *FORMATS[name], "--json"]
+    ours = [sys.executable, GENERATE, "--checkpoint", gguf, *OURS.split()]
     commands = {"sheaf": ours, "llama.cpp": [python, "-c", RUN_LLAMA_CPP, gguf, str(threads)]}
     runs: dict[str, list[dict]] = {program: [] for program in commands}
     for _ in range(rounds):
