@@ -8,6 +8,7 @@
     python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
     python generate.py --quantize int4                       weights quantized while loading
     python generate.py --speculate ngram                     speculative decoding
+    python generate.py --json-schema FILE                    JSON that is valid under the schema
     python generate.py --batch requests.jsonl                many requests, continuous batching
     python generate.py --bench-serving 200 --request-rate 10 throughput and latency under load
     python generate.py --offload cpu ...                     layers in host memory, or in files
@@ -48,6 +49,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -85,8 +87,8 @@ IMPORT_SECONDS = time.perf_counter() - START
 
 PREFILL_CHUNK = 512  # tokens; bounds the memory of a long prompt's mask and activations
 NOT_FINITE = (
-    "the logits after {} tokens are not finite: the weights are damaged, or --dtype has too small "
-    "a range"
+    "the logits after {} tokens are not finite, or all tokens are masked: the weights are damaged, "
+    "--dtype has too small a range, or --set logit_bias bans what --regex or --json-schema needs"
 )
 
 
@@ -339,7 +341,8 @@ def generate(args: GenerateConfig) -> None:
     continues = args.prompt_tokens is None and not args.chat  # the text continues the prompt's
 
     def new_rows() -> list[Continuation]:
-        stream = lambda: TextStream(tokenizer, ids if continues else ())
+        prompt, keep_space = ids if continues else (), args.grammar is not None
+        stream = lambda: TextStream(tokenizer, prompt, keep_space)
         return [
             Continuation(tokenizer, stream(), StopStrings(args.stop), eos, show)
             for _ in range(args.n)
@@ -387,8 +390,13 @@ def build_decoder(
     # ring buffers for layers with sliding windows, where every step attends through KVCache.attend
     # and none goes back further than the rejected drafts
     ring = attention is sdpa and not args.interactive and args.speculate != "tree"
-    lookahead = 0
-    if args.speculate:
+    lookahead, params = 0, args.sampling_params
+    if args.grammar is not None:
+        from generation.structured import Vocabulary
+
+        grammar = Vocabulary.of(tokenizer, V, eos).grammar(args.grammar)
+        params = replace(params, grammar=grammar)
+    if args.speculate or args.grammar is not None:
         from generation import drafting
 
         lookahead = drafting.lookahead_slots(args)
@@ -397,7 +405,7 @@ def build_decoder(
         decoder = Decoder(
             model,
             max_len + lookahead,
-            args.sampling_params,
+            params,
             args.n,
             eos,
             args.compile,
@@ -421,6 +429,8 @@ def build_decoder(
             speculator.new_policy = lambda new=speculator.new_policy: Rank0Policy(new())
             speculator.reset()
         decoder.speculator = speculator
+    if args.grammar is not None:
+        drafting.jump_forced_tokens(decoder, lookahead)
     return decoder
 
 
@@ -542,11 +552,11 @@ def decode_speed(args: GenerateConfig, model: Transformer, batch: int) -> float:
 # --------------------------------------------------------------------------------------------------
 
 
-def serve(args: GenerateConfig) -> None:
-    """--batch or --bench-serving: the continuous-batching engine."""
-    from serving.run import batch, bench_serving  # here: tqdm and the Engine take 0.1 s
+def run_engine(args: GenerateConfig) -> None:
+    """--batch, --bench-serving or --serve: the continuous-batching engine."""
+    from serving import run  # here: tqdm and the Engine take 0.1 s
 
-    mode = batch if args.batch else bench_serving
+    mode = run.batch if args.batch else run.serve if args.serve else run.bench_serving
     mode(args)
 
 
@@ -558,7 +568,7 @@ def run(args: GenerateConfig) -> None:
         (args.perplexity, score_file),
         (args.save, save_quantized),
         (args.quantize_report, quantize_report),
-        (args.batch or args.bench_serving, serve),
+        (args.batch or args.bench_serving or args.serve, run_engine),
         (True, generate),
     )
     with process_group(args), open_gguf(args):

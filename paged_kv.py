@@ -112,6 +112,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # stop strings; require an output_callback
     n: int = 1  # samples, which share the prompt's KV
     logprobs: int | None = None  # return each token's log-probability, and the top n
+    grammar: Any = None  # generation/structured.py's Grammar, or a pattern for serving/batch.py
 
     def __post_init__(self):
         for name, (kind, good, wanted) in FIELDS.items():
@@ -125,6 +126,8 @@ class SamplingParams:
         _check(least <= most, f"min_new_tokens {least} is more than max_new_tokens {most}")
         ok = isinstance(self.ignore_eos, bool)
         _check(ok, f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        ok = self.grammar is None or not self.ignore_eos
+        _check(ok, "ignore_eos cannot be combined with grammar, whose text EOS ends")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         ok = isinstance(stop, (tuple, list)) and all(isinstance(s, str) and s for s in stop)
         _check(ok, f"stop must be non-empty strings, not {stop!r}")
@@ -178,6 +181,8 @@ class Output:
     error: str | None = None
     arrival_time: float = 0.0  # seconds of the Engine's clock
     timestamps: list[float] = field(default_factory=list)  # first step, then sample 0's tokens
+    num_prompt_logprobs: int | None = None  # most likely tokens in each entry of the next field
+    prompt_logprobs: list[tuple[float, list[int], list[float]]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -669,6 +674,8 @@ class Scheduler:
     def _match_prefix(self, seq: Sequence) -> None:
         """Share the blocks of its next tokens that are in the prefix tree. Those computed in this
         same step count too: every layer writes all keys before it reads any."""
+        if seq.request is not None and seq.request.num_prompt_logprobs is not None:
+            return  # every prompt token is run
         while seq.num_computed_tokens == seq.num_cached_blocks * self.block_size:
             block = self.allocator.find(seq.prefix_node, self._next_block_tokens(seq))
             if block is None:
@@ -1523,7 +1530,7 @@ class GreedySampler:
         """ValueError names a field that changes the distribution."""
         for name in (
             "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "logit_bias", "min_new_tokens",
+            "logit_bias", "min_new_tokens", "grammar",
         ):  # fmt: skip
             value, neutral = getattr(params, name), getattr(SamplingParams, name)
             ok = not value if name == "temperature" else value == neutral
@@ -1679,8 +1686,11 @@ class Engine:
         *,
         id: Any = None,
         priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> Any:
-        """Queue a request; returns its id. ValueError says why it cannot be served."""
+        """Queue a request; returns its id. prompt_logprobs: also return the log-probability of each
+        prompt token but the first, and of the K most likely ones in its place; the prompt is then
+        not read from the prefix cache. ValueError says why it cannot be served."""
         ok = isinstance(prompt_ids, Iterable)
         _check(ok, f"prompt_ids must be a list of token ids, not {prompt_ids!r}")
         prompt = list(prompt_ids)
@@ -1691,7 +1701,10 @@ class Engine:
             id = next(n for n in count(self.n_arrivals) if n not in self.outputs)
         _check(id not in self.outputs, f"id {id!r} is in use by an unfinished request")
         samples = [Sample() for _ in range(params.n)]
-        output = Output(id, prompt, samples, arrival_time=self.clock())
+        k, V = prompt_logprobs, self.model.config.vocab_size
+        ok = k is None or (_is_int(k) and 0 <= k <= V)
+        _check(ok, f"prompt_logprobs must be from 0 to {V}, not {k!r}")
+        output = Output(id, prompt, samples, arrival_time=self.clock(), num_prompt_logprobs=k)
         seq = Sequence(
             list(prompt), len(prompt), params, output, priority=priority, arrival=self.n_arrivals,
             n_unforked=params.n,
@@ -1806,6 +1819,8 @@ class Engine:
             draft = drafts.get(seq, NO_DRAFT)
             row += n + len(draft[0])
             seq.request.timestamps = seq.request.timestamps or [start]
+            if seq.request.num_prompt_logprobs is not None:
+                self._score_prompt(seq, hidden[row - n - len(draft[0]) :][:n])
             if seq.num_computed_tokens == len(seq.tokens):
                 for sample in (seq, *self._fork_samples(seq)):
                     to_sample[sample] = draft
@@ -1975,6 +1990,19 @@ class Engine:
                 found[row] = logits[row].float().log_softmax(-1).cpu()
         return found
 
+    def _score_prompt(self, seq: Sequence, hidden: Tensor) -> None:
+        """Append the log-probabilities of the prompt tokens that follow the tokens just run, whose
+        hidden states are (n, C). After a preemption, those that were appended before are not."""
+        output, first = seq.request, seq.num_computed_tokens - len(hidden)
+        known = len(output.prompt_logprobs)
+        rows = hidden[max(0, known - first) : max(0, seq.n_prompt - 1 - first)]
+        for part in rows.split(64) if len(rows) else ():
+            logp = self.model.head(part).float().log_softmax(-1).cpu()
+            best = logp.topk(output.num_prompt_logprobs)
+            for row, ids, values in zip(logp, best.indices.tolist(), best.values.tolist()):
+                token = output.prompt_ids[1 + len(output.prompt_logprobs)]
+                output.prompt_logprobs.append((float(row[token]), ids, values))
+
     def _append(self, seq: Sequence, token: int, logp: Tensor | None, now: float) -> None:
         sample = seq.request.samples[seq.index]
         if token >= 0:
@@ -2079,7 +2107,9 @@ class Engine:
             seq.listener = self.output_callback(seq) if self.output_callback else None
             self.scheduler.add(seq)
             delivered = all([self._call_listener(seq, "push", token) for token in seq.output])
-            reason = self._finish_reason(seq, seq.tokens[-1]) if delivered else "error"
+            reason = None if delivered else "error"
+            if delivered and seq.output:
+                reason = self._finish_reason(seq, seq.tokens[-1])
             if reason:
                 self._finish(seq, reason)
         self.n_arrivals += 1

@@ -10,7 +10,8 @@ their own. All models are tiny random ones or the shipped checkpoints.
     harness         tensors, models, programs, gloo ranks, transfers (Wire), bad input (REFUSED)
     model family config weights tokenizer stream template    model.py, huggingface/
     attention paged engine quantize fp8 spec moe             the leaves
-    files cpu sampling drafting serving                      generation/, serving/
+    files cpu sampling drafting structured                   generation/
+    serving server unacked cluster page                      serving/
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora alignment tuning       training/
     cp ep async_tp zero pipeline schedules planner           parallelism/
@@ -23,6 +24,8 @@ their own. All models are tiny random ones or the shipped checkpoints.
 from __future__ import annotations
 
 import ast
+import asyncio
+import base64
 import contextlib
 import copy
 import errno
@@ -43,6 +46,7 @@ import platform
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -50,17 +54,19 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import urllib.request
 import weakref
 import xml.etree.ElementTree
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import date, timedelta
 from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
 from graphlib import CycleError, TopologicalSorter
@@ -69,8 +75,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import httpx
 import hypothesis
 import numpy as np
+import openai
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,6 +133,10 @@ from parallelism import diloco as DL
 from training import callbacks as CB
 from training import draft_head as DH
 from generation import drafting as D
+from serving import cluster as CLUSTER
+from serving import openai_api as OA
+from serving import server as SV
+from serving import unacked as UNACKED
 from parallelism import dry_run
 from parallelism import expert_parallel as Y
 import generate as G
@@ -151,6 +163,8 @@ from training import recompute as RC
 from training import python_text as PT
 from training import recovery as RE
 from generation import sampling as S
+from generation import structured as GR
+from generation import json_schema as JS
 from serving import batch as V
 import speculative as E
 from parallelism import pipeline_model as ST
@@ -10326,6 +10340,397 @@ def test_drafting_early_exit_does_not_corrupt_swapped_kv(blocks):
 
 
 # --------------------------------------------------------------------------------------------------
+# structured.py and json_schema.py
+# --------------------------------------------------------------------------------------------------
+
+
+@cache
+def structured_vocabulary(kind: str) -> GR.Vocabulary:
+    """Of bytes; of the shipped checkpoint's sentencepiece tokenizer; of a byte-level BPE one."""
+    if kind == "bytes":
+        return GR.Vocabulary(
+            [*(bytes([i]) for i in range(256)), None], [256], lambda t: [*t.encode()]
+        )
+    if kind == "sentencepiece":
+        return GR.Vocabulary.of(K.load_tokenizer(SMALL), 4096, [2])
+    with tempfile.TemporaryDirectory() as at:
+        byte_level_json().save(f"{at}/tokenizer.json")
+        tokenizer = K.load_tokenizer(at)
+    return GR.Vocabulary.of(tokenizer, tokenizer.vocab_size + 5, [*tokenizer.special][:1])
+
+
+VOCABULARIES = ("bytes", "sentencepiece", "bpe")
+
+
+def finite_pattern(rng: random.Random, depth: int = 3) -> tuple[str, set[str]]:
+    """A random regular expression, and all texts that it matches, at most 200."""
+    kind = rng.choice(["text", "class", "either", "optional", "repeat", *["join"] * 3])
+    if kind == "class" and depth < 3:
+        chars = rng.sample("abé世界🦙 9", 3)
+        return f"[{''.join(chars)}]", {*chars}
+    if kind == "text" or depth == 0 or kind == "class":
+        text = rng.choice(
+            ["name", "def ", ' "', "été", "世界", "🦙", "\n    ", "a.b", "x", "return 1"]
+        )
+        return re.escape(text), {text}
+    parts = [finite_pattern(rng, depth - 1) for _ in range(2)]
+    (a, texts), (b, others) = parts
+    if kind == "either":
+        return f"(?:{a}|{b})", texts | others
+    if kind == "join" and len(texts) * len(others) <= 200:
+        return a + b, {x + y for x in texts for y in others}
+    if kind == "repeat" and len(texts) <= 14:
+        return f"(?:{a}){{1,2}}", texts | {x + y for x in texts for y in texts}
+    return f"(?:{a})?", texts | {""}
+
+
+class StructuredReference:
+    """The definition, from all texts of a pattern, in plain Python."""
+
+    def __init__(self, texts: set[str], vocabulary: GR.Vocabulary):
+        self.texts, self.vocabulary = {text.encode() for text in texts}, vocabulary
+        self.after: dict[bytes, set[bytes]] = {}  # prefix of a text -> its next bytes
+        for text in self.texts:
+            for i in range(len(text) + 1):
+                self.after.setdefault(text[:i], set()).update({text[i : i + 1]} - {b""})
+
+    def forced(self, prefix: bytes) -> bytes:
+        """What must follow the prefix."""
+        rest = b""
+        while prefix + rest not in self.texts and len(self.after[prefix + rest]) == 1:
+            rest += min(self.after[prefix + rest])
+        return rest
+
+    def allowed(self, prefix: bytes) -> list[int]:
+        """Tokens such that a text starts with prefix + token; inside a forced chain those that the
+        tokenizer's encoding of token + chain starts with."""
+        found = []
+        for i, token in enumerate(self.vocabulary.tokens):
+            if token and prefix + token in self.after:
+                text = (
+                    (token + self.forced(prefix + token)).decode(errors="replace").rstrip("\ufffd")
+                )
+                first = self.vocabulary.encode(text)[0] if text != "" and text[0] != "\ufffd" else i
+                if not self.forced(prefix + token) or first == i:
+                    found.append(i)
+        return found + [i for i in self.vocabulary.eos_ids if prefix in self.texts]
+
+
+def structured_walk(texts, grammar: GR.Grammar, rng) -> tuple[str, list[int]]:
+    """A random text of a grammar, whose allowed tokens are the reference's in each state."""
+    reference, state, prefix, ids = StructuredReference(texts, grammar.vocabulary), 0, b"", []
+    while state >= 0:
+        want = reference.allowed(prefix)
+        assert grammar.allowed(state).nonzero()[:, 0].tolist() == sorted(want), prefix
+        assert grammar.forced_tokens(state, 1) == (want if len(want) == 1 else [])
+        ids.append(rng.choice(want))
+        state, prefix = grammar.advance(state, ids[-1]), prefix + grammar.vocabulary.tokens[ids[-1]]
+    return prefix.decode(), ids[:-1]
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_structured_allowed_tokens_are_those_of_the_language(kind):
+    """60 random patterns with characters of 1 to 4 bytes: in each state of a random text the allowed
+    tokens are those of a search over all texts; every text is one of the pattern's. Where a pattern
+    has one text, the forced tokens are the tokenizer's own."""
+    vocabulary, rng = structured_vocabulary(kind), random.Random(1)
+    for _ in range(60):
+        pattern, texts = finite_pattern(rng)
+        text, ids = structured_walk(texts, GR.Grammar(vocabulary, pattern), rng)
+        assert text in texts and re.fullmatch(pattern, text)
+        if kind == "sentencepiece":
+            tokenizer = K.load_tokenizer(SMALL)
+            tokenizer.strip_first = True  # as Llama's: a reply starts without a space
+            stream = K.TextStream(tokenizer, (), keep_space=True)
+            assert "".join(map(stream.push, ids)) == text
+    for text in SPEC_TEXTS:
+        grammar = GR.Grammar(vocabulary, f"^{re.escape(text)}$")
+        assert grammar.forced_tokens(0, 999) == [*vocabulary.encode(text), *vocabulary.eos_ids]
+    assert not grammar.advance(grammar.advance(0, vocabulary.eos_ids[0]), 5) >= 0
+    assert grammar.allowed(-1).all()
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict:
+    """A random schema of the supported keywords."""
+    new = partial(random_schema, rng, depth - 1)
+    scalars = [
+        *({"type": t} for t in ("null", "boolean", "integer", "number", "string")),
+        {"type": "string", "minLength": 2, "maxLength": 4}, {"const": 'q"\\\n'},
+        {"enum": ["a.b", None, 1.5, {"k": [1, "é"]}]}, {"type": ["null", "integer"], "title": "t"},
+        {"type": "string", "pattern": "^ab|[c-e]{2}$"}, {"$ref": "#/$defs/x"},
+        *({"type": "string", "format": f} for f in ("date", "time", "date-time", "uuid")),
+    ]  # fmt: skip
+    kind = rng.choice(["scalar", "any", "array", "map", "object", "object"]) if depth else "scalar"
+    if kind == "scalar":
+        return rng.choice(scalars)
+    if kind == "any":
+        return {"anyOf": [new(), new()]}
+    if kind == "array":
+        low = rng.randrange(3)
+        return {"items": new(), "minItems": low, "maxItems": low + rng.randrange(3)}
+    if kind == "map":
+        return {"type": "object", "additionalProperties": rng.choice([True, False, new()])}
+    names = rng.sample(["name", 'q"', "a.b", "é", "x y"], rng.randint(1, 4))
+    required = [name for name in names if rng.random() < 0.6]
+    return {"properties": {name: new() for name in names}, "required": required}
+
+
+JSON_FORMATS = {"date": r"\d{4}-\d\d-\d\d", "time": r"\d\d:\d\d:\d\d(\.\d+)?Z"}
+JSON_FORMATS["date-time"] = "T".join(JSON_FORMATS.values())
+JSON_FORMATS["uuid"] = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+def is_valid(value, schema: dict, defs: dict) -> bool:
+    """A JSON value is valid under a schema of random_schema, by the definitions of its keywords."""
+    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    kind = kinds.get(type(value), "integer" if type(value) is int else "number")
+    types = schema.get("type", kind)
+    ok = kind in types or (kind == "integer" and "number" in types)
+    ok &= value in schema.get("enum", [value]) and value == schema.get("const", value)
+    ok &= "$ref" not in schema or is_valid(value, defs[schema["$ref"].split("/")[-1]], defs)
+    ok &= any(is_valid(value, each, defs) for each in schema.get("anyOf", [{}])) if schema else True
+    ok &= not {"items", "properties"} & schema.keys() or kind in ("array", "object")
+    if kind == "array":
+        ok &= schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", INF)
+        ok &= all(is_valid(each, schema.get("items", {}), defs) for each in value)
+    elif kind == "object":
+        members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+        ok &= {*schema.get("required", ())} <= value.keys() and (more is not False or not value)
+        more = {} if isinstance(more, bool) else more
+        ok &= all(is_valid(each, members.get(name, more), defs) for name, each in value.items())
+    elif kind == "string":
+        ok &= schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", INF)
+        ok &= re.search(schema.get("pattern", ""), value) is not None
+        ok &= (
+            re.fullmatch(JSON_FORMATS.get(schema.get("format"), ".*"), value, re.DOTALL) is not None
+        )
+        if ok and schema.get("format", "").startswith("date"):
+            date.fromisoformat(value[:10])
+    return bool(ok)
+
+
+def test_structured_json_validates_under_its_schema():
+    """Random texts of 100 random schemas are JSON and valid under them, also as OpenAI's
+    response_format, and as a json_object; a wrong schema finds them invalid."""
+    vocabulary, rng, found = structured_vocabulary("bytes"), random.Random(3), set()
+    defs = {"x": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}
+    for i in range(100):
+        schema = random_schema(rng) | {"$defs": defs} if i else {"type": "object"}
+        spec = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        pattern = JS.from_response_format(spec if i else {"type": "json_object"})
+        grammar, state, text = vocabulary.grammar(pattern), 0, b""
+        while state >= 0:
+            ids = grammar.allowed(state).nonzero()[:, 0].tolist()
+            ends = {34, 44, 93, 125, 256} & {*ids}  # likely to end what is unbounded
+            token = rng.choice([*ids, *[*ends] * 20])
+            state, text = grammar.advance(state, token), text + vocabulary.tokens[token]
+        value = json.loads(text)
+        assert is_valid(value, schema, defs), (schema, value)
+        found |= {type(value), is_valid(value, {"type": "object", "minProperties": 1}, defs)}
+    assert (
+        found >= {dict, list, str, True, False}
+        and JS.from_response_format({"type": "text"}) is None
+    )
+
+
+PERSON = r'\{"name": "(?:Ada|Bob|Zoë)", "age": [1-9][0-9]?, "ok": (?:true|false)\}'
+PERSONS = {
+    f'{{"name": "{name}", "age": {age}, "ok": {ok}}}'
+    for name, age, ok in product(("Ada", "Bob", "Zoë"), range(1, 100), ("true", "false"))
+}
+WARPED = dict(top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.3, repetition_penalty=1.1)
+STRUCTURED_PARAMS = [
+    P.SamplingParams(temperature=0, max_new_tokens=60),
+    P.SamplingParams(seed=5, max_new_tokens=60, n=3),
+    P.SamplingParams(seed=6, max_new_tokens=60, logit_bias={4018: -INF, 4: 2.0}, **WARPED),
+]
+
+
+@torch.inference_mode()
+def structured_text(model, prompt, params, vocabulary) -> list[int]:
+    """Plain decoding with logits that the reference's mask hides, one forward pass per token."""
+    reference, ids, prefix = StructuredReference(PERSONS, vocabulary), list(prompt), b""
+    sampler = S.Sampler([params], 1, len(vocabulary.tokens))
+    sampler.start([prompt])
+    while ids[-1] not in vocabulary.eos_ids or len(ids) == len(prompt):
+        logits, mask = model(torch.tensor([ids]))[:, -1], torch.ones(len(vocabulary.tokens)).bool()
+        mask[reference.allowed(prefix)] = False
+        ids += sampler(logits.masked_fill(mask, -INF)).tolist()
+        prefix += vocabulary.tokens[ids[-1]]
+    return ids[len(prompt) :]
+
+
+@cache
+def structured_texts() -> tuple[list, list, list]:
+    """Prompts, their parameters, and each sample's tokens by structured_text."""
+    vocabulary, prompts = structured_vocabulary("sentencepiece"), spec_prompts(3)
+    want = [
+        [
+            structured_text(spec_target("dense"), ids, replace(p, seed=p.seed + i), vocabulary)
+            for i in range(p.n)
+        ]
+        for ids, p in zip(prompts, STRUCTURED_PARAMS, strict=True)
+    ]
+    grammar = vocabulary.grammar(PERSON)
+    return prompts, [replace(p, grammar=grammar) for p in STRUCTURED_PARAMS], want
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, "draft", "tree"]
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ngram", "staged", "exit", "head")],
+)
+def test_structured_decoding_equals_the_definition(kind):
+    """Greedy, sampled, and warped, with each drafter, beside unconstrained rows, with n samples and
+    few blocks: the tokens are those of plain decoding under the reference's mask, each text is one
+    of the pattern's, and forced tokens are drafts."""
+    model, (prompts, params, want) = spec_target("dense"), structured_texts()
+    assert all(K.load_tokenizer(SMALL).decode(ids) in PERSONS for each in want for ids in each)
+    more, flags = dict(draft=spec_draft(), head=SMALL), ("--set", "draft_coupled=true")
+    for ids, p, expected in zip(prompts, params, want, strict=True):
+        p = replace(p, n=1) if kind in ("staged", "tree") else p
+        if kind is None:
+            decoder = G.Decoder(model, len(ids) + 60 + 64, p, p.n, [2])
+        else:
+            decoder = spec_decoder(model, kind, p, len(ids) + 60 + 64, *flags, n=p.n, **more)
+        for jump in (False, True):
+            if jump:
+                D.jump_forced_tokens(decoder, 40)
+            rows = [row.tokens for row in new_rows(decoder, ids, 60)]
+            assert rows == expected[: p.n], (jump, p)
+        assert kind == "tree" or max(decoder.speculator.stats.accepted) > 0
+    if kind in ("staged", "tree"):
+        return
+    free = [replace(p, grammar=None, max_new_tokens=20, logit_bias=()) for p in params]
+    for blocks, seqs in ((200, 8), (12, 4)):  # so few that rows of the sampler are reused
+        options = dict(num_blocks=blocks, block_size=8, max_num_seqs=seqs, eos=[2])
+        engine = spec_engine(model, kind, *flags, **more, **options) if kind else None
+        engine = engine or V.build_engine(model, **options)
+        plain = generated_tokens(engine, prompts, free)
+        V.jump_forced_tokens(engine)
+        got = generated_tokens(engine, prompts * 2, params + free)
+        assert got == want + plain and engine.allocator.n_free == blocks
+        assert blocks > 50 or engine.stats()["preemptions"] > 0
+
+
+def new_rows(decoder: G.Decoder, prompt: list[int], n: int) -> list[G.Continuation]:
+    rows = [make_row(eos=[2]) for _ in range(decoder.batch)]
+    for _ in G.run_rows(decoder, prompt, rows, n):
+        pass
+    return rows
+
+
+def test_structured_rows_are_restored():
+    """A sequence that lost its row gets another in the state after its output, at any token."""
+    prompts, (p, *_), (((ids,), *_)) = structured_texts()
+    sampler, state = S.Sampler([p], 1, 4096, eos_ids=[2]), p.grammar.start
+    for i, token in enumerate(ids):
+        sampler.admit(0, p, prompts[0], ids[:i])
+        assert torch.equal(sampler.process(torch.zeros(1, 4096))[0] == 0, p.grammar.allowed(state))
+        state = p.grammar.advance(state, token)
+
+
+def test_structured_jumps_take_fewer_forward_passes():
+    """A token a byte: the same text in less than half of the steps, and 3 tokens per step."""
+    model, vocabulary = random_model(tiny(vocab_size=257)), structured_vocabulary("bytes")
+    params = P.SamplingParams(max_new_tokens=60, grammar=vocabulary.grammar(PERSON), seed=2)
+    runs = []
+    for jump in (False, True):
+        engine = V.build_engine(model, [256], num_blocks=40)
+        if jump:
+            V.jump_forced_tokens(engine)
+        (tokens,) = generated_tokens(engine, [[1, 2]], params)[0]
+        runs.append((tokens, engine.counts["steps"]))
+    (tokens, steps), (jumped, fewer) = runs
+    assert tokens == jumped and bytes(tokens[:-1]).decode() in PERSONS
+    assert steps == len(tokens) and fewer * 3 < steps, (fewer, steps)
+
+
+STRUCTURED_ENDS = [  # pattern, settings, the text and the finish reason
+    ("ab", dict(min_new_tokens=9), "ab", "eos"),
+    ("(?:ab)*", dict(min_new_tokens=5, logit_bias={256: 99.0}), "ababab", "eos"),
+    ("a{9}b*", dict(max_new_tokens=4), "aaaa", "length"),
+    ("a*", dict(logit_bias={97: -INF}), "", "eos"),
+    ("ab", dict(logit_bias={98: -INF}), "a", "error"),
+    ("ab", dict(logit_bias={256: -INF}), "ab", "error"),
+    ("", {}, "", "eos"),
+]
+
+
+def test_structured_ends():
+    """Length limits cut the text; EOS is banned where the text can go on; a bias that bans all that
+    is allowed ends the request with EOS or an error, with drafts or without."""
+    model, vocabulary = random_model(tiny(vocab_size=257)), structured_vocabulary("bytes")
+    for (pattern, settings, text, reason), jump in product(STRUCTURED_ENDS, (False, True)):
+        settings = dict(temperature=0, max_new_tokens=20) | settings
+        engine = V.build_engine(model, [256], num_blocks=40)
+        if jump:
+            V.jump_forced_tokens(engine)
+        params = P.SamplingParams(grammar=vocabulary.grammar(pattern), **settings)
+        (output,) = engine.generate([[1, 2]], params)
+        got = bytes(i for i in output.token_ids if i < 256).decode()
+        assert (got, output.finish_reason) == (text, reason), (pattern, settings, jump)
+
+
+def structured_request(**fields) -> Callable:
+    grammar = structured_vocabulary("bytes").grammar("a")
+    return lambda: V.build_engine(random_model(tiny()), [2], num_blocks=9).add(
+        [1], P.SamplingParams(grammar=grammar, **fields)
+    )
+
+
+for what, call, words in (
+    (
+        "a grammar of another vocabulary",
+        structured_request(max_new_tokens=9),
+        "grammar .* 97 tokens",
+    ),
+    ("ignored EOS", structured_request(ignore_eos=True), "ignore_eos .*grammar"),
+    ("a pattern for the Engine", lambda: NINE(grammar="a"), "grammar .* 9 tokens"),
+    (
+        "the greedy sampler",
+        lambda: P.GreedySampler().check(P.SamplingParams(0, grammar=1)),
+        "grammar",
+    ),
+    ("no EOS", lambda: GR.Vocabulary([b"a"], [], list), "end-of-sequence"),
+    (
+        "no such token",
+        lambda: GR.Vocabulary([b"a", b""], [1], lambda t: [0]).grammar("b"),
+        "no token",
+    ),
+    ("look-ahead", lambda: GR.compile_dfa("a(?=b)"), "cannot be compiled"),
+    ("an empty class", lambda: GR.compile_dfa(r"a[^\s\S]"), "matches nothing"),
+    ("huge repetitions", lambda: GR.compile_dfa("((a{1000}){1000}){1000}"), "too large"),
+    ("many states", lambda: GR.compile_dfa("(a|b)*a(a|b){14}"), "too large"),
+    (
+        "a format without a schema",
+        lambda: JS.from_response_format({"type": "json_schema"}),
+        "schema",
+    ),
+    ("another format", lambda: JS.from_response_format("json"), "response_format .*json"),
+    *(
+        (str(schema), partial(JS.pattern_of_schema, schema), words)
+        for schema, words in (
+            (True, "an object, not True"),
+            ({}, "type None"),
+            ({"type": "integer", "minimum": 3}, "has minimum"),
+            ({"type": "array", "uniqueItems": True}, "has uniqueItems"),
+            ({"type": "string", "pattern": ".*"}, r"\.\*.* escapes"),
+            ({"type": "string", "pattern": "a", "maxLength": 3}, "maxLength and pattern"),
+            ({"type": "string", "format": "email"}, "format 'email'"),
+            ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength 3 and maxLength 2"),
+            ({"properties": {}, "required": ["a"]}, "requires"),
+            ({"properties": {"a": {"allOf": []}}}, "schema.a has"),
+            ({"anyOf": [{"$ref": "#"}]}, "recursive"),
+            ({"$ref": "#/$defs/y"}, "nothing"),
+            ({"enum": []}, "empty enum"),
+        )
+    ),
+):
+    REFUSED[f"structured: {what}"] = call, words
+
+
+# --------------------------------------------------------------------------------------------------
 # serving/
 # --------------------------------------------------------------------------------------------------
 
@@ -10361,6 +10766,7 @@ SERVING_REQUESTS = [
     ("def f(", {"logit_bias": {"2": 1e6, "5": "-inf"}, "min_new_tokens": 7}),
     ("def f(", {"logit_bias": {"2": 1e6}, "min_new_tokens": 7, "ignore_eos": True}),
     ("try:\n", {"temperature": 0, "stop": "    ", "n": 2, "logprobs": 0}),
+    ("x = ", {"regex": r" \{\"k\": [0-9]{2,4}, \"name\": (é|été)\}", "n": 2, "logprobs": 1}),
 ]
 SERVING_MIXED = [
     {"prompt": "def f(x):\n", "max_new_tokens": 11, "temperature": 0, "priority": -3},
@@ -10446,6 +10852,12 @@ SERVING_BAD = r"""
 {"messages": [{"role": "user", "content": "x"}]} | messages chat template
 {"prompt": "x", "id": 32}                       |
 {"prompt": "x"}                                 | id 32 is already used by line 31
+{"prompt": "x", "regex": "(a"}                  | regex cannot be compiled
+{"prompt": "x", "regex": 5}                     | regex string 5
+{"prompt": "x", "grammar": "a"}                 | grammar field
+{"prompt": "x", "regex": "a", "ignore_eos": true} | ignore_eos grammar
+{"prompt": "x", "regex": "a", "json_schema": {"type": "null"}} | regex json_schema
+{"prompt": "x", "json_schema": {"type": "integer", "minimum": 1}} | json_schema minimum
 """
 SERVING_BAD_BYTES = [("\udcff{}", "not JSON utf-8"), ("[" * 100_000, "not JSON")]
 SERVING_BAD_BYTES += [('{"prompt": "' + "x = 1 " * 300 + '"}', "context of 512")]
@@ -10594,11 +11006,11 @@ def test_serving_reads_the_request_file_lazily(tmp_path, serving_without_kernels
     service, requests = serving_run(path, lines, tokenizer, greedy(3), **sizes)
     unfinished, add, streamed = [], service.engine.add, {}
 
-    def add_streamed(ids, params, *, id, priority):
+    def add_streamed(ids, params, *, id, **more):
         texts = streamed[id.line] = ["", ""]
         id.on_text = lambda sample, text: texts.__setitem__(sample, texts[sample] + text)
         unfinished.append(service.engine.unfinished)
-        return add(ids, params, id=id, priority=priority)
+        return add(ids, params, id=id, **more)
 
     service.engine.add = add_streamed
     results = list(service.results(requests))
@@ -10833,6 +11245,1110 @@ def test_serving_search_finds_the_best_placement(monkeypatch):
     found = disaggregated.search(lambda _: None, lambda rate: rate, greedy(), (1, 1), every, 2, 1.0)
     assert max(found, key=found.get) == (1, 2, 2, 1) and [*found] == every
     assert all(0.9 < x / min(speeds(p)) <= 1 for p, x in found.items())
+
+
+# --------------------------------------------------------------------------------------------------
+# async_engine.py, openai_api.py, server.py
+# --------------------------------------------------------------------------------------------------
+
+
+@cache
+def http_small(dtype: str = "fp32") -> tuple[M.Transformer, K.Tokenizer]:
+    with torch.inference_mode():
+        args = G.parse_args(["--device", "cpu", "--dtype", dtype])
+        return LOAD.load(args, torch.device("cpu"))
+
+
+@contextmanager
+def http_server(model=None, tokenizer=None, keys=(), engine={}, make=SV.AsyncEngine, **limits):
+    """A server of checkpoints/small with a chat template, or of a model: (Server, its URL). At the
+    end every block is free, and no call, stream or task is left. make: service, on_step -> the
+    server's engine."""
+    shipped = model is None
+    model, tokenizer = http_small() if shipped else (model, tokenizer)
+    template = ChatTemplate(REPO / "x.jinja", {"default": CHATML}, {}) if shipped else None
+    engine = dict(num_blocks=400, max_num_seqs=32) | engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(P, "INTERPRET", False)
+        service = V.Service(model, tokenizer, model.config.eos_ids, **engine)
+        sizes = service.engine.capacity, model.config.vocab_size
+        served = OA.Model("test", tokenizer, template, *sizes)
+        make_engine = partial(make, service)
+        server = SV.Server(make_engine, served, keys, SV.Limits(**limits))
+        http = SV.DrainingServer(server, "127.0.0.1", 0)
+        thread = threading.Thread(target=http.run)
+        thread.start()
+        try:
+            wait_until(lambda: http.started)
+            yield server, f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
+            http_settled(server)
+        finally:
+            http.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive() and not getattr(server.engine, "thread", thread).is_alive()
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def http_settled(server: SV.Server) -> None:
+    """Nothing is left of any call."""
+    wait_until(lambda: not server.calls.total())
+    for part in getattr(server.engine, "replicas", [server.engine]):
+        engine, blocks = part.engine, part.engine.allocator
+        wait_until(lambda: not (engine.unfinished or part.streams))
+        wait_until(lambda: blocks.n_free == len(blocks.refs))
+        blocks.check([])
+
+
+def http_post(url: str, path: str, body: Any, **headers: str) -> httpx.Response:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx.post(url + path, content=data, headers=names, timeout=60)
+
+
+def http_events(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """(id, data) of server-sent events, [DONE] included."""
+    id = ""
+    for line in lines:
+        name, _, value = line.partition(": ")
+        if name == "id":
+            id = value
+        elif name == "data":
+            yield id, value if value == "[DONE]" else json.loads(value)
+
+
+def http_reference(prompt: Any, chat: bool = False, **params) -> list[K.Continuation]:
+    """The samples of one request, by the Engine alone."""
+    model, tokenizer = http_small()
+    service = V.Service(model, tokenizer, model.config.eos_ids, num_blocks=400, max_num_seqs=32)
+    if chat:
+        template = ChatTemplate(REPO / "x.jinja", {"default": CHATML}, {})
+        prompt = tokenizer.encode(template.render(prompt), bos=False)
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    request = V.Request("", 0, ids, P.SamplingParams(**params), continues=not chat)
+    service.add(request)
+    while service.engine.unfinished:
+        service.engine.step()
+    return [request.samples[i] for i in sorted(request.samples)]
+
+
+HTTP_PROMPT = "def add(a, b):\n"
+HTTP_COMPLETIONS = [  # fields of a body, and the SamplingParams that they mean
+    (dict(temperature=0, max_tokens=9), dict(temperature=0, max_new_tokens=9)),
+    (dict(seed=3), dict(seed=3, max_new_tokens=16)),
+    (dict(seed=3, temperature=0.7, top_p=0.9, n=3), dict(seed=3, temperature=0.7, top_p=0.9, n=3)),
+    (dict(seed=5, stop=["\n"]), dict(seed=5, stop=("\n",))),
+    (dict(seed=5, stop="self"), dict(seed=5, stop=("self",))),
+    (dict(seed=1, presence_penalty=1.5, frequency_penalty=0.5),
+     dict(seed=1, presence_penalty=1.5, frequency_penalty=0.5)),
+    (dict(seed=2, logit_bias={"260": 5}), dict(seed=2, logit_bias={260: 5.0})),
+]  # fmt: skip
+HTTP_EXTRA = dict(top_k=7, min_p=0.1, repetition_penalty=1.3, min_tokens=4, ignore_eos=True)
+
+
+def test_server_openai_client_completions():
+    """Every parameter of the openai package means the Engine's; streamed == not streamed."""
+    with http_server() as (server, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        create = partial(client.completions.create, model="test", prompt=HTTP_PROMPT)
+        cases = [(body, params, {}) for body, params in HTTP_COMPLETIONS]
+        extra = dict(top_k=7, min_p=0.1, repetition_penalty=1.3, min_new_tokens=4, ignore_eos=True)
+        cases.append((dict(seed=4), dict(seed=4) | extra, HTTP_EXTRA))
+        for body, params, more in cases:
+            want = http_reference(HTTP_PROMPT, **dict(max_new_tokens=16) | params)
+            whole = create(**body, extra_body=more)
+            texts = ["" for _ in want]
+            options = dict(stream=True, stream_options={"include_usage": True})
+            *chunks, last = create(**body, extra_body=more, **options)
+            for chunk in chunks:
+                (choice,) = chunk.choices
+                texts[choice.index] += choice.text
+            assert texts == [c.text for c in whole.choices] == [sample.text for sample in want]
+            reasons = {"eos": "stop", "stop": "stop", "length": "length"}
+            assert [c.finish_reason for c in whole.choices] == [
+                reasons[sample.finish_reason] for sample in want
+            ]
+            assert last.usage == whole.usage and last.choices == []
+            assert whole.usage.completion_tokens == sum(len(sample.tokens) for sample in want)
+        assert [m.id for m in client.models.list()] == ["test"]
+        two = create(prompt=[HTTP_PROMPT, [1, 260]], n=2, seed=1, max_tokens=3)
+        both = [http_reference(p, n=2, seed=1, max_new_tokens=3) for p in (HTTP_PROMPT, [1, 260])]
+        assert [c.text for c in two.choices] == [s.text for s in chain(*both)]
+        with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
+            create(suffix="x")
+        with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+            create(model="gpt")
+
+
+def test_server_openai_client_chat():
+    """Chats: text, log-probabilities, roles, streams with usage; messages in parts."""
+    messages = [message("system", "s"), message("user", "hi")]
+    with http_server() as (server, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        create = partial(client.chat.completions.create, model="test", messages=messages, seed=3)
+        (want,) = http_reference(messages, chat=True, seed=3, max_new_tokens=12, logprobs=2)
+        for limit in ("max_tokens", "max_completion_tokens"):
+            whole = create(**{limit: 12}, logprobs=True, top_logprobs=2)
+            assert whole.choices[0].message.content == want.text
+        entries = whole.choices[0].logprobs.content
+        assert len(entries) == 12 and all(len(entry.top_logprobs) == 2 for entry in entries)
+        assert "".join(e.token for e in entries) == want.text
+        chunks = list(create(max_tokens=12, stream=True, logprobs=True, top_logprobs=2))
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == want.text
+        streamed = [
+            e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content
+        ]
+        assert streamed == entries
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        same = create(max_tokens=12, messages=[messages[0], {"role": "user", "content": parts}])
+        assert same.choices[0].message.content == want.text
+        image = [{"type": "image_url", "image_url": {"url": "x"}}]
+        for bad, words in (
+            ([{"role": "user", "content": image}], "type text"),
+            ([], "one or more"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                create(messages=bad)
+        with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+            create(tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_server_response_format():
+    """Texts are JSON, valid under the schema, streamed or not, interrupted or not."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5},
+              "pattern": {"enum": ["x", "y"]}}, "required": ["name", "pattern"]}  # fmt: skip
+    kind = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    body = dict(prompt=HTTP_PROMPT, max_tokens=60, response_format=kind, n=3, seed=1)
+    for make in (SV.AsyncEngine, partial(cluster_of_two, deaths=3)):
+        with http_server(make=make) as (server, url):
+            texts = [c["text"] for c in http_post(url, "/v1/completions", body).json()["choices"]]
+            for text in texts:
+                value = json.loads(text)
+                assert value.keys() == {"name", "pattern"} and value["pattern"] in ("x", "y")
+                assert len(value["name"]) <= 5
+            streamed = ["", "", ""]
+            lines = http_post(url, "/v1/completions", body | dict(stream=True)).text.splitlines()
+            for _, data in http_events(lines):
+                for choice in data["choices"] if data != "[DONE]" else ():
+                    streamed[choice["index"]] += choice["text"]
+            assert streamed == texts
+
+
+def test_server_text_is_that_of_generate():
+    """The text of generate.py with the same seed, through curl and its SSE."""
+    flags = "--max-new-tokens 20 --temperature 0.9 --top-k 50 --seed 7 --json"
+    want = generated(flags, HTTP_PROMPT)["text"]
+    body = dict(prompt=HTTP_PROMPT, max_tokens=20, temperature=0.9, top_k=50, seed=7, stream=True)
+    with http_server() as (server, url):
+        argv = ["curl", "-sN", f"{url}/v1/completions", "-d", json.dumps(body)]
+        out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    *events, (_, done) = http_events(out.splitlines())
+    assert done == "[DONE]" and len({id for id, _ in events}) == len(events)
+    assert "".join(data["choices"][0]["text"] for _, data in events) == want
+
+
+def test_server_echo_has_the_prompts_logprobs():
+    """echo with logprobs: those of --perplexity --json --logprobs, whatever the chunks of prefill,
+    preemption and the prefix cache; the offsets are those of the text."""
+    text = "import os\n\n\ndef size(path):\n    return os.stat(path).st_size\n" * 3
+    scored = score_entries(text, top=2)
+    for engine in ({}, dict(max_num_batched_tokens=32, num_blocks=40, block_size=4)):
+        with http_server(engine=engine) as (server, url), ThreadPoolExecutor(8) as pool:
+            body = dict(prompt=text, echo=True, logprobs=2, max_tokens=0)
+            post = lambda more: http_post(url, "/v1/completions", body | more).json()["choices"][0]
+            got = list(
+                pool.map(post, [{}, {}, dict(max_tokens=5, seed=1, ignore_eos=True), dict(n=2)])
+            )
+        for choice in got:
+            lp = choice["logprobs"]
+            assert lp["token_logprobs"][0] is lp["top_logprobs"][0] is None
+            n = len(scored) + 1
+            close(
+                torch.tensor(lp["token_logprobs"][1:n]),
+                torch.tensor([e["logprob"] for e in scored]),
+                1e-3,
+            )
+            for top, entry in zip(lp["top_logprobs"][1:n], scored):
+                assert {t["text"] for t in entry["top"]} | {entry["text"]} == top.keys()
+            assert choice["text"].startswith(text)
+            for token, at in list(zip(lp["tokens"], lp["text_offset"]))[1:]:
+                assert choice["text"][at:].startswith(token) or token in ("<s>", "</s>")
+        assert [len(c["logprobs"]["tokens"]) - n for c in got] == [0, 0, 5, 0]
+
+
+def score_entries(text: str, top: int) -> list[dict]:
+    """The log-probabilities of --perplexity --json."""
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder) / "text").write_text(text)
+        return generated(f"--perplexity {path} --json --logprobs {top}")["logprobs"]
+
+
+HTTP_REFUSED = [  # path, body, status, words, param
+    ("completions", dict(prompt="x", foo=1), 400, "foo is not supported", "foo"),
+    ("completions", dict(prompt="x", temperature=-1), 400, "temperature must be", "temperature"),
+    ("completions", dict(prompt="x", max_tokens=0), 400, "max_tokens must be", "max_tokens"),
+    ("completions", dict(prompt="x", max_tokens=9999), 400, "max_tokens 9999 exceed", None),
+    ("completions", dict(prompt="x", n=33), 400, "n must be at most", "n"),
+    ("completions", dict(prompt="x", best_of=2), 400, "best_of must equal n", "best_of"),
+    ("completions", dict(prompt="x", logprobs=21), 400, "from 0 to 20", "logprobs"),
+    ("completions", dict(prompt="x", stream=1), 400, "stream must be of type bool", "stream"),
+    ("completions", dict(prompt="x", stream_options={}), 200, "", None),
+    ("completions", dict(prompt="x", stream_options={"include_usage": True}), 400, "requires stream",
+     "stream_options"),
+    ("completions", dict(prompt="x", logit_bias={"x": 1}), 400, "token ids as keys", "logit_bias"),
+    ("completions", dict(prompt="x", logit_bias={"99999": 1}), 400, "logit_bias", "logit_bias"),
+    ("completions", dict(prompt="x", stop=["a"] * 17), 400, "at most 16", "stop"),
+    ("completions", dict(prompt=[]), 400, "prompt must be", "prompt"),
+    ("completions", dict(prompt=""), 400, "non-empty", "prompt"),
+    ("completions", dict(prompt="\ud800"), 400, "not valid Unicode", "prompt"),
+    ("completions", dict(prompt=[1, 99999]), 400, "99999", "prompt"),
+    ("completions", dict(prompt="x" * 2**21), 400, "longer than", "prompt"),
+    ("completions", dict(prompt="x", response_format={"type": "xml"}), 400,
+     "response_format", "response_format"),
+    ("completions", dict(prompt="x", response_format={"type": "json_schema", "json_schema":
+     {"schema": {"type": "string", "pattern": "(a|b)*a(a|b){30}"}}}), 400,
+     "pattern is not supported", "response_format"),
+    ("completions", dict(prompt="x", response_format={"type": "json_object"}, ignore_eos=True), 400,
+     "ignore_eos", "ignore_eos"),
+    ("completions", [], 400, "must be a JSON object", None),
+    ("completions", b"{", 400, "not JSON", None),
+    ("completions", b"[" * 10**5, 400, "not JSON", None),
+    ("completions", b"x" * (2**22 + 1), 413, "larger than", None),
+    ("chat/completions", dict(messages=[{"content": "x"}]), 400, "must have a role", "messages"),
+    ("chat/completions", dict(messages=[message("user", "x") | {"tool_calls": []}]), 400,
+     "tool_calls is not supported", "messages.tool_calls"),
+    ("chat/completions", dict(messages=[message("user", "x")], top_logprobs=1), 400,
+     "requires logprobs", "top_logprobs"),
+    ("chat/completions", dict(messages=[message("user", "x")], max_tokens=1,
+     max_completion_tokens=1), 400, "not both", "max_tokens"),
+    ("nothing", {}, 404, "Not Found", None),
+]  # fmt: skip
+
+
+def test_server_refuses_what_it_does_not_have():
+    """Status, message and field of the API's error object, without a path of this machine."""
+    with http_server() as (server, url):
+        for path, body, status, words, param in HTTP_REFUSED:
+            got = http_post(url, f"/v1/{path}", body)
+            assert got.status_code == status, (body, got.text)
+            if status != 200:
+                error = got.json()["error"]
+                assert words in error["message"] and error["param"] == param, error
+                assert str(REPO) not in got.text and "Traceback" not in got.text
+        assert httpx.get(f"{url}/v1/completions").status_code == 405
+        ids = http_post(url, "/tokenize", {"prompt": HTTP_PROMPT}).json()["tokens"]
+        assert ids == http_small()[1].encode(HTTP_PROMPT)
+        assert http_post(url, "/detokenize", {"tokens": ids}).json()["prompt"] == HTTP_PROMPT
+        for path, body in (("tokenize", {}), ("detokenize", {"tokens": [-1]}), ("tokenize", [])):
+            assert http_post(url, f"/{path}", body).status_code == 400
+
+
+def http_tiny(**options):
+    """A server of a tiny random model: (Server, URL)."""
+    return http_server(random_model(tiny()), K.DummyTokenizer(97), **options)
+
+
+def http_slow(server: SV.Server, seconds: float) -> None:
+    """Let every step take at least this long."""
+    engine, step = server.engine.engine, server.engine.engine.step
+    engine.step = lambda: (time.sleep(seconds), step())[1]
+
+
+HTTP_LONG = dict(prompt=[5, 6, 7], max_tokens=100, ignore_eos=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_server_client_that_leaves_is_aborted(stream):
+    """At the next step; another client is not affected. http_server checks that nothing is left."""
+    with http_tiny() as (server, url), ThreadPoolExecutor(1) as pool:
+        http_slow(server, 0.02)
+        other = pool.submit(http_post, url, "/v1/completions", HTTP_LONG | dict(max_tokens=60))
+        with httpx.Client(timeout=httpx.Timeout(30, read=0.5 if not stream else 30)) as client:
+            body = HTTP_LONG | dict(stream=stream, n=3)
+            if stream:
+                with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+                    next(response.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(f"{url}/v1/completions", json=body)
+        wait_until(lambda: server.engine.engine.unfinished == 1, 1.0)
+        assert other.result().json()["usage"]["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_server_interrupted_stream_continues(n):
+    """A client that repeats its call with Last-Event-ID after any number of events gets the rest of
+    the text and its log-probabilities, none twice and none missing."""
+    body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, n=n, stream=True, logprobs=1)
+    with http_server() as (server, url):
+        http_slow(server, 0.005)
+        want = http_post(url, "/v1/completions", body | dict(stream=False)).json()["choices"]
+        for cut in (0, 1, 3, 8, 100):
+            texts, tokens, id, headers = [""] * n, [[] for _ in range(n)], "", {}
+            for stop in (cut, 10**6):
+                with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as r:
+                    assert r.status_code == 200
+                    for id, data in islice(http_events(r.iter_lines()), stop + 1):
+                        if data != "[DONE]":
+                            (choice,) = data["choices"]
+                            texts[choice["index"]] += choice["text"]
+                            tokens[choice["index"]] += choice["logprobs"]["tokens"]
+                headers = {"Last-Event-ID": id}
+            assert texts == [choice["text"] for choice in want], cut
+            assert tokens == [choice["logprobs"]["tokens"] for choice in want]
+        gone = http_post(url, "/v1/completions", body, Last_Event_ID="cmpl-x.1-2")
+        assert gone.status_code == 404 and "Last-Event-ID" in gone.text
+
+
+def test_server_repeats_what_is_not_acknowledged():
+    """With ?repeat_unacked=1 each event has all text since the last acknowledged one: a client that
+    loses any of the others has the whole text."""
+    body, rng = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=40, n=2, stream=True), random.Random(0)
+    with http_server() as (server, url):
+        http_slow(server, 0.01)
+        want = http_post(url, "/v1/completions", body | dict(stream=False)).json()["choices"]
+        readers, path, sizes = [UNACKED.Reader(), UNACKED.Reader()], "/v1/completions", []
+        with httpx.stream("POST", f"{url}{path}?repeat_unacked=1", json=body) as response:
+            for id, data in http_events(response.iter_lines()):
+                last = data["choices"][0]["finish_reason"] if data != "[DONE]" else None
+                if data != "[DONE]" and (rng.random() < 0.5 or last):  # else this event is lost
+                    for reader, unacked in zip(readers, data["unacked"], strict=True):
+                        reader.receive(unacked["offset"], unacked["text"])
+                    sizes.append(len(unacked["text"]))
+                    if rng.random() < 0.5:
+                        http_post(url, "/v1/acks", {"id": id})
+        assert [reader.text for reader in readers] == [choice["text"] for choice in want]
+        assert max(sizes) < len(want[1]["text"])  # acknowledged text is not repeated
+        for bad in ({"id": "cmpl-x.1-2"}, {"id": 3}, []):
+            assert http_post(url, "/v1/acks", bad).status_code == 404
+
+
+def test_unacked_stalls_are_shorter_than_in_order():
+    """At 30% loss the repeated tail stalls a reader less than half as long as retransmission in
+    order, in each of 20 runs; without loss both show a token after the delay."""
+    for repeat in (False, True):
+        assert UNACKED.simulate(repeat, 0.0, n=5) == pytest.approx(
+            [0.05 + 0.03 * i for i in range(5)]
+        )
+    for seed in range(20):
+        in_order, repeated = (
+            UNACKED.stalled(UNACKED.simulate(r, 0.3, seed=seed)) for r in (False, True)
+        )
+        assert repeated < in_order / 2
+    shown = UNACKED.simulate(True, 0.9, n=30)
+    assert len(shown) == 30 and shown == sorted(shown)
+
+
+def test_server_bounds_queue_calls_and_time():
+    """429 with Retry-After beyond the queue and beyond a key's calls, 504 after the timeout; 401
+    without a valid key; requests before and after are served."""
+    post = lambda url, body, key="a": http_post(
+        url, "/v1/completions", body, Authorization=f"Bearer {key}"
+    )
+    options = dict(keys=(b"a", b"b"), engine=dict(max_num_seqs=1), max_queue=2, max_calls_per_key=4)
+    with http_tiny(**options) as (server, url), ThreadPoolExecutor(8) as pool:
+        assert [post(url, HTTP_LONG, key).status_code for key in ("a", "b", "c", "ab")] == [
+            200, 200, 401, 401]  # fmt: skip
+        assert httpx.get(f"{url}/metrics").status_code == 401
+        assert httpx.get(f"{url}/health").status_code == 200
+        http_slow(server, 0.05)
+        running = [pool.submit(post, url, HTTP_LONG | dict(max_tokens=30)) for _ in range(3)]
+        wait_until(lambda: server.engine.n_waiting == 2)
+        full = post(url, HTTP_LONG)
+        assert full.status_code == 429 and full.headers["retry-after"] and "queue" in full.text
+        server.limits.max_calls_per_key = 3
+        assert "this key" in post(url, HTTP_LONG).text and "queue" in post(url, HTTP_LONG, "b").text
+        assert [r.result().status_code for r in running] == [200] * 3
+        server.limits.request_timeout = 0.2
+        assert post(url, HTTP_LONG).status_code == 504
+        *_, error, done = http_events(post(url, HTTP_LONG | dict(stream=True)).text.splitlines())
+        assert error[1]["error"]["code"] == 504 and done[1] == "[DONE]"
+
+
+def test_server_slow_reader_gets_larger_pieces():
+    """A client that does not read does not delay the engine, and what it has not read is kept once:
+    then it gets the rest in fewer events than there are tokens."""
+    with http_server() as (server, url):
+        body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=300, ignore_eos=True, logprobs=20)
+        body |= dict(n=16, stream=True)  # more than a socket's buffers hold
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            events = http_events(response.iter_lines())
+            next(events)
+            wait_until(lambda: server.engine.engine.unfinished == 0, 60)
+            assert len(list(events)) < 16 * 300 * 0.9
+
+
+def test_server_metrics_count_what_ran():
+    """vLLM's metric names with our prefix; the totals are those of the calls."""
+    with http_tiny() as (server, url):
+        for seed in range(3):
+            http_post(url, "/v1/completions", HTTP_LONG | dict(seed=seed, max_tokens=7))
+        text = httpx.get(f"{url}/metrics").text
+        for line in (
+            "prompt_tokens_total 9.0", "generation_tokens_total 21.0", "num_requests_running 0.0",
+            'request_success_total{finished_reason="length"} 3.0',
+            "time_to_first_token_seconds_count 3.0", "inter_token_latency_seconds_count 18.0",
+            "prefix_cache_queries_total 9.0", "num_preemptions_total 0.0",
+        ):  # fmt: skip
+            assert f"sheaf:{line}" in text, text
+
+
+def test_server_engine_failure_ends_its_streams_only():
+    """A step that raises is a 500 without a trace for the calls in it; the next call is served."""
+    with http_tiny() as (server, url):
+        engine, step = server.engine.engine, server.engine.engine.step
+        engine.step = lambda: (_ for _ in ()).throw(RuntimeError("boom"))
+        failed = http_post(url, "/v1/completions", HTTP_LONG)
+        engine.step = step
+        assert failed.status_code == 500 and "Traceback" not in failed.text
+        assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 200
+
+
+def http_program(*argv: str, program=("generate.py",)) -> tuple[subprocess.Popen, str]:
+    """A server in a process of its own, and its URL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    argv = [sys.executable, *program, "--serve", str(port), "--device", "cpu", *argv]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=REPO)
+    url = f"http://127.0.0.1:{port}"
+    for line in process.stderr:
+        if url in line:
+            break
+
+    def is_up() -> bool:
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    wait_until(is_up)
+    return process, url
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_server_drains(signals):
+    """The first SIGTERM: new calls get 503, the running one finishes, exit code 0. A second: it ends
+    at once. One line of the log per call."""
+    process, url = http_program("--dummy", "small", "--max-num-seqs", "4")
+    body = dict(prompt=[5, 6], max_tokens=400, stream=True, ignore_eos=True, user="u")
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        events = http_events(response.iter_lines())
+        next(events)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert http_post(url, "/v1/completions", body).status_code == 503
+        if signals == 2:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(5) is not None
+        else:
+            assert list(events)[-1][1] == "[DONE]"
+    assert process.wait(20) == 0
+    log = process.stderr.read()
+    assert ("2+400 tokens" in log and "user 'u'" in log) or signals == 2
+    assert "Traceback" not in log
+
+
+def test_server_requires_a_key_beyond_loopback(capsys):
+    for argv, words in {
+        "--serve 0.0.0.0:8000": "requires --api-key", "--serve [::]:80": "requires --api-key",
+        "--serve x": "give [HOST:]PORT", "--serve 1:2:3": "requires --api-key",
+        "--serve 70000": "give [HOST:]PORT", "--api-key k": "--api-key requires --serve",
+        "--serve --batch x": "--serve", "--serve --top-k 3": "cannot be combined",
+    }.items():  # fmt: skip
+        assert G.main(argv.split()) == 2
+        assert words in capsys.readouterr().err, argv
+
+
+def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
+    """Path, body, and whether the client leaves early."""
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        3,
+        1e30,
+        "x",
+        "\n",
+        [],
+        [1, 2],
+        {},
+        {"1": 2},
+        "日本",
+        0.5,
+        [["a"]],
+    ]
+    fields = [*OA.COMPLETION | OA.CHAT, "foo"]
+    body = dict(prompt=[rng.randrange(97) for _ in range(rng.randrange(1, 40))], ignore_eos=True)
+    body |= dict(
+        max_tokens=rng.randrange(1, 30), stream=rng.random() < 0.5, n=rng.choice([1, 1, 2])
+    )
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        body[rng.choice(fields)] = rng.choice(values)
+    data = json.dumps(body).encode()
+    if rng.random() < 0.1:
+        data = rng.choice([data[: rng.randrange(len(data))], rng.randbytes(50), b""])
+    path = rng.choice(
+        ["/v1/completions"] * 4 + ["/v1/chat/completions", "/tokenize", "/detokenize"]
+    )
+    return path, data, rng.random() < 0.4
+
+
+@pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_server_random_requests_leave_nothing(n):
+    """Random bodies, garbage among them, and clients that leave: no 5xx; http_server checks that no
+    block, call, stream or thread is left; memory stays flat."""
+
+    async def one(client: httpx.AsyncClient, seed: int) -> None:
+        rng = random.Random(seed)
+        path, data, leaves = http_garbage(rng)
+        await asyncio.sleep(rng.random() * n / 100)
+        async with client.stream("POST", path, content=data) as response:
+            assert response.status_code < 500 or response.status_code == 503, data
+            async for _ in response.aiter_bytes():
+                if leaves and rng.random() < 0.5:
+                    return
+
+    async def run(url: str, seeds: range) -> None:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            await asyncio.gather(*(one(client, seed) for seed in seeds))
+
+    with http_tiny(engine=dict(num_blocks=60, block_size=4)) as (server, url):
+        asyncio.run(run(url, range(n // 2)))
+        http_settled(server)
+        before = resource_mb()
+        asyncio.run(run(url, range(n // 2, n)))
+        http_settled(server)
+        assert resource_mb() < before + 30
+        assert len(server.kept) <= SV.KEPT_STREAMS
+
+
+def resource_mb() -> float:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+@pytest.mark.parametrize("n", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_server_many_streams_at_once(n):
+    """All streams of n clients finish with the text that each has alone."""
+    bodies = [
+        dict(prompt=[3 + i % 90, 5], seed=i, max_tokens=12, ignore_eos=True) for i in range(n)
+    ]
+
+    async def one(client: httpx.AsyncClient, body: dict) -> str:
+        text = ""
+        async with client.stream("POST", "/v1/completions", json=body | dict(stream=True)) as r:
+            async for line in r.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    async def run(url: str) -> list[str]:
+        limits = httpx.Limits(max_connections=n)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(one(client, body) for body in bodies))
+
+    with http_tiny() as (server, url):
+        texts = asyncio.run(run(url))
+        alone = [http_post(url, "/v1/completions", body).json() for body in bodies[:: n // 20]]
+        assert texts[:: n // 20] == [a["choices"][0]["text"] for a in alone]
+
+
+@pytest.mark.slow
+def test_server_lm_eval_scores_as_perplexity_does(tmp_path):
+    """lm_eval's local-completions on a local task: its loglikelihoods are those of --perplexity."""
+    pytest.importorskip("lm_eval", reason="pip install lm_eval==0.4.13")
+    docs = [("import", " os"), ("def f(self", "):\n    return"), ("for i in", " range(10):")]
+    lines = [json.dumps({"context": f"<s>{a}", "target": b}) for a, b in docs]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    (tmp_path / "local.yaml").write_text(
+        f"task: local\ndataset_path: json\ndataset_kwargs:\n  data_files: {tmp_path}/docs.jsonl\n"
+        "test_split: train\noutput_type: loglikelihood\ndoc_to_text: '{{context}}'\n"
+        "doc_to_target: '{{target}}'\ntarget_delimiter: ''\n"
+        "metric_list:\n  - metric: perplexity\n"
+    )
+    process, url = http_program("--dtype", "fp32")
+    try:
+        model = f"model=small,base_url={url}/v1/completions,tokenizer={SMALL},num_concurrent=2"
+        argv = [
+            sys.executable,
+            "-m",
+            "lm_eval",
+            "--model",
+            "local-completions",
+            "--model_args",
+            model,
+        ]
+        argv += [
+            "--tasks",
+            "local",
+            "--include_path",
+            str(tmp_path),
+            "--output_path",
+            str(tmp_path / "out"),
+        ]
+        done = subprocess.run([*argv, "--log_samples"], capture_output=True, text=True,
+                              env=os.environ | {"HF_HUB_OFFLINE": "1"})  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+    finally:
+        process.terminate()
+        process.wait(20)
+    (samples,) = (tmp_path / "out").rglob("samples_local*.jsonl")
+    got = {}
+    for line in map(json.loads, samples.read_text().splitlines()):
+        got[line["doc"]["context"]] = float(line["filtered_resps"][0][0])
+    for context, target in docs:
+        entries = score_entries(context + target, top=0)
+        n = len(http_small()[1].encode(context)) - 1
+        assert abs(sum(e["logprob"] for e in entries[n:]) - got[f"<s>{context}"]) < 1e-3
+
+
+# --------------------------------------------------------------------------------------------------
+# cluster.py
+# --------------------------------------------------------------------------------------------------
+
+
+def test_cluster_routes_by_prefix_and_load():
+    """E2: the replica that has most of the prompt cached, unless it is overloaded or has died; else
+    the less loaded of two. Prefixes are forgotten, the least recently used first."""
+    policy, prompt = CLUSTER.PrefixAndLoad(block_size=4), list(range(20))
+    policy.record(prompt, "b")
+    idle = dict(a=0, b=3, c=0)
+    assert policy.choose(prompt + [1, 2], idle) == ["b"]
+    assert policy.choose(prompt[:8] + [77] * 8, idle) != ["b"]  # half of it: as cheap elsewhere
+    assert policy.choose(prompt[:8] + [77] * 7, idle) == ["b"]
+    assert policy.choose([5, *prompt], idle)[0] in "ac"  # no prefix of what was sent
+    assert policy.choose(prompt, dict(a=0, b=5, c=0))[0] in "ac"  # overloaded
+    firsts = Counter(policy.choose([9], dict(a=0, b=1, c=2))[0] for _ in range(3000))
+    assert 1900 < firsts["a"] < 2100 and 900 < firsts["b"] < 1100 and firsts["c"] == 0
+    policy.forget("b")
+    assert policy.cached(prompt) == {} and policy.choose(prompt, dict(a=1)) == ["a"]
+    small = CLUSTER.PrefixAndLoad(block_size=1, max_blocks=3)
+    small.record([1, 2], "a"), small.record([3, 4], "b")
+    assert small.cached([1, 2]) == {} and small.cached([3, 4]) == {"b": 2}
+
+
+class FlakyReplicas:
+    """Two replicas in this process, as a handle of Ray Serve: a call is sent to one of them, which
+    dies after a random number of updates, at most `deaths` times."""
+
+    def __init__(self, service: V.Service, deaths: int):
+        self.services = [service, V.Service(service.engine.model, service.tokenizer, service.eos,
+                                            num_blocks=400, max_num_seqs=32)]  # fmt: skip
+        self.deaths, self.rng, self.engines = deaths, random.Random(0), []
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    def start(self) -> list:
+        self.engines = self.engines or [SV.AsyncEngine(s, lambda _: None) for s in self.services]
+        return self.engines
+
+    async def _generate(self, *args):
+        replica = CLUSTER.Replica.__new__(CLUSTER.Replica)
+        replica.engine = self.rng.choice(self.start())
+        updates, left = replica.generate(*pickle.loads(pickle.dumps(args))), self.rng.randrange(4)
+        async with contextlib.aclosing(updates):
+            async for update in updates:
+                if left == 0 and self.deaths > 0:
+                    self.deaths -= 1
+                    raise ConnectionError("died")
+                left -= 1
+                yield update
+
+
+def cluster_of_two(service: V.Service, on_step: Callable, deaths: int = 0):
+    handle = FlakyReplicas(service, deaths)
+    engine = CLUSTER.ReplicatedEngine(handle, ConnectionError, on_step)
+    engine.replicas = handle.start()
+    close = engine.close
+
+    async def close_all():
+        await close()
+        for replica in engine.replicas:
+            await replica.close()
+
+    engine.close = close_all
+    return engine
+
+
+@pytest.mark.parametrize("deaths", [0, 20])
+def test_cluster_streams_outlive_their_replicas(deaths):
+    """Texts, tokens, log-probabilities and finish reasons are those of one Engine, of samples too,
+    whatever dies; what is not valid is a 400."""
+    bodies = [
+        dict(prompt=f"def f{i}(a):\n", seed=i, max_tokens=20, n=1 + i % 2, logprobs=1, stop=["  "])
+        for i in range(20)
+    ]
+    with http_server() as (_, url), ThreadPoolExecutor(20) as pool:
+        post = lambda url, body: http_post(url, "/v1/completions", body).json()
+        want = list(pool.map(partial(post, url), bodies))
+    with http_server(make=partial(cluster_of_two, deaths=deaths)) as (server, url):
+        with ThreadPoolExecutor(20) as pool:
+            got = list(pool.map(partial(post, url), bodies))
+        assert server.engine.handle.deaths < deaths / 2 or deaths == 0
+        assert post(url, dict(prompt="x", n=33))["error"]["code"] == 400
+        streamed = http_post(url, "/v1/completions", bodies[1] | dict(stream=True)).text
+        texts = ["", ""]
+        for _, data in http_events(streamed.splitlines()):
+            if data != "[DONE]":
+                texts[data["choices"][0]["index"]] += data["choices"][0]["text"]
+    for a, b in zip(got, want, strict=True):
+        assert a["usage"] == b["usage"]
+        for x, y in zip(a["choices"], b["choices"], strict=True):
+            assert (x["text"], x["finish_reason"]) == (y["text"], y["finish_reason"])
+            assert x["logprobs"]["tokens"] == y["logprobs"]["tokens"]
+            close(*(torch.tensor(c["logprobs"]["token_logprobs"]) for c in (x, y)), 1e-4)
+    assert texts == [c["text"] for c in want[1]["choices"]]
+
+
+def test_cluster_bad_flags_and_missing_ray(monkeypatch, capsys):
+    for argv, words in {
+        "--replicas 0": "--replicas must be", "--replicas 1:2:3": "--replicas must be",
+        "--serve 0.0.0.0:80": "--api-key", "--top-k 3": "cannot be combined",
+    }.items():  # fmt: skip
+        assert CLUSTER.main(argv.split()) == 2
+        assert words in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray.exceptions", None)
+    assert CLUSTER.main([]) == 2
+    assert 'pip install "ray[serve]' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_cluster_on_ray_survives_kill_9():
+    """Two replicas on Ray Serve; one is killed with -9 at a random moment amid 50 streams: every
+    client receives the text of the undisturbed run."""
+    pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
+    bodies = [
+        dict(prompt=f"def f{i}(a, b):\n", seed=i, max_tokens=60, ignore_eos=True, stream=True)
+        for i in range(50)
+    ]
+    pids = lambda: [
+        int(pid)
+        for pid in subprocess.run(
+            ["pgrep", "-f", "ray::ServeReplica:sheaf"], capture_output=True, text=True
+        ).stdout.split()
+    ]
+
+    async def one(client: httpx.AsyncClient, body: dict) -> str:
+        text = ""
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        assert line == "" or line == "data: [DONE]"
+        return text
+
+    async def run(url: str, kill_after: float | None = None) -> list[str]:
+        limits = httpx.Limits(max_connections=50)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            texts = asyncio.gather(*(one(client, body) for body in bodies))
+            if kill_after is not None:
+                await asyncio.sleep(kill_after)
+                os.kill(random.choice(pids()), signal.SIGKILL)
+            return await texts
+
+    process, url = http_program(
+        "--replicas", "2", "--dtype", "fp32", program=["-m", "serving.cluster"]
+    )
+    try:
+        start = time.monotonic()
+        want = asyncio.run(run(url))
+        seconds = time.monotonic() - start
+        for seed in range(3):
+            wait_until(lambda: len(pids()) == 2, 120)
+            delay = random.Random(seed).uniform(0.05, seconds)
+            assert asyncio.run(run(url, delay)) == want
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+# --------------------------------------------------------------------------------------------------
+# page.html
+# --------------------------------------------------------------------------------------------------
+
+
+class Browser:
+    """Headless Chromium, driven by its DevTools protocol over two pipes: JSON that ends with a NUL.
+    It needs no package, and no driver of the browser's version."""
+
+    def __init__(self, folder: Path):
+        names = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+        if (program := next(filter(None, names), None)) is None:
+            pytest.skip("no Chromium: apt-get install chromium")
+        (commands, self.out), (self.into, events) = os.pipe(), os.pipe()
+        flags = f"--headless --no-sandbox --remote-debugging-pipe --user-data-dir={folder}"
+        shell = f'exec "$@" 3<&{commands} 4>&{events} 2>/dev/null'
+        argv = ["bash", "-c", shell, "bash", program, *flags.split()]
+        self.process = subprocess.Popen(argv, pass_fds=(commands, events), start_new_session=True)
+        self.unread, self.ids, self.session, self.requests = b"", itertools.count(), {}, []
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        session = self.send("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = {"sessionId": session["sessionId"]}
+        self.send("Network.enable")
+
+    def send(self, method: str, **params) -> dict:
+        """A command's result. Requests that the page makes are collected."""
+        command = dict(id=next(self.ids), method=method, params=params) | self.session
+        os.write(self.out, json.dumps(command).encode() + b"\0")
+        while True:
+            while b"\0" not in self.unread:
+                assert select.select([self.into], [], [], 60)[0], f"no answer to {method}"
+                self.unread += os.read(self.into, 2**20)
+            line, _, self.unread = self.unread.partition(b"\0")
+            if (found := json.loads(line)).get("id") == command["id"]:
+                assert "error" not in found, found
+                return found["result"]
+            if found["method"] == "Network.requestWillBeSent":
+                self.requests.append(found["params"]["request"]["url"])
+
+    def run(self, script: str):
+        """The value of a JavaScript expression, with $(selector) and $$(selector)."""
+        script = f"(($, $$) => {script})(s => document.querySelector(s), s => [...document.querySelectorAll(s)])"  # fmt: skip
+        params = dict(expression=script, awaitPromise=True, returnByValue=True, userGesture=True)
+        found = self.send("Runtime.evaluate", **params)
+        assert "exceptionDetails" not in found, found["result"]
+        return found["result"].get("value")
+
+    def wait(self, condition: str | Callable, seconds: float = 20):
+        """The value of a function or JavaScript expression, as soon as it is true."""
+        end = time.monotonic() + seconds
+        while not (found := self.run(condition) if isinstance(condition, str) else condition()):
+            assert time.monotonic() < end, (condition, self.run("document.body?.innerText"))
+            time.sleep(0.01)
+        return found
+
+    def open(self, url: str, ready: str = "$('#model').textContent") -> None:
+        """Open a page as soon as its server is up."""
+        self.wait(lambda: "errorText" not in self.send("Page.navigate", url=url), 60)
+        self.wait(f"location.href == '{url}/' && document.readyState == 'complete' && {ready}")
+
+    def type(self, text: str, *keys: str, into: str = "#prompt") -> None:
+        self.run(f"$('{into}').select()")
+        self.send("Input.insertText", text=text)
+        for key in keys:
+            self.send("Input.dispatchKeyEvent", type="keyDown", key=key)
+
+    def point(self, element: str, tap: bool = False) -> None:
+        """Move the mouse to an element, or tap it with a finger."""
+        self.run(f"{element}.scrollIntoView({{block: 'nearest'}})")
+        self.run("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
+        at = self.run(
+            f"(b => ({{x: b.x + 1, y: b.y + b.height / 2}}))({element}.getClientRects()[0])"
+        )
+        if not tap:
+            self.send("Input.dispatchMouseEvent", type="mouseMoved", **at)
+        for kind, points in (("touchStart", [at]), ("touchEnd", [])) if tap else ():
+            self.send("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+
+    def view(self, width: int, height: int, scheme: str, phone: bool = False) -> None:
+        size = dict(width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self.send("Emulation.setDeviceMetricsOverride", **size)
+        self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
+        features = [dict(name="prefers-color-scheme", value=scheme)]
+        self.send("Emulation.setEmulatedMedia", features=features)
+
+    def settings(self, **values) -> None:
+        self.run("$('#settings').hidden && $('#show').click()")
+        for name, value in values.items():
+            self.type(str(value), into=f"[name={name}]")
+
+
+@contextmanager
+def page_browser(folder: Path, *servers: tuple):
+    """A browser, and the URLs of servers that have these flags."""
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in servers]
+    with contextlib.ExitStack() as stack:
+        browser = Browser(folder / "profile")
+        stack.callback(os.killpg, browser.process.pid, signal.SIGKILL)
+        for url, flags in zip(urls, servers):
+            argv = [sys.executable, "generate.py", "--serve", url[7:], "--dtype", "fp32"]
+            argv += [str(flag).format(*urls) for flag in flags]
+            server = subprocess.Popen(argv, cwd=REPO, env=ENV, stderr=subprocess.DEVNULL)
+            stack.callback(server.wait)
+            stack.callback(server.kill)
+        browser.view(1000, 700, "light")
+        yield browser, *urls
+
+
+def page_screenshot(path: str) -> None:
+    """Draws serving/page.png."""
+    with tempfile.TemporaryDirectory() as folder, page_browser(Path(folder), ()) as (browser, url):
+        browser.view(960, 600, "light")
+        browser.open(url)
+        browser.settings(temperature=0.6, seed=9, max_tokens=160)
+        browser.type("class Stack:\n", "Enter")
+        browser.wait(PAGE_DONE)
+        browser.point("$$('.token')[25]")
+        browser.wait("!$('#tip').hidden && $('#running').textContent == '0'")
+        png = browser.send("Page.captureScreenshot", format="png")["data"]
+        Path(path).write_bytes(base64.b64decode(png))
+
+
+PAGE_DONE = "$('.token') && $('#send').textContent == 'Send'"
+PAGE_TEXT = "$$('.answer .text').at(-1).textContent"
+PAGE_BREAKS_CONNECTION = """((real, n) => window.fetch = async (url, options) => {
+    window.resumed ??= options.headers["Last-Event-ID"];
+    const response = await real(url, options);
+    if (n || !url.includes("/chat/")) return response;
+    const reader = response.body.getReader();
+    return new Response(new ReadableStream({pull: async controller => {
+        if (++n < 9) return controller.enqueue((await reader.read()).value);
+        await reader.cancel();
+        controller.error(new TypeError("the connection broke"));
+    }}));
+})(fetch, 0)"""  # the first answer's, after some tokens
+
+
+def page_api(url: str, path: str, **body) -> bytes:
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url + path, data, {"Authorization": "Bearer k"})
+    return urllib.request.urlopen(request).read()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A browser, a server with a key, and a server that chats, with a longer context. No request
+    may leave for another origin."""
+    folder = tmp_path_factory.mktemp("page")
+    chat = chat_folder(folder)
+    config = json.loads((chat / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    (chat / "config.json").write_text(json.dumps(config))
+    servers = ("--api-key", "k"), ("--checkpoint", chat, "--set", "cors_origin={0}")
+    with page_browser(folder, *servers) as (browser, *urls):
+        yield browser, *urls
+    requests = {url for url in browser.requests if url[:5] not in ("data:", "blob:")}
+    assert requests and not [url for url in requests if "/".join(url.split("/")[:3]) not in urls]
+
+
+def test_page_completes_with_a_key(page):
+    """It asks for the key and repeats the call with it; tokens are shown while they arrive, the
+    text is the API's, alternatives are shown on hover, and a reload keeps all of it."""
+    browser, url, _ = page
+    browser.open(url, "!$('#key').hidden")
+    for key, label in (("wrong", "API"), ("k", "Not valid")):
+        browser.wait(f"$('#key').innerText.startsWith('{label}')")
+        browser.type(key, into="#secret")
+        browser.run("$('#key').requestSubmit()")
+    browser.wait("$('#model').textContent == 'small' && $('#kv').textContent == '0%'")
+    prompt, body = "def f(<img src=x>):\n", dict(seed=5, max_tokens=100, temperature=0.5)
+    browser.settings(**body)
+    browser.type(prompt, "Enter")
+    lengths = {0}
+    while not browser.run(PAGE_DONE):
+        lengths.add(browser.run("$$('.token').length"))
+    assert len(lengths) > 3
+    answer = page_api(url, "/v1/completions", prompt=prompt, logprobs=5, **body)
+    (answer,) = json.loads(answer)["choices"]
+    texts, logprobs = (answer["logprobs"][name] for name in ("tokens", "token_logprobs"))
+    p = math.exp(logprobs[9])
+    for _ in range(2):
+        assert browser.run(PAGE_TEXT) == prompt + answer["text"]
+        assert browser.run("$$('.token')[9].textContent") == texts[9]
+        browser.point("$$('.token')[9]")
+        chosen = browser.wait("$('#tip .chosen')?.innerText").split()[-1]
+        assert chosen == (f"{100 * p:.1f}%" if p > 0.001 else "<0.1%")
+        assert browser.run("$$('#tip div').length") >= 5
+        foot = rf"{len(texts)} tokens · [\d.]+ tok/s · first token [\d.]+ s · length\n"
+        assert re.match(foot, browser.run("$('.foot').innerText"))
+        browser.open(url)
+
+
+def test_page_stops_and_survives_a_broken_connection(page):
+    """Escape ends the generation on the server too. A connection that breaks in the middle, or a
+    reload, changes nothing in the text: the page continues after the last event that it has."""
+    browser, _, url = page
+    browser.open(url)
+    browser.settings(seed=4, max_tokens=6000)
+    browser.type("Why?", "Enter")
+    browser.wait("$$('.token').length > 5")
+    browser.type("", "Escape")
+    browser.wait(f"{PAGE_DONE} && $('.foot').innerText.includes('stopped')")
+    for line in ("num_requests_running 0.0", 'request_success_total{finished_reason="abort"} 1.0'):
+        browser.wait(lambda: f"\nsheaf:{line}\n".encode() in page_api(url, "/metrics"))
+    browser.settings(max_tokens=150)
+    texts = []
+    for interruption in ("none", "connection", "reload"):
+        browser.run("$('#clear').click()")
+        if interruption == "connection":
+            browser.run(PAGE_BREAKS_CONNECTION)
+        browser.type("Why?", "Enter")
+        browser.wait("$$('.token').length > 5")
+        if interruption == "connection":
+            browser.wait("window.resumed?.startsWith('chatcmpl')")
+        if interruption == "reload":
+            browser.send("Page.reload")
+        browser.wait(PAGE_DONE)
+        texts.append(browser.run(PAGE_TEXT))
+    assert len(texts[0]) > 200 and texts == texts[:1] * 3
+
+
+def test_page_never_inserts_html(page):
+    """Text and alternatives of a model are shown as text, whatever they are."""
+    browser, _, url = page
+    evil = "<img src=x onerror=document.title='bad'>"
+    token = dict(token=evil, logprob=-0.1)
+    logprobs = {"content": [token | {"top_logprobs": [token]}]}
+    choice = dict(delta={"content": evil}, finish_reason="length", logprobs=logprobs)
+    events = f"id: 1\ndata: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    browser.open(url)
+    browser.run(f"window.fetch = async () => new Response({json.dumps(events)})")
+    browser.type(evil, "Enter")
+    browser.wait(PAGE_DONE)
+    browser.point("$$('.token').at(-1)")
+    assert browser.wait("$('#tip .chosen')?.textContent").startswith(evil.replace(" ", "␣"))
+    assert browser.run(PAGE_TEXT) == browser.run("$$('.prompt').at(-1).textContent") == evil
+    assert browser.run("$$('img').length") == 0 and browser.run("document.title") != "bad"
+    with pytest.raises(AssertionError, match="TypeError: Failed to set"):
+        browser.run("document.body.innerHTML = '<b>'")
+
+
+def test_page_fits_a_phone_and_follows_dark_mode(page):
+    """At 360 pixels nothing is cut off or scrolls sideways, with the settings open or not, and a tap
+    shows the alternatives; in dark mode the background is dark and the text light."""
+    browser, _, url = page
+    browser.open(url)
+    for scheme in ("light", "dark"):
+        browser.view(360, 640, scheme, phone=True)
+        for _ in range(2):
+            edges = "$$('body, body *').map(e => [e.scrollWidth, e.getBoundingClientRect().right])"
+            assert max(map(max, browser.run(edges))) <= 360
+            browser.run("$('#show').click()")
+        for name, is_light in (
+            ("background-color", scheme == "light"),
+            ("color", scheme == "dark"),
+        ):
+            color = browser.run(f"getComputedStyle(document.body).getPropertyValue('{name}')")
+            color = [int(x) for x in re.findall(r"\d+", color)]
+            assert min(color) > 200 if is_light else max(color) < 50
+    browser.point("$$('.token').at(-1)", tap=True)
+    browser.wait("$('#tip .chosen') != null")
+    browser.view(1000, 700, "light")
+
+
+def test_page_compares_two_servers(page, tmp_path):
+    """The second column is the other server's; votes are pairs that train.py --task dpo reads."""
+    browser, url, other = page
+    browser.open(url)
+    browser.settings(other=other, max_tokens=20)
+    browser.run("$('[name=seed]').value = ''")
+    browser.type("import ", "Enter")
+    browser.wait("$$('.two .foot button').length == 8")
+    texts = browser.run("$$('.two .text').map(e => e.textContent.slice(7))")
+    assert texts[0] != texts[1]
+    browser.run("$$('.two .foot button').filter(b => b.textContent == 'Better')[1].click()")
+    browser.send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    browser.run("$('#export').click()")
+    browser.wait((tmp_path / "votes.jsonl").exists)
+    assert [*DA.read_preferences(tmp_path / "votes.jsonl")] == [("import ", texts[1], texts[0])]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -19855,6 +21371,7 @@ greedy | --checkpoint {moe} --speculate draft --draft-model {moe}       | --set 
 slow serving                    | --checkpoint {moe}                    | --set experts=loop |
 slow perplexity batch interactive | --checkpoint {moe8}                 | --set experts=loop |
 greedy perplexity | | --checkpoint {small8}                  | --checkpoint {small} --quantize int8
+samples batch                   | --regex [a-z]+=[0-9]{{3}}n.me | --speculate ngram |
 slow greedy                     | --checkpoint {moe}                    | --compile         |
 slow greedy | --checkpoint {moe} --quantize int8              | --compile --set experts=loop |
 """
@@ -19893,6 +21410,9 @@ max_num_batched_tokens | --bench-serving --max-num-seqs 1 |
 request_rate          | --bench-serving     | inf 1e30
 shared_prefix arrival_cv | --bench-serving  | 0
 fixed_max             | --attention flash   | -1 0 1e30
+drain_timeout         | --serve             | 0 1e30
+max_queue             | --serve             |
+request_timeout       | --serve             | 1e30
 """
 
 
@@ -19970,6 +21490,10 @@ x --ep --set expert_spread=overlap          | --set expert_spread requires num_r
 --tp 2                                      | --tp 2 torchrun --nproc-per-node 2
 --n 2 --set shard_batch=true                | --set shard_batch requires --tp
 --pp 2                                      | --pp 2 processes, not 1 --nproc-per-node 2
+x --regex (a                                | --regex cannot be compiled
+x --json-schema /nowhere                    | --json-schema /nowhere
+x --json-schema README.md                   | --json-schema README.md not a JSON file
+x --json-schema checkpoints/small/config.json | --json-schema is not supported
 """
 
 
@@ -19998,6 +21522,8 @@ GENERATE_EXCLUDES = """
 --tp 2 --quantize int4            | --calibrate=gptq --save=f
 --pp 2 --json                     | --logprobs=2
 --set shard_batch=true --tp 2     | --speculate=ngram
+--regex a   | --json-schema=f --ignore-eos --bench --interactive --compile --dummy=small --ep --pp=2
+--json-schema f                   | --bench-serving --perplexity=f --compile
 """
 
 
@@ -20823,6 +22349,7 @@ GENERATE_RANKS = """
 2 | --tp 2                            | {greedy} --dummy {latent} --prompt-tokens 5 |
 2 | --tp 2 --set shard_batch=true     | {sampled} --n 4 --checkpoint {deep} |
 2 | --tp 2 --speculate ngram          | {served} --logprobs 0 |
+2 | --tp 2                            | {served} --regex [a-z]+=[0-9]{{3}}name |
 2 | --ep                              | {greedy} --checkpoint {moe} |
 2 | --ep                              | {greedy} --dummy small-moe --prompt-tokens 5 |
 2 | --ep {copies}=3 | {sampled} --checkpoint {moe} |
@@ -20954,6 +22481,10 @@ def generate_rank(env) -> None:
 def generate_on_rank(flags: str, env) -> dict:
     """One rank's output of generate.py."""
     argv = f"{flags} --dtype fp32".split()
+    if "--batch" in argv and env.rank == 0:  # else results of another row would be kept
+        path = Path(argv[argv.index("--batch") + 1]).with_suffix(".results.jsonl")
+        path.unlink(missing_ok=True)
+    dist.barrier()
     env.counts.clear()
     done = run_generate(*argv)
     dist.barrier()  # rank 0 has written the results of --batch
@@ -24817,7 +26348,7 @@ def test_train_scale_exposed_communication_is_not_covered_by_kernels():
 def test_train_scale_pictures_of_the_readme(tmp_path):
     """Every picture is there and small; those that a program draws are what it draws now."""
     names = re.findall(r"\]\(([\w/]+\.(?:svg|png))\)", (REPO / "README.md").read_text())
-    assert len(names) == 4 and all((REPO / name).stat().st_size < 300_000 for name in names)
+    assert len(names) == 5 and all((REPO / name).stat().st_size < 300_000 for name in names)
     zbv = "parallelism/schedules.py --schedule zbv --stages 4 --microbatches 8 --plot"
     draw = {"generation/decode.svg": "generation/plot_decode.py", "parallelism/zbv.svg": zbv}
     for name, command in draw.items():
@@ -26365,7 +27896,7 @@ def test_bad_input_is_refused(call, words):
 # several processes by one and the same, for two such at a time take more than twice as long. (Under
 # pytest 9.2 pytest-xdist 3.8 cannot tell, its issue 1386: then both workers start them.)
 RANK_FIXTURES += "zero_done zero_fuzzed layouts dry_results dl_elastic generate_on_ranks".split()
-STORIES = "paged_story train_runs finished fp8_folder".split()
+STORIES = "paged_story train_runs finished fp8_folder page".split()
 GROUPS = {name: name for name in STORIES} | dict.fromkeys(RANK_FIXTURES, "ranks")
 for name, test in [*globals().items()]:
     if name.startswith("test_"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
+import json
 import math
 import re
 from dataclasses import dataclass, fields
@@ -66,6 +67,11 @@ class GenerateConfig(Settings):
     logprobs: int | None = flag(
         None, "with --json: log-probabilities of the tokens and of the K most likely ones",
         metavar="K")
+    regex: str | None = flag(
+        None, "the text must match this regular expression (generation/structured.py)",
+        metavar="PATTERN")
+    json_schema: Path | None = flag(
+        None, "the text must be JSON that is valid under the schema in FILE", metavar="FILE")
     repetition_penalty: float = rare(
         1.0, "factor that penalizes tokens in prompt or output; 1: off")
     presence_penalty: float = rare(0.0, "subtracted from the logits of tokens in the output")
@@ -163,7 +169,8 @@ class GenerateConfig(Settings):
     # many requests
     batch: Path | None = flag(
         None, "run a JSONL file of requests: each line has prompt, messages or prompt_ids, "
-        "optionally id, priority and sampling fields, whose defaults are the flags above",
+        "optionally id, priority, regex or json_schema (an object), and sampling fields, whose "
+        "defaults are the flags above",
         metavar="FILE")
     out: Path | None = flag(
         None, "results of --batch (default: FILE.results.jsonl); existing results are kept",
@@ -185,6 +192,17 @@ class GenerateConfig(Settings):
         None, "measure goodput under torchrun: P prefill and D decode workers of T tensor-parallel "
         "ranks each (default 1) against colocated engines; auto: every placement on all ranks",
         metavar="P[xT]:D[xT]|auto")
+    serve: str | None = flag(
+        None, "an HTTP server with the OpenAI API and a page", nargs="?", const="127.0.0.1:8000",
+        metavar="[HOST:]PORT")
+    api_key: list[str] | tuple = flag(
+        (), "accept calls of --serve with this key only; repeatable; required beyond loopback",
+        action="append", metavar="KEY")
+    drain_timeout: float = flag(
+        60.0, "seconds that running requests have after SIGTERM", "0 or more", metavar="S")
+    max_queue: int = rare(512, "waiting requests of --serve at most", "1 or more")
+    request_timeout: float = rare(600.0, "seconds that a request of --serve may take", "positive")
+    cors_origin: str = rare("", "origin whose pages may call --serve, or *")
     slo: str = rare("1:0.1", "seconds to the first token, and per further token, for goodput")
     arrival_cv: float = rare(1.0, "variation of the time between arrivals; 1: Poisson", "0 or more")
     input_tokens: str = rare("16:128", "tokens of a random prompt, uniform from A to B")
@@ -198,6 +216,7 @@ class GenerateConfig(Settings):
         True, "admit requests as soon as others end; false: once all have ended, for comparison")
     kv_swap: bool = rare(False, "swap preempted KV to host memory instead of recomputing it")
 
+    grammar: str | None = None  # the pattern of regex or json_schema
     sampling_params: SamplingParams | None = None
     mesh: Any = None  # parallel.Mesh, set by process_group
     # fmt: on
@@ -215,7 +234,7 @@ GROUPS = {  # the first field of each group of --help
     "quantize": "quantization", "speculate": "speculative decoding", "batch": "many requests",
 }  # fmt: skip
 SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos repetition_penalty "
-SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias"
+SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias regex json_schema"
 SINGLE = "prompt prompt_tokens interactive chat perplexity bench attention"
 SHARDED = "interactive compile calibrate save quantize_report"
 
@@ -231,12 +250,14 @@ REQUIRES = [
     ("reference", "speculate=ngram|staged"),
     ("forced_acceptance", "speculate=ngram|draft|staged|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
-    *((name, "batch bench_serving") for name in (
+    *((name, "batch bench_serving serve") for name in (
         "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
         "prefix_cache", "policy", "continuous", "kv_swap")),
     *((name, "bench_serving") for name in (
         "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",
         "disaggregate")), ("slo", "disaggregate"),
+    *((name, "serve") for name in (
+        "api_key", "drain_timeout", "max_queue", "request_timeout", "cors_origin")),
     ("expert_load", "ep"), ("num_redundant_experts", "ep"),
     ("expert_spread", "num_redundant_experts"), ("shard_batch", "tp"),
     ("ffn_2d", "tp"), ("fixed_max", "attention=flash"),
@@ -247,6 +268,8 @@ EXCLUDES = [
     ("batch", f"{SINGLE} json bench_serving", "the requests are in its file"),
     ("bench_serving", f"{SINGLE} stop n logprobs max_new_tokens min_new_tokens ignore_eos",
      "its requests are random"),
+    ("serve", f"{SINGLE} json batch bench_serving tp pp ep {SAMPLING}",
+     "the requests come from its clients"),
     ("interactive", "prompt json bench prompt_tokens chat perplexity logprobs dummy n",
      "it reads a line at a time"),
     ("perplexity", f"prompt bench prompt_tokens chat dummy {SAMPLING} compile speculate",
@@ -268,8 +291,14 @@ EXCLUDES = [
     ("policy", "prefix_cache=False", "no prompt is cached"),
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
-    ("dummy", "checkpoint chat", "it has random weights and no tokenizer"),
-    ("bench", "stop logprobs ignore_eos", "runs have a fixed length"),
+    ("regex", "json_schema", "a text has one grammar"),
+    *((name, "compile pp ep shard_batch", "it masks on the host and drafts forced tokens")
+      for name in ("regex", "json_schema")),
+    ("interactive", "regex json_schema", "replies are free text"),
+    ("bench_serving", "regex json_schema", "its requests are random"),
+    ("dummy", "checkpoint chat regex json_schema", "it has random weights and no tokenizer"),
+    ("bench", "stop logprobs ignore_eos regex json_schema", "runs have a fixed length"),
+    ("ignore_eos", "regex json_schema", "EOS ends their text"),
 ]
 
 
@@ -311,8 +340,25 @@ def parse_args(argv: list[str]) -> GenerateConfig:
             f"--max-num-seqs {args.max_num_seqs} must not exceed --max-num-batched-tokens "
             f"{args.max_num_batched_tokens}"
         )
+    args.grammar = read_grammar(args)
     args.sampling_params = read_sampling(args)
     return args
+
+
+def read_grammar(args: GenerateConfig) -> str | None:
+    """The pattern of --regex or --json-schema; ValueError names the flag."""
+    if args.regex is None and args.json_schema is None:
+        return None
+    from generation.json_schema import parse_grammar  # here: 0.05 s
+
+    name, value = "--regex", args.regex
+    if args.json_schema is not None:
+        name, value = f"--json-schema {args.json_schema}", None
+        try:
+            value = json.loads(args.json_schema.read_bytes())
+        except (OSError, ValueError, RecursionError) as e:
+            raise ValueError(f"{name}: not a JSON file ({e})") from None
+    return parse_grammar(name, value, args.json_schema is not None)
 
 
 def parse_slo(text: str) -> tuple[float, float]:

@@ -42,6 +42,7 @@ from generation.config import GenerateConfig
 from generation.cpu_decode import install_
 from generation.perplexity import read_text
 from generation.sampling import Sampler, sample
+from generation.structured import MAX_FORCED_TOKENS, ForcedPolicy, ForcedTokens
 from huggingface.tokenizer import Tokenizer
 from model import KVCache, ModelConfig, Transformer
 from speculative import (
@@ -180,6 +181,8 @@ class RejectionSampler:
             rows,
         )
         expanded.position += i
+        if isinstance(i, int) and i:  # the drafts before, and so the grammar's state, are unknown
+            expanded.features -= {"grammar"}
         return expanded
 
     def _uniform(self, expanded: Sampler, tree: Tree, R: int) -> Tensor:
@@ -446,7 +449,8 @@ class TreeSpeculator(Speculator):
 def lookahead_slots(args: GenerateConfig) -> int:
     """Cache slots that only drafts use: their maximum number, rounded up to a power of two and at
     least MAX_TREE_NODES, and one for padding."""
-    return 1 + max(1 << (max_draft_tokens(args) - 1).bit_length(), MAX_TREE_NODES)
+    forced = 0 if args.sampling_params.grammar is None else MAX_FORCED_TOKENS
+    return 1 + max(1 << (max_draft_tokens(args) - 1).bit_length(), MAX_TREE_NODES, forced)
 
 
 def max_draft_tokens(args: GenerateConfig) -> int:
@@ -517,6 +521,26 @@ def build_speculator(
     if decoder.compiled:
         speculator.warm_up(max_drafts)
     return speculator
+
+
+def jump_forced_tokens(decoder: Any, slots: int) -> None:
+    """Make a Decoder draft the tokens that a grammar forces, before those of --speculate. slots: as
+    of lookahead_slots."""
+    sampler, speculator = decoder.sampler, decoder.speculator
+    if (decoder.model.config.rope_scaling or {}).get("rope_type") == "dynamic":
+        return  # see check_rope_scaling: no drafts
+    state_of = lambda row: (sampler.grammars[row], sampler.states[row])
+    drafter = ForcedTokens(state_of, speculator and speculator.drafter)
+    if speculator is None:
+        new_policy = partial(ForcedPolicy, drafter)
+        decoder.speculator = Speculator(
+            decoder, drafter, new_policy, RejectionSampler(sampler), slots
+        )
+    elif not isinstance(speculator, TreeSpeculator):  # whose step has one tree for all rows
+        new_policy = speculator.new_policy
+        speculator.drafter = drafter
+        speculator.new_policy = lambda: ForcedPolicy(drafter, new_policy())
+        speculator.reset()
 
 
 def check_rope_scaling(model: Transformer) -> None:

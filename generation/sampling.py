@@ -4,18 +4,18 @@ A single sequence, n samples of one prompt, a batch whose requests have differen
 captured in a CUDA graph and the verification of drafts must all sample from the same distribution.
 So two pure functions define that distribution, in this order:
 
-    process_logits   repetition penalty, presence and frequency penalties, logit bias, and
-                     min_new_tokens (end-of-sequence ids masked)
+    process_logits   repetition penalty, presence and frequency penalties, logit bias, and masks:
+                     of min_new_tokens (end-of-sequence ids) and grammar (structured.py)
     probabilities    temperature, then top-k, top-p, min-p, renormalised: the distribution that
                      tokens are sampled from and that speculative verification compares; with
                      temperature 0 the argmax has probability 1
 
 `Sampler` keeps the state of B rows in static tensors: each setting as a (B, 1) column, token
 counts, seeds, positions. A feature that no row uses has no tensor and no code in the step: greedy
-alone is one argmax. A step never synchronizes with the host, so it compiles into the decode step
-and can be captured in its CUDA graph. `RowSampler` is the same for paged_kv.py's Engine, whose
-sequences come and go: a row of one Sampler for each. Both take a row's settings from any object
-with the fields of paged_kv.py's SamplingParams, which checks their ranges.
+alone is one argmax. A step without a grammar never synchronizes with the host, so it compiles into
+the decode step and can be captured in its CUDA graph. `RowSampler` is the same for paged_kv.py's
+Engine, whose sequences come and go: a row of one Sampler for each. Both take a row's settings from
+any object with the fields of paged_kv.py's SamplingParams, which checks their ranges.
 
 Sampling uses exponential noise (equivalent to Gumbel-max): argmax(p / E) with E ~ Exp(1),
 independent per token, is a sample of p. The noise is a pure function of (seed, position, token id),
@@ -44,6 +44,7 @@ import copy
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,11 +238,13 @@ TABLES = {"prompt": torch.bool, "output": torch.int32, "bias": torch.float32}  #
 
 def neutral_params(**fields: Any) -> SimpleNamespace:
     """A row's settings: no feature, except these fields of paged_kv.py's SamplingParams."""
-    return SimpleNamespace(**COLUMNS | dict(seed=0, logit_bias=(), ignore_eos=False) | fields)
+    others = dict(seed=0, logit_bias=(), ignore_eos=False, grammar=None)
+    return SimpleNamespace(**COLUMNS | others | fields)
 
 
 def features_of(params: Any) -> set[str]:
-    """What a row's settings require in the step: names of columns and tables, "greedy", "noise"."""
+    """What a row's settings require in the step: names of columns and tables, "greedy", "noise",
+    "grammar"."""
     names = {name for name, neutral in COLUMNS.items() if getattr(params, name) != neutral}
     if params.temperature == 0:
         names = names - {"top_k", "top_p", "min_p"} | {"greedy"}  # they always keep the argmax
@@ -253,6 +256,8 @@ def features_of(params: Any) -> set[str]:
         names.add("prompt")
     if params.logit_bias:
         names.add("bias")
+    if params.grammar is not None:
+        names.add("grammar")
     return names - ({"min_new_tokens"} if params.ignore_eos else set())
 
 
@@ -289,6 +294,8 @@ class Sampler:
         self.position = torch.zeros_like(self.seed)  # tokens in the output so far
         self.tensors: dict[str, Tensor] = {}  # of every feature used so far
         self.params, self.row_features = [None] * batch, [set()] * batch
+        self.grammars: list[Any] = [None] * batch
+        self.states = [0] * batch  # of the grammars, on the host
         for row, row_params in enumerate(params):
             self._set_row(row, row_params)
         self._update_features()
@@ -317,6 +324,8 @@ class Sampler:
         self.position[index] = part.position
         if "output" in part.features:
             self.tensors["output"][index] = part.tensors["output"]
+        for row, state in zip(rows, part.states):
+            self.states[row] = state
         return ids
 
     def process(self, logits: Tensor) -> Tensor:
@@ -325,7 +334,20 @@ class Sampler:
         kwargs = {n: self.tensors[n] for n in (*PENALTIES, *TABLES) if n in self.features}
         if "min_new_tokens" in self.features:
             kwargs["forbidden"] = self.is_eos & (self.position < self.tensors["min_new_tokens"])
+        if "grammar" in self.features:
+            allowed = self._allowed()
+            if "forbidden" in kwargs:  # but where a grammar allows EOS alone
+                kwargs["forbidden"] &= (allowed & ~self.is_eos).any(-1, keepdim=True)
+            kwargs["forbidden"] = ~allowed | kwargs.get("forbidden", False)
         return process_logits(logits, **kwargs) if kwargs else logits
+
+    def _allowed(self) -> Tensor:
+        """(B, V) bool: the tokens that the rows' grammars allow."""
+        allowed = torch.ones(self.seed.shape[:1] + self.steps.shape, dtype=torch.bool)
+        for mask, grammar, state in zip(allowed, self.grammars, self.states):
+            if grammar is not None:
+                mask.copy_(grammar.allowed(state))
+        return allowed.to(self.steps.device)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """(B, V) logits -> (B, V) fp32: the distribution of each row's next token."""
@@ -347,7 +369,18 @@ class Sampler:
         if "output" in self.features:
             counts = self.tensors["output"]  # counts of a failed row (id -1) do not matter
             counts.scatter_add_(1, ids.clamp(min=0)[:, None], torch.full_like(counts[:, :1], times))
+        if "grammar" in self.features:
+            assert times == 1, "a grammar cannot go back"
+            self._advance_states(ids[:, None], [1] * len(ids))
         self.position.add_(times)
+
+    def _advance_states(
+        self, ids: Tensor, counts: Sequence[int], rows: Sequence[int] | None = None
+    ) -> None:
+        """Advance the grammars of all rows, or of `rows`, by the first of ids (R, T)."""
+        for row, run, n in zip(rows or range(len(ids)), ids.tolist(), counts):
+            for token in run[:n] if self.grammars[row] is not None else ():
+                self.states[row] = self.grammars[row].advance(self.states[row], token)
 
     def _copy_rows(self, rows: Sequence[int] | None, index: Tensor) -> Sampler:
         """A copy with the rows of self at `index`, and the features of `rows` alone (None: all)."""
@@ -358,6 +391,8 @@ class Sampler:
             part._update_features()
         part.tensors = {n: t[index] for n, t in self.tensors.items() if n in part.features}
         part.seed, part.position = self.seed[index], self.position[index]
+        at = index.tolist() if "grammar" in part.features else []
+        part.grammars, part.states = ([x[i] for i in at] for x in (self.grammars, self.states))
         return part
 
     # ---- speculative decoding ----
@@ -388,6 +423,13 @@ class Sampler:
             for i in range(N):
                 ids = tokens[:, i].clamp(min=0).view(R, 1, 1).expand(R, N + 1, 1)
                 counts.scatter_add_(2, ids, mask[:, i + 1].to(counts).view(1, -1, 1).expand_as(ids))
+        if "grammar" in part.features:
+            for i, row in enumerate(mask.tolist()[1:], 1):
+                parent = max(j for j in range(i) if row[j])
+                for r, token in enumerate(tokens[:, i - 1].tolist()):
+                    first = r * (N + 1)
+                    if (grammar := part.grammars[first]) is not None:
+                        part.states[first + i] = grammar.advance(part.states[first + parent], token)
         return part
 
     def record_run(self, ids: Tensor, n: Tensor, rows: Sequence[int] | None = None) -> None:
@@ -398,6 +440,8 @@ class Sampler:
             counts = self.tensors["output"]
             taken = (torch.arange(ids.shape[1], device=ids.device) < n[:, None]).to(counts)
             counts.index_put_((index[:, None], ids.clamp(min=0)), taken, accumulate=True)
+        if "grammar" in self.features:
+            self._advance_states(ids, n.tolist(), rows)
         self.position.index_add_(0, index, n[:, None])
 
     # ---- between steps ----
@@ -420,6 +464,8 @@ class Sampler:
 
     def _reset_row(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.seed[row], self.position[row] = self.params[row].seed, len(output)
+        grammar = self.grammars[row] = self.params[row].grammar
+        self.states[row] = 0 if grammar is None else reduce(grammar.advance, output, grammar.start)
         for name, ids in (("prompt", prompt), ("output", output)):
             if name in self.tensors:
                 self._check_ids(name, ids)
@@ -434,7 +480,7 @@ class Sampler:
             params = replace(params, top_k=0)
         self.params[row], self.row_features[row] = params, features_of(params)
         B, V = len(self.params), self.vocab_size
-        for name in self.row_features[row] - self.tensors.keys() - {"greedy", "noise"}:
+        for name in self.row_features[row] - self.tensors.keys() - {"greedy", "noise", "grammar"}:
             neutral = COLUMNS.get(name, 0)
             width, dtype = (V, TABLES[name]) if name in TABLES else (1, None)
             dtype = dtype or (torch.float32 if isinstance(neutral, float) else torch.long)
@@ -461,6 +507,11 @@ class Sampler:
     def check(self, params: Any) -> None:
         """ValueError: an id is not in the vocabulary, or every token is banned."""
         self._check_ids("logit_bias", [i for i, _ in params.logit_bias])
+        size = getattr(params.grammar, "vocab_size", None)
+        if params.grammar is not None and size != self.vocab_size:
+            raise ValueError(
+                f"grammar must be a Grammar of {self.vocab_size} tokens, not {params.grammar!r:.60}"
+            )
         banned = {i for i, b in params.logit_bias if b == -INF}
         if params.min_new_tokens and not params.ignore_eos:
             banned |= set(self.eos_ids)
@@ -544,6 +595,13 @@ class RowSampler:
                 self.sampler.admit(row, params, seq.tokens[: seq.n_prompt], seq.output)
                 self.num_recorded[row] = len(seq.output)
         return [self.rows[seq] for seq in sequences]
+
+    def grammar_state(self, sequence: Any) -> tuple[Any, int]:
+        """A sequence's grammar, None if it has none, and the state after its tokens."""
+        if sequence.params.grammar is None:
+            return None, 0
+        (row,) = self.assign_rows([sequence])
+        return self.sampler.grammars[row], self.sampler.states[row]
 
 
 # --------------------------------------------------------------------------------------------------

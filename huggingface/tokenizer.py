@@ -70,6 +70,13 @@ class Tokenizer:
         None for special tokens and ids beyond the vocabulary, which add no text."""
         raise NotImplementedError
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """The ids of text that continues another: no special tokens, no space in front."""
+        ids = self.encode(text, bos=False)
+        if b"".join(self.token_bytes(id, id) or b"" for id in ids) == text.encode():
+            return ids
+        return self.encode("\n" + text, bos=False)[len(self.encode("\n", bos=False)) :]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text. Special tokens and ids beyond the vocabulary (padded embedding) are
         skipped."""
@@ -91,18 +98,20 @@ class TextStream:
     """Incremental detokenizer: ids -> text; an incomplete character is held back.
 
     With a prompt, the output continues its text: the space before the first word is kept, and bytes
-    complete the prompt's last character. Without, the output starts a text.
+    complete the prompt's last character. Without, the output starts a text, whose first word loses
+    its space unless keep_space.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), keep_space: bool = False):
+        self.tokenizer, self.keep_space = tokenizer, keep_space
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.before: int | None = None
         for token in prompt:
             self.push(token)
 
     def push(self, token: int) -> str:
-        data = self.tokenizer.token_bytes(token, self.before)
+        before = token if self.before is None and self.keep_space else self.before
+        data = self.tokenizer.token_bytes(token, before)
         if data is None:
             return ""
         self.before = token
@@ -461,6 +470,9 @@ class SentencePieceTokenizer(Tokenizer):
         prefix = self.prefix_space == "always" or (self.prefix_space == "first" and at_start)
         if prefix and not text.startswith((" ", SPACE)):
             text = " " + text
+        return self.sp_no_prefix.encode(text)
+
+    def encode_continuation(self, text: str) -> list[int]:
         return self.sp_no_prefix.encode(text)
 
     def id_to_token(self, id: int) -> str:

@@ -20,8 +20,8 @@ Equivalence (test_all.py): a request in a batch == the same request alone throug
 killed at any point and resumed == an uninterrupted run. Both up to rounding, which depends on the
 batch size: in bf16, texts may diverge where two tokens have nearly equal probability.
 
-Needs: paged_kv.py, generation/sampling.py, huggingface/tokenizer.py, generation/drafting.py and its
-dependencies, tqdm.
+Needs: paged_kv.py, generation/sampling.py, generation/json_schema.py, huggingface/tokenizer.py,
+generation/drafting.py and its dependencies, tqdm.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +57,9 @@ from generation.drafting import (
     max_draft_tokens,
     pad_drafts,
 )
+from generation.json_schema import parse_grammar
 from generation.sampling import RowSampler
+from generation.structured import ForcedPolicy, ForcedTokens, Grammar, Vocabulary
 from huggingface.chat_template import ChatTemplate
 from huggingface.tokenizer import (
     Continuation,
@@ -244,6 +246,17 @@ def enable_speculative_decoding(
     engine.speculate_k = Goodput(max_drafts) if args.speculate_k == "auto" else FixedK(max_drafts)
 
 
+def jump_forced_tokens(engine: Engine) -> None:
+    """Make an Engine draft the tokens that grammars force, before those of --speculate."""
+    if isinstance(engine.drafter, ForcedTokens):
+        return
+    policy = None if engine.drafter is None else engine.speculate_k
+    if engine.drafter is None:
+        engine.verifier = RowVerifier(engine.sampler)
+    engine.drafter = ForcedTokens(engine.sampler.grammar_state, engine.drafter)
+    engine.speculate_k = ForcedPolicy(engine.drafter, policy)
+
+
 # --------------------------------------------------------------------------------------------------
 # Requests and results
 # --------------------------------------------------------------------------------------------------
@@ -278,13 +291,35 @@ class Service:
         self.ttft, self.itl = deque(maxlen=100_000), deque(maxlen=100_000)  # seconds
         self.engine = build_engine(model, eos, output_callback=self._new_continuation, **kwargs)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. ValueError if it is invalid; the engine is then unchanged."""
-        self.engine.add(request.ids, request.params, id=request, priority=request.priority)
+    def add(self, request: Request, prompt_logprobs: int | None = None) -> None:
+        """Queue a request. prompt_logprobs: see Engine.add. ValueError if it is invalid; the engine
+        is then unchanged."""
+        self.compile_grammar(request)
+        ids, params = request.ids, request.params
+        more = dict(priority=request.priority, prompt_logprobs=prompt_logprobs)
+        self.engine.add(ids, params, id=request, **more)
+
+    def compile_grammar(self, request: Request) -> None:
+        """Replace a pattern in params.grammar by its Grammar. ValueError if that is invalid."""
+        if isinstance(request.params.grammar, str):
+            grammar = self._compile(request.params.grammar)
+            request.params = replace(request.params, grammar=grammar)
+            jump_forced_tokens(self.engine)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self.tokenizer, self.engine.model.config.vocab_size, self.eos)
+
+    def _compile(self, pattern: str) -> Grammar:
+        try:
+            return self._vocabulary.grammar(pattern)
+        except ValueError as e:
+            raise ValueError(f"the regex or json_schema {e}") from None
 
     def _new_continuation(self, seq: Sequence) -> Continuation:
         request, i = seq.request.id, seq.index
-        stream = TextStream(self.tokenizer, request.ids if request.continues else ())
+        prompt = request.ids if request.continues else ()
+        stream = TextStream(self.tokenizer, prompt, request.params.grammar is not None)
         stop, eos = StopStrings(request.params.stop), self.eos
         request.samples[i] = Continuation(
             self.tokenizer,
@@ -342,8 +377,9 @@ class Service:
 # --------------------------------------------------------------------------------------------------
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_ids")
-PARAM_FIELDS = tuple(f.name for f in fields(SamplingParams))
-FIELDS = ("id", "priority", *PROMPT_FIELDS, *PARAM_FIELDS)
+PARAM_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "grammar")
+GRAMMAR_FIELDS = {"regex", "json_schema"}
+FIELDS = ("id", "priority", *PROMPT_FIELDS, *PARAM_FIELDS, *GRAMMAR_FIELDS)
 
 
 @dataclass
@@ -404,6 +440,12 @@ class RequestFile:
         given = {name: values[name] for name in PARAM_FIELDS if name in values}
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
+        for name in values.keys() & GRAMMAR_FIELDS:
+            if "grammar" in given:
+                raise ValueError(
+                    "regex cannot be combined with json_schema: a text has one grammar"
+                )
+            given["grammar"] = parse_grammar(name, values[name], name == "json_schema")
         if "max_new_tokens" not in given:  # only the default is lowered to fit
             room = max(1, self.limit - len(ids))
             given["max_new_tokens"] = min(self.defaults.max_new_tokens, room)

@@ -1,5 +1,5 @@
-"""--batch and --bench-serving of generate.py: the Engine that the flags describe, on a file of
-requests or on a random workload (serving/batch.py)."""
+"""--batch, --bench-serving and --serve of generate.py: the Engine that the flags describe, on a
+file of requests, a random workload (serving/batch.py), or HTTP clients' (serving/server.py)."""
 
 from __future__ import annotations
 
@@ -84,6 +84,16 @@ def enable_speculative_decoding(args: GenerateConfig, engine: Any, tokenizer: To
             engine.speculate_k = Rank0Policy(engine.speculate_k)
 
 
+def build_service(args: GenerateConfig) -> serving_batch.Service:
+    """The Engine of --batch and --serve, with its tokenizer."""
+    device = run_on_all_or_raise(partial(pick_device, args.device))
+    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
+    service = serving_batch.Service(model, tokenizer, eos, **engine_options(args, model))
+    enable_speculative_decoding(args, service.engine, tokenizer)
+    return service
+
+
 def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
     """--batch: the results file, and read_results() of it. ValueError names the flag."""
     if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
@@ -99,16 +109,11 @@ def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
 def batch(args: GenerateConfig) -> None:
     """--batch: run a file of requests into a file of results."""
     out, previous_results = rank0_then_broadcast(partial(batch_files, args))
-    device = run_on_all_or_raise(partial(pick_device, args.device))
-    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    service = build_service(args)
     template = None if args.dummy else load_chat_template(args.checkpoint)
-    eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
-    service = serving_batch.Service(model, tokenizer, eos, **engine_options(args, model))
-    enable_speculative_decoding(args, service.engine, tokenizer)
-    limit = service.engine.capacity
     requests = serving_batch.RequestFile(
-        args.batch, previous_results, tokenizer, template, args.system_prompt,
-        args.sampling_params, limit, rank0_then_broadcast,
+        args.batch, previous_results, service.tokenizer, template, args.system_prompt,
+        args.sampling_params, service.engine.capacity, rank0_then_broadcast,
     )  # fmt: skip
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -118,6 +123,7 @@ def batch(args: GenerateConfig) -> None:
             f"interrupted; finished results are in {out}; to resume, run it again", file=sys.stderr
         )
         raise
+    device = service.engine.model.embed.weight.device
     print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)
 
 
@@ -218,3 +224,54 @@ def goodput_table(
         decode = f"{p.n_decode}x{p.decode_tp}"
         lines.append(f"{prefill:>9}{decode:>8}{x:>10.2f}{'  best' if p == best else ''}")
     return "\n".join(lines)
+
+
+def serve(args: GenerateConfig) -> None:
+    """--serve: an HTTP server on an Engine."""
+    try:
+        from serving import server
+    except ImportError as e:
+        raise ValueError(f"--serve requires {e.name}: pip install -r requirements.txt") from None
+    address = parse_address(args)
+    service = build_service(args)
+    capacity, V = service.engine.capacity, service.engine.model.config.vocab_size
+    model = served_model(args, service.tokenizer, capacity, V)
+    make_engine = partial(server.AsyncEngine, service)
+    device = device_name(service.engine.model.embed.weight.device)
+    serve_engine(args, make_engine, model, address, device)
+
+
+def serve_engine(
+    args: GenerateConfig, make_engine: Any, model: Any, address: tuple[str, int], where: str
+) -> None:
+    """Serve until a signal."""
+    from serving import server
+
+    limits = server.Limits(args.max_queue, drain_timeout=args.drain_timeout)
+    limits.request_timeout = args.request_timeout
+    keys = tuple(key.encode() for key in args.api_key)
+    app = server.Server(make_engine, model, keys, limits, args.cors_origin)
+    host, port = address
+    print(f"[{where}] {model.name}: http://{host}:{port}", file=sys.stderr, flush=True)
+    server.DrainingServer(app, host, port).run()
+
+
+def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, vocab_size: int) -> Any:
+    """The Model that calls of the API are parsed against."""
+    from serving.openai_api import Model
+
+    name = Path(args.dummy or args.checkpoint).resolve().stem
+    template = None if args.dummy else load_chat_template(args.checkpoint)
+    longest = max(map(len, map(tokenizer.id_to_token, range(tokenizer.vocab_size))))
+    return Model(name, tokenizer, template, capacity, vocab_size, capacity * longest)
+
+
+def parse_address(args: GenerateConfig) -> tuple[str, int]:
+    """--serve [HOST:]PORT. ValueError if others than this machine could call without a key."""
+    host, _, port = args.serve.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--serve {args.serve}: give [HOST:]PORT, for example 127.0.0.1:8000")
+    if host not in ("127.0.0.1", "localhost", "::1") and not args.api_key:
+        raise ValueError(f"--serve {args.serve}: an address beyond loopback requires --api-key KEY")
+    return host, int(port)

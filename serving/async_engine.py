@@ -1,0 +1,285 @@
+"""An Engine in a thread of its own, and its requests as streams of one asyncio loop.
+
+A step of the engine takes milliseconds to seconds and releases Python's lock while it computes, so
+it runs in a thread, and the loop keeps serving sockets. Between two steps the thread does what the
+loop asked for, adding and aborting requests; after a step it reports, in one call into the loop,
+how far every request has come.
+
+No queue lies between them: text and tokens are in the engine's own outputs, a Stream has only
+counts of how much its reader may see, and a reader takes all that is new at once. So a slow reader
+costs no more memory than its output, which max_new_tokens bounds, and gets larger pieces.
+
+A Stream that was interrupted, here or on another machine, is continued by `submit` with the tokens
+that it had: noise is a function of seed, position and token (generation/sampling.py), so the rest
+is what it would have been, up to rounding, which depends on the batch.
+
+Equivalence (test_all.py): streamed text == the text of generate.py with the same seed; all blocks
+are free once every stream has ended or was closed. Needs: serving/batch.py.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import asyncio
+import threading
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from huggingface.tokenizer import one_line
+from paged_kv import KVTransfer, Output, Sample
+from paged_kv import Sequence as EngineSequence
+from serving.batch import Request, Service
+
+READER_SECONDS, MAX_DELAY = 5e-5, 0.1  # of a reader for an event; between two events
+
+Stats = dict[str, float]
+LogProb = tuple[float, list[int], list[float]]  # of a token; the most likely tokens, and theirs
+
+
+@dataclass
+class Piece:
+    """What is new in a choice of a stream."""
+
+    choice: int
+    text: str
+    tokens: list[int]
+    logprobs: list[LogProb]
+    finish_reason: str | None  # eos, stop, length or error
+
+
+@dataclass
+class Progress:
+    """How much of a choice the reader may see, or has seen."""
+
+    tokens: int = 0
+    chars: int = 0
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Stream:
+    """One API call: some requests with n samples each, all together its choices."""
+
+    requests: list[Request]
+    outputs: list[Output] = field(default_factory=list)  # of each request
+    progress: list[Progress] = field(default_factory=list)  # of each choice
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str | None = None
+
+    def __post_init__(self):
+        self.progress = [Progress() for r in self.requests for _ in range(r.params.n)]
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or all(p.finish_reason for p in self.progress)
+
+    def sample(self, choice: int) -> tuple[Request, Output, int]:
+        """Request, output and number of the sample that is a choice."""
+        i, sample = divmod(choice, self.requests[0].params.n)
+        return self.requests[i], self.outputs[i], sample
+
+    async def pieces(self, seen: Sequence[Progress] = ()) -> AsyncIterator[Piece]:
+        """What is new, until the stream has finished. seen: what the reader has already."""
+        seen = list(seen) or [Progress() for _ in self.progress]
+        while True:
+            self.changed.clear()
+            finished = self.finished
+            for choice, (old, new) in enumerate(zip(seen, self.progress)):
+                ended = new.finish_reason is not None
+                if old.finish_reason is None and (ended or new.chars > old.chars):
+                    yield self._piece(choice, old, new)
+                    seen[choice] = new
+            if finished:
+                return
+            await self.changed.wait()
+
+    def _piece(self, choice: int, old: Progress, new: Progress) -> Piece:
+        request, output, i = self.sample(choice)
+        text, sample = request.samples[i].text, output.samples[i]
+        at = slice(old.tokens, new.tokens)
+        tokens, logprobs = sample.token_ids[at], sample.logprobs[at]
+        return Piece(choice, text[old.chars : new.chars], tokens, logprobs, new.finish_reason)
+
+
+class AsyncEngine:
+    """The thread of a Service's Engine. All methods but _run's are called in the loop's thread."""
+
+    def __init__(self, service: Service, on_step: Callable[[Stats], Any]):
+        """on_step: called in the loop after every step."""
+        self.service, self.engine, self.on_step = service, service.engine, on_step
+        self.wake, self.commands = threading.Condition(), deque[Callable[[], Any]]()
+        self.streams: dict[Request, Stream] = {}  # of the thread
+        self.unread: set[Stream] = set()  # of the loop: whose readers are to be woken
+        self.timer: asyncio.TimerHandle | None = None
+        self.closed, self.loop = False, asyncio.get_running_loop()
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
+
+    @property
+    def n_waiting(self) -> int:
+        return self.engine.n_waiting
+
+    def stats(self) -> Stats:
+        """Sequences that run and wait, the fraction of KV blocks in use, and totals."""
+        scheduler, blocks = self.engine.scheduler, self.engine.allocator
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_usage": 1 - blocks.n_free / len(blocks.refs),
+            "preemptions": scheduler.n_preempted,
+            "prefix_queries": scheduler.n_admitted_tokens,
+            "prefix_hits": scheduler.n_hit_tokens,
+        }
+
+    async def submit(
+        self,
+        requests: list[Request],
+        samples: Sequence[list[Sample]] = (),
+        prompt_logprobs: int | None = None,
+    ) -> Stream:
+        """Queue the requests of a call, which have the same n. samples: of each request, what an
+        interrupted run of it had. prompt_logprobs: see Engine.add. ValueError if a request is
+        invalid; then none is queued."""
+        stream, added = Stream(requests), Future()
+
+        def add() -> None:
+            if not added.set_running_or_notify_cancel():
+                return
+            try:
+                for i, request in enumerate(requests):
+                    stream.outputs.append(
+                        self._add(request, samples[i] if samples else [], prompt_logprobs)
+                    )
+                    self.streams[request] = stream
+                added.set_result(None)
+            except Exception as e:
+                self._remove(stream)
+                added.set_exception(e)
+
+        self._command(add)
+        try:
+            await asyncio.wrap_future(added)
+        except asyncio.CancelledError:
+            self.close_stream(stream)
+            raise
+        return stream
+
+    def close_stream(self, stream: Stream, then: Callable[[], Any] = lambda: None) -> None:
+        """Abort what has not finished: its blocks are free before the next step. Then, in the
+        loop, call `then`."""
+
+        def close() -> None:
+            self._remove(stream)
+            self._call(self._publish, [])
+            self._call(then)
+
+        self._command(close)
+
+    def stop(self) -> None:
+        """Stop the thread after the present step; unfinished streams end with an error."""
+        self.closed = True
+        self._command(lambda: None)
+
+    async def close(self) -> None:
+        self.stop()
+        await asyncio.to_thread(self.thread.join)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while True:
+            with self.wake:
+                self.wake.wait_for(lambda: self.commands or self.streams)
+                commands, self.commands = self.commands, deque()
+            for command in commands:
+                command()
+            if self.closed:
+                return self._fail("the server stops")
+            if self.streams:
+                try:
+                    self._report(self.engine.step())
+                except Exception as e:
+                    traceback.print_exc()
+                    self._fail(f"the engine failed ({type(e).__name__}: {one_line(e)})")
+
+    def _add(self, request: Request, samples: list[Sample], prompt_logprobs: int | None) -> Output:
+        if not any(sample.token_ids for sample in samples):
+            self.service.add(request, prompt_logprobs)
+            return self.engine.outputs[request]
+        self.service.compile_grammar(request)
+        output = Output(request, request.ids, samples, arrival_time=self.engine.clock())
+        sequences = [
+            EngineSequence(request.ids + s.token_ids, len(request.ids), request.params, output, i)
+            for i, s in enumerate(samples)
+        ]
+        self.engine.import_request(KVTransfer(output, sequences))
+        return output
+
+    def _remove(self, stream: Stream) -> None:
+        for request in stream.requests:
+            if request in self.engine.outputs:
+                self.engine.abort(request)
+            self.streams.pop(request, None)
+
+    def _report(self, outputs: list[Output]) -> None:
+        """Tell the loop how far the requests have come."""
+        changes: list[tuple[Stream, int, list[Progress], str | None]] = []
+        for output in outputs:
+            request: Request = output.id
+            if (stream := self.streams.get(request)) is None:
+                continue
+            new = [
+                Progress(len(s.token_ids), len(request.samples[i].text), s.finish_reason)
+                for i, s in enumerate(output.samples)
+                if i in request.samples
+            ]
+            changes.append((stream, stream.requests.index(request), new, output.error))
+            if output.finished:
+                del self.streams[request]
+        self._call(self._publish, changes)
+
+    def _fail(self, why: str) -> None:
+        """End every stream with an error."""
+        for stream in set(self.streams.values()):
+            self._remove(stream)
+            self._call(self._publish, [(stream, 0, [], why)])
+
+    # ---- from thread to loop and back ----
+
+    def _publish(self, changes: list[tuple[Stream, int, list[Progress], str | None]]) -> None:
+        for stream, i, progress, error in changes:
+            n = stream.requests[0].params.n
+            stream.progress[i * n : i * n + len(progress)] = progress
+            stream.error = stream.error or error
+            self.unread.add(stream)
+        self.on_step(self.stats())
+        if self.timer is None:
+            self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        """Readers of many streams take the lock that the engine needs: wake them less often, so
+        that they have a tenth of the time."""
+        self.timer = None
+        if self.unread:
+            delay = min(MAX_DELAY, len(self.unread) * READER_SECONDS / 0.1)
+            self.timer = self.loop.call_later(delay, self._wake_readers)
+        for stream in self.unread:
+            stream.changed.set()
+        self.unread.clear()
+
+    def _command(self, command: Callable[[], Any]) -> None:
+        with self.wake:
+            self.commands.append(command)
+            self.wake.notify()
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop has closed
+            self.closed = True

@@ -1,0 +1,400 @@
+"""The OpenAI API's completions and chat completions: request bodies, response objects and chunks.
+
+`parse_completion` and `parse_chat` turn a JSON body into a Call: the Engine's requests and how the
+answer is to look. Every field is read or refused with a 400 that names it, as is every value that
+this engine cannot honour; a field that is null counts as absent. Fields that the OpenAI API lacks
+and vLLM has (top_k, min_p, repetition_penalty, min_tokens, ignore_eos) have vLLM's names. Defaults
+are the API's, not generate.py's: temperature 1, a random seed, 16 tokens for a completion.
+
+Only Python dictionaries come in and go out: serving/server.py speaks HTTP. Reference: OpenAI API
+reference, completions and chat; the `openai` package parses every response in test_all.py.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from generation.json_schema import from_response_format
+from huggingface.chat_template import ChatTemplate
+from huggingface.tokenizer import Tokenizer
+from paged_kv import SamplingParams
+from serving.async_engine import LogProb, Piece, Progress, Stream
+from serving.batch import Request
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+MAX_LOGPROBS, MAX_STOP, MAX_PROMPTS = 20, 16, 128
+
+SAMPLING = {  # field of a body -> of SamplingParams
+    "temperature": "temperature", "top_p": "top_p", "seed": "seed", "n": "n", "stop": "stop",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "min_tokens": "min_new_tokens",
+    "ignore_eos": "ignore_eos",
+}  # fmt: skip
+COMMON = {*SAMPLING, "model", "stream", "stream_options", "user", "response_format", "max_tokens"}
+COMPLETION = COMMON | {"prompt", "echo", "logprobs", "best_of"}
+CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
+
+
+class APIError(Exception):
+    """An error response: HTTP status, message, and the field of the body that is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, **headers: str):
+        super().__init__(message)
+        self.status, self.param = status, param
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
+        return {"error": error}
+
+
+@dataclass
+class Model:
+    """What a body is parsed against."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    context: int  # tokens of prompt and output at most
+    vocab_size: int
+    max_bytes: int = 2**20  # of a text: more cannot fit the context, and is not tokenized
+
+
+@dataclass
+class Call:
+    """A parsed body."""
+
+    requests: list[Request]
+    chat: bool
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    top_logprobs: int | None = None
+    no_output: bool = False  # max_tokens 0: the prompt's log-probabilities alone
+    user: str = ""
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self):
+        self.id = self.id or f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return self.top_logprobs if self.echo else None
+
+
+# --------------------------------------------------------------------------------------------------
+# Bodies
+# --------------------------------------------------------------------------------------------------
+
+
+def parse_completion(body: Mapping[str, Any], model: Model) -> Call:
+    """A body of POST /v1/completions. APIError names the field."""
+    body = _known(body, COMPLETION, model)
+    prompts = _prompts(body.get("prompt"), model)
+    echo, top = _typed(body, "echo", bool, False), _count(body, "logprobs", MAX_LOGPROBS)
+    tokens = body.get("max_tokens", 16)
+    no_output = echo and type(tokens) is int and tokens == 0
+    params = _params(body, 1 if no_output else tokens, top, chat=False)
+    if (best_of := body.get("best_of", params.n)) != params.n:
+        raise APIError(400, f"best_of must equal n ({params.n}), not {best_of!r}", "best_of")
+    requests = [Request("", 0, ids, params) for ids in prompts]
+    return _call(body, Call(requests, False, echo=echo, top_logprobs=top, no_output=no_output))
+
+
+def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
+    """A body of POST /v1/chat/completions. APIError names the field."""
+    body = _known(body, CHAT, model)
+    ids = _chat_prompt(body.get("messages"), model)
+    logprobs, top = (
+        _typed(body, "logprobs", bool, False),
+        _count(body, "top_logprobs", MAX_LOGPROBS),
+    )
+    if top is not None and not logprobs:
+        raise APIError(400, "top_logprobs requires logprobs: true", "top_logprobs")
+    top = (top or 0) if logprobs else None
+    if {"max_tokens", "max_completion_tokens"} <= body.keys():
+        raise APIError(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
+    room = max(1, model.context - len(ids))
+    tokens = body.get("max_completion_tokens", body.get("max_tokens", room))
+    params = _params(body, tokens, top, chat=True)
+    request = Request("", 0, ids, params, continues=False)
+    return _call(body, Call([request], True, top_logprobs=top))
+
+
+def _known(body: Mapping[str, Any], fields: set[str], model: Model) -> dict[str, Any]:
+    """The fields that are not null. APIError for one that is not supported, or another model."""
+    if not isinstance(body, dict):
+        raise APIError(400, "the body must be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name in body:
+        if name not in fields:
+            raise APIError(
+                400, f"{name} is not supported; supported: {', '.join(sorted(fields))}", name
+            )
+    if (name := body.get("model", model.name)) != model.name:
+        raise APIError(404, f"there is no model {name!r}; this server has {model.name!r}", "model")
+    return body
+
+
+def _params(
+    body: Mapping[str, Any], max_tokens: Any, logprobs: int | None, chat: bool
+) -> SamplingParams:
+    given = {ours: body[name] for name, ours in SAMPLING.items() if name in body}
+    given.setdefault("seed", secrets.randbits(31))
+    given["grammar"] = _grammar(body.get("response_format", {"type": "text"}))
+    if isinstance(bias := given.get("logit_bias"), dict):
+        try:
+            given["logit_bias"] = {int(token): value for token, value in bias.items()}
+        except ValueError:
+            raise APIError(400, "logit_bias must have token ids as keys", "logit_bias") from None
+    stop = given.get("stop", ())
+    if isinstance(stop, list) and len(stop) > MAX_STOP:
+        raise APIError(400, f"stop has {len(stop)} strings; at most {MAX_STOP}", "stop")
+    try:
+        return SamplingParams(**given, max_new_tokens=max_tokens, logprobs=logprobs)
+    except ValueError as e:
+        raise invalid(e, chat) from None
+
+
+def _grammar(response_format: Any) -> str | None:
+    """The pattern of a response_format. A schema's own patterns are refused: a short one can have a
+    huge automaton."""
+    stack = [response_format]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict) and isinstance(value.get("pattern"), str):
+            raise APIError(400, "response_format: pattern is not supported", "response_format")
+        stack += (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
+    try:
+        return from_response_format(response_format)
+    except ValueError as e:
+        raise APIError(400, str(e), "response_format") from None
+
+
+def invalid(e: ValueError, chat: bool) -> APIError:
+    """The Engine's ValueError, in the API's names."""
+    text = str(e).replace("min_new_tokens", "min_tokens")
+    text = text.replace("max_new_tokens", "max_completion_tokens" if chat else "max_tokens")
+    field = text.split()[0]
+    return APIError(400, text, field if field in COMPLETION | CHAT else None)
+
+
+def _typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = body.get(name, default)
+    if type(value) is not kind:
+        raise APIError(400, f"{name} must be of type {kind.__name__}, not {value!r}", name)
+    return value
+
+
+def _count(body: Mapping[str, Any], name: str, most: int) -> int | None:
+    value = body.get(name)
+    if value is not None and not (type(value) is int and 0 <= value <= most):
+        raise APIError(400, f"{name} must be an integer from 0 to {most}, not {value!r}", name)
+    return value
+
+
+def _prompts(prompt: Any, model: Model) -> list[list[int]]:
+    """A text, a list of texts, a list of token ids, or a list of those."""
+    is_ids = lambda x: isinstance(x, list) and x and all(type(i) is int for i in x)
+    prompts = [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
+    if not isinstance(prompts, list) or not prompts or len(prompts) > MAX_PROMPTS:
+        wanted = f"a text, a list of token ids, or up to {MAX_PROMPTS} of either"
+        raise APIError(400, f"prompt must be {wanted}", "prompt")
+    for one in prompts:
+        if not (isinstance(one, str) and one) and not is_ids(one):
+            raise APIError(400, "prompt must be non-empty text or token ids", "prompt")
+    return [encode(p, model, "prompt") if isinstance(p, str) else p for p in prompts]
+
+
+def encode(text: str, model: Model, field: str, bos: bool = True) -> list[int]:
+    """The token ids of a text. APIError names the field."""
+    try:
+        if len(text.encode()) > model.max_bytes:
+            raise APIError(400, f"{field} is longer than {model.max_bytes} bytes", field)
+        return model.tokenizer.encode(text, bos)
+    except UnicodeEncodeError:  # JSON can encode lone surrogates
+        raise APIError(400, f"{field} is not valid Unicode", field) from None
+
+
+def _chat_prompt(messages: Any, model: Model) -> list[int]:
+    if model.template is None:
+        raise APIError(400, "this model has no chat template; use /v1/completions", "messages")
+    ok = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
+    if not ok:
+        raise APIError(400, "messages must be a list of one or more objects", "messages")
+    for message in messages:
+        _check_message(message)
+    texts = [message | {"content": _text(message.get("content"))} for message in messages]
+    try:
+        prompt = model.template.render(texts)
+    except ValueError as e:  # its message begins with the file
+        text = str(e).removeprefix(f"{model.template.source}: ")
+        raise APIError(400, f"messages: {text}", "messages") from None
+    return encode(prompt, model, "messages", bos=False)
+
+
+def _check_message(message: Mapping[str, Any]) -> None:
+    if not isinstance(message.get("role"), str):
+        raise APIError(400, "messages: every message must have a role", "messages")
+    for name in message:
+        if name not in ("role", "content", "name", "reasoning_content"):
+            raise APIError(400, f"messages: {name} is not supported", f"messages.{name}")
+
+
+def _text(content: Any) -> str:
+    """The text of a message's content: a string, or parts of type text."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise APIError(400, "messages: content must be text or parts of type text", "messages")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(body: Mapping[str, Any], call: Call) -> Call:
+    call.stream, call.user = _typed(body, "stream", bool, False), _typed(body, "user", str, "")
+    options = _typed(body, "stream_options", dict, {})
+    if options and not call.stream:
+        raise APIError(400, "stream_options requires stream: true", "stream_options")
+    for name, value in options.items():
+        if name != "include_usage" or type(value) is not bool:
+            raise APIError(
+                400, f"stream_options.{name}: {value!r} is not supported", "stream_options"
+            )
+    call.include_usage = options.get("include_usage", False)
+    return call
+
+
+# --------------------------------------------------------------------------------------------------
+# Responses
+# --------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Writes a Stream as the objects of one API call: `chunk` of each piece, or `whole`."""
+
+    def __init__(self, call: Call, stream: Stream, model: Model, seen: Sequence[Progress]):
+        """seen: what the client has of each choice."""
+        self.call, self.stream, self.model = call, stream, model
+        self.begun = [p.tokens + p.chars > 0 for p in seen]
+        self.offsets = [p.chars for p in seen]  # characters before each choice's next token
+
+    def head(self, chunk: bool) -> dict[str, Any]:
+        kind = "chat.completion" if self.call.chat else "text_completion"
+        kind += ".chunk" if chunk and self.call.chat else ""
+        head = {"id": self.call.id, "object": kind, "created": self.call.created}
+        return head | {"model": self.model.name}
+
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
+        """The role of a chat's choices."""
+        if self.call.chat and not any(self.begun):
+            for choice in range(len(self.begun)):
+                yield self._chunk(choice, {"role": "assistant", "content": ""}, None, None)
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """A choice's echoed prompt, if it is requested, comes with its first piece."""
+        choice, text, logprobs = piece.choice, piece.text, None
+        prompt = ("", None) if self.begun[choice] or not self.call.echo else self._prompt(choice)
+        self.begun[choice] = True
+        if self.call.no_output:
+            text = ""
+        else:
+            logprobs = self._logprobs(choice, piece.tokens, piece.logprobs)
+        text, logprobs = prompt[0] + text, _joined(prompt[1], logprobs)
+        delta: Any = {"content": text} if self.call.chat else text
+        return self._chunk(choice, delta, logprobs, FINISH.get(piece.finish_reason or ""))
+
+    def _chunk(self, choice: int, delta: Any, logprobs: Any, finish: str | None) -> dict[str, Any]:
+        value = {"index": choice, "delta" if self.call.chat else "text": delta}
+        value |= {"logprobs": logprobs, "finish_reason": finish}
+        usage = {"usage": None} if self.call.include_usage else {}
+        return self.head(True) | {"choices": [value]} | usage
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return self.head(True) | {"choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        prompt = sum(len(r.ids) for r in self.stream.requests)
+        new = 0 if self.call.no_output else sum(p.tokens for p in self.stream.progress)
+        return dict(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new)
+
+    def whole(self) -> dict[str, Any]:
+        """The response of a call without `stream`, of a stream that has finished."""
+        choices = [self._choice(i) for i in range(len(self.stream.progress))]
+        return self.head(False) | {"choices": choices, "usage": self.usage()}
+
+    def _choice(self, choice: int) -> dict[str, Any]:
+        request, output, i = self.stream.sample(choice)
+        text, sample = request.samples[i].text, output.samples[i]
+        piece = Piece(choice, text, sample.token_ids, sample.logprobs, sample.finish_reason)
+        value = self.chunk(piece)["choices"][0]
+        if self.call.chat:
+            value["message"] = {"role": "assistant", "content": text, "refusal": None}
+            del value["delta"]
+        return value
+
+    # ---- prompts and log-probabilities ----
+
+    def _prompt(self, choice: int) -> tuple[str, dict[str, Any] | None]:
+        """Text and log-probabilities of an echoed prompt; its first token has none."""
+        request, output, _ = self.stream.sample(choice)
+        ids, text = request.ids, self.model.tokenizer.decode(request.ids)
+        if self.call.top_logprobs is None:
+            return text, None
+        entries = self._logprobs(choice, ids, [(0.0, [], []), *output.prompt_logprobs])
+        entries["token_logprobs"][0] = entries["top_logprobs"][0] = None
+        return text, entries
+
+    def _logprobs(
+        self, choice: int, tokens: Sequence[int], logprobs: Sequence[LogProb]
+    ) -> dict[str, Any] | None:
+        """The logprobs object of consecutive tokens of a choice."""
+        if self.call.top_logprobs is None:
+            return None
+        if self.call.chat:
+            return {"content": [self._entry(t, *lp) for t, lp in zip(tokens, logprobs)]}
+        tokenizer = self.model.tokenizer
+        piece, offsets = tokenizer.piece, []
+        pieces = [piece(token) for token in tokens]
+        for token, text in zip(tokens, pieces):
+            offsets.append(self.offsets[choice])
+            is_text = tokenizer.token_bytes(token, token) is not None
+            self.offsets[choice] += len(text) if is_text else 0
+        top = [dict(zip(map(piece, ids), best)) for _, ids, best in logprobs]
+        for best, text, (logprob, *_) in zip(top, pieces, logprobs):
+            best.setdefault(text, logprob)  # as the API does, beyond the number asked for
+        return {"tokens": pieces, "token_logprobs": [lp for lp, *_ in logprobs],
+                "top_logprobs": top, "text_offset": offsets}  # fmt: skip
+
+    def _entry(
+        self, token: int, logprob: float, ids: Sequence[int], best: Sequence[float]
+    ) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text, data = (
+                self.model.tokenizer.piece(token),
+                self.model.tokenizer.token_bytes(token, token),
+            )
+            return {"token": text, "logprob": logprob, "bytes": list(data or text.encode())}
+
+        return entry(token, logprob) | {"top_logprobs": [*map(entry, ids, best)]}
+
+
+def _joined(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Two logprobs objects of consecutive tokens as one."""
+    return {name: a[name] + b[name] for name in a} if a and b else a or b

@@ -1,0 +1,482 @@
+"""An HTTP server with the OpenAI API, on one Engine: `python generate.py --serve [HOST:PORT]`.
+
+    POST /v1/completions, /v1/chat/completions    with and without streaming (openai_api.py)
+    GET /v1/models    POST /tokenize, /detokenize    GET /health, /metrics    GET / a page
+
+The engine runs in a thread (async_engine.py); this file is what a server owes to its clients and to
+its owner. A client that leaves is aborted, and its KV blocks are free before the next step. Queue,
+body, prompt and concurrent calls per key are bounded: what is beyond is a 4xx that says so, a full
+queue a 429 with Retry-After. The first SIGTERM drains: new calls get 503, running ones finish, up
+to --drain-timeout; the second ends at once. It listens on loopback unless there is an --api-key;
+errors contain no path and no trace.
+
+Every SSE event has an id. A client whose connection broke repeats its call with the header
+Last-Event-ID and gets what it missed and no more: tokens that were sampled are kept for a while,
+and the engine continues after them. With ?repeat_unacked=1 every event has the text that is not
+acknowledged by POST /v1/acks, for proxies that forward events in datagrams (unacked.py).
+
+Needs: starlette, uvicorn, prometheus_client. Proofs: test_all.py, with the clients openai, curl and
+lm_eval.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
+import asyncio
+import hmac
+import json
+import math
+import sys
+import time
+import traceback
+from collections import Counter as Counts
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request as HTTPRequest
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from huggingface.tokenizer import one_line
+from paged_kv import Sample
+from serving.async_engine import AsyncEngine, Progress, Stats, Stream
+from serving.openai_api import APIError, Call, Model, Writer, encode, invalid
+from serving.openai_api import parse_chat, parse_completion
+from serving.unacked import UnackedTail
+
+PAGE = Path(__file__).parent / "page.html"
+KEPT_STREAMS, KEPT_SECONDS = 256, 120.0  # streams that can be continued
+TIMEOUT = APIError(504, "the request took too long")
+
+
+@dataclass
+class Limits:
+    """What a server accepts. Seconds, bytes, calls."""
+
+    max_queue: int = 512  # waiting requests
+    max_body: int = 4 * 2**20
+    max_calls_per_key: int = 1024  # at once
+    request_timeout: float = 600.0
+    drain_timeout: float = 60.0
+
+
+class Metrics:
+    """Prometheus metrics, with vLLM's names after `sheaf:`."""
+
+    def __init__(self):
+        self.registry = CollectorRegistry()
+        gauge = lambda name, text: Gauge(f"sheaf:{name}", text, registry=self.registry)
+        counter = lambda name, text, *labels: Counter(
+            f"sheaf:{name}", text, labels, registry=self.registry
+        )
+        buckets = [0.001 * 2**i for i in range(17)]  # 1 ms to 65 s
+        histogram = lambda name, text: Histogram(
+            f"sheaf:{name}", text, registry=self.registry, buckets=buckets
+        )
+        self.gauges = {
+            "running": gauge("num_requests_running", "sequences in the batch"),
+            "waiting": gauge("num_requests_waiting", "sequences in the queue"),
+            "kv_usage": gauge("kv_cache_usage_perc", "fraction of KV blocks in use"),
+        }
+        self.totals = {
+            "preemptions": counter("num_preemptions", "preempted sequences"),
+            "prefix_queries": counter("prefix_cache_queries", "tokens looked up"),
+            "prefix_hits": counter("prefix_cache_hits", "tokens found cached"),
+        }
+        self.known = Counts[str]()  # the values of totals
+        self.prompt_tokens = counter("prompt_tokens", "prompt tokens")
+        self.new_tokens = counter("generation_tokens", "generated tokens")
+        self.finished = counter("request_success", "finished requests", "finished_reason")
+        self.ttft = histogram("time_to_first_token_seconds", "arrival to first token")
+        self.itl = histogram("inter_token_latency_seconds", "time between tokens")
+        self.e2e = histogram("e2e_request_latency_seconds", "arrival to last token")
+
+    def show(self, stats: Stats) -> None:
+        """The state of the engine after a step."""
+        for name, gauge in self.gauges.items():
+            gauge.set(stats[name])
+        for name, counter in self.totals.items():
+            counter.inc(max(0, stats[name] - self.known[name]))
+            self.known[name] = stats[name]
+
+    def observe(self, stream: Stream) -> None:
+        """Count the requests of a stream that has finished."""
+        for choice, progress in enumerate(stream.progress):
+            self.new_tokens.inc(progress.tokens)
+            self.finished.labels(progress.finish_reason or "abort").inc()
+            request, output, sample = stream.sample(choice)
+            times = output.timestamps[1:]
+            if sample == 0:
+                self.prompt_tokens.inc(len(request.ids))
+            if sample == 0 and times:
+                self.ttft.observe(times[0] - output.arrival_time)
+                self.e2e.observe(times[-1] - output.arrival_time)
+                for a, b in zip(times, times[1:]):
+                    self.itl.observe(b - a)
+
+
+@dataclass
+class Kept:
+    """A stream that has ended or whose client has left, to be continued."""
+
+    call: Call
+    samples: list[list[Sample]]  # of each request
+    time: float
+
+
+@dataclass
+class Server:
+    """The application: its routes' handlers, and what they share."""
+
+    make_engine: Callable[[Callable[[Stats], None]], AsyncEngine]  # called with on_step
+    model: Model
+    keys: tuple[bytes, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    origin: str = ""  # whose pages may call this server (CORS)
+
+    def __post_init__(self):
+        self.engine: AsyncEngine | None = None  # while it runs
+        self.metrics, self.calls = Metrics(), Counts[str]()  # calls at present, by key
+        self.draining = False
+        self.generations: dict[str, Generation] = {}  # at present, by the id of the call
+        self.kept: OrderedDict[str, Kept] = OrderedDict()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        route = lambda path, handler, method: Route(path, self._endpoint(handler), methods=[method])
+        routes = [
+            route("/v1/completions", self.completions, "POST"),
+            route("/v1/chat/completions", self.chat, "POST"),
+            route("/v1/acks", self.acknowledge, "POST"),
+            route("/v1/models", self.models, "GET"),
+            route("/tokenize", self.tokenize, "POST"),
+            route("/detokenize", self.detokenize, "POST"),
+            route("/metrics", self.show_metrics, "GET"),
+            Route("/health", self.health),
+            Route("/", lambda _: FileResponse(PAGE)),
+        ]
+        handlers = {HTTPException: lambda _, e: _error(APIError(e.status_code, e.detail))}
+        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        if self.origin:
+            from starlette.middleware.cors import CORSMiddleware
+
+            cors = dict(allow_origins=[self.origin], allow_methods=["*"], allow_headers=["*"])
+            app.add_middleware(CORSMiddleware, **cors)
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.engine = self.make_engine(self.metrics.show)
+        yield
+        await self.engine.close()
+
+    # ---- entry of every call ----
+
+    def _endpoint(self, handler: Callable[..., Awaitable[Response]]) -> Callable:
+        """Who calls, how many at once, and errors as JSON."""
+
+        async def call(request: HTTPRequest) -> Response:
+            try:
+                request.state.key = key = self._authenticate(request)
+                if self.draining:
+                    raise APIError(503, "the server is shutting down")
+                if self.calls[key] >= self.limits.max_calls_per_key:
+                    raise APIError(429, "too many calls at once with this key", Retry_After="1")
+                return await handler(request)
+            except APIError as e:
+                error = e
+            except ClientDisconnect:
+                error = APIError(499, "the client has left")
+            except Exception:
+                traceback.print_exc()
+                error = APIError(500, "internal error; see the server's log")
+            print(f"{request.url.path} {error.status}: {error}", file=sys.stderr)
+            return _error(error)
+
+        return call
+
+    def _authenticate(self, request: HTTPRequest) -> str:
+        """The key's number, for counting and the log."""
+        if not self.keys:
+            return "-"
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.encode(), key) for key in self.keys]  # all of them
+        if scheme.lower() != "bearer" or not any(matches):
+            raise APIError(401, "give a valid API key: Authorization: Bearer KEY")
+        return str(matches.index(True))
+
+    async def _json(self, request: HTTPRequest) -> Any:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.limits.max_body:
+                raise APIError(413, f"the body is larger than {self.limits.max_body} bytes")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as e:
+            raise APIError(400, f"the body is not JSON: {one_line(e)}") from None
+
+    # ---- generation ----
+
+    async def completions(self, request: HTTPRequest) -> Response:
+        return await self._generate(request, parse_completion)
+
+    async def chat(self, request: HTTPRequest) -> Response:
+        return await self._generate(request, parse_chat)
+
+    async def _generate(self, request: HTTPRequest, parse: Callable[..., Call]) -> Response:
+        body, samples, seen = await self._json(request), [], []
+        call = await asyncio.to_thread(parse, body, self.model)  # tokenizes, compiles
+        if (event := request.headers.get("last-event-id")) is not None:
+            call, samples, seen = self._interrupted(event, call)
+        if self.engine.n_waiting + len(call.requests) > self.limits.max_queue:
+            raise APIError(429, "the queue is full; try again later", Retry_After="1")
+        generation = Generation(self, call, request.state.key, seen)
+        await generation.start(samples)
+        if request.query_params.get("repeat_unacked") == "1":
+            generation.tails = [UnackedTail(p.chars) for p in generation.seen]
+        if call.stream:
+            return EventStream(generation)
+        try:
+            return await _while_connected(request, generation.response())
+        finally:
+            generation.finish()
+
+    def _interrupted(self, event: str, call: Call) -> tuple[Call, list, list[Progress]]:
+        """The call of an event id that a client saw last, its samples, and what the client has."""
+        id, *counts = event.split(".")
+        kept, seen = self.kept.pop(id, None), _parse_counts(counts)
+        if kept is None or len(seen) != sum(map(len, kept.samples)):
+            raise APIError(404, "this stream is not kept any more; send it without Last-Event-ID")
+        requests = [replace(request, samples={}) for request in kept.call.requests]
+        return replace(kept.call, requests=requests), kept.samples, seen
+
+    async def acknowledge(self, request: HTTPRequest) -> Response:
+        """A client of ?repeat_unacked=1 has the event with this id, and what it repeats."""
+        body = await self._json(request)
+        event = body.get("id") if isinstance(body, dict) else None
+        id, *counts = event.split(".") if isinstance(event, str) else [""]
+        generation = self.generations.get(id)
+        if generation is None or len(counts) != len(generation.tails):
+            raise APIError(404, "id is no event of a running stream with ?repeat_unacked=1", "id")
+        for tail, seen, count in zip(generation.tails, generation.seen, _parse_counts(counts)):
+            tail.ack(min(count.chars, seen.chars))
+        return Response(status_code=204)
+
+    def keep(self, call: Call, stream: Stream) -> None:
+        """Keep a stream that has ended: its client may not have received all of it."""
+        now, samples = time.monotonic(), [output.samples for output in stream.outputs]
+        for sample in (s for group in samples for s in group):
+            sample.finish_reason = None  # found again when it is continued
+        self.kept[call.id] = Kept(call, samples, now)
+        while len(self.kept) > KEPT_STREAMS or now - self._oldest().time > KEPT_SECONDS:
+            self.kept.popitem(last=False)
+
+    def _oldest(self) -> Kept:
+        return next(iter(self.kept.values()))
+
+    # ---- the other routes ----
+
+    async def models(self, request: HTTPRequest) -> Response:
+        model = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "sheaf"}
+        model |= {"max_model_len": self.model.context, "chat": self.model.template is not None}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def tokenize(self, request: HTTPRequest) -> Response:
+        body = await self._json(request)
+        if not isinstance(body, dict) or body.keys() - {"model", "prompt", "add_special_tokens"}:
+            raise APIError(400, "give prompt, and add_special_tokens true or false")
+        text, bos = body.get("prompt"), body.get("add_special_tokens", True)
+        if not isinstance(text, str) or type(bos) is not bool:
+            raise APIError(400, "prompt must be text, add_special_tokens true or false", "prompt")
+        ids = encode(text, self.model, "prompt", bos)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.model.context})
+
+    async def detokenize(self, request: HTTPRequest) -> Response:
+        body, V = await self._json(request), self.model.vocab_size
+        ids = body.get("tokens") if isinstance(body, dict) else None
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < V for i in ids):
+            raise APIError(400, f"tokens must be a list of token ids below {V}", "tokens")
+        return JSONResponse({"prompt": self.model.tokenizer.decode(ids)})
+
+    async def health(self, request: HTTPRequest) -> Response:
+        return Response(status_code=503 if self.draining else 200)
+
+    async def show_metrics(self, request: HTTPRequest) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type="text/plain")
+
+
+def _parse_counts(counts: Sequence[str]) -> list[Progress]:
+    """Tokens and characters of each choice in an event id; [] if they are not."""
+    try:
+        return [Progress(*map(int, count.split("-", 1))) for count in counts]
+    except (ValueError, TypeError):
+        return []
+
+
+def _error(e: APIError) -> Response:
+    return JSONResponse(e.body, e.status, e.headers)
+
+
+async def _while_connected(request: HTTPRequest, response: Awaitable[Response]) -> Response:
+    """The response; APIError as soon as the client leaves."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(response), asyncio.ensure_future(disconnected())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise APIError(499, "the client has left")
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Generation:
+    """One call from its entry to its line in the log."""
+
+    def __init__(self, server: Server, call: Call, key: str, seen: list[Progress]):
+        self.server, self.call, self.key, self.seen = server, call, key, seen
+        self.stream: Stream | None = None
+        self.tails: list[UnackedTail] = []  # of ?repeat_unacked=1, one per choice
+        self.begun = time.monotonic()
+
+    async def start(self, samples: list[list[Sample]]) -> None:
+        """Queue its requests. From here on, `finish` must be called."""
+        server = self.server
+        server.calls[self.key] += 1
+        try:
+            self.stream = await server.engine.submit(
+                self.call.requests, samples, self.call.prompt_logprobs
+            )
+        except BaseException as e:
+            server.calls[self.key] -= 1
+            raise invalid(e, self.call.chat) if isinstance(e, ValueError) else e
+        self.seen = self.seen or [Progress() for _ in self.stream.progress]
+        self.writer = Writer(self.call, self.stream, server.model, self.seen)
+        server.generations[self.call.id] = self
+        self.deadline = asyncio.get_running_loop().time() + server.limits.request_timeout
+
+    async def response(self) -> Response:
+        """Of a call without `stream`."""
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                async for _ in self.stream.pieces(self.seen):
+                    pass
+        except TimeoutError:
+            raise TIMEOUT from None
+        if self.stream.error is not None:
+            raise APIError(500, self.stream.error)
+        return JSONResponse(self.writer.whole())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events. Each id says how much of every choice the client has with it."""
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                for chunk in self.writer.first_chunks():
+                    yield self._event(chunk)
+                async for piece in self.stream.pieces(self.seen):
+                    at = self.seen[piece.choice]
+                    tokens, chars = at.tokens + len(piece.tokens), at.chars + len(piece.text)
+                    self.seen[piece.choice] = Progress(tokens, chars)
+                    yield self._event(self.writer.chunk(piece) | self._repeated())
+        except TimeoutError:
+            yield self._event(TIMEOUT.body)
+        if self.stream.error is not None:
+            yield self._event(APIError(500, self.stream.error).body)
+        elif self.call.include_usage:
+            yield self._event(self.writer.usage_chunk())
+        yield b"data: [DONE]\n\n"
+
+    def _event(self, data: dict[str, Any]) -> bytes:
+        id = ".".join([self.call.id, *(f"{p.tokens}-{p.chars}" for p in self.seen)])
+        return f"id: {id}\ndata: {json.dumps(data)}\n\n".encode()
+
+    def _repeated(self) -> dict[str, Any]:
+        """The field `unacked` of ?repeat_unacked=1: of each choice, text from an offset on."""
+        if not self.tails:
+            return {}
+        unacked = []
+        for choice, (tail, seen) in enumerate(zip(self.tails, self.seen)):
+            request, _, i = self.stream.sample(choice)
+            text = request.samples[i].text if i in request.samples else ""
+            unacked.append(dict(zip(("offset", "text"), tail.packet(text[: seen.chars]))))
+        return {"unacked": unacked}
+
+    def finish(self) -> None:
+        """Abort what has not finished, count, and write a line of the log."""
+        server, stream = self.server, self.stream
+        server.calls[self.key] -= 1
+        del server.generations[self.call.id]
+        keep = partial(server.keep, self.call, stream) if self.call.stream else lambda: None
+        if stream.finished:
+            keep()
+        else:
+            server.engine.close_stream(stream, keep)
+        server.metrics.observe(stream)
+        self._log()
+
+    def _log(self) -> None:
+        stream, output, usage = self.stream, self.stream.outputs[0], self.writer.usage()
+        waits = [t - output.arrival_time for t in output.timestamps[:2]] + [math.nan] * 2
+        reasons = {p.finish_reason or "abort" for p in stream.progress}
+        user = f" user {self.call.user!r}" if self.call.user else ""
+        print(
+            f"{self.call.id} key {self.key}{user}: {usage['prompt_tokens']}+"
+            f"{usage['completion_tokens']} tokens, queue {waits[0]:.3f} s, TTFT {waits[1]:.3f} s, "
+            f"total {time.monotonic() - self.begun:.3f} s, "
+            f"{stream.error or '/'.join(sorted(reasons))}",
+            file=sys.stderr,
+        )
+
+
+class EventStream(StreamingResponse):
+    """The events of a generation, which finishes in any case: client gone, timeout, error."""
+
+    def __init__(self, generation: Generation):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(generation.events(), headers=headers, media_type="text/event-stream")
+        self.generation = generation
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.generation.finish()
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, but the first signal drains and the second ends at once."""
+
+    def __init__(self, server: Server, host: str, port: int):
+        options = dict(log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        super().__init__(uvicorn.Config(server.app(), host, port, **options))
+        self.server, self.drain_end = server, math.inf
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        seconds = 0.0 if self.server.draining else self.server.limits.drain_timeout
+        self.server.draining, self.drain_end = True, time.monotonic() + seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        running = self.server.calls.total()
+        if self.server.draining and (not running or time.monotonic() >= self.drain_end):
+            self.server.engine.stop()
+            self.should_exit = True
+        return await super().on_tick(counter)
