@@ -11297,7 +11297,8 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 def http_settled(server: SV.Server) -> None:
     """Nothing is left of any call."""
-    wait_until(lambda: not server.calls.total())
+    wait_until(lambda: not (server.calls.total() or server.generations))
+    assert not getattr(server.engine, "tasks", ())
     for part in getattr(server.engine, "replicas", [server.engine]):
         engine, blocks = part.engine, part.engine.allocator
         wait_until(lambda: not (engine.unfinished or part.streams))
@@ -11495,7 +11496,12 @@ HTTP_REFUSED = [  # path, body, status, words, param
     ("completions", dict(prompt="x", max_tokens=0), 400, "max_tokens must be", "max_tokens"),
     ("completions", dict(prompt="x", max_tokens=9999), 400, "max_tokens 9999 exceed", None),
     ("completions", dict(prompt="x", n=33), 400, "n must be at most", "n"),
+    ("completions", dict(prompt="x", n=10**9), 400, "n must be at most 128", "n"),
     ("completions", dict(prompt="x", best_of=2), 400, "best_of must equal n", "best_of"),
+    ("completions", dict(prompt="x", best_of=True), 400, "best_of must equal n", "best_of"),
+    ("completions", dict(prompt="x", best_of="x" * 10**6), 400, "best_of must equal n", "best_of"),
+    ("completions", {"prompt": "x", "a\nb\x1b\ud800": 1}, 400, r"a\nb\x1b\ud800 is not supported",
+     r"a\nb\x1b\ud800"),
     ("completions", dict(prompt="x", logprobs=21), 400, "from 0 to 20", "logprobs"),
     ("completions", dict(prompt="x", stream=1), 400, "stream must be of type bool", "stream"),
     ("completions", dict(prompt="x", stream_options={}), 200, "", None),
@@ -11540,13 +11546,16 @@ def test_server_refuses_what_it_does_not_have():
             if status != 200:
                 error = got.json()["error"]
                 assert words in error["message"] and error["param"] == param, error
+                assert len(got.text) < 1000
                 assert str(REPO) not in got.text and "Traceback" not in got.text
         assert httpx.get(f"{url}/v1/completions").status_code == 405
         ids = http_post(url, "/tokenize", {"prompt": HTTP_PROMPT}).json()["tokens"]
         assert ids == http_small()[1].encode(HTTP_PROMPT)
         assert http_post(url, "/detokenize", {"tokens": ids}).json()["prompt"] == HTTP_PROMPT
-        for path, body in (("tokenize", {}), ("detokenize", {"tokens": [-1]}), ("tokenize", [])):
+        for path, body in (("tokenize", {}), ("detokenize", {"tokens": [-1]}), ("tokenize", []),
+                           ("detokenize", {"tokens": [5], "foo": 1}), ("detokenize", [])):  # fmt: skip
             assert http_post(url, f"/{path}", body).status_code == 400
+        assert http_post(url, "/tokenize", {"prompt": "x", "model": "gpt"}).status_code == 404
 
 
 def http_tiny(**options):
@@ -11556,8 +11565,8 @@ def http_tiny(**options):
 
 def http_slow(server: SV.Server, seconds: float) -> None:
     """Let every step take at least this long."""
-    engine, step = server.engine.engine, server.engine.engine.step
-    engine.step = lambda: (time.sleep(seconds), step())[1]
+    for part in getattr(server.engine, "replicas", [server.engine]):
+        part.engine.step = lambda step=part.engine.step: (time.sleep(seconds), step())[1]
 
 
 HTTP_LONG = dict(prompt=[5, 6, 7], max_tokens=100, ignore_eos=True)
@@ -11581,16 +11590,18 @@ def test_server_client_that_leaves_is_aborted(stream):
         assert other.result().json()["usage"]["completion_tokens"] == 60
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_server_interrupted_stream_continues(n):
+@pytest.mark.parametrize("n, echo, deaths", [(1, False, None), (2, True, None), (2, True, 4)])
+def test_server_interrupted_stream_continues(n, echo, deaths):
     """A client that repeats its call with Last-Event-ID after any number of events gets the rest of
-    the text and its log-probabilities, none twice and none missing."""
-    body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, n=n, stream=True, logprobs=1)
-    with http_server() as (server, url):
+    the text and its log-probabilities, none twice and none missing; from replicas that die too."""
+    body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, n=n, stream=True, logprobs=1, echo=echo)
+    make = SV.AsyncEngine if deaths is None else partial(cluster_of_two, deaths=deaths)
+    with http_server(make=make) as (server, url):
         http_slow(server, 0.005)
         want = http_post(url, "/v1/completions", body | dict(stream=False)).json()["choices"]
         for cut in (0, 1, 3, 8, 100):
-            texts, tokens, id, headers = [""] * n, [[] for _ in range(n)], "", {}
+            texts, id, headers = [""] * n, "", {}
+            logprobs = [{name: [] for name in choice["logprobs"]} for choice in want]
             for stop in (cut, 10**6):
                 with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as r:
                     assert r.status_code == 200
@@ -11598,12 +11609,58 @@ def test_server_interrupted_stream_continues(n):
                         if data != "[DONE]":
                             (choice,) = data["choices"]
                             texts[choice["index"]] += choice["text"]
-                            tokens[choice["index"]] += choice["logprobs"]["tokens"]
+                            for name, values in choice["logprobs"].items():
+                                logprobs[choice["index"]][name] += values
                 headers = {"Last-Event-ID": id}
             assert texts == [choice["text"] for choice in want], cut
-            assert tokens == [choice["logprobs"]["tokens"] for choice in want]
+            for got, choice in zip(logprobs, want, strict=True):
+                for name in ("tokens", "text_offset"):
+                    assert got[name] == choice["logprobs"][name], cut
+                values = (lp["token_logprobs"][echo:] for lp in (got, choice["logprobs"]))
+                close(*map(torch.tensor, values), 1e-4)
         gone = http_post(url, "/v1/completions", body, Last_Event_ID="cmpl-x.1-2")
         assert gone.status_code == 404 and "Last-Event-ID" in gone.text
+
+
+def test_server_stream_is_continued_with_its_key_only(monkeypatch):
+    """Not with another key, nor with counts that the server cannot have sent; then still with its
+    own, while the server has not noticed that the connection broke. Tokens are counted once, and
+    kept up to a number of them."""
+    body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, stream=True, ignore_eos=True)
+    monkeypatch.setattr(SV, "KEPT_TOKENS", 30)
+    (want,) = http_reference(HTTP_PROMPT, seed=5, max_new_tokens=12, ignore_eos=True)
+    with http_server(keys=(b"a", "\u00fc".encode())) as (server, url):
+        http_slow(server, 0.05)
+        path, key = f"{url}/v1/completions", lambda k: {"Authorization": f"Bearer {k}".encode()}
+        send = lambda k, event: httpx.post(
+            path, json=body, headers=key(k) | {"Last-Event-ID": event}, timeout=60
+        )
+        with httpx.stream("POST", f"{path}?repeat_unacked=1", json=body, headers=key("a")) as r:
+            id, data = next(http_events(r.iter_lines()))
+            acks = [http_post(url, "/v1/acks", {"id": id}, **key(k)) for k in ("a", "\u00fc")]
+            assert [ack.status_code for ack in acks] == [204, 404]
+            assert send("\u00fc", id).status_code == 404
+            rest = send("a", id)  # r is not closed
+        text = data["choices"][0]["text"]
+        for _, data in http_events(rest.text.splitlines()):
+            text += data["choices"][0]["text"] if data != "[DONE]" else ""
+        assert rest.status_code == 200 and text == want.text
+        http_settled(server)
+        name = id.partition(".")[0]
+        for counts in (".-1-0", ".1--1", ".13-1", f".{9 * 10**8}-1", ".1-1.1-1", "", ".x", ".1"):
+            assert send("a", name + counts).status_code == 404, counts
+        server.limits.max_queue = 0
+        assert send("a", f"{name}.1-1").status_code == 429
+        server.limits.max_queue = 9
+        assert send("\u00fc", f"{name}.1-1").status_code == 404
+        assert send("a", f"{name}.1-1").status_code == 200
+        http_settled(server)
+        metrics = httpx.get(f"{url}/metrics", headers=key("a")).text
+        assert "generation_tokens_total 12.0" in metrics
+        for _ in range(3):
+            assert httpx.post(path, json=body, headers=key("\u00fc")).status_code == 200
+        http_settled(server)
+        assert len(server.kept) == 2
 
 
 def test_server_repeats_what_is_not_acknowledged():
@@ -11658,7 +11715,9 @@ def test_server_bounds_queue_calls_and_time():
         assert httpx.get(f"{url}/metrics").status_code == 401
         assert httpx.get(f"{url}/health").status_code == 200
         http_slow(server, 0.05)
-        running = [pool.submit(post, url, HTTP_LONG | dict(max_tokens=30)) for _ in range(3)]
+        running = [pool.submit(post, url, HTTP_LONG | dict(max_tokens=30))]
+        wait_until(lambda: server.engine.stats()["running"] == 1)
+        running += [pool.submit(post, url, HTTP_LONG | dict(max_tokens=2)) for _ in range(2)]
         wait_until(lambda: server.engine.n_waiting == 2)
         full = post(url, HTTP_LONG)
         assert full.status_code == 429 and full.headers["retry-after"] and "queue" in full.text
@@ -11669,6 +11728,51 @@ def test_server_bounds_queue_calls_and_time():
         assert post(url, HTTP_LONG).status_code == 504
         *_, error, done = http_events(post(url, HTTP_LONG | dict(stream=True)).text.splitlines())
         assert error[1]["error"]["code"] == 504 and done[1] == "[DONE]"
+
+
+def test_server_bounds_hold_for_calls_at_once():
+    """Calls that arrive within one step, or whose bodies take long, count as well; a body that
+    never ends is a 408, and headers that do not end are refused."""
+    post = lambda _: http_post(url, "/v1/completions", HTTP_LONG | dict(max_tokens=1)).status_code
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    with http_tiny(engine=dict(max_num_seqs=1), max_queue=2) as (server, url):
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        http_slow(server, 0.5)
+        with ThreadPoolExecutor(9) as pool:
+            assert Counter(pool.map(post, range(9)))[429] >= 6
+        server.limits.max_calls_per_key, server.limits.request_timeout = 1, 0.5
+        with socket.create_connection(address) as slow:
+            slow.sendall(head + b"Content-Length: 9\r\n\r\n{")
+            wait_until(server.calls.total)
+            assert "this key" in http_post(url, "/v1/completions", HTTP_LONG).text
+            assert b"408" in slow.recv(100)
+        with socket.create_connection(address) as endless:
+            with contextlib.suppress(ConnectionError):
+                endless.sendall(head + b"X: " + b"x" * 2**20)
+                assert b"400" in endless.recv(100)
+
+
+def test_server_reader_that_never_reads_is_cut_off(monkeypatch):
+    """Soon after the deadline, whatever it has not read."""
+    monkeypatch.setattr(SV, "SEND_SECONDS", 0.1)
+
+    async def call(app: Callable) -> None:
+        body = json.dumps(HTTP_LONG | dict(stream=True)).encode()
+        parts = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> dict:
+            return next(parts, None) or await asyncio.Future()
+
+        async def send(message: dict) -> None:
+            await (asyncio.sleep(0) if "status" in message else asyncio.Future())
+
+        scope = dict(type="http", method="POST", path="/v1/completions", headers=[],
+                     query_string=b"", server=("x", 1), asgi={"spec_version": "2.3"})  # fmt: skip
+        await app(scope, receive, send)
+
+    with http_tiny(request_timeout=0.3) as (server, url):
+        done = asyncio.run_coroutine_threadsafe(call(server.app()), server.engine.loop)
+        done.result(10)
 
 
 def test_server_slow_reader_gets_larger_pieces():
@@ -11756,14 +11860,19 @@ def test_server_drains(signals):
 
 
 def test_server_requires_a_key_beyond_loopback(capsys):
+    server = socket.create_server(("127.0.0.1", 0))
+    busy = server.getsockname()[1]
     for argv, words in {
         "--serve 0.0.0.0:8000": "requires --api-key", "--serve [::]:80": "requires --api-key",
         "--serve x": "give [HOST:]PORT", "--serve 1:2:3": "requires --api-key",
         "--serve 70000": "give [HOST:]PORT", "--api-key k": "--api-key requires --serve",
+        "--serve 0 --api-key=": "--api-key is empty", f"--serve {busy}": "in use; give another",
         "--serve --batch x": "--serve", "--serve --top-k 3": "cannot be combined",
     }.items():  # fmt: skip
         assert G.main(argv.split()) == 2
-        assert words in capsys.readouterr().err, argv
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, argv
+    server.close()
 
 
 def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
@@ -11984,7 +12093,15 @@ def test_cluster_streams_outlive_their_replicas(deaths):
     """Texts, tokens, log-probabilities and finish reasons are those of one Engine, of samples too,
     whatever dies; what is not valid is a 400."""
     bodies = [
-        dict(prompt=f"def f{i}(a):\n", seed=i, max_tokens=20, n=1 + i % 2, logprobs=1, stop=["  "])
+        dict(
+            prompt=f"def f{i}(a):\n",
+            seed=i,
+            max_tokens=20,
+            n=1 + i % 2,
+            logprobs=1,
+            stop=["  "],
+            echo=i % 3 == 0,
+        )
         for i in range(20)
     ]
     with http_server() as (_, url), ThreadPoolExecutor(20) as pool:
@@ -12005,8 +12122,41 @@ def test_cluster_streams_outlive_their_replicas(deaths):
         for x, y in zip(a["choices"], b["choices"], strict=True):
             assert (x["text"], x["finish_reason"]) == (y["text"], y["finish_reason"])
             assert x["logprobs"]["tokens"] == y["logprobs"]["tokens"]
-            close(*(torch.tensor(c["logprobs"]["token_logprobs"]) for c in (x, y)), 1e-4)
+            values = ([p or 0.0 for p in c["logprobs"]["token_logprobs"]] for c in (x, y))
+            close(*map(torch.tensor, values), 1e-4)
     assert texts == [c["text"] for c in want[1]["choices"]]
+
+
+def test_cluster_sends_again_only_what_a_dead_replica_had():
+    """An exception of a replica that lives ends the call, and is not repeated; calls whose clients
+    left and replicas that died do not fill the queue."""
+
+    class Handle:
+        generate, calls = property(lambda self: SimpleNamespace(remote=self.reply)), 0
+
+        async def reply(self, requests, *_):
+            self.calls += 1
+            stats = dict(running=0, waiting=10**6, kv_usage=0.0)
+            yield CLUSTER.Update(self.calls, stats, [], [[]])
+            error = requests[0].ids[0]
+            await asyncio.sleep(0 if error is not None else 60)
+            raise error
+
+    async def run(error: Exception | None) -> tuple:
+        handle = Handle()
+        engine = CLUSTER.ReplicatedEngine(handle, ConnectionError, lambda stats: None)
+        stream = await engine.submit([V.Request("", 0, [error], P.SamplingParams())])
+        waiting = engine.n_waiting
+        if error is not None:
+            await asyncio.wait_for(engine.tasks[stream], 10)
+        engine.close_stream(stream)
+        return handle.calls, waiting, engine.n_waiting, len(engine.stats), stream.error
+
+    assert asyncio.run(run(None)) == (1, 1, 0, 1, None)
+    calls, _, waiting, alive, error = asyncio.run(run(KeyError("x")))
+    assert (calls, waiting, alive) == (1, 0, 1) and "KeyError" in error
+    calls, _, waiting, alive, error = asyncio.run(run(ConnectionError()))
+    assert (calls, waiting, alive) == (CLUSTER.MAX_FAILURES, 0, 0) and "died" in error
 
 
 def test_cluster_bad_flags_and_missing_ray(monkeypatch, capsys):

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from huggingface.tokenizer import one_line
-from paged_kv import KVTransfer, Output, Sample
+from paged_kv import KVTransfer, Output
 from paged_kv import Sequence as EngineSequence
 from serving.batch import Request, Service
 
@@ -117,13 +117,15 @@ class AsyncEngine:
         self.streams: dict[Request, Stream] = {}  # of the thread
         self.unread: set[Stream] = set()  # of the loop: whose readers are to be woken
         self.timer: asyncio.TimerHandle | None = None
+        self.n_submitting = 0  # requests that the thread has not added yet
         self.closed, self.loop = False, asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
     @property
     def n_waiting(self) -> int:
-        return self.engine.n_waiting
+        """Requests in the queue, the thread's or the Engine's."""
+        return self.n_submitting + self.engine.n_waiting
 
     def stats(self) -> Stats:
         """Sequences that run and wait, the fraction of KV blocks in use, and totals."""
@@ -140,11 +142,11 @@ class AsyncEngine:
     async def submit(
         self,
         requests: list[Request],
-        samples: Sequence[list[Sample]] = (),
+        previous: Sequence[Output] = (),
         prompt_logprobs: int | None = None,
     ) -> Stream:
-        """Queue the requests of a call, which have the same n. samples: of each request, what an
-        interrupted run of it had. prompt_logprobs: see Engine.add. ValueError if a request is
+        """Queue the requests of a call, which have the same n. previous: the output of each in a
+        run that was interrupted. prompt_logprobs: see Engine.add. ValueError if a request is
         invalid; then none is queued."""
         stream, added = Stream(requests), Future()
 
@@ -153,21 +155,23 @@ class AsyncEngine:
                 return
             try:
                 for i, request in enumerate(requests):
-                    stream.outputs.append(
-                        self._add(request, samples[i] if samples else [], prompt_logprobs)
-                    )
+                    earlier = previous[i] if previous else None
+                    stream.outputs.append(self._add(request, earlier, prompt_logprobs))
                     self.streams[request] = stream
                 added.set_result(None)
             except Exception as e:
                 self._remove(stream)
                 added.set_exception(e)
 
+        self.n_submitting += len(requests)
         self._command(add)
         try:
             await asyncio.wrap_future(added)
         except asyncio.CancelledError:
             self.close_stream(stream)
             raise
+        finally:
+            self.n_submitting -= len(requests)
         return stream
 
     def close_stream(self, stream: Stream, then: Callable[[], Any] = lambda: None) -> None:
@@ -208,15 +212,16 @@ class AsyncEngine:
                     traceback.print_exc()
                     self._fail(f"the engine failed ({type(e).__name__}: {one_line(e)})")
 
-    def _add(self, request: Request, samples: list[Sample], prompt_logprobs: int | None) -> Output:
-        if not any(sample.token_ids for sample in samples):
+    def _add(self, request: Request, earlier: Output | None, prompt_logprobs: int | None) -> Output:
+        if earlier is None or not any(sample.token_ids for sample in earlier.samples):
             self.service.add(request, prompt_logprobs)
             return self.engine.outputs[request]
         self.service.compile_grammar(request)
-        output = Output(request, request.ids, samples, arrival_time=self.engine.clock())
+        output = Output(request, request.ids, earlier.samples, arrival_time=self.engine.clock())
+        output.prompt_logprobs = earlier.prompt_logprobs
         sequences = [
             EngineSequence(request.ids + s.token_ids, len(request.ids), request.params, output, i)
-            for i, s in enumerate(samples)
+            for i, s in enumerate(earlier.samples)
         ]
         self.engine.import_request(KVTransfer(output, sequences))
         return output

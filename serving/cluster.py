@@ -148,7 +148,7 @@ class Update:
     replica: int  # its process
     stats: Stats
     pieces: list[Piece]
-    prompt_logprobs: list[list[LogProb]]  # of each request, once it has a token
+    prompt_logprobs: list[list[LogProb]]  # of each request, whole once it has a token
     error: str | None = None
 
 
@@ -174,14 +174,14 @@ class Replica:
     async def generate(
         self,
         requests: list[Request],
-        samples: list[list[Sample]],
+        previous: list[Output],
         prompt_logprobs: int | None,
         seen: list[Progress],
     ) -> AsyncIterator[Update]:
         """AsyncEngine.submit, and what follows what the caller has seen. The first update says that
         the call is valid."""
         engine = self.engine = self.engine or AsyncEngine(self.service, lambda stats: None)
-        stream = await engine.submit(requests, samples, prompt_logprobs)
+        stream = await engine.submit(requests, previous, prompt_logprobs)
         update = lambda pieces, error=None: Update(
             os.getpid(), engine.stats(), pieces, [o.prompt_logprobs for o in stream.outputs], error
         )
@@ -206,21 +206,24 @@ class ReplicatedEngine:
 
     @property
     def n_waiting(self) -> int:
-        return int(sum(stats["waiting"] for stats in self.stats.values()))
+        """Requests that no replica has begun, as far as this process knows."""
+        outputs = (output for stream in self.tasks for output in stream.outputs)
+        return sum(not output.timestamps for output in outputs)
 
     async def submit(
         self,
         requests: list[Request],
-        samples: Sequence[list[Sample]] = (),
+        previous: Sequence[Output] = (),
         prompt_logprobs: int | None = None,
     ) -> Stream:
         """As AsyncEngine.submit."""
         stream, now = Stream(requests), time.perf_counter()
         for i, request in enumerate(requests):
-            known = samples[i] if samples else [Sample() for _ in range(request.params.n)]
-            output = Output(request, request.ids, known, arrival_time=now)
-            stream.outputs.append(replace(output, num_prompt_logprobs=prompt_logprobs))
-            request.samples = {j: SimpleNamespace(text="") for j in range(len(known))}
+            samples = [Sample() for _ in range(request.params.n)]
+            output = previous[i] if previous else Output(request, request.ids, samples)
+            more = dict(num_prompt_logprobs=prompt_logprobs, arrival_time=now, timestamps=[])
+            stream.outputs.append(replace(output, id=request, **more))
+            request.samples = {j: SimpleNamespace(text="") for j in range(request.params.n)}
         accepted = asyncio.get_running_loop().create_future()
         self.tasks[stream] = asyncio.create_task(self._run(stream, accepted))
         try:
@@ -232,20 +235,23 @@ class ReplicatedEngine:
 
     async def _run(self, stream: Stream, accepted: asyncio.Future) -> None:
         """Read a stream from a replica; if it dies, from another."""
+        replica: int | None = None  # that answered last
         for _ in range(MAX_FAILURES):
             try:
                 async for update in self._updates(stream):
+                    replica = update.replica
                     self._apply(stream, update)
                     if not accepted.done():
                         accepted.set_result(None)
                 break
             except self.died:
-                continue
+                self.stats.pop(replica, None)
             except Exception as e:
                 e = getattr(e, "cause", e)  # Ray's exceptions have the replica's
                 if not accepted.done():
                     return accepted.set_exception(e)
                 stream.error = f"the replica failed ({type(e).__name__})"
+                break
         if not stream.finished:
             stream.error = "its replicas died"
         if not accepted.done():
@@ -255,9 +261,10 @@ class ReplicatedEngine:
     async def _updates(self, stream: Stream) -> AsyncIterator[Update]:
         """From one replica."""
         requests = [replace(request, samples={}) for request in stream.requests]
-        samples = [[replace(s, finish_reason=None) for s in o.samples] for o in stream.outputs]
+        unended = lambda samples: [replace(s, finish_reason=None) for s in samples]
+        previous = [replace(o, id=None, samples=unended(o.samples)) for o in stream.outputs]
         k = stream.outputs[0].num_prompt_logprobs
-        replies = self.handle.generate.remote(requests, samples, k, list(stream.progress))
+        replies = self.handle.generate.remote(requests, previous, k, list(stream.progress))
         try:
             async for update in replies:
                 yield update
@@ -271,8 +278,8 @@ class ReplicatedEngine:
         for piece in update.pieces:
             request, output, i = stream.sample(piece.choice)
             sample, old = output.samples[i], stream.progress[piece.choice]
-            sample.token_ids += piece.tokens
-            sample.logprobs += piece.logprobs
+            sample.token_ids[old.tokens :] = piece.tokens  # those of an interrupted run too
+            sample.logprobs[old.tokens :] = piece.logprobs
             sample.finish_reason = piece.finish_reason
             request.samples[i].text += piece.text
             tokens, chars = old.tokens + len(piece.tokens), old.chars + len(piece.text)
@@ -336,7 +343,7 @@ def deploy(argv: list[str], replicas: str, resources: dict[str, float], max_call
 def main(argv: list[str] | None = None) -> int:
     from generation.config import parse_args
     from huggingface.tokenizer import DummyTokenizer, load_tokenizer
-    from serving.run import parse_address, serve_engine, served_model
+    from serving.run import bind, parse_address, serve_engine, served_model
 
     parser = argparse.ArgumentParser(
         prog="python -m serving.cluster", description=__doc__.split("\n")[0], allow_abbrev=False,
@@ -347,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     rest = rest if any(a.startswith("--serve") for a in rest) else ["--serve", *rest]
     try:
         args = parse_args(rest)
-        address = parse_address(args)
+        parse_address(args)
         numbers = own.replicas.split(":")
         if len(numbers) > 2 or not all(n.isdecimal() and int(n) for n in numbers):
             raise ValueError(f"--replicas must be N or MIN:MAX, not {own.replicas!r}")
@@ -359,6 +366,7 @@ def main(argv: list[str] | None = None) -> int:
             ) from None
         import torch
 
+        listener = bind(args)
         cuda = torch.cuda.is_available() and args.device in (None, "cuda")
         cpus = max(1.0, len(os.sched_getaffinity(0)) // int(numbers[-1]))
         resources = {"num_cpus": cpus, "num_gpus": int(cuda)}
@@ -367,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = DummyTokenizer(V) if args.dummy else load_tokenizer(args.checkpoint)
         model = served_model(args, tokenizer, capacity, V)
         make_engine = partial(ReplicatedEngine, handle, RayActorError)
-        serve_engine(args, make_engine, model, address, f"{own.replicas} replicas")
+        serve_engine(args, make_engine, model, listener, f"{own.replicas} replicas")
     except ValueError as e:
         print(f"serving.cluster: error: {e}", file=sys.stderr)
         return 2

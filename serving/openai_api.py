@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,8 @@ from serving.async_engine import LogProb, Piece, Progress, Stream
 from serving.batch import Request
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
-MAX_LOGPROBS, MAX_STOP, MAX_PROMPTS = 20, 16, 128
+MAX_LOGPROBS, MAX_STOP, MAX_PROMPTS, MAX_N = 20, 16, 128, 128
+MAX_MESSAGE = 500  # characters of an error, which may quote the body
 
 SAMPLING = {  # field of a body -> of SamplingParams
     "temperature": "temperature", "top_p": "top_p", "seed": "seed", "n": "n", "stop": "stop",
@@ -44,11 +45,12 @@ CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"
 
 
 class APIError(Exception):
-    """An error response: HTTP status, message, and the field of the body that is wrong."""
+    """An error response: HTTP status, message, and the field of the body that is wrong. Message and
+    field may quote a client: they are one printable line, for the log too."""
 
     def __init__(self, status: int, message: str, param: str | None = None, **headers: str):
-        super().__init__(message)
-        self.status, self.param = status, param
+        super().__init__(_printable(message))
+        self.status, self.param = status, param and _printable(param)
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
     @property
@@ -59,6 +61,11 @@ class APIError(Exception):
         )
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
         return {"error": error}
+
+
+def _printable(text: str) -> str:
+    """The text in one line, without control characters or lone surrogates."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:MAX_MESSAGE])
 
 
 @dataclass
@@ -103,13 +110,13 @@ class Call:
 
 def parse_completion(body: Mapping[str, Any], model: Model) -> Call:
     """A body of POST /v1/completions. APIError names the field."""
-    body = _known(body, COMPLETION, model)
+    body = known_fields(body, COMPLETION, model)
     prompts = _prompts(body.get("prompt"), model)
     echo, top = _typed(body, "echo", bool, False), _count(body, "logprobs", MAX_LOGPROBS)
     tokens = body.get("max_tokens", 16)
     no_output = echo and type(tokens) is int and tokens == 0
     params = _params(body, 1 if no_output else tokens, top, chat=False)
-    if (best_of := body.get("best_of", params.n)) != params.n:
+    if (best_of := body.get("best_of", params.n)) != params.n or type(best_of) is not int:
         raise APIError(400, f"best_of must equal n ({params.n}), not {best_of!r}", "best_of")
     requests = [Request("", 0, ids, params) for ids in prompts]
     return _call(body, Call(requests, False, echo=echo, top_logprobs=top, no_output=no_output))
@@ -117,12 +124,10 @@ def parse_completion(body: Mapping[str, Any], model: Model) -> Call:
 
 def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
     """A body of POST /v1/chat/completions. APIError names the field."""
-    body = _known(body, CHAT, model)
+    body = known_fields(body, CHAT, model)
     ids = _chat_prompt(body.get("messages"), model)
-    logprobs, top = (
-        _typed(body, "logprobs", bool, False),
-        _count(body, "top_logprobs", MAX_LOGPROBS),
-    )
+    logprobs = _typed(body, "logprobs", bool, False)
+    top = _count(body, "top_logprobs", MAX_LOGPROBS)
     if top is not None and not logprobs:
         raise APIError(400, "top_logprobs requires logprobs: true", "top_logprobs")
     top = (top or 0) if logprobs else None
@@ -135,7 +140,7 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
     return _call(body, Call([request], True, top_logprobs=top))
 
 
-def _known(body: Mapping[str, Any], fields: set[str], model: Model) -> dict[str, Any]:
+def known_fields(body: Any, fields: Collection[str], model: Model) -> dict[str, Any]:
     """The fields that are not null. APIError for one that is not supported, or another model."""
     if not isinstance(body, dict):
         raise APIError(400, "the body must be a JSON object")
@@ -161,6 +166,8 @@ def _params(
             given["logit_bias"] = {int(token): value for token, value in bias.items()}
         except ValueError:
             raise APIError(400, "logit_bias must have token ids as keys", "logit_bias") from None
+    if isinstance(n := given.get("n"), int) and n > MAX_N:
+        raise APIError(400, f"n must be at most {MAX_N}, not {n}", "n")
     stop = given.get("stop", ())
     if isinstance(stop, list) and len(stop) > MAX_STOP:
         raise APIError(400, f"stop has {len(stop)} strings; at most {MAX_STOP}", "stop")
@@ -293,7 +300,11 @@ class Writer:
         """seen: what the client has of each choice."""
         self.call, self.stream, self.model = call, stream, model
         self.begun = [p.tokens + p.chars > 0 for p in seen]
-        self.offsets = [p.chars for p in seen]  # characters before each choice's next token
+        self.n_chars = [0] * len(seen)  # of each choice, before its next token: text_offset
+        for choice in [i for i, p in enumerate(seen) if p.tokens and call.top_logprobs is not None]:
+            request, output, i = stream.sample(choice)
+            tokens = output.samples[i].token_ids[: seen[choice].tokens]
+            self._offsets(choice, (request.ids if call.echo else []) + tokens)
 
     def head(self, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion" if self.call.chat else "text_completion"
@@ -369,27 +380,29 @@ class Writer:
             return None
         if self.call.chat:
             return {"content": [self._entry(t, *lp) for t, lp in zip(tokens, logprobs)]}
-        tokenizer = self.model.tokenizer
-        piece, offsets = tokenizer.piece, []
+        piece = self.model.tokenizer.piece
         pieces = [piece(token) for token in tokens]
-        for token, text in zip(tokens, pieces):
-            offsets.append(self.offsets[choice])
-            is_text = tokenizer.token_bytes(token, token) is not None
-            self.offsets[choice] += len(text) if is_text else 0
         top = [dict(zip(map(piece, ids), best)) for _, ids, best in logprobs]
         for best, text, (logprob, *_) in zip(top, pieces, logprobs):
             best.setdefault(text, logprob)  # as the API does, beyond the number asked for
         return {"tokens": pieces, "token_logprobs": [lp for lp, *_ in logprobs],
-                "top_logprobs": top, "text_offset": offsets}  # fmt: skip
+                "top_logprobs": top, "text_offset": self._offsets(choice, tokens)}  # fmt: skip
+
+    def _offsets(self, choice: int, tokens: Sequence[int]) -> list[int]:
+        """Where in a choice's text its next tokens begin; special tokens are no text."""
+        tokenizer, offsets = self.model.tokenizer, []
+        for token in tokens:
+            offsets.append(self.n_chars[choice])
+            if tokenizer.token_bytes(token, token) is not None:
+                self.n_chars[choice] += len(tokenizer.piece(token))
+        return offsets
 
     def _entry(
         self, token: int, logprob: float, ids: Sequence[int], best: Sequence[float]
     ) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            text, data = (
-                self.model.tokenizer.piece(token),
-                self.model.tokenizer.token_bytes(token, token),
-            )
+            tokenizer = self.model.tokenizer
+            text, data = tokenizer.piece(token), tokenizer.token_bytes(token, token)
             return {"token": text, "logprob": logprob, "bytes": list(data or text.encode())}
 
         return entry(token, logprob) | {"top_logprobs": [*map(entry, ids, best)]}

@@ -9,6 +9,7 @@ if __name__ == "__main__":
 import json
 import math
 import os
+import socket
 import sys
 from dataclasses import replace
 from functools import partial
@@ -232,28 +233,29 @@ def serve(args: GenerateConfig) -> None:
         from serving import server
     except ImportError as e:
         raise ValueError(f"--serve requires {e.name}: pip install -r requirements.txt") from None
-    address = parse_address(args)
+    listener = bind(args)
     service = build_service(args)
     capacity, V = service.engine.capacity, service.engine.model.config.vocab_size
     model = served_model(args, service.tokenizer, capacity, V)
     make_engine = partial(server.AsyncEngine, service)
     device = device_name(service.engine.model.embed.weight.device)
-    serve_engine(args, make_engine, model, address, device)
+    serve_engine(args, make_engine, model, listener, device)
 
 
 def serve_engine(
-    args: GenerateConfig, make_engine: Any, model: Any, address: tuple[str, int], where: str
+    args: GenerateConfig, make_engine: Any, model: Any, listener: socket.socket, where: str
 ) -> None:
-    """Serve until a signal."""
+    """Serve on a socket until a signal."""
     from serving import server
 
     limits = server.Limits(args.max_queue, drain_timeout=args.drain_timeout)
     limits.request_timeout = args.request_timeout
     keys = tuple(key.encode() for key in args.api_key)
     app = server.Server(make_engine, model, keys, limits, args.cors_origin)
-    host, port = address
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
     print(f"[{where}] {model.name}: http://{host}:{port}", file=sys.stderr, flush=True)
-    server.DrainingServer(app, host, port).run()
+    server.DrainingServer(app, host, port).run([listener])
 
 
 def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, vocab_size: int) -> Any:
@@ -267,11 +269,28 @@ def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, voca
 
 
 def parse_address(args: GenerateConfig) -> tuple[str, int]:
-    """--serve [HOST:]PORT. ValueError if others than this machine could call without a key."""
+    """--serve [HOST:]PORT. ValueError if others than this machine could call without a key, or
+    with an empty one."""
     host, _, port = args.serve.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--serve {args.serve}: give [HOST:]PORT, for example 127.0.0.1:8000")
     if host not in ("127.0.0.1", "localhost", "::1") and not args.api_key:
         raise ValueError(f"--serve {args.serve}: an address beyond loopback requires --api-key KEY")
+    if not all(key.split() == [key] for key in args.api_key):
+        raise ValueError("--api-key is empty or has spaces; give a word")
     return host, int(port)
+
+
+def bind(args: GenerateConfig) -> socket.socket:
+    """A socket with the address of --serve, before a model is loaded. ValueError if another program
+    has it. It does not listen yet: clients are refused, not kept waiting."""
+    host, port = parse_address(args)
+    try:
+        family, *_, address = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        listener = socket.socket(family)  # of two, IPv4
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as e:
+        raise ValueError(f"--serve {args.serve}: {e.strerror}; give another address") from None
+    return listener

@@ -28,15 +28,15 @@ import asyncio
 import hmac
 import json
 import math
+import re
 import sys
 import time
 import traceback
 from collections import Counter as Counts
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,15 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from huggingface.tokenizer import one_line
-from paged_kv import Sample
+from paged_kv import Output, Sample
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
 from serving.openai_api import APIError, Call, Model, Writer, encode, invalid
-from serving.openai_api import parse_chat, parse_completion
+from serving.openai_api import known_fields, parse_chat, parse_completion
 from serving.unacked import UnackedTail
 
 PAGE = Path(__file__).parent / "page.html"
-KEPT_STREAMS, KEPT_SECONDS = 256, 120.0  # streams that can be continued
-TIMEOUT = APIError(504, "the request took too long")
+KEPT_STREAMS, KEPT_TOKENS, KEPT_SECONDS = 256, 2**18, 120.0  # what can be continued
+SEND_SECONDS = 10.0  # after its deadline, for a client to read the rest
 
 
 @dataclass
@@ -110,10 +110,10 @@ class Metrics:
             counter.inc(max(0, stats[name] - self.known[name]))
             self.known[name] = stats[name]
 
-    def observe(self, stream: Stream) -> None:
-        """Count the requests of a stream that has finished."""
+    def observe(self, stream: Stream, new_tokens: int) -> None:
+        """Count the requests and new tokens of a stream that has finished."""
+        self.new_tokens.inc(new_tokens)
         for choice, progress in enumerate(stream.progress):
-            self.new_tokens.inc(progress.tokens)
             self.finished.labels(progress.finish_reason or "abort").inc()
             request, output, sample = stream.sample(choice)
             times = output.timestamps[1:]
@@ -131,8 +131,21 @@ class Kept:
     """A stream that has ended or whose client has left, to be continued."""
 
     call: Call
-    samples: list[list[Sample]]  # of each request
+    key: str  # that began it, and may continue it
+    outputs: list[Output]  # of each request
+    counted: int  # tokens in Metrics
     time: float
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of each choice."""
+        return [sample for output in self.outputs for sample in output.samples]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens with their log-probabilities, which are most of its memory."""
+        prompts = sum(len(output.prompt_logprobs) for output in self.outputs)
+        return prompts + sum(len(sample.token_ids) for sample in self.samples)
 
 
 @dataclass
@@ -193,7 +206,8 @@ class Server:
                     raise APIError(503, "the server is shutting down")
                 if self.calls[key] >= self.limits.max_calls_per_key:
                     raise APIError(429, "too many calls at once with this key", Retry_After="1")
-                return await handler(request)
+                with self.count_call(key):
+                    return await handler(request)
             except APIError as e:
                 error = e
             except ClientDisconnect:
@@ -206,22 +220,35 @@ class Server:
 
         return call
 
+    @contextmanager
+    def count_call(self, key: str) -> Iterator[None]:
+        self.calls[key] += 1
+        try:
+            yield
+        finally:
+            self.calls[key] -= 1
+
     def _authenticate(self, request: HTTPRequest) -> str:
         """The key's number, for counting and the log."""
         if not self.keys:
             return "-"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.encode(), key) for key in self.keys]  # all of them
+        data = given.encode("latin-1")  # the header's bytes
+        matches = [hmac.compare_digest(data, key) for key in self.keys]  # all of them
         if scheme.lower() != "bearer" or not any(matches):
             raise APIError(401, "give a valid API key: Authorization: Bearer KEY")
         return str(matches.index(True))
 
     async def _json(self, request: HTTPRequest) -> Any:
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.limits.max_body:
-                raise APIError(413, f"the body is larger than {self.limits.max_body} bytes")
+        try:
+            async with asyncio.timeout(self.limits.request_timeout):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.limits.max_body:
+                        raise APIError(413, f"the body is larger than {self.limits.max_body} bytes")
+        except TimeoutError:
+            raise APIError(408, "the body took too long") from None
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as e:
@@ -236,14 +263,15 @@ class Server:
         return await self._generate(request, parse_chat)
 
     async def _generate(self, request: HTTPRequest, parse: Callable[..., Call]) -> Response:
-        body, samples, seen = await self._json(request), [], []
-        call = await asyncio.to_thread(parse, body, self.model)  # tokenizes, compiles
+        body, key = await self._json(request), request.state.key
+        call, kept, seen = await asyncio.to_thread(parse, body, self.model), None, []
         if (event := request.headers.get("last-event-id")) is not None:
-            call, samples, seen = self._interrupted(event, call)
+            call, kept, seen = await self._interrupted(event, key)
         if self.engine.n_waiting + len(call.requests) > self.limits.max_queue:
             raise APIError(429, "the queue is full; try again later", Retry_After="1")
-        generation = Generation(self, call, request.state.key, seen)
-        await generation.start(samples)
+        self.kept.pop(call.id, None)
+        generation = Generation(self, call, key, seen, kept)
+        await generation.start()
         if request.query_params.get("repeat_unacked") == "1":
             generation.tails = [UnackedTail(p.chars) for p in generation.seen]
         if call.stream:
@@ -253,14 +281,20 @@ class Server:
         finally:
             generation.finish()
 
-    def _interrupted(self, event: str, call: Call) -> tuple[Call, list, list[Progress]]:
-        """The call of an event id that a client saw last, its samples, and what the client has."""
+    async def _interrupted(self, event: str, key: str) -> tuple[Call, Kept, list[Progress]]:
+        """The call of an event id that a client saw last, its stream, and what the client has.
+        Ends its stream if that has not noticed that the client left."""
         id, *counts = event.split(".")
-        kept, seen = self.kept.pop(id, None), _parse_counts(counts)
-        if kept is None or len(seen) != sum(map(len, kept.samples)):
+        if (running := self.generations.get(id)) is not None and running.key == key:
+            running.end_connection()
+            await running.kept.wait()
+        kept, seen = self.kept.get(id), _parse_counts(counts)
+        samples = kept.samples if kept is not None and kept.key == key else []
+        possible = (p.tokens <= len(s.token_ids) for p, s in zip(seen, samples))
+        if not samples or len(seen) != len(samples) or not all(possible):
             raise APIError(404, "this stream is not kept any more; send it without Last-Event-ID")
         requests = [replace(request, samples={}) for request in kept.call.requests]
-        return replace(kept.call, requests=requests), kept.samples, seen
+        return replace(kept.call, requests=requests), kept, seen
 
     async def acknowledge(self, request: HTTPRequest) -> Response:
         """A client of ?repeat_unacked=1 has the event with this id, and what it repeats."""
@@ -268,23 +302,22 @@ class Server:
         event = body.get("id") if isinstance(body, dict) else None
         id, *counts = event.split(".") if isinstance(event, str) else [""]
         generation = self.generations.get(id)
-        if generation is None or len(counts) != len(generation.tails):
+        known = generation is not None and generation.key == request.state.key
+        if not known or len(counts) != len(generation.tails):
             raise APIError(404, "id is no event of a running stream with ?repeat_unacked=1", "id")
         for tail, seen, count in zip(generation.tails, generation.seen, _parse_counts(counts)):
             tail.ack(min(count.chars, seen.chars))
         return Response(status_code=204)
 
-    def keep(self, call: Call, stream: Stream) -> None:
+    def keep(self, kept: Kept) -> None:
         """Keep a stream that has ended: its client may not have received all of it."""
-        now, samples = time.monotonic(), [output.samples for output in stream.outputs]
-        for sample in (s for group in samples for s in group):
+        for sample in kept.samples:
             sample.finish_reason = None  # found again when it is continued
-        self.kept[call.id] = Kept(call, samples, now)
-        while len(self.kept) > KEPT_STREAMS or now - self._oldest().time > KEPT_SECONDS:
-            self.kept.popitem(last=False)
-
-    def _oldest(self) -> Kept:
-        return next(iter(self.kept.values()))
+        self.kept[kept.call.id] = kept
+        n_tokens, oldest = sum(k.n_tokens for k in self.kept.values()), kept.time - KEPT_SECONDS
+        for id, old in list(self.kept.items()):
+            if len(self.kept) > KEPT_STREAMS or n_tokens > KEPT_TOKENS or old.time < oldest:
+                n_tokens -= self.kept.pop(id).n_tokens
 
     # ---- the other routes ----
 
@@ -295,20 +328,19 @@ class Server:
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         body = await self._json(request)
-        if not isinstance(body, dict) or body.keys() - {"model", "prompt", "add_special_tokens"}:
-            raise APIError(400, "give prompt, and add_special_tokens true or false")
+        body = known_fields(body, ("model", "prompt", "add_special_tokens"), self.model)
         text, bos = body.get("prompt"), body.get("add_special_tokens", True)
         if not isinstance(text, str) or type(bos) is not bool:
             raise APIError(400, "prompt must be text, add_special_tokens true or false", "prompt")
-        ids = encode(text, self.model, "prompt", bos)
+        ids = await asyncio.to_thread(encode, text, self.model, "prompt", bos)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.model.context})
 
     async def detokenize(self, request: HTTPRequest) -> Response:
-        body, V = await self._json(request), self.model.vocab_size
-        ids = body.get("tokens") if isinstance(body, dict) else None
+        V, body = self.model.vocab_size, await self._json(request)
+        ids = known_fields(body, ("model", "tokens"), self.model).get("tokens")
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < V for i in ids):
             raise APIError(400, f"tokens must be a list of token ids below {V}", "tokens")
-        return JSONResponse({"prompt": self.model.tokenizer.decode(ids)})
+        return JSONResponse({"prompt": await asyncio.to_thread(self.model.tokenizer.decode, ids)})
 
     async def health(self, request: HTTPRequest) -> Response:
         return Response(status_code=503 if self.draining else 200)
@@ -319,10 +351,9 @@ class Server:
 
 def _parse_counts(counts: Sequence[str]) -> list[Progress]:
     """Tokens and characters of each choice in an event id; [] if they are not."""
-    try:
-        return [Progress(*map(int, count.split("-", 1))) for count in counts]
-    except (ValueError, TypeError):
-        return []
+    pairs = [count.split("-") for count in counts]
+    ok = all(len(pair) == 2 and all(re.fullmatch("[0-9]{1,9}", n) for n in pair) for pair in pairs)
+    return [Progress(*map(int, pair)) for pair in pairs] if ok else []
 
 
 def _error(e: APIError) -> Response:
@@ -351,55 +382,69 @@ async def _while_connected(request: HTTPRequest, response: Awaitable[Response]) 
 class Generation:
     """One call from its entry to its line in the log."""
 
-    def __init__(self, server: Server, call: Call, key: str, seen: list[Progress]):
+    def __init__(
+        self, server: Server, call: Call, key: str, seen: list[Progress], previous: Kept | None
+    ):
+        """seen: what the client has of each choice. previous: the stream that it continues."""
         self.server, self.call, self.key, self.seen = server, call, key, seen
+        self.previous = previous
         self.stream: Stream | None = None
+        self.timed_out = False
+        self.connection: asyncio.Timeout | None = None  # of a call with `stream`
+        self.kept = asyncio.Event()
         self.tails: list[UnackedTail] = []  # of ?repeat_unacked=1, one per choice
         self.begun = time.monotonic()
 
-    async def start(self, samples: list[list[Sample]]) -> None:
+    async def start(self) -> None:
         """Queue its requests. From here on, `finish` must be called."""
-        server = self.server
-        server.calls[self.key] += 1
+        server, loop = self.server, asyncio.get_running_loop()
+        outputs = self.previous.outputs if self.previous else ()
         try:
             self.stream = await server.engine.submit(
-                self.call.requests, samples, self.call.prompt_logprobs
+                self.call.requests, outputs, self.call.prompt_logprobs
             )
-        except BaseException as e:
-            server.calls[self.key] -= 1
-            raise invalid(e, self.call.chat) if isinstance(e, ValueError) else e
+        except ValueError as e:
+            raise invalid(e, self.call.chat) from None
         self.seen = self.seen or [Progress() for _ in self.stream.progress]
         self.writer = Writer(self.call, self.stream, server.model, self.seen)
         server.generations[self.call.id] = self
-        self.deadline = asyncio.get_running_loop().time() + server.limits.request_timeout
+        self.deadline = loop.time() + server.limits.request_timeout
+        self.timer = loop.call_at(self.deadline, self._expire)
+
+    def _expire(self) -> None:
+        if not self.stream.finished:
+            self.stream.error, self.timed_out = "the request took too long", True
+            self.stream.changed.set()
+
+    def end_connection(self) -> None:
+        """End the response of a call with `stream`: its client has another connection."""
+        if self.connection is not None and not self.connection.expired():
+            self.connection.reschedule(0.0)
+
+    @property
+    def error(self) -> APIError | None:
+        error, status = self.stream.error, 504 if self.timed_out else 500
+        return None if error is None else APIError(status, error)
 
     async def response(self) -> Response:
         """Of a call without `stream`."""
-        try:
-            async with asyncio.timeout_at(self.deadline):
-                async for _ in self.stream.pieces(self.seen):
-                    pass
-        except TimeoutError:
-            raise TIMEOUT from None
-        if self.stream.error is not None:
-            raise APIError(500, self.stream.error)
+        async for _ in self.stream.pieces(self.seen):
+            pass
+        if self.error is not None:
+            raise self.error
         return JSONResponse(self.writer.whole())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events. Each id says how much of every choice the client has with it."""
-        try:
-            async with asyncio.timeout_at(self.deadline):
-                for chunk in self.writer.first_chunks():
-                    yield self._event(chunk)
-                async for piece in self.stream.pieces(self.seen):
-                    at = self.seen[piece.choice]
-                    tokens, chars = at.tokens + len(piece.tokens), at.chars + len(piece.text)
-                    self.seen[piece.choice] = Progress(tokens, chars)
-                    yield self._event(self.writer.chunk(piece) | self._repeated())
-        except TimeoutError:
-            yield self._event(TIMEOUT.body)
-        if self.stream.error is not None:
-            yield self._event(APIError(500, self.stream.error).body)
+        for chunk in self.writer.first_chunks():
+            yield self._event(chunk)
+        async for piece in self.stream.pieces(self.seen):
+            at = self.seen[piece.choice]
+            tokens, chars = at.tokens + len(piece.tokens), at.chars + len(piece.text)
+            self.seen[piece.choice] = Progress(tokens, chars)
+            yield self._event(self.writer.chunk(piece) | self._repeated())
+        if self.error is not None:
+            yield self._event(self.error.body)
         elif self.call.include_usage:
             yield self._event(self.writer.usage_chunk())
         yield b"data: [DONE]\n\n"
@@ -422,21 +467,27 @@ class Generation:
     def finish(self) -> None:
         """Abort what has not finished, count, and write a line of the log."""
         server, stream = self.server, self.stream
-        server.calls[self.key] -= 1
-        del server.generations[self.call.id]
-        keep = partial(server.keep, self.call, stream) if self.call.stream else lambda: None
-        if stream.finished:
-            keep()
-        else:
-            server.engine.close_stream(stream, keep)
-        server.metrics.observe(stream)
+        n_tokens = sum(progress.tokens for progress in stream.progress)
+
+        def keep() -> None:
+            del server.generations[self.call.id]
+            if self.call.stream:
+                now = time.monotonic()
+                server.keep(Kept(self.call, self.key, stream.outputs, n_tokens, now))
+            self.kept.set()
+
+        self.timer.cancel()
+        self.connection = None
+        server.engine.close_stream(stream, keep)
+        new_tokens = n_tokens - (self.previous.counted if self.previous else 0)
+        server.metrics.observe(stream, max(0, new_tokens))
         self._log()
 
     def _log(self) -> None:
         stream, output, usage = self.stream, self.stream.outputs[0], self.writer.usage()
         waits = [t - output.arrival_time for t in output.timestamps[:2]] + [math.nan] * 2
         reasons = {p.finish_reason or "abort" for p in stream.progress}
-        user = f" user {self.call.user!r}" if self.call.user else ""
+        user = f" user {self.call.user[:64]!r}" if self.call.user else ""
         print(
             f"{self.call.id} key {self.key}{user}: {usage['prompt_tokens']}+"
             f"{usage['completion_tokens']} tokens, queue {waits[0]:.3f} s, TTFT {waits[1]:.3f} s, "
@@ -455,10 +506,16 @@ class EventStream(StreamingResponse):
         self.generation = generation
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        generation = self.generation
+        end = generation.deadline + SEND_SECONDS
         try:
-            await super().__call__(scope, receive, send)
+            with generation.server.count_call(generation.key):
+                async with asyncio.timeout_at(end) as generation.connection:
+                    await super().__call__(scope, receive, send)
+        except TimeoutError:
+            pass  # the connection is closed amid the response
         finally:
-            self.generation.finish()
+            generation.finish()
 
 
 class DrainingServer(uvicorn.Server):
@@ -466,6 +523,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, server: Server, host: str, port: int):
         options = dict(log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        options |= dict(http="h11")  # which limits the headers to 64 KiB
         super().__init__(uvicorn.Config(server.app(), host, port, **options))
         self.server, self.drain_end = server, math.inf
 
