@@ -11636,7 +11636,8 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
             path, json=body, headers=key(k) | {"Last-Event-ID": event}, timeout=60
         )
         with httpx.stream("POST", f"{path}?repeat_unacked=1", json=body, headers=key("a")) as r:
-            id, data = next(http_events(r.iter_lines()))
+            events = http_events(r.iter_lines())
+            id, data = next(events)
             acks = [http_post(url, "/v1/acks", {"id": id}, **key(k)) for k in ("a", "\u00fc")]
             assert [ack.status_code for ack in acks] == [204, 404]
             assert send("\u00fc", id).status_code == 404

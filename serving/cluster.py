@@ -324,18 +324,12 @@ def deploy(argv: list[str], replicas: str, resources: dict[str, float], max_call
     paths = {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}}
     ray.init(include_dashboard=False, log_to_driver=False, runtime_env=paths)
     serve.start(proxy_location="Disabled")
-    low, _, high = replicas.partition(":")
-    scaling: dict[str, Any] = {"num_replicas": int(low)}
-    if high:
-        bounds = dict(min_replicas=int(low), max_replicas=int(high), target_ongoing_requests=16)
-        scaling = {"autoscaling_config": bounds}
+    low, *high = map(int, replicas.split(":"))
+    bounds = dict(min_replicas=low, max_replicas=max([low, *high]), target_ongoing_requests=16)
+    scaling = {"autoscaling_config": bounds} if high else {"num_replicas": low}
     router = RequestRouterConfig(request_router_class="serving.cluster.PrefixRouter")
-    deployment = serve.deployment(Replica).options(
-        ray_actor_options=resources,
-        max_ongoing_requests=max_calls,
-        request_router_config=router,
-        **scaling,
-    )
+    options = dict(max_ongoing_requests=max_calls, request_router_config=router) | scaling
+    deployment = serve.deployment(Replica).options(ray_actor_options=resources, **options)
     app = deployment.bind(argv, max(1, int(resources["num_cpus"])))
     return serve.run(app, name="sheaf", route_prefix=None).options(stream=True)
 

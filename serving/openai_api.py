@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +56,8 @@ class APIError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = kinds.get(self.status, other)
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
         return {"error": error}
 
@@ -140,16 +139,14 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
     return _call(body, Call([request], True, top_logprobs=top))
 
 
-def known_fields(body: Any, fields: Collection[str], model: Model) -> dict[str, Any]:
+def known_fields(body: Any, fields: Set[str], model: Model) -> dict[str, Any]:
     """The fields that are not null. APIError for one that is not supported, or another model."""
     if not isinstance(body, dict):
         raise APIError(400, "the body must be a JSON object")
     body = {name: value for name, value in body.items() if value is not None}
-    for name in body:
-        if name not in fields:
-            raise APIError(
-                400, f"{name} is not supported; supported: {', '.join(sorted(fields))}", name
-            )
+    for name in sorted(body.keys() - fields):
+        text = f"{name} is not supported; supported: {', '.join(sorted(fields))}"
+        raise APIError(400, text, name)
     if (name := body.get("model", model.name)) != model.name:
         raise APIError(404, f"there is no model {name!r}; this server has {model.name!r}", "model")
     return body
@@ -185,9 +182,8 @@ def _grammar(response_format: Any) -> str | None:
         value = stack.pop()
         if isinstance(value, dict) and isinstance(value.get("pattern"), str):
             raise APIError(400, "response_format: pattern is not supported", "response_format")
-        stack += (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        )
+        value = [*value.values()] if isinstance(value, dict) else value
+        stack += value if isinstance(value, list) else ()
     try:
         return from_response_format(response_format)
     except ValueError as e:
@@ -246,7 +242,10 @@ def _chat_prompt(messages: Any, model: Model) -> list[int]:
     if not ok:
         raise APIError(400, "messages must be a list of one or more objects", "messages")
     for message in messages:
-        _check_message(message)
+        if not isinstance(message.get("role"), str):
+            raise APIError(400, "messages: every message must have a role", "messages")
+        for name in message.keys() - {"role", "content", "name", "reasoning_content"}:
+            raise APIError(400, f"messages: {name} is not supported", f"messages.{name}")
     texts = [message | {"content": _text(message.get("content"))} for message in messages]
     try:
         prompt = model.template.render(texts)
@@ -254,14 +253,6 @@ def _chat_prompt(messages: Any, model: Model) -> list[int]:
         text = str(e).removeprefix(f"{model.template.source}: ")
         raise APIError(400, f"messages: {text}", "messages") from None
     return encode(prompt, model, "messages", bos=False)
-
-
-def _check_message(message: Mapping[str, Any]) -> None:
-    if not isinstance(message.get("role"), str):
-        raise APIError(400, "messages: every message must have a role", "messages")
-    for name in message:
-        if name not in ("role", "content", "name", "reasoning_content"):
-            raise APIError(400, f"messages: {name} is not supported", f"messages.{name}")
 
 
 def _text(content: Any) -> str:
@@ -276,14 +267,12 @@ def _text(content: Any) -> str:
 
 def _call(body: Mapping[str, Any], call: Call) -> Call:
     call.stream, call.user = _typed(body, "stream", bool, False), _typed(body, "user", str, "")
-    options = _typed(body, "stream_options", dict, {})
+    options, field = _typed(body, "stream_options", dict, {}), "stream_options"
     if options and not call.stream:
-        raise APIError(400, "stream_options requires stream: true", "stream_options")
+        raise APIError(400, "stream_options requires stream: true", field)
     for name, value in options.items():
         if name != "include_usage" or type(value) is not bool:
-            raise APIError(
-                400, f"stream_options.{name}: {value!r} is not supported", "stream_options"
-            )
+            raise APIError(400, f"{field}.{name}: {value!r} is not supported", field)
     call.include_usage = options.get("include_usage", False)
     return call
 
@@ -297,7 +286,7 @@ class Writer:
     """Writes a Stream as the objects of one API call: `chunk` of each piece, or `whole`."""
 
     def __init__(self, call: Call, stream: Stream, model: Model, seen: Sequence[Progress]):
-        """seen: what the client has of each choice."""
+        """seen: tokens and characters of each choice that the client has."""
         self.call, self.stream, self.model = call, stream, model
         self.begun = [p.tokens + p.chars > 0 for p in seen]
         self.n_chars = [0] * len(seen)  # of each choice, before its next token: text_offset

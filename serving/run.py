@@ -269,8 +269,7 @@ def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, voca
 
 
 def parse_address(args: GenerateConfig) -> tuple[str, int]:
-    """--serve [HOST:]PORT. ValueError if others than this machine could call without a key, or
-    with an empty one."""
+    """--serve [HOST:]PORT. ValueError if others than this machine could call without a key."""
     host, _, port = args.serve.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or int(port) > 65535:
@@ -283,14 +282,10 @@ def parse_address(args: GenerateConfig) -> tuple[str, int]:
 
 
 def bind(args: GenerateConfig) -> socket.socket:
-    """A socket with the address of --serve, before a model is loaded. ValueError if another program
-    has it. It does not listen yet: clients are refused, not kept waiting."""
+    """A socket that listens at the address of --serve. ValueError if that is not free."""
     host, port = parse_address(args)
     try:
         family, *_, address = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        listener = socket.socket(family)  # of two, IPv4
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        return socket.create_server(address[:2], family=family)  # of two, IPv4
     except OSError as e:
         raise ValueError(f"--serve {args.serve}: {e.strerror}; give another address") from None
-    return listener

@@ -37,6 +37,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,13 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from huggingface.tokenizer import one_line
-from paged_kv import Output, Sample
+from paged_kv import Output
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
 from serving.openai_api import APIError, Call, Model, Writer, encode, invalid
 from serving.openai_api import known_fields, parse_chat, parse_completion
@@ -76,14 +78,11 @@ class Metrics:
 
     def __init__(self):
         self.registry = CollectorRegistry()
-        gauge = lambda name, text: Gauge(f"sheaf:{name}", text, registry=self.registry)
-        counter = lambda name, text, *labels: Counter(
-            f"sheaf:{name}", text, labels, registry=self.registry
-        )
+        to = dict(registry=self.registry)
         buckets = [0.001 * 2**i for i in range(17)]  # 1 ms to 65 s
-        histogram = lambda name, text: Histogram(
-            f"sheaf:{name}", text, registry=self.registry, buckets=buckets
-        )
+        gauge = lambda name, text: Gauge(f"sheaf:{name}", text, **to)
+        counter = lambda name, text, *labels: Counter(f"sheaf:{name}", text, labels, **to)
+        histogram = lambda name, text: Histogram(f"sheaf:{name}", text, buckets=buckets, **to)
         self.gauges = {
             "running": gauge("num_requests_running", "sequences in the batch"),
             "waiting": gauge("num_requests_waiting", "sequences in the queue"),
@@ -134,18 +133,14 @@ class Kept:
     key: str  # that began it, and may continue it
     outputs: list[Output]  # of each request
     counted: int  # tokens in Metrics
-    time: float
+    time: float = field(default_factory=time.monotonic)
 
-    @property
-    def samples(self) -> list[Sample]:
-        """Of each choice."""
-        return [sample for output in self.outputs for sample in output.samples]
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens with their log-probabilities, which are most of its memory."""
-        prompts = sum(len(output.prompt_logprobs) for output in self.outputs)
-        return prompts + sum(len(sample.token_ids) for sample in self.samples)
+    def __post_init__(self):
+        self.samples = [sample for output in self.outputs for sample in output.samples]
+        self.n_tokens = sum(len(sample.token_ids) for sample in self.samples)
+        self.n_tokens += sum(len(output.prompt_logprobs) for output in self.outputs)
+        for sample in self.samples:
+            sample.finish_reason = None  # found again when it is continued
 
 
 @dataclass
@@ -169,8 +164,8 @@ class Server:
         """The ASGI application."""
         route = lambda path, handler, method: Route(path, self._endpoint(handler), methods=[method])
         routes = [
-            route("/v1/completions", self.completions, "POST"),
-            route("/v1/chat/completions", self.chat, "POST"),
+            route("/v1/completions", partial(self.generate, parse_completion), "POST"),
+            route("/v1/chat/completions", partial(self.generate, parse_chat), "POST"),
             route("/v1/acks", self.acknowledge, "POST"),
             route("/v1/models", self.models, "GET"),
             route("/tokenize", self.tokenize, "POST"),
@@ -182,8 +177,6 @@ class Server:
         handlers = {HTTPException: lambda _, e: _error(APIError(e.status_code, e.detail))}
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
         if self.origin:
-            from starlette.middleware.cors import CORSMiddleware
-
             cors = dict(allow_origins=[self.origin], allow_methods=["*"], allow_headers=["*"])
             app.add_middleware(CORSMiddleware, **cors)
         return app
@@ -233,8 +226,7 @@ class Server:
         if not self.keys:
             return "-"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        data = given.encode("latin-1")  # the header's bytes
-        matches = [hmac.compare_digest(data, key) for key in self.keys]  # all of them
+        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self.keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise APIError(401, "give a valid API key: Authorization: Bearer KEY")
         return str(matches.index(True))
@@ -256,13 +248,7 @@ class Server:
 
     # ---- generation ----
 
-    async def completions(self, request: HTTPRequest) -> Response:
-        return await self._generate(request, parse_completion)
-
-    async def chat(self, request: HTTPRequest) -> Response:
-        return await self._generate(request, parse_chat)
-
-    async def _generate(self, request: HTTPRequest, parse: Callable[..., Call]) -> Response:
+    async def generate(self, parse: Callable[..., Call], request: HTTPRequest) -> Response:
         body, key = await self._json(request), request.state.key
         call, kept, seen = await asyncio.to_thread(parse, body, self.model), None, []
         if (event := request.headers.get("last-event-id")) is not None:
@@ -311,8 +297,6 @@ class Server:
 
     def keep(self, kept: Kept) -> None:
         """Keep a stream that has ended: its client may not have received all of it."""
-        for sample in kept.samples:
-            sample.finish_reason = None  # found again when it is continued
         self.kept[kept.call.id] = kept
         n_tokens, oldest = sum(k.n_tokens for k in self.kept.values()), kept.time - KEPT_SECONDS
         for id, old in list(self.kept.items()):
@@ -328,7 +312,7 @@ class Server:
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         body = await self._json(request)
-        body = known_fields(body, ("model", "prompt", "add_special_tokens"), self.model)
+        body = known_fields(body, {"model", "prompt", "add_special_tokens"}, self.model)
         text, bos = body.get("prompt"), body.get("add_special_tokens", True)
         if not isinstance(text, str) or type(bos) is not bool:
             raise APIError(400, "prompt must be text, add_special_tokens true or false", "prompt")
@@ -337,7 +321,7 @@ class Server:
 
     async def detokenize(self, request: HTTPRequest) -> Response:
         V, body = self.model.vocab_size, await self._json(request)
-        ids = known_fields(body, ("model", "tokens"), self.model).get("tokens")
+        ids = known_fields(body, {"model", "tokens"}, self.model).get("tokens")
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < V for i in ids):
             raise APIError(400, f"tokens must be a list of token ids below {V}", "tokens")
         return JSONResponse({"prompt": await asyncio.to_thread(self.model.tokenizer.decode, ids)})
@@ -379,30 +363,28 @@ async def _while_connected(request: HTTPRequest, response: Awaitable[Response]) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass
 class Generation:
     """One call from its entry to its line in the log."""
 
-    def __init__(
-        self, server: Server, call: Call, key: str, seen: list[Progress], previous: Kept | None
-    ):
-        """seen: what the client has of each choice. previous: the stream that it continues."""
-        self.server, self.call, self.key, self.seen = server, call, key, seen
-        self.previous = previous
-        self.stream: Stream | None = None
-        self.timed_out = False
-        self.connection: asyncio.Timeout | None = None  # of a call with `stream`
-        self.kept = asyncio.Event()
-        self.tails: list[UnackedTail] = []  # of ?repeat_unacked=1, one per choice
-        self.begun = time.monotonic()
+    server: Server
+    call: Call
+    key: str
+    seen: list[Progress]  # what the client has of each choice
+    previous: Kept | None  # the stream that it continues
+    stream: Stream | None = None
+    status: int = 500  # of an error: 504 after the deadline
+    connection: asyncio.Timeout | None = None  # of a call with `stream`
+    kept: asyncio.Event = field(default_factory=asyncio.Event)
+    tails: list[UnackedTail] = field(default_factory=list)  # of ?repeat_unacked=1, of each choice
+    begun: float = field(default_factory=time.monotonic)
 
     async def start(self) -> None:
         """Queue its requests. From here on, `finish` must be called."""
         server, loop = self.server, asyncio.get_running_loop()
-        outputs = self.previous.outputs if self.previous else ()
+        outputs, k = self.previous.outputs if self.previous else (), self.call.prompt_logprobs
         try:
-            self.stream = await server.engine.submit(
-                self.call.requests, outputs, self.call.prompt_logprobs
-            )
+            self.stream = await server.engine.submit(self.call.requests, outputs, k)
         except ValueError as e:
             raise invalid(e, self.call.chat) from None
         self.seen = self.seen or [Progress() for _ in self.stream.progress]
@@ -413,7 +395,7 @@ class Generation:
 
     def _expire(self) -> None:
         if not self.stream.finished:
-            self.stream.error, self.timed_out = "the request took too long", True
+            self.stream.error, self.status = "the request took too long", 504
             self.stream.changed.set()
 
     def end_connection(self) -> None:
@@ -421,17 +403,12 @@ class Generation:
         if self.connection is not None and not self.connection.expired():
             self.connection.reschedule(0.0)
 
-    @property
-    def error(self) -> APIError | None:
-        error, status = self.stream.error, 504 if self.timed_out else 500
-        return None if error is None else APIError(status, error)
-
     async def response(self) -> Response:
         """Of a call without `stream`."""
         async for _ in self.stream.pieces(self.seen):
             pass
-        if self.error is not None:
-            raise self.error
+        if self.stream.error is not None:
+            raise APIError(self.status, self.stream.error)
         return JSONResponse(self.writer.whole())
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -443,8 +420,8 @@ class Generation:
             tokens, chars = at.tokens + len(piece.tokens), at.chars + len(piece.text)
             self.seen[piece.choice] = Progress(tokens, chars)
             yield self._event(self.writer.chunk(piece) | self._repeated())
-        if self.error is not None:
-            yield self._event(self.error.body)
+        if self.stream.error is not None:
+            yield self._event(APIError(self.status, self.stream.error).body)
         elif self.call.include_usage:
             yield self._event(self.writer.usage_chunk())
         yield b"data: [DONE]\n\n"
@@ -472,8 +449,7 @@ class Generation:
         def keep() -> None:
             del server.generations[self.call.id]
             if self.call.stream:
-                now = time.monotonic()
-                server.keep(Kept(self.call, self.key, stream.outputs, n_tokens, now))
+                server.keep(Kept(self.call, self.key, stream.outputs, n_tokens))
             self.kept.set()
 
         self.timer.cancel()
@@ -523,7 +499,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, server: Server, host: str, port: int):
         options = dict(log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        options |= dict(http="h11")  # which limits the headers to 64 KiB
+        options["http"] = "h11"  # limits the headers to 64 KiB
         super().__init__(uvicorn.Config(server.app(), host, port, **options))
         self.server, self.drain_end = server, math.inf
 
