@@ -11867,7 +11867,7 @@ def test_server_requires_a_key_beyond_loopback(capsys):
         "--serve 0.0.0.0:8000": "requires --api-key", "--serve [::]:80": "requires --api-key",
         "--serve x": "give [HOST:]PORT", "--serve 1:2:3": "requires --api-key",
         "--serve 70000": "give [HOST:]PORT", "--api-key k": "--api-key requires --serve",
-        "--serve 0 --api-key=": "--api-key is empty", f"--serve {busy}": "in use; give another",
+        "--serve 0 --api-key=": "--api-key is empty", f"--serve {busy}": "already in use",
         "--serve --batch x": "--serve", "--serve --top-k 3": "cannot be combined",
     }.items():  # fmt: skip
         assert G.main(argv.split()) == 2
