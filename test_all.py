@@ -12489,7 +12489,7 @@ def test_page_compares_two_servers(page, tmp_path):
     """The second column is the other server's; votes are pairs that train.py --task dpo reads."""
     browser, url, other = page
     browser.open(url)
-    browser.settings(other=other, max_tokens=20)
+    browser.settings(other=other, max_tokens=20, temperature=2)
     browser.run("$('[name=seed]').value = ''")
     browser.type("import ", "Enter")
     browser.wait("$$('.two .foot button').length == 8")
