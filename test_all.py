@@ -11957,6 +11957,7 @@ def test_server_many_streams_at_once(n):
     async def one(client: httpx.AsyncClient, body: dict) -> str:
         text = ""
         async with client.stream("POST", "/v1/completions", json=body | dict(stream=True)) as r:
+            assert r.status_code == 200, await r.aread()
             async for line in r.aiter_lines():
                 if line.startswith("data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]

@@ -117,7 +117,7 @@ class AsyncEngine:
         self.streams: dict[Request, Stream] = {}  # of the thread
         self.unread: set[Stream] = set()  # of the loop: whose readers are to be woken
         self.timer: asyncio.TimerHandle | None = None
-        self.n_submitting = 0  # requests that the thread has not added yet
+        self.n_submitted, self.n_added = 0, 0  # requests, counted by the loop and by the thread
         self.closed, self.loop = False, asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
@@ -125,7 +125,7 @@ class AsyncEngine:
     @property
     def n_waiting(self) -> int:
         """Requests in the queue, the thread's or the Engine's."""
-        return self.n_submitting + self.engine.n_waiting
+        return self.n_submitted - self.n_added + self.engine.n_waiting
 
     def stats(self) -> Stats:
         """Sequences that run and wait, the fraction of KV blocks in use, and totals."""
@@ -151,9 +151,9 @@ class AsyncEngine:
         stream, added = Stream(requests), Future()
 
         def add() -> None:
-            if not added.set_running_or_notify_cancel():
-                return
             try:
+                if not added.set_running_or_notify_cancel():
+                    return
                 for i, request in enumerate(requests):
                     earlier = previous[i] if previous else None
                     stream.outputs.append(self._add(request, earlier, prompt_logprobs))
@@ -162,16 +162,16 @@ class AsyncEngine:
             except Exception as e:
                 self._remove(stream)
                 added.set_exception(e)
+            finally:
+                self.n_added += len(requests)
 
-        self.n_submitting += len(requests)
+        self.n_submitted += len(requests)
         self._command(add)
         try:
             await asyncio.wrap_future(added)
         except asyncio.CancelledError:
             self.close_stream(stream)
             raise
-        finally:
-            self.n_submitting -= len(requests)
         return stream
 
     def close_stream(self, stream: Stream, then: Callable[[], Any] = lambda: None) -> None:
