@@ -22005,7 +22005,7 @@ def test_generate_as_a_process():
 
 def test_generate_interactive_as_a_process(tmp_path):
     """Ctrl-C stops a reply and not the program: /reset and the next line are answered."""
-    flags = "--interactive --max-new-tokens 100000 --ignore-eos --set ctx_size=120"
+    flags = "--interactive --max-new-tokens 100000 --ignore-eos --set ctx_size=500"
     p = generate_process(*flags.split(), stdin=subprocess.PIPE, bufsize=0)
 
     def say(line: str, n_notes: int) -> list[str]:
@@ -22016,7 +22016,7 @@ def test_generate_interactive_as_a_process(tmp_path):
     notes = say("class A:", 2)
     assert len(p.stdout.read(10)) == 10  # the reply has begun
     p.send_signal(signal.SIGINT)
-    assert "interrupted]" in p.stderr.readline() and "120 tokens of context" in notes[1]
+    assert "interrupted]" in p.stderr.readline() and "500 tokens of context" in notes[1]
     assert "new conversation" in say("/reset", 1)[0] and " 0 of them" in say("def f():", 1)[0]
     say("/quit", 0)
     out, err = p.communicate(timeout=60)
