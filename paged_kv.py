@@ -232,6 +232,7 @@ class Sequence:
     request: Output | None = None
     index: int = 0  # number of the sample in its request
     priority: int = 0  # smaller is more urgent
+    client: str = ""  # who sent the request
     arrival: int = 0
     n_unforked: int = 1  # samples still to fork at the end of the prompt, itself included
     block_table: list[int] = field(default_factory=list)
@@ -268,9 +269,9 @@ class BlockAllocator:
     """Reference-counted blocks, and the prefix tree of full blocks.
 
     A block is free; in use by refs[block] sequences; or cached: in use by none, but its content can
-    be looked up. Cached blocks are evicted only when no block is free, in LRU order. A tree node is
-    a number that is never reused, 0 the root; an edge is the tokens of a block, compared exactly
-    (no hash that could collide).
+    be looked up. Cached blocks are evicted only when no block is free, in LRU order, or leaves with
+    the smallest eviction_key(block) first. A tree node is a number that is never reused, 0 the root;
+    an edge is the tokens of a block, compared exactly (no hash that could collide).
 
     A sequence that uses a block uses all its ancestors, and releases them after it. So an ancestor
     is never less recently used than its descendants, and LRU eviction always evicts a leaf.
@@ -284,6 +285,8 @@ class BlockAllocator:
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks))[::-1]
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.eviction_key: Callable[[int], Any] | None = None  # None: LRU
+        self.hits = [0] * num_blocks  # of each block since it was added to the tree
         self.children: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> block
         # block -> (parent node, tokens, its own node)
         self.entries: dict[int, tuple[int, tuple[int, ...], int]] = {}
@@ -298,15 +301,23 @@ class BlockAllocator:
         """A block with one reference and undefined content, evicting a cached block if needed."""
         assert self.n_free, "check n_free first"
         if not self.free:
-            self._unlink(next(iter(self.cached)))
+            self._unlink(self._least_useful())
         block = self.free.pop()
         self.refs[block] = 1
         return block
+
+    def _least_useful(self) -> int:
+        """The cached block to evict."""
+        if self.eviction_key is None:
+            return next(iter(self.cached))
+        parents = {parent for parent, _ in self.children}
+        return min((b for b in self.cached if self.node(b) not in parents), key=self.eviction_key)
 
     def share(self, block: int) -> int:
         """Add a reference to a block."""
         self.cached.pop(block, None)
         self.refs[block] += 1
+        self.hits[block] += 1
         return block
 
     def release(self, blocks: list[int]) -> None:
@@ -330,6 +341,7 @@ class BlockAllocator:
         """Add a full block to the prefix tree; returns its node."""
         assert block not in self.entries and (node, tokens) not in self.children
         self.n_nodes += 1
+        self.hits[block] = 0
         self.entries[block] = node, tokens, self.n_nodes
         self.children[node, tokens] = block
         return self.n_nodes
@@ -382,25 +394,6 @@ def fcfs(seq: Sequence) -> Any:
     return seq.priority, seq.arrival
 
 
-class LongestPrefix:
-    """Policy: arrivals are grouped `patience` at a time; within a group the longest cached prefix
-    goes first, so that requests with a common prefix run while it is cached (RadixAttention,
-    section 3). A request is overtaken by at most patience - 1 later ones of its priority."""
-
-    def __init__(self, patience: int = 64):
-        _check(_is_int(patience) and patience > 0, f"patience must be >= 1, not {patience!r}")
-        self.patience = patience
-        self.scheduler: Scheduler | None = None
-
-    def begin_step(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-
-    def __call__(self, seq: Sequence) -> Any:
-        # running ones first: their prefixes are in use, and none is preempted for a longer match
-        cached = math.inf if seq.running else len(self.scheduler.cached_prefix(seq))
-        return seq.priority, seq.arrival // self.patience, -cached, seq.arrival
-
-
 @dataclass
 class Plan:
     """The scheduler's output for one step. KV copies happen in the order of these fields, before
@@ -420,7 +413,10 @@ class Scheduler:
     """Decides which tokens to run in the next step. Integers only: no model, no clock.
 
     policy: sequence -> sort key of the scheduling order; ties go to the older sequence. Optional
-    method: begin_step(scheduler), called before each step.
+    methods: begin_step(scheduler) is called before each step, and end(seq) when a sequence leaves;
+    token_budget(scheduler) limits the tokens of a step further: those first in order run;
+    reserved_tokens(seq) is the output that blocks must be free for when it is admitted, and while
+    it runs; eviction_key(block): see BlockAllocator.
     continuous: admit sequences as soon as others end; False: once all have ended (request-level
     batching, the baseline of Orca).
     max_blocks: most blocks of a sequence; position p is in block_table[p // block_size %
@@ -448,8 +444,12 @@ class Scheduler:
         self.kv_swap, self.continuous, self.max_blocks = kv_swap, continuous, max_blocks
         ok = max_blocks is None or not allocator.prefix_cache
         _check(ok, "max_blocks requires prefix_cache=False: reused blocks hold no prefix")
-        self.begin_step = getattr(policy, "begin_step", lambda scheduler: None)
         self.key = lambda seq: (policy(seq), seq.arrival, seq.index)
+        self.begin_step = getattr(policy, "begin_step", lambda scheduler: None)
+        self.end = getattr(policy, "end", lambda seq: None)
+        self.token_budget = getattr(policy, "token_budget", lambda _: max_num_batched_tokens)
+        self.reserved_tokens = getattr(policy, "reserved_tokens", lambda seq: 0)
+        allocator.eviction_key = getattr(policy, "eviction_key", None)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.ring_copies: dict[int, int] = {}  # destination -> source: forks since the last step
@@ -459,13 +459,13 @@ class Scheduler:
         """Plan the next step. The caller runs it and then calls commit; or rollback if it failed,
         also if schedule itself was interrupted and only the plan passed in exists."""
         plan = Plan() if plan is None else plan
-        plan.budget = self.max_num_batched_tokens
         for seq in self.running:  # if sampling was interrupted, the last token is run again
             seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq.tokens) - 1)
             seq.num_written_tokens = min(seq.num_written_tokens, len(seq.tokens))
             if seq.num_lookahead_blocks:
                 self._free_lookahead(seq)
         self.begin_step(self)
+        plan.budget = max(1, min(self.token_budget(self), self.max_num_batched_tokens))
         waiting = self.waiting if self.continuous or not self.running else []
         queue = heapq.nsmallest(self.max_num_seqs, waiting, key=self.key)
         ranked = sorted(self.running + queue, key=self.key)
@@ -475,8 +475,9 @@ class Scheduler:
             self._preempt_for(queue[0], [seq for seq in order if rank[seq] > rank[queue[0]]], plan)
         order = [seq for seq in order if seq.running]
         for seq in list(order):  # decode first: no next token waits for a prompt
-            if seq.running and seq.remaining == 1 and self._append_slot(seq, order, plan):
-                self._run(seq, plan)
+            if plan.budget and seq.running and seq.remaining == 1:
+                if self._append_slot(seq, order, plan):
+                    self._run(seq, plan)
         prompts = [seq for seq in order if seq.remaining > 1]
         admitting = True
         for seq in sorted(prompts + queue, key=rank.get):
@@ -517,6 +518,7 @@ class Scheduler:
             self._release(seq)
         else:
             self.waiting.remove(seq)
+        self.end(seq)
 
     def fork(self, seq: Sequence) -> Sequence:
         """The next sample of its request: a sequence with the same tokens, sharing all blocks. Its
@@ -594,15 +596,22 @@ class Scheduler:
 
     def _fits(self, seq: Sequence, without: Iterable[Sequence] = ()) -> bool:
         """Whether a sequence can be admitted if those in `without` are preempted: blocks for all
-        its tokens, and one more for each running sequence."""
+        its tokens and its reservation, and for each running sequence what is left of its own, at
+        least one more."""
         hits, refs = set(self.cached_prefix(seq)), self.allocator.refs
         used = Counter(block for s in without for block in s.block_table)
         freed = sum(refs[block] == n for block, n in used.items() if block not in hits)
         running = set(self.running).difference(without)
         available = self.allocator.n_free - sum(refs[block] == 0 for block in hits) + freed
-        needed = self._num_blocks_for(len(seq.tokens)) - len(hits) + len(running)
+        more = sum(max(1, self._reserved_blocks(s) - len(s.block_table)) for s in running)
+        needed = self._reserved_blocks(seq) - len(hits) + more
         num_seqs = sum(s.n_unforked for s in running) + seq.n_unforked
         return needed <= available and num_seqs <= self.max_num_seqs
+
+    def _reserved_blocks(self, seq: Sequence) -> int:
+        """Blocks of its tokens and its reservation."""
+        output = min(self.reserved_tokens(seq), seq.params.max_new_tokens)
+        return self._num_blocks_for(max(len(seq.tokens), seq.n_prompt + output))
 
     def _admit(self, seq: Sequence, plan: Plan) -> bool:
         """Start running a sequence: share its cached blocks and allocate the rest."""
@@ -1686,11 +1695,13 @@ class Engine:
         *,
         id: Any = None,
         priority: int = 0,
+        client: str = "",
         prompt_logprobs: int | None = None,
     ) -> Any:
-        """Queue a request; returns its id. prompt_logprobs: also return the log-probability of each
-        prompt token but the first, and of the K most likely ones in its place; the prompt is then
-        not read from the prefix cache. ValueError says why it cannot be served."""
+        """Queue a request; returns its id. client: who sent it, for policies that are fair to each.
+        prompt_logprobs: also return the log-probability of each prompt token but the first, and of
+        the K most likely ones in its place; the prompt is then not read from the prefix cache.
+        ValueError says why it cannot be served."""
         ok = isinstance(prompt_ids, Iterable)
         _check(ok, f"prompt_ids must be a list of token ids, not {prompt_ids!r}")
         prompt = list(prompt_ids)
@@ -1706,8 +1717,8 @@ class Engine:
         _check(ok, f"prompt_logprobs must be from 0 to {V}, not {k!r}")
         output = Output(id, prompt, samples, arrival_time=self.clock(), num_prompt_logprobs=k)
         seq = Sequence(
-            list(prompt), len(prompt), params, output, priority=priority, arrival=self.n_arrivals,
-            n_unforked=params.n,
+            list(prompt), len(prompt), params, output, priority=priority, client=client,
+            arrival=self.n_arrivals, n_unforked=params.n,
         )  # fmt: skip
         seq.listener = self.output_callback(seq) if self.output_callback else None
         self.n_arrivals += 1
@@ -2060,7 +2071,7 @@ class Engine:
         self._forget(seq)
 
     def _forget(self, seq: Sequence) -> None:
-        """Let the drafter and the policy drop a sequence's state."""
+        """Let the drafter and its policy drop a sequence's state."""
         for part in (self.drafter, self.speculate_k):
             if hasattr(part, "forget"):
                 part.forget(seq)

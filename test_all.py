@@ -135,6 +135,7 @@ from training import draft_head as DH
 from generation import drafting as D
 from serving import cluster as CLUSTER
 from serving import openai_api as OA
+from serving import policies as POLICY
 from serving import server as SV
 from serving import unacked as UNACKED
 from parallelism import dry_run
@@ -5535,7 +5536,7 @@ def test_engine_longest_prefix_is_first_and_nobody_starves():
         num_blocks=64,
         block_size=4,
         max_num_seqs=1,
-        policy=P.LongestPrefix(patience=4),
+        policy=POLICY.LongestPrefix(patience=4),
         max_num_batched_tokens=64,
     )
     engine.generate([system], greedy(1))
@@ -21510,7 +21511,7 @@ slow greedy                     | --checkpoint {primer}                 | --comp
 greedy samples perplexity batch |                                       | --offload cpu     |
 greedy batch                    | --checkpoint {moe}                    | --offload {disk}  |
 greedy                          | --speculate ngram                     | --reference {text} |
-batch | | --set policy=longest-prefix --set continuous=false            |
+batch | | --policy longest-prefix --set continuous=false            |
 greedy interactive              |                                       | --tp 1 --pp 1     |
 greedy samples perplexity       | --checkpoint {moe}                    | --ep              |
 greedy samples perplexity batch | --checkpoint {moe}                    | --set experts=loop |
@@ -21631,7 +21632,7 @@ x --reference README.md                     | --reference requires --speculate n
 x --speculate ngram --reference /nowhere    | --reference /nowhere
 x --set ffn_2d=true                         | --set ffn_2d requires --tp
 --bench-serving --set policy=sjf            | --set policy fcfs longest-prefix
---bench-serving --set policy=longest-prefix --set prefix_cache=false | policy prefix_cache=false
+--bench-serving --policy longest-prefix --set prefix_cache=false | policy prefix_cache=false
 --bench-serving --set slo=1:1               | --set slo requires --disaggregate
 --bench-serving --disaggregate 1:1 --set slo=1 | --set slo A:B
 --bench-serving --disaggregate 1x0:1        | --disaggregate PxT:DxT 1x0:1

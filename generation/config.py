@@ -22,6 +22,7 @@ import torch
 from model import CONFIGS
 from paged_kv import SamplingParams
 from serving.disaggregated import Placement
+from serving.policies import POLICIES, make_policy
 from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse, rare
 
 SHIPPED = Path(__file__).resolve().parents[1] / "checkpoints" / "small"
@@ -188,6 +189,9 @@ class GenerateConfig(Settings):
         512, "tokens per step at most, prefill included", "1 or more", metavar="N")
     max_num_seqs: int = flag(64, "running sequences at most", "1 or more", metavar="N")
     kv_cache_dtype: str | None = flag(None, "quantize the KV cache", choices=("int8", "fp8"))
+    policy: str = flag(
+        "fcfs", f"who runs next (serving/policies.py): {', '.join(POLICIES)}",
+        metavar="NAME[:FIELD=VALUE,...]")
     disaggregate: str | None = flag(
         None, "measure goodput under torchrun: P prefill and D decode workers of T tensor-parallel "
         "ranks each (default 1) against colocated engines; auto: every placement on all ranks",
@@ -209,9 +213,6 @@ class GenerateConfig(Settings):
     output_tokens: str = rare("16:64", "tokens of a random output, uniform from A to B")
     block_size: int = rare(16, "tokens per KV block", "1 or more")
     prefix_cache: bool = rare(True, "share the KV of equal prefixes")
-    policy: str = rare(
-        "fcfs", "order of waiting requests; longest-prefix: the most cached prompt tokens first",
-        choices=("fcfs", "longest-prefix"))
     continuous: bool = rare(
         True, "admit requests as soon as others end; false: once all have ended, for comparison")
     kv_swap: bool = rare(False, "swap preempted KV to host memory instead of recomputing it")
@@ -288,7 +289,7 @@ EXCLUDES = [
     ("offload", "quantize calibrate save quantize_report adapter compile tp pp ep",
      "layers are copied to the device one by one"),
     ("disaggregate", "tp pp ep json speculate", "each placement shards the model by itself"),
-    ("policy", "prefix_cache=False", "no prompt is cached"),
+    ("policy=longest-prefix", "prefix_cache=False", "no prompt is cached"),
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("regex", "json_schema", "a text has one grammar"),
@@ -332,6 +333,10 @@ def parse_args(argv: list[str]) -> GenerateConfig:
     if args.disaggregate not in (None, "auto"):
         args.disaggregate = parse_placement(args.disaggregate)
     args.slo = parse_slo(args.slo)
+    try:
+        make_policy(args.policy)
+    except ValueError as e:
+        raise ValueError(f"--policy {args.policy}: {e}") from None
     k = args.speculate_k
     if k != "auto" and not (k.isdecimal() and 1 <= int(k) <= 64):
         raise ValueError(f"--speculate-k must be from 1 to 64 or auto, not {k}")

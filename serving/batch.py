@@ -275,6 +275,7 @@ class Request:
     ids: list[int]
     params: SamplingParams
     priority: int = 0  # lower runs first
+    client: str = ""  # who sent it
     continues: bool = True  # False: a chat reply, detokenized without the prompt
     on_text: Callable[[int, str], Any] | None = None  # called with (sample, new text)
     samples: dict[int, Continuation] = field(default_factory=dict)
@@ -296,8 +297,8 @@ class Service:
         is then unchanged."""
         self.compile_grammar(request)
         ids, params = request.ids, request.params
-        more = dict(priority=request.priority, prompt_logprobs=prompt_logprobs)
-        self.engine.add(ids, params, id=request, **more)
+        more = dict(priority=request.priority, client=request.client)
+        self.engine.add(ids, params, id=request, prompt_logprobs=prompt_logprobs, **more)
 
     def compile_grammar(self, request: Request) -> None:
         """Replace a pattern in params.grammar by its Grammar. ValueError if that is invalid."""
@@ -379,7 +380,7 @@ class Service:
 PROMPT_FIELDS = ("prompt", "messages", "prompt_ids")
 PARAM_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "grammar")
 GRAMMAR_FIELDS = {"regex", "json_schema"}
-FIELDS = ("id", "priority", *PROMPT_FIELDS, *PARAM_FIELDS, *GRAMMAR_FIELDS)
+FIELDS = ("id", "priority", "client", *PROMPT_FIELDS, *PARAM_FIELDS, *GRAMMAR_FIELDS)
 
 
 @dataclass
@@ -437,6 +438,9 @@ class RequestFile:
         ids, priority = self._prompt_ids(values), values.get("priority", 0)
         if type(priority) is not int:
             raise ValueError(f"priority must be an integer, not {priority!r}")
+        client = values.get("client", "")
+        if type(client) is not str:
+            raise ValueError(f"client must be a string, not {client!r}")
         given = {name: values[name] for name in PARAM_FIELDS if name in values}
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
@@ -450,7 +454,8 @@ class RequestFile:
             room = max(1, self.limit - len(ids))
             given["max_new_tokens"] = min(self.defaults.max_new_tokens, room)
         params = replace(self.defaults, **given)
-        return Request(id, line, ids, params, priority, continues="messages" not in values)
+        continues = "messages" not in values
+        return Request(id, line, ids, params, priority, client, continues=continues)
 
     def _prompt_ids(self, values: dict[str, Any]) -> list[int]:
         given = [name for name in PROMPT_FIELDS if name in values]

@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -29,9 +30,9 @@ from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Tokenizer, eos_ids
 from huggingface.weights import read_config
 from model import CONFIGS, ModelConfig, Transformer
-from paged_kv import LongestPrefix, fcfs
 from serving import batch as serving_batch
 from serving.disaggregated import Placement, Worker, placements, search
+from serving.policies import make_policy
 
 
 def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
@@ -40,7 +41,10 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in names.split()}
     options |= dict(kv_dtype=args.kv_cache_dtype, kv_swap=args.kv_swap)
     options |= dict(prefix_cache=args.prefix_cache, continuous=args.continuous)
-    options["policy"] = LongestPrefix() if args.policy == "longest-prefix" else fcfs
+    clock = time.perf_counter
+    if dist.is_initialized():  # all ranks schedule the same steps
+        clock = lambda: broadcast_object(time.perf_counter())
+    options["policy"] = make_policy(args.policy, clock)
     if moe_layers(model):  # a step without static shapes cannot be captured
         from moe import has_static_shapes
 
