@@ -21631,8 +21631,8 @@ x --offload=                                | --offload cpu folder
 x --reference README.md                     | --reference requires --speculate ngram
 x --speculate ngram --reference /nowhere    | --reference /nowhere
 x --set ffn_2d=true                         | --set ffn_2d requires --tp
---bench-serving --set policy=sjf            | --set policy fcfs longest-prefix
---bench-serving --policy longest-prefix --set prefix_cache=false | policy prefix_cache=false
+--bench-serving --policy nobody               | --policy nobody fcfs longest-prefix fair
+--bench-serving --policy longest-prefix --set prefix_cache=false | --policy prefix_cache=false
 --bench-serving --set slo=1:1               | --set slo requires --disaggregate
 --bench-serving --disaggregate 1:1 --set slo=1 | --set slo A:B
 --bench-serving --disaggregate 1x0:1        | --disaggregate PxT:DxT 1x0:1
