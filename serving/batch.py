@@ -4,7 +4,7 @@ The Engine schedules token ids and KV blocks; it knows neither text nor files. T
 
     Service       requests in, results out: streamed text, stop strings, EOS, log-probabilities
     run_batch     --batch: a JSONL file of requests to a JSONL file of results
-    replay        --bench-serving: a Workload's requests at their arrival times, in real time
+    replay        --bench-serving: a trace's requests at their arrival times, in real time
     enable_speculative_decoding    the drafter and verifier of --speculate
 
 A request file may be long or have invalid lines, and the process may die halfway. So the file is
@@ -32,7 +32,6 @@ if __name__ == "__main__":
 import difflib
 import json
 import math
-import random
 import sys
 import time
 from collections import deque
@@ -71,6 +70,7 @@ from huggingface.tokenizer import (
 )
 from model import Transformer
 from paged_kv import Chunk, Engine, Output, PagedKVCache, SamplingParams, Sequence, Step
+from serving.traces import Arrival
 from speculative import FixedK, Goodput, Proposal, DraftRunner, common_prefix_length
 
 # --------------------------------------------------------------------------------------------------
@@ -594,48 +594,6 @@ def stats_line(service: Service, seconds: float) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def arrival_times(n: int, rate: float, arrival_cv: float, rng: random.Random) -> list[float]:
-    """n ascending arrival times in seconds. The gaps are Gamma distributed with mean 1 / rate and
-    coefficient of variation `arrival_cv`: 1 is a Poisson process, 0 evenly spaced."""
-    shape = arrival_cv**-2 if arrival_cv else math.inf
-    gap = lambda: rng.gammavariate(shape, 1 / shape) if arrival_cv else 1.0
-    return list(accumulate(gap() / rate for _ in range(n)))
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request of a Workload, with its arrival time."""
-
-    arrival_time: float  # seconds after the start
-    ids: list[int]  # prompt
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Random requests, a function of these fields; request_rate only scales the arrival times."""
-
-    num_requests: int = 64
-    request_rate: float = math.inf  # per second; inf: all at once
-    arrival_cv: float = 1.0  # coefficient of variation of the time between arrivals
-    input_tokens: tuple[int, int] = (16, 128)  # min, max
-    output_tokens: tuple[int, int] = (16, 64)
-    shared_prefix: int = 0  # tokens before the input, the same in all requests
-    seed: int = 0
-
-    def trace(self, vocab_size: int) -> list[Arrival]:
-        """The requests in order of arrival."""
-        rng = random.Random(self.seed)
-        tokens = lambda n: [rng.randrange(vocab_size) for _ in range(n)]
-        prefix, randint = tokens(self.shared_prefix), rng.randint
-        requests = [
-            (prefix + tokens(randint(*self.input_tokens)), randint(*self.output_tokens))
-            for _ in range(self.num_requests)
-        ]
-        times = arrival_times(self.num_requests, self.request_rate, self.arrival_cv, rng)
-        return [Arrival(time, ids, n) for time, (ids, n) in zip(times, requests)]
-
-
 def replay(
     engine: Engine,
     trace: list[Arrival],
@@ -646,16 +604,17 @@ def replay(
     --json prints, times in seconds. With several ranks, sync_time(time) returns rank 0's time, so
     that all ranks schedule the same requests in each step."""
     counts = lambda: (scheduler.n_hit_tokens, scheduler.n_admitted_tokens, scheduler.n_preempted)
-    scheduler, waiting, done = engine.scheduler, deque(enumerate(trace)), []
+    vocab_size, scheduler, done = engine.model.config.vocab_size, engine.scheduler, []
+    waiting = deque((i, a, a.ids(vocab_size)) for i, a in enumerate(trace))
     arrived: dict[Any, float] = {}  # by request id
     before, start = counts(), sync_time(engine.clock())
     while waiting or engine.unfinished:
         now = sync_time(engine.clock()) if waiting else math.inf
         while waiting and start + waiting[0][1].arrival_time <= now:
-            i, a = waiting.popleft()
+            i, a, ids = waiting.popleft()
             seed = (params.seed + i) % 2**63
             request = replace(params, max_new_tokens=a.max_new_tokens, seed=seed)
-            arrived[engine.add(a.ids, request)] = start + a.arrival_time
+            arrived[engine.add(ids, request)] = start + a.arrival_time
         if not engine.unfinished:
             time.sleep(max(0.0, start + waiting[0][1].arrival_time - sync_time(engine.clock())))
         done += [output for output in engine.step() if output.finished]
@@ -670,7 +629,7 @@ def replay(
         for name, t in (("queue", admitted), ("ttft", tokens[0]), ("e2e", tokens[-1])):
             times[name].append(t - arrival)
         times["itl"] += [b - a for a, b in zip(tokens, tokens[1:])]
-    n_in, n_out = sum(len(a.ids) for a in trace), sum(len(o.token_ids) for o in done)
+    n_in, n_out = sum(a.n_prompt for a in trace), sum(len(o.token_ids) for o in done)
     metrics = {
         "requests": len(done),
         "seconds": seconds,

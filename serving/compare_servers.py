@@ -55,14 +55,15 @@ def bare_engine(folder: Path, texts: list[str], lengths: list[int], dtype: str) 
     from generation.config import parse_args
     from generation.load import load
     from paged_kv import SamplingParams
-    from serving.batch import Arrival, build_engine, replay
+    from serving.batch import build_engine, replay
     from serving.run import engine_options
+    from serving.traces import Arrival, prompt_of
 
     args = parse_args(["--checkpoint", str(folder), "--dtype", dtype, "--batch", "x"])
     with torch.inference_mode():
         model, tokenizer = load(args, torch.device("cpu"))
         engine = build_engine(model, **engine_options(args, model) | {"prefix_cache": False})
-        trace = [Arrival(0.0, tokenizer.encode(t), n) for t, n in zip(texts, lengths)]
+        trace = [Arrival(0.0, prompt_of(tokenizer.encode(t)), n) for t, n in zip(texts, lengths)]
         params = SamplingParams(temperature=0.0, ignore_eos=True)
         replay(engine, trace, params)  # warm-up
     while True:

@@ -257,10 +257,11 @@ def colocated_worker(engine: Engine, requests: Iterable[Request | None]) -> list
 def run_trace(
     engine: Engine, trace: Sequence[Any], params: SamplingParams, worker: Worker
 ) -> list[tuple[float, float]]:
-    """Run a trace of (arrival_time, ids, max_new_tokens) in real time on all workers of a
-    placement; each runs prompts for its share. Collective. Returns on all ranks the (time to first
+    """Run a trace of Arrivals in real time on all workers of a placement; each runs prompts for its
+    share. Collective. Returns on all ranks the (time to first
     token, time per further token) of each request, in seconds."""
     n_prefill, _, n_decode, _ = worker.placement
+    prompts = [a.ids(engine.model.config.vocab_size) for a in trace]
     dist.barrier()
     start = time.perf_counter()
     engine.clock = lambda: time.perf_counter() - start
@@ -270,7 +271,7 @@ def run_trace(
             while engine.clock() < trace[i].arrival_time:
                 yield None
             new, seed = trace[i].max_new_tokens, (params.seed + i) % 2**63
-            yield i, trace[i].ids, replace(params, max_new_tokens=new, seed=seed)
+            yield i, prompts[i], replace(params, max_new_tokens=new, seed=seed)
 
     outputs, requests = [], from_first_rank(arrivals(), worker.tp_group)
     if not n_prefill:

@@ -33,6 +33,7 @@ from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch
 from serving.disaggregated import Placement, Worker, placements, search
 from serving.policies import make_policy
+from serving.traces import FRESH, Arrival, generate
 
 
 def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
@@ -135,25 +136,27 @@ def batch(args: GenerateConfig) -> None:
 def bench_serving(args: GenerateConfig) -> None:
     """--bench-serving: random requests in real time, after a warm-up with requests of the same
     lengths and other tokens."""
-    flags = {
-        name: getattr(args, name)
-        for name in ("request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix")
-    }
-    workload = serving_batch.Workload(args.bench_serving, seed=args.sampling_params.seed, **flags)
     device = run_on_all_or_raise(partial(pick_device, args.device))
     params = replace(args.sampling_params, ignore_eos=True)
     if args.disaggregate:
-        print(goodput_table(args, device, workload, params))
+        print(goodput_table(args, device, params))
         return
     engine = load_engine(args, device)
-    vocab = engine.model.config.vocab_size
-    trace = workload.trace(vocab)
-    shift = lambda ids: [(i + 1) % vocab for i in ids]
+    trace = random_trace(args, args.request_rate, args.sampling_params.seed)
+    other_texts = lambda prompt: tuple((text + FRESH, n) for text, n in prompt)
     first = trace[: 2 * args.max_num_seqs]
-    warm_up = [replace(a, arrival_time=0.0, ids=shift(a.ids)) for a in first]
+    warm_up = [replace(a, arrival_time=0.0, prompt=other_texts(a.prompt)) for a in first]
     serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
     metrics = serving_batch.replay(engine, trace, params, broadcast_object)
     print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))
+
+
+def random_trace(args: GenerateConfig, rate: float, seed: int) -> list[Arrival]:
+    """The requests of --bench-serving."""
+    fields = f"n={args.bench_serving},rate={rate},cv={args.arrival_cv},prefix={args.shared_prefix}"
+    for name, (low, high) in (("input", args.input_tokens), ("output", args.output_tokens)):
+        fields += f",{name}={low}:{high}"
+    return list(generate(f"random:{fields}", seed))
 
 
 def load_engine(args: GenerateConfig, device: Any) -> Any:
@@ -202,17 +205,14 @@ def missing_for_tp(args: GenerateConfig, config: ModelConfig, tp: int) -> str:
     return ""
 
 
-def goodput_table(
-    args: GenerateConfig, device: Any, workload: serving_batch.Workload, params: Any
-) -> str:
+def goodput_table(args: GenerateConfig, device: Any, params: Any) -> str:
     """--disaggregate: goodput of colocated engines and of splits into prefill and decode."""
     name = args.dummy or args.checkpoint / "config.json"
     config = CONFIGS.get(name) or run_on_all_or_raise(partial(read_config, name))
-    seeds = count(workload.seed)  # new prompts for each run: no prefix is cached
+    seeds = count(params.seed)  # new prompts for each run: no prefix is cached
 
-    def make_trace(rate: float) -> list[serving_batch.Arrival]:
-        run = replace(workload, request_rate=rate, seed=next(seeds))
-        return run.trace(config.vocab_size)
+    def make_trace(rate: float) -> list[Arrival]:
+        return random_trace(args, rate, next(seeds))
 
     def build(worker: Worker) -> Any:
         args.mesh = worker if worker.size("tp") > 1 else None
