@@ -11,7 +11,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     model family config weights tokenizer stream template    model.py, huggingface/
     attention paged engine quantize fp8 spec moe             the leaves
     files cpu sampling drafting structured                   generation/
-    serving server unacked cluster page                      serving/
+    serving traces server unacked cluster page               serving/
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora alignment tuning       training/
     cp ep async_tp zero pipeline schedules planner           parallelism/
@@ -167,6 +167,7 @@ from generation import sampling as S
 from generation import structured as GR
 from generation import json_schema as JS
 from serving import batch as V
+from serving import traces as TR
 import speculative as E
 from parallelism import pipeline_model as ST
 from training import state as SD
@@ -11092,32 +11093,354 @@ def test_serving_arrivals_have_the_requested_rate_and_cv(arrival_cv):
     """20,000 gaps: mean 1 / rate and coefficient of variation within 5%; cv 1 is a Poisson process
     (variance == mean of the counts per second); the same seed gives the same trace, scaled by the
     rate."""
-    due = V.arrival_times(20_000, 8.0, arrival_cv, random.Random(1))
+    due = [*TR.arrival_times(20_000, 8.0, arrival_cv, random.Random(1))]
     gaps = [b - a for a, b in zip([0.0, *due[:-1]], due, strict=True)]
     mean, spread = statistics.fmean(gaps), statistics.pstdev(gaps)
     assert abs(mean * 8 - 1) < 0.05 and abs(spread / mean / arrival_cv - 1) < 0.05
     counts = [*Counter(map(int, due)).values()]
     is_poisson = abs(statistics.pvariance(counts) / statistics.fmean(counts) - 1) < 0.1
     assert min(gaps) >= 0 and is_poisson == (arrival_cv == 1)
-    half = V.arrival_times(20_000, 4.0, arrival_cv, random.Random(1))
+    half = [*TR.arrival_times(20_000, 4.0, arrival_cv, random.Random(1))]
     assert [2 * at for at in due] == pytest.approx(half)
 
 
 def test_serving_workload_is_deterministic_given_its_seed():
     """Lengths cover their ranges, both ends included; the shared prefix is shared; another rate
-    gives the same requests at other times: all at once at an infinite rate, evenly spaced at
-    arrival_cv 0."""
-    work = V.Workload(400, input_tokens=(3, 6), output_tokens=(2, 4), shared_prefix=5, seed=9)
-    trace = work.trace(97)
-    assert {len(a.ids) for a in trace} == {8, 9, 10, 11}
-    assert {a.max_new_tokens for a in trace} == {2, 3, 4}
-    assert {i for a in trace for i in a.ids} == set(range(97))
-    assert len({tuple(a.ids[:5]) for a in trace}) == 1 < len({tuple(a.ids[5:8]) for a in trace})
-    assert {a.arrival_time for a in trace} == {0.0} and trace == work.trace(97)
-    slow = replace(work, request_rate=2.0, arrival_cv=0.0).trace(97)
+    gives the same requests at other times: all at once at an infinite rate, evenly spaced at cv 0.
+    Another seed gives other texts."""
+    trace = lambda fields, seed=9: [
+        *TR.generate(f"random:n=400,input=3:6,output=2:4,prefix=5,{fields}", seed)
+    ]
+    work = trace("rate=inf")
+    prompts = [a.ids(97) for a in work]
+    assert {len(ids) for ids in prompts} == {a.n_prompt for a in work} == {8, 9, 10, 11}
+    assert {a.max_new_tokens for a in work} == {2, 3, 4}
+    assert {i for ids in prompts for i in ids} == set(range(97))
+    assert len({(*ids[:5],) for ids in prompts}) == 1 < len({(*ids[5:8],) for ids in prompts})
+    assert {a.arrival_time for a in work} == {0.0} and work == trace("rate=inf")
+    slow = trace("rate=2,cv=0")
     assert [a.arrival_time for a in slow] == [0.5 * (i + 1) for i in range(400)]
-    assert [replace(a, arrival_time=0.0) for a in slow] == trace
-    assert trace != replace(work, seed=10).trace(97)
+    assert [replace(a, arrival_time=0.0) for a in slow] == work
+    assert trace("rate=1e+20,cv=0")[0].arrival_time == 1e-20
+    other = trace("rate=inf", 10)
+    assert not {x for a in work for x, _ in a.prompt} & {x for a in other for x, _ in a.prompt}
+    assert [a.n_prompt for a in work] != [a.n_prompt for a in other]
+
+
+def test_traces_follow_the_hours_of_a_day():
+    """Evenly spaced arrivals of mean rate 1, warped: each hour has 1 - swing cos(2 pi (h + 1/2) /
+    24) of 3600, exactly; Poisson arrivals have it within 5%; the order stays."""
+    expected = [3600 * (1 - 0.9 * math.cos(2 * math.pi * (h + 0.5) / 24)) for h in range(24)]
+    for cv, tolerance in ((0, 1.0), (1, 180.0)):
+        trace = TR.generate(f"random:n={86400 * 2},swing=0.9,cv={cv},input=1,output=1")
+        times = [a.arrival_time for a in trace]
+        assert times == sorted(times) and abs(times[-1] - 2 * 86400) < 1000
+        counts = Counter(int(t / 3600 - 1e-9) for t in times)
+        for h in range(47):  # the last hour has the last arrivals
+            assert abs(counts[h] - expected[h % 24]) <= max(
+                tolerance, 5 * cv * expected[h % 24] ** 0.5
+            )
+    short = [a.arrival_time for a in TR.generate("random:n=240,swing=1,day=240,cv=0")]
+    counts = Counter(int(t / 10 - 1e-9) for t in short)
+    assert abs(counts[12] - 20) <= 1 and counts[0] + counts[23] <= 1, counts
+
+
+def test_traces_have_the_requested_lengths():
+    """40,000 samples: mean and 99th percentile of log-normal lengths within 4% (against the
+    empirical ones), uniform ones with both ends, constant ones; never below 1 token."""
+    rng = random.Random(3)
+    for mean, p99 in ((200, 900), (100, 101), (300, 4400)):
+        found = sorted(map(TR.Lengths(f"{mean}/{p99}"), [rng] * 40_000))
+        assert abs(statistics.fmean(found) / mean - 1) < 0.04
+        assert abs(found[39_600] / p99 - 1) < (0.01 if p99 < 2 * mean else 0.08), (
+            found[39_600],
+            p99,
+        )
+    few = [*map(TR.Lengths("2/20"), [rng] * 1000)]
+    assert min(few) == 1 and max(few) > 20
+    uniform = Counter(map(TR.Lengths("3:6"), [rng] * 4000))
+    assert uniform.keys() == {3, 4, 5, 6} and min(uniform.values()) > 900
+    assert {*map(TR.Lengths("7"), [rng] * 9)} == {7} == {*map(TR.Lengths("7/7"), [rng] * 9)}
+
+
+TRACES = {
+    "conversations": "conversations:n=12,rate=0.5,system=9,input=5:9,output=9:20,turns=1:5,tools=2,"
+    "tool_tokens=3:5",
+    "rag": "rag:n=40,system=6,documents=8,document=10:30,top=3,input=2:9,output=1:4",
+    "random": "random:n=20,prefix=13,input=1:20,output=2:9+random:n=9,input=3,prefix=30",
+}
+
+
+def trace_hits(trace, tokens_of, block_size=4) -> list[int]:
+    """Hit tokens of each request, with its output appended, one by one on the real Scheduler."""
+    scheduler, hits = P.Scheduler(P.BlockAllocator(4000, block_size), 512), []
+    for a in trace:
+        output = tokens_of(TR.Arrival(0.0, ((a.output_id, a.n_output),), 1))
+        seq = P.Sequence([*tokens_of(a), *output], a.n_prompt)
+        scheduler.add(seq)
+        before = scheduler.n_hit_tokens
+        while seq.remaining:
+            scheduler.commit(scheduler.schedule())
+        hits.append(scheduler.n_hit_tokens - before)
+        scheduler.finish(seq)
+    return hits
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_share_prefixes_as_their_token_ids_do(name):
+    """The real Scheduler has equal prefix hits on ids() and on symbols(): the whole blocks of the
+    longest common prefix with an earlier request, compared segment by segment."""
+    trace, expected, earlier = [*TR.generate(TRACES[name], 3)], [], []
+    for a in trace:
+        whole, best = (*a.prompt, (a.output_id, a.n_output)), 0
+        for other in earlier:
+            n = 0
+            for (x, i), (y, j) in zip(whole, other):
+                n += min(i, j) if x == y else 0
+                if (x, i) != (y, j):
+                    break
+            best = max(best, n)
+        earlier.append(whole)
+        expected.append(best // 4 * 4)
+    assert (
+        trace_hits(trace, lambda a: a.ids(997)) == expected == trace_hits(trace, TR.Arrival.symbols)
+    )
+    assert sum(expected) > 200 and [len(a.symbols()) for a in trace] == [a.n_prompt for a in trace]
+
+
+def test_traces_segments_are_prefix_stable():
+    """(5, 80) is the beginning of (5, 100); texts differ; negative text ids are token ids."""
+    ids = lambda *prompt: TR.Arrival(0.0, prompt, 1).ids(50)
+    assert ids((5, 100))[:80] == ids((5, 80)) != ids((6, 80)) and {*ids((5, 999))} == {*range(50)}
+    assert ids((1, 3), (5, 80), (2, 4))[3:83] == ids((5, 80))
+    assert ids(*TR.prompt_of([7, 0, 0, 49])) == [7, 0, 0, 49]
+    symbols = TR.Arrival(0.0, ((5, 2), *TR.prompt_of([7, 7])), 1).symbols()
+    assert symbols[:2] == [5, 5] and symbols[2] == symbols[3] < 0
+
+
+def test_traces_of_conversations_grow():
+    """Each turn's prompt is the one before, its output with the answers of tools, and new tokens;
+    it comes after the time that the output and its tools take; turns are in order of time; every
+    conversation starts with the same system prompt."""
+    fields = "n=300,rate=2,system=40,turns=2:5,tools=2,tool_seconds=3,pause=4,speed=10,clients=3"
+    trace = [*TR.generate(f"conversations:{fields},client=user")]
+    last, seconds, pauses = {}, [], []
+    for a in trace:
+        if len(a.prompt) > 2:
+            before = last.pop(a.prompt[:-2])
+            assert a.prompt[-2] == (before.output_id, before.n_output) and a.client == before.client
+            busy = before.max_new_tokens / 10 + sum(s for _, s, _ in before.tool_calls)
+            pauses.append(a.arrival_time - before.arrival_time - busy)
+        at = [at for at, _, _ in a.tool_calls]
+        assert at == sorted({*at}) and len(at) == min(2, a.max_new_tokens - 1)
+        assert not at or 0 < at[0] <= at[-1] < a.max_new_tokens
+        seconds += [s for _, s, _ in a.tool_calls]
+        last[a.prompt] = a
+    assert min(pauses) > -1e-6 and abs(statistics.fmean(pauses) / 4 - 1) < 0.1
+    assert abs(statistics.fmean(seconds) / 3 - 1) < 0.1 and len(pauses) > 600
+    times = [a.arrival_time for a in trace]
+    assert times == sorted(times) and len({a.prompt[0] for a in trace}) == 1
+    assert {a.client for a in trace} == {"user0", "user1", "user2"}
+    assert sum(len(a.prompt) == 2 for a in trace) == 300
+
+
+def test_traces_retrieve_documents_by_popularity():
+    """One document a request of 50: the k-th is in a share of 1 / k of the requests, within 10%;
+    of several, none is twice in a prompt; a document always has the same length."""
+    fields = "n=40000,documents=50,document=5:900,rate=9"
+    trace = [*TR.generate(f"rag:{fields},top=1")]
+    counts = sorted(Counter(a.prompt[1] for a in trace).values(), reverse=True)
+    total = sum(1 / k for k in range(1, 51))
+    assert len(counts) == 50
+    assert all(abs(counts[k - 1] * k * total / 40_000 - 1) < 0.1 for k in (1, 2, 5, 10))
+    several = [a.prompt for a in TR.generate("rag:n=500,documents=5,top=4")]
+    assert all(len({x for x, _ in prompt}) == len(prompt) for prompt in several)
+    assert max(map(len, several)) == 6 and len({s for prompt in several for s in prompt[:-1]}) == 6
+
+
+def test_traces_of_clients_are_merged_by_time():
+    """A client that floods and two others: all requests of each, with its priority, in order."""
+    mixed = [
+        *TR.generate("random:n=50,clients=2 + random:n=400,rate=8,client=flood,priority=-1", 5)
+    ]
+    counts = Counter((a.client, a.priority) for a in mixed)
+    assert counts.keys() == {("client0", 0), ("client1", 0), ("flood", -1)}
+    assert counts["flood", -1] == 400 and min(counts.values()) > 15
+    assert [a.arrival_time for a in mixed] == sorted(a.arrival_time for a in mixed)
+    assert len({x for a in mixed for x in (a.prompt[0][0], a.output_id)}) == 900
+    alone = [*TR.generate("random:n=50,clients=2", 5)]
+    assert [a for a in mixed if a.client != "flood"] == alone
+
+
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,0,1087,Conversation log
+45,ChatGPT,417,276,693,API log
+118.5,GPT-4,0,0,0,API log
+240.25,GPT-4,53,7,60,API log
+"""
+BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+19440110.0,0f1e,43,GPT-4,906,446,1352,Conversation log
+19440112.5,,2,ChatGPT,36,29,65,API log
+"""  # noqa: E501
+AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 23:59:59.6805900,374,44
+2023-11-17 00:00:00.1951691,396,109
+"""
+AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 00:00:00.009930+00:00,2162,5
+2024-05-10 00:00:01+00:00,2399,6
+"""
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (BURSTGPT, [(0, 472, 18, ""), (40, 417, 276, ""), (235.25, 53, 7, "")]),
+        (BURSTGPT_SESSIONS, [(0, 906, 446, "0f1e"), (2.5, 36, 29, "")]),
+        (AZURE_2023, [(0, 374, 44, ""), (0.5145791, 396, 109, "")]),
+        (AZURE_2024, [(0, 2162, 5, ""), (0.99007, 2399, 6, "")]),
+    ],
+    ids=["burstgpt", "burstgpt_sessions", "azure_2023", "azure_2024"],
+)
+def test_traces_read_public_datasets(text, expected, tmp_path):
+    """The columns of the real files, in any line ends, with a byte order mark: times from the first
+    row, failed requests skipped with a warning, no shared prefix; written as JSONL and read again
+    they are equal."""
+    for i, raw in enumerate((text, "\ufeff" + text.replace("\n", "\r\n"))):
+        (path := tmp_path / f"{i}.csv").write_bytes(raw.encode())
+        failed = text.count(",0,")
+        failed = 2 if text == BURSTGPT else 0
+        with pytest.warns(match="skipped 2 rows") if failed else contextlib.nullcontext():
+            trace = [*TR.open_trace(str(path))]
+        got = [(a.arrival_time, a.n_prompt, a.max_new_tokens, a.client) for a in trace]
+        assert got == expected
+        texts = [x for a in trace for x in (a.output_id, *(x for x, _ in a.prompt))]
+        assert len({*texts}) == len(texts) == 2 * len(trace)
+        TR.write_trace(tmp_path / "out.jsonl", trace)
+        assert [*TR.read_trace(tmp_path / "out.jsonl")] == trace
+
+
+def test_traces_written_and_read_are_equal(tmp_path):
+    """Every generator, with clients, priorities, tool calls and token ids; in full precision."""
+    path = tmp_path / "trace.jsonl"
+    mixed = "+".join(f"{d},clients=2,priority=3" for d in TRACES.values())
+    trace = [*TR.generate(mixed), TR.Arrival(1e9, TR.prompt_of([3, 1, 4, 4]), 2, "é\n")]
+    TR.write_trace(path, trace)
+    assert [*TR.read_trace(path)] == trace and any(a.tool_calls for a in trace)
+    path.write_text(
+        '\n{"id": "a", "prompt_ids": [5, 5], "max_new_tokens": 4}\n\n'
+        '{"prompt_tokens": 7, "max_new_tokens": 2, "client": "x"}\n'
+    )
+    batch, number = TR.read_trace(path)
+    assert batch.ids(9) == [5, 5] and batch.arrival_time == 0 and batch.max_new_tokens == 4
+    assert number.n_prompt == 7 and number.client == "x" and number.output_id != batch.output_id
+
+
+def test_traces_are_described_and_kept_by_the_command(tmp_path):
+    """python serving/traces.py prints the size of a trace and writes it; a mistake is one line."""
+    done = run(FILES["traces"], TRACES["rag"], tmp_path / "out.jsonl", "3")
+    assert done.returncode == 0, done.stderr
+    assert [*TR.read_trace(tmp_path / "out.jsonl")] == [*TR.generate(TRACES["rag"], 3)]
+    shared = int(re.search(r"(\d+)% of n_prompt", done.stdout)[1])
+    assert "40 requests of 1 clients" in done.stdout and 40 < shared < 99
+    done = run(FILES["traces"], "poison:n=3")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "conversations" in done.stderr
+
+
+def trace_of(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder) / "t.txt").write_text(text)
+        for _ in TR.read_trace(path):
+            pass
+
+
+def changed_line(old: str, new: str, text: str = BURSTGPT_SESSIONS) -> str:
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+TRACES_JSON = '{"prompt_tokens": 3, "max_new_tokens": 5}\n'
+json_line = lambda fields: TRACES_JSON + '{"prompt_tokens": 3, "max_new_tokens": 5, %s}' % fields
+TRACES_BAD = {
+    # CSV
+    "": "t.txt, row 1: not a trace; .*Timestamp.*TIMESTAMP",
+    "version https://git-lfs\noid 3\n": "t.txt, row 1: not a trace",
+    "Timestamp,Request tokens\n1,2\n": "row 1, Response tokens: no such column; .*Request tokens",
+    "TIMESTAMP,GeneratedTokens\n": "row 1, ContextTokens: no such column",
+    BURSTGPT_SESSIONS.partition("\n")[0]: "row 1: no requests",
+    changed_line(",906,", ",x,"): "row 2, Request tokens: .*1 or more, not 'x'",
+    changed_line(",906,", ",0,"): "row 2, Request tokens: .*1 or more, not '0'",
+    changed_line(",29,", ",-2,"): "row 3, Response tokens: .*1 or more, not '-2'",
+    changed_line(",29,", ",1.5,"): "row 3, Response tokens: .*'1.5'",
+    changed_line(",29,", ",9999999999,"): "row 3, Response tokens: .*'9999999999'",
+    changed_line(",29,", ",,"): "row 3, Response tokens: .*''",
+    changed_line("12.5", "09.5"): "row 3, Timestamp: .*before.* 0 s; sort",
+    changed_line("19440112.5", "nan"): "row 3, Timestamp: .*seconds, 0 or more, not 'nan'",
+    changed_line("19440110.0", "inf"): "row 2, Timestamp: .*'inf'",
+    changed_line("19440110.0", "-1"): "row 2, Timestamp: .*'-1'",
+    changed_line("19440110.0", "soon"): "row 2, Timestamp: .*'soon'",
+    changed_line(",API log", ""): "row 3: 7 columns, but the header has 8",
+    changed_line("00:00:00.1951691", "25:00:00", AZURE_2023): "row 3, TIMESTAMP: .*hour",
+    changed_line("2023-11-17 00:00:00.1951691", "5", AZURE_2023): "row 3, TIMESTAMP: .*YYYY.*'5'",
+    changed_line("2023-11-17", "2023-11-16", AZURE_2023): "row 3, TIMESTAMP: .*before.*sort",
+    changed_line(",44", ",44.0", AZURE_2023): "row 2, GeneratedTokens: .*'44.0'",
+    # JSONL
+    TRACES_JSON + "{": "row 2: ",
+    TRACES_JSON + "[1]": r"row 2: must be a JSON object, not \[1\]",
+    "{" + '"a":{' * 9999: "row 1: ",
+    json_line('"rate": 1'): "row 2, rate: not a field.*arrival_time",
+    json_line('"arrival_time": NaN'): "row 2, arrival_time: .*nan",
+    json_line('"arrival_time": -1'): "row 2, arrival_time: .*-1",
+    json_line('"arrival_time": true'): "row 2, arrival_time: .*True",
+    json_line('"arrival_time": 1' + "0" * 400): "row 2, arrival_time: ",
+    json_line('"arrival_time": 3}\n{"arrival_time": 2, "prompt_tokens": 1, "max_new_tokens": 1'):
+        "row 3, arrival_time: 2 s .*before.* 3 s; sort",
+    '{"prompt_tokens": 3}': "row 1, max_new_tokens: must be given",
+    '{"max_new_tokens": 3}': "row 1, prompt_tokens: must be given, or prompt_ids",
+    json_line('"prompt_ids": [3]'): "row 2, prompt_tokens: .*not both",
+    '{"max_new_tokens": true}': "row 1, max_new_tokens: .*True",
+    '{"max_new_tokens": 0}': "row 1, max_new_tokens: .*1 or more, not 0",
+    '{"max_new_tokens": 2.0}': "row 1, max_new_tokens: .*2.0",
+    '{"prompt_ids": []}': r"row 1, prompt_ids: .*\[\]",
+    '{"prompt_ids": [-1]}': r"row 1, prompt_ids: .*\[-1\]",
+    '{"prompt_tokens": [[1]]}': r"row 1, prompt_tokens: .*text id, tokens",
+    '{"prompt_tokens": [[1, 0]]}': r"row 1, prompt_tokens: .*1 or more, not 0",
+    '{"prompt_tokens": [[4, 2], [4, 3]]}': r"row 1, prompt_tokens: .*join .*\[4, 4\]",
+    '{"prompt": "Hi"}': "row 1, prompt: not a field.*prompt_ids",
+    json_line('"client": 5'): "row 2, client: must be a string, not 5",
+    json_line('"priority": 0.5'): "row 2, priority: must be an integer, not 0.5",
+    json_line('"output_id": "a"'): "row 2, output_id: must be an integer, not 'a'",
+    json_line('"tool_calls": [[1, 2]]'): "row 2, tool_calls: .*new tokens before it",
+    json_line('"tool_calls": [[5, 1, 1]]'): "row 2, tool_calls: must be before the last",
+    json_line('"tool_calls": [[2, 1, 1], [2, 1, 1]]'): "row 2, tool_calls: .*ascending",
+    json_line('"tool_calls": [[2, -1, 1]]'): "row 2, tool_calls: .*seconds, 0 or more, not -1",
+    json_line('"tool_calls": [[2, 1, 0]]'): "row 2, tool_calls: .*1 or more, not 0",
+}  # fmt: skip
+REFUSED |= {
+    f"traces: {i}": (partial(trace_of, x), words) for i, (x, words) in enumerate(TRACES_BAD.items())
+}
+for trace_text, trace_words in {
+    "poisson:n=3": "'poisson' is not a generator; use random, conversations, rag",
+    "random:n=3+": "'3\\+'",
+    "random:n=3+rag:m=1": "rag: 'm' is not a field; use n, rate, .*zipf",
+    "random:n=0": "random: n must be at least 1, not 0",
+    "random:n=2.5": "random: n must be an integer, not '2.5'",
+    "random:n": "random: n must be an integer, not ''",
+    "rag:rate=0": "rag: rate must be at least 1e-09, not 0",
+    "random:rate=nan": "random: rate .*nan",
+    "random:cv=-1": "random: cv must be at least 0 and at most 100, not -1",
+    "random:swing=1.5": "swing must be at least 0 and at most 1, not 1.5",
+    "random:day=inf": "day .*inf",
+    "random:clients=0": "clients must be at least 1",
+    "conversations:speed=0": "conversations: speed",
+    "conversations:pause=inf": "conversations: pause",
+    "random:input=": "random: input must be N, MIN:MAX or MEAN/P99.*, not ''",
+    **{f"random:output={x}": f"random: output .*'{x}'" for x in ("0", "5:4", "9/8", "2/30", "1-2")},
+}.items():
+    REFUSED[f"traces: {trace_text}"] = partial(TR.generate, trace_text), trace_words
+REFUSED["traces: no file"] = lambda: next(TR.open_trace("/nowhere")), "/nowhere: .*random, conv"
+REFUSED["traces: a folder"] = lambda: next(TR.open_trace("/")), "/: .*directory"
 
 
 def test_serving_latency_counts_from_the_arrival_time(monkeypatch, serving_without_kernels):
@@ -11129,7 +11452,8 @@ def test_serving_latency_counts_from_the_arrival_time(monkeypatch, serving_witho
     model.register_forward_hook(lambda *_: advance(1))
     monkeypatch.setattr(V.time, "sleep", advance)
     engine = V.build_engine(model, num_blocks=16, clock=lambda: now[0])
-    trace = [V.Arrival(0.5, [5] * 9, 3), V.Arrival(0.75, [6] * 20, 2), V.Arrival(9.0, [7], 1)]
+    trace = [(0.5, ((5, 9),), 3), (0.75, TR.prompt_of([6] * 20), 2), (9.0, ((7, 1),), 1)]
+    trace = [TR.Arrival(*request) for request in trace]
     got = V.replay(engine, trace, greedy())
     # the first runs at 0.5, 1.5, 2.5; the second at 1.5, 2.5; the third at 9
     want = dict(requests=3, prompt_tokens=30, output_tokens=6, seconds=10, preemptions=0)
@@ -11174,7 +11498,7 @@ def disaggregated_trace(placement, fails, env):
         model.hook = lambda: model.calls[2:] and 1 / 0
     arrive = [0.0, 0.0, 0.05, 0.1, 0.1, 0.4]
     trace = [
-        SimpleNamespace(arrival_time=t, ids=paged_prompt(9 + i, i), max_new_tokens=1 + i)
+        TR.Arrival(t, TR.prompt_of(paged_prompt(9 + i, i)), max_new_tokens=1 + i)
         for i, t in enumerate(arrive)
     ]
     try:

@@ -258,8 +258,8 @@ def run_trace(
     engine: Engine, trace: Sequence[Any], params: SamplingParams, worker: Worker
 ) -> list[tuple[float, float]]:
     """Run a trace of Arrivals in real time on all workers of a placement; each runs prompts for its
-    share. Collective. Returns on all ranks the (time to first
-    token, time per further token) of each request, in seconds."""
+    share. Collective. Returns on all ranks the (time to first token, time per further token) of
+    each request, in seconds."""
     n_prefill, _, n_decode, _ = worker.placement
     prompts = [a.ids(engine.model.config.vocab_size) for a in trace]
     dist.barrier()

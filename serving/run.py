@@ -1,5 +1,5 @@
 """--batch, --bench-serving and --serve of generate.py: the Engine that the flags describe, on a
-file of requests, a random workload (serving/batch.py), or HTTP clients' (serving/server.py)."""
+file of requests, a random trace (serving/traces.py), or HTTP clients' (serving/server.py)."""
 
 from __future__ import annotations
 

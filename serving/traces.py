@@ -268,7 +268,7 @@ def generate(description: str, seed: int = 0) -> Iterator[Arrival]:
 
     Fields of an arrival process (rate, cv, swing, day) change the times alone. ValueError names the
     generator and the field."""
-    parts = [_generate(part, seed, i) for i, part in enumerate(description.split("+"))]
+    parts = [_generate(part, seed, i) for i, part in enumerate(re.split(r"\+(?=\s*[a-z])", description))]
     return heapq.merge(*parts, key=lambda a: a.arrival_time) if len(parts) > 1 else parts[0]
 
 
