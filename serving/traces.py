@@ -268,7 +268,9 @@ def generate(description: str, seed: int = 0) -> Iterator[Arrival]:
 
     Fields of an arrival process (rate, cv, swing, day) change the times alone. ValueError names the
     generator and the field."""
-    parts = [_generate(part, seed, i) for i, part in enumerate(re.split(r"\+(?=\s*[a-z])", description))]
+    parts = [
+        _generate(part, seed, i) for i, part in enumerate(re.split(r"\+(?=\s*[a-z])", description))
+    ]
     return heapq.merge(*parts, key=lambda a: a.arrival_time) if len(parts) > 1 else parts[0]
 
 
@@ -330,7 +332,8 @@ def read_trace(path: Path) -> Iterator[Arrival]:
     row (1 is the first line of the file) and the column."""
     try:
         with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-            is_json, previous = file.readline().lstrip().startswith("{"), None
+            first_line = next((line for line in file if line.strip()), "")
+            is_json, previous = first_line.lstrip().startswith("{"), None
             file.seek(0)
             for row, column, arrival in (_read_json if is_json else _read_csv)(path, file):
                 time, last = arrival.arrival_time, 0.0 if previous is None else previous
