@@ -11452,7 +11452,7 @@ def test_serving_latency_counts_from_the_arrival_time(monkeypatch, serving_witho
     engine = V.build_engine(model, num_blocks=16, clock=lambda: now[0])
     trace = [(0.5, ((5, 9),), 3), (0.75, TR.prompt_of([6] * 20), 2), (9.0, ((7, 1),), 1)]
     trace = [TR.Arrival(*request) for request in trace]
-    got = V.replay(engine, trace, greedy())
+    got = V.replay_metrics(engine, trace, greedy())
     # the first runs at 0.5, 1.5, 2.5; the second at 1.5, 2.5; the third at 9
     want = dict(requests=3, prompt_tokens=30, output_tokens=6, seconds=10, preemptions=0)
     want |= dict(output_tokens_per_second=0.6, total_tokens_per_second=3.6, hit_rate=0)

@@ -35,7 +35,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -596,40 +596,54 @@ def stats_line(service: Service, seconds: float) -> str:
 
 def replay(
     engine: Engine,
-    trace: list[Arrival],
+    trace: Iterable[Arrival],
     params: SamplingParams,
     sync_time: Callable[[float], float] = lambda seconds: seconds,
-) -> dict[str, Any]:
-    """Run a trace in real time, request i with seed + i; returns its metrics under the keys that
-    --json prints, times in seconds. With several ranks, sync_time(time) returns rank 0's time, so
-    that all ranks schedule the same requests in each step."""
-    counts = lambda: (scheduler.n_hit_tokens, scheduler.n_admitted_tokens, scheduler.n_preempted)
-    vocab_size, scheduler, done = engine.model.config.vocab_size, engine.scheduler, []
+) -> list[Output]:
+    """Run a trace in real time, request i with seed + i, which is also its Output's id; the
+    arrival_time of each Output is the trace's. With several ranks, sync_time(time) returns rank 0's
+    time, so that all ranks schedule the same requests in each step."""
+    vocab_size, done = engine.model.config.vocab_size, []
     waiting = deque((i, a, a.ids(vocab_size)) for i, a in enumerate(trace))
-    arrived: dict[Any, float] = {}  # by request id
-    before, start = counts(), sync_time(engine.clock())
+    start = sync_time(engine.clock())
     while waiting or engine.unfinished:
         now = sync_time(engine.clock()) if waiting else math.inf
         while waiting and start + waiting[0][1].arrival_time <= now:
             i, a, ids = waiting.popleft()
             seed = (params.seed + i) % 2**63
             request = replace(params, max_new_tokens=a.max_new_tokens, seed=seed)
-            arrived[engine.add(ids, request)] = start + a.arrival_time
+            engine.add(ids, request, id=i, priority=a.priority, client=a.client)
+            engine.outputs[i].arrival_time = start + a.arrival_time
         if not engine.unfinished:
             time.sleep(max(0.0, start + waiting[0][1].arrival_time - sync_time(engine.clock())))
         done += [output for output in engine.step() if output.finished]
-    seconds = sync_time(engine.clock()) - start
+    for output in done:
+        if output.error is not None:
+            raise ValueError(output.error)
+    return done
+
+
+def replay_metrics(
+    engine: Engine,
+    trace: Iterable[Arrival],
+    params: SamplingParams,
+    sync_time: Callable[[float], float] = lambda seconds: seconds,
+) -> dict[str, Any]:
+    """Replay a trace; its metrics under the keys that --json prints, times in seconds. Those of all
+    requests count from the first arrival."""
+    scheduler = engine.scheduler
+    counts = lambda: (scheduler.n_hit_tokens, scheduler.n_admitted_tokens, scheduler.n_preempted)
+    before, done = counts(), replay(engine, trace, params, sync_time)
     hit_tokens, prompt_tokens, preempted = (b - a for a, b in zip(before, counts()))
 
     times: dict[str, list[float]] = {name: [] for name in ("queue", "ttft", "itl", "e2e")}
     for output in done:
-        if output.error is not None:
-            raise ValueError(output.error)
-        arrival, (admitted, *tokens) = arrived[output.id], output.timestamps
+        arrival, (admitted, *tokens) = output.arrival_time, output.timestamps
         for name, t in (("queue", admitted), ("ttft", tokens[0]), ("e2e", tokens[-1])):
             times[name].append(t - arrival)
         times["itl"] += [b - a for a, b in zip(tokens, tokens[1:])]
-    n_in, n_out = sum(a.n_prompt for a in trace), sum(len(o.token_ids) for o in done)
+    seconds = max(o.timestamps[-1] for o in done) - min(o.arrival_time for o in done)
+    n_in, n_out = sum(len(o.prompt_ids) for o in done), sum(len(o.token_ids) for o in done)
     metrics = {
         "requests": len(done),
         "seconds": seconds,

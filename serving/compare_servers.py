@@ -55,7 +55,7 @@ def bare_engine(folder: Path, texts: list[str], lengths: list[int], dtype: str) 
     from generation.config import parse_args
     from generation.load import load
     from paged_kv import SamplingParams
-    from serving.batch import build_engine, replay
+    from serving.batch import build_engine, replay, replay_metrics
     from serving.run import engine_options
     from serving.traces import Arrival, prompt_of
 
@@ -68,7 +68,7 @@ def bare_engine(folder: Path, texts: list[str], lengths: list[int], dtype: str) 
         replay(engine, trace, params)  # warm-up
     while True:
         with torch.inference_mode():
-            m = replay(engine, trace, params)
+            m = replay_metrics(engine, trace, params)
         yield {"tok/s": m["output_tokens_per_second"], "TTFT p50": m["ttft_seconds_p50"],
                "TTFT p99": m["ttft_seconds_p99"], "gap p50": m["itl_seconds_p50"],
                "gap p99": m["itl_seconds_p99"]}  # fmt: skip

@@ -147,7 +147,7 @@ def bench_serving(args: GenerateConfig) -> None:
     first = trace[: 2 * args.max_num_seqs]
     warm_up = [replace(a, arrival_time=0.0, prompt=other_texts(a.prompt)) for a in first]
     serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
-    metrics = serving_batch.replay(engine, trace, params, broadcast_object)
+    metrics = serving_batch.replay_metrics(engine, trace, params, broadcast_object)
     print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))
 
 

@@ -1,235 +1,40 @@
-"""A simulator of the Engine: the real Scheduler, block allocator and prefix tree on a virtual clock.
+"""A simulator of serving: policies, replicas and routers on a trace, in seconds.
 
     python -m serving.simulate TRACE --policies fcfs,fair,sjf --replicas 4 --plot out.png
 
-TRACE is a file or a description (traces.py). A Replica runs paged_kv.py's own Scheduler on it; only
-the model is missing. A step takes what StepCost says, base + per_token tokens + per_key keys read,
-which --calibrate measures on this machine and --device computes from a data sheet, and a request
-ends after the number of tokens that its trace has. So the order of tokens over all requests is the
-Engine's, and the times are as good as the cost.
+TRACE is a file or a description (traces.py). The replicas run the real Scheduler on a virtual clock
+(replica.py). What a step costs is linear, base + per_token tokens + per_key keys read: --calibrate
+measures it on this machine, --device takes it from a data sheet, a lower bound.
 
-As long as nobody arrives, ends or waits, steps are alike: each running sequence gets one token. The
-Replica then plans many steps at once, as one step whose drafts are all accepted (the Scheduler's
-mechanism for speculative decoding), and rejects those after the next arrival.
-
-What it does not know: the time of the host between steps beyond `base`, other programs, and a
-cost that is not linear (steps of few tokens read all weights, large ones are bound by compute).
-
-Equivalence (test_all.py): every timestamp == that of the real Engine whose clock advances by the
-same cost; many steps at once == one by one. Needs: paged_kv.py, serving/traces.py, policies.py.
+What it does not know: other programs on the machine, and costs that are not linear (a step of few
+tokens is bound by reading the weights, one of many by compute). --engine runs the trace on a real
+Engine too, in real time, and prints both.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
-import heapq
 import json
 import math
 import random
+import re
 import sys
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paged_kv import BlockAllocator, Output, Plan, Sample, SamplingParams, Scheduler, Sequence
-from paged_kv import SwappedKV, fcfs
-from serving.policies import make_policy
-from serving.traces import Arrival, read_trace
-
-# --------------------------------------------------------------------------------------------------
-# A replica
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of a step: base + per_token tokens + per_key keys read, and per_swapped for each token
-    whose KV is copied from or to host memory."""
-
-    base: float
-    per_token: float
-    per_key: float = 0.0
-    per_swapped: float = 0.0
-
-    def __call__(self, tokens: int, keys: int, swapped: int = 0) -> float:
-        copies = self.per_swapped * swapped
-        return self.base + self.per_token * tokens + self.per_key * keys + copies
-
-
-def step_size(plan: Plan) -> tuple[int, int]:
-    """Tokens that a plan runs, and keys that they read: a sequence's are read once for all of its
-    tokens in the step."""
-    tokens = sum(n for _, n in plan.run)
-    return tokens, sum(seq.num_computed_tokens + n for seq, n in plan.run)
-
-
-@dataclass(eq=False)
-class Part(Sequence):
-    """A request up to its next tool call, or to its end. Its Output.id is the Arrival."""
-
-    number: int = 0
-
-    @classmethod
-    def of(cls, a: Arrival, before: Part | None = None) -> Part:
-        """The first part of a request, or the one after a tool call."""
-        number = before.number + 1 if before else 0
-        stops = [0, *(call[0] for call in a.tool_calls), a.max_new_tokens]
-        if before is None:
-            output = Output(a, [], [Sample()], arrival_time=a.arrival_time)
-            tokens = a.symbols()
-        else:
-            output, answer = before.request, a.tool_calls[before.number][2]
-            tokens = before.tokens + [a.output_id] * answer
-        params = _params(stops[number + 1] - stops[number])
-        return cls(tokens, len(tokens), params, output, 0, a.priority, a.client, number=number)
-
-
-@lru_cache(maxsize=None)
-def _params(max_new_tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens)
-
-
-class Replica:
-    """An Engine without a model: runs sequences on a Scheduler, on a clock of its own."""
-
-    def __init__(
-        self,
-        cost: StepCost,
-        policy: str = "fcfs",
-        *,
-        num_blocks: int,
-        block_size: int = 16,
-        max_num_batched_tokens: int = 512,
-        max_num_seqs: int = 64,
-        kv_swap: bool = False,
-        prefix_cache: bool = True,
-        finished: Callable[[Part, float], Any] = lambda part, time: None,
-        one_by_one: bool = False,
-    ):
-        """finished: called with each part at its end. one_by_one: never plan many steps at once."""
-        self.cost, self.finished, self.one_by_one = cost, finished, one_by_one
-        self.time = 0.0  # end of the last complete step
-        policy = make_policy(policy, lambda: self.time)
-        self.allocator = BlockAllocator(num_blocks, block_size, prefix_cache)
-        self.scheduler = Scheduler(
-            self.allocator, max_num_batched_tokens, max_num_seqs, policy, kv_swap
-        )
-        self.fixed_order = policy is fcfs  # of the waiting ones, whatever the time
-        self.fixed_budget = not hasattr(policy, "token_budget")
-        self.arriving: list[tuple[float, int, Part]] = []  # a heap
-        self.n_sent = self.n_arrived = self.n_steps = 0
-        self.plan: Plan | None = None  # of the steps that run, which end at self.ends
-        self.ends: list[float] = []
-        self.steady = False  # the last step only gave each running sequence a token
-
-    @property
-    def n_unfinished(self) -> int:
-        return len(self.scheduler.running) + len(self.scheduler.waiting)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sequence can have."""
-        return len(self.allocator.refs) * self.allocator.block_size
-
-    def send(self, part: Part, time: float) -> None:
-        """A sequence will arrive at a time, which this replica must not have passed."""
-        heapq.heappush(self.arriving, (time, self.n_sent, part))
-        self.n_sent += 1
-
-    def advance(self, until: float) -> None:
-        """Let all happen that happens by a time: arrivals, and ends of steps."""
-        while True:
-            arrival = self.arriving[0][0] if self.arriving else math.inf
-            horizon = min(until, arrival)
-            if self.plan is None and self.n_unfinished and self.time < horizon:
-                self._plan()
-            if self.plan is not None and self.ends[-1] <= horizon:
-                self._complete(len(self.ends))
-            elif self.arriving and arrival <= until:
-                self._arrive()
-            else:
-                return
-
-    def _arrive(self) -> None:
-        time, _, part = heapq.heappop(self.arriving)
-        if self.plan is not None:  # it waits for the end of the present step
-            self._complete(bisect.bisect_left([self.time, *self.ends[:-1]], time))
-        elif not self.n_unfinished:
-            self.time = max(self.time, time)
-        part.arrival, self.n_arrived = self.n_arrived, self.n_arrived + 1
-        self.scheduler.add(part)
-
-    def _plan(self) -> None:
-        """Plan the next step, or as many as are alike."""
-        scheduler, n = self.scheduler, self._num_steps()
-        for seq in scheduler.running:
-            seq.num_draft_tokens = n - 1
-        self.plan = plan = scheduler.schedule()
-        assert plan.run, "nothing can run"
-        swapped, (tokens, keys) = swap(plan), step_size(plan)
-        n = 1 + min(plan.drafts.values()) if len(plan.drafts) == len(plan.run) else 1
-        self.steady = not swapped and all(m == 1 for _, m in plan.run)
-        self.ends, end = [], self.time
-        for i in range(n):
-            end += self.cost(tokens, keys + i * tokens, swapped)
-            self.ends.append(end)
-
-    def _num_steps(self) -> int:
-        """How many of the next steps are alike: each running sequence decodes, and there are blocks
-        and a budget for all."""
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        if self.one_by_one or not running or not self.fixed_budget:
-            return 1
-        if waiting and not (self.fixed_order and self.steady):
-            return 1
-        if not all(s.remaining == 1 and s.num_written_tokens < len(s.tokens) for s in running):
-            return 1
-        left = min(seq.n_prompt + seq.params.max_new_tokens - len(seq.tokens) for seq in running)
-        blocks = self.allocator.n_free // len(running)  # of each: its next token may need one
-        budget = self.scheduler.max_num_batched_tokens // len(running)
-        return max(1, min(left, budget, (blocks - 1) * self.allocator.block_size))
-
-    def _complete(self, n: int) -> None:
-        """The first n of the planned steps have run."""
-        plan, start, ends = self.plan, self.time, self.ends[:n]
-        self.plan, self.time = None, ends[-1]
-        self.n_steps += n
-        for part, tokens in plan.run:
-            request = part.request
-            if not request.timestamps:
-                request.timestamps.append(start)
-            self.scheduler.accept(part, tokens)
-            if part.remaining == 0:
-                self.scheduler.accept(part, n - 1)
-                part.tokens += [request.id.output_id] * n
-                request.timestamps += ends
-                if len(part.tokens) == part.n_prompt + part.params.max_new_tokens:
-                    self._end(part)
-
-    def _end(self, part: Part) -> None:
-        self.scheduler.finish(part)
-        self.finished(part, self.time)
-
-
-def swap(plan: Plan) -> int:
-    """Do a plan's swaps, without any KV; the number of tokens copied."""
-    copied = 0
-    for seq, _, _, n in plan.swap_out:
-        seq.swapped_kv = SwappedKV(n, [], [])
-        copied += n
-    for seq, first in plan.swap_in:
-        copied += seq.swapped_kv.n - first
-        seq.swapped_kv = None
-    return copied
-
+from generation.config import parse_slo
+from huggingface.tokenizer import one_line
+from paged_kv import Output, SamplingParams, Scheduler
+from serving.batch import percentile, replay
+from serving.replica import Part, Replica, StepCost
+from serving.traces import GENERATORS, Arrival, generate, open_trace
 
 # --------------------------------------------------------------------------------------------------
 # Replicas and results
@@ -263,55 +68,55 @@ class Histogram:
 
 @dataclass
 class Report:
-    """What clients saw. Latencies count from a request's arrival; itl is the time between tokens
-    that follow each other without a tool call."""
+    """What clients saw. Latencies count from a request's arrival; itl is the time between tokens,
+    without tool calls."""
 
     slo: tuple[float, float] = (1.0, 0.1)  # seconds to the first token, and per further token
     requests: int = 0
     tokens: int = 0
     good: int = 0  # requests within the SLO
-    end: float = 0.0
+    first: float = math.inf  # arrival
+    last: float = -math.inf  # token
     itl: Histogram = field(default_factory=Histogram)
     ttft: array = field(default_factory=lambda: array("d"))
     e2e: array = field(default_factory=lambda: array("d"))
-    qoe: array = field(default_factory=lambda: array("d"))
     waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by client
 
-    def add(self, output: Output) -> None:
+    def add(self, arrival: Arrival, output: Output) -> None:
         """A request has ended."""
-        arrival: Arrival = output.id
-        _, *times = output.timestamps
-        pauses = {call[0] for call in arrival.tool_calls}
+        start, (_, *times) = output.arrival_time, output.timestamps
         gaps = [b - a for a, b in zip(times, times[1:])]
-        if pauses:
-            gaps = [gap for i, gap in enumerate(gaps, 1) if i not in pauses]
+        for tokens, *_ in reversed(arrival.tool_calls):
+            del gaps[tokens - 1]
         self.itl.add(gaps)
-        ttft = times[0] - arrival.arrival_time
+        ttft = times[0] - start
         self.ttft.append(ttft)
-        self.e2e.append(times[-1] - arrival.arrival_time)
+        self.e2e.append(times[-1] - start)
         self.waits[arrival.client].append(ttft)
         self.requests, self.tokens = self.requests + 1, self.tokens + len(times)
-        self.good += ttft <= self.slo[0] and sum(gaps) <= self.slo[1] * max(1, len(gaps))
-        self.end = max(self.end, times[-1])
+        self.good += ttft <= self.slo[0] and sum(gaps) <= self.slo[1] * len(gaps)
+        self.first, self.last = min(self.first, start), max(self.last, times[-1])
 
-    def metrics(self, replicas: list[Replica]) -> dict[str, float]:
+    def metrics(self, schedulers: Sequence[Scheduler]) -> dict[str, float]:
         """All numbers, under the names that --json prints."""
-        schedulers = [replica.scheduler for replica in replicas]
-        admitted = sum(s.n_admitted_tokens for s in schedulers)
-        worst = max((sum(w) / len(w) for w in self.waits.values()), default=math.nan)
+        seconds = self.last - self.first
+        hits, admitted, preempted = (
+            sum(getattr(s, name) for s in schedulers)
+            for name in ("n_hit_tokens", "n_admitted_tokens", "n_preempted")
+        )
         return {
             "requests": self.requests,
-            "seconds": self.end,
-            "tokens_per_second": self.tokens / self.end if self.end else 0.0,
+            "seconds": seconds,
+            "tokens_per_second": self.tokens / seconds,
             **{f"ttft_p{p}": percentile(self.ttft, p) for p in (50, 99)},
             **{f"itl_p{p}": self.itl.percentile(p) for p in (50, 99)},
-            "e2e_mean": sum(self.e2e) / max(1, len(self.e2e)),
-            "within_slo": self.good / max(1, self.requests),
-            "goodput": self.good / self.end if self.end else 0.0,
-            "worst_client_ttft": worst,
-            "preemptions": sum(s.n_preempted for s in schedulers),
-            "hit_rate": sum(s.n_hit_tokens for s in schedulers) / max(1, admitted),
-            "replica_seconds_per_1000_tokens": 1e3 * len(replicas) * self.end / max(1, self.tokens),
+            "e2e_mean": sum(self.e2e) / len(self.e2e),
+            "within_slo": self.good / self.requests,
+            "goodput": self.good / seconds,
+            "worst_client_ttft": max(sum(w) / len(w) for w in self.waits.values()),
+            "preemptions": preempted,
+            "hit_rate": hits / max(1, admitted),
+            "replica_seconds_per_1000_tokens": 1e3 * len(schedulers) * seconds / self.tokens,
         }
 
 
@@ -324,20 +129,21 @@ def simulate(
     """Run a trace to its end; returns Report.metrics. route chooses the replica of an arrival; see
     `load`."""
     for replica in replicas:
-        replica.finished = lambda part, time: report.add(part.request)
+        replica.finished = lambda part, time: report.add(part.request.id, part.request)
+    allocator = replicas[0].allocator
+    capacity = len(allocator.refs) * allocator.block_size
     for arrival in trace:
-        room = replicas[0].capacity - arrival.n_prompt - arrival.n_output
-        if room < 0:
+        if arrival.n_prompt + arrival.n_output > capacity:
+            asked = f"{arrival.n_prompt} prompt tokens plus {arrival.n_output} more"
             raise ValueError(
-                f"a request of {arrival.n_prompt} + {arrival.n_output} tokens exceeds the KV cache "
-                f"of {replicas[0].capacity}: give --blocks"
+                f"{asked} exceed the KV cache of {capacity} tokens; give more --blocks"
             )
         replica = route(arrival, replicas)
         replica.send(Part.of(arrival), arrival.arrival_time)
         replica.advance(arrival.arrival_time)
     for replica in replicas:
         replica.advance(math.inf)
-    return report.metrics(replicas)
+    return report.metrics([replica.scheduler for replica in replicas])
 
 
 def load(replica: Replica, now: float) -> int:
@@ -370,8 +176,7 @@ class PowerOfTwo:
 
 
 def prefix_hash(arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
-    """By the prompt's first segment: equal beginnings meet in one prefix cache, whatever its load.
-    """
+    """By the prompt's first segment: equal beginnings meet in one prefix cache, whatever its load."""
     first = random.Random(arrival.prompt[0][0]).randrange(len(replicas))
     return replicas[first]
 
@@ -437,14 +242,190 @@ def measure(engine: Any, trace: Iterable[Arrival]) -> tuple[list[tuple[int, int]
     return sizes, seconds
 
 
-def cost_on_device(device: str, model: str) -> StepCost:
-    """Of a data sheet (parallelism/planner.py): a step reads all weights, a token computes with
-    them, a key is read, all at full speed; KV is swapped at the network's speed."""
+def cost_on_device(device: str, model: str, block_size: int) -> tuple[StepCost, int]:
+    """The cost by a data sheet (parallelism/planner.py), and the KV blocks that fit: a step reads
+    all weights, a token computes with them and a key is read at full speed, and KV is swapped at
+    the network's. So it is a lower bound."""
     from parallelism.planner import DEVICES, load_shape, parameters
 
     if device not in DEVICES:
         raise ValueError(f"--device {device}: use one of {', '.join(DEVICES)}")
     d, shape = DEVICES[device], load_shape(model)
-    kv_bytes = 2.0 * shape.layers * 2 * shape.kv_heads * shape.head_dim
-    weights, active = 2.0 * parameters(shape), parameters(shape, active=True)
-    return StepCost(weights / d.hbm, 2 * active / d.bf16, kv_bytes / d.hbm, kv_bytes / d.network)
+    kv_width = (
+        shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * shape.kv_heads * shape.head_dim
+    )
+    kv_bytes, weights = 2.0 * shape.layers * kv_width, 2.0 * parameters(shape)
+    compute = 2 * parameters(shape, active=True) / d.bf16
+    blocks = int((0.9 * d.memory - weights) / (kv_bytes * block_size))
+    if blocks < 1:
+        raise ValueError(f"--model {model} does not fit --device {device}: {weights:.2g} bytes")
+    return StepCost(weights / d.hbm, compute, kv_bytes / d.hbm, kv_bytes / d.network), blocks
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+# --------------------------------------------------------------------------------------------------
+
+COLUMNS = {  # metric: (heading, factor, format)
+    "tokens_per_second": ("tok/s", 1, ".0f"),
+    "ttft_p50": ("TTFT p50", 1e3, ".0f"),
+    "ttft_p99": ("p99 ms", 1e3, ".0f"),
+    "itl_p50": ("ITL p50", 1e3, ".1f"),
+    "itl_p99": ("p99 ms", 1e3, ".1f"),
+    "e2e_mean": ("mean s", 1, ".2f"),
+    "within_slo": ("in SLO", 100, ".0f"),
+    "goodput": ("good/s", 1, ".2f"),
+    "worst_client_ttft": ("worst s", 1, ".2f"),
+    "preemptions": ("preempt", 1, ".0f"),
+    "hit_rate": ("hit %", 100, ".0f"),
+    "replica_seconds_per_1000_tokens": ("s/1k tok", 1, ".2f"),
+}
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """A row per policy. worst s: mean time to the first token of the client that waits longest;
+    good/s: requests per second within the SLO; s/1k tok: replica seconds per 1000 tokens."""
+    width = max(map(len, results)) + 1
+    rows = [f"{'':{width}}" + "".join(f"{heading:>10}" for heading, *_ in COLUMNS.values())]
+    for name, metrics in results.items():
+        cells = (f"{factor * metrics[key]:{form}}" for key, (_, factor, form) in COLUMNS.items())
+        rows.append(f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells))
+    return "\n".join(rows)
+
+
+def plot(reports: dict[str, Report], path: Path) -> None:
+    """Cumulative distributions of the time to the first token and of the whole request."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ValueError("--plot requires matplotlib: pip install matplotlib") from None
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
+    for axis, name, label in zip(axes, ("ttft", "e2e"), ("time to first token", "end to end")):
+        for policy, report in reports.items():
+            values = np.sort(np.array(getattr(report, name)))
+            axis.plot(values, np.arange(1, len(values) + 1) / len(values), label=policy)
+        axis.set(xscale="log", xlabel=f"{label}, s")
+    axes[0].set(ylabel="fraction of requests")
+    axes[0].legend()
+    figure.savefig(path)
+
+
+def load_engine(flags: list[str]) -> Any:
+    """The Engine of generate.py --bench-serving with these flags."""
+    from generation.config import parse_args
+    from generation.load import pick_device
+    from serving.run import load_engine
+
+    args = parse_args(["--bench-serving", *flags])
+    return load_engine(args, pick_device(args.device))
+
+
+def calibrate(path: Path, engine: Any) -> str:
+    """Measure steps of an Engine with 1 to max_num_seqs sequences, and write the cost to a file."""
+    from huggingface.weights import write_atomically
+
+    sizes, seconds = [], []
+    for i, n in enumerate((1, 4, 16, engine.scheduler.max_num_seqs)):
+        for seed in (2 * i, 2 * i + 1):  # the first to warm up
+            trace = generate(f"random:n={2 * n},rate=inf,input=16:200,output=16:64", seed)
+            found = measure(engine, trace)
+        sizes, seconds = sizes + found[0], seconds + found[1]
+    cost = fit(sizes, seconds)
+    text = json.dumps(asdict(cost) | {"blocks": len(engine.allocator.refs)})
+    write_atomically(path, lambda tmp: tmp.write_text(text + "\n"))
+    error = float(np.median([abs(cost(*size) / s - 1) for size, s in zip(sizes, seconds)]))
+    return f"{path}: {text}, median error {error:.0%} over {len(sizes)} steps"
+
+
+def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.simulate", description=__doc__.split("\n")[0], allow_abbrev=False,
+        epilog="All other flags are generate.py's, for --engine and --calibrate.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("trace", nargs="?", help="a file, or a description (serving/traces.py)", metavar="TRACE")
+    add("--policies", default="fcfs", help="NAME[:FIELD=VALUE,...],... (serving/policies.py)")
+    add("--replicas", type=int, default=1)
+    add("--router", default="power-of-two", choices=ROUTERS)
+    add("--device", default="h100", help="whose data sheet gives the cost of a step")
+    add("--model", default="llama3-8b", help="name or folder; with --device (parallelism/planner)")
+    add("--cost", type=Path, help="file of --calibrate, instead of --device", metavar="FILE")
+    add("--blocks", type=int, help="KV blocks of each replica (default: what fits)")
+    add("--block-size", type=int, default=16)
+    add("--max-num-batched-tokens", type=int, default=2048)
+    add("--max-num-seqs", type=int, default=256)
+    add("--kv-swap", action="store_true", help="preemption swaps KV to host memory")
+    add("--no-prefix-cache", action="store_true")
+    add("--at-tool-call", default="discard", choices=("discard", "preserve", "swap"))
+    add("--slo", default="1:0.1", help="seconds to the first token, and per further token")
+    add("--seed", type=int, default=0)
+    add("--plot", type=Path, metavar="FILE")
+    add("--json", action="store_true")
+    add("--calibrate", type=Path, help="measure an Engine here and write its cost", metavar="FILE")
+    add("--engine", action="store_true", help="also run the trace on an Engine, in real time")
+    return parser.parse_known_args(argv)
+
+
+def step_cost(args: argparse.Namespace) -> tuple[StepCost, int]:
+    """The cost of --cost or --device, and the number of KV blocks."""
+    if args.cost is None:
+        cost, blocks = cost_on_device(args.device, args.model, args.block_size)
+    else:
+        try:
+            values = json.loads(args.cost.read_text())
+            blocks, cost = values.pop("blocks"), StepCost(**values)
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            message = f"--cost {args.cost}: not a file of --calibrate ({one_line(e)})"
+            raise ValueError(message) from None
+    return cost, args.blocks or blocks
+
+
+def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
+    """All policies on one trace: the program's output."""
+    cost, blocks = step_cost(args)
+    sizes = dict(
+        max_num_batched_tokens=args.max_num_batched_tokens, max_num_seqs=args.max_num_seqs,
+        block_size=args.block_size, kv_swap=args.kv_swap, prefix_cache=not args.no_prefix_cache,
+    )  # fmt: skip
+    if args.engine:
+        flags = [f"--set={name}={json.dumps(value)}" for name, value in sizes.items()]
+        engine_flags = [*engine_flags, *flags, f"--kv-blocks={blocks}"]
+    at_tool_call = lambda part, seconds: args.at_tool_call
+    reports, results = {}, {}
+    for policy in re.split(r",(?![^,:=]*=)", args.policies):  # not at commas between fields
+        options = dict(sizes, num_blocks=blocks, at_tool_call=at_tool_call)
+        replicas = [Replica(cost, policy, **options) for _ in range(args.replicas)]
+        reports[policy] = report = Report(parse_slo(args.slo))
+        trace = open_trace(args.trace, args.seed)
+        results[policy] = simulate(trace, replicas, ROUTERS[args.router](), report)
+        if args.engine:
+            name, report = f"{policy} (Engine)", Report(parse_slo(args.slo))
+            engine = load_engine([*engine_flags, f"--policy={policy}"])
+            trace = list(open_trace(args.trace, args.seed))
+            for output in replay(engine, trace, SamplingParams(temperature=0, ignore_eos=True)):
+                report.add(trace[output.id], output)
+            reports[name], results[name] = report, report.metrics([engine.scheduler])
+    if args.plot:
+        plot(reports, args.plot)
+    return json.dumps(results) if args.json else table(results)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, engine_flags = parse_args(argv)
+    try:
+        if engine_flags and not (args.engine or args.calibrate):
+            raise ValueError(f"{engine_flags[0]} is unknown, or requires --engine or --calibrate")
+        if args.calibrate:
+            print(calibrate(args.calibrate, load_engine(engine_flags)))
+        elif args.trace is None:
+            raise ValueError(f"give a TRACE: a file, or one of {', '.join(GENERATORS)}")
+        else:
+            print(run(args, engine_flags))
+    except ValueError as e:
+        print(f"serving.simulate: error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
