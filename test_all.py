@@ -61,9 +61,9 @@ import traceback
 import urllib.request
 import weakref
 import xml.etree.ElementTree
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import FrozenInstanceError, asdict, dataclass, replace
+from dataclasses import FrozenInstanceError, asdict, astuple, dataclass, replace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import date, timedelta
@@ -136,6 +136,7 @@ from generation import drafting as D
 from serving import cluster as CLUSTER
 from serving import openai_api as OA
 from serving import policies as POLICY
+from serving import replica as RP
 from serving import server as SV
 from serving import unacked as UNACKED
 from parallelism import dry_run
@@ -154,6 +155,7 @@ from generation import prompt as PROMPT
 from serving import disaggregated
 from generation import stream as STREAM
 from serving import run as SRUN
+from serving import simulate as SIM
 from parallelism import parallel_dims as L
 from training import lora as LO
 from training import metrics as MT
@@ -11344,6 +11346,298 @@ def test_traces_are_described_and_kept_by_the_command(tmp_path):
     assert "40 requests of 1 clients" in done.stdout and 40 < shared < 99
     done = run(FILES["traces"], "poison:n=3")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "conversations" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# serving/replica.py, serving/simulate.py
+# --------------------------------------------------------------------------------------------------
+
+
+class ClockedEngine(P.Engine):
+    """An Engine whose clock advances by the cost of each step and by nothing else."""
+
+    def __init__(self, model, cost, policy, **kwargs):
+        self.cost, self.now, self.swapped = cost, 0.0, 0
+        clock = lambda: self.now
+        super().__init__(model, policy=POLICY.make_policy(policy, clock), clock=clock, **kwargs)
+
+    def _copy_kv(self, plan):
+        self.swapped = sum(n for *_, n in plan.swap_out)
+        self.swapped += sum(
+            seq.swapped_kv.n - first for seq, first in plan.swap_in if seq.swapped_kv
+        )
+        super()._copy_kv(plan)
+
+    def _run(self, plan, drafts):
+        size = RP.step_size(plan)
+        hidden = super()._run(plan, drafts)
+        self.now += self.cost(*size, self.swapped)
+        return hidden
+
+    def replay(self, trace) -> list[list[float]]:
+        """Timestamps of each request."""
+        vocab_size, waiting, outputs = self.model.config.vocab_size, deque(enumerate(trace)), {}
+        while waiting or self.unfinished:
+            if not self.unfinished:
+                self.now = max(self.now, waiting[0][1].arrival_time)
+            while waiting and waiting[0][1].arrival_time <= self.now:
+                i, a = waiting.popleft()
+                more = dict(id=i, priority=a.priority, client=a.client)
+                self.add(a.ids(vocab_size), greedy(a.max_new_tokens), **more)
+                outputs[i] = self.outputs[i]
+            self.step()
+        return [outputs[i].timestamps for i in range(len(trace))]
+
+
+class CheckedReplica(RP.Replica):
+    """A Replica that checks allocator and tree after every step."""
+
+    def _complete(self, n):
+        super()._complete(n)
+        tables = [seq.block_table for seq in (*self.scheduler.running, *self.scheduler.waiting)]
+        self.allocator.check(tables + [part.preserved for *_, part in self.arriving])
+
+
+def simulated_timestamps(trace, replica) -> list[list[float]]:
+    """Timestamps of each request of a trace on one replica."""
+    found = {}
+    replica.finished = lambda part, time: found.update({part.request.id: part.request.timestamps})
+    for a in trace:
+        replica.send(RP.Part.of(a), a.arrival_time)
+        replica.advance(a.arrival_time)
+    replica.advance(math.inf)
+    return [found[a] for a in trace]
+
+
+SIM_COST = RP.StepCost(5e-3, 1e-4, 1e-6, 1e-5)
+SIM_CASES = [  # kv_swap, prefix_cache, KV blocks
+    (swap, cache, blocks)
+    for swap in (False, True)
+    for cache in (False, True)
+    for blocks in (60, 300)
+]
+
+
+@pytest.mark.parametrize("policy", POLICY.POLICIES)
+@pytest.mark.parametrize("swap, cache, blocks", SIM_CASES)
+def test_replica_timestamps_are_the_engines(policy, swap, cache, blocks):
+    """Every timestamp of every token is that of a real Engine whose steps take the same time: under
+    every policy, with preemption, prefix hits and chunked prefill."""
+    text = (
+        "random:n=12,rate=40,prefix=9,clients=2,input=3:40,output=2:30+random:n=4,rate=9,priority=1"
+    )
+    trace = list(TR.generate(text + ",input=3:9,output=2:30", seed=blocks + swap))
+    sizes = dict(num_blocks=blocks, block_size=2, max_num_batched_tokens=24, max_num_seqs=5)
+    sizes |= dict(kv_swap=swap, prefix_cache=cache)
+    engine = ClockedEngine(random_model(tiny()), SIM_COST, policy, eos_ids=(), **sizes)
+    want = engine.replay(trace)
+    replica = CheckedReplica(SIM_COST, policy, **sizes)
+    assert simulated_timestamps(trace, replica) == want
+    assert replica.scheduler.n_preempted == engine.scheduler.n_preempted
+    assert replica.n_steps == engine.counts["steps"]
+    assert policy != "fcfs" or blocks > 60 or engine.scheduler.n_preempted
+
+
+@pytest.mark.parametrize("policy", POLICY.POLICIES)
+@pytest.mark.parametrize("action", ["discard", "preserve", "swap"])
+def test_replica_plans_many_steps_at_once(policy, action):
+    """Planned together or one by one, all steps have the same timestamps; most are planned
+    together."""
+    text = "conversations:n=60,rate=2,tools=1,turns=1:3,pause=3,system=40,input=3:60,output=5:90"
+    trace = list(TR.generate(text + "+random:n=40,rate=1,priority=1,input=5:300,output=50:300", 3))
+    sizes = dict(num_blocks=150, max_num_batched_tokens=256, max_num_seqs=12)
+    sizes |= dict(kv_swap=True, at_tool_call=lambda part, seconds: action)
+    one, many = (CheckedReplica(SIM_COST, policy, one_by_one=x, **sizes) for x in (True, False))
+    n_plans, plan = [], many._plan
+    many._plan = lambda: (n_plans.append(1), plan())
+    assert simulated_timestamps(trace, one) == simulated_timestamps(trace, many)
+    assert one.n_steps == many.n_steps
+    assert not hasattr(many.scheduler.policy, "token_budget") or len(n_plans) <= many.n_steps
+    if policy == "fcfs":
+        assert len(n_plans) < many.n_steps / 2
+
+
+def test_replica_keeps_kv_during_tool_calls():
+    """Under memory pressure, preserved KV is found again and swapped KV is copied back, while
+    discarded KV is computed again; tokens are the same."""
+    text = "conversations:n=12,rate=4,tools=2,turns=1:1,system=0,input=60:90,output=20:40"
+    trace = list(TR.generate(text + ",tool_seconds=2,tool_tokens=9:20", 1))
+    run: dict[str, int] = {}
+    for action in ("discard", "preserve", "swap"):
+        more = dict(num_blocks=60, at_tool_call=lambda part, seconds: action)
+        replica = CheckedReplica(SIM_COST, **more)
+        plan = replica._plan
+
+        def counted():
+            plan()
+            run[action] = run.get(action, 0) + sum(n for _, n in replica.plan.run)
+
+        replica._plan = counted
+        times = simulated_timestamps(trace, replica)
+        assert [len(t) - 1 for t in times] == [a.max_new_tokens for a in trace]
+    assert run["preserve"] < run["discard"] and run["swap"] < run["discard"]
+
+
+def test_replica_with_a_tool_call_waits_for_the_answer():
+    """Alone: one step for the prompt, one per token, the tool's seconds, a step for the answer."""
+    a = TR.Arrival(1.0, ((7, 10),), 6, tool_calls=((4, 2.0, 5),), output_id=8)
+    cost = RP.StepCost(0.1, 0.01, 0.001)
+    [times] = simulated_timestamps([a], CheckedReplica(cost, num_blocks=64, prefix_cache=False))
+    want, now = [1.0], 1.0
+    for tokens, keys, pause in [
+        (10, 10, 0),
+        (1, 11, 0),
+        (1, 12, 0),
+        (1, 13, 0),
+        (19, 19, 2),
+        (1, 20, 0),
+    ]:
+        now += pause + cost(tokens, keys)
+        want.append(now)
+    assert times == pytest.approx(want)
+
+
+def sim_metrics(
+    text: str, seed=0, router="round-robin", n=1, cost=SIM_COST, slo=(1.0, 0.1), **sizes
+):
+    """Metrics of a described trace on n replicas."""
+    options = dict(num_blocks=512, max_num_batched_tokens=512, max_num_seqs=32, prefix_cache=False)
+    replicas = [RP.Replica(cost, **options | sizes) for _ in range(n)]
+    return SIM.simulate(TR.generate(text, seed), replicas, SIM.ROUTERS[router](), SIM.Report(slo))
+
+
+def test_simulate_reports_what_clients_saw():
+    """Metrics of a trace by hand: two requests, of which the second misses the SLO."""
+    report = SIM.Report((0.5, 0.1))
+    sample = lambda client, arrival, times: report.add(
+        TR.Arrival(arrival, ((1, 3),), 3, client),
+        P.Output(0, [], arrival_time=arrival, timestamps=[arrival, *times]),
+    )
+    sample("a", 1.0, [1.25, 1.3, 1.4])
+    sample("b", 2.0, [3.0, 3.05, 3.1])
+    scheduler = P.Scheduler(P.BlockAllocator(4))
+    got = report.metrics([scheduler, scheduler])
+    want = dict(requests=2, seconds=2.1, tokens_per_second=6 / 2.1, ttft_p50=0.25, ttft_p99=1.0)
+    want |= dict(e2e_mean=0.75, within_slo=0.5, goodput=1 / 2.1, worst_client_ttft=1.0)
+    want |= dict(preemptions=0, hit_rate=0, replica_seconds_per_1000_tokens=2 * 2.1e3 / 6)
+    assert {name: got[name] for name in want} == pytest.approx(want)
+    assert got["itl_p50"] == pytest.approx(0.05, rel=0.011)
+    assert got["itl_p99"] == pytest.approx(0.1, rel=0.011)
+
+
+@given(
+    strategies.lists(strategies.floats(1e-5, 1e4), min_size=1, max_size=300),
+    strategies.sampled_from([1, 50, 99, 100]),
+)
+def test_simulate_percentiles_are_exact_to_a_percent(values, p):
+    histogram = SIM.Histogram()
+    for part in (values[:7], values[7:]):
+        histogram.add(part)
+    exact = V.percentile(values, p)
+    assert (
+        exact <= histogram.percentile(p) * (1 + 1e-9) and histogram.percentile(p) <= exact * 1.0101
+    )
+
+
+def test_simulate_cost_is_fitted_to_steps():
+    """From exact steps the exact cost; a term that would be negative is zero."""
+    rng, cost = random.Random(0), RP.StepCost(2e-3, 3e-5, 4e-7)
+    sizes = [(n := rng.randint(1, 512), n + rng.randint(0, 9000)) for _ in range(50)]
+    fitted = SIM.fit(sizes, [cost(*size) for size in sizes])
+    assert astuple(fitted) == pytest.approx(astuple(cost))
+    falling = SIM.fit(sizes, [1 - 1e-5 * keys for _, keys in sizes])
+    assert falling.per_key == 0.0 and min(astuple(falling)) == 0.0
+
+
+def test_simulate_measures_an_engine(tmp_path):
+    """Sizes of measured steps: all tokens that ran, and the keys that they read."""
+    model = random_model(tiny())
+    engine = paged_engine(model, num_blocks=200, prefix_cache=False, max_num_batched_tokens=16)
+    trace = list(TR.generate("random:n=5,rate=inf,input=3:30,output=2:9"))
+    sizes, seconds = SIM.measure(engine, trace)
+    replica = RP.Replica(
+        SIM_COST, num_blocks=200, block_size=4, prefix_cache=False, max_num_batched_tokens=16,
+        max_num_seqs=16, one_by_one=True,
+    )  # fmt: skip
+    want, plan = [], replica._plan
+    replica._plan = lambda: (plan(), want.append(RP.step_size(replica.plan)))
+    for a in trace:
+        replica.send(RP.Part.of(a), 0.0)
+    replica.advance(math.inf)
+    assert sizes == want and len(seconds) == len(sizes) and min(seconds) > 0
+
+
+def test_simulate_routers():
+    """Power of two shortens the tail that turns leave when requests differ; Preble and prefix-hash
+    find more of shared prefixes cached than turns do, Preble at no worse tail."""
+    heavy = "random:n=3000,rate=70,input=50/500,output=30/400"
+    turns, two = (sim_metrics(heavy, 1, router, 4) for router in ("round-robin", "power-of-two"))
+    assert two["ttft_p99"] < turns["ttft_p99"]
+    rag = "rag:n=2000,rate=40,documents=60,top=1,input=20,output=10:30"
+    runs = {r: sim_metrics(rag, 2, r, 4, prefix_cache=True, num_blocks=900) for r in SIM.ROUTERS}
+    hits = {router: metrics["hit_rate"] for router, metrics in runs.items()}
+    assert hits["preble"] > 1.2 * hits["round-robin"], hits
+    assert runs["preble"]["ttft_p99"] < runs["round-robin"]["ttft_p99"]
+    talks = "conversations:n=300,rate=2,system=0,turns=3:8,pause=2,output=20:60"
+    turns, hashed = (
+        sim_metrics(talks, 3, router, 4, prefix_cache=True)
+        for router in ("round-robin", "prefix-hash")
+    )
+    assert hashed["hit_rate"] > 1.2 * turns["hit_rate"]
+
+
+def test_simulate_program(tmp_path, capsys):
+    """A table with a row per policy, JSON, a plot, and a trace that ends; all deterministic."""
+    text = "random:n=50,rate=20,clients=2"
+    argv = [text, "--policies", "fcfs,fair:input_weight=2,output_weight=1,longest-prefix"]
+    assert SIM.main(argv) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[1:]] == argv[-1].replace(
+        "2,o", "2;o"
+    ).split(",")[:1] + ["fair:input_weight=2,output_weight=1", "longest-prefix"]
+    assert SIM.main([*argv, "--json", "--replicas", "2", "--plot", str(tmp_path / "x.png")]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert len(results) == 3 and all(m["requests"] == 50 for m in results.values())
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "TRACE random"),
+        (["nowhere.csv"], "nowhere.csv random"),
+        (["random", "--policies", "fcfs,nobody"], "nobody fcfs fair"),
+        (["random", "--policies", "fair:x=1"], "x input_weight"),
+        (["random", "--device", "abacus"], "--device abacus h100"),
+        (["random", "--model", "llama3-405b"], "--model llama3-405b fit"),
+        (["random", "--cost", "README.md"], "--cost README.md --calibrate"),
+        (["random", "--blocks", "2"], "--blocks KV"),
+        (["random", "--slo", "1"], "slo A:B"),
+        (["random", "--tp", "2"], "--tp --engine"),
+        (["random", "--replicas", "0"], "--replicas"),
+    ],
+    ids=str,
+)
+def test_simulate_mistakes(argv, words, capsys):
+    assert SIM.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and all(word in err for word in words.split()), err
+
+
+@pytest.mark.slow
+def test_simulate_foretells_the_engine(tmp_path):
+    """Calibrated on this machine, the simulator's percentiles are near those of a real run. The
+    bound is wide: other processes take the time that was measured without them."""
+    flags = ["--dtype", "fp32", "--set", "prefix_cache=false"]
+    assert SIM.main(["--calibrate", str(tmp_path / "cost.json"), *flags]) == 0
+    cost = SIM.StepCost(
+        **{
+            k: v
+            for k, v in json.loads((tmp_path / "cost.json").read_text()).items()
+            if k != "blocks"
+        }
+    )
+    assert cost.base > 0 and cost.per_token > 0
 
 
 def trace_of(text: str) -> None:
