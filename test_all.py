@@ -11127,6 +11127,9 @@ def test_serving_workload_is_deterministic_given_its_seed():
     other = trace("rate=inf", 10)
     assert not {x for a in work for x, _ in a.prompt} & {x for a in other for x, _ in a.prompt}
     assert [a.n_prompt for a in work] != [a.n_prompt for a in other]
+    first = [next(TR.generate("random:input=1:999,output=1", seed)) for seed in range(300)]
+    pairs = zip(*((a.arrival_time, a.n_prompt) for a in first))
+    assert abs(statistics.correlation(*pairs)) < 0.2
 
 
 def test_traces_follow_the_hours_of_a_day():
@@ -11229,7 +11232,9 @@ def test_traces_of_conversations_grow():
     for a in trace:
         if len(a.prompt) > 2:
             before = last.pop(a.prompt[:-2])
-            assert a.prompt[-2] == (before.output_id, before.n_output) and a.client == before.client
+            answers = sum(n for _, _, n in before.tool_calls)
+            assert a.prompt[-2] == (before.output_id, before.max_new_tokens + answers)
+            assert a.client == before.client
             busy = before.max_new_tokens / 10 + sum(s for _, s, _ in before.tool_calls)
             pauses.append(a.arrival_time - before.arrival_time - busy)
         at = [at for at, _, _ in a.tool_calls]
@@ -11287,6 +11292,9 @@ BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Re
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 23:59:59.6805900,374,44
 2023-11-17 00:00:00.1951691,396,109
+2023-11-17 00:00:00.1951691,879,55
+2023-11-17 00:01:00.6805900,91,16
+2023-11-18 00:00:59.6805900,91,16
 """
 AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2024-05-10 00:00:00.009930+00:00,2162,5
@@ -11299,7 +11307,16 @@ AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
     [
         (BURSTGPT, [(0, 472, 18, ""), (40, 417, 276, ""), (235.25, 53, 7, "")]),
         (BURSTGPT_SESSIONS, [(0, 906, 446, "0f1e"), (2.5, 36, 29, "")]),
-        (AZURE_2023, [(0, 374, 44, ""), (0.5145791, 396, 109, "")]),
+        (
+            AZURE_2023,
+            [
+                (0, 374, 44, ""),
+                (0.5145791, 396, 109, ""),
+                (0.5145791, 879, 55, ""),
+                (61, 91, 16, ""),
+                (86460, 91, 16, ""),
+            ],
+        ),
         (AZURE_2024, [(0, 2162, 5, ""), (0.99007, 2399, 6, "")]),
     ],
     ids=["burstgpt", "burstgpt_sessions", "azure_2023", "azure_2024"],
@@ -11661,22 +11678,22 @@ TRACES_BAD = {
     "Timestamp,Request tokens\n1,2\n": "row 1, Response tokens: no such column; .*Request tokens",
     "TIMESTAMP,GeneratedTokens\n": "row 1, ContextTokens: no such column",
     BURSTGPT_SESSIONS.partition("\n")[0]: "row 1: no requests",
-    changed_line(",906,", ",x,"): "row 2, Request tokens: .*1 or more, not 'x'",
-    changed_line(",906,", ",0,"): "row 2, Request tokens: .*1 or more, not '0'",
-    changed_line(",29,", ",-2,"): "row 3, Response tokens: .*1 or more, not '-2'",
-    changed_line(",29,", ",1.5,"): "row 3, Response tokens: .*'1.5'",
-    changed_line(",29,", ",9999999999,"): "row 3, Response tokens: .*'9999999999'",
+    changed_line(",906,", ",x,"): "row 2, Request tokens: .*999999999, not 'x'",
+    changed_line(",906,", ",0,"): "row 2, Request tokens: .*999999999, not 0",
+    changed_line(",29,", ",-2,"): "row 3, Response tokens: .*999999999, not -2",
+    changed_line(",29,", ",1.5,"): "row 3, Response tokens: .*1.5",
+    changed_line(",29,", ",9999999999,"): "row 3, Response tokens: .*9999999999",
     changed_line(",29,", ",,"): "row 3, Response tokens: .*''",
     changed_line("12.5", "09.5"): "row 3, Timestamp: .*before.* 0 s; sort",
-    changed_line("19440112.5", "nan"): "row 3, Timestamp: .*seconds, 0 or more, not 'nan'",
-    changed_line("19440110.0", "inf"): "row 2, Timestamp: .*'inf'",
-    changed_line("19440110.0", "-1"): "row 2, Timestamp: .*'-1'",
+    changed_line("19440112.5", "nan"): "row 3, Timestamp: .*seconds, 0 or more, not nan",
+    changed_line("19440110.0", "inf"): "row 2, Timestamp: .*inf",
+    changed_line("19440110.0", "-1"): "row 2, Timestamp: .*-1",
     changed_line("19440110.0", "soon"): "row 2, Timestamp: .*'soon'",
     changed_line(",API log", ""): "row 3: 7 columns, but the header has 8",
-    changed_line("00:00:00.1951691", "25:00:00", AZURE_2023): "row 3, TIMESTAMP: .*hour",
-    changed_line("2023-11-17 00:00:00.1951691", "5", AZURE_2023): "row 3, TIMESTAMP: .*YYYY.*'5'",
-    changed_line("2023-11-17", "2023-11-16", AZURE_2023): "row 3, TIMESTAMP: .*before.*sort",
-    changed_line(",44", ",44.0", AZURE_2023): "row 2, GeneratedTokens: .*'44.0'",
+    changed_line("00:00:00.1951691,3", "25:00:00,3", AZURE_2023): "row 3, TIMESTAMP: .*hour",
+    changed_line("2023-11-17 00:00:00.1951691,3", "5,3", AZURE_2023): "row 3, TIMESTAMP: .*YYYY.*'5'",
+    changed_line("2023-11-17 00:01", "2023-11-16 00:01", AZURE_2023): "row 5, TIMESTAMP: .*before.*sort",
+    changed_line(",44", ",44.0", AZURE_2023): "row 2, GeneratedTokens: .*44.0",
     # JSONL
     TRACES_JSON + "{": "row 2: ",
     TRACES_JSON + "[1]": r"row 2: must be a JSON object, not \[1\]",
@@ -11692,14 +11709,16 @@ TRACES_BAD = {
     '{"max_new_tokens": 3}': "row 1, prompt_tokens: must be given, or prompt_ids",
     json_line('"prompt_ids": [3]'): "row 2, prompt_tokens: .*not both",
     '{"max_new_tokens": true}': "row 1, max_new_tokens: .*True",
-    '{"max_new_tokens": 0}': "row 1, max_new_tokens: .*1 or more, not 0",
+    '{"max_new_tokens": 0}': "row 1, max_new_tokens: .*999999999, not 0",
     '{"max_new_tokens": 2.0}': "row 1, max_new_tokens: .*2.0",
     '{"prompt_ids": []}': r"row 1, prompt_ids: .*\[\]",
     '{"prompt_ids": [-1]}': r"row 1, prompt_ids: .*\[-1\]",
     '{"prompt_tokens": [[1]]}': r"row 1, prompt_tokens: .*text id, tokens",
-    '{"prompt_tokens": [[1, 0]]}': r"row 1, prompt_tokens: .*1 or more, not 0",
+    '{"prompt_tokens": [[1, 0]]}': r"row 1, prompt_tokens: .*999999999, not 0",
     '{"prompt_tokens": [[4, 2], [4, 3]]}': r"row 1, prompt_tokens: .*join .*\[4, 4\]",
     '{"prompt": "Hi"}': "row 1, prompt: not a field.*prompt_ids",
+    '{"max_new_tokens": "5"}': "row 1, max_new_tokens: .*'5'",
+    json_line('"arrival_time": "5"'): "row 2, arrival_time: .*'5'",
     json_line('"client": 5'): "row 2, client: must be a string, not 5",
     json_line('"priority": 0.5'): "row 2, priority: must be an integer, not 0.5",
     json_line('"output_id": "a"'): "row 2, output_id: must be an integer, not 'a'",
@@ -11707,7 +11726,7 @@ TRACES_BAD = {
     json_line('"tool_calls": [[5, 1, 1]]'): "row 2, tool_calls: must be before the last",
     json_line('"tool_calls": [[2, 1, 1], [2, 1, 1]]'): "row 2, tool_calls: .*ascending",
     json_line('"tool_calls": [[2, -1, 1]]'): "row 2, tool_calls: .*seconds, 0 or more, not -1",
-    json_line('"tool_calls": [[2, 1, 0]]'): "row 2, tool_calls: .*1 or more, not 0",
+    json_line('"tool_calls": [[2, 1, 0]]'): "row 2, tool_calls: .*999999999, not 0",
 }  # fmt: skip
 REFUSED |= {
     f"traces: {i}": (partial(trace_of, x), words) for i, (x, words) in enumerate(TRACES_BAD.items())

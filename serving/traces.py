@@ -358,19 +358,23 @@ def _check(ok: object, kind: str, value: object) -> None:
         raise ValueError(f"must be {kind}, not {value!r:.60}")
 
 
+def _number(text: str) -> Any:
+    """A cell as JSON would have it: a string if it is not a number."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
 def _tokens(value: Any) -> int:
-    text = value if isinstance(value, str) else str(value) * (type(value) is int)
-    ok = text.isdecimal() and len(text) < 10 and int(text) > 0
-    _check(ok, "an integer number of tokens, 1 or more", value)
-    return int(text)
+    _check(type(value) is int and 0 < value < 10**9, "an integer from 1 to 999999999", value)
+    return value
 
 
 def _seconds(value: Any) -> float:
-    try:
-        ok = type(value) in (int, float, str) and 0 <= float(value) < math.inf
-    except (ValueError, OverflowError):
-        ok = False
-    _check(ok, "a number of seconds, 0 or more", value)
+    _check(type(value) in (int, float) and 0 <= value < 1e15, "seconds, 0 or more", value)
     return float(value)
 
 
@@ -383,7 +387,7 @@ def _ticks(text: str) -> int:
 
 
 CSV_FORMS = (  # columns of time, prompt tokens and output tokens; the unit of time per second
-    ("Timestamp", "Request tokens", "Response tokens", _seconds, 1),
+    ("Timestamp", "Request tokens", "Response tokens", lambda text: _seconds(_number(text)), 1),
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens", _ticks, 10**7),
 )
 
@@ -414,10 +418,10 @@ def _read_csv(path: Path, file: TextIO) -> Iterator[tuple[int, str, Arrival]]:
                 failed += 1
                 continue
             column = columns[1]
-            prompt = ((FRESH + 2 * row, _tokens(n_prompt)),)
+            prompt = ((FRESH + 2 * row, _tokens(_number(n_prompt))),)
             column = columns[2]
             client = "" if at_client is None else cells[at_client]
-            output = dict(max_new_tokens=_tokens(n_output), output_id=FRESH + 2 * row + 1)
+            output = dict(max_new_tokens=_tokens(_number(n_output)), output_id=FRESH + 2 * row + 1)
             yield row, columns[0], Arrival((time - first) / unit, prompt, client=client, **output)
     except (ValueError, csv.Error) as e:
         raise _row_error(path, row, column, e) from None
