@@ -28,7 +28,7 @@ Files (read_trace), by their first line:
                the dataset's own files without failures.
     Azure      CSV with TIMESTAMP (date and time), ContextTokens, GeneratedTokens
     JSONL      what write_trace writes, an object per line, or request files of --batch whose
-               prompts are token ids. max_new_tokens, and prompt_ids (token ids) or prompt_tokens
+               prompts are token ids, with max_new_tokens, and prompt_ids (token ids) or prompt_tokens
                (the number of tokens, or a list of segments [text id, tokens]); optionally
                arrival_time (default 0), client, priority, tool_calls (a list of [new tokens before
                it, seconds, tokens of the answer]), output_id, id (ignored)
@@ -50,7 +50,8 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate, chain, count, repeat
@@ -122,12 +123,13 @@ def diurnal(times: Iterable[float], swing: float, day: float) -> Iterator[float]
 
     Time is warped rather than arrivals dropped (thinning), so a burst stays one."""
     weights = [1 - swing * math.cos(2 * math.pi * (h + 0.5) / 24) for h in range(24)]
-    hour, hours, before = day / 24, 0, 0.0  # before: the constant-rate time of the hour's start
+    hour, moved = day / 24, 0.0
+    starts = [*accumulate((w * hour for w in weights), initial=0.0)]  # of hours, before the warp
     for time in times:
-        while time - before >= weights[hours % 24] * hour:
-            before += weights[hours % 24] * hour
-            hours += 1
-        yield min(hours * hour + (time - before) / weights[hours % 24], (hours + 1) * hour)
+        days, rest = divmod(time, day)
+        h = min(bisect_right(starts, rest) - 1, 23)
+        moved = max(moved, days * day + h * hour + (rest - starts[h]) / weights[h])
+        yield moved
 
 
 Z99 = 2.3263478740408408  # 99th percentile of the standard normal distribution
@@ -145,7 +147,7 @@ class Lengths:
         self.log_normal = found is not None and found[2] == "/" and low < high
         if not 1 <= low <= high or self.log_normal and high > 14.9 * low:
             raise ValueError("N, MIN:MAX or MEAN/P99, from 1 token, P99 from MEAN to 14.9 MEAN")
-        self.text, self.low, self.size = text, low, high - low + 1
+        self.low, self.size = low, high - low + 1
         if self.log_normal:
             self.sigma = Z99 - math.sqrt(Z99**2 - 2 * math.log(high / low))
             self.mu = math.log(low) - self.sigma**2 / 2
@@ -257,8 +259,7 @@ GENERATORS = {"random": random_prompts, "conversations": conversations, "rag": r
 # Fields of every generator. n and rate count what starts: conversations, else requests.
 COMMON = dict(n=1000, rate=1.0, cv=1.0, swing=0.0, day=86400.0, client="", clients=1, priority=0)
 SMALLEST = dict(n=1, rate=1e-9, day=1e-6, clients=1, documents=1, top=1, speed=1e-6)
-LARGEST = dict(cv=100.0, swing=1.0, zipf=100.0)
-FINITE = ("day", "pause", "tool_seconds")
+LARGEST = dict(cv=100.0, swing=1.0, zipf=100.0, day=1e9, pause=1e9, tool_seconds=1e9)
 
 
 def generate(description: str, seed: int = 0) -> Iterator[Arrival]:
@@ -268,9 +269,8 @@ def generate(description: str, seed: int = 0) -> Iterator[Arrival]:
 
     Fields of an arrival process (rate, cv, swing, day) change the times alone. ValueError names the
     generator and the field."""
-    parts = [
-        _generate(part, seed, i) for i, part in enumerate(re.split(r"\+(?=\s*[a-z])", description))
-    ]
+    texts = re.split(r"\+(?=\s*[a-z])", description)  # 1e+9 is a number
+    parts = [_generate(text, seed, i) for i, text in enumerate(texts)]
     return heapq.merge(*parts, key=lambda a: a.arrival_time) if len(parts) > 1 else parts[0]
 
 
@@ -307,7 +307,7 @@ def _parse_field(name: str, field: str, text: str, default: Any) -> Any:
         raise ValueError(f"{name}: {field} must be {kind or 'a number'}, not {text!r}") from None
     if isinstance(default, (int, float)) and field != "priority":
         low, high = SMALLEST.get(field, 0), LARGEST.get(field, math.inf)
-        if not low <= value <= high or field in FINITE and value == math.inf:
+        if not low <= value <= high:
             most = f" and at most {high:g}" if high < math.inf else ""
             raise ValueError(f"{name}: {field} must be at least {low:g}{most}, not {text}")
     return value
@@ -410,8 +410,7 @@ def _read_csv(path: Path, file: TextIO) -> Iterator[tuple[int, str, Arrival]]:
             row, column = rows.line_num, ""
             if len(cells) != len(header):
                 raise ValueError(f"{len(cells)} columns, but the header has {len(header)}")
-            time, n_prompt, n_output = (cells[i].strip() for i in indices)
-            column = columns[0]
+            column, (time, n_prompt, n_output) = columns[0], (cells[i].strip() for i in indices)
             time = parse_time(time)
             first = time if first is None else first
             if n_output == "0":
@@ -450,8 +449,8 @@ def _tool_calls(value: Any) -> tuple[tuple[int, float, int], ...]:
     ok = isinstance(value, list) and all(isinstance(c, list) and len(c) == 3 for c in value)
     _check(ok, "a list of [new tokens before it, seconds, tokens of the answer]", value)
     calls = tuple((_tokens(at), _seconds(seconds), _tokens(n)) for at, seconds, n in value)
-    ok = all(a[0] < b[0] for a, b in zip(calls, calls[1:]))
-    _check(ok, "in ascending order of new tokens", value)
+    times = [at for at, _, _ in calls]
+    _check(times == sorted({*times}), "in ascending order of new tokens", times)
     return calls
 
 
@@ -474,7 +473,8 @@ def _read_json(path: Path, file: TextIO) -> Iterator[tuple[int, str, Arrival]]:
     for row, line in enumerate(file, 1):
         if not line.strip():
             continue
-        values, column = {"arrival_time": 0.0, "output_id": FRESH + 2 * row + 1}, ""
+        text, column = FRESH + 2 * row, ""
+        values = {"arrival_time": 0.0, "output_id": text + 1}
         try:
             given = json.loads(line)
             _check(isinstance(given, dict), "a JSON object", given)
@@ -485,15 +485,13 @@ def _read_json(path: Path, file: TextIO) -> Iterator[tuple[int, str, Arrival]]:
                 values[column] = JSON_FIELDS[column](value)
             column = "max_new_tokens"
             _check(column in values, "given", None)
-            prompts = [values.pop(x) for x in ("prompt_tokens", "prompt_ids") if x in values]
             column = "prompt_tokens"
+            prompts = [values.pop(x) for x in (column, "prompt_ids") if x in values]
             _check(len(prompts) == 1, "given, or prompt_ids, and not both", prompts)
-            prompt = (
-                prompts[0] if isinstance(prompts[0], tuple) else ((FRESH + 2 * row, prompts[0]),)
-            )
+            prompt = prompts[0] if isinstance(prompts[0], tuple) else ((text, prompts[0]),)
             arrival, column = Arrival(prompt=prompt, **values), "tool_calls"
-            ok = not arrival.tool_calls or arrival.tool_calls[-1][0] < arrival.max_new_tokens
-            _check(ok, "before the last new token", arrival.tool_calls)
+            late = [call for call in arrival.tool_calls if call[0] >= arrival.max_new_tokens]
+            _check(not late, "before the last new token", late)
         except (ValueError, RecursionError) as e:
             raise _row_error(path, row, column, e) from None
         yield row, "arrival_time", arrival
@@ -530,5 +528,5 @@ def main(source: str = "conversations:n=200,tools=1", out: str = "", seed: str =
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:4])
-    except ValueError as e:
+    except (OSError, ValueError) as e:
         raise SystemExit(f"error: {e}") from None
