@@ -11285,10 +11285,11 @@ BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Ty
 118.5,GPT-4,0,0,0,API log
 240.25,GPT-4,53,7,60,API log
 """
-BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,\
+Total tokens,Log Type
 19440110.0,0f1e,43,GPT-4,906,446,1352,Conversation log
 19440112.5,,2,ChatGPT,36,29,65,API log
-"""  # noqa: E501
+"""
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 23:59:59.6805900,374,44
 2023-11-17 00:00:00.1951691,396,109
@@ -11691,8 +11692,8 @@ TRACES_BAD = {
     changed_line("19440110.0", "soon"): "row 2, Timestamp: .*'soon'",
     changed_line(",API log", ""): "row 3: 7 columns, but the header has 8",
     changed_line("00:00:00.1951691,3", "25:00:00,3", AZURE_2023): "row 3, TIMESTAMP: .*hour",
-    changed_line("2023-11-17 00:00:00.1951691,3", "5,3", AZURE_2023): "row 3, TIMESTAMP: .*YYYY.*'5'",
-    changed_line("2023-11-17 00:01", "2023-11-16 00:01", AZURE_2023): "row 5, TIMESTAMP: .*before.*sort",
+    changed_line("2023-11-17 00:00:00.1951691,3", "5,3", AZURE_2023): "row 3, TIMESTAMP: .*YYYY.*5",
+    changed_line("17 00:01", "16 00:01", AZURE_2023): "row 5, TIMESTAMP: .*before.*; sort",
     changed_line(",44", ",44.0", AZURE_2023): "row 2, GeneratedTokens: .*44.0",
     # JSONL
     TRACES_JSON + "{": "row 2: ",

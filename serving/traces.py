@@ -6,16 +6,15 @@ read from a file or generated from a description such as
 
     random:n=1000,rate=4,cv=2,input=200/900,output=16:128,client=a+random:rate=40,client=flood
 
-Prompts have no text. They are segments (text id, tokens), so that a prompt of 8000 tokens takes 20
-bytes, and two prompts share a prefix as far as their segments are equal. `ids` turns them into real
-token ids for the Engine; `symbols` into a list with the same common prefixes for the simulator,
-a hundred times faster. A negative text id ~t is the token t itself: real prompts fit in as well.
+Prompts have no text. They are segments (text id, tokens), so that a prompt of 8000 tokens is a few
+integers, and two prompts share a prefix as far as their segments are equal. `ids` turns them into
+real token ids for the Engine; `symbols` into a list with the same common prefixes, far cheaper, for
+the simulator. A negative text id ~t is the token t itself: real prompts fit in as well.
 
-Arrivals are a renewal process with Gamma gaps (BurstGPT, arXiv:2401.17644, section 4, fits those to
-real services), whose rate may follow the hours of a day. Lengths are constant, uniform or
-log-normal. Prompts are unrelated (`random`), or conversations that grow by each output and have
-tool calls (`conversations`), or a system prompt and documents of Zipf popularity (`rag`, as
-RAGCache, arXiv:2404.12457, section 3, measures it).
+Arrivals are a renewal process with Gamma gaps, as BurstGPT (arXiv:2401.17644) fits to a real
+service, whose rate may follow the hours of a day. Lengths are constant, uniform or log-normal.
+Prompts are unrelated (`random`), or conversations that grow by each output and have tool calls
+(`conversations`), or a system prompt and documents of Zipf popularity (`rag`).
 
 Arrival times do not depend on the service (an open loop): the next turn of a conversation comes
 after a pause that assumes an output rate, even if the service has not finished the turn before. A
@@ -27,14 +26,17 @@ Files (read_trace), by their first line:
                the client. Rows without response tokens are failed requests: they are skipped, as in
                the dataset's own files without failures.
     Azure      CSV with TIMESTAMP (date and time), ContextTokens, GeneratedTokens
-    JSONL      what write_trace writes, an object per line, or request files of --batch whose
-               prompts are token ids, with max_new_tokens, and prompt_ids (token ids) or prompt_tokens
-               (the number of tokens, or a list of segments [text id, tokens]); optionally
+    JSONL      what write_trace writes, an object per line: max_new_tokens; prompt_tokens (a number,
+               or a list of segments [text id, tokens]) or prompt_ids (token ids); optionally
                arrival_time (default 0), client, priority, tool_calls (a list of [new tokens before
-               it, seconds, tokens of the answer]), output_id, id (ignored)
+               it, seconds, tokens of the answer]), output_id. id is ignored: request files of
+               --batch are traces if their prompts are token ids and they set nothing else.
 
-Times in CSV files count from the first row. Files must be in order of time: a trace that is not is
-more often damaged than unordered, so it is refused and not sorted.
+Times in CSV files count from the first row. A file that is not in order of time is refused, not
+sorted: it may be damaged.
+
+test_all.py proves rates, burstiness, lengths and popularity, and on the real Scheduler that ids and
+symbols have equal prefix hits: those of the longest common prefix of segments.
 
 `python serving/traces.py TRACE [OUT.jsonl] [SEED]` describes a trace and writes it to a file.
 """
@@ -321,10 +323,9 @@ FRESH = 2**64  # text ids of a file's prompts without segments: from here, above
 
 
 def open_trace(source: str, seed: int = 0) -> Iterator[Arrival]:
-    """The trace of a file or of a description. ValueError if it is neither."""
-    if source.partition(":")[0] in GENERATORS and not Path(source).exists():
-        return generate(source, seed)
-    return read_trace(Path(source))
+    """The trace of a description, if it starts with the name of a generator, or else of a file."""
+    named = source.partition(":")[0].strip() in GENERATORS
+    return generate(source, seed) if named else read_trace(Path(source))
 
 
 def read_trace(path: Path) -> Iterator[Arrival]:
