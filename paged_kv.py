@@ -631,7 +631,7 @@ class Scheduler:
         if usable and kv.n > seq.num_computed_tokens:
             plan.swap_in.append((seq, seq.num_written_tokens))
             seq.num_computed_tokens = seq.num_written_tokens = seq.swapped_kv.n
-            self._register(seq, plan)
+            self.register(seq, plan)
         else:
             seq.swapped_kv = None
         return True
@@ -640,7 +640,7 @@ class Scheduler:
         """Schedule as many of its tokens as the budget allows."""
         self._match_prefix(seq)  # other sequences may have added its next blocks to the tree
         n = min(seq.remaining, plan.budget)
-        self._register(seq, plan, n)
+        self.register(seq, plan, n)
         plan.run.append((seq, n))
         plan.budget -= n
 
@@ -692,7 +692,7 @@ class Scheduler:
             self._use_cached_block(seq, block)
             seq.num_computed_tokens = min(seq.num_written_tokens, len(seq.tokens) - 1)
 
-    def _register(self, seq: Sequence, plan: Plan, n: int = 0) -> None:
+    def register(self, seq: Sequence, plan: Plan, n: int = 0) -> None:
         """Add to the prefix tree the blocks that are full once n more tokens are run. If a block of
         the same content is in the tree, share that one instead."""
         if not self.allocator.prefix_cache:

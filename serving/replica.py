@@ -142,12 +142,13 @@ class Replica:
 
     def _arrive(self) -> None:
         time, _, part = heapq.heappop(self.arriving)
+        self.allocator.release(part.preserved)  # from now on cached, as most recently used
+        part.preserved = []
         if self.plan is not None:  # it waits for the end of the present step
             self._complete(bisect.bisect_left([self.time, *self.ends[:-1]], time))
         elif not self.n_unfinished:
             self.time = max(self.time, time)
         part.arrival, self.n_arrived = self.n_arrived, self.n_arrived + 1
-        self.allocator.release(part.preserved)  # cached, most recently used
         self.scheduler.add(part)
 
     def _plan(self) -> None:
@@ -163,7 +164,7 @@ class Replica:
         self.steady = not swapped and all(m == 1 for _, m in plan.run)
         self.ends, end = [], self.time
         for i in range(n):
-            end += self.cost(tokens, keys + i * tokens, swapped)
+            end += self.cost(tokens, keys + i * tokens, 0 if i else swapped)
             self.ends.append(end)
 
     def _num_steps(self) -> int:
@@ -177,7 +178,8 @@ class Replica:
         if not all(s.remaining == 1 and s.num_written_tokens < len(s.tokens) for s in running):
             return 1
         left = min(seq.n_prompt + seq.params.max_new_tokens - len(seq.tokens) for seq in running)
-        blocks = self.allocator.n_free // len(running)  # of each: its next token may need one
+        # of each: its next token may need one; none is evicted for tokens that may be rejected
+        blocks = len(self.allocator.free) // len(running)
         budget = self.scheduler.max_num_batched_tokens // len(running)
         return max(1, min(left, budget, (blocks - 1) * self.allocator.block_size))
 
@@ -194,6 +196,8 @@ class Replica:
             if part.remaining == 0:
                 self.scheduler.accept(part, n - 1)
                 part.tokens += [request.id.output_id] * n
+                if n > 1:
+                    self.scheduler.register(part, plan)
                 request.timestamps += ends
                 if len(part.tokens) == part.n_prompt + part.params.max_new_tokens:
                     self._end(part)

@@ -13,6 +13,9 @@ Engine too, in real time, and prints both.
 
 from __future__ import annotations
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("run: python -m serving.simulate --help")
+
 import argparse
 import json
 import math
@@ -228,7 +231,7 @@ def measure(engine: Any, trace: Iterable[Arrival]) -> tuple[list[tuple[int, int]
     """Run requests on a real Engine as fast as they go; the size and the seconds of each step."""
     sizes, seconds, vocab = [], [], engine.model.config.vocab_size
     for a in trace:
-        params = SamplingParams(max_new_tokens=a.max_new_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_new_tokens=a.max_new_tokens, ignore_eos=True)
         engine.add(a.ids(vocab), params)
     while engine.unfinished:
         start, before = time.perf_counter(), engine.counts["tokens_run"]
