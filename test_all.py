@@ -10676,6 +10676,15 @@ def test_structured_ends():
         assert (got, output.finish_reason) == (text, reason), (pattern, settings, jump)
 
 
+@pytest.mark.parametrize("limit", [dict(MAX_SECONDS=1), dict(MAX_BYTES=2**28)])
+def test_structured_compilation_is_bounded(monkeypatch, limit):
+    """A pattern of few characters, the automaton of which has 2**31 states."""
+    for name, value in limit.items():
+        monkeypatch.setattr(GR, name, value)
+    with pytest.raises(ValueError, match="too large"):
+        GR.compile_dfa("(a|b)*a(a|b){30}")
+
+
 def structured_request(**fields) -> Callable:
     grammar = structured_vocabulary("bytes").grammar("a")
     return lambda: V.build_engine(random_model(tiny()), [2], num_blocks=9).add(
@@ -10704,6 +10713,7 @@ for what, call, words in (
     ),
     ("look-ahead", lambda: GR.compile_dfa("a(?=b)"), "cannot be compiled"),
     ("an empty class", lambda: GR.compile_dfa(r"a[^\s\S]"), "matches nothing"),
+    ("a group that is not open", lambda: GR.compile_dfa("a)|(?:b"), "unopened"),
     ("huge repetitions", lambda: GR.compile_dfa("((a{1000}){1000}){1000}"), "too large"),
     ("many states", lambda: GR.compile_dfa("(a|b)*a(a|b){14}"), "too large"),
     (
@@ -12026,6 +12036,9 @@ def test_server_openai_client_completions():
             assert last.usage == whole.usage and last.choices == []
             assert whole.usage.completion_tokens == sum(len(sample.tokens) for sample in want)
         assert [m.id for m in client.models.list()] == ["test"]
+        assert client.models.retrieve("test").id == "test"
+        with pytest.raises(openai.NotFoundError, match="no model 'a/b'"):
+            client.models.retrieve("a/b")
         two = create(prompt=[HTTP_PROMPT, [1, 260]], n=2, seed=1, max_tokens=3)
         both = [http_reference(p, n=2, seed=1, max_new_tokens=3) for p in (HTTP_PROMPT, [1, 260])]
         assert [c.text for c in two.choices] == [s.text for s in chain(*both)]
@@ -12088,6 +12101,14 @@ def test_server_response_format():
                 for choice in data["choices"] if data != "[DONE]" else ():
                     streamed[choice["index"]] += choice["text"]
             assert streamed == texts
+    schema, unlikely = {"type": "string", "pattern": "^[0-9]{3}$"}, {}
+    for i in range(4096):  # -100 is no ban: of the allowed tokens one is sampled
+        if any(byte in b"0123456789" for byte in http_small()[1].token_bytes(i, i) or b""):
+            unlikely[str(i)] = -100
+    kind["json_schema"]["schema"] = schema
+    with http_server() as (server, url):
+        got = http_post(url, "/v1/completions", body | dict(n=1, logit_bias=unlikely)).json()
+        assert re.fullmatch('"[0-9]{3}"', got["choices"][0]["text"])
 
 
 def test_server_text_is_that_of_generate():
@@ -12106,7 +12127,8 @@ def test_server_text_is_that_of_generate():
 def test_server_echo_has_the_prompts_logprobs():
     """echo with logprobs: those of --perplexity --json --logprobs, whatever the chunks of prefill,
     preemption and the prefix cache; the offsets are those of the text."""
-    text = "import os\n\n\ndef size(path):\n    return os.stat(path).st_size\n" * 3
+    text = "import os\n\n\ndef size(path):  # é世界🦙\n    return os.stat(path).st_size\n" * 3
+    tokenizer = http_small()[1]
     scored = score_entries(text, top=2)
     for engine in ({}, dict(max_num_batched_tokens=32, num_blocks=40, block_size=4)):
         with http_server(engine=engine) as (server, url), ThreadPoolExecutor(8) as pool:
@@ -12127,8 +12149,12 @@ def test_server_echo_has_the_prompts_logprobs():
             for top, entry in zip(lp["top_logprobs"][1:n], scored):
                 assert {t["text"] for t in entry["top"]} | {entry["text"]} == top.keys()
             assert choice["text"].startswith(text)
-            for token, at in list(zip(lp["tokens"], lp["text_offset"]))[1:]:
-                assert choice["text"][at:].startswith(token) or token in ("<s>", "</s>")
+            ids, offsets = tokenizer.encode(text), lp["text_offset"]
+            for i, (token, at) in enumerate(zip(lp["tokens"], offsets)):
+                before = "".join(tokenizer.decode(ids[:i]).split("\ufffd")) if i < n else text
+                assert at == len(before) or i > n
+                is_bytes = token.startswith("<0x") or token in ("<s>", "</s>")
+                assert is_bytes or i == 1 or choice["text"][at:].startswith(token)
         assert [len(c["logprobs"]["tokens"]) - n for c in got] == [0, 0, 5, 0]
 
 
@@ -12158,6 +12184,8 @@ HTTP_REFUSED = [  # path, body, status, words, param
      "stream_options"),
     ("completions", dict(prompt="x", logit_bias={"x": 1}), 400, "token ids as keys", "logit_bias"),
     ("completions", dict(prompt="x", logit_bias={"99999": 1}), 400, "logit_bias", "logit_bias"),
+    *(("completions", dict(prompt="x", logit_bias={"9": bias}), 400, "from -100 to 100", "logit_bias")
+      for bias in (-INF, 101, "1", None, [])),
     ("completions", dict(prompt="x", stop=["a"] * 17), 400, "at most 16", "stop"),
     ("completions", dict(prompt=[]), 400, "prompt must be", "prompt"),
     ("completions", dict(prompt=""), 400, "non-empty", "prompt"),
@@ -12167,8 +12195,8 @@ HTTP_REFUSED = [  # path, body, status, words, param
     ("completions", dict(prompt="x", response_format={"type": "xml"}), 400,
      "response_format", "response_format"),
     ("completions", dict(prompt="x", response_format={"type": "json_schema", "json_schema":
-     {"schema": {"type": "string", "pattern": "(a|b)*a(a|b){30}"}}}), 400,
-     "pattern is not supported", "response_format"),
+     {"schema": {"type": "string", "pattern": "(a|b)*a(a|b){14}"}}}), 400,
+     "is too large", "response_format"),
     ("completions", dict(prompt="x", response_format={"type": "json_object"}, ignore_eos=True), 400,
      "ignore_eos", "ignore_eos"),
     ("completions", [], 400, "must be a JSON object", None),
@@ -12198,6 +12226,10 @@ def test_server_refuses_what_it_does_not_have():
                 assert len(got.text) < 1000
                 assert str(REPO) not in got.text and "Traceback" not in got.text
         assert httpx.get(f"{url}/v1/completions").status_code == 405
+        for status, hosts in {200: "localhost:80 LOCALHOST [::1]:1 127.0.0.1",
+                              403: "a.com a_b localhost.a.com 127.0.0.1:80.a.com ::1"}.items():  # fmt: skip
+            for host in hosts.split():
+                assert httpx.get(f"{url}/metrics", headers={"Host": host}).status_code == status
         ids = http_post(url, "/tokenize", {"prompt": HTTP_PROMPT}).json()["tokens"]
         assert ids == http_small()[1].encode(HTTP_PROMPT)
         assert http_post(url, "/detokenize", {"tokens": ids}).json()["prompt"] == HTTP_PROMPT
@@ -12380,11 +12412,12 @@ def test_server_bounds_queue_calls_and_time():
         assert error[1]["error"]["code"] == 504 and done[1] == "[DONE]"
 
 
-def test_server_bounds_hold_for_calls_at_once():
+def test_server_bounds_hold_for_calls_at_once(monkeypatch):
     """Calls that arrive within one step, or whose bodies take long, count as well; a body that
-    never ends is a 408, and headers that do not end are refused."""
+    never ends is a 408, and headers that do not end, or not in time, are refused."""
     post = lambda _: http_post(url, "/v1/completions", HTTP_LONG | dict(max_tokens=1)).status_code
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    monkeypatch.setattr(SV, "HEADER_SECONDS", 1.0)
     with http_tiny(engine=dict(max_num_seqs=1), max_queue=2) as (server, url):
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         http_slow(server, 0.5)
@@ -12400,6 +12433,22 @@ def test_server_bounds_hold_for_calls_at_once():
             with contextlib.suppress(ConnectionError):
                 endless.sendall(head + b"X: " + b"x" * 2**20)
                 assert b"400" in endless.recv(100)
+        get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+        for begun in (b"", get[:9], get + b"\r\n" + get):
+            with socket.create_connection(address) as slow:
+                slow.settimeout(0.3)
+                slow.sendall(begun)
+                received, end = b"x", time.monotonic() + 5
+                while received:  # a byte now and then
+                    with contextlib.suppress(TimeoutError):
+                        received = slow.recv(999)
+                    with contextlib.suppress(ConnectionError):
+                        slow.sendall(get[9:10] if begun else b"")
+                    assert time.monotonic() < end
+        with httpx.Client() as client:  # whose connection is used again
+            for _ in range(4):
+                assert client.get(f"{url}/health").status_code == 200
+                time.sleep(0.4)
 
 
 def test_server_reader_that_never_reads_is_cut_off(monkeypatch):
@@ -12416,7 +12465,8 @@ def test_server_reader_that_never_reads_is_cut_off(monkeypatch):
         async def send(message: dict) -> None:
             await (asyncio.sleep(0) if "status" in message else asyncio.Future())
 
-        scope = dict(type="http", method="POST", path="/v1/completions", headers=[],
+        headers = [(b"host", b"localhost")]
+        scope = dict(type="http", method="POST", path="/v1/completions", headers=headers,
                      query_string=b"", server=("x", 1), asgi={"spec_version": "2.3"})  # fmt: skip
         await app(scope, receive, send)
 
@@ -12498,6 +12548,7 @@ def test_server_drains(signals):
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
         assert http_post(url, "/v1/completions", body).status_code == 503
+        assert "requests_running 1.0" in httpx.get(f"{url}/metrics").text
         if signals == 2:
             process.send_signal(signal.SIGTERM)
             assert process.wait(5) is not None
@@ -12523,6 +12574,13 @@ def test_server_requires_a_key_beyond_loopback(capsys):
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1, argv
     server.close()
+    first, second = (SRUN.bind(G.parse_args(["--serve", str(busy)])) for _ in range(2))
+    with pytest.raises(ConnectionRefusedError):  # until the model is loaded
+        socket.create_connection(("127.0.0.1", busy))
+    first.listen()
+    with pytest.raises(ValueError, match=f"--serve {busy}: .*in use"):
+        SRUN.serve_engine(G.parse_args(["--serve", str(busy)]), None, None, second, "")
+    first.close(), second.close()
 
 
 def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:

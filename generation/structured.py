@@ -22,7 +22,8 @@ of a millisecond to a few for 150k tokens, and is kept; a row without a grammar 
 every text that ends by itself matches, and a JSON object's keys and punctuation take no decode
 steps of their own. When it loses: text that the model finds unlikely stays bad text; a text cut by
 max_new_tokens is a prefix; a machine can be exponentially larger than its pattern, as that of
-(a|b)*a(a|b){30} is, so do not compile the patterns of strangers.
+(a|b)*a(a|b){30} is, so a process with bounded time and memory compiles it (50 ms); --speculate
+tree masks, but does not jump, since its step has one tree for all rows.
 
 Hook: SamplingParams.grammar, which generation/sampling.py masks with, and the drafters of
 speculative.py. Equivalence (test_all.py): allowed tokens == those of a search over all texts of
@@ -33,16 +34,24 @@ in fewer forward passes. Needs: torch, numpy; outlines-core (the Rust regex auto
 from __future__ import annotations
 
 import codecs
+import inspect
+import pickle
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
+from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-MAX_STATES = 20_000  # of a DFA: compilation is quadratic, 10 s for so many
+MAX_STATES, MAX_SECONDS, MAX_BYTES = 20_000, 10, 2**31  # of a DFA and its compilation
+ONE_AT_A_TIME = threading.Lock()
 LOOKAHEAD = 256  # bytes of a forced chain that are read, more than any token has
 MAX_FORCED_TOKENS = 32  # drafts per step: forced tokens must run anyway, so many at once
 MASKS_KEPT = 256  # of a Grammar, least recently used first out: 40 MB for 150k tokens
@@ -54,31 +63,7 @@ MASKS_KEPT = 256  # of a Grammar, least recently used first out: 40 MB for 150k 
 # Ends what outlines-core compiles, and is in no text: its own treatment of the end is of leftmost
 # matches, which never go on after an accepting state (a|ab gives a alone).
 END = "\U0010ffff"
-ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
-
-
-def estimated_states(pattern: str) -> int:
-    """States of a pattern's DFA, were it a chain: those of its characters and classes over UTF-8,
-    times counted repetitions."""
-    totals, last = [0], 0
-    for match in ATOM.finditer(pattern):
-        n = 1
-        if match[0] == "(":
-            totals.append(0)
-            continue
-        if match[0] == ")":
-            last = totals.pop()
-            if not totals:
-                raise ValueError("cannot be compiled: it has an unopened group")
-        elif match[1]:
-            n = max(int(match[1]), int(match[2] or 0))
-            totals[-1] -= last
-        else:
-            unicode = 300 if re.search(r"\\[wWpP]", match[0]) else 60 if "\\d" in match[0] else 0
-            last = unicode or (8 if match[0][0] in "[." else 1)
-        last *= n
-        totals[-1] += last
-    return sum(totals)
+ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
 def without_anchors(pattern: str) -> str:
@@ -92,30 +77,54 @@ def compile_dfa(pattern: str) -> tuple[np.ndarray, np.ndarray]:
     256), -1 for none, from state 0; accepting (states,) bool. An accepting state can be reached
     from each. The syntax is that of Rust's regex, which Python's mostly is; ^ and $ at the ends are
     redundant. ValueError, less the name of the setting: it is invalid or too large."""
-    try:
-        import outlines_core
-    except ImportError:
-        raise ValueError("requires outlines-core: pip install outlines-core==0.2.14") from None
-    large = f"is too large: more than {MAX_STATES} states; repeat less"
-    if estimated_states(pattern) > MAX_STATES:
-        raise ValueError(large)
+    if find_spec("outlines_core") is None:
+        raise ValueError("requires outlines-core: pip install outlines-core==0.2.14")
+    depths = accumulate((atom == "(") - (atom == ")") for atom in ATOM.findall(pattern))
+    if min(depths, default=0) < 0:
+        raise ValueError("cannot be compiled: it has an unopened group")
+    code = f"{inspect.getsource(_index)}\n_index({MAX_STATES}, {MAX_SECONDS}, {MAX_BYTES})"
+    text = f"(?:{without_anchors(pattern)}){END}".encode(errors="surrogatepass")
+    with ONE_AT_A_TIME:
+        done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True)
+    if done.returncode:
+        limits = f"{MAX_STATES} states or {MAX_SECONDS} s to compile"
+        raise ValueError(f"is too large: it takes more than {limits}; repeat less")
+    result = pickle.loads(done.stdout)
+    if isinstance(result, str):
+        why = " ".join(result.split())[:150]
+        raise ValueError(f"cannot be compiled, or matches nothing ({why})")
+    return _table(*result)
+
+
+def _index(max_states: int, seconds: int, n_bytes: int) -> None:
+    """A process of its own, which ends when it exceeds a limit: a regular expression -> its first
+    state, its accepting states and the transitions, or why it is invalid."""
+    import pickle
+    import resource
+    import sys
+
+    import outlines_core
+
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
     try:
         bytes_ = outlines_core.Vocabulary(256, {bytes([i]): [i] for i in range(256)})
-        index = outlines_core.Index(f"(?:{without_anchors(pattern)}){END}", bytes_)
+        index = outlines_core.Index(sys.stdin.buffer.read().decode(), bytes_)
+        result = index.get_initial_state(), index.get_final_states(), index.get_transitions()
+        if len(result[2]) > max_states:
+            sys.exit(1)
     except ValueError as e:
-        why = " ".join(str(e).split())[:150]
-        raise ValueError(f"cannot be compiled, or matches nothing ({why})") from None
-    return _table(index, large)
+        result = str(e)
+    pickle.dump(result, sys.stdout.buffer)
 
 
-def _table(index: Any, large: str) -> tuple[np.ndarray, np.ndarray]:
-    """outlines_core's Index -> transitions and accepting states. ValueError: large."""
-    edges, start = index.get_transitions(), index.get_initial_state()
+def _table(
+    start: int, final: set[int], edges: dict[int, dict[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What _index found -> transitions and accepting states."""
     number = {state: i for i, state in enumerate((start, *sorted(edges.keys() - {start})))}
-    if len(number) > MAX_STATES:
-        raise ValueError(large)
     dead = len(number)  # a last row, of no transitions
-    table, final = np.full((dead + 1, 256), dead), index.get_final_states()
+    table = np.full((dead + 1, 256), dead)
     for state, to in edges.items():
         bytes_of = [byte for byte in to if byte < 256]  # 256 is outlines-core's EOS
         table[number[state], bytes_of] = [number.get(to[byte], dead) for byte in bytes_of]

@@ -23,7 +23,7 @@ from typing import Any
 
 from generation.json_schema import from_response_format
 from huggingface.chat_template import ChatTemplate
-from huggingface.tokenizer import Tokenizer
+from huggingface.tokenizer import TextStream, Tokenizer
 from paged_kv import SamplingParams
 from serving.async_engine import LogProb, Piece, Progress, Stream
 from serving.batch import Request
@@ -157,12 +157,19 @@ def _params(
 ) -> SamplingParams:
     given = {ours: body[name] for name, ours in SAMPLING.items() if name in body}
     given.setdefault("seed", secrets.randbits(31))
-    given["grammar"] = _grammar(body.get("response_format", {"type": "text"}))
+    try:
+        given["grammar"] = from_response_format(body.get("response_format", {"type": "text"}))
+    except ValueError as e:
+        raise APIError(400, str(e), "response_format") from None
     if isinstance(bias := given.get("logit_bias"), dict):
         try:
             given["logit_bias"] = {int(token): value for token, value in bias.items()}
         except ValueError:
             raise APIError(400, "logit_bias must have token ids as keys", "logit_bias") from None
+        for token, value in bias.items():  # finite: what a grammar allows is never banned
+            if not isinstance(value, (int, float)) or not -100 <= value <= 100:
+                wanted = f"logit_bias of token {token} must be from -100 to 100, not {value!r}"
+                raise APIError(400, wanted, "logit_bias")
     if isinstance(n := given.get("n"), int) and n > MAX_N:
         raise APIError(400, f"n must be at most {MAX_N}, not {n}", "n")
     stop = given.get("stop", ())
@@ -172,22 +179,6 @@ def _params(
         return SamplingParams(**given, max_new_tokens=max_tokens, logprobs=logprobs)
     except ValueError as e:
         raise invalid(e, chat) from None
-
-
-def _grammar(response_format: Any) -> str | None:
-    """The pattern of a response_format. A schema's own patterns are refused: a short one can have a
-    huge automaton."""
-    stack = [response_format]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, dict) and isinstance(value.get("pattern"), str):
-            raise APIError(400, "response_format: pattern is not supported", "response_format")
-        value = [*value.values()] if isinstance(value, dict) else value
-        stack += value if isinstance(value, list) else ()
-    try:
-        return from_response_format(response_format)
-    except ValueError as e:
-        raise APIError(400, str(e), "response_format") from None
 
 
 def invalid(e: ValueError, chat: bool) -> APIError:
@@ -290,10 +281,11 @@ class Writer:
         self.call, self.stream, self.model = call, stream, model
         self.begun = [p.tokens + p.chars > 0 for p in seen]
         self.n_chars = [0] * len(seen)  # of each choice, before its next token: text_offset
+        self.texts: dict[int, TextStream] = {}  # that _offsets counts
         for choice in [i for i, p in enumerate(seen) if p.tokens and call.top_logprobs is not None]:
             request, output, i = stream.sample(choice)
-            tokens = output.samples[i].token_ids[: seen[choice].tokens]
-            self._offsets(choice, (request.ids if call.echo else []) + tokens)
+            self.n_chars[choice] = len(model.tokenizer.decode(request.ids)) if call.echo else 0
+            self._offsets(choice, output.samples[i].token_ids[: seen[choice].tokens])
 
     def head(self, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion" if self.call.chat else "text_completion"
@@ -357,8 +349,11 @@ class Writer:
         ids, text = request.ids, self.model.tokenizer.decode(request.ids)
         if self.call.top_logprobs is None:
             return text, None
+        self.texts[choice] = TextStream(self.model.tokenizer)
         entries = self._logprobs(choice, ids, [(0.0, [], []), *output.prompt_logprobs])
         entries["token_logprobs"][0] = entries["top_logprobs"][0] = None
+        del self.texts[choice]
+        self.n_chars[choice] = len(text)  # with an incomplete character at its end
         return text, entries
 
     def _logprobs(
@@ -378,12 +373,16 @@ class Writer:
                 "top_logprobs": top, "text_offset": self._offsets(choice, tokens)}  # fmt: skip
 
     def _offsets(self, choice: int, tokens: Sequence[int]) -> list[int]:
-        """Where in a choice's text its next tokens begin; special tokens are no text."""
-        tokenizer, offsets = self.model.tokenizer, []
+        """How much of a choice's text lies before each of its next tokens; a character of several
+        tokens is text after the last of them."""
+        if choice not in self.texts:
+            (request, *_), tokenizer = self.stream.sample(choice), self.model.tokenizer
+            keep_space = request.params.grammar is not None
+            self.texts[choice] = TextStream(tokenizer, request.ids, keep_space)
+        offsets = []
         for token in tokens:
             offsets.append(self.n_chars[choice])
-            if tokenizer.token_bytes(token, token) is not None:
-                self.n_chars[choice] += len(tokenizer.piece(token))
+            self.n_chars[choice] += len(self.texts[choice].push(token))
         return offsets
 
     def _entry(

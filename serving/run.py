@@ -12,6 +12,8 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -252,6 +254,8 @@ def serve_engine(
     """Serve on a socket until a signal."""
     from serving import server
 
+    with address_errors(args):
+        listener.listen(2048)
     limits = server.Limits(args.max_queue, drain_timeout=args.drain_timeout)
     limits.request_timeout = args.request_timeout
     keys = tuple(key.encode() for key in args.api_key)
@@ -286,10 +290,21 @@ def parse_address(args: GenerateConfig) -> tuple[str, int]:
 
 
 def bind(args: GenerateConfig) -> socket.socket:
-    """A socket that listens at the address of --serve. ValueError if that is not free."""
+    """A socket with the address of --serve, which does not listen before serve_engine: clients of a
+    server that is loading are refused. ValueError if the address is not free."""
     host, port = parse_address(args)
-    try:
+    with address_errors(args):
         family, *_, address = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        return socket.create_server(address[:2], family=family)  # of two, IPv4
+        listener = socket.socket(family)  # of two, IPv4
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    return listener
+
+
+@contextmanager
+def address_errors(args: GenerateConfig) -> Iterator[None]:
+    """OSError as a ValueError that names the flag."""
+    try:
+        yield
     except OSError as e:
         raise ValueError(f"--serve {args.serve}: {e.strerror}; give another address") from None

@@ -41,6 +41,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -49,6 +50,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from huggingface.tokenizer import one_line
 from paged_kv import Output
@@ -59,6 +61,8 @@ from serving.unacked import UnackedTail
 
 PAGE = Path(__file__).parent / "page.html"
 KEPT_STREAMS, KEPT_TOKENS, KEPT_SECONDS = 256, 2**18, 120.0  # what can be continued
+LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}  # the names of a server without keys
+HEADER_SECONDS = 10.0  # for the headers of a request
 SEND_SECONDS = 10.0  # after its deadline, for a client to read the rest
 
 
@@ -168,6 +172,7 @@ class Server:
             route("/v1/chat/completions", partial(self.generate, parse_chat), "POST"),
             route("/v1/acks", self.acknowledge, "POST"),
             route("/v1/models", self.models, "GET"),
+            route("/v1/models/{id:path}", self.models, "GET"),
             route("/tokenize", self.tokenize, "POST"),
             route("/detokenize", self.detokenize, "POST"),
             route("/metrics", self.show_metrics, "GET"),
@@ -195,6 +200,8 @@ class Server:
         async def call(request: HTTPRequest) -> Response:
             try:
                 request.state.key = key = self._authenticate(request)
+                if handler == self.show_metrics:
+                    return await handler(request)
                 if self.draining:
                     raise APIError(503, "the server is shutting down")
                 if self.calls[key] >= self.limits.max_calls_per_key:
@@ -223,7 +230,10 @@ class Server:
 
     def _authenticate(self, request: HTTPRequest) -> str:
         """The key's number, for counting and the log."""
-        if not self.keys:
+        if not self.keys:  # a page elsewhere could call its own name, resolved to this machine
+            if re.sub(r":\d*$", "", host := request.headers.get("host", "")).lower() not in LOOPBACK:
+                names = ", ".join(sorted(LOOPBACK))
+                raise APIError(403, f"Host {host!r} requires --api-key; without, use {names}")
             return "-"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self.keys]
@@ -308,7 +318,10 @@ class Server:
     async def models(self, request: HTTPRequest) -> Response:
         model = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "sheaf"}
         model |= {"max_model_len": self.model.context, "chat": self.model.template is not None}
-        return JSONResponse({"object": "list", "data": [model]})
+        if (id := request.path_params.get("id")) is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        known_fields({"model": id}, {"model"}, self.model)
+        return JSONResponse(model)
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         body = await self._json(request)
@@ -494,12 +507,28 @@ class EventStream(StreamingResponse):
             generation.finish()
 
 
+class Protocol(H11Protocol):
+    """uvicorn's, but a connection is closed if a request's headers take longer than
+    HEADER_SECONDS."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timer = self.loop.call_later(HEADER_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self.timer.cancel()
+        elif self.timer.cancelled():  # the first bytes of the next headers
+            self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+
 class DrainingServer(uvicorn.Server):
     """uvicorn, but the first signal drains and the second ends at once."""
 
     def __init__(self, server: Server, host: str, port: int):
         options = dict(log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        options["http"] = "h11"  # limits the headers to 64 KiB
+        options |= dict(http=Protocol, ws="none")  # h11 limits the headers to 64 KiB
         super().__init__(uvicorn.Config(server.app(), host, port, **options))
         self.server, self.drain_end = server, math.inf
 
