@@ -670,9 +670,9 @@ class Scheduler:
     # ---- the prefix tree ----
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
-        """The blocks of the prefix tree with a sequence's first tokens, as many as there are."""
+        """The blocks of the prefix tree with a sequence's first tokens, as many as it can share."""
         blocks, node = [], 0
-        for at in range(0, len(seq.tokens), self.block_size):
+        for at in range(0, len(seq.tokens) if self._shares_prefix(seq) else 0, self.block_size):
             block = self.allocator.find(node, tuple(seq.tokens[at : at + self.block_size]))
             if block is None:
                 break
@@ -683,14 +683,18 @@ class Scheduler:
     def _match_prefix(self, seq: Sequence) -> None:
         """Share the blocks of its next tokens that are in the prefix tree. Those computed in this
         same step count too: every layer writes all keys before it reads any."""
-        if seq.request is not None and seq.request.num_prompt_logprobs is not None:
-            return  # every prompt token is run
+        if not self._shares_prefix(seq):
+            return
         while seq.num_computed_tokens == seq.num_cached_blocks * self.block_size:
             block = self.allocator.find(seq.prefix_node, self._next_block_tokens(seq))
             if block is None:
                 return
             self._use_cached_block(seq, block)
             seq.num_computed_tokens = min(seq.num_written_tokens, len(seq.tokens) - 1)
+
+    def _shares_prefix(self, seq: Sequence) -> bool:
+        """Not with log-probabilities of the prompt, all tokens of which are run for them."""
+        return seq.request is None or seq.request.num_prompt_logprobs is None
 
     def register(self, seq: Sequence, plan: Plan, n: int = 0) -> None:
         """Add to the prefix tree the blocks that are full once n more tokens are run. If a block of

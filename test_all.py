@@ -12152,7 +12152,7 @@ def test_server_echo_has_the_prompts_logprobs():
             ids, offsets = tokenizer.encode(text), lp["text_offset"]
             for i, (token, at) in enumerate(zip(lp["tokens"], offsets)):
                 before = "".join(tokenizer.decode(ids[:i]).split("\ufffd")) if i < n else text
-                assert at == len(before) or i > n
+                assert at == len(before) or i > n, (i, at, before)
                 is_bytes = token.startswith("<0x") or token in ("<s>", "</s>")
                 assert is_bytes or i == 1 or choice["text"][at:].startswith(token)
         assert [len(c["logprobs"]["tokens"]) - n for c in got] == [0, 0, 5, 0]
