@@ -10681,8 +10681,11 @@ def test_structured_compilation_is_bounded(monkeypatch, limit):
     """A pattern of few characters, the automaton of which has 2**31 states."""
     for name, value in limit.items():
         monkeypatch.setattr(GR, name, value)
+    seconds = lambda: resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    before = seconds()
     with pytest.raises(ValueError, match="too large"):
         GR.compile_dfa("(a|b)*a(a|b){30}")
+    assert seconds() < before + 5
 
 
 def structured_request(**fields) -> Callable:
