@@ -7,8 +7,8 @@ The engine runs in a thread (async_engine.py); this file is what a server owes t
 its owner. A client that leaves is aborted, and its KV blocks are free before the next step. Queue,
 body, prompt and concurrent calls per key are bounded: what is beyond is a 4xx that says so, a full
 queue a 429 with Retry-After. The first SIGTERM drains: new calls get 503, running ones finish, up
-to --drain-timeout; the second ends at once. It listens on loopback unless there is an --api-key;
-errors contain no path and no trace.
+to --drain-timeout; the second ends at once. Without --api-key it listens on loopback only, and its
+name in a request must be LOOPBACK's; errors contain no path and no trace.
 
 Every SSE event has an id. A client whose connection broke repeats its call with the header
 Last-Event-ID and gets what it missed and no more: tokens that were sampled are kept for a while,
@@ -231,7 +231,8 @@ class Server:
     def _authenticate(self, request: HTTPRequest) -> str:
         """The key's number, for counting and the log."""
         if not self.keys:  # a page elsewhere could call its own name, resolved to this machine
-            if re.sub(r":\d*$", "", host := request.headers.get("host", "")).lower() not in LOOPBACK:
+            host = request.headers.get("host", "")
+            if re.sub(r":\d*$", "", host).lower() not in LOOPBACK:
                 names = ", ".join(sorted(LOOPBACK))
                 raise APIError(403, f"Host {host!r} requires --api-key; without, use {names}")
             return "-"
