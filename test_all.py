@@ -10719,6 +10719,7 @@ for what, call, words in (
     ("a group that is not open", lambda: GR.compile_dfa("a)|(?:b"), "unopened"),
     ("huge repetitions", lambda: GR.compile_dfa("((a{1000}){1000}){1000}"), "too large"),
     ("many states", lambda: GR.compile_dfa("(a|b)*a(a|b){14}"), "too large"),
+    ("a huge repetition", lambda: GR.compile_dfa("a{0,999999999}"), "too large"),
     (
         "a format without a schema",
         lambda: JS.from_response_format({"type": "json_schema"}),
