@@ -170,9 +170,12 @@ class GenerateConfig(Settings):
     # many requests
     batch: Path | None = flag(
         None, "run a JSONL file of requests: each line has prompt, messages or prompt_ids, "
-        "optionally id, priority, regex or json_schema (an object), and sampling fields, whose "
-        "defaults are the flags above",
+        "optionally id, priority, fields (an object, which replaces {fields} in the prompt), regex "
+        "or json_schema (an object), and sampling fields, whose defaults are the flags above",
         metavar="FILE")
+    reorder: bool = flag(
+        False, "reorder the requests of --batch, and the fields of each, so that more prefixes are "
+        "cached, and compute equal requests once; reads the whole file first")
     out: Path | None = flag(
         None, "results of --batch (default: FILE.results.jsonl); existing results are kept",
         metavar="FILE")
@@ -242,7 +245,7 @@ SHARDED = "interactive compile calibrate save quantize_report"
 # setting, the settings of which it needs one
 REQUIRES = [
     ("logprobs", "json batch"), ("system_prompt", "chat interactive batch"),
-    ("ctx_size", "interactive"), ("out", "batch"), ("group_size", "quantize quantize_report"),
+    ("ctx_size", "interactive"), ("out", "batch"), ("reorder", "batch"), ("group_size", "quantize quantize_report"),
     ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"),
     ("calibration_text", "calibrate=gptq|awq|smoothquant|tacq|bias quantize_report"),
     ("plot", "quantize_report"),
@@ -290,6 +293,7 @@ EXCLUDES = [
      "layers are copied to the device one by one"),
     ("disaggregate", "tp pp ep json speculate", "each placement shards the model by itself"),
     ("policy=longest-prefix", "prefix_cache=False", "no prompt is cached"),
+    ("reorder", "prefix_cache=False", "no prompt is cached"),
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("regex", "json_schema", "a text has one grammar"),

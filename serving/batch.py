@@ -11,7 +11,7 @@ A request file may be long or have invalid lines, and the process may die halfwa
 read only as fast as the engine needs it; an invalid line gets an error result that names line and
 field and does not affect the others; each result is written in one piece as soon as it is finished.
 The results file is the whole state of a run: a restart removes an incomplete last line and skips
-the requests that have a result.
+the requests that have a result. (--reorder reads the whole file first: serving/row_order.py.)
 
 In the benchmark, latencies count from a request's arrival time, not from when the engine admits it:
 queueing must not make a slow engine look faster.
@@ -38,7 +38,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +70,7 @@ from huggingface.tokenizer import (
 )
 from model import Transformer
 from paged_kv import Chunk, Engine, Output, PagedKVCache, SamplingParams, Sequence, Step
+from serving.row_order import fields_text, group_requests
 from serving.traces import Arrival
 from speculative import FixedK, Goodput, Proposal, DraftRunner, common_prefix_length
 
@@ -262,6 +263,7 @@ def jump_forced_tokens(engine: Engine) -> None:
 # --------------------------------------------------------------------------------------------------
 
 Id = str | int
+Line = tuple[Id, int, dict[str, Any] | ValueError]  # id, line, its object or why it is invalid
 Result = dict[str, Any]
 QUEUE_FACTOR = 4  # the engine queues at most 4 x max_num_seqs requests, ordered by its policy
 
@@ -279,6 +281,12 @@ class Request:
     continues: bool = True  # False: a chat reply, detokenized without the prompt
     on_text: Callable[[int, str], Any] | None = None  # called with (sample, new text)
     samples: dict[int, Continuation] = field(default_factory=dict)
+    duplicates: list[tuple[Id, int]] = field(default_factory=list)  # (id, line) of equal requests
+
+    @property
+    def owners(self) -> list[tuple[Id, int]]:
+        """(id, line) of every request that gets the result."""
+        return [(self.id, self.line), *self.duplicates]
 
 
 class Service:
@@ -343,7 +351,7 @@ class Service:
                     try:
                         self.add(request)
                     except ValueError as e:
-                        yield requests.error_result(request.id, request.line, e)
+                        yield from requests.error_results(request.owners, e)
                 elif more:
                     yield request
             for output in self.engine.step():
@@ -353,9 +361,10 @@ class Service:
                     self.ttft.append(tokens[0] - output.arrival_time)
                     self.itl.extend(b - a for a, b in zip(tokens, tokens[1:]))
                 if output.finished and output.error is not None:
-                    yield requests.error_result(request.id, request.line, output.error)
+                    yield from requests.error_results(request.owners, output.error)
                 elif output.finished:
-                    yield self._result(request, output)
+                    result = self._result(request, output)
+                    yield from (result | {"id": id, "line": line} for id, line in request.owners)
 
     def _result(self, request: Request, output: Output) -> Result:
         """The keys of generate.py --json, for the first sample; with n > 1, `samples` has all."""
@@ -380,13 +389,15 @@ class Service:
 PROMPT_FIELDS = ("prompt", "messages", "prompt_ids")
 PARAM_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "grammar")
 GRAMMAR_FIELDS = {"regex", "json_schema"}
-FIELDS = ("id", "priority", "client", *PROMPT_FIELDS, *PARAM_FIELDS, *GRAMMAR_FIELDS)
+MAX_DEPTH = 100  # of nested JSON
+FIELDS = ("id", "priority", "client", *PROMPT_FIELDS, "fields", *PARAM_FIELDS, *GRAMMAR_FIELDS)
 
 
 @dataclass
 class RequestFile:
     """The requests of a JSONL file that have no result yet, in order, read lazily. An invalid line
-    gives its error result instead."""
+    gives its error result instead. With `reorder`, in the order of serving/row_order.py, which is
+    that of all lines, so that it and the fields are the same when a run is resumed."""
 
     path: Path
     previous_results: Mapping[tuple[Id, int], bool]  # (id, line) -> whether the result is an error
@@ -397,6 +408,7 @@ class RequestFile:
     limit: int  # max tokens of prompt and output
     # returns read() of rank 0 on every rank: only rank 0 reads the file
     rank0_then_broadcast: Callable[[Callable[[], Any]], Any] = lambda read: read()
+    reorder: bool = False
 
     def __iter__(self) -> Iterator[Request | Result]:
         items = self._read()
@@ -404,6 +416,34 @@ class RequestFile:
             yield item
 
     def _read(self) -> Iterator[Request | Result]:
+        groups: Iterable[list[Line]] = ([line] for line in self._lines())
+        if self.reorder:
+            lines = list(groups)
+            invalid = [group for group in lines if isinstance(group[0][2], ValueError)]
+            valid = [group[0] for group in lines if not isinstance(group[0][2], ValueError)]
+            order = group_requests([values for *_, values in valid], PROMPT_FIELDS)
+            groups = chain(invalid, ([valid[i] for i in same] for same in order))
+        for group in groups:
+            owners = [x[:2] for x in group if x[:2] not in self.previous_results]
+            if owners:
+                yield from self._parse(group[0][2], owners)
+
+    def _parse(
+        self, values: dict[str, Any] | ValueError, owners: list[tuple[Id, int]]
+    ) -> Iterator[Request | Result]:
+        """The request of equal lines, or their error results."""
+        try:
+            if isinstance(values, ValueError):
+                raise values
+            request = self._request(values, *owners[0])
+        except ValueError as e:
+            yield from self.error_results(owners, e)
+        else:
+            request.duplicates = owners[1:]
+            yield request
+
+    def _lines(self) -> Iterator[Line]:
+        """Each line that is not empty."""
         first: dict[Id, int] = {}  # id -> number of the first line with it
         with open(self.path, "rb") as file:
             for line, raw in enumerate(file, 1):
@@ -417,18 +457,16 @@ class RequestFile:
                         raise ValueError(
                             f"id {id!r} is already used by line {first[id]}; give another"
                         )
-                    if (id, line) in self.previous_results:
-                        continue
-                    item = self._request(values, id, line)
+                    yield id, line, values
                 except ValueError as e:
-                    item = self.error_result(id, line, e)
                     first.setdefault(id, line)  # without a readable id: the line number
-                if (id, line) not in self.previous_results:
-                    yield item
+                    yield id, line, e
 
-    def error_result(self, id: Id, line: int, error: object) -> Result:
-        """The result of a request that failed."""
-        return {"id": id, "line": line, "error": f"{self.path}, line {line}: {one_line(error)}"}
+    def error_results(self, owners: Iterable[tuple[Id, int]], error: object) -> Iterator[Result]:
+        """The results of requests that failed, each (id, line)."""
+        for id, line in owners:
+            error_text = f"{self.path}, line {line}: {one_line(error)}"
+            yield {"id": id, "line": line, "error": error_text}
 
     def _request(self, values: dict[str, Any], id: Id, line: int) -> Request:
         for name in [name for name in values if name not in FIELDS]:
@@ -468,8 +506,10 @@ class RequestFile:
         if given == ["prompt"]:
             if not isinstance(value, str) or not value:
                 raise ValueError("prompt must be a non-empty string")
-            return self._encode(value, bos=True)
+            return self._encode(_insert_fields(value, values), bos=True)
         if given == ["prompt_ids"]:
+            if "fields" in values:
+                raise ValueError("fields cannot be combined with prompt_ids; give a prompt")
             if not isinstance(value, list) or not all(type(i) is int for i in value):
                 raise ValueError("prompt_ids must be a list of token ids")
             return value
@@ -479,7 +519,8 @@ class RequestFile:
             raise ValueError("messages must be a list of one or more objects")
         if self.system is not None and not any(m.get("role") == "system" for m in value):
             value = [{"role": "system", "content": self.system}, *value]
-        return self._encode(self.template.render(value), bos=False)
+        text = _insert_fields(self.template.render(value), values)
+        return self._encode(text, bos=False)
 
     def _encode(self, text: str, bos: bool) -> list[int]:
         try:
@@ -495,6 +536,13 @@ def _json_object(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"not JSON ({one_line(e)}); fix the line") from None
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, not a {type(value).__name__}")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:  # so many brackets may be nested
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            nested = (x for x in level if isinstance(x, (dict, list)))
+            level = [*chain(*(x.values() if isinstance(x, dict) else x for x in nested))]
+        if level:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
     return value
 
 
@@ -503,6 +551,17 @@ def _parse_id(values: dict[str, Any], default: Any) -> Id:
     if type(id) not in (str, int):
         raise ValueError(f"id must be a string or an integer, not {id!r}")
     return id
+
+
+def _insert_fields(text: str, values: dict[str, Any]) -> str:
+    """A prompt, with a request's fields in the place of {fields}."""
+    if "fields" not in values:
+        return text
+    if not isinstance(values["fields"], dict):
+        raise ValueError(f"fields must be an object, not {values['fields']!r}")
+    if text.count("{fields}") != 1:
+        raise ValueError("a request with fields must have {fields} in its prompt, once")
+    return text.replace("{fields}", fields_text(values["fields"]))
 
 
 def _parse_logit_bias(bias: dict[str, Any]) -> dict[int, Any]:

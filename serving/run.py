@@ -121,7 +121,7 @@ def batch(args: GenerateConfig) -> None:
     template = None if args.dummy else load_chat_template(args.checkpoint)
     requests = serving_batch.RequestFile(
         args.batch, previous_results, service.tokenizer, template, args.system_prompt,
-        args.sampling_params, service.engine.capacity, rank0_then_broadcast,
+        args.sampling_params, service.engine.capacity, rank0_then_broadcast, args.reorder,
     )  # fmt: skip
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
