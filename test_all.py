@@ -154,6 +154,7 @@ from generation import plot_decode as PLOT
 from generation import prompt as PROMPT
 from serving import disaggregated
 from generation import stream as STREAM
+from serving import row_order as ROWS
 from serving import run as SRUN
 from serving import simulate as SIM
 from parallelism import parallel_dims as L
@@ -10876,18 +10877,26 @@ SERVING_BAD = r"""
 {"prompt": "x", "regex": "a", "ignore_eos": true} | ignore_eos grammar
 {"prompt": "x", "regex": "a", "json_schema": {"type": "null"}} | regex json_schema
 {"prompt": "x", "json_schema": {"type": "integer", "minimum": 1}} | json_schema minimum
+{"prompt": "x", "fields": {"a": 1}}             | {fields} prompt once
+{"prompt": "{fields} {fields}", "fields": {}}   | {fields} prompt once
+{"prompt": "{fields}", "fields": [1]}           | fields object [1]
+{"prompt": "{fields}", "fields": null}          | fields object None
+{"prompt": "{fields}", "fields": {"a": "\ud800"}} | prompt surrogates
+{"prompt_ids": [5], "fields": {"a": 1}}         | fields prompt_ids
 """
 SERVING_BAD_BYTES = [("\udcff{}", "not JSON utf-8"), ("[" * 100_000, "not JSON")]
+SERVING_BAD_BYTES += [(f'{{"stop": {"[" * n}{"]" * n}}}', "nested 100") for n in (100, 500)]
 SERVING_BAD_BYTES += [('{"prompt": "' + "x = 1 " * 300 + '"}', "context of 512")]
 
 
-def test_serving_bad_requests_get_an_error_and_the_rest_finish(tmp_path):
+@pytest.mark.parametrize("more", ["", "--reorder"])
+def test_serving_bad_requests_get_an_error_and_the_rest_finish(more, tmp_path):
     """Every kind of invalid line gets an error that names file, line and field, under the request's
     id or by default its line number, which no other line may have; the others finish as without."""
     bad = [tuple(row.values) for row in table(SERVING_BAD)] + SERVING_BAD_BYTES
     path, n = tmp_path / "in.jsonl", len(bad)
     serving_file(path, [*(text for text, _ in bad), "", "   \r", '{"prompt": "def f("}'])
-    flags = "--temperature 0 --max-new-tokens 4 --max-num-seqs 8"
+    flags = f"--temperature 0 --max-new-tokens 4 --max-num-seqs 8 {more}"
     done = run_generate("--batch", path, "--kv-blocks", "20", "--dtype", "fp32", *flags.split())
     assert done.code == 0 and f"{n + 1} requests, {n - 2} errors" in done.err
     assert f"delete their lines in {tmp_path}" in done.err
@@ -11036,6 +11045,149 @@ def test_serving_reads_the_request_file_lazily(tmp_path, serving_without_kernels
     assert {r["line"]: [s["text"] for s in r["samples"]] for r in results} == streamed
     assert all(texts[0] for texts in streamed.values())
     assert len(service.ttft) == 60 and len(service.itl) == 120 and min(service.itl) > 0
+
+
+# ---- the order of rows and fields ----
+
+
+def row_hits(rows) -> int:
+    """Characters that sorted rows save: all, less those of each distinct prefix of cells, once."""
+    prefixes = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
+    return sum(len(x) for row in rows for x in row) - sum(len(prefix[-1]) for prefix in prefixes)
+
+
+def row_table(seed: int) -> list[list[str]]:
+    """Up to 4 rows of 2 or 3 fields, with 1 to 3 values and a length each; some without a field."""
+    r = random.Random(seed)
+    n, m = r.randint(1, 4), r.randint(2, 3)
+    sizes, lengths = [r.randint(1, 3) for _ in range(m)], [r.randint(1, 9) for _ in range(m)]
+    cell = lambda c: "abc"[c] + str(r.randrange(sizes[c])) + "." * lengths[c]
+    rows = [[cell(c) for c in range(m)] for _ in range(n)]
+    return [row[: r.randint(1, m)] if seed % 3 == 0 else row for row in rows]
+
+
+def test_row_order_is_near_the_best():
+    """300 tables against all orders of every row's fields, and on the first ones of rows too: hits
+    as the module says; every row keeps its cells."""
+    shares, total = [], Counter()
+    for seed in range(300):
+        rows = row_table(seed)
+        choices = [*product(*(permutations(row) for row in rows))]
+        best = max(map(row_hits, choices))
+        if len(choices) < 40:
+            every = (order for choice in choices for order in permutations(choice))
+            assert best == max(map(ROWS.prefix_hits, every))
+            total["all orders"] += 1
+        ordered = ROWS.order_fields(rows)
+        assert [*map(sorted, ordered)] == [*map(sorted, rows)]
+        got = ROWS.prefix_hits(sorted(ordered))
+        assert got == row_hits(ordered) >= row_hits(rows)
+        assert got > row_hits(rows) or ordered == rows
+        shares.append(got / best if best else 1)
+        total += Counter(best=best, got=got, given=row_hits(rows))
+    assert min(shares) >= 0.6 and shares.count(1) >= 290 and total["all orders"] > 80
+    assert 0.99 * total["best"] <= total["got"] > 1.1 * total["given"], total
+
+
+ROW_ORDERS = {  # rows, and the order of their fields: worked by hand
+    # two rows save x by its 4 letters, two u by its 2; the third row only has y besides
+    "the longest": ("a1 xxxx uu|a2 xxxx vv|a3 yyyy uu", "xxxx a1 uu|xxxx a2 vv|a3 yyyy uu"),
+    # three rows save 2 each, two save 3: 4 characters and 3
+    "the most frequent": ("a1 xxx uu|a2 xxx vv|a3 yyy uu|a4 zzz uu", "uu a1 xxx|a2 xxx vv|uu a3 yyy|uu a4 zzz"),
+    # z and w depend on x, so x saves 3 characters a row; y, 2
+    "dependent": ("i1 x z w yy|i2 x z w vv|i3 q o p yy", "x z w i1 yy|x z w i2 vv|i3 q o p yy"),
+    # c, the country of both cities, is before them
+    "dependent of several": (
+        "i1 rome c|i2 rome c|i3 pisa c|i4 pisa c|i5 oslo n",
+        "c rome i1|c rome i2|c pisa i3|c pisa i4|i5 oslo n",
+    ),
+    "in all rows": ("a1 b1 cc|a2 b1 cc|a3 b2 cc", "cc b1 a1|cc b1 a2|cc a3 b2"),
+    "nothing in common": ("a1 b1|a2 b2", "a1 b1|a2 b2"),
+    "sorted as given": ("a b c|a b d|a e f", "a b c|a b d|a e f"),
+    "other fields": ("a1 k|k a2 b|k", "k a1|k a2 b|k"),
+    "one row": ("b a", "b a"),
+    "no rows": ("", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROW_ORDERS)
+def test_row_order_by_hand(name):
+    rows, want = ([row.split() for row in text.split("|")] for text in ROW_ORDERS[name])
+    assert ROWS.order_fields(rows) == want and (name != "no rows" or ROWS.order_fields([]) == [])
+
+
+def row_requests(n: int = 60) -> list[dict]:
+    """Shuffled requests over the rows of two tables, plain prompts, ids and texts, some of them
+    equal; an invalid one."""
+    r = random.Random(1)
+    shop = lambda i: {"i": i, "shop": f"s{i % 5}" * 5, "city": f"c{i % 5 % 2}" * 6}
+    ask = lambda i: dict(prompt="%s {fields}?" % ("good", "new")[i % 7 == 0], fields=shop(i))
+    requests = [ask(i) for i in range(n)] + [ask(5)]
+    requests += [dict(prompt=f"{'xyz'[i % 3] * 40}{i % 9}") for i in range(18)]
+    requests += [dict(prompt_ids=[5 + i % 2] * 30 + [i % 4]) for i in range(8)]
+    requests += [requests[2] | dict(max_new_tokens=1), requests[-1] | dict(seed=3), dict(prompt="")]
+    r.shuffle(requests)
+    return [request | dict(id=f"r{i}") for i, request in enumerate(requests)]
+
+
+def row_run(path: Path, requests: list, reorder: bool, previous=()) -> tuple[dict, Any]:
+    """{id: result} of the requests without a previous result, in their order, and the Engine."""
+    sizes = dict(num_blocks=60, block_size=8, max_num_seqs=4, max_num_batched_tokens=128)
+    service, file = serving_run(path, requests, K.DummyTokenizer(97), greedy(3, seed=1), **sizes)
+    file.reorder, file.previous_results = reorder, dict.fromkeys(previous, False)
+    results = [*service.results(file)]
+    assert len({r["id"] for r in results}) == len(results)
+    assert all(f"r{r['line'] - 1}" == r["id"] for r in results)
+    return {r["id"]: r for r in results}, service.engine
+
+
+def test_row_order_of_a_batch(tmp_path, serving_without_kernels):
+    """--reorder, with a small cache: more prompt tokens are found in it, equal requests are
+    computed once, each id has the result of its own request alone, with its fields in any order,
+    and the invalid line its error."""
+    requests, path = row_requests(), tmp_path / "in.jsonl"
+    (plain, before), (got, after) = (row_run(path, requests, reorder) for reorder in (False, True))
+    assert [*plain] != [*got] and plain.keys() == got.keys()
+    hits = [e.scheduler.n_hit_tokens / e.scheduler.n_admitted_tokens for e in (before, after)]
+    assert hits[1] > 0.5 > 2 * hits[0], hits
+    texts = {json.dumps({k: v for k, v in x.items() if k != "id"}) for x in requests}
+    assert (before.n_arrivals, after.n_arrivals) == (len(requests) - 1, len(texts) - 1)
+    assert len(texts) < len(requests) - 10
+    moved, model, tokenizer = 0, paged_probe(random_model(tiny())), K.DummyTokenizer(97)
+    for request in requests:
+        id, n = request["id"], request.get("max_new_tokens", 3)
+        if request.get("prompt") == "":
+            assert plain[id] == got[id] and "non-empty" in got[id]["error"]
+            continue
+        fields = [json.dumps(dict(x)) for x in permutations(request.get("fields", {}).items())]
+        prompt = request.get("prompt", "").replace("{fields}", "%s")
+        prompts = [tokenizer.encode(prompt.replace("%s", x)) for x in fields]
+        prompts = [request["prompt_ids"]] if "prompt_ids" in request else prompts
+        answers = [*map(tuple, paged_greedy(model, prompts, [n] * len(prompts)))]
+        assert plain[id]["tokens"] == [*answers[0]] and tuple(got[id]["tokens"]) in answers
+        moved += got[id] != plain[id]
+        assert got[id] == plain[id] or "fields" in request
+    assert 0 < moved
+
+
+@pytest.mark.parametrize("done", [1, 7, 40, 80])
+def test_row_order_of_a_resumed_batch(done, tmp_path, serving_without_kernels):
+    """What has a result is not run again, and the order of fields is that of the whole file, so the
+    results are those of an uninterrupted run."""
+    requests, path = row_requests(), tmp_path / "in.jsonl"
+    whole, _ = row_run(path, requests, True)
+    first = dict(islice(whole.items(), done))
+    previous = [(id, result["line"]) for id, result in first.items()]
+    rest, _ = row_run(path, requests, True, previous)
+    assert first | rest == whole and len(first) + len(rest) == len(whole)
+
+
+def test_row_order_is_the_same_in_every_process():
+    """The order does not depend on the hash seed, which differs when a run is resumed."""
+    code = f"import json; from serving.row_order import *; requests = {row_requests()}\n"
+    code += "print(group_requests(requests, ('prompt', 'prompt_ids')), json.dumps(requests))"
+    orders = {run("-c", code, env={"PYTHONHASHSEED": str(i)}).stdout for i in range(3)}
+    assert len(orders) == 1 and len(orders.pop()) > 1000
 
 
 class ServingTokenizer(K.DummyTokenizer):
@@ -22222,6 +22374,7 @@ greedy samples perplexity batch |                                       | --offl
 greedy batch                    | --checkpoint {moe}                    | --offload {disk}  |
 greedy                          | --speculate ngram                     | --reference {text} |
 batch | | --policy longest-prefix --set continuous=false            |
+batch                           |                                       | --reorder         |
 greedy interactive              |                                       | --tp 1 --pp 1     |
 greedy samples perplexity       | --checkpoint {moe}                    | --ep              |
 greedy samples perplexity batch | --checkpoint {moe}                    | --set experts=loop |
@@ -22343,6 +22496,8 @@ x --speculate ngram --reference /nowhere    | --reference /nowhere
 x --set ffn_2d=true                         | --set ffn_2d requires --tp
 --bench-serving --policy nobody               | --policy nobody fcfs longest-prefix fair
 --bench-serving --policy longest-prefix --set prefix_cache=false | --policy prefix_cache=false
+--batch f --reorder --set prefix_cache=false | --reorder prefix_cache=false
+x --reorder                                 | --reorder requires --batch
 --bench-serving --set slo=1:1               | --set slo requires --disaggregate
 --bench-serving --disaggregate 1:1 --set slo=1 | --set slo A:B
 --bench-serving --disaggregate 1x0:1        | --disaggregate PxT:DxT 1x0:1

@@ -20,10 +20,10 @@ Fields that depend on a value, as a city does on its zip code, are found rather 
 all rows with the value share is chosen with it, and counts as saved. The paper squares lengths; here
 they are linear, as the tokens are that a hit saves.
 
-Costs: O(n m^2 log n) time, 4 s for 30,000 rows of 8 fields on a CPU core; the whole file in memory,
-parsed, before the first request runs. Gains: as much as values repeat. When it loses: the order of
-the fields is part of the prompt, so another order may give another answer; a file of unrelated
-prompts only pays for the sorting.
+Costs: O(n m^2 log n) time, 4 s for 30,000 rows of 8 fields on a CPU core; the whole file is read
+before the first request runs and takes 4 times its size in memory, or 7 times with fields. Gains:
+as much as values repeat. When it loses: the order of the fields is part of the prompt, so another
+order may give another answer; a file of unrelated prompts only pays for the sorting.
 
     python generate.py --batch FILE --reorder      # lines with "fields", or plain prompts
 
