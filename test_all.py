@@ -5576,6 +5576,83 @@ def test_engine_packs_prompts_without_padding():
             close(got[layer], want, 1e-5)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_engine_saturated_steps_carry_the_token_budget(seed):
+    """Dynamic SplitFuse (DeepSpeed-FastGen, arXiv:2401.08671): a step runs min(budget, all tokens
+    that wait) of the sequences that may run, long prompts split and short ones fused, so while more
+    wait it carries exactly the budget; the tokens are those of whole prompts."""
+    r, model = random.Random(seed), paged_model()
+    budget, rows = r.choice((7, 16, 33)), r.choice((6, 7, 12))
+    rows = min(rows, budget)
+    lengths = [r.choice((1, 2, 5, 20, 60)) for _ in range(24)]
+    prompts = [paged_prompt(n, 100 * seed + i) for i, n in enumerate(lengths)]
+    counts = [r.randint(1, 9) for _ in prompts]
+    want = paged_greedy(model, prompts, counts)
+    limits = dict(max_num_batched_tokens=budget, max_num_seqs=rows, prefix_cache=seed % 2 == 1)
+    engine = paged_engine(model, num_blocks=600, **limits)
+    todo, outputs, saturated = [*zip(prompts, counts)], [], 0
+    while todo or engine.unfinished:
+        for prompt, n in todo[: r.randint(0, 6)] if engine.unfinished else todo[:9]:
+            outputs.append(engine.outputs[engine.add(prompt, greedy(n))])
+        todo = [*zip(prompts, counts)][len(outputs) :]
+        scheduler = engine.scheduler
+        ready = [*scheduler.running, *scheduler.waiting[: rows - len(scheduler.running)]]
+        tokens = sum(len(seq.tokens) - seq.num_computed_tokens for seq in ready)
+        engine.step()
+        assert model.calls.pop() == min(budget, tokens)
+        saturated += tokens > budget
+    assert [o.token_ids for o in outputs] == want and saturated > 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_engine_rows_of_a_step_are_the_live_sequences(seed):
+    """Temporal fusion (Flover, arXiv:2305.13484): whatever arrives, ends, is aborted or preempted
+    meanwhile, a step's flat axis is the next tokens of the running sequences, each once, one after
+    another, and no padding; late arrivals get the tokens that they get alone."""
+    r, model = random.Random(seed), paged_model()
+    (prompts, counts), steps = paged_requests(14, seed=seed), []
+    want = paged_greedy(model, prompts, counts)
+    sizes = dict(num_blocks=(40, 12)[seed % 2], max_num_batched_tokens=(64, 12)[seed % 3 == 0])
+    engine = paged_engine(model, max_num_seqs=5, **sizes)
+    make_step = engine.cache.step
+    engine.cache.step = lambda *args: steps.append(make_step(*args)) or steps[-1]
+    engine.add(prompts[0], greedy(20), id="gone")
+    outputs, events = {}, Counter()
+    while len(outputs) < len(prompts) or engine.unfinished:
+        decoding = sum(seq.remaining == 1 for seq in engine.scheduler.running)
+        if len(outputs) < len(prompts) and r.random() < 0.4:
+            events["joined"] += decoding > 0
+            id = engine.add(prompts[len(outputs)], greedy(counts[len(outputs)]))
+            outputs[id] = engine.outputs[id]
+        if "gone" in engine.outputs and len(outputs) == 5:
+            engine.abort("gone")
+        if not engine.unfinished:
+            continue
+        live = {}
+
+        def record(plan, commit=engine.scheduler.commit):
+            for seq, n in plan.run:
+                start = seq.num_computed_tokens
+                assert seq.running and seq not in live
+                live[seq] = seq.tokens[start : start + n], [*range(start, start + n)]
+            commit(plan)
+
+        engine.scheduler.commit, commit = record, engine.scheduler.commit
+        before = {*engine.scheduler.running}
+        engine.step()
+        engine.scheduler.commit = commit
+        step, sizes = steps.pop(), [len(tokens) for tokens, _ in live.values()]
+        assert step.tokens.tolist() == sum((tokens for tokens, _ in live.values()), [])
+        assert step.positions.tolist() == sum((at for _, at in live.values()), [])
+        assert step.cu_seqlens.tolist() == [0, *accumulate(sizes)] and min(sizes) > 0
+        assert step.lengths.tolist() == [at[-1] + 1 for _, at in live.values()]
+        assert not steps and len(step.slots) == len(step.tokens) == model.calls.pop()
+        assert {*engine.scheduler.running} <= {*live} or sum(sizes) == 12  # the budget
+        events["ended"] += bool(before - {*engine.scheduler.running})
+    assert [o.token_ids for o in outputs.values()] == want
+    assert min(events["joined"], events["ended"]) > 3, events
+
+
 def simulated_latencies(continuous: bool, n: int = 200, rate: float = 0.6) -> list[float]:
     """Seconds from arrival to last token of n requests of a Poisson process, on Schedulers whose
     step takes 1 s and 10 ms per token."""
@@ -11188,6 +11265,15 @@ def test_row_order_is_the_same_in_every_process():
     code += "print(group_requests(requests, ('prompt', 'prompt_ids')), json.dumps(requests))"
     orders = {run("-c", code, env={"PYTHONHASHSEED": str(i)}).stdout for i in range(3)}
     assert len(orders) == 1 and len(orders.pop()) > 1000
+
+
+def test_row_order_flag(tmp_path):
+    """--reorder runs the lines in order of their prompts, and equal ones together."""
+    for flags, order in (("", [1, 2, 3, 4]), ("--reorder", [2, 4, 1, 3])):
+        path = serving_file(tmp_path / f"in{flags}.jsonl", [{"prompt": p} for p in "baba"])
+        serving_batch(path, f"--max-num-seqs 1 --max-new-tokens 2 {flags}")
+        lines = path.with_suffix(".results.jsonl").read_text().splitlines()
+        assert [json.loads(line)["line"] for line in lines] == order
 
 
 class ServingTokenizer(K.DummyTokenizer):
