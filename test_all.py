@@ -154,6 +154,7 @@ from generation import plot_decode as PLOT
 from generation import prompt as PROMPT
 from serving import disaggregated
 from generation import stream as STREAM
+from serving import length_batching as LB
 from serving import row_order as ROWS
 from serving import run as SRUN
 from serving import simulate as SIM
@@ -5577,14 +5578,14 @@ def test_engine_packs_prompts_without_padding():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_engine_saturated_steps_carry_the_token_budget(seed):
+def test_engine_saturated_steps_carry_the_token_budget(seed, serving_without_kernels):
     """Dynamic SplitFuse (DeepSpeed-FastGen, arXiv:2401.08671): a step runs min(budget, all tokens
     that wait) of the sequences that may run, long prompts split and short ones fused, so while more
     wait it carries exactly the budget; the tokens are those of whole prompts."""
     r, model = random.Random(seed), paged_model()
     budget, rows = r.choice((7, 16, 33)), r.choice((6, 7, 12))
     rows = min(rows, budget)
-    lengths = [r.choice((1, 2, 5, 20, 60)) for _ in range(24)]
+    lengths = [r.choice((1, 2, 5, 20, 60, 90)) for _ in range(24)]
     prompts = [paged_prompt(n, 100 * seed + i) for i, n in enumerate(lengths)]
     counts = [r.randint(1, 9) for _ in prompts]
     want = paged_greedy(model, prompts, counts)
@@ -5605,7 +5606,7 @@ def test_engine_saturated_steps_carry_the_token_budget(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_engine_rows_of_a_step_are_the_live_sequences(seed):
+def test_engine_rows_of_a_step_are_the_live_sequences(seed, serving_without_kernels):
     """Temporal fusion (Flover, arXiv:2305.13484): whatever arrives, ends, is aborted or preempted
     meanwhile, a step's flat axis is the next tokens of the running sequences, each once, one after
     another, and no padding; late arrivals get the tokens that they get alone."""
@@ -11274,6 +11275,116 @@ def test_row_order_flag(tmp_path):
         serving_batch(path, f"--max-num-seqs 1 --max-new-tokens 2 {flags}")
         lines = path.with_suffix(".results.jsonl").read_text().splitlines()
         assert [json.loads(line)["line"] for line in lines] == order
+
+
+# ---- static batches by length ----
+
+BATCH_COSTS = {  # (length, batch size) -> seconds
+    "a launch and a token": lambda length, size: 8 + length * size,
+    "free launches": lambda length, size: length * size,
+    "only launches": lambda length, size: 1.0,
+    "attention": lambda length, size: 30 + size * (length + 0.1 * length**2),
+    "tiles of 4": lambda length, size: 10 + length * math.ceil(size / 4),
+}
+
+
+def partitions(items: list) -> Iterator[list[list]]:
+    """All partitions of a list into sets."""
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i, part in enumerate(rest):
+            yield [*rest[:i], [items[0], *part], *rest[i + 1 :]]
+
+
+@pytest.mark.parametrize("name", BATCH_COSTS)
+def test_length_batching_costs_what_brute_force_does(name):
+    """Up to 8 lengths against all partitions, up to 10 against all cuts of the sorted ones; at most
+    max_batch in each; never worse than one padded batch."""
+    cost, r = BATCH_COSTS[name], random.Random(name)
+    price = partial(LB.total_cost, cost=cost)
+    for n, max_batch in product((*range(9), 10, 10), (None, 1, 3)):
+        lengths = [r.choice((1, 2, 9, 30, r.randint(1, 40))) for _ in range(n)]
+        order = sorted(range(n), key=lambda i: lengths[i])
+        every = partitions(order) if n < 9 else (
+            [order[a:b] for a, b in itertools.pairwise((0, *cuts, n))]
+            for k in range(n) for cuts in combinations(range(1, n), k)
+        )  # fmt: skip
+        want = min(price(lengths, p) for p in every if max(map(len, p), default=0) <= (max_batch or n))
+        got = LB.partition(lengths, cost, max_batch)
+        assert sorted(chain(*got)) == [*range(n)] and all(got)
+        assert max(map(len, got), default=0) <= (max_batch or n)
+        assert price(lengths, got) == pytest.approx(want)
+        assert n == 0 or max_batch or price(lengths, got) <= price(lengths, [[*range(n)]])
+
+
+def test_length_batching_measured_cost(monkeypatch):
+    """On a clock that a run advances: the least time of each length and size, between and beyond
+    them on a line, and no less than of a shorter length."""
+    now, slow = [0.0], itertools.cycle((9, 3, 1, 2))  # warm-up, and three runs
+
+    def run(length, size):
+        now[0] += (100 if length == 30 else length) * size * next(slow)
+
+    monkeypatch.setattr(LB.time, "perf_counter", lambda: now[0])
+    cost = LB.measured_cost(run, (10, 30, 50), (1, 5))
+    want = {(10, 1): 10, (10, 3): 30, (20, 1): 55, (30, 5): 500, (50, 5): 500, (10, 6): 60}
+    assert {at: cost(*at) for at in want} == pytest.approx(want)
+    assert LB.measured_cost(run, (10,), (2,))(99, 99) == 20
+
+
+def test_length_batching_by_predicted_output():
+    """Static batches grouped by predicted length take fewer steps and waste fewer than in order of
+    arrival, with predictions up to 20% wrong and overruns run again at the end."""
+    for seed in range(10):
+        r = random.Random(seed)
+        actual = [1 + int(r.expovariate(0.01)) for _ in range(256)]
+        fcfs = LB.steps(actual, LB.fcfs_batches(256, 16))
+        wasted = []
+        for error in (0, 0.1, 0.2):
+            guess = [max(1, round(n * (1 + r.uniform(-error, error)))) for n in actual]
+            batches = LB.group_by_length(guess, 16)
+            assert sorted(chain(*batches)) == [*range(256)]
+            got = LB.steps(actual, batches, guess, 16)
+            assert got.steps < 0.8 * fcfs.steps and got.wasted < 0.8 * fcfs.wasted
+            assert (got.repeated > 0) == (error > 0)
+            wasted.append(got.wasted)
+        assert wasted[0] < wasted[1] < wasted[2]
+
+
+LENGTH_STEPS = [  # output lengths, batches, predictions or None -> steps, padded, repeated
+    ([3, 1, 2], [[0, 1, 2]], None, (3, 3, 0)),
+    ([3, 1, 2], [[0], [2, 1]], None, (5, 1, 0)),
+    ([3, 1], [[0, 1]], [9, 9], (3, 2, 0)),  # ends with its last request
+    ([3, 1], [[0, 1]], [2, 2], (2 + 3, 1, 2)),
+    ([5, 4, 2], [[0], [1, 2]], [3, 2, 2], (3 + 2 + 5, 1, 3 + 2)),
+    ([], [], None, (0, 0, 0)),
+]
+
+
+def test_length_batching_steps_are_those_of_the_engine(serving_without_kernels):
+    """The rows of LENGTH_STEPS by hand, and on an Engine: batch after batch, each ended at its
+    prediction, the unfinished ones again."""
+    model = paged_model()
+    for actual, batches, predicted, want in LENGTH_STEPS:
+        got = LB.steps(actual, batches, predicted, 2)
+        assert (got.steps, got.padded, got.repeated) == want
+        assert got.wasted == got.padded + got.repeated
+        engine, done, again = paged_engine(model, num_blocks=200, prefix_cache=False), 0, []
+        for batch in batches:
+            end = max((predicted or actual)[i] for i in batch)
+            params = [greedy(min(end, actual[i])) for i in batch]
+            engine.generate([paged_prompt(3, i) for i in batch], params)
+            done += sum(actual[i] for i in batch if actual[i] <= end)
+            again += [i for i in batch if actual[i] > end]
+        engine.generate([paged_prompt(3, i) for i in again], [greedy(actual[i]) for i in again])
+        assert engine.stats()["steps"] == got.steps
+        assert engine.stats()["tokens_new"] == sum(actual) + got.repeated
+
+
+REFUSED["length_batching: max_batch"] = lambda: LB.partition([1], min, 0), "max_batch .* not 0"
 
 
 class ServingTokenizer(K.DummyTokenizer):
