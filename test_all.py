@@ -11248,6 +11248,14 @@ def test_row_order_of_a_batch(tmp_path, serving_without_kernels):
     assert 0 < moved
 
 
+def test_row_order_of_two_questions():
+    """Each question has a table of its own: what is frequent in another changes nothing."""
+    rows = [("A", 1, 1), ("B", 2, 1), ("A", 1, 2), ("B", 3, 1)]
+    requests = [{"prompt": q + "{fields}", "fields": {"x": x, "y": y}} for q, x, y in rows]
+    assert ROWS.group_requests(requests, ("prompt",)) == [[0], [2], [1], [3]]
+    assert ["".join(request["fields"]) for request in requests] == ["xy", "yx", "xy", "yx"]
+
+
 @pytest.mark.parametrize("done", [1, 7, 40, 80])
 def test_row_order_of_a_resumed_batch(done, tmp_path, serving_without_kernels):
     """What has a result is not run again, and the order of fields is that of the whole file, so the
@@ -11321,8 +11329,8 @@ def test_length_batching_costs_what_brute_force_does(name):
 
 
 def test_length_batching_measured_cost(monkeypatch):
-    """On a clock that a run advances: the least time of each length and size, between and beyond
-    them on a line, and no less than of a shorter length."""
+    """On a clock that a run advances: the least time of each length and size, between them and
+    beyond the last on a line, and no less than of a shorter length."""
     now, slow = [0.0], itertools.cycle((9, 3, 1, 2))  # warm-up, and three runs
 
     def run(length, size):
@@ -11331,6 +11339,7 @@ def test_length_batching_measured_cost(monkeypatch):
     monkeypatch.setattr(LB.time, "perf_counter", lambda: now[0])
     cost = LB.measured_cost(run, (10, 30, 50), (1, 5))
     want = {(10, 1): 10, (10, 3): 30, (20, 1): 55, (30, 5): 500, (50, 5): 500, (10, 6): 60}
+    want |= {(5, 1): 10, (60, 1): 100}
     assert {at: cost(*at) for at in want} == pytest.approx(want)
     assert LB.measured_cost(run, (10,), (2,))(99, 99) == 20
 

@@ -67,7 +67,7 @@ def measured_cost(
     run: Callable[[int, int], Any], lengths: Sequence[int], sizes: Sequence[int], repeats: int = 3
 ) -> Cost:
     """A cost table: the least time of run(length, batch size) at each of the ascending lengths and
-    sizes, linear between them and beyond them; no less than of a shorter length."""
+    sizes, linear between them and beyond the last; no less than of a shorter length."""
     table = []
     for length in lengths:
         for size in sizes:
@@ -85,7 +85,7 @@ def measured_cost(
             if len(points) == 1:
                 return at(0)
             i = min(max(bisect.bisect(points, x), 1), len(points) - 1)
-            share = (x - points[i - 1]) / (points[i] - points[i - 1])
+            share = max(0.0, (x - points[i - 1]) / (points[i] - points[i - 1]))
             return (1 - share) * at(i - 1) + share * at(i)
 
         row = lambda i: along(sizes, size, lambda j: table[i * len(sizes) + j])
