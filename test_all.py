@@ -11,7 +11,8 @@ their own. All models are tiny random ones or the shipped checkpoints.
     model family config weights tokenizer stream template    model.py, huggingface/
     attention paged engine quantize fp8 spec moe             the leaves
     files cpu sampling drafting structured                   generation/
-    serving traces server unacked cluster page               serving/
+    serving traces policies replica simulate row_order length_batching         serving/
+    server unacked cluster page                              serving/
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora alignment tuning       training/
     cp ep async_tp zero pipeline schedules planner           parallelism/
@@ -11171,7 +11172,10 @@ ROW_ORDERS = {  # rows, and the order of their fields: worked by hand
     # two rows save x by its 4 letters, two u by its 2; the third row only has y besides
     "the longest": ("a1 xxxx uu|a2 xxxx vv|a3 yyyy uu", "xxxx a1 uu|xxxx a2 vv|a3 yyyy uu"),
     # three rows save 2 each, two save 3: 4 characters and 3
-    "the most frequent": ("a1 xxx uu|a2 xxx vv|a3 yyy uu|a4 zzz uu", "uu a1 xxx|a2 xxx vv|uu a3 yyy|uu a4 zzz"),
+    "the most frequent": (
+        "a1 xxx uu|a2 xxx vv|a3 yyy uu|a4 zzz uu",
+        "uu a1 xxx|a2 xxx vv|uu a3 yyy|uu a4 zzz",
+    ),
     # z and w depend on x, so x saves 3 characters a row; y, 2
     "dependent": ("i1 x z w yy|i2 x z w vv|i3 q o p yy", "x z w i1 yy|x z w i2 vv|i3 q o p yy"),
     # c, the country of both cities, is before them
@@ -11268,6 +11272,18 @@ def test_row_order_of_a_resumed_batch(done, tmp_path, serving_without_kernels):
     assert first | rest == whole and len(first) + len(rest) == len(whole)
 
 
+def test_row_order_of_what_is_left_is_that_of_the_whole_file(tmp_path):
+    """x is shared by three rows and y by two; of the two rows left, only y is."""
+    rows = [(1, 1), (1, 2), (1, 3), (2, 1)]
+    requests = [{"prompt": "{fields}", "fields": {"y": y, "x": x}} for x, y in rows]
+    path, seen = serving_file(tmp_path / "in.jsonl", requests), []
+    for done in ({}, {(2, 2): False, (3, 3): False}):
+        args = done, K.DummyTokenizer(97), None, None, greedy(), 128
+        seen.append({r.line: r.ids for r in V.RequestFile(path, *args, reorder=True)})
+    assert seen[1] == {line: seen[0][line] for line in (1, 4)} and len(seen[0]) == 4
+    assert ROWS.order_fields(["yx", "yz"]) == [["y", "x"], ["y", "z"]]
+
+
 def test_row_order_is_the_same_in_every_process():
     """The order does not depend on the hash seed, which differs when a run is resumed."""
     code = f"import json; from serving.row_order import *; requests = {row_requests()}\n"
@@ -11320,10 +11336,11 @@ def test_length_batching_costs_what_brute_force_does(name):
             [order[a:b] for a, b in itertools.pairwise((0, *cuts, n))]
             for k in range(n) for cuts in combinations(range(1, n), k)
         )  # fmt: skip
-        want = min(price(lengths, p) for p in every if max(map(len, p), default=0) <= (max_batch or n))
+        fits = lambda batches: max(map(len, batches), default=0) <= (max_batch or n)
+        want = min(price(lengths, batches) for batches in every if fits(batches))
         got = LB.partition(lengths, cost, max_batch)
         assert sorted(chain(*got)) == [*range(n)] and all(got)
-        assert max(map(len, got), default=0) <= (max_batch or n)
+        assert fits(got)
         assert price(lengths, got) == pytest.approx(want)
         assert n == 0 or max_batch or price(lengths, got) <= price(lengths, [[*range(n)]])
 

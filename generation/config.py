@@ -245,7 +245,8 @@ SHARDED = "interactive compile calibrate save quantize_report"
 # setting, the settings of which it needs one
 REQUIRES = [
     ("logprobs", "json batch"), ("system_prompt", "chat interactive batch"),
-    ("ctx_size", "interactive"), ("out", "batch"), ("reorder", "batch"), ("group_size", "quantize quantize_report"),
+    ("ctx_size", "interactive"), ("out", "batch"), ("reorder", "batch"),
+    ("group_size", "quantize quantize_report"),
     ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"),
     ("calibration_text", "calibrate=gptq|awq|smoothquant|tacq|bias quantize_report"),
     ("plot", "quantize_report"),

@@ -156,7 +156,8 @@ def main() -> None:
 
     cost = measured_cost(run, (1, 16, 64, 256, 512), (1, 4, 16, 32))
     lengths = [min(512, 4 + int(rng.lognormvariate(4, 1))) for _ in range(32)]
-    print(f"{device}: 32 inputs of {min(lengths)} to {max(lengths)} tokens    batches    ms (table)")
+    title = f"{device}: 32 inputs of {min(lengths)} to {max(lengths)} tokens"
+    print(f"{title:36}   batches   ms (by the cost table)")
     choices = {"one padded batch": fcfs_batches(32, 32), "batches of 8": fcfs_batches(32, 8)}
     for name, batches in (choices | {"by length": partition(lengths, cost)}).items():
         seconds, foretold = math.inf, total_cost(lengths, batches, cost)

@@ -1,5 +1,5 @@
 """Order of the rows and fields of a table of prompts, so that the prefix cache is hit most often
-(Liu et al. 2024, "Optimizing LLM Queries in Relational Data Analytics Workloads", arXiv:2403.05821).
+(Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", arXiv:2403.05821).
 
 A query over a table asks one question of every row: prompt = question + {"field": value, ...}. Its
 values repeat, but a prefix cache hits only if everything before them repeats too. So, knowing all
@@ -17,8 +17,8 @@ next fields; the other rows are a table of their own:
     A=3 B=y C=u       C=u A=3 B=y       (not by three: the first row starts with B=x)
 
 Fields that depend on a value, as a city does on its zip code, are found rather than declared: what
-all rows with the value share is chosen with it, and counts as saved. The paper squares lengths; here
-they are linear, as the tokens are that a hit saves.
+all rows with the value share is chosen with it, and counts as saved. The paper squares lengths;
+here they are linear, as the tokens are that a hit saves.
 
 Costs: O(n m^2 log n) time, 4 s for 30,000 rows of 8 fields on a CPU core; the whole file is read
 before the first request runs and takes 4 times its size in memory, or 7 times with fields. Gains:
@@ -143,9 +143,9 @@ def main() -> None:
     ]
     total = sum(len(cell) for row in rows for cell in row)
     print("characters of 2,000 rows that are a cached prefix")
-    for name, order in (
-        ("file order", rows), ("rows sorted", sorted(rows)), ("reordered", sorted(order_fields(rows)))
-    ):  # fmt: skip
+    orders = {"file order": rows, "rows sorted": sorted(rows)}
+    orders["reordered"] = sorted(order_fields(rows))
+    for name, order in orders.items():
         print(f"{name:12}{prefix_hits(order) / total:6.0%}")
 
 
