@@ -179,9 +179,14 @@ class PowerOfTwo:
 
 
 def prefix_hash(arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
-    """By the prompt's first segment: equal beginnings meet in one prefix cache, whatever its load."""
-    first = random.Random(arrival.prompt[0][0]).randrange(len(replicas))
-    return replicas[first]
+    """By the texts that begin in the prompt's first 256 tokens: equal beginnings meet in one prefix
+    cache, whatever its load."""
+    key, n = [], 0
+    for text, tokens in arrival.prompt:
+        key, n = key + [text], n + tokens
+        if n >= 256:
+            break
+    return replicas[random.Random(repr(key)).randrange(len(replicas))]
 
 
 class Preble:
@@ -348,7 +353,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("trace", nargs="?", help="a file, or a description (serving/traces.py)", metavar="TRACE")
     add("--policies", default="fcfs", help="NAME[:FIELD=VALUE,...],... (serving/policies.py)")
-    add("--replicas", type=int, default=1)
+    add("--replicas", type=int, default=1, help="engines behind the router")
     add("--router", default="power-of-two", choices=ROUTERS)
     add("--device", default="h100", help="whose data sheet gives the cost of a step")
     add("--model", default="llama3-8b", help="name or folder; with --device (parallelism/planner)")
@@ -420,6 +425,10 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"{engine_flags[0]} is unknown, or requires --engine or --calibrate")
         if args.calibrate:
             print(calibrate(args.calibrate, load_engine(engine_flags)))
+        elif min(args.replicas, args.block_size, args.blocks or 1) < 1:
+            raise ValueError("--replicas, --blocks and --block-size must be 1 or more")
+        elif args.engine and args.replicas > 1:
+            raise ValueError("--engine is one Engine: it cannot be combined with --replicas")
         elif args.trace is None:
             raise ValueError(f"give a TRACE: a file, or one of {', '.join(GENERATORS)}")
         else:
