@@ -1,25 +1,24 @@
-"""Replicas of an Engine behind one HTTP server, on Ray Serve; a stream outlives its replica.
+"""Replicas of an Engine behind one HTTP server, on Ray Serve or as processes of this machine.
 
-    python -m serving.cluster --replicas 2 --checkpoint DIR [further flags of generate.py --serve]
+    python -m serving.cluster --replicas 2 --checkpoint DIR       # Ray Serve; MIN:MAX autoscales
+    python -m serving.cluster --replicas 2 --backend mp           # processes of this machine
+    further flags: those of generate.py --serve
 
-The HTTP server is serving/server.py in this process; its engine is a ReplicatedEngine, which has
-AsyncEngine's methods and sends each call to a replica, a Ray actor with an Engine of its own and a
-share of the CPUs, or a GPU. `--replicas MIN:MAX` lets Ray Serve add and remove replicas by the
-number of calls that they have.
+The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine (replicas.py):
+a stream survives the death of its replica. Each of N replicas has 1/N of this machine's CPUs, or a
+GPU; one that dies is started again. With MIN:MAX, Ray Serve adds replicas while they have more than
+16 calls each, and removes some while they have fewer.
 
-Failover. What a client has received is known here: tokens, and how much of the text. When a replica
-dies, its calls are sent to another one with the tokens so far, and continue after them. Noise is a
-function of seed, position and token (generation/sampling.py), so in fp32 the rest is, token by
-token, what the dead replica would have sent; in bf16 a near-tie may fall otherwise, since rounding
-depends on the batch.
+Routing is Preble's E2 (Srivatsa et al. 2024, section 3.2). Exploit: a call goes to the replica that
+has most of its prompt cached, if that is more than half of the prompt and the replica is not
+overloaded. Explore: else to the one of two random replicas that has fewer calls.
 
-Routing is Preble's E2 (Srivatsa et al. 2024, section 3.2), exploitation and exploration: a call
-goes to the replica that has most of its prompt cached, if that saves more than half of the prompt
-and the replica is not overloaded; else to the less loaded of two random ones.
+Not here: tensor-parallel replicas (--serve refuses --tp: its engine runs on one device), and a
+second HTTP server: if this process ends, its clients' connections break.
 
-When it loses: a call that is sent again recomputes its prompt and tokens; Ray costs about a
-millisecond per event. Equivalence (test_all.py): 50 streams over 2 replicas, one of which is killed
-at random moments, == the undisturbed run. Needs: ray[serve] (pip install "ray[serve]==2.60.0").
+When it loses: Ray costs about a millisecond per event. Equivalence (test_all.py): 50 streams over 2
+replicas, which are killed with -9 at random moments, == the undisturbed run. Needs, for Ray:
+pip install "ray[serve]==2.60.0".
 """
 
 from __future__ import annotations
@@ -29,29 +28,34 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import asyncio
+import atexit
 import importlib
+import math
+import multiprocessing
 import os
+import pickle
 import random
+import signal
+import struct
 import sys
-import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import tempfile
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Collection, Hashable, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 try:
     from ray.serve.request_router import FIFOMixin, RequestRouter
-except ImportError:  # main says so
+except ImportError:  # start_replicas says so
     FIFOMixin, RequestRouter = type("FIFOMixin", (), {}), object
 
-from paged_kv import Output, Sample
-from serving.async_engine import AsyncEngine, LogProb, Piece, Progress, Stats, Stream
 from serving.batch import Request
+from serving.replicas import Replica, ReplicatedEngine, Update
 
-MAX_FAILURES = 10  # of a call: then it ends with an error
+TARGET_CALLS = 16  # per replica, of autoscaling
 
 # --------------------------------------------------------------------------------------------------
 # Routing
@@ -59,11 +63,13 @@ MAX_FAILURES = 10  # of a call: then it ends with an error
 
 
 class PrefixAndLoad:
-    """Preble's E2 over any replicas; keeps which prefixes were sent to which replica."""
+    """Preble's E2: keeps how many calls each replica has, and which prefixes it was sent."""
 
     def __init__(self, block_size: int = 16, max_blocks: int = 2**18, imbalance: float = 2.0):
-        """imbalance: a replica with more than this times the least load, plus 4, is overloaded."""
+        """max_blocks: prefixes to remember. imbalance: a replica with more than this times the
+        fewest calls, plus 4, is overloaded."""
         self.block_size, self.max_blocks, self.imbalance = block_size, max_blocks, imbalance
+        self.calls = Counter[Hashable]()  # at present, of each replica
         self.owners: OrderedDict[int, set[Hashable]] = OrderedDict()  # hash of a prefix -> replicas
         self.random = random.Random(0)
 
@@ -85,14 +91,15 @@ class PrefixAndLoad:
             found |= dict.fromkeys(owners, (i + 1) * self.block_size)
         return found
 
-    def choose(self, ids: Sequence[int], load: Mapping[Hashable, float]) -> list[Hashable]:
-        """Replicas for a prompt, the best first. load: calls that each has at present."""
-        limit = self.imbalance * min(load.values()) + 4
-        cached = {r: n for r, n in self.cached(ids).items() if r in load and load[r] <= limit}
-        best = max(cached, key=cached.get, default=None)
-        if best is not None and 2 * cached[best] > len(ids):
-            return [best]
-        return sorted(self.random.sample(list(load), min(2, len(load))), key=load.get)
+    def choose(self, ids: Sequence[int], replicas: Collection[Hashable]) -> list[Hashable]:
+        """Of one or more replicas, those for a prompt, the best first."""
+        calls = {replica: self.calls[replica] for replica in replicas}
+        limit = self.imbalance * min(calls.values()) + 4
+        cached = self.cached(ids)
+        usable = [r for r in calls if 2 * cached.get(r, 0) > len(ids) and calls[r] <= limit]
+        if usable:
+            return [max(usable, key=lambda r: (cached[r], -calls[r]))]
+        return sorted(self.random.sample(list(calls), min(2, len(calls))), key=calls.get)
 
     def record(self, ids: Sequence[int], replica: Hashable) -> None:
         """The prompt was sent to a replica."""
@@ -109,7 +116,8 @@ class PrefixAndLoad:
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
-    """PrefixAndLoad as a request router of Ray Serve."""
+    """PrefixAndLoad as a request router of Ray Serve. It counts calls itself: Ray's own cache of
+    queue lengths forgets them after 10 s without news."""
 
     def initialize_state(self) -> None:
         self.policy = PrefixAndLoad()
@@ -120,194 +128,204 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         if not replicas:
             return []
-        load = {id: self.replica_queue_len_cache.get(id) or 0 for id in replicas}
-        order = self.policy.choose(self._prompt(pending_request), load)
-        return [[replicas[id]] for id in order]
+        return [[replicas[id]] for id in self.policy.choose(_prompt(pending_request), replicas)]
+
+    def on_send_request(self, replica_id: Hashable) -> None:
+        super().on_send_request(replica_id)
+        self.policy.calls[replica_id] += 1
 
     def on_request_routed(self, pending_request: Any, replica_id: Hashable, result: Any) -> None:
-        self.policy.record(self._prompt(pending_request), replica_id)
+        self.policy.record(_prompt(pending_request), replica_id)
+
+    def on_request_completed(self, replica_id: Hashable, internal_request_id: str) -> None:
+        self.policy.calls[replica_id] -= 1
 
     def on_replica_actor_died(self, replica_id: Hashable) -> None:
         super().on_replica_actor_died(replica_id)
         self.policy.forget(replica_id)
 
-    def _prompt(self, pending: Any) -> list[int]:
-        requests = pending.args[0] if pending is not None and pending.args else []
-        return requests[0].ids if requests else []
+
+def _prompt(pending: Any) -> list[int]:
+    """The first prompt of a call of Replica.generate; Replica.describe has none."""
+    requests = pending.args[0] if pending is not None and pending.args else []
+    return requests[0].ids if requests else []
 
 
 # --------------------------------------------------------------------------------------------------
-# Replicas
+# Replicas on Ray Serve
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Update:
-    """What a replica sends: pieces of a stream, or how it ended, and the state of its engine."""
-
-    replica: int  # its process
-    stats: Stats
-    pieces: list[Piece]
-    prompt_logprobs: list[list[LogProb]]  # of each request, whole once it has a token
-    error: str | None = None
+def ray_options(low: int, high: int, cpus: float, gpus: int, max_calls: int) -> dict[str, Any]:
+    """Options of the deployment: autoscaled if low < high."""
+    bounds = dict(min_replicas=low, max_replicas=high, target_ongoing_requests=TARGET_CALLS)
+    bounds |= dict(look_back_period_s=15, upscale_delay_s=5)  # seconds
+    scaling = {"autoscaling_config": bounds} if low < high else {"num_replicas": low}
+    resources = {"num_cpus": cpus, "num_gpus": gpus}
+    return dict(max_ongoing_requests=max_calls, ray_actor_options=resources) | scaling
 
 
-class Replica:
-    """A deployment of Ray Serve: an Engine with its share of the machine."""
+class RayReplicas:
+    """Actors of Ray Serve, on the cluster of RAY_ADDRESS or on one that is started here."""
 
-    def __init__(self, argv: list[str], threads: int):
-        import torch
+    def __init__(self, argv: list[str], threads: int, options: dict[str, Any]):
+        """options: ray_options. ValueError: a replica does not start."""
+        import ray
+        from ray import serve
+        from ray.serve.config import RequestRouterConfig
 
-        from generation.config import parse_args
-        from serving.run import build_service
-
-        torch.set_num_threads(threads)
-        with torch.inference_mode():
-            self.service = build_service(parse_args(argv))
-        self.engine: AsyncEngine | None = None  # needs a loop
-
-    async def describe(self) -> tuple[int, int, int]:
-        """(tokens of a sequence at most, vocabulary size, process id)."""
-        engine = self.service.engine
-        return engine.capacity, engine.model.config.vocab_size, os.getpid()
-
-    async def generate(
-        self,
-        requests: list[Request],
-        previous: list[Output],
-        prompt_logprobs: int | None,
-        seen: list[Progress],
-    ) -> AsyncIterator[Update]:
-        """AsyncEngine.submit, and what follows what the caller has seen. The first update says that
-        the call is valid."""
-        engine = self.engine = self.engine or AsyncEngine(self.service, lambda stats: None)
-        stream = await engine.submit(requests, previous, prompt_logprobs)
-        update = lambda pieces, error=None: Update(
-            os.getpid(), engine.stats(), pieces, [o.prompt_logprobs for o in stream.outputs], error
-        )
+        paths = {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}}
+        ray.init(include_dashboard=False, log_to_driver=False, runtime_env=paths)
+        serve.start(proxy_location="Disabled")
+        router = RequestRouterConfig(request_router_class="serving.cluster.PrefixRouter")
+        deployment = serve.deployment(Replica).options(request_router_config=router, **options)
         try:
-            yield update([])
-            async for piece in stream.pieces(seen):
-                yield update([piece])
-            yield update([], stream.error)
-        finally:
-            engine.close_stream(stream)
+            handle = serve.run(deployment.bind(argv, threads), name="sheaf", route_prefix=None)
+        except RuntimeError:
+            status = serve.status().applications["sheaf"].deployments["Replica"]
+            raise ValueError(f"no replica starts: {status.message.splitlines()[-1]}") from None
+        atexit.register(serve.delete, "sheaf")  # a cluster of RAY_ADDRESS would keep it
+        self.handle = handle.options(stream=True)
 
+    def describe(self) -> tuple[int, int]:
+        """As Replica.describe."""
+        return self.handle.options(stream=False).describe.remote().result()
 
-class ReplicatedEngine:
-    """AsyncEngine's methods over replicas."""
+    async def call(self, *args: Any) -> AsyncIterator[Update]:
+        """Replica.generate of the replica that PrefixRouter chooses. ConnectionError if it dies."""
+        from ray.exceptions import RayActorError, RayTaskError
 
-    def __init__(self, handle: Any, died: type[Exception], on_step: Callable[[Stats], Any]):
-        """handle: Ray Serve's, or an object whose `generate.remote` is Replica.generate. died: what
-        that raises if its replica dies."""
-        self.handle, self.died, self.on_step = handle, died, on_step
-        self.stats: dict[int, Stats] = {}  # the latest of each replica
-        self.tasks: dict[Stream, asyncio.Task] = {}
-
-    @property
-    def n_waiting(self) -> int:
-        """Requests that no replica has begun, as far as this process knows."""
-        outputs = (output for stream in self.tasks for output in stream.outputs)
-        return sum(not output.timestamps for output in outputs)
-
-    async def submit(
-        self,
-        requests: list[Request],
-        previous: Sequence[Output] = (),
-        prompt_logprobs: int | None = None,
-    ) -> Stream:
-        """As AsyncEngine.submit."""
-        stream, now = Stream(requests), time.perf_counter()
-        for i, request in enumerate(requests):
-            samples = [Sample() for _ in range(request.params.n)]
-            output = previous[i] if previous else Output(request, request.ids, samples)
-            more = dict(num_prompt_logprobs=prompt_logprobs, arrival_time=now, timestamps=[])
-            stream.outputs.append(replace(output, id=request, **more))
-            request.samples = {j: SimpleNamespace(text="") for j in range(request.params.n)}
-        accepted = asyncio.get_running_loop().create_future()
-        self.tasks[stream] = asyncio.create_task(self._run(stream, accepted))
+        updates = self.handle.generate.remote(*args)
         try:
-            await accepted
-        except BaseException:
-            self.close_stream(stream)
-            raise
-        return stream
-
-    async def _run(self, stream: Stream, accepted: asyncio.Future) -> None:
-        """Read a stream from a replica; if it dies, from another."""
-        replica: int | None = None  # that answered last
-        for _ in range(MAX_FAILURES):
-            try:
-                async for update in self._updates(stream):
-                    replica = update.replica
-                    self._apply(stream, update)
-                    if not accepted.done():
-                        accepted.set_result(None)
-                break
-            except self.died:
-                self.stats.pop(replica, None)
-            except Exception as e:
-                e = getattr(e, "cause", e)  # Ray's exceptions have the replica's
-                if not accepted.done():
-                    return accepted.set_exception(e)
-                stream.error = f"the replica failed ({type(e).__name__})"
-                break
-        if not stream.finished:
-            stream.error = "its replicas died"
-        if not accepted.done():
-            accepted.set_exception(RuntimeError("no replica is alive"))
-        stream.changed.set()
-
-    async def _updates(self, stream: Stream) -> AsyncIterator[Update]:
-        """From one replica."""
-        requests = [replace(request, samples={}) for request in stream.requests]
-        unended = lambda samples: [replace(s, finish_reason=None) for s in samples]
-        previous = [replace(o, id=None, samples=unended(o.samples)) for o in stream.outputs]
-        k = stream.outputs[0].num_prompt_logprobs
-        replies = self.handle.generate.remote(requests, previous, k, list(stream.progress))
-        try:
-            async for update in replies:
+            async for update in updates:
                 yield update
+        except RayActorError:
+            raise ConnectionError("the replica died") from None
+        except RayTaskError as e:
+            raise e.cause from None
         finally:
-            if hasattr(replies, "cancel"):
-                replies.cancel()
+            updates.cancel()
 
-    def _apply(self, stream: Stream, update: Update) -> None:
-        self.stats[update.replica] = update.stats
-        now = time.perf_counter()
-        for piece in update.pieces:
-            request, output, i = stream.sample(piece.choice)
-            sample, old = output.samples[i], stream.progress[piece.choice]
-            sample.token_ids[old.tokens :] = piece.tokens  # those of an interrupted run too
-            sample.logprobs[old.tokens :] = piece.logprobs
-            sample.finish_reason = piece.finish_reason
-            request.samples[i].text += piece.text
-            tokens, chars = old.tokens + len(piece.tokens), old.chars + len(piece.text)
-            stream.progress[piece.choice] = Progress(tokens, chars, piece.finish_reason)
-            output.timestamps = output.timestamps or [now]
-            output.timestamps += [now] * len(piece.tokens) if i == 0 else []
-        for output, logprobs in zip(stream.outputs, update.prompt_logprobs):
-            output.prompt_logprobs = logprobs
-        stream.error = stream.error or update.error
-        stream.changed.set()
-        total = {name: sum(s[name] for s in self.stats.values()) for name in update.stats}
-        self.on_step(total | {"kv_usage": total["kv_usage"] / len(self.stats)})
 
-    def close_stream(self, stream: Stream, then: Callable[[], Any] = lambda: None) -> None:
-        """As AsyncEngine.close_stream."""
-        task = self.tasks.pop(stream)
+# --------------------------------------------------------------------------------------------------
+# Replicas as processes
+# --------------------------------------------------------------------------------------------------
+
+
+class LocalReplicas:
+    """Processes of this machine; one that has died is started again by the next call. A call is a
+    connection to the Unix socket of a replica: the arguments of Replica.generate, then updates."""
+
+    def __init__(self, n: int, argv: list[str], threads: int, gpus: int):
+        """gpus: of each replica, 0 or 1. ValueError: a replica does not start."""
+        self.policy, self.argv, self.threads, self.gpus = PrefixAndLoad(), argv, threads, gpus
+        self.folder = tempfile.TemporaryDirectory()  # of sockets; other users cannot enter it
+        self.replicas = [self._start(i) for i in range(n)]  # of each its process, and its pipe
+        for _, pipe in self.replicas:
+            try:
+                self.description = pipe.recv()
+            except EOFError:
+                raise ValueError("a replica does not start; its error is above") from None
+            if isinstance(self.description, ValueError):
+                raise self.description
+
+    def _start(self, i: int) -> tuple[Any, Any]:
+        context = multiprocessing.get_context("spawn")
+        pipe, end = context.Pipe(duplex=False)
+        args = self.folder.name, self.argv, self.threads, i if self.gpus else None, end
+        process = context.Process(target=_run_replica, args=args, daemon=True)
+        process.start()
+        end.close()
+        return process, pipe
+
+    def describe(self) -> tuple[int, int]:
+        """As Replica.describe."""
+        return self.description
+
+    def _socket(self, process: Any) -> str:
+        return f"{self.folder.name}/{process.pid}"
+
+    def _alive(self) -> dict[int, Any]:
+        """Processes that accept calls, by their ids."""
+        for i, (process, _) in enumerate(self.replicas):
+            if not process.is_alive():
+                self.policy.forget(process.pid)
+                self.replicas[i] = self._start(i)
+        return {p.pid: p for p, _ in self.replicas if os.path.exists(self._socket(p))}
+
+    async def call(self, requests: list[Request], *args: Any) -> AsyncIterator[Update]:
+        """Replica.generate of the best replica. ConnectionError if it dies."""
+        while not (alive := self._alive()):
+            await asyncio.sleep(0.1)
+        pid = self.policy.choose(requests[0].ids, alive)[0]
+        self.policy.record(requests[0].ids, pid)
+        self.policy.calls[pid] += 1
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._socket(alive[pid]))
+            try:
+                await _send(writer, (requests, *args))
+                while isinstance(update := await _receive(reader), Update):
+                    yield update
+            finally:
+                writer.close()
+        except (OSError, EOFError):
+            alive[pid].kill()
+            alive[pid].join()
+            raise ConnectionError("the replica died") from None
+        finally:
+            self.policy.calls[pid] -= 1
+        if update is not None:
+            raise update
+
+
+def _run_replica(folder: str, argv: list[str], threads: int, gpu: int | None, pipe: Any) -> None:
+    """The process of a replica: sends its description or its ValueError, then accepts calls until
+    its parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the server drains first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+    try:
+        replica = Replica(argv, threads)
+    except ValueError as e:
+        return pipe.send(e)
+    asyncio.run(_accept_calls(replica, f"{folder}/{os.getpid()}", pipe))
+
+
+async def _accept_calls(replica: Replica, path: str, pipe: Any) -> None:
+    async def reply(args: tuple, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with aclosing(replica.generate(*args)) as updates:
+                async for update in updates:
+                    await _send(writer, update)
+            await _send(writer, None)
+        except Exception as e:
+            await _send(writer, e if isinstance(e, ValueError) else RuntimeError(repr(e)))
+
+    async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(reply(await _receive(reader), writer))
+        await reader.read()  # until the caller closes the connection
         task.cancel()
-        task.add_done_callback(lambda _: then())
+        writer.close()
 
-    def stop(self) -> None:
-        for stream, task in self.tasks.items():
-            task.cancel()
-            stream.error = stream.error or "the server stops"
-            stream.changed.set()
+    async with await asyncio.start_unix_server(call, f"{path}.new") as server:
+        os.rename(f"{path}.new", path)  # now _alive sees it
+        pipe.send(await replica.describe())
+        await server.serve_forever()
 
-    async def close(self) -> None:
-        self.stop()
-        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+async def _send(writer: asyncio.StreamWriter, value: Any) -> None:
+    data = pickle.dumps(value)
+    writer.write(struct.pack("<Q", len(data)) + data)
+    await writer.drain()
+
+
+async def _receive(reader: asyncio.StreamReader) -> Any:
+    (size,) = struct.unpack("<Q", await reader.readexactly(8))
+    return pickle.loads(await reader.readexactly(size))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,71 +333,63 @@ class ReplicatedEngine:
 # --------------------------------------------------------------------------------------------------
 
 
-def deploy(argv: list[str], replicas: str, resources: dict[str, float], max_calls: int) -> Any:
-    """Start Ray, if it does not run, and the replicas. Returns their handle."""
-    import ray
-    from ray import serve
-    from ray.serve.config import RequestRouterConfig
+def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
+    """RayReplicas or LocalReplicas. ValueError names a wrong flag or what is missing."""
+    import torch
 
-    paths = {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}}
-    ray.init(include_dashboard=False, log_to_driver=False, runtime_env=paths)
-    serve.start(proxy_location="Disabled")
-    low, *high = map(int, replicas.split(":"))
-    bounds = dict(min_replicas=low, max_replicas=max([low, *high]), target_ongoing_requests=16)
-    scaling = {"autoscaling_config": bounds} if high else {"num_replicas": low}
-    router = RequestRouterConfig(request_router_class="serving.cluster.PrefixRouter")
-    options = dict(max_ongoing_requests=max_calls, request_router_config=router) | scaling
-    deployment = serve.deployment(Replica).options(ray_actor_options=resources, **options)
-    app = deployment.bind(argv, max(1, int(resources["num_cpus"])))
-    return serve.run(app, name="sheaf", route_prefix=None).options(stream=True)
+    low, _, high = own.replicas.partition(":")
+    numbers = [low, high or low]
+    if not all(n.isdecimal() and int(n) for n in numbers) or int(numbers[0]) > int(numbers[1]):
+        raise ValueError(f"--replicas must be N or MIN:MAX, not {own.replicas!r}")
+    low, high = map(int, numbers)
+    cpus = len(os.sched_getaffinity(0)) / high
+    cpus = math.floor(cpus) if cpus > 1 else math.floor(100 * cpus) / 100
+    gpus, threads = int(torch.cuda.is_available() and args.device in (None, "cuda")), int(cpus) or 1
+    if own.backend == "mp":
+        if low < high:
+            raise ValueError("--backend mp has no autoscaling; use --replicas N")
+        if gpus and high > torch.cuda.device_count():
+            raise ValueError(f"--replicas {high}: there are {torch.cuda.device_count()} GPUs")
+        return LocalReplicas(high, argv, threads, gpus)
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            'serving.cluster requires ray: pip install "ray[serve]==2.60.0", or use --backend mp'
+        ) from None
+    max_calls = args.max_queue + args.max_num_seqs
+    return RayReplicas(argv, threads, ray_options(low, high, cpus, gpus, max_calls))
 
 
 def main(argv: list[str] | None = None) -> int:
     from generation.config import parse_args
     from huggingface.tokenizer import DummyTokenizer, load_tokenizer
-    from serving.run import bind, parse_address, serve_engine, served_model
+    from model import CONFIGS
+    from serving.run import bind, serve_engine, served_model
 
     parser = argparse.ArgumentParser(
         prog="python -m serving.cluster", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="All other flags are generate.py's.",
+        epilog="All other flags are those of generate.py --serve.",
     )  # fmt: skip
     parser.add_argument("--replicas", default="2", metavar="N|MIN:MAX")
+    parser.add_argument("--backend", default="ray", choices=("ray", "mp"))
     own, rest = parser.parse_known_args(argv)
     rest = rest if any(a.startswith("--serve") for a in rest) else ["--serve", *rest]
     try:
         args = parse_args(rest)
-        parse_address(args)
-        numbers = own.replicas.split(":")
-        if len(numbers) > 2 or not all(n.isdecimal() and int(n) for n in numbers):
-            raise ValueError(f"--replicas must be N or MIN:MAX, not {own.replicas!r}")
-        try:
-            from ray.exceptions import RayActorError
-        except ImportError:
-            raise ValueError(
-                'serving.cluster requires ray: pip install "ray[serve]==2.60.0"'
-            ) from None
-        import torch
-
         listener = bind(args)
-        cuda = torch.cuda.is_available() and args.device in (None, "cuda")
-        cpus = max(1.0, len(os.sched_getaffinity(0)) // int(numbers[-1]))
-        resources = {"num_cpus": cpus, "num_gpus": int(cuda)}
-        handle = deploy(rest, own.replicas, resources, args.max_queue + args.max_num_seqs)
-        capacity, V, _ = asyncio.run(_describe(handle))
+        V = CONFIGS[args.dummy].vocab_size if args.dummy else None
         tokenizer = DummyTokenizer(V) if args.dummy else load_tokenizer(args.checkpoint)
-        model = served_model(args, tokenizer, capacity, V)
-        make_engine = partial(ReplicatedEngine, handle, RayActorError)
-        serve_engine(args, make_engine, model, listener, f"{own.replicas} replicas")
+        replicas = start_replicas(own, args, rest)
+        model = served_model(args, tokenizer, *replicas.describe())
+        where = f"{own.replicas} replicas"
+        serve_engine(args, partial(ReplicatedEngine, replicas.call), model, listener, where)
     except ValueError as e:
         print(f"serving.cluster: error: {e}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _describe(handle: Any) -> tuple[int, int, int]:
-    return await handle.options(stream=False).describe.remote()
-
-
 if __name__ == "__main__":
-    # under the name with which Ray's processes find it
+    # under the name by which the replicas' processes import it
     sys.exit(importlib.import_module("serving.cluster").main())
