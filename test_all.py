@@ -13344,7 +13344,7 @@ class ReplicaProcesses:
 @pytest.mark.parametrize("backend", ["ray", "mp"])
 def test_cluster_survives_kill_9(backend):
     """Two replicas; one is killed with -9 at a random moment amid 50 streams, again and again for
-    45 s: every client receives the text of the undisturbed run. A prompt that was sent before goes
+    a while: every client receives the text of the undisturbed run. A prompt that was sent before goes
     to the replica that has it."""
     if backend == "ray":
         pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
@@ -13363,7 +13363,7 @@ def test_cluster_survives_kill_9(backend):
         start = time.monotonic()
         assert asyncio.run(server.texts(bodies)) == want
         seconds = time.monotonic() - start
-        while kills < 3 or time.monotonic() < begun + 60:
+        while kills < 3 or time.monotonic() < begun + 45:
             wait_until(lambda: len(server.pids()) == 2, 60)
             got = asyncio.run(server.texts(bodies, rng.uniform(0.05, seconds)))
             kills += 1
