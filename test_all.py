@@ -13153,6 +13153,9 @@ def test_cluster_routes_by_prefix_and_load():
     small = CLUSTER.PrefixAndLoad(block_size=1, max_blocks=3)
     small.record([1, 2], "a"), small.record([3, 4], "b")
     assert small.cached([1, 2]) == {} and small.cached([3, 4]) == {"b": 2}
+    assert small.cached([4]) == {}  # it was sent, but not as a prefix
+    small.record([5], "a"), small.record([3, 4], "b"), small.record([6], "a")
+    assert small.cached([5]) == {} and small.cached([3, 4]) == {"b": 2}
 
 
 class FlakyReplicas:
@@ -13164,11 +13167,13 @@ class FlakyReplicas:
                                             num_blocks=400, max_num_seqs=32)]  # fmt: skip
         self.deaths, self.rng = deaths, random.Random(0)
         self.engines = [SV.AsyncEngine(s, lambda _: None) for s in self.services]
+        for engine in (s.engine for s in self.services):  # slow enough for several updates
+            engine.step = lambda step=engine.step: (time.sleep(0.004), step())[1]
 
     async def call(self, *args):
         replica = REPLICAS.Replica.__new__(REPLICAS.Replica)
         replica.id, replica.engine = "", self.rng.choice(self.engines)
-        updates, left = replica.generate(*pickle.loads(pickle.dumps(args))), self.rng.randrange(4)
+        updates, left = replica.generate(*pickle.loads(pickle.dumps(args))), self.rng.randrange(6)
         async with contextlib.aclosing(updates):
             async for update in updates:
                 if left == 0 and self.deaths > 0:
@@ -13203,7 +13208,7 @@ def test_cluster_streams_outlive_their_replicas(deaths):
             max_tokens=20,
             n=1 + i % 2,
             logprobs=1,
-            stop=["  "],
+            stop=["  "] if i % 4 == 0 else ["return "],
             echo=i % 3 == 0,
         )
         for i in range(20)
@@ -13261,6 +13266,44 @@ def test_cluster_sends_again_only_what_a_dead_replica_had():
     assert (calls, waiting, alive) == (REPLICAS.MAX_FAILURES, 0, 0) and "died" in error
     last = [REPLICAS.Piece(0, "a", [5], [], "length")]
     assert asyncio.run(run(ConnectionError(), last)) == (1, 0, 0, 0, None)
+
+
+def test_cluster_next_replica_gets_the_tokens_so_far():
+    """Of a stream that was interrupted before, and whose replica died in this run."""
+    sent = []
+
+    async def call(requests, previous, k, seen):
+        sample = previous[0].samples[0]
+        sent.append(([*sample.token_ids], [*sample.logprobs], sample.finish_reason, seen[0].chars))
+        piece = REPLICAS.Piece(0, "a", [4 + len(sent)], [(-1.0, [], [])], None)
+        yield REPLICAS.Update("", dict(kv_usage=0.0), [piece], [[]])
+        raise ConnectionError
+
+    async def run() -> None:
+        request = V.Request("", 0, [1], P.SamplingParams())
+        kept = P.Output(request, [1], [P.Sample([5, 6], [(-1.0, [], [])] * 2, "length")])
+        engine = REPLICAS.ReplicatedEngine(call, lambda stats: None)
+        stream = await engine.submit([request], [kept])
+        await asyncio.wait_for(engine.tasks[stream], 10)
+        engine.close_stream(stream)
+
+    asyncio.run(run())
+    one = (-1.0, [], [])
+    assert sent[0] == ([5, 6], [one] * 2, None, 0)
+    assert sent[1] == ([5], [one], None, 1) and sent[2] == ([5, 6], [one] * 2, None, 2)
+
+
+def test_cluster_replica_reports_its_error_and_frees_the_stream():
+    async def run() -> tuple:
+        stream, closed = SV.Stream([V.Request("", 0, [1], P.SamplingParams())], error="x"), []
+        submit = lambda *_: asyncio.sleep(0, stream)
+        replica = REPLICAS.Replica.__new__(REPLICAS.Replica)
+        replica.id = "a"
+        replica.engine = SimpleNamespace(submit=submit, stats=dict, close_stream=closed.append)
+        updates = [update async for update in replica.generate(stream.requests, [], None, [])]
+        return [update.error for update in updates], closed == [stream]
+
+    assert asyncio.run(run()) == ([None, "x"], True)
 
 
 def test_cluster_bad_flags_and_missing_ray(monkeypatch, capsys):
