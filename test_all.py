@@ -13281,7 +13281,7 @@ def test_cluster_next_replica_gets_the_tokens_so_far():
 
     async def run() -> None:
         request = V.Request("", 0, [1], P.SamplingParams())
-        kept = P.Output(request, [1], [P.Sample([5, 6], [(-1.0, [], [])] * 2, "length")])
+        kept = P.Output(request, [1], [P.Sample([5, 6], "length", [(-1.0, [], [])] * 2)])
         engine = REPLICAS.ReplicatedEngine(call, lambda stats: None)
         stream = await engine.submit([request], [kept])
         await asyncio.wait_for(engine.tasks[stream], 10)
