@@ -135,10 +135,10 @@ from training import callbacks as CB
 from training import draft_head as DH
 from generation import drafting as D
 from serving import cluster as CLUSTER
+from serving import failover as FAILOVER
 from serving import openai_api as OA
 from serving import policies as POLICY
 from serving import replica as RP
-from serving import replicas as REPLICAS
 from serving import server as SV
 from serving import unacked as UNACKED
 from parallelism import dry_run
@@ -13171,7 +13171,7 @@ class FlakyReplicas:
             engine.step = lambda step=engine.step: (time.sleep(0.004), step())[1]
 
     async def call(self, *args):
-        replica = REPLICAS.Replica.__new__(REPLICAS.Replica)
+        replica = FAILOVER.Replica.__new__(FAILOVER.Replica)
         replica.id, replica.engine = "", self.rng.choice(self.engines)
         updates, left = replica.generate(*pickle.loads(pickle.dumps(args))), self.rng.randrange(6)
         async with contextlib.aclosing(updates):
@@ -13185,7 +13185,7 @@ class FlakyReplicas:
 
 def cluster_of_two(service: V.Service, on_step: Callable, deaths: int = 0):
     replicas = FlakyReplicas(service, deaths)
-    engine = REPLICAS.ReplicatedEngine(replicas.call, on_step)
+    engine = FAILOVER.ReplicatedEngine(replicas.call, on_step)
     engine.flaky, engine.replicas, close = replicas, replicas.engines, engine.close
 
     async def close_all():
@@ -13247,11 +13247,11 @@ def test_cluster_sends_again_only_what_a_dead_replica_had():
         async def call(*_):
             nonlocal calls
             calls += 1
-            yield REPLICAS.Update(str(calls), stats, [*pieces], [[]])
+            yield FAILOVER.Update(str(calls), stats, [*pieces], [[]])
             await asyncio.sleep(0 if error is not None else 60)
             raise error
 
-        engine = REPLICAS.ReplicatedEngine(call, lambda stats: None)
+        engine = FAILOVER.ReplicatedEngine(call, lambda stats: None)
         stream = await engine.submit([V.Request("", 0, [1], P.SamplingParams())])
         waiting = engine.n_waiting
         if error is not None:
@@ -13263,8 +13263,8 @@ def test_cluster_sends_again_only_what_a_dead_replica_had():
     calls, _, waiting, alive, error = asyncio.run(run(KeyError("x")))
     assert (calls, waiting, alive) == (1, 0, 1) and "KeyError" in error
     calls, _, waiting, alive, error = asyncio.run(run(ConnectionError()))
-    assert (calls, waiting, alive) == (REPLICAS.MAX_FAILURES, 0, 0) and "died" in error
-    last = [REPLICAS.Piece(0, "a", [5], [], "length")]
+    assert (calls, waiting, alive) == (FAILOVER.MAX_FAILURES, 0, 0) and "died" in error
+    last = [FAILOVER.Piece(0, "a", [5], [], "length")]
     assert asyncio.run(run(ConnectionError(), last)) == (1, 0, 0, 0, None)
 
 
@@ -13275,14 +13275,14 @@ def test_cluster_next_replica_gets_the_tokens_so_far():
     async def call(requests, previous, k, seen):
         sample = previous[0].samples[0]
         sent.append(([*sample.token_ids], [*sample.logprobs], sample.finish_reason, seen[0].chars))
-        piece = REPLICAS.Piece(0, "a", [4 + len(sent)], [(-1.0, [], [])], None)
-        yield REPLICAS.Update("", dict(kv_usage=0.0), [piece], [[]])
+        piece = FAILOVER.Piece(0, "a", [4 + len(sent)], [(-1.0, [], [])], None)
+        yield FAILOVER.Update("", dict(kv_usage=0.0), [piece], [[]])
         raise ConnectionError
 
     async def run() -> None:
         request = V.Request("", 0, [1], P.SamplingParams())
         kept = P.Output(request, [1], [P.Sample([5, 6], "length", [(-1.0, [], [])] * 2)])
-        engine = REPLICAS.ReplicatedEngine(call, lambda stats: None)
+        engine = FAILOVER.ReplicatedEngine(call, lambda stats: None)
         stream = await engine.submit([request], [kept])
         await asyncio.wait_for(engine.tasks[stream], 10)
         engine.close_stream(stream)
@@ -13297,7 +13297,7 @@ def test_cluster_replica_reports_its_error_and_frees_the_stream():
     async def run() -> tuple:
         stream, closed = SV.Stream([V.Request("", 0, [1], P.SamplingParams())], error="x"), []
         submit = lambda *_: asyncio.sleep(0, stream)
-        replica = REPLICAS.Replica.__new__(REPLICAS.Replica)
+        replica = FAILOVER.Replica.__new__(FAILOVER.Replica)
         replica.id = "a"
         replica.engine = SimpleNamespace(submit=submit, stats=dict, close_stream=closed.append)
         updates = [update async for update in replica.generate(stream.requests, [], None, [])]
@@ -13386,9 +13386,9 @@ class ReplicaProcesses:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ray", "mp"])
 def test_cluster_survives_kill_9(backend):
-    """Two replicas; one is killed with -9 at a random moment amid 50 streams, again and again for
-    a while: every client receives the text of the undisturbed run. A prompt that was sent before goes
-    to the replica that has it."""
+    """Two replicas; one is killed with -9 at a random moment amid 50 streams, again and again:
+    every client receives the text of the undisturbed run. A prompt that was sent before goes to
+    the replica that has it."""
     if backend == "ray":
         pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
     bodies = [

@@ -4,7 +4,7 @@
     python -m serving.cluster --replicas 2 --backend mp           # processes of this machine
     further flags: those of generate.py --serve
 
-The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine (replicas.py):
+The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine (failover.py):
 a stream survives the death of its replica. Each of N replicas has 1/N of this machine's CPUs, or a
 GPU; one that dies is started again. With MIN:MAX, Ray Serve adds replicas while they have more than
 16 calls each, and removes some while they have fewer.
@@ -53,7 +53,7 @@ except ImportError:  # start_replicas says so
     FIFOMixin, RequestRouter = type("FIFOMixin", (), {}), object
 
 from serving.batch import Request
-from serving.replicas import Replica, ReplicatedEngine, Update
+from serving.failover import Replica, ReplicatedEngine, Update
 
 TARGET_CALLS = 16  # per replica, of autoscaling
 
