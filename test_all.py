@@ -13236,9 +13236,10 @@ def test_cluster_streams_outlive_their_replicas(deaths):
     assert texts == [c["text"] for c in want[1]["choices"]]
 
 
-def test_cluster_sends_again_only_what_a_dead_replica_had():
+def test_cluster_sends_again_only_what_a_dead_replica_had(monkeypatch):
     """An exception of a replica that lives ends the call, and is not repeated, nor is a call that
     has all its tokens; calls whose clients left and replicas that died do not fill the queue."""
+    monkeypatch.setattr(FAILOVER, "RETRY_SECONDS", 0.0)
     stats = dict(running=0, waiting=10**6, kv_usage=0.0)
 
     async def run(error: Exception | None, pieces: Sequence[SV.Piece] = ()) -> tuple:
@@ -13268,8 +13269,9 @@ def test_cluster_sends_again_only_what_a_dead_replica_had():
     assert asyncio.run(run(ConnectionError(), last)) == (1, 0, 0, 0, None)
 
 
-def test_cluster_next_replica_gets_the_tokens_so_far():
+def test_cluster_next_replica_gets_the_tokens_so_far(monkeypatch):
     """Of a stream that was interrupted before, and whose replica died in this run."""
+    monkeypatch.setattr(FAILOVER, "RETRY_SECONDS", 0.0)
     sent = []
 
     async def call(requests, previous, k, seen):
@@ -13369,7 +13371,7 @@ class ReplicaProcesses:
                 if line.startswith("data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]
                 last = line or last
-        assert last == "data: [DONE]"
+        assert last == "data: [DONE]", last
         return text
 
     async def texts(self, bodies: list[dict], kill_after: float | None = None) -> list[str]:

@@ -31,6 +31,8 @@ from serving.async_engine import AsyncEngine, LogProb, Piece, Progress, Stats, S
 from serving.batch import Request
 
 MAX_FAILURES = 10  # replicas of a call that may die; then it ends with an error
+RETRY_SECONDS = 0.1  # before the third replica, 0.2 before the fourth, and so on: a router
+# may need some time to notice a death, and a dead replica has the fewest calls
 
 
 @dataclass
@@ -127,7 +129,7 @@ class ReplicatedEngine:
     async def _run(self, stream: Stream, accepted: asyncio.Future) -> None:
         """Read a stream from a replica; if that dies, from another."""
         replica: str | None = None  # that answered last
-        for _ in range(MAX_FAILURES):
+        for failures in range(MAX_FAILURES):
             try:
                 async with aclosing(self.call(*self._arguments(stream))) as updates:
                     async for update in updates:
@@ -140,6 +142,7 @@ class ReplicatedEngine:
                 self.stats.pop(replica, None)
                 if stream.finished:
                     break
+                await asyncio.sleep(failures * RETRY_SECONDS)
             except Exception as e:
                 if not accepted.done():
                     return accepted.set_exception(e)
