@@ -13342,12 +13342,15 @@ class ReplicaProcesses:
     def __init__(self, *argv: str):
         argv = *argv, "--dtype", "fp32"
         self.process, self.url = http_program(*argv, program=["-m", "serving.cluster"])
-        threading.Thread(target=self.process.stderr.read, daemon=True).start()  # a full pipe blocks
+        self.log = deque(maxlen=40)  # of lines; a full pipe would block
+        threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True).start()
 
     def __enter__(self) -> ReplicaProcesses:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, error: type | None, *_) -> None:
+        if error is not None:
+            print(*self.log)
         self.process.terminate()
         self.process.wait(60)
 

@@ -193,16 +193,16 @@ class RayReplicas:
 
     async def call(self, *args: Any) -> AsyncIterator[Update]:
         """Replica.generate of the replica that PrefixRouter chooses. ConnectionError if it dies."""
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
 
         updates = self.handle.generate.remote(*args)
         try:
             async for update in updates:
                 yield update
-        except RayActorError:
-            raise ConnectionError("the replica died") from None
-        except RayTaskError as e:
+        except RayTaskError as e:  # an exception of the replica itself
             raise e.cause from None
+        except RayError as e:  # actor, worker, node or object lost
+            raise ConnectionError(f"the replica died ({type(e).__name__})") from None
         finally:
             updates.cancel()
 

@@ -31,8 +31,8 @@ from serving.async_engine import AsyncEngine, LogProb, Piece, Progress, Stats, S
 from serving.batch import Request
 
 MAX_FAILURES = 10  # replicas of a call that may die; then it ends with an error
-RETRY_SECONDS = 0.1  # before the third replica, 0.2 before the fourth, and so on: a router
-# may need some time to notice a death, and a dead replica has the fewest calls
+RETRY_SECONDS = 0.1  # before the third replica, 0.2 before the fourth, and so on: a router may
+# need some time to notice a death
 
 
 @dataclass
