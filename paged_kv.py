@@ -453,7 +453,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.ring_copies: dict[int, int] = {}  # destination -> source: forks since the last step
-        self.n_preempted = self.n_admitted_tokens = self.n_hit_tokens = 0
+        self.n_preempted = self.n_admitted_tokens = self.n_hit_tokens = self.n_run_tokens = 0
 
     def schedule(self, plan: Plan | None = None) -> Plan:
         """Plan the next step. The caller runs it and then calls commit; or rollback if it failed,
@@ -498,6 +498,7 @@ class Scheduler:
 
     def accept(self, seq: Sequence, n: int) -> None:
         """Record that a sequence's next n tokens, or its first n drafts, are in the cache."""
+        self.n_run_tokens += n
         seq.num_computed_tokens += n
         seq.num_written_tokens = max(seq.num_written_tokens, seq.num_computed_tokens)
 
