@@ -12440,7 +12440,7 @@ def test_policies_fair_service_gap_is_bounded(kv_swap):
             assert gap <= bound / min(share.get(a, 1), share.get(b, 1)), (seed, a, b)
         worst, _ = policy_gaps(jobs, "fcfs", share, **options)
         assert max(worst.values()) > 2 * bound
-    assert n_preempted > 60
+    assert n_preempted > 20
 
 
 def test_policies_fair_admits_in_turn_and_idleness_saves_nothing_up():
@@ -12573,13 +12573,13 @@ def test_policies_timeline_reads_as_the_pacer():
         assert t.shown == pytest.approx(len(shown), abs=1.0)
         want = sum(t.time - at for at in shown)  # a token counts from the start of its reading
         assert t.area - want == pytest.approx(0, abs=0.5 / rate * len(times) + 1e-6)
-        speed, n = r.uniform(0.5, 5), 4000
-        _, foreseen = t.read(6.0, rate, speed)
-        at, area, dt = t.shown, t.area, 6.0 / n
-        for i in range(n):
-            area += at * dt
-            at = min(at + rate * dt, t.received + speed * (i + 1) * dt)
-        assert foreseen == pytest.approx(area, rel=1e-2)
+        for t, speed in ((t, r.uniform(0.5, 5)), (POLICY.Timeline(0.0, 0.0, 3, 1.0), rate / 2)):
+            _, foreseen = t.read(6.0, rate, speed)
+            at, area, dt = t.shown, t.area, 6.0 / 4000
+            for i in range(4000):
+                area += at * dt
+                at = min(at + rate * dt, t.received + speed * (i + 1) * dt)
+            assert foreseen == pytest.approx(area, rel=1e-2)
 
 
 def test_policies_qoe_beats_fcfs_in_overload():
@@ -12595,6 +12595,10 @@ def test_policies_qoe_beats_fcfs_in_overload():
                 for run in (fcfs, qoe)]  # fmt: skip
         assert mean[1] > 1.2 * mean[0], (seed, mean)
         assert 0 < scheduler.n_preempted <= 2 * len(jobs) + len(jobs)
+    policy = POLICY.Experience(ttft=0.0)  # of two readers who wait alike, the one with less KV
+    policy.clock, short, long = count().__next__, P.Sequence([5] * 4, 4), P.Sequence([5] * 8, 8)
+    policy.begin_step(SimpleNamespace(running=[], waiting=[long, short], n_preempted=0))
+    assert policy(short) < policy(long)
 
 
 def policy_in_time(jobs, slos) -> int:
@@ -12640,8 +12644,13 @@ def test_policies_slo_mix_keeps_online_latency():
         assert (p99 <= slo * 1.001) == (spec != "fcfs"), (spec, p99)
         assert spec != specs[2] or gaps[-1] <= slo * 1.001
     policy = POLICY.SloMix(slo=slo)
-    policy_run(policy, policy_copies(jobs), **options)
+    late = Job(900, 5, 9)  # after an idle time, which is no part of the cost
+    policy_run(policy, [*policy_copies(jobs), late], **options)
     assert policy.cost() == pytest.approx((0.01, 0.001), rel=1e-6)
+    for priority, budget in ((0, 40), (1, 256)):
+        seq = P.Sequence([5] * 9, 9, priority=priority)
+        scheduler = SimpleNamespace(running=[], waiting=[seq], max_num_batched_tokens=256)
+        assert abs(policy.token_budget(scheduler) - budget) <= 1
 
 
 def test_policies_slo_mix_never_starves():
