@@ -97,8 +97,13 @@ class Fair:
     def begin_step(self, scheduler: Scheduler) -> None:
         charged, waiting = self.charged, scheduler.waiting
         for seq in scheduler.running:
-            if charged.get(seq) != len(seq.tokens):
+            before, n = charged.get(seq), len(seq.tokens)
+            if before is None:
                 self._charge(seq)
+            elif n > before:  # as _charge does, without a call for each token
+                charged[seq] = n
+                tokens = self.output_weight * (n - before)
+                self.service[seq.client] += tokens / self.weights.get(seq.client, 1.0)
         seen = scheduler.n_admitted_tokens, len(waiting), waiting[-1] if waiting else None
         if seen != self.seen:
             self.seen = seen
