@@ -43,9 +43,11 @@ import heapq
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paged_kv import BlockAllocator, Scheduler, Sequence
 
@@ -75,9 +77,7 @@ def gamma_arrivals(rng: random.Random, rate: float, cv: float, n: int) -> list[f
     return times
 
 
-# --------------------------------------------------------------------------------------------------
-# AlpaServe: model parallelism multiplexes bursts
-# --------------------------------------------------------------------------------------------------
+# ---- AlpaServe: model parallelism multiplexes bursts ----
 
 
 def pipeline(arrivals: Iterable[float], stages: list[float]) -> list[float]:
@@ -109,65 +109,52 @@ def crossover_loads(overhead: float) -> tuple[float, float] | None:
 
 
 class Model(NamedTuple):
-    """seconds per request on one GPU, memory in units of a GPU's, SLO on latency in seconds."""
-
-    seconds: float
-    memory: float
-    slo: float
+    seconds: float  # of a request on one GPU
+    memory: float  # of its weights, in units of a GPU's
+    slo: float  # on latency, in seconds
 
 
+Arrivals = list[tuple[float, int]]  # (time, model)
 Placement = list[frozenset[int]]  # of each group of GPUs: its models
+Groups = list[tuple[int, float]]  # (GPUs, overhead of a pipeline over them)
 
 
-def attainment(
-    requests: list[tuple[float, int]],
-    models: list[Model],
-    groups: list[tuple[int, float]],
-    placement: Placement,
-) -> float:
-    """Fraction of requests (arrival, model) within their SLO. A group is (GPUs, overhead of its
-    pipeline). A request goes to the group that finishes it first, and is rejected if too late."""
-    free = [[0.0] * n for n, _ in groups]
-    good = 0
-    for arrival, m in requests:
+def attainment(arrivals: Arrivals, models: list[Model], groups: Groups, placed: Placement) -> float:
+    """Fraction of requests within their SLO. A request goes to the group with its model that
+    finishes it first, and is rejected if that is too late (section 4.3)."""
+    free, good = [[0.0] * n for n, _ in groups], 0
+    for arrival, m in arrivals:
         best = math.inf, 0, []
         for g, (n, overhead) in enumerate(groups):
-            if m in placement[g]:
+            if m in placed[g]:
                 now, times = arrival, []
                 for t in free[g]:
-                    now = max(t, now) + overhead * models[m].seconds / n
-                    times.append(now)
+                    times.append(now := max(t, now) + overhead * models[m].seconds / n)
                 best = min(best, (now, g, times))
         if best[0] - arrival <= models[m].slo:
             free[best[1]] = best[2]
             good += 1
-    return good / len(requests)
+    return good / len(arrivals)
 
 
-def greedy_placement(
-    requests: list[tuple[float, int]], models: list[Model], groups: list[tuple[int, float]]
-) -> Placement:
-    """AlpaServe's Algorithm 1: add the replica (model, group) that simulation finds best, until no
+def greedy_placement(arrivals: Arrivals, models: list[Model], groups: Groups) -> Placement:
+    """Algorithm 1: add the replica (model, group) with which simulation attains most, until no
     other fits into memory; the best placement seen."""
     now: Placement = [frozenset() for _ in groups]
-    best, most = now, 0.0
+    seen = [(0.0, now)]
     while True:
         options = []
         for m, g in product(range(len(models)), range(len(groups))):
-            if m not in now[g]:
-                new = now[:g] + [now[g] | {m}] + now[g + 1 :]
-                if sum(models[i].memory for i in new[g]) <= groups[g][0]:
-                    options.append((attainment(requests, models, groups, new), -m, -g, new))
+            new = now[:g] + [now[g] | {m}] + now[g + 1 :]
+            if m not in now[g] and sum(models[i].memory for i in new[g]) <= groups[g][0]:
+                options.append((attainment(arrivals, models, groups, new), new))
         if not options:
-            return best
-        score, *_, now = max(options, key=lambda option: option[:3])
-        if score > most:
-            best, most = now, score
+            return max(seen, key=lambda option: option[0])[1]
+        seen.append(max(options, key=lambda option: option[0]))
+        now = seen[-1][1]
 
 
-# --------------------------------------------------------------------------------------------------
-# MuxServe: one pool of head-wise KV blocks
-# --------------------------------------------------------------------------------------------------
+# ---- MuxServe: one pool of head-wise KV blocks ----
 
 
 class HeadBlocks(BlockAllocator):
@@ -215,12 +202,9 @@ def adapt_quotas(views: list[HeadBlocks], floors: list[int]) -> None:
         views[high].quota += moved
 
 
-MAX_BATCHED_TOKENS = 256
-
-
 class LLM(NamedTuple):
-    """Seconds of a step: `weights` reads the weights, `key` reads a cached token, both at memory
-    bandwidth; `token` is the arithmetic of a new token. A step takes the longer of both sums."""
+    """Seconds of a step: `weights` reads the weights and `key` a cached token, at memory bandwidth;
+    `token` is the arithmetic of a new token. A step takes the longer of both sums."""
 
     heads: int  # layers x KV heads
     weights: float
@@ -231,44 +215,52 @@ class LLM(NamedTuple):
 class Request(NamedTuple):
     arrival: float
     llm: int
-    prompt: int
+    prompt: int  # tokens
     output: int
+
+    def alone(self, llm: LLM) -> float:
+        """About its latency on an idle GPU."""
+        decode = llm.weights + llm.key * (self.prompt + self.output / 2)
+        return self.prompt * llm.token + self.output * decode
 
 
 def serve_llms(
     requests: list[Request],
     llms: list[LLM],
-    views: list[BlockAllocator],
-    floors: list[int] | None = None,
+    views: list[HeadBlocks],
+    floors: list[int] | None = None,  # of adapt_quotas, called after each step
     together: bool = True,
-    observe: Callable[[list[Scheduler]], None] = lambda schedulers: None,
+    observe: Callable[[list[Scheduler]], None] = lambda schedulers: None,  # after each step
 ) -> list[float]:
     """Latencies, in order of `requests`. In a step all LLMs decode, and one that has prompts, in
-    turns, runs prompts too; together=False steps one LLM at a time (temporal multiplexing).
-    floors: of adapt_quotas, called after each step; so is `observe`."""
+    turns, runs prompts too; together=False steps one LLM at a time (temporal multiplexing)."""
+    for i, r in enumerate(requests):
+        most = min(views[r.llm].quota, floors[r.llm] if floors else math.inf)
+        need = -(-(r.prompt + r.output) // views[r.llm].block_size) * llms[r.llm].heads
+        if need > most:
+            raise ValueError(f"request {i} needs {need} blocks, LLM {r.llm} has at most {most}")
     schedulers = [Scheduler(view) for view in views]
     todo = sorted(range(len(requests)), key=lambda i: requests[i].arrival, reverse=True)
     latencies, now, turn = [0.0] * len(requests), 0.0, 0
+    budget = schedulers[0].max_num_batched_tokens
     while todo or any(s.waiting or s.running for s in schedulers):
         if not any(s.waiting or s.running for s in schedulers):
             now = max(now, requests[todo[-1]].arrival)
         while todo and requests[todo[-1]].arrival <= now:
-            i = todo.pop()
-            seq = Sequence([0] * requests[i].prompt, requests[i].prompt, arrival=i)
-            schedulers[requests[i].llm].add(seq)
+            r = requests[i := todo.pop()]
+            schedulers[r.llm].add(Sequence([0] * r.prompt, r.prompt, arrival=i))
         turns = [(turn + i) % len(llms) for i in range(1, len(llms) + 1)]
-        has_prompt = lambda s: s.waiting or any(seq.remaining > 1 for seq in s.running)
-        ready = [m for m in turns if has_prompt(schedulers[m])]
-        ready = ready if together else [m for m in turns if schedulers[m].running or m in ready]
-        turn = ready[0] if ready else turn
-        compute = memory = 0.0
+        in_turn = lambda s: s.waiting or any(q.remaining > 1 or not together for q in s.running)
+        turn = next((m for m in turns if in_turn(schedulers[m])), turn)
+        compute, memory, left = 0.0, 0.0, budget
         finished: list[Sequence] = []
-        for m in turns if together else [turn]:
+        for m in turns[turns.index(turn) :] + turns[: turns.index(turn)] if together else [turn]:
             scheduler, llm = schedulers[m], llms[m]
             n_decoding = sum(seq.remaining == 1 for seq in scheduler.running)
-            scheduler.max_num_batched_tokens = MAX_BATCHED_TOKENS if m == turn else n_decoding
+            scheduler.max_num_batched_tokens = n_decoding + left
             plan = scheduler.schedule()
             scheduler.commit(plan)
+            left = min(left, plan.budget)
             compute += llm.token * sum(n for _, n in plan.run)
             memory += llm.weights * bool(plan.run)
             memory += llm.key * sum(seq.num_computed_tokens for seq, _ in plan.run)
@@ -280,37 +272,29 @@ def serve_llms(
         now += max(compute, memory)
         for seq in finished:
             latencies[seq.arrival] = now - requests[seq.arrival].arrival
-        if floors is not None:
+        if floors:
             adapt_quotas(views, floors)
         observe(schedulers)
     return latencies
 
 
-def goodput(
-    requests: list[Request], llms: list[LLM], latencies: list[float], scale: float = 4
-) -> list[float]:
-    """Of each LLM, requests per second within `scale` times their latency alone."""
-    good = [0] * len(llms)
-    for r, latency in zip(requests, latencies, strict=True):
-        llm = llms[r.llm]
-        alone = r.output * llm.weights + r.prompt * llm.token
-        alone += llm.key * r.output * (r.prompt + r.output / 2)
-        good[r.llm] += latency <= scale * alone
-    end = max(r.arrival + latency for r, latency in zip(requests, latencies))
-    return [n / end for n in good]
+def goodput(requests: list[Request], llms: list[LLM], latencies: list[float]) -> list[float]:
+    """Of each LLM, requests per second within 4 times their latency alone."""
+    done = [*zip(requests, latencies, strict=True)]
+    end = max(r.arrival + latency for r, latency in done)
+    good = [r.llm for r, latency in done if latency <= 4 * r.alone(llms[r.llm])]
+    return [good.count(m) / end for m in range(len(llms))]
 
 
-# --------------------------------------------------------------------------------------------------
-# Gpulet: partitions of a GPU, shared in time
-# --------------------------------------------------------------------------------------------------
+# ---- Gpulet: partitions of a GPU, shared in time ----
 
-# Sizes of the one or two partitions of a GPU.
+# sizes of the one or two partitions of a GPU
 SPLITS = ((1.0,), (0.2, 0.8), (0.4, 0.6), (0.5, 0.5), (0.6, 0.4), (0.8, 0.2))
 
 
 class Network(NamedTuple):
-    """A model without state: a batch takes launch + batch x work seconds on a whole GPU that it
-    fills; one request fills at most the share `width`. memory: bandwidth share on a whole GPU."""
+    """A batch takes launch + batch x work seconds on a whole GPU if it fills the GPU; one request
+    fills the share `width`. memory: share of the GPU's bandwidth used by a partition that runs."""
 
     launch: float
     work: float
@@ -324,91 +308,83 @@ class Network(NamedTuple):
 
 
 Demand = tuple[Network, float]  # requests per second
-Split = list[tuple[float, list[Demand]]]  # of a GPU: partitions and what they serve
+Split = list[tuple[float, list[Demand]]]  # of a GPU: its partitions and what they serve
+Predict = Callable[[float, float], float]  # bandwidths of two partitions -> slowdown of both
 
 
-def batches(demands: list[Demand], size: float, factor: float = 1.0) -> list[int] | None:
-    """Batch sizes of a partition that runs a batch of each network in turn, slowed by `factor`: the
-    shortest cycle that keeps up with the rates, if no request waits longer than its SLO, which is a
-    cycle and its own batch; else None (Nexus's squishy bin packing, SOSP 2019, section 6)."""
-    cycle = -1.0
+def worst_latencies(demands: list[Demand], size: float, factor: float = 1) -> list[float] | None:
+    """Of a partition that runs a batch of each network in turn, slowed by `factor`: the shortest
+    cycle that keeps up with the rates; a request waits at most a cycle and then runs (squishy bin
+    packing, Nexus, SOSP 2019). None if one exceeds its SLO."""
+    cycle = 0.0
     while True:
-        sizes = [max(1, math.ceil(rate * max(0.0, cycle))) for _, rate in demands]
-        times = [factor * net.latency(b, size) for (net, _), b in zip(demands, sizes)]
-        if any(sum(times) + t > net.slo for (net, _), t in zip(demands, times)):
+        times = [
+            factor * net.latency(max(1, math.ceil(rate * cycle)), size) for net, rate in demands
+        ]
+        worst = [sum(times) + t for t in times]
+        if any(t > net.slo for t, (net, _) in zip(worst, demands)):
             return None
         if sum(times) <= cycle:
-            return sizes
+            return worst
         cycle = sum(times)
 
 
-def bandwidth(size: float, demands: list[Demand]) -> float:
-    """Most memory bandwidth that a partition's networks use, as a share of the GPU's."""
-    return max(net.memory for net, _ in demands) * size
-
-
 def interference(a: float, b: float) -> float:
-    """True slowdown of two partitions that use these shares of the memory bandwidth."""
+    """The true slowdown of two partitions that use these shares of the memory bandwidth."""
     return slowdown([Kernel(1, 0, a), Kernel(1, 0, b)])
 
 
-def fit_interference(rng: random.Random, n: int = 200) -> tuple[Callable[..., float], float]:
-    """A linear predictor of the slowdown from the bandwidths of both, fitted to n profiled pairs as
-    in section 4, and its mean relative error on n others."""
+def fit_interference(rng: random.Random, n: int = 200) -> tuple[Predict, float]:
+    """A linear predictor of the slowdown, fitted to n profiled pairs as in section 4, and its mean
+    relative error on n others."""
     pairs = [(rng.random(), rng.random()) for _ in range(2 * n)]
-    slope, shift = statistics.linear_regression(
-        [a + b for a, b in pairs[:n]], [interference(*pair) for pair in pairs[:n]]
-    )
+    true = [interference(*pair) for pair in pairs]
+    slope, shift = statistics.linear_regression([a + b for a, b in pairs[:n]], true[:n])
     predict = lambda a, b: max(1.0, slope * (a + b) + shift)
-    errors = [abs(predict(*p) / interference(*p) - 1) for p in pairs[n:]]
+    errors = [abs(predict(*pair) / t - 1) for pair, t in zip(pairs[n:], true[n:])]
     return predict, statistics.mean(errors)
 
 
-def is_feasible(split: Split, predict: Callable[[float, float], float]) -> bool:
-    """Whether all SLOs of a GPU's partitions hold under the predicted interference."""
-    factor = predict(*(bandwidth(*part) for part in split)) if len(split) == 2 else 1.0
-    return all(batches(demands, size, factor) for size, demands in split)
+def is_feasible(split: Split, predict: Predict) -> bool:
+    """Whether the SLOs of a GPU's networks hold with the predicted slowdown."""
+    memory = [max(net.memory for net, _ in demands) for _, demands in split]
+    factor = predict(*memory) if len(split) == 2 else 1.0
+    return all(worst_latencies(demands, size, factor) for size, demands in split)
 
 
 def elastic_partition(
-    demands: list[Demand],
-    n_gpus: int,
-    predict: Callable[[float, float], float],
-    splits: Iterable[tuple[float, ...]] = SPLITS,
+    demands: list[Demand], n_gpus: int, predict: Predict, splits: Iterable[tuple] = SPLITS
 ) -> list[Split] | None:
-    """Partitions of each GPU that meet all SLOs, largest load first: each network gets a partition
-    of its own where one fits, else a share of a partition's time; sizes may change with each new
-    network. None if one does not fit. splits=[(1.0,)] shares in time only."""
+    """Partitions that meet all SLOs, or None. Largest load first, each network gets a partition of
+    its own where one fits, else a share of a partition's time; a GPU's sizes may change with each
+    network. If that fails, whole GPUs shared in time only, which is splits=[(1.0,)]."""
     gpus: list[Split] = [[] for _ in range(n_gpus)]
     for demand in sorted(demands, key=lambda d: -d[0].work * d[1]):
         options = []
         for g, gpu in enumerate(gpus):
-            groups = [part for _, part in gpu]
-            added = [groups + [[demand]]]
-            for i, part in enumerate(groups):
-                added.append(groups[:i] + [part + [demand]] + groups[i + 1 :])
-            for new, sizes in product(added, splits):
+            old = [part for _, part in gpu]
+            joined = [old[:i] + [part + [demand]] + old[i + 1 :] for i, part in enumerate(old)]
+            for new, sizes in product([old + [[demand]], *joined], splits):
                 split = [*zip(sizes, new)]
                 if len(sizes) == len(new) and is_feasible(split, predict):
-                    options.append((max(map(len, new)), len(split), g, split))
+                    options.append((max(map(len, new)), len(new), g, split))
         if not options:
-            return None
-        *_, g, split = min(options, key=lambda option: option[:3])
-        gpus[g] = split
+            whole = [(1.0,)]
+            return elastic_partition(demands, n_gpus, predict, whole) if splits != whole else None
+        *_, g, gpus[g] = min(options, key=lambda option: option[:3])
     return gpus
 
 
-def max_scale(fits: Callable[[float], object], most: float = 1e4) -> float:
-    """Largest factor of the rates that fits, within 1%."""
-    low, high = 0.0, most
-    while high - low > 0.01 * high and high > 1e-3:
-        low, high = (mid, high) if fits(mid := (low + high) / 2) else (low, mid)
+def max_rate(demands: list[Demand], fits: Callable[[list[Demand]], object]) -> float:
+    """Largest factor of all rates that fits, within 1e-3 and below 100."""
+    low, high = 0.0, 100.0
+    while high - low > 1e-3:
+        mid = (low + high) / 2
+        low, high = (mid, high) if fits([(net, r * mid) for net, r in demands]) else (low, mid)
     return low
 
 
-# --------------------------------------------------------------------------------------------------
-# Orion: best-effort kernels beside complementary ones
-# --------------------------------------------------------------------------------------------------
+# ---- Orion: best-effort kernels beside complementary ones ----
 
 Admit = Callable[[Kernel | None, Kernel, float], bool]  # (running, best-effort, its budget)
 
@@ -468,9 +444,7 @@ def _less(left: float, done: float) -> float:
     return left - done if left - done > 1e-9 * done else 0.0
 
 
-# --------------------------------------------------------------------------------------------------
-# QLM: request groups ordered by waiting-time estimates
-# --------------------------------------------------------------------------------------------------
+# ---- QLM: request groups ordered by waiting-time estimates ----
 
 
 class Job(NamedTuple):
@@ -525,7 +499,7 @@ class QLM:
 
     def __init__(self, mean: list[float], slots: int, swap: float, group_size: int = 16):
         self.mean, self.slots, self.swap, self.group_size = mean, slots, swap, group_size
-        self.estimates: dict[Job, float] = {}  # start of each request, when it was first seen
+        self.estimates: dict[Job, float] = {}  # the start of each request, when it was first seen
 
     def __call__(self, waiting: list[Job], now: float, loaded: int | None) -> Job:
         order = self.order(self.groups(waiting), now, loaded)
@@ -535,49 +509,174 @@ class QLM:
 
     def groups(self, waiting: list[Job]) -> list[list[Job]]:
         """Requests of one model and SLO, in order of arrival, at most group_size together."""
-        kinds: dict[tuple[int, float], list[Job]] = {}
+        kinds, n = defaultdict(list), self.group_size
         for job in sorted(waiting):
-            kinds.setdefault((job.model, round(job.deadline - job.arrival, 6)), []).append(job)
-        size = self.group_size
-        return [jobs[i : i + size] for jobs in kinds.values() for i in range(0, len(jobs), size)]
+            kinds[job.model, round(job.deadline - job.arrival, 6)].append(job)
+        return [jobs[i : i + n] for jobs in kinds.values() for i in range(0, len(jobs), n)]
 
-    def starts(
-        self, order: list[list[Job]], now: float, loaded: int | None
-    ) -> Iterable[tuple[Job, float]]:
-        """Waiting-time estimator: tokens before a request over the throughput, that is mean seconds
-        over slots for each; a swap first drains the batch, a mean request."""
+    def starts(self, order: list[list[Job]], now: float, loaded: int | None):
+        """Waiting-time estimator, (request, start) for each: what is before a request over the
+        throughput, that is mean seconds over slots each; a swap first drains the batch, which takes
+        the mean of a request."""
         for group in order:
             if group[0].model != loaded:
-                now += self.swap + (self.mean[loaded] if loaded is not None else 0.0)
+                now += self.swap + (0.0 if loaded is None else self.mean[loaded])
                 loaded = group[0].model
             for job in group:
                 yield job, now
                 now += self.mean[loaded] / self.slots
 
     def order(self, groups: list[list[Job]], now: float, loaded: int | None) -> list[list[Job]]:
-        """The virtual queue: fewest estimated violations, then the least total wait. The best of
-        FCFS, EDF and model by model, improved by moving one group at a time."""
+        """The virtual queue: fewest estimated violations, then least total wait. The best of FCFS,
+        EDF and model by model, then improved by moving one group at a time."""
 
         def cost(order: list[list[Job]]) -> tuple[int, float]:
             starts = [*self.starts(order, now, loaded)]
             return sum(t > job.deadline for job, t in starts), sum(t for _, t in starts)
 
-        keys = (
-            lambda g: g[0],
-            lambda g: g[0].deadline,
-            lambda g: (g[0].model != loaded, g[0].model, g[0].deadline),
-        )
-        best = min((sorted(groups, key=key) for key in keys), key=cost)
-        while True:
-            moves = []
+        by_model = lambda group: (group[0].model != loaded, group[0].model, group[0].deadline)
+        keys = (lambda group: group[0]), (lambda group: group[0].deadline), by_model
+        new, best = min((sorted(groups, key=key) for key in keys), key=cost), None
+        while best is None or cost(new) < cost(best):
+            best, moves = new, []
             for i, j in product(range(len(best)), repeat=2):
                 rest = best[:i] + best[i + 1 :]
                 moves.append(rest[:j] + [best[i]] + rest[j:])
             new = min(moves, key=cost)
-            if cost(new) >= cost(best):
-                return best
-            best = new
+        return best
 
 
-def slo_attainment(starts: dict[Job, float]) -> float:
-    return sum(t <= job.deadline for job, t in starts.items()) / len(starts)
+# ---- the table ----
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
+
+
+def llm_trace(seed: int, *kinds: tuple[float, int, int], seconds: float = 40) -> list[Request]:
+    """Poisson arrivals; for each LLM (rate, mean prompt, mean output)."""
+    rng, requests = random.Random(seed), []
+    for m, (rate, prompt, output) in enumerate(kinds):
+        for t in gamma_arrivals(rng, rate, 1, int(rate * seconds)):
+            n = rng.randint(prompt // 2, prompt * 3 // 2)
+            requests.append(Request(t, m, n, 1 + min(4 * output, int(rng.expovariate(1 / output)))))
+    return requests
+
+
+LLMS = [LLM(2, 0.010, 5e-5, 1e-6), LLM(3, 0.015, 8e-5, 1.5e-6)]
+
+
+def serve_with(kind: str, blocks: int, requests: list[Request], **kwargs: Any) -> list[float]:
+    """serve_llms with LLMS in static halves of the memory, one pool, or one pool with quotas."""
+    half, pool = blocks // 2, BlockAllocator(blocks)
+    pools = [BlockAllocator(half) if kind == "static" else pool for _ in LLMS]
+    quota, floors = (half, [blocks // 3] * len(LLMS)) if kind == "quotas" else (None, None)
+    views = [HeadBlocks(pool, llm.heads, quota) for pool, llm in zip(pools, LLMS)]
+    return serve_llms(requests, LLMS, views, floors, **kwargs)
+
+
+def job_trace(seed: int, rate: float, slos: tuple[float, ...], n: int = 200) -> list[Job]:
+    """Poisson arrivals to two models, log-normal lengths, one of the SLOs each."""
+    rng = random.Random(seed)
+    times = gamma_arrivals(rng, rate, 1, n)
+    lengths = [rng.lognormvariate(0, 0.6) for _ in times]
+    return [Job(t, rng.randrange(2), s, t + rng.choice(slos)) for t, s in zip(times, lengths)]
+
+
+Row = tuple[str, str, str, float, float]  # mechanism, workload, measure, baseline, technique
+
+
+def alpaserve_rows() -> Iterator[Row]:
+    low, high = crossover_loads(1.1)
+    for name, load, cv in (
+        ("Poisson, below both crossovers (loses)", 0.7 * low, 1),
+        ("Poisson, between the crossovers", 1.0, 1),
+        ("Poisson, above both (loses)", 1.05 * high, 1),
+        ("bursts (CV 4), the first load", 0.7 * low, 4),
+    ):
+        a, b = (gamma_arrivals(random.Random(seed), load / 2, cv, 20000) for seed in (0, 1))
+        dedicated, both = (
+            pipeline(a, [1.0]) + pipeline(b, [1.0]),
+            pipeline(sorted(a + b), [0.55] * 2),
+        )
+        means = statistics.mean(dedicated), statistics.mean(both)
+        yield ("AlpaServe: dedicated, two-way pipeline", name, "mean latency, s", *means)
+
+
+def muxserve_rows() -> Iterator[Row]:
+    name, skewed = "MuxServe: static halves, ", llm_trace(0, (9, 200, 80), (1, 200, 80))
+    flood = llm_trace(0, (40, 40, 100), (0.5, 900, 20), seconds=20)
+    rate = lambda kind, blocks, trace: goodput(trace, LLMS, serve_with(kind, blocks, trace))
+    old, new = (sum(rate(kind, 1400, skewed)) for kind in ("static", "pool"))
+    yield name + "one pool", "popularity 9 to 1", "goodput, requests/s", old, new
+    static, pool, quotas = (rate(kind, 1000, flood)[1] for kind in ("static", "pool", "quotas"))
+    yield name + "one pool", "flood of the other LLM (loses)", "goodput, requests/s", static, pool
+    yield name + "quotas", "flood of the other LLM", "goodput, requests/s", static, quotas
+    for work, (a, b) in (
+        ("prompts beside decoding", ((1000, 4), (50, 200))),
+        ("decoding beside decoding", ((50, 200), (50, 200))),
+    ):
+        trace = llm_trace(0, (1e4, *a), (1e4, *b), seconds=0.01)
+        ends = [max(serve_with("pool", 4000, trace, together=t)) for t in (False, True)]
+        yield ("MuxServe: one LLM at a time, together", work, "last finish, s", *ends)
+
+
+NETWORKS = {
+    "small": Network(0.001, 0.001, 0.2, 0.3, 0.03),
+    "tiny": Network(0.0005, 0.0005, 0.1, 0.2, 0.02),
+    "medium": Network(0.001, 0.002, 0.3, 0.7, 0.04),
+    "large": Network(0.002, 0.012, 1.0, 0.8, 0.1),
+}
+
+
+def gpulet_rows() -> Iterator[Row]:
+    predict, error = fit_interference(random.Random(0))
+    title = "Gpulet: time only, partitions"
+    for mix in (
+        {"small": 100, "tiny": 200},
+        {"small": 100, "medium": 40, "large": 10},
+        {"large": 20},
+    ):
+        demands = [(NETWORKS[name], rate) for name, rate in mix.items()]
+        fits = partial(elastic_partition, n_gpus=1, predict=predict)
+        rates = max_rate(demands, partial(fits, splits=[(1.0,)])), max_rate(demands, fits)
+        yield (title, " + ".join(mix), "largest rate, x", *rates)
+    yield "Gpulet: -, linear interference", "pairs", "mean relative error", math.nan, error
+
+
+def orion_rows() -> Iterator[Row]:
+    request = [Kernel(4e-4, 0.9, 0.2), Kernel(3e-4, 0.2, 0.85), Kernel(5e-4, 0.9, 0.25)] * 5
+    arrivals = gamma_arrivals(random.Random(1), 80, 1, 1500)
+    alone = p99(share_gpu(arrivals, request, request, lambda *_: False)[0])
+    for name, work in (
+        ("mixed", [Kernel(1e-4, 0.1, 0.7), Kernel(1.5e-4, 0.7, 0.1)]),
+        ("long kernels (loses)", [Kernel(2e-3, 0.7, 0.1)]),
+    ):
+        naive, new = (share_gpu(arrivals, request, work, f) for f in (lambda *_: True, orion))
+        title = "Orion: naive sharing, profiles"
+        yield title, name, "p99 / p99 alone", p99(naive[0]) / alone, p99(new[0]) / alone
+        yield title, name, "best-effort throughput", naive[1], new[1]
+
+
+def qlm_rows() -> Iterator[Row]:
+    for name, rate, swap in ("swap 2 s", 3, 2), ("swap 0 s", 1, 0):
+        jobs = job_trace(0, rate, (3, 30))
+        mean = [statistics.mean(job.seconds for job in jobs if job.model == m) for m in (0, 1)]
+        starts = [serve_queue(jobs, pick, 8, swap) for pick in (fcfs, edf, q := QLM(mean, 8, swap))]
+        for title, old in zip(("FCFS", "EDF"), starts):
+            both = slo_attainment(old), slo_attainment(starts[2])
+            yield (f"QLM: {title}, groups", name, "SLO attainment", *both)
+        waits = [statistics.mean(abs(s - job.arrival) for job, s in starts[2].items())]
+        waits += [statistics.mean(abs(q.estimates[job] - s) for job, s in starts[2].items())]
+        yield ("QLM: mean wait, error of its estimate", name, "s", *waits)
+
+
+def main() -> None:
+    print(f"{'baseline, technique':40} {'workload':40} {'measure':22} {'baseline':>9} technique")
+    for rows in (alpaserve_rows, muxserve_rows, gpulet_rows, orion_rows, qlm_rows):
+        for title, workload, measure, old, new in rows():
+            print(f"{title:40} {workload:40} {measure:22} {old:9.3f} {new:9.3f}")
+
+
+if __name__ == "__main__":
+    main()
