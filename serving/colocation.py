@@ -50,6 +50,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from paged_kv import BlockAllocator, Scheduler, Sequence
+from serving.traces import arrival_times
 
 
 class Kernel(NamedTuple):
@@ -65,16 +66,6 @@ def slowdown(kernels: Iterable[Kernel]) -> float:
     proportion, and the most oversubscribed one sets the pace."""
     kernels = list(kernels)
     return max(1.0, sum(k.compute for k in kernels), sum(k.memory for k in kernels))
-
-
-def gamma_arrivals(rng: random.Random, rate: float, cv: float, n: int) -> list[float]:
-    """n arrival times with gamma intervals of mean 1 / rate and coefficient of variation cv: 1 is a
-    Poisson process, more is bursty."""
-    times, now = [], 0.0
-    for _ in range(n):
-        now += rng.gammavariate(cv**-2, cv**2 / rate)
-        times.append(now)
-    return times
 
 
 # ---- AlpaServe: model parallelism multiplexes bursts ----
@@ -330,7 +321,7 @@ def worst_latencies(demands: list[Demand], size: float, factor: float = 1) -> li
 
 
 def interference(a: float, b: float) -> float:
-    """The true slowdown of two partitions that use these shares of the memory bandwidth."""
+    """The true slowdown of both, from the bandwidths that they use."""
     return slowdown([Kernel(1, 0, a), Kernel(1, 0, b)])
 
 
@@ -386,14 +377,15 @@ def max_rate(demands: list[Demand], fits: Callable[[list[Demand]], object]) -> f
 
 # ---- Orion: best-effort kernels beside complementary ones ----
 
+BOUND, DUR_THRESHOLD = 0.6, 0.025  # of a bottleneck; best-effort kernel / time of a request
 Admit = Callable[[Kernel | None, Kernel, float], bool]  # (running, best-effort, its budget)
 
 
 def profile(kernel: Kernel) -> str:
-    """Bottleneck: the resource of which a kernel uses more than 60% (section 5)."""
+    """Bottleneck: the resource of which a kernel uses most, if more than 60%."""
     shares = {"compute": kernel.compute, "memory": kernel.memory}
     name = max(shares, key=shares.get)
-    return name if shares[name] > 0.6 else "unknown"
+    return name if shares[name] > BOUND else "unknown"
 
 
 def orion(high: Kernel | None, best_effort: Kernel, budget: float) -> bool:
@@ -403,16 +395,11 @@ def orion(high: Kernel | None, best_effort: Kernel, budget: float) -> bool:
 
 
 def share_gpu(
-    arrivals: list[float],
-    request: list[Kernel],
-    best_effort: list[Kernel],
-    admit: Admit,
-    budget: float = 0.025,
+    arrivals: list[float], request: list[Kernel], best_effort: list[Kernel], admit: Admit
 ) -> tuple[list[float], float]:
     """Latencies of high-priority requests, each these kernels in turn, and the best-effort seconds
-    (as if alone) that are done per second; best_effort repeats. Kernels are not preempted. Budget:
-    longest best-effort kernel over a request's time alone (DUR_THRESHOLD)."""
-    budget *= sum(kernel.seconds for kernel in request)
+    (as if alone) that are done per second; best_effort repeats. No kernel is preempted."""
+    budget = DUR_THRESHOLD * sum(kernel.seconds for kernel in request)
     todo, queue, latencies = arrivals[::-1], [], []
     now = done = high = low = 0.0  # high, low: seconds left of the running kernels
     index = at = 0
@@ -428,20 +415,13 @@ def share_gpu(
         steps = [left * factor for left in (high, low) if left]
         step = min(steps + [t - now for t in todo[-1:]])
         now += step
-        if low:
-            low = _less(low, step / factor)
-            at, done = (at, done) if low else (at + 1, done + kernel.seconds)
-        if high:
-            high = _less(high, step / factor)
-            index = index if high else (index + 1) % len(request)
-            if not high and index == 0:
+        if low and not (low := round(low - step / factor, 12)):
+            at, done = at + 1, done + kernel.seconds
+        if high and not (high := round(high - step / factor, 12)):
+            index = (index + 1) % len(request)
+            if index == 0:
                 latencies.append(now - queue.pop(0))
     return latencies, done / now
-
-
-def _less(left: float, done: float) -> float:
-    """left - done, and 0 if the difference is rounding."""
-    return left - done if left - done > 1e-9 * done else 0.0
 
 
 # ---- QLM: request groups ordered by waiting-time estimates ----
@@ -548,134 +528,120 @@ class QLM:
 
 # ---- the table ----
 
+LLMS = [LLM(2, 0.010, 5e-5, 1e-6), LLM(3, 0.015, 8e-5, 1.5e-6)]
+SMALL, TINY = Network(0.001, 0.001, 0.2, 0.3, 0.03), Network(5e-4, 5e-4, 0.1, 0.2, 0.02)
+MEDIUM, LARGE = Network(0.001, 0.002, 0.3, 0.7, 0.04), Network(0.002, 0.012, 1.0, 0.8, 0.1)
+HIGH_PRIORITY = [Kernel(4e-4, 0.9, 0.2), Kernel(3e-4, 0.2, 0.85), Kernel(5e-4, 0.9, 0.25)] * 5
+Row = tuple[str, str, str, float, float]  # techniques, workload, measure, of each technique
 
-def p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * len(values))]
+
+def times(seed: int, rate: float, n: int, cv: float = 1) -> list[float]:
+    return [*arrival_times(n, rate, cv, random.Random(seed))]
 
 
-def llm_trace(seed: int, *kinds: tuple[float, int, int], seconds: float = 40) -> list[Request]:
-    """Poisson arrivals; for each LLM (rate, mean prompt, mean output)."""
+def alpaserve_rows() -> Iterator[Row]:
+    low, high = crossover_loads(1.1)
+    loads = {"below the crossovers": 0.7 * low, "between them": 1.0, "above both": 1.05 * high}
+    for (name, load), cv in [*product(loads.items(), (1, 4))][:5]:
+        a, b = (times(seed, load / 2, 20000, cv) for seed in (0, 1))
+        dedicated, both = (
+            pipeline(a, [1.0]) + pipeline(b, [1.0]),
+            pipeline(sorted(a + b), [0.55] * 2),
+        )
+        name = f"{'bursts, CV 4' if cv > 1 else 'Poisson'}, load {name}"
+        means = statistics.mean(dedicated), statistics.mean(both)
+        yield ("AlpaServe: dedicated, pipelines", name, "mean latency, s", *means)
+
+
+def llm_trace(*kinds: tuple[float, int, int], seconds: float = 40, seed: int = 0) -> list[Request]:
+    """For each LLM (rate, mean prompt, mean output)."""
     rng, requests = random.Random(seed), []
     for m, (rate, prompt, output) in enumerate(kinds):
-        for t in gamma_arrivals(rng, rate, 1, int(rate * seconds)):
+        for t in times(seed + m, rate, int(rate * seconds)):
             n = rng.randint(prompt // 2, prompt * 3 // 2)
             requests.append(Request(t, m, n, 1 + min(4 * output, int(rng.expovariate(1 / output)))))
     return requests
 
 
-LLMS = [LLM(2, 0.010, 5e-5, 1e-6), LLM(3, 0.015, 8e-5, 1.5e-6)]
-
-
 def serve_with(kind: str, blocks: int, requests: list[Request], **kwargs: Any) -> list[float]:
     """serve_llms with LLMS in static halves of the memory, one pool, or one pool with quotas."""
     half, pool = blocks // 2, BlockAllocator(blocks)
-    pools = [BlockAllocator(half) if kind == "static" else pool for _ in LLMS]
     quota, floors = (half, [blocks // 3] * len(LLMS)) if kind == "quotas" else (None, None)
+    pools = [BlockAllocator(half) if kind == "static" else pool for _ in LLMS]
     views = [HeadBlocks(pool, llm.heads, quota) for pool, llm in zip(pools, LLMS)]
     return serve_llms(requests, LLMS, views, floors, **kwargs)
 
 
-def job_trace(seed: int, rate: float, slos: tuple[float, ...], n: int = 200) -> list[Job]:
-    """Poisson arrivals to two models, log-normal lengths, one of the SLOs each."""
-    rng = random.Random(seed)
-    times = gamma_arrivals(rng, rate, 1, n)
-    lengths = [rng.lognormvariate(0, 0.6) for _ in times]
-    return [Job(t, rng.randrange(2), s, t + rng.choice(slos)) for t, s in zip(times, lengths)]
-
-
-Row = tuple[str, str, str, float, float]  # mechanism, workload, measure, baseline, technique
-
-
-def alpaserve_rows() -> Iterator[Row]:
-    low, high = crossover_loads(1.1)
-    for name, load, cv in (
-        ("Poisson, below both crossovers (loses)", 0.7 * low, 1),
-        ("Poisson, between the crossovers", 1.0, 1),
-        ("Poisson, above both (loses)", 1.05 * high, 1),
-        ("bursts (CV 4), the first load", 0.7 * low, 4),
-    ):
-        a, b = (gamma_arrivals(random.Random(seed), load / 2, cv, 20000) for seed in (0, 1))
-        dedicated, both = (
-            pipeline(a, [1.0]) + pipeline(b, [1.0]),
-            pipeline(sorted(a + b), [0.55] * 2),
-        )
-        means = statistics.mean(dedicated), statistics.mean(both)
-        yield ("AlpaServe: dedicated, two-way pipeline", name, "mean latency, s", *means)
-
-
 def muxserve_rows() -> Iterator[Row]:
-    name, skewed = "MuxServe: static halves, ", llm_trace(0, (9, 200, 80), (1, 200, 80))
-    flood = llm_trace(0, (40, 40, 100), (0.5, 900, 20), seconds=20)
-    rate = lambda kind, blocks, trace: goodput(trace, LLMS, serve_with(kind, blocks, trace))
-    old, new = (sum(rate(kind, 1400, skewed)) for kind in ("static", "pool"))
-    yield name + "one pool", "popularity 9 to 1", "goodput, requests/s", old, new
-    static, pool, quotas = (rate(kind, 1000, flood)[1] for kind in ("static", "pool", "quotas"))
-    yield name + "one pool", "flood of the other LLM (loses)", "goodput, requests/s", static, pool
-    yield name + "quotas", "flood of the other LLM", "goodput, requests/s", static, quotas
-    for work, (a, b) in (
-        ("prompts beside decoding", ((1000, 4), (50, 200))),
-        ("decoding beside decoding", ((50, 200), (50, 200))),
-    ):
-        trace = llm_trace(0, (1e4, *a), (1e4, *b), seconds=0.01)
+    skewed, flood = ((9, 200, 80), (1, 200, 80)), ((40, 40, 100), (0.5, 900, 20))
+    for name, kinds, blocks, seconds in ("9 to 1", skewed, 1400, 40), ("flood", flood, 1000, 20):
+        trace = llm_trace(*kinds, seconds=seconds)
+        static, pool, quotas = (
+            goodput(trace, LLMS, serve_with(kind, blocks, trace))
+            for kind in ("static", "pool", "quotas")
+        )
+        for title, new in ("pool", pool), ("quotas", quotas):
+            title = f"MuxServe: static halves, {title}"
+            yield title, name, "goodput of both, 1/s", sum(static), sum(new)
+            yield title, name, "of the lesser LLM, 1/s", static[1], new[1]
+    for name, first in ("prompts beside decoding", (1000, 4)), ("decoding only", (50, 200)):
+        trace = llm_trace((1e4, *first), (1e4, 50, 200), seconds=0.01)
         ends = [max(serve_with("pool", 4000, trace, together=t)) for t in (False, True)]
-        yield ("MuxServe: one LLM at a time, together", work, "last finish, s", *ends)
-
-
-NETWORKS = {
-    "small": Network(0.001, 0.001, 0.2, 0.3, 0.03),
-    "tiny": Network(0.0005, 0.0005, 0.1, 0.2, 0.02),
-    "medium": Network(0.001, 0.002, 0.3, 0.7, 0.04),
-    "large": Network(0.002, 0.012, 1.0, 0.8, 0.1),
-}
+        yield ("MuxServe: in turns, together", name, "last finish, s", *ends)
 
 
 def gpulet_rows() -> Iterator[Row]:
     predict, error = fit_interference(random.Random(0))
-    title = "Gpulet: time only, partitions"
-    for mix in (
-        {"small": 100, "tiny": 200},
-        {"small": 100, "medium": 40, "large": 10},
-        {"large": 20},
-    ):
-        demands = [(NETWORKS[name], rate) for name, rate in mix.items()]
-        fits = partial(elastic_partition, n_gpus=1, predict=predict)
-        rates = max_rate(demands, partial(fits, splits=[(1.0,)])), max_rate(demands, fits)
-        yield (title, " + ".join(mix), "largest rate, x", *rates)
-    yield "Gpulet: -, linear interference", "pairs", "mean relative error", math.nan, error
+    yield "Gpulet: none, linear prediction", "pairs", "mean relative error", math.nan, error
+    fits = partial(elastic_partition, n_gpus=1, predict=predict)
+    small, mixed = [(SMALL, 100), (TINY, 200)], [(SMALL, 100), (MEDIUM, 40), (LARGE, 10)]
+    for name, mix in ("small", small), ("mixed", mixed), ("large", [(LARGE, 20)] * 2):
+        rates = max_rate(mix, partial(fits, splits=[(1.0,)])), max_rate(mix, fits)
+        yield ("Gpulet: time, partitions", f"{name} networks", "largest rate, x", *rates)
 
 
 def orion_rows() -> Iterator[Row]:
-    request = [Kernel(4e-4, 0.9, 0.2), Kernel(3e-4, 0.2, 0.85), Kernel(5e-4, 0.9, 0.25)] * 5
-    arrivals = gamma_arrivals(random.Random(1), 80, 1, 1500)
-    alone = p99(share_gpu(arrivals, request, request, lambda *_: False)[0])
-    for name, work in (
-        ("mixed", [Kernel(1e-4, 0.1, 0.7), Kernel(1.5e-4, 0.7, 0.1)]),
-        ("long kernels (loses)", [Kernel(2e-3, 0.7, 0.1)]),
-    ):
-        naive, new = (share_gpu(arrivals, request, work, f) for f in (lambda *_: True, orion))
-        title = "Orion: naive sharing, profiles"
+    p99 = lambda values: sorted(values)[int(0.99 * len(values))]
+    run = partial(share_gpu, times(1, 80, 1500), HIGH_PRIORITY)
+    alone = p99(run(HIGH_PRIORITY, lambda *_: False)[0])
+    mixed, long = [Kernel(1e-4, 0.1, 0.7), Kernel(1.5e-4, 0.7, 0.1)], [Kernel(2e-3, 0.7, 0.1)]
+    for name, work in ("mixed", mixed), ("long", long):
+        naive, new = run(work, lambda *_: True), run(work, orion)
+        name, title = f"{name} best-effort kernels", "Orion: naive, by profile"
         yield title, name, "p99 / p99 alone", p99(naive[0]) / alone, p99(new[0]) / alone
         yield title, name, "best-effort throughput", naive[1], new[1]
 
 
+def job_trace(seed: int, rate: float, slos: tuple[float, ...], n: int = 200) -> list[Job]:
+    """Requests to two models, log-normal lengths, one of the SLOs each."""
+    rng = random.Random(seed)
+    return [
+        Job(t, rng.randrange(2), rng.lognormvariate(0, 0.6), t + rng.choice(slos))
+        for t in times(seed, rate, n)
+    ]
+
+
 def qlm_rows() -> Iterator[Row]:
+    attained = lambda starts: sum(t <= job.deadline for job, t in starts.items()) / len(starts)
     for name, rate, swap in ("swap 2 s", 3, 2), ("swap 0 s", 1, 0):
         jobs = job_trace(0, rate, (3, 30))
         mean = [statistics.mean(job.seconds for job in jobs if job.model == m) for m in (0, 1)]
-        starts = [serve_queue(jobs, pick, 8, swap) for pick in (fcfs, edf, q := QLM(mean, 8, swap))]
-        for title, old in zip(("FCFS", "EDF"), starts):
-            both = slo_attainment(old), slo_attainment(starts[2])
-            yield (f"QLM: {title}, groups", name, "SLO attainment", *both)
-        waits = [statistics.mean(abs(s - job.arrival) for job, s in starts[2].items())]
-        waits += [statistics.mean(abs(q.estimates[job] - s) for job, s in starts[2].items())]
-        yield ("QLM: mean wait, error of its estimate", name, "s", *waits)
+        qlm = QLM(mean, 8, swap)
+        old, edf_starts, new = (serve_queue(jobs, pick, 8, swap) for pick in (fcfs, edf, qlm))
+        yield "QLM: FCFS, groups", name, "SLO attainment", attained(old), attained(new)
+        yield "QLM: EDF, groups", name, "SLO attainment", attained(edf_starts), attained(new)
+        worst = (max(t - job.arrival for job, t in s.items()) for s in (old, new))
+        yield ("QLM: FCFS, groups", name, "longest wait, s", *worst)
+        wait = statistics.mean(t - job.arrival for job, t in new.items())
+        error = statistics.mean(abs(qlm.estimates[job] - t) for job, t in new.items())
+        yield "QLM: wait, estimate", name, "mean, mean error, s", wait, error
 
 
 def main() -> None:
-    print(f"{'baseline, technique':40} {'workload':40} {'measure':22} {'baseline':>9} technique")
+    print(f"{'baseline, technique':33} {'workload':40} {'measure':23} {'baseline':>9} technique")
     for rows in (alpaserve_rows, muxserve_rows, gpulet_rows, orion_rows, qlm_rows):
         for title, workload, measure, old, new in rows():
-            print(f"{title:40} {workload:40} {measure:22} {old:9.3f} {new:9.3f}")
+            print(f"{title:33} {workload:40} {measure:23} {old:9.3f} {new:9.3f}")
 
 
 if __name__ == "__main__":
