@@ -1,37 +1,29 @@
-"""Many models on shared GPUs: five placements and schedulers, each beside its baseline, simulated.
+"""Many models on shared GPUs, each mechanism beside its baseline, simulated: placement.
 
-A GPU that serves one model is idle between its bursts, full when they come, and uses either its
-arithmetic or its memory. With several models on a GPU, one uses what another leaves. Hardware here
-is what the argument needs and no more: a deterministic service time, a latency table, or a kernel
-with (seconds, compute share, memory share); kernels that run together all slow down by the largest
-sum of their shares. Times are simulated seconds; randomness comes from a seed.
+A GPU that serves one model is idle between its bursts and full when they come. With several models
+on a GPU, one uses what another leaves. Hardware here is what the argument needs and no more: a
+deterministic service time or a latency table. Times are simulated seconds.
 
 AlpaServe (Li et al., OSDI 2023, arXiv:2302.11665). Two models on two GPUs, each split over both as
     a pipeline: a burst of one model uses both GPUs (section 3.1). Mean latencies follow from M/D/1
-    queues (3.4), and so do the loads between which the pipeline wins under Poisson arrivals;
-    `greedy_placement` is Algorithm 1 (4.2). Loses: at low load, where the parallel overhead is
-    added to each request and nobody waits; near saturation, since overhead takes capacity. Greedy
-    placement is not optimal.
+    queues (3.4), and so do the loads between which the pipeline wins under Poisson arrivals.
+    `greedy_placement` is Algorithm 1 (4.2). Loses: at low load, where nobody waits and the overhead
+    of parallelism is added to each request; near saturation, since overhead takes capacity. Greedy
+    placement is not optimal: test_all.py bounds its gap to brute force.
 MuxServe (Duan et al., ICML 2024, arXiv:2404.02015). One pool of KV blocks, each of one head of one
     layer, serves LLMs with different numbers of heads (3.4, resource manager); prompts of one LLM
     run beside the decoding of others, and quotas of blocks follow their use (3.3, ADBS). Loses:
-    without quotas a flood of one LLM takes the memory of the others; at equal load, where a static
-    half is right, by the delay of the quotas; when all decode, since nothing is complementary.
+    without quotas, a flood of one LLM takes the memory of the others; quotas cost goodput where the
+    pool alone is enough; when all LLMs decode, running them together gains nothing.
 Gpulet (Choi et al., USENIX ATC 2022). A GPU is split into at most two partitions, each shared in
     time by the models placed on it, with predicted interference between both (section 4). Loses:
-    models that fill a GPU gain nothing from a split; a wrong prediction breaks SLOs silently.
-Orion (Strati et al., EuroSys 2024). Best-effort kernels run only while the high-priority client
-    is idle or runs a kernel with another bottleneck, and only short ones (section 5, scheduling
-    policy). Loses: best-effort work with the same bottleneck waits, where naive sharing runs it.
-QLM (Patke et al., SoCC 2024, arXiv:2407.00047). Requests are grouped by model and SLO; groups are
-    ordered by estimated waiting times, which include swapping models (request groups, waiting time
-    estimator, global scheduler; its eviction and load balancing are not here). Loses: without swap
-    cost, to EDF, which is then optimal; with a wrong mean of output lengths.
+    models that fill a GPU gain nothing from a split; a prediction that is too low breaks SLOs, by
+    its error, and one that is too high rejects what fits.
 
-Left out: MuxServe's and AlpaServe's choice of GPU groups, which is enumeration around what is here;
-Gpulet's split of one model's rate over several partitions. Hook: none; MuxServe's pool runs under
-the real Scheduler and BlockAllocator of paged_kv.py, as those of an Engine.
-`python -m serving.colocation` prints each technique beside its baseline. Needs: nothing.
+Left out: the choice of GPU groups in AlpaServe and MuxServe, which is enumeration around what is
+here; Gpulet's split of one model's rate over several partitions. Hook: none; MuxServe's pool runs
+under the real Scheduler and BlockAllocator of paged_kv.py. serving/time_sharing.py decides what
+runs when on one GPU. `python -m serving.colocation` prints the tables of both files.
 """
 
 from __future__ import annotations
@@ -39,34 +31,16 @@ from __future__ import annotations
 if __name__ == "__main__" and not __package__:
     raise SystemExit("run: python -m serving.colocation")
 
-import heapq
 import math
 import random
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 from paged_kv import BlockAllocator, Scheduler, Sequence
-from serving.traces import arrival_times
-
-
-class Kernel(NamedTuple):
-    """seconds alone on a GPU, and the shares of its compute and memory bandwidth used meanwhile."""
-
-    seconds: float
-    compute: float
-    memory: float
-
-
-def slowdown(kernels: Iterable[Kernel]) -> float:
-    """Factor by which kernels that run together are slower than alone: each resource is divided in
-    proportion, and the most oversubscribed one sets the pace."""
-    kernels = list(kernels)
-    return max(1.0, sum(k.compute for k in kernels), sum(k.memory for k in kernels))
-
+from serving.time_sharing import Row, orion_rows, qlm_rows, times
 
 # ---- AlpaServe: model parallelism multiplexes bursts ----
 
@@ -242,10 +216,12 @@ def serve_llms(
             schedulers[r.llm].add(Sequence([0] * r.prompt, r.prompt, arrival=i))
         turns = [(turn + i) % len(llms) for i in range(1, len(llms) + 1)]
         in_turn = lambda s: s.waiting or any(q.remaining > 1 or not together for q in s.running)
-        turn = next((m for m in turns if in_turn(schedulers[m])), turn)
+        first = next((i for i, m in enumerate(turns) if in_turn(schedulers[m])), 0)
+        turns = turns[first:] + turns[:first]
+        turn = turns[0]
         compute, memory, left = 0.0, 0.0, budget
         finished: list[Sequence] = []
-        for m in turns[turns.index(turn) :] + turns[: turns.index(turn)] if together else [turn]:
+        for m in turns if together else turns[:1]:
             scheduler, llm = schedulers[m], llms[m]
             n_decoding = sum(seq.remaining == 1 for seq in scheduler.running)
             scheduler.max_num_batched_tokens = n_decoding + left
@@ -322,7 +298,7 @@ def worst_latencies(demands: list[Demand], size: float, factor: float = 1) -> li
 
 def interference(a: float, b: float) -> float:
     """The true slowdown of both, from the bandwidths that they use."""
-    return slowdown([Kernel(1, 0, a), Kernel(1, 0, b)])
+    return max(1.0, a + b)
 
 
 def fit_interference(rng: random.Random, n: int = 200) -> tuple[Predict, float]:
@@ -375,168 +351,11 @@ def max_rate(demands: list[Demand], fits: Callable[[list[Demand]], object]) -> f
     return low
 
 
-# ---- Orion: best-effort kernels beside complementary ones ----
-
-BOUND, DUR_THRESHOLD = 0.6, 0.025  # of a bottleneck; best-effort kernel / time of a request
-Admit = Callable[[Kernel | None, Kernel, float], bool]  # (running, best-effort, its budget)
-
-
-def profile(kernel: Kernel) -> str:
-    """Bottleneck: the resource of which a kernel uses most, if more than 60%."""
-    shares = {"compute": kernel.compute, "memory": kernel.memory}
-    name = max(shares, key=shares.get)
-    return name if shares[name] > BOUND else "unknown"
-
-
-def orion(high: Kernel | None, best_effort: Kernel, budget: float) -> bool:
-    """Admit a best-effort kernel that is short, if nothing or another bottleneck runs."""
-    complementary = high is None or profile(high) != profile(best_effort)
-    return best_effort.seconds <= budget and complementary
-
-
-def share_gpu(
-    arrivals: list[float], request: list[Kernel], best_effort: list[Kernel], admit: Admit
-) -> tuple[list[float], float]:
-    """Latencies of high-priority requests, each these kernels in turn, and the best-effort seconds
-    (as if alone) that are done per second; best_effort repeats. No kernel is preempted."""
-    budget = DUR_THRESHOLD * sum(kernel.seconds for kernel in request)
-    todo, queue, latencies = arrivals[::-1], [], []
-    now = done = high = low = 0.0  # high, low: seconds left of the running kernels
-    index = at = 0
-    while todo or queue:
-        while todo and todo[-1] <= now:
-            queue.append(todo.pop())
-        running = request[index] if queue else None
-        high = high or (running.seconds if running else 0.0)
-        kernel = best_effort[at % len(best_effort)]
-        if not low and admit(running, kernel, budget):
-            low = kernel.seconds
-        factor = slowdown(k for k, left in ((running, high), (kernel, low)) if left)
-        steps = [left * factor for left in (high, low) if left]
-        step = min(steps + [t - now for t in todo[-1:]])
-        now += step
-        if low and not (low := round(low - step / factor, 12)):
-            at, done = at + 1, done + kernel.seconds
-        if high and not (high := round(high - step / factor, 12)):
-            index = (index + 1) % len(request)
-            if index == 0:
-                latencies.append(now - queue.pop(0))
-    return latencies, done / now
-
-
-# ---- QLM: request groups ordered by waiting-time estimates ----
-
-
-class Job(NamedTuple):
-    """A request to one of several models: seconds in a slot of the batch, deadline of its start."""
-
-    arrival: float
-    model: int
-    seconds: float
-    deadline: float
-
-
-Pick = Callable[[list[Job], float, int | None], Job]  # of waiting ones, at a time, a loaded model
-
-
-def serve_queue(jobs: list[Job], pick: Pick, slots: int, swap: float) -> dict[Job, float]:
-    """Start of each job on an engine with `slots` sequences of one model at a time. Another model
-    is loaded when all sequences have ended, in `swap` seconds."""
-    todo, waiting, running = sorted(jobs, reverse=True), [], []
-    starts: dict[Job, float] = {}
-    now, loaded = 0.0, None
-    while todo or waiting:
-        if not waiting:
-            now = max(now, todo[-1].arrival)
-        while todo and todo[-1].arrival <= now:
-            waiting.append(todo.pop())
-        while running and running[0] <= now:
-            heapq.heappop(running)
-        if len(running) == slots:
-            now = running[0]
-            continue
-        job = pick(waiting, now, loaded)
-        waiting.remove(job)
-        if job.model != loaded:
-            now = max([now, *running]) + swap
-            loaded, running = job.model, []
-        starts[job] = now
-        heapq.heappush(running, now + job.seconds)
-    return starts
-
-
-def fcfs(waiting: list[Job], now: float, loaded: int | None) -> Job:
-    return min(waiting)
-
-
-def edf(waiting: list[Job], now: float, loaded: int | None) -> Job:
-    """Earliest deadline first."""
-    return min(waiting, key=lambda job: (job.deadline, job))
-
-
-class QLM:
-    """Pick: the first request of the first group. mean: seconds of a request of each model."""
-
-    def __init__(self, mean: list[float], slots: int, swap: float, group_size: int = 16):
-        self.mean, self.slots, self.swap, self.group_size = mean, slots, swap, group_size
-        self.estimates: dict[Job, float] = {}  # the start of each request, when it was first seen
-
-    def __call__(self, waiting: list[Job], now: float, loaded: int | None) -> Job:
-        order = self.order(self.groups(waiting), now, loaded)
-        for job, start in self.starts(order, now, loaded):
-            self.estimates.setdefault(job, start)
-        return order[0][0]
-
-    def groups(self, waiting: list[Job]) -> list[list[Job]]:
-        """Requests of one model and SLO, in order of arrival, at most group_size together."""
-        kinds, n = defaultdict(list), self.group_size
-        for job in sorted(waiting):
-            kinds[job.model, round(job.deadline - job.arrival, 6)].append(job)
-        return [jobs[i : i + n] for jobs in kinds.values() for i in range(0, len(jobs), n)]
-
-    def starts(self, order: list[list[Job]], now: float, loaded: int | None):
-        """Waiting-time estimator, (request, start) for each: what is before a request over the
-        throughput, that is mean seconds over slots each; a swap first drains the batch, which takes
-        the mean of a request."""
-        for group in order:
-            if group[0].model != loaded:
-                now += self.swap + (0.0 if loaded is None else self.mean[loaded])
-                loaded = group[0].model
-            for job in group:
-                yield job, now
-                now += self.mean[loaded] / self.slots
-
-    def order(self, groups: list[list[Job]], now: float, loaded: int | None) -> list[list[Job]]:
-        """The virtual queue: fewest estimated violations, then least total wait. The best of FCFS,
-        EDF and model by model, then improved by moving one group at a time."""
-
-        def cost(order: list[list[Job]]) -> tuple[int, float]:
-            starts = [*self.starts(order, now, loaded)]
-            return sum(t > job.deadline for job, t in starts), sum(t for _, t in starts)
-
-        by_model = lambda group: (group[0].model != loaded, group[0].model, group[0].deadline)
-        keys = (lambda group: group[0]), (lambda group: group[0].deadline), by_model
-        new, best = min((sorted(groups, key=key) for key in keys), key=cost), None
-        while best is None or cost(new) < cost(best):
-            best, moves = new, []
-            for i, j in product(range(len(best)), repeat=2):
-                rest = best[:i] + best[i + 1 :]
-                moves.append(rest[:j] + [best[i]] + rest[j:])
-            new = min(moves, key=cost)
-        return best
-
-
 # ---- the table ----
 
 LLMS = [LLM(2, 0.010, 5e-5, 1e-6), LLM(3, 0.015, 8e-5, 1.5e-6)]
 SMALL, TINY = Network(0.001, 0.001, 0.2, 0.3, 0.03), Network(5e-4, 5e-4, 0.1, 0.2, 0.02)
 MEDIUM, LARGE = Network(0.001, 0.002, 0.3, 0.7, 0.04), Network(0.002, 0.012, 1.0, 0.8, 0.1)
-HIGH_PRIORITY = [Kernel(4e-4, 0.9, 0.2), Kernel(3e-4, 0.2, 0.85), Kernel(5e-4, 0.9, 0.25)] * 5
-Row = tuple[str, str, str, float, float]  # techniques, workload, measure, of each technique
-
-
-def times(seed: int, rate: float, n: int, cv: float = 1) -> list[float]:
-    return [*arrival_times(n, rate, cv, random.Random(seed))]
 
 
 def alpaserve_rows() -> Iterator[Row]:
@@ -598,43 +417,6 @@ def gpulet_rows() -> Iterator[Row]:
     for name, mix in ("small", small), ("mixed", mixed), ("large", [(LARGE, 20)] * 2):
         rates = max_rate(mix, partial(fits, splits=[(1.0,)])), max_rate(mix, fits)
         yield ("Gpulet: time, partitions", f"{name} networks", "largest rate, x", *rates)
-
-
-def orion_rows() -> Iterator[Row]:
-    p99 = lambda values: sorted(values)[int(0.99 * len(values))]
-    run = partial(share_gpu, times(1, 80, 1500), HIGH_PRIORITY)
-    alone = p99(run(HIGH_PRIORITY, lambda *_: False)[0])
-    mixed, long = [Kernel(1e-4, 0.1, 0.7), Kernel(1.5e-4, 0.7, 0.1)], [Kernel(2e-3, 0.7, 0.1)]
-    for name, work in ("mixed", mixed), ("long", long):
-        naive, new = run(work, lambda *_: True), run(work, orion)
-        name, title = f"{name} best-effort kernels", "Orion: naive, by profile"
-        yield title, name, "p99 / p99 alone", p99(naive[0]) / alone, p99(new[0]) / alone
-        yield title, name, "best-effort throughput", naive[1], new[1]
-
-
-def job_trace(seed: int, rate: float, slos: tuple[float, ...], n: int = 200) -> list[Job]:
-    """Requests to two models, log-normal lengths, one of the SLOs each."""
-    rng = random.Random(seed)
-    return [
-        Job(t, rng.randrange(2), rng.lognormvariate(0, 0.6), t + rng.choice(slos))
-        for t in times(seed, rate, n)
-    ]
-
-
-def qlm_rows() -> Iterator[Row]:
-    attained = lambda starts: sum(t <= job.deadline for job, t in starts.items()) / len(starts)
-    for name, rate, swap in ("swap 2 s", 3, 2), ("swap 0 s", 1, 0):
-        jobs = job_trace(0, rate, (3, 30))
-        mean = [statistics.mean(job.seconds for job in jobs if job.model == m) for m in (0, 1)]
-        qlm = QLM(mean, 8, swap)
-        old, edf_starts, new = (serve_queue(jobs, pick, 8, swap) for pick in (fcfs, edf, qlm))
-        yield "QLM: FCFS, groups", name, "SLO attainment", attained(old), attained(new)
-        yield "QLM: EDF, groups", name, "SLO attainment", attained(edf_starts), attained(new)
-        worst = (max(t - job.arrival for job, t in s.items()) for s in (old, new))
-        yield ("QLM: FCFS, groups", name, "longest wait, s", *worst)
-        wait = statistics.mean(t - job.arrival for job, t in new.items())
-        error = statistics.mean(abs(qlm.estimates[job] - t) for job, t in new.items())
-        yield "QLM: wait, estimate", name, "mean, mean error, s", wait, error
 
 
 def main() -> None:
