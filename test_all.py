@@ -14440,8 +14440,8 @@ def test_time_sharing_best_effort_kernels_beside_complementary_ones():
 def test_time_sharing_groups_attain_no_less_than_fcfs_and_edf():
     """QLM with two models and a swap cost, five seeds and two loads; engines run one model at a time
     in their slots, with a swap between; the estimator is exact up to the rounding to whole batches
-    for equal lengths; the order of groups is brute force's in most cases, and never more than two
-    violations worse. One case, with an estimate 5x too low, is worse than EDF."""
+    for equal lengths; the order of groups has no more violations than brute force's.
+    One case, with an estimate 5x too low, is worse than EDF."""
     for seed, rate in product(range(5), (2, 4)):
         jobs = TS.job_trace(seed, rate, n=120)
         mean = [statistics.mean(job.seconds for job in jobs)] * 2
@@ -14461,16 +14461,16 @@ def test_time_sharing_groups_attain_no_less_than_fcfs_and_edf():
     assert all(abs(qlm.estimates[job] - t) <= 1 for job, t in starts.items())
     gaps = []
     for seed in range(20):
-        jobs = [job._replace(arrival=0.0) for job in TS.job_trace(seed, 6, n=40)]
+        jobs = TS.job_trace(seed, 6, n=40)
         groups = TS.QLM([1.0, 1.5], 4, 3, group_size=8).groups(jobs)[:6]
         qlm, late = (
             TS.QLM([1.0, 1.5], 4, 3),
-            lambda o: sum(t > job.deadline for job, t in qlm.starts(o, 0.0, None)),
+            lambda o: sum(t > job.deadline for job, t in qlm.starts(o, 5.0, None)),
         )
-        found = qlm.order(groups, 0.0, None)
+        found = qlm.order(groups, 5.0, None)
         assert sorted(found) == sorted(groups)
         gaps.append(late(found) - min(late(o) for o in permutations(groups)))
-    assert max(gaps) <= 2 and gaps.count(0) >= 15, gaps
+    assert not any(gaps), gaps
     rows = {(title, work): pair for title, work, _, *pair in TS.qlm_rows()}
     edf, groups = rows["QLM: EDF, groups", "one model, estimated mean 5x too low"]
     assert groups < edf
