@@ -43,380 +43,407 @@ import json
 import math
 import random
 import statistics
-import time
-from bisect import insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import date
-from functools import partial
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from serving import variant_server
+from serving.variant_server import Choice, Policy, Pool, Query, Result, Run, Variant, simulate
 
 TABLE = Path(__file__).with_name("variants.json")
 LAMBDA = 3.03  # SHEPHERD's ratio of batch sizes: the best competitive ratio of its Flex
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to answer a query: accuracy in [0, 1], seconds by batch size, and the price of one
-    second on one worker. A batch is padded to the next size of the table. An ensemble runs one
-    member on each of several workers; degraded[i] is what remains without member i."""
-
-    name: str
-    accuracy: float
-    latency: Mapping[int, float]
-    cost: float = 1.0
-    model: str = ""
-    degraded: tuple[Variant, ...] = ()
-
-    @property
-    def workers(self) -> int:
-        """Workers that one batch occupies."""
-        return len(self.degraded) or 1
-
-
-@dataclass(frozen=True, order=True)
-class Query:
-    """A query to `model`; times in seconds. It is met if it is answered by its deadline by a
-    variant whose accuracy is at least `floor`."""
-
-    deadline: float
-    index: int
-    arrival: float
-    floor: float = 0.0
-    model: str = ""
+def batches(
+    queue: Sequence[Query], now: float, pool: Pool, late: bool = False, floors: bool = True
+) -> list[Choice]:
+    """For each variant and batch size: the batch of the most urgent queries of the first one's
+    model, if it is in time for all of them (late: in any case). floors: only variants of at least
+    the accuracy floor of each query, unless no such batch is in time."""
+    head, found = queue[0], []
+    for v in pool.variants:
+        if (
+            v.model != head.model
+            or v.workers > len(pool.idle)
+            or floors
+            and v.accuracy < head.floor
+        ):
+            continue
+        mates = (q for q in queue if q.model == v.model and not (floors and v.accuracy < q.floor))
+        batch = list(itertools.islice(mates, max(v.latency)))
+        for size, seconds in sorted(v.latency.items()):
+            if late or now + seconds <= head.deadline:
+                found.append(Choice(v, batch[:size], seconds))
+            if size >= len(batch):
+                break
+    return found if found or not floors else batches(queue, now, pool, late, floors=False)
 
 
-class Choice(NamedTuple):
-    """A policy's decision: a batch and its variant, which takes `seconds`."""
-
-    variant: Variant
-    queries: list[Query]
-    seconds: float
+def largest(choice: Choice) -> tuple[int, float]:
+    """The key of the largest batch, and among these of the most accurate variant."""
+    return len(choice.queries), choice.variant.accuracy
 
 
-@dataclass(eq=False)
-class Run:
-    """A batch being served on `workers`, one per member of the variant."""
-
-    choice: Choice
-    workers: list[int]
-    start: float
-    variant: Variant  # that of the choice, less the members whose worker was lost
+def price(choice: Choice) -> float:
+    """What a batch costs."""
+    return choice.seconds * choice.variant.cost * choice.variant.workers
 
 
-Choose = Callable[[list[Query], float, "Pool"], Choice]
+def edf(queue: list[Query], now: float, pool: Pool) -> Choice:
+    """Earliest deadline first, with the largest batch in time; given one variant, the baseline of
+    all these papers. Adaptive batching of Clipper (NSDI 2017), section 4.3."""
+    return max(batches(queue, now, pool), key=lambda c: (len(c.queries), -c.seconds))
 
 
-@dataclass(frozen=True)
-class Policy:
-    """choose(queue, now, pool): the next batch; called while the queue is not empty and a worker is
-    idle. preempt: a running batch and what replaces it, called when no worker is idle. scale: the
-    number of workers wanted."""
-
-    choose: Choose
-    preempt: Callable[[list[Query], float, Pool], tuple[Run, Choice] | None] | None = None
-    scale: Callable[[float, Pool], int] | None = None
+def greedy(queue: list[Query], now: float, pool: Pool, margin: float = 0.0) -> Choice:
+    """The largest batch in time, and the most accurate variant for it; `margin` seconds of slack
+    are left if possible. The load-agnostic baseline of RAMSIS."""
+    every = batches(queue, now, pool)
+    early = [c for c in every if now + c.seconds + margin <= queue[0].deadline]
+    return max(early or [min(every, key=lambda c: c.seconds)], key=largest)
 
 
-@dataclass
-class Result:
-    """What happened: (query, variant, start, finish) of the served, the dropped, the (worker,
-    start, end, lost) intervals in which workers were busy; the price of these, and the seconds for
-    which workers were rented."""
-
-    served: list[tuple[Query, Variant, float, float]] = field(default_factory=list)
-    dropped: list[Query] = field(default_factory=list)
-    busy: list[tuple[int, float, float, bool]] = field(default_factory=list)
-    cost: float = 0.0
-    rented: float = 0.0
-
-    @property
-    def met(self) -> list[tuple[Query, Variant, float, float]]:
-        """The queries answered in time, at their accuracy floor."""
-        return [r for r in self.served if r[3] <= r[0].deadline and r[1].accuracy >= r[0].floor]
-
-    @property
-    def attainment(self) -> float:
-        """Share of all queries that are met."""
-        return len(self.met) / max(1, len(self.served) + len(self.dropped))
-
-    @property
-    def accuracy(self) -> float:
-        """Mean accuracy of the answers."""
-        return statistics.fmean(r[1].accuracy for r in self.served) if self.served else 0.0
-
-    @property
-    def quality(self) -> float:
-        """Quality under deadlines: mean over all queries of the accuracy, 0 if not met."""
-        return sum(r[1].accuracy for r in self.met) / max(1, len(self.served) + len(self.dropped))
-
-    @property
-    def lost(self) -> float:
-        """Worker seconds of batches that were preempted or whose worker failed."""
-        return sum(end - start for _, start, end, lost in self.busy if lost)
+def infaas(queue: list[Query], now: float, pool: Pool) -> Choice:
+    """The cheapest variant, per query, that meets the first query's deadline and accuracy floor.
+    INFaaS (ATC 2021), section 4, "Selecting and scaling model-variants"."""
+    return min(batches(queue, now, pool), key=lambda c: (price(c) / len(c.queries), c.seconds))
 
 
-class Pool:
-    """The workers and their running batches; what a policy sees, and the loop of simulate()."""
+def infaas_workers(now: float, pool: Pool, window: float = 2.0, load: float = 0.5) -> int:
+    """Workers for the arrivals of the last `window` seconds and the queue, each query alone with
+    the mean variant, loaded to `load`. INFaaS, section 4, the model autoscaler."""
+    recent = itertools.takewhile(lambda t: t > now - window, reversed(pool.arrivals))
+    each = statistics.fmean(min(v.latency.values()) for v in pool.variants if v.workers == 1)
+    return math.ceil((sum(1 for _ in recent) + len(pool.queue)) / window * each / load)
 
-    def __init__(self, variants: Sequence[Variant], workers: int, startup: float):
-        self.variants, self.limit, self.startup = list(variants), workers, startup
-        self.idle: set[int] = set()
-        self.starting = 0
-        self.runs: list[Run] = []
-        self.arrivals: list[float] = []
-        self.queue: list[Query] = []
-        self.rented_since: dict[int, float] = {}
-        self.events: list[tuple[float, int, str, Any]] = []
-        self.count = itertools.count()
-        self.result = Result()
-        self.answers, self.accuracy_sum = 0, 0.0  # of all batches started and not requeued
 
-    def push(self, when: float, kind: str, item: Any) -> None:
-        """Add an event; simultaneous ones keep their order."""
-        heappush(self.events, (when, next(self.count), kind, item))
+def mosel(queue: list[Query], now: float, pool: Pool) -> Choice:
+    """greedy among the variants (subsets of a query's input) after which the mean accuracy of all
+    answers is at least the floor: lulls earn the accuracy that bursts spend. If no batch in time
+    keeps the floor, the most accurate variant is late. MOSEL (EMNLP 2024, arXiv 2310.18481),
+    "Modality selection": an accuracy guarantee per job, not per query."""
 
-    def arrive(self, query: Query, now: float) -> None:
-        """A query arrives."""
-        self.arrivals.append(now)
-        insort(self.queue, query)
+    def keeps_floor(c: Choice) -> bool:
+        n = len(c.queries)
+        mean = (pool.accuracy_sum + n * c.variant.accuracy) / (pool.answers + n)
+        return mean >= queue[0].floor
 
-    def rent(self, worker: int, now: float) -> None:
-        """A worker is ready."""
-        self.starting -= 1
-        self.idle.add(worker)
+    kept = [c for c in batches(queue, now, pool, floors=False) if keeps_floor(c)]
+    late = lambda: batches(queue, now, pool, late=True, floors=False)
+    return max(kept, key=largest) if kept else max(late(), key=lambda c: c.variant.accuracy)
 
-    def begin(self, choice: Choice, now: float) -> None:
-        """Start a batch on idle workers, those with the lowest numbers."""
-        variant = choice.variant
-        assert choice.queries and variant.workers <= len(self.idle), "a batch without a worker"
-        workers = sorted(self.idle)[: variant.workers]
-        self.idle -= {*workers}
-        for query in choice.queries:
-            self.queue.remove(query)
-        self.runs.append(run := Run(choice, workers, now, variant))
-        self._count(run, 1)
-        self.push(now + choice.seconds, "finish", run)
 
-    def _count(self, run: Run, sign: int) -> None:
-        n = sign * len(run.choice.queries)
-        self.answers, self.accuracy_sum = self.answers + n, self.accuracy_sum + n * run.variant.accuracy
+def shepherd_batches(queue: Sequence[Query], now: float, pool: Pool) -> list[Choice]:
+    """The largest batch in time of each variant of each model, without the queries that it would
+    be too late for. SHEPHERD (NSDI 2023), Flex: the candidate batches."""
+    found = []
+    for v in pool.variants:
+        for size, seconds in sorted(v.latency.items(), reverse=True):
+            mates = (q for q in queue if q.model == v.model and now + seconds <= q.deadline)
+            batch = list(itertools.islice(mates, size))
+            if len(batch) > max((s for s in v.latency if s < size), default=0):
+                found.append(Choice(v, batch, seconds))
+    return found
 
-    def release(self, run: Run, worker: int, now: float, lost: bool) -> None:
-        """Account for the worker's time in a batch that it leaves."""
-        self.result.busy.append((worker, run.start, now, lost))
-        self.result.cost += (now - run.start) * run.choice.variant.cost
-        self.idle.add(worker)
 
-    def finish(self, run: Run, now: float) -> None:
-        """A batch is done, unless it was stopped."""
-        if run not in self.runs:
+def shepherd(queue: list[Query], now: float, pool: Pool) -> Choice:
+    """The largest candidate batch of all models. SHEPHERD, Flex: an idle worker."""
+    return max(shepherd_batches(queue, now, pool), key=largest)
+
+
+def shepherd_preempt(queue: list[Query], now: float, pool: Pool) -> tuple[Run, Choice] | None:
+    """Replace the smallest running batch if a candidate is LAMBDA times as large; what it computed
+    is lost. SHEPHERD, Flex: an arrival while all workers are busy."""
+    run = min(pool.runs, key=lambda r: len(r.choice.queries), default=None)
+    best = max(shepherd_batches(queue, now, pool), key=largest, default=None)
+    if run is None or best is None or len(best.queries) < LAMBDA * len(run.choice.queries):
+        return None
+    return run, best
+
+
+def herd(rates: Mapping[str, float], throughput: Mapping[str, float], workers: int,
+         models_per_worker: int) -> list[tuple[list[str], int]]:  # fmt: skip
+    """Groups of request streams with the workers of each: of all groupings in which a group's
+    models fit a worker, the one whose least burst tolerance is highest (the factor by which a
+    group's rate may grow until its workers are saturated). By enumeration: at most 8 streams.
+    SHEPHERD, Herd: the periodic planner, an integer program there."""
+
+    def groupings(names: list[str]) -> Iterable[list[list[str]]]:
+        if not names:
+            yield []
             return
-        self.runs.remove(run)
-        for worker in run.workers:
-            self.release(run, worker, now, lost=False)
-        self.result.served += [(q, run.variant, run.start, now) for q in run.choice.queries]
+        for rest in groupings(names[1:]):
+            yield [[names[0]], *rest]
+            for i in range(len(rest)):
+                yield [*rest[:i], [names[0], *rest[i]], *rest[i + 1 :]]
 
-    def stop(self, run: Run, now: float) -> None:
-        """Preempt a batch: its queries return to the queue, its work is lost."""
-        self.runs.remove(run)
-        self._count(run, -1)
-        for worker in run.workers:
-            self.release(run, worker, now, lost=True)
-        for query in run.choice.queries:
-            insort(self.queue, query)
-
-    def kill(self, worker: int, now: float) -> None:
-        """A spot worker is taken away. An ensemble continues without its member; any other batch
-        returns to the queue. A replacement is ready after `startup` seconds."""
-        if worker not in self.rented_since:
-            return
-        run = next((r for r in self.runs if worker in r.workers), None)
-        if run is not None and run.variant.degraded:
-            self._count(run, -1)
-            run.variant = run.variant.degraded[run.workers.index(worker)]
-            self._count(run, 1)
-            run.workers.remove(worker)
-            self.release(run, worker, now, lost=True)
-        elif run is not None:
-            self.stop(run, now)
-        self.retire(worker, now)
-        self.add_worker(now)
-
-    def retire(self, worker: int, now: float) -> None:
-        """Give an idle worker back."""
-        self.idle.remove(worker)
-        self.result.rented += now - self.rented_since.pop(worker)
-
-    def add_worker(self, now: float, startup: float | None = None) -> None:
-        """Rent a worker, the lowest number that is free; it is ready after `startup` seconds."""
-        worker = next(w for w in itertools.count() if w not in self.rented_since)
-        self.rented_since[worker] = now
-        self.starting += 1
-        self.push(now + (self.startup if startup is None else startup), "rent", worker)
-
-    def dispatch(self, policy: Policy, now: float) -> None:
-        """Drop what is too late, then start batches until workers or queries run out."""
-        fastest: dict[str, float] = {}
-        for v in self.variants:
-            fastest[v.model] = min(fastest.get(v.model, math.inf), min(v.latency.values()))
-        late = {q.index for q in self.queue if now + fastest[q.model] > q.deadline}
-        self.result.dropped += [q for q in self.queue if q.index in late]
-        self.queue = [q for q in self.queue if q.index not in late]
-        while self.queue and self.idle:
-            self.begin(policy.choose(self.queue, now, self), now)
-        if self.queue and policy.preempt and (swap := policy.preempt(self.queue, now, self)):
-            self.stop(swap[0], now)
-            self.begin(swap[1], now)
-        if policy.scale:
-            wanted = min(self.limit, max(1, policy.scale(now, self)))
-            for _ in range(wanted - len(self.rented_since)):
-                self.add_worker(now)
-            for worker in sorted(self.idle)[: max(0, len(self.rented_since) - wanted)]:
-                self.retire(worker, now)
+    plans = []
+    for groups in groupings(sorted(rates)):
+        if len(groups) <= workers and max(map(len, groups)) <= models_per_worker:
+            need = [sum(rates[m] / throughput[m] for m in group) for group in groups]
+            given = [1] * len(groups)
+            for _ in range(workers - len(groups)):
+                given[min(range(len(groups)), key=lambda i: given[i] / need[i])] += 1
+            tolerance = min(w / n for w, n in zip(given, need))
+            plans.append((tolerance, [*zip(groups, given)]))
+    return max(plans)[1]
 
 
-def simulate(
-    queries: Sequence[Query],
-    variants: Sequence[Variant],
-    policy: Policy,
-    workers: int = 2,
-    kills: Iterable[tuple[float, int]] = (),
-    startup: float = 0.0,
-) -> Result:
-    """Serve all queries. kills: (time, worker) of spot workers taken away, which are replaced after
-    `startup` seconds, as are those that the policy adds. ValueError if no variant is of a query's
-    model."""
-    models = {v.model for v in variants if v.workers == 1}
-    if unknown := {q.model for q in queries} - models:
-        raise ValueError(f"queries: no variant of model {min(unknown)!r}; there are {[*models]}")
-    pool = Pool(variants, workers, startup)
-    for _ in range(workers):
-        pool.add_worker(0.0, startup=0.0)
-    for query in queries:
-        pool.push(query.arrival, "arrive", query)
-    for when, worker in kills:
-        pool.push(when, "kill", worker)
-    now, last = 0.0, max((q.deadline for q in queries), default=0.0)
-    while pool.events and (pool.runs or pool.queue or pool.events[0][0] <= last):
-        now, _, kind, item = heappop(pool.events)
-        getattr(pool, kind)(item, now)
-        if not (pool.events and pool.events[0][0] == now):
-            pool.dispatch(policy, now)
-    for worker in [*pool.rented_since]:
-        pool.result.rented += now - pool.rented_since.pop(worker)
-    return pool.result
+def slackfit(queue: list[Query], now: float, pool: Pool, buckets: int = 8) -> Choice:
+    """All (variant, batch size) lie in evenly spaced buckets of latency. The first query's slack
+    picks the highest bucket that it allows, and there the largest batch, then accuracy: little
+    slack, which queueing causes, leads to fast variants. SuperServe (NSDI 2025, arXiv 2312.16733),
+    section 4, "SlackFit"; its subnets with fewer layers are `drafting.first_layers` here."""
+    every = batches(queue, now, pool)
+    seconds = [s for v in pool.variants for s in v.latency.values()]
+    width = (max(seconds) - min(seconds)) / buckets
+    bucket = lambda c: min(buckets - 1, int((c.seconds - min(seconds)) / width))
+    top = max(map(bucket, every))
+    return max((c for c in every if bucket(c) == top), key=largest)
 
 
-# --------------------------------------------------------------------------------------------------
-# The measured table
-# --------------------------------------------------------------------------------------------------
-
-PROMPT, SIZES, MEMBERS = 64, (1, 2, 4, 8, 16), ("small", "draft", "moe", "small-int4")
-
-
-def build_forms(folders: Sequence[Path]) -> dict[str, tuple[Any, int]]:
-    """{name: (model, tokens of the prompt that it sees)}: the first checkpoint in all forms, the
-    others as they are. ValueError if one cannot be loaded or its tokenizer differs."""
-    from generation.config import parse_args
-    from generation.drafting import first_layers
-    from generation.load import load, pick_device
-
-    def loaded(folder: Path, *flags: str) -> Any:
-        args = parse_args(["--checkpoint", str(folder), *flags])
-        model, tokenizer = load(args, pick_device(args.device))
-        if tokenizer.vocab_size != vocab.setdefault("size", tokenizer.vocab_size):
-            raise ValueError(f"--checkpoint {folder}: its tokenizer differs from {folders[0]}'s")
-        return model
-
-    vocab: dict[str, int] = {}
-    name, model = folders[0].name, loaded(folders[0])
-    forms = {name: (model, PROMPT)}
-    for scheme in ("int8", "int4"):
-        forms[f"{name}-{scheme}"] = loaded(folders[0], "--quantize", scheme), PROMPT
-    for n in range(model.config.n_layers - 1, model.config.n_layers // 2, -1):
-        forms[f"{name}-layers{n}"] = first_layers(model, n), PROMPT
-    for n in (PROMPT // 2, PROMPT // 4):
-        forms[f"{name}-last{n}"] = model, n
-    return forms | {folder.name: (loaded(folder), PROMPT) for folder in folders[1:]}
+def cocktail(queue: list[Query], now: float, pool: Pool) -> Choice:
+    """The cheapest model or ensemble that reaches the accuracy floor in time, so ensembles shrink
+    as slack and idle workers do; else the most accurate. Cocktail (NSDI 2022), section 4, the
+    dynamic model selection; weighted_vote() is its class-based weighted majority."""
+    every = batches(queue, now, pool, floors=False)
+    reach = [c for c in every if c.variant.accuracy >= queue[0].floor]
+    each = lambda c: price(c) / len(c.queries)
+    return (
+        min(reach, key=each) if reach else max(every, key=lambda c: (c.variant.accuracy, -each(c)))
+    )
 
 
-def held_out_prompts(folder: Path, n: int) -> Tensor:
-    """(n, PROMPT + 1) tokens, evenly spaced in train.py's validation files of the standard library;
-    the last one is the answer."""
-    from huggingface.tokenizer import load_tokenizer
-    from training.data import is_validation, stream_documents
-
-    encode = load_tokenizer(folder).encode
-    ids = [t for name, text in stream_documents(None) if is_validation(name) for t in encode(text)]
-    starts = torch.linspace(0, len(ids) - PROMPT - 1, n).long()
-    return torch.tensor(ids)[starts[:, None] + torch.arange(PROMPT + 1)]
-
-
-@torch.inference_mode()
-def calibrate(folders: Sequence[Path], n: int = 4096, rounds: int = 20) -> dict[str, Any]:
-    """The table of variants.json. Accuracy and loss are of n held-out prompts; the seconds are the
-    fastest of `rounds` runs, in which all forms take turns. The votes' class weights are counted on
-    as many other prompts."""
-    from generation.bench import device_name, synchronize
-
-    forms, data = build_forms(folders), held_out_prompts(folders[0], 2 * n)
-    device = next(iter(forms.values()))[0].embed.weight.device
-    data = data.to(device)
-
-    def answer(name: str, rows: Tensor) -> Tensor:
-        model, seen = forms[name]
-        hidden = model(rows[:, PROMPT - seen : PROMPT], return_hidden=True)
-        return model.head(hidden[:, -1])
-
-    seconds = {name: dict.fromkeys(SIZES, math.inf) for name in forms}
-    for size, name in itertools.product(SIZES * rounds, forms):
-        synchronize(device)
-        start = time.perf_counter()
-        answer(name, data[:size])
-        synchronize(device)
-        seconds[name][size] = min(seconds[name][size], time.perf_counter() - start)
-    rows, votes = [], {}
-    for name in forms:
-        logits = torch.cat([answer(name, part).float() for part in data.split(64)])
-        loss = torch.nn.functional.cross_entropy(logits[1::2], data[1::2, -1]).item()
-        votes[name] = logits.argmax(-1)
-        accuracy = (votes[name] == data[:, -1])[1::2].float().mean().item()
-        latency = {size: float(f"{s:.4g}") for size, s in seconds[name].items()}
-        rows.append(dict(name=name, accuracy=round(accuracy, 4), loss=round(loss, 4), latency=latency))
-    teams = [t for k in (2, 3, 4) for t in itertools.combinations([m for m in MEMBERS if m in forms], k)]
-    measured = {}
-    for team in teams:
-        ballots, truth = torch.stack([votes[m] for m in team]), data[:, -1]
-        weights = class_weights(ballots[:, ::2], truth[::2], forms[team[0]][0].config.vocab_size)
-        right = weighted_vote(ballots[:, 1::2], weights) == truth[1::2]
-        measured["+".join(team)] = round(right.float().mean().item(), 4)
-    checkpoints = " ".join(f.name for f in folders)
-    return dict(
-        command="python -m serving.variants --calibrate", date=str(date.today()),
-        device=device_name(device), checkpoints=checkpoints, prompts=n, prompt_tokens=PROMPT,
-        rounds=rounds, variants=rows, votes=measured,
-    )  # fmt: skip
+def ensembles(singles: Sequence[Variant], votes: Mapping[str, float]) -> list[Variant]:
+    """Variants of `votes` ({"a+b+c": accuracy of their vote}), each as slow as its slowest member,
+    with what remains of it after the loss of each member. Cocktail, section 4."""
+    known = {v.name: v for v in singles}
+    for names in sorted(votes, key=lambda names: names.count("+")):
+        members = [known[name] for name in names.split("+")]
+        less = ["+".join(m.name for m in members if m is not lost) for lost in members]
+        latency = {n: max(m.latency[n] for m in members) for n in members[0].latency}
+        cost = statistics.fmean(m.cost for m in members)
+        known[names] = Variant(
+            names, votes[names], latency, cost, members[0].model, tuple(known[n] for n in less)
+        )
+    return [known[names] for names in votes]
 
 
-def class_weights(votes: Tensor, truth: Tensor, classes: int) -> Tensor:
-    """Cocktail's weights (M, classes) of votes (M, N): how often model m is right when it answers
-    c, shrunk towards its overall accuracy by one observation."""
-    right = (votes == truth).double()
-    overall = right.mean(1, keepdim=True)
-    zeros = torch.zeros(len(votes), classes, dtype=torch.double, device=votes.device)
-    hits = zeros.scatter_add(1, votes, right)
-    return (hits + overall) / (zeros.scatter_add(1, votes, torch.ones_like(right)) + 1)
+def value_iteration(rewards: Tensor, next_states: Tensor, tolerance: float = 1e-9) -> Tensor:
+    """Q values (S, A) of a decision process: rewards (S, A), next_states (S, A, S) the
+    probabilities of the next state times the discount. -inf rewards are impossible actions."""
+    values = torch.zeros(len(rewards), dtype=rewards.dtype)
+    while True:
+        q = rewards + next_states @ values
+        change = (q.max(1).values - values).abs().max()
+        values = q.max(1).values
+        if change <= tolerance:
+            return q
 
 
-def weighted_vote(votes: Tensor, weights: Tensor) -> Tensor:
-    """votes (M, N), weights (M, classes) -> the answers (N,) with the largest sums of weights."""
-    scores = torch.zeros(votes.shape[1], weights.shape[1], dtype=weights.dtype, device=votes.device)
-    for vote, weight in zip(votes, weights):
-        scores.scatter_add_(1, vote[:, None], weight[vote][:, None])
-    return scores.argmax(1)
+class Ramsis:
+    """The policy that is best for Poisson arrivals. State: (queue length, slack of the first query
+    in steps of slo / bins); action: the variant that serves the whole queue, up to its largest
+    batch; reward: the accuracy of the answers in time, less `penalty` for each late one. Of
+    several workers, each is planned as if its share of `rate` were all. RAMSIS: "Model selection
+    for latency-critical inference serving" (EuroSys 2024), section 4, the decision process."""
+
+    def __init__(self, variants: Sequence[Variant], rate: float, slo: float, penalty: float = 0.0,
+                 bins: int = 20, horizon: float = 20.0):  # fmt: skip
+        self.variants, self.slo, self.bins = list(variants), slo, bins
+        self.longest = max(max(v.latency) for v in variants)
+        S = self.longest * (bins + 1)
+        rewards = torch.zeros(S, len(self.variants), dtype=torch.double)
+        following = torch.zeros(S, len(self.variants), S, dtype=torch.double)
+        decay = 1 / (horizon * slo)  # future rewards count e^(-decay seconds)
+        for a, v in enumerate(self.variants):
+            for n in range(1, self.longest + 1):
+                seconds = batch_seconds(v, n)
+                after = self._arrivals(seconds, rate, decay)
+                for j in range(bins + 1):
+                    s, in_time = self.state(n, j * slo / bins), seconds <= j * slo / bins
+                    rewards[s, a] = n * (v.accuracy if in_time else -penalty)
+                    following[s, a] = after
+        self.best = value_iteration(rewards, following).argmax(1)
+
+    def state(self, n: int, slack: float) -> int:
+        """Index of a state; the slack is rounded down."""
+        j = min(self.bins, max(0, int(slack / self.slo * self.bins + 1e-9)))
+        return (min(n, self.longest) - 1) * (self.bins + 1) + j
+
+    def _arrivals(self, seconds: float, rate: float, decay: float) -> Tensor:
+        """The discounted probabilities (S,) of the state after a batch of `seconds`: the time of
+        the first arrival decides the slack, the number of those after it the queue length."""
+        out = torch.zeros(self.longest * (self.bins + 1), dtype=torch.double)
+        idle = math.exp(-rate * seconds)  # no arrival: the next one finds an empty queue
+        out[self.state(1, self.slo)] += idle * rate / (rate + decay)
+        steps = 20
+        for i in range(steps):
+            x, width = (i + 0.5) * seconds / steps, seconds / steps
+            first = math.exp(-rate * i * width) - math.exp(-rate * (i + 1) * width)
+            mean, slack = rate * (seconds - x), self.slo - (seconds - x)
+            p, total = math.exp(-mean), 0.0
+            for k in range(self.longest - 1):
+                out[self.state(1 + k, slack)] += first * p
+                p, total = p * mean / (k + 1), total + p
+            out[self.state(self.longest, slack)] += first * (1 - total)
+        return out * math.exp(-decay * seconds)
+
+    def __call__(self, queue: list[Query], now: float, pool: Pool) -> Choice:
+        variant = self.variants[self.best[self.state(len(queue), queue[0].deadline - now)]]
+        batch = queue[: max(variant.latency)]
+        return Choice(variant, batch, batch_seconds(variant, len(batch)))
+
+
+class BestEffort:
+    """A router that learns which variant is best at each (queue length, slack), by Q-learning on
+    training traces: reward is the accuracy of the answers in time. "Learned best-effort LLM
+    serving" (arXiv 2401.07886), section 3; its deep Q network is a table here, and it routes
+    batches, not single requests."""
+
+    def __init__(self, slo: float, seed: int = 0, bins: int = 8):
+        self.slo, self.bins, self.rng = slo, bins, random.Random(seed)
+        self.q: dict[tuple[tuple[int, int], str], float] = {}
+        self.explore, self.rate, self.previous = 0.0, 0.1, None
+
+    def state(self, queue: Sequence[Query], now: float) -> tuple[int, int]:
+        """(log2 of the queue length, slack in steps of slo / bins)"""
+        return len(queue).bit_length(), int((queue[0].deadline - now) / self.slo * self.bins)
+
+    def __call__(self, queue: list[Query], now: float, pool: Pool) -> Choice:
+        state, actions = self.state(queue, now), {}
+        for c in batches(queue, now, pool):
+            if c.variant.workers == 1:
+                actions[c.variant.name] = c  # the last is the largest
+        value = lambda name: self.q.get((state, name), 0.0)
+        name = max(actions, key=lambda n: (value(n), actions[n].variant.accuracy))
+        if self.explore:
+            if self.previous is not None:
+                key, reward, then = self.previous
+                target = reward + math.exp(-max(0.0, now - then) / (5 * self.slo)) * value(name)
+                self.q[key] = self.q.get(key, 0.0) + self.rate * (target - self.q.get(key, 0.0))
+            if self.rng.random() < self.explore:
+                name = self.rng.choice(list(actions))
+            reward = len(actions[name].queries) * actions[name].variant.accuracy
+            self.previous = (state, name), reward, now
+        return actions[name]
+
+    def learn(self, traces: Iterable[Sequence[Query]], variants: Sequence[Variant],
+              workers: int) -> BestEffort:  # fmt: skip
+        """Learn from simulations of the traces, exploring less from trace to trace."""
+        for i, trace in enumerate(traces):
+            self.explore, self.previous = 0.3 / (1 + i / 5), None
+            simulate(trace, variants, Policy(self), workers)
+        self.explore = 0.0
+        return self
+
+
+def batch_seconds(variant: Variant, n: int) -> float:
+    """Seconds of a batch of n; of more than the largest, that of the largest."""
+    return variant.latency[
+        min((s for s in variant.latency if s >= n), default=max(variant.latency))
+    ]
+
+
+POLICIES: dict[str, Policy] = {
+    "edf": Policy(edf),
+    "greedy": Policy(greedy),
+    "infaas": Policy(infaas, scale=infaas_workers),
+    "mosel": Policy(mosel),
+    "shepherd": Policy(shepherd, preempt=shepherd_preempt),
+    "slackfit": Policy(slackfit),
+    "cocktail": Policy(cocktail),
+}
+"""Those that need no plan; Ramsis(...) and BestEffort(...).learn(...) are the other two."""
+
+
+def trace(n: int, rate: float, cv: float, slo: float, seed: int, floor: float = 0.0) -> list[Query]:
+    """n queries with a deadline `slo` seconds after each arrival; see batch.arrival_times."""
+    from serving.batch import arrival_times
+
+    times = arrival_times(n, rate, cv, random.Random(seed))
+    return [Query(t + slo, i, t, floor) for i, t in enumerate(times)]
+
+
+def read_table(path: Path) -> tuple[list[Variant], list[Variant], str]:
+    """variants.json: its variants, its ensembles, and how it was measured. ValueError if it is not
+    what --calibrate writes."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        singles = [
+            Variant(v["name"], v["accuracy"], {int(b): s for b, s in v["latency"].items()})
+            for v in table["variants"]
+        ]
+        origin = "{command}, {date}, {device}".format(**table)
+        return singles, ensembles(singles, table["votes"]), origin
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ValueError(
+            f"--table {path}: not a table of variants ({e!r}); make one with --calibrate"
+        ) from None
+
+
+def compare(
+    singles: list[Variant], teams: list[Variant], queries: list[Query], floor: float, rate: float,
+    slo: float, workers: int, training: Iterable[list[Query]],
+) -> dict[str, Result]:  # fmt: skip
+    """{policy: its Result} of one trace. The fixed variants are served by edf. Only infaas, mosel
+    and cocktail are given the accuracy floor; the others know none."""
+    results = {v.name: simulate(queries, [v], POLICIES["edf"], workers) for v in singles}
+    policies = POLICIES | {
+        "ramsis": Policy(Ramsis(singles, rate / workers, slo)),
+        "best-effort": Policy(BestEffort(slo).learn(training, singles, workers)),
+    }
+    with_floor = [replace(q, floor=floor) for q in queries]
+    for name, policy in policies.items():
+        variants = singles + teams if name == "cocktail" else singles
+        given = with_floor if name in ("infaas", "mosel", "cocktail") else queries
+        results[name] = simulate(given, variants, policy, workers)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: two tables, or --calibrate."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--calibrate", action="store_true", help="measure --table")
+    shipped = [TABLE.parents[1] / "checkpoints" / name for name in ("small", "draft", "moe")]
+    parser.add_argument("--checkpoint", type=Path, nargs="+", default=shipped)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--slo-ms", type=float, help="default: 5 batches of 1, most accurate variant"
+    )
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        if args.calibrate:
+            table = variant_server.calibrate(args.checkpoint)
+            args.table.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            return print(f"{args.table}: {len(table['variants'])} variants")
+        for name in ("workers", "requests"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"--{name} {getattr(args, name)}: give 1 or more")
+        singles, teams, origin = read_table(args.table)
+    except (OSError, ValueError) as e:
+        parser.exit(1, f"error: {e}\n")
+    best = max(singles, key=lambda v: v.accuracy)
+    slo = args.slo_ms / 1000 if args.slo_ms else 5 * best.latency[1]
+    floor = statistics.median(v.accuracy for v in singles)
+    print(f"{args.table.name}: {origin}\n{args.workers} workers, {args.requests} queries, SLO "
+          f"{slo * 1000:.0f} ms; floor of infaas, mosel, cocktail: accuracy {floor:.3f}")  # fmt: skip
+    for title, load, cv in (("bursts", 1.0, 4.0), ("low, even load", 0.3, 0.0)):
+        rate = load * args.workers / best.latency[1]
+        traces = [trace(args.requests, rate, cv, slo, args.seed + i) for i in range(21)]
+        results = compare(singles, teams, traces[0], floor, rate, slo, args.workers, traces[1:])
+        print(f"\n{title}: {rate:.1f} queries/s, {load:.0%} of {best.name}'s, arrival cv {cv:g}\n"
+              f"{'':16} in time  +floor accuracy quality    cost  rented    lost")  # fmt: skip
+        for name, r in results.items():
+            print(f"{name:16} {r.in_time:7.1%} {r.attainment:7.1%} {r.accuracy:8.4f} "
+                  f"{r.quality:7.4f} {r.cost:7.1f} {r.rented:7.1f} {r.lost:7.1f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
