@@ -43,6 +43,7 @@ import json
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -300,43 +301,47 @@ class Ramsis:
 
 class BestEffort:
     """A router that learns which variant is best at each (queue length, slack), by Q-learning on
-    training traces: reward is the accuracy of the answers in time. "Learned best-effort LLM
-    serving" (arXiv 2401.07886), section 3; its deep Q network is a table here, and it routes
-    batches, not single requests."""
+    training traces. The reward is the accuracy of the answers in time, less that of the best
+    variant for every query, so that it is 0 in a lull and dropped queries count at once. "Learned
+    best-effort LLM serving" (arXiv 2401.07886), section 3; its deep Q network is a table here, and
+    it routes batches, not single requests."""
 
-    def __init__(self, slo: float, seed: int = 0, bins: int = 8):
-        self.slo, self.bins, self.rng = slo, bins, random.Random(seed)
+    def __init__(self, variants: Sequence[Variant], slo: float, seed: int = 0, bins: int = 8):
+        self.variants, self.slo, self.bins = list(variants), slo, bins
+        self.best = max(v.accuracy for v in variants)
         self.q: dict[tuple[tuple[int, int], str], float] = {}
-        self.explore, self.rate, self.previous = 0.0, 0.1, None
+        self.visits: Counter[tuple[tuple[int, int], str]] = Counter()
+        self.explore, self.previous, self.rng = 0.0, None, random.Random(seed)
 
     def state(self, queue: Sequence[Query], now: float) -> tuple[int, int]:
-        """(log2 of the queue length, slack in steps of slo / bins)"""
+        """(bits of the queue length, slack in steps of slo / bins)"""
         return len(queue).bit_length(), int((queue[0].deadline - now) / self.slo * self.bins)
 
     def __call__(self, queue: list[Query], now: float, pool: Pool) -> Choice:
-        state, actions = self.state(queue, now), {}
-        for c in batches(queue, now, pool):
-            if c.variant.workers == 1:
-                actions[c.variant.name] = c  # the last is the largest
+        state = self.state(queue, now)
+        actions = {c.variant.name: c for c in batches(queue, now, pool)}  # the last is the largest
         value = lambda name: self.q.get((state, name), 0.0)
         name = max(actions, key=lambda n: (value(n), actions[n].variant.accuracy))
         if self.explore:
+            drops = len(pool.result.dropped)
             if self.previous is not None:
-                key, reward, then = self.previous
-                target = reward + math.exp(-max(0.0, now - then) / (5 * self.slo)) * value(name)
-                self.q[key] = self.q.get(key, 0.0) + self.rate * (target - self.q.get(key, 0.0))
+                key, reward, then, dropped = self.previous
+                future = math.exp((then - now) / (5 * self.slo)) * value(name)
+                target = reward - self.best * (drops - dropped) + future
+                self.visits[key] += 1
+                rate = max(0.02, self.visits[key] ** -0.7)
+                self.q[key] = self.q.get(key, 0.0) + rate * (target - self.q.get(key, 0.0))
             if self.rng.random() < self.explore:
                 name = self.rng.choice(list(actions))
-            reward = len(actions[name].queries) * actions[name].variant.accuracy
-            self.previous = (state, name), reward, now
+            loss = len(actions[name].queries) * (self.best - actions[name].variant.accuracy)
+            self.previous = (state, name), -loss, now, drops
         return actions[name]
 
-    def learn(self, traces: Iterable[Sequence[Query]], variants: Sequence[Variant],
-              workers: int) -> BestEffort:  # fmt: skip
+    def learn(self, traces: Iterable[Sequence[Query]], workers: int) -> BestEffort:
         """Learn from simulations of the traces, exploring less from trace to trace."""
         for i, trace in enumerate(traces):
             self.explore, self.previous = 0.3 / (1 + i / 5), None
-            simulate(trace, variants, Policy(self), workers)
+            simulate(trace, self.variants, Policy(self), workers)
         self.explore = 0.0
         return self
 
@@ -394,7 +399,7 @@ def compare(
     results = {v.name: simulate(queries, [v], POLICIES["edf"], workers) for v in singles}
     policies = POLICIES | {
         "ramsis": Policy(Ramsis(singles, rate / workers, slo)),
-        "best-effort": Policy(BestEffort(slo).learn(training, singles, workers)),
+        "best-effort": Policy(BestEffort(singles, slo).learn(training, workers)),
     }
     with_floor = [replace(q, floor=floor) for q in queries]
     for name, policy in policies.items():
@@ -434,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     floor = statistics.median(v.accuracy for v in singles)
     print(f"{args.table.name}: {origin}\n{args.workers} workers, {args.requests} queries, SLO "
           f"{slo * 1000:.0f} ms; floor of infaas, mosel, cocktail: accuracy {floor:.3f}")  # fmt: skip
-    for title, load, cv in (("bursts", 1.0, 4.0), ("low, even load", 0.3, 0.0)):
+    for title, load, cv in (("bursts", 2.5, 4.0), ("low, even load", 0.3, 0.0)):
         rate = load * args.workers / best.latency[1]
         traces = [trace(args.requests, rate, cv, slo, args.seed + i) for i in range(21)]
         results = compare(singles, teams, traces[0], floor, rate, slo, args.workers, traces[1:])
